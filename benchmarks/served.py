@@ -16,8 +16,8 @@ from typing import Any
 from outrider.eval.reports.intervals import Interval
 from outrider.pair import Pair
 from outrider.serving.comparison import ServedComparison
+from outrider.serving.diagnosis import TOLERANCE, ServedResult
 from outrider.serving.reference_run import Expectation, Trial
-from outrider.serving.result import TOLERANCE, ServedResult
 from outrider.serving.session import ServedSession, Start, depth_of
 
 from .report import NOTHING, command, conditions, interval, table, write

@@ -23,11 +23,11 @@ from outrider.eval.suites import Suite, load_suites
 from outrider.formats.draft_models import write_gguf
 from outrider.heads import Drafter, Ngram, NgramConfig
 from outrider.pair import Pair, export_pair
-from outrider.serving.engine_ngram import WholeCopy
+from outrider.serving.diagnosis import TOLERANCE, ServedResult
+from outrider.serving.fault_models import WholeCopy
 from outrider.serving.launching import running
 from outrider.serving.reference_run import Expectation, Trial, expect
-from outrider.serving.result import TOLERANCE, ServedResult
-from outrider.serving.served import Survey, engine_facts
+from outrider.serving.session import Survey, engine_facts
 from outrider.targets import Target
 
 from .report import command, conditions

@@ -32,8 +32,8 @@ from ..formats.checkpoint_view import LintFinding
 from ..pair import Pair, ProbeResult
 from ..pair.manifest import Figure, Lineage, Manifest
 from ..pair.registry import Entry, Registry, Version
-from ..serving.events import WatchEvent
-from ..serving.result import ServedResult
+from ..serving.diagnosis import ServedResult
+from ..serving.watching import WatchEvent
 from ..train import TrainResult
 from ..train.planning import Needs
 from .output import tell

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import wraps
 from pathlib import Path
@@ -18,9 +17,9 @@ from ..common import BadInputError
 
 if TYPE_CHECKING:
     from ..pair import Pair
+    from ..serving.diagnosis import ServedResult
     from ..serving.reference_run import Trial
-    from ..serving.result import ServedResult
-    from ..serving.session import ServedSession, Start
+    from ..serving.session import ServedSession
 
 PairFolder = Annotated[Path, typer.Argument(metavar="PAIR", help="A pair's folder.")]
 Words = list[str] | None
@@ -35,11 +34,6 @@ class EngineOptions:
     start: Annotated[str | None, typer.Option(help="Start this engine here instead, and stop it again: vllm.")] = None
     python: Annotated[Path | None, typer.Option(help="The engine's own environment, or its Python.")] = None
     export: Annotated[Path | None, typer.Option(help="What `outrider export` wrote (default: it is made).")] = None
-    arg: Annotated[Words, typer.Option(help="One more argument of the server; may be repeated.")] = None
-    env: Annotated[Words, typer.Option(metavar="NAME=VALUE", help="For the server; repeatable.")] = None
-    setting: Annotated[
-        Words, typer.Option(metavar="KEY=VALUE", help="A change to the engine's drafting; may be repeated.")
-    ] = None
     plain: Annotated[bool, typer.Option(help="Start the engine without drafts, too: the speedup there.")] = True
     in_turns: Annotated[
         bool | None,
@@ -49,7 +43,7 @@ class EngineOptions:
         ),
     ] = None
 
-    def check(self) -> None:
+    def check(self, arguments: Sequence[str]) -> None:
         """Refuse what cannot be meant, before anything is loaded."""
         if (self.url is None) == (self.start is None):
             raise BadInputError("give either --url, of an engine that runs, or --start vllm.")
@@ -57,18 +51,12 @@ class EngineOptions:
             raise BadInputError(
                 f"--start knows how to start vllm, not {self.start!r}; start it yourself and give its --url."
             )
-        if self.start:
-            self.how()
-
-    def how(self) -> Start:
-        """Return how the engine is started."""
-        from ..serving.session import Start
-
-        if self.python is None:
+        if self.start and self.python is None:
             raise BadInputError("--start needs --python, the environment that the engine is installed in.")
-        variables, arguments = _variables(self.env), tuple(self.arg or ())
-        settings = _settings(self.setting)
-        return Start(self.python, self.export, settings, arguments, variables, self.plain, self.in_turns)
+        if arguments and not self.start:
+            raise BadInputError(
+                "arguments after -- are for an engine that --start starts; an engine at --url has its own."
+            )
 
     def habits(self) -> str:
         """Return the engine's name if drafting has habits of its own there; else ""."""
@@ -78,12 +66,15 @@ class EngineOptions:
         name = "" if self.url is None else Engine(self.url).counters().engine
         return name if name in HABITS else ""
 
-    def ask(self, session: ServedSession, tolerance: float) -> ServedResult:
-        """Compare the session's pair with what the engine does."""
+    def ask(self, session: ServedSession, tolerance: float, arguments: Sequence[str]) -> ServedResult:
+        """Compare the session's pair with what the engine does, started with more `arguments` of its own."""
         from ..serving.engine import Engine
+        from ..serving.session import Start
 
         if self.url is None:
-            return session.start(self.how(), tolerance)
+            assert self.python is not None
+            start = Start(self.python, self.export, tuple(arguments), plain=self.plain, in_turns=self.in_turns)
+            return session.start(start, tolerance)
         return session.ask(Engine(self.url), Engine(self.plain_url) if self.plain_url else None, tolerance)
 
 
@@ -112,10 +103,11 @@ class TrialOptions:
 
 def add_verbs(app: typer.Typer) -> None:
     """Add the verb to the command."""
-    app.command(name="served")(grouped(served))
+    app.command(name="served", context_settings={"allow_extra_args": True})(grouped(served))
 
 
 def served(
+    context: typer.Context,
     pair: PairFolder,
     engine: EngineOptions,
     asked: TrialOptions,
@@ -129,9 +121,9 @@ def served(
 ) -> None:
     """Does an engine do what was measured? Its text, τ, acceptance by position and speedup, beside our decoder's.
 
-    Exit code 1 if it does not, with what is probably wrong.
+    Exit code 1 if it does not, with what is probably wrong. Arguments after -- go to the engine that --start starts.
     """
-    engine.check()
+    engine.check(context.args)
     from ..pair import Pair
     from ..serving.reference_run import Expectation
     from ..serving.session import ServedSession, record_of
@@ -145,7 +137,7 @@ def served(
     session.explain = explain
     if expect is not None and known is None:
         session.expected.save(expect)
-    found = engine.ask(session, tolerance)
+    found = engine.ask(session, tolerance, context.args)
     if expect is not None:
         session.expected.save(expect)  # with the mistakes that were tried
     if not dry_run:
@@ -159,30 +151,12 @@ def served(
 
 
 def _print(found: ServedResult, console: Console) -> None:
-    from ..serving.result import lines
+    from ..serving.diagnosis import lines
 
     verdict, *figures = lines(found)
     console.print(escape(verdict), style="green" if found.agrees else "red")
     for line in figures:
         console.print(escape(line))
-
-
-def _settings(given: list[str] | None) -> dict[str, object]:
-    """Return `KEY=VALUE` words as a mapping; a value that is JSON is read as such."""
-    found: dict[str, object] = {}
-    for name, value in _variables(given).items():
-        try:
-            found[name] = json.loads(value)
-        except json.JSONDecodeError:
-            found[name] = value
-    return found
-
-
-def _variables(given: list[str] | None) -> dict[str, str]:
-    for word in given or ():
-        if "=" not in word:
-            raise BadInputError(f"{word!r}: expected NAME=VALUE.")
-    return dict(word.split("=", 1) for word in given or ())
 
 
 def grouped(verb: Callable[..., None]) -> Callable[..., None]:

@@ -18,8 +18,7 @@ from .output import console_for, tell
 
 if TYPE_CHECKING:
     from ..serving.changepoint import Chart, NormalDrafting, WatchLimits
-    from ..serving.events import WatchEvent
-    from ..serving.watching import EngineWatch, WatchState
+    from ..serving.watching import EngineWatch, WatchEvent, WatchState
 
 STATE = Path("runs") / "watch.json"
 Urls = Annotated[list[str], typer.Argument(metavar="URL...", help="Of running engines: vLLM, SGLang, TGI, llama.cpp.")]
@@ -36,10 +35,6 @@ def watch(
         Path | None, typer.Option(help="Whose baseline to compare with (default: the engine's first windows).")
     ] = None,
     every: Annotated[float, typer.Option(min=0.01, help="Seconds between two looks.")] = 15.0,
-    window: Annotated[int, typer.Option(min=10, help="Rounds of a window.")] = 200,
-    false_alarms: Annotated[
-        float, typer.Option(min=0.001, max=0.5, help="The probability of a false alarm in 200 windows.")
-    ] = 0.02,
     once: Annotated[bool, typer.Option("--once", help="One look, for cron; what is known is kept in --state.")] = False,
     state: Annotated[Path, typer.Option(help="With --once: what is known between the looks.")] = STATE,
     seconds: Annotated[float | None, typer.Option(min=0, help="End after so long (default: never).")] = None,
@@ -55,8 +50,9 @@ def watch(
     from ..serving.changepoint import WatchLimits
     from ..serving.watching import WatchState, baseline_of, kept_states, require_webhook
 
-    limits = WatchLimits(window, false_alarms)
-    baseline = None if pair is None else baseline_of(Pair.load(pair), limits)
+    baseline, limits = None, WatchLimits()
+    if pair is not None:
+        baseline, limits = baseline_of(Pair.load(pair))
     if webhook is not None:
         require_webhook(webhook)
     told = _EventSink(as_json, webhook, stops_at_silence=once)
@@ -112,8 +108,7 @@ class _EventSink:
 
 def _events(watches: list[EngineWatch], key: str | None, every: float, seconds: float | None) -> Iterator[WatchEvent]:
     """Yield what is to be said, look after look, until the time is over."""
-    from ..serving.counters import read_counters
-    from ..serving.engine import read_metrics
+    from ..serving.engine import read_counters, read_metrics
 
     began = time.monotonic()
     while True:

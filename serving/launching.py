@@ -70,6 +70,36 @@ class VllmLaunch:
         return CPU_ENVIRONMENT | {"HF_HUB_OFFLINE": "1"} | dict(os.environ) | dict(self.environment)
 
 
+SETTING = "--speculative-config."  # as vLLM spells one key of a JSON argument
+
+
+def split_speculation(arguments: Sequence[str]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return the drafting settings among a vLLM's arguments, and the other arguments.
+
+    vLLM takes one `--speculative-config`, which is ours; `--speculative-config.KEY VALUE` (or `=VALUE`) changes one key
+    of it. A value that is JSON is read as such.
+
+    Raises:
+        BadInputError: a setting without a value.
+    """
+    settings: dict[str, Any] = {}
+    others: list[str] = []
+    words = iter(arguments)
+    for word in words:
+        if not word.startswith(SETTING):
+            others.append(word)
+            continue
+        name, has_value, value = word.removeprefix(SETTING).partition("=")
+        text = value if has_value else next(words, None)
+        if text is None:
+            raise BadInputError(f"{word} has no value; expected {SETTING}KEY VALUE.")
+        try:
+            settings[name] = json.loads(text)
+        except json.JSONDecodeError:
+            settings[name] = text
+    return settings, tuple(others)
+
+
 def python_of(environment: Path) -> Path:
     """Return the Python of a virtual environment, given as its folder or as the interpreter itself.
 

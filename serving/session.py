@@ -6,7 +6,8 @@ import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from datetime import UTC, datetime
+from functools import cached_property, reduce
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -16,6 +17,7 @@ from rich.console import Console
 
 from ..common import BadInputError
 from ..common.atomic import read_json
+from ..common.progress import Advance, progress
 from ..eval.suites import load_suites
 from ..formats import launch
 from ..heads import Ngram
@@ -24,11 +26,12 @@ from ..pair.export import LAUNCH, SERVED, export_depth, served_path
 from ..pair.manifest import Figure, ServedFigures, ServedRecord
 from ..targets import Target
 from ..targets.fingerprint import digest_json
-from .engine import Engine
-from .fault_models import mistaken
-from .launching import VllmLaunch, python_of, running
-from .reference_run import Expectation, Trial, expect, expect_mistakes
-from .served import ServedResult, Survey, engine_facts
+from .comparison import Replies, Reply, Write, compare
+from .diagnosis import TOLERANCE, ServedResult, drafts_differ, suspicions
+from .engine import Ask, Counters, Engine, EngineCompletion
+from .fault_models import Explanation, explain, mistaken
+from .launching import VllmLaunch, python_of, running, split_speculation
+from .reference_run import DraftCounts, Expectation, Trial, expect, expect_mistakes
 
 # Drafters whose proposals engines never draw, whatever they are asked for: above temperature 0 our own decoder must
 # propose their most probable drafts, too.
@@ -42,7 +45,8 @@ class Start:
     Attributes:
         environment: of the engine, the user's: its folder, or its Python.
         export: the drafter as the engine reads it; None makes it, in a temporary folder.
-        settings: changes to the drafting configuration. arguments, variables: more of the server's own.
+        arguments: more of the server's own. `--speculative-config.KEY VALUE` changes one setting of the drafting.
+        variables: of its environment, beside those of this process.
         plain: whether the engine also runs without drafts, for the speedup there.
         in_turns: whether both run at once and answer in turns, so that whatever else the machine does slows both alike;
             else one after the other. None: in turns, but on a GPU, where an engine takes nearly all of the memory.
@@ -50,7 +54,6 @@ class Start:
 
     environment: Path
     export: Path | None = None
-    settings: Mapping[str, Any] = field(default_factory=dict)
     arguments: tuple[str, ...] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
     plain: bool = True
@@ -137,13 +140,14 @@ class ServedSession:
     def launch(self, start: Start, place: Path) -> VllmLaunch:
         """Return how the engine is started with the pair's drafter; the export is made in `place` if none is given."""
         longest = max(len(p.tokens) for p in self.expected.prompts) + self.expected.max_new_tokens
+        settings, arguments = split_speculation(start.arguments)
         return VllmLaunch(
             python=python_of(start.environment),
             target=self._served_target(place),
             dtype=self.pair.dtype,
-            speculation=self._speculation(start, place) | dict(start.settings),
+            speculation=self._speculation(start, place) | settings,
             max_length=longest + self.expected.depth + 16,
-            arguments=start.arguments,
+            arguments=arguments,
             environment=start.variables,
         )
 
@@ -287,3 +291,133 @@ def record_of(result: ServedResult) -> ServedRecord:
         suspicions=[str(s) for s in result.suspicions],
         figures=figures,
     )
+
+
+def ask_all(
+    engines: Sequence[Engine], expected: Expectation, temperature: float, advance: Advance
+) -> tuple[list[list[Reply]], int]:
+    """Send every prompt to every engine, in turns, and read the engine's counters after each answer.
+
+    Above temperature 0 each prompt is sent as often as our own decoder answered it.
+
+    Returns:
+        The replies of each engine, and how many new tokens the engines counted that were not ours.
+    """
+    ask = Ask(expected.max_new_tokens, temperature)
+    for engine in engines:
+        engine.complete(expected.prompts[0].tokens, ask)  # first calls are slow
+    looks = [engine.counters() for engine in engines]
+    replies: list[list[Reply]] = [[] for _ in engines]
+    foreign = 0
+    for number, prompt in enumerate(expected.prompts):
+        for i in range(len(engines)):
+            turn = (number + i) % len(engines)
+            found = []
+            for _ in range(expected.seeds(temperature)):
+                answer = engines[turn].complete(prompt.tokens, ask)
+                now = engines[turn].settled(looks[turn], answer.num_tokens)
+                counted, looks[turn] = now.since(looks[turn]), now
+                foreign += max(0, round(counted.tokens) - answer.num_tokens)
+                found.append((answer, counted))
+            replies[turn].append(_reply(found))
+        advance(1, "")
+    return replies, foreign
+
+
+def _reply(found: Sequence[tuple[EngineCompletion, Counters]]) -> Reply:
+    """Return one prompt's reply: the text of the first answer, and the sums over all of them."""
+    first = found[0][0]
+    counted = reduce(Counters.plus, (c for _, c in found))
+    counts = DraftCounts(
+        rounds=counted.rounds,
+        drafted=counted.drafted,
+        accepted=counted.accepted,
+        by_position=list(counted.by_position),
+    )
+    return Reply(
+        text=first.text,
+        tokens=None if first.tokens is None else list(first.tokens),
+        lengths=[answer.num_tokens for answer, _ in found],
+        seconds=sum(answer.seconds for answer, _ in found),
+        counts=counts,
+        uncounted=list(counted.uncounted),
+    )
+
+
+class Survey:
+    """The replies of a drafting engine and, for the speedup there, of the same engine without drafts."""
+
+    def __init__(self, expected: Expectation, console: Console | None = None):
+        self.expected, self.console = expected, console
+        self.drafting: dict[float, list[Reply]] = {}
+        self.plain: dict[float, list[Reply]] = {}
+        self.foreign = 0
+
+    def ask(self, engine: Engine, plain: Engine | None = None) -> None:
+        """Send every prompt at every temperature, to both in turns if there are two."""
+        temperatures = self.expected.temperatures
+        total = len(self.expected.prompts) * len(temperatures)
+        engines = [engine] if plain is None else [engine, plain]
+        with progress(self.console, "the engine", total, transient=True) as advance:
+            for temperature in temperatures:
+                replies, foreign = ask_all(engines, self.expected, temperature, advance)
+                self.drafting[temperature] = replies[0]
+                if plain is not None:
+                    self.plain[temperature] = replies[1]
+                self.foreign += foreign
+
+    def ask_plain(self, engine: Engine) -> None:
+        """Send every prompt at every temperature to the same engine without drafts, for the speedup there."""
+        total = len(self.expected.prompts) * len(self.expected.temperatures)
+        with progress(self.console, "the engine without drafts", total, transient=True) as advance:
+            for temperature in self.expected.temperatures:
+                (self.plain[temperature],), foreign = ask_all([engine], self.expected, temperature, advance)
+                self.foreign += foreign
+
+    @property
+    def exact(self) -> bool:
+        """Whether both sides compute in float32."""
+        return self.expected.dtype == "float32"
+
+    @property
+    def counts_all(self) -> bool:
+        """Whether the engine counts all that mistakes are told apart by."""
+        return not any(reply.uncounted for replies in self.drafting.values() for reply in replies)
+
+    def differs(self, tolerance: float) -> bool:
+        """Tell whether the engine's drafts at temperature 0 are not ours."""
+        drafting = self.drafting.get(0.0)
+        if drafting is None:
+            return False
+        return drafts_differ(compare(self.expected, Replies(temperature=0.0, drafting=drafting)), tolerance, self.exact)
+
+    def _explanation(self) -> Explanation | None:
+        drafting = self.drafting.get(0.0)
+        if drafting is None or not self.counts_all:
+            return None
+        return explain([r.counts for r in drafting], self.expected.at(0.0), self.expected.mistakes)
+
+    def result(self, engine: dict[str, Any], write: Write, tolerance: float = TOLERANCE) -> ServedResult:
+        """Return what both sides did, and what is probably wrong."""
+        comparisons = [
+            compare(self.expected, Replies(temperature=t, drafting=replies, plain=self.plain.get(t)), write)
+            for t, replies in self.drafting.items()
+        ]
+        expected = self.expected
+        return ServedResult(
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            engine=engine,
+            target=expected.target,
+            drafter=expected.drafter,
+            depth=expected.depth,
+            max_new_tokens=expected.max_new_tokens,
+            tolerance=tolerance,
+            comparisons=comparisons,
+            suspicions=suspicions(comparisons, tolerance, self.exact, self._explanation()),
+            foreign=self.foreign,
+        )
+
+
+def engine_facts(engine: Engine, extra: Sequence[tuple[str, Any]] = ()) -> dict[str, Any]:
+    """Return what is known of a running engine."""
+    return {"name": engine.counters().engine, "model": engine.model} | dict(extra)

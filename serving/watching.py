@@ -7,7 +7,7 @@ import json
 import math
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
@@ -23,11 +23,10 @@ from ..common.atomic import write_atomically
 from ..common.locks import locked
 from ..pair import Pair
 from .changepoint import DEEP, Chart, CusumState, NormalDrafting, WatchLimits
-from .counters import Counters
-from .events import WatchEvent
+from .engine import Counters
 
 LEARNED = 30  # windows that a baseline is learned from, where no pair gives one
-WINDOWS = (200, 100, 50, 25, 400)  # rounds, that are tried before a baseline is refused
+WINDOWS = (200, 100, 50, 25, 400)  # rounds of a window, tried in this order
 SURE = 3.0  # spreads by which a position must differ to be named
 PATIENCE = 120.0  # seconds that a look waits for another one with the same state file
 
@@ -183,33 +182,34 @@ def learned(windows: Sequence[Counters], url: str) -> NormalDrafting:
     return found.model_copy(update={"by_position": tuple(k / everything.rounds for k in everything.by_position)})
 
 
-def baseline_of(pair: Pair, limits: WatchLimits) -> NormalDrafting:
-    """Return how the pair drafted on its own target: what its probes compare with.
+def baseline_of(pair: Pair) -> tuple[NormalDrafting, WatchLimits]:
+    """Return how the pair drafted on its own target, which its probes compare with, and the limits that it can watch.
 
     Raises:
-        BadInputError: the pair has no such prompts, or too few for windows of this size.
+        BadInputError: the pair has no such prompts, or too few of them.
     """
     measured = pair.manifest.measurements.baseline
     if measured is None or not measured.prompts:
         raise BadInputError(f"{pair.folder}: this pair has no baseline; let the watch learn one (leave out --pair).")
     drafting = [p for p in measured.prompts if p.rounds]
     source = f"{pair.name} version {pair.version}, temperature {measured.temperature:g}"
-    found = NormalDrafting.of([p.rounds for p in drafting], [p.accepted for p in drafting], source)
-    require_sight(found, limits)
-    return found
+    baseline = NormalDrafting.of([p.rounds for p in drafting], [p.accepted for p in drafting], source)
+    return baseline, limits_for(baseline)
 
 
-def require_sight(baseline: NormalDrafting, limits: WatchLimits) -> None:
-    """Refuse a baseline from so few rounds that, with windows of this size, not even a deep fall would be found."""
-    if _sees(baseline, limits):
-        return
-    usable = (size for size in WINDOWS if _sees(baseline, replace(limits, window=size)))
-    size = next(usable, None)
-    advice = "Let the watch learn a baseline (leave out --pair)"
-    advice += f", or take --window {size}." if size else "."
+def limits_for(baseline: NormalDrafting) -> WatchLimits:
+    """Return the limits with the first of `WINDOWS` in which a deep fall would be found.
+
+    Raises:
+        BadInputError: the baseline is from so few rounds that it would be found in none.
+    """
+    for size in WINDOWS:
+        limits = WatchLimits(window=size)
+        if _sees(baseline, limits):
+            return limits
     raise BadInputError(
-        f"{baseline.source}: a baseline from {baseline.rounds:.0f} rounds is too uncertain for windows of "
-        f"{limits.window}: not even a fall of the accepted drafts by {DEEP:.0%} would be found. {advice}"
+        f"{baseline.source}: a baseline from {baseline.rounds:.0f} rounds is too uncertain: not even a fall of the "
+        f"accepted drafts by {DEEP:.0%} would be found. Let the watch learn a baseline (leave out --pair)."
     )
 
 
@@ -289,3 +289,53 @@ def post(webhook: str, event: WatchEvent, timeout: float = 10.0) -> str | None:
     except (OSError, http.client.HTTPException, ValueError) as error:
         reason = f"HTTP status {error.code}" if isinstance(error, urllib.error.HTTPError) else type(error).__name__
         return f"the webhook at {urlsplit(webhook).hostname} was not reached ({reason}); this alarm was not sent"
+
+
+class WatchEvent(BaseModel):
+    """One line of a watch.
+
+    Attributes:
+        kind: window, learned, alarm, restart or silent (the engine did not answer).
+        tau, by_position: of the window; positions are conditional on the draft before.
+        score: spreads above the baseline. sums: where the test stands.
+        change: "fall" or "rise". since: windows ago that the change began. position: the first that differs.
+    """
+
+    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="null")
+
+    kind: Literal["window", "learned", "alarm", "restart", "silent"]
+    url: str
+    time: str
+    engine: str | None = None
+    window: int | None = None
+    rounds: float | None = None
+    tau: float | None = None
+    baseline: float | None = None
+    by_position: list[float] | None = None
+    score: float | None = None
+    fall: float | None = None
+    rise: float | None = None
+    threshold: float | None = None
+    change: str | None = None
+    since: int | None = None
+    position: int | None = None
+    reason: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.time} {self.url} {_SAID[self.kind](self)}"
+
+
+_SAID: dict[str, Callable[[WatchEvent], str]] = {
+    "window": lambda e: f"τ {e.tau:.3f} in {e.rounds:.0f} rounds ({_scored(e)})",
+    "learned": lambda e: f"baseline learned: τ {e.baseline:.3f}",
+    "alarm": lambda e: (
+        f"ALARM: acceptance {'fell' if e.change == 'fall' else 'rose'} {e.since} windows ago, τ {e.tau:.3f} instead of "
+        f"{e.baseline:.3f}{f', from position {e.position} on' if e.position else ''}"
+    ),
+    "restart": lambda e: f"the engine ({e.engine}) was started anew",
+    "silent": lambda e: f"no answer: {e.reason}",
+}
+
+
+def _scored(event: WatchEvent) -> str:
+    return "learning" if event.score is None else f"{event.score:+.1f} spreads from {event.baseline:.3f}"

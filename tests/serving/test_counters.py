@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from outrider.common import BadInputError
-from outrider.serving.counters import Counters, read_counters
+from outrider.serving.engine import Counters, read_counters
 
 PAGES = Path(__file__).parent / "pages"
 

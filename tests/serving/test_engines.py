@@ -23,10 +23,10 @@ from outrider.pair import Pair, export_pair, new_pair
 from outrider.recipes import load_recipe
 from outrider.scripts.cli import app
 from outrider.serving.changepoint import WatchLimits
+from outrider.serving.diagnosis import TOLERANCE, ServedResult
 from outrider.serving.engine import Ask, Engine
 from outrider.serving.launching import running
 from outrider.serving.reference_run import Trial, expect
-from outrider.serving.result import TOLERANCE, ServedResult
 from outrider.serving.session import ServedSession, Start
 from outrider.serving.watching import EngineWatch, WatchEvent, WatchState
 from outrider.targets import Target
@@ -105,8 +105,8 @@ def _no_text_differs(found: dict[str, ServedResult]) -> None:
 
 def test_drafts_that_are_picked_are_told_apart(session: ServedSession, environment: Path) -> None:
     """An engine that is not asked for drawn drafts proposes the most probable ones."""
-    settings = {"draft_sample_method": "greedy"}
-    found = session.start(start(environment, settings=settings), TOLERANCE)
+    arguments = ("--speculative-config.draft_sample_method", "greedy")
+    found = session.start(start(environment, arguments=arguments), TOLERANCE)
     assert [(s.temperature, s.kind) for s in found.suspicions] == [(1.0, "one-hot")]
 
 

@@ -23,10 +23,10 @@ from outrider.heads.base import TargetBatch
 from outrider.pair import Pair, export_pair, new_pair, verify
 from outrider.recipes import Recipe
 from outrider.scripts.cli import app
+from outrider.serving.diagnosis import ServedResult, lines
 from outrider.serving.engine import Engine, root_url
-from outrider.serving.engine_ngram import FirstPlace, WholeCopy
-from outrider.serving.fault_models import BLOCK_HYPOTHESES, HYPOTHESES, mistaken
-from outrider.serving.launching import VllmLaunch, python_of, running
+from outrider.serving.fault_models import BLOCK_HYPOTHESES, HYPOTHESES, FirstPlace, WholeCopy, mistaken
+from outrider.serving.launching import VllmLaunch, python_of, running, split_speculation
 from outrider.serving.reference_run import (
     DraftCounts,
     Expectation,
@@ -36,9 +36,7 @@ from outrider.serving.reference_run import (
     expect,
     expect_mistakes,
 )
-from outrider.serving.result import ServedResult, lines
-from outrider.serving.served import Survey
-from outrider.serving.session import ServedSession, Start, depth_of, survey_in_turns, survey_one_by_one
+from outrider.serving.session import ServedSession, Start, Survey, depth_of, survey_in_turns, survey_one_by_one
 from outrider.targets import RowLengths as Counted
 from outrider.targets import Target
 
@@ -331,9 +329,9 @@ WAITS = """
 import sys, time
 from pathlib import Path
 from outrider.common.signals import stoppable
-from outrider.serving.engine_ngram import FirstPlace
-from outrider.serving.launching import Launch, python_of, running
-with stoppable(), running(Launch(python_of(Path(sys.argv[1])), "target", "float32"), Path(sys.argv[1]) / "log"):
+from outrider.serving.fault_models import FirstPlace
+from outrider.serving.launching import VllmLaunch, python_of, running
+with stoppable(), running(VllmLaunch(python_of(Path(sys.argv[1])), "target", "float32"), Path(sys.argv[1]) / "log"):
     print("answers", flush=True)
     time.sleep(60)
 """
@@ -413,3 +411,10 @@ def test_bad_words_are_refused_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(BadInputError, match="begins with http"):
         root_url("localhost:8000")
     assert root_url("http://x:1/v1/") == root_url("http://x:1/metrics") == "http://x:1"
+
+
+def test_words_after_the_dashes_go_to_the_engine_and_settings_to_its_drafting() -> None:
+    words = ["--seed", "3", "--speculative-config.draft_sample_method", "greedy", "--speculative-config.k=4"]
+    assert split_speculation(words) == ({"draft_sample_method": "greedy", "k": 4}, ("--seed", "3"))
+    with pytest.raises(BadInputError, match="has no value"):
+        split_speculation(["--speculative-config.method"])

@@ -18,11 +18,18 @@ from outrider.decode import Round
 from outrider.scripts.cli import app
 from outrider.scripts.watch import promises
 from outrider.serving.changepoint import CusumState, NormalDrafting, WatchLimits
-from outrider.serving.counters import read_counters
-from outrider.serving.engine import read_metrics
-from outrider.serving.events import WatchEvent
+from outrider.serving.engine import read_counters, read_metrics
 from outrider.serving.reference_run import DraftCounts
-from outrider.serving.watching import LEARNED, EngineWatch, WatchState, kept_states, post, require_sight, save_states
+from outrider.serving.watching import (
+    LEARNED,
+    EngineWatch,
+    WatchEvent,
+    WatchState,
+    kept_states,
+    limits_for,
+    post,
+    save_states,
+)
 
 from .conftest import Server, answer
 
@@ -112,8 +119,8 @@ def test_single_looks_find_the_same_as_one_long_watch(
     told = start_server()
     codes = []
     for _ in range(6):
-        serve(server, 0.3, 4)
-        found = run(server.url, "--once", "--state", file, "--window", 100, "--json", "--webhook", told.url)
+        serve(server, 0.3, 8)
+        found = run(server.url, "--once", "--state", file, "--json", "--webhook", told.url)
         codes.append(found.exit_code)
         for line in found.stdout.splitlines():
             WatchEvent.model_validate(answer("watch", line))
@@ -153,9 +160,9 @@ def test_two_jobs_with_one_state_file_lose_nothing(start_server: Callable[..., S
     file, servers = tmp_path / "watch.json", [start_server(), start_server()]
     for _ in range(3):
         for server in servers:
-            serve(server, 0.6, 4)
-            assert run(server.url, "--once", "--state", file, "--window", 100).exit_code == 0
-    assert run(servers[0].url, "http://127.0.0.1:9", "--once", "--state", file, "--window", 100).exit_code == 2
+            serve(server, 0.6, 8)
+            assert run(server.url, "--once", "--state", file).exit_code == 0
+    assert run(servers[0].url, "http://127.0.0.1:9", "--once", "--state", file).exit_code == 2
     kept = {s["url"]: s for s in json.loads(file.read_text())}
     assert [kept[server.url]["windows"] for server in servers] == [2, 2], "the first look is where a watch begins"
 
@@ -189,8 +196,8 @@ def test_another_baseline_begins_the_test_anew(tmp_path: Path) -> None:
 def test_a_baseline_of_too_few_rounds_is_refused_with_what_to_do() -> None:
     few = NormalDrafting(tau=1.99, spread=3.4, rounds=100, parts=32, source="a pair")
     with pytest.raises(BadInputError, match="leave out --pair"):
-        require_sight(few, WatchLimits())
-    require_sight(few.model_copy(update={"rounds": 5_000}), WatchLimits())
+        limits_for(few)
+    assert limits_for(few.model_copy(update={"rounds": 5_000})) == WatchLimits()
 
 
 def test_what_is_promised_is_said_and_what_is_not(start_server: Callable[..., Server]) -> None:

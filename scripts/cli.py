@@ -30,7 +30,7 @@ from ..common.allocation import keep_large_blocks, remember_few_shapes
 from ..common.atomic import is_disk_full, require_folder, write_atomically
 from ..common.progress import say_retries_once
 from ..common.signals import how, number_of, stoppable
-from . import data, export_cli, registry, served, watch
+from . import data, export_cli, registry, served
 from .examples import EXAMPLES
 from .output import answering, console_for, tell
 
@@ -145,7 +145,6 @@ app.add_typer(pair_app, name="pair")
 data.add_verbs(app)
 export_cli.add_verbs(app)
 served.add_verbs(app)
-watch.add_verbs(app)
 
 RecipeName = Annotated[
     str, typer.Argument(metavar="RECIPE", help="A YAML file, or the name of a packaged recipe such as embedded-eagle3.")
@@ -499,152 +498,6 @@ def generate(
     console = Console(highlight=False, soft_wrap=True)
     completion.show(text, chat, console)
     console.print(completion.summary(compare), style="dim")
-
-
-# ------------------------------------------------------------ pairs
-
-
-@pair_app.command(name="new")
-def pair_new(
-    folder: Annotated[Path, typer.Argument(help="Where the pair goes.")],
-    recipe: RecipeName,
-    changes: Overrides = None,
-    drafter: Annotated[
-        Path | None, typer.Option(help="A saved drafter (default: what the recipe's training left).")
-    ] = None,
-    report: Annotated[
-        Path | None, typer.Option(help="A report's folder (default: the run's, if there is one).")
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Bind target, drafter and measurements into one versioned folder."""
-    loaded = _load_recipe(recipe, changes)
-    require_folder(folder, "the pair")
-    from ..pair import new_pair
-    from .eval_setup import load_target, report_folder, trained_drafter
-    from .json_output import PairBody, say
-
-    console = console_for(as_json)
-    target = load_target(loaded)
-    bound = trained_drafter(loaded, target, drafter)
-    default = report_folder(recipe, changes or [], other=None if drafter is None else bound)
-    measured = report or (default if default.is_dir() else None)
-    if measured is None:
-        console.print(
-            f"no report in {escape(str(default))}: this pair holds no figures. `outrider eval` with the same words "
-            "measures them; --report names another one."
-        )
-    made = new_pair(folder, target, bound, loaded, measured, console=console)
-    _print_pair(made, console)
-    if as_json:
-        say("pair-new", PairBody.of(made))
-
-
-@pair_app.command(name="show")
-def pair_show(
-    folder: PairFolder,
-    as_json: Annotated[bool, typer.Option("--json", help="The whole of pair.json, as it is.")] = False,
-) -> None:
-    """What a pair is, where it comes from, and what it achieved."""
-    from ..pair import Pair
-
-    pair = Pair.load(folder)
-    if as_json:
-        tell(pair.manifest.to_text())
-    else:
-        _print_pair(pair, Console())
-
-
-@pair_app.command(name="verify")
-def pair_verify(
-    folder: PairFolder,
-    target: Annotated[str | None, typer.Option(help="Compare this target's content too.")] = None,
-    adapter: Adapter = None,
-    signer: Annotated[
-        Path | None, typer.Option(help="Must be signed with this public key, or one of an allowed_signers file.")
-    ] = None,
-    identity: Annotated[
-        str | None, typer.Option(help="Of an allowed_signers file, only the keys of this name.")
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Recompute every digest, and check the signature. Exit code 1 if anything differs, and what."""
-    from ..pair import Pair, verify
-
-    differences = verify(folder)
-    if target is not None and not differences:  # an altered pair.json cannot be asked how to load a target
-        differences = verify(folder, Pair.load(folder).load_target(target, adapter=adapter))
-    found: str | None = None
-    if signer is not None and not differences:
-        from ..pair.signature import check_signature
-
-        signed_by, problem = check_signature(folder, signer, identity)
-        found = None if signed_by is None else f"{signed_by.name}, {signed_by.fingerprint}"
-        differences = [problem] if signed_by is None else []
-    code = FINDING if differences else 0
-    if as_json:
-        body = {"folder": str(folder), "intact": not differences, "differences": differences, "signer": found}
-        _answer("pair-verify", body, code)
-    else:
-        console = Console(highlight=False, soft_wrap=True)
-        for line in differences or [f"{folder} is intact" + ("" if found is None else f", signed by {found}")]:
-            console.print(("[red]✗[/red] " if differences else "[green]✓[/green] ") + escape(line))
-    if code:
-        raise typer.Exit(code)
-
-
-@pair_app.command(name="sign")
-def pair_sign(
-    folder: PairFolder,
-    key: Annotated[Path, typer.Option(help="A private key of OpenSSH, or the public half of one in ssh-agent.")],
-) -> None:
-    """Sign a pair with ssh-keygen, so that others can tell who made it: pair.json.sig."""
-    from ..pair import verify
-    from ..pair.manifest import SIGNATURE
-    from ..pair.signature import sign
-
-    altered = verify(folder)
-    if altered:
-        raise BadInputError(f"{folder} was altered after it was made, and is not signed: {'; '.join(altered)}.")
-    fingerprint = sign(folder, key)
-    Console(highlight=False, soft_wrap=True).print(escape(f"signed with {fingerprint}: {folder / SIGNATURE}"))
-
-
-def _print_pair(pair: Pair, console: Console) -> None:
-    manifest = pair.manifest
-    source, parent = manifest.target.source, manifest.lineage.parent
-    rows = {
-        "pair": f"{pair.name} version {pair.version}",
-        "identity": pair.digest,
-        "target": " + ".join(filter(None, (source.path or "given in memory", source.adapter)))
-        + f" ({pair.dtype}, {pair.fingerprint().digest[:12]}…)",
-        "drafter": f"{manifest.drafter.type}, {pair.plan}, rule {pair.plan.verify}",
-        "lineage": manifest.lineage.reason
-        + (f" (parent: version {parent.version}, {parent.digest[:12]}…)" if parent else ""),
-        "made": f"{manifest.created} with outrider {manifest.outrider_version}",
-        "folder": str(pair.folder),
-    }
-    for headline in manifest.measurements.headline:
-        rows[f"temperature {headline.temperature:g}"] = (
-            f"τ {_figure(headline.tau)}   speedup {_figure(headline.speedup)}"
-        )
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in [*rows.items(), *_tuned_rows(manifest.tuning)]:
-        table.add_row(name, escape(value))
-    console.print(table)
-
-
-def _tuned_rows(tunings: list[Tuning]) -> Iterator[tuple[str, str]]:
-    for tuning in tunings:
-        where = f"temperature {tuning.temperature:g}, {tuning.dtype} on {tuning.device_name}, {tuning.created}"
-        for found in tuning.batches:
-            yield "tuned", f"batch {found.batch_size}, {found} ({where})"
-
-
-def _figure(figure: Figure) -> str:
-    return "not measured" if figure.value is None else f"{figure.value:.2f} [{figure.low:.2f}, {figure.high:.2f}]"
 
 
 # ------------------------------------------------------------ the life after

@@ -102,8 +102,9 @@ class TrialOptions:
 
 
 def add_verbs(app: typer.Typer) -> None:
-    """Add the verb to the command."""
+    """Add the verbs to the command."""
     app.command(name="served", context_settings={"allow_extra_args": True})(grouped(served))
+    app.command(name="watch")(watch)
 
 
 def served(

@@ -24,11 +24,6 @@ STATE = Path("runs") / "watch.json"
 Urls = Annotated[list[str], typer.Argument(metavar="URL...", help="Of running engines: vLLM, SGLang, TGI, llama.cpp.")]
 
 
-def add_verbs(app: typer.Typer) -> None:
-    """Add the verb to the command."""
-    app.command(name="watch")(watch)
-
-
 def watch(
     urls: Urls,
     pair: Annotated[

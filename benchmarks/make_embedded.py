@@ -1,7 +1,7 @@
 """Make the embedded target: a small causal LM trained on Python's own standard library.
 
-    python -m outrider.scripts.make_embedded --work build/embedded                # all of it, about 90 CPU minutes
-    python -m outrider.scripts.make_embedded --work build/embedded --steps 20     # a smoke test on a laptop
+    python -m benchmarks.make_embedded --work build/embedded                # all of it, about 90 CPU minutes
+    python -m benchmarks.make_embedded --work build/embedded --steps 20     # a smoke test on a laptop
 
 The work folder keeps the corpus, the tokenizer and checkpoints; a second call continues where the first stopped.
 Nothing is downloaded: the corpus is the `.py` source of the interpreter that runs the script (PSF-2.0).

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import json
+import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import wraps
@@ -14,6 +17,11 @@ from rich.console import Console
 from rich.markup import escape
 
 from ..common import BadInputError
+from .output import console_for, tell
+
+if TYPE_CHECKING:
+    from ..serving.changepoint import Chart, NormalDrafting, WatchLimits
+    from ..serving.watching import EngineWatch, WatchEvent, WatchState
 
 if TYPE_CHECKING:
     from ..pair import Pair
@@ -190,3 +198,122 @@ def _flat(one: inspect.Parameter, hints: dict[str, Any], groups: dict[str, Any])
     for field in fields(groups[one.name]):
         default = field.default_factory() if field.default_factory is not MISSING else field.default
         yield inspect.Parameter(field.name, kind, default=default, annotation=annotations[field.name])
+
+
+STATE = Path("runs") / "watch.json"
+Urls = Annotated[list[str], typer.Argument(metavar="URL...", help="Of running engines: vLLM, SGLang, TGI, llama.cpp.")]
+
+
+def watch(
+    urls: Urls,
+    pair: Annotated[
+        Path | None, typer.Option(help="Whose baseline to compare with (default: the engine's first windows).")
+    ] = None,
+    every: Annotated[float, typer.Option(min=0.01, help="Seconds between two looks.")] = 15.0,
+    once: Annotated[bool, typer.Option("--once", help="One look, for cron; what is known is kept in --state.")] = False,
+    state: Annotated[Path, typer.Option(help="With --once: what is known between the looks.")] = STATE,
+    seconds: Annotated[float | None, typer.Option(min=0, help="End after so long (default: never).")] = None,
+    webhook: Annotated[str | None, typer.Option(help="A URL that alarms are sent to, as JSON.")] = None,
+    key: Annotated[str | None, typer.Option(help="The engines' key, if they ask for one.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line, for programs.")] = False,
+) -> None:
+    """Does acceptance stay as it was? Windows of rounds of running engines, tested for a change.
+
+    Exit code 1 if there was an alarm. An engine may be started anew meanwhile.
+    """
+    from ..pair import Pair
+    from ..serving.changepoint import WatchLimits
+    from ..serving.watching import WatchState, baseline_of, kept_states, require_webhook
+
+    baseline, limits = None, WatchLimits()
+    if pair is not None:
+        baseline, limits = baseline_of(Pair.load(pair))
+    if webhook is not None:
+        require_webhook(webhook)
+    told = _EventSink(as_json, webhook, stops_at_silence=once)
+    if once:
+        with kept_states(state, urls, baseline) as states:
+            told.all(states, limits, key, 0.0, 0.0)
+    else:
+        told.all([WatchState(url=url, baseline=baseline) for url in urls], limits, key, every, seconds)
+    if told.alarms:
+        raise typer.Exit(1)
+
+
+class _EventSink:
+    """Where a watch's events go: to the terminal or a program, and alarms to a webhook."""
+
+    def __init__(self, as_json: bool, webhook: str | None, stops_at_silence: bool):
+        self.as_json, self.webhook, self.stops_at_silence = as_json, webhook, stops_at_silence
+        self.console = console_for(as_json)
+        self.beside = Console(highlight=False, soft_wrap=True, stderr=True)
+        self.alarms = 0
+
+    def all(
+        self, states: list[WatchState], limits: WatchLimits, key: str | None, every: float, seconds: float | None
+    ) -> None:
+        """Say what the test promises, then every event."""
+        from ..serving.watching import EngineWatch
+
+        watches = [EngineWatch(known, limits) for known in states]
+        for line in promises(watches, limits):
+            self.beside.print(escape(line), style="dim")
+        silent = None
+        for event in _events(watches, key, every, seconds):
+            self.one(event)
+            silent = event if event.kind == "silent" else silent
+        if silent is not None and self.stops_at_silence:
+            raise BadInputError(f"{silent.url} does not answer: {silent.reason}")
+
+    def one(self, event: WatchEvent) -> None:
+        """Say one event."""
+        from ..serving.watching import post
+        from .json_output import answer
+
+        if self.as_json:
+            tell(json.dumps(answer("watch", event), ensure_ascii=False) + "\n")
+        else:
+            self.console.print(escape(str(event)))
+        if event.kind != "alarm":
+            return
+        self.alarms += 1
+        if self.webhook is not None and (problem := post(self.webhook, event)):
+            self.beside.print(escape(problem), style="red")
+
+
+def _events(watches: list[EngineWatch], key: str | None, every: float, seconds: float | None) -> Iterator[WatchEvent]:
+    """Yield what is to be said, look after look, until the time is over."""
+    from ..serving.engine import read_counters, read_metrics
+
+    began = time.monotonic()
+    while True:
+        for one in watches:
+            try:
+                yield from one.look(read_counters(read_metrics(one.state.url, key)))
+            except BadInputError as error:
+                yield one.silent(str(error))
+        if seconds is not None and time.monotonic() - began + every > seconds:
+            return
+        time.sleep(every)
+
+
+def promises(watches: list[EngineWatch], limits: WatchLimits) -> list[str]:
+    """Return what the test promises for each engine whose baseline is known."""
+    quiet = f"{limits.quiet} windows of {limits.window} rounds"
+    found = [f"a false alarm in {quiet} has a probability of {limits.false_alarms:g}"]
+    for one in watches:
+        baseline, chart = one.state.baseline, one.chart
+        if baseline is None or chart is None:
+            found.append(f"{one.state.url}: the baseline is learned first")
+            continue
+        found.append(f"{one.state.url}: baseline τ {baseline.tau:.3f} ({baseline.source}); {_found(chart, baseline)}")
+    return found
+
+
+def _found(chart: Chart, baseline: NormalDrafting) -> str:
+    """Return after how many rounds falls of the accepted drafts are found in half of the cases."""
+    delays = {fall: chart.delay_in_rounds(baseline, fall) for fall in (0.1, 0.2, 0.4)}
+    known = [f"{fall:.0%} in {delay:,.0f}" for fall, delay in delays.items() if math.isfinite(delay)]
+    said = f"a fall of the accepted drafts by {', '.join(known)} rounds is found in half of the cases"
+    missed = [f"{fall:.0%}" for fall, delay in delays.items() if not math.isfinite(delay)]
+    return f"{said}, one by {' or '.join(missed)} hardly ever" if missed else said

@@ -13,7 +13,6 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -22,24 +21,32 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 from typer.core import TyperGroup
 
-from ..common import BadInputError, OutriderError
+from ..common import OutriderError
 from ..common.allocation import keep_large_blocks, remember_few_shapes
 from ..common.atomic import is_disk_full, require_folder, write_atomically
 from ..common.progress import say_retries_once
 from ..common.signals import how, number_of, stoppable
-from . import data, export_cli, registry, served
+from . import data_cli, export_cli, pair_cli, serving_cli
 from .examples import EXAMPLES
-from .output import answering, console_for, tell
+from .options import (
+    Adapter,
+    AsJson,
+    NewTarget,
+    Overrides,
+    PairFolder,
+    Quantize,
+    RecipeName,
+    Temperature,
+    checked_temperatures,
+    recipe_of,
+)
+from .output import answering, console_for
+from .pair_cli import print_pair
 
 if TYPE_CHECKING:
     from ..eval import Report
-    from ..eval.tuning import Tuning
-    from ..pair import Pair
-    from ..pair.manifest import Figure
-    from ..recipes import Recipe
 
 FINDING, BAD_INPUT, FAULT = 1, 2, 70
 # Verbs that keep what is finished when they are asked to stop.
@@ -142,37 +149,9 @@ app = typer.Typer(
 )
 pair_app = typer.Typer(no_args_is_help=True, help="Make, show and verify pairs.")
 app.add_typer(pair_app, name="pair")
-data.add_verbs(app)
+data_cli.add_verbs(app)
 export_cli.add_verbs(app)
-served.add_verbs(app)
-
-RecipeName = Annotated[
-    str, typer.Argument(metavar="RECIPE", help="A YAML file, or the name of a packaged recipe such as embedded-eagle3.")
-]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the recipe, e.g. training.max_steps=50."),
-]
-PairFolder = Annotated[Path, typer.Argument(metavar="PAIR", help="A pair's folder.")]
-NewTarget = Annotated[str, typer.Option("--target", help="The changed target: a folder, a Hub id, or 'embedded'.")]
-Adapter = Annotated[str | None, typer.Option(help="A PEFT adapter that changed the target.")]
-Quantize = Annotated[
-    str | None, typer.Option(help="int8 or int8-dynamic: the target's weights are quantised so, by torchao.")
-]
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, for programs.")]
-
-
-def _temperatures(asked: Any) -> Any:
-    """Return the temperatures of an option, refused before anything is loaded."""
-    from ..common.values import TEMPERATURES, is_temperature
-
-    for value in asked if isinstance(asked, list) else [asked or 0.0]:
-        if not is_temperature(value):
-            raise typer.BadParameter(f"expected {TEMPERATURES}, found {value:g}.")
-    return asked
-
-
-Temperature = Annotated[float, typer.Option(callback=_temperatures)]
+serving_cli.add_verbs(app)
 
 
 def _print_version(wanted: bool) -> None:
@@ -205,7 +184,7 @@ def _every_verb(
 @app.command()
 def distill(recipe: RecipeName, changes: Overrides = None, as_json: AsJson = False) -> None:
     """Let the target answer the recipe's prompts: the data a drafter learns from."""
-    loaded = _load_recipe(recipe, changes)
+    loaded = recipe_of(recipe, changes)
     require_folder(loaded.output_folder)
     from ..distill import distill as run
     from .json_output import DistillBody, say
@@ -228,7 +207,7 @@ def train(
     as_json: AsJson = False,
 ) -> None:
     """Train a drafter (distils first if needed). For many processes: accelerate launch -m outrider.train RECIPE."""
-    loaded = _load_recipe(recipe, changes)
+    loaded = recipe_of(recipe, changes)
     export_cli.check_servable(loaded, engine)
     from ..train import train as run
     from .json_output import TrainBody, say
@@ -258,7 +237,7 @@ def vocab(
     """Which draft vocabulary to keep: what each size covers of the target's responses, and the acceptance that
     pruning loses.
     """
-    loaded = _load_recipe(recipe, changes)
+    loaded = recipe_of(recipe, changes)
     require_folder(loaded.output_folder / "vocabulary")
     from .vocab import save, show, study
 
@@ -289,7 +268,7 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Before anything is spent: parameters, memory, disk, operations and time on named GPUs, from the configs alone."""
-    loaded = _load_recipe(recipe, changes)
+    loaded = recipe_of(recipe, changes)
     export_cli.check_servable(loaded, engine)
     from ..train.planning import plan as run
     from .json_output import PlanBody
@@ -301,12 +280,6 @@ def plan(
         _answer("plan", PlanBody.of(found))
     else:
         show(found, Console())
-
-
-def _load_recipe(name: str, changes: list[str] | None) -> Recipe:
-    from ..recipes import load_recipe
-
-    return load_recipe(name, changes or [])
 
 
 # ------------------------------------------------------------ measuring
@@ -335,7 +308,9 @@ def evaluate(
     nodes: Annotated[
         int | None, typer.Option(min=1, help="Nodes of a tree that are verified (default: width × depth).")
     ] = None,
-    temperature: Annotated[list[float] | None, typer.Option(callback=_temperatures, help="May be repeated.")] = None,
+    temperature: Annotated[
+        list[float] | None, typer.Option(callback=checked_temperatures, help="May be repeated.")
+    ] = None,
     tuned: Annotated[bool, typer.Option("--tuned", help="Measure a pair's tuned plan too, beside its own.")] = False,
     out: Annotated[Path | None, typer.Option(help="Folder of the report.")] = None,
     as_json: AsJson = False,
@@ -388,7 +363,7 @@ def compare(
     parameters, with intervals.
     """
     changes = [word for word in recipes if "=" in word]
-    loaded = [_load_recipe(word, changes) for word in recipes if "=" not in word]
+    loaded = [recipe_of(word, changes) for word in recipes if "=" not in word]
     require_folder(out)
     from ..eval.reports.render import print_comparison
     from ..train.compare import compare as run
@@ -473,7 +448,7 @@ def generate(
     depth: Annotated[
         int | None, typer.Option(min=0, help="Draft tokens per round (default: the tuned plan, else the pair's).")
     ] = None,
-    template: data.Template = None,
+    template: data_cli.Template = None,
 ) -> None:
     """Stream a completion: [green]accepted draft tokens[/green] and [magenta]the target's own[/magenta]."""
     from ..decode import Sampling
@@ -487,7 +462,7 @@ def generate(
         target, drafter, plan = loaded.open()
         plan = replace(plan, depth=depth, tree=None)
     text = sys.stdin.read() if prompt == "-" else prompt
-    sampling, arguments = Sampling(temperature=temperature, seed=seed), data.arguments(template)
+    sampling, arguments = Sampling(temperature=temperature, seed=seed), data_cli.arguments(template)
     completion = StreamedCompletion(target, drafter, plan, sampling, max_new_tokens)
     completion.template = loaded.recipe().template | (arguments or {})
     if plain:
@@ -509,7 +484,7 @@ def probe(
     target: NewTarget,
     adapter: Adapter = None,
     quantize: Quantize = None,
-    template: data.Template = None,
+    template: data_cli.Template = None,
     as_json: AsJson = False,
 ) -> None:
     """Is the pair still right for a changed target? Exit code 0: fresh, 1: stale, 3: incompatible."""
@@ -517,7 +492,7 @@ def probe(
     from ..pair import probe as run
     from .json_output import ProbeBody, say
 
-    loaded, asked = Pair.load(pair), data.arguments(template)
+    loaded, asked = Pair.load(pair), data_cli.arguments(template)
     console = console_for(as_json)
     changed = loaded.load_target(target, adapter=adapter, quantize=quantize)
     arguments = None if asked is None else loaded.recipe().template | asked
@@ -567,7 +542,7 @@ def refresh(
     until = None if tokens is None and until_flat is None else Until(tokens, until_flat)
     changed = loaded.load_target(target, adapter=adapter, quantize=quantize)
     made = run(loaded, changed, out, changes or [], console, How(low_rank, seconds, until))
-    _print_pair(made, console)
+    print_pair(made, console)
     if as_json:
         say("refresh", PairBody.of(made))
 
@@ -651,10 +626,10 @@ def _show_examples(group: typer.Typer, prefix: str = "") -> None:
             command.epilog = "\n\n".join(["[bold]Examples[/bold]", *map(escape, EXAMPLES[name])])
 
 
-registry.register(pair_app)
+pair_cli.register(pair_app)
 _show_examples(app)
 _show_examples(pair_app, "pair ")
-_show_examples(data.data_app, "data ")
+_show_examples(data_cli.data_app, "data ")
 
 
 def main() -> None:

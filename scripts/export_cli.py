@@ -10,11 +10,12 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from .options import PairFolder
+
 if TYPE_CHECKING:
     from ..formats.checkpoint_view import LintFinding
     from ..recipes import Recipe
 
-PairFolder = Annotated[Path, typer.Argument(metavar="PAIR", help="A pair's folder.")]
 
 Engine = Annotated[
     str | None,

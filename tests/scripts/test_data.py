@@ -11,7 +11,7 @@ from typer.testing import Result
 
 from outrider.common import BadInputError
 from outrider.recipes import load_recipe
-from outrider.scripts.data import _samples, _tokenizer, arguments
+from outrider.scripts.data_cli import _samples, _tokenizer, arguments
 
 Command = Callable[..., Result]
 

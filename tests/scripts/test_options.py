@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from typer.testing import CliRunner
 
-from outrider.scripts.served import grouped
+from outrider.scripts.serving_cli import grouped
 
 
 @dataclass(frozen=True)

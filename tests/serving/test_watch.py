@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 from outrider.common import BadInputError
 from outrider.decode import Round
 from outrider.scripts.cli import app
-from outrider.scripts.served import promises
+from outrider.scripts.serving_cli import promises
 from outrider.serving.changepoint import CusumState, NormalDrafting, WatchLimits
 from outrider.serving.engine import read_counters, read_metrics
 from outrider.serving.reference_run import DraftCounts

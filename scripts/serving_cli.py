@@ -1,35 +1,31 @@
-"""The verb `served`: a pair's prompts through a running engine, beside what our own decoder does with them."""
+"""The verbs about real engines: `served` compares one with our own decoder, `watch` follows the drafting of several."""
 
 from __future__ import annotations
 
-import inspect
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass
-from functools import wraps
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
 from ..common import BadInputError
+from .options import PairFolder, grouped
 from .output import console_for, tell
 
 if TYPE_CHECKING:
-    from ..serving.changepoint import Chart, NormalDrafting, WatchLimits
-    from ..serving.watching import EngineWatch, WatchEvent, WatchState
-
-if TYPE_CHECKING:
     from ..pair import Pair
+    from ..serving.changepoint import Chart, NormalDrafting, WatchLimits
     from ..serving.diagnosis import ServedResult
     from ..serving.reference_run import Trial
     from ..serving.session import ServedSession
+    from ..serving.watching import EngineWatch, WatchEvent, WatchState
 
-PairFolder = Annotated[Path, typer.Argument(metavar="PAIR", help="A pair's folder.")]
 Words = list[str] | None
 
 
@@ -166,38 +162,6 @@ def _print(found: ServedResult, console: Console) -> None:
     console.print(escape(verdict), style="green" if found.agrees else "red")
     for line in figures:
         console.print(escape(line))
-
-
-def grouped(verb: Callable[..., None]) -> Callable[..., None]:
-    """Return `verb` as the command line sees it, with the fields of its dataclasses as options of their own.
-
-    A field is annotated as an option is: `depth: Annotated[int | None, typer.Option(min=1)] = None`. Names must differ
-    between the groups, and every field has a default.
-    """
-    hints = get_type_hints(verb, include_extras=True)
-    groups = {name: kind for name, kind in hints.items() if isinstance(kind, type) and is_dataclass(kind)}
-
-    @wraps(verb)
-    def called(**given: Any) -> None:
-        made = {name: kind(**{f.name: given.pop(f.name) for f in fields(kind)}) for name, kind in groups.items()}
-        verb(**given, **made)
-
-    parameters = [p for one in inspect.signature(verb).parameters.values() for p in _flat(one, hints, groups)]
-    called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    called.__annotations__ = {p.name: p.annotation for p in parameters}
-    return called
-
-
-def _flat(one: inspect.Parameter, hints: dict[str, Any], groups: dict[str, Any]) -> Iterator[inspect.Parameter]:
-    """Yield a parameter, or those that its dataclass stands for."""
-    kind = inspect.Parameter.KEYWORD_ONLY
-    if one.name not in groups:
-        yield one.replace(kind=kind, annotation=hints[one.name])
-        return
-    annotations = get_type_hints(groups[one.name], include_extras=True)
-    for field in fields(groups[one.name]):
-        default = field.default_factory() if field.default_factory is not MISSING else field.default
-        yield inspect.Parameter(field.name, kind, default=default, annotation=annotations[field.name])
 
 
 STATE = Path("runs") / "watch.json"

@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.text import Text
 
 from ..common import BadInputError
+from .options import Overrides, RecipeName
 from .output import console_for
 
 if TYPE_CHECKING:
@@ -24,10 +25,6 @@ FINDING = 1
 LEARNT, READ, NOTE = "green", "dim", "magenta"
 _LONGEST = 1500  # characters of a text that nobody learns; of longer ones the middle is left out
 
-RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help="A YAML file, or the name of a packaged recipe.")]
-Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the recipe, e.g. data.limit=1000.")
-]
 Template = Annotated[
     list[str] | None,
     typer.Option(

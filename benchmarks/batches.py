@@ -20,12 +20,13 @@ from rich.console import Console
 
 from outrider.common.atomic import write_atomically
 from outrider.common.progress import progress
+from outrider.costs.timing import threads
 from outrider.decode import Plan
 from outrider.eval.batches import make_groups, measure_batches, speedup_lines
 from outrider.eval.measure import Contestant
 from outrider.eval.reports.plots import speedup_by_size, standalone
 from outrider.eval.suites import load_suites
-from outrider.eval.turns import make_jobs, threads
+from outrider.eval.turns import make_jobs
 from outrider.pair import Pair
 from outrider.recipes import EvalSpec
 from outrider.targets import Target

@@ -15,8 +15,8 @@ import torch
 
 from outrider.common.machine import best_device, device_name
 from outrider.common.versions import versions
-from outrider.eval.bandwidth import bandwidth
-from outrider.eval.timing import WARM_UP, captured, timed
+from outrider.costs.hardware import bandwidth
+from outrider.costs.timing import WARM_UP, captured, timed
 
 from .report import command, options, write
 

@@ -34,15 +34,16 @@ import torch
 
 from outrider.common import BadInputError
 from outrider.common.machine import best_device, clock
+from outrider.costs.hardware import bandwidth
+from outrider.costs.rounds import check_context, ragged_lengths
+from outrider.costs.timing import threads
 from outrider.decode import Decoder, Plan
-from outrider.eval.bandwidth import bandwidth
-from outrider.eval.costs import check_context, ragged_lengths
 from outrider.eval.measure import GENERATE, Contestant, DecoderRacer, GenerateRacer, make_records
 from outrider.eval.reports.figures import Baselines, Figures, PromptRecord, speed_ratio
 from outrider.eval.reports.statistics import Bootstrap, strata_of
 from outrider.eval.suites import load_suites
 from outrider.eval.summary import summarise
-from outrider.eval.turns import PromptJob, Racer, TimedCompletion, make_jobs, race, threads
+from outrider.eval.turns import PromptJob, Racer, TimedCompletion, make_jobs, race
 from outrider.heads import Drafter, DraftModel, Ngram, load_drafter
 from outrider.recipes import EvalSpec
 from outrider.targets import Target

@@ -14,6 +14,7 @@ from ..common import BadInputError
 from ..common.machine import clock, device_name
 from ..common.progress import progress
 from ..common.versions import versions
+from ..costs.timing import threads
 from ..decode import Decoder, Plan, Sampling, Tree
 from ..heads import Drafter, drafter_config
 from ..recipes import EvalSpec
@@ -23,7 +24,7 @@ from .reports.figures import Baselines, PromptRecord
 from .reports.report import Conditions, ContestantInfo, Report, SuiteInfo
 from .suites import Suite, make_suite
 from .summary import summarise
-from .turns import PromptJob, Racer, TimedCompletion, check_lengths, make_jobs, race, threads
+from .turns import PromptJob, Racer, TimedCompletion, check_lengths, make_jobs, race
 
 PLAIN, GENERATE = "plain", "transformers.generate"
 

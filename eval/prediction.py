@@ -18,9 +18,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from scipy.optimize import isotonic_regression
 
 from ..common import BadInputError
+from ..costs.rounds import RoundTimes
 from ..decode import Control, Costs, Plan, Tree, best_tree
 from .acceptance import Acceptance
 from .batches import BatchAnswer
@@ -37,66 +37,16 @@ CONTROL_WEIGHT = 16.0
 # ------------------------------------------------------------ costs
 
 
-@dataclass(frozen=True)
-class Loop:
-    """What rounds of one shape take in the decoder's loop, for a whole batch.
-
-    Attributes:
-        prefill, seconds: of the prefill and of a mean round.
-        running: share of the batch's rows that a mean round still serves; the others have finished.
-    """
-
-    prefill: float
-    seconds: float
-    running: float = 1.0
-
-
-def loop_of(done: Sequence[BatchAnswer]) -> Loop:
+def round_times(done: Sequence[BatchAnswer]) -> RoundTimes:
     """Return what rounds take: the median over batches that had some."""
     timed = [c for c in done if c.passes]
     if not timed:
         raise BadInputError("the answers to prompts of typical length end with their first token; take other prompts.")
-    return Loop(
+    return RoundTimes(
         prefill=statistics.median(c.prefill for c in timed),
         seconds=statistics.median((c.seconds - c.prefill) / c.passes for c in timed),
         running=sum(c.num_rounds for c in timed) / sum(c.passes * len(c.rounds) for c in timed),
     )
-
-
-def costs_in_loop(curve: dict[int, float], loops: dict[int, Loop], one_pass: bool = False) -> Costs:
-    """Return costs whose rounds take what they take in the decoder's loop.
-
-    Args:
-        curve: seconds of a target pass by itself, by number of drafts.
-        loops: of chains, by depth; 0 is plain.
-        one_pass: drafting costs the same at any depth (`Abilities.one_pass`): the median of what it took is the price.
-
-    A plain round is a pass and the `host`; where it is faster than a pass by itself (captured graphs), passes count as
-    what they take beyond it. What a chain takes beyond its pass is drafting. Depths between those timed are
-    interpolated. More work never takes less time: passes and rounds are the nearest curves that rise (isotonic
-    regression).
-    """
-    widths, depths = sorted(curve), sorted(loops)
-    alone, rounds = _rising([curve[n] for n in widths]), _rising([loops[d].seconds for d in depths])
-    base = min(alone[0], rounds[0])
-    passes = Costs(
-        tuple((n, round(base + seconds - alone[0], 7)) for n, seconds in zip(widths, alone, strict=True)),
-        host=round(rounds[0] - base, 7),
-    )
-    if one_pass and len(depths) > 1:
-        drafting = [max(0.0, s - passes.round_time(d)) for d, s in zip(depths, rounds, strict=True) if d]
-        return replace(passes, draft=(0.0, *[round(statistics.median(drafting), 7)] * max(depths)))
-    between = np.interp(range(max(depths) + 1), depths, rounds)
-    return replace(
-        passes,
-        draft=tuple(
-            round(max(0.0, float(seconds) - passes.round_time(d)), 7) if d else 0.0 for d, seconds in enumerate(between)
-        ),
-    )
-
-
-def _rising(values: Sequence[float]) -> list[float]:
-    return [float(v) for v in isotonic_regression(values).x]
 
 
 # ------------------------------------------------------------ options
@@ -111,7 +61,7 @@ class Option:
 
     plan: Plan
     tau: float
-    loop: Loop
+    loop: RoundTimes
     predicted: float
     statistical: dict[str, Any] | None = None
 
@@ -121,24 +71,19 @@ class Option:
         return plan_words(self.plan, self.statistical)
 
 
-def tokens_per_second(tau: float, loop: Loop, tokens: float, batch: int) -> float:
-    """Return the predicted speed of requests of `tokens` new tokens each: the formula at the head of this file."""
-    return batch * tokens / (loop.prefill + (tokens - 1) / tau * loop.seconds / loop.running)
-
-
-def option(plan: Plan, tau: float, loop: Loop, tokens: float, batch: int) -> Option:
+def option(plan: Plan, tau: float, loop: RoundTimes, tokens: float, batch: int) -> Option:
     """Return a plan with its predicted speed."""
-    return Option(plan, tau, loop, tokens_per_second(tau, loop, tokens, batch))
+    return Option(plan, tau, loop, loop.tokens_per_second(tau, tokens, batch))
 
 
-def chain_options(costs: Costs, loops: dict[int, Loop], seen: Acceptance, batch: int) -> list[Option]:
+def chain_options(costs: Costs, loops: dict[int, RoundTimes], seen: Acceptance, batch: int) -> list[Option]:
     """Return the plain plan, and chains of every depth up to the deepest that was timed."""
     return [
         option(Plan(d), seen.chain(d), _between(costs, loops, d), seen.tokens, batch) for d in range(max(loops) + 1)
     ]
 
 
-def _between(costs: Costs, loops: dict[int, Loop], depth: int) -> Loop:
+def _between(costs: Costs, loops: dict[int, RoundTimes], depth: int) -> RoundTimes:
     """Return what rounds of a chain of `depth` take, from those that were timed."""
     if depth == 0:
         return loops[0]
@@ -146,7 +91,7 @@ def _between(costs: Costs, loops: dict[int, Loop], depth: int) -> Loop:
     prefill, running = (
         float(np.interp(depth, timed, [getattr(loops[d], name) for d in timed])) for name in ("prefill", "running")
     )
-    return Loop(prefill, costs.round_time(depth), running)
+    return RoundTimes(prefill, costs.round_time(depth), running)
 
 
 def hopeful_trees(costs: Costs, chains: Sequence[Option], seen: Acceptance, batch: int) -> list[Tree]:

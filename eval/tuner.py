@@ -6,7 +6,7 @@ is chosen (`eval.choice`).
 
 Rounds are timed in the decoder's own loop, on whole requests. Drafting timed by itself runs with other caches, and the
 target's pass by itself knows nothing of captured graphs, so the two together need not be what a round takes. What a
-pass takes for each draft more is measured by itself, up to 256 drafts (64 on a CPU; `eval.costs.verify_times`); what
+pass takes for each draft more is measured by itself, up to 256 drafts (64 on a CPU; `costs.rounds.verify_times`); what
 drafting takes is the rest of a round.
 """
 
@@ -28,6 +28,8 @@ from ..common import BadInputError, IncompatibleError
 from ..common.machine import device_name
 from ..common.progress import Advance, progress
 from ..common.versions import versions
+from ..costs.rounds import RoundTimes, costs_in_loop, verify_times
+from ..costs.timing import threads
 from ..decode import Decoder, Plan, Sampling, Tree
 from ..heads import Drafter, fuse
 from ..recipes import EvalSpec
@@ -35,13 +37,12 @@ from ..targets import Target
 from .acceptance import Acceptance, deepest, measure_acceptance
 from .batches import BatchAnswer, BatchRacer, make_groups
 from .choice import MeasuredOption, choose, measured_options
-from .costs import verify_times
 from .measure import suite_info
-from .prediction import Loop, Option, best, chain_options, control_option, costs_in_loop, hopeful_trees, loop_of, option
+from .prediction import Option, best, chain_options, control_option, hopeful_trees, option, round_times
 from .reports.statistics import Bootstrap, strata_of
 from .suites import Suite
 from .tuning import BatchTuning, Candidate, CostRecord, Tuning, print_batch
-from .turns import PromptJob, check_lengths, make_jobs, race, threads
+from .turns import PromptJob, check_lengths, make_jobs, race
 
 WIDTHS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 _WIDEST_ON_CPU = 64  # the largest tree that is tried; a wider pass would be timed for nothing, and is slow there
@@ -238,17 +239,17 @@ class _Tuner:
 
     def _time(
         self, plans: Sequence[Plan], groups: Sequence[list[PromptJob]], drafting: Decoder | None = None
-    ) -> list[Loop]:
+    ) -> list[RoundTimes]:
         """Return what rounds under each of `plans` take, by batches of typical lengths.
 
         `drafting` decodes those that draft; None for the drafter by itself.
         """
         named = {str(i): (self._decoder(plan, drafting), plan) for i, plan in enumerate(plans)}
         answers = self._turns(named, _typical(groups, _TIMED_GROUPS), repeats=1, what="timing rounds")
-        return [loop_of([repeats[0] for repeats in per_group]) for per_group in answers.values()]
+        return [round_times([repeats[0] for repeats in per_group]) for per_group in answers.values()]
 
     def _tree_options(
-        self, trees: Sequence[Tree], groups: Sequence[list[PromptJob]], size: int, plain: Loop
+        self, trees: Sequence[Tree], groups: Sequence[list[PromptJob]], size: int, plain: RoundTimes
     ) -> list[Option]:
         """Return trees with their times.
 
@@ -269,7 +270,7 @@ class _Tuner:
         curve: dict[int, float],
         groups: Sequence[list[PromptJob]],
         size: int,
-        plain: Loop,
+        plain: RoundTimes,
     ) -> list[Option]:
         """Return the chains of a fusion with their times; the plain target is timed along, as with trees."""
         most = deepest(fusion.drafter)
@@ -310,7 +311,7 @@ class _Tuner:
             return race(racers, groups, _temperature(self.settings), repeats, lambda: advance(1, ""))
 
 
-def _paced(plain: Loop, again: Loop, *loops: Loop) -> list[Loop]:
+def _paced(plain: RoundTimes, again: RoundTimes, *loops: RoundTimes) -> list[RoundTimes]:
     """Return `loops` at the pace at which the plain target took `plain`; beside them it took `again`."""
     pace = plain.seconds / again.seconds
     return [replace(loop, prefill=pace * loop.prefill, seconds=pace * loop.seconds) for loop in loops]

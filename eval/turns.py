@@ -6,20 +6,17 @@ The order rotates from turn to turn, so that whatever else the machine does hits
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
-import torch
-
 from ..common import BadInputError
+from ..costs.timing import rotated
 from ..decode import Round
 from ..distill.prompts import Prompt
 from ..recipes import EvalSpec
 from ..targets import Target
 from .suites import Suite
-from .timing import rotated
 
 # What a racer is given, and what it makes of it.
 Given = TypeVar("Given", contravariant=True)
@@ -74,17 +71,6 @@ def race(
                 made[racer.name][i].append(racer(job, temperature))
             tick()
     return made
-
-
-@contextmanager
-def threads(count: int | None) -> Iterator[None]:
-    """Give torch `count` CPU threads inside; None changes nothing."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 # ------------------------------------------------------------ jobs

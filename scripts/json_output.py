@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from ..common.atomic import write_atomically
 from ..common.checksums import CHECKSUM
+from ..costs.training import Needs
 from ..distill.data_set import provenance
 from ..distill.prompts import Collection
 from ..eval.reports.gate import GateResult
@@ -35,7 +36,6 @@ from ..pair.registry import Entry, Registry, Version
 from ..serving.diagnosis import ServedResult
 from ..serving.watching import WatchEvent
 from ..train import TrainResult
-from ..train.planning import Needs
 from .output import tell
 
 VERSION: Final = 1

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from outrider.costs.rounds import RoundTimes
 from outrider.decode import Control, Costs, Plan, Round, Tree
 from outrider.eval import Ratio, choice
 from outrider.eval.batches import BatchAnswer
 from outrider.eval.choice import MeasuredOption
-from outrider.eval.prediction import Loop, Option
+from outrider.eval.prediction import Option
 from outrider.eval.reports.statistics import Bootstrap
 
 BOOTSTRAP = Bootstrap([6])
@@ -19,7 +20,7 @@ def raced(plan: Plan, seconds: float, noise: float = 0.0) -> MeasuredOption:
     times = [seconds * (1 + noise * (-1) ** i) for i in range(6)]
     plain = Ratio([100] * 6, [1.0] * 6)
     return MeasuredOption(
-        Option(plan, 2.0, Loop(0, 0.01), 100 / seconds), 2.0, Ratio([100] * 6, times), plain, BOOTSTRAP
+        Option(plan, 2.0, RoundTimes(0, 0.01), 100 / seconds), 2.0, Ratio([100] * 6, times), plain, BOOTSTRAP
     )
 
 
@@ -55,7 +56,7 @@ def test_the_best_measured_plan_is_chosen(
 
 
 def test_speed_and_speedup_are_those_of_the_median_repeat() -> None:
-    options = [Option(Plan(d), 2.0, Loop(0, 0.01), 1.0) for d in (0, 2)]
+    options = [Option(Plan(d), 2.0, RoundTimes(0, 0.01), 1.0) for d in (0, 2)]
     rounds = [[Round(2, 1, 2), Round(2, 2, 3)]]
     runs = {
         "plain": [[BatchAnswer([[1] * 6], [[Round(0, 0, 1)] * 5], 0.0, t) for t in (2.0, 2.5, 9.0)]] * 4,

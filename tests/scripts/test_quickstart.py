@@ -15,9 +15,9 @@ from transformers import PreTrainedTokenizerFast
 
 import outrider.recipes
 from outrider.common import BadInputError
+from outrider.costs.hardware import Pace
 from outrider.eval import prediction, tuner
 from outrider.pair import Pair
-from outrider.scripts.machine_speed import Pace
 from outrider.scripts.quickstart import tell
 from outrider.scripts.quickstart_size import QuickstartBudget, QuickstartSizes, expected_seconds
 from outrider.targets import embedded_path

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from outrider.costs.timing import threads
 from outrider.decode import Control, Plan
 from outrider.eval.measure import Contestant, DecoderRacer, make_records
 from outrider.eval.prediction import CONTROL_WEIGHT
@@ -26,7 +27,7 @@ from outrider.eval.reports.figures import PromptRecord, speed_ratio
 from outrider.eval.reports.statistics import Bootstrap, strata_of
 from outrider.eval.suites import Suite, load_suites
 from outrider.eval.tuner import tune
-from outrider.eval.turns import make_jobs, race, threads
+from outrider.eval.turns import make_jobs, race
 from outrider.heads import Drafter, load_drafter
 from outrider.recipes import EvalSpec
 from outrider.targets import Target

@@ -25,7 +25,7 @@ from outrider.common.atomic import read_json
 from outrider.costs.timing import threads
 from outrider.decode import Decoder, Plan, Sampling
 from outrider.distill.responses import distill
-from outrider.eval.reports.intervals import Ratio
+from outrider.eval.reports.figures import Ratio
 from outrider.eval.reports.statistics import Bootstrap
 from outrider.eval.suites import load_suites
 from outrider.heads import Drafter, load_drafter

@@ -24,12 +24,12 @@ from torch.profiler import ProfilerActivity, record_function
 
 from outrider.common import BadInputError
 from outrider.costs.counting import pass_bytes
-from outrider.costs.hardware import Bandwidth, Floor
 from outrider.costs.rounds import draft_times, verify_times
 from outrider.decode import Decoder, Plan
 from outrider.heads import Drafter, DraftModel, Ngram
 from outrider.targets import Target
 
+from .floor import Bandwidth, Floor
 from .forced import Forced, forced_assistant, make_script
 from .loops import Loop, Ours, Texts, Theirs, Timed, assist, take_turns
 from .overhead import loop_overhead, of_parts

@@ -18,11 +18,11 @@ import torch
 
 from outrider.common.machine import best_device
 from outrider.costs.counting import pass_bytes
-from outrider.costs.hardware import Floor, bandwidth
 from outrider.costs.rounds import verify_times
 from outrider.targets import Target
 from outrider.targets.fast import use_fast_pass
 
+from .floor import Floor, bandwidth
 from .random_targets import build_target, shape_of
 from .report import command, conditions, options, write
 

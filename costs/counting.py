@@ -128,7 +128,7 @@ class RehearsedStep:
 
 
 def rehearse(drafter: Drafter, target: Target, rows: int, length: int, supervised: float) -> RehearsedStep:
-    """Return what a step of `drafter` takes on a batch of whole rows, both on the meta device.
+    """Count a training step of `drafter` on a batch of whole rows, drafter and target on the meta device.
 
     Args:
         supervised: share of the tokens that are learned.
@@ -166,7 +166,7 @@ class OptimizerBytes:
 
 
 def rehearse_optimizer(drafter: Drafter, optimizer: torch.optim.Optimizer, is_fused: bool) -> OptimizerBytes:
-    """Return what a step of the optimizer of a drafter's trained weights takes.
+    """Count a step of the optimizer of a drafter's trained weights.
 
     Args:
         is_fused: whether its steps are fused and so work in place. Fusing needs a device, so the one that is given is

@@ -1,8 +1,8 @@
 """How fast machines are: GPUs by their data sheets, this one by measurement, and what a drafter would reach on others.
 
-Seconds of a GPU are the work divided by what it could do at best, times shares of that which are assumed. What is
-measured here is the work itself in small: the memory's bandwidth, answers of the target in one batch, a step of
-training, a pass for one row. Nothing is concluded from what a processor says of itself.
+Seconds of a GPU are the work divided by the GPU's best, times the share of it that is assumed to be reached. What is
+measured here is the work itself in small: answers of the target in one batch, a step of training, a pass for one row.
+Nothing is concluded from a processor's description of itself.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from ..common import BadInputError
 from ..decode import Decoder, Plan
 from ..distill.prompts import Prompt, PromptReading, collect
 from ..heads import Drafter, TargetBatch, drafter_config
@@ -24,7 +23,7 @@ from ..recipes import Recipe
 from ..targets import Target
 from .counting import pass_bytes
 from .rounds import verify_times
-from .timing import WARM_UP, threads, timed
+from .timing import threads, timed
 
 # Shares of a device's best that are assumed to be reached, and of its memory that can be used.
 COMPUTE, BANDWIDTH, ROOM = 0.4, 0.6, 0.9
@@ -65,98 +64,6 @@ GPUS = (
     # NVIDIA Ada GPU architecture white paper, appendix A; bfloat16 with float32 accumulation
     Gpu("RTX 4090", 165, 82.6, 1008, 24),
 )
-
-
-# ------------------------------------------------------------ the bandwidth of this machine
-
-
-@dataclass(frozen=True)
-class Bandwidth:
-    """How fast a device's memory is, in bytes per second, by the best of several tries: a ceiling.
-
-    Attributes:
-        copy: of a copy, bytes read plus bytes written.
-        read: of reading alone, which is what a plain step does with the weights.
-        num_bytes: what was copied and read.
-    """
-
-    copy: float
-    read: float
-    num_bytes: int
-
-    def to_dict(self) -> dict[str, float]:
-        """Return the figures as JSON holds them."""
-        return asdict(self)
-
-
-@dataclass(frozen=True)
-class Floor:
-    """The least time of a plain step: its bytes over the memory's bandwidth.
-
-    A model that fits in the processor's cache can be faster than this.
-
-    Attributes:
-        weights: bytes of the weights that a step reads.
-        cache: bytes of keys and values that it reads beside them.
-    """
-
-    weights: int
-    cache: int
-    bandwidth: Bandwidth
-
-    @property
-    def at_copy(self) -> float:
-        """Seconds for the weights at the bandwidth of a copy."""
-        return self.weights / self.bandwidth.copy
-
-    @property
-    def at_read(self) -> float:
-        """Seconds for the weights at the bandwidth of reading."""
-        return self.weights / self.bandwidth.read
-
-    @property
-    def with_cache(self) -> float:
-        """Seconds for weights, keys and values at the bandwidth of reading."""
-        return (self.weights + self.cache) / self.bandwidth.read
-
-    def to_dict(self) -> dict[str, float]:
-        """Return the figures as JSON holds them."""
-        return {
-            "weight_bytes": self.weights,
-            "cache_bytes": self.cache,
-            "copy_bytes_per_second": self.bandwidth.copy,
-            "read_bytes_per_second": self.bandwidth.read,
-            "seconds_of_weights_at_copy": self.at_copy,
-            "seconds_of_weights_at_read": self.at_read,
-            "seconds_of_weights_and_cache_at_read": self.with_cache,
-        }
-
-
-def bandwidth(device: torch.device | str, num_bytes: int | None = None, repeats: int = 10) -> Bandwidth:
-    """Measure how fast the memory of `device` is, the best of `repeats`.
-
-    A copy counts the bytes read and those written. A processor that fetches a line before it overwrites it moves half
-    as much again; that is not counted. Bytes are read by a sum and by a matrix times a vector; the faster one counts.
-
-    Args:
-        num_bytes: how many are copied, and read; None for more than any cache holds.
-    """
-    size = num_bytes or (2**30 if torch.device(device).type == "cuda" else 2**29)
-    if size < 4096:
-        raise BadInputError(f"a bandwidth needs at least 4096 bytes to be measured with, got {size}.")
-    source = torch.rand(size // 4, device=device)
-
-    def per_second(count: int, work: Callable[[], object]) -> float:
-        for _ in range(WARM_UP):
-            work()
-        return count / min(timed(work, source.device) for _ in range(repeats))
-
-    destination = torch.empty_like(source)
-    copy = per_second(2 * source.nbytes, lambda: destination.copy_(source))
-    matrix = source[: len(source) // 1024 * 1024].view(-1, 1024)
-    vector = torch.ones(1024, device=source.device)
-    read = max(per_second(source.nbytes, source.sum), per_second(matrix.nbytes, lambda: matrix @ vector))
-    return Bandwidth(copy, read, size)
 
 
 # ------------------------------------------------------------ the pace of this machine
@@ -337,7 +244,7 @@ def _large_target() -> Target:
 
 
 def _part(share: float) -> str:
-    """Return what part of a pass something costs, in words such as `1/10`."""
+    """Return a share of a pass in words such as `1/10`."""
     if share < 0.001:  # less than a clock tells, in a run of a few prompts
         return "less than 1/1000"
     return f"1/{round(1 / share)}" if share < 0.75 else f"{share:.1f}"

@@ -150,7 +150,7 @@ class TrainingEstimate:
     sharding: Sharding = "none"
 
     def needs(self) -> Needs:
-        """Return what the training will need.
+        """Return the needs of the training.
 
         Raises:
             BadInputError: its loss or its optimizer asks for contents, or for a device.
@@ -354,7 +354,7 @@ class TrainingEstimate:
 
 
 def _sharded(whole: Memory, processes: int, sharding: Sharding) -> Memory:
-    """Return what one of several processes holds.
+    """Return the memory of one of several processes.
 
     ZeRO's stage 1 splits states, 2 gradients too, 3 weights too (Rajbhandari et al., arXiv 1910.02054, figure 1).
     """

@@ -24,10 +24,10 @@ from ..common.checksums import CHECKSUM
 from ..costs.training import Needs
 from ..distill.data_set import provenance
 from ..distill.prompts import Collection
+from ..eval.pruning import VocabularyReport
+from ..eval.reports.figures import Interval
 from ..eval.reports.gate import GateResult
-from ..eval.reports.intervals import Interval
 from ..eval.reports.report import Baselines, Conditions, ContestantInfo, Figures, Report
-from ..eval.reports.vocabulary import VocabularyReport
 from ..eval.tuning import Tuning
 from ..formats.checkpoint_view import LintFinding
 from ..pair import Pair, ProbeResult

@@ -123,12 +123,12 @@ class QuickstartSizes:
 
     @classmethod
     def restored(cls, values: dict[str, Any]) -> QuickstartSizes:
-        """Return what story.json recorded."""
+        """Return the sizes that story.json recorded."""
         return cls(**values | {"temperatures": tuple(values["temperatures"])})
 
 
 def expected_seconds(budget: QuickstartBudget, prompts: int, temperatures: Sequence[float], pace: Pace) -> float:
-    """Return what the story takes at this pace, from how often it does each kind of work.
+    """Return the seconds of the story at this pace, from how often it does each kind of work.
 
     The factors are counts where the code decides them, and rounded from a timed run where acceptance or a library does.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from outrider.costs.rounds import RoundTimes
 from outrider.decode import Control, Costs, Plan, Tree
-from outrider.eval.prediction import Option
+from outrider.eval.tuner import Option
 from outrider.eval.tuning import BatchTuning, Candidate, CostRecord, Tuning, merged, nearest
 
 TREE = Plan(tree=Tree((-1, -1, 0)))

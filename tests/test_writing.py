@@ -9,7 +9,7 @@ from pathlib import Path
 import outrider.common
 
 HOUSE = Path(outrider.common.__file__).resolve().parents[1]
-ROOMS = ("targets", "heads", "decode", "recipes", "distill", "eval", "train", "formats", "pair", "serving", "scripts")
+ROOMS = ("targets", "heads", "decode", "recipes", "distill", "costs", "eval", "train", "formats", "pair", "serving", "scripts")
 ROOMS += ("benchmarks",)
 
 # Libraries that write a whole folder, each called where the folder is being built, or where its user named it.

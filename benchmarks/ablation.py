@@ -22,12 +22,12 @@ from typing import Any
 
 from outrider.common import BadInputError
 from outrider.common.atomic import read_json
+from outrider.costs.timing import threads
 from outrider.decode import Decoder, Plan, Sampling
 from outrider.distill.responses import distill
-from outrider.eval.reports.intervals import Ratio
+from outrider.eval.reports.figures import Ratio
 from outrider.eval.reports.statistics import Bootstrap
 from outrider.eval.suites import load_suites
-from outrider.eval.turns import threads
 from outrider.heads import Drafter, load_drafter
 from outrider.recipes import Recipe, load_recipe
 from outrider.targets import Target

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from scipy.special import stdtrit
 
 from outrider.decode import Decoder, Plan, Round, Sampling, depth_counts
-from outrider.eval.reports.intervals import Interval, Ratio
+from outrider.eval.reports.figures import Interval, Ratio
 
 Rounds = list[list["Round"]]  # of each prompt
 

@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from outrider.common.atomic import write_atomically
+from outrider.costs.timing import threads
 from outrider.decode import Plan, Sampling, best_tree
 from outrider.eval import Report
 from outrider.eval.acceptance import measure_acceptance
 from outrider.eval.measure import Contestant, measure
-from outrider.eval.reports.intervals import Interval
+from outrider.eval.reports.figures import Interval
 from outrider.eval.reports.plots import speedup_by_size, standalone
-from outrider.eval.suites import load_suites, make_suite
-from outrider.eval.turns import PromptJob, make_jobs, threads
+from outrider.eval.suites import PromptJob, load_suites, make_jobs, make_suite
 from outrider.heads import Drafter, load_drafter
 from outrider.recipes import Recipe, load_recipe
 from outrider.targets import Target

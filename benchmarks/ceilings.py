@@ -15,9 +15,9 @@ import torch
 
 from outrider.common.machine import best_device, device_name
 from outrider.common.versions import versions
-from outrider.eval.bandwidth import bandwidth
-from outrider.eval.timing import WARM_UP, captured, timed
+from outrider.costs.timing import WARM_UP, captured, timed
 
+from .floor import bandwidth
 from .report import command, options, write
 
 LAUNCHES = 1000

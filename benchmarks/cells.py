@@ -23,12 +23,13 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, record_function
 
 from outrider.common import BadInputError
+from outrider.costs.counting import pass_bytes
+from outrider.costs.rounds import draft_times, verify_times
 from outrider.decode import Decoder, Plan
-from outrider.eval.bandwidth import Bandwidth, Floor, weight_bytes
-from outrider.eval.costs import draft_times, verify_times
 from outrider.heads import Drafter, DraftModel, Ngram
 from outrider.targets import Target
 
+from .floor import Bandwidth, Floor
 from .forced import Forced, forced_assistant, make_script
 from .loops import Loop, Ours, Texts, Theirs, Timed, assist, take_turns
 from .overhead import loop_overhead, of_parts
@@ -130,7 +131,7 @@ class Cell:
 
     def _floor(self, round_seconds: float | None) -> dict[str, Any]:
         """The floor of a plain step, and what of its time it is."""
-        floor = Floor(weight_bytes(self.target), self.target.cache_bytes(self.batch, self.context), self.bandwidth)
+        floor = Floor(pass_bytes(self.target), self.target.cache_bytes(self.batch, self.context), self.bandwidth)
         if not round_seconds:
             return floor.to_dict()
         shares = {"at_copy": floor.at_copy, "at_read": floor.at_read, "with_cache_at_read": floor.with_cache}

@@ -30,10 +30,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from outrider.common import BadInputError
 from outrider.common.machine import best_device, clock
+from outrider.costs.rounds import committed_cache, random_tokens
+from outrider.costs.timing import threads, turns
 from outrider.decode import Decoder, Plan, StreamEvent
-from outrider.eval.costs import committed_cache, random_tokens
-from outrider.eval.timing import turns
-from outrider.eval.turns import threads
 from outrider.targets import RaggedCache, Target
 
 from . import random_targets

@@ -34,15 +34,13 @@ import torch
 
 from outrider.common import BadInputError
 from outrider.common.machine import best_device, clock
+from outrider.costs.rounds import check_context, ragged_lengths
+from outrider.costs.timing import threads
 from outrider.decode import Decoder, Plan
-from outrider.eval.bandwidth import bandwidth
-from outrider.eval.costs import check_context, ragged_lengths
-from outrider.eval.measure import GENERATE, Contestant, DecoderRacer, GenerateRacer, make_records
+from outrider.eval.measure import GENERATE, Contestant, DecoderRacer, GenerateRacer, make_records, summarise
 from outrider.eval.reports.figures import Baselines, Figures, PromptRecord, speed_ratio
 from outrider.eval.reports.statistics import Bootstrap, strata_of
-from outrider.eval.suites import load_suites
-from outrider.eval.summary import summarise
-from outrider.eval.turns import PromptJob, Racer, TimedCompletion, make_jobs, race, threads
+from outrider.eval.suites import PromptJob, Racer, TimedCompletion, load_suites, make_jobs, race
 from outrider.heads import Drafter, DraftModel, Ngram, load_drafter
 from outrider.recipes import EvalSpec
 from outrider.targets import Target
@@ -51,6 +49,7 @@ from outrider.targets.fast import prefer_fast_pass
 
 from . import random_targets as models
 from .cells import Cell, CellSettings
+from .floor import bandwidth
 from .loops import Ours, Texts, assist
 from .overhead import loop_overhead
 from .report import NOTHING, command, conditions, interval, options, table, write

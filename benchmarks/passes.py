@@ -17,11 +17,12 @@ from typing import Any
 import torch
 
 from outrider.common.machine import best_device
-from outrider.eval.bandwidth import Floor, bandwidth, weight_bytes
-from outrider.eval.costs import verify_times
+from outrider.costs.counting import pass_bytes
+from outrider.costs.rounds import verify_times
 from outrider.targets import Target
 from outrider.targets.fast import use_fast_pass
 
+from .floor import Floor, bandwidth
 from .random_targets import build_target, shape_of
 from .report import command, conditions, options, write
 
@@ -90,7 +91,7 @@ def main(given: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(given)
     shape = shape_of(arguments.shape, arguments.layers, arguments.hidden, arguments.vocab)
     target = build_target(shape, torch.bfloat16, best_device())
-    floor = Floor(weight_bytes(target), 0, bandwidth(target.device, arguments.bytes))
+    floor = Floor(pass_bytes(target), 0, bandwidth(target.device, arguments.bytes))
     result: dict[str, Any] = {
         "conditions": conditions(target, target={"shape": arguments.shape, "config": shape}, repeats=arguments.repeats),
         "floor": floor.to_dict(),

@@ -47,11 +47,11 @@ from typing import Any
 import torch
 
 from outrider.common import BadInputError
+from outrider.costs.timing import threads
 from outrider.decode import Decoder, Plan, Sampling
 from outrider.distill.data_set import load_responses
 from outrider.eval.reports.statistics import Bootstrap
-from outrider.eval.suites import load_suites
-from outrider.eval.turns import race, threads
+from outrider.eval.suites import load_suites, race
 from outrider.heads import Drafter
 from outrider.targets import Target
 from outrider.train.data import Rows, split, token_counts

@@ -23,7 +23,7 @@ import torch
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
-from outrider.eval.timing import timed
+from outrider.costs.timing import timed
 from outrider.heads import Eagle3, TargetBatch
 from outrider.targets import Target
 from outrider.targets.layers import decoder_layers

@@ -13,7 +13,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from outrider.eval.reports.intervals import Interval
+from outrider.eval.reports.figures import Interval
 from outrider.pair import Pair
 from outrider.serving.comparison import ServedComparison
 from outrider.serving.diagnosis import TOLERANCE, ServedResult

@@ -15,10 +15,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from outrider.costs.timing import threads
 from outrider.decode import Decoder, Plan, Sampling, best_tree, depth_counts
 from outrider.eval.reports.statistics import Bootstrap
 from outrider.eval.suites import load_suites
-from outrider.eval.turns import threads
 from outrider.heads import load_drafter
 from outrider.targets import Target
 

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from outrider.common.flops import Flops
 from outrider.common.machine import best_device
-from outrider.eval.timing import timed
+from outrider.costs.counting import Flops
+from outrider.costs.timing import timed
 from outrider.heads import Eagle3, Eagle3Config, TargetBatch, losses
 from outrider.targets import Target
 

@@ -1,7 +1,8 @@
-"""What a generation needs in memory, before any of it is allocated.
+"""The memory that a generation needs, before any of it is allocated.
 
-That is the target's cache and the drafter's state, both to the byte, and what the largest step works with: what passes
-over a few tokens were measured to need, and what the rules make of the logits.
+It is the target's cache and the drafter's state, both to the byte, and what the largest step works with: the passes as
+measured on a few tokens (`targets.footprint`), and the tensors that the rules make of the logits. All other estimates
+are in `costs/`.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Load:
         prompt: tokens of the longest prompt.
         new: `max_new_tokens`.
         depth: most drafts on a path; 0 if nothing is drafted.
-        fixed: whether rounds have fixed shapes (see `room`).
+        fixed: whether rounds have fixed shapes (see `static_batch`).
         nodes: most draft tokens of a row, where the drafter makes the proposal itself; 0 for not more than `depth`.
         ahead: whether a round may be launched before the one before it is read: rows that have finished write one more.
     """
@@ -97,7 +98,7 @@ class MemoryNeed:
 
 
 def budget(target: Target, drafter: Drafter | None, load: Load) -> MemoryNeed:
-    """Return what `load` needs."""
+    """Return the bytes that `load` needs."""
     drafter = drafter if load.depth else None
     # First: it may leave the drafter with a part of its state.
     working = max(_prompt_bytes(target, drafter, load), _round_bytes(target, drafter, load))
@@ -133,7 +134,7 @@ def require_memory(target: Target, drafter: Drafter | None, load: Load, held: in
 def _bounds(target: Target, drafter: Drafter | None, load: Load) -> tuple[int, int]:
     """Return two numbers of bytes between which the need lies.
 
-    Nothing is measured for them: far from the end of memory, nobody has to wait for that.
+    Nothing is measured for them: far from the end of memory that would be waiting for nothing.
     """
     tokens, places = load.rows * load.prompt, load.rows * _places(None, load)
     least = (
@@ -184,7 +185,7 @@ def _places(drafter: Drafter | None, load: Load) -> int:
 
 
 def _prompt_bytes(target: Target, drafter: Drafter | None, load: Load) -> int:
-    """Return what the passes over the prompts work with.
+    """Return the working memory of the passes over the prompts.
 
     These are the target's, then the drafter's, both with the hidden states that are tapped; and the first logits.
     """
@@ -200,7 +201,7 @@ def _prompt_bytes(target: Target, drafter: Drafter | None, load: Load) -> int:
 
 
 def _round_bytes(target: Target, drafter: Drafter | None, load: Load) -> int:
-    """Return what the largest round works with.
+    """Return the working memory of the largest round.
 
     It is the largest of three: the target's layers after the longest text, then its logits; the drafter's logits, in a
     tree; and the largest tensor of a cache when rows leave it.
@@ -243,7 +244,7 @@ def _is_sampled(drafter: Drafter | None, load: Load) -> bool:
 
 
 def _logit_bytes(target: Target, load: Load, places: int, sampled: bool) -> int:
-    """Return what the target's logits at `places` of each row take, and what the rule makes of them."""
+    """Return the bytes of the target's logits at `places` of each row, and of the tensors made of them by the rule."""
     footprint, sampling = target.footprint(), load.sampling
     rule = _rule(load)
     rule = RULES[NOT_DRAWN] if rule.samples and not sampled else rule
@@ -263,10 +264,7 @@ def _logit_bytes(target: Target, load: Load, places: int, sampled: bool) -> int:
 
 
 def _processor_bytes(logit: int, sampling: Sampling) -> tuple[int, int, int]:
-    """Return the bytes per logit that the processors need.
-
-    That is what they leave beside it, what they need in between, and what they know of each token.
-    """
+    """Return the bytes per logit that the processors leave beside it, need in between, and know of each token."""
     if sampling.repetition_penalty != 1:
         return 4, _PENALTY + (0 if logit == 4 else 4), 1
     return (logit, logit + 2, 0) if sampling.bad_words or sampling.suppress or sampling.min_new_tokens else (0, 0, 0)
@@ -297,7 +295,7 @@ _measured: WeakKeyDictionary[Drafter, dict[torch.dtype, _PromptBytes]] = WeakKey
 
 
 def _reading(drafter: Drafter | None, target: Target) -> _PromptBytes:
-    """Return what reading takes, measured once, on three short prompts."""
+    """Return the working memory of reading a prompt, measured once, on three short ones."""
     if drafter is None or not drafter.abilities.reads_nodes:
         return _PromptBytes()
     known = _measured.setdefault(drafter, {})

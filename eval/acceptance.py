@@ -16,7 +16,7 @@ from ..decode.rules import Verdict
 from ..decode.run import Request
 from ..heads import Drafter
 from ..targets import Target
-from .turns import PromptJob
+from .suites import PromptJob
 
 DEEPEST = 8
 PROBE_DEPTH, PROBE_WIDTH = 6, 6  # of the tree that shows how often which child is accepted
@@ -150,7 +150,7 @@ def _kept_ends(
 ) -> list[int]:
     """Return the node at which each round's kept path ended (−1: the root).
 
-    Rounds say how deep a path went, not along which children.
+    Rounds tell how deep a path went, not along which children.
     """
     ends: list[int] = []
 

@@ -1,7 +1,7 @@
-"""How far a drafter's confidences are to be believed, and the temperatures that mend them.
+"""How well a drafter's confidences are calibrated, and the temperatures that calibrate them.
 
-A confidence head says of each draft how probable it is to be accepted if those before it were; the product along a
-chain says how probable it is that the chain gets there. Sequential temperature scaling (DSpark, arXiv 2607.05147)
+A confidence head predicts of each draft the probability that it is accepted if those before it were; the product along
+a chain is the probability that the chain gets there. Sequential temperature scaling (DSpark, arXiv 2607.05147)
 divides the log-odds of each draft by a temperature of its place: one after the other, each the best for the product so
 far, those before it fixed. Temperatures never change which of two drafts at one place is the surer one.
 
@@ -30,7 +30,7 @@ BINS = 10
 
 @dataclass(frozen=True)
 class ConfidenceSample:
-    """What a drafter said of its drafts, and what became of them.
+    """A drafter's confidences in its drafts, and how many of them were accepted.
 
     Attributes:
         odds: log-odds of each draft, `[N, k]`.
@@ -41,22 +41,22 @@ class ConfidenceSample:
     accepted: np.ndarray
 
     def reached(self, temperatures: Sequence[float]) -> np.ndarray:
-        """Return how probable each draft was said to be reached and accepted, `[N, len(temperatures)]`."""
+        """Return the predicted probabilities that each draft is reached and accepted, `[N, len(temperatures)]`."""
         odds = self.odds[:, : len(temperatures)] / np.array(temperatures)
         return (1 / (1 + np.exp(-odds))).cumprod(1)
 
     def error(self, temperatures: Sequence[float]) -> float:
-        """Return the calibration error of what was said of reaching the last draft with a temperature."""
+        """Return the calibration error of reaching and accepting the last draft that has a temperature."""
         return calibration_error(self.reached(temperatures)[:, -1], self.accepted >= len(temperatures))
 
 
 @dataclass(frozen=True)
 class Bin:
-    """Drafts that were said to be about equally probable: how many, what was said, and what came true, as means."""
+    """Drafts of about equal confidence: how many, their mean confidence, and the share of them that was accepted."""
 
     count: int
-    said: float
-    true: float
+    predicted: float
+    observed: float
 
 
 @dataclass(frozen=True)
@@ -69,33 +69,36 @@ class Calibration:
     rounds: int
 
 
-def bins_of(said: np.ndarray, true: np.ndarray, count: int = BINS) -> list[Bin]:
-    """Return what was said and what came true, by `count` equal ranges of what was said; empty ones are left out."""
-    index = np.minimum((said * count).astype(int), count - 1)
-    groups = [(said[index == i], true[index == i]) for i in range(count)]
-    return [Bin(len(s), float(s.mean()), float(t.mean())) for s, t in groups if len(s)]
+def bins_of(predicted: np.ndarray, observed: np.ndarray, count: int = BINS) -> list[Bin]:
+    """Return the drafts by `count` equal ranges of their confidence; empty ones are left out."""
+    index = np.minimum((predicted * count).astype(int), count - 1)
+    groups = [(predicted[index == i], observed[index == i]) for i in range(count)]
+    return [Bin(len(p), float(p.mean()), float(o.mean())) for p, o in groups if len(p)]
 
 
-def calibration_error(said: np.ndarray, true: np.ndarray, count: int = BINS) -> float:
-    """Return the expected calibration error: the mean distance between what was said and what came true, by bins."""
-    return sum(b.count * abs(b.said - b.true) for b in bins_of(said, true, count)) / max(1, len(said))
+def calibration_error(predicted: np.ndarray, observed: np.ndarray, count: int = BINS) -> float:
+    """Return the expected calibration error: the mean distance between confidence and accepted share, by bins."""
+    bins = bins_of(predicted, observed, count)
+    return sum(b.count * abs(b.predicted - b.observed) for b in bins) / max(1, len(predicted))
 
 
-def fit(told: ConfidenceSample, grid: Sequence[float] = GRID) -> Calibration:
-    """Return the temperatures that make the products come true, found from the first draft to the last.
+def fit(sample: ConfidenceSample, grid: Sequence[float] = GRID) -> Calibration:
+    """Return the temperatures that make the products come true, from the first draft to the last.
 
     Raises:
         BadInputError: no rounds.
     """
-    if not len(told.odds):
+    if not len(sample.odds):
         raise BadInputError("confidences cannot be calibrated without rounds; take prompts with longer answers.")
-    found: list[float] = []
-    for _ in range(told.odds.shape[1]):
+    temperatures: list[float] = []
+    for _ in range(sample.odds.shape[1]):
         # Of equal errors the temperature nearest to 1: nothing is changed without a gain.
-        found.append(min(grid, key=lambda t: (told.error([*found, t]), abs(np.log(t)))))
-    places = range(1, len(found) + 1)
-    plain = tuple(told.error([1.0] * j) for j in places)
-    return Calibration(tuple(found), plain, tuple(told.error(found[:j]) for j in places), len(told.odds))
+        temperatures.append(min(grid, key=lambda t: (sample.error([*temperatures, t]), abs(np.log(t)))))
+    places = range(1, len(temperatures) + 1)
+    plain = tuple(sample.error([1.0] * j) for j in places)
+    return Calibration(
+        tuple(temperatures), plain, tuple(sample.error(temperatures[:j]) for j in places), len(sample.odds)
+    )
 
 
 # ------------------------------------------------------------ rounds
@@ -104,10 +107,10 @@ def fit(told: ConfidenceSample, grid: Sequence[float] = GRID) -> Calibration:
 def collect(
     target: Target, drafter: Drafter, prompts: Sequence[list[int]], max_new_tokens: int, sampling: Sampling
 ) -> ConfidenceSample:
-    """Return what a drafter says of its drafts in rounds of the decoder itself, prompt by prompt.
+    """Return a drafter's confidences in rounds of the decoder itself, prompt by prompt.
 
     Raises:
-        BadInputError: the drafter says nothing of how sure it is.
+        BadInputError: the drafter has no confidence head.
     """
     if not isinstance(drafter, DSpark) or not drafter.abilities.confident:
         raise BadInputError(
@@ -117,43 +120,43 @@ def collect(
     accepted: list[int] = []
     plan = Plan(drafter.max_depth, confidence=1e-30)  # every draft is proposed, and its confidence is asked for
     for number, prompt in enumerate(prompts):
-        with _listening(drafter) as heard:
+        with _recording(drafter) as recorded:
             out = Decoder(target, drafter, static=False).generate(
                 [prompt], max_new_tokens, sampling, plan, sequence_ids=[number]
             )
         rounds = out.rounds[0][:-1]  # the last one may have been cut by the text's end
         whole = [
-            (heard[i : i + drafter.max_depth], one.accepted)
-            for i, one in zip(range(0, len(heard), drafter.max_depth), rounds, strict=False)
+            (recorded[i : i + drafter.max_depth], one.accepted)
+            for i, one in zip(range(0, len(recorded), drafter.max_depth), rounds, strict=False)
             if one.drafted == drafter.max_depth
         ]
-        odds += [said for said, _ in whole]
+        odds += [own for own, _ in whole]
         accepted += [count for _, count in whole]
     return ConfidenceSample(np.array(odds).reshape(-1, drafter.max_depth), np.array(accepted))
 
 
 @contextmanager
-def _listening(drafter: DSpark) -> Iterator[list[float]]:
+def _recording(drafter: DSpark) -> Iterator[list[float]]:
     """Collect the log-odds of the first row's drafts, without the drafter's temperatures, while this is entered."""
-    heard: list[float] = []
+    recorded: list[float] = []
     session, temperatures = drafter.session, drafter.config.temperatures
 
-    def listened(*arguments: object) -> NodeSession:
+    def open_recorded(*arguments: object) -> NodeSession:
         opened = session(*arguments)  # type: ignore[arg-type]
         confidence = opened.confidence
 
-        def told() -> Tensor:
-            found = confidence()
-            heard.append(float(torch.logit(found[0].double())))
-            return found
+        def record() -> Tensor:
+            predicted = confidence()
+            recorded.append(float(torch.logit(predicted[0].double())))
+            return predicted
 
-        opened.confidence = told  # type: ignore[method-assign]
+        opened.confidence = record  # type: ignore[method-assign]
         return opened
 
-    drafter.session = listened  # type: ignore[method-assign, assignment]
+    drafter.session = open_recorded  # type: ignore[method-assign, assignment]
     drafter.config.temperatures = ()
     try:
-        yield heard
+        yield recorded
     finally:
         del drafter.session
         drafter.config.temperatures = temperatures

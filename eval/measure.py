@@ -1,4 +1,7 @@
-"""Measure drafters against the plain target and `transformers.generate`, all in one run, in turns (`eval.race`)."""
+"""Measure drafters against the plain target and `transformers.generate`, all in one run, in turns (`eval.suites.race`).
+
+Shapes: N prompts.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from rich.console import Console
 from transformers import GenerationConfig
@@ -14,16 +18,27 @@ from ..common import BadInputError
 from ..common.machine import clock, device_name
 from ..common.progress import progress
 from ..common.versions import versions
-from ..decode import Decoder, Plan, Sampling, Tree
+from ..costs.timing import threads
+from ..decode import Decoder, Plan, Round, Sampling, Tree, depth_counts
 from ..heads import Drafter, drafter_config
 from ..recipes import EvalSpec
 from ..targets import Target
 from ..targets.attention import steady_kernels
-from .reports.figures import Baselines, PromptRecord
+from .reports.figures import (
+    ALL,
+    PHASES,
+    AcceptedFigure,
+    Baselines,
+    DepthFigure,
+    Figures,
+    PromptRecord,
+    Ratio,
+    speed_ratio,
+    tau_ratio,
+)
 from .reports.report import Conditions, ContestantInfo, Report, SuiteInfo
-from .suites import Suite, make_suite
-from .summary import summarise
-from .turns import PromptJob, Racer, TimedCompletion, check_lengths, make_jobs, race, threads
+from .reports.statistics import Bootstrap, strata_of
+from .suites import PromptJob, Racer, Suite, TimedCompletion, check_lengths, make_jobs, make_suite, race
 
 PLAIN, GENERATE = "plain", "transformers.generate"
 
@@ -67,7 +82,9 @@ def measure(
             the target's dtype is not the one asked for. All before the first measurement.
         IncompatibleError: a drafter cannot draft for this target.
     """
-    entrants = _with_plain(contestants)
+    entrants = list(contestants)
+    if all(c.drafter is not None for c in entrants):
+        entrants.append(Contestant(PLAIN, None, Plan(depth=0)))
     jobs = make_jobs(suites, settings.limit)
     _check(target, entrants, jobs, settings)
     plain = next(c.name for c in entrants if c.drafter is None)
@@ -107,14 +124,11 @@ def _race_at_each(
         for temperature in temperatures:
             answers = race(racers, jobs, temperature, repeats, lambda: advance(1, ""))
             records += make_records(answers, jobs, temperature, plain)
-            rules |= {(name, temperature): _rule(per_job) for name, per_job in answers.items()}
+            for name, per_job in answers.items():
+                # An answer that ends with its first token has no rule.
+                ran = [answer.rule for repeats in per_job for answer in repeats if answer.rule != "none"]
+                rules[name, temperature] = ran[0] if ran else "none"
     return records, rules
-
-
-def _rule(answers: Sequence[Sequence[TimedCompletion]]) -> str:
-    """Return the rule that ran: an answer that ends with its first token has none."""
-    rules = [answer.rule for repeats in answers for answer in repeats]
-    return next((rule for rule in rules if rule != "none"), "none")
 
 
 # ------------------------------------------------------------ before
@@ -145,13 +159,6 @@ def baseline(name: str, target: Target) -> Drafter:
             f"eval.baselines: {name!r} has to be trained first; a baseline is a drafter without weights, such as ngram."
         )
     return head.build(config, target)
-
-
-def _with_plain(contestants: Sequence[Contestant]) -> list[Contestant]:
-    entrants = list(contestants)
-    if all(c.drafter is not None for c in entrants):
-        entrants.append(Contestant(PLAIN, None, Plan(depth=0)))
-    return entrants
 
 
 def _check(target: Target, entrants: Sequence[Contestant], jobs: Sequence[PromptJob], settings: EvalSpec) -> None:
@@ -223,7 +230,7 @@ class GenerateRacer:
             return TimedCompletion(new, {"total": clock(self.target.device) - began})
 
     def _config(self, temperature: float) -> GenerationConfig:
-        """Return a config that says everything that the model's own might say otherwise."""
+        """Return a config that sets everything that the model's own might set otherwise."""
         eos = list(self.target.eos_ids)
         sampled = {"temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
         return GenerationConfig(
@@ -236,7 +243,7 @@ class GenerateRacer:
         )
 
 
-# ------------------------------------------------------------ after
+# ------------------------------------------------------------ records
 
 
 def make_records(
@@ -258,8 +265,7 @@ def _record(
 ) -> PromptRecord:
     """Return the record of one prompt.
 
-    What happened is the same in every repeat; how long it took is told by the median one (the faster of two in the
-    middle).
+    Its tokens are the same in every repeat; its seconds are those of the median one (the faster of two in the middle).
     """
     times = [r.seconds["total"] for r in repeats]
     median = repeats[times.index(statistics.median_low(times))]
@@ -329,3 +335,106 @@ def suite_info(suite: Suite, limit: int | None) -> SuiteInfo:
     """Return the suite as it was measured: a limit makes it another one."""
     used = suite if limit is None else make_suite(suite.name, suite.prompts[:limit])
     return SuiteInfo(name=suite.name, digest=used.digest, num_prompts=len(used.prompts))
+
+
+# ------------------------------------------------------------ figures
+
+
+def summarise(
+    records: Sequence[PromptRecord], rules: dict[tuple[str, float], str], baselines: Baselines, seed: int = 0
+) -> list[Figures]:
+    """Return figures for every contestant and temperature, on all suites together and on each.
+
+    Args:
+        rules: the verification rule by (contestant, temperature).
+    """
+    suites = list(dict.fromkeys(r.suite for r in records))
+    parts = {ALL: list(records)} | {suite: [r for r in records if r.suite == suite] for suite in suites}
+    temperatures = dict.fromkeys(r.temperature for r in records)
+    return [
+        figures
+        for suite, part in parts.items()
+        for temperature in temperatures
+        for figures in _figures_of(
+            [r for r in part if r.temperature == temperature], suite, temperature, rules, baselines, seed
+        )
+    ]
+
+
+def _figures_of(
+    records: Sequence[PromptRecord],
+    suite: str,
+    temperature: float,
+    rules: dict[tuple[str, float], str],
+    baselines: Baselines,
+    seed: int,
+) -> list[Figures]:
+    """Return the figures of all contestants on the same prompts, compared by the same resamples."""
+    entries: dict[str, list[PromptRecord]] = {}
+    for record in sorted(records, key=lambda r: r.suite):  # suite by suite, as the strata are
+        entries.setdefault(record.contestant, []).append(record)
+    plain = entries[baselines.plain]
+    generate = speed_ratio(entries[baselines.generate]) if baselines.generate else None
+    bootstrap = Bootstrap(strata_of([r.suite for r in plain]), seed=seed)
+
+    def figures(name: str, own: list[PromptRecord]) -> Figures:
+        drafted = [sum(r.drafted) for r in own]
+        num_rounds = sum(len(r.accepted) for r in own)
+        judged = [r.identical for r in own if r.identical is not None]
+        accepted = Ratio([sum(r.accepted) for r in own], drafted)
+        speed = speed_ratio(own)
+        timed = [phase for phase in PHASES if all(phase in r.seconds for r in own)]
+        seconds = {phase: np.array([r.seconds[phase] for r in own]) for phase in timed}  # [N] each
+        return Figures(
+            contestant=name,
+            temperature=temperature,
+            suite=suite,
+            rule=rules[name, temperature],
+            num_prompts=len(own),
+            num_rounds=num_rounds,
+            num_tokens=sum(r.tokens for r in own),
+            tau=bootstrap.ratio(tau_ratio(own)) if num_rounds else None,
+            acceptance_rate=bootstrap.ratio(accepted) if sum(drafted) else None,
+            alpha=_alpha(own, bootstrap),
+            accepted=_histogram(own, bootstrap) if sum(drafted) else [],
+            tokens_per_second=bootstrap.ratio(speed),
+            speedup=bootstrap.quotient(speed, speed_ratio(plain)),
+            speedup_generate=None if generate is None else bootstrap.quotient(speed, generate),
+            seconds={phase: float(np.sum(spent)) for phase, spent in seconds.items()},
+            milliseconds_per_token={
+                phase: bootstrap.ratio(Ratio(1000 * spent, speed.numerators)) for phase, spent in seconds.items()
+            },
+            identical=sum(judged) if judged else None,
+        )
+
+    return [figures(name, own) for name, own in entries.items()]
+
+
+def _alpha(records: Sequence[PromptRecord], bootstrap: Bootstrap) -> list[DepthFigure]:
+    counts = []
+    for record in records:
+        rounds = zip(record.drafted, record.accepted, record.tried or record.drafted, strict=True)
+        counts.append(depth_counts([Round(drafted, kept, kept + 1, tried) for drafted, kept, tried in rounds]))
+    deepest = max(map(len, counts), default=0)
+    table = np.zeros((deepest, 2, len(records)), dtype=np.int64)  # [depth, reached | kept, N]
+    for i, per_depth in enumerate(counts):
+        if per_depth:
+            table[: len(per_depth), :, i] = per_depth
+    return [
+        DepthFigure(
+            depth=d, reached=int(reached.sum()), kept=int(kept.sum()), alpha=bootstrap.ratio(Ratio(kept, reached))
+        )
+        for d, (reached, kept) in enumerate(table, 1)
+        if reached.sum()
+    ]
+
+
+def _histogram(records: Sequence[PromptRecord], bootstrap: Bootstrap) -> list[AcceptedFigure]:
+    most = max((a for r in records for a in r.accepted), default=0)
+    counted = [np.bincount(np.asarray(r.accepted, dtype=np.int64), minlength=most + 1) for r in records]
+    counts = np.stack(counted, 1)  # [accepted, N]
+    rounds = counts.sum(0)
+    return [
+        AcceptedFigure(accepted=a, rounds=int(row.sum()), share=bootstrap.ratio(Ratio(row, rounds)))
+        for a, row in enumerate(counts)
+    ]

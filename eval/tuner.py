@@ -1,25 +1,29 @@
 """Find the fastest plan on this machine, for a drafter by itself and for its fusions with drafters without weights.
 
-What a round costs and how often drafts are accepted is measured; from that the speed of every plan is predicted
-(`eval.prediction`); the best predicted plans are measured beside the plain target in turns, and the best *measured* one
-is chosen (`eval.choice`).
+What a round costs and how often drafts are accepted is measured; from that the speed of every plan is predicted; the
+best predicted plans are measured beside the plain target in turns, and the best *measured* one is chosen.
 
 Rounds are timed in the decoder's own loop, on whole requests. Drafting timed by itself runs with other caches, and the
 target's pass by itself knows nothing of captured graphs, so the two together need not be what a round takes. What a
-pass takes for each draft more is measured by itself, up to 256 drafts (64 on a CPU; `eval.costs.verify_times`); what
+pass takes for each draft more is measured by itself, up to 256 drafts (64 on a CPU; `costs.rounds.verify_times`); what
 drafting takes is the rest of a round.
+
+τ is predicted as 1 + Σ_d P(d drafts are accepted) for a chain (which is 1 + Σ_d Π_{i≤d} alpha_i where drafts are never
+missing) and 1 + Σ over nodes of the product of the rates on the way to it for a tree; the speed that follows from it is
+in `costs.rounds`.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.text import Text
@@ -28,27 +32,33 @@ from ..common import BadInputError, IncompatibleError
 from ..common.machine import device_name
 from ..common.progress import Advance, progress
 from ..common.versions import versions
-from ..decode import Decoder, Plan, Sampling, Tree
+from ..costs.rounds import RoundTimes, costs_in_loop, verify_times
+from ..costs.timing import threads
+from ..decode import Control, Costs, Decoder, Plan, Sampling, Tree, best_tree
 from ..heads import Drafter, fuse
 from ..recipes import EvalSpec
 from ..targets import Target
 from .acceptance import Acceptance, deepest, measure_acceptance
-from .batches import BatchAnswer, BatchRacer, make_groups
-from .choice import MeasuredOption, choose, measured_options
-from .costs import verify_times
+from .batches import BatchAnswer, BatchRacer, batch_speed, make_groups, median_repeat
 from .measure import suite_info
-from .prediction import Loop, Option, best, chain_options, control_option, costs_in_loop, hopeful_trees, loop_of, option
+from .reports.figures import Interval, Ratio
 from .reports.statistics import Bootstrap, strata_of
-from .suites import Suite
-from .tuning import BatchTuning, Candidate, CostRecord, Tuning, print_batch
-from .turns import PromptJob, check_lengths, make_jobs, race, threads
+from .suites import PromptJob, Suite, check_lengths, make_jobs, race
+from .tuning import BatchTuning, Candidate, CostRecord, Tuning, plan_words, print_batch
 
 WIDTHS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 _WIDEST_ON_CPU = 64  # the largest tree that is tried; a wider pass would be timed for nothing, and is slow there
 _TIMED_DEPTHS = (1, 2, 4)  # and the deepest; between them rounds are interpolated
 _TIMED_GROUPS = 3  # batches by which rounds are timed
 _LEAST_GROUPS = 4
-# What a trained drafter is tried together with: a copy of the text costs next to nothing where one is found.
+TREE_SIZES = (4, 8, 12, 16, 24, 32, 48, 64)
+_HOPEFUL = 0.9  # trees that cannot reach this part of the best chain's prediction are not timed
+_RACING = 2  # chains, and trees, that are measured
+# The rates were measured on many prompts, so that a few unlucky rounds should not outvote them: with less a controller
+# falls back too early.
+CONTROL_WEIGHT = 16.0
+Bars = Callable[[str, int], AbstractContextManager[Advance]]  # shows that something of so many steps is under way
+# What a trained drafter is tried together with: a copy of the text costs next to nothing where there is one.
 STATISTICAL: tuple[dict[str, Any], ...] = ({"type": "ngram", "min_match": 2}, {"type": "suffix", "min_match": 4})
 
 
@@ -69,7 +79,7 @@ def tune(
     Args:
         settings: one of `temperatures`, `max_new_tokens`, `repeats`, `threads` and `seed` are used; `limit` cuts each
             suite.
-        console: shows progress and what is found there.
+        console: shows progress and results.
         statistical: drafters without weights, type and settings of each, whose fusions with a trained `drafter` are
             weighed too.
 
@@ -86,10 +96,10 @@ def tune(
     if console is not None and reason is not None:
         console.print(Text(f"no trees: {reason}", style="dim"))
     with threads(settings.threads):
-        sampling = Sampling(temperature=_temperature(settings), seed=settings.seed)
+        sampling = Sampling(temperature=float(settings.temperatures[0]), seed=settings.seed)
         with bars("acceptance", 1):
             seen = measure_acceptance(target, drafter, jobs, settings.max_new_tokens, sampling, trees=reason is None)
-        tuner = _Tuner(target, drafter, jobs, settings, bars, seen)
+        tuner = _Tuner(target, drafter, jobs, settings, sampling, bars, seen)
         tuner.fusions = _fusions(target, drafter, statistical)
         batches = []
         for size in sorted(set(batch_sizes)):
@@ -97,11 +107,6 @@ def tune(
             if console is not None:
                 print_batch(batches[-1], console)
         return _record(target, drafter, suites, settings, batches)
-
-
-def _temperature(settings: EvalSpec) -> float:
-    """Return the one temperature that is tuned for."""
-    return float(settings.temperatures[0])
 
 
 def _check(target: Target, jobs: Sequence[PromptJob], settings: EvalSpec, batch_sizes: Sequence[int]) -> None:
@@ -132,7 +137,7 @@ def _record(
         threads=torch.get_num_threads(),
         versions=versions(),
         drafter=drafter.name,
-        temperature=_temperature(settings),
+        temperature=float(settings.temperatures[0]),
         max_new_tokens=settings.max_new_tokens,
         repeats=settings.repeats,
         seed=settings.seed,
@@ -162,12 +167,6 @@ def _fusions(target: Target, drafter: Drafter, statistical: Sequence[dict[str, A
     return [_FusedContestant(values, both, Decoder(target, both)) for values, both in fused]
 
 
-class _Bars(Protocol):
-    """What shows that something of so many steps is under way."""
-
-    def __call__(self, description: str, total: int) -> AbstractContextManager[Advance]: ...
-
-
 def _against_trees(target: Target, drafter: Drafter) -> str | None:
     """Say why no trees are tried; None if they are."""
     try:
@@ -187,10 +186,17 @@ class _Tuner:
     """
 
     def __init__(
-        self, target: Target, drafter: Drafter, jobs: list[PromptJob], settings: EvalSpec, bars: _Bars, seen: Acceptance
+        self,
+        target: Target,
+        drafter: Drafter,
+        jobs: list[PromptJob],
+        settings: EvalSpec,
+        sampling: Sampling,
+        bars: Bars,
+        seen: Acceptance,
     ):
         self.target, self.drafter, self.jobs, self.settings = target, drafter, jobs, settings
-        self.bars, self.seen = bars, seen
+        self.sampling, self.bars, self.seen = sampling, bars, seen
         self.plain, self.drafting = Decoder(target), Decoder(target, drafter)
         self.fusions: list[_FusedContestant] = []
 
@@ -238,17 +244,17 @@ class _Tuner:
 
     def _time(
         self, plans: Sequence[Plan], groups: Sequence[list[PromptJob]], drafting: Decoder | None = None
-    ) -> list[Loop]:
-        """Return what rounds under each of `plans` take, by batches of typical lengths.
+    ) -> list[RoundTimes]:
+        """Return the times of rounds under each of `plans`, by batches of typical lengths.
 
         `drafting` decodes those that draft; None for the drafter by itself.
         """
         named = {str(i): (self._decoder(plan, drafting), plan) for i, plan in enumerate(plans)}
         answers = self._turns(named, _typical(groups, _TIMED_GROUPS), repeats=1, what="timing rounds")
-        return [loop_of([repeats[0] for repeats in per_group]) for per_group in answers.values()]
+        return [round_times([repeats[0] for repeats in per_group]) for per_group in answers.values()]
 
     def _tree_options(
-        self, trees: Sequence[Tree], groups: Sequence[list[PromptJob]], size: int, plain: Loop
+        self, trees: Sequence[Tree], groups: Sequence[list[PromptJob]], size: int, plain: RoundTimes
     ) -> list[Option]:
         """Return trees with their times.
 
@@ -269,14 +275,13 @@ class _Tuner:
         curve: dict[int, float],
         groups: Sequence[list[PromptJob]],
         size: int,
-        plain: Loop,
+        plain: RoundTimes,
     ) -> list[Option]:
         """Return the chains of a fusion with their times; the plain target is timed along, as with trees."""
         most = deepest(fusion.drafter)
-        sampling = Sampling(temperature=_temperature(self.settings), seed=self.settings.seed)
         with self.bars(f"batch {size}: acceptance with {fusion.statistical['type']}", 1):
             seen = measure_acceptance(
-                self.target, fusion.drafter, self.jobs, self.settings.max_new_tokens, sampling, False, size
+                self.target, fusion.drafter, self.jobs, self.settings.max_new_tokens, self.sampling, False, size
             )
         depths = [*(d for d in _TIMED_DEPTHS if d < most), most]
         timed = self._time([Plan(0), *map(Plan, depths)], groups, fusion.decoder)
@@ -295,7 +300,7 @@ class _Tuner:
         return measured_options(racing, answers, Bootstrap(strata, seed=self.settings.seed))
 
     def _decoder(self, plan: Plan, drafting: Decoder | None = None) -> Decoder:
-        """Return what decodes under `plan`: the plain target, or `drafting` (None: the drafter by itself)."""
+        """Return the decoder for `plan`: the plain target, or `drafting` (None: the drafter by itself)."""
         return self.plain if plan.depth == 0 else drafting or self.drafting
 
     def _turns(
@@ -305,12 +310,12 @@ class _Tuner:
         longest = max(groups, key=lambda g: max(len(j.prompt.tokens) for j in g))
         # First calls are slow; the largest one first, so that the decoder asks for memory once.
         for racer in sorted(racers, key=lambda r: -r.plan.max_nodes):
-            racer(longest, _temperature(self.settings))
+            racer(longest, self.sampling.temperature)
         with self.bars(what, len(groups) * repeats) as advance:
-            return race(racers, groups, _temperature(self.settings), repeats, lambda: advance(1, ""))
+            return race(racers, groups, self.sampling.temperature, repeats, lambda: advance(1, ""))
 
 
-def _paced(plain: Loop, again: Loop, *loops: Loop) -> list[Loop]:
+def _paced(plain: RoundTimes, again: RoundTimes, *loops: RoundTimes) -> list[RoundTimes]:
     """Return `loops` at the pace at which the plain target took `plain`; beside them it took `again`."""
     pace = plain.seconds / again.seconds
     return [replace(loop, prefill=pace * loop.prefill, seconds=pace * loop.seconds) for loop in loops]
@@ -339,3 +344,190 @@ def _typical(groups: Sequence[list[PromptJob]], count: int) -> list[list[PromptJ
     middle = statistics.median(lengths)
     nearest = sorted(range(len(groups)), key=lambda i: abs(lengths[i] - middle))
     return [groups[i] for i in sorted(nearest[:count])]
+
+
+# ------------------------------------------------------------ predicted
+
+
+def round_times(done: Sequence[BatchAnswer]) -> RoundTimes:
+    """Return the times of rounds: the median over batches that had some."""
+    timed = [c for c in done if c.passes]
+    if not timed:
+        raise BadInputError("the answers to prompts of typical length end with their first token; take other prompts.")
+    return RoundTimes(
+        prefill=statistics.median(c.prefill for c in timed),
+        seconds=statistics.median((c.seconds - c.prefill) / c.passes for c in timed),
+        running=sum(c.num_rounds for c in timed) / sum(c.passes * len(c.rounds) for c in timed),
+    )
+
+
+@dataclass(frozen=True)
+class Option:
+    """A plan and what is predicted of it: tokens per round and sequence, and tokens/s of the whole batch.
+
+    `statistical`: type and settings of the drafter without weights that it is a fusion with; None for no fusion.
+    """
+
+    plan: Plan
+    tau: float
+    loop: RoundTimes
+    predicted: float
+    statistical: dict[str, Any] | None = None
+
+    @property
+    def name(self) -> str:
+        """The plan in words."""
+        return plan_words(self.plan, self.statistical)
+
+
+def option(plan: Plan, tau: float, loop: RoundTimes, tokens: float, batch: int) -> Option:
+    """Return a plan with its predicted speed."""
+    return Option(plan, tau, loop, loop.tokens_per_second(tau, tokens, batch))
+
+
+def chain_options(costs: Costs, loops: dict[int, RoundTimes], seen: Acceptance, batch: int) -> list[Option]:
+    """Return the plain plan, and chains of every depth up to the deepest that was timed."""
+    return [
+        option(Plan(d), seen.chain(d), _between(costs, loops, d), seen.tokens, batch) for d in range(max(loops) + 1)
+    ]
+
+
+def _between(costs: Costs, loops: dict[int, RoundTimes], depth: int) -> RoundTimes:
+    """Return the times of rounds of a chain of `depth`, from those that were timed."""
+    if depth == 0:
+        return loops[0]
+    timed = sorted(d for d in loops if d)
+    prefill, running = (
+        float(np.interp(depth, timed, [getattr(loops[d], name) for d in timed])) for name in ("prefill", "running")
+    )
+    return RoundTimes(prefill, costs.round_time(depth), running)
+
+
+def hopeful_trees(costs: Costs, chains: Sequence[Option], seen: Acceptance, batch: int) -> list[Tree]:
+    """Return for each size the tree that is best at the price of a chain's drafting, if it comes near the best chain.
+
+    Nothing without rates of a tree's children.
+    """
+    wanted = _HOPEFUL * max(o.predicted for o in chains)
+    hopeful = []
+    for size in TREE_SIZES:
+        speeds = {
+            tree: _cheap_option(costs, chains, tree, seen, batch).predicted for tree in _trees_of(seen.ranks, size)
+        }
+        fastest = max(speeds, key=lambda tree: speeds[tree], default=None)
+        if fastest is not None and speeds[fastest] >= wanted:
+            hopeful.append(fastest)
+    return hopeful
+
+
+def _trees_of(ranks: Sequence[Sequence[float]], size: int) -> list[Tree]:
+    """Return the best trees of `size` nodes of every depth that has room for them."""
+    trees: list[Tree] = []
+    for depth in range(1, len(ranks) + 1):
+        try:
+            trees.append(best_tree(ranks[:depth], size))
+        except BadInputError:
+            continue
+    return list(dict.fromkeys(trees))
+
+
+def _cheap_option(costs: Costs, chains: Sequence[Option], tree: Tree, seen: Acceptance, batch: int) -> Option:
+    """Return a tree as if its levels were drafted in the time of a chain's."""
+    loop = replace(chains[tree.depth].loop, seconds=costs.round_time(tree.depth, len(tree.parents)))
+    return option(Plan(tree=tree), tree.value(seen.ranks), loop, seen.tokens, batch)
+
+
+def best(options: Sequence[Option], count: int = _RACING) -> list[Option]:
+    """Return the `count` best predicted."""
+    return sorted(options, key=lambda o: -o.predicted)[:count]
+
+
+def control_option(chains: Sequence[Option], costs: Costs, seen: Acceptance, most: int) -> Option:
+    """Return chains whose depth is decided round by round, up to a little deeper than the best one (`most` at most).
+
+    They are predicted as the best fixed depth.
+    """
+    fixed = best(chains, 1)[0]
+    control = Control(costs, seen.rates, CONTROL_WEIGHT)
+    return replace(fixed, plan=Plan(min(most, fixed.plan.depth + 2), control=control))
+
+
+# ------------------------------------------------------------ measured and chosen
+
+
+@dataclass(frozen=True)
+class MeasuredOption:
+    """An option and what it did: τ, and tokens/s as a ratio over batches, beside the plain target's."""
+
+    option: Option
+    tau: float
+    speed: Ratio
+    plain: Ratio
+    bootstrap: Bootstrap
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens per second over all batches."""
+        return self.bootstrap.ratio(self.speed).value
+
+    def over(self, other: MeasuredOption) -> Interval:
+        """Return how many times as fast as `other` it is."""
+        return self.bootstrap.quotient(self.speed, other.speed)
+
+    def figures(self) -> dict[str, float | None]:
+        """Return the measured fields of a `Candidate`."""
+        speedup = self.bootstrap.quotient(self.speed, self.plain)
+        low, high = (round(speedup.low, 4), round(speedup.high, 4)) if speedup.known else (None, None)
+        return {
+            "tau": round(self.tau, 3),
+            "tokens_per_second": round(self.tokens_per_second, 3),
+            "speedup": round(speedup.value, 4),
+            "low": low,
+            "high": high,
+        }
+
+
+def measured_options(
+    racing: Sequence[Option], answers: dict[str, list[list[BatchAnswer]]], bootstrap: Bootstrap
+) -> list[MeasuredOption]:
+    """Return the measurement of each option, in their order; the first is plain."""
+    done = {name: [median_repeat(repeats) for repeats in per_group] for name, per_group in answers.items()}
+    plain = batch_speed(done[racing[0].name])
+    measured = []
+    for own in racing:
+        batches = done[own.name]
+        tau = 1 + sum(c.num_accepted for c in batches) / max(1, sum(c.num_rounds for c in batches))
+        measured.append(MeasuredOption(own, tau, batch_speed(batches), plain, bootstrap))
+    return measured
+
+
+def choose(measured: Sequence[MeasuredOption]) -> tuple[MeasuredOption, str]:
+    """Return the one to keep, and why.
+
+    The fastest fixed plan; of the drafter's own chain the controlled form, unless it is really slower; plain if nothing
+    is faster.
+
+    Args:
+        measured: plain first, then the fixed plans, the controlled chain last.
+    """
+    plain, *fixed, controlled = measured
+    fastest = max(fixed, key=lambda m: m.tokens_per_second)
+    wanted, reason = _controlled_or_fixed(fastest, controlled)
+    if wanted.tokens_per_second > plain.tokens_per_second:
+        return wanted, reason
+    for other in (fastest, controlled):
+        if other.tokens_per_second > plain.tokens_per_second:
+            return other, f"{wanted.option.name} is slower than the plain target, this one is not."
+    reached = fastest.over(plain).text(unit="×")
+    reason = f"Nothing is faster than the plain target here; the best, {fastest.option.name}, reaches {reached} of it."
+    return plain, reason
+
+
+def _controlled_or_fixed(fastest: MeasuredOption, controlled: MeasuredOption) -> tuple[MeasuredOption, str]:
+    quotient = controlled.over(fastest)
+    words = f"with a controller {quotient.text(unit='×')} the speed of {fastest.option.name}"
+    if fastest.option.plan.is_tree or fastest.option.statistical is not None:
+        return (controlled, f"The fastest: {words}.") if quotient.value > 1 else (fastest, "The fastest.")
+    if quotient.value < 1 and quotient.excludes(1):
+        return fastest, f"The fastest: {words}."
+    return controlled, f"It falls back where drafts are refused, and what that costs is within the noise: {words}."

@@ -25,7 +25,7 @@ from ..common import BadInputError
 from ..common.atomic import write_atomically
 from ..common.safe_load import Unreadable, parse_json, read_bytes
 from ..decode import Plan, Sampling
-from ..eval.reports.intervals import Interval
+from ..eval.reports.figures import Interval
 from ..eval.tuning import Tuning, merged
 from ..targets import Fingerprint
 from ..targets.fingerprint import digest_json

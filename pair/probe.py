@@ -25,7 +25,7 @@ from typing import Any, Literal
 from rich.console import Console
 
 from ..common import BadInputError, IncompatibleError
-from ..eval.reports.intervals import Interval, Ratio
+from ..eval.reports.figures import Interval, Ratio
 from ..eval.reports.statistics import Bootstrap
 from ..heads import HEADS
 from ..targets import Target

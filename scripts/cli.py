@@ -559,7 +559,7 @@ def gate(
 ) -> None:
     """For CI: exit code 1 if τ fell beyond the tolerance, with confidence."""
     from ..eval.reports.gate import gate as run
-    from ..eval.reports.gate_texts import to_junit, to_markdown
+    from ..eval.reports.gate import to_junit, to_markdown
     from ..pair import Pair, gate_pairs
     from .json_output import GateBody, say
 

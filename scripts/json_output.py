@@ -21,12 +21,13 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from ..common.atomic import write_atomically
 from ..common.checksums import CHECKSUM
+from ..costs.training import Needs
 from ..distill.data_set import provenance
 from ..distill.prompts import Collection
+from ..eval.pruning import VocabularyReport
+from ..eval.reports.figures import Interval
 from ..eval.reports.gate import GateResult
-from ..eval.reports.intervals import Interval
 from ..eval.reports.report import Baselines, Conditions, ContestantInfo, Figures, Report
-from ..eval.reports.vocabulary import VocabularyReport
 from ..eval.tuning import Tuning
 from ..formats.checkpoint_view import LintFinding
 from ..pair import Pair, ProbeResult
@@ -35,7 +36,6 @@ from ..pair.registry import Entry, Registry, Version
 from ..serving.diagnosis import ServedResult
 from ..serving.watching import WatchEvent
 from ..train import TrainResult
-from ..train.planning import Needs
 from .output import tell
 
 VERSION: Final = 1

@@ -38,6 +38,7 @@ from ..common import BadInputError, digests
 from ..common.atomic import replacing_folder
 from ..common.checksums import read_sealed, write_json
 from ..common.locks import locked
+from ..costs.hardware import forecast, measure_pace
 from ..distill import distill, provenance
 from ..distill.collect import gather
 from ..distill.prompts import Prompt
@@ -56,8 +57,6 @@ from ..targets import Target, embedded_path
 from ..targets.fingerprint import digest_file
 from ..train import train
 from .eval_setup import tuned_contestant
-from .forecast import forecast
-from .machine_speed import measure_pace
 from .quickstart_size import QuickstartBudget, QuickstartSizes
 
 # Of the heads that Outrider trains, eagle1 had the highest τ after 180 s of training on two CPU cores: 3.29, against
@@ -397,7 +396,8 @@ def _estimate(place: Workplace) -> str:
     head = load_drafter(place.out / "drafter")
     figures: Figures = Report.load(place.out / "report").headline(head.name)
     costs = place.tunings[0].batches[0].costs
-    return forecast(head, figures).line(costs.draft[1] / (costs.verify[0] + costs.host))
+    shares = {a.accepted: a.share.value for a in figures.accepted}
+    return forecast(head, shares).line(costs.draft[1] / (costs.verify[0] + costs.host))
 
 
 # ------------------------------------------------------------ the fine-tune

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .machine_speed import Pace, QuickstartWork
+from ..costs.hardware import Pace
 
 # What no part counts, as a factor: a whole story took 404 s where the parts came to 357.
 _UNCOUNTED = 1.13
@@ -91,7 +91,7 @@ class QuickstartSizes:
     Attributes:
         dtype: of the target. bf16: whether training multiplies in bfloat16.
         prompts, refresh_prompts: that the target answers. temperatures: that a plan is tuned for.
-        seconds: that all of it should take. pace: seconds of each kind of work, as `scripts.pace` measured them.
+        seconds: that all of it should take. pace: seconds of each kind of work (`costs.hardware.Pace`).
     """
 
     dtype: str
@@ -123,26 +123,25 @@ class QuickstartSizes:
 
     @classmethod
     def restored(cls, values: dict[str, Any]) -> QuickstartSizes:
-        """Return what story.json recorded."""
+        """Return the sizes that story.json recorded."""
         return cls(**values | {"temperatures": tuple(values["temperatures"])})
 
 
 def expected_seconds(budget: QuickstartBudget, prompts: int, temperatures: Sequence[float], pace: Pace) -> float:
-    """Return what the story takes at this pace, from how often it does each kind of work.
+    """Return the seconds of the story at this pace, from how often it does each kind of work.
 
     The factors are counts where the code decides them, and rounded from a timed run where acceptance or a library does.
     """
-    refreshed = budget.refresh_share * prompts
-    answered = QuickstartWork(prefills=_PROMPT, answers=budget.new_tokens - 1)
-    counted = QuickstartWork(prefills=1.5 * (_PROMPT + budget.suite_tokens) + 2 * budget.suite_tokens)
-    counted += QuickstartWork(answers=budget.suite_tokens / 4)
-    per_prompt = len(budget.suites) * budget.suite_prompts * budget.suite_tokens
-    parts = [
-        answered.times(prompts + refreshed),
-        QuickstartWork(steps=0.25 * budget.epochs * (prompts + refreshed)),
-        counted.times(2 * budget.gate_prompts + 32),
-        QuickstartWork(prefills=4 * budget.lora_steps * budget.lora_rows * budget.lora_length),
-        QuickstartWork(tokens=_TUNE_TOKENS * len(temperatures) * budget.tune_tokens * (1 + budget.tune_prompts / 3)),
-        QuickstartWork(tokens=_MEASURED * per_prompt),
-    ]
-    return _UNCOUNTED * (START + sum(part.seconds(pace) for part in parts))
+    answered = prompts + budget.refresh_share * prompts
+    counted = 2 * budget.gate_prompts + 32  # prompts of probes and gates
+    per_count = 1.5 * (_PROMPT + budget.suite_tokens) + 2 * budget.suite_tokens
+    per_suite = budget.suite_prompts * budget.suite_tokens
+    fine_tuned = budget.lora_steps * budget.lora_rows * budget.lora_length
+    parts = pace.seconds(
+        prefills=_PROMPT * answered + per_count * counted + 4 * fine_tuned,
+        answers=(budget.new_tokens - 1) * answered + budget.suite_tokens / 4 * counted,
+        steps=0.25 * budget.epochs * answered,
+        tokens=_TUNE_TOKENS * len(temperatures) * budget.tune_tokens * (1 + budget.tune_prompts / 3)
+        + _MEASURED * len(budget.suites) * per_suite,
+    )
+    return _UNCOUNTED * (START + parts)

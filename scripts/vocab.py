@@ -17,12 +17,11 @@ from ..common.locks import locked
 from ..common.progress import progress
 from ..distill import distill, load_responses
 from ..distill.vocabulary import Vocabulary, check_size, ranks, usual_sizes
-from ..eval.pruning import measure_pruning
+from ..eval.pruning import VocabularyReport, measure_pruning, size_figures
 from ..eval.reports import plots
-from ..eval.reports.intervals import Interval
+from ..eval.reports.figures import Interval
 from ..eval.reports.render import fitted, print_table
 from ..eval.reports.tables import Cell, Table
-from ..eval.reports.vocabulary import VocabularyReport, size_figures
 from ..heads import drafter_config
 from ..recipes import Recipe
 from ..targets import Target

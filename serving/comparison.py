@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from pydantic import BaseModel, ConfigDict
 
-from ..eval.reports.intervals import Interval, Ratio
+from ..eval.reports.figures import Interval, Ratio
 from ..eval.reports.statistics import Bootstrap, strata_of
 from .fault_models import is_same
 from .reference_run import DraftCounts, Expectation

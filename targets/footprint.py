@@ -90,12 +90,12 @@ class Footprint:
     chunk: int = 1
 
     def of_prompt(self, rows: int, length: int) -> int:
-        """Return what a pass over whole prompts works with."""
+        """Return the bytes that a pass over whole prompts works with."""
         masks = self.per_mask if self.reread else 0
         return int(rows * (self._counted(length) * self.per_token + length**2 * (self.per_score + masks)))
 
     def of_round(self, rows: int, num_new: int, length: int) -> int:
-        """Return what a pass over `num_new` tokens per row works with.
+        """Return the bytes that a pass over `num_new` tokens per row works with.
 
         Args:
             length: how many entries they see at most, their own included.
@@ -129,7 +129,7 @@ def measure(backbone: Backbone, lm_head: Callable[[Tensor], Tensor], vocab_size:
 
 
 def _attention_bytes(backbone: Backbone, count: int, chunk: int, per_score: int) -> tuple[float, float]:
-    """Return what attention takes for each token, and for each entry, in a pass over `count` tokens per row.
+    """Return the bytes of attention for each token, and for each entry, in a pass over `count` tokens per row.
 
     Where tokens count in chunks, all that they take is in `Footprint.per_token`, and the first of the two is 0.
     """

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, TrainingArguments
 
 from ..common import BadInputError
 from ..common.atomic import free_bytes, readable_bytes, require_folder
+from ..costs.training import features_bytes
 from ..distill.data_set import rounds_of
 from ..distill.responses import data_folder
 from ..heads import HEADS, Drafter, LowRank
@@ -26,7 +27,7 @@ from .arguments import MEASURED, packing_of, training_arguments
 from .hooks import asks_for_checkpointing
 from .joint import adapted, lora_config
 from .launch import is_asked_for, is_spread, kind_of_processes
-from .planning import features_bytes, workload
+from .planning import workload
 from .reporting import check_reports
 from .time_budget import check_schedule
 from .warmstart import check_drafter, check_makes
@@ -163,7 +164,7 @@ def warn_of_features(recipe: Recipe, target: Target, drafter: Drafter) -> None:
         return
     try:
         work = workload(recipe)
-    except BadInputError:  # nobody knows how many prompts there are
+    except BadInputError:  # how many prompts there are is not known
         return
     most = features_bytes(target, drafter.taps, work.tokens, recipe.data.features_dtype)
     free = free_bytes(recipe.output_folder)

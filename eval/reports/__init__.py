@@ -1,6 +1,5 @@
 """What a measurement found, as values, tables, plots and pages. Nothing here imports torch.
 
-`intervals` and `figures` are the values, `report` holds them with their conditions; `statistics` makes intervals,
-`gate` compares two reports; `tables` and `plots` show one, `render` writes and prints it; `vocabulary` is the report
-of `outrider vocab`.
+`figures` are the values, `report` holds them with their conditions; `statistics` makes intervals, `gate` compares two
+reports; `tables` and `plots` show one, `render` writes and prints it.
 """

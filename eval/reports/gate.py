@@ -2,7 +2,8 @@
 
 It fails only on evidence. Too few prompts to tell is a pass with a warning that says how many would do; every verdict
 says how large a drop would have been found. τ needs no clock, so prompts that were only counted (a pair's calibration
-prompts) are evidence beside those that were timed.
+prompts) are evidence beside those that were timed. Other programs read the verdict as JUnit XML, which CI systems show,
+or as Markdown for a pull request.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from xml.etree import ElementTree
 
 from scipy.special import ndtri
 
 from ...common import BadInputError
-from .figures import PromptRecord
-from .intervals import Interval, Ratio
+from .figures import Interval, PromptRecord, Ratio
 from .report import Report
 from .statistics import Bootstrap
 
@@ -169,22 +170,22 @@ def _judge(
     temperature: float,
     beside: GateComparison | None,
 ) -> GateFinding:
-    found = _compared(report, baseline, name, temperature, confidence, beside)
-    ratio, floor = found.ratio, 1 - tolerance
+    compared = _compared(report, baseline, name, temperature, confidence, beside)
+    ratio, floor = compared.ratio, 1 - tolerance
     if ratio.known and ratio.high < floor:
         conclusion, why = FAILED, f"τ fell by more than {tolerance:.1%}"
     elif ratio.known and ratio.low >= floor:
         conclusion, why = PASSED, "no drop beyond the tolerance"
     else:
-        conclusion, why = UNDECIDED, _needed(ratio, floor, found.num_prompts)
+        conclusion, why = UNDECIDED, _needed(ratio, floor, compared.num_prompts)
     word = "passed, with a warning" if conclusion == UNDECIDED else conclusion
     drop = _smallest_drop(ratio, floor, confidence)
     power = "" if math.isnan(drop) else f"; a drop of {drop:.1%} would have failed in 4 runs of 5"
     line = (
-        f"temperature {temperature:g}: τ {_shown(found.before)} → {_shown(found.after)}, "
-        f"ratio {ratio.text(3)} ({found.how}): {word}: {why}{power}"
+        f"temperature {temperature:g}: τ {_shown(compared.before)} → {_shown(compared.after)}, "
+        f"ratio {ratio.text(3)} ({compared.how}): {word}: {why}{power}"
     )
-    return GateFinding(temperature, conclusion, ratio, line, drop, found.before, found.after)
+    return GateFinding(temperature, conclusion, ratio, line, drop, compared.before, compared.after)
 
 
 def _shown(tau: float) -> str:
@@ -306,3 +307,52 @@ def _other_target(report: Report, baseline: Report) -> list[str]:
 
 def _targets(report: Report, baseline: Report) -> tuple[str, str]:
     return tuple(str(r.conditions.target.get("fingerprint")) for r in (report, baseline))  # type: ignore[return-value]
+
+
+# ------------------------------------------------------------ for other programs
+
+
+def to_junit(result: GateResult) -> str:
+    """Return one test case per temperature; one that failed says why, one that could not tell says so in its output."""
+    failures = sum(finding.conclusion == FAILED for finding in result.findings)
+    counts = {"name": "outrider gate", "tests": str(len(result.findings)), "failures": str(failures)}
+    suites = ElementTree.Element("testsuites", counts)
+    suite = ElementTree.SubElement(suites, "testsuite", counts | {"errors": "0", "skipped": "0"})
+    for finding in result.findings:
+        labels = {"classname": f"outrider gate: {result.label}", "name": f"τ at temperature {finding.temperature:g}"}
+        case = ElementTree.SubElement(suite, "testcase", labels)
+        if finding.conclusion == FAILED:
+            failure = ElementTree.SubElement(case, "failure", {"message": f"τ fell beyond {result.tolerance:.1%}"})
+            failure.text = finding.line
+        else:
+            ElementTree.SubElement(case, "system-out").text = finding.line
+    if result.remarks:
+        ElementTree.SubElement(suite, "system-out").text = "\n".join(result.remarks)
+    ElementTree.indent(suites)
+    return ElementTree.tostring(suites, encoding="unicode", xml_declaration=True) + "\n"
+
+
+def to_markdown(result: GateResult) -> str:
+    """Return a heading with the verdict, a table with a row for each temperature, and the warnings and notes."""
+    rows = [_markdown_row(finding) for finding in result.findings]
+    return "\n".join(
+        [
+            f"### {'✅ gate passed' if result.passed else '❌ gate failed'}: {result.label}",
+            "",
+            f"τ is the mean number of tokens per round, the target's own included. It may fall by "
+            f"{result.tolerance:.1%}; a fall beyond that fails with {result.confidence:.0%} one-sided confidence.",
+            "",
+            "| temperature | τ before | τ now | ratio | conclusion | smallest drop found in 4 runs of 5 |",
+            "|---|---|---|---|---|---|",
+            *rows,
+            *(["", *(f"- {line}" for line in result.remarks)] if result.remarks else []),
+            "",
+        ]
+    )
+
+
+def _markdown_row(finding: GateFinding) -> str:
+    mark = {PASSED: "✅", FAILED: "❌"}.get(finding.conclusion, "⚠️")
+    drop = "–" if math.isnan(finding.smallest_drop) else f"{finding.smallest_drop:.1%}"
+    taus = " | ".join("–" if math.isnan(tau) else f"{tau:.2f}" for tau in (finding.before, finding.after))
+    return f"| {finding.temperature:g} | {taus} | {finding.ratio.text(3)} | {mark} {finding.conclusion} | {drop} |"

@@ -11,8 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from xml.etree import ElementTree
 
-from .figures import Figures
-from .intervals import Interval
+from .figures import Figures, Interval
 from .report import Report
 
 WIDTH = 360
@@ -78,12 +77,12 @@ def _by_contestant(
 ) -> str:
     names = [n for n in report.ranked() if n != report.baselines.plain]
     heats = report.conditions.temperatures
-    found = {(n, t): value for n in names for t in heats if (value := figure(report.headline(n, t))) is not None}
+    values = {(n, t): value for n in names for t in heats if (value := figure(report.headline(n, t))) is not None}
     row, top = 26 + 18 * len(heats), 10
     base = top + row * len(names)
-    most = _nice_limit(max([1.0, *(_top(value) for value in found.values())]))
+    most = _nice_limit(max([1.0, *(_top(value) for value in values.values())]))
     x = _scale(least, max(most, least + 0.5), 4, WIDTH - 14)
-    words = "; ".join(f"{n} at {t:g}: {value.text(unit=unit)}" for (n, t), value in found.items())
+    words = "; ".join(f"{n} at {t:g}: {value.text(unit=unit)}" for (n, t), value in values.items())
     svg = _svg(base + 34 + 18 * len(heats), title, words)
     for tick in (t for t in _ticks(max(most, least + 0.5)) if t >= least):
         _line(svg, x(tick), top, x(tick), base, "grid")
@@ -93,7 +92,7 @@ def _by_contestant(
     for i, name in enumerate(names):
         _text(svg, 4, top + i * row + 13, _shortened(name, 40), "name", "start")
         for k, heat in enumerate(heats):
-            if (value := found.get((name, heat))) is not None:
+            if (value := values.get((name, heat))) is not None:
                 _across(svg, value, x, top + i * row + 27 + 18 * k, f"c{k % len(_SHAPES)}", unit)
     for k, heat in enumerate(heats):
         _marker(svg, 10, base + 30 + 18 * k, f"c{k % len(_SHAPES)}")
@@ -185,7 +184,7 @@ def shares_by_size(lines: Lines, title: str, axis: str) -> str:
 
 
 def _words(lines: Lines, text: Callable[[Interval], str]) -> str:
-    """Return what lines show, for people who cannot see them."""
+    """Return a description of lines, for people who cannot see them."""
     return "; ".join(
         f"{name} " + ", ".join(f"{size}: {text(interval)}" for size, interval in line) for name, line in lines.items()
     )

@@ -118,7 +118,7 @@ def markdown(report: Report) -> str:
     parts += ["## Same text as the plain target", identity_sentence(report)]
     parts += _markdown_section(tables.divergences(report))
     parts += ["## Conditions", _markdown_table(tables.conditions(report))]
-    parts += ["## Definitions", "\n".join(f"- **{word}**: {said}" for word, said in report.definitions.items())]
+    parts += ["## Definitions", "\n".join(f"- **{word}**: {meaning}" for word, meaning in report.definitions.items())]
     return "\n\n".join(parts) + "\n"
 
 
@@ -171,7 +171,7 @@ def html(report: Report) -> str:
 
 
 def _section(report: Report, temperature: float) -> dict[str, object]:
-    """Return what the page says of one temperature."""
+    """Return the page's section about one temperature."""
     details = [make(report, temperature) for make in tables.DETAILS]
     return {
         "temperature": f"{temperature:g}",

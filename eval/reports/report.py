@@ -12,8 +12,7 @@ from pydantic import Field, ValidationError
 from ...common import BadInputError, refuse_unknown_keys
 from ...common.checksums import CHECKSUM, digest_json, unsealed
 from ...common.safe_load import MEGABYTE, FileLimits, Unreadable, parse_json, read_text
-from .figures import ALL, Baselines, Figures, PromptRecord, ReportModel
-from .intervals import CONFIDENCE, RESAMPLES
+from .figures import ALL, CONFIDENCE, RESAMPLES, Baselines, Figures, PromptRecord, ReportModel
 
 SCHEMA_VERSION = 1
 REPORT_FILE = "report.json"
@@ -149,13 +148,13 @@ class Report(ReportModel):
         return next((c.name for c in self.contestants if c.kind == "drafter"), None)
 
     def contestant(self, name: str) -> ContestantInfo:
-        """Return what is known of a contestant; BadInputError if it did not take part."""
-        found = next((c for c in self.contestants if c.name == name), None)
-        if found is None:
+        """Return the contestant of this name; BadInputError if it did not take part."""
+        match = next((c for c in self.contestants if c.name == name), None)
+        if match is None:
             raise BadInputError(
                 f"the report has no contestant {name!r}; it has: {', '.join(c.name for c in self.contestants)}."
             )
-        return found
+        return match
 
     def headline(self, contestant: str | None = None, temperature: float | None = None, suite: str = ALL) -> Figures:
         """Return the figures of one contestant, on all suites together unless one is named.

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import ndtr, stdtrit
 
-from .intervals import CONFIDENCE, RESAMPLES, Interval, Ratio
+from .figures import CONFIDENCE, RESAMPLES, Interval, Ratio
 
 Floats = NDArray[np.float64]
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from .figures import ALL, PHASES, Figures
-from .intervals import Interval
+from .figures import ALL, PHASES, Figures, Interval
 from .report import Report
 
 
@@ -180,11 +179,11 @@ def rules_line(report: Report) -> str:
 
 def _training(report: Report) -> str:
     """Return under which conditions the drafters of a comparison were trained; "" if this is none."""
-    found = {c.name: c.training for c in report.contestants if c.training is not None}
-    if not found:
+    trained = {c.name: c.training for c in report.contestants if c.training is not None}
+    if not trained:
         return ""
-    first = next(iter(found.values()))
-    taus = ", ".join(f"{name} {t.held_out_tau:.2f}" for name, t in found.items() if t.held_out_tau)
+    first = next(iter(trained.values()))
+    taus = ", ".join(f"{name} {t.held_out_tau:.2f}" for name, t in trained.items() if t.held_out_tau)
     held_out = f"; held-out analytic τ, over the depths each is trained at: {taus}" if taus else ""
     return (
         f"{first.budget:g} s each on the same {first.sequences:,} sequences, one after the other, "
@@ -220,24 +219,24 @@ def _summary_row(report: Report, f: Figures) -> list[Cell]:
 
 def _comparison_row(report: Report, name: str) -> list[Cell]:
     plain, training = name == report.baselines.plain, report.contestant(name).training
-    found = [report.headline(name, t) for t in report.conditions.temperatures]
+    figures = [report.headline(name, t) for t in report.conditions.temperatures]
     parameters, *how = (
         [Cell("–")] * 3
         if training is None
         else [Cell(f"{training.parameters:,}"), Cell(f"{training.seconds:.0f} s"), Cell(str(training.steps))]
     )
-    taus = [Cell("1") if plain else Cell.of(f.tau) for f in found]
+    taus = [Cell("1") if plain else Cell.of(f.tau) for f in figures]
     return [
         Cell(name),
         *taus,
         parameters,
-        *(Cell("1×") if plain else Cell.of(f.speedup, unit="×") for f in found),
+        *(Cell("1×") if plain else Cell.of(f.speedup, unit="×") for f in figures),
         *how,
     ]
 
 
 def _without_empty(table: Table) -> Table:
-    """Return the table without columns that say nothing."""
+    """Return the table without empty columns."""
     for i, header in enumerate(table.headers[table.labels :], table.labels):
         if all(row[i].main == "–" for row in table.rows):
             return _without_empty(table.without(header))

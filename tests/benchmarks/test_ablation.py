@@ -15,7 +15,7 @@ from benchmarks import ablation, shapes
 from benchmarks.acceptance import alpha, over_seeds, pooled, tau
 from benchmarks.report import command
 from outrider.decode import Round
-from outrider.eval.reports.intervals import Ratio
+from outrider.eval.reports.figures import Ratio
 from outrider.eval.reports.statistics import Bootstrap
 from outrider.heads import Eagle3, Eagle3Config
 from outrider.targets import Target

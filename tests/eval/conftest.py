@@ -8,10 +8,10 @@ import pytest
 
 from outrider.distill.prompts import Prompt
 from outrider.eval import PromptRecord, Report
+from outrider.eval.measure import summarise
 from outrider.eval.reports.figures import Baselines
 from outrider.eval.reports.report import Conditions, ContestantInfo, SuiteInfo
 from outrider.eval.suites import Suite, make_suite
-from outrider.eval.summary import summarise
 
 MakeReport = Callable[..., Report]
 

@@ -10,8 +10,7 @@ from torch import Tensor
 from outrider.decode import Decoder, Plan, Sampling, Tree
 from outrider.eval import acceptance
 from outrider.eval.acceptance import Acceptance
-from outrider.eval.suites import Suite
-from outrider.eval.turns import make_jobs
+from outrider.eval.suites import Suite, make_jobs
 from outrider.heads import DraftModel, Ngram
 from outrider.targets import Target
 

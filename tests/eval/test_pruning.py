@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from outrider.distill.vocabulary import ranks
-from outrider.eval.pruning import measure_pruning
-from outrider.eval.reports.vocabulary import size_figures
+from outrider.eval.pruning import measure_pruning, size_figures
 from outrider.heads.losses import TargetDistribution, compare, divergence
 from outrider.targets import Target
 

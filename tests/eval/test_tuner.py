@@ -10,10 +10,14 @@ import pytest
 from rich.console import Console
 
 from outrider.common import BadInputError
-from outrider.decode import Plan
-from outrider.eval import prediction, tuner
+from outrider.costs.rounds import RoundTimes, costs_in_loop
+from outrider.decode import Control, Costs, Plan, Round, Tree
+from outrider.eval import Ratio, tuner
+from outrider.eval.acceptance import Acceptance
+from outrider.eval.batches import BatchAnswer
+from outrider.eval.reports.statistics import Bootstrap
 from outrider.eval.suites import Suite
-from outrider.eval.tuner import tune
+from outrider.eval.tuner import MeasuredOption, Option, tune
 from outrider.eval.tuning import BatchTuning, Tuning
 from outrider.heads import DraftModel, Ngram
 from outrider.recipes import EvalSpec
@@ -34,7 +38,7 @@ def settings() -> EvalSpec:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer sizes: what is measured is not the point."""
     monkeypatch.setattr(tuner, "WIDTHS", (0, 1, 2, 4, 8, 16))
-    monkeypatch.setattr(prediction, "TREE_SIZES", (4, 8))
+    monkeypatch.setattr(tuner, "TREE_SIZES", (4, 8))
 
 
 @pytest.mark.usefixtures("quick")
@@ -159,3 +163,111 @@ def test_one_kind_is_fused_once(target: Target, suites: list[Suite], settings: E
         tuner._fusions(target, DraftModel(target.model), twice)
     with pytest.raises(BadInputError, match="no drafter without weights"):
         tuner._fusions(target, DraftModel(target.model), [{"type": "eagle3"}])
+
+
+# ------------------------------------------------------------ what is predicted
+
+
+def test_what_rounds_take_is_read_off_whole_batches() -> None:
+    """3 rounds for the first row and 1 for the second are 3 passes, 4 of 6 row-rounds; the median of batches."""
+    rounds = [[Round(1, 0, 1)] * 3, [Round(1, 0, 1)]]
+    done = [BatchAnswer([[1] * 4, [1] * 2], rounds, 1.0, seconds) for seconds in (1.3, 1.6, 9.0)]
+    assert tuner.round_times(done) == RoundTimes(1.0, pytest.approx(0.2), pytest.approx(4 / 6))
+
+
+def predicted(draft: float, alpha: float, wide: float, ranks: tuple[tuple[float, ...], ...] = ()) -> list[Option]:
+    """Options, best first, where plain rounds take 10 ms, a level `draft` more, and a pass `wide` more per draft."""
+    curve = {n: 0.010 + wide * n for n in (0, 1, 8, 64)}
+    loops = {d: RoundTimes(0, 0.010 + (draft + wide) * d) for d in (0, 1, 2, 4, 8)}
+    seen = Acceptance((alpha,) * 8, tuple(alpha**d for d in range(1, 9)), ranks, 100)
+    costs = costs_in_loop(curve, loops)
+    chains = tuner.chain_options(costs, loops, seen, 1)
+    trees = [tuner._cheap_option(costs, chains, tree, seen, 1) for tree in tuner.hopeful_trees(costs, chains, seen, 1)]
+    return tuner.best([*chains, *trees], 99)
+
+
+RANKS = ((0.5, 0.2, 0.1, 0.05),) * 4
+
+
+@pytest.mark.parametrize(
+    ("draft", "alpha", "wide", "expected"),
+    [(0.012, 0.6, 0.0005, 0), (0.0001, 0.95, 0.0001, 8), (0.001, 0.5, 0.0001, 2)],
+)
+def test_expensive_drafts_are_left_out_and_cheap_good_ones_go_deep(
+    draft: float, alpha: float, wide: float, expected: int
+) -> None:
+    assert predicted(draft, alpha, wide)[0].plan == Plan(expected)
+
+
+def test_where_width_is_free_a_tree_wins_and_where_it_is_not_no_tree_is_even_timed() -> None:
+    first = predicted(0.001, 0.5, 1e-6, RANKS)[0]
+    assert first.plan.tree is not None
+    assert first.tau == pytest.approx(first.plan.tree.value(RANKS))
+    assert not any(o.plan.is_tree for o in predicted(0.001, 0.5, 0.005, RANKS))
+
+
+def test_the_controlled_chain_may_go_a_little_deeper_than_the_best() -> None:
+    seen, costs = Acceptance((0.5,) * 8, (), (), 100), Costs(((0, 0.01),))
+    options = [Option(Plan(d), 1.5, RoundTimes(0, 0.01), speed) for d, speed in ((1, 50.0), (3, 80.0), (7, 60.0))]
+    found = tuner.control_option(options, costs, seen, 8)
+    assert (found.plan.depth, found.predicted) == (5, 80.0)
+    assert found.plan.control == Control(costs, seen.rates, 16.0)
+    assert tuner.control_option(options[2:], costs, seen, 8).plan.depth == 8
+    assert tuner.control_option(options[:2], costs, seen, 4).plan.depth == 4
+
+
+# ------------------------------------------------------------ what is chosen
+
+BOOTSTRAP = Bootstrap([6])
+
+
+def raced(plan: Plan, seconds: float, noise: float = 0.0) -> MeasuredOption:
+    """Six batches of 100 tokens in about `seconds` each."""
+    times = [seconds * (1 + noise * (-1) ** i) for i in range(6)]
+    plain = Ratio([100] * 6, [1.0] * 6)
+    return MeasuredOption(
+        Option(plan, 2.0, RoundTimes(0, 0.01), 100 / seconds), 2.0, Ratio([100] * 6, times), plain, BOOTSTRAP
+    )
+
+
+PLAIN, CHAIN, SHALLOW = raced(Plan(0), 1.0), raced(Plan(4), 0.6), raced(Plan(1), 0.8)
+TREE = Plan(tree=Tree((-1, -1, 0)))
+CONTROLLED = Plan(6, control=Control(Costs(((0, 0.01),)), (0.5,)))
+
+
+@pytest.mark.parametrize(
+    ("fixed", "controlled", "expected", "words"),
+    [
+        ([CHAIN, SHALLOW], raced(CONTROLLED, 0.5), CONTROLLED, "falls back"),
+        ([CHAIN, SHALLOW], raced(CONTROLLED, 0.61, noise=0.3), CONTROLLED, "within the noise"),
+        ([CHAIN, SHALLOW], raced(CONTROLLED, 0.7), Plan(4), "0.86× [0.86, 0.86] the speed of depth 4"),
+        ([CHAIN, raced(TREE, 0.5)], raced(CONTROLLED, 0.55), TREE, "The fastest"),
+        ([CHAIN, raced(TREE, 0.5)], raced(CONTROLLED, 0.45), CONTROLLED, "The fastest"),
+        ([raced(Plan(1), 1.5)], raced(CONTROLLED, 1.02), Plan(0), "Nothing is faster than the plain target"),
+        ([raced(Plan(1), 1.5)], raced(CONTROLLED, 0.98), CONTROLLED, "falls back"),
+        (
+            [raced(Plan(1), 0.97)],
+            raced(CONTROLLED, 1.02, noise=0.3),
+            Plan(1),
+            "is slower than the plain target, this one is not",
+        ),
+    ],
+)
+def test_the_best_measured_plan_is_chosen(
+    fixed: list[MeasuredOption], controlled: MeasuredOption, expected: Plan, words: str
+) -> None:
+    chosen, reason = tuner.choose([PLAIN, *fixed, controlled])
+    assert chosen.option.plan == expected
+    assert words in reason
+
+
+def test_speed_and_speedup_are_those_of_the_median_repeat() -> None:
+    options = [Option(Plan(d), 2.0, RoundTimes(0, 0.01), 1.0) for d in (0, 2)]
+    rounds = [[Round(2, 1, 2), Round(2, 2, 3)]]
+    runs = {
+        "plain": [[BatchAnswer([[1] * 6], [[Round(0, 0, 1)] * 5], 0.0, t) for t in (2.0, 2.5, 9.0)]] * 4,
+        "depth 2": [[BatchAnswer([[1] * 6], rounds, 0.0, t) for t in (1.0, 0.5, 7.0)]] * 4,
+    }
+    plain, drafted = tuner.measured_options(options, runs, Bootstrap([4]))
+    assert plain.figures()["speedup"] == 1.0
+    assert drafted.figures() == {"tau": 2.5, "tokens_per_second": 6.0, "speedup": 2.5, "low": 2.5, "high": 2.5}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from outrider.costs.rounds import RoundTimes
 from outrider.decode import Control, Costs, Plan, Tree
-from outrider.eval.prediction import Loop, Option
+from outrider.eval.tuner import Option
 from outrider.eval.tuning import BatchTuning, Candidate, CostRecord, Tuning, merged, nearest
 
 TREE = Plan(tree=Tree((-1, -1, 0)))
@@ -84,5 +85,5 @@ def test_the_stored_plan_is_the_one_that_was_measured() -> None:
     assert batch.plan == Plan(3, control=Control(Costs(((0, 0.01), (4, 0.02)), (0.0, 0.001)), (0.5,), 8.0))
     tree = batch.chosen.model_copy(update={"plan": {"depth": 2, "tree": [-1, -1, 0]}, "weight": None})
     assert tree.restored(batch.costs, batch.rates) == TREE
-    assert Option(batch.plan, 2.0, Loop(0, 0.01), 100.0).name == "depth up to 3"
+    assert Option(batch.plan, 2.0, RoundTimes(0, 0.01), 100.0).name == "depth up to 3"
     assert str(batch) == "depth up to 3: 1.50× the plain target's speed"

@@ -72,7 +72,7 @@ MODULES = {
     "sampling": Module("decode/sampling.py", ("tests/decode/test_sampling.py",)),
     "control": Module("decode/control.py", ("tests/decode/test_control.py",)),
     "statistics": Module("eval/reports/statistics.py", ("tests/eval/reports/test_statistics.py",)),
-    "intervals": Module("eval/reports/intervals.py", ("tests/eval/reports/test_statistics.py",)),
+    "figures": Module("eval/reports/figures.py", ("tests/eval/reports/test_statistics.py",)),
     "replacing": Module("common/atomic.py", ("tests/common/test_folders.py",)),
     "gate": Module("eval/reports/gate.py", ("tests/eval/reports/test_gate.py",)),
     "divergences": Module("heads/divergences.py", ("tests/heads/test_losses.py",)),

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from outrider.common import BadInputError
 from outrider.decode import Decoder
 from outrider.distill.prompts import Prompt
-from outrider.eval.reports.intervals import Interval
+from outrider.eval.reports.figures import Interval
 from outrider.pair import Pair, probe
 from outrider.pair.calibration import first_of_each_suite
 from outrider.pair.probe import decide

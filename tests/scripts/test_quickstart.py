@@ -15,9 +15,9 @@ from transformers import PreTrainedTokenizerFast
 
 import outrider.recipes
 from outrider.common import BadInputError
-from outrider.eval import prediction, tuner
+from outrider.costs.hardware import Pace
+from outrider.eval import tuner
 from outrider.pair import Pair
-from outrider.scripts.machine_speed import Pace
 from outrider.scripts.quickstart import tell
 from outrider.scripts.quickstart_size import QuickstartBudget, QuickstartSizes, expected_seconds
 from outrider.targets import embedded_path
@@ -64,7 +64,7 @@ def embedded(
     recipe["training"] |= {"disable_tqdm": True}
     (here / "embedded-eagle1.yaml").write_text(yaml.safe_dump(recipe))
     monkeypatch.setattr(tuner, "WIDTHS", (0, 1, 2, 4, 8))
-    monkeypatch.setattr(prediction, "TREE_SIZES", (4,))
+    monkeypatch.setattr(tuner, "TREE_SIZES", (4,))
     monkeypatch.setattr(outrider.recipes, "_HERE", here)
     for place in ("outrider.targets", "outrider.targets.loading", "outrider.scripts.quickstart"):
         monkeypatch.setattr(f"{place}.embedded_path", lambda: here / "embedded" / "target")

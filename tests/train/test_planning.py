@@ -16,16 +16,17 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from outrider.common import BadInputError, IncompatibleError
+from outrider.costs.counting import active_weights, rehearse, weight_bytes
+from outrider.costs.hardware import GPUS
 from outrider.distill import FeatureStore, load_responses
 from outrider.heads import HEADS
 from outrider.recipes import Recipe, load_recipe, packaged_recipes
 from outrider.targets import PeakBytes, Target
-from outrider.train import planning, train
+from outrider.train import train
 from outrider.train.arguments import training_arguments
 from outrider.train.data import OnlineBatches, collate, split
 from outrider.train.loop import DrafterTrainer, TrainData
-from outrider.train.planning import GPUS, Memory, active_weights, pass_flops, plan, sketch_target
-from outrider.train.rehearsal import rehearse
+from outrider.train.planning import plan, sketch_drafter, sketch_target
 from outrider.train.warmstart import make_drafter
 
 from .conftest import write_data
@@ -148,7 +149,7 @@ def test_every_packaged_recipe_is_planned_with_the_parameters_it_trains(name: st
     drafter = make_drafter(recipe.drafter, real, lambda: torch.arange(real.vocab_size))
     assert found.total_parameters == sum(p.numel() for p in drafter.parameters())
     assert found.trained_parameters == sum(p.numel() for p in drafter.parameters() if p.requires_grad)
-    assert found.memory.drafter_weights == planning.weight_bytes(drafter)
+    assert found.memory.drafter_weights == weight_bytes(drafter)
     assert found.stages[-1].flops > 0
 
 
@@ -252,7 +253,7 @@ def test_attention_keeps_no_scores(recipe: MakeRecipe) -> None:
     """
     made = recipe("draft_model")
     target = sketch_target(made)
-    drafter = planning.sketch_drafter(made, target)
+    drafter = sketch_drafter(made, target)
     short, long = (rehearse(drafter, target, 1, length, 1.0) for length in (2048, 4096))
     grown = (long.peak - short.peak) / short.peak
     assert grown < 1.05, "scores would grow fourfold"
@@ -266,34 +267,6 @@ def test_a_head_that_leaves_out_prompts_is_counted_at_its_most(recipe: MakeRecip
     """
     made = recipe("eagle3")
     assert 1.0 < plan(made).stages[-1].flops / (3 * real_flops(made, target)) < 1.15
-
-
-@pytest.mark.parametrize(
-    ("kind", "changes"),
-    [
-        ("llama", {}),
-        ("qwen3_moe", {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}),
-        ("gemma3_text", {"head_dim": 32, "query_pre_attn_scalar": 32}),
-    ],
-)
-def test_a_targets_pass_is_what_torch_counts(kind: str, changes: dict[str, Any]) -> None:
-    """Experts count as often as tokens choose them."""
-    sizes = {
-        "vocab_size": 256,
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    }
-    torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(kind, **sizes | changes), experts_implementation="eager"
-    )
-    real = Target(model.eval())
-    with sdpa_kernel(SDPBackend.MATH), torch.no_grad(), counted() as seen:
-        real.forward(torch.randint(0, 256, (2, 48)), logits=False)
-    assert pass_flops(real, 2, 48) == pytest.approx(seen.get_total_flops(), rel=0.02)
 
 
 class _NoModules:
@@ -385,15 +358,6 @@ def test_processes_share_steps_and_time(recipe: MakeRecipe) -> None:
     assert two.stages[-1].flops == pytest.approx(one.stages[-1].flops)
     for gpu in GPUS:
         assert two.stages[-1].seconds[gpu.name] < one.stages[-1].seconds[gpu.name]
-
-
-def test_the_peak_is_the_larger_of_three_phases() -> None:
-    def peak(**changes: int) -> int:
-        return Memory(**dict.fromkeys(Memory.__dataclass_fields__, 1) | changes).peak
-
-    assert peak(target_pass=100) == 4 + 1 + 100
-    assert peak(activations=100) == 4 + 1 + 1 + 100
-    assert peak(optimizer_step=100) == 4 + 1 + 100
 
 
 def test_a_plan_is_json_and_every_trainable_head_is_known(recipe: MakeRecipe) -> None:

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
+from outrider.costs.counting import rehearse
 from outrider.heads import Drafter, Pard, PardConfig, PEagle, PEagleConfig, TargetBatch
 from outrider.heads.parallel import parallel_drafts
 from outrider.heads.parallel.parallel_drafts import Rollouts
 from outrider.targets import PeakBytes, Target
-from outrider.train.rehearsal import rehearse
 
 ROWS, LENGTH, ANCHORS, MANY = 3, 2048, 256, 1536
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from outrider.eval.costs import draft_times
+from outrider.costs.rounds import draft_times
 from outrider.heads import (
     DFlash,
     DFlashConfig,

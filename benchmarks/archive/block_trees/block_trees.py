@@ -17,8 +17,7 @@ import torch
 
 from outrider.decode import Decoder, Plan, Sampling, best_tree
 from outrider.eval.acceptance import measure_acceptance
-from outrider.eval.suites import load_suites
-from outrider.eval.turns import PromptJob, make_jobs
+from outrider.eval.suites import PromptJob, load_suites, make_jobs
 from outrider.heads import Drafter, load_drafter
 from outrider.targets import Target
 

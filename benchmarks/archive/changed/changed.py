@@ -27,12 +27,12 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from outrider.costs.timing import threads
 from outrider.decode import Decoder, Sampling
 from outrider.distill.responses import distill
-from outrider.eval.reports.intervals import Ratio
+from outrider.eval.reports.figures import Ratio
 from outrider.eval.reports.statistics import Bootstrap
 from outrider.eval.suites import Suite, load_suites, make_suite
-from outrider.eval.turns import threads
 from outrider.heads import Drafter, LowRank, load_drafter
 from outrider.pair import Pair, probe
 from outrider.pair.refresh import BUDGET, refresh_recipe

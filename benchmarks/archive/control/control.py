@@ -19,14 +19,13 @@ from typing import Any
 
 import torch
 
+from outrider.costs.timing import threads
 from outrider.decode import Control, Plan
 from outrider.eval.measure import Contestant, DecoderRacer, make_records
-from outrider.eval.prediction import CONTROL_WEIGHT
 from outrider.eval.reports.figures import PromptRecord, speed_ratio
 from outrider.eval.reports.statistics import Bootstrap, strata_of
-from outrider.eval.suites import Suite, load_suites
-from outrider.eval.tuner import tune
-from outrider.eval.turns import make_jobs, race, threads
+from outrider.eval.suites import Suite, load_suites, make_jobs, race
+from outrider.eval.tuner import CONTROL_WEIGHT, tune
 from outrider.heads import Drafter, load_drafter
 from outrider.recipes import EvalSpec
 from outrider.targets import Target

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from outrider.common.machine import best_device
-from outrider.eval.timing import timed
+from outrider.costs.timing import timed
 from outrider.targets import Target
 
 from .conditions import command, conditions, write

@@ -1,6 +1,13 @@
-"""What the parts of a round cost on this machine: passes of the target, and drafting.
+"""What rounds cost on this machine: passes of the target and drafting by themselves, and whole rounds in the loop.
 
-Everything is timed in turns (`eval.timing`). On a GPU passes read a window of the cache, as the decoder's own do.
+Everything is timed in turns (`costs.timing`). On a GPU passes read a window of the cache, as the decoder's own do.
+
+Tokens/s of a plan are predicted as
+
+    B N / (prefill + (N − 1) / τ · seconds / running)
+
+with B rows, N new tokens of a mean answer (the first comes from the prefill), τ tokens per round and sequence, seconds
+of a round of the whole batch, and the share of the batch's rows that are still running in a mean round.
 
 Shapes: B rows, Q tokens of one pass, K taps, H hidden size.
 """
@@ -9,13 +16,17 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
+from scipy.optimize import isotonic_regression
 from torch import Tensor
 
 from ..common import BadInputError
+from ..decode import Costs
 from ..decode.sampling import highest
 from ..decode.static_batch import margin, window_of
 from ..heads import Drafter
@@ -23,7 +34,7 @@ from ..targets import RaggedCache, RowLengths, Target
 from ..targets.attention import steady_kernels
 from .timing import CapturedReplay, captured, medians, timed, turns
 
-_GROWTH = 64  # a text that is drafted from gets this much longer before it is begun anew
+_GROWTH = 64  # a text that is drafted from gets this much longer before it begins again
 _CHUNK = 16_384  # tokens that a drafter reads at once while its session is filled
 
 # ------------------------------------------------------------ passes of the target
@@ -149,13 +160,13 @@ def _captured_draft(target: Target, drafter: Drafter, depth: int, batch: int, co
     drafting.fix(_window(context + _GROWTH, depth))
     for _ in range(2):
         drafting.round(depth)
-    # The graph reads them: nobody may free them.
+    # The graph reads them, so they must outlive it.
     inputs = [cache.lengths for cache in drafting.session.caches()] + drafting.session.carried()
     work = captured(partial(drafting.draft, depth), target.device, warm=False)  # the rounds were the warm-up
     if isinstance(work, CapturedReplay):
-        found = medians({depth: work}, target.device, repeats)[depth]
+        seconds = medians({depth: work}, target.device, repeats)[depth]
         del inputs
-        return found
+        return seconds
     drafting.reopen()
     return _in_rounds(drafting, [depth], repeats)[depth]
 
@@ -163,12 +174,12 @@ def _captured_draft(target: Target, drafter: Drafter, depth: int, batch: int, co
 def _in_rounds(drafting: _Drafting, depths: Sequence[int], repeats: int, whole: bool = False) -> dict[int, float]:
     """Return the median seconds of drafting each of `depths`, one real round after the other.
 
-    `whole`: and of absorbing what came of it.
+    `whole`: with the `update` after it.
     """
     spent: dict[int, list[float]] = {d: [] for d in depths}
     for d, counts in turns(depths, repeats):
         drafting.make_room(d)
-        drafting.round(d)  # so that the one that is timed absorbs as much as it drafts
+        drafting.round(d)  # so that the one that is timed reads as much as it drafts
         seconds = timed(partial(drafting.round if whole else drafting.draft, d), drafting.target.device)
         if not whole:
             drafting.update(d)
@@ -183,7 +194,7 @@ def _first(context: int) -> int:
 
 
 def _grown(depth: int) -> int:
-    """Return by how much a text grows before it is begun anew: two rounds must fit."""
+    """Return by how much a text grows before it begins again: two rounds must fit."""
     return max(_GROWTH, 2 * _kept(depth))
 
 
@@ -196,7 +207,7 @@ class _Drafting:
     """A drafter's session in the middle of a text, and rounds that keep half of their drafts.
 
     Attributes:
-        start, limit: lengths at which the text begins, and is begun anew. length: of the text now.
+        start, limit: lengths at which the text begins, and begins again. length: of the text now.
     """
 
     def __init__(self, target: Target, drafter: Drafter, batch: int, context: int, depth: int):
@@ -208,7 +219,7 @@ class _Drafting:
         self._open()
 
     def reopen(self) -> None:
-        """Begin the text anew."""
+        """Begin the text again."""
         del self.session  # its memory first
         self._open()
 
@@ -226,10 +237,10 @@ class _Drafting:
         self.fix(self.window)
 
     def _read(self, counts: list[int]) -> None:
-        """Go on by a piece of text; a drafter reads what it absorbed when it drafts next."""
+        """Go on by a piece of text; a drafter reads it when it drafts next."""
         if self.length:
             self.draft(1)
-        self._absorb(max(counts), counts)
+        self._update(max(counts), counts)
 
     def fix(self, window: int | None) -> None:
         """Let passes read a window of fixed size."""
@@ -238,12 +249,12 @@ class _Drafting:
             cache.window = window
 
     def make_room(self, depth: int) -> None:
-        """Begin anew where two rounds would leave the text's limit."""
+        """Begin again where two rounds would leave the text's limit."""
         if self.length + 2 * _kept(depth) > self.limit:
             self.reopen()
 
     def round(self, depth: int) -> None:
-        """Draft, and absorb what the target makes of it."""
+        """Draft, and update with what the target makes of it."""
         self.draft(depth)
         self.update(depth)
 
@@ -252,10 +263,10 @@ class _Drafting:
         return self.session.propose(self.tokens[:, self.length], depth, _most_probable)
 
     def update(self, depth: int) -> None:
-        """Absorb what the target has processed: the root and `depth` drafts, of which half stay."""
-        self._absorb(1 + depth, [_kept(depth)] * self.batch)
+        """Update with what the target has processed: the root and `depth` drafts, of which half stay."""
+        self._update(1 + depth, [_kept(depth)] * self.batch)
 
-    def _absorb(self, width: int, counts: list[int]) -> None:
+    def _update(self, width: int, counts: list[int]) -> None:
         tokens, taps = self.tokens[:, self.length : self.length + width], self.drafter.taps
         shape = (self.batch, width, len(taps), self.target.hidden_size)
         hidden = torch.randn(shape, device=self.target.device, dtype=self.target.dtype) if taps else None
@@ -266,6 +277,63 @@ class _Drafting:
 def _most_probable(logits: Tensor, token_ids: Tensor | None) -> Tensor:
     best = highest(logits).token
     return best if token_ids is None else token_ids[best]
+
+
+# ------------------------------------------------------------ whole rounds
+
+
+@dataclass(frozen=True)
+class RoundTimes:
+    """What rounds of one shape take in the decoder's loop, for a whole batch.
+
+    Attributes:
+        prefill, seconds: of the prefill and of a mean round.
+        running: share of the batch's rows that a mean round still serves; the others have finished.
+    """
+
+    prefill: float
+    seconds: float
+    running: float = 1.0
+
+    def tokens_per_second(self, tau: float, tokens: float, batch: int) -> float:
+        """Return the predicted speed of requests of `tokens` new tokens each: the formula at the head of this file."""
+        return batch * tokens / (self.prefill + (tokens - 1) / tau * self.seconds / self.running)
+
+
+def costs_in_loop(curve: dict[int, float], rounds: dict[int, RoundTimes], one_pass: bool = False) -> Costs:
+    """Return costs whose rounds take what they take in the decoder's loop.
+
+    Args:
+        curve: seconds of a target pass by itself, by number of drafts.
+        rounds: of chains, by depth; 0 is plain.
+        one_pass: drafting costs the same at any depth (`Abilities.one_pass`): the median of what it took is the price.
+
+    A plain round is a pass and the `host`; where it is faster than a pass by itself (captured graphs), passes count as
+    what they take beyond it. What a chain takes beyond its pass is drafting. Depths between those timed are
+    interpolated. More work never takes less time: passes and rounds are the nearest curves that rise (isotonic
+    regression).
+    """
+    widths, depths = sorted(curve), sorted(rounds)
+    alone, whole = _rising([curve[n] for n in widths]), _rising([rounds[d].seconds for d in depths])
+    base = min(alone[0], whole[0])
+    passes = Costs(
+        tuple((n, round(base + seconds - alone[0], 7)) for n, seconds in zip(widths, alone, strict=True)),
+        host=round(whole[0] - base, 7),
+    )
+    if one_pass and len(depths) > 1:
+        drafting = [max(0.0, s - passes.round_time(d)) for d, s in zip(depths, whole, strict=True) if d]
+        return replace(passes, draft=(0.0, *[round(statistics.median(drafting), 7)] * max(depths)))
+    between = np.interp(range(max(depths) + 1), depths, whole)
+    return replace(
+        passes,
+        draft=tuple(
+            round(max(0.0, float(seconds) - passes.round_time(d)), 7) if d else 0.0 for d, seconds in enumerate(between)
+        ),
+    )
+
+
+def _rising(values: Sequence[float]) -> list[float]:
+    return [float(v) for v in isotonic_regression(values).x]
 
 
 # ------------------------------------------------------------ rounds of fixed shapes

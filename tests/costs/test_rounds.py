@@ -9,8 +9,8 @@ import pytest
 from torch import Tensor
 
 from outrider.common import BadInputError
-from outrider.eval import costs
-from outrider.eval.costs import draft_times, verify_times
+from outrider.costs import rounds
+from outrider.costs.rounds import RoundTimes, costs_in_loop, draft_times, verify_times
 from outrider.heads import Drafter, DraftModel, Eagle3, Eagle3Config, Ngram
 from outrider.heads.session import Session
 from outrider.targets import RowLengths, Target
@@ -56,8 +56,8 @@ def test_every_depth_is_drafted_by_every_drafter(
     target: Target, tiny_llama: Callable, batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also past the point where the text is begun anew, and in pieces."""
-    monkeypatch.setattr(costs, "_GROWTH", 8)
-    monkeypatch.setattr(costs, "_CHUNK", 7)
+    monkeypatch.setattr(rounds, "_GROWTH", 8)
+    monkeypatch.setattr(rounds, "_CHUNK", 7)
     for drafter in drafters(target, tiny_llama):
         times = draft_times(target, drafter, 3, batch=batch, context=20, repeats=4)
         assert times[0] == 0.0
@@ -98,7 +98,7 @@ def test_rounds_of_fixed_shapes_read_a_window_of_the_cache(
     target: Target, tiny_llama: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU, where they are captured besides."""
-    monkeypatch.setattr(costs, "_is_fixed", lambda target: True)
+    monkeypatch.setattr(rounds, "_is_fixed", lambda target: True)
     used = set()
     forward = target.forward
 
@@ -137,3 +137,52 @@ def test_sizes_out_of_range_are_refused(target: Target) -> None:
         verify_times(target, [])
     with pytest.raises(BadInputError, match="depth"):
         draft_times(target, Ngram(), -1)
+
+
+# ------------------------------------------------------------ whole rounds
+
+CURVE = {0: 0.010, 1: 0.011, 4: 0.014, 8: 0.018, 64: 0.074}
+
+
+def test_predicted_tokens_per_second_by_hand() -> None:
+    """Two rows of 11 tokens, 10 of them in 4 rounds each; rows run in 80% of the rounds, so there are 5.
+
+    That is 0.5 s + 5 · 0.1 s for 22 tokens.
+    """
+    times = RoundTimes(prefill=0.5, seconds=0.1, running=0.8)
+    assert times.tokens_per_second(2.5, tokens=11, batch=2) == pytest.approx(22.0)
+
+
+def test_costs_add_up_to_the_rounds_that_were_timed() -> None:
+    loops = {0: RoundTimes(0, 0.012), 1: RoundTimes(0, 0.016), 4: RoundTimes(0, 0.028)}
+    costs = costs_in_loop(CURVE, loops)
+    assert costs.host == pytest.approx(0.002)
+    assert [costs.round_time(d) for d in (0, 1, 4)] == pytest.approx([0.012, 0.016, 0.028])
+    assert costs.round_time(2) == pytest.approx(0.020)
+    assert costs.verify_time(64) == pytest.approx(0.074)
+
+
+def test_rounds_that_are_faster_than_a_pass_by_itself_keep_its_growth() -> None:
+    """As with captured graphs, where a pass by itself waits for the host."""
+    costs = costs_in_loop(CURVE, {0: RoundTimes(0, 0.004), 1: RoundTimes(0, 0.006)})
+    assert costs.host == 0
+    assert [costs.round_time(0), costs.round_time(1)] == pytest.approx([0.004, 0.006])
+    assert costs.verify_time(64) == pytest.approx(0.004 + 0.064)
+
+
+def test_noise_does_not_make_more_work_cheaper() -> None:
+    costs = costs_in_loop(
+        {0: 0.010, 1: 0.014, 2: 0.012, 8: 0.020},
+        {0: RoundTimes(0, 0.010), 1: RoundTimes(0, 0.020), 2: RoundTimes(0, 0.018)},
+    )
+    assert costs.verify_time(1) == costs.verify_time(2) == pytest.approx(0.013)
+    assert costs.round_time(1) == pytest.approx(costs.round_time(2)) == pytest.approx(0.019)
+
+
+def test_drafting_in_one_pass_costs_the_same_at_any_depth() -> None:
+    """What it took at the depths that were timed is one price, their median, and no deeper chain pays more."""
+    loops = {0: RoundTimes(0, 0.012), 1: RoundTimes(0, 0.0163), 4: RoundTimes(0, 0.0191), 8: RoundTimes(0, 0.0232)}
+    costs = costs_in_loop(CURVE, loops, one_pass=True)
+    assert costs.draft == pytest.approx([0.0] + [0.0032] * 8)
+    assert costs.draft_time(30) == costs.draft_time(1)
+    assert costs.round_time(8) - costs.round_time(1) == pytest.approx(CURVE[8] - CURVE[1])

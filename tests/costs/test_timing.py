@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outrider.eval.timing import turns
+from outrider.costs.timing import turns
 
 
 def test_turns_rotate_and_the_warm_up_does_not_count() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -21,7 +22,7 @@ WARM_UP = 2  # turns of each kind before the first one that counts
 
 Key = TypeVar("Key")
 T = TypeVar("T")
-Pool = Any  # what torch.cuda.graph_pool_handle returns: memory that CUDA graphs share
+Pool = Any  # of torch.cuda.graph_pool_handle: memory that CUDA graphs share
 
 
 def medians(works: Mapping[Key, Callable[[], object]], device: torch.device, repeats: int) -> dict[Key, float]:
@@ -55,6 +56,17 @@ def timed(work: Callable[[], object], device: torch.device) -> float:
     began = clock(device)
     work()
     return clock(device) - began
+
+
+@contextmanager
+def threads(count: int | None) -> Iterator[None]:
+    """Give torch `count` CPU threads inside; None changes nothing."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @dataclass(frozen=True)

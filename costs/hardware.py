@@ -1,0 +1,250 @@
+"""How fast machines are: GPUs by their data sheets, this one by measurement, and what a drafter would reach on others.
+
+Seconds of a GPU are the work divided by the GPU's best, times the share of it that is assumed to be reached. What is
+measured here is the work itself in small: answers of the target in one batch, a step of training, a pass for one row.
+Nothing is concluded from a processor's description of itself.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from ..decode import Decoder, Plan
+from ..distill.prompts import Prompt, PromptReading, collect
+from ..heads import Drafter, TargetBatch, drafter_config
+from ..recipes import Recipe
+from ..targets import Target
+from .counting import pass_bytes
+from .rounds import verify_times
+from .timing import threads, timed
+
+# Shares of a device's best that are assumed to be reached, and of its memory that can be used.
+COMPUTE, BANDWIDTH, ROOM = 0.4, 0.6, 0.9
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A device at its best: dense bfloat16 and float32 (without TF32) in TFLOP/s, memory in GB/s and GB."""
+
+    name: str
+    bfloat16: float
+    float32: float
+    bandwidth: float
+    memory: float
+
+    @property
+    def bytes_per_second(self) -> float:
+        """The bandwidth that is assumed to be reached."""
+        return self.bandwidth * 1e9 * BANDWIDTH
+
+    @property
+    def usable_bytes(self) -> float:
+        """The memory that is assumed to be usable."""
+        return ROOM * self.memory * 1e9
+
+    def flops_per_second(self, precision: str) -> float:
+        """Return the operations per second that are assumed to be reached in `precision`, a dtype's name."""
+        return COMPUTE * 1e12 * (self.float32 if precision == "float32" else self.bfloat16)
+
+
+# Makers' data sheets, SXM where there is one; figures "with sparsity" halved.
+GPUS = (
+    Gpu("A100-80G", 312, 19.5, 2039, 80),  # NVIDIA A100 data sheet (2021)
+    Gpu("H100", 989, 67, 3350, 80),  # NVIDIA H100 data sheet, SXM5
+    Gpu("H200", 989, 67, 4800, 141),  # NVIDIA H200 data sheet
+    Gpu("B200", 2250, 75, 7700, 180),  # NVIDIA HGX B200 data sheet, an eighth of the board
+    Gpu("L40S", 362, 91.6, 864, 48),  # NVIDIA L40S data sheet
+    # NVIDIA Ada GPU architecture white paper, appendix A; bfloat16 with float32 accumulation
+    Gpu("RTX 4090", 165, 82.6, 1008, 24),
+)
+
+
+# ------------------------------------------------------------ the pace of this machine
+
+_REALLY_FASTER = 0.95  # bfloat16 must take less than this part of what float32 takes
+_ROUNDS, _WIDTHS, _REPEATS = 6, (0, 4), 7
+_OPTIMIZER = 1.25  # of a step: what the optimizer and the trainer around it add
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Seconds that this machine takes, in the precision that is faster on it.
+
+    Attributes:
+        dtype: of the target's weights. bf16: whether training multiplies in bfloat16.
+        prefill: of one prompt's token in a large batch. answer: of one more token of each row of that batch.
+        step: of training. token: of a pass of the target for one row.
+    """
+
+    dtype: str
+    bf16: bool
+    prefill: float
+    answer: float
+    step: float
+    token: float
+
+    def seconds(self, prefills: float = 0, answers: float = 0, steps: float = 0, tokens: float = 0) -> float:
+        """Return the seconds of so much of each kind of work."""
+        return prefills * self.prefill + answers * self.answer + steps * self.step + tokens * self.token
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the figures as JSON holds them."""
+        return {k: round(v, 7) if isinstance(v, float) else v for k, v in asdict(self).items()}
+
+
+def measure_pace(recipe: Recipe) -> Pace:
+    """Measure how fast this machine answers, trains and decodes what `recipe` asks for, in float32 and in bfloat16.
+
+    bfloat16 is taken where it is really faster: for training, where a step is; for the target's weights, where a
+    step, a pass for one row and a batch of answers all are.
+    """
+    target = _load_target(recipe, "float32")
+    prompts = collect(
+        recipe.data.prompts,
+        target.require_tokenizer(),
+        recipe.data.batch_size,
+        PromptReading(recipe.data.max_prompt_tokens, recipe.template, whole=True),
+    ).prompts
+    full = _measure_pace(recipe, target, prompts, bf16=False)
+    step = _step_seconds(recipe, target, prompts, bf16=True)
+    if step >= _REALLY_FASTER * full.step:
+        return full
+    half = _measure_pace(recipe, _load_target(recipe, "bfloat16"), prompts, bf16=True)
+    better = all(
+        getattr(half, name) < _REALLY_FASTER * getattr(full, name) for name in ("prefill", "answer", "token", "step")
+    )
+    return half if better else replace(full, bf16=True, step=step)
+
+
+def _load_target(recipe: Recipe, dtype: str) -> Target:
+    return Target.load(**recipe.target.model_dump() | {"dtype": dtype})
+
+
+def _measure_pace(recipe: Recipe, target: Target, prompts: Sequence[Prompt], bf16: bool) -> Pace:
+    seconds = Decoder(target).generate([p.tokens for p in prompts], _ROUNDS, plan=Plan(0)).stats.seconds
+    with threads(recipe.eval.threads):
+        passes = verify_times(target, _WIDTHS, context=128, repeats=_REPEATS)
+    return Pace(
+        dtype=str(target.dtype).removeprefix("torch."),
+        bf16=bf16,
+        prefill=seconds.prefill / sum(len(p.tokens) for p in prompts),
+        answer=(seconds.total - seconds.prefill) / (_ROUNDS - 1) / len(prompts),
+        step=_step_seconds(recipe, target, prompts, bf16),
+        token=statistics.mean(passes.values()),
+    )
+
+
+def _step_seconds(recipe: Recipe, target: Target, prompts: Sequence[Prompt], bf16: bool) -> float:
+    """Return the seconds of a training step, by the median of three on prompts as long as the rows will be."""
+    head, config = drafter_config(recipe.drafter)
+    counts = torch.ones(target.vocab_size, dtype=torch.long)
+    drafter = head.build(config, target, counts).float().to(target.device).train()
+    rows = int(recipe.training.get("per_device_train_batch_size", 8))
+    length = min(
+        target.max_context or 1024, recipe.data.max_new_tokens + int(statistics.mean(len(p.tokens) for p in prompts))
+    )
+    tokens = torch.randint(target.vocab_size, (rows, length), generator=torch.Generator().manual_seed(0))
+    step = _training_step(target, drafter, tokens.to(target.device), bf16)
+    return _OPTIMIZER * statistics.median([timed(step, target.device) for _ in range(4)][1:])
+
+
+def _training_step(target: Target, drafter: Drafter, tokens: Tensor, bf16: bool) -> Callable[[], None]:
+    def work() -> None:
+        with torch.autocast(tokens.device.type, torch.bfloat16, enabled=bf16):
+            with torch.no_grad():
+                out = target.forward(tokens, taps=drafter.taps, logits=False)
+            everything = torch.ones_like(tokens, dtype=torch.bool)
+            drafter.loss(TargetBatch(target, tokens, everything, out.hidden, out.last)).mean.backward()
+        drafter.zero_grad(set_to_none=True)
+
+    return work
+
+
+# ------------------------------------------------------------ a large target on other machines
+
+SHOWN = ("L40S", "A100-80G", "H100", "B200")
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """The estimate for a large target.
+
+    Attributes:
+        ratio: what a draft step costs, in passes of the target.
+        depth, tau: of the chain that is best at that ratio, by the measured rounds.
+        tokens_per_second: by GPU, without the drafter and with it.
+    """
+
+    ratio: float
+    depth: int
+    tau: float
+    tokens_per_second: dict[str, tuple[float, float]]
+
+    @property
+    def speedup(self) -> float:
+        """Over the plain target: τ tokens in the time of one pass and `depth` draft steps."""
+        return self.tau / (1 + self.depth * self.ratio)
+
+    def line(self, here: float) -> str:
+        """Return it in words; `here` is what a draft step costs on this machine, in passes of its small target."""
+        speeds = ", ".join(f"{gpu} {alone:.0f} → {ours:.0f}" for gpu, (alone, ours) in self.tokens_per_second.items())
+        return (
+            f"estimate, not measured: a draft step costs {_part(here)} of a pass here and {_part(self.ratio)} of an 8B "
+            f"target's (bytes read, bfloat16, batch 1); there τ {self.tau:.2f} at depth {self.depth} would give "
+            f"{self.speedup:.1f}×: {speeds} tokens/s"
+        )
+
+
+def forecast(head: Drafter, shares: dict[int, float]) -> Forecast:
+    """Estimate what measured rounds would give at an 8B target's costs, with a head of the kind of `head`.
+
+    At batch 1 a GPU waits for its memory, so a pass takes the time of reading its weights, whether it checks one token
+    or five. A draft step reads the head and the output embedding that it borrows. Acceptance is taken as measured on
+    the small target; a head for a large one accepts other drafts, so this is no promise.
+
+    Args:
+        shares: of the rounds that accepted so many drafts.
+    """
+    target = _large_target()
+    with torch.device("meta"):
+        values = {k: v for k, v in head.config.to_dict().items() if k in ("norm_inputs",)}
+        large = type(head).build(type(head).config_class.from_dict(values), target)
+    weights = pass_bytes(target)
+    borrowed = target.model.get_output_embeddings().weight.numel() * 2
+    ratio = (2 * sum(p.numel() for p in large.parameters()) + borrowed) / weights
+    reached = [sum(share for count, share in shares.items() if count >= d) for d in range(1, max(1, *shares) + 1)]
+    chains = [(depth, 1 + sum(reached[:depth])) for depth in range(1, len(reached) + 1)]
+    depth, tau = max(chains, key=lambda chain: chain[1] / (1 + chain[0] * ratio))
+    speedup = tau / (1 + depth * ratio)
+    alone = {gpu.name: gpu.bytes_per_second / weights for gpu in GPUS if gpu.name in SHOWN}
+    return Forecast(ratio, depth, tau, {name: (speed, speedup * speed) for name, speed in alone.items()})
+
+
+def _large_target() -> Target:
+    """Return a model of Llama-3.1-8B's shape in bfloat16, without contents."""
+    config = LlamaConfig(
+        vocab_size=128_256,
+        hidden_size=4096,
+        intermediate_size=14_336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        tie_word_embeddings=False,
+    )
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
+    return Target(model.eval().requires_grad_(False))
+
+
+def _part(share: float) -> str:
+    """Return a share of a pass in words such as `1/10`."""
+    if share < 0.001:  # less than a clock tells, in a run of a few prompts
+        return "less than 1/1000"
+    return f"1/{round(1 / share)}" if share < 0.75 else f"{share:.1f}"

@@ -1,0 +1,117 @@
+"""Speedup by batch size: what is counted, and what is drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from xml.etree import ElementTree
+
+import pytest
+
+from benchmarks import batches as room
+from benchmarks.batches import BatchPoint, measure_batches, speedup_lines
+from outrider.common import BadInputError
+from outrider.decode import Plan, Round
+from outrider.distill.prompts import Prompt
+from outrider.eval import Interval
+from outrider.eval.batches import BatchAnswer
+from outrider.eval.measure import Contestant
+from outrider.eval.reports.plots import speedup_by_size, standalone
+from outrider.eval.suites import PromptJob
+from outrider.heads import DraftModel
+from outrider.recipes import EvalSpec
+from outrider.targets import Target
+
+
+@pytest.fixture
+def jobs() -> list[PromptJob]:
+    """Ten ragged prompts over a vocabulary of 64."""
+    return [
+        PromptJob("code", Prompt(f"p{i}", "code", tuple((7 * i + 3 * j) % 64 for j in range(3 + i % 4))), i)
+        for i in range(10)
+    ]
+
+
+def test_a_whole_measurement(tiny_llama: Callable, jobs: list[PromptJob]) -> None:
+    """The target as its own drafter keeps everything, whatever the batch.
+
+    Text is the plain target's; rows leave as they end.
+    """
+    target = Target(tiny_llama(layers=2, eos_token_id=5))
+    contestants = [Contestant("plain", None, Plan(0)), Contestant("self", DraftModel(target.model), Plan(2))]
+    ticks: list[None] = []
+    points = measure_batches(
+        target,
+        contestants,
+        jobs,
+        [1, 4],
+        EvalSpec(max_new_tokens=12, repeats=1),
+        least=3,
+        tick=lambda: ticks.append(None),
+    )
+    assert [(p.contestant, p.size) for p in points] == [("plain", 1), ("self", 1), ("plain", 4), ("self", 4)]
+    assert [(p.groups, p.sequences) for p in points[1::2]] == [(10, 10), (3, 12)]
+    assert len(ticks) == 13
+    for plain, own in zip(points[::2], points[1::2], strict=True):
+        assert (plain.speedup.value, plain.tau) == (1.0, None)
+        assert own.identical == own.sequences
+        assert own.tokens == plain.tokens
+        assert own.tau is not None
+        assert own.tau.value > 2  # 3, but for the rounds that an end token cuts
+    assert points[0].rows == 1.0
+    assert 1.0 < points[2].rows <= 4.0
+    shown = points[3].to_dict()
+    assert shown["speedup"]["low"] is not None
+    assert (shown["contestant"], shown["size"]) == ("self", 4)
+
+
+def test_figures_by_hand() -> None:
+    """Two batches of two: 8 tokens in 2 s and 4 in 2 s, beside the plain target's in 4 s each."""
+    none, one = Round(1, 0, 1), Round(1, 1, 2)
+    own = [
+        BatchAnswer([[1] * 5, [1] * 3], [[one, one], [one]], 0.1, 2.0),
+        BatchAnswer([[1] * 2, [2] * 2], [[none], [none]], 0.1, 2.0),
+    ]
+    base = [
+        BatchAnswer([[1] * 5, [1] * 3], [[none] * 4, [none] * 2], 0.1, 4.0),
+        BatchAnswer([[1] * 2, [1] * 2], [[none], [none]], 0.1, 4.0),
+    ]
+    point = room._point("own", "plain", 2, {"own": own, "plain": base}, [0, 1])
+    assert point.tokens_per_second.value == 3.0
+    assert point.speedup.value == 2.0
+    assert point.tau is not None
+    assert point.tau.value == 1 + 3 / 5
+    assert point.rows == round(5 / 3, 2)
+    assert (point.tokens, point.sequences, point.identical) == (12, 4, 3)
+    assert room._point("plain", "plain", 2, {"own": own, "plain": base}, [0, 1]).tau is None
+
+
+def test_the_plain_target_must_take_part(tiny_llama: Callable, jobs: list[PromptJob]) -> None:
+    target = Target(tiny_llama(layers=1))
+    with pytest.raises(BadInputError, match="the plain target must take part"):
+        measure_batches(target, [Contestant("self", DraftModel(target.model), Plan(2))], jobs, [1], EvalSpec())
+
+
+def make_point(name: str, size: int, value: float, known: bool = True) -> BatchPoint:
+    interval = Interval(value, value - 0.1, value + 0.1) if known else Interval(value, float("nan"), float("nan"))
+    return BatchPoint(name, size, 8, 8, 80, interval, interval, None if name == "plain" else interval, 1.0, 8)
+
+
+def test_the_plot_has_a_line_and_a_label_for_each_contestant_and_a_mark_for_each_size() -> None:
+    points = [
+        make_point("plain", 1, 1.0),
+        *(make_point(name, size, 1.5, known=size > 1) for name in ("a & b", "c") for size in (4, 1, 2)),
+    ]
+    drawn = speedup_lines(points)
+    assert {name: [size for size, _ in line] for name, line in drawn.items()} == {"a & b": [1, 2, 4], "c": [1, 2, 4]}
+    svg = ElementTree.fromstring(standalone(speedup_by_size(drawn, "batch size")))
+    space = "{http://www.w3.org/2000/svg}"
+    words = [t.text for t in svg.iter(f"{space}text")]
+    assert {"a & b", "c", "1", "2", "4", "batch size"} <= set(words)
+    curves = list(svg.iter(f"{space}polyline"))
+    assert [len((c.get("points") or "").split()) for c in curves] == [3, 3]
+    assert (
+        len([line for line in svg.iter(f"{space}line") if (line.get("class") or "").startswith("spread")]) == 4
+    )  # none where there is no interval
+    assert "1: 1.50×" in (svg.get("aria-label") or "")
+    across = [float(p.split(",")[0]) for p in (curves[0].get("points") or "").split()]
+    assert across[1] - across[0] == pytest.approx(across[2] - across[1], abs=0.2)  # sizes stand on a log scale

@@ -21,9 +21,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..common import BadInputError, digests
-from ..common.atomic import keeping, read_json, readable_bytes, writing
+from ..common.atomic import keeping, readable_bytes, writing
 from ..common.locks import locked
 from ..common.process_group import Crew
+from ..common.safe_load import read_json
 from ..targets import Target
 from .feature_making import FeatureStoreBuilder
 from .shards import INDEX, PRECISIONS, ShardIndex, precision_of, shard_file

@@ -21,11 +21,11 @@ from rich.console import Console
 
 from ..common import BadInputError, IncompatibleError
 from ..common.atomic import keeping, writing
-from ..common.checksums import digest_json
+from ..common.digests import digest_json
 from ..common.locks import locked
 from ..common.process_group import Crew
 from ..common.progress import progress
-from ..common.versions import versions
+from ..common.runtime import versions
 from ..recipes import DataSpec, Recipe
 from ..targets import Fingerprint, Target, absent_target
 from ..targets.sharding import processes

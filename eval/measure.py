@@ -13,7 +13,7 @@ from transformers import GenerationConfig
 from ..common import BadInputError
 from ..common.machine import clock, device_name
 from ..common.progress import progress
-from ..common.versions import versions
+from ..common.runtime import versions
 from ..decode import Decoder, Plan, Sampling, Tree
 from ..heads import Drafter, drafter_config
 from ..recipes import EvalSpec

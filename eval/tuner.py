@@ -27,7 +27,7 @@ from rich.text import Text
 from ..common import BadInputError, IncompatibleError
 from ..common.machine import device_name
 from ..common.progress import Advance, progress
-from ..common.versions import versions
+from ..common.runtime import versions
 from ..decode import Decoder, Plan, Sampling, Tree
 from ..heads import Drafter, fuse
 from ..recipes import EvalSpec

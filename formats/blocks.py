@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..common import BadInputError, IncompatibleError
-from ..common.versions import versions
+from ..common.runtime import versions
 from ..heads import DFlash, DFlashConfig, Drafter, DrafterConfig, DSpark, DSparkConfig
 from ..targets import Target
 from .block_reading import BlockFlags, block_logits

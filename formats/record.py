@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..common.atomic import read_json, write_atomically
+from ..common.atomic import write_atomically
+from ..common.safe_load import read_json
 from .drafter_files import DrafterFiles
 
 RECORD = "written.json"

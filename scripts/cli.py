@@ -26,9 +26,9 @@ from rich.table import Table
 from typer.core import TyperGroup
 
 from ..common import OutriderError
-from ..common.allocation import keep_large_blocks, remember_few_shapes
 from ..common.atomic import is_disk_full, require_folder, write_atomically
 from ..common.progress import say_retries_once
+from ..common.runtime import keep_large_blocks, remember_few_shapes
 from ..common.signals import how, number_of, stoppable
 from . import data, export_cli, registry, served, watch
 from .examples import EXAMPLES

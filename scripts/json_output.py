@@ -20,7 +20,7 @@ import typer
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from ..common.atomic import write_atomically
-from ..common.checksums import CHECKSUM
+from ..common.digests import CHECKSUM
 from ..distill.data_set import provenance
 from ..distill.prompts import Collection
 from ..eval.reports.gate import GateResult

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from outrider.common.machine import best_device, device_name
-from outrider.common.versions import versions
+from outrider.common.runtime import versions
 from outrider.eval.bandwidth import bandwidth
 from outrider.eval.timing import WARM_UP, captured, timed
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from outrider.common.machine import best_device, device_name
-from outrider.common.versions import versions
+from outrider.common.runtime import versions
 from outrider.costs.timing import WARM_UP, captured, timed
 
 from .floor import bandwidth

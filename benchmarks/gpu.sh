@@ -70,7 +70,7 @@ runners=(--runners library fast "split attention")
 
 # shellcheck disable=SC2046 # `bench` gives words
 {
-    step versions 60 versions.txt "$python" -c 'from outrider.common.versions import versions; print(versions())'
+    step versions 60 versions.txt "$python" -c 'from outrider.common.runtime import versions; print(versions())'
     if "$python" -c 'import torch; raise SystemExit(torch.cuda.is_available())'; then
         TRITON_INTERPRET=$interpret step kernels 420 kernels.json \
             $(bench kernels) "${numbers[@]}" --out "$out/kernels.json.part"

@@ -23,7 +23,7 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 from outrider.common.machine import best_device, device_name
-from outrider.common.versions import versions
+from outrider.common.runtime import versions
 from outrider.targets.cache_slots import Nodes, Placement
 from outrider.targets.fast import operations
 from outrider.targets.fast.operations import Split, Tiles

@@ -15,8 +15,8 @@ import torch
 from outrider.common import OutriderError
 from outrider.common.atomic import write_atomically
 from outrider.common.machine import device_name
+from outrider.common.runtime import versions
 from outrider.common.signals import how, number_of, stoppable
-from outrider.common.versions import versions
 from outrider.targets import Target
 
 NOTHING = "–"

@@ -1,8 +1,8 @@
-"""Digests of files that were read before, by what a file system says of a file that has not changed.
+"""Digests of files that were read before, by what a file system reports of a file that has not changed.
 
 That is its path, device, inode, size, and the times of its last change. They are kept in this process, and those of
-large files in the user's cache folder for a day: a disk that loses bits by itself is found out after a day at the
-latest. A digest that is found here can only spare a reading, never refuse a file.
+large files in the user's cache folder for a day: a disk that loses bits without changing a time is found out after a
+day at the latest. A digest from here can only spare a reading, never refuse a file.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 from .atomic import machine_tag, replacing, working_name
 
@@ -29,20 +29,16 @@ _UNSETTLED = 2_000_000_000  # nanoseconds
 # How often, and for how many seconds in between, that clock is looked at until it has moved on.
 _LOOKS, _PAUSE = 25, 0.002
 
-_keeping = threading.RLock()  # files are read by several threads
 _known: dict[str, str] = {}
-_new: dict[str, tuple[str, float]] = {}  # not in the cache folder yet
-_collecting = 0
-_read: tuple[tuple[int, ...], Entries] | None = None
+_unsaved: Entries = {}
+_saving = threading.Lock()  # files are read by several threads
 
 
 def digest_of(file: Path, status: os.stat_result) -> str | None:
     """Return the digest of a file that was read before and has not changed since; None for others."""
     key = _key(file, status)
-    if key not in _known and status.st_size >= _WORTH_KEEPING:
-        kept = _kept().get(key)
-        if kept is not None:
-            _known[key] = kept[0]
+    if key not in _known and status.st_size >= _WORTH_KEEPING and (saved := _saved().get(key)):
+        _known[key] = saved[0]
     return _known.get(key)
 
 
@@ -57,12 +53,10 @@ def remember(
     key = _key(file, before)
     if settled is None:
         settled = time.time_ns() - max(before.st_mtime_ns, before.st_ctime_ns) > _UNSETTLED
-    if not settled or key != _key(file, after):
-        return
-    _known[key] = digest
-    if before.st_size >= _WORTH_KEEPING:
-        with keeping_once():
-            _new[key] = digest, time.time()
+    if settled and key == _key(file, after):
+        _known[key] = digest
+        if before.st_size >= _WORTH_KEEPING:
+            _unsaved[key] = digest, time.time()
 
 
 def is_settled(files: Iterable[Path], folder: Path) -> bool:
@@ -87,28 +81,19 @@ def is_settled(files: Iterable[Path], folder: Path) -> bool:
     return False
 
 
-@contextmanager
-def keeping_once() -> Iterator[None]:
-    """Write what is remembered inside into the cache folder at its end, once."""
-    global _collecting
-    with _keeping:
-        _collecting += 1
-    try:
-        yield
-    finally:
-        with _keeping:
-            _collecting -= 1
-            if _new and not _collecting:
-                with suppress(OSError, RuntimeError):  # it only costs time
-                    _write(_kept() | _new)
-                _new.clear()
+def save() -> None:
+    """Write what was remembered since the last time into the cache folder, if anything."""
+    with _saving, suppress(OSError, RuntimeError):  # it only costs time
+        entries = dict(_unsaved)
+        _unsaved.clear()
+        if entries:
+            _write(_saved() | entries)
 
 
 def forget() -> None:
     """Forget what this process knows; what the cache folder holds stays."""
-    global _read
     _known.clear()
-    _read = None
+    _parsed.cache_clear()
 
 
 def cache_file() -> Path:
@@ -122,19 +107,21 @@ def _key(file: Path, status: os.stat_result) -> str:
     return " ".join([machine_tag(), *map(str, numbers), os.path.realpath(file)])
 
 
-def _kept() -> Entries:
-    """Return digest and time of reading of what the cache folder knows; nothing where it is damaged or foreign."""
-    global _read
+def _saved() -> Entries:
+    """Return what the cache folder holds of the last day; nothing where it is damaged or foreign."""
     try:
-        status = cache_file().stat()
-        version = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
-        if _read is None or _read[0] != version:
-            saved: dict[str, Any] = json.loads(cache_file().read_text(encoding="utf-8"))
-            _read = version, {key: (str(digest), float(read)) for key, (digest, read) in saved.items()}
-        now = time.time()
-        return {key: entry for key, entry in _read[1].items() if 0 <= now - entry[1] < KEPT_SECONDS}
+        status, now = cache_file().stat(), time.time()
+        saved = _parsed(cache_file(), (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns))
+        return {key: entry for key, entry in saved.items() if 0 <= now - entry[1] < KEPT_SECONDS}
     except (OSError, ValueError, TypeError, AttributeError, RuntimeError):
         return {}
+
+
+@lru_cache(maxsize=1)
+def _parsed(file: Path, version: tuple[int, ...]) -> Entries:  # noqa: ARG001 (a part of the key)
+    """Return the contents of the cache file, which is read again only when another version of it is there."""
+    saved = json.loads(file.read_text(encoding="utf-8"))
+    return {key: (str(digest), float(read)) for key, (digest, read) in saved.items()}
 
 
 def _write(entries: Entries) -> None:

@@ -1,27 +1,32 @@
-"""What was written is what is read: SHA-256 digests of a folder's files, in a list beside them.
+"""What was written is what is read: SHA-256 digests of files, folders, JSON and text.
 
-The list (`SHA256SUMS`) has the format of `sha256sum`, so that anybody can check it (`sha256sum -c SHA256SUMS`). A
-folder that grows file by file gets a line with each; a finished one ends with a line that seals the others. A list
-without its seal is that of an unfinished folder.
+The list of a folder's files (`SHA256SUMS`) has the format of `sha256sum`, so that anybody can check it
+(`sha256sum -c SHA256SUMS`). A folder that grows file by file gets a line with each; a finished one ends with a line
+that seals the others. A list without its seal is that of an unfinished folder.
 
     9f86d081…  model.safetensors
     # complete: 1 file, 3a7bd3e2…
+
+JSON files hold a checksum of their other entries, and text files end with a comment line that has the digest.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import stat
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from . import digest_cache
-from .atomic import is_harmless, replacing_folder, sync, sync_tree, write_atomically
+from .atomic import replacing_folder, sync, sync_tree, write_atomically
 from .errors import Refusal
+from .safe_load import read_json
 
 LIST = "SHA256SUMS"
 _SEAL_BEGIN = "# complete: "
@@ -31,6 +36,13 @@ _READERS = 4  # several disks' worth: hashing takes one core each
 
 _LINE = re.compile(r"(?P<digest>[0-9a-f]{64})  (?P<name>[^\n]+)")
 _SEAL = re.compile(_SEAL_BEGIN + r"\d+ files?, (?P<digest>[0-9a-f]{64})\n")
+
+CHECKSUM = "checksum"
+_TEXT_SEAL_BEGIN = "# sha256 of the lines above: "
+_TEXT_SEAL = re.compile(_TEXT_SEAL_BEGIN + r"(?P<digest>[0-9a-f]{64})\n?")
+
+# What file managers, network disks and git leave in any folder.
+_HARMLESS = (".DS_Store", "Thumbs.db", ".nfs*", ".gitattributes")
 
 
 class Saveable(Protocol):
@@ -47,19 +59,34 @@ def save_whole(made: Saveable, folder: Path) -> None:
         seal(building)
 
 
+def is_harmless(file: Path) -> bool:
+    """Tell whether a file is no part of the folder that it lies in, by its name."""
+    return any(fnmatchcase(file.name, name) for name in _HARMLESS)
+
+
 # ------------------------------------------------------------ one file
 
 
-def file_digest(file: Path, again: bool = False, settled: bool | None = None) -> str:
+def file_digest(file: Path, again: bool = False) -> str:
     """Return the SHA-256 of a file's contents; a file that was read before, and has not changed since, is not read.
 
     Args:
         again: read it in any case.
-        settled: whether its next change will give it another time, as its writer knows (`seen.is_settled`).
 
     Raises:
         OSError: it cannot be read.
         Refusal: it is a pipe, a device or a folder.
+    """
+    digest = _digest(file, again)
+    digest_cache.save()
+    return digest
+
+
+def _digest(file: Path, again: bool, settled: bool | None = None) -> str:
+    """Return the SHA-256 of a file's contents, as `file_digest` does; the cache folder is written by the caller.
+
+    Args:
+        settled: whether its next change will give it another time, as its writer knows (`digest_cache.is_settled`).
     """
     with open(file, "rb", opener=_open_at_once) as opened:
         status = os.fstat(opened.fileno())
@@ -84,17 +111,23 @@ def problem_of(file: Path, expected: str, again: bool = False) -> str | None:
     Args:
         again: read it in any case, as `file_digest` does.
     """
+    problem = _problem_of(file, expected, again)
+    digest_cache.save()
+    return problem
+
+
+def _problem_of(file: Path, expected: str, again: bool = False) -> str | None:
     try:
-        if not again and file_digest(file) == expected:
+        if not again and _digest(file, again=False) == expected:
             return None
-        found = file_digest(file, again=True)  # only bytes that were read now are refused
+        digest = _digest(file, again=True)  # only bytes that were read now are refused
     except FileNotFoundError:
         return "missing"
     except OSError as error:
         return f"cannot be read ({error.strerror})"
     except Refusal:
         return "no regular file"
-    return None if found == expected else f"content differs (SHA-256 {found[:12]}…, recorded {expected[:12]}…)"
+    return None if digest == expected else f"content differs (SHA-256 {digest[:12]}…, recorded {expected[:12]}…)"
 
 
 # ------------------------------------------------------------ the list of a folder
@@ -103,17 +136,13 @@ def problem_of(file: Path, expected: str, again: bool = False) -> str | None:
 def seal(folder: Path) -> None:
     """Write the list of all files in `folder`, once the disk holds them: from now on any change is found."""
     sync_tree(folder)
-    found = (f for f in folder.rglob("*") if f.is_file() and f.name != LIST and not is_harmless(f))
-    names = sorted(f.relative_to(folder).as_posix() for f in found)
-    settled = digest_cache.is_settled((folder / name for name in names), folder)
-    with digest_cache.keeping_once():
-        _write_list(folder, {name: file_digest(folder / name, again=True, settled=settled) for name in names})
+    files = (f for f in folder.rglob("*") if f.is_file() and f.name != LIST and not is_harmless(f))
+    _write_list(folder, _digests_now(folder, sorted(f.relative_to(folder).as_posix() for f in files)))
 
 
 def add(folder: Path, name: str) -> None:
     """Add the file `name`, which was written whole, to the list of a folder that grows."""
-    settled = digest_cache.is_settled([folder / name], folder)
-    line = f"{file_digest(folder / name, again=True, settled=settled)}  {name}\n".encode()
+    line = f"{_digests_now(folder, [name])[name]}  {name}\n".encode()
     file = folder / LIST
     with file.open("ab+") as opened:
         opened.seek(max(opened.tell() - 1, 0))
@@ -122,6 +151,14 @@ def add(folder: Path, name: str) -> None:
         opened.flush()
         os.fsync(opened.fileno())
     sync(folder)
+
+
+def _digests_now(folder: Path, names: list[str]) -> dict[str, str]:
+    """Return the digests of files that were written just now, which are remembered all the same."""
+    settled = digest_cache.is_settled((folder / name for name in names), folder)
+    digests = {name: _digest(folder / name, again=True, settled=settled) for name in names}
+    digest_cache.save()
+    return digests
 
 
 def start_list(folder: Path, names: list[str]) -> None:
@@ -137,8 +174,8 @@ def seal_grown(folder: Path, names: list[str]) -> None:
 
 
 def listed(folder: Path) -> dict[str, str]:
-    """Return the digest of each file that the list of `folder` names; {} without a list. Lines cut short count not."""
-    return {found["name"]: found["digest"] for line in _lines(folder) if (found := _LINE.fullmatch(line))}
+    """Return the digest of each file that the list of `folder` names; {} without a list. Torn lines do not count."""
+    return {match["name"]: match["digest"] for line in _lines(folder) if (match := _LINE.fullmatch(line))}
 
 
 def _lines(folder: Path) -> list[str]:
@@ -161,7 +198,7 @@ def problems_so_far(folder: Path, grown: Iterable[str]) -> list[str]:
     """
     known = listed(folder)
     torn = [f"{LIST}: a line is cut short or damaged"] * any(not _LINE.fullmatch(line) for line in _lines(folder))
-    differing = [f"{line} (by {LIST})" for line in listed_problems(folder, known)]  # which of the two is not told
+    differing = [f"{line} (by {LIST})" for line in listed_problems(folder, known)]  # either of the two may be damaged
     return torn + [f"{n}: not in {LIST}" for n in grown if n not in known] + differing
 
 
@@ -171,8 +208,8 @@ def is_sealed(folder: Path) -> bool:
         lines, begin, rest = _text(folder).rpartition(_SEAL_BEGIN)
     except OSError:
         return False
-    found = _SEAL.fullmatch(begin + rest)
-    return found is not None and found["digest"] == _digest_of_text(lines)
+    match = _SEAL.fullmatch(begin + rest)
+    return match is not None and match["digest"] == _digest_of_text(lines)
 
 
 def has_seal(folder: Path) -> bool:
@@ -192,9 +229,10 @@ def problems(folder: Path) -> list[str]:
 
 def listed_problems(folder: Path, expected: dict[str, str]) -> list[str]:
     """Return what is wrong with files in `folder` that should have these digests, one line each, the name first."""
-    with digest_cache.keeping_once(), ThreadPoolExecutor(_READERS) as readers:
-        found = readers.map(lambda name: problem_of(folder / name, expected[name]), expected)
-        return [f"{name}: {problem}" for name, problem in zip(expected, found, strict=True) if problem is not None]
+    with ThreadPoolExecutor(_READERS) as readers:
+        checked = list(readers.map(lambda name: _problem_of(folder / name, expected[name]), expected))
+    digest_cache.save()
+    return [f"{name}: {problem}" for name, problem in zip(expected, checked, strict=True) if problem is not None]
 
 
 def require_whole(folder: Path, advice: str) -> None:
@@ -203,9 +241,8 @@ def require_whole(folder: Path, advice: str) -> None:
     Raises:
         Refusal: names each file that differs, and says `advice`.
     """
-    found = problems(folder)
-    if found:
-        raise Refusal(f"{folder} was altered or damaged after it was written: {'; '.join(found)}. {advice}")
+    if lines := problems(folder):
+        raise Refusal(f"{folder} was altered or damaged after it was written: {'; '.join(lines)}. {advice}")
 
 
 def _write_list(folder: Path, digests: dict[str, str]) -> None:
@@ -216,3 +253,79 @@ def _write_list(folder: Path, digests: dict[str, str]) -> None:
 
 def _digest_of_text(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+# ------------------------------------------------------------ JSON
+
+
+def digest_json(value: Any) -> str:
+    """Return the SHA-256 of a value as canonical JSON."""
+    return _digest_of_text(canonical_json(value))
+
+
+def canonical_json(value: Any) -> str:
+    """Return a value as JSON whose keys are in order: equal values give equal text."""
+    return json.dumps(value, sort_keys=True, ensure_ascii=False, default=str)
+
+
+def checksummed(values: dict[str, Any]) -> dict[str, Any]:
+    """Return `values` as JSON keeps them, with their checksum as the last entry."""
+    plain = json.loads(json.dumps(values))
+    return {**plain, CHECKSUM: digest_json(plain)}
+
+
+def write_json(file: Path, values: dict[str, Any], indent: int | None = 2) -> None:
+    """Write `values` with their checksum into `file`, all of it or nothing."""
+    write_atomically(file, json.dumps(checksummed(values), indent=indent) + "\n")
+
+
+def unsealed(file: Path, values: dict[str, Any], advice: str, required: bool = True) -> dict[str, Any]:
+    """Return what JSON of `file` holds beside its checksum, which must be right.
+
+    Args:
+        advice: what to do about a file that was altered.
+        required: False takes values without a checksum as they are.
+
+    Raises:
+        Refusal: the file was altered after it was written.
+    """
+    if CHECKSUM not in values and not required:
+        return values
+    body = {key: value for key, value in values.items() if key != CHECKSUM}
+    digest = digest_json(body)
+    if values.get(CHECKSUM) != digest:
+        kept = str(values.get(CHECKSUM, "none"))
+        raise Refusal.of(
+            file, f"it was altered or damaged (its checksum is {kept[:12]})", f"{digest[:12]}… for this content", advice
+        )
+    return body
+
+
+def read_sealed(file: Path, advice: str, required: bool = True) -> dict[str, Any]:
+    """Return what `write_json` wrote into `file`.
+
+    Raises:
+        BadInputError: it cannot be read. Refusal: it was altered after it was written.
+    """
+    return unsealed(file, read_json(file), advice, required)
+
+
+# ------------------------------------------------------------ text
+
+
+def sealed_text(text: str) -> str:
+    """Return `text`, which ends with a line break, and a comment line with its digest."""
+    return f"{text}{_TEXT_SEAL_BEGIN}{_digest_of_text(text)}\n"
+
+
+def seal_problem(file: Path) -> str | None:
+    """Return what is wrong with a file of `sealed_text`, in words; None if it is as it was written."""
+    try:
+        text = file.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        return f"it cannot be read ({error.strerror})"
+    body, begin, rest = text.rpartition(_TEXT_SEAL_BEGIN)
+    match = _TEXT_SEAL.fullmatch(begin + rest)
+    if match is None:
+        return "its last line, which would say that it is whole, is missing"
+    return None if match["digest"] == _digest_of_text(body) else "it was altered after it was written"

@@ -24,7 +24,7 @@ class BadInputError(OutriderError, ValueError):
 
 
 class Refusal(BadInputError):  # noqa: N818 (it is no fault: this is how Outrider says no)
-    """What a stranger or a broken disk wrote, and Outrider will not use (exit code 2)."""
+    """An untrusted or damaged file that Outrider will not use (exit code 2)."""
 
     @classmethod
     def of(cls, file: str | PathLike[str], found: str, expected: str, advice: str) -> Refusal:
@@ -55,6 +55,6 @@ LIBRARY_ERRORS = (ValueError, TypeError, RuntimeError, KeyError, StrictDataclass
 
 
 def reason(error: Exception) -> str:
-    """Return what an error of a library says, in one line that is not too long: some list all that is known."""
+    """Return the message of a library's error in one line, cut after 200 characters: some list all known values."""
     said = f"{type(error).__name__}: {' '.join(str(error).split())}"
     return said if len(said) <= 200 else said[:199] + "…"

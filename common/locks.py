@@ -1,7 +1,7 @@
 """One writer per folder: an exclusive lock that the kernel takes back from a process that dies.
 
 The lock file stands beside the folder (`.<name>.lock`), so that a pair stays a closed list of files, and says who
-holds it. It is gone when nobody writes.
+holds it. It is gone when no process writes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
@@ -32,22 +31,12 @@ _SIGNING_TRIES, _SIGNING_PAUSE = 20, 0.1  # how often, after how many seconds, a
 _NO_LOCKS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK}
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass
-class _Held:
-    """A lock that a thread of this process holds, as often as `depth` says."""
-
-    lock: BaseFileLock
-    depth: int = 1
-
-
-_held: dict[tuple[str, int], _Held] = {}
+_held: set[tuple[str, int]] = set()  # folders, each with the thread that holds its lock
 
 
 @contextmanager
 def locked(folder: str | Path, wait: float = 0.0) -> Iterator[None]:
-    """Hold the one lock of `folder` inside: nobody else writes there, and what dead processes left is cleared first.
+    """Hold the one lock of `folder` inside: no other writes there, and what dead processes left is cleared first.
 
     A thread that holds it may ask again. No lock survives the process that held it. A folder inside has its own.
 
@@ -60,21 +49,17 @@ def locked(folder: str | Path, wait: float = 0.0) -> Iterator[None]:
     """
     resolved = Path(folder).expanduser().resolve()
     key = (str(resolved), threading.get_ident())
-    if key in _held:
-        with _again(_held[key]):
-            yield
-        return
-    lock = _acquired(resolved, wait)
+    lock = None if key in _held else _acquired(resolved, wait)
     if lock is None:
         yield
         return
-    _held[key] = _Held(lock)
+    _held.add(key)
     try:
         recover(resolved)
         _clear_locks(resolved)
         yield
     finally:
-        del _held[key]
+        _held.remove(key)
         _release(lock)
 
 
@@ -82,11 +67,11 @@ def locked(folder: str | Path, wait: float = 0.0) -> Iterator[None]:
 def claiming(file: Path, wait: float = 0.0) -> Iterator[bool | None]:
     """Try for the lock file `file`, and yield whether this process holds it inside; None on a disk without locks.
 
-    Unlike `locked`, it belongs to no folder, nothing is cleared, and somebody else's is no error. Whoever held it and
-    died, holds it no longer.
+    Unlike `locked`, it belongs to no folder, nothing is cleared, and another holder is no error. The kernel takes it
+    back from a process that dies.
 
     Args:
-        wait: seconds to wait for whoever holds it; -1 for as long as it takes.
+        wait: seconds to wait for another holder; -1 for as long as it takes.
     """
     lock = FileLock(file, thread_local=False, fallback_to_soft=False)
     try:
@@ -105,15 +90,6 @@ def claiming(file: Path, wait: float = 0.0) -> Iterator[bool | None]:
         _release(lock)
 
 
-@contextmanager
-def _again(held: _Held) -> Iterator[None]:
-    held.depth += 1
-    try:
-        yield
-    finally:
-        held.depth -= 1
-
-
 def lock_file(folder: Path) -> Path:
     """Return where the lock of a resolved folder lies: beside it, or inside where only the inside is shared."""
     shared_inside = os.path.ismount(folder) or (folder.is_dir() and not os.access(folder.parent, os.W_OK))
@@ -121,14 +97,17 @@ def lock_file(folder: Path) -> Path:
 
 
 def _acquired(folder: Path, wait: float) -> BaseFileLock | None:
-    """Return the held lock; None on a disk without locks, which is said."""
+    """Return the held lock; None, with a warning, on a disk without locks."""
     file = lock_file(folder)
     lock = FileLock(file, thread_local=False, on_acquired=_sign)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=wait)
     except Timeout as error:
-        raise BadInputError(f"{folder} is being written by {_holder(file)}. {_advice(wait)}") from error
+        waited = f"{wait:g} seconds were not enough for it. " if wait else ""
+        raise BadInputError(
+            f"{folder} is being written by {_holder(file)}. {waited}Wait until it ends, or choose another folder."
+        ) from error
     except OSError as error:
         if error.errno in _NO_LOCKS:
             _log.warning("%s is on a disk without locks: take care that nothing else writes there.", folder)
@@ -139,33 +118,20 @@ def _acquired(folder: Path, wait: float) -> BaseFileLock | None:
     return lock
 
 
-def _advice(wait: float) -> str:
-    waited = f"{wait:g} seconds were not enough for it. " if wait else ""
-    return f"{waited}Wait until it ends, or choose another folder."
+def _release(lock: BaseFileLock) -> None:
+    """Remove the lock file while it is held, so that a process waiting for it asks for a new one; then let go."""
+    with suppress(OSError):
+        os.unlink(lock.lock_file)
+    lock.release()
 
 
 def _clear_locks(folder: Path) -> None:
     """Remove the lock files below `folder` of processes that died; those that are held stay."""
-    for file in (f for pattern in _WITHIN for f in folder.glob(pattern) if _is_ours(f)):
+    for file in (f for pattern in _WITHIN for f in folder.glob(pattern) if _owner(f)):
         lock = FileLock(file, thread_local=False)
         with suppress(OSError):  # Timeout is one: it is held
             lock.acquire(timeout=0)
             _release(lock)
-
-
-def _is_ours(file: Path) -> bool:
-    try:
-        owner = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(owner, dict) and owner.keys() == {"process", "command", "machine", "since"}
-
-
-def _release(lock: BaseFileLock) -> None:
-    """Remove the lock file while it is held, so that whoever waits for it asks for a new one; then let go."""
-    with suppress(OSError):
-        os.unlink(lock.lock_file)
-    lock.release()
 
 
 def _sign(descriptor: int) -> None:
@@ -180,17 +146,20 @@ def _sign(descriptor: int) -> None:
     os.write(descriptor, json.dumps(owner).encode())
 
 
-def _holder(file: Path) -> str:
-    """Return who holds the lock, as far as the file says.
+def _owner(file: Path) -> dict[str, object] | None:
+    """Return what `_sign` wrote into a lock file; None for a file that is not, or not yet, ours."""
+    try:
+        owner = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return owner if isinstance(owner, dict) and owner.keys() == {"process", "command", "machine", "since"} else None
 
-    Who has just taken it signs a moment later, which is waited for.
-    """
+
+def _holder(file: Path) -> str:
+    """Return who holds the lock, as far as the file says. A new holder signs a moment later, which is waited for."""
     for _ in range(_SIGNING_TRIES):
-        try:
-            owner = json.loads(file.read_text(encoding="utf-8"))
+        if owner := _owner(file):
             said = "process {process} ({command}) on {machine}, since {since}".format(**owner)
-        except (OSError, ValueError, KeyError, TypeError):
-            time.sleep(_SIGNING_PAUSE)
-        else:
             return "".join(letter if letter.isprintable() else "?" for letter in said)
+        time.sleep(_SIGNING_PAUSE)
     return "another process"

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from .allocation import give_back_unused
+from .runtime import give_back_unused
 
 _CPUINFO = Path("/proc/cpuinfo")
 
@@ -53,9 +53,9 @@ def clock(device: torch.device) -> float:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Return how many bytes can still be allocated on `device`; None where nobody says.
+    """Return how many bytes can still be allocated on `device`; None where that is unknown.
 
-    On a CPU, what malloc keeps and nobody uses goes back to the kernel first.
+    On a CPU, what malloc keeps unused goes back to the kernel first.
     """
     if device.type == "cuda":
         # The allocator's unused blocks are not free to the device, but to us.
@@ -68,7 +68,7 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def cgroup_rooms(mounted: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> list[int]:
-    """Return what each memory limit of this process's control groups leaves, in bytes.
+    """Return the bytes that each memory limit of this process's control groups leaves.
 
     Cached files count as free, since the kernel gives them up when memory is asked for.
     """

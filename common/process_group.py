@@ -1,14 +1,15 @@
-"""The processes of one launch: what each tells the others, and whether all of them still work.
+"""The processes of one launch: how they exchange text, and whether all of them still work.
 
-They speak by files in a folder that all of them see. Waiting in a collective of torch would end after half an hour, and
-would not tell why another process is gone. Each process holds a lock, which the kernel takes back when it dies.
+They exchange files in a folder that all of them see. A collective of torch would time out after half an hour, and would
+not report why another process is gone. Each process holds a lock, which the kernel takes back when it dies.
 
     alive-3        held by the process 3
     failed-3       why it failed: {"message", "exit_code"}
     left-3         it ended well
-    TOPIC-3        what it had to say
+    TOPIC-3        what it published
 
-What many can do is handed out piece by piece, by claims (`Crew.take`), so that a slow process holds nobody up.
+Work that any of them can do is handed out piece by piece, by claims (`LaunchGroup.take`), so that a slow process holds
+no other up.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ from .errors import BadInputError, OutriderError
 from .locks import claiming
 from .signals import STOPPING, StoppedError, how, number_of
 
-PREFIX = ".crew-"
-POLL_SECONDS, SECONDS_BETWEEN_LOOKS = 0.1, 0.5  # what 64 processes ask of a shared disk adds up
+PREFIX = ".launch-"
+POLL_SECONDS, SECONDS_BETWEEN_CHECKS = 0.1, 0.5  # what 64 processes ask of a shared disk adds up
 # Every so often the locks of all the others are tried: 64 processes do that 13 times a second each.
 SECONDS_BETWEEN_ROLL_CALLS = 5.0
 SECONDS_UNTIL_SEEN = 60.0  # shared disks show a new file late: NFS keeps what a folder held for up to a minute
 _FAULT = 70
 
 
-class CrewError(OutriderError):
+class PeerError(OutriderError):
     """Another process of the launch failed; the message is its own, and so is the exit code."""
 
     def __init__(self, message: str, exit_code: int):
@@ -46,7 +47,7 @@ class CrewError(OutriderError):
 
 
 @dataclass
-class Crew:
+class LaunchGroup:
     """The processes of one launch; by default there is only this one.
 
     Attributes:
@@ -58,46 +59,51 @@ class Crew:
     folder: Path = field(default_factory=Path)
     rank: int = 0
     size: int = 1
-    _looked: float = field(default=0.0, repr=False)
-    _roll_called: float = field(default=0.0, repr=False)
-    _heard: bool = field(default=False, repr=False)  # that another one failed
+    _checked: float = field(default=0.0, init=False, repr=False)
+    _roll_called: float = field(default=0.0, init=False, repr=False)
+    _peer_failed: bool = field(default=False, init=False, repr=False)
 
     @property
     def is_main(self) -> bool:
         """Whether this is the process that does what only one may do."""
         return self.rank == 0
 
-    def tell(self, topic: str, text: str = "") -> None:
-        """Let the others hear `text`."""
+    def _file(self, topic: str, rank: int) -> Path:
+        return self.folder / f"{topic}-{rank}"
+
+    # ------------------------------------------------------------ exchange
+
+    def publish(self, topic: str, text: str = "") -> None:
+        """Let the others read `text`."""
         if self.size > 1:
             write_atomically(self._file(topic, self.rank), text)
 
-    def hear(self, topic: str, rank: int) -> str:
-        """Wait until the process `rank` tells something, and return that.
+    def receive(self, topic: str, rank: int) -> str:
+        """Wait until the process `rank` publishes something under `topic`, and return that.
 
         Raises:
-            CrewError: a process failed, or died. StoppedError: one was asked to stop.
+            PeerError: a process failed, or died. StoppedError: one was asked to stop.
         """
         file = self._file(topic, rank)
         while not file.exists():
-            self.look()
+            self.check_peers()
             time.sleep(POLL_SECONDS)
         return file.read_text(encoding="utf-8")
 
-    def first(self, topic: str, work: Callable[[], str]) -> str:
-        """Do `work` on the main process alone, and return in every process what it returned there."""
+    def on_main(self, topic: str, work: Callable[[], str]) -> str:
+        """Do `work` on the main process alone, and return its result in every process."""
         if not self.is_main:
-            return self.hear(topic, 0)
+            return self.receive(topic, 0)
         text = work()
-        self.tell(topic, text)
+        self.publish(topic, text)
         return text
 
-    def meet(self, topic: str) -> None:
+    def barrier(self, topic: str) -> None:
         """Wait until every process has come here."""
         if self.size > 1:
-            self.tell(topic)
+            self.publish(topic)
             for rank in range(self.size):
-                self.hear(topic, rank)
+                self.receive(topic, rank)
 
     def take(
         self,
@@ -110,99 +116,91 @@ class Crew:
         The piece of a process that dies is free again, for this launch or for another one.
 
         Args:
-            is_finished: tells whether somebody has finished a piece.
+            is_finished: tells whether any process has finished a piece.
             claim: tries for the claim to a piece, as `common.locks.claiming` does for a file. On a disk without locks
                 every process has its share instead.
         """
         left = list(pieces)
         while left:
-            held = []
+            held_by_others = []
             for piece in left:
                 if is_finished(piece):
                     continue
                 with claim(piece) as mine:
                     taken = piece % self.size != self.rank if mine is None else not mine
                     if taken:
-                        held.append(piece)
+                        held_by_others.append(piece)
                     elif not is_finished(piece):  # its last owner finished it just now
-                        self.look()
+                        self.check_peers()
                         yield piece
-            left = held
+            left = held_by_others
             if left:
-                self.look()
+                self.check_peers()
                 time.sleep(POLL_SECONDS)
 
-    def look(self) -> None:
+    # ------------------------------------------------------------ failures
+
+    def check_peers(self) -> None:
         """Raise the error of a process that failed, or died."""
         now = time.monotonic()
-        if self.size == 1 or now - self._looked < SECONDS_BETWEEN_LOOKS:
+        if self.size == 1 or now - self._checked < SECONDS_BETWEEN_CHECKS:
             return
-        self._looked = now
-        self._hear_failures()
+        self._checked = now
+        self._raise_failures()
         if now - self._roll_called > SECONDS_BETWEEN_ROLL_CALLS:
-            self._call_roll()
             self._roll_called = now
+            self._raise_deaths()
 
-    def _hear_failures(self) -> None:
+    def _raise_failures(self) -> None:
         for file in sorted(self.folder.glob("failed-*")):
             if file != self._file("failed", self.rank):
-                self._raise(file)
+                self._peer_failed, failure = True, json.loads(file.read_text(encoding="utf-8"))
+                message, code = failure["message"], failure["exit_code"]
+                raise StoppedError(message, code - 128) if code - 128 in STOPPING else PeerError(message, code)
 
-    def _raise(self, file: Path) -> None:
-        said = json.loads(file.read_text(encoding="utf-8"))
-        self._heard, number = True, said["exit_code"] - 128
-        if number in STOPPING:
-            raise StoppedError(said["message"], number)
-        raise CrewError(said["message"], said["exit_code"])
-
-    def _call_roll(self) -> None:
+    def _raise_deaths(self) -> None:
         for rank in range(self.size):
-            if rank != self.rank and _is_free(self._file("alive", rank)) and not self._file("left", rank).exists():
-                if self._file("failed", rank).exists():  # it had time to say so since we looked
-                    continue
-                self._heard = True
-                raise CrewError(
+            if rank == self.rank or not _is_free(self._file("alive", rank)) or self._file("left", rank).exists():
+                continue
+            if not self._file("failed", rank).exists():  # it has had time to write that since the last look
+                self._peer_failed = True
+                raise PeerError(
                     f"process {rank} of {self.size} died without a word: it was killed, perhaps for lack of memory. "
                     "What is finished is kept; run the same command again.",
                     _FAULT,
                 )
 
-    def _file(self, topic: str, rank: int) -> Path:
-        return self.folder / f"{topic}-{rank}"
-
-    # ------------------------------------------------------------ while it works
-
     @contextmanager
-    def working(self, meet: Callable[[], None]) -> Iterator[None]:
-        """Be one of the crew inside; what is raised here reaches the others.
+    def joined(self, barrier: Callable[[], None]) -> Iterator[None]:
+        """Be one of the group inside; an error that is raised here reaches the others.
 
         Args:
-            meet: waits until every process has called it.
+            barrier: waits until every process has called it.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         with claiming(self._file("alive", self.rank)) as mine:
-            meet()
+            barrier()
             try:
                 if mine is not None:  # a disk without locks may not even have the files
                     self._require_shared_folder()
                 yield
-                self.meet("ending")
-                self.tell("left")
-                meet()
+                self.barrier("ending")
+                self.publish("left")
+                barrier()
             except BaseException as error:
-                self._tell_failure(error)
+                self._publish_failure(error)
                 raise
         if self.is_main:
             shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _tell_failure(self, error: BaseException) -> None:
+    def _publish_failure(self, error: BaseException) -> None:
         message, code = str(error) or type(error).__name__, getattr(error, "exit_code", _FAULT)
         if isinstance(error, KeyboardInterrupt):
             message, code = str(error) or how(error), 128 + number_of(error)
-        if not self._heard:
+        if not self._peer_failed:
             message = f"process {self.rank} of {self.size} ended: {message}"
         with suppress(OSError):  # of a full disk: what is raised here would hide why
-            self.tell("failed", json.dumps({"message": message, "exit_code": code}))
+            self.publish("failed", json.dumps({"message": message, "exit_code": code}))
 
     def _require_shared_folder(self) -> None:
         """Raise BadInputError if this process does not see the others' files, all of which are there by now."""
@@ -214,11 +212,11 @@ class Crew:
                     f"process {self.rank} of {self.size} does not see {unseen[0]}, which another process of the launch "
                     "wrote: the output folder must lie on a disk that all machines share."
                 )
-            self._hear_failures()  # one that failed already may have taken its file away
+            self._raise_failures()  # a process that failed already may have taken its file away
             time.sleep(POLL_SECONDS)
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
+    def watching_peers(self) -> Iterator[None]:
         """End this process with a message if another one fails inside, where nothing can be raised.
 
         A collective that waits for a process that is gone does not return to Python.
@@ -233,23 +231,23 @@ class Crew:
     def _watch(self, done: threading.Event) -> None:
         while not done.wait(1.0):
             try:
-                self.look()
-            except (CrewError, StoppedError) as error:
+                self.check_peers()
+            except (PeerError, StoppedError) as error:
                 if not done.is_set():
                     sys.stderr.write(f"error: {error}\n")
                     sys.stderr.flush()
                     os._exit(error.exit_code)
 
 
-def clear_crews(folder: Path) -> None:
-    """Remove what crews left in `folder` whose main process is gone."""
+def clear_abandoned(folder: Path) -> None:
+    """Remove what launches left in `folder` whose main process is gone."""
     for left in folder.glob(f"{PREFIX}*"):
         if _is_free(left / "alive-0"):
             shutil.rmtree(left, ignore_errors=True)
 
 
 def _is_free(lock: Path) -> bool:
-    """Tell whether nobody holds the lock file `lock`."""
+    """Tell whether no process holds the lock file `lock`."""
     if not lock.exists():
         return True
     with claiming(lock) as mine:

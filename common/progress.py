@@ -36,7 +36,7 @@ def progress(
 
 
 def _ignore(count: int, note: str) -> None:
-    """Draw nothing, where nobody looks."""
+    """Draw nothing."""
 
 
 _RETRYING = "huggingface_hub.utils._http"  # writes two lines for each try, to two handlers
@@ -45,14 +45,14 @@ _log = logging.getLogger(__name__)
 
 
 def say_retries_once() -> None:
-    """Let the Hub's library say once that it cannot be reached, and that it tries again. For commands."""
+    """Make the Hub's library report once, and not at every try, that it cannot be reached. For commands."""
     logger = logging.getLogger(_RETRYING)
     if not any(isinstance(known, _Once) for known in logger.filters):
         logger.addFilter(_Once())
 
 
 class _Once(logging.Filter):
-    """A filter that keeps what is said about tries to itself, and says it in its own words the first time."""
+    """A filter that drops the library's messages about tries, and logs one of our own at the first."""
 
     def __init__(self) -> None:
         super().__init__()

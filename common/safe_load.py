@@ -1,4 +1,4 @@
-"""What a stranger wrote: text, JSON and YAML, read with limits and into plain values only.
+"""Untrusted text, JSON and YAML, read within limits and into plain values only.
 
 Pairs, models and recipes travel. Whatever Outrider reads of them comes through here, so that a file can be wrong, but
 can neither hang the reader nor fill the memory: regular files only, of a limited size, in UTF-8; JSON and YAML of a
@@ -7,7 +7,7 @@ limited depth, without integers of thousands of digits and without text that no 
 
 from __future__ import annotations
 
-import codecs
+import itertools
 import json
 import os
 import re
@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 import yaml
 
@@ -43,7 +43,7 @@ class Unreadable(Refusal):
 
 @dataclass(frozen=True)
 class FileLimits:
-    """How large a stranger's file may be.
+    """How large an untrusted file may be.
 
     Attributes:
         num_bytes: of the file.
@@ -82,21 +82,15 @@ def read_bytes(file: Path, limit: int = JSON.num_bytes) -> bytes:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise Unreadable(str(file), "expected a regular file")
             read = opened.read(limit + 1)
-    except FileNotFoundError:
+    except (FileNotFoundError, Unreadable):
         raise
     except OSError as error:
         raise Unreadable(str(file), f"cannot be read ({error.strerror})") from error
     except ValueError as error:  # a name with a zero byte
-        _raise_again(file, error)
+        raise Unreadable(repr(str(file)), f"cannot be read ({error})") from error
     if len(read) > limit:
         raise Unreadable(str(file), f"larger than the {limit / MEGABYTE:g} MB that such a file may have")
     return read
-
-
-def _raise_again(file: Path, error: ValueError) -> NoReturn:
-    if isinstance(error, Unreadable):
-        raise error
-    raise Unreadable(repr(str(file)), f"cannot be read ({error})") from error
 
 
 def require_regular(file: Path) -> None:
@@ -107,7 +101,7 @@ def require_regular(file: Path) -> None:
 
 
 def kind_of(mode: int) -> str:
-    """Return what a file of this mode is, in words."""
+    """Return the kind of a file of this mode, in words."""
     names = {
         stat.S_IFDIR: "a folder",
         stat.S_IFLNK: "a link",
@@ -146,17 +140,20 @@ def read_json(file: Path, limits: FileLimits = JSON) -> dict[str, Any]:
     """Return the JSON object in a file.
 
     Raises:
-        Unreadable: it holds something else, or more than the limits allow.
-        FileNotFoundError: there is none.
+        Unreadable: there is none, or it holds something else, or more than the limits allow.
     """
-    values = parse_json(read_text(file, limits.num_bytes), str(file), limits)
+    try:
+        text = read_text(file, limits.num_bytes)
+    except FileNotFoundError as error:
+        raise Unreadable(str(file), f"cannot be read ({error.strerror})") from error
+    values = parse_json(text, str(file), limits)
     if not isinstance(values, dict):
         raise Unreadable(str(file), f"expected an object, found {type(values).__name__}")
     return values
 
 
 def parse_json(text: str, where: str, limits: FileLimits = JSON) -> Any:
-    """Return the value that JSON text says: plain values of a limited depth and size, with numbers that are finite.
+    """Return the value of JSON text: plain values of a limited depth and size, with finite numbers.
 
     Args:
         where: the text's place, for errors.
@@ -173,7 +170,7 @@ def parse_json(text: str, where: str, limits: FileLimits = JSON) -> Any:
         if _SURROGATE.search(text):
             json.dumps(values, ensure_ascii=False).encode()
     except RecursionError as error:
-        raise Unreadable(where, f"holds more than {limits.depth} lists and objects inside each other") from error
+        raise _too_deep(where, limits) from error
     except UnicodeEncodeError as error:
         raise _lone_surrogate(where, error) from error
     except ValueError as error:
@@ -212,13 +209,17 @@ def read_byte_lines(file: Path, limit: int = JSON.num_bytes) -> Iterator[bytes]:
     """
     require_regular(file)
     with file.open("rb") as opened:
-        for number in range(1, 2**63):
+        for number in itertools.count(1):
             line = opened.readline(limit + 1)
             if not line:
                 return
             if len(line) > limit:
                 raise Unreadable(f"{file}: line {number}", f"longer than {limit / MEGABYTE:g} MB")
             yield line
+
+
+def _too_deep(where: str, limits: FileLimits, containers: str = "lists and objects") -> Unreadable:
+    return Unreadable(where, f"holds more than {limits.depth} {containers} inside each other")
 
 
 def _lone_surrogate(where: str, error: UnicodeEncodeError) -> Unreadable:
@@ -237,30 +238,27 @@ def _no_number(name: str) -> NoReturn:
 
 def _require_shallow(values: Any, depth: int) -> None:
     """Raise RecursionError if lists and mappings are nested deeper than `depth`."""
-    level = [values]
+    level = [values] if isinstance(values, (dict, list)) else []
     for _ in range(depth + 1):
-        level = [inner for value in level for inner in _inside(value) if isinstance(inner, (dict, list))]
+        contents = (value.values() if isinstance(value, dict) else value for value in level)
+        level = [inner for values in contents for inner in values if isinstance(inner, (dict, list))]
         if not level:
             return
     raise RecursionError
-
-
-def _inside(value: Any) -> Any:
-    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
 # ------------------------------------------------------------ YAML
 
 
 def parse_yaml(text: str, where: str, limits: FileLimits = YAML) -> Any:
-    """Return the value that YAML text says: mappings with text keys, lists, text, numbers, true, false and null.
+    """Return the value of YAML text: mappings with text keys, lists, text, numbers, true, false and null.
 
     Args:
         where: the text's place, for errors.
 
     Raises:
         Unreadable: it is no YAML, with line and column; a key stands twice; or it is more than the limits allow, with
-            every alias counted as what it stands for.
+            every alias counted as the values that it stands for.
     """
     if len(text) > limits.num_bytes:
         raise Unreadable(where, f"longer than the {limits.num_bytes / 1000:.0f} kB that such a text may have")
@@ -274,7 +272,7 @@ def parse_yaml(text: str, where: str, limits: FileLimits = YAML) -> Any:
         if _SURROGATE.search(text):
             json.dumps(values, ensure_ascii=False).encode()
     except RecursionError as error:
-        raise Unreadable(where, f"holds more than {limits.depth} lists and mappings inside each other") from error
+        raise _too_deep(where, limits, "lists and mappings") from error
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
@@ -334,33 +332,31 @@ class _Loader(yaml.SafeLoader):
         seen: set[str] = set()
         for key, _ in node.value:
             if not isinstance(key.value, str):
-                raise yaml.constructor.ConstructorError(None, None, "a key must be plain text", key.start_mark)
+                raise _refused("a key must be plain text", key)
             if key.value in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key.value!r} stands here twice", key.start_mark
-                )
+                raise _refused(f"the key {key.value!r} stands here twice", key)
             seen.add(key.value)
         return super().construct_mapping(node, deep)
 
     def construct_limited(self, node: yaml.ScalarNode) -> int:
         """Return an integer; one of too many digits is an error."""
         if len(node.value) > YAML.digits:
-            raise yaml.constructor.ConstructorError(
-                None, None, f"an integer of {len(node.value)} digits, {node.value[:20]}…", node.start_mark
-            )
+            raise _refused(f"an integer of {len(node.value)} digits, {node.value[:20]}…", node)
         return int(self.construct_yaml_int(node))
 
     def construct_number(self, node: yaml.ScalarNode) -> float:
-        """Return a number; one that is too large for it is an error."""
+        """Return a number; one of too many digits is an error."""
         if len(node.value) > 10 * YAML.digits:
-            raise yaml.constructor.ConstructorError(None, None, "a number of too many digits", node.start_mark)
+            raise _refused("a number of too many digits", node)
         return float(self.construct_yaml_float(node))
 
     def construct_undefined(self, node: yaml.Node) -> NoReturn:
         """Refuse a tag: only plain values are read."""
-        raise yaml.constructor.ConstructorError(
-            None, None, f"could not determine a constructor for the tag {node.tag!r}", node.start_mark
-        )
+        raise _refused(f"could not determine a constructor for the tag {node.tag!r}", node)
+
+
+def _refused(problem: str, node: yaml.Node) -> yaml.constructor.ConstructorError:
+    return yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
 
 
 _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_limited)
@@ -383,89 +379,85 @@ def yaml_text(values: Any) -> str:
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
+# ------------------------------------------------------------ long JSON lists
+
 _PLAIN = json.JSONDecoder()
+_SOMETHING = re.compile(r"[^ \t\r\n]")
 _AFTER = tuple(",] \t\r\n")
-_SOMETHING = re.compile(r"[^ \t\r\n\ufeff]")
 
 
 def read_json_items(file: Path, limits: FileLimits = JSON) -> Iterator[Any]:
-    """Yield the entries of a JSON list, each within the limits.
+    """Yield the entries of a JSON list, each within the limits. One entry and one piece of the file are in memory.
 
     Raises:
         Unreadable: it is no regular file, no list, no JSON, or an entry is more than the limits allow.
     """
     require_regular(file)
-    with file.open("rb") as opened:
-        yield from _Items(opened, file, limits).entries()
-
-
-class _Items:
-    """A reader that holds one entry of the list, and one piece of the file."""
-
-    def __init__(self, opened: IO[bytes], file: Path, limits: FileLimits):
-        self.opened, self.file, self.limits = opened, file, limits
-        self.decoder = codecs.getincrementaldecoder("utf-8")()
-        self.text, self.place = "", 0
-
-    def entries(self) -> Iterator[Any]:
-        if self._next() != "[":
-            raise Unreadable(str(self.file), "expected a list of objects")
-        number, mark = 0, self._next()
-        while mark != "]":
-            if number == 0:
-                self.place -= 1  # no comma stands before the first entry
-            number += 1
-            yield self._entry(f"{self.file}: entry {number}")
-            mark = self._next()
+    with file.open(encoding="utf-8-sig", newline="") as opened:
+        text = _Text(opened, str(file))
+        if text.next_mark() != "[":
+            raise Unreadable(str(file), "expected a list of objects")
+        mark = text.next_mark()
+        text.place -= mark not in ("", "]")  # no comma stands before the first entry
+        for number in itertools.count(1):
+            where = f"{file}: entry {number}"
+            if mark == "]":
+                break
+            yield parse_json(text.next_entry(where, limits), where, limits)
+            mark = text.next_mark()
             if mark not in (",", "]"):
-                raise Unreadable(f"{self.file}: entry {number}", "not valid JSON: expected , or ] after it")
-        if self._next():
-            raise Unreadable(str(self.file), "not valid JSON: there is more text after the list")
+                raise Unreadable(where, "not valid JSON: expected , or ] after it")
+        if text.next_mark():
+            raise Unreadable(str(file), "not valid JSON: there is more text after the list")
 
-    def _next(self) -> str:
+
+class _Text:
+    """The piece of a text file that begins with what is read next, at `place`."""
+
+    def __init__(self, opened: TextIO, where: str):
+        self.opened, self.where, self.text, self.place = opened, where, "", 0
+
+    def next_mark(self) -> str:
         """Return the next character that is no white space, and go past it; \"\" at the end of the file."""
-        while not (found := _SOMETHING.search(self.text, self.place)):
-            if not self._read():
+        while not (match := _SOMETHING.search(self.text, self.place)):
+            if not self.read_on():
                 return ""
-        self.place = found.end()
-        return found.group()
+        self.place = match.end()
+        return match.group()
 
-    def _entry(self, where: str) -> Any:
-        """Return the entry that begins here, and go past it; more is read until it is whole."""
-        if not self._next():
+    def next_entry(self, where: str, limits: FileLimits) -> str:
+        """Return the text of the next value, and go past it; more is read until it is whole."""
+        if not self.next_mark():
             raise Unreadable(where, "not valid JSON: the list ends without ]")
         self.place -= 1
         while True:
-            end, problem = self._end(where)
-            is_whole = end >= 0 and self.text[end : end + 1] in _AFTER  # a number may go on in the next piece
-            if (end if is_whole else len(self.text)) - self.place > self.limits.num_bytes:
-                raise Unreadable(where, f"longer than {self.limits.num_bytes / MEGABYTE:g} MB")
+            end, problem = 0, "expected , or ] after it"
+            try:
+                end = _PLAIN.raw_decode(self.text, self.place)[1]
+            except RecursionError as error:
+                raise _too_deep(where, limits) from error
+            except ValueError as error:
+                problem = str(error)
+            is_whole = self.text[end : end + 1] in _AFTER if end else False  # a number may go on in the next piece
+            if (end if is_whole else len(self.text)) - self.place > limits.num_bytes:
+                raise Unreadable(where, f"longer than {limits.num_bytes / MEGABYTE:g} MB")
             if is_whole:
-                text, self.place = self.text[self.place : end], end
-                return parse_json(text, where, self.limits)
-            if not self._read():
+                entry, self.place = self.text[self.place : end], end
+                return entry
+            if not self.read_on():
                 raise Unreadable(where, f"not valid JSON: {problem}")
 
-    def _end(self, where: str) -> tuple[int, str]:
-        """Return where the entry ends, or -1 and why no end is found."""
+    def read_on(self) -> bool:
+        """Let go of what was read, and read another piece; tell whether there was one."""
         try:
-            return _PLAIN.raw_decode(self.text, self.place)[1], "expected , or ] after it"
-        except RecursionError as error:
-            reason = f"holds more than {self.limits.depth} lists and objects inside each other"
-            raise Unreadable(where, reason) from error
-        except ValueError as error:
-            return -1, str(error)
-
-    def _read(self) -> bool:
-        """Read another piece; tell whether there was one."""
-        piece = self.opened.read(MEGABYTE)
-        try:
-            text = self.decoder.decode(piece, final=not piece)
+            piece = self.opened.read(MEGABYTE)
         except UnicodeDecodeError as error:
-            raise Unreadable(str(self.file), f"cannot be read: not UTF-8 text ({error.reason})") from error
-        self.text, self.place = self.text[self.place :] + text, 0
+            raise Unreadable(self.where, f"cannot be read: not UTF-8 text ({error.reason})") from error
+        self.text, self.place = self.text[self.place :] + piece, 0
         return bool(piece)
 
+
+# ------------------------------------------------------------ limits of work
 
 try:
     import resource
@@ -491,22 +483,19 @@ def limited(seconds: float, num_bytes: int, code: str) -> Iterator[None]:
         OverBudgetError: it took longer.
         MemoryError: it asked for more.
     """
-    tracing = sys.gettrace()
-    with _limited_memory(num_bytes):
-        sys.settrace(_watch(time.thread_time() + seconds, seconds, code))
-        try:
-            yield
-        finally:
-            sys.settrace(tracing)
+    tracing, until = sys.gettrace(), time.thread_time() + seconds
 
-
-def _watch(until: float, seconds: float, code: str) -> Any:
     def look(frame: FrameType, *_: object) -> Any:
         if time.thread_time() > until:
             raise OverBudgetError(f"it takes longer than {seconds:g} seconds")
         return look if frame.f_code.co_filename == code else None
 
-    return look
+    with _limited_memory(num_bytes):
+        sys.settrace(look)
+        try:
+            yield
+        finally:
+            sys.settrace(tracing)
 
 
 @contextmanager
@@ -516,15 +505,11 @@ def _limited_memory(num_bytes: int) -> Iterator[None]:
         yield
         return
     with _one_at_a_time:  # the limit is the process's: of two that overlap the later would leave the other's behind
-        yield from _with_limit(num_bytes)
-
-
-def _with_limit(num_bytes: int) -> Iterator[None]:
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    now = int(_OWN_SIZES.read_text(encoding="ascii").split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    most = [limit for limit in before if limit != resource.RLIM_INFINITY]
-    resource.setrlimit(resource.RLIMIT_AS, (min([now + num_bytes, *most]), before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)
+        before = resource.getrlimit(resource.RLIMIT_AS)
+        now = int(_OWN_SIZES.read_text(encoding="ascii").split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        most = [limit for limit in before if limit != resource.RLIM_INFINITY]
+        resource.setrlimit(resource.RLIMIT_AS, (min([now + num_bytes, *most]), before[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, before)

@@ -1,4 +1,4 @@
-"""A setting as a recipe or a config.json gives it, and the type that its field says."""
+"""Checks of settings: a value as a recipe or a config.json gives it, against the type of its field."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def checked_value(where: str, value: Any, hint: Any) -> Any:
     try:
         return TypeAdapter(_guarded(hint), config=ConfigDict(arbitrary_types_allowed=True)).validate_python(value)
     except PydanticSchemaGenerationError:
-        return value  # not a plain type: whoever has it judges it
+        return value  # not a plain type: its owner checks it
     except ValidationError:
         raise BadInputError(f"{where}: expected {_in_words(hint)}, found {value!r}.") from None
 

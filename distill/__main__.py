@@ -15,8 +15,8 @@ from accelerate import PartialState
 from rich.console import Console
 
 from ..common import BadInputError, OutriderError
-from ..common.allocation import keep_large_blocks, remember_few_shapes
 from ..common.machine import best_device
+from ..common.runtime import keep_large_blocks, remember_few_shapes
 from ..common.signals import how, number_of, stop_with_launcher, stoppable
 from ..recipes import load_recipe
 from .responses import distill

@@ -16,7 +16,8 @@ from datasets.table import MemoryMappedTable
 from datasets.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
 from ..common import BadInputError, digests
-from ..common.atomic import read_json, replacing_folder, working_name, write_atomically
+from ..common.atomic import replacing_folder, working_name, write_atomically
+from ..common.safe_load import read_json
 
 PROVENANCE = "provenance.json"
 SCHEMA_VERSION = 2

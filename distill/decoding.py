@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from ..common import BadInputError
-from ..common.process_group import Crew
+from ..common.process_group import LaunchGroup
 from ..decode import Decoder, Output, Plan, Sampling
 from ..heads import load_drafter
 from ..recipes import DataSpec
@@ -118,10 +118,12 @@ def batches(indices: Sequence[int], size: int, processes: int) -> list[list[int]
     return found
 
 
-def answer_all(answering: Answering, work: RemainingWork, partial: Unfinished, crew: Crew, advance: Advance) -> None:
+def answer_all(
+    answering: Answering, work: RemainingWork, partial: Unfinished, group: LaunchGroup, advance: Advance
+) -> None:
     """Answer batches that nobody else answers, until all are finished."""
     tokens, started, unfinished = 0, time.perf_counter(), set(range(len(work.batches)))
-    for number in crew.take(
+    for number in group.take(
         range(len(work.batches)),
         lambda number: partial.has(work.begin + number),
         lambda number: partial.claiming(work.begin + number),
@@ -129,11 +131,11 @@ def answer_all(answering: Answering, work: RemainingWork, partial: Unfinished, c
         answers = answering.batch(work.batches[number])
         partial.keep(work.begin + number, answers)
         tokens += sum(len(turn) for answer in answers for turn in answer.turns)
-        if crew.is_main:  # who shows what all have done
-            ended = {n for n in unfinished if partial.has(work.begin + n)} if crew.size > 1 else {number}
+        if group.is_main:  # who shows what all have done
+            ended = {n for n in unfinished if partial.has(work.begin + n)} if group.size > 1 else {number}
             unfinished -= ended
             rate = f"{tokens / (time.perf_counter() - started):,.0f} tokens/s"
             advance(
                 sum(len(work.batches[n]) for n in ended),
-                rate if crew.size == 1 else f"{rate} in each of {crew.size} processes",
+                rate if group.size == 1 else f"{rate} in each of {group.size} processes",
             )

@@ -33,7 +33,7 @@ from torch import Tensor
 from ..common import BadInputError, digests
 from ..common.atomic import readable_bytes, replacing, require_space, write_atomically
 from ..common.locks import claiming
-from ..common.process_group import Crew
+from ..common.process_group import LaunchGroup
 from ..common.progress import progress
 from ..targets import Target
 from ..targets.fingerprint import digest_json
@@ -85,13 +85,13 @@ class FeatureStoreBuilder:
         key, layout = digest_json(decides), ShardIndex.of(lengths, bytes_per_token, shard_bytes)
         return cls(parent / key[:16], key, target, sequences, stored, precision, layout)
 
-    def run(self, crew: Crew, console: Console | None) -> None:
+    def run(self, group: LaunchGroup, console: Console | None) -> None:
         """Compute the shards that are missing or damaged, with the other processes; a finished store stays as it is."""
         topic = f"features-{self.key[:8]}"
-        said = json.loads(crew.first(f"{topic}-opened", self._open))
+        said = json.loads(group.on_main(f"{topic}-opened", self._open))
         if said["key"] != self.key:
             raise BadInputError(
-                f"process {crew.rank} has other responses, or another target, than process 0: all machines must see "
+                f"process {group.rank} has other responses, or another target, than process 0: all machines must see "
                 "the same files."
             )
         if said["is_finished"]:
@@ -99,13 +99,13 @@ class FeatureStoreBuilder:
         missing = said["missing"]
         ready = len(self.layout.lengths) - self._sequences(missing)
         with (
-            one_leads(crew, self.target),
+            one_leads(group, self.target),
             progress(console, "hidden states", len(self.layout.lengths), ready) as advance,
         ):
-            if not self.target.sharded or crew.is_main:
-                self._compute_all(missing, Crew() if self.target.sharded else crew, advance)
-        crew.meet(f"{topic}-computed")
-        crew.first(f"{topic}-sealed", self._seal)
+            if not self.target.sharded or group.is_main:
+                self._compute_all(missing, LaunchGroup() if self.target.sharded else group, advance)
+        group.barrier(f"{topic}-computed")
+        group.on_main(f"{topic}-sealed", self._seal)
 
     # ------------------------------------------------------------ the main process alone
 
@@ -171,15 +171,15 @@ class FeatureStoreBuilder:
 
     # ------------------------------------------------------------ every process
 
-    def _compute_all(self, missing: list[int], crew: Crew, advance: Callable[[int, str], None]) -> None:
+    def _compute_all(self, missing: list[int], group: LaunchGroup, advance: Callable[[int, str], None]) -> None:
         """Compute shards that nobody else computes, until all `missing` ones are there."""
         left = set(missing)
-        for shard in crew.take(missing, self._has, lambda n: claiming(self.folder / f".{n:05d}.claim")):
+        for shard in group.take(missing, self._has, lambda n: claiming(self.folder / f".{n:05d}.claim")):
             self._compute(shard)
-            if crew.is_main:  # who shows what all have done
+            if group.is_main:  # who shows what all have done
                 ended = {n for n in left if self._has(n)}
                 left -= ended
-                advance(self._sequences(ended), f"{crew.size} processes" if crew.size > 1 else "")
+                advance(self._sequences(ended), f"{group.size} processes" if group.size > 1 else "")
 
     def _sequences(self, shards: Sequence[int] | set[int]) -> int:
         return sum(len(self.layout.shards[i]) for i in shards)

@@ -21,9 +21,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..common import BadInputError, digests
-from ..common.atomic import keeping, read_json, readable_bytes, writing
+from ..common.atomic import keeping, readable_bytes, writing
 from ..common.locks import locked
-from ..common.process_group import Crew
+from ..common.process_group import LaunchGroup
+from ..common.safe_load import read_json
 from ..targets import Target
 from .feature_making import FeatureStoreBuilder
 from .shards import INDEX, PRECISIONS, ShardIndex, precision_of, shard_file
@@ -76,29 +77,29 @@ class FeatureStore:
         dtype: torch.dtype | str = "auto",
         console: Console | None = None,
         shard_bytes: int | None = None,
-        crew: Crew | None = None,
+        group: LaunchGroup | None = None,
     ) -> FeatureStore:
         """Return the store for this target, data set (its `input_ids`) and taps under `folder`, opened or made.
 
         Args:
             dtype: of the stored states, a name of `shards.PRECISIONS`; "auto" for the target's own.
             shard_bytes: sequences are gathered into files of about this size; None for one that suits all of them.
-            crew: the processes that make it, all of which call this together; None for this one alone.
+            group: the processes that make it, all of which call this together; None for this one alone.
 
         Raises:
             IncompatibleError: a tap the target does not have.
             BadInputError: no sequences, or too little space on the disk (known before any work).
-            CrewError: another process failed; it says why.
+            PeerError: another process failed; it says why.
         """
         if len(dataset) == 0:
             raise BadInputError("there are no sequences to compute hidden states for; the data set is empty.")
         target.check_taps(taps)
-        crew = crew or Crew()
+        group = group or LaunchGroup()
         precision = precision_of(str(dtype), target.dtype)
         making = FeatureStoreBuilder.of(Path(folder), target, dataset, taps, precision, shard_bytes)
-        alone = locked(making.folder) if crew.is_main else nullcontext()
+        alone = locked(making.folder) if group.is_main else nullcontext()
         with alone, keeping(lambda: "The finished shards are kept there."), writing(making.folder):
-            making.run(crew, console)
+            making.run(group, console)
         return cls(making.folder, taps, check=False)
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""The processes that a launcher started together, as a crew; and what one of them does for all."""
+"""The processes that a launcher started together, as one group; and what one of them does for all."""
 
 from __future__ import annotations
 
@@ -9,37 +9,37 @@ from pathlib import Path
 
 from torch import distributed
 
-from ..common.process_group import PREFIX, Crew, clear_crews
+from ..common.process_group import PREFIX, LaunchGroup, clear_abandoned
 from ..targets import Target
 from ..targets.sharding import follow, leading, processes, share
 
 
 @contextmanager
-def crew_in(folder: Path) -> Iterator[Crew]:
+def launch_group(folder: Path) -> Iterator[LaunchGroup]:
     """Yield this process's place among those of its launch, which all see `folder`. All of them call it together."""
     if processes() == 1:
-        yield Crew()
+        yield LaunchGroup()
         return
     rank = distributed.get_rank()
     if rank == 0:
-        clear_crews(folder)
-    crew = Crew(folder / f"{PREFIX}{share(uuid.uuid4().hex)}", rank, processes())
-    with crew.working(distributed.barrier):
-        yield crew
+        clear_abandoned(folder)
+    group = LaunchGroup(folder / f"{PREFIX}{share(uuid.uuid4().hex)}", rank, processes())
+    with group.joined(distributed.barrier):
+        yield group
 
 
 @contextmanager
-def one_leads(crew: Crew, target: Target) -> Iterator[None]:
+def one_leads(group: LaunchGroup, target: Target) -> Iterator[None]:
     """Let the main process alone do what is inside; the others take part in the passes of a sharded target.
 
     They have nothing to do inside themselves.
     """
-    if crew.size == 1 or not target.sharded:
+    if group.size == 1 or not target.sharded:
         yield
-    elif crew.is_main:
+    elif group.is_main:
         with leading(target):
             yield
     else:
-        with crew.watched():
+        with group.watching_peers():
             follow(target)
         yield

@@ -19,7 +19,7 @@ from itertools import groupby
 from typing import Any
 
 from ..common import BadInputError
-from ..common.checksums import canonical_json
+from ..common.digests import canonical_json
 from ..common.safe_load import JSON, Unreadable, parse_json
 
 Row = dict[str, Any]

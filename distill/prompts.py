@@ -17,7 +17,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from ..common import BadInputError
-from ..common.checksums import canonical_json
+from ..common.digests import canonical_json
 from ..recipes import SourceSpec
 from .layouts import Row, RowError, RowPrompt, understand
 from .leaks import NO_LEAKS, SuitePrompts

@@ -21,11 +21,11 @@ from rich.console import Console
 
 from ..common import BadInputError, IncompatibleError
 from ..common.atomic import keeping, writing
-from ..common.checksums import digest_json
+from ..common.digests import digest_json
 from ..common.locks import locked
-from ..common.process_group import Crew
+from ..common.process_group import LaunchGroup
 from ..common.progress import progress
-from ..common.versions import versions
+from ..common.runtime import versions
 from ..recipes import DataSpec, Recipe
 from ..targets import Fingerprint, Target, absent_target
 from ..targets.sharding import processes
@@ -35,7 +35,7 @@ from .conversation import Supervised, given_sequences, sequences, why_ended
 from .data_set import ROUNDS, SCHEMA_VERSION, TrainingRow, provenance, require_whole, save_data_set
 from .decoding import Answering, answer_all, batches
 from .depths import along
-from .launched import crew_in, one_leads
+from .launched import launch_group, one_leads
 from .prompts import Collection, digest_prompts
 from .resume_store import LONGEST_QUESTION, Answer, Answers, Identity, RemainingWork, Unfinished
 from .servers import answer_by_servers
@@ -64,7 +64,7 @@ def distill(recipe: Recipe, target: Target | None = None, console: Console | Non
             other settings (names them), one whose files were altered (names them), a full disk, another process that
             writes there.
         IncompatibleError: `data.responses` were tokenized differently.
-        CrewError: another process of the launch failed; it says why.
+        PeerError: another process of the launch failed; it says why.
     """
     spec = recipe.data
     if spec.responses is None:
@@ -74,13 +74,13 @@ def distill(recipe: Recipe, target: Target | None = None, console: Console | Non
         read_key(spec.requests.key)
     target = target or _target_of(recipe)
     folder = data_folder(recipe)
-    with crew_in(recipe.output_folder) as crew:
+    with launch_group(recipe.output_folder) as group:
         if spec.responses is not None:
-            return Path(crew.first("given", lambda: str(_given(folder, target))))
+            return Path(group.on_main("given", lambda: str(_given(folder, target))))
         # All processes read the prompts: those that only take part in passes need them as little as they harm.
-        found = gather(recipe, target.require_tokenizer(), console, recipe.output_folder, warn=crew.is_main)
-        run = _ResponsesBuilder(folder, spec, target, found, crew)
-        run.make(locked(recipe.output_folder) if crew.is_main else nullcontext(), console)
+        found = gather(recipe, target.require_tokenizer(), console, recipe.output_folder, warn=group.is_main)
+        run = _ResponsesBuilder(folder, spec, target, found, group)
+        run.make(locked(recipe.output_folder) if group.is_main else nullcontext(), console)
     return folder
 
 
@@ -103,9 +103,9 @@ def data_folder(recipe: Recipe) -> Path:
 class _ResponsesBuilder:
     """One data set in the making."""
 
-    def __init__(self, folder: Path, spec: DataSpec, target: Target, found: Collection, crew: Crew):
+    def __init__(self, folder: Path, spec: DataSpec, target: Target, found: Collection, group: LaunchGroup):
         self.folder, self.partial = folder, Unfinished(folder.with_name(folder.name + ".partial"))
-        self.spec, self.target, self.found, self.crew = spec, target, found, crew
+        self.spec, self.target, self.found, self.group = spec, target, found, group
         self.prompts: Sequence[Prompt] = found.prompts
 
     def make(self, alone: AbstractContextManager[None], console: Console | None) -> None:
@@ -115,15 +115,15 @@ class _ResponsesBuilder:
             alone: what the main process holds meanwhile.
         """
         with alone:
-            said = self.crew.first("work", self._open)
+            said = self.group.on_main("work", self._open)
             if not said:
                 return
             work = RemainingWork(**json.loads(said))
             self._require_same_prompts(work)
             with keeping(self._kept), writing(self.folder):
                 self._answer(work, console)
-                self.crew.meet("answered")
-                self.crew.first("written", self._write)
+                self.group.barrier("answered")
+                self.group.on_main("written", self._write)
 
     # ------------------------------------------------------------ what is there
 
@@ -138,7 +138,7 @@ class _ResponsesBuilder:
             self.partial.open(self.identity)
         answered = Answers(self.partial.files(), len(self.prompts))
         missing = [] if self._is_given else [i for i in self._longest_first() if i not in answered]
-        at_work = 1 if self.target.sharded else self.crew.size
+        at_work = 1 if self.target.sharded else self.group.size
         return RemainingWork(
             digest, self.partial.next_number(), batches(missing, self.spec.batch_size, at_work)
         ).to_json()
@@ -191,12 +191,12 @@ class _ResponsesBuilder:
 
     def _require_same_prompts(self, work: RemainingWork) -> None:
         if (
-            not self.crew.is_main
+            not self.group.is_main
             and not self.target.sharded
             and digest_prompts(self.prompts, self._is_given) != work.prompts
         ):
             raise BadInputError(
-                f"process {self.crew.rank} reads other prompts than process 0: the files of data.prompts must be the "
+                f"process {self.group.rank} reads other prompts than process 0: the files of data.prompts must be the "
                 "same on all machines."
             )
 
@@ -211,16 +211,16 @@ class _ResponsesBuilder:
     def _answer(self, work: RemainingWork, console: Console | None) -> None:
         left = sum(map(len, work.batches))
         with (
-            one_leads(self.crew, self.target),
+            one_leads(self.group, self.target),
             progress(console, "target answers", len(self.prompts), len(self.prompts) - left) as advance,
         ):
             if self.spec.servers is not None:
-                if self.crew.is_main:
+                if self.group.is_main:
                     answer_by_servers(self.target, self.prompts, self.spec, work, self.partial, advance)
-            elif not self.target.sharded or self.crew.is_main:
-                crew = Crew() if self.target.sharded else self.crew
+            elif not self.target.sharded or self.group.is_main:
+                group = LaunchGroup() if self.target.sharded else self.group
                 answering = Answering.of(self.target, self.prompts, self.spec)
-                answer_all(answering, work, self.partial, crew, advance)
+                answer_all(answering, work, self.partial, group, advance)
 
     def _write(self) -> str:
         """Write the data set beside its place, then move it there."""

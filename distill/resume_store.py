@@ -25,9 +25,10 @@ from typing import Any
 import numpy as np
 
 from ..common import BadInputError, Refusal, digests
-from ..common.atomic import read_json, write_atomically
-from ..common.checksums import read_sealed, write_json
+from ..common.atomic import write_atomically
+from ..common.digests import read_sealed, write_json
 from ..common.locks import claiming
+from ..common.safe_load import read_json
 from ..targets import Fingerprint
 
 Tokens = list[int]

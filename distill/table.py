@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow
 
 from ..common.atomic import working_name
-from ..common.checksums import digest_json
+from ..common.digests import digest_json
 from .layouts import Message, Turn
 
 _AT_ONCE = 1024  # prompts of one batch of the file

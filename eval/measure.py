@@ -17,7 +17,7 @@ from transformers import GenerationConfig
 from ..common import BadInputError
 from ..common.machine import clock, device_name
 from ..common.progress import progress
-from ..common.versions import versions
+from ..common.runtime import versions
 from ..costs.timing import threads
 from ..decode import Decoder, Plan, Round, Sampling, Tree, depth_counts
 from ..heads import Drafter, drafter_config

@@ -31,7 +31,7 @@ from rich.text import Text
 from ..common import BadInputError, IncompatibleError
 from ..common.machine import device_name
 from ..common.progress import Advance, progress
-from ..common.versions import versions
+from ..common.runtime import versions
 from ..costs.rounds import RoundTimes, costs_in_loop, verify_times
 from ..costs.timing import threads
 from ..decode import Control, Costs, Decoder, Plan, Sampling, Tree, best_tree

@@ -23,7 +23,7 @@ from torch.nn import functional
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from ..common import BadInputError, IncompatibleError
-from ..common.versions import versions
+from ..common.runtime import versions
 from ..heads import DFlash, DFlashConfig, Drafter, DrafterConfig, DSpark, DSparkConfig
 from ..targets import Target
 from .drafter_files import DrafterFiles, fill

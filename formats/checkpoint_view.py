@@ -17,7 +17,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from ..common import BadInputError
-from ..common.atomic import read_json, write_atomically
+from ..common.atomic import write_atomically
+from ..common.safe_load import read_json
 from ..targets import embedded_path
 from ..targets.loading import EMBEDDED
 from .drafter_files import DrafterFiles

@@ -18,7 +18,8 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from ..common import BadInputError
-from ..common.atomic import read_json, write_atomically
+from ..common.atomic import write_atomically
+from ..common.safe_load import read_json
 from ..heads import Drafter, DrafterConfig, SelfSpeculative, SelfSpeculativeConfig
 from ..heads.saved import read_config
 from ..targets import Target, load_causal_lm

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from ..common import BadInputError, Refusal
-from ..common.atomic import Leftover, is_harmless
-from ..common.digests import problem_of
+from ..common.atomic import Leftover
+from ..common.digests import is_harmless, problem_of
 from ..common.locks import lock_file, locked
 from ..common.safe_load import kind_of
 from ..decode import Plan

@@ -24,9 +24,9 @@ from rich.markup import escape
 from typer.core import TyperGroup
 
 from ..common import OutriderError
-from ..common.allocation import keep_large_blocks, remember_few_shapes
 from ..common.atomic import is_disk_full, require_folder, write_atomically
 from ..common.progress import say_retries_once
+from ..common.runtime import keep_large_blocks, remember_few_shapes
 from ..common.signals import how, number_of, stoppable
 from . import data_cli, export_cli, pair_cli, serving_cli
 from .examples import EXAMPLES

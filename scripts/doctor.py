@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..common.machine import cpu_multiplies_bfloat16, cpu_name
-from ..common.versions import installed_version
+from ..common.runtime import installed_version
 from ..targets import embedded_path
 
 PACKAGES = (

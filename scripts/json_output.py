@@ -20,7 +20,7 @@ from typing import Any, Final
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from ..common.atomic import write_atomically
-from ..common.checksums import CHECKSUM
+from ..common.digests import CHECKSUM
 from ..costs.training import Needs
 from ..distill.data_set import provenance
 from ..distill.prompts import Collection

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from ..common import BadInputError, digests
 from ..common.atomic import replacing_folder
-from ..common.checksums import read_sealed, write_json
+from ..common.digests import read_sealed, write_json
 from ..common.locks import locked
 from ..costs.hardware import forecast, measure_pace
 from ..distill import distill, provenance

@@ -12,7 +12,7 @@ from rich.text import Text
 from torch import Tensor
 
 from ..common.atomic import write_atomically
-from ..common.checksums import write_json
+from ..common.digests import write_json
 from ..common.locks import locked
 from ..common.progress import progress
 from ..distill import distill, load_responses

@@ -16,8 +16,8 @@ import torch
 from rich.console import Console
 
 from ..common import BadInputError
-from ..common.atomic import read_json
 from ..common.progress import Advance, progress
+from ..common.safe_load import read_json
 from ..eval.suites import load_suites
 from ..formats import launch
 from ..heads import Ngram

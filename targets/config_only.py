@@ -24,8 +24,8 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..common import BadInputError
-from ..common.allocation import give_back_unused
 from ..common.errors import reason
+from ..common.runtime import give_back_unused
 from ..common.safe_load import read_json
 from .fingerprint import Digested, Fingerprint, digest_tensor
 from .loading import expanded, folder_of, load_causal_lm, load_tokenizer_of, target_path

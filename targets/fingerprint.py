@@ -14,9 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..common.atomic import is_harmless
-from ..common.checksums import digest_json
-from ..common.digests import LIST, file_digest
+from ..common.digests import LIST, digest_json, file_digest, is_harmless
 from .quantised import parts
 
 # Config fields that say where or with what a model was saved, not what it computes.

@@ -70,7 +70,7 @@ def test_the_rooms_write_no_file_any_other_way() -> None:
         if file.relative_to(HOUSE).as_posix() not in ALLOWED
         for line, name in writes(ast.parse(file.read_text(encoding="utf-8")))
     ]
-    assert found == [], "use common.atomic or common.checksums"
+    assert found == [], "use common.atomic or common.digests"
 
 
 def test_tensors_are_written_where_a_file_is_being_replaced() -> None:

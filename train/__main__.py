@@ -14,8 +14,8 @@ from rich.console import Console
 from transformers.utils import logging as transformers_logging
 
 from ..common import OutriderError
-from ..common.allocation import keep_large_blocks, remember_few_shapes
 from ..common.progress import say_retries_once
+from ..common.runtime import keep_large_blocks, remember_few_shapes
 from ..common.signals import how, number_of, stop_with_launcher, stoppable
 from ..recipes import load_recipe
 from .trainer import TrainingInterruptedError, train

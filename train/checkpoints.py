@@ -18,7 +18,8 @@ from safetensors import SafetensorError
 from transformers import TrainerState, TrainingArguments
 
 from ..common import BadInputError, Refusal, digests
-from ..common.atomic import CannotWriteError, failure, move, read_json, readable_bytes, write_atomically
+from ..common.atomic import CannotWriteError, failure, move, readable_bytes, write_atomically
+from ..common.safe_load import read_json
 from .launch import is_lost_peer
 
 PREFIX = "checkpoint-"

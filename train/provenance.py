@@ -8,8 +8,8 @@ from typing import Any
 
 from ..common import BadInputError, Refusal, digests
 from ..common.atomic import write_atomically
-from ..common.checksums import read_sealed, seal_problem, sealed_text, write_json
-from ..common.versions import versions
+from ..common.digests import read_sealed, seal_problem, sealed_text, write_json
+from ..common.runtime import versions
 from ..distill.data_set import ROUNDS
 from ..distill.data_set import provenance as data_provenance
 from ..recipes import Recipe, load_recipe

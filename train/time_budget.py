@@ -18,8 +18,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_utils import IntervalStrategy
 
 from ..common import BadInputError
-from ..common.atomic import read_json
 from ..common.progress import progress
+from ..common.safe_load import read_json
 from .hooks import states_explained
 
 ENDLESS = 10**9  # steps

@@ -31,7 +31,7 @@ from ..common.digests import save_whole
 from ..common.signals import StoppedError, how, number_of
 from ..distill.data_set import DEPTHS, load_responses, rounds_of
 from ..distill.features import FeatureStore
-from ..distill.launched import crew_in
+from ..distill.launched import launch_group
 from ..distill.responses import distill
 from ..heads import Drafter
 from ..recipes import Recipe
@@ -270,8 +270,10 @@ class _Training:
         if self.recipe.data.features == "online":
             return OnlineBatches(target, drafter.taps, precision)
         output, dtype = self.recipe.output_folder, self.recipe.data.features_dtype
-        with crew_in(output) as crew:
-            store = FeatureStore.build(output / "features", target, table, drafter.taps, dtype, self.console, crew=crew)
+        with launch_group(output) as group:
+            store = FeatureStore.build(
+                output / "features", target, table, drafter.taps, dtype, self.console, group=group
+            )
         return CachedBatches(target, drafter.taps, store)
 
     # ------------------------------------------------------------ the loop, and what comes out

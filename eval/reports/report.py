@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import Field, ValidationError
 
 from ...common import BadInputError, refuse_unknown_keys
-from ...common.checksums import CHECKSUM, digest_json, unsealed
+from ...common.digests import CHECKSUM, digest_json, unsealed
 from ...common.safe_load import MEGABYTE, FileLimits, Unreadable, parse_json, read_text
 from .figures import ALL, CONFIDENCE, RESAMPLES, Baselines, Figures, PromptRecord, ReportModel
 

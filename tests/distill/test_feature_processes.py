@@ -21,7 +21,7 @@ from torch import distributed
 from outrider.common import BadInputError
 from outrider.distill import FeatureStore
 from outrider.distill.feature_making import FeatureStoreBuilder
-from outrider.distill.launched import crew_in
+from outrider.distill.launched import launch_group
 from outrider.distill.shards import LEAST_BYTES, MOST_BYTES, precision_of, shard_size
 from outrider.targets import Target
 
@@ -44,8 +44,8 @@ def target(tiny_llama: Callable[..., Any]) -> Target:
 def build_together(folder: Path, target: Target, dataset: Dataset) -> None:
     PartialState(cpu=True)
     torch.set_num_threads(1)
-    with crew_in(folder) as crew:
-        FeatureStore.build(folder / "features", target, dataset, TAPS, shard_bytes=SMALL, crew=crew)
+    with launch_group(folder) as group:
+        FeatureStore.build(folder / "features", target, dataset, TAPS, shard_bytes=SMALL, group=group)
 
 
 def store_in(folder: Path) -> Path:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.common.checksums import digest_json
+from outrider.common.digests import digest_json
 from outrider.distill.prompts import Prompt, digest_prompts
 from outrider.distill.seen import Seen
 from outrider.distill.table import PromptTable

@@ -73,7 +73,7 @@ MODULES = {
     "control": Module("decode/control.py", ("tests/decode/test_control.py",)),
     "statistics": Module("eval/reports/statistics.py", ("tests/eval/reports/test_statistics.py",)),
     "figures": Module("eval/reports/figures.py", ("tests/eval/reports/test_statistics.py",)),
-    "replacing": Module("common/atomic.py", ("tests/common/test_folders.py",)),
+    "atomic": Module("common/atomic.py", ("tests/common/test_atomic.py",)),
     "gate": Module("eval/reports/gate.py", ("tests/eval/reports/test_gate.py",)),
     "divergences": Module("heads/divergences.py", ("tests/heads/test_losses.py",)),
     "losses": Module("heads/losses.py", ("tests/heads/test_losses.py",)),

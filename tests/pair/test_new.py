@@ -320,7 +320,7 @@ def test_an_empty_folder_is_taken_and_a_file_is_not(make_pair: MakePair, tmp_pat
 
 
 def test_what_an_interrupted_attempt_left_does_not_get_into_the_pair(make_pair: MakePair, tmp_path: Path) -> None:
-    left = tmp_path / f".pair.outrider-999999999-{machine_tag()}-0.new"  # of a process that has died
+    left = tmp_path / f".pair.outrider-999999999-{machine_tag()}-0.tmp"  # of a process that has died
     left.mkdir()
     (left / "old.txt").write_text("old")
     pair = make_pair("ngram", tmp_path / "pair")

@@ -17,7 +17,7 @@ import typer
 from jsonschema import Draft202012Validator
 from typer.testing import Result
 
-from outrider.common.checksums import CHECKSUM
+from outrider.common.digests import CHECKSUM
 from outrider.scripts.cli import app
 from outrider.scripts.examples import EXAMPLES
 from outrider.scripts.json_output import BODIES, schemas

@@ -13,8 +13,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from typer.testing import Result
 
-from outrider.common.checksums import CHECKSUM
-from outrider.common.digests import seal
+from outrider.common.digests import CHECKSUM, seal
 from outrider.heads import Ngram
 from outrider.pair import Pair, new_pair, verify
 from outrider.recipes import load_recipe

@@ -195,7 +195,7 @@ def test_other_threads_make_modules_meanwhile_as_ever(save: Save, monkeypatch: p
 MEASURED = """
 import sys, threading, time
 from pathlib import Path
-from outrider.common.allocation import keep_large_blocks
+from outrider.common.runtime import keep_large_blocks
 from outrider.targets import absent_target
 
 def own_memory():

@@ -29,7 +29,7 @@ from transformers import PreTrainedTokenizerBase
 
 from outrider.common.atomic import write_atomically
 from outrider.common.machine import cpu_name
-from outrider.common.versions import versions
+from outrider.common.runtime import versions
 from outrider.distill.collect import gather
 from outrider.distill.data_set import TrainingRow, save_data_set
 from outrider.distill.prompts import Collection

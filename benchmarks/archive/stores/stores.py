@@ -22,7 +22,7 @@ from accelerate import PartialState
 from datasets import Dataset
 
 from outrider.distill import FeatureStore
-from outrider.distill.launched import crew_in
+from outrider.distill.launched import launch_group
 from outrider.distill.shards import PRECISIONS
 from outrider.targets import Target
 
@@ -51,9 +51,9 @@ def work(arguments: argparse.Namespace) -> None:
     data = texts(arguments.texts, arguments.length, target.vocab_size)
     state.wait_for_everyone()
     began = time.perf_counter()
-    with crew_in(arguments.work) as crew:
+    with launch_group(arguments.work) as group:
         store = FeatureStore.build(
-            arguments.work / "features", target, data, TAPS, arguments.dtype, shard_bytes=SHARD_BYTES, crew=crew
+            arguments.work / "features", target, data, TAPS, arguments.dtype, shard_bytes=SHARD_BYTES, group=group
         )
     seconds, tokens = time.perf_counter() - began, sum(map(len, data["input_ids"]))
     if state.is_main_process:

@@ -11,12 +11,12 @@ import sys
 
 import pytest
 
-from outrider.common import allocation
-from outrider.common.allocation import FEW_SHAPES, keep_large_blocks, remember_few_shapes
+from outrider.common import runtime
+from outrider.common.runtime import FEW_SHAPES, keep_large_blocks, remember_few_shapes
 
 PAGES_OF_LARGE_BLOCKS = """
 import resource, sys
-from outrider.common.allocation import keep_large_blocks
+from outrider.common.runtime import keep_large_blocks
 print(keep_large_blocks() if sys.argv[1] == "kept" else False)
 import torch
 def faults(): return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -29,7 +29,7 @@ print(faults() - before)
 
 MEMORY_THAT_IS_GIVEN_BACK = """
 import psutil
-from outrider.common.allocation import give_back_unused, keep_large_blocks
+from outrider.common.runtime import give_back_unused, keep_large_blocks
 keep_large_blocks()
 import torch
 def megabytes(): return psutil.Process().memory_info().rss / 2**20
@@ -43,7 +43,7 @@ print(held - megabytes())
 
 MEMORY_OF_MANY_SHAPES = """
 import sys
-from outrider.common.allocation import remember_few_shapes
+from outrider.common.runtime import remember_few_shapes
 if sys.argv[1] == "few":
     remember_few_shapes()
 import psutil, torch
@@ -72,7 +72,7 @@ finally:
     print(*called)
 """
 
-glibc_only = pytest.mark.skipif(allocation._glibc("mallopt") is None, reason="another C library")
+glibc_only = pytest.mark.skipif(runtime._glibc("mallopt") is None, reason="another C library")
 
 
 def said(program: str, *arguments: str) -> list[str]:
@@ -111,7 +111,7 @@ def test_commands_set_it_up_when_they_start_and_not_when_they_are_imported(comma
 
 
 def test_a_user_who_has_set_malloc_up_keeps_that(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(allocation, "_glibc", lambda function: pytest.fail("asked"))
+    monkeypatch.setattr(runtime, "_glibc", lambda function: pytest.fail("asked"))
     for name in ("MALLOC_ARENA_MAX", "GLIBC_TUNABLES"):
         with monkeypatch.context() as patched:
             patched.setenv(name, "glibc.malloc.arena_max=2")
@@ -121,9 +121,9 @@ def test_a_user_who_has_set_malloc_up_keeps_that(monkeypatch: pytest.MonkeyPatch
 def test_another_c_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith(("MALLOC_", "GLIBC_"))]:
         monkeypatch.delenv(name)
-    monkeypatch.setattr(allocation, "_glibc", lambda function: None)
+    monkeypatch.setattr(runtime, "_glibc", lambda function: None)
     assert not keep_large_blocks()
-    allocation.give_back_unused()
+    runtime.give_back_unused()
 
 
 def test_many_shapes_of_products_take_little_memory() -> None:

@@ -1,10 +1,18 @@
-"""How this process holds memory on a CPU: set by whoever starts it, before the first work. Imports nothing heavy."""
+"""The process that work runs in: its software's versions, and how it holds memory on a CPU. Imports nothing heavy.
+
+How memory is held is set by the command that starts the process, before the first work.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import platform
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+
+# What a measurement or a training depends on.
+_PACKAGES = ("outrider", "torch", "transformers", "accelerate", "datasets")
 
 # Parameters of glibc's mallopt (malloc.h), and the largest values that they take.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
@@ -12,6 +20,20 @@ _NEVER, _OLDER_GLIBC = 2**31 - 1, 2**25
 
 # How many shapes of products oneDNN remembers, and torch in front of it.
 FEW_SHAPES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "16"}
+
+
+def installed_version(name: str) -> str | None:
+    """Return the installed version of the package `name`; None where it is not installed, as in a bare checkout."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def versions(*names: str) -> dict[str, str]:
+    """Return the versions of Python and of the packages `names` (by default `_PACKAGES`), as far as installed."""
+    numbers = {name: installed_version(name) for name in names or _PACKAGES}
+    return {"python": platform.python_version()} | {name: n for name, n in numbers.items() if n is not None}
 
 
 def keep_large_blocks() -> bool:
@@ -30,7 +52,7 @@ def keep_large_blocks() -> bool:
 
 
 def give_back_unused() -> None:
-    """Return to the kernel what malloc keeps and nobody uses, so that it counts as free. Takes milliseconds."""
+    """Return to the kernel what malloc keeps unused, so that it counts as free. Takes milliseconds."""
     trim = _glibc("malloc_trim")
     if trim is not None:
         trim(0)

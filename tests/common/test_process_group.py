@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from outrider.common import BadInputError, process_group
-from outrider.common.process_group import Crew, CrewError
+from outrider.common.process_group import LaunchGroup, PeerError
 from outrider.common.signals import StoppedError
 
-Act = Callable[[Crew], None]
+Act = Callable[[LaunchGroup], None]
 
 
 @pytest.fixture(autouse=True)
@@ -28,8 +28,8 @@ def start(folder: Path, rank: int, size: int, act: Act) -> multiprocessing.Proce
     """Start the process `rank`, which does `act` and ends."""
 
     def run() -> None:
-        with Crew(folder, rank, size).working(lambda: gather(folder, rank, size)):
-            act(Crew(folder, rank, size))
+        with LaunchGroup(folder, rank, size).joined(lambda: gather(folder, rank, size)):
+            act(LaunchGroup(folder, rank, size))
 
     process = multiprocessing.get_context("fork").Process(target=run)
     process.start()
@@ -44,27 +44,27 @@ def gather(folder: Path, rank: int, size: int) -> None:
         time.sleep(0.01)
 
 
-def wait(here: Crew) -> None:
-    here.hear("never", 0)
+def wait(here: LaunchGroup) -> None:
+    here.receive("never", 0)
 
 
-def kill(_: Crew) -> None:
+def kill(_: LaunchGroup) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def fail(_: Crew) -> None:
+def fail(_: LaunchGroup) -> None:
     raise BadInputError("the disk is full.")
 
 
-def stop(_: Crew) -> None:
+def stop(_: LaunchGroup) -> None:
     raise StoppedError(number=signal.SIGTERM)
 
 
 @pytest.mark.parametrize(
     ("act", "error", "message"),
     [
-        (kill, CrewError, "process 1 of 3 died without a word"),
-        (fail, CrewError, "process 1 of 3 ended: the disk is full."),
+        (kill, PeerError, "process 1 of 3 died without a word"),
+        (fail, PeerError, "process 1 of 3 ended: the disk is full."),
         (stop, StoppedError, "process 1 of 3 ended: stopped by SIGTERM"),
     ],
 )
@@ -73,51 +73,51 @@ def test_whoever_waits_hears_at_once_of_one_that_is_gone(
 ) -> None:
     folder = tmp_path / f"{process_group.PREFIX}1"
     others = [start(folder, 1, 3, act), start(folder, 2, 3, wait)]
-    here, began = Crew(folder, 0, 3), time.monotonic()
-    with pytest.raises(error, match=message), here.working(lambda: gather(folder, 0, 3)):
-        here.hear("never", 2)
+    here, began = LaunchGroup(folder, 0, 3), time.monotonic()
+    with pytest.raises(error, match=message), here.joined(lambda: gather(folder, 0, 3)):
+        here.receive("never", 2)
     for process in others:
         process.join(30)
         assert process.exitcode not in (0, None)
     assert time.monotonic() - began < 20
-    process_group.clear_crews(tmp_path)
+    process_group.clear_abandoned(tmp_path)
     assert list(tmp_path.iterdir()) == [], "the next run removes what is left"
 
 
 def test_all_hear_what_the_first_found(tmp_path: Path) -> None:
     folder = tmp_path / f"{process_group.PREFIX}1"
 
-    def listen(here: Crew) -> None:
-        assert here.first("found", lambda: "not asked") == "42"
-        here.meet("there")
+    def listen(here: LaunchGroup) -> None:
+        assert here.on_main("found", lambda: "not asked") == "42"
+        here.barrier("there")
 
     other = start(folder, 1, 2, listen)
-    here = Crew(folder, 0, 2)
-    with here.working(lambda: gather(folder, 0, 2)):
-        assert here.first("found", lambda: "42") == "42"
-        here.meet("there")
+    here = LaunchGroup(folder, 0, 2)
+    with here.joined(lambda: gather(folder, 0, 2)):
+        assert here.on_main("found", lambda: "42") == "42"
+        here.barrier("there")
     other.join(30)
     assert other.exitcode == 0
     assert not folder.exists()
 
 
 def test_one_alone_waits_for_nobody() -> None:
-    alone = Crew()
-    alone.meet("there")
-    alone.look()
-    assert alone.first("found", lambda: "42") == "42"
+    alone = LaunchGroup()
+    alone.barrier("there")
+    alone.check_peers()
+    assert alone.on_main("found", lambda: "42") == "42"
 
 
 def test_a_process_in_a_collective_is_ended_with_the_message(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """It waits where no exception reaches it."""
     folder = tmp_path / f"{process_group.PREFIX}1"
 
-    def blocked(here: Crew) -> None:
-        with here.watched():
+    def blocked(here: LaunchGroup) -> None:
+        with here.watching_peers():
             time.sleep(60)
 
     other = start(folder, 1, 2, blocked)
-    with pytest.raises(BadInputError), Crew(folder, 0, 2).working(lambda: gather(folder, 0, 2)):
+    with pytest.raises(BadInputError), LaunchGroup(folder, 0, 2).joined(lambda: gather(folder, 0, 2)):
         raise BadInputError("the disk is full.")
     other.join(20)
     assert other.exitcode == 2
@@ -128,7 +128,7 @@ def test_a_folder_that_not_all_see_is_told_as_that(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(process_group, "SECONDS_UNTIL_SEEN", 0.1)
     with (
         pytest.raises(BadInputError, match=r"process 0 of 2 does not see .*alive-1.*a disk that all machines share"),
-        Crew(tmp_path / f"{process_group.PREFIX}1", 0, 2).working(lambda: None),
+        LaunchGroup(tmp_path / f"{process_group.PREFIX}1", 0, 2).joined(lambda: None),
     ):
         pass
 
@@ -141,5 +141,5 @@ def test_a_full_disk_does_not_hide_why_a_process_ended(tmp_path: Path, monkeypat
     folder.mkdir()
     (folder / "alive-1").touch()
     monkeypatch.setattr(process_group, "write_atomically", full)
-    with pytest.raises(BadInputError, match="the reason"), Crew(folder, 0, 2).working(lambda: None):
+    with pytest.raises(BadInputError, match="the reason"), LaunchGroup(folder, 0, 2).joined(lambda: None):
         raise BadInputError("the reason")

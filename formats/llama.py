@@ -126,9 +126,9 @@ def check_embeddings(theirs: Tensor | None, target: Target, folder: Path) -> Non
 
 
 def shapes_of(
-    head: type[FeatureDrafter], settings: FeatureConfig, named: Callable[[str], str]
+    head: type[FeatureDrafter], settings: FeatureConfig, named: Callable[[str], str] = str
 ) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a head's tensors, by the names that `named` makes of ours."""
+    """Return the shapes of a head's tensors, by the names that `named` makes of ours; by default the same."""
     with torch.device("meta"):
         made = head(settings)
     return {named(name): tuple(t.shape) for name, t in made.state_dict().items() if name != "token_ids"}

@@ -31,9 +31,7 @@ from .load_weights import fill
 from .reading import Flags, ProbeSequence, eagle3_logits, embedding_table
 
 TAPS = "eagle_aux_hidden_state_layer_ids"
-# Names in the format and ours: of single tensors, and of beginnings.
-_SINGLE = ("fc.weight", "norm.weight", "lm_head.weight")
-_FIRST, _FIRST_OURS = "layers.0.", "layer."
+# How names of the taps' norms begin in the format, and ours; all other names are the same.
 _TAP_NORMS = {False: ("fc_norm.", "tap_norms."), True: ("input_norm.", "tap_norms.0.")}  # by norm_before_fc
 # What is there beside the head: the target's embeddings, two vocabulary maps, and copies that only training reads.
 BESIDE = (EMBEDDINGS, "d2t", "t2d", "verifier_norm.weight", "verifier_lm_head.weight")
@@ -184,13 +182,9 @@ def vocabulary_maps(ids: Tensor, vocab_size: int) -> dict[str, Tensor]:
 
 
 def their_name(name: str, config: Eagle3Config) -> str:
-    """Return their name of our tensor: the inverse of `_ours`."""
-    tap_norms, tap_norms_ours = _TAP_NORMS[config.norm_before_fc]
-    for theirs, ours in ((_FIRST, _FIRST_OURS), (tap_norms, tap_norms_ours)):
-        if name.startswith(ours):
-            return theirs + name.removeprefix(ours)
-    start, number, rest = [*name.split(".", 2), "", ""][:3]
-    return f"layers.{int(number) + 1}.{rest}" if start == "others" else name
+    """Return their name of our tensor: the inverse of `_our_name`."""
+    theirs, ours = _TAP_NORMS[config.norm_before_fc]
+    return theirs + name.removeprefix(ours) if name.startswith(ours) else name
 
 
 # ------------------------------------------------------------ reading
@@ -254,7 +248,7 @@ def read_settings(values: dict[str, Any], where: str, problems: list[str], taps:
 
 def fill_eagle3(head: Eagle3, theirs: dict[str, Tensor], target: Target, folder: Path) -> None:
     """Load the weights into `head`, each of them and nothing else, and check that it fits the target."""
-    weights = {_ours(name, head.config): tensor for name, tensor in theirs.items() if name not in BESIDE}
+    weights = {_our_name(name, head.config): tensor for name, tensor in theirs.items() if name not in BESIDE}
     weights["token_ids"] = draft_ids(theirs, head.config.draft_vocab_size, head.config.vocab_size, folder)
     check_embeddings(theirs.get(EMBEDDINGS), target, folder)
     # Ours are ascending: whatever the order there, ids and rows move together.
@@ -264,17 +258,10 @@ def fill_eagle3(head: Eagle3, theirs: dict[str, Tensor], target: Target, folder:
     head.check(target)
 
 
-def _ours(name: str, config: Eagle3Config) -> str:
+def _our_name(name: str, config: Eagle3Config) -> str:
     """Return our name of their tensor; an unknown one stays as it is, and is refused as unexpected."""
-    if name in _SINGLE:
-        return name
-    if name.startswith(_FIRST):
-        return _FIRST_OURS + name.removeprefix(_FIRST)
-    tap_norms, tap_norms_ours = _TAP_NORMS[config.norm_before_fc]
-    if name.startswith(tap_norms):
-        return tap_norms_ours + name.removeprefix(tap_norms)
-    start, number, rest = [*name.split(".", 2), "", ""][:3]
-    return f"others.{int(number) - 1}.{rest}" if start == "layers" and number.isdigit() else name
+    theirs, ours = _TAP_NORMS[config.norm_before_fc]
+    return ours + name.removeprefix(theirs) if name.startswith(theirs) else name
 
 
 def draft_ids(theirs: dict[str, Tensor], draft_vocab_size: int, vocab_size: int, folder: Path) -> Tensor:

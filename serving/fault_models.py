@@ -223,7 +223,7 @@ def _replaced(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[Eagle3
 
 
 def _transposed(head: Eagle3) -> Eagle3 | None:
-    name = "layer.self_attn.o_proj.weight"
+    name = "layers.0.self_attn.o_proj.weight"
     weight = head.state_dict()[name]
     return _replaced(name, lambda w: w.T)(head) if weight.shape[0] == weight.shape[1] else None
 
@@ -269,12 +269,12 @@ HYPOTHESES: dict[str, Hypothesis] = {
     "gate and up": Hypothesis(
         "first",
         "gate_proj and up_proj, exchanged",
-        _exchanged("layer.mlp.gate_proj.weight", "layer.mlp.up_proj.weight"),
+        _exchanged("layers.0.mlp.gate_proj.weight", "layers.0.mlp.up_proj.weight"),
     ),
     "first norms": Hypothesis(
         "first",
         "input_layernorm and hidden_norm, exchanged",
-        _exchanged("layer.input_layernorm.weight", "layer.hidden_norm.weight"),
+        _exchanged("layers.0.input_layernorm.weight", "layers.0.hidden_norm.weight"),
     ),
     "o_proj": Hypothesis("first", "a projection that is transposed (o_proj)", _transposed),
     "final norm": Hypothesis(

@@ -86,8 +86,9 @@ class Eagle1(FeatureDrafter):
             nn.ModuleList(norm_of(config) for _ in range(2)) if config.norm_inputs else None
         )  # embedding's, feature's
         self.fc = nn.Linear(2 * size, size, bias=config.fc_bias)
-        self.layer = Layer(config, normed=config.norm_first)
-        self.others = nn.ModuleList(Layer(config) for _ in range(config.num_layers - 1))
+        self.layers = nn.ModuleList(
+            Layer(config, normed=config.norm_first or index > 0) for index in range(config.num_layers)
+        )
         self.rotary = rotary_of(config)
 
     @property

@@ -93,7 +93,6 @@ class Eagle3(FeatureDrafter):
     name = "eagle3"
     config_class = Eagle3Config
     config: Eagle3Config
-    layer: _FirstLayer
     token_ids: Tensor  # [V']
 
     def __init__(self, config: Eagle3Config):
@@ -104,10 +103,10 @@ class Eagle3(FeatureDrafter):
         widths = [size] * len(config.taps) if config.norm_taps else [width] * config.norm_before_fc
         self.tap_norms = nn.ModuleList(norm_of(config, width) for width in widths) if widths else None
         self.fc = nn.Linear(width, size, bias=False)
-        self.layer = _FirstLayer(config)
+        self.layers = nn.ModuleList([_FirstLayer(config)])
         self.norm = norm_of(config)
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
-        self.others = nn.ModuleList(Layer(config) for _ in range(config.num_layers - 1))
+        self.layers.extend(Layer(config) for _ in range(config.num_layers - 1))  # drawn last
         # Target id of each draft token, ascending. The export formats' d2t and t2d are derived from it.
         self.register_buffer("token_ids", torch.arange(config.draft_vocab_size))
         self.rotary = rotary_of(config)
@@ -152,10 +151,10 @@ class Eagle3(FeatureDrafter):
         return product(hidden.to(self.fc.weight.dtype).flatten(2))
 
     def read(self, embedded: Tensor, first: FusedLayer) -> Tensor:
-        return first.keep(normed(embedded, self.layer.input_layernorm))
+        return first.keep(normed(embedded, first.layer.input_layernorm))
 
     def enter(self, read: Tensor, hidden: Tensor, first: FusedLayer) -> tuple[Tensor, Tensor]:
-        own = normed(hidden, self.layer.hidden_norm)
+        own = normed(hidden, first.layer.hidden_norm)
         return first.join(read, own), own if self.config.norm_before_residual else hidden
 
     def finish(self, output: Tensor) -> Tensor:

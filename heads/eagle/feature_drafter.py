@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -76,8 +77,7 @@ class FeatureDrafter(Drafter):
     packs = True
     follows_rounds = True
     config: FeatureConfig
-    layer: Layer  # the first
-    others: nn.ModuleList
+    layers: nn.ModuleList  # of `Layer`s
     rotary: LlamaRotaryEmbedding
 
     def __init__(self, config: FeatureConfig):
@@ -85,8 +85,9 @@ class FeatureDrafter(Drafter):
         self._kept: CachedLayers | None = None
 
     @property
-    def layers(self) -> list[Layer]:
-        return [self.layer, *self.others]
+    def own_layers(self) -> list[Layer]:
+        """Its layers, as what they are."""
+        return [cast(Layer, layer) for layer in self.layers]
 
     def check(self, target: Target) -> None:
         super().check(target)
@@ -231,7 +232,7 @@ class FeatureDrafter(Drafter):
         if places is None:
             begins = [0] * len(tokens) if begin is None else [int(b) for b in begin]
             places = WholeRows(begins, tokens.shape[1], tokens.device)
-        layers = UnrolledLayers(self.layers, self.config, self.before, places)
+        layers = UnrolledLayers(self.own_layers, self.config, self.before, places)
         first = layers.layers[0]
         state = self.disturb(self.fuse(hidden, first))
         read = self.read(target.embed(tokens).to(state.dtype), first)
@@ -253,21 +254,21 @@ class FeatureDrafter(Drafter):
     def open(
         self, target: Target, batch_size: int, max_length: int, spare: int = 0, cache: RaggedCache | None = None
     ) -> NodeSession:
-        shapes = [layer.self_attn.kept(target.device) for layer in self.layers]
+        shapes = [layer.self_attn.kept(target.device) for layer in self.own_layers]
         own = RaggedCache(len(shapes), batch_size, max_length + spare, target.device, shapes)
         return FeatureSession(self, target, own, self._cached(max_length))
 
     def state_bytes(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> int:
-        shapes = [layer.self_attn.kept(target.device) for layer in self.layers]
+        shapes = [layer.self_attn.kept(target.device) for layer in self.own_layers]
         cache = sum(shape.num_bytes(batch_size, max_length + spare) for shape in shapes)
-        if self._kept is not None and self._kept.fits(self.layers, max_length):
+        if self._kept is not None and self._kept.fits(self.own_layers, max_length):
             return cache
-        return cache + copied_bytes(self.layers, self.config.head_dim, max_length, self.before)
+        return cache + copied_bytes(self.own_layers, self.config.head_dim, max_length, self.before)
 
     def _cached(self, max_length: int) -> CachedLayers:
         """Return its layers for decoding; they are kept until they are too short or weights have changed."""
-        if self._kept is None or not self._kept.fits(self.layers, max_length):
-            self._kept = CachedLayers(self.layers, self.config, self.rotary, max_length, before=self.before)
+        if self._kept is None or not self._kept.fits(self.own_layers, max_length):
+            self._kept = CachedLayers(self.own_layers, self.config, self.rotary, max_length, before=self.before)
         return self._kept
 
 

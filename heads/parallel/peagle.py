@@ -135,7 +135,7 @@ class PEagle(Eagle3):
     def roll(self, batch: TargetBatch, rollouts: Rollouts) -> Tensor:
         """Return the last layer's output at each pair (f_t, x_{t + 1}) and at each mask, `[B, T + E, H]`."""
         assert batch.hidden is not None
-        layers = RolledLayers(self.layers, self.config, self.rotary, rollouts)
+        layers = RolledLayers(self.own_layers, self.config, self.rotary, rollouts)
         first, (mask, masked) = layers.layers[0], self.masks(batch.target)
         shape = (len(batch.tokens), rollouts.anchors.shape[1], -1)
         embedded = batch.target.embed(batch.tokens.roll(-1, 1)).to(masked.dtype)
@@ -153,7 +153,7 @@ class PEagle(Eagle3):
         self, target: Target, batch_size: int, max_length: int, spare: int = 0, cache: RaggedCache | None = None
     ) -> PEagleSession:
         length = max_length + spare + self.config.steps
-        shapes = [layer.self_attn.kept(target.device) for layer in self.layers]
+        shapes = [layer.self_attn.kept(target.device) for layer in self.own_layers]
         own = RaggedCache(len(shapes), batch_size, length, target.device, shapes)
         return PEagleSession(self, target, own, self._cached(length))
 

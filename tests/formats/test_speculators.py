@@ -287,8 +287,8 @@ def damaged(name: str, weights: dict[str, Tensor]) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("fault", "error", "words"),
     [
-        ("missing", IncompatibleError, "missing layer.hidden_norm.weight"),
-        ("unknown", IncompatibleError, "unexpected layer.self_attn.q_norm.weight"),
+        ("missing", IncompatibleError, "missing layers.0.hidden_norm.weight"),
+        ("unknown", IncompatibleError, "unexpected layers.0.self_attn.q_norm.weight"),
         ("shape", IncompatibleError, r"fc.weight is \(32, 64\), expected \(32, 96\)"),
         ("another norm", IncompatibleError, "unexpected input_norm.weight"),
         ("embeddings", IncompatibleError, "made for another target"),

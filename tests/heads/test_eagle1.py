@@ -119,10 +119,10 @@ def test_noise_and_feature_loss_do_not_depend_on_the_scale_of_a_targets_features
 def test_the_weights_have_the_published_names(target):
     """The paper's form: no norm before the first layer's attention, none after the last, no embeddings of its own."""
     attention, mlp = (
-        (f"layer.self_attn.{p}_proj.weight" for p in "qkvo"),
-        (f"layer.mlp.{p}_proj.weight" for p in ("gate", "up", "down")),
+        (f"layers.0.self_attn.{p}_proj.weight" for p in "qkvo"),
+        (f"layers.0.mlp.{p}_proj.weight" for p in ("gate", "up", "down")),
     )
-    assert set(head(target).state_dict()) == {"fc.weight", *attention, *mlp, "layer.post_attention_layernorm.weight"}
+    assert set(head(target).state_dict()) == {"fc.weight", *attention, *mlp, "layers.0.post_attention_layernorm.weight"}
     assert head(target).fc.weight.shape == (32, 64)
 
 

@@ -106,10 +106,10 @@ def test_a_head_saved_before_there_were_more_layers_loads(target, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     loaded = load_drafter(tmp_path, target)
     attention, mlp = (
-        (f"layer.self_attn.{p}_proj.weight" for p in "qkvo"),
-        (f"layer.mlp.{p}_proj.weight" for p in ("gate", "up", "down")),
+        (f"layers.0.self_attn.{p}_proj.weight" for p in "qkvo"),
+        (f"layers.0.mlp.{p}_proj.weight" for p in ("gate", "up", "down")),
     )
-    norms = (f"layer.{n}.weight" for n in ("input_layernorm", "hidden_norm", "post_attention_layernorm"))
+    norms = (f"layers.0.{n}.weight" for n in ("input_layernorm", "hidden_norm", "post_attention_layernorm"))
     assert set(loaded.state_dict()) == {
         "fc.weight",
         *attention,

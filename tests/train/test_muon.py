@@ -41,8 +41,8 @@ def test_the_matrices_are_those_inside_of_the_network(target: Target) -> None:
     head = made(target, type="eagle3", norm_taps=True)
     assert isinstance(head, Eagle3)
     matrices, others = (names(head, p) for p in split_parameters(head))
-    projections = {f"layer.self_attn.{x}_proj.weight" for x in "qkvo"} | {
-        f"layer.mlp.{x}_proj.weight" for x in ("gate", "up", "down")
+    projections = {f"layers.0.self_attn.{x}_proj.weight" for x in "qkvo"} | {
+        f"layers.0.mlp.{x}_proj.weight" for x in ("gate", "up", "down")
     }
     assert matrices == {"fc.weight"} | projections
     assert {"lm_head.weight", "norm.weight", "tap_norms.0.weight"} <= others

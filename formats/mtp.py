@@ -25,8 +25,7 @@ from ..common import BadInputError, IncompatibleError, OutriderError
 from ..common.atomic import replacing
 from ..heads import Drafter, DrafterConfig
 from ..heads.mtp.mtp import Mtp, MtpConfig
-from ..heads.mtp.mtp_checkpoint import KEPT, LAYER, SINGLE, Checkpoint, folder_of, places_in
-from ..heads.mtp.target_layer import plain_body
+from ..heads.mtp.mtp_checkpoint import KEPT, LAYER, SINGLE, Checkpoint, folder_of, places_in, plain_body
 from ..heads.registry import load_drafter
 from ..heads.saved import read_config
 from ..targets import Target

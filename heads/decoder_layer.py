@@ -23,8 +23,7 @@ from ..common import BadInputError, IncompatibleError
 from ..targets import LayerShape, RaggedCache, Target, TensorShape
 from ..targets.weights import weight_versions
 from .saved import DrafterConfig
-from .unrolled_attention import Entry
-from .unrolled_places import Places
+from .unrolled_attention import Entry, Places
 
 Rotary = tuple[Tensor, Tensor]  # cosines and sines as `angles` gives them, [B, 1, Q, D] each
 

@@ -29,8 +29,7 @@ from ..targets import RaggedCache, RowLengths, Target
 from .base import DrafterLoss, TargetBatch
 from .head_drafter import HeadConfig, HeadDrafter
 from .losses import LossName, LossSettings, acceptance_metrics, ahead, chunked_compare, divergence, own_precision
-from .session import Abilities, NodeSession
-from .tree_state import TreeMask, required
+from .session import Abilities, NodeSession, TreeMask, required
 
 
 @dataclass

@@ -36,7 +36,7 @@ from ..decoder_layer import (
     norm_of,
     normed,
 )
-from .block_sampling import Anchors
+from .block_losses import Anchors
 
 _QUERIES = 256  # of one product with the keys: more of them would see more that is masked
 

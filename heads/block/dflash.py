@@ -31,14 +31,22 @@ from ...targets import RaggedCache, RowLengths, Target
 from ..base import Drafter, DrafterLoss, TargetBatch
 from ..decoder_layer import LayerConfig, norm_of, normed, rotary_of
 from ..losses import LossName, TargetDistribution, divergence
-from ..mask_token import check_mask, mean_embedding, unused_token
-from ..one_pass import OnePassSession
-from ..session import Abilities
-from ..tree_state import required
-from ..vocabulary import draft_vocabulary, kept_head
+from ..session import Abilities, OnePassSession, required
+from ..vocabulary import check_mask, draft_vocabulary, kept_head, mean_embedding, unused_token
 from .block_layers import BlockLayer, BlockMask, CachedBlocks, TrainedBlocks, cached_bytes
-from .block_losses import Beside, LossInputs, Weighting, check_weighting, compare_blocks, decay_weights, default_gamma
-from .block_sampling import Anchors, BlockTargets, eligible_places, kept
+from .block_losses import (
+    Anchors,
+    Beside,
+    BlockTargets,
+    LossInputs,
+    Weighting,
+    check_weighting,
+    compare_blocks,
+    decay_weights,
+    default_gamma,
+    eligible_places,
+    kept,
+)
 
 FIRST_LEARNED = 2  # a row's first anchor that has a context drafts its third token
 WINDOWS = ("slot", "anchor")

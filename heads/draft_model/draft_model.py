@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ...common import BadInputError, IncompatibleError, refuse_unknown_keys
@@ -24,12 +24,12 @@ from ...targets import Nodes, RaggedCache, RowLengths, Target, load_causal_lm, l
 from ...targets.documents import Documents
 from ...targets.fingerprint import plain_config
 from ...targets.hub import model_folder
+from ...targets.llama_kind import is_of_llama_kind, layer_windows
 from ..base import Drafter, DrafterLoss, TargetBatch
+from ..decoder_layer import CachedLayers, copied_bytes, normed
 from ..losses import LossName, LossSettings, acceptance_metrics, ahead, chunked_compare, divergence
 from ..saved import DrafterConfig
-from ..session import Abilities, ChainSession, NodeSession
-from ..tree_state import TreeMask, required
-from .llama_runner import ModelRunner, runs
+from ..session import Abilities, ChainSession, NodeSession, TreeMask, required
 from .pruning import check_names, pruned
 
 
@@ -384,3 +384,41 @@ def _smaller(config: Any, changes: dict[str, Any]) -> Any:
     if "head_dim" not in changes and values.get("head_dim") and {"hidden_size", "num_attention_heads"} & set(changes):
         values["head_dim"] = values["hidden_size"] // values["num_attention_heads"]
     return type(config)(**values)
+
+
+def runs(model: Any) -> bool:
+    """Whether `ModelRunner` computes what `model` does: it is of Llama's kind, and attends by SDPA."""
+    return is_of_llama_kind(model) and model.config._attn_implementation == "sdpa"
+
+
+class ModelRunner(CachedLayers):
+    """A model that `runs`."""
+
+    def __init__(self, model: Any, max_length: int):
+        body, config = model.model, model.config
+        super().__init__(list(body.layers), config, body.rotary_emb, max_length, layer_windows(model))
+        self.model = model
+
+    def serves(self, model: Any, max_length: int) -> bool:
+        """Whether it is long enough for `model`, whose weights have not changed since."""
+        return self.fits(model.model.layers, max_length)
+
+    @staticmethod
+    def num_bytes(model: Any, max_length: int) -> int:
+        """Return what one of `model` allocates."""
+        layers = model.model.layers
+        return copied_bytes(layers, layers[0].self_attn.head_dim, max_length)
+
+    def read(self, tokens: Tensor, cache: RaggedCache, offset: int, nodes: Nodes | None) -> Tensor:
+        """Return the last hidden states `[B, Q, H]` of `tokens` `[B, Q]`, normed; places as for `Target.forward`."""
+        return self.read_placed(tokens, cache, cache.place(tokens.shape[1], offset, nodes), nodes is not None)
+
+    def read_placed(self, tokens: Tensor, cache: RaggedCache, positions: Tensor, in_tree: bool = True) -> Tensor:
+        """Return the last hidden states `[B, Q, H]`, normed, of `tokens` `[B, Q]` for which the cache has a place."""
+        hidden = nn.functional.embedding(tokens, self.model.model.embed_tokens.weight)
+        output = self.through(self.layers[0].enter(hidden), hidden, cache, positions, in_tree)
+        return normed(output, self.model.model.norm)
+
+    def lm_head(self, hidden: Tensor) -> Tensor:
+        """Return logits as `Target.lm_head` does: these models have no scaling of their own."""
+        return self.model.lm_head(hidden)

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ...common import BadInputError, IncompatibleError
 from ...targets import RowLengths, Target, decoder_layers
-from ..tree_state import required
+from ..session import required
 
 LAYERS, HIDDEN, NEURONS, HEADS, GROUPS = (
     "num_hidden_layers",

@@ -16,9 +16,9 @@ unrolled steps.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import cast
+from typing import Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -36,12 +36,15 @@ from ..decoder_layer import (
     UnrolledLayers,
     angles,
     copied_bytes,
+    norm_of,
+    normed,
+    rotary_of,
 )
-from ..deferred_prefill import DeferredPrefillSession
-from ..losses import LossName, LossSettings, chunked_compare, divergence, metrics_by_depth
-from ..session import Abilities, NodeSession
-from ..tree_state import PendingInputs, TreeMask, take_positions
-from ..unrolled_places import Places, WholeRows, places_of
+from ..losses import LossName, LossSettings, chunked_compare, divergence, metrics_by_depth, smooth_l1
+from ..saved import DrafterConfig
+from ..session import Abilities, DeferredPrefillSession, NodeSession, PendingInputs, TreeMask, take_positions
+from ..unrolled_attention import Places, WholeRows, places_of
+from ..vocabulary import draft_vocabulary
 
 
 @dataclass
@@ -336,3 +339,252 @@ class FeatureSession(DeferredPrefillSession):
     def reset(self) -> None:
         super().reset()
         self.branches, self.outputs = None, self.outputs[:, :0]
+
+
+@dataclass
+class Eagle1Config(FeatureConfig):
+    """Settings of an EAGLE head; zeros mean "as the target".
+
+    Attributes:
+        loss: of the tokens; the paper's is a tenth of the soft cross-entropy.
+        feature_loss: weight of SmoothL1 between drafted and true feature.
+        noise: half the width of the uniform noise on true features, in training only.
+        norm_inputs: a norm on embedding and feature before fc (vLLM's `add_para_norm`). Many targets' embeddings are
+            much smaller than their features, and a fresh fc takes long to hear them.
+        norm_first: a norm before the first layer's attention; published heads of the paper's form have none.
+        fc_bias: published heads differ in it.
+        target_layers: of the target: its last hidden state is read.
+    """
+
+    loss: LossName = field(default_factory=lambda: {"soft_ce": 0.1})
+    feature_loss: float = 1.0
+    noise: float = 0.1
+    norm_inputs: bool = False
+    norm_first: bool = False
+    fc_bias: bool = False
+    target_layers: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("feature_loss", "noise"):
+            if getattr(self, name) < 0:
+                raise BadInputError(f"eagle1: {name} must be 0 or more, got {getattr(self, name)}.")
+
+    def completed(self, target: Target) -> Eagle1Config:
+        """Return this config with every open size taken from `target`."""
+        return Eagle1Config(
+            **(self.to_dict() | self.sizes(target) | {"target_layers": self.target_layers or target.num_layers})
+        )
+
+
+def _scale(features: Tensor) -> Tensor:
+    """Return the root mean square of features `[..., H]`, `[..., 1]`."""
+    return features.float().square().mean(-1, keepdim=True).sqrt().clamp(min=1e-6)
+
+
+class Eagle1(FeatureDrafter):
+    """The EAGLE head. Embeddings and output embedding are the target's."""
+
+    name = "eagle1"
+    config_class = Eagle1Config
+    config: Eagle1Config
+
+    def __init__(self, config: Eagle1Config):
+        super().__init__(config)
+        size = config.hidden_size
+        self.input_norms = (
+            nn.ModuleList(norm_of(config) for _ in range(2)) if config.norm_inputs else None
+        )  # embedding's, feature's
+        self.fc = nn.Linear(2 * size, size, bias=config.fc_bias)
+        self.layers = nn.ModuleList(
+            Layer(config, normed=config.norm_first or index > 0) for index in range(config.num_layers)
+        )
+        self.rotary = rotary_of(config)
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return (self.config.target_layers,)
+
+    @classmethod
+    def build(cls, config: DrafterConfig, target: Target, token_counts: Tensor | None = None) -> Eagle1:
+        assert isinstance(config, Eagle1Config)
+        head = cls(config.completed(target))
+        for name, own, theirs in head._sizes(target):
+            if own != theirs:
+                raise BadInputError(f"eagle1: a {name} of {own} differs from the target's {theirs}; leave it out.")
+        return head
+
+    def _sizes(self, target: Target) -> list[tuple[str, int, int]]:
+        return [*super()._sizes(target), ("number of layers", self.config.target_layers, target.num_layers)]
+
+    # ------------------------------------------------------------ the network
+
+    @property
+    def before(self) -> InputProjection:
+        return InputProjection(self.fc, list(self.input_norms or ()))
+
+    def fuse(self, hidden: Tensor, first: FusedLayer | None = None) -> Tensor:
+        return hidden[:, :, 0].to(self.fc.weight.dtype)
+
+    def disturb(self, hidden: Tensor) -> Tensor:
+        if not self.training or not self.config.noise:
+            return hidden
+        noise = (2 * torch.rand_like(hidden) - 1) * self.config.noise
+        return hidden + noise * _scale(hidden).to(hidden.dtype)
+
+    def read(self, embedded: Tensor, first: FusedLayer) -> Tensor:
+        return embedded
+
+    def enter(self, read: Tensor, hidden: Tensor, first: FusedLayer) -> tuple[Tensor, Tensor]:
+        hidden = first.before(torch.cat([read, hidden], -1))
+        return first.enter(hidden), hidden
+
+    def embed_output(self, finished: Tensor, target: Target) -> Tensor:
+        return target.lm_head(finished)
+
+    def feature_loss(self, outputs: Tensor, features: Tensor) -> Tensor | None:
+        if not self.config.feature_loss:
+            return None
+        scale = _scale(features)
+        return self.config.feature_loss * smooth_l1(features / scale, outputs / scale)
+
+
+@dataclass
+class Eagle3Config(FeatureConfig):
+    """Settings of an EAGLE-3 head; zeros mean "as the target".
+
+    Attributes:
+        taps: HF `hidden_states` indices; () for EAGLE-3's, see `default_taps`.
+        draft_vocab_size: the most frequent training tokens kept as outputs; 0 for all.
+        norm_taps, norm_output: EAGLE-3.1 (arXiv 2605.09992): a norm on each tap; the normed output is what the next
+            step reads.
+        norm_before_fc: one norm on all taps together instead.
+        norm_before_residual: the first layer's output is added to the normed hidden state.
+        init_from_target: start the output embedding from the target's.
+    """
+
+    taps: tuple[int, ...] = ()
+    draft_vocab_size: int = 0
+    steps: int = 4
+    norm_taps: bool = False
+    norm_output: bool = False
+    norm_before_fc: bool = False
+    norm_before_residual: bool = False
+    init_from_target: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.taps = tuple(self.taps)
+        if self.norm_taps and self.norm_before_fc:
+            raise BadInputError("drafter: norm_taps and norm_before_fc are two ways to norm the taps; take one.")
+
+    @property
+    def feeds_finished(self) -> bool:
+        return self.norm_output
+
+    def completed(self, target: Target) -> Self:
+        """Return this config with every open size taken from `target`."""
+        sizes = {
+            "taps": self.taps or default_taps(target.num_layers),
+            "draft_vocab_size": self.draft_vocab_size or target.vocab_size,
+        }
+        return type(self)(**(self.to_dict() | self.sizes(target) | sizes))
+
+
+def default_taps(layers: int) -> tuple[int, ...]:
+    """Return the taps of EAGLE-3's authors, 2, N/2 and N − 3, or in a target of few layers three that differ.
+
+    Raises:
+        BadInputError: there are too few layers.
+    """
+    if layers < 4:
+        raise BadInputError(f"eagle3: a target with {layers} layers has no default taps; name them: drafter.taps=[…].")
+    return (2, layers // 2, layers - 3) if layers > 6 else (1, layers // 2, layers - 1)
+
+
+class _FirstLayer(Layer):
+    """A layer whose attention reads cat[norm(embedding), norm(hidden)] (2H)."""
+
+    def __init__(self, config: Eagle3Config):
+        super().__init__(config, 2 * config.hidden_size)
+        self.hidden_norm = norm_of(config)
+
+
+class Eagle3(FeatureDrafter):
+    """The EAGLE-3 head. Embeddings come from the target; everything else is its own."""
+
+    name = "eagle3"
+    config_class = Eagle3Config
+    config: Eagle3Config
+    token_ids: Tensor  # [V']
+
+    def __init__(self, config: Eagle3Config):
+        super().__init__(config)
+        size = config.hidden_size
+        width = len(config.taps) * size
+        # One for each tap, or one for all of them.
+        widths = [size] * len(config.taps) if config.norm_taps else [width] * config.norm_before_fc
+        self.tap_norms = nn.ModuleList(norm_of(config, width) for width in widths) if widths else None
+        self.fc = nn.Linear(width, size, bias=False)
+        self.layers = nn.ModuleList([_FirstLayer(config)])
+        self.norm = norm_of(config)
+        self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
+        self.layers.extend(Layer(config) for _ in range(config.num_layers - 1))  # drawn last
+        # Target id of each draft token, ascending. The export formats' d2t and t2d are derived from it.
+        self.register_buffer("token_ids", torch.arange(config.draft_vocab_size))
+        self.rotary = rotary_of(config)
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.config.taps
+
+    @property
+    def output_ids(self) -> Tensor | None:
+        return None if self.config.draft_vocab_size == self.config.vocab_size else self.token_ids
+
+    @classmethod
+    def build(cls, config: DrafterConfig, target: Target, token_counts: Tensor | None = None) -> Self:
+        assert isinstance(config, Eagle3Config)
+        config = config.completed(target)
+        if config.hidden_size != target.hidden_size:
+            raise BadInputError(
+                f"eagle3: hidden_size {config.hidden_size} differs from the target's {target.hidden_size}; "
+                "leave it out."
+            )
+        token_ids = draft_vocabulary(config.draft_vocab_size, target.vocab_size, token_counts, cls.name)
+        head = cls(config)
+        head.token_ids.copy_(token_ids)
+        if config.init_from_target:
+            head._copy_output(target)
+        return head
+
+    @torch.no_grad()
+    def _copy_output(self, target: Target) -> None:
+        weight = target.model.get_output_embeddings().weight
+        self.lm_head.weight.copy_(weight[self.token_ids.to(weight.device)])
+
+    # ------------------------------------------------------------ the network
+
+    @property
+    def before(self) -> InputProjection:
+        return InputProjection(self.fc, list(self.tap_norms or ()))
+
+    def fuse(self, hidden: Tensor, first: FusedLayer | None = None) -> Tensor:
+        product = self.before.product() if first is None else first.before
+        return product(hidden.to(self.fc.weight.dtype).flatten(2))
+
+    def read(self, embedded: Tensor, first: FusedLayer) -> Tensor:
+        return first.keep(normed(embedded, first.layer.input_layernorm))
+
+    def enter(self, read: Tensor, hidden: Tensor, first: FusedLayer) -> tuple[Tensor, Tensor]:
+        own = normed(hidden, first.layer.hidden_norm)
+        return first.join(read, own), own if self.config.norm_before_residual else hidden
+
+    def finish(self, output: Tensor) -> Tensor:
+        return normed(output, self.norm)
+
+    def embed_output(self, finished: Tensor, target: Target) -> Tensor:
+        return self.lm_head(finished)
+
+    def output_weights(self) -> list[nn.Parameter]:
+        return [*self.norm.parameters(), *self.lm_head.parameters()]

@@ -21,8 +21,7 @@ from ...common import BadInputError
 from ...targets import RaggedCache, RowLengths, Target
 from ..base import Drafter
 from ..saved import DrafterConfig
-from ..session import Abilities, Choose, Ended, Proposal, TextSession
-from ..tree_state import padded
+from ..session import Abilities, Choose, Ended, Proposal, TextSession, padded
 
 
 @dataclass

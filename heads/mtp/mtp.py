@@ -35,13 +35,10 @@ from ...common import BadInputError
 from ...targets import Backbone, Nodes, RaggedCache, RowLengths, Target
 from ...targets.meta_model import sketching
 from ..base import DrafterLoss, TargetBatch
-from ..deferred_prefill import DeferredPrefillSession
 from ..head_drafter import HeadConfig, HeadDrafter
 from ..losses import LossName, LossSettings, chunked_compare, divergence, metrics_by_depth
-from ..session import Abilities
-from ..tree_state import PendingInputs, TreeMask, required, take_positions
-from .mtp_checkpoint import load_native
-from .target_layer import layer_values, plain_body
+from ..session import Abilities, DeferredPrefillSession, PendingInputs, TreeMask, required, take_positions
+from .mtp_checkpoint import layer_values, load_native, plain_body
 
 
 @dataclass

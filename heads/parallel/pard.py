@@ -22,14 +22,10 @@ from ...targets import RaggedCache, RowLengths, Target
 from ...targets.llama_kind import layer_windows
 from ..base import DrafterLoss, TargetBatch
 from ..decoder_layer import normed
-from ..deferred_prefill import DeferredPrefillSession
-from ..draft_model.draft_model import DraftModel, DraftModelConfig
-from ..draft_model.llama_runner import ModelRunner, runs
+from ..draft_model.draft_model import DraftModel, DraftModelConfig, ModelRunner, runs
 from ..losses import LossSettings, chunked_compare, divergence
-from ..mask_token import check_mask, unused_token
-from ..one_pass import OnePassSession
-from ..session import Abilities
-from ..tree_state import PendingInputs, required
+from ..session import Abilities, DeferredPrefillSession, OnePassSession, PendingInputs, required
+from ..vocabulary import check_mask, unused_token
 from .parallel_drafts import RolledDrafts, RolledLayers, Rollouts, Served, place_texts, said
 
 _KEYS = {"mask_token_id": "pard_token", "steps": "pard_steps"}  # as the checkpoint's config calls them

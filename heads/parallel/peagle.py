@@ -22,14 +22,11 @@ from ...common import BadInputError
 from ...targets import RaggedCache, RowLengths, Target
 from ..base import DrafterLoss, TargetBatch
 from ..decoder_layer import CachedLayers, FusedLayer
-from ..deferred_prefill import DeferredPrefillSession
-from ..eagle.eagle3 import Eagle3, Eagle3Config
+from ..eagle.feature_drafter import Eagle3, Eagle3Config
 from ..losses import LossSettings, chunked_compare, divergence
-from ..mask_token import check_mask, mean_embedding, unused_token
-from ..one_pass import OnePassSession
 from ..saved import DrafterConfig
-from ..session import Abilities
-from ..tree_state import PendingInputs, required
+from ..session import Abilities, DeferredPrefillSession, OnePassSession, PendingInputs, required
+from ..vocabulary import check_mask, mean_embedding, unused_token
 from .parallel_drafts import RolledDrafts, RolledLayers, Rollouts, Served, place_texts, said
 
 

@@ -33,7 +33,7 @@ class Session:
         return self.head.layer(tokens)
 """,
     "heads/eagle/__init__.py": "",
-    "heads/eagle/eagle3.py": """
+    "heads/eagle/feature_drafter.py": """
 from ..base import Drafter
 from ..layer import Layer, Session
 class Eagle3(Drafter):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from outrider.heads import DFlash, DFlashConfig, DSpark, DSparkConfig
 from outrider.heads.block.block_layers import BlockMask, CachedBlocks
-from outrider.heads.block.block_sampling import Anchors
+from outrider.heads.block.block_losses import Anchors
 from outrider.heads.block.dflash import BlockSession
 from outrider.heads.decoder_layer import normed, rotary_of
 from outrider.targets import Target

@@ -32,7 +32,7 @@ from outrider.heads import (
     load_drafter,
 )
 from outrider.heads.draft_model.draft_model import DraftModelSession
-from outrider.heads.tree_state import TreeMask
+from outrider.heads.session import TreeMask
 from outrider.targets import Nodes, RowLengths, Target
 
 from ..decode.test_verify_exact import DRAFTS, EXACT, GRID, TARGETS, Cases, distance, enumerate_rejection, grid

@@ -13,8 +13,7 @@ from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
 from outrider.common import BadInputError
 from outrider.decode import Decoder, Plan, Sampling, Tree
 from outrider.heads import DFlash, DFlashConfig, TargetBatch
-from outrider.heads.block.block_losses import decay_weights, pace_weights
-from outrider.heads.block.block_sampling import Anchors, BlockTargets, eligible_places
+from outrider.heads.block.block_losses import Anchors, BlockTargets, decay_weights, eligible_places, pace_weights
 from outrider.heads.block.dflash import default_taps
 from outrider.heads.losses import DIVERGENCES
 from outrider.targets import RowLengths, Target

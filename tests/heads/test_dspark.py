@@ -12,7 +12,7 @@ from torch import Tensor
 from outrider.common import BadInputError
 from outrider.decode import Decoder, Plan, Sampling
 from outrider.heads import DFlash, DFlashConfig, DSpark, DSparkConfig, TargetBatch
-from outrider.heads.block.block_sampling import Anchors
+from outrider.heads.block.block_losses import Anchors
 from outrider.targets import RowLengths, Target
 
 VOCAB, LENGTH = 64, 22

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from outrider.heads import HEADS, DFlash, Drafter, TargetBatch, Verified
-from outrider.heads.block.block_sampling import Anchors, BlockTargets, eligible_places
+from outrider.heads.block.block_losses import Anchors, BlockTargets, eligible_places
 from outrider.heads.losses import PositionLosses
 from outrider.heads.parallel.parallel_drafts import RolledDrafts, Rollouts, Served, kept_counts
 from outrider.targets import Target

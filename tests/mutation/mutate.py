@@ -66,7 +66,7 @@ MODULES = {
         ),
     ),
     "nodes": Module(
-        "heads/tree_state.py",
+        "heads/session.py",
         ("tests/heads/test_drafters.py", "tests/decode/test_conformance.py", "tests/decode/test_static.py"),
     ),
     "sampling": Module("decode/sampling.py", ("tests/decode/test_sampling.py",)),

@@ -6,15 +6,15 @@ from .accepted_positions import Verified
 from .base import Drafter, DrafterLoss, TargetBatch
 from .block.dflash import DFlash, DFlashConfig
 from .block.dspark import DSpark, DSparkConfig
-from .draft_model.draft_model import DraftModel, DraftModelConfig
-from .eagle.feature_drafter import Eagle1, Eagle1Config, Eagle3, Eagle3Config
+from .draft_model import DraftModel, DraftModelConfig
+from .eagle import Eagle1, Eagle1Config, Eagle3, Eagle3Config
 from .lookup.fusion import Cascade, CascadeConfig, Fusion, FusionConfig, fuse
 from .lookup.lookahead import Lookahead, LookaheadConfig
 from .lookup.ngram import Ngram, NgramConfig
 from .lookup.suffix import Suffix, SuffixConfig
 from .low_rank import LowRank, LowRankConfig
 from .medusa import Hydra, HydraConfig, Medusa, MedusaConfig
-from .mtp.mtp import Mtp, MtpConfig
+from .mtp import Mtp, MtpConfig
 from .parallel.pard import Pard, PardConfig
 from .parallel.peagle import PEagle, PEagleConfig
 from .registry import FORMS, HEADS, drafter_config, head_class, load_drafter, restore_drafter

@@ -104,7 +104,7 @@ def test_whole_folders_are_written_by_few() -> None:
         "formats/early_exit.py",
         "formats/mtp.py",
         "formats/plain.py",
-        "heads/draft_model/draft_model.py",
+        "heads/draft_model.py",
         "pair/new.py",
         "scripts/bench/changed.py",
         "scripts/bench/peers_speculators.py",

@@ -22,7 +22,7 @@ from ...targets import RaggedCache, RowLengths, Target
 from ...targets.llama_kind import layer_windows
 from ..base import DrafterLoss, TargetBatch
 from ..decoder_layer import normed
-from ..draft_model.draft_model import DraftModel, DraftModelConfig, ModelRunner, runs
+from ..draft_model import DraftModel, DraftModelConfig, ModelRunner, runs
 from ..losses import LossSettings, chunked_compare, divergence
 from ..session import Abilities, DeferredPrefillSession, OnePassSession, PendingInputs, required
 from ..vocabulary import check_mask, unused_token

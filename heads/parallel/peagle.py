@@ -22,7 +22,7 @@ from ...common import BadInputError
 from ...targets import RaggedCache, RowLengths, Target
 from ..base import DrafterLoss, TargetBatch
 from ..decoder_layer import CachedLayers, FusedLayer
-from ..eagle.feature_drafter import Eagle3, Eagle3Config
+from ..eagle import Eagle3, Eagle3Config
 from ..losses import LossSettings, chunked_compare, divergence
 from ..saved import DrafterConfig
 from ..session import Abilities, DeferredPrefillSession, OnePassSession, PendingInputs, required

@@ -31,7 +31,7 @@ from outrider.heads import (
     drafter_config,
     load_drafter,
 )
-from outrider.heads.draft_model.draft_model import DraftModelSession
+from outrider.heads.draft_model import DraftModelSession
 from outrider.heads.session import TreeMask
 from outrider.targets import Nodes, RowLengths, Target
 

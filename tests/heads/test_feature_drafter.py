@@ -15,7 +15,7 @@ from outrider.common import BadInputError
 from outrider.decode import Decoder, Plan, Sampling, Tree
 from outrider.heads import Eagle1, Eagle1Config, Eagle3, Eagle3Config, TargetBatch, decoder_layer
 from outrider.heads.decoder_layer import FusedLayer
-from outrider.heads.eagle.feature_drafter import FeatureDrafter
+from outrider.heads.eagle import FeatureDrafter
 from outrider.heads.unrolled_attention import attend
 from outrider.targets import Target
 

@@ -25,7 +25,7 @@ from transformers import (
 
 from outrider.decode import Decoder, Plan, Tree
 from outrider.heads import DraftModel, decoder_layer
-from outrider.heads.draft_model.draft_model import DraftModelSession, ModelRunner, runs
+from outrider.heads.draft_model import DraftModelSession, ModelRunner, runs
 from outrider.targets import RowLengths, Target
 
 VOCAB = 64

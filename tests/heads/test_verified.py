@@ -194,7 +194,7 @@ def test_masks_weigh_what_a_rows_tokens_do(share: float) -> None:
 
 def compared(monkeypatch: pytest.MonkeyPatch, drafter: Drafter[Any], given: TargetBatch) -> tuple[Tensor, Tensor]:
     """The weights of a feature head's comparison, `[S, P]`, and the tokens that are predicted, `[P]`."""
-    from outrider.heads.eagle import feature_drafter
+    from outrider.heads import eagle
 
     seen: list[Tensor] = []
 
@@ -202,8 +202,8 @@ def compared(monkeypatch: pytest.MonkeyPatch, drafter: Drafter[Any], given: Targ
         seen.extend([weights, following])
         return compare(*arguments, weights=weights, following=following)
 
-    compare = feature_drafter.chunked_compare
-    monkeypatch.setattr(feature_drafter, "chunked_compare", noted)
+    compare = eagle.chunked_compare
+    monkeypatch.setattr(eagle, "chunked_compare", noted)
     drafter.loss(given)
     return seen[0], seen[1]
 

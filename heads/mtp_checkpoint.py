@@ -27,11 +27,11 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel
 from transformers.utils import cached_file
 
-from ...common import BadInputError, IncompatibleError, refuse_unknown_keys
-from ...common.errors import LIBRARY_ERRORS, reason
-from ...targets import Target, embedded_path
-from ...targets.loading import EMBEDDED
-from ...targets.stored import plain_weight_map, stored_tensors
+from ..common import BadInputError, IncompatibleError, refuse_unknown_keys
+from ..common.errors import LIBRARY_ERRORS, reason
+from ..targets import Target, embedded_path
+from ..targets.loading import EMBEDDED
+from ..targets.stored import plain_weight_map, stored_tensors
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 KEPT = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from ...common import BadInputError, IncompatibleError
-from ...targets import RowLengths, Target, decoder_layers
-from ..session import required
+from ..common import BadInputError, IncompatibleError
+from ..targets import RowLengths, Target, decoder_layers
+from .session import required
 
 LAYERS, HIDDEN, NEURONS, HEADS, GROUPS = (
     "num_hidden_layers",

@@ -31,14 +31,14 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from ...common import BadInputError
-from ...targets import Backbone, Nodes, RaggedCache, RowLengths, Target
-from ...targets.meta_model import sketching
-from ..base import DrafterLoss, TargetBatch
-from ..head_drafter import HeadConfig, HeadDrafter
-from ..losses import LossName, LossSettings, chunked_compare, divergence, metrics_by_depth
-from ..session import Abilities, DeferredPrefillSession, PendingInputs, TreeMask, required, take_positions
+from ..common import BadInputError
+from ..targets import Backbone, Nodes, RaggedCache, RowLengths, Target
+from ..targets.meta_model import sketching
+from .base import DrafterLoss, TargetBatch
+from .head_drafter import HeadConfig, HeadDrafter
+from .losses import LossName, LossSettings, chunked_compare, divergence, metrics_by_depth
 from .mtp_checkpoint import layer_values, load_native, plain_body
+from .session import Abilities, DeferredPrefillSession, PendingInputs, TreeMask, required, take_positions
 
 
 @dataclass

@@ -19,18 +19,18 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from ...common import BadInputError, IncompatibleError, refuse_unknown_keys
-from ...targets import Nodes, RaggedCache, RowLengths, Target, load_causal_lm, load_tokenizer, require_same_vocabulary
-from ...targets.documents import Documents
-from ...targets.fingerprint import plain_config
-from ...targets.hub import model_folder
-from ...targets.llama_kind import is_of_llama_kind, layer_windows
-from ..base import Drafter, DrafterLoss, TargetBatch
-from ..decoder_layer import CachedLayers, copied_bytes, normed
-from ..losses import LossName, LossSettings, acceptance_metrics, ahead, chunked_compare, divergence
-from ..saved import DrafterConfig
-from ..session import Abilities, ChainSession, NodeSession, TreeMask, required
+from ..common import BadInputError, IncompatibleError, refuse_unknown_keys
+from ..targets import Nodes, RaggedCache, RowLengths, Target, load_causal_lm, load_tokenizer, require_same_vocabulary
+from ..targets.documents import Documents
+from ..targets.fingerprint import plain_config
+from ..targets.hub import model_folder
+from ..targets.llama_kind import is_of_llama_kind, layer_windows
+from .base import Drafter, DrafterLoss, TargetBatch
+from .decoder_layer import CachedLayers, copied_bytes, normed
+from .losses import LossName, LossSettings, acceptance_metrics, ahead, chunked_compare, divergence
 from .pruning import check_names, pruned
+from .saved import DrafterConfig
+from .session import Abilities, ChainSession, NodeSession, TreeMask, required
 
 
 @dataclass

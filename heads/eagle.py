@@ -24,10 +24,10 @@ import torch
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from ...common import BadInputError, IncompatibleError
-from ...targets import Nodes, RaggedCache, RowLengths, Target
-from ..base import Drafter, DrafterLoss, TargetBatch
-from ..decoder_layer import (
+from ..common import BadInputError, IncompatibleError
+from ..targets import Nodes, RaggedCache, RowLengths, Target
+from .base import Drafter, DrafterLoss, TargetBatch
+from .decoder_layer import (
     CachedLayers,
     FusedLayer,
     InputProjection,
@@ -40,11 +40,11 @@ from ..decoder_layer import (
     normed,
     rotary_of,
 )
-from ..losses import LossName, LossSettings, chunked_compare, divergence, metrics_by_depth, smooth_l1
-from ..saved import DrafterConfig
-from ..session import Abilities, DeferredPrefillSession, NodeSession, PendingInputs, TreeMask, take_positions
-from ..unrolled_attention import Places, WholeRows, places_of
-from ..vocabulary import draft_vocabulary
+from .losses import LossName, LossSettings, chunked_compare, divergence, metrics_by_depth, smooth_l1
+from .saved import DrafterConfig
+from .session import Abilities, DeferredPrefillSession, NodeSession, PendingInputs, TreeMask, take_positions
+from .unrolled_attention import Places, WholeRows, places_of
+from .vocabulary import draft_vocabulary
 
 
 @dataclass

@@ -1,38 +1,38 @@
-"""Heads that feed on their own output: how they are trained, and how they draft.
+"""EAGLE and EAGLE-3: heads that feed on their own output, how they are trained, and how they draft.
 
 They run over pairs (f_t, x_{t+1}), the target's features at a token and the token that followed it. After the last true
 feature such a head reads what it made itself. Training unrolls exactly that: at step i the hidden input is the head's
 output of step i−1, the token is the ground truth shifted by i, and attention sees the true entries up to t plus one own
 entry per later step (EAGLE-3's training-time test, arXiv 2503.01840). With one step it is teacher forcing (EAGLE, arXiv
-2401.15077).
+2401.15077), with more of them HASS (arXiv 2408.15766). EAGLE-2's dynamic trees (arXiv 2406.16858) are the decoder's.
 
-A head says its network once (`fuse`, `read`, `enter`, `finish`, `embed_output`). A training step is
+A head describes its network once (`fuse`, `read`, `enter`, `finish`, `embed_output`). A training step is
 `FeatureDrafter.unroll`, a draft step is `FeatureSession._step`: the same calls, over layers that attend differently
 (decoder_layer.py).
 
-Shapes: B rows, T positions, Q new entries, P supervised positions, K taps, H hidden size, V' draft vocabulary, S
-unrolled steps.
+Shapes: B rows, T positions, T' of them in later steps, Q new entries, P supervised positions, K taps, H hidden size,
+V' draft vocabulary, S unrolled steps.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Self, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from ..common import BadInputError, IncompatibleError
+from ..common import BadInputError
 from ..targets import Nodes, RaggedCache, RowLengths, Target
-from .base import Drafter, DrafterLoss, TargetBatch
+from .base import DrafterLoss, TargetBatch, compare_drafts
 from .decoder_layer import (
     CachedLayers,
     FusedLayer,
     InputProjection,
     Layer,
     LayerConfig,
+    LayerDrafter,
     UnrolledLayers,
     angles,
     copied_bytes,
@@ -40,11 +40,10 @@ from .decoder_layer import (
     normed,
     rotary_of,
 )
-from .losses import LossName, LossSettings, chunked_compare, divergence, metrics_by_depth, smooth_l1
-from .saved import DrafterConfig
+from .divergences import LossName, smooth_l1
+from .losses import metrics_by_depth
 from .session import Abilities, DeferredPrefillSession, NodeSession, PendingInputs, TreeMask, take_positions
 from .unrolled_attention import Places, WholeRows, places_of
-from .vocabulary import draft_vocabulary
 
 
 @dataclass
@@ -54,7 +53,7 @@ class FeatureConfig(LayerConfig):
     Attributes:
         steps: unrolled steps S in training.
         decay: weight of step i is `decay ** i`.
-        loss: see `losses.divergence`.
+        loss: see `divergences.divergence`.
         num_layers: decoder layers, of which the first reads embedding and hidden state; the others are plain ones.
     """
 
@@ -64,7 +63,6 @@ class FeatureConfig(LayerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        divergence(self.loss)
         if self.steps < 1:
             raise BadInputError(f"drafter: steps must be at least 1, got {self.steps}.")
 
@@ -74,87 +72,61 @@ class FeatureConfig(LayerConfig):
         return False
 
 
-class FeatureDrafter(Drafter):
-    """A head that feeds on its own output; an architecture says what stands before and after its layers."""
+class FeatureDrafter(LayerDrafter):
+    """A head that feeds on its own output; an architecture defines what stands before and after its layers."""
 
     packs = True
     follows_rounds = True
     config: FeatureConfig
-    layers: nn.ModuleList  # of `Layer`s
-    rotary: LlamaRotaryEmbedding
 
-    def __init__(self, config: FeatureConfig):
-        super().__init__(config)
-        self._kept: CachedLayers | None = None
+    # ------------------------------------------------------------ the network
 
     @property
-    def own_layers(self) -> list[Layer]:
-        """Its layers, as what they are."""
-        return [cast(Layer, layer) for layer in self.layers]
-
-    def check(self, target: Target) -> None:
-        super().check(target)
-        for name, own, theirs in self._sizes(target):
-            if own != theirs:
-                raise IncompatibleError(
-                    f"this {self.name} drafter was made for a {name} of {own}, the target's is {theirs}."
-                )
-
-    def _sizes(self, target: Target) -> list[tuple[str, int, int]]:
-        """Return names of the sizes in which it must agree with the target, its own, and the target's."""
-        return [
-            ("hidden size", self.config.hidden_size, target.hidden_size),
-            ("vocabulary", self.config.vocab_size, target.vocab_size),
-        ]
-
-    # ------------------------------------------------------------ what a head says
-
-    @property
-    def before(self) -> InputProjection:
-        """The product before the first layer, which `fuse` or `enter` asks of that layer."""
+    def input_projection(self) -> InputProjection:
+        """The product before the first layer, which `fuse` or `enter` asks of that layer (`FusedLayer.project`)."""
         raise NotImplementedError
 
     def fuse(self, hidden: Tensor, first: FusedLayer | None = None) -> Tensor:
         """Return the hidden input of the first step `[B, T, H]` of taps `[B, T, K, H]`.
 
-        `first`: the first layer, whose `before` is ready; without it the product before it is made for this once.
+        `first`: the first layer, whose input projection is ready; without it one is made for this once.
         """
         raise NotImplementedError
 
     def disturb(self, hidden: Tensor) -> Tensor:
-        """Return what a training step reads in place of true features `[B, T, H]`: by default themselves."""
+        """Return the features of a training step in place of true ones `[B, T, H]`: by default themselves."""
         return hidden
 
     def read(self, embedded: Tensor, first: FusedLayer) -> Tensor:
-        """Return what steps need of embeddings `[B, T, H]`, `[B, T, ·]`: training makes it once for all steps.
+        """Return the steps' part of embeddings `[B, T, H]`, `[B, T, ·]`: training makes it once for all steps.
 
         `first`: the first layer, whose `keep` is for a half of what its attention reads.
         """
         raise NotImplementedError
 
     def enter(self, read: Tensor, hidden: Tensor, first: FusedLayer) -> tuple[Tensor, Tensor]:
-        """Return what the first layer's projections make of a step's inputs, and what its attention is added to.
+        """Return the first layer's projections of a step's inputs, and its residual.
 
         Args:
-            read: what `read` made of the embeddings.
+            read: of the embeddings, by `read`.
             hidden: the step's hidden input, `[B, T, H]`.
         """
         raise NotImplementedError
 
     def finish(self, output: Tensor) -> Tensor:
-        """Return what the output embedding reads `[..., H]`, of the last layer's output: by default that itself."""
+        """Return the input of the output embedding `[..., H]`: by default the last layer's output itself."""
         return output
 
     def embed_output(self, finished: Tensor, target: Target) -> Tensor:
-        """Return draft logits `[..., V']` of what `finish` returned."""
+        """Return draft logits `[..., V']` of `finish`'s result."""
         raise NotImplementedError
 
     def output_weights(self) -> list[nn.Parameter]:
-        """Return the weights of the head that `finish` and `embed_output` read; by default none."""
+        """Return the head's weights in `finish` and `embed_output`; by default none."""
         return []
 
     def feature_loss(self, outputs: Tensor, features: Tensor) -> Tensor | None:
-        """Return what outputs lose beside their logits, `[S, P]`; None for nothing.
+        """Return the loss of the outputs themselves, beside that of their logits, `[S, P]`; None for none.
 
         Args:
             outputs: of the last layer, `[S, P, H]`.
@@ -175,43 +147,27 @@ class FeatureDrafter(Drafter):
         `batch.verified` moves a share of the weights to what rounds of decoding reached.
         """
         assert batch.hidden is not None
-        wanted = batch.supervised.clone()
+        wanted = batch.supervised.clone()  # [B, T]
         wanted[:, :2] = False
         # Later steps run where something is learned: from S + 1 before a text's first such token, index 0 from here on.
         places = places_of(wanted, 1 + self.config.steps, batch.documents)
-        outputs = self.unroll(batch.target, batch.tokens, batch.hidden, places=places)
-        length, at = places.width, places.at
-        wanted = nn.functional.pad(wanted, (0, length)).gather(1, at)
+        outputs = self.unroll(batch.target, batch.tokens, batch.hidden, places=places)  # S times [B, T', H]
+        wanted = nn.functional.pad(wanted, (0, places.width)).gather(1, places.at)  # [B, T']
+        rows, learned = wanted.nonzero()[:, 0], places.at[wanted]  # [P], where the learned tokens stand
         # Index t of step i has read the tokens up to x_{t+1+i} and predicts x_{t+2+i}: all stands at that one here.
         predicted = torch.stack(
-            [nn.functional.pad(o, (0, 0, 2 + i, 0))[:, :length][wanted] for i, o in enumerate(outputs)]
+            [nn.functional.pad(o, (0, 0, 2 + i, 0))[:, : places.width][wanted] for i, o in enumerate(outputs)]
         )  # [S, P, H]
-        before, tokens = (
-            take_positions(batch.last, at - 1)[wanted],
-            nn.functional.pad(batch.tokens, (0, length)).gather(1, at),
-        )
         within = places.within.expand_as(wanted)[wanted]
         here = torch.stack([within >= 2 + i for i in range(len(outputs))])  # [S, P]
         steps = torch.arange(len(outputs), device=wanted.device)[:, None]
-        weights = self.config.decay**steps * here
-        if batch.verified is not None:  # step i says the draft at depth i + 1 of the root that it began with
-            rows = wanted.nonzero()[:, 0]
-            weights = batch.verified.weighed(weights, rows, at[wanted], steps + 1, batch.documents)
-        result = chunked_compare(
-            before,
-            predicted,
-            LossSettings(
-                batch.target.lm_head,
-                partial(self.logits, target=batch.target),
-                divergence(self.config.loss),
-                self.output_ids,
-                parameters=self.output_weights(),
-            ),
-            weights=weights,
-            following=tokens[wanted],
-        )
+        weights = self.config.decay**steps * here  # [S, P]
+        if batch.verified is not None:  # step i predicts the draft at depth i + 1 of the root that it began with
+            weights = batch.verified.weighed(weights, rows, learned, steps + 1, batch.documents)
+        head = partial(self.logits, target=batch.target)
+        result = compare_drafts(self, batch, rows, learned, predicted, head, self.output_weights(), weights)
         total, metrics = result.total, metrics_by_depth(result, wanted, here)
-        if (lost := self.feature_loss(predicted, before)) is not None:
+        if (lost := self.feature_loss(predicted, batch.last[rows, learned - 1])) is not None:
             total = total + (lost * weights).sum()
             metrics |= {
                 f"feature_d{i + 1}": (lost[i][known].sum().detach(), known.sum()) for i, known in enumerate(here)
@@ -235,17 +191,17 @@ class FeatureDrafter(Drafter):
         if places is None:
             begins = [0] * len(tokens) if begin is None else [int(b) for b in begin]
             places = WholeRows(begins, tokens.shape[1], tokens.device)
-        layers = UnrolledLayers(self.own_layers, self.config, self.before, places)
+        layers = UnrolledLayers(self.own_layers, self.config, self.input_projection, places)
         first = layers.layers[0]
         state = self.disturb(self.fuse(hidden, first))
         read = self.read(target.embed(tokens).to(state.dtype), first)
         rotary = angles(self.rotary, state, places.positions)
-        outputs = [layers.through(*self.enter(read.roll(-1, 1), state, first), rotary)]
+        outputs = [layers.forward(*self.enter(read.roll(-1, 1), state, first), rotary)]  # [B, T', H]
         for i in range(1, self.config.steps):
             rotary = angles(self.rotary, outputs[-1], places.positions_of(i))
             state = self.finish(outputs[-1]) if self.config.feeds_finished else outputs[-1]
             entered = self.enter(places.cut(read, 1 + i), state, first)
-            outputs.append(layers.through(*entered, rotary))
+            outputs.append(layers.forward(*entered, rotary))
         return outputs
 
     # ------------------------------------------------------------ decoding
@@ -257,22 +213,17 @@ class FeatureDrafter(Drafter):
     def open(
         self, target: Target, batch_size: int, max_length: int, spare: int = 0, cache: RaggedCache | None = None
     ) -> NodeSession:
-        shapes = [layer.self_attn.kept(target.device) for layer in self.own_layers]
-        own = RaggedCache(len(shapes), batch_size, max_length + spare, target.device, shapes)
-        return FeatureSession(self, target, own, self._cached(max_length))
+        cache = self.new_cache(target, batch_size, max_length + spare)
+        return FeatureSession(self, target, cache, self.decoding_layers(max_length))
 
     def state_bytes(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> int:
-        shapes = [layer.self_attn.kept(target.device) for layer in self.own_layers]
-        cache = sum(shape.num_bytes(batch_size, max_length + spare) for shape in shapes)
-        if self._kept is not None and self._kept.fits(self.own_layers, max_length):
-            return cache
-        return cache + copied_bytes(self.own_layers, self.config.head_dim, max_length, self.before)
+        return self.decoding_bytes(target, batch_size, max_length + spare, max_length)
 
-    def _cached(self, max_length: int) -> CachedLayers:
-        """Return its layers for decoding; they are kept until they are too short or weights have changed."""
-        if self._kept is None or not self._kept.fits(self.own_layers, max_length):
-            self._kept = CachedLayers(self.own_layers, self.config, self.rotary, max_length, before=self.before)
-        return self._kept
+    def _copy_layers(self, max_length: int) -> CachedLayers:
+        return CachedLayers(self.own_layers, self.config, self.rotary, max_length, projection=self.input_projection)
+
+    def _copied_bytes(self, max_length: int) -> int:
+        return copied_bytes(self.own_layers, self.config.head_dim, max_length, self.input_projection)
 
 
 class FeatureSession(DeferredPrefillSession):
@@ -283,20 +234,21 @@ class FeatureSession(DeferredPrefillSession):
 
     Attributes:
         cache: keys and values of the head's layers.
-        outputs: what steps after the root and after each drafted node read, `[B, 1 + n, H]`; empty before `prefill`.
-        branches: where the nodes of this round's tree stand; None for a chain.
+        outputs: the hidden inputs of steps after the root and after each drafted node, `[B, 1 + n, H]`; empty before
+            `prefill`.
+        tree: the nodes of this round; None for a chain.
     """
 
     def __init__(self, head: FeatureDrafter, target: Target, cache: RaggedCache, layers: CachedLayers):
         super().__init__(head.output_ids, head.max_depth)
         self.head, self.target, self.cache, self.layers = head, target, cache, layers
         self.outputs = torch.empty(cache.batch_size, 0, head.config.hidden_size, device=target.device)
-        self.branches: TreeMask | None = None
+        self.tree: TreeMask | None = None
 
     def update(self, tokens: Tensor, hidden: Tensor | None, counts: RowLengths, path: Tensor | None = None) -> None:
-        # The pair of the last of these tokens needs the token after it: `prefill` knows that one.
+        # The pair of the last of these tokens needs the token after it, which `prefill` brings.
         if hidden is None:
-            raise ValueError("absorb: a head on hidden states was given none; open the target's pass with its taps.")
+            raise ValueError("update: a head on hidden states was given none; open the target's pass with its taps.")
         self.note(PendingInputs(tokens, hidden, counts))
 
     def prefill(self, root: Tensor) -> Tensor:
@@ -305,7 +257,7 @@ class FeatureSession(DeferredPrefillSession):
         following = unread.tokens.roll(-1, 1).scatter(1, last, root[:, None])
         output = self._step(following, self.head.fuse(unread.hidden, self.layers.layers[0]), 0)
         self.cache.advance(unread.counts)
-        self.unread, self.branches = None, None
+        self.unread, self.tree = None, None
         output = output.gather(1, last[:, :, None].expand(-1, -1, output.shape[-1]))
         self.outputs = output[:, :0]
         return self._answer(output)[:, 0]
@@ -315,13 +267,13 @@ class FeatureSession(DeferredPrefillSession):
         if parents is None:
             before = self.outputs[:, -1:]
         else:
-            self.branches = self.branches or TreeMask(len(tokens), 0, tokens.device)
-            nodes = self.branches.grow(parents)
+            self.tree = self.tree or TreeMask(len(tokens), 0, tokens.device)
+            nodes = self.tree.grow(parents)
             before = take_positions(self.outputs, parents + 1)
         return self._answer(self._step(tokens, before, read, nodes))
 
     def _answer(self, output: Tensor) -> Tensor:
-        """Return the draft logits `[B, Q, V']` of the last layer's output, and keep what the next step reads of it."""
+        """Return the draft logits `[B, Q, V']` of the last layer's output, and keep the next step's input."""
         finished = self.head.finish(output)
         self.outputs = torch.cat([self.outputs, finished if self.head.config.feeds_finished else output], 1)
         return self.head.embed_output(finished, self.target)
@@ -331,19 +283,26 @@ class FeatureSession(DeferredPrefillSession):
         positions = self.cache.place(tokens.shape[1], offset, nodes)
         first, embedded = self.layers.layers[0], self.target.embed(tokens).to(hidden.dtype)
         entered = self.head.enter(self.head.read(embedded, first), hidden, first)
-        return self.layers.through(*entered, self.cache, positions, nodes is not None)
+        return self.layers.forward(*entered, self.cache, positions, nodes is not None)
 
     def caches(self) -> list[RaggedCache]:
         return [self.cache]
 
     def reset(self) -> None:
         super().reset()
-        self.branches, self.outputs = None, self.outputs[:, :0]
+        self.tree, self.outputs = None, self.outputs[:, :0]
+
+
+# ------------------------------------------------------------ EAGLE
 
 
 @dataclass
 class Eagle1Config(FeatureConfig):
     """Settings of an EAGLE head; zeros mean "as the target".
+
+    The paper's numbers are for features of about unit scale. Targets differ, so both noise and feature loss are in
+    units of the true feature's root mean square: they mean the same for every target. (A final norm makes it nearly the
+    same at all positions.)
 
     Attributes:
         loss: of the tokens; the paper's is a tenth of the soft cross-entropy.
@@ -370,12 +329,6 @@ class Eagle1Config(FeatureConfig):
             if getattr(self, name) < 0:
                 raise BadInputError(f"eagle1: {name} must be 0 or more, got {getattr(self, name)}.")
 
-    def completed(self, target: Target) -> Eagle1Config:
-        """Return this config with every open size taken from `target`."""
-        return Eagle1Config(
-            **(self.to_dict() | self.sizes(target) | {"target_layers": self.target_layers or target.num_layers})
-        )
-
 
 def _scale(features: Tensor) -> Tensor:
     """Return the root mean square of features `[..., H]`, `[..., 1]`."""
@@ -383,11 +336,17 @@ def _scale(features: Tensor) -> Tensor:
 
 
 class Eagle1(FeatureDrafter):
-    """The EAGLE head. Embeddings and output embedding are the target's."""
+    """The EAGLE head: cat[embedding, feature] → fc → decoder layers (arXiv 2401.15077).
+
+    From the target's last hidden state f_t (after the final norm) and x_{t+1} it predicts f_{t+1}, of which the
+    target's own output embedding makes tokens. It is trained on true features, with SmoothL1 to the next one and, a
+    tenth as much, the cross-entropy of the tokens; noise on its inputs stands for the errors of its own features.
+    """
 
     name = "eagle1"
     config_class = Eagle1Config
     config: Eagle1Config
+    prunes_vocabulary = False
 
     def __init__(self, config: Eagle1Config):
         super().__init__(config)
@@ -402,25 +361,7 @@ class Eagle1(FeatureDrafter):
         self.rotary = rotary_of(config)
 
     @property
-    def taps(self) -> tuple[int, ...]:
-        return (self.config.target_layers,)
-
-    @classmethod
-    def build(cls, config: DrafterConfig, target: Target, token_counts: Tensor | None = None) -> Eagle1:
-        assert isinstance(config, Eagle1Config)
-        head = cls(config.completed(target))
-        for name, own, theirs in head._sizes(target):
-            if own != theirs:
-                raise BadInputError(f"eagle1: a {name} of {own} differs from the target's {theirs}; leave it out.")
-        return head
-
-    def _sizes(self, target: Target) -> list[tuple[str, int, int]]:
-        return [*super()._sizes(target), ("number of layers", self.config.target_layers, target.num_layers)]
-
-    # ------------------------------------------------------------ the network
-
-    @property
-    def before(self) -> InputProjection:
+    def input_projection(self) -> InputProjection:
         return InputProjection(self.fc, list(self.input_norms or ()))
 
     def fuse(self, hidden: Tensor, first: FusedLayer | None = None) -> Tensor:
@@ -436,7 +377,7 @@ class Eagle1(FeatureDrafter):
         return embedded
 
     def enter(self, read: Tensor, hidden: Tensor, first: FusedLayer) -> tuple[Tensor, Tensor]:
-        hidden = first.before(torch.cat([read, hidden], -1))
+        hidden = first.project(torch.cat([read, hidden], -1))
         return first.enter(hidden), hidden
 
     def embed_output(self, finished: Tensor, target: Target) -> Tensor:
@@ -447,6 +388,9 @@ class Eagle1(FeatureDrafter):
             return None
         scale = _scale(features)
         return self.config.feature_loss * smooth_l1(features / scale, outputs / scale)
+
+
+# ------------------------------------------------------------ EAGLE-3
 
 
 @dataclass
@@ -482,13 +426,8 @@ class Eagle3Config(FeatureConfig):
     def feeds_finished(self) -> bool:
         return self.norm_output
 
-    def completed(self, target: Target) -> Self:
-        """Return this config with every open size taken from `target`."""
-        sizes = {
-            "taps": self.taps or default_taps(target.num_layers),
-            "draft_vocab_size": self.draft_vocab_size or target.vocab_size,
-        }
-        return type(self)(**(self.to_dict() | self.sizes(target) | sizes))
+    def sizes(self, target: Target) -> dict[str, Any]:
+        return super().sizes(target) | {"taps": self.taps or default_taps(target.num_layers)}
 
 
 def default_taps(layers: int) -> tuple[int, ...]:
@@ -511,12 +450,15 @@ class _FirstLayer(Layer):
 
 
 class Eagle3(FeatureDrafter):
-    """The EAGLE-3 head. Embeddings come from the target; everything else is its own."""
+    """The EAGLE-3 head: a small drafter on the target's features at three depths, fused (arXiv 2503.01840).
+
+    The first layer's attention reads cat[norm(embedding), norm(hidden)], and its output is added to the hidden state
+    (normed too with `norm_before_residual`). Embeddings come from the target; everything else is its own.
+    """
 
     name = "eagle3"
     config_class = Eagle3Config
     config: Eagle3Config
-    token_ids: Tensor  # [V']
 
     def __init__(self, config: Eagle3Config):
         super().__init__(config)
@@ -530,48 +472,22 @@ class Eagle3(FeatureDrafter):
         self.norm = norm_of(config)
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
         self.layers.extend(Layer(config) for _ in range(config.num_layers - 1))  # drawn last
-        # Target id of each draft token, ascending. The export formats' d2t and t2d are derived from it.
-        self.register_buffer("token_ids", torch.arange(config.draft_vocab_size))
         self.rotary = rotary_of(config)
 
     @property
     def taps(self) -> tuple[int, ...]:
         return self.config.taps
 
-    @property
-    def output_ids(self) -> Tensor | None:
-        return None if self.config.draft_vocab_size == self.config.vocab_size else self.token_ids
-
-    @classmethod
-    def build(cls, config: DrafterConfig, target: Target, token_counts: Tensor | None = None) -> Self:
-        assert isinstance(config, Eagle3Config)
-        config = config.completed(target)
-        if config.hidden_size != target.hidden_size:
-            raise BadInputError(
-                f"eagle3: hidden_size {config.hidden_size} differs from the target's {target.hidden_size}; "
-                "leave it out."
-            )
-        token_ids = draft_vocabulary(config.draft_vocab_size, target.vocab_size, token_counts, cls.name)
-        head = cls(config)
-        head.token_ids.copy_(token_ids)
-        if config.init_from_target:
-            head._copy_output(target)
-        return head
-
-    @torch.no_grad()
-    def _copy_output(self, target: Target) -> None:
-        weight = target.model.get_output_embeddings().weight
-        self.lm_head.weight.copy_(weight[self.token_ids.to(weight.device)])
-
-    # ------------------------------------------------------------ the network
+    def own_outputs(self) -> list[nn.Linear]:
+        return [self.lm_head] if self.config.init_from_target else []
 
     @property
-    def before(self) -> InputProjection:
+    def input_projection(self) -> InputProjection:
         return InputProjection(self.fc, list(self.tap_norms or ()))
 
     def fuse(self, hidden: Tensor, first: FusedLayer | None = None) -> Tensor:
-        product = self.before.product() if first is None else first.before
-        return product(hidden.to(self.fc.weight.dtype).flatten(2))
+        project = self.input_projection.product() if first is None else first.project
+        return project(hidden.to(self.fc.weight.dtype).flatten(2))
 
     def read(self, embedded: Tensor, first: FusedLayer) -> Tensor:
         return first.keep(normed(embedded, first.layer.input_layernorm))

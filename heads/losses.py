@@ -1,7 +1,7 @@
 """Losses of drafters over many positions, and what is measured beside them.
 
-The divergences themselves, and how a recipe names them, stand in parts/divergences.py; their names are importable from
-here. Nothing but `chunked_compare` reduces over positions.
+The divergences themselves, and how a recipe names them, stand in divergences.py. Nothing but `chunked_compare` reduces
+over positions.
 
 Shapes: P positions, V symbols of the target, V' of the drafter, S unrolled steps.
 """
@@ -15,54 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import liger
-from .divergences import (
-    DIVERGENCES,
-    HARD,
-    Divergence,
-    Loss,
-    LossName,
-    TargetDistribution,
-    divergence,
-    forward_kl,
-    hard_cross_entropy,
-    hybrid_acceptance,
-    jensen_shannon,
-    negative_log_acceptance,
-    own_precision,
-    reverse_kl,
-    smooth_l1,
-    soft_cross_entropy,
-    total_variation,
-)
-
-__all__ = [
-    "DIVERGENCES",
-    "HARD",
-    "Divergence",
-    "Loss",
-    "LossName",
-    "LossSettings",
-    "PositionLosses",
-    "TargetDistribution",
-    "acceptance_metrics",
-    "ahead",
-    "chunked_compare",
-    "compare",
-    "divergence",
-    "forward_kl",
-    "hard_cross_entropy",
-    "hybrid_acceptance",
-    "jensen_shannon",
-    "metrics_by_depth",
-    "negative_log_acceptance",
-    "own_precision",
-    "reverse_kl",
-    "smooth_l1",
-    "soft_cross_entropy",
-    "total_variation",
-    "with_slopes",
-]
+from .divergences import Loss, TargetDistribution, compare_by_kernels, kernels_serve, own_precision
 
 Head = Callable[[Tensor], Tensor]
 
@@ -91,8 +44,8 @@ class PositionLosses:
 
 def compare(reference: TargetDistribution, draft_logits: Tensor, rule: Loss) -> tuple[Tensor, Tensor, Tensor]:
     """Return (loss, alpha, top1) of draft logits `[P, V']`; the loss is differentiable."""
-    if liger.serves(rule, draft_logits.device.type):
-        return liger.compare(reference, draft_logits, rule)
+    if kernels_serve(rule, draft_logits.device.type):
+        return compare_by_kernels(reference, draft_logits, rule)
     if rule.soft is not None:
         return _softly(reference, draft_logits.float(), rule.soft)
     log_q = draft_logits.float().log_softmax(-1)
@@ -177,66 +130,57 @@ def chunked_compare(
         weights: of each loss in the total; 1 if None.
         following: the tokens that really followed, for a hard loss.
     """
-    steps = draft_hidden if draft_hidden.ndim == 3 else draft_hidden[None]
-    if weights is None:
-        weights = steps.new_ones(steps.shape[:2])
-    chunks = _Chunks(steps, weights.reshape(steps.shape[:2]).float(), settings)
+    steps = draft_hidden if draft_hidden.ndim == 3 else draft_hidden[None]  # [S, P, H']
+    shape = steps.shape[:2]
+    weights = steps.new_ones(shape) if weights is None else weights.reshape(shape)
+    weights, heads = weights.float(), settings.draft_heads(len(steps))
+    slopes = ChunkedSlopes(steps, settings.parameters)
+    results = steps.new_zeros(3, *shape, dtype=torch.float32)  # loss, alpha and top1, [3, S, P]
     size = settings.chunk or CHUNKS.get(target_hidden.device.type, CHUNK)
     for begin in range(0, len(target_hidden), size):
         part = slice(begin, begin + size)
-        chunks.add(part, settings.reference(target_hidden[part], None if following is None else following[part]))
-    loss, alpha, top1 = chunks.results if draft_hidden.ndim == 3 else chunks.results[:, 0]
-    return PositionLosses(chunks.total(), loss, alpha, top1)
+        reference = settings.reference(target_hidden[part], None if following is None else following[part])
+        for i, head in enumerate(heads):
+            hidden = slopes.chunk((i, part))
+            compared = compare(reference, head(hidden), settings.rule)
+            results[:, i, part] = torch.stack([values.detach() for values in compared])
+            slopes.learn((compared[0] * weights[i, part]).sum(), hidden, (i, part))
+    total = slopes.attach((results[0] * weights).sum())
+    loss, alpha, top1 = results if draft_hidden.ndim == 3 else results[:, 0]
+    return PositionLosses(total, loss, alpha, top1)
 
 
-class _Chunks:
-    """What the chunks of a comparison have given so far.
+class ChunkedSlopes:
+    """The slopes of a loss that is made a chunk at a time: in hidden states, and in the parameters that it trains."""
 
-    Attributes:
-        results: loss, alpha and top1, `[3, S, P]`.
-        columns: the slopes of the total in the drafter's hidden states, `[S, P, H']`.
-        slopes: those in what is trained.
-    """
-
-    def __init__(self, steps: Tensor, weights: Tensor, settings: LossSettings):
-        self.steps, self.weights, self.rule = steps, weights, settings.rule
-        self.heads = settings.draft_heads(len(steps))
-        self.learning = torch.is_grad_enabled()
-        self.trained = [p for p in settings.parameters if p.requires_grad] if self.learning else []
+    def __init__(self, hidden: Tensor, parameters: Sequence[Tensor]):
+        self.hidden, self.learning = hidden, torch.is_grad_enabled()
+        self.trained = [p for p in parameters if p.requires_grad] if self.learning else []
         self.slopes = [torch.zeros_like(p, dtype=torch.float32) for p in self.trained]
-        self.results = steps.new_zeros(3, *steps.shape[:2], dtype=torch.float32)
-        self.columns = torch.zeros_like(steps)
+        self.columns = torch.zeros_like(hidden)
 
-    def add(self, part: slice, reference: TargetDistribution) -> None:
-        """Compare the positions of `part` in all steps."""
-        for i, head in enumerate(self.heads):
-            hidden = self.steps[i, part].detach().requires_grad_(self.learning)
-            found = compare(reference, head(hidden), self.rule)
-            self.results[:, i, part] = torch.stack([f.detach() for f in found])
-            if self.learning:
-                self.columns[i, part] = self._learn((found[0] * self.weights[i, part]).sum(), hidden)
+    def chunk(self, index: Any) -> Tensor:
+        """Return the hidden states at `index`, from which a chunk's loss is made."""
+        return self.hidden[index].detach().requires_grad_(self.learning)
 
-    def _learn(self, loss: Tensor, hidden: Tensor) -> Tensor:
-        """Add the slopes of a chunk's loss to those of what is trained; return those in its hidden states."""
+    def learn(self, loss: Tensor, hidden: Tensor, index: Any) -> None:
+        """Add the slopes of the loss of a chunk, whose states `hidden` stand at `index`."""
+        if not self.learning:
+            return
         # Where each step has a head of its own, the others' weights have no part in it.
         own, *others = torch.autograd.grad(loss, [hidden, *self.trained], allow_unused=True)
+        self.columns[index] = own
         for slope, other in zip(self.slopes, others, strict=True):
             if other is not None:
                 slope += other
-        return own
 
-    def total(self) -> Tensor:
-        """Return Σ weight · loss, with the slopes that the backward pass multiplies and hands on."""
-        total = (self.results[0] * self.weights).sum()
+    def attach(self, total: Tensor) -> Tensor:
+        """Return `total` with the slopes that the backward pass multiplies and hands on."""
         if not self.learning:
             return total
-        return with_slopes(total, [(self.steps, self.columns), *zip(self.trained, self.slopes, strict=True)])
-
-
-def with_slopes(total: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """Return `total` with these slopes in (x, slope) `pairs`: what the backward pass multiplies and hands on."""
-    linear = torch.stack([(x.float() * slope).sum() for x, slope in pairs]).sum()
-    return total + (linear - linear.detach())
+        pairs = [(self.hidden, self.columns), *zip(self.trained, self.slopes, strict=True)]
+        linear = torch.stack([(x.float() * slope).sum() for x, slope in pairs]).sum()
+        return total + (linear - linear.detach())
 
 
 def ahead(values: Tensor, by: int) -> Tensor:

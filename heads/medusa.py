@@ -17,12 +17,12 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from ..common import BadInputError, IncompatibleError
+from ..common import BadInputError
 from ..targets import RaggedCache, RowLengths, Target
-from .base import DrafterLoss, TargetBatch
-from .head_drafter import HeadConfig, HeadDrafter
-from .losses import LossName, LossSettings, chunked_compare, divergence, metrics_by_depth
-from .session import Abilities, NodeSession, required
+from .base import DrafterLoss, HeadConfig, HeadDrafter, TargetBatch, compare_drafts
+from .divergences import LossName
+from .losses import metrics_by_depth
+from .session import Abilities, NodeDepths, NodeSession, required
 
 
 @dataclass
@@ -36,7 +36,7 @@ class MedusaConfig(HeadConfig):
         share_lm_head: all heads use the target's own output embedding, which is not trained, instead of a copy each.
         draft_vocab_size: the most frequent training tokens kept as outputs; 0 for all.
         decay: weight of head k is `decay ** (k − 1)`.
-        loss: see `losses.divergence`. Medusa's own is hard_ce.
+        loss: see `divergences.divergence`. Medusa's own is hard_ce.
         target_layers: of the target: its last hidden state is read.
     """
 
@@ -52,7 +52,7 @@ class MedusaConfig(HeadConfig):
     target_layers: int = 0
 
     def __post_init__(self) -> None:
-        divergence(self.loss)
+        super().__post_init__()
         for name in ("num_heads", "num_layers"):
             if getattr(self, name) < 1:
                 raise BadInputError(f"drafter: {name} must be at least 1, got {getattr(self, name)}.")
@@ -121,15 +121,8 @@ class Medusa(HeadDrafter[MedusaConfig]):
     def max_depth(self) -> int:
         return self.config.num_heads
 
-    def _own_outputs(self) -> list[nn.Linear]:
+    def own_outputs(self) -> list[nn.Linear]:
         return [own for k in range(self.config.num_heads) if (own := self.head(k).lm_head) is not None]
-
-    def _copy_output(self, target: Target) -> None:
-        if not self.config.share_lm_head and target.model.get_output_embeddings().bias is not None:
-            raise IncompatibleError(
-                f"{self.name}: this target's output embedding has a bias, which copies of it lack; set share_lm_head."
-            )
-        super()._copy_output(target)
 
     def head(self, index: int) -> Head:
         """Return the head at `index`, from 0 on; it predicts the token `index` + 2 places after the state it reads."""
@@ -150,25 +143,15 @@ class Medusa(HeadDrafter[MedusaConfig]):
         wanted = batch.supervised.clone()
         wanted[:, :2] = False  # the first head's first prediction is x_2
         rows, places = wanted.nonzero(as_tuple=True)
-        outputs, here = self.outputs(batch, rows, places)
+        outputs, here = self.outputs(batch, rows, places)  # [K, P, H], [K, P]
         count = self.config.num_heads
         steps = torch.arange(count, device=wanted.device)[:, None]
-        weights = self.config.decay**steps * here
+        weights = self.config.decay**steps * here  # [K, P]
         if batch.verified is not None:
             weights = batch.verified.weighed(weights, rows, places, steps + 1, batch.documents)
-        result = chunked_compare(
-            batch.last[rows, places - 1],
-            outputs,
-            LossSettings(
-                batch.target.lm_head,
-                [self.lm_head(k, batch.target) for k in range(count)],
-                divergence(self.config.loss),
-                self.output_ids,
-                parameters=[own.weight for own in self._own_outputs()],
-            ),
-            weights=weights,
-            following=batch.tokens[rows, places],
-        )
+        heads = [self.lm_head(k, batch.target) for k in range(count)]
+        parameters = [own.weight for own in self.own_outputs()]
+        result = compare_drafts(self, batch, rows, places, outputs, heads, parameters, weights)
         return DrafterLoss(result.total, wanted.sum(), metrics_by_depth(result, wanted, here))
 
     def outputs(self, batch: TargetBatch, rows: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
@@ -205,37 +188,19 @@ class HeadsSession(NodeSession):
 
     Attributes:
         hidden: the target's at the last token it has processed, `[B, H]`; of no size before the first `update`.
-        depths: of the root and of each node of a tree, `[B, 1 + n]`; None in a chain.
+        nodes: their depths in this round.
     """
 
     def __init__(self, drafter: Medusa, target: Target, batch_size: int):
         super().__init__(drafter.output_ids, drafter.max_depth)
         self.drafter, self.target = drafter, target
         self.hidden = torch.zeros(batch_size, 0, device=target.device)
-        self.depths: Tensor | None = None
+        self.nodes = NodeDepths(drafter.max_depth, drafter.name)
 
     def update(self, tokens: Tensor, hidden: Tensor | None, counts: RowLengths, path: Tensor | None = None) -> None:
-        hidden = required(hidden, f"{self.drafter.name}: absorb needs the target's hidden states.")
+        hidden = required(hidden, f"{self.drafter.name}: update needs the target's hidden states.")
         last = (counts.tensor - 1)[:, None, None].expand(-1, 1, hidden.shape[-1])
         self.hidden = hidden[:, :, 0].gather(1, last)[:, 0]
-
-    def _place(self, parents: Tensor) -> Tensor:
-        """Note nodes below `parents` `[B, W]`; return their depths, 1 for a child of the root."""
-        if self.depths is None:
-            self.depths = torch.zeros_like(parents[:, :1])
-        depths = self.depths.gather(1, parents + 1) + 1
-        self.depths = torch.cat([self.depths, depths], 1)
-        return depths
-
-    def _checked(self, index: int) -> int:
-        """Return `index` if there is such a head."""
-        count = self.drafter.config.num_heads
-        if index >= count:
-            raise BadInputError(
-                f"this {self.drafter.name} drafter has {count} heads, so it drafts no deeper than that; "
-                "lower the depth."
-            )
-        return index
 
     def carried(self) -> list[Tensor]:
         return [self.hidden]
@@ -244,7 +209,7 @@ class HeadsSession(NodeSession):
         (self.hidden,) = tensors
 
     def reset(self) -> None:
-        self.hidden, self.depths = self.hidden[:, :0], None
+        self.hidden = self.hidden[:, :0]
 
     def select(self, rows: list[int]) -> None:
         self.hidden = self.hidden[rows]
@@ -264,21 +229,23 @@ class MedusaSession(HeadsSession):
         self.logits: list[Tensor] = []
 
     def prefill(self, root: Tensor) -> Tensor:
-        self.logits, self.depths = [], None
+        self.logits = []
+        self.nodes.begin()
         return self._next()
 
     def decode(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
         if parents is None:
+            self.nodes.descend()
             return self._next()[:, None]
         if len(self.logits) < self.drafter.config.num_heads:  # each pass reads at most one level deeper
             self._next()
-        depths = self._place(parents)
+        depths = self.nodes.place(parents)
         known = torch.stack(self.logits, 1)
         return known.gather(1, depths.clamp(max=len(self.logits) - 1)[:, :, None].expand(-1, -1, known.shape[2]))
 
     def _next(self) -> Tensor:
         """Return logits `[B, V']` of the next head."""
-        index = self._checked(len(self.logits))
+        index = len(self.logits)
         self.logits.append(self.drafter.lm_head(index, self.target)(self.drafter.head(index)(self.hidden)))
         return self.logits[-1]
 
@@ -333,30 +300,28 @@ class HydraSession(HeadsSession):
     Attributes:
         paths: to the root and to each node read, both ends included, 0 after them, `[B, 1 + n, K]`; n is −1 before a
             round.
-        passes: of `decode` in this round: no node is deeper.
     """
 
     drafter: Hydra
 
     def __init__(self, drafter: Hydra, target: Target, batch_size: int):
         super().__init__(drafter, target, batch_size)
-        self.passes = 0
         self.paths = torch.zeros(batch_size, 0, drafter.config.num_heads, dtype=torch.long, device=target.device)
 
     def prefill(self, root: Tensor) -> Tensor:
-        self.passes, self.depths = 0, None
+        self.nodes.begin()
         self.paths = torch.nn.functional.pad(root[:, None, None], (0, self.drafter.config.num_heads - 1))
         return self._logits(0, self._answer(self.paths, 0))[:, 0]
 
     def decode(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
         if parents is None:
-            self.passes = self._checked(self.passes + 1)
+            level = self.nodes.descend()
             paths = self.paths[:, -1:].clone()
-            paths[:, :, self.passes] = tokens
+            paths[:, :, level] = tokens
             self.paths = torch.cat([self.paths, paths], 1)
-            return self._logits(self.passes, self._answer(paths, self.passes))
-        self.passes = min(self.passes + 1, self.drafter.config.num_heads - 1)  # a pass reads at most one level deeper
-        depths = self._place(parents).clamp(max=self.passes)[:, :, None]
+            return self._logits(level, self._answer(paths, level))
+        self.nodes.level = min(self.nodes.level + 1, self.nodes.deepest - 1)  # a pass reads at most one level deeper
+        depths = self.nodes.place(parents).clamp(max=self.nodes.level)[:, :, None]
         above = self.paths.gather(1, (parents + 1)[:, :, None].expand(-1, -1, self.paths.shape[2]))
         paths = above.scatter(2, depths, tokens[:, :, None])
         self.paths = torch.cat([self.paths, paths], 1)
@@ -367,7 +332,7 @@ class HydraSession(HeadsSession):
 
         Each head reads all nodes, as the host does not know which node is whose.
         """
-        shared, heads = self.drafter.config.share_lm_head, range(1, self.passes + 1)
+        shared, heads = self.drafter.config.share_lm_head, range(1, self.nodes.level + 1)
         found = [self._answer(paths, k) for k in heads]
         if not shared:
             found = [self._logits(k, x) for k, x in zip(heads, found, strict=True)]

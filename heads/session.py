@@ -1,11 +1,13 @@
 """How a drafter decodes: a session is one drafter's side of a running batch.
 
-A session remembers what its rows' texts were, proposes what follows, and is told what the target made of it. Per batch:
+A session holds what its rows' texts were, proposes what follows, and is updated with the target's verdict. Per batch:
 `update` once for the prompts; then per round `propose`, and `update` again. A session that reads nodes gives logits
 after them instead (`prefill`, `decode`), from which the decoder grows chains and trees of any shape.
 
-Shapes: B rows, Q tokens of one pass, N draft tokens of a proposal, W nodes read at once, K taps, H target hidden size,
-V target vocabulary, V' the drafter's own vocabulary.
+After the contract stands what sessions share: the inputs that wait for the next round, and the nodes of a growing tree.
+
+Shapes: B rows, P and Q tokens of one pass, N draft tokens of a proposal, k drafts of one pass, W nodes read at once,
+K taps, H target hidden size, V target vocabulary, V' the drafter's own vocabulary.
 """
 
 from __future__ import annotations
@@ -278,6 +280,9 @@ class TextSession(Session):
         """
 
 
+# ------------------------------------------------------------ ragged inputs, and inputs that wait
+
+
 T = TypeVar("T")
 
 
@@ -310,7 +315,7 @@ def take_positions(x: Tensor, index: Tensor) -> Tensor:
 
 
 def required(value: T | None, missing: str) -> T:
-    """Return `value`, which a session was given before it was asked; else the error says what is `missing`."""
+    """Return `value`; raise RuntimeError with the words `missing` where it is None."""
     if value is None:
         raise RuntimeError(missing)
     return value
@@ -339,7 +344,7 @@ class PendingInputs:
         )
 
     def trimmed(self) -> PendingInputs:
-        """Return it without what is no row's. (The counts are read on the host.)"""
+        """Return it cut to the longest row. (The counts are read on the host.)"""
         longest = max(self.counts.values)
         return PendingInputs(self.tokens[:, :longest], self.hidden[:, :longest], self.counts)
 
@@ -358,39 +363,6 @@ class PendingInputs:
         return cls(tokens, hidden, RowLengths(counts))
 
 
-class TreeMask:
-    """The drafted nodes that a session has read in this round, in that order: where each stands and whom it sees.
-
-    Args:
-        before: uncommitted entries of the session's cache that lie before the nodes; all nodes see them.
-    """
-
-    def __init__(self, rows: int, before: int, device: torch.device | str):
-        # Index 0 is the root, node i is index i + 1.
-        self._depths = torch.full((rows, 1), before - 1, device=device)  # [B, 1 + n]
-        self._sees = torch.ones(rows, 1, before, dtype=torch.bool, device=device)  # [B, 1 + n, before + n]
-
-    def grow(self, parents: Tensor) -> Nodes:
-        """Add nodes below the nodes `parents` `[B, W]` (−1: the root); return their places for the pass over them."""
-        own = torch.eye(parents.shape[1], dtype=torch.bool, device=parents.device)
-        return self._add(self._depths.gather(1, parents + 1) + 1, parents, own)
-
-    def grow_chain(self, after: Tensor, length: int) -> Nodes:
-        """Add a chain of `length` nodes, whose first stands below the node `after` `[B]` (−1: the root)."""
-        own = torch.ones(length, length, dtype=torch.bool, device=after.device).tril()
-        depths = self._depths.gather(1, after[:, None] + 1) + 1 + torch.arange(length, device=after.device)
-        return self._add(depths, after[:, None].expand(-1, length), own)
-
-    def _add(self, depths: Tensor, below: Tensor, own: Tensor) -> Nodes:
-        """Add nodes at `depths` `[B, W]`, which see what `below` `[B, W]` see, and each other by `own` `[W, W]`."""
-        rows, width = depths.shape
-        inherited = self._sees.gather(1, (below + 1)[:, :, None].expand(-1, -1, self._sees.shape[2]))
-        sees = torch.cat([inherited, own.expand(rows, -1, -1)], 2)
-        self._depths = torch.cat([self._depths, depths], 1)
-        self._sees = torch.cat([nn.functional.pad(self._sees, (0, width)), sees], 1)
-        return Nodes(depths, sees)
-
-
 class DeferredPrefillSession(NodeSession):
     """A session over caches of its own, which lack what was absorbed until the next round begins.
 
@@ -401,11 +373,11 @@ class DeferredPrefillSession(NodeSession):
     unread: PendingInputs | None = None
 
     def note(self, new: PendingInputs) -> None:
-        """Put what was absorbed now after what is unread."""
+        """Append new inputs to the unread ones."""
         self.unread = new if self.unread is None else self.unread.then(new)
 
     def waiting(self) -> PendingInputs:
-        """Return what is unread; without what is no row's, where the host may ask how much that is."""
+        """Return the unread inputs; cut to the longest row, where the host may ask how long that is."""
         unread = self._absorbed()
         return unread.trimmed() if self.caches()[0].window is None else unread
 
@@ -429,66 +401,88 @@ class DeferredPrefillSession(NodeSession):
             self.unread = self.unread.select(rows)
 
 
-class OnePassSession(NodeSession):
-    """A session that knows what every draft of a round may be when the round begins.
+# ------------------------------------------------------------ the nodes of a round
 
-    Attributes:
-        cache: its own.
-        head: makes logits of states.
-        logits: of this round's drafts, `[B, k, V']`; None before `prefill`.
-        depths: of the root and of each node of a tree that was read, `[B, 1 + n]`.
-        level: of the last node of a chain that was read, 0 for the root.
+
+class TreeMask:
+    """The drafted nodes that a session has read in this round, in that order: where each stands and which it sees.
+
+    Args:
+        before: uncommitted entries of the session's cache that lie before the nodes; all nodes see them.
     """
 
-    def __init__(
-        self, cache: RaggedCache, head: Callable[[Tensor], Tensor], output_ids: Tensor | None, drafts: int, name: str
-    ):
-        super().__init__(output_ids, drafts)
-        self.cache, self.head, self.drafts, self.name = cache, head, drafts, name
-        self.logits: Tensor | None = None
-        self.depths, self.level = self._at_root(), 0
+    def __init__(self, rows: int, before: int, device: torch.device | str):
+        # Index 0 is the root, node i is index i + 1.
+        self._depths = torch.full((rows, 1), before - 1, device=device)  # [B, 1 + n]
+        self._sees = torch.ones(rows, 1, before, dtype=torch.bool, device=device)  # [B, 1 + n, before + n]
 
-    @abstractmethod
-    def draft(self, root: Tensor) -> Tensor:
-        """Return the states that say the drafts after `root` `[B]`, `[B, k, H]`: the pass of this round."""
+    def grow(self, parents: Tensor) -> Nodes:
+        """Add nodes below the nodes `parents` `[B, W]` (−1: the root); return their places for the pass over them."""
+        own = torch.eye(parents.shape[1], dtype=torch.bool, device=parents.device)
+        return self._add(self._depths.gather(1, parents + 1) + 1, parents, own)
 
-    def prefill(self, root: Tensor) -> Tensor:
-        self.logits = self.head(self.draft(root))
-        self.depths, self.level = self._at_root(), 0
-        return self.logits[:, 0]
+    def grow_chain(self, after: Tensor, length: int) -> Nodes:
+        """Add a chain of `length` nodes, whose first stands below the node `after` `[B]` (−1: the root)."""
+        own = torch.ones(length, length, dtype=torch.bool, device=after.device).tril()
+        depths = self._depths.gather(1, after[:, None] + 1) + 1 + torch.arange(length, device=after.device)
+        return self._add(depths, after[:, None].expand(-1, length), own)
 
-    def decode(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
-        logits = required(self.logits, "decode: a round begins with the root; call prefill.")
-        if parents is None:
-            self.level = self._checked(self.level + 1)
-            return logits[:, self.level, None]
-        depths = self._place(parents).clamp(max=self.drafts - 1)
-        return logits.gather(1, depths[:, :, None].expand(-1, -1, logits.shape[2]))
+    def _add(self, depths: Tensor, below: Tensor, own: Tensor) -> Nodes:
+        """Add nodes at `depths` `[B, W]` that see all that `below` `[B, W]` see, and each other by `own` `[W, W]`."""
+        rows, width = depths.shape
+        inherited = self._sees.gather(1, (below + 1)[:, :, None].expand(-1, -1, self._sees.shape[2]))
+        sees = torch.cat([inherited, own.expand(rows, -1, -1)], 2)
+        self._depths = torch.cat([self._depths, depths], 1)
+        self._sees = torch.cat([nn.functional.pad(self._sees, (0, width)), sees], 1)
+        return Nodes(depths, sees)
 
-    def _at_root(self) -> Tensor:
-        return torch.zeros_like(self.cache.lengths)[:, None]
 
-    def _place(self, parents: Tensor) -> Tensor:
-        """Note nodes below `parents` `[B, W]`; return their depths, 1 for a child of the root."""
-        depths = self.depths.gather(1, parents + 1) + 1
-        self.depths = torch.cat([self.depths, depths], 1)
+class NodeDepths:
+    """The depths of a round's nodes, for a drafter with a limited number of drafts.
+
+    Attributes:
+        level: the depth of the last node of a chain, 0 for the root.
+        tree: the depths of the root and of each node of a tree that was read, `[B, 1 + n]`; None in a chain.
+    """
+
+    def __init__(self, deepest: int, name: str):
+        self.deepest, self.name, self.level = deepest, name, 0
+        self.tree: Tensor | None = None
+
+    def begin(self) -> None:
+        """Forget the nodes of the last round."""
+        self.level, self.tree = 0, None
+
+    def descend(self) -> int:
+        """Note the next node of a chain; return its depth."""
+        if self.level + 1 >= self.deepest:
+            raise BadInputError(f"this {self.name} drafter drafts {self.deepest} tokens at most; lower the depth.")
+        self.level += 1
+        return self.level
+
+    def place(self, parents: Tensor) -> Tensor:
+        """Note nodes below `parents` `[B, W]` (−1: the root); return their depths, 1 for a child of the root."""
+        tree = torch.zeros_like(parents[:, :1]) if self.tree is None else self.tree
+        depths = tree.gather(1, parents + 1) + 1
+        self.tree = torch.cat([tree, depths], 1)
         return depths
 
-    def _checked(self, level: int) -> int:
-        """Return `level` if a draft stands below it."""
-        if level >= self.drafts:
-            raise BadInputError(f"a block of this {self.name} drafter has {self.drafts} drafts; lower the depth.")
-        return level
 
-    def caches(self) -> list[RaggedCache]:
-        return [self.cache]
+class OnePassDrafts(NodeDepths):
+    """The logits of all drafts of a round, which one pass has made before the first is drawn: `[B, k, V']`."""
 
-    def carry(self, tensors: list[Tensor]) -> None:
-        """Nothing is carried from round to round but the cache."""
+    logits: Tensor | None = None
 
-    def reset(self) -> None:
-        super().reset()
-        self.logits = None
+    def start(self, logits: Tensor) -> Tensor:
+        """Begin a round; return the logits of the first draft, `[B, V']`."""
+        self.begin()
+        self.logits = logits
+        return logits[:, 0]
 
-    def select(self, rows: list[int]) -> None:
-        self.cache.select(rows)
+    def after(self, parents: Tensor | None) -> Tensor:
+        """Return the logits after nodes below `parents` `[B, W]`, `[B, W, V']`; None is the next node of a chain."""
+        logits = required(self.logits, "decode: a round begins with the root; call prefill.")
+        if parents is None:
+            return logits[:, self.descend(), None]
+        depths = self.place(parents).clamp(max=self.deepest - 1)
+        return logits.gather(1, depths[:, :, None].expand(-1, -1, logits.shape[2]))

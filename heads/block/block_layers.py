@@ -120,12 +120,12 @@ class TrainedBlocks:
         rotary: gives the angles of places.
     """
 
-    def __init__(self, layers: Sequence[BlockLayer], config: LayerConfig, rotary: nn.Module, sight: BlockMask):
+    def __init__(self, layers: Sequence[Layer], config: LayerConfig, rotary: nn.Module, sight: BlockMask):
         self.layers = [FusedLayer(layer, config) for layer in layers]
         self.groups = config.num_attention_heads // config.num_key_value_heads
         self.rotary, self.sight = rotary, sight
 
-    def through(self, context: Tensor, hidden: Tensor, anchors: Anchors) -> Tensor:
+    def forward(self, context: Tensor, hidden: Tensor, anchors: Anchors) -> Tensor:
         """Return the last layer's output for blocks `hidden` `[R, n, S, H]`, in their shape.
 
         Args:
@@ -139,12 +139,12 @@ class TrainedBlocks:
         places = own[:, :, None] + torch.arange(self.sight.slots, device=device)
         here = angles(self.rotary, context, every)
         rotary, hidden = angles(self.rotary, context, places.flatten(1)), hidden.flatten(1, 2)
-        for joint in self.layers:
-            attention = joint.layer.self_attn
-            q, k, v = joint.split(joint.enter(hidden), rotary)
-            given = context_entries(joint.layer, attention.k_proj(context), attention.v_proj(context), here)
+        for layer in self.layers:
+            attention = layer.layer.self_attn
+            q, k, v = layer.split(layer.enter(hidden), rotary)
+            given = context_entries(layer.layer, attention.k_proj(context), attention.v_proj(context), here)
             entries = [repeat_kv(x, self.groups) for x in (*given, k, v)]
-            hidden = joint.finish(self._attend(q, entries, anchors, starts), hidden)
+            hidden = layer.finish(self._attend(q, entries, anchors, starts), hidden)
         return hidden.view(shape)
 
     def _attend(self, q: Tensor, entries: Sequence[Tensor], anchors: Anchors, starts: Tensor | None) -> Tensor:
@@ -193,7 +193,7 @@ class CachedBlocks(CachedLayers):
 
     @torch.no_grad()
     def __init__(
-        self, layers: Sequence[BlockLayer], config: LayerConfig, rotary: nn.Module, max_length: int, sight: BlockMask
+        self, layers: Sequence[Layer], config: LayerConfig, rotary: nn.Module, max_length: int, sight: BlockMask
     ):
         super().__init__(layers, config, rotary, max_length, [sight.window] * len(layers))
         self.sight = sight
@@ -229,7 +229,7 @@ class CachedBlocks(CachedLayers):
             cache.window = window + self.sight.slots
         positions = cache.place(self.sight.slots, 0, nodes)
         cache.window = window
-        return self.through(self.layers[0].enter(hidden), hidden, cache, positions, True)
+        return self.forward(self.layers[0].enter(hidden), hidden, cache, positions, True)
 
     def _masks(self, cache: RaggedCache, alone: bool) -> dict[int, Tensor | None]:
         window = self.sight.window
@@ -239,12 +239,12 @@ class CachedBlocks(CachedLayers):
         return {window: (cache.visible() & (slots >= cache.lengths[:, None] - window)[:, None])[:, None]}
 
 
-def context_parts(layers: Sequence[BlockLayer]) -> list[nn.Linear]:
+def context_parts(layers: Sequence[Layer]) -> list[nn.Linear]:
     """Return what projects the context, layer by layer: keys, then values."""
     return [part for layer in layers for part in (layer.self_attn.k_proj, layer.self_attn.v_proj)]
 
 
-def cached_bytes(layers: Sequence[BlockLayer], size: int, max_length: int) -> int:
+def cached_bytes(layers: Sequence[Layer], size: int, max_length: int) -> int:
     """Return what `CachedBlocks` of these layers allocates, for heads of `size`."""
     given = sum(part.weight.numel() * part.weight.dtype.itemsize for part in context_parts(layers))
     return copied_bytes(layers, size, max_length) + given

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from ...common import BadInputError
 from ...targets.documents import Documents
 from ..accepted_positions import Verified
-from ..divergences import Loss
-from ..losses import TargetDistribution, acceptance_metrics, compare, own_precision, with_slopes
+from ..divergences import Loss, TargetDistribution, own_precision
+from ..losses import ChunkedSlopes, acceptance_metrics, compare
 
 WEIGHTINGS = ("decay", "dpace", "overlap")
 
@@ -144,26 +144,17 @@ def compare_blocks(states: Tensor, sides: LossInputs, chunk: int = 512) -> Block
     drafts are never in memory together.
     """
     count, drafts = states.shape[:2]
-    learning = torch.is_grad_enabled()
-    trained = [p for p in sides.parameters if p.requires_grad] if learning else []
-    slopes = [torch.zeros_like(p, dtype=torch.float32) for p in trained]
-    columns = torch.zeros_like(states)
+    slopes = ChunkedSlopes(states, sides.parameters)
     found: dict[str, Tensor] = {}
     total = states.new_zeros((), dtype=torch.float32)
     for part in parts(count, max(1, chunk // drafts)):
-        hidden = states[part].detach().requires_grad_(learning)
+        hidden = slopes.chunk(part)
         lost, values = _compared(hidden, part, sides)
         for name, value in values.items():
             found.setdefault(name, states.new_zeros(count, drafts, dtype=torch.float32))[part] = value
         total += lost.detach()
-        if learning:
-            first, *rest = torch.autograd.grad(lost, [hidden, *trained], allow_unused=True)
-            columns[part] = first
-            for slope, other in zip(slopes, rest, strict=True):
-                if other is not None:
-                    slope += other
-    if learning:
-        total = with_slopes(total, [(states, columns), *zip(trained, slopes, strict=True)])
+        slopes.learn(lost, hidden, part)
+    total = slopes.attach(total)
     blank = states.new_zeros(count, drafts, dtype=torch.float32)
     loss, alpha, top1 = (found.pop(name, blank) for name in ("loss", "alpha", "top1"))
     return BlockComparison(total, loss, alpha, top1, found)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ...common import BadInputError
 from ...targets import RaggedCache, Target
 from ..base import TargetBatch
-from ..losses import LossName
+from ..divergences import LossName
 from ..session import Abilities, required, take_positions
 from .block_layers import CachedBlocks
 from .block_losses import Beside, BlockTargets
@@ -165,17 +165,15 @@ class MarkovSession(BlockSession):
 
     def prefill(self, root: Tensor) -> Tensor:
         self.states = self.draft(root)
-        self.logits = self.head(self.states)
-        self.depths, self.level = self._at_root(), 0
+        self.drafts.start(self.head(self.states))
         self.memory = self.states.new_zeros(len(root), 0, max(1, self.drafter.config.markov_rank))
-        return self._corrected(root[:, None], self._at_root(), None)[:, 0]
+        return self._corrected(root[:, None], torch.zeros_like(root[:, None]), None)[:, 0]
 
     def decode(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
         if parents is None:
-            self.level = self._checked(self.level + 1)
-            depths = torch.full_like(tokens, self.level)
+            depths = torch.full_like(tokens, self.drafts.descend())
             return self._corrected(tokens, depths, self.memory[:, -1:])
-        depths = self._place(parents).clamp(max=self.drafts - 1)
+        depths = self.drafts.place(parents).clamp(max=self.drafts.deepest - 1)
         return self._corrected(tokens, depths, take_positions(self.memory, parents + 1))
 
     def _corrected(self, tokens: Tensor, depths: Tensor, memory: Tensor | None) -> Tensor:
@@ -184,7 +182,7 @@ class MarkovSession(BlockSession):
         Args:
             memory: after the tokens' parents, `[B, W, r]`; None before the root.
         """
-        logits = required(self.logits, "decode: a round begins with the root; call prefill.")
+        logits = required(self.drafts.logits, "decode: a round begins with the root; call prefill.")
         states = required(self.states, "decode: a round begins with the root; call prefill.")
         head, hidden = self.drafter.markov_head, take_positions(states, depths)
         code = self.drafter.code(tokens)
@@ -200,7 +198,7 @@ class MarkovSession(BlockSession):
         head = required(self.drafter.confidence_head, "this drafter has no confidence head.")
         odds = head(*required(self.last, "confidence: a round begins with the root; call prefill.")).float()
         temperatures = self.drafter.config.temperatures
-        return torch.sigmoid(odds / temperatures[self.level] if temperatures else odds)
+        return torch.sigmoid(odds / temperatures[self.drafts.level] if temperatures else odds)
 
 
 KINDS = ("vanilla", "gated", "rnn")

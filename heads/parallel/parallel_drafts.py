@@ -1,14 +1,14 @@
-"""Rollouts: what a causal drafter says several tokens ahead in one pass, with mask tokens in place of the drafts.
+"""Rollouts: drafts of a causal drafter several tokens ahead in one pass, with mask tokens in place of the drafts.
 
 P-EAGLE (arXiv 2602.01469) and PARD (arXiv 2504.18583) differ in what they read; what they see is the same. The text is
 read as it is: its entries see each other causally. After a place a rollout begins: mask tokens at the places that
-follow, each of which sees the text up to the rollout's anchor, and the masks of its own rollout up to itself. What the
-mask at depth d says is the draft d + 1.
+follow, each of which sees the text up to the rollout's anchor, and the masks of its own rollout up to itself. The
+mask at depth d predicts the draft d + 1.
 
 Training all depths at all places would cost as many times the text as there are depths. So of the anchors that reach
 depth d − 1 only a part goes on to depth d (conditional drop): those that go on are among those that came so far, so
 that every mask finds the ones before it. Where a share of the loss lies on what rounds of decoding reached
-(verified.py), that share of them are rollouts that follow a round as deep as it reached.
+(accepted_positions.py), that share of them are rollouts that follow a round as deep as it reached.
 
 Shapes: R rows, T tokens, E masks of a row, N heads, D head size, H hidden size, S masks after a text, P drafts.
 """
@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
@@ -26,10 +27,13 @@ import torch
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import repeat_kv
 
+from ...common import BadInputError
 from ...targets import Nodes, RaggedCache, RowLengths
 from ..accepted_positions import Verified
+from ..base import Drafter, DrafterLoss, TargetBatch, compare_drafts
 from ..decoder_layer import FusedLayer, angles
-from ..losses import PositionLosses, acceptance_metrics
+from ..losses import Head, PositionLosses, acceptance_metrics
+from ..session import DeferredPrefillSession, OnePassDrafts, PendingInputs
 
 _PART = 256  # masks in one product with the keys: more of them would see more that is masked
 
@@ -242,6 +246,9 @@ def _filled(row: list[tuple[int, int, bool]], width: int) -> list[tuple[int, int
     return row + [(anchor, depth, False)] * (width - len(row))
 
 
+# ------------------------------------------------------------ training
+
+
 class RolledLayers:
     """Layers in one training step, over whole texts and rollouts after them.
 
@@ -256,7 +263,7 @@ class RolledLayers:
         self.rotary, self.rollouts = rotary, rollouts
         self.bias: list[Tensor] = []
 
-    def through(self, projected: Tensor, hidden: Tensor) -> Tensor:
+    def forward(self, projected: Tensor, hidden: Tensor) -> Tensor:
         """Return the last layer's output for texts and the masks after them, `[R, T + E, H]`.
 
         Args:
@@ -354,7 +361,90 @@ class RolledDrafts:
         return metrics | acceptance_metrics(alphas, measured)
 
 
+def check_shares(config: Any) -> None:
+    """Raise BadInputError if `keep_ratio` or `keep_least` is not between 0 and 1."""
+    for name in ("keep_ratio", "keep_least"):
+        if not 0 <= getattr(config, name) <= 1:
+            raise BadInputError(f"drafter: {name} is a share between 0 and 1, got {getattr(config, name)}.")
+
+
+def rollout_loss(
+    drafter: Drafter[Any],
+    batch: TargetBatch,
+    says: int,
+    roll: Callable[[TargetBatch, Rollouts], Tensor],
+    head: Head,
+    parameters: Sequence[Tensor],
+) -> DrafterLoss:
+    """Return the mean loss of each text's drafts at all depths, times the text's tokens to learn.
+
+    Args:
+        says: how many places after the text's own entry the token stands that it predicts.
+        roll: returns states `[B, T + E, H]`, of texts `[B, T]` and of the masks after them.
+        head: makes draft logits of states.
+        parameters: what `head` trains.
+    """
+
+    def of_texts(batch: TargetBatch) -> DrafterLoss:  # rows that hold one text each
+        config, wanted = drafter.config, batch.supervised.clone()  # [B, T]
+        wanted[:, :says] = False
+        learned = nn.functional.pad(wanted, (0, says))[:, says:]
+        served = None if batch.verified is None else Served(batch.verified, says)
+        rollouts = Rollouts.drawn(
+            learned, batch.tokens, config.steps, config.keep_ratio, config.keep_least, batch.step, served
+        )
+        output = roll(batch, rollouts)  # [B, T + E, H]
+        drafts = RolledDrafts.of(learned, rollouts)
+        weights = drafts.weights(wanted, config.decay, served)  # [P]
+        rows, places, drafted = drafts.rows, drafts.places + says, output[drafts.rows, drafts.entries]
+        result = compare_drafts(drafter, batch, rows, places, drafted, head, parameters, weights)
+        return DrafterLoss(result.total, wanted.sum(), drafts.metrics(result, wanted.shape, config.steps))
+
+    return DrafterLoss.sum(of_texts(texts) for texts in batch.texts())
+
+
 # ------------------------------------------------------------ decoding
+
+
+class ParallelSession(DeferredPrefillSession):
+    """A session that reads, in one pass, what was committed since the last round and the masks after it.
+
+    Attributes:
+        cache: keys and values of the drafter's layers.
+        head: makes draft logits of states.
+    """
+
+    def __init__(self, drafter: Drafter[Any], depth: int, cache: RaggedCache, head: Head):
+        super().__init__(drafter.output_ids, depth)
+        self.cache, self.head = cache, head
+        self.drafts = OnePassDrafts(depth, drafter.name)
+
+    @abstractmethod
+    def read(self, unread: PendingInputs, root: Tensor, masks: int) -> tuple[Tensor, RowLengths]:
+        """Read what is unread, the root and `masks` masks after it.
+
+        Returns:
+            the last layer's output `[B, Q + masks, H]`, and how many of the Q entries before the masks are each row's.
+        """
+
+    def prefill(self, root: Tensor) -> Tensor:
+        unread, masks = self.waiting(), self.drafts.deepest - 1
+        output, counts = self.read(unread, root, masks)
+        self.cache.advance(unread.counts)
+        self.unread = None
+        last = (counts.tensor - 1)[:, None, None].expand(-1, 1, output.shape[2])
+        states = torch.cat([output.gather(1, last), output[:, output.shape[1] - masks :]], 1)  # [B, 1 + masks, H]
+        return self.drafts.start(self.head(states))
+
+    def decode(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
+        return self.drafts.after(parents)
+
+    def caches(self) -> list[RaggedCache]:
+        return [self.cache]
+
+    def reset(self) -> None:
+        super().reset()
+        self.drafts.logits = None
 
 
 def after_texts(counts: RowLengths, width: int, masks: int) -> Nodes:
@@ -374,18 +464,8 @@ def after_texts(counts: RowLengths, width: int, masks: int) -> Nodes:
     return Nodes(depths, sees)
 
 
-def said(output: Tensor, counts: RowLengths, masks: int) -> Tensor:
-    """Return what says the drafts, `[B, 1 + masks, H]`: each text's last entry, and the masks after it.
-
-    Args:
-        output: of texts and masks as `after_texts` places them, `[B, width + masks, H]`.
-    """
-    last = (counts.tensor - 1)[:, None, None].expand(-1, 1, output.shape[2])
-    return torch.cat([output.gather(1, last), output[:, output.shape[1] - masks :]], 1)
-
-
 def place_texts(cache: RaggedCache, counts: RowLengths, width: int, masks: int) -> Tensor:
-    """Say where texts and masks of the next pass stand, as `after_texts` has them; return positions, `[B, Q]`."""
+    """Place texts and masks of the next pass in the cache, as `after_texts` has them; return positions, `[B, Q]`."""
     window = cache.window
     if window is not None:  # a round's margin is for what the decoder reads, not for masks
         cache.window = window + masks + 1

@@ -79,17 +79,17 @@ def window_is_one_longer(patch: pytest.MonkeyPatch, drafter: DFlash) -> None:
 
 
 def positions_are_another_rows(patch: pytest.MonkeyPatch, drafter: DFlash) -> None:
-    honest = CachedBlocks.through
+    honest = CachedBlocks.forward
 
     def rolled(layers: CachedBlocks, projected: Tensor, hidden: Tensor, cache: Any, positions: Tensor, tree: bool):
         return honest(layers, projected, hidden, cache, positions.roll(1, 0), tree)
 
-    patch.setattr(CachedBlocks, "through", rolled)
+    patch.setattr(CachedBlocks, "forward", rolled)
 
 
 def rotary_has_a_default_base(patch: pytest.MonkeyPatch, drafter: DFlash) -> None:
     drafter.config.rope_parameters = {"rope_type": "default", "rope_theta": 5e5}
-    drafter.rotary, drafter._kept = rotary_of(drafter.config), None
+    drafter.rotary, drafter._decoding = rotary_of(drafter.config), None
 
 
 def context_is_normed_twice(patch: pytest.MonkeyPatch, drafter: DFlash) -> None:

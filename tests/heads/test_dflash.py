@@ -15,7 +15,7 @@ from outrider.decode import Decoder, Plan, Sampling, Tree
 from outrider.heads import DFlash, DFlashConfig, TargetBatch
 from outrider.heads.block.block_losses import Anchors, BlockTargets, decay_weights, eligible_places, pace_weights
 from outrider.heads.block.dflash import default_taps
-from outrider.heads.losses import DIVERGENCES
+from outrider.heads.divergences import DIVERGENCES
 from outrider.targets import RowLengths, Target
 
 from ..conftest import ALL_TOKENS, FEW_TOKENS, best_of_few, few
@@ -433,7 +433,7 @@ def test_a_deeper_round_than_a_block_is_refused(target):
     session.update(tokens, taps(target, drafter, tokens), RowLengths.of([5], "cpu"))
     session.prefill(torch.tensor([1]))
     session.decode(torch.tensor([[2]]))
-    with pytest.raises(BadInputError, match="has 2 drafts; lower the depth"):
+    with pytest.raises(BadInputError, match="drafts 2 tokens at most; lower the depth"):
         session.decode(torch.tensor([[3]]))
 
 

@@ -128,8 +128,8 @@ def test_the_weights_have_the_published_names(target):
 
 def test_what_cannot_be_built_is_refused(target):
     for changes, message in (
-        ({"hidden_size": 16}, "hidden size of 16 differs from the target's 32"),
-        ({"target_layers": 4}, "number of layers of 4 differs from the target's 6"),
+        ({"hidden_size": 16}, "hidden_size 16 differs from the target's 32"),
+        ({"target_layers": 4}, "target_layers 4 differs from the target's 6"),
     ):
         with pytest.raises(BadInputError, match=message):
             Eagle1.build(Eagle1Config(**changes), target)

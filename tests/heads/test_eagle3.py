@@ -11,7 +11,7 @@ from torch import Tensor
 
 from outrider.common import BadInputError
 from outrider.heads import Eagle3, Eagle3Config, TargetBatch, load_drafter
-from outrider.heads.losses import DIVERGENCES
+from outrider.heads.divergences import DIVERGENCES
 from outrider.targets import Target
 
 VOCAB = 64

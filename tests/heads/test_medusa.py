@@ -13,7 +13,7 @@ from outrider.decode import Control, Costs, Decoder, Plan, Sampling, Tree
 from outrider.decode import round as stage
 from outrider.decode.run import Request
 from outrider.heads import Drafter, Hydra, HydraConfig, Medusa, MedusaConfig, TargetBatch
-from outrider.heads.losses import divergence
+from outrider.heads.divergences import divergence
 from outrider.targets import RowLengths, Target
 
 VOCAB, LENGTH = 64, 18
@@ -276,7 +276,7 @@ def test_a_deeper_plan_is_cut_to_the_number_of_heads(target, kind, plan):
 
 def test_more_tokens_than_heads_are_not_drafted(target):
     drafter = build(target, "medusa", num_heads=2)
-    with pytest.raises(BadInputError, match="has 2 heads, so it drafts no deeper"):
+    with pytest.raises(BadInputError, match="drafts 2 tokens at most; lower the depth"):
         drafted_logits(drafter, target, PROMPTS[0], [1, 2])
 
 

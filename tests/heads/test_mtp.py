@@ -19,7 +19,7 @@ from outrider.decode import Decoder, Plan, Sampling
 from outrider.formats import export_drafter, import_drafter, recognised
 from outrider.formats.mtp import main, save_native
 from outrider.heads import Mtp, MtpConfig, TargetBatch, load_drafter
-from outrider.heads.losses import DIVERGENCES
+from outrider.heads.divergences import DIVERGENCES
 from outrider.heads.mtp_checkpoint import plain_body
 from outrider.targets import PeakBytes, RowLengths, Target
 from outrider.train.warmstart import make_drafter

@@ -16,7 +16,7 @@ from outrider.decode import round as stage
 from outrider.decode.memory import Load, budget
 from outrider.decode.run import Request
 from outrider.heads import Fusion, Ngram, SelfSpeculative, SelfSpeculativeConfig, TargetBatch
-from outrider.heads.losses import divergence
+from outrider.heads.divergences import divergence
 from outrider.targets import PeakBytes, RaggedCache, RowLengths, Target
 
 VOCAB, NEW = 64, 14

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .accepted_positions import Verified
+from .accepted_positions import AcceptedPositions
 from .base import Drafter, DrafterLoss, TargetBatch
 from .block.dflash import DFlash, DFlashConfig
 from .block.dspark import DSpark, DSparkConfig
@@ -46,6 +46,7 @@ FORMS |= {"low_rank": LowRank}
 __all__ = [
     "HEADS",
     "Abilities",
+    "AcceptedPositions",
     "Cascade",
     "CascadeConfig",
     "ChainSession",
@@ -92,7 +93,6 @@ __all__ = [
     "SuffixConfig",
     "TargetBatch",
     "TextSession",
-    "Verified",
     "drafter_config",
     "fuse",
     "head_class",

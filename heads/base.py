@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..common import BadInputError, IncompatibleError
 from ..targets import RaggedCache, Target
 from ..targets.documents import Documents
-from .accepted_positions import Verified
+from .accepted_positions import AcceptedPositions
 from .divergences import LossName, divergence
 from .losses import Head, LossSettings, PositionLosses, acceptance_metrics, ahead, chunked_compare
 from .saved import C, DrafterConfig, SavedDrafter
@@ -53,7 +53,7 @@ class TargetBatch:
     last: Tensor
     step: int = 0
     documents: Documents | None = None
-    verified: Verified | None = None
+    verified: AcceptedPositions | None = None
 
     def texts(self) -> Iterator[TargetBatch]:
         """Yield batches whose rows are one text each: those of packed rows, of about one length together; else itself.

@@ -85,7 +85,7 @@ def hybrid_acceptance(log_p: Tensor, log_q: Tensor, eta: float = 3.0) -> Tensor:
 def hard_cross_entropy(following: Tensor, log_q: Tensor) -> Tensor:
     """−log q at the token that followed per position, `[P]` (Medusa's loss, arXiv 2401.10774).
 
-    It is 0 where `following` `[P]` is −1: a token that q cannot say.
+    It is 0 where `following` `[P]` is −1: a token that q has no probability for.
     """
     return -log_q.gather(-1, following.clamp(min=0)[:, None])[:, 0] * (following >= 0)
 
@@ -168,8 +168,8 @@ def divergence(name: str | Mapping[str, float]) -> Loss:
 
 def _named(name: Any) -> Divergence:
     """Return one divergence, with its parameter if the name brings one: `jsd(0.1)`."""
-    found = re.fullmatch(r"(\w+)(?:\(([^()]*)\))?", str(name))
-    kind, given = found.groups() if found else (name, None)
+    match = re.fullmatch(r"(\w+)(?:\(([^()]*)\))?", str(name))
+    kind, given = match.groups() if match else (name, None)
     if kind not in DIVERGENCES or (given is not None and kind not in _PARAMETERS):
         takes = " and ".join(f"{k}({p})" for k, (p, _, _) in _PARAMETERS.items())
         raise BadInputError(
@@ -195,7 +195,7 @@ class TargetDistribution:
         probs: p on the drafter's vocabulary, `[P, V']`; sums to less than 1 where that one is pruned.
         log_probs: log p renormalised on the drafter's vocabulary (EAGLE-3's target), `[P, V']`.
         best: index of the target's most probable token in the drafter's vocabulary, -1 where it is not there, `[P]`.
-        following: index there of the token that really followed, `[P]`; None where nobody asks for it.
+        following: index there of the token that really followed, `[P]`; None where no loss needs it.
     """
 
     probs: Tensor
@@ -246,7 +246,7 @@ def kernels_serve(rule: Loss, kind: str) -> bool:
 def compare_by_kernels(
     reference: TargetDistribution, draft_logits: Tensor, rule: Loss
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what `losses.compare` does, by a loss that is served."""
+    """Return (loss, alpha, top1) as `losses.compare` does, by a loss that kernels serve."""
     with own_precision(draft_logits.device), torch.cuda.device_of(draft_logits):
         alpha, top1 = _agreement(reference, draft_logits)
         values = [
@@ -274,8 +274,8 @@ def _kl(reference: TargetDistribution, logits: Tensor, least: float) -> tuple[Te
     from liger_kernel.ops.backends._triton.kl_div import kl_loss_and_grad_triton
 
     own = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-    found: tuple[Tensor, Tensor] = kl_loss_and_grad_triton(own, reference.renormalised, None, -100, 1.0, least, 1.0)
-    return found
+    result: tuple[Tensor, Tensor] = kl_loss_and_grad_triton(own, reference.renormalised, None, -100, 1.0, least, 1.0)
+    return result
 
 
 def _jsd(reference: TargetDistribution, logits: Tensor, beta: float) -> tuple[Tensor, Tensor]:
@@ -305,26 +305,26 @@ class _Known(torch.autograd.Function):
 
 
 def _forward_kl(reference: TargetDistribution, logits: Tensor) -> Tensor:
-    found: Tensor = _Known.apply(logits, partial(_kl, reference, least=torch.finfo(torch.float32).tiny))
-    return found
+    result: Tensor = _Known.apply(logits, partial(_kl, reference, least=torch.finfo(torch.float32).tiny))
+    return result
 
 
 def _soft_cross_entropy(reference: TargetDistribution, logits: Tensor) -> Tensor:
-    found: Tensor = _Known.apply(logits, partial(_kl, reference, least=1.0))  # log 1 = 0: p's own entropy is left out
-    return found
+    result: Tensor = _Known.apply(logits, partial(_kl, reference, least=1.0))  # log 1 = 0: p's own entropy is left out
+    return result
 
 
 def _jensen_shannon(reference: TargetDistribution, logits: Tensor, beta: float = 0.5) -> Tensor:
-    found: Tensor = _Known.apply(logits, partial(_jsd, reference, beta=beta))
-    return found
+    result: Tensor = _Known.apply(logits, partial(_jsd, reference, beta=beta))
+    return result
 
 
 def _both(reference: TargetDistribution, logits: Tensor, following: Tensor) -> tuple[Tensor, Tensor]:
     """Return (hard cross-entropy, total variation)."""
     from liger_kernel.ops import LigerFusedCETVDFunction
 
-    found: tuple[Tensor, Tensor] = LigerFusedCETVDFunction.apply(logits, reference.log_probs, following)
-    return found
+    result: tuple[Tensor, Tensor] = LigerFusedCETVDFunction.apply(logits, reference.log_probs, following)
+    return result
 
 
 def _total_variation(reference: TargetDistribution, logits: Tensor) -> Tensor:

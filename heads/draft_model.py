@@ -390,7 +390,7 @@ class LlamaRunner(CachedLayers):
 
     @staticmethod
     def num_bytes(model: Any, max_length: int) -> int:
-        """Return what one of `model` allocates."""
+        """Return how many bytes a runner of `model` allocates."""
         layers = model.model.layers
         return copied_bytes(layers, layers[0].self_attn.head_dim, max_length)
 

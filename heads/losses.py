@@ -27,7 +27,7 @@ CHUNKS = {"cuda": 2048, "meta": 2048}
 
 @dataclass
 class PositionLosses:
-    """What a drafter made of P positions, `[P]` each, with S steps `[S, P]`.
+    """The comparison of P positions with the target, `[P]` each, with S steps `[S, P]`.
 
     Attributes:
         total: Σ weight · loss, the one differentiable value.
@@ -56,7 +56,7 @@ def compare(reference: TargetDistribution, draft_logits: Tensor, rule: Loss) -> 
 
 
 def _softly(reference: TargetDistribution, draft_logits: Tensor, weight: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what `compare` does, by `weight` times the soft cross-entropy."""
+    """Return (loss, alpha, top1) by `weight` times the soft cross-entropy."""
     with own_precision(draft_logits.device):
         loss, alpha = _SoftCrossEntropy.apply(draft_logits, reference.renormalised, reference.probs)
     return weight * loss, alpha, (draft_logits.detach().argmax(-1) == reference.best).float()
@@ -121,7 +121,7 @@ def chunked_compare(
     weights: Tensor | None = None,  # [P] or [S, P]
     following: Tensor | None = None,  # [P]
 ) -> PositionLosses:
-    """Return what `compare` says of the logits of hidden states, a chunk at a time, so that `[P, V]` never exists.
+    """Return the comparison of the logits of hidden states, a chunk at a time, so that `[P, V]` never exists.
 
     The gradient of each chunk is taken as soon as its loss is known (as in Liger's fused linear losses, arXiv
     2410.10989): no logits are kept for the backward pass, and none are computed twice.
@@ -199,20 +199,20 @@ def acceptance_metrics(alphas: list[Tensor], wanted: list[Tensor]) -> dict[str, 
         `alpha_d1`, …: acceptance at depth d, weighted by the probability that the chain gets there (so: given that
         depth d−1 was accepted). `tau`: 1 + Σ_d Π_{i<=d} alpha_i per starting position, never the product of averages.
     """
-    found: dict[str, tuple[Tensor, Tensor]] = {}
+    metrics: dict[str, tuple[Tensor, Tensor]] = {}
     reach = torch.ones_like(alphas[0])
     tau = torch.ones_like(alphas[0])
     whole = torch.ones_like(wanted[0])
     for depth, (alpha, measured) in enumerate(zip(alphas, wanted, strict=True), 1):
         whole = whole & measured
-        found[f"alpha_d{depth}"] = ((reach * alpha)[whole].sum(), reach[whole].sum())
+        metrics[f"alpha_d{depth}"] = ((reach * alpha)[whole].sum(), reach[whole].sum())
         reach = reach * alpha
         tau = tau + reach
-    found["tau"] = (tau[whole].sum(), whole.sum())
-    return found
+    metrics["tau"] = (tau[whole].sum(), whole.sum())
+    return metrics
 
 
-def metrics_by_depth(found: PositionLosses, wanted: Tensor, here: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+def metrics_by_depth(result: PositionLosses, wanted: Tensor, here: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
     """Return `loss_d1`, `top1_d1`, … of steps that are compared, and their `acceptance_metrics`.
 
     Args:
@@ -224,8 +224,8 @@ def metrics_by_depth(found: PositionLosses, wanted: Tensor, here: Tensor) -> dic
     for k, known in enumerate(here):
         metrics |= {
             f"{name}_d{k + 1}": (values[k][known].sum(), known.sum())
-            for name, values in (("loss", found.loss), ("top1", found.top1))
+            for name, values in (("loss", result.loss), ("top1", result.top1))
         }
-        alphas.append(ahead(torch.zeros(wanted.shape, device=wanted.device).masked_scatter(wanted, found.alpha[k]), k))
+        alphas.append(ahead(torch.zeros(wanted.shape, device=wanted.device).masked_scatter(wanted, result.alpha[k]), k))
         measured.append(ahead(torch.zeros_like(wanted).masked_scatter(wanted, known), k))
     return metrics | acceptance_metrics(alphas, measured)

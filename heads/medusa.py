@@ -89,7 +89,7 @@ class Head(nn.Module):
         )
 
     def forward(self, hidden: Tensor, conditions: Tensor | None = None) -> Tensor:
-        """Return what the output embedding reads, `[..., H]`, from states `[..., H]` and conditions `[..., C · H]`."""
+        """Return the output embedding's input `[..., H]` of states `[..., H]` and conditions `[..., C · H]`."""
         x = self.first(hidden.to(self.dtype), conditions)
         for block in self.others:
             x = block(x)
@@ -155,20 +155,20 @@ class Medusa(HeadDrafter[MedusaConfig]):
         return DrafterLoss(result.total, wanted.sum(), metrics_by_depth(result, wanted, here))
 
     def outputs(self, batch: TargetBatch, rows: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what the heads make of the tokens at `places` `[P]` of `rows` `[P]`, which they predict.
+        """Return the heads' outputs for the tokens at `places` `[P]` of `rows` `[P]`, which they predict.
 
         Returns:
             outputs `[K, P, H]`, and which of the tokens each head can predict, `[K, P]`.
         """
         begins = [places - 2 - k for k in range(self.config.num_heads)]
-        found = [
+        outputs = [
             self.head(k)(batch.last[rows, t.clamp(min=0)], self._given(batch, k, rows, t)) for k, t in enumerate(begins)
         ]
         starts = 0 if batch.documents is None else batch.documents.starts(rows.device)[rows, places]
-        return torch.stack(found), torch.stack([t >= starts for t in begins])
+        return torch.stack(outputs), torch.stack([t >= starts for t in begins])
 
     def _given(self, batch: TargetBatch, index: int, rows: Tensor, begins: Tensor) -> Tensor | None:
-        """Return what the head at `index` reads beside the hidden states at `begins` `[P]` of `rows`, `[P, C · H]`."""
+        """Return the conditions `[P, C · H]` of the head at `index` for hidden states at `begins` `[P]` of `rows`."""
         return None
 
     # ------------------------------------------------------------ decoding
@@ -216,7 +216,7 @@ class HeadsSession(NodeSession):
 
 
 class MedusaSession(HeadsSession):
-    """A session that holds what each head has said in this round.
+    """A session that holds each head's logits in this round.
 
     Depth k is answered by head k, whatever was drafted before.
 
@@ -284,7 +284,7 @@ class Hydra(Medusa):
         return embedded.flatten(-2)
 
     def answer(self, target: Target, hidden: Tensor, paths: Tensor, index: int) -> Tensor:
-        """Return what the head at `index` makes of states `[B, H]` and nodes with `paths` `[B, W, K]`: `[B, W, H]`."""
+        """Return the output `[B, W, H]` of the head at `index`, of states `[B, H]` and nodes' `paths` `[B, W, K]`."""
         hidden = hidden[:, None].expand(-1, paths.shape[1], -1)
         return self.head(index)(hidden, self._embedded(target, paths[:, :, : index + 1]))
 
@@ -333,13 +333,13 @@ class HydraSession(HeadsSession):
         Each head reads all nodes, as the host does not know which node is whose.
         """
         shared, heads = self.drafter.config.share_lm_head, range(1, self.nodes.level + 1)
-        found = [self._answer(paths, k) for k in heads]
+        answers = [self._answer(paths, k) for k in heads]
         if not shared:
-            found = [self._logits(k, x) for k, x in zip(heads, found, strict=True)]
-        chosen = found[0]
-        if len(found) > 1:
+            answers = [self._logits(k, x) for k, x in zip(heads, answers, strict=True)]
+        chosen = answers[0]
+        if len(answers) > 1:
             index = (depths - 1).expand(*depths.shape[:2], chosen.shape[-1])
-            chosen = torch.stack(found).gather(0, index[None])[0]
+            chosen = torch.stack(answers).gather(0, index[None])[0]
         return self._logits(0, chosen) if shared else chosen
 
     def _answer(self, paths: Tensor, index: int) -> Tensor:

@@ -125,13 +125,13 @@ class Module(nn.Module):
         self.hidden_first, self.norm_output = config.hidden_first, config.norm_output
 
     def mixed(self, embedded: Tensor, hidden: Tensor) -> Tensor:
-        """Return what the layer reads, from embeddings and hidden states `[B, Q, H]`."""
+        """Return the layer's input, of embeddings and hidden states `[B, Q, H]`."""
         dtype = self.projection.weight.dtype
         parts = [self.embedding_norm(embedded.to(dtype)), self.hidden_norm(hidden.to(dtype))]
         return self.projection(torch.cat(parts[::-1] if self.hidden_first else parts, -1))
 
     def answer(self, output: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what is handed on, and what the output embedding reads, from the layer's output."""
+        """Return the next module's input and the output embedding's, of the layer's output."""
         normed = self.norm(output)
         return normed if self.norm_output else output, normed
 
@@ -361,12 +361,12 @@ class MtpSession(DeferredPrefillSession):
             nodes = self.tree.grow(parents)
         embedded, offset = self.target.embed(tokens), self.outputs[-1].shape[1] - 1
         before = [self._before(source, parents) for _, source in readers]
-        found = []
+        answers = []
         for (index, _), hidden in zip(readers, before, strict=True):
             output, normed = self.drafter.step(index, (embedded, hidden), self._caches[index], offset, nodes)
             self.outputs[index] = torch.cat([self.outputs[index], output], 1)
-            found.append(normed)
-        return self._logits(found[0] if nodes is None or len(found) == 1 else _by_depth(found, nodes.depths))
+            answers.append(normed)
+        return self._logits(answers[0] if nodes is None or len(answers) == 1 else _by_depth(answers, nodes.depths))
 
     def _readers(self, in_tree: bool) -> list[tuple[int, int]]:
         """Return the modules that read in this pass, each with the one whose outputs it reads.
@@ -384,7 +384,7 @@ class MtpSession(DeferredPrefillSession):
         return [(k, k - 1) for k in range(first, config.depth)]
 
     def _before(self, source: int, parents: Tensor | None) -> Tensor:
-        """Return what the module at `source` handed on before this pass's nodes, `[B, W, H]`."""
+        """Return the outputs of the module at `source` before this pass's nodes, `[B, W, H]`."""
         outputs = self.outputs[source]
         return outputs[:, -1:] if parents is None else take_positions(outputs, parents + 1)
 
@@ -411,10 +411,10 @@ class MtpSession(DeferredPrefillSession):
         self.previous = [before[rows] for before in self.previous]
 
 
-def _by_depth(found: list[Tensor], depths: Tensor) -> Tensor:
+def _by_depth(answers: list[Tensor], depths: Tensor) -> Tensor:
     """Return for each node at `depths` `[B, W]` (0 below the root) the entry `[B, W, H]` that its depth picks.
 
     The host does not know which is whose.
     """
-    index = depths.clamp(max=len(found) - 1)
-    return torch.stack(found).gather(0, index[None, :, :, None].expand(1, *found[0].shape))[0]
+    index = depths.clamp(max=len(answers) - 1)
+    return torch.stack(answers).gather(0, index[None, :, :, None].expand(1, *answers[0].shape))[0]

@@ -36,7 +36,7 @@ from ..targets.stored import plain_weight_map, stored_tensors
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 KEPT = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 LAYER = "body.layers.0."  # of a module of ours
-_ANGLES = "rotary_emb.inv_freq"  # old checkpoints hold them; nobody reads them
+_ANGLES = "rotary_emb.inv_freq"  # old checkpoints hold them; they are not read
 
 
 @dataclass(frozen=True)
@@ -71,17 +71,17 @@ def places_in(names: Collection[str], num_layers: int) -> list[Place]:
         ]
     own = {"embedding_norm": "enorm", "hidden_norm": "hnorm", "projection": "eh_proj", "norm": "shared_head.norm"}
     for stem in ("model.layers.", "model.language_model.layers."):
-        found = [
+        stems = [
             f"{stem}{num_layers + k}." for k in range(len(names)) if f"{stem}{num_layers + k}.eh_proj.weight" in names
         ]
-        if found:
+        if stems:
             return [
                 Place(
                     {f"{ours}.weight": f"{at}{name}.weight" for ours, name in own.items()},
                     at,
                     (f"{at}embed_tokens.weight", f"{at}shared_head.head.weight"),
                 )
-                for at in found
+                for at in stems
             ]
     return []
 
@@ -109,21 +109,21 @@ class Checkpoint:
 
     def _find(self, name: str) -> Path | None:
         try:
-            found = cached_file(self.path, name, revision=self.revision, _raise_exceptions_for_missing_entries=False)
+            file = cached_file(self.path, name, revision=self.revision, _raise_exceptions_for_missing_entries=False)
         except (OSError, ValueError) as error:
             raise BadInputError(
                 f"mtp: the checkpoint {self.path!r} cannot be read ({str(error).splitlines()[0]})."
             ) from error
-        return None if found is None else Path(found)
+        return None if file is None else Path(file)
 
     def file(self, name: str) -> Path:
         """Return one of its files, on this machine."""
-        found = self._find(name)
-        if found is None:
+        path = self._find(name)
+        if path is None:
             raise BadInputError(
                 f"mtp: {name} is missing from the checkpoint {self.path!r}, though its index names it; copy it again."
             )
-        return found
+        return path
 
     def read(self, names: Collection[str]) -> dict[str, Tensor]:
         """Read these tensors.
@@ -149,26 +149,26 @@ class Checkpoint:
         Raises:
             BadInputError: it holds none, or another number of them.
         """
-        found = places_in(self.files.keys(), num_layers)
-        if not found:
+        places = places_in(self.files.keys(), num_layers)
+        if not places:
             raise BadInputError(
                 f"mtp: the checkpoint {self.path!r} holds no MTP module: no tensor is named mtp.* or "
                 f"model.layers.{num_layers}.eh_proj.weight. (Checkpoints that transformers saved have lost theirs.) "
                 "Give the published one as path, or leave out init for new modules."
             )
-        if len(found) != depth:
+        if len(places) != depth:
             raise BadInputError(
-                f"mtp: the checkpoint {self.path!r} holds {len(found)} MTP modules, the drafter has {depth}; "
-                f"set drafter.depth to {len(found)}."
+                f"mtp: the checkpoint {self.path!r} holds {len(places)} MTP modules, the drafter has {depth}; "
+                f"set drafter.depth to {len(places)}."
             )
-        result = [(place, self._layer(place)) for place in found]
+        result = [(place, self._layer(place)) for place in places]
         known = {name for place, layer in result for name in (*place.own.values(), *place.shared, *layer)}
         odd = [
             n
             for n in self.files
-            if n.startswith(("mtp.", *(p.layer for p in found))) and n not in known and not n.endswith(_ANGLES)
+            if n.startswith(("mtp.", *(p.layer for p in places))) and n not in known and not n.endswith(_ANGLES)
         ]
-        missing = [n for place in found for n in place.own.values() if n not in self.files]
+        missing = [n for place in places for n in place.own.values() if n not in self.files]
         if odd or missing:
             problems = [f"missing {n}" for n in missing] + [f"unexpected {n}" for n in odd]
             raise IncompatibleError(
@@ -214,9 +214,9 @@ def load_native(modules: Sequence[nn.Module], layer: dict[str, Any], target: Tar
         if path is None:
             _check_shared(checkpoint, place, target)
         read = checkpoint.read([*place.own.values(), *names])
-        found = _layer_from(layer, {n.removeprefix(place.layer): read[n] for n in names}, checkpoint.path)
+        tensors = _layer_from(layer, {n.removeprefix(place.layer): read[n] for n in names}, checkpoint.path)
         own = {ours: read[name] for ours, name in place.own.items()}
-        _fill(module, own | {LAYER + n: t for n, t in found.items()}, checkpoint.path)
+        _fill(module, own | {LAYER + n: t for n, t in tensors.items()}, checkpoint.path)
 
 
 def _fill(module: nn.Module, tensors: dict[str, Tensor], path: str) -> None:
@@ -274,7 +274,7 @@ def _check_shared(checkpoint: Checkpoint, place: Place, target: Target) -> None:
                 )
 
 
-# What it takes to leave one layer of a config; what says where experts begin is counted from the first.
+# Settings that leave one layer of a config; the place where experts begin is counted from the first.
 _ALONE: dict[str, Any] = {
     "num_hidden_layers": 1,
     "vocab_size": 1,
@@ -326,7 +326,7 @@ def layer_values(target: Target, changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def plain_body(values: dict[str, Any]) -> Any:
-    """Make a `transformers` model of one layer from the config `values`; nobody reads its embedding of one token.
+    """Make a `transformers` model of one layer from the config `values`; its embedding of one token is never read.
 
     Raises:
         IncompatibleError: the library does not know this architecture or refuses its settings, or it is not of the kind
@@ -335,7 +335,7 @@ def plain_body(values: dict[str, Any]) -> Any:
     kind = values.get("model_type")
     if kind is None:
         raise IncompatibleError(
-            "mtp: the config of a module's layer names no model_type, so nobody knows what it is a layer of."
+            "mtp: the config of a module's layer names no model_type, so its architecture is unknown."
         )
     try:
         config = AutoConfig.for_model(kind, **{k: v for k, v in values.items() if k not in _NOT_OF_A_LAYER})

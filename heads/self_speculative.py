@@ -142,7 +142,7 @@ class SelfSpeculative(HeadDrafter[SelfSpeculativeConfig]):
     # ------------------------------------------------------------ the exit
 
     def exit(self, hidden: Tensor) -> Tensor:
-        """Return what the output embedding reads, from early states after the target's final norm, `[..., H]`."""
+        """Return the output embedding's input of early states after the target's final norm, `[..., H]`."""
         x = hidden.to(self.dtype) if self.dtype is not None else hidden
         for block in self.blocks:
             x = block(x)
@@ -169,7 +169,7 @@ class SelfSpeculative(HeadDrafter[SelfSpeculativeConfig]):
         return teacher_forced_loss(self, batch, self.exit(self._early(batch)), head, parameters, self.config.depths)
 
     def _early(self, batch: TargetBatch) -> Tensor:
-        """Return what layer E gave, after the target's final norm, which the last tap has already, `[B, T, H]`."""
+        """Return the states after layer E and the target's final norm, which the last tap has already, `[B, T, H]`."""
         taps = required(batch.hidden, "self_speculative: the loss needs the target's early hidden states.")
         hidden, target = taps[:, :, 0], batch.target
         if self.config.exit_layer == target.num_layers:

@@ -46,7 +46,7 @@ class Abilities:
         observes: its session wants the target's most probable tokens after each of its proposals (`on_target_argmax`).
         confident: its session says how probable the next draft of a chain is to be accepted, before that is drawn
             (`NodeSession.confidence`).
-        one_pass: a round's drafting costs the same however deep it drafts: one pass says all drafts.
+        one_pass: a round's drafting costs the same however deep it drafts: one pass makes all drafts.
         deterministic: its proposals are never samples; the rules then have no distribution to reject against.
         from_text: the host makes its proposals, of the text alone: rounds of fixed shapes begin with them.
     """
@@ -171,7 +171,7 @@ class Session(ABC):
         return []
 
     def carried(self) -> list[Tensor]:
-        """Return what `update` leaves for the next proposal, caches apart."""
+        """Return the tensors that `update` leaves for the next proposal, caches apart."""
         return []
 
     def carry(self, tensors: list[Tensor]) -> None:
@@ -230,7 +230,7 @@ class NodeSession(Session):
 
         It knows the tokens before that draft and nothing of the draft itself. For drafters that declare it.
         """
-        raise NotImplementedError(f"{type(self).__name__} says nothing of how sure it is.")
+        raise NotImplementedError(f"{type(self).__name__} has no confidence in its drafts.")
 
     def propose(self, root: Tensor, depth: int, choose: Choose, ended: Ended | None = None) -> Proposal:
         """Draft a chain, token by token."""
@@ -270,11 +270,11 @@ class ChainSession(NodeSession):
 
 
 class TextSession(Session):
-    """A session without a model that can say how a text goes on that the target has not seen (n-grams, suffixes)."""
+    """A session without a model that can continue texts that the target has not seen (n-grams, suffixes)."""
 
     @abstractmethod
     def continuations(self, tails: list[list[int]], depth: int) -> list[list[int]]:
-        """Return what it would propose if each row's text went on with its tail, root first.
+        """Return its proposals if each row's text went on with its tail, root first.
 
         Each row gets up to `depth` tokens.
         """

@@ -47,7 +47,7 @@ class Span:
 def attend(
     q: Tensor, first: Entry, begins: Sequence[int], own: Sequence[Entry] = (), spans: Sequence[Span] | None = None
 ) -> Tensor:
-    """Return what queries `[B, N, T', D]` gather, in their shape.
+    """Return attention of queries `[B, N, T', D]`, in their shape.
 
     Args:
         first: the entries of step 0, `[B, N, T, D]`; query j of row b sees those up to `begins[b] + j`. Where there are
@@ -98,7 +98,7 @@ def _seen(begins: Sequence[int], queries: int, device: torch.device) -> tuple[Te
 
 
 def _seen_in(spans: Sequence[Span], q: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the first and the last place of its text that each query sees; one that stands in no text sees one."""
+    """Return the first and the last place of its text that each query sees; one place for a query outside all texts."""
     last = torch.zeros(len(q), q.shape[2], dtype=torch.long)
     earliest = torch.zeros_like(last)
     for span in spans:
@@ -147,10 +147,10 @@ def _efficient_backward(
     padded = nn.functional.pad(lse, (0, -q.shape[2] % 32), value=float("inf")).contiguous()
     result = result.transpose(1, 2).contiguous().transpose(1, 2)  # as the kernel itself lays it out, and assumes
     seed = torch.zeros((), dtype=torch.long, device=q.device)  # of a dropout that there is none of
-    found = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+    gradients = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
         gradient, q, k, v, None, result, padded, seed, seed, 0.0, [True, True, True, False], causal
     )
-    return found[:3]
+    return gradients[:3]
 
 
 _KERNELS = {
@@ -198,10 +198,10 @@ def _trial(kernel: Kernel, device: torch.device, dtype: torch.dtype, size: int) 
         q, own = q[:, :, :3], (key[:, :, :3], value[:, :, :3])
         groups = list(_groups(kernel, (2, 2), 3, 5))
         merged, expected = _Merged.apply(groups, q, keys, values, *own), plain(q, (keys, values), (2, 2), [own])
-        found = [merged, *torch.autograd.grad(merged.square().sum(), inputs)]
+        computed = [merged, *torch.autograd.grad(merged.square().sum(), inputs)]
         wanted = [expected, *torch.autograd.grad(expected.square().sum(), inputs)]
         return (
-            torch.stack([(a - b).abs().max() for a, b in zip(found, wanted, strict=True)]).max().item()
+            torch.stack([(a - b).abs().max() for a, b in zip(computed, wanted, strict=True)]).max().item()
         )  # NaN, if one is
 
 
@@ -275,10 +275,10 @@ def _of_step_0(groups: Sequence[_Group], q: Tensor, keys: Tensor, values: Tensor
     """Return the result over the entries of step 0 and its log-sum-exp; zeros and −inf for queries without meaning."""
     if len(groups) == 1 and groups[0].is_all_of(q, keys):
         return groups[0].forward(q, keys, values)
-    found = [group.forward(q, keys, values) for group in groups]
-    dtype = found[0][1].dtype if found else torch.float32
+    results = [group.forward(q, keys, values) for group in groups]
+    dtype = results[0][1].dtype if results else torch.float32
     mixed, total = torch.zeros_like(q), q.new_full(q.shape[:3], float("-inf"), dtype=dtype)
-    for group, (result, lse) in zip(groups, found, strict=True):
+    for group, (result, lse) in zip(groups, results, strict=True):
         mixed[group.rows, :, group.queries], total[group.rows, :, group.queries] = result, lse
     return mixed, total
 
@@ -292,8 +292,8 @@ def _slopes_of_step_0(
     slopes = [torch.zeros_like(x) for x in inputs]
     for group in groups:
         places = (group.queries, group.entries, group.entries)
-        found = group.backward(gradient, inputs, mixed, total)
-        for slope, place, part in zip(slopes, places, found, strict=True):
+        gradients = group.backward(gradient, inputs, mixed, total)
+        for slope, place, part in zip(slopes, places, gradients, strict=True):
             slope[group.rows, :, place] = part
     return slopes
 
@@ -362,7 +362,7 @@ class Places(ABC):
 
     @abstractmethod
     def attend(self, q: Tensor, first: Entry, own: Sequence[Entry], whole: bool) -> Tensor:
-        """Return what queries `[B, N, T', D]` gather, in their shape; `whole`: queries `[B, N, T, D]` of all places.
+        """Return attention of queries `[B, N, T', D]`, in their shape; `whole`: queries `[B, N, T, D]` of all places.
 
         Args:
             first: the entries of step 0, `[B, N, T, D]`, of which a query sees those of its text up to its place.
@@ -449,7 +449,7 @@ class PackedRows(Places):
 
 def _learned(documents: Documents, wanted: Tensor, before: int) -> list[Span]:
     """Return the documents in which something is learned, and the queries of later steps in each."""
-    taken, found = [0] * len(documents.lengths), []
+    taken, spans = [0] * len(documents.lengths), []
     known = None if wanted.device.type == "meta" else wanted.cpu()
     for document in documents:
         row, places = document.row, document.places
@@ -457,6 +457,6 @@ def _learned(documents: Documents, wanted: Tensor, before: int) -> list[Span]:
         if learned:
             begin = max(0, learned[0] - before)
             end = taken[row] + len(places) - begin
-            found.append(Span(row, slice(places.start, places.stop), begin, slice(taken[row], end)))
+            spans.append(Span(row, slice(places.start, places.stop), begin, slice(taken[row], end)))
             taken[row] = end
-    return found
+    return spans

@@ -1,6 +1,6 @@
-"""Draft vocabularies: the part of the target's vocabulary that a head can say.
+"""Draft vocabularies, the part of the target's vocabulary that a head can draft; and masks, in place of unknown drafts.
 
-Shapes: V vocabulary, V' draft vocabulary.
+Shapes: V vocabulary, V' draft vocabulary, H hidden size.
 """
 
 from __future__ import annotations
@@ -92,5 +92,5 @@ def check_mask(token: int | None, target: Target) -> None:
 
 @torch.no_grad()
 def mean_embedding(target: Target) -> Tensor:
-    """Return where a learned mask begins, `[H]`: at the target's mean embedding, which is of the usual size."""
+    """Return the initial value of a learned mask, `[H]`: the target's mean embedding, which is of the usual size."""
     return cast(nn.Embedding, target.model.get_input_embeddings()).weight.float().mean(0)

@@ -2,12 +2,12 @@
 
 Some of the target's hidden states are fused into one vector for each token of the text, and every layer makes keys and
 values of those: the context. A block of slots reads it: the first slot holds the root, the others a mask token, and
-what they say are the drafts, all of them from one pass, none of which has read another. Embeddings and output embedding
-are the target's, frozen.
+they predict the drafts, all from one pass, none of which has read another. Embeddings and output embedding are the
+target's, frozen.
 
-Two layouts are in use. In the one the slots fill in (`from_anchor` false: DFlash, JetSpec): slot i says the token at
-its own place, so the root's slot says nothing and a block of B drafts B − 1. In the other (`from_anchor`: DSpark,
-Domino) slot i says the token after its place, and B slots draft B.
+Two layouts are in use. In the one the slots fill in (`from_anchor` false: DFlash, JetSpec): slot i predicts the token
+at its own place, so the root's slot predicts nothing and a block of B drafts B − 1. In the other (`from_anchor`:
+DSpark, Domino) slot i predicts the token after its place, and B slots draft B.
 
 What its layers see stands in block_layers.py; from which anchors it learns, and what its drafts weigh, in
 block_losses.py.
@@ -36,7 +36,7 @@ from ..vocabulary import check_mask, kept_head, mean_embedding, unused_token
 from .block_layers import BlockLayer, BlockMask, CachedBlocks, TrainedBlocks, cached_bytes
 from .block_losses import (
     Anchors,
-    Beside,
+    AuxLoss,
     BlockTargets,
     LossInputs,
     Weighting,
@@ -59,7 +59,7 @@ class DFlashConfig(LayerConfig):
     Attributes:
         num_layers: more of them draft better and take longer; the paper's 5 are its fastest.
         block_size: slots of a block, B.
-        from_anchor: slot i says the token after its place, so that a block drafts B tokens instead of B − 1.
+        from_anchor: slot i predicts the token after its place, so that a block drafts B tokens instead of B − 1.
         causal: a slot sees only the slots before it, and itself.
         sliding_window: of the context a slot sees the last so many places; 0 for all of it.
         window_from: "slot" counts a window from the slot, which is one of its places (AutoModel; the one that
@@ -123,7 +123,7 @@ class DFlashConfig(LayerConfig):
         return self.block_size - (not self.from_anchor)
 
     @property
-    def sight(self) -> BlockMask:
+    def block_mask(self) -> BlockMask:
         return BlockMask(self.block_size, self.causal, self.sliding_window, self.window_from == "anchor")
 
     def sizes(self, target: Target) -> dict[str, Any]:
@@ -199,16 +199,16 @@ class DFlash(LayerDrafter[C]):
         return torch.cat([embedded, mask.expand(*roots.shape, self.config.block_size - 1, -1)], -2)
 
     def drafting(self, output: Tensor) -> Tensor:
-        """Return the states that say the drafts, `[..., k, H]`, of the last layer's output `[..., S, H]`."""
+        """Return the states of the drafts, `[..., k, H]`, of the last layer's output `[..., S, H]`."""
         return normed(output, self.norm)[..., self.config.block_size - self.config.drafts :, :]
 
     def states(self, target: Target, tokens: Tensor, hidden: Tensor, anchors: Anchors) -> Tensor:
-        """Return the states that say the drafts after each anchor of texts `[B, T]`, `[B, n, k, H]`.
+        """Return the states of the drafts after each anchor of texts `[B, T]`, `[B, n, k, H]`.
 
         Args:
             hidden: the texts' taps, `[B, T, K, H]`.
         """
-        layers = TrainedBlocks(self.own_layers, self.config, self.rotary, self.config.sight)
+        layers = TrainedBlocks(self.own_layers, self.config, self.rotary, self.config.block_mask)
         blocks = self.blocks(target, tokens.gather(1, anchors.places))
         return self.drafting(layers.forward(self.fuse(hidden), blocks, anchors))
 
@@ -225,12 +225,12 @@ class DFlash(LayerDrafter[C]):
         )
         learning = self.learning(batch, wanted, BlockTargets.of(anchors, wanted, self.config.drafts))
         states = kept(self.states(batch.target, batch.tokens, batch.hidden, anchors), anchors.real)
-        found = compare_blocks(learning.states(states), learning.sides())
-        return DrafterLoss(found.total, wanted.sum(), found.metrics(learning.lessons.counts))
+        result = compare_blocks(learning.states(states), learning.inputs())
+        return DrafterLoss(result.total, wanted.sum(), result.metrics(learning.targets.counts))
 
-    def learning(self, batch: TargetBatch, wanted: Tensor, lessons: BlockTargets) -> BlockLearning:
-        """Return how this drafter learns `lessons` of a batch, of which `wanted` `[B, T]` are learned."""
-        return BlockLearning(self, batch, wanted, lessons)
+    def learning(self, batch: TargetBatch, wanted: Tensor, targets: BlockTargets) -> BlockLearning:
+        """Return how the drafts are compared with `targets` of a batch, of which `wanted` `[B, T]` are learned."""
+        return BlockLearning(self, batch, wanted, targets)
 
     # ------------------------------------------------------------ decoding
 
@@ -260,7 +260,7 @@ class DFlash(LayerDrafter[C]):
         return max_length + spare + self.config.block_size
 
     def _copy_layers(self, max_length: int) -> CachedBlocks:
-        return self.cached_class(self.own_layers, self.config, self.rotary, max_length, self.config.sight)
+        return self.cached_class(self.own_layers, self.config, self.rotary, max_length, self.config.block_mask)
 
     def _copied_bytes(self, max_length: int) -> int:
         return cached_bytes(self.own_layers, self.config.head_dim, max_length)
@@ -272,51 +272,51 @@ class BlockLearning:
 
     Attributes:
         wanted: which tokens are learned, `[B, T]`.
-        lessons: the drafts after each anchor.
+        targets: of the drafts after each anchor.
     """
 
     drafter: DFlash
     batch: TargetBatch
     wanted: Tensor
-    lessons: BlockTargets
+    targets: BlockTargets
 
-    def sides(self) -> LossInputs:
+    def inputs(self) -> LossInputs:
         """Return both sides of the comparison."""
-        config, following = self.drafter.config, self.lessons.of_tokens(self.batch.tokens)
+        config, following = self.drafter.config, self.targets.of_tokens(self.batch.tokens)
         return LossInputs(
             partial(self._reference, following),
             self.logits(),
             divergence(config.loss),
             Weighting(config.weighting, self._weights(), config.pace_floor),
-            self.beside(),
+            self.aux_loss(),
             self.output_weights(),
         )
 
     def _reference(self, following: Tensor, part: slice) -> TargetDistribution:
-        lessons, target = self.lessons, self.batch.target
-        before = self.batch.last[lessons.rows[part, None], lessons.places[part] - 1].flatten(0, 1)
+        targets, target = self.targets, self.batch.target
+        before = self.batch.last[targets.rows[part, None], targets.places[part] - 1].flatten(0, 1)
         return TargetDistribution.of(target.lm_head(before), self.drafter.output_ids, following[part].flatten())
 
     def _weights(self) -> Tensor:
-        """Return what drafts weigh as far as it is known beforehand, `[A, k]`."""
-        config, lessons = self.drafter.config, self.lessons
+        """Return the drafts' weights as far as they are known beforehand, `[A, k]`."""
+        config, targets = self.drafter.config, self.targets
         documents, verified = self.batch.documents, self.batch.verified
-        weights = lessons.counts.float()
+        weights = targets.counts.float()
         if config.weighting == "decay":
             gamma = config.gamma or default_gamma(config.drafts)
             weights = weights * decay_weights(config.drafts, gamma, weights.device)
-        whole = lessons.per_row(weights, self.wanted, documents)
+        whole = targets.per_row(weights, self.wanted, documents)
         if verified is None:
             return whole
         depths = torch.arange(1, config.drafts + 1, device=weights.device)
         # Without the anchors that were drawn for rounds, the rest is spread as always. (A whole share leaves none.)
         rest = whole
-        if lessons.usual is not None and verified.share < 1:
-            rest = lessons.per_row(weights * lessons.usual[:, None], self.wanted, documents)
-        return verified.weighed(whole, lessons.rows[:, None], lessons.places, depths, documents, rest)
+        if targets.usual is not None and verified.share < 1:
+            rest = targets.per_row(weights * targets.usual[:, None], self.wanted, documents)
+        return verified.weighed(whole, targets.rows[:, None], targets.places, depths, documents, rest)
 
     def states(self, states: Tensor) -> Tensor:
-        """Return what `logits` and `beside` read of the drafts' states `[A, k, H]`, `[A, k, ·]`."""
+        """Return the input of `logits` and `aux_loss`, `[A, k, ·]`, of the drafts' states `[A, k, H]`."""
         return states
 
     def logits(self) -> Callable[[Tensor, slice], Tensor]:
@@ -324,12 +324,12 @@ class BlockLearning:
         target, output_ids = self.batch.target, self.drafter.output_ids
         return lambda states, _: target.lm_head(states.flatten(0, 1), output_ids)
 
-    def beside(self) -> Beside | None:
-        """Return what drafts lose beside their divergence; None for nothing."""
+    def aux_loss(self) -> AuxLoss | None:
+        """Return the auxiliary loss of drafts beside their divergence; None for none."""
         return None
 
     def output_weights(self) -> list[nn.Parameter]:
-        """Return the weights that `logits` and `beside` train."""
+        """Return the weights that `logits` and `aux_loss` train."""
         return []
 
 

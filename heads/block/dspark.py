@@ -1,6 +1,6 @@
 """DSpark: DFlash's block, and two small heads by which drafts follow one another (arXiv 2607.05147).
 
-The block's slots say, independently of each other, what may stand at each place. A Markov head then corrects each
+The block's slots predict each place independently of the others. A Markov head then corrects each
 draft's logits by the token that was really drawn before it, and a confidence head says how probable the draft is to be
 accepted before it is drawn. What a draft is drawn from, and scored with, is the corrected distribution.
 
@@ -25,7 +25,7 @@ from ..base import TargetBatch
 from ..divergences import LossName
 from ..session import Abilities, required, take_positions
 from .block_layers import CachedBlocks
-from .block_losses import Beside, BlockTargets
+from .block_losses import AuxLoss, BlockTargets
 from .dflash import BlockLearning, BlockSession, DFlash, DFlashConfig
 
 
@@ -90,8 +90,8 @@ class DSpark(DFlash[DSparkConfig]):
             return torch.zeros(*tokens.shape, 0, dtype=self.dtype, device=tokens.device)
         return self.markov_head.code(tokens)
 
-    def learning(self, batch: TargetBatch, wanted: Tensor, lessons: BlockTargets) -> MarkovLearning:
-        return MarkovLearning(self, batch, wanted, lessons)
+    def learning(self, batch: TargetBatch, wanted: Tensor, targets: BlockTargets) -> MarkovLearning:
+        return MarkovLearning(self, batch, wanted, targets)
 
     # ------------------------------------------------------------ decoding
 
@@ -111,7 +111,7 @@ class MarkovLearning(BlockLearning):
 
     def states(self, states: Tensor) -> Tensor:
         # The codes stand beside the states: so their gradients are rows, not whole matrices for every part.
-        codes = self.drafter.code(self.lessons.before_tokens(self.batch.tokens))
+        codes = self.drafter.code(self.targets.before_tokens(self.batch.tokens))
         return torch.cat([states, codes.to(states.dtype)], -1)
 
     def logits(self) -> Callable[[Tensor, slice], Tensor]:
@@ -119,12 +119,12 @@ class MarkovLearning(BlockLearning):
 
         def corrected(states: Tensor, part: slice) -> Tensor:
             hidden, codes = self._split(states)
-            found = plain(hidden, part)
-            return found if head is None else found + head.bias(head.along(codes, hidden)).flatten(0, 1)
+            logits = plain(hidden, part)
+            return logits if head is None else logits + head.bias(head.along(codes, hidden)).flatten(0, 1)
 
         return corrected
 
-    def beside(self) -> Beside | None:
+    def aux_loss(self) -> AuxLoss | None:
         head, weight = self.drafter.confidence_head, self.drafter.config.confidence_weight
         if head is None:
             return None
@@ -150,7 +150,7 @@ class MarkovSession(BlockSession):
     """A session that corrects each draft's logits by the token before it.
 
     Attributes:
-        states: what says the drafts of this round, `[B, k, H]`; None before `prefill`.
+        states: of the drafts of this round, `[B, k, H]`; None before `prefill`.
         memory: of the Markov head after the root and each node that was read, `[B, 1 + n, r]`.
         last: states and codes of the draft that a chain draws next, `[B, H]` and `[B, r]`.
     """
@@ -187,12 +187,12 @@ class MarkovSession(BlockSession):
         head, hidden = self.drafter.markov_head, take_positions(states, depths)
         code = self.drafter.code(tokens)
         self.last = hidden[:, -1], code[:, -1]
-        found = take_positions(logits, depths)
+        plain = take_positions(logits, depths)
         if head is None:
-            return found
+            return plain
         reading, after = head.read(code, hidden, head.start(hidden) if memory is None else memory)
         self.memory = torch.cat([self.memory, after], 1)
-        return found + head.bias(reading)
+        return plain + head.bias(reading)
 
     def confidence(self) -> Tensor:
         head = required(self.drafter.confidence_head, "this drafter has no confidence head.")
@@ -236,11 +236,11 @@ class MarkovHead(nn.Module):
         return hidden.new_zeros(*hidden.shape[:-1], self.rank)
 
     def read(self, code: Tensor, hidden: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what W2 reads for the next draft, `[..., r]`, and the memory after it, `[..., r]`.
+        """Return the input of W2 for the next draft, `[..., r]`, and the memory after it, `[..., r]`.
 
         Args:
             code: of the token before, `[..., r]`.
-            hidden: the state that says the draft, `[..., H]`.
+            hidden: the state of the draft, `[..., H]`.
             memory: of the drafts before, `[..., r]`.
         """
         if self.gate_proj is not None:
@@ -252,7 +252,7 @@ class MarkovHead(nn.Module):
         return code, memory
 
     def bias(self, reading: Tensor) -> Tensor:
-        """Return what is added to logits, `[..., V']`, of readings `[..., r]`."""
+        """Return the bias of logits, `[..., V']`, of readings `[..., r]`."""
         return self.markov_w2(reading)
 
     def along(self, codes: Tensor, hidden: Tensor) -> Tensor:

@@ -53,7 +53,7 @@ F = TypeVar("F", bound=FusionConfig)
 class TwoDrafters(Drafter[F]):
     """A drafter made of one without weights and of a model: how both are made, saved and loaded.
 
-    How they draft, a subclass says.
+    Subclasses define how they draft.
     """
 
     config_class = FusionConfig
@@ -168,14 +168,14 @@ class FusionSession(Session):
             self.model.update(tokens, hidden, counts, path)
 
     def propose(self, root: Tensor, depth: int, choose: Choose, ended: Ended | None = None) -> Proposal:
-        found = self.statistical.propose(root, depth, choose)
+        copied = self.statistical.propose(root, depth, choose)
         # Rows of a batch that had left the model out for different numbers of tokens would need room for the most of
         # them after the longest.
-        if len(root) == 1 and found.tokens.shape[1]:
+        if len(root) == 1 and copied.tokens.shape[1]:
             self.alone = True
-            return found
+            return copied
         self._catch_up()
-        proposal = self.model.propose(root, depth, _with(found, choose, self.vocab), ended)
+        proposal = self.model.propose(root, depth, _with(copied, choose, self.vocab), ended)
         return replace(proposal, deterministic=True)
 
     def _catch_up(self) -> None:
@@ -193,21 +193,21 @@ class FusionSession(Session):
         self.model.select(rows)
 
 
-def _with(found: Proposal, choose: Choose, vocab: int) -> Choose:
+def _with(copied: Proposal, choose: Choose, vocab: int) -> Choose:
     """Return a choice that takes what was found `[B, N]` token by token, and then goes on as `choose` does.
 
     A found token is the choice among logits that give it all probability, so that `choose` knows of it: what follows is
     processed as after that token.
     """
-    steps, lengths = count(), found.lengths
+    steps, lengths = count(), copied.lengths
 
     def chosen(logits: Tensor, token_ids: Tensor | None) -> Tensor:
         step = next(steps)
-        if step >= found.tokens.shape[1]:
+        if step >= copied.tokens.shape[1]:
             return choose(logits, token_ids)
         nothing = logits.new_full((len(logits), vocab), float("-inf"))
         own = logits if token_ids is None else nothing.scatter(1, token_ids.expand_as(logits), logits)
-        certain = nothing.scatter(1, found.tokens[:, step, None], 0.0)
+        certain = nothing.scatter(1, copied.tokens[:, step, None], 0.0)
         return choose(torch.where((step < lengths)[:, None], certain, own), None)
 
     return chosen
@@ -324,12 +324,12 @@ class CascadeSession(Session):
 
     def _continued(self, root: Tensor, drafts: Tensor, depth: int, choose: Choose) -> Proposal:
         """Return the model's `drafts` `[B, D]`, and after them what the statistical drafter finds."""
-        found = self.statistical.continuations(torch.cat([root[:, None], drafts], 1).tolist(), depth)
-        tokens = padded(found, root.device)
+        continuations = self.statistical.continuations(torch.cat([root[:, None], drafts], 1).tolist(), depth)
+        tokens = padded(continuations, root.device)
         for column in tokens.unbind(1):
             nothing = torch.full((len(root), self.vocab), float("-inf"), device=root.device)
             choose(nothing.scatter(1, column[:, None], 0.0), None)
-        lengths = drafts.shape[1] + torch.tensor([len(f) for f in found], device=root.device)
+        lengths = drafts.shape[1] + torch.tensor([len(f) for f in continuations], device=root.device)
         return Proposal.chain(torch.cat([drafts, tokens], 1), lengths)
 
     def select(self, rows: list[int]) -> None:

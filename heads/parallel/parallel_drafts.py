@@ -29,7 +29,7 @@ from transformers.models.llama.modeling_llama import repeat_kv
 
 from ...common import BadInputError
 from ...targets import Nodes, RaggedCache, RowLengths
-from ..accepted_positions import Verified
+from ..accepted_positions import AcceptedPositions
 from ..base import Drafter, DrafterLoss, TargetBatch, compare_drafts
 from ..decoder_layer import FusedLayer, angles
 from ..losses import Head, PositionLosses, acceptance_metrics
@@ -78,8 +78,8 @@ class Rollouts:
         """Draw rollouts of up to `depths` − 1 masks: see `kept_counts`.
 
         Args:
-            learned: at which places the text says a token that is to be learned, `[R, T]`; a mask that stands d places
-                after an anchor is drawn only if it would say such a token, too.
+            learned: at which places the text predicts a token that is to be learned, `[R, T]`; a mask that stands d
+                places after an anchor is drawn only if it would predict such a token, too.
             tokens: the rows' texts, which seed the draws with `step`, `[R, T]`.
             served: what rounds reached; None where no loss lies on it.
         """
@@ -89,9 +89,9 @@ class Rollouts:
         none = torch.zeros(depths, *learned.shape, dtype=torch.bool)
         reached = none if served is None else served.reached(depths).cpu()
         rows = zip(learned.cpu(), reached.unbind(1), tokens.cpu(), strict=True)
-        found = [drops.of(*row, share) for row in rows]
-        masks = [sorted(evenly | others) for evenly, others in found]
-        return cls.of(masks, max(_PART, depths - 1), learned.device, [others - evenly for evenly, others in found])
+        drawn = [drops.of(*row, share) for row in rows]
+        masks = [sorted(evenly | others) for evenly, others in drawn]
+        return cls.of(masks, max(_PART, depths - 1), learned.device, [others - evenly for evenly, others in drawn])
 
     @classmethod
     def of(
@@ -105,9 +105,9 @@ class Rollouts:
 
         `others`: those of each row that were not drawn evenly.
         """
-        found = [_in_parts(row, size) for row in rows]
-        width = max(1, *map(len, found))
-        filled = [_filled(row, width) for row in found]
+        parts = [_in_parts(row, size) for row in rows]
+        width = max(1, *map(len, parts))
+        filled = [_filled(row, width) for row in parts]
         masks = torch.tensor(filled)
         contexts = tuple(1 + int(part[:, :, 0].max()) for part in masks.split(size, 1))
         anchors, depths, real = masks.to(device).unbind(2)
@@ -139,14 +139,14 @@ class Rollouts:
         return [(i * self.size, min((i + 1) * self.size, width), seen) for i, seen in enumerate(self.contexts)]
 
     def sees(self, begin: int, end: int, context: int) -> Tensor:
-        """Return what the masks from `begin` to `end` see of the first `context` places of the text and of each other.
+        """Return the attention mask of masks `begin` to `end` over the text's first `context` places and each other.
 
         `[R, 1, end − begin, context + end − begin]` bool.
         """
         anchors, depths = self.anchors[:, begin:end], self.depths[:, begin:end]
         text = torch.arange(context, device=anchors.device) <= anchors[:, :, None]
         own = (anchors[:, :, None] == anchors[:, None]) & (depths[:, :, None] >= depths[:, None])
-        # What fills up a row repeats a mask, and is seen by nobody but itself.
+        # What fills up a row repeats a mask, and only it sees itself.
         own = own & (self.real[:, None, begin:end] | torch.eye(end - begin, dtype=torch.bool, device=own.device))
         return torch.cat([text, own], 2)[:, None]
 
@@ -161,20 +161,20 @@ class Rollouts:
 
 @dataclass(frozen=True)
 class Served:
-    """What rounds reached, for drafters whose entry at a place says the token `says` places later."""
+    """What rounds reached, for drafters whose entry at a place predicts the token `says` places later."""
 
-    verified: Verified
+    verified: AcceptedPositions
     says: int
 
     def reached(self, depths: int) -> Tensor:
-        """Return the anchors after which a round reached what the mask at depth 0, 1, … says, `[depths, R, T]` bool.
+        """Return the anchors after which a round reached the draft of the mask at depth 0, 1, …, `[depths, R, T]` bool.
 
         The text's own entry stands for the mask at depth 0.
         """
-        found = [self.verified.depths.roll(-self.says - d, 1) == d + 1 for d in range(depths)]
-        for depth, reached in enumerate(found):
+        by_depth = [self.verified.depths.roll(-self.says - d, 1) == d + 1 for d in range(depths)]
+        for depth, reached in enumerate(by_depth):
             reached[:, max(0, reached.shape[1] - self.says - depth) :] = False
-        return torch.stack(found)
+        return torch.stack(by_depth)
 
 
 _Masks = set[tuple[int, int]]  # (anchor, depth) each
@@ -219,7 +219,7 @@ class _Drops:
 
 
 def _going_on(places: Tensor, learned: Tensor, depth: int) -> Tensor:
-    """Return the anchors after which a mask at `depth` would say a token that is to be learned."""
+    """Return the anchors after which a mask at `depth` would predict a token that is to be learned."""
     places = places[places + depth < len(learned)]
     return places[learned[places + depth]]
 
@@ -231,13 +231,13 @@ def _some(places: Tensor, count: int, generator: torch.Generator) -> Tensor:
 
 def _in_parts(masks: list[tuple[int, int]], size: int) -> list[tuple[int, int, bool]]:
     """Return a row's masks, and which are real: the others fill parts that the next rollout does not fit into."""
-    found: list[tuple[int, int, bool]] = []
+    placed: list[tuple[int, int, bool]] = []
     for _, rollout in itertools.groupby(masks, itemgetter(0)):
         whole = list(rollout)
-        if len(found) % size + len(whole) > size:
-            found = _filled(found, len(found) + -len(found) % size)
-        found += [(anchor, depth, True) for anchor, depth in whole]
-    return found
+        if len(placed) % size + len(whole) > size:
+            placed = _filled(placed, len(placed) + -len(placed) % size)
+        placed += [(anchor, depth, True) for anchor, depth in whole]
+    return placed
 
 
 def _filled(row: list[tuple[int, int, bool]], width: int) -> list[tuple[int, int, bool]]:
@@ -280,15 +280,15 @@ class RolledLayers:
         return hidden
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, length: int) -> Tensor:
-        """Return what queries `[R, N, T + E, D]` gather, in their shape, a part of the masks at a time."""
+        """Return attention of queries `[R, N, T + E, D]`, in their shape, a part of the masks at a time."""
         attend = nn.functional.scaled_dot_product_attention
         self.bias = self.bias or self.rollouts.bias(q.dtype)  # all layers see the same
-        found = [attend(q[:, :, :length], k[:, :, :length], v[:, :, :length], is_causal=True)]
+        mixed = [attend(q[:, :, :length], k[:, :, :length], v[:, :, :length], is_causal=True)]
         for (begin, end, context), bias in zip(self.rollouts.parts, self.bias, strict=True):
             own = slice(length + begin, length + end)
             keys, values = (torch.cat([x[:, :, :context], x[:, :, own]], 2) for x in (k, v))
-            found.append(attend(q[:, :, own], keys, values, bias))
-        return torch.cat(found, 2)
+            mixed.append(attend(q[:, :, own], keys, values, bias))
+        return torch.cat(mixed, 2)
 
 
 @dataclass(frozen=True)
@@ -296,9 +296,9 @@ class RolledDrafts:
     """The drafts of a batch that are to be learned.
 
     Attributes:
-        rows, places: where the entry of the text stands that says the same token, `[P]`.
-        entries: which entry of the pass says it, `[P]`.
-        depths: 0 for what the text's own entry says, else the depth of the mask, `[P]`.
+        rows, places: where the entry of the text stands that predicts the same token, `[P]`.
+        entries: which entry of the pass predicts it, `[P]`.
+        depths: 0 for the text's own entry, else the depth of the mask, `[P]`.
         usual: which were drawn evenly, `[P]` bool; None for all of them.
     """
 
@@ -345,18 +345,18 @@ class RolledDrafts:
         sums = weights.new_zeros(len(wanted)).index_add(0, self.rows, weights)
         return weights * (wanted.sum(1) / sums.clamp(min=torch.finfo(sums.dtype).tiny))[self.rows]
 
-    def metrics(self, found: PositionLosses, shape: torch.Size, drafts: int) -> dict[str, tuple[Tensor, Tensor]]:
+    def metrics(self, result: PositionLosses, shape: torch.Size, drafts: int) -> dict[str, tuple[Tensor, Tensor]]:
         """Return `loss_d1`, `top1_d1`, … and the acceptance of chains, as (sum, count) pairs."""
         metrics: dict[str, tuple[Tensor, Tensor]] = {}
         alphas, measured = [], []
         begins = self.places - self.depths
         for depth in range(drafts):
             here = (self.depths == depth).float()
-            for name, values in (("loss", found.loss), ("top1", found.top1)):
+            for name, values in (("loss", result.loss), ("top1", result.top1)):
                 metrics[f"{name}_d{depth + 1}"] = ((values * here).sum(), here.sum())
             index = self.rows * shape[1] + begins
-            grid = found.alpha.new_zeros(shape.numel())
-            alphas.append(grid.index_add(0, index, found.alpha * here).view(shape))
+            grid = result.alpha.new_zeros(shape.numel())
+            alphas.append(grid.index_add(0, index, result.alpha * here).view(shape))
             measured.append(grid.index_add(0, index, here).view(shape) > 0)
         return metrics | acceptance_metrics(alphas, measured)
 

@@ -1,7 +1,7 @@
 """PARD: a draft model that drafts all tokens in one pass (arXiv 2504.18583).
 
-An ordinary small language model, trained to say, at mask tokens that it reads after a text, the tokens that follow one
-after the other: rollouts, deeper ones drawn less often (see parallel_drafts). It is saved as a plain Hugging
+An ordinary small language model, trained to predict, at mask tokens that it reads after a text, the tokens that follow
+one after the other: rollouts, deeper ones drawn less often (see parallel_drafts). It is saved as a plain Hugging
 Face checkpoint, whose config names the mask (`pard_token`), as AMD's are.
 
 Shapes: B rows, T positions, E masks of a row, Q new tokens, P drafts, H hidden size, V vocabulary.
@@ -82,10 +82,10 @@ class Pard(DraftModel):
     @classmethod
     def from_folder(cls, folder: Path, values: dict[str, Any], target: Target | None) -> Self:
         drafter = super().from_folder(folder, values, target)
-        found = {name: values[key] for name, key in _KEYS.items() if key in values}
-        drafter.config = PardConfig.from_dict(found, f"{folder}: drafter")
+        settings = {name: values[key] for name, key in _KEYS.items() if key in values}
+        drafter.config = PardConfig.from_dict(settings, f"{folder}: drafter")
         if drafter.config.mask_token_id is None:
-            raise BadInputError(f"{folder}: config.json names no pard_token, so nobody knows what its masks are.")
+            raise BadInputError(f"{folder}: config.json names no pard_token, so its masks are unknown.")
         drafter._check_kind()
         return drafter
 
@@ -101,7 +101,7 @@ class Pard(DraftModel):
         check_mask(self.config.mask_token_id, target)
 
     def _check_kind(self) -> None:
-        """Refuse a model whose layers are not run by our own: its masks see what no library's mask says."""
+        """Refuse a model whose layers are not run by our own: no library has the attention mask of its masks."""
         if not runs(self.model) or any(layer_windows(self.model)):
             raise BadInputError(
                 f"pard: {type(self.model).__name__} is not of Llama's kind, with full attention (llama, mistral, "

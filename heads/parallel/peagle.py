@@ -81,7 +81,7 @@ class PEagle(Eagle3):
         return head
 
     def masks(self, target: Target, first: FusedLayer | None = None) -> tuple[Tensor, Tensor]:
-        """Return what a mask's pair is read as: an embedding `[1, 1, H]`, and the fused hidden input, `[1, 1, H]`."""
+        """Return a mask's pair: its embedding `[1, 1, H]`, and its fused hidden input, `[1, 1, H]`."""
         hidden = self.fuse(self.mask_hidden.view(1, 1, len(self.taps), -1), first)
         if self.mask is not None:
             return self.mask.expand(1, 1, -1), hidden

@@ -1,4 +1,4 @@
-"""EAGLE-3 is what the paper says. (That what is trained is what is decoded: test_feature_drafter.py.)"""
+"""EAGLE-3 is what the paper says. (That what is trained is what is decoded: test_eagle.py.)"""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.heads import divergences, losses
+from outrider.heads import divergences
 from outrider.heads.divergences import DIVERGENCES, HARD, TargetDistribution, divergence
 from outrider.heads.losses import LossSettings, chunked_compare, compare
 
@@ -158,7 +158,9 @@ def example(kept: Tensor | None, positions: int = 7, vocab: int = 70) -> tuple[T
     ), ours if kept is None else ours[:, kept]
 
 
-def torchs(reference: TargetDistribution, draft_logits: Tensor, name: divergences.LossName) -> tuple[Tensor, Tensor, Tensor]:
+def torchs(
+    reference: TargetDistribution, draft_logits: Tensor, name: divergences.LossName
+) -> tuple[Tensor, Tensor, Tensor]:
     """`compare`, by torch's operations."""
     log_q = draft_logits.float().log_softmax(-1)
     alpha, best = torch.minimum(reference.probs, log_q.exp()).sum(-1), log_q.argmax(-1)
@@ -166,7 +168,10 @@ def torchs(reference: TargetDistribution, draft_logits: Tensor, name: divergence
 
 
 def differentiated(
-    way: Callable[..., tuple[Tensor, ...]], reference: TargetDistribution, draft_logits: Tensor, name: divergences.LossName
+    way: Callable[..., tuple[Tensor, ...]],
+    reference: TargetDistribution,
+    draft_logits: Tensor,
+    name: divergences.LossName,
 ) -> list[Tensor]:
     """(loss, alpha, top1) and the gradient, where each position has a weight of its own."""
     start = draft_logits.clone().requires_grad_()
@@ -178,7 +183,9 @@ def differentiated(
     return [*(f.detach() for f in found), *gradient]
 
 
-def fused(reference: TargetDistribution, draft_logits: Tensor, name: divergences.LossName) -> tuple[Tensor, Tensor, Tensor]:
+def fused(
+    reference: TargetDistribution, draft_logits: Tensor, name: divergences.LossName
+) -> tuple[Tensor, Tensor, Tensor]:
     rule = divergence(name)
     assert divergences.kernels_serve(rule, DEVICE)
     return compare(reference, draft_logits, rule)

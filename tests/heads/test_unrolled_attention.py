@@ -1,4 +1,4 @@
-"""The fused way gathers what the plain one does, which is the definition (test_feature_drafter.py), and keeps no
+"""The fused way gathers what the plain one does, which is the definition (test_eagle.py), and keeps no
 scores.
 """
 

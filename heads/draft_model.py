@@ -21,7 +21,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ..common import BadInputError, IncompatibleError, refuse_unknown_keys
 from ..targets import Nodes, RaggedCache, RowLengths, Target, load_causal_lm, load_tokenizer, require_same_vocabulary
-from ..targets.documents import Documents
 from ..targets.fingerprint import plain_config
 from ..targets.hub import model_folder
 from ..targets.llama_kind import is_of_llama_kind, layer_windows
@@ -104,7 +103,7 @@ class DraftModel(Drafter[DraftModelConfig]):
             return cls(_cut(model, target).requires_grad_(True), config)
         if config.init == "prune":
             return cls(pruned(target, config.model, token_counts), config)
-        return cls(_new(_smaller(target.config, config.model)), config)
+        return cls(_from_config(_smaller(target.config, config.model)), config)
 
     @classmethod
     def from_folder(cls, folder: Path, values: dict[str, Any], target: Target | None) -> Self:
@@ -148,7 +147,12 @@ class DraftModel(Drafter[DraftModelConfig]):
         own, vocab = Target(self.model), batch.target.vocab_size
         self._narrower = own.vocab_size < vocab
         tokens = _known(batch.tokens, own) if self._narrower else batch.tokens
-        hidden = _hidden(own, tokens, batch.documents)  # [B, T, H]
+        documents = batch.documents
+
+        def last(rows: Tensor) -> Tensor:
+            return own.forward(rows, logits=False).last
+
+        hidden = last(tokens) if documents is None else documents.read(tokens, last)  # [B, T, H]
         parameters = list(self.model.get_output_embeddings().parameters())
 
         def head(states: Tensor) -> Tensor:
@@ -318,16 +322,7 @@ class DraftModelSession(ChainSession):
         self.unread = self.unread[rows]
 
 
-def _hidden(model: Target, tokens: Tensor, documents: Documents | None) -> Tensor:
-    """Return a model's last hidden states of rows `[B, T]`, `[B, T, H]`; of several texts in a row, of each alone."""
-
-    def last(rows: Tensor) -> Tensor:
-        return model.forward(rows, logits=False).last
-
-    return last(tokens) if documents is None else documents.read(tokens, last)
-
-
-def _new(config: Any) -> Any:
+def _from_config(config: Any) -> Any:
     """Return a new model of a config, in fp32."""
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
 
@@ -369,6 +364,9 @@ def _smaller(config: Any, changes: dict[str, Any]) -> Any:
     if "head_dim" not in changes and values.get("head_dim") and {"hidden_size", "num_attention_heads"} & set(changes):
         values["head_dim"] = values["hidden_size"] // values["num_attention_heads"]
     return type(config)(**values)
+
+
+# ------------------------------------------------------------ models of Llama's kind, by the layers of heads
 
 
 def runs(model: Any) -> bool:

@@ -1,11 +1,17 @@
-"""Medusa: heads on the target's last hidden state, each of which guesses one token further ahead (arXiv 2401.10774).
+"""Medusa and Hydra: heads on the target's last hidden state, each of which guesses one token further ahead.
 
-Head k reads h_t, the hidden state that gives the target's own x_{t+1}, and predicts x_{t+1+k}. When a round begins,
-x_{t+1} is the root, which the target has chosen but not processed: depth k of a proposal comes from head k and the last
-absorbed hidden state, whatever was drafted before it. The target stays as it is (Medusa-1); in Medusa-2 it learns with
-the heads, through a LoRA (train/joint.py).
+Medusa (arXiv 2401.10774): head k reads h_t, the hidden state that gives the target's own x_{t+1}, and predicts
+x_{t+1+k}. When a round begins, x_{t+1} is the root, which the target has chosen but not processed: depth k of a
+proposal comes from head k and the last processed hidden state, whatever was drafted before it. The target stays as it
+is (Medusa-1); in Medusa-2 it learns with the heads, through a LoRA (train/joint.py).
 
-Shapes: B rows, T positions, P supervised positions, W nodes, H hidden size, V' draft vocabulary, K heads.
+Hydra (arXiv 2402.05109, §3) makes them sequential: head k also reads the embeddings of the k tokens between h_t and the
+token it predicts, the root x_{t+1} and the drafts x_{t+2} … x_{t+k}. So what is drafted depends on what was drafted
+before. Training gives it the tokens that really followed. The paper's Hydra++ adds a layer of attention over the text,
+which this one does not have.
+
+Shapes: B rows, T positions, P supervised positions, W nodes, H hidden size, V' draft vocabulary, K heads, C tokens that
+a head of Hydra reads.
 """
 
 from __future__ import annotations
@@ -248,6 +254,9 @@ class MedusaSession(HeadsSession):
         index = len(self.logits)
         self.logits.append(self.drafter.lm_head(index, self.target)(self.drafter.head(index)(self.hidden)))
         return self.logits[-1]
+
+
+# ------------------------------------------------------------ Hydra
 
 
 @dataclass

@@ -3,13 +3,15 @@
 Two layouts, N the target's layers (`{layer}` stands for the tensors of a decoder layer of that architecture):
 
     DeepSeek-V3, GLM-4-MoE     model.layers.{N+k}.{layer}, .enorm, .hnorm, .eh_proj, .shared_head.norm, and copies of
-    the
-                               target's embeddings, .embed_tokens and .shared_head.head
+                               the target's embeddings, .embed_tokens and .shared_head.head
     Qwen3-Next, Qwen3.5        mtp.layers.0.{layer}, mtp.pre_fc_norm_embedding, mtp.pre_fc_norm_hidden, mtp.fc, mtp.norm
 
 Both project [embedding; hidden], and read the target's hidden state after its final norm (vLLM's and transformers' code
 agree). `transformers` does not load these tensors with the target, and does not save them: the checkpoint must be the
 published one. (formats/mtp.py writes them back.)
+
+A module's layer is one decoder layer of the target's own architecture, the last, with full attention: `transformers`
+makes it from the target's config (`plain_body`), so that layers that come with a target's checkpoint fit.
 """
 
 from __future__ import annotations
@@ -273,6 +275,8 @@ def _check_shared(checkpoint: Checkpoint, place: Place, target: Target) -> None:
                     "modules with their own embeddings are not supported."
                 )
 
+
+# ------------------------------------------------------------ a layer of the target's architecture
 
 # Settings that leave one layer of a config; the place where experts begin is counted from the first.
 _ALONE: dict[str, Any] = {

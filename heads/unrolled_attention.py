@@ -6,7 +6,11 @@ others are merged in. Merging is exact, and so is the backward pass: given the m
 a kernel's own backward pass is that of its part of the softmax. (Attention over several devices is built of the same
 pieces: ring attention, arXiv 2310.01889.)
 
-Shapes: B rows, N heads, T entries of step 0, T' queries, D head size.
+Step 0 runs over whole rows, later steps where something is learned: `Places`. A row is one text (`WholeRows`), or holds
+several (`PackedRows`), of which none sees another.
+
+Shapes: B rows, N heads, T entries of step 0 (the places of a row), T' queries (places in which later steps run), D head
+size.
 """
 
 from __future__ import annotations
@@ -335,6 +339,9 @@ class _Merged(torch.autograd.Function):
             slopes[0].addcmul_(slope, key)
             others += [slope * q, weight * gradient]
         return None, *slopes, *others
+
+
+# ------------------------------------------------------------ where steps run
 
 
 class Places(ABC):

@@ -1,14 +1,15 @@
 """DSpark: DFlash's block, and two small heads by which drafts follow one another (arXiv 2607.05147).
 
-The block's slots predict each place independently of the others. A Markov head then corrects each
-draft's logits by the token that was really drawn before it, and a confidence head says how probable the draft is to be
-accepted before it is drawn. What a draft is drawn from, and scored with, is the corrected distribution.
+The block's slots predict each place independently of the others. A Markov head then corrects each draft's logits by the
+token that was really drawn before it, and a confidence head tells how probable the draft is to be accepted before it is
+drawn. What a draft is drawn from, and scored with, is the corrected distribution.
 
 A chain may end where the confidences so far multiply to less than a threshold, before the next draft is drawn: that
 decision reads nothing of the draft itself, so the text stays the target's. (The rule for q(x) in `decode.drafting` must
 keep the token that it looked at.)
 
-Shapes: B rows, n anchors of a row, A anchors of a batch, k drafts, W nodes, H hidden size, r rank, V' draft vocabulary.
+Shapes: B rows, n anchors of a row, A anchors of a batch, k drafts, W nodes, H hidden size, r rank, V target vocabulary,
+V' draft vocabulary.
 """
 
 from __future__ import annotations
@@ -27,6 +28,84 @@ from ..session import Abilities, required, take_positions
 from .block_layers import CachedBlocks
 from .block_losses import AuxLoss, BlockTargets
 from .dflash import BlockLearning, BlockSession, DFlash, DFlashConfig
+
+KINDS = ("vanilla", "gated", "rnn")
+
+
+def check_kind(name: str) -> None:
+    """Raise BadInputError if there is no such Markov head."""
+    if name not in KINDS:
+        raise BadInputError(f"drafter: markov_head must be one of {', '.join(KINDS)}, found {name!r}.")
+
+
+class MarkovHead(nn.Module):
+    """A head that adds logits by the token before: W2 · reading(W1[token]).
+
+    The reading is the code W1[token] itself (`vanilla`), the code through a gate of state and code (`gated`), or that
+    of a small recurrent cell over all drafts of the path (`rnn`). W2 begins at zero: a new head changes nothing.
+    """
+
+    def __init__(self, kind: str, rank: int, hidden_size: int, vocab_size: int, draft_vocab_size: int):
+        super().__init__()
+        self.kind, self.rank = kind, rank
+        self.markov_w1 = nn.Embedding(vocab_size, rank)
+        self.markov_w2 = nn.Linear(rank, draft_vocab_size, bias=False)
+        self.gate_proj = nn.Linear(hidden_size + rank, rank) if kind == "gated" else None
+        self.joint_proj = nn.Linear(hidden_size + 2 * rank, 3 * rank) if kind == "rnn" else None
+        nn.init.normal_(self.markov_w1.weight, std=rank**-0.5)
+        nn.init.zeros_(self.markov_w2.weight)
+
+    def code(self, tokens: Tensor) -> Tensor:
+        """Return W1 of `tokens` `[...]`, `[..., r]`."""
+        return self.markov_w1(tokens)
+
+    def start(self, hidden: Tensor) -> Tensor:
+        """Return the memory before a path's first draft, `[..., r]`, for states `[..., H]`."""
+        return hidden.new_zeros(*hidden.shape[:-1], self.rank)
+
+    def read(self, code: Tensor, hidden: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the input of W2 for the next draft, `[..., r]`, and the memory after it, `[..., r]`.
+
+        Args:
+            code: of the token before, `[..., r]`.
+            hidden: the state of the draft, `[..., H]`.
+            memory: of the drafts before, `[..., r]`.
+        """
+        if self.gate_proj is not None:
+            return torch.sigmoid(self.gate_proj(torch.cat([hidden, code], -1))) * code, memory
+        if self.joint_proj is not None:
+            gate, fresh, out = self.joint_proj(torch.cat([memory, code, hidden], -1)).chunk(3, -1)
+            share = torch.sigmoid(gate)
+            return torch.tanh(out), share * memory + (1 - share) * torch.tanh(fresh)
+        return code, memory
+
+    def bias(self, reading: Tensor) -> Tensor:
+        """Return the bias of logits, `[..., V']`, of readings `[..., r]`."""
+        return self.markov_w2(reading)
+
+    def along(self, codes: Tensor, hidden: Tensor) -> Tensor:
+        """Return the readings of whole blocks, `[A, k, r]`, of codes `[A, k, r]` and states `[A, k, H]`."""
+        memory, readings = self.start(hidden[:, 0]), []
+        for code, state in zip(codes.unbind(1), hidden.unbind(1), strict=True):
+            reading, memory = self.read(code, state, memory)
+            readings.append(reading)
+        return torch.stack(readings, 1)
+
+
+class ConfidenceHead(nn.Module):
+    """A head that says how probable drafts are to be accepted: a linear layer on the state, and on the code before."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.proj = nn.Linear(width, 1)
+
+    def forward(self, hidden: Tensor, code: Tensor) -> Tensor:
+        """Return log-odds `[...]` of states `[..., H]` and codes `[..., r]`; the code only if it is wide enough for."""
+        both = torch.cat([hidden, code], -1)
+        return self.proj(both[..., : self.proj.in_features])[..., 0]
+
+
+# ------------------------------------------------------------ the drafter
 
 
 @dataclass
@@ -199,79 +278,3 @@ class MarkovSession(BlockSession):
         odds = head(*required(self.last, "confidence: a round begins with the root; call prefill.")).float()
         temperatures = self.drafter.config.temperatures
         return torch.sigmoid(odds / temperatures[self.drafts.level] if temperatures else odds)
-
-
-KINDS = ("vanilla", "gated", "rnn")
-
-
-def check_kind(name: str) -> None:
-    """Raise BadInputError if there is no such Markov head."""
-    if name not in KINDS:
-        raise BadInputError(f"drafter: markov_head must be one of {', '.join(KINDS)}, found {name!r}.")
-
-
-class MarkovHead(nn.Module):
-    """A head that adds logits by the token before: W2 · reading(W1[token]).
-
-    The reading is the code W1[token] itself (`vanilla`), the code through a gate of state and code (`gated`), or that
-    of a small recurrent cell over all drafts of the path (`rnn`). W2 begins at zero: a new head changes nothing.
-    """
-
-    def __init__(self, kind: str, rank: int, hidden_size: int, vocab_size: int, draft_vocab_size: int):
-        super().__init__()
-        self.kind, self.rank = kind, rank
-        self.markov_w1 = nn.Embedding(vocab_size, rank)
-        self.markov_w2 = nn.Linear(rank, draft_vocab_size, bias=False)
-        self.gate_proj = nn.Linear(hidden_size + rank, rank) if kind == "gated" else None
-        self.joint_proj = nn.Linear(hidden_size + 2 * rank, 3 * rank) if kind == "rnn" else None
-        nn.init.normal_(self.markov_w1.weight, std=rank**-0.5)
-        nn.init.zeros_(self.markov_w2.weight)
-
-    def code(self, tokens: Tensor) -> Tensor:
-        """Return W1 of `tokens` `[...]`, `[..., r]`."""
-        return self.markov_w1(tokens)
-
-    def start(self, hidden: Tensor) -> Tensor:
-        """Return the memory before a path's first draft, `[..., r]`, for states `[..., H]`."""
-        return hidden.new_zeros(*hidden.shape[:-1], self.rank)
-
-    def read(self, code: Tensor, hidden: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the input of W2 for the next draft, `[..., r]`, and the memory after it, `[..., r]`.
-
-        Args:
-            code: of the token before, `[..., r]`.
-            hidden: the state of the draft, `[..., H]`.
-            memory: of the drafts before, `[..., r]`.
-        """
-        if self.gate_proj is not None:
-            return torch.sigmoid(self.gate_proj(torch.cat([hidden, code], -1))) * code, memory
-        if self.joint_proj is not None:
-            gate, fresh, out = self.joint_proj(torch.cat([memory, code, hidden], -1)).chunk(3, -1)
-            share = torch.sigmoid(gate)
-            return torch.tanh(out), share * memory + (1 - share) * torch.tanh(fresh)
-        return code, memory
-
-    def bias(self, reading: Tensor) -> Tensor:
-        """Return the bias of logits, `[..., V']`, of readings `[..., r]`."""
-        return self.markov_w2(reading)
-
-    def along(self, codes: Tensor, hidden: Tensor) -> Tensor:
-        """Return the readings of whole blocks, `[A, k, r]`, of codes `[A, k, r]` and states `[A, k, H]`."""
-        memory, readings = self.start(hidden[:, 0]), []
-        for code, state in zip(codes.unbind(1), hidden.unbind(1), strict=True):
-            reading, memory = self.read(code, state, memory)
-            readings.append(reading)
-        return torch.stack(readings, 1)
-
-
-class ConfidenceHead(nn.Module):
-    """A head that says how probable drafts are to be accepted: a linear layer on the state, and on the code before."""
-
-    def __init__(self, width: int):
-        super().__init__()
-        self.proj = nn.Linear(width, 1)
-
-    def forward(self, hidden: Tensor, code: Tensor) -> Tensor:
-        """Return log-odds `[...]` of states `[..., H]` and codes `[..., r]`; the code only if it is wide enough for."""
-        both = torch.cat([hidden, code], -1)
-        return self.proj(both[..., : self.proj.in_features])[..., 0]

@@ -1,17 +1,27 @@
-"""A drafter without weights where the text repeats, a model's drafts elsewhere.
+"""Two drafters in one: a drafter without weights beside a model (`Fusion`), or drafting for it (`Cascade`).
 
-In each round a row proposes what the statistical drafter (n-gram, suffix) found, and the model's tokens where it found
-nothing: how long a match or how good a score is enough, its own `min_match` and `min_score` say. Found tokens are put
-in the place of the model's own choices, so that the model reads them, goes on after them up to the round's depth, and
-has read what the target may keep. A batch of one row does without the model where something was found; the model
-reads what was kept later, in one pass.
+In a fusion, in each round a row proposes what the statistical drafter (n-gram, suffix) found, and the model's tokens
+where it found nothing; its own `min_match` and `min_score` decide how long a match or how good a score is enough. Found
+tokens are put in the place of the model's own choices, so that the model reads them, goes on after them up to the
+round's depth, and has read what the target may keep. A batch of one row does without the model where something was
+found; the model reads what was kept later, in one pass.
 
-Found tokens are not samples, so all of a proposal is judged by the rule for candidates: a token x is accepted with
-probability p(x). The model then proposes its most probable tokens. What that costs: at temperature > 0 a token of the
-model alone would be accepted with probability Σ_x min(p, q) under rejection, here with p(argmax q), which is less where
-both distributions are broad.
+Found tokens are not samples, so all of a fusion's proposal is judged by the rule for candidates: a token x is accepted
+with probability p(x). The model then proposes its most probable tokens. What that costs: at temperature > 0 a token of
+the model alone would be accepted with probability Σ_x min(p, q) under rejection, here with p(argmax q), which is less
+where both distributions are broad.
 
-Shapes: B rows, N tokens found, Q tokens of one pass, K taps, H target hidden size, V vocabulary, V' the model's own.
+A cascade (CS-Drafting, arXiv 2312.11462; staged decoding, arXiv 2308.04623) is vertical, horizontal, or both. Vertical:
+the statistical drafter guesses how the model's own chain goes on. The model reads the last token of its chain and the
+guesses in one pass, and draws its token after each: while that is the guessed one, the next is drawn from the same
+pass. Else the model's token stands, the rest of the pass is never seen again, and another pass begins. So each token is
+what the model alone would have drawn, with the same distribution; only its passes are fewer. Horizontal: the model
+drafts the first `model_depth` tokens, and from there the statistical drafter goes on to the round's depth, where it
+finds something. What it finds was drawn from a distribution that gives that token all probability, and the rules are
+given that one.
+
+Shapes: B rows, N tokens found, D tokens drafted, Q and W tokens of one pass, K taps, H target hidden size,
+V vocabulary, V' the model's own.
 """
 
 from __future__ import annotations
@@ -125,6 +135,9 @@ class TwoDrafters(Drafter[F]):
         return self.model.state_bytes(target, batch_size, max_length)
 
 
+# ------------------------------------------------------------ fusion
+
+
 class Fusion(TwoDrafters[FusionConfig]):
     """A drafter that proposes what one without weights finds, and a model's tokens where that finds nothing."""
 
@@ -225,6 +238,9 @@ def fuse(statistical: dict[str, Any], model: Drafter) -> Fusion:
 
 # Most guesses of a round that the model reads: its cache has room for so many tokens that may be dead.
 _GUESSES = 64
+
+
+# ------------------------------------------------------------ cascade
 
 
 @dataclass

@@ -25,11 +25,6 @@ STARTS = [[4, 9], [6, 12], [3, 7]]
 Plant = Callable[[pytest.MonkeyPatch, DFlash], None]
 
 
-@pytest.fixture
-def target(tiny_llama) -> Target:
-    return Target(tiny_llama(layers=6))
-
-
 def made(target: Target) -> DSpark:
     torch.manual_seed(7)
     config = DSparkConfig(num_layers=1, block_size=5, markov_rank=8, sliding_window=6, draft_vocab_size=40)

@@ -44,11 +44,6 @@ STATISTICAL: dict[str, Callable[[], Drafter]] = {"ngram": Ngram, "suffix": Suffi
 
 
 @pytest.fixture
-def target(tiny_llama) -> Target:
-    return Target(tiny_llama(layers=6))
-
-
-@pytest.fixture
 def model(target) -> DraftModel:
     """The target with a little noise: it is often right, and often wrong."""
     model = DraftModel(copy.deepcopy(target.model))

@@ -34,11 +34,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture
-def target(tiny_llama) -> Target:
-    return Target(tiny_llama(layers=6))
-
-
 def made(target: Target, **changes: Any) -> DFlash:
     """Return a drafter whose norms are not at 1, so that a norm in the wrong place shows."""
     torch.manual_seed(7)

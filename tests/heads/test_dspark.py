@@ -24,11 +24,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture
-def target(tiny_llama) -> Target:
-    return Target(tiny_llama(layers=6))
-
-
 def made(target: Target, **changes: Any) -> DSpark:
     torch.manual_seed(7)
     config = DSparkConfig(**{"num_layers": 1, "block_size": 5, "markov_rank": 8} | changes)

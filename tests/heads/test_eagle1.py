@@ -15,11 +15,6 @@ from outrider.targets import Target
 VOCAB = 64
 
 
-@pytest.fixture
-def target(tiny_llama) -> Target:
-    return Target(tiny_llama(layers=6))
-
-
 def head(target: Target, **changes) -> Eagle1:
     torch.manual_seed(7)
     return Eagle1.build(Eagle1Config(**changes), target).eval().requires_grad_(False)

@@ -89,11 +89,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], int]] = {
 }
 
 
-@pytest.fixture
-def target(tiny_llama) -> Target:
-    return Target(tiny_llama(layers=6))
-
-
 def shaken(drafter: Mtp) -> Mtp:
     """Not the target's, and its norms not at 1, so that one in the wrong place shows."""
     for name, weight in drafter.named_parameters():

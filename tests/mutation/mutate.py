@@ -65,7 +65,7 @@ MODULES = {
             "tests/heads/test_lookahead.py",
         ),
     ),
-    "nodes": Module(
+    "session": Module(
         "heads/session.py",
         ("tests/heads/test_drafters.py", "tests/decode/test_conformance.py", "tests/decode/test_static.py"),
     ),

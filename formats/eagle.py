@@ -26,8 +26,6 @@ from .llama import EMBEDDINGS, check_embeddings, layer_sizes, llama_config, shap
 from .reading import Flags, ProbeSequence, eagle1_logits, eagle3_logits, embedding_table
 from .speculators import BESIDE, Speculators, read_eagle3, taps_lacking, write_eagle3
 
-_FIRST, _FIRST_OURS = "layers.0.", "layer."
-
 
 class EagleLayout(ExportLayout):
     """EAGLE heads.
@@ -58,7 +56,7 @@ class EagleLayout(ExportLayout):
 
     def write(self, drafter: Drafter, target: Target, depth: int) -> DrafterFiles:
         assert isinstance(drafter, Eagle1)
-        tensors = {_theirs(name): tensor for name, tensor in drafter.state_dict().items()}
+        tensors = dict(drafter.state_dict())
         weight = drafter.fc.weight
         if self.engine == "sglang" and not drafter.config.fc_bias:
             tensors["fc.bias"] = weight.new_zeros(len(weight))
@@ -89,7 +87,7 @@ class EagleLayout(ExportLayout):
     def shapes(self, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         bias = bool(config.get("bias") or config.get("eagle_fc_bias"))
         settings = Eagle1Config(**layer_sizes(config, "config.json"), fc_bias=bias)
-        return shapes_of(Eagle1, settings, _theirs)
+        return shapes_of(Eagle1, settings)
 
     def read(self, found: DrafterFiles, target: Target) -> Eagle1:
         bias = found.tensors.get("fc.bias")
@@ -97,29 +95,13 @@ class EagleLayout(ExportLayout):
         has_bias = bias is not None and bool(bias.any())
         sizes = layer_sizes(found.config, str(found.config_file))
         drafter = Eagle1(Eagle1Config(**sizes, fc_bias=has_bias, target_layers=target.num_layers))
-        weights = {_ours(name): tensor for name, tensor in found.tensors.items() if name != EMBEDDINGS}
+        weights = {name: tensor for name, tensor in found.tensors.items() if name != EMBEDDINGS}
         if not has_bias:
             weights.pop("fc.bias", None)
         fill(drafter, weights, [], str(found.folder))
         check_embeddings(found.tensors.get(EMBEDDINGS), target, found.folder)
         drafter.check(target)
         return drafter.eval()
-
-
-def _theirs(name: str) -> str:
-    """Return their name of our tensor: the inverse of `_ours`."""
-    if name.startswith(_FIRST_OURS):
-        return _FIRST + name.removeprefix(_FIRST_OURS)
-    start, number, rest = [*name.split(".", 2), "", ""][:3]
-    return f"layers.{int(number) + 1}.{rest}" if start == "others" else name
-
-
-def _ours(name: str) -> str:
-    """Return our name of their tensor; an unknown one stays as it is, and is refused as unexpected."""
-    if name.startswith(_FIRST):
-        return _FIRST_OURS + name.removeprefix(_FIRST)
-    start, number, rest = [*name.split(".", 2), "", ""][:3]
-    return f"others.{int(number) - 1}.{rest}" if start == "layers" and number.isdigit() else name
 
 
 _FIRST, _FIRST_THERE = "layers.0.", "midlayer."

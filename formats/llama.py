@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 
 from ..common import BadInputError, IncompatibleError
 from ..heads.decoder_layer import LayerConfig
-from ..heads.eagle.feature_drafter import FeatureConfig, FeatureDrafter
+from ..heads.eagle import FeatureConfig, FeatureDrafter
 from ..targets import Target
 
 EMBEDDINGS = "embed_tokens.weight"

@@ -1,4 +1,4 @@
-"""MTP modules written back as their target's checkpoint holds them (see heads/mtp/mtp_checkpoint.py).
+"""MTP modules written back as their target's checkpoint holds them (see heads/mtp_checkpoint.py).
 
 An engine reads them with the target: an export is the whole checkpoint again, with this drafter's modules in the place
 of those that it came with.
@@ -24,9 +24,8 @@ from torch import Tensor
 from ..common import BadInputError, IncompatibleError, OutriderError
 from ..common.atomic import replacing
 from ..heads import Drafter, DrafterConfig
-from ..heads.mtp.mtp import Mtp, MtpConfig
-from ..heads.mtp.mtp_checkpoint import KEPT, LAYER, SINGLE, Checkpoint, folder_of, places_in
-from ..heads.mtp.target_layer import plain_body
+from ..heads.mtp import Mtp, MtpConfig
+from ..heads.mtp_checkpoint import KEPT, LAYER, SINGLE, Checkpoint, folder_of, places_in, plain_body
 from ..heads.registry import load_drafter
 from ..heads.saved import read_config
 from ..targets import Target

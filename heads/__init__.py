@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from .accepted_positions import Verified
+from .accepted_positions import AcceptedPositions
 from .base import Drafter, DrafterLoss, TargetBatch
 from .block.dflash import DFlash, DFlashConfig
 from .block.dspark import DSpark, DSparkConfig
-from .draft_model.draft_model import DraftModel, DraftModelConfig
-from .eagle.eagle1 import Eagle1, Eagle1Config
-from .eagle.eagle3 import Eagle3, Eagle3Config
-from .hydra import Hydra, HydraConfig
-from .lookup.cascade import Cascade, CascadeConfig
-from .lookup.fusion import Fusion, FusionConfig, fuse
+from .draft_model import DraftModel, DraftModelConfig
+from .eagle import Eagle1, Eagle1Config, Eagle3, Eagle3Config
+from .lookup.fusion import Cascade, CascadeConfig, Fusion, FusionConfig, fuse
 from .lookup.lookahead import Lookahead, LookaheadConfig
 from .lookup.ngram import Ngram, NgramConfig
 from .lookup.suffix import Suffix, SuffixConfig
 from .low_rank import LowRank, LowRankConfig
-from .medusa import Medusa, MedusaConfig
-from .mtp.mtp import Mtp, MtpConfig
+from .medusa import Hydra, HydraConfig, Medusa, MedusaConfig
+from .mtp import Mtp, MtpConfig
 from .parallel.pard import Pard, PardConfig
 from .parallel.peagle import PEagle, PEagleConfig
 from .registry import FORMS, HEADS, drafter_config, head_class, load_drafter, restore_drafter
@@ -49,6 +46,7 @@ FORMS |= {"low_rank": LowRank}
 __all__ = [
     "HEADS",
     "Abilities",
+    "AcceptedPositions",
     "Cascade",
     "CascadeConfig",
     "ChainSession",
@@ -95,7 +93,6 @@ __all__ = [
     "SuffixConfig",
     "TargetBatch",
     "TextSession",
-    "Verified",
     "drafter_config",
     "fuse",
     "head_class",

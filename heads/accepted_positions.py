@@ -1,10 +1,10 @@
-"""Verified drafts: which tokens of a text rounds of decoding reached, and the share of a loss that lies on those.
+"""Accepted positions: which tokens of a text rounds of decoding reached, and the share of a loss that lies on those.
 
 While a drafter speculates, a round begins after a root and emits tokens: the drafts that were accepted, and after them
 the target's own. At each of these depths a draft was judged, or would have been if the drafter had gone one deeper; at
 none after them. So every token of an answer but its first was reached in one round, at one depth d, from the root that
-stands d places before it. A head that says the draft at depth d of that root is in exactly the place in which a served
-one was; at most other (root, depth) no served round ever asks.
+stands d places before it. A head that predicts the draft at depth d of that root is in exactly the place of a served
+one; at most other (root, depth) no served round ever asks.
 
 Shapes: R rows, T tokens.
 """
@@ -20,7 +20,7 @@ from ..targets.documents import Documents
 
 
 @dataclass(frozen=True)
-class Verified:
+class AcceptedPositions:
     """What rounds reached in a batch, and how much of the loss lies there.
 
     Attributes:

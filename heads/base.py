@@ -1,24 +1,31 @@
 """What a drafter is: the contract between heads/, the trainer and the decoder.
 
-Shapes: B rows, T tokens, Q tokens of one pass, k draft tokens, K taps, H target hidden size, V target vocabulary,
+`Drafter` is the contract; `HeadDrafter` is what heads share that are made for one target. Losses compare drafts with
+the target by `compare_drafts`.
+
+Shapes: B rows, T tokens, P compared tokens, S steps, k draft tokens, K taps, H target hidden size, V target vocabulary,
 V' the drafter's own vocabulary (V' <= V when it is pruned).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ..common import BadInputError, IncompatibleError
 from ..targets import RaggedCache, Target
 from ..targets.documents import Documents
-from .accepted_positions import Verified
-from .saved import C, SavedDrafter
+from .accepted_positions import AcceptedPositions
+from .divergences import LossName, divergence
+from .losses import Head, LossSettings, PositionLosses, acceptance_metrics, ahead, chunked_compare
+from .saved import C, DrafterConfig, SavedDrafter
 from .session import Abilities, Session
+from .vocabulary import draft_vocabulary
 
 
 @dataclass
@@ -46,7 +53,7 @@ class TargetBatch:
     last: Tensor
     step: int = 0
     documents: Documents | None = None
-    verified: Verified | None = None
+    verified: AcceptedPositions | None = None
 
     def texts(self) -> Iterator[TargetBatch]:
         """Yield batches whose rows are one text each: those of packed rows, of about one length together; else itself.
@@ -92,11 +99,11 @@ class DrafterLoss:
     def sum(cls, losses: Iterable[DrafterLoss]) -> DrafterLoss:
         """Return the loss of several batches together; there is at least one."""
         first, *others = losses
-        for found in others:
+        for loss in others:
             metrics = {
-                name: (a + found.metrics[name][0], b + found.metrics[name][1]) for name, (a, b) in first.metrics.items()
+                name: (a + loss.metrics[name][0], b + loss.metrics[name][1]) for name, (a, b) in first.metrics.items()
             }
-            first = cls(first.total + found.total, first.count + found.count, metrics)
+            first = cls(first.total + loss.total, first.count + loss.count, metrics)
         return first
 
     @property
@@ -178,7 +185,7 @@ class Drafter(SavedDrafter[C]):
         raise NotImplementedError(f"{self.name} writes no text of its own")
 
     def loss(self, batch: TargetBatch) -> DrafterLoss:
-        """Return what the batch's supervised tokens cost the drafter."""
+        """Return the loss of the drafts of the batch's supervised tokens."""
         raise NotImplementedError(f"{self.name} has nothing to train")
 
     def forward(self, batch: TargetBatch) -> DrafterLoss:
@@ -212,3 +219,165 @@ class Drafter(SavedDrafter[C]):
     def state_bytes(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> int:
         """Return how many bytes `open` allocates for this; the decoder asks before anything is allocated."""
         return 0
+
+
+# ------------------------------------------------------------ drafters that are trained
+
+
+class TrainedConfig(DrafterConfig):
+    """Settings of a drafter that is trained: every one has a field `loss`, see `divergences.divergence`."""
+
+    loss: LossName
+
+    def __post_init__(self) -> None:
+        divergence(self.loss)
+
+
+T = TypeVar("T", bound=TrainedConfig)
+
+
+def compare_drafts(
+    drafter: Drafter[T],
+    batch: TargetBatch,
+    rows: Tensor,  # [P]
+    places: Tensor,  # [P]
+    drafted: Tensor,  # [P, H'] or [S, P, H']
+    head: Head | Sequence[Head],
+    parameters: Sequence[Tensor] = (),
+    weights: Tensor | None = None,  # [P] or [S, P]
+) -> PositionLosses:
+    """Compare a drafter's distributions of the tokens at `places` of `rows` with the target's, by the drafter's loss.
+
+    Args:
+        drafted: the states of which `head` makes draft logits.
+        parameters: what `head` trains.
+        weights: of each loss in the total; 1 if None.
+    """
+    rule = divergence(drafter.config.loss)
+    settings = LossSettings(batch.target.lm_head, head, rule, drafter.output_ids, parameters)
+    return chunked_compare(batch.last[rows, places - 1], drafted, settings, weights, batch.tokens[rows, places])
+
+
+def teacher_forced_loss(
+    drafter: Drafter[T], batch: TargetBatch, hidden: Tensor, head: Head, parameters: Sequence[Tensor], depths: int
+) -> DrafterLoss:
+    """Return the loss of a drafter that reads true tokens wherever it drafts, at every supervised token.
+
+    Args:
+        hidden: its states at each place, `[B, T, H']`, of which `head` makes logits of the next token.
+        depths: up to which the simulated tau multiplies alphas.
+    """
+    wanted = batch.supervised[:, 1:]
+    rows, places = wanted.nonzero(as_tuple=True)  # [P]
+    result = compare_drafts(drafter, batch, rows, places + 1, hidden[rows, places], head, parameters)
+    alpha = torch.zeros(wanted.shape, device=wanted.device).masked_scatter(wanted, result.alpha)  # [B, T − 1]
+    metrics = {"loss_d1": (result.loss.sum(), wanted.sum()), "top1_d1": (result.top1.sum(), wanted.sum())}
+    chain = range(depths)
+    metrics |= acceptance_metrics([ahead(alpha, d) for d in chain], [ahead(wanted, d) for d in chain])
+    return DrafterLoss(result.total, wanted.sum(), metrics)
+
+
+# ------------------------------------------------------------ heads
+
+
+class HeadConfig(TrainedConfig):
+    """Sizes of a head; zeros mean "as the target". Each head's config has fields for those that it needs."""
+
+    draft_vocab_size: int
+    hidden_size: int
+    vocab_size: int
+    target_layers: int
+
+    def completed(self, target: Target) -> Self:
+        """Return this config with every open size taken from `target`."""
+        return type(self)(**(self.to_dict() | self.sizes(target)))
+
+    def sizes(self, target: Target) -> dict[str, Any]:
+        """Return all sizes, the open ones as the target's."""
+        theirs = {name: size for name, _, _, size in self.fixed(target)} | {"draft_vocab_size": target.vocab_size}
+        return {f.name: getattr(self, f.name) or theirs[f.name] for f in fields(self) if f.name in theirs}
+
+    def fixed(self, target: Target) -> list[tuple[str, str, int, int]]:
+        """Return the sizes that must be the target's: setting, its name in words, what it is here, the target's."""
+        theirs = (
+            ("hidden_size", "hidden size", target.hidden_size),
+            ("vocab_size", "vocabulary", target.vocab_size),
+            ("target_layers", "number of layers", target.num_layers),
+        )
+        return [(name, words, getattr(self, name), size) for name, words, size in theirs if hasattr(self, name)]
+
+
+H = TypeVar("H", bound=HeadConfig)
+
+
+class HeadDrafter(Drafter[H]):
+    """A head that is made for one target; by default it reads the target's last hidden state.
+
+    Its output embedding is the target's, or copies of it that are trained.
+
+    `prunes_vocabulary`: it may draft a part of the target's vocabulary (`draft_vocab_size`).
+    """
+
+    prunes_vocabulary: ClassVar[bool] = True
+    token_ids: Tensor  # [V']
+
+    def __init__(self, config: H):
+        super().__init__(config)
+        if self.prunes_vocabulary:
+            # Target id of each draft token, ascending. The export formats' d2t and t2d are derived from it.
+            self.register_buffer("token_ids", torch.arange(config.draft_vocab_size))
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return (self.config.target_layers,)
+
+    @property
+    def output_ids(self) -> Tensor | None:
+        is_whole = not self.prunes_vocabulary or self.config.draft_vocab_size == self.config.vocab_size
+        return None if is_whole else self.token_ids
+
+    @classmethod
+    def build(cls, config: H, target: Target, token_counts: Tensor | None = None) -> Self:
+        config = cls.fitted(config, target)
+        if not cls.prunes_vocabulary:
+            return cls(config)
+        token_ids = draft_vocabulary(config.draft_vocab_size, target.vocab_size, token_counts, cls.name)
+        head = cls(config)
+        head.token_ids.copy_(token_ids)
+        head._copy_output(target)
+        return head
+
+    @classmethod
+    def fitted(cls, config: H, target: Target) -> H:
+        """Return the config with every open size taken from `target`; raise BadInputError if another is not its own."""
+        config = config.completed(target)
+        for name, _, given, theirs in config.fixed(target):
+            if given != theirs:
+                raise BadInputError(f"{cls.name}: {name} {given} differs from the target's {theirs}; leave it out.")
+        return config
+
+    def own_outputs(self) -> list[nn.Linear]:
+        """Return the trained output embeddings, which begin as copies of the target's; [] if the target's is used."""
+        return []
+
+    @torch.no_grad()
+    def _copy_output(self, target: Target) -> None:
+        output = target.model.get_output_embeddings()
+        if self.own_outputs() and output.bias is not None and hasattr(self.config, "share_lm_head"):
+            raise IncompatibleError(
+                f"{self.name}: this target's output embedding has a bias, which copies of it lack; set share_lm_head."
+            )
+        for own in self.own_outputs():
+            own.weight.copy_(output.weight[self.token_ids.to(output.weight.device)])
+
+    def check(self, target: Target) -> None:
+        super().check(target)
+        self.check_sizes(target)
+
+    def check_sizes(self, target: Target) -> None:
+        """Raise IncompatibleError if the head was made for a target of other sizes."""
+        for _, words, own, theirs in self.config.fixed(target):
+            if own != theirs:
+                raise IncompatibleError(
+                    f"this {self.name} drafter was made for a {words} of {own}, the target's is {theirs}."
+                )

@@ -3,7 +3,8 @@
 A layer's computation stands once, in `FusedLayer`, for a head that is trained, a head that drafts, and a draft model of
 the library that drafts. It puts weights together that read the same input, since small products cost what their number
 costs: training once per step, and differentiates through it; decoding once for all requests, until a weight changes.
-`UnrolledLayers` attends as training unrolls a head on its own output, `CachedLayers` as decoding does, over a cache.
+`UnrolledLayers` attends as training unrolls a head on its own output, `CachedLayers` as decoding does, over a cache;
+`LayerDrafter` is a head with such layers.
 
 Shapes: B rows, T positions, Q new entries, H hidden size, N heads, D head size, W width of an attention's input.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,15 +23,14 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, Lla
 from ..common import BadInputError, IncompatibleError
 from ..targets import LayerShape, RaggedCache, Target, TensorShape
 from ..targets.weights import weight_versions
-from .saved import DrafterConfig
-from .unrolled_attention import Entry
-from .unrolled_places import Places
+from .base import HeadConfig, HeadDrafter
+from .unrolled_attention import Entry, Places
 
 Rotary = tuple[Tensor, Tensor]  # cosines and sines as `angles` gives them, [B, 1, Q, D] each
 
 
 @dataclass
-class LayerConfig(DrafterConfig):
+class LayerConfig(HeadConfig):
     """Sizes of the layers; zeros mean "as the target"."""
 
     num_layers: int = 1
@@ -45,6 +45,7 @@ class LayerConfig(DrafterConfig):
     max_position_embeddings: int = 0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.num_layers < 1:
             raise BadInputError(f"drafter: num_layers must be at least 1, got {self.num_layers}.")
         if self.head_dim % 2:
@@ -68,8 +69,7 @@ class LayerConfig(DrafterConfig):
         theirs = target.config
         _check_widths(target, bool(self.num_attention_heads))
         heads = self.num_attention_heads or theirs.num_attention_heads
-        return {
-            "hidden_size": self.hidden_size or target.hidden_size,
+        return super().sizes(target) | {
             "intermediate_size": self.intermediate_size or _mlp_width(theirs) or 4 * target.hidden_size,
             "num_attention_heads": heads,
             "num_key_value_heads": self.num_key_value_heads or getattr(theirs, "num_key_value_heads", None) or heads,
@@ -97,8 +97,8 @@ class LayerConfig(DrafterConfig):
 
 def _mlp_width(config: Any) -> int:
     """Return the intermediate size of a config, the largest where it has one for each layer; 0 if it has none."""
-    found = getattr(config, "intermediate_size", None) or 0
-    return int(max(found) if isinstance(found, (list, tuple)) else found)
+    width = getattr(config, "intermediate_size", None) or 0
+    return int(max(width) if isinstance(width, (list, tuple)) else width)
 
 
 def _check_widths(target: Target, heads_given: bool) -> None:
@@ -114,12 +114,10 @@ def _check_widths(target: Target, heads_given: bool) -> None:
 
 def _plain_rope(config: Any) -> dict[str, Any]:
     """Return the target's rotary parameters if they are of the plain form, else the default ones."""
-    found = getattr(config, "rope_parameters", None) or {}
-    return (
-        dict(found)
-        if "rope_type" in found
-        else {"rope_type": "default", "rope_theta": found.get("rope_theta", 10000.0)}
-    )
+    rope = getattr(config, "rope_parameters", None) or {}
+    if "rope_type" in rope:
+        return dict(rope)
+    return {"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)}
 
 
 # ------------------------------------------------------------ parts
@@ -144,12 +142,12 @@ def norm_of(config: LayerConfig, width: int = 0) -> LlamaRMSNorm:
 
 
 def rotary_of(config: LayerConfig) -> LlamaRotaryEmbedding:
-    """Return the module that knows the angles of a head's positions."""
+    """Return the module that gives the angles of a head's positions."""
     return LlamaRotaryEmbedding(config.llama())
 
 
 def angles(rotary: nn.Module, like: Tensor, positions: Tensor) -> Rotary:
-    """Return what `apply_rotary` reads at `positions` `[B, Q]`, in the precision and on the device of `like`."""
+    """Return cosines and sines for `apply_rotary` at `positions` `[B, Q]`, in `like`'s precision and on its device."""
     cos, sin = rotary(like, positions)
     half = sin.shape[-1] // 2
     # x cos + rotate_half(x) sin, with rotate_half's sign moved into the sine: its halves swapped are a roll.
@@ -174,7 +172,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(heads * self.size, config.hidden_size, bias=False)
 
     def kept(self, device: torch.device) -> LayerShape:
-        """Return what a cache keeps of it."""
+        """Return the shape of its entries in a cache."""
         store = TensorShape(self.kv_heads, self.size, self.k_proj.weight.dtype, device)
         return LayerShape(store, store)
 
@@ -237,7 +235,7 @@ class FusedLinear:
         return nn.functional.linear(x, self.weights[part], None if part else self.bias)
 
     def tensors(self) -> list[Tensor]:
-        """Return what it holds."""
+        """Return the tensors that it holds."""
         return self.weights if self.bias is None else [*self.weights, self.bias]
 
 
@@ -251,7 +249,7 @@ def _together(weights: Sequence[Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class InputProjection:
-    """A product that stands before a head's first layer.
+    """A product before a head's first layer.
 
     Attributes:
         linear: the product.
@@ -262,13 +260,12 @@ class InputProjection:
     norms: Sequence[Any] = ()
 
     def product(self) -> Callable[[Tensor], Tensor]:
-        """Return what computes it: the linear layer itself, or a copy of it with the norms' weights multiplied in."""
+        """Return the linear layer itself, or a copy of it with the norms' weights multiplied in."""
         return FusedLinear([self.linear], norms=self.norms) if self.norms else self.linear
 
 
-def _nothing_before(_: Tensor) -> Tensor:
-    """Raise ValueError: a head asks its first layer for a product that the layer was made without."""
-    raise ValueError("this layer was made without what the head has before it; give JointLayer its `before`.")
+def _no_projection(_: Tensor) -> Tensor:
+    raise ValueError("this layer was made without the head's input projection; give it to FusedLayer.")
 
 
 class FusedLayer:
@@ -278,15 +275,15 @@ class FusedLayer:
         layer: a `Layer`, or one of the library's with modules of the same names.
         config: its number of heads, and of heads that keys are made for, as the library calls them.
         in_halves: an input that is two side by side has a product for each: see `keep`.
-        before: what a head has before it; `before` of this object computes it.
+        projection: the head's product before it, which `project` of this object computes.
     """
 
-    def __init__(self, layer: Any, config: Any, in_halves: bool = False, before: InputProjection | None = None):
+    def __init__(self, layer: Any, config: Any, in_halves: bool = False, projection: InputProjection | None = None):
         self.layer = layer
         # Looking a module up takes as long as a small operation: a draft step would notice.
         self.attention_output, self.mlp_output = layer.self_attn.o_proj, layer.mlp.down_proj
         self.mlp_norm = layer.post_attention_layernorm
-        self.before = before.product() if before else _nothing_before
+        self.project = projection.product() if projection else _no_projection
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         parts = _attention_parts(layer)
         self.in_halves = in_halves and parts[0].in_features == 2 * layer.self_attn.o_proj.out_features
@@ -296,11 +293,11 @@ class FusedLayer:
         self.norms_heads = hasattr(layer.self_attn, "q_norm")
 
     def enter(self, hidden: Tensor) -> Tensor:
-        """Return what q_proj, k_proj and v_proj make of an input `[B, Q, H]`: `[B, Q, (heads + 2 kv_heads) · D]`."""
+        """Return q_proj, k_proj and v_proj of a normed input `[B, Q, H]`, `[B, Q, (heads + 2 kv_heads) · D]`."""
         return self.qkv(normed(hidden, self.layer.input_layernorm))
 
     def keep(self, x: Tensor) -> Tensor:
-        """Return what `join` needs of the first half `[B, Q, H]` of an input.
+        """Return the part of `join` that depends on the first half `[B, Q, H]` of an input.
 
         It is the half's product, if the layer works in halves: unrolled steps read the same embeddings, each one
         place later, and so training multiplies them once for all steps.
@@ -308,12 +305,12 @@ class FusedLayer:
         return self.qkv(x) if self.in_halves else x
 
     def join(self, kept: Tensor, x: Tensor) -> Tensor:
-        """Return what `enter` does for an input whose first half was kept, and whose second is `x` `[B, Q, H]`."""
+        """Return the projections of an input whose first half was kept, and whose second is `x` `[B, Q, H]`."""
         return kept + self.qkv(x, 1) if self.in_halves else self.qkv(torch.cat([kept, x], -1))
 
     def split(self, projected: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries `[B, heads, Q, D]`, and keys and values `[B, kv_heads, Q, D]`, of what was projected."""
-        every = projected.view(*projected.shape[:2], -1, self.size).transpose(1, 2)
+        """Return queries `[B, heads, Q, D]`, and keys and values `[B, kv_heads, Q, D]`, of the projections."""
+        every = projected.view(*projected.shape[:2], -1, self.size).transpose(1, 2)  # [B, heads + 2 kv_heads, Q, D]
         qk, v = every.split_with_sizes([self.heads + self.kv_heads, self.kv_heads], 1)
         if self.norms_heads:
             q, k = qk.split_with_sizes([self.heads, self.kv_heads], 1)
@@ -326,8 +323,8 @@ class FusedLayer:
         """Return the layer's output `[B, Q, H]`.
 
         Args:
-            mixed: what its queries have gathered, `[B, heads, Q, D]`.
-            hidden: what attention's output is added to, `[B, Q, H]`.
+            mixed: attention's result, `[B, heads, Q, D]`.
+            hidden: the residual that attention's output is added to, `[B, Q, H]`.
         """
         hidden = hidden + self.attention_output(mixed.transpose(1, 2).flatten(2))
         return hidden + self._mlp(normed(hidden, self.mlp_norm))
@@ -349,24 +346,24 @@ class UnrolledLayers:
     whole rows, so that there are such entries; its last layer's queries and all later steps run where `places` says.
 
     Args:
-        before: what stands before the first layer.
+        projection: the product before the first layer.
     """
 
-    def __init__(self, layers: Sequence[Layer], config: LayerConfig, before: InputProjection, places: Places):
+    def __init__(self, layers: Sequence[Layer], config: LayerConfig, projection: InputProjection, places: Places):
         first, *others = layers
-        self.layers = [FusedLayer(first, config, in_halves=True, before=before)]
+        self.layers = [FusedLayer(first, config, in_halves=True, projection=projection)]
         self.layers += [FusedLayer(layer, config) for layer in others]
         self.groups = config.num_attention_heads // config.num_key_value_heads
         self.places = places
         self.entries: list[list[Entry]] = [[] for _ in layers]  # of each layer, one for each step
 
-    def through(self, projected: Tensor, hidden: Tensor, rotary: Rotary) -> Tensor:
+    def forward(self, projected: Tensor, hidden: Tensor, rotary: Rotary) -> Tensor:
         """Return the last layer's output at the next step, `[B, T', H]`.
 
         Args:
-            projected: what the first layer's `split` takes. At step 0 of whole rows, then of the places of later steps,
-                as the rest.
-            hidden: what the first layer's attention is added to.
+            projected: the first layer's projections. At step 0 of whole rows, then of the places of later steps, as the
+                rest.
+            hidden: the first layer's residual.
             rotary: the angles of their positions.
         """
         later, places = bool(self.entries[0]), self.places
@@ -391,7 +388,7 @@ class CachedLayers:
         config: their number of heads, and of heads that keys are made for, as the library calls them.
         rotary: gives the angles, as the library's does; they must depend on nothing but the position.
         windows: how far each layer sees; 0 for all of it.
-        before: what stands before the first layer.
+        projection: the product before the first layer.
     """
 
     @torch.no_grad()
@@ -402,34 +399,35 @@ class CachedLayers:
         rotary: nn.Module,
         max_length: int,
         windows: Sequence[int] = (),
-        before: InputProjection | None = None,
+        projection: InputProjection | None = None,
     ):
         first, *others = layers
-        self.layers = [FusedLayer(first, config, before=before), *(FusedLayer(layer, config) for layer in others)]
-        self.windows, self.max_length, self.before = windows or [0] * len(layers), max_length, before
-        self.versions = weight_versions(_read(layers, before))
+        self.layers = [FusedLayer(first, config, projection=projection)]
+        self.layers += [FusedLayer(layer, config) for layer in others]
+        self.windows, self.max_length, self.projection = windows or [0] * len(layers), max_length, projection
+        self.versions = weight_versions(_read(layers, projection))
         like = self.layers[0].qkv.weights[0]
         cos, sin = angles(rotary, like, torch.arange(max_length, device=like.device)[None])
         self.cos, self.sin = cos[0, 0], sin[0, 0]  # [max_length, D]
 
     def fits(self, layers: Iterable[Any], max_length: int) -> bool:
         """Whether it is long enough, and was made of these layers, whose copied weights have not changed since."""
-        return self.max_length >= max_length and self.versions == weight_versions(_read(layers, self.before))
+        return self.max_length >= max_length and self.versions == weight_versions(_read(layers, self.projection))
 
     def tensors(self) -> list[Tensor]:
-        """Return what it holds; `copied_bytes` announces their size."""
-        products = [product for layer in self.layers for product in (layer.before, layer.qkv, layer.gate_up)]
-        joints = [product for product in products if isinstance(product, FusedLinear)]
-        return [self.cos, self.sin, *(tensor for joint in joints for tensor in joint.tensors())]
+        """Return the tensors that it holds; `copied_bytes` announces their size."""
+        products = [product for layer in self.layers for product in (layer.project, layer.qkv, layer.gate_up)]
+        fused = [product for product in products if isinstance(product, FusedLinear)]
+        return [self.cos, self.sin, *(tensor for product in fused for tensor in product.tensors())]
 
-    def through(
+    def forward(
         self, projected: Tensor, hidden: Tensor, cache: RaggedCache, positions: Tensor, in_tree: bool
     ) -> Tensor:
         """Return the last layer's output `[B, Q, H]` for entries placed at `positions` `[B, Q]` of the cache.
 
         Args:
-            projected: what the first layer's `split` takes.
-            hidden: what the first layer's attention is added to, `[B, Q, H]`.
+            projected: the first layer's projections.
+            hidden: the first layer's residual, `[B, Q, H]`.
             in_tree: whether the entries are nodes of a tree: one token of a chain sees all of the cache.
         """
         alone = hidden.shape[0] == hidden.shape[1] == 1 and not in_tree and cache.window is None
@@ -450,7 +448,7 @@ class CachedLayers:
 
 
 def _grouped_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Return what queries `[B, heads, Q, D]` gather of keys and values `[B, kv_heads, used, D]`, in their shape.
+    """Return attention of queries `[B, heads, Q, D]` over keys and values `[B, kv_heads, used, D]`, in their shape.
 
     Heads that share keys are as good as queries: nothing is repeated for them, and a GPU need not fall back to a slow
     kernel, as it does for shared keys with a mask.
@@ -468,19 +466,63 @@ def _grouped_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tenso
     return folded.reshape(rows, heads, count, size)
 
 
-def copied(layers: Iterable[Any], before: InputProjection | None = None) -> list[Tensor]:
+def copied(layers: Iterable[Any], projection: InputProjection | None = None) -> list[Tensor]:
     """Return the parameters of which `CachedLayers` of these layers hold copies."""
     parts = [part for layer in layers for part in _attention_parts(layer) + _mlp_parts(layer)]
-    parts += [before.linear] if before and before.norms else []
+    parts += [projection.linear] if projection and projection.norms else []
     return [parameter for part in parts for parameter in part.parameters()]
 
 
-def _read(layers: Iterable[Any], before: InputProjection | None) -> list[Tensor]:
+def _read(layers: Iterable[Any], projection: InputProjection | None) -> list[Tensor]:
     """Return the parameters that make those copies what they are."""
-    return copied(layers, before) + [norm.weight for norm in (before.norms if before else ())]
+    return copied(layers, projection) + [norm.weight for norm in (projection.norms if projection else ())]
 
 
-def copied_bytes(layers: Iterable[Any], size: int, max_length: int, before: InputProjection | None = None) -> int:
-    """Return what `CachedLayers` of these layers allocate, for heads of `size`."""
-    weights = copied(layers, before)
+def copied_bytes(layers: Iterable[Any], size: int, max_length: int, projection: InputProjection | None = None) -> int:
+    """Return how many bytes `CachedLayers` of these layers allocate, for heads of `size`."""
+    weights = copied(layers, projection)
     return (sum(weight.numel() for weight in weights) + 2 * max_length * size) * weights[0].dtype.itemsize
+
+
+# ------------------------------------------------------------ heads with layers
+
+
+L = TypeVar("L", bound=LayerConfig)
+
+
+class LayerDrafter(HeadDrafter[L]):
+    """A head with decoder layers of its own, and in decoding a cache for them."""
+
+    layers: nn.ModuleList  # of `Layer`s
+    rotary: LlamaRotaryEmbedding
+    _decoding: CachedLayers | None = None
+
+    @property
+    def own_layers(self) -> list[Layer]:
+        """Its layers, as what they are."""
+        return [cast(Layer, layer) for layer in self.layers]
+
+    def new_cache(self, target: Target, batch_size: int, entries: int) -> RaggedCache:
+        """Return an empty cache for its layers."""
+        shapes = [layer.self_attn.kept(target.device) for layer in self.own_layers]
+        return RaggedCache(len(shapes), batch_size, entries, target.device, shapes)
+
+    def decoding_layers(self, max_length: int) -> CachedLayers:
+        """Return its layers for decoding; they are kept until they are too short or weights have changed."""
+        if self._decoding is None or not self._decoding.fits(self.own_layers, max_length):
+            self._decoding = self._copy_layers(max_length)
+        return self._decoding
+
+    def decoding_bytes(self, target: Target, batch_size: int, entries: int, max_length: int) -> int:
+        """Return how many bytes a new cache and `decoding_layers` allocate."""
+        shapes = [layer.self_attn.kept(target.device) for layer in self.own_layers]
+        cache = sum(shape.num_bytes(batch_size, entries) for shape in shapes)
+        is_there = self._decoding is not None and self._decoding.fits(self.own_layers, max_length)
+        return cache if is_there else cache + self._copied_bytes(max_length)
+
+    def _copy_layers(self, max_length: int) -> CachedLayers:
+        raise NotImplementedError
+
+    def _copied_bytes(self, max_length: int) -> int:
+        """Return how many bytes `_copy_layers` allocates."""
+        raise NotImplementedError

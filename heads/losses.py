@@ -1,7 +1,7 @@
 """Losses of drafters over many positions, and what is measured beside them.
 
-The divergences themselves, and how a recipe names them, stand in parts/divergences.py; their names are importable from
-here. Nothing but `chunked_compare` reduces over positions.
+The divergences themselves, and how a recipe names them, stand in divergences.py. Nothing but `chunked_compare` reduces
+over positions.
 
 Shapes: P positions, V symbols of the target, V' of the drafter, S unrolled steps.
 """
@@ -15,54 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import liger
-from .divergences import (
-    DIVERGENCES,
-    HARD,
-    Divergence,
-    Loss,
-    LossName,
-    TargetDistribution,
-    divergence,
-    forward_kl,
-    hard_cross_entropy,
-    hybrid_acceptance,
-    jensen_shannon,
-    negative_log_acceptance,
-    own_precision,
-    reverse_kl,
-    smooth_l1,
-    soft_cross_entropy,
-    total_variation,
-)
-
-__all__ = [
-    "DIVERGENCES",
-    "HARD",
-    "Divergence",
-    "Loss",
-    "LossName",
-    "LossSettings",
-    "PositionLosses",
-    "TargetDistribution",
-    "acceptance_metrics",
-    "ahead",
-    "chunked_compare",
-    "compare",
-    "divergence",
-    "forward_kl",
-    "hard_cross_entropy",
-    "hybrid_acceptance",
-    "jensen_shannon",
-    "metrics_by_depth",
-    "negative_log_acceptance",
-    "own_precision",
-    "reverse_kl",
-    "smooth_l1",
-    "soft_cross_entropy",
-    "total_variation",
-    "with_slopes",
-]
+from .divergences import Loss, TargetDistribution, compare_by_kernels, kernels_serve, own_precision
 
 Head = Callable[[Tensor], Tensor]
 
@@ -74,7 +27,7 @@ CHUNKS = {"cuda": 2048, "meta": 2048}
 
 @dataclass
 class PositionLosses:
-    """What a drafter made of P positions, `[P]` each, with S steps `[S, P]`.
+    """The comparison of P positions with the target, `[P]` each, with S steps `[S, P]`.
 
     Attributes:
         total: Σ weight · loss, the one differentiable value.
@@ -91,8 +44,8 @@ class PositionLosses:
 
 def compare(reference: TargetDistribution, draft_logits: Tensor, rule: Loss) -> tuple[Tensor, Tensor, Tensor]:
     """Return (loss, alpha, top1) of draft logits `[P, V']`; the loss is differentiable."""
-    if liger.serves(rule, draft_logits.device.type):
-        return liger.compare(reference, draft_logits, rule)
+    if kernels_serve(rule, draft_logits.device.type):
+        return compare_by_kernels(reference, draft_logits, rule)
     if rule.soft is not None:
         return _softly(reference, draft_logits.float(), rule.soft)
     log_q = draft_logits.float().log_softmax(-1)
@@ -103,7 +56,7 @@ def compare(reference: TargetDistribution, draft_logits: Tensor, rule: Loss) -> 
 
 
 def _softly(reference: TargetDistribution, draft_logits: Tensor, weight: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what `compare` does, by `weight` times the soft cross-entropy."""
+    """Return (loss, alpha, top1) by `weight` times the soft cross-entropy."""
     with own_precision(draft_logits.device):
         loss, alpha = _SoftCrossEntropy.apply(draft_logits, reference.renormalised, reference.probs)
     return weight * loss, alpha, (draft_logits.detach().argmax(-1) == reference.best).float()
@@ -168,7 +121,7 @@ def chunked_compare(
     weights: Tensor | None = None,  # [P] or [S, P]
     following: Tensor | None = None,  # [P]
 ) -> PositionLosses:
-    """Return what `compare` says of the logits of hidden states, a chunk at a time, so that `[P, V]` never exists.
+    """Return the comparison of the logits of hidden states, a chunk at a time, so that `[P, V]` never exists.
 
     The gradient of each chunk is taken as soon as its loss is known (as in Liger's fused linear losses, arXiv
     2410.10989): no logits are kept for the backward pass, and none are computed twice.
@@ -177,66 +130,57 @@ def chunked_compare(
         weights: of each loss in the total; 1 if None.
         following: the tokens that really followed, for a hard loss.
     """
-    steps = draft_hidden if draft_hidden.ndim == 3 else draft_hidden[None]
-    if weights is None:
-        weights = steps.new_ones(steps.shape[:2])
-    chunks = _Chunks(steps, weights.reshape(steps.shape[:2]).float(), settings)
+    steps = draft_hidden if draft_hidden.ndim == 3 else draft_hidden[None]  # [S, P, H']
+    shape = steps.shape[:2]
+    weights = steps.new_ones(shape) if weights is None else weights.reshape(shape)
+    weights, heads = weights.float(), settings.draft_heads(len(steps))
+    slopes = ChunkedSlopes(steps, settings.parameters)
+    results = steps.new_zeros(3, *shape, dtype=torch.float32)  # loss, alpha and top1, [3, S, P]
     size = settings.chunk or CHUNKS.get(target_hidden.device.type, CHUNK)
     for begin in range(0, len(target_hidden), size):
         part = slice(begin, begin + size)
-        chunks.add(part, settings.reference(target_hidden[part], None if following is None else following[part]))
-    loss, alpha, top1 = chunks.results if draft_hidden.ndim == 3 else chunks.results[:, 0]
-    return PositionLosses(chunks.total(), loss, alpha, top1)
+        reference = settings.reference(target_hidden[part], None if following is None else following[part])
+        for i, head in enumerate(heads):
+            hidden = slopes.chunk((i, part))
+            compared = compare(reference, head(hidden), settings.rule)
+            results[:, i, part] = torch.stack([values.detach() for values in compared])
+            slopes.learn((compared[0] * weights[i, part]).sum(), hidden, (i, part))
+    total = slopes.attach((results[0] * weights).sum())
+    loss, alpha, top1 = results if draft_hidden.ndim == 3 else results[:, 0]
+    return PositionLosses(total, loss, alpha, top1)
 
 
-class _Chunks:
-    """What the chunks of a comparison have given so far.
+class ChunkedSlopes:
+    """The slopes of a loss that is made a chunk at a time: in hidden states, and in the parameters that it trains."""
 
-    Attributes:
-        results: loss, alpha and top1, `[3, S, P]`.
-        columns: the slopes of the total in the drafter's hidden states, `[S, P, H']`.
-        slopes: those in what is trained.
-    """
-
-    def __init__(self, steps: Tensor, weights: Tensor, settings: LossSettings):
-        self.steps, self.weights, self.rule = steps, weights, settings.rule
-        self.heads = settings.draft_heads(len(steps))
-        self.learning = torch.is_grad_enabled()
-        self.trained = [p for p in settings.parameters if p.requires_grad] if self.learning else []
+    def __init__(self, hidden: Tensor, parameters: Sequence[Tensor]):
+        self.hidden, self.learning = hidden, torch.is_grad_enabled()
+        self.trained = [p for p in parameters if p.requires_grad] if self.learning else []
         self.slopes = [torch.zeros_like(p, dtype=torch.float32) for p in self.trained]
-        self.results = steps.new_zeros(3, *steps.shape[:2], dtype=torch.float32)
-        self.columns = torch.zeros_like(steps)
+        self.columns = torch.zeros_like(hidden)
 
-    def add(self, part: slice, reference: TargetDistribution) -> None:
-        """Compare the positions of `part` in all steps."""
-        for i, head in enumerate(self.heads):
-            hidden = self.steps[i, part].detach().requires_grad_(self.learning)
-            found = compare(reference, head(hidden), self.rule)
-            self.results[:, i, part] = torch.stack([f.detach() for f in found])
-            if self.learning:
-                self.columns[i, part] = self._learn((found[0] * self.weights[i, part]).sum(), hidden)
+    def chunk(self, index: Any) -> Tensor:
+        """Return the hidden states at `index`, from which a chunk's loss is made."""
+        return self.hidden[index].detach().requires_grad_(self.learning)
 
-    def _learn(self, loss: Tensor, hidden: Tensor) -> Tensor:
-        """Add the slopes of a chunk's loss to those of what is trained; return those in its hidden states."""
+    def learn(self, loss: Tensor, hidden: Tensor, index: Any) -> None:
+        """Add the slopes of the loss of a chunk, whose states `hidden` stand at `index`."""
+        if not self.learning:
+            return
         # Where each step has a head of its own, the others' weights have no part in it.
         own, *others = torch.autograd.grad(loss, [hidden, *self.trained], allow_unused=True)
+        self.columns[index] = own
         for slope, other in zip(self.slopes, others, strict=True):
             if other is not None:
                 slope += other
-        return own
 
-    def total(self) -> Tensor:
-        """Return Σ weight · loss, with the slopes that the backward pass multiplies and hands on."""
-        total = (self.results[0] * self.weights).sum()
+    def attach(self, total: Tensor) -> Tensor:
+        """Return `total` with the slopes that the backward pass multiplies and hands on."""
         if not self.learning:
             return total
-        return with_slopes(total, [(self.steps, self.columns), *zip(self.trained, self.slopes, strict=True)])
-
-
-def with_slopes(total: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """Return `total` with these slopes in (x, slope) `pairs`: what the backward pass multiplies and hands on."""
-    linear = torch.stack([(x.float() * slope).sum() for x, slope in pairs]).sum()
-    return total + (linear - linear.detach())
+        pairs = [(self.hidden, self.columns), *zip(self.trained, self.slopes, strict=True)]
+        linear = torch.stack([(x.float() * slope).sum() for x, slope in pairs]).sum()
+        return total + (linear - linear.detach())
 
 
 def ahead(values: Tensor, by: int) -> Tensor:
@@ -255,20 +199,20 @@ def acceptance_metrics(alphas: list[Tensor], wanted: list[Tensor]) -> dict[str, 
         `alpha_d1`, …: acceptance at depth d, weighted by the probability that the chain gets there (so: given that
         depth d−1 was accepted). `tau`: 1 + Σ_d Π_{i<=d} alpha_i per starting position, never the product of averages.
     """
-    found: dict[str, tuple[Tensor, Tensor]] = {}
+    metrics: dict[str, tuple[Tensor, Tensor]] = {}
     reach = torch.ones_like(alphas[0])
     tau = torch.ones_like(alphas[0])
     whole = torch.ones_like(wanted[0])
     for depth, (alpha, measured) in enumerate(zip(alphas, wanted, strict=True), 1):
         whole = whole & measured
-        found[f"alpha_d{depth}"] = ((reach * alpha)[whole].sum(), reach[whole].sum())
+        metrics[f"alpha_d{depth}"] = ((reach * alpha)[whole].sum(), reach[whole].sum())
         reach = reach * alpha
         tau = tau + reach
-    found["tau"] = (tau[whole].sum(), whole.sum())
-    return found
+    metrics["tau"] = (tau[whole].sum(), whole.sum())
+    return metrics
 
 
-def metrics_by_depth(found: PositionLosses, wanted: Tensor, here: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+def metrics_by_depth(result: PositionLosses, wanted: Tensor, here: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
     """Return `loss_d1`, `top1_d1`, … of steps that are compared, and their `acceptance_metrics`.
 
     Args:
@@ -280,8 +224,8 @@ def metrics_by_depth(found: PositionLosses, wanted: Tensor, here: Tensor) -> dic
     for k, known in enumerate(here):
         metrics |= {
             f"{name}_d{k + 1}": (values[k][known].sum(), known.sum())
-            for name, values in (("loss", found.loss), ("top1", found.top1))
+            for name, values in (("loss", result.loss), ("top1", result.top1))
         }
-        alphas.append(ahead(torch.zeros(wanted.shape, device=wanted.device).masked_scatter(wanted, found.alpha[k]), k))
+        alphas.append(ahead(torch.zeros(wanted.shape, device=wanted.device).masked_scatter(wanted, result.alpha[k]), k))
         measured.append(ahead(torch.zeros_like(wanted).masked_scatter(wanted, known), k))
     return metrics | acceptance_metrics(alphas, measured)

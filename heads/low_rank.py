@@ -95,19 +95,19 @@ class LowRank(Drafter[LowRankConfig]):
         values = read_config(folder)
         is_changed = values.pop("drafter_type", None) == cls.name
         if is_changed and values.get("rank") == rank:
-            found = cls.from_folder(folder, values, target)
+            drafter = cls.from_folder(folder, values, target)
         else:
             base_folder = folder / BASE if is_changed else folder
-            found = cls(LowRankConfig(rank), restore_drafter(base_folder, target), base_folder)
-        found.to(target.device).check(target)
-        return found.float()
+            drafter = cls(LowRankConfig(rank), restore_drafter(base_folder, target), base_folder)
+        drafter.to(target.device).check(target)
+        return drafter.float()
 
     @classmethod
     def from_folder(cls, folder: Path, values: dict[str, Any], target: Target | None) -> Self:
         config = cls.configured(values, f"{folder / CONFIG}: drafter")
-        found = cls(config, restore_drafter(folder / BASE, target), folder / BASE)
-        found._load(folder / ADAPTER_WEIGHTS)
-        return found
+        drafter = cls(config, restore_drafter(folder / BASE, target), folder / BASE)
+        drafter._load(folder / ADAPTER_WEIGHTS)
+        return drafter
 
     def save(self, path: str | Path) -> None:
         """Write the base as it was, and the change in peft's format."""
@@ -152,19 +152,19 @@ class LowRank(Drafter[LowRankConfig]):
             name: own[name] + self.scale * (up @ down)
             for name, down, up in zip(self.names, self.down, self.up, strict=True)
         }
-        found: DrafterLoss = torch.func.functional_call(self.base, changed, (batch,))
-        return found
+        result: DrafterLoss = torch.func.functional_call(self.base, changed, (batch,))
+        return result
 
     # ------------------------------------------------------------ peft's format
 
     def _in_peft(self) -> dict[str, Tensor]:
         """Return A and B under peft's names."""
-        found: dict[str, Tensor] = {}
+        weights: dict[str, Tensor] = {}
         for name, down, up in zip(self.names, self.down, self.up, strict=True):
             module = _PREFIX + name.removesuffix(".weight")
-            found[f"{module}.lora_A.weight"] = down.detach().cpu().contiguous()
-            found[f"{module}.lora_B.weight"] = up.detach().cpu().contiguous()
-        return found
+            weights[f"{module}.lora_A.weight"] = down.detach().cpu().contiguous()
+            weights[f"{module}.lora_B.weight"] = up.detach().cpu().contiguous()
+        return weights
 
     def _peft_config(self) -> dict[str, Any]:
         modules = [name.removesuffix(".weight") for name in self.names]
@@ -179,17 +179,17 @@ class LowRank(Drafter[LowRankConfig]):
 
     def _load(self, file: Path) -> None:
         try:
-            found = load_file(file)
+            stored = load_file(file)
         except Exception as error:  # the library raises what it likes at a damaged file
             raise BadInputError(f"{file}: damaged or not a safetensors file ({error}). Copy it again.") from error
         own = self._in_peft()
-        wrong = sorted(own.keys() ^ found.keys()) or sorted(n for n in own if own[n].shape != found[n].shape)
+        wrong = sorted(own.keys() ^ stored.keys()) or sorted(n for n in own if own[n].shape != stored[n].shape)
         if wrong:
             raise IncompatibleError(f"{file} does not fit its base drafter: {wrong[0]} is missing or of another shape.")
         for name, down, up in zip(self.names, self.down, self.up, strict=True):
             module = _PREFIX + name.removesuffix(".weight")
-            down.data.copy_(found[f"{module}.lora_A.weight"])
-            up.data.copy_(found[f"{module}.lora_B.weight"])
+            down.data.copy_(stored[f"{module}.lora_A.weight"])
+            up.data.copy_(stored[f"{module}.lora_B.weight"])
 
 
 def _matrices(base: Drafter, rank: int) -> list[tuple[str, Tensor]]:

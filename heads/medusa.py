@@ -1,11 +1,17 @@
-"""Medusa: heads on the target's last hidden state, each of which guesses one token further ahead (arXiv 2401.10774).
+"""Medusa and Hydra: heads on the target's last hidden state, each of which guesses one token further ahead.
 
-Head k reads h_t, the hidden state that gives the target's own x_{t+1}, and predicts x_{t+1+k}. When a round begins,
-x_{t+1} is the root, which the target has chosen but not processed: depth k of a proposal comes from head k and the last
-absorbed hidden state, whatever was drafted before it. The target stays as it is (Medusa-1); in Medusa-2 it learns with
-the heads, through a LoRA (train/joint.py).
+Medusa (arXiv 2401.10774): head k reads h_t, the hidden state that gives the target's own x_{t+1}, and predicts
+x_{t+1+k}. When a round begins, x_{t+1} is the root, which the target has chosen but not processed: depth k of a
+proposal comes from head k and the last processed hidden state, whatever was drafted before it. The target stays as it
+is (Medusa-1); in Medusa-2 it learns with the heads, through a LoRA (train/joint.py).
 
-Shapes: B rows, T positions, P supervised positions, W nodes, H hidden size, V' draft vocabulary, K heads.
+Hydra (arXiv 2402.05109, §3) makes them sequential: head k also reads the embeddings of the k tokens between h_t and the
+token it predicts, the root x_{t+1} and the drafts x_{t+2} … x_{t+k}. So what is drafted depends on what was drafted
+before. Training gives it the tokens that really followed. The paper's Hydra++ adds a layer of attention over the text,
+which this one does not have.
+
+Shapes: B rows, T positions, P supervised positions, W nodes, H hidden size, V' draft vocabulary, K heads, C tokens that
+a head of Hydra reads.
 """
 
 from __future__ import annotations
@@ -17,13 +23,12 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from ..common import BadInputError, IncompatibleError
+from ..common import BadInputError
 from ..targets import RaggedCache, RowLengths, Target
-from .base import DrafterLoss, TargetBatch
-from .head_drafter import HeadConfig, HeadDrafter
-from .losses import LossName, LossSettings, chunked_compare, divergence, metrics_by_depth
-from .session import Abilities, NodeSession
-from .tree_state import required
+from .base import DrafterLoss, HeadConfig, HeadDrafter, TargetBatch, compare_drafts
+from .divergences import LossName
+from .losses import metrics_by_depth
+from .session import Abilities, NodeDepths, NodeSession, required
 
 
 @dataclass
@@ -37,7 +42,7 @@ class MedusaConfig(HeadConfig):
         share_lm_head: all heads use the target's own output embedding, which is not trained, instead of a copy each.
         draft_vocab_size: the most frequent training tokens kept as outputs; 0 for all.
         decay: weight of head k is `decay ** (k − 1)`.
-        loss: see `losses.divergence`. Medusa's own is hard_ce.
+        loss: see `divergences.divergence`. Medusa's own is hard_ce.
         target_layers: of the target: its last hidden state is read.
     """
 
@@ -53,7 +58,7 @@ class MedusaConfig(HeadConfig):
     target_layers: int = 0
 
     def __post_init__(self) -> None:
-        divergence(self.loss)
+        super().__post_init__()
         for name in ("num_heads", "num_layers"):
             if getattr(self, name) < 1:
                 raise BadInputError(f"drafter: {name} must be at least 1, got {getattr(self, name)}.")
@@ -90,7 +95,7 @@ class Head(nn.Module):
         )
 
     def forward(self, hidden: Tensor, conditions: Tensor | None = None) -> Tensor:
-        """Return what the output embedding reads, `[..., H]`, from states `[..., H]` and conditions `[..., C · H]`."""
+        """Return the output embedding's input `[..., H]` of states `[..., H]` and conditions `[..., C · H]`."""
         x = self.first(hidden.to(self.dtype), conditions)
         for block in self.others:
             x = block(x)
@@ -122,15 +127,8 @@ class Medusa(HeadDrafter[MedusaConfig]):
     def max_depth(self) -> int:
         return self.config.num_heads
 
-    def _own_outputs(self) -> list[nn.Linear]:
+    def own_outputs(self) -> list[nn.Linear]:
         return [own for k in range(self.config.num_heads) if (own := self.head(k).lm_head) is not None]
-
-    def _copy_output(self, target: Target) -> None:
-        if not self.config.share_lm_head and target.model.get_output_embeddings().bias is not None:
-            raise IncompatibleError(
-                f"{self.name}: this target's output embedding has a bias, which copies of it lack; set share_lm_head."
-            )
-        super()._copy_output(target)
 
     def head(self, index: int) -> Head:
         """Return the head at `index`, from 0 on; it predicts the token `index` + 2 places after the state it reads."""
@@ -151,42 +149,32 @@ class Medusa(HeadDrafter[MedusaConfig]):
         wanted = batch.supervised.clone()
         wanted[:, :2] = False  # the first head's first prediction is x_2
         rows, places = wanted.nonzero(as_tuple=True)
-        outputs, here = self.outputs(batch, rows, places)
+        outputs, here = self.outputs(batch, rows, places)  # [K, P, H], [K, P]
         count = self.config.num_heads
         steps = torch.arange(count, device=wanted.device)[:, None]
-        weights = self.config.decay**steps * here
+        weights = self.config.decay**steps * here  # [K, P]
         if batch.verified is not None:
             weights = batch.verified.weighed(weights, rows, places, steps + 1, batch.documents)
-        result = chunked_compare(
-            batch.last[rows, places - 1],
-            outputs,
-            LossSettings(
-                batch.target.lm_head,
-                [self.lm_head(k, batch.target) for k in range(count)],
-                divergence(self.config.loss),
-                self.output_ids,
-                parameters=[own.weight for own in self._own_outputs()],
-            ),
-            weights=weights,
-            following=batch.tokens[rows, places],
-        )
+        heads = [self.lm_head(k, batch.target) for k in range(count)]
+        parameters = [own.weight for own in self.own_outputs()]
+        result = compare_drafts(self, batch, rows, places, outputs, heads, parameters, weights)
         return DrafterLoss(result.total, wanted.sum(), metrics_by_depth(result, wanted, here))
 
     def outputs(self, batch: TargetBatch, rows: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what the heads make of the tokens at `places` `[P]` of `rows` `[P]`, which they predict.
+        """Return the heads' outputs for the tokens at `places` `[P]` of `rows` `[P]`, which they predict.
 
         Returns:
             outputs `[K, P, H]`, and which of the tokens each head can predict, `[K, P]`.
         """
         begins = [places - 2 - k for k in range(self.config.num_heads)]
-        found = [
+        outputs = [
             self.head(k)(batch.last[rows, t.clamp(min=0)], self._given(batch, k, rows, t)) for k, t in enumerate(begins)
         ]
         starts = 0 if batch.documents is None else batch.documents.starts(rows.device)[rows, places]
-        return torch.stack(found), torch.stack([t >= starts for t in begins])
+        return torch.stack(outputs), torch.stack([t >= starts for t in begins])
 
     def _given(self, batch: TargetBatch, index: int, rows: Tensor, begins: Tensor) -> Tensor | None:
-        """Return what the head at `index` reads beside the hidden states at `begins` `[P]` of `rows`, `[P, C · H]`."""
+        """Return the conditions `[P, C · H]` of the head at `index` for hidden states at `begins` `[P]` of `rows`."""
         return None
 
     # ------------------------------------------------------------ decoding
@@ -206,37 +194,19 @@ class HeadsSession(NodeSession):
 
     Attributes:
         hidden: the target's at the last token it has processed, `[B, H]`; of no size before the first `update`.
-        depths: of the root and of each node of a tree, `[B, 1 + n]`; None in a chain.
+        nodes: their depths in this round.
     """
 
     def __init__(self, drafter: Medusa, target: Target, batch_size: int):
         super().__init__(drafter.output_ids, drafter.max_depth)
         self.drafter, self.target = drafter, target
         self.hidden = torch.zeros(batch_size, 0, device=target.device)
-        self.depths: Tensor | None = None
+        self.nodes = NodeDepths(drafter.max_depth, drafter.name)
 
     def update(self, tokens: Tensor, hidden: Tensor | None, counts: RowLengths, path: Tensor | None = None) -> None:
-        hidden = required(hidden, f"{self.drafter.name}: absorb needs the target's hidden states.")
+        hidden = required(hidden, f"{self.drafter.name}: update needs the target's hidden states.")
         last = (counts.tensor - 1)[:, None, None].expand(-1, 1, hidden.shape[-1])
         self.hidden = hidden[:, :, 0].gather(1, last)[:, 0]
-
-    def _place(self, parents: Tensor) -> Tensor:
-        """Note nodes below `parents` `[B, W]`; return their depths, 1 for a child of the root."""
-        if self.depths is None:
-            self.depths = torch.zeros_like(parents[:, :1])
-        depths = self.depths.gather(1, parents + 1) + 1
-        self.depths = torch.cat([self.depths, depths], 1)
-        return depths
-
-    def _checked(self, index: int) -> int:
-        """Return `index` if there is such a head."""
-        count = self.drafter.config.num_heads
-        if index >= count:
-            raise BadInputError(
-                f"this {self.drafter.name} drafter has {count} heads, so it drafts no deeper than that; "
-                "lower the depth."
-            )
-        return index
 
     def carried(self) -> list[Tensor]:
         return [self.hidden]
@@ -245,14 +215,14 @@ class HeadsSession(NodeSession):
         (self.hidden,) = tensors
 
     def reset(self) -> None:
-        self.hidden, self.depths = self.hidden[:, :0], None
+        self.hidden = self.hidden[:, :0]
 
     def select(self, rows: list[int]) -> None:
         self.hidden = self.hidden[rows]
 
 
 class MedusaSession(HeadsSession):
-    """A session that holds what each head has said in this round.
+    """A session that holds each head's logits in this round.
 
     Depth k is answered by head k, whatever was drafted before.
 
@@ -265,20 +235,124 @@ class MedusaSession(HeadsSession):
         self.logits: list[Tensor] = []
 
     def prefill(self, root: Tensor) -> Tensor:
-        self.logits, self.depths = [], None
+        self.logits = []
+        self.nodes.begin()
         return self._next()
 
     def decode(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
         if parents is None:
+            self.nodes.descend()
             return self._next()[:, None]
         if len(self.logits) < self.drafter.config.num_heads:  # each pass reads at most one level deeper
             self._next()
-        depths = self._place(parents)
+        depths = self.nodes.place(parents)
         known = torch.stack(self.logits, 1)
         return known.gather(1, depths.clamp(max=len(self.logits) - 1)[:, :, None].expand(-1, -1, known.shape[2]))
 
     def _next(self) -> Tensor:
         """Return logits `[B, V']` of the next head."""
-        index = self._checked(len(self.logits))
+        index = len(self.logits)
         self.logits.append(self.drafter.lm_head(index, self.target)(self.drafter.head(index)(self.hidden)))
         return self.logits[-1]
+
+
+# ------------------------------------------------------------ Hydra
+
+
+@dataclass
+class HydraConfig(MedusaConfig):
+    """Settings of Hydra's heads: those of Medusa's, and one more.
+
+    Attributes:
+        norm_embeddings: an RMS norm without weights on each embedding. Many targets' embeddings are much smaller than
+            their last hidden states, and fresh heads take long to hear them.
+    """
+
+    norm_embeddings: bool = False
+
+
+class Hydra(Medusa):
+    """A drafter of Hydra's heads, which also read the tokens that were drafted before."""
+
+    name = "hydra"
+    config_class = HydraConfig
+    config: HydraConfig
+
+    def _conditions(self, index: int) -> int:
+        return index + 1
+
+    def _given(self, batch: TargetBatch, index: int, rows: Tensor, begins: Tensor) -> Tensor:
+        between = begins.clamp(min=0)[:, None] + torch.arange(1, index + 2, device=begins.device)
+        return self._embedded(batch.target, batch.tokens[rows[:, None], between.clamp(max=batch.tokens.shape[1] - 1)])
+
+    def _embedded(self, target: Target, tokens: Tensor) -> Tensor:
+        """Return the conditions `[..., C · H]` that stand for tokens `[..., C]`."""
+        embedded = target.embed(tokens).to(self.head(0).dtype)
+        if self.config.norm_embeddings:
+            embedded = torch.nn.functional.rms_norm(embedded, embedded.shape[-1:], None, 1e-6)
+        return embedded.flatten(-2)
+
+    def answer(self, target: Target, hidden: Tensor, paths: Tensor, index: int) -> Tensor:
+        """Return the output `[B, W, H]` of the head at `index`, of states `[B, H]` and nodes' `paths` `[B, W, K]`."""
+        hidden = hidden[:, None].expand(-1, paths.shape[1], -1)
+        return self.head(index)(hidden, self._embedded(target, paths[:, :, : index + 1]))
+
+    def open(
+        self, target: Target, batch_size: int, max_length: int, spare: int = 0, cache: RaggedCache | None = None
+    ) -> HydraSession:
+        return HydraSession(self, target, batch_size)
+
+
+class HydraSession(HeadsSession):
+    """A session that holds the tokens on the way to each node of this round.
+
+    Attributes:
+        paths: to the root and to each node read, both ends included, 0 after them, `[B, 1 + n, K]`; n is −1 before a
+            round.
+    """
+
+    drafter: Hydra
+
+    def __init__(self, drafter: Hydra, target: Target, batch_size: int):
+        super().__init__(drafter, target, batch_size)
+        self.paths = torch.zeros(batch_size, 0, drafter.config.num_heads, dtype=torch.long, device=target.device)
+
+    def prefill(self, root: Tensor) -> Tensor:
+        self.nodes.begin()
+        self.paths = torch.nn.functional.pad(root[:, None, None], (0, self.drafter.config.num_heads - 1))
+        return self._logits(0, self._answer(self.paths, 0))[:, 0]
+
+    def decode(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
+        if parents is None:
+            level = self.nodes.descend()
+            paths = self.paths[:, -1:].clone()
+            paths[:, :, level] = tokens
+            self.paths = torch.cat([self.paths, paths], 1)
+            return self._logits(level, self._answer(paths, level))
+        self.nodes.level = min(self.nodes.level + 1, self.nodes.deepest - 1)  # a pass reads at most one level deeper
+        depths = self.nodes.place(parents).clamp(max=self.nodes.level)[:, :, None]
+        above = self.paths.gather(1, (parents + 1)[:, :, None].expand(-1, -1, self.paths.shape[2]))
+        paths = above.scatter(2, depths, tokens[:, :, None])
+        self.paths = torch.cat([self.paths, paths], 1)
+        return self._by_depth(paths, depths)
+
+    def _by_depth(self, paths: Tensor, depths: Tensor) -> Tensor:
+        """Return logits `[B, W, V']` after nodes of different `depths` `[B, W, 1]`.
+
+        Each head reads all nodes, as the host does not know which node is whose.
+        """
+        shared, heads = self.drafter.config.share_lm_head, range(1, self.nodes.level + 1)
+        answers = [self._answer(paths, k) for k in heads]
+        if not shared:
+            answers = [self._logits(k, x) for k, x in zip(heads, answers, strict=True)]
+        chosen = answers[0]
+        if len(answers) > 1:
+            index = (depths - 1).expand(*depths.shape[:2], chosen.shape[-1])
+            chosen = torch.stack(answers).gather(0, index[None])[0]
+        return self._logits(0, chosen) if shared else chosen
+
+    def _answer(self, paths: Tensor, index: int) -> Tensor:
+        return self.drafter.answer(self.target, self.hidden, paths, index)
+
+    def _logits(self, index: int, answer: Tensor) -> Tensor:
+        return self.drafter.lm_head(index, self.target)(answer)

@@ -54,7 +54,7 @@ def restore_drafter(path: str | Path, target: Target | None = None) -> Drafter:
 
 
 def saved_type(values: dict[str, Any]) -> str:
-    """Return the type of the drafter whose config.json holds `values`; "" where it says none."""
+    """Return the type of the drafter whose config.json holds `values`; "" where there is none."""
     kind = values.get("drafter_type") or _kind_of_model(values) or ""
     return str(values.get("base_type", "") if kind in FORMS else kind)
 
@@ -63,7 +63,7 @@ def load_drafter(path: str | Path, target: Target | None = None, dtype: torch.dt
     """Load a saved drafter of any kind. A Hugging Face checkpoint is a draft model.
 
     Args:
-        target: whom it will draft for: it is checked against, and its device is taken.
+        target: the one that it will draft for: it is checked against it, and moved to its device.
         dtype: of the parameters; None for the target's (as saved without one, or if that is no floating-point type).
     """
     drafter: Drafter = restore_drafter(path, target).plain()
@@ -77,7 +77,7 @@ def load_drafter(path: str | Path, target: Target | None = None, dtype: torch.dt
 
 
 def _kind_of_model(values: dict[str, Any]) -> str | None:
-    """Return what a Hugging Face checkpoint is as a drafter; None if its config is not that of one."""
+    """Return the drafter type of a Hugging Face checkpoint; None if its config is not that of one."""
     if "model_type" not in values:
         return None
     return "pard" if values.get("spd_type") == "pard" else "draft_model"

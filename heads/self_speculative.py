@@ -18,7 +18,7 @@ Shapes: B rows, T positions, P supervised positions, W nodes, H hidden size, V' 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Self
 
 import torch
@@ -26,11 +26,9 @@ from torch import Tensor, nn
 
 from ..common import BadInputError, IncompatibleError
 from ..targets import RaggedCache, RowLengths, Target
-from .base import DrafterLoss, TargetBatch
-from .head_drafter import HeadConfig, HeadDrafter
-from .losses import LossName, LossSettings, acceptance_metrics, ahead, chunked_compare, divergence, own_precision
-from .session import Abilities, NodeSession
-from .tree_state import TreeMask, required
+from .base import DrafterLoss, HeadConfig, HeadDrafter, TargetBatch, teacher_forced_loss
+from .divergences import LossName, own_precision
+from .session import Abilities, NodeSession, TreeMask, required
 
 
 @dataclass
@@ -44,7 +42,7 @@ class SelfSpeculativeConfig(HeadConfig):
         intermediate_size: of each of them; 0 for the hidden size.
         share_lm_head: use the target's own output embedding, which is not trained, instead of a copy that is.
         draft_vocab_size: the most frequent training tokens kept as outputs; 0 for all.
-        loss: see `losses.divergence`.
+        loss: see `divergences.divergence`.
         depths: depths up to which the simulated tau multiplies alphas (metrics only).
         target_layers: of the target. With as many for E the drafter is the target itself.
     """
@@ -61,7 +59,7 @@ class SelfSpeculativeConfig(HeadConfig):
     target_layers: int = 0
 
     def __post_init__(self) -> None:
-        divergence(self.loss)
+        super().__post_init__()
         if self.num_blocks < 0:
             raise BadInputError(f"drafter: num_blocks must be 0 or more, got {self.num_blocks}.")
 
@@ -129,19 +127,11 @@ class SelfSpeculative(HeadDrafter[SelfSpeculativeConfig]):
             )
         return config
 
-    def _own_outputs(self) -> list[nn.Linear]:
+    def own_outputs(self) -> list[nn.Linear]:
         return [] if self.lm_head is None else [self.lm_head]
 
-    def _copy_output(self, target: Target) -> None:
-        if self.lm_head is not None and target.model.get_output_embeddings().bias is not None:
-            raise IncompatibleError(
-                "self_speculative: this target's output embedding has a bias, which a copy of it lacks; "
-                "set share_lm_head."
-            )
-        super()._copy_output(target)
-
     def check(self, target: Target) -> None:
-        self._check_sizes(target)  # of a target that has no such layer, this says more
+        self.check_sizes(target)  # of a target that has no such layer, this says more
         super().check(target)
         if not target.rewinds:
             raise IncompatibleError(
@@ -152,7 +142,7 @@ class SelfSpeculative(HeadDrafter[SelfSpeculativeConfig]):
     # ------------------------------------------------------------ the exit
 
     def exit(self, hidden: Tensor) -> Tensor:
-        """Return what the output embedding reads, from early states after the target's final norm, `[..., H]`."""
+        """Return the output embedding's input of early states after the target's final norm, `[..., H]`."""
         x = hidden.to(self.dtype) if self.dtype is not None else hidden
         for block in self.blocks:
             x = block(x)
@@ -174,28 +164,12 @@ class SelfSpeculative(HeadDrafter[SelfSpeculativeConfig]):
 
         When it decodes, too, the drafter reads true tokens and true entries.
         """
-        wanted = batch.supervised[:, 1:]
-        count = wanted.sum()
-        result = chunked_compare(
-            batch.last[:, :-1][wanted],
-            self.exit(self._early(batch)[:, :-1][wanted]),
-            LossSettings(
-                batch.target.lm_head,
-                lambda x: self.output(x, batch.target),
-                divergence(self.config.loss),
-                self.output_ids,
-                parameters=[own.weight for own in self._own_outputs()],
-            ),
-            following=batch.tokens[:, 1:][wanted],
-        )
-        alpha = torch.zeros(wanted.shape, device=wanted.device).masked_scatter(wanted, result.alpha)
-        depths = range(self.config.depths)
-        metrics = {"loss_d1": (result.loss.sum(), count), "top1_d1": (result.top1.sum(), count)}
-        metrics |= acceptance_metrics([ahead(alpha, d) for d in depths], [ahead(wanted, d) for d in depths])
-        return DrafterLoss(result.total, count, metrics)
+        parameters = [own.weight for own in self.own_outputs()]
+        head = partial(self.output, target=batch.target)
+        return teacher_forced_loss(self, batch, self.exit(self._early(batch)), head, parameters, self.config.depths)
 
     def _early(self, batch: TargetBatch) -> Tensor:
-        """Return what layer E gave, after the target's final norm, which the last tap has already, `[B, T, H]`."""
+        """Return the states after layer E and the target's final norm, which the last tap has already, `[B, T, H]`."""
         taps = required(batch.hidden, "self_speculative: the loss needs the target's early hidden states.")
         hidden, target = taps[:, :, 0], batch.target
         if self.config.exit_layer == target.num_layers:
@@ -228,27 +202,27 @@ class SelfSpeculativeSession(NodeSession):
         self.drafter, self.target, self.size, self.lent = drafter, target, size, lent
         self.early = target.shallow(drafter.config.exit_layer)
         self.written = 0  # uncommitted entries: the root and the drafts that were read
-        self.branches: TreeMask | None = None
+        self.tree: TreeMask | None = None
 
     @cached_property
     def cache(self) -> RaggedCache:
         return self.early.new_cache(*self.size) if self.lent is None else self.lent
 
     def update(self, tokens: Tensor, hidden: Tensor | None, counts: RowLengths, path: Tensor | None = None) -> None:
-        self.written, self.branches = 0, None
+        self.written, self.tree = 0, None
         if self.lent is None:
             self.early.forward(tokens, self.cache, logits=False)
             self.cache.advance(counts)
 
     def prefill(self, root: Tensor) -> Tensor:
-        self.written, self.branches = 0, None
+        self.written, self.tree = 0, None
         return self.decode(root[:, None])[:, 0]
 
     def decode(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
         nodes = None
         if parents is not None:
-            self.branches = self.branches or TreeMask(len(tokens), 1, tokens.device)
-            nodes = self.branches.grow(parents)
+            self.tree = self.tree or TreeMask(len(tokens), 1, tokens.device)
+            nodes = self.tree.grow(parents)
         early = self.early.forward(tokens, self.cache, logits=False, offset=self.written, nodes=nodes).last
         self.written += tokens.shape[1]
         return self.drafter.output(self.drafter.exit(early), self.target)
@@ -258,7 +232,7 @@ class SelfSpeculativeSession(NodeSession):
 
     def reset(self) -> None:
         super().reset()
-        self.written, self.branches = 0, None
+        self.written, self.tree = 0, None
 
     def select(self, rows: list[int]) -> None:
         for cache in self.caches():

@@ -1,23 +1,27 @@
 """How a drafter decodes: a session is one drafter's side of a running batch.
 
-A session remembers what its rows' texts were, proposes what follows, and is told what the target made of it. Per batch:
+A session holds what its rows' texts were, proposes what follows, and is updated with the target's verdict. Per batch:
 `update` once for the prompts; then per round `propose`, and `update` again. A session that reads nodes gives logits
 after them instead (`prefill`, `decode`), from which the decoder grows chains and trees of any shape.
 
-Shapes: B rows, Q tokens of one pass, N draft tokens of a proposal, W nodes read at once, K taps, H target hidden size,
-V target vocabulary, V' the drafter's own vocabulary.
+After the contract stands what sessions share: the inputs that wait for the next round, and the nodes of a growing tree.
+
+Shapes: B rows, P and Q tokens of one pass, N draft tokens of a proposal, k drafts of one pass, W nodes read at once,
+K taps, H target hidden size, V target vocabulary, V' the drafter's own vocabulary.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ..common import BadInputError
 from ..targets import Nodes, RaggedCache, RowLengths
 
 # Picks the draft token of each row from logits: (logits [B, V'], token_ids [V'] or None) -> target ids [B].
@@ -42,7 +46,7 @@ class Abilities:
         observes: its session wants the target's most probable tokens after each of its proposals (`on_target_argmax`).
         confident: its session says how probable the next draft of a chain is to be accepted, before that is drawn
             (`NodeSession.confidence`).
-        one_pass: a round's drafting costs the same however deep it drafts: one pass says all drafts.
+        one_pass: a round's drafting costs the same however deep it drafts: one pass makes all drafts.
         deterministic: its proposals are never samples; the rules then have no distribution to reject against.
         from_text: the host makes its proposals, of the text alone: rounds of fixed shapes begin with them.
     """
@@ -167,7 +171,7 @@ class Session(ABC):
         return []
 
     def carried(self) -> list[Tensor]:
-        """Return what `update` leaves for the next proposal, caches apart."""
+        """Return the tensors that `update` leaves for the next proposal, caches apart."""
         return []
 
     def carry(self, tensors: list[Tensor]) -> None:
@@ -226,7 +230,7 @@ class NodeSession(Session):
 
         It knows the tokens before that draft and nothing of the draft itself. For drafters that declare it.
         """
-        raise NotImplementedError(f"{type(self).__name__} says nothing of how sure it is.")
+        raise NotImplementedError(f"{type(self).__name__} has no confidence in its drafts.")
 
     def propose(self, root: Tensor, depth: int, choose: Choose, ended: Ended | None = None) -> Proposal:
         """Draft a chain, token by token."""
@@ -246,7 +250,7 @@ class NodeSession(Session):
 class ChainSession(NodeSession):
     """A session that can also read tokens it has not chosen, so that another drafter may guess for it.
 
-    See heads/lookup/cascade.py.
+    See heads/lookup/fusion.py.
     """
 
     @abstractmethod
@@ -266,11 +270,219 @@ class ChainSession(NodeSession):
 
 
 class TextSession(Session):
-    """A session without a model that can say how a text goes on that the target has not seen (n-grams, suffixes)."""
+    """A session without a model that can continue texts that the target has not seen (n-grams, suffixes)."""
 
     @abstractmethod
     def continuations(self, tails: list[list[int]], depth: int) -> list[list[int]]:
-        """Return what it would propose if each row's text went on with its tail, root first.
+        """Return its proposals if each row's text went on with its tail, root first.
 
         Each row gets up to `depth` tokens.
         """
+
+
+# ------------------------------------------------------------ ragged inputs, and inputs that wait
+
+
+T = TypeVar("T")
+
+
+def padded(rows: Sequence[Sequence[int]], device: torch.device, fill: int = 0) -> Tensor:
+    """Return lists of different lengths as one tensor `[B, W]`, with `fill` after the shorter ones."""
+    width = max(map(len, rows))
+    filled = [[*row, *[fill] * (width - len(row))] for row in rows]
+    return torch.tensor(filled, dtype=torch.long, device=device).reshape(len(rows), width)
+
+
+def joined(before: Tensor, counts: RowLengths, after: Tensor) -> Tensor:
+    """Join two ragged runs: each row's first `counts` entries of `before` `[B, P, ...]`, then `after` `[B, Q, ...]`.
+
+    Returns:
+        `[B, P' + Q, ...]`, P' the largest count; what stands after the end of a shorter row means nothing.
+    """
+    before = before[:, : max(counts.values)]
+    both = torch.cat([before, after], 1)
+    if min(counts.values) == before.shape[1]:
+        return both
+    index, own = torch.arange(both.shape[1], device=both.device).expand(len(both), -1), counts.tensor[:, None]
+    index = torch.where(index < own, index, index - own + before.shape[1]).clamp(max=both.shape[1] - 1)
+    return both.gather(1, index.view(*index.shape, *[1] * (both.dim() - 2)).expand_as(both))
+
+
+def take_positions(x: Tensor, index: Tensor) -> Tensor:
+    """Return `x` `[B, T, H]` at indices `[B or 1, T']`, the nearest one where they leave it: `[B, T', H]`."""
+    index = index.clamp(0, x.shape[1] - 1)
+    return x.gather(1, index[:, :, None].expand(len(x), -1, x.shape[2]))
+
+
+def required(value: T | None, missing: str) -> T:
+    """Return `value`; raise RuntimeError with the words `missing` where it is None."""
+    if value is None:
+        raise RuntimeError(missing)
+    return value
+
+
+@dataclass
+class PendingInputs:
+    """What the target has processed and a head has not: a token is read with its successor, which `prefill` may bring.
+
+    Attributes:
+        tokens: `[B, Q]`.
+        hidden: the target's hidden states at them, `[B, Q, ...]`.
+        counts: how many of them are each row's.
+    """
+
+    tokens: Tensor
+    hidden: Tensor
+    counts: RowLengths
+
+    def then(self, more: PendingInputs) -> PendingInputs:
+        """Return this run, and after it `more`."""
+        return PendingInputs(
+            joined(self.tokens, self.counts, more.tokens),
+            joined(self.hidden, self.counts, more.hidden),
+            self.counts.plus(more.counts),
+        )
+
+    def trimmed(self) -> PendingInputs:
+        """Return it cut to the longest row. (The counts are read on the host.)"""
+        longest = max(self.counts.values)
+        return PendingInputs(self.tokens[:, :longest], self.hidden[:, :longest], self.counts)
+
+    def select(self, rows: list[int]) -> PendingInputs:
+        """Return these rows of it."""
+        return PendingInputs(self.tokens[rows], self.hidden[rows], self.counts.select(rows))
+
+    def tensors(self) -> list[Tensor]:
+        """Return its tensors, from which `PendingInputs.of` makes it again."""
+        return [self.tokens, self.hidden, self.counts.tensor]
+
+    @classmethod
+    def of(cls, tensors: list[Tensor]) -> PendingInputs:
+        """Make one from the tensors of another."""
+        tokens, hidden, counts = tensors
+        return cls(tokens, hidden, RowLengths(counts))
+
+
+class DeferredPrefillSession(NodeSession):
+    """A session over caches of its own, which lack what was absorbed until the next round begins.
+
+    Attributes:
+        unread: None before the first `update`, and from `prefill` to the next one.
+    """
+
+    unread: PendingInputs | None = None
+
+    def note(self, new: PendingInputs) -> None:
+        """Append new inputs to the unread ones."""
+        self.unread = new if self.unread is None else self.unread.then(new)
+
+    def waiting(self) -> PendingInputs:
+        """Return the unread inputs; cut to the longest row, where the host may ask how long that is."""
+        unread = self._absorbed()
+        return unread.trimmed() if self.caches()[0].window is None else unread
+
+    def _absorbed(self) -> PendingInputs:
+        return required(self.unread, "nothing was absorbed since the last round; call absorb after each of them.")
+
+    def carried(self) -> list[Tensor]:
+        return self._absorbed().tensors()
+
+    def carry(self, tensors: list[Tensor]) -> None:
+        self.unread = PendingInputs.of(tensors)
+
+    def reset(self) -> None:
+        super().reset()
+        self.unread = None
+
+    def select(self, rows: list[int]) -> None:
+        for cache in self.caches():
+            cache.select(rows)
+        if self.unread is not None:
+            self.unread = self.unread.select(rows)
+
+
+# ------------------------------------------------------------ the nodes of a round
+
+
+class TreeMask:
+    """The drafted nodes that a session has read in this round, in that order: where each stands and which it sees.
+
+    Args:
+        before: uncommitted entries of the session's cache that lie before the nodes; all nodes see them.
+    """
+
+    def __init__(self, rows: int, before: int, device: torch.device | str):
+        # Index 0 is the root, node i is index i + 1.
+        self._depths = torch.full((rows, 1), before - 1, device=device)  # [B, 1 + n]
+        self._sees = torch.ones(rows, 1, before, dtype=torch.bool, device=device)  # [B, 1 + n, before + n]
+
+    def grow(self, parents: Tensor) -> Nodes:
+        """Add nodes below the nodes `parents` `[B, W]` (−1: the root); return their places for the pass over them."""
+        own = torch.eye(parents.shape[1], dtype=torch.bool, device=parents.device)
+        return self._add(self._depths.gather(1, parents + 1) + 1, parents, own)
+
+    def grow_chain(self, after: Tensor, length: int) -> Nodes:
+        """Add a chain of `length` nodes, whose first stands below the node `after` `[B]` (−1: the root)."""
+        own = torch.ones(length, length, dtype=torch.bool, device=after.device).tril()
+        depths = self._depths.gather(1, after[:, None] + 1) + 1 + torch.arange(length, device=after.device)
+        return self._add(depths, after[:, None].expand(-1, length), own)
+
+    def _add(self, depths: Tensor, below: Tensor, own: Tensor) -> Nodes:
+        """Add nodes at `depths` `[B, W]` that see all that `below` `[B, W]` see, and each other by `own` `[W, W]`."""
+        rows, width = depths.shape
+        inherited = self._sees.gather(1, (below + 1)[:, :, None].expand(-1, -1, self._sees.shape[2]))
+        sees = torch.cat([inherited, own.expand(rows, -1, -1)], 2)
+        self._depths = torch.cat([self._depths, depths], 1)
+        self._sees = torch.cat([nn.functional.pad(self._sees, (0, width)), sees], 1)
+        return Nodes(depths, sees)
+
+
+class NodeDepths:
+    """The depths of a round's nodes, for a drafter with a limited number of drafts.
+
+    Attributes:
+        level: the depth of the last node of a chain, 0 for the root.
+        tree: the depths of the root and of each node of a tree that was read, `[B, 1 + n]`; None in a chain.
+    """
+
+    def __init__(self, deepest: int, name: str):
+        self.deepest, self.name, self.level = deepest, name, 0
+        self.tree: Tensor | None = None
+
+    def begin(self) -> None:
+        """Forget the nodes of the last round."""
+        self.level, self.tree = 0, None
+
+    def descend(self) -> int:
+        """Note the next node of a chain; return its depth."""
+        if self.level + 1 >= self.deepest:
+            raise BadInputError(f"this {self.name} drafter drafts {self.deepest} tokens at most; lower the depth.")
+        self.level += 1
+        return self.level
+
+    def place(self, parents: Tensor) -> Tensor:
+        """Note nodes below `parents` `[B, W]` (−1: the root); return their depths, 1 for a child of the root."""
+        tree = torch.zeros_like(parents[:, :1]) if self.tree is None else self.tree
+        depths = tree.gather(1, parents + 1) + 1
+        self.tree = torch.cat([tree, depths], 1)
+        return depths
+
+
+class OnePassDrafts(NodeDepths):
+    """The logits of all drafts of a round, which one pass has made before the first is drawn: `[B, k, V']`."""
+
+    logits: Tensor | None = None
+
+    def start(self, logits: Tensor) -> Tensor:
+        """Begin a round; return the logits of the first draft, `[B, V']`."""
+        self.begin()
+        self.logits = logits
+        return logits[:, 0]
+
+    def after(self, parents: Tensor | None) -> Tensor:
+        """Return the logits after nodes below `parents` `[B, W]`, `[B, W, V']`; None is the next node of a chain."""
+        logits = required(self.logits, "decode: a round begins with the root; call prefill.")
+        if parents is None:
+            return logits[:, self.descend(), None]
+        depths = self.place(parents).clamp(max=self.deepest - 1)
+        return logits.gather(1, depths[:, :, None].expand(-1, -1, logits.shape[2]))

@@ -6,12 +6,17 @@ others are merged in. Merging is exact, and so is the backward pass: given the m
 a kernel's own backward pass is that of its part of the softmax. (Attention over several devices is built of the same
 pieces: ring attention, arXiv 2310.01889.)
 
-Shapes: B rows, N heads, T entries of step 0, T' queries, D head size.
+Step 0 runs over whole rows, later steps where something is learned: `Places`. A row is one text (`WholeRows`), or holds
+several (`PackedRows`), of which none sees another.
+
+Shapes: B rows, N heads, T entries of step 0 (the places of a row), T' queries (places in which later steps run), D head
+size.
 """
 
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, reduce
@@ -20,6 +25,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from ..targets.documents import Documents
 
 Entry = tuple[Tensor, Tensor]  # keys and values
 Inputs = tuple[Tensor, Tensor, Tensor]  # queries, keys and values
@@ -44,7 +51,7 @@ class Span:
 def attend(
     q: Tensor, first: Entry, begins: Sequence[int], own: Sequence[Entry] = (), spans: Sequence[Span] | None = None
 ) -> Tensor:
-    """Return what queries `[B, N, T', D]` gather, in their shape.
+    """Return attention of queries `[B, N, T', D]`, in their shape.
 
     Args:
         first: the entries of step 0, `[B, N, T, D]`; query j of row b sees those up to `begins[b] + j`. Where there are
@@ -95,7 +102,7 @@ def _seen(begins: Sequence[int], queries: int, device: torch.device) -> tuple[Te
 
 
 def _seen_in(spans: Sequence[Span], q: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the first and the last place of its text that each query sees; one that stands in no text sees one."""
+    """Return the first and the last place of its text that each query sees; one place for a query outside all texts."""
     last = torch.zeros(len(q), q.shape[2], dtype=torch.long)
     earliest = torch.zeros_like(last)
     for span in spans:
@@ -144,10 +151,10 @@ def _efficient_backward(
     padded = nn.functional.pad(lse, (0, -q.shape[2] % 32), value=float("inf")).contiguous()
     result = result.transpose(1, 2).contiguous().transpose(1, 2)  # as the kernel itself lays it out, and assumes
     seed = torch.zeros((), dtype=torch.long, device=q.device)  # of a dropout that there is none of
-    found = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+    gradients = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
         gradient, q, k, v, None, result, padded, seed, seed, 0.0, [True, True, True, False], causal
     )
-    return found[:3]
+    return gradients[:3]
 
 
 _KERNELS = {
@@ -195,10 +202,10 @@ def _trial(kernel: Kernel, device: torch.device, dtype: torch.dtype, size: int) 
         q, own = q[:, :, :3], (key[:, :, :3], value[:, :, :3])
         groups = list(_groups(kernel, (2, 2), 3, 5))
         merged, expected = _Merged.apply(groups, q, keys, values, *own), plain(q, (keys, values), (2, 2), [own])
-        found = [merged, *torch.autograd.grad(merged.square().sum(), inputs)]
+        computed = [merged, *torch.autograd.grad(merged.square().sum(), inputs)]
         wanted = [expected, *torch.autograd.grad(expected.square().sum(), inputs)]
         return (
-            torch.stack([(a - b).abs().max() for a, b in zip(found, wanted, strict=True)]).max().item()
+            torch.stack([(a - b).abs().max() for a, b in zip(computed, wanted, strict=True)]).max().item()
         )  # NaN, if one is
 
 
@@ -272,10 +279,10 @@ def _of_step_0(groups: Sequence[_Group], q: Tensor, keys: Tensor, values: Tensor
     """Return the result over the entries of step 0 and its log-sum-exp; zeros and −inf for queries without meaning."""
     if len(groups) == 1 and groups[0].is_all_of(q, keys):
         return groups[0].forward(q, keys, values)
-    found = [group.forward(q, keys, values) for group in groups]
-    dtype = found[0][1].dtype if found else torch.float32
+    results = [group.forward(q, keys, values) for group in groups]
+    dtype = results[0][1].dtype if results else torch.float32
     mixed, total = torch.zeros_like(q), q.new_full(q.shape[:3], float("-inf"), dtype=dtype)
-    for group, (result, lse) in zip(groups, found, strict=True):
+    for group, (result, lse) in zip(groups, results, strict=True):
         mixed[group.rows, :, group.queries], total[group.rows, :, group.queries] = result, lse
     return mixed, total
 
@@ -289,8 +296,8 @@ def _slopes_of_step_0(
     slopes = [torch.zeros_like(x) for x in inputs]
     for group in groups:
         places = (group.queries, group.entries, group.entries)
-        found = group.backward(gradient, inputs, mixed, total)
-        for slope, place, part in zip(slopes, places, found, strict=True):
+        gradients = group.backward(gradient, inputs, mixed, total)
+        for slope, place, part in zip(slopes, places, gradients, strict=True):
             slope[group.rows, :, place] = part
     return slopes
 
@@ -332,3 +339,131 @@ class _Merged(torch.autograd.Function):
             slopes[0].addcmul_(slope, key)
             others += [slope * q, weight * gradient]
         return None, *slopes, *others
+
+
+# ------------------------------------------------------------ where steps run
+
+
+class Places(ABC):
+    """The places of a batch.
+
+    Attributes:
+        width: T'.
+        at: where each of the T' stands in its row, `[B, T']`; from T on, it means nothing.
+        within: how many of them stand before it in its text, `[B, T']` or `[1, T']`.
+        positions: of all places in their texts, `[B, T]` or `[1, T]`.
+    """
+
+    width: int
+    at: Tensor
+    within: Tensor
+    positions: Tensor
+
+    @abstractmethod
+    def positions_of(self, step: int) -> Tensor:
+        """Return the positions of the T' at a later step, `[B, T']`, whose tokens stand `step` places later."""
+
+    @abstractmethod
+    def cut(self, x: Tensor, later: int = 0) -> Tensor:
+        """Return `x` `[B, T, ...]` at places `later` after the T', `[B, T', ...]`; after T anything."""
+
+    @abstractmethod
+    def attend(self, q: Tensor, first: Entry, own: Sequence[Entry], whole: bool) -> Tensor:
+        """Return attention of queries `[B, N, T', D]`, in their shape; `whole`: queries `[B, N, T, D]` of all places.
+
+        Args:
+            first: the entries of step 0, `[B, N, T, D]`, of which a query sees those of its text up to its place.
+            own: those of each later step, `[B, N, T', D]`, of which it sees the one in its place.
+        """
+
+
+def places_of(wanted: Tensor, before: int, documents: Documents | None) -> Places:
+    """Return the places of a batch whose later steps begin `before` places before a text's first learned token.
+
+    Args:
+        wanted: which tokens are learned, `[B, T]`.
+    """
+    if documents is not None:
+        return PackedRows(documents, wanted, before)
+    begins = (wanted.int().argmax(1) - before).clamp(min=0)
+    return WholeRows([int(begin) for begin in begins], wanted.shape[1], wanted.device)
+
+
+class WholeRows(Places):
+    """Rows of one text each.
+
+    Args:
+        begins: where later steps begin in each row.
+        length: T.
+    """
+
+    def __init__(self, begins: Sequence[int], length: int, device: torch.device):
+        self.begins, self.width = begins, length - min(begins)
+        self.positions = torch.arange(length, device=device)[None]
+        self.within = self.positions[:, : self.width]
+        self.at = torch.tensor(begins, device=device)[:, None] + self.within
+
+    def positions_of(self, step: int) -> Tensor:
+        return self.at + step
+
+    def cut(self, x: Tensor, later: int = 0) -> Tensor:
+        begins = [begin + later for begin in self.begins]
+        if (missing := max(begins) + self.width - x.shape[1]) > 0:
+            x = nn.functional.pad(x, [0, 0] * (x.ndim - 2) + [0, missing])
+        if len(set(begins)) == 1:
+            return x[:, begins[0] : begins[0] + self.width]
+        return torch.stack([row[begin : begin + self.width] for row, begin in zip(x, begins, strict=True)])
+
+    def attend(self, q: Tensor, first: Entry, own: Sequence[Entry], whole: bool) -> Tensor:
+        return attend(q, first, [0] * len(self.begins) if whole else self.begins, own)
+
+
+class PackedRows(Places):
+    """Rows that hold several texts each. Texts without a token to learn are only read.
+
+    Args:
+        wanted: which tokens are learned, `[B, T]`.
+        before: how many places before a text's first learned token later steps begin.
+    """
+
+    def __init__(self, documents: Documents, wanted: Tensor, before: int):
+        self.whole = [
+            Span(d.row, slice(d.places.start, d.places.stop), 0, slice(d.places.start, d.places.stop))
+            for d in documents
+        ]
+        self.spans = _learned(documents, wanted, before)
+        rows, device = len(documents.lengths), wanted.device
+        self.width = max([1, *(span.queries.stop for span in self.spans)])
+        at, within, position = (torch.zeros(rows, self.width, dtype=torch.long) for _ in range(3))
+        for span in self.spans:
+            count = torch.arange(span.queries.stop - span.queries.start)
+            within[span.row, span.queries] = count
+            position[span.row, span.queries] = span.begin + count
+            at[span.row, span.queries] = span.entries.start + span.begin + count
+        self.at, self.within, self._position = at.to(device), within.to(device), position.to(device)
+        self.positions = documents.positions(device)
+
+    def positions_of(self, step: int) -> Tensor:
+        return self._position + step
+
+    def cut(self, x: Tensor, later: int = 0) -> Tensor:
+        index = (self.at + later).clamp(max=x.shape[1] - 1)
+        return x.gather(1, index.view(*index.shape, *[1] * (x.ndim - 2)).expand(-1, -1, *x.shape[2:]))
+
+    def attend(self, q: Tensor, first: Entry, own: Sequence[Entry], whole: bool) -> Tensor:
+        return attend(q, first, (), own, self.whole if whole else self.spans)
+
+
+def _learned(documents: Documents, wanted: Tensor, before: int) -> list[Span]:
+    """Return the documents in which something is learned, and the queries of later steps in each."""
+    taken, spans = [0] * len(documents.lengths), []
+    known = None if wanted.device.type == "meta" else wanted.cpu()
+    for document in documents:
+        row, places = document.row, document.places
+        learned = [0] if known is None else known[row, places.start : places.stop].nonzero()[:, 0].tolist()
+        if learned:
+            begin = max(0, learned[0] - before)
+            end = taken[row] + len(places) - begin
+            spans.append(Span(row, slice(places.start, places.stop), begin, slice(taken[row], end)))
+            taken[row] = end
+    return spans

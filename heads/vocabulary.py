@@ -1,11 +1,13 @@
-"""Draft vocabularies: the part of the target's vocabulary that a head can say.
+"""Draft vocabularies, the part of the target's vocabulary that a head can draft; and masks, in place of unknown drafts.
 
-Shapes: V vocabulary, V' draft vocabulary.
+Shapes: V vocabulary, V' draft vocabulary, H hidden size.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -52,3 +54,43 @@ def kept_head(target: Target, token_ids: Tensor | None) -> Callable[[Tensor], Te
     head = target.model.get_output_embeddings()
     weight, bias = head.weight[token_ids], None if head.bias is None else head.bias[token_ids]
     return lambda hidden: target.scale(nn.functional.linear(hidden.to(weight.dtype), weight, bias))
+
+
+# What tokenizers call tokens that are kept for later: Llama 3, Mistral, Gemma, and others.
+_RESERVED = re.compile(r"reserved|unused|control_\d", re.IGNORECASE)
+
+
+def unused_token(target: Target) -> int | None:
+    """Return the first id that the target embeds and no text has; None if there is none.
+
+    That is a row of the embedding that the tokenizer does not use, else a token that it calls reserved.
+    """
+    if target.tokenizer is None:
+        return None
+    vocabulary = target.tokenizer.get_vocab()
+    first = max(vocabulary.values()) + 1
+    if first < target.vocab_size:
+        return first
+    added = target.tokenizer.get_added_vocab()
+    return min((added[token] for token in added if _RESERVED.search(token)), default=None)
+
+
+def check_mask(token: int | None, target: Target) -> None:
+    """Refuse a mask token that ends texts or fills up rows, or that the target does not have."""
+    if token is None:
+        return
+    if token >= target.vocab_size:
+        raise BadInputError(
+            f"drafter: mask_token_id {token} is outside the target's vocabulary of {target.vocab_size}."
+        )
+    padding = getattr(target.tokenizer, "pad_token_id", None)
+    if token in target.eos_ids or token == padding:
+        raise BadInputError(
+            f"drafter: mask_token_id {token} ends or pads texts of this target; take a token that no text has."
+        )
+
+
+@torch.no_grad()
+def mean_embedding(target: Target) -> Tensor:
+    """Return the initial value of a learned mask, `[H]`: the target's mean embedding, which is of the usual size."""
+    return cast(nn.Embedding, target.model.get_input_embeddings()).weight.float().mean(0)

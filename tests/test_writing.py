@@ -108,7 +108,7 @@ def test_whole_folders_are_written_by_few() -> None:
         "formats/early_exit.py",
         "formats/mtp.py",
         "formats/draft_models.py",
-        "heads/draft_model/draft_model.py",
+        "heads/draft_model.py",
         "pair/new.py",
         "scripts/quickstart.py",
         "serving/session.py",

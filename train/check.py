@@ -19,7 +19,7 @@ from ..costs.training import features_bytes
 from ..distill.data_set import rounds_of
 from ..distill.responses import data_folder
 from ..heads import HEADS, Drafter, LowRank
-from ..heads.losses import divergence
+from ..heads.divergences import divergence
 from ..recipes import DataSpec, JointSpec, Recipe
 from ..targets import Target
 from . import muon

@@ -30,7 +30,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from ..common import BadInputError, IncompatibleError, refuse_unknown_keys
 from ..heads import Drafter, DrafterLoss, TargetBatch
-from ..heads.losses import LossSettings, PositionLosses, chunked_compare, divergence, own_precision
+from ..heads.divergences import divergence, own_precision
+from ..heads.losses import LossSettings, PositionLosses, chunked_compare
 from ..recipes import JointSpec
 from ..targets import Target
 from ..targets.adapters import ADAPTER_WEIGHTS

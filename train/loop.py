@@ -23,7 +23,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import EvalLoopOutput
 
 from ..distill.data_set import DEPTHS
-from ..heads import Drafter, DrafterLoss, Verified
+from ..heads import AcceptedPositions, Drafter, DrafterLoss
 from . import checkpoints, muon
 from .arguments import GAP, MEASURED
 from .callbacks import EpochOrder, FiniteGuard, GracefulStop, LogLines, Progress, StepStats
@@ -238,7 +238,7 @@ class DrafterTrainer(HookedTrainer):
         batch = self.lessons.batches.of(inputs)
         batch.step = self.args.seed * 1_000_003 + self.state.global_step
         if self.lessons.verified:
-            batch.verified = Verified(inputs[DEPTHS], self.lessons.verified)
+            batch.verified = AcceptedPositions(inputs[DEPTHS], self.lessons.verified)
         loss = loss_of(model(batch))
         if not self._checked_counts:
             assert int(loss.count) == int((inputs["labels"] != IGNORED).sum()), (

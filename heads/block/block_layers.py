@@ -36,7 +36,7 @@ from ..decoder_layer import (
     norm_of,
     normed,
 )
-from .block_sampling import Anchors
+from .block_losses import Anchors
 
 _QUERIES = 256  # of one product with the keys: more of them would see more that is masked
 
@@ -120,12 +120,12 @@ class TrainedBlocks:
         rotary: gives the angles of places.
     """
 
-    def __init__(self, layers: Sequence[BlockLayer], config: LayerConfig, rotary: nn.Module, sight: BlockMask):
+    def __init__(self, layers: Sequence[Layer], config: LayerConfig, rotary: nn.Module, mask: BlockMask):
         self.layers = [FusedLayer(layer, config) for layer in layers]
         self.groups = config.num_attention_heads // config.num_key_value_heads
-        self.rotary, self.sight = rotary, sight
+        self.rotary, self.mask = rotary, mask
 
-    def through(self, context: Tensor, hidden: Tensor, anchors: Anchors) -> Tensor:
+    def forward(self, context: Tensor, hidden: Tensor, anchors: Anchors) -> Tensor:
         """Return the last layer's output for blocks `hidden` `[R, n, S, H]`, in their shape.
 
         Args:
@@ -136,19 +136,19 @@ class TrainedBlocks:
         if anchors.documents is not None:
             every = anchors.documents.positions(device)
             own = every.gather(1, own)
-        places = own[:, :, None] + torch.arange(self.sight.slots, device=device)
+        places = own[:, :, None] + torch.arange(self.mask.slots, device=device)
         here = angles(self.rotary, context, every)
         rotary, hidden = angles(self.rotary, context, places.flatten(1)), hidden.flatten(1, 2)
-        for joint in self.layers:
-            attention = joint.layer.self_attn
-            q, k, v = joint.split(joint.enter(hidden), rotary)
-            given = context_entries(joint.layer, attention.k_proj(context), attention.v_proj(context), here)
+        for layer in self.layers:
+            attention = layer.layer.self_attn
+            q, k, v = layer.split(layer.enter(hidden), rotary)
+            given = context_entries(layer.layer, attention.k_proj(context), attention.v_proj(context), here)
             entries = [repeat_kv(x, self.groups) for x in (*given, k, v)]
-            hidden = joint.finish(self._attend(q, entries, anchors, starts), hidden)
+            hidden = layer.finish(self._attend(q, entries, anchors, starts), hidden)
         return hidden.view(shape)
 
     def _attend(self, q: Tensor, entries: Sequence[Tensor], anchors: Anchors, starts: Tensor | None) -> Tensor:
-        """Return what queries `[R, N, n · S, D]` gather, in their shape.
+        """Return attention of queries `[R, N, n · S, D]`, in their shape.
 
         Blocks stand in the order of their anchors. A few of them at a time see the context up to the last one's, so
         that neither scores nor masks of all blocks are ever in memory.
@@ -157,13 +157,13 @@ class TrainedBlocks:
             entries: keys and values of the context `[R, N, T, D]`, then of the blocks, `[R, N, n · S, D]`.
             starts: where the anchors' texts begin, `[R, n]`; None for the rows' beginnings.
         """
-        slots, found = self.sight.slots, []
+        slots, mixed = self.mask.slots, []
         step = max(1, _QUERIES // slots)
         for begin in range(0, len(anchors.spans), step):
             end = min(begin + step, len(anchors.spans))
             blocks = slice(begin * slots, end * slots)
             last = max(latest for _, latest in anchors.spans[begin:end])
-            first = self.sight.first(min(earliest for earliest, _ in anchors.spans[begin:end]))
+            first = self.mask.first(min(earliest for earliest, _ in anchors.spans[begin:end]))
             first = max(first, min(anchors.earliest[begin:end], default=0))
             keys, values = (
                 torch.cat([given[:, :, first:last], own[:, :, blocks]], 2)
@@ -171,17 +171,17 @@ class TrainedBlocks:
             )
             begun = None if starts is None else starts[:, begin:end]
             mask = self._mask(anchors.places[:, begin:end], first, last, begun)
-            found.append(nn.functional.scaled_dot_product_attention(q[:, :, blocks], keys, values, mask))
-        return torch.cat(found, 2)
+            mixed.append(nn.functional.scaled_dot_product_attention(q[:, :, blocks], keys, values, mask))
+        return torch.cat(mixed, 2)
 
     def _mask(self, places: Tensor, first: int, last: int, starts: Tensor | None) -> Tensor:
-        """Return what blocks at `places` `[R, n']` see of the context from `first` to `last` and of each other.
+        """Return the mask of blocks at `places` `[R, n']` over the context from `first` to `last` and each other.
 
         `[R, 1, n' · S, last − first + n' · S]` bool.
         """
         (rows, count), device = places.shape, places.device
-        context = self.sight.context(places, torch.arange(first, last, device=device), starts).flatten(1, 2)
-        own = torch.block_diag(*[self.sight.own(device)] * count) if count > 1 else self.sight.own(device)
+        context = self.mask.context(places, torch.arange(first, last, device=device), starts).flatten(1, 2)
+        own = torch.block_diag(*[self.mask.own(device)] * count) if count > 1 else self.mask.own(device)
         return torch.cat([context, own.expand(rows, -1, -1)], 2)[:, None]
 
 
@@ -193,10 +193,10 @@ class CachedBlocks(CachedLayers):
 
     @torch.no_grad()
     def __init__(
-        self, layers: Sequence[BlockLayer], config: LayerConfig, rotary: nn.Module, max_length: int, sight: BlockMask
+        self, layers: Sequence[Layer], config: LayerConfig, rotary: nn.Module, max_length: int, mask: BlockMask
     ):
-        super().__init__(layers, config, rotary, max_length, [sight.window] * len(layers))
-        self.sight = sight
+        super().__init__(layers, config, rotary, max_length, [mask.window] * len(layers))
+        self.mask = mask
         self.given = FusedLinear(context_parts(layers))
 
     def tensors(self) -> list[Tensor]:
@@ -222,29 +222,29 @@ class CachedBlocks(CachedLayers):
         """
         window, device = cache.window, hidden.device
         nodes = Nodes(
-            torch.arange(self.sight.slots, device=device).expand(len(hidden), -1),
-            self.sight.own(device).expand(len(hidden), -1, -1),
+            torch.arange(self.mask.slots, device=device).expand(len(hidden), -1),
+            self.mask.own(device).expand(len(hidden), -1, -1),
         )
         if window is not None:  # a round's margin is for what the decoder reads, not for whole blocks
-            cache.window = window + self.sight.slots
-        positions = cache.place(self.sight.slots, 0, nodes)
+            cache.window = window + self.mask.slots
+        positions = cache.place(self.mask.slots, 0, nodes)
         cache.window = window
-        return self.through(self.layers[0].enter(hidden), hidden, cache, positions, True)
+        return self.forward(self.layers[0].enter(hidden), hidden, cache, positions, True)
 
     def _masks(self, cache: RaggedCache, alone: bool) -> dict[int, Tensor | None]:
-        window = self.sight.window
-        if not (window and self.sight.from_anchor):
+        window = self.mask.window
+        if not (window and self.mask.from_anchor):
             return super()._masks(cache, alone)
         slots = torch.arange(cache.used, device=cache.lengths.device)
         return {window: (cache.visible() & (slots >= cache.lengths[:, None] - window)[:, None])[:, None]}
 
 
-def context_parts(layers: Sequence[BlockLayer]) -> list[nn.Linear]:
-    """Return what projects the context, layer by layer: keys, then values."""
+def context_parts(layers: Sequence[Layer]) -> list[nn.Linear]:
+    """Return the projections of the context, layer by layer: keys, then values."""
     return [part for layer in layers for part in (layer.self_attn.k_proj, layer.self_attn.v_proj)]
 
 
-def cached_bytes(layers: Sequence[BlockLayer], size: int, max_length: int) -> int:
-    """Return what `CachedBlocks` of these layers allocates, for heads of `size`."""
+def cached_bytes(layers: Sequence[Layer], size: int, max_length: int) -> int:
+    """Return how many bytes `CachedBlocks` of these layers allocates, for heads of `size`."""
     given = sum(part.weight.numel() * part.weight.dtype.itemsize for part in context_parts(layers))
     return copied_bytes(layers, size, max_length) + given

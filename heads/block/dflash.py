@@ -2,15 +2,15 @@
 
 Some of the target's hidden states are fused into one vector for each token of the text, and every layer makes keys and
 values of those: the context. A block of slots reads it: the first slot holds the root, the others a mask token, and
-what they say are the drafts, all of them from one pass, none of which has read another. Embeddings and output embedding
-are the target's, frozen.
+they predict the drafts, all from one pass, none of which has read another. Embeddings and output embedding are the
+target's, frozen.
 
-Two layouts are in use. In the one the slots fill in (`from_anchor` false: DFlash, JetSpec): slot i says the token at
-its own place, so the root's slot says nothing and a block of B drafts B − 1. In the other (`from_anchor`: DSpark,
-Domino) slot i says the token after its place, and B slots draft B.
+Two layouts are in use. In the one the slots fill in (`from_anchor` false: DFlash, JetSpec): slot i predicts the token
+at its own place, so the root's slot predicts nothing and a block of B drafts B − 1. In the other (`from_anchor`:
+DSpark, Domino) slot i predicts the token after its place, and B slots draft B.
 
-What its layers see stands in block_layers.py, from which anchors it learns in block_sampling.py, what its drafts
-weigh in parts/block_losses.py.
+What its layers see stands in block_layers.py; from which anchors it learns, and what its drafts weigh, in
+block_losses.py.
 
 Shapes: B rows, T positions, n anchors of a row, A anchors of a batch, S slots, k drafts, K taps, H hidden size,
 V' draft vocabulary.
@@ -21,24 +21,32 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Self, TypeVar, cast
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from ...common import BadInputError, IncompatibleError
+from ...common import BadInputError
 from ...targets import RaggedCache, RowLengths, Target
-from ..base import Drafter, DrafterLoss, TargetBatch
-from ..decoder_layer import LayerConfig, norm_of, normed, rotary_of
-from ..losses import LossName, TargetDistribution, divergence
-from ..mask_token import check_mask, mean_embedding, unused_token
-from ..one_pass import OnePassSession
-from ..session import Abilities
-from ..tree_state import required
-from ..vocabulary import draft_vocabulary, kept_head
+from ..base import DrafterLoss, TargetBatch
+from ..decoder_layer import LayerConfig, LayerDrafter, norm_of, normed, rotary_of
+from ..divergences import LossName, TargetDistribution, divergence
+from ..session import Abilities, NodeSession, OnePassDrafts, required
+from ..vocabulary import check_mask, kept_head, mean_embedding, unused_token
 from .block_layers import BlockLayer, BlockMask, CachedBlocks, TrainedBlocks, cached_bytes
-from .block_losses import Beside, LossInputs, Weighting, check_weighting, compare_blocks, decay_weights, default_gamma
-from .block_sampling import Anchors, BlockTargets, eligible_places, kept
+from .block_losses import (
+    Anchors,
+    AuxLoss,
+    BlockTargets,
+    LossInputs,
+    Weighting,
+    check_weighting,
+    compare_blocks,
+    decay_weights,
+    default_gamma,
+    eligible_places,
+    kept,
+)
 
 FIRST_LEARNED = 2  # a row's first anchor that has a context drafts its third token
 WINDOWS = ("slot", "anchor")
@@ -51,7 +59,7 @@ class DFlashConfig(LayerConfig):
     Attributes:
         num_layers: more of them draft better and take longer; the paper's 5 are its fastest.
         block_size: slots of a block, B.
-        from_anchor: slot i says the token after its place, so that a block drafts B tokens instead of B − 1.
+        from_anchor: slot i predicts the token after its place, so that a block drafts B tokens instead of B − 1.
         causal: a slot sees only the slots before it, and itself.
         sliding_window: of the context a slot sees the last so many places; 0 for all of it.
         window_from: "slot" counts a window from the slot, which is one of its places (AutoModel; the one that
@@ -63,9 +71,9 @@ class DFlashConfig(LayerConfig):
             first row of the embedding that the tokenizer does not use; without such a one a vector that is learned.
         draft_vocab_size: the most frequent training tokens kept as outputs; 0 for all.
         num_anchors: most anchors of a text that a training step learns from.
-        loss: see `losses.divergence`. The paper's is hard_ce, against the token that followed.
+        loss: see `divergences.divergence`. The paper's is hard_ce, against the token that followed.
         weighting: what drafts weigh: `decay` as in the paper, `dpace` (arXiv 2605.18810) or `overlap`; see
-            `parts.block_losses.Weighting`.
+            `block_losses.Weighting`.
         gamma: length of the decay; 0 for the paper's.
         pace_floor: α of `dpace` and `overlap`.
         target_layers: of the target.
@@ -90,7 +98,6 @@ class DFlashConfig(LayerConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.taps = tuple(self.taps)
-        divergence(self.loss)
         check_weighting(self.weighting)
         if self.drafts < 1:
             raise BadInputError(
@@ -116,18 +123,15 @@ class DFlashConfig(LayerConfig):
         return self.block_size - (not self.from_anchor)
 
     @property
-    def sight(self) -> BlockMask:
+    def block_mask(self) -> BlockMask:
         return BlockMask(self.block_size, self.causal, self.sliding_window, self.window_from == "anchor")
 
-    def completed(self, target: Target) -> Self:
-        """Return this config with every open size taken from `target`."""
-        sizes = {
+    def sizes(self, target: Target) -> dict[str, Any]:
+        return super().sizes(target) | {
             "taps": self.taps or default_taps(target.num_layers, self.num_layers),
-            "draft_vocab_size": self.draft_vocab_size or target.vocab_size,
             "mask_token_id": unused_token(target) if self.mask_token_id is None else self.mask_token_id,
             "target_layers": target.num_layers,
         }
-        return type(self)(**(self.to_dict() | self.sizes(target) | sizes))
 
 
 C = TypeVar("C", bound=DFlashConfig)
@@ -141,7 +145,7 @@ def default_taps(layers: int, count: int) -> tuple[int, ...]:
     return tuple(max(i, 0) + 1 for i in ids)
 
 
-class DFlash(Drafter[C]):
+class DFlash(LayerDrafter[C]):
     """A drafter of whole blocks. Embedding and output embedding are the target's; everything else is its own."""
 
     name = "dflash"
@@ -149,7 +153,6 @@ class DFlash(Drafter[C]):
     follows_rounds = True
     config_class: ClassVar[type[DFlashConfig]] = DFlashConfig
     cached_class: ClassVar[type[CachedBlocks]] = CachedBlocks
-    token_ids: Tensor  # [V']
 
     def __init__(self, config: C):
         super().__init__(config)
@@ -158,18 +161,11 @@ class DFlash(Drafter[C]):
         self.layers = nn.ModuleList(BlockLayer(config) for _ in range(config.num_layers))
         self.norm = norm_of(config)
         self.mask = nn.Parameter(torch.zeros(config.hidden_size)) if config.mask_token_id is None else None
-        # Target id of each draft token, ascending.
-        self.register_buffer("token_ids", torch.arange(config.draft_vocab_size))
         self.rotary = rotary_of(config)
-        self._kept: CachedBlocks | None = None
 
     @property
     def taps(self) -> tuple[int, ...]:
         return self.config.taps
-
-    @property
-    def output_ids(self) -> Tensor | None:
-        return None if self.config.draft_vocab_size == self.config.vocab_size else self.token_ids
 
     @property
     def max_depth(self) -> int:
@@ -177,39 +173,13 @@ class DFlash(Drafter[C]):
 
     @classmethod
     def build(cls, config: C, target: Target, token_counts: Tensor | None = None) -> Self:
-        config = config.completed(target)
-        if config.hidden_size != target.hidden_size:
-            raise BadInputError(
-                f"{cls.name}: hidden_size {config.hidden_size} differs from the target's {target.hidden_size}; "
-                "leave it out: the drafter shares its embeddings."
-            )
-        check_mask(config.mask_token_id, target)
-        token_ids = draft_vocabulary(config.draft_vocab_size, target.vocab_size, token_counts, cls.name)
-        drafter = cls(config)
-        drafter.token_ids.copy_(token_ids)
+        drafter = super().build(config, target, token_counts)
+        check_mask(drafter.config.mask_token_id, target)
         if drafter.mask is not None:
             drafter.mask.data.copy_(mean_embedding(target))
         return drafter
 
-    def check(self, target: Target) -> None:
-        super().check(target)
-        config = self.config
-        for name, own, theirs in (
-            ("hidden size", config.hidden_size, target.hidden_size),
-            ("vocabulary", config.vocab_size, target.vocab_size),
-            ("number of layers", config.target_layers, target.num_layers),
-        ):
-            if own != theirs:
-                raise IncompatibleError(
-                    f"this {self.name} drafter was made for a {name} of {own}, the target's is {theirs}."
-                )
-
     # ------------------------------------------------------------ the network
-
-    @property
-    def own_layers(self) -> list[BlockLayer]:
-        """Its layers, as what they are."""
-        return [cast(BlockLayer, layer) for layer in self.layers]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -229,18 +199,18 @@ class DFlash(Drafter[C]):
         return torch.cat([embedded, mask.expand(*roots.shape, self.config.block_size - 1, -1)], -2)
 
     def drafting(self, output: Tensor) -> Tensor:
-        """Return the states that say the drafts, `[..., k, H]`, of the last layer's output `[..., S, H]`."""
+        """Return the states of the drafts, `[..., k, H]`, of the last layer's output `[..., S, H]`."""
         return normed(output, self.norm)[..., self.config.block_size - self.config.drafts :, :]
 
     def states(self, target: Target, tokens: Tensor, hidden: Tensor, anchors: Anchors) -> Tensor:
-        """Return the states that say the drafts after each anchor of texts `[B, T]`, `[B, n, k, H]`.
+        """Return the states of the drafts after each anchor of texts `[B, T]`, `[B, n, k, H]`.
 
         Args:
             hidden: the texts' taps, `[B, T, K, H]`.
         """
-        layers = TrainedBlocks(self.own_layers, self.config, self.rotary, self.config.sight)
+        layers = TrainedBlocks(self.own_layers, self.config, self.rotary, self.config.block_mask)
         blocks = self.blocks(target, tokens.gather(1, anchors.places))
-        return self.drafting(layers.through(self.fuse(hidden), blocks, anchors))
+        return self.drafting(layers.forward(self.fuse(hidden), blocks, anchors))
 
     # ------------------------------------------------------------ training
 
@@ -255,12 +225,12 @@ class DFlash(Drafter[C]):
         )
         learning = self.learning(batch, wanted, BlockTargets.of(anchors, wanted, self.config.drafts))
         states = kept(self.states(batch.target, batch.tokens, batch.hidden, anchors), anchors.real)
-        found = compare_blocks(learning.states(states), learning.sides())
-        return DrafterLoss(found.total, wanted.sum(), found.metrics(learning.lessons.counts))
+        result = compare_blocks(learning.states(states), learning.inputs())
+        return DrafterLoss(result.total, wanted.sum(), result.metrics(learning.targets.counts))
 
-    def learning(self, batch: TargetBatch, wanted: Tensor, lessons: BlockTargets) -> BlockLearning:
-        """Return how this drafter learns `lessons` of a batch, of which `wanted` `[B, T]` are learned."""
-        return BlockLearning(self, batch, wanted, lessons)
+    def learning(self, batch: TargetBatch, wanted: Tensor, targets: BlockTargets) -> BlockLearning:
+        """Return how the drafts are compared with `targets` of a batch, of which `wanted` `[B, T]` are learned."""
+        return BlockLearning(self, batch, wanted, targets)
 
     # ------------------------------------------------------------ decoding
 
@@ -272,9 +242,9 @@ class DFlash(Drafter[C]):
         self, target: Target, batch_size: int, max_length: int, spare: int = 0, cache: RaggedCache | None = None
     ) -> BlockSession:
         length = self._length(max_length, spare)
-        shapes = [layer.self_attn.kept(target.device) for layer in self.own_layers]
-        own = RaggedCache(len(shapes), batch_size, length, target.device, shapes)
-        return self.session(target, own, self._cached(length))
+        layers = self.decoding_layers(length)
+        assert isinstance(layers, CachedBlocks)
+        return self.session(target, self.new_cache(target, batch_size, length), layers)
 
     def session(self, target: Target, cache: RaggedCache, layers: CachedBlocks) -> BlockSession:
         """Return a session over its own `cache`."""
@@ -282,22 +252,18 @@ class DFlash(Drafter[C]):
 
     def state_bytes(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> int:
         length = self._length(max_length, spare)
-        shapes = [layer.self_attn.kept(target.device) for layer in self.own_layers]
-        cache = sum(shape.num_bytes(batch_size, length) for shape in shapes)
-        is_kept = self._kept is not None and self._kept.fits(self.own_layers, length)
-        copies = 0 if is_kept else cached_bytes(self.own_layers, self.config.head_dim, length)
         head = 0 if self.output_ids is None else len(self.token_ids) * target.hidden_size * target.dtype.itemsize
-        return cache + copies + head
+        return self.decoding_bytes(target, batch_size, length, length) + head
 
     def _length(self, max_length: int, spare: int) -> int:
         """Return the entries of a row: a block stands after the text, whatever depth is asked for."""
         return max_length + spare + self.config.block_size
 
-    def _cached(self, length: int) -> CachedBlocks:
-        """Return its layers for decoding; they are kept until they are too short or weights have changed."""
-        if self._kept is None or not self._kept.fits(self.own_layers, length):
-            self._kept = self.cached_class(self.own_layers, self.config, self.rotary, length, self.config.sight)
-        return self._kept
+    def _copy_layers(self, max_length: int) -> CachedBlocks:
+        return self.cached_class(self.own_layers, self.config, self.rotary, max_length, self.config.block_mask)
+
+    def _copied_bytes(self, max_length: int) -> int:
+        return cached_bytes(self.own_layers, self.config.head_dim, max_length)
 
 
 @dataclass
@@ -306,51 +272,51 @@ class BlockLearning:
 
     Attributes:
         wanted: which tokens are learned, `[B, T]`.
-        lessons: the drafts after each anchor.
+        targets: of the drafts after each anchor.
     """
 
     drafter: DFlash
     batch: TargetBatch
     wanted: Tensor
-    lessons: BlockTargets
+    targets: BlockTargets
 
-    def sides(self) -> LossInputs:
+    def inputs(self) -> LossInputs:
         """Return both sides of the comparison."""
-        config, following = self.drafter.config, self.lessons.of_tokens(self.batch.tokens)
+        config, following = self.drafter.config, self.targets.of_tokens(self.batch.tokens)
         return LossInputs(
             partial(self._reference, following),
             self.logits(),
             divergence(config.loss),
             Weighting(config.weighting, self._weights(), config.pace_floor),
-            self.beside(),
+            self.aux_loss(),
             self.output_weights(),
         )
 
     def _reference(self, following: Tensor, part: slice) -> TargetDistribution:
-        lessons, target = self.lessons, self.batch.target
-        before = self.batch.last[lessons.rows[part, None], lessons.places[part] - 1].flatten(0, 1)
+        targets, target = self.targets, self.batch.target
+        before = self.batch.last[targets.rows[part, None], targets.places[part] - 1].flatten(0, 1)
         return TargetDistribution.of(target.lm_head(before), self.drafter.output_ids, following[part].flatten())
 
     def _weights(self) -> Tensor:
-        """Return what drafts weigh as far as it is known beforehand, `[A, k]`."""
-        config, lessons = self.drafter.config, self.lessons
+        """Return the drafts' weights as far as they are known beforehand, `[A, k]`."""
+        config, targets = self.drafter.config, self.targets
         documents, verified = self.batch.documents, self.batch.verified
-        weights = lessons.counts.float()
+        weights = targets.counts.float()
         if config.weighting == "decay":
             gamma = config.gamma or default_gamma(config.drafts)
             weights = weights * decay_weights(config.drafts, gamma, weights.device)
-        whole = lessons.per_row(weights, self.wanted, documents)
+        whole = targets.per_row(weights, self.wanted, documents)
         if verified is None:
             return whole
         depths = torch.arange(1, config.drafts + 1, device=weights.device)
         # Without the anchors that were drawn for rounds, the rest is spread as always. (A whole share leaves none.)
         rest = whole
-        if lessons.usual is not None and verified.share < 1:
-            rest = lessons.per_row(weights * lessons.usual[:, None], self.wanted, documents)
-        return verified.weighed(whole, lessons.rows[:, None], lessons.places, depths, documents, rest)
+        if targets.usual is not None and verified.share < 1:
+            rest = targets.per_row(weights * targets.usual[:, None], self.wanted, documents)
+        return verified.weighed(whole, targets.rows[:, None], targets.places, depths, documents, rest)
 
     def states(self, states: Tensor) -> Tensor:
-        """Return what `logits` and `beside` read of the drafts' states `[A, k, H]`, `[A, k, ·]`."""
+        """Return the input of `logits` and `aux_loss`, `[A, k, ·]`, of the drafts' states `[A, k, H]`."""
         return states
 
     def logits(self) -> Callable[[Tensor, slice], Tensor]:
@@ -358,16 +324,16 @@ class BlockLearning:
         target, output_ids = self.batch.target, self.drafter.output_ids
         return lambda states, _: target.lm_head(states.flatten(0, 1), output_ids)
 
-    def beside(self) -> Beside | None:
-        """Return what drafts lose beside their divergence; None for nothing."""
+    def aux_loss(self) -> AuxLoss | None:
+        """Return the auxiliary loss of drafts beside their divergence; None for none."""
         return None
 
     def output_weights(self) -> list[nn.Parameter]:
-        """Return the weights that `logits` and `beside` train."""
+        """Return the weights that `logits` and `aux_loss` train."""
         return []
 
 
-class BlockSession(OnePassSession):
+class BlockSession(NodeSession):
     """A session of a block drafter.
 
     Its cache holds keys and values of the context, of the tokens that the target has processed. After them stands the
@@ -375,15 +341,36 @@ class BlockSession(OnePassSession):
     """
 
     def __init__(self, drafter: DFlash, target: Target, cache: RaggedCache, layers: CachedBlocks):
-        head = kept_head(target, drafter.output_ids)
-        super().__init__(cache, head, drafter.output_ids, drafter.max_depth, drafter.name)
-        self.drafter, self.target, self.layers = drafter, target, layers
+        super().__init__(drafter.output_ids, drafter.max_depth)
+        self.drafter, self.target, self.cache, self.layers = drafter, target, cache, layers
+        self.head = kept_head(target, drafter.output_ids)
+        self.drafts = OnePassDrafts(drafter.max_depth, drafter.name)
 
     def update(self, tokens: Tensor, hidden: Tensor | None, counts: RowLengths, path: Tensor | None = None) -> None:
-        hidden = required(hidden, f"{self.name}: absorb needs the target's hidden states.")
+        hidden = required(hidden, f"{self.drafter.name}: update needs the target's hidden states.")
         self.layers.read(self.drafter.fuse(hidden), self.cache)
         self.cache.advance(counts)
-        self.logits = None
+        self.drafts.logits = None
 
     def draft(self, root: Tensor) -> Tensor:
+        """Return the states of the drafts after `root` `[B]`, `[B, k, H]`: the pass of this round."""
         return self.drafter.drafting(self.layers.block(self.drafter.blocks(self.target, root), self.cache))
+
+    def prefill(self, root: Tensor) -> Tensor:
+        return self.drafts.start(self.head(self.draft(root)))
+
+    def decode(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
+        return self.drafts.after(parents)
+
+    def caches(self) -> list[RaggedCache]:
+        return [self.cache]
+
+    def carry(self, tensors: list[Tensor]) -> None:
+        """Nothing is carried from round to round but the cache."""
+
+    def reset(self) -> None:
+        super().reset()
+        self.drafts.logits = None
+
+    def select(self, rows: list[int]) -> None:
+        self.cache.select(rows)

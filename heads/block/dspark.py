@@ -1,14 +1,15 @@
 """DSpark: DFlash's block, and two small heads by which drafts follow one another (arXiv 2607.05147).
 
-The block's slots say, independently of each other, what may stand at each place. A Markov head then corrects each
-draft's logits by the token that was really drawn before it, and a confidence head says how probable the draft is to be
-accepted before it is drawn. What a draft is drawn from, and scored with, is the corrected distribution.
+The block's slots predict each place independently of the others. A Markov head then corrects each draft's logits by the
+token that was really drawn before it, and a confidence head tells how probable the draft is to be accepted before it is
+drawn. What a draft is drawn from, and scored with, is the corrected distribution.
 
 A chain may end where the confidences so far multiply to less than a threshold, before the next draft is drawn: that
 decision reads nothing of the draft itself, so the text stays the target's. (The rule for q(x) in `decode.drafting` must
 keep the token that it looked at.)
 
-Shapes: B rows, n anchors of a row, A anchors of a batch, k drafts, W nodes, H hidden size, r rank, V' draft vocabulary.
+Shapes: B rows, n anchors of a row, A anchors of a batch, k drafts, W nodes, H hidden size, r rank, V target vocabulary,
+V' draft vocabulary.
 """
 
 from __future__ import annotations
@@ -22,14 +23,89 @@ from torch import Tensor, nn
 from ...common import BadInputError
 from ...targets import RaggedCache, Target
 from ..base import TargetBatch
-from ..losses import LossName
-from ..session import Abilities
-from ..tree_state import required, take_positions
+from ..divergences import LossName
+from ..session import Abilities, required, take_positions
 from .block_layers import CachedBlocks
-from .block_losses import Beside
-from .block_sampling import BlockTargets
+from .block_losses import AuxLoss, BlockTargets
 from .dflash import BlockLearning, BlockSession, DFlash, DFlashConfig
-from .markov import ConfidenceHead, MarkovHead, check_kind
+
+KINDS = ("vanilla", "gated", "rnn")
+
+
+def check_kind(name: str) -> None:
+    """Raise BadInputError if there is no such Markov head."""
+    if name not in KINDS:
+        raise BadInputError(f"drafter: markov_head must be one of {', '.join(KINDS)}, found {name!r}.")
+
+
+class MarkovHead(nn.Module):
+    """A head that adds logits by the token before: W2 · reading(W1[token]).
+
+    The reading is the code W1[token] itself (`vanilla`), the code through a gate of state and code (`gated`), or that
+    of a small recurrent cell over all drafts of the path (`rnn`). W2 begins at zero: a new head changes nothing.
+    """
+
+    def __init__(self, kind: str, rank: int, hidden_size: int, vocab_size: int, draft_vocab_size: int):
+        super().__init__()
+        self.kind, self.rank = kind, rank
+        self.markov_w1 = nn.Embedding(vocab_size, rank)
+        self.markov_w2 = nn.Linear(rank, draft_vocab_size, bias=False)
+        self.gate_proj = nn.Linear(hidden_size + rank, rank) if kind == "gated" else None
+        self.joint_proj = nn.Linear(hidden_size + 2 * rank, 3 * rank) if kind == "rnn" else None
+        nn.init.normal_(self.markov_w1.weight, std=rank**-0.5)
+        nn.init.zeros_(self.markov_w2.weight)
+
+    def code(self, tokens: Tensor) -> Tensor:
+        """Return W1 of `tokens` `[...]`, `[..., r]`."""
+        return self.markov_w1(tokens)
+
+    def start(self, hidden: Tensor) -> Tensor:
+        """Return the memory before a path's first draft, `[..., r]`, for states `[..., H]`."""
+        return hidden.new_zeros(*hidden.shape[:-1], self.rank)
+
+    def read(self, code: Tensor, hidden: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the input of W2 for the next draft, `[..., r]`, and the memory after it, `[..., r]`.
+
+        Args:
+            code: of the token before, `[..., r]`.
+            hidden: the state of the draft, `[..., H]`.
+            memory: of the drafts before, `[..., r]`.
+        """
+        if self.gate_proj is not None:
+            return torch.sigmoid(self.gate_proj(torch.cat([hidden, code], -1))) * code, memory
+        if self.joint_proj is not None:
+            gate, fresh, out = self.joint_proj(torch.cat([memory, code, hidden], -1)).chunk(3, -1)
+            share = torch.sigmoid(gate)
+            return torch.tanh(out), share * memory + (1 - share) * torch.tanh(fresh)
+        return code, memory
+
+    def bias(self, reading: Tensor) -> Tensor:
+        """Return the bias of logits, `[..., V']`, of readings `[..., r]`."""
+        return self.markov_w2(reading)
+
+    def along(self, codes: Tensor, hidden: Tensor) -> Tensor:
+        """Return the readings of whole blocks, `[A, k, r]`, of codes `[A, k, r]` and states `[A, k, H]`."""
+        memory, readings = self.start(hidden[:, 0]), []
+        for code, state in zip(codes.unbind(1), hidden.unbind(1), strict=True):
+            reading, memory = self.read(code, state, memory)
+            readings.append(reading)
+        return torch.stack(readings, 1)
+
+
+class ConfidenceHead(nn.Module):
+    """A head that says how probable drafts are to be accepted: a linear layer on the state, and on the code before."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.proj = nn.Linear(width, 1)
+
+    def forward(self, hidden: Tensor, code: Tensor) -> Tensor:
+        """Return log-odds `[...]` of states `[..., H]` and codes `[..., r]`; the code only if it is wide enough for."""
+        both = torch.cat([hidden, code], -1)
+        return self.proj(both[..., : self.proj.in_features])[..., 0]
+
+
+# ------------------------------------------------------------ the drafter
 
 
 @dataclass
@@ -93,8 +169,8 @@ class DSpark(DFlash[DSparkConfig]):
             return torch.zeros(*tokens.shape, 0, dtype=self.dtype, device=tokens.device)
         return self.markov_head.code(tokens)
 
-    def learning(self, batch: TargetBatch, wanted: Tensor, lessons: BlockTargets) -> MarkovLearning:
-        return MarkovLearning(self, batch, wanted, lessons)
+    def learning(self, batch: TargetBatch, wanted: Tensor, targets: BlockTargets) -> MarkovLearning:
+        return MarkovLearning(self, batch, wanted, targets)
 
     # ------------------------------------------------------------ decoding
 
@@ -114,7 +190,7 @@ class MarkovLearning(BlockLearning):
 
     def states(self, states: Tensor) -> Tensor:
         # The codes stand beside the states: so their gradients are rows, not whole matrices for every part.
-        codes = self.drafter.code(self.lessons.before_tokens(self.batch.tokens))
+        codes = self.drafter.code(self.targets.before_tokens(self.batch.tokens))
         return torch.cat([states, codes.to(states.dtype)], -1)
 
     def logits(self) -> Callable[[Tensor, slice], Tensor]:
@@ -122,12 +198,12 @@ class MarkovLearning(BlockLearning):
 
         def corrected(states: Tensor, part: slice) -> Tensor:
             hidden, codes = self._split(states)
-            found = plain(hidden, part)
-            return found if head is None else found + head.bias(head.along(codes, hidden)).flatten(0, 1)
+            logits = plain(hidden, part)
+            return logits if head is None else logits + head.bias(head.along(codes, hidden)).flatten(0, 1)
 
         return corrected
 
-    def beside(self) -> Beside | None:
+    def aux_loss(self) -> AuxLoss | None:
         head, weight = self.drafter.confidence_head, self.drafter.config.confidence_weight
         if head is None:
             return None
@@ -153,7 +229,7 @@ class MarkovSession(BlockSession):
     """A session that corrects each draft's logits by the token before it.
 
     Attributes:
-        states: what says the drafts of this round, `[B, k, H]`; None before `prefill`.
+        states: of the drafts of this round, `[B, k, H]`; None before `prefill`.
         memory: of the Markov head after the root and each node that was read, `[B, 1 + n, r]`.
         last: states and codes of the draft that a chain draws next, `[B, H]` and `[B, r]`.
     """
@@ -168,17 +244,15 @@ class MarkovSession(BlockSession):
 
     def prefill(self, root: Tensor) -> Tensor:
         self.states = self.draft(root)
-        self.logits = self.head(self.states)
-        self.depths, self.level = self._at_root(), 0
+        self.drafts.start(self.head(self.states))
         self.memory = self.states.new_zeros(len(root), 0, max(1, self.drafter.config.markov_rank))
-        return self._corrected(root[:, None], self._at_root(), None)[:, 0]
+        return self._corrected(root[:, None], torch.zeros_like(root[:, None]), None)[:, 0]
 
     def decode(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
         if parents is None:
-            self.level = self._checked(self.level + 1)
-            depths = torch.full_like(tokens, self.level)
+            depths = torch.full_like(tokens, self.drafts.descend())
             return self._corrected(tokens, depths, self.memory[:, -1:])
-        depths = self._place(parents).clamp(max=self.drafts - 1)
+        depths = self.drafts.place(parents).clamp(max=self.drafts.deepest - 1)
         return self._corrected(tokens, depths, take_positions(self.memory, parents + 1))
 
     def _corrected(self, tokens: Tensor, depths: Tensor, memory: Tensor | None) -> Tensor:
@@ -187,20 +261,20 @@ class MarkovSession(BlockSession):
         Args:
             memory: after the tokens' parents, `[B, W, r]`; None before the root.
         """
-        logits = required(self.logits, "decode: a round begins with the root; call prefill.")
+        logits = required(self.drafts.logits, "decode: a round begins with the root; call prefill.")
         states = required(self.states, "decode: a round begins with the root; call prefill.")
         head, hidden = self.drafter.markov_head, take_positions(states, depths)
         code = self.drafter.code(tokens)
         self.last = hidden[:, -1], code[:, -1]
-        found = take_positions(logits, depths)
+        plain = take_positions(logits, depths)
         if head is None:
-            return found
+            return plain
         reading, after = head.read(code, hidden, head.start(hidden) if memory is None else memory)
         self.memory = torch.cat([self.memory, after], 1)
-        return found + head.bias(reading)
+        return plain + head.bias(reading)
 
     def confidence(self) -> Tensor:
         head = required(self.drafter.confidence_head, "this drafter has no confidence head.")
         odds = head(*required(self.last, "confidence: a round begins with the root; call prefill.")).float()
         temperatures = self.drafter.config.temperatures
-        return torch.sigmoid(odds / temperatures[self.level] if temperatures else odds)
+        return torch.sigmoid(odds / temperatures[self.drafts.level] if temperatures else odds)

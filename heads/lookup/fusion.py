@@ -1,17 +1,27 @@
-"""A drafter without weights where the text repeats, a model's drafts elsewhere.
+"""Two drafters in one: a drafter without weights beside a model (`Fusion`), or drafting for it (`Cascade`).
 
-In each round a row proposes what the statistical drafter (n-gram, suffix) found, and the model's tokens where it found
-nothing: how long a match or how good a score is enough, its own `min_match` and `min_score` say. Found tokens are put
-in the place of the model's own choices, so that the model reads them, goes on after them up to the round's depth, and
-has read what the target may keep. A batch of one row does without the model where something was found; the model
-reads what was kept later, in one pass.
+In a fusion, in each round a row proposes what the statistical drafter (n-gram, suffix) found, and the model's tokens
+where it found nothing; its own `min_match` and `min_score` decide how long a match or how good a score is enough. Found
+tokens are put in the place of the model's own choices, so that the model reads them, goes on after them up to the
+round's depth, and has read what the target may keep. A batch of one row does without the model where something was
+found; the model reads what was kept later, in one pass.
 
-Found tokens are not samples, so all of a proposal is judged by the rule for candidates: a token x is accepted with
-probability p(x). The model then proposes its most probable tokens. What that costs: at temperature > 0 a token of the
-model alone would be accepted with probability Σ_x min(p, q) under rejection, here with p(argmax q), which is less where
-both distributions are broad.
+Found tokens are not samples, so all of a fusion's proposal is judged by the rule for candidates: a token x is accepted
+with probability p(x). The model then proposes its most probable tokens. What that costs: at temperature > 0 a token of
+the model alone would be accepted with probability Σ_x min(p, q) under rejection, here with p(argmax q), which is less
+where both distributions are broad.
 
-Shapes: B rows, N tokens found, Q tokens of one pass, K taps, H target hidden size, V vocabulary, V' the model's own.
+A cascade (CS-Drafting, arXiv 2312.11462; staged decoding, arXiv 2308.04623) is vertical, horizontal, or both. Vertical:
+the statistical drafter guesses how the model's own chain goes on. The model reads the last token of its chain and the
+guesses in one pass, and draws its token after each: while that is the guessed one, the next is drawn from the same
+pass. Else the model's token stands, the rest of the pass is never seen again, and another pass begins. So each token is
+what the model alone would have drawn, with the same distribution; only its passes are fewer. Horizontal: the model
+drafts the first `model_depth` tokens, and from there the statistical drafter goes on to the round's depth, where it
+finds something. What it finds was drawn from a distribution that gives that token all probability, and the rules are
+given that one.
+
+Shapes: B rows, N tokens found, D tokens drafted, Q and W tokens of one pass, K taps, H target hidden size,
+V vocabulary, V' the model's own.
 """
 
 from __future__ import annotations
@@ -29,7 +39,7 @@ from ...targets import RaggedCache, RowLengths, Target
 from ..base import Drafter
 from ..registry import drafter_config, load_drafter, restore_drafter
 from ..saved import CONFIG, DrafterConfig
-from ..session import Abilities, Choose, Ended, Proposal, Session, TextSession
+from ..session import Abilities, ChainSession, Choose, Ended, Proposal, Session, TextSession, padded
 
 MODEL = "model"
 
@@ -53,7 +63,7 @@ F = TypeVar("F", bound=FusionConfig)
 class TwoDrafters(Drafter[F]):
     """A drafter made of one without weights and of a model: how both are made, saved and loaded.
 
-    How they draft, a subclass says.
+    Subclasses define how they draft.
     """
 
     config_class = FusionConfig
@@ -125,6 +135,9 @@ class TwoDrafters(Drafter[F]):
         return self.model.state_bytes(target, batch_size, max_length)
 
 
+# ------------------------------------------------------------ fusion
+
+
 class Fusion(TwoDrafters[FusionConfig]):
     """A drafter that proposes what one without weights finds, and a model's tokens where that finds nothing."""
 
@@ -168,14 +181,14 @@ class FusionSession(Session):
             self.model.update(tokens, hidden, counts, path)
 
     def propose(self, root: Tensor, depth: int, choose: Choose, ended: Ended | None = None) -> Proposal:
-        found = self.statistical.propose(root, depth, choose)
+        copied = self.statistical.propose(root, depth, choose)
         # Rows of a batch that had left the model out for different numbers of tokens would need room for the most of
         # them after the longest.
-        if len(root) == 1 and found.tokens.shape[1]:
+        if len(root) == 1 and copied.tokens.shape[1]:
             self.alone = True
-            return found
+            return copied
         self._catch_up()
-        proposal = self.model.propose(root, depth, _with(found, choose, self.vocab), ended)
+        proposal = self.model.propose(root, depth, _with(copied, choose, self.vocab), ended)
         return replace(proposal, deterministic=True)
 
     def _catch_up(self) -> None:
@@ -193,21 +206,21 @@ class FusionSession(Session):
         self.model.select(rows)
 
 
-def _with(found: Proposal, choose: Choose, vocab: int) -> Choose:
+def _with(copied: Proposal, choose: Choose, vocab: int) -> Choose:
     """Return a choice that takes what was found `[B, N]` token by token, and then goes on as `choose` does.
 
     A found token is the choice among logits that give it all probability, so that `choose` knows of it: what follows is
     processed as after that token.
     """
-    steps, lengths = count(), found.lengths
+    steps, lengths = count(), copied.lengths
 
     def chosen(logits: Tensor, token_ids: Tensor | None) -> Tensor:
         step = next(steps)
-        if step >= found.tokens.shape[1]:
+        if step >= copied.tokens.shape[1]:
             return choose(logits, token_ids)
         nothing = logits.new_full((len(logits), vocab), float("-inf"))
         own = logits if token_ids is None else nothing.scatter(1, token_ids.expand_as(logits), logits)
-        certain = nothing.scatter(1, found.tokens[:, step, None], 0.0)
+        certain = nothing.scatter(1, copied.tokens[:, step, None], 0.0)
         return choose(torch.where((step < lengths)[:, None], certain, own), None)
 
     return chosen
@@ -221,3 +234,223 @@ def fuse(statistical: dict[str, Any], model: Drafter) -> Fusion:
     """
     config = FusionConfig(statistical=statistical)
     return Fusion(Fusion._statistical(config), model, config)
+
+
+# Most guesses of a round that the model reads: its cache has room for so many tokens that may be dead.
+_GUESSES = 64
+
+
+# ------------------------------------------------------------ cascade
+
+
+@dataclass
+class CascadeConfig(FusionConfig):
+    """Settings of a cascade: its two drafters, and how they share the work.
+
+    Attributes:
+        vertical: the statistical drafter guesses for the model. Needs a model that reads nothing but tokens, such as a
+            draft model.
+        model_depth: up to which depth the model drafts; after it the statistical drafter does. None: the model drafts
+            all.
+    """
+
+    statistical: dict[str, Any] = field(default_factory=lambda: {"type": "suffix"})
+    vertical: bool = True
+    model_depth: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.model_depth is not None and self.model_depth < 1:
+            raise BadInputError(f"cascade: model_depth must be at least 1, got {self.model_depth}.")
+        if not self.vertical and self.model_depth is None:
+            raise BadInputError(
+                "cascade: the statistical drafter has nothing to do; set vertical, or give a model_depth "
+                "after which it goes on."
+            )
+
+
+class Cascade(TwoDrafters[CascadeConfig]):
+    """A model, and a drafter without weights that guesses for it, or goes on after it."""
+
+    name = "cascade"
+    config_class = CascadeConfig
+
+    def __init__(self, statistical: Drafter, model: Drafter, config: CascadeConfig | None = None):
+        super().__init__(statistical, model, config)
+        if self.config.vertical and not model.abilities.reads_chains:
+            raise BadInputError(
+                f"cascade: {model.name} cannot read guessed tokens in one pass (that needs a draft_model without "
+                "recurrent layers, whose next token depends on tokens alone); set vertical: false and a model_depth, "
+                "or take another model."
+            )
+
+    @property
+    def max_depth(self) -> int | None:
+        return self.model.max_depth if self.config.model_depth is None else None
+
+    def open(
+        self, target: Target, batch_size: int, max_length: int, spare: int = 0, cache: RaggedCache | None = None
+    ) -> CascadeSession:
+        statistical = self._open_statistical(target, batch_size, max_length)
+        model = self.model.open(target, batch_size, max_length, self._spare, cache)
+        deepest = min((d for d in (self.config.model_depth, self.model.max_depth) if d is not None), default=None)
+        if not self.config.vertical:
+            return CascadeSession(statistical, model, target.vocab_size, deepest)
+        if not isinstance(model, ChainSession):
+            raise TypeError(f"{self.model.name} declares that it reads chains; its session must be a ChainSession.")
+        return GuessedSession(statistical, model, target.vocab_size, deepest)
+
+    def state_bytes(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> int:
+        return self.model.state_bytes(target, batch_size, max_length, self._spare)
+
+    @property
+    def _spare(self) -> int:
+        return _GUESSES if self.config.vertical else 0
+
+
+class CascadeSession(Session):
+    """A session that runs those of both drafters of a cascade.
+
+    Args:
+        vocab: V.
+        deepest: up to which depth the model drafts; None for any.
+    """
+
+    def __init__(self, statistical: TextSession, model: Session, vocab: int, deepest: int | None):
+        self.statistical, self.model, self.vocab, self.deepest = statistical, model, vocab, deepest
+
+    def update(self, tokens: Tensor, hidden: Tensor | None, counts: RowLengths, path: Tensor | None = None) -> None:
+        self.statistical.update(tokens, hidden, counts)
+        kept = max(counts.values)  # no more than that: what the model has read of it, it need not read again
+        self._tell(tokens[:, :kept], None if hidden is None else hidden[:, :kept], counts)
+
+    def _tell(self, tokens: Tensor, hidden: Tensor | None, counts: RowLengths) -> None:
+        """Let the model absorb these tokens."""
+        self.model.update(tokens, hidden, counts)
+
+    def propose(self, root: Tensor, depth: int, choose: Choose, ended: Ended | None = None) -> Proposal:
+        first = depth if self.deepest is None else min(depth, self.deepest)
+        proposal = self._draft(root, first, choose, ended)
+        if first == depth or proposal.tokens.shape[1] < first:
+            return proposal
+        return self._continued(root, proposal.tokens, depth - first, choose)
+
+    def _draft(self, root: Tensor, depth: int, choose: Choose, ended: Ended | None) -> Proposal:
+        """Return the model's chain."""
+        return self.model.propose(root, depth, choose, ended)
+
+    def _continued(self, root: Tensor, drafts: Tensor, depth: int, choose: Choose) -> Proposal:
+        """Return the model's `drafts` `[B, D]`, and after them what the statistical drafter finds."""
+        continuations = self.statistical.continuations(torch.cat([root[:, None], drafts], 1).tolist(), depth)
+        tokens = padded(continuations, root.device)
+        for column in tokens.unbind(1):
+            nothing = torch.full((len(root), self.vocab), float("-inf"), device=root.device)
+            choose(nothing.scatter(1, column[:, None], 0.0), None)
+        lengths = drafts.shape[1] + torch.tensor([len(f) for f in continuations], device=root.device)
+        return Proposal.chain(torch.cat([drafts, tokens], 1), lengths)
+
+    def select(self, rows: list[int]) -> None:
+        self.statistical.select(rows)
+        self.model.select(rows)
+
+
+class GuessedSession(CascadeSession):
+    """A session in which the statistical drafter guesses for the model.
+
+    Attributes:
+        read: when the model has read each token that it drafted in this round, −1 for never, `[B, D]`; None if it has
+            drafted none.
+    """
+
+    model: ChainSession
+
+    def __init__(self, statistical: TextSession, model: ChainSession, vocab: int, deepest: int | None):
+        super().__init__(statistical, model, vocab, deepest)
+        self.read: Tensor | None = None
+
+    def _tell(self, tokens: Tensor, hidden: Tensor | None, counts: RowLengths) -> None:
+        read, self.read = self.read, None
+        if read is not None and not _has_read(read, counts):
+            self.model.forget()
+            read = None
+        self.model.update(tokens, hidden, counts, None if read is None else read[:, : tokens.shape[1] - 1])
+
+    def _draft(self, root: Tensor, depth: int, choose: Choose, ended: Ended | None) -> Proposal:
+        """Return the model's chain, in as few passes as the guesses allow."""
+        chains = [_Chain([token]) for token in root.tolist()]
+        drafted: list[Tensor] = []
+        logits = root.new_zeros(len(root), 0, 0)
+        room = _GUESSES
+        while len(drafted) < depth and not (drafted and ended is not None and ended()):
+            if any(chain.place < 0 for chain in chains):
+                more = self._read(chains, logits.shape[1], min(depth - 1 - len(drafted), room), root.device)
+                room -= more.shape[1] - 1
+                logits = torch.cat([logits, more], 1) if logits.shape[1] else more
+            places = torch.tensor([chain.place for chain in chains], device=root.device)
+            here = logits.gather(1, places[:, None, None].expand(-1, 1, logits.shape[2]))[:, 0]
+            drafted.append(choose(here, self.model.output_ids))
+            for chain, token in zip(chains, drafted[-1].tolist(), strict=True):
+                chain.append(token)
+        # Places count from the root, nodes from the token after it.
+        self.read = torch.tensor([chain.places[1:] for chain in chains], device=root.device) - 1
+        self.read = self.read.clamp(min=-1)
+        return Proposal.chain(torch.stack(drafted, 1))
+
+    def _read(self, chains: list[_Chain], places: int, most: int, device: torch.device) -> Tensor:
+        """Let the model read the last token of each chain that it has not read, and up to `most` guesses after it.
+
+        Args:
+            places: how many tokens it has read in this round.
+
+        Returns:
+            logits `[B, W, V']`.
+        """
+        guesses: list[list[int]] = [[] for _ in chains]
+        if most:
+            guesses = self.statistical.continuations([chain.tokens for chain in chains], most)
+        tokens, after = [], []
+        for chain, guess in zip(chains, guesses, strict=True):
+            waits = chain.place < 0
+            tokens.append([chain.tokens[-1], *guess] if waits else [0])
+            after.append(chain.places[-2] - 1 if waits and places else -1)
+            if waits:
+                chain.read(places, guess)
+        return self.model.read_chain(padded(tokens, device), torch.tensor(after, device=device) if places else None)
+
+
+@dataclass
+class _Chain:
+    """One row's root and drafts, and where the model has read each.
+
+    Attributes:
+        places: of each token, counted from the root's in the order of reading; −1 for not read.
+        guesses: what the model has read after the last token, which nobody has drafted yet.
+    """
+
+    tokens: list[int]
+    places: list[int] = field(default_factory=lambda: [-1])
+    guesses: list[int] = field(default_factory=list)
+
+    @property
+    def place(self) -> int:
+        """The place at which the model has read the last token."""
+        return self.places[-1]
+
+    def read(self, place: int, guesses: list[int]) -> None:
+        """Note that the last token is read at `place`, and the guesses after it."""
+        self.places[-1], self.guesses = place, guesses
+
+    def append(self, token: int) -> None:
+        """Note that the model has drafted `token`."""
+        guessed = bool(self.guesses) and self.guesses[0] == token
+        self.places.append(self.place + 1 if guessed else -1)
+        self.guesses = self.guesses[1:] if guessed else []
+        self.tokens.append(token)
+
+
+def _has_read(read: Tensor, counts: RowLengths) -> bool:
+    """Return whether the model has read all drafts that are kept, but at most the last."""
+    leading = (read >= 0).cumprod(1).sum(1).tolist()
+    return all(
+        count - 1 <= known + 1 and count - 1 <= read.shape[1]
+        for known, count in zip(leading, counts.values, strict=True)
+    )

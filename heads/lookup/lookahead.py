@@ -26,8 +26,7 @@ from ...common import BadInputError
 from ...targets import RaggedCache, RowLengths, Target
 from ..base import Drafter
 from ..saved import DrafterConfig
-from ..session import Abilities, Choose, Ended, Proposal, Session
-from ..tree_state import padded
+from ..session import Abilities, Choose, Ended, Proposal, Session, padded
 
 Ngram = tuple[int, ...]
 
@@ -55,8 +54,8 @@ class LookaheadConfig(DrafterConfig):
 
     def __post_init__(self) -> None:
         if self.window < 1 or self.ngram < 3 or self.guesses < 1:
-            found = f"{self.window}, {self.ngram} and {self.guesses}"
-            raise BadInputError(f"lookahead: need window >= 1, ngram >= 3 and guesses >= 1, got {found}.")
+            given = f"{self.window}, {self.ngram} and {self.guesses}"
+            raise BadInputError(f"lookahead: need window >= 1, ngram >= 3 and guesses >= 1, got {given}.")
         if self.max_ngrams < self.guesses:
             raise BadInputError(
                 f"lookahead: max_ngrams must be at least guesses ({self.guesses}), got {self.max_ngrams}."
@@ -228,9 +227,9 @@ class LookaheadSession(Session):
         return (tail * reach)[:reach]
 
     def on_target_argmax(self, following: Tensor) -> None:
-        for row, found in zip(self.rows, following.tolist(), strict=True):
+        for row, tokens in zip(self.rows, following.tolist(), strict=True):
             if row.ends:
-                row.levels = self._moved(row, [found[node + 1] for node in row.ends])
+                row.levels = self._moved(row, [tokens[node + 1] for node in row.ends])
 
     def _moved(self, row: _LookaheadRow, new: list[int]) -> list[list[int]]:
         """Return the next window, with the tokens `new` that the target gave after the last level."""

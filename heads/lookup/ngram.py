@@ -17,8 +17,7 @@ from ...common import BadInputError
 from ...targets import RaggedCache, RowLengths, Target
 from ..base import Drafter
 from ..saved import DrafterConfig
-from ..session import Abilities, Choose, Ended, Proposal, TextSession
-from ..tree_state import padded
+from ..session import Abilities, Choose, Ended, Proposal, TextSession, padded
 
 
 @dataclass
@@ -81,9 +80,9 @@ class NgramSession(TextSession):
         row.tokens.append(token)
 
     def propose(self, root: Tensor, depth: int, choose: Choose, ended: Ended | None = None) -> Proposal:
-        found = self.continuations([[last] for last in root.tolist()], depth)
-        lengths = torch.tensor([len(f) for f in found], device=root.device)
-        return Proposal.chain(padded(found, root.device), lengths, deterministic=True)
+        continuations = self.continuations([[last] for last in root.tolist()], depth)
+        lengths = torch.tensor([len(f) for f in continuations], device=root.device)
+        return Proposal.chain(padded(continuations, root.device), lengths, deterministic=True)
 
     def continuations(self, tails: list[list[int]], depth: int) -> list[list[int]]:
         return [self._lookup(row, tail, depth) for row, tail in zip(self.rows, tails, strict=True)]

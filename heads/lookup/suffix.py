@@ -21,8 +21,7 @@ from ...common import BadInputError
 from ...targets import RaggedCache, RowLengths, Target
 from ..base import Drafter
 from ..saved import DrafterConfig
-from ..session import Abilities, Choose, Ended, Proposal, TextSession
-from ..tree_state import padded
+from ..session import Abilities, Choose, Ended, Proposal, TextSession, padded
 
 
 @dataclass
@@ -52,11 +51,11 @@ class SuffixConfig(DrafterConfig):
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_match <= self.max_match < self.tree_depth:
-            found = f"{self.min_match}, {self.max_match} and {self.tree_depth}"
-            raise BadInputError(f"suffix: need 1 <= min_match <= max_match < tree_depth, got {found}.")
+            given = f"{self.min_match}, {self.max_match} and {self.tree_depth}"
+            raise BadInputError(f"suffix: need 1 <= min_match <= max_match < tree_depth, got {given}.")
         if self.factor <= 0 or self.width < 1 or self.max_tokens < 0:
-            found = f"{self.factor}, {self.width} and {self.max_tokens}"
-            raise BadInputError(f"suffix: need factor > 0, width >= 1 and max_tokens >= 0, got {found}.")
+            given = f"{self.factor}, {self.width} and {self.max_tokens}"
+            raise BadInputError(f"suffix: need factor > 0, width >= 1 and max_tokens >= 0, got {given}.")
 
 
 # ------------------------------------------------------------ the tree
@@ -203,22 +202,22 @@ class SuffixTree:
         start = self._match(tail)
         if start is None:
             return SuffixProposal()
-        found = SuffixProposal(match=start[2])
-        budget = min(most, int(self.config.factor * found.match))
+        proposal = SuffixProposal(match=start[2])
+        budget = min(most, int(self.config.factor * proposal.match))
         # By probability; of equal ones the first that was found.
         queue = [(-share, i, token, -1, place) for i, (share, token, place) in enumerate(self._following(start))]
         count = len(queue)
-        while queue and len(found.tokens) < budget:
+        while queue and len(proposal.tokens) < budget:
             probability, _, token, parent, place = heapq.heappop(queue)
-            found.score -= probability
-            found.tokens.append(token)
-            found.parents.append(parent)
-            node = len(found.tokens) - 1
-            after = self._following(place) or self._following(self._match(tail + _path(found, node)))
+            proposal.score -= probability
+            proposal.tokens.append(token)
+            proposal.parents.append(parent)
+            node = len(proposal.tokens) - 1
+            after = self._following(place) or self._following(self._match(tail + _path(proposal, node)))
             for share, following, there in after:
                 heapq.heappush(queue, (probability * share, count, following, node, there))
                 count += 1
-        return found if found.score >= self.config.min_score else SuffixProposal()
+        return proposal if proposal.score >= self.config.min_score else SuffixProposal()
 
     def _match(self, tail: list[int]) -> _Place | None:
         """Return the end of the longest suffix of `tail` that something followed; None if none is long enough.
@@ -226,15 +225,15 @@ class SuffixTree:
         What was seen was seen with its own suffixes, so the length is found by halving.
         """
         tail = tail[-self.config.max_match :]
-        found, low, high = None, self.config.min_match, len(tail)
+        best, low, high = None, self.config.min_match, len(tail)
         while low <= high:
             middle = (low + high + 1) // 2
             place = self._find(tail[-middle:])
             if place is None:
                 high = middle - 1
             else:
-                found, low = place, middle + 1
-        return found
+                best, low = place, middle + 1
+        return best
 
     def _find(self, context: list[int]) -> _Place | None:
         """Return where `context` ends, if something followed it."""
@@ -351,14 +350,14 @@ class SuffixSession(TextSession):
                     self.history.append(row.answer, token)
 
     def propose(self, root: Tensor, depth: int, choose: Choose, ended: Ended | None = None) -> Proposal:
-        found = [self._draft(row, [last], depth) for row, last in zip(self.rows, root.tolist(), strict=True)]
-        tokens = padded([f.tokens for f in found], root.device)
-        lengths = torch.tensor([len(f.tokens) for f in found], device=root.device)
+        proposals = [self._draft(row, [last], depth) for row, last in zip(self.rows, root.tolist(), strict=True)]
+        tokens = padded([f.tokens for f in proposals], root.device)
+        lengths = torch.tensor([len(f.tokens) for f in proposals], device=root.device)
         proposal = Proposal.chain(tokens, lengths, deterministic=True)
-        if all(f.parents == list(range(-1, len(f.parents) - 1)) for f in found):
+        if all(f.parents == list(range(-1, len(f.parents) - 1)) for f in proposals):
             return proposal
-        parents = padded([f.parents for f in found], root.device, fill=-1)
-        deepest = max(len(_path(f, node)) for f in found for node in range(len(f.tokens)))
+        parents = padded([f.parents for f in proposals], root.device, fill=-1)
+        deepest = max(len(_path(f, node)) for f in proposals for node in range(len(f.tokens)))
         return Proposal(tokens, proposal.real, deepest, parents, torch.full_like(parents, -1), deterministic=True)
 
     def continuations(self, tails: list[list[int]], depth: int) -> list[list[int]]:

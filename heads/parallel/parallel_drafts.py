@@ -1,14 +1,14 @@
-"""Rollouts: what a causal drafter says several tokens ahead in one pass, with mask tokens in place of the drafts.
+"""Rollouts: drafts of a causal drafter several tokens ahead in one pass, with mask tokens in place of the drafts.
 
 P-EAGLE (arXiv 2602.01469) and PARD (arXiv 2504.18583) differ in what they read; what they see is the same. The text is
 read as it is: its entries see each other causally. After a place a rollout begins: mask tokens at the places that
-follow, each of which sees the text up to the rollout's anchor, and the masks of its own rollout up to itself. What the
-mask at depth d says is the draft d + 1.
+follow, each of which sees the text up to the rollout's anchor, and the masks of its own rollout up to itself. The
+mask at depth d predicts the draft d + 1.
 
 Training all depths at all places would cost as many times the text as there are depths. So of the anchors that reach
 depth d − 1 only a part goes on to depth d (conditional drop): those that go on are among those that came so far, so
 that every mask finds the ones before it. Where a share of the loss lies on what rounds of decoding reached
-(verified.py), that share of them are rollouts that follow a round as deep as it reached.
+(accepted_positions.py), that share of them are rollouts that follow a round as deep as it reached.
 
 Shapes: R rows, T tokens, E masks of a row, N heads, D head size, H hidden size, S masks after a text, P drafts.
 """
@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
@@ -26,10 +27,13 @@ import torch
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import repeat_kv
 
+from ...common import BadInputError
 from ...targets import Nodes, RaggedCache, RowLengths
-from ..accepted_positions import Verified
+from ..accepted_positions import AcceptedPositions
+from ..base import Drafter, DrafterLoss, TargetBatch, compare_drafts
 from ..decoder_layer import FusedLayer, angles
-from ..losses import PositionLosses, acceptance_metrics
+from ..losses import Head, PositionLosses, acceptance_metrics
+from ..session import DeferredPrefillSession, OnePassDrafts, PendingInputs
 
 _PART = 256  # masks in one product with the keys: more of them would see more that is masked
 
@@ -74,8 +78,8 @@ class Rollouts:
         """Draw rollouts of up to `depths` − 1 masks: see `kept_counts`.
 
         Args:
-            learned: at which places the text says a token that is to be learned, `[R, T]`; a mask that stands d places
-                after an anchor is drawn only if it would say such a token, too.
+            learned: at which places the text predicts a token that is to be learned, `[R, T]`; a mask that stands d
+                places after an anchor is drawn only if it would predict such a token, too.
             tokens: the rows' texts, which seed the draws with `step`, `[R, T]`.
             served: what rounds reached; None where no loss lies on it.
         """
@@ -85,9 +89,9 @@ class Rollouts:
         none = torch.zeros(depths, *learned.shape, dtype=torch.bool)
         reached = none if served is None else served.reached(depths).cpu()
         rows = zip(learned.cpu(), reached.unbind(1), tokens.cpu(), strict=True)
-        found = [drops.of(*row, share) for row in rows]
-        masks = [sorted(evenly | others) for evenly, others in found]
-        return cls.of(masks, max(_PART, depths - 1), learned.device, [others - evenly for evenly, others in found])
+        drawn = [drops.of(*row, share) for row in rows]
+        masks = [sorted(evenly | others) for evenly, others in drawn]
+        return cls.of(masks, max(_PART, depths - 1), learned.device, [others - evenly for evenly, others in drawn])
 
     @classmethod
     def of(
@@ -101,9 +105,9 @@ class Rollouts:
 
         `others`: those of each row that were not drawn evenly.
         """
-        found = [_in_parts(row, size) for row in rows]
-        width = max(1, *map(len, found))
-        filled = [_filled(row, width) for row in found]
+        parts = [_in_parts(row, size) for row in rows]
+        width = max(1, *map(len, parts))
+        filled = [_filled(row, width) for row in parts]
         masks = torch.tensor(filled)
         contexts = tuple(1 + int(part[:, :, 0].max()) for part in masks.split(size, 1))
         anchors, depths, real = masks.to(device).unbind(2)
@@ -135,14 +139,14 @@ class Rollouts:
         return [(i * self.size, min((i + 1) * self.size, width), seen) for i, seen in enumerate(self.contexts)]
 
     def sees(self, begin: int, end: int, context: int) -> Tensor:
-        """Return what the masks from `begin` to `end` see of the first `context` places of the text and of each other.
+        """Return the attention mask of masks `begin` to `end` over the text's first `context` places and each other.
 
         `[R, 1, end − begin, context + end − begin]` bool.
         """
         anchors, depths = self.anchors[:, begin:end], self.depths[:, begin:end]
         text = torch.arange(context, device=anchors.device) <= anchors[:, :, None]
         own = (anchors[:, :, None] == anchors[:, None]) & (depths[:, :, None] >= depths[:, None])
-        # What fills up a row repeats a mask, and is seen by nobody but itself.
+        # What fills up a row repeats a mask, and only it sees itself.
         own = own & (self.real[:, None, begin:end] | torch.eye(end - begin, dtype=torch.bool, device=own.device))
         return torch.cat([text, own], 2)[:, None]
 
@@ -157,20 +161,20 @@ class Rollouts:
 
 @dataclass(frozen=True)
 class Served:
-    """What rounds reached, for drafters whose entry at a place says the token `says` places later."""
+    """What rounds reached, for drafters whose entry at a place predicts the token `says` places later."""
 
-    verified: Verified
+    verified: AcceptedPositions
     says: int
 
     def reached(self, depths: int) -> Tensor:
-        """Return the anchors after which a round reached what the mask at depth 0, 1, … says, `[depths, R, T]` bool.
+        """Return the anchors after which a round reached the draft of the mask at depth 0, 1, …, `[depths, R, T]` bool.
 
         The text's own entry stands for the mask at depth 0.
         """
-        found = [self.verified.depths.roll(-self.says - d, 1) == d + 1 for d in range(depths)]
-        for depth, reached in enumerate(found):
+        by_depth = [self.verified.depths.roll(-self.says - d, 1) == d + 1 for d in range(depths)]
+        for depth, reached in enumerate(by_depth):
             reached[:, max(0, reached.shape[1] - self.says - depth) :] = False
-        return torch.stack(found)
+        return torch.stack(by_depth)
 
 
 _Masks = set[tuple[int, int]]  # (anchor, depth) each
@@ -215,7 +219,7 @@ class _Drops:
 
 
 def _going_on(places: Tensor, learned: Tensor, depth: int) -> Tensor:
-    """Return the anchors after which a mask at `depth` would say a token that is to be learned."""
+    """Return the anchors after which a mask at `depth` would predict a token that is to be learned."""
     places = places[places + depth < len(learned)]
     return places[learned[places + depth]]
 
@@ -227,19 +231,22 @@ def _some(places: Tensor, count: int, generator: torch.Generator) -> Tensor:
 
 def _in_parts(masks: list[tuple[int, int]], size: int) -> list[tuple[int, int, bool]]:
     """Return a row's masks, and which are real: the others fill parts that the next rollout does not fit into."""
-    found: list[tuple[int, int, bool]] = []
+    placed: list[tuple[int, int, bool]] = []
     for _, rollout in itertools.groupby(masks, itemgetter(0)):
         whole = list(rollout)
-        if len(found) % size + len(whole) > size:
-            found = _filled(found, len(found) + -len(found) % size)
-        found += [(anchor, depth, True) for anchor, depth in whole]
-    return found
+        if len(placed) % size + len(whole) > size:
+            placed = _filled(placed, len(placed) + -len(placed) % size)
+        placed += [(anchor, depth, True) for anchor, depth in whole]
+    return placed
 
 
 def _filled(row: list[tuple[int, int, bool]], width: int) -> list[tuple[int, int, bool]]:
     """Return a row of `width` masks, of which the last is repeated: what fills it needs something that it may see."""
     anchor, depth, _ = row[-1] if row else (0, 1, False)
     return row + [(anchor, depth, False)] * (width - len(row))
+
+
+# ------------------------------------------------------------ training
 
 
 class RolledLayers:
@@ -256,7 +263,7 @@ class RolledLayers:
         self.rotary, self.rollouts = rotary, rollouts
         self.bias: list[Tensor] = []
 
-    def through(self, projected: Tensor, hidden: Tensor) -> Tensor:
+    def forward(self, projected: Tensor, hidden: Tensor) -> Tensor:
         """Return the last layer's output for texts and the masks after them, `[R, T + E, H]`.
 
         Args:
@@ -273,15 +280,15 @@ class RolledLayers:
         return hidden
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, length: int) -> Tensor:
-        """Return what queries `[R, N, T + E, D]` gather, in their shape, a part of the masks at a time."""
+        """Return attention of queries `[R, N, T + E, D]`, in their shape, a part of the masks at a time."""
         attend = nn.functional.scaled_dot_product_attention
         self.bias = self.bias or self.rollouts.bias(q.dtype)  # all layers see the same
-        found = [attend(q[:, :, :length], k[:, :, :length], v[:, :, :length], is_causal=True)]
+        mixed = [attend(q[:, :, :length], k[:, :, :length], v[:, :, :length], is_causal=True)]
         for (begin, end, context), bias in zip(self.rollouts.parts, self.bias, strict=True):
             own = slice(length + begin, length + end)
             keys, values = (torch.cat([x[:, :, :context], x[:, :, own]], 2) for x in (k, v))
-            found.append(attend(q[:, :, own], keys, values, bias))
-        return torch.cat(found, 2)
+            mixed.append(attend(q[:, :, own], keys, values, bias))
+        return torch.cat(mixed, 2)
 
 
 @dataclass(frozen=True)
@@ -289,9 +296,9 @@ class RolledDrafts:
     """The drafts of a batch that are to be learned.
 
     Attributes:
-        rows, places: where the entry of the text stands that says the same token, `[P]`.
-        entries: which entry of the pass says it, `[P]`.
-        depths: 0 for what the text's own entry says, else the depth of the mask, `[P]`.
+        rows, places: where the entry of the text stands that predicts the same token, `[P]`.
+        entries: which entry of the pass predicts it, `[P]`.
+        depths: 0 for the text's own entry, else the depth of the mask, `[P]`.
         usual: which were drawn evenly, `[P]` bool; None for all of them.
     """
 
@@ -338,23 +345,106 @@ class RolledDrafts:
         sums = weights.new_zeros(len(wanted)).index_add(0, self.rows, weights)
         return weights * (wanted.sum(1) / sums.clamp(min=torch.finfo(sums.dtype).tiny))[self.rows]
 
-    def metrics(self, found: PositionLosses, shape: torch.Size, drafts: int) -> dict[str, tuple[Tensor, Tensor]]:
+    def metrics(self, result: PositionLosses, shape: torch.Size, drafts: int) -> dict[str, tuple[Tensor, Tensor]]:
         """Return `loss_d1`, `top1_d1`, … and the acceptance of chains, as (sum, count) pairs."""
         metrics: dict[str, tuple[Tensor, Tensor]] = {}
         alphas, measured = [], []
         begins = self.places - self.depths
         for depth in range(drafts):
             here = (self.depths == depth).float()
-            for name, values in (("loss", found.loss), ("top1", found.top1)):
+            for name, values in (("loss", result.loss), ("top1", result.top1)):
                 metrics[f"{name}_d{depth + 1}"] = ((values * here).sum(), here.sum())
             index = self.rows * shape[1] + begins
-            grid = found.alpha.new_zeros(shape.numel())
-            alphas.append(grid.index_add(0, index, found.alpha * here).view(shape))
+            grid = result.alpha.new_zeros(shape.numel())
+            alphas.append(grid.index_add(0, index, result.alpha * here).view(shape))
             measured.append(grid.index_add(0, index, here).view(shape) > 0)
         return metrics | acceptance_metrics(alphas, measured)
 
 
+def check_shares(config: Any) -> None:
+    """Raise BadInputError if `keep_ratio` or `keep_least` is not between 0 and 1."""
+    for name in ("keep_ratio", "keep_least"):
+        if not 0 <= getattr(config, name) <= 1:
+            raise BadInputError(f"drafter: {name} is a share between 0 and 1, got {getattr(config, name)}.")
+
+
+def rollout_loss(
+    drafter: Drafter[Any],
+    batch: TargetBatch,
+    says: int,
+    roll: Callable[[TargetBatch, Rollouts], Tensor],
+    head: Head,
+    parameters: Sequence[Tensor],
+) -> DrafterLoss:
+    """Return the mean loss of each text's drafts at all depths, times the text's tokens to learn.
+
+    Args:
+        says: how many places after the text's own entry the token stands that it predicts.
+        roll: returns states `[B, T + E, H]`, of texts `[B, T]` and of the masks after them.
+        head: makes draft logits of states.
+        parameters: what `head` trains.
+    """
+
+    def of_texts(batch: TargetBatch) -> DrafterLoss:  # rows that hold one text each
+        config, wanted = drafter.config, batch.supervised.clone()  # [B, T]
+        wanted[:, :says] = False
+        learned = nn.functional.pad(wanted, (0, says))[:, says:]
+        served = None if batch.verified is None else Served(batch.verified, says)
+        rollouts = Rollouts.drawn(
+            learned, batch.tokens, config.steps, config.keep_ratio, config.keep_least, batch.step, served
+        )
+        output = roll(batch, rollouts)  # [B, T + E, H]
+        drafts = RolledDrafts.of(learned, rollouts)
+        weights = drafts.weights(wanted, config.decay, served)  # [P]
+        rows, places, drafted = drafts.rows, drafts.places + says, output[drafts.rows, drafts.entries]
+        result = compare_drafts(drafter, batch, rows, places, drafted, head, parameters, weights)
+        return DrafterLoss(result.total, wanted.sum(), drafts.metrics(result, wanted.shape, config.steps))
+
+    return DrafterLoss.sum(of_texts(texts) for texts in batch.texts())
+
+
 # ------------------------------------------------------------ decoding
+
+
+class ParallelSession(DeferredPrefillSession):
+    """A session that reads, in one pass, what was committed since the last round and the masks after it.
+
+    Attributes:
+        cache: keys and values of the drafter's layers.
+        head: makes draft logits of states.
+    """
+
+    def __init__(self, drafter: Drafter[Any], depth: int, cache: RaggedCache, head: Head):
+        super().__init__(drafter.output_ids, depth)
+        self.cache, self.head = cache, head
+        self.drafts = OnePassDrafts(depth, drafter.name)
+
+    @abstractmethod
+    def read(self, unread: PendingInputs, root: Tensor, masks: int) -> tuple[Tensor, RowLengths]:
+        """Read what is unread, the root and `masks` masks after it.
+
+        Returns:
+            the last layer's output `[B, Q + masks, H]`, and how many of the Q entries before the masks are each row's.
+        """
+
+    def prefill(self, root: Tensor) -> Tensor:
+        unread, masks = self.waiting(), self.drafts.deepest - 1
+        output, counts = self.read(unread, root, masks)
+        self.cache.advance(unread.counts)
+        self.unread = None
+        last = (counts.tensor - 1)[:, None, None].expand(-1, 1, output.shape[2])
+        states = torch.cat([output.gather(1, last), output[:, output.shape[1] - masks :]], 1)  # [B, 1 + masks, H]
+        return self.drafts.start(self.head(states))
+
+    def decode(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
+        return self.drafts.after(parents)
+
+    def caches(self) -> list[RaggedCache]:
+        return [self.cache]
+
+    def reset(self) -> None:
+        super().reset()
+        self.drafts.logits = None
 
 
 def after_texts(counts: RowLengths, width: int, masks: int) -> Nodes:
@@ -374,18 +464,8 @@ def after_texts(counts: RowLengths, width: int, masks: int) -> Nodes:
     return Nodes(depths, sees)
 
 
-def said(output: Tensor, counts: RowLengths, masks: int) -> Tensor:
-    """Return what says the drafts, `[B, 1 + masks, H]`: each text's last entry, and the masks after it.
-
-    Args:
-        output: of texts and masks as `after_texts` places them, `[B, width + masks, H]`.
-    """
-    last = (counts.tensor - 1)[:, None, None].expand(-1, 1, output.shape[2])
-    return torch.cat([output.gather(1, last), output[:, output.shape[1] - masks :]], 1)
-
-
 def place_texts(cache: RaggedCache, counts: RowLengths, width: int, masks: int) -> Tensor:
-    """Say where texts and masks of the next pass stand, as `after_texts` has them; return positions, `[B, Q]`."""
+    """Place texts and masks of the next pass in the cache, as `after_texts` has them; return positions, `[B, Q]`."""
     window = cache.window
     if window is not None:  # a round's margin is for what the decoder reads, not for masks
         cache.window = window + masks + 1

@@ -1,7 +1,7 @@
 """PARD: a draft model that drafts all tokens in one pass (arXiv 2504.18583).
 
-An ordinary small language model, trained to say, at mask tokens that it reads after a text, the tokens that follow one
-after the other: rollouts, deeper ones drawn less often (see parallel_drafts). It is saved as a plain Hugging
+An ordinary small language model, trained to predict, at mask tokens that it reads after a text, the tokens that follow
+one after the other: rollouts, deeper ones drawn less often (see parallel_drafts). It is saved as a plain Hugging
 Face checkpoint, whose config names the mask (`pard_token`), as AMD's are.
 
 Shapes: B rows, T positions, E masks of a row, Q new tokens, P drafts, H hidden size, V vocabulary.
@@ -10,7 +10,6 @@ Shapes: B rows, T positions, E masks of a row, Q new tokens, P drafts, H hidden 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -22,15 +21,10 @@ from ...targets import RaggedCache, RowLengths, Target
 from ...targets.llama_kind import layer_windows
 from ..base import DrafterLoss, TargetBatch
 from ..decoder_layer import normed
-from ..deferred_prefill import DeferredPrefillSession
-from ..draft_model.draft_model import DraftModel, DraftModelConfig
-from ..draft_model.llama_runner import ModelRunner, runs
-from ..losses import LossSettings, chunked_compare, divergence
-from ..mask_token import check_mask, unused_token
-from ..one_pass import OnePassSession
-from ..session import Abilities
-from ..tree_state import PendingInputs, required
-from .parallel_drafts import RolledDrafts, RolledLayers, Rollouts, Served, place_texts, said
+from ..draft_model import DraftModel, DraftModelConfig, LlamaRunner, runs
+from ..session import Abilities, PendingInputs, required
+from ..vocabulary import check_mask, unused_token
+from .parallel_drafts import ParallelSession, RolledLayers, Rollouts, check_shares, place_texts, rollout_loss
 
 _KEYS = {"mask_token_id": "pard_token", "steps": "pard_steps"}  # as the checkpoint's config calls them
 
@@ -58,9 +52,7 @@ class PardConfig(DraftModelConfig):
         super().__post_init__()
         if self.steps < 1:
             raise BadInputError(f"drafter: steps must be at least 1, got {self.steps}.")
-        for name in ("keep_ratio", "keep_least"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise BadInputError(f"drafter: {name} is a share between 0 and 1, got {getattr(self, name)}.")
+        check_shares(self)
 
 
 class Pard(DraftModel):
@@ -90,10 +82,10 @@ class Pard(DraftModel):
     @classmethod
     def from_folder(cls, folder: Path, values: dict[str, Any], target: Target | None) -> Self:
         drafter = super().from_folder(folder, values, target)
-        found = {name: values[key] for name, key in _KEYS.items() if key in values}
-        drafter.config = PardConfig.from_dict(found, f"{folder}: drafter")
+        settings = {name: values[key] for name, key in _KEYS.items() if key in values}
+        drafter.config = PardConfig.from_dict(settings, f"{folder}: drafter")
         if drafter.config.mask_token_id is None:
-            raise BadInputError(f"{folder}: config.json names no pard_token, so nobody knows what its masks are.")
+            raise BadInputError(f"{folder}: config.json names no pard_token, so its masks are unknown.")
         drafter._check_kind()
         return drafter
 
@@ -109,7 +101,7 @@ class Pard(DraftModel):
         check_mask(self.config.mask_token_id, target)
 
     def _check_kind(self) -> None:
-        """Refuse a model whose layers are not run by our own: its masks see what no library's mask says."""
+        """Refuse a model whose layers are not run by our own: no library has the attention mask of its masks."""
         if not runs(self.model) or any(layer_windows(self.model)):
             raise BadInputError(
                 f"pard: {type(self.model).__name__} is not of Llama's kind, with full attention (llama, mistral, "
@@ -127,38 +119,16 @@ class Pard(DraftModel):
     # ------------------------------------------------------------ training
 
     def loss(self, batch: TargetBatch) -> DrafterLoss:
-        """Return the mean loss of each text's drafts at all depths, times the text's tokens to learn."""
-        return DrafterLoss.sum(self._loss_of_texts(texts) for texts in batch.texts())
-
-    def _loss_of_texts(self, batch: TargetBatch) -> DrafterLoss:
-        """Return the loss of rows that hold one text each."""
-        wanted = batch.supervised.clone()
-        wanted[:, :1] = False
-        learned = nn.functional.pad(wanted, (0, 1))[:, 1:]  # the text says x_{t + 1} at t
-        config, vocab = self.config, batch.target.vocab_size
+        head, vocab = self.model.get_output_embeddings(), batch.target.vocab_size
         self._narrower = self.runner.vocab_size < vocab
-        served = None if batch.verified is None else Served(batch.verified, says=1)
-        rollouts = Rollouts.drawn(
-            learned, batch.tokens, config.steps, config.keep_ratio, config.keep_least, batch.step, served
-        )
-        output = self.roll(batch.tokens, rollouts)
-        drafts = RolledDrafts.of(learned, rollouts)
-        weights = drafts.weights(wanted, config.decay, served)
-        head = self.model.get_output_embeddings()
-        found = chunked_compare(
-            batch.last[drafts.rows, drafts.places],
-            output[drafts.rows, drafts.entries],
-            LossSettings(
-                batch.target.lm_head,
-                lambda states: head(states)[..., :vocab],
-                divergence(config.loss),
-                self.output_ids,
-                parameters=list(head.parameters()),
-            ),
-            weights=weights,
-            following=batch.tokens[drafts.rows, drafts.places + 1],
-        )
-        return DrafterLoss(found.total, wanted.sum(), drafts.metrics(found, wanted.shape, config.steps))
+
+        def roll(texts: TargetBatch, rollouts: Rollouts) -> Tensor:
+            return self.roll(texts.tokens, rollouts)
+
+        def logits(states: Tensor) -> Tensor:
+            return head(states)[..., :vocab]
+
+        return rollout_loss(self, batch, 1, roll, logits, list(head.parameters()))
 
     def roll(self, tokens: Tensor, rollouts: Rollouts) -> Tensor:
         """Return the last hidden states of texts `[B, T]` and of the masks after them, normed, `[B, T + E, H]`."""
@@ -166,7 +136,7 @@ class Pard(DraftModel):
         layers = RolledLayers(list(body.layers), self.model.config, body.rotary_emb, rollouts)
         masks = torch.full_like(rollouts.anchors, self._mask)
         hidden = body.embed_tokens(torch.cat([tokens.clamp(max=self.runner.vocab_size - 1), masks], 1))
-        return normed(layers.through(layers.layers[0].enter(hidden), hidden), body.norm)
+        return normed(layers.forward(layers.layers[0].enter(hidden), hidden), body.norm)
 
     # ------------------------------------------------------------ decoding
 
@@ -179,36 +149,27 @@ class Pard(DraftModel):
     ) -> PardSession:
         length = max_length + spare + self.config.steps
         self._narrower = self.runner.vocab_size < target.vocab_size
-        return PardSession(
-            self, self._fused(length), self.runner.new_cache(batch_size, length), target.vocab_size, self._mask
-        )
+        cache = self.runner.new_cache(batch_size, length)
+        return PardSession(self, self._fused(length), cache, target.vocab_size, self._mask)
 
     def state_bytes(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> int:
         return super().state_bytes(target, batch_size, max_length, spare + self.config.steps)
 
 
-class PardSession(DeferredPrefillSession, OnePassSession):
-    """A session that reads, in one pass, what was committed since the last round, the root, and the masks after it."""
+class PardSession(ParallelSession):
+    """A session that reads the tokens that were committed since the last round, the root, and the masks after it."""
 
-    def __init__(self, drafter: Pard, layers: ModelRunner, cache: RaggedCache, vocab: int, mask: int):
-        super().__init__(cache, partial(_logits, layers, vocab), drafter.output_ids, drafter.max_depth, drafter.name)
+    def __init__(self, drafter: Pard, layers: LlamaRunner, cache: RaggedCache, vocab: int, mask: int):
+        # A model may have more logits than the target's.
+        super().__init__(drafter, drafter.max_depth, cache, lambda states: layers.lm_head(states)[..., :vocab])
         self.layers, self.mask, self.highest = layers, mask, drafter.runner.vocab_size - 1
 
     def update(self, tokens: Tensor, hidden: Tensor | None, counts: RowLengths, path: Tensor | None = None) -> None:
         self.note(PendingInputs(tokens, tokens, counts))
 
-    def draft(self, root: Tensor) -> Tensor:
-        unread = self.waiting()
+    def read(self, unread: PendingInputs, root: Tensor, masks: int) -> tuple[Tensor, RowLengths]:
         tokens = nn.functional.pad(unread.tokens, (0, 1)).scatter(1, unread.counts.tensor[:, None], root[:, None])
-        counts, masks = RowLengths(unread.counts.tensor + 1), self.drafts - 1
+        counts = RowLengths(unread.counts.tensor + 1)  # the root is committed with the tokens that follow it
         positions = place_texts(self.cache, counts, tokens.shape[1], masks)
         tokens = nn.functional.pad(tokens.clamp(max=self.highest), (0, masks), value=self.mask)
-        output = self.layers.read_placed(tokens, self.cache, positions)
-        self.cache.advance(unread.counts)  # the root is committed with the tokens that follow it
-        self.unread = None
-        return said(output, counts, masks)
-
-
-def _logits(layers: ModelRunner, vocab: int, states: Tensor) -> Tensor:
-    """Return logits `[..., V]` of states `[..., H]`; a model may have more than the target's."""
-    return layers.lm_head(states)[..., :vocab]
+        return self.layers.read_placed(tokens, self.cache, positions), counts

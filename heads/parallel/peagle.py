@@ -13,24 +13,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from ...common import BadInputError
 from ...targets import RaggedCache, RowLengths, Target
 from ..base import DrafterLoss, TargetBatch
 from ..decoder_layer import CachedLayers, FusedLayer
-from ..deferred_prefill import DeferredPrefillSession
-from ..eagle.eagle3 import Eagle3, Eagle3Config
-from ..losses import LossSettings, chunked_compare, divergence
-from ..mask_token import check_mask, mean_embedding, unused_token
-from ..one_pass import OnePassSession
-from ..saved import DrafterConfig
-from ..session import Abilities
-from ..tree_state import PendingInputs, required
-from .parallel_drafts import RolledDrafts, RolledLayers, Rollouts, Served, place_texts, said
+from ..eagle import Eagle3, Eagle3Config
+from ..session import Abilities, PendingInputs, required
+from ..vocabulary import check_mask, mean_embedding, unused_token
+from .parallel_drafts import ParallelSession, RolledLayers, Rollouts, check_shares, place_texts, rollout_loss
 
 
 @dataclass
@@ -55,14 +49,11 @@ class PEagleConfig(Eagle3Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("keep_ratio", "keep_least"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise BadInputError(f"drafter: {name} is a share between 0 and 1, got {getattr(self, name)}.")
+        check_shares(self)
 
-    def completed(self, target: Target) -> Self:
-        found = super().completed(target)
-        found.mask_token_id = unused_token(target) if self.mask_token_id is None else self.mask_token_id
-        return found
+    def sizes(self, target: Target) -> dict[str, Any]:
+        mask = unused_token(target) if self.mask_token_id is None else self.mask_token_id
+        return super().sizes(target) | {"mask_token_id": mask}
 
 
 class PEagle(Eagle3):
@@ -82,7 +73,7 @@ class PEagle(Eagle3):
         return self.config.steps
 
     @classmethod
-    def build(cls, config: DrafterConfig, target: Target, token_counts: Tensor | None = None) -> Self:
+    def build(cls, config: PEagleConfig, target: Target, token_counts: Tensor | None = None) -> Self:
         head = super().build(config, target, token_counts)
         check_mask(head.config.mask_token_id, target)
         if head.mask is not None:
@@ -90,7 +81,7 @@ class PEagle(Eagle3):
         return head
 
     def masks(self, target: Target, first: FusedLayer | None = None) -> tuple[Tensor, Tensor]:
-        """Return what a mask's pair is read as: an embedding `[1, 1, H]`, and the fused hidden input, `[1, 1, H]`."""
+        """Return a mask's pair: its embedding `[1, 1, H]`, and its fused hidden input, `[1, 1, H]`."""
         hidden = self.fuse(self.mask_hidden.view(1, 1, len(self.taps), -1), first)
         if self.mask is not None:
             return self.mask.expand(1, 1, -1), hidden
@@ -100,37 +91,8 @@ class PEagle(Eagle3):
     # ------------------------------------------------------------ training
 
     def loss(self, batch: TargetBatch) -> DrafterLoss:
-        """Return the mean loss of each text's drafts at all depths, times the text's tokens to learn."""
-        return DrafterLoss.sum(self._loss_of_texts(texts) for texts in batch.texts())
-
-    def _loss_of_texts(self, batch: TargetBatch) -> DrafterLoss:
-        """Return the loss of rows that hold one text each."""
-        wanted = batch.supervised.clone()
-        wanted[:, :2] = False
-        # The pair at t says x_{t + 2}, a mask d places after it x_{t + 2 + d}.
-        learned = nn.functional.pad(wanted, (0, 2))[:, 2:]
-        config = self.config
-        served = None if batch.verified is None else Served(batch.verified, says=2)
-        rollouts = Rollouts.drawn(
-            learned, batch.tokens, config.steps, config.keep_ratio, config.keep_least, batch.step, served
-        )
-        output = self.roll(batch, rollouts)
-        drafts = RolledDrafts.of(learned, rollouts)
-        weights = drafts.weights(wanted, config.decay, served)
-        found = chunked_compare(
-            batch.last[drafts.rows, drafts.places + 1],
-            output[drafts.rows, drafts.entries],
-            LossSettings(
-                batch.target.lm_head,
-                partial(self.logits, target=batch.target),
-                divergence(config.loss),
-                self.output_ids,
-                parameters=self.output_weights(),
-            ),
-            weights=weights,
-            following=batch.tokens[drafts.rows, drafts.places + 2],
-        )
-        return DrafterLoss(found.total, wanted.sum(), drafts.metrics(found, wanted.shape, config.steps))
+        # The pair at t predicts x_{t + 2}, a mask d places after it x_{t + 2 + d}.
+        return rollout_loss(self, batch, 2, self.roll, partial(self.logits, target=batch.target), self.output_weights())
 
     def roll(self, batch: TargetBatch, rollouts: Rollouts) -> Tensor:
         """Return the last layer's output at each pair (f_t, x_{t + 1}) and at each mask, `[B, T + E, H]`."""
@@ -141,7 +103,7 @@ class PEagle(Eagle3):
         embedded = batch.target.embed(batch.tokens.roll(-1, 1)).to(masked.dtype)
         embedded = torch.cat([embedded, mask.expand(shape)], 1)
         hidden = torch.cat([self.disturb(self.fuse(batch.hidden)), masked.expand(shape)], 1)
-        return layers.through(*self.enter(self.read(embedded, first), hidden, first))
+        return layers.forward(*self.enter(self.read(embedded, first), hidden, first))
 
     # ------------------------------------------------------------ decoding
 
@@ -153,42 +115,32 @@ class PEagle(Eagle3):
         self, target: Target, batch_size: int, max_length: int, spare: int = 0, cache: RaggedCache | None = None
     ) -> PEagleSession:
         length = max_length + spare + self.config.steps
-        shapes = [layer.self_attn.kept(target.device) for layer in self.own_layers]
-        own = RaggedCache(len(shapes), batch_size, length, target.device, shapes)
-        return PEagleSession(self, target, own, self._cached(length))
+        cache = self.new_cache(target, batch_size, length)
+        return PEagleSession(self, target, cache, self.decoding_layers(length))
 
     def state_bytes(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> int:
         return super().state_bytes(target, batch_size, max_length + spare + self.config.steps)
 
 
-class PEagleSession(DeferredPrefillSession, OnePassSession):
-    """A session that reads, in one pass, what the target has processed since the last round and the masks after it."""
+class PEagleSession(ParallelSession):
+    """A session that reads the pairs that the target has processed since the last round, and the masks after them."""
 
     def __init__(self, head: PEagle, target: Target, cache: RaggedCache, layers: CachedLayers):
-        super().__init__(cache, partial(head.logits, target=target), head.output_ids, head.max_depth, head.name)
+        super().__init__(head, head.max_depth, cache, partial(head.logits, target=target))
         self.drafter, self.target, self.layers = head, target, layers
 
     def update(self, tokens: Tensor, hidden: Tensor | None, counts: RowLengths, path: Tensor | None = None) -> None:
-        hidden = required(hidden, f"{self.name}: absorb needs the target's hidden states.")
+        hidden = required(hidden, "peagle: update needs the target's hidden states.")
         self.note(PendingInputs(tokens, hidden, counts))
 
-    def draft(self, root: Tensor) -> Tensor:
-        unread = self.waiting()
-        last, masks = (unread.counts.tensor - 1)[:, None], self.drafts - 1
-        following = unread.tokens.roll(-1, 1).scatter(1, last, root[:, None])
-        first = self.layers.layers[0]
+    def read(self, unread: PendingInputs, root: Tensor, masks: int) -> tuple[Tensor, RowLengths]:
+        first, shape = self.layers.layers[0], (len(root), masks, -1)
+        following = unread.tokens.roll(-1, 1).scatter(1, (unread.counts.tensor - 1)[:, None], root[:, None])  # [B, Q]
         mask, masked = self.drafter.masks(self.target, first)
-        embedded = self.target.embed(following).to(masked.dtype)
-        embedded = torch.cat([embedded, mask.expand(len(root), masks, -1)], 1)
-        hidden = torch.cat([self.drafter.fuse(unread.hidden, first), masked.expand(len(root), masks, -1)], 1)
-        output = self._pass(embedded, hidden, unread.counts, following.shape[1])
-        self.cache.advance(unread.counts)
-        self.unread = None
-        return said(output, unread.counts, masks)
-
-    def _pass(self, embedded: Tensor, hidden: Tensor, counts: RowLengths, width: int) -> Tensor:
-        """Return the last layer's output for pairs and masks `[B, width + masks, H]`."""
-        first = self.layers.layers[0]
-        positions = place_texts(self.cache, counts, width, self.drafts - 1)
+        embedded = torch.cat(
+            [self.target.embed(following).to(masked.dtype), mask.expand(shape)], 1
+        )  # [B, Q + k − 1, H]
+        hidden = torch.cat([self.drafter.fuse(unread.hidden, first), masked.expand(shape)], 1)
+        positions = place_texts(self.cache, unread.counts, following.shape[1], masks)
         entered = self.drafter.enter(self.drafter.read(embedded, first), hidden, first)
-        return self.layers.through(*entered, self.cache, positions, True)
+        return self.layers.forward(*entered, self.cache, positions, True), unread.counts

@@ -10,9 +10,8 @@ import torch
 
 from outrider.common import BadInputError
 from outrider.decode import Control, Controller, Costs, Decoder, Plan, Sampling, Schedule, expected_tokens
-from outrider.heads import Drafter, DraftModel, Eagle3, Eagle3Config, Ngram
-from outrider.heads.draft_model import draft_model
-from outrider.heads.draft_model.draft_model import DraftModelSession
+from outrider.heads import Drafter, DraftModel, Eagle3, Eagle3Config, Ngram, draft_model
+from outrider.heads.draft_model import DraftModelSession
 from outrider.targets import Target
 
 PROMPTS = [torch.randint(0, 64, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (5, 1, 9, 3)]

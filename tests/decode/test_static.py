@@ -37,7 +37,7 @@ from outrider.heads import (
     Suffix,
     SuffixConfig,
 )
-from outrider.heads.eagle.feature_drafter import FeatureSession
+from outrider.heads.eagle import FeatureSession
 from outrider.targets import RowLengths, Target
 
 from ..conftest import few

@@ -13,7 +13,7 @@ SCRIPT = Path(__file__).parents[2] / "docs" / "developers" / "structure"
 FILES = {
     "common/__init__.py": "",
     "common/values.py": "from typing import Any\ndef positive(x: Any) -> Any:\n    return x\n",
-    "heads/__init__.py": "from .eagle.eagle3 import Eagle3\n",
+    "heads/__init__.py": "from .eagle import Eagle3\n",
     "heads/base.py": """
 class Drafter:
     def __init__(self, config):
@@ -32,10 +32,9 @@ class Session:
     def update(self, tokens):
         return self.head.layer(tokens)
 """,
-    "heads/eagle/__init__.py": "",
-    "heads/eagle/eagle3.py": """
-from ..base import Drafter
-from ..layer import Layer, Session
+    "heads/eagle.py": """
+from .base import Drafter
+from .layer import Layer, Session
 class Eagle3(Drafter):
     def __init__(self, config):
         super().__init__(config)
@@ -43,7 +42,7 @@ class Eagle3(Drafter):
     def open(self):
         return Session(self, 1, 2, 3, 4, 5, 6, 7)
     def loss(self, batch):
-        from ..losses import total
+        from .losses import total
         assert batch is not None
         return total(self.layer(batch))
 """,

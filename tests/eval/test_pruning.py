@@ -11,7 +11,8 @@ import torch
 
 from outrider.distill.vocabulary import ranks
 from outrider.eval.pruning import measure_pruning, size_figures
-from outrider.heads.losses import TargetDistribution, compare, divergence
+from outrider.heads.divergences import TargetDistribution, divergence
+from outrider.heads.losses import compare
 from outrider.targets import Target
 
 VOCAB, SIZES = 64, [1, 16, 40, 64]

@@ -1,4 +1,4 @@
-"""What a head says round by round."""
+"""A target, batches of it, and a head's logits round by round."""
 
 from __future__ import annotations
 
@@ -8,8 +8,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.heads import Drafter
+from outrider.heads import Drafter, TargetBatch
 from outrider.targets import RowLengths, Target
+
+
+@pytest.fixture
+def target(tiny_llama) -> Target:
+    return Target(tiny_llama(layers=6))
+
+
+def batch(target: Target, drafter: Drafter, tokens: Tensor, supervised: Tensor | None = None) -> TargetBatch:
+    """Return a batch in which all tokens are learned, if it is not said which."""
+    out = target.forward(tokens, taps=drafter.taps)
+    learned = torch.ones_like(tokens, dtype=torch.bool) if supervised is None else supervised
+    return TargetBatch(target, tokens, learned, out.hidden, out.last)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from outrider.heads import DFlash, DFlashConfig, DSpark, DSparkConfig
 from outrider.heads.block.block_layers import BlockMask, CachedBlocks
-from outrider.heads.block.block_sampling import Anchors
+from outrider.heads.block.block_losses import Anchors
 from outrider.heads.block.dflash import BlockSession
 from outrider.heads.decoder_layer import normed, rotary_of
 from outrider.targets import Target
@@ -23,11 +23,6 @@ from outrider.targets.cache_slots import Placement
 
 STARTS = [[4, 9], [6, 12], [3, 7]]
 Plant = Callable[[pytest.MonkeyPatch, DFlash], None]
-
-
-@pytest.fixture
-def target(tiny_llama) -> Target:
-    return Target(tiny_llama(layers=6))
 
 
 def made(target: Target) -> DSpark:
@@ -79,17 +74,17 @@ def window_is_one_longer(patch: pytest.MonkeyPatch, drafter: DFlash) -> None:
 
 
 def positions_are_another_rows(patch: pytest.MonkeyPatch, drafter: DFlash) -> None:
-    honest = CachedBlocks.through
+    honest = CachedBlocks.forward
 
     def rolled(layers: CachedBlocks, projected: Tensor, hidden: Tensor, cache: Any, positions: Tensor, tree: bool):
         return honest(layers, projected, hidden, cache, positions.roll(1, 0), tree)
 
-    patch.setattr(CachedBlocks, "through", rolled)
+    patch.setattr(CachedBlocks, "forward", rolled)
 
 
 def rotary_has_a_default_base(patch: pytest.MonkeyPatch, drafter: DFlash) -> None:
     drafter.config.rope_parameters = {"rope_type": "default", "rope_theta": 5e5}
-    drafter.rotary, drafter._kept = rotary_of(drafter.config), None
+    drafter.rotary, drafter._decoding = rotary_of(drafter.config), None
 
 
 def context_is_normed_twice(patch: pytest.MonkeyPatch, drafter: DFlash) -> None:

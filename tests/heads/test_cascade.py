@@ -31,8 +31,8 @@ from outrider.heads import (
     drafter_config,
     load_drafter,
 )
-from outrider.heads.draft_model.draft_model import DraftModelSession
-from outrider.heads.tree_state import TreeMask
+from outrider.heads.draft_model import DraftModelSession
+from outrider.heads.session import TreeMask
 from outrider.targets import Nodes, RowLengths, Target
 
 from ..decode.test_verify_exact import DRAFTS, EXACT, GRID, TARGETS, Cases, distance, enumerate_rejection, grid
@@ -41,11 +41,6 @@ from .test_lookahead import counting
 REPEATED, FRESH = [1, 2, 3, 4] * 3, list(range(20, 32))
 PROMPTS = [REPEATED, FRESH, [7]]
 STATISTICAL: dict[str, Callable[[], Drafter]] = {"ngram": Ngram, "suffix": Suffix}
-
-
-@pytest.fixture
-def target(tiny_llama) -> Target:
-    return Target(tiny_llama(layers=6))
 
 
 @pytest.fixture

@@ -13,10 +13,9 @@ from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
 from outrider.common import BadInputError
 from outrider.decode import Decoder, Plan, Sampling, Tree
 from outrider.heads import DFlash, DFlashConfig, TargetBatch
-from outrider.heads.block.block_losses import decay_weights, pace_weights
-from outrider.heads.block.block_sampling import Anchors, BlockTargets, eligible_places
+from outrider.heads.block.block_losses import Anchors, BlockTargets, decay_weights, eligible_places, pace_weights
 from outrider.heads.block.dflash import default_taps
-from outrider.heads.losses import DIVERGENCES
+from outrider.heads.divergences import DIVERGENCES
 from outrider.targets import RowLengths, Target
 
 from ..conftest import ALL_TOKENS, FEW_TOKENS, best_of_few, few
@@ -33,11 +32,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "two slots": {"block_size": 2},
     "one slot": {"block_size": 1, "from_anchor": True},
 }
-
-
-@pytest.fixture
-def target(tiny_llama) -> Target:
-    return Target(tiny_llama(layers=6))
 
 
 def made(target: Target, **changes: Any) -> DFlash:
@@ -434,7 +428,7 @@ def test_a_deeper_round_than_a_block_is_refused(target):
     session.update(tokens, taps(target, drafter, tokens), RowLengths.of([5], "cpu"))
     session.prefill(torch.tensor([1]))
     session.decode(torch.tensor([[2]]))
-    with pytest.raises(BadInputError, match="has 2 drafts; lower the depth"):
+    with pytest.raises(BadInputError, match="drafts 2 tokens at most; lower the depth"):
         session.decode(torch.tensor([[3]]))
 
 

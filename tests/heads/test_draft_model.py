@@ -13,7 +13,7 @@ from torch import Tensor
 from outrider.common import BadInputError, IncompatibleError
 from outrider.decode import Decoder, Plan, Tree
 from outrider.heads import DraftModel, DraftModelConfig, TargetBatch, load_drafter
-from outrider.heads.losses import DIVERGENCES
+from outrider.heads.divergences import DIVERGENCES
 from outrider.targets import RowLengths, Target
 
 VOCAB = 64

@@ -154,11 +154,6 @@ KNOWN = ", ".join(sorted(HEADS))
 PROMPTS = [torch.randint(0, 64, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (5, 1, 9, 3)]
 
 
-@pytest.fixture
-def target(tiny_llama) -> Target:
-    return Target(tiny_llama(layers=6))
-
-
 @pytest.fixture(params=MAKERS)
 def drafter(request, target, tiny_llama) -> Drafter:
     torch.manual_seed(3)

@@ -12,7 +12,7 @@ from torch import Tensor
 from outrider.common import BadInputError
 from outrider.decode import Decoder, Plan, Sampling
 from outrider.heads import DFlash, DFlashConfig, DSpark, DSparkConfig, TargetBatch
-from outrider.heads.block.block_sampling import Anchors
+from outrider.heads.block.block_losses import Anchors
 from outrider.targets import RowLengths, Target
 
 VOCAB, LENGTH = 64, 22
@@ -22,11 +22,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "rnn, pruned vocabulary": {"markov_head": "rnn", "draft_vocab_size": 20},
     "no markov head": {"markov_rank": 0},
 }
-
-
-@pytest.fixture
-def target(tiny_llama) -> Target:
-    return Target(tiny_llama(layers=6))
 
 
 def made(target: Target, **changes: Any) -> DSpark:

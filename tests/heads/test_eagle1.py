@@ -1,4 +1,4 @@
-"""EAGLE is what the paper says. (That what is trained is what is decoded: test_feature_drafter.py.)"""
+"""EAGLE is what the paper says. (That what is trained is what is decoded: test_eagle.py.)"""
 
 from __future__ import annotations
 
@@ -13,11 +13,6 @@ from outrider.heads import Eagle1, Eagle1Config, TargetBatch
 from outrider.targets import Target
 
 VOCAB = 64
-
-
-@pytest.fixture
-def target(tiny_llama) -> Target:
-    return Target(tiny_llama(layers=6))
 
 
 def head(target: Target, **changes) -> Eagle1:
@@ -128,8 +123,8 @@ def test_the_weights_have_the_published_names(target):
 
 def test_what_cannot_be_built_is_refused(target):
     for changes, message in (
-        ({"hidden_size": 16}, "hidden size of 16 differs from the target's 32"),
-        ({"target_layers": 4}, "number of layers of 4 differs from the target's 6"),
+        ({"hidden_size": 16}, "hidden_size 16 differs from the target's 32"),
+        ({"target_layers": 4}, "target_layers 4 differs from the target's 6"),
     ):
         with pytest.raises(BadInputError, match=message):
             Eagle1.build(Eagle1Config(**changes), target)

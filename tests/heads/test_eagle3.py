@@ -1,4 +1,4 @@
-"""EAGLE-3 is what the paper says. (That what is trained is what is decoded: test_feature_drafter.py.)"""
+"""EAGLE-3 is what the paper says. (That what is trained is what is decoded: test_eagle.py.)"""
 
 from __future__ import annotations
 
@@ -7,19 +7,15 @@ from itertools import product
 
 import pytest
 import torch
-from torch import Tensor
 
 from outrider.common import BadInputError
-from outrider.heads import Eagle3, Eagle3Config, TargetBatch, load_drafter
-from outrider.heads.losses import DIVERGENCES
+from outrider.heads import Eagle3, Eagle3Config, load_drafter
+from outrider.heads.divergences import DIVERGENCES
 from outrider.targets import Target
 
+from .conftest import batch
+
 VOCAB = 64
-
-
-@pytest.fixture
-def target(tiny_llama) -> Target:
-    return Target(tiny_llama(layers=6))
 
 
 def head(target: Target, **changes) -> Eagle3:
@@ -29,11 +25,6 @@ def head(target: Target, **changes) -> Eagle3:
         .eval()
         .requires_grad_(False)
     )
-
-
-def batch(target: Target, drafter: Eagle3, tokens: Tensor, supervised: Tensor) -> TargetBatch:
-    out = target.forward(tokens, taps=drafter.taps)
-    return TargetBatch(target, tokens, supervised, out.hidden, out.last)
 
 
 @pytest.mark.parametrize("pruned", [0, 20])

@@ -47,11 +47,6 @@ MODELS: dict[str, Callable[[Target, Callable], Drafter]] = {
 }
 
 
-@pytest.fixture
-def target(tiny_llama) -> Target:
-    return Target(tiny_llama(layers=6))
-
-
 @pytest.fixture(params=MODELS)
 def model(request, target, tiny_llama) -> Drafter:
     torch.manual_seed(3)

@@ -17,16 +17,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.heads import liger, losses
-from outrider.heads.losses import (
-    DIVERGENCES,
-    HARD,
-    LossSettings,
-    TargetDistribution,
-    chunked_compare,
-    compare,
-    divergence,
-)
+from outrider.heads import divergences
+from outrider.heads.divergences import DIVERGENCES, HARD, TargetDistribution, divergence
+from outrider.heads.losses import LossSettings, chunked_compare, compare
 
 pytestmark = pytest.mark.gpu  # where there is one, the kernels run on it
 
@@ -48,9 +41,9 @@ SERVED = [
 
 @pytest.fixture(autouse=True)
 def _anew() -> Iterator[None]:
-    liger.works.cache_clear()
+    divergences.kernel_works.cache_clear()
     yield
-    liger.works.cache_clear()
+    divergences.kernel_works.cache_clear()
 
 
 @pytest.fixture
@@ -59,7 +52,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("liger_kernel")
     if DEVICE == "cpu" and not INTERPRETED:
         pytest.skip("needs a CUDA device, or TRITON_INTERPRET=1")
-    monkeypatch.setattr(liger, "_KINDS", {DEVICE})
+    monkeypatch.setattr(divergences, "_KERNEL_DEVICES", {DEVICE})
 
 
 @pytest.fixture
@@ -76,10 +69,10 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return of
 
-    for rule in list(liger._KERNELS):
-        monkeypatch.setitem(liger._KERNELS, rule, kernel(rule, rule is losses.hard_cross_entropy))
-    monkeypatch.setattr(liger, "_KINDS", {"cpu"})
-    monkeypatch.setattr(liger, "find_spec", lambda name: name)
+    for rule in list(divergences._KERNELS):
+        monkeypatch.setitem(divergences._KERNELS, rule, kernel(rule, rule is divergences.hard_cross_entropy))
+    monkeypatch.setattr(divergences, "_KERNEL_DEVICES", {"cpu"})
+    monkeypatch.setattr(divergences, "find_spec", lambda name: name)
     return called
 
 
@@ -88,28 +81,28 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.parametrize("kind", ["cpu", "meta", "mps"])
 def test_only_cuda_tensors_take_them(monkeypatch, kind):
-    monkeypatch.setattr(liger, "find_spec", lambda name: name)
-    monkeypatch.setattr(liger, "_trial", lambda *_: 0.0)
-    assert all(liger.serves(divergence(name), "cuda") for name in SERVED)
-    assert not any(liger.serves(divergence(name), kind) for name in SERVED)
+    monkeypatch.setattr(divergences, "find_spec", lambda name: name)
+    monkeypatch.setattr(divergences, "_try_kernel", lambda *_: 0.0)
+    assert all(divergences.kernels_serve(divergence(name), "cuda") for name in SERVED)
+    assert not any(divergences.kernels_serve(divergence(name), kind) for name in SERVED)
 
 
 def test_without_liger_torch_is_taken_and_nothing_is_said(monkeypatch, caplog):
-    monkeypatch.setattr(liger, "find_spec", lambda name: None)
-    assert not any(liger.serves(divergence(name), "cuda") for name in SERVED)
+    monkeypatch.setattr(divergences, "find_spec", lambda name: None)
+    assert not any(divergences.kernels_serve(divergence(name), "cuda") for name in SERVED)
     assert not caplog.records
 
 
 def test_a_loss_with_a_part_that_has_no_kernel_takes_torch(stand_ins):
-    assert all(liger.serves(divergence(name), "cpu") for name in SERVED)
-    without = {name for name in (*DIVERGENCES, HARD) if not liger.serves(divergence(name), "cpu")}
+    assert all(divergences.kernels_serve(divergence(name), "cpu") for name in SERVED)
+    without = {name for name in (*DIVERGENCES, HARD) if not divergences.kernels_serve(divergence(name), "cpu")}
     assert without == {"lk_nla", "lk_hybrid"}
-    assert not liger.serves(divergence({"soft_ce": 1.0, "lk_nla": 0.1}), "cpu")
+    assert not divergences.kernels_serve(divergence({"soft_ce": 1.0, "lk_nla": 0.1}), "cpu")
 
 
 def test_a_loss_is_the_weighted_sum_of_its_parts_kernels_with_their_settings(stand_ins):
     name = {"jsd(0.2)": 2.0, "tv": 0.1, HARD: 0.5}
-    assert liger.serves(divergence(name), "cpu")
+    assert divergences.kernels_serve(divergence(name), "cpu")
     stand_ins.clear()
     reference, draft_logits = example(None)
     found = compare(reference, draft_logits, divergence(name))
@@ -135,16 +128,20 @@ def no_gradient(values: Tensor) -> Tensor:
             "total_variation takes torch's operations: liger-kernel's is off by .* on cpu",
         ),
         (
-            lambda reference, logits: no_gradient(losses.total_variation(reference.log_probs, logits.log_softmax(-1))),
+            lambda reference, logits: no_gradient(
+                divergences.total_variation(reference.log_probs, logits.log_softmax(-1))
+            ),
             "is off by nan on cpu",
         ),
     ],
 )
 def test_a_kernel_that_fails_or_computes_something_else_is_not_used(stand_ins, monkeypatch, caplog, wrong, message):
-    monkeypatch.setitem(liger._KERNELS, losses.total_variation, wrong)
+    monkeypatch.setitem(divergences._KERNELS, divergences.total_variation, wrong)
     with caplog.at_level(logging.WARNING):
-        assert not any(liger.serves(divergence(name), "cpu") for name in ("tv", "tv", {"soft_ce": 1.0, "tv": 0.1}))
-    assert liger.serves(divergence("soft_ce"), "cpu")
+        assert not any(
+            divergences.kernels_serve(divergence(name), "cpu") for name in ("tv", "tv", {"soft_ce": 1.0, "tv": 0.1})
+        )
+    assert divergences.kernels_serve(divergence("soft_ce"), "cpu")
     (record,) = caplog.records
     assert re.search(message, record.getMessage())
 
@@ -161,7 +158,9 @@ def example(kept: Tensor | None, positions: int = 7, vocab: int = 70) -> tuple[T
     ), ours if kept is None else ours[:, kept]
 
 
-def torchs(reference: TargetDistribution, draft_logits: Tensor, name: losses.LossName) -> tuple[Tensor, Tensor, Tensor]:
+def torchs(
+    reference: TargetDistribution, draft_logits: Tensor, name: divergences.LossName
+) -> tuple[Tensor, Tensor, Tensor]:
     """`compare`, by torch's operations."""
     log_q = draft_logits.float().log_softmax(-1)
     alpha, best = torch.minimum(reference.probs, log_q.exp()).sum(-1), log_q.argmax(-1)
@@ -169,7 +168,10 @@ def torchs(reference: TargetDistribution, draft_logits: Tensor, name: losses.Los
 
 
 def differentiated(
-    way: Callable[..., tuple[Tensor, ...]], reference: TargetDistribution, draft_logits: Tensor, name: losses.LossName
+    way: Callable[..., tuple[Tensor, ...]],
+    reference: TargetDistribution,
+    draft_logits: Tensor,
+    name: divergences.LossName,
 ) -> list[Tensor]:
     """(loss, alpha, top1) and the gradient, where each position has a weight of its own."""
     start = draft_logits.clone().requires_grad_()
@@ -181,9 +183,11 @@ def differentiated(
     return [*(f.detach() for f in found), *gradient]
 
 
-def fused(reference: TargetDistribution, draft_logits: Tensor, name: losses.LossName) -> tuple[Tensor, Tensor, Tensor]:
+def fused(
+    reference: TargetDistribution, draft_logits: Tensor, name: divergences.LossName
+) -> tuple[Tensor, Tensor, Tensor]:
     rule = divergence(name)
-    assert liger.serves(rule, DEVICE)
+    assert divergences.kernels_serve(rule, DEVICE)
     return compare(reference, draft_logits, rule)
 
 
@@ -236,7 +240,7 @@ def test_a_training_step_is_that_of_torch(kernels, monkeypatch, name, kept):
         target_hidden, start = torch.randn(positions, 5, device=DEVICE), torch.randn(3, positions, 4, device=DEVICE)
         weights, following, both = torch.rand(3, positions, device=DEVICE), torch.arange(positions, device=DEVICE), []
         for kinds in ({DEVICE}, set()):
-            monkeypatch.setattr(liger, "_KINDS", kinds)
+            monkeypatch.setattr(divergences, "_KERNEL_DEVICES", kinds)
             hidden, parameters = start.clone().requires_grad_(), list(draft_head.parameters())
             result = chunked_compare(
                 target_hidden,
@@ -279,7 +283,7 @@ def test_a_large_vocabulary_takes_no_more_memory_than_by_torch(kernels, monkeypa
     """512 positions of 151,936 symbols, or of 32,000 that are left of them; the same values and gradients."""
     kept, peaks, both = None if kept is None else torch.arange(32_000, device=DEVICE) * 4, {}, {}
     for kinds in ((), (DEVICE,)):
-        monkeypatch.setattr(liger, "_KINDS", kinds)
+        monkeypatch.setattr(divergences, "_KERNEL_DEVICES", kinds)
         for _ in range(2):  # the first time is that of compilers and trials
             reference, draft_logits = example(kept, 512, 151_936)
             draft_logits = draft_logits.to(dtype)

@@ -12,9 +12,11 @@ from outrider.common import BadInputError, IncompatibleError
 from outrider.decode import Control, Costs, Decoder, Plan, Sampling, Tree
 from outrider.decode import round as stage
 from outrider.decode.run import Request
-from outrider.heads import Drafter, Hydra, HydraConfig, Medusa, MedusaConfig, TargetBatch
-from outrider.heads.losses import divergence
+from outrider.heads import Hydra, HydraConfig, Medusa, MedusaConfig
+from outrider.heads.divergences import divergence
 from outrider.targets import RowLengths, Target
+
+from .conftest import batch
 
 VOCAB, LENGTH = 64, 18
 KINDS: dict[str, tuple[type[Medusa], type[MedusaConfig]]] = {
@@ -48,17 +50,6 @@ def build(target: Target, kind: str, new: bool = False, **changes) -> Medusa:
 
 def sequences(rows: int = 3, length: int = LENGTH) -> Tensor:
     return torch.randint(0, VOCAB, (rows, length), generator=torch.Generator().manual_seed(1))
-
-
-def batch(target: Target, drafter: Drafter, tokens: Tensor, supervised: Tensor | None = None) -> TargetBatch:
-    out = target.forward(tokens, taps=drafter.taps)
-    return TargetBatch(
-        target,
-        tokens,
-        torch.ones_like(tokens, dtype=torch.bool) if supervised is None else supervised,
-        out.hidden,
-        out.last,
-    )
 
 
 def drafted_logits(drafter: Medusa, target: Target, text: list[int], drafts: list[int]) -> list[Tensor]:
@@ -276,7 +267,7 @@ def test_a_deeper_plan_is_cut_to_the_number_of_heads(target, kind, plan):
 
 def test_more_tokens_than_heads_are_not_drafted(target):
     drafter = build(target, "medusa", num_heads=2)
-    with pytest.raises(BadInputError, match="has 2 heads, so it drafts no deeper"):
+    with pytest.raises(BadInputError, match="drafts 2 tokens at most; lower the depth"):
         drafted_logits(drafter, target, PROMPTS[0], [1, 2])
 
 

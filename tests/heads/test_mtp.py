@@ -19,8 +19,8 @@ from outrider.decode import Decoder, Plan, Sampling
 from outrider.formats import export_drafter, import_drafter, recognised
 from outrider.formats.mtp import main, save_native
 from outrider.heads import Mtp, MtpConfig, TargetBatch, load_drafter
-from outrider.heads.losses import DIVERGENCES
-from outrider.heads.mtp.target_layer import plain_body
+from outrider.heads.divergences import DIVERGENCES
+from outrider.heads.mtp_checkpoint import plain_body
 from outrider.targets import PeakBytes, RowLengths, Target
 from outrider.train.warmstart import make_drafter
 
@@ -87,11 +87,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], int]] = {
     ),
     "qwen3_5": ("Qwen3_5TextConfig", {"head_dim": 8, **LINEAR}, 1),
 }
-
-
-@pytest.fixture
-def target(tiny_llama) -> Target:
-    return Target(tiny_llama(layers=6))
 
 
 def shaken(drafter: Mtp) -> Mtp:

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.heads.unrolled_attention import Span, attend, fused, plain
-from outrider.heads.unrolled_places import PackedRows, places_of
+from outrider.heads.unrolled_attention import PackedRows, Span, attend, fused, places_of, plain
 from outrider.targets.documents import Documents
 
 ROWS, HEADS, LENGTH, KEPT, SIZE = 3, 2, 70, 50, 8

@@ -16,6 +16,7 @@ from outrider.heads.parallel.parallel_drafts import Rollouts, kept_counts
 from outrider.targets import RowLengths, Target
 
 from ..conftest import ALL_TOKENS, FEW_TOKENS, best_of_few, few
+from .conftest import batch
 
 VOCAB, LENGTH = 64, 20
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -24,11 +25,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "mask token, normed taps": {"mask_token_id": 63, "norm_taps": True, "norm_before_residual": True},
     "one draft": {"steps": 1},
 }
-
-
-@pytest.fixture
-def target(tiny_llama) -> Target:
-    return Target(tiny_llama(layers=6))
 
 
 def made(target: Target, **changes: Any) -> PEagle:
@@ -50,12 +46,6 @@ def drafter(request, target) -> PEagle:
 
 def sequences(rows: int = 3, length: int = LENGTH) -> Tensor:
     return torch.randint(0, VOCAB, (rows, length), generator=torch.Generator().manual_seed(1))
-
-
-def batch(target: Target, drafter: PEagle, tokens: Tensor, supervised: Tensor | None = None) -> TargetBatch:
-    seen = target.forward(tokens, taps=drafter.taps)
-    learned = torch.ones_like(tokens, dtype=torch.bool) if supervised is None else supervised
-    return TargetBatch(target, tokens, learned, seen.hidden, seen.last)
 
 
 def rolled(places: list[tuple[int, int]], rows: int, size: int = 256) -> Rollouts:

@@ -32,7 +32,7 @@ from transformers import (
 
 from outrider.common import BadInputError, IncompatibleError
 from outrider.heads import DraftModel, DraftModelConfig, load_drafter
-from outrider.heads.draft_model.pruning import chosen_layers, pruned
+from outrider.heads.pruning import chosen_layers, pruned
 from outrider.targets import Target
 
 SIZES = {

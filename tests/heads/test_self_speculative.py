@@ -15,9 +15,11 @@ from outrider.decode import Control, Costs, Decoder, Plan, Sampling, Tree, memor
 from outrider.decode import round as stage
 from outrider.decode.memory import Load, budget
 from outrider.decode.run import Request
-from outrider.heads import Fusion, Ngram, SelfSpeculative, SelfSpeculativeConfig, TargetBatch
-from outrider.heads.losses import divergence
+from outrider.heads import Fusion, Ngram, SelfSpeculative, SelfSpeculativeConfig
+from outrider.heads.divergences import divergence
 from outrider.targets import PeakBytes, RaggedCache, RowLengths, Target
+
+from .conftest import batch
 
 VOCAB, NEW = 64, 14
 PROMPTS = [torch.randint(0, VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (5, 1, 9, 13, 2)]
@@ -106,11 +108,6 @@ def target(tiny_llama) -> Target:
 
 def sequences(rows: int = 3, length: int = 12) -> Tensor:
     return torch.randint(0, VOCAB, (rows, length), generator=torch.Generator().manual_seed(1))
-
-
-def batch(target: Target, drafter: SelfSpeculative, tokens: Tensor) -> TargetBatch:
-    out = target.forward(tokens, taps=drafter.taps)
-    return TargetBatch(target, tokens, torch.ones_like(tokens, dtype=torch.bool), out.hidden, out.last)
 
 
 # ------------------------------------------------------------ part of a model

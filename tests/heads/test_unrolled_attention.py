@@ -1,4 +1,4 @@
-"""The fused way gathers what the plain one does, which is the definition (test_feature_drafter.py), and keeps no
+"""The fused way gathers what the plain one does, which is the definition (test_eagle.py), and keeps no
 scores.
 """
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from outrider.heads import Eagle1, Eagle1Config, Eagle3, Eagle3Config, TargetBatch, unrolled_attention
-from outrider.heads.eagle.feature_drafter import FeatureDrafter
+from outrider.heads.eagle import FeatureDrafter
 from outrider.heads.unrolled_attention import attend, fused, plain
 from outrider.targets import PeakBytes, Target
 

@@ -65,8 +65,8 @@ MODULES = {
             "tests/heads/test_lookahead.py",
         ),
     ),
-    "nodes": Module(
-        "heads/tree_state.py",
+    "session": Module(
+        "heads/session.py",
         ("tests/heads/test_drafters.py", "tests/decode/test_conformance.py", "tests/decode/test_static.py"),
     ),
     "sampling": Module("decode/sampling.py", ("tests/decode/test_sampling.py",)),

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from outrider.common import BadInputError
 from outrider.distill import distill, load_responses
-from outrider.heads import HEADS, Ngram, TargetBatch, Verified
+from outrider.heads import HEADS, AcceptedPositions, Ngram, TargetBatch
 from outrider.heads.low_rank import LowRank
 from outrider.recipes import Recipe
 from outrider.targets import Target
@@ -70,7 +70,7 @@ def follow(recipe: MakeRecipe, served: Path) -> MakeRecipe:
 
 def given(batches: Any, inputs: dict[str, Tensor], share: float = 0.5) -> TargetBatch:
     found: TargetBatch = batches.of(inputs)
-    found.verified = Verified(inputs["depths"], share)
+    found.verified = AcceptedPositions(inputs["depths"], share)
     return found
 
 

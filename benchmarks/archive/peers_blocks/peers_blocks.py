@@ -27,7 +27,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config
 
 from outrider.common.atomic import write_atomically
 from outrider.heads import DFlash, DFlashConfig, DSpark, DSparkConfig
-from outrider.heads.block.block_sampling import Anchors
+from outrider.heads.block.block_losses import Anchors
 from outrider.targets import Target
 
 CASES: dict[str, tuple[type[DFlash], dict[str, Any]]] = {

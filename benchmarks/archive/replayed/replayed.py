@@ -21,7 +21,7 @@ from outrider.decode import Decoder, Plan, Sampling
 from outrider.decode.stats import Round
 from outrider.eval.suites import load_suites, make_jobs
 from outrider.heads import DFlash, Drafter, DSpark, Pard, PEagle, TargetBatch, load_drafter
-from outrider.heads.block.block_sampling import Anchors
+from outrider.heads.block.block_losses import Anchors
 from outrider.heads.parallel.parallel_drafts import Rollouts
 from outrider.targets import Target
 

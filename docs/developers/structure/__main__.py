@@ -94,7 +94,9 @@ def lazy_imports(checkout: Checkout) -> dict[str, int]:
 
 def reading(checkout: Checkout, methods: set[str]) -> dict[str, int]:
     others = (DRAFT_STEP | TRAINING_STEP) - methods
-    return Reading(checkout, "heads.eagle.eagle3", "Eagle3", methods, others).files()
+    heads = (name for name in checkout.defined if name.startswith("heads."))
+    module = next(name for name in heads if "Eagle3" in checkout.defined[name])
+    return Reading(checkout, module, "Eagle3", methods, others).files()
 
 
 def rule_names(checkout: Checkout) -> dict[str, int]:

@@ -3,17 +3,20 @@
 Two layouts, N the target's layers (`{layer}` stands for the tensors of a decoder layer of that architecture):
 
     DeepSeek-V3, GLM-4-MoE     model.layers.{N+k}.{layer}, .enorm, .hnorm, .eh_proj, .shared_head.norm, and copies of
-    the
-                               target's embeddings, .embed_tokens and .shared_head.head
+                               the target's embeddings, .embed_tokens and .shared_head.head
     Qwen3-Next, Qwen3.5        mtp.layers.0.{layer}, mtp.pre_fc_norm_embedding, mtp.pre_fc_norm_hidden, mtp.fc, mtp.norm
 
 Both project [embedding; hidden], and read the target's hidden state after its final norm (vLLM's and transformers' code
 agree). `transformers` does not load these tensors with the target, and does not save them: the checkpoint must be the
 published one. (formats/mtp.py writes them back.)
+
+A module's layer is one decoder layer of the target's own architecture, the last, with full attention: `transformers`
+makes it from the target's config (`plain_body`), so that layers that come with a target's checkpoint fit.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -23,18 +26,19 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel
 from transformers.utils import cached_file
 
-from ...common import BadInputError, IncompatibleError
-from ...targets import Target, embedded_path
-from ...targets.loading import EMBEDDED
-from ...targets.stored import plain_weight_map, stored_tensors
-from .target_layer import plain_body
+from ..common import BadInputError, IncompatibleError, refuse_unknown_keys
+from ..common.errors import LIBRARY_ERRORS, reason
+from ..targets import Target, embedded_path
+from ..targets.loading import EMBEDDED
+from ..targets.stored import plain_weight_map, stored_tensors
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 KEPT = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 LAYER = "body.layers.0."  # of a module of ours
-_ANGLES = "rotary_emb.inv_freq"  # old checkpoints hold them; nobody reads them
+_ANGLES = "rotary_emb.inv_freq"  # old checkpoints hold them; they are not read
 
 
 @dataclass(frozen=True)
@@ -69,17 +73,17 @@ def places_in(names: Collection[str], num_layers: int) -> list[Place]:
         ]
     own = {"embedding_norm": "enorm", "hidden_norm": "hnorm", "projection": "eh_proj", "norm": "shared_head.norm"}
     for stem in ("model.layers.", "model.language_model.layers."):
-        found = [
+        stems = [
             f"{stem}{num_layers + k}." for k in range(len(names)) if f"{stem}{num_layers + k}.eh_proj.weight" in names
         ]
-        if found:
+        if stems:
             return [
                 Place(
                     {f"{ours}.weight": f"{at}{name}.weight" for ours, name in own.items()},
                     at,
                     (f"{at}embed_tokens.weight", f"{at}shared_head.head.weight"),
                 )
-                for at in found
+                for at in stems
             ]
     return []
 
@@ -107,21 +111,21 @@ class Checkpoint:
 
     def _find(self, name: str) -> Path | None:
         try:
-            found = cached_file(self.path, name, revision=self.revision, _raise_exceptions_for_missing_entries=False)
+            file = cached_file(self.path, name, revision=self.revision, _raise_exceptions_for_missing_entries=False)
         except (OSError, ValueError) as error:
             raise BadInputError(
                 f"mtp: the checkpoint {self.path!r} cannot be read ({str(error).splitlines()[0]})."
             ) from error
-        return None if found is None else Path(found)
+        return None if file is None else Path(file)
 
     def file(self, name: str) -> Path:
         """Return one of its files, on this machine."""
-        found = self._find(name)
-        if found is None:
+        path = self._find(name)
+        if path is None:
             raise BadInputError(
                 f"mtp: {name} is missing from the checkpoint {self.path!r}, though its index names it; copy it again."
             )
-        return found
+        return path
 
     def read(self, names: Collection[str]) -> dict[str, Tensor]:
         """Read these tensors.
@@ -147,26 +151,26 @@ class Checkpoint:
         Raises:
             BadInputError: it holds none, or another number of them.
         """
-        found = places_in(self.files.keys(), num_layers)
-        if not found:
+        places = places_in(self.files.keys(), num_layers)
+        if not places:
             raise BadInputError(
                 f"mtp: the checkpoint {self.path!r} holds no MTP module: no tensor is named mtp.* or "
                 f"model.layers.{num_layers}.eh_proj.weight. (Checkpoints that transformers saved have lost theirs.) "
                 "Give the published one as path, or leave out init for new modules."
             )
-        if len(found) != depth:
+        if len(places) != depth:
             raise BadInputError(
-                f"mtp: the checkpoint {self.path!r} holds {len(found)} MTP modules, the drafter has {depth}; "
-                f"set drafter.depth to {len(found)}."
+                f"mtp: the checkpoint {self.path!r} holds {len(places)} MTP modules, the drafter has {depth}; "
+                f"set drafter.depth to {len(places)}."
             )
-        result = [(place, self._layer(place)) for place in found]
+        result = [(place, self._layer(place)) for place in places]
         known = {name for place, layer in result for name in (*place.own.values(), *place.shared, *layer)}
         odd = [
             n
             for n in self.files
-            if n.startswith(("mtp.", *(p.layer for p in found))) and n not in known and not n.endswith(_ANGLES)
+            if n.startswith(("mtp.", *(p.layer for p in places))) and n not in known and not n.endswith(_ANGLES)
         ]
-        missing = [n for place in found for n in place.own.values() if n not in self.files]
+        missing = [n for place in places for n in place.own.values() if n not in self.files]
         if odd or missing:
             problems = [f"missing {n}" for n in missing] + [f"unexpected {n}" for n in odd]
             raise IncompatibleError(
@@ -212,9 +216,9 @@ def load_native(modules: Sequence[nn.Module], layer: dict[str, Any], target: Tar
         if path is None:
             _check_shared(checkpoint, place, target)
         read = checkpoint.read([*place.own.values(), *names])
-        found = _layer_from(layer, {n.removeprefix(place.layer): read[n] for n in names}, checkpoint.path)
+        tensors = _layer_from(layer, {n.removeprefix(place.layer): read[n] for n in names}, checkpoint.path)
         own = {ours: read[name] for ours, name in place.own.items()}
-        _fill(module, own | {LAYER + n: t for n, t in found.items()}, checkpoint.path)
+        _fill(module, own | {LAYER + n: t for n, t in tensors.items()}, checkpoint.path)
 
 
 def _fill(module: nn.Module, tensors: dict[str, Tensor], path: str) -> None:
@@ -270,3 +274,82 @@ def _check_shared(checkpoint: Checkpoint, place: Place, target: Target) -> None:
                     f"mtp: {name} in {checkpoint.path!r} differs from the target's own; "
                     "modules with their own embeddings are not supported."
                 )
+
+
+# ------------------------------------------------------------ a layer of the target's architecture
+
+# Settings that leave one layer of a config; the place where experts begin is counted from the first.
+_ALONE: dict[str, Any] = {
+    "num_hidden_layers": 1,
+    "vocab_size": 1,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "layer_types": ["full_attention"],
+    "sliding_window": None,
+    "use_sliding_window": False,
+    "first_k_dense_replace": 0,
+    "mlp_only_layers": [],
+    "decoder_sparse_step": 1,
+    "num_mtp_layers": 0,
+    "num_nextn_predict_layers": 0,
+    "mtp_num_hidden_layers": 0,
+}
+# How it is computed is no part of what it is; such a setting may even name code of the Hub.
+_NOT_OF_A_LAYER = (
+    "model_type",
+    "attn_implementation",
+    "_attn_implementation",
+    "experts_implementation",
+    "_experts_implementation",
+)
+_OF_A_CHECKPOINT = (
+    "architectures",
+    "dtype",
+    "torch_dtype",
+    "quantization_config",
+    "auto_map",
+    "transformers_version",
+    "_name_or_path",
+)
+
+
+def layer_values(target: Target, changes: dict[str, Any]) -> dict[str, Any]:
+    """Return the config of a model of one layer like the target's last, with these `changes`, as config.json has it."""
+    values = target.config.to_dict()
+    refuse_unknown_keys(changes, values, "drafter.layer")
+    values = {k: v for k, v in values.items() if k not in _OF_A_CHECKPOINT}
+    values |= {k: v[-1:] for k, v in values.items() if isinstance(v, list) and len(v) == target.num_layers}
+    values |= {k: v for k, v in _ALONE.items() if values.get(k) is not None}
+    try:
+        made = type(target.config)(**(values | changes))
+    except LIBRARY_ERRORS as error:
+        raise BadInputError(f"drafter.layer: {reason(error)}") from error
+    saved = json.loads(made.to_json_string(use_diff=True))
+    return {k: v for k, v in saved.items() if k not in _OF_A_CHECKPOINT}
+
+
+def plain_body(values: dict[str, Any]) -> Any:
+    """Make a `transformers` model of one layer from the config `values`; its embedding of one token is never read.
+
+    Raises:
+        IncompatibleError: the library does not know this architecture or refuses its settings, or it is not of the kind
+            that MTP modules are made of.
+    """
+    kind = values.get("model_type")
+    if kind is None:
+        raise IncompatibleError(
+            "mtp: the config of a module's layer names no model_type, so its architecture is unknown."
+        )
+    try:
+        config = AutoConfig.for_model(kind, **{k: v for k, v in values.items() if k not in _NOT_OF_A_LAYER})
+        body = AutoModel.from_config(config, dtype=torch.float32, trust_remote_code=False)
+    except LIBRARY_ERRORS as error:
+        raise IncompatibleError(
+            f"mtp: transformers cannot make a layer of a {kind!r} model ({reason(error)})."
+        ) from error
+    if not isinstance(getattr(body, "norm", None), nn.Module) or not hasattr(body, "layers"):
+        raise IncompatibleError(
+            f"mtp: {type(body).__name__} is not a stack of layers with one norm after them; take another drafter."
+        )
+    return body

@@ -25,8 +25,7 @@ from transformers import (
 
 from outrider.decode import Decoder, Plan, Tree
 from outrider.heads import DraftModel, decoder_layer
-from outrider.heads.draft_model.draft_model import DraftModelSession
-from outrider.heads.draft_model.llama_runner import ModelRunner, runs
+from outrider.heads.draft_model import DraftModelSession, LlamaRunner, runs
 from outrider.targets import RowLengths, Target
 
 VOCAB = 64
@@ -331,7 +330,7 @@ def test_memory_is_what_is_allocated_and_nothing_of_it_is_saved(target, models, 
     saved = list(drafter.state_dict())
     told = drafter.state_bytes(target, 2, 30, 5)
     state = drafter.open(target, 2, 30, 5)
-    assert isinstance(state.fused, ModelRunner)
+    assert isinstance(state.fused, LlamaRunner)
     copies = state.fused.tensors()
     assert told == state.cache.num_bytes() + sum(t.untyped_storage().nbytes() for t in copies)
     assert drafter.state_bytes(target, 2, 30, 5) == state.cache.num_bytes()

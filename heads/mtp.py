@@ -5,8 +5,8 @@ h_i^k predicts x_{i+k+1} through the target's own output embedding:
 
     h_i^k = Block_k(W_k [RMSNorm(Emb(x_{i+k})); RMSNorm(h_i^{k−1})]),    h_i^0 the target's, after its final norm.
 
-The block is a layer of the target's own architecture (parts/target_layer.py), so that modules that come with a target's
-checkpoint fit (parts/mtp_checkpoint.py). Either D modules draft D tokens, or one module reads its own outputs again
+The block is a layer of the target's own architecture (mtp_checkpoint.py), so that modules that come with a target's
+checkpoint fit. Either D modules draft D tokens, or one module reads its own outputs again
 (`recursive`; FastMTP, arXiv 2509.18362) and drafts as many as asked for.
 
 Written by the place p = i + k of the token: reading x_p, module k takes what module k−1 made of x_{p−1}, and all
@@ -31,17 +31,14 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from ...common import BadInputError
-from ...targets import Backbone, Nodes, RaggedCache, RowLengths, Target
-from ...targets.meta_model import sketching
-from ..base import DrafterLoss, TargetBatch
-from ..deferred_prefill import DeferredPrefillSession
-from ..head_drafter import HeadConfig, HeadDrafter
-from ..losses import LossName, LossSettings, chunked_compare, divergence, metrics_by_depth
-from ..session import Abilities
-from ..tree_state import PendingInputs, TreeMask, required, take_positions
-from .mtp_checkpoint import load_native
-from .target_layer import layer_values, plain_body
+from ..common import BadInputError
+from ..targets import Backbone, Nodes, RaggedCache, RowLengths, Target
+from ..targets.meta_model import sketching
+from .base import DrafterLoss, HeadConfig, HeadDrafter, TargetBatch, compare_drafts
+from .divergences import LossName
+from .losses import metrics_by_depth
+from .mtp_checkpoint import layer_values, load_native, plain_body
+from .session import Abilities, DeferredPrefillSession, PendingInputs, TreeMask, required, take_positions
 
 
 @dataclass
@@ -53,12 +50,12 @@ class MtpConfig(HeadConfig):
         recursive: the one module reads its own outputs again, and drafts to any depth. Else D is the deepest proposal.
         steps: S, how often a recursive module is applied in training.
         decay: depth k weighs decay^(k−1) / Σ. 0.6 is FastMTP's, 1.0 DeepSeek-V3's.
-        loss: see `losses.divergence`. Both papers' is hard_ce, against the token that followed.
+        loss: see `divergences.divergence`. Both papers' is hard_ce, against the token that followed.
         draft_vocab_size: the most frequent training tokens kept as outputs; 0 for all.
         norm_output: the next module, or step, reads the normed output, as in `transformers` and Megatron; False: the
             layer's own (vLLM's DeepSeek).
         hidden_first: the projection reads [hidden; embedding] instead of [embedding; hidden] (MiMo).
-        init: `random` makes new modules; `native` starts from those of a checkpoint (see parts/mtp_checkpoint.py). (A
+        init: `random` makes new modules; `native` starts from those of a checkpoint (see mtp_checkpoint.py). (A
             recipe may also give the folder of a saved drafter here; see `train`.)
         path: the checkpoint of `init: native`; None for the target's own.
         layer: fields of the target's config to change for the modules' layer, e.g. `{intermediate_size: 512}`. Its
@@ -83,7 +80,7 @@ class MtpConfig(HeadConfig):
     target_layers: int = 0
 
     def __post_init__(self) -> None:
-        divergence(self.loss)
+        super().__post_init__()
         for name in ("depth", "steps"):
             if getattr(self, name) < 1:
                 raise BadInputError(f"mtp: {name} must be at least 1, got {getattr(self, name)}.")
@@ -128,13 +125,13 @@ class Module(nn.Module):
         self.hidden_first, self.norm_output = config.hidden_first, config.norm_output
 
     def mixed(self, embedded: Tensor, hidden: Tensor) -> Tensor:
-        """Return what the layer reads, from embeddings and hidden states `[B, Q, H]`."""
+        """Return the layer's input, of embeddings and hidden states `[B, Q, H]`."""
         dtype = self.projection.weight.dtype
         parts = [self.embedding_norm(embedded.to(dtype)), self.hidden_norm(hidden.to(dtype))]
         return self.projection(torch.cat(parts[::-1] if self.hidden_first else parts, -1))
 
     def answer(self, output: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what is handed on, and what the output embedding reads, from the layer's output."""
+        """Return the next module's input and the output embedding's, of the layer's output."""
         normed = self.norm(output)
         return normed if self.norm_output else output, normed
 
@@ -193,24 +190,17 @@ class Mtp(HeadDrafter[MtpConfig]):
         rows, places = wanted.nonzero(as_tuple=True)
         count = self.config.num_outputs
         begin = (wanted.int().argmax(1) - 1 - count).clamp(min=0)
-        outputs = self.unroll(batch.target, batch.tokens, batch.last, begin)
-        # [S, P], of the outputs that predict these tokens
+        outputs = self.unroll(batch.target, batch.tokens, batch.last, begin)  # S times [B, T', H]
         steps = torch.arange(count, device=places.device)[:, None]
-        index = places - 2 - begin[rows] - steps
+        index = places - 2 - begin[rows] - steps  # [S, P], of the outputs that predict these tokens
         here = index >= 0
         decay = self.config.decay**steps
         weights = decay / decay.sum() * here
         if batch.verified is not None:
             weights = batch.verified.weighed(weights, rows, places, steps + 1)
-        result = chunked_compare(
-            batch.last[rows, places - 1],
-            torch.stack([o[rows, i.clamp(min=0)] for o, i in zip(outputs, index, strict=True)]),
-            LossSettings(
-                batch.target.lm_head, self.lm_head(batch.target), divergence(self.config.loss), self.output_ids
-            ),
-            weights=weights,
-            following=batch.tokens[rows, places],
-        )
+        predicted = torch.stack([o[rows, i.clamp(min=0)] for o, i in zip(outputs, index, strict=True)])  # [S, P, H]
+        head = self.lm_head(batch.target)
+        result = compare_drafts(self, batch, rows, places, predicted, head, weights=weights)
         return DrafterLoss(result.total, wanted.sum(), metrics_by_depth(result, wanted, here))
 
     def unroll(self, target: Target, tokens: Tensor, last: Tensor, begin: Tensor | None = None) -> list[Tensor]:
@@ -322,7 +312,7 @@ class MtpSession(DeferredPrefillSession):
             entry reads it.
         outputs: handed on after the root and each drafted node of this round, `[B, 1 + n, H]`.
         passes: of `decode` in this round: no node is deeper.
-        branches: of this round's tree.
+        tree: of this round.
     """
 
     def __init__(self, drafter: Mtp, target: Target, batch_size: int, length: int):
@@ -338,12 +328,12 @@ class MtpSession(DeferredPrefillSession):
 
     def _begin_round(self, outputs: list[Tensor]) -> None:
         self.outputs, self.passes = outputs, 0
-        self.branches: TreeMask | None = None
+        self.tree: TreeMask | None = None
 
     def update(self, tokens: Tensor, hidden: Tensor | None, counts: RowLengths, path: Tensor | None = None) -> None:
         # The entry of the last hidden state needs the token after it: `prefill` knows that one. It also reads accepted
         # drafts anew: now there are true hidden states for the first module.
-        hidden = required(hidden, "mtp: absorb needs the target's hidden states.")
+        hidden = required(hidden, "mtp: update needs the target's hidden states.")
         self.note(PendingInputs(tokens, hidden[:, :, 0], counts))
 
     def prefill(self, root: Tensor) -> Tensor:
@@ -367,16 +357,16 @@ class MtpSession(DeferredPrefillSession):
         readers = self._readers(parents is not None)
         nodes = None
         if parents is not None:
-            self.branches = self.branches or TreeMask(len(tokens), 0, tokens.device)
-            nodes = self.branches.grow(parents)
+            self.tree = self.tree or TreeMask(len(tokens), 0, tokens.device)
+            nodes = self.tree.grow(parents)
         embedded, offset = self.target.embed(tokens), self.outputs[-1].shape[1] - 1
         before = [self._before(source, parents) for _, source in readers]
-        found = []
+        answers = []
         for (index, _), hidden in zip(readers, before, strict=True):
             output, normed = self.drafter.step(index, (embedded, hidden), self._caches[index], offset, nodes)
             self.outputs[index] = torch.cat([self.outputs[index], output], 1)
-            found.append(normed)
-        return self._logits(found[0] if nodes is None or len(found) == 1 else _by_depth(found, nodes.depths))
+            answers.append(normed)
+        return self._logits(answers[0] if nodes is None or len(answers) == 1 else _by_depth(answers, nodes.depths))
 
     def _readers(self, in_tree: bool) -> list[tuple[int, int]]:
         """Return the modules that read in this pass, each with the one whose outputs it reads.
@@ -394,7 +384,7 @@ class MtpSession(DeferredPrefillSession):
         return [(k, k - 1) for k in range(first, config.depth)]
 
     def _before(self, source: int, parents: Tensor | None) -> Tensor:
-        """Return what the module at `source` handed on before this pass's nodes, `[B, W, H]`."""
+        """Return the outputs of the module at `source` before this pass's nodes, `[B, W, H]`."""
         outputs = self.outputs[source]
         return outputs[:, -1:] if parents is None else take_positions(outputs, parents + 1)
 
@@ -421,10 +411,10 @@ class MtpSession(DeferredPrefillSession):
         self.previous = [before[rows] for before in self.previous]
 
 
-def _by_depth(found: list[Tensor], depths: Tensor) -> Tensor:
+def _by_depth(answers: list[Tensor], depths: Tensor) -> Tensor:
     """Return for each node at `depths` `[B, W]` (0 below the root) the entry `[B, W, H]` that its depth picks.
 
     The host does not know which is whose.
     """
-    index = depths.clamp(max=len(found) - 1)
-    return torch.stack(found).gather(0, index[None, :, :, None].expand(1, *found[0].shape))[0]
+    index = depths.clamp(max=len(answers) - 1)
+    return torch.stack(answers).gather(0, index[None, :, :, None].expand(1, *answers[0].shape))[0]

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from ...common import BadInputError, IncompatibleError
-from ...targets import RowLengths, Target, decoder_layers
-from ..tree_state import required
+from ..common import BadInputError, IncompatibleError
+from ..targets import RowLengths, Target, decoder_layers
+from .session import required
 
 LAYERS, HIDDEN, NEURONS, HEADS, GROUPS = (
     "num_hidden_layers",
@@ -348,8 +348,10 @@ def _importance(target: Target, tokens: Tensor) -> _Importance:
     def of_norm(*call: Any) -> None:
         hidden.add_(call[-1].float().abs().mean((0, 1)))
 
-    def of_input(found: list[Tensor]) -> Any:
-        return lambda module, args: found.append(args[0].float().abs().mean((0, 1)) * module.weight.float().norm(dim=0))
+    def of_input(collected: list[Tensor]) -> Any:
+        return lambda module, args: collected.append(
+            args[0].float().abs().mean((0, 1)) * module.weight.float().norm(dim=0)
+        )
 
     with _hooked(
         [norm.register_forward_hook(of_norm) for _, norm in _hidden_norms(target.body, layers)]

@@ -16,36 +16,34 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from ...common import BadInputError, IncompatibleError, refuse_unknown_keys
-from ...targets import Nodes, RaggedCache, RowLengths, Target, load_causal_lm, load_tokenizer, require_same_vocabulary
-from ...targets.documents import Documents
-from ...targets.fingerprint import plain_config
-from ...targets.hub import model_folder
-from ..base import Drafter, DrafterLoss, TargetBatch
-from ..losses import LossName, LossSettings, acceptance_metrics, ahead, chunked_compare, divergence
-from ..saved import DrafterConfig
-from ..session import Abilities, ChainSession, NodeSession
-from ..tree_state import TreeMask, required
-from .llama_runner import ModelRunner, runs
+from ..common import BadInputError, IncompatibleError, refuse_unknown_keys
+from ..targets import Nodes, RaggedCache, RowLengths, Target, load_causal_lm, load_tokenizer, require_same_vocabulary
+from ..targets.fingerprint import plain_config
+from ..targets.hub import model_folder
+from ..targets.llama_kind import is_of_llama_kind, layer_windows
+from .base import Drafter, DrafterLoss, TargetBatch, TrainedConfig, teacher_forced_loss
+from .decoder_layer import CachedLayers, copied_bytes, normed
+from .divergences import LossName
 from .pruning import check_names, pruned
+from .session import Abilities, ChainSession, NodeSession, TreeMask, required
 
 
 @dataclass
-class DraftModelConfig(DrafterConfig):
+class DraftModelConfig(TrainedConfig):
     """Settings of a draft model: how it is made and trained.
 
     The saved form is a plain Hugging Face checkpoint.
 
     Attributes:
         init: `random` makes a new model; `pretrained` starts from the one in `path`; `prune` from what is worth most of
-            the target (see parts/pruning.py). None: `pretrained` if there is a path, else `random`. (A recipe may also
+            the target (see pruning.py). None: `pretrained` if there is a path, else `random`. (A recipe may also
             give the folder of a saved drafter here; see `train`.)
         path: the model of `init: pretrained`.
         model: fields of the target's config to change, e.g. `{num_hidden_layers: 2}`; with `prune` the sizes to keep.
-        loss: see `losses.divergence`.
+        loss: see `divergences.divergence`.
         depths: depths up to which the simulated tau multiplies alphas (metrics only).
     """
 
@@ -58,7 +56,7 @@ class DraftModelConfig(DrafterConfig):
     depths: int = 4
 
     def __post_init__(self) -> None:
-        divergence(self.loss)
+        super().__post_init__()
         self.init = self.init or ("random" if self.path is None else "pretrained")
         if self.init not in self.init_words:
             raise BadInputError(f"draft_model: init must be one of {', '.join(self.init_words)}, found {self.init!r}.")
@@ -95,7 +93,7 @@ class DraftModel(Drafter[DraftModelConfig]):
         super().__init__(config or DraftModelConfig())
         self.model = model
         self._narrower = False  # than a target it was checked against, or opened for
-        self._kept: ModelRunner | None = None
+        self._kept: LlamaRunner | None = None
 
     @classmethod
     def build(cls, config: DraftModelConfig, target: Target, token_counts: Tensor | None = None) -> Self:
@@ -105,7 +103,7 @@ class DraftModel(Drafter[DraftModelConfig]):
             return cls(_cut(model, target).requires_grad_(True), config)
         if config.init == "prune":
             return cls(pruned(target, config.model, token_counts), config)
-        return cls(_new(_smaller(target.config, config.model)), config)
+        return cls(_from_config(_smaller(target.config, config.model)), config)
 
     @classmethod
     def from_folder(cls, folder: Path, values: dict[str, Any], target: Target | None) -> Self:
@@ -146,30 +144,21 @@ class DraftModel(Drafter[DraftModelConfig]):
 
     def loss(self, batch: TargetBatch) -> DrafterLoss:
         """Return the divergence at every position that predicts a supervised token, whoever wrote it."""
-        wanted = batch.supervised[:, 1:]
         own, vocab = Target(self.model), batch.target.vocab_size
         self._narrower = own.vocab_size < vocab
         tokens = _known(batch.tokens, own) if self._narrower else batch.tokens
-        hidden = _hidden(own, tokens, batch.documents)[:, :-1]
-        result = chunked_compare(
-            batch.last[:, :-1][wanted],
-            hidden[wanted],
-            LossSettings(
-                batch.target.lm_head,
-                lambda last: own.lm_head(last)[..., :vocab],
-                divergence(self.config.loss),
-                self.output_ids,
-                parameters=list(self.model.get_output_embeddings().parameters()),
-            ),
-            following=batch.tokens[:, 1:][wanted],
-        )
-        count = wanted.sum()
-        alpha = torch.zeros(wanted.shape, device=wanted.device)
-        alpha[wanted] = result.alpha
-        depths = range(self.config.depths)
-        metrics = {"loss_d1": (result.loss.sum(), count), "top1_d1": (result.top1.sum(), count)}
-        metrics |= acceptance_metrics([ahead(alpha, d) for d in depths], [ahead(wanted, d) for d in depths])
-        return DrafterLoss(result.total, count, metrics)
+        documents = batch.documents
+
+        def last(rows: Tensor) -> Tensor:
+            return own.forward(rows, logits=False).last
+
+        hidden = last(tokens) if documents is None else documents.read(tokens, last)  # [B, T, H]
+        parameters = list(self.model.get_output_embeddings().parameters())
+
+        def head(states: Tensor) -> Tensor:
+            return own.lm_head(states)[..., :vocab]
+
+        return teacher_forced_loss(self, batch, hidden, head, parameters, self.config.depths)
 
     # ------------------------------------------------------------ decoding
 
@@ -201,15 +190,15 @@ class DraftModel(Drafter[DraftModelConfig]):
 
     def state_bytes(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> int:
         length = max_length + spare
-        fused = 0 if not runs(self.model) or self._fitting(length) else ModelRunner.num_bytes(self.model, length)
+        fused = 0 if not runs(self.model) or self._fitting(length) else LlamaRunner.num_bytes(self.model, length)
         return self.runner.cache_bytes(batch_size, length) + fused
 
-    def _fused(self, length: int) -> ModelRunner:
+    def _fused(self, length: int) -> LlamaRunner:
         """Return the runner that is kept from request to request, until it is too short or the weights have changed."""
-        self._kept = self._fitting(length) or ModelRunner(self.model, length)
+        self._kept = self._fitting(length) or LlamaRunner(self.model, length)
         return self._kept
 
-    def _fitting(self, length: int) -> ModelRunner | None:
+    def _fitting(self, length: int) -> LlamaRunner | None:
         return self._kept if self._kept is not None and self._kept.serves(self.model, length) else None
 
     @cached_property
@@ -235,7 +224,7 @@ class DraftModelSession(ChainSession):
     """
 
     def __init__(
-        self, runner: Target, cache: RaggedCache, fused: ModelRunner | None, output_ids: Tensor | None, vocab: int
+        self, runner: Target, cache: RaggedCache, fused: LlamaRunner | None, output_ids: Tensor | None, vocab: int
     ):
         super().__init__(output_ids)
         self.runner, self.cache, self.fused, self.vocab = runner, cache, fused, vocab
@@ -246,7 +235,7 @@ class DraftModelSession(ChainSession):
         self.unread = torch.zeros(self.cache.batch_size, 0, dtype=torch.long, device=self.runner.device)
         # Entries after the committed ones: the root and the drafts that were read; 0 since the last `update`.
         self.written = 0
-        self.branches: TreeMask | None = None
+        self.tree: TreeMask | None = None
 
     def reset(self) -> None:
         super().reset()
@@ -279,14 +268,14 @@ class DraftModelSession(ChainSession):
         """Read the root, and what follows it in `tokens` `[B, W]`; return logits `[B, W, V]`."""
         count, width = self.unread.shape[1], tokens.shape[1]
         logits = self._read(torch.cat([self.unread, tokens], 1) if count else tokens, count, offset=-count)
-        self.written, self.branches = width, None
+        self.written, self.tree = width, None
         return logits
 
     def decode(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
         nodes = None
         if parents is not None:
-            self.branches = self.branches or TreeMask(len(tokens), 1, tokens.device)
-            nodes = self.branches.grow(parents)
+            self.tree = self.tree or TreeMask(len(tokens), 1, tokens.device)
+            nodes = self.tree.grow(parents)
         logits = self._read(tokens, offset=self.written, nodes=nodes)
         self.written += tokens.shape[1]
         return logits
@@ -295,11 +284,11 @@ class DraftModelSession(ChainSession):
         width = tokens.shape[1]
         if after is None:
             logits = self._begin(tokens)
-            self.branches = TreeMask(len(tokens), 1, tokens.device)
-            self.branches.grow_chain(torch.full_like(tokens[:, 0], -1), width - 1)
+            self.tree = TreeMask(len(tokens), 1, tokens.device)
+            self.tree.grow_chain(torch.full_like(tokens[:, 0], -1), width - 1)
             return logits
-        branches = required(self.branches, "read_chain: the first chain of a round begins with the root (after=None).")
-        logits = self._read(tokens, offset=self.written, nodes=branches.grow_chain(after, width))
+        tree = required(self.tree, "read_chain: the first chain of a round begins with the root (after=None).")
+        logits = self._read(tokens, offset=self.written, nodes=tree.grow_chain(after, width))
         self.written += width
         return logits
 
@@ -333,16 +322,7 @@ class DraftModelSession(ChainSession):
         self.unread = self.unread[rows]
 
 
-def _hidden(model: Target, tokens: Tensor, documents: Documents | None) -> Tensor:
-    """Return a model's last hidden states of rows `[B, T]`, `[B, T, H]`; of several texts in a row, of each alone."""
-
-    def last(rows: Tensor) -> Tensor:
-        return model.forward(rows, logits=False).last
-
-    return last(tokens) if documents is None else documents.read(tokens, last)
-
-
-def _new(config: Any) -> Any:
+def _from_config(config: Any) -> Any:
     """Return a new model of a config, in fp32."""
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
 
@@ -384,3 +364,44 @@ def _smaller(config: Any, changes: dict[str, Any]) -> Any:
     if "head_dim" not in changes and values.get("head_dim") and {"hidden_size", "num_attention_heads"} & set(changes):
         values["head_dim"] = values["hidden_size"] // values["num_attention_heads"]
     return type(config)(**values)
+
+
+# ------------------------------------------------------------ models of Llama's kind, by the layers of heads
+
+
+def runs(model: Any) -> bool:
+    """Whether `LlamaRunner` computes what `model` does: it is of Llama's kind, and attends by SDPA."""
+    return is_of_llama_kind(model) and model.config._attn_implementation == "sdpa"
+
+
+class LlamaRunner(CachedLayers):
+    """A model that `runs`."""
+
+    def __init__(self, model: Any, max_length: int):
+        body, config = model.model, model.config
+        super().__init__(list(body.layers), config, body.rotary_emb, max_length, layer_windows(model))
+        self.model = model
+
+    def serves(self, model: Any, max_length: int) -> bool:
+        """Whether it is long enough for `model`, whose weights have not changed since."""
+        return self.fits(model.model.layers, max_length)
+
+    @staticmethod
+    def num_bytes(model: Any, max_length: int) -> int:
+        """Return how many bytes a runner of `model` allocates."""
+        layers = model.model.layers
+        return copied_bytes(layers, layers[0].self_attn.head_dim, max_length)
+
+    def read(self, tokens: Tensor, cache: RaggedCache, offset: int, nodes: Nodes | None) -> Tensor:
+        """Return the last hidden states `[B, Q, H]` of `tokens` `[B, Q]`, normed; places as for `Target.forward`."""
+        return self.read_placed(tokens, cache, cache.place(tokens.shape[1], offset, nodes), nodes is not None)
+
+    def read_placed(self, tokens: Tensor, cache: RaggedCache, positions: Tensor, in_tree: bool = True) -> Tensor:
+        """Return the last hidden states `[B, Q, H]`, normed, of `tokens` `[B, Q]` for which the cache has a place."""
+        hidden = nn.functional.embedding(tokens, self.model.model.embed_tokens.weight)
+        output = self.forward(self.layers[0].enter(hidden), hidden, cache, positions, in_tree)
+        return normed(output, self.model.model.norm)
+
+    def lm_head(self, hidden: Tensor) -> Tensor:
+        """Return logits as `Target.lm_head` does: these models have no scaling of their own."""
+        return self.model.lm_head(hidden)

@@ -1,1 +1,0 @@
-"""A separate small language model as the drafter."""

@@ -1,0 +1,506 @@
+"""EAGLE and EAGLE-3: heads that feed on their own output, how they are trained, and how they draft.
+
+They run over pairs (f_t, x_{t+1}), the target's features at a token and the token that followed it. After the last true
+feature such a head reads what it made itself. Training unrolls exactly that: at step i the hidden input is the head's
+output of step i−1, the token is the ground truth shifted by i, and attention sees the true entries up to t plus one own
+entry per later step (EAGLE-3's training-time test, arXiv 2503.01840). With one step it is teacher forcing (EAGLE, arXiv
+2401.15077), with more of them HASS (arXiv 2408.15766). EAGLE-2's dynamic trees (arXiv 2406.16858) are the decoder's.
+
+A head describes its network once (`fuse`, `read`, `enter`, `finish`, `embed_output`). A training step is
+`FeatureDrafter.unroll`, a draft step is `FeatureSession._step`: the same calls, over layers that attend differently
+(decoder_layer.py).
+
+Shapes: B rows, T positions, T' of them in later steps, Q new entries, P supervised positions, K taps, H hidden size,
+V' draft vocabulary, S unrolled steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..common import BadInputError
+from ..targets import Nodes, RaggedCache, RowLengths, Target
+from .base import DrafterLoss, TargetBatch, compare_drafts
+from .decoder_layer import (
+    CachedLayers,
+    FusedLayer,
+    InputProjection,
+    Layer,
+    LayerConfig,
+    LayerDrafter,
+    UnrolledLayers,
+    angles,
+    copied_bytes,
+    norm_of,
+    normed,
+    rotary_of,
+)
+from .divergences import LossName, smooth_l1
+from .losses import metrics_by_depth
+from .session import Abilities, DeferredPrefillSession, NodeSession, PendingInputs, TreeMask, take_positions
+from .unrolled_attention import Places, WholeRows, places_of
+
+
+@dataclass
+class FeatureConfig(LayerConfig):
+    """Settings of every such head.
+
+    Attributes:
+        steps: unrolled steps S in training.
+        decay: weight of step i is `decay ** i`.
+        loss: see `divergences.divergence`.
+        num_layers: decoder layers, of which the first reads embedding and hidden state; the others are plain ones.
+    """
+
+    steps: int = 1
+    decay: float = 0.8
+    loss: LossName = "soft_ce"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.steps < 1:
+            raise BadInputError(f"drafter: steps must be at least 1, got {self.steps}.")
+
+    @property
+    def feeds_finished(self) -> bool:
+        """Whether a step reads what `FeatureDrafter.finish` made of the last one's output, and not the output."""
+        return False
+
+
+class FeatureDrafter(LayerDrafter):
+    """A head that feeds on its own output; an architecture defines what stands before and after its layers."""
+
+    packs = True
+    follows_rounds = True
+    config: FeatureConfig
+
+    # ------------------------------------------------------------ the network
+
+    @property
+    def input_projection(self) -> InputProjection:
+        """The product before the first layer, which `fuse` or `enter` asks of that layer (`FusedLayer.project`)."""
+        raise NotImplementedError
+
+    def fuse(self, hidden: Tensor, first: FusedLayer | None = None) -> Tensor:
+        """Return the hidden input of the first step `[B, T, H]` of taps `[B, T, K, H]`.
+
+        `first`: the first layer, whose input projection is ready; without it one is made for this once.
+        """
+        raise NotImplementedError
+
+    def disturb(self, hidden: Tensor) -> Tensor:
+        """Return the features of a training step in place of true ones `[B, T, H]`: by default themselves."""
+        return hidden
+
+    def read(self, embedded: Tensor, first: FusedLayer) -> Tensor:
+        """Return the steps' part of embeddings `[B, T, H]`, `[B, T, ·]`: training makes it once for all steps.
+
+        `first`: the first layer, whose `keep` is for a half of what its attention reads.
+        """
+        raise NotImplementedError
+
+    def enter(self, read: Tensor, hidden: Tensor, first: FusedLayer) -> tuple[Tensor, Tensor]:
+        """Return the first layer's projections of a step's inputs, and its residual.
+
+        Args:
+            read: of the embeddings, by `read`.
+            hidden: the step's hidden input, `[B, T, H]`.
+        """
+        raise NotImplementedError
+
+    def finish(self, output: Tensor) -> Tensor:
+        """Return the input of the output embedding `[..., H]`: by default the last layer's output itself."""
+        return output
+
+    def embed_output(self, finished: Tensor, target: Target) -> Tensor:
+        """Return draft logits `[..., V']` of `finish`'s result."""
+        raise NotImplementedError
+
+    def output_weights(self) -> list[nn.Parameter]:
+        """Return the head's weights in `finish` and `embed_output`; by default none."""
+        return []
+
+    def feature_loss(self, outputs: Tensor, features: Tensor) -> Tensor | None:
+        """Return the loss of the outputs themselves, beside that of their logits, `[S, P]`; None for none.
+
+        Args:
+            outputs: of the last layer, `[S, P, H]`.
+            features: the true last hidden states there, `[P, H]`.
+        """
+        return None
+
+    def logits(self, output: Tensor, target: Target) -> Tensor:
+        """Return draft logits `[..., V']` of the last layer's output `[..., H]`."""
+        return self.embed_output(self.finish(output), target)
+
+    # ------------------------------------------------------------ training
+
+    def loss(self, batch: TargetBatch) -> DrafterLoss:
+        """Return Σ_i decay^i · Σ_positions loss_i.
+
+        Each is of the logits, against the target's softmax on the draft vocabulary, and of the features.
+        `batch.verified` moves a share of the weights to what rounds of decoding reached.
+        """
+        assert batch.hidden is not None
+        wanted = batch.supervised.clone()  # [B, T]
+        wanted[:, :2] = False
+        # Later steps run where something is learned: from S + 1 before a text's first such token, index 0 from here on.
+        places = places_of(wanted, 1 + self.config.steps, batch.documents)
+        outputs = self.unroll(batch.target, batch.tokens, batch.hidden, places=places)  # S times [B, T', H]
+        wanted = nn.functional.pad(wanted, (0, places.width)).gather(1, places.at)  # [B, T']
+        rows, learned = wanted.nonzero()[:, 0], places.at[wanted]  # [P], where the learned tokens stand
+        # Index t of step i has read the tokens up to x_{t+1+i} and predicts x_{t+2+i}: all stands at that one here.
+        predicted = torch.stack(
+            [nn.functional.pad(o, (0, 0, 2 + i, 0))[:, : places.width][wanted] for i, o in enumerate(outputs)]
+        )  # [S, P, H]
+        within = places.within.expand_as(wanted)[wanted]
+        here = torch.stack([within >= 2 + i for i in range(len(outputs))])  # [S, P]
+        steps = torch.arange(len(outputs), device=wanted.device)[:, None]
+        weights = self.config.decay**steps * here  # [S, P]
+        if batch.verified is not None:  # step i predicts the draft at depth i + 1 of the root that it began with
+            weights = batch.verified.weighed(weights, rows, learned, steps + 1, batch.documents)
+        head = partial(self.logits, target=batch.target)
+        result = compare_drafts(self, batch, rows, learned, predicted, head, self.output_weights(), weights)
+        total, metrics = result.total, metrics_by_depth(result, wanted, here)
+        if (lost := self.feature_loss(predicted, batch.last[rows, learned - 1])) is not None:
+            total = total + (lost * weights).sum()
+            metrics |= {
+                f"feature_d{i + 1}": (lost[i][known].sum().detach(), known.sum()) for i, known in enumerate(here)
+            }
+        return DrafterLoss(total, wanted.sum(), metrics)
+
+    def unroll(
+        self,
+        target: Target,
+        tokens: Tensor,
+        hidden: Tensor,
+        begin: Tensor | None = None,
+        places: Places | None = None,
+    ) -> list[Tensor]:
+        """Return the last layer's output at each of the S steps of a training-time test, `[B, T', H]` each.
+
+        Index j of row b and step i stands for t = places.at[b, j] and the pair whose token is x_{t+1+i}; where a text
+        has no such token, it means nothing. Without `places` rows are one text each, of which t = begin[b] + j; `begin`
+        `[B]` is 0 if None; before it, rows are only attended to.
+        """
+        if places is None:
+            begins = [0] * len(tokens) if begin is None else [int(b) for b in begin]
+            places = WholeRows(begins, tokens.shape[1], tokens.device)
+        layers = UnrolledLayers(self.own_layers, self.config, self.input_projection, places)
+        first = layers.layers[0]
+        state = self.disturb(self.fuse(hidden, first))
+        read = self.read(target.embed(tokens).to(state.dtype), first)
+        rotary = angles(self.rotary, state, places.positions)
+        outputs = [layers.forward(*self.enter(read.roll(-1, 1), state, first), rotary)]  # [B, T', H]
+        for i in range(1, self.config.steps):
+            rotary = angles(self.rotary, outputs[-1], places.positions_of(i))
+            state = self.finish(outputs[-1]) if self.config.feeds_finished else outputs[-1]
+            entered = self.enter(places.cut(read, 1 + i), state, first)
+            outputs.append(layers.forward(*entered, rotary))
+        return outputs
+
+    # ------------------------------------------------------------ decoding
+
+    @property
+    def abilities(self) -> Abilities:
+        return Abilities(reads_nodes=True, fixed_shapes=True)
+
+    def open(
+        self, target: Target, batch_size: int, max_length: int, spare: int = 0, cache: RaggedCache | None = None
+    ) -> NodeSession:
+        cache = self.new_cache(target, batch_size, max_length + spare)
+        return FeatureSession(self, target, cache, self.decoding_layers(max_length))
+
+    def state_bytes(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> int:
+        return self.decoding_bytes(target, batch_size, max_length + spare, max_length)
+
+    def _copy_layers(self, max_length: int) -> CachedLayers:
+        return CachedLayers(self.own_layers, self.config, self.rotary, max_length, projection=self.input_projection)
+
+    def _copied_bytes(self, max_length: int) -> int:
+        return copied_bytes(self.own_layers, self.config.head_dim, max_length, self.input_projection)
+
+
+class FeatureSession(DeferredPrefillSession):
+    """A head that feeds on its own output, decoding a batch.
+
+    A round begins with one pass over what the target has processed since the last one: true features, committed to the
+    head's own cache. Each pass after it reads drafted tokens and what the head itself made in their place.
+
+    Attributes:
+        cache: keys and values of the head's layers.
+        outputs: the hidden inputs of steps after the root and after each drafted node, `[B, 1 + n, H]`; empty before
+            `prefill`.
+        tree: the nodes of this round; None for a chain.
+    """
+
+    def __init__(self, head: FeatureDrafter, target: Target, cache: RaggedCache, layers: CachedLayers):
+        super().__init__(head.output_ids, head.max_depth)
+        self.head, self.target, self.cache, self.layers = head, target, cache, layers
+        self.outputs = torch.empty(cache.batch_size, 0, head.config.hidden_size, device=target.device)
+        self.tree: TreeMask | None = None
+
+    def update(self, tokens: Tensor, hidden: Tensor | None, counts: RowLengths, path: Tensor | None = None) -> None:
+        # The pair of the last of these tokens needs the token after it, which `prefill` brings.
+        if hidden is None:
+            raise ValueError("update: a head on hidden states was given none; open the target's pass with its taps.")
+        self.note(PendingInputs(tokens, hidden, counts))
+
+    def prefill(self, root: Tensor) -> Tensor:
+        unread = self.waiting()
+        last = (unread.counts.tensor - 1)[:, None]
+        following = unread.tokens.roll(-1, 1).scatter(1, last, root[:, None])
+        output = self._step(following, self.head.fuse(unread.hidden, self.layers.layers[0]), 0)
+        self.cache.advance(unread.counts)
+        self.unread, self.tree = None, None
+        output = output.gather(1, last[:, :, None].expand(-1, -1, output.shape[-1]))
+        self.outputs = output[:, :0]
+        return self._answer(output)[:, 0]
+
+    def decode(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
+        read, nodes = self.outputs.shape[1] - 1, None
+        if parents is None:
+            before = self.outputs[:, -1:]
+        else:
+            self.tree = self.tree or TreeMask(len(tokens), 0, tokens.device)
+            nodes = self.tree.grow(parents)
+            before = take_positions(self.outputs, parents + 1)
+        return self._answer(self._step(tokens, before, read, nodes))
+
+    def _answer(self, output: Tensor) -> Tensor:
+        """Return the draft logits `[B, Q, V']` of the last layer's output, and keep the next step's input."""
+        finished = self.head.finish(output)
+        self.outputs = torch.cat([self.outputs, finished if self.head.config.feeds_finished else output], 1)
+        return self.head.embed_output(finished, self.target)
+
+    def _step(self, tokens: Tensor, hidden: Tensor, offset: int, nodes: Nodes | None = None) -> Tensor:
+        """Return the last layer's output `[B, Q, H]` for `tokens` `[B, Q]`, `offset` after the committed entries."""
+        positions = self.cache.place(tokens.shape[1], offset, nodes)
+        first, embedded = self.layers.layers[0], self.target.embed(tokens).to(hidden.dtype)
+        entered = self.head.enter(self.head.read(embedded, first), hidden, first)
+        return self.layers.forward(*entered, self.cache, positions, nodes is not None)
+
+    def caches(self) -> list[RaggedCache]:
+        return [self.cache]
+
+    def reset(self) -> None:
+        super().reset()
+        self.tree, self.outputs = None, self.outputs[:, :0]
+
+
+# ------------------------------------------------------------ EAGLE
+
+
+@dataclass
+class Eagle1Config(FeatureConfig):
+    """Settings of an EAGLE head; zeros mean "as the target".
+
+    The paper's numbers are for features of about unit scale. Targets differ, so both noise and feature loss are in
+    units of the true feature's root mean square: they mean the same for every target. (A final norm makes it nearly the
+    same at all positions.)
+
+    Attributes:
+        loss: of the tokens; the paper's is a tenth of the soft cross-entropy.
+        feature_loss: weight of SmoothL1 between drafted and true feature.
+        noise: half the width of the uniform noise on true features, in training only.
+        norm_inputs: a norm on embedding and feature before fc (vLLM's `add_para_norm`). Many targets' embeddings are
+            much smaller than their features, and a fresh fc takes long to hear them.
+        norm_first: a norm before the first layer's attention; published heads of the paper's form have none.
+        fc_bias: published heads differ in it.
+        target_layers: of the target: its last hidden state is read.
+    """
+
+    loss: LossName = field(default_factory=lambda: {"soft_ce": 0.1})
+    feature_loss: float = 1.0
+    noise: float = 0.1
+    norm_inputs: bool = False
+    norm_first: bool = False
+    fc_bias: bool = False
+    target_layers: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("feature_loss", "noise"):
+            if getattr(self, name) < 0:
+                raise BadInputError(f"eagle1: {name} must be 0 or more, got {getattr(self, name)}.")
+
+
+def _scale(features: Tensor) -> Tensor:
+    """Return the root mean square of features `[..., H]`, `[..., 1]`."""
+    return features.float().square().mean(-1, keepdim=True).sqrt().clamp(min=1e-6)
+
+
+class Eagle1(FeatureDrafter):
+    """The EAGLE head: cat[embedding, feature] → fc → decoder layers (arXiv 2401.15077).
+
+    From the target's last hidden state f_t (after the final norm) and x_{t+1} it predicts f_{t+1}, of which the
+    target's own output embedding makes tokens. It is trained on true features, with SmoothL1 to the next one and, a
+    tenth as much, the cross-entropy of the tokens; noise on its inputs stands for the errors of its own features.
+    """
+
+    name = "eagle1"
+    config_class = Eagle1Config
+    config: Eagle1Config
+    prunes_vocabulary = False
+
+    def __init__(self, config: Eagle1Config):
+        super().__init__(config)
+        size = config.hidden_size
+        self.input_norms = (
+            nn.ModuleList(norm_of(config) for _ in range(2)) if config.norm_inputs else None
+        )  # embedding's, feature's
+        self.fc = nn.Linear(2 * size, size, bias=config.fc_bias)
+        self.layers = nn.ModuleList(
+            Layer(config, normed=config.norm_first or index > 0) for index in range(config.num_layers)
+        )
+        self.rotary = rotary_of(config)
+
+    @property
+    def input_projection(self) -> InputProjection:
+        return InputProjection(self.fc, list(self.input_norms or ()))
+
+    def fuse(self, hidden: Tensor, first: FusedLayer | None = None) -> Tensor:
+        return hidden[:, :, 0].to(self.fc.weight.dtype)
+
+    def disturb(self, hidden: Tensor) -> Tensor:
+        if not self.training or not self.config.noise:
+            return hidden
+        noise = (2 * torch.rand_like(hidden) - 1) * self.config.noise
+        return hidden + noise * _scale(hidden).to(hidden.dtype)
+
+    def read(self, embedded: Tensor, first: FusedLayer) -> Tensor:
+        return embedded
+
+    def enter(self, read: Tensor, hidden: Tensor, first: FusedLayer) -> tuple[Tensor, Tensor]:
+        hidden = first.project(torch.cat([read, hidden], -1))
+        return first.enter(hidden), hidden
+
+    def embed_output(self, finished: Tensor, target: Target) -> Tensor:
+        return target.lm_head(finished)
+
+    def feature_loss(self, outputs: Tensor, features: Tensor) -> Tensor | None:
+        if not self.config.feature_loss:
+            return None
+        scale = _scale(features)
+        return self.config.feature_loss * smooth_l1(features / scale, outputs / scale)
+
+
+# ------------------------------------------------------------ EAGLE-3
+
+
+@dataclass
+class Eagle3Config(FeatureConfig):
+    """Settings of an EAGLE-3 head; zeros mean "as the target".
+
+    Attributes:
+        taps: HF `hidden_states` indices; () for EAGLE-3's, see `default_taps`.
+        draft_vocab_size: the most frequent training tokens kept as outputs; 0 for all.
+        norm_taps, norm_output: EAGLE-3.1 (arXiv 2605.09992): a norm on each tap; the normed output is what the next
+            step reads.
+        norm_before_fc: one norm on all taps together instead.
+        norm_before_residual: the first layer's output is added to the normed hidden state.
+        init_from_target: start the output embedding from the target's.
+    """
+
+    taps: tuple[int, ...] = ()
+    draft_vocab_size: int = 0
+    steps: int = 4
+    norm_taps: bool = False
+    norm_output: bool = False
+    norm_before_fc: bool = False
+    norm_before_residual: bool = False
+    init_from_target: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.taps = tuple(self.taps)
+        if self.norm_taps and self.norm_before_fc:
+            raise BadInputError("drafter: norm_taps and norm_before_fc are two ways to norm the taps; take one.")
+
+    @property
+    def feeds_finished(self) -> bool:
+        return self.norm_output
+
+    def sizes(self, target: Target) -> dict[str, Any]:
+        return super().sizes(target) | {"taps": self.taps or default_taps(target.num_layers)}
+
+
+def default_taps(layers: int) -> tuple[int, ...]:
+    """Return the taps of EAGLE-3's authors, 2, N/2 and N − 3, or in a target of few layers three that differ.
+
+    Raises:
+        BadInputError: there are too few layers.
+    """
+    if layers < 4:
+        raise BadInputError(f"eagle3: a target with {layers} layers has no default taps; name them: drafter.taps=[…].")
+    return (2, layers // 2, layers - 3) if layers > 6 else (1, layers // 2, layers - 1)
+
+
+class _FirstLayer(Layer):
+    """A layer whose attention reads cat[norm(embedding), norm(hidden)] (2H)."""
+
+    def __init__(self, config: Eagle3Config):
+        super().__init__(config, 2 * config.hidden_size)
+        self.hidden_norm = norm_of(config)
+
+
+class Eagle3(FeatureDrafter):
+    """The EAGLE-3 head: a small drafter on the target's features at three depths, fused (arXiv 2503.01840).
+
+    The first layer's attention reads cat[norm(embedding), norm(hidden)], and its output is added to the hidden state
+    (normed too with `norm_before_residual`). Embeddings come from the target; everything else is its own.
+    """
+
+    name = "eagle3"
+    config_class = Eagle3Config
+    config: Eagle3Config
+
+    def __init__(self, config: Eagle3Config):
+        super().__init__(config)
+        size = config.hidden_size
+        width = len(config.taps) * size
+        # One for each tap, or one for all of them.
+        widths = [size] * len(config.taps) if config.norm_taps else [width] * config.norm_before_fc
+        self.tap_norms = nn.ModuleList(norm_of(config, width) for width in widths) if widths else None
+        self.fc = nn.Linear(width, size, bias=False)
+        self.layers = nn.ModuleList([_FirstLayer(config)])
+        self.norm = norm_of(config)
+        self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
+        self.layers.extend(Layer(config) for _ in range(config.num_layers - 1))  # drawn last
+        self.rotary = rotary_of(config)
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.config.taps
+
+    def own_outputs(self) -> list[nn.Linear]:
+        return [self.lm_head] if self.config.init_from_target else []
+
+    @property
+    def input_projection(self) -> InputProjection:
+        return InputProjection(self.fc, list(self.tap_norms or ()))
+
+    def fuse(self, hidden: Tensor, first: FusedLayer | None = None) -> Tensor:
+        project = self.input_projection.product() if first is None else first.project
+        return project(hidden.to(self.fc.weight.dtype).flatten(2))
+
+    def read(self, embedded: Tensor, first: FusedLayer) -> Tensor:
+        return first.keep(normed(embedded, first.layer.input_layernorm))
+
+    def enter(self, read: Tensor, hidden: Tensor, first: FusedLayer) -> tuple[Tensor, Tensor]:
+        own = normed(hidden, first.layer.hidden_norm)
+        return first.join(read, own), own if self.config.norm_before_residual else hidden
+
+    def finish(self, output: Tensor) -> Tensor:
+        return normed(output, self.norm)
+
+    def embed_output(self, finished: Tensor, target: Target) -> Tensor:
+        return self.lm_head(finished)
+
+    def output_weights(self) -> list[nn.Parameter]:
+        return [*self.norm.parameters(), *self.lm_head.parameters()]

@@ -1,1 +1,0 @@
-"""EAGLE and EAGLE-3: heads that feed on their own output."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..common import IncompatibleError, OutriderError
-from ..targets.loading import PICKLES
+from ..targets.model_folder import PICKLES
 from .checkpoint_view import LintFinding, Look
 from .import_ import NONSENSE
 from .llama import EMBEDDINGS

@@ -23,8 +23,8 @@ from transformers import PreTrainedModel
 
 from ..common.errors import BadInputError, IncompatibleError, OutriderError, Refusal, reason
 from ..common.safe_load import read_json
-from .stored import misfits, no_more_than, stored_tensors
-from .vetting import is_local
+from .model_folder import is_local
+from .weights import misfits, no_more_than, stored_tensors
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 

@@ -17,13 +17,11 @@ from ..common.errors import BadInputError, IncompatibleError
 from .attention import NAME as SPLIT_ATTENTION
 from .attention import register
 from .cache import RaggedCache
-from .cache_slots import Nodes
 from .fast import Fast
-from .layers import body_of, decoder_layers, find_final_norm, first_layers
-from .layout import CacheLayout, check_layers, circumstances
-from .masks import attention_masks, needs_mask
+from .layer_kinds import CacheLayout, attention_masks, check_layers, needs_mask, runtime_key
+from .layers import TapReader, body_of, decoder_layers, find_final_norm, first_layers
+from .placement import Nodes
 from .recurrent import RecurrentCache, has_states
-from .taps import TapReader
 
 _CAPTURING = ("reduce-overhead", "max-autotune")  # modes of torch.compile
 
@@ -163,7 +161,7 @@ class Backbone:
 
         Configs do not say it alike, so it is read off a pass over one token, once for each device and dtype.
         """
-        now = circumstances(self.model, self.config)
+        now = runtime_key(self.model, self.config)
         if now not in self._layouts:
             self._layouts[now] = self._look_at_a_token()
         return self._layouts[now]

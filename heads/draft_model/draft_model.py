@@ -23,7 +23,7 @@ from ...common import BadInputError, IncompatibleError, refuse_unknown_keys
 from ...targets import Nodes, RaggedCache, RowLengths, Target, load_causal_lm, load_tokenizer, require_same_vocabulary
 from ...targets.documents import Documents
 from ...targets.fingerprint import plain_config
-from ...targets.hub import model_folder
+from ...targets.model_folder import model_folder
 from ..base import Drafter, DrafterLoss, TargetBatch
 from ..losses import LossName, LossSettings, acceptance_metrics, ahead, chunked_compare, divergence
 from ..saved import DrafterConfig

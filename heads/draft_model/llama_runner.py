@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...targets import Nodes, RaggedCache
-from ...targets.llama_kind import is_of_llama_kind, layer_windows
+from ...targets.layers import is_of_llama_kind, layer_windows
 from ..decoder_layer import CachedLayers, copied_bytes, normed
 
 

@@ -28,7 +28,8 @@ from transformers.utils import cached_file
 from ...common import BadInputError, IncompatibleError
 from ...targets import Target, embedded_path
 from ...targets.loading import EMBEDDED
-from ...targets.stored import plain_weight_map, stored_tensors
+from ...targets.model_folder import plain_weight_map
+from ...targets.weights import stored_tensors
 from .target_layer import plain_body
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"

@@ -28,10 +28,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from outrider.common import BadInputError
-from outrider.targets.cache_slots import Nodes, Placement
 from outrider.targets.fast import operations, products
 from outrider.targets.fast.operations import Split
 from outrider.targets.fast.products import Fused
+from outrider.targets.placement import Nodes, Placement
 
 from .conditions import command, write
 

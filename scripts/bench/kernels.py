@@ -23,11 +23,11 @@ from torch import Tensor
 
 from outrider.common.machine import best_device, device_name
 from outrider.common.versions import versions
-from outrider.targets.cache_slots import Nodes, Placement
 from outrider.targets.fast import operations
 from outrider.targets.fast.operations import Split, Tiles
 from outrider.targets.fast.products import ByLibrary, Fused, Matrix, Way
 from outrider.targets.fast.validate import exact_attention
+from outrider.targets.placement import Nodes, Placement
 
 from .conditions import command, write
 from .interpreter import multiply_bfloat16

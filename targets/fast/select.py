@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ...common.errors import IncompatibleError
 from ..cache import RaggedCache
-from ..cache_slots import Nodes
-from ..llama_kind import is_of_llama_kind
+from ..layers import is_of_llama_kind
+from ..placement import Nodes
 
 _log = logging.getLogger("outrider")
 _refused: WeakSet[Any] = WeakSet()  # models that were tried: each trial compiles kernels

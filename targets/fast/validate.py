@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..cache import RaggedCache, RowLengths
-from ..cache_slots import Nodes, Placement
+from ..placement import Nodes, Placement
 from .body import FastBody
 from .operations import Split, attend
 from .select import Fast

@@ -24,8 +24,8 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from outrider.common import BadInputError, IncompatibleError, OutriderError, Refusal
 from outrider.heads import Eagle3, Eagle3Config, load_drafter
 from outrider.targets import Target, load_tokenizer
-from outrider.targets.stored import stored_tensors
-from outrider.targets.vetting import check_files
+from outrider.targets.model_folder import check_files
+from outrider.targets.weights import stored_tensors
 
 ROOT = Path(__file__).parents[2]
 LOADS = ("from_pretrained", "from_config")

@@ -131,6 +131,11 @@ class Target(Backbone):
                 return (ids,) if isinstance(ids, int) else tuple(ids)
         return ()
 
+    @property
+    def takes_positions(self) -> bool:
+        """Whether the model is given position ids; others count places, by ALiBi for example."""
+        return "position_ids" in inspect.signature(self.body.forward).parameters
+
     def require_tokenizer(self) -> PreTrainedTokenizerBase:
         """Return the tokenizer.
 
@@ -168,7 +173,7 @@ class Target(Backbone):
 
         A model that takes no position ids may read a token's place off the longest row.
         """
-        if rows == 1 or not self.rewinds or self._takes_positions():
+        if rows == 1 or not self.rewinds or self.takes_positions:
             return
         if self._ragged is None:
             self._ragged = reads_ragged_rows(self, self.cache_layout())
@@ -178,9 +183,6 @@ class Target(Backbone):
                 f"different lengths cannot be decoded together; decode one prompt at a time, not {rows} "
                 "(data.batch_size: 1)."
             )
-
-    def _takes_positions(self) -> bool:
-        return "position_ids" in inspect.signature(self.body.forward).parameters
 
     def check_trees(self) -> None:
         """Raise IncompatibleError if nodes of a tree cannot be verified.
@@ -192,7 +194,7 @@ class Target(Backbone):
                 f"{type(self.model).__name__} has recurrent layers, whose states have no branches, so it cannot verify "
                 "trees; draft chains."
             )
-        if not self._takes_positions():
+        if not self.takes_positions:
             raise IncompatibleError(
                 f"{type(self.model).__name__} takes no position ids (it uses ALiBi, for example), so it cannot verify "
                 "trees; draft chains."

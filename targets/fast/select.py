@@ -100,7 +100,7 @@ def by_library(target: Backbone) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class PassCandidate:
     """A way of running passes.
 
     Attributes:
@@ -114,18 +114,18 @@ class Candidate:
     why_not: Callable[[Target], str | None] = lambda _: None
 
 
-EAGER = Candidate("eager", Target.run_eagerly)
+EAGER = PassCandidate("eager", Target.run_eagerly)
 # The library's modules come first: all others must give their numbers.
 CANDIDATES = (
     EAGER,
-    Candidate("split attention", Target.use_split_attention),
-    Candidate("compiled", Target.compile),
-    Candidate("kernels", use_fast_pass, why_no_kernels),
+    PassCandidate("split attention", Target.use_split_attention),
+    PassCandidate("compiled", Target.compile),
+    PassCandidate("kernels", use_fast_pass, why_no_kernels),
 )
 
 
 @dataclass(frozen=True)
-class Trial:
+class PassTrial:
     """The result of one candidate on a device.
 
     Attributes:
@@ -143,7 +143,7 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Selection:
+class PassSelection:
     """The candidates that were tried for models of one shape on one device, and the one that is taken.
 
     Attributes:
@@ -156,15 +156,15 @@ class Selection:
     serving: str
     versions: str
     taken: str
-    trials: tuple[Trial, ...]
+    trials: tuple[PassTrial, ...]
 
     @property
     def key(self) -> tuple[str, ...]:
         return self.device, self.dtype, self.shape, self.serving, self.versions
 
     @classmethod
-    def from_dict(cls, saved: dict[str, Any]) -> Selection:
-        return cls(**saved | {"trials": tuple(Trial(**trial) for trial in saved["trials"])})
+    def from_dict(cls, saved: dict[str, Any]) -> PassSelection:
+        return cls(**saved | {"trials": tuple(PassTrial(**trial) for trial in saved["trials"])})
 
     def rows(self) -> list[tuple[str, str, str]]:
         """Return each candidate, whether it is right, and its milliseconds per pass or its problem."""
@@ -186,7 +186,7 @@ def _timed(timed: tuple[str, float]) -> str:
 # ------------------------------------------------------------ choosing
 
 
-def use_fastest_pass(target: Target, candidates: Sequence[Candidate] = CANDIDATES) -> None:
+def use_fastest_pass(target: Target, candidates: Sequence[PassCandidate] = CANDIDATES) -> None:
     """Let a target in bfloat16 on a GPU run its passes in the way that is right and fastest there.
 
     Nothing changes for one whose user has chosen a way, and on other devices.
@@ -203,7 +203,7 @@ def _is_left_open(target: Target) -> bool:
 
 
 def choose(
-    target: Target, candidates: Sequence[Candidate] = CANDIDATES, now: Callable[[], float] | None = None
+    target: Target, candidates: Sequence[PassCandidate] = CANDIDATES, now: Callable[[], float] | None = None
 ) -> None:
     """Let a target that runs eagerly run as the fastest candidate does; candidates are tried once for each shape.
 
@@ -220,10 +220,10 @@ def choose(
 
 def measure(
     target: Target,
-    candidates: Sequence[Candidate] = CANDIDATES,
+    candidates: Sequence[PassCandidate] = CANDIDATES,
     now: Callable[[], float] | None = None,
     seconds: float = _SECONDS,
-) -> Selection:
+) -> PassSelection:
     """Try all candidates on a target that runs eagerly, and leave it running as the fastest that is right.
 
     Args:
@@ -236,35 +236,37 @@ def measure(
     timed = [trial for trial in trials if trial.milliseconds]
     taken = min(timed, key=lambda trial: trial.total).candidate if timed else EAGER.name
     next((candidate for candidate in candidates if candidate.name == taken), EAGER).build(target)
-    selection = Selection(*_key(target, candidates), taken, tuple(trials))
+    selection = PassSelection(*_key(target, candidates), taken, tuple(trials))
     words = "; ".join(f"{name}: {result}" for name, _, result in selection.rows())
     _log.info("passes on %s in %s: %s", selection.device, selection.dtype, words)
     return selection
 
 
-def _try(candidate: Candidate, target: Target, probe: PassProbe, now: Callable[[], float], seconds: float) -> Trial:
+def _try(
+    candidate: PassCandidate, target: Target, probe: PassProbe, now: Callable[[], float], seconds: float
+) -> PassTrial:
     """Return how a candidate does on a target, which runs eagerly before and after."""
     if (why := candidate.why_not(target)) is not None:
-        return Trial(candidate.name, {}, why)
+        return PassTrial(candidate.name, {}, why)
     counts = (1, probe.num_nodes)
     try:
         candidate.build(target)
         if (difference := probe.error(target)) > PASS_TOLERANCE:
             return _left_out(candidate, f"its hidden states are off by {difference:.2g} of their size")
         times = {str(n): probe.milliseconds(target, n, seconds / len(counts), now) for n in counts}
-        return Trial(candidate.name, times)
+        return PassTrial(candidate.name, times)
     except Exception as error:  # compilers raise anything where a kernel does not compile: the others go on
         return _left_out(candidate, reason(error))
     finally:
         target.run_eagerly()
 
 
-def _left_out(candidate: Candidate, problem: str) -> Trial:
+def _left_out(candidate: PassCandidate, problem: str) -> PassTrial:
     _log.warning("passes do not run by %r here: %s", candidate.name, problem)
-    return Trial(candidate.name, {}, problem)
+    return PassTrial(candidate.name, {}, problem)
 
 
-def _take(name: str, target: Target, candidates: Sequence[Candidate]) -> bool:
+def _take(name: str, target: Target, candidates: Sequence[PassCandidate]) -> bool:
     """Let a target run as the candidate that was fastest before; return False if that is not right on its weights."""
     if name == EAGER.name:
         return True
@@ -283,7 +285,7 @@ def _take(name: str, target: Target, candidates: Sequence[Candidate]) -> bool:
 # ------------------------------------------------------------ memory
 
 
-_selections: dict[tuple[str, ...], Selection] = {}  # of this process
+_selections: dict[tuple[str, ...], PassSelection] = {}  # of this process
 
 
 def selections_file() -> Path:
@@ -291,17 +293,17 @@ def selections_file() -> Path:
     return cache_file().with_name("passes.json")
 
 
-def remembered() -> dict[tuple[str, ...], Selection]:
+def remembered() -> dict[tuple[str, ...], PassSelection]:
     """Return the selections of this process and of earlier ones, by their keys."""
     try:
         saved = json.loads(selections_file().read_text(encoding="utf-8"))
-        kept = {selection.key: selection for selection in map(Selection.from_dict, saved)}
+        kept = {selection.key: selection for selection in map(PassSelection.from_dict, saved)}
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError):  # none, damaged, or foreign
         kept = {}
     return kept | _selections
 
 
-def remember(selection: Selection) -> None:
+def remember(selection: PassSelection) -> None:
     """Keep a selection for this process and later ones."""
     _selections[selection.key] = selection
     with suppress(OSError, RuntimeError):  # it only costs time
@@ -310,8 +312,8 @@ def remember(selection: Selection) -> None:
         write_atomically(selections_file(), json.dumps(kept, indent=2) + "\n")
 
 
-def _key(target: Target, candidates: Sequence[Candidate]) -> tuple[str, str, str, str, str]:
-    """Return everything that a selection depends on, as `Selection.key` has it."""
+def _key(target: Target, candidates: Sequence[PassCandidate]) -> tuple[str, str, str, str, str]:
+    """Return everything that a selection depends on, as `PassSelection.key` has it."""
     config = target.config
     sizes = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
     shape = ", ".join(f"{name} {getattr(config, name, None)}" for name in (*sizes, "head_dim", "vocab_size"))

@@ -16,7 +16,7 @@ import torch
 from outrider.decode import Decoder
 from outrider.targets import Target
 from outrider.targets.fast import select, use_fastest_pass
-from outrider.targets.fast.select import CANDIDATES, EAGER, Candidate, Selection, choose, measure
+from outrider.targets.fast.select import CANDIDATES, EAGER, PassCandidate, PassSelection, choose, measure
 
 
 class Clock:
@@ -65,17 +65,17 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def built(clock: Clock) -> Callable[..., Candidate]:
+def built(clock: Clock) -> Callable[..., PassCandidate]:
     """Make a candidate whose passes take `seconds`; it notes in `built.names` that it was built."""
 
-    def candidate(name: str, seconds: float, factor: float = 1.0, fails: bool = False) -> Candidate:
+    def candidate(name: str, seconds: float, factor: float = 1.0, fails: bool = False) -> PassCandidate:
         def build(target: Target) -> None:
             names.append(name)
             if fails:
                 raise RuntimeError("no compiler")
             target.fast = TimedPass(target, clock, seconds, factor)
 
-        return Candidate(name, build)
+        return PassCandidate(name, build)
 
     names: list[str] = []
     candidate.names = names  # type: ignore[attr-defined]
@@ -90,7 +90,7 @@ def test_the_fastest_that_is_right_is_taken_and_each_other_has_its_reason(target
         built("wrong", 0.01, factor=1.2),
         built("no numbers", 0.01, factor=float("nan")),
         built("broken", 0.01, fails=True),
-        Candidate("elsewhere", lambda target: pytest.fail("it does not serve"), lambda target: "it needs a GPU"),
+        PassCandidate("elsewhere", lambda target: pytest.fail("it does not serve"), lambda target: "it needs a GPU"),
     )
     selection = measure(target, candidates, clock)
     assert selection.taken == "quick"
@@ -130,7 +130,7 @@ def test_a_later_process_reads_it_from_a_file_that_may_be_deleted_or_damaged(tar
     candidates = (built("slow", 0.3), built("quick", 0.1))
     choose(target, candidates, clock)
     saved = json.loads(select.selections_file().read_text())
-    assert [Selection.from_dict(entry).taken for entry in saved] == ["quick"]
+    assert [PassSelection.from_dict(entry).taken for entry in saved] == ["quick"]
 
     def again() -> list[str]:
         monkeypatch.setattr(select, "_selections", {})

@@ -27,10 +27,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from outrider.common import BadInputError
-from outrider.targets.cache_slots import Nodes, Placement
-from outrider.targets.fast import operations, products
+from outrider.targets.fast import matmuls, operations
+from outrider.targets.fast.matmuls import TritonMatmul
 from outrider.targets.fast.operations import Split
-from outrider.targets.fast.products import Fused
+from outrider.targets.placement import Nodes, Placement
 
 from .report import command, options, publish, table, write
 
@@ -93,7 +93,7 @@ def cases(few: bool) -> Iterator[tuple[str, Any]]:
     """Yield what is compiled: a name, and work that launches it."""
     intermediates = {"llama": 14_336, "qwen3": 12_288}
     for tokens in (1, 8) if few else (1, 8, 64):
-        for way in [way for way in products.ways(tokens) if isinstance(way, Fused)][: 1 if few else None]:
+        for way in [way for way in matmuls.candidates(tokens) if isinstance(way, TritonMatmul)][: 1 if few else None]:
             how = list(astuple(way.tiles))
             x, norm, hidden = empty(tokens, HIDDEN), empty(HIDDEN), empty(tokens, HIDDEN)
             for kind, width in list(intermediates.items())[: 1 if few else None]:

@@ -45,7 +45,7 @@ from outrider.heads import Drafter, DraftModel, Ngram, load_drafter
 from outrider.recipes import EvalSpec
 from outrider.targets import Target
 from outrider.targets.attention import steady_kernels
-from outrider.targets.fast import prefer_fast_pass
+from outrider.targets.fast import use_fastest_pass
 
 from . import random_targets as models
 from .cells import Cell, CellSettings
@@ -211,7 +211,7 @@ def make_cells(
 ) -> Iterator[Cell]:
     """Yield cells, the shortest context and smallest batch first; prompts are joined from `texts`, or random."""
     settings = cell_settings(arguments)
-    prefer_fast_pass(target)  # single passes are timed before the first decoder is made
+    use_fastest_pass(target)  # single passes are timed before the first decoder is made
     measured = bandwidth(target.device, arguments.bandwidth_bytes)
     for context in arguments.context:
         for batch in arguments.batch:

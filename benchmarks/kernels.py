@@ -24,11 +24,11 @@ from triton.runtime import interpreter
 
 from outrider.common.machine import best_device, device_name
 from outrider.common.runtime import versions
-from outrider.targets.cache_slots import Nodes, Placement
 from outrider.targets.fast import operations
+from outrider.targets.fast.matmuls import Matmul, Matrix, TorchMatmul, TritonMatmul
 from outrider.targets.fast.operations import Split, Tiles
-from outrider.targets.fast.products import ByLibrary, Fused, Matrix, Way
 from outrider.targets.fast.validate import exact_attention
+from outrider.targets.placement import Nodes, Placement
 
 from .report import command, options, publish, table, write
 
@@ -127,7 +127,9 @@ def largest_error(found: Tensor, right: Tensor) -> float:
 # ------------------------------------------------------------ products
 
 
-def product_error(way: Way, tokens: int, kind: str, dtype: torch.dtype, device: torch.device, width: int = 96) -> float:
+def product_error(
+    way: Matmul, tokens: int, kind: str, dtype: torch.dtype, device: torch.device, width: int = 96
+) -> float:
     """Return the error of a product of this kind: "normed", "gated" (and normed), or "added" (with a bias)."""
     generator, outputs = torch.Generator().manual_seed(2), 88
 
@@ -221,10 +223,10 @@ def _numbers(given: Any) -> Any:
 
 # ------------------------------------------------------------ all of them
 
-WAYS: dict[str, tuple[Way, tuple[int, ...]]] = {
-    "multiply_vector": (Fused(Tiles(0, 32, 64)), (1,)),
-    "multiply_tokens": (Fused(Tiles(16, 32, 64)), (1, 5, 33)),
-    "torch and gate": (ByLibrary(), (1, 5)),
+WAYS: dict[str, tuple[Matmul, tuple[int, ...]]] = {
+    "multiply_vector": (TritonMatmul(Tiles(0, 32, 64)), (1,)),
+    "multiply_tokens": (TritonMatmul(Tiles(16, 32, 64)), (1, 5, 33)),
+    "torch and gate": (TorchMatmul(), (1, 5)),
 }
 
 

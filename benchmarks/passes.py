@@ -70,15 +70,15 @@ def measure(target: Target, widths: Sequence[int], context: int, repeats: int, f
 
 def chosen(target: Target) -> dict[str, Any]:
     """Return the ways of products that were tried, with milliseconds, and the one that is taken."""
-    products = getattr(target.fast, "products", None)
-    if products is None:
+    matmuls = getattr(target.fast, "matmuls", None)
+    if matmuls is None:
         return {}
     return {
         f"{name}, {tokens} tokens": {
-            "taken": str(products.found[name, tokens]),
+            "taken": str(matmuls.chosen[name, tokens]),
             "milliseconds": {str(way): time for way, time in times.items()},
         }
-        for (name, tokens), times in products.tried.items()
+        for (name, tokens), times in matmuls.timings.items()
     }
 
 

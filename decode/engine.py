@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from ..heads import Drafter
 from ..targets import Target
-from ..targets.fast import prefer_fast_pass, use_fast_pass
+from ..targets.fast import use_fast_pass, use_fastest_pass
 from .plan import Plan
 from .run import Output, Request, Run, Stop, StreamEvent
 from .sampling import Sampling
@@ -20,8 +20,9 @@ class Decoder:
         drafter: None gives the plain target in the same engine: the baseline of every speedup.
         static: rounds of fixed shapes, captured as CUDA graphs on a GPU (see `decode.room`). None for on a GPU, where
             drafter and target allow it.
-        fast: whether the target reads few tokens at a time by kernels of our own (see `targets.fast`). None for on
-            a GPU, in bfloat16, where they serve the target and prove right. A target that has taken them keeps them.
+        fast: whether the target reads few tokens at a time by kernels of our own. None for the way that is right and
+            fastest on its device (see `targets.fast`), which on a CPU is the library's modules. A target that has
+            taken another way keeps it.
 
     Raises:
         IncompatibleError: the drafter cannot draft for this target (taps, sizes, vocabulary), or the fast pass is asked
@@ -36,7 +37,7 @@ class Decoder:
         if fast:
             use_fast_pass(target)
         elif fast is None:
-            prefer_fast_pass(target)
+            use_fastest_pass(target)
         self.rooms = StaticBatches(target, on_gpu if static is None else static)
         if drafter is not None:
             drafter.check(target)

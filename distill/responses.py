@@ -27,7 +27,7 @@ from ..common.process_group import LaunchGroup
 from ..common.progress import progress
 from ..common.runtime import versions
 from ..recipes import DataSpec, Recipe
-from ..targets import Fingerprint, Target, absent_target
+from ..targets import Fingerprint, Target, config_only_target
 from ..targets.sharding import processes
 from .client import read_key, require_client
 from .collect import gather
@@ -90,7 +90,7 @@ def _target_of(recipe: Recipe) -> Target:
     if spec.servers is None and spec.answers == "target" and spec.responses is None:
         return Target.load(**values, device=PartialState().device if processes() > 1 else None)
     del values["sharding"]  # there is nothing to share
-    return absent_target(**values)
+    return config_only_target(**values)
 
 
 def data_folder(recipe: Recipe) -> Path:

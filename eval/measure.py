@@ -322,6 +322,7 @@ def _conditions(target: Target, suites: Sequence[Suite], settings: EvalSpec, tem
         device_name=device_name(target.device),
         threads=torch.get_num_threads(),
         attention=str(getattr(target.config, "_attn_implementation", None)),
+        pass_backend=target.pass_backend,
         max_new_tokens=settings.max_new_tokens,
         temperatures=temperatures,
         repeats=settings.repeats,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..common import BadInputError, IncompatibleError
 from ..common.atomic import replacing, write_atomically
 from ..heads.saved import CONFIG, read_config
-from ..targets.loading import refuse_pickles
+from ..targets.model_folder import refuse_pickles
 from ..targets.weights import WEIGHTS
 
 

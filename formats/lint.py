@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..common import IncompatibleError, OutriderError
 from ..heads.block.dflash import default_taps
-from ..targets.loading import PICKLES
+from ..targets.model_folder import PICKLES
 from .blocks import TAPS as BLOCK_TAPS
 from .blocks import BlockLayout
 from .checkpoint_view import CheckpointView, LintFinding, digest

@@ -22,8 +22,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from ..common import BadInputError, IncompatibleError, refuse_unknown_keys
 from ..targets import Nodes, RaggedCache, RowLengths, Target, load_causal_lm, load_tokenizer, require_same_vocabulary
 from ..targets.fingerprint import plain_config
-from ..targets.hub import model_folder
-from ..targets.llama_kind import is_of_llama_kind, layer_windows
+from ..targets.layers import is_of_llama_kind, layer_windows
+from ..targets.model_folder import model_folder
 from .base import Drafter, DrafterLoss, TargetBatch, TrainedConfig, teacher_forced_loss
 from .decoder_layer import CachedLayers, copied_bytes, normed
 from .divergences import LossName

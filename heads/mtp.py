@@ -33,7 +33,7 @@ from transformers import DynamicCache
 
 from ..common import BadInputError
 from ..targets import Backbone, Nodes, RaggedCache, RowLengths, Target
-from ..targets.meta_model import sketching
+from ..targets.loading import on_meta_device
 from .base import DrafterLoss, HeadConfig, HeadDrafter, TargetBatch, compare_drafts
 from .divergences import LossName
 from .losses import metrics_by_depth
@@ -156,7 +156,7 @@ class Mtp(HeadDrafter[MtpConfig]):
     def build(cls, config: MtpConfig, target: Target, token_counts: Tensor | None = None) -> Self:
         drafter = super().build(config, target, token_counts)
         if config.init == "native":
-            if not sketching():  # what has no contents is planned with, and asks for no checkpoint
+            if not on_meta_device():  # what has no contents is planned with, and asks for no checkpoint
                 drafter._load_native(target)
             drafter.config.path = None  # where its weights once came from is no part of what it is
         return drafter

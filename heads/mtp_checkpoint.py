@@ -33,7 +33,8 @@ from ..common import BadInputError, IncompatibleError, refuse_unknown_keys
 from ..common.errors import LIBRARY_ERRORS, reason
 from ..targets import Target, embedded_path
 from ..targets.loading import EMBEDDED
-from ..targets.stored import plain_weight_map, stored_tensors
+from ..targets.model_folder import plain_weight_map
+from ..targets.weights import stored_tensors
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 KEPT = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -21,7 +21,7 @@ from ..common.safe_load import read_json
 from ..common.values import checked_value
 from ..targets import Target
 from ..targets.fingerprint import digest_json, digest_tensor
-from ..targets.vetting import check_config, check_regular
+from ..targets.model_folder import check_config, check_regular
 from ..targets.weights import WEIGHTS, restored
 
 CONFIG = "config.json"

@@ -27,7 +27,7 @@ from ..recipes.suites import PACKAGED
 from ..targets import Fingerprint, Target
 from ..targets.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from ..targets.fingerprint import digest_file, digest_files
-from ..targets.vetting import is_local
+from ..targets.model_folder import is_local
 from .calibration import calibrate, choose_prompts, settings, write_calibration
 from .contents import verify
 from .manifest import (

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import platform
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from rich.table import Table
 from ..common.machine import cpu_multiplies_bfloat16, cpu_name
 from ..common.runtime import installed_version
 from ..targets import embedded_path
+from ..targets.fast.select import remembered
 
 PACKAGES = (
     "outrider",
@@ -54,6 +56,7 @@ def examine() -> dict[str, Any]:
         "memory": _memory(),
         "disk": {"folder": str(Path.cwd()), "free": shutil.disk_usage(Path.cwd()).free},
         "embedded_target": _embedded(),
+        "passes": [asdict(selection) for selection in remembered().values()],
         "features": [_feature(*feature) for feature in FEATURES],
     }
 
@@ -138,7 +141,16 @@ def _lines(found: dict[str, Any]) -> list[tuple[str, str]]:
             else "[red]missing[/red]: reinstall outrider; the quickstart needs it",
         ),
     ]
+    lines += [("fastest passes", _passes_line(selection)) for selection in found["passes"]]
     return lines + [(f["feature"].partition(" (")[0], _feature_line(f)) for f in found["features"]]
+
+
+def _passes_line(selection: dict[str, Any]) -> str:
+    """Return which way of running passes is taken on a device for models of one shape, and the others' times."""
+    times = {trial["candidate"]: trial["milliseconds"].values() for trial in selection["trials"]}
+    shown = [f"{name} {sum(spent):.2f} ms" if spent else f"{name} left out" for name, spent in times.items()]
+    model = f"{selection['dtype']} {selection['shape'].partition(':')[0]}"
+    return escape(f"{selection['taken']} ({', '.join(shown)}) for {model} on {selection['device']}")
 
 
 def _feature_line(feature: dict[str, Any]) -> str:

@@ -1,7 +1,7 @@
 """PEFT adapters, merged into a target as they would be served; never from a pickle.
 
-An adapter's config comes from a stranger: it names patterns, files and modules to import. Only kinds and settings are
-read that merge weights and do nothing else.
+An adapter's config may be a stranger's: it names patterns, files and modules to import. Only kinds and settings that
+merge weights and do nothing else are read.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from transformers import PreTrainedModel
 
 from ..common.errors import BadInputError, IncompatibleError, OutriderError, Refusal, reason
 from ..common.safe_load import read_json
-from .stored import misfits, no_more_than, stored_tensors
-from .vetting import is_local
+from .model_folder import is_local
+from .weights import misfits, no_more_than, stored_tensors
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -90,7 +90,7 @@ _SETTINGS = (
     "use_scalar",
 )
 
-# Starting points that are overwritten by the weights. Others (pissa, olora, eva, …) also change the target's own.
+# Initialisations that the weights overwrite. Others (pissa, olora, eva, …) also change the target's own.
 _PLAIN_STARTS = (True, False, "gaussian", "orthogonal")
 _PATTERNS = ("target_modules", "exclude_modules", "feedforward_modules", "layers_pattern", "modules_to_save")
 _MAX_SIZE = 2**20
@@ -146,7 +146,7 @@ def checked_config(folder: Path, names: list[str]) -> PeftConfig:
 
 
 def _require_plain(file: Path, values: dict[str, Any], defaults: dict[str, Any]) -> None:
-    """Refuse settings that do more than say where an adapter's weights go, and sizes that no adapter has."""
+    """Refuse settings that do more than place an adapter's weights, and sizes that no adapter has."""
     for name, value in values.items():
         if name not in _SETTINGS and value and name in defaults and value != defaults[name]:
             raise Refusal.of(
@@ -168,7 +168,7 @@ def _require_plain(file: Path, values: dict[str, Any], defaults: dict[str, Any])
 
 
 def _require_quick(file: Path, values: dict[str, Any], names: list[str]) -> None:
-    """Refuse patterns that take too long on the target's `names`, without trying those that may take for ever."""
+    """Refuse patterns that take too long on the target's `names`, without trying those that may never end."""
     until = time.monotonic() + _SECONDS
     for pattern in _patterns(values):
         plain = _CLASS.sub("x", _ESCAPED.sub("x", pattern))
@@ -195,7 +195,7 @@ def _refuse_pattern(file: Path, pattern: str, why: str) -> None:
 
 
 def _patterns(values: dict[str, Any]) -> Iterator[str]:
-    """Yield every text of a config that peft reads as a regular expression."""
+    """Yield every setting of a config that peft reads as a regular expression."""
     for name in _PATTERNS:
         found = values.get(name)
         yield from [found] if isinstance(found, str) else [p for p in found or () if isinstance(p, str)]
@@ -206,11 +206,11 @@ def _patterns(values: dict[str, Any]) -> Iterator[str]:
 
 
 def _require_fit(model: PreTrainedModel, config: PeftConfig, folder: Path) -> None:
-    """Refuse an adapter whose config asks for more than its weights hold, before any of it is made."""
+    """Refuse an adapter whose config asks for more than its weights hold, before memory is taken for it."""
     stored = stored_tensors(folder / ADAPTER_WEIGHTS)
     with torch.device("meta"), no_more_than(len(stored) + 2 * len(model.state_dict()), str(folder / ADAPTER_WEIGHTS)):
-        sketch = PeftModel(type(model)(copy.deepcopy(model.config)), copy.deepcopy(config))
-    wanted = get_peft_model_state_dict(sketch, save_embedding_layers=False)
+        empty = PeftModel(type(model)(copy.deepcopy(model.config)), copy.deepcopy(config))
+    wanted = get_peft_model_state_dict(empty, save_embedding_layers=False)
     problems = [problem for problem in misfits(wanted, stored) if not problem.startswith("unexpected")]
     if problems or not wanted:
         more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
@@ -229,7 +229,7 @@ def _widen(model: nn.Module, prefix: str) -> None:
 
 
 def _adapter_folder(adapter: str) -> Path:
-    """Return where the adapter is on this machine: its own folder, or one in the Hub's cache.
+    """Return the adapter's folder on this machine: its own, or one in the Hub's cache.
 
     Raises:
         BadInputError: its weights are in no safetensors file: peft would open a pickle.

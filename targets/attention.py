@@ -32,10 +32,10 @@ _BLOCKS = 256  # a part for each; two per multiprocessor of a large GPU
 
 
 class _Inside:
-    """Who is inside `steady_kernels` now: the choice is the process's, and threads enter and leave in any order.
+    """The number of threads inside `steady_kernels`: the setting is the process's, and they leave in any order.
 
     Attributes:
-        count: how many are. was_on: the choice that the last one to leave puts back.
+        count: of threads inside. was_on: the setting that the last one to leave restores.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ _inside = _Inside()
 
 @contextmanager
 def steady_kernels() -> Iterator[None]:
-    """Attend without cuDNN inside; on a GPU only that makes a difference.
+    """Attend without cuDNN inside, which makes a difference on a GPU only.
 
     cuDNN is torch's first choice on recent GPUs. It makes a plan for every new shape, which takes tens of milliseconds
     for each new length of a prompt, and its masked kernels have open faults (pytorch issues 193893 and 196678).
@@ -73,7 +73,7 @@ def steady_kernels() -> Iterator[None]:
 
 
 def num_parts(blocks: int, length: int) -> int:
-    """Return into how many equal parts to cut `length` keys, where `blocks` blocks run side by side anyway."""
+    """Return the number of equal parts to cut `length` keys into, where `blocks` blocks run side by side anyway."""
     parts = 1
     while blocks * parts < _BLOCKS and length % (2 * parts * _ALIGNED) == 0 and length // (2 * parts) >= _LEAST_PART:
         parts *= 2

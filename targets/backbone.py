@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -17,15 +17,32 @@ from ..common.errors import BadInputError, IncompatibleError
 from .attention import NAME as SPLIT_ATTENTION
 from .attention import register
 from .cache import RaggedCache
-from .cache_slots import Nodes
-from .fast import Fast
-from .layers import body_of, decoder_layers, find_final_norm, first_layers
-from .layout import CacheLayout, check_layers, circumstances
-from .masks import attention_masks, needs_mask
+from .layer_kinds import CacheLayout, attention_masks, check_layers, needs_mask, runtime_key
+from .layers import TapReader, body_of, decoder_layers, find_final_norm, first_layers
+from .placement import Nodes
 from .recurrent import RecurrentCache, has_states
-from .taps import TapReader
 
 _CAPTURING = ("reduce-overhead", "max-autotune")  # modes of torch.compile
+
+
+class PassRunner(Protocol):
+    """Runs passes over few tokens in place of a model's modules (see `targets.fast`)."""
+
+    def serves(self, inputs: Tensor, cache: RaggedCache) -> bool:
+        """Return whether it can run a pass over `inputs` as the model would now."""
+
+    def run(
+        self,
+        inputs: Tensor,
+        cache: RaggedCache,
+        taps: Sequence[int] = (),
+        offset: int = 0,
+        nodes: Nodes | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run one pass as `Backbone.run` does, with a cache."""
+
+    def shallow(self, count: int) -> PassRunner:
+        """Return the same cut after its first `count` layers."""
 
 
 class Backbone:
@@ -41,8 +58,8 @@ class Backbone:
     Attributes:
         model: the unmodified `transformers` model.
         body: the same without its output embedding.
-        fast: what runs passes over few tokens in the place of its modules (see `targets.fast`), or None. Such passes
-            cost what is in a cache, whatever its window holds.
+        fast: runs passes over few tokens in place of the modules; None for the modules. The cost of such passes
+            depends on a cache's entries, not on its window.
     """
 
     def __init__(self, model: PreTrainedModel, reads_embeddings: bool = False):
@@ -54,7 +71,7 @@ class Backbone:
         self._layouts: dict[Hashable, CacheLayout] = {}
         self._compiled: Callable[..., Any] | None = None
         self._final_norm: nn.Module | None = None
-        self.fast: Fast | None = None
+        self.fast: PassRunner | None = None
 
     # ------------------------------------------------------------ facts
 
@@ -84,7 +101,7 @@ class Backbone:
 
     @property
     def max_context(self) -> int | None:
-        """How many positions the model was built for, or None if it does not say."""
+        """How many positions the model was built for; None if its config has no limit."""
         limit = getattr(self.config, "max_position_embeddings", None)
         return int(limit) if limit else None
 
@@ -99,9 +116,23 @@ class Backbone:
     # ------------------------------------------------------------ how it runs
 
     @property
-    def compiled(self) -> bool:
-        """Whether `compile` was called."""
-        return self._compiled is not None
+    def pass_backend(self) -> str:
+        """The way in which passes of rounds run: "kernels", "compiled", "split attention" or "eager"."""
+        if self.fast is not None:
+            return "kernels"
+        if self._compiled is not None:
+            return "compiled"
+        return "split attention" if self._attends_split else "eager"
+
+    @property
+    def _attends_split(self) -> bool:
+        return getattr(self.config, "_attn_implementation", None) == SPLIT_ATTENTION
+
+    def run_eagerly(self) -> None:
+        """Run all passes by the library's modules again, with the library's own attention."""
+        self.fast, self._compiled = None, None
+        if self._attends_split:
+            self.model.set_attn_implementation("sdpa")
 
     def use_split_attention(self) -> None:
         """Attend as `targets.attention` does, which is made for decoding on a GPU.
@@ -159,11 +190,12 @@ class Backbone:
         return self.cache_layout().num_bytes(batch_size, max_length)
 
     def cache_layout(self) -> CacheLayout:
-        """Return what each layer keeps of a text.
+        """Return the entries and states that each layer keeps of a text.
 
-        Configs do not say it alike, so it is read off a pass over one token, once for each device and dtype.
+        Configs do not describe them in one way, so they are read off a pass over one token, once for each device and
+        dtype.
         """
-        now = circumstances(self.model, self.config)
+        now = runtime_key(self.model, self.config)
         if now not in self._layouts:
             self._layouts[now] = self._look_at_a_token()
         return self._layouts[now]
@@ -225,7 +257,7 @@ class Backbone:
         return at_places(last, asked), None if hidden is None else at_places(hidden, asked)
 
     def _with_unread(self, tokens: Tensor, cache: RecurrentCache, offset: int) -> tuple[Tensor, Tensor]:
-        """Return what a pass has to read to give outputs of `tokens`, and where in it these are, `[B, Q]` both."""
+        """Return the tokens that a pass must read to give outputs of `tokens`, and the places of these, `[B, Q]`."""
         cache.write(tokens, offset)
         while count := cache.overdue():
             earlier = cache.unread(count)
@@ -236,7 +268,7 @@ class Backbone:
     def _places(
         self, num_new: int, cache: RaggedCache | None, offset: int = 0, nodes: Nodes | None = None
     ) -> dict[str, Any]:
-        """Place `num_new` inputs in the cache, and return what tells the model: cache, positions, mask."""
+        """Place `num_new` inputs in the cache, and return the model's arguments for them: cache, positions, mask."""
         if cache is None:
             return {"use_cache": False}
         masked = needs_mask(self.config, cache, num_new, offset, nodes)
@@ -258,18 +290,18 @@ class Backbone:
         config.num_hidden_layers = num_layers
         if kinds := getattr(config, "layer_types", None):
             config.layer_types = list(kinds[:num_layers])
-        found = copy.copy(self)
-        found.body = first_layers(self.body, decoder_layers(self.body, self.num_layers), num_layers)
-        found._config = self.model.config, config
-        found._taps, found._compiled = TapReader(found.body, num_layers), None
-        found.fast = None if self.fast is None else self.fast.shallow(num_layers)
-        return found
+        cut = copy.copy(self)
+        cut.body = first_layers(self.body, decoder_layers(self.body, self.num_layers), num_layers)
+        cut._config = self.model.config, config
+        cut._taps, cut._compiled = TapReader(cut.body, num_layers), None
+        cut.fast = None if self.fast is None else self.fast.shallow(num_layers)
+        return cut
 
     def final_norm(self, hidden: Tensor) -> Tensor:
         """Apply the norm that stands after the last layer to hidden states `[..., H]` of any layer.
 
         Raises:
-            IncompatibleError: there is something else than one module.
+            IncompatibleError: it is not one module.
         """
         if self._final_norm is None:
             self._final_norm = find_final_norm(self.body, decoder_layers(self.body, self.num_layers))

@@ -25,17 +25,17 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from .cache_slots import Nodes, Placement
+from .placement import Nodes, Placement
 
 
 class LayerStore(Protocol):
-    """What one layer of a model keeps in a cache."""
+    """The entries or states of one layer of a model in a cache."""
 
     cache: RaggedCache
 
     @property
     def shape(self) -> EntryShape | None:
-        """What the layer keeps, once it is allocated."""
+        """The shape of its entries or states, once they are allocated."""
 
     def move(self, source: Tensor, destination: Tensor) -> None:
         """Copy the entries at slots `source` `[B, N]` to `destination` `[B, N]`."""
@@ -48,7 +48,7 @@ class LayerStore(Protocol):
 
 
 class EntryShape(Protocol):
-    """What a layer keeps of a text: known before anything of it is allocated."""
+    """The shape of a layer's entries or states, known before they are allocated."""
 
     @property
     def row_bytes(self) -> int:
@@ -59,7 +59,7 @@ class EntryShape(Protocol):
         """Bytes that each entry of a row takes."""
 
     def new_layer(self, cache: RaggedCache) -> LayerStore:
-        """Allocate a layer of `cache` that keeps this."""
+        """Allocate a layer of `cache` of this shape."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class AttentionStore(CacheLayerMixin):
 
     def __init__(self, cache: RaggedCache, shape: LayerShape | None = None):
         super().__init__()
-        # The cache holds this layer: as a cycle both would outlive a request until Python looks for such.
+        # The cache holds this layer: as a cycle both would outlive a request until Python collects cycles.
         self.cache = weakref.proxy(cache)
         if shape is not None:
             self._allocate(shape)
@@ -238,18 +238,18 @@ class RaggedCache(Cache):
     """A cache for the layers of a `transformers` model, in which every row has its own length.
 
     Args:
-        shapes: what each layer keeps; all are then allocated at once. A layer without one is allocated when its first
-            entries come.
+        shapes: of each layer; all are then allocated at once. A layer without one is allocated when its first entries
+            come.
         joined: keep the entries of all layers in one tensor, where they have one shape, so that `keep` moves them all
             in two steps. For rows that stay: `select` would free nothing of it.
 
     Attributes:
         lengths: committed entries per row, `[B]` (int64, on the device).
-        host_lengths: the same on the host. With a window the cache does not keep them up to date: whoever reads the
-            counts back from the device does.
+        host_lengths: the same on the host. With a window the cache does not keep them up to date: the code that reads
+            the counts back from the device does.
         window: how many slots every pass reads, whatever the lengths; None for as many as are used. With a window no
             shape and no address depends on the lengths, so that a pass can be captured.
-        first: entries before this place in the text are seen by nobody but themselves: they mean nothing.
+        first: entries before this place in the text are visible to themselves only: they mean nothing.
         placed: where the next pass writes, or the last one has written.
     """
 
@@ -301,8 +301,8 @@ class RaggedCache(Cache):
             copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
             for store in copied._stores:
                 store.cache = weakref.proxy(copied)
-        found: RaggedCache = memo[id(self)]
-        return found
+        result: RaggedCache = memo[id(self)]
+        return result
 
     @property
     def batch_size(self) -> int:
@@ -314,7 +314,7 @@ class RaggedCache(Cache):
 
     @property
     def shapes(self) -> tuple[EntryShape | None, ...]:
-        """What each layer keeps; None for those that are not allocated."""
+        """The shape of each layer; None for those that are not allocated."""
         return tuple(store.shape for store in self._stores)
 
     def num_bytes(self) -> int:
@@ -339,7 +339,7 @@ class RaggedCache(Cache):
         else:
             slots = self.lengths[:, None] + torch.arange(offset, offset + num_new, device=device)
             index = self._rows(), slots
-        # An idle row of a window may be asked to read before its begin: nobody looks at what it reads there.
+        # An idle row of a window may read before its beginning: the result is ignored.
         positions = slots if self.window is None else slots.clamp(min=0)
         if nodes is not None:
             positions = self.lengths[:, None] + nodes.depths
@@ -375,12 +375,12 @@ class RaggedCache(Cache):
         """Return which slots each token of the placed pass may see, `[B, Q, used]` bool."""
         return self.placed.visible(self.first)
 
-    # ------------------------------------------------------------ what stays
+    # ------------------------------------------------------------ commitment
 
     def keep(self, path: Tensor) -> None:
         """Move the uncommitted entries `path` to the front of their row, in this order.
 
-        What stands after them then means nothing; `advance` says how many of them stay.
+        Entries after them then mean nothing; `advance` decides how many of them stay.
 
         Args:
             path: counted from the first uncommitted entry, `[B, N]`; −1 moves none.

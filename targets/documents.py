@@ -1,4 +1,4 @@
-"""Documents: several texts that stand one after the other in a row, each learned as if it stood alone.
+"""Documents: several texts one after the other in a row, each learned as if it stood alone.
 
 Rows of a batch are as long as the longest of them; short ones are mostly padding. Packed, a row holds as many texts as
 fit. A document sees nothing of the others: positions begin anew with each, and attention stays inside.
@@ -56,17 +56,17 @@ class Documents:
 
     def numbers(self, device: torch.device) -> Tensor:
         """Return the number of the document that each place belongs to, `[B, T]`; D in the padding."""
-        found = torch.full((len(self.lengths), self.width), len(self), dtype=torch.long)
+        numbers = torch.full((len(self.lengths), self.width), len(self), dtype=torch.long)
         for number, document in enumerate(self):
-            found[document.row, document.places.start : document.places.stop] = number
-        return found.to(device)
+            numbers[document.row, document.places.start : document.places.stop] = number
+        return numbers.to(device)
 
     def starts(self, device: torch.device) -> Tensor:
         """Return where the document of each place begins, `[B, T]`; 0 in the padding."""
-        found = torch.zeros(len(self.lengths), self.width, dtype=torch.long)
+        starts = torch.zeros(len(self.lengths), self.width, dtype=torch.long)
         for document in self:
-            found[document.row, document.places.start : document.places.stop] = document.places.start
-        return found.to(device)
+            starts[document.row, document.places.start : document.places.stop] = document.places.start
+        return starts.to(device)
 
     def positions(self, device: torch.device) -> Tensor:
         """Return how many tokens of its document stand before each place, `[B, T]`."""
@@ -100,22 +100,22 @@ class Documents:
         )
 
     def packed(self, states: Sequence[tuple[list[int], Tensor]]) -> Tensor:
-        """Return states of documents, which each pass gave as `[d, t, ...]`, where they stand: `[B, T, ...]`.
+        """Return states of documents, `[d, t, ...]` from each pass, at their places in the rows, `[B, T, ...]`.
 
         Args:
-            states: the numbers of the documents of each pass, and what it gave. Padding is zero.
+            states: the numbers of the documents of each pass, and its result. Padding is zero.
         """
-        every, places, found = list(self), [], []
+        every, places, kept = list(self), [], []
         for numbers, given in states:
             for row, number in enumerate(numbers):
                 document = every[number]
                 begin = document.row * self.width + document.places.start
                 places.append(torch.arange(begin, begin + len(document.places)))
-                found.append(given[row, : len(document.places)])
-        flat = torch.cat(found)
+                kept.append(given[row, : len(document.places)])
+        flat = torch.cat(kept)
         empty = flat.new_zeros(len(self.lengths) * self.width, *flat.shape[1:])
         return empty.index_copy(0, torch.cat(places).to(flat.device), flat).unflatten(0, (-1, self.width))
 
     def read(self, tokens: Tensor, model: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return what a model makes of rows `[B, T]`, `[B, T, ...]`, whose documents it reads as rows of their own."""
+        """Return a model's outputs `[B, T, ...]` for rows `[B, T]`, whose documents it reads as rows of their own."""
         return self.packed([(part, model(self.alone(tokens, part))) for part in self.passes()])

@@ -1,4 +1,4 @@
-"""Identity by content: digests of everything that changes what a target says.
+"""Identity by content: digests of everything that changes what a target writes.
 
 Nothing that depends on paths, dates or machines enters a digest.
 """
@@ -15,9 +15,8 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..common.digests import LIST, digest_json, file_digest, is_harmless
-from .quantised import parts
 
-# Config fields that say where or with what a model was saved, not what it computes.
+# Config fields about where or with what a model was saved, not about what it computes.
 _INCIDENTAL = {
     "_name_or_path",
     "architectures",
@@ -32,7 +31,7 @@ _INCIDENTAL = {
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """A target's identity by content. Two targets with equal fingerprints say the same.
+    """A target's identity by content. Two targets with equal fingerprints write the same.
 
     Attributes:
         tensors: SHA-256 of each weight, by name (dtype and shape included).
@@ -54,7 +53,7 @@ class Fingerprint:
 
     @classmethod
     def of(
-        cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, digested: Digested | None = None
+        cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, digested: KnownDigests | None = None
     ) -> Fingerprint:
         """Return the fingerprint of a model with its tokenizer. Reads every weight once.
 
@@ -79,23 +78,23 @@ class Fingerprint:
         return cls(**{k: v for k, v in saved.items() if k != "digest"})
 
     def differences(self, other: Fingerprint) -> list[str]:
-        """Return which parts of `other` differ from this one, in words for people."""
-        found = [
+        """Return the parts of `other` that differ from this one, in words for people."""
+        changed = [
             name
             for name in ("config", "tokenizer", "chat_template", "dtype")
             if getattr(self, name) != getattr(other, name)
         ]
-        return found + _changed_weights(self.tensors, other.tensors)
+        return changed + _changed_weights(self.tensors, other.tensors)
 
 
-class Digested:
-    """The digests of weights that have no contents any more."""
+class KnownDigests:
+    """Digests of weights whose contents were dropped."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[torch.Tensor, str]] = {}  # the tensor keeps its id from being given again
 
     def add(self, tensor: torch.Tensor, digest: str) -> None:
-        """Note what the digest of a weight was, which `tensor` stands for now."""
+        """Note the digest of a weight that `tensor` now stands for."""
         self._known[id(tensor)] = tensor, digest
 
     def digest(self, tensor: torch.Tensor) -> str:
@@ -104,25 +103,34 @@ class Digested:
 
 
 def _changed_weights(own: dict[str, str], others: dict[str, str]) -> list[str]:
-    """Say how many weights of one name differ, how many are missing in `others`, and how many are new there."""
+    """Return how many weights of one name differ, are missing in `others`, and are new there, in words."""
     shared = own.keys() & others.keys()
     changed = sorted(name for name in shared if own[name] != others[name])
     missing, new = sorted(own.keys() - others.keys()), sorted(others.keys() - own.keys())
-    found = [f"{len(changed)} of {len(shared)} weights (first: {changed[0]})"] if changed else []
-    found += [f"{len(missing)} missing weights (first: {missing[0]})"] if missing else []
-    return found + ([f"{len(new)} additional weights (first: {new[0]})"] if new else [])
+    words = [f"{len(changed)} of {len(shared)} weights (first: {changed[0]})"] if changed else []
+    words += [f"{len(missing)} missing weights (first: {missing[0]})"] if missing else []
+    return words + ([f"{len(new)} additional weights (first: {new[0]})"] if new else [])
 
 
 def digest_tensor(tensor: torch.Tensor) -> str:
     """Return the SHA-256 of a tensor's dtype, shape and contents; a quantised one's are those of its parts."""
-    if (found := parts(tensor)) is not None:
-        inner, rest = found
+    if (quantised := _quantised_parts(tensor)) is not None:
+        inner, rest = quantised
         digests = {name: digest_tensor(part) for name, part in sorted(inner.items())}
         return digest_json([str(tensor.dtype), list(tensor.shape), digests, str(rest)])
     data = tensor.detach().cpu().contiguous()
     digest = hashlib.sha256(f"{data.dtype}{tuple(data.shape)}".encode())
     digest.update(data.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+def _quantised_parts(tensor: torch.Tensor) -> tuple[dict[str, torch.Tensor], Any] | None:
+    """Return the plain tensors and the settings that make up a quantised tensor; None for a plain one."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        return None
+    names, rest = flatten()
+    return {name: getattr(tensor, name) for name in names if getattr(tensor, name) is not None}, rest
 
 
 def digest_file(path: Path) -> str:
@@ -137,9 +145,9 @@ def digest_files(folder: Path) -> dict[str, str]:
 
 
 def digest_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the SHA-256 of what maps text to ids.
+    """Return the SHA-256 of a tokenizer's mapping from text to ids.
 
-    That is the fast tokenizer's own serialisation, or vocabulary and special tokens of another one.
+    It covers a fast tokenizer's own serialisation, or the vocabulary and special tokens of another one.
     """
     if getattr(tokenizer, "is_fast", False):
         state = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -149,7 +157,7 @@ def digest_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def plain_config(model: PreTrainedModel) -> dict[str, Any]:
-    """Return what of a model's config changes what it computes, as plain values."""
+    """Return the settings of a model's config that change what it computes, as plain values."""
     return _without_incidentals(model.config.get_text_config().to_dict())
 
 

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from .attention import NAME as SPLIT_ATTENTION
 from .backbone import Backbone
-from .masks import masked_kinds
+from .layer_kinds import masked_kinds
 from .recurrent import UNREAD
 
 

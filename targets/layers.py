@@ -1,15 +1,27 @@
-"""Finding the parts of a Hugging Face model: its body, its decoder layers, and the norm after them."""
+"""The layers of a Hugging Face model: where they are, their hidden states, and which models are plain Llamas.
+
+Shapes: B rows, Q tokens per row, K taps, H hidden size.
+"""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.activations import SiLUActivation
 
 from ..common.errors import IncompatibleError
+
+# Models that our own runners compute as well, and modules that do the same in all of them.
+_LLAMA_KINDS = ("llama", "mistral", "qwen2", "qwen3")
+_HOMES = tuple(f"transformers.models.{kind}.modeling_{kind}" for kind in _LLAMA_KINDS)
+_PARTS = {nn.Linear, nn.Embedding, nn.ModuleList, SiLUActivation, nn.SiLU}
+_ROPES = ("default", "linear", "llama3", "yarn")  # whose angles depend on nothing but the position
 
 
 def body_of(model: PreTrainedModel) -> PreTrainedModel:
@@ -51,9 +63,9 @@ def first_layers(body: PreTrainedModel, layers: nn.ModuleList, count: int) -> Pr
 
 @torch.no_grad()
 def find_final_norm(body: PreTrainedModel, layers: nn.ModuleList) -> nn.Module | None:
-    """Return the module that makes the body's last hidden state of what its `layers` gave; None if no single one does.
+    """Return the module that turns the output of `layers` into the body's last hidden state; None if it is not one.
 
-    Models name it differently, so it is found by one pass: it stands beside the layers, and was called last.
+    Models name it differently, so one pass finds it: it stands beside the layers, and is called last.
     """
     *above, _ = _path(body, layers)
     neighbours = [part for part in body.get_submodule(".".join(above)).children() if part is not layers]
@@ -69,7 +81,7 @@ def find_final_norm(body: PreTrainedModel, layers: nn.ModuleList) -> nn.Module |
 
 
 def hidden_states(output: Tensor | tuple[Any, ...]) -> Tensor:
-    """Return the hidden states in what a layer gave: they may come alone, or first in a tuple."""
+    """Return the hidden states in a layer's output, which is a tensor or a tuple that begins with it."""
     return output[0] if isinstance(output, tuple) else output
 
 
@@ -90,3 +102,125 @@ def _with_part(module: nn.Module, path: list[str], part: nn.Module) -> nn.Module
     copied = copy.copy(module)
     copied._modules = module._modules | {path[0]: _with_part(getattr(module, path[0]), path[1:], part)}
     return copied
+
+
+# ------------------------------------------------------------ taps
+
+
+@dataclass(frozen=True)
+class Tap:
+    """A hook that records a layer's hidden states, and changes nothing.
+
+    Attributes:
+        seen: where it records them, under `index`.
+        before: record the layer's input instead of its output.
+    """
+
+    seen: dict[int, Tensor]
+    index: int
+    before: bool = False
+
+    def __call__(self, layer: nn.Module, *call: Any) -> None:
+        if not self.before:
+            self.seen[self.index] = hidden_states(call[-1])
+            return
+        args, kwargs = call
+        self.seen[self.index] = hidden_states(args[0] if args else kwargs["hidden_states"])
+
+
+class TapReader:
+    """Collects the hidden states that a pass is asked for, by hooks on the model's layers.
+
+    A layer gets its hook when it is first asked for, and keeps it. The last tap needs none: a pass returns it.
+
+    Attributes:
+        seen: the hidden states of the running pass so far, by tap; empty between passes.
+    """
+
+    def __init__(self, body: nn.Module, num_layers: int):
+        self.seen: dict[int, Tensor] = {}
+        self._body, self._num_layers = body, num_layers
+        self._hooked: set[int] = set()
+
+    def watch(self, taps: Sequence[int]) -> None:
+        """Hook the layers that these taps come from."""
+        new = set(taps) - self._hooked - {self._num_layers}
+        if not new:
+            return
+        layers = decoder_layers(self._body, self._num_layers)
+        for tap in new:
+            self._hook(tap, layers)
+        self._hooked |= new
+
+    def _hook(self, tap: int, layers: nn.ModuleList) -> None:
+        if tap == 0:
+            layers[0].register_forward_pre_hook(Tap(self.seen, tap, before=True), with_kwargs=True)
+        else:
+            layers[tap - 1].register_forward_hook(Tap(self.seen, tap))
+
+    def collect(self, taps: Sequence[int], last: Tensor) -> Tensor | None:
+        """Return the pass's hidden states at `taps`, `[B, Q, K, H]`, and forget them; None if there are no taps.
+
+        Args:
+            last: the last hidden states, which the pass returned, `[B, Q, H]`.
+
+        Raises:
+            IncompatibleError: the pass did not run all of these layers, or they return other shapes.
+        """
+        self.seen[self._num_layers] = last
+        try:
+            self._check(taps, last)
+            return torch.stack([self.seen[tap] for tap in taps], dim=2) if taps else None
+        finally:
+            self.seen.clear()
+
+    def _check(self, taps: Sequence[int], last: Tensor) -> None:
+        if missing := [tap for tap in taps if tap not in self.seen]:
+            raise IncompatibleError(
+                f"{type(self._body).__name__} does not run the layers that hidden states {missing} would be read from; "
+                "take a drafter that reads the last one only, or none."
+            )
+        if others := [list(self.seen[tap].shape) for tap in taps if self.seen[tap].shape != last.shape]:
+            raise IncompatibleError(
+                f"layers of {type(self._body).__name__} hand on states of shape {others[0]}, and a drafter reads "
+                f"{list(last.shape)}; take a drafter that reads the last one only, or none."
+            )
+
+
+# ------------------------------------------------------------ unmodified Llamas
+
+
+def is_of_llama_kind(model: Any) -> bool:
+    """Return whether a model is a Llama, Mistral, Qwen2 or Qwen3 with unmodified modules.
+
+    Adapters, quantised weights, hooks, and weights split over processes are modifications.
+    """
+    home = type(model).__module__
+    if home not in _HOMES or not type(model).__name__.endswith("ForCausalLM"):
+        return False
+    config, parameters = model.config, list(model.parameters())
+    return (
+        all(type(p) is nn.Parameter and type(p.data) is Tensor for p in parameters)
+        and len({(p.dtype, p.device) for p in parameters}) == 1
+        and all(type(module) in _PARTS or type(module).__module__ == home for module in model.modules())
+        and all(is_as_made(module) for module in model.modules())
+        and not getattr(config, "is_heterogeneous", False)
+        and type(model.model.layers[0].mlp.act_fn) in _PARTS
+        and model.model.rotary_emb.rope_type in _ROPES
+        and not (model.training and config.attention_dropout)
+    )
+
+
+def is_as_made(module: nn.Module) -> bool:
+    """Return whether a module has its own `forward` and no hooks, except taps, which only read."""
+    if "forward" in vars(module):
+        return False
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    return all(isinstance(hook, Tap) for hook in hooks)
+
+
+def layer_windows(model: Any) -> list[int]:
+    """Return the sliding window of each layer of such a model; 0 for full attention."""
+    config = model.config
+    kinds, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None) or 0
+    return [window if kinds is None or kinds[i] == "sliding_attention" else 0 for i in range(config.num_hidden_layers)]

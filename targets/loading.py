@@ -1,28 +1,46 @@
-"""Loading models: from a folder, from the Hub, or the one that ships with Outrider; never from a pickle."""
+"""Loading models: from a folder, from the Hub, or the one that ships with Outrider; never from a pickle.
+
+A model can also be made on the meta device, from its config alone: it has every shape and no contents. So a config is
+compared with the weights beside it before any memory is taken.
+"""
 
 from __future__ import annotations
 
+import importlib
 import os
 from importlib import resources
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Final, Literal, cast, get_args
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..common import digests
-from ..common.errors import BadInputError, IncompatibleError, OutriderError, Refusal
+from ..common.errors import BadInputError, IncompatibleError, OutriderError, Refusal, reason
+from ..common.safe_load import read_json
 from .adapters import ADAPTER_CONFIG, merge_adapter
 from .attention import NAME as SPLIT_ATTENTION
 from .attention import register
-from .fitting import check_sizes
-from .hub import model_folder
-from .meta_model import sketch_causal_lm, sketching
+from .model_folder import (
+    INDEX,
+    MODEL_CONFIG,
+    SINGLE,
+    check_files,
+    model_folder,
+    plain_weight_map,
+    refuse_pickles,
+    without_questions,
+)
 from .tokenizers import tokenizer_of
-from .vetting import check_files, without_questions
+from .weights import TensorInfo, misfits, no_more_than, stored_tensors
 
 EMBEDDED = "embedded"
-PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+_PACKED = 32  # parameters of a quantised model in one element of its files, at most
+
+QuantisationKind = Literal["int8", "int8-dynamic"]
+# torchao's config for each: of weights alone, or also of the inputs of each product, row by row.
+_CONFIGS: Final = {"int8": "Int8WeightOnlyConfig", "int8-dynamic": "Int8DynamicActivationInt8WeightConfig"}
 
 
 def load_model_and_tokenizer(
@@ -45,7 +63,7 @@ def load_tokenizer_of(path: str, revision: str | None, trust_remote_code: bool) 
     """Return the tokenizer of a target, whose weights are not needed for it.
 
     Raises:
-        BadInputError: it cannot be had.
+        BadInputError: it cannot be loaded.
     """
     name = target_path(path)
     try:
@@ -69,7 +87,7 @@ def load_causal_lm(
 ) -> PreTrainedModel:
     """Load a causal LM from a folder or the Hub, from safetensors only. A missing tensor is an error, never random.
 
-    On the meta device this gives a model of the right shapes without contents (see `targets.sketch`).
+    On the meta device this gives a model of the right shapes without contents.
 
     Args:
         strict: also refuse tensors that the model has no place for.
@@ -78,8 +96,8 @@ def load_causal_lm(
         BadInputError: there is no such model, or it holds only pickled weights.
         IncompatibleError: the weights do not fit the config.
     """
-    if sketching():
-        return sketch_causal_lm(name, dtype, revision, trust_remote_code)
+    if on_meta_device():
+        return meta_causal_lm(name, dtype, revision, trust_remote_code)
     folder = folder_of(name, dtype, revision, trust_remote_code)
     try:
         with without_questions():
@@ -97,7 +115,7 @@ def load_causal_lm(
         raise _load_error(name, error) from error
     model, info = cast(tuple[PreTrainedModel, dict[str, Any]], loaded)
     problems = [f"missing {key}" for key in info["missing_keys"]]
-    problems += [f"another shape: {found[0]}" for found in info["mismatched_keys"]]
+    problems += [f"another shape: {mismatch[0]}" for mismatch in info["mismatched_keys"]]
     problems += [f"unexpected {key}" for key in info["unexpected_keys"]] if strict else []
     if problems:
         raise IncompatibleError(
@@ -108,51 +126,17 @@ def load_causal_lm(
 
 
 def folder_of(name: str, dtype: str | torch.dtype, revision: str | None, trust_remote_code: bool) -> Path:
-    """Return the folder of a model, its weights included, after all that can be checked without opening them.
+    """Return the folder of a model with its weights, after all checks that do not open them.
 
     Raises:
         BadInputError, IncompatibleError, Refusal: as `load_causal_lm`.
     """
     folder = model_folder(name, revision, trust_remote_code)
-    _check_folder(folder, name, dtype, trust_remote_code)
-    return folder
-
-
-def target_path(path: str) -> str:
-    """Return where a target is: the folder of the one that ships with Outrider, or `path` as it is."""
-    return str(embedded_path()) if path == EMBEDDED else path
-
-
-def embedded_path() -> Path:
-    """Return the folder of the target that ships with Outrider."""
-    return Path(str(resources.files("outrider.recipes"))) / "embedded" / "target"
-
-
-def refuse_pickles(folder: Path) -> None:
-    """Raise BadInputError if `folder` holds no safetensors: neither pickled weights nor none at all are read."""
-    if any(folder.glob("*.safetensors")):
-        return
-    pickled = [file.name for pattern in PICKLES for file in folder.glob(pattern)]
-    if pickled:
-        raise BadInputError(
-            f"{folder}: {pickled[0]} is a pickle, which can run code when loaded; Outrider reads safetensors only. "
-            "Convert it once, in a place you trust: load the state dict there and write it with "
-            "safetensors.torch.save_file."
-        )
-    raise BadInputError(f"{folder}: no *.safetensors file with weights.")
-
-
-def expanded(path: str | Path) -> str:
-    """Return `path` with a leading tilde replaced by the home folder."""
-    return os.path.expanduser(path)
-
-
-def _check_folder(folder: Path, name: str, dtype: str | torch.dtype, trust_remote_code: bool) -> None:
     if not folder.is_dir():
         raise BadInputError(
             f"no model at {name!r}: the folder does not exist. Give a folder, a Hub id like 'org/name', or 'embedded'."
         )
-    if not (folder / "config.json").exists():
+    if not (folder / MODEL_CONFIG).exists():
         raise BadInputError(f"no model at {name!r}: the folder has no config.json.")
     refuse_pickles(folder)
     check_files(folder, trust_remote_code)
@@ -167,6 +151,22 @@ def _check_folder(folder: Path, name: str, dtype: str | torch.dtype, trust_remot
         digests.require_whole(folder, "Copy it again, or let its training write it anew.")
     if not trust_remote_code:
         check_sizes(folder, dtype)
+    return folder
+
+
+def target_path(path: str) -> str:
+    """Return the path of a target: the folder of the one that ships with Outrider, or `path` as it is."""
+    return str(embedded_path()) if path == EMBEDDED else path
+
+
+def embedded_path() -> Path:
+    """Return the folder of the target that ships with Outrider."""
+    return Path(str(resources.files("outrider.recipes"))) / "embedded" / "target"
+
+
+def expanded(path: str | Path) -> str:
+    """Return `path` with a leading tilde replaced by the home folder."""
+    return os.path.expanduser(path)
 
 
 def _load_error(name: str, error: Exception) -> BadInputError:
@@ -174,9 +174,136 @@ def _load_error(name: str, error: Exception) -> BadInputError:
     hint = "Check the path, or the Hub id and your access to it."
     if "safetensor" in type(error).__name__.lower():
         hint = "Its safetensors file is damaged: copy it again."
-    elif isinstance(error, ImportError):  # of what its config.json says that it was quantised by, such as bitsandbytes
+    elif isinstance(error, ImportError):  # of the library that quantised it, as its config.json says: bitsandbytes, …
         hint = (
             "Install what it asks for; or take the model as it was before it was quantised, and target.quantize: int8 "
             "(--quantize int8), which needs torchao alone."
         )
     return BadInputError(f"the model {name!r} cannot be loaded: {what} {hint}")
+
+
+# ------------------------------------------------------------ without weights
+
+
+def on_meta_device() -> bool:
+    """Return whether models made now get no contents: inside `with torch.device("meta")`."""
+    return torch.get_default_device().type == "meta"
+
+
+def meta_causal_lm(
+    name: str, dtype: str | torch.dtype = "auto", revision: str | None = None, trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """Return the causal LM of the config.json in a folder or on the Hub, on the meta device.
+
+    Its weights are neither read nor looked for.
+
+    Args:
+        dtype: "auto" for the config's own, or float32 where it has none.
+
+    Raises:
+        BadInputError: there is no such config, or it cannot be reached.
+    """
+    try:
+        folder = model_folder(name, revision, trust_remote_code, weights=False)
+        check_files(folder, trust_remote_code)
+        with without_questions():
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except Refusal:
+        raise
+    except Exception as error:
+        what = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise BadInputError(
+            f"the config of {name!r} cannot be read: {what} Without a connection give a folder that holds its "
+            "config.json; weights are not needed."
+        ) from error
+    try:
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+                config, dtype=_dtype(config, dtype), trust_remote_code=trust_remote_code
+            )
+    except OutriderError:
+        raise
+    except Exception as error:  # libraries raise anything at settings that make no sense
+        raise BadInputError(f"the config of {name!r} describes no model that can be made: {reason(error)}") from error
+    return model.eval().requires_grad_(False)
+
+
+def _dtype(config: Any, asked: str | torch.dtype) -> torch.dtype:
+    """Return the dtype that was asked for; for "auto" the config's, or float32 where it has none."""
+    chosen = asked if asked != "auto" else getattr(config.get_text_config(), "dtype", None) or torch.float32
+    dtype = getattr(torch, chosen, None) if isinstance(chosen, str) else chosen
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"dtype is {str(chosen)[:80]!r}, which torch does not have")
+    return dtype
+
+
+def check_sizes(folder: Path, dtype: str | torch.dtype = "auto") -> None:
+    """Raise IncompatibleError if the config of a causal LM asks for more than its weights fill.
+
+    The library would make what is missing, which may be more than there is memory, and only then be refused.
+    """
+    stored = _stored_model(folder)
+    quantised = "quantization_config" in read_json(folder / MODEL_CONFIG)
+    with no_more_than(len(stored), f"{folder}: {SINGLE}"):
+        model = meta_causal_lm(str(folder), dtype)
+    wanted = sum(parameter.numel() for parameter in model.parameters())
+    held = sum(tensor.num_elements for tensor in stored.values())
+    if wanted > (held * _PACKED if quantised else held):
+        problems = misfits(dict(model.named_parameters()), stored)
+        raise IncompatibleError(
+            f"the weights in {str(folder)!r} do not fit its config.json: {'; '.join(problems[:4])}. That asks for "
+            f"{wanted:,} parameters, and there are {held:,}. Take a good copy of the model."
+        )
+    if not quantised:
+        _check_kinds(folder, model.state_dict(), stored)
+
+
+def _check_kinds(folder: Path, wanted: dict[str, Tensor], stored: dict[str, TensorInfo]) -> None:
+    shared = wanted.keys() & stored.keys()
+    odd = [name for name in wanted if name in shared and wanted[name].is_floating_point() != stored[name].is_floating]
+    if odd:
+        raise IncompatibleError(
+            f"the weights in {str(folder)!r} do not fit its config.json: {odd[0]} is {stored[odd[0]].dtype}, expected "
+            "floating-point numbers."
+        )
+
+
+def _stored_model(folder: Path) -> dict[str, TensorInfo]:
+    """Return the tensors of a model in one file or several.
+
+    Raises:
+        Refusal: they are damaged, or the index names files that are not beside it.
+    """
+    if (folder / SINGLE).exists() or not (folder / INDEX).exists():
+        return stored_tensors(folder / SINGLE)
+    files = set(plain_weight_map(folder / INDEX).values())
+    return {name: tensor for file in sorted(files) for name, tensor in stored_tensors(folder / file).items()}
+
+
+# ------------------------------------------------------------ weights of eight bits
+
+
+def quantise(model: PreTrainedModel, kind: str) -> None:
+    """Quantise the linear layers of `model` in place by torchao, all but the output embedding.
+
+    It comes after an adapter was merged. A quantised target is another target: the drafter reads the hidden states of
+    the quantised model, and drafts for that one.
+
+    Args:
+        kind: a `QuantisationKind`.
+
+    Raises:
+        BadInputError: no such kind, or torchao is not installed.
+    """
+    if kind not in _CONFIGS:
+        raise BadInputError(f"quantize: expected one of {', '.join(get_args(QuantisationKind))}, found {kind!r}.")
+    try:
+        library: Any = importlib.import_module("torchao.quantization")
+    except ImportError as error:
+        raise BadInputError("quantised targets need torchao: pip install 'outrider[quantised]'.") from error
+    output = model.get_output_embeddings()
+
+    def chosen(module: nn.Module, _name: str) -> bool:
+        return isinstance(module, nn.Linear) and module is not output
+
+    library.quantize_(model, getattr(library, _CONFIGS[kind])(), filter_fn=chosen)

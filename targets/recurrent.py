@@ -27,7 +27,7 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from ..common.errors import IncompatibleError
 from .cache import AttentionStore, EntryShape, LayerShape, LayerStore, RaggedCache, RowLengths
-from .cache_slots import Nodes, Placement
+from .placement import Nodes, Placement
 
 # Kinds of layers, and the models they were tried in. Other models update their states in ways of their own. A hybrid
 # layer keeps states, and keys and values.
@@ -70,7 +70,7 @@ class RowState:
 
 @dataclass(frozen=True)
 class StateShape:
-    """What a recurrent layer keeps of a row: a convolution's inputs, a recurrent state, or both; each twice."""
+    """The states of a recurrent layer for a row: a convolution's inputs, a recurrent state, or both; each twice."""
 
     conv: RowState | None
     recurrent: RowState | None
@@ -78,8 +78,8 @@ class StateShape:
     @classmethod
     def of(cls, *states: Tensor | None) -> StateShape | None:
         """Read the shape off a layer's states; None if it has none yet."""
-        found = [None if state is None else RowState.of(state) for state in states]
-        return cls(*found) if any(found) else None
+        shapes = [None if state is None else RowState.of(state) for state in states]
+        return cls(*shapes) if any(shapes) else None
 
     @property
     def row_bytes(self) -> int:
@@ -139,7 +139,7 @@ class StateStore(LinearAttentionLayer):
     def update_conv_state(
         self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
     ) -> Tensor:
-        """Return what a convolution reads: the row's own state, and the new inputs `[B, C, Q]` after it."""
+        """Return a convolution's input: the row's own state, and the new inputs `[B, C, Q]` after it."""
         width = conv_kernel_size or conv_states.shape[-1]
         own, new = self.conv_states[0], self.new_conv
         if own is None or new is None:
@@ -190,7 +190,7 @@ class StateStore(LinearAttentionLayer):
 
 @dataclass(frozen=True)
 class HybridShape:
-    """What a layer keeps of a row that has states, and keys and values; either is None if it was never seen."""
+    """The states and the keys and values of a layer; either is None if it was never seen."""
 
     states: StateShape | None
     entries: LayerShape | None
@@ -233,9 +233,9 @@ class HybridStore(StateStore, AttentionStore):  # type: ignore[override] # the l
 class RecurrentCache(RaggedCache):
     """A `RaggedCache` in which some layers keep states. It reads chains only, and its passes have no fixed shape.
 
-    Before each pass its tokens are given to `write`. As long as `overdue` says so, a pass over that many committed
+    Before each pass its tokens are given to `write`. As long as `overdue` is not 0, a pass over that many committed
     tokens comes first, and `settle` ends it. Then comes the pass over `unread`, of whose outputs those at `asked` are
-    wanted.
+    used.
 
     Args:
         kinds: the kinds of all layers, as in `config.layer_types`.
@@ -243,7 +243,7 @@ class RecurrentCache(RaggedCache):
 
     Attributes:
         read: how many tokens of each row its states have read; at most `host_lengths`.
-        tokens: the texts, `[B, L]`, for what has to be read again.
+        tokens: the texts, `[B, L]`, of which a part may have to be read again.
     """
 
     TOKEN_BYTES = 8  # of `tokens`, for each entry of a row
@@ -340,7 +340,7 @@ class RecurrentCache(RaggedCache):
     def _states(self) -> Iterator[StateStore]:
         return (store for store in self._stores if isinstance(store, StateStore))
 
-    # ------------------------------------------------------------ what stays
+    # ------------------------------------------------------------ commitment
 
     def advance(self, counts: RowLengths) -> None:
         super().advance(counts)

@@ -3,8 +3,8 @@
 A pass gathers one layer at a time. Embeddings stay whole in every process: drafters read them outside of passes.
 
 A layer is gathered by all processes together, so all must make equally many passes. In training steps they do. What one
-process does alone, such as answering prompts, it does `leading`, while the others `follow`: for each of its passes they
-make one of a single token.
+process does alone, such as answering prompts, it does inside `leading`, while the others `follow`: they make a pass
+over a single token for each of its passes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def processes() -> int:
 
 @contextmanager
 def in_turn() -> Iterator[None]:
-    """Let the processes do what is inside one after the other."""
+    """Let the processes run the code inside one after the other."""
     rank, count = (distributed.get_rank(), processes()) if processes() > 1 else (0, 1)
     for _ in range(rank):
         distributed.barrier()
@@ -67,7 +67,7 @@ def share(value: Value) -> Value:
 def leading(target: Backbone) -> Iterator[None]:
     """Let the other processes, which `follow`, take part in every pass of a sharded target. For the first process.
 
-    If what is inside fails, the others are told nothing, for they may be in the middle of a pass: the launcher ends
+    If the code inside fails, the others get no message, for they may be in the middle of a pass: the launcher ends
     them.
     """
 
@@ -99,7 +99,7 @@ def settle(target: Backbone) -> None:
 
 
 def _tell(target: Backbone, another: bool) -> bool:
-    """Say as the first process whether it makes `another` pass; return for the others whether it does."""
+    """Tell the others, as the first process, whether it makes `another` pass; return for the others whether it does."""
     flag = torch.tensor(float(another), device=target.device)
     distributed.broadcast(flag, 0)
     return distributed.get_rank() != 0 and bool(flag.item())

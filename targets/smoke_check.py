@@ -1,47 +1,30 @@
-"""What is tried of a model before anything is decoded with it: that it can be read as all decoding reads it.
+"""Checks of a model before anything is decoded with it: that it can be read as all decoding reads it.
 
-Configs do not say these things alike, and a model for which they do not hold would write another text than its own
-`generate`, without a word. So they are looked at, in passes over a token or two.
+Configs do not say this in one way, and a model that fails would silently write another text than its own `generate`.
+So it is tried, in passes over a token or two.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..common.errors import IncompatibleError, OutriderError
-from .cache import RaggedCache, RowLengths
-from .layout import CacheLayout
+from .backbone import Backbone
+from .cache import RowLengths
+from .layer_kinds import CacheLayout
 
-_LOOKED_AT = 8  # tokens
+_TRIED = 8  # tokens
 
-# How far two results of the same sums, made in passes of other shapes, may lie apart: relative, and generous, since
-# low precision adds up over layers. What is looked for differs by its own size.
+# The relative difference between two results of the same sums, made in passes of other shapes. It is generous, since
+# low precision adds up over layers; the faults that are looked for differ by their own size.
 _TOLERANCE = 0.1
 
 
-class Readable(Protocol):
-    """What is tried of a target."""
-
-    model: PreTrainedModel
-    body: PreTrainedModel
-
-    @property
-    def config(self) -> PreTrainedConfig: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-    def run(self, inputs: Tensor, cache: RaggedCache | None = None) -> tuple[Tensor, Tensor | None]: ...
-
-    def lm_head(self, hidden: Tensor, token_ids: Tensor | None = None) -> Tensor: ...
-
-
-def try_reading(target: Readable, layout: CacheLayout) -> None:
-    """Refuse a target whose text would be another than its own `generate`'s, or that fails on the way.
+def require_readable(target: Backbone, lm_head: Callable[[Tensor], Tensor], layout: CacheLayout) -> None:
+    """Refuse a target whose text would differ from its own `generate`'s, or whose passes fail.
 
     Raises:
         IncompatibleError: it is in training mode, is not causal, makes its logits in another way, or cannot be read
@@ -50,7 +33,7 @@ def try_reading(target: Readable, layout: CacheLayout) -> None:
     _check_frozen(target)
     try:
         _check_causal(target)
-        _check_logits(target)
+        _check_logits(target, lm_head)
         _read_in_pieces(target, layout)
     except (OutriderError, torch.OutOfMemoryError):
         raise
@@ -62,8 +45,8 @@ def try_reading(target: Readable, layout: CacheLayout) -> None:
         ) from error
 
 
-def _check_frozen(target: Readable) -> None:
-    """Refuse a model that drops out: no two of its passes would be the same."""
+def _check_frozen(target: Backbone) -> None:
+    """Refuse a model with active dropout: no two of its passes would be the same."""
     training = (module for module in target.model.modules() if module.training)
     if any(isinstance(module, torch.nn.Dropout) and module.p > 0 for module in training):
         raise IncompatibleError(
@@ -72,10 +55,10 @@ def _check_frozen(target: Readable) -> None:
         )
 
 
-def _check_causal(target: Readable) -> None:
+def _check_causal(target: Backbone) -> None:
     """Refuse a model whose states at a token depend on the tokens after it.
 
-    Encoders (BERT and its kin) load as causal models, and say in their config that they are none; some that say it are
+    Encoders such as BERT load as causal models, and their config says that they are not; some with such a config are
     causal all the same.
     """
     if getattr(target.config, "is_decoder", None) is not False:
@@ -89,11 +72,11 @@ def _check_causal(target: Readable) -> None:
         )
 
 
-def _check_logits(target: Readable) -> None:
-    """Refuse a model whose logits are not what its output embedding makes of its last hidden state."""
+def _check_logits(target: Backbone, lm_head: Callable[[Tensor], Tensor]) -> None:
+    """Refuse a model whose logits are not the product of its output embedding and its last hidden state."""
     # Several tokens: the embedding of padding may be nothing.
-    tokens = torch.arange(min(_LOOKED_AT, int(target.config.vocab_size)), device=target.device)[None]
-    own, ours = target.model(input_ids=tokens, use_cache=False).logits, target.lm_head(target.run(tokens)[0])
+    tokens = torch.arange(min(_TRIED, int(target.config.vocab_size)), device=target.device)[None]
+    own, ours = target.model(input_ids=tokens, use_cache=False).logits, lm_head(target.run(tokens)[0])
     if own.shape != ours.shape or differ(own, ours):
         raise IncompatibleError(
             f"{type(target.model).__name__} does not make its logits of its last hidden state by its output embedding "
@@ -101,7 +84,7 @@ def _check_logits(target: Readable) -> None:
         )
 
 
-def _read_in_pieces(target: Readable, layout: CacheLayout) -> None:
+def _read_in_pieces(target: Backbone, layout: CacheLayout) -> None:
     """Read a token, and then two at once."""
     cache = layout.allocate(1, 3, target.device)
     for count in (1, 2):
@@ -110,14 +93,14 @@ def _read_in_pieces(target: Readable, layout: CacheLayout) -> None:
 
 
 @torch.no_grad()
-def reads_ragged_rows(target: Readable, layout: CacheLayout) -> bool:
-    """Tell whether a row is read alike beside a longer one and beside one of its own length."""
+def reads_ragged_rows(target: Backbone, layout: CacheLayout) -> bool:
+    """Return whether a row is read alike beside a longer one and beside one of its own length."""
     alone, beside = (_last_of_first_row(target, layout, lengths) for lengths in ([1, 1], [1, 3]))
     return not differ(beside, alone, 4 * torch.finfo(alone.dtype).eps ** 0.75)
 
 
-def _last_of_first_row(target: Readable, layout: CacheLayout, lengths: list[int]) -> Tensor:
-    """Return the state at a token that is read after rows of these lengths, in the first row, `[H]`."""
+def _last_of_first_row(target: Backbone, layout: CacheLayout, lengths: list[int]) -> Tensor:
+    """Return the hidden state of the first row at a token that is read after rows of these lengths, `[H]`."""
     cache = layout.allocate(2, max(lengths) + 1, target.device)
     target.run(torch.zeros(2, max(lengths), dtype=torch.long, device=target.device), cache)
     cache.advance(RowLengths.of(lengths, target.device))
@@ -125,6 +108,6 @@ def _last_of_first_row(target: Readable, layout: CacheLayout, lengths: list[int]
 
 
 def differ(one: Tensor, other: Tensor, tolerance: float = _TOLERANCE) -> bool:
-    """Tell whether two results are more than rounding apart."""
+    """Return whether two results differ by more than rounding."""
     distance, size = (one.float() - other.float()).norm(), other.float().norm()
     return bool(distance > tolerance * size)

@@ -1,4 +1,4 @@
-"""The model being accelerated: everything the rest of Outrider needs of it, through its public interface.
+"""The model being accelerated: everything the rest of Outrider needs from it, through its public interface.
 
 Shapes: B rows, Q new tokens per row, T tokens of a whole sequence, H hidden size, V vocabulary, K taps.
 """
@@ -20,24 +20,23 @@ from ..common.errors import BadInputError, IncompatibleError
 from ..common.machine import best_device
 from .backbone import Backbone, at_places
 from .cache import RaggedCache
-from .cache_slots import Nodes
 from .fingerprint import Fingerprint
 from .footprint import Footprint, measure
+from .layer_kinds import CacheLayout, runtime_key
 from .layers import body_of, decoder_layers
-from .layout import CacheLayout, circumstances
-from .loading import expanded, load_model_and_tokenizer
-from .quantised import quantise
+from .loading import expanded, load_model_and_tokenizer, quantise
+from .placement import Nodes
 from .sharding import all_processes, in_turn, processes, settle, share, split
-from .smoke_check import reads_ragged_rows, try_reading
+from .smoke_check import reads_ragged_rows, require_readable
 
 
 @dataclass
 class TargetOutput:
-    """What one pass of the target gives.
+    """The result of one pass of the target.
 
     Attributes:
-        logits: `[B, Q, V]`, or only at the asked positions; None if they were not asked for.
-        hidden: tapped hidden states, `[B, Q, K, H]`; None if no taps were asked for.
+        logits: `[B, Q, V]`, or only at the requested positions; None if none were requested.
+        hidden: tapped hidden states, `[B, Q, K, H]`; None if no taps were requested.
         last: the last hidden state after the final norm, `[B, Q, H]`.
     """
 
@@ -55,7 +54,7 @@ class Target(Backbone):
     Attributes:
         model: the unmodified `transformers` model.
         tokenizer: its tokenizer, or None.
-        source: what it was loaded from, for people: `{"path", "revision", "adapter"}`, and "quantize" if it was.
+        source: where it was loaded from, for people: `{"path", "revision", "adapter"}`, and "quantize" if it was.
         sharded: whether each process holds only a part of its layers, see `targets.sharding`.
     """
 
@@ -96,7 +95,7 @@ class Target(Backbone):
             attention: one of the library's implementations, or "outrider" (see `targets.attention`).
             sharding: "fsdp2" splits the layers over the processes, if there are several (see `targets.sharding`). The
                 processes load the target one after the other, each into main memory first.
-            quantize: "int8" or "int8-dynamic" (see `targets.quantised`); None leaves the weights as they are.
+            quantize: "int8" or "int8-dynamic" (see `targets.loading.quantise`); None leaves the weights as they are.
 
         Raises:
             BadInputError: the folder is missing, has no config, or holds only pickled weights.
@@ -132,6 +131,11 @@ class Target(Backbone):
                 return (ids,) if isinstance(ids, int) else tuple(ids)
         return ()
 
+    @property
+    def takes_positions(self) -> bool:
+        """Whether the model is given position ids; others count places, by ALiBi for example."""
+        return "position_ids" in inspect.signature(self.body.forward).parameters
+
     def require_tokenizer(self) -> PreTrainedTokenizerBase:
         """Return the tokenizer.
 
@@ -148,12 +152,12 @@ class Target(Backbone):
 
     def footprint(self) -> Footprint:
         """Return how much memory passes work with; measured once for each device and dtype."""
-        now = circumstances(self.model, self.config)
+        now = runtime_key(self.model, self.config)
         if now not in self._footprints:
             self._footprints[now] = measure(self, self.lm_head, self.vocab_size)
         return self._footprints[now]
 
-    # ------------------------------------------------------------ what a drafter asks for
+    # ------------------------------------------------------------ checks for a drafter
 
     def check_taps(self, taps: Sequence[int]) -> None:
         """Raise IncompatibleError if one of these hidden states does not exist."""
@@ -169,7 +173,7 @@ class Target(Backbone):
 
         A model that takes no position ids may read a token's place off the longest row.
         """
-        if rows == 1 or not self.rewinds or self._takes_positions():
+        if rows == 1 or not self.rewinds or self.takes_positions:
             return
         if self._ragged is None:
             self._ragged = reads_ragged_rows(self, self.cache_layout())
@@ -180,20 +184,17 @@ class Target(Backbone):
                 "(data.batch_size: 1)."
             )
 
-    def _takes_positions(self) -> bool:
-        return "position_ids" in inspect.signature(self.body.forward).parameters
-
     def check_trees(self) -> None:
         """Raise IncompatibleError if nodes of a tree cannot be verified.
 
-        Recurrent states have no branches, and a node's place is told by position ids, not by its slot in the cache.
+        Recurrent states have no branches, and a node's place is given by position ids, not by its slot in the cache.
         """
         if not self.rewinds:
             raise IncompatibleError(
                 f"{type(self.model).__name__} has recurrent layers, whose states have no branches, so it cannot verify "
                 "trees; draft chains."
             )
-        if not self._takes_positions():
+        if not self.takes_positions:
             raise IncompatibleError(
                 f"{type(self.model).__name__} takes no position ids (it uses ALiBi, for example), so it cannot verify "
                 "trees; draft chains."
@@ -206,7 +207,7 @@ class Target(Backbone):
         layout = super()._look_at_a_token()
         whole = self.body is body_of(self.model)  # not cut by `shallow`
         if whole and not self.sharded and self.device.type != "meta":
-            try_reading(self, layout)
+            require_readable(self, self.lm_head, layout)
         return layout
 
     def forward(
@@ -226,7 +227,7 @@ class Target(Backbone):
 
         Args:
             taps: HF `hidden_states` indices (0 = embeddings, `num_layers` = after the final norm).
-            at: indices into Q at which logits are wanted, `[B, A]`; None for all Q.
+            at: indices into Q at which logits are computed, `[B, A]`; None for all Q.
             logits: False skips the output embedding.
             nodes: the tokens' places in a tree; None for a chain.
         """
@@ -272,9 +273,9 @@ def _load_sharded(load: Callable[[], Target], device: torch.device) -> Target:
     mesh = all_processes(device)
     with in_turn():
         target = load()
-        found = target.fingerprint() if distributed.get_rank() == 0 else None
+        own = target.fingerprint() if distributed.get_rank() == 0 else None
         split(target.model, decoder_layers(target.body, target.num_layers), device, mesh)
-    shared = cast(Fingerprint, share(found))  # of the first process, which has it
+    shared = cast(Fingerprint, share(own))  # of the first process, which has it
     target.sharded, target._fingerprint = True, lambda: shared
     settle(target)
     return target

@@ -1,4 +1,4 @@
-"""Comparing two tokenizers: drafter and target exchange token ids, so each must mean the same to both."""
+"""Loading and comparing tokenizers: drafter and target exchange token ids, so each must mean the same to both."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ..common.errors import BadInputError, IncompatibleError
-from .vetting import check_files, without_questions
+from .model_folder import check_files, without_questions
 
 _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
@@ -50,10 +50,10 @@ def require_same_vocabulary(own: PreTrainedTokenizerBase, theirs: PreTrainedToke
     Raises:
         IncompatibleError: they differ; it names the first token that does.
     """
-    found = first_difference(own, theirs)
-    if found is not None:
+    difference = first_difference(own, theirs)
+    if difference is not None:
         raise IncompatibleError(
-            f"{what} and the target have different vocabularies: {found.describe(what, 'the target')}. "
+            f"{what} and the target have different vocabularies: {difference.describe(what, 'the target')}. "
             "They must share one tokenizer; use a drafter made for this target, or train one."
         )
 
@@ -74,16 +74,16 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
 
 
 def tokenizer_of(folder: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Return the tokenizer in a folder that was looked at; whatever the library raises is raised.
+    """Return the tokenizer in a folder that was checked; the library's errors are passed on.
 
     Raises:
-        IncompatibleError: it is one that the library loads for other things than text.
+        IncompatibleError: the library loads something else than a tokenizer of text.
     """
     with without_questions():
-        found = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    if not isinstance(found, PreTrainedTokenizerBase):
-        raise IncompatibleError(f"{type(found).__name__} is no tokenizer of one language model.")
-    return found
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise IncompatibleError(f"{type(tokenizer).__name__} is no tokenizer of one language model.")
+    return tokenizer
 
 
 def _by_id(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:

@@ -1,40 +1,154 @@
-"""Weights of a module: read from a folder, strictly, and watched for changes."""
+"""Weights: the tensors that a safetensors file holds, modules filled from them strictly, and changes to them noticed.
+
+A stranger's config may ask for sizes that no machine has. Its weights are on the disk: nothing is made that they do
+not fill.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import TypeVar
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
-from ..common import BadInputError, IncompatibleError
-from .loading import refuse_pickles
-from .stored import Stored, misfits, no_more_than, stored_tensors
-from .taps import Tap
+from ..common.errors import BadInputError, IncompatibleError, Refusal
+from ..common.safe_load import MEGABYTE, require_regular
+from .layers import Tap
+from .model_folder import refuse_pickles
 
 WEIGHTS = "model.safetensors"
+MAX_HEADER = 32 * MEGABYTE
+
+_FLOATING = ("F", "BF")  # F64, F32, F16, F8_E4M3, BF16, …
 
 M = TypeVar("M", bound=nn.Module)
 
 
-def restored(make: Callable[[], M], folder: Path) -> M:
-    """Return the module that `make` makes, filled from the weights in `folder`.
+# ------------------------------------------------------------ what a file holds
 
-    It is made without contents first: memory is only taken for sizes that the file has.
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A tensor in a file: its type as safetensors names it ("F32", "BF16", "I64"), and its shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def num_elements(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def is_floating(self) -> bool:
+        return self.dtype.startswith(_FLOATING)
+
+
+def stored_tensors(file: Path) -> dict[str, TensorInfo]:
+    """Return the types and shapes of the tensors in a safetensors file, from its header; contents are not read.
+
+    The library checks the header: offsets without gaps and inside the file, as many bytes as types and shapes need.
+
+    Raises:
+        Refusal: the file is not regular, is damaged, or has a larger header than any model.
+    """
+    try:
+        require_regular(file)
+        with file.open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+        if length > MAX_HEADER:
+            raise Refusal.of(
+                file,
+                f"damaged or not a safetensors file (a header of {length} bytes)",
+                f"at most {MAX_HEADER}",
+                "Copy it again.",
+            )
+        with safe_open(file, framework="pt") as source:
+            views = {name: source.get_slice(name) for name in source.keys()}  # noqa: SIM118 (it is no mapping)
+            return {name: TensorInfo(view.get_dtype(), tuple(view.get_shape())) for name, view in views.items()}
+    except (SafetensorError, OSError, ValueError) as error:
+        if isinstance(error, Refusal):
+            raise
+        raise Refusal.of(
+            file,
+            f"damaged or not a safetensors file ({error})",
+            "one as it was written",
+            "Copy it again, or take the last good checkpoint.",
+        ) from error
+
+
+def misfits(wanted: Mapping[str, Tensor], stored: Mapping[str, TensorInfo]) -> list[str]:
+    """Return how the tensors of a file and of a module differ, in names, shapes and kinds of numbers."""
+    problems = [f"missing {name}" for name in wanted.keys() - stored.keys()]
+    problems += [f"unexpected {name}" for name in stored.keys() - wanted.keys()]
+    for name in wanted.keys() & stored.keys():
+        found, expected = stored[name], wanted[name]
+        if found.shape != tuple(expected.shape):
+            problems.append(f"{name} is {found.shape}, expected {tuple(expected.shape)}")
+        elif found.is_floating != expected.is_floating_point():
+            problems.append(f"{name} is {found.dtype}, expected {expected.dtype}")
+    return sorted(problems)
+
+
+@contextmanager
+def no_more_than(num_tensors: int, what: str) -> Iterator[None]:
+    """Refuse, inside, to make modules with many more parameters than `what` holds tensors.
+
+    Ten million layers take hours even without contents. Some parameters are made and replaced, so there may be
+    somewhat more of them than tensors.
+
+    Raises:
+        IncompatibleError: there are more.
+    """
+    made = {"parameters": 0, "modules": 0}
+    most = {"parameters": 4 * num_tensors + 1000, "modules": 20 * num_tensors + 10_000}
+
+    def count(kind: str) -> None:
+        made[kind] += 1
+        if made[kind] > most[kind]:
+            raise IncompatibleError(
+                f"{what} holds {num_tensors} tensors, and its config.json asks for a network of more than "
+                f"{made[kind] - 1} {kind}. Take a good copy of it."
+            )
+
+    hooks = [
+        register_module_parameter_registration_hook(lambda *_: count("parameters")),
+        register_module_module_registration_hook(lambda *_: count("modules")),
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+# ------------------------------------------------------------ a module's weights
+
+
+def restored(make: Callable[[], M], folder: Path) -> M:
+    """Return the module that `make` builds, filled with the weights in `folder`.
+
+    It is built on the meta device first: memory is only taken for sizes that the file has.
 
     Raises:
         BadInputError: the weights are missing or damaged.
-        IncompatibleError: they are not those of such a module.
+        IncompatibleError: they do not fit such a module.
     """
     refuse_pickles(folder)
     stored = stored_tensors(folder / WEIGHTS)
     with torch.device("meta"), no_more_than(len(stored), str(folder / WEIGHTS)):
-        sketch = make()
-    _require_fit(sketch, stored, folder)
+        empty = make()
+    _require_fit(empty, stored, folder)
     module = make()
     load_weights(module, folder)
     return module
@@ -53,35 +167,38 @@ def load_weights(module: nn.Module, folder: Path) -> None:
         ) from error
 
 
-def _require_fit(module: nn.Module, stored: dict[str, Stored], folder: Path) -> None:
+def _require_fit(module: nn.Module, stored: dict[str, TensorInfo], folder: Path) -> None:
     problems = misfits(module.state_dict(), stored)
     if problems:
         raise IncompatibleError(f"{folder / WEIGHTS} does not fit its config.json: {'; '.join(problems[:4])}.")
 
 
-def weight_versions(weights: Iterable[Tensor]) -> list[tuple[int, int]]:
-    """Return what changes when any of the weights is moved or written to.
+# ------------------------------------------------------------ changes
 
-    Torch does not count the writes to weights made in inference mode: of those only the place is known.
+
+def weight_versions(weights: Iterable[Tensor]) -> list[tuple[int, int]]:
+    """Return a value that changes when any of the weights is moved or written to.
+
+    Torch does not count writes to weights made in inference mode: for those only the address is known.
     """
     return [(weight.data_ptr(), 0 if weight.is_inference() else weight._version) for weight in weights]
 
 
 def module_versions(model: nn.Module) -> list[Hashable]:
-    """Return what changes when a module is replaced or hooked into, or an adapter is chosen or switched off.
+    """Return a value that changes when a module is replaced or hooked, or an adapter is chosen or switched off.
 
-    Taps change nothing of what a module computes, so they do not count.
+    Taps do not change what a module computes, so they do not count.
     """
-    found: list[Hashable] = []
+    versions: list[Hashable] = []
     for module in model.modules():
         hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
         foreign = tuple(id(hook) for hook in hooks if not isinstance(hook, Tap))
-        found.append((id(module), id(vars(module).get("forward")), foreign, *_adapters(module)))
-    return found
+        versions.append((id(module), id(vars(module).get("forward")), foreign, *_adapters(module)))
+    return versions
 
 
 def _adapters(module: nn.Module) -> tuple[Hashable, ...]:
-    """Return which of PEFT's adapters a module computes with, and whether they are merged or switched off."""
+    """Return the PEFT adapters that a module computes with, and whether they are merged or switched off."""
     chosen = getattr(module, "active_adapters", None)
     if not isinstance(chosen, (list, tuple)):
         return ()

@@ -35,7 +35,7 @@ from ..heads.losses import LossSettings, PositionLosses, chunked_compare
 from ..recipes import JointSpec
 from ..targets import Target
 from ..targets.adapters import ADAPTER_WEIGHTS
-from ..targets.loading import refuse_pickles
+from ..targets.model_folder import refuse_pickles
 from .data import IGNORED, OnlineBatches
 
 ADAPTER = "adapter"

@@ -101,6 +101,7 @@ class Conditions(ReportModel):
     Attributes:
         target: where it was loaded from, model type, number of parameters, and its fingerprint's digest: its identity.
         timing: what the seconds of a prompt are. excluded: what no figure contains.
+        pass_backend: how the target's passes of rounds ran, such as "eager" or "kernels" (see `targets.fast`).
     """
 
     target: dict[str, Any]
@@ -109,6 +110,7 @@ class Conditions(ReportModel):
     device_name: str
     threads: int
     attention: str
+    pass_backend: str | None = None
     batch_size: int = 1
     max_new_tokens: int
     temperatures: list[float]

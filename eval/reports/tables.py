@@ -146,7 +146,7 @@ def conditions(report: Report) -> Table:
     values = {
         "target": ", ".join(_target_words(k, v) for k, v in c.target.items() if v is not None),
         "contestants": "; ".join(_described(report, i.name) for i in report.contestants),
-        "dtype": f"{c.dtype}, attention {c.attention}",
+        "dtype": f"{c.dtype}, attention {c.attention}" + (f", passes {c.pass_backend}" if c.pass_backend else ""),
         "device": f"{c.device}: {c.device_name}, {counted(c.threads, 'thread')}",
         "prompts": ", ".join(f"{s.name} {s.num_prompts} (sha256 {s.digest[:12]})" for s in c.suites),
         "requests": (

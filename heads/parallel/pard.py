@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ...common import BadInputError
 from ...targets import RaggedCache, RowLengths, Target
-from ...targets.llama_kind import layer_windows
+from ...targets.layers import layer_windows
 from ..base import DrafterLoss, TargetBatch
 from ..decoder_layer import normed
 from ..draft_model import DraftModel, DraftModelConfig, LlamaRunner, runs

@@ -1,10 +1,10 @@
-"""Passes over few tokens through targets of Llama's kind, by kernels of our own (Triton).
+"""Passes over few tokens, in the way that is right and fastest on a device.
 
-`body` runs the layers, by `products` that are chosen by trying and by `operations`, which are the `kernels` as torch
-knows them. `taking` imports them when they are asked for: `triton` is not installed everywhere. `proof` holds them
-against the library's modules on the device at hand.
+`select` chooses between the library's modules, split attention, `torch.compile` and kernels of our own (Triton); it
+compares them by a `probe`. Of the kernels, `runner` runs the layers of Llama-like targets, by `matmuls` that are tuned
+and by `operations`, which are the `kernels` as torch knows them; `validate` compares them with the library's modules.
 """
 
-from .select import Fast, by_library, prefer_fast_pass, use_fast_pass
+from .select import by_library, use_fast_pass, use_fastest_pass
 
-__all__ = ["Fast", "by_library", "prefer_fast_pass", "use_fast_pass"]
+__all__ = ["by_library", "use_fast_pass", "use_fastest_pass"]

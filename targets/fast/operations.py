@@ -1,4 +1,4 @@
-"""The kernels as operations of torch, one launch each: fake tensors know them, and so does whoever counts launches.
+"""The kernels as operations of torch, one launch each: known to fake tensors, and counted by dispatch modes.
 
 Shapes: M tokens of all rows (B·Q), C numbers of an input, N outputs, D head size, P parts.
 """
@@ -14,7 +14,7 @@ import triton
 from torch import Tensor
 from torch.library import custom_op
 
-from ..cache_slots import Placement
+from ..placement import Placement
 from . import kernels
 
 _PROGRAMS = 264  # that run at the same time: two for each multiprocessor of a large GPU
@@ -155,7 +155,7 @@ class Split:
 
     @classmethod
     def of(cls, rows: int, kv_heads: int, queries: int, room: int) -> Split:
-        """Return what fills a GPU with `queries` of each head that keys are made for, over at most `room` entries."""
+        """Return the split that fills a GPU with `queries` of each key/value head, over at most `room` entries."""
         block = max(16, min(64, triton.next_power_of_2(queries)))
         programs = rows * kv_heads * triton.cdiv(queries, block)
         wanted = triton.next_power_of_2(triton.cdiv(_PROGRAMS, programs))
@@ -165,10 +165,10 @@ class Split:
 def attend(
     query: Tensor, keys: Tensor, values: Tensor, placed: Placement, scale: float, window: int, split: Split
 ) -> Tensor:
-    """Return what queries `[M, heads, D]` gather of a placed pass's entries `[B, kv_heads, L, D]`, in their shape.
+    """Return attention of queries `[M, heads, D]` over a placed pass's entries `[B, kv_heads, L, D]`, `[M, heads, D]`.
 
     Args:
-        window: how far a token sees; 0 for all of the text.
+        window: the sliding window; 0 for full attention.
     """
     nodes = placed.nodes
     rows, queries = placed.slots.shape
@@ -230,7 +230,7 @@ def _(query: Tensor, keys: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _made(query: Tensor, rows: int, kv_heads: int, parts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return memory for what attention gives; of two forms one is empty."""
+    """Return memory for the results of attention; of two forms one is empty."""
     per_head = query.shape[0] * query.shape[1] // (rows * kv_heads)  # group · Q
     if parts == 1:
         return torch.empty_like(query), query.new_empty(0), query.new_empty(0)

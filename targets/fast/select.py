@@ -1,67 +1,56 @@
-"""Taking the fast pass for a target: where it serves, and where it is proven to compute what the library does."""
+"""Choosing how a target's passes over few tokens run: by what is right and fastest on its device.
+
+A pass can run by the library's modules as they are (eager), by these with split attention, compiled, or by kernels of
+our own. On a GPU in bfloat16 a target tries all of them at first use: each must give the hidden states of the library's
+modules on the real weights, and those that do are timed. The fastest is taken, and remembered by device, dtype and the
+model's shape in this process and in a small file, which is safe to delete. Another target of that shape proves the
+remembered one right on its own weights, and times nothing.
+
+A user's choice wins: `Decoder(fast=…)`, `Target.compile`, `Target.use_split_attention`, `Target.load(attention=…)`.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from importlib import import_module
-from importlib.util import find_spec
-from typing import Any, Protocol
-from weakref import WeakSet
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from ...common.errors import IncompatibleError
-from ..cache import RaggedCache
-from ..cache_slots import Nodes
-from ..llama_kind import is_of_llama_kind
+from ...common.atomic import write_atomically
+from ...common.digest_cache import cache_file
+from ...common.errors import IncompatibleError, reason
+from ...common.machine import clock, device_name
+from ...common.runtime import installed_version
+from ..attention import steady_kernels
+from ..backbone import Backbone
+from ..layers import is_of_llama_kind
+from ..target import Target
+from .probe import PASS_TOLERANCE, PassProbe
 
+try:
+    from . import runner, validate
+except ImportError as error:  # Triton is not installed everywhere
+    _no_kernels: ImportError | None = error
+else:
+    _no_kernels = None
+
+_TREE = ((-1, -1, 0, 2, 1, 0, 4),)  # with its root as many tokens as a round of seven drafts
+_SECONDS = 1.0
+_SOFTWARE = ("outrider", "torch", "triton", "transformers")
 _log = logging.getLogger("outrider")
-_refused: WeakSet[Any] = WeakSet()  # models that were tried: each trial compiles kernels
 
 
-class Fast(Protocol):
-    """What runs passes in place of a model's layers, see `body.FastBody`."""
-
-    def serves(self, inputs: Tensor, cache: RaggedCache) -> bool:
-        """Tell whether it can run a pass over `inputs` as the model would now."""
-
-    def run(
-        self,
-        inputs: Tensor,
-        cache: RaggedCache,
-        taps: Sequence[int] = (),
-        offset: int = 0,
-        nodes: Nodes | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Run one pass as `Backbone.run` does, with a cache."""
-
-    def shallow(self, count: int) -> Fast:
-        """Return the same cut after its first `count` layers."""
+# ------------------------------------------------------------ our kernels
 
 
-class Holder(Protocol):
-    """A backbone, which runs by `fast` what that serves."""
-
-    fast: Fast | None
-
-    @property
-    def model(self) -> Any: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    @property
-    def compiled(self) -> bool: ...
-
-
-def use_fast_pass(target: Holder) -> None:
+def use_fast_pass(target: Target) -> None:
     """Let a target read a few tokens at a time by kernels of our own; prompts stay the library's.
 
     Raises:
@@ -69,45 +58,36 @@ def use_fast_pass(target: Holder) -> None:
             give other numbers there than the library's modules.
     """
     name = type(target.model).__name__
-    if (reason := _missing(target.model)) is not None:
-        raise IncompatibleError(f"the fast pass does not serve {name}: {reason}.")
-    body = import_module(".body", __package__)
-    if (reason := body.why_not(target.model)) is not None:
-        raise IncompatibleError(f"the fast pass does not serve {name}: it has {reason}.")
+    if (why := why_no_kernels(target)) is not None:
+        raise IncompatibleError(f"the fast pass does not serve {name}: {why}.")
     with by_library(target):
-        fast = body.FastBody(target.model)
-        reason = import_module(".proof", __package__).differs(fast, target)
-    if reason is not None:
+        fast = runner.TritonRunner(target.model)
+        difference = validate.differs(fast, target)
+    if difference is not None:
         raise IncompatibleError(
-            f"the fast pass of {name} gives other numbers here than the library's modules: {reason}. Decode without it."
+            f"the fast pass of {name} gives other numbers here than the library's modules: {difference}. Decode "
+            "without it."
         )
     target.fast = fast
 
 
-def prefer_fast_pass(target: Holder) -> bool:
-    """Take the fast pass for a target in bfloat16 on a GPU, where it serves and is proven; return whether it is taken.
-
-    A model is tried once. One that `torch.compile` was asked for stays with that.
-    """
-    if target.fast is not None:
-        return True
-    if target.device.type != "cuda" or target.dtype != torch.bfloat16 or target.compiled or target.model in _refused:
-        return False
-    try:
-        use_fast_pass(target)
-    except torch.OutOfMemoryError:
-        raise
-    except IncompatibleError as error:
-        _log.info("%s", error)
-    except Exception as error:  # Triton raises what it likes where a kernel does not compile: the library goes on
-        _log.warning("the fast pass failed, the library's modules run: %s", (str(error).splitlines() or [""])[0])
-    if target.fast is None:
-        _refused.add(target.model)
-    return target.fast is not None
+def why_no_kernels(target: Target) -> str | None:
+    """Return why our kernels do not serve a target on its device; None if they do."""
+    model = target.model
+    if not is_of_llama_kind(model):
+        return "it serves Llama, Mistral, Qwen2 and Qwen3 whose modules are as the library made them"
+    weight = model.get_input_embeddings().weight
+    if weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"its weights are {weight.dtype}; expected bfloat16, float16 or float32"
+    if _no_kernels is not None:
+        return f"its kernels need Triton, which cannot be imported ({reason(_no_kernels)}); pip install triton"
+    if weight.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"its kernels run on a GPU, and the model is on {weight.device}"
+    return runner.why_not(model)
 
 
 @contextmanager
-def by_library(target: Holder) -> Iterator[None]:
+def by_library(target: Backbone) -> Iterator[None]:
     """Run all passes inside by the library's modules."""
     fast, target.fast = target.fast, None
     try:
@@ -116,15 +96,228 @@ def by_library(target: Holder) -> Iterator[None]:
         target.fast = fast
 
 
-def _missing(model: Any) -> str | None:
-    """Return which condition does not hold, of those that can be told without the kernels."""
-    if not is_of_llama_kind(model):
-        return "it serves Llama, Mistral, Qwen2 and Qwen3 whose modules are as the library made them"
-    weight = model.model.embed_tokens.weight
-    if weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        return f"its weights are {weight.dtype}; expected bfloat16, float16 or float32"
-    if find_spec("triton") is None:
-        return "its kernels need Triton, which is not installed; pip install triton"
-    if weight.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        return f"its kernels run on a GPU, and the model is on {weight.device}"
-    return None
+# ------------------------------------------------------------ candidates
+
+
+@dataclass(frozen=True)
+class PassCandidate:
+    """A way of running passes.
+
+    Attributes:
+        name: the target's `pass_backend` when it runs this way.
+        build: makes a target that runs eagerly run this way, or raises.
+        why_not: returns why it does not serve a target; None if it does.
+    """
+
+    name: str
+    build: Callable[[Target], None]
+    why_not: Callable[[Target], str | None] = lambda _: None
+
+
+EAGER = PassCandidate("eager", Target.run_eagerly)
+# The library's modules come first: all others must give their numbers.
+CANDIDATES = (
+    EAGER,
+    PassCandidate("split attention", Target.use_split_attention),
+    PassCandidate("compiled", Target.compile),
+    PassCandidate("kernels", use_fast_pass, why_no_kernels),
+)
+
+
+@dataclass(frozen=True)
+class PassTrial:
+    """The result of one candidate on a device.
+
+    Attributes:
+        milliseconds: of a pass, by its number of tokens; empty if it was left out.
+        problem: why it was left out; "" if it was timed.
+    """
+
+    candidate: str
+    milliseconds: dict[str, float]
+    problem: str = ""
+
+    @property
+    def total(self) -> float:
+        return sum(self.milliseconds.values())
+
+
+@dataclass(frozen=True)
+class PassSelection:
+    """The candidates that were tried for models of one shape on one device, and the one that is taken.
+
+    Attributes:
+        serving: the names of the candidates that serve such models.
+    """
+
+    device: str
+    dtype: str
+    shape: str
+    serving: str
+    versions: str
+    taken: str
+    trials: tuple[PassTrial, ...]
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        return self.device, self.dtype, self.shape, self.serving, self.versions
+
+    @classmethod
+    def from_dict(cls, saved: dict[str, Any]) -> PassSelection:
+        return cls(**saved | {"trials": tuple(PassTrial(**trial) for trial in saved["trials"])})
+
+    def rows(self) -> list[tuple[str, str, str]]:
+        """Return each candidate, whether it is right, and its milliseconds per pass or its problem."""
+        return [
+            (
+                f"{trial.candidate} (taken)" if trial.candidate == self.taken else trial.candidate,
+                "yes" if trial.milliseconds else "left out",
+                ", ".join(map(_timed, trial.milliseconds.items())) or trial.problem,
+            )
+            for trial in self.trials
+        ]
+
+
+def _timed(timed: tuple[str, float]) -> str:
+    count, milliseconds = timed
+    return f"{milliseconds:.3f} ms for {count} {'token' if count == '1' else 'tokens'}"
+
+
+# ------------------------------------------------------------ choosing
+
+
+def use_fastest_pass(target: Target, candidates: Sequence[PassCandidate] = CANDIDATES) -> None:
+    """Let a target in bfloat16 on a GPU run its passes in the way that is right and fastest there.
+
+    Nothing changes for one whose user has chosen a way, and on other devices.
+    """
+    if target.device.type == "cuda" and target.dtype == torch.bfloat16 and _is_left_open(target):
+        choose(target, candidates)
+
+
+def _is_left_open(target: Target) -> bool:
+    """Return whether a target runs as it was loaded, in rounds that can have fixed shapes and trees."""
+    attention = getattr(target.config, "_attn_implementation", None)
+    plain = target.pass_backend == "eager" and attention == "sdpa" and not target.sharded
+    return plain and target.rewinds and target.takes_positions
+
+
+def choose(
+    target: Target, candidates: Sequence[PassCandidate] = CANDIDATES, now: Callable[[], float] | None = None
+) -> None:
+    """Let a target that runs eagerly run as the fastest candidate does; candidates are tried once for each shape.
+
+    Args:
+        now: a clock in seconds; by default the machine's, which waits for the device.
+    """
+    key = _key(target, candidates)
+    selection = _selections.get(key) or remembered().get(key)
+    if selection is None or not _take(selection.taken, target, candidates):
+        remember(measure(target, candidates, now))
+    else:
+        _selections[key] = selection
+
+
+def measure(
+    target: Target,
+    candidates: Sequence[PassCandidate] = CANDIDATES,
+    now: Callable[[], float] | None = None,
+    seconds: float = _SECONDS,
+) -> PassSelection:
+    """Try all candidates on a target that runs eagerly, and leave it running as the fastest that is right.
+
+    Args:
+        seconds: for how long each candidate is timed.
+    """
+    now = now or partial(clock, target.device)
+    with torch.inference_mode(), steady_kernels():
+        probe = PassProbe(target, _TREE, (0,))
+        trials = [_try(candidate, target, probe, now, seconds) for candidate in candidates]
+    timed = [trial for trial in trials if trial.milliseconds]
+    taken = min(timed, key=lambda trial: trial.total).candidate if timed else EAGER.name
+    next((candidate for candidate in candidates if candidate.name == taken), EAGER).build(target)
+    selection = PassSelection(*_key(target, candidates), taken, tuple(trials))
+    words = "; ".join(f"{name}: {result}" for name, _, result in selection.rows())
+    _log.info("passes on %s in %s: %s", selection.device, selection.dtype, words)
+    return selection
+
+
+def _try(
+    candidate: PassCandidate, target: Target, probe: PassProbe, now: Callable[[], float], seconds: float
+) -> PassTrial:
+    """Return how a candidate does on a target, which runs eagerly before and after."""
+    if (why := candidate.why_not(target)) is not None:
+        return PassTrial(candidate.name, {}, why)
+    counts = (1, probe.num_nodes)
+    try:
+        candidate.build(target)
+        if (difference := probe.error(target)) > PASS_TOLERANCE:
+            return _left_out(candidate, f"its hidden states are off by {difference:.2g} of their size")
+        times = {str(n): probe.milliseconds(target, n, seconds / len(counts), now) for n in counts}
+        return PassTrial(candidate.name, times)
+    except Exception as error:  # compilers raise anything where a kernel does not compile: the others go on
+        return _left_out(candidate, reason(error))
+    finally:
+        target.run_eagerly()
+
+
+def _left_out(candidate: PassCandidate, problem: str) -> PassTrial:
+    _log.warning("passes do not run by %r here: %s", candidate.name, problem)
+    return PassTrial(candidate.name, {}, problem)
+
+
+def _take(name: str, target: Target, candidates: Sequence[PassCandidate]) -> bool:
+    """Let a target run as the candidate that was fastest before; return False if that is not right on its weights."""
+    if name == EAGER.name:
+        return True
+    with torch.inference_mode(), steady_kernels():
+        probe = PassProbe(target, _TREE, (0,))
+        try:
+            next(candidate for candidate in candidates if candidate.name == name).build(target)
+            if probe.error(target) <= PASS_TOLERANCE:
+                return True
+        except Exception as error:
+            _log.debug("%s failed, though it was fastest before: %s", name, error)
+    target.run_eagerly()
+    return False
+
+
+# ------------------------------------------------------------ memory
+
+
+_selections: dict[tuple[str, ...], PassSelection] = {}  # of this process
+
+
+def selections_file() -> Path:
+    """Return the file in which selections are kept from one process to the next; deleting it costs a minute."""
+    return cache_file().with_name("passes.json")
+
+
+def remembered() -> dict[tuple[str, ...], PassSelection]:
+    """Return the selections of this process and of earlier ones, by their keys."""
+    try:
+        saved = json.loads(selections_file().read_text(encoding="utf-8"))
+        kept = {selection.key: selection for selection in map(PassSelection.from_dict, saved)}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError):  # none, damaged, or foreign
+        kept = {}
+    return kept | _selections
+
+
+def remember(selection: PassSelection) -> None:
+    """Keep a selection for this process and later ones."""
+    _selections[selection.key] = selection
+    with suppress(OSError, RuntimeError):  # it only costs time
+        selections_file().parent.mkdir(parents=True, exist_ok=True)
+        kept = [asdict(selection) for selection in remembered().values()]
+        write_atomically(selections_file(), json.dumps(kept, indent=2) + "\n")
+
+
+def _key(target: Target, candidates: Sequence[PassCandidate]) -> tuple[str, str, str, str, str]:
+    """Return everything that a selection depends on, as `PassSelection.key` has it."""
+    config = target.config
+    sizes = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    shape = ", ".join(f"{name} {getattr(config, name, None)}" for name in (*sizes, "head_dim", "vocab_size"))
+    serving = ", ".join(candidate.name for candidate in candidates if candidate.why_not(target) is None)
+    versions = ", ".join(f"{name} {installed_version(name)}" for name in _SOFTWARE)
+    dtype = str(target.dtype).removeprefix("torch.")
+    return device_name(target.device), dtype, f"{config.model_type}: {shape}", serving, versions

@@ -32,7 +32,7 @@ from outrider.heads import (
 )
 from outrider.heads.session import Ended
 from outrider.targets import RaggedCache, RowLengths, Target
-from outrider.targets.cache_slots import Placement
+from outrider.targets.placement import Placement
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 

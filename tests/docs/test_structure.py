@@ -75,6 +75,25 @@ def test_circles_include_imports_in_functions(figures: str) -> None:
     assert "- decode.rules ↔ decode.run" in figures
 
 
+BY_NAME = {
+    "a relative name": 'import_module(".verify", __package__)',
+    "an absolute name": 'importlib.import_module("outrider.decode.verify")',
+}
+
+
+@pytest.mark.parametrize("call", BY_NAME.values(), ids=BY_NAME)
+def test_circles_include_imports_by_name(call: str, tmp_path: Path) -> None:
+    texts = {"__init__": "", "verify": "from .play import run\n", "play": f"def run():\n    {call}\n"}
+    texts["other"] = 'import importlib\nimportlib.import_module("torch")\n'
+    (tmp_path / "decode").mkdir()
+    for name, text in texts.items():
+        (tmp_path / "decode" / f"{name}.py").write_text(text)
+    script = f"from checkout import *; print(circles(Checkout(Path({str(tmp_path)!r})).edges()))"
+    command = [sys.executable, "-c", script]
+    found = subprocess.run(command, capture_output=True, text=True, check=True, cwd=SCRIPT).stdout
+    assert found.strip() == "[['decode.play', 'decode.verify']]"
+
+
 def test_the_draft_step_leads_into_the_session_and_not_to_the_losses(figures: str) -> None:
     draft, training = figures.split("EAGLE-3's draft step")[-1].split("EAGLE-3's training step: lines")
     assert "heads/layer.py" in draft

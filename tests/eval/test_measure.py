@@ -135,6 +135,7 @@ def _conditions_are_complete(report: Report) -> None:
         conditions.max_new_tokens,
         conditions.repeats,
     ) == ("float32", "cpu", 1, 16, 2)
+    assert conditions.pass_backend == "eager"
     assert [(s.name, s.num_prompts) for s in conditions.suites] == [("code", 3), ("docs", 2)]
     assert {"outrider", "torch", "transformers", "python"} <= conditions.versions.keys()
     assert [c.name for c in report.contestants] == ["self", "ngram", "plain", GENERATE]

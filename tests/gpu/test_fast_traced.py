@@ -17,7 +17,7 @@ from outrider.targets import target as target_module
 from .fake_cuda import Trace, can_fake_cuda, fake_cuda, make_guard, on_fake_cuda
 
 pytest.importorskip("triton")
-from outrider.targets.fast.body import FastBody
+from outrider.targets.fast.runner import TritonRunner
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -45,7 +45,7 @@ def guard(tmp_path_factory: Any) -> None:
 @pytest.fixture(autouse=True)
 def untried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out what is tried of a target once: it looks at values, of which fake tensors have none."""
-    monkeypatch.setattr(target_module, "try_reading", lambda target, layout: None)
+    monkeypatch.setattr(target_module, "require_readable", lambda *given: None)
 
 
 def launched(kind: str, layers: int, tokens: int, fast: bool, tree: bool = False) -> Trace:
@@ -61,7 +61,7 @@ def launched(kind: str, layers: int, tokens: int, fast: bool, tree: bool = False
         given = torch.zeros(1, tokens, dtype=torch.long, device="cuda")
         nodes = Nodes.of_tree(torch.zeros(1, tokens - 1, dtype=torch.long, device="cuda") - 1, 1) if tree else None
         if fast:
-            target.fast = FastBody(model)
+            target.fast = TritonRunner(model)
             assert target.fast.serves(given, cache)
         with Trace() as traced:
             target.run(given, cache, nodes=nodes)

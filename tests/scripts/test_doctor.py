@@ -43,3 +43,18 @@ def test_a_gpu_is_shown_with_its_memory() -> None:
     text = io.StringIO()
     doctor.render(found, Console(file=text, width=200))
     assert "GPU [A], 80.0 GB, compute capability 9.0" in text.getvalue()
+
+
+def test_the_fastest_passes_are_shown_with_those_that_were_slower() -> None:
+    found = doctor.examine()
+    trials = [
+        {"candidate": "eager", "milliseconds": {"1": 3.0, "8": 4.5}, "problem": ""},
+        {"candidate": "kernels", "milliseconds": {"1": 2.0, "8": 3.0}, "problem": ""},
+        {"candidate": "compiled", "milliseconds": {}, "problem": "no compiler"},
+    ]
+    about = {"device": "GPU [A]", "dtype": "bfloat16", "shape": "llama: hidden_size 4096", "taken": "kernels"}
+    found["passes"] = [about | {"trials": trials}]
+    text = io.StringIO()
+    doctor.render(found, Console(file=text, width=200))
+    line = "kernels (eager 7.50 ms, kernels 5.00 ms, compiled left out) for bfloat16 llama on GPU [A]"
+    assert line in text.getvalue()

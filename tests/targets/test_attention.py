@@ -12,7 +12,7 @@ from outrider.common import BadInputError, IncompatibleError
 from outrider.decode import Decoder, Plan, Sampling, Tree
 from outrider.heads import Eagle3, Eagle3Config
 from outrider.targets import Target, attention, load_causal_lm
-from outrider.targets.masks import float_mask
+from outrider.targets.layer_kinds import float_mask
 
 from ..conftest import few
 

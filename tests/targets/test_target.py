@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config, Gemma3F
 
 from outrider.common import BadInputError, IncompatibleError, refuse_unknown_keys
 from outrider.targets import Backbone, Fingerprint, RowLengths, Target, load_causal_lm
-from outrider.targets.masks import attention_masks
+from outrider.targets.layer_kinds import attention_masks
 
 COMMON = {
     "vocab_size": 64,

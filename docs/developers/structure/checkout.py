@@ -25,8 +25,26 @@ class Checkout:
         self.imports = {name: dict(self._imports(name)) for name in self.trees}
 
     def edges(self) -> dict[str, set[str]]:
-        """Return the import graph; imports in functions and for type checkers count, too."""
-        return {module: {source for source, _ in self.imports[module].values()} - {module} for module in self.trees}
+        """Return the import graph; imports in functions, for type checkers and by name count, too."""
+        return {
+            module: ({source for source, _ in self.imports[module].values()} | self._by_name(module)) - {module}
+            for module in self.trees
+        }
+
+    def _by_name(self, module: str) -> set[str]:
+        """Return the modules that a file imports by `import_module("…")`."""
+        calls = (n for n in ast.walk(self.trees[module]) if isinstance(n, ast.Call) and n.args)
+        named = (n.args[0] for n in calls if _last_name(n.func) == "import_module")
+        names = (n.value for n in named if isinstance(n, ast.Constant) and isinstance(n.value, str))
+        return {source for name in names if (source := self._absolute(module, name)) in self.trees}
+
+    def _absolute(self, module: str, name: str) -> str:
+        """Return the dotted name below `outrider` of a module that `module` calls `name`, such as `.rules`."""
+        level = len(name) - len(name.lstrip("."))
+        if not level:
+            return name.removeprefix("outrider.") if name.startswith("outrider.") else "another package"
+        parts = module.split(".") + (["__init__"] if self.paths[module].endswith("/__init__.py") else [])
+        return ".".join([*parts[:-level], *([name[level:]] if name[level:] else [])])
 
     def _imports(self, module: str) -> Iterator[tuple[str, tuple[str, str | None]]]:
         for node in ast.walk(self.trees[module]):
@@ -34,12 +52,7 @@ class Checkout:
                 yield from self._taken(module, node)
 
     def _taken(self, module: str, node: ast.ImportFrom) -> Iterator[tuple[str, tuple[str, str | None]]]:
-        source = node.module or ""
-        if node.level:
-            parts = module.split(".") + (["__init__"] if self.paths[module].endswith("/__init__.py") else [])
-            source = ".".join([*parts[: -node.level], *([source] if source else [])])
-        else:
-            source = source.removeprefix("outrider.") if source.startswith("outrider.") else "another package"
+        source = self._absolute(module, "." * node.level + (node.module or ""))
         for alias in node.names:
             if f"{source}.{alias.name}".removeprefix(".") in self.trees:
                 yield alias.asname or alias.name, (f"{source}.{alias.name}".removeprefix("."), None)

@@ -10,9 +10,9 @@ if find_spec("triton") is None:
     collect_ignore_glob = ["test_*.py"]
 else:
     from benchmarks.kernels import multiply_bfloat16
-    from outrider.targets.fast import operations, products
+    from outrider.targets.fast import matmuls, operations
+    from outrider.targets.fast.matmuls import TritonMatmul
     from outrider.targets.fast.operations import Tiles
-    from outrider.targets.fast.products import Fused
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +21,7 @@ def few_programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     if request.node.get_closest_marker("gpu"):
         return
     monkeypatch.setattr(operations, "_PROGRAMS", 4)
-    monkeypatch.setattr(products, "ways", lambda tokens: [Fused(Tiles(0 if tokens == 1 else 16, 128, 64))])
+    monkeypatch.setattr(matmuls, "candidates", lambda tokens: [TritonMatmul(Tiles(0 if tokens == 1 else 16, 128, 64))])
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -28,7 +28,7 @@ from outrider.decode import Decoder, Plan, Sampling, Tree
 from outrider.decode.verify import rejection
 from outrider.heads import DraftModel, Eagle3, Eagle3Config
 from outrider.targets import Nodes, RowLengths, Target
-from outrider.targets.fast import by_library, operations, prefer_fast_pass, products, use_fast_pass, validate
+from outrider.targets.fast import by_library, matmuls, operations, use_fast_pass, use_fastest_pass, validate
 
 VOCAB = 48
 SIZES: dict[str, Any] = {
@@ -225,27 +225,27 @@ def test_a_way_for_which_a_gpu_has_too_little_is_left_out(monkeypatch):
     def too_large(*_: Any) -> Any:
         raise OutOfResources(164_864, 101_376, "shared memory")
 
-    monkeypatch.setattr(products, "ways", lambda tokens: [too_large, products.ByLibrary()])
-    monkeypatch.setattr(products, "_can_try", lambda x: True)
-    monkeypatch.setattr(products, "_milliseconds", lambda work: float(work() is not None))
+    monkeypatch.setattr(matmuls, "candidates", lambda tokens: [too_large, matmuls.TorchMatmul()])
+    monkeypatch.setattr(matmuls, "_can_try", lambda x: True)
+    monkeypatch.setattr(matmuls, "_milliseconds", lambda work: float(work() is not None))
     target = build("llama", num_hidden_layers=1)
     use_fast_pass(target)
     target.run(torch.zeros(1, 1, dtype=torch.long), target.new_cache(1, 8))
-    assert set(target.fast.products.found.values()) == {products.ByLibrary()}
+    assert set(target.fast.matmuls.chosen.values()) == {matmuls.TorchMatmul()}
 
 
 def test_ways_are_tried_for_few_numbers_of_tokens(monkeypatch):
     """Prompts come in all lengths, and each trial takes a good part of a second."""
     trials: list[int] = []
-    monkeypatch.setattr(products, "ways", lambda tokens: [products.ByLibrary()])
-    monkeypatch.setattr(products, "_can_try", lambda x: True)
-    monkeypatch.setattr(products, "_milliseconds", lambda work: float(trials.append(1) is not None))
+    monkeypatch.setattr(matmuls, "candidates", lambda tokens: [matmuls.TorchMatmul()])
+    monkeypatch.setattr(matmuls, "_can_try", lambda x: True)
+    monkeypatch.setattr(matmuls, "_milliseconds", lambda work: float(trials.append(1) is not None))
     target = build("llama", num_hidden_layers=1)
     use_fast_pass(target)
     for rows, tokens in ((1, 1), (1, 3), (1, 4), (2, 5), (1, 9), (1, 16), (2, 60), (5, 33)):
         target.run(torch.zeros(rows, tokens, dtype=torch.long), target.new_cache(rows, 64))
     # Two at once are read when a target's first cache is made.
-    assert {tokens for _, tokens in target.fast.products.found} == {1, 2, 4, 16}
+    assert {tokens for _, tokens in target.fast.matmuls.chosen} == {1, 2, 4, 16}
     assert len(trials) == 4 * 4
 
 
@@ -265,7 +265,8 @@ def test_other_models_are_refused_with_the_reason(tiny_llama, monkeypatch):
     target = build("llama", num_hidden_layers=1)
     with pytest.raises(IncompatibleError, match="run on a GPU"):
         use_fast_pass(target)
-    assert not prefer_fast_pass(target)
+    use_fastest_pass(target)
+    assert target.fast is None
     assert Decoder(target).target.fast is None
 
 

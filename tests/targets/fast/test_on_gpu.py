@@ -9,7 +9,7 @@ from benchmarks.kernels import ATTENTION, attention_error, heads_error, product_
 from outrider.decode import Decoder, Plan
 from outrider.heads import DraftModel
 from outrider.targets import Target
-from outrider.targets.fast import products, use_fast_pass
+from outrider.targets.fast import matmuls, use_fast_pass
 
 from .test_fast_pass import PLANS, PROMPTS, build, drafter
 
@@ -28,7 +28,7 @@ def test_attention(case):
 @pytest.mark.parametrize("kind", ["normed", "gated", "added"])
 @pytest.mark.parametrize("tokens", [1, 8, 33, 64, 65])
 def test_every_way_of_a_product(tokens, kind):
-    for way in products.ways(tokens):
+    for way in matmuls.candidates(tokens):
         assert product_error(way, tokens, kind, torch.bfloat16, CUDA, width=4096) < 1.5 * LIMITS[torch.bfloat16], way
 
 

@@ -1,4 +1,7 @@
-"""What a model needs of a cache: which layers can be served at all, what each of them keeps, and in how many bytes."""
+"""The kinds of a model's layers: which can be served, what each keeps in a cache, and which attention masks it needs.
+
+Shapes: B rows, Q new tokens per row, `used` slots of the cache that the pass reads.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +10,26 @@ from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..common.errors import IncompatibleError
+from .attention import NAME as SPLIT_ATTENTION
 from .cache import EntryShape, RaggedCache
-from .masks import ATTENTION
-from .recurrent import KINDS, MODELS, OVERWRITING, RecurrentCache, has_states
+from .placement import Nodes
+from .recurrent import HYBRID, KINDS, MODELS, OVERWRITING, RecurrentCache, has_states
+
+ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}  # kinds of layers that masks serve
+_NOTHING = {"mlp", "moe"}  # kinds of layers that keep nothing of a text
+_NO_LIMIT = (0.0, math.inf)  # of the steps of Mamba layers
 
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """What the layers of a model keep of a text.
+    """The cache entries and states that the layers of a model keep of a text.
 
     Attributes:
-        shapes: what each layer keeps; None for one that keeps nothing.
+        shapes: of each layer; None for one that keeps nothing.
         kinds: the kinds of all layers, where some of them keep states; else None.
         overwrites: whether the model writes over the states that a pass of one token is given.
     """
@@ -31,12 +40,12 @@ class CacheLayout:
 
     @classmethod
     def blank(cls, config: PreTrainedConfig) -> CacheLayout:
-        """Return the layout of a model before anything is known of what its layers keep."""
+        """Return the layout of a model whose layers have not been seen writing yet."""
         kinds = tuple(config.layer_types) if has_states(config) else None
         return cls((None,) * int(config.num_hidden_layers), kinds, config.model_type in OVERWRITING)
 
     def seen_in(self, cache: RaggedCache) -> CacheLayout:
-        """Return this layout with what a pass has written into `cache`."""
+        """Return this layout with the shapes that a pass has written into `cache`."""
         return replace(self, shapes=cache.shapes)
 
     @property
@@ -54,19 +63,15 @@ class CacheLayout:
         return RecurrentCache(self.kinds, batch_size, max_length, device, self.shapes, self.overwrites)
 
     def num_bytes(self, batch_size: int, max_length: int) -> int:
-        """Return what `allocate` allocates."""
+        """Return the bytes that `allocate` allocates."""
         if self.kinds is None:
             return batch_size * (self.row_bytes + self.entry_bytes * max_length)
         per_entry = self.entry_bytes + RecurrentCache.TOKEN_BYTES
         return batch_size * (self.row_bytes + per_entry * RecurrentCache.room(max_length))
 
 
-_NOTHING = {"mlp", "moe"}  # kinds of layers that keep nothing of a text
-_NO_LIMIT = (0.0, math.inf)  # of the steps of Mamba layers
-
-
-def circumstances(model: PreTrainedModel, config: PreTrainedConfig) -> Hashable:
-    """Return what a model's layout and footprint depend on.
+def runtime_key(model: PreTrainedModel, config: PreTrainedConfig) -> Hashable:
+    """Return everything that a model's cache layout and footprint depend on.
 
     A model may be moved, cast, cut, or given another attention after it was wrapped, and be run under autocast.
     """
@@ -118,3 +123,66 @@ def _step_limit(body: PreTrainedModel) -> tuple[float, ...] | None:
     """Return the limits of the steps of a model's Mamba layers; None if there are none."""
     limits = {tuple(getattr(layer, "time_step_limit", None) or _NO_LIMIT) for layer in body.modules()}
     return min(limits - {_NO_LIMIT}, default=None)
+
+
+# ------------------------------------------------------------ masks
+
+
+def needs_mask(config: PreTrainedConfig, cache: RaggedCache, num_new: int, offset: int, nodes: Nodes | None) -> bool:
+    """Return whether a pass of `num_new` tokens needs a mask of ours. Asked before the cache places the tokens.
+
+    Without one the library masks as for one plain text, or lets SDPA do without, which is faster. That is right for
+    a pass on an empty cache, and for one token of one row that sees everything there is.
+    """
+    if nodes is not None or cache.window is not None or cache.first:
+        return True
+    empty = cache.longest == offset == 0
+    alone = cache.batch_size == num_new == 1 and _attends_plainly(config)
+    return not (empty or alone)
+
+
+def _attends_plainly(config: PreTrainedConfig) -> bool:
+    """Return whether every layer attends to all entries, by a function that reads no mask as "sees everything"."""
+    windowed = getattr(config, "sliding_window", None) or getattr(config, "layer_types", None)
+    return not windowed and getattr(config, "_attn_implementation", None) in ("sdpa", SPLIT_ATTENTION)
+
+
+def attention_masks(
+    config: PreTrainedConfig, cache: RaggedCache, dtype: torch.dtype
+) -> Tensor | dict[str, Tensor | None]:
+    """Return the attention mask of a placed pass: one `[B, 1, Q, used]`, or one for each kind of layer."""
+    visible = cache.visible()
+    window = getattr(config, "sliding_window", None) or 0
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        return float_mask(visible & cache.placed.within(window) if window else visible, dtype)
+    seen = {
+        "full_attention": lambda: visible,
+        "sliding_attention": lambda: visible & cache.placed.within(window),
+        "chunked_attention": lambda: visible & cache.placed.in_chunk(config.attention_chunk_size),  # Llama 4
+    }
+    wanted = masked_kinds(config)
+    # Masks come first, and always in one order: some models take the first that there is (MiniMax M3).
+    masks = {kind: float_mask(see(), dtype) for kind, see in seen.items() if kind in wanted}
+    without = {*kinds, *(["linear_attention"] if HYBRID in kinds else [])} - wanted
+    return masks | dict.fromkeys(sorted(without))
+
+
+def masked_kinds(config: PreTrainedConfig) -> set[str]:
+    """Return the kinds of a model's layers that take a mask.
+
+    Recurrent layers take none: they read tokens in order. A hybrid layer takes one for its attention.
+    """
+    kinds = set(getattr(config, "layer_types", None) or ("full_attention",))
+    return kinds & ATTENTION | ({"full_attention"} if HYBRID in kinds else set())
+
+
+def float_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return `visible` `[B, Q, used]` as a mask `[B, 1, Q, used]` to add to scores.
+
+    Eager attention takes a bool mask without complaint and computes something wrong. Half of the least number hides as
+    well as the least number does, which a GPU's kernel would turn into −inf: it multiplies the masked scores by
+    log2(e), and gives 0 for the logarithm of an empty sum.
+    """
+    mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+    return mask.masked_fill_(~visible, torch.finfo(dtype).min / 2)[:, None]

@@ -1,8 +1,8 @@
-"""The layers of a target of Llama's kind, read by few launches: merged products, and kernels with much in each.
+"""The layers of a Llama-like target in few launches: merged products, and fused kernels.
 
 Where the library's modules launch 40 kernels for a token and a layer (56 with norms of queries and keys), this launches
 seven. The merged weights are the library's own: its modules see them through views, so nothing takes memory twice, and
-what is written to the one is read by the other. Only passes over few tokens come here; prompts are the library's.
+a write to one is read by the other. Only passes over few tokens come here; prompts stay the library's.
 
 Shapes: B rows, Q tokens per row, M = B·Q, H hidden size, D head size, K taps.
 """
@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from ..cache import AttentionStore, LayerShape, RaggedCache, TensorShape
-from ..cache_slots import Nodes
-from ..llama_kind import is_as_made, layer_windows
+from ..layers import is_as_made, layer_windows
+from ..placement import Nodes
 from . import operations
+from .matmuls import Matrix, TunedMatmuls
 from .operations import Split
-from .products import Matrix, Products
 
 MOST_TOKENS = 64  # of a row in one pass
 
@@ -34,10 +34,10 @@ class Heads:
     Attributes:
         count: of queries. shared: of keys and values.
         size: D, a power of two.
-        kept: what a cache keeps of them.
-        norms: of queries and of keys, `[D]` each; none where they have none.
+        kept: their shape in a cache.
+        norms: of queries and of keys, `[D]` each; empty where they have none.
         eps: of these norms. scale: of scores.
-        window: how far a token sees; 0 for all of the text.
+        window: the sliding window; 0 for full attention.
     """
 
     count: int
@@ -50,7 +50,7 @@ class Heads:
     window: int
 
 
-class FastBody:
+class TritonRunner:
     """Passes over few tokens through the layers of a model of Llama's kind.
 
     Args:
@@ -63,19 +63,19 @@ class FastBody:
         self.model, self.body = model, model.model
         layers, windows = list(self.body.layers), layer_windows(model)
         self.heads = [_heads(layer.self_attn, window) for layer, window in zip(layers, windows, strict=True)]
-        self.products = Products(
+        self.matmuls = TunedMatmuls(
             {
-                "joined": [_joined(layer) for layer in layers],
-                "mixed": [Matrix(p.weight, bias=p.bias) for p in (layer.self_attn.o_proj for layer in layers)],
-                "gated": [_gated(layer) for layer in layers],
-                "down": [Matrix(layer.mlp.down_proj.weight) for layer in layers],
+                "qkv_proj": [_qkv_proj(layer) for layer in layers],
+                "o_proj": [Matrix(p.weight, bias=p.bias) for p in (layer.self_attn.o_proj for layer in layers)],
+                "gate_up_proj": [_gate_up_proj(layer) for layer in layers],
+                "down_proj": [Matrix(layer.mlp.down_proj.weight) for layer in layers],
             }
         )
         parts = [part for layer in layers for part in _merged(layer)]
         self._merged = [p for part in parts for p in (part.weight, part.bias) if p is not None]
         self._places = [_place(p) for p in self._merged]
         self._modules = list(model.modules())
-        # What each module has, where its dictionaries are: adapters and new weights are put there.
+        # The contents of each module's dictionaries: adapters and new weights are put there.
         self._parts = [
             (held, name, part)
             for module in self._modules
@@ -83,14 +83,14 @@ class FastBody:
             for name, part in held.items()
         ]
 
-    def shallow(self, count: int) -> FastBody:
+    def shallow(self, count: int) -> TritonRunner:
         """Return the same cut after its first `count` layers."""
-        found = copy.copy(self)
-        found.heads = self.heads[:count]
-        return found
+        cut = copy.copy(self)
+        cut.heads = self.heads[:count]
+        return cut
 
     def serves(self, inputs: Tensor, cache: RaggedCache) -> bool:
-        """Tell whether it can run a pass over `inputs` `[B, Q]` or `[B, Q, H]` as the model would now."""
+        """Return whether it can run a pass over `inputs` `[B, Q]` or `[B, Q, H]` as the model would now."""
         return (
             inputs.shape[1] <= MOST_TOKENS
             and not cache.first
@@ -121,11 +121,11 @@ class FastBody:
         tapped = hidden.new_empty(rows, queries, len(taps), width) if taps else None
         hidden = hidden.view(-1, width)
         for layer in range(len(self.heads)):
-            _note(hidden, tapped, taps, layer)
+            _tap(hidden, tapped, taps, layer)
             self._layer(layer, hidden, cache)
         norm = self.body.norm
         last = torch.rms_norm(hidden, norm.weight.shape, norm.weight, norm.variance_epsilon)
-        _note(last, tapped, taps, len(self.heads))
+        _tap(last, tapped, taps, len(self.heads))
         return last.view(rows, queries, width), tapped
 
     def _layer(self, layer: int, hidden: Tensor, cache: RaggedCache) -> None:
@@ -133,21 +133,21 @@ class FastBody:
         heads, store, placed = self.heads[layer], cache.layers[layer], cache.placed
         assert isinstance(store, AttentionStore)
         keys, values = store.entries(heads.kept)
-        rotary, multiply = self.body.rotary_emb, self.products.multiply
-        joined = multiply("joined", layer, hidden).view(len(hidden), -1, heads.size)
+        rotary, multiply = self.body.rotary_emb, self.matmuls.multiply
+        qkv = multiply("qkv_proj", layer, hidden).view(len(hidden), -1, heads.size)
         turning = (rotary.inv_freq, placed.positions, placed.slots)
         query = operations.place_heads(
-            joined, list(heads.norms), *turning, keys, values, heads.eps, float(rotary.attention_scaling)
+            qkv, list(heads.norms), *turning, keys, values, heads.eps, float(rotary.attention_scaling)
         )
         rows, queries = placed.slots.shape
         split = Split.of(rows, heads.shared, heads.count // heads.shared * queries, cache.max_length)
         mixed = operations.attend(query, keys, values, placed, heads.scale, heads.window, split)
-        multiply("mixed", layer, mixed.view(len(hidden), -1), onto=hidden)
-        multiply("down", layer, multiply("gated", layer, hidden), onto=hidden)
+        multiply("o_proj", layer, mixed.view(len(hidden), -1), onto=hidden)
+        multiply("down_proj", layer, multiply("gate_up_proj", layer, hidden), onto=hidden)
 
 
-def _note(hidden: Tensor, tapped: Tensor | None, taps: Sequence[int], index: int) -> None:
-    """Copy hidden states `[M, H]` to where they are tapped, `[B, Q, K, H]`."""
+def _tap(hidden: Tensor, tapped: Tensor | None, taps: Sequence[int], index: int) -> None:
+    """Copy hidden states `[M, H]` to their taps, `[B, Q, K, H]`."""
     for place, tap in enumerate(taps):
         if tap == index and tapped is not None:
             tapped[:, :, place] = hidden.view(*tapped.shape[:2], -1)
@@ -157,7 +157,7 @@ def _note(hidden: Tensor, tapped: Tensor | None, taps: Sequence[int], index: int
 
 
 def why_not(model: Any) -> str | None:
-    """Return what about a model of Llama's kind the fast pass does not compute; None if it computes all of it."""
+    """Return the part of a Llama-like model that the kernels do not compute; None if they compute all of it."""
     attention, mlp = model.model.layers[0].self_attn, model.model.layers[0].mlp
     size = attention.head_dim
     if size & (size - 1) or not 16 <= size <= 256:
@@ -187,23 +187,23 @@ def _merged(layer: Any) -> list[nn.Linear]:
     return [attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj]
 
 
-def _joined(layer: Any) -> Matrix:
+def _qkv_proj(layer: Any) -> Matrix:
     parts = _merged(layer)[:3]
     norm = layer.input_layernorm
     bias = None if parts[0].bias is None else merge([part.bias for part in parts])
     return Matrix(merge([part.weight for part in parts]), norm.weight, bias, norm.variance_epsilon)
 
 
-def _gated(layer: Any) -> Matrix:
+def _gate_up_proj(layer: Any) -> Matrix:
     norm = layer.post_attention_layernorm
     weight = merge([part.weight for part in _merged(layer)[3:]])
     return Matrix(weight, norm.weight, None, norm.variance_epsilon, gated=True)
 
 
 def merge(parameters: Sequence[Tensor]) -> Tensor:
-    """Return parameters one below the other in one tensor, of which they become views.
+    """Return parameters concatenated along their rows in one tensor, of which they become views.
 
-    Parameters that stand so already are left where they are: another target may have merged them.
+    Parameters that already lie so are left where they are: another target may have merged them.
     """
     first = parameters[0]
     if not _adjoin(parameters):
@@ -216,7 +216,7 @@ def merge(parameters: Sequence[Tensor]) -> Tensor:
 
 
 def _adjoin(parameters: Sequence[Tensor]) -> bool:
-    """Tell whether tensors follow each other in one storage."""
+    """Return whether tensors follow each other in one storage."""
     storage, offset = _place(parameters[0])
     for parameter in parameters:
         if _place(parameter) != (storage, offset) or not parameter.is_contiguous():
@@ -226,5 +226,5 @@ def _adjoin(parameters: Sequence[Tensor]) -> bool:
 
 
 def _place(tensor: Tensor) -> tuple[int, int]:
-    """Return where a tensor's numbers are: its storage, and its place in it. Fake tensors know theirs as well."""
+    """Return a tensor's storage and its offset in it, which fake tensors have as well."""
     return tensor.untyped_storage()._cdata, int(tensor.storage_offset())

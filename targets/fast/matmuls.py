@@ -1,4 +1,4 @@
-"""A layer's products with what stands around them, by whichever way is fastest for so many tokens: that is tried.
+"""The matrix products of a layer with the operations around them, tuned for each number of tokens.
 
 Shapes: M tokens, C numbers of an input, N outputs.
 """
@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from . import operations
 from .operations import Tiles
+from .probe import captured
 
-_MOST_TOKENS = 64  # of a product by our kernels; with more, products are no matter of reading weights
+_MOST_TOKENS = 64  # of a product by our kernels; larger ones are not bound by reading weights
 _REPEATS = 5
 _TOLERANCE = 0.03  # relative, of one product in bfloat16
 _log = logging.getLogger("outrider")
@@ -29,10 +30,10 @@ class Matrix:
 
     Attributes:
         weight: `[N, C]`; of a gated one the gates' and then the ups', `[2N, C]`.
-        norm: the weight of the RMSNorm of what it reads, `[C]`; None if that is read as it is.
+        norm: the weight of the RMSNorm of its input, `[C]`; None without a norm.
         bias: `[N]`, or None.
         eps: of the norm.
-        gated: whether SiLU of its first half is multiplied by its second.
+        gated: whether SiLU of its first half is multiplied by its second half.
     """
 
     weight: Tensor
@@ -43,19 +44,19 @@ class Matrix:
 
     @property
     def outputs(self) -> int:
-        """How many numbers come out."""
+        """The width of the output."""
         return len(self.weight) // (2 if self.gated else 1)
 
 
-class Way(Protocol):
-    """How a product is computed."""
+class Matmul(Protocol):
+    """An implementation of a layer's products."""
 
     def __call__(self, x: Tensor, matrix: Matrix, onto: Tensor | None = None) -> Tensor:
         """Return the product of `x` `[M, C]`, `[M, N]`, added `onto` a tensor in place if one is given."""
 
 
 @dataclass(frozen=True)
-class Fused:
+class TritonMatmul:
     """A product by a kernel of ours, in one launch."""
 
     tiles: Tiles
@@ -70,8 +71,8 @@ class Fused:
 
 
 @dataclass(frozen=True)
-class ByLibrary:
-    """A product by torch, on a GPU by cuBLAS, with a launch for each thing beside it."""
+class TorchMatmul:
+    """A product by torch, on a GPU by cuBLAS, with a launch for each operation around it."""
 
     def __call__(self, x: Tensor, matrix: Matrix, onto: Tensor | None = None) -> Tensor:
         if matrix.norm is not None:
@@ -79,84 +80,85 @@ class ByLibrary:
         if onto is not None:
             onto = onto if matrix.bias is None else onto.add_(matrix.bias)
             return onto.addmm_(x, matrix.weight.T)
-        found = nn.functional.linear(x, matrix.weight, matrix.bias)
-        return operations.gate(found) if matrix.gated else found
+        product = nn.functional.linear(x, matrix.weight, matrix.bias)
+        return operations.gate(product) if matrix.gated else product
 
 
-def ways(tokens: int) -> list[Way]:
-    """Return what is tried for `tokens`, the one that is taken without a trial first."""
+def candidates(tokens: int) -> list[Matmul]:
+    """Return the implementations to try for `tokens`; the first is taken where nothing can be tried."""
     if tokens > _MOST_TOKENS:
-        return [ByLibrary()]
+        return [TorchMatmul()]
     block = max(16, triton.next_power_of_2(tokens))
     tiles = [Tiles(block, 32, 128, 4, 4), Tiles(block, 16, 256, 4, 4), Tiles(block, 64, 128, 4, 3)]
     tiles += [Tiles(block, 64, 64, 4, 5), Tiles(block, 128, 64, 8, 4)]
     if tokens == 1:
         tiles = [Tiles(0, 8, 512), Tiles(0, 4, 1024), Tiles(0, 16, 256), Tiles(0, 16, 512, 8), *tiles[:2]]
-    return [*map(Fused, tiles), ByLibrary()]
+    return [*map(TritonMatmul, tiles), TorchMatmul()]
 
 
-class Products:
-    """The ways that were found fastest on this device, by product and number of tokens.
+class TunedMatmuls:
+    """The fastest implementations on this device, by product and number of tokens.
 
     Args:
         matrices: of all layers, by the name of the product: a trial reads all of them in turn, as a pass does, since a
             single one would stay in the GPU's cache.
 
     Attributes:
-        found: the way that is taken, by product and number of tokens, a power of two.
-        tried: the milliseconds of all layers' products by each way that was tried.
+        chosen: the implementation that is taken, by product and number of tokens, a power of two.
+        timings: the milliseconds of all layers' products by each implementation that was tried.
     """
 
     def __init__(self, matrices: dict[str, list[Matrix]]):
         self.matrices = matrices
-        self.found: dict[tuple[str, int], Way] = {}
-        self.tried: dict[tuple[str, int], dict[Way, float]] = {}
+        self.chosen: dict[tuple[str, int], Matmul] = {}
+        self.timings: dict[tuple[str, int], dict[Matmul, float]] = {}
 
     def multiply(self, name: str, layer: int, x: Tensor, onto: Tensor | None = None) -> Tensor:
         """Return a layer's product of `x` `[M, C]`, `[M, N]`, added `onto` a tensor in place if one is given."""
-        return self.way(name, x, onto)(x, self.matrices[name][layer], onto)
+        return self.choose(name, x, onto)(x, self.matrices[name][layer], onto)
 
-    def way(self, name: str, x: Tensor, onto: Tensor | None) -> Way:
-        """Return how that product is computed for so many tokens: as for the next power of two, which is tried once.
+    def choose(self, name: str, x: Tensor, onto: Tensor | None) -> Matmul:
+        """Return the implementation for so many tokens: that of the next power of two, for which all are tried once.
 
         A trial takes a good part of a second, and prompts come in all lengths.
         """
         tokens = triton.next_power_of_2(len(x))
         if tokens > _MOST_TOKENS:
-            return ByLibrary()
+            return TorchMatmul()
         key = (name, tokens)
-        if key not in self.found:
+        if key not in self.chosen:
             if not _can_try(x):
-                return ways(tokens)[0]
-            like = x.new_empty(tokens, x.shape[1]).normal_()
-            self.found[key] = self._fastest(name, like, None if onto is None else onto.new_zeros(tokens, onto.shape[1]))
-        return self.found[key]
+                return candidates(tokens)[0]
+            x = x.new_empty(tokens, x.shape[1]).normal_()
+            onto = None if onto is None else onto.new_zeros(tokens, onto.shape[1])
+            self.chosen[key] = self._fastest(name, x, onto)
+        return self.chosen[key]
 
-    def _fastest(self, name: str, x: Tensor, onto: Tensor | None) -> Way:
+    def _fastest(self, name: str, x: Tensor, onto: Tensor | None) -> Matmul:
         matrices = self.matrices[name]
-        right = _product(ByLibrary(), x, matrices[0], onto).float()
-        times: dict[Way, float] = {}
-        for way in ways(len(x)):
+        right = _product(TorchMatmul(), x, matrices[0], onto).float()
+        times: dict[Matmul, float] = {}
+        for matmul in candidates(len(x)):
             try:
-                if not _close(_product(way, x, matrices[0], onto).float(), right):
-                    _log.warning("%s of %d tokens by %s gives other numbers than torch: left out", name, len(x), way)
+                if not _close(_product(matmul, x, matrices[0], onto).float(), right):
+                    _log.warning("%s of %d tokens by %s gives other numbers than torch: left out", name, len(x), matmul)
                     continue
-                times[way] = _milliseconds(lambda way=way: _all(way, x, matrices, onto))  # type: ignore[misc]
+                times[matmul] = _milliseconds(lambda m=matmul: _all(m, x, matrices, onto))  # type: ignore[misc]
             except torch.OutOfMemoryError:
                 raise
-            except (RuntimeError, triton.TritonError) as error:  # a GPU may have too little of something for one way
-                _log.debug("%s of %d tokens by %s: %s", name, len(x), way, error)
-        self.tried[name, len(x)] = times
-        return min(times, key=lambda way: times[way], default=ByLibrary())
+            except (RuntimeError, triton.TritonError) as error:  # a GPU may have too little of something for one
+                _log.debug("%s of %d tokens by %s: %s", name, len(x), matmul, error)
+        self.timings[name, len(x)] = times
+        return min(times, key=lambda matmul: times[matmul], default=TorchMatmul())
 
 
-def _product(way: Way, x: Tensor, matrix: Matrix, onto: Tensor | None) -> Tensor:
-    return way(x, matrix, None if onto is None else onto.clone())
+def _product(matmul: Matmul, x: Tensor, matrix: Matrix, onto: Tensor | None) -> Tensor:
+    return matmul(x, matrix, None if onto is None else onto.clone())
 
 
-def _all(way: Way, x: Tensor, matrices: Sequence[Matrix], onto: Tensor | None) -> None:
+def _all(matmul: Matmul, x: Tensor, matrices: Sequence[Matrix], onto: Tensor | None) -> None:
     for matrix in matrices:
-        way(x, matrix, onto)
+        matmul(x, matrix, onto)
 
 
 def _close(one: Tensor, other: Tensor) -> bool:
@@ -164,25 +166,22 @@ def _close(one: Tensor, other: Tensor) -> bool:
 
 
 def _can_try(x: Tensor) -> bool:
-    """Tell whether there is something to time, and nothing is being captured."""
-    return x.device.type == "cuda" and not _is_fake(x) and not torch.cuda.is_current_stream_capturing()
-
-
-def _is_fake(x: Tensor) -> bool:
-    return isinstance(x, torch._subclasses.FakeTensor)
+    """Return whether there is something to time, and nothing is being captured."""
+    return (
+        x.device.type == "cuda"
+        and not isinstance(x, torch._subclasses.FakeTensor)
+        and not torch.cuda.is_current_stream_capturing()
+    )
 
 
 def _milliseconds(work: Callable[[], None]) -> float:
-    """Return the least milliseconds of `work` as a graph: from Python, launches take longer than small products."""
-    work()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
+    """Return the least milliseconds of `work` as a graph."""
+    replay = captured(work)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     times = []
     for _ in range(_REPEATS):
         begin.record()
-        graph.replay()
+        replay()
         end.record()
         end.synchronize()
         times.append(begin.elapsed_time(end))

@@ -18,7 +18,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from outrider.common import BadInputError, IncompatibleError, OutriderError, Refusal
-from outrider.targets import Target, absent_target, load_causal_lm
+from outrider.targets import Target, config_only_target, load_causal_lm
 
 SIZES = {
     "hidden_size": 32,
@@ -56,7 +56,7 @@ def answers(target: Target) -> dict[str, Any]:
 
 
 def require_same(path: str | Path, absent: bool = True, **values: Any) -> None:
-    light, whole = absent_target(path, **values), Target.load(path, device="cpu", **values)
+    light, whole = config_only_target(path, **values), Target.load(path, device="cpu", **values)
     assert (light.device.type == "meta") == absent
     assert answers(light) == answers(whole)
 
@@ -102,7 +102,7 @@ def test_a_stored_type_that_the_config_does_not_name_is_found(save: Save) -> Non
         save_file(tensors, file, metadata={"format": "pt"})
     edit(folder / "config.json", dtype="gone", torch_dtype="gone")
     require_same(folder)
-    assert absent_target(folder).fingerprint().dtype == "float16"
+    assert config_only_target(folder).fingerprint().dtype == "float16"
 
 
 @pytest.mark.parametrize("factor", [1.0, 2.0])
@@ -140,7 +140,7 @@ def test_a_text_model_inside_another_is_itself(tmp_path: Path, tiny_tokenizer: P
 def test_end_tokens_are_those_of_the_generation_config(save: Save) -> None:
     folder = save()
     edit(folder / "generation_config.json", eos_token_id=[3, 7])
-    assert absent_target(folder).eos_ids == (3, 7)
+    assert config_only_target(folder).eos_ids == (3, 7)
     require_same(folder)
     (folder / "generation_config.json").unlink()
     require_same(folder)
@@ -176,7 +176,7 @@ def test_other_threads_make_modules_meanwhile_as_ever(save: Save, monkeypatch: p
     import threading
 
     made: list[nn.Module] = []
-    target = absent_target(save())
+    target = config_only_target(save())
 
     def meanwhile(*arguments: Any, **named: Any) -> Any:
         thread = threading.Thread(target=lambda: made.append(nn.Linear(2, 2)))
@@ -197,6 +197,8 @@ import sys, threading, time
 from pathlib import Path
 from outrider.common.runtime import keep_large_blocks
 from outrider.targets import absent_target
+from outrider.common.allocation import keep_large_blocks
+from outrider.targets import config_only_target
 
 def own_memory():
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -208,8 +210,8 @@ def watch():
         time.sleep(0.004)
 
 keep_large_blocks()  # as the command line does
-absent_target(sys.argv[1], dtype="float32").fingerprint()  # what the libraries keep
-target = absent_target(sys.argv[2], dtype="float32")
+config_only_target(sys.argv[1], dtype="float32").fingerprint()  # what the libraries keep
+target = config_only_target(sys.argv[2], dtype="float32")
 seen, before = [], own_memory()
 threading.Thread(target=watch, daemon=True).start()
 target.fingerprint()
@@ -247,13 +249,13 @@ def test_weights_that_cannot_be_had_are_refused_at_once(save: Save) -> None:
     folder = save()
     edit(folder / "config.json", intermediate_size=10**9)
     with pytest.raises(IncompatibleError, match="do not fit its config"):
-        absent_target(folder)
+        config_only_target(folder)
     for file in folder.glob("*.safetensors"):
         file.rename(file.with_suffix(".bin"))
     with pytest.raises(BadInputError, match="is a pickle"):
-        absent_target(folder)
+        config_only_target(folder)
     with pytest.raises(BadInputError, match="does not exist"):
-        absent_target(folder / "missing")
+        config_only_target(folder / "missing")
 
 
 def test_a_missing_weight_is_refused_and_never_random(save: Save) -> None:
@@ -263,7 +265,7 @@ def test_a_missing_weight_is_refused_and_never_random(save: Save) -> None:
     wide = tensors.pop("model.norm.weight")
     save_file(tensors | {"model.another.weight": wide}, file, metadata={"format": "pt"})
     with pytest.raises(IncompatibleError, match=r"missing model\.norm\.weight"):
-        absent_target(folder).fingerprint()
+        config_only_target(folder).fingerprint()
 
 
 def test_code_beside_a_model_never_runs(save: Save, tmp_path: Path) -> None:
@@ -271,7 +273,7 @@ def test_code_beside_a_model_never_runs(save: Save, tmp_path: Path) -> None:
     (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     edit(folder / "config.json", model_type="evil", auto_map={"AutoConfig": "evil.E", "AutoModelForCausalLM": "evil.E"})
     with pytest.raises(OutriderError):
-        absent_target(folder)
+        config_only_target(folder)
     assert not (tmp_path / "ran").exists()
 
 
@@ -280,6 +282,6 @@ def test_a_damaged_file_is_refused(save: Save) -> None:
     file = sorted(folder.glob("*.safetensors"))[0]
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(Refusal, match="damaged"):
-        absent_target(folder)
+        config_only_target(folder)
     with pytest.raises(OutriderError):
         load_causal_lm(str(folder))

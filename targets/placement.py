@@ -1,4 +1,4 @@
-"""Where the tokens of a pass stand: in a cache, in their texts, and in a tree of drafts; and which others they see.
+"""Where the tokens of a pass stand in a cache, in their texts, and in a tree of drafts; and which others they see.
 
 Shapes: B rows, Q new tokens per row, `used` slots of the cache that the pass reads.
 """

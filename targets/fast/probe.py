@@ -1,0 +1,98 @@
+"""Passes by which the ways of computing them are compared on a target: hidden states, and milliseconds.
+
+Shapes: B rows, Q tokens per row, H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from ..cache import RowLengths
+from ..placement import Nodes
+from ..target import Target
+
+PASS_TOLERANCE = 0.08  # relative, of hidden states in bfloat16; right ones were off by 0.02
+_PROMPT, _WINDOW, _MARGIN = 70, 1024, 16  # tokens; the margin is for the passes after the prompt
+
+
+class PassProbe:
+    """Two passes over a token and one over a tree, after a prompt, in rounds of fixed shapes.
+
+    The target computes the right hidden states when the probe is made, so it must run by the library's modules then.
+
+    Args:
+        parents: of the nodes of the tree in each row, as `Nodes.of_tree` takes them.
+        behind: how many tokens the prompt of each row is shorter than the longest.
+    """
+
+    def __init__(self, target: Target, parents: Sequence[Sequence[int]], behind: Sequence[int]):
+        window = min(_WINDOW, target.max_context or _WINDOW)
+        limit = min(_PROMPT, window - _MARGIN)
+        rows, device = len(parents), target.device
+        self.tokens = (torch.arange(rows * limit, device=device) * 7919 % target.vocab_size).view(rows, limit)
+        self.tree = Nodes.of_tree(torch.tensor(parents, device=device), len(parents[0]))
+        self.cache = target.new_cache(rows, window)
+        target.run(self.tokens, self.cache)
+        self.cache.advance(RowLengths.of([limit - count for count in behind], device))
+        self.lengths, self.cache.window = self.cache.lengths, window
+        self.right = self._run(target)
+
+    @property
+    def num_nodes(self) -> int:
+        """How many tokens of a row the pass over the tree reads."""
+        return self.tree.depths.shape[1]
+
+    def error(self, target: Target) -> float:
+        """Return the largest difference of the target's hidden states from the right ones, relative to these."""
+        return max(distance(states, right) for states, right in zip(self._run(target), self.right, strict=True))
+
+    def _run(self, target: Target) -> list[Tensor]:
+        """Return the last hidden states of each pass, `[B, Q, H]`."""
+        self.cache.lengths, outputs = self.lengths, []
+        for count, nodes in ((1, None), (1, None), (self.num_nodes, self.tree)):
+            outputs.append(target.run(self.tokens[:, :count], self.cache, nodes=nodes)[0].float().clone())
+            self.cache.advance(RowLengths.of([1] * len(self.tokens), self.tokens.device))
+        return outputs
+
+    def milliseconds(self, target: Target, count: int, seconds: float, clock: Callable[[], float]) -> float:
+        """Return the median time of a pass over `count` tokens of a row, at the end of the window.
+
+        Args:
+            seconds: for how long passes are timed.
+            clock: gives the time in seconds, after the device has finished.
+        """
+        end = self.cache.max_length - count
+        self.cache.lengths = torch.full_like(self.lengths, end)
+        tokens, cache = self.tokens[:, :count], self.cache
+        play = captured(lambda: target.run(tokens, cache)) if tokens.is_cuda else lambda: target.run(tokens, cache)
+        play()
+        times: list[float] = []
+        while not times or sum(times) < seconds:
+            begin = clock()
+            play()
+            times.append(clock() - begin)
+        return 1000 * median(times)
+
+
+def captured(work: Callable[[], object]) -> Callable[[], object]:
+    """Return a replay of `work` as a CUDA graph: from Python, launches take longer than small kernels."""
+    work()  # what capture must not do: compiling kernels, trying tiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        held = work()
+
+    def replay() -> object:
+        graph.replay()
+        return held  # keeps the memory that the graph writes to
+
+    return replay
+
+
+def distance(values: Tensor, right: Tensor) -> float:
+    """Return the norm of a difference relative to the right values; infinity where one of them is not a number."""
+    relative = ((values - right).norm() / right.norm()).item()
+    return relative if relative == relative else float("inf")

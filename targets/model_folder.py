@@ -1,0 +1,204 @@
+"""A model's folder, from the disk or the Hub, checked before any library opens it.
+
+A model of the Hub is downloaded as files first; without a connection it comes from the Hub's cache (`HF_HOME`). A
+folder may be a stranger's: it must hold regular files and safetensors, name no code, and have sizes that models have.
+"""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download, try_to_load_from_cache
+from huggingface_hub.errors import IncompleteSnapshotError
+from transformers import dynamic_module_utils
+
+from ..common.errors import BadInputError, Refusal, reason
+from ..common.safe_load import MEGABYTE, FileLimits, Unreadable, kind_of, read_json
+
+MODEL_CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+GENERATION_CONFIG = "generation_config.json"
+
+# Files that libraries read beside the weights. Vocabularies are large, and read by a parser with its own limits.
+_SMALL = (
+    MODEL_CONFIG,
+    INDEX,
+    GENERATION_CONFIG,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.json",
+    "processor_config.json",
+    "preprocessor_config.json",
+)
+_VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model")
+_MAX_VOCABULARY, _MAX_ENTRIES, _MAX_LAYERS = 128 * MEGABYTE, 10_000, 1000
+_LIMITS = FileLimits(containers=200_000, depth=20, infinite=True)  # Mamba's configs hold an Infinity
+
+# How a model is computed is not part of its identity, and such a setting may name code of the Hub.
+_IMPLEMENTATIONS = (
+    "attn_implementation",
+    "_attn_implementation",
+    "_attn_implementation_internal",
+    "experts_implementation",
+    "_experts_implementation",
+    "_experts_implementation_internal",
+)
+
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+_DOWNLOADED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")  # configs, tokenizers, templates
+_CODE = "*.py"
+
+
+def is_local(name: str) -> bool:
+    """Return whether `name` is a folder rather than a Hub id: it exists, or does not look like org/name."""
+    return Path(name).expanduser().exists() or name.startswith((".", "/", "~")) or name.count("/") != 1
+
+
+# ------------------------------------------------------------ the Hub
+
+
+def model_folder(name: str, revision: str | None = None, trust_remote_code: bool = False, weights: bool = True) -> Path:
+    """Return the folder that holds a model: `name` itself, or where a Hub id was downloaded to.
+
+    Args:
+        trust_remote_code: also download the model's code.
+        weights: False for its configs and its tokenizer only.
+
+    Raises:
+        BadInputError: the Hub has no such model, or cannot be reached and the cache does not hold it.
+        Refusal: its index names weights that are not beside it.
+    """
+    if is_local(name):
+        return Path(name).expanduser()
+    folder = _snapshot(name, revision, [*_DOWNLOADED, *([_CODE] if trust_remote_code else [])])
+    if weights:
+        index = folder / INDEX
+        files = sorted(set(plain_weight_map(index).values())) if index.exists() else [SINGLE]
+        folder = _snapshot(name, folder.name, files)  # of the same commit, whatever was pushed since
+    return folder
+
+
+def _snapshot(name: str, revision: str | None, files: list[str]) -> Path:
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=files))
+    except IncompleteSnapshotError as error:
+        config = try_to_load_from_cache(name, MODEL_CONFIG, revision=revision)
+        if not isinstance(config, str):
+            raise _unreachable(name, error) from error
+        return Path(config).parent  # the files that the libraries need may be there all the same
+    except Exception as error:  # of the Hub, of the connection, of the disk
+        raise _unreachable(name, error) from error
+
+
+def _unreachable(name: str, error: Exception) -> BadInputError:
+    return BadInputError(
+        f"the model {name!r} cannot be loaded: {reason(error)} Check the path, or the Hub id and your access to it."
+    )
+
+
+# ------------------------------------------------------------ what a folder may hold
+
+
+@contextmanager
+def without_questions() -> Iterator[None]:
+    """Let the library refuse a model's code inside, instead of asking on stdin whether it may run.
+
+    Each of our loading calls says whether it may; some of them load other models in turn, and do not pass it on.
+    """
+    seconds = dynamic_module_utils.TIME_OUT_REMOTE_CODE
+    dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
+    try:
+        yield
+    finally:
+        dynamic_module_utils.TIME_OUT_REMOTE_CODE = seconds
+
+
+def check_regular(folder: Path) -> None:
+    """Raise Refusal if `folder` holds a pipe, a socket or a device: opening one may hang or act."""
+    for number, file in enumerate(folder.iterdir()):
+        mode = file.stat().st_mode if file.exists() else file.lstat().st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)) or number >= _MAX_ENTRIES:
+            found = kind_of(mode) if number < _MAX_ENTRIES else f"more than {_MAX_ENTRIES} files"
+            raise Refusal.of(file, found, "the regular files of a model", "Take a good copy of its folder.")
+
+
+def check_files(folder: Path, trust_remote_code: bool = False) -> None:
+    """Raise Refusal if the files in `folder` beside the weights are malformed or too large, or name code.
+
+    Args:
+        trust_remote_code: the user allowed code of this model to run.
+    """
+    check_regular(folder)
+    for name in _SMALL:
+        if (folder / name).exists():
+            values = read_json(folder / name, _LIMITS)
+            if not trust_remote_code:
+                check_config(values, str(folder / name))
+    for name in _VOCABULARIES:
+        file = folder / name
+        if file.exists() and file.stat().st_size > _MAX_VOCABULARY:
+            raise Unreadable(str(file), f"larger than the {_MAX_VOCABULARY // MEGABYTE} MB that it may have")
+
+
+def check_config(values: dict[str, Any], where: str) -> None:
+    """Raise Refusal for settings that name code, and for more layers than any model has.
+
+    Libraries make lists as long as there are layers before they make anything else.
+    """
+    for name, value in _settings(values):
+        if name in _IMPLEMENTATIONS and "/" in str(value):
+            raise Refusal.of(
+                where, f"{name} names code of the Hub, {str(value)[:80]!r}", "a model without code", "Take it out."
+            )
+        if _counts_layers(name) and isinstance(value, int) and value > _MAX_LAYERS:
+            raise Refusal.of(where, f"{name} is {value}", f"at most {_MAX_LAYERS}", "Take a good copy of it.")
+
+
+def _counts_layers(name: str) -> bool:
+    """Return whether a setting is a number of layers: `vocab_size_per_layer_input`, for example, is not."""
+    return "layer" in name and "_per_" not in name
+
+
+def _settings(values: Any) -> Iterator[tuple[str, Any]]:
+    """Yield every setting by name, also those inside others."""
+    if isinstance(values, dict):
+        for name, value in values.items():
+            yield name, value
+            yield from _settings(value)
+    elif isinstance(values, list):
+        for value in values:
+            yield from _settings(value)
+
+
+def refuse_pickles(folder: Path) -> None:
+    """Raise BadInputError if `folder` holds no safetensors file: pickled weights are not read."""
+    if any(folder.glob("*.safetensors")):
+        return
+    pickled = [file.name for pattern in PICKLES for file in folder.glob(pattern)]
+    if pickled:
+        raise BadInputError(
+            f"{folder}: {pickled[0]} is a pickle, which can run code when loaded; Outrider reads safetensors only. "
+            "Convert it once, in a place you trust: load the state dict there and write it with "
+            "safetensors.torch.save_file."
+        )
+    raise BadInputError(f"{folder}: no *.safetensors file with weights.")
+
+
+def plain_weight_map(index: Path) -> dict[str, str]:
+    """Return the file of each tensor, from the index of a model in several files.
+
+    Raises:
+        Refusal: it is malformed, or names files that are not beside it.
+    """
+    named = read_json(index).get("weight_map")
+    if not isinstance(named, dict) or not named or not all(map(_is_beside, named.values())):
+        raise Refusal.of(index, "no plain weight_map", "names of files beside it", "Copy it again.")
+    return named
+
+
+def _is_beside(name: Any) -> bool:
+    return isinstance(name, str) and Path(name).name == name

@@ -20,9 +20,8 @@ from torch import Tensor
 from ..heads import Abilities, NodeSession, Proposal, Session
 from ..targets import RaggedCache, RowLengths, Target
 from .control import Schedule
-from .drafting import DraftSampler, SamplerConfig, propose_confidently
+from .drafting import DraftSampler, SamplerConfig, StaticTree, grow_dynamic, grow_static, propose_confidently
 from .finite import BROKEN, are_finite
-from .growth import StaticTree, grow_dynamic, grow_static
 from .hashing import Seed
 from .plan import Plan
 from .rules import LOSSY, RULES, DraftShape, Verdict, VerifyInputs

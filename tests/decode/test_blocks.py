@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from outrider.decode import Costs, Decoder, Plan, Sampling, Schedule, verify
-from outrider.decode.drafting import DraftSampler, SamplerConfig, propose_confidently
-from outrider.decode.growth import grow_dynamic
+from outrider.decode.drafting import DraftSampler, SamplerConfig, grow_dynamic, propose_confidently
 from outrider.decode.rules import RULES
 from outrider.decode.sampling import Keys
 from outrider.heads import DFlash, DFlashConfig, DSpark, DSparkConfig

@@ -34,8 +34,7 @@ from transformers.generation.logits_process import (
 
 from outrider.decode import Decoder, Output, Plan, Sampling, Tree, drafting, rules, verify
 from outrider.decode import round as stage
-from outrider.decode.drafting import DraftSampler
-from outrider.decode.growth import grow_static
+from outrider.decode.drafting import DraftSampler, grow_static
 from outrider.decode.sampling import ACCEPT, Context, Processors, draw, probabilities, uniforms
 from outrider.heads import Drafter, DraftModel, Eagle3, Eagle3Config, Ngram, Proposal
 from outrider.targets import Target

@@ -18,11 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from outrider.decode import Control, Costs, Decoder, Plan, Sampling, Tree, graphs
+from outrider.decode import Control, Costs, Decoder, Plan, Sampling, Tree, static_batch
 from outrider.decode import round as stage
-from outrider.decode.graphs import Graphs
 from outrider.decode.run import Request
-from outrider.decode.static_batch import StaticBatch, window_of
+from outrider.decode.static_batch import Graphs, StaticBatch, window_of
 from outrider.heads import (
     Drafter,
     DraftModel,
@@ -538,7 +537,7 @@ def test_the_graphs_used_last_are_kept(target, replays, monkeypatch):
 
     The others replay on without a capture.
     """
-    monkeypatch.setattr(graphs, "_MOST_GRAPHS", 2)
+    monkeypatch.setattr(static_batch, "_MOST_GRAPHS", 2)
     decoder = Decoder(target, static=True)
 
     def captured(temperature: float) -> int:

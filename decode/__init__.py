@@ -1,10 +1,9 @@
 """How drafter and target run together, losslessly."""
 
 from .control import Control, Controller, Costs, Schedule, expected_tokens
-from .engine import Decoder
+from .engine import Decoder, Output, StreamEvent
 from .plan import Plan, Tree, best_tree
 from .rules import LOSSLESS, LOSSY
-from .run import Output, StreamEvent
 from .sampling import Sampling
 from .stats import DecodeStats, Round, depth_counts
 

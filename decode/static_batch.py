@@ -141,10 +141,10 @@ class StaticBatch:
         window = min(window_of(needed), self.length)
         if self.target.fast is not None and not state.session.caches():
             window = self.length  # one graph serves all lengths
-        for cache in (self.cache, *state.session.caches()):
-            cache.window = self.length if cache is self.cache and self.target.fast is not None else window
+        for store in (self.cache, *state.session.caches()):
+            store.window = self.length if store is self.cache and self.target.fast is not None else window
             if idle:  # what an idle row writes must stay inside the window, and its positions inside the context
-                cache.lengths.masked_fill_(self._mask(tuple(idle)), 1)
+                store.lengths.masked_fill_(self._mask(tuple(idle)), 1)
         if setup.abilities.from_text:
             state, outcome = self._of_text(setup, state, depth, window, idle)
         else:

@@ -12,8 +12,8 @@ from torch import nn
 
 from ..common import BadInputError
 from ..decode import Decoder, Plan, Sampling, Tree, depth_counts
+from ..decode.engine import Request
 from ..decode.rules import Verdict
-from ..decode.run import Request
 from ..heads import Drafter
 from ..targets import Target
 from .turns import PromptJob

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.decode import Costs, Decoder, Plan, Sampling, Schedule, verify
+from outrider.decode import Costs, Decoder, Plan, Sampling, Schedule, rules
 from outrider.decode.drafting import DraftSampler, SamplerConfig, grow_dynamic, propose_confidently
 from outrider.decode.rules import RULES
 from outrider.decode.sampling import Keys
@@ -91,13 +91,13 @@ Laws = dict[tuple[int, ...], float]
 def residuals(monkeypatch) -> list[Tensor]:
     """What the rules draw the token after the accepted ones from, instead of one draw of it."""
     found: list[Tensor] = []
-    monkeypatch.setattr(verify, "draw", lambda probs, u: found.append(probs) or torch.zeros(len(probs)).long())
+    monkeypatch.setattr(rules, "draw", lambda probs, u: found.append(probs) or torch.zeros(len(probs)).long())
     return found
 
 
 def outcomes(name: str, p: Tensor, q: Tensor, path: tuple[int, ...], length: int, residuals: list[Tensor]):
     """The real rule's verdicts on a path: (accepted, probability, law of the token that follows)."""
-    rule = {"rejection": verify.rejection, "block": verify.block}[name]
+    rule = {"rejection": rules.rejection, "block": rules.block}[name]
     chances = acceptances(name, p, q, path, length)
     for passes in product((True, False), repeat=length):
         share, uniforms = 1.0, [0.5] * len(path)

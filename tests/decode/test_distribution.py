@@ -32,9 +32,10 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from outrider.decode import Decoder, Output, Plan, Sampling, Tree, drafting, rules, verify
+from outrider.decode import Decoder, Output, Plan, Sampling, Tree, drafting, rules
 from outrider.decode import round as stage
 from outrider.decode.drafting import DraftSampler, grow_static
+from outrider.decode.rules import rejection
 from outrider.decode.sampling import ACCEPT, Context, Processors, draw, probabilities, uniforms
 from outrider.heads import Drafter, DraftModel, Eagle3, Eagle3Config, Ngram, Proposal
 from outrider.targets import Target
@@ -351,7 +352,7 @@ def broken_rejection(residual: str = "right", shift: int = 0, bonus: str = "p", 
     ) -> tuple[Tensor, Tensor]:
         score = q.gather(2, drafts[:, :, None])[:, :, 0]
         lengths = (score >= drop_below).long().cumprod(1).sum(1).minimum(lengths)
-        accepted, following = verify.rejection(drafts, lengths, p, q, accept, correct)
+        accepted, following = rejection(drafts, lengths, p, q, accept, correct)
         rows, last = torch.arange(len(drafts)), q.shape[1] - 1
         refused = accepted < lengths
         near = (accepted + shift).clamp(0, last)
@@ -381,7 +382,7 @@ def picks_at_another_temperature(chooser: DraftSampler, logits: Tensor) -> Tenso
 
 
 def with_rule(wrong: Rejection) -> Plant:
-    return lambda patch: patch.setattr(rules, "verify", SimpleNamespace(rejection=wrong, match=verify.match))
+    return lambda patch: patch.setattr(rules, "rejection", wrong)
 
 
 def with_pick(wrong: Callable[[DraftSampler, Tensor], Tensor]) -> Plant:

@@ -20,7 +20,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from outrider.decode import Control, Costs, Decoder, Plan, Sampling, Tree, static_batch
 from outrider.decode import round as stage
-from outrider.decode.run import Request
+from outrider.decode.engine import Request
 from outrider.decode.static_batch import Graphs, StaticBatch, window_of
 from outrider.heads import (
     Drafter,

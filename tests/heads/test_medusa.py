@@ -11,7 +11,7 @@ from torch import Tensor
 from outrider.common import BadInputError, IncompatibleError
 from outrider.decode import Control, Costs, Decoder, Plan, Sampling, Tree
 from outrider.decode import round as stage
-from outrider.decode.run import Request
+from outrider.decode.engine import Request
 from outrider.heads import Drafter, Hydra, HydraConfig, Medusa, MedusaConfig, TargetBatch
 from outrider.heads.losses import divergence
 from outrider.targets import RowLengths, Target

@@ -1,11 +1,11 @@
 """How drafter and target run together, losslessly."""
 
 from .control import Control, Controller, Costs, Schedule, expected_tokens
-from .engine import Decoder, Output, StreamEvent
+from .engine import Decoder
 from .plan import Plan, Tree, best_tree
 from .rules import LOSSLESS, LOSSY
 from .sampling import Sampling
-from .stats import DecodeStats, Round, depth_counts
+from .stats import DecodeStats, Output, Round, StreamEvent, depth_counts
 
 __all__ = [
     "LOSSLESS",

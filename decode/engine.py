@@ -1,4 +1,10 @@
-"""The lossless speculative decoder: one loop for every drafter, every rule, and for no drafter at all."""
+"""The lossless speculative decoder: one loop for every drafter, every rule, and for no drafter at all.
+
+`Decoder` is what users call. `Run` is the host's side of one generation: its sequences and their ends, what is emitted,
+and how deep each round drafts; what happens inside a round is in `round`.
+
+Shapes: B active rows, T tokens of the longest prompt.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +24,19 @@ from ..heads import Abilities, Drafter, NoDraftSession, Session
 from ..targets import RowLengths, Target
 from ..targets.attention import steady_kernels
 from ..targets.fast import by_library, prefer_fast_pass, use_fast_pass
-from . import round as stage
 from .control import Controller, Schedule
 from .drafting import SamplerConfig
-from .finite import BROKEN, NonFiniteTracer, not_finite_error
+from .finite import NonFiniteTracer, not_finite_error
 from .hashing import Seed, seed_on
 from .memory import Load, require_memory
 from .plan import Plan
-from .round import NOTHING, RoundState, Setup
+from .round import PendingRound, RoundRow, RoundSetup, RoundState, first_tokens, step
 from .sampling import Keys, Processors, Sampling
-from .static_batch import PendingRound, StaticBatch, StaticBatches
-from .stats import DecodeStats, Round, Seconds
+from .static_batch import StaticBatch, StaticBatches
+from .stats import DecodeStats, Output, Round, Seconds, StreamEvent
+
+Stop = Callable[[list[int]], bool]
+_log = logging.getLogger(__name__)
 
 
 class Decoder:
@@ -36,8 +44,8 @@ class Decoder:
 
     Args:
         drafter: None gives the plain target in the same engine: the baseline of every speedup.
-        static: rounds of fixed shapes, captured as CUDA graphs on a GPU (see `decode.room`). None for on a GPU, where
-            drafter and target allow it.
+        static: rounds of fixed shapes, captured as CUDA graphs on a GPU (see `decode.static_batch`). None for on a GPU,
+            where drafter and target allow it.
         fast: whether the target reads few tokens at a time by kernels of our own (see `targets.fast`). None for on
             a GPU, in bfloat16, where they serve the target and prove right. A target that has taken them keeps them.
 
@@ -55,7 +63,7 @@ class Decoder:
             use_fast_pass(target)
         elif fast is None:
             prefer_fast_pass(target)
-        self.rooms = StaticBatches(target, on_gpu if static is None else static)
+        self.static_batches = StaticBatches(target, on_gpu if static is None else static)
         if drafter is not None:
             drafter.check(target)
             drafter.to(target.device).eval()
@@ -63,7 +71,7 @@ class Decoder:
     @property
     def static(self) -> bool:
         """Whether rounds have fixed shapes, where drafter and target allow it."""
-        return self.rooms.wanted
+        return self.static_batches.wanted
 
     def generate(
         self,
@@ -90,8 +98,8 @@ class Decoder:
                 holds, or a place at which `sampling` forbids every token.
             IncompatibleError: the plan drafts trees, and the target cannot verify them.
         """
-        how = (sampling or Sampling(), plan or Plan(), stop, ignore_eos, sequence_ids, speculate)
-        run = self.run(Request(prompts, max_new_tokens, *how))
+        sampling, plan = sampling or Sampling(), plan or Plan()
+        run = self.run(Request(prompts, max_new_tokens, sampling, plan, stop, ignore_eos, sequence_ids, speculate))
         for _ in run.steps():
             pass
         return run.output()
@@ -107,17 +115,14 @@ class Decoder:
         speculate: bool = True,
     ) -> Iterator[StreamEvent]:
         """Complete one prompt, yielding what each round emits."""
-        how = (sampling or Sampling(), plan or Plan(), stop, ignore_eos, None, speculate)
-        for events in self.run(Request([prompt], max_new_tokens, *how)).steps():
+        sampling, plan = sampling or Sampling(), plan or Plan()
+        request = Request([prompt], max_new_tokens, sampling, plan, stop, ignore_eos, speculate=speculate)
+        for events in self.run(request).steps():
             yield events[0]
 
     def run(self, request: Request) -> Run:
-        """Prepare one generation; its steps are taken by whoever iterates over them."""
-        return Run(self.target, self.drafter, request, self.rooms)
-
-
-Stop = Callable[[list[int]], bool]
-_log = logging.getLogger(__name__)
+        """Prepare one generation; iterating over its `steps` runs it."""
+        return Run(self.target, self.drafter, request, self.static_batches)
 
 
 @dataclass(frozen=True)
@@ -139,20 +144,20 @@ class Request:
         return list(range(len(self.prompts)) if self.sequence_ids is None else self.sequence_ids)
 
     @property
-    def wanting(self) -> list[bool]:
-        """Which prompts want drafts."""
+    def drafts(self) -> list[bool]:
+        """Which prompts are drafted for."""
         flags = self.speculate
         return [flags] * len(self.prompts) if isinstance(flags, bool) else list(flags)
 
     def check(self, target: Target) -> None:
-        """Raise BadInputError for what `target` cannot be asked."""
+        """Raise BadInputError if `target` cannot serve the request."""
         count, new = len(self.prompts), self.max_new_tokens
         if not count:
             raise BadInputError("there are no prompts to complete.")
         if len(self.ids) != count:
             raise BadInputError(f"{count} prompts, but {len(self.ids)} sequence ids.")
-        if len(self.wanting) != count:
-            raise BadInputError(f"{count} prompts, but {len(self.wanting)} flags for speculate.")
+        if len(self.drafts) != count:
+            raise BadInputError(f"{count} prompts, but {len(self.drafts)} flags for speculate.")
         if new < 1:
             raise BadInputError(f"max_new_tokens must be at least 1, got {new}.")
         if self.sampling.min_new_tokens > new:
@@ -184,34 +189,6 @@ class Request:
 
 
 @dataclass
-class Output:
-    """What `Decoder.generate` returns.
-
-    Attributes:
-        tokens: new tokens per prompt, the prompt excluded.
-        rounds: rounds per prompt. The first token comes from the prefill and belongs to no round.
-        stats: figures over all of them.
-        rule: the verification rule that ran ("auto" resolved), or "none" if nothing was drafted.
-        lossy: whether the text may be other than the target's own: the plan asked for such a rule.
-    """
-
-    tokens: list[list[int]]
-    rounds: list[list[Round]]
-    stats: DecodeStats
-    rule: str = "none"
-    lossy: bool = False
-
-
-@dataclass(frozen=True)
-class StreamEvent:
-    """One step of a stream: tokens that were just emitted; the first `accepted` of them were drafted."""
-
-    tokens: list[int]
-    accepted: int
-    drafted: int
-
-
-@dataclass
 class _Sequence:
     """One prompt's text and rounds so far.
 
@@ -226,12 +203,12 @@ class _Sequence:
     rounds: list[Round] = field(default_factory=list)
     done: bool = False
 
-    def emit(self, new: list[int], drafted: int, tried: int) -> StreamEvent:
-        """Append what a round gave, up to the sequence's end: accepted drafts, then the target's own token."""
-        accepted = len(new) - 1
+    def emit(self, row: RoundRow) -> StreamEvent:
+        """Append the tokens that a round adds, up to the sequence's end."""
+        accepted, drafted, tried = row.accepted, row.drafted, row.tried
         emitted: list[int] = []
-        for token in new:
-            if token == NOTHING:
+        for place, token in enumerate(row.tokens):
+            if place == row.accepted and row.nothing_left:
                 raise BadInputError(
                     "sampling: bad_words, suppress and min_new_tokens together leave no token to go on with; "
                     "forbid less."
@@ -250,9 +227,9 @@ class _Sequence:
         self.rounds.append(Round(drafted, accepted, len(emitted), None if tried == drafted else tried))
         return StreamEvent(emitted, min(accepted, len(emitted)), drafted)
 
-    def start(self, token: int) -> StreamEvent:
+    def start(self, row: RoundRow) -> StreamEvent:
         """Append the first token, which comes from the prefill and belongs to no round."""
-        event = self.emit([token], 0, 0)
+        event = self.emit(row)
         self.rounds.clear()
         return event
 
@@ -262,36 +239,37 @@ class Run:
 
     Args:
         drafter: None for plain decoding.
-        rooms: lend memory for rounds of fixed shapes, if such are wanted.
+        static_batches: lend memory for rounds of fixed shapes, if such are wanted.
 
     Raises:
         BadInputError: see `Decoder.generate`.
         IncompatibleError: the plan drafts trees, and the target cannot verify them.
     """
 
-    def __init__(self, target: Target, drafter: Drafter | None, request: Request, rooms: StaticBatches):
-        self.target, self.request, self.rooms = target, request, rooms
+    def __init__(self, target: Target, drafter: Drafter | None, request: Request, static_batches: StaticBatches):
+        self.target, self.request, self.static_batches = target, request, static_batches
         self.device = target.device  # asked once: a model looks through its modules for it
-        self.drafter = drafter if any(request.wanting) and request.plan.depth else None
+        self.drafts = request.drafts
+        self.drafter = drafter if any(self.drafts) and request.plan.depth else None
         request.check(target)
         target.check_batch(len(request.prompts))
-        self.wanting = request.wanting
         plan = request.plan if drafter is None else request.plan.up_to(drafter.max_depth)
         abilities = Abilities() if drafter is None else drafter.abilities
         if plan.is_tree and abilities.reads_nodes:
             target.check_trees()
         ends = frozenset(() if request.ignore_eos else target.eos_ids)
         processors = Processors(request.sampling, target.vocab_size, ends, target.device)
-        drawing = SamplerConfig(request.sampling, None if processors.idle else processors, target.vocab_size)
+        sampler_config = SamplerConfig(request.sampling, None if processors.idle else processors, target.vocab_size)
         taps = () if self.drafter is None else self.drafter.taps
-        self.setup = Setup(target, plan, drawing, abilities, taps)
+        self.setup = RoundSetup(target, plan, sampler_config, abilities, taps)
         self.controller = None if self.drafter is None else _controller(plan, abilities, len(request.prompts))
         self.sequences = [_Sequence(request.max_new_tokens, ends, request.stop) for _ in request.prompts]
         self.active = list(range(len(self.sequences)))  # active[i] is the sequence of row i
         self.seconds, self.rule = Seconds(), "none"
-        self.room: StaticBatch | None = None
-        self._launched: PendingRound | None = None  # a round that runs while the one before it is read
+        self.static_batch: StaticBatch | None = None
         self.margin = 0  # entries that a round of fixed shape may write after the longest row
+        self._pending: PendingRound | None = None  # a round that runs while the one before it is read
+        self._drafted_at = 0.0  # when the round that is under way had drafted
 
     def output(self) -> Output:
         """Return what was written so far."""
@@ -316,12 +294,12 @@ class Run:
             while not all(sequence.done for sequence in self.sequences):
                 began = time.perf_counter()
                 with torch.inference_mode(), steady_kernels():
-                    state, events = self._round(self._leave(state))
+                    state, events = self._round(self._without_finished(state))
                 self.seconds.total += time.perf_counter() - began
                 yield events
         finally:
-            if self.room is not None:
-                self.rooms.give_back(self.room)
+            if self.static_batch is not None:
+                self.static_batches.give_back(self.static_batch)
 
     def _prefill(self) -> tuple[RoundState, list[StreamEvent]]:
         """Process the prompts; the token that follows each becomes its root."""
@@ -333,89 +311,86 @@ class Run:
         out = self.target.forward(tokens, state.cache, taps=self.setup.taps, at=counts.tensor[:, None] - 1)
         state.cache.advance(counts)
         keys = Keys(state.seed, state.sequences, counts.tensor)
-        verdict, _ = stage.judge(self.setup, state, stage.no_draft(self.setup, state.root), out.logits, keys)
+        state, packed = first_tokens(self.setup, state, out.logits, keys)
         state.session.update(tokens, out.hidden, counts)
-        nothing = verdict.accepted
-        state, packed = stage.commit(state, tokens[:, :0], verdict, nothing, nothing)
-        first = packed.tolist()
-        self._require_finite(first)
-        events = [sequence.start(row[0]) for sequence, row in zip(self.sequences, first, strict=True)]
+        rows = RoundRow.unpack(packed.tolist())
+        self._require_finite(rows)
+        events = [sequence.start(row) for sequence, row in zip(self.sequences, rows, strict=True)]
         self.seconds.prefill += self._clock() - began
         return state, events
 
     def _open(self, tokens: Tensor, counts: RowLengths) -> RoundState:
         """Take memory for the prompts `[B, T]` and what follows, for the target and the drafter."""
         request, drafter, rows = self.request, self.drafter, len(tokens)
-        fixed = self.rooms.wanted and self.target.rewinds
+        fixed = self.static_batches.wanted and self.target.rewinds
         fixed = fixed and (drafter is None or self.setup.abilities.fixed_shapes or self.setup.abilities.from_text)
         depth = 0 if drafter is None else self.setup.plan.depth
         nodes = 0 if drafter is None or self.setup.abilities.reads_nodes else drafter.max_nodes(depth)
         sizes = (rows, max(counts.values), request.max_new_tokens, depth)
         load = Load(*sizes, self.setup.plan, request.sampling, fixed, nodes, fixed and self._can_go_ahead)
-        require_memory(self.target, drafter, load, self.rooms.held(rows, drafter) if fixed else 0)
+        require_memory(self.target, drafter, load, self.static_batches.held(rows, drafter) if fixed else 0)
         session: Session
         if fixed:
-            self.room, self.margin = self.rooms.reserve(rows, load.length, load.spare, drafter), load.margin
-            self.setup = replace(self.setup, asks=False)
-            _ = self.setup.layout  # made now: a capture may not copy from the host
-            cache, session = self.room.cache, self.room.session
+            self.static_batch = self.static_batches.reserve(rows, load.length, load.spare, drafter)
+            self.margin = load.margin
+            self.setup = replace(self.setup, may_sync=False)
+            _ = self.setup.static_tree  # made now: a capture may not copy from the host
+            cache, session = self.static_batch.cache, self.static_batch.session
         else:
             cache, session = self.target.new_cache(rows, load.target_length), NoDraftSession()
             spare = load.spare if self.setup.abilities.reads_nodes else 0
             if drafter is not None:
                 session = drafter.open(self.target, rows, load.length, spare, cache)
         seed: Seed = seed_on(tokens.device, request.sampling.seed) if fixed else request.sampling.seed
-        wanting = None if all(self.wanting) else torch.tensor(self.wanting, device=tokens.device)
-        processors = self.setup.drawing.processors
+        speculate = None if all(self.drafts) else torch.tensor(self.drafts, device=tokens.device)
+        processors = self.setup.sampler_config.processors
         context = None if processors is None else processors.start(tokens, counts.tensor)
         ids = torch.tensor(request.ids, device=tokens.device)
-        return RoundState(tokens[:, 0], ids, seed, wanting, context, cache, session)
+        return RoundState(tokens[:, 0], ids, seed, speculate, context, cache, session)
 
     def _round(self, state: RoundState) -> tuple[RoundState, list[StreamEvent]]:
-        began = drafted = self._clock()
+        began = self._drafted_at = self._clock()
         state, depth = self._depth(state)
-        if self.room is not None:
-            state, packed, rule = self._played(self.room, state, depth)
-        else:
-            proposed = stage.draft(self.setup, state, depth)
-            drafted = self._clock()
-            state, outcome = stage.verify_and_commit(self.setup, state, proposed)
-            packed, rule = outcome.packed.tolist(), outcome.rule
-            stage.update_session(state, outcome)
+        current = self._pending or self._launch(state, depth)
+        state = replace(current.state, session=state.session)  # plain from now on, where no row is drafted for
+        self._pending = self._launch(state, depth) if self._goes_ahead(state, depth) else None
+        rows = current.read() if self.static_batch is None else self.static_batch.read(current)
         if depth:
-            self.rule = rule
-        events = self._emit(packed)
-        self.seconds.draft += drafted - began
-        self.seconds.verify += self._clock() - drafted
-        return state, events
+            self.rule = current.rule
+        events = self._emit(rows)
+        self.seconds.draft += self._drafted_at - began
+        self.seconds.verify += self._clock() - self._drafted_at
+        return state if self._pending is None else self._pending.state, events
 
-    def _played(self, room: StaticBatch, state: RoundState, depth: int) -> tuple[RoundState, list[list[int]], str]:
-        """Return what a round of fixed shape left and packed; the one after it may be launched before it is read."""
-        played = self._launched or self._launch(room, state, depth)
-        after = replace(played.state, session=state.session)  # which nobody may want any more
-        self._launched = self._launch(room, after, depth) if self._goes_ahead(after, depth) else None
-        return after if self._launched is None else self._launched.state, room.read(played), played.rule
-
-    def _launch(self, room: StaticBatch, state: RoundState, depth: int) -> PendingRound:
+    def _launch(self, state: RoundState, depth: int) -> PendingRound:
+        """Launch a round; where its shapes are not fixed, its drafting is timed."""
+        if self.static_batch is None:
+            state, result = step(self.setup, state, depth, self._note_drafted)
+            return PendingRound(state, result.packed.tolist, result.rule)
         idle = [row for row, i in enumerate(self.active) if self.sequences[i].done]
-        return room.launch(self.setup, state, depth, idle, self._longest(state) + self.margin)
+        return self.static_batch.launch(self.setup, state, depth, idle, self._longest(state) + self.margin)
+
+    def _note_drafted(self) -> None:
+        self._drafted_at = self._clock()
 
     @property
     def _can_go_ahead(self) -> bool:
         """Whether the host decides nothing between two rounds of this request."""
-        return self.rooms.ahead and self.controller is None and not self.setup.abilities.from_text
+        return self.static_batches.ahead and self.controller is None and not self.setup.abilities.from_text
 
     def _goes_ahead(self, state: RoundState, depth: int) -> bool:
-        """Tell whether the next round is launched before this one is read: not where it may pass the context's end."""
+        """Return whether to launch the next round before this one is read: not where it may pass the context's end."""
+        if self.static_batch is None or not self._can_go_ahead:
+            return False
         limit = self.target.max_context
-        return self._can_go_ahead and (limit is None or self._longest(state) + 2 * (1 + depth) < limit)
+        return limit is None or self._longest(state) + 2 * (1 + depth) < limit
 
-    def _leave(self, state: RoundState) -> RoundState:
-        """Let the rows of finished sequences go (in rounds of fixed shapes they stay).
+    def _without_finished(self, state: RoundState) -> RoundState:
+        """Return the state without the rows of finished sequences (in rounds of fixed shapes they stay).
 
         The last rows take the places of those that leave, so that a cache moves no more entries than it must.
         """
-        if self.room is not None:
+        if self.static_batch is not None:
             return state
         alive = [row for row, i in enumerate(self.active) if not self.sequences[i].done]
         if len(alive) == len(self.active):
@@ -428,21 +403,21 @@ class Run:
 
     def _clock(self) -> float:
         """Return the time; after the device has finished, where it has nothing to do while the host reads."""
-        return time.perf_counter() if self._launched is not None else clock(self.device)
+        return time.perf_counter() if self._pending is not None else clock(self.device)
 
     # ------------------------------------------------------------ depth
 
     def _depth(self, state: RoundState) -> tuple[RoundState, int]:
-        """Return the round's depth: the plan's, or its controller's; 0 if no row wants drafts.
+        """Return the round's depth: the plan's, or its controller's; 0 if no row is drafted for.
 
         It never passes the end of the target's context.
         """
         if self.drafter is None:
             return state, 0
-        wanting = [i for i in self.active if self.wanting[i] and not self.sequences[i].done]
-        if not wanting:
-            return replace(state, session=NoDraftSession()), 0  # for good: nobody will ask the drafter again
-        depth = self.setup.plan.depth if self.controller is None else self.controller.choose(wanting)
+        drafting = [i for i in self.active if self.drafts[i] and not self.sequences[i].done]
+        if not drafting:
+            return replace(state, session=NoDraftSession()), 0  # for good: the drafter is not needed again
+        depth = self.setup.plan.depth if self.controller is None else self.controller.choose(drafting)
         limit = self.target.max_context
         return state, depth if limit is None else min(depth, limit - self._longest(state) - 1)
 
@@ -453,35 +428,34 @@ class Run:
 
     # ------------------------------------------------------------ emission
 
-    def _emit(self, packed: list[list[int]]) -> list[StreamEvent]:
-        """Note a round's outcome for every sequence that was still active."""
-        self._require_finite(packed)
+    def _emit(self, rows: list[RoundRow]) -> list[StreamEvent]:
+        """Record a round in every sequence that was still active."""
+        self._require_finite(rows)
         events = []
-        for i, (*drafts, following, accepted, drafted, tried) in zip(self.active, packed, strict=True):
+        for i, row in zip(self.active, rows, strict=True):
             if self.sequences[i].done:
                 continue
-            events.append(self.sequences[i].emit([*drafts[:accepted], following], drafted, tried))
+            events.append(self.sequences[i].emit(row))
             if self.controller is not None:
-                self.controller.note(i, tried, accepted)
+                self.controller.note(i, row.tried, row.accepted)
         return events
 
-    # ------------------------------------------------------------ no numbers
+    # ------------------------------------------------------------ logits that are not finite
 
-    def _require_finite(self, packed: list[list[int]]) -> None:
+    def _require_finite(self, rows: list[RoundRow]) -> None:
         """Raise an error that names the layer, if the logits of an unfinished row are not finite.
 
         Raises:
             BadInputError: they are not.
         """
-        for i, row in zip(self.active, packed, strict=True):
-            if row[-4] == BROKEN and not self.sequences[i].done:
-                witness = self._traced(i)
-                raise not_finite_error(witness, self.target.dtype, i, len(self.sequences[i].tokens))
+        for i, row in zip(self.active, rows, strict=True):
+            if row.not_finite and not self.sequences[i].done:
+                raise not_finite_error(self._traced(i), self.target.dtype, i, len(self.sequences[i].tokens))
 
     def _traced(self, i: int) -> NonFiniteTracer:
-        """Return a witness of one prefill and one round of sequence `i` alone, up to where it is now."""
+        """Return a tracer after one prefill and one round of sequence `i` alone, up to where it is now."""
         models = {"the target": self.target.model} | ({} if self.drafter is None else {"the drafter": self.drafter})
-        witness, request = NonFiniteTracer(models), self.request
+        tracer, request = NonFiniteTracer(models), self.request
         tokens = [*request.prompts[i], *self.sequences[i].tokens[:-1]]
         again = replace(
             request,
@@ -491,21 +465,21 @@ class Run:
             plan=replace(request.plan, control=None),
             stop=None,
             sequence_ids=[request.ids[i]],
-            speculate=[self.wanting[i]],
+            speculate=[self.drafts[i]],
         )
         try:
-            with witness.watching(), by_library(self.target):
+            with tracer.tracing(), by_library(self.target):
                 for _ in _Replay(self.target, self.drafter, again, StaticBatches(self.target, False)).steps():
                     pass
         except LIBRARY_ERRORS:  # too little memory for a second cache, for example; what was seen until then counts
-            _log.debug("tracing numbers that are not finite broke off", exc_info=True)
-        return witness
+            _log.debug("tracing logits that are not finite broke off", exc_info=True)
+        return tracer
 
 
 class _Replay(Run):
-    """A generation that is repeated for a witness: it goes on whatever its numbers are."""
+    """A generation that is repeated while its layers are traced: logits that are not finite do not end it."""
 
-    def _require_finite(self, packed: list[list[int]]) -> None:
+    def _require_finite(self, rows: list[RoundRow]) -> None:
         pass
 
 

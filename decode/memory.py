@@ -39,7 +39,7 @@ class Load:
         prompt: tokens of the longest prompt.
         new: `max_new_tokens`.
         depth: most drafts on a path; 0 if nothing is drafted.
-        fixed: whether rounds have fixed shapes (see `room`).
+        fixed: whether rounds have fixed shapes (see `static_batch`).
         nodes: most draft tokens of a row, where the drafter makes the proposal itself; 0 for not more than `depth`.
         ahead: whether a round may be launched before the one before it is read: rows that have finished write one more.
     """

@@ -4,6 +4,8 @@ Every pass reads a window of the caches, whatever its rows' lengths; windows com
 window, depth, plan and sampling (seeds and sequence ids are inputs). A round drafts, verifies, accepts, compacts and
 leaves the next round's inputs without the host; the host then reads what it emitted, once. Where the host itself makes
 the proposal, of the text alone, it is an input. Rows that have finished run on idly and are ignored.
+
+`StaticBatch` holds the memory and runs the rounds; `Graphs`, after it, captures and replays work over fixed tensors.
 """
 
 from __future__ import annotations
@@ -22,9 +24,21 @@ from torch import Tensor, nn
 from ..heads import Drafter, NoDraftSession, Session
 from ..targets import RaggedCache, Target
 from ..targets.weights import module_versions, weight_versions
-from .round import Drafted, RoundResult, RoundState, Setup, step, update_session, verify
+from .round import (
+    PendingRound,
+    ProposedRound,
+    RoundResult,
+    RoundRow,
+    RoundSetup,
+    RoundState,
+    step,
+    update_session,
+    verify_proposed,
+)
 
 _LEAST = 256
+_MOST_GRAPHS = 64
+_log = logging.getLogger("outrider")
 
 
 def window_of(needed: int) -> int:
@@ -46,23 +60,6 @@ def margin(nodes: int, depth: int, reads: int) -> int:
     return 2 * (1 + max(nodes, depth, reads)) + 1
 
 
-@dataclass(frozen=True)
-class PendingRound:
-    """A round that the device was given and that the host has not read.
-
-    Attributes:
-        state: what it leaves for the round after it, which may be launched at once.
-        packed: waits for it and returns what it packed, see `RoundResult`.
-        idle: rows that had finished before it.
-        rule: the name of the rule that judges it.
-    """
-
-    state: RoundState
-    packed: Callable[[], list[list[int]]]
-    idle: tuple[int, ...]
-    rule: str
-
-
 class StaticBatch:
     """Caches, a session and graphs for rounds of `rows` sequences of up to `length` entries.
 
@@ -78,7 +75,7 @@ class StaticBatch:
         self.session = self._open()
         captures = target.device.type == "cuda"
         self.graphs: Graphs[RoundState, RoundResult] = Graphs(target.device, captures)
-        self.proposed: Graphs[Drafted, RoundResult] = Graphs(target.device, captures)  # where the host makes proposals
+        self.proposed: Graphs[ProposedRound, RoundResult] = Graphs(target.device, captures)  # of the host's proposals
         self._computed_by = self._computes_by_now()
         self._pinned = [torch.empty(0, dtype=torch.long)] * 2  # taken in turns: one round may be read while one runs
         self._turn = 0
@@ -91,7 +88,7 @@ class StaticBatch:
         return self.drafter.open(self.target, self.cache.batch_size, self.length, self.spare, self.cache)
 
     def fits(self, length: int, spare: int) -> bool:
-        """Tell whether it is large enough for a request."""
+        """Return whether it is large enough for a request."""
         return length <= self.length and spare <= self.spare
 
     def num_bytes(self) -> int:
@@ -121,18 +118,20 @@ class StaticBatch:
         self.session.reset()
 
     def _computes_by_now(self) -> list[Hashable]:
-        """Return what changes when anything does that rounds compute by: weights, modules, hooks, or settings."""
+        """Return a version of everything that rounds compute by: weights, modules, hooks, and settings."""
         model: nn.Module = self.target.model
-        found = [*weight_versions(model.parameters()), *module_versions(model)]
+        versions = [*weight_versions(model.parameters()), *module_versions(model)]
         if self.drafter is None:
-            return found
+            return versions
         settings = [repr(part.config) for part in self.drafter.modules() if isinstance(part, Drafter)]
-        return [*found, *weight_versions(self.drafter.parameters()), *settings]
+        return [*versions, *weight_versions(self.drafter.parameters()), *settings]
 
     # ------------------------------------------------------------ a round
 
-    def launch(self, setup: Setup, state: RoundState, depth: int, idle: Sequence[int], needed: int) -> PendingRound:
-        """Give the device one round of all rows; `read` waits for what comes of it.
+    def launch(
+        self, setup: RoundSetup, state: RoundState, depth: int, idle: Sequence[int], needed: int
+    ) -> PendingRound:
+        """Launch one round of all rows; `read` waits for its result.
 
         Args:
             idle: rows that have finished.
@@ -146,58 +145,58 @@ class StaticBatch:
             if idle:  # what an idle row writes must stay inside the window, and its positions inside the context
                 store.lengths.masked_fill_(self._mask(tuple(idle)), 1)
         if setup.abilities.from_text:
-            state, outcome = self._of_text(setup, state, depth, window, idle)
+            state, result = self._proposed_by_host(setup, state, depth, window, idle)
         else:
-            state, outcome = self._graphed(setup, state, depth, window)
-        return PendingRound(state, self._on_the_way(outcome.packed), tuple(idle), outcome.rule)
+            state, result = self._drafted(setup, state, depth, window)
+        return PendingRound(state, self._copied_to_host(result.packed), result.rule, tuple(idle))
 
-    def read(self, launched: PendingRound) -> list[list[int]]:
-        """Wait for a round and return what it packed, `[B, D + 4]`: the one read of a round."""
-        packed = launched.packed()
-        known = zip(self.cache.host_lengths, packed, strict=True)
+    def read(self, pending: PendingRound) -> list[RoundRow]:
+        """Wait for a round and return its rows: the one read of a round."""
+        rows = pending.read()
+        lengths = zip(self.cache.host_lengths, rows, strict=True)
         self.cache.host_lengths = [
-            1 if r in launched.idle else length + row[-3] + 1 for r, (length, row) in enumerate(known)
+            1 if place in pending.idle else length + row.accepted + 1 for place, (length, row) in enumerate(lengths)
         ]
-        return packed
+        return rows
 
-    def _graphed(self, setup: Setup, state: RoundState, depth: int, window: int) -> tuple[RoundState, RoundResult]:
+    def _drafted(self, setup: RoundSetup, state: RoundState, depth: int, window: int) -> tuple[RoundState, RoundResult]:
         if depth:
             work = partial(step, setup, depth=depth)
-            state, outcome, _ = self.graphs.play(_key(setup, depth, window), work, state)
-            return state, outcome
-        state, outcome, own = self._plain(setup, state, window)
+            state, result, _ = self.graphs.run(_key(setup, depth, window), work, state)
+            return state, result
+        state, result, own = self._plain(setup, state, window)
         update_session(state, own)
-        return state, outcome
+        return state, result
 
-    def _plain(self, setup: Setup, state: RoundState, window: int) -> tuple[RoundState, RoundResult, RoundResult]:
-        """Play a round without drafts, of which the session has yet to take note.
+    def _plain(self, setup: RoundSetup, state: RoundState, window: int) -> tuple[RoundState, RoundResult, RoundResult]:
+        """Run a round without drafts, with which the session has yet to be updated.
 
         What a session makes of such rounds grows from one to the next, so the graph leaves it out. Also return the
-        outcome as the session may keep it.
+        result as the session may keep it.
         """
         alone = replace(state, session=NoDraftSession())
-        after, outcome, replayed = self.graphs.play(_key(setup, 0, window), partial(step, setup, depth=0), alone)
-        return replace(after, session=state.session), outcome, outcome.cloned() if replayed else outcome
+        after, result, replayed = self.graphs.run(_key(setup, 0, window), partial(step, setup, depth=0), alone)
+        return replace(after, session=state.session), result, result.cloned() if replayed else result
 
-    def _of_text(
-        self, setup: Setup, state: RoundState, depth: int, window: int, idle: Sequence[int]
+    def _proposed_by_host(
+        self, setup: RoundSetup, state: RoundState, depth: int, window: int, idle: Sequence[int]
     ) -> tuple[RoundState, RoundResult]:
-        """Play a round whose proposal, if there is one, the host makes; a row that has finished is no text any more."""
+        """Run a round whose proposal, if there is one, the host makes; rows that have finished get none."""
         session, rows = state.session, self._still_proposing(state.session, idle)
         if depth and self.drafter is not None:
             proposal = session.propose(state.root[rows], depth, _no_choice)
             proposal = proposal.spread(rows, self.cache.batch_size, self.drafter.max_nodes(depth))
             key = (_key(setup, depth, window), proposal.depth, proposal.parents is None)
-            drafted = Drafted(replace(state, session=NoDraftSession()), proposal)
-            after, outcome, replayed = self.proposed.play(key, partial(verify, setup), drafted)
-            state, own = replace(after.state, session=session), outcome.cloned() if replayed else outcome
+            proposed = ProposedRound(replace(state, session=NoDraftSession()), proposal)
+            after, result, replayed = self.proposed.run(key, partial(verify_proposed, setup), proposed)
+            state, own = replace(after.state, session=session), result.cloned() if replayed else result
         else:
-            state, outcome, own = self._plain(setup, state, window)
-        update_session(state, own.of(rows))
-        return state, outcome
+            state, result, own = self._plain(setup, state, window)
+        update_session(state, own.select(rows))
+        return state, result
 
     def _still_proposing(self, session: Session, idle: Sequence[int]) -> list[int]:
-        """Return the rows whose texts go on, and let the session drop the others."""
+        """Return the rows whose texts go on; the session drops the others."""
         staying = [place for place, row in enumerate(self._proposing) if row not in idle]
         if len(staying) < len(self._proposing):
             session.select(staying)
@@ -212,8 +211,8 @@ class StaticBatch:
             self._idle = (rows, mask.to(self.cache.lengths.device))
         return self._idle[1]
 
-    def _on_the_way(self, packed: Tensor) -> Callable[[], list[list[int]]]:
-        """Start to copy what the host needs, and return what waits for it: the round after may overwrite `packed`."""
+    def _copied_to_host(self, packed: Tensor) -> Callable[[], list[list[int]]]:
+        """Start to copy `packed`, which the round after may overwrite; return a function that waits for the copy."""
         if packed.device.type != "cuda":
             return packed.clone().tolist
         self._turn = 1 - self._turn
@@ -226,17 +225,17 @@ class StaticBatch:
 
         def wait() -> list[list[int]]:
             arrived.synchronize()
-            found: list[list[int]] = place.tolist()
-            return found
+            rows: list[list[int]] = place.tolist()
+            return rows
 
         return wait
 
 
-def _key(setup: Setup, depth: int, window: int) -> Hashable:
-    """Return what decides a round's work, beside the tensors that it reads."""
-    drawing = setup.drawing
-    sampling = replace(drawing.sampling, seed=0)  # a seed is an input
-    ends = None if drawing.processors is None else drawing.processors.eos
+def _key(setup: RoundSetup, depth: int, window: int) -> Hashable:
+    """Return everything that decides a round's work, beside the tensors that it reads."""
+    config = setup.sampler_config
+    sampling = replace(config.sampling, seed=0)  # a seed is an input
+    ends = None if config.processors is None else config.processors.eos
     return depth, window, setup.plan, sampling, ends
 
 
@@ -245,7 +244,7 @@ def _no_choice(logits: Tensor, token_ids: Tensor | None) -> Tensor:  # noqa: ARG
 
 
 class StaticBatches:
-    """The rooms of one decoder, kept from request to request: one for each number of rows, with a drafter and without.
+    """A decoder's static batches, kept from request to request: one per number of rows, with a drafter and without.
 
     Args:
         wanted: whether rounds have fixed shapes at all.
@@ -260,26 +259,25 @@ class StaticBatches:
         self.kept: dict[tuple[int, bool], StaticBatch] = {}
 
     def reserve(self, rows: int, length: int, spare: int, drafter: Drafter | None) -> StaticBatch:
-        """Lend a room until it is given back: what an earlier request of as many rows left, if it is large enough."""
-        found = self.kept.pop((rows, drafter is not None), None)
-        if found is None or not found.fits(length, spare):
-            found = None  # freed before more is asked for
-            found = StaticBatch(self.target, drafter, rows, length, spare)
-        found.reset()
-        return found
+        """Lend a batch until it is given back: one that an earlier request left, if it is large enough."""
+        batch = self.kept.pop((rows, drafter is not None), None)
+        if batch is None or not batch.fits(length, spare):
+            batch = None  # freed before more is asked for
+            batch = StaticBatch(self.target, drafter, rows, length, spare)
+        batch.reset()
+        return batch
 
-    def give_back(self, room: StaticBatch) -> None:
+    def give_back(self, batch: StaticBatch) -> None:
         """Keep what `reserve` lent for later requests."""
-        self.kept[room.cache.batch_size, room.drafter is not None] = room
+        self.kept[batch.cache.batch_size, batch.drafter is not None] = batch
 
     def held(self, rows: int, drafter: Drafter | None) -> int:
         """Return how many bytes `reserve` would use again or free."""
-        found = self.kept.get((rows, drafter is not None))
-        return 0 if found is None else found.num_bytes()
+        batch = self.kept.get((rows, drafter is not None))
+        return 0 if batch is None else batch.num_bytes()
 
 
-_MOST_GRAPHS = 64
-_log = logging.getLogger("outrider")
+# ------------------------------------------------------------ captured work
 
 
 class GraphTensors(Protocol):
@@ -302,7 +300,7 @@ class _Graph(Generic[R]):
 
     Attributes:
         result: what the work returned; every replay writes there again.
-        work: kept so that nobody else gets the memory of what it holds.
+        work: kept so that the memory of what it holds is not used again.
     """
 
     graph: Any
@@ -312,7 +310,11 @@ class _Graph(Generic[R]):
 
 
 class Graphs(Generic[S, R]):
-    """The graphs of one device, the ones used last.
+    """Work over fixed tensors, captured once as a CUDA graph and replayed; the graphs used last are kept.
+
+    The work is a function from a state to the next state and a result. A state names the tensors that the work reads
+    and an earlier piece of work, or the host, wrote; a graph reads them at one place in memory and leaves the next
+    state's there.
 
     Args:
         captures: False runs all work eagerly.
@@ -332,8 +334,8 @@ class Graphs(Generic[S, R]):
         self._graphs.clear()
         self._pool = None
 
-    def play(self, key: Hashable, work: Callable[[S], tuple[S, R]], state: S) -> tuple[S, R, bool]:
-        """Do `work`, from a graph if it can be; also tell whether the result lies where the next replay writes.
+    def run(self, key: Hashable, work: Callable[[S], tuple[S, R]], state: S) -> tuple[S, R, bool]:
+        """Do `work`, from a graph if it can be; also return whether the result lies where the next replay writes.
 
         The first of its kind runs eagerly, which warms up what capture must not; the second is captured.
 

@@ -146,7 +146,7 @@ def test_rounds_of_fixed_shapes_are_not_for_such_targets(target, texts):
     """Asking for them changes nothing."""
     decoder = Decoder(target, drafters(target)["llama"], static=True)
     assert decoder.generate(PROMPTS, NEW, plan=CHAIN, ignore_eos=True).tokens == texts
-    assert decoder.rooms.kept == {}
+    assert decoder.static_batches.kept == {}
 
 
 def test_such_a_draft_model_drafts_for_a_plain_target():

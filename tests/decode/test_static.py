@@ -115,7 +115,7 @@ def test_rounds_of_fixed_shapes_write_the_same_text(target, plan, sampling):
 def ahead(target: Target, drafter: Drafter | None) -> Decoder:
     """Return a decoder that launches each round before it reads the one before it, as on a GPU."""
     decoder = Decoder(target, drafter, static=True)
-    decoder.rooms.ahead = True
+    decoder.static_batches.ahead = True
     return decoder
 
 
@@ -190,7 +190,7 @@ def test_requests_follow_each_other_in_the_same_memory(target):
     places = set()
     for request in requests:
         assert fixed.generate(*request).tokens == usual.generate(*request).tokens
-        places |= {id(room) for room in fixed.rooms.kept.values()}
+        places |= {id(batch) for batch in fixed.static_batches.kept.values()}
     assert len(places) == 3, "for 4 rows, and for 1 without a drafter and with"
 
 
@@ -219,7 +219,7 @@ def test_generations_that_run_at_the_same_time_do_not_share_memory(target):
         decoder.generate([PROMPTS[2]], 5, plan=Plan(3))
     assert texts == [usual.generate([p], 30, plan=Plan(3), ignore_eos=True).tokens[0] for p in PROMPTS[:2]]
     del streams
-    assert len(decoder.rooms.kept) == 1
+    assert len(decoder.static_batches.kept) == 1
 
 
 def test_rows_that_finished_may_do_what_they_like(tiny_llama):
@@ -616,8 +616,8 @@ def test_captured_rounds_equal_eager_ones_on_a_gpu(target, plan, sampling, monke
             }
             a = captured.generate(PROMPTS, 40, **arguments)
             with monkeypatch.context() as patch:
-                patch.setattr(Graphs, "play", lambda self, key, work, state: (*work(state), False))
+                patch.setattr(Graphs, "run", lambda self, key, work, state: (*work(state), False))
                 b = eager.generate(PROMPTS, 40, **arguments)
             assert a.tokens == b.tokens, name
             assert a.rounds == b.rounds, name
-        assert any(len(room.graphs) for room in captured.rooms.kept.values()), "something was captured"
+        assert any(len(batch.graphs) for batch in captured.static_batches.kept.values()), "something was captured"

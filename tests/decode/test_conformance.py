@@ -24,7 +24,7 @@ from outrider.decode.engine import Run
 from outrider.decode.rules import RULES as RULE_TABLE
 from outrider.decode.sampling import probabilities
 from outrider.heads import HEADS, Drafter, TargetBatch
-from outrider.heads.session import Abilities
+from outrider.heads.session import Abilities, Session
 from outrider.targets import RowLengths, Target
 
 from ..conftest import ALL_TOKENS, FEW_TOKENS, best_of_few, few, make_llama
@@ -188,13 +188,19 @@ def test_a_round_proposes_what_a_drafter_that_read_the_text_at_once_would(
 def fresh_proposal(
     target: Target, drafter: Drafter, text: list[int], root: int, depth: int, kept: Sequence[int]
 ) -> list[int]:
+    session = fresh_session(target, drafter, text)
+    return session.propose(torch.tensor([root]), depth, partial(best_of_few, tokens=kept)).tokens[0].tolist()
+
+
+def fresh_session(target: Target, drafter: Drafter, text: list[int]) -> Session:
+    """Return a session that has read `text` at once."""
     tokens, counts = torch.tensor([text]), RowLengths.of([len(text)], "cpu")
     cache = target.new_cache(1, len(text) + 8)
     hidden = target.forward(tokens, cache, drafter.taps).hidden
     cache.advance(counts)
-    state = drafter.open(target, 1, len(text) + 8, cache=cache)
-    state.update(tokens, hidden, counts)
-    return state.propose(torch.tensor([root]), depth, partial(best_of_few, tokens=kept)).tokens[0].tolist()
+    session = drafter.open(target, 1, len(text) + 8, cache=cache)
+    session.update(tokens, hidden, counts)
+    return session
 
 
 @cache

@@ -88,10 +88,10 @@ class Decoder:
 
         Args:
             stop: called with a sequence's new tokens after each token; True ends it there.
-            sequence_ids: what keys each prompt's randomness (default: its index), so that a prompt gets the same text
+            sequence_ids: the key of each prompt's randomness (default: its index), so that a prompt gets the same text
                 in whatever batch it runs. (Above temperature 0 a plan's controller looks at the whole batch: then only
                 under the coupled rule.)
-            speculate: False decodes plainly, whatever the plan; a sequence of flags says it for each prompt.
+            speculate: False decodes plainly, whatever the plan; a sequence has a flag for each prompt.
 
         Raises:
             BadInputError: an empty prompt, a prompt that leaves no room in the target's context, more than memory
@@ -127,7 +127,7 @@ class Decoder:
 
 @dataclass(frozen=True)
 class Request:
-    """What a user asks the decoder for; see `Decoder.generate`."""
+    """A generation that a user asks for; see `Decoder.generate`."""
 
     prompts: Sequence[Sequence[int]]
     max_new_tokens: int = 256
@@ -140,7 +140,7 @@ class Request:
 
     @property
     def ids(self) -> list[int]:
-        """What keys each prompt's randomness."""
+        """The key of each prompt's randomness."""
         return list(range(len(self.prompts)) if self.sequence_ids is None else self.sequence_ids)
 
     @property
@@ -272,7 +272,7 @@ class Run:
         self._drafted_at = 0.0  # when the round that is under way had drafted
 
     def output(self) -> Output:
-        """Return what was written so far."""
+        """Return the texts and figures so far."""
         tokens, rounds = [s.tokens for s in self.sequences], [s.rounds for s in self.sequences]
         stats = DecodeStats(rounds, sum(map(len, tokens)), self.seconds)
         return Output(tokens, rounds, stats, self.rule, self.setup.lossy)

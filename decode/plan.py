@@ -1,4 +1,7 @@
-"""What a proposal looks like and how it is verified."""
+"""A plan: the shape of a proposal and how it is verified; and static trees, given or the best for measured rates.
+
+Nodes of a tree are numbered so that parents come first; −1 is the root.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +29,8 @@ class Plan:
         tree: a static tree instead; it decides the depth.
         verify: "auto", or the name of a rule (`decode.rules.RULES`); see `choose_rule`.
         confidence: a chain ends after the first draft that the drafter gives less probability than this; 0 for never.
-            A drafter that tells how sure it is before it draws (`Abilities.confident`) ends a chain before the first
-            draft that it takes to be reached and accepted with less than this.
+            With a drafter that has a confidence before it draws (`Abilities.confident`) it ends before the first draft
+            that is expected to be reached and accepted with less than this.
         control: decides the depth of every round, up to `depth`, or that it drafts nothing (a tree is drafted
             whole or not at all).
     """
@@ -119,7 +122,7 @@ class Plan:
         return Plan(self.depth, verify=self.verify if fits else "auto", control=self.control)
 
     def up_to(self, depth: int | None) -> Plan:
-        """Return this plan cut down to `depth` (None: as it is), for a drafter that drafts no deeper."""
+        """Return this plan cut to `depth` (None: as it is), for a drafter that drafts no deeper."""
         if depth is None or self.depth <= depth:
             return self
         return replace(self, depth=depth, tree=self.tree and self.tree.up_to(depth))
@@ -193,16 +196,16 @@ class Tree:
 
         They are 1 + Σ over nodes of the product of `rates[depth − 1][rank]` along the path.
         """
-        found: list[float] = []
+        reached: list[float] = []
         for parent, depth, rank in zip(self.parents, self.depths, self.ranks, strict=True):
-            found.append((1.0 if parent < 0 else found[parent]) * rates[depth - 1][rank])
-        return 1 + sum(found)
+            reached.append((1.0 if parent < 0 else reached[parent]) * rates[depth - 1][rank])
+        return 1 + sum(reached)
 
 
 def best_tree(rates: Sequence[Sequence[float]], nodes: int) -> Tree:
     """Return the tree of `nodes` drafts with the highest expected number of tokens.
 
-    It is found by Sequoia's dynamic programme (arXiv 2402.12374, §4.1).
+    Sequoia's dynamic programme (arXiv 2402.12374, §4.1).
 
     Args:
         rates: `rates[d][r]`, the probability that the r-th child of a node at depth d is accepted, given that the node

@@ -64,8 +64,8 @@ class ReferenceDecoder:
                 path, above = list[int](), node
                 while above >= 0:
                     path, above = [drafts[above][0], *path], tree.parents[above]
-                siblings = self._siblings(self.drafter(text, path), len(children), len(text), node)
-                drafts |= zip(children, siblings, strict=True)
+                tokens = self._siblings(self.drafter(text, path), len(children), len(text), node)
+                drafts |= zip(children, tokens, strict=True)
         return [drafts[node] for node in range(len(drafts))]
 
     def _siblings(self, logits: Tensor, count: int, first: int, node: int) -> list[tuple[int, Tensor]]:
@@ -78,13 +78,13 @@ class ReferenceDecoder:
             return [(_draw(q, self._uniform(DRAFT, first, first + node + 1)), q)]
         # The largest of log q + Gumbel noise are draws without replacement, in order (Kool et al., arXiv 1903.06059).
         noise = -(-self._uniform(DRAFT, first, node, torch.arange(len(q))).log()).log()
-        found = []
+        siblings = []
         for token in _top(q.log() + noise, count):
-            found.append((token, q))
+            siblings.append((token, q))
             # The next sibling is drawn from q without this token.
             q = q.index_fill(0, torch.tensor(token), 0)
             q = q / q.sum()
-        return found
+        return siblings
 
     def _verify(self, text: list[int], drafts: list[tuple[int, Tensor]]) -> tuple[list[int], int]:
         """Return the drafts that are kept, and the target's own token after them."""

@@ -86,7 +86,7 @@ class RoundState:
         root: each row's last token, not processed yet, `[B]`.
         sequences: which sequence each row is, `[B]`; keys its randomness, with `seed`.
         speculate: rows that are drafted for, `[B]` bool; None for all.
-        context: what the processors know of the committed text, the root included; None without processors.
+        context: the processors' view of the committed text, the root included; None without processors.
         cache: the target's, of the committed tokens but the root.
         session: the drafter's; an empty one where nothing is drafted.
     """
@@ -101,7 +101,7 @@ class RoundState:
 
     @property
     def keys(self) -> Keys:
-        """What draws of this round are keyed by: its first token follows the root."""
+        """The keys of this round's draws: its first token follows the root."""
         return Keys(self.seed, self.sequences, self.cache.lengths + 1)
 
     def select(self, rows: list[int]) -> RoundState:
@@ -119,7 +119,7 @@ class RoundState:
     # What a captured round reads and writes (see `static_batch`); entries of caches are written where they are.
 
     def tensors(self) -> list[Tensor]:
-        """Return everything that a round reads and the round before, or the request, wrote; entries of caches apart."""
+        """Return all tensors that a round reads and the round before, or the request, wrote; cache entries apart."""
         assert isinstance(self.seed, Tensor), "rounds of fixed shapes take their seed from the device"
         own = [self.seed, self.sequences, self.root, self.cache.lengths]
         own += [] if self.speculate is None else [self.speculate]

@@ -1,4 +1,4 @@
-"""The verification rules: what each can judge, how drafts are picked for it, and what it costs.
+"""The verification rules: the proposals that each can judge, how drafts are picked for it, and its memory.
 
 Each rule stands here once; a new one is one entry of `RULES` and its proof (tests/decode). A judge decides
 `VerifyInputs`; the arithmetic comes after the table, for chains and for trees, as pure functions of their uniforms.
@@ -42,7 +42,7 @@ class DraftShape(Enum):
 
 
 class DraftPolicy(Enum):
-    """How draft tokens are picked from a drafter's distribution."""
+    """How draft tokens are picked from a drafter's distribution; the value is a phrase for sentences."""
 
     MOST_PROBABLE = "the most probable ones"
     DRAWN = "drawn from it, siblings without replacement"
@@ -50,7 +50,7 @@ class DraftPolicy(Enum):
 
 
 class Verdict(NamedTuple):
-    """What a rule says of a proposal.
+    """A rule's decision about a proposal.
 
     Attributes:
         accepted: how many drafts stay, `[B]`.
@@ -65,12 +65,12 @@ class Verdict(NamedTuple):
 
 @dataclass(frozen=True)
 class VerifyInputs:
-    """A proposal, and everything that a rule may look at to judge it.
+    """A proposal, and everything that a rule may use to judge it.
 
     Attributes:
         logits: the target's after root and drafts, processed, `[B, 1 + N, V]`.
-        draft_probs: what the tokens were drawn from: for a chain `[B, N, V]`, for a tree at each place `[B, 1 + N, V]`;
-            None if they were not drawn.
+        draft_probs: the distributions the tokens were drawn from: for a chain `[B, N, V]`, for a tree at each place
+            `[B, 1 + N, V]`; None if they were not drawn.
         keys: of every draw; the first logits predict the token `keys.first`.
     """
 
@@ -97,7 +97,7 @@ class VerifyInputs:
 
     @property
     def peaks(self) -> Tensor:
-        """A number of each place that is finite only if all its logits are numbers, `[B, 1 + N]`."""
+        """For each place a number that is finite only if all its logits are numbers, `[B, 1 + N]`."""
         if self.sampling.greedy:
             return self.highest.logit
         return self.probs[:, :, 0]
@@ -122,7 +122,7 @@ class VerifyInputs:
 
 
 def _greedy(case: VerifyInputs) -> Verdict:
-    """Keep what the target itself would have said."""
+    """Keep the drafts that the target itself would have written."""
     return _matched(case.proposal, case.best)
 
 
@@ -170,7 +170,7 @@ def _sampled(
 
 
 def _typical(case: VerifyInputs) -> Verdict:
-    """Keep what is typical of the target, whatever its own law says."""
+    """Keep drafts that are typical of the target: lossy."""
     proposal = case.proposal
     probs = case.logits.float().softmax(-1) if case.sampling.greedy else case.probs
     chain = torch.arange(-1, proposal.depth - 1, device=probs.device).expand(len(probs), -1)
@@ -187,11 +187,11 @@ class Rule:
     """One way to decide which drafts stay and which token follows them.
 
     Attributes:
-        shapes: what a plan that names it may ask for.
+        shapes: of the proposals that it can judge.
         pick: how drafts are picked for it.
         judge: decides a `VerifyInputs`.
         logit_bytes: memory it makes of each of the target's logits, and of those of one place per row.
-        lossy: it changes what the target says: never chosen for anyone, and labelled in every figure.
+        lossy: it changes the target's law: never chosen automatically, and labelled in every figure.
     """
 
     name: str
@@ -236,8 +236,8 @@ def fitting_rules(shape: DraftShape) -> tuple[str, ...]:
     return tuple(name for name, rule in RULES.items() if shape in rule.shapes)
 
 
-def choose_rule(wanted: str, shape: DraftShape, temperature: float, deterministic: bool) -> str:
-    """Return the name of the rule that judges a proposal, for a plan that wants `wanted` ("auto" or a rule's name).
+def choose_rule(name: str, shape: DraftShape, temperature: float, deterministic: bool) -> str:
+    """Return the name of the rule that judges a proposal, for a plan whose `verify` is `name` ("auto" or a rule's).
 
     Auto is greedy at temperature 0; above it candidates for proposals that are no samples (n-grams, dynamic trees),
     else rejection for chains and without_replacement for trees.
@@ -245,12 +245,12 @@ def choose_rule(wanted: str, shape: DraftShape, temperature: float, deterministi
     Args:
         deterministic: whether the proposal's tokens are no samples: it has no distribution to reject against.
     """
-    if wanted in LOSSY:
-        return wanted
+    if name in LOSSY:
+        return name
     if temperature == 0:
         return AT_ZERO
-    found = BY_SHAPE[shape] if wanted == "auto" else wanted
-    return NOT_DRAWN if RULES[found].samples and (deterministic or shape is DraftShape.DYNAMIC) else found
+    name = BY_SHAPE[shape] if name == "auto" else name
+    return NOT_DRAWN if RULES[name].samples and (deterministic or shape is DraftShape.DYNAMIC) else name
 
 
 # ------------------------------------------------------------ chains
@@ -503,10 +503,10 @@ def _descend(kept: Tensor, parents: Tensor, depth: int) -> Walk:
     place = torch.zeros_like(node)
     for level in range(depth):
         children = kept & (parents == node[:, None])
-        found, first = children.any(1), children.to(torch.uint8).argmax(1)
-        path[:, level] = torch.where(found, first, -1)
-        place = torch.where(found, first + 1, place)
-        node = torch.where(found, first, -2)  # nobody's parent
+        goes_on, first = children.any(1), children.to(torch.uint8).argmax(1)
+        path[:, level] = torch.where(goes_on, first, -1)
+        place = torch.where(goes_on, first + 1, place)
+        node = torch.where(goes_on, first, -2)  # no node's parent
     return (path >= 0).sum(1), path, place
 
 

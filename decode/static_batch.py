@@ -101,7 +101,7 @@ class StaticBatch:
         """Become ready for another request.
 
         Where target or drafter were trained on, moved, or set otherwise in between, rounds start over: a session may
-        hold what it made of weights, and a graph reads them where they were, and has the numbers of settings in it.
+        hold values computed from weights, and a graph reads weights where they were and contains the settings' numbers.
         """
         self.cache.reset()
         before, self._computed_by = self._computed_by, self._computes_by_now()
@@ -340,7 +340,7 @@ class Graphs(Generic[S, R]):
         The first of its kind runs eagerly, which warms up what capture must not; the second is captured.
 
         Args:
-            key: everything that decides what `work` does beside the state's tensors.
+            key: everything that decides the work, beside the state's tensors.
         """
         if not self.captures:
             return *work(state), False
@@ -358,9 +358,9 @@ class Graphs(Generic[S, R]):
         return state.at(graph.inputs), graph.result, True
 
     def _admit(self, key: Hashable, before: list[Tensor], after: list[Tensor]) -> None:
-        """Let work be captured next time, if it leaves the shapes it found.
+        """Let work be captured next time, if it leaves the shapes it was given.
 
-        Work that does not (the first after a prompt, say) comes once per request: no graph is worth it.
+        Work that does not (the first after a prompt, for example) comes once per request, which no graph would pay for.
         """
         if any(a.shape != b.shape for a, b in zip(before, after, strict=True)):
             return

@@ -96,7 +96,7 @@ def depth_counts(rounds: list[Round]) -> list[tuple[int, int]]:
 
 @dataclass
 class Output:
-    """What `Decoder.generate` returns.
+    """The result of `Decoder.generate`.
 
     Attributes:
         tokens: new tokens per prompt, the prompt excluded.

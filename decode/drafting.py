@@ -135,7 +135,7 @@ class DraftSampler:
         if self._is_certain and context is None:
             best = _highest(logits, logits)
             return best if token_ids is None else best._replace(token=token_ids.index_select(0, best.place))
-        return self._pick(self._processed(_spread(logits, token_ids, self.config.vocab)[:, None], context)[:, 0], depth)
+        return self._pick(self._processed(logits[:, None], token_ids, context)[:, 0], depth)
 
     def _pick(self, logits: Tensor, depth: int) -> NextToken:
         keys = self.keys
@@ -159,13 +159,11 @@ class DraftSampler:
             nodes: numbers of the nodes, by which draws differ, `[B or 1, W]`.
             context: the children's, `[B, W]` places, if there are processors.
         """
-        if self._is_certain and context is None:
-            tokens, scores = _top(logits, count)
-            return Children(tokens if token_ids is None else token_ids[tokens], scores, None, scores[:, :, 0])
-        logits = self._processed(_spread(logits, token_ids, self.config.vocab), context)
+        if not self._is_certain or context is not None:
+            logits, token_ids = self._processed(logits, token_ids, context), None
         if self._is_certain:
             tokens, scores = _top(logits, count)
-            return Children(tokens, scores, None, scores[:, :, 0])
+            return Children(tokens if token_ids is None else token_ids[tokens], scores, None, scores[:, :, 0])
         keys, probs = self.keys, probabilities(logits, self.config.sampling)
         log_probs, rows, first = probs.double().log(), keys.sequences[:, None], keys.first[:, None]
         if self.rule.pick is DraftPolicy.SHARED_NOISE:
@@ -186,9 +184,9 @@ class DraftSampler:
     def _shared_noise(self, sequences: Tensor, positions: Tensor) -> Tensor:
         return shared_gumbel(self.keys.seed, sequences, positions, self.config.vocab)
 
-    def _processed(self, logits: Tensor, context: Context | None) -> Tensor:
-        """Return the logits `[B, W, V]` after the processors."""
-        processors = self.config.processors
+    def _processed(self, logits: Tensor, token_ids: Tensor | None, context: Context | None) -> Tensor:
+        """Return logits `[B, W, V']` over the whole vocabulary, `[B, W, V]`, after the processors."""
+        logits, processors = _spread(logits, token_ids, self.config.vocab), self.config.processors
         if processors is None or context is None:
             return logits
         processed = processors(logits, context)
@@ -227,13 +225,13 @@ def _spread(logits: Tensor, token_ids: Tensor | None, vocab: int) -> Tensor:
 
 @dataclass
 class ChainDraft:
-    """A chain that a session is drafting: its next token, and what is known of the tokens so far.
+    """A chain that a session is drafting, and the distributions of its tokens so far.
 
     Sessions get `next_token` as their `Choose` and `ended` as their `Ended`.
 
     Attributes:
         confidence: a chain ends after the first token to which the drafter gives less than this; 0 for never. Where a
-            drafter tells its confidence (`expect`), before the first token that is reached with less than this.
+            drafter has a confidence of its own (`expect`), before the first token that is reached with less than this.
         context: of the next token, if there are processors.
         depth: tokens so far.
         probs: the distributions they were drawn from, `[B, V]` each. peaks: see `Draft`.
@@ -272,7 +270,7 @@ class ChainDraft:
         return token
 
     def expect(self, confidence: Tensor) -> None:
-        """Take note of how probable the token that is picked next is to be accepted if it is looked at, `[B]`.
+        """Record how probable the next token is to be accepted if the ones before it are, `[B]`.
 
         It is a function of the tokens before that one, so a chain may end before it: the token itself decides nothing.
         """

@@ -24,16 +24,15 @@ from outrider.decode.engine import Run
 from outrider.decode.rules import RULES as RULE_TABLE
 from outrider.decode.sampling import probabilities
 from outrider.heads import HEADS, Drafter, TargetBatch
-from outrider.heads.session import Abilities, Session
-from outrider.targets import RowLengths, Target
+from outrider.heads.session import Abilities
+from outrider.targets import Target
 
 from ..conftest import ALL_TOKENS, FEW_TOKENS, best_of_few, few, make_llama
 from ..heads.test_drafters import MAKERS, SLOW, WITH_WEIGHTS  # noqa: F401 (SLOW is read by conftest.py)
+from .conftest import fresh_session, random_prompts
 from .test_distribution import p_value
 
-PROMPTS = [
-    torch.randint(0, 64, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (5, 1, 9, 3, 12, 2, 7, 4)
-]
+PROMPTS = random_prompts(5, 1, 9, 3, 12, 2, 7, 4)
 SHAPES = {"chain": Plan(3), "static tree": Plan(tree=Tree((-1, -1, 0, 0, 1, 2))), "dynamic tree": Plan(3, 3, 6)}
 NEW = 14
 
@@ -190,17 +189,6 @@ def fresh_proposal(
 ) -> list[int]:
     session = fresh_session(target, drafter, text)
     return session.propose(torch.tensor([root]), depth, partial(best_of_few, tokens=kept)).tokens[0].tolist()
-
-
-def fresh_session(target: Target, drafter: Drafter, text: list[int]) -> Session:
-    """Return a session that has read `text` at once."""
-    tokens, counts = torch.tensor([text]), RowLengths.of([len(text)], "cpu")
-    cache = target.new_cache(1, len(text) + 8)
-    hidden = target.forward(tokens, cache, drafter.taps).hidden
-    cache.advance(counts)
-    session = drafter.open(target, 1, len(text) + 8, cache=cache)
-    session.update(tokens, hidden, counts)
-    return session
 
 
 @cache

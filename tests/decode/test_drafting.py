@@ -23,13 +23,10 @@ from outrider.decode.sampling import DRAFT, Context, Keys, Processors, draw, gum
 from outrider.heads import DraftModel, Proposal
 from outrider.targets import Target
 
+from .conftest import random_prompts
+
 VOCAB = 64
-PROMPTS = [torch.randint(0, VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (5, 1, 9, 3)]
-
-
-@pytest.fixture
-def target(tiny_llama) -> Target:
-    return Target(tiny_llama(layers=4))
+PROMPTS = random_prompts(5, 1, 9, 3)
 
 
 # ------------------------------------------------------------ what is scored is what was drawn from
@@ -160,7 +157,7 @@ def the_drafter_ignores(kind: str, patch: pytest.MonkeyPatch) -> None:
             drafting, "probabilities", lambda logits, sampling: probabilities(logits, replace(sampling, **without))
         )
     else:
-        patch.setattr(DraftSampler, "_processed", lambda sampler, logits, context: logits)
+        patch.setattr(DraftSampler, "_processed", lambda sampler, logits, token_ids, context: logits.float())
 
 
 @pytest.mark.parametrize("shape", ["chain, rejection", "static tree, without replacement", "static tree, coupled"])

@@ -22,7 +22,8 @@ from outrider.targets import Target
 
 from ..conftest import few
 from ..heads.test_drafters import SLOW  # noqa: F401 (read by conftest.py)
-from .test_conformance import PROMPTS, fitting, fresh_session, maker
+from .conftest import fresh_session
+from .test_conformance import PROMPTS, fitting, maker
 from .test_distribution import p_value
 
 NEW = 10

@@ -40,9 +40,10 @@ from outrider.heads.eagle.feature_drafter import FeatureSession
 from outrider.targets import RowLengths, Target
 
 from ..conftest import few
+from .conftest import random_prompts, scaled
 
 VOCAB = 64
-PROMPTS = [torch.randint(0, VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (5, 1, 9, 3)]
+PROMPTS = random_prompts(5, 1, 9, 3)
 PLANS = {
     "chain": Plan(3),
     "block": Plan(3, verify="block"),
@@ -69,20 +70,15 @@ CASES = [(p, s) for p in PLANS for s in SAMPLINGS if not (s == "greedy" and p in
 
 
 @pytest.fixture
-def target(tiny_llama) -> Target:
-    target = Target(tiny_llama(layers=4))
+def target(target) -> Target:
     target.model.generation_config.eos_token_id = list(range(0, VOCAB, 16))
     return target
 
 
 def make_drafters(target: Target) -> dict[str, Drafter]:
     torch.manual_seed(0)
-    wrong = copy.deepcopy(target.model)
-    with torch.no_grad():
-        for weight in wrong.parameters():
-            weight.mul_(0.9)
     return {
-        "draft_model": DraftModel(wrong),
+        "draft_model": DraftModel(scaled(target.model, 0.9)),
         "eagle3": Eagle3.build(Eagle3Config(taps=(1, 2, 3), draft_vocab_size=40), target, torch.arange(VOCAB)),
     }
 

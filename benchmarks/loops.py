@@ -88,7 +88,7 @@ class Ours:
         )
 
     def release(self) -> None:
-        self.decoder.rooms.kept.clear()
+        self.decoder.static_batches.kept.clear()
 
     def __call__(self, prompts: Sequence[Sequence[int]], mark: Mark = lambda _: None) -> Timed:
         if isinstance(self.decoder.drafter, Forced):

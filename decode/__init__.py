@@ -2,12 +2,10 @@
 
 from .control import Control, Controller, Costs, Schedule, expected_tokens
 from .engine import Decoder
-from .plan import Plan
+from .plan import Plan, Tree, best_tree
 from .rules import LOSSLESS, LOSSY
-from .run import Output, StreamEvent
 from .sampling import Sampling
-from .stats import DecodeStats, Round, depth_counts
-from .trees import Tree, best_tree
+from .stats import DecodeStats, Output, Round, StreamEvent, depth_counts
 
 __all__ = [
     "LOSSLESS",

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..common import BadInputError
 
-_FORGET = 0.95  # per round: what a sequence did long ago says less about what comes
+_FORGET = 0.95  # per round: what a sequence did long ago predicts less
 _ENTER, _SWITCH = 1.03, 1.02  # gains below these are noise: they change nothing
 _FIRST_WAIT, _LONGEST_WAIT = 8, 64  # plain rounds until drafting is tried again
 _LEAST_RATE, _MOST_RATE = 0.02, 0.98
@@ -24,13 +24,13 @@ _BY_CONFIDENCE = "confidence"
 
 @dataclass(frozen=True)
 class Costs:
-    """What the parts of a round take on one machine at one batch size, in seconds.
+    """The seconds that the parts of a round take on one machine at one batch size.
 
     Attributes:
         verify: (n, time of a target pass over the root and n drafts), n ascending from 0; linear in between and flat
             after the last.
         draft: time of drafting 0, 1, 2, … levels; the last step's price is taken for deeper ones.
-        host: what a round takes beside these.
+        host: the rest of a round.
     """
 
     verify: tuple[tuple[int, float], ...]
@@ -78,7 +78,7 @@ class Control:
     """A rule for each round: draft as deep as brings the most expected tokens per second, or not at all.
 
     Attributes:
-        costs: what the parts of a round take on this machine at this batch size.
+        costs: of this machine at this batch size.
         rates: acceptance expected at depth 1, 2, … given the depth before, until a sequence has shown its own.
         weight: how many rounds these rates count for.
     """
@@ -113,12 +113,12 @@ class Control:
 
 @dataclass(frozen=True)
 class Schedule(Control):
-    """A rule for each round of a batch: of all rows' drafts those are verified of which the drafter is most sure.
+    """A rule for each round of a batch: of all rows' drafts, verify those of which the drafter is most confident.
 
     Drafts are taken in the order of how probable they are to be reached and accepted, while the expected tokens per
     second of the round rise; the first that does not raise them ends it (DSpark, arXiv 2607.05147). Only then is it
-    lossless: a search past that draft would look at confidences that know the tokens it decides about. For drafters
-    that tell their confidence; the depth of what is drafted is the plan's.
+    lossless: a search past that draft would look at confidences that depend on the tokens it decides about. For
+    drafters with a confidence; the plan decides how deep is drafted.
     """
 
     _made: dict[tuple[int, int, torch.device], Tensor] = field(
@@ -160,7 +160,7 @@ def _odds(rate: np.ndarray) -> np.ndarray:
 
 
 class Controller:
-    """What chooses the depth of each round of one generation.
+    """Chooses the depth of each round of one generation.
 
     Acceptance is estimated per sequence: the odds of `control.rates`, times one factor for how the sequence has done so
     far at all depths together, then corrected per depth by what it did there. Rows of a batch share one pass, so they
@@ -188,8 +188,8 @@ class Controller:
         reached, kept, weight = self.reached[rows], self.kept[rows], self.control.weight
         total = reached.sum(1)
         expected = np.where(total > 0, (reached * self.prior).sum(1) / np.maximum(total, 1e-9), self.prior[0])
-        found = (weight * expected + kept.sum(1)) / (weight + total)
-        odds = (_odds(found) / _odds(expected))[:, None] * _odds(self.prior)
+        rate = (weight * expected + kept.sum(1)) / (weight + total)
+        odds = (_odds(rate) / _odds(expected))[:, None] * _odds(self.prior)
         return (weight * odds / (1 + odds) + kept) / (weight + reached)
 
     def goodput(self, rows: Sequence[int]) -> np.ndarray:
@@ -202,20 +202,20 @@ class Controller:
         if self.depth == 0 and self.rested < self.wait:
             self.rested += 1
             return 0
-        found = self.goodput(rows)
-        best = int(found[1:].argmax()) + 1
+        goodput = self.goodput(rows)
+        best = int(goodput[1:].argmax()) + 1
         if self.depth == 0:
-            # Plain rounds teach nothing about drafts, so one round tries again; each failure doubles the wait for the
-            # next try.
+            # Plain rounds show nothing of drafts, so one round tries again; each failure doubles the wait for the next
+            # try.
             self.trying, self.wait, self.rested = True, min(2 * self.wait, _LONGEST_WAIT), 0
             return self._take(best)
-        if found[best] < found[0] * (_ENTER if self.trying or self.depth is None else 1):
+        if goodput[best] < goodput[0] * (_ENTER if self.trying or self.depth is None else 1):
             self.trying, self.rested = False, 1
             return self._take(0)
         if self.trying:
             self.trying, self.wait = False, _FIRST_WAIT
         current = best if self.depth is None else self.depths.index(self.depth)
-        return self._take(best if found[best] > _SWITCH * found[current] else current)
+        return self._take(best if goodput[best] > _SWITCH * goodput[current] else current)
 
     def _take(self, index: int) -> int:
         self.depth = self.depths[index]

@@ -1,17 +1,26 @@
-"""How draft tokens are picked from a drafter's logits.
+"""How drafts are made of a drafter's logits: chains, trees of a given shape, and trees of the most probable paths.
 
-Shapes: B rows, W nodes whose logits are known, C children of a node, V vocabulary, V' the drafter's own.
+`DraftSampler` picks tokens and returns them with the distributions they were drawn from. `ChainDraft` and the two
+functions that grow trees keep these along the way, and end with a `Draft`: a proposal, and its distributions.
+
+Shapes: B rows, N draft tokens, W nodes whose logits are known, C children of a node, R nodes read, V vocabulary,
+V' the drafter's own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..common import BadInputError
 from ..heads import NodeSession, Proposal
+from ..targets import Nodes
 from .hashing import uniforms
+from .plan import Tree
 from .rules import DraftPolicy, Rule
 from .sampling import (
     DRAFT,
@@ -43,156 +52,153 @@ class SamplerConfig:
     vocab: int
 
 
-@dataclass
+@dataclass(frozen=True)
+class Draft:
+    """A proposal on its way to the target.
+
+    Attributes:
+        probs: the distributions its tokens were drawn from: for a chain `[B, N, V]`, for a tree at each place
+            `[B, 1 + N, V]`; None if they were not drawn.
+        peaks: for each of the drafter's distributions a number that is finite only if its logits are (see `finite`),
+            `[B, …]` each.
+    """
+
+    proposal: Proposal
+    probs: Tensor | None = None
+    peaks: Sequence[Tensor] = ()
+
+
+# ------------------------------------------------------------ one pick
+
+
+class NextToken(NamedTuple):
+    """The next token of each row's chain.
+
+    Attributes:
+        token: `[B]`.
+        probs: the distribution it was drawn from, `[B, V]`; None if it was not drawn.
+        peak: where `probs` is None, a number that is finite only if the logits are, `[B, 1]`.
+        logits: the logits it was picked from, processed, `[B, V or V']`. place: its index among them, `[B]`.
+    """
+
+    token: Tensor
+    probs: Tensor | None
+    peak: Tensor | None
+    logits: Tensor
+    place: Tensor
+
+    def probability(self) -> Tensor:
+        """Return the probability that the drafter gives the token, `[B]`."""
+        probs = self.logits.float().softmax(-1) if self.probs is None else self.probs
+        return probs.gather(-1, self.place[:, None])[:, 0]
+
+
+class Children(NamedTuple):
+    """Different tokens after each of W nodes, best first.
+
+    Attributes:
+        tokens: `[B, W, C]`.
+        scores: the drafter's log-probabilities of them, `[B, W, C]`; −inf for a token that is not really there.
+        probs: the distributions they were drawn from, `[B, W, V]`; None if they were not drawn.
+        peaks: where `probs` is None, numbers that are finite only if the logits are, `[B, W]`.
+    """
+
+    tokens: Tensor
+    scores: Tensor
+    probs: Tensor | None
+    peaks: Tensor | None
+
+
+@dataclass(frozen=True)
 class DraftSampler:
-    """Picks draft tokens under the target's own processors and filters, and remembers what they were drawn from.
+    """Picks draft tokens under the target's own processors and filters.
 
     Attributes:
         rule: how the proposal will be verified; decides how tokens are picked.
         keys: of every draw; `keys.first` is the first token drafted.
         context: of that token, if there are processors.
-        confidence: a chain ends after the first token to which the drafter gives less than this; 0 for never. Where a
-            drafter tells its confidence (`expect`), before the first token that is reached with less than this.
-        depth: tokens of the chain so far.
-        reach: how probable each token of the chain is to be reached and accepted, as the drafter told it (`expect`),
-            `[B]` each.
-        probs: what tokens were drawn from: for a chain `[B, V]` per depth, for a tree `[B, W, V]` per pass.
-        peaks: of each distribution that is not among `probs` a number, finite only if its logits are (see `finite`),
-            `[B, 1 or W]` per pass.
-        certain: which rows have not ended yet, `[B]`. lengths: tokens of each row so far, `[B]`. Both None without
-            `confidence`.
     """
 
     rule: Rule
-    drawing: SamplerConfig
+    config: SamplerConfig
     keys: Keys
     context: Context | None = None
-    confidence: float = 0.0
-    depth: int = field(default=0, init=False)
-    probs: list[Tensor] = field(default_factory=list, init=False)
-    peaks: list[Tensor] = field(default_factory=list, init=False)
-    reach: list[Tensor] = field(default_factory=list, init=False)
-    certain: Tensor | None = field(default=None, init=False)
-    lengths: Tensor | None = field(default=None, init=False)
 
-    # ------------------------------------------------------------ chains
+    def next_token(
+        self, logits: Tensor, token_ids: Tensor | None, depth: int = 0, context: Context | None = None
+    ) -> NextToken:
+        """Pick the token of a chain that stands after `depth` drafts, from logits `[B, V']`.
 
-    def __call__(self, logits: Tensor, token_ids: Tensor | None) -> Tensor:
-        """Pick the next token of a chain, `[B]`, from logits `[B, V']`."""
-        if self._is_certain and self.context is None:
-            best = self._highest(logits)
-            if self.confidence:
-                self._note(logits.float().softmax(-1), best)
-            return best if token_ids is None else token_ids.index_select(0, best)
-        logits = self._processed(_spread(logits, token_ids, self.drawing.vocab)[:, None], self.context)[:, 0]
-        chosen = self._pick(logits)
-        if self.confidence:
-            self._note(self.probs[-1] if self.probs else logits.softmax(-1), chosen)
-        self.depth += 1
-        if self.context is not None:
-            self.context = self.context.then(
-                chosen[:, None], torch.ones(1, 1, 1, dtype=torch.bool, device=chosen.device)
-            )
-        return chosen
-
-    def expect(self, confidence: Tensor) -> None:
-        """Take note of how probable the token that is picked next is to be accepted if it is looked at, `[B]`.
-
-        It is a function of the tokens before that one, so a chain may end before it: the token itself decides nothing.
+        Args:
+            context: of that token, if there are processors.
         """
-        self.reach.append(self.reach[-1] * confidence if self.reach else confidence)
-        if self.confidence:
-            certain = self.reach[-1] >= self.confidence
-            self.certain = certain if self.certain is None else self.certain & certain
+        if self._is_certain and context is None:
+            best = _highest(logits, logits)
+            return best if token_ids is None else best._replace(token=token_ids.index_select(0, best.place))
+        return self._pick(self._processed(logits[:, None], token_ids, context)[:, 0], depth)
 
-    def ended(self) -> bool:
-        """Tell whether every row has had an uncertain token (read back from the device)."""
-        return self.certain is not None and not bool(self.certain.any())
-
-    def _note(self, probs: Tensor, chosen: Tensor) -> None:
-        """Count `chosen` `[B]` in the rows that have not ended.
-
-        The uncertain token itself is still proposed: leaving it out would bias the text.
-        """
-        if self.certain is None:
-            self.certain = torch.ones_like(chosen, dtype=torch.bool)
-        self.lengths = self.certain + (torch.zeros_like(chosen) if self.lengths is None else self.lengths)
-        if self.reach:  # the drafter has told what decides
-            return
-        self.certain = self.certain & (probs.gather(-1, chosen[:, None])[:, 0] >= self.confidence)
-
-    def _pick(self, logits: Tensor) -> Tensor:
+    def _pick(self, logits: Tensor, depth: int) -> NextToken:
+        keys = self.keys
         if self._is_certain:
-            return self._highest(logits)
-        keys, probs = self.keys, probabilities(logits, self.drawing.sampling)
-        positions = keys.first + self.depth
+            return _highest(logits, logits)
+        probs = probabilities(logits, self.config.sampling)
+        positions = keys.first + depth
         if self.rule.pick is DraftPolicy.SHARED_NOISE:
-            noise = shared_gumbel(keys.seed, keys.sequences, positions, self.drawing.vocab)
-            return self._highest(probs.double().log() + noise)
-        self.probs.append(probs)
-        return draw(probs, uniforms(keys.seed, DRAFT, keys.sequences, keys.first, positions))
-
-    def _highest(self, logits: Tensor) -> Tensor:
-        """Return the token with the highest logit, `[B]`, and take note of that logit."""
-        found = highest(logits)
-        self.peaks.append(found.logit[:, None])
-        return found.token
-
-    # ------------------------------------------------------------ trees
+            return _highest(probs.double().log() + self._shared_noise(keys.sequences, positions), logits)
+        token = draw(probs, uniforms(keys.seed, DRAFT, keys.sequences, keys.first, positions))
+        return NextToken(token, probs, None, logits, token)
 
     def children(
         self, logits: Tensor, token_ids: Tensor | None, count: int, depth: int, nodes: Tensor, context: Context | None
-    ) -> tuple[Tensor, Tensor]:
-        """Pick `count` different tokens after each of W nodes, best first, `[B, W, C]`.
+    ) -> Children:
+        """Pick `count` different tokens after each of W nodes.
 
         Args:
             logits: `[B, W, V']`.
             depth: the children's.
             nodes: numbers of the nodes, by which draws differ, `[B or 1, W]`.
             context: the children's, `[B, W]` places, if there are processors.
-
-        Returns:
-            Tokens, and the drafter's log-probabilities of them; −inf for a token that is not really there.
         """
-        if self._is_certain and context is None:
-            tokens, scores = self._top(logits, count)
-            return (tokens if token_ids is None else token_ids[tokens]), scores
-        logits = self._processed(_spread(logits, token_ids, self.drawing.vocab), context)
+        if not self._is_certain or context is not None:
+            logits, token_ids = self._processed(logits, token_ids, context), None
         if self._is_certain:
-            return self._top(logits, count)
-        keys, vocab, probs = self.keys, self.drawing.vocab, probabilities(logits, self.drawing.sampling)
+            tokens, scores = _top(logits, count)
+            return Children(tokens if token_ids is None else token_ids[tokens], scores, None, scores[:, :, 0])
+        keys, probs = self.keys, probabilities(logits, self.config.sampling)
         log_probs, rows, first = probs.double().log(), keys.sequences[:, None], keys.first[:, None]
         if self.rule.pick is DraftPolicy.SHARED_NOISE:
-            self.peaks.append(probs[:, :, 0].clone())  # a view would keep the whole distribution
-            noise = shared_gumbel(keys.seed, rows, first + depth - 1, vocab)
+            drawn, peaks = None, probs[:, :, 0].clone()  # a view would keep the whole distribution
+            noise = self._shared_noise(rows, first + depth - 1)
         else:
             # The largest of log q + Gumbel noise are draws without replacement, in order (Kool et al.,
             # arXiv 1903.06059).
-            noise = gumbel(keys.seed, DRAFT, vocab, rows, first, nodes)
-            self.probs.append(probs)
+            drawn, peaks = probs, None
+            noise = gumbel(keys.seed, DRAFT, self.config.vocab, rows, first, nodes)
         tokens = (log_probs + noise).topk(count, -1).indices
-        return tokens, log_probs.gather(-1, tokens)
-
-    def _top(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        tokens, scores = _top(logits, count)
-        self.peaks.append(scores[:, :, 0])
-        return tokens, scores
-
-    # ------------------------------------------------------------
+        return Children(tokens, log_probs.gather(-1, tokens), drawn, peaks)
 
     @property
     def _is_certain(self) -> bool:
         return self.rule.pick is DraftPolicy.MOST_PROBABLE
 
-    def _processed(self, logits: Tensor, context: Context | None) -> Tensor:
-        """Return the logits `[B, W, V]` after the processors."""
-        processors = self.drawing.processors
+    def _shared_noise(self, sequences: Tensor, positions: Tensor) -> Tensor:
+        return shared_gumbel(self.keys.seed, sequences, positions, self.config.vocab)
+
+    def _processed(self, logits: Tensor, token_ids: Tensor | None, context: Context | None) -> Tensor:
+        """Return logits `[B, W, V']` over the whole vocabulary, `[B, W, V]`, after the processors."""
+        logits, processors = _spread(logits, token_ids, self.config.vocab), self.config.processors
         if processors is None or context is None:
             return logits
         processed = processors(logits, context)
         # A pruned vocabulary may hold no token that is allowed here. What is drafted then is refused, but must be a
         # draw from what it is scored with.
         return torch.where(nothing_left(processed)[..., None], logits, processed)
+
+
+def _highest(scores: Tensor, logits: Tensor) -> NextToken:
+    """Return the token with the highest of the `scores` that were made of `logits`, `[B, V]` each."""
+    best = highest(scores)
+    return NextToken(best.token, None, best.logit[:, None], logits, best.token)
 
 
 def _top(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -214,20 +220,311 @@ def _spread(logits: Tensor, token_ids: Tensor | None, vocab: int) -> Tensor:
     return whole.scatter(-1, token_ids.expand_as(logits), logits)
 
 
-def propose_confidently(session: NodeSession, root: Tensor, depth: int, chooser: DraftSampler, asks: bool) -> Proposal:
-    """Draft a chain after `root` `[B]` with a session that says, before each token, how sure it is of it.
+# ------------------------------------------------------------ chains
+
+
+@dataclass
+class ChainDraft:
+    """A chain that a session is drafting, and the distributions of its tokens so far.
+
+    Sessions get `next_token` as their `Choose` and `ended` as their `Ended`.
+
+    Attributes:
+        confidence: a chain ends after the first token to which the drafter gives less than this; 0 for never. Where a
+            drafter has a confidence of its own (`expect`), before the first token that is reached with less than this.
+        context: of the next token, if there are processors.
+        depth: tokens so far.
+        probs: the distributions they were drawn from, `[B, V]` each. peaks: see `Draft`.
+        reach: how probable each token is to be reached and accepted, by the drafter's confidences (`expect`), `[B]`
+            each.
+        certain: which rows have not ended yet, `[B]`. lengths: tokens of each row so far, `[B]`. Both None without
+            `confidence`.
+    """
+
+    sampler: DraftSampler
+    confidence: float = 0.0
+    context: Context | None = field(init=False)
+    depth: int = field(default=0, init=False)
+    probs: list[Tensor] = field(default_factory=list, init=False)
+    peaks: list[Tensor] = field(default_factory=list, init=False)
+    reach: list[Tensor] = field(default_factory=list, init=False)
+    certain: Tensor | None = field(default=None, init=False)
+    lengths: Tensor | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.context = self.sampler.context
+
+    def next_token(self, logits: Tensor, token_ids: Tensor | None) -> Tensor:
+        """Append the token that the sampler picks from logits `[B, V']`; return it, `[B]`."""
+        picked = self.sampler.next_token(logits, token_ids, self.depth, self.context)
+        token = picked.token
+        if picked.probs is not None:
+            self.probs.append(picked.probs)
+        if picked.peak is not None:
+            self.peaks.append(picked.peak)
+        if self.confidence:
+            self._count(picked)
+        self.depth += 1
+        if self.context is not None:
+            self.context = self.context.then(token[:, None], torch.ones(1, 1, 1, dtype=torch.bool, device=token.device))
+        return token
+
+    def expect(self, confidence: Tensor) -> None:
+        """Record how probable the next token is to be accepted if the ones before it are, `[B]`.
+
+        It is a function of the tokens before that one, so a chain may end before it: the token itself decides nothing.
+        """
+        self.reach.append(self.reach[-1] * confidence if self.reach else confidence)
+        if self.confidence:
+            certain = self.reach[-1] >= self.confidence
+            self.certain = certain if self.certain is None else self.certain & certain
+
+    def ended(self) -> bool:
+        """Return whether every row has had an uncertain token (read back from the device)."""
+        return self.certain is not None and not bool(self.certain.any())
+
+    def _count(self, picked: NextToken) -> None:
+        """Count a token in the rows that have not ended.
+
+        The uncertain token itself is still proposed: leaving it out would bias the text.
+        """
+        if self.certain is None:
+            self.certain = torch.ones_like(picked.token, dtype=torch.bool)
+        self.lengths = self.certain + (torch.zeros_like(picked.token) if self.lengths is None else self.lengths)
+        if not self.reach:  # else the drafter's own confidence has decided
+            self.certain = self.certain & (picked.probability() >= self.confidence)
+
+    def draft(self, proposal: Proposal) -> Draft:
+        """Return the session's proposal with the distributions of its tokens."""
+        if not self.probs:
+            return Draft(proposal, None, self.peaks)
+        probs = torch.stack(self.probs, 1)
+        return Draft(proposal, probs, [*self.peaks, probs[:, :, 0]])
+
+
+def propose_confidently(session: NodeSession, root: Tensor, depth: int, chain: ChainDraft, may_sync: bool) -> Proposal:
+    """Draft a chain after `root` `[B]` with a session that gives, before each token, its confidence in it.
 
     Args:
-        asks: whether the host may be asked if all rows have ended.
+        may_sync: whether the host may wait for the device to learn that all rows have ended.
     """
     depth = min(depth, session.max_depth or depth)
     logits, drafted = session.prefill(root), list[Tensor]()
     while True:
-        chooser.expect(session.confidence())
-        if drafted and asks and chooser.ended():
+        chain.expect(session.confidence())
+        if drafted and may_sync and chain.ended():
             break
-        drafted.append(chooser(logits, session.output_ids))
+        drafted.append(chain.next_token(logits, session.output_ids))
         if len(drafted) == depth:
             break
         logits = session.decode(drafted[-1][:, None])[:, 0]
     return Proposal.chain(torch.stack(drafted, 1))
+
+
+# ------------------------------------------------------------ static trees
+
+
+@dataclass(frozen=True)
+class Level:
+    """One pass of a static tree's growth.
+
+    Attributes:
+        known: nodes whose logits are known, `[1, W]`.
+        widest: most children of any of them.
+        nodes: their children, `[C]`. Each is child `ranks` `[C]` of the known node at index `which` `[C]`.
+        read: those of the children that have children themselves, `[W']`.
+        above: the parents of those, by number of reading, `[1, W']`.
+    """
+
+    known: Tensor
+    widest: int
+    nodes: Tensor
+    which: Tensor
+    ranks: Tensor
+    read: Tensor
+    above: Tensor
+
+
+@dataclass(frozen=True)
+class StaticTree:
+    """A static tree as index tensors on a device.
+
+    Attributes:
+        depth: its number of levels.
+        parents: `[N]`.
+        read: when each node is read, −1 for never, `[N]`.
+        places: the nodes whose logits become known, in this order, plus 1, `[1 + R]`.
+    """
+
+    depth: int
+    parents: Tensor
+    read: Tensor
+    places: Tensor
+    levels: tuple[Level, ...]
+
+    @classmethod
+    def of(cls, tree: Tree, device: torch.device) -> StaticTree:
+        """Lay out `tree` on `device`."""
+
+        def index(values: Sequence[int]) -> Tensor:
+            return torch.tensor(values, dtype=torch.long, device=device)
+
+        read, places, levels = [-1] * len(tree.parents), [], []
+        known: Sequence[int] = (-1,)
+        while known:
+            families = [tree.children[node] for node in known]
+            places += [node + 1 for node in known]
+            members = [(node, w, rank) for w, family in enumerate(families) for rank, node in enumerate(family)]
+            nodes, which, ranks = zip(*members, strict=True)
+            following = [node for node in nodes if tree.children[node]]
+            above = [-1 if tree.parents[n] < 0 else read[tree.parents[n]] for n in following]
+            for node in following:
+                read[node] = max(read) + 1
+            widest, kept = max(map(len, families)), (index(nodes), index(which), index(ranks), index(following))
+            levels.append(Level(index(known)[None], widest, *kept, index(above)[None]))
+            known = following
+        return cls(tree.depth, index(tree.parents), index(read), index(places), tuple(levels))
+
+
+def grow_static(session: NodeSession, root: Tensor, layout: StaticTree, sampler: DraftSampler) -> Draft:
+    """Draft a tree of the shape `layout` after `root` `[B]`."""
+    rows, count = len(root), len(layout.parents)
+    parents = layout.parents.expand(rows, -1)
+    tokens = root.new_zeros(rows, count)
+    real = torch.ones(rows, count, dtype=torch.bool, device=root.device)
+    before = sampler.context
+    sees = None if before is None else Nodes.of_tree(parents, layout.depth).sees[:, :, 1:]
+    drawn, peaks = list[Tensor](), list[Tensor]()
+    logits = session.prefill(root)[:, None]
+    for depth, level in enumerate(layout.levels, 1):
+        _check_width(level.widest, logits.shape[-1])
+        here = None
+        if before is not None and sees is not None:
+            here = before.then(tokens, sees[:, level.known[0] + 1])
+        children = sampler.children(logits, session.output_ids, level.widest, depth, level.known, here)
+        if children.probs is not None:
+            drawn.append(children.probs)
+        if children.peaks is not None:
+            peaks.append(children.peaks)
+        tokens[:, level.nodes] = children.tokens[:, level.which, level.ranks]
+        real[:, level.nodes] = children.scores[:, level.which, level.ranks] > float("-inf")
+        if depth < layout.depth:
+            logits = session.decode(tokens[:, level.read], level.above.expand(rows, -1))
+    real, read = _under_real(real, parents, layout.depth), layout.read.expand(rows, -1)
+    proposal = Proposal.tree(tokens, parents, real, read, layout.depth)
+    if not drawn:
+        return Draft(proposal, None, peaks)
+    known = torch.cat(drawn, 1)
+    probs = known.new_zeros(rows, 1 + count, known.shape[-1]).index_copy(1, layout.places, known)
+    return Draft(proposal, probs, [*peaks, probs[:, :, 0]])
+
+
+def _check_width(widest: int, vocab: int) -> None:
+    if widest > vocab:
+        raise BadInputError(
+            f"plan: a node of the tree has {widest} children, the drafter's vocabulary {vocab} tokens; "
+            "take a narrower tree."
+        )
+
+
+def _under_real(real: Tensor, parents: Tensor, depth: int) -> Tensor:
+    """Return which nodes are there and stand under nodes that are, `[B, N]`."""
+    for _ in range(depth - 1):
+        real = real & torch.nn.functional.pad(real, (1, 0), value=True).gather(1, parents + 1)
+    return real
+
+
+# ------------------------------------------------------------ dynamic trees
+
+
+@dataclass
+class _Candidates:
+    """The nodes of a dynamic tree so far, level by level; all `[B, N]`.
+
+    Attributes:
+        tokens: their tokens. scores: log-probabilities of the paths to them.
+        parents: indices of their parents among the candidates, −1 for the root.
+        read: when the session has read each, −1 if it has not.
+    """
+
+    tokens: Tensor
+    scores: Tensor
+    parents: Tensor
+    read: Tensor
+
+    @classmethod
+    def none(cls, root: Tensor) -> _Candidates:
+        nothing = root.new_zeros(len(root), 0)
+        return cls(nothing, torch.zeros(len(root), 0, device=root.device), nothing, nothing)
+
+    def add(self, known: Tensor, chosen: Tensor, scores: Tensor) -> None:
+        """Add the children `chosen` `[B, W, C]` of the nodes `known` `[B, W]`, with `scores` `[B, W · C]`."""
+        unread = self.tokens.new_full(scores.shape, -1)
+        self.tokens = torch.cat([self.tokens, chosen.flatten(1)], 1)
+        self.scores = torch.cat([self.scores, scores], 1)
+        self.parents = torch.cat([self.parents, known.repeat_interleave(chosen.shape[2], 1)], 1)
+        self.read = torch.cat([self.read, unread], 1)
+
+    def note_read(self, nodes: Tensor, first: int) -> None:
+        """Note that `nodes` `[B, W]` are read next, as number `first` and those after it."""
+        numbers = first + torch.arange(nodes.shape[1], device=nodes.device)
+        self.read = self.read.scatter(1, nodes, numbers.expand(len(nodes), -1))
+
+    def parents_read(self, nodes: Tensor) -> Tensor:
+        """Return when the parents of `nodes` `[B, W]` were read, −1 for the root."""
+        above = self.parents.gather(1, nodes)
+        return torch.where(above < 0, -1, self.read.gather(1, above.clamp(min=0)))
+
+    def above(self, nodes: Tensor, depth: int) -> Tensor:
+        """Return which candidates stand on the way to `nodes` `[B, W]`, themselves included, `[B, W, N]`."""
+        sees = Nodes.of_tree(self.parents, depth).sees[:, :, 1:]
+        return sees.gather(1, (nodes + 1)[:, :, None].expand(-1, -1, sees.shape[2]))
+
+    def best(self, count: int, depth: int) -> Proposal:
+        """Keep the `count` candidates with the highest scores.
+
+        A node's score is at most its parent's, and equal ones stay in order: so what is kept includes its parents.
+        """
+        kept = self.scores.sort(dim=1, descending=True, stable=True).indices[:, :count].sort(1).values
+        numbers = torch.arange(kept.shape[1], device=kept.device).expand(len(kept), -1)
+        place = torch.full_like(self.parents, -1).scatter(1, kept, numbers)
+        above = self.parents.gather(1, kept)
+        above = torch.where(above < 0, -1, place.gather(1, above.clamp(min=0)))
+        real = self.scores.gather(1, kept) > float("-inf")
+        return Proposal.tree(self.tokens.gather(1, kept), above, real, self.read.gather(1, kept), depth)
+
+
+def grow_dynamic(
+    session: NodeSession, root: Tensor, width: int, nodes: int, depth: int, sampler: DraftSampler
+) -> Draft:
+    """Draft EAGLE-2's tree after `root` `[B]`: expand the most probable nodes, keep the best of all.
+
+    What is compared is the product of the drafter's probabilities along the path (arXiv 2406.16858, §4). The nodes that
+    stay are chosen by their probabilities, so they are no draws, and no distributions are kept for them.
+
+    Args:
+        width: nodes that are expanded in each level, and children that each of them gets.
+        nodes: how many are kept.
+        depth: the number of levels.
+    """
+    before = sampler.context
+    logits = session.prefill(root)[:, None]
+    width = min(width, logits.shape[-1])
+    tree, peaks = _Candidates.none(root), list[Tensor]()
+    known, known_scores = root.new_full((len(root), 1), -1), torch.zeros(len(root), 1, device=root.device)
+    for level in range(1, depth + 1):
+        here = None if before is None else before.then(tree.tokens, tree.above(known, level))
+        children = sampler.children(logits, session.output_ids, width, level, known, here)
+        if children.peaks is not None:
+            peaks.append(children.peaks)
+        total = (known_scores[:, :, None] + children.scores).flatten(1)
+        first = tree.tokens.shape[1]
+        tree.add(known, children.tokens, total)
+        if level == depth:
+            break
+        best = total.sort(dim=1, descending=True, stable=True).indices[:, :width].sort(1).values
+        known, known_scores = best + first, total.gather(1, best)
+        order = tree.parents_read(known)
+        tree.note_read(known, (level - 1) * width)
+        logits = session.decode(tree.tokens.gather(1, known), order)
+    return Draft(tree.best(nodes, depth), None, peaks)

@@ -1,16 +1,42 @@
-"""The lossless speculative decoder: one loop for every drafter, every rule, and for no drafter at all."""
+"""The lossless speculative decoder: one loop for every drafter, every rule, and for no drafter at all.
+
+`Decoder` is what users call. `Run` is the host's side of one generation: its sequences and their ends, what is emitted,
+and how deep each round drafts; what happens inside a round is in `round`.
+
+Shapes: B active rows, T tokens of the longest prompt.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
-from ..heads import Drafter
-from ..targets import Target
-from ..targets.fast import use_fast_pass, use_fastest_pass
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from ..common import BadInputError
+from ..common.errors import LIBRARY_ERRORS
+from ..common.machine import clock
+from ..heads import Abilities, Drafter, NoDraftSession, Session
+from ..targets import RowLengths, Target
+from ..targets.attention import steady_kernels
+from ..targets.fast import by_library, use_fast_pass, use_fastest_pass
+from .control import Controller, Schedule
+from .drafting import SamplerConfig
+from .finite import NonFiniteTracer, not_finite_error
+from .hashing import Seed, seed_on
+from .memory import Load, require_memory
 from .plan import Plan
-from .run import Output, Request, Run, Stop, StreamEvent
-from .sampling import Sampling
-from .static_batch import StaticBatches
+from .round import PendingRound, RoundRow, RoundSetup, RoundState, first_tokens, step
+from .sampling import Keys, Processors, Sampling
+from .static_batch import StaticBatch, StaticBatches
+from .stats import DecodeStats, Output, Round, Seconds, StreamEvent
+
+Stop = Callable[[list[int]], bool]
+_log = logging.getLogger(__name__)
 
 
 class Decoder:
@@ -18,8 +44,8 @@ class Decoder:
 
     Args:
         drafter: None gives the plain target in the same engine: the baseline of every speedup.
-        static: rounds of fixed shapes, captured as CUDA graphs on a GPU (see `decode.room`). None for on a GPU, where
-            drafter and target allow it.
+        static: rounds of fixed shapes, captured as CUDA graphs on a GPU (see `decode.static_batch`). None for on a GPU,
+            where drafter and target allow it.
         fast: whether the target reads few tokens at a time by kernels of our own. None for the way that is right and
             fastest on its device (see `targets.fast`), which on a CPU is the library's modules. A target that has
             taken another way keeps it.
@@ -38,7 +64,7 @@ class Decoder:
             use_fast_pass(target)
         elif fast is None:
             use_fastest_pass(target)
-        self.rooms = StaticBatches(target, on_gpu if static is None else static)
+        self.static_batches = StaticBatches(target, on_gpu if static is None else static)
         if drafter is not None:
             drafter.check(target)
             drafter.to(target.device).eval()
@@ -46,7 +72,7 @@ class Decoder:
     @property
     def static(self) -> bool:
         """Whether rounds have fixed shapes, where drafter and target allow it."""
-        return self.rooms.wanted
+        return self.static_batches.wanted
 
     def generate(
         self,
@@ -63,18 +89,18 @@ class Decoder:
 
         Args:
             stop: called with a sequence's new tokens after each token; True ends it there.
-            sequence_ids: what keys each prompt's randomness (default: its index), so that a prompt gets the same text
+            sequence_ids: the key of each prompt's randomness (default: its index), so that a prompt gets the same text
                 in whatever batch it runs. (Above temperature 0 a plan's controller looks at the whole batch: then only
                 under the coupled rule.)
-            speculate: False decodes plainly, whatever the plan; a sequence of flags says it for each prompt.
+            speculate: False decodes plainly, whatever the plan; a sequence has a flag for each prompt.
 
         Raises:
             BadInputError: an empty prompt, a prompt that leaves no room in the target's context, more than memory
                 holds, or a place at which `sampling` forbids every token.
             IncompatibleError: the plan drafts trees, and the target cannot verify them.
         """
-        how = (sampling or Sampling(), plan or Plan(), stop, ignore_eos, sequence_ids, speculate)
-        run = self.run(Request(prompts, max_new_tokens, *how))
+        sampling, plan = sampling or Sampling(), plan or Plan()
+        run = self.run(Request(prompts, max_new_tokens, sampling, plan, stop, ignore_eos, sequence_ids, speculate))
         for _ in run.steps():
             pass
         return run.output()
@@ -90,10 +116,379 @@ class Decoder:
         speculate: bool = True,
     ) -> Iterator[StreamEvent]:
         """Complete one prompt, yielding what each round emits."""
-        how = (sampling or Sampling(), plan or Plan(), stop, ignore_eos, None, speculate)
-        for events in self.run(Request([prompt], max_new_tokens, *how)).steps():
+        sampling, plan = sampling or Sampling(), plan or Plan()
+        request = Request([prompt], max_new_tokens, sampling, plan, stop, ignore_eos, speculate=speculate)
+        for events in self.run(request).steps():
             yield events[0]
 
     def run(self, request: Request) -> Run:
-        """Prepare one generation; its steps are taken by whoever iterates over them."""
-        return Run(self.target, self.drafter, request, self.rooms)
+        """Prepare one generation; iterating over its `steps` runs it."""
+        return Run(self.target, self.drafter, request, self.static_batches)
+
+
+@dataclass(frozen=True)
+class Request:
+    """A generation that a user asks for; see `Decoder.generate`."""
+
+    prompts: Sequence[Sequence[int]]
+    max_new_tokens: int = 256
+    sampling: Sampling = field(default_factory=Sampling)
+    plan: Plan = field(default_factory=Plan)
+    stop: Stop | None = None
+    ignore_eos: bool = False
+    sequence_ids: Sequence[int] | None = None
+    speculate: bool | Sequence[bool] = True
+
+    @property
+    def ids(self) -> list[int]:
+        """The key of each prompt's randomness."""
+        return list(range(len(self.prompts)) if self.sequence_ids is None else self.sequence_ids)
+
+    @property
+    def drafts(self) -> list[bool]:
+        """Which prompts are drafted for."""
+        flags = self.speculate
+        return [flags] * len(self.prompts) if isinstance(flags, bool) else list(flags)
+
+    def check(self, target: Target) -> None:
+        """Raise BadInputError if `target` cannot serve the request."""
+        count, new = len(self.prompts), self.max_new_tokens
+        if not count:
+            raise BadInputError("there are no prompts to complete.")
+        if len(self.ids) != count:
+            raise BadInputError(f"{count} prompts, but {len(self.ids)} sequence ids.")
+        if len(self.drafts) != count:
+            raise BadInputError(f"{count} prompts, but {len(self.drafts)} flags for speculate.")
+        if new < 1:
+            raise BadInputError(f"max_new_tokens must be at least 1, got {new}.")
+        if self.sampling.min_new_tokens > new:
+            raise BadInputError(f"min_new_tokens is {self.sampling.min_new_tokens}, more than max_new_tokens ({new}).")
+        limit = target.max_context
+        for i, prompt in enumerate(self.prompts):
+            if len(prompt) == 0:
+                raise BadInputError(f"prompt {i} is empty; give at least one token (for example the BOS token).")
+            if limit is not None and len(prompt) + new > limit:
+                raise BadInputError(
+                    f"prompt {i} has {len(prompt)} tokens; with {new} new ones it exceeds the target's context of "
+                    f"{limit}. Shorten the prompt or lower max_new_tokens."
+                )
+
+    def tokens(self, vocab: int) -> tuple[Tensor, list[int]]:
+        """Return the prompts as a tensor `[B, T]`, zeros after the shorter ones, and their lengths.
+
+        Raises:
+            BadInputError: a token outside the vocabulary.
+        """
+        lengths = [len(prompt) for prompt in self.prompts]
+        rows = [torch.as_tensor(prompt, dtype=torch.long, device="cpu") for prompt in self.prompts]
+        tokens = pad_sequence(rows, batch_first=True)
+        least, most = int(tokens.min()), int(tokens.max())
+        if least < 0 or most >= vocab:
+            outside = least if least < 0 else most
+            raise BadInputError(f"a prompt holds token {outside}, outside the target's vocabulary of {vocab}.")
+        return tokens, lengths
+
+
+@dataclass
+class _Sequence:
+    """One prompt's text and rounds so far.
+
+    Attributes:
+        limit: how many tokens it may have. ends: tokens that end it.
+    """
+
+    limit: int
+    ends: frozenset[int]
+    stop: Stop | None
+    tokens: list[int] = field(default_factory=list)
+    rounds: list[Round] = field(default_factory=list)
+    done: bool = False
+
+    def emit(self, row: RoundRow) -> StreamEvent:
+        """Append the tokens that a round adds, up to the sequence's end."""
+        accepted, drafted, tried = row.accepted, row.drafted, row.tried
+        emitted: list[int] = []
+        for place, token in enumerate(row.tokens):
+            if place == row.accepted and row.nothing_left:
+                raise BadInputError(
+                    "sampling: bad_words, suppress and min_new_tokens together leave no token to go on with; "
+                    "forbid less."
+                )
+            emitted.append(token)
+            self.tokens.append(token)
+            if token in self.ends or (self.stop is not None and self.stop(self.tokens)):
+                # What was drafted from the end on was never wanted, and the end token counts as the target's own.
+                self.done = True
+                if len(emitted) <= accepted:
+                    drafted = tried = accepted = len(emitted) - 1
+                break
+            if len(self.tokens) == self.limit:
+                self.done = True
+                break
+        self.rounds.append(Round(drafted, accepted, len(emitted), None if tried == drafted else tried))
+        return StreamEvent(emitted, min(accepted, len(emitted)), drafted)
+
+    def start(self, row: RoundRow) -> StreamEvent:
+        """Append the first token, which comes from the prefill and belongs to no round."""
+        event = self.emit(row)
+        self.rounds.clear()
+        return event
+
+
+class Run:
+    """One generation, from its request to its output.
+
+    Args:
+        drafter: None for plain decoding.
+        static_batches: lend memory for rounds of fixed shapes, if such are wanted.
+
+    Raises:
+        BadInputError: see `Decoder.generate`.
+        IncompatibleError: the plan drafts trees, and the target cannot verify them.
+    """
+
+    def __init__(self, target: Target, drafter: Drafter | None, request: Request, static_batches: StaticBatches):
+        self.target, self.request, self.static_batches = target, request, static_batches
+        self.device = target.device  # asked once: a model looks through its modules for it
+        self.drafts = request.drafts
+        self.drafter = drafter if any(self.drafts) and request.plan.depth else None
+        request.check(target)
+        target.check_batch(len(request.prompts))
+        plan = request.plan if drafter is None else request.plan.up_to(drafter.max_depth)
+        abilities = Abilities() if drafter is None else drafter.abilities
+        if plan.is_tree and abilities.reads_nodes:
+            target.check_trees()
+        ends = frozenset(() if request.ignore_eos else target.eos_ids)
+        processors = Processors(request.sampling, target.vocab_size, ends, target.device)
+        sampler_config = SamplerConfig(request.sampling, None if processors.idle else processors, target.vocab_size)
+        taps = () if self.drafter is None else self.drafter.taps
+        self.setup = RoundSetup(target, plan, sampler_config, abilities, taps)
+        self.controller = None if self.drafter is None else _controller(plan, abilities, len(request.prompts))
+        self.sequences = [_Sequence(request.max_new_tokens, ends, request.stop) for _ in request.prompts]
+        self.active = list(range(len(self.sequences)))  # active[i] is the sequence of row i
+        self.seconds, self.rule = Seconds(), "none"
+        self.static_batch: StaticBatch | None = None
+        self.margin = 0  # entries that a round of fixed shape may write after the longest row
+        self._pending: PendingRound | None = None  # a round that runs while the one before it is read
+        self._drafted_at = 0.0  # when the round that is under way had drafted
+
+    def output(self) -> Output:
+        """Return the texts and figures so far."""
+        tokens, rounds = [s.tokens for s in self.sequences], [s.rounds for s in self.sequences]
+        stats = DecodeStats(rounds, sum(map(len, tokens)), self.seconds)
+        return Output(tokens, rounds, stats, self.rule, self.setup.lossy)
+
+    # ------------------------------------------------------------ the loop
+
+    def steps(self) -> Iterator[list[StreamEvent]]:
+        """Run to the end; yield, per step, one event for each prompt that was still active.
+
+        Inference mode is entered per step, as is the choice of kernels: a generator must not leave them on in its
+        caller.
+        """
+        try:
+            began = time.perf_counter()
+            with torch.inference_mode(), steady_kernels():
+                state, events = self._prefill()
+            self.seconds.total = time.perf_counter() - began
+            yield events
+            while not all(sequence.done for sequence in self.sequences):
+                began = time.perf_counter()
+                with torch.inference_mode(), steady_kernels():
+                    state, events = self._round(self._without_finished(state))
+                self.seconds.total += time.perf_counter() - began
+                yield events
+        finally:
+            if self.static_batch is not None:
+                self.static_batches.give_back(self.static_batch)
+
+    def _prefill(self) -> tuple[RoundState, list[StreamEvent]]:
+        """Process the prompts; the token that follows each becomes its root."""
+        began = self._clock()
+        tokens, lengths = self.request.tokens(self.target.vocab_size)
+        tokens = tokens.to(self.target.device)
+        counts = RowLengths.of(lengths, tokens.device)
+        state = self._open(tokens, counts)
+        out = self.target.forward(tokens, state.cache, taps=self.setup.taps, at=counts.tensor[:, None] - 1)
+        state.cache.advance(counts)
+        keys = Keys(state.seed, state.sequences, counts.tensor)
+        state, packed = first_tokens(self.setup, state, out.logits, keys)
+        state.session.update(tokens, out.hidden, counts)
+        rows = RoundRow.unpack(packed.tolist())
+        self._require_finite(rows)
+        events = [sequence.start(row) for sequence, row in zip(self.sequences, rows, strict=True)]
+        self.seconds.prefill += self._clock() - began
+        return state, events
+
+    def _open(self, tokens: Tensor, counts: RowLengths) -> RoundState:
+        """Take memory for the prompts `[B, T]` and what follows, for the target and the drafter."""
+        request, drafter, rows = self.request, self.drafter, len(tokens)
+        fixed = self.static_batches.wanted and self.target.rewinds
+        fixed = fixed and (drafter is None or self.setup.abilities.fixed_shapes or self.setup.abilities.from_text)
+        depth = 0 if drafter is None else self.setup.plan.depth
+        nodes = 0 if drafter is None or self.setup.abilities.reads_nodes else drafter.max_nodes(depth)
+        sizes = (rows, max(counts.values), request.max_new_tokens, depth)
+        load = Load(*sizes, self.setup.plan, request.sampling, fixed, nodes, fixed and self._can_go_ahead)
+        require_memory(self.target, drafter, load, self.static_batches.held(rows, drafter) if fixed else 0)
+        session: Session
+        if fixed:
+            self.static_batch = self.static_batches.reserve(rows, load.length, load.spare, drafter)
+            self.margin = load.margin
+            self.setup = replace(self.setup, may_sync=False)
+            _ = self.setup.static_tree  # made now: a capture may not copy from the host
+            cache, session = self.static_batch.cache, self.static_batch.session
+        else:
+            cache, session = self.target.new_cache(rows, load.target_length), NoDraftSession()
+            spare = load.spare if self.setup.abilities.reads_nodes else 0
+            if drafter is not None:
+                session = drafter.open(self.target, rows, load.length, spare, cache)
+        seed: Seed = seed_on(tokens.device, request.sampling.seed) if fixed else request.sampling.seed
+        speculate = None if all(self.drafts) else torch.tensor(self.drafts, device=tokens.device)
+        processors = self.setup.sampler_config.processors
+        context = None if processors is None else processors.start(tokens, counts.tensor)
+        ids = torch.tensor(request.ids, device=tokens.device)
+        return RoundState(tokens[:, 0], ids, seed, speculate, context, cache, session)
+
+    def _round(self, state: RoundState) -> tuple[RoundState, list[StreamEvent]]:
+        began = self._drafted_at = self._clock()
+        state, depth = self._depth(state)
+        current = self._pending or self._launch(state, depth)
+        state = replace(current.state, session=state.session)  # plain from now on, where no row is drafted for
+        self._pending = self._launch(state, depth) if self._goes_ahead(state, depth) else None
+        rows = current.read() if self.static_batch is None else self.static_batch.read(current)
+        if depth:
+            self.rule = current.rule
+        events = self._emit(rows)
+        self.seconds.draft += self._drafted_at - began
+        self.seconds.verify += self._clock() - self._drafted_at
+        return state if self._pending is None else self._pending.state, events
+
+    def _launch(self, state: RoundState, depth: int) -> PendingRound:
+        """Launch a round; where its shapes are not fixed, its drafting is timed."""
+        if self.static_batch is None:
+            state, result = step(self.setup, state, depth, self._note_drafted)
+            return PendingRound(state, result.packed.tolist, result.rule)
+        idle = [row for row, i in enumerate(self.active) if self.sequences[i].done]
+        return self.static_batch.launch(self.setup, state, depth, idle, self._longest(state) + self.margin)
+
+    def _note_drafted(self) -> None:
+        self._drafted_at = self._clock()
+
+    @property
+    def _can_go_ahead(self) -> bool:
+        """Whether the host decides nothing between two rounds of this request."""
+        return self.static_batches.ahead and self.controller is None and not self.setup.abilities.from_text
+
+    def _goes_ahead(self, state: RoundState, depth: int) -> bool:
+        """Return whether to launch the next round before this one is read: not where it may pass the context's end."""
+        if self.static_batch is None or not self._can_go_ahead:
+            return False
+        limit = self.target.max_context
+        return limit is None or self._longest(state) + 2 * (1 + depth) < limit
+
+    def _without_finished(self, state: RoundState) -> RoundState:
+        """Return the state without the rows of finished sequences (in rounds of fixed shapes they stay).
+
+        The last rows take the places of those that leave, so that a cache moves no more entries than it must.
+        """
+        if self.static_batch is not None:
+            return state
+        alive = [row for row, i in enumerate(self.active) if not self.sequences[i].done]
+        if len(alive) == len(self.active):
+            return state
+        count, staying = len(alive), set(alive)
+        late = (row for row in reversed(alive) if row >= count)
+        rows = [row if row in staying else next(late) for row in range(count)]
+        self.active = [self.active[row] for row in rows]
+        return state.select(rows)
+
+    def _clock(self) -> float:
+        """Return the time; after the device has finished, where it has nothing to do while the host reads."""
+        return time.perf_counter() if self._pending is not None else clock(self.device)
+
+    # ------------------------------------------------------------ depth
+
+    def _depth(self, state: RoundState) -> tuple[RoundState, int]:
+        """Return the round's depth: the plan's, or its controller's; 0 if no row is drafted for.
+
+        It never passes the end of the target's context.
+        """
+        if self.drafter is None:
+            return state, 0
+        drafting = [i for i in self.active if self.drafts[i] and not self.sequences[i].done]
+        if not drafting:
+            return replace(state, session=NoDraftSession()), 0  # for good: the drafter is not needed again
+        depth = self.setup.plan.depth if self.controller is None else self.controller.choose(drafting)
+        limit = self.target.max_context
+        return state, depth if limit is None else min(depth, limit - self._longest(state) - 1)
+
+    def _longest(self, state: RoundState) -> int:
+        """Return the committed entries of the longest row that has not finished."""
+        rows = zip(self.active, state.cache.host_lengths, strict=True)
+        return max(length for i, length in rows if not self.sequences[i].done)
+
+    # ------------------------------------------------------------ emission
+
+    def _emit(self, rows: list[RoundRow]) -> list[StreamEvent]:
+        """Record a round in every sequence that was still active."""
+        self._require_finite(rows)
+        events = []
+        for i, row in zip(self.active, rows, strict=True):
+            if self.sequences[i].done:
+                continue
+            events.append(self.sequences[i].emit(row))
+            if self.controller is not None:
+                self.controller.note(i, row.tried, row.accepted)
+        return events
+
+    # ------------------------------------------------------------ logits that are not finite
+
+    def _require_finite(self, rows: list[RoundRow]) -> None:
+        """Raise an error that names the layer, if the logits of an unfinished row are not finite.
+
+        Raises:
+            BadInputError: they are not.
+        """
+        for i, row in zip(self.active, rows, strict=True):
+            if row.not_finite and not self.sequences[i].done:
+                raise not_finite_error(self._traced(i), self.target.dtype, i, len(self.sequences[i].tokens))
+
+    def _traced(self, i: int) -> NonFiniteTracer:
+        """Return a tracer after one prefill and one round of sequence `i` alone, up to where it is now."""
+        models = {"the target": self.target.model} | ({} if self.drafter is None else {"the drafter": self.drafter})
+        tracer, request = NonFiniteTracer(models), self.request
+        tokens = [*request.prompts[i], *self.sequences[i].tokens[:-1]]
+        again = replace(
+            request,
+            prompts=[tokens],
+            max_new_tokens=2,
+            sampling=replace(request.sampling, min_new_tokens=0),
+            plan=replace(request.plan, control=None),
+            stop=None,
+            sequence_ids=[request.ids[i]],
+            speculate=[self.drafts[i]],
+        )
+        try:
+            with tracer.tracing(), by_library(self.target):
+                for _ in _Replay(self.target, self.drafter, again, StaticBatches(self.target, False)).steps():
+                    pass
+        except LIBRARY_ERRORS:  # too little memory for a second cache, for example; what was seen until then counts
+            _log.debug("tracing logits that are not finite broke off", exc_info=True)
+        return tracer
+
+
+class _Replay(Run):
+    """A generation that is repeated while its layers are traced: logits that are not finite do not end it."""
+
+    def _require_finite(self, rows: list[RoundRow]) -> None:
+        pass
+
+
+def _controller(plan: Plan, abilities: Abilities, sequences: int) -> Controller | None:
+    """Return the controller that the plan asks for; of a tree it may choose the whole tree or nothing."""
+    if plan.control is None or isinstance(plan.control, Schedule) or not plan.depth:
+        return None
+    if plan.is_tree and abilities.reads_nodes:
+        return Controller(plan.control, sequences, [plan.depth], [plan.max_nodes])
+    depths = range(1, plan.depth + 1)
+    return Controller(plan.control, sequences, depths, depths)

@@ -1,4 +1,4 @@
-"""Logits that are no numbers: noticed in every round at no cost, then traced to the layer that they come from.
+"""Logits that are not finite: noticed in every round at no cost, then traced to the layer that they come from.
 
 A single NaN or infinity among the logits of a place shows in its largest logit and in every probability of it, so a
 round looks at one number of each place. Their sum goes to the host with what that reads anyway.
@@ -18,13 +18,11 @@ from torch import Tensor, nn
 
 from ..common import BadInputError
 
-BROKEN = -2  # in place of a following token: some logits of the round are not finite
-
 
 def are_finite(values: list[Tensor]) -> Tensor:
-    """Tell for each row whether the numbers `[B, P]` are all finite, `[B]`."""
+    """Return for each row whether the numbers `[B, P]` are all finite, `[B]`."""
     together = values[0] if len(values) == 1 else torch.cat(values, 1)
-    # The largest amount of a row with a NaN is NaN, which is less than nothing.
+    # The largest magnitude in a row with a NaN is NaN, and no comparison with NaN is true.
     return torch.linalg.vector_norm(together, float("inf"), dim=1) < float("inf")
 
 
@@ -33,16 +31,16 @@ class NonFiniteTracer:
     """Finds the first layer, in the order of computation, whose output is not finite.
 
     Attributes:
-        models: what is watched, by the name that people know it by.
-        found: where it was, such as "the target's model.layers.3.mlp"; None if nowhere yet.
+        models: the models that are traced, by the names that errors give them.
+        origin: where it was, such as "the target's model.layers.3.mlp"; None if nowhere yet.
     """
 
     models: Mapping[str, nn.Module]
-    found: str | None = None
+    origin: str | None = None
     _layer: nn.Module | None = field(default=None, init=False)
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
+    def tracing(self) -> Iterator[None]:
         """Look at every layer's output inside; that makes each of them wait for the device."""
         hooks = []
         for owner, model in self.models.items():
@@ -56,34 +54,34 @@ class NonFiniteTracer:
 
     def _hook(self, name: str) -> Any:
         def look(layer: nn.Module, _given: Any, output: Any) -> None:
-            if self.found is None and not all(bool(t.isfinite().all()) for t in _floats(output)):
-                self.found, self._layer = name, layer
+            if self.origin is None and not all(bool(t.isfinite().all()) for t in _floats(output)):
+                self.origin, self._layer = name, layer
 
         return look
 
-    def told(self) -> str:
-        """Return a sentence that names what was found."""
-        if self.found is None:
+    def explanation(self) -> str:
+        """Return a sentence that names the layer, or the weight."""
+        if self.origin is None:
             broken = next(self._broken_weights(), None)
             if broken is None:
                 return "The same tokens, read again in one pass, give finite numbers: the fault does not repeat itself."
             return f"{broken[0].upper()}{broken[1:]} holds numbers that are not finite."
         bad = 0 if self._layer is None else sum(_count(p) for p in self._layer.parameters())
         weights = f", {bad} of whose weights are not finite" if bad else ""
-        return f"The first output that is not finite is that of {self.found}{weights}."
+        return f"The first output that is not finite is that of {self.origin}{weights}."
 
     def _broken_weights(self) -> Iterator[str]:
         for owner, model in self.models.items():
             yield from (f"{owner}'s {name}" for name, weight in model.named_parameters() if _count(weight))
 
 
-def not_finite_error(witness: NonFiniteTracer, dtype: torch.dtype, prompt: int, num_new: int) -> BadInputError:
+def not_finite_error(tracer: NonFiniteTracer, dtype: torch.dtype, prompt: int, num_new: int) -> BadInputError:
     """Return the error that ends a generation whose logits are not finite."""
     narrow = " Or load the target in bfloat16 or float32: float16 ends at 65504." if dtype == torch.float16 else ""
     tokens = "token" if num_new == 1 else "tokens"
     return BadInputError(
         f"prompt {prompt}, after {num_new} new {tokens}: the logits are not finite (NaN or infinite), so no token can "
-        f"be drawn from them. {witness.told()} Take a good copy of the weights.{narrow}"
+        f"be drawn from them. {tracer.explanation()} Take a good copy of the weights.{narrow}"
     )
 
 

@@ -6,13 +6,15 @@ A draw does not depend on what else is in the batch, on the order of calls, or o
 from __future__ import annotations
 
 import logging
-from functools import cache
-from importlib import import_module
-from importlib.util import find_spec
 from itertools import product
 
 import torch
 from torch import Tensor
+
+try:
+    from . import hashing_kernel
+except ImportError:  # without Triton torch computes them
+    hashing_kernel = None  # type: ignore[assignment]
 
 Seed = int | Tensor  # a tensor [] where a captured graph must serve every seed
 
@@ -64,10 +66,10 @@ _proven: dict[torch.device, bool] = {}
 
 
 def _by_kernel(keys: tuple[Tensor, ...]) -> bool:
-    """Tell whether the kernel serves these keys. What it computes is looked at once, and never during a capture."""
+    """Return whether the kernel serves these keys. Its results are checked once, and never during a capture."""
     device = keys[0].device
     fitting = len(keys) <= _MOST_KEYS and all(k.dtype == torch.long and k.ndim <= _MOST_DIMENSIONS for k in keys)
-    if not fitting or not _has_triton():
+    if not fitting or hashing_kernel is None:
         return False
     if isinstance(keys[0], torch._subclasses.FakeTensor):
         return True
@@ -77,18 +79,13 @@ def _by_kernel(keys: tuple[Tensor, ...]) -> bool:
     return _proven.get(device, False)
 
 
-@cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
-
-
 def _proves_right(device: torch.device) -> bool:
-    """Tell whether the kernel gives on this device what torch gives, to the last bit."""
+    """Return whether the kernel gives on this device the same bits as torch."""
     try:
         wrong = differs(device)
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # Triton raises what it likes where a kernel does not compile: torch goes on
+    except Exception as error:  # Triton's errors for a kernel that does not compile have no common class: torch goes on
         wrong = (str(error).strip() or type(error).__name__).splitlines()[0]
     if wrong:
         _log.warning("the kernel of uniforms is not used on %s, torch computes them: %s", device, wrong)
@@ -96,7 +93,7 @@ def _proves_right(device: torch.device) -> bool:
 
 
 def differs(device: torch.device) -> str:
-    """Return what the kernel computes otherwise than torch on `device`; nothing, if it is the same to the last bit."""
+    """Return how the kernel differs from torch on `device`, as part of a sentence; "" if every bit is the same."""
     rows = torch.tensor([[0], [1], [7], [2**40], [-1], [2**63 - 1]], device=device)
     places, tokens = torch.arange(3, device=device), torch.arange(300, device=device)
     cases = ((rows[:, 0],), (rows, places), (rows[:, None], rows[:, None], places[:, None], tokens))
@@ -107,7 +104,5 @@ def differs(device: torch.device) -> str:
 
 
 def _kernel(seed: Seed, stream: int, keys: tuple[Tensor, ...]) -> Tensor:
-    found: Tensor = import_module(".hashing_kernel", __package__).uniforms(
-        seed_on(keys[0].device, seed), stream, list(keys)
-    )
-    return found
+    numbers: Tensor = hashing_kernel.uniforms(seed_on(keys[0].device, seed), stream, list(keys))
+    return numbers

@@ -1,8 +1,8 @@
 """The hash of `hashing` in one launch (Triton).
 
-Torch has no such operation: by its own a hash of three keys takes 60 launches, and a round of a sampled chain of three
-drafts needs five of them. Philox, which torch and Triton have, would give other numbers, and so other texts than those
-that a seed has given until now.
+Torch has no such operation: composed of its own a hash of three keys takes 60 launches, and a round of a sampled chain
+of three drafts needs five of them. Philox, which torch and Triton have, would give other numbers, and so other texts
+than those that a seed has given until now.
 
 Shapes: the keys are broadcast to `[A, B, C]`.
 """
@@ -44,7 +44,7 @@ def further(state, key, a, b, c, stride_a, stride_b, stride_c, num_c):
 @triton.jit(do_not_specialize=["stream"])
 def hash_keys(
     seed,  # []
-    first,  # the keys, [A, B, C] each; those that are not there are not read
+    first,  # the keys, [A, B, C] each; those beyond KEYS are not read
     second,
     third,
     fourth,
@@ -78,8 +78,8 @@ def hash_keys(
         state = further(state, third, a, b, c, third_a, third_b, third_c, num_c)
     if KEYS > 3:
         state = further(state, fourth, a, b, c, fourth_a, fourth_b, fourth_c, num_c)
-    found = ((state >> 11).to(tl.float64) + 0.5) * 1.1102230246251565e-16
-    tl.store(out + (a * tl.num_programs(1) + b) * num_c + c, found, mask=c < num_c)
+    uniform = ((state >> 11).to(tl.float64) + 0.5) * 1.1102230246251565e-16
+    tl.store(out + (a * tl.num_programs(1) + b) * num_c + c, uniform, mask=c < num_c)
 
 
 @custom_op("outrider::uniforms", mutates_args=())

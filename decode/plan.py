@@ -1,14 +1,19 @@
-"""What a proposal looks like and how it is verified."""
+"""A plan: the shape of a proposal and how it is verified; and static trees, given or the best for measured rates.
+
+Nodes of a tree are numbered so that parents come first; −1 is the root.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from typing import Any
 
 from ..common import BadInputError
+from ..common.values import tree_depths
 from .control import Control
 from .rules import AT_ZERO, LOSSLESS, LOSSY, RULES, DraftShape, choose_rule, fitting_rules
-from .trees import Tree
 
 
 @dataclass(frozen=True)
@@ -24,8 +29,8 @@ class Plan:
         tree: a static tree instead; it decides the depth.
         verify: "auto", or the name of a rule (`decode.rules.RULES`); see `choose_rule`.
         confidence: a chain ends after the first draft that the drafter gives less probability than this; 0 for never.
-            A drafter that tells how sure it is before it draws (`Abilities.confident`) ends a chain before the first
-            draft that it takes to be reached and accepted with less than this.
+            With a drafter that has a confidence before it draws (`Abilities.confident`) it ends before the first draft
+            that is expected to be reached and accepted with less than this.
         control: decides the depth of every round, up to `depth`, or that it drafts nothing (a tree is drafted
             whole or not at all).
     """
@@ -117,7 +122,7 @@ class Plan:
         return Plan(self.depth, verify=self.verify if fits else "auto", control=self.control)
 
     def up_to(self, depth: int | None) -> Plan:
-        """Return this plan cut down to `depth` (None: as it is), for a drafter that drafts no deeper."""
+        """Return this plan cut to `depth` (None: as it is), for a drafter that drafts no deeper."""
         if depth is None or self.depth <= depth:
             return self
         return replace(self, depth=depth, tree=self.tree and self.tree.up_to(depth))
@@ -145,3 +150,108 @@ class Plan:
         if self.verify == AT_ZERO and temperature > 0:
             raise BadInputError(f"the greedy rule needs temperature 0, got {temperature}.")
         return choose_rule(self.verify, self.shape, temperature, deterministic)
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A static shape: the parent of each node, in level order; a chain of three is (-1, 0, 1).
+
+    Raises:
+        BadInputError: a parent that does not come first, or nodes that are not in level order.
+    """
+
+    parents: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "parents", tuple(self.parents))
+        tree_depths(self.parents)  # refuses what is no tree
+
+    @cached_property
+    def depths(self) -> tuple[int, ...]:
+        """The depth of each node; a child of the root has depth 1."""
+        return tree_depths(self.parents)
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """The number of each node among its siblings, from 0."""
+        return tuple(sum(p == parent for p in self.parents[:node]) for node, parent in enumerate(self.parents))
+
+    @cached_property
+    def children(self) -> dict[int, tuple[int, ...]]:
+        """The children of each node, and of the root."""
+        return {
+            node: tuple(i for i, p in enumerate(self.parents) if p == node) for node in range(-1, len(self.parents))
+        }
+
+    @property
+    def depth(self) -> int:
+        return self.depths[-1]
+
+    def up_to(self, depth: int) -> Tree:
+        """Return the tree of its first `depth` levels."""
+        return Tree(self.parents[: sum(d <= depth for d in self.depths)])
+
+    def value(self, rates: Sequence[Sequence[float]]) -> float:
+        """Return the expected tokens of a round.
+
+        They are 1 + Σ over nodes of the product of `rates[depth − 1][rank]` along the path.
+        """
+        reached: list[float] = []
+        for parent, depth, rank in zip(self.parents, self.depths, self.ranks, strict=True):
+            reached.append((1.0 if parent < 0 else reached[parent]) * rates[depth - 1][rank])
+        return 1 + sum(reached)
+
+
+def best_tree(rates: Sequence[Sequence[float]], nodes: int) -> Tree:
+    """Return the tree of `nodes` drafts with the highest expected number of tokens.
+
+    Sequoia's dynamic programme (arXiv 2402.12374, §4.1).
+
+    Args:
+        rates: `rates[d][r]`, the probability that the r-th child of a node at depth d is accepted, given that the node
+            was (and that the children before it were refused: counted as part of the rate). Depth and width are limited
+            by it.
+
+    Raises:
+        BadInputError: more nodes than these rates have room for.
+    """
+
+    if not rates or nodes < 1:
+        raise BadInputError(
+            f"the best tree needs acceptance rates and at least one node; got {len(rates)} levels and {nodes} nodes."
+        )
+
+    @cache
+    def below(count: int, depth: int, rank: int) -> tuple[float, tuple[int, ...]]:
+        """Return the best value of `count` nodes below a node at `depth`, in its children from `rank` on.
+
+        It comes with the sizes of those children's subtrees.
+        """
+        if count == 0:
+            return 0.0, ()
+        if depth == len(rates) or rank == len(rates[depth]):
+            return -1.0, ()
+        best: tuple[float, tuple[int, ...]] = (-1.0, ())
+        for size in range(1, count + 1):
+            inside, rest = below(size - 1, depth + 1, 0), below(count - size, depth, rank + 1)
+            if inside[0] < 0 or rest[0] < 0:
+                continue
+            value = rates[depth][rank] * (1 + inside[0]) + rest[0]
+            if value > best[0]:
+                best = (value, (size, *rest[1]))
+        return best
+
+    if below(nodes, 0, 0)[0] < 0:
+        raise BadInputError(
+            f"no tree of {nodes} nodes fits into {len(rates)} levels with at most {max(map(len, rates))} children."
+        )
+    parents: list[int] = []
+    level = [(-1, nodes)]  # nodes of one depth with the number of nodes below each
+    for depth in range(len(rates)):
+        following = []
+        for node, count in level:
+            for size in below(count, depth, 0)[1]:
+                following.append((len(parents), size - 1))
+                parents.append(node)
+        level = following
+    return Tree(tuple(parents))

@@ -2,7 +2,7 @@
 
 A sequence is committed tokens plus a `root`: its last token, which the target has not processed yet. A round drafts
 after the root, verifies root and drafts in one pass of the target, and ends with a new root. It takes a `RoundState`
-and gives the next one, and an `RoundResult`, of which the host reads one small tensor.
+and gives the next one, and a `RoundResult`, of which the host reads one small tensor: a `RoundRow` per sequence.
 
 Shapes: B active rows, N draft tokens, D of them on the longest path (in a chain all), V vocabulary, K taps,
 H hidden size.
@@ -10,48 +10,58 @@ H hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..heads import Abilities, NodeSession, Proposal, Session
 from ..targets import RaggedCache, RowLengths, Target
 from .control import Schedule
-from .drafting import DraftSampler, SamplerConfig, propose_confidently
-from .finite import BROKEN, are_finite
-from .growth import StaticTree, grow_dynamic, grow_static
+from .drafting import (
+    ChainDraft,
+    Draft,
+    DraftSampler,
+    SamplerConfig,
+    StaticTree,
+    grow_dynamic,
+    grow_static,
+    propose_confidently,
+)
+from .finite import are_finite
 from .hashing import Seed
 from .plan import Plan
 from .rules import LOSSY, RULES, DraftShape, Verdict, VerifyInputs
 from .sampling import Context, Keys, nothing_left
 
-NOTHING = -1  # in place of a following token: the processors left none
+_NOTHING_LEFT, _NOT_FINITE = -1, -2  # in place of a token that follows; see `RoundRow`
 
 
 @dataclass(frozen=True)
-class Setup:
+class RoundSetup:
     """What does not change from round to round of one request.
 
     Attributes:
         target: verifies.
         plan: no deeper than the drafter drafts.
-        drawing: how tokens are drawn from logits.
+        sampler_config: how tokens are drawn from logits.
         abilities: the drafter's; all off where there is none.
         taps: hidden states that the drafter reads.
-        asks: whether a round may ask the host if a chain has ended. A round of fixed shape may not.
-        watch: told of every verdict; for measurements.
+        may_sync: whether the host may wait for the device inside a round, to learn whether a chain has ended. It may
+            not in a round of fixed shape.
+        on_verdict: called with every verdict; for measurements.
     """
 
     target: Target
     plan: Plan
-    drawing: SamplerConfig
+    sampler_config: SamplerConfig
     abilities: Abilities = field(default_factory=Abilities)
     taps: tuple[int, ...] = ()
-    asks: bool = True
-    watch: Callable[[Verdict], None] | None = None
+    may_sync: bool = True
+    on_verdict: Callable[[Verdict], None] | None = None
 
     @property
     def lossy(self) -> bool:
@@ -60,10 +70,10 @@ class Setup:
 
     def rule(self, deterministic: bool) -> str:
         """Return the name of the rule for proposals that are, or are not, deterministic."""
-        return self.plan.rule(self.drawing.sampling.temperature, deterministic)
+        return self.plan.rule(self.sampler_config.sampling.temperature, deterministic)
 
     @cached_property
-    def layout(self) -> StaticTree | None:
+    def static_tree(self) -> StaticTree | None:
         """The plan's static tree on the target's device; None if it has none."""
         return None if self.plan.tree is None else StaticTree.of(self.plan.tree, self.target.device)
 
@@ -75,8 +85,8 @@ class RoundState:
     Attributes:
         root: each row's last token, not processed yet, `[B]`.
         sequences: which sequence each row is, `[B]`; keys its randomness, with `seed`.
-        wanting: rows that want drafts, `[B]` bool; None for all.
-        context: what the processors know of the committed text, the root included; None without processors.
+        speculate: rows that are drafted for, `[B]` bool; None for all.
+        context: the processors' view of the committed text, the root included; None without processors.
         cache: the target's, of the committed tokens but the root.
         session: the drafter's; an empty one where nothing is drafted.
     """
@@ -84,14 +94,14 @@ class RoundState:
     root: Tensor
     sequences: Tensor
     seed: Seed
-    wanting: Tensor | None
+    speculate: Tensor | None
     context: Context | None
     cache: RaggedCache
     session: Session
 
     @property
     def keys(self) -> Keys:
-        """What draws of this round are keyed by: its first token follows the root."""
+        """The keys of this round's draws: its first token follows the root."""
         return Keys(self.seed, self.sequences, self.cache.lengths + 1)
 
     def select(self, rows: list[int]) -> RoundState:
@@ -102,30 +112,72 @@ class RoundState:
             self,
             root=self.root[rows],
             sequences=self.sequences[rows],
-            wanting=None if self.wanting is None else self.wanting[rows],
+            speculate=None if self.speculate is None else self.speculate[rows],
             context=None if self.context is None else self.context.select(rows),
         )
 
-    # What a captured round reads and writes (see `graphs`); entries of caches are written where they are.
+    # What a captured round reads and writes (see `static_batch`); entries of caches are written where they are.
 
     def tensors(self) -> list[Tensor]:
-        """Return everything that a round reads and the round before, or the request, wrote; entries of caches apart."""
+        """Return all tensors that a round reads and the round before, or the request, wrote; cache entries apart."""
         assert isinstance(self.seed, Tensor), "rounds of fixed shapes take their seed from the device"
-        found = [self.seed, self.sequences, self.root, self.cache.lengths]
-        found += [] if self.wanting is None else [self.wanting]
-        found += [] if self.context is None else self.context.tensors()
-        return found + [cache.lengths for cache in self.session.caches()] + self.session.carried()
+        own = [self.seed, self.sequences, self.root, self.cache.lengths]
+        own += [] if self.speculate is None else [self.speculate]
+        own += [] if self.context is None else self.context.tensors()
+        return own + [cache.lengths for cache in self.session.caches()] + self.session.carried()
 
     def at(self, tensors: list[Tensor]) -> RoundState:
         """Return this state in other places in memory, given in the order of `tensors`."""
         rest = iter(tensors)
         seed, sequences, root, self.cache.lengths = next(rest), next(rest), next(rest), next(rest)
-        wanting = None if self.wanting is None else next(rest)
+        speculate = None if self.speculate is None else next(rest)
         context = None if self.context is None else self.context.at(rest)
         for cache in self.session.caches():
             cache.lengths = next(rest)
         self.session.carry(list(rest))
-        return replace(self, seed=seed, sequences=sequences, root=root, wanting=wanting, context=context)
+        return replace(self, seed=seed, sequences=sequences, root=root, speculate=speculate, context=context)
+
+
+@dataclass(frozen=True)
+class RoundRow:
+    """What the host reads of one sequence's round.
+
+    Attributes:
+        drafts: those of the kept path, `[D]`; the first `accepted` of them stay.
+        following: the token that follows them, unless there is none: then `nothing_left` or `not_finite` is true.
+        accepted, drafted, tried: see `stats.Round`.
+    """
+
+    drafts: list[int]
+    following: int
+    accepted: int
+    drafted: int
+    tried: int
+
+    @staticmethod
+    def pack(drafts: Tensor, following: Tensor, accepted: Tensor, drafted: Tensor, tried: Tensor) -> Tensor:
+        """Return the rows as one tensor, `[B, D + 4]`, of drafts `[B, D]` and four numbers of each row `[B]`."""
+        return torch.cat([drafts, torch.stack([following, accepted, drafted, tried], 1)], 1)
+
+    @classmethod
+    def unpack(cls, packed: list[list[int]]) -> list[RoundRow]:
+        """Return the rows of a packed tensor that was read."""
+        return [cls(row[:-4], *row[-4:]) for row in packed]
+
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens that the round adds: accepted drafts, then the target's own token."""
+        return [*self.drafts[: self.accepted], self.following]
+
+    @property
+    def nothing_left(self) -> bool:
+        """Whether the processors left no token to go on with."""
+        return self.following == _NOTHING_LEFT
+
+    @property
+    def not_finite(self) -> bool:
+        """Whether some logits of the round are not finite."""
+        return self.following == _NOT_FINITE
 
 
 @dataclass(frozen=True)
@@ -133,8 +185,7 @@ class RoundResult:
     """What a round did, on the device.
 
     Attributes:
-        packed: per row the kept path's drafts, then the token that follows, how many drafts were accepted, drafted, and
-            tried (see `stats.Round`), `[B, D + 4]`: all that the host needs.
+        packed: a `RoundRow` of each sequence, `[B, D + 4]`: all that the host needs.
         tokens: root and drafts of the path, `[B, 1 + D]`.
         hidden: their tapped states, `[B, 1 + D, K, H]`; None without taps.
         counts: how many of them stay, `[B]`.
@@ -152,8 +203,8 @@ class RoundResult:
     best: Tensor | None
     rule: str
 
-    def of(self, rows: list[int]) -> RoundResult:
-        """Return what it says of these rows."""
+    def select(self, rows: list[int]) -> RoundResult:
+        """Return the result of these rows."""
         if len(rows) == len(self.packed):
             return self
         hidden, read, best = (None if t is None else t[rows] for t in (self.hidden, self.read, self.best))
@@ -167,100 +218,124 @@ class RoundResult:
         return replace(self, tokens=self.tokens.clone(), hidden=hidden, counts=counts, read=read, best=best)
 
 
-def step(setup: Setup, state: RoundState, depth: int) -> tuple[RoundState, RoundResult]:
-    """Play a whole round of `depth` drafts: draft, verify, commit, and let the session take note."""
-    state, outcome = verify_and_commit(setup, state, draft(setup, state, depth))
-    update_session(state, outcome)
-    return state, outcome
+@dataclass(frozen=True)
+class PendingRound:
+    """A round that was launched and that the host has not read.
+
+    Attributes:
+        state: what it leaves for the round after it, which may be launched at once.
+        packed: waits for it and returns `RoundResult.packed`.
+        rule: the name of the rule that judges it.
+        idle: rows that had finished before it.
+    """
+
+    state: RoundState
+    packed: Callable[[], list[list[int]]]
+    rule: str
+    idle: tuple[int, ...] = ()
+
+    def read(self) -> list[RoundRow]:
+        """Wait for the round and return its rows."""
+        return RoundRow.unpack(self.packed())
+
+
+def step(
+    setup: RoundSetup, state: RoundState, depth: int, on_drafted: Callable[[], None] | None = None
+) -> tuple[RoundState, RoundResult]:
+    """Run a whole round of `depth` drafts: draft, verify, commit, and update the drafter's session.
+
+    Args:
+        on_drafted: called between drafting and verification, by those who time them.
+    """
+    drafted = draft(setup, state, depth)
+    if on_drafted is not None:
+        on_drafted()
+    state, result = verify_and_commit(setup, state, drafted)
+    update_session(state, result)
+    return state, result
+
+
+def first_tokens(setup: RoundSetup, state: RoundState, logits: Tensor | None, keys: Keys) -> tuple[RoundState, Tensor]:
+    """Draw the tokens that follow the prompts from the target's logits after them, `[B, 1, V]`.
+
+    Returns:
+        The state whose roots they are, and a packed `RoundRow` of each.
+    """
+    verdict, _ = judge(setup, state, no_draft(state.root), logits, keys)
+    nothing = verdict.accepted
+    return commit(state, state.root[:, None][:, :0], verdict, nothing, nothing)
 
 
 # ------------------------------------------------------------ draft
 
 
-@dataclass(frozen=True)
-class Draft:
-    """A proposal on its way to the target.
-
-    Attributes:
-        probs: what its tokens were drawn from: for a chain `[B, N, V]`, for a tree at each place `[B, 1 + N, V]`; None
-            if they were not drawn.
-        rule: the name of the rule that will judge it.
-        peaks: a number of each of the drafter's distributions, finite only if its logits are, `[B, …]` each.
-    """
-
-    proposal: Proposal
-    probs: Tensor | None
-    rule: str
-    peaks: Sequence[Tensor] = ()
-
-
-def no_draft(setup: Setup, root: Tensor) -> Draft:
+def no_draft(root: Tensor) -> Draft:
     """Return a draft of nothing: plain decoding."""
-    return Draft(Proposal.chain(root[:, None][:, :0]), None, setup.rule(deterministic=False))
+    return Draft(Proposal.chain(root[:, None][:, :0]))
 
 
-def draft(setup: Setup, state: RoundState, depth: int) -> Draft:
-    """Let the session propose up to `depth` tokens after the root, in the plan's shape where it can."""
+def draft(setup: RoundSetup, state: RoundState, depth: int) -> Draft:
+    """Draft up to `depth` tokens after the root, in the plan's shape if the session can."""
     if not depth:
-        return no_draft(setup, state.root)
-    rule = RULES[setup.rule(setup.abilities.deterministic)]
-    chooser = DraftSampler(rule, setup.drawing, state.keys, state.context, setup.plan.confidence)
-    proposal, probs = _propose(setup, state, depth, chooser)
-    peaks = chooser.peaks if probs is None else [*chooser.peaks, probs[:, :, 0]]
-    lengths = _lengths(setup, chooser, proposal)
-    proposal = _wanted(state, proposal, lengths)
-    if lengths is not None and setup.asks:
-        proposal, probs = _cut(proposal, probs)
-    return Draft(proposal, probs, setup.rule(proposal.deterministic), peaks)
-
-
-def _propose(setup: Setup, state: RoundState, depth: int, chooser: DraftSampler) -> tuple[Proposal, Tensor | None]:
+        return no_draft(state.root)
     plan, session, root = setup.plan, state.session, state.root
+    sampler = DraftSampler(
+        RULES[setup.rule(setup.abilities.deterministic)], setup.sampler_config, state.keys, state.context
+    )
     if isinstance(session, NodeSession) and setup.abilities.reads_nodes:
-        if setup.layout is not None and depth == plan.depth:
-            return grow_static(session, root, setup.layout, chooser)
+        if setup.static_tree is not None and depth == plan.depth:
+            return _masked(state, grow_static(session, root, setup.static_tree, sampler), None)
         if plan.shape is DraftShape.DYNAMIC:
-            return grow_dynamic(session, root, plan.width, plan.max_nodes, depth, chooser), None
-        if setup.abilities.confident and (plan.confidence or isinstance(plan.control, Schedule)):
-            proposal = propose_confidently(session, root, depth, chooser, setup.asks)
-            return proposal, torch.stack(chooser.probs, 1) if chooser.probs else None
-    proposal = session.propose(root, depth, chooser, chooser.ended if setup.asks else None)
-    return proposal, torch.stack(chooser.probs, 1) if chooser.probs else None
+            return _masked(state, grow_dynamic(session, root, plan.width, plan.max_nodes, depth, sampler), None)
+    chain = ChainDraft(sampler, plan.confidence)
+    drafted = chain.draft(_propose_chain(setup, state, depth, chain))
+    lengths = _lengths(plan, chain, drafted.proposal)
+    drafted = _masked(state, drafted, lengths)
+    return drafted if lengths is None or not setup.may_sync else _shortened(drafted)
 
 
-def _lengths(setup: Setup, chooser: DraftSampler, proposal: Proposal) -> Tensor | None:
+def _propose_chain(setup: RoundSetup, state: RoundState, depth: int, chain: ChainDraft) -> Proposal:
+    plan, session = setup.plan, state.session
+    by_confidence = setup.abilities.confident and (plan.confidence or isinstance(plan.control, Schedule))
+    if by_confidence and setup.abilities.reads_nodes and isinstance(session, NodeSession):
+        return propose_confidently(session, state.root, depth, chain, setup.may_sync)
+    return session.propose(state.root, depth, chain.next_token, chain.ended if setup.may_sync else None)
+
+
+def _lengths(plan: Plan, chain: ChainDraft, proposal: Proposal) -> Tensor | None:
     """Return how many tokens of its chain each row really proposes, `[B]`; None for all."""
-    if isinstance(setup.plan.control, Schedule) and chooser.reach:
-        return setup.plan.control.lengths(torch.stack(chooser.reach[: proposal.depth], 1))
-    return chooser.lengths
+    if isinstance(plan.control, Schedule) and chain.reach:
+        return plan.control.lengths(torch.stack(chain.reach[: proposal.depth], 1))
+    return chain.lengths
 
 
-def _wanted(state: RoundState, proposal: Proposal, lengths: Tensor | None) -> Proposal:
-    """Take out what follows a row's first `lengths` `[B]` tokens (None: all), and the drafts of rows that want none."""
-    real = proposal.real
+def _masked(state: RoundState, draft: Draft, lengths: Tensor | None) -> Draft:
+    """Return the draft with only each row's first `lengths` `[B]` tokens (None: all) real, none in a plain row."""
+    real = draft.proposal.real
     if lengths is not None:
         real = real & (torch.arange(real.shape[1], device=real.device) < lengths[:, None])
-    if state.wanting is not None:
-        real = real & state.wanting[:, None]
-    return proposal if real is proposal.real else replace(proposal, real=real)
+    if state.speculate is not None:
+        real = real & state.speculate[:, None]
+    return draft if real is draft.proposal.real else replace(draft, proposal=replace(draft.proposal, real=real))
 
 
-def _cut(proposal: Proposal, probs: Tensor | None) -> tuple[Proposal, Tensor | None]:
-    """Return a chain, and what it was drawn from, without what no row proposes: the target would read it in vain."""
+def _shortened(draft: Draft) -> Draft:
+    """Return a chain cut to the longest that a row proposes: the target would read the rest in vain."""
+    proposal, probs = draft.proposal, draft.probs
     longest = int(proposal.lengths.max())
     if longest == proposal.depth:
-        return proposal, probs
+        return draft
     chain = Proposal(
         proposal.tokens[:, :longest], proposal.real[:, :longest], longest, deterministic=proposal.deterministic
     )
-    return chain, None if probs is None or not longest else probs[:, :longest]
+    return Draft(chain, None if probs is None or not longest else probs[:, :longest], draft.peaks)
 
 
 # ------------------------------------------------------------ verify
 
 
 @dataclass(frozen=True)
-class Drafted:
+class ProposedRound:
     """A round whose proposal was made by the host: what verifying it reads.
 
     Attributes:
@@ -276,23 +351,23 @@ class Drafted:
         tree = [tensor for tensor in (proposal.parents, proposal.read) if tensor is not None]
         return [proposal.tokens, proposal.real, *tree, *self.state.tensors()]
 
-    def at(self, tensors: list[Tensor]) -> Drafted:
+    def at(self, tensors: list[Tensor]) -> ProposedRound:
         """Return the same in other places in memory, given in the order of `tensors`."""
         rest = iter(tensors)
         moved = replace(self.proposal, tokens=next(rest), real=next(rest))
         if moved.parents is not None:
             moved = replace(moved, parents=next(rest), read=next(rest))
-        return Drafted(self.state.at(list(rest)), moved)
+        return ProposedRound(self.state.at(list(rest)), moved)
 
 
-def verify(setup: Setup, drafted: Drafted) -> tuple[Drafted, RoundResult]:
-    """Verify what the host proposed and commit what stays; its session takes note elsewhere."""
-    proposal = _wanted(drafted.state, drafted.proposal, None)
-    state, outcome = verify_and_commit(setup, drafted.state, Draft(proposal, None, setup.rule(proposal.deterministic)))
-    return replace(drafted, state=state), outcome
+def verify_proposed(setup: RoundSetup, proposed: ProposedRound) -> tuple[ProposedRound, RoundResult]:
+    """Verify the host's proposal and commit what stays; its session is updated by the caller."""
+    drafted = _masked(proposed.state, Draft(proposed.proposal), None)
+    state, result = verify_and_commit(setup, proposed.state, drafted)
+    return replace(proposed, state=state), result
 
 
-def verify_and_commit(setup: Setup, state: RoundState, draft: Draft) -> tuple[RoundState, RoundResult]:
+def verify_and_commit(setup: RoundSetup, state: RoundState, draft: Draft) -> tuple[RoundState, RoundResult]:
     """Verify a draft in one pass of the target and commit what stays."""
     proposal = draft.proposal
     tokens = torch.cat([state.root[:, None], proposal.tokens], 1)  # [B, 1 + N]
@@ -306,39 +381,39 @@ def verify_and_commit(setup: Setup, state: RoundState, draft: Draft) -> tuple[Ro
     counts = RowLengths(verdict.accepted + 1)
     state.cache.advance(counts)
     state, packed = commit(state, chosen, verdict, proposal.lengths, _tried(proposal, verdict))
-    return state, RoundResult(packed, tokens, hidden, counts, read, best, draft.rule)
+    return state, RoundResult(packed, tokens, hidden, counts, read, best, setup.rule(proposal.deterministic))
 
 
 def judge(
-    setup: Setup, state: RoundState, draft: Draft, logits: Tensor | None, keys: Keys
+    setup: RoundSetup, state: RoundState, draft: Draft, logits: Tensor | None, keys: Keys
 ) -> tuple[Verdict, Tensor | None]:
-    """Let the rule decide, from the target's logits after root and drafts, `[B, 1 + N, V]`.
+    """Apply the rule to the target's logits after root and drafts, `[B, 1 + N, V]`.
 
     Also return the most probable token at each place, `[B, 1 + N]`, if a session wants to observe it.
     """
     assert logits is not None
-    proposal, drawing = draft.proposal, setup.drawing
-    if drawing.processors is not None and state.context is not None:
-        logits = drawing.processors(logits, state.context.then(proposal.tokens, proposal.nodes.sees[:, :, 1:]))
-    case = VerifyInputs(proposal, logits, draft.probs, drawing.sampling, keys)
-    best = case.best if setup.abilities.observes and proposal.tokens.shape[1] else None
-    verdict = RULES[draft.rule].judge(case)
-    if setup.watch is not None:
-        setup.watch(verdict)
-    if drawing.processors is None:
-        return _unless_broken(verdict, [case.peaks, *draft.peaks]), best
+    proposal, config = draft.proposal, setup.sampler_config
+    if config.processors is not None and state.context is not None:
+        logits = config.processors(logits, state.context.then(proposal.tokens, proposal.nodes.sees[:, :, 1:]))
+    inputs = VerifyInputs(proposal, logits, draft.probs, config.sampling, keys)
+    best = inputs.best if setup.abilities.observes and proposal.tokens.shape[1] else None
+    verdict = RULES[setup.rule(proposal.deterministic)].judge(inputs)
+    if setup.on_verdict is not None:
+        setup.on_verdict(verdict)
+    if config.processors is None:
+        return _marked_not_finite(verdict, [inputs.peaks, *draft.peaks]), best
     end = verdict.accepted  # the place after what was accepted
     if verdict.path is not None:
-        end = torch.nn.functional.pad(verdict.path + 1, (1, 0)).gather(1, end[:, None])[:, 0]
+        end = pad(verdict.path + 1, (1, 0)).gather(1, end[:, None])[:, 0]
     dead = nothing_left(logits)
     dead_end = dead.gather(1, end[:, None])[:, 0]
-    verdict = verdict._replace(following=verdict.following.masked_fill(dead_end, NOTHING))
-    return _unless_broken(verdict, [case.peaks.masked_fill(dead, 0), *draft.peaks]), best
+    verdict = verdict._replace(following=verdict.following.masked_fill(dead_end, _NOTHING_LEFT))
+    return _marked_not_finite(verdict, [inputs.peaks.masked_fill(dead, 0), *draft.peaks]), best
 
 
-def _unless_broken(verdict: Verdict, peaks: list[Tensor]) -> Verdict:
+def _marked_not_finite(verdict: Verdict, peaks: list[Tensor]) -> Verdict:
     """Return the verdict, in which no token follows where logits of target or drafter are not finite."""
-    return verdict._replace(following=torch.where(are_finite(peaks), verdict.following, BROKEN))
+    return verdict._replace(following=torch.where(are_finite(peaks), verdict.following, _NOT_FINITE))
 
 
 def _keep_path(
@@ -348,7 +423,7 @@ def _keep_path(
     assert proposal.read is not None
     nodes = path.clamp(min=0)
     cache.keep(torch.cat([torch.zeros_like(path[:, :1]), torch.where(path < 0, path, path + 1)], 1))
-    places = torch.nn.functional.pad((path + 1).clamp(min=0), (1, 0))
+    places = pad((path + 1).clamp(min=0), (1, 0))
     if hidden is not None:
         hidden = hidden.gather(1, places[:, :, None, None].expand(-1, -1, *hidden.shape[2:]))
     tokens = torch.cat([tokens[:, :1], proposal.tokens.gather(1, nodes)], 1)
@@ -360,7 +435,7 @@ def _tried(proposal: Proposal, verdict: Verdict) -> Tensor:
     accepted, path = verdict.accepted, verdict.path
     if path is None or proposal.parents is None:
         return proposal.lengths
-    end = torch.nn.functional.pad(path, (1, 0), value=-1).gather(1, accepted[:, None])
+    end = pad(path, (1, 0), value=-1).gather(1, accepted[:, None])
     return accepted + ((proposal.parents == end) & proposal.real).any(1)
 
 
@@ -370,7 +445,7 @@ def _tried(proposal: Proposal, verdict: Verdict) -> Tensor:
 def commit(
     state: RoundState, chosen: Tensor, verdict: Verdict, drafted: Tensor, tried: Tensor
 ) -> tuple[RoundState, Tensor]:
-    """Make the token that follows the root; return what the host needs of the round, too (see `RoundResult.packed`).
+    """Make the token that follows the root; also return the packed `RoundRow` of each sequence.
 
     Args:
         chosen: `[B, D]`, of which the first `verdict.accepted` stay.
@@ -383,12 +458,12 @@ def commit(
         context = context.then(torch.cat([chosen, following[:, None]], 1), emitted[:, None])
     # Where no token follows, the host raises; a finished row that runs on idly needs one all the same.
     root = following.clamp(min=0)
-    packed = torch.cat([chosen, torch.stack([following, accepted, drafted, tried], 1)], 1)
+    packed = RoundRow.pack(chosen, following, accepted, drafted, tried)
     return replace(state, root=root, context=context), packed
 
 
-def update_session(state: RoundState, outcome: RoundResult) -> None:
-    """Let the session take note of a round."""
-    if outcome.best is not None:
-        state.session.on_target_argmax(outcome.best)
-    state.session.update(outcome.tokens, outcome.hidden, outcome.counts, outcome.read)
+def update_session(state: RoundState, result: RoundResult) -> None:
+    """Update the drafter's session with a round's result."""
+    if result.best is not None:
+        state.session.on_target_argmax(result.best)
+    state.session.update(result.tokens, result.hidden, result.counts, result.read)

@@ -83,12 +83,12 @@ def _are_tokens(values: object) -> bool:
 
 @dataclass(frozen=True)
 class Context:
-    """What the processors know of the text before a token, at Q places of every row.
+    """The part of the text before a token that the processors use, at Q places of every row.
 
     Attributes:
         num_new: how many of its tokens were generated, `[B, Q]`.
         recent: its last W tokens, `[B, Q, W]`; -1 where it is shorter.
-        present: which tokens occur in it, `[B, Q, V]`; None if nobody asks.
+        present: which tokens occur in it, `[B, Q, V]`; None without a repetition penalty.
     """
 
     num_new: Tensor
@@ -274,8 +274,8 @@ def highest(logits: Tensor) -> Highest:
     `max` finds the same token as `argmax`, which takes three times as long on a CPU. There it looks at copies in fp32:
     numbers of 16 bits take longer.
     """
-    found = (logits if logits.is_cuda else logits.float()).max(-1)
-    return Highest(found.indices, found.values)
+    most = (logits if logits.is_cuda else logits.float()).max(-1)
+    return Highest(most.indices, most.values)
 
 
 def draw(probs: Tensor, uniform: Tensor) -> Tensor:
@@ -295,7 +295,7 @@ def draw(probs: Tensor, uniform: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Keys:
-    """What every draw of a round is keyed by, so that it depends on its place alone, whatever the batch.
+    """The keys of every draw of a round, by which it depends on its place alone, whatever the batch.
 
     Attributes:
         seed: the request's.

@@ -4,13 +4,19 @@ Every pass reads a window of the caches, whatever its rows' lengths; windows com
 window, depth, plan and sampling (seeds and sequence ids are inputs). A round drafts, verifies, accepts, compacts and
 leaves the next round's inputs without the host; the host then reads what it emitted, once. Where the host itself makes
 the proposal, of the text alone, it is an input. Rows that have finished run on idly and are ignored.
+
+`StaticBatch` holds the memory and runs the rounds; `Graphs`, after it, captures and replays work over fixed tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import gc
+import logging
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +24,21 @@ from torch import Tensor, nn
 from ..heads import Drafter, NoDraftSession, Session
 from ..targets import RaggedCache, Target
 from ..targets.weights import module_versions, weight_versions
-from .graphs import Graphs
-from .round import Drafted, RoundResult, RoundState, Setup, step, update_session, verify
+from .round import (
+    PendingRound,
+    ProposedRound,
+    RoundResult,
+    RoundRow,
+    RoundSetup,
+    RoundState,
+    step,
+    update_session,
+    verify_proposed,
+)
 
 _LEAST = 256
+_MOST_GRAPHS = 64
+_log = logging.getLogger("outrider")
 
 
 def window_of(needed: int) -> int:
@@ -43,23 +60,6 @@ def margin(nodes: int, depth: int, reads: int) -> int:
     return 2 * (1 + max(nodes, depth, reads)) + 1
 
 
-@dataclass(frozen=True)
-class PendingRound:
-    """A round that the device was given and that the host has not read.
-
-    Attributes:
-        state: what it leaves for the round after it, which may be launched at once.
-        packed: waits for it and returns what it packed, see `RoundResult`.
-        idle: rows that had finished before it.
-        rule: the name of the rule that judges it.
-    """
-
-    state: RoundState
-    packed: Callable[[], list[list[int]]]
-    idle: tuple[int, ...]
-    rule: str
-
-
 class StaticBatch:
     """Caches, a session and graphs for rounds of `rows` sequences of up to `length` entries.
 
@@ -75,7 +75,7 @@ class StaticBatch:
         self.session = self._open()
         captures = target.device.type == "cuda"
         self.graphs: Graphs[RoundState, RoundResult] = Graphs(target.device, captures)
-        self.proposed: Graphs[Drafted, RoundResult] = Graphs(target.device, captures)  # where the host makes proposals
+        self.proposed: Graphs[ProposedRound, RoundResult] = Graphs(target.device, captures)  # of the host's proposals
         self._computed_by = self._computes_by_now()
         self._pinned = [torch.empty(0, dtype=torch.long)] * 2  # taken in turns: one round may be read while one runs
         self._turn = 0
@@ -88,7 +88,7 @@ class StaticBatch:
         return self.drafter.open(self.target, self.cache.batch_size, self.length, self.spare, self.cache)
 
     def fits(self, length: int, spare: int) -> bool:
-        """Tell whether it is large enough for a request."""
+        """Return whether it is large enough for a request."""
         return length <= self.length and spare <= self.spare
 
     def num_bytes(self) -> int:
@@ -101,7 +101,7 @@ class StaticBatch:
         """Become ready for another request.
 
         Where target or drafter were trained on, moved, or set otherwise in between, rounds start over: a session may
-        hold what it made of weights, and a graph reads them where they were, and has the numbers of settings in it.
+        hold values computed from weights, and a graph reads weights where they were and contains the settings' numbers.
         """
         self.cache.reset()
         before, self._computed_by = self._computed_by, self._computes_by_now()
@@ -118,18 +118,20 @@ class StaticBatch:
         self.session.reset()
 
     def _computes_by_now(self) -> list[Hashable]:
-        """Return what changes when anything does that rounds compute by: weights, modules, hooks, or settings."""
+        """Return a version of everything that rounds compute by: weights, modules, hooks, and settings."""
         model: nn.Module = self.target.model
-        found = [*weight_versions(model.parameters()), *module_versions(model)]
+        versions = [*weight_versions(model.parameters()), *module_versions(model)]
         if self.drafter is None:
-            return found
+            return versions
         settings = [repr(part.config) for part in self.drafter.modules() if isinstance(part, Drafter)]
-        return [*found, *weight_versions(self.drafter.parameters()), *settings]
+        return [*versions, *weight_versions(self.drafter.parameters()), *settings]
 
     # ------------------------------------------------------------ a round
 
-    def launch(self, setup: Setup, state: RoundState, depth: int, idle: Sequence[int], needed: int) -> PendingRound:
-        """Give the device one round of all rows; `read` waits for what comes of it.
+    def launch(
+        self, setup: RoundSetup, state: RoundState, depth: int, idle: Sequence[int], needed: int
+    ) -> PendingRound:
+        """Launch one round of all rows; `read` waits for its result.
 
         Args:
             idle: rows that have finished.
@@ -138,63 +140,63 @@ class StaticBatch:
         window = min(window_of(needed), self.length)
         if self.target.fast is not None and not state.session.caches():
             window = self.length  # one graph serves all lengths
-        for cache in (self.cache, *state.session.caches()):
-            cache.window = self.length if cache is self.cache and self.target.fast is not None else window
+        for store in (self.cache, *state.session.caches()):
+            store.window = self.length if store is self.cache and self.target.fast is not None else window
             if idle:  # what an idle row writes must stay inside the window, and its positions inside the context
-                cache.lengths.masked_fill_(self._mask(tuple(idle)), 1)
+                store.lengths.masked_fill_(self._mask(tuple(idle)), 1)
         if setup.abilities.from_text:
-            state, outcome = self._of_text(setup, state, depth, window, idle)
+            state, result = self._proposed_by_host(setup, state, depth, window, idle)
         else:
-            state, outcome = self._graphed(setup, state, depth, window)
-        return PendingRound(state, self._on_the_way(outcome.packed), tuple(idle), outcome.rule)
+            state, result = self._drafted(setup, state, depth, window)
+        return PendingRound(state, self._copied_to_host(result.packed), result.rule, tuple(idle))
 
-    def read(self, launched: PendingRound) -> list[list[int]]:
-        """Wait for a round and return what it packed, `[B, D + 4]`: the one read of a round."""
-        packed = launched.packed()
-        known = zip(self.cache.host_lengths, packed, strict=True)
+    def read(self, pending: PendingRound) -> list[RoundRow]:
+        """Wait for a round and return its rows: the one read of a round."""
+        rows = pending.read()
+        lengths = zip(self.cache.host_lengths, rows, strict=True)
         self.cache.host_lengths = [
-            1 if r in launched.idle else length + row[-3] + 1 for r, (length, row) in enumerate(known)
+            1 if place in pending.idle else length + row.accepted + 1 for place, (length, row) in enumerate(lengths)
         ]
-        return packed
+        return rows
 
-    def _graphed(self, setup: Setup, state: RoundState, depth: int, window: int) -> tuple[RoundState, RoundResult]:
+    def _drafted(self, setup: RoundSetup, state: RoundState, depth: int, window: int) -> tuple[RoundState, RoundResult]:
         if depth:
             work = partial(step, setup, depth=depth)
-            state, outcome, _ = self.graphs.play(_key(setup, depth, window), work, state)
-            return state, outcome
-        state, outcome, own = self._plain(setup, state, window)
+            state, result, _ = self.graphs.run(_key(setup, depth, window), work, state)
+            return state, result
+        state, result, own = self._plain(setup, state, window)
         update_session(state, own)
-        return state, outcome
+        return state, result
 
-    def _plain(self, setup: Setup, state: RoundState, window: int) -> tuple[RoundState, RoundResult, RoundResult]:
-        """Play a round without drafts, of which the session has yet to take note.
+    def _plain(self, setup: RoundSetup, state: RoundState, window: int) -> tuple[RoundState, RoundResult, RoundResult]:
+        """Run a round without drafts, with which the session has yet to be updated.
 
         What a session makes of such rounds grows from one to the next, so the graph leaves it out. Also return the
-        outcome as the session may keep it.
+        result as the session may keep it.
         """
         alone = replace(state, session=NoDraftSession())
-        after, outcome, replayed = self.graphs.play(_key(setup, 0, window), partial(step, setup, depth=0), alone)
-        return replace(after, session=state.session), outcome, outcome.cloned() if replayed else outcome
+        after, result, replayed = self.graphs.run(_key(setup, 0, window), partial(step, setup, depth=0), alone)
+        return replace(after, session=state.session), result, result.cloned() if replayed else result
 
-    def _of_text(
-        self, setup: Setup, state: RoundState, depth: int, window: int, idle: Sequence[int]
+    def _proposed_by_host(
+        self, setup: RoundSetup, state: RoundState, depth: int, window: int, idle: Sequence[int]
     ) -> tuple[RoundState, RoundResult]:
-        """Play a round whose proposal, if there is one, the host makes; a row that has finished is no text any more."""
+        """Run a round whose proposal, if there is one, the host makes; rows that have finished get none."""
         session, rows = state.session, self._still_proposing(state.session, idle)
         if depth and self.drafter is not None:
             proposal = session.propose(state.root[rows], depth, _no_choice)
             proposal = proposal.spread(rows, self.cache.batch_size, self.drafter.max_nodes(depth))
             key = (_key(setup, depth, window), proposal.depth, proposal.parents is None)
-            drafted = Drafted(replace(state, session=NoDraftSession()), proposal)
-            after, outcome, replayed = self.proposed.play(key, partial(verify, setup), drafted)
-            state, own = replace(after.state, session=session), outcome.cloned() if replayed else outcome
+            proposed = ProposedRound(replace(state, session=NoDraftSession()), proposal)
+            after, result, replayed = self.proposed.run(key, partial(verify_proposed, setup), proposed)
+            state, own = replace(after.state, session=session), result.cloned() if replayed else result
         else:
-            state, outcome, own = self._plain(setup, state, window)
-        update_session(state, own.of(rows))
-        return state, outcome
+            state, result, own = self._plain(setup, state, window)
+        update_session(state, own.select(rows))
+        return state, result
 
     def _still_proposing(self, session: Session, idle: Sequence[int]) -> list[int]:
-        """Return the rows whose texts go on, and let the session drop the others."""
+        """Return the rows whose texts go on; the session drops the others."""
         staying = [place for place, row in enumerate(self._proposing) if row not in idle]
         if len(staying) < len(self._proposing):
             session.select(staying)
@@ -209,8 +211,8 @@ class StaticBatch:
             self._idle = (rows, mask.to(self.cache.lengths.device))
         return self._idle[1]
 
-    def _on_the_way(self, packed: Tensor) -> Callable[[], list[list[int]]]:
-        """Start to copy what the host needs, and return what waits for it: the round after may overwrite `packed`."""
+    def _copied_to_host(self, packed: Tensor) -> Callable[[], list[list[int]]]:
+        """Start to copy `packed`, which the round after may overwrite; return a function that waits for the copy."""
         if packed.device.type != "cuda":
             return packed.clone().tolist
         self._turn = 1 - self._turn
@@ -223,17 +225,17 @@ class StaticBatch:
 
         def wait() -> list[list[int]]:
             arrived.synchronize()
-            found: list[list[int]] = place.tolist()
-            return found
+            rows: list[list[int]] = place.tolist()
+            return rows
 
         return wait
 
 
-def _key(setup: Setup, depth: int, window: int) -> Hashable:
-    """Return what decides a round's work, beside the tensors that it reads."""
-    drawing = setup.drawing
-    sampling = replace(drawing.sampling, seed=0)  # a seed is an input
-    ends = None if drawing.processors is None else drawing.processors.eos
+def _key(setup: RoundSetup, depth: int, window: int) -> Hashable:
+    """Return everything that decides a round's work, beside the tensors that it reads."""
+    config = setup.sampler_config
+    sampling = replace(config.sampling, seed=0)  # a seed is an input
+    ends = None if config.processors is None else config.processors.eos
     return depth, window, setup.plan, sampling, ends
 
 
@@ -242,7 +244,7 @@ def _no_choice(logits: Tensor, token_ids: Tensor | None) -> Tensor:  # noqa: ARG
 
 
 class StaticBatches:
-    """The rooms of one decoder, kept from request to request: one for each number of rows, with a drafter and without.
+    """A decoder's static batches, kept from request to request: one per number of rows, with a drafter and without.
 
     Args:
         wanted: whether rounds have fixed shapes at all.
@@ -257,19 +259,164 @@ class StaticBatches:
         self.kept: dict[tuple[int, bool], StaticBatch] = {}
 
     def reserve(self, rows: int, length: int, spare: int, drafter: Drafter | None) -> StaticBatch:
-        """Lend a room until it is given back: what an earlier request of as many rows left, if it is large enough."""
-        found = self.kept.pop((rows, drafter is not None), None)
-        if found is None or not found.fits(length, spare):
-            found = None  # freed before more is asked for
-            found = StaticBatch(self.target, drafter, rows, length, spare)
-        found.reset()
-        return found
+        """Lend a batch until it is given back: one that an earlier request left, if it is large enough."""
+        batch = self.kept.pop((rows, drafter is not None), None)
+        if batch is None or not batch.fits(length, spare):
+            batch = None  # freed before more is asked for
+            batch = StaticBatch(self.target, drafter, rows, length, spare)
+        batch.reset()
+        return batch
 
-    def give_back(self, room: StaticBatch) -> None:
+    def give_back(self, batch: StaticBatch) -> None:
         """Keep what `reserve` lent for later requests."""
-        self.kept[room.cache.batch_size, room.drafter is not None] = room
+        self.kept[batch.cache.batch_size, batch.drafter is not None] = batch
 
     def held(self, rows: int, drafter: Drafter | None) -> int:
         """Return how many bytes `reserve` would use again or free."""
-        found = self.kept.get((rows, drafter is not None))
-        return 0 if found is None else found.num_bytes()
+        batch = self.kept.get((rows, drafter is not None))
+        return 0 if batch is None else batch.num_bytes()
+
+
+# ------------------------------------------------------------ captured work
+
+
+class GraphTensors(Protocol):
+    """Tensors by name, which may be moved to other places in memory."""
+
+    def tensors(self) -> list[Tensor]:
+        """Return all of them, in a fixed order."""
+
+    def at(self, tensors: list[Tensor]) -> Self:
+        """Return the same state in other places, given in that order."""
+
+
+S = TypeVar("S", bound=GraphTensors)
+R = TypeVar("R")
+
+
+@dataclass
+class _Graph(Generic[R]):
+    """A captured piece of work: it reads `inputs`, and leaves the next state there.
+
+    Attributes:
+        result: what the work returned; every replay writes there again.
+        work: kept so that the memory of what it holds is not used again.
+    """
+
+    graph: Any
+    inputs: list[Tensor]
+    result: R
+    work: object
+
+
+class Graphs(Generic[S, R]):
+    """Work over fixed tensors, captured once as a CUDA graph and replayed; the graphs used last are kept.
+
+    The work is a function from a state to the next state and a result. A state names the tensors that the work reads
+    and an earlier piece of work, or the host, wrote; a graph reads them at one place in memory and leaves the next
+    state's there.
+
+    Args:
+        captures: False runs all work eagerly.
+    """
+
+    def __init__(self, device: torch.device, captures: bool):
+        self.device, self.captures = device, captures
+        self._graphs: dict[Hashable, _Graph[R] | None] = {}
+        self._pool: Any = None
+
+    def __len__(self) -> int:
+        """Count what was captured."""
+        return sum(graph is not None for graph in self._graphs.values())
+
+    def clear(self) -> None:
+        """Forget all graphs, and give their memory back."""
+        self._graphs.clear()
+        self._pool = None
+
+    def run(self, key: Hashable, work: Callable[[S], tuple[S, R]], state: S) -> tuple[S, R, bool]:
+        """Do `work`, from a graph if it can be; also return whether the result lies where the next replay writes.
+
+        The first of its kind runs eagerly, which warms up what capture must not; the second is captured.
+
+        Args:
+            key: everything that decides the work, beside the state's tensors.
+        """
+        if not self.captures:
+            return *work(state), False
+        before = state.tensors()
+        key = (key, tuple(tensor.shape for tensor in before))
+        if key not in self._graphs:
+            after, result = work(state)
+            self._admit(key, before, after.tensors())
+            return after, result, False
+        graph = self._graphs[key] = self._graphs.pop(key) or self._capture(work, state)
+        if graph is None:
+            return *work(state), False
+        _copy(graph.inputs, before)
+        graph.graph.replay()
+        return state.at(graph.inputs), graph.result, True
+
+    def _admit(self, key: Hashable, before: list[Tensor], after: list[Tensor]) -> None:
+        """Let work be captured next time, if it leaves the shapes it was given.
+
+        Work that does not (the first after a prompt, for example) comes once per request, which no graph would pay for.
+        """
+        if any(a.shape != b.shape for a, b in zip(before, after, strict=True)):
+            return
+        self._graphs[key] = None
+        if len(self._graphs) > _MOST_GRAPHS:
+            del self._graphs[next(iter(self._graphs))]
+
+    def _capture(self, work: Callable[[S], tuple[S, R]], state: S) -> _Graph[R] | None:
+        before = state.tensors()
+        inputs = [tensor.clone() for tensor in before]
+        state = state.at(inputs)
+        graph, on_gpu = torch.cuda.CUDAGraph(), self.device.type == "cuda"
+        stream = _stream(self.device) if on_gpu else None
+        outer = torch.cuda.current_stream(self.device) if on_gpu else None
+        try:
+            # The outer stream is taken up again even where a capture breaks off.
+            with (
+                _no_collection(),
+                torch.cuda.device(self.device if on_gpu else -1),
+                torch.cuda.stream(outer),
+                torch.cuda.graph(graph, pool=self._pool, stream=stream),
+            ):
+                after, result = work(state)
+                _copy(inputs, after.tensors())
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            _log.warning("rounds cannot be captured as CUDA graphs here, they run eagerly from now on: %s", reason)
+            self.captures = False
+            state.at(before)
+            return None
+        state.at(before)
+        self._pool = self._pool or graph.pool()
+        return _Graph(graph, inputs, result, work)
+
+
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream on which everything of a device is captured: cuBLAS keeps a workspace for each stream."""
+    return torch.cuda.Stream(device)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep Python from searching for cycles: what it frees on the way may call CUDA, which ends a capture."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _copy(places: list[Tensor], values: list[Tensor]) -> None:
+    for place, value in zip(places, values, strict=True):
+        if place is not value:
+            place.copy_(value)

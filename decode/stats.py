@@ -1,4 +1,4 @@
-"""What happened in a generation: rounds, and the figures made from them (defined in docs/concepts/words.md)."""
+"""What a generation returns: texts, rounds, and the figures made from them (defined in docs/concepts/words.md)."""
 
 from __future__ import annotations
 
@@ -92,3 +92,31 @@ def depth_counts(rounds: list[Round]) -> list[tuple[int, int]]:
     reached = [sum(r.reach >= d and r.accepted >= d - 1 for r in rounds) for d in range(1, deepest + 1)]
     kept = [sum(r.accepted >= d for r in rounds) for d in range(1, deepest + 1)]
     return list(zip(reached, kept, strict=True))
+
+
+@dataclass
+class Output:
+    """The result of `Decoder.generate`.
+
+    Attributes:
+        tokens: new tokens per prompt, the prompt excluded.
+        rounds: rounds per prompt. The first token comes from the prefill and belongs to no round.
+        stats: figures over all of them.
+        rule: the verification rule that ran ("auto" resolved), or "none" if nothing was drafted.
+        lossy: whether the text may be other than the target's own: the plan asked for such a rule.
+    """
+
+    tokens: list[list[int]]
+    rounds: list[list[Round]]
+    stats: DecodeStats
+    rule: str = "none"
+    lossy: bool = False
+
+
+@dataclass(frozen=True)
+class StreamEvent:
+    """One step of a stream: tokens that were just emitted; the first `accepted` of them were drafted."""
+
+    tokens: list[int]
+    accepted: int
+    drafted: int

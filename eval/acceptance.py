@@ -12,8 +12,8 @@ from torch import nn
 
 from ..common import BadInputError
 from ..decode import Decoder, Plan, Sampling, Tree, depth_counts
+from ..decode.engine import Request
 from ..decode.rules import Verdict
-from ..decode.run import Request
 from ..heads import Drafter
 from ..targets import Target
 from .suites import PromptJob
@@ -154,14 +154,14 @@ def _kept_ends(
     """
     ends: list[int] = []
 
-    def watch(verdict: Verdict) -> None:
+    def note(verdict: Verdict) -> None:
         if verdict.path is not None:
             end = nn.functional.pad(verdict.path, (1, 0), value=-1).gather(1, verdict.accepted[:, None])
             ends.extend(end[:, 0].tolist())
 
     prompts, ids = [j.prompt.tokens for j in jobs], [j.sequence for j in jobs]
     run = decoder.run(Request(prompts, max_new_tokens, sampling, Plan(tree=tree), sequence_ids=ids))
-    run.setup = replace(run.setup, watch=watch)
+    run.setup = replace(run.setup, on_verdict=note)
     for _ in run.steps():
         pass
     return ends

@@ -1,11 +1,12 @@
 """Block drafters in the decoder: exact laws by enumeration, golden vectors, confidences, schedules, and planted faults.
 
-The drafters' sessions, the choosers, the rules and the growers are the real ones; what the block's pass says is given,
+The drafters' sessions, the samplers, the rules and the growers are the real ones; what the block's pass says is given,
 since the laws are of distributions that are known as fractions.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from fractions import Fraction
 from itertools import product
 
@@ -13,9 +14,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.decode import Costs, Decoder, Plan, Sampling, Schedule, verify
-from outrider.decode.drafting import DraftSampler, SamplerConfig, propose_confidently
-from outrider.decode.growth import grow_dynamic
+from outrider.decode import Costs, Decoder, Plan, Sampling, Schedule, rules
+from outrider.decode.drafting import (
+    ChainDraft,
+    DraftSampler,
+    NextToken,
+    SamplerConfig,
+    grow_dynamic,
+    propose_confidently,
+)
 from outrider.decode.rules import RULES
 from outrider.decode.sampling import Keys
 from outrider.heads import DFlash, DFlashConfig, DSpark, DSparkConfig
@@ -92,13 +99,13 @@ Laws = dict[tuple[int, ...], float]
 def residuals(monkeypatch) -> list[Tensor]:
     """What the rules draw the token after the accepted ones from, instead of one draw of it."""
     found: list[Tensor] = []
-    monkeypatch.setattr(verify, "draw", lambda probs, u: found.append(probs) or torch.zeros(len(probs)).long())
+    monkeypatch.setattr(rules, "draw", lambda probs, u: found.append(probs) or torch.zeros(len(probs)).long())
     return found
 
 
 def outcomes(name: str, p: Tensor, q: Tensor, path: tuple[int, ...], length: int, residuals: list[Tensor]):
     """The real rule's verdicts on a path: (accepted, probability, law of the token that follows)."""
-    rule = {"rejection": verify.rejection, "block": verify.block}[name]
+    rule = {"rejection": rules.rejection, "block": rules.block}[name]
     chances = acceptances(name, p, q, path, length)
     for passes in product((True, False), repeat=length):
         share, uniforms = 1.0, [0.5] * len(path)
@@ -267,11 +274,11 @@ def product_of(factors: list[Fraction]) -> Fraction:
 
 def grown(session, count: int, width: int = 3) -> list[tuple[int, ...]]:
     """The paths to the nodes of the best tree, best first as far as their scores tell."""
-    chooser = DraftSampler(
+    sampler = DraftSampler(
         RULES["greedy"], SamplerConfig(Sampling(0.0), None, 3), Keys(0, torch.zeros(1).long(), torch.ones(1))
     )
     with torch.inference_mode():
-        found = grow_dynamic(session, torch.tensor([0]), width, count, 3, chooser)
+        found = grow_dynamic(session, torch.tensor([0]), width, count, 3, sampler).proposal
     paths: list[tuple[int, ...]] = []
     for token, parent in zip(found.tokens[0].tolist(), found.parents[0].tolist(), strict=True):
         paths.append((*(paths[parent] if parent >= 0 else ()), token))
@@ -307,14 +314,15 @@ def test_a_tree_of_width_one_is_the_chain(target):
 # ------------------------------------------------------------ confidences
 
 
+@dataclass(frozen=True)
 class Forced(DraftSampler):
-    """A chooser that draws what a test says."""
+    """A sampler that draws the tokens of a given path."""
 
     path: tuple[int, ...] = ()
 
-    def _pick(self, logits: Tensor) -> Tensor:
-        super()._pick(logits)
-        return torch.full((len(logits),), self.path[self.depth])
+    def _pick(self, logits: Tensor, depth: int) -> NextToken:
+        token = torch.full((len(logits),), self.path[depth])
+        return super()._pick(logits, depth)._replace(token=token, place=token)
 
 
 def confident_session(target: Target, odds: dict[tuple[int, ...], float]):
@@ -335,11 +343,11 @@ ODDS = {(): 0.9, (0,): 0.9, (1,): 0.4, (2,): 0.8, (0, 0): 0.3, (0, 2): 0.9, (2, 
 
 def told_length(session, path: tuple[int, ...], threshold: float) -> int:
     keys = Keys(0, torch.zeros(1, dtype=torch.long), torch.ones(1, dtype=torch.long))
-    chooser = Forced(RULES["rejection"], SamplerConfig(Sampling(1.0), None, 3), keys, confidence=threshold)
-    chooser.path = path
+    sampler = Forced(RULES["rejection"], SamplerConfig(Sampling(1.0), None, 3), keys, path=path)
+    chain = ChainDraft(sampler, confidence=threshold)
     with torch.inference_mode():
-        propose_confidently(session, torch.tensor([0]), len(path), chooser, asks=False)
-    return int(chooser.lengths[0])
+        propose_confidently(session, torch.tensor([0]), len(path), chain, may_sync=False)
+    return int(chain.lengths[0])
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])

@@ -20,20 +20,19 @@ from transformers import LlamaForCausalLM
 
 from outrider.decode import Decoder, Plan, Sampling, Tree
 from outrider.decode import round as stage
+from outrider.decode.engine import Run
 from outrider.decode.rules import RULES as RULE_TABLE
-from outrider.decode.run import Run
 from outrider.decode.sampling import probabilities
 from outrider.heads import HEADS, Drafter, TargetBatch
 from outrider.heads.session import Abilities
-from outrider.targets import RowLengths, Target
+from outrider.targets import Target
 
 from ..conftest import ALL_TOKENS, FEW_TOKENS, best_of_few, few, make_llama
 from ..heads.test_drafters import MAKERS, SLOW, WITH_WEIGHTS  # noqa: F401 (SLOW is read by conftest.py)
+from .conftest import fresh_session, random_prompts
 from .test_distribution import p_value
 
-PROMPTS = [
-    torch.randint(0, 64, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (5, 1, 9, 3, 12, 2, 7, 4)
-]
+PROMPTS = random_prompts(5, 1, 9, 3, 12, 2, 7, 4)
 SHAPES = {"chain": Plan(3), "static tree": Plan(tree=Tree((-1, -1, 0, 0, 1, 2))), "dynamic tree": Plan(3, 3, 6)}
 NEW = 14
 
@@ -188,13 +187,8 @@ def test_a_round_proposes_what_a_drafter_that_read_the_text_at_once_would(
 def fresh_proposal(
     target: Target, drafter: Drafter, text: list[int], root: int, depth: int, kept: Sequence[int]
 ) -> list[int]:
-    tokens, counts = torch.tensor([text]), RowLengths.of([len(text)], "cpu")
-    cache = target.new_cache(1, len(text) + 8)
-    hidden = target.forward(tokens, cache, drafter.taps).hidden
-    cache.advance(counts)
-    state = drafter.open(target, 1, len(text) + 8, cache=cache)
-    state.update(tokens, hidden, counts)
-    return state.propose(torch.tensor([root]), depth, partial(best_of_few, tokens=kept)).tokens[0].tolist()
+    session = fresh_session(target, drafter, text)
+    return session.propose(torch.tensor([root]), depth, partial(best_of_few, tokens=kept)).tokens[0].tolist()
 
 
 @cache

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 
 import pytest
@@ -14,20 +13,11 @@ from outrider.heads import Drafter, DraftModel, Eagle3, Eagle3Config, Ngram, dra
 from outrider.heads.draft_model import DraftModelSession
 from outrider.targets import Target
 
-PROMPTS = [torch.randint(0, 64, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (5, 1, 9, 3)]
+from .conftest import random_prompts
+
+PROMPTS = random_prompts(5, 1, 9, 3)
 CHEAP = Costs(verify=((0, 1.0), (8, 1.1)), draft=(0.0, 0.1, 0.2))
 DEAR = Costs(verify=((0, 1.0), (8, 1.1)), draft=(0.0, 2.0, 4.0))
-
-
-@pytest.fixture
-def target(tiny_llama) -> Target:
-    return Target(tiny_llama(layers=4))
-
-
-@pytest.fixture
-def itself(target) -> DraftModel:
-    """The target as its own drafter: every draft is right."""
-    return DraftModel(copy.deepcopy(target.model))
 
 
 @pytest.fixture

@@ -34,10 +34,10 @@ from outrider.decode.sampling import probabilities, shared_gumbel
 from outrider.heads import Drafter, DraftModel, Eagle3, Eagle3Config, Ngram
 from outrider.targets import Target
 
+from .conftest import random_prompts, scaled
+
 VOCAB, NEW = 64, 16
-PROMPTS = [
-    torch.randint(0, VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (5, 1, 9, 3, 12, 2)
-]
+PROMPTS = random_prompts(5, 1, 9, 3, 12, 2)
 ENDS = (7, 29, 41)
 SAMPLINGS = {
     "T=1": Sampling(1.0),
@@ -63,13 +63,9 @@ def target(tiny_llama) -> Target:
 @pytest.fixture(scope="module")
 def drafters(tiny_llama, target) -> dict[str, Drafter | None]:
     torch.manual_seed(0)
-    near = copy.deepcopy(target.model)
-    with torch.no_grad():
-        for weight in near.parameters():
-            weight.mul_(0.95)
     return {
         "none": None,
-        "near": DraftModel(near),
+        "near": DraftModel(scaled(target.model, 0.95)),
         "itself": DraftModel(copy.deepcopy(target.model)),
         "other": DraftModel(tiny_llama(layers=2, seed=3)),
         "eagle3": Eagle3.build(Eagle3Config(taps=(1, 2, 3)), target),

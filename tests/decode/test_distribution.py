@@ -32,12 +32,12 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from outrider.decode import Decoder, Output, Plan, Sampling, Tree, drafting, rules, verify
+from outrider.decode import Decoder, Output, Plan, Sampling, Tree, drafting, rules
 from outrider.decode import round as stage
-from outrider.decode.drafting import DraftSampler
-from outrider.decode.growth import grow_static
+from outrider.decode.drafting import Draft, DraftSampler, NextToken, grow_static
+from outrider.decode.rules import rejection
 from outrider.decode.sampling import ACCEPT, Context, Processors, draw, probabilities, uniforms
-from outrider.heads import Drafter, DraftModel, Eagle3, Eagle3Config, Ngram, Proposal
+from outrider.heads import Drafter, DraftModel, Eagle3, Eagle3Config, Ngram
 from outrider.targets import Target
 
 VOCAB, LENGTH = 6, 4
@@ -352,7 +352,7 @@ def broken_rejection(residual: str = "right", shift: int = 0, bonus: str = "p", 
     ) -> tuple[Tensor, Tensor]:
         score = q.gather(2, drafts[:, :, None])[:, :, 0]
         lengths = (score >= drop_below).long().cumprod(1).sum(1).minimum(lengths)
-        accepted, following = verify.rejection(drafts, lengths, p, q, accept, correct)
+        accepted, following = rejection(drafts, lengths, p, q, accept, correct)
         rows, last = torch.arange(len(drafts)), q.shape[1] - 1
         refused = accepted < lengths
         near = (accepted + shift).clamp(0, last)
@@ -369,23 +369,21 @@ def broken_rejection(residual: str = "right", shift: int = 0, bonus: str = "p", 
     return rule
 
 
-def picks_the_most_probable(chooser: DraftSampler, logits: Tensor) -> Tensor:
-    probs = probabilities(logits, chooser.drawing.sampling)
-    chooser.probs.append(probs)
-    return probs.argmax(-1)
+def picks_the_most_probable(sampler: DraftSampler, logits: Tensor, depth: int) -> NextToken:
+    probs = probabilities(logits, sampler.config.sampling)
+    return NextToken(probs.argmax(-1), probs, None, logits, probs.argmax(-1))
 
 
-def picks_at_another_temperature(chooser: DraftSampler, logits: Tensor) -> Tensor:
-    honest = DraftSampler.honest_pick(chooser, logits / 0.8)
-    chooser.probs[-1] = probabilities(logits, chooser.drawing.sampling)
-    return honest
+def picks_at_another_temperature(sampler: DraftSampler, logits: Tensor, depth: int) -> NextToken:
+    honest = DraftSampler.honest_pick(sampler, logits / 0.8, depth)
+    return honest._replace(probs=probabilities(logits, sampler.config.sampling))
 
 
 def with_rule(wrong: Rejection) -> Plant:
-    return lambda patch: patch.setattr(rules, "verify", SimpleNamespace(rejection=wrong, match=verify.match))
+    return lambda patch: patch.setattr(rules, "rejection", wrong)
 
 
-def with_pick(wrong: Callable[[DraftSampler, Tensor], Tensor]) -> Plant:
+def with_pick(wrong: Callable[[DraftSampler, Tensor, int], NextToken]) -> Plant:
     def plant(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(DraftSampler, "honest_pick", DraftSampler._pick, raising=False)
         patch.setattr(DraftSampler, "_pick", wrong)
@@ -412,15 +410,15 @@ def every_round_has_the_same_uniforms(patch: pytest.MonkeyPatch) -> None:
 
 
 def unconfident_drafts_are_left_out(patch: pytest.MonkeyPatch) -> None:
-    honest = stage._wanted
-    patch.setattr(stage, "_wanted", lambda state, proposal, lengths: honest(state, proposal, lengths - 1))
+    honest = stage._masked
+    patch.setattr(stage, "_masked", lambda state, draft, lengths: honest(state, draft, lengths - 1))
 
 
 def a_tree_is_scored_with_the_law_of_another_place(patch: pytest.MonkeyPatch) -> None:
-    def grow(*arguments: Any) -> tuple[Proposal, Tensor]:
-        proposal, probs = grow_static(*arguments)
-        assert probs is not None
-        return proposal, probs[:, [0, 2, 1, *range(3, probs.shape[1])]]
+    def grow(*arguments: Any) -> Draft:
+        draft = grow_static(*arguments)
+        assert draft.probs is not None
+        return replace(draft, probs=draft.probs[:, [0, 2, 1, *range(3, draft.probs.shape[1])]])
 
     patch.setattr(stage, "grow_static", grow)
 

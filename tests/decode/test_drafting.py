@@ -17,20 +17,16 @@ from transformers import PreTrainedModel
 
 from outrider.decode import Decoder, Plan, Sampling, Tree, drafting
 from outrider.decode import round as stage
-from outrider.decode.drafting import DraftSampler, SamplerConfig
-from outrider.decode.growth import grow_dynamic
+from outrider.decode.drafting import Draft, DraftSampler, SamplerConfig, grow_dynamic
 from outrider.decode.rules import RULES
 from outrider.decode.sampling import DRAFT, Context, Keys, Processors, draw, gumbel, probabilities, shared_gumbel
 from outrider.heads import DraftModel, Proposal
 from outrider.targets import Target
 
+from .conftest import random_prompts
+
 VOCAB = 64
-PROMPTS = [torch.randint(0, VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (5, 1, 9, 3)]
-
-
-@pytest.fixture
-def target(tiny_llama) -> Target:
-    return Target(tiny_llama(layers=4))
+PROMPTS = random_prompts(5, 1, 9, 3)
 
 
 # ------------------------------------------------------------ what is scored is what was drawn from
@@ -38,7 +34,7 @@ def target(tiny_llama) -> Target:
 CELLS = 20_000
 
 
-def chooser(rule: str, sampling: Sampling, rows: int, vocab: int = 6) -> DraftSampler:
+def sampler(rule: str, sampling: Sampling, rows: int, vocab: int = 6) -> DraftSampler:
     keys = Keys(sampling.seed, torch.arange(rows), torch.full((rows,), 7))
     return DraftSampler(RULES[rule], SamplerConfig(sampling, None, vocab), keys)
 
@@ -51,10 +47,9 @@ def drawn_and_scored(
     The first is measured with uniforms on the midpoints of equal cells.
     """
     patch.setattr(drafting, "uniforms", lambda *keys: (torch.arange(CELLS).double() + 0.5) / CELLS)
-    picks = chooser("rejection", sampling, CELLS)
-    tokens = picks(logits.expand(CELLS, -1), token_ids)
-    assert len(picks.probs) == 1
-    return torch.bincount(tokens, minlength=6).double() / CELLS, picks.probs[0][0].double()
+    picked = sampler("rejection", sampling, CELLS).next_token(logits.expand(CELLS, -1), token_ids)
+    assert picked.probs is not None
+    return torch.bincount(picked.token, minlength=6).double() / CELLS, picked.probs[0].double()
 
 
 @pytest.mark.parametrize(
@@ -93,14 +88,15 @@ def test_children_in_a_tree_are_drawn_from_the_law_that_they_are_scored_with(sam
     That q is to the last bit what is remembered; what q excludes is not there.
     """
     logits = torch.randn(4000, 2, 6, generator=torch.Generator().manual_seed(0)).to(dtype)
-    picks, nodes = chooser("traversal", sampling, 4000), torch.tensor([[3, 5]])
-    tokens, scores = picks.children(logits, None, 4, 2, nodes, None)
-    torch.testing.assert_close(picks.probs[0], probabilities(logits.float(), sampling))
+    nodes = torch.tensor([[3, 5]])
+    tokens, scores, probs, _ = sampler("traversal", sampling, 4000).children(logits, None, 4, 2, nodes, None)
+    assert probs is not None
+    torch.testing.assert_close(probs, probabilities(logits.float(), sampling))
     noise = gumbel(sampling.seed, DRAFT, 6, torch.arange(4000)[:, None], torch.full((4000, 1), 7), nodes)
-    assert torch.equal(tokens, (picks.probs[0].double().log() + noise).topk(4).indices)
-    assert torch.equal(scores.exp() > 0, picks.probs[0].gather(2, tokens) > 0)
+    assert torch.equal(tokens, (probs.double().log() + noise).topk(4).indices)
+    assert torch.equal(scores.exp() > 0, probs.gather(2, tokens) > 0)
     assert dtype == torch.bfloat16 or (scores.exp() > 0).sum(-1).unique().tolist() == ([3] if sampling.top_k else [4])
-    rounded = (picks.probs[0].bfloat16().double().log() + noise).topk(4).indices
+    rounded = (probs.bfloat16().double().log() + noise).topk(4).indices
     assert not torch.equal(tokens, rounded), "a law in bf16 would draw others now and then"
 
 
@@ -161,7 +157,7 @@ def the_drafter_ignores(kind: str, patch: pytest.MonkeyPatch) -> None:
             drafting, "probabilities", lambda logits, sampling: probabilities(logits, replace(sampling, **without))
         )
     else:
-        patch.setattr(DraftSampler, "_processed", lambda picks, logits, context: logits)
+        patch.setattr(DraftSampler, "_processed", lambda sampler, logits, token_ids, context: logits.float())
 
 
 @pytest.mark.parametrize("shape", ["chain, rejection", "static tree, without replacement", "static tree, coupled"])
@@ -236,9 +232,10 @@ def test_a_dynamic_tree_holds_the_most_probable_paths(target, tiny_llama, plan, 
     plan = replace(plan, verify="coupled") if kind == "coupled" else plan
     drafter, grown = tiny_llama(layers=2, seed=3), []
 
-    def spy(*arguments: Any) -> Proposal:
-        grown.append(grow_dynamic(*arguments))
-        return grown[-1]
+    def spy(*arguments: Any) -> Draft:
+        draft = grow_dynamic(*arguments)
+        grown.append(draft.proposal)
+        return draft
 
     monkeypatch.setattr(stage, "grow_dynamic", spy)
     text = list(PROMPTS[0])
@@ -264,11 +261,12 @@ def test_a_dynamic_tree_that_does_not_see_its_own_paths_is_caught(target, tiny_l
     target.model.generation_config.eos_token_id = ENDS
     grown: list[Proposal] = []
 
-    def blind(*arguments: Any) -> Proposal:
+    def blind(*arguments: Any) -> Draft:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Context, "then", lambda context, tokens, path: honest(context, tokens, path & False))
-            grown.append(grow_dynamic(*arguments))
-        return grown[-1]
+            draft = grow_dynamic(*arguments)
+        grown.append(draft.proposal)
+        return draft
 
     monkeypatch.setattr(stage, "grow_dynamic", blind)
     text, differing = list(PROMPTS[0]), 0

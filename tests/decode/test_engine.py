@@ -28,19 +28,10 @@ from outrider.heads import (
 from outrider.heads.session import Ended
 from outrider.targets import RaggedCache, Target
 
+from .conftest import random_prompts, scaled
+
 VOCAB = 64
-PROMPTS = [torch.randint(0, VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (5, 1, 9, 3)]
-
-
-@pytest.fixture
-def target(tiny_llama) -> Target:
-    return Target(tiny_llama(layers=4))
-
-
-@pytest.fixture
-def itself(target) -> DraftModel:
-    """The target as its own drafter: every draft is right."""
-    return DraftModel(copy.deepcopy(target.model))
+PROMPTS = random_prompts(5, 1, 9, 3)
 
 
 class Script(Drafter):
@@ -98,12 +89,8 @@ def end_at(target: Target, token: int | list[int]) -> None:
 def drafters(target: Target) -> dict[str, Drafter | None]:
     torch.manual_seed(0)
     counts = torch.arange(VOCAB)
-    wrong = copy.deepcopy(target.model)
-    with torch.no_grad():
-        for weight in wrong.parameters():
-            weight.mul_(0.9)
     return {
-        "draft_model": DraftModel(wrong),
+        "draft_model": DraftModel(scaled(target.model, 0.9)),
         "eagle3": Eagle3.build(Eagle3Config(taps=(1, 2, 3)), target),
         "eagle3 pruned": Eagle3.build(Eagle3Config(taps=(0, 2, 4), draft_vocab_size=20), target, counts),
         "ngram": Ngram(),

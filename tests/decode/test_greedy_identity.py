@@ -34,6 +34,8 @@ from outrider.heads.session import Ended
 from outrider.targets import RaggedCache, RowLengths, Target
 from outrider.targets.placement import Placement
 
+from .conftest import random_prompts
+
 Plant = Callable[[pytest.MonkeyPatch], None]
 
 VOCAB, NEW = 64, 14
@@ -163,7 +165,7 @@ MORE |= RECURRENT
 EAGER = {"gemma2"}
 
 RAGGED = [5, 1, 9, 13, 2, 7, 16, 3]
-PROMPTS = [torch.randint(0, VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in RAGGED]
+PROMPTS = random_prompts(*RAGGED, vocab=VOCAB)
 
 
 def make(name: str) -> PreTrainedModel:

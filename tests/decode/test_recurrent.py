@@ -19,6 +19,8 @@ from outrider.decode import Decoder, Plan, Sampling, Tree
 from outrider.heads import Drafter, DraftModel, Ngram
 from outrider.targets import Target
 
+from .conftest import random_prompts
+
 VOCAB, NEW = 64, 40
 COMMON = {
     "vocab_size": VOCAB,
@@ -43,7 +45,7 @@ QWEN3_NEXT = {
     "shared_expert_intermediate_size": 16,
 }
 # The second and third are further behind the first than a pass reads again.
-PROMPTS = [torch.randint(0, VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (50, 7, 26)]
+PROMPTS = random_prompts(50, 7, 26, vocab=VOCAB)
 CHAIN, TREE = Plan(4), Plan(3, width=2)
 
 
@@ -146,7 +148,7 @@ def test_rounds_of_fixed_shapes_are_not_for_such_targets(target, texts):
     """Asking for them changes nothing."""
     decoder = Decoder(target, drafters(target)["llama"], static=True)
     assert decoder.generate(PROMPTS, NEW, plan=CHAIN, ignore_eos=True).tokens == texts
-    assert decoder.rooms.kept == {}
+    assert decoder.static_batches.kept == {}
 
 
 def test_such_a_draft_model_drafts_for_a_plain_target():

@@ -18,11 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from outrider.decode import Control, Costs, Decoder, Plan, Sampling, Tree, graphs
+from outrider.decode import Control, Costs, Decoder, Plan, Sampling, Tree, static_batch
 from outrider.decode import round as stage
-from outrider.decode.graphs import Graphs
-from outrider.decode.run import Request
-from outrider.decode.static_batch import StaticBatch, window_of
+from outrider.decode.engine import Request
+from outrider.decode.static_batch import Graphs, StaticBatch, window_of
 from outrider.heads import (
     Drafter,
     DraftModel,
@@ -41,9 +40,10 @@ from outrider.heads.eagle import FeatureSession
 from outrider.targets import RowLengths, Target
 
 from ..conftest import few
+from .conftest import random_prompts, scaled
 
 VOCAB = 64
-PROMPTS = [torch.randint(0, VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (5, 1, 9, 3)]
+PROMPTS = random_prompts(5, 1, 9, 3)
 PLANS = {
     "chain": Plan(3),
     "block": Plan(3, verify="block"),
@@ -70,20 +70,15 @@ CASES = [(p, s) for p in PLANS for s in SAMPLINGS if not (s == "greedy" and p in
 
 
 @pytest.fixture
-def target(tiny_llama) -> Target:
-    target = Target(tiny_llama(layers=4))
+def target(target) -> Target:
     target.model.generation_config.eos_token_id = list(range(0, VOCAB, 16))
     return target
 
 
 def make_drafters(target: Target) -> dict[str, Drafter]:
     torch.manual_seed(0)
-    wrong = copy.deepcopy(target.model)
-    with torch.no_grad():
-        for weight in wrong.parameters():
-            weight.mul_(0.9)
     return {
-        "draft_model": DraftModel(wrong),
+        "draft_model": DraftModel(scaled(target.model, 0.9)),
         "eagle3": Eagle3.build(Eagle3Config(taps=(1, 2, 3), draft_vocab_size=40), target, torch.arange(VOCAB)),
     }
 
@@ -116,7 +111,7 @@ def test_rounds_of_fixed_shapes_write_the_same_text(target, plan, sampling):
 def ahead(target: Target, drafter: Drafter | None) -> Decoder:
     """Return a decoder that launches each round before it reads the one before it, as on a GPU."""
     decoder = Decoder(target, drafter, static=True)
-    decoder.rooms.ahead = True
+    decoder.static_batches.ahead = True
     return decoder
 
 
@@ -191,7 +186,7 @@ def test_requests_follow_each_other_in_the_same_memory(target):
     places = set()
     for request in requests:
         assert fixed.generate(*request).tokens == usual.generate(*request).tokens
-        places |= {id(room) for room in fixed.rooms.kept.values()}
+        places |= {id(batch) for batch in fixed.static_batches.kept.values()}
     assert len(places) == 3, "for 4 rows, and for 1 without a drafter and with"
 
 
@@ -220,7 +215,7 @@ def test_generations_that_run_at_the_same_time_do_not_share_memory(target):
         decoder.generate([PROMPTS[2]], 5, plan=Plan(3))
     assert texts == [usual.generate([p], 30, plan=Plan(3), ignore_eos=True).tokens[0] for p in PROMPTS[:2]]
     del streams
-    assert len(decoder.rooms.kept) == 1
+    assert len(decoder.static_batches.kept) == 1
 
 
 def test_rows_that_finished_may_do_what_they_like(tiny_llama):
@@ -538,7 +533,7 @@ def test_the_graphs_used_last_are_kept(target, replays, monkeypatch):
 
     The others replay on without a capture.
     """
-    monkeypatch.setattr(graphs, "_MOST_GRAPHS", 2)
+    monkeypatch.setattr(static_batch, "_MOST_GRAPHS", 2)
     decoder = Decoder(target, static=True)
 
     def captured(temperature: float) -> int:
@@ -617,8 +612,8 @@ def test_captured_rounds_equal_eager_ones_on_a_gpu(target, plan, sampling, monke
             }
             a = captured.generate(PROMPTS, 40, **arguments)
             with monkeypatch.context() as patch:
-                patch.setattr(Graphs, "play", lambda self, key, work, state: (*work(state), False))
+                patch.setattr(Graphs, "run", lambda self, key, work, state: (*work(state), False))
                 b = eager.generate(PROMPTS, 40, **arguments)
             assert a.tokens == b.tokens, name
             assert a.rounds == b.rounds, name
-        assert any(len(room.graphs) for room in captured.rooms.kept.values()), "something was captured"
+        assert any(len(batch.graphs) for batch in captured.static_batches.kept.values()), "something was captured"

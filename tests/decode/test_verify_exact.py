@@ -18,8 +18,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from outrider.decode.rules import block, match, rejection
 from outrider.decode.sampling import draw
-from outrider.decode.verify import block, match, rejection
 
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 

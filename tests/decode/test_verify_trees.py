@@ -23,9 +23,8 @@ import torch
 from torch import Tensor
 
 from outrider.decode import LOSSLESS, LOSSY
+from outrider.decode.rules import Walk, block, match, match_tree, rejection, traversal, typical, without_replacement
 from outrider.decode.sampling import draw
-from outrider.decode.verify import block, match, rejection
-from outrider.decode.verify_tree import Walk, match_tree, traversal, typical, without_replacement
 
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int], Walk]
 

@@ -19,7 +19,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from outrider.decode import Plan, Sampling, Tree
 from outrider.decode.drafting import SamplerConfig
-from outrider.decode.round import RoundState, Setup, step
+from outrider.decode.round import RoundSetup, RoundState, step
 from outrider.decode.rules import RULES, DraftShape
 from outrider.decode.sampling import Processors
 from outrider.decode.static_batch import StaticBatch
@@ -97,22 +97,22 @@ def plans(every_rule: bool) -> Iterator[tuple[str, Plan]]:
     yield "confidence", Plan(3, confidence=0.3)
 
 
-def opened(target: Target, drafter: Drafter | None, plan: Plan, sampling: Sampling) -> tuple[Setup, RoundState]:
+def opened(target: Target, drafter: Drafter | None, plan: Plan, sampling: Sampling) -> tuple[RoundSetup, RoundState]:
     """Return a request on the fake device, after its prompts of 5 and 3 tokens."""
     abilities = Abilities() if drafter is None else drafter.abilities
-    room = StaticBatch(target, drafter, ROWS, WINDOW, 16)
+    batch = StaticBatch(target, drafter, ROWS, WINDOW, 16)
     processors = Processors(sampling, VOCAB, frozenset(), target.device)
-    drawing = SamplerConfig(sampling, None if processors.idle else processors, VOCAB)
-    setup = Setup(target, plan, drawing, abilities, () if drafter is None else drafter.taps, asks=False)
+    config = SamplerConfig(sampling, None if processors.idle else processors, VOCAB)
+    setup = RoundSetup(target, plan, config, abilities, () if drafter is None else drafter.taps, may_sync=False)
     tokens, counts = torch.zeros(ROWS, 5, dtype=torch.long, device="cuda"), RowLengths.of([5, 3], "cuda")
-    for cache_ in (room.cache, *room.session.caches()):
+    for cache_ in (batch.cache, *batch.session.caches()):
         cache_.window = WINDOW
-    out = target.forward(tokens, room.cache, setup.taps, at=counts.tensor[:, None] - 1)
-    room.cache.advance(counts)
-    room.session.update(tokens, out.hidden, counts)
+    out = target.forward(tokens, batch.cache, setup.taps, at=counts.tensor[:, None] - 1)
+    batch.cache.advance(counts)
+    batch.session.update(tokens, out.hidden, counts)
     context = None if processors.idle else processors.start(tokens, counts.tensor)
     rows, seed = torch.arange(ROWS, device="cuda"), torch.zeros((), dtype=torch.long, device="cuda")
-    return setup, RoundState(tokens[:, 0], rows, seed, None, context, room.cache, room.session)
+    return setup, RoundState(tokens[:, 0], rows, seed, None, context, batch.cache, batch.session)
 
 
 def trace(target: Target, drafter: Drafter | None, plan: Plan, sampling: Sampling) -> Trace:

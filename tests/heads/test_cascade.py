@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from outrider.common import BadInputError, IncompatibleError
-from outrider.decode import Decoder, Plan, Sampling, verify
+from outrider.decode import Decoder, Plan, Sampling, rules
 from outrider.heads import (
     Cascade,
     CascadeConfig,
@@ -292,11 +292,11 @@ def test_mixed_chains_are_lossless():
     A token is drawn from q, then two tokens, none or one are found after it with certainty.
     """
     p, q = TARGETS["three symbols"], DRAFTS["three symbols"]
-    cases = mixed(verify.rejection)
+    cases = mixed(rules.rejection)
     assert float(cases.weights.sum()) == pytest.approx(1, abs=EXACT)
     assert distance(cases.joint(p), p.law(4)) < EXACT
-    assert cases.mean_accepted() > enumerate_rejection(verify.rejection, p, q, 1).mean_accepted() + 0.1
-    told_q = mixed(lambda *a: verify.rejection(*a[:3], torch.cat([a[3][:, :1], q.along(a[0])[:, 1:3]], 1), *a[4:]))
+    assert cases.mean_accepted() > enumerate_rejection(rules.rejection, p, q, 1).mean_accepted() + 0.1
+    told_q = mixed(lambda *a: rules.rejection(*a[:3], torch.cat([a[3][:, :1], q.along(a[0])[:, 1:3]], 1), *a[4:]))
     assert distance(told_q.joint(p), p.law(4)) > 0.01, "found tokens scored as if the model had drawn them"
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from outrider.common import BadInputError, IncompatibleError
 from outrider.decode import Decoder, Plan, Sampling
-from outrider.decode.drafting import DraftSampler, SamplerConfig
+from outrider.decode.drafting import ChainDraft, DraftSampler, SamplerConfig
 from outrider.decode.rules import RULES
 from outrider.decode.sampling import Keys, Processors
 from outrider.heads import (
@@ -110,10 +110,10 @@ def test_a_match_that_is_too_short_or_promises_too_little_is_left_to_the_model(t
     )
 
 
-# ------------------------------------------------------------ what the chooser knows
+# ------------------------------------------------------------ what the sampler knows
 
 
-def chooser(texts: list[list[int]], sampling: Sampling, confidence: float = 0.0) -> DraftSampler:
+def chain(texts: list[list[int]], sampling: Sampling, confidence: float = 0.0) -> ChainDraft:
     """As the decoder's in a round after `texts`, roots included."""
     rows, width = len(texts), max(map(len, texts))
     processors = Processors(sampling, VOCAB, (), torch.device("cpu"))
@@ -123,7 +123,8 @@ def chooser(texts: list[list[int]], sampling: Sampling, confidence: float = 0.0)
     if processors.idle:
         processors = context = None
     keys = Keys(0, torch.arange(rows), torch.full((rows,), 9))
-    return DraftSampler(RULES["candidates"], SamplerConfig(sampling, processors, VOCAB), keys, context, confidence)
+    sampler = DraftSampler(RULES["candidates"], SamplerConfig(sampling, processors, VOCAB), keys, context)
+    return ChainDraft(sampler, confidence)
 
 
 @torch.inference_mode()
@@ -147,8 +148,8 @@ def test_after_a_found_token_the_model_drafts_as_if_it_were_its_own_choice(targe
         ids = torch.arange(VOCAB) if model.output_ids is None else model.output_ids
         whole = torch.full((1, VOCAB), float("-inf")).index_copy(1, ids, logits)
         expected = int(processors(whole[:, None], context)[0, 0].argmax())
-        picks = chooser([[*t, r] for t, r in zip(texts, roots, strict=True)], sampling)
-        proposal = opened(fusion, target, texts).propose(torch.tensor(roots), 4, picks)
+        picks = chain([[*t, r] for t, r in zip(texts, roots, strict=True)], sampling)
+        proposal = opened(fusion, target, texts).propose(torch.tensor(roots), 4, picks.next_token)
         assert proposal.tokens[0].tolist() == [*found, expected]
         assert picks.context is not None
         assert (
@@ -160,8 +161,8 @@ def test_after_a_found_token_the_model_drafts_as_if_it_were_its_own_choice(targe
 def test_a_found_token_is_not_doubted_by_the_model(target, model):
     """Confidence ends a chain after a token to which the model that chose it gives too little: no found one is that."""
     fusion = Fusion(Suffix(SuffixConfig(min_match=4, factor=1 / 3)), model)
-    picks = chooser([[*REPEATED, 1], [*FRESH, 40]], Sampling(), confidence=0.99)
-    opened(fusion, target, [REPEATED, FRESH]).propose(torch.tensor([1, 40]), 5, picks)
+    picks = chain([[*REPEATED, 1], [*FRESH, 40]], Sampling(), confidence=0.99)
+    opened(fusion, target, [REPEATED, FRESH]).propose(torch.tensor([1, 40]), 5, picks.next_token)
     assert picks.lengths is not None
     assert picks.lengths.tolist() == [4, 1], "three were found, and each row's first of the model's own is uncertain"
 

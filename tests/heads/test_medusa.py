@@ -11,7 +11,7 @@ from torch import Tensor
 from outrider.common import BadInputError, IncompatibleError
 from outrider.decode import Control, Costs, Decoder, Plan, Sampling, Tree
 from outrider.decode import round as stage
-from outrider.decode.run import Request
+from outrider.decode.engine import Request
 from outrider.heads import Hydra, HydraConfig, Medusa, MedusaConfig
 from outrider.heads.divergences import divergence
 from outrider.targets import RowLengths, Target

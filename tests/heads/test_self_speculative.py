@@ -13,8 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from outrider.common import BadInputError, IncompatibleError
 from outrider.decode import Control, Costs, Decoder, Plan, Sampling, Tree, memory
 from outrider.decode import round as stage
+from outrider.decode.engine import Request
 from outrider.decode.memory import Load, budget
-from outrider.decode.run import Request
 from outrider.heads import Fusion, Ngram, SelfSpeculative, SelfSpeculativeConfig
 from outrider.heads.divergences import divergence
 from outrider.targets import PeakBytes, RaggedCache, RowLengths, Target

@@ -54,8 +54,7 @@ class Module:
 
 
 MODULES = {
-    "verify": Module("decode/verify.py", ("tests/decode/test_verify_exact.py", "tests/decode/test_verify_trees.py")),
-    "verify_tree": Module("decode/verify_tree.py", ("tests/decode/test_verify_trees.py",)),
+    "rules": Module("decode/rules.py", ("tests/decode/test_verify_exact.py", "tests/decode/test_verify_trees.py")),
     "round": Module(
         "decode/round.py",
         (

@@ -25,7 +25,7 @@ from triton.runtime.errors import OutOfResources
 
 from outrider.common import IncompatibleError
 from outrider.decode import Decoder, Plan, Sampling, Tree
-from outrider.decode.verify import rejection
+from outrider.decode.rules import rejection
 from outrider.heads import DraftModel, Eagle3, Eagle3Config
 from outrider.targets import Nodes, RowLengths, Target
 from outrider.targets.fast import by_library, matmuls, operations, use_fast_pass, use_fastest_pass, validate

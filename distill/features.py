@@ -1,32 +1,368 @@
 """The target's hidden states, computed once and read from disk while training.
 
 A store is a folder named after what decides its contents: target, sequences, taps, precision. Another key is another
-folder, so stale features are never read. All processes of a launch write it (`feature_making`); whole sequences lie end
-to end in files that are mapped into memory (`shards`).
+folder, so stale features are never read.
 
-Shapes: B rows, T positions, K taps, H hidden size.
+    states-00003.safetensors   a shard: whole sequences, end to end, mapped into memory when they are read
+    SHA256SUMS                 a line for each shard, once it is whole; sealed at the end
+    .00004.claim               a lock: some process is at work on that shard
+    features.json              the index: taps, precision, which sequence is in which shard; written last
+
+All processes of a launch write it, shard by shard. The main process looks at what is there: damaged shards go, missing
+ones are claimed and computed by any process that is free, and at the end the main process writes the index and seals
+the list of digests. A shard's contents depend on its sequences alone, so that any number of processes leaves the same
+files, and a run that was killed continues with the shards that are missing.
+
+Shapes: B rows, T positions, N tokens of a shard, K taps, H hidden size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from datasets import Dataset
 from rich.console import Console
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from ..common import BadInputError, digests
-from ..common.atomic import keeping, read_json, readable_bytes, writing
-from ..common.locks import locked
+from ..common.atomic import keeping, read_json, readable_bytes, replacing, require_space, write_atomically, writing
+from ..common.locks import claiming, locked
 from ..common.process_group import Crew
+from ..common.progress import progress
 from ..targets import Target
-from .feature_making import FeatureStoreBuilder
-from .shards import INDEX, PRECISIONS, ShardIndex, precision_of, shard_file
+from ..targets.fingerprint import digest_json
+from .launch import one_leads
+
+INDEX = "features.json"
+AT_ONCE = 16  # sequences of a pass of the target
+MOST_BYTES = 128_000_000  # one shard is built in memory; small enough for a laptop, big enough for few files
+LEAST_BYTES = 4_000_000  # less is not worth a pass of its own
+_SHARDS = 64  # that a store should have, for as many processes to share
+
+_SCALE = "_scale"  # ends the name of what a tensor's vectors are multiplied by
+
+Tokens = np.ndarray  # int32 [T]
+
+_log = logging.getLogger(__name__)
+
+
+# ------------------------------------------------------------ shards
+
+
+def shard_file(folder: Path, number: int) -> Path:
+    """Return where shard `number` of the store in `folder` lies."""
+    return folder / f"states-{number:05d}.safetensors"
+
+
+@dataclass(frozen=True)
+class ShardIndex:
+    """The place of each sequence: `shards` are ranges of sequences, `lengths` their tokens."""
+
+    lengths: list[int]
+    shards: list[range]
+
+    @classmethod
+    def of(cls, lengths: list[int], bytes_per_token: int, shard_bytes: int) -> ShardIndex:
+        """Fill shards in order; a sequence that is bigger than a shard gets its own."""
+        starts, size = [0], 0
+        for i, length in enumerate(lengths):
+            if size and (size + length) * bytes_per_token > shard_bytes:
+                starts.append(i)
+                size = 0
+            size += length
+        return cls(lengths, [range(a, b) for a, b in zip(starts, [*starts[1:], len(lengths)], strict=True)])
+
+    def places(self) -> list[tuple[int, int]]:
+        """Return the shard and the first token of every sequence."""
+        return [
+            (n, first)
+            for n, r in enumerate(self.shards)
+            for first in [0, *accumulate(self.lengths[r.start : r.stop - 1])]
+        ]
+
+    def tokens(self, shards: Sequence[int]) -> int:
+        """Return how many tokens these shards hold."""
+        return sum(self.lengths[i] for shard in shards for i in self.shards[shard])
+
+
+def shard_size(num_bytes: int) -> int:
+    """Return how large the shards of a store of `num_bytes` should be, however many processes write them."""
+    return min(MOST_BYTES, max(LEAST_BYTES, num_bytes // _SHARDS))
+
+
+@dataclass(frozen=True)
+class Precision:
+    """How the numbers of a hidden state are kept.
+
+    `float8_e4m3fn` has three bits after the leading one, and keeps each vector with a scale that makes its largest
+    number 448, the largest there is. So a number x of a vector whose largest is m comes back within
+    max(|x| / 16, m / 2^18): half a step of its own size, or of the smallest one.
+
+    Attributes:
+        name: torch's, as a recipe says it.
+        has_scale: whether each vector is kept with its own scale, in float32.
+    """
+
+    name: str
+    dtype: torch.dtype
+    has_scale: bool = False
+
+    def bytes_per_token(self, vectors: int, size: int) -> int:
+        """Return the bytes of a token's `vectors`, of `size` numbers each."""
+        return vectors * (size * self.dtype.itemsize + 4 * self.has_scale)
+
+    def kept(self, name: str, states: Tensor) -> dict[str, Tensor]:
+        """Return what a file keeps of `states` `[N, ..., H]`, by name."""
+        if not self.has_scale:
+            return {name: states.to("cpu", self.dtype, copy=True)}
+        values = states.float()
+        largest = values.abs().amax(-1, keepdim=True)
+        scale = torch.where(largest > 0, largest / torch.finfo(self.dtype).max, 1.0)
+        return {name: (values / scale).to(self.dtype).cpu(), name + _SCALE: scale[..., 0].cpu()}
+
+    def names(self, name: str) -> list[str]:
+        """Return the names under which a file keeps a tensor."""
+        return [name, name + _SCALE] if self.has_scale else [name]
+
+    def read(self, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """Return states as `dtype`, of what a file has under `names`."""
+        if not self.has_scale:
+            return parts[0].to(dtype)
+        values, scale = parts
+        return (values.float() * scale[..., None]).to(dtype)
+
+
+PRECISIONS = {
+    precision.name: precision
+    for precision in (
+        Precision("float32", torch.float32),
+        Precision("bfloat16", torch.bfloat16),
+        Precision("float16", torch.float16),
+        Precision("float8_e4m3fn", torch.float8_e4m3fn, has_scale=True),
+    )
+}
+
+
+def precision_of(name: str, own: torch.dtype) -> Precision:
+    """Return the precision of that name; `auto` is that of the target, `own`.
+
+    Raises:
+        BadInputError: there is none of that name.
+    """
+    name = (str(own) if name == "auto" else name).removeprefix("torch.")
+    if name not in PRECISIONS:
+        raise BadInputError(f"features cannot be stored as {name!r}; expected one of {', '.join(PRECISIONS)}.")
+    return PRECISIONS[name]
+
+
+def stored_taps(taps: Sequence[int], num_layers: int) -> tuple[int, ...]:
+    """Return the taps that are stored beside the last state, which is tap `num_layers`."""
+    return tuple(dict.fromkeys(tap for tap in taps if tap != num_layers))
+
+
+# ------------------------------------------------------------ making a store
+
+
+@dataclass(frozen=True)
+class FeatureStoreBuilder:
+    """A store in the making.
+
+    Attributes:
+        folder: of its key.
+        sequences: whose `input_ids` come as Arrow, which lie on the disk until they are asked for.
+        taps: that are stored beside the last state.
+    """
+
+    folder: Path
+    key: str
+    target: Target
+    sequences: Dataset
+    taps: tuple[int, ...]
+    precision: Precision
+    layout: ShardIndex
+
+    @classmethod
+    def of(
+        cls,
+        parent: Path,
+        target: Target,
+        dataset: Dataset,
+        taps: Sequence[int],
+        precision: Precision,
+        shard_bytes: int | None,
+    ) -> FeatureStoreBuilder:
+        """Return the making of the store under `parent` that these decide."""
+        stored = stored_taps(taps, target.num_layers)
+        sequences = dataset.select_columns(["input_ids"]).with_format("arrow")
+        digest, lengths = _digest(sequences)
+        bytes_per_token = precision.bytes_per_token(len(stored) + 1, target.hidden_size)
+        shard_bytes = shard_bytes or shard_size(sum(lengths) * bytes_per_token)
+        decides = [target.fingerprint().digest, digest, list(stored), str(precision.dtype), shard_bytes]
+        key, layout = digest_json(decides), ShardIndex.of(lengths, bytes_per_token, shard_bytes)
+        return cls(parent / key[:16], key, target, sequences, stored, precision, layout)
+
+    def run(self, crew: Crew, console: Console | None) -> None:
+        """Compute the shards that are missing or damaged, with the other processes; a finished store stays as it is."""
+        topic = f"features-{self.key[:8]}"
+        said = json.loads(crew.first(f"{topic}-opened", self._open))
+        if said["key"] != self.key:
+            raise BadInputError(
+                f"process {crew.rank} has other responses, or another target, than process 0: all machines must see "
+                "the same files."
+            )
+        if said["is_finished"]:
+            return
+        missing = said["missing"]
+        ready = len(self.layout.lengths) - self._sequences(missing)
+        with (
+            one_leads(crew, self.target),
+            progress(console, "hidden states", len(self.layout.lengths), ready) as advance,
+        ):
+            if not self.target.sharded or crew.is_main:
+                self._compute_all(missing, Crew() if self.target.sharded else crew, advance)
+        crew.meet(f"{topic}-computed")
+        crew.first(f"{topic}-sealed", self._seal)
+
+    # ------------------------------------------------------------ the main process alone
+
+    def _open(self) -> str:
+        """Return what is left to do, once it is known that there is room for it."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        found = self._problems()
+        is_finished = not found and digests.is_sealed(self.folder)
+        for line in found:
+            _log.warning("%s: %s. It is computed again.", self.folder, line)
+        missing = [] if is_finished else self._missing({line.partition(":")[0] for line in found})
+        self._require_space(missing)
+        for shard in missing:  # from now on one that is there is whole
+            shard_file(self.folder, shard).unlink(missing_ok=True)
+        return json.dumps({"key": self.key, "is_finished": is_finished, "missing": missing})
+
+    def _problems(self) -> list[str]:
+        """Return what is not as it was written, one line each, with the file's name first."""
+        if digests.is_sealed(self.folder):
+            return digests.problems(self.folder)
+        shards = [shard_file(self.folder, i) for i in range(len(self.layout.shards))]
+        return digests.problems_so_far(self.folder, [f.name for f in shards if f.exists()])
+
+    def _missing(self, damaged: set[str]) -> list[int]:
+        """Return the shards that were never finished, and those whose files are `damaged`."""
+        kept = digests.listed(self.folder).keys() - damaged
+        return [i for i in range(len(self.layout.shards)) if shard_file(self.folder, i).name not in kept]
+
+    def _require_space(self, missing: list[int]) -> None:
+        tokens, vectors, size = self.layout.tokens(missing), len(self.taps) + 1, self.target.hidden_size
+        needed = tokens * self.precision.bytes_per_token(vectors, size)
+        smaller = {p.name: tokens * p.bytes_per_token(vectors, size) for p in PRECISIONS.values()}
+        lines = [f"{name} takes {readable_bytes(count)}" for name, count in smaller.items() if count < needed]
+        less = f"store less (data.features_dtype: {', '.join(lines)}), " if lines else ""
+        advice = f"Free some, {less}or compute hidden states while training (data.features=online)."
+        require_space(self.folder, needed, advice)
+
+    def _seal(self) -> str:
+        write_atomically(self.folder / INDEX, json.dumps(self._index()))
+        self._note(INDEX)
+        names = [shard_file(self.folder, i).name for i in range(len(self.layout.shards))]
+        digests.seal_grown(self.folder, [INDEX, *names])
+        for claim in self.folder.glob(".*.claim"):  # of processes that were killed
+            with claiming(claim):
+                pass
+        return ""
+
+    def _index(self) -> dict[str, Any]:
+        return {
+            "key": self.key,
+            "taps": self.taps,
+            "num_layers": self.target.num_layers,
+            "dtype": self.precision.name,
+            "given_as": self._given_as(),
+            "hidden_size": self.target.hidden_size,
+            "lengths": self.layout.lengths,
+            "shards": [[r.start, r.stop] for r in self.layout.shards],
+        }
+
+    def _given_as(self) -> str:
+        dtype = self.target.dtype if self.precision.has_scale else self.precision.dtype
+        return str(dtype).removeprefix("torch.")
+
+    # ------------------------------------------------------------ every process
+
+    def _compute_all(self, missing: list[int], crew: Crew, advance: Callable[[int, str], None]) -> None:
+        """Compute shards that nobody else computes, until all `missing` ones are there."""
+        left = set(missing)
+        for shard in crew.take(missing, self._has, lambda n: claiming(self.folder / f".{n:05d}.claim")):
+            self._compute(shard)
+            if crew.is_main:  # who shows what all have done
+                ended = {n for n in left if self._has(n)}
+                left -= ended
+                advance(self._sequences(ended), f"{crew.size} processes" if crew.size > 1 else "")
+
+    def _sequences(self, shards: Sequence[int] | set[int]) -> int:
+        return sum(len(self.layout.shards[i]) for i in shards)
+
+    def _has(self, shard: int) -> bool:
+        return shard_file(self.folder, shard).exists()
+
+    def _compute(self, shard: int) -> None:
+        file, states = shard_file(self.folder, shard), self._states(self.layout.shards[shard])
+        with replacing(file) as temporary:
+            save_file(states, temporary)
+        self._note(file.name)
+
+    def _note(self, name: str) -> None:
+        """Add a file to the list of digests, which several processes write."""
+        with claiming(self.folder / ".list.claim", wait=-1):
+            digests.add(self.folder, name)
+
+    @torch.inference_mode()
+    def _states(self, members: range) -> dict[str, Tensor]:
+        """Return what a file keeps of these sequences, end to end: last `[N, H]` and, with taps, hidden `[N, K, H]`."""
+        tokens_of = dict(zip(members, _rows(self.sequences, members), strict=True))
+        order = sorted(members, key=lambda i: len(tokens_of[i]))  # equal lengths side by side: little padding
+        found: dict[int, dict[str, Tensor]] = {}
+        for begin in range(0, len(order), AT_ONCE):
+            batch = order[begin : begin + AT_ONCE]
+            rows = [torch.from_numpy(tokens_of[i]).long() for i in batch]
+            tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(self.target.device)
+            out = self.target.forward(tokens, taps=self.taps, logits=False)
+            for row, i in enumerate(batch):
+                count = len(tokens_of[i])
+                found[i] = self.precision.kept("last", out.last[row, :count])
+                if out.hidden is not None:
+                    found[i] |= self.precision.kept("hidden", out.hidden[row, :count])
+        return {name: torch.cat([found[i][name] for i in members]) for name in found[members.start]}
+
+
+def _rows(sequences: Dataset, members: range) -> Iterator[Tokens]:
+    """Yield the tokens of these rows, int32 `[T]` each."""
+    for chunk in sequences[members.start : members.stop]["input_ids"].chunks:
+        for row in chunk:
+            yield row.values.to_numpy(zero_copy_only=False).astype(np.int32)
+
+
+def _digest(sequences: Dataset, at_once: int = 1000) -> tuple[str, list[int]]:
+    """Return the digest of all sequences, and their lengths."""
+    data, lengths = hashlib.sha256(), []
+    for begin in range(0, len(sequences), at_once):
+        for tokens in _rows(sequences, range(begin, min(begin + at_once, len(sequences)))):
+            data.update(len(tokens).to_bytes(8, "little") + tokens.tobytes())
+            lengths.append(len(tokens))
+    return data.hexdigest(), lengths
+
+
+# ------------------------------------------------------------ reading a store
 
 
 class FeatureStore:

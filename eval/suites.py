@@ -10,7 +10,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from ..common import BadInputError
-from ..distill.prompts import Prompt, digest_prompts, read_prompts
+from ..distill.collect import read_prompts
+from ..distill.prompts import Prompt, digest_prompts
 from ..recipes.suites import PACKAGED, find_suite
 from .reports.figures import ALL
 

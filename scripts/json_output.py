@@ -21,8 +21,8 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from ..common.atomic import write_atomically
 from ..common.checksums import CHECKSUM
+from ..distill.collect import Collection
 from ..distill.data_set import provenance
-from ..distill.prompts import Collection
 from ..eval.reports.gate import GateResult
 from ..eval.reports.intervals import Interval
 from ..eval.reports.report import Baselines, Conditions, ContestantInfo, Figures, Report

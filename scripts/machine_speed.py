@@ -15,7 +15,8 @@ import torch
 
 from ..common.machine import clock
 from ..decode import Decoder, Plan
-from ..distill.prompts import Prompt, PromptReading, collect
+from ..distill.collect import PromptReading, collect
+from ..distill.prompts import Prompt
 from ..eval.costs import verify_times
 from ..eval.turns import threads
 from ..heads import Drafter, TargetBatch, drafter_config

@@ -22,8 +22,8 @@ from transformers import TrainingArguments
 from ..common import BadInputError, OutriderError
 from ..common.errors import LIBRARY_ERRORS, reason
 from ..distill.data_set import load_responses
+from ..distill.features import precision_of, stored_taps
 from ..distill.responses import data_folder
-from ..distill.shards import precision_of, stored_taps
 from ..distill.sources import count_rows
 from ..heads import Drafter
 from ..recipes import Recipe, SourceSpec

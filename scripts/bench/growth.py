@@ -30,9 +30,8 @@ from transformers import PreTrainedTokenizerBase
 from outrider.common.atomic import write_atomically
 from outrider.common.machine import cpu_name
 from outrider.common.versions import versions
-from outrider.distill.collect import gather
+from outrider.distill.collect import Collection, recipe_prompts
 from outrider.distill.data_set import TrainingRow, save_data_set
-from outrider.distill.prompts import Collection
 from outrider.recipes import Recipe, embedded_file
 from outrider.targets.loading import load_tokenizer_of
 
@@ -94,11 +93,11 @@ def measure(file: Path, place: Path) -> dict[str, Any]:
     tokenizer = load_tokenizer_of("embedded", None, False)
     data = {"prompts": [str(file)], "malformed": "refuse"}
     recipe = Recipe.from_dict({"name": "growth", "target": {"path": "embedded"}, "drafter": {}, "data": data})
-    gather(_few(recipe), tokenizer)  # the first time loads what is loaded once
+    recipe_prompts(_few(recipe), tokenizer)  # the first time loads what is loaded once
     before = own_memory()
     with watched() as peak:
         began = time.perf_counter()
-        found = gather(recipe, tokenizer, folder=place)
+        found = recipe_prompts(recipe, tokenizer, folder=place)
         read = time.perf_counter()
         save(found, place, tokenizer)
         written = time.perf_counter()

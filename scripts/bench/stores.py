@@ -22,8 +22,8 @@ from accelerate import PartialState
 from datasets import Dataset
 
 from outrider.distill import FeatureStore
-from outrider.distill.launched import crew_in
-from outrider.distill.shards import PRECISIONS
+from outrider.distill.features import PRECISIONS
+from outrider.distill.launch import crew_in
 from outrider.targets import Target
 
 from .conditions import command, conditions, write

@@ -26,7 +26,7 @@ class Server:
             neither, and refuses fields that it does not know.)
         completions, chat: the interfaces that it has.
         key: that it wants.
-        busy: so many requests it answers by a 429.
+        busy: so many requests it answers by a 429, which asks for a day's rest.
         refuses: prompts whose text holds this.
         changed: what it does to every answer before it is sent.
         asked: how often each prompt was answered. bodies: of all requests.
@@ -129,6 +129,8 @@ def _handler(server: Server) -> type[BaseHTTPRequestHandler]:
             self.send_response(status)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(content)))
+            if status == 429:
+                self.send_header("Retry-After", "86400")
             self.end_headers()
             self.wfile.write(content)
 

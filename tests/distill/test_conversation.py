@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from outrider.distill.conversation import given_sequences, next_question, sequences, why_ended
+from outrider.distill.conversation import given_sequences, next_question, render, sequences, why_ended
 from outrider.distill.layouts import Message
 from outrider.distill.prompts import Prompt
-from outrider.distill.templates import render
 
 SYSTEM = {"role": "system", "content": "be brief"}
 THINKING = (

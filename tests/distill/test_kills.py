@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 from accelerate import PartialState
 
@@ -125,6 +126,7 @@ def test_servers_and_those_who_ask_them_killed_at_random_answer_every_prompt_onc
 ) -> None:
     for name, seconds in (("SECONDS_BETWEEN_FILES", 0.1), ("FIRST_DELAY", 0.02), ("LONGEST_DELAY", 0.2)):
         monkeypatch.setattr(servers, name, seconds)
+    monkeypatch.setattr(openai._base_client, "INITIAL_RETRY_DELAY", 0.02)
     chance, fleet = random.Random(SEED), [start_server(), start_server()]
     asked = {"servers": [server.url for server in fleet], "requests": {"concurrency": 2, "patience": 20}}
     made, whole = recipe(tmp_path, "killed", **asked), distill(recipe(tmp_path, "whole"), tiny_target)

@@ -11,7 +11,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from outrider.common import BadInputError
-from outrider.distill.masks import supervised_mask
+from outrider.distill.conversation import supervised_mask
 
 CHAT = [
     {"role": "system", "content": "be brief"},

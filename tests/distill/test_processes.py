@@ -19,9 +19,9 @@ from accelerate import PartialState, debug_launcher
 from torch import distributed
 
 from outrider.decode import Decoder, Output
-from outrider.distill import distill, load_responses, table
+from outrider.distill import distill, load_responses, prompts
 from outrider.distill.decoding import batches
-from outrider.distill.table import Prompt
+from outrider.distill.prompts import Prompt
 from outrider.recipes import Recipe
 from outrider.targets import Target
 
@@ -104,7 +104,7 @@ def test_a_run_killed_while_it_reads_the_prompts_leaves_nothing_for_the_next(
         raise AssertionError
 
     with monkeypatch.context() as patch:
-        patch.setattr(table, "_row", killed)
+        patch.setattr(prompts, "_row", killed)
         child = multiprocessing.get_context("fork").Process(target=distill, args=(recipe, tiny_target))
         child.start()
         child.join(60)

@@ -12,8 +12,9 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from outrider.common import BadInputError
+from outrider.distill.collect import PromptReading, collect, read_prompts
 from outrider.distill.conversation import given_sequences
-from outrider.distill.prompts import PromptReading, collect, digest_prompts, read_prompts
+from outrider.distill.prompts import digest_prompts
 from outrider.distill.sources import check_sources
 
 Rows = Callable[..., str]

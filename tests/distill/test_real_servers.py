@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from outrider.distill import distill, load_responses, provenance, servers
-from outrider.distill.prompts import read_prompts
+from outrider.distill.collect import read_prompts
 from outrider.recipes import Recipe
 from outrider.serving.launching import VllmLaunch, python_of
 from outrider.targets import Target, embedded_path

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from outrider.common.checksums import digest_json
-from outrider.distill.prompts import Prompt, digest_prompts
-from outrider.distill.seen import Seen
-from outrider.distill.table import PromptTable
+from outrider.distill.collect import DigestSet
+from outrider.distill.prompts import Prompt, PromptTable, digest_prompts
 
 USER = {"role": "user", "content": "u"}
 PROMPTS = [
@@ -69,8 +68,8 @@ def test_content_is_what_is_asked_whatever_the_tokens_and_the_id() -> None:
     assert Prompt("a", "s", (1,)).content != Prompt("a", "s", (2,)).content
 
 
-def test_seen_remembers_every_text() -> None:
-    seen = Seen()
+def test_a_digest_set_remembers_every_text() -> None:
+    known = DigestSet()
     texts = [f"text {i % 5000}" for i in range(8000)]
-    assert [seen.add(text) for text in texts] == [True] * 5000 + [False] * 3000
-    assert len(seen) == 5000
+    assert [known.add(text) for text in texts] == [True] * 5000 + [False] * 3000
+    assert len(known) == 5000

@@ -10,7 +10,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from outrider.common import BadInputError
-from outrider.distill.templates import render
+from outrider.distill.conversation import render
 
 CHAT = [{"role": "user", "content": "def add("}, {"role": "assistant", "content": "a, b):"}]
 

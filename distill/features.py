@@ -51,7 +51,7 @@ MOST_BYTES = 128_000_000  # one shard is built in memory; small enough for a lap
 LEAST_BYTES = 4_000_000  # less is not worth a pass of its own
 _SHARDS = 64  # that a store should have, for as many processes to share
 
-_SCALE = "_scale"  # ends the name of what a tensor's vectors are multiplied by
+_SCALE = "_scale"  # ends the name of the factors of a tensor's vectors
 
 Tokens = np.ndarray  # int32 [T]
 
@@ -98,7 +98,7 @@ class ShardIndex:
 
 
 def shard_size(num_bytes: int) -> int:
-    """Return how large the shards of a store of `num_bytes` should be, however many processes write them."""
+    """Return the size of the shards of a store of `num_bytes`, however many processes write them."""
     return min(MOST_BYTES, max(LEAST_BYTES, num_bytes // _SHARDS))
 
 
@@ -111,7 +111,7 @@ class Precision:
     max(|x| / 16, m / 2^18): half a step of its own size, or of the smallest one.
 
     Attributes:
-        name: torch's, as a recipe says it.
+        name: torch's, as in a recipe.
         has_scale: whether each vector is kept with its own scale, in float32.
     """
 
@@ -124,7 +124,7 @@ class Precision:
         return vectors * (size * self.dtype.itemsize + 4 * self.has_scale)
 
     def kept(self, name: str, states: Tensor) -> dict[str, Tensor]:
-        """Return what a file keeps of `states` `[N, ..., H]`, by name."""
+        """Return the tensors that a file keeps of `states` `[N, ..., H]`, by name."""
         if not self.has_scale:
             return {name: states.to("cpu", self.dtype, copy=True)}
         values = states.float()
@@ -137,7 +137,7 @@ class Precision:
         return [name, name + _SCALE] if self.has_scale else [name]
 
     def read(self, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        """Return states as `dtype`, of what a file has under `names`."""
+        """Return states as `dtype`, from the tensors that a file has under `names`."""
         if not self.has_scale:
             return parts[0].to(dtype)
         values, scale = parts
@@ -203,7 +203,7 @@ class FeatureStoreBuilder:
         precision: Precision,
         shard_bytes: int | None,
     ) -> FeatureStoreBuilder:
-        """Return the making of the store under `parent` that these decide."""
+        """Return the builder of the store under `parent` that these decide."""
         stored = stored_taps(taps, target.num_layers)
         sequences = dataset.select_columns(["input_ids"]).with_format("arrow")
         digest, lengths = _digest(sequences)
@@ -216,15 +216,15 @@ class FeatureStoreBuilder:
     def run(self, crew: Crew, console: Console | None) -> None:
         """Compute the shards that are missing or damaged, with the other processes; a finished store stays as it is."""
         topic = f"features-{self.key[:8]}"
-        said = json.loads(crew.first(f"{topic}-opened", self._open))
-        if said["key"] != self.key:
+        opened = json.loads(crew.first(f"{topic}-opened", self._open))
+        if opened["key"] != self.key:
             raise BadInputError(
                 f"process {crew.rank} has other responses, or another target, than process 0: all machines must see "
                 "the same files."
             )
-        if said["is_finished"]:
+        if opened["is_finished"]:
             return
-        missing = said["missing"]
+        missing = opened["missing"]
         ready = len(self.layout.lengths) - self._sequences(missing)
         with (
             one_leads(crew, self.target),
@@ -238,20 +238,20 @@ class FeatureStoreBuilder:
     # ------------------------------------------------------------ the main process alone
 
     def _open(self) -> str:
-        """Return what is left to do, once it is known that there is room for it."""
+        """Return the work that is left, once it is known that there is room for it."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        found = self._problems()
-        is_finished = not found and digests.is_sealed(self.folder)
-        for line in found:
+        problems = self._problems()
+        is_finished = not problems and digests.is_sealed(self.folder)
+        for line in problems:
             _log.warning("%s: %s. It is computed again.", self.folder, line)
-        missing = [] if is_finished else self._missing({line.partition(":")[0] for line in found})
+        missing = [] if is_finished else self._missing({line.partition(":")[0] for line in problems})
         self._require_space(missing)
         for shard in missing:  # from now on one that is there is whole
             shard_file(self.folder, shard).unlink(missing_ok=True)
         return json.dumps({"key": self.key, "is_finished": is_finished, "missing": missing})
 
     def _problems(self) -> list[str]:
-        """Return what is not as it was written, one line each, with the file's name first."""
+        """Return the files that are not as they were written, one line each, with the name first."""
         if digests.is_sealed(self.folder):
             return digests.problems(self.folder)
         shards = [shard_file(self.folder, i) for i in range(len(self.layout.shards))]
@@ -300,11 +300,11 @@ class FeatureStoreBuilder:
     # ------------------------------------------------------------ every process
 
     def _compute_all(self, missing: list[int], crew: Crew, advance: Callable[[int, str], None]) -> None:
-        """Compute shards that nobody else computes, until all `missing` ones are there."""
+        """Compute shards that no other process computes, until all `missing` ones are there."""
         left = set(missing)
         for shard in crew.take(missing, self._has, lambda n: claiming(self.folder / f".{n:05d}.claim")):
             self._compute(shard)
-            if crew.is_main:  # who shows what all have done
+            if crew.is_main:  # it shows the progress of all
                 ended = {n for n in left if self._has(n)}
                 left -= ended
                 advance(self._sequences(ended), f"{crew.size} processes" if crew.size > 1 else "")
@@ -328,10 +328,10 @@ class FeatureStoreBuilder:
 
     @torch.inference_mode()
     def _states(self, members: range) -> dict[str, Tensor]:
-        """Return what a file keeps of these sequences, end to end: last `[N, H]` and, with taps, hidden `[N, K, H]`."""
+        """Return the states of these sequences, end to end: last `[N, H]` and, with taps, hidden `[N, K, H]`."""
         tokens_of = dict(zip(members, _rows(self.sequences, members), strict=True))
         order = sorted(members, key=lambda i: len(tokens_of[i]))  # equal lengths side by side: little padding
-        found: dict[int, dict[str, Tensor]] = {}
+        states: dict[int, dict[str, Tensor]] = {}
         for begin in range(0, len(order), AT_ONCE):
             batch = order[begin : begin + AT_ONCE]
             rows = [torch.from_numpy(tokens_of[i]).long() for i in batch]
@@ -339,10 +339,10 @@ class FeatureStoreBuilder:
             out = self.target.forward(tokens, taps=self.taps, logits=False)
             for row, i in enumerate(batch):
                 count = len(tokens_of[i])
-                found[i] = self.precision.kept("last", out.last[row, :count])
+                states[i] = self.precision.kept("last", out.last[row, :count])
                 if out.hidden is not None:
-                    found[i] |= self.precision.kept("hidden", out.hidden[row, :count])
-        return {name: torch.cat([found[i][name] for i in members]) for name in found[members.start]}
+                    states[i] |= self.precision.kept("hidden", out.hidden[row, :count])
+        return {name: torch.cat([states[i][name] for i in members]) for name in states[members.start]}
 
 
 def _rows(sequences: Dataset, members: range) -> Iterator[Tokens]:
@@ -370,7 +370,7 @@ class FeatureStore:
 
     Attributes:
         taps: HF `hidden_states` indices that a batch has; () for none.
-        dtype: of what a batch holds. precision: in which it is stored.
+        dtype: of a batch. precision: in which it is stored.
         num_bytes: size on disk.
     """
 
@@ -417,25 +417,25 @@ class FeatureStore:
         """Return the store for this target, data set (its `input_ids`) and taps under `folder`, opened or made.
 
         Args:
-            dtype: of the stored states, a name of `shards.PRECISIONS`; "auto" for the target's own.
+            dtype: of the stored states, a name of `PRECISIONS`; "auto" for the target's own.
             shard_bytes: sequences are gathered into files of about this size; None for one that suits all of them.
             crew: the processes that make it, all of which call this together; None for this one alone.
 
         Raises:
             IncompatibleError: a tap the target does not have.
             BadInputError: no sequences, or too little space on the disk (known before any work).
-            CrewError: another process failed; it says why.
+            CrewError: another process failed; the message is its own.
         """
         if len(dataset) == 0:
             raise BadInputError("there are no sequences to compute hidden states for; the data set is empty.")
         target.check_taps(taps)
         crew = crew or Crew()
         precision = precision_of(str(dtype), target.dtype)
-        making = FeatureStoreBuilder.of(Path(folder), target, dataset, taps, precision, shard_bytes)
-        alone = locked(making.folder) if crew.is_main else nullcontext()
-        with alone, keeping(lambda: "The finished shards are kept there."), writing(making.folder):
-            making.run(crew, console)
-        return cls(making.folder, taps, check=False)
+        builder = FeatureStoreBuilder.of(Path(folder), target, dataset, taps, precision, shard_bytes)
+        alone = locked(builder.folder) if crew.is_main else nullcontext()
+        with alone, keeping(lambda: "The finished shards are kept there."), writing(builder.folder):
+            builder.run(crew, console)
+        return cls(builder.folder, taps, check=False)
 
     def __len__(self) -> int:
         return len(self._layout.lengths)
@@ -482,7 +482,7 @@ class FeatureStore:
             hidden[:, k] = stored[:, column]
 
     def _read(self, shard: int, name: str, tokens: slice) -> Tensor:
-        """Return the states of these tokens of a shard: the file is mapped, and only what is asked for is read."""
+        """Return the states of these tokens of a shard: the file is mapped, and only these are read."""
         file = self._file(shard)
         return self.precision.read([file.get_slice(part)[tokens] for part in self.precision.names(name)], self.dtype)
 

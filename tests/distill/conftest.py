@@ -6,15 +6,29 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from outrider.decode import Decoder
+from outrider.recipes import Recipe
 from outrider.targets import Target
+
+
+def write_rows(file: Path, rows: Iterable[dict[str, Any]]) -> str:
+    """Write rows as lines of JSON, and return the file's name."""
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(file)
+
+
+def data_recipe(output: Path, path: Path | str = "unused", **data: Any) -> Recipe:
+    """Return a recipe with this target, data and output."""
+    target = {"path": str(path), "dtype": "float32"}
+    return Recipe.from_dict({"name": "t", "target": target, "drafter": {}, "data": data, "output": str(output)})
 
 
 @dataclass

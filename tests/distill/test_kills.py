@@ -6,7 +6,6 @@ answered since the last write.
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import random
@@ -27,7 +26,7 @@ from outrider.distill import distill, servers
 from outrider.recipes import Recipe
 from outrider.targets import Target
 
-from .conftest import Server
+from .conftest import Server, data_recipe, write_rows
 
 KILLS, SEED = 30, 20261122
 TEXTS = [f"{text} {i}" for i in range(40) for text in ("def add(first, second):", "for name in", "class Stack:", "x")]
@@ -36,11 +35,8 @@ Process = Any
 
 
 def recipe(folder: Path, name: str, **data: Any) -> Recipe:
-    file = folder / "texts.jsonl"
-    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-    data = {"prompts": [str(file)], "max_new_tokens": 16, "batch_size": 4, **data}
-    values = {"name": "t", "target": {"path": "in memory"}, "drafter": {}, "data": data}
-    return Recipe.from_dict({**values, "output": str(folder / name)})
+    file = write_rows(folder / "texts.jsonl", ({"text": text} for text in TEXTS))
+    return data_recipe(folder / name, **{"prompts": [file], "max_new_tokens": 16, "batch_size": 4, **data})
 
 
 def content(folder: Path) -> dict[str, bytes]:

@@ -19,6 +19,8 @@ from outrider.distill import distill, load_responses, provenance, read_prompts
 from outrider.recipes import Recipe
 from outrider.targets import Target
 
+from .conftest import data_recipe, write_rows
+
 TEXTS = [
     "def add(first, second):",
     "for name in",
@@ -35,14 +37,10 @@ MakeRecipe = Callable[..., Recipe]
 @pytest.fixture
 def make_recipe(tmp_path: Path) -> MakeRecipe:
     """`make_recipe(output="run", **data)`: a recipe over TEXTS."""
-    file = tmp_path / "texts.jsonl"
-    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    file = write_rows(tmp_path / "texts.jsonl", ({"text": text} for text in TEXTS))
 
     def make(output: str = "run", **data: Any) -> Recipe:
-        values = {"prompts": [str(file)], "max_new_tokens": 8, "batch_size": 3, **data}
-        return Recipe.from_dict(
-            {"name": "t", "target": {"path": "unused"}, "drafter": {}, "data": values, "output": str(tmp_path / output)}
-        )
+        return data_recipe(tmp_path / output, **{"prompts": [file], "max_new_tokens": 8, "batch_size": 3, **data})
 
     return make
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from outrider.heads import Drafter, DraftModel, Ngram, load_drafter
 from outrider.recipes import Recipe
 from outrider.targets import Target
 
+from .conftest import data_recipe, write_rows
 from .test_responses import count_prompts, interrupt, rows
 
 TEXTS = ["def add(first, second):", "for name in", "The target", "class Stack:", "print(name, len(name))", "x"]
@@ -47,14 +47,12 @@ def similar(tmp_path: Path, tiny_target: Target) -> str:
 @pytest.fixture
 def make_recipe(tmp_path: Path) -> MakeRecipe:
     """`make_recipe(output="run", **data)`: a recipe over TEXTS."""
-    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-    (tmp_path / "turns.jsonl").write_text("".join(json.dumps({"turns": turns}) + "\n" for turns in TURNS))
+    write_rows(tmp_path / "texts.jsonl", ({"text": text} for text in TEXTS))
+    write_rows(tmp_path / "turns.jsonl", ({"turns": turns} for turns in TURNS))
 
     def make(output: str = "run", prompts: str = "texts", **data: Any) -> Recipe:
         values = {"prompts": [str(tmp_path / f"{prompts}.jsonl")], "max_new_tokens": 40, "batch_size": 2, **data}
-        return Recipe.from_dict(
-            {"name": "t", "target": {"path": "unused"}, "drafter": {}, "data": values, "output": str(tmp_path / output)}
-        )
+        return data_recipe(tmp_path / output, **values)
 
     return make
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import time
@@ -26,7 +25,7 @@ from outrider.recipes import Recipe
 from outrider.scripts.bench.faults import FaultyProxy, running
 from outrider.targets import Target
 
-from .conftest import Server
+from .conftest import Server, data_recipe, write_rows
 
 TEXTS = [f"{text} {i}" for i in range(5) for text in ("def add(first, second):", "for name in", "class Stack:", "x")]
 
@@ -48,14 +47,10 @@ def make_recipe(tmp_path: Path) -> MakeRecipe:
     """`make_recipe(output, *servers, texts=TEXTS, chat=False, **data)`: a recipe that these servers answer."""
 
     def make(output: str, *fleet: Any, rows: list[dict[str, Any]] | None = None, **data: Any) -> Recipe:
-        file = tmp_path / f"{output}.jsonl"
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows or [{"text": text} for text in TEXTS]))
-        values: dict[str, Any] = {"prompts": [str(file)], "max_new_tokens": 8, "batch_size": 3, **data}
-        values["servers"] = [server.url if isinstance(server, (Server, FaultyProxy)) else server for server in fleet]
-        if not fleet:
-            del values["servers"]
-        values = {"name": "t", "target": {"path": "unused"}, "drafter": {}, "data": values}
-        return Recipe.from_dict({**values, "output": str(tmp_path / output)})
+        file = write_rows(tmp_path / f"{output}.jsonl", rows or [{"text": text} for text in TEXTS])
+        values: dict[str, Any] = {"prompts": [file], "max_new_tokens": 8, "batch_size": 3, **data}
+        urls = [server.url if isinstance(server, (Server, FaultyProxy)) else server for server in fleet]
+        return data_recipe(tmp_path / output, **values, servers=urls or None)
 
     return make
 

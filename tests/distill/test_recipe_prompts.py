@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +19,8 @@ from outrider.distill.collect import Collection, PromptReading, collect, recipe_
 from outrider.recipes import Recipe
 from outrider.targets import Target
 
+from .conftest import write_rows
+
 Rows = Callable[..., str]
 U, A = {"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}
 
@@ -29,9 +30,7 @@ def rows(tmp_path: Path) -> Rows:
     """`rows(name, *rows)`: a jsonl file of these rows."""
 
     def write(name: str, *given: dict[str, Any]) -> str:
-        file = tmp_path / name
-        file.write_text("".join(json.dumps(row) + "\n" for row in given))
-        return str(file)
+        return write_rows(tmp_path / name, given)
 
     return write
 

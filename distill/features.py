@@ -282,20 +282,17 @@ class FeatureStoreBuilder:
         return ""
 
     def _index(self) -> dict[str, Any]:
+        given_as = self.target.dtype if self.precision.has_scale else self.precision.dtype
         return {
             "key": self.key,
             "taps": self.taps,
             "num_layers": self.target.num_layers,
             "dtype": self.precision.name,
-            "given_as": self._given_as(),
+            "given_as": str(given_as).removeprefix("torch."),
             "hidden_size": self.target.hidden_size,
             "lengths": self.layout.lengths,
             "shards": [[r.start, r.stop] for r in self.layout.shards],
         }
-
-    def _given_as(self) -> str:
-        dtype = self.target.dtype if self.precision.has_scale else self.precision.dtype
-        return str(dtype).removeprefix("torch.")
 
     # ------------------------------------------------------------ every process
 

@@ -31,10 +31,11 @@ import torch
 from accelerate import PartialState
 
 from outrider.distill import distill, load_responses
+from outrider.distill.collect import PromptReading, collect
 from outrider.distill.data_set import TrainingRow, save_data_set
 from outrider.distill.decoding import batches
-from outrider.distill.prompts import PromptReading, collect, digest_prompts
-from outrider.distill.resume_store import Answer, Answers, Unfinished
+from outrider.distill.journal import Answer, Answers, Journal
+from outrider.distill.prompts import digest_prompts
 from outrider.recipes import Recipe
 from outrider.targets import Target
 
@@ -130,12 +131,12 @@ def parts(arguments: argparse.Namespace) -> dict[str, float]:
         )
     )
     with tempfile.TemporaryDirectory() as folder:
-        partial, count = Unfinished(Path(folder)), NUM_PARTS * arguments.batch_size
+        journal, count = Journal(Path(folder)), NUM_PARTS * arguments.batch_size
         grouped = batches(range(count), arguments.batch_size, 1)
         answers = [[Answer(i, (list(range(NUM_TOKENS)),)) for i in batch] for batch in grouped]
-        keep = timed(lambda: _keep(partial, answers))
-        claim = timed(lambda: _claim(partial, len(grouped)))
-        save = timed(lambda: _save(partial, Path(folder), count))
+        keep = timed(lambda: _keep(journal, answers))
+        claim = timed(lambda: _claim(journal, len(grouped)))
+        save = timed(lambda: _save(journal, Path(folder), count))
     thousand = 1000 / arguments.limit
     return {
         "reading_1000_prompts": read * thousand,
@@ -145,19 +146,19 @@ def parts(arguments: argparse.Namespace) -> dict[str, float]:
     }
 
 
-def _keep(partial: Unfinished, answers: list[list[Answer]]) -> None:
+def _keep(journal: Journal, answers: list[list[Answer]]) -> None:
     for number, batch in enumerate(answers):
-        partial.keep(number, batch)
+        journal.add(number, batch)
 
 
-def _claim(partial: Unfinished, count: int) -> None:
+def _claim(journal: Journal, count: int) -> None:
     for number in range(count):
-        with partial.claiming(number + 10**6):
-            partial.has(number)
+        with journal.claiming(number + 10**6):
+            journal.has(number)
 
 
-def _save(partial: Unfinished, folder: Path, count: int) -> None:
-    found = Answers(partial.files(), count)
+def _save(journal: Journal, folder: Path, count: int) -> None:
+    found = Answers(journal.files(), count)
     rows = (TrainingRow(str(i), "s", found[i].turns[0], [1] * NUM_TOKENS, str(i)) for i in range(count))
     save_data_set(folder / "data", rows, folder, dict, "bench")
 

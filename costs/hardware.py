@@ -17,7 +17,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from ..decode import Decoder, Plan
-from ..distill.prompts import Prompt, PromptReading, collect
+from ..distill.collect import PromptReading, collect
+from ..distill.prompts import Prompt
 from ..heads import Drafter, TargetBatch, drafter_config
 from ..recipes import Recipe
 from ..targets import Target

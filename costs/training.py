@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from transformers import TrainingArguments
 
-from ..distill.shards import precision_of, stored_taps
+from ..distill.features import precision_of, stored_taps
 from ..heads import Drafter
 from ..recipes import Recipe
 from ..targets import Target, decoder_layers

@@ -1,9 +1,10 @@
-"""One question to an OpenAI-compatible server, and the token ids of its answer.
+"""One request to an OpenAI-compatible server, and the token ids of its answer.
 
-Servers differ in what they take and in what they return. The best way is tried first: prompts as token ids, and ids
-asked for in return (vLLM's `return_token_ids`). Where a server returns text only, it is read again by the local
-tokenizer, and an answer whose text does not survive that is dropped. In every case the server must have read as many
-tokens as it was asked, or the same ones where it says which.
+There are two kinds of requests, completions of a prompt and chats of messages, each with token ids, which vLLM and
+SGLang take and return (`return_token_ids`), or in OpenAI's own fields, with text alone. The best kind that a server
+takes is used. Where it returns text only, the local tokenizer reads it again, and an answer whose text does not survive
+that is dropped. In every case the server must have read as many tokens as it was asked, or the same ones where it
+returns them.
 """
 
 from __future__ import annotations
@@ -19,21 +20,19 @@ from transformers import PreTrainedTokenizerBase
 from ..common import BadInputError
 from ..recipes import DataSpec
 from .conversation import next_messages
-from .table import Prompt
+from .journal import Tokens
+from .prompts import Prompt
 
 try:
     import openai
 except ImportError:  # it comes with the extra `serving`
     openai = None  # type: ignore[assignment]
 
-Tokens = list[int]
-
 # The server is at fault, or busy: another attempt may do better. Other refusals are about the question.
-_PASSING = {408, 409, 425, 429, 500, 502, 503, 504, 520, 522, 524, 529}
+_PASSING = {408, 409, 425, 429}
 _OUR_FAULT = {401, 402, 403}
 _ABOUT_QUESTION = {400, 413, 422}
 _LARGEST_SEED = 2**31 - 1
-_LONGEST_AFTER = 300.0
 
 
 class PassingError(Exception):
@@ -41,12 +40,11 @@ class PassingError(Exception):
 
     Attributes:
         unreachable: the server could not be reached at all.
-        after: seconds that the server wants to be left alone.
     """
 
-    def __init__(self, message: str, unreachable: bool = False, after: float = 0.0):
+    def __init__(self, message: str, unreachable: bool = False):
         super().__init__(message)
-        self.unreachable, self.after = unreachable, after
+        self.unreachable = unreachable
 
 
 class RefusedError(Exception):
@@ -65,7 +63,7 @@ class DroppedError(Exception):
     """An answer that nothing can be learnt from; the message is the name of the reason.
 
     Attributes:
-        about_form: all answers to questions that are asked in this way would be dropped.
+        about_form: all answers to requests of this form would be dropped.
     """
 
     def __init__(self, reason: str, about_form: bool = False):
@@ -96,36 +94,28 @@ def read_key(variable: str) -> str:
 
 @dataclass(frozen=True)
 class Form:
-    """A way to ask.
+    """A form of requests.
 
     Attributes:
-        chat: by messages, which the server renders; else by the prompt itself.
-        ids: the prompt is token ids; else text.
-        more: with fields that OpenAI's own interface does not have.
+        chat: messages, which the server renders; else the prompt itself.
+        ids: a prompt is token ids, ids are asked for in return, and there are fields beside OpenAI's own.
     """
 
     chat: bool = False
     ids: bool = False
-    more: bool = False
 
     def __str__(self) -> str:
-        way = "chat" if self.chat else f"completions of {'token ids' if self.ids else 'text'}"
-        return f"{way}{' with token ids in return' if self.more else ''}"
+        if self.chat:
+            return f"chat{' with token ids in return' if self.ids else ''}"
+        return f"completions of {'token ids' if self.ids else 'text'}"
 
 
-FORMS = (
-    Form(ids=True, more=True),
-    Form(ids=True),
-    Form(chat=True, more=True),
-    Form(more=True),
-    Form(chat=True),
-    Form(),
-)
+FORMS = (Form(ids=True), Form(chat=True, ids=True), Form(chat=True), Form())  # the best first
 
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked next in a conversation.
+    """The next question in a conversation.
 
     Attributes:
         tokens: of the whole context. messages: the same as a chat; None for raw text.
@@ -137,19 +127,13 @@ class Question:
     messages: tuple[dict[str, Any], ...] | None
     seed: int
 
-    @classmethod
-    def of(cls, index: int, prompt: Prompt, turns: Sequence[Tokens], tokens: tuple[int, ...], asker: Asker) -> Question:
-        """Return the question after the answers `turns`."""
-        seed = (asker.spec.sampling.seed * 1_000_003 + index * 1_009 + len(turns)) % _LARGEST_SEED
-        return cls(prompt, tokens, next_messages(prompt, turns, asker.tokenizer), seed)
-
 
 @dataclass
 class Completion:
-    """What a server answered.
+    """A server's answer.
 
     Attributes:
-        tokens, asked: ids of the answer, and of the prompt as it was read; None where the server does not tell.
+        tokens, asked: ids of the answer, and of the prompt as it was read; None where the server returns none.
         num_tokens, num_asked: how many there are, likewise.
         reason: why the answer ends; None for one that was cut off.
         is_text: the text is all that was written; of a chat's, servers take out thoughts and calls of tools.
@@ -167,7 +151,7 @@ class Completion:
         """Add a whole response, or a part of one that is streamed.
 
         Raises:
-            ValueError, TypeError, AttributeError: it is not what the interface says; nothing of a reply is checked
+            ValueError, TypeError, AttributeError: it is not what the interface promises; nothing of a reply is checked
                 before this.
         """
         if usage := getattr(body, "usage", None):
@@ -182,12 +166,24 @@ class Completion:
             self.reason = choice.finish_reason or self.reason
 
 
-class Asker:
-    """A way to ask all servers: how requests are made, and how answers become tokens.
+def _id(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**31:
+        raise ValueError(f"a token id is expected, found {value!r}")
+    return value
+
+
+def _count(value: Any) -> int | None:
+    if value is None or (isinstance(value, int) and not isinstance(value, bool)):
+        return value
+    raise ValueError(f"a number of tokens is expected, found {value!r}")
+
+
+class Client:
+    """The requests to all servers, and how their answers become tokens.
 
     Args:
         ending: the target's end tokens.
-        with_raw: some prompts are raw text, which nobody can ask as a chat.
+        with_raw: some prompts are raw text, which cannot be asked as a chat.
         num_ids: size of the target's vocabulary; None takes any id.
     """
 
@@ -199,21 +195,20 @@ class Asker:
         with_raw: bool,
         num_ids: int | None = None,
     ):
-        self.num_ids = num_ids
         self.spec, self.tokenizer, self.ending, self.with_raw = spec, tokenizer, tuple(ending), with_raw
-        self.special = set(tokenizer.all_special_ids)
+        self.num_ids = num_ids
         self.key = read_key(spec.requests.key)
 
-    def plain(self, message: str) -> str:
-        """Return a message without the key, which some servers repeat."""
-        return message.replace(self.key, "…") if self.key else message
-
     def line(self, error: BaseException) -> str:
-        """Return the first line of an error, without the key; it is taken out first, for half of it would stay."""
-        return (self.plain(str(error)).strip() or type(error).__name__).splitlines()[0][:200]
+        """Return the first line of an error, without the key, which some servers repeat.
+
+        The key is taken out first, for half of it would stay.
+        """
+        message = str(error).replace(self.key, "…") if self.key else str(error)
+        return (message.strip() or type(error).__name__).splitlines()[0][:200]
 
     def forms(self, prompt: Prompt) -> list[Form]:
-        """Return the ways in which a server may be asked, the best first, by one of the prompts."""
+        """Return the forms in which the prompts can be asked, the best first; `prompt` is one of them."""
         interface, sampling = self.spec.requests.interface, self.spec.sampling
         needs_more = sampling.top_k is not None or bool(sampling.min_p) or sampling.repetition_penalty != 1
         return [
@@ -221,41 +216,48 @@ class Asker:
             for form in FORMS
             if (interface == "auto" or form.chat == (interface == "chat"))
             and not (form.chat and self.with_raw)
-            and not (needs_more and not form.more)
-            and not (prompt.template and form.chat and not form.more)
+            and (form.ids or not (needs_more or (form.chat and prompt.template)))
         ]
 
-    async def ask(self, client: openai.AsyncOpenAI, model: str, form: Form, question: Question) -> Completion:
-        """Ask once.
+    def question(self, index: int, prompt: Prompt, turns: Sequence[Tokens], tokens: tuple[int, ...]) -> Question:
+        """Return the question after the answers `turns`, whose context is `tokens`."""
+        seed = (self.spec.sampling.seed * 1_000_003 + index * 1_009 + len(turns)) % _LARGEST_SEED
+        return Question(prompt, tokens, next_messages(prompt, turns, self.tokenizer), seed)
+
+    # ------------------------------------------------------------ requests
+
+    async def complete(self, api: openai.AsyncOpenAI, model: str, form: Form, question: Question) -> Completion:
+        """Return the answer to one request, which `api` tries again after short faults.
 
         Raises:
             PassingError: the server failed, was too slow, or broke off. RefusedError: it does not take the question.
-            BadInputError: it does not take us.
+            DroppedError: the question cannot be asked. BadInputError: it does not take us.
         """
-        interface = client.chat.completions if form.chat else client.completions
-        said = Completion(is_text=not form.chat)
+        interface, body = (api.chat.completions if form.chat else api.completions), self._body(model, form, question)
+        completion, timeout = Completion(is_text=not form.chat), self.spec.requests.timeout
         try:
-            async with asyncio.timeout(self.spec.requests.timeout):
-                answer = await interface.create(**self._body(model, form, question))
+            # The client's own limit is for each part of a reply: one that drips would never end.
+            async with asyncio.timeout(timeout):
+                reply = await interface.create(**body)
                 if self.spec.requests.stream:
-                    async for part in answer:
-                        said.add(part)
+                    async for part in reply:
+                        completion.add(part)
                 else:
-                    said.add(answer)
-            said.text.encode()  # half of a pair of surrogates is no text
+                    completion.add(reply)
+            completion.text.encode()  # half of a pair of surrogates is no text
         except TimeoutError:
-            raise PassingError(f"no answer within {self.spec.requests.timeout:g} s") from None
+            raise PassingError(f"no answer within {timeout:g} s") from None
         except openai.APIStatusError as error:
             raise self._of_status(error) from None
         except openai.APIConnectionError as error:
             raise PassingError(self.line(error.__cause__ or error), unreachable=_is_unreachable(error)) from None
-        except (openai.APIError, ValueError, TypeError, AttributeError) as error:  # not what the interface says
+        except (openai.APIError, ValueError, TypeError, AttributeError) as error:  # not what the interface promises
             raise PassingError(f"an answer that cannot be read ({self.line(error)})") from None
         except Exception as error:  # a stream that breaks off raises what the library of the connection raises
             raise PassingError(self.line(error)) from None
-        if said.reason is None:
+        if completion.reason is None:
             raise PassingError("an answer that was broken off")
-        return said
+        return completion
 
     def _body(self, model: str, form: Form, question: Question) -> dict[str, Any]:
         sampling = self.spec.sampling
@@ -269,88 +271,85 @@ class Asker:
             body["prompt"] = list(question.tokens) if form.ids else self._text(question.tokens)
         if self.spec.requests.stream:
             body |= {"stream": True, "stream_options": {"include_usage": True}}
-        return body | ({"extra_body": self._more(form, question)} if form.more else {})
+        if form.ids:  # fields of vLLM and its like, which undo the target's own defaults
+            more = {"return_token_ids": True, "top_k": sampling.top_k or -1, "min_p": sampling.min_p or 0.0}
+            more |= {"repetition_penalty": sampling.repetition_penalty}
+            template = {"chat_template_kwargs": dict(question.prompt.template)}
+            body["extra_body"] = more | (template if form.chat and question.prompt.template else {})
+        return body
 
-    def _more(self, form: Form, question: Question) -> dict[str, Any]:
-        """Return fields that vLLM and its like know; they undo what the target's own defaults say."""
-        sampling = self.spec.sampling
-        more = {"return_token_ids": True, "top_k": sampling.top_k or -1, "min_p": sampling.min_p or 0.0}
-        more["repetition_penalty"] = sampling.repetition_penalty
-        template = {"chat_template_kwargs": dict(question.prompt.template)}
-        return more | (template if form.chat and question.prompt.template else {})
-
-    def _text(self, tokens: Sequence[int]) -> str:
-        """Return the text that the tokenizer, with what it puts around any text, reads as these tokens.
+    def _text(self, tokens: tuple[int, ...]) -> str:
+        """Return the text that the tokenizer, with the tokens that it puts around any text, reads as these tokens.
 
         Raises:
             DroppedError: there is none.
         """
         plain = list(tokens)
-        for left in (plain, plain[1:] if plain[0] in self.special else plain):
+        for left in (plain, plain[1:] if plain[0] in self.tokenizer.all_special_ids else plain):
             text = str(self.tokenizer.decode(left, clean_up_tokenization_spaces=False))
             if list(self.tokenizer(text)["input_ids"]) == plain:
                 return text
         raise DroppedError("unwritable_prompt", about_form=True)
 
     def _of_status(self, error: openai.APIStatusError) -> Exception:
-        said = f"HTTP {error.status_code}, {self.line(error)}"
+        message = f"HTTP {error.status_code}, {self.line(error)}"
         if error.status_code in _OUR_FAULT:
-            return BadInputError(f"the server refuses us: {said}")
+            return BadInputError(f"the server refuses us: {message}")
         if error.status_code in _PASSING or error.status_code >= 500:
-            return PassingError(said, after=_after(error))
-        return RefusedError(said, error.status_code in _ABOUT_QUESTION)
+            return PassingError(message)
+        return RefusedError(message, error.status_code in _ABOUT_QUESTION)
 
-    # ------------------------------------------------------------ what was said
+    # ------------------------------------------------------------ answers
 
-    def tokens(self, said: Completion, question: Question, form: Form) -> Tokens:
+    def tokens(self, completion: Completion, question: Question, form: Form) -> Tokens:
         """Return the tokens of an answer, with its end token where the target ended it.
 
         Raises:
-            DroppedError: they cannot be told for certain.
+            DroppedError: they are not certain.
         """
-        read = list(question.tokens)
-        if (said.asked is not None and said.asked != read) or said.num_asked not in (None, len(read)):
+        read, num_read = completion.asked, completion.num_asked
+        context = list(question.tokens)
+        if (read is not None and read != context) or num_read not in (None, len(context)):
             raise DroppedError("other_prompt", about_form=True)  # the server rendered or read something else
-        uncounted = (said.asked, said.num_asked) == (None, None) or (said.tokens, said.num_tokens) == (None, None)
-        if uncounted and not form.ids:
-            raise DroppedError("uncounted", about_form=True)  # nobody can tell whether text is read as it was written
+        uncounted = (read, num_read) == (None, None) or (completion.tokens, completion.num_tokens) == (None, None)
+        if uncounted and (form.chat or not form.ids):  # whether text is read as it was written would not show
+            raise DroppedError("uncounted", about_form=True)
         # A tool's call ends as any other answer does, but its text is in other fields.
-        if said.reason not in ("stop", "length") and (said.reason, said.tokens is None) != ("tool_calls", False):
+        if completion.reason not in ("stop", "length") and (
+            completion.reason != "tool_calls" or completion.tokens is None
+        ):
             raise DroppedError("unfinished")
-        found = self._read_again(said, read) if said.tokens is None else self._as_said(said)
-        if said.reason != "length" and self.ending and (not found or found[-1] not in self.ending):
-            found = [*found, self._end()]
-        return found
+        tokens = self._read_again(completion, context) if completion.tokens is None else self._own_ids(completion)
+        if completion.reason != "length" and self.ending and (not tokens or tokens[-1] not in self.ending):
+            end = self.tokenizer.eos_token_id
+            tokens = [*tokens, int(end) if end in self.ending else self.ending[0]]
+        return tokens
 
-    def _as_said(self, said: Completion) -> Tokens:
+    def _own_ids(self, completion: Completion) -> Tokens:
         """Return the server's own ids, if the local tokenizer reads the text in them that came with them."""
-        found = list(said.tokens or ())
-        if self.num_ids is not None and any(token >= self.num_ids for token in found):
+        tokens = list(completion.tokens or ())
+        if self.num_ids is not None and any(token >= self.num_ids for token in tokens):
             raise DroppedError("foreign_tokens", about_form=True)  # the server has another vocabulary
-        text = self.tokenizer.decode(found, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        if said.is_text and _bare(said.text) != _bare(str(text)):
+        text = self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        if completion.is_text and _bare(completion.text) != _bare(str(text)):
             raise DroppedError("other_tokens")
-        return found
+        return tokens
 
-    def _read_again(self, said: Completion, read: Tokens) -> Tokens:
+    def _read_again(self, completion: Completion, context: Tokens) -> Tokens:
         """Return the tokens that the text has after its prompt."""
-        before = str(self.tokenizer.decode(read, clean_up_tokenization_spaces=False))
-        whole = list(self.tokenizer(before + said.text, add_special_tokens=False)["input_ids"])
-        found = whole[len(read) :] if whole[: len(read)] == read else self._alone(said.text)
-        text = str(self.tokenizer.decode(found, clean_up_tokenization_spaces=False))
-        if text != said.text and text.lstrip(" ") != said.text:
+        before = str(self.tokenizer.decode(context, clean_up_tokenization_spaces=False))
+        whole = list(self.tokenizer(before + completion.text, add_special_tokens=False)["input_ids"])
+        if whole[: len(context)] == context:
+            tokens = whole[len(context) :]
+        else:
+            tokens = list(self.tokenizer(completion.text, add_special_tokens=False)["input_ids"])
+        text = str(self.tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
+        if text != completion.text and text.lstrip(" ") != completion.text:
             raise DroppedError("unreadable_text")
         # The end token is counted by some servers, and never in the text.
-        if said.num_tokens is not None and said.num_tokens - len(found) not in (0, 1):
+        if completion.num_tokens is not None and completion.num_tokens - len(tokens) not in (0, 1):
             raise DroppedError("other_tokens")
-        return found
-
-    def _alone(self, text: str) -> Tokens:
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-
-    def _end(self) -> int:
-        own = self.tokenizer.eos_token_id
-        return int(own) if own in self.ending else self.ending[0]
+        return tokens
 
 
 def _bare(text: str) -> str:
@@ -358,31 +357,11 @@ def _bare(text: str) -> str:
     return text.strip().rstrip("\ufffd").strip()
 
 
-def _id(value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**31:
-        raise ValueError(f"a token id is expected, found {value!r}")
-    return value
-
-
-def _count(value: Any) -> int | None:
-    if value is None or (isinstance(value, int) and not isinstance(value, bool)):
-        return value
-    raise ValueError(f"a number of tokens is expected, found {value!r}")
-
-
-def _after(error: openai.APIStatusError) -> float:
-    """Return the seconds that a busy server asks for, up to some minutes: it may recover earlier than it thinks."""
-    try:
-        return min(_LONGEST_AFTER, max(0.0, float(error.response.headers.get("retry-after", 0))))
-    except ValueError:  # a date
-        return 0.0
-
-
 def _is_unreachable(error: BaseException) -> bool:
     """Tell whether no connection came about at all."""
-    seen: BaseException | None = error
-    while seen is not None:
-        if type(seen).__name__ in ("ConnectError", "ConnectTimeout") or isinstance(seen, ConnectionRefusedError):
+    cause: BaseException | None = error
+    while cause is not None:
+        if type(cause).__name__ in ("ConnectError", "ConnectTimeout") or isinstance(cause, ConnectionRefusedError):
             return True
-        seen = seen.__cause__ or seen.__context__
+        cause = cause.__cause__ or cause.__context__
     return False

@@ -1,60 +1,226 @@
-"""The prompts of a recipe, with a word about every row that is not among them."""
+"""Collecting prompts from sources, in one deterministic order; every row that is not used is counted.
+
+A row is either raw text, which the target continues, or a chat, which its template renders up to the place where the
+assistant answers. Sources are read in turn, one row each or by their weights, so that a limit leaves a mixture. Prompts
+that a recipe measures are never learnt: a drafter that saw one looks better than it is.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import logging
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from ..recipes import Recipe
-from .leaks import SuitePrompts
-from .prompts import Collection, PromptReading, RowCounts, collect
+from ..common import BadInputError
+from ..recipes import Recipe, SourceSpec
+from ..recipes.suites import find_suite
+from .conversation import RefusedChatError, render
+from .layouts import Row, RowError, RowPrompt, understand
+from .prompts import Prompt, PromptTable
+from .sources import as_specs, rows_of, title
 
 ACCEPTABLE = 0.02  # share of a source's rows that may be left out without a warning
+_IDS = ("id", "question_id", "task_id", "prompt_id", "conversation_id")
 
-_WORDS = {
+_EXAMPLES = {  # why a row is left out, in a sentence about it; {} is its tokens
+    "too_long": "a chat of {} tokens",
+    "unanswerable": "nothing to answer",
+    "unanswered": "no answer of its own",
+    "duplicate": "asks what another row asks",
+}
+_WORDS = {  # the same after a number of rows
     "too_long": "too long",
     "unanswerable": "with nothing to answer",
     "unanswered": "without an answer of their own",
     "duplicate": "duplicates",
     "malformed": "malformed",
 }
+DROPPED = tuple(_WORDS)
 
 _log = logging.getLogger(__name__)
 
 
-def gather(
+# ------------------------------------------------------------ the prompts that are measured
+
+
+@dataclass(frozen=True)
+class SuitePrompts:
+    """The prompts of suites, by the texts of the user in them; white space does not count.
+
+    Attributes:
+        places: the place of each, by its digest.
+        allowed: whether a row that asks one of them is only counted.
+    """
+
+    places: dict[bytes, str] = field(default_factory=dict)
+    allowed: bool = False
+
+    @classmethod
+    def of(cls, suites: Sequence[str], limit: int | None = None, allowed: bool = False) -> SuitePrompts:
+        """Return the prompts of suites, the first `limit` of each.
+
+        Raises:
+            BadInputError: there is no such suite, or a row of it is malformed.
+        """
+        places: dict[bytes, str] = {}
+        for name in suites:
+            file = find_suite(name)[1]
+            for number, row in enumerate(islice(rows_of(SourceSpec(path=str(file))), limit), 1):
+                if isinstance(row, RowError):
+                    raise row
+                where = f"the suite {name}, row {number}"
+                *_, whole = [b"", *_digests(understand(row, where).last_question().users_texts())]
+                places.setdefault(whole, where)
+        return cls(places, allowed)
+
+    def leak(self, asked: RowPrompt, where: str) -> str | None:
+        """Return a sentence about the suite that measures this row; None if none does.
+
+        Raises:
+            BadInputError: one does, and that is not allowed.
+        """
+        texts = asked.users_texts() if self.places else []
+        place = next((self.places[digest] for digest in _digests(texts) if digest in self.places), None)
+        if place is None:
+            return None
+        sentence = f"{where} asks what {place}, measures: {texts[0][:60]!r}."
+        if self.allowed:
+            return sentence
+        raise BadInputError(
+            f"{sentence} A drafter that learns what it is measured on looks better than it is: take the row out of one "
+            "of them, or go on with data.allow_leaks=true."
+        )
+
+
+def _digests(texts: Iterable[str]) -> Iterator[bytes]:
+    """Yield a digest of the first text, of the first two, …: a longer conversation has asked these, too."""
+    digest = hashlib.blake2b(digest_size=16)
+    for text in texts:
+        digest.update(" ".join(text.split()).encode() + b"\0")
+        yield digest.digest()
+
+
+NO_LEAKS = SuitePrompts()
+
+
+# ------------------------------------------------------------ how rows are read, and what became of them
+
+
+@dataclass(frozen=True)
+class PromptReading:
+    """How rows become prompts.
+
+    Attributes:
+        max_tokens: longer raw texts lose their beginning; longer chats are left out.
+        template: arguments of the chat template.
+        whole: ask a chat from its first question on, the others later, with the target's own answers; otherwise the
+            last question is asked, after the row's own answers (and of `turns` the first).
+        given: rows without an answer of their own are left out.
+        drop_malformed: count a row that cannot be read, and leave it out; otherwise it is an error.
+        once: leave out rows that ask what another has asked.
+        measured: prompts that must not be learnt.
+    """
+
+    max_tokens: int | None = None
+    template: Mapping[str, Any] = field(default_factory=dict)
+    whole: bool = False
+    given: bool = False
+    drop_malformed: bool = False
+    once: bool = False
+    measured: SuitePrompts = NO_LEAKS
+
+
+@dataclass
+class RowCounts:
+    """What became of the rows of one source.
+
+    Attributes:
+        layouts: rows by the layout that was recognised, such as "question (key question)".
+        truncated: raw texts that lost their beginning.
+        dropped: rows that were left out, by reason: `too_long` chats (a chat cannot be cut without breaking its
+            template), `unanswerable` rows without anything to answer, `unanswered` rows without the answer that is to
+            be learnt, `duplicate` and `malformed` ones.
+        leaked: rows that are measured, too, and were allowed.
+        examples: a sentence about the first row of each reason, and about the first one that is leaked.
+    """
+
+    source: str
+    rows: int = 0
+    kept: int = 0
+    truncated: int = 0
+    leaked: int = 0
+    layouts: Counter[str] = field(default_factory=Counter)
+    dropped: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, str] = field(default_factory=dict)
+
+    def drop(self, reason: str, example: str) -> None:
+        self.dropped[reason] += 1
+        self.examples.setdefault(reason, example)
+
+    def summary(self) -> str:
+        """Return what became of the rows, as one line."""
+        layouts = ", ".join(name for name, _ in self.layouts.most_common())
+        parts = [f"{self.source}: {layouts}; {self.kept:,} of {self.rows:,} rows"]
+        parts += [f"left out: {self.left_out()}"] if self.dropped else []
+        parts += [f"{self.truncated:,} texts lost their beginning"] if self.truncated else []
+        parts += [f"{self.leaked:,} are measured, too (data.allow_leaks)"] if self.leaked else []
+        return "; ".join(parts)
+
+    def left_out(self) -> str:
+        """Return the numbers of rows that were left out, by reason."""
+        return ", ".join(f"{number:,} {_WORDS[reason]}" for reason, number in self.dropped.most_common())
+
+
+@dataclass
+class Collection:
+    """Prompts, and what became of the rows that are not among them, source by source."""
+
+    prompts: Sequence[Prompt] = ()
+    sources: list[RowCounts] = field(default_factory=list)
+
+    def counts(self) -> dict[str, int]:
+        """Return the numbers of all sources together."""
+        sums = {name: sum(getattr(s, name) for s in self.sources) for name in ("rows", "truncated", "leaked")}
+        dropped = {reason: sum(s.dropped[reason] for s in self.sources) for reason in DROPPED}
+        return {"prompts": len(self.prompts), **sums, **dropped}
+
+    def by_source(self) -> list[dict[str, Any]]:
+        """Return what became of the rows of each source, as plain values."""
+        plain = ({k: dict(v) if isinstance(v, dict) else v for k, v in vars(s).items()} for s in self.sources)
+        return list(plain)
+
+
+# ------------------------------------------------------------ collecting
+
+
+def recipe_prompts(
     recipe: Recipe,
     tokenizer: PreTrainedTokenizerBase,
     console: Console | None = None,
     folder: Path | None = None,
     warn: bool = True,
 ) -> Collection:
-    """Return the prompts that a recipe's target is to answer, and say what became of each source's rows.
+    """Return the prompts that a recipe's target is to answer, and report what became of each source's rows.
 
     Args:
-        console: hears one line for each source.
+        console: gets one line for each source.
         folder: where the prompts lie until they were read; None for the system's place for temporary files.
         warn: also of sources that lose more than a few rows.
 
     Raises:
         BadInputError: as `collect`; a prompt of `eval.suites` is among them, and `data.allow_leaks` is not set.
     """
-    found = collect(recipe.data.prompts, tokenizer, recipe.data.limit, reading_of(recipe), folder)
-    for counts in found.sources:
-        if console is not None:
-            console.print(line(counts), highlight=False, markup=False, soft_wrap=True)
-        if warn:
-            _warn(counts)
-    return found
-
-
-def reading_of(recipe: Recipe) -> PromptReading:
-    """Return how a recipe's rows become prompts."""
     spec = recipe.data
-    return PromptReading(
+    reading = PromptReading(
         max_tokens=spec.max_prompt_tokens,
         template=recipe.template,
         whole=True,
@@ -63,32 +229,226 @@ def reading_of(recipe: Recipe) -> PromptReading:
         once=True,
         measured=SuitePrompts.of(recipe.eval.suites, recipe.eval.limit, spec.allow_leaks),
     )
+    collection = collect(spec.prompts, tokenizer, spec.limit, reading, folder)
+    for counts in collection.sources:
+        if console is not None:
+            console.print(counts.summary(), highlight=False, markup=False, soft_wrap=True)
+        dropped = counts.dropped.total()
+        if warn and dropped > ACCEPTABLE * counts.rows:
+            _log.warning(
+                "%s: %.1f%% of the rows were left out (%s). For example, %s. `outrider data check` shows more.",
+                counts.source,
+                100 * dropped / counts.rows,
+                counts.left_out(),
+                counts.examples[counts.dropped.most_common(1)[0][0]].removesuffix("."),
+            )
+    return collection
 
 
-def line(counts: RowCounts) -> str:
-    """Return what became of a source's rows, as one line."""
-    layouts = ", ".join(name for name, _ in counts.layouts.most_common())
-    parts = [f"{counts.source}: {layouts}; {counts.kept:,} of {counts.rows:,} rows"]
-    parts += [f"left out: {left_out(counts)}"] if counts.dropped else []
-    parts += [f"{counts.truncated:,} texts lost their beginning"] if counts.truncated else []
-    parts += [f"{counts.leaked:,} are measured, too (data.allow_leaks)"] if counts.leaked else []
-    return "; ".join(parts)
+def read_prompts(
+    sources: Sequence[str | SourceSpec],
+    tokenizer: PreTrainedTokenizerBase,
+    limit: int | None = None,
+    max_tokens: int | None = None,
+    template: Mapping[str, Any] | None = None,
+) -> list[Prompt]:
+    """Return the prompts from all `sources`, one question of each row; see `collect`."""
+    return list(collect(sources, tokenizer, limit, PromptReading(max_tokens, template or {})).prompts)
 
 
-def left_out(counts: RowCounts) -> str:
-    """Return the numbers of rows that were left out, by reason."""
-    return ", ".join(f"{number:,} {_WORDS[reason]}" for reason, number in counts.dropped.most_common())
+def collect(
+    sources: Sequence[str | SourceSpec],
+    tokenizer: PreTrainedTokenizerBase,
+    limit: int | None = None,
+    reading: PromptReading | None = None,
+    folder: Path | None = None,
+) -> Collection:
+    """Read `sources` by turns, until they end or there are `limit` prompts.
+
+    Args:
+        sources: see `outrider.distill.sources` for what they are, and `outrider.distill.layouts` for their rows.
+        folder: where the prompts lie until they were read; None for the system's place for temporary files.
+
+    Raises:
+        BadInputError: a source is missing, unreadable, or gives no prompt at all; a row is malformed, or is measured.
+    """
+    reading, specs = reading or PromptReading(), as_specs(sources)
+    counts = [RowCounts(spec.path) for spec in specs]
+    reader = _Reader(tokenizer, reading)
+    streams = [reader.read(*source) for source in zip(specs, counts, strict=True)]
+    weighted = any(spec.weight is not None for spec in specs)
+    mixture = _weighted(streams, [spec.weight or 1.0 for spec in specs]) if weighted else _in_turn(streams)
+    return Collection(PromptTable(islice(mixture, limit), reading.template, folder), counts)
 
 
-def _warn(counts: RowCounts) -> None:
-    dropped = counts.dropped.total()
-    if dropped > ACCEPTABLE * counts.rows:
-        share = dropped / counts.rows
-        reason = counts.dropped.most_common(1)[0][0]
-        _log.warning(
-            "%s: %.1f%% of the rows were left out (%s). For example, %s. `outrider data check` shows more.",
-            counts.source,
-            100 * share,
-            left_out(counts),
-            counts.examples[reason].removesuffix("."),
-        )
+class DigestSet:
+    """A set of texts that holds 8 bytes of each: an array with each digest at its place, or at the next free one.
+
+    Two of ten million different texts share a digest of 64 bits with a chance of 1 in 370,000.
+    """
+
+    def __init__(self) -> None:
+        self._places = np.zeros(1024, dtype=np.uint64)  # 0 is a free place
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def add(self, text: str) -> bool:
+        """Add a text, and tell whether it is new."""
+        digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") or 1
+        place = self._place(digest)
+        if self._places[place]:
+            return False
+        self._places[place] = digest
+        self._count += 1
+        if 2 * self._count > len(self._places):
+            known = self._places[self._places != 0]
+            self._places = np.zeros(2 * len(self._places), dtype=np.uint64)
+            for old in known.tolist():
+                self._places[self._place(old)] = old
+        return True
+
+    def _place(self, digest: int) -> int:
+        """Return the place of a digest, or the free one that it would take."""
+        last = len(self._places) - 1  # their number is a power of two
+        place = digest & last
+        while self._places[place] not in (0, digest):
+            place = (place + 1) & last
+        return place
+
+
+class _Reader:
+    """A reader that turns the rows of each source into prompts, and counts the rest."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, reading: PromptReading):
+        self.tokenizer, self.reading = tokenizer, reading
+        self.ids, self.asked = DigestSet(), DigestSet()
+        self.repeated: dict[str, int] = {}
+
+    def read(self, source: SourceSpec, counts: RowCounts) -> Iterator[Prompt]:
+        """Yield the prompts of one source.
+
+        It is an error if there are none, except where the other sources have them; by weights nothing is mixed with
+        nothing, so that is one, too.
+        """
+        name = title(source.path)
+        for number, row in enumerate(rows_of(source), 1):
+            counts.rows = number
+            prompt = self._unnamed(row, f"{source.path}, row {number}", source, counts)
+            if prompt is not None:
+                counts.kept += 1
+                yield self._named(prompt, row, number, name)
+        if not counts.kept and (source.weight is not None or not counts.dropped["duplicate"]):
+            raise BadInputError(f"no prompts in {source.path!r}: {_why_none(counts, self.reading.max_tokens)}")
+
+    def _unnamed(self, row: Row | RowError, where: str, source: SourceSpec, counts: RowCounts) -> Prompt | None:
+        """Return the prompt of one row, without a name yet; None (and a count) if it is left out."""
+        try:
+            if isinstance(row, RowError):
+                raise row
+            asked = understand(row, where, source.layout, source.column)
+            counts.layouts[f"{asked.layout} (key {asked.key})"] += 1
+            return self._prompt(asked if self.reading.whole else asked.last_question(), where, counts)
+        except (RowError, RefusedChatError) as error:
+            if not self.reading.drop_malformed:
+                raise
+            counts.drop("malformed", str(error))
+            return None
+
+    def _prompt(self, asked: RowPrompt, where: str, counts: RowCounts) -> Prompt | None:
+        if asked.layout in ("question", "turns") and not getattr(self.tokenizer, "chat_template", None):
+            asked = asked.as_text()
+        text, is_raw = asked.text, asked.text is not None
+        if not is_raw and asked.messages:
+            text = render(self.tokenizer, asked.messages, where, asked.tools, template=self.reading.template)
+        # A template writes its own special tokens; raw text gets those the tokenizer puts around any text.
+        tokens = list(self.tokenizer(text, add_special_tokens=is_raw)["input_ids"]) if text else []
+        limit = self.reading.max_tokens
+        is_long = limit is not None and len(tokens) > limit
+        reason = self._why_dropped(asked, tokens, is_long)
+        if reason is not None:
+            counts.drop(reason, f"{where}: {_EXAMPLES[reason].format(len(tokens))}")
+            return None
+        leak = self.reading.measured.leak(asked, where)
+        if leak is not None:
+            counts.leaked += 1
+            counts.examples.setdefault("leaked", leak)
+        if is_raw and is_long:
+            counts.truncated += 1
+            tokens = self._cut(tokens, limit or len(tokens))
+        messages = None if is_raw else asked.messages
+        return Prompt("", "", tuple(tokens), text or "", messages, asked.later, asked.given, asked.tools)
+
+    def _why_dropped(self, asked: RowPrompt, tokens: list[int], is_long: bool) -> str | None:
+        """Return the reason for which a row is left out; None if it is used."""
+        if not tokens or (asked.text is not None and not asked.text.strip()):
+            return "unanswerable"
+        if self.reading.given and not asked.given:
+            return "unanswered"
+        if asked.text is None and is_long:
+            return "too_long"
+        if self.reading.once and not self.asked.add(asked.canonical(with_answers=self.reading.given)):
+            return "duplicate"
+        return None
+
+    def _cut(self, tokens: list[int], length: int) -> list[int]:
+        """Return the last `length` tokens; a BOS in front stays in front."""
+        first = tokens[:1] if tokens[0] == self.tokenizer.bos_token_id and length > 1 else []
+        return first + tokens[len(tokens) - length + len(first) :]
+
+    def _named(self, prompt: Prompt, row: Row | RowError, number: int, name: str) -> Prompt:
+        """Return a prompt with the row's own id under its suite's name, or its number; a repeated one is numbered."""
+        own = row if isinstance(row, dict) else {}
+        suite = str(own.get("suite") or name)
+        given = next((own[key] for key in _IDS if own.get(key) is not None), number)
+        first = str(given) if str(given).startswith(f"{suite}/") else f"{suite}/{given}"
+        unique = first
+        while not self.ids.add(unique):
+            self.repeated[first] = self.repeated.get(first, 1) + 1
+            unique = f"{first}#{self.repeated[first]}"
+        return replace(prompt, id=unique, suite=suite)
+
+
+def _why_none(counts: RowCounts, max_tokens: int | None) -> str:
+    if not counts.rows:
+        return "it is empty."
+    reasons = {
+        "too_long": f"chats longer than {max_tokens} tokens (raise data.max_prompt_tokens)",
+        "unanswerable": "rows with nothing to answer",
+        "unanswered": "rows without an answer of their own (leave out data.answers: given)",
+        "duplicate": "rows that ask what another row asks",
+        "malformed": "malformed rows",
+    }
+    dropped = ", ".join(
+        f"{counts.dropped[reason]} {words}" for reason, words in reasons.items() if counts.dropped[reason]
+    )
+    return f"none of its {counts.rows} rows can be used. Left out: {dropped}."
+
+
+def _in_turn(streams: Sequence[Iterator[Prompt]]) -> Iterator[Prompt]:
+    """Yield one from each stream, again and again, until all have ended."""
+    alive = list(streams)
+    while alive:
+        for stream in list(alive):
+            prompt = next(stream, None)
+            if prompt is None:
+                alive.remove(stream)
+            else:
+                yield prompt
+
+
+def _weighted(streams: Sequence[Iterator[Prompt]], weights: Sequence[float]) -> Iterator[Prompt]:
+    """Yield from the streams in the proportion of their weights, until the first has ended.
+
+    It ends there so that the proportion holds to the last prompt.
+    """
+    owed = [0.0] * len(weights)
+    while True:
+        owed = [debt + weight for debt, weight in zip(owed, weights, strict=True)]
+        number = owed.index(max(owed))
+        owed[number] -= sum(weights)
+        prompt = next(streams[number], None)
+        if prompt is None:
+            return
+        yield prompt

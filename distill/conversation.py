@@ -1,8 +1,11 @@
-"""Conversations of several turns: what the target is asked next, and what is learnt from what it said.
+"""Conversations through a chat template: rendered for the target, asked turn by turn, and supervised.
 
 Every turn of the assistant is the target's own. The next question is rendered by the chat template from the target's
 earlier answers, as an engine would render it; so a thought that the template drops from earlier turns is dropped here,
-too. What is learnt are always the tokens that the target wrote, after the tokens that it read.
+too. Learnt are always the tokens that the target wrote, after the tokens that it read.
+
+A template came with a target, and is somebody's program. The library runs it in a sandbox, which keeps it from
+everything outside; `safe_load.limited` keeps it from running for ever and from filling the memory.
 
 Shapes: T tokens of a row.
 """
@@ -10,19 +13,256 @@ Shapes: T tokens of a row.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
 
+from jinja2 import Environment
 from transformers import PreTrainedTokenizerBase
 
-from .layouts import Message
-from .masks import supervised_rows
+from ..common import BadInputError
+from ..common.safe_load import MEGABYTE, limited
+from .layouts import Message, chat_messages
 from .prompts import Prompt
-from .templates import RefusedChatError, render
+
+SECONDS, MEMORY, _LONGEST = 3.0, 512 * MEGABYTE, MEGABYTE
+_COMPILED = "<template>"  # what jinja calls the code that it makes of one
+_MARKERS = re.compile(r"\{%-?\s*generation\b")
 
 Tokens = Sequence[int]
 Supervised = tuple[list[int], list[int]]  # input_ids `[T]`, and a loss mask `[T]`: 1 where the target wrote
+Span = tuple[int, int]  # characters of the rendered text, end excluded
 
 _log = logging.getLogger(__name__)
+
+
+# ------------------------------------------------------------ templates, rendered within limits
+
+
+class RefusedChatError(BadInputError):
+    """A conversation that a chat template does not take; `reason` is the sentence without its place."""
+
+    def __init__(self, where: str, what: str, roles: Sequence[str]):
+        self.reason = f"{what}. Its roles: {list(roles)}."
+        super().__init__(f"{where}: {self.reason}")
+
+
+def render(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[dict[str, Any]],
+    where: str,
+    tools: Any = None,
+    answer: bool = True,
+    template: Mapping[str, Any] | None = None,
+) -> str:
+    """Return the chat as text; with `answer`, up to the place where the assistant's next turn begins.
+
+    Args:
+        where: the chat's place, for errors.
+        template: further arguments of the chat template, such as `enable_thinking`.
+
+    Raises:
+        RefusedChatError: the template does not take this conversation.
+        BadInputError: there is no template.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise BadInputError(
+            f"{where}: is a chat, but the target's tokenizer has no chat template; use raw text (`text`), or set "
+            "tokenizer.chat_template."
+        )
+    try:
+        return apply_template(tokenizer, messages, tools, answer, template or {})
+    except Exception as error:  # templates raise what they like: TemplateError, UndefinedError, TypeError
+        what = str(error) or type(error).__name__
+        roles = [m["role"] for m in messages]
+        raise RefusedChatError(where, f"the target's chat template refuses this conversation: {what}", roles) from error
+
+
+def apply_template(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[dict[str, Any]],
+    tools: Any,
+    answer: bool,
+    arguments: Mapping[str, Any],
+) -> str:
+    """Return a conversation as the tokenizer's chat template renders it, given further `arguments`.
+
+    Raises:
+        Exception: whatever the template raises; OverBudgetError, MemoryError or ValueError where it asks for too much.
+    """
+    template = tokenizer.chat_template
+    for text in template.values() if isinstance(template, dict) else [template]:
+        _require_plain(str(text))
+    with limited(SECONDS, MEMORY, _COMPILED):
+        return str(
+            tokenizer.apply_chat_template(
+                list(messages), tools=tools, tokenize=False, add_generation_prompt=answer, **arguments
+            )
+        )
+
+
+@lru_cache(maxsize=16)
+def _require_plain(template: str) -> None:
+    """Raise ValueError for a template that is too long, or has powers: 9 ** 9 ** 9 takes hours in a single step."""
+    if len(template) > _LONGEST:
+        raise ValueError(f"it is longer than {_LONGEST // MEGABYTE} MB")
+    before = ""
+    for _, kind, text in Environment().lex(template):
+        if kind == "operator" and text == "**" and before not in ("(", ","):  # not the ** of a call
+            raise ValueError("it computes powers (**), which no conversation needs")
+        before = before if kind == "whitespace" else text
+
+
+# ------------------------------------------------------------ loss masks of whole conversations
+
+
+def supervised_mask(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[dict[str, Any]],
+    tools: Any = None,
+    template: Mapping[str, Any] | None = None,
+) -> tuple[list[int], list[bool]]:
+    """Return the tokens of a rendered conversation, and True at those of the assistant's turns, end markers included.
+
+    Works for any chat template: a turn is what rendering it adds to the rendered prefix that ends where the assistant
+    answers. The boundaries are places in the text; the text is encoded once, as the target sees it, and a token counts
+    only if it lies inside a turn as a whole. Where a template has `{% generation %}` markers, what they leave out is
+    left out.
+
+    Some templates write an earlier turn differently once later ones follow (they drop its reasoning). Such a turn is
+    not what the target writes at that place, so it stays unsupervised; the last one always counts.
+
+    Args:
+        template: further arguments of the chat template, such as `enable_thinking`.
+
+    Raises:
+        BadInputError: nothing, or everything, would be supervised; the message shows a sample of the text.
+    """
+    chat = _Chat(tokenizer, chat_messages(list(messages), "this conversation"), tools, template)
+    return _masked(chat, [span for _, span in _assistant_spans(chat)])
+
+
+def supervised_rows(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[dict[str, Any]],
+    tools: Any = None,
+    template: Mapping[str, Any] | None = None,
+) -> list[tuple[list[int], list[bool]]]:
+    """Return the rows in which every turn of the assistant is supervised once, each as tokens and mask.
+
+    A turn that the template writes differently once later ones follow gets a row that ends with it; all others share
+    the whole conversation.
+
+    Raises:
+        BadInputError: as `supervised_mask`.
+    """
+    chat = _Chat(tokenizer, chat_messages(list(messages), "this conversation"), tools, template)
+    spans = dict(_assistant_spans(chat))
+    rows = []
+    for number in chat.answering():
+        if number not in spans:
+            early = replace(chat, messages=chat.messages[: number + 1])
+            rows.append(_masked(early, [span for n, span in _assistant_spans(early) if n == number]))
+    return [*rows, _masked(chat, list(spans.values()))]
+
+
+@dataclass(frozen=True)
+class _Chat:
+    """A conversation, and how it is rendered."""
+
+    tokenizer: PreTrainedTokenizerBase
+    messages: list[dict[str, Any]]
+    tools: Any
+    template: Mapping[str, Any] | None
+
+    def rendered(self, count: int, answer: bool = False) -> str:
+        """Return the text of the first `count` messages."""
+        where = "this conversation"
+        return render(self.tokenizer, self.messages[:count], where, self.tools, answer, self.template)
+
+    def answering(self) -> list[int]:
+        """Return the places of the assistant's messages that answer something."""
+        return [i for i, m in enumerate(self.messages) if m["role"] == "assistant" and i > 0]
+
+
+def _assistant_spans(chat: _Chat) -> Iterator[tuple[int, Span]]:
+    """Yield the places of the assistant's messages, and the text that each one adds, where it is still there."""
+    text = chat.rendered(len(chat.messages))
+    for i in chat.answering():
+        before, after = chat.rendered(i, answer=True), chat.rendered(i + 1)
+        if text.startswith(before) and text.startswith(after) and len(before) < len(after):
+            yield i, (len(before), len(after))
+
+
+def _masked(chat: _Chat, spans: Sequence[Span]) -> tuple[list[int], list[bool]]:
+    """Return the tokens of a conversation, and which of them lie in `spans`.
+
+    Raises:
+        BadInputError: none of them, or all.
+    """
+    tokenizer = chat.tokenizer
+    tokens, ends = _encode(tokenizer, chat.rendered(len(chat.messages)))
+    mask = [any(begin <= b and e <= end for begin, end in spans) for b, e in zip([0, *ends[:-1]], ends, strict=True)]
+    mask = _without_trailing_space(tokenizer, tokens, mask)
+    if _MARKERS.search(str(tokenizer.chat_template)):
+        mask = _marked(chat, tokens, mask)
+    if any(mask) and not all(mask):
+        return tokens, mask
+    sample = tokenizer.decode(tokens)
+    sample = sample if len(sample) <= 300 else f"{sample[:150]} … {sample[-150:]}"
+    roles = ", ".join(message["role"] for message in chat.messages) or "none"
+    raise BadInputError(
+        f"{'every token' if any(mask) else 'no token'} of this conversation would be supervised (roles: {roles}). It "
+        "needs a turn that asks and an assistant's turn that answers, and a template that renders both. As rendered: "
+        f"{sample!r}"
+    )
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], list[int]]:
+    """Return the tokens of `text`, and where in it each one ends. A token begins where the one before it ends."""
+    if not tokenizer.is_fast:
+        tokens = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        return tokens, [
+            len(tokenizer.decode(tokens[: n + 1], clean_up_tokenization_spaces=False)) for n in range(len(tokens))
+        ]
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    # Only the ends: tokenizers may leave the space in front of a word out of its offsets.
+    return list(encoded["input_ids"]), [end for _, end in encoded["offset_mapping"]]
+
+
+def _without_trailing_space(tokenizer: PreTrainedTokenizerBase, tokens: list[int], mask: list[bool]) -> list[bool]:
+    """Unmark white space that a template writes after its end marker: the target stops at the marker."""
+    special, kept = set(tokenizer.all_special_ids), list(mask)
+    for last in (i for i in range(len(mask)) if mask[i] and not (mask[i + 1 :] or [False])[0]):
+        i = last
+        while mask[i] and tokens[i] not in special and not str(tokenizer.decode([tokens[i]])).strip():
+            i -= 1
+        if mask[i] and tokens[i] in special:
+            kept[i + 1 : last + 1] = [False] * (last - i)
+    return kept
+
+
+def _marked(chat: _Chat, tokens: list[int], mask: list[bool]) -> list[bool]:
+    """Return the mask without the parts that a template's own `{% generation %}` markers leave out."""
+    if not chat.tokenizer.is_fast:
+        return mask
+    with limited(SECONDS, MEMORY, _COMPILED):
+        rendered: Any = chat.tokenizer.apply_chat_template(
+            list(chat.messages),
+            tools=chat.tools,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            **(chat.template or {}),
+        )
+    markers = rendered["assistant_masks"]
+    if not any(markers) or list(rendered["input_ids"]) != tokens:
+        return mask
+    return [own and bool(marked) for own, marked in zip(mask, markers, strict=True)]
+
+
+# ------------------------------------------------------------ the target's own turns
 
 
 def next_question(
@@ -79,7 +319,7 @@ def sequences(prompt: Prompt, answers: Sequence[Tokens], tokenizer: PreTrainedTo
 
     It is one row with all answers supervised where each question begins with the tokens so far. Where the template
     writes an earlier turn differently (it drops a thought), or an answer's text has other tokens when it is read again,
-    a new row begins, in which what was answered from there on is supervised.
+    a new row begins, in which the answers from there on are supervised.
 
     Raises:
         ValueError: there are more answers than questions.
@@ -137,10 +377,10 @@ def _questions(
 def _conversations(
     prompt: Prompt, answers: Sequence[Tokens], tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[list[Message]]:
-    """Yield the conversation after each answer that is followed by something, with what follows."""
+    """Yield the conversation after each answer that something follows, and with it."""
     messages = list(prompt.messages or ())
-    for answer, said in zip(answers, prompt.later, strict=False):
-        messages = [*messages, _answer(prompt, messages, answer, tokenizer), *said]
+    for answer, following in zip(answers, prompt.later, strict=False):
+        messages = [*messages, _answer(prompt, messages, answer, tokenizer), *following]
         yield messages
 
 
@@ -156,16 +396,16 @@ def _rendered(prompt: Prompt, messages: Sequence[Message], tokenizer: PreTrained
 def _answer(prompt: Prompt, messages: Sequence[Message], answer: Tokens, tokenizer: PreTrainedTokenizerBase) -> Message:
     """Return an answer's tokens as a message for the chat template.
 
-    A tokenizer that knows how its model's answers are built (`response_template` in transformers) tells thoughts and
-    tool calls from the text. Otherwise, and where it cannot read an answer (one that was cut off in a call of a tool,
-    for example), all of it is the text, up to the end token, which the template writes itself.
+    A tokenizer that knows how its model's answers are built (`response_template` in transformers) separates thoughts
+    and tool calls from the text. Otherwise, and where it cannot read an answer (one that was cut off in a call of a
+    tool, for example), all of it is the text, up to the end token, which the template writes itself.
     """
     if getattr(tokenizer, "response_template", None):
         before = _rendered(prompt, messages, tokenizer)
         try:
             return {"role": "assistant", **tokenizer.parse_response(list(answer), prefix=before)}
         except Exception as error:  # parsers raise what they like: ValueError, JSONDecodeError, KeyError
-            _log.debug("an answer to %s cannot be taken apart (%s)", prompt.id, error)
+            _log.debug("an answer to %s cannot be parsed (%s)", prompt.id, error)
     kept, special = list(answer), set(tokenizer.all_special_ids)
     while kept and kept[-1] in special:
         kept.pop()

@@ -1,43 +1,56 @@
-"""The finished data set of responses: a folder that says where it came from, and that tells whether it was altered."""
+"""The finished data set of responses: a folder with its provenance, and with digests that show alterations.
+
+Where a drafter speculated, its rows hold depths: which token of an answer a round of decoding reached, and how deep. A
+round emits the drafts that were accepted, and the target's own token after them. So the tokens of a round have the
+depths 1, 2, … of a proposal; the first token of an answer, which no round emits, has 0, and so has each token that the
+target only read.
+
+From the counts of its tokens come pruned draft vocabularies: the target's most frequent tokens, and how much of its
+text they cover. The same counts and size give the same tokens, and the same digest.
+
+Shapes: T tokens of a row, V vocabulary, V' draft vocabulary.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
-import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import torch
 from datasets import Dataset, Features, List, Value, load_from_disk
 from datasets.arrow_writer import ArrowWriter
 from datasets.table import MemoryMappedTable
 from datasets.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+from torch import Tensor
 
 from ..common import BadInputError, digests
 from ..common.atomic import replacing_folder, working_name, write_atomically
 from ..common.safe_load import read_json
+from ..heads.vocabulary import by_frequency, most_frequent
 
 PROVENANCE = "provenance.json"
 SCHEMA_VERSION = 2
-_WITHOUT_DIGESTS = 1  # what older versions wrote
 _TYPES = {"id": Value("string"), "suite": Value("string"), "input_ids": List(Value("int32"))}
 _NEEDED = Features(**_TYPES, loss_mask=List(Value("int8")))
 _FEATURES = Features(**_NEEDED, content=Value("string"))
 DEPTHS = "depths"  # the column of a data set for which a drafter speculated
-ROUNDS = "rounds"  # what its provenance says of them
+ROUNDS = "rounds"  # the drafters in its provenance, with the number of prompts of each
 COLUMNS = tuple(_NEEDED)
-
-_log = logging.getLogger(__name__)
+NUM_SIZES = 7  # of the vocabularies that are compared
 
 
 @dataclass(frozen=True)
 class TrainingRow:
-    """What a drafter learns from: tokens `[T]`, and a mask that is 1 on those that the target wrote `[T]`.
+    """A row that a drafter learns from: tokens `[T]`, and a mask that is 1 on those that the target wrote `[T]`.
 
-    `content` is a digest of what was asked: it decides which rows are held out, whatever their ids and places. `depths`
-    says at which depth a round of decoding reached each token `[T]`, 0 where none did; None where nobody drafted.
+    `content` is a digest of the question: it decides which rows are held out, whatever their ids and places. `depths`
+    are those at which rounds of decoding reached each token `[T]`, 0 where none did; None without a drafter.
     """
 
     id: str
@@ -53,7 +66,8 @@ def load_responses(folder: str | Path) -> Dataset:
 
     Where a drafter speculated for some of them there are `depths`, too (see `TrainingRow`; null for the others).
     """
-    require_whole(Path(folder), provenance(folder))
+    provenance(folder)  # refuses a folder of something else
+    require_whole(Path(folder))
     try:
         dataset = load_from_disk(str(folder))
     except Exception as error:
@@ -74,7 +88,7 @@ def provenance(folder: str | Path) -> dict[str, Any]:
     if not file.is_file():
         raise BadInputError(f"{folder}: is no data folder made by distill ({PROVENANCE} is missing).")
     saved = read_json(file)
-    if saved.get("schema_version") not in (_WITHOUT_DIGESTS, SCHEMA_VERSION):
+    if saved.get("schema_version") != SCHEMA_VERSION:
         raise BadInputError(
             f"{file}: has schema version {saved.get('schema_version')}, this Outrider reads {SCHEMA_VERSION}; distill "
             "into another `output`."
@@ -86,23 +100,20 @@ def rounds_of(folder: Path) -> dict[str, int]:
     """Return for how many prompts of a data set each drafter speculated, whose rounds `depths` are.
 
     Raises:
-        BadInputError: for none: nobody knows which tokens rounds of decoding reached.
+        BadInputError: for none: it is not known which tokens rounds of decoding reached.
     """
-    found: dict[str, int] = provenance(folder).get(ROUNDS, {})
-    if not found:
+    drafters: dict[str, int] = provenance(folder).get(ROUNDS, {})
+    if not drafters:
         raise BadInputError(
-            f"data.verified: the responses in {folder} were written without a drafter that speculates, or by an older "
-            "Outrider that kept no rounds. Name a drafter (data.drafter) and delete that folder, so that the target "
-            "answers again (the text will be the same), or leave out data.verified."
+            f"data.verified: the responses in {folder} were written without a drafter that speculates. Name a drafter "
+            "(data.drafter) and delete that folder, so that the target answers again (the text will be the same), or "
+            "leave out data.verified."
         )
-    return found
+    return drafters
 
 
-def require_whole(folder: Path, saved: dict[str, Any]) -> None:
-    """Refuse responses that were altered after they were written; of an older version's nobody can tell."""
-    if saved["schema_version"] == _WITHOUT_DIGESTS and not (folder / digests.LIST).exists():
-        _log.warning("%s was written by an older Outrider: whether it was altered since cannot be checked.", folder)
-        return
+def require_whole(folder: Path) -> None:
+    """Refuse responses that were altered after they were written."""
     digests.require_whole(folder, "Take a good copy, or delete the folder and run distill again.")
 
 
@@ -117,9 +128,9 @@ def save_data_set(
     """Write a data set beside its place, then move it there. Its rows are never all in memory.
 
     Args:
-        workplace: a folder for what is made on the way.
+        workplace: a folder for temporary files.
         describe: returns the provenance, when all rows were written.
-        name: of this content, by which the library knows what it has computed of it.
+        name: the fingerprint of this content, by which the library caches what it computes of it.
         with_depths: whether there is a column of them.
     """
     features = Features(**_FEATURES, **({DEPTHS: List(Value("int16"))} if with_depths else {}))
@@ -148,3 +159,84 @@ def _quiet_datasets() -> Iterator[None]:
     finally:
         if not was_quiet:
             enable_progress_bars()
+
+
+# ------------------------------------------------------------ depths
+
+
+def depths_of_answer(emitted: Sequence[int]) -> Iterator[int]:
+    """Yield the depth of each token of an answer, from how many tokens each of its rounds emitted."""
+    yield 0
+    for count in emitted:
+        yield from range(1, count + 1)
+
+
+def depths_of_rows(masks: Sequence[Sequence[int]], rounds: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Return the depths of rows, `[T]` each, whose loss masks `[T]` are 1 on the answers, each once and in order.
+
+    Args:
+        rounds: how many tokens each round emitted, of each answer.
+
+    Raises:
+        ValueError: there are more tokens than the rounds emitted, or fewer.
+    """
+    waiting = list(chain.from_iterable(map(depths_of_answer, rounds)))
+    if len(waiting) != (count := sum(map(sum, masks))):
+        raise ValueError(f"{count} tokens were answered, and rounds emitted {len(waiting)}.")
+    left = iter(waiting)
+    return [[next(left) if answered else 0 for answered in mask] for mask in masks]
+
+
+# ------------------------------------------------------------ draft vocabularies
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The most frequent tokens.
+
+    Attributes:
+        token_ids: ascending, `[V']`.
+        digest: SHA-256 of the ids.
+        coverage: share of the counted tokens that it holds.
+    """
+
+    token_ids: Tensor
+    digest: str
+    coverage: float
+
+    @classmethod
+    def of(cls, counts: Tensor, size: int) -> Vocabulary:
+        """Return the vocabulary from counts `[V]`, as every drafter with `draft_vocab_size: <size>` makes it.
+
+        Raises:
+            BadInputError: no such size, or nothing was counted.
+        """
+        total = int(counts.sum())
+        check_size(size, len(counts))
+        if not total:
+            raise BadInputError("a draft vocabulary needs counts, and there is not one token in the responses.")
+        ids = most_frequent(counts, size, "vocabulary")
+        return cls(ids, digest_tokens(ids), int(counts[ids].sum()) / total)
+
+
+def check_size(size: int, vocab_size: int) -> None:
+    """Raise BadInputError if a target of `vocab_size` tokens has no draft vocabulary of `size`."""
+    if not 1 <= size <= vocab_size:
+        raise BadInputError(f"a draft vocabulary has between 1 and the target's {vocab_size} tokens, found {size}.")
+
+
+def digest_tokens(token_ids: Tensor) -> str:
+    """Return the SHA-256 of token ids `[V']` in ascending order, eight bytes each, little-endian."""
+    return hashlib.sha256(token_ids.sort().values.cpu().numpy().astype("<i8").tobytes()).hexdigest()
+
+
+def ranks(counts: Tensor) -> Tensor:
+    """Return each token's place by frequency, `[V]`: those below n are the vocabulary of size n."""
+    order = by_frequency(counts)
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
+
+
+def usual_sizes(vocab_size: int, also: Sequence[int] = ()) -> list[int]:
+    """Return the powers of two below the whole vocabulary, the largest few of them, it, and `also`; ascending."""
+    powers = [2**k for k in range(vocab_size.bit_length()) if 2**k < vocab_size][-NUM_SIZES:]
+    return sorted({*powers, vocab_size, *also})

@@ -1,8 +1,8 @@
 """Answers by our own decoder, on as many processes as there are.
 
-Work is handed out a batch at a time, to whoever is free, so that a slow process holds nobody up. A batch belongs to the
-process that holds its claim; the batch of one that dies is free again. A prompt's text depends on nobody: its draws are
-keyed by its index.
+Work is handed out a batch at a time, to any process that is free, so that a slow one delays no other. A batch belongs
+to the process that holds its claim; the batch of one that dies is free again. A prompt's text does not depend on the
+process: its draws are keyed by its index.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from ..heads import load_drafter
 from ..recipes import DataSpec
 from ..targets import Target
 from .conversation import next_question
-from .resume_store import Answer, RemainingWork, Tokens, Unfinished
-from .table import Prompt
+from .journal import Answer, Journal, RemainingWork, Tokens
+from .prompts import Prompt
 
 Advance = Callable[[int, str], None]
 
 
 @dataclass(frozen=True)
-class Answering:
-    """A process that answers prompts by its decoder.
+class Responder:
+    """A decoder that answers prompts.
 
     Attributes:
         prompts: all of them, of which batches are indices.
@@ -41,7 +41,7 @@ class Answering:
     spec: DataSpec
 
     @classmethod
-    def of(cls, target: Target, prompts: Sequence[Prompt], spec: DataSpec) -> Answering:
+    def of(cls, target: Target, prompts: Sequence[Prompt], spec: DataSpec) -> Responder:
         """Return one with the drafter that the recipe names."""
         drafter = None if spec.drafter is None else load_drafter(Path(spec.drafter).expanduser(), target)
         return cls(Decoder(target, drafter), prompts, spec)
@@ -50,6 +50,8 @@ class Answering:
         """Return the answers to the prompts with these indices, turn by turn, as long as there is something to ask."""
         turns: dict[int, list[Tokens]] = {index: [] for index in indices}
         rounds: dict[int, list[list[int]]] = {index: [] for index in indices}
+        target = self.decoder.target
+        tokenizer, longest = target.require_tokenizer(), longest_question(self.spec, target.max_context)
         asked = {index: self.prompts[index].tokens for index in indices}
         while asked:
             out = self._generate(asked)
@@ -57,23 +59,26 @@ class Answering:
                 turns[index].append(answer)
                 if self.drafter:
                     rounds[index].append([one.emitted for one in out.rounds[number]])
-            asked = {i: question for i in asked if (question := self._next(i, turns[i])) is not None}
+            following = {i: next_question(self.prompts[i], turns[i], tokenizer, longest) for i in asked}
+            asked = {i: question for i, question in following.items() if question is not None}
         return [Answer(i, tuple(turns[i]), "", tuple(rounds[i]), self.drafter) for i in indices]
 
     @cached_property
     def drafter(self) -> str:
-        """Who drafts, in words: its kind and the beginning of its digest; "" for nobody."""
-        found = self.decoder.drafter
-        return "" if found is None else f"{found.name} {found.digest()[:16]}"
+        """The drafter in words: its kind and the beginning of its digest; "" for none."""
+        drafter = self.decoder.drafter
+        return "" if drafter is None else f"{drafter.name} {drafter.digest()[:16]}"
 
     def _generate(self, asked: dict[int, tuple[int, ...]]) -> Output:
         """Return an answer to each question; each draws by its prompt's index, whatever the batch."""
+        # The one rule under which what is drawn does not depend on the drafter, nor on whether there is one.
+        rule = "auto" if self.spec.sampling.temperature == 0 else "coupled"
         try:
-            out = self.decoder.generate(
+            return self.decoder.generate(
                 list(asked.values()),
                 self.spec.max_new_tokens,
                 Sampling(**self.spec.sampling.model_dump()),
-                self._plan(),
+                Plan(0 if self.decoder.drafter is None else self.spec.draft_depth, verify=rule),
                 sequence_ids=list(asked),
             )
         except torch.OutOfMemoryError as error:
@@ -81,58 +86,43 @@ class Answering:
                 f"the device has too little memory for data.batch_size={self.spec.batch_size}. Finished responses are "
                 "kept; run again with a smaller one."
             ) from error
-        return out
-
-    def _plan(self) -> Plan:
-        # The one rule under which what is drawn does not depend on who drafts, nor on whether anybody does.
-        rule = "auto" if self.spec.sampling.temperature == 0 else "coupled"
-        return Plan(0 if self.decoder.drafter is None else self.spec.draft_depth, verify=rule)
-
-    def _next(self, index: int, turns: Sequence[Tokens]) -> tuple[int, ...] | None:
-        if len(turns) > len(self.prompts[index].later):
-            return None
-        tokenizer, limit = self.decoder.target.require_tokenizer(), self.decoder.target.max_context
-        question = next_question(self.prompts[index], turns, tokenizer, self.spec.max_prompt_tokens)
-        return question if question is None or fits(question, self.spec.max_new_tokens, limit) else None
 
 
-def fits(question: Sequence[int], max_new_tokens: int, limit: int | None) -> bool:
-    """Tell whether a question and its answer have room in a context of `limit` tokens."""
-    return limit is None or len(question) + max_new_tokens <= limit
-
-
-# ------------------------------------------------------------ who does what
+def longest_question(spec: DataSpec, max_context: int | None) -> int:
+    """Return the most tokens of a later question in a conversation: it and its answer have room in the context."""
+    room = spec.max_prompt_tokens if max_context is None else max_context - spec.max_new_tokens
+    return min(spec.max_prompt_tokens, room)
 
 
 def batches(indices: Sequence[int], size: int, processes: int) -> list[list[int]]:
     """Return `indices` in batches of `size`, for several processes smaller ones towards the end.
 
-    So nobody waits long for the last one (guided self-scheduling; Polychronopoulos and Kuck 1987).
+    So none waits long for the last one (guided self-scheduling; Polychronopoulos and Kuck 1987).
     """
-    found, begin, least = [], 0, max(1, size // 4)
+    parts, begin, least = [], 0, max(1, size // 4)
     while left := len(indices) - begin:
         share = size if processes == 1 else -(-left // (2 * processes))
         count = min(size, max(least, share), left)
-        found.append(list(indices[begin : begin + count]))
+        parts.append(list(indices[begin : begin + count]))
         begin += count
-    return found
+    return parts
 
 
 def answer_all(
-    answering: Answering, work: RemainingWork, partial: Unfinished, group: LaunchGroup, advance: Advance
+    responder: Responder, work: RemainingWork, journal: Journal, group: LaunchGroup, advance: Advance
 ) -> None:
-    """Answer batches that nobody else answers, until all are finished."""
+    """Answer batches that no other process answers, until all are finished."""
     tokens, started, unfinished = 0, time.perf_counter(), set(range(len(work.batches)))
     for number in group.take(
         range(len(work.batches)),
-        lambda number: partial.has(work.begin + number),
-        lambda number: partial.claiming(work.begin + number),
+        lambda number: journal.has(work.begin + number),
+        lambda number: journal.claiming(work.begin + number),
     ):
-        answers = answering.batch(work.batches[number])
-        partial.keep(work.begin + number, answers)
+        answers = responder.batch(work.batches[number])
+        journal.add(work.begin + number, answers)
         tokens += sum(len(turn) for answer in answers for turn in answer.turns)
-        if group.is_main:  # who shows what all have done
-            ended = {n for n in unfinished if partial.has(work.begin + n)} if group.size > 1 else {number}
+        if group.is_main:  # it shows the progress of all
+            ended = {n for n in unfinished if journal.has(work.begin + n)} if group.size > 1 else {number}
             unfinished -= ended
             rate = f"{tokens / (time.perf_counter() - started):,.0f} tokens/s"
             advance(

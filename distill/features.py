@@ -1,33 +1,366 @@
 """The target's hidden states, computed once and read from disk while training.
 
 A store is a folder named after what decides its contents: target, sequences, taps, precision. Another key is another
-folder, so stale features are never read. All processes of a launch write it (`feature_making`); whole sequences lie end
-to end in files that are mapped into memory (`shards`).
+folder, so stale features are never read.
 
-Shapes: B rows, T positions, K taps, H hidden size.
+    states-00003.safetensors   a shard: whole sequences, end to end, mapped into memory when they are read
+    SHA256SUMS                 a line for each shard, once it is whole; sealed at the end
+    .00004.claim               a lock: some process is at work on that shard
+    features.json              the index: taps, precision, which sequence is in which shard; written last
+
+All processes of a launch write it, shard by shard. The main process looks at what is there: damaged shards go, missing
+ones are claimed and computed by any process that is free, and at the end the main process writes the index and seals
+the list of digests. A shard's contents depend on its sequences alone, so that any number of processes leaves the same
+files, and a run that was killed continues with the shards that are missing.
+
+Shapes: B rows, T positions, N tokens of a shard, K taps, H hidden size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from datasets import Dataset
 from rich.console import Console
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from ..common import BadInputError, digests
-from ..common.atomic import keeping, readable_bytes, writing
-from ..common.locks import locked
+from ..common.atomic import keeping, readable_bytes, replacing, require_space, write_atomically, writing
+from ..common.locks import claiming, locked
 from ..common.process_group import LaunchGroup
+from ..common.progress import progress
 from ..common.safe_load import read_json
 from ..targets import Target
-from .feature_making import FeatureStoreBuilder
-from .shards import INDEX, PRECISIONS, ShardIndex, precision_of, shard_file
+from ..targets.fingerprint import digest_json
+from .launch import one_leads
+
+INDEX = "features.json"
+AT_ONCE = 16  # sequences of a pass of the target
+MOST_BYTES = 128_000_000  # one shard is built in memory; small enough for a laptop, big enough for few files
+LEAST_BYTES = 4_000_000  # less is not worth a pass of its own
+_SHARDS = 64  # that a store should have, for as many processes to share
+
+_SCALE = "_scale"  # ends the name of the factors of a tensor's vectors
+
+Tokens = np.ndarray  # int32 [T]
+
+_log = logging.getLogger(__name__)
+
+
+# ------------------------------------------------------------ shards
+
+
+def shard_file(folder: Path, number: int) -> Path:
+    """Return where shard `number` of the store in `folder` lies."""
+    return folder / f"states-{number:05d}.safetensors"
+
+
+@dataclass(frozen=True)
+class ShardIndex:
+    """The place of each sequence: `shards` are ranges of sequences, `lengths` their tokens."""
+
+    lengths: list[int]
+    shards: list[range]
+
+    @classmethod
+    def of(cls, lengths: list[int], bytes_per_token: int, shard_bytes: int) -> ShardIndex:
+        """Fill shards in order; a sequence that is bigger than a shard gets its own."""
+        starts, size = [0], 0
+        for i, length in enumerate(lengths):
+            if size and (size + length) * bytes_per_token > shard_bytes:
+                starts.append(i)
+                size = 0
+            size += length
+        return cls(lengths, [range(a, b) for a, b in zip(starts, [*starts[1:], len(lengths)], strict=True)])
+
+    def places(self) -> list[tuple[int, int]]:
+        """Return the shard and the first token of every sequence."""
+        return [
+            (n, first)
+            for n, r in enumerate(self.shards)
+            for first in [0, *accumulate(self.lengths[r.start : r.stop - 1])]
+        ]
+
+    def tokens(self, shards: Sequence[int]) -> int:
+        """Return how many tokens these shards hold."""
+        return sum(self.lengths[i] for shard in shards for i in self.shards[shard])
+
+
+def shard_size(num_bytes: int) -> int:
+    """Return the size of the shards of a store of `num_bytes`, however many processes write them."""
+    return min(MOST_BYTES, max(LEAST_BYTES, num_bytes // _SHARDS))
+
+
+@dataclass(frozen=True)
+class Precision:
+    """How the numbers of a hidden state are kept.
+
+    `float8_e4m3fn` has three bits after the leading one, and keeps each vector with a scale that makes its largest
+    number 448, the largest there is. So a number x of a vector whose largest is m comes back within
+    max(|x| / 16, m / 2^18): half a step of its own size, or of the smallest one.
+
+    Attributes:
+        name: torch's, as in a recipe.
+        has_scale: whether each vector is kept with its own scale, in float32.
+    """
+
+    name: str
+    dtype: torch.dtype
+    has_scale: bool = False
+
+    def bytes_per_token(self, vectors: int, size: int) -> int:
+        """Return the bytes of a token's `vectors`, of `size` numbers each."""
+        return vectors * (size * self.dtype.itemsize + 4 * self.has_scale)
+
+    def kept(self, name: str, states: Tensor) -> dict[str, Tensor]:
+        """Return the tensors that a file keeps of `states` `[N, ..., H]`, by name."""
+        if not self.has_scale:
+            return {name: states.to("cpu", self.dtype, copy=True)}
+        values = states.float()
+        largest = values.abs().amax(-1, keepdim=True)
+        scale = torch.where(largest > 0, largest / torch.finfo(self.dtype).max, 1.0)
+        return {name: (values / scale).to(self.dtype).cpu(), name + _SCALE: scale[..., 0].cpu()}
+
+    def names(self, name: str) -> list[str]:
+        """Return the names under which a file keeps a tensor."""
+        return [name, name + _SCALE] if self.has_scale else [name]
+
+    def read(self, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """Return states as `dtype`, from the tensors that a file has under `names`."""
+        if not self.has_scale:
+            return parts[0].to(dtype)
+        values, scale = parts
+        return (values.float() * scale[..., None]).to(dtype)
+
+
+PRECISIONS = {
+    precision.name: precision
+    for precision in (
+        Precision("float32", torch.float32),
+        Precision("bfloat16", torch.bfloat16),
+        Precision("float16", torch.float16),
+        Precision("float8_e4m3fn", torch.float8_e4m3fn, has_scale=True),
+    )
+}
+
+
+def precision_of(name: str, own: torch.dtype) -> Precision:
+    """Return the precision of that name; `auto` is that of the target, `own`.
+
+    Raises:
+        BadInputError: there is none of that name.
+    """
+    name = (str(own) if name == "auto" else name).removeprefix("torch.")
+    if name not in PRECISIONS:
+        raise BadInputError(f"features cannot be stored as {name!r}; expected one of {', '.join(PRECISIONS)}.")
+    return PRECISIONS[name]
+
+
+def stored_taps(taps: Sequence[int], num_layers: int) -> tuple[int, ...]:
+    """Return the taps that are stored beside the last state, which is tap `num_layers`."""
+    return tuple(dict.fromkeys(tap for tap in taps if tap != num_layers))
+
+
+# ------------------------------------------------------------ making a store
+
+
+@dataclass(frozen=True)
+class FeatureStoreBuilder:
+    """A store in the making.
+
+    Attributes:
+        folder: of its key.
+        sequences: whose `input_ids` come as Arrow, which lie on the disk until they are asked for.
+        taps: that are stored beside the last state.
+    """
+
+    folder: Path
+    key: str
+    target: Target
+    sequences: Dataset
+    taps: tuple[int, ...]
+    precision: Precision
+    layout: ShardIndex
+
+    @classmethod
+    def of(
+        cls,
+        parent: Path,
+        target: Target,
+        dataset: Dataset,
+        taps: Sequence[int],
+        precision: Precision,
+        shard_bytes: int | None,
+    ) -> FeatureStoreBuilder:
+        """Return the builder of the store under `parent` that these decide."""
+        stored = stored_taps(taps, target.num_layers)
+        sequences = dataset.select_columns(["input_ids"]).with_format("arrow")
+        digest, lengths = _digest(sequences)
+        bytes_per_token = precision.bytes_per_token(len(stored) + 1, target.hidden_size)
+        shard_bytes = shard_bytes or shard_size(sum(lengths) * bytes_per_token)
+        decides = [target.fingerprint().digest, digest, list(stored), str(precision.dtype), shard_bytes]
+        key, layout = digest_json(decides), ShardIndex.of(lengths, bytes_per_token, shard_bytes)
+        return cls(parent / key[:16], key, target, sequences, stored, precision, layout)
+
+    def run(self, group: LaunchGroup, console: Console | None) -> None:
+        """Compute the shards that are missing or damaged, with the other processes; a finished store stays as it is."""
+        topic = f"features-{self.key[:8]}"
+        opened = json.loads(group.on_main(f"{topic}-opened", self._open))
+        if opened["key"] != self.key:
+            raise BadInputError(
+                f"process {group.rank} has other responses, or another target, than process 0: all machines must see "
+                "the same files."
+            )
+        if opened["is_finished"]:
+            return
+        missing = opened["missing"]
+        ready = len(self.layout.lengths) - self._sequences(missing)
+        with (
+            one_leads(group, self.target),
+            progress(console, "hidden states", len(self.layout.lengths), ready) as advance,
+        ):
+            if not self.target.sharded or group.is_main:
+                self._compute_all(missing, LaunchGroup() if self.target.sharded else group, advance)
+        group.barrier(f"{topic}-computed")
+        group.on_main(f"{topic}-sealed", self._seal)
+
+    # ------------------------------------------------------------ the main process alone
+
+    def _open(self) -> str:
+        """Return the work that is left, once it is known that there is room for it."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        problems = self._problems()
+        is_finished = not problems and digests.is_sealed(self.folder)
+        for line in problems:
+            _log.warning("%s: %s. It is computed again.", self.folder, line)
+        missing = [] if is_finished else self._missing({line.partition(":")[0] for line in problems})
+        self._require_space(missing)
+        for shard in missing:  # from now on one that is there is whole
+            shard_file(self.folder, shard).unlink(missing_ok=True)
+        return json.dumps({"key": self.key, "is_finished": is_finished, "missing": missing})
+
+    def _problems(self) -> list[str]:
+        """Return the files that are not as they were written, one line each, with the name first."""
+        if digests.is_sealed(self.folder):
+            return digests.problems(self.folder)
+        shards = [shard_file(self.folder, i) for i in range(len(self.layout.shards))]
+        return digests.problems_so_far(self.folder, [f.name for f in shards if f.exists()])
+
+    def _missing(self, damaged: set[str]) -> list[int]:
+        """Return the shards that were never finished, and those whose files are `damaged`."""
+        kept = digests.listed(self.folder).keys() - damaged
+        return [i for i in range(len(self.layout.shards)) if shard_file(self.folder, i).name not in kept]
+
+    def _require_space(self, missing: list[int]) -> None:
+        tokens, vectors, size = self.layout.tokens(missing), len(self.taps) + 1, self.target.hidden_size
+        needed = tokens * self.precision.bytes_per_token(vectors, size)
+        smaller = {p.name: tokens * p.bytes_per_token(vectors, size) for p in PRECISIONS.values()}
+        lines = [f"{name} takes {readable_bytes(count)}" for name, count in smaller.items() if count < needed]
+        less = f"store less (data.features_dtype: {', '.join(lines)}), " if lines else ""
+        advice = f"Free some, {less}or compute hidden states while training (data.features=online)."
+        require_space(self.folder, needed, advice)
+
+    def _seal(self) -> str:
+        write_atomically(self.folder / INDEX, json.dumps(self._index()))
+        self._note(INDEX)
+        names = [shard_file(self.folder, i).name for i in range(len(self.layout.shards))]
+        digests.seal_grown(self.folder, [INDEX, *names])
+        for claim in self.folder.glob(".*.claim"):  # of processes that were killed
+            with claiming(claim):
+                pass
+        return ""
+
+    def _index(self) -> dict[str, Any]:
+        given_as = self.target.dtype if self.precision.has_scale else self.precision.dtype
+        return {
+            "key": self.key,
+            "taps": self.taps,
+            "num_layers": self.target.num_layers,
+            "dtype": self.precision.name,
+            "given_as": str(given_as).removeprefix("torch."),
+            "hidden_size": self.target.hidden_size,
+            "lengths": self.layout.lengths,
+            "shards": [[r.start, r.stop] for r in self.layout.shards],
+        }
+
+    # ------------------------------------------------------------ every process
+
+    def _compute_all(self, missing: list[int], group: LaunchGroup, advance: Callable[[int, str], None]) -> None:
+        """Compute shards that no other process computes, until all `missing` ones are there."""
+        left = set(missing)
+        for shard in group.take(missing, self._has, lambda n: claiming(self.folder / f".{n:05d}.claim")):
+            self._compute(shard)
+            if group.is_main:  # it shows the progress of all
+                ended = {n for n in left if self._has(n)}
+                left -= ended
+                advance(self._sequences(ended), f"{group.size} processes" if group.size > 1 else "")
+
+    def _sequences(self, shards: Sequence[int] | set[int]) -> int:
+        return sum(len(self.layout.shards[i]) for i in shards)
+
+    def _has(self, shard: int) -> bool:
+        return shard_file(self.folder, shard).exists()
+
+    def _compute(self, shard: int) -> None:
+        file, states = shard_file(self.folder, shard), self._states(self.layout.shards[shard])
+        with replacing(file) as temporary:
+            save_file(states, temporary)
+        self._note(file.name)
+
+    def _note(self, name: str) -> None:
+        """Add a file to the list of digests, which several processes write."""
+        with claiming(self.folder / ".list.claim", wait=-1):
+            digests.add(self.folder, name)
+
+    @torch.inference_mode()
+    def _states(self, members: range) -> dict[str, Tensor]:
+        """Return the states of these sequences, end to end: last `[N, H]` and, with taps, hidden `[N, K, H]`."""
+        tokens_of = dict(zip(members, _rows(self.sequences, members), strict=True))
+        order = sorted(members, key=lambda i: len(tokens_of[i]))  # equal lengths side by side: little padding
+        states: dict[int, dict[str, Tensor]] = {}
+        for begin in range(0, len(order), AT_ONCE):
+            batch = order[begin : begin + AT_ONCE]
+            rows = [torch.from_numpy(tokens_of[i]).long() for i in batch]
+            tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(self.target.device)
+            out = self.target.forward(tokens, taps=self.taps, logits=False)
+            for row, i in enumerate(batch):
+                count = len(tokens_of[i])
+                states[i] = self.precision.kept("last", out.last[row, :count])
+                if out.hidden is not None:
+                    states[i] |= self.precision.kept("hidden", out.hidden[row, :count])
+        return {name: torch.cat([states[i][name] for i in members]) for name in states[members.start]}
+
+
+def _rows(sequences: Dataset, members: range) -> Iterator[Tokens]:
+    """Yield the tokens of these rows, int32 `[T]` each."""
+    for chunk in sequences[members.start : members.stop]["input_ids"].chunks:
+        for row in chunk:
+            yield row.values.to_numpy(zero_copy_only=False).astype(np.int32)
+
+
+def _digest(sequences: Dataset, at_once: int = 1000) -> tuple[str, list[int]]:
+    """Return the digest of all sequences, and their lengths."""
+    data, lengths = hashlib.sha256(), []
+    for begin in range(0, len(sequences), at_once):
+        for tokens in _rows(sequences, range(begin, min(begin + at_once, len(sequences)))):
+            data.update(len(tokens).to_bytes(8, "little") + tokens.tobytes())
+            lengths.append(len(tokens))
+    return data.hexdigest(), lengths
+
+
+# ------------------------------------------------------------ reading a store
 
 
 class FeatureStore:
@@ -35,7 +368,7 @@ class FeatureStore:
 
     Attributes:
         taps: HF `hidden_states` indices that a batch has; () for none.
-        dtype: of what a batch holds. precision: in which it is stored.
+        dtype: of a batch. precision: in which it is stored.
         num_bytes: size on disk.
     """
 
@@ -82,25 +415,25 @@ class FeatureStore:
         """Return the store for this target, data set (its `input_ids`) and taps under `folder`, opened or made.
 
         Args:
-            dtype: of the stored states, a name of `shards.PRECISIONS`; "auto" for the target's own.
+            dtype: of the stored states, a name of `PRECISIONS`; "auto" for the target's own.
             shard_bytes: sequences are gathered into files of about this size; None for one that suits all of them.
             group: the processes that make it, all of which call this together; None for this one alone.
 
         Raises:
             IncompatibleError: a tap the target does not have.
             BadInputError: no sequences, or too little space on the disk (known before any work).
-            PeerError: another process failed; it says why.
+            PeerError: another process failed; the message is its own.
         """
         if len(dataset) == 0:
             raise BadInputError("there are no sequences to compute hidden states for; the data set is empty.")
         target.check_taps(taps)
         group = group or LaunchGroup()
         precision = precision_of(str(dtype), target.dtype)
-        making = FeatureStoreBuilder.of(Path(folder), target, dataset, taps, precision, shard_bytes)
-        alone = locked(making.folder) if group.is_main else nullcontext()
-        with alone, keeping(lambda: "The finished shards are kept there."), writing(making.folder):
-            making.run(group, console)
-        return cls(making.folder, taps, check=False)
+        builder = FeatureStoreBuilder.of(Path(folder), target, dataset, taps, precision, shard_bytes)
+        alone = locked(builder.folder) if group.is_main else nullcontext()
+        with alone, keeping(lambda: "The finished shards are kept there."), writing(builder.folder):
+            builder.run(group, console)
+        return cls(builder.folder, taps, check=False)
 
     def __len__(self) -> int:
         return len(self._layout.lengths)
@@ -147,7 +480,7 @@ class FeatureStore:
             hidden[:, k] = stored[:, column]
 
     def _read(self, shard: int, name: str, tokens: slice) -> Tensor:
-        """Return the states of these tokens of a shard: the file is mapped, and only what is asked for is read."""
+        """Return the states of these tokens of a shard: the file is mapped, and only these are read."""
         file = self._file(shard)
         return self.precision.read([file.get_slice(part)[tokens] for part in self.precision.names(name)], self.dtype)
 

@@ -1,4 +1,4 @@
-"""What a row of data asks, whatever its layout: raw text, one question, several turns, or a chat.
+"""The question of a row of data, whatever its layout: raw text, one question, several turns, or a chat.
 
 | layout | keys | what it is |
 |---|---|---|
@@ -8,7 +8,7 @@
 | messages | messages, conversations, conversation, or a list in `prompt` | a chat, in either convention |
 
 A row may bring its own answers: the assistant's turns of a chat, or `answer`, `response`, `completion`, `output` or
-`reference` beside what is asked. `system` and `tools` (or `functions`) are given to the chat template.
+`reference` beside the question. `system` and `tools` (or `functions`) are given to the chat template.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ _NAMES = {
     "function_response": "tool",
     "function_call": "assistant",
 }
-# What chat templates read of a message beside role and content; anything else is a note of whoever made the data.
-# Fields of a message beside its role and content: those in which an assistant without content says something, and all.
+# Fields of a message that chat templates read beside role and content: those in which an assistant without content says
+# something, and all. Any other field is a note of the data's authors.
 _SPEAKING = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking", "tool_plan")
 _READ = (*_SPEAKING, "thoughts", "tool_call_id", "name", "tools", "functions")
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 
 
 class RowError(BadInputError):
-    """A row that is not what its layout says; `reason` is the sentence without its place."""
+    """A row that does not fit its layout; `reason` is the sentence without its place."""
 
     def __init__(self, where: str, reason: str):
         super().__init__(f"{where}: {reason}")
@@ -69,15 +69,15 @@ class RowError(BadInputError):
 
 @dataclass(frozen=True)
 class RowPrompt:
-    """What a row asks.
+    """The question of a row.
 
     Attributes:
-        layout, key: what it was recognised as, and by which key.
+        layout, key: the layout that was recognised, and the key that showed it.
         text: raw text; None for a chat.
-        messages: the chat before the first answer; () if nobody asks anything.
-        later: what is said after each answer.
+        messages: the chat before the first answer; () if nothing is asked.
+        later: the messages after each answer.
         given: the row's own answers, one after each question.
-        tools: what the chat template is told about tools.
+        tools: the tools that the chat template lists.
     """
 
     layout: str
@@ -89,12 +89,12 @@ class RowPrompt:
     tools: list[Any] | None = None
 
     def canonical(self, with_answers: bool = False) -> str:
-        """Return what is asked as one text: equal for rows that ask the same."""
+        """Return the question as one text: equal for rows that ask the same."""
         asked = self.text if self.text is not None else [self.messages, self.later, self.tools]
         return canonical_json([asked, self.given] if with_answers else asked)
 
     def users_texts(self) -> list[str]:
-        """Return what the user says, turn by turn; of raw text the text."""
+        """Return the texts of the user, turn by turn; of raw text the text."""
         if self.text is not None:
             return [self.text]
         turns = [message for turn in (self.messages, *self.later) for message in turn]
@@ -110,18 +110,18 @@ class RowPrompt:
         if self.layout == "turns" or not self.later or not self.given:
             return replace(self, later=(), given=self.given[:1])
         messages = list(self.messages)
-        for answer, said in zip(self.given, self.later, strict=False):
-            messages += [*answer, *said]
+        for answer, following in zip(self.given, self.later, strict=False):
+            messages += [*answer, *following]
         return replace(self, messages=tuple(messages), later=(), given=self.given[len(self.later) :])
 
 
 def understand(row: Row, where: str, layout: str | None = None, column: str | None = None) -> RowPrompt:
-    """Return what a row asks.
+    """Return the question of a row.
 
     Args:
         where: the row's place, for errors.
         layout: one of the table above, by which it is read; None recognises it by its keys.
-        column: the key of what is asked; None for those of the table.
+        column: the key of the question; None for those of the table.
 
     Raises:
         RowError: none of the keys, or a value of another kind than its key says.
@@ -138,7 +138,7 @@ def chat_messages(turns: Any, where: str) -> list[Message]:
     """Return messages with `role` and `content`, from either convention; entries without a value are dropped.
 
     Raises:
-        RowError: a message without a role or content, or of a role that nobody has.
+        RowError: a message without a role or content, or of a role that does not exist.
     """
     if not isinstance(turns, list) or not all(isinstance(t, dict) for t in turns):
         raise RowError(where, f"expected a list of messages, found {_shown(turns)}.")
@@ -149,20 +149,20 @@ def chat_messages(turns: Any, where: str) -> list[Message]:
 
 
 def _recognised(row: Row, where: str, layout: str | None, columns: tuple[str, ...] | None) -> tuple[str, str]:
-    """Return the layout of a row and the key that tells it; both may be said by the recipe."""
+    """Return the layout of a row and the key that shows it; a recipe may name both."""
     asked = None if layout is None and columns is None else columns or _FORCED[layout or "text"]
     for kind, keys in KEYS.items() if asked is None else [(layout or "text", asked)]:
         for key in keys:
             if row.get(key) is not None:
                 return _kind(kind, row[key], layout), key
-    said = f"layout: {layout}" if columns is None else f"column: {columns[0]}"
-    expected = _EXPECTED if asked is None else f"{', '.join(asked)} (data.prompts says {said})"
-    found = ", ".join(f"{key} (null)" if value is None else str(key) for key, value in row.items())
-    raise RowError(where, f"expected one of {expected}; found {found or 'no keys'}.")
+    setting = f"layout: {layout}" if columns is None else f"column: {columns[0]}"
+    expected = _EXPECTED if asked is None else f"{', '.join(asked)} (data.prompts says {setting})"
+    keys = ", ".join(f"{key} (null)" if value is None else str(key) for key, value in row.items())
+    raise RowError(where, f"expected one of {expected}; found {keys or 'no keys'}.")
 
 
 def _kind(kind: str, value: Any, layout: str | None) -> str:
-    """Return the layout that a value has, where the key alone does not tell."""
+    """Return the layout that a value has, where the key alone does not show it."""
     holds_messages = isinstance(value, list) and value and isinstance(value[0], dict)
     return "messages" if layout is None and holds_messages else kind  # such as trl's conversational `prompt`
 
@@ -175,7 +175,7 @@ def _question(row: Row, key: str, where: str) -> RowPrompt:
     if key == "instruction" and row.get("input"):
         asked = f"{asked}\n\n{_text(row['input'], 'input', where)}"
     answer = _answer(row, where)
-    return RowPrompt("question", key, messages=_said(asked), given=(answer,) if answer else ())
+    return RowPrompt("question", key, messages=_user_turn(asked), given=(answer,) if answer else ())
 
 
 def _turns(row: Row, key: str, where: str) -> RowPrompt:
@@ -188,10 +188,10 @@ def _turns(row: Row, key: str, where: str) -> RowPrompt:
     answers = row.get("reference")
     known = answers if isinstance(answers, list) and all(isinstance(a, str) for a in answers) else []
     given = tuple(({"role": "assistant", "content": answer},) for answer in known[: len(turns)])
-    said = [_said(turn) for turn in turns]
-    if not all(said):  # a turn that says nothing is not asked, and nobody can tell whose answers the others are
-        said, given = [turn for turn in said if turn] or [()], ()
-    return RowPrompt("turns", key, messages=said[0], later=tuple(said[1:]), given=given)
+    asked = [_user_turn(turn) for turn in turns]
+    if not all(asked):  # an empty turn is not asked, and it is not known to which turns the answers belong
+        asked, given = [turn for turn in asked if turn] or [()], ()
+    return RowPrompt("turns", key, messages=asked[0], later=tuple(asked[1:]), given=given)
 
 
 def _chat(row: Row, key: str, where: str) -> RowPrompt:
@@ -200,7 +200,7 @@ def _chat(row: Row, key: str, where: str) -> RowPrompt:
         messages += _answer(row, where)
     asking = [n for n, message in enumerate(messages) if message["role"] == "user" and message["content"].strip()]
     first = asking[0] if asking else len(messages)
-    # What an assistant says before anybody asks is no answer, and many templates refuse it.
+    # An assistant's turn before any question is no answer, and many templates refuse it.
     spoken = [m for n, m in enumerate(messages) if n > first or m["role"] != "assistant"]
     turns = [tuple(group) for _, group in groupby(spoken, lambda message: message["role"] == "assistant")]
     if not asking:
@@ -208,13 +208,13 @@ def _chat(row: Row, key: str, where: str) -> RowPrompt:
     return RowPrompt("messages", key, messages=turns[0], later=tuple(turns[2::2]), given=tuple(turns[1::2]))
 
 
-def _said(text: str) -> Turn:
-    """Return a user's turn; () if it says nothing."""
+def _user_turn(text: str) -> Turn:
+    """Return a user's turn; () if it is empty."""
     return ({"role": "user", "content": text},) if text.strip() else ()
 
 
 def _answer(row: Row, where: str) -> Turn:
-    """Return the answer beside what a row asks; () for none."""
+    """Return the answer beside the question of a row; () for none."""
     for key in _ANSWERS:
         value = row.get(key)
         if isinstance(value, str) and value.strip():
@@ -266,7 +266,7 @@ def _message(turn: Message, where: str) -> Message:
 
 
 def _content(content: Any, role: str, rest: Message, where: str) -> str:
-    """Return what a message says. An assistant that calls tools or only thinks may say nothing."""
+    """Return the text of a message. That of an assistant that calls tools or only thinks may be empty."""
     if content is None and role == "assistant" and any(rest.get(k) for k in _SPEAKING):
         return ""
     if isinstance(content, list):  # parts, as the OpenAI API has them

@@ -1,9 +1,9 @@
 """The target's own responses: what a drafter learns to predict.
 
 A run is identified by what decides its text (target, prompts, sampling, length), not by how it was batched or by how
-many processes answered. Each finished batch becomes one file in `<folder>.partial/` (`unfinished`), so that an
-interrupted run continues; the finished data set (`data_set`) appears at once. Who answers is our own decoder
-(`decoding`), or servers (`servers`).
+many processes answered. Each finished batch becomes one file in `<folder>.partial/` (`journal`), so that an interrupted
+run continues; the finished data set (`data_set`) appears at once. Our own decoder answers (`decoding`), or servers do
+(`servers`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +30,15 @@ from ..recipes import DataSpec, Recipe
 from ..targets import Fingerprint, Target, config_only_target
 from ..targets.sharding import processes
 from .client import read_key, require_client
-from .collect import gather
+from .collect import Collection, recipe_prompts
 from .conversation import Supervised, given_sequences, sequences, why_ended
-from .data_set import ROUNDS, SCHEMA_VERSION, TrainingRow, provenance, require_whole, save_data_set
-from .decoding import Answering, answer_all, batches
-from .depths import along
-from .launched import launch_group, one_leads
-from .prompts import Collection, digest_prompts
-from .resume_store import LONGEST_QUESTION, Answer, Answers, Identity, RemainingWork, Unfinished
+from .data_set import ROUNDS, SCHEMA_VERSION, TrainingRow, depths_of_rows, provenance, require_whole, save_data_set
+from .decoding import Responder, answer_all, batches
+from .journal import Answer, Answers, Identity, Journal, RemainingWork
+from .launch import launch_group, one_leads
+from .prompts import Prompt, PromptTable, digest_prompts
 from .servers import answer_by_servers
 from .sources import check_sources
-from .table import Prompt, PromptTable
 
 _EMPTY = "empty"  # the target ended at once
 _UNLEARNABLE = "unlearnable"  # of an answer that came with its prompt, the template or the length leaves nothing
@@ -56,7 +54,7 @@ def distill(recipe: Recipe, target: Target | None = None, console: Console | Non
     launcher started several processes, all of them call this, and all answer.
 
     Args:
-        target: loaded from the recipe if None, without its weights where somebody else answers.
+        target: loaded from the recipe if None, without its weights where it does not answer itself.
         console: shows progress if it is a terminal.
 
     Raises:
@@ -64,7 +62,7 @@ def distill(recipe: Recipe, target: Target | None = None, console: Console | Non
             other settings (names them), one whose files were altered (names them), a full disk, another process that
             writes there.
         IncompatibleError: `data.responses` were tokenized differently.
-        PeerError: another process of the launch failed; it says why.
+        PeerError: another process of the launch failed; the message is its own.
     """
     spec = recipe.data
     if spec.responses is None:
@@ -78,14 +76,16 @@ def distill(recipe: Recipe, target: Target | None = None, console: Console | Non
         if spec.responses is not None:
             return Path(group.on_main("given", lambda: str(_given(folder, target))))
         # All processes read the prompts: those that only take part in passes need them as little as they harm.
-        found = gather(recipe, target.require_tokenizer(), console, recipe.output_folder, warn=group.is_main)
-        run = _ResponsesBuilder(folder, spec, target, found, group)
-        run.make(locked(recipe.output_folder) if group.is_main else nullcontext(), console)
+        collected = recipe_prompts(
+            recipe, target.require_tokenizer(), console, recipe.output_folder, warn=group.is_main
+        )
+        with locked(recipe.output_folder) if group.is_main else nullcontext():
+            _ResponsesBuilder(folder, spec, target, collected, group).make(console)
     return folder
 
 
 def _target_of(recipe: Recipe) -> Target:
-    """Return the recipe's target: on the device where it answers, or without weights where nobody asks it."""
+    """Return the recipe's target: on the device where it answers, or without weights where others answer."""
     spec, values = recipe.data, recipe.target.model_dump()
     if spec.servers is None and spec.answers == "target" and spec.responses is None:
         return Target.load(**values, device=PartialState().device if processes() > 1 else None)
@@ -95,79 +95,67 @@ def _target_of(recipe: Recipe) -> Target:
 
 def data_folder(recipe: Recipe) -> Path:
     """Return the folder where the recipe's responses are, or will be."""
-    return (
-        Path(recipe.data.responses).expanduser() if recipe.data.responses is not None else recipe.output_folder / "data"
-    )
+    given = recipe.data.responses
+    return recipe.output_folder / "data" if given is None else Path(given).expanduser()
 
 
 class _ResponsesBuilder:
-    """One data set in the making."""
+    """A data set in the making."""
 
-    def __init__(self, folder: Path, spec: DataSpec, target: Target, found: Collection, group: LaunchGroup):
-        self.folder, self.partial = folder, Unfinished(folder.with_name(folder.name + ".partial"))
-        self.spec, self.target, self.found, self.group = spec, target, found, group
-        self.prompts: Sequence[Prompt] = found.prompts
+    def __init__(self, folder: Path, spec: DataSpec, target: Target, collected: Collection, group: LaunchGroup):
+        self.folder, self.journal = folder, Journal(folder.with_name(folder.name + ".partial"))
+        self.spec, self.target, self.collected, self.group = spec, target, collected, group
+        self.prompts: Sequence[Prompt] = collected.prompts
+        self.tokenizer = target.require_tokenizer()
+        self.is_given = spec.answers == "given"  # the answers came with the prompts
 
-    def make(self, alone: AbstractContextManager[None], console: Console | None) -> None:
-        """Answer what is missing, with the other processes, and write the data set, on the main one.
-
-        Args:
-            alone: what the main process holds meanwhile.
-        """
-        with alone:
-            said = self.group.on_main("work", self._open)
-            if not said:
-                return
-            work = RemainingWork(**json.loads(said))
-            self._require_same_prompts(work)
-            with keeping(self._kept), writing(self.folder):
-                self._answer(work, console)
-                self.group.barrier("answered")
-                self.group.on_main("written", self._write)
+    def make(self, console: Console | None) -> None:
+        """Answer what is missing, with the other processes, and write the data set, on the main one."""
+        opened = self.group.on_main("work", self._open)
+        if not opened:
+            return
+        work = RemainingWork(**json.loads(opened))
+        self._require_same_prompts(work)
+        with keeping(self._kept), writing(self.folder):
+            self._answer(work, console)
+            self.group.barrier("answered")
+            self.group.on_main("written", self._write)
 
     # ------------------------------------------------------------ what is there
 
     def _open(self) -> str:
         """Return the work that is left; "" if the data set is there. One made differently is never overwritten."""
-        digest = digest_prompts(self.prompts, self._is_given)
+        digest = digest_prompts(self.prompts, self.is_given)
         self.identity = Identity(self.target.fingerprint(), digest, self._sampling(), self._who_answers())
-        if self._finished():
+        if self.folder.exists():
+            saved = provenance(self.folder)
+            require_whole(self.folder)
+            self.identity.require_same(self.folder, saved)
+            self.journal.remove()  # of a run that was killed just before it did so
             return ""
-        self._check_room()
+        lengths = self._lengths()
+        self._check_room(max(lengths))
         with keeping(self._kept), writing(self.folder):
-            self.partial.open(self.identity)
-        answered = Answers(self.partial.files(), len(self.prompts))
-        missing = [] if self._is_given else [i for i in self._longest_first() if i not in answered]
-        at_work = 1 if self.target.sharded else self.group.size
-        return RemainingWork(
-            digest, self.partial.next_number(), batches(missing, self.spec.batch_size, at_work)
-        ).to_json()
+            self.journal.open(self.identity)
+        answered = Answers(self.journal.files(), len(self.prompts))
+        # By length: equal ones side by side, and the batch that needs most memory first.
+        longest_first = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+        missing = [] if self.is_given else [i for i in longest_first if i not in answered]
+        num_processes = 1 if self.target.sharded else self.group.size
+        parts = batches(missing, self.spec.batch_size, num_processes)
+        return RemainingWork(digest, self.journal.next_number(), parts).to_json()
 
     def _sampling(self) -> dict[str, Any]:
         """Return how answers are drawn, and how long questions and answers may be."""
-        found = {**self.spec.sampling.model_dump(), "max_new_tokens": self.spec.max_new_tokens}
-        # Of a single question the prompts say it all; a conversation ends by it, and so do rows with their answers.
-        decides = self._is_given or any(prompt.later for prompt in self.prompts)
-        return found | ({LONGEST_QUESTION: self.spec.max_prompt_tokens} if decides else {})
+        sampling = {**self.spec.sampling.model_dump(), "max_new_tokens": self.spec.max_new_tokens}
+        # The prompts hold all of single questions; the limit ends conversations, and rows with answers of their own.
+        decides = self.is_given or any(prompt.later for prompt in self.prompts)
+        return sampling | ({"max_prompt_tokens": self.spec.max_prompt_tokens} if decides else {})
 
     def _who_answers(self) -> dict[str, Any] | None:
-        if self._is_given:
+        if self.is_given:
             return {"given": True}
         return None if self.spec.servers is None else {"model": self.spec.requests.model}
-
-    def _finished(self) -> bool:
-        if not self.folder.exists():
-            return False
-        saved = provenance(self.folder)
-        require_whole(self.folder, saved)
-        self.identity.require_same(self.folder, saved)
-        self.partial.remove()  # of a run that was killed just before it did so
-        return True
-
-    def _longest_first(self) -> list[int]:
-        """Return the prompts by length: equal ones side by side, and the batch that needs most memory first."""
-        lengths = self._lengths()
-        return sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
 
     def _lengths(self) -> list[int]:
         """Return the numbers of the prompts' tokens; a table knows them without reading the prompts."""
@@ -175,8 +163,8 @@ class _ResponsesBuilder:
             return [int(length) for length in self.prompts.lengths]
         return [len(prompt.tokens) for prompt in self.prompts]
 
-    def _check_room(self) -> None:
-        limit, longest = self.target.max_context, max(self._lengths())
+    def _check_room(self, longest: int) -> None:
+        limit = self.target.max_context
         if limit is not None and longest + self.spec.max_new_tokens > limit:
             raise BadInputError(
                 f"the longest prompt has {longest} tokens; with data.max_new_tokens={self.spec.max_new_tokens} it "
@@ -184,17 +172,10 @@ class _ResponsesBuilder:
                 "Lower data.max_prompt_tokens or data.max_new_tokens."
             )
 
-    @property
-    def _is_given(self) -> bool:
-        """Whether the answers came with the prompts."""
-        return self.spec.answers == "given"
-
     def _require_same_prompts(self, work: RemainingWork) -> None:
-        if (
-            not self.group.is_main
-            and not self.target.sharded
-            and digest_prompts(self.prompts, self._is_given) != work.prompts
-        ):
+        if self.group.is_main or self.target.sharded:
+            return
+        if digest_prompts(self.prompts, self.is_given) != work.prompts:
             raise BadInputError(
                 f"process {self.group.rank} reads other prompts than process 0: the files of data.prompts must be the "
                 "same on all machines."
@@ -202,9 +183,9 @@ class _ResponsesBuilder:
 
     def _kept(self) -> str:
         """Return a sentence about what is there if the run ends now."""
-        if self.partial.is_empty():
+        if not self.journal.files():
             return "No responses were kept."
-        return f"The responses finished so far are kept in {self.partial.folder}."
+        return f"The responses finished so far are kept in {self.journal.folder}."
 
     # ------------------------------------------------------------ answers, and the data set of them
 
@@ -216,65 +197,62 @@ class _ResponsesBuilder:
         ):
             if self.spec.servers is not None:
                 if self.group.is_main:
-                    answer_by_servers(self.target, self.prompts, self.spec, work, self.partial, advance)
+                    answer_by_servers(self.target, self.prompts, self.spec, work, self.journal, advance)
             elif not self.target.sharded or self.group.is_main:
                 group = LaunchGroup() if self.target.sharded else self.group
-                answering = Answering.of(self.target, self.prompts, self.spec)
-                answer_all(answering, work, self.partial, group, advance)
+                responder = Responder.of(self.target, self.prompts, self.spec)
+                answer_all(responder, work, self.journal, group, advance)
 
     def _write(self) -> str:
         """Write the data set beside its place, then move it there."""
-        answers, counts = Answers(self.partial.files(), len(self.prompts)), Counter[str]()
-        name = digest_json(self.identity.to_dict())[:16]
+        answers, counts = Answers(self.journal.files(), len(self.prompts)), Counter[str]()
         save_data_set(
             self.folder,
             self._rows(answers, counts),
-            self.partial.folder,
+            self.journal.folder,
             lambda: self._provenance(counts, answers.drafters),
-            name,
+            name=digest_json(self.identity.to_dict())[:16],
             with_depths=bool(answers.drafters),
         )
-        self.partial.remove()
+        self.journal.remove()
         return str(self.folder)
 
     def _rows(self, answers: Answers, counts: Counter[str]) -> Iterator[TrainingRow]:
-        """Yield what is learnt, in the order of the prompts, and count it."""
+        """Yield the rows to learn, in the order of the prompts, and count them."""
         for index, prompt in enumerate(self.prompts):
-            answer = Answer(index) if self._is_given else answers[index]
-            reason, learnt = self._given(prompt) if self._is_given else self._learnt(prompt, answer)
-            self._count_early_end(prompt, answer, counts)
+            answer = Answer(index) if self.is_given else answers[index]
+            reason, rows = self._given(prompt) if self.is_given else self._learnt(prompt, answer)
+            if early := why_ended(prompt, answer.turns, self.tokenizer):
+                counts[f"conversations_ended_by_{early}"] += 1
             if reason:
                 counts[f"{reason}{_DROPPED}"] += 1
-            for (tokens, mask), depths in zip(learnt, _depths(learnt, answer), strict=True):
+            depths: Sequence[list[int] | None] = [None] * len(rows)
+            if rows and answer.rounds:
+                depths = depths_of_rows([mask for _, mask in rows], answer.rounds)
+            for (tokens, mask), row_depths in zip(rows, depths, strict=True):
                 counts["sequences"] += 1
                 counts["response_tokens"] += sum(mask)
                 counts["prompt_tokens"] += len(mask) - sum(mask)
-                yield TrainingRow(prompt.id, prompt.suite, tokens, mask, prompt.content, depths)
-        self._say_what_is_dropped(counts)
+                yield TrainingRow(prompt.id, prompt.suite, tokens, mask, prompt.content, row_depths)
+        self._report_dropped(counts)
 
     def _learnt(self, prompt: Prompt, answer: Answer) -> tuple[str, list[Supervised]]:
-        """Return what is learnt of the target's answers to a prompt, or the name of the reason why nothing is."""
-        ending = self.target.eos_ids
-        is_empty = all(t in ending for turn in answer.turns for t in turn)
+        """Return the rows of the target's answers to a prompt; without any, with the name of the reason."""
+        is_empty = all(t in self.target.eos_ids for turn in answer.turns for t in turn)
         reason = answer.dropped or _EMPTY * is_empty
-        return reason, [] if reason else sequences(prompt, answer.turns, self.target.require_tokenizer())
-
-    def _count_early_end(self, prompt: Prompt, answer: Answer, counts: Counter[str]) -> None:
-        why = why_ended(prompt, answer.turns, self.target.require_tokenizer())
-        if why:
-            counts[f"conversations_ended_by_{why}"] += 1
+        return reason, [] if reason else sequences(prompt, answer.turns, self.tokenizer)
 
     def _given(self, prompt: Prompt) -> tuple[str, list[Supervised]]:
-        """Return what is learnt of the answers that came with a prompt, as `_learnt` does."""
+        """Return the rows of the answers that came with a prompt, as `_learnt` does."""
         longest = self.spec.max_prompt_tokens + self.spec.max_new_tokens
         try:
-            found = given_sequences(prompt, self.target.require_tokenizer(), longest)
+            rows = given_sequences(prompt, self.tokenizer, longest)
         except BadInputError as error:
             _log.debug("%s", error)
-            found = []
-        return "" if found else _UNLEARNABLE, found
+            rows = []
+        return "" if rows else _UNLEARNABLE, rows
 
-    def _say_what_is_dropped(self, counts: Counter[str]) -> None:
+    def _report_dropped(self, counts: Counter[str]) -> None:
         dropped = {name: count for name, count in counts.items() if name.endswith(_DROPPED)}
         words = ", ".join(f"{name.removesuffix(_DROPPED)} {count}" for name, count in dropped.items())
         if counts[f"{_EMPTY}{_DROPPED}"] == len(self.prompts):
@@ -291,7 +269,6 @@ class _ResponsesBuilder:
             _log.warning("of %d responses some are left out: %s", len(self.prompts), words)
 
     def _provenance(self, counts: Counter[str], drafters: Counter[str]) -> dict[str, Any]:
-        found = {**self.found.counts(), f"{_EMPTY}{_DROPPED}": 0, **counts}
         return {
             "schema_version": SCHEMA_VERSION,
             **self.identity.to_dict(),
@@ -300,24 +277,18 @@ class _ResponsesBuilder:
                 "prompts": self.spec.model_dump()["prompts"],
                 "limit": self.spec.limit,
             },
-            "counts": found,
-            "sources": self.found.by_source(),
+            "counts": {**self.collected.counts(), f"{_EMPTY}{_DROPPED}": 0, **counts},
+            "sources": self.collected.by_source(),
             # Prompts for which each drafter speculated: the rounds are its own, the text is the target's.
             **({ROUNDS: dict(drafters)} if drafters else {}),
             "versions": versions("outrider", "torch", "transformers", "datasets"),
         }
 
 
-def _depths(learnt: Sequence[Supervised], answer: Answer) -> Sequence[list[int] | None]:
-    """Return the depths at which rounds of decoding reached the tokens of each row; None where nobody drafted."""
-    return along([mask for _, mask in learnt], answer.rounds) if learnt and answer.rounds else [None] * len(learnt)
-
-
 def _given(folder: Path, target: Target) -> Path:
     """Return a folder that the recipe names, checked: responses of another target with the same tokens are allowed."""
-    whole = provenance(folder)
-    require_whole(folder, whole)
-    saved = whole["target"]
+    saved = provenance(folder)["target"]
+    require_whole(folder)
     differences = Fingerprint.from_dict(saved).differences(target.fingerprint())
     if "tokenizer" in differences:
         raise IncompatibleError(

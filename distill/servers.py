@@ -1,9 +1,9 @@
-"""Answers by OpenAI-compatible servers: a fleet of them, of which any may fail, be busy, or come back.
+"""Answers by OpenAI-compatible servers, of which any may fail, be busy, or come back.
 
 Each server is asked by as many workers as it may work on requests at once. They take prompts from one queue, so that a
-fast server answers more of them, and no more are read than are asked: a slow fleet slows down the reading, and memory
+fast server answers more of them, and no more are read than are asked: slow servers slow down the reading, and memory
 stays flat. A prompt whose attempt failed returns to the queue, for any server. A server that fails again and again is
-put aside, and looked at until it answers.
+put aside until it answers the shortest prompt.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import asyncio
 import logging
 import random
 import time
-from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -20,16 +19,16 @@ from dataclasses import dataclass, field
 from ..common import BadInputError
 from ..recipes import DataSpec
 from ..targets import Target
-from .client import Asker, DroppedError, Form, PassingError, Question, RefusedError, Tokens, openai, require_client
+from .client import Client, DroppedError, Form, PassingError, Question, RefusedError, openai, require_client
 from .conversation import next_question
-from .decoding import Advance, fits
-from .resume_store import Answer, RemainingWork, Unfinished
-from .table import Prompt
+from .decoding import Advance, longest_question
+from .journal import Answer, Journal, RemainingWork, Tokens
+from .prompts import Prompt
 
 SECONDS_BETWEEN_FILES, ANSWERS_OF_A_FILE = 5.0, 256
-FIRST_DELAY, LONGEST_DELAY = 0.25, 30.0
+FIRST_DELAY, LONGEST_DELAY = 0.25, 30.0  # before a server that was put aside is asked again
 FAILURES_IN_A_ROW = 8  # after which a server is put aside; at once, if it cannot be reached
-_ATTEMPTS_AT_A_FORM = 3
+_TRIES = 2  # that the client makes beside the first, of what fails for a moment, before an attempt counts as failed
 
 _log = logging.getLogger(__name__)
 
@@ -39,183 +38,93 @@ def answer_by_servers(
     prompts: Sequence[Prompt],
     spec: DataSpec,
     work: RemainingWork,
-    partial: Unfinished,
+    journal: Journal,
     advance: Advance,
 ) -> None:
-    """Let the servers answer what is left.
+    """Let the servers answer the prompts that are left, each once.
 
     Raises:
         BadInputError: none of them answers, or not any more; they refuse us; or some prompts could not be answered. All
             answers are kept.
     """
     require_client()
+    indices = [index for batch in work.batches for index in batch]
     with_raw = any(prompt.messages is None for prompt in prompts)
-    asker = Asker(spec, target.require_tokenizer(), target.eos_ids, with_raw, target.vocab_size)
-    fleet = Fleet(asker, prompts, target.max_context, Journal(partial, work.begin), advance)
-    fleet.answer([index for batch in work.batches for index in batch])
+    client = Client(spec, target.require_tokenizer(), target.eos_ids, with_raw, target.vocab_size)
+    run = _ServerRun(client, prompts, longest_question(spec, target.max_context), journal, work.begin, advance)
+    if indices:
+        asyncio.run(run.answer(indices))
+    if run.unanswered:
+        first = run.unanswered[0]
+        raise BadInputError(
+            f"{len(run.unanswered)} prompts could not be answered in {spec.requests.retries} attempts each. The first "
+            f"is {prompts[first.index].id}: {first.last_error}. All the others are kept; run the same command again to "
+            "ask these, or take them out of the prompts."
+        )
 
 
-@dataclass
-class ChatJob:
-    """A conversation with a prompt.
-
-    Attributes:
-        turns: what was answered so far.
-        failures: attempts that failed, of which `last` was the last.
-    """
-
-    index: int
-    turns: list[Tokens] = field(default_factory=list)
-    failures: int = 0
-    last: str = ""
-
-
-class Journal:
-    """What was answered, written to the disk every few seconds."""
-
-    def __init__(self, partial: Unfinished, begin: int):
-        self.partial, self.number = partial, begin
-        self.waiting: list[Answer] = []
-
-    def add(self, answer: Answer) -> None:
-        """Keep an answer."""
-        self.waiting.append(answer)
-        if len(self.waiting) >= ANSWERS_OF_A_FILE:
-            self.write()
-
-    def write(self) -> None:
-        """Write what is waiting."""
-        if self.waiting:
-            self.partial.keep(self.number, sorted(self.waiting, key=lambda answer: answer.index))
-            self.number, self.waiting = self.number + 1, []
-
-    async def now_and_then(self) -> None:
-        """Write every few seconds, for ever."""
-        while True:
-            await asyncio.sleep(SECONDS_BETWEEN_FILES)
-            self.write()
-
-
-class Queue:
-    """Prompts that nobody asks at present: those that came back first, then the next fresh one."""
-
-    def __init__(self, indices: Sequence[int]):
-        self.fresh, self.returned, self.left = iter(indices), deque[ChatJob](), len(indices)
-        self.changed = asyncio.Condition()
-
-    async def take(self) -> ChatJob:
-        """Return the next one; where all are being asked, wait for one that comes back."""
-        async with self.changed:
-            while True:
-                job = self.returned.popleft() if self.returned else next(map(ChatJob, self.fresh), None)
-                if job is not None:
-                    return job
-                await self.changed.wait()
-
-    async def put_back(self, job: ChatJob) -> None:
-        """Let somebody else ask it."""
-        async with self.changed:
-            self.returned.append(job)
-            self.changed.notify_all()
-
-    async def end_one(self) -> None:
-        """Say that one needs no further attempt."""
-        async with self.changed:
-            self.left -= 1
-            if not self.left:
-                self.changed.notify_all()
-
-    async def ended(self) -> None:
-        """Wait until none needs a further attempt."""
-        async with self.changed:
-            await self.changed.wait_for(lambda: not self.left)
-
-
-class Health:
-    """How a server is doing.
-
-    Attributes:
-        up: set while it answers. last_answer: when it last did; at first, when we began.
-        failures: in a row, of which `last` was the last.
-    """
-
-    def __init__(self) -> None:
-        self.up, self.last_answer, self.failures, self.last = asyncio.Event(), time.monotonic(), 0, ""
-        self._not_before = 0.0
-
-    def answered(self) -> None:
-        """Note an answer."""
-        self.failures, self.last_answer = 0, time.monotonic()
-
-    def failed(self, error: PassingError, message: str) -> bool:
-        """Note a failure, and tell whether the server is put aside for it: one too many in a row."""
-        self.failures, self.last = self.failures + 1, message
-        self._not_before = max(self._not_before, time.monotonic() + error.after)
-        if not self.up.is_set() or not (error.unreachable or self.failures >= FAILURES_IN_A_ROW):
-            return False
-        self.up.clear()
-        return True
-
-    async def pause(self) -> None:
-        """Wait until it answers, and a while after a failure: longer after each, by chance, so that nobody crowds."""
-        await self.up.wait()
-        if self.failures:
-            await asyncio.sleep(_delay(self.failures) * random.random())
-        await asyncio.sleep(max(0.0, self._not_before - time.monotonic()))
-
-
-class Server:
+class _Server:
     """One server.
 
     Attributes:
         form: how it is asked; None before its first answer.
+        is_up: whether it answers; False while it is put aside, and at first.
+        last_answer: when it last answered; at first, when we began.
+        failures: in a row, of which `last_error` was the last.
     """
 
-    def __init__(self, url: str, concurrency: int, asker: Asker):
-        self.url, self.concurrency, self.asker, self.health = url.rstrip("/"), concurrency, asker, Health()
-        requests = asker.spec.requests
+    def __init__(self, url: str, concurrency: int, client: Client):
+        self.url, self.concurrency, self.client = url.rstrip("/"), concurrency, client
+        requests = client.spec.requests
         base = self.url if self.url.endswith("/v1") else f"{self.url}/v1"
-        # The client's own further attempts would hide failures from us.
-        self.client = openai.AsyncOpenAI(
-            base_url=base, api_key=asker.key or "none", timeout=requests.timeout, max_retries=0
+        self.api = openai.AsyncOpenAI(
+            base_url=base, api_key=client.key or "none", timeout=requests.timeout, max_retries=_TRIES
         )
         self.model = requests.model or ""
         self.form: Form | None = None
-
-    def failed(self, error: PassingError) -> None:
-        """Note a failure; after several in a row, the server is put aside."""
-        if self.health.failed(error, str(error)):
-            last = self.health.last
-            _log.warning("%s does not answer (%s); the others go on, and it is tried again.", self.url, last)
+        self.is_up, self.last_answer, self.failures, self.last_error = False, time.monotonic(), 0, ""
+        self._gate = asyncio.Lock()
 
     async def ask(self, question: Question) -> Tokens:
         """Return the tokens of its answer.
 
         Raises:
-            PassingError, RefusedError, DroppedError, BadInputError: see `asking`.
+            PassingError, RefusedError, DroppedError, BadInputError: see `client`.
         """
         assert self.form is not None  # it has been up
         try:
-            said = await self.asker.ask(self.client, self.model, self.form, question)
+            return await self._complete(self.form, question)
+        except RefusedError as error:
+            if error.about_question:
+                raise
+            raise PassingError(str(error)) from None  # it took others before
+
+    async def _complete(self, form: Form, question: Question) -> Tokens:
+        try:
+            completion = await self.client.complete(self.api, self.model, form, question)
         except BadInputError as error:
             raise BadInputError(f"{self.url}: {error} {self._about_key()}") from None
-        self.health.answered()
-        return self.asker.tokens(said, question, self.form)
+        self.failures, self.last_answer = 0, time.monotonic()
+        return self.client.tokens(completion, question, form)
 
-    async def watch(self, question: Question) -> None:
-        """Look at the server, whenever it is put aside, until it answers."""
-        attempts = 0
-        while True:
-            if self.health.up.is_set():
-                attempts = 0
-                await asyncio.sleep(FIRST_DELAY)
-                continue
-            try:
-                await self.greet(question)
-            except PassingError as error:
-                self.health.last = str(error)
-                attempts += 1
-                await asyncio.sleep(_delay(attempts) * (0.5 + random.random() / 2))
+    def failed(self, error: PassingError) -> None:
+        """Note a failure; after several in a row, or if it cannot be reached, the server is put aside."""
+        self.failures, self.last_error = self.failures + 1, str(error)
+        if self.is_up and (error.unreachable or self.failures >= FAILURES_IN_A_ROW):
+            self.is_up = False
+            _log.warning("%s does not answer (%s); the others go on, and it is tried again.", self.url, error)
+
+    async def ready(self, question: Question) -> None:
+        """Wait until the server is up: one worker greets it, at growing intervals, while the others wait for that."""
+        async with self._gate:
+            delay = FIRST_DELAY
+            while not self.is_up:
+                await asyncio.sleep(delay * (0.5 + random.random() / 2))
+                delay = min(2 * delay, LONGEST_DELAY)
+                try:
+                    await self.greet(question)
+                except PassingError as error:
+                    self.last_error = str(error)
 
     async def greet(self, question: Question) -> None:
         """Find out whether the server answers, and at first, which model it serves and how it is asked.
@@ -223,114 +132,95 @@ class Server:
         Raises:
             PassingError: it does not answer. BadInputError: it never will.
         """
-        try:
-            if not self.model or self.form is not None:
-                models = await self.client.models.list(timeout=30.0)
-                self.model = self.model or str(models.data[0].id)
-        except openai.APIStatusError as error:
-            if error.status_code in (401, 403):
-                raise BadInputError(f"{self.url} refuses us: {self.asker.line(error)}. {self._about_key()}") from None
-            if error.status_code >= 500 or not self.model:
-                raise PassingError(f"HTTP {error.status_code}") from None
-        except (openai.APIError, LookupError, AttributeError, TypeError, ValueError) as error:  # or what is no JSON
-            raise PassingError(self.asker.line(error), unreachable=True) from None
-        await (self._find_form(question) if self.form is None else self._ask_again(question))
-        self.health.answered()
-        self.health.up.set()
-
-    async def _ask_again(self, question: Question) -> None:
-        """Ask a server that was put aside: that it lists its models does not say that it answers.
-
-        Raises:
-            PassingError: it does not.
-        """
-        try:
-            await self._try(question)
-        except (RefusedError, DroppedError) as error:
-            raise PassingError(str(error)) from None
-
-    async def _find_form(self, question: Question) -> None:
-        """Take the best way to ask that the server understands."""
+        self.model = self.model or await self._first_model()
         refused = []
-        for form in self.asker.forms(question.prompt):
-            self.form = form
+        for form in self.client.forms(question.prompt) if self.form is None else [self.form]:
             try:
-                await self._try(question)
+                await self._complete(form, question)
             except (RefusedError, DroppedError) as error:
-                refused.append(f"{self.form}: {error}")
-            except PassingError:
-                self.form = None  # nothing is known yet
-                raise
-            else:
-                _log.info("%s (%s) is asked for %s", self.url, self.model, self.form)
-                return
+                if not isinstance(error, DroppedError) or error.about_form:
+                    refused.append(f"{form}: {error}")
+                    continue  # otherwise the answer to another question may be fine
+            if self.form is None:
+                _log.info("%s (%s) is asked for %s", self.url, self.model, form)
+            self.form, self.is_up = form, True
+            return
+        if self.form is not None:
+            raise PassingError("; ".join(refused))
         raise BadInputError(
             f"{self.url} cannot be asked in any way ({'; '.join(refused) or 'there is none'}). Raw text needs "
             "completions; top_k, min_p, repetition_penalty and template need a server that knows them, such as vLLM."
         )
 
-    async def _try(self, question: Question) -> None:
-        for attempt in range(_ATTEMPTS_AT_A_FORM):
-            try:
-                await self.ask(question)
-                return
-            except PassingError as error:
-                if error.unreachable or attempt + 1 == _ATTEMPTS_AT_A_FORM:
-                    raise
-            except DroppedError as error:
-                if error.about_form:
-                    raise
-                return  # of another question it may be fine
+    async def _first_model(self) -> str:
+        """Return the first model that the server lists."""
+        try:
+            models = await self.api.with_options(max_retries=0, timeout=30.0).models.list()
+            return str(models.data[0].id)
+        except openai.APIStatusError as error:
+            if error.status_code in (401, 403):
+                line = self.client.line(error)
+                raise BadInputError(f"{self.url} refuses us: {line}. {self._about_key()}") from None
+            raise PassingError(f"HTTP {error.status_code}") from None
+        except (openai.APIError, LookupError, AttributeError, TypeError, ValueError) as error:  # no JSON, for example
+            raise PassingError(self.client.line(error), unreachable=True) from None
 
     def _about_key(self) -> str:
-        requests = self.asker.spec.requests
-        return f"The key is read from ${requests.key}, which is {'set' if self.asker.key else 'not set'}."
+        variable = self.client.spec.requests.key
+        return f"The key is read from ${variable}, which is {'set' if self.client.key else 'not set'}."
 
 
-def _delay(failures: int) -> float:
-    return min(LONGEST_DELAY, FIRST_DELAY * 2.0 ** min(failures, 20))
+@dataclass
+class _ChatJob:
+    """A conversation with a prompt.
+
+    Attributes:
+        turns: the answers so far.
+        failures: attempts that failed, the last one by `last_error`.
+    """
+
+    index: int
+    turns: list[Tokens] = field(default_factory=list)
+    failures: int = 0
+    last_error: str = ""
 
 
-class Fleet:
-    """All servers, and the prompts that they answer."""
+class _ServerRun:
+    """The prompts on their way to the servers and back, and the answers that are not on the disk yet.
+
+    Attributes:
+        longest: tokens of a later question, after which a conversation ends.
+        number: of the journal's next file.
+        jobs: the conversations that have begun and not ended.
+        unanswered: those that failed too often.
+    """
 
     def __init__(
-        self, asker: Asker, prompts: Sequence[Prompt], max_context: int | None, kept: Journal, advance: Advance
+        self, client: Client, prompts: Sequence[Prompt], longest: int, journal: Journal, number: int, advance: Advance
     ):
-        self.asker, self.prompts, self.max_context, self.kept = asker, prompts, max_context, kept
-        self.unanswered: list[ChatJob] = []
+        self.client, self.prompts, self.longest, self.journal = client, prompts, longest, journal
+        self.number, self.advance, self.requests = number, advance, client.spec.requests
+        self.jobs: dict[int, _ChatJob] = {}
+        self.unanswered: list[_ChatJob] = []
+        self.waiting: list[Answer] = []
         self.tokens, self.started = 0, time.perf_counter()
-        self.advance = advance
 
-    def answer(self, indices: Sequence[int]) -> None:
-        """Ask these prompts, each until it is answered once.
-
-        Raises:
-            BadInputError: no server answers, or some prompts could not be answered; the others are kept.
-        """
-        if indices:
-            asyncio.run(self._answer(indices))
-        if self.unanswered:
-            first = self.unanswered[0]
-            raise BadInputError(
-                f"{len(self.unanswered)} prompts could not be answered in {self.asker.spec.requests.retries} attempts "
-                f"each. The first is {self.prompts[first.index].id}: {first.last}. All the others are kept; run the "
-                "same command again to ask these, or take them out of the prompts."
-            )
-
-    async def _answer(self, indices: Sequence[int]) -> None:
-        spec = self.asker.spec
+    async def answer(self, indices: Sequence[int]) -> None:
+        """Ask these prompts, the longest first, each until it is answered once or has failed too often."""
         servers = [
-            Server(server.url, server.concurrency or spec.requests.concurrency, self.asker)
-            for server in spec.servers or ()
+            _Server(server.url, server.concurrency or self.requests.concurrency, self.client)
+            for server in self.client.spec.servers or ()
         ]
-        # The shortest prompt greets them: they come longest first, and a long one may be refused for its length.
-        queue, first = Queue(indices), self._question(ChatJob(indices[-1]))
-        await self._greet_all(servers, first)
-        forever = [server.watch(first) for server in servers]
-        forever += [self._work(server, queue) for server in servers for _ in range(server.concurrency)]
-        forever += [self.kept.now_and_then(), self._be_patient(servers)]
-        tasks = [asyncio.create_task(task) for task in (queue.ended(), *forever)]
+        self.queue = asyncio.Queue[int]()
+        for index in indices:
+            self.queue.put_nowait(index)
+        # The shortest prompt greets them: a long one may be refused for its length.
+        shortest = self.prompts[indices[-1]]
+        greeting = self.client.question(indices[-1], shortest, (), shortest.tokens)
+        await _greet_all(servers, greeting)
+        forever = [self._work(server, greeting) for server in servers for _ in range(server.concurrency)]
+        forever += [self._write_often(), self._be_patient(servers)]
+        tasks = [asyncio.create_task(task) for task in (self.queue.join(), *forever)]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:  # the first has ended, or another one has raised
@@ -339,104 +229,87 @@ class Fleet:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            self.kept.write()
+            self._write()
             for server in servers:
                 with suppress(Exception):
-                    await server.client.close()
+                    await server.api.close()
 
-    async def _greet_all(self, servers: Sequence[Server], question: Question) -> None:
-        """Find out how each is asked; at least one must answer now, for a URL may be mistyped."""
-        found = await asyncio.gather(*(server.greet(question) for server in servers), return_exceptions=True)
-        for error in found:
-            if isinstance(error, BaseException) and not isinstance(error, PassingError):
-                raise error
-        if all(isinstance(error, PassingError) and error.unreachable for error in found):
-            lines = "; ".join(f"{server.url}: {e}" for server, e in zip(servers, found, strict=True))
-            raise BadInputError(f"none of data.servers answers: {lines}. Are they running there?")
-        for server, error in zip(servers, found, strict=True):
-            if error is not None:
-                _log.warning("%s does not answer (%s); the others begin without it.", server.url, error)
-
-    async def _be_patient(self, servers: Sequence[Server]) -> None:
+    async def _be_patient(self, servers: Sequence[_Server]) -> None:
         """Raise BadInputError when no server has answered for too long.
 
         One that is not put aside may still be at work on an answer, for as long as that may take.
         """
-        patience, timeout = self.asker.spec.requests.patience, self.asker.spec.requests.timeout
+        patience, timeout = self.requests.patience, self.requests.timeout
         while True:
             await asyncio.sleep(min(1.0, patience))
-            since = time.monotonic() - max(server.health.last_answer for server in servers)
-            at_work = any(server.health.up.is_set() for server in servers)
-            if since > patience + timeout * at_work:
+            since = time.monotonic() - max(server.last_answer for server in servers)
+            if since > patience + timeout * any(server.is_up for server in servers):
                 raise BadInputError(
                     f"no server has answered for {patience:g} s (data.requests.patience): "
-                    f"{'; '.join(f'{server.url}: {server.health.last}' for server in servers)}."
+                    f"{'; '.join(f'{server.url}: {server.last_error}' for server in servers)}."
                 )
 
     # ------------------------------------------------------------ one request at a time
 
-    async def _work(self, server: Server, queue: Queue) -> None:
+    async def _work(self, server: _Server, greeting: Question) -> None:
         """Ask the server one prompt after the other, for ever."""
         while True:
-            await server.health.pause()
-            job = await queue.take()
-            if await self._converse(server, job):
-                await queue.end_one()
-            else:
-                await queue.put_back(job)
+            await server.ready(greeting)
+            index = await self.queue.get()
+            await self._converse(server, self.jobs.setdefault(index, _ChatJob(index)))
+            self.queue.task_done()
 
-    async def _converse(self, server: Server, job: ChatJob) -> bool:
-        """Ask until the conversation ends or an attempt fails; tell whether it needs no further attempt."""
+    async def _converse(self, server: _Server, job: _ChatJob) -> None:
+        """Ask until the conversation ends, or an attempt fails: then it goes back to the queue."""
+        prompt, tokenizer = self.prompts[job.index], self.client.tokenizer
         try:
-            while not await self._ask(server, job):
-                pass
-        except PassingError as error:
-            return self._failed(server, job, error)
-        except RefusedError as error:
-            if not error.about_question:  # it took others before
-                return self._failed(server, job, PassingError(str(error)))
-            self._log_refusal(job, str(error))
-            self._end(Answer(job.index, dropped="refused"))
+            while (tokens := next_question(prompt, job.turns, tokenizer, self.longest)) is not None:
+                job.turns.append(await server.ask(self.client.question(job.index, prompt, job.turns, tokens)))
+            answer = Answer(job.index, tuple(job.turns))
         except DroppedError as error:
-            self._end(Answer(job.index, dropped=str(error)))
-        return True
-
-    def _failed(self, server: Server, job: ChatJob, error: PassingError) -> bool:
-        """Note an attempt that failed, and tell whether it was the last one."""
-        server.failed(error)
-        # That a server is gone is no fault of the prompt's.
-        job.failures, job.last = job.failures + (not error.unreachable), str(error)
-        if job.failures < self.asker.spec.requests.retries:
-            return False
-        self.unanswered.append(job)
-        return True
-
-    async def _ask(self, server: Server, job: ChatJob) -> bool:
-        """Ask the next question of a conversation, and tell whether it was the last."""
-        job.turns.append(await server.ask(self._question(job)))
-        if self._tokens(job) is not None:
-            return False
-        self._end(Answer(job.index, tuple(job.turns)))
-        return True
-
-    def _question(self, job: ChatJob) -> Question:
-        tokens = self._tokens(job)
-        assert tokens is not None  # a job ends when nothing more is asked
-        return Question.of(job.index, self.prompts[job.index], job.turns, tokens, self.asker)
-
-    def _tokens(self, job: ChatJob) -> tuple[int, ...] | None:
-        """Return the tokens of the next question; None if there is none, or no room for it."""
-        prompt = self.prompts[job.index]
-        if len(job.turns) > len(prompt.later):
-            return None
-        found = next_question(prompt, job.turns, self.asker.tokenizer, self.asker.spec.max_prompt_tokens)
-        fitting = found is not None and fits(found, self.asker.spec.max_new_tokens, self.max_context)
-        return found if fitting or not job.turns else None
-
-    def _end(self, answer: Answer) -> None:
-        self.kept.add(answer)
+            answer = Answer(job.index, dropped=str(error))
+        except RefusedError as error:
+            _log.warning("%s is left out: the server refuses it (%s)", prompt.id, error)
+            answer = Answer(job.index, dropped="refused")
+        except PassingError as error:
+            server.failed(error)
+            # That a server is gone is no fault of the prompt's.
+            job.failures, job.last_error = job.failures + (not error.unreachable), str(error)
+            if job.failures < self.requests.retries:
+                self.queue.put_nowait(job.index)
+            else:
+                self.unanswered.append(self.jobs.pop(job.index))
+            return
+        del self.jobs[job.index]
+        self.waiting.append(answer)
+        if len(self.waiting) >= ANSWERS_OF_A_FILE:
+            self._write()
         self.tokens += sum(map(len, answer.turns))
         self.advance(1, f"{self.tokens / (time.perf_counter() - self.started):,.0f} tokens/s")
 
-    def _log_refusal(self, job: ChatJob, message: str) -> None:
-        _log.warning("%s is left out: the server refuses it (%s)", self.prompts[job.index].id, message)
+    # ------------------------------------------------------------ to the disk
+
+    async def _write_often(self) -> None:
+        while True:
+            await asyncio.sleep(SECONDS_BETWEEN_FILES)
+            self._write()
+
+    def _write(self) -> None:
+        """Add the answers that are waiting to the journal."""
+        if self.waiting:
+            self.journal.add(self.number, sorted(self.waiting, key=lambda answer: answer.index))
+            self.number, self.waiting = self.number + 1, []
+
+
+async def _greet_all(servers: Sequence[_Server], question: Question) -> None:
+    """Find out how each is asked; at least one must be reached now, for a URL may be mistyped."""
+    errors = await asyncio.gather(*(server.greet(question) for server in servers), return_exceptions=True)
+    for error in errors:
+        if isinstance(error, BaseException) and not isinstance(error, PassingError):
+            raise error
+    if all(isinstance(error, PassingError) and error.unreachable for error in errors):
+        lines = "; ".join(f"{server.url}: {error}" for server, error in zip(servers, errors, strict=True))
+        raise BadInputError(f"none of data.servers answers: {lines}. Are they running there?")
+    for server, error in zip(servers, errors, strict=True):
+        if error is not None:
+            _log.warning("%s does not answer (%s); the others begin without it.", server.url, error)

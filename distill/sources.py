@@ -64,7 +64,7 @@ def count_rows(source: str | SourceSpec) -> int | None:
 
 
 def rows_of(source: SourceSpec) -> Iterator[Row | RowError]:
-    """Yield the rows of a source, at most `source.limit`; for a line that is no row, what is wrong with it.
+    """Yield the rows of a source, at most `source.limit`; for a line that is no row, the error.
 
     Raises:
         BadInputError: the source is missing or cannot be read.
@@ -124,14 +124,14 @@ def files_of(source: SourceSpec) -> list[Path]:
                 "or name a folder."
             )
         return [place]
-    found = sorted(_inside(place))
-    kinds = sorted({f.suffix for f in found})
+    files = sorted(_inside(place))
+    kinds = sorted({f.suffix for f in files})
     if len(kinds) != 1:
         held = f"with {', '.join(kinds)} files" if kinds else "without files of rows"
         raise BadInputError(
             f"the prompt source {source.path!r} is a folder {held}; expected one kind of {', '.join(SUFFIXES)}."
         )
-    return _of_split(found, place, source)
+    return _of_split(files, place, source)
 
 
 def _inside(folder: Path) -> Iterator[Path]:
@@ -144,7 +144,7 @@ def _inside(folder: Path) -> Iterator[Path]:
 
 
 def _of_split(files: list[Path], folder: Path, source: SourceSpec) -> list[Path]:
-    """Return the files of the split that is asked for; `train`, if nobody says and there is one."""
+    """Return the files of the split that is asked for; `train`, if none is named and there is one."""
     splits = {file: _split_name(file, folder) for file in files}
     named = sorted({name for name in splits.values() if name})
     if source.split is None:
@@ -159,7 +159,7 @@ def _of_split(files: list[Path], folder: Path, source: SourceSpec) -> list[Path]
 
 
 def _split_name(file: Path, folder: Path) -> str | None:
-    """Return the split that a file's or a folder's name says: train.jsonl, train-00000-of-00002.parquet, train/…"""
+    """Return the split in a file's or a folder's name: train.jsonl, train-00000-of-00002.parquet, train/…"""
     for part in file.relative_to(folder).parts:
         name = part.partition(".")[0].partition("-")[0]
         if name in _SPLITS:

@@ -17,7 +17,8 @@ from transformers import PreTrainedTokenizerBase
 from ..common import BadInputError
 from ..costs.timing import rotated
 from ..decode import Round
-from ..distill.prompts import Prompt, digest_prompts, read_prompts
+from ..distill.collect import read_prompts
+from ..distill.prompts import Prompt, digest_prompts
 from ..recipes import EvalSpec
 from ..recipes.suites import PACKAGED, find_suite
 from ..targets import Target

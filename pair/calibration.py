@@ -23,9 +23,9 @@ from ..common.atomic import write_atomically
 from ..common.progress import progress
 from ..common.safe_load import read_json_lines
 from ..decode import Decoder, Plan, Round
+from ..distill.conversation import render
 from ..distill.layouts import Message
 from ..distill.prompts import Prompt
-from ..distill.templates import render
 from ..eval.suites import load_suites
 from ..heads import Drafter, TargetBatch
 from ..recipes import Recipe

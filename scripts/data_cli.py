@@ -18,7 +18,8 @@ from .output import console_for
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ..distill.prompts import Collection, Prompt
+    from ..distill.collect import Collection
+    from ..distill.prompts import Prompt
     from ..recipes import Recipe
 
 FINDING = 1
@@ -87,13 +88,13 @@ def check(
     """Read all of a recipe's data and count what is kept and left out, and why. Exit code 1 for rows that cannot be
     read, and for prompts that the recipe measures.
     """
-    from ..distill.collect import gather
+    from ..distill.collect import recipe_prompts
     from ..recipes import load_recipe
     from .json_output import DataCheckBody, say
 
     loaded = load_recipe(recipe, changes or [])
     tolerant = loaded.data.model_copy(update={"malformed": "drop", "allow_leaks": True})
-    found = gather(loaded.model_copy(update={"data": tolerant}), _tokenizer(loaded), warn=False)
+    found = recipe_prompts(loaded.model_copy(update={"data": tolerant}), _tokenizer(loaded), warn=False)
     code = FINDING if any(s.leaked or s.dropped["malformed"] for s in found.sources) else 0
     if as_json:
         say("data-check", DataCheckBody.of(found, _lengths(found)), code)
@@ -118,7 +119,7 @@ Piece = tuple[str, str]  # text and its style
 
 def _samples(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, count: int) -> Iterator[tuple[str, list[Piece]]]:
     """Yield the names and the coloured texts of some rows."""
-    from ..distill.collect import gather
+    from ..distill.collect import recipe_prompts
     from ..distill.conversation import given_sequences
     from ..distill.data_set import load_responses
     from ..distill.responses import data_folder
@@ -131,7 +132,7 @@ def _samples(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, count: int) -> 
             yield f"{row['id']} (row {index} of {folder})", _coloured(row["input_ids"], row["loss_mask"], tokenizer)
         return
     few = recipe.model_copy(update={"data": recipe.data.model_copy(update={"limit": count})})
-    for prompt in gather(few, tokenizer, warn=False).prompts:
+    for prompt in recipe_prompts(few, tokenizer, warn=False).prompts:
         if recipe.data.answers == "target":
             yield f"{prompt.id} (the target has not answered yet)", _asked(prompt)
             continue
@@ -183,8 +184,6 @@ def _lengths(found: Collection) -> dict[str, int]:
 
 
 def _print(found: Collection, recipe: Recipe, console: Console) -> None:
-    from ..distill.collect import left_out
-
     for counts in found.sources:
         _say(console, f"[bold]{escape(counts.source)}[/bold]: {counts.kept:,} of {counts.rows:,} rows are kept")
         for name, number in counts.layouts.most_common():
@@ -192,7 +191,7 @@ def _print(found: Collection, recipe: Recipe, console: Console) -> None:
         if counts.truncated:
             _say(console, f"  {counts.truncated:,} texts lost their beginning")
         if counts.dropped:
-            _say(console, f"  left out: {left_out(counts)}")
+            _say(console, f"  left out: {counts.left_out()}")
         for example in counts.examples.values():
             _say(console, f"  [yellow]?[/yellow] {escape(example)}")
     said = ", ".join(f"{name} {number:,}" for name, number in _lengths(found).items())

@@ -22,8 +22,8 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter
 from ..common.atomic import write_atomically
 from ..common.digests import CHECKSUM
 from ..costs.training import Needs
+from ..distill.collect import Collection
 from ..distill.data_set import provenance
-from ..distill.prompts import Collection
 from ..eval.pruning import VocabularyReport
 from ..eval.reports.figures import Interval
 from ..eval.reports.gate import GateResult

@@ -40,7 +40,7 @@ from ..common.digests import read_sealed, write_json
 from ..common.locks import locked
 from ..costs.hardware import forecast, measure_pace
 from ..distill import distill, provenance
-from ..distill.collect import gather
+from ..distill.collect import recipe_prompts
 from ..distill.prompts import Prompt
 from ..eval import Figures, Report
 from ..eval.measure import Contestant, contestants, measure
@@ -213,7 +213,7 @@ def unseen_prompts(place: Workplace) -> list[Prompt]:
     tokenizer, spec = place.target.require_tokenizer(), place.recipe.data
     suites = [replace(p, suite=s.name) for s in place.suites(place.target) for p in s.prompts]
     everything = place.recipe.model_copy(update={"data": spec.model_copy(update={"limit": None})})
-    others = gather(everything, tokenizer).prompts[place.budget.prompts :]
+    others = recipe_prompts(everything, tokenizer).prompts[place.budget.prompts :]
     found = [*suites, *others[: max(0, place.budget.gate_prompts - len(suites))]][: place.budget.gate_prompts]
     return sorted(found, key=lambda prompt: prompt.suite)  # suite by suite, as they are resampled
 

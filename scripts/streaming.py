@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..common import BadInputError
 from ..decode import Decoder, Plan, Sampling, StreamEvent
-from ..distill.templates import render
+from ..distill.conversation import render
 from ..heads import Drafter
 from ..targets import Target
 

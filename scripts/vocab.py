@@ -16,7 +16,7 @@ from ..common.digests import write_json
 from ..common.locks import locked
 from ..common.progress import progress
 from ..distill import distill, load_responses
-from ..distill.vocabulary import Vocabulary, check_size, ranks, usual_sizes
+from ..distill.data_set import Vocabulary, check_size, ranks, usual_sizes
 from ..eval.pruning import VocabularyReport, measure_pruning, size_figures
 from ..eval.reports import plots
 from ..eval.reports.figures import Interval

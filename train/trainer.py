@@ -31,7 +31,7 @@ from ..common.digests import save_whole
 from ..common.signals import StoppedError, how, number_of
 from ..distill.data_set import DEPTHS, load_responses, rounds_of
 from ..distill.features import FeatureStore
-from ..distill.launched import launch_group
+from ..distill.launch import launch_group
 from ..distill.responses import distill
 from ..heads import Drafter
 from ..recipes import Recipe

@@ -6,15 +6,29 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from outrider.decode import Decoder
+from outrider.recipes import Recipe
 from outrider.targets import Target
+
+
+def write_rows(file: Path, rows: Iterable[dict[str, Any]]) -> str:
+    """Write rows as lines of JSON, and return the file's name."""
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(file)
+
+
+def data_recipe(output: Path, path: Path | str = "unused", **data: Any) -> Recipe:
+    """Return a recipe with this target, data and output."""
+    target = {"path": str(path), "dtype": "float32"}
+    return Recipe.from_dict({"name": "t", "target": target, "drafter": {}, "data": data, "output": str(output)})
 
 
 @dataclass
@@ -26,7 +40,7 @@ class Server:
             neither, and refuses fields that it does not know.)
         completions, chat: the interfaces that it has.
         key: that it wants.
-        busy: so many requests it answers by a 429.
+        busy: so many requests it answers by a 429, which asks for a day's rest.
         refuses: prompts whose text holds this.
         changed: what it does to every answer before it is sent.
         asked: how often each prompt was answered. bodies: of all requests.
@@ -129,6 +143,8 @@ def _handler(server: Server) -> type[BaseHTTPRequestHandler]:
             self.send_response(status)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(content)))
+            if status == 429:
+                self.send_header("Retry-After", "86400")
             self.end_headers()
             self.wfile.write(content)
 

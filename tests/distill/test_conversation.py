@@ -1,16 +1,23 @@
-"""Every turn is the target's own answer to what it was really asked, and what is learnt is what it really wrote."""
+"""Every turn is the target's own answer to the question that was really asked; learnt is what it really wrote.
+
+A mask covers the assistant's turns, end marker included, whatever the template; a token that straddles a boundary is
+out. A template runs within limits of time and memory, and renders what the library renders.
+"""
 
 from __future__ import annotations
 
+import resource
+import sys
+import time
 from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from outrider.distill.conversation import given_sequences, next_question, sequences, why_ended
+from outrider.common import BadInputError
+from outrider.distill.conversation import given_sequences, next_question, render, sequences, supervised_mask, why_ended
 from outrider.distill.layouts import Message
 from outrider.distill.prompts import Prompt
-from outrider.distill.templates import render
 
 SYSTEM = {"role": "system", "content": "be brief"}
 THINKING = (
@@ -233,3 +240,189 @@ def test_an_answer_that_cannot_be_taken_apart_is_text(
     question = next_question(ask(tokenizer, "one", "two"), [cut], tokenizer)
     assert question is not None
     assert '<|assistant|>{"name":' in tokenizer.decode(question)
+
+
+# ------------------------------------------------------------ masks
+
+
+CHAT = [
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": "sort the names"},
+    {"role": "assistant", "content": "sorted(names)"},
+    {"role": "user", "content": "and print them é"},
+    {"role": "assistant", "content": "for name in names:\n    print(name) é"},
+]
+
+
+def marked(tokenizer: Any, tokens: list[int], mask: list[bool]) -> str:
+    return str(tokenizer.decode([t for t, m in zip(tokens, mask, strict=True) if m]))
+
+
+def test_the_mask_equals_the_templates_own_generation_markers(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    tokens, mask = supervised_mask(tiny_tokenizer, CHAT)
+    theirs = tiny_tokenizer.apply_chat_template(CHAT, return_assistant_tokens_mask=True, return_dict=True)
+    assert tokens == theirs["input_ids"]
+    assert mask == [bool(m) for m in theirs["assistant_masks"]]
+    assert marked(tiny_tokenizer, tokens, mask) == "sorted(names)<|end|>for name in names:\n    print(name) é<|end|>"
+
+
+def test_a_template_without_markers_gives_the_same_mask(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    template = tiny_tokenizer.chat_template.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+    assert supervised_mask(with_template(tiny_tokenizer, template), CHAT) == supervised_mask(tiny_tokenizer, CHAT)
+
+
+def test_sharegpt_messages_are_understood(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    sharegpt = [
+        {"from": {"user": "human", "assistant": "gpt"}.get(m["role"], m["role"]), "value": m["content"]} for m in CHAT
+    ]
+    assert supervised_mask(tiny_tokenizer, sharegpt) == supervised_mask(tiny_tokenizer, CHAT)
+
+
+def test_a_token_that_straddles_the_boundary_is_not_supervised(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    """The generation prompt ends in "f", the answer begins with "or".
+
+    "for" is one token and belongs to neither side.
+    """
+    assert len(tiny_tokenizer("for")["input_ids"]) == 1
+    template = (
+        "{% for m in messages %}{{ 'f' if m.role == 'assistant' }}{{ m.content }}|{% endfor %}"
+        "{{ 'f' if add_generation_prompt }}"
+    )
+    tokenizer = with_template(tiny_tokenizer, template)
+    tokens, mask = supervised_mask(
+        tokenizer, [{"role": "user", "content": "q"}, {"role": "assistant", "content": "or x"}]
+    )
+    assert tokenizer.decode(tokens) == "q|for x|"
+    assert marked(tokenizer, tokens, mask) == " x|"
+
+
+@pytest.mark.parametrize("trim", [True, False])
+def test_a_space_that_the_tokenizer_leaves_out_of_its_offsets_still_straddles(
+    tiny_tokenizer: PreTrainedTokenizerFast, trim: bool
+) -> None:
+    """The generation prompt ends in a space that the first word of the answer swallows."""
+    from tokenizers import Tokenizer, processors
+
+    assert len(tiny_tokenizer(" second")["input_ids"]) == 1
+    backend = Tokenizer.from_str(tiny_tokenizer.backend_tokenizer.to_str())
+    backend.post_processor = processors.ByteLevel(trim_offsets=trim)
+    template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{{ 'assistant: ' if add_generation_prompt }}"
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>", chat_template=template)
+    tokens, mask = supervised_mask(
+        tokenizer, [{"role": "user", "content": "q"}, {"role": "assistant", "content": "second, or none"}]
+    )
+    assert marked(tokenizer, tokens, mask) == ", or none\n"
+
+
+def test_white_space_after_the_end_marker_is_not_supervised(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    template = (
+        "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n \n{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+    )
+    tokenizer = with_template(tiny_tokenizer, template)
+    tokens, mask = supervised_mask(tokenizer, CHAT)
+    assert marked(tokenizer, tokens, mask) == "sorted(names)<|end|>for name in names:\n    print(name) é<|end|>"
+
+
+def test_an_earlier_turn_that_the_template_rewrites_is_not_supervised(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    """Templates of reasoning models drop the thoughts of all turns but the last."""
+    template = (
+        "{% for m in messages %}<|{{ m.role }}|>{% if m.thoughts and loop.last %}({{ m.thoughts }}){% endif %}{{ "
+        "m.content }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    tokenizer = with_template(tiny_tokenizer, template)
+    chat = [dict(m, thoughts="hmm") if m["role"] == "assistant" else m for m in CHAT]
+    tokens, mask = supervised_mask(tokenizer, chat)
+    assert marked(tokenizer, tokens, mask) == "(hmm)for name in names:\n    print(name) é<|end|>"
+
+
+def test_a_tokenizer_without_offsets_gives_the_same_mask(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    class Slow(PreTrainedTokenizerFast):
+        is_fast = False
+
+        def __call__(self, *args: Any, return_offsets_mapping: bool = False, **kwargs: Any) -> Any:
+            assert not return_offsets_mapping
+            return super().__call__(*args, **kwargs)
+
+    slow = Slow(
+        tokenizer_object=tiny_tokenizer.backend_tokenizer,
+        eos_token="<|end|>",
+        additional_special_tokens=["<|system|>", "<|user|>", "<|assistant|>"],
+        chat_template=tiny_tokenizer.chat_template,
+    )
+    assert supervised_mask(slow, CHAT) == supervised_mask(tiny_tokenizer, CHAT)
+
+
+def test_nothing_to_supervise_is_an_error_that_shows_the_text(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(BadInputError, match=r"no token .*roles: user.*As rendered: '<\|user\|>hello<\|end\|>'"):
+        supervised_mask(tiny_tokenizer, [{"role": "user", "content": "hello"}])
+
+
+def test_everything_supervised_is_an_error_that_shows_the_text(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer = with_template(
+        tiny_tokenizer, "{% for m in messages if m.role == 'assistant' %}{{ m.content }}{% endfor %}"
+    )
+    with pytest.raises(BadInputError, match=r"every token .*As rendered: 'hi'"):
+        supervised_mask(tokenizer, [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}])
+
+
+def test_what_the_templates_markers_leave_out_of_a_turn_is_not_supervised(
+    tiny_tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    template = (
+        "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}[quiet]{% generation %}{{ m.content }}"
+        "<|end|>{% endgeneration %}{% else %}{{ m.content }}<|end|>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    tokenizer = with_template(tiny_tokenizer, template)
+    tokens, mask = supervised_mask(tokenizer, CHAT)
+    assert "<|assistant|>[quiet]sorted" in tokenizer.decode(tokens)
+    assert marked(tokenizer, tokens, mask) == "sorted(names)<|end|>for name in names:\n    print(name) é<|end|>"
+
+
+# ------------------------------------------------------------ limits of a template
+
+
+ANSWERED = [{"role": "user", "content": "def add("}, {"role": "assistant", "content": "a, b):"}]
+
+
+def test_a_template_is_rendered_as_the_library_does_and_leaves_no_limit(
+    tiny_tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    before = resource.getrlimit(resource.RLIMIT_AS), sys.gettrace()
+    expected = tiny_tokenizer.apply_chat_template(ANSWERED, tokenize=False, add_generation_prompt=True)
+    assert render(tiny_tokenizer, ANSWERED, "here") == expected
+    assert (resource.getrlimit(resource.RLIMIT_AS), sys.gettrace()) == before
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "longer than 3 seconds"),
+        (
+            "{% macro m(n) %}{% if n %}{{ m(n-1) }}{{ m(n-1) }}{% endif %}{% endmacro %}{{ m(60) }}",
+            "longer than 3 seconds",
+        ),
+        ("{{ 'x' * 100000000000 }}", "MemoryError"),
+        ("{% set n = namespace(x='xx') %}{% for i in range(64) %}{% set n.x = n.x ~ n.x %}{% endfor %}", "MemoryError"),
+        ("{{ 'x'.center(100000000000) }}", "MemoryError"),
+        ("{{ 9 ** 9 ** 9 }}", "computes powers"),
+        ("{{ 'x' * 2 }}{# " + "x" * 2**20 + " #}", "longer than 1 MB"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ messages[9].content.x.y }}", "no element 9"),
+        ("{% for", "refuses this conversation"),
+    ],
+)
+def test_a_template_that_asks_for_too_much_is_refused_in_a_sentence(
+    tiny_tokenizer: PreTrainedTokenizerFast, template: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiny_tokenizer, "chat_template", template)
+    before, began = resource.getrlimit(resource.RLIMIT_AS), time.process_time()
+    with pytest.raises(BadInputError, match="the target's chat template refuses this conversation") as refused:
+        render(tiny_tokenizer, ANSWERED, "here")
+    assert said in str(refused.value)
+    assert time.process_time() - began < 10
+    assert resource.getrlimit(resource.RLIMIT_AS) == before

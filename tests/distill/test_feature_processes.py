@@ -20,9 +20,8 @@ from torch import distributed
 
 from outrider.common import BadInputError
 from outrider.distill import FeatureStore
-from outrider.distill.feature_making import FeatureStoreBuilder
-from outrider.distill.launched import launch_group
-from outrider.distill.shards import LEAST_BYTES, MOST_BYTES, precision_of, shard_size
+from outrider.distill.features import LEAST_BYTES, MOST_BYTES, FeatureStoreBuilder, precision_of, shard_size
+from outrider.distill.launch import launch_group
 from outrider.targets import Target
 
 TAPS = (2, 3, 6)  # the last one is the last state

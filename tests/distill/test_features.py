@@ -51,7 +51,7 @@ def count_passes(monkeypatch: pytest.MonkeyPatch, fail_at: int | None = None) ->
 def test_a_batch_is_what_the_target_computes_padded_with_zeros(
     tmp_path: Path, target: Target, dataset: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outrider.distill.feature_making.AT_ONCE", 3)
+    monkeypatch.setattr("outrider.distill.features.AT_ONCE", 3)
     store = FeatureStore.build(tmp_path, target, dataset, TAPS, shard_bytes=SMALL)
     assert len(store) == len(LENGTHS)
     indices = [4, 0, 6]
@@ -171,7 +171,7 @@ def test_a_disk_that_fills_while_writing_leaves_no_half_file(
             'Error while serializing: IoError(Os { code: 28, message: "No space left on device" })'
         )
 
-    monkeypatch.setattr("outrider.distill.feature_making.save_file", full)
+    monkeypatch.setattr("outrider.distill.features.save_file", full)
     with pytest.raises(BadInputError, match=r"the disk that holds .* is full.*finished shards are kept"):
         FeatureStore.build(tmp_path, target, dataset, TAPS)
     assert not list(next(tmp_path.iterdir()).iterdir())

@@ -6,7 +6,6 @@ answered since the last write.
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import random
@@ -18,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 from accelerate import PartialState
 
@@ -26,7 +26,7 @@ from outrider.distill import distill, servers
 from outrider.recipes import Recipe
 from outrider.targets import Target
 
-from .conftest import Server
+from .conftest import Server, data_recipe, write_rows
 
 KILLS, SEED = 30, 20261122
 TEXTS = [f"{text} {i}" for i in range(40) for text in ("def add(first, second):", "for name in", "class Stack:", "x")]
@@ -35,11 +35,8 @@ Process = Any
 
 
 def recipe(folder: Path, name: str, **data: Any) -> Recipe:
-    file = folder / "texts.jsonl"
-    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-    data = {"prompts": [str(file)], "max_new_tokens": 16, "batch_size": 4, **data}
-    values = {"name": "t", "target": {"path": "in memory"}, "drafter": {}, "data": data}
-    return Recipe.from_dict({**values, "output": str(folder / name)})
+    file = write_rows(folder / "texts.jsonl", ({"text": text} for text in TEXTS))
+    return data_recipe(folder / name, **{"prompts": [file], "max_new_tokens": 16, "batch_size": 4, **data})
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -125,6 +122,7 @@ def test_servers_and_those_who_ask_them_killed_at_random_answer_every_prompt_onc
 ) -> None:
     for name, seconds in (("SECONDS_BETWEEN_FILES", 0.1), ("FIRST_DELAY", 0.02), ("LONGEST_DELAY", 0.2)):
         monkeypatch.setattr(servers, name, seconds)
+    monkeypatch.setattr(openai._base_client, "INITIAL_RETRY_DELAY", 0.02)
     chance, fleet = random.Random(SEED), [start_server(), start_server()]
     asked = {"servers": [server.url for server in fleet], "requests": {"concurrency": 2, "patience": 20}}
     made, whole = recipe(tmp_path, "killed", **asked), distill(recipe(tmp_path, "whole"), tiny_target)

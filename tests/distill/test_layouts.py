@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from outrider.distill.collect import PromptReading, collect
 from outrider.distill.layouts import RowError, understand
-from outrider.distill.prompts import PromptReading, collect
 
 U, A, S = ({"role": role, "content": text} for role, text in (("user", "u"), ("assistant", "a"), ("system", "s")))
 CALL = {"type": "function", "function": {"name": "ls", "arguments": '{"path": "."}'}}

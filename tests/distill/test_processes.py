@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import signal
@@ -19,11 +18,13 @@ from accelerate import PartialState, debug_launcher
 from torch import distributed
 
 from outrider.decode import Decoder, Output
-from outrider.distill import distill, load_responses, table
+from outrider.distill import distill, load_responses, prompts
 from outrider.distill.decoding import batches
-from outrider.distill.table import Prompt
+from outrider.distill.prompts import Prompt
 from outrider.recipes import Recipe
 from outrider.targets import Target
+
+from .conftest import data_recipe, write_rows
 
 TEXTS = [f"{text} {i}" for i in range(6) for text in ("def add(first, second):", "for name in", "class Stack:", "x")]
 
@@ -33,21 +34,11 @@ MakeRecipe = Callable[..., Recipe]
 @pytest.fixture
 def make_recipe(tmp_path: Path) -> MakeRecipe:
     """`make_recipe(output="run", **data)`: a recipe over TEXTS."""
-    file = tmp_path / "texts.jsonl"
-    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    file = write_rows(tmp_path / "texts.jsonl", ({"text": text} for text in TEXTS))
 
     def make(output: str, path: Path | str = "in memory", **data: Any) -> Recipe:
-        values = {"prompts": [str(file)], "max_new_tokens": 8, "batch_size": 2, **data}
-        values["sampling"] = {"temperature": 1.0}
-        return Recipe.from_dict(
-            {
-                "name": "t",
-                "target": {"path": str(path), "dtype": "float32"},
-                "drafter": {},
-                "data": values,
-                "output": str(tmp_path / output),
-            }
-        )
+        values = {"prompts": [file], "max_new_tokens": 8, "batch_size": 2, **data, "sampling": {"temperature": 1.0}}
+        return data_recipe(tmp_path / output, path, **values)
 
     return make
 
@@ -104,7 +95,7 @@ def test_a_run_killed_while_it_reads_the_prompts_leaves_nothing_for_the_next(
         raise AssertionError
 
     with monkeypatch.context() as patch:
-        patch.setattr(table, "_row", killed)
+        patch.setattr(prompts, "_row", killed)
         child = multiprocessing.get_context("fork").Process(target=distill, args=(recipe, tiny_target))
         child.start()
         child.join(60)

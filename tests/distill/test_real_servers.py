@@ -5,7 +5,6 @@ vLLM: `OUTRIDER_VLLM_PYTHON=/path/to/its/environment ./scripts/test -m served`; 
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -21,12 +20,13 @@ from typing import Any
 import pytest
 
 from outrider.distill import distill, load_responses, provenance, servers
-from outrider.distill.prompts import read_prompts
+from outrider.distill.collect import read_prompts
 from outrider.recipes import Recipe
 from outrider.serving.launching import VllmLaunch, python_of
 from outrider.targets import Target, embedded_path
 
 from ..conftest import place_of
+from .conftest import data_recipe, write_rows
 
 NUM_PROMPTS, PORT = 120, 18741
 
@@ -48,7 +48,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory, target: Target) -> Path:
     found = read_prompts(["embedded:code", "embedded:docs"], tokenizer, limit=NUM_PROMPTS)
     file = tmp_path_factory.mktemp("prompts") / "short.jsonl"
     texts = [tokenizer.decode(prompt.tokens[:40]) for prompt in found]
-    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    write_rows(file, ({"text": text} for text in texts))
     return file
 
 
@@ -56,8 +56,7 @@ def recipe(output: Path, prompts: Path, port: int | None, **requests: Any) -> Re
     data: dict[str, Any] = {"prompts": [str(prompts)], "max_new_tokens": 32}
     if port is not None:
         data |= {"servers": [f"http://127.0.0.1:{port}/v1"], "requests": {"concurrency": 4, **requests}}
-    values = {"name": "t", "target": {"path": "embedded", "dtype": "float32"}, "drafter": {}, "data": data}
-    return Recipe.from_dict({**values, "output": str(output)})
+    return data_recipe(output, "embedded", **data)
 
 
 def rows(folder: Path) -> dict[str, list[int]]:

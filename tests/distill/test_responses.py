@@ -16,9 +16,10 @@ from transformers import PreTrainedTokenizerFast
 from outrider.common import BadInputError, IncompatibleError, Refusal, digests
 from outrider.decode import Decoder, Output
 from outrider.distill import distill, load_responses, provenance, read_prompts
-from outrider.distill.resume_store import Identity
 from outrider.recipes import Recipe
 from outrider.targets import Target
+
+from .conftest import data_recipe, write_rows
 
 TEXTS = [
     "def add(first, second):",
@@ -36,14 +37,10 @@ MakeRecipe = Callable[..., Recipe]
 @pytest.fixture
 def make_recipe(tmp_path: Path) -> MakeRecipe:
     """`make_recipe(output="run", **data)`: a recipe over TEXTS."""
-    file = tmp_path / "texts.jsonl"
-    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    file = write_rows(tmp_path / "texts.jsonl", ({"text": text} for text in TEXTS))
 
     def make(output: str = "run", **data: Any) -> Recipe:
-        values = {"prompts": [str(file)], "max_new_tokens": 8, "batch_size": 3, **data}
-        return Recipe.from_dict(
-            {"name": "t", "target": {"path": "unused"}, "drafter": {}, "data": values, "output": str(tmp_path / output)}
-        )
+        return data_recipe(tmp_path / output, **{"prompts": [file], "max_new_tokens": 8, "batch_size": 3, **data})
 
     return make
 
@@ -235,68 +232,6 @@ def test_a_damaged_batch_is_generated_again(
     assert sizes == [3, 1]
 
 
-def as_older(folder: Path) -> None:
-    """Make an unfinished folder as versions without digests left it."""
-    (folder / digests.LIST).unlink()
-    identity = json.loads((folder / "identity.json").read_text())
-    (folder / "identity.json").write_text(json.dumps({k: v for k, v in identity.items() if k != "checksum"}, indent=2))
-
-
-def test_what_an_older_version_left_unfinished_is_continued_and_said(
-    make_recipe: MakeRecipe,
-    tiny_target: Target,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    whole = distill(make_recipe("whole"), tiny_target)
-    interrupt(make_recipe(), tiny_target, after=2)
-    partial = make_recipe().output_folder / "data.partial"
-    as_older(partial)
-    (partial / "00000.jsonl").write_text('{"index": 0, "tok')
-    sizes = count_prompts(monkeypatch)
-    interrupt(make_recipe(), tiny_target, after=0)  # from here on, it has digests
-    assert "older Outrider: it is continued" in caplog.text
-    caplog.clear()
-    assert rows(distill(make_recipe(), tiny_target)) == rows(whole)
-    assert sizes == [3, 1], "only the batch that an older version left damaged is generated again"
-    assert "older" not in caplog.text
-
-
-@pytest.mark.parametrize("kill_before", ["identity.json", digests.LIST])
-def test_taking_over_from_an_older_version_can_be_killed(
-    make_recipe: MakeRecipe, tiny_target: Target, monkeypatch: pytest.MonkeyPatch, kill_before: str
-) -> None:
-    interrupt(make_recipe(), tiny_target, after=2)
-    as_older(make_recipe().output_folder / "data.partial")
-    replace = Path.replace
-
-    def killed(self: Path, to: Path) -> Path:
-        if to.name == kill_before:
-            raise KeyboardInterrupt
-        return replace(self, to)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "replace", killed)
-        with pytest.raises(KeyboardInterrupt):
-            distill(make_recipe(), tiny_target)
-    sizes = count_prompts(monkeypatch)
-    assert len(rows(distill(make_recipe(), tiny_target))) == len(TEXTS)
-    assert sizes == [1], "nothing that was finished is generated again"
-
-
-@pytest.mark.parametrize("change", [{"target": 5}, {"target": {}}, {"sampling": []}])
-def test_an_older_identity_that_is_damaged_is_refused(
-    make_recipe: MakeRecipe, tiny_target: Target, change: dict[str, Any]
-) -> None:
-    interrupt(make_recipe(), tiny_target, after=1)
-    partial = make_recipe().output_folder / "data.partial"
-    as_older(partial)
-    identity = partial / "identity.json"
-    identity.write_text(json.dumps(json.loads(identity.read_text()) | change))
-    with pytest.raises(Refusal, match=r"data\.partial: .* is damaged"):
-        distill(make_recipe(), tiny_target)
-
-
 def answer_with(monkeypatch: pytest.MonkeyPatch, response: Callable[[int], list[int]]) -> None:
     def scripted(self: Decoder, prompts: Any, *args: Any, sequence_ids: Any, **kwargs: Any) -> Output:
         return Output([response(i) for i in sequence_ids], [], None)  # type: ignore[arg-type]
@@ -412,14 +347,6 @@ def test_the_longest_question_decides_conversations_and_given_answers_and_no_sin
         distill(make_recipe(name, **data, max_prompt_tokens=50), tiny_target)
         with pytest.raises(BadInputError, match=r"max_prompt_tokens \(was 50, is 60\)"):
             distill(make_recipe(name, **data, max_prompt_tokens=60), tiny_target)
-
-
-def test_of_older_folders_the_longest_question_is_not_known(tiny_target: Target) -> None:
-    def made(**lengths: int) -> Identity:
-        return Identity(tiny_target.fingerprint(), "p", {"temperature": 0.0, **lengths})
-
-    assert made(max_prompt_tokens=5).differences(made().to_dict()) == []
-    assert made(max_prompt_tokens=5).differences(made(max_prompt_tokens=6).to_dict())
 
 
 def test_a_conversation_that_the_template_ends_is_counted_and_the_run_goes_on(

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
 
 from outrider.common import BadInputError
 from outrider.decode import Decoder, Output
 from outrider.distill import distill, load_responses, provenance
-from outrider.distill.data_set import rounds_of
-from outrider.distill.depths import along, depths_of
+from outrider.distill.data_set import depths_of_answer, depths_of_rows, rounds_of
 from outrider.heads import Drafter, DraftModel, Ngram, load_drafter
 from outrider.recipes import Recipe
 from outrider.targets import Target
 
+from .conftest import data_recipe, write_rows
 from .test_responses import count_prompts, interrupt, rows
 
 TEXTS = ["def add(first, second):", "for name in", "The target", "class Stack:", "print(name, len(name))", "x"]
@@ -49,14 +47,12 @@ def similar(tmp_path: Path, tiny_target: Target) -> str:
 @pytest.fixture
 def make_recipe(tmp_path: Path) -> MakeRecipe:
     """`make_recipe(output="run", **data)`: a recipe over TEXTS."""
-    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-    (tmp_path / "turns.jsonl").write_text("".join(json.dumps({"turns": turns}) + "\n" for turns in TURNS))
+    write_rows(tmp_path / "texts.jsonl", ({"text": text} for text in TEXTS))
+    write_rows(tmp_path / "turns.jsonl", ({"turns": turns} for turns in TURNS))
 
     def make(output: str = "run", prompts: str = "texts", **data: Any) -> Recipe:
         values = {"prompts": [str(tmp_path / f"{prompts}.jsonl")], "max_new_tokens": 40, "batch_size": 2, **data}
-        return Recipe.from_dict(
-            {"name": "t", "target": {"path": "unused"}, "drafter": {}, "data": values, "output": str(tmp_path / output)}
-        )
+        return data_recipe(tmp_path / output, **values)
 
     return make
 
@@ -86,12 +82,12 @@ def answers_of(row: dict[str, Any]) -> list[tuple[int, int]]:
 
 def test_depths_by_hand() -> None:
     """Rounds that emitted 3 and 1 tokens after the first one; of a second answer, 2."""
-    assert list(depths_of([3, 1])) == [0, 1, 2, 3, 1]
-    assert list(depths_of([])) == [0]
+    assert list(depths_of_answer([3, 1])) == [0, 1, 2, 3, 1]
+    assert list(depths_of_answer([])) == [0]
     masks = [[0, 0, 1, 1, 1, 1, 1], [0, 1, 1, 1]]
-    assert along(masks, [[3, 1], [2]]) == [[0, 0, 0, 1, 2, 3, 1], [0, 0, 1, 2]]
+    assert depths_of_rows(masks, [[3, 1], [2]]) == [[0, 0, 0, 1, 2, 3, 1], [0, 0, 1, 2]]
     with pytest.raises(ValueError, match="9 tokens were answered, and rounds emitted 8"):
-        along([[1] * 9], [[3, 1], [2]])
+        depths_of_rows([[1] * 9], [[3, 1], [2]])
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -115,7 +111,7 @@ def test_stored_rounds_are_the_decoders_own_and_the_text_is_that_without_them(
         assert len(row["depths"]) == len(row["input_ids"])
         assert all(learnt or not depth for learnt, depth in zip(row["loss_mask"], row["depths"], strict=True))
         for begin, end in answers_of(row):
-            assert row["depths"][begin:end] == list(depths_of(played[tuple(row["input_ids"][:begin])]))
+            assert row["depths"][begin:end] == list(depths_of_answer(played[tuple(row["input_ids"][:begin])]))
             answers += 1
     assert answers == (len(TEXTS) if prompts == "texts" else sum(map(len, TURNS)))
     assert {depth for row in found for depth in row["depths"]} == {0, 1, 2, 3, 4, 5}, "some drafts were accepted"
@@ -180,19 +176,13 @@ def test_a_finished_data_set_is_that_of_any_drafter(
     assert rounds_of(first) == before
 
 
-def test_without_a_drafter_there_are_no_rounds(make_recipe: MakeRecipe, tiny_target: Target, tmp_path: Path) -> None:
-    """Neither are there in what an older version wrote; both are read."""
+def test_without_a_drafter_there_are_no_rounds(make_recipe: MakeRecipe, tiny_target: Target) -> None:
     folder = distill(make_recipe(), tiny_target)
     assert "depths" not in load_responses(folder).column_names
-    older = tmp_path / "older"
-    Dataset.from_list([{"id": "1", "suite": "s", "input_ids": [1, 2], "loss_mask": [0, 1]}]).save_to_disk(str(older))
-    (older / "provenance.json").write_text(json.dumps({"schema_version": 1}))
-    assert load_responses(older)[0]["input_ids"] == [1, 2]
-    for without in (folder, older):
-        with pytest.raises(
-            BadInputError, match=r"data\.verified: the responses in .* without a drafter .*\(data\.drafter\)"
-        ):
-            rounds_of(without)
+    with pytest.raises(
+        BadInputError, match=r"data\.verified: the responses in .* without a drafter .*\(data\.drafter\)"
+    ):
+        rounds_of(folder)
 
 
 def test_rounds_name_the_drafter_by_content(

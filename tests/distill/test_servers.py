@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
 from outrider.common import BadInputError
 from outrider.decode import Decoder
-from outrider.distill import client, distill, load_responses, provenance, responses, servers
-from outrider.distill.prompts import Collection
-from outrider.distill.table import Prompt
-from outrider.distill.templates import render
+from outrider.distill import distill, load_responses, provenance, responses, servers
+from outrider.distill.collect import Collection
+from outrider.distill.conversation import render
+from outrider.distill.journal import Answer, Journal
+from outrider.distill.prompts import Prompt
 from outrider.recipes import Recipe
 from outrider.targets import Target
 
-from .conftest import Server
+from .conftest import Server, data_recipe, write_rows
 from .faulty_proxy import FaultyProxy, running
 
 TEXTS = [f"{text} {i}" for i in range(5) for text in ("def add(first, second):", "for name in", "class Stack:", "x")]
@@ -39,6 +38,8 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(servers, "FIRST_DELAY", 0.01)
     monkeypatch.setattr(servers, "LONGEST_DELAY", 0.2)
     monkeypatch.setattr(servers, "SECONDS_BETWEEN_FILES", 0.05)
+    monkeypatch.setattr(openai._base_client, "INITIAL_RETRY_DELAY", 0.01)
+    monkeypatch.setattr(openai._base_client, "MAX_RETRY_DELAY", 0.05)
 
 
 @pytest.fixture
@@ -46,14 +47,10 @@ def make_recipe(tmp_path: Path) -> MakeRecipe:
     """`make_recipe(output, *servers, texts=TEXTS, chat=False, **data)`: a recipe that these servers answer."""
 
     def make(output: str, *fleet: Any, rows: list[dict[str, Any]] | None = None, **data: Any) -> Recipe:
-        file = tmp_path / f"{output}.jsonl"
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows or [{"text": text} for text in TEXTS]))
-        values: dict[str, Any] = {"prompts": [str(file)], "max_new_tokens": 8, "batch_size": 3, **data}
-        values["servers"] = [server.url if isinstance(server, (Server, FaultyProxy)) else server for server in fleet]
-        if not fleet:
-            del values["servers"]
-        values = {"name": "t", "target": {"path": "unused"}, "drafter": {}, "data": values}
-        return Recipe.from_dict({**values, "output": str(tmp_path / output)})
+        file = write_rows(tmp_path / f"{output}.jsonl", rows or [{"text": text} for text in TEXTS])
+        values: dict[str, Any] = {"prompts": [file], "max_new_tokens": 8, "batch_size": 3, **data}
+        urls = [server.url if isinstance(server, (Server, FaultyProxy)) else server for server in fleet]
+        return data_recipe(tmp_path / output, **values, servers=urls or None)
 
     return make
 
@@ -140,7 +137,9 @@ def test_a_server_that_dies_is_put_aside_and_used_again_when_it_is_back(
             time.sleep(0.01)
         other.stop()
         other.asked.clear()
-        time.sleep(0.3)
+        deadline = time.monotonic() + 30
+        while "does not answer" not in caplog.text and time.monotonic() < deadline:
+            time.sleep(0.01)
         other.start(port)
         returned.set()
 
@@ -160,15 +159,15 @@ def test_an_interrupted_run_asks_only_what_is_missing(
 ) -> None:
     server = start_server(seconds=0.02)
     recipe = make_recipe("cut", server, requests={"concurrency": 2})
-    write = servers.Journal.write
+    add = Journal.add
 
-    def interrupted(self: servers.Journal) -> None:
-        write(self)
-        if self.number >= 2:
+    def interrupted(self: Journal, number: int, answers: Iterable[Answer]) -> None:
+        add(self, number, answers)
+        if number >= 1:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(servers.Journal, "write", interrupted)
+        patch.setattr(Journal, "add", interrupted)
         with pytest.raises(KeyboardInterrupt):
             distill(recipe, tiny_target)
     before = server.asked.total()
@@ -181,6 +180,7 @@ def test_an_interrupted_run_asks_only_what_is_missing(
 def test_a_busy_server_is_left_alone_for_a_while(
     make_recipe: MakeRecipe, tiny_target: Target, start_server: Start
 ) -> None:
+    """One that wants to be left alone for a day is asked again earlier."""
     server = start_server()
     server.busy = 12
     folder = distill(make_recipe("busy", server, requests={"concurrency": 2, "retries": 20}), tiny_target)
@@ -240,7 +240,13 @@ def test_servers_that_are_not_there_are_an_error_at_once_and_later_after_patienc
     with pytest.raises(BadInputError, match=r"none of data\.servers answers: http://127\.0\.0\.1:9/v1: "):
         distill(make_recipe("n", "http://127.0.0.1:9/v1"), tiny_target)
     server = start_server(seconds=0.05)
-    threading.Timer(0.3, server.stop).start()
+
+    def stop_after_a_while() -> None:
+        while server.asked.total() < 3:
+            time.sleep(0.01)
+        server.stop()
+
+    threading.Thread(target=stop_after_a_while).start()
     recipe = make_recipe("gone", server, requests={"concurrency": 1, "patience": 0.5})
     with pytest.raises(BadInputError, match=r"no server has answered for 0\.5 s .*kept in|no server has answered"):
         distill(recipe, tiny_target)
@@ -286,7 +292,7 @@ def test_every_turn_of_a_conversation_is_answered_after_the_targets_own_earlier_
     first, *later = ([{"role": "user", "content": text}] for text in ("first", "second", "third"))
     text = render(tokenizer, first, "here")
     prompt = Prompt("a/1", "a", tuple(tokenizer(text)["input_ids"]), text, tuple(first), tuple(map(tuple, later)))
-    monkeypatch.setattr(responses, "gather", lambda *_, **__: Collection([prompt]))
+    monkeypatch.setattr(responses, "recipe_prompts", lambda *_, **__: Collection([prompt]))
     fleet = [start_server()] if served else []
     found = rows(distill(make_recipe("turns", *fleet, max_new_tokens=6), tiny_target))
     learnt = sum(sum(row["loss_mask"]) for row in found)
@@ -417,12 +423,6 @@ def test_a_server_that_lists_models_but_refuses_every_question_ends_the_run(
     recipe = make_recipe("e", server, requests={"concurrency": 2, "patience": 0.3, "timeout": 5})
     with pytest.raises(BadInputError, match=rf"no server has answered for 0\.3 s .*HTTP {status}"):
         distill(recipe, tiny_target)
-
-
-def test_a_server_that_wants_to_be_left_alone_for_a_day_is_asked_again_earlier() -> None:
-    for wanted, taken in (("86400", 300.0), ("inf", 300.0), ("nan", 0.0), ("2", 2.0), ("-1", 0.0)):
-        response = httpx.Response(429, headers={"Retry-After": wanted}, request=httpx.Request("GET", "http://host"))
-        assert client._after(openai.RateLimitError("busy", response=response, body=None)) == taken
 
 
 def test_the_shortest_prompt_greets_the_servers(

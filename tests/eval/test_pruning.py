@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.distill.vocabulary import ranks
+from outrider.distill.data_set import ranks
 from outrider.eval.pruning import measure_pruning, size_figures
 from outrider.heads.divergences import TargetDistribution, divergence
 from outrider.heads.losses import compare

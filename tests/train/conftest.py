@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from outrider.common import digests
 from outrider.recipes import Recipe
 from outrider.targets import Target
 
@@ -42,7 +43,7 @@ def write_data(folder: Path, rows: list[dict[str, Any]], target: Target) -> Path
     disable_progress_bars()
     Dataset.from_list(rows).save_to_disk(str(folder))
     saved = {
-        "schema_version": 1,
+        "schema_version": 2,
         "target": target.fingerprint().to_dict(),
         "prompts": "0" * 64,
         "sampling": {},
@@ -50,6 +51,7 @@ def write_data(folder: Path, rows: list[dict[str, Any]], target: Target) -> Path
         "counts": {},
     }
     (folder / "provenance.json").write_text(json.dumps(saved))
+    digests.seal(folder)
     return folder
 
 

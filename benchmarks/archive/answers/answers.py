@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 
 from outrider.common.atomic import write_atomically
 from outrider.distill import distill, load_responses, provenance
-from outrider.distill.prompts import read_prompts
+from outrider.distill.collect import read_prompts
 from outrider.recipes import Recipe
 from outrider.serving.launching import VllmLaunch, python_of, running
 from outrider.targets import Target, embedded_path

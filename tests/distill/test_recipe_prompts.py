@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -16,10 +15,11 @@ from transformers import PreTrainedTokenizerFast
 from outrider.common import BadInputError
 from outrider.decode import Decoder
 from outrider.distill import distill, load_responses, provenance
-from outrider.distill.collect import gather
-from outrider.distill.prompts import Collection, PromptReading, collect
+from outrider.distill.collect import Collection, PromptReading, collect, recipe_prompts
 from outrider.recipes import Recipe
 from outrider.targets import Target
+
+from .conftest import write_rows
 
 Rows = Callable[..., str]
 U, A = {"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}
@@ -30,9 +30,7 @@ def rows(tmp_path: Path) -> Rows:
     """`rows(name, *rows)`: a jsonl file of these rows."""
 
     def write(name: str, *given: dict[str, Any]) -> str:
-        file = tmp_path / name
-        file.write_text("".join(json.dumps(row) + "\n" for row in given))
-        return str(file)
+        return write_rows(tmp_path / name, given)
 
     return write
 
@@ -52,13 +50,13 @@ def numbered(letter: str, count: int) -> list[dict[str, Any]]:
 
 def test_weights_hold_to_the_last_prompt(rows: Rows, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     one, other = rows("a.jsonl", *numbered("a", 50)), rows("b.jsonl", *numbered("b", 10))
-    found = gather(recipe([{"path": one, "weight": 3}, {"path": other, "weight": 1.0}]), tiny_tokenizer)
+    found = recipe_prompts(recipe([{"path": one, "weight": 3}, {"path": other, "weight": 1.0}]), tiny_tokenizer)
     letters = [text[0] for text in texts(found)]
     assert letters[:8] == ["a", "a", "b", "a", "a", "a", "b", "a"]
     assert (letters.count("a"), letters.count("b")) == (32, 10), "b ends, and so does the mixture"
-    limited = gather(recipe([{"path": one, "weight": 3}, other], limit=12), tiny_tokenizer)
+    limited = recipe_prompts(recipe([{"path": one, "weight": 3}, other], limit=12), tiny_tokenizer)
     assert [text[0] for text in texts(limited)].count("a") == 9
-    assert len(gather(recipe([one, other]), tiny_tokenizer).prompts) == 60, "without weights all of it is read"
+    assert len(recipe_prompts(recipe([one, other]), tiny_tokenizer).prompts) == 60, "without weights all of it is read"
 
 
 def test_three_sources_are_read_in_turn_after_one_has_ended(
@@ -77,10 +75,10 @@ def test_what_is_asked_twice_is_learnt_once(rows: Rows, tiny_tokenizer: PreTrain
         {"id": 4, "messages": [U, A, U]},
         {"id": 5, "text": "u"},
     )
-    found = gather(recipe([source]), tiny_tokenizer)
+    found = recipe_prompts(recipe([source]), tiny_tokenizer)
     assert [p.id for p in found.prompts] == ["a/1", "a/4", "a/5"]
     assert found.counts()["duplicate"] == 2
-    given = gather(recipe([source], answers="given"), tiny_tokenizer)
+    given = recipe_prompts(recipe([source], answers="given"), tiny_tokenizer)
     assert [p.id for p in given.prompts] == ["a/1", "a/2", "a/4"], "with another answer there is more to learn"
     assert given.counts()["unanswered"] == 2
 
@@ -90,28 +88,30 @@ def test_what_is_measured_is_not_learnt(rows: Rows, tiny_tokenizer: PreTrainedTo
     leak = rows("chats.jsonl", {"messages": [{**U, "content": "sort the names "}, A, U]}, {"messages": [U]})
     expected = rf"{leak}, row 1 asks what the suite {suite}, row 2, measures: 'sort the names '.*data.allow_leaks=true"
     with pytest.raises(BadInputError, match=expected):
-        gather(recipe([leak], [suite]), tiny_tokenizer)
-    allowed = gather(recipe([leak], [suite], allow_leaks=True), tiny_tokenizer)
+        recipe_prompts(recipe([leak], [suite]), tiny_tokenizer)
+    allowed = recipe_prompts(recipe([leak], [suite], allow_leaks=True), tiny_tokenizer)
     assert (allowed.counts()["prompts"], allowed.counts()["leaked"]) == (2, 1)
     late = rows("late.jsonl", {"messages": [U, A, {**U, "content": "sort the names"}]})
-    assert len(gather(recipe([late], [suite]), tiny_tokenizer).prompts) == 1, "in another conversation it is another"
+    assert len(recipe_prompts(recipe([late], [suite]), tiny_tokenizer).prompts) == 1, (
+        "in another conversation it is another"
+    )
 
 
 def test_only_the_prompts_that_are_measured_count(rows: Rows, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     suite, leak = rows("suite.jsonl", {"text": "a"}, {"text": "b"}), rows("data.jsonl", {"text": "b"})
     asked = recipe([leak], [suite])
     asked.eval.limit = 1
-    assert len(gather(asked, tiny_tokenizer).prompts) == 1
+    assert len(recipe_prompts(asked, tiny_tokenizer).prompts) == 1
     asked.eval.limit = 2
     with pytest.raises(BadInputError, match="row 2, measures"):
-        gather(asked, tiny_tokenizer)
+        recipe_prompts(asked, tiny_tokenizer)
 
 
 def test_malformed_rows_end_the_run_or_are_counted(rows: Rows, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     source = rows("a.jsonl", {"text": "x"}, {"prompt": 5}, {"turns": [1]}, {"text": "y"})
     with pytest.raises(BadInputError, match="row 2: `prompt` must be text, found 5"):
-        gather(recipe([source]), tiny_tokenizer)
-    found = gather(recipe([source], malformed="drop"), tiny_tokenizer)
+        recipe_prompts(recipe([source]), tiny_tokenizer)
+    found = recipe_prompts(recipe([source], malformed="drop"), tiny_tokenizer)
     assert (texts(found), found.counts()["malformed"]) == (["x", "y"], 2)
     assert found.sources[0].examples["malformed"].endswith("row 2: `prompt` must be text, found 5.")
 
@@ -123,7 +123,7 @@ def test_a_refused_chat_is_malformed(rows: Rows, tiny_tokenizer: PreTrainedToken
         "{{ m.content }}{% endfor %}"
     )
     source = rows("a.jsonl", {"messages": [{"role": "system", "content": "s"}, U]}, {"messages": [U]})
-    found = gather(recipe([source], malformed="drop"), tokenizer)
+    found = recipe_prompts(recipe([source], malformed="drop"), tokenizer)
     assert found.counts()["malformed"] == 1
     assert "refuses this conversation: no system" in found.sources[0].examples["malformed"]
 
@@ -135,7 +135,7 @@ def test_every_source_gets_a_line_and_losses_a_warning(
     lossy = rows("lossy.jsonl", *numbered("b", 30), {"messages": [{**U, "content": "long " * 99}]}, {"text": ""})
     said = io.StringIO()
     with caplog.at_level(logging.WARNING):
-        gather(recipe([fine, lossy], max_prompt_tokens=20), tiny_tokenizer, Console(file=said))
+        recipe_prompts(recipe([fine, lossy], max_prompt_tokens=20), tiny_tokenizer, Console(file=said))
     first, second = said.getvalue().splitlines()
     assert first == f"{fine}: text (key text); 60 of 61 rows; left out: 1 duplicates"
     assert second == (
@@ -151,7 +151,7 @@ def test_conversations_are_asked_from_their_first_question_on(
     rows: Rows, tiny_tokenizer: PreTrainedTokenizerFast
 ) -> None:
     source = rows("a.jsonl", {"messages": [U, A, {**U, "content": "v"}, A]}, {"turns": ["one", "two", "three"]})
-    first, second = gather(recipe([source]), tiny_tokenizer).prompts
+    first, second = recipe_prompts(recipe([source]), tiny_tokenizer).prompts
     assert first.text == "<|user|>u<|end|><|assistant|>"
     assert (first.later, first.given) == ((({"role": "user", "content": "v"},),), ((A,), (A,)))
     assert [turn[0]["content"] for turn in second.later] == ["two", "three"]
@@ -162,7 +162,7 @@ def test_arguments_reach_the_template(rows: Rows, tiny_tokenizer: PreTrainedToke
     tokenizer.chat_template = "{{ messages[0].content }}{% if not enable_thinking %}<no thought>{% endif %}"
     asked = recipe([rows("a.jsonl", {"question": "u"})])
     asked.template = {"enable_thinking": False}
-    [prompt] = gather(asked, tokenizer).prompts
+    [prompt] = recipe_prompts(asked, tokenizer).prompts
     assert prompt.text == "u<no thought>"
     assert prompt.template == {"enable_thinking": False}
 
@@ -205,6 +205,6 @@ def test_a_source_whose_rows_all_repeat_another_adds_nothing(
     rows: Rows, tiny_tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
 ) -> None:
     files = [rows("first.jsonl", {"text": "a"}, {"text": "b"}), rows("second.jsonl", {"text": "a"})]
-    found = gather(recipe(files), tiny_tokenizer)
+    found = recipe_prompts(recipe(files), tiny_tokenizer)
     assert (len(found.prompts), found.counts()["duplicate"]) == (2, 1)
     assert "second.jsonl: 100.0% of the rows were left out" in caplog.text

@@ -1,4 +1,4 @@
-"""The processes that a launcher started together, as one group; and what one of them does for all."""
+"""The processes that a launcher started together, as one group; and the work that one of them does for all."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def launch_group(folder: Path) -> Iterator[LaunchGroup]:
 
 @contextmanager
 def one_leads(group: LaunchGroup, target: Target) -> Iterator[None]:
-    """Let the main process alone do what is inside; the others take part in the passes of a sharded target.
+    """Run the block on the main process alone, while the others take part in the passes of a sharded target.
 
-    They have nothing to do inside themselves.
+    In the others the block must do nothing.
     """
     if group.size == 1 or not target.sharded:
         yield

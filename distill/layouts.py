@@ -157,8 +157,8 @@ def _recognised(row: Row, where: str, layout: str | None, columns: tuple[str, ..
                 return _kind(kind, row[key], layout), key
     setting = f"layout: {layout}" if columns is None else f"column: {columns[0]}"
     expected = _EXPECTED if asked is None else f"{', '.join(asked)} (data.prompts says {setting})"
-    keys = ", ".join(f"{key} (null)" if value is None else str(key) for key, value in row.items())
-    raise RowError(where, f"expected one of {expected}; found {keys or 'no keys'}.")
+    present = ", ".join(f"{key} (null)" if value is None else str(key) for key, value in row.items())
+    raise RowError(where, f"expected one of {expected}; found {present or 'no keys'}.")
 
 
 def _kind(kind: str, value: Any, layout: str | None) -> str:

@@ -97,13 +97,16 @@ class DraftModel(Drafter[DraftModelConfig]):
 
     @classmethod
     def build(cls, config: DraftModelConfig, target: Target, token_counts: Tensor | None = None) -> Self:
+        model: Any
         if config.path is not None:
             _check_tokenizer(config.path, target)
-            model: Any = load_causal_lm(config.path, dtype=torch.float32, strict=True)
+            model = load_causal_lm(config.path, dtype=torch.float32, strict=True)
             return cls(_cut(model, target).requires_grad_(True), config)
         if config.init == "prune":
             return cls(pruned(target, config.model, token_counts), config)
-        return cls(_from_config(_smaller(target.config, config.model)), config)
+        smaller = _smaller(target.config, config.model)
+        model = AutoModelForCausalLM.from_config(smaller, dtype=torch.float32, trust_remote_code=False)
+        return cls(model, config)
 
     @classmethod
     def from_folder(cls, folder: Path, values: dict[str, Any], target: Target | None) -> Self:
@@ -320,11 +323,6 @@ class DraftModelSession(ChainSession):
     def select(self, rows: list[int]) -> None:
         self.cache.select(rows)
         self.unread = self.unread[rows]
-
-
-def _from_config(config: Any) -> Any:
-    """Return a new model of a config, in fp32."""
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
 
 
 def _known(tokens: Tensor, model: Target) -> Tensor:

@@ -47,19 +47,15 @@ def compare(reference: TargetDistribution, draft_logits: Tensor, rule: Loss) -> 
     if kernels_serve(rule, draft_logits.device.type):
         return compare_by_kernels(reference, draft_logits, rule)
     if rule.soft is not None:
-        return _softly(reference, draft_logits.float(), rule.soft)
+        draft_logits = draft_logits.float()
+        with own_precision(draft_logits.device):
+            loss, alpha = _SoftCrossEntropy.apply(draft_logits, reference.renormalised, reference.probs)
+        return rule.soft * loss, alpha, (draft_logits.detach().argmax(-1) == reference.best).float()
     log_q = draft_logits.float().log_softmax(-1)
     with torch.no_grad():
         alpha = torch.minimum(reference.probs, log_q.exp()).sum(-1)
         top1 = (log_q.argmax(-1) == reference.best).float()
     return rule(reference, log_q), alpha, top1
-
-
-def _softly(reference: TargetDistribution, draft_logits: Tensor, weight: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (loss, alpha, top1) by `weight` times the soft cross-entropy."""
-    with own_precision(draft_logits.device):
-        loss, alpha = _SoftCrossEntropy.apply(draft_logits, reference.renormalised, reference.probs)
-    return weight * loss, alpha, (draft_logits.detach().argmax(-1) == reference.best).float()
 
 
 class _SoftCrossEntropy(torch.autograd.Function):

@@ -157,14 +157,11 @@ class Mtp(HeadDrafter[MtpConfig]):
         drafter = super().build(config, target, token_counts)
         if config.init == "native":
             if not on_meta_device():  # what has no contents is planned with, and asks for no checkpoint
-                drafter._load_native(target)
+                if config.hidden_first:
+                    raise BadInputError("mtp: native modules project [embedding; hidden]; leave out hidden_first.")
+                load_native(list(drafter.parts), drafter.config.layer, target, drafter.config.path)
             drafter.config.path = None  # where its weights once came from is no part of what it is
         return drafter
-
-    def _load_native(self, target: Target) -> None:
-        if self.config.hidden_first:
-            raise BadInputError("mtp: native modules project [embedding; hidden]; leave out hidden_first.")
-        load_native(list(self.parts), self.config.layer, target, self.config.path)
 
     def module(self, index: int) -> Module:
         """Return the module at `index`, counted from 0."""
@@ -360,7 +357,8 @@ class MtpSession(DeferredPrefillSession):
             self.tree = self.tree or TreeMask(len(tokens), 0, tokens.device)
             nodes = self.tree.grow(parents)
         embedded, offset = self.target.embed(tokens), self.outputs[-1].shape[1] - 1
-        before = [self._before(source, parents) for _, source in readers]
+        sources = [self.outputs[source] for _, source in readers]
+        before = [x[:, -1:] if parents is None else take_positions(x, parents + 1) for x in sources]  # [B, W, H]
         answers = []
         for (index, _), hidden in zip(readers, before, strict=True):
             output, normed = self.drafter.step(index, (embedded, hidden), self._caches[index], offset, nodes)
@@ -382,11 +380,6 @@ class MtpSession(DeferredPrefillSession):
                 f"this mtp drafter has {config.depth} modules, so it drafts no deeper than that; lower the depth."
             )
         return [(k, k - 1) for k in range(first, config.depth)]
-
-    def _before(self, source: int, parents: Tensor | None) -> Tensor:
-        """Return the outputs of the module at `source` before this pass's nodes, `[B, W, H]`."""
-        outputs = self.outputs[source]
-        return outputs[:, -1:] if parents is None else take_positions(outputs, parents + 1)
 
     def _logits(self, normed: Tensor) -> Tensor:
         return self.drafter.lm_head(self.target)(normed)

@@ -212,19 +212,16 @@ class LookaheadSession(Session):
     def _grow(self, row: _LookaheadRow, root: int, depth: int) -> _DraftTrie:
         tree, row.root, row.ends = _DraftTrie(), root, []
         if self.limit is None or row.length + self.config.reach < self.limit:  # nothing is read after the context's end
-            row.proposed = row.levels or [self._guessed([*row.recent, root])]
+            row.proposed = row.levels
+            if not row.levels:  # the text's last tokens, over and over if it is short (the paper draws at random)
+                tail = [*row.recent, root][-self.config.reach :]
+                row.proposed = [(tail * self.config.reach)[: self.config.reach]]
             row.ends = _place(tree, row.proposed)
         for rest in row.pool.latest(root):
             node = -1
             for token in rest[:depth]:
                 node = tree.add(node, token)
         return tree
-
-    def _guessed(self, text: list[int]) -> list[int]:
-        """Return a first level 0: the text's last tokens, over and over if it is short. (The paper draws at random.)"""
-        reach = self.config.reach
-        tail = text[-reach:]
-        return (tail * reach)[:reach]
 
     def on_target_argmax(self, following: Tensor) -> None:
         for row, tokens in zip(self.rows, following.tolist(), strict=True):

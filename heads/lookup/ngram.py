@@ -70,14 +70,11 @@ class NgramSession(TextSession):
     def update(self, tokens: Tensor, hidden: Tensor | None, counts: RowLengths, path: Tensor | None = None) -> None:
         for row, new, count in zip(self.rows, tokens.tolist(), counts.values, strict=True):
             for token in new[:count]:
-                self._append(row, token)
-
-    def _append(self, row: _NgramRow, token: int) -> None:
-        # An n-gram is noted only once something follows it, so that a lookup never finds itself.
-        for n in range(self.config.min_match, self.config.max_match + 1):
-            if len(row.tokens) >= n:
-                row.ends[tuple(row.tokens[-n:])] = len(row.tokens)
-        row.tokens.append(token)
+                # An n-gram is noted only once something follows it, so that a lookup never finds itself.
+                for n in range(self.config.min_match, self.config.max_match + 1):
+                    if len(row.tokens) >= n:
+                        row.ends[tuple(row.tokens[-n:])] = len(row.tokens)
+                row.tokens.append(token)
 
     def propose(self, root: Tensor, depth: int, choose: Choose, ended: Ended | None = None) -> Proposal:
         continuations = self.continuations([[last] for last in root.tolist()], depth)

@@ -27,10 +27,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from outrider.common import BadInputError
+from outrider.targets.cache_slots import Nodes, Placement
 from outrider.targets.fast import matmuls, operations
 from outrider.targets.fast.matmuls import TritonMatmul
 from outrider.targets.fast.operations import Split
-from outrider.targets.placement import Nodes, Placement
 
 from .report import command, options, publish, table, write
 

@@ -394,7 +394,7 @@ def read_json_items(file: Path, limits: FileLimits = JSON) -> Iterator[Any]:
     """
     require_regular(file)
     with file.open(encoding="utf-8-sig", newline="") as opened:
-        text = _Text(opened, str(file))
+        text = _TextWindow(opened, str(file))
         if text.next_mark() != "[":
             raise Unreadable(str(file), "expected a list of objects")
         mark = text.next_mark()
@@ -411,7 +411,7 @@ def read_json_items(file: Path, limits: FileLimits = JSON) -> Iterator[Any]:
             raise Unreadable(str(file), "not valid JSON: there is more text after the list")
 
 
-class _Text:
+class _TextWindow:
     """The piece of a text file that begins with what is read next, at `place`."""
 
     def __init__(self, opened: TextIO, where: str):

@@ -17,9 +17,9 @@ from ..common.errors import BadInputError, IncompatibleError
 from .attention import NAME as SPLIT_ATTENTION
 from .attention import register
 from .cache import RaggedCache
+from .cache_slots import Nodes
 from .layer_kinds import CacheLayout, attention_masks, check_layers, needs_mask, runtime_key
 from .layers import TapReader, body_of, decoder_layers, find_final_norm, first_layers
-from .placement import Nodes
 from .recurrent import RecurrentCache, has_states
 
 _CAPTURING = ("reduce-overhead", "max-autotune")  # modes of torch.compile

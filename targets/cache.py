@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from .placement import Nodes, Placement
+from .cache_slots import Nodes, Placement
 
 
 class LayerStore(Protocol):

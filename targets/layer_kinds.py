@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..common.errors import IncompatibleError
 from .attention import NAME as SPLIT_ATTENTION
 from .cache import EntryShape, RaggedCache
-from .placement import Nodes
+from .cache_slots import Nodes
 from .recurrent import HYBRID, KINDS, MODELS, OVERWRITING, RecurrentCache, has_states
 
 ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}  # kinds of layers that masks serve

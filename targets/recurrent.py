@@ -27,7 +27,7 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from ..common.errors import IncompatibleError
 from .cache import AttentionStore, EntryShape, LayerShape, LayerStore, RaggedCache, RowLengths
-from .placement import Nodes, Placement
+from .cache_slots import Nodes, Placement
 
 # Kinds of layers, and the models they were tried in. Other models update their states in ways of their own. A hybrid
 # layer keeps states, and keys and values.

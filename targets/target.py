@@ -20,12 +20,12 @@ from ..common.errors import BadInputError, IncompatibleError
 from ..common.machine import best_device
 from .backbone import Backbone, at_places
 from .cache import RaggedCache
+from .cache_slots import Nodes
 from .fingerprint import Fingerprint
 from .footprint import Footprint, measure
 from .layer_kinds import CacheLayout, runtime_key
 from .layers import body_of, decoder_layers
 from .loading import expanded, load_model_and_tokenizer, quantise
-from .placement import Nodes
 from .sharding import all_processes, in_turn, processes, settle, share, split
 from .smoke_check import reads_ragged_rows, require_readable
 

@@ -14,7 +14,7 @@ import triton
 from torch import Tensor
 from torch.library import custom_op
 
-from ..placement import Placement
+from ..cache_slots import Placement
 from . import kernels
 
 _PROGRAMS = 264  # that run at the same time: two for each multiprocessor of a large GPU

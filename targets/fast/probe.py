@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..cache import RowLengths
-from ..placement import Nodes
+from ..cache_slots import Nodes
 from ..target import Target
 
 PASS_TOLERANCE = 0.08  # relative, of hidden states in bfloat16; right ones were off by 0.02

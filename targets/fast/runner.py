@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from ..cache import AttentionStore, LayerShape, RaggedCache, TensorShape
+from ..cache_slots import Nodes
 from ..layers import is_as_made, layer_windows
-from ..placement import Nodes
 from . import operations
 from .matmuls import Matrix, TunedMatmuls
 from .operations import Split

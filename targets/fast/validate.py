@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..placement import Nodes, Placement
+from ..cache_slots import Nodes, Placement
 from ..target import Target
 from .operations import Split, attend
 from .probe import PASS_TOLERANCE, PassProbe, distance

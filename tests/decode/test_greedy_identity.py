@@ -32,7 +32,7 @@ from outrider.heads import (
 )
 from outrider.heads.session import Ended
 from outrider.targets import RaggedCache, RowLengths, Target
-from outrider.targets.placement import Placement
+from outrider.targets.cache_slots import Placement
 
 from .conftest import random_prompts
 

@@ -19,7 +19,7 @@ from outrider.heads.block.block_losses import Anchors
 from outrider.heads.block.dflash import BlockSession
 from outrider.heads.decoder_layer import normed, rotary_of
 from outrider.targets import Target
-from outrider.targets.placement import Placement
+from outrider.targets.cache_slots import Placement
 
 STARTS = [[4, 9], [6, 12], [3, 7]]
 Plant = Callable[[pytest.MonkeyPatch, DFlash], None]

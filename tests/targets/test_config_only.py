@@ -197,7 +197,7 @@ import sys, threading, time
 from pathlib import Path
 from outrider.common.runtime import keep_large_blocks
 from outrider.targets import absent_target
-from outrider.common.allocation import keep_large_blocks
+from outrider.common.runtime import keep_large_blocks
 from outrider.targets import config_only_target
 
 def own_memory():

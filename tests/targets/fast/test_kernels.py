@@ -10,9 +10,9 @@ import torch
 from triton.runtime import interpreter
 
 from benchmarks.kernels import ATTENTION, WAYS, attention_error, heads_error, product_error
+from outrider.targets.cache_slots import Placement
 from outrider.targets.fast import operations
 from outrider.targets.fast.operations import Split
-from outrider.targets.placement import Placement
 
 CPU = torch.device("cpu")
 LIMITS = {torch.float32: 2e-6, torch.bfloat16: 0.008}  # the interpreter cuts bfloat16 off, where a GPU rounds

@@ -9,7 +9,7 @@ V' the drafter's own vocabulary (V' <= V when it is pruned).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any, ClassVar, Self, TypeVar
@@ -259,17 +259,27 @@ def compare_drafts(
 
 
 def teacher_forced_loss(
-    drafter: Drafter[T], batch: TargetBatch, hidden: Tensor, head: Head, parameters: Sequence[Tensor], depths: int
+    drafter: Drafter[T],
+    batch: TargetBatch,
+    hidden: Tensor,
+    head: Head,
+    parameters: Sequence[Tensor],
+    depths: int,
+    finish: Callable[[Tensor], Tensor] | None = None,
 ) -> DrafterLoss:
     """Return the loss of a drafter that reads true tokens wherever it drafts, at every supervised token.
 
     Args:
-        hidden: its states at each place, `[B, T, H']`, of which `head` makes logits of the next token.
+        hidden: its states at each place, `[B, T, H]`, which predict the next token.
+        head: makes draft logits of states, after `finish` where there is one.
+        parameters: what `head` trains.
         depths: up to which the simulated tau multiplies alphas.
     """
     wanted = batch.supervised[:, 1:]
-    rows, places = wanted.nonzero(as_tuple=True)  # [P]
-    result = compare_drafts(drafter, batch, rows, places + 1, hidden[rows, places], head, parameters)
+    rows, places = wanted.nonzero(as_tuple=True)
+    states = hidden[rows, places]  # [P, H]
+    drafted = states if finish is None else finish(states)
+    result = compare_drafts(drafter, batch, rows, places + 1, drafted, head, parameters)
     alpha = torch.zeros(wanted.shape, device=wanted.device).masked_scatter(wanted, result.alpha)  # [B, T − 1]
     metrics = {"loss_d1": (result.loss.sum(), wanted.sum()), "top1_d1": (result.top1.sum(), wanted.sum())}
     chain = range(depths)

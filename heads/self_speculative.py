@@ -166,7 +166,7 @@ class SelfSpeculative(HeadDrafter[SelfSpeculativeConfig]):
         """
         parameters = [own.weight for own in self.own_outputs()]
         head = partial(self.output, target=batch.target)
-        return teacher_forced_loss(self, batch, self.exit(self._early(batch)), head, parameters, self.config.depths)
+        return teacher_forced_loss(self, batch, self._early(batch), head, parameters, self.config.depths, self.exit)
 
     def _early(self, batch: TargetBatch) -> Tensor:
         """Return the states after layer E and the target's final norm, which the last tap has already, `[B, T, H]`."""

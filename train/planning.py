@@ -511,7 +511,7 @@ class _Planning:
     def _step_seconds(self, gpu: Gpu, flops: tuple[float, float], memory: Memory) -> float:
         """Return the seconds of both kinds of passes, and of the optimizer, which moves its states."""
         target_flops, drafter_flops = (value / self.processes for value in flops)
-        # A float32 target in a mixed-precision training runs in bfloat16, see `train.trainer`.
+        # A float32 target in a mixed-precision training runs in bfloat16, see `train.run`.
         precision = "bfloat16" if self.precision == "bfloat16" else self._name(self.target.dtype)
         moved = 2 * (memory.drafter_weights + memory.optimizer_states) + 3 * memory.gradients
         return (

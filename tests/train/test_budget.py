@@ -19,10 +19,10 @@ from outrider.common import BadInputError
 from outrider.recipes import Recipe
 from outrider.targets import Target
 from outrider.train import TrainingInterruptedError, train
-from outrider.train import time_budget as budgets
+from outrider.train import stopping as budgets
 from outrider.train.checkpoints import checkpoints, last_complete
-from outrider.train.loop import DrafterTrainer
-from outrider.train.time_budget import ENDLESS, NUM_CHECKPOINTS, Clock, TimeBudget, check_schedule, saved_clock
+from outrider.train.stopping import ENDLESS, NUM_CHECKPOINTS, Clock, TimeBudget, check_schedule, saved_clock
+from outrider.train.trainer import DrafterTrainer
 
 MakeRecipe = Callable[..., Recipe]
 

@@ -418,7 +418,7 @@ def test_a_section_that_cannot_be_trained_is_refused(
     recipe: MakeRecipe, target: Target, changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before the target answers any prompt; and nothing of an adapter stays in it."""
-    monkeypatch.setattr("outrider.train.trainer.distill", None)
+    monkeypatch.setattr("outrider.train.run.distill", None)
     before = set(target.model.state_dict())
     with pytest.raises(BadInputError, match=message):
         train(joined(recipe(drafter=MEDUSA), **changes), target)

@@ -18,7 +18,7 @@ from outrider.recipes import Recipe
 from outrider.targets import PeakBytes, Target
 from outrider.train import TrainingInterruptedError, train
 from outrider.train.checkpoints import checkpoints
-from outrider.train.decode_eval import MeasuredTau, drafted_parts
+from outrider.train.decoding import MeasuredTau, drafted_parts
 
 from .test_stopping import asked_in
 from .test_trainer import history

@@ -27,7 +27,7 @@ from outrider.targets import Target
 from outrider.train import checkpoints as folders
 from outrider.train import train
 from outrider.train.data import EMPTY, IGNORED, Rows, collate, split
-from outrider.train.onpolicy import OnPolicy
+from outrider.train.decoding import OnPolicy
 
 MakeRecipe = Callable[..., Recipe]
 DRAFT_MODEL = {"type": "draft_model", "model": {"num_hidden_layers": 1}}

@@ -19,8 +19,7 @@ from outrider.recipes import Recipe
 from outrider.targets import PeakBytes, Target
 from outrider.train import train
 from outrider.train.check import check
-from outrider.train.data import EMPTY, IGNORED, OnlineBatches, Rows, collate, split
-from outrider.train.packing import PackedBatches, Packs, packs_of
+from outrider.train.data import EMPTY, IGNORED, OnlineBatches, PackedBatches, Packs, Rows, collate, packs_of, split
 from outrider.train.planning import plan
 
 from ..conftest import drafter_in_training

@@ -23,9 +23,9 @@ from outrider.targets import PeakBytes, Target
 from outrider.train import planning, train
 from outrider.train.arguments import training_arguments
 from outrider.train.data import OnlineBatches, collate, split
-from outrider.train.loop import DrafterTrainer, TrainData
 from outrider.train.planning import GPUS, Memory, active_weights, pass_flops, plan, sketch_target
 from outrider.train.rehearsal import rehearse
+from outrider.train.trainer import DrafterTrainer, TrainData
 from outrider.train.warmstart import make_drafter
 
 from .conftest import write_data

@@ -320,7 +320,7 @@ def test_a_drafter_that_cannot_be_made_is_refused_before_the_target_answers(
     def never(*_: Any) -> None:
         raise AssertionError("the target was asked")
 
-    monkeypatch.setattr("outrider.train.trainer.distill", never)
+    monkeypatch.setattr("outrider.train.run.distill", never)
     with pytest.raises((BadInputError, IncompatibleError), match=message):
         train(recipe(drafter=drafter, data_changes={"responses": None}), target)
     monkeypatch.undo()

@@ -20,8 +20,7 @@ from outrider.recipes import Recipe
 from outrider.targets import Target
 from outrider.train import train
 from outrider.train.check import check
-from outrider.train.data import EMPTY, OnlineBatches, Rows, collate, split
-from outrider.train.packing import PackedBatches, Packs
+from outrider.train.data import EMPTY, OnlineBatches, PackedBatches, Packs, Rows, collate, split
 
 from ..conftest import drafter_in_training
 from .conftest import EAGLE3, make_rows, write_data

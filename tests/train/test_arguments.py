@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from outrider.common import BadInputError
-from outrider.recipes import Recipe
 from outrider.targets import Target
 from outrider.train import train
 from outrider.train.arguments import check_training, training_arguments
@@ -20,7 +18,7 @@ from outrider.train.launch import (
     check_sharding,
 )
 
-MakeRecipe = Callable[..., Recipe]
+from .conftest import MakeRecipe
 
 
 @pytest.mark.parametrize(

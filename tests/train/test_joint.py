@@ -27,7 +27,7 @@ from outrider.train import TrainResult, train
 from outrider.train.compare import check_comparable
 from outrider.train.joint import Adapter, JointBatches, JointModule, adapted
 
-MakeRecipe = Callable[..., Recipe]
+from .conftest import MakeRecipe
 
 MEDUSA = {"type": "medusa", "num_heads": 3}
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}

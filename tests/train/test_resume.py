@@ -27,7 +27,7 @@ from outrider.train import TrainingInterruptedError, train
 from outrider.train import checkpoints as folders
 from outrider.train.__main__ import main
 
-MakeRecipe = Callable[..., Recipe]
+from .conftest import MakeRecipe
 
 
 def weights(folder: Path) -> bytes:

@@ -38,7 +38,7 @@ def check_servable(recipe: Recipe, engine: str | None) -> None:
     """Refuse a recipe whose drafter `engine` cannot serve; None asks nothing."""
     if engine is None:
         return
-    from ..train.servable import check_servable as check
+    from ..train.check import check_servable as check
 
     check(recipe, engine)
 

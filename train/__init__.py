@@ -1,5 +1,5 @@
 """Training: one trainer for every drafter, on `transformers.Trainer` and accelerate."""
 
-from .trainer import TrainingInterruptedError, TrainResult, train
+from .run import TrainingInterruptedError, TrainResult, train
 
 __all__ = ["TrainResult", "TrainingInterruptedError", "train"]

@@ -18,7 +18,7 @@ from ..common.progress import say_retries_once
 from ..common.runtime import keep_large_blocks, remember_few_shapes
 from ..common.signals import how, number_of, stop_with_launcher, stoppable
 from ..recipes import load_recipe
-from .trainer import TrainingInterruptedError, train
+from .run import TrainingInterruptedError, train
 
 
 def main(arguments: list[str] | None = None) -> int:

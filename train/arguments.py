@@ -22,7 +22,7 @@ from .hooks import train_on_one_gpu
 
 _log = logging.getLogger(__name__)
 
-MEASURED, GAP = "measured_tau", "tau_gap"  # what the decoder measures while training, see train/decode_eval.py
+MEASURED, GAP = "measured_tau", "tau_gap"  # what the decoder measures while training, see train/decoding.py
 
 # Fields that change a loss or a model which a drafter does not have. Off by default, and refused when switched on.
 _MEANINGLESS = {

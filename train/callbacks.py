@@ -1,13 +1,19 @@
-"""What watches the training loop: shuffling per epoch, the finite guard, requests to stop, and the progress line."""
+"""Callbacks of the training loop: shuffling per epoch, the finite guard, requests to stop, progress, and trackers.
+
+Trackers (wandb, tensorboard, trackio) get, beside transformers' own scalars and settings, the recipe; at each
+evaluation a table of the target's text with the drafted parts in it; and in the end recipe.yaml and provenance.json.
+"""
 
 from __future__ import annotations
 
+import importlib
 import logging
 import math
+import os
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,13 +26,16 @@ from transformers.trainer_callback import ProgressCallback
 
 from ..common import BadInputError
 from ..common.signals import ECHO, StoppedError, listening
+from ..recipes import Recipe
 from .data import Order
+from .decoding import Sample
+from .provenance import PROVENANCE, RECIPE
 
 _log = logging.getLogger(__name__)
 
 
 class EpochOrder(TrainerCallback):
-    """A callback that tells the sampler its epoch.
+    """A callback that sets the epoch of the sampler.
 
     accelerate's own loaders lose it when they resume in several processes.
     """
@@ -42,7 +51,7 @@ class EpochOrder(TrainerCallback):
 
 @dataclass
 class StepStats:
-    """What an optimizer step has learned from so far.
+    """The micro-batches of an optimizer step so far.
 
     Attributes:
         loss: the sum of its micro-batches' losses, `[]`.
@@ -62,10 +71,10 @@ class FiniteGuard(TrainerCallback):
     """A callback that stops before an optimizer step whose loss or gradient is not finite: the weights stay good.
 
     Args:
-        take: gives the step about to be applied, and begins the next one.
-        describe: says which rows a step learned from, and what is wrong with them.
-        last_good: the last whole checkpoint, if there is one.
-        norm: gives the norm of the gradients; 0 where a scaler expects and skips overflowing steps itself.
+        take: returns the step about to be applied, and begins the next one.
+        describe: returns a sentence about the rows of a step, and what is wrong with them.
+        last_good: returns the last whole checkpoint, or None.
+        norm: returns the norm of the gradients; 0 where a scaler expects and skips overflowing steps itself.
     """
 
     def __init__(
@@ -101,14 +110,14 @@ class FiniteGuard(TrainerCallback):
         ]
         advice += ["train in fp32 (leave out training.bf16 and training.fp16)"] if args.bf16 or args.fp16 else []
         kept = self.last_good()
-        after = (
+        way_on = (
             f"The last good checkpoint is {kept}; to go on from it, set drafter.init to it and choose another output."
             if kept
             else "No checkpoint yet."
         )
         return (
             f"training stopped before step {step}, which was not applied: {what}. {rows} "
-            f"Try: {'; '.join(advice)}. {after}"
+            f"Try: {'; '.join(advice)}. {way_on}"
         )
 
 
@@ -118,7 +127,7 @@ class GracefulStop(TrainerCallback):
     The requests are those of `common.signals`. A second Ctrl-C ends at once; schedulers have SIGKILL for that.
 
     Attributes:
-        number: the signal that asked this process; 0 if none did.
+        number: the signal that this process received; 0 for none.
         stopped_at: the step after which training was stopped; None if it was not.
     """
 
@@ -130,15 +139,15 @@ class GracefulStop(TrainerCallback):
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Note inside what asks this process to stop."""
-        with listening(self._ask):
+        """Record requests to stop inside."""
+        with listening(self._request):
             yield
 
-    def is_asked(self) -> bool:
-        """Tell whether any process was asked to stop. All of them must call this together."""
+    def is_requested(self) -> bool:
+        """Tell whether any process received a request. All of them must call this together."""
         return self.any_process(self.number != 0)
 
-    def _ask(self, number: int) -> None:
+    def _request(self, number: int) -> None:
         now = time.monotonic()
         if not self.number:
             self.number, self._since = number, now
@@ -149,7 +158,7 @@ class GracefulStop(TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         # Signals reach the processes at different steps; they must stop at the same one.
-        if self.is_asked():
+        if self.is_requested():
             control.should_evaluate = False
             self.stop(state, control)
 
@@ -172,13 +181,13 @@ class Progress(ProgressCallback):
     ) -> None:
         if not state.is_world_process_zero or not logs:
             return
-        line = describe(logs, state.global_step)
+        line = log_line(logs, state.global_step)
         if line and self.training_bar is not None:
             self.training_bar.write(line)
 
 
 class LogLines(TrainerCallback):
-    """A callback that logs the lines of `describe` without a bar (`disable_tqdm`)."""
+    """A callback that logs the lines of `log_line` without a bar (`disable_tqdm`)."""
 
     def on_log(
         self,
@@ -188,12 +197,12 @@ class LogLines(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        line = describe(logs or {}, state.global_step)
+        line = log_line(logs or {}, state.global_step)
         if line and state.is_world_process_zero:
             _log.info("%s", line)
 
 
-def describe(logs: dict[str, Any], step: int) -> str:
+def log_line(logs: dict[str, Any], step: int) -> str:
     """Return a line such as `step 120  loss 1.83  tau 2.10  alpha 0.71 0.58 0.44  lr 2.9e-03`.
 
     It is empty for logs that are not about a step.
@@ -208,3 +217,65 @@ def describe(logs: dict[str, Any], step: int) -> str:
     parts += ["alpha " + " ".join(f"{value:.2f}" for _, value in depths)] if depths else []
     parts += [f"lr {logs['learning_rate']:.1e}"] if "learning_rate" in logs else []
     return "  ".join(parts)
+
+
+TABLE = "drafted"
+TABLE_COLUMNS = ["step", "prompt", "target", "drafted in brackets", "tau"]
+
+
+class Reports(TrainerCallback):
+    """A callback that gives trackers the recipe, and tables of text.
+
+    Args:
+        samples: returns those of the last evaluation.
+    """
+
+    def __init__(self, recipe: Recipe, samples: Callable[[], Sequence[Sample]]):
+        self.recipe, self.samples = recipe, samples
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        values = {"recipe": self.recipe.model_dump(mode="json")}
+        for name in ("wandb", "trackio"):
+            if state.is_world_process_zero and _runs(args, name):
+                tracker: Any = importlib.import_module(name)
+                tracker.config.update(values, **({"allow_val_change": True} if name == "wandb" else {}))
+
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        rows = [[state.global_step, s.prompt, s.target, s.drafted, s.tau] for s in self.samples()]
+        if not rows or not state.is_world_process_zero:
+            return
+        if _runs(args, "wandb"):
+            wandb: Any = importlib.import_module("wandb")
+            wandb.log({TABLE: wandb.Table(columns=TABLE_COLUMNS, data=rows), "train/global_step": state.global_step})
+        if _runs(args, "trackio"):
+            trackio, frames = importlib.import_module("trackio"), importlib.import_module("pandas")
+            trackio.log({TABLE: trackio.Table(dataframe=frames.DataFrame(rows, columns=TABLE_COLUMNS))})
+        if _runs(args, "tensorboard"):
+            _write_text(args, state.global_step, rows)
+
+
+def finish_reports(recipe: Recipe, args: TrainingArguments) -> None:
+    """Add the recipe and provenance to the wandb run, which ends with the process."""
+    wandb: Any = importlib.import_module("wandb") if _runs(args, "wandb") else None
+    if wandb is None or wandb.run is None:
+        return
+    artifact = wandb.Artifact(f"{recipe.name}-report", type="report")
+    for name in (RECIPE, PROVENANCE):
+        artifact.add_file(str(recipe.output_folder / name))
+    wandb.run.log_artifact(artifact)
+
+
+def _runs(args: TrainingArguments, name: str) -> bool:
+    return name in ([args.report_to] if isinstance(args.report_to, str) else args.report_to or [])
+
+
+def _write_text(args: TrainingArguments, step: int, rows: Sequence[Sequence[Any]]) -> None:
+    """Write a table as Markdown beside transformers' own event files."""
+    board: Any = importlib.import_module("torch.utils.tensorboard")
+    lines = ["| " + " | ".join(TABLE_COLUMNS) + " |", "| --- " * len(TABLE_COLUMNS) + "|"]
+    lines += ["| " + " | ".join(str(v).replace("|", "\\|").replace("\n", "⏎") for v in row) + " |" for row in rows]
+    folder = os.environ.get("TENSORBOARD_LOGGING_DIR") or str(Path(args.output_dir or "") / "runs")
+    with board.SummaryWriter(log_dir=str(Path(folder) / TABLE)) as writer:
+        writer.add_text(TABLE, "\n".join(lines), step)

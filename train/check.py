@@ -1,40 +1,41 @@
-"""What is refused before work starts: two lists, of what recipe and launch tell, and of what the target tells.
+"""What is refused before work starts: by the recipe and the launch alone (`check`), and once the target is loaded.
 
-A run that cannot end well stops here with a sentence that says what to change, not after hours. What a section of a
-recipe may say by itself is checked where it is read: `training` in `arguments`, `drafter` in `warmstart`, the rest in
-`recipes.schema`.
+A run that cannot end well stops here with a sentence about what to change, not after hours. A section of a recipe by
+itself is checked where it is read: `training` in `arguments`, `drafter` in `warmstart`, the rest in `recipes.schema`;
+the processes in `launch`.
 """
 
 from __future__ import annotations
 
+import importlib
 import logging
-import os
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedModel, TrainingArguments
+from transformers.integrations import get_reporting_integration_callbacks
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
-from ..common import BadInputError
+from ..common import BadInputError, refuse_unknown_keys
 from ..common.atomic import free_bytes, readable_bytes, require_folder
+from ..common.errors import reason
 from ..costs.training import features_bytes
 from ..distill.data_set import rounds_of
 from ..distill.responses import data_folder
+from ..formats import require_served
 from ..heads import HEADS, Drafter, LowRank
 from ..heads.divergences import divergence
 from ..recipes import DataSpec, JointSpec, Recipe
 from ..targets import Target
-from . import muon
 from .arguments import MEASURED, packing_of, training_arguments
 from .hooks import asks_for_checkpointing
 from .joint import adapted, lora_config
-from .launch import is_asked_for, is_spread, kind_of_processes
-from .planning import workload
-from .reporting import check_reports
-from .time_budget import check_schedule
+from .launch import check_kind_of_processes, check_number_of_processes, check_sharding, kind_of_processes
+from .planning import sketch_drafter, sketch_target, workload
+from .stopping import check_schedule
 from .warmstart import check_drafter, check_makes
 
 _log = logging.getLogger(__name__)
-
-_TWO_ON_CPU = "ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes N -m outrider.train RECIPE"
 
 
 def check(recipe: Recipe, drafter: Drafter | None = None, seconds: float | None = None) -> TrainingArguments:
@@ -51,7 +52,8 @@ def check(recipe: Recipe, drafter: Drafter | None = None, seconds: float | None 
     check_learns(drafter_class)
     check_writes(drafter_class, recipe.data)
     check_packs(drafter_class, recipe)
-    check_follows(drafter_class if drafter is None else type(_learner(drafter)), recipe.data)
+    # A low-rank change is trained by the loss of the drafter that it changes.
+    check_follows(type(drafter.base) if isinstance(drafter, LowRank) else drafter_class, recipe.data)
     check_rounds(recipe.data, data_folder(recipe))
     args = training_arguments(recipe)
     if args.process_index == 0:
@@ -60,8 +62,8 @@ def check(recipe: Recipe, drafter: Drafter | None = None, seconds: float | None 
     check_measures(recipe, args)
     check_number_of_processes(args)
     check_kind_of_processes(args)
-    check_parts(args)
-    check_packs_of_parts(drafter_class, recipe, args)
+    check_sharding(args)
+    check_packs_of_fsdp(drafter_class, recipe, args)
     check_target_is_whole(recipe)
     if recipe.joint is not None:
         check_adapter(recipe.joint)
@@ -101,7 +103,7 @@ def check_learns(drafter_class: type[Drafter]) -> None:
 
 
 def check_writes(drafter_class: type[Drafter], spec: DataSpec) -> None:
-    """Refuse text of the drafter's own from a drafter that writes none."""
+    """Refuse on-policy training of a drafter that writes no text by itself."""
     if spec.on_policy and not drafter_class.writes_text:
         raise BadInputError(
             f"data.on_policy is {spec.on_policy:g}, but a drafter of type {drafter_class.name!r} writes no text of its "
@@ -125,7 +127,7 @@ def check_packs(drafter_class: type[Drafter], recipe: Recipe) -> None:
 
 
 def check_follows(drafter_class: type[Drafter], spec: DataSpec) -> None:
-    """Refuse a share for what rounds of decoding reached of a drafter that cannot tell it from anything else."""
+    """Refuse `data.verified` for a drafter whose loss cannot weigh the positions that rounds of decoding reached."""
     if spec.verified and not drafter_class.follows_rounds:
         able = ", ".join(name for name, known in HEADS.items() if known.follows_rounds)
         raise BadInputError(
@@ -136,14 +138,9 @@ def check_follows(drafter_class: type[Drafter], spec: DataSpec) -> None:
 
 
 def check_rounds(spec: DataSpec, folder: Path) -> None:
-    """Refuse responses that are there and do not say which of their tokens rounds of decoding reached."""
+    """Refuse finished responses without a record of the tokens that rounds of decoding reached."""
     if spec.verified and folder.is_dir():
         rounds_of(folder)
-
-
-def _learner(drafter: Drafter) -> Drafter:
-    """Return whose loss a drafter learns by: another one's, if it is a change of that."""
-    return drafter.base if isinstance(drafter, LowRank) else drafter
 
 
 def check_recomputes(drafter: Drafter, args: TrainingArguments) -> None:
@@ -155,6 +152,43 @@ def check_recomputes(drafter: Drafter, args: TrainingArguments) -> None:
         )
 
 
+# ------------------------------------------------------------ trackers
+
+
+def check_reports(args: TrainingArguments) -> None:
+    """Refuse unknown trackers, and those whose package or account is missing.
+
+    Raises:
+        BadInputError: names what to install, or what to set.
+    """
+    names = [args.report_to] if isinstance(args.report_to, str) else list(args.report_to or [])
+    for name in names:
+        refuse_unknown_keys({name: None}, INTEGRATION_TO_CALLBACK, "training.report_to")
+        try:
+            get_reporting_integration_callbacks([name])[0]()
+        except (RuntimeError, ImportError) as error:
+            raise BadInputError(
+                f"training.report_to: {name} cannot report here: {reason(error)} Install its package (pip install "
+                f"{name}), or leave it out."
+            ) from error
+    if "wandb" in names and args.process_index == 0:
+        _check_wandb_login()
+
+
+def _check_wandb_login() -> None:
+    """Refuse a wandb run without a login."""
+    wandb: Any = importlib.import_module("wandb")
+    if wandb.run is not None or wandb.Settings().mode in ("offline", "disabled", "dryrun"):
+        return
+    try:
+        wandb.login()
+    except Exception as error:  # of wandb's own kinds, which differ by version
+        raise BadInputError(
+            f"training.report_to: wandb cannot log in ({reason(error)}); run `wandb login`, or set WANDB_MODE=offline "
+            "and `wandb sync` the run later."
+        ) from error
+
+
 # ------------------------------------------------------------ the disk
 
 
@@ -164,7 +198,7 @@ def warn_of_features(recipe: Recipe, target: Target, drafter: Drafter) -> None:
         return
     try:
         work = workload(recipe)
-    except BadInputError:  # how many prompts there are is not known
+    except BadInputError:  # the number of prompts is not known
         return
     most = features_bytes(target, drafter.taps, work.tokens, recipe.data.features_dtype)
     free = free_bytes(recipe.output_folder)
@@ -180,7 +214,7 @@ def warn_of_features(recipe: Recipe, target: Target, drafter: Drafter) -> None:
         )
 
 
-# ------------------------------------------------------------ what is measured on the way
+# ------------------------------------------------------------ evaluations
 
 
 def check_measures(recipe: Recipe, args: TrainingArguments) -> None:
@@ -198,73 +232,10 @@ def check_measures(recipe: Recipe, args: TrainingArguments) -> None:
         )
 
 
-# ------------------------------------------------------------ the launch
+# ------------------------------------------------------------ what many processes cannot do
 
 
-def check_number_of_processes(args: TrainingArguments) -> None:
-    """Refuse fewer processes than the launcher was asked for.
-
-    Several launchers fail silently on a CPU: one process instead of two, or two that never speak to each other.
-    """
-    asked = int(os.environ.get("WORLD_SIZE", "1"))
-    if "WORLD_SIZE" not in os.environ and "MASTER_ADDR" in os.environ and "ACCELERATE_MIXED_PRECISION" in os.environ:
-        # Exactly what `accelerate launch --cpu --num_processes 2` leaves: the address for several processes, and one.
-        raise BadInputError(
-            "the launcher was asked for several processes but started one (`accelerate launch --cpu` does that); "
-            f"use: {_TWO_ON_CPU}"
-        )
-    if args.world_size != asked:
-        raise BadInputError(
-            f"the launcher started {asked} processes, but they run as {args.world_size} (each would train its own "
-            f"copy); use: {_TWO_ON_CPU}"
-        )
-
-
-def check_kind_of_processes(args: TrainingArguments) -> None:
-    """Refuse a kind of parallelism that was asked for and is not there."""
-    kind = kind_of_processes(args)
-    if kind == "DEEPSPEED" and os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1"):
-        raise BadInputError(
-            "the launcher asked for DEEPSPEED, and ACCELERATE_USE_CPU makes accelerate leave it out without a word; "
-            "unset ACCELERATE_USE_CPU and add training.use_cpu=true (CPU processes run ZeRO, too)."
-        )
-    for name in ("FSDP", "DEEPSPEED"):
-        if is_asked_for(name) and kind != name:
-            raise BadInputError(
-                f"the launcher asked for {name}, but accelerate set up {kind!r}; {name} needs an accelerator here: "
-                "leave it out."
-            )
-
-
-def check_engine(args: TrainingArguments, found: str) -> None:
-    """Refuse to train with another engine (accelerate's word `found`) than the launcher was asked for."""
-    asked = kind_of_processes(args)
-    if found != asked:
-        raise BadInputError(
-            f"the launch is {asked}, but accelerate would train as {found}; look at the launcher's options and at the "
-            "ACCELERATE_* variables of the environment."
-        )
-
-
-def check_parts(args: TrainingArguments) -> None:
-    """Refuse what a drafter in parts (FSDP2, ZeRO) cannot be trained with."""
-    if not is_spread(args):
-        return
-    kind, stage = kind_of_processes(args), getattr(args.deepspeed_plugin, "zero_stage", None)
-    if stage == 0:
-        raise BadInputError("DeepSpeed ZeRO stage 0 splits nothing; take --zero_stage 1, 2 or 3, or --multi_gpu.")
-    if kind == "FSDP" and os.environ.get("FSDP_VERSION", "1") != "2":
-        raise BadInputError("FSDP: only version 2 is supported; add --fsdp_version 2 (fsdp_version: 2 in a config).")
-    if args.optim == muon.NAME:
-        raise BadInputError(
-            f"training.optim: muon moves whole matrices, and under {kind} each process has only parts of them; take "
-            "adamw_torch, or launch with --multi_gpu (data parallel)."
-        )
-    if args.fp16:
-        raise BadInputError(f"training.fp16: under {kind} take training.bf16, which needs no scaled gradients.")
-
-
-def check_packs_of_parts(drafter_class: type[Drafter], recipe: Recipe, args: TrainingArguments) -> None:
+def check_packs_of_fsdp(drafter_class: type[Drafter], recipe: Recipe, args: TrainingArguments) -> None:
     """Refuse packed rows for a language model under FSDP2: it reads a pack in as many passes as its texts want.
 
     Each pass gathers the layers, which all processes must do together.
@@ -296,7 +267,7 @@ def check_target_is_whole(recipe: Recipe) -> None:
 
 
 def check_adapter(spec: JointSpec) -> None:
-    """Refuse settings of a LoRA, or a loss, that there are not."""
+    """Refuse unknown settings of a LoRA, or an unknown loss."""
     lora_config(spec.lora)
     divergence(spec.loss)
 
@@ -333,3 +304,16 @@ def check_adapter_fits(recipe: Recipe, target: Target, seed: int) -> None:
     """Refuse a LoRA that does not fit this target, by putting one in and taking it out."""
     with adapted(target, recipe.joint, seed):
         pass
+
+
+def check_servable(recipe: Recipe, engine: str) -> None:
+    """Refuse a recipe whose drafter `engine` cannot serve; configs are read, and no weights.
+
+    Raises:
+        BadInputError: an unknown engine, or a config that cannot be read.
+        IncompatibleError: it serves no drafters of this type, or not with these settings: each is named with the
+            nearest one that it serves.
+    """
+    target = sketch_target(recipe)
+    drafter = sketch_drafter(recipe, target)
+    require_served(engine, drafter.name, drafter.config, target.num_layers)

@@ -1,4 +1,4 @@
-"""Checkpoint folders: which of them are whole, which is the last, which may go.
+"""Checkpoints: which folders are whole, which is the last, which may go; and what a training writes and reads there.
 
 The trainer writes a checkpoint file by file. The sealed list of their digests, written when all of them are on the
 disk, tells a whole checkpoint from one that a crash, a kill or a full disk cut short, or that was altered later; only
@@ -13,44 +13,37 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, cast
 
 from safetensors import SafetensorError
 from transformers import TrainerState, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..common import BadInputError, Refusal, digests
 from ..common.atomic import CannotWriteError, failure, move, readable_bytes, write_atomically
 from ..common.safe_load import read_json
+from ..heads import restore_drafter
+from .hooks import CheckpointIO, HookedTrainer
+from .joint import ADAPTER, JointModule
 from .launch import is_lost_peer
+from .optimizer_state import (
+    FsdpStates,
+    States,
+    WholeStates,
+    ZeroStates,
+    is_named,
+    read_schedule,
+    read_state,
+    write_schedule,
+    write_state,
+)
+from .sharded_drafter import ShardedDrafter, WholeDrafter
 
-PREFIX = "checkpoint-"
+PREFIX = f"{PREFIX_CHECKPOINT_DIR}-"
 LAUNCH = "launch.json"
 STATE = "trainer_state.json"  # as transformers calls it
-_OLD_MARKER = "complete.json"  # of versions without digests
 
 _log = logging.getLogger(__name__)
-
-
-def mark_complete(folder: Path) -> None:
-    """Declare `folder` whole, once the disk holds it."""
-    digests.seal(folder)
-
-
-def is_marked(folder: Path) -> bool:
-    """Tell whether `folder` was declared whole; whether its files still are what they were, `problems` tells."""
-    return digests.is_sealed(folder) or (folder / _OLD_MARKER).is_file()
-
-
-def problems(folder: Path) -> list[str]:
-    """Return what differs from when `folder` was declared whole, one line each, with the file's name first."""
-    if (folder / digests.LIST).exists() or not (folder / _OLD_MARKER).is_file():
-        return digests.problems(folder)
-    _log.warning("%s was written by an older Outrider: of its files only the sizes can be checked.", folder)
-    sizes = read_json(folder / _OLD_MARKER).get("files", {})
-    return [f"{name}: missing or cut short" for name, size in sizes.items() if not _has_size(folder / name, size)]
-
-
-def _has_size(file: Path, size: int) -> bool:
-    return file.is_file() and file.stat().st_size == size
 
 
 def require_whole(folder: Path) -> None:
@@ -59,10 +52,10 @@ def require_whole(folder: Path) -> None:
     Raises:
         Refusal: names the files that differ.
     """
-    found = problems(folder) if folder.is_dir() else ["the folder is missing"]
-    if found:
+    altered = digests.problems(folder) if folder.is_dir() else ["the folder is missing"]
+    if altered:
         raise Refusal(
-            f"{folder} cannot be continued: {'; '.join(found)}. Leave out training.resume_from_checkpoint, and the "
+            f"{folder} cannot be continued: {'; '.join(altered)}. Leave out training.resume_from_checkpoint, and the "
             "last whole checkpoint of this output is taken."
         )
 
@@ -72,7 +65,7 @@ def step_of(folder: Path) -> int:
 
 
 def state_of(folder: Path) -> TrainerState:
-    """Return what the trainer knew when it wrote a checkpoint: its steps, logs, and the best checkpoint."""
+    """Return the trainer's state in a checkpoint: its steps, logs, and the best checkpoint."""
     return TrainerState.load_from_json(str(folder / STATE))
 
 
@@ -83,7 +76,7 @@ def best_before(folder: Path) -> Path:
     """
     named = state_of(folder).best_model_checkpoint
     best = folder if named is None else folder.with_name(Path(named).name)
-    if best != folder and problems(best):
+    if best != folder and digests.problems(best):
         _log.warning("%s, the best checkpoint, is missing or damaged; %s is taken.", best, folder)
         return folder
     return best
@@ -91,25 +84,25 @@ def best_before(folder: Path) -> Path:
 
 def checkpoints(folder: Path) -> list[Path]:
     """Return all checkpoint folders in `folder`, whole or not, by step."""
-    found = [f for f in folder.glob(f"{PREFIX}*") if f.is_dir() and f.name.removeprefix(PREFIX).isdigit()]
-    return sorted(found, key=step_of)
+    folders = (f for f in folder.glob(f"{PREFIX}*") if f.is_dir() and f.name.removeprefix(PREFIX).isdigit())
+    return sorted(folders, key=step_of)
 
 
 def last_complete(folder: Path) -> Path | None:
     """Return the whole checkpoint with the highest step; later ones that are not whole are named in a warning."""
-    for found in reversed(checkpoints(folder)):
-        if not is_marked(found):
-            _log.warning("%s is not a whole checkpoint (its writing was interrupted); skipped.", found)
+    for checkpoint in reversed(checkpoints(folder)):
+        if not digests.is_sealed(checkpoint):
+            _log.warning("%s is not a whole checkpoint (its writing was interrupted); skipped.", checkpoint)
             continue
-        altered = problems(found)
+        altered = digests.problems(checkpoint)
         if not altered:
-            return found
-        _log.warning("%s was altered or damaged after it was written (%s); skipped.", found, "; ".join(altered))
+            return checkpoint
+        _log.warning("%s was altered or damaged after it was written (%s); skipped.", checkpoint, "; ".join(altered))
     return None
 
 
 def what_is_kept(args: TrainingArguments) -> str:
-    """Return a sentence that says what a training which ends now leaves to continue from."""
+    """Return a sentence about the checkpoint that a training which ends now leaves to continue from."""
     good = last_complete(Path(args.output_dir or ""))
     if good is not None:
         return f"The last good checkpoint is {good}."
@@ -119,7 +112,7 @@ def what_is_kept(args: TrainingArguments) -> str:
 
 
 def write_launch(folder: Path, args: TrainingArguments) -> None:
-    """Write into a checkpoint how many processes it is of, and how many rows all of them learned in a step."""
+    """Write the number of processes, and of rows that all of them train on in a step, into a checkpoint."""
     values = {"processes": args.world_size, "rows_in_a_step": rows_in_step(args)}
     write_atomically(folder / LAUNCH, json.dumps(values) + "\n")
 
@@ -135,8 +128,6 @@ def check_same_rows(folder: Path, args: TrainingArguments) -> None:
     Raises:
         BadInputError: names both numbers.
     """
-    if not (folder / LAUNCH).is_file():
-        return
     saved, now = read_json(folder / LAUNCH), rows_in_step(args)
     if saved.get("rows_in_a_step") != now:
         raise BadInputError(
@@ -148,28 +139,28 @@ def check_same_rows(folder: Path, args: TrainingArguments) -> None:
 
 
 def remove_broken(folder: Path, after: Path | None) -> None:
-    """Clear what was skipped on the way to the whole checkpoint `after`: the training writes it anew.
+    """Remove the checkpoints after the whole one `after`, which the training writes again.
 
-    What was never finished is deleted. What was once whole is moved aside: a disk that could not be read for a moment,
+    Unfinished ones are deleted. Those that were once whole are moved aside: a disk that could not be read for a moment,
     or a list that was lost in a copy, must not cost a checkpoint.
     """
-    for found in checkpoints(folder):
-        if after is None or step_of(found) > step_of(after):
-            if (found / digests.LIST).exists():
-                aside = _free(found.with_name(f"damaged-{found.name}"))
-                move(found, aside)
-                _log.warning("%s was moved to %s.", found, aside)
+    for broken in checkpoints(folder):
+        if after is None or step_of(broken) > step_of(after):
+            if (broken / digests.LIST).exists():
+                aside = _free(broken.with_name(f"damaged-{broken.name}"))
+                move(broken, aside)
+                _log.warning("%s was moved to %s.", broken, aside)
             else:
-                shutil.rmtree(found, ignore_errors=True)
+                shutil.rmtree(broken, ignore_errors=True)
 
 
 def rotate(folder: Path, limit: int | None, best: str | None) -> None:
     """Delete the oldest checkpoints down to `limit`, and those that are not whole; the last and the `best` one stay."""
-    found = checkpoints(folder)
-    whole = [f for f in found if is_marked(f)]
+    present = checkpoints(folder)
+    whole = [f for f in present if digests.is_sealed(f)]
     protected = {whole[-1]} | {f for f in whole if best is not None and f.resolve() == Path(best).resolve()}
     excess = 0 if not limit else max(len(whole) - max(limit, len(protected)), 0)
-    doomed = [f for f in whole if f not in protected][:excess] + [f for f in found if f not in whole]
+    doomed = [f for f in whole if f not in protected][:excess] + [f for f in present if f not in whole]
     for old in doomed:
         (old / digests.LIST).unlink(missing_ok=True)  # first: a kill from here on leaves one that is not whole
         shutil.rmtree(old, ignore_errors=True)
@@ -193,8 +184,8 @@ def _free(place: Path) -> Path:
 
 
 @contextmanager
-def explained(folder: Path) -> Iterator[None]:
-    """Leave nothing of a checkpoint that cannot be written inside, and raise an error that names the last good one."""
+def explain_write_errors(folder: Path) -> Iterator[None]:
+    """Remove a checkpoint whose writing inside fails, and raise an error that names the last good one."""
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
@@ -212,3 +203,103 @@ def explained(folder: Path) -> Iterator[None]:
             f"The last good checkpoint is {good}." if good else "There is no earlier checkpoint.",
             "Make room there, then run the same command again: it continues.",
         ) from error
+
+
+class DrafterCheckpointIO(CheckpointIO):
+    """The reading and writing of checkpoints that are loadable drafters, whatever engine spreads their training.
+
+    Args:
+        trainer: holds the optimizer and the schedule.
+        form: the drafter as this process holds it, whole or sharded.
+        joint: the adapter trained with it; None for the drafter alone.
+    """
+
+    def __init__(self, trainer: HookedTrainer, form: ShardedDrafter | WholeDrafter, joint: JointModule | None):
+        self.trainer, self.form, self.joint = trainer, form, joint
+
+    @contextmanager
+    def writing(self, folder: Path) -> Iterator[None]:
+        """Write a checkpoint inside, declare it whole, and only then delete older ones."""
+        trainer, writes = self.trainer, self.trainer.args.should_save
+        if writes:
+            shutil.rmtree(folder, ignore_errors=True)
+        trainer.accelerator.wait_for_everyone()
+        with explain_write_errors(folder):
+            yield
+            if writes:
+                write_launch(folder, trainer.args)
+        trainer.accelerator.wait_for_everyone()  # the sealed list has every process's random state
+        if writes:
+            with explain_write_errors(folder):
+                digests.seal(folder)
+            rotate(folder.parent, trainer.checkpoints_kept, trainer.state.best_model_checkpoint)
+
+    def last_good(self) -> Path | None:
+        """Return the last whole checkpoint; None before there is one."""
+        return last_complete(Path(self.trainer.args.output_dir or ""))
+
+    # ------------------------------------------------------------ weights
+
+    def save_weights(self, folder: Path) -> None:
+        """Write the drafter into `folder`, and with joint training the adapter of its target."""
+        drafter = self.form.whole_in_first()
+        if drafter is not None and self.trainer.args.should_save:
+            drafter.save(folder)
+            if self.joint is not None:
+                self.joint.adapter.save(folder / ADAPTER)
+
+    def load_weights(self, folder: Path) -> None:
+        """Read the weights of a saved drafter into the one being trained, and those of its target's adapter.
+
+        Raises:
+            BadInputError: damaged weights, or a drafter of another type.
+            IncompatibleError: other names or shapes.
+        """
+        saved, own = restore_drafter(folder), self.form.drafter
+        if type(saved) is not type(own):
+            raise BadInputError(
+                f"{folder} holds a {saved.name} drafter, this run trains {own.name}; choose another output."
+            )
+        try:
+            self.form.take(saved)
+        except RuntimeError as error:
+            raise BadInputError(
+                f"{folder} holds a drafter of other sizes than this run's; choose another output, or start over. "
+                f"{error}"
+            ) from error
+        if self.joint is not None:
+            self.joint.adapter.load(folder / ADAPTER)
+
+    # ------------------------------------------------------------ optimizer and schedule
+
+    def save_states(self, folder: Path) -> None:
+        """Write one state by the names of the weights, gathered from all processes."""
+        states = self._states()
+        assert not isinstance(states, WholeStates)
+        write_state(states, folder)
+        if self.trainer.lr_scheduler is not None:
+            write_schedule(self.trainer.lr_scheduler, folder)
+
+    def reads_states(self, folder: Path) -> bool:
+        """Tell whether the drafter is sharded here, or was in the launch that wrote the checkpoint."""
+        return self.trainer.is_sharded or is_named(folder)
+
+    def load_states(self, folder: Path) -> None:
+        """Read a state by names, into a sharded optimizer or a whole one."""
+        trainer = self.trainer
+        read_state(self._states(), folder)
+        if trainer.lr_scheduler is not None and trainer.optimizer is not None:
+            read_schedule(trainer.lr_scheduler, trainer.optimizer, folder)
+
+    def _states(self) -> States:
+        form, wrapper = self.form, cast(Any, self.trainer.optimizer)
+        optimizer = wrapper.optimizer  # torch's, or DeepSpeed's, inside of accelerate's
+        if not isinstance(form, ShardedDrafter):
+            return WholeStates(form.drafter, optimizer)
+        form.reshard()
+        if self.trainer.is_fsdp_enabled:
+            return FsdpStates(form, optimizer)
+        decaying = set(self.trainer.get_decay_parameter_names(form))
+        trained = [name for name, p in form.named_parameters() if p.requires_grad]
+        groups = [[n for n in trained if (n in decaying) == decays] for decays in (True, False)]
+        return ZeroStates(form, optimizer, [names for names in groups if names])

@@ -28,7 +28,7 @@ from ..recipes import Recipe
 from ..targets import Target
 from .arguments import check_training
 from .provenance import PROVENANCE, check_same_run, read_provenance, require_result
-from .trainer import train
+from .run import train
 from .warmstart import check_drafter, check_makes
 
 _SHARED = ("target", "data", "eval")  # sections in which the recipes must say the same,

@@ -4,11 +4,18 @@ Shapes: B rows, T tokens of the longest row, K taps, H target hidden size, V tar
 
 Global batches are the same rows whatever the number of processes, accumulation steps or loader workers: the order is a
 function of (seed, epoch) alone, and the last batch of an epoch is filled with empty rows instead of repeated ones.
+
+Packing: rows of about the same number of tokens, each made of several texts of the data set. A batch of single texts is
+padded to its longest one; packed, hardly anything of it is padding, and a batch has the same number of tokens at every
+step. The drafter keeps the texts of a row apart (targets/documents.py). The target reads each text as a row of its own,
+texts of about one length together: so its hidden states are those of the text alone, whatever its layers are, and no
+mask of a whole row is needed. Which texts share a pack is decided by their lengths alone, once for the whole training.
 """
 
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -24,8 +31,9 @@ from ..distill.data_set import DEPTHS
 from ..distill.features import FeatureStore
 from ..heads import TargetBatch
 from ..targets import Target
+from ..targets.documents import Documents
 
-IGNORED = -100  # the label of a token nobody has to predict, as in transformers
+IGNORED = -100  # the label of a token that is not predicted, as in transformers
 EMPTY = -1  # the position of an empty row
 
 # A head predicts x_{t+2} from the features at t and the token x_{t+1}; so no drafter learns the first two tokens of a
@@ -48,12 +56,12 @@ class Rows(Dataset):
 
     def __getitem__(self, position: int) -> dict[str, Any]:
         if position == EMPTY:
-            found = {"index": EMPTY, "input_ids": [0] * FIRST_LEARNED, "labels": [IGNORED] * FIRST_LEARNED}
-            return found | ({DEPTHS: [0] * FIRST_LEARNED} if self.depths else {})
+            empty = {"index": EMPTY, "input_ids": [0] * FIRST_LEARNED, "labels": [IGNORED] * FIRST_LEARNED}
+            return empty | ({DEPTHS: [0] * FIRST_LEARNED} if self.depths else {})
         index = self.indices[position]
         row = self.table[index]
-        found = self.labelled(index, row["input_ids"], row["loss_mask"])
-        return found | ({DEPTHS: row[DEPTHS] or [0] * len(row["input_ids"])} if self.depths else {})
+        labelled = self.labelled(index, row["input_ids"], row["loss_mask"])
+        return labelled | ({DEPTHS: row[DEPTHS] or [0] * len(row["input_ids"])} if self.depths else {})
 
     def labelled(self, index: int, tokens: list[int], mask: Sequence[int]) -> dict[str, Any]:
         """Return a row of these tokens; `mask` is 1 on the response's."""
@@ -69,7 +77,7 @@ class Rows(Dataset):
         return f"the rows {', '.join(ids[:8])}" + (f" and {len(ids) - 8} more" if len(ids) > 8 else "")
 
     def prompt(self, index: int) -> list[int]:
-        """Return what stands before the first response of row `index` of the table."""
+        """Return the tokens before the first response of row `index` of the table."""
         row = self.table[index]
         return list(row["input_ids"][: row["loss_mask"].index(1)])
 
@@ -77,21 +85,21 @@ class Rows(Dataset):
 def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
     """Return `input_ids` and `labels` `[B, T]`, padded on the right, and `index` `[B]`.
 
-    Of packs (see `train.packing`) `index` is that of each text, `[B, D]`, and there are their `lengths`, `[B, D]`. If
+    Of packs `index` is that of each text, `[B, D]`, and there are their `lengths`, `[B, D]`. If
     rows have `depths`, there are these, `[B, T]`.
     """
     if get_worker_info() is not None:  # a loader's worker, whose first work this is
         let_parent_decide()
-    found = {
+    batch = {
         "input_ids": _padded([row["input_ids"] for row in rows], 0),
         "labels": _padded([row["labels"] for row in rows], IGNORED),
     }
     if DEPTHS in rows[0]:
-        found[DEPTHS] = _padded([row[DEPTHS] for row in rows], 0)
+        batch[DEPTHS] = _padded([row[DEPTHS] for row in rows], 0)
     if "lengths" not in rows[0]:
-        return {**found, "index": torch.tensor([row["index"] for row in rows])}
+        return {**batch, "index": torch.tensor([row["index"] for row in rows])}
     index, lengths = (_padded([row[name] for row in rows], fill) for name, fill in (("index", EMPTY), ("lengths", 0)))
-    return {**found, "index": index, "lengths": lengths}
+    return {**batch, "index": index, "lengths": lengths}
 
 
 def _padded(rows: Sequence[list[int]], fill: int) -> Tensor:
@@ -133,7 +141,7 @@ class Order(Sampler[int]):
 
 
 def split(table: datasets.Dataset, holdout: float, prompts: bool = False, depths: bool = False) -> tuple[Rows, Rows]:
-    """Return (training rows, held-out rows): a hash of what a row asks decides, whatever its id and place.
+    """Return (training rows, held-out rows): a hash of a row's question decides, whatever its id and place.
 
     (In data of older versions, the hash of its id.)
 
@@ -143,9 +151,9 @@ def split(table: datasets.Dataset, holdout: float, prompts: bool = False, depths
     Raises:
         BadInputError: nothing to train on.
     """
-    asked = table["content" if "content" in table.column_names else "id"]
+    contents = table["content" if "content" in table.column_names else "id"]
     learnable = [i for i, mask in enumerate(table["loss_mask"]) if any(mask[FIRST_LEARNED:])]
-    held = {i for i in learnable if is_held_out(asked[i], holdout)}
+    held = {i for i in learnable if is_held_out(contents[i], holdout)}
     training = [i for i in learnable if i not in held]
     if not training:
         raise BadInputError(
@@ -156,8 +164,8 @@ def split(table: datasets.Dataset, holdout: float, prompts: bool = False, depths
     return Rows(table, training, prompts, depths), Rows(table, sorted(held))
 
 
-def is_held_out(asked: str, holdout: float) -> bool:
-    share = int.from_bytes(hashlib.sha256(asked.encode()).digest()[:8], "big") / 2**64
+def is_held_out(content: str, holdout: float) -> bool:
+    share = int.from_bytes(hashlib.sha256(content.encode()).digest()[:8], "big") / 2**64
     return share < holdout
 
 
@@ -180,11 +188,11 @@ def token_counts(rows: Rows, vocab_size: int) -> Tensor:
     return counts
 
 
-# ------------------------------------------------------------ what the target made of them
+# ------------------------------------------------------------ batches with the target's hidden states
 
 
 class Batches(Protocol):
-    """A maker of a TargetBatch of what the collator gives."""
+    """A maker of a TargetBatch from the collator's tensors."""
 
     target: Target
 
@@ -238,3 +246,111 @@ def _fitted(stored: Tensor, tokens: Tensor) -> Tensor:
     fitted = stored.new_zeros(*tokens.shape, *stored.shape[2:], device=tokens.device)
     fitted[: stored.shape[0], : stored.shape[1]] = stored.to(tokens.device)
     return fitted
+
+
+# ------------------------------------------------------------ packing
+
+
+def packs_of(lengths: Sequence[int], size: int) -> list[list[int]]:
+    """Return the texts of each pack of up to `size` tokens; a longer text has a pack of its own.
+
+    The longest is placed first, each in the fullest pack that has room for it (best fit decreasing).
+    """
+    packs: list[list[int]] = []
+    spaces: list[int] = []  # all there are, ascending
+    with_space: dict[int, list[int]] = {}  # packs, by their space
+    for text in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        place = bisect_left(spaces, lengths[text])
+        if place == len(spaces):
+            space, pack = size, len(packs)
+            packs.append([])
+        else:
+            space = spaces[place]
+            pack = with_space[space].pop()
+            if not with_space[space]:
+                del with_space[space], spaces[place]
+        packs[pack].append(text)
+        left = space - lengths[text]
+        if left > 0:
+            if left not in with_space:
+                insort(spaces, left)
+            with_space.setdefault(left, []).append(pack)
+    return packs
+
+
+class Packs(Dataset):
+    """Packs of rows: `{"index", "lengths", "input_ids", "labels"}`, the first two with an entry for each text.
+
+    If the rows have `depths`, packs have them, too.
+
+    Attributes:
+        rows: the single texts. groups: positions of these, of each pack.
+        size: tokens of a pack, at most, but for texts that are longer.
+    """
+
+    def __init__(self, rows: Rows, size: int | None = None):
+        """Pack `rows`; `size` None is the longest of them."""
+        lengths = [len(tokens) for tokens in rows.table.select(rows.indices)["input_ids"]]
+        self.rows, self.size = rows, size or max(lengths)
+        self.groups = packs_of(lengths, self.size)
+        self.tokens = sum(lengths)
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    def __getitem__(self, position: int) -> dict[str, Any]:
+        rows = [self.rows[text] for text in ([EMPTY] if position == EMPTY else self.groups[position])]
+        along_tokens = ["input_ids", "labels", *([DEPTHS] if self.rows.depths else [])]
+        return {
+            "index": [row["index"] for row in rows],
+            "lengths": [len(row["input_ids"]) for row in rows],
+            **{name: [value for row in rows for value in row[name]] for name in along_tokens},
+        }
+
+    @property
+    def indices(self) -> list[int]:
+        """The rows of the table that are trained on."""
+        return self.rows.indices
+
+    def names(self, indices: Sequence[int]) -> str:
+        """Return the ids of rows of the table, for a sentence."""
+        return self.rows.names(indices)
+
+    def summary(self) -> str:
+        """Return a sentence about the numbers of rows and packs."""
+        full = self.tokens / (len(self) * max(self.size, 1))
+        return (
+            f"packed {len(self.rows)} rows into {len(self)} of up to {self.size} tokens, which are {full:.0%} full; "
+            "per_device_train_batch_size counts packs."
+        )
+
+
+class PackedBatches:
+    """A maker of batches of packs, by one of batches of single texts."""
+
+    def __init__(self, inner: Batches):
+        self.inner, self.target = inner, inner.target
+
+    def of(self, inputs: dict[str, Tensor]) -> TargetBatch:
+        """Return the batch; inputs that are not packed are the inner maker's."""
+        if "lengths" not in inputs:
+            return self.inner.of(inputs)
+        tokens, lengths = inputs["input_ids"], [[n for n in row if n] for row in inputs["lengths"].tolist()]
+        documents = Documents(lengths, tokens.shape[1])
+        hidden, last = self._states(tokens, documents, inputs["index"])
+        return TargetBatch(self.target, tokens, inputs["labels"] != IGNORED, hidden, last, documents=documents)
+
+    def _states(self, tokens: Tensor, documents: Documents, index: Tensor) -> tuple[Tensor | None, Tensor]:
+        """Return the hidden states of packs, `[B, T, K, H]` (None without taps) and `[B, T, H]`; zero in padding."""
+        rows = zip(index.tolist(), documents.lengths, strict=True)
+        indices = [i for row, lengths in rows for i in row[: len(lengths)]]
+        hidden, last = [], []
+        # Of a target in parts all processes make equally many passes.
+        for part in documents.passes(together=self.target.sharded):
+            alone = documents.alone(tokens, part)
+            found = self.inner.of(
+                {"input_ids": alone, "labels": alone, "index": torch.tensor([indices[number] for number in part])}
+            )
+            last.append((part, found.last))
+            hidden += [] if found.hidden is None else [(part, found.hidden)]
+        return documents.packed(hidden) if hidden else None, documents.packed(last)

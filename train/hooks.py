@@ -18,10 +18,9 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers import PreTrainedModel, Trainer, TrainingArguments
-from transformers.trainer_utils import TrainOutput
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 
 from ..common.errors import Refusal, reason
-from .checkpoints import PREFIX
 from .launch import is_lost_peer
 
 # The first and the last version that all tests passed with.
@@ -33,7 +32,7 @@ _NO_STATE = (pickle.UnpicklingError, RuntimeError, KeyError, EOFError, TypeError
 
 
 @contextmanager
-def states_explained(checkpoint: str | Path | None) -> Iterator[None]:
+def refuse_unreadable_states(checkpoint: str | Path | None) -> Iterator[None]:
     """Refuse a checkpoint whose optimizer, schedule or random states are not what a training wrote.
 
     Another process that ended meanwhile, or too little memory, says nothing against the checkpoint.
@@ -51,8 +50,8 @@ def states_explained(checkpoint: str | Path | None) -> Iterator[None]:
         ) from error
 
 
-class Keeper(ABC):
-    """What writes a training's checkpoints and reads them. All processes ask theirs together."""
+class CheckpointIO(ABC):
+    """The reading and writing of a training's checkpoints. All processes call its methods together."""
 
     @abstractmethod
     def writing(self, folder: Path) -> AbstractContextManager[None]:
@@ -68,7 +67,7 @@ class Keeper(ABC):
 
     @abstractmethod
     def save_states(self, folder: Path) -> None:
-        """Write what optimizer and schedule keep, for a model in parts, into `folder`."""
+        """Write the states of optimizer and schedule of a sharded model into `folder`."""
 
     @abstractmethod
     def reads_states(self, folder: Path) -> bool:
@@ -80,17 +79,17 @@ class Keeper(ABC):
 
 
 class HookedTrainer(Trainer, ABC):
-    """A `transformers.Trainer` whose private hooks ask its subclass for the order of rows, and a keeper for the rest.
+    """A `transformers.Trainer` whose private hooks call its subclass (order of rows) and `checkpoint_io`.
 
     Attributes:
-        keeper: writes and reads its checkpoints; the subclass sets it.
-        checkpoints_kept: in training, how many checkpoints stay, for the keeper to delete the others.
+        checkpoint_io: set by the subclass.
+        checkpoints_kept: in training, how many checkpoints stay, the others are deleted by `checkpoint_io`.
     """
 
-    keeper: Keeper
+    checkpoint_io: CheckpointIO
     checkpoints_kept: int | None = None
 
-    # ------------------------------------------------------------ what a subclass says
+    # ------------------------------------------------------------ what a subclass decides
 
     @abstractmethod
     def training_order(self) -> Sampler[int] | None:
@@ -101,8 +100,8 @@ class HookedTrainer(Trainer, ABC):
         """Return the order of the rows `rows` that are evaluated."""
 
     @property
-    def in_parts(self) -> bool:
-        """Whether an engine spreads the model, or what its optimizer keeps, over the processes."""
+    def is_sharded(self) -> bool:
+        """Whether an engine spreads the model, or the states of its optimizer, over the processes."""
         return self.is_fsdp_enabled or self.is_deepspeed_enabled
 
     # ------------------------------------------------------------ the hooks
@@ -119,29 +118,29 @@ class HookedTrainer(Trainer, ABC):
 
         It would delete some before we know that a new one is whole, and in the end the one that a signal asked for.
         """
-        with _keeping_all(self.args) as self.checkpoints_kept:
+        with _without_rotation(self.args) as self.checkpoints_kept:
             trained: TrainOutput = super().train(*args, **kwargs)
         return trained
 
     def _save_checkpoint(self, model: nn.Module, trial: object) -> None:
-        folder = Path(self._get_output_dir(trial)) / f"{PREFIX}{self.state.global_step}"
-        with self.keeper.writing(folder):
+        folder = Path(self._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        with self.checkpoint_io.writing(folder):
             super()._save_checkpoint(model, trial)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the drafter's own format, so that every checkpoint is a drafter, and no pickled arguments."""
-        self.keeper.save_weights(Path(output_dir or self.args.output_dir or ""))
+        self.checkpoint_io.save_weights(Path(output_dir or self.args.output_dir or ""))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        self.keeper.load_weights(Path(resume_from_checkpoint))
+        self.checkpoint_io.load_weights(Path(resume_from_checkpoint))
 
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: DataLoader, resume_from_checkpoint: str | None
     ) -> tuple[nn.Module, DataLoader]:
-        """Continue a drafter in parts in our own way: the base class would look for files of the engines."""
-        own = resume_from_checkpoint if self.in_parts else None
+        """Continue a sharded drafter in our own way: the base class would look for files of the engines."""
+        own = resume_from_checkpoint if self.is_sharded else None
         prepared: tuple[nn.Module, DataLoader] = super()._prepare_for_training(
-            max_steps, train_dataloader, None if self.in_parts else resume_from_checkpoint
+            max_steps, train_dataloader, None if self.is_sharded else resume_from_checkpoint
         )
         if own is not None:
             self._load_from_checkpoint(own)
@@ -150,24 +149,24 @@ class HookedTrainer(Trainer, ABC):
         return prepared
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if self.in_parts:
-            self.keeper.save_states(Path(output_dir))
+        if self.is_sharded:
+            self.checkpoint_io.save_states(Path(output_dir))
         else:
             super()._save_optimizer_and_scheduler(output_dir)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        with states_explained(checkpoint):
-            if checkpoint is not None and self.keeper.reads_states(Path(checkpoint)):
-                self.keeper.load_states(Path(checkpoint))
+        with refuse_unreadable_states(checkpoint):
+            if checkpoint is not None and self.checkpoint_io.reads_states(Path(checkpoint)):
+                self.checkpoint_io.load_states(Path(checkpoint))
             else:
                 super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        with states_explained(checkpoint):
+        with refuse_unreadable_states(checkpoint):
             super()._load_rng_state(checkpoint)
 
     def _load_best_model(self) -> None:
-        self.keeper.load_weights(Path(self.state.best_model_checkpoint or ""))
+        self.checkpoint_io.load_weights(Path(self.state.best_model_checkpoint or ""))
 
     # ------------------------------------------------------------ what it sets
 
@@ -201,14 +200,15 @@ class HookedTrainer(Trainer, ABC):
 
     def model_for_evaluation(self) -> nn.Module:
         """Return the model without its data parallel wrapper, with mixed precision."""
-        if self.accelerator._models or self.in_parts:  # training prepares the model in place; parts see to precision
+        # Training has prepared the model in place; a sharded one sees to its precision.
+        if self.accelerator._models or self.is_sharded:
             return cast(nn.Module, self.model)
         return cast(nn.Module, self.accelerator.prepare_model(self.model, evaluation_mode=True))
 
 
 @contextmanager
-def _keeping_all(args: TrainingArguments) -> Iterator[int | None]:
-    """Let the base class keep all checkpoints inside, and give the limit that was asked for."""
+def _without_rotation(args: TrainingArguments) -> Iterator[int | None]:
+    """Let the base class keep all checkpoints inside, and yield the limit of the recipe."""
     limit, args.save_total_limit = args.save_total_limit, None
     try:
         yield limit

@@ -1,7 +1,4 @@
-"""Many processes: who does the work that only one of them may do, and what all of them know together.
-
-Whether the processes are the ones that were asked for, `train.check` tells.
-"""
+"""Many processes: sums over all of them, the lock that one holds for all, and refusing launches that would not work."""
 
 from __future__ import annotations
 
@@ -16,8 +13,11 @@ from accelerate import Accelerator
 from torch import Tensor
 from transformers import TrainingArguments
 
-from ..common import OutriderError
+from ..common import BadInputError, OutriderError
 from ..common.locks import locked
+from . import muon
+
+_TWO_ON_CPU = "ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes N -m outrider.train RECIPE"
 
 
 class PeerLostError(OutriderError):
@@ -33,12 +33,12 @@ def is_lost_peer(error: Exception) -> bool:
     )
 
 
-# What torch says, in a RuntimeError of no kind of its own, when gloo or NCCL finds nobody on the other side.
+# What torch says, in a RuntimeError of no kind of its own, when gloo or NCCL loses the other side.
 _LOST = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "NCCL communicator was aborted")
 
 
 def kind_of_processes(args: TrainingArguments) -> str:
-    """Return accelerate's word for how the processes work together: NO, MULTI_CPU, MULTI_GPU, FSDP, DEEPSPEED, …
+    """Return accelerate's word for the kind of parallelism: NO, MULTI_CPU, MULTI_GPU, FSDP, DEEPSPEED, …
 
     accelerate itself says FSDP and DEEPSPEED only once the training has an engine.
     """
@@ -53,13 +53,13 @@ def is_asked_for(engine: str) -> bool:
     return os.environ.get(f"ACCELERATE_USE_{engine}", "false").lower() in ("true", "1")
 
 
-def is_spread(args: TrainingArguments) -> bool:
-    """Tell whether an engine spreads the drafter, or what its optimizer keeps, over the processes: FSDP2, or ZeRO."""
+def is_sharded(args: TrainingArguments) -> bool:
+    """Tell whether FSDP2 or ZeRO spreads the drafter, or the states of its optimizer, over the processes."""
     return kind_of_processes(args) in ("FSDP", "DEEPSPEED")
 
 
-class Together:
-    """What all processes of a training know together."""
+class Processes:
+    """Sums over all processes of a training, which all of them must call together."""
 
     def __init__(self, args: TrainingArguments, accelerator: Accelerator):
         self.args, self.accelerator = args, accelerator
@@ -81,20 +81,20 @@ class Together:
             return flag
         return bool(self.sum(torch.tensor(float(flag), device=self.args.device)).item())
 
-    def each(self, value: float) -> list[int]:
+    def gather(self, value: float) -> list[int]:
         """Return the (whole) number of every process, in their order."""
         own = torch.zeros(self.args.world_size, dtype=torch.double, device=self.args.device)
         own[self.args.process_index] = value
-        return [int(found) for found in self.sum(own).tolist()]
+        return [int(number) for number in self.sum(own).tolist()]
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return the most memory that this process held: on a GPU that of tensors, else all that Linux gave it; else 0."""
+    """Return the peak memory of this process: on a GPU that of tensors, on Linux its resident set; elsewhere 0."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     status = Path("/proc/self/status")
-    found = re.search(r"VmHWM:\s+(\d+) kB", status.read_text()) if status.is_file() else None
-    return int(found[1]) * 1024 if found else 0
+    match = re.search(r"VmHWM:\s+(\d+) kB", status.read_text()) if status.is_file() else None
+    return int(match[1]) * 1024 if match else 0
 
 
 @contextmanager
@@ -105,3 +105,69 @@ def alone_in(folder: Path, args: TrainingArguments) -> Iterator[None]:
         return
     with locked(folder):
         yield
+
+
+# ------------------------------------------------------------ launches that would not work
+
+
+def check_number_of_processes(args: TrainingArguments) -> None:
+    """Refuse fewer processes than the launcher was asked for.
+
+    Several launchers fail silently on a CPU: one process instead of two, or two that never speak to each other.
+    """
+    asked = int(os.environ.get("WORLD_SIZE", "1"))
+    if "WORLD_SIZE" not in os.environ and "MASTER_ADDR" in os.environ and "ACCELERATE_MIXED_PRECISION" in os.environ:
+        # Exactly what `accelerate launch --cpu --num_processes 2` leaves: the address for several processes, and one.
+        raise BadInputError(
+            "the launcher was asked for several processes but started one (`accelerate launch --cpu` does that); "
+            f"use: {_TWO_ON_CPU}"
+        )
+    if args.world_size != asked:
+        raise BadInputError(
+            f"the launcher started {asked} processes, but they run as {args.world_size} (each would train its own "
+            f"copy); use: {_TWO_ON_CPU}"
+        )
+
+
+def check_kind_of_processes(args: TrainingArguments) -> None:
+    """Refuse a kind of parallelism that was asked for and is not there."""
+    kind = kind_of_processes(args)
+    if kind == "DEEPSPEED" and os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1"):
+        raise BadInputError(
+            "the launcher asked for DEEPSPEED, and ACCELERATE_USE_CPU makes accelerate leave it out without a word; "
+            "unset ACCELERATE_USE_CPU and add training.use_cpu=true (CPU processes run ZeRO, too)."
+        )
+    for name in ("FSDP", "DEEPSPEED"):
+        if is_asked_for(name) and kind != name:
+            raise BadInputError(
+                f"the launcher asked for {name}, but accelerate set up {kind!r}; {name} needs an accelerator here: "
+                "leave it out."
+            )
+
+
+def check_engine(args: TrainingArguments, actual: str) -> None:
+    """Refuse to train with another engine (accelerate's word `actual`) than the launcher was asked for."""
+    asked = kind_of_processes(args)
+    if actual != asked:
+        raise BadInputError(
+            f"the launch is {asked}, but accelerate would train as {actual}; look at the launcher's options and at the "
+            "ACCELERATE_* variables of the environment."
+        )
+
+
+def check_sharding(args: TrainingArguments) -> None:
+    """Refuse what a sharded drafter (FSDP2, ZeRO) cannot be trained with."""
+    if not is_sharded(args):
+        return
+    kind, stage = kind_of_processes(args), getattr(args.deepspeed_plugin, "zero_stage", None)
+    if stage == 0:
+        raise BadInputError("DeepSpeed ZeRO stage 0 splits nothing; take --zero_stage 1, 2 or 3, or --multi_gpu.")
+    if kind == "FSDP" and os.environ.get("FSDP_VERSION", "1") != "2":
+        raise BadInputError("FSDP: only version 2 is supported; add --fsdp_version 2 (fsdp_version: 2 in a config).")
+    if args.optim == muon.NAME:
+        raise BadInputError(
+            f"training.optim: muon moves whole matrices, and under {kind} each process has only parts of them; take "
+            "adamw_torch, or launch with --multi_gpu (data parallel)."
+        )
+    if args.fp16:
+        raise BadInputError(f"training.fp16: under {kind} take training.bf16, which needs no scaled gradients.")

@@ -1,7 +1,7 @@
 """The optimizer's state of a drafter in parts, as one: by the names of its weights, each whole.
 
-A file of it is what `torch.optim` saves, with names in the place of numbers; it is read with `weights_only`. Every
-launch reads every such file, that of a drafter which was whole in each process, too.
+The file is what `torch.optim` saves, with names in place of numbers; it is read with `weights_only`. Every launch reads
+every such file, also that of a drafter which was whole in each process.
 """
 
 from __future__ import annotations
@@ -22,9 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from .sharded_drafter import deepspeed, is_zero3, own_part
 
 OPTIMIZER, SCHEDULE = "optimizer.pt", "scheduler.pt"  # as transformers calls them
-INSIDE = "lesson.drafter."  # where `Parts` has the drafter's weights
-
-_PER_GROUP = {"base_lrs", "_last_lr", "lr_lambdas", "min_lrs"}  # of a schedule: one value for each group
+INSIDE = "loss.drafter."  # where `ShardedDrafter` has the drafter's weights
 
 _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
@@ -45,12 +43,11 @@ class FsdpStates:
         return names_in_groups(self.model, self.optimizer)
 
     def gathered(self) -> dict[str, Any]:
-        """Return it, whole, in the first process. All must call this together."""
+        """Return the whole state in the first process. All processes must call this together."""
         return dict(get_optimizer_state_dict(self.model, self.optimizer, options=_WHOLE))
 
     def spread(self, saved: dict[str, Any]) -> None:
         """Give each process its parts of what `gathered` returned."""
-        saved = {**saved, "param_groups": regrouped(saved["param_groups"], self.groups, self.optimizer)}
         set_optimizer_state_dict(self.model, self.optimizer, saved, options=_WHOLE)
 
 
@@ -66,10 +63,10 @@ class WholeStates:
         return names_in_groups(self.model, self.optimizer)
 
     def spread(self, saved: dict[str, Any]) -> None:
-        """Take over a state by names."""
+        """Take over a state by names; the settings of a group are those that its weights had."""
+        settings = {name: group for group in saved["param_groups"] for name in group["params"]}
         numbers = {name: number for number, name in enumerate(name for group in self.groups for name in group)}
-        found = regrouped(saved["param_groups"], self.groups, self.optimizer)
-        groups = [{**group, "params": [numbers[n] for n in group["params"]]} for group in found]
+        groups = [{**settings[names[0]], "params": [numbers[name] for name in names]} for names in self.groups]
         state = {numbers[name]: values for name, values in saved["state"].items()}
         self.optimizer.load_state_dict({"state": state, "param_groups": groups})
 
@@ -86,9 +83,10 @@ class ZeroStates:
     def __init__(self, model: nn.Module, optimizer: Any, groups: list[list[str]]):
         self.optimizer, self.base, self.groups = optimizer, optimizer.optimizer, groups
         self.trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.is_stage3 = hasattr(optimizer, "fp32_partitioned_groups_flat")
 
     def gathered(self) -> dict[str, Any]:
-        """Return it, whole, in the first process. All must call this together."""
+        """Return the whole state in the first process. All processes must call this together."""
         flat = next(iter(self.base.state), None)
         if flat is None:
             return {"state": {}, "param_groups": []}
@@ -98,9 +96,9 @@ class ZeroStates:
         shared = {key: value for key, value in own.items() if key not in long}
         is_first, state = torch.distributed.get_rank() == 0, {}
         for name, parameter in self.trained.items():
-            found = {key: deepspeed().utils.safe_get_full_optimizer_state(parameter, key) for key in long}
+            values = {key: deepspeed().utils.safe_get_full_optimizer_state(parameter, key) for key in long}
             if is_first:
-                whole = {key: value.detach().float().cpu().clone() for key, value in found.items()}
+                whole = {key: value.detach().float().cpu().clone() for key, value in values.items()}
                 state[name] = {**whole, **shared}
         groups = [{**group, "params": names} for group, names in zip(self.base.param_groups, self.groups, strict=True)]
         return {"state": state, "param_groups": groups}
@@ -118,7 +116,7 @@ class ZeroStates:
                     self._put(parameter, key, value)
 
     def _begin(self, long: list[str], shared: dict[str, Any]) -> None:
-        """Make what DeepSpeed makes with its first step."""
+        """Make the state that DeepSpeed makes at its first step."""
         for flat in self._vectors():
             copies = {k: v.clone() if isinstance(v, Tensor) else v for k, v in shared.items()}
             self.base.state[flat] = {**{key: torch.zeros_like(flat) for key in long}, **copies}
@@ -129,14 +127,16 @@ class ZeroStates:
 
         DeepSpeed does so once, when it has taken the first step of the first group, and so misses all other groups.
         """
-        if hasattr(self.optimizer, "_lazy_init_hp_params_optimizer_state"):
-            self.optimizer._hp_optimizer_states_linked = False
-            self.optimizer._lazy_init_hp_params_optimizer_state()
+        if not self.is_stage3:
+            for weights, flat in zip(self.optimizer.bit16_groups, self._vectors(), strict=True):
+                deepspeed().utils.lazy_init_hp_params_optimizer_state(weights, flat, self.base.state)
 
     def _vectors(self) -> list[Tensor]:
-        name = "fp32_partitioned_groups_flat"  # of stage 3
-        found: list[Tensor] = getattr(self.optimizer, name, None) or self.optimizer.single_partition_of_fp32_groups
-        return found
+        engine = self.optimizer
+        vectors: list[Tensor] = (
+            engine.fp32_partitioned_groups_flat if self.is_stage3 else engine.single_partition_of_fp32_groups
+        )
+        return vectors
 
     def _put(self, parameter: nn.Parameter, key: str, value: Tensor) -> None:
         utils = deepspeed().utils
@@ -155,60 +155,31 @@ def names_in_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[
     return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
 
 
-def without_empty_groups(optimizer: torch.optim.Optimizer) -> None:
-    """Take the groups without weights out of an optimizer that has not taken a step.
+def remove_empty_groups(optimizer: torch.optim.Optimizer) -> None:
+    """Remove the groups without weights from an optimizer that has not taken a step.
 
     Medusa has nothing but matrices, and so none without weight decay. DeepSpeed would drop such a group by itself,
-    after the schedule was made with a rate for it.
+    after the schedule was made with a rate for it; every launch drops it, so that each continues the others' states.
     """
     optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
 
 
-def places_of(saved: list[dict[str, Any]], own: list[list[str]]) -> list[int | None]:
-    """Return, for each of our groups of names, which of the saved groups has its weights; None if none has."""
-    places = {name: place for place, group in enumerate(saved) for name in group["params"]}
-    return [next((places[name] for name in names if name in places), None) for names in own]
-
-
-def regrouped(
-    saved: list[dict[str, Any]], own: list[list[str]], optimizer: torch.optim.Optimizer
-) -> list[dict[str, Any]]:
-    """Return our groups with the settings (rate, decay, …) of the saved ones that had their weights.
-
-    Launches differ in whether they keep a group without weights; such a group leaves its own settings.
-    """
-    found = []
-    for place, names, group in zip(places_of(saved, own), own, optimizer.param_groups, strict=True):
-        found.append({**(group if place is None else saved[place]), "params": names})
-    return found
-
-
 def write_state(states: FsdpStates | ZeroStates, folder: Path) -> None:
-    """Write the optimizer's state into `folder`, by the first process. All must call this together."""
-    found = states.gathered()
+    """Write the optimizer's state into `folder`, by the first process. All processes must call this together."""
+    whole = states.gathered()
     if torch.distributed.get_rank() == 0:  # the others may have nothing of it
-        torch.save(_renamed(found, lambda name: name.removeprefix(INSIDE)), folder / OPTIMIZER)
+        torch.save(_renamed(whole, lambda name: name.removeprefix(INSIDE)), folder / OPTIMIZER)
 
 
 def write_schedule(schedule: LRScheduler, folder: Path) -> None:
-    """Write where a schedule has come to into `folder`, by the first process."""
+    """Write the state of a schedule into `folder`, by the first process."""
     if torch.distributed.get_rank() == 0:
         torch.save(schedule.state_dict(), folder / SCHEDULE)
 
 
-def read_schedule(
-    schedule: LRScheduler, optimizer: torch.optim.Optimizer, folder: Path, places: list[int | None]
-) -> None:
-    """Read what `write_schedule` wrote, and set the rates that it had come to.
-
-    Args:
-        places: of the saved group for each of ours, as `read_state` returns them.
-    """
-    saved = torch.load(folder / SCHEDULE, weights_only=True)
-    for key in _PER_GROUP & saved.keys():
-        if isinstance(values := saved[key], list) and values:
-            saved[key] = [values[place or 0] for place in places]
-    schedule.load_state_dict(saved)
+def read_schedule(schedule: LRScheduler, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    """Read what `write_schedule` wrote, and set the rates of that step."""
+    schedule.load_state_dict(torch.load(folder / SCHEDULE, weights_only=True))
     for group, rate in zip(optimizer.param_groups, schedule.get_last_lr(), strict=True):
         group["lr"] = rate
 
@@ -219,12 +190,8 @@ def is_named(folder: Path) -> bool:
     return file.is_file() and _has_names(torch.load(file, weights_only=True, mmap=True, map_location="cpu"))
 
 
-def read_state(states: States, folder: Path) -> list[int | None]:
-    """Read what `write_state`, or the launch of a whole drafter, wrote. All processes must call this together.
-
-    Returns:
-        For each group of weights, which of the saved groups it was; None for one without weights.
-    """
+def read_state(states: States, folder: Path) -> None:
+    """Read what `write_state`, or the launch of a whole drafter, wrote. All processes must call this together."""
     saved = torch.load(folder / OPTIMIZER, weights_only=True, map_location="cpu")
     inside = "" if isinstance(states, WholeStates) else INSIDE
     if _has_names(saved):
@@ -233,7 +200,6 @@ def read_state(states: States, folder: Path) -> list[int | None]:
         names = dict(enumerate(name for group in states.groups for name in group))
         saved = _renamed(saved, lambda number: names[number])
     states.spread(saved)
-    return places_of(saved["param_groups"], states.groups)
 
 
 def _has_names(saved: dict[str, Any]) -> bool:
@@ -241,6 +207,6 @@ def _has_names(saved: dict[str, Any]) -> bool:
 
 
 def _renamed(saved: dict[str, Any], name: Callable[[Any], Any]) -> dict[str, Any]:
-    """Return a state in which every weight is called differently."""
+    """Return a state with the name (or number) of every weight replaced."""
     groups = [{**group, "params": [name(p) for p in group["params"]]} for group in saved["param_groups"]]
     return {"state": {name(key): values for key, values in saved["state"].items()}, "param_groups": groups}

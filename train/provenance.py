@@ -1,4 +1,4 @@
-"""What a training leaves beside its drafter: the resolved recipe, and where everything came from."""
+"""The files beside a trained drafter: the resolved recipe, and provenance.json."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from ..targets import Target
 
 RECIPE, PROVENANCE = "recipe.yaml", "provenance.json"
 SCHEMA_VERSION = 2
-_WITHOUT_DIGESTS = 1  # what older versions wrote
 
 _log = logging.getLogger(__name__)
 
@@ -70,11 +69,11 @@ def check_same_run(recipe: Recipe, output: Path, may_spread: bool = False) -> No
     """
     if not (output / RECIPE).is_file():
         if (output / "checkpoints").is_dir():
-            _log.warning("%s is missing: nobody can tell whether its run was of this recipe.", output / RECIPE)
+            _log.warning("%s is missing: its run may have been of another recipe.", output / RECIPE)
         return
     if (problem := seal_problem(output / RECIPE)) is not None:
         _log.warning("%s: %s. It is compared as it is, and written anew.", output / RECIPE, problem)
-    then, now = _what_decides(load_recipe(output / RECIPE)), _what_decides(recipe)
+    then, now = _deciding_settings(load_recipe(output / RECIPE)), _deciding_settings(recipe)
     changed = [
         f"{k} (was {then.get(k)!r}, is {now.get(k)!r})"
         for k in sorted((then.keys() | now.keys()) - (_SPREAD if may_spread else set()))
@@ -87,7 +86,7 @@ def check_same_run(recipe: Recipe, output: Path, may_spread: bool = False) -> No
         )
 
 
-def _what_decides(recipe: Recipe) -> dict[str, Any]:
+def _deciding_settings(recipe: Recipe) -> dict[str, Any]:
     """Return the settings that decide the final weights, by dotted key."""
     values = recipe.model_dump(mode="json")
     sections = {name: values[name] for name in ("target", "drafter", "data", "training")}
@@ -105,7 +104,7 @@ def write_recipe(recipe: Recipe, output: Path) -> None:
 
 
 def write_provenance(output: Path, target: Target, data: Path, facts: dict[str, Any]) -> None:
-    """Write `<output>/provenance.json`: the target and its data by content, what was run with what, what came out."""
+    """Write `<output>/provenance.json`: the target and its data by content, versions, and the `facts` of the run."""
     saved = data_provenance(data)
     whole = {
         "schema_version": SCHEMA_VERSION,
@@ -119,14 +118,14 @@ def write_provenance(output: Path, target: Target, data: Path, facts: dict[str, 
 
 
 def read_provenance(output: Path) -> dict[str, Any]:
-    """Return what `write_provenance` wrote.
+    """Return the content of provenance.json.
 
     Raises:
         BadInputError: it is missing, damaged, or was altered after it was written.
     """
     advice = "Train again with the same recipe: a finished training only writes its result anew."
     saved = read_sealed(output / PROVENANCE, advice, required=False)
-    if saved.get("schema_version") not in (_WITHOUT_DIGESTS, SCHEMA_VERSION):
+    if saved.get("schema_version") != SCHEMA_VERSION:
         raise Refusal.of(
             output / PROVENANCE, f"schema version {saved.get('schema_version')!r}", f"{SCHEMA_VERSION}", advice
         )
@@ -134,7 +133,7 @@ def read_provenance(output: Path) -> dict[str, Any]:
 
 
 def require_result(output: Path, name: str) -> Path:
-    """Return the folder of what a training left in `output` (its drafter, or its adapter), checked.
+    """Return the folder of a result of the training in `output` (its drafter, or its adapter), checked.
 
     Raises:
         Refusal: it was altered or damaged after it was written, and in which files.
@@ -143,7 +142,8 @@ def require_result(output: Path, name: str) -> Path:
     has_ended = (output / PROVENANCE).is_file()
     if not has_ended:
         _log.warning("%s is missing: the training of %s did not come to its end.", output / PROVENANCE, folder)
-    sealed = has_ended and read_provenance(output)["schema_version"] != _WITHOUT_DIGESTS
-    if sealed or (folder / digests.LIST).exists():
+    if has_ended:
+        read_provenance(output)
+    if has_ended or (folder / digests.LIST).exists():
         digests.require_whole(folder, "Run `outrider train` with its recipe again: a finished training writes it anew.")
     return folder

@@ -1,8 +1,8 @@
 """A drafter in parts: its weights, gradients or optimizer states are spread over the processes of a training.
 
-FSDP2 (torch, through accelerate) and ZeRO (DeepSpeed) do the spreading, and each keeps the parts in its own way. What
-leaves the training is whole: a checkpoint holds the drafter that one process would have written, and one optimizer
-state by the names of its weights. So a run continues under another number of processes, or another engine.
+FSDP2 (torch, through accelerate) and ZeRO (DeepSpeed) spread it, each in its own format. What leaves the training is
+whole: a checkpoint holds the drafter that one process would have written, and one optimizer state by the names of its
+weights. So a run continues under another number of processes, or another engine.
 
 Weights stay float32; in mixed precision the loss is computed under autocast, as in data parallel training.
 """
@@ -27,8 +27,8 @@ from ..heads import Drafter, DrafterConfig, DrafterLoss, TargetBatch
 from .hooks import block_classes
 
 
-class Lesson(nn.Module):
-    """A drafter's loss as engines that spread weights want a model's output: a tuple of tensors.
+class ShardedLoss(nn.Module):
+    """A drafter's loss as a tuple of tensors, the model output that engines which spread weights expect.
 
     Attributes:
         names: of the metrics that the last pass gave.
@@ -42,13 +42,13 @@ class Lesson(nn.Module):
     def forward(self, batch: TargetBatch, anchor: Tensor) -> tuple[Tensor, ...]:
         """Return the loss plus `anchor`, which is zero, the count, then sum and count of each metric."""
         with torch.autocast(batch.tokens.device.type, self.precision, enabled=self.precision is not None):
-            found: DrafterLoss = self.drafter(batch)
-        self.names = list(found.metrics)
-        return found.total + anchor, found.count, *(value for pair in found.metrics.values() for value in pair)
+            loss: DrafterLoss = self.drafter(batch)
+        self.names = list(loss.metrics)
+        return loss.total + anchor, loss.count, *(value for pair in loss.metrics.values() for value in pair)
 
 
-class Parts(nn.Module):
-    """A drafter that is spread over processes, and what is known of it as a whole.
+class ShardedDrafter(nn.Module):
+    """A drafter that is spread over processes, with the way back to the whole one.
 
     Args:
         precision: of the loss; None for float32.
@@ -56,12 +56,12 @@ class Parts(nn.Module):
 
     def __init__(self, drafter: Drafter, precision: torch.dtype | None = None):
         super().__init__()
-        self.lesson = Lesson(drafter, precision)
+        self.loss = ShardedLoss(drafter, precision)
         self._shell = _shell(drafter)
 
     @property
     def drafter(self) -> Drafter:
-        return self.lesson.drafter
+        return self.loss.drafter
 
     @property
     def config(self) -> DrafterConfig:
@@ -75,14 +75,13 @@ class Parts(nn.Module):
         An input with a gradient, which is the last one to be known, tells DeepSpeed when those of all weights are.
         """
         anchor = torch.zeros((), device=batch.tokens.device, requires_grad=torch.is_grad_enabled())
-        total, count, *values = self.lesson(batch, anchor)
+        total, count, *values = self.loss(batch, anchor)
         pairs = [[values[i], values[i + 1]] for i in range(0, len(values), 2)]
-        return {"total": total, "count": count, "metrics": dict(zip(self.lesson.names, pairs, strict=True))}
+        return {"total": total, "count": count, "metrics": dict(zip(self.loss.names, pairs, strict=True))}
 
     def whole(self) -> Drafter:
         """Return a copy of the drafter with all of its weights. All processes must call this together."""
-        found = self._filled(self._gathered(keep=True))
-        return found.train(self.drafter.training)
+        return self._filled(self._gathered(keep=True)).train(self.drafter.training)
 
     def whole_in_first(self) -> Drafter | None:
         """Return a copy of the drafter in the first process, in main memory. All processes must call this together."""
@@ -92,13 +91,13 @@ class Parts(nn.Module):
 
     def _gathered(self, keep: bool, device: torch.device | None = None) -> dict[str, Tensor]:
         """Return each weight whole, gathered one after the other; none if this process is only to take part."""
-        self.settle()
-        found = {}
+        self.reshard()
+        weights = {}
         for name, parameter in self.drafter.named_parameters():
             value = full_tensor(parameter)
             if keep:
-                found[name] = value if device is None else value.to(device)
-        return found
+                weights[name] = value if device is None else value.to(device)
+        return weights
 
     def _filled(self, weights: dict[str, Tensor]) -> Drafter:
         buffers = dict(self.drafter.named_buffers())  # `take` may have changed them since the shell was made
@@ -109,8 +108,8 @@ class Parts(nn.Module):
             id(part): nn.Parameter(weights[name], part.requires_grad)
             for name, part in self._shell[0].named_parameters()
         }
-        found: Drafter = copy.deepcopy(self._shell[0], filled)
-        return found
+        whole: Drafter = copy.deepcopy(self._shell[0], filled)
+        return whole
 
     @torch.no_grad()
     def take(self, saved: Drafter) -> None:
@@ -123,15 +122,15 @@ class Parts(nn.Module):
         expected = {name: value.shape for name, value in self._shell[0].state_dict().items()}
         if differing := [n for n in expected.keys() | weights.keys() if expected.get(n) != _shape(weights.get(n))]:
             raise RuntimeError(f"Other names or shapes: {', '.join(sorted(differing)[:4])}.")
-        self.settle()
+        self.reshard()
         for name, parameter in self.drafter.named_parameters():
             replace(parameter, weights[name])
         for name, buffer in self.drafter.named_buffers():
             if name in weights:
                 buffer.copy_(weights[name])
 
-    def settle(self) -> None:
-        """Let go of what a pass without a backward pass leaves gathered: parts are read, and written, as parts."""
+    def reshard(self) -> None:
+        """Free what a pass without a backward pass leaves gathered: parts are read, and written, as parts."""
         for module in self.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -141,8 +140,8 @@ class Parts(nn.Module):
         return sizes_of(self._shell[0])
 
 
-class Undivided:
-    """A drafter that each process has as one: what `Parts` says of one that is spread, for this one."""
+class WholeDrafter:
+    """A drafter that each process has whole, with the methods of `ShardedDrafter`."""
 
     def __init__(self, drafter: Drafter):
         self.drafter = drafter
@@ -174,11 +173,11 @@ def sizes_of(drafter: Drafter) -> tuple[int, int]:
     return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
 
 
-def loss_of(found: dict[str, Any] | DrafterLoss) -> DrafterLoss:
-    """Return what a model in training gave as a DrafterLoss."""
-    if isinstance(found, DrafterLoss):
-        return found
-    return DrafterLoss(found["total"], found["count"], {k: (v[0], v[1]) for k, v in found["metrics"].items()})
+def loss_of(output: dict[str, Any] | DrafterLoss) -> DrafterLoss:
+    """Return the output of a model in training as a DrafterLoss."""
+    if isinstance(output, DrafterLoss):
+        return output
+    return DrafterLoss(output["total"], output["count"], {k: (v[0], v[1]) for k, v in output["metrics"].items()})
 
 
 def _shape(value: Tensor | None) -> torch.Size | None:
@@ -194,8 +193,8 @@ def _shell(drafter: Drafter) -> tuple[Drafter]:
 # ------------------------------------------------------------ engines
 
 
-def fit_engine(parts: Parts, accelerator: Accelerator) -> None:
-    """Tell the engine of a training how to spread `parts`, before it does."""
+def fit_engine(parts: ShardedDrafter, accelerator: Accelerator) -> None:
+    """Set how the engine of a training spreads `parts`, before it does."""
     fsdp: Any = getattr(accelerator.state, "fsdp_plugin", None)
     if fsdp is not None:
         _fit_fsdp(fsdp, parts)
@@ -206,17 +205,17 @@ def fit_engine(parts: Parts, accelerator: Accelerator) -> None:
     unset_hf_deepspeed_config()  # the trainer has set it again: see `training_arguments`
     if plugin.zero_stage == 3:
         # Losses read weights outside of the modules that they belong to: the whole drafter is gathered for a step.
-        deepspeed().utils.set_z3_leaf_modules(parts, [Lesson])
+        deepspeed().utils.set_z3_leaf_modules(parts, [ShardedLoss])
 
 
-def _fit_fsdp(plugin: Any, parts: Parts) -> None:
+def _fit_fsdp(plugin: Any, parts: ShardedDrafter) -> None:
     plugin.cpu_ram_efficient_loading = False  # every process has made the drafter by itself
     model = getattr(parts.drafter, "model", None) if parts.drafter.by_layers else None
     # These are gathered one at a time, the rest of the drafter as one.
     plugin.transformer_cls_names_to_wrap = block_classes(model) if isinstance(model, PreTrainedModel) else []
     # Autocast chooses the precision of what passes between layers: casting it, too, would round the residual stream.
     plugin.mixed_precision_policy = MixedPrecisionPolicy(
-        param_dtype=parts.lesson.precision, reduce_dtype=torch.float32, cast_forward_inputs=False
+        param_dtype=parts.loss.precision, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
 
 
@@ -260,15 +259,15 @@ def replace(parameter: nn.Parameter, value: Tensor) -> None:
         return
     if is_zero3(parameter):
         deepspeed().utils.safe_set_local_fp32_param(parameter, own_part(parameter, value))
-    elif hasattr(parameter, "_hp_mapping"):  # ZeRO stage 1 or 2, whose optimizer has a copy
+    elif hasattr(parameter, "set_full_hp_param"):  # ZeRO stage 1 or 2, whose optimizer has a copy
         deepspeed().utils.safe_set_full_fp32_param(parameter, value.to(parameter.device, torch.float32))
 
 
 def own_part(parameter: nn.Parameter, value: Tensor) -> Tensor:
     """Return what this process holds of a value, whole, under ZeRO stage 3: an equal share, filled up with zeros."""
-    found: Any = parameter
-    size, rank = found.ds_tensor.ds_numel, torch.distributed.get_rank()
-    flat = value.flatten().to(found.ds_tensor.device, torch.float32)
+    part: Any = parameter.ds_tensor  # type: ignore[attr-defined]
+    size, rank = part.ds_numel, torch.distributed.get_rank()
+    flat = value.flatten().to(part.device, torch.float32)
     own = flat[size * rank : size * (rank + 1)]
     return torch.nn.functional.pad(own, (0, size - own.numel()))
 

@@ -1,358 +1,380 @@
-"""One training, from recipe to drafter: responses, first weights, the loop, and what it leaves in the output folder.
+"""`transformers.Trainer` for drafters: the loss, its metrics, and checkpoints that are loadable drafters.
 
-<output>/data/          what the target said (distill)
-<output>/features/      its hidden states, with `data.features: cached`
-<output>/checkpoints/   checkpoint-*/: a loadable drafter each, and what continuing needs
-<output>/drafter/       the result: config.json, model.safetensors
-<output>/adapter/       with `joint`: a PEFT adapter, which belongs to the target that the drafter drafts for
-<output>/recipe.yaml    what was asked for, every default written out
-<output>/provenance.json
+The loss of an optimizer step is Σ loss / Σ supervised positions over the whole global batch (all micro-batches of all
+processes). So 1 × 8 accumulation equals 8 × 1, and two processes equal one.
+
+Shapes: B rows, T tokens.
 """
 
 from __future__ import annotations
 
-import logging
-import signal
-import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+import math
+from collections.abc import Callable, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import datasets
 import torch
-from rich.console import Console
-from torch import nn
-from transformers import PreTrainedModel, TrainingArguments, set_seed
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.utils.data import DataLoader, Dataset, Sampler
+from transformers import Trainer, TrainingArguments
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
+from transformers.trainer_utils import EvalLoopOutput
 
-from ..common.atomic import keeping
-from ..common.digests import save_whole
-from ..common.signals import StoppedError, how, number_of
-from ..distill.data_set import DEPTHS, load_responses, rounds_of
-from ..distill.features import FeatureStore
-from ..distill.launch import launch_group
-from ..distill.responses import distill
-from ..heads import Drafter
-from ..recipes import Recipe
-from ..targets import Target
-from ..targets.fingerprint import digest_files
-from . import checkpoints, provenance
-from .arguments import packing_of
-from .check import check, check_recomputes, check_with_target
-from .data import Batches, CachedBatches, OnlineBatches, Rows, split, token_counts
-from .decode_eval import MeasuredTau
-from .hooks import enable_checkpointing
-from .joint import ADAPTER, Adapter, JointBatches, JointModule, adapted
-from .launch import PeerLostError, alone_in, is_lost_peer, peak_bytes
-from .loop import DrafterTrainer, TrainData
-from .onpolicy import OnPolicy
-from .packing import PackedBatches, Packs
-from .reporting import Reports, finish_reports
-from .stopping import Patience, Until
-from .time_budget import check_same_budget, follow_clock, saved_clock
-from .warmstart import made_for
+from ..distill.data_set import DEPTHS
+from ..heads import AcceptedPositions, Drafter, DrafterLoss
+from . import checkpoints, muon
+from .arguments import GAP, MEASURED
+from .callbacks import EpochOrder, FiniteGuard, GracefulStop, LogLines, Progress, StepStats
+from .checkpoints import DrafterCheckpointIO
+from .data import IGNORED, Batches, Order, Packs, Rows, collate
+from .decoding import MeasuredTau, OnPolicy
+from .hooks import HookedTrainer
+from .joint import JointModule, Stages
+from .launch import Processes, check_engine, is_sharded
+from .optimizer_state import remove_empty_groups
+from .sharded_drafter import ShardedDrafter, WholeDrafter, fit_engine, gradient_norm, loss_of
+from .stopping import Patience, TauWatch, TimeBudget, Until, saved_clock
 
-_log = logging.getLogger(__name__)
-
-
-class TrainingInterruptedError(StoppedError):
-    """A training that was asked to stop. The message says what is kept, and how to continue."""
-
-
-@dataclass
-class TrainResult:
-    """What a training produced.
-
-    Attributes:
-        drafter_folder: load it with `outrider.heads.load_drafter`.
-        metrics: `eval_loss`, `eval_tau`, `eval_alpha_d1`, … on the held-out rows, and `train_loss`, `train_runtime`
-            (seconds).
-        steps: optimizer steps in all, those before a resume included.
-        adapter_folder: what the drafter's target was trained to: `Target.load(…, adapter=adapter_folder)`; None without
-            joint training.
-    """
-
-    drafter_folder: Path
-    metrics: dict[str, Any]
-    steps: int
-    adapter_folder: Path | None = None
-
-
-def train(
-    recipe: Recipe,
-    target: Target | None = None,
-    drafter: Drafter | None = None,
-    resume: bool = True,
-    console: Console | None = None,
-    seconds: float | None = None,
-    until: Until | None = None,
-) -> TrainResult:
-    """Train a drafter for a target, as a recipe says.
-
-    Distils the target's responses first if `<output>/data` does not hold them. An interrupted run continues from its
-    last whole checkpoint; on one CPU process the final weights are, bit for bit, those of a run that was never
-    interrupted.
-
-    Args:
-        target: used instead of loading `recipe.target`. It is frozen, and moved to the training device. After joint
-            training it is what it was before.
-        drafter: trained in place instead of a new one (in fp32).
-        resume: False starts over; checkpoints of an earlier run are moved aside.
-        console: shows the progress of distilling.
-        seconds: of training, instead of the recipe's steps or epochs; the learning rate follows the time (see
-            `train.budget`).
-        until: when to end before the last step (see `train.stopping`); the curve of τ goes into provenance.json.
-
-    Raises:
-        BadInputError: anything in the recipe or the launch that cannot work, before any model is loaded; another
-            training in this output; files of it that were altered; a loss that is not finite; a disk that is full.
-        IncompatibleError: data or a drafter made for another target.
-        TrainingInterruptedError: Ctrl-C, SIGTERM or SIGHUP; within the loop, a checkpoint was saved.
-    """
-    args = check(recipe, drafter, seconds)
-    with _end_explained(args), alone_in(recipe.output_folder, args):
-        if seconds is not None:
-            follow_clock(args)
-        start = _starting_point(recipe, args, resume, seconds)
-        target = _frozen(target or Target.load(**recipe.target.model_dump(), device=args.device), args.device)
-        check_with_target(recipe, args, target, drafter)
-        training = _Training(recipe, args, target, console, seconds, until)
-        data = distill(recipe, target, console)
-        with adapted(target, recipe.joint, args.seed) as adapter:
-            trainer = training.trainer(data, drafter, adapter)
-            return training.finish(trainer, data, start)
-
-
-@contextmanager
-def _end_explained(args: TrainingArguments) -> Iterator[None]:
-    """Say what is kept when the training is asked to stop, or cannot write, inside."""
-    try:
-        with keeping(lambda: checkpoints.what_is_kept(args)):
-            yield
-    except TrainingInterruptedError:
-        raise
-    except RuntimeError as error:
-        if not is_lost_peer(error):
-            raise
-        raise PeerLostError(
-            f"another process of this launch ended in the middle of the training; what it said stands above, or in its "
-            f"own log. {checkpoints.what_is_kept(args)} Run the same command again to continue."
-        ) from error
-    except KeyboardInterrupt as error:
-        raise TrainingInterruptedError(
-            f"{how(error)}. {checkpoints.what_is_kept(args)} Run the same command again to continue.", number_of(error)
-        ) from error
-
-
-def _starting_point(recipe: Recipe, args: TrainingArguments, resume: bool, seconds: float | None) -> Path | None:
-    """Return the checkpoint to continue from, or None; every process asks, only the main one changes what is there."""
-    folder, output, is_main = Path(args.output_dir or ""), recipe.output_folder, args.process_index == 0
-    with args.distributed_state.main_process_first():  # the others find the digests that it has computed
-        found = _found(folder, args.resume_from_checkpoint) if resume else None
-    args.distributed_state.wait_for_everyone()
-    if not resume:
-        if is_main and (aside := checkpoints.set_aside(folder)):
-            _log.warning("starting over; the earlier checkpoints are now in %s", aside)
-    elif found is not None:
-        checkpoints.check_same_rows(found, args)
-    if resume and not args.resume_from_checkpoint:
-        if found is not None:
-            provenance.check_same_run(recipe, output, may_spread=(found / checkpoints.LAUNCH).is_file())
-            check_same_budget(found, seconds)
-        if is_main:
-            checkpoints.remove_broken(folder, found)
-            if found is not None and not args.load_best_model_at_end:  # a kill may have come before this
-                checkpoints.rotate(folder, args.save_total_limit, None)
-    args.distributed_state.wait_for_everyone()
-    if is_main:
-        provenance.write_recipe(recipe, output)
-    return found
-
-
-def _found(folder: Path, named: str | None) -> Path | None:
-    """Return the checkpoint that the recipe names, whole, or else the last whole one of `folder`."""
-    if not named:
-        return checkpoints.last_complete(folder)
-    checkpoints.require_whole(Path(named))
-    return Path(named)
-
-
-def _frozen(target: Target, device: torch.device) -> Target:
-    module: nn.Module = target.model
-    module.to(device).eval().requires_grad_(False)
-    return target
-
-
-def _say_whose_rounds(table: datasets.Dataset, data: Path) -> None:
-    """Say whose rounds a share of the loss lies on, and which rows have none.
-
-    Raises:
-        BadInputError: none has any; responses that were begun without a drafter may be finished so, too.
-    """
-    _log.info("data.verified follows the rounds of %s", ", ".join(rounds_of(data)))
-    without = table.data.column(DEPTHS).null_count
-    if without:
-        _log.warning(
-            "data.verified: of %d rows %d were written without a drafter, and weigh as without data.verified.",
-            len(table),
-            without,
-        )
+COLUMNS = ["index", "input_ids", "labels"]
 
 
 @dataclass(frozen=True)
-class _Training:
-    """One training of a recipe for a target: makes its trainer, runs the loop, and writes what comes out."""
+class TrainData:
+    """The data that a drafter is trained and evaluated on.
 
-    recipe: Recipe
-    args: TrainingArguments
-    target: Target
-    console: Console | None = None
-    seconds: float | None = None
-    until: Until | None = None
+    Attributes:
+        batches: makes hidden states of rows.
+        training: rows, or packs of them. held_out: the other rows, which are never packed.
+        on_policy: replaces responses in training batches by the drafter's own; None leaves the target's.
+        measured: decodes for τ at each evaluation; None does not.
+        verified: share of the training loss on positions that rounds of decoding reached; the rows have `depths`.
+    """
 
-    # ------------------------------------------------------------ what is trained, and on what
+    batches: Batches
+    training: Rows | Packs
+    held_out: Rows
+    on_policy: OnPolicy | None = None
+    measured: MeasuredTau | None = None
+    verified: float = 0.0
 
-    def trainer(self, data: Path, drafter: Drafter | None, adapter: Adapter | None) -> DrafterTrainer:
-        """Return the trainer of the given drafter, or of the recipe's, on the responses in `data`."""
-        recipe, table = self.recipe, load_responses(data)
-        if recipe.data.verified:
-            _say_whose_rounds(table, data)
-        training, held_out = split(table, recipe.data.holdout, recipe.data.learn_prompts, recipe.data.verified > 0)
-        self._say_what_is_held_out(training, held_out)
-        set_seed(self.args.seed)
-        if drafter is None:
-            rows = Rows(table, training.indices)
-            drafter = made_for(recipe, self.target, lambda: token_counts(rows, self.target.vocab_size))
-        check_recomputes(drafter, self.args)
-        drafter.to(self.args.device).float()
-        on_policy = OnPolicy.of(recipe.data, training, self.target, drafter, self.args.seed)
-        measured = MeasuredTau.of(recipe, self.target)
-        batches, learned = self._packed(self._batches(drafter, table, adapter), training)
-        lessons = TrainData(batches, learned, held_out, on_policy, measured, recipe.data.verified)
-        joint = None if adapter is None or recipe.joint is None else JointModule(drafter, adapter, recipe.joint)
-        if isinstance(inner := getattr(drafter, "model", None), PreTrainedModel):
-            enable_checkpointing(inner, self.args)
-        trainer = DrafterTrainer(drafter, self.args, lessons, self.seconds, joint, self.until)
-        trainer.add_callback(self._reports(measured))
-        if recipe.eval.patience is not None:
-            trainer.add_callback(Patience(recipe.eval.patience))
-        return trainer
 
-    def _packed(self, batches: Batches, training: Rows) -> tuple[Batches, Rows | Packs]:
-        """Return what makes batches and what is learned: of packs, if the recipe asks for them."""
-        packing = packing_of(self.recipe.training)
-        if packing is None:
-            return batches, training
-        packs = Packs(training, packing.max_length)
-        _log.info("%s", packs.summary())
-        return PackedBatches(batches), packs
+class MetricSums:
+    """Means over many batches as (sum, count) pairs, divided once, after adding up over all processes.
 
-    def _reports(self, measured: MeasuredTau | None) -> Reports:
-        return Reports(self.recipe, lambda: [] if measured is None else measured.samples)
+    The pairs stay on their device: nothing waits for the host before `means`.
+    """
 
-    def _say_what_is_held_out(self, training: Rows, held_out: Rows) -> None:
-        if self.recipe.data.holdout > 0 and not len(held_out):
-            _log.warning(
-                "no row is held out (%d rows, data.holdout %g): there will be no evaluation during training.",
-                len(training),
-                self.recipe.data.holdout,
-            )
-            self.args.eval_strategy = "no"
+    def __init__(self) -> None:
+        self._pairs: dict[str, Tensor] = {}
 
-    def _batches(self, drafter: Drafter, table: datasets.Dataset, adapter: Adapter | None) -> Batches:
-        """Return what makes batches of hidden states: by the target with an adapter, by it alone, or from disk."""
-        target, args = self.target, self.args
-        # Most of a step is the pass of a float32 target; in mixed precision it is in bfloat16, as targets are served.
-        precision = torch.bfloat16 if args.bf16 and target.dtype == torch.float32 else None
-        if adapter is not None:
-            return JointBatches(target, drafter.taps, adapter, precision)
-        if self.recipe.data.features == "online":
-            return OnlineBatches(target, drafter.taps, precision)
-        output, dtype = self.recipe.output_folder, self.recipe.data.features_dtype
-        with launch_group(output) as group:
-            store = FeatureStore.build(
-                output / "features", target, table, drafter.taps, dtype, self.console, group=group
-            )
-        return CachedBatches(target, drafter.taps, store)
+    def add(self, pairs: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+        for name, (total, count) in pairs.items():
+            pair = torch.stack([total.detach().double(), count.detach().double()])
+            self._pairs[name] = self._pairs[name] + pair if name in self._pairs else pair
 
-    # ------------------------------------------------------------ the loop, and what comes out
+    def add_loss(self, loss: DrafterLoss) -> None:
+        """Add the per-depth metrics, and `loss`: what is minimised, per supervised position."""
+        self.add({**loss.metrics, "loss": (loss.total, loss.count)})
 
-    def finish(self, trainer: DrafterTrainer, data: Path, start: Path | None) -> TrainResult:
-        """Train from the checkpoint `start` to the end, evaluate, and write the result."""
-        began = time.time()
-        steps, metrics = self._train(trainer, start)
-        metrics |= self._held_out(trainer, steps)
-        folder = self.recipe.output_folder / "drafter"
-        drafter = trainer.form.whole_in_first()
-        peaks = trainer.together.each(peak_bytes(self.args.device))
-        if drafter is not None and self.args.process_index == 0:
-            self._save(trainer, drafter, folder)
-            facts = self._facts(trainer, steps, time.time() - began) | {"metrics": metrics}
-            facts["training"]["peak_bytes"] = peaks
-            if trainer.joint is not None:
-                facts["adapter"] = {"files": digest_files(folder.with_name(ADAPTER))}
-            provenance.write_provenance(self.recipe.output_folder, self.target, data, facts)
-            finish_reports(self.recipe, self.args)
-        self.args.distributed_state.wait_for_everyone()
-        # accelerate wraps mixed precision around the instance's `forward`; the caller may use the drafter again.
-        vars(trainer.drafter.eval()).pop("forward", None)
-        return TrainResult(folder, metrics, steps, None if trainer.joint is None else folder.with_name(ADAPTER))
-
-    def _train(self, trainer: DrafterTrainer, start: Path | None) -> tuple[int, dict[str, Any]]:
-        """Return the steps in all and the trainer's own figures; what had ended is loaded, not trained further."""
-        budget = trainer.budget
-        if start is not None and trainer.is_end(start):
-            _log.warning("%s is the end of this run: nothing is left to train.", start)
-            trainer.keeper.load_weights(checkpoints.best_before(start) if self.args.load_best_model_at_end else start)
-            if budget is not None:
-                budget.clock.spent = saved_clock(start)["spent"]
-            return checkpoints.step_of(start), {}
-        if start is not None:
-            _log.warning("continuing from %s", start)
-        with trainer.stop.listening(), ExitStack() as watching:
-            if budget is not None:
-                watching.enter_context(budget.watched(self.console, f"training {self.recipe.name}"))
-            result = trainer.train(resume_from_checkpoint=None if start is None else str(start))
-        if trainer.stop.stopped_at is not None:
-            raise TrainingInterruptedError(
-                f"stopped after step {trainer.stop.stopped_at}; saved in {trainer.keeper.last_good()}. Run the same "
-                "command again to continue.",
-                trainer.stop.number or signal.SIGTERM,  # another process was asked
-            )
-        return result.global_step, dict(result.metrics)
-
-    def _held_out(self, trainer: DrafterTrainer, steps: int) -> dict[str, Any]:
-        """Return the final weights' metrics on the held-out rows: the last evaluation's if it was of these weights."""
-        if not len(trainer.lessons.held_out):
+    def means(self, reduce: Callable[[Tensor], Tensor]) -> dict[str, float]:
+        """Return the means since the last call, without metrics of count 0. `reduce` adds up over all processes."""
+        if not self._pairs:
             return {}
-        logged = [entry for entry in trainer.state.log_history if "eval_loss" in entry and entry["step"] == steps]
-        if logged and not self.args.load_best_model_at_end:
-            return {name: value for name, value in logged[-1].items() if name.startswith("eval_")}
-        return trainer.evaluate()
+        names = sorted(self._pairs)
+        totals = reduce(torch.stack([self._pairs[name] for name in names])).tolist()
+        self._pairs.clear()
+        return {name: total / count for name, (total, count) in zip(names, totals, strict=True) if count > 0}
 
-    def _save(self, trainer: DrafterTrainer, drafter: Drafter, folder: Path) -> None:
-        """Write the drafter, and beside it the adapter, which leaves the target: its own weights name it."""
-        if trainer.joint is not None:
-            save_whole(trainer.joint.adapter, folder.with_name(ADAPTER))
-            trainer.joint.adapter.remove()
-        save_whole(drafter, folder)
 
-    def _facts(self, trainer: DrafterTrainer, steps: int, seconds: float) -> dict[str, Any]:
-        """Return what provenance says of the drafter and its training."""
-        budget, joint = trainer.budget, trainer.joint
-        numel, trained = trainer.form.sizes()
-        drafter = {"type": trainer.drafter.name, "parameters": numel, "trained_parameters": trained}
-        training = {
-            "steps": steps,
-            "rows": len(trainer.lessons.training.indices),
-            **({"packs": len(trainer.lessons.training)} if packing_of(self.recipe.training) else {}),
-            "held_out_rows": len(trainer.lessons.held_out),
-            "processes": self.args.world_size,
-            "device": self.args.device.type,
-            "seconds": round(seconds, 1),
-            **({} if trainer.watch is None else trainer.watch.facts()),
-            **({} if joint is None else {"adapter_parameters": sum(p.numel() for p in joint.lora)}),
-            **({} if budget is None else {"budget": budget.clock.seconds, "spent": round(budget.clock.spent, 2)}),
-        }
-        return {"drafter": drafter, "training": training}
+class DrafterTrainer(HookedTrainer):
+    """A trainer of `drafter`. The target is not part of the model: never moved into an optimizer or a checkpoint.
+
+    Args:
+        seconds: of training; None trains the steps that `args` say. See `train.budget`, also for what it takes from
+            `args`.
+        joint: the drafter and the adapter trained with it; None for the drafter alone.
+        until: ends the training before its last step; None never.
+
+    Attributes:
+        form: the drafter as this process holds it, whole or sharded.
+        stop: ends the training on request, and says after which step.
+        budget: None without `seconds`. watch: keeps the curve of evaluations, and applies `until`; None without.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        args: TrainingArguments,
+        data: TrainData,
+        seconds: float | None = None,
+        joint: JointModule | None = None,
+        until: Until | None = None,
+    ):
+        if args.ddp_find_unused_parameters is None:
+            args.ddp_find_unused_parameters = joint is not None or has_experts(drafter)
+        precision = torch.bfloat16 if args.bf16 else None
+        self.form = ShardedDrafter(drafter, precision) if is_sharded(args) else WholeDrafter(drafter)
+        super().__init__(
+            model=self.form if isinstance(self.form, ShardedDrafter) else joint or drafter,
+            args=args,
+            data_collator=collate,
+            train_dataset=data.training,
+            eval_dataset=data.held_out,
+        )
+        check_engine(args, str(self.accelerator.distributed_type.value))
+        if isinstance(self.form, ShardedDrafter):
+            fit_engine(self.form, self.accelerator)
+        self.count_labels(COLUMNS)
+        self.data, self.joint = data, joint
+        self.checkpoint_io: DrafterCheckpointIO = DrafterCheckpointIO(self, self.form, joint)
+        self.processes = Processes(args, self.accelerator)
+        self._sums = MetricSums()
+        self._step = StepStats(torch.zeros((), device=args.device))
+        self._checked_counts = False
+        self.stop = GracefulStop(self.processes.any)
+        self.budget = None if seconds is None else TimeBudget(seconds, args, self.processes.mean)
+        self.watch = None if until is None else TauWatch(until, self.tokens_trained, len(data.held_out) > 0)
+        self._tokens = torch.zeros((), dtype=torch.long, device=args.device)
+        self._add_callbacks()
+
+    def _add_callbacks(self) -> None:
+        """Add our callbacks, in the order in which they are called."""
+        self.add_callback(self.stop)
+        if self.joint is not None:
+            self.add_callback(Stages(self.joint.adapter, self.joint.spec.heads_first))
+        self._guard = FiniteGuard(
+            self._take_step, self._describe_rows, self.checkpoint_io.last_good, self._gradient_norm
+        )
+        self.add_callback(self._guard)
+        if self.watch is not None:
+            self.add_callback(self.watch)
+        if self.budget is not None:
+            self.add_callback(self.budget)
+            self.remove_callback(PrinterCallback)
+        else:
+            use_our_progress(self)
+            use_whole_steps(self.args, self.planned_steps)
+
+    def tokens_trained(self) -> int:
+        """Return the number of supervised tokens in all processes so far in this run."""
+        return int(self.processes.sum(self._tokens.double()[None])[0])
+
+    @property
+    def drafter(self) -> Drafter:
+        """The drafter in training; of a sharded one, the shard of this process."""
+        return self.form.drafter
+
+    # ------------------------------------------------------------ optimizer
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """Return the optimizer that the recipe names; the adapter of joint training is a group of its own."""
+        args, is_new = self.args, self.optimizer is None
+        further = [] if self.joint is None else [self.joint.group()]
+        model = model if self.joint is None else self.joint.drafter
+        if is_new and args.optim == muon.NAME:
+            parts = muon.split_parameters(self.drafter if model is None else model)
+            betas = (args.adam_beta1, args.adam_beta2)
+            self.optimizer = muon.MuonAdamW(
+                *parts, args.learning_rate, args.weight_decay, betas, args.adam_epsilon, further
+            )
+            return super().create_optimizer(model)
+        made: torch.optim.Optimizer = super().create_optimizer(model)
+        if is_new:
+            remove_empty_groups(made)
+        for group in further if is_new else []:
+            made.add_param_group(group)
+        return made
+
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LRScheduler:
+        """Return the schedule of the learning rate, which follows the clock under a time budget."""
+        scheduled = optimizer or self.optimizer
+        if self.budget is not None and self.lr_scheduler is None and scheduled is not None:
+            self.use_scheduler(LambdaLR(scheduled, self.budget.clock))
+        return super().create_scheduler(num_training_steps, optimizer)
+
+    # ------------------------------------------------------------ order
+
+    def training_order(self) -> Sampler[int] | None:
+        """Return our order of the training rows, the same for any number of processes, if the recipe shuffles them."""
+        args = self.args
+        if args.train_sampling_strategy != "random":
+            return None
+        seed = args.seed if args.data_seed is None else args.data_seed
+        multiple = 1 if args.dataloader_drop_last else self.rows_at_once() * args.world_size
+        order = Order(len(self.data.training), multiple, seed)
+        self.remove_callback(EpochOrder)
+        self.add_callback(EpochOrder(order))
+        return order
+
+    def evaluation_order(self, rows: Dataset) -> Order:
+        """Return the rows in their own order, filled up to whole batches of all processes."""
+        assert isinstance(rows, Sized)
+        return Order(len(rows), self.args.eval_batch_size * self.args.world_size, None)
+
+    def planned_steps(self) -> int:
+        """Return the optimizer steps of the whole training."""
+        if self.args.max_steps > 0:
+            return self.args.max_steps
+        per_epoch = max(math.ceil(len(self.get_train_dataloader()) / self.args.gradient_accumulation_steps), 1)
+        return math.ceil(self.args.num_train_epochs * per_epoch)
+
+    def is_end(self, checkpoint: Path) -> bool:
+        """Tell whether nothing is left to train after a checkpoint of this training."""
+        if self.budget is not None:
+            return saved_clock(checkpoint).get("spent", 0.0) >= self.budget.clock.seconds
+        waiting = [callback for callback in self.callback_handler.callbacks if isinstance(callback, Patience)]
+        return checkpoints.step_of(checkpoint) >= self.planned_steps() or any(
+            callback.is_over(checkpoints.state_of(checkpoint)) for callback in waiting
+        )
+
+    # ------------------------------------------------------------ text
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[dict[str, Tensor]], num_batches: int, device: torch.device
+    ) -> tuple[list[dict[str, Tensor]], Tensor | int | None]:
+        """Return the micro-batches of the next step, and how many labels all processes have in them.
+
+        Labels of text that the drafter writes here count, too.
+        """
+        return super().get_batch_samples(self._with_own_text(epoch_iterator), num_batches, device)
+
+    def _with_own_text(self, batches: Iterator[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+        drafter = None  # gathered once for a step
+        for inputs in batches:
+            if self.data.on_policy is None:
+                yield inputs
+                continue
+            drafter = drafter or self.form.whole()
+            inputs, figures = self.data.on_policy.rewritten(inputs, drafter, self.state.global_step)
+            self._sums.add(figures)
+            yield inputs
+
+    # ------------------------------------------------------------ loss
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Tensor | tuple[Tensor, DrafterLoss]:
+        """Return this micro-batch's share of the global batch's mean loss, `[]`."""
+        batch = self.data.batches.of(inputs)
+        batch.step = self.args.seed * 1_000_003 + self.state.global_step
+        if self.data.verified:
+            batch.verified = AcceptedPositions(inputs[DEPTHS], self.data.verified)
+        loss = loss_of(model(batch))
+        if not self._checked_counts:
+            assert int(loss.count) == int((inputs["labels"] != IGNORED).sum()), (
+                "a drafter must count the positions that the collator labels"
+            )
+            self._checked_counts = True
+        self._sums.add_loss(loss)
+        self._tokens = self._tokens + loss.count.detach()
+        items = torch.as_tensor(
+            loss.count if num_items_in_batch is None else num_items_in_batch, device=loss.total.device
+        )
+        # Data parallelism averages gradients over processes; the items were counted over all of them.
+        num_processes = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
+        value = loss.total * (num_processes / items.clamp(min=1))
+        self._step.add(inputs, value)
+        if self.is_deepspeed_enabled:  # it takes the step as soon as it has the gradients
+            worst = self.processes.sum(value.detach())
+            self._guard.check(self.args, self.state.global_step + 1, self._step, float(worst))
+        return (value, loss) if return_outputs else value
+
+    def _gradient_norm(self) -> Tensor:
+        """Return the norm of the gradients of the step about to be taken (under DeepSpeed, of the one just taken)."""
+        if getattr(self.accelerator, "scaler", None) is not None:
+            return torch.zeros(())
+        if self.is_deepspeed_enabled:
+            return torch.as_tensor(self.norm_of_last_step())
+        assert isinstance(self.model, nn.Module)
+        return gradient_norm(self.model)
+
+    def _take_step(self) -> StepStats:
+        taken, self._step = self._step, StepStats(torch.zeros_like(self._step.loss))
+        return taken
+
+    @torch.no_grad()
+    def _describe_rows(self, step: StepStats) -> str:
+        """Return a sentence about this process's rows of a step, which names non-finite states of the target."""
+        for inputs in step.inputs if not self.data.batches.target.sharded else []:
+            if not bool(self.data.batches.of(inputs).last.isfinite().all()):
+                names = self.data.training.names(inputs["index"].flatten().tolist())
+                return f"The target's own hidden states of {names} are not finite: look at the target, or its features."
+        indices = [i for inputs in step.inputs for i in inputs["index"].flatten().tolist()]
+        return f"It would have learned from {self.data.training.names(indices)}."
+
+    # ------------------------------------------------------------ logging and evaluation
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Add the per-depth means since the last log to a training log; all reports (wandb, …) get them."""
+        if "loss" in logs:
+            logs = {**self._sums.means(self.processes.sum), **logs}
+        super().log(logs, start_time)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Evaluate as transformers does, and leave the random state: evaluating more often trains the same drafter."""
+        devices = [self.args.device] if self.args.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            return super().evaluate(*args, **kwargs)
+
+    @torch.no_grad()
+    def evaluation_loop(
+        self,
+        dataloader: DataLoader,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Return loss and metrics over all rows of all processes, each position once."""
+        model = self.model_for_evaluation()
+        model.eval()
+        self.callback_handler.eval_dataloader = dataloader
+        sums, may_stop = MetricSums(), self._may_cut_evaluation()
+        for inputs in dataloader:
+            if may_stop and self.stop.is_requested():
+                self.stop.stop(self.state, self.control)
+                return EvalLoopOutput((), None, {}, 0)  # type: ignore[arg-type]
+            sums.add_loss(loss_of(model(self.data.batches.of(self.on_device(inputs)))))
+            self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+        means = sums.means(self.processes.sum)
+        if self.data.measured is not None:
+            drafter = self.form.whole()
+            tau = self.data.measured.tau(drafter, self.processes, is_copy=drafter is not self.drafter)
+            means |= {MEASURED: tau} | ({GAP: means["tau"] - tau} if "tau" in means else {})
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in means.items()}
+        rows = len(self.data.held_out)
+        return EvalLoopOutput((), None, metrics, rows)  # type: ignore[arg-type]
+
+    def _may_cut_evaluation(self) -> bool:
+        """Tell whether a request to stop may end an evaluation: not where the training's course depends on it.
+
+        An evaluation can take longer than a scheduler's grace. (After the training `stop` receives no requests.)
+        """
+        decides = self.args.metric_for_best_model is not None or self.args.lr_scheduler_type == "reduce_lr_on_plateau"
+        return self.is_in_train and not decides
+
+
+def has_experts(drafter: Drafter) -> bool:
+    """Tell whether a step may leave weights of a drafter without a gradient: those of experts that no token chose."""
+    return any("expert" in name for name, _ in drafter.named_modules())
+
+
+def use_our_progress(trainer: Trainer) -> None:
+    """Replace the base class's bar, or its printed dictionaries, by lines that fit a terminal."""
+    has_bar = not trainer.args.disable_tqdm
+    trainer.remove_callback(ProgressCallback if has_bar else PrinterCallback)
+    trainer.add_callback(Progress if has_bar else LogLines)
+
+
+def use_whole_steps(args: TrainingArguments, planned: Callable[[], int]) -> None:
+    """Turn steps given as fractions of the training into numbers: as fractions they seem changed on every resume."""
+    for name in ("logging_steps", "eval_steps", "save_steps"):
+        share = getattr(args, name)
+        if share is not None and 0 < share < 1:
+            setattr(args, name, math.ceil(share * planned()))

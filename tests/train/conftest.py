@@ -15,6 +15,8 @@ from outrider.common import digests
 from outrider.recipes import Recipe
 from outrider.targets import Target
 
+MakeRecipe = Callable[..., Recipe]
+
 EAGLE3 = {"type": "eagle3", "steps": 3, "draft_vocab_size": 96}
 DRAFT_MODEL = {"type": "draft_model", "model": {"num_hidden_layers": 1}}
 

@@ -96,7 +96,7 @@ class Attempt:
             return GENERATION
         if not any(map(digests.is_sealed, (self.output / "features").glob("*"))):
             return FEATURES
-        return TRAINING if all(map(checkpoints.is_marked, self.checkpoints)) else CHECKPOINT
+        return TRAINING if all(map(digests.is_sealed, self.checkpoints)) else CHECKPOINT
 
     def has_begun(self, phase: str) -> bool:
         """Tell whether the process that runs has come to a phase."""
@@ -116,7 +116,7 @@ class Attempt:
 
     def reached(self) -> int:
         """Return the step that the next process continues from; 0 for the beginning."""
-        whole = [checkpoints.step_of(folder) for folder in self.checkpoints if checkpoints.is_marked(folder)]
+        whole = [checkpoints.step_of(folder) for folder in self.checkpoints if digests.is_sealed(folder)]
         return max(whole, default=0)
 
     def answers(self) -> int:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from outrider.common import BadInputError
-from outrider.recipes import Recipe
 from outrider.targets import Target
 from outrider.train import train
 from outrider.train.arguments import check_training, training_arguments
-from outrider.train.check import check_engine, check_kind_of_processes, check_number_of_processes, check_parts
+from outrider.train.launch import (
+    check_engine,
+    check_kind_of_processes,
+    check_number_of_processes,
+    check_sharding,
+)
 
-MakeRecipe = Callable[..., Recipe]
+from .conftest import MakeRecipe
 
 
 @pytest.mark.parametrize(
@@ -213,9 +216,9 @@ def test_what_a_drafter_in_parts_cannot_be_trained_with_is_refused(
     environment: pytest.MonkeyPatch, stage: int, values: dict[str, Any], said: str
 ) -> None:
     for able in (1, 2, 3):
-        check_parts(zero(able))
+        check_sharding(zero(able))
     with pytest.raises(BadInputError, match=said):
-        check_parts(zero(stage, **values))
+        check_sharding(zero(stage, **values))
 
 
 def test_the_first_version_of_fsdp_is_refused(environment: pytest.MonkeyPatch) -> None:
@@ -223,7 +226,7 @@ def test_the_first_version_of_fsdp_is_refused(environment: pytest.MonkeyPatch) -
     args = fake(2, "MULTI_GPU")
     args.deepspeed_plugin, args.optim, args.fp16 = None, "adamw_torch", False
     environment.setenv("FSDP_VERSION", "2")
-    check_parts(args)
+    check_sharding(args)
     environment.setenv("FSDP_VERSION", "1")
     with pytest.raises(BadInputError, match="only version 2 is supported; add --fsdp_version 2"):
-        check_parts(args)
+        check_sharding(args)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import shutil
 from collections import namedtuple
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,8 @@ from outrider.train.arguments import training_arguments
 from outrider.train.check import check_with_target
 from outrider.train.planning import plan
 
-from .test_trainer import losses
-
-MakeRecipe = Callable[..., Recipe]
+from .conftest import MakeRecipe
+from .test_run import losses
 
 # The largest relative difference of any of twelve losses from those of states that are computed in the loop.
 NEAR = {"float32": 1e-6, "float16": 1e-3, "bfloat16": 1e-3, "float8_e4m3fn": 2e-2}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import shutil
 from collections.abc import Callable
@@ -12,9 +11,10 @@ from pathlib import Path
 import pytest
 from transformers import TrainerState, TrainingArguments
 
-from outrider.common import BadInputError, Refusal, digest_cache
+from outrider.common import BadInputError, Refusal, digest_cache, digests
 from outrider.common.atomic import CannotWriteError
 from outrider.train import checkpoints as folders
+from outrider.train.checkpoints import explain_write_errors
 
 MakeCheckpoint = Callable[..., Path]
 
@@ -30,7 +30,7 @@ def saved(tmp_path: Path) -> MakeCheckpoint:
         (folder / "empty").touch()
         (folder / "drafter" / "model.safetensors").write_bytes(b"weights")
         if whole:
-            folders.mark_complete(folder)
+            digests.seal(folder)
         return folder
 
     return make
@@ -62,20 +62,6 @@ def test_one_altered_byte_makes_a_checkpoint_damaged_and_an_earlier_one_is_taken
         folders.require_whole(altered)
 
 
-def test_a_checkpoint_of_an_older_version_counts_by_the_sizes_of_its_files(
-    saved: MakeCheckpoint, caplog: pytest.LogCaptureFixture
-) -> None:
-    folder = saved(1, whole=False)
-    marker = folder / "complete.json"
-    marker.write_text(json.dumps({"files": {"optimizer.pt": 9, "drafter/model.safetensors": 7}}))
-    assert folders.last_complete(folder.parent) == folder
-    assert f"{folder} was written by an older Outrider" in caplog.text
-    marker.write_text(json.dumps({"files": {"optimizer.pt": 8}}))
-    assert folders.last_complete(folder.parent) is None
-    marker.write_text("{}")
-    assert folders.last_complete(folder.parent) == folder, "it names no file that could be missing"
-
-
 def test_a_checkpoint_that_was_just_written_is_not_read_again(
     saved: MakeCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -86,7 +72,7 @@ def test_a_checkpoint_that_was_just_written_is_not_read_again(
     (folder / "empty").unlink()
     for name in ("optimizer.pt", "drafter/model.safetensors"):
         (folder / name).write_bytes(bytes(1_000_000))
-    folders.mark_complete(folder)
+    digests.seal(folder)
     reads: list[int] = []
     monkeypatch.setattr(hashlib, "file_digest", lambda *_: reads.append(1))
     assert folders.last_complete(folder.parent) == folder
@@ -97,31 +83,31 @@ def test_a_checkpoint_that_was_just_written_is_not_read_again(
 
 def test_a_checkpoint_is_whole_once_it_is_marked(saved: MakeCheckpoint) -> None:
     folder = saved(1, whole=False)
-    assert folders.problems(folder)
-    folders.mark_complete(folder)
-    assert not folders.problems(folder)
+    assert digests.problems(folder)
+    digests.seal(folder)
+    assert not digests.problems(folder)
 
 
 @pytest.mark.parametrize("name", ["optimizer.pt", "empty", "drafter/model.safetensors"])
 def test_a_checkpoint_that_lacks_a_file_is_not_whole(saved: MakeCheckpoint, name: str) -> None:
     folder = saved(1)
     (folder / name).unlink()
-    assert folders.problems(folder)
+    assert digests.problems(folder)
     (folder / name).mkdir()
-    assert folders.problems(folder), "a folder of that name is no file"
+    assert digests.problems(folder), "a folder of that name is no file"
 
 
 @pytest.mark.parametrize("content", [b"weight", b"weights!"])
 def test_a_checkpoint_with_a_file_of_another_size_is_not_whole(saved: MakeCheckpoint, content: bytes) -> None:
     folder = saved(1)
     (folder / "drafter" / "model.safetensors").write_bytes(content)
-    assert folders.problems(folder)
+    assert digests.problems(folder)
 
 
 def test_a_file_that_came_later_changes_nothing(saved: MakeCheckpoint) -> None:
     folder = saved(1)
     (folder / "notes.txt").write_text("mine")
-    assert not folders.problems(folder)
+    assert not digests.problems(folder)
 
 
 def test_a_checkpoint_that_is_not_there_cannot_be_continued(tmp_path: Path) -> None:
@@ -248,7 +234,7 @@ def test_a_checkpoint_that_was_being_deleted_when_its_run_was_killed_is_not_whol
     made = [saved(step) for step in (1, 2, 3)]
     monkeypatch.setattr(shutil, "rmtree", lambda folder, ignore_errors: None)  # as a kill leaves it
     folders.rotate(made[0].parent, 2, None)
-    assert [folders.is_marked(folder) for folder in made] == [False, True, True]
+    assert [digests.is_sealed(folder) for folder in made] == [False, True, True]
     monkeypatch.undo()
     folders.rotate(made[0].parent, 2, None)
     assert names(made[0].parent) == ["checkpoint-2", "checkpoint-3"]
@@ -265,7 +251,7 @@ def ended(saved: MakeCheckpoint) -> Callable[[str | None], Path]:
         saved(4)
         last = saved(8, whole=False)
         TrainerState(best_model_checkpoint=best, global_step=8).save_to_json(str(last / "trainer_state.json"))
-        folders.mark_complete(last)
+        digests.seal(last)
         return last
 
     return make
@@ -318,7 +304,6 @@ def test_what_is_kept_is_said(saved: MakeCheckpoint) -> None:
 def test_a_checkpoint_is_continued_with_as_many_rows_in_a_step(saved: MakeCheckpoint) -> None:
     folder = saved(4)
     written = arguments(folder.parent, per_device_train_batch_size=3, gradient_accumulation_steps=4)
-    folders.check_same_rows(folder, written)  # of an older version, which wrote nothing about it
     folders.write_launch(folder, written)
     assert (folder / "launch.json").read_text() == '{"processes": 1, "rows_in_a_step": 12}\n'
     folders.check_same_rows(
@@ -347,7 +332,7 @@ def test_what_is_not_whole_and_not_there_any_more_is_cleared_without_a_word(
 
 def test_a_checkpoint_that_cannot_be_written_leaves_nothing_and_names_the_last_good_one(saved: MakeCheckpoint) -> None:
     good, late = saved(4), saved(8, whole=False)
-    with pytest.raises(CannotWriteError) as failed, folders.explained(late):
+    with pytest.raises(CannotWriteError) as failed, explain_write_errors(late):
         raise OSError(28, "No space left on device")
     assert not late.exists()
     assert f"{late} could not be written: " in str(failed.value)
@@ -356,7 +341,10 @@ def test_a_checkpoint_that_cannot_be_written_leaves_nothing_and_names_the_last_g
 
 def test_the_first_checkpoint_that_cannot_be_written_says_that_there_is_no_earlier_one(saved: MakeCheckpoint) -> None:
     late = saved(8, whole=False)
-    with pytest.raises(CannotWriteError, match=r"There is no earlier checkpoint\.") as failed, folders.explained(late):
+    with (
+        pytest.raises(CannotWriteError, match=r"There is no earlier checkpoint\.") as failed,
+        explain_write_errors(late),
+    ):
         raise RuntimeError("unexpected pos 64 vs 0\nat a place")
     assert "could not be written: unexpected pos 64 vs 0 (" in str(failed.value)
 
@@ -364,5 +352,5 @@ def test_the_first_checkpoint_that_cannot_be_written_says_that_there_is_no_earli
 def test_a_folder_that_is_gone_is_said(saved: MakeCheckpoint) -> None:
     folder = saved(8, whole=False)
     shutil.rmtree(folder.parent)
-    with pytest.raises(CannotWriteError, match="No checkpoint is left"), folders.explained(folder):
+    with pytest.raises(CannotWriteError, match="No checkpoint is left"), explain_write_errors(folder):
         (folder / "optimizer.pt").write_bytes(b"")

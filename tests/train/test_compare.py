@@ -20,13 +20,14 @@ from outrider.targets import Target
 from outrider.train import compare as module
 from outrider.train.compare import compare, differences
 
+from .conftest import MakeRecipe
+
 DRAFTERS: dict[str, dict[str, Any]] = {
     "eagle": {"type": "eagle3", "steps": 2, "draft_vocab_size": 96},
     "heads": {"type": "medusa", "num_heads": 2},
     "small": {"type": "draft_model", "model": {"num_hidden_layers": 1}},
 }
 SECONDS = 1.0
-MakeRecipe = Callable[..., Recipe]
 
 
 @pytest.fixture

@@ -1,16 +1,44 @@
-"""Which rows, in which order, and which of their tokens."""
+"""Which rows are trained on, in which order, and which of their tokens.
+
+Packed rows have the loss, the gradients and the drafter of single ones.
+"""
 
 from __future__ import annotations
 
+import json
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from datasets import Dataset
+from torch import Tensor
 
 from outrider.common import BadInputError, IncompatibleError
-from outrider.targets import Target
-from outrider.train.data import EMPTY, IGNORED, OnlineBatches, Order, Rows, collate, split, token_counts
+from outrider.heads import HEADS, Drafter, TargetBatch, load_drafter
+from outrider.recipes import Recipe
+from outrider.targets import PeakBytes, Target
+from outrider.train import train
+from outrider.train.check import check
+from outrider.train.data import (
+    EMPTY,
+    IGNORED,
+    OnlineBatches,
+    Order,
+    PackedBatches,
+    Packs,
+    Rows,
+    collate,
+    packs_of,
+    split,
+    token_counts,
+)
+from outrider.train.planning import plan
+
+from ..conftest import drafter_in_training
+from .conftest import MakeRecipe
+from .test_run import losses
 
 
 def table(*rows: tuple[list[int], list[int]]) -> Dataset:
@@ -118,3 +146,195 @@ def test_a_float32_target_may_run_in_less_its_output_embedding_never_does(target
     assert not torch.equal(own.last, less.last)
     torch.testing.assert_close(less.hidden, own.hidden, rtol=0.05, atol=0.05, check_dtype=False)
     assert target.lm_head(less.last).dtype == torch.float32
+
+
+# ------------------------------------------------------------ packing
+
+
+# A few anchors of each text are drawn, so that another draw would be another loss.
+DFLASH = {"type": "dflash", "num_layers": 2, "block_size": 5, "taps": [2, 4], "num_anchors": 2}
+KINDS: dict[str, dict[str, Any]] = {
+    "eagle3": {"type": "eagle3", "steps": 3, "draft_vocab_size": 96},
+    "eagle3 of two layers": {"type": "eagle3", "steps": 4, "num_layers": 2, "norm_output": True, "norm_taps": True},
+    "eagle1": {"type": "eagle1", "steps": 2, "noise": 0.0},
+    "medusa": {"type": "medusa", "num_heads": 3},
+    "hydra": {"type": "hydra", "num_heads": 3},
+    "dflash": DFLASH,
+    "dflash with a window": {**DFLASH, "sliding_window": 6, "causal": True, "weighting": "dpace"},
+    "dspark": {**DFLASH, "type": "dspark", "from_anchor": True},
+    "draft_model": {"type": "draft_model", "model": {"num_hidden_layers": 1}},
+    "mtp": {"type": "mtp", "steps": 3, "draft_vocab_size": 96, "loss": "soft_ce"},
+    "mtp of two modules": {"type": "mtp", "recursive": False, "depth": 2},
+    # Some rollouts are dropped, by chance.
+    "pard": {"type": "pard", "model": {"num_hidden_layers": 1}, "steps": 4, "mask_token_id": 319},
+    "peagle": {"type": "peagle", "steps": 4, "mask_token_id": 319},
+    "self_speculative": {"type": "self_speculative", "exit_layer": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def learned(target: Target) -> Rows:
+    """Twelve rows with prompts of many lengths; one has a single token to learn."""
+    generator = torch.Generator().manual_seed(5)
+    rows = []
+    for i in range(12):
+        prompt, response = (
+            int(torch.randint(low, high, (1,), generator=generator)) for low, high in ((1, 14), (1, 22))
+        )
+        count = max(3, prompt + response)
+        tokens = torch.randint(0, target.vocab_size // 4, (count,), generator=generator).tolist()
+        rows.append({"id": str(i), "input_ids": tokens, "loss_mask": [0] * prompt + [1] * (count - prompt)})
+    rows.append({"id": "12", "input_ids": [1, 2, 3, 4, 5], "loss_mask": [0, 0, 0, 0, 1]})
+    return split(Dataset.from_list(rows), 0.0)[0]
+
+
+def lesson(drafter: Drafter[Any], batch: TargetBatch) -> list[Tensor]:
+    """The loss, the number of tokens learned, all metrics, and all gradients."""
+    drafter.zero_grad()
+    found = drafter.loss(batch)
+    found.total.backward()
+    values = [found.total.detach(), found.count, *(value for pair in found.metrics.values() for value in pair)]
+    return values + [p.grad.clone() for p in drafter.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("values", KINDS.values(), ids=KINDS)
+def test_packed_rows_have_the_loss_the_metrics_and_the_gradients_of_single_ones(
+    target: Target, learned: Rows, values: dict[str, Any]
+) -> None:
+    """Packs of several texts, and an empty row beside them; without their documents it would be another loss."""
+    drafter, packs = drafter_in_training(target, values), Packs(learned, 64)
+    assert len(packs) < len(learned) / 2
+    assert max(map(len, packs.groups)) > 2
+    online = OnlineBatches(target, drafter.taps)
+    single = online.of(collate([learned[i] for i in range(len(learned))]))
+    packed = PackedBatches(online).of(collate([packs[i] for i in [*range(len(packs)), EMPTY]]))
+    for found, expected in zip(lesson(drafter, packed), lesson(drafter, single), strict=True):
+        found, expected = found.float(), expected.float()
+        rounding = 2e-6 * float(expected.abs().max())  # of sums of numbers as large as its largest
+        torch.testing.assert_close(found, expected, rtol=2e-5, atol=rounding)
+    apart, packed.documents = float(drafter.loss(packed).total), None
+    reads_its_own_place_alone = values["type"] == "self_speculative"
+    assert reads_its_own_place_alone or abs(float(drafter.loss(packed).total) - apart) > 1e-3
+
+
+def test_the_kinds_above_are_those_that_say_that_they_pack() -> None:
+    assert {values["type"] for values in KINDS.values()} == {name for name, kind in HEADS.items() if kind.packs}
+
+
+def test_texts_are_placed_longest_first_each_in_the_fullest_pack_with_room() -> None:
+    """6 | 5 | 4, then 3 fits beside 5 and 2 beside 6."""
+    assert packs_of([5, 3, 4, 2, 6], 8) == [[4, 3], [0, 1], [2]]
+    assert packs_of([9, 1], 8) == [[0], [1]], "a longer text has a pack of its own"
+
+
+def test_packs_hold_every_text_once_and_are_nearly_full() -> None:
+    lengths = torch.randint(1, 400, (2000,), generator=torch.Generator().manual_seed(0)).tolist()
+    packs = packs_of(lengths, 512)
+    assert sorted(text for pack in packs for text in pack) == list(range(2000))
+    sizes = [sum(lengths[text] for text in pack) for pack in packs]
+    assert max(sizes) <= 512
+    assert sum(sizes) > 0.99 * 512 * len(packs)
+
+
+def test_labels_of_packs_are_those_of_their_texts(learned: Rows) -> None:
+    packs = Packs(learned)
+    assert packs.size == max(len(learned[i]["input_ids"]) for i in range(len(learned)))
+    labels = [label for i in range(len(packs)) for label in packs[i]["labels"]]
+    alone = [label for i in range(len(learned)) for label in learned[i]["labels"]]
+    assert sorted(labels) == sorted(alone)
+    assert packs[EMPTY] == {"index": [EMPTY], "lengths": [2], "input_ids": [0, 0], "labels": [IGNORED, IGNORED]}
+
+
+@pytest.mark.parametrize(
+    "values", [KINDS["eagle3 of two layers"], {**DFLASH, "num_anchors": 64}], ids=["eagle3", "dflash"]
+)
+def test_a_steps_memory_grows_with_the_length_of_packs_and_not_with_its_square(
+    target: Target, values: dict[str, Any]
+) -> None:
+    """From 1024 tokens to 2048 and 4096, in texts of 128: no scores and no mask of a whole row are ever in memory."""
+    drafter, peaks = drafter_in_training(target, values), []
+    rows = Dataset.from_list(
+        [{"id": str(i), "input_ids": [i % 90] * 128, "loss_mask": [0] * 20 + [1] * 108} for i in range(32)]
+    )
+    for count in (8, 16, 32):
+        packs = Packs(Rows(rows, range(count)), 128 * count)
+        batch = PackedBatches(OnlineBatches(target, drafter.taps)).of(collate([packs[0]]))
+        assert batch.tokens.shape == (1, 128 * count)
+        with PeakBytes() as memory:
+            drafter.loss(batch).total.backward()
+        drafter.zero_grad()
+        peaks.append(memory.peak)
+    assert all(after < 2.1 * before for before, after in pairwise(peaks)), peaks
+
+
+# ------------------------------------------------------------ trainings
+
+
+def whole_batches(recipe: MakeRecipe, name: str, rows: int, data: dict[str, Any] | None = None, **more: Any) -> Recipe:
+    """A training whose batches are the whole data set: packed or not, a step learns the same."""
+    settings = {"per_device_train_batch_size": rows, "max_steps": 5, "save_steps": 5, "per_device_eval_batch_size": 4}
+    return recipe(name, KINDS["eagle3"], {"holdout": 0.1, **(data or {})}, **settings | more)
+
+
+def test_packed_training_is_training(recipe: MakeRecipe, target: Target, tmp_path: Path) -> None:
+    """Loss by loss (1e-5), with states from the loop or from disk, in accumulated batches, too; figures as well."""
+    packed = {"packing": True, "max_length": 48}
+    runs = [
+        whole_batches(recipe, "single", 64),
+        whole_batches(recipe, "packed", 32, **packed),
+        whole_batches(recipe, "cached", 32, {"features": "cached"}, **packed),
+        whole_batches(recipe, "accumulated", 8, gradient_accumulation_steps=4, **packed),
+    ]
+    results = [train(made, target) for made in runs]
+    for made, result in zip(runs[1:], results[1:], strict=True):
+        assert losses(made) == pytest.approx(losses(runs[0]), rel=1e-5)
+        assert result.metrics["eval_loss"] == pytest.approx(results[0].metrics["eval_loss"], rel=1e-5)
+    facts = [json.loads((made.output_folder / "provenance.json").read_text())["training"] for made in runs]
+    assert facts[1]["rows"] == facts[0]["rows"] > 2 * facts[1]["packs"]
+    assert "packs" not in facts[0]
+
+
+def test_two_processes_with_packs_train_as_one(recipe: MakeRecipe, target: Target) -> None:
+    from accelerate import debug_launcher
+
+    settings = {"packing": True, "max_length": 48, "max_steps": 6}
+    one = recipe("one", KINDS["eagle3"], **settings | {"per_device_train_batch_size": 4})
+    two = recipe("two", KINDS["eagle3"], **settings | {"per_device_train_batch_size": 2})
+    train(one, target)
+    debug_launcher(train, (two, target), num_processes=2)
+    assert losses(two) == pytest.approx(losses(one), rel=1e-5)
+    ours, theirs = (load_drafter(made.output_folder / "drafter").state_dict() for made in (one, two))
+    assert all(torch.allclose(ours[name].float(), theirs[name].float(), atol=1e-4) for name in ours)
+
+
+def test_a_plan_counts_packs_as_if_they_were_full(recipe: MakeRecipe, target: Target, tmp_path: Path) -> None:
+    """A training takes a fifth more steps at most, or fewer: its share of held-out rows is what their contents say."""
+    target.model.save_pretrained(tmp_path / "target")
+    settings = {"packing": True, "max_length": 48, "per_device_train_batch_size": 2, "max_steps": -1}
+    made = recipe("planned", KINDS["eagle3"], **settings | {"num_train_epochs": 2})
+    planned = plan(Recipe.from_dict(made.model_dump() | {"target": {"path": str(tmp_path / "target")}}))
+    assert planned.tokens_per_step == 96
+    assert 0.85 * planned.steps <= train(made, target).steps <= 1.2 * planned.steps
+
+
+@pytest.mark.parametrize(
+    ("drafter", "training", "message"),
+    [
+        ({"type": "eagle3"}, {"max_length": 512}, "max_length is the length of a pack: set training.packing: true"),
+        ({"type": "eagle3"}, {"packing": True, "max_length": 0}, "max_length: expected 1 or more, found 0"),
+        ({"type": "eagle3"}, {"packing": "yes please"}, "training.packing: expected"),
+    ],
+)
+def test_what_cannot_be_packed_is_refused_before_anything_is_loaded(
+    recipe: MakeRecipe, drafter: dict[str, Any], training: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(BadInputError, match=message):
+        check(recipe(drafter=drafter, **training))
+
+
+def test_a_drafter_that_does_not_say_that_it_packs_is_refused(
+    recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HEADS["medusa"], "packs", False)
+    with pytest.raises(BadInputError, match=r"a medusa drafter's loss does not keep the texts .* eagle3"):
+        check(recipe(drafter={"type": "medusa"}, packing=True))

@@ -23,12 +23,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 from outrider.common.errors import Refusal
 from outrider.train.hooks import (
     TRIED,
+    CheckpointIO,
     HookedTrainer,
-    Keeper,
     asks_for_checkpointing,
     block_classes,
     enable_checkpointing,
-    states_explained,
+    refuse_unreadable_states,
     train_on_one_gpu,
 )
 
@@ -56,7 +56,7 @@ class Line(nn.Module):
         return self.slope * index.float()
 
 
-class Notes(Keeper):
+class Notes(CheckpointIO):
     """A keeper that notes what it is asked for."""
 
     def __init__(self, trainer: Probe):
@@ -78,7 +78,7 @@ class Notes(Keeper):
         self.asked.append(("states written", folder.name))
 
     def reads_states(self, folder: Path) -> bool:
-        return self.trainer.in_parts
+        return self.trainer.is_sharded
 
     def load_states(self, folder: Path) -> None:
         self.asked.append(("states read", folder.name))
@@ -90,7 +90,7 @@ class Probe(HookedTrainer):
     def __init__(self, args: TrainingArguments):
         super().__init__(model=Line(), args=args, train_dataset=Rows(), eval_dataset=Rows())
         self.asked: list[tuple[str, Any]] = []
-        self.keeper = Notes(self)
+        self.checkpoint_io = Notes(self)
         self.counts: list[int] = []
 
     def training_order(self) -> Sampler[int] | None:
@@ -190,7 +190,7 @@ def test_the_end_of_a_training_deletes_no_checkpoint(make: Callable[..., Probe])
     ids=["a process that died", "no memory", "a damaged file"],
 )
 def test_only_a_damaged_checkpoint_is_called_one(error: Exception, raised: type[Exception]) -> None:
-    with pytest.raises(raised) as found, states_explained("checkpoint-4"):
+    with pytest.raises(raised) as found, refuse_unreadable_states("checkpoint-4"):
         raise error
     assert ("Remove this checkpoint" in str(found.value)) == (raised is Refusal)
 
@@ -212,7 +212,7 @@ def test_a_model_in_parts_is_written_and_continued_in_our_way(
 
     The base class writes and reads nothing of optimizer and schedule.
     """
-    monkeypatch.setattr(Probe, "in_parts", property(lambda self: True))
+    monkeypatch.setattr(Probe, "is_sharded", property(lambda self: True))
     first = make(save_total_limit=2)
     first.train()
     assert first.of("states written") == ["checkpoint-2", "checkpoint-4"]

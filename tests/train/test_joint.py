@@ -27,7 +27,7 @@ from outrider.train import TrainResult, train
 from outrider.train.compare import check_comparable
 from outrider.train.joint import Adapter, JointBatches, JointModule, adapted
 
-MakeRecipe = Callable[..., Recipe]
+from .conftest import MakeRecipe
 
 MEDUSA = {"type": "medusa", "num_heads": 3}
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
@@ -418,7 +418,7 @@ def test_a_section_that_cannot_be_trained_is_refused(
     recipe: MakeRecipe, target: Target, changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before the target answers any prompt; and nothing of an adapter stays in it."""
-    monkeypatch.setattr("outrider.train.trainer.distill", None)
+    monkeypatch.setattr("outrider.train.run.distill", None)
     before = set(target.model.state_dict())
     with pytest.raises(BadInputError, match=message):
         train(joined(recipe(drafter=MEDUSA), **changes), target)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,11 @@ from safetensors.torch import load_file
 from torch import nn
 
 from outrider.heads import DraftModel, Eagle3, drafter_config
-from outrider.recipes import Recipe
 from outrider.targets import Target
 from outrider.train import train
 from outrider.train.muon import MuonAdamW, split_parameters
 
-MakeRecipe = Callable[..., Recipe]
+from .conftest import MakeRecipe
 
 DRAFT_MODEL = {"type": "draft_model", "model": {"num_hidden_layers": 1, "tie_word_embeddings": True}}
 

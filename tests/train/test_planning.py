@@ -25,8 +25,8 @@ from outrider.targets import PeakBytes, Target
 from outrider.train import train
 from outrider.train.arguments import training_arguments
 from outrider.train.data import OnlineBatches, collate, split
-from outrider.train.loop import DrafterTrainer, TrainData
 from outrider.train.planning import plan, sketch_drafter, sketch_target
+from outrider.train.trainer import DrafterTrainer, TrainData
 from outrider.train.warmstart import make_drafter
 
 from .conftest import write_data

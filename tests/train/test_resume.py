@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.common import BadInputError
+from outrider.common import BadInputError, digests
 from outrider.common.digests import LIST
 from outrider.heads import DrafterLoss, Eagle3, load_drafter
 from outrider.recipes import Recipe
@@ -27,7 +27,7 @@ from outrider.train import TrainingInterruptedError, train
 from outrider.train import checkpoints as folders
 from outrider.train.__main__ import main
 
-MakeRecipe = Callable[..., Recipe]
+from .conftest import MakeRecipe
 
 
 def weights(folder: Path) -> bytes:
@@ -220,7 +220,7 @@ def test_a_checkpoint_that_lost_bytes_is_skipped(tmp_path: Path) -> None:
         folder = tmp_path / f"checkpoint-{step}"
         folder.mkdir()
         (folder / "model.safetensors").write_bytes(bytes(100))
-        folders.mark_complete(folder)
+        digests.seal(folder)
     assert folders.last_complete(tmp_path) == tmp_path / "checkpoint-2"
     (tmp_path / "checkpoint-2" / "model.safetensors").write_bytes(bytes(99))
     assert folders.last_complete(tmp_path) == tmp_path / "checkpoint-1"
@@ -231,7 +231,7 @@ def test_a_checkpoint_that_lost_bytes_is_skipped(tmp_path: Path) -> None:
 def test_rotation_keeps_the_last_the_best_and_only_whole_checkpoints(tmp_path: Path) -> None:
     for step in (1, 2, 3, 10):
         (tmp_path / f"checkpoint-{step}").mkdir()
-        folders.mark_complete(tmp_path / f"checkpoint-{step}")
+        digests.seal(tmp_path / f"checkpoint-{step}")
     (tmp_path / "checkpoint-4").mkdir()
     folders.rotate(tmp_path, 2, str(tmp_path / "checkpoint-1"))
     assert sorted(f.name for f in tmp_path.iterdir()) == ["checkpoint-1", "checkpoint-10"]

@@ -24,7 +24,7 @@ from outrider.targets import Target
 from outrider.train import train
 
 from .test_recipes import write_checkpoint
-from .test_trainer import history
+from .test_run import history
 
 
 @pytest.fixture(scope="module")

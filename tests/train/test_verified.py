@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +20,12 @@ from outrider.recipes import Recipe
 from outrider.targets import Target
 from outrider.train import train
 from outrider.train.check import check
-from outrider.train.data import EMPTY, OnlineBatches, Rows, collate, split
-from outrider.train.packing import PackedBatches, Packs
+from outrider.train.data import EMPTY, OnlineBatches, PackedBatches, Packs, Rows, collate, split
 
 from ..conftest import drafter_in_training
-from .conftest import EAGLE3, make_rows, write_data
-from .test_packing import KINDS, lesson
-from .test_trainer import losses, weights
-
-MakeRecipe = Callable[..., Recipe]
+from .conftest import EAGLE3, MakeRecipe, make_rows, write_data
+from .test_data import KINDS, lesson
+from .test_run import losses, weights
 
 FOLLOW = {name: KINDS[name] for name in KINDS if HEADS[KINDS[name]["type"]].follows_rounds}
 

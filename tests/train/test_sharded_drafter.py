@@ -30,10 +30,9 @@ from outrider.train.optimizer_state import (
     is_named,
     read_schedule,
     read_state,
-    regrouped,
-    without_empty_groups,
+    remove_empty_groups,
 )
-from outrider.train.sharded_drafter import Parts, Undivided, _fit_fsdp, loss_of
+from outrider.train.sharded_drafter import ShardedDrafter, WholeDrafter, _fit_fsdp, loss_of
 
 
 def head(target: Target, seed: int = 0, frequent_first: bool = False, **changes: int) -> Eagle3:
@@ -53,7 +52,7 @@ def batch(target: Target, drafter: Drafter) -> TargetBatch:
 
 def test_the_loss_its_metrics_and_its_gradients_are_the_drafters(target: Target) -> None:
     plain, spread = head(target), head(target)
-    expected, found = plain(batch(target, plain)), loss_of(Parts(spread)(batch(target, spread)))
+    expected, found = plain(batch(target, plain)), loss_of(ShardedDrafter(spread)(batch(target, spread)))
     assert torch.equal(found.total, expected.total)
     assert found.count == expected.count
     assert found.metrics.keys() == expected.metrics.keys()
@@ -65,7 +64,7 @@ def test_the_loss_its_metrics_and_its_gradients_are_the_drafters(target: Target)
 
 
 def test_the_whole_drafter_is_a_copy_and_takes_the_weights_of_another(target: Target) -> None:
-    parts, other = Parts(head(target)), head(target, seed=1, frequent_first=True)
+    parts, other = ShardedDrafter(head(target)), head(target, seed=1, frequent_first=True)
     assert not torch.equal(parts.drafter.token_ids, other.token_ids)
     parts.take(other)
     copied = parts.whole()
@@ -74,14 +73,14 @@ def test_the_whole_drafter_is_a_copy_and_takes_the_weights_of_another(target: Ta
     with torch.no_grad():
         next(iter(copied.parameters())).zero_()
     assert parts.whole().digest() == other.digest()
-    assert parts.sizes() == Undivided(other).sizes()
+    assert parts.sizes() == WholeDrafter(other).sizes()
 
 
 def test_layers_pass_on_what_autocast_gives_them(target: Target) -> None:
     """FSDP2 would round the residual stream to bfloat16 between the layers of a draft model."""
     plugin = SimpleNamespace()
     config = DraftModelConfig(model={"num_hidden_layers": 2})
-    _fit_fsdp(plugin, Parts(DraftModel.build(config, target), torch.bfloat16))
+    _fit_fsdp(plugin, ShardedDrafter(DraftModel.build(config, target), torch.bfloat16))
     assert plugin.mixed_precision_policy.param_dtype == torch.bfloat16
     assert not plugin.mixed_precision_policy.cast_forward_inputs
     assert plugin.transformer_cls_names_to_wrap
@@ -90,19 +89,19 @@ def test_layers_pass_on_what_autocast_gives_them(target: Target) -> None:
 def test_a_loss_that_reads_weights_outside_of_their_layers_has_the_drafter_gathered_as_one(target: Target) -> None:
     plugin = SimpleNamespace()
     drafter = Pard.build(PardConfig(model={"num_hidden_layers": 2}, mask_token_id=319), target)
-    _fit_fsdp(plugin, Parts(drafter))
+    _fit_fsdp(plugin, ShardedDrafter(drafter))
     assert plugin.transformer_cls_names_to_wrap == []
 
 
 def test_tied_weights_stay_tied_in_a_copy(target: Target) -> None:
     config = DraftModelConfig(model={"num_hidden_layers": 1, "tie_word_embeddings": True})
-    copied = Parts(DraftModel.build(config, target)).whole()
+    copied = ShardedDrafter(DraftModel.build(config, target)).whole()
     assert copied.model.get_input_embeddings().weight is copied.model.get_output_embeddings().weight
 
 
 def test_weights_of_other_shapes_are_refused(target: Target) -> None:
     with pytest.raises(RuntimeError, match=r"Other names or shapes: lm_head\.weight, token_ids"):
-        Parts(head(target)).take(head(target, draft_vocab_size=64))
+        ShardedDrafter(head(target)).take(head(target, draft_vocab_size=64))
 
 
 def test_a_state_by_names_continues_a_whole_drafter(target: Target, tmp_path: Path) -> None:
@@ -134,24 +133,22 @@ def grouped(drafter: Drafter) -> torch.optim.Optimizer:
     return torch.optim.AdamW([groups[0], groups[1] | {"weight_decay": 0.0}], lr=1e-3, weight_decay=0.1)
 
 
-def test_a_drafter_without_norms_and_biases_continues_whatever_became_of_their_group(
-    target: Target, tmp_path: Path
-) -> None:
-    """DeepSpeed keeps no group without weights, and one process does: state, rates and schedule pass both ways."""
+def test_a_drafter_without_norms_and_biases_has_no_group_for_them_in_any_launch(target: Target, tmp_path: Path) -> None:
+    """DeepSpeed keeps no group without weights: state, rates and schedule pass from launch to launch."""
     one, two = (Medusa.build(MedusaConfig(num_heads=2), target).train() for _ in range(2))
-    whole, parts = grouped(one), grouped(two)
-    without_empty_groups(parts)
-    assert [len(group["params"]) > 0 for group in whole.param_groups + parts.param_groups] == [True, False, True]
-    for drafter, first, other in ((two, parts, whole), (one, whole, parts)):
-        stepped(drafter, target, first)
-        names, again = [name for name, _ in drafter.named_parameters()], one if other is whole else two
-        write_named(first, names, tmp_path, rate=0.25e-3)
-        schedule = half(other)
-        read_schedule(schedule, other, tmp_path, read_state(WholeStates(again, other), tmp_path))
-        assert {group["lr"] for group in other.param_groups} == {0.25e-3}
-        schedule.step()
-        saved, found = (list(o.state_dict()["state"].values()) for o in (first, other))
-        assert all(torch.equal(a["exp_avg"], b["exp_avg"]) for a, b in zip(saved, found, strict=True))
+    first, other = grouped(one), grouped(two)
+    for optimizer in (first, other):
+        remove_empty_groups(optimizer)
+        assert [len(group["params"]) > 0 for group in optimizer.param_groups] == [True]
+    stepped(one, target, first)
+    write_named(first, [name for name, _ in one.named_parameters()], tmp_path, rate=0.25e-3)
+    schedule = half(other)
+    read_state(WholeStates(two, other), tmp_path)
+    read_schedule(schedule, other, tmp_path)
+    assert {group["lr"] for group in other.param_groups} == {0.25e-3}
+    schedule.step()
+    saved, found = (list(o.state_dict()["state"].values()) for o in (first, other))
+    assert all(torch.equal(a["exp_avg"], b["exp_avg"]) for a, b in zip(saved, found, strict=True))
 
 
 def half(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
@@ -171,12 +168,20 @@ def write_named(optimizer: torch.optim.Optimizer, names: list[str], folder: Path
     torch.save(schedule.state_dict(), folder / SCHEDULE)
 
 
-def test_settings_of_groups_follow_the_names_of_their_weights() -> None:
+def test_settings_of_groups_follow_the_names_of_their_weights(target: Target) -> None:
     """And not their places."""
-    optimizer = torch.optim.AdamW([{"params": [torch.zeros(1)]}, {"params": [torch.zeros(2)]}, {"params": []}], lr=1.0)
-    saved = [{"params": ["norm"], "lr": 0.1}, {"params": ["matrix"], "lr": 0.2}]
-    found = regrouped(saved, [["matrix"], ["norm"], []], optimizer)
-    assert [(group["params"], group["lr"]) for group in found] == [(["matrix"], 0.2), (["norm"], 0.1), ([], 1.0)]
+    drafter = head(target)
+    optimizer = grouped(drafter)
+    matrices, others = (
+        [n for n, p in drafter.named_parameters() if (p.ndim > 1) == decays] for decays in (True, False)
+    )
+    stepped(drafter, target, optimizer)
+    own = optimizer.state_dict()["param_groups"]
+    groups = [{**own[1], "params": others, "lr": 0.1}, {**own[0], "params": matrices, "lr": 0.2}]
+    states = WholeStates(drafter, optimizer)
+    states.spread({"state": {}, "param_groups": groups})
+    assert [group["lr"] for group in optimizer.param_groups] == [0.2, 0.1]
+    assert states.groups == [matrices, others]
 
 
 def stepped(drafter: Drafter, target: Target, optimizer: torch.optim.Optimizer | None = None) -> torch.optim.Optimizer:

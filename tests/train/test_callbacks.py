@@ -7,7 +7,7 @@ import os
 import struct
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from outrider.recipes import Recipe
 from outrider.targets import Target
 from outrider.train import train
 
-MakeRecipe = Callable[..., Recipe]
+from .conftest import MakeRecipe
 
 
 @pytest.mark.parametrize(

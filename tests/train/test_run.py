@@ -1,10 +1,14 @@
-"""What a training does to the drafter: real `transformers.Trainer` runs on tiny models."""
+"""What a training does to the drafter: real `transformers.Trainer` runs on tiny models.
+
+One training per output folder: a second one is refused before it spends anything.
+"""
 
 from __future__ import annotations
 
 import json
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +17,15 @@ import torch
 from safetensors.torch import load_file
 
 from outrider.common import BadInputError, IncompatibleError
+from outrider.common.locks import locked
+from outrider.distill import distill
 from outrider.heads import Eagle3, Ngram, drafter_config, load_drafter
 from outrider.recipes import Recipe
 from outrider.targets import Target
 from outrider.train import TrainResult, train
+from outrider.train.compare import compare
 
-MakeRecipe = Callable[..., Recipe]
+from .conftest import MakeRecipe
 
 EAGLE3 = {"type": "eagle3", "steps": 3, "draft_vocab_size": 96}
 DRAFT_MODEL = {"type": "draft_model", "model": {"num_hidden_layers": 1}}
@@ -320,7 +327,7 @@ def test_a_drafter_that_cannot_be_made_is_refused_before_the_target_answers(
     def never(*_: Any) -> None:
         raise AssertionError("the target was asked")
 
-    monkeypatch.setattr("outrider.train.trainer.distill", never)
+    monkeypatch.setattr("outrider.train.run.distill", never)
     with pytest.raises((BadInputError, IncompatibleError), match=message):
         train(recipe(drafter=drafter, data_changes={"responses": None}), target)
     monkeypatch.undo()
@@ -335,3 +342,37 @@ def test_a_drafter_is_made_once_where_the_responses_are_there(
     monkeypatch.setattr(Eagle3, "build", lambda *args: made.append(honest(*args)) or made[-1])
     train(recipe(max_steps=1), target)
     assert len(made) == 1
+
+
+# ------------------------------------------------------------ one training per folder
+
+
+@pytest.fixture
+def held(recipe: MakeRecipe) -> Iterator[Recipe]:
+    """A recipe in whose output somebody else is at work."""
+    made, begun, end = recipe(), threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with locked(made.output_folder):
+            begun.set()
+            end.wait(60)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    begun.wait(60)
+    yield made
+    end.set()
+    thread.join()
+
+
+def test_a_second_writer_is_refused(held: Recipe, target: Target) -> None:
+    own = held.model_copy(update={"data": held.data.model_copy(update={"responses": None})})
+    for work in (
+        lambda: train(held, target),
+        lambda: train(held, target, resume=False),
+        lambda: distill(own, target),
+        lambda: compare([held], 1.0, held.output_folder, target),
+    ):
+        with pytest.raises(BadInputError, match=r"is being written by process \d+ .* Wait until it ends"):
+            work()
+    assert not (held.output_folder / "recipe.yaml").exists()

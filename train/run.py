@@ -1,0 +1,346 @@
+"""One training, from recipe to drafter: responses, first weights, the loop, and the results in the output folder.
+
+<output>/data/          the target's responses (distill)
+<output>/features/      its hidden states, with `data.features: cached`
+<output>/checkpoints/   checkpoint-*/: a loadable drafter each, and what continuing needs
+<output>/drafter/       the result: config.json, model.safetensors
+<output>/adapter/       with `joint`: a PEFT adapter, which belongs to the target that the drafter drafts for
+<output>/recipe.yaml    the recipe, every default written out
+<output>/provenance.json
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import datasets
+import torch
+from rich.console import Console
+from torch import nn
+from transformers import PreTrainedModel, TrainingArguments, set_seed
+
+from ..common.atomic import keeping
+from ..common.digests import save_whole
+from ..common.signals import StoppedError, how, number_of
+from ..distill.data_set import DEPTHS, load_responses, rounds_of
+from ..distill.features import FeatureStore
+from ..distill.launch import launch_group
+from ..distill.responses import distill
+from ..heads import Drafter
+from ..recipes import Recipe
+from ..targets import Target
+from ..targets.fingerprint import digest_files
+from . import checkpoints, provenance
+from .arguments import packing_of
+from .callbacks import Reports, finish_reports
+from .check import check, check_recomputes, check_with_target
+from .data import Batches, CachedBatches, OnlineBatches, PackedBatches, Packs, Rows, split, token_counts
+from .decoding import MeasuredTau, OnPolicy
+from .hooks import enable_checkpointing
+from .joint import ADAPTER, Adapter, JointBatches, JointModule, adapted
+from .launch import PeerLostError, alone_in, is_lost_peer, peak_bytes
+from .stopping import Patience, Until, check_same_budget, follow_clock, saved_clock
+from .trainer import DrafterTrainer, TrainData
+from .warmstart import made_for
+
+_log = logging.getLogger(__name__)
+
+
+class TrainingInterruptedError(StoppedError):
+    """A training that was stopped. The message names the last checkpoint, and how to continue."""
+
+
+@dataclass
+class TrainResult:
+    """The results of a training.
+
+    Attributes:
+        drafter_folder: load it with `outrider.heads.load_drafter`.
+        metrics: `eval_loss`, `eval_tau`, `eval_alpha_d1`, … on the held-out rows, and `train_loss`, `train_runtime`
+            (seconds).
+        steps: optimizer steps in all, those before a resume included.
+        adapter_folder: what the drafter's target was trained to: `Target.load(…, adapter=adapter_folder)`; None without
+            joint training.
+    """
+
+    drafter_folder: Path
+    metrics: dict[str, Any]
+    steps: int
+    adapter_folder: Path | None = None
+
+
+def train(
+    recipe: Recipe,
+    target: Target | None = None,
+    drafter: Drafter | None = None,
+    resume: bool = True,
+    console: Console | None = None,
+    seconds: float | None = None,
+    until: Until | None = None,
+) -> TrainResult:
+    """Train a drafter for a target, as a recipe says.
+
+    Distils the target's responses first if `<output>/data` does not hold them. An interrupted run continues from its
+    last whole checkpoint; on one CPU process the final weights are, bit for bit, those of a run that was never
+    interrupted.
+
+    Args:
+        target: used instead of loading `recipe.target`. It is frozen, and moved to the training device. After joint
+            training it is what it was before.
+        drafter: trained in place instead of a new one (in fp32).
+        resume: False starts over; checkpoints of an earlier run are moved aside.
+        console: shows the progress of distilling.
+        seconds: of training, instead of the recipe's steps or epochs; the learning rate follows the time (see
+            `train.budget`).
+        until: when to end before the last step (see `train.stopping`); the curve of τ goes into provenance.json.
+
+    Raises:
+        BadInputError: anything in the recipe or the launch that cannot work, before any model is loaded; another
+            training in this output; files of it that were altered; a loss that is not finite; a disk that is full.
+        IncompatibleError: data or a drafter made for another target.
+        TrainingInterruptedError: Ctrl-C, SIGTERM or SIGHUP; within the loop, a checkpoint was saved.
+    """
+    args = check(recipe, drafter, seconds)
+    with _explain_interruptions(args), alone_in(recipe.output_folder, args):
+        if seconds is not None:
+            follow_clock(args)
+        start = _starting_point(recipe, args, resume, seconds)
+        target = target or Target.load(**recipe.target.model_dump(), device=args.device)
+        module: nn.Module = target.model
+        module.to(args.device).eval().requires_grad_(False)
+        check_with_target(recipe, args, target, drafter)
+        training = _Training(recipe, args, target, console, seconds, until)
+        data = distill(recipe, target, console)
+        with adapted(target, recipe.joint, args.seed) as adapter:
+            trainer = training.trainer(data, drafter, adapter)
+            return training.finish(trainer, data, start)
+
+
+@contextmanager
+def _explain_interruptions(args: TrainingArguments) -> Iterator[None]:
+    """Name the last checkpoint in the error of a training that is stopped, or cannot write, inside."""
+    try:
+        with keeping(lambda: checkpoints.what_is_kept(args)):
+            yield
+    except TrainingInterruptedError:
+        raise
+    except RuntimeError as error:
+        if not is_lost_peer(error):
+            raise
+        raise PeerLostError(
+            f"another process of this launch ended in the middle of the training; what it said stands above, or in its "
+            f"own log. {checkpoints.what_is_kept(args)} Run the same command again to continue."
+        ) from error
+    except KeyboardInterrupt as error:
+        raise TrainingInterruptedError(
+            f"{how(error)}. {checkpoints.what_is_kept(args)} Run the same command again to continue.", number_of(error)
+        ) from error
+
+
+def _starting_point(recipe: Recipe, args: TrainingArguments, resume: bool, seconds: float | None) -> Path | None:
+    """Return the checkpoint to continue from, or None. The main process clears away others, and writes recipe.yaml."""
+    folder, output, is_main = Path(args.output_dir or ""), recipe.output_folder, args.process_index == 0
+    start: Path | None = None
+    with args.distributed_state.main_process_first():  # the others find the digests that it has computed
+        if resume and args.resume_from_checkpoint:
+            start = Path(args.resume_from_checkpoint)
+            checkpoints.require_whole(start)
+        elif resume:
+            start = checkpoints.last_complete(folder)
+    args.distributed_state.wait_for_everyone()
+    if not resume:
+        if is_main and (aside := checkpoints.set_aside(folder)):
+            _log.warning("starting over; the earlier checkpoints are now in %s", aside)
+    elif start is not None:
+        checkpoints.check_same_rows(start, args)
+    if resume and not args.resume_from_checkpoint:
+        if start is not None:
+            provenance.check_same_run(recipe, output, may_spread=True)
+            check_same_budget(start, seconds)
+        if is_main:
+            checkpoints.remove_broken(folder, start)
+            if start is not None and not args.load_best_model_at_end:  # a kill may have come before this
+                checkpoints.rotate(folder, args.save_total_limit, None)
+    args.distributed_state.wait_for_everyone()
+    if is_main:
+        provenance.write_recipe(recipe, output)
+    return start
+
+
+def _log_rounds(table: datasets.Dataset, data: Path) -> None:
+    """Log the drafters whose rounds `data.verified` follows, and the number of rows without any.
+
+    Raises:
+        BadInputError: no row has any; responses that were begun without a drafter may be finished so, too.
+    """
+    _log.info("data.verified follows the rounds of %s", ", ".join(rounds_of(data)))
+    without = table.data.column(DEPTHS).null_count
+    if without:
+        _log.warning(
+            "data.verified: of %d rows %d were written without a drafter, and weigh as without data.verified.",
+            len(table),
+            without,
+        )
+
+
+@dataclass(frozen=True)
+class _Training:
+    """One training of a recipe for a target: makes its trainer, runs the loop, and writes the results."""
+
+    recipe: Recipe
+    args: TrainingArguments
+    target: Target
+    console: Console | None = None
+    seconds: float | None = None
+    until: Until | None = None
+
+    # ------------------------------------------------------------ the drafter and its data
+
+    def trainer(self, data: Path, drafter: Drafter | None, adapter: Adapter | None) -> DrafterTrainer:
+        """Return the trainer of the given drafter, or of the recipe's, on the responses in `data`."""
+        recipe, table = self.recipe, load_responses(data)
+        if recipe.data.verified:
+            _log_rounds(table, data)
+        training, held_out = split(table, recipe.data.holdout, recipe.data.learn_prompts, recipe.data.verified > 0)
+        if recipe.data.holdout > 0 and not len(held_out):
+            self._turn_off_evaluation(len(training))
+        set_seed(self.args.seed)
+        if drafter is None:
+            rows = Rows(table, training.indices)
+            drafter = made_for(recipe, self.target, lambda: token_counts(rows, self.target.vocab_size))
+        check_recomputes(drafter, self.args)
+        drafter.to(self.args.device).float()
+        on_policy = OnPolicy.of(recipe.data, training, self.target, drafter, self.args.seed)
+        measured = MeasuredTau.of(recipe, self.target)
+        batches, packed = self._packed(self._batches(drafter, table, adapter), training)
+        train_data = TrainData(batches, packed, held_out, on_policy, measured, recipe.data.verified)
+        joint = None if adapter is None or recipe.joint is None else JointModule(drafter, adapter, recipe.joint)
+        if isinstance(inner := getattr(drafter, "model", None), PreTrainedModel):
+            enable_checkpointing(inner, self.args)
+        trainer = DrafterTrainer(drafter, self.args, train_data, self.seconds, joint, self.until)
+        trainer.add_callback(Reports(recipe, lambda: [] if measured is None else measured.samples))
+        if recipe.eval.patience is not None:
+            trainer.add_callback(Patience(recipe.eval.patience))
+        return trainer
+
+    def _packed(self, batches: Batches, training: Rows) -> tuple[Batches, Rows | Packs]:
+        """Return the maker of batches and the training rows, packed if the recipe says so."""
+        packing = packing_of(self.recipe.training)
+        if packing is None:
+            return batches, training
+        packs = Packs(training, packing.max_length)
+        _log.info("%s", packs.summary())
+        return PackedBatches(batches), packs
+
+    def _turn_off_evaluation(self, num_rows: int) -> None:
+        _log.warning(
+            "no row is held out (%d rows, data.holdout %g): there will be no evaluation during training.",
+            num_rows,
+            self.recipe.data.holdout,
+        )
+        self.args.eval_strategy = "no"
+
+    def _batches(self, drafter: Drafter, table: datasets.Dataset, adapter: Adapter | None) -> Batches:
+        """Return the maker of batches, with hidden states of the target (and its adapter), or from disk."""
+        target, args = self.target, self.args
+        # Most of a step is the pass of a float32 target; in mixed precision it is in bfloat16, as targets are served.
+        precision = torch.bfloat16 if args.bf16 and target.dtype == torch.float32 else None
+        if adapter is not None:
+            return JointBatches(target, drafter.taps, adapter, precision)
+        if self.recipe.data.features == "online":
+            return OnlineBatches(target, drafter.taps, precision)
+        output, dtype = self.recipe.output_folder, self.recipe.data.features_dtype
+        with launch_group(output) as group:
+            store = FeatureStore.build(
+                output / "features", target, table, drafter.taps, dtype, self.console, group=group
+            )
+        return CachedBatches(target, drafter.taps, store)
+
+    # ------------------------------------------------------------ the loop and its results
+
+    def finish(self, trainer: DrafterTrainer, data: Path, start: Path | None) -> TrainResult:
+        """Train from the checkpoint `start` to the end, evaluate, and write the result."""
+        began = time.time()
+        steps, metrics = self._train(trainer, start)
+        metrics |= self._held_out(trainer, steps)
+        folder = self.recipe.output_folder / "drafter"
+        drafter = trainer.form.whole_in_first()
+        peaks = trainer.processes.gather(peak_bytes(self.args.device))
+        if drafter is not None and self.args.process_index == 0:
+            self._save(trainer, drafter, folder)
+            facts = self._facts(trainer, steps, time.time() - began) | {"metrics": metrics}
+            facts["training"]["peak_bytes"] = peaks
+            if trainer.joint is not None:
+                facts["adapter"] = {"files": digest_files(folder.with_name(ADAPTER))}
+            provenance.write_provenance(self.recipe.output_folder, self.target, data, facts)
+            finish_reports(self.recipe, self.args)
+        self.args.distributed_state.wait_for_everyone()
+        # accelerate wraps mixed precision around the instance's `forward`; the caller may use the drafter again.
+        vars(trainer.drafter.eval()).pop("forward", None)
+        return TrainResult(folder, metrics, steps, None if trainer.joint is None else folder.with_name(ADAPTER))
+
+    def _train(self, trainer: DrafterTrainer, start: Path | None) -> tuple[int, dict[str, Any]]:
+        """Return the steps in all and the trainer's own figures; a finished run is loaded, not trained further."""
+        budget = trainer.budget
+        if start is not None and trainer.is_end(start):
+            _log.warning("%s is the end of this run: nothing is left to train.", start)
+            best = checkpoints.best_before(start) if self.args.load_best_model_at_end else start
+            trainer.checkpoint_io.load_weights(best)
+            if budget is not None:
+                budget.clock.spent = saved_clock(start)["spent"]
+            return checkpoints.step_of(start), {}
+        if start is not None:
+            _log.warning("continuing from %s", start)
+        with trainer.stop.listening(), ExitStack() as watching:
+            if budget is not None:
+                watching.enter_context(budget.watched(self.console, f"training {self.recipe.name}"))
+            result = trainer.train(resume_from_checkpoint=None if start is None else str(start))
+        if trainer.stop.stopped_at is not None:
+            raise TrainingInterruptedError(
+                f"stopped after step {trainer.stop.stopped_at}; saved in {trainer.checkpoint_io.last_good()}. Run the "
+                "same command again to continue.",
+                trainer.stop.number or signal.SIGTERM,  # another process was asked
+            )
+        return result.global_step, dict(result.metrics)
+
+    def _held_out(self, trainer: DrafterTrainer, steps: int) -> dict[str, Any]:
+        """Return the final weights' metrics on the held-out rows: the last evaluation's if it was of these weights."""
+        if not len(trainer.data.held_out):
+            return {}
+        logged = [entry for entry in trainer.state.log_history if "eval_loss" in entry and entry["step"] == steps]
+        if logged and not self.args.load_best_model_at_end:
+            return {name: value for name, value in logged[-1].items() if name.startswith("eval_")}
+        return trainer.evaluate()
+
+    def _save(self, trainer: DrafterTrainer, drafter: Drafter, folder: Path) -> None:
+        """Write the drafter, and beside it the adapter, which leaves the target: its own weights name it."""
+        if trainer.joint is not None:
+            save_whole(trainer.joint.adapter, folder.with_name(ADAPTER))
+            trainer.joint.adapter.remove()
+        save_whole(drafter, folder)
+
+    def _facts(self, trainer: DrafterTrainer, steps: int, seconds: float) -> dict[str, Any]:
+        """Return the entries of provenance.json about the drafter and its training."""
+        budget, joint = trainer.budget, trainer.joint
+        numel, trained = trainer.form.sizes()
+        drafter = {"type": trainer.drafter.name, "parameters": numel, "trained_parameters": trained}
+        training = {
+            "steps": steps,
+            "rows": len(trainer.data.training.indices),
+            **({"packs": len(trainer.data.training)} if packing_of(self.recipe.training) else {}),
+            "held_out_rows": len(trainer.data.held_out),
+            "processes": self.args.world_size,
+            "device": self.args.device.type,
+            "seconds": round(seconds, 1),
+            **({} if trainer.watch is None else trainer.watch.facts()),
+            **({} if joint is None else {"adapter_parameters": sum(p.numel() for p in joint.lora)}),
+            **({} if budget is None else {"budget": budget.clock.seconds, "spent": round(budget.clock.spent, 2)}),
+        }
+        return {"drafter": drafter, "training": training}

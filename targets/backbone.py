@@ -122,16 +122,13 @@ class Backbone:
             return "kernels"
         if self._compiled is not None:
             return "compiled"
-        return "split attention" if self._attends_split else "eager"
-
-    @property
-    def _attends_split(self) -> bool:
-        return getattr(self.config, "_attn_implementation", None) == SPLIT_ATTENTION
+        splits = getattr(self.config, "_attn_implementation", None) == SPLIT_ATTENTION
+        return "split attention" if splits else "eager"
 
     def run_eagerly(self) -> None:
         """Run all passes by the library's modules again, with the library's own attention."""
         self.fast, self._compiled = None, None
-        if self._attends_split:
+        if self.pass_backend == "split attention":
             self.model.set_attn_implementation("sdpa")
 
     def use_split_attention(self) -> None:
@@ -245,7 +242,11 @@ class Backbone:
             return self.fast.run(inputs, cache, taps, offset, nodes)
         asked = None
         if isinstance(cache, RecurrentCache):
-            inputs, asked = self._with_unread(inputs, cache, offset)
+            cache.write(inputs, offset)
+            while count := cache.overdue():  # states move on only with the tokens before these
+                self.body(**_read(cache.unread(count)), **self._places(count, cache))
+                cache.settle(count)
+            inputs, asked = cache.unread(), cache.asked(inputs.shape[1])
         places = self._places(inputs.shape[1], cache, offset, nodes)
         self._taps.watch(taps)
         fixed = cache is not None and cache.window is not None
@@ -255,15 +256,6 @@ class Backbone:
         if asked is None:
             return last, hidden
         return at_places(last, asked), None if hidden is None else at_places(hidden, asked)
-
-    def _with_unread(self, tokens: Tensor, cache: RecurrentCache, offset: int) -> tuple[Tensor, Tensor]:
-        """Return the tokens that a pass must read to give outputs of `tokens`, and the places of these, `[B, Q]`."""
-        cache.write(tokens, offset)
-        while count := cache.overdue():
-            earlier = cache.unread(count)
-            self.body(**_read(earlier), **self._places(count, cache))
-            cache.settle(count)
-        return cache.unread(), cache.asked(tokens.shape[1])
 
     def _places(
         self, num_new: int, cache: RaggedCache | None, offset: int = 0, nodes: Nodes | None = None

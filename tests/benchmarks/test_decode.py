@@ -201,8 +201,8 @@ def test_overhead_is_what_the_loop_takes_beside_its_passes(target: Target, monke
 
     loop = Ours("plain", Decoder(target), Plan(0), 6)
     assert loop_overhead(loop, [PROMPTS], 1).loop_seconds < 0.02
-    settle = stage.verify_and_commit
-    monkeypatch.setattr(stage, "settle", lambda *arguments: (time.sleep(0.02), settle(*arguments))[1])
+    verify = stage.verify_and_commit
+    monkeypatch.setattr(stage, "verify_and_commit", lambda *arguments: (time.sleep(0.02), verify(*arguments))[1])
     found = loop_overhead(loop, [[p] for p in PROMPTS], repeats=2)
     assert found.loop_seconds - found.bare_seconds > 0.019
     assert (

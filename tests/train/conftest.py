@@ -37,8 +37,8 @@ def make_rows(vocab: int, count: int = NUM_ROWS) -> list[dict[str, Any]]:
     return rows
 
 
-def write_data(folder: Path, rows: list[dict[str, Any]], target: Target) -> Path:
-    """A finished data folder, as `distill` leaves it."""
+def write_data(folder: Path, rows: list[dict[str, Any]], target: Target, **provenance: Any) -> Path:
+    """A finished data folder, as `distill` leaves it; `provenance` is said of it beside what every folder says."""
     from datasets import Dataset
     from datasets.utils.tqdm import disable_progress_bars
 
@@ -52,7 +52,7 @@ def write_data(folder: Path, rows: list[dict[str, Any]], target: Target) -> Path
         "source": {},
         "counts": {},
     }
-    (folder / "provenance.json").write_text(json.dumps(saved))
+    (folder / "provenance.json").write_text(json.dumps(saved | provenance))
     digests.seal(folder)
     return folder
 

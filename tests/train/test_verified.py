@@ -44,10 +44,8 @@ def with_depths(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory, target: Target) -> Path:
     """The data set of the other tests, with rounds."""
-    folder = write_data(tmp_path_factory.mktemp("served") / "data", with_depths(make_rows(target.vocab_size)), target)
-    saved = json.loads((folder / "provenance.json").read_text())
-    (folder / "provenance.json").write_text(json.dumps(saved | {"rounds": {"eagle3 0123": 53}}))
-    return folder
+    rows = with_depths(make_rows(target.vocab_size))
+    return write_data(tmp_path_factory.mktemp("served") / "data", rows, target, rounds={"eagle3 0123": 53})
 
 
 @pytest.fixture

@@ -196,8 +196,6 @@ MEASURED = """
 import sys, threading, time
 from pathlib import Path
 from outrider.common.runtime import keep_large_blocks
-from outrider.targets import absent_target
-from outrider.common.runtime import keep_large_blocks
 from outrider.targets import config_only_target
 
 def own_memory():

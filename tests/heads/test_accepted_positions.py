@@ -124,7 +124,7 @@ def test_blocks_weigh_what_a_texts_tokens_do_and_the_rest_is_spread_without_what
     for step in range(8):
         anchors = Anchors.of(eligible_places(wanted, True), given.tokens, 2, step, verified=verified)
         lessons = BlockTargets.of(anchors, wanted, drafter.max_depth)
-        weights = drafter.learning(given, wanted, lessons).sides().weighting.fixed
+        weights = drafter.learning(given, wanted, lessons).inputs().weighting.fixed
         for row in range(2):
             assert float(weights[lessons.rows == row].sum()) == pytest.approx(7)
         if lessons.usual is None:
@@ -196,16 +196,16 @@ def test_masks_weigh_what_a_rows_tokens_do(share: float) -> None:
 
 def compared(monkeypatch: pytest.MonkeyPatch, drafter: Drafter[Any], given: TargetBatch) -> tuple[Tensor, Tensor]:
     """The weights of a feature head's comparison, `[S, P]`, and the tokens that are predicted, `[P]`."""
-    from outrider.heads import eagle
+    from outrider.heads import base
 
     seen: list[Tensor] = []
 
-    def noted(*arguments: Any, weights: Tensor, following: Tensor) -> PositionLosses:
+    def noted(last: Tensor, drafted: Any, settings: Any, weights: Tensor, following: Tensor) -> PositionLosses:
         seen.extend([weights, following])
-        return compare(*arguments, weights=weights, following=following)
+        return compare(last, drafted, settings, weights, following)
 
-    compare = eagle.chunked_compare
-    monkeypatch.setattr(eagle, "chunked_compare", noted)
+    compare = base.chunked_compare
+    monkeypatch.setattr(base, "chunked_compare", noted)
     drafter.loss(given)
     return seen[0], seen[1]
 

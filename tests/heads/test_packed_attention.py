@@ -55,7 +55,7 @@ def test_a_text_gathers_what_it_would_in_a_row_of_its_own(way: Callable[..., Ten
         row = slice(span.row, span.row + 1)
         first = keys[row, :, span.entries], values[row, :, span.entries]
         own = key[row, :, span.queries], value[row, :, span.queries]
-        alone = way(q[row, :, span.queries], first, (span.prefill,), [own])
+        alone = way(q[row, :, span.queries], first, (span.begin,), [own])
         torch.testing.assert_close(packed[row, :, span.queries], alone, rtol=1e-5, atol=1e-6)
 
 

@@ -87,9 +87,9 @@ def _rounded(value: float, digits: int) -> float:
 
 @contextmanager
 def _unchecked() -> Iterator[None]:
-    judged = round._unless_broken
-    round._unless_broken = lambda verdict, peaks: verdict
+    judged = round._marked_not_finite
+    round._marked_not_finite = lambda verdict, peaks: verdict
     try:
         yield
     finally:
-        round._unless_broken = judged
+        round._marked_not_finite = judged

@@ -152,7 +152,7 @@ def _chooses(recipe: Recipe) -> bool:
 
 
 def _defaults(recipe: Recipe) -> dict[str, Any]:
-    """Return what we set where the recipe is silent; steps below 1 are fractions of the training."""
+    """Return our defaults for settings that the recipe leaves out; steps below 1 are fractions of the training."""
     has_gpu = torch.cuda.is_available()
     evaluates = recipe.data.holdout > 0
     best: dict[str, Any] = {}

@@ -185,7 +185,7 @@ def read_schedule(schedule: LRScheduler, optimizer: torch.optim.Optimizer, folde
 
 
 def is_named(folder: Path) -> bool:
-    """Tell whether the optimizer's state in a checkpoint is one by names: of a drafter in parts."""
+    """Tell whether the optimizer's state in a checkpoint is by names: from a sharded drafter."""
     file = folder / OPTIMIZER
     return file.is_file() and _has_names(torch.load(file, weights_only=True, mmap=True, map_location="cpu"))
 

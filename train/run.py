@@ -306,7 +306,7 @@ class _Training:
             raise TrainingInterruptedError(
                 f"stopped after step {trainer.stop.stopped_at}; saved in {trainer.checkpoint_io.last_good()}. Run the "
                 "same command again to continue.",
-                trainer.stop.number or signal.SIGTERM,  # another process was asked
+                trainer.stop.number or signal.SIGTERM,  # another process got the signal
             )
         return result.global_step, dict(result.metrics)
 

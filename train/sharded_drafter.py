@@ -264,7 +264,7 @@ def replace(parameter: nn.Parameter, value: Tensor) -> None:
 
 
 def own_part(parameter: nn.Parameter, value: Tensor) -> Tensor:
-    """Return what this process holds of a value, whole, under ZeRO stage 3: an equal share, filled up with zeros."""
+    """Return this process's part of a whole value under ZeRO stage 3: an equal share, padded with zeros."""
     part: Any = parameter.ds_tensor  # type: ignore[attr-defined]
     size, rank = part.ds_numel, torch.distributed.get_rank()
     flat = value.flatten().to(part.device, torch.float32)

@@ -246,7 +246,7 @@ class TimeBudget(TrainerCallback):
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Read the clock, because the scheduler is asked next."""
+        """Read the clock, because the scheduler is called next."""
         now, before = time.perf_counter(), int(self.clock.spent)
         self.clock.spent += self.mean(now - self._since)
         self._since = now

@@ -326,7 +326,7 @@ def test_a_few_steps_of_training_lower_the_loss(target, name, layers):
     data = batch(target, drafter, sequences(4))
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=1e-2)
     losses = []
-    for _ in range(12):
+    for _ in range(24):
         loss = drafter(data).mean
         optimizer.zero_grad()
         loss.backward()

@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import batches, context, decode
+from benchmarks import batches, decode
 from benchmarks.cells import MARK, guarded, merged, read_trace, waits
-from benchmarks.context import Fit
 from benchmarks.decode import joined_prompts
 from benchmarks.forced import Forced, forced_assistant, make_script
 from benchmarks.loops import Ours, Theirs, Timed, assist
@@ -324,8 +323,10 @@ def test_too_little_memory_is_written_down() -> None:
 
 
 def test_a_users_mistake_is_one_line(capsys: pytest.CaptureFixture) -> None:
-    assert command(lambda: context.main(["--contexts", "16", "32"])) == 2
-    assert capsys.readouterr().err.startswith("error: --contexts: a line needs three lengths")
+    assert command(lambda: decode.main(["--shape", "gpt-5"])) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: no shape 'gpt-5'; known: llama-3.1-8b, qwen3-8b.")
+    assert said.count("\n") == 1
 
 
 def test_shapes_run_on_a_cpu(tmp_path: Path) -> None:
@@ -436,24 +437,3 @@ def test_batches_write_figures_and_a_plot(target_folder: Path, prompts_file: Pat
     assert all(p["identical"] == p["sequences"] for p in result["points"])
     assert result["conditions"]["prompts"] == 4
     assert out.with_suffix(".svg").read_text().startswith("<svg xmlns=")
-
-
-def test_context_fits_a_line_and_counts_the_caches_bytes(tmp_path: Path) -> None:
-    out = tmp_path / "context.json"
-    assert context.main(["--contexts", "16", "32", "64", "--layers", "1", "--repeats", "2", "--out", str(out)]) == 0
-    result = json.loads(out.read_text())
-    for kind in ("plain", "drafted"):
-        assert [len(result[kind][name]) for name in ("round_seconds", "attention_seconds")] == [3, 3]
-        assert result[kind]["mean_contexts"][0] >= 16
-        assert {"a", "b", "b_error", "r2"} == result[kind]["fit"].keys()
-    assert [row["bytes"] == row["computed"] for row in result["memory"]] == [True] * 6
-
-
-def test_a_line_is_found_again() -> None:
-    fit = Fit.of([1, 2, 4], [5.0, 7.0, 11.0])
-    assert (fit.a, fit.b, fit.r2) == (pytest.approx(3), pytest.approx(2), pytest.approx(1))
-    assert fit.b_error == pytest.approx(0, abs=1e-9)
-    # By hand: means 2 and 17/6, products 3 over squares 2; left over 1/9 + 4/9 + 1/9 of 31/6.
-    fit = Fit.of([1, 2, 3], [1.0, 3.5, 4.0])
-    assert (fit.a, fit.b) == (pytest.approx(-1 / 6), pytest.approx(1.5))
-    assert (fit.b_error, fit.r2) == (pytest.approx((1 / 3) ** 0.5), pytest.approx(1 - (2 / 3) / (31 / 6)))

@@ -34,8 +34,8 @@ from outrider.targets import Target
 from outrider.train import train
 from outrider.train.provenance import PROVENANCE, check_same_run
 
-from .acceptance import Rounds, alpha, number, over_seeds, pooled, rounds_of, shown, tau
-from .report import command, conditions, interval, options, publish, table, write
+from .acceptance import Rounds, alpha, over_seeds, pooled, rounds_of, tau
+from .report import command, conditions, interval, number, options, publish, shown, table, write
 
 Runs = dict[str, list[Rounds]]  # of each variant, seed by seed
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from scipy.special import stdtrit
 
 from outrider.decode import Decoder, Plan, Round, Sampling, depth_counts
-from outrider.eval.reports.figures import Interval, Ratio
+from outrider.eval.reports.figures import Ratio
 
 Rounds = list[list["Round"]]  # of each prompt
 
@@ -40,15 +40,6 @@ def alpha(rounds: Rounds, depth: int) -> Ratio:
     """Of the rounds that accepted everything before `depth`, the share that accepted `depth` too."""
     counts = [([(0, 0)] * depth) + depth_counts(each)[depth - 1 : depth] for each in rounds]
     return Ratio([of[-1][1] for of in counts], [of[-1][0] for of in counts])
-
-
-def number(value: float) -> float | None:
-    """As results hold it: rounded, and null where there is none, for JSON has no nan."""
-    return None if math.isnan(value) else round(value, 4)
-
-
-def shown(interval: Interval) -> dict[str, float | None]:
-    return {name: number(getattr(interval, name)) for name in ("value", "low", "high")}
 
 
 def over_seeds(values: Sequence[float]) -> dict[str, float] | None:

@@ -29,7 +29,7 @@ from outrider.decode import Decoder, Plan
 from outrider.heads import Drafter, DraftModel, Ngram
 from outrider.targets import Target
 
-from .floor import Bandwidth, Floor
+from .ceilings import Bandwidth, Floor
 from .forced import Forced, forced_assistant, make_script
 from .loops import Loop, Ours, Texts, Theirs, Timed, assist, take_turns
 from .overhead import loop_overhead, of_parts

@@ -49,10 +49,10 @@ from outrider.targets.fast import use_fastest_pass
 
 from . import random_targets as models
 from .cells import Cell, CellSettings
-from .floor import bandwidth
+from .ceilings import bandwidth
 from .loops import Ours, Texts, assist
 from .overhead import loop_overhead
-from .report import NOTHING, command, conditions, interval, options, table, write
+from .report import NOTHING, command, conditions, interval, options, shown, table, write
 
 ASSISTED, LOOKUP = "transformers.assisted", "transformers.prompt_lookup"
 
@@ -113,12 +113,8 @@ def quotients(records: dict[str, list[PromptRecord]], pairs: list[tuple[str, str
     found = {}
     for above, below in pairs:
         if above in records and below in records:
-            interval = bootstrap.quotient(speed_ratio(records[above]), speed_ratio(records[below]))
-            found[f"{above} / {below}"] = {
-                "value": round(interval.value, 4),
-                "low": round(interval.low, 4),
-                "high": round(interval.high, 4),
-            }
+            quotient = bootstrap.quotient(speed_ratio(records[above]), speed_ratio(records[below]))
+            found[f"{above} / {below}"] = shown(quotient)
     return found
 
 

@@ -69,6 +69,12 @@ def passes(results: Results) -> Iterator[str]:
                 )
 
 
+def candidates(results: Results) -> Iterator[str]:
+    file = results.folder / "candidates.txt"
+    for line in file.read_text().splitlines() if file.exists() else ():
+        yield f"    {line}"
+
+
 def decoding(results: Results) -> Iterator[str]:
     yield "| target, loop | tokens/s | over plain | over generate | between rounds, ms | of the round |"
     yield "|---|---|---|---|---|---|"
@@ -127,7 +133,7 @@ def goals(results: Results) -> Iterator[str]:
     fast = [
         (shape, row)
         for name, shape in FILES.items()
-        for row in results.read(name).get("runners", {}).get("fast", {}).get("passes", [])
+        for row in results.read(name).get("runners", {}).get("kernels", {}).get("passes", [])
         if row["context"] == 1024 or row["context"] < 256
     ]
     for shape, row in fast:
@@ -163,6 +169,7 @@ PARTS = {
     "Goals": goals,
     "Ceilings": ceilings,
     "Passes of the target": passes,
+    "Ways of running passes that were tried": candidates,
     "Decoding, batch 1": decoding,
     "Training of an EAGLE-3 head": training,
     "Kernels against float64": kernels,

@@ -34,6 +34,7 @@ from outrider.targets import RowLengths, Target
 
 from .forced import Forced
 from .loops import Ours, Texts, Timed
+from .report import shown
 
 Result = TypeVar("Result")
 
@@ -76,12 +77,8 @@ def of_parts(round_seconds: float, parts: Sequence[float]) -> dict[str, Any]:
 
 
 def _shown(share: Interval) -> dict[str, float | None]:
-    known = share.known
-    return {
-        "share": round(share.value, 5),
-        "low": round(share.low, 5) if known else None,
-        "high": round(share.high, 5) if known else None,
-    }
+    figures = shown(share, 5)
+    return {"share": figures["value"], "low": figures["low"], "high": figures["high"]}
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from outrider.eval.suites import load_suites
 from outrider.heads import load_drafter
 from outrider.targets import Target
 
-from .acceptance import Rounds, pooled, rounds_of, shown, tau
-from .report import command, conditions, interval, options, publish, table, write
+from .acceptance import Rounds, pooled, rounds_of, tau
+from .report import command, conditions, interval, options, publish, shown, table, write
 
 
 def run(

@@ -25,14 +25,15 @@ from torch.profiler import ProfilerActivity, record_function
 from outrider.common import BadInputError
 from outrider.costs.counting import pass_bytes
 from outrider.costs.rounds import draft_times, verify_times
+from outrider.costs.timing import rotated
 from outrider.decode import Decoder, Plan
 from outrider.heads import Drafter, DraftModel, Ngram
 from outrider.targets import Target
 
 from .ceilings import Bandwidth, Floor
 from .forced import Forced, forced_assistant, make_script
-from .loops import Loop, Ours, Texts, Theirs, Timed, assist, take_turns
-from .overhead import loop_overhead, of_parts
+from .loops import Loop, Ours, Texts, Theirs, Timed, assist
+from .overhead import Overhead, loop_overhead
 
 Result = TypeVar("Result")
 MARK = "outrider.read_back"
@@ -90,9 +91,7 @@ class Cell:
         """All of it, as JSON holds it."""
         found: dict[str, Any] = {"context": self.context, "batch": self.batch}
         found["verify"] = guarded(self._verify)
-        found["draft_seconds"] = {
-            name: guarded(partial(self._draft, drafter)) for name, drafter in self.drafters.items()
-        }
+        found["draft_seconds"] = {name: guarded(partial(self._draft, each)) for name, each in self.drafters.items()}
         known = guarded(self._continuation)
         if isinstance(known, dict):
             return found | {"loops": known}
@@ -100,13 +99,17 @@ class Cell:
         found |= self._race(loops, [tokens[: self.settings.new_tokens] for tokens in known])
         found["floor"] = self._floor(found["loops"]["plain"].get("seconds_per_round"))
         found["loop_overhead"] = self._overheads(loops, found)
-        found["gaps"] = {loop.name: self._gaps(loop, found["loops"][loop.name]) for loop in loops if _once(loop)}
+        found["gaps"] = {  # one acceptance of each kind is enough for a profile
+            loop.name: self._gaps(loop, found["loops"][loop.name])
+            for loop in loops
+            if loop.told.get("share", 1.0) == 1.0
+        }
         release(loops)
         return found
 
     def _continuation(self) -> Texts:
-        """What the target writes, past the end of the last round."""
-        loop = Ours("plain", Decoder(self.target), _chain(0), self.settings.new_tokens + self.settings.depth + 1)
+        """Return what the target writes, past the end of the last round."""
+        loop = Ours("plain", Decoder(self.target), Plan(0), self.settings.new_tokens + self.settings.depth + 1)
         found = loop(self.prompts).tokens
         release([loop])
         return found
@@ -115,10 +118,8 @@ class Cell:
 
     def _verify(self) -> list[dict[str, Any]]:
         """T_verify(n) / T_verify(1), n tokens per row: the root and n − 1 drafts."""
-        widths, taps = (
-            sorted({0, self.settings.depth, *self.settings.widths}),
-            next((d.taps for d in self.drafters.values() if d.taps), ()),
-        )
+        widths = sorted({0, self.settings.depth, *self.settings.widths})
+        taps = next((d.taps for d in self.drafters.values() if d.taps), ())
         times = verify_times(self.target, widths, self.batch, self.context, self.settings.cost_repeats, taps)
         return [
             {"tokens": n + 1, "seconds": seconds, "over_one_token": seconds / times[0]} for n, seconds in times.items()
@@ -141,22 +142,19 @@ class Cell:
 
     def _loops(self, continuation: Texts) -> Iterator[Loop]:
         """All contestants, the plain target first; forced ones propose `continuation`."""
-        target, new, plan = self.target, self.settings.new_tokens, _chain(self.settings.depth)
+        target, new, plan = self.target, self.settings.new_tokens, Plan(self.settings.depth)
         texts = [list(prompt) + tokens for prompt, tokens in zip(self.prompts, continuation, strict=True)]
         shares, vocab = self.settings.forced_shares, target.vocab_size
         scripts = {share: make_script(texts, share, vocab, self.settings.seed) for share in shares}
-        yield Ours("plain", Decoder(target), _chain(0), new)
+        yield Ours("plain", Decoder(target), Plan(0), new)
         for name, drafter in self.drafters.items():
             decoder = Decoder(target, Forced(drafter))
             for share, script in scripts.items():
-                yield Ours(
-                    f"{name}, forced {share:g}", decoder, plan, new, {"forced acceptance": True, "share": share}, script
-                )
-        told = (
-            {"forced acceptance": True, "through": "the prompt holds what follows it"}
-            if self.repeated
-            else {"forced acceptance": False}
-        )
+                forced = {"forced acceptance": True, "share": share}
+                yield Ours(f"{name}, forced {share:g}", decoder, plan, new, forced, script)
+        told: dict[str, Any] = {"forced acceptance": self.repeated}
+        if self.repeated:
+            told["through"] = "the prompt holds what follows it"
         if self.lookup:
             yield Ours("ngram", Decoder(target, Ngram()), plan, new, told)
         yield Theirs("transformers.generate", target, new)
@@ -183,8 +181,9 @@ class Cell:
         tried = [guarded(partial(loop, self.prompts)) for loop in loops]
         if together := not any(isinstance(t, dict) for t in tried):
             runs: dict[str, list[Timed]] = {loop.name: [] for loop in loops}
-            for loop, timed in take_turns(loops, self.prompts, self.settings.repeats):
-                runs[loop.name].append(timed)
+            for turn in range(self.settings.repeats):
+                for loop in rotated(loops, turn):
+                    runs[loop.name].append(loop(self.prompts))
             found = {loop.name: loop.told | _figures(runs[loop.name], plain) for loop in loops}
         else:
             release(loops)
@@ -216,7 +215,7 @@ class Cell:
         passes = {row["tokens"]: row["seconds"] for row in found["verify"]} if isinstance(found["verify"], list) else {}
         if seconds is None or isinstance(drafts, dict) or 1 + depth not in passes:
             return None
-        return of_parts(seconds, [drafts[depth], passes[1 + depth]])
+        return Overhead.of_parts(seconds, [drafts[depth], passes[1 + depth]]).to_dict()
 
     def _gaps(self, loop: Loop, figures: dict[str, Any]) -> dict[str, Any] | None:
         if "error" in figures:
@@ -224,15 +223,6 @@ class Cell:
         gaps = guarded(partial(profile, loop, self.prompts, self.target.device.type))
         loop.release()
         return gaps if gaps is None or isinstance(gaps, dict) else gaps.to_dict(figures["seconds_per_round"])
-
-
-def _chain(depth: int) -> Any:
-    return Plan(depth)
-
-
-def _once(loop: Loop) -> bool:
-    """One acceptance of each kind is enough for a profile."""
-    return loop.told.get("share", 1.0) == 1.0
 
 
 def _figures(runs: Sequence[Timed], plain: Texts) -> dict[str, Any]:
@@ -303,10 +293,9 @@ class Gaps:
 
     def to_dict(self, round_seconds: float | None = None) -> dict[str, Any]:
         """With `round_seconds`, the time of a round without the profiler: what of it the device was not busy."""
-        found = asdict(self) | {"round_seconds_without_profiler": round_seconds}
-        return found | {
-            "idle_seconds_without_profiler": None if round_seconds is None else max(0.0, round_seconds - self.busy)
-        }
+        idle = None if round_seconds is None else max(0.0, round_seconds - self.busy)
+        without = {"round_seconds_without_profiler": round_seconds, "idle_seconds_without_profiler": idle}
+        return asdict(self) | without
 
 
 def profile(loop: Loop, prompts: Sequence[Sequence[int]], device: str) -> Gaps | None:
@@ -335,10 +324,8 @@ def profile(loop: Loop, prompts: Sequence[Sequence[int]], device: str) -> Gaps |
         file = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(file))
         trace = json.loads(file.read_text())
-    rounds = (
-        done.rounds - 1 if done.accepted is None else done.rounds
-    )  # their first step is over when the prompts were read
-    return read_trace(trace, device, rounds)
+    # The first step of transformers' loops is over when the prompts were read.
+    return read_trace(trace, device, done.rounds - (done.accepted is None))
 
 
 def read_trace(trace: dict[str, Any], device: str, rounds: int) -> Gaps | None:
@@ -373,10 +360,6 @@ def merged(spans: Iterable[Span]) -> list[Span]:
 def waits(busy: Sequence[Span], marks: Iterable[float]) -> list[float]:
     """Return the lengths of the waits between `busy` spans in which a mark stands; no mark elsewhere counts."""
     begins = [begin for begin, _ in busy]
-    ends = {bisect.bisect_right(begins, mark) for mark in marks if _waiting(busy, begins, mark)}
+    after = ((bisect.bisect_right(begins, mark), mark) for mark in marks)
+    ends = {i for i, mark in after if 0 < i < len(busy) and mark >= busy[i - 1][1]}
     return [busy[i][0] - busy[i - 1][1] for i in sorted(ends)]
-
-
-def _waiting(busy: Sequence[Span], begins: Sequence[float], mark: float) -> bool:
-    i = bisect.bisect_right(begins, mark)
-    return 0 < i < len(busy) and mark >= busy[i - 1][1]

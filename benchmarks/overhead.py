@@ -8,18 +8,18 @@ left out: a drafter reads the prompt there.
 
 The clock of a bare round runs in its passes only. There are two clocks: the wall's, and the processor's, which does
 not count what other programs took. All this is for rounds that run eagerly; where they are captured as CUDA graphs, a
-round is compared with its parts, captured and timed apart (`of_parts`).
+round is compared with its parts, captured and timed apart (`Overhead.of_parts`).
 
 Shapes: B rows, T tokens of a whole text.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -44,14 +44,21 @@ class Overhead:
     """Seconds of a round, the mean over prompts of the medians over rounds.
 
     Attributes:
+        rounds: None where a round and its passes were timed apart.
         share: (loop − bare) ÷ bare, with an interval over prompts. processor: the same of the processor's time.
     """
 
     loop_seconds: float
     bare_seconds: float
-    rounds: int
+    rounds: int | None
     share: Interval
-    processor: Interval
+    processor: Interval | None
+
+    @classmethod
+    def of_parts(cls, round_seconds: float, parts: Sequence[float]) -> Overhead:
+        """Return the figures from the time of a round and those of its passes, timed apart."""
+        bare = sum(parts)
+        return cls(round_seconds, bare, None, Interval(round_seconds / bare - 1, math.nan, math.nan), None)
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -59,21 +66,8 @@ class Overhead:
             "bare_seconds_per_round": self.bare_seconds,
             "rounds": self.rounds,
             **_shown(self.share),
-            "of_processor_time": _shown(self.processor),
+            "of_processor_time": self.processor and _shown(self.processor),
         }
-
-
-def of_parts(round_seconds: float, parts: Sequence[float]) -> dict[str, Any]:
-    """The same figures from the time of a round and those of its passes, timed apart."""
-    bare = sum(parts)
-    share = Interval(round_seconds / bare - 1, float("nan"), float("nan"))
-    return {
-        "loop_seconds_per_round": round_seconds,
-        "bare_seconds_per_round": bare,
-        "rounds": None,
-        **_shown(share),
-        "of_processor_time": None,
-    }
 
 
 def _shown(share: Interval) -> dict[str, float | None]:
@@ -118,13 +112,10 @@ def loop_overhead(loop: Ours, batches: Sequence[Texts], repeats: int) -> Overhea
             f"ask for more new tokens than {loop.new_tokens}."
         )
     looped, bare, rounds = zip(*pairs, strict=True)
-    wall, processor = (
-        _share([getattr(c, clock) for c in looped], [getattr(c, clock) for c in bare])
-        for clock in ("wall", "processor")
-    )
-    return Overhead(
-        statistics.mean(c.wall for c in looped), statistics.mean(c.wall for c in bare), sum(rounds), wall, processor
-    )
+    wall = _share([c.wall for c in looped], [c.wall for c in bare])
+    processor = _share([c.processor for c in looped], [c.processor for c in bare])
+    means = (statistics.mean(c.wall for c in each) for each in (looped, bare))
+    return Overhead(*means, sum(rounds), wall, processor)
 
 
 def _share(looped: list[float], bare: list[float]) -> Interval:
@@ -212,7 +203,7 @@ class Passes:
             self.session = session
 
     def _texts(self) -> Tensor:
-        """Prompts and what followed them, `[B, T]`; after it zeros, for drafts past the end."""
+        """Return prompts and what followed them, `[B, T]`; after it zeros, for drafts past the end."""
         whole = [list(prompt) + new for prompt, new in zip(self.prompts, self.known.tokens, strict=True)]
         longest = max(map(len, whole)) + self.depth + 1
         return torch.tensor([text + [0] * (longest - len(text)) for text in whole], device=self.target.device)
@@ -227,19 +218,27 @@ class Passes:
         counts = self._counts(round)
         places = self.cache.lengths[:, None] + torch.arange(1 + self.depth, device=target.device)
         tokens = self.texts.gather(1, places.clamp(max=self.texts.shape[1] - 1))  # the root, and the right drafts
-        watch = _Watch(target.device)
+        spent = Clocks(0, 0)
+
+        def timed(work: Callable[..., Result], *given: Any, **named: Any) -> Result:
+            nonlocal spent
+            began = Clocks.now(target.device)
+            result = work(*given, **named)
+            spent += Clocks.now(target.device) - began
+            return result
+
         if session is not None:
-            watch.passed(partial(session.prefill, tokens[:, 0]))
+            timed(session.prefill, tokens[:, 0])
             for i in range(1, self.depth):
-                watch.passed(partial(session.decode, tokens[:, i : i + 1]))
-        out = watch.passed(partial(target.forward, tokens, self.cache, taps=self._taps()))
+                timed(session.decode, tokens[:, i : i + 1])
+        out = timed(target.forward, tokens, self.cache, taps=self._taps())
         self.cache.advance(counts)
         if session is not None:
-            watch.passed(partial(session.update, tokens, out.hidden, counts))  # some make a pass here
-        return watch.spent
+            timed(session.update, tokens, out.hidden, counts)  # some make a pass here
+        return spent
 
     def _counts(self, round: int) -> RowLengths:
-        """What each row keeps of this round, the root included; rows that are finished are freed."""
+        """Return how many tokens each row keeps of this round, the root included; rows that are finished are freed."""
         assert self.known.accepted is not None
         rows = [row for row in self.alive if len(self.known.accepted[row]) > round]
         if rows != self.alive:
@@ -249,16 +248,3 @@ class Passes:
             if self.session is not None:
                 self.session.select(where)
         return RowLengths.of([self.known.accepted[row][round] + 1 for row in rows], self.target.device)
-
-
-class _Watch:
-    """Adds up the time in passes."""
-
-    def __init__(self, device: torch.device):
-        self.device, self.spent = device, Clocks(0, 0)
-
-    def passed(self, work: Callable[[], Result]) -> Result:
-        began = Clocks.now(self.device)
-        result = work()
-        self.spent += Clocks.now(self.device) - began
-        return result

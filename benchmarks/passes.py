@@ -26,7 +26,6 @@ from .ceilings import Floor, bandwidth
 from .random_targets import build_target, shape_of
 from .report import command, conditions, options, write
 
-
 RUNNERS = {candidate.name: candidate for candidate in CANDIDATES}
 
 

@@ -18,7 +18,7 @@ from benchmarks.cells import MARK, guarded, merged, read_trace, waits
 from benchmarks.decode import joined_prompts
 from benchmarks.forced import Forced, forced_assistant, make_script
 from benchmarks.loops import Ours, Theirs, Timed, assist
-from benchmarks.overhead import Passes, loop_overhead, of_parts
+from benchmarks.overhead import Overhead, Passes, loop_overhead
 from benchmarks.random_targets import build_draft_model, build_eagle3, build_target, following, random_prompts, shape_of
 from benchmarks.report import command
 from outrider.common import BadInputError
@@ -218,7 +218,7 @@ def test_overhead_needs_more_than_one_round(target: Target) -> None:
 
 
 def test_overhead_of_parts() -> None:
-    assert of_parts(1.1, [0.2, 0.8])["share"] == pytest.approx(0.1)
+    assert Overhead.of_parts(1.1, [0.2, 0.8]).to_dict()["share"] == pytest.approx(0.1)
 
 
 # ------------------------------------------------------------ gaps

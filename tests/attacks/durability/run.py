@@ -14,6 +14,7 @@ import shutil
 import sys
 import tempfile
 from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
@@ -28,9 +29,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--share", type=float, default=1.0, help="of the usual number of attempts")
     parser.add_argument("--only", action="append", help="a verb or a subject; may be repeated")
-    parser.add_argument(
-        "--out", type=Path, help="a JSON file; what it holds of other attacks, verbs and subjects stays"
-    )
+    parser.add_argument("--out", type=Path, help="a JSON file; other attacks, verbs and subjects in it stay")
     given = parser.parse_args()
     root = Path(os.environ.get("OUTRIDER_ATTACK") or tempfile.mkdtemp(prefix="outrider-attack-"))
     under_interposition(root)
@@ -59,26 +58,10 @@ def attack(name: str, root: Path, given: argparse.Namespace) -> list[dict]:
 
     torch.set_num_threads(1)
     datasets.disable_progress_bars()
-    if name == "kills":
-        from kills import run_kills
-
-        rows = run_kills(root, given.seed, given.share, given.only)
-    elif name == "alterations":
-        from alterations import run_alterations
-
-        rows = run_alterations(root, given.seed, given.share, given.only)
-    elif name == "writers":
-        from writers import run_writers
-
-        rows = run_writers(root)
-    elif name == "costs":
-        from costs import run_costs
-
-        rows = run_costs(root)
-    else:
-        from rounds import run_rounds
-
-        rows = run_rounds()
+    run = getattr(import_module(name), f"run_{name}")
+    settings = {"kills": (root, given.seed, given.share, given.only), "rounds": ()}
+    settings["alterations"] = settings["kills"]
+    rows = run(*settings.get(name, (root,)))
     return [{"seed": given.seed} | asdict(row) for row in rows]
 
 

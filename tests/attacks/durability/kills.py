@@ -16,7 +16,9 @@ from itertools import pairwise
 from pathlib import Path
 
 from harness import Outcome, attempt, contents, names
-from subjects import VERBS, Verb, Workshop, is_intact, template
+from subjects import VERBS, Verb, Workshop, template
+
+from outrider.pair import verify
 
 Left = tuple[set[str], dict[str, str]]  # names of all that a run leaves, and digests of what it leaves alike each time
 TIMED_SHARE = 0.25  # of the kills come at a time instead of before an operation
@@ -82,7 +84,7 @@ def _kill(workshop: Workshop, verb: Verb, place: int | float, expected: Left, fo
             found.failures.append(f"{place}: {first.said[-600:]}")
         return
     found.kills += 1
-    if verb.intact and (lines := is_intact(workshop)):
+    if verb.intact and (lines := verify(workshop.pair)):
         found.failures.append(f"{place}: the pair is not whole: {lines}")
     second = attempt(lambda: verb.act(workshop))
     found.failures += [f"{place}: {line}" for line in _differences(workshop, verb, second, expected)]

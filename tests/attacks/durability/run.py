@@ -1,6 +1,6 @@
 """The attacks on what Outrider writes and reads back; the figures go to a file, and a table of them to the terminal.
 
-    python tests/attacks/durability/run.py kills alterations writers costs rounds --out docs/security/durability.json
+    python tests/attacks/durability/run.py kills alterations writers --out docs/security/durability.json
 
 All is decided by --seed. Needs Linux and a C compiler for the kills.
 """
@@ -14,7 +14,6 @@ import shutil
 import sys
 import tempfile
 from dataclasses import asdict
-from importlib import import_module
 from pathlib import Path
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
@@ -25,7 +24,7 @@ from harness import under_interposition
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("attacks", nargs="+", choices=["kills", "alterations", "writers", "costs", "rounds"])
+    parser.add_argument("attacks", nargs="+", choices=["kills", "alterations", "writers"])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--share", type=float, default=1.0, help="of the usual number of attempts")
     parser.add_argument("--only", action="append", help="a verb or a subject; may be repeated")
@@ -43,7 +42,7 @@ def main() -> int:
         kept = {name: [r for r in before.get(name, []) if titles(r) not in map(titles, found[name])] for name in found}
         given.out.write_text(json.dumps(before | {n: kept[n] + found[n] for n in found}, indent=1) + "\n")
     print(json.dumps(found, indent=1))
-    return int(any(row["failures"] for rows in found.values() for row in rows if "failures" in row))
+    return int(any(row["failures"] for rows in found.values() for row in rows))
 
 
 def titles(row: dict) -> str:
@@ -55,13 +54,14 @@ def attack(name: str, root: Path, given: argparse.Namespace) -> list[dict]:
     """Run one kind of attack and return its rows."""
     import datasets
     import torch
+    from alterations import run_alterations
+    from kills import run_kills
+    from writers import run_writers
 
     torch.set_num_threads(1)
     datasets.disable_progress_bars()
-    run = getattr(import_module(name), f"run_{name}")
-    settings = {"kills": (root, given.seed, given.share, given.only), "rounds": ()}
-    settings["alterations"] = settings["kills"]
-    rows = run(*settings.get(name, (root,)))
+    run = {"kills": run_kills, "alterations": run_alterations}.get(name)
+    rows = run(root, given.seed, given.share, given.only) if run else run_writers(root)
     return [{"seed": given.seed} | asdict(row) for row in rows]
 
 

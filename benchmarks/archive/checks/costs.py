@@ -11,9 +11,9 @@ import shutil
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from unittest.mock import patch
 
 import torch
 from harness import attempt
@@ -92,8 +92,7 @@ def _cost(name: str, workshop: Workshop, folder: Path, act: Callable[[], object]
     size = sum(f.stat().st_size for f in folder.rglob("*") if f.is_file()) / 1e6
     runs: dict[str, list[tuple[float, float]]] = {"without": [], "first": [], "second": []}
     for _ in range(ROUNDS):
-        with patch.object(digests, "listed_problems", lambda *_: []), patch.object(Pair, "require_whole"):
-            runs["without"].append(_timed(act))
+        runs["without"].append(_timed(lambda: _without(act)))
         shutil.rmtree(workshop.root / "cache", ignore_errors=True)
         runs["first"].append(_timed(act))
         runs["second"].append(_timed(act))
@@ -115,3 +114,15 @@ def _timed(act: Callable[[], object]) -> tuple[float, float]:
     assert outcome.code == 0, outcome.said
     used, clock = outcome.said.split()[-2:]
     return float(used), float(clock)
+
+
+def _without(act: Callable[[], object]) -> None:
+    with _unchecked():
+        act()
+
+
+@contextmanager
+def _unchecked():
+    """Take the checks away: what was read before them stays."""
+    digests.listed_problems, Pair.require_whole = lambda folder, expected: [], lambda self: None
+    yield

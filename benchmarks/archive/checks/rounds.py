@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from unittest.mock import patch
 
 import torch
 
-from outrider.decode import Decoder, Plan, Sampling
-from outrider.decode import round as stage
+from outrider.decode import Decoder, Plan, Sampling, round
 from outrider.heads import Drafter, drafter_config
 from outrider.targets import Target
 
@@ -66,15 +65,31 @@ def _cost(case: str, decoder: Decoder, depth: int, temperature: float) -> RoundC
     pairs = [_pair(turn, number % 2 == 0) for number in range(-3, TURNS)][3:]
     ratios = sorted(checked / without for checked, without in pairs)
     low = int(TURNS / 2 - 0.98 * TURNS**0.5)
-    checked, without = (statistics.median(part) for part in zip(*pairs, strict=True))
-    ratio, lowest, highest = statistics.median(ratios), ratios[low], ratios[TURNS - 1 - low]
-    return RoundCost(case, round(without, 1), round(checked, 1), round(ratio, 4), round(lowest, 4), round(highest, 4))
+    return RoundCost(
+        case,
+        *(_rounded(statistics.median(part), 1) for part in zip(*((w, c) for c, w in pairs), strict=True)),
+        *(_rounded(value, 4) for value in (statistics.median(ratios), ratios[low], ratios[TURNS - 1 - low])),
+    )
 
 
 def _pair(turn: Callable[[], float], checked_first: bool) -> tuple[float, float]:
     """Return the times of two turns, with the check and without."""
     if checked_first:
         checked = turn()
-    with patch.object(stage, "_marked_not_finite", lambda verdict, peaks: verdict):
+    with _unchecked():
         without = turn()
     return (checked if checked_first else turn()), without
+
+
+def _rounded(value: float, digits: int) -> float:
+    return float(f"{value:.{digits}f}")
+
+
+@contextmanager
+def _unchecked() -> Iterator[None]:
+    judged = round._marked_not_finite
+    round._marked_not_finite = lambda verdict, peaks: verdict
+    try:
+        yield
+    finally:
+        round._marked_not_finite = judged

@@ -42,7 +42,7 @@ Runs = dict[str, list[Rounds]]  # of each variant, seed by seed
 
 
 def _answered(recipe: Recipe) -> object:
-    """Return what the responses of a recipe depend on; how much of the loss follows their rounds does not count."""
+    """Return the settings that decide the responses of a recipe: not how much of the loss follows their rounds."""
     return recipe.target, recipe.data.model_copy(update={"verified": 0.0})
 
 

@@ -41,7 +41,7 @@ from .report import command, conditions, interval, options, publish, shown, tabl
 
 @dataclass(frozen=True)
 class BatchPoint:
-    """What one contestant reaches at one batch size.
+    """The figures of one contestant at one batch size.
 
     Attributes:
         speedup: tokens/s ÷ tokens/s of the plain target in the same batches; the interval is over batches.

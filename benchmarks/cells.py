@@ -43,7 +43,7 @@ Span = tuple[float, float]
 
 @dataclass(frozen=True)
 class CellSettings:
-    """What is measured in every cell.
+    """Settings of the measurement in every cell.
 
     Attributes:
         depth: of chains. forced_shares: acceptances that are forced, at each depth given the one before.
@@ -88,7 +88,7 @@ class Cell:
         return max(map(len, self.prompts))
 
     def measure(self) -> dict[str, Any]:
-        """All of it, as JSON holds it."""
+        """Return all figures of the cell, as JSON holds them."""
         found: dict[str, Any] = {"context": self.context, "batch": self.batch}
         found["verify"] = guarded(self._verify)
         found["draft_seconds"] = {name: guarded(partial(self._draft, each)) for name, each in self.drafters.items()}
@@ -108,7 +108,7 @@ class Cell:
         return found
 
     def _continuation(self) -> Texts:
-        """Return what the target writes, past the end of the last round."""
+        """Return the target's text, past the end of the last round."""
         loop = Ours("plain", Decoder(self.target), Plan(0), self.settings.new_tokens + self.settings.depth + 1)
         found = loop(self.prompts).tokens
         release([loop])
@@ -117,7 +117,7 @@ class Cell:
     # ------------------------------------------------------------ parts of a round
 
     def _verify(self) -> list[dict[str, Any]]:
-        """T_verify(n) / T_verify(1), n tokens per row: the root and n − 1 drafts."""
+        """Return T_verify(n) / T_verify(1), n tokens per row: the root and n − 1 drafts."""
         widths = sorted({0, self.settings.depth, *self.settings.widths})
         taps = next((d.taps for d in self.drafters.values() if d.taps), ())
         times = verify_times(self.target, widths, self.batch, self.context, self.settings.cost_repeats, taps)
@@ -131,7 +131,7 @@ class Cell:
         )
 
     def _floor(self, round_seconds: float | None) -> dict[str, Any]:
-        """The floor of a plain step, and what of its time it is."""
+        """Return the floor of a plain step, and its share of the step's time."""
         floor = Floor(pass_bytes(self.target), self.target.cache_bytes(self.batch, self.context), self.bandwidth)
         if not round_seconds:
             return floor.to_dict()
@@ -141,7 +141,7 @@ class Cell:
     # ------------------------------------------------------------ whole loops
 
     def _loops(self, continuation: Texts) -> Iterator[Loop]:
-        """All contestants, the plain target first; forced ones propose `continuation`."""
+        """Yield all contestants, the plain target first; forced ones propose `continuation`."""
         target, new, plan = self.target, self.settings.new_tokens, Plan(self.settings.depth)
         texts = [list(prompt) + tokens for prompt, tokens in zip(self.prompts, continuation, strict=True)]
         shares, vocab = self.settings.forced_shares, target.vocab_size
@@ -198,7 +198,7 @@ class Cell:
     # ------------------------------------------------------------ around the passes
 
     def _overheads(self, loops: Sequence[Loop], found: dict[str, Any]) -> dict[str, Any]:
-        """Of loops whose rounds are all alike: plain, and full acceptance."""
+        """Return the overhead of loops whose rounds are all alike: plain, and full acceptance."""
         alike: list[Ours] = [
             loop for loop in loops if isinstance(loop, Ours) and (loop.name == "plain" or loop.told.get("share") == 1.0)
         ]
@@ -226,7 +226,7 @@ class Cell:
 
 
 def _figures(runs: Sequence[Timed], plain: Texts) -> dict[str, Any]:
-    """Medians over the repeats. Steady: all steps but the first, which read the prompt."""
+    """Return medians over the repeats. Steady: all steps but the first, which read the prompt."""
     first = runs[0]
     total, steady = statistics.median([r.seconds for r in runs]), statistics.median([r.steady_seconds for r in runs])
     useful = first.steady_rounds > 0
@@ -260,7 +260,7 @@ def release(loops: Sequence[Loop]) -> None:
 
 
 def free_memory() -> None:
-    """What is not used any more goes back to the GPU, where the next part may need all of it."""
+    """Give unused memory back to the GPU, where the next part may need all of it."""
     if torch.cuda.is_available():
         gc.collect()
         torch.cuda.empty_cache()
@@ -292,7 +292,7 @@ class Gaps:
     rounds: int
 
     def to_dict(self, round_seconds: float | None = None) -> dict[str, Any]:
-        """With `round_seconds`, the time of a round without the profiler: what of it the device was not busy."""
+        """Return the figures, with the idle part of `round_seconds`, the time of a round without the profiler."""
         idle = None if round_seconds is None else max(0.0, round_seconds - self.busy)
         without = {"round_seconds_without_profiler": round_seconds, "idle_seconds_without_profiler": idle}
         return asdict(self) | without
@@ -329,7 +329,7 @@ def profile(loop: Loop, prompts: Sequence[Sequence[int]], device: str) -> Gaps |
 
 
 def read_trace(trace: dict[str, Any], device: str, rounds: int) -> Gaps | None:
-    """Gaps of a trace of `rounds` rounds, whose times are in microseconds."""
+    """Return the gaps of a trace of `rounds` rounds, whose times are in microseconds."""
     events = [e for e in trace.get("traceEvents", ()) if e.get("ph") == "X"]
     busy = merged((e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") in BUSY[device])
     if not busy or rounds < 1:
@@ -347,7 +347,7 @@ def read_trace(trace: dict[str, Any], device: str, rounds: int) -> Gaps | None:
 
 
 def merged(spans: Iterable[Span]) -> list[Span]:
-    """The same time as spans that do not overlap, in order."""
+    """Return the same time as spans that do not overlap, in order."""
     found: list[Span] = []
     for begin, end in sorted(spans):
         if found and begin <= found[-1][1]:

@@ -120,7 +120,7 @@ def quotients(records: dict[str, list[PromptRecord]]) -> dict[str, Any]:
 def race_suites(
     target: Target, drafters: dict[str, Drafter], jobs: list[PromptJob], arguments: argparse.Namespace
 ) -> tuple[dict[str, Any], list[Figures]]:
-    """Quotients of tokens/s, and every contestant's figures."""
+    """Return quotients of tokens/s, and every contestant's figures."""
     racers = build_racers(target, drafters, arguments)
     for racer in racers:
         racer(jobs[0], 0.0)
@@ -135,7 +135,7 @@ def race_suites(
 def measure_overheads(
     target: Target, drafters: dict[str, Drafter], jobs: list[PromptJob], arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    """Of plain rounds, and of each drafter's, on the suites' prompts with the acceptance that the drafter has there."""
+    """Return the overhead of plain rounds and of each drafter's, on prompts of the suites, at the acceptance there."""
     batches = [
         [list(job.prompt.tokens)]
         for suite in dict.fromkeys(j.suite for j in jobs)
@@ -201,7 +201,7 @@ def make_cells(
 
 
 def random_models(arguments: argparse.Namespace) -> tuple[Target, dict[str, Drafter], dict[str, Any]]:
-    """A target of --shape, its drafters, and the words for it in the conditions."""
+    """Return a target of --shape, its drafters, and the words for it in the conditions."""
     shape = models.shape_of(arguments.shape, arguments.layers, arguments.hidden, arguments.vocab)
     target = models.build_target(shape, getattr(torch, arguments.dtype), best_device())
     drafters: dict[str, Drafter] = {"eagle3": models.build_eagle3(target)}
@@ -336,7 +336,7 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
 
 
 def told(arguments: argparse.Namespace, prompts: int, raced: bool) -> dict[str, Any]:
-    """The settings of the race on the suites, if there is one, and those of the cells."""
+    """Return the settings of the race on the suites, if there is one, and those of the cells."""
     race = {
         "batch": 1,
         "temperature": 0,

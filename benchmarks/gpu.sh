@@ -35,6 +35,7 @@ trap 'rm -rf "$work"' EXIT
 # The folders of the checkout are the subpackages of `outrider`: a link under that name is as good as an installation.
 ln -s "$root" "$work/outrider"
 export PYTHONPATH=$work${PYTHONPATH:+:$PYTHONPATH} HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1
+export HF_HUB_DISABLE_PROGRESS_BARS=1
 if [ -n "$wheels" ]; then
     "$python" -m pip install -q --no-index --no-deps --no-compile --target "$work/site" "$wheels"/*.whl || exit
     export PYTHONPATH=$work/site:$PYTHONPATH

@@ -23,13 +23,13 @@ class Results:
         self.folder = folder
 
     def read(self, name: str) -> dict[str, Any]:
-        """Return what a step found; an empty one if it has not."""
+        """Return the result of a step; an empty one if there is none."""
         file = self.folder / f"{name}.json"
         found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
         return found
 
     def failed(self) -> Iterator[str]:
-        """Yield what failed, in a line each."""
+        """Yield the failures, in a line each."""
         for file in sorted(self.folder.glob("*.failed")):
             lines = file.read_text().split("\n")
             yield f"- **{file.stem}**: {'; '.join(line.strip() for line in lines if line.strip())[:400]}"
@@ -71,8 +71,7 @@ def passes(results: Results) -> Iterator[str]:
 
 def candidates(results: Results) -> Iterator[str]:
     file = results.folder / "candidates.txt"
-    for line in file.read_text().splitlines() if file.exists() else ():
-        yield f"    {line}"
+    yield from (f"    {line}" for line in (file.read_text().splitlines() if file.exists() else ()))
 
 
 def decoding(results: Results) -> Iterator[str]:

@@ -25,7 +25,7 @@ from .report import command, conditions, options, publish, table
 
 
 def load_contestants(names: list[str], target: Target) -> dict[str, Drafter | None]:
-    """`name=folder` loads a drafter; `ngram` needs none. The plain target is always there."""
+    """Return drafters by name: `name=folder` loads one, `ngram` needs none. The plain target is always there."""
     found: dict[str, Drafter | None] = {"plain": None}
     for entry in names:
         name, _, folder = entry.partition("=")

@@ -50,7 +50,7 @@ class Timed:
 
 
 class Loop(Protocol):
-    """What takes turns in a cell; `told` are conditions of its own, written beside its figures."""
+    """A loop that takes turns in a cell; `told` are conditions of its own, written beside its figures."""
 
     name: str
     told: dict[str, Any]
@@ -183,7 +183,7 @@ class Theirs:
 
 @contextmanager
 def library_attention(target: Target) -> Iterator[None]:
-    """Inside, a target with attention of ours has the library's again: what a user has today."""
+    """Give a target with attention of ours the library's again inside: that is what users have today."""
     used = getattr(target.config, "_attn_implementation", None)
     if used != "outrider":
         yield
@@ -196,9 +196,9 @@ def library_attention(target: Target) -> Iterator[None]:
 
 
 def _steps(mark: Mark, prompt: int, device: torch.device) -> Any:
-    """A stopping rule that stops nothing, and notes the time of its first call and the length at each.
+    """Return a stopping rule that stops nothing, and notes the time of its first call and the length at each.
 
-    Only of calls after a pass of the target: older transformers (5.17) ask about drafts too, before they verify them.
+    Only calls after a pass of the target count: older transformers (5.17) ask about drafts, too, before verifying.
     """
 
     class Steps(StoppingCriteria):

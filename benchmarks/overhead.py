@@ -98,7 +98,7 @@ class Clocks:
 
 
 def loop_overhead(loop: Ours, batches: Sequence[Texts], repeats: int) -> Overhead:
-    """Over the rounds of each of `batches`, completed `repeats` times in turns with bare passes.
+    """Return the overhead over the rounds of each of `batches`, completed `repeats` times in turns with bare passes.
 
     The loop's plan is plain, or chains of a fixed depth. Of a batch, rounds count for as long as its first row runs.
 
@@ -125,7 +125,7 @@ def _share(looped: list[float], bare: list[float]) -> Interval:
 
 
 def _medians(loop: Ours, batch: Texts, repeats: int) -> tuple[Clocks, Clocks, int] | None:
-    """Medians of a round by the loop and bare, and how many rounds there were."""
+    """Return the medians of a round by the loop and bare, and how many rounds there were."""
     known = loop(batch)  # also a warm-up
     looped: list[Clocks] = []
     bare: list[Clocks] = []
@@ -138,7 +138,7 @@ def _medians(loop: Ours, batch: Texts, repeats: int) -> tuple[Clocks, Clocks, in
 
 
 class _Turns:
-    """Stands between the loop's rounds: notes the time since it last stood there, and runs the round's passes bare."""
+    """Notes the time of each round of the loop after it, and then runs the passes of that round bare."""
 
     def __init__(self, passes: Passes):
         self.passes, self.device = passes, passes.target.device
@@ -155,7 +155,7 @@ class _Turns:
         passes.prefill()
 
     def see(self, length: int) -> None:
-        """The first row has `length` new tokens."""
+        """Note that the first row has `length` new tokens."""
         if self.round < len(self.due) and length == self.due[self.round]:
             spent = Clocks.now(self.device) - self.resumed
             bare = self.passes.run(self.round)
@@ -213,7 +213,7 @@ class Passes:
 
     @torch.inference_mode()
     def run(self, round: int) -> Clocks:
-        """Time of the passes of a round; rounds come in their order."""
+        """Return the time of the passes of a round; rounds come in their order."""
         target, session = self.target, self.session
         counts = self._counts(round)
         places = self.cache.lengths[:, None] + torch.arange(1 + self.depth, device=target.device)

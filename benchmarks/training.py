@@ -60,7 +60,7 @@ class Training:
 
     @property
     def tokens(self) -> int:
-        """Of a step."""
+        """The number of tokens of a step."""
         return self.batch.tokens.numel()
 
 
@@ -87,7 +87,7 @@ def optimizer_of(module: nn.Module, device: torch.device) -> torch.optim.Optimiz
 
 
 def measure(training: Training, repeats: int, rate: float) -> dict[str, Any]:
-    """Return what a step takes."""
+    """Return time, speed, operations and memory of a step."""
     device = training.batch.tokens.device
     for _ in range(WARM_UP - 1):
         training.step()

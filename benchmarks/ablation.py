@@ -90,9 +90,10 @@ def compare(runs: Runs, strata: Sequence[int], depth: int) -> dict[str, Any]:
             pairs = zip(runs[name], runs[base], strict=True)
             by_seed = [bootstrap.difference(figure(a), figure(b)).value for a, b in pairs]
             mean = over_seeds(by_seed)
-            more[key] = shown(bootstrap.difference(figure(together[name]), figure(together[base]))) | {
+            more[key] = {
+                **shown(bootstrap.difference(figure(together[name]), figure(together[base]))),
                 "by_seed": [number(value) for value in by_seed],
-                "over_seeds": mean and {side: number(value) for side, value in mean.items()},
+                "over_seeds": None if mean is None else {side: number(value) for side, value in mean.items()},
             }
     return found
 
@@ -116,7 +117,7 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
     parser = options(__doc__, "suites", "limit", "batch", "depth", "seeds", "threads", max_new_tokens=64)
     parser.add_argument("recipe", help="a YAML file, or the name of a packaged recipe")
     parser.add_argument("changes", nargs="*", metavar="KEY=VALUE", help="changes for all variants")
-    variant = {"nargs": "+", "action": "append", "required": True, "metavar": "KEY=VALUE"}
+    variant: dict[str, Any] = {"nargs": "+", "action": "append", "required": True, "metavar": "KEY=VALUE"}
     parser.add_argument("--vary", **variant, help="a variant; the first one is the reference")
     parser.add_argument("--work", type=Path, default=Path("runs/ablation"), help="responses and trainings")
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0])

@@ -26,7 +26,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from itertools import cycle, islice
 from typing import Any
 
@@ -161,8 +161,10 @@ def cell_settings(arguments: argparse.Namespace) -> CellSettings:
     )
     if not arguments.quick:
         return settings
-    few = {"new_tokens": 12, "repeats": 1, "cost_repeats": 2, "widths": (0, 1, settings.depth)}
-    return replace(settings, forced_shares=settings.forced_shares[:1], **few)
+    widths = (0, 1, settings.depth)
+    return CellSettings(
+        settings.depth, settings.forced_shares[:1], new_tokens=12, repeats=1, cost_repeats=2, widths=widths
+    )
 
 
 def check_room(target: Target, arguments: argparse.Namespace) -> None:

@@ -114,8 +114,8 @@ def loop_overhead(loop: Ours, batches: Sequence[Texts], repeats: int) -> Overhea
     looped, bare, rounds = zip(*pairs, strict=True)
     wall = _share([c.wall for c in looped], [c.wall for c in bare])
     processor = _share([c.processor for c in looped], [c.processor for c in bare])
-    means = (statistics.mean(c.wall for c in each) for each in (looped, bare))
-    return Overhead(*means, sum(rounds), wall, processor)
+    loop_seconds, bare_seconds = (statistics.mean(c.wall for c in each) for each in (looped, bare))
+    return Overhead(loop_seconds, bare_seconds, sum(rounds), wall, processor)
 
 
 def _share(looped: list[float], bare: list[float]) -> Interval:

@@ -17,6 +17,7 @@ import argparse
 import re
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,34 +35,28 @@ from outrider.targets import Target
 from outrider.train import train
 from outrider.train.provenance import PROVENANCE, check_same_run
 
-from .acceptance import Rounds, alpha, number, over_seeds, pooled, rounds_of, shown, tau
-from .report import command, conditions, interval, options, publish, table, write
+from .acceptance import Rounds, alpha, over_seeds, pooled, rounds_of, tau
+from .report import command, conditions, interval, number, options, publish, shown, table, write
 
 Runs = dict[str, list[Rounds]]  # of each variant, seed by seed
 
 
 def _answered(recipe: Recipe) -> object:
-    """Return what the responses of a recipe depend on; how much of the loss follows their rounds does not count."""
+    """Return the settings that decide the responses of a recipe: not how much of the loss follows their rounds."""
     return recipe.target, recipe.data.model_copy(update={"verified": 0.0})
 
 
 def recipes_of(arguments: argparse.Namespace) -> dict[str, Recipe]:
-    """By variant, on one folder of responses."""
-    found = {
-        " ".join(settings): load_recipe(arguments.recipe, [*arguments.changes, *settings])
-        for settings in arguments.vary
-    }
+    """Return the recipe of each variant, all on one folder of responses."""
+    found = {" ".join(vary): load_recipe(arguments.recipe, [*arguments.changes, *vary]) for vary in arguments.vary}
     if len(found) < 2:
-        raise BadInputError(
-            "there is nothing to compare: give two or more different variants, each as --vary key=value."
-        )
+        raise BadInputError("there is nothing to compare: give two or more different variants, --vary key=value each.")
     first, *others = found.values()
-    for other in others:
-        if _answered(first) != _answered(other):
-            raise BadInputError(
-                "all variants learn the same responses of one target: "
-                "--vary changes drafter, training or data.verified, not target or other data."
-            )
+    if any(_answered(first) != _answered(other) for other in others):
+        raise BadInputError(
+            "all variants learn the same responses of one target: "
+            "--vary changes drafter, training or data.verified, not target or other data."
+        )
     responses = first.data.responses or str(arguments.work / "data")
     return {
         name: recipe.model_copy(update={"data": recipe.data.model_copy(update={"responses": responses})})
@@ -70,7 +65,7 @@ def recipes_of(arguments: argparse.Namespace) -> dict[str, Recipe]:
 
 
 def trained(recipe: Recipe, variant: str, seed: int, target: Target, work: Path) -> tuple[Drafter, int]:
-    """A variant of that seed, and the number of steps it took."""
+    """Return a variant of that seed, and the number of steps it took."""
     output = work / f"{recipe.name}-{re.sub(r'[^A-Za-z0-9.=_-]+', '-', variant)}-seed-{seed}"
     one = recipe.model_copy(update={"training": recipe.training | {"seed": seed}, "output": str(output)})
     check_same_run(one, output)
@@ -82,33 +77,25 @@ def trained(recipe: Recipe, variant: str, seed: int, target: Target, work: Path)
 def compare(runs: Runs, strata: Sequence[int], depth: int) -> dict[str, Any]:
     """Return τ and alpha by depth of each variant over all seeds, and how much more they are than the first one's."""
     bootstrap, (base, *others) = Bootstrap(strata), runs
-    figures = {"tau": tau} | {f"alpha_d{d}": _at(d) for d in range(1, depth + 1)}
+    figures: dict[str, Callable[[Rounds], Ratio]] = {"tau": tau}
+    figures |= {f"alpha_d{d}": partial(alpha, depth=d) for d in range(1, depth + 1)}
     together = {name: pooled(each) for name, each in runs.items()}
     found: dict[str, Any] = {
         name: {key: shown(bootstrap.ratio(figure(rounds))) for key, figure in figures.items()}
         for name, rounds in together.items()
     }
     for name in others:
-        found[name]["more_than_first"] = {
-            key: shown(bootstrap.difference(figure(together[name]), figure(together[base])))
-            | _by_seed(
-                [bootstrap.difference(figure(a), figure(b)).value for a, b in zip(runs[name], runs[base], strict=True)]
-            )
-            for key, figure in figures.items()
-        }
+        more = found[name]["more_than_first"] = {}
+        for key, figure in figures.items():
+            pairs = zip(runs[name], runs[base], strict=True)
+            by_seed = [bootstrap.difference(figure(a), figure(b)).value for a, b in pairs]
+            mean = over_seeds(by_seed)
+            more[key] = {
+                **shown(bootstrap.difference(figure(together[name]), figure(together[base]))),
+                "by_seed": [number(value) for value in by_seed],
+                "over_seeds": None if mean is None else {side: number(value) for side, value in mean.items()},
+            }
     return found
-
-
-def _at(depth: int) -> Callable[[Rounds], Ratio]:
-    return lambda rounds: alpha(rounds, depth)
-
-
-def _by_seed(values: list[float]) -> dict[str, Any]:
-    together = over_seeds(values)
-    return {
-        "by_seed": [number(v) for v in values],
-        "over_seeds": together and {name: number(v) for name, v in together.items()},
-    }
 
 
 def tables(result: dict[str, Any]) -> list[str]:
@@ -130,14 +117,8 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
     parser = options(__doc__, "suites", "limit", "batch", "depth", "seeds", "threads", max_new_tokens=64)
     parser.add_argument("recipe", help="a YAML file, or the name of a packaged recipe")
     parser.add_argument("changes", nargs="*", metavar="KEY=VALUE", help="changes for all variants")
-    parser.add_argument(
-        "--vary",
-        nargs="+",
-        action="append",
-        required=True,
-        metavar="KEY=VALUE",
-        help="a variant; the first one is the reference",
-    )
+    variant: dict[str, Any] = {"nargs": "+", "action": "append", "required": True, "metavar": "KEY=VALUE"}
+    parser.add_argument("--vary", **variant, help="a variant; the first one is the reference")
     parser.add_argument("--work", type=Path, default=Path("runs/ablation"), help="responses and trainings")
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0])
     return parser.parse_args(given)
@@ -145,7 +126,6 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
 
 def main(given: Sequence[str] | None = None) -> int:
     arguments = parse(given)
-
     recipes = recipes_of(arguments)
     first = next(iter(recipes.values()))
     with threads(arguments.threads):
@@ -154,12 +134,8 @@ def main(given: Sequence[str] | None = None) -> int:
         prompts = [list(p.tokens) for s in suites for p in s.prompts]
         strata = [len(s.prompts) for s in suites]
         if first.data.responses == str(arguments.work / "data"):
-            distill(
-                first.model_copy(
-                    update={"output": str(arguments.work), "data": first.data.model_copy(update={"responses": None})}
-                ),
-                target,
-            )
+            unanswered = first.data.model_copy(update={"responses": None})
+            distill(first.model_copy(update={"output": str(arguments.work), "data": unanswered}), target)
         runs: dict[float, Runs] = {t: {name: [] for name in recipes} for t in arguments.temperatures}
         steps: set[int] = set()
         for seed in range(arguments.seeds):
@@ -167,20 +143,12 @@ def main(given: Sequence[str] | None = None) -> int:
                 drafter, taken = trained(recipe, name, seed, target, arguments.work)
                 steps.add(taken)
                 decoder = Decoder(target, drafter)
+                plan, count = Plan(arguments.depth), arguments.max_new_tokens
                 for t, by_name in runs.items():
-                    by_name[name].append(
-                        rounds_of(
-                            decoder,
-                            prompts,
-                            arguments.max_new_tokens,
-                            Sampling(t, seed=seed),
-                            Plan(arguments.depth),
-                            arguments.batch,
-                        )
-                    )
-            changes = [
-                change for change in arguments.changes if not change.startswith("data.responses=")
-            ]  # a place on this machine
+                    sampling = Sampling(t, seed=seed)
+                    by_name[name].append(rounds_of(decoder, prompts, count, sampling, plan, arguments.batch))
+            # Where the responses lie is a place on this machine.
+            changes = [change for change in arguments.changes if not change.startswith("data.responses=")]
             told = conditions(
                 target,
                 recipe=first.name,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from scipy.special import stdtrit
 
 from outrider.decode import Decoder, Plan, Round, Sampling, depth_counts
-from outrider.eval.reports.figures import Interval, Ratio
+from outrider.eval.reports.figures import Ratio
 
 Rounds = list[list["Round"]]  # of each prompt
 
@@ -17,18 +17,17 @@ Rounds = list[list["Round"]]  # of each prompt
 def rounds_of(
     decoder: Decoder, prompts: Sequence[Sequence[int]], max_new_tokens: int, sampling: Sampling, plan: Plan, batch: int
 ) -> Rounds:
-    """All rounds of each prompt. Prompts run `batch` at a time: acceptance does not depend on it."""
+    """Return all rounds of each prompt. Prompts run `batch` at a time: acceptance does not depend on it."""
     found: Rounds = []
     for start in range(0, len(prompts), batch):
-        ids = list(range(start, min(start + batch, len(prompts))))
-        found += decoder.generate(
-            [list(prompts[i]) for i in ids], max_new_tokens, sampling, plan, sequence_ids=ids
-        ).rounds
+        group = [list(prompt) for prompt in prompts[start : start + batch]]
+        ids = list(range(start, start + len(group)))
+        found += decoder.generate(group, max_new_tokens, sampling, plan, sequence_ids=ids).rounds
     return found
 
 
 def pooled(runs: Sequence[Rounds]) -> Rounds:
-    """The rounds of several runs over the same prompts, prompt by prompt."""
+    """Return the rounds of several runs over the same prompts, prompt by prompt."""
     return [[r for rounds in prompt for r in rounds] for prompt in zip(*runs, strict=True)]
 
 
@@ -37,26 +36,15 @@ def tau(rounds: Rounds) -> Ratio:
 
 
 def alpha(rounds: Rounds, depth: int) -> Ratio:
-    """Of the rounds that accepted everything before `depth`, the share that accepted `depth` too."""
+    """Return the share of rounds that accepted `depth`, of those that accepted everything before it."""
     counts = [([(0, 0)] * depth) + depth_counts(each)[depth - 1 : depth] for each in rounds]
     return Ratio([of[-1][1] for of in counts], [of[-1][0] for of in counts])
-
-
-def number(value: float) -> float | None:
-    """As results hold it: rounded, and null where there is none, for JSON has no nan."""
-    return None if math.isnan(value) else round(value, 4)
-
-
-def shown(interval: Interval) -> dict[str, float | None]:
-    return {name: number(getattr(interval, name)) for name in ("value", "low", "high")}
 
 
 def over_seeds(values: Sequence[float]) -> dict[str, float] | None:
     """Return the mean over seeds and its 95% interval by Student's t; None for one seed, or if a value is missing."""
     if len(values) < 2 or any(map(math.isnan, values)):
         return None
-    middle, spread = (
-        statistics.fmean(values),
-        statistics.stdev(values) / math.sqrt(len(values)) * float(stdtrit(len(values) - 1, 0.975)),
-    )
+    middle, error = statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values))
+    spread = error * float(stdtrit(len(values) - 1, 0.975))
     return {"value": middle, "low": middle - spread, "high": middle + spread}

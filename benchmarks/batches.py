@@ -36,12 +36,12 @@ from outrider.recipes import EvalSpec
 from outrider.targets import Target
 
 from .identity import load_contestants
-from .report import command, conditions, interval, options, publish, table
+from .report import command, conditions, interval, options, publish, shown, table
 
 
 @dataclass(frozen=True)
 class BatchPoint:
-    """What one contestant reaches at one batch size.
+    """The figures of one contestant at one batch size.
 
     Attributes:
         speedup: tokens/s ÷ tokens/s of the plain target in the same batches; the interval is over batches.
@@ -63,19 +63,8 @@ class BatchPoint:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the figures as JSON holds them; an interval that does not exist is null."""
-        intervals = {name: _interval(getattr(self, name)) for name in ("tokens_per_second", "speedup", "tau")}
-        return asdict(self) | intervals
-
-
-def _interval(interval: Interval | None) -> dict[str, float | None] | None:
-    if interval is None:
-        return None
-    known = interval.known
-    return {
-        "value": round(interval.value, 4),
-        "low": round(interval.low, 4) if known else None,
-        "high": round(interval.high, 4) if known else None,
-    }
+        intervals = {"tokens_per_second": self.tokens_per_second, "speedup": self.speedup, "tau": self.tau}
+        return asdict(self) | {name: each and shown(each) for name, each in intervals.items()}
 
 
 def measure_batches(
@@ -166,17 +155,10 @@ def build_contestants(target: Target, arguments: argparse.Namespace) -> list[Con
 
 def tables(result: dict[str, Any]) -> list[str]:
     """Return speed and τ of each contestant at each batch size."""
-    rows = [
-        [
-            p["contestant"],
-            str(p["size"]),
-            interval(p["tokens_per_second"], 0),
-            interval(p["speedup"]),
-            interval(p["tau"]),
-            f"{p['identical']} of {p['sequences']}",
-        ]
-        for p in result["points"]
-    ]
+    rows = []
+    for p in result["points"]:
+        figures = [interval(p["tokens_per_second"], 0), interval(p["speedup"]), interval(p["tau"])]
+        rows.append([p["contestant"], str(p["size"]), *figures, f"{p['identical']} of {p['sequences']}"])
     return [table(["", "batch", "tokens/s", "speedup", "τ", "text of the plain target"], rows)]
 
 
@@ -186,9 +168,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--pair", help="folder of a pair, run under its own plan")
     parser.add_argument("--sizes", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--depths", nargs="+", type=int, default=[2, 4], help="of chains")
-    parser.add_argument(
-        "--groups", type=int, default=8, help="batches of each size at least; more where the prompts fill more"
-    )
+    parser.add_argument("--groups", type=int, default=8, help="batches of each size, or more if the prompts fill more")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: the pair's, else float32")
     return parser.parse_args(arguments)
@@ -196,11 +176,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(given: Sequence[str] | None = None) -> int:
     arguments = parse(given)
-
     if arguments.pair:
-        target = Pair.load(arguments.pair).load_target(
-            arguments.target, **({"dtype": arguments.dtype} if arguments.dtype else {})
-        )
+        dtype = {"dtype": arguments.dtype} if arguments.dtype else {}
+        target = Pair.load(arguments.pair).load_target(arguments.target, **dtype)
     else:
         target = Target.load(arguments.target, dtype=arguments.dtype or "float32")
     jobs = make_jobs(load_suites(arguments.suites, target.require_tokenizer()), arguments.limit)

@@ -3,38 +3,126 @@
     python -m benchmarks.ceilings --out ceilings.json
 
 The bandwidth of reading and of copying; the rate of large products; and the time of an empty launch inside a graph.
+The floor of a plain step is its bytes over that bandwidth.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from outrider.common import BadInputError
 from outrider.common.machine import best_device, device_name
 from outrider.common.runtime import versions
 from outrider.costs.timing import WARM_UP, captured, timed
 
-from .floor import bandwidth
 from .report import command, options, write
 
 LAUNCHES = 1000
-REPEATS = 10
 
 
-def best(work: Callable[[], object], device: torch.device) -> float:
+@dataclass(frozen=True)
+class Bandwidth:
+    """How fast a device's memory is, in bytes per second, by the best of several tries: a ceiling.
+
+    Attributes:
+        copy: of a copy, bytes read plus bytes written.
+        read: of reading alone, which is what a plain step does with the weights.
+        num_bytes: what was copied and read.
+    """
+
+    copy: float
+    read: float
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Floor:
+    """The least time of a plain step: its bytes over the memory's bandwidth.
+
+    A model that fits in the processor's cache can be faster than this.
+
+    Attributes:
+        weights: bytes of the weights that a step reads.
+        cache: bytes of keys and values that it reads beside them.
+    """
+
+    weights: int
+    cache: int
+    bandwidth: Bandwidth
+
+    @property
+    def at_copy(self) -> float:
+        """Seconds for the weights at the bandwidth of a copy."""
+        return self.weights / self.bandwidth.copy
+
+    @property
+    def at_read(self) -> float:
+        """Seconds for the weights at the bandwidth of reading."""
+        return self.weights / self.bandwidth.read
+
+    @property
+    def with_cache(self) -> float:
+        """Seconds for weights, keys and values at the bandwidth of reading."""
+        return (self.weights + self.cache) / self.bandwidth.read
+
+    def to_dict(self) -> dict[str, float]:
+        """Return the figures as JSON holds them."""
+        return {
+            "weight_bytes": self.weights,
+            "cache_bytes": self.cache,
+            "copy_bytes_per_second": self.bandwidth.copy,
+            "read_bytes_per_second": self.bandwidth.read,
+            "seconds_of_weights_at_copy": self.at_copy,
+            "seconds_of_weights_at_read": self.at_read,
+            "seconds_of_weights_and_cache_at_read": self.with_cache,
+        }
+
+
+def best(work: Callable[[], object], device: torch.device, repeats: int = 10) -> float:
     """Return the least seconds of `work`."""
     for _ in range(WARM_UP):
         work()
-    return min(timed(work, device) for _ in range(REPEATS))
+    return min(timed(work, device) for _ in range(repeats))
+
+
+def bandwidth(device: torch.device | str, num_bytes: int | None = None, repeats: int = 10) -> Bandwidth:
+    """Measure how fast the memory of `device` is, the best of `repeats`.
+
+    A copy counts the bytes read and those written. A processor that fetches a line before it overwrites it moves half
+    as much again; that is not counted. Bytes are read by a sum and by a matrix times a vector; the faster one counts.
+
+    Args:
+        num_bytes: how many are copied, and read; None for more than any cache holds.
+    """
+    size = num_bytes or (2**30 if torch.device(device).type == "cuda" else 2**29)
+    if size < 4096:
+        raise BadInputError(f"a bandwidth needs at least 4096 bytes to be measured with, got {size}.")
+    source = torch.rand(size // 4, device=device)
+
+    def per_second(count: int, work: Callable[[], object]) -> float:
+        return count / best(work, source.device, repeats)
+
+    destination = torch.empty_like(source)
+    copy = per_second(2 * source.nbytes, lambda: destination.copy_(source))
+    matrix = source[: len(source) // 1024 * 1024].view(-1, 1024)
+    vector = torch.ones(1024, device=source.device)
+    read = max(per_second(source.nbytes, source.sum), per_second(matrix.nbytes, lambda: matrix @ vector))
+    return Bandwidth(copy, read, size)
 
 
 def product_rate(device: torch.device, size: int) -> float:
     """Return the operations per second of a product of two matrices in bfloat16: what MFU is a share of."""
     one, other = (torch.randn(size, size, device=device).to(torch.bfloat16) for _ in range(2))
     return 2 * size**3 / best(lambda: one @ other, device)
+
+
+def product_size(device: torch.device) -> int:
+    return 8192 if device.type == "cuda" else 512
 
 
 def launch_seconds(device: torch.device) -> float:
@@ -54,7 +142,7 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--size", type=int, help="of the matrices of the large product")
     arguments = parser.parse_args(given)
     device = best_device()
-    size = arguments.size or (8192 if device.type == "cuda" else 512)
+    size = arguments.size or product_size(device)
     measured = bandwidth(device, arguments.bytes)
     result: dict[str, Any] = {
         "device_name": device_name(device),

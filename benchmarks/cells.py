@@ -25,14 +25,15 @@ from torch.profiler import ProfilerActivity, record_function
 from outrider.common import BadInputError
 from outrider.costs.counting import pass_bytes
 from outrider.costs.rounds import draft_times, verify_times
+from outrider.costs.timing import rotated
 from outrider.decode import Decoder, Plan
 from outrider.heads import Drafter, DraftModel, Ngram
 from outrider.targets import Target
 
-from .floor import Bandwidth, Floor
+from .ceilings import Bandwidth, Floor
 from .forced import Forced, forced_assistant, make_script
-from .loops import Loop, Ours, Texts, Theirs, Timed, assist, take_turns
-from .overhead import loop_overhead, of_parts
+from .loops import Loop, Ours, Texts, Theirs, Timed, assist
+from .overhead import Overhead, loop_overhead
 
 Result = TypeVar("Result")
 MARK = "outrider.read_back"
@@ -42,7 +43,7 @@ Span = tuple[float, float]
 
 @dataclass(frozen=True)
 class CellSettings:
-    """What is measured in every cell.
+    """Settings of the measurement in every cell.
 
     Attributes:
         depth: of chains. forced_shares: acceptances that are forced, at each depth given the one before.
@@ -87,12 +88,10 @@ class Cell:
         return max(map(len, self.prompts))
 
     def measure(self) -> dict[str, Any]:
-        """All of it, as JSON holds it."""
+        """Return all figures of the cell, as JSON holds them."""
         found: dict[str, Any] = {"context": self.context, "batch": self.batch}
         found["verify"] = guarded(self._verify)
-        found["draft_seconds"] = {
-            name: guarded(partial(self._draft, drafter)) for name, drafter in self.drafters.items()
-        }
+        found["draft_seconds"] = {name: guarded(partial(self._draft, each)) for name, each in self.drafters.items()}
         known = guarded(self._continuation)
         if isinstance(known, dict):
             return found | {"loops": known}
@@ -100,13 +99,17 @@ class Cell:
         found |= self._race(loops, [tokens[: self.settings.new_tokens] for tokens in known])
         found["floor"] = self._floor(found["loops"]["plain"].get("seconds_per_round"))
         found["loop_overhead"] = self._overheads(loops, found)
-        found["gaps"] = {loop.name: self._gaps(loop, found["loops"][loop.name]) for loop in loops if _once(loop)}
+        found["gaps"] = {  # one acceptance of each kind is enough for a profile
+            loop.name: self._gaps(loop, found["loops"][loop.name])
+            for loop in loops
+            if loop.told.get("share", 1.0) == 1.0
+        }
         release(loops)
         return found
 
     def _continuation(self) -> Texts:
-        """What the target writes, past the end of the last round."""
-        loop = Ours("plain", Decoder(self.target), _chain(0), self.settings.new_tokens + self.settings.depth + 1)
+        """Return the target's text, past the end of the last round."""
+        loop = Ours("plain", Decoder(self.target), Plan(0), self.settings.new_tokens + self.settings.depth + 1)
         found = loop(self.prompts).tokens
         release([loop])
         return found
@@ -114,11 +117,9 @@ class Cell:
     # ------------------------------------------------------------ parts of a round
 
     def _verify(self) -> list[dict[str, Any]]:
-        """T_verify(n) / T_verify(1), n tokens per row: the root and n − 1 drafts."""
-        widths, taps = (
-            sorted({0, self.settings.depth, *self.settings.widths}),
-            next((d.taps for d in self.drafters.values() if d.taps), ()),
-        )
+        """Return T_verify(n) / T_verify(1), n tokens per row: the root and n − 1 drafts."""
+        widths = sorted({0, self.settings.depth, *self.settings.widths})
+        taps = next((d.taps for d in self.drafters.values() if d.taps), ())
         times = verify_times(self.target, widths, self.batch, self.context, self.settings.cost_repeats, taps)
         return [
             {"tokens": n + 1, "seconds": seconds, "over_one_token": seconds / times[0]} for n, seconds in times.items()
@@ -130,7 +131,7 @@ class Cell:
         )
 
     def _floor(self, round_seconds: float | None) -> dict[str, Any]:
-        """The floor of a plain step, and what of its time it is."""
+        """Return the floor of a plain step, and its share of the step's time."""
         floor = Floor(pass_bytes(self.target), self.target.cache_bytes(self.batch, self.context), self.bandwidth)
         if not round_seconds:
             return floor.to_dict()
@@ -140,23 +141,20 @@ class Cell:
     # ------------------------------------------------------------ whole loops
 
     def _loops(self, continuation: Texts) -> Iterator[Loop]:
-        """All contestants, the plain target first; forced ones propose `continuation`."""
-        target, new, plan = self.target, self.settings.new_tokens, _chain(self.settings.depth)
+        """Yield all contestants, the plain target first; forced ones propose `continuation`."""
+        target, new, plan = self.target, self.settings.new_tokens, Plan(self.settings.depth)
         texts = [list(prompt) + tokens for prompt, tokens in zip(self.prompts, continuation, strict=True)]
         shares, vocab = self.settings.forced_shares, target.vocab_size
         scripts = {share: make_script(texts, share, vocab, self.settings.seed) for share in shares}
-        yield Ours("plain", Decoder(target), _chain(0), new)
+        yield Ours("plain", Decoder(target), Plan(0), new)
         for name, drafter in self.drafters.items():
             decoder = Decoder(target, Forced(drafter))
             for share, script in scripts.items():
-                yield Ours(
-                    f"{name}, forced {share:g}", decoder, plan, new, {"forced acceptance": True, "share": share}, script
-                )
-        told = (
-            {"forced acceptance": True, "through": "the prompt holds what follows it"}
-            if self.repeated
-            else {"forced acceptance": False}
-        )
+                forced = {"forced acceptance": True, "share": share}
+                yield Ours(f"{name}, forced {share:g}", decoder, plan, new, forced, script)
+        told: dict[str, Any] = {"forced acceptance": self.repeated}
+        if self.repeated:
+            told["through"] = "the prompt holds what follows it"
         if self.lookup:
             yield Ours("ngram", Decoder(target, Ngram()), plan, new, told)
         yield Theirs("transformers.generate", target, new)
@@ -183,8 +181,9 @@ class Cell:
         tried = [guarded(partial(loop, self.prompts)) for loop in loops]
         if together := not any(isinstance(t, dict) for t in tried):
             runs: dict[str, list[Timed]] = {loop.name: [] for loop in loops}
-            for loop, timed in take_turns(loops, self.prompts, self.settings.repeats):
-                runs[loop.name].append(timed)
+            for turn in range(self.settings.repeats):
+                for loop in rotated(loops, turn):
+                    runs[loop.name].append(loop(self.prompts))
             found = {loop.name: loop.told | _figures(runs[loop.name], plain) for loop in loops}
         else:
             release(loops)
@@ -199,7 +198,7 @@ class Cell:
     # ------------------------------------------------------------ around the passes
 
     def _overheads(self, loops: Sequence[Loop], found: dict[str, Any]) -> dict[str, Any]:
-        """Of loops whose rounds are all alike: plain, and full acceptance."""
+        """Return the overhead of loops whose rounds are all alike: plain, and full acceptance."""
         alike: list[Ours] = [
             loop for loop in loops if isinstance(loop, Ours) and (loop.name == "plain" or loop.told.get("share") == 1.0)
         ]
@@ -216,7 +215,7 @@ class Cell:
         passes = {row["tokens"]: row["seconds"] for row in found["verify"]} if isinstance(found["verify"], list) else {}
         if seconds is None or isinstance(drafts, dict) or 1 + depth not in passes:
             return None
-        return of_parts(seconds, [drafts[depth], passes[1 + depth]])
+        return Overhead.of_parts(seconds, [drafts[depth], passes[1 + depth]]).to_dict()
 
     def _gaps(self, loop: Loop, figures: dict[str, Any]) -> dict[str, Any] | None:
         if "error" in figures:
@@ -226,17 +225,8 @@ class Cell:
         return gaps if gaps is None or isinstance(gaps, dict) else gaps.to_dict(figures["seconds_per_round"])
 
 
-def _chain(depth: int) -> Any:
-    return Plan(depth)
-
-
-def _once(loop: Loop) -> bool:
-    """One acceptance of each kind is enough for a profile."""
-    return loop.told.get("share", 1.0) == 1.0
-
-
 def _figures(runs: Sequence[Timed], plain: Texts) -> dict[str, Any]:
-    """Medians over the repeats. Steady: all steps but the first, which read the prompt."""
+    """Return medians over the repeats. Steady: all steps but the first, which read the prompt."""
     first = runs[0]
     total, steady = statistics.median([r.seconds for r in runs]), statistics.median([r.steady_seconds for r in runs])
     useful = first.steady_rounds > 0
@@ -270,7 +260,7 @@ def release(loops: Sequence[Loop]) -> None:
 
 
 def free_memory() -> None:
-    """What is not used any more goes back to the GPU, where the next part may need all of it."""
+    """Give unused memory back to the GPU, where the next part may need all of it."""
     if torch.cuda.is_available():
         gc.collect()
         torch.cuda.empty_cache()
@@ -302,11 +292,10 @@ class Gaps:
     rounds: int
 
     def to_dict(self, round_seconds: float | None = None) -> dict[str, Any]:
-        """With `round_seconds`, the time of a round without the profiler: what of it the device was not busy."""
-        found = asdict(self) | {"round_seconds_without_profiler": round_seconds}
-        return found | {
-            "idle_seconds_without_profiler": None if round_seconds is None else max(0.0, round_seconds - self.busy)
-        }
+        """Return the figures, with the idle part of `round_seconds`, the time of a round without the profiler."""
+        idle = None if round_seconds is None else max(0.0, round_seconds - self.busy)
+        without = {"round_seconds_without_profiler": round_seconds, "idle_seconds_without_profiler": idle}
+        return asdict(self) | without
 
 
 def profile(loop: Loop, prompts: Sequence[Sequence[int]], device: str) -> Gaps | None:
@@ -335,14 +324,12 @@ def profile(loop: Loop, prompts: Sequence[Sequence[int]], device: str) -> Gaps |
         file = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(file))
         trace = json.loads(file.read_text())
-    rounds = (
-        done.rounds - 1 if done.accepted is None else done.rounds
-    )  # their first step is over when the prompts were read
-    return read_trace(trace, device, rounds)
+    # The first step of transformers' loops is over when the prompts were read.
+    return read_trace(trace, device, done.rounds - (done.accepted is None))
 
 
 def read_trace(trace: dict[str, Any], device: str, rounds: int) -> Gaps | None:
-    """Gaps of a trace of `rounds` rounds, whose times are in microseconds."""
+    """Return the gaps of a trace of `rounds` rounds, whose times are in microseconds."""
     events = [e for e in trace.get("traceEvents", ()) if e.get("ph") == "X"]
     busy = merged((e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") in BUSY[device])
     if not busy or rounds < 1:
@@ -360,7 +347,7 @@ def read_trace(trace: dict[str, Any], device: str, rounds: int) -> Gaps | None:
 
 
 def merged(spans: Iterable[Span]) -> list[Span]:
-    """The same time as spans that do not overlap, in order."""
+    """Return the same time as spans that do not overlap, in order."""
     found: list[Span] = []
     for begin, end in sorted(spans):
         if found and begin <= found[-1][1]:
@@ -373,10 +360,6 @@ def merged(spans: Iterable[Span]) -> list[Span]:
 def waits(busy: Sequence[Span], marks: Iterable[float]) -> list[float]:
     """Return the lengths of the waits between `busy` spans in which a mark stands; no mark elsewhere counts."""
     begins = [begin for begin, _ in busy]
-    ends = {bisect.bisect_right(begins, mark) for mark in marks if _waiting(busy, begins, mark)}
+    after = ((bisect.bisect_right(begins, mark), mark) for mark in marks)
+    ends = {i for i, mark in after if 0 < i < len(busy) and mark >= busy[i - 1][1]}
     return [busy[i][0] - busy[i - 1][1] for i in sorted(ends)]
-
-
-def _waiting(busy: Sequence[Span], begins: Sequence[float], mark: float) -> bool:
-    i = bisect.bisect_right(begins, mark)
-    return 0 < i < len(busy) and mark >= busy[i - 1][1]

@@ -73,7 +73,7 @@ def _is_aligned(value: Any) -> bool:
 
 
 def launches(work: Any) -> list[Launch]:
-    """Return what `work` would launch."""
+    """Return the launches that `work` would make."""
     found: list[Launch] = []
 
     def note(kernel: Any, _: Any, *arguments: Any, **options: Any) -> None:
@@ -85,12 +85,12 @@ def launches(work: Any) -> list[Launch]:
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Return memory that nobody touches: a matrix of 8B shape costs nothing so."""
+    """Return memory that is never touched: a matrix of 8B shape costs nothing so."""
     return torch.empty(*shape, dtype=dtype)
 
 
 def cases(few: bool) -> Iterator[tuple[str, Any]]:
-    """Yield what is compiled: a name, and work that launches it."""
+    """Yield each case: a name, and work that launches the kernel."""
     intermediates = {"llama": 14_336, "qwen3": 12_288}
     for tokens in (1, 8) if few else (1, 8, 64):
         for way in [way for way in matmuls.candidates(tokens) if isinstance(way, TritonMatmul)][: 1 if few else None]:
@@ -142,7 +142,7 @@ def place(normed: bool) -> None:
 
 
 def figures(launch: Launch) -> dict[str, Any]:
-    """Return what a compiled kernel needs of a multiprocessor."""
+    """Return the registers and memory that a compiled kernel needs of a multiprocessor."""
     made = launch.compile()
     assembler = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:

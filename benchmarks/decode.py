@@ -26,7 +26,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from itertools import cycle, islice
 from typing import Any
 
@@ -48,13 +48,16 @@ from outrider.targets.attention import steady_kernels
 from outrider.targets.fast import use_fastest_pass
 
 from . import random_targets as models
+from .ceilings import bandwidth
 from .cells import Cell, CellSettings
-from .floor import bandwidth
 from .loops import Ours, Texts, assist
 from .overhead import loop_overhead
-from .report import NOTHING, command, conditions, interval, options, table, write
+from .report import NOTHING, command, conditions, interval, options, shown, table, write
 
 ASSISTED, LOOKUP = "transformers.assisted", "transformers.prompt_lookup"
+OURS = [("eagle3", "plain"), ("eagle3 tree", "plain"), ("eagle3 tree", "eagle3"), ("draft_model", "plain")]
+THEIRS = [("plain", GENERATE), ("draft_model", ASSISTED), ("ngram", LOOKUP), ("eagle3", GENERATE)]
+QUOTIENTS = [*OURS, ("ngram", "plain"), *THEIRS]  # of tokens/s
 
 
 class Drafting:
@@ -90,42 +93,34 @@ def load_drafters(target: Target, arguments: argparse.Namespace) -> dict[str, Dr
 
 
 def build_racers(target: Target, drafters: dict[str, Drafter], arguments: argparse.Namespace) -> list[Racer]:
-    settings = EvalSpec(max_new_tokens=arguments.max_new_tokens, seed=0)
-    plan, tree = Plan(arguments.depth), Plan(arguments.depth + 1, arguments.width, arguments.nodes)
+    depth, count = arguments.depth, arguments.max_new_tokens
+    settings = EvalSpec(max_new_tokens=count, seed=0)
+    plan, tree = Plan(depth), Plan(depth + 1, arguments.width, arguments.nodes)
     found = [Contestant("plain", None, Plan(depth=0)), Contestant("ngram", Ngram(), plan)]
-    racers: list[Racer] = [Drafting(LOOKUP, target, arguments.max_new_tokens, prompt_lookup_num_tokens=arguments.depth)]
+    racers: list[Racer] = [Drafting(LOOKUP, target, count, prompt_lookup_num_tokens=depth)]
     for name, drafter in drafters.items():
         found.append(Contestant(name, drafter, plan))
         if name == "eagle3":
             found.append(Contestant("eagle3 tree", drafter, tree))
         if isinstance(drafter, DraftModel):
-            racers.append(
-                Drafting(
-                    ASSISTED, target, arguments.max_new_tokens, assistant_model=assist(drafter.model, arguments.depth)
-                )
-            )
+            racers.append(Drafting(ASSISTED, target, count, assistant_model=assist(drafter.model, depth)))
     return [*(DecoderRacer(target, c, settings) for c in found), GenerateRacer(target, settings), *racers]
 
 
-def quotients(records: dict[str, list[PromptRecord]], pairs: list[tuple[str, str]]) -> dict[str, Any]:
-    """Tokens/s of one contestant over another's, on the same prompts."""
+def quotients(records: dict[str, list[PromptRecord]]) -> dict[str, Any]:
+    """Return tokens/s of one contestant over another's, on the same prompts."""
     bootstrap = Bootstrap(strata_of([r.suite for r in records["plain"]]))
-    found = {}
-    for above, below in pairs:
-        if above in records and below in records:
-            interval = bootstrap.quotient(speed_ratio(records[above]), speed_ratio(records[below]))
-            found[f"{above} / {below}"] = {
-                "value": round(interval.value, 4),
-                "low": round(interval.low, 4),
-                "high": round(interval.high, 4),
-            }
-    return found
+    return {
+        f"{above} / {below}": shown(bootstrap.quotient(speed_ratio(records[above]), speed_ratio(records[below])))
+        for above, below in QUOTIENTS
+        if above in records and below in records
+    }
 
 
 def race_suites(
     target: Target, drafters: dict[str, Drafter], jobs: list[PromptJob], arguments: argparse.Namespace
 ) -> tuple[dict[str, Any], list[Figures]]:
-    """Quotients of tokens/s, and every contestant's figures."""
+    """Return quotients of tokens/s, and every contestant's figures."""
     racers = build_racers(target, drafters, arguments)
     for racer in racers:
         racer(jobs[0], 0.0)
@@ -134,32 +129,21 @@ def race_suites(
     by_name: dict[str, list[PromptRecord]] = {}
     for record in sorted(records, key=lambda r: r.suite):
         by_name.setdefault(record.contestant, []).append(record)
-    ours = [
-        ("eagle3", "plain"),
-        ("eagle3 tree", "plain"),
-        ("eagle3 tree", "eagle3"),
-        ("draft_model", "plain"),
-        ("ngram", "plain"),
-    ]
-    theirs = [("plain", GENERATE), ("draft_model", ASSISTED), ("ngram", LOOKUP), ("eagle3", GENERATE)]
-    return quotients(by_name, ours + theirs), summarise(records, rules, Baselines(plain="plain", generate=GENERATE))
+    return quotients(by_name), summarise(records, rules, Baselines(plain="plain", generate=GENERATE))
 
 
 def measure_overheads(
     target: Target, drafters: dict[str, Drafter], jobs: list[PromptJob], arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    """Of plain rounds, and of each drafter's, on the suites' prompts with the acceptance that the drafter has there."""
-    chosen = [
-        job
+    """Return the overhead of plain rounds and of each drafter's, on prompts of the suites, at the acceptance there."""
+    batches = [
+        [list(job.prompt.tokens)]
         for suite in dict.fromkeys(j.suite for j in jobs)
         for job in [j for j in jobs if j.suite == suite][: arguments.overhead_prompts]
     ]
-    batches = [[list(job.prompt.tokens)] for job in chosen]
-    loops = [Ours("plain", Decoder(target), Plan(0), arguments.max_new_tokens)]
-    loops += [
-        Ours(name, Decoder(target, drafter), Plan(arguments.depth), arguments.max_new_tokens)
-        for name, drafter in drafters.items()
-    ]
+    plan, count = Plan(arguments.depth), arguments.max_new_tokens
+    loops = [Ours("plain", Decoder(target), Plan(0), count)]
+    loops += [Ours(name, Decoder(target, drafter), plan, count) for name, drafter in drafters.items()]
     return {loop.name: loop_overhead(loop, batches, arguments.repeats).to_dict() for loop in loops}
 
 
@@ -175,25 +159,20 @@ def cell_settings(arguments: argparse.Namespace) -> CellSettings:
         arguments.cost_repeats,
         tuple(arguments.widths),
     )
-    if arguments.quick:
-        return replace(
-            settings,
-            forced_shares=settings.forced_shares[:1],
-            new_tokens=12,
-            repeats=1,
-            cost_repeats=2,
-            widths=(0, 1, settings.depth),
-        )
-    return settings
+    if not arguments.quick:
+        return settings
+    widths = (0, 1, settings.depth)
+    return CellSettings(
+        settings.depth, settings.forced_shares[:1], new_tokens=12, repeats=1, cost_repeats=2, widths=widths
+    )
 
 
 def check_room(target: Target, arguments: argparse.Namespace) -> None:
     """Raise BadInputError for a context that leaves no room for what is written after it."""
     settings = cell_settings(arguments)
+    after = max(settings.new_tokens + settings.depth, *settings.widths, 2 * settings.depth + 64) + 1
     for context in arguments.context:
-        check_context(
-            target, context, max(settings.new_tokens + settings.depth, *settings.widths, 2 * settings.depth + 64) + 1
-        )
+        check_context(target, context, after)
 
 
 def joined_prompts(texts: Sequence[Sequence[int]], lengths: Sequence[int]) -> Texts:
@@ -224,7 +203,7 @@ def make_cells(
 
 
 def random_models(arguments: argparse.Namespace) -> tuple[Target, dict[str, Drafter], dict[str, Any]]:
-    """A target of --shape, its drafters, and the words for it in the conditions."""
+    """Return a target of --shape, its drafters, and the words for it in the conditions."""
     shape = models.shape_of(arguments.shape, arguments.layers, arguments.hidden, arguments.vocab)
     target = models.build_target(shape, getattr(torch, arguments.dtype), best_device())
     drafters: dict[str, Drafter] = {"eagle3": models.build_eagle3(target)}
@@ -235,15 +214,12 @@ def random_models(arguments: argparse.Namespace) -> tuple[Target, dict[str, Draf
         f"input embeddings of standard deviation {models.EMBEDDING:g}: "
         f"greedy text is known, and no near-tie of bf16 can end a forced acceptance"
     )
-    known = {
-        name: {"parameters": sum(p.numel() for p in d.parameters()), "weights": "random"}
-        for name, d in drafters.items()
+    sizes = {name: sum(p.numel() for p in d.parameters()) for name, d in drafters.items()}
+    described = {
+        "target": {"shape": arguments.shape, "config": shape, "weights": weights},
+        "drafters": {name: {"parameters": size, "weights": "random"} for name, size in sizes.items()},
     }
-    return (
-        target,
-        drafters,
-        {"target": {"shape": arguments.shape, "config": shape, "weights": weights}, "drafters": known},
-    )
+    return target, drafters, described
 
 
 # ------------------------------------------------------------ what is printed
@@ -333,52 +309,36 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=4, help="of the dynamic tree, which is one deeper than chains")
     parser.add_argument("--nodes", type=int, default=12, help="of the dynamic tree")
     parser.add_argument("--cells-only", action="store_true", help="use the suites as text for the cells only")
-    parser.add_argument(
-        "--overhead-prompts", type=int, default=4, help="per suite, on which the loop's overhead is measured"
-    )
+    parser.add_argument("--overhead-prompts", type=int, default=4, help="per suite, for the overhead of the loop")
     cells = parser.add_argument_group("cells of context and batch size")
     cells.add_argument("--context", nargs="*", type=int, help="default: 256; of a --shape 1024 8192")
     cells.add_argument("--batch", nargs="*", type=int, help="default: 1; of a --shape 1 4 16 64")
-    cells.add_argument(
-        "--shares",
-        nargs="+",
-        type=float,
-        default=[1.0, 0.7],
-        help="forced acceptance at each depth, given the one before",
-    )
-    cells.add_argument(
-        "--cell-tokens",
-        type=int,
-        default=66,
-        help="new tokens of each row: 1 + a multiple of depth + 1 ends with a full round",
-    )
-    cells.add_argument("--cost-repeats", type=int, default=20, help="of single passes")
-    cells.add_argument(
-        "--widths", nargs="+", type=int, default=[0, 1, 2, 3, 4, 6, 8, 12, 16], help="drafts in a pass of the target"
-    )
+    known = CellSettings()
+    acceptance = "forced acceptance at each depth, given the one before"
+    cells.add_argument("--shares", nargs="+", type=float, default=known.forced_shares, help=acceptance)
+    tokens = "new tokens of each row: 1 + a multiple of depth + 1 ends with a full round"
+    cells.add_argument("--cell-tokens", type=int, default=known.new_tokens, help=tokens)
+    cells.add_argument("--cost-repeats", type=int, default=known.cost_repeats, help="of single passes")
+    cells.add_argument("--widths", nargs="+", type=int, default=known.widths, help="drafts in a pass of the target")
     cells.add_argument("--bandwidth-bytes", type=int, help="to copy and read; default: more than caches hold")
-    cells.add_argument(
-        "--split-attention", action="store_true", help="Target.use_split_attention; transformers' loops keep their own"
-    )
+    attention = "Target.use_split_attention; transformers' loops keep their own"
+    cells.add_argument("--split-attention", action="store_true", help=attention)
     cells.add_argument("--compile", action="store_true", help="Target.compile")
     cells.add_argument("--no-lookup", action="store_true", help="without n-gram and prompt lookup")
     cells.add_argument("--quick", action="store_true", help="few repeats: to see that it runs")
     parser.add_argument("--no-draft-model", action="store_true", help="of a --shape")
-    return _completed(parser.parse_args(given))
-
-
-def _completed(arguments: argparse.Namespace) -> argparse.Namespace:
-    """What depends on the kind of target."""
-    of_shape = arguments.shape is not None
-    arguments.dtype = arguments.dtype or ("bfloat16" if of_shape else "float32")
-    arguments.context = arguments.context if arguments.context is not None else [1024, 8192] if of_shape else [256]
-    arguments.batch = arguments.batch if arguments.batch is not None else [1, 4, 16, 64] if of_shape else [1]
-    arguments.suites = [] if of_shape else arguments.suites
+    arguments = parser.parse_args(given)
+    of_shape = {"dtype": "bfloat16", "context": [1024, 8192], "batch": [1, 4, 16, 64]}
+    of_folder = {"dtype": "float32", "context": [256], "batch": [1]}
+    for name, value in (of_folder if arguments.shape is None else of_shape).items():
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, value)
+    arguments.suites = arguments.suites if arguments.shape is None else []
     return arguments
 
 
 def told(arguments: argparse.Namespace, prompts: int, raced: bool) -> dict[str, Any]:
-    """The settings of the race on the suites, if there is one, and those of the cells."""
+    """Return the settings of the race on the suites, if there is one, and those of the cells."""
     race = {
         "batch": 1,
         "temperature": 0,
@@ -402,7 +362,6 @@ def told(arguments: argparse.Namespace, prompts: int, raced: bool) -> dict[str, 
 
 def main(given: Sequence[str] | None = None) -> int:
     arguments = parse(given)
-
     with threads(arguments.threads):
         if arguments.shape:
             target, drafters, described = random_models(arguments)
@@ -414,11 +373,8 @@ def main(given: Sequence[str] | None = None) -> int:
         if arguments.compile:
             target.compile()
         check_room(target, arguments)
-        jobs = (
-            make_jobs(load_suites(arguments.suites, target.require_tokenizer()), arguments.limit)
-            if arguments.suites
-            else []
-        )
+        suites = load_suites(arguments.suites, target.require_tokenizer()) if arguments.suites else []
+        jobs = make_jobs(suites, arguments.limit)
         raced = bool(jobs) and not arguments.cells_only
         result: dict[str, Any] = {"conditions": conditions(target, **described, **told(arguments, len(jobs), raced))}
         if raced:

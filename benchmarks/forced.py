@@ -22,7 +22,7 @@ from outrider.targets import RaggedCache, RowLengths, Target
 
 
 def make_script(texts: Sequence[Sequence[int]], share: float, vocab: int, seed: int = 0) -> Tensor:
-    """Return what to draft at each place of `texts`, right with probability `share`, padded with zeros, `[B, T]`.
+    """Return the token to draft at each place of `texts`, right with probability `share`, padded with zeros, `[B, T]`.
 
     Each place is drawn by itself and the same for every loop, so acceptance at any depth, given the depth before, is
     `share`.
@@ -34,7 +34,7 @@ def make_script(texts: Sequence[Sequence[int]], share: float, vocab: int, seed: 
 
 
 class Forced(Drafter[DrafterConfig]):
-    """Drafts chains like `inner`, and proposes what the script says.
+    """A drafter of chains that makes all passes of `inner`, and proposes the tokens of a script.
 
     Attributes:
         script: `[B, T]`, of the prompts that come next, in their order; see `make_script`.
@@ -80,7 +80,7 @@ class Forced(Drafter[DrafterConfig]):
 
 
 class ForcedSession(NodeSession):
-    """The inner drafter's session, and what it is told to propose.
+    """The inner drafter's session, and the script that it proposes.
 
     Args:
         script: `[B, L]`, as long as the texts may become: rounds of fixed shapes read it at one place in memory.

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# The first half hour on a GPU: ./benchmarks/gpu.sh [--out FOLDER] [--tiny] [--wheels FOLDER] [STEP…]
+# The first half hour on a GPU: ./benchmarks/gpu.sh [--out FOLDER] [--tiny] [--model MODEL] [--wheels FOLDER] [STEP…]
 #
 # Each step ends in a file of the output folder ($OUT, or build/gpu); a step whose file is there is skipped, so the same
 # call goes on where the last one was cut off. A step that fails or runs past its limit leaves NAME.failed, and the
 # others go on. Last comes summary.md, one page. --tiny runs all of it at small shapes, on a CPU if there is no GPU.
+# --model is a target, a folder or a name in the Hub's cache, for which `candidates` tries every way of running passes.
 #
 # It needs torch >= 2.11, transformers >= 5.17 and Python >= 3.11, of $PYTHON or python3; the checkout need not be
 # installed. Packages that are missing can be brought as wheels (--wheels): pydantic with pydantic-core,
@@ -13,25 +14,28 @@ set -uo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-python3}
 out=${OUT:-$root/build/gpu}
-tiny="" wheels="" wanted=()
+tiny="" wheels="" model=embedded wanted=()
 while [ $# -gt 0 ]; do
     case $1 in
         --out) out=$2 && shift ;;
         --wheels) wheels=$2 && shift ;;
+        --model) model=$2 && shift ;;
         --tiny) tiny=1 ;;
-        -*) echo "gpu.sh: unknown option $1 (known: --out, --tiny, --wheels)" >&2 && exit 2 ;;
+        -*) echo "gpu.sh: unknown option $1 (known: --out, --tiny, --model, --wheels)" >&2 && exit 2 ;;
         *) wanted+=("$1") ;;
     esac
     shift
 done
 mkdir -p "$out"
 out=$(cd "$out" && pwd)
+[ -d "$model" ] && model=$(cd "$model" && pwd)
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
 # The folders of the checkout are the subpackages of `outrider`: a link under that name is as good as an installation.
 ln -s "$root" "$work/outrider"
 export PYTHONPATH=$work${PYTHONPATH:+:$PYTHONPATH} HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1
+export HF_HUB_DISABLE_PROGRESS_BARS=1
 if [ -n "$wheels" ]; then
     "$python" -m pip install -q --no-index --no-deps --no-compile --target "$work/site" "$wheels"/*.whl || exit
     export PYTHONPATH=$work/site:$PYTHONPATH
@@ -66,7 +70,7 @@ if [ -n "$tiny" ]; then
     context=(--context 64) lengths=(--lengths 32 --rows 2 --hidden 64 --vocab 512) chunks=(--chunks 16 512)
     suite=(--max-new-tokens 8) repeats=(--repeats 2) quick=(--quick) interpret=1
 fi
-runners=(--runners library fast "split attention")
+runners=(--runners eager kernels "split attention")
 
 # shellcheck disable=SC2046 # `bench` gives words
 {
@@ -82,6 +86,7 @@ runners=(--runners library fast "split attention")
         "${repeats[@]}" "${floor[@]}" "${runners[@]}" --out "$out/passes-llama.json.part"
     step passes-qwen3 300 passes-qwen3.json $(bench passes) "${qwen[@]}" "${scale[@]}" "${context[@]}" \
         "${repeats[@]}" "${floor[@]}" "${runners[@]}" --out "$out/passes-qwen3.json.part"
+    step candidates 300 candidates.txt "$python" -m outrider.targets.fast "$model"
     step decode-llama 420 decode-llama.json $(bench decode) "${llama[@]}" "${scale[@]}" "${context[@]:0:2}" \
         --batch 1 --widths 0 7 63 "${quick[@]}" --out "$out/decode-llama.json.part"
     step training 300 training.json $(bench training) "${llama[@]}" "${lengths[@]}" "${chunks[@]}" \

@@ -23,13 +23,13 @@ class Results:
         self.folder = folder
 
     def read(self, name: str) -> dict[str, Any]:
-        """Return what a step found; an empty one if it has not."""
+        """Return the result of a step; an empty one if there is none."""
         file = self.folder / f"{name}.json"
         found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
         return found
 
     def failed(self) -> Iterator[str]:
-        """Yield what failed, in a line each."""
+        """Yield the failures, in a line each."""
         for file in sorted(self.folder.glob("*.failed")):
             lines = file.read_text().split("\n")
             yield f"- **{file.stem}**: {'; '.join(line.strip() for line in lines if line.strip())[:400]}"
@@ -67,6 +67,11 @@ def passes(results: Results) -> Iterator[str]:
                     f"| {shape}, {runner}, {context} | {1e3 * one['seconds']:.3f} | {one['share_of_floor']:.1%} / "
                     f"{sheet:.1%} | {wide[0]} | {wide[1]} |"
                 )
+
+
+def candidates(results: Results) -> Iterator[str]:
+    file = results.folder / "candidates.txt"
+    yield from (f"    {line}" for line in (file.read_text().splitlines() if file.exists() else ()))
 
 
 def decoding(results: Results) -> Iterator[str]:
@@ -127,7 +132,7 @@ def goals(results: Results) -> Iterator[str]:
     fast = [
         (shape, row)
         for name, shape in FILES.items()
-        for row in results.read(name).get("runners", {}).get("fast", {}).get("passes", [])
+        for row in results.read(name).get("runners", {}).get("kernels", {}).get("passes", [])
         if row["context"] == 1024 or row["context"] < 256
     ]
     for shape, row in fast:
@@ -163,6 +168,7 @@ PARTS = {
     "Goals": goals,
     "Ceilings": ceilings,
     "Passes of the target": passes,
+    "Ways of running passes that were tried": candidates,
     "Decoding, batch 1": decoding,
     "Training of an EAGLE-3 head": training,
     "Kernels against float64": kernels,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -24,7 +25,7 @@ from .report import command, conditions, options, publish, table
 
 
 def load_contestants(names: list[str], target: Target) -> dict[str, Drafter | None]:
-    """`name=folder` loads a drafter; `ngram` needs none. The plain target is always there."""
+    """Return drafters by name: `name=folder` loads one, `ngram` needs none. The plain target is always there."""
     found: dict[str, Drafter | None] = {"plain": None}
     for entry in names:
         name, _, folder = entry.partition("=")
@@ -32,39 +33,36 @@ def load_contestants(names: list[str], target: Target) -> dict[str, Drafter | No
     return found
 
 
+@dataclass(frozen=True)
+class Asked:
+    """A prompt, and what `transformers.generate` writes after it, greedily, end-of-sequence included."""
+
+    suite: str
+    prompt: list[int]
+    wanted: list[int]
+
+
 def reference(target: Target, prompt: list[int], count: int) -> list[int]:
-    """What `transformers.generate` writes, greedily, end-of-sequence included."""
     tokens = torch.tensor([prompt], device=target.device)
     generate: Any = target.model.generate
     out = generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=count, do_sample=False)
     return [int(t) for t in out[0, len(prompt) :]]
 
 
-def compare(
-    target: Target,
-    drafter: Drafter | None,
-    plan: Plan,
-    prompts: list[list[int]],
-    suites: list[str],
-    wanted: list[list[int]],
-    batch: int,
-    count: int,
-) -> dict[str, Any]:
-    decoder, got, emitted = Decoder(target, drafter), [], []
-    for start in range(0, len(prompts), batch):
-        out = decoder.generate(prompts[start : start + batch], count, plan=plan)
+def compare(decoder: Decoder, plan: Plan, asked: list[Asked], batch: int, count: int) -> dict[str, Any]:
+    """Return how many texts are the library's, which are not, and τ by suite."""
+    got: list[list[int]] = []
+    emitted: dict[str, list[int]] = {suite: [] for suite in [*(one.suite for one in asked), "all"]}
+    for start in range(0, len(asked), batch):
+        group = asked[start : start + batch]
+        out = decoder.generate([one.prompt for one in group], count, plan=plan)
         got += out.tokens
-        emitted += [[r.accepted + 1 for r in rounds] for rounds in out.rounds]
-    different = [i for i, (a, b) in enumerate(zip(got, wanted, strict=True)) if a != b]
-    taus = {
-        s: mean([n for suite, rounds in zip(suites, emitted, strict=True) for n in rounds if s in (suite, "all")])
-        for s in [*dict.fromkeys(suites), "all"]
-    }
-    return {"identical": len(prompts) - len(different), "prompts": len(prompts), "different": different, "tau": taus}
-
-
-def mean(values: list[int]) -> float:
-    return round(sum(values) / max(1, len(values)), 4)
+        for one, rounds in zip(group, out.rounds, strict=True):
+            for suite in (one.suite, "all"):
+                emitted[suite] += [r.accepted + 1 for r in rounds]
+    different = [i for i, (tokens, one) in enumerate(zip(got, asked, strict=True)) if tokens != one.wanted]
+    taus = {suite: round(sum(tokens) / max(1, len(tokens)), 4) for suite, tokens in emitted.items()}
+    return {"identical": len(asked) - len(different), "prompts": len(asked), "different": different, "tau": taus}
 
 
 def plans(drafter: Drafter | None, arguments: argparse.Namespace) -> dict[str, Plan]:
@@ -90,20 +88,18 @@ def main() -> int:
     parser.add_argument("--width", type=int, default=4, help="of dynamic trees, which are one deeper than chains")
     parser.add_argument("--nodes", type=int, default=16, help="of dynamic trees")
     arguments = parser.parse_args()
-
     torch.set_num_threads(arguments.threads)
     target = Target.load(arguments.target, dtype="float32")
-    loaded = load_suites(arguments.suites, target.require_tokenizer(), arguments.limit)
-    asked = [(suite.name, list(p.tokens)) for suite in loaded for p in suite.prompts]
-    suites, prompts = [name for name, _ in asked], [tokens for _, tokens in asked]
-    wanted = [reference(target, p, arguments.max_new_tokens) for p in prompts]
+    count = arguments.max_new_tokens
+    suites = load_suites(arguments.suites, target.require_tokenizer(), arguments.limit)
+    prompts = [(suite.name, list(prompt.tokens)) for suite in suites for prompt in suite.prompts]
+    asked = [Asked(suite, prompt, reference(target, prompt, count)) for suite, prompt in prompts]
     results = {}
     for name, drafter in load_contestants(arguments.drafter, target).items():
         for (shape, plan), batch in product(plans(drafter, arguments).items(), (1, 8)):
-            results[f"{name}, {shape}, batch {batch}"] = compare(
-                target, drafter, plan, prompts, suites, wanted, batch, arguments.max_new_tokens
-            )
-    told = conditions(target, temperature=0, max_new_tokens=arguments.max_new_tokens, suites=arguments.suites)
+            decoder = Decoder(target, drafter)
+            results[f"{name}, {shape}, batch {batch}"] = compare(decoder, plan, asked, batch, count)
+    told = conditions(target, temperature=0, max_new_tokens=count, suites=arguments.suites)
     result = {"conditions": told, "results": results}
     publish(result, arguments.out, tables(result))
     return int(any(row["different"] for row in results.values()))

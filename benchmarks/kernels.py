@@ -32,7 +32,7 @@ from outrider.targets.fast.validate import exact_attention
 
 from .report import command, options, publish, table, write
 
-SPARE = 9  # slots after a pass's entries, which nobody may read
+SPARE = 9  # slots after a pass's entries, which must not be read
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -50,7 +50,7 @@ class Timed:
 
 
 class Loop(Protocol):
-    """What takes turns in a cell; `told` are conditions of its own, written beside its figures."""
+    """A loop that takes turns in a cell; `told` are conditions of its own, written beside its figures."""
 
     name: str
     told: dict[str, Any]
@@ -62,30 +62,20 @@ class Loop(Protocol):
         """Complete `prompts`, telling `mark` the first row's number of new tokens: first when the prompts were read."""
 
 
+@dataclass
 class Ours:
     """The decoder of this package.
 
-    Args:
+    Attributes:
         script: what a forced drafter is to propose; see `forced.Forced`.
     """
 
-    def __init__(
-        self,
-        name: str,
-        decoder: Decoder,
-        plan: Plan,
-        new_tokens: int,
-        told: dict[str, Any] | None = None,
-        script: torch.Tensor | None = None,
-    ):
-        self.name, self.decoder, self.plan, self.new_tokens, self.told, self.script = (
-            name,
-            decoder,
-            plan,
-            new_tokens,
-            told or {},
-            script,
-        )
+    name: str
+    decoder: Decoder
+    plan: Plan
+    new_tokens: int
+    told: dict[str, Any] = field(default_factory=dict)
+    script: torch.Tensor | None = None
 
     def release(self) -> None:
         self.decoder.static_batches.kept.clear()
@@ -96,9 +86,9 @@ class Ours:
             self.decoder.drafter.script = self.script
         device = self.decoder.target.device
         watch = _FirstRow(mark)
-        began = _now(device)
+        began = clock(device)
         out = self.decoder.generate(prompts, self.new_tokens, plan=self.plan, stop=watch, ignore_eos=True)
-        ended = _now(device)
+        ended = clock(device)
         first = sum(1 + rounds[0].emitted for rounds in out.rounds if rounds)
         count = sum(map(len, out.tokens)) - first
         steady = [1 + r.accepted for rounds in out.rounds for r in rounds[1:]]
@@ -131,26 +121,22 @@ class _FirstRow:
         return False
 
 
+@dataclass
 class Theirs:
     """`transformers.generate`, also with an assistant or with prompt lookup: these take one row.
 
-    Args:
+    Attributes:
         assistant: a causal LM that drafts; see `assist`. around: what holds while it runs.
         lookup: tokens that prompt lookup proposes.
     """
 
-    def __init__(
-        self,
-        name: str,
-        target: Target,
-        new_tokens: int,
-        assistant: Any = None,
-        lookup: int | None = None,
-        around: Callable[[], AbstractContextManager[None]] = nullcontext,
-        told: dict[str, Any] | None = None,
-    ):
-        self.name, self.target, self.new_tokens, self.told = name, target, new_tokens, told or {}
-        self.assistant, self.lookup, self.around = assistant, lookup, around
+    name: str
+    target: Target
+    new_tokens: int
+    assistant: Any = None
+    lookup: int | None = None
+    around: Callable[[], AbstractContextManager[None]] = nullcontext
+    told: dict[str, Any] = field(default_factory=dict)
 
     def release(self) -> None:
         """Nothing is kept."""
@@ -161,7 +147,7 @@ class Theirs:
         options = {} if self.assistant is None else {"assistant_model": self.assistant}
         passes = self.target.model.register_forward_hook(steps.see)
         with torch.inference_mode(), steady_kernels(), library_attention(self.target), self.around(), passes:
-            began = _now(self.target.device)
+            began = clock(self.target.device)
             out = self.target.model.generate(  # type: ignore[operator]
                 tokens,
                 attention_mask=mask,
@@ -169,7 +155,7 @@ class Theirs:
                 stopping_criteria=StoppingCriteriaList([steps]),
                 **options,
             )
-            ended = _now(self.target.device)
+            ended = clock(self.target.device)
         new = out[:, tokens.shape[1] :].tolist()
         rows, calls = len(new), len(steps.lengths)
         count = tokens.shape[1] + self.new_tokens - steps.lengths[0]
@@ -197,7 +183,7 @@ class Theirs:
 
 @contextmanager
 def library_attention(target: Target) -> Iterator[None]:
-    """Inside, a target with attention of ours has the library's again: what a user has today."""
+    """Give a target with attention of ours the library's again inside: that is what users have today."""
     used = getattr(target.config, "_attn_implementation", None)
     if used != "outrider":
         yield
@@ -210,9 +196,9 @@ def library_attention(target: Target) -> Iterator[None]:
 
 
 def _steps(mark: Mark, prompt: int, device: torch.device) -> Any:
-    """A stopping rule that stops nothing, and notes the time of its first call and the length at each.
+    """Return a stopping rule that stops nothing, and notes the time of its first call and the length at each.
 
-    Only of calls after a pass of the target: older transformers (5.17) ask about drafts too, before they verify them.
+    Only calls after a pass of the target count: older transformers (5.17) ask about drafts, too, before verifying.
     """
 
     class Steps(StoppingCriteria):
@@ -227,7 +213,7 @@ def _steps(mark: Mark, prompt: int, device: torch.device) -> Any:
         def __call__(self, input_ids: torch.Tensor, scores: Any, **more: Any) -> torch.Tensor:
             if self.passed:
                 if not self.lengths:
-                    self.first = _now(device)
+                    self.first = clock(device)
                 self.lengths.append(input_ids.shape[1])
                 mark(input_ids.shape[1] - prompt)
             self.passed = False
@@ -237,31 +223,17 @@ def _steps(mark: Mark, prompt: int, device: torch.device) -> Any:
 
 
 def _padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and mask, `[B, T]` each, padded on the left."""
+    """Return tokens and mask, `[B, T]` each, padded on the left."""
     width = max(map(len, prompts))
     tokens = torch.tensor([[0] * (width - len(p)) + list(p) for p in prompts], device=device)
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
     return tokens, mask
 
 
-def _now(device: torch.device) -> float:
-    return clock(device)
-
-
 def assist(model: Any, depth: int) -> Any:
-    """`model` as an assistant that drafts a fixed number of tokens: no schedule, no stop at low confidence."""
+    """Return `model` as an assistant that drafts a fixed number of tokens: no schedule, no stop at low confidence."""
     config = model.generation_config
-    config.num_assistant_tokens, config.num_assistant_tokens_schedule, config.assistant_confidence_threshold = (
-        depth,
-        "constant",
-        0.0,
-    )
+    config.num_assistant_tokens = depth
+    config.num_assistant_tokens_schedule = "constant"
+    config.assistant_confidence_threshold = 0.0
     return model
-
-
-def take_turns(loops: Sequence[Loop], prompts: Texts, repeats: int) -> Iterator[tuple[Loop, Timed]]:
-    """Every loop completes `prompts` once per turn; who starts moves on by one with each."""
-    for turn in range(repeats):
-        first = turn % len(loops)
-        for loop in [*loops[first:], *loops[:first]]:
-            yield loop, loop(prompts)

@@ -8,18 +8,18 @@ left out: a drafter reads the prompt there.
 
 The clock of a bare round runs in its passes only. There are two clocks: the wall's, and the processor's, which does
 not count what other programs took. All this is for rounds that run eagerly; where they are captured as CUDA graphs, a
-round is compared with its parts, captured and timed apart (`of_parts`).
+round is compared with its parts, captured and timed apart (`Overhead.of_parts`).
 
 Shapes: B rows, T tokens of a whole text.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -34,6 +34,7 @@ from outrider.targets import RowLengths, Target
 
 from .forced import Forced
 from .loops import Ours, Texts, Timed
+from .report import shown
 
 Result = TypeVar("Result")
 
@@ -43,14 +44,21 @@ class Overhead:
     """Seconds of a round, the mean over prompts of the medians over rounds.
 
     Attributes:
+        rounds: None where a round and its passes were timed apart.
         share: (loop − bare) ÷ bare, with an interval over prompts. processor: the same of the processor's time.
     """
 
     loop_seconds: float
     bare_seconds: float
-    rounds: int
+    rounds: int | None
     share: Interval
-    processor: Interval
+    processor: Interval | None
+
+    @classmethod
+    def of_parts(cls, round_seconds: float, parts: Sequence[float]) -> Overhead:
+        """Return the figures from the time of a round and those of its passes, timed apart."""
+        bare = sum(parts)
+        return cls(round_seconds, bare, None, Interval(round_seconds / bare - 1, math.nan, math.nan), None)
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -58,30 +66,13 @@ class Overhead:
             "bare_seconds_per_round": self.bare_seconds,
             "rounds": self.rounds,
             **_shown(self.share),
-            "of_processor_time": _shown(self.processor),
+            "of_processor_time": self.processor and _shown(self.processor),
         }
 
 
-def of_parts(round_seconds: float, parts: Sequence[float]) -> dict[str, Any]:
-    """The same figures from the time of a round and those of its passes, timed apart."""
-    bare = sum(parts)
-    share = Interval(round_seconds / bare - 1, float("nan"), float("nan"))
-    return {
-        "loop_seconds_per_round": round_seconds,
-        "bare_seconds_per_round": bare,
-        "rounds": None,
-        **_shown(share),
-        "of_processor_time": None,
-    }
-
-
 def _shown(share: Interval) -> dict[str, float | None]:
-    known = share.known
-    return {
-        "share": round(share.value, 5),
-        "low": round(share.low, 5) if known else None,
-        "high": round(share.high, 5) if known else None,
-    }
+    figures = shown(share, 5)
+    return {"share": figures["value"], "low": figures["low"], "high": figures["high"]}
 
 
 @dataclass(frozen=True)
@@ -107,7 +98,7 @@ class Clocks:
 
 
 def loop_overhead(loop: Ours, batches: Sequence[Texts], repeats: int) -> Overhead:
-    """Over the rounds of each of `batches`, completed `repeats` times in turns with bare passes.
+    """Return the overhead over the rounds of each of `batches`, completed `repeats` times in turns with bare passes.
 
     The loop's plan is plain, or chains of a fixed depth. Of a batch, rounds count for as long as its first row runs.
 
@@ -121,13 +112,10 @@ def loop_overhead(loop: Ours, batches: Sequence[Texts], repeats: int) -> Overhea
             f"ask for more new tokens than {loop.new_tokens}."
         )
     looped, bare, rounds = zip(*pairs, strict=True)
-    wall, processor = (
-        _share([getattr(c, clock) for c in looped], [getattr(c, clock) for c in bare])
-        for clock in ("wall", "processor")
-    )
-    return Overhead(
-        statistics.mean(c.wall for c in looped), statistics.mean(c.wall for c in bare), sum(rounds), wall, processor
-    )
+    wall = _share([c.wall for c in looped], [c.wall for c in bare])
+    processor = _share([c.processor for c in looped], [c.processor for c in bare])
+    loop_seconds, bare_seconds = (statistics.mean(c.wall for c in each) for each in (looped, bare))
+    return Overhead(loop_seconds, bare_seconds, sum(rounds), wall, processor)
 
 
 def _share(looped: list[float], bare: list[float]) -> Interval:
@@ -137,7 +125,7 @@ def _share(looped: list[float], bare: list[float]) -> Interval:
 
 
 def _medians(loop: Ours, batch: Texts, repeats: int) -> tuple[Clocks, Clocks, int] | None:
-    """Medians of a round by the loop and bare, and how many rounds there were."""
+    """Return the medians of a round by the loop and bare, and how many rounds there were."""
     known = loop(batch)  # also a warm-up
     looped: list[Clocks] = []
     bare: list[Clocks] = []
@@ -150,7 +138,7 @@ def _medians(loop: Ours, batch: Texts, repeats: int) -> tuple[Clocks, Clocks, in
 
 
 class _Turns:
-    """Stands between the loop's rounds: notes the time since it last stood there, and runs the round's passes bare."""
+    """Notes the time of each round of the loop after it, and then runs the passes of that round bare."""
 
     def __init__(self, passes: Passes):
         self.passes, self.device = passes, passes.target.device
@@ -167,7 +155,7 @@ class _Turns:
         passes.prefill()
 
     def see(self, length: int) -> None:
-        """The first row has `length` new tokens."""
+        """Note that the first row has `length` new tokens."""
         if self.round < len(self.due) and length == self.due[self.round]:
             spent = Clocks.now(self.device) - self.resumed
             bare = self.passes.run(self.round)
@@ -215,7 +203,7 @@ class Passes:
             self.session = session
 
     def _texts(self) -> Tensor:
-        """Prompts and what followed them, `[B, T]`; after it zeros, for drafts past the end."""
+        """Return prompts and what followed them, `[B, T]`; after it zeros, for drafts past the end."""
         whole = [list(prompt) + new for prompt, new in zip(self.prompts, self.known.tokens, strict=True)]
         longest = max(map(len, whole)) + self.depth + 1
         return torch.tensor([text + [0] * (longest - len(text)) for text in whole], device=self.target.device)
@@ -225,24 +213,32 @@ class Passes:
 
     @torch.inference_mode()
     def run(self, round: int) -> Clocks:
-        """Time of the passes of a round; rounds come in their order."""
+        """Return the time of the passes of a round; rounds come in their order."""
         target, session = self.target, self.session
         counts = self._counts(round)
         places = self.cache.lengths[:, None] + torch.arange(1 + self.depth, device=target.device)
         tokens = self.texts.gather(1, places.clamp(max=self.texts.shape[1] - 1))  # the root, and the right drafts
-        watch = _Watch(target.device)
+        spent = Clocks(0, 0)
+
+        def timed(work: Callable[..., Result], *given: Any, **named: Any) -> Result:
+            nonlocal spent
+            began = Clocks.now(target.device)
+            result = work(*given, **named)
+            spent += Clocks.now(target.device) - began
+            return result
+
         if session is not None:
-            watch.passed(partial(session.prefill, tokens[:, 0]))
+            timed(session.prefill, tokens[:, 0])
             for i in range(1, self.depth):
-                watch.passed(partial(session.decode, tokens[:, i : i + 1]))
-        out = watch.passed(partial(target.forward, tokens, self.cache, taps=self._taps()))
+                timed(session.decode, tokens[:, i : i + 1])
+        out = timed(target.forward, tokens, self.cache, taps=self._taps())
         self.cache.advance(counts)
         if session is not None:
-            watch.passed(partial(session.update, tokens, out.hidden, counts))  # some make a pass here
-        return watch.spent
+            timed(session.update, tokens, out.hidden, counts)  # some make a pass here
+        return spent
 
     def _counts(self, round: int) -> RowLengths:
-        """What each row keeps of this round, the root included; rows that are finished are freed."""
+        """Return how many tokens each row keeps of this round, the root included; rows that are finished are freed."""
         assert self.known.accepted is not None
         rows = [row for row in self.alive if len(self.known.accepted[row]) > round]
         if rows != self.alive:
@@ -252,16 +248,3 @@ class Passes:
             if self.session is not None:
                 self.session.select(where)
         return RowLengths.of([self.known.accepted[row][round] + 1 for row in rows], self.target.device)
-
-
-class _Watch:
-    """Adds up the time in passes."""
-
-    def __init__(self, device: torch.device):
-        self.device, self.spent = device, Clocks(0, 0)
-
-    def passed(self, work: Callable[[], Result]) -> Result:
-        began = Clocks.now(self.device)
-        result = work()
-        self.spent += Clocks.now(self.device) - began
-        return result

@@ -3,15 +3,15 @@
     python -m benchmarks.passes --shape llama-3.1-8b --context 1024 8192 --out passes-llama.json
     python -m benchmarks.passes --shape qwen3-8b --layers 2 --hidden 64 --vocab 512 --context 64 --repeats 2
 
-Runners: the library's modules; the fast pass (`targets.fast`), with the way that each product takes; the library's
-modules with split attention; the same compiled. What fails is written down as that, and the others go on. The floor is
-the time of reading the weights, at the bandwidth that is measured here.
+Runners are the candidates of `targets.fast.select`: the library's modules (eager), the same with split attention, the
+same compiled, and our kernels, with the way that each product takes. What fails is written down as that, and the others
+go on. The floor is the time of reading the weights, at the bandwidth that is measured here.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,37 +20,13 @@ from outrider.common.machine import best_device
 from outrider.costs.counting import pass_bytes
 from outrider.costs.rounds import verify_times
 from outrider.targets import Target
-from outrider.targets.fast import use_fast_pass
+from outrider.targets.fast.select import CANDIDATES
 
-from .floor import Floor, bandwidth
+from .ceilings import Floor, bandwidth
 from .random_targets import build_target, shape_of
 from .report import command, conditions, options, write
 
-
-def by_modules(target: Target) -> None:
-    target.fast = None
-
-
-def by_fast_pass(target: Target) -> None:
-    use_fast_pass(target)
-
-
-def by_split_attention(target: Target) -> None:
-    target.fast = None
-    target.use_split_attention()
-
-
-def compiled(target: Target) -> None:
-    target.compile()
-
-
-# Each changes what the one before it left; the last cannot be undone.
-RUNNERS: dict[str, Callable[[Target], None]] = {
-    "library": by_modules,
-    "fast": by_fast_pass,
-    "split attention": by_split_attention,
-    "compiled": compiled,
-}
+RUNNERS = {candidate.name: candidate for candidate in CANDIDATES}
 
 
 def measure(target: Target, widths: Sequence[int], context: int, repeats: int, floor: Floor) -> list[dict[str, Any]]:
@@ -99,7 +75,8 @@ def main(given: Sequence[str] | None = None) -> int:
     }
     for name in arguments.runners:
         try:
-            RUNNERS[name](target)
+            target.run_eagerly()
+            RUNNERS[name].build(target)
             rows = [
                 row
                 for context in arguments.context

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from outrider.common import BadInputError
 from outrider.heads import DraftModel, Eagle3, Eagle3Config
-from outrider.targets import Target, embedded_path
+from outrider.targets import Target
 
 STEP = 7919  # a prime: the text comes back to a token only when it has seen the whole vocabulary
 EMBEDDING = 128.0  # standard deviation of the input embeddings; the layers add some 15 to it
@@ -32,30 +32,13 @@ _LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-_QWEN3_ROPE = {"rope_type": "default", "rope_theta": 1_000_000.0}
-
-_SHAPE = (  # of a configuration
-    "model_type",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "vocab_size",
-    "rms_norm_eps",
-    "rope_parameters",
-    "tie_word_embeddings",
-)
+_OF_8B = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": {
         "model_type": "llama",
-        "hidden_size": 4096,
+        **_OF_8B,
         "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
         "intermediate_size": 14_336,
         "vocab_size": 128_256,
         "max_position_embeddings": 131_072,
@@ -64,38 +47,31 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "qwen3-8b": {
         "model_type": "qwen3",
-        "hidden_size": 4096,
+        **_OF_8B,
         "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
         "intermediate_size": 12_288,
         "vocab_size": 151_936,
         "max_position_embeddings": 40_960,
         "rms_norm_eps": 1e-6,
-        "rope_parameters": _QWEN3_ROPE,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
     },
 }
 
-# The smallest models of the same families, as draft models: Llama-3.2-1B and Qwen3-0.6B.
+# The smallest models of the same families, as draft models: Llama-3.2-1B and Qwen3-0.6B. Both tie their embeddings.
 DRAFT_SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": {
         "hidden_size": 2048,
         "num_hidden_layers": 16,
         "num_attention_heads": 32,
-        "num_key_value_heads": 8,
         "head_dim": 64,
         "intermediate_size": 8192,
-        "tie_word_embeddings": True,
     },
     "qwen3-8b": {
         "hidden_size": 1024,
         "num_hidden_layers": 28,
         "num_attention_heads": 16,
-        "num_key_value_heads": 8,
         "head_dim": 128,
         "intermediate_size": 3072,
-        "tie_word_embeddings": True,
     },
 }
 
@@ -103,31 +79,28 @@ DRAFT_SHAPES: dict[str, dict[str, Any]] = {
 def shape_of(
     name: str, layers: int | None = None, hidden: int | None = None, vocab: int | None = None
 ) -> dict[str, Any]:
-    """A configuration of `SHAPES`, smaller if asked; the intermediate size shrinks with the hidden one.
+    """Return a configuration of `SHAPES`, smaller if asked; the intermediate size shrinks with the hidden one.
 
     Raises:
         BadInputError: no such shape, or a size below 1.
     """
     if name not in SHAPES:
         raise BadInputError(f"no shape {name!r}; known: {', '.join(SHAPES)}.")
-    values = {"tie_word_embeddings": False, **SHAPES[name]}
     for key, size in (("num_hidden_layers", layers), ("hidden_size", hidden), ("vocab_size", vocab)):
         if size is not None and size < 1:
             raise BadInputError(f"{name}: {key} must be at least 1, got {size}.")
-    if hidden is not None:
-        values["intermediate_size"] = max(1, values["intermediate_size"] * hidden // values["hidden_size"])
+    return _resized({"tie_word_embeddings": False, **SHAPES[name]}, layers, hidden, vocab)
+
+
+def _resized(shape: dict[str, Any], layers: int | None, hidden: int | None, vocab: int | None) -> dict[str, Any]:
     changes = {"num_hidden_layers": layers, "hidden_size": hidden, "vocab_size": vocab}
-    return values | {key: size for key, size in changes.items() if size is not None}
-
-
-def embedded_shape(positions: int) -> dict[str, Any]:
-    """The configuration of the target that ships with Outrider, with room for so many positions."""
-    values = AutoConfig.from_pretrained(embedded_path(), trust_remote_code=False).to_dict()
-    return {name: values[name] for name in _SHAPE} | {"max_position_embeddings": positions}
+    if hidden is not None:
+        changes["intermediate_size"] = max(1, shape["intermediate_size"] * hidden // shape["hidden_size"])
+    return shape | {key: size for key, size in changes.items() if size is not None}
 
 
 def build_target(shape: dict[str, Any], dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> Target:
-    """A target of this configuration, made on `device`; without tokenizer and without an end token."""
+    """Return a target of this configuration, made on `device`; without tokenizer and without an end token."""
     model = _random_model(shape, dtype, device, seed)
     with torch.no_grad():
         embedding, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
@@ -138,7 +111,7 @@ def build_target(shape: dict[str, Any], dtype: torch.dtype, device: torch.device
 
 
 def following(token: int, vocab: int) -> int:
-    """What such a target says after `token`."""
+    """Return the token that such a target predicts after `token`."""
     return (token + STEP) % vocab
 
 
@@ -165,11 +138,11 @@ def random_prompts(vocab: int, lengths: Sequence[int], ahead: int, seed: int = 0
     return prompts
 
 
-def build_eagle3(target: Target, outputs: int = PRUNED, seed: int = 0) -> Eagle3:
-    """An untrained EAGLE-3 head with so many outputs (those of published heads), or as many as the target has."""
+def build_eagle3(target: Target, seed: int = 0) -> Eagle3:
+    """Return an untrained EAGLE-3 head with as many outputs as published heads have, or as the target has."""
     taps = () if target.num_layers >= 4 else (target.num_layers,)
     torch.manual_seed(seed)
-    config = Eagle3Config(taps=taps, draft_vocab_size=min(outputs, target.vocab_size))
+    config = Eagle3Config(taps=taps, draft_vocab_size=min(PRUNED, target.vocab_size))
     with _on(target.device):
         head = Eagle3.build(config, target, torch.rand(target.vocab_size))
     head.cast(target.dtype).to(target.device).eval()
@@ -179,16 +152,10 @@ def build_eagle3(target: Target, outputs: int = PRUNED, seed: int = 0) -> Eagle3
 def build_draft_model(
     name: str, target: Target, layers: int | None = None, hidden: int | None = None, seed: int = 1
 ) -> DraftModel:
-    """A random causal LM of the family's smallest shape."""
-    values = SHAPES[name] | DRAFT_SHAPES[name] | {"vocab_size": target.vocab_size}
-    if hidden is not None:
-        values |= {
-            "intermediate_size": max(1, values["intermediate_size"] * hidden // values["hidden_size"]),
-            "hidden_size": hidden,
-        }
-    if layers is not None:
-        values["num_hidden_layers"] = layers
-    return DraftModel(_random_model(values, target.dtype, target.device, seed))
+    """Return a random causal LM of the family's smallest shape."""
+    shape = SHAPES[name] | DRAFT_SHAPES[name] | {"tie_word_embeddings": True}
+    shape = _resized(shape, layers, hidden, target.vocab_size)
+    return DraftModel(_random_model(shape, target.dtype, target.device, seed))
 
 
 def _random_model(shape: dict[str, Any], dtype: torch.dtype, device: torch.device | str, seed: int) -> Any:
@@ -203,5 +170,5 @@ def _random_model(shape: dict[str, Any], dtype: torch.dtype, device: torch.devic
 
 
 def _on(device: torch.device | str) -> AbstractContextManager[Any]:
-    """New tensors on `device`: weights of eight billion numbers are made where they stay."""
+    """Make new tensors on `device`: weights of eight billion numbers are made where they stay."""
     return nullcontext() if torch.device(device).type == "cpu" else torch.device(device)

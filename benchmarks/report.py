@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterable, Sequence
@@ -17,6 +18,7 @@ from outrider.common.atomic import write_atomically
 from outrider.common.machine import device_name
 from outrider.common.runtime import versions
 from outrider.common.signals import how, number_of, stoppable
+from outrider.eval.reports.figures import Interval
 from outrider.targets import Target
 
 NOTHING = "–"
@@ -104,6 +106,16 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def number(value: float, digits: int = 4) -> float | None:
+    """Return a figure as results hold it: rounded, and null where there is none, for JSON has no nan."""
+    return None if math.isnan(value) else round(value, digits)
+
+
+def shown(interval: Interval, digits: int = 4) -> dict[str, float | None]:
+    """Return an interval as results hold it."""
+    return {name: number(getattr(interval, name), digits) for name in ("value", "low", "high")}
 
 
 def interval(row: dict[str, Any] | None, digits: int = 2, sign: str = "") -> str:

@@ -55,7 +55,7 @@ def read(target: Target, head: Eagle3, tokens: torch.Tensor) -> TargetBatch:
 
 
 def measure(target: Target, rows: int, length: int, repeats: int) -> dict[str, Any]:
-    """Return what a step of all processes takes; each waits for all."""
+    """Return time, speed and memory of a step of all processes; each waits for all."""
     device = torch.device("cuda", torch.cuda.current_device()) if target.device.type == "cuda" else target.device
     head = build_head(target, steps=3)
     wrapped = DistributedDataParallel(head, device_ids=[device] if device.type == "cuda" else None)

@@ -22,8 +22,8 @@ from outrider.eval.suites import load_suites
 from outrider.heads import load_drafter
 from outrider.targets import Target
 
-from .acceptance import Rounds, pooled, rounds_of, shown, tau
-from .report import command, conditions, interval, options, publish, table, write
+from .acceptance import Rounds, pooled, rounds_of, tau
+from .report import command, conditions, interval, options, publish, shown, table, write
 
 
 def run(
@@ -34,42 +34,32 @@ def run(
     seeds: Sequence[int],
     arguments: argparse.Namespace,
 ) -> Rounds:
-    """All rounds of each prompt, over the seeds."""
-    return pooled(
-        [
-            rounds_of(decoder, prompts, arguments.max_new_tokens, Sampling(temperature, seed=s), plan, arguments.batch)
-            for s in seeds
-        ]
-    )
+    """Return all rounds of each prompt, over the seeds."""
+    count, batch = arguments.max_new_tokens, arguments.batch
+    return pooled([rounds_of(decoder, prompts, count, Sampling(temperature, seed=s), plan, batch) for s in seeds])
 
 
 def rates_of(rounds: Rounds, width: int) -> list[list[float]]:
     """Return acceptance by depth from a chain's rounds; a sibling is guessed at a quarter of the one before it."""
     counts = depth_counts([r for each in rounds for r in each])
-    return [
-        [kept / reached * (1 - kept / reached) ** i * 0.5**i for i in range(width)]
-        for reached, kept in counts
-        if reached
-    ]
+    rates = [kept / reached for reached, kept in counts if reached]
+    return [[rate * (1 - rate) ** i * 0.5**i for i in range(width)] for rate in rates]
 
 
 def compare(bootstrap: Bootstrap, measured: dict[str, Rounds], pairs: list[tuple[str, str]]) -> dict[str, Any]:
-    found = {"tau": {name: shown(bootstrap.ratio(tau(rounds))) for name, rounds in measured.items()}}
-    found["quotients"] = {
-        f"{above} / {below}": shown(bootstrap.quotient(tau(measured[above]), tau(measured[below])))
-        for above, below in pairs
-    }
-    return found
+    taus = {name: tau(rounds) for name, rounds in measured.items()}
+    quotients = {f"{above} / {below}": bootstrap.quotient(taus[above], taus[below]) for above, below in pairs}
+    found = {"tau": {name: bootstrap.ratio(each) for name, each in taus.items()}, "quotients": quotients}
+    return {part: {name: shown(figure) for name, figure in figures.items()} for part, figures in found.items()}
 
 
 def greedy(
     decoder: Decoder, prompts: list[list[int]], bootstrap: Bootstrap, arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    """Trees against the best chain."""
+    """Compare trees with the best chain."""
     plans = {f"chain, depth {d}": Plan(d) for d in range(1, arguments.deepest + 1)}
-    plans |= {
-        str(plan): plan for plan in (Plan(5, width=4, nodes=16), Plan(6, width=4, nodes=24), Plan(6, width=6, nodes=32))
-    }
+    trees = (Plan(5, width=4, nodes=16), Plan(6, width=4, nodes=24), Plan(6, width=6, nodes=32))
+    plans |= {str(plan): plan for plan in trees}
     measured = {name: run(decoder, prompts, plan, 0.0, [0], arguments) for name, plan in plans.items()}
     chains = [name for name in measured if name.startswith("chain")]
     best = max(chains, key=lambda name: bootstrap.ratio(tau(measured[name])).value)
@@ -79,7 +69,7 @@ def greedy(
 def sampled(
     decoder: Decoder, prompts: list[list[int]], bootstrap: Bootstrap, arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    """Rule against rule, on a chain and on a static tree."""
+    """Compare rules with each other, on a chain and on a static tree."""
     seeds = range(arguments.seeds)
     chain = {f"chain, {rule}": Plan(arguments.depth, verify=rule) for rule in ("rejection", "block")}
     measured = {name: run(decoder, prompts, plan, 1.0, seeds, arguments) for name, plan in chain.items()}

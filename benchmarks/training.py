@@ -27,7 +27,7 @@ from outrider.costs.timing import timed
 from outrider.heads import Eagle3, Eagle3Config, TargetBatch, losses
 from outrider.targets import Target
 
-from .ceilings import product_rate
+from .ceilings import product_rate, product_size
 from .random_targets import PRUNED, build_target, shape_of
 from .report import command, conditions, options, write
 
@@ -60,7 +60,7 @@ class Training:
 
     @property
     def tokens(self) -> int:
-        """Of a step."""
+        """The number of tokens of a step."""
         return self.batch.tokens.numel()
 
 
@@ -87,7 +87,7 @@ def optimizer_of(module: nn.Module, device: torch.device) -> torch.optim.Optimiz
 
 
 def measure(training: Training, repeats: int, rate: float) -> dict[str, Any]:
-    """Return what a step takes."""
+    """Return time, speed, operations and memory of a step."""
     device = training.batch.tokens.device
     for _ in range(WARM_UP - 1):
         training.step()
@@ -117,7 +117,7 @@ def main(given: Sequence[str] | None = None) -> int:
     device = best_device()
     shape = shape_of(arguments.shape, LAYERS, arguments.hidden, arguments.vocab)
     target = build_target(shape, torch.bfloat16, device)
-    rate = product_rate(device, 8192 if device.type == "cuda" else 512)
+    rate = product_rate(device, product_size(device))
     rate = rate if arguments.peak_tflops is None else arguments.peak_tflops * 1e12
     settings = {"rows": arguments.rows, "unrolled_steps": arguments.steps, "flops_per_second_of_products": rate}
     result: dict[str, Any] = {"conditions": conditions(target, target=arguments.shape, **settings), "steps": []}

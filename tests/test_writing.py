@@ -21,8 +21,6 @@ FILES = {"save_file"}  # of safetensors: inside `replacing`
 MODULES = {"torch", "numpy", "np", "json", "yaml", "pickle"}
 
 ALLOWED = {
-    "benchmarks/peers.py",  # writes to the kernel
-    "benchmarks/make_embedded.py",  # no part of the package's work
     "pair/signature.py",  # a list of signers and a passphrase's helper, in a temporary folder
     "pair/registry/folder.py",  # publishes by links, with names of `common`, which its sweep knows
     "pair/registry/hub.py",  # fetches into a folder that is being built
@@ -103,7 +101,6 @@ def test_whole_folders_are_written_by_few() -> None:
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in FOLDERS
     }
     assert found - ALLOWED == {
-        "benchmarks/peers_speculators.py",
         "distill/data_set.py",
         "formats/early_exit.py",
         "formats/mtp.py",

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,24 +28,20 @@ def execution(world: Path, folder: Path, only: str) -> dict[str, Any]:
     from execution import MARK, attempts
 
     _require_alarm(world, folder)
-    ran, odd, codes, commands = [], [], Counter[int](), 0
+    ran, odd, codes = [], [], Counter[int]()
     chosen = [a for a in attempts() if only in a.name]
     for attempt in chosen:
         copied(world, folder)
         attempt.plant(folder)
         for command in attempt.commands:
-            outcome = runner.run(command, folder)
-            _say(attempt.name, command, outcome)
-            if only and not outcome.held:
-                print(outcome.said, file=sys.stderr)
-            commands += 1
+            outcome = _run(attempt.name, command, folder, "ODD" if only else "")
             codes[outcome.code] += 1
             if not outcome.held:
-                odd.append({"attempt": attempt.name, "command": command, **outcome.to_dict()})
+                odd.append({"attempt": attempt.name, "command": command, **asdict(outcome)})
             if (folder / MARK).exists():
                 ran.append({"attempt": attempt.name, "command": command})
                 (folder / MARK).unlink()
-    return {"attempts": len(chosen), "commands": commands, "ran": ran, "codes": dict(codes), "odd": odd}
+    return {"attempts": len(chosen), "commands": sum(codes.values()), "ran": ran, "codes": dict(codes), "odd": odd}
 
 
 def _require_alarm(world: Path, folder: Path) -> None:
@@ -69,31 +66,30 @@ def fuzz(world: Path, folder: Path, count: int, seed: int, numbers: list[int]) -
             continue
         copied(world, folder)
         case.plant(folder)
-        outcome = runner.run(case.command, folder)
-        _say(case.name, case.command, outcome)
-        if numbers:
-            print(outcome.said, file=sys.stderr)
+        outcome = _run(case.name, case.command, folder, "all" if numbers else "")
         codes[outcome.code] += 1
         kinds[case.file] += 1
         most = {name: max(value, getattr(outcome, name)) for name, value in most.items()}
         if not outcome.held:
-            odd.append({"case": case.name, "command": case.command, **outcome.to_dict()})
-    return {
-        "cases": sum(codes.values()),
-        "seed": seed,
-        "codes": dict(codes),
-        "files": dict(kinds),
-        "most": most,
-        "odd": odd,
-    }
+            odd.append({"case": case.name, "command": case.command, **asdict(outcome)})
+    counts = {"codes": dict(codes), "files": dict(kinds), "most": most}
+    return {"cases": sum(codes.values()), "seed": seed, **counts, "odd": odd}
 
 
-def _say(name: str, command: list[str], outcome: runner.Outcome) -> None:
-    """Say on stderr what became of a command: it takes a while until all are counted."""
+def _run(name: str, command: list[str], folder: Path, whole: str) -> runner.Outcome:
+    """Run a command and say on stderr how it ended: it takes a while until all are counted.
+
+    Args:
+        whole: print all output of "all" commands, of "ODD" ones, or of none ("").
+    """
+    outcome = runner.run(command, folder)
     odd = "" if outcome.held else " ODD"
     last = (outcome.said.strip().splitlines() or [""])[-1][:150]
     line = f"{outcome.code} {outcome.cpu} s {outcome.gigabytes} GB{odd} · {name} · {' '.join(command[:3])} · {last}"
     print(line, file=sys.stderr, flush=True)
+    if whole == "all" or (whole and odd):
+        print(outcome.said, file=sys.stderr)
+    return outcome
 
 
 def main() -> int:
@@ -102,9 +98,8 @@ def main() -> int:
     parser.add_argument("program", choices=("execution", "fuzz"))
     parser.add_argument("--count", type=int, default=1000, help="files to damage")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--numbers", type=int, nargs="*", default=[], help="only these damaged files, with all they say"
-    )
+    numbers = "only these damaged files, with all they say"
+    parser.add_argument("--numbers", type=int, nargs="*", default=[], help=numbers)
     parser.add_argument("--only", default="", help="attempts whose name holds this")
     parser.add_argument("--out", type=Path, help="where the figures go, as JSON")
     given = parser.parse_args()

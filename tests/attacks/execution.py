@@ -28,6 +28,11 @@ class Attempt:
     commands: Commands
 
 
+def of_world(plant: Callable[..., None]) -> Callable[..., Callable[[Path], None]]:
+    """Return `plant` as a function of all but the world, which returns a function of that."""
+    return lambda *given, **named: lambda world: plant(world, *given, **named)
+
+
 class _Bomb:
     def __init__(self, mark: Path):
         self.mark = mark
@@ -70,6 +75,7 @@ READ_PAIR_TARGET = [
     ["pair", "verify", "pair-eagle", "--target", "target"],
     ["probe", "pair-eagle", "--target", "target"],
 ]
+ADAPTED = [["probe", "pair-eagle", "--target", "target", "--adapter", "adapter"]]
 CHAT = [["generate", "pair-eagle", "def", "--chat", "--max-new-tokens", "4", "--no-compare"]]
 
 
@@ -85,14 +91,8 @@ def read_pair(name: str) -> Commands:
 
 def attempts() -> Iterator[Attempt]:
     """Yield every attempt."""
-    yield from _auto_map()
-    yield from _pickles()
-    yield from _tags()
-    yield from _templates()
-    yield from _adapters()
-    yield from _names()
-    yield from _modules()
-    yield from _rows()
+    for attack in (_auto_map, _pickles, _tags, _templates, _adapters, _names, _modules, _rows):
+        yield from attack()
 
 
 # ------------------------------------------------------------ code beside a config
@@ -111,15 +111,13 @@ def _auto_map() -> Iterator[Attempt]:
         "run-draft/drafter": [["eval", "draft.yaml", "--limit", "1"], ["pair", "new", "p", "draft.yaml"]],
         "pair-draft/drafter": read_pair("pair-draft"),
         "pair-eagle/tokenizer": read_pair("pair-eagle"),
-        "adapter": [["probe", "pair-eagle", "--target", "target", "--adapter", "adapter"]],
+        "adapter": ADAPTED,
     }
     for folder, commands in folders.items():
         for variant in ("tokenizer", "tokenizer_class", "config", "model_type", "elsewhere", "both"):
             yield Attempt(f"auto_map {variant} in {folder}", _planted(folder, variant), commands)
-    for name, commands in {
-        "target": READ_TARGET + READ_PAIR_TARGET,
-        "pair-draft/drafter": read_pair("pair-draft"),
-    }.items():
+    for name in ("target", "pair-draft/drafter"):
+        commands = folders[name]
         yield Attempt(f"custom_generate in {name}", _custom_generate(name), commands)
         yield Attempt(f"processor in {name}", _processor(name), commands)
     yield Attempt("auto_map in an MTP layer", _mtp_layer, read_pair("pair-mtp"))
@@ -128,21 +126,19 @@ def _auto_map() -> Iterator[Attempt]:
             yield Attempt(f"auto_map in {place} of a tokenizer of two in {name}", _rag(name, place), commands)
 
 
-def _planted(folder: str, variant: str) -> Callable[[Path], None]:
-    def plant(world: Path) -> None:
-        here = world / folder
-        (here / "evil.py").write_text(code(world))
-        reference = f"{here}--evil." if variant == "elsewhere" else "evil."
-        maps = {k: json.loads(json.dumps(v).replace("evil.", reference)) for k, v in _MAPS.items()}
-        if variant in ("tokenizer", "tokenizer_class", "elsewhere", "both"):
-            kind = {"tokenizer_class": "EvilTokenizer"} if variant != "tokenizer" else {}
-            edit(here / "tokenizer_config.json", auto_map=maps["tokenizer"], **kind)
-        if variant in ("config", "model_type", "elsewhere", "both"):
-            kind = {"model_type": "evil", "architectures": ["Evil"]} if variant == "model_type" else {}
-            edit(here / "config.json", auto_map=maps["config"] | maps["tokenizer"], **kind)
-        _resealed(world, folder)
-
-    return plant
+@of_world
+def _planted(world: Path, folder: str, variant: str) -> None:
+    here = world / folder
+    (here / "evil.py").write_text(code(world))
+    reference = f"{here}--evil." if variant == "elsewhere" else "evil."
+    maps = {k: json.loads(json.dumps(v).replace("evil.", reference)) for k, v in _MAPS.items()}
+    if variant in ("tokenizer", "tokenizer_class", "elsewhere", "both"):
+        kind = {"tokenizer_class": "EvilTokenizer"} if variant != "tokenizer" else {}
+        edit(here / "tokenizer_config.json", auto_map=maps["tokenizer"], **kind)
+    if variant in ("config", "model_type", "elsewhere", "both"):
+        kind = {"model_type": "evil", "architectures": ["Evil"]} if variant == "model_type" else {}
+        edit(here / "config.json", auto_map=maps["config"] | maps["tokenizer"], **kind)
+    _resealed(world, folder)
 
 
 def _resealed(world: Path, folder: str) -> None:
@@ -150,43 +146,36 @@ def _resealed(world: Path, folder: str) -> None:
         reseal(world / folder.partition("/")[0])
 
 
-def _custom_generate(folder: str) -> Callable[[Path], None]:
-    def plant(world: Path) -> None:
-        (world / folder / "custom_generate").mkdir()
-        (world / folder / "custom_generate" / "generate.py").write_text(code(world))
-        (world / folder / "custom_generate" / "requirements.txt").write_text("")
-        _resealed(world, folder)
-
-    return plant
+@of_world
+def _custom_generate(world: Path, folder: str) -> None:
+    (world / folder / "custom_generate").mkdir()
+    (world / folder / "custom_generate" / "generate.py").write_text(code(world))
+    (world / folder / "custom_generate" / "requirements.txt").write_text("")
+    _resealed(world, folder)
 
 
-def _processor(folder: str) -> Callable[[Path], None]:
-    def plant(world: Path) -> None:
-        (world / folder / "evil.py").write_text(code(world))
-        for name in ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"):
-            edit(world / folder / name, auto_map={"AutoProcessor": "evil.Evil"}, processor_class="Evil")
-        _resealed(world, folder)
-
-    return plant
+@of_world
+def _processor(world: Path, folder: str) -> None:
+    (world / folder / "evil.py").write_text(code(world))
+    for name in ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"):
+        edit(world / folder / name, auto_map={"AutoProcessor": "evil.Evil"}, processor_class="Evil")
+    _resealed(world, folder)
 
 
-def _rag(folder: str, place: str) -> Callable[[Path], None]:
+@of_world
+def _rag(world: Path, folder: str, place: str) -> None:
     """Plant a tokenizer that loads two others itself, without saying whether code may run."""
-
-    def plant(world: Path) -> None:
-        here = world / folder
-        for name in ("question_encoder_tokenizer", "generator_tokenizer"):
-            shutil.copytree(world / "small", here / name, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
-            (here / name / "evil.py").write_text(code(world))
-        (here / "evil.py").write_text(code(world))
-        edit(here / place / "tokenizer_config.json", auto_map=_MAPS["tokenizer"], tokenizer_class="EvilTokenizer")
-        edit(here / "tokenizer_config.json", tokenizer_class="RagTokenizer")
-        if folder != "target":
-            parts = {"question_encoder": {"model_type": "dpr"}, "generator": {"model_type": "bart"}}
-            edit(here / "config.json", model_type="rag", **parts)
-        _resealed(world, folder)
-
-    return plant
+    here = world / folder
+    for name in ("question_encoder_tokenizer", "generator_tokenizer"):
+        shutil.copytree(world / "small", here / name, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+        (here / name / "evil.py").write_text(code(world))
+    (here / "evil.py").write_text(code(world))
+    edit(here / place / "tokenizer_config.json", auto_map=_MAPS["tokenizer"], tokenizer_class="EvilTokenizer")
+    edit(here / "tokenizer_config.json", tokenizer_class="RagTokenizer")
+    if folder != "target":
+        parts = {"question_encoder": {"model_type": "dpr"}, "generator": {"model_type": "bart"}}
+        edit(here / "config.json", model_type="rag", **parts)
+    _resealed(world, folder)
 
 
 def _mtp_layer(world: Path) -> None:
@@ -208,10 +197,7 @@ def _pickles() -> Iterator[Attempt]:
         "small/model.safetensors": ("small/pytorch_model.bin", [["train", "draft.yaml", "output=new"]]),
         "pair-eagle/drafter/model.safetensors": ("pair-eagle/drafter/pytorch_model.bin", read_pair("pair-eagle")),
         "pair-draft/drafter/model.safetensors": ("pair-draft/drafter/pytorch_model.bin", read_pair("pair-draft")),
-        "adapter/adapter_model.safetensors": (
-            "adapter/adapter_model.bin",
-            [["probe", "pair-eagle", "--target", "target", "--adapter", "adapter"]],
-        ),
+        "adapter/adapter_model.safetensors": ("adapter/adapter_model.bin", ADAPTED),
     }
     for file, (other, commands) in weights.items():
         for packed in (False, True):
@@ -229,20 +215,18 @@ def _pickles() -> Iterator[Attempt]:
         yield Attempt(f"pickle as {name}", _pickle_in(f"target/{name}", False), READ_TARGET)
 
 
-def _pickle_in(place: str, packed: bool, instead_of: str | None = None, unseal: bool = False) -> Callable[[Path], None]:
-    def plant(world: Path) -> None:
-        for file in list(world.glob(place)) or [world / place.replace("*", "x")]:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.unlink(missing_ok=True)
-            torch_zip(file, pickled(world)) if packed else file.write_bytes(pickled(world))
-            if unseal:  # a stranger leaves the list of digests out, or writes it anew
-                for listed in (file.parent / "SHA256SUMS", world / "run-eagle" / "data" / "SHA256SUMS"):
-                    _seal_again(listed)
-        if instead_of is not None:
-            (world / instead_of).unlink()
-        _resealed(world, place)
-
-    return plant
+@of_world
+def _pickle_in(world: Path, place: str, packed: bool, instead_of: str | None = None, unseal: bool = False) -> None:
+    for file in list(world.glob(place)) or [world / place.replace("*", "x")]:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.unlink(missing_ok=True)
+        torch_zip(file, pickled(world)) if packed else file.write_bytes(pickled(world))
+        if unseal:  # a stranger leaves the list of digests out, or writes it anew
+            for listed in (file.parent / "SHA256SUMS", world / "run-eagle" / "data" / "SHA256SUMS"):
+                _seal_again(listed)
+    if instead_of is not None:
+        (world / instead_of).unlink()
+    _resealed(world, place)
 
 
 def _seal_again(listed: Path) -> None:
@@ -271,29 +255,25 @@ def _tags() -> Iterator[Attempt]:
     ]
     for number, value in enumerate(values):
         for place in ("recipe", "drafter", "key", "override", "pair", "accelerate"):
+            refresh = ["refresh", "pair-eagle", "--target", "target", "--out", "r"]
             commands = {
                 "override": [["plan", "eagle.yaml", "data.limit=" + value.format(mark=MARK)]],
-                "pair": [
-                    ["eval", "pair-eagle", "--limit", "1"],
-                    ["refresh", "pair-eagle", "--target", "target", "--out", "r"],
-                ],
+                "pair": [["eval", "pair-eagle", "--limit", "1"], refresh],
                 "accelerate": [["plan", "eagle.yaml", "--accelerate-config", "accelerate.yaml"]],
             }.get(place, [["plan", "eagle.yaml"]])
             yield Attempt(f"YAML tag {number} in {place}", _tagged(place, value), commands)
 
 
-def _tagged(place: str, value: str) -> Callable[[Path], None]:
-    def plant(world: Path) -> None:
-        (world / "evil.py").write_text(code(world))
-        text = value.format(mark=world / MARK)
-        line = {"key": f"? {text}\n: 1\n", "drafter": f"training: {{x: {text}}}\n"}.get(place, f"more: {text}\n")
-        name = {"pair": "pair-eagle/recipe.yaml", "accelerate": "accelerate.yaml"}.get(place, "eagle.yaml")
-        if place != "override":
-            with (world / name).open("a") as opened:
-                opened.write(line)
-        _resealed(world, name)
-
-    return plant
+@of_world
+def _tagged(world: Path, place: str, value: str) -> None:
+    (world / "evil.py").write_text(code(world))
+    text = value.format(mark=world / MARK)
+    line = {"key": f"? {text}\n: 1\n", "drafter": f"training: {{x: {text}}}\n"}.get(place, f"more: {text}\n")
+    name = {"pair": "pair-eagle/recipe.yaml", "accelerate": "accelerate.yaml"}.get(place, "eagle.yaml")
+    if place != "override":
+        with (world / name).open("a") as opened:
+            opened.write(line)
+    _resealed(world, name)
 
 
 # ------------------------------------------------------------ templates
@@ -328,17 +308,15 @@ def _templates() -> Iterator[Attempt]:
             yield Attempt(f"template {number} in {place}", _templated(folder, place, payload), commands)
 
 
-def _templated(folder: str, place: str, payload: str) -> Callable[[Path], None]:
-    def plant(world: Path) -> None:
-        text = payload.replace("MARK", str(world / MARK))
-        if place == "tokenizer_config.json":
-            (world / folder / "chat_template.jinja").unlink(missing_ok=True)
-            edit(world / folder / place, chat_template=text)
-        else:
-            (world / folder / "chat_template.jinja").write_text(text)
-        _resealed(world, folder)
-
-    return plant
+@of_world
+def _templated(world: Path, folder: str, place: str, payload: str) -> None:
+    text = payload.replace("MARK", str(world / MARK))
+    if place == "tokenizer_config.json":
+        (world / folder / "chat_template.jinja").unlink(missing_ok=True)
+        edit(world / folder / place, chat_template=text)
+    else:
+        (world / folder / "chat_template.jinja").write_text(text)
+    _resealed(world, folder)
 
 
 # ------------------------------------------------------------ adapters
@@ -369,7 +347,7 @@ def _adapters() -> Iterator[Attempt]:
     for name, change in changes.items():
         for place in ("probe", "recipe", "pair", "beside"):
             commands = {
-                "probe": [["probe", "pair-eagle", "--target", "target", "--adapter", "adapter"]],
+                "probe": ADAPTED,
                 "recipe": [["distill", "eagle.yaml", "target.adapter=adapter", "output=new"]],
                 "pair": read_pair("pair-eagle"),
                 "beside": READ_TARGET,
@@ -377,22 +355,20 @@ def _adapters() -> Iterator[Attempt]:
             yield Attempt(f"adapter {name}, {place}", _adapted(place, change), commands)
 
 
-def _adapted(place: str, change: dict[str, Any]) -> Callable[[Path], None]:
-    def plant(world: Path) -> None:
-        (world / "evil.py").write_text(code(world))
-        torch_zip(world / "evil.pt", pickled(world))
-        shutil.copytree(world / "target", world / "evil")
-        edit(world / "evil" / "tokenizer_config.json", auto_map=_MAPS["tokenizer"])
-        (world / "evil" / "evil.py").write_text(code(world))
-        edit(world / "adapter" / "adapter_config.json", **change)
-        if place == "pair":
-            shutil.copytree(world / "adapter", world / "pair-eagle" / "adapter")
-            reseal(world / "pair-eagle")
-        if place == "beside":
-            for file in (world / "adapter").iterdir():
-                shutil.copy(file, world / "target")
-
-    return plant
+@of_world
+def _adapted(world: Path, place: str, change: dict[str, Any]) -> None:
+    (world / "evil.py").write_text(code(world))
+    torch_zip(world / "evil.pt", pickled(world))
+    shutil.copytree(world / "target", world / "evil")
+    edit(world / "evil" / "tokenizer_config.json", auto_map=_MAPS["tokenizer"])
+    (world / "evil" / "evil.py").write_text(code(world))
+    edit(world / "adapter" / "adapter_config.json", **change)
+    if place == "pair":
+        shutil.copytree(world / "adapter", world / "pair-eagle" / "adapter")
+        reseal(world / "pair-eagle")
+    if place == "beside":
+        for file in (world / "adapter").iterdir():
+            shutil.copy(file, world / "target")
 
 
 # ------------------------------------------------------------ names that somebody may import, open or evaluate
@@ -422,73 +398,58 @@ def _names() -> Iterator[Attempt]:
     ]
     for number, change in enumerate(configs):
         yield Attempt(f"config {number} of a target", _configured("target", change), READ_TARGET)
-        yield Attempt(
-            f"config {number} of a draft model", _configured("pair-draft/drafter", change), read_pair("pair-draft")
-        )
-    for number, change in enumerate(
-        [
-            {"tokenizer_class": "evil.Evil"},
-            {"tokenizer_class": "os.system", "vocab_file": "evil.py"},
-            {"tokenizer_file": "../evil.py", "name_or_path": "evil"},
-            {"extra_special_tokens": {"__reduce__": evil}},
-            {"added_tokens_decoder": {"0": {"content": evil, "__type": "evil"}}},
-            {"eos_token": {"__type": "AddedToken", "content": evil}},
-            {"tokenizer_class": "RagTokenizer"},
-            {"tokenizer_class": "BertJapaneseTokenizer", "word_tokenizer_type": "mecab", "mecab_kwargs": {"x": evil}},
-        ]
-    ):
+        draft = _configured("pair-draft/drafter", change)
+        yield Attempt(f"config {number} of a draft model", draft, read_pair("pair-draft"))
+    tokenizers = [
+        {"tokenizer_class": "evil.Evil"},
+        {"tokenizer_class": "os.system", "vocab_file": "evil.py"},
+        {"tokenizer_file": "../evil.py", "name_or_path": "evil"},
+        {"extra_special_tokens": {"__reduce__": evil}},
+        {"added_tokens_decoder": {"0": {"content": evil, "__type": "evil"}}},
+        {"eos_token": {"__type": "AddedToken", "content": evil}},
+        {"tokenizer_class": "RagTokenizer"},
+        {"tokenizer_class": "BertJapaneseTokenizer", "word_tokenizer_type": "mecab", "mecab_kwargs": {"x": evil}},
+    ]
+    for number, change in enumerate(tokenizers):
         plant = _configured("target", change, "tokenizer_config.json")
         yield Attempt(f"tokenizer_config {number}", plant, READ_TARGET)
         pair = _configured("pair-eagle/tokenizer", change, "tokenizer_config.json")
         yield Attempt(f"tokenizer_config {number} of a pair", pair, read_pair("pair-eagle"))
-    for number, change in enumerate(
-        [
-            {"drafter_type": "os"},
-            {"drafter_type": "../evil"},
-            {"drafter_type": "fusion", "statistical": {"type": "evil"}},
-            {"drafter_type": "cascade", "model": "../../evil"},
-            {"loss": evil},
-            {"drafter_type": "draft_model", "path": "evil", "init": "pretrained"},
-            {"drafter_type": "mtp", "init": "native", "path": "evil"},
-            {"__class__": evil},
-        ]
-    ):
+    drafters = [
+        {"drafter_type": "os"},
+        {"drafter_type": "../evil"},
+        {"drafter_type": "fusion", "statistical": {"type": "evil"}},
+        {"drafter_type": "cascade", "model": "../../evil"},
+        {"loss": evil},
+        {"drafter_type": "draft_model", "path": "evil", "init": "pretrained"},
+        {"drafter_type": "mtp", "init": "native", "path": "evil"},
+        {"__class__": evil},
+    ]
+    for number, change in enumerate(drafters):
         yield Attempt(f"drafter config {number}", _configured("pair-eagle/drafter", change), read_pair("pair-eagle"))
 
 
-def _configured(folder: str, change: dict[str, Any], name: str = "config.json") -> Callable[[Path], None]:
-    def plant(world: Path) -> None:
-        (world / "evil.py").write_text(code(world))
-        shutil.copytree(world / "target", world / "evil")
-        (world / "evil" / "evil.py").write_text(code(world))
-        (world / folder / "evil.py").write_text(code(world))
-        edit(world / folder / name, **json.loads(json.dumps(change).replace("MARK", str(world / MARK))))
-        _resealed(world, folder)
-
-    return plant
+@of_world
+def _configured(world: Path, folder: str, change: dict[str, Any], name: str = "config.json") -> None:
+    (world / "evil.py").write_text(code(world))
+    shutil.copytree(world / "target", world / "evil")
+    (world / "evil" / "evil.py").write_text(code(world))
+    (world / folder / "evil.py").write_text(code(world))
+    edit(world / folder / name, **json.loads(json.dumps(change).replace("MARK", str(world / MARK))))
+    _resealed(world, folder)
 
 
 def _modules() -> Iterator[Attempt]:
     """Modules in the folder where a command runs, under names that libraries import if they find them."""
-    for name in (
-        "sitecustomize",
-        "kernels",
-        "bitsandbytes",
-        "flash_attn",
-        "apex",
-        "megatron",
-        "mistral_common",
-        "torchao",
-    ):
+    names = ("sitecustomize", "kernels", "bitsandbytes", "flash_attn", "apex", "megatron", "mistral_common", "torchao")
+    for name in names:
         yield Attempt(f"module {name} where the command runs", _module(name), [*READ_TARGET[:1], *CHAT])
 
 
-def _module(name: str) -> Callable[[Path], None]:
-    def plant(world: Path) -> None:
-        (world / f"{name}.py").write_text(code(world))
-        (world / "target" / f"{name}.py").write_text(code(world))
-
-    return plant
+@of_world
+def _module(world: Path, name: str) -> None:
+    (world / f"{name}.py").write_text(code(world))
+    (world / "target" / f"{name}.py").write_text(code(world))
 
 
 # ------------------------------------------------------------ prompts and reports
@@ -517,30 +478,25 @@ def _rows() -> Iterator[Attempt]:
         yield Attempt(f"report with code as {key}", _reported(key), commands)
 
 
-def _prompted(row: dict[str, Any]) -> Callable[[Path], None]:
-    def plant(world: Path) -> None:
-        text = json.dumps(row).replace("MARK", str(world / MARK)) + "\n"
-        (world / "prompts.jsonl").write_text(text * 3)
-
-    return plant
+@of_world
+def _prompted(world: Path, row: dict[str, Any]) -> None:
+    text = json.dumps(row).replace("MARK", str(world / MARK)) + "\n"
+    (world / "prompts.jsonl").write_text(text * 3)
 
 
 def _script(world: Path) -> None:
     (world / "org" / "name").mkdir(parents=True)
     (world / "org" / "name" / "name.py").write_text(code(world))
-    (world / "org" / "name" / "README.md").write_text(
-        "---\nconfigs: [{config_name: default, data_files: x.pkl}]\n---\n"
-    )
+    readme = "---\nconfigs: [{config_name: default, data_files: x.pkl}]\n---\n"
+    (world / "org" / "name" / "README.md").write_text(readme)
     (world / "org" / "name" / "x.pkl").write_bytes(pickled(world))
 
 
-def _reported(key: str) -> Callable[[Path], None]:
-    def plant(world: Path) -> None:
-        evil = "{{ cycler.__init__.__globals__.os.system('touch " + str(world / MARK) + "') }}"
-        values = json.loads((world / "report" / "report.json").read_text())
-        (world / "report" / "report.json").write_text(json.dumps(_replaced(values, key, evil)))
-
-    return plant
+@of_world
+def _reported(world: Path, key: str) -> None:
+    evil = "{{ cycler.__init__.__globals__.os.system('touch " + str(world / MARK) + "') }}"
+    values = json.loads((world / "report" / "report.json").read_text())
+    (world / "report" / "report.json").write_text(json.dumps(_replaced(values, key, evil)))
 
 
 def _replaced(values: Any, key: str, text: str) -> Any:

@@ -6,10 +6,13 @@ import json
 import random
 import struct
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import yaml
 from world import reseal
 
 SHORT = ["--max-new-tokens", "4", "--no-compare"]
@@ -89,37 +92,20 @@ def damaged(count: int, seed: int) -> Iterator[Case]:
             kind, change = draw.choice(list((TEXTS | (VALUES if not file.endswith(".jinja") else JINJA)).items()))
             if kind in VALUES:
                 change = _of_values(file, change)
-        honest = draw.random() < 0.5
-        yield Case(f"{number}: {kind} in {file}", file, _planted(file, change, f"{seed}/{number}", honest), command)
+        plant = partial(_plant, file, change, f"{seed}/{number}", draw.random() < 0.5)
+        yield Case(f"{number}: {kind} in {file}", file, plant, command)
 
 
-def _planted(file: str, change: Callable[..., bytes], seed: str, resealed: bool) -> Callable[[Path], None]:
-    def plant(world: Path) -> None:
-        for place in list(world.glob(file)):
-            place.write_bytes(change(place.read_bytes(), random.Random(seed)))
-        if resealed and file == "report/report.json":
-            _unsealed(world / file)
-        if resealed and file.startswith("pair-"):
-            _seal(world / file.partition("/")[0])
-
-    return plant
-
-
-def _unsealed(report: Path) -> None:
-    """Take the checksum out of a report, as an older one has none."""
-    try:
-        values = json.loads(report.read_bytes())
-        report.write_text(json.dumps({k: v for k, v in values.items() if k != "checksum"}))
-    except (ValueError, RecursionError, AttributeError):
-        return
-
-
-def _seal(pair: Path) -> None:
-    """Seal the pair if there is still something to seal."""
-    try:
-        reseal(pair)
-    except (ValueError, KeyError, TypeError, RecursionError, AttributeError):
-        return
+def _plant(file: str, change: Callable[..., bytes], seed: str, resealed: bool, world: Path) -> None:
+    for place in list(world.glob(file)):
+        place.write_bytes(change(place.read_bytes(), random.Random(seed)))
+    if resealed and file == "report/report.json":  # a report of before checksums
+        with suppress(ValueError, RecursionError, AttributeError):
+            values = json.loads((world / file).read_bytes())
+            (world / file).write_text(json.dumps({k: v for k, v in values.items() if k != "checksum"}))
+    if resealed and file.startswith("pair-"):
+        with suppress(ValueError, KeyError, TypeError, RecursionError, AttributeError):  # nothing is left to seal
+            reseal(world / file.partition("/")[0])
 
 
 # ------------------------------------------------------------ texts: any file
@@ -195,60 +181,23 @@ JINJA: dict[str, Callable[[bytes, random.Random], bytes]] = {
 # ------------------------------------------------------------ values: JSON and YAML
 
 
-NASTY: list[Any] = [
-    None,
-    True,
-    False,
-    -1,
-    0,
-    1,
-    2**31,
-    2**63,
-    -(2**63),
-    10**9,
-    10**12,
-    10**30,
-    "DIGITS",
-    "MANY DIGITS",
-    1e308,
-    -1e-300,
-    "NAN",
-    "INFINITY",
-    "",
-    "x",
-    "\x00",
-    "\u2028",
-    "SURROGATE",
-    "x" * 100_000,
-    "../../../../etc/passwd",
-    "/dev/zero",
-    "(a+)+$",
-    "{{ 7 * 7 }}",
-    [],
-    {},
-    [[[[[]]]]],
-    [None],
-    ["x"] * 1000,
-    {"a": {"b": {"c": {}}}},
-    {"": None},
-    "DEEP",
-]
+NASTY: list[Any] = [None, True, False, -1, 0, 1, 2**31, 2**63, -(2**63), 10**9, 10**12, 10**30]
+NASTY += ["DIGITS", "MANY DIGITS", 1e308, -1e-300, "NAN", "INFINITY", "", "x", "\x00", "\u2028", "SURROGATE"]
+NASTY += ["x" * 100_000, "../../../../etc/passwd", "/dev/zero", "(a+)+$", "{{ 7 * 7 }}"]
+NASTY += [[], {}, [[[[[]]]]], [None], ["x"] * 1000, {"a": {"b": {"c": {}}}}, {"": None}, "DEEP"]
 
 
 def _of_values(file: str, change: Callable[..., Any]) -> Callable[[bytes, random.Random], bytes]:
     """Return a change of the text of a file, from one of its values."""
 
     def changed(text: bytes, draw: random.Random) -> bytes:
-        if file.endswith(".yaml"):
-            import yaml
-
-            return _written(change(yaml.safe_load(text), draw)).encode("utf-8", "surrogatepass")
         if file.endswith(".jsonl"):
             lines = text.decode().splitlines()
             place = draw.randrange(len(lines))
             lines[place] = _written(change(json.loads(lines[place]), draw))
             return ("\n".join(lines) + "\n").encode("utf-8", "surrogatepass")
-        return _written(change(json.loads(text), draw)).encode("utf-8", "surrogatepass")
+        values = yaml.safe_load(text) if file.endswith(".yaml") else json.loads(text)
+        return _written(change(values, draw)).encode("utf-8", "surrogatepass")
 
     return changed
 
@@ -256,17 +205,10 @@ def _of_values(file: str, change: Callable[..., Any]) -> Callable[[bytes, random
 def _written(values: Any) -> str:
     """Return JSON (which is YAML, too), with what Python's own writer cannot say in place of its names."""
     text = json.dumps(values, indent=2)
-    deep = "[" * 5000 + "]" * 5000
-    names = {
-        '"MANY DIGITS"': "9" * 5000,
-        '"DIGITS"': "9" * 200,
-        '"NAN"': "NaN",
-        '"INFINITY"': "-Infinity",
-        '"SURROGATE"': '"\\ud800"',
-        '"DEEP"': deep,
-    }
+    names = {"MANY DIGITS": "9" * 5000, "DIGITS": "9" * 200, "NAN": "NaN", "INFINITY": "-Infinity"}
+    names |= {"SURROGATE": '"\\ud800"', "DEEP": "[" * 5000 + "]" * 5000}
     for name, said in names.items():
-        text = text.replace(name, said)
+        text = text.replace(f'"{name}"', said)
     return text
 
 
@@ -381,9 +323,8 @@ def _reshaped(entry: dict[str, Any], draw: random.Random) -> None:
 
 def _moved(entry: dict[str, Any], draw: random.Random) -> None:
     begin, end = entry["data_offsets"]
-    entry["data_offsets"] = draw.choice(
-        [[end, begin], [begin + 1, end + 1], [0, 2**63], [-1, 3], [0, 0], ["0", "1"], []]
-    )
+    others = [[end, begin], [begin + 1, end + 1], [0, 2**63], [-1, 3], [0, 0], ["0", "1"], []]
+    entry["data_offsets"] = draw.choice(others)
 
 
 def _renamed(content: bytes, draw: random.Random) -> bytes:

@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 import traceback
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 SECONDS, GIGABYTES = 10.0, 2.0
@@ -31,9 +31,6 @@ class Outcome:
     @property
     def held(self) -> bool:
         return self.code in (0, 1, 2, 3) and self.cpu <= SECONDS and self.gigabytes <= GIGABYTES
-
-    def to_dict(self) -> dict[str, object]:
-        return asdict(self)
 
 
 def prepare() -> None:

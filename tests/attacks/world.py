@@ -41,6 +41,7 @@ def make_world(folder: Path) -> None:
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     chats = [{"id": f"c{i}", "messages": [{"role": "user", "content": text}]} for i, text in enumerate(TEXT)]
     (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chats))
+    commands = []
     for name, drafter in {
         "eagle": {"type": "eagle3", "steps": 2, "draft_vocab_size": 64},
         "draft": {"type": "draft_model", "path": "small"},
@@ -48,12 +49,10 @@ def make_world(folder: Path) -> None:
         "mtp": {"type": "mtp", "steps": 2},
     }.items():
         _write_recipe(folder / f"{name}.yaml", name, drafter)
-        said = run(["train", f"{name}.yaml"], folder)
+        commands += [["train", f"{name}.yaml"], ["pair", "new", f"pair-{name}", f"{name}.yaml"]]
+    for command in [*commands, ["eval", "eagle.yaml", "--out", "report"]]:
+        said = run(command, folder)
         assert said.code == 0, said.said
-        said = run(["pair", "new", f"pair-{name}", f"{name}.yaml"], folder)
-        assert said.code == 0, said.said
-    said = run(["eval", "eagle.yaml", "--out", "report"], folder)
-    assert said.code == 0, said.said
     (folder / "accelerate.yaml").write_text("distributed_type: MULTI_GPU\nnum_processes: 2\n")
     (folder / ".said").unlink()
 
@@ -94,17 +93,10 @@ def _write_recipe(file: Path, name: str, drafter: dict[str, Any]) -> None:
             "allow_leaks": True,
         },
         "training": {"max_steps": 2, "per_device_train_batch_size": 2, "disable_tqdm": True},
-        "eval": {
-            "suites": ["prompts.jsonl"],
-            "limit": 2,
-            "max_new_tokens": 8,
-            "repeats": 1,
-            "temperatures": [0.0],
-            "depth": 2,
-            "baselines": [],
-        },
+        "eval": {"suites": ["prompts.jsonl"], "limit": 2, "max_new_tokens": 8, "repeats": 1, "temperatures": [0.0]},
         "output": f"run-{name}",
     }
+    recipe["eval"] |= {"depth": 2, "baselines": []}
     file.write_text(yaml.safe_dump(recipe))
 
 

@@ -66,31 +66,9 @@ def test_variants_are_trained_once_and_compared_with_the_first(
     """The same loss by another name differs by exactly nothing; half of the training differs."""
     out, work = tmp_path / "found.json", tmp_path / "work"
     suite = str(recipe_file.parent / "prompts.jsonl")
-    variants = [
-        "--vary",
-        "drafter.loss=soft_ce",
-        "--vary",
-        "drafter.loss={soft_ce: 1.0}",
-        "--vary",
-        "training.learning_rate=0.5",
-        "training.max_steps=1",
-    ]
-    given = [
-        str(recipe_file),
-        *variants,
-        "--seeds",
-        "2",
-        "--work",
-        str(work),
-        "--suites",
-        suite,
-        "--max-new-tokens",
-        "8",
-        "--depth",
-        "2",
-        "--out",
-        str(out),
-    ]
+    given = [str(recipe_file), "--vary", "drafter.loss=soft_ce", "--vary", "drafter.loss={soft_ce: 1.0}"]
+    given += ["--vary", "training.learning_rate=0.5", "training.max_steps=1", "--seeds", "2"]
+    given += ["--max-new-tokens", "8", "--depth", "2", "--work", str(work), "--suites", suite, "--out", str(out)]
     assert command(lambda: ablation.main(given)) == 0
     result = json.loads(out.read_text())
     assert result["conditions"]["seeds"] == 2
@@ -114,21 +92,18 @@ def test_variants_are_trained_once_and_compared_with_the_first(
     assert json.loads(out.read_text()) == result
 
 
-def test_variants_share_target_and_data(recipe_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        command(
-            lambda: ablation.main(
-                [str(recipe_file), "--vary", "data.max_new_tokens=8", "--vary", "data.max_new_tokens=9"]
-            )
-        )
-        == 2
-    )
-    assert "same responses" in capsys.readouterr().err
-    assert (
-        command(lambda: ablation.main([str(recipe_file), "--vary", "drafter.steps=2", "--vary", "drafter.steps=2"]))
-        == 2
-    )
-    assert "two or more different variants" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("one", "other", "said"),
+    [
+        ("data.max_new_tokens=8", "data.max_new_tokens=9", "same responses"),
+        ("drafter.steps=2", "drafter.steps=2", "two or more different variants"),
+    ],
+)
+def test_variants_share_target_and_data(
+    recipe_file: Path, capsys: pytest.CaptureFixture[str], one: str, other: str, said: str
+) -> None:
+    assert command(lambda: ablation.main([str(recipe_file), "--vary", one, "--vary", other])) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_shapes_and_rules_are_compared_on_the_same_prompts(
@@ -136,30 +111,10 @@ def test_shapes_and_rules_are_compared_on_the_same_prompts(
 ) -> None:
     out = tmp_path / "found.json"
     Eagle3.build(Eagle3Config(), Target.load(target_folder)).save(tmp_path / "head")
-    given = [
-        "--target",
-        str(target_folder),
-        "--drafter",
-        str(tmp_path / "head"),
-        "--suites",
-        str(recipe_file.parent / "prompts.jsonl"),
-        "--limit",
-        "3",
-    ]
-    given += [
-        "--max-new-tokens",
-        "6",
-        "--deepest",
-        "2",
-        "--depth",
-        "2",
-        "--nodes",
-        "4",
-        "--seeds",
-        "2",
-        "--out",
-        str(out),
-    ]
+    suite = str(recipe_file.parent / "prompts.jsonl")
+    given = ["--target", str(target_folder), "--drafter", str(tmp_path / "head"), "--suites", suite, "--out", str(out)]
+    given += ["--limit", "3", "--max-new-tokens", "6", "--deepest", "2", "--depth", "2", "--nodes", "4"]
+    given += ["--seeds", "2"]
     assert command(lambda: shapes.main(given)) == 0
     result = json.loads(out.read_text())
     assert result["conditions"]["prompts"] == 3

@@ -39,15 +39,8 @@ def test_a_whole_measurement(tiny_llama: Callable, jobs: list[PromptJob]) -> Non
     target = Target(tiny_llama(layers=2, eos_token_id=5))
     contestants = [Contestant("plain", None, Plan(0)), Contestant("self", DraftModel(target.model), Plan(2))]
     ticks: list[None] = []
-    points = measure_batches(
-        target,
-        contestants,
-        jobs,
-        [1, 4],
-        EvalSpec(max_new_tokens=12, repeats=1),
-        least=3,
-        tick=lambda: ticks.append(None),
-    )
+    settings = EvalSpec(max_new_tokens=12, repeats=1)
+    points = measure_batches(target, contestants, jobs, [1, 4], settings, 3, lambda: ticks.append(None))
     assert [(p.contestant, p.size) for p in points] == [("plain", 1), ("self", 1), ("plain", 4), ("self", 4)]
     assert [(p.groups, p.sequences) for p in points[1::2]] == [(10, 10), (3, 12)]
     assert len(ticks) == 13
@@ -109,9 +102,8 @@ def test_the_plot_has_a_line_and_a_label_for_each_contestant_and_a_mark_for_each
     assert {"a & b", "c", "1", "2", "4", "batch size"} <= set(words)
     curves = list(svg.iter(f"{space}polyline"))
     assert [len((c.get("points") or "").split()) for c in curves] == [3, 3]
-    assert (
-        len([line for line in svg.iter(f"{space}line") if (line.get("class") or "").startswith("spread")]) == 4
-    )  # none where there is no interval
+    spread = [line for line in svg.iter(f"{space}line") if (line.get("class") or "").startswith("spread")]
+    assert len(spread) == 4  # none where there is no interval
     assert "1: 1.50×" in (svg.get("aria-label") or "")
     across = [float(p.split(",")[0]) for p in (curves[0].get("points") or "").split()]
     assert across[1] - across[0] == pytest.approx(across[2] - across[1], abs=0.2)  # sizes stand on a log scale

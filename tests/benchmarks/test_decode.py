@@ -6,24 +6,26 @@ Forced acceptance really drafts, bare passes are the loop's own, and gaps are re
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import batches, context, decode
+from benchmarks import batches, decode
 from benchmarks.cells import MARK, guarded, merged, read_trace, waits
-from benchmarks.context import Fit
 from benchmarks.decode import joined_prompts
 from benchmarks.forced import Forced, forced_assistant, make_script
 from benchmarks.loops import Ours, Theirs, Timed, assist
-from benchmarks.overhead import Passes, loop_overhead, of_parts
+from benchmarks.overhead import Overhead, Passes, loop_overhead
 from benchmarks.random_targets import build_draft_model, build_eagle3, build_target, following, random_prompts, shape_of
 from benchmarks.report import command
 from outrider.common import BadInputError
 from outrider.decode import Decoder, Plan
+from outrider.decode import round as stage
 from outrider.heads import Drafter, DraftModel, Eagle3, Eagle3Config, Ngram, Session
 from outrider.targets import Target
 
@@ -51,9 +53,8 @@ def texts_of(target: Target, count: int) -> list[list[int]]:
 def test_forced_drafts_are_accepted_as_the_script_says_and_the_text_stays(
     target: Target, tiny_llama: Callable, kind: str, static: bool
 ) -> None:
-    inner: Drafter = (
-        Eagle3.build(Eagle3Config(), target) if kind == "eagle3" else DraftModel(tiny_llama(layers=1, seed=1))
-    )
+    head = kind == "eagle3"
+    inner: Drafter = Eagle3.build(Eagle3Config(), target) if head else DraftModel(tiny_llama(layers=1, seed=1))
     texts = texts_of(target, 40)
     decoder = Decoder(target, Forced(inner), static=static)
     for share in (1.0, 0.5, 0.0):
@@ -106,9 +107,8 @@ def test_transformers_assistant_is_forced_by_the_same_script(
     """
     assistant, texts = tiny_llama(layers=1, seed=1), texts_of(target, 60)[:1]
     script = make_script(texts, share, 64)
-    theirs = Theirs("assisted", target, 41, assist(assistant, 4), around=lambda: forced_assistant(assistant, script))(
-        PROMPTS[:1]
-    )
+    forced = partial(forced_assistant, assistant, script)
+    theirs = Theirs("assisted", target, 41, assist(assistant, 4), around=forced)(PROMPTS[:1])
     ours = Ours("forced", Decoder(target, Forced(DraftModel(assistant))), Plan(4), 41, script=script)(PROMPTS[:1])
     assert theirs.tokens == ours.tokens == written(target, 41, PROMPTS[:1])
     assert abs(theirs.rounds - ours.rounds) <= 1 + (share < 1) * 2
@@ -159,9 +159,8 @@ def passes_made(target: Target, run: Callable[[], object], monkeypatch: pytest.M
     forward = target.forward
 
     def spy(tokens: torch.Tensor, cache: Any, **more: Any) -> Any:
-        seen.append(
-            (tuple(tokens.shape), tokens[:, 0].tolist(), sorted(cache.host_lengths), tuple(more.get("taps", ())))
-        )
+        taps = tuple(more.get("taps", ()))
+        seen.append((tuple(tokens.shape), tokens[:, 0].tolist(), sorted(cache.host_lengths), taps))
         return forward(tokens, cache, **more)
 
     with monkeypatch.context() as patch:
@@ -175,9 +174,8 @@ def test_bare_passes_are_those_of_the_loop(target: Target, drafted: bool, monkey
     """The same roots, widths, contexts and taps; rows that end leave; each round of the drafter's too."""
     inner = Eagle3.build(Eagle3Config(), target)
     script = make_script(texts_of(target, 40), 0.6, 64) if drafted else None
-    loop = Ours(
-        "loop", Decoder(target, Forced(inner) if drafted else None), Plan(3 if drafted else 0), 20, script=script
-    )
+    decoder, plan = Decoder(target, Forced(inner) if drafted else None), Plan(3 if drafted else 0)
+    loop = Ours("loop", decoder, plan, 20, script=script)
     loop(PROMPTS)  # a target may look at itself first
     known: list[Timed] = []
     looped = passes_made(target, lambda: known.append(loop(PROMPTS)), monkeypatch)
@@ -194,20 +192,24 @@ def test_bare_passes_are_those_of_the_loop(target: Target, drafted: bool, monkey
 
 
 def test_overhead_is_what_the_loop_takes_beside_its_passes(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A decoder that sleeps 20 ms per round, beside passes of 1 ms."""
-    import time
+    """A decoder that sleeps 20 ms per round, beside passes of 1 ms.
 
-    from outrider.decode import round as stage
-
-    loop = Ours("plain", Decoder(target), Plan(0), 6)
-    assert loop_overhead(loop, [PROMPTS], 1).loop_seconds < 0.02
-    verify = stage.verify_and_commit
-    monkeypatch.setattr(stage, "verify_and_commit", lambda *arguments: (time.sleep(0.02), verify(*arguments))[1])
-    found = loop_overhead(loop, [[p] for p in PROMPTS], repeats=2)
+    It is measured in turns with one that does not sleep; the fastest runs count, since the machine may be busy.
+    """
+    verify, pause = stage.verify_and_commit, 0.0
+    monkeypatch.setattr(stage, "verify_and_commit", lambda *arguments: (time.sleep(pause), verify(*arguments))[1])
+    loop, prompts = Ours("plain", Decoder(target), Plan(0), 6), [[p] for p in PROMPTS]
+    awake, asleep = [], []
+    for _ in range(3):
+        pause = 0.0
+        awake.append(loop_overhead(loop, prompts, repeats=1).loop_seconds)
+        pause = 0.02
+        asleep.append(loop_overhead(loop, prompts, repeats=2))
+    assert min(awake) < 0.02
+    found = min(asleep, key=lambda overhead: overhead.bare_seconds)
     assert found.loop_seconds - found.bare_seconds > 0.019
-    assert (
-        found.rounds == 2 * 3 * 4
-    )  # six tokens are one from the prompt and five rounds, the first of which is left out
+    # Six tokens are one from the prompt and five rounds, the first of which is left out.
+    assert found.rounds == 2 * 3 * 4
     assert found.share.value == pytest.approx(found.loop_seconds / found.bare_seconds - 1)
     assert found.processor.value < found.share.value  # asleep, it uses no processor
     assert found.to_dict()["of_processor_time"]["share"] == round(found.processor.value, 5)
@@ -219,7 +221,7 @@ def test_overhead_needs_more_than_one_round(target: Target) -> None:
 
 
 def test_overhead_of_parts() -> None:
-    assert of_parts(1.1, [0.2, 0.8])["share"] == pytest.approx(0.1)
+    assert Overhead.of_parts(1.1, [0.2, 0.8]).to_dict()["share"] == pytest.approx(0.1)
 
 
 # ------------------------------------------------------------ gaps
@@ -242,8 +244,6 @@ def test_a_trace_by_hand() -> None:
     events += [
         {"ph": "X", "cat": "user_annotation", "name": MARK, "ts": 9, "dur": 0},
         {"ph": "X", "cat": "cpu_op", "name": "op", "ts": 8, "dur": 4},
-    ]
-    events += [
         {"ph": "X", "cat": "gpu_user_annotation", "name": MARK, "ts": 18.5, "dur": 0},
         {"ph": "M", "name": "meta"},
     ]
@@ -279,19 +279,9 @@ def test_random_targets_say_what_is_known_beforehand(name: str, dtype: torch.dty
 
 def test_real_shapes_are_those_that_were_published() -> None:
     llama, qwen = shape_of("llama-3.1-8b"), shape_of("qwen3-8b")
-    assert [llama[k] for k in ("hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size")] == [
-        4096,
-        32,
-        14336,
-        128256,
-    ]
-    assert [qwen[k] for k in ("hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size", "head_dim")] == [
-        4096,
-        36,
-        12288,
-        151936,
-        128,
-    ]
+    sizes = ("hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size", "head_dim")
+    assert [llama[size] for size in sizes] == [4096, 32, 14336, 128256, 128]
+    assert [qwen[size] for size in sizes] == [4096, 36, 12288, 151936, 128]
     with pytest.raises(BadInputError, match="hidden_size must be at least 1, got 0"):
         shape_of("qwen3-8b", hidden=0)
     with pytest.raises(BadInputError, match=r"known: llama-3\.1-8b, qwen3-8b"):
@@ -315,17 +305,18 @@ def test_too_little_memory_is_written_down() -> None:
         raise error
 
     assert guarded(lambda: 5) == 5
-    assert guarded(lambda: fail(torch.OutOfMemoryError("CUDA out of memory.\nmore"))) == {
-        "error": "CUDA out of memory."
-    }
+    full = torch.OutOfMemoryError("CUDA out of memory.\nmore")
+    assert guarded(lambda: fail(full)) == {"error": "CUDA out of memory."}
     assert guarded(lambda: fail(BadInputError("needs 70 GiB"))) == {"error": "needs 70 GiB"}
     with pytest.raises(KeyError):
         guarded(lambda: fail(KeyError("a mistake of ours")))
 
 
 def test_a_users_mistake_is_one_line(capsys: pytest.CaptureFixture) -> None:
-    assert command(lambda: context.main(["--contexts", "16", "32"])) == 2
-    assert capsys.readouterr().err.startswith("error: --contexts: a line needs three lengths")
+    assert command(lambda: decode.main(["--shape", "gpt-5"])) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: no shape 'gpt-5'; known: llama-3.1-8b, qwen3-8b.")
+    assert said.count("\n") == 1
 
 
 def test_shapes_run_on_a_cpu(tmp_path: Path) -> None:
@@ -334,25 +325,9 @@ def test_shapes_run_on_a_cpu(tmp_path: Path) -> None:
     Forced figures say so.
     """
     out = tmp_path / "found.json"
-    shape = ["--shape", "llama-3.1-8b", "--layers", "1", "--hidden", "64", "--vocab", "512"]
-    assert (
-        decode.main(
-            [
-                *shape,
-                "--context",
-                "80",
-                "--batch",
-                "1",
-                "2",
-                "--quick",
-                "--bandwidth-bytes",
-                "100000",
-                "--out",
-                str(out),
-            ]
-        )
-        == 0
-    )
+    given = ["--shape", "llama-3.1-8b", "--layers", "1", "--hidden", "64", "--vocab", "512", "--context", "80"]
+    given += ["--batch", "1", "2", "--quick"]
+    assert decode.main([*given, "--bandwidth-bytes", "100000", "--out", str(out)]) == 0
     result = json.loads(out.read_text())
     assert result["conditions"]["target"]["config"]["hidden_size"] == 64
     assert {"dtype", "device", "device_name", "threads", "versions", "cells"} <= result["conditions"].keys()
@@ -377,12 +352,8 @@ def test_shapes_run_on_a_cpu(tmp_path: Path) -> None:
 @pytest.fixture
 def prompts_file(tmp_path: Path) -> Path:
     file = tmp_path / "tiny.jsonl"
-    file.write_text(
-        "".join(
-            json.dumps({"id": f"p{i}", "text": f"def function_{i}(first, second):\n" * (1 + i % 2)}) + "\n"
-            for i in range(4)
-        )
-    )
+    rows = [{"id": f"p{i}", "text": f"def function_{i}(first, second):\n" * (1 + i % 2)} for i in range(4)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
 
 
@@ -392,18 +363,16 @@ def test_suites_and_cells_of_a_saved_target(target_folder: Path, prompts_file: P
     target = Target.load(target_folder)
     Eagle3.build(Eagle3Config(), target).save(drafters / "eagle3")
     target.model.save_pretrained(drafters / "draft_model")
-    common = ["--target", str(target_folder), "--suites", str(prompts_file), "--max-new-tokens", "8", "--repeats", "1"]
-    folders = ["--eagle3", str(drafters / "eagle3"), "--draft-model", str(drafters / "draft_model")]
-    cells = ["--context", "24", "--quick", "--bandwidth-bytes", "100000", "--overhead-prompts", "2", "--out", str(out)]
-    assert decode.main([*common, *folders, *cells]) == 0
+    given = ["--target", str(target_folder), "--suites", str(prompts_file), "--out", str(out)]
+    given += ["--eagle3", str(drafters / "eagle3"), "--draft-model", str(drafters / "draft_model"), "--quick"]
+    given += ["--max-new-tokens", "8", "--repeats", "1", "--context", "24", "--bandwidth-bytes", "100000"]
+    given += ["--overhead-prompts", "2"]
+    assert decode.main(given) == 0
     result = json.loads(out.read_text())
     assert {"conditions", "tokens_per_second_ratios", "figures"} <= result.keys()
     assert result["conditions"]["prompts"] == 4
-    ratios = {
-        "plain / transformers.generate",
-        "draft_model / transformers.assisted",
-        "ngram / transformers.prompt_lookup",
-    }
+    theirs = {"plain": "generate", "draft_model": "assisted", "ngram": "prompt_lookup"}
+    ratios = {f"{name} / transformers.{other}" for name, other in theirs.items()}
     assert ratios <= result["tokens_per_second_ratios"].keys()
     assert {f["identical"] for f in result["figures"] if f["contestant"] != "plain" and f["suite"] == "all"} == {4}
     assert result["loop_overhead"].keys() == {"plain", "eagle3", "draft_model"}
@@ -419,41 +388,12 @@ def test_a_drafter_of_another_kind_is_refused(target_folder: Path, capsys: pytes
 
 def test_batches_write_figures_and_a_plot(target_folder: Path, prompts_file: Path, tmp_path: Path) -> None:
     out = tmp_path / "batches.json"
-    common = ["--target", str(target_folder), "--suites", str(prompts_file), "--max-new-tokens", "6"]
-    assert (
-        batches.main(
-            [*common, "--drafter", "ngram", "--sizes", "1", "2", "--depths", "2", "--groups", "2", "--out", str(out)]
-        )
-        == 0
-    )
+    given = ["--target", str(target_folder), "--suites", str(prompts_file), "--out", str(out)]
+    given += ["--max-new-tokens", "6", "--drafter", "ngram", "--sizes", "1", "2", "--depths", "2", "--groups", "2"]
+    assert batches.main(given) == 0
     result = json.loads(out.read_text())
-    assert [(p["contestant"], p["size"]) for p in result["points"]] == [
-        ("plain", 1),
-        ("ngram, depth 2", 1),
-        ("plain", 2),
-        ("ngram, depth 2", 2),
-    ]
+    points = [(p["contestant"], p["size"]) for p in result["points"]]
+    assert points == [("plain", 1), ("ngram, depth 2", 1), ("plain", 2), ("ngram, depth 2", 2)]
     assert all(p["identical"] == p["sequences"] for p in result["points"])
     assert result["conditions"]["prompts"] == 4
     assert out.with_suffix(".svg").read_text().startswith("<svg xmlns=")
-
-
-def test_context_fits_a_line_and_counts_the_caches_bytes(tmp_path: Path) -> None:
-    out = tmp_path / "context.json"
-    assert context.main(["--contexts", "16", "32", "64", "--layers", "1", "--repeats", "2", "--out", str(out)]) == 0
-    result = json.loads(out.read_text())
-    for kind in ("plain", "drafted"):
-        assert [len(result[kind][name]) for name in ("round_seconds", "attention_seconds")] == [3, 3]
-        assert result[kind]["mean_contexts"][0] >= 16
-        assert {"a", "b", "b_error", "r2"} == result[kind]["fit"].keys()
-    assert [row["bytes"] == row["computed"] for row in result["memory"]] == [True] * 6
-
-
-def test_a_line_is_found_again() -> None:
-    fit = Fit.of([1, 2, 4], [5.0, 7.0, 11.0])
-    assert (fit.a, fit.b, fit.r2) == (pytest.approx(3), pytest.approx(2), pytest.approx(1))
-    assert fit.b_error == pytest.approx(0, abs=1e-9)
-    # By hand: means 2 and 17/6, products 3 over squares 2; left over 1/9 + 4/9 + 1/9 of 31/6.
-    fit = Fit.of([1, 2, 3], [1.0, 3.5, 4.0])
-    assert (fit.a, fit.b) == (pytest.approx(-1 / 6), pytest.approx(1.5))
-    assert (fit.b_error, fit.r2) == (pytest.approx((1 / 3) ** 0.5), pytest.approx(1 - (2 / 3) / (31 / 6)))

@@ -17,7 +17,7 @@ SCRIPT = ROOT / "benchmarks" / "gpu.sh"
 
 
 def run(out: Path, *words: str, **environment: str) -> str:
-    known = {name: value for name, value in os.environ.items() if name != "OUT"}
+    known = {name: value for name, value in os.environ.items() if name not in ("OUT", "TRITON_INTERPRET")}
     done = subprocess.run(
         [SCRIPT, "--tiny", "--out", out, *words],
         capture_output=True,
@@ -59,10 +59,11 @@ def test_an_option_that_it_does_not_have_is_refused(tmp_path):
 def test_the_whole_script_runs_to_its_end_on_a_cpu(tmp_path):
     run(tmp_path)
     summary = (tmp_path / "summary.md").read_text()
-    for part in ("Goals", "Passes of the target", "Decoding", "Training", "float64"):
+    for part in ("Goals", "Passes of the target", "Decoding", "Training", "Kernels against float64"):
         assert f"## {part}" in summary
     for name in ("kernels", "passes-llama", "passes-qwen3", "decode-llama", "training", "identity"):
         assert (tmp_path / f"{name}.json").exists(), summary
+    assert "eager" in (tmp_path / "candidates.txt").read_text()
     assert "kernels run on a GPU" in summary, "the fast pass is refused here, and that is said"
 
 
@@ -81,20 +82,23 @@ def test_the_page_says_goals_figures_and_failures(tmp_path):
         {"context": 1024, "tokens": n, "seconds": 0.004 * over, "over_one_token": over, "share_of_floor": 0.85 / over}
         for n, over in ((1, 1.0), (8, 1.02), (64, 1.3))
     ]
-    runners = {"fast": {"passes": passes}, "compiled": {"error": "RuntimeError: no compiler"}}
+    runners = {"kernels": {"passes": passes}, "compiled": {"error": "RuntimeError: no compiler"}}
     (tmp_path / "passes-llama.json").write_text(json.dumps({"floor": {"weight_bytes": 15e9}, "runners": runners}))
     rounds = {"plain": 0.004, "transformers.generate": 0.018, "eagle3, forced 1": 0.005}
     loops = {name: {"seconds_per_round": time, "steady_tokens_per_second": 1 / time} for name, time in rounds.items()}
     cell = {"loops": loops, "gaps": {"plain": {"between": 0.00004}}}
     (tmp_path / "decode-llama.json").write_text(json.dumps({"cells": [cell]}))
+    tried = "kernels (taken)          right: yes       0.900 ms for 1 token"
+    (tmp_path / "candidates.txt").write_text(f"H200, bfloat16, llama\n{tried}\n")
     (tmp_path / "tests.failed").write_text("exit code 1\n3 failed\n")
     said = page(tmp_path)
     assert "plain pass 85.0% of the measured floor (goal: 80%)" in said
     assert "T(8)/T(1) 1.020 (goal: at most 1.05)" in said
-    assert "| Llama-3.1-8B, fast, 1024 | 4.000 | 85.0% / 78.1% | 1.020 | 1.300 |" in said
+    assert "| Llama-3.1-8B, kernels, 1024 | 4.000 | 85.0% / 78.1% | 1.020 | 1.300 |" in said
     assert "llama: 4.50 times `transformers.generate`" in said
     assert "llama: host gap 1.0% of a plain round" in said
     assert "an EAGLE-3 round of depth 4 is 1.25 plain rounds" in said
+    assert f"    {tried}\n" in said
     assert "**tests**: exit code 1; 3 failed" in said
     assert "**passes-llama, compiled**: RuntimeError: no compiler" in said
     assert said.count("Not measured.") == 3

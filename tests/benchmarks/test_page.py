@@ -42,14 +42,8 @@ def test_every_archived_study_has_a_line_about_its_commit() -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    conditions = {
-        "device": "cpu",
-        "device_name": "A Processor",
-        "threads": 2,
-        "dtype": "float32",
-        "torch": "2",
-        "seeds": 3,
-    }
+    conditions = {"device": "cpu", "device_name": "A Processor", "threads": 2, "dtype": "float32", "torch": "2"}
+    conditions["seeds"] = 3
     (tmp_path / "results").mkdir()
     (tmp_path / "archive" / "study").mkdir(parents=True)
     tau = {"value": 1.234, "low": 1.2, "high": 1.3}

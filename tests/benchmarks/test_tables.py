@@ -11,18 +11,12 @@ import pytest
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 MAKERS = {
     "ablation": "ablation-*",
-    "architectures": "architectures",
     "batches": "batches-*",
-    "budgets": "budgets-*",
     "compiled": "kernels-sm90",
-    "context": "context-*",
     "decode": "decode-*",
-    "distill_processes": "distill-processes-*",
     "identity": "identity-*",
     "kernels": "kernels-interpreted",
     "launches": "launches-*",
-    "peers": "peers-*",
-    "served": "served-*",
     "shapes": "[rs][uh]*s-cpu-fp32",
 }
 

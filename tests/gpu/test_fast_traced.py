@@ -12,9 +12,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from outrider.targets import Nodes, RowLengths, Target
-from outrider.targets import target as target_module
 
-from .fake_cuda import Trace, can_fake_cuda, fake_cuda, make_guard, on_fake_cuda
+from .fake_cuda import Trace, can_fake_cuda, fake_cuda, on_fake_cuda
 
 pytest.importorskip("triton")
 from outrider.targets.fast.runner import TritonRunner
@@ -35,17 +34,6 @@ BEFORE = {"llama": 40, "qwen3": 56}
 GOAL = {"llama": 9, "qwen3": 11}
 
 pytestmark = pytest.mark.skipif(not can_fake_cuda(), reason="needs g++, or a CUDA build of torch")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def guard(tmp_path_factory: Any) -> None:
-    make_guard(tmp_path_factory.mktemp("guard"))
-
-
-@pytest.fixture(autouse=True)
-def untried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out what is tried of a target once: it looks at values, of which fake tensors have none."""
-    monkeypatch.setattr(target_module, "require_readable", lambda *given: None)
 
 
 def launched(kind: str, layers: int, tokens: int, fast: bool, tree: bool = False) -> Trace:

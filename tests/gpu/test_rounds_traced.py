@@ -25,10 +25,9 @@ from outrider.decode.sampling import Processors
 from outrider.decode.static_batch import StaticBatch
 from outrider.heads import Abilities, Drafter
 from outrider.targets import RowLengths, Target
-from outrider.targets import target as target_module
 
 from ..heads.test_drafters import MAKERS
-from .fake_cuda import Trace, can_fake_cuda, fake_cuda, make_guard, on_fake_cuda
+from .fake_cuda import Trace, can_fake_cuda, fake_cuda, on_fake_cuda
 
 BUDGET = Path(__file__).with_name("launches.json")
 ROWS, VOCAB, WINDOW = 2, 64, 256
@@ -46,18 +45,6 @@ FIXED = ("draft_model", "eagle1", "eagle3", "medusa", "hydra", "mtp", "self_spec
 DRAFTERS = ["plain", *(name for name in MAKERS if name.split()[0] in FIXED)]
 
 pytestmark = pytest.mark.skipif(not can_fake_cuda(), reason="needs g++, or a CUDA build of torch")
-
-
-@pytest.fixture(scope="session", autouse=True)
-def guard(tmp_path_factory: Any) -> None:
-    if can_fake_cuda():
-        make_guard(tmp_path_factory.mktemp("guard"))
-
-
-@pytest.fixture(autouse=True)
-def untried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out what is tried of a target once: it looks at values, of which fake tensors have none."""
-    monkeypatch.setattr(target_module, "require_readable", lambda *given: None)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -121,9 +108,7 @@ def trace(target: Target, drafter: Drafter | None, plan: Plan, sampling: Samplin
     state, _ = step(setup, state, plan.depth)
     with Trace() as traced:
         after, _ = step(setup, state, plan.depth)
-    assert [t.shape for t in after.tensors()] == [t.shape for t in state.tensors()], (
-        "a graph leaves the shapes it found"
-    )
+    assert [t.shape for t in after.tensors()] == [t.shape for t in state.tensors()], "a graph leaves the shapes"
     return traced
 
 

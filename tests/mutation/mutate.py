@@ -69,6 +69,7 @@ MODULES = {
         ("tests/heads/test_drafters.py", "tests/decode/test_conformance.py", "tests/decode/test_static.py"),
     ),
     "sampling": Module("decode/sampling.py", ("tests/decode/test_sampling.py",)),
+    "hashing": Module("decode/hashing.py", ("tests/decode/test_sampling.py", "tests/decode/test_hashing.py")),
     "control": Module("decode/control.py", ("tests/decode/test_control.py",)),
     "statistics": Module("eval/reports/statistics.py", ("tests/eval/reports/test_statistics.py",)),
     "figures": Module("eval/reports/figures.py", ("tests/eval/reports/test_statistics.py",)),
@@ -91,6 +92,7 @@ MODULES = {
 
 
 _NO_CACHES = shutil.ignore_patterns("__pycache__", "mutation")
+_PLAIN = ["-p", "no:cacheprovider", "-p", "no:xdist"]  # of pytest
 
 
 def run(name: str, resume: bool, sample: int | None, commit: str | None) -> None:
@@ -121,7 +123,7 @@ def _make_copy(copy: Path, module: Module) -> None:
     settings = {
         "source_paths": ["outrider"],
         "only_mutate": [f"outrider/{module.source}"],
-        "pytest_add_cli_args": ["-p", "no:cacheprovider", "-p", "no:xdist"],
+        "pytest_add_cli_args": _PLAIN,
         "pytest_add_cli_args_test_selection": list(module.tests),
         "use_git_change_detection": False,
         "track_dependencies": False,
@@ -137,9 +139,7 @@ def _put_tests(folder: Path, module: Module, commit: str | None = None) -> None:
     if commit is None:
         shutil.copytree(ROOT / "tests", folder / "tests", ignore=_NO_CACHES)
     else:
-        packed = subprocess.run(
-            ["git", "archive", commit, "tests"], cwd=ROOT, stdout=subprocess.PIPE, check=True
-        ).stdout
+        packed = subprocess.check_output(["git", "archive", commit, "tests"], cwd=ROOT)
         subprocess.run(["tar", "x", "-C", str(folder)], input=packed, check=True)
     for test in module.tests:
         (folder / test).touch()
@@ -150,14 +150,8 @@ def _mutmut(copy: Path, *mutants: str) -> None:
     command = [str(Path(sys.executable).parent / "mutmut"), "run", "--max-children", "1", *mutants]
     start = time.monotonic()
     with open(copy / "log", "a", encoding="utf-8") as log:
-        done = subprocess.run(
-            command,
-            cwd=copy,
-            env=os.environ | _quiet(copy / "mutants"),
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            check=False,
-        )
+        variables = os.environ | _quiet(copy / "mutants")
+        done = subprocess.run(command, cwd=copy, env=variables, stdout=log, stderr=subprocess.STDOUT, check=False)
     if done.returncode:
         raise SystemExit(f"mutmut ended with {done.returncode}; its last words are in {copy / 'log'}.")
     with open(copy / "seconds", "a", encoding="utf-8") as file:
@@ -165,7 +159,7 @@ def _mutmut(copy: Path, *mutants: str) -> None:
 
 
 def _sampled(copy: Path, module: Module, count: int) -> list[str]:
-    """The names of `count` mutants, the same ones at each run."""
+    """Return the names of `count` mutants, the same ones at each run."""
     from mutmut.mutation.file_mutation import mutate_file_contents
     from mutmut.utils.format_utils import get_mutant_name
 
@@ -192,27 +186,14 @@ def plant(name: str) -> None:
             print(f"GONE  {name}: {fault['was']}: review that fault", flush=True)
             continue
         file.write_text(text.replace(fault["was"], fault["becomes"], 1), encoding="utf-8")
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-x",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "-p",
-            "no:xdist",
-            *MODULES[name].tests,
-        ]
+        command = [sys.executable, "-m", "pytest", "-x", "-q", *_PLAIN, *MODULES[name].tests]
         done = subprocess.run(command, cwd=copy, env=os.environ | _quiet(copy), capture_output=True, check=False)
-        print(
-            f"{'caught' if done.returncode == 1 else 'UNNOTICED'}  {name}: {fault['was']}  →  {fault['becomes']}",
-            flush=True,
-        )
+        said = "caught" if done.returncode == 1 else "UNNOTICED"
+        print(f"{said}  {name}: {fault['was']}  →  {fault['becomes']}", flush=True)
 
 
 def _quiet(packages: Path) -> dict[str, str]:
-    """The environment that the tests need, with `packages` before the installed ones."""
+    """Return the environment that the tests need, with `packages` before the installed ones."""
     return {
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
@@ -236,7 +217,7 @@ class Mutant:
 
 
 def results(name: str) -> Iterator[Mutant]:
-    """Every mutant of a module that was tried; the lines only of those that survived."""
+    """Yield every mutant of a module that was tried; the lines only of those that survived."""
     source = MODULES[name].source
     meta = WORK / name / "mutants" / "outrider" / f"{source}.meta"
     for mutant, code in json.loads(meta.read_text(encoding="utf-8"))["exit_code_by_key"].items():
@@ -247,7 +228,7 @@ def results(name: str) -> Iterator[Mutant]:
 
 
 def _lines(copy: Path, source: Path, mutant: str) -> tuple[str, str]:
-    """The statement that a mutant changed, and what it made of it, as `plain` writes them."""
+    """Return the statement that a mutant changed, and its form after that, as `plain` writes them."""
     import libcst
     from mutmut import configuration
     from mutmut.mutation.diff_apply import read_functions_from_index
@@ -264,7 +245,7 @@ def _lines(copy: Path, source: Path, mutant: str) -> tuple[str, str]:
 
 
 def plain(statement: str) -> str:
-    """A statement on one line and without comments, so that a list of them does not depend on how code is laid out."""
+    """Return a statement on one line and without comments, so that a list of them does not depend on layout."""
     for body in ("", "\n    pass"):
         with contextlib.suppress(SyntaxError):
             return ast.unparse(ast.parse(statement + body)).splitlines()[0]
@@ -272,7 +253,7 @@ def plain(statement: str) -> str:
 
 
 def same_but_for_wording(was: str, becomes: str) -> bool:
-    """Whether mutmut changed nothing but a string literal that holds a space, which is a text for people."""
+    """Return whether mutmut changed nothing but a string literal that holds a space, which is a text for people."""
     quotes = [place for place, letter in enumerate(was) if letter in "\"'"]
     literals = [(i + 1, j) for i, j in combinations(quotes, 2) if was[i] == was[j] and " " in was[i + 1 : j]]
     return any(becomes == was[:i] + text + was[j:] for i, j in literals for text in _rewordings(was[i:j]))
@@ -283,20 +264,20 @@ def _rewordings(text: str) -> tuple[str, str, str]:
 
 
 def equivalents() -> dict[tuple[str, str], str]:
-    """The reason for each reviewed exchange of statements that changes no behaviour."""
+    """Return the reason for each reviewed exchange of statements that changes no behaviour."""
     rows = yaml.safe_load((HERE / "equivalent.yaml").read_text(encoding="utf-8")) or []
     return {(plain(row["was"]), plain(becomes)): row["because"] for row in rows for becomes in row["becomes"]}
 
 
 def survivors(name: str) -> list[Mutant]:
-    """The mutants that change behaviour and that no test noticed."""
+    """Return the mutants that change behaviour and that no test noticed."""
     known = equivalents()
     found = [m for m in results(name) if not m.caught]
     return [m for m in found if (m.was, m.becomes) not in known and not same_but_for_wording(m.was, m.becomes)]
 
 
 def as_equivalents(mutants: list[Mutant]) -> str:
-    """The mutants in the form of `equivalent.yaml`, one entry for each line that was changed, without reasons."""
+    """Return the mutants in the form of `equivalent.yaml`, one entry for each changed line, without reasons."""
     becomes: dict[str, list[str]] = {}
     for mutant in mutants:
         becomes.setdefault(mutant.was, []).append(mutant.becomes)
@@ -309,20 +290,16 @@ def table(names: list[str]) -> str:
 
     The score is that of the mutants that change behaviour.
     """
-    rows = [
-        "| module | mutants | caught | equivalent | survived | score | seconds |",
-        "|---|---:|---:|---:|---:|---:|---:|",
-    ]
+    rows = ["| module | mutants | caught | equivalent | survived | score | seconds |", f"|---|{'---:|' * 6}"]
     for name in names:
         tried, left = list(results(name)), survivors(name)
         caught = sum(m.caught for m in tried)
         same = len(tried) - caught - len(left)
         taken = WORK / name / "seconds"
         seconds = sum(map(int, taken.read_text(encoding="utf-8").split())) if taken.exists() else "?"
-        score = caught / max(caught + len(left), 1)
-        rows.append(
-            f"| {MODULES[name].source} | {len(tried)} | {caught} | {same} | {len(left)} | {score:.1%} | {seconds} |"
-        )
+        score = f"{caught / max(caught + len(left), 1):.1%}"
+        cells = (MODULES[name].source, len(tried), caught, same, len(left), score, seconds)
+        rows.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(rows)
 
 
@@ -331,28 +308,21 @@ def main() -> None:
     parser.add_argument("job", choices=["run", "again", "plant", "show", "table"])
     parser.add_argument("modules", nargs="*", metavar="MODULE", help=f"among {', '.join(MODULES)}")
     parser.add_argument("--resume", action="store_true", help="go on where a run was stopped")
-    parser.add_argument(
-        "--sample", type=int, help="so many mutants of each module, taken at random, the same ones each time"
-    )
-    parser.add_argument(
-        "--tests-of", metavar="COMMIT", help="run the tests as they were at this commit, to tell what later ones add"
-    )
+    parser.add_argument("--sample", type=int, help="so many mutants of each module, at random, always the same ones")
+    parser.add_argument("--tests-of", metavar="COMMIT", help="the tests of this commit, to tell what later ones add")
     options = parser.parse_args()
-    names = options.modules or [
-        n for n in MODULES if options.job in ("run", "plant") or (WORK / n / "mutants").exists()
-    ]
+    everything = options.job in ("run", "plant")
+    names = options.modules or [name for name in MODULES if everything or (WORK / name / "mutants").exists()]
     if unknown := set(names) - set(MODULES):
         parser.error(f"no module {', '.join(sorted(unknown))}; there are {', '.join(MODULES)}.")
-    if options.job == "run":
-        for name in names:
+    for name in names:
+        if options.job == "run":
             run(name, options.resume, options.sample, options.tests_of)
-    if options.job == "again":
-        for name in names:
-            again(name)
+        elif options.job in ("again", "plant"):
+            {"again": again, "plant": plant}[options.job](name)
     if options.job == "plant":
-        for name in names:
-            plant(name)
-    elif options.job == "show":
+        return
+    if options.job == "show":
         print(as_equivalents([m for name in names for m in survivors(name)]))
     else:
         print(table(names))

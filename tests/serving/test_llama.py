@@ -6,13 +6,16 @@ docs/guides/served.md says how it is built.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import os
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.served_llama import LlamaServer
 from outrider.eval.suites import Suite, load_suites
 from outrider.formats import export_drafter, launch
 from outrider.formats.draft_models import FILE, write_gguf
@@ -28,6 +31,36 @@ from ..conftest import place_of
 
 pytestmark = pytest.mark.served
 TRIAL = Trial(depth=4, max_new_tokens=48, limit=8, seeds=2, habits="llama.cpp")
+EXACT = ("--cache-type-k", "f32", "--cache-type-v", "f32", "--flash-attn", "off", "--no-cache-prompt")
+
+
+@dataclass(frozen=True)
+class LlamaServer:
+    """A llama-server, and how it is started.
+
+    Attributes:
+        program: llama-server. model: of the target, as a GGUF file.
+        settings: its drafting, by the names of its options; {} for none.
+    """
+
+    program: Path
+    model: Path
+    settings: Mapping[str, Any]
+
+    def command(self, port: int) -> list[str]:
+        """Return the command line."""
+        words = [str(self.program), "--model", str(self.model), "--host", "127.0.0.1", "--port", str(port), "--metrics"]
+        words += ["--threads", "1", "--threads-batch", "1", "--ctx-size", "2048", "--parallel", "1", *EXACT]
+        return words + [word for name, value in self.settings.items() for word in (f"--{name}", str(value))]
+
+    def variables(self) -> dict[str, str]:
+        """Return the environment that it runs in."""
+        return dict(os.environ)
+
+    def version(self) -> str:
+        """Return what it says of itself."""
+        said = subprocess.run([str(self.program), "--version"], capture_output=True, text=True, check=True)
+        return (said.stdout + said.stderr).splitlines()[0]
 
 
 @pytest.fixture(scope="module")

@@ -59,6 +59,10 @@ class Subject:
     result: Callable[[str], bool] | None = None
     until: Callable[[Path], bool] | None = None
 
+    def contents(self, work: Path) -> dict[str, str]:
+        """Return the digests of the result."""
+        return contents(work, lambda name: self.result is None or not self.result(name))
+
 
 def _open_pair(workshop: Workshop) -> None:
     pair = Pair.load(workshop.pair)
@@ -93,14 +97,17 @@ def _in(folder: str) -> Callable[[str], bool]:
     return lambda name: name.startswith(f"{folder}/")
 
 
-def _has(*present: str, but: str = "") -> Callable[[Path], bool]:
-    """Return whether these paths below the work folder exist, and that one does not."""
-    return lambda work: all((work / p).exists() for p in present) and not (but and (work / but).exists())
+def _is(file: str) -> Callable[[str], bool]:
+    return lambda name: name == file
 
 
-_CHECKPOINTS = "out/checkpoints/checkpoint-{}/SHA256SUMS"
-_BEFORE_THE_LAST = _has(_CHECKPOINTS.format(2), _CHECKPOINTS.format(4), but=_CHECKPOINTS.format(6))
-_HALF_ANSWERED = _has("out/data.partial/00002.jsonl", but="out/data")
+def _before_the_last(work: Path) -> bool:
+    listed = [(work / f"out/checkpoints/checkpoint-{step}/SHA256SUMS").exists() for step in (2, 4, 6)]
+    return listed == [True, True, False]
+
+
+def _half_answered(work: Path) -> bool:
+    return (work / "out/data.partial/00002.jsonl").exists() and not (work / "out/data").exists()
 
 
 def _half_computed(work: Path) -> bool:
@@ -108,55 +115,24 @@ def _half_computed(work: Path) -> bool:
     return shards > 2 and not any((work / "out/features").glob("*/features.json"))
 
 
+_CHECKPOINTS, _STORED, _TRAINED, _TRAIN = "out/checkpoints", _in("out/features"), _in("out/drafter"), Workshop.train
+_FOURTH, _SIXTH = _in(f"{_CHECKPOINTS}/checkpoint-4"), _in(f"{_CHECKPOINTS}/checkpoint-6")
 SUBJECTS = [
     Subject("pair", "pair new", 180, _in("pair"), _open_pair),
     Subject("responses", "distill", 80, _in("out/data"), _read_data),
     Subject(
-        "responses, unfinished", "distill", 60, _in("out/data.partial"), _read_data, _in("out/data"), _HALF_ANSWERED
+        "responses, unfinished", "distill", 60, _in("out/data.partial"), _read_data, _in("out/data"), _half_answered
     ),
-    Subject("features", "features", 60, _in("out/features"), _features, _in("out/features")),
-    Subject(
-        "features, unfinished", "features", 40, _in("out/features"), _features, _in("out/features"), _half_computed
-    ),
-    Subject(
-        "checkpoint of an interrupted run",
-        "train",
-        110,
-        _in("out/checkpoints/checkpoint-4"),
-        Workshop.train,
-        _in("out/drafter"),
-        _BEFORE_THE_LAST,
-    ),
-    Subject(
-        "last checkpoint of a finished run",
-        "train",
-        50,
-        _in("out/checkpoints/checkpoint-6"),
-        Workshop.train,
-        _in("out/drafter"),
-    ),
-    Subject(
-        "every checkpoint at once",
-        "train",
-        20,
-        _in("out/checkpoints"),
-        Workshop.train,
-        _in("out/drafter"),
-        _BEFORE_THE_LAST,
-    ),
-    Subject(
-        "recipe.yaml of a run",
-        "train",
-        20,
-        lambda name: name == "out/recipe.yaml",
-        Workshop.train,
-        None,
-        _BEFORE_THE_LAST,
-    ),
-    Subject("drafter", "train", 50, _in("out/drafter"), _drafter),
-    Subject("provenance.json of a run", "train", 25, lambda name: name == "out/provenance.json", _drafter),
+    Subject("features", "features", 60, _STORED, _features, _STORED),
+    Subject("features, unfinished", "features", 40, _STORED, _features, _STORED, _half_computed),
+    Subject("checkpoint of an interrupted run", "train", 110, _FOURTH, _TRAIN, _TRAINED, _before_the_last),
+    Subject("last checkpoint of a finished run", "train", 50, _SIXTH, _TRAIN, _TRAINED),
+    Subject("every checkpoint at once", "train", 20, _in(_CHECKPOINTS), _TRAIN, _TRAINED, _before_the_last),
+    Subject("recipe.yaml of a run", "train", 20, _is("out/recipe.yaml"), _TRAIN, None, _before_the_last),
+    Subject("drafter", "train", 50, _TRAINED, _drafter),
+    Subject("provenance.json of a run", "train", 25, _is("out/provenance.json"), _drafter),
     Subject("adapter", "train jointly", 40, _in("out/adapter"), _adapter),
-    Subject("report.json", "eval", 40, lambda n: n == "report/report.json", lambda w: Report.load(w.work / "report")),
+    Subject("report.json", "eval", 40, _is("report/report.json"), lambda w: Report.load(w.work / "report")),
 ]
 
 
@@ -176,7 +152,7 @@ def _attack(workshop: Workshop, subject: Subject, chance: random.Random, count: 
     assert files, f"{subject.name}: nothing to alter in {sorted(contents(workshop.work))}"
     outcome = attempt(lambda: subject.read(workshop))
     assert outcome.code == 0, outcome.said
-    expected = contents(workshop.work, lambda name: subject.result is None or not subject.result(name))
+    expected = subject.contents(workshop.work)
     for number in range(count):
         _copy(good, workshop.work)
         names = files if "every" in subject.name else [files[number % len(files)]]
@@ -184,7 +160,9 @@ def _attack(workshop: Workshop, subject: Subject, chance: random.Random, count: 
         named = [_altered(workshop.work / name, kind, chance) for name in names]
         kinds[kind] += 1
         found.attempts += 1
-        _judge(found, attempt(lambda: subject.read(workshop)), f"{kind} {names[0]}", named, workshop, subject, expected)
+        outcome = attempt(lambda: subject.read(workshop))
+        whole = subject.contents(workshop.work) == expected
+        _judge(found, outcome, f"{kind} {names[0]}", named, whole)
         found.kinds = dict(sorted(kinds.items()))
         print(json.dumps(asdict(found)), flush=True)
     return found
@@ -257,15 +235,8 @@ def _altered(file: Path, kind: str, chance: random.Random) -> str:
 # ------------------------------------------------------------ what came of it
 
 
-def _judge(
-    found: Alterations,
-    outcome: Outcome,
-    what: str,
-    named: list[str],
-    workshop: Workshop,
-    subject: Subject,
-    expected: dict[str, str],
-) -> None:
+def _judge(found: Alterations, outcome: Outcome, what: str, named: list[str], whole: bool) -> None:
+    """Count what became of an altered file; `whole` says whether the result is the good one."""
     names_it = any(name in outcome.said for name in named) or "is not a whole checkpoint" in outcome.said
     if "Traceback" in outcome.said or outcome.code not in (0, 2, 3):
         found.failures.append(f"{what}: ended with {outcome.code}: {outcome.said[-500:]}")
@@ -273,7 +244,7 @@ def _judge(
         found.failures.append(f"{what}: silent (exit code {outcome.code}): {outcome.said[-300:]}")
     elif outcome.is_refusal:
         found.refused += 1
-    elif contents(workshop.work, lambda name: subject.result is None or not subject.result(name)) != expected:
+    elif not whole:
         found.failures.append(f"{what}: said, but the result differs")
     else:
         found.repaired += 1

@@ -16,8 +16,11 @@ from itertools import pairwise
 from pathlib import Path
 
 from harness import Outcome, attempt, contents, names
-from subjects import VERBS, Verb, Workshop, is_intact, template
+from subjects import VERBS, Verb, Workshop, template
 
+from outrider.pair import verify
+
+Left = tuple[set[str], dict[str, str]]  # names of all that a run leaves, and digests of what it leaves alike each time
 TIMED_SHARE = 0.25  # of the kills come at a time instead of before an operation
 
 
@@ -72,30 +75,22 @@ def _places(chance: random.Random, operations: int, count: int) -> list[int]:
     return sorted({1, operations, *inner[1:-1]})
 
 
-def _kill(
-    workshop: Workshop, verb: Verb, place: int | float, expected: tuple[set[str], dict[str, str]], found: Kills
-) -> None:
-    timed = isinstance(place, float)
-    first = attempt(
-        lambda: verb.act(workshop),
-        kill_before=None if timed else int(place),
-        kill_after=float(place) if timed else None,
-    )
+def _kill(workshop: Workshop, verb: Verb, place: int | float, expected: Left, found: Kills) -> None:
+    moment = {"kill_after": place} if isinstance(place, float) else {"kill_before": place}
+    first = attempt(lambda: verb.act(workshop), **moment)
     if first.code != -signal.SIGKILL:
         found.missed += 1
         if first.code:
             found.failures.append(f"{place}: {first.said[-600:]}")
         return
     found.kills += 1
-    if verb.intact and (lines := is_intact(workshop)):
+    if verb.intact and (lines := verify(workshop.pair)):
         found.failures.append(f"{place}: the pair is not whole: {lines}")
     second = attempt(lambda: verb.act(workshop))
     found.failures += [f"{place}: {line}" for line in _differences(workshop, verb, second, expected)]
 
 
-def _differences(
-    workshop: Workshop, verb: Verb, second: Outcome, expected: tuple[set[str], dict[str, str]]
-) -> list[str]:
+def _differences(workshop: Workshop, verb: Verb, second: Outcome, expected: Left) -> list[str]:
     """Return what the run after a kill left that an uninterrupted one does not, or the other way round."""
     if second.code:
         return [f"the second run ended with {second.code}: {second.said[-800:]}"]

@@ -1,6 +1,6 @@
 """The attacks on what Outrider writes and reads back; the figures go to a file, and a table of them to the terminal.
 
-    python tests/attacks/durability/run.py kills alterations writers costs rounds --out docs/security/durability.json
+    python tests/attacks/durability/run.py kills alterations writers --out docs/security/durability.json
 
 All is decided by --seed. Needs Linux and a C compiler for the kills.
 """
@@ -24,13 +24,11 @@ from harness import under_interposition
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("attacks", nargs="+", choices=["kills", "alterations", "writers", "costs", "rounds"])
+    parser.add_argument("attacks", nargs="+", choices=["kills", "alterations", "writers"])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--share", type=float, default=1.0, help="of the usual number of attempts")
     parser.add_argument("--only", action="append", help="a verb or a subject; may be repeated")
-    parser.add_argument(
-        "--out", type=Path, help="a JSON file; what it holds of other attacks, verbs and subjects stays"
-    )
+    parser.add_argument("--out", type=Path, help="a JSON file; other attacks, verbs and subjects in it stay")
     given = parser.parse_args()
     root = Path(os.environ.get("OUTRIDER_ATTACK") or tempfile.mkdtemp(prefix="outrider-attack-"))
     under_interposition(root)
@@ -44,7 +42,7 @@ def main() -> int:
         kept = {name: [r for r in before.get(name, []) if titles(r) not in map(titles, found[name])] for name in found}
         given.out.write_text(json.dumps(before | {n: kept[n] + found[n] for n in found}, indent=1) + "\n")
     print(json.dumps(found, indent=1))
-    return int(any(row["failures"] for rows in found.values() for row in rows if "failures" in row))
+    return int(any(row["failures"] for rows in found.values() for row in rows))
 
 
 def titles(row: dict) -> str:
@@ -56,29 +54,14 @@ def attack(name: str, root: Path, given: argparse.Namespace) -> list[dict]:
     """Run one kind of attack and return its rows."""
     import datasets
     import torch
+    from alterations import run_alterations
+    from kills import run_kills
+    from writers import run_writers
 
     torch.set_num_threads(1)
     datasets.disable_progress_bars()
-    if name == "kills":
-        from kills import run_kills
-
-        rows = run_kills(root, given.seed, given.share, given.only)
-    elif name == "alterations":
-        from alterations import run_alterations
-
-        rows = run_alterations(root, given.seed, given.share, given.only)
-    elif name == "writers":
-        from writers import run_writers
-
-        rows = run_writers(root)
-    elif name == "costs":
-        from costs import run_costs
-
-        rows = run_costs(root)
-    else:
-        from rounds import run_rounds
-
-        rows = run_rounds()
+    run = {"kills": run_kills, "alterations": run_alterations}.get(name)
+    rows = run(root, given.seed, given.share, given.only) if run else run_writers(root)
     return [{"seed": given.seed} | asdict(row) for row in rows]
 
 

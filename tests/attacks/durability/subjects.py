@@ -21,7 +21,7 @@ from outrider.eval.measure import contestants, measure
 from outrider.eval.reports.render import write_report
 from outrider.eval.suites import make_suite
 from outrider.eval.tuning import BatchTuning, Candidate, CostRecord, Tuning
-from outrider.pair import Pair, new_pair, verify
+from outrider.pair import Pair, new_pair
 from outrider.pair.refresh import refresh
 from outrider.recipes import Recipe
 from outrider.targets import Target
@@ -83,17 +83,9 @@ class Workshop:
 
     root: Path
 
-    @property
-    def work(self) -> Path:
-        return self.root / "work"
-
-    @property
-    def out(self) -> Path:
-        return self.work / "out"
-
-    @property
-    def pair(self) -> Path:
-        return self.work / "pair"
+    def __post_init__(self) -> None:
+        self.work = self.root / "work"
+        self.out, self.pair = self.work / "out", self.work / "pair"
 
     @cached_property
     def target(self) -> Target:
@@ -152,12 +144,11 @@ class Workshop:
     def train_jointly(self) -> None:
         train(self.recipe(joint=True), self.target)
 
-    def make_pair(self) -> None:
-        new_pair(self.pair, self.target, self.out / "drafter", self.recipe(), calibration=self.prompts)
+    def make_pair(self, name: str = "tiny") -> None:
+        new_pair(self.pair, self.target, self.out / "drafter", self.recipe(name), calibration=self.prompts)
 
     def replace_pair(self) -> None:
-        again = self.recipe(name="again")
-        new_pair(self.pair, self.target, self.out / "drafter", again, calibration=self.prompts)
+        self.make_pair("again")
 
     def store(self) -> None:
         Pair.load(self.pair).store_tuning(tuning(1))
@@ -189,28 +180,13 @@ class Workshop:
 def tuning(depth: int, machine: str = "a machine") -> Tuning:
     """Return a tuning as the tuner writes it."""
     costs = CostRecord(widths=[0, 8], verify=[0.01, 0.02], draft=[0.0, 0.001], host=0.0005)
-    best = Candidate(
-        plan={"depth": depth}, weight=16.0, predicted_tau=2.0, round_seconds=0.01, predicted=99.5, speedup=1.5
-    )
-    batch = BatchTuning(
-        batch_size=1, context=64, rates=[0.5], ranks=[], costs=costs, candidates=[best], chosen=best, reason="The best."
-    )
-    values = {
-        "created": "2031-01-01",
-        "device": "cpu",
-        "device_name": machine,
-        "dtype": "float32",
-        "threads": 1,
-        "versions": {"torch": "2"},
-        "drafter": "medusa",
-        "temperature": 0.0,
-        "max_new_tokens": 16,
-        "repeats": 2,
-        "seed": 0,
-        "suites": {"a": "d"},
-        "num_prompts": 3,
-        "batches": [batch],
-    }
+    times = {"predicted_tau": 2.0, "round_seconds": 0.01, "predicted": 99.5, "speedup": 1.5}
+    best = Candidate(plan={"depth": depth}, weight=16.0, **times)
+    chosen = {"candidates": [best], "chosen": best, "reason": "The best."}
+    batch = BatchTuning(batch_size=1, context=64, rates=[0.5], ranks=[], costs=costs, **chosen)
+    values = {"created": "2031-01-01", "device": "cpu", "device_name": machine, "dtype": "float32", "threads": 1}
+    values |= {"versions": {"torch": "2"}, "drafter": "medusa", "temperature": 0.0, "max_new_tokens": 16}
+    values |= {"repeats": 2, "seed": 0, "suites": {"a": "d"}, "num_prompts": 3, "batches": [batch]}
     return Tuning.model_validate(values)
 
 
@@ -280,7 +256,3 @@ def template(workshop: Workshop, wanted: Verb, run: Callable[[Callable[[], objec
     kept.parent.mkdir(exist_ok=True)
     os.rename(workshop.work, kept)
     return kept
-
-
-def is_intact(workshop: Workshop) -> list[str]:
-    return verify(workshop.pair)

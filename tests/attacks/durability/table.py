@@ -37,16 +37,9 @@ def _more(writers: list[dict[str, Any]], costs: list[dict[str, Any]], rounds: li
     """Return the tables of writers at once and of costs, where they were run, and where the figures are."""
     lines = ["| at once | ended well | refused with exit code 2 | what was stored |", _rule(4)]
     lines += [_row(f"{r['writers']} {r['case']}", r["won"], r["refused"], _stored(r)) for r in writers]
-    lines = lines if writers else []
-    lines += (
-        []
-        if not costs
-        else ["", "| seconds of one core | MB read | without digests | first time | second time |", _rule(5)]
-    )
+    lines += ["", "| seconds of one core | MB read | without digests | first time | second time |", _rule(5)]
     lines += [_row(r["operation"], r["megabytes"], r["without"], r["first"], r["second"]) for r in costs]
-    lines += (
-        [] if not rounds else ["", "| a round, µs of one core | without the finite check | with it | ratio |", _rule(4)]
-    )
+    lines += ["", "| a round, µs of one core | without the finite check | with it | ratio |", _rule(4)]
     lines += [_row(r["case"], r["without"], r["checked"], f"{r['ratio']} ({r['low']} to {r['high']})") for r in rounds]
     return "\n".join(lines) + "\n\nThe figures are in [durability.json](durability.json).\n\n"
 

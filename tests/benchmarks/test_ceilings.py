@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import floor as floors
-from benchmarks.floor import Bandwidth, Floor, bandwidth
+from benchmarks import ceilings
+from benchmarks.ceilings import Bandwidth, Floor, bandwidth
 from outrider.common import BadInputError
 
 
 def test_a_copy_counts_what_is_read_and_what_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(floors, "timed", lambda work, device: 0.5)
+    monkeypatch.setattr(ceilings, "timed", lambda work, device: 0.5)
     assert bandwidth("cpu", 2**20).copy == 2 * 2**20 / 0.5
     assert bandwidth("cpu", 2**20).read == 2**20 / 0.5
-    assert bandwidth("cpu", 2**20).to_dict() == {"copy": 2**22, "read": 2**21, "num_bytes": 2**20}
+    assert bandwidth("cpu", 2**20) == Bandwidth(copy=2**22, read=2**21, num_bytes=2**20)
     with pytest.raises(BadInputError, match="at least 4096 bytes"):
         bandwidth("cpu", 8)
 

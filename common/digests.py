@@ -16,7 +16,6 @@ import hashlib
 import json
 import os
 import re
-import stat
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
@@ -26,7 +25,7 @@ from typing import Any, Protocol
 from . import digest_cache
 from .atomic import replacing_folder, sync, sync_tree, write_atomically
 from .errors import Refusal
-from .safe_load import read_json
+from .safe_load import open_regular, read_json
 
 LIST = "SHA256SUMS"
 _SEAL_BEGIN = "# complete: "
@@ -83,15 +82,9 @@ def file_digest(file: Path, again: bool = False) -> str:
 
 
 def _digest(file: Path, again: bool, settled: bool | None = None) -> str:
-    """Return the SHA-256 of a file's contents, as `file_digest` does; the cache folder is written by the caller.
-
-    Args:
-        settled: whether its next change will give it another time, as its writer knows (`digest_cache.is_settled`).
-    """
-    with open(file, "rb", opener=_open_at_once) as opened:
+    """Return the digest as `file_digest` does, for callers that save the cache and may know that it `is_settled`."""
+    with open_regular(file) as opened:
         status = os.fstat(opened.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            raise Refusal.of(file, "it is no regular file", "one with contents", "Take a good copy.")
         known = None if again else digest_cache.digest_of(file, status)
         if known is not None:
             return known
@@ -100,13 +93,8 @@ def _digest(file: Path, again: bool, settled: bool | None = None) -> str:
     return digest
 
 
-def _open_at_once(file: str, flags: int) -> int:
-    """Open a file; a pipe without a writer would otherwise be waited for."""
-    return os.open(file, flags | getattr(os, "O_NONBLOCK", 0))
-
-
 def problem_of(file: Path, expected: str, again: bool = False) -> str | None:
-    """Return what is wrong with a file whose SHA-256 should be `expected`, in words; None if nothing is.
+    """Return the problem with a file whose SHA-256 should be `expected`, in words; None if there is none.
 
     Args:
         again: read it in any case, as `file_digest` does.
@@ -161,12 +149,6 @@ def _digests_now(folder: Path, names: list[str]) -> dict[str, str]:
     return digests
 
 
-def start_list(folder: Path, names: list[str]) -> None:
-    """Write the list of a folder that grows, of the files `names`, which are there already."""
-    lines = [f"{file_digest(folder / name)}  {name}\n" for name in names]
-    write_atomically(folder / LIST, "".join(lines))
-
-
 def seal_grown(folder: Path, names: list[str]) -> None:
     """Seal the list of a folder that has grown to the files `names`, without reading them again."""
     known = listed(folder)
@@ -175,29 +157,25 @@ def seal_grown(folder: Path, names: list[str]) -> None:
 
 def listed(folder: Path) -> dict[str, str]:
     """Return the digest of each file that the list of `folder` names; {} without a list. Torn lines do not count."""
-    return {match["name"]: match["digest"] for line in _lines(folder) if (match := _LINE.fullmatch(line))}
-
-
-def _lines(folder: Path) -> list[str]:
-    try:
-        return _text(folder).splitlines()
-    except FileNotFoundError:
-        return []
+    return {match["name"]: match["digest"] for line in _text(folder).splitlines() if (match := _LINE.fullmatch(line))}
 
 
 def _text(folder: Path) -> str:
-    """Return the list of `folder` as it stands there; a byte that is no text makes a line that is none of ours."""
-    return (folder / LIST).read_text(encoding="utf-8", errors="replace")
+    """Return the list of `folder`, or "" without one; a byte that is no text makes a line that is none of ours."""
+    try:
+        return (folder / LIST).read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return ""
 
 
 def problems_so_far(folder: Path, grown: Iterable[str]) -> list[str]:
-    """Return what is wrong in a folder that grows, one line each, with the file's name first.
+    """Return the problems of a folder that grows, one line each, with the file's name first.
 
     Args:
         grown: the names of the files there that should be in the list by now; one that is not was never finished.
     """
-    known = listed(folder)
-    torn = [f"{LIST}: a line is cut short or damaged"] * any(not _LINE.fullmatch(line) for line in _lines(folder))
+    known, lines = listed(folder), _text(folder).splitlines()
+    torn = [f"{LIST}: a line is cut short or damaged"] * any(not _LINE.fullmatch(line) for line in lines)
     differing = [f"{line} (by {LIST})" for line in listed_problems(folder, known)]  # either of the two may be damaged
     return torn + [f"{n}: not in {LIST}" for n in grown if n not in known] + differing
 
@@ -213,22 +191,19 @@ def is_sealed(folder: Path) -> bool:
 
 
 def has_seal(folder: Path) -> bool:
-    """Tell whether there is a list of ours: one with a line that seals it, whether that still holds or not.
-
-    Others make lists of this name and format by `sha256sum`.
-    """
+    """Tell whether there is a list with a seal, broken or not; others make lists of this name by `sha256sum`."""
     return (folder / LIST).is_file() and _SEAL_BEGIN in _text(folder)
 
 
 def problems(folder: Path) -> list[str]:
-    """Return what differs from when `folder` was sealed, one line each, with the file's name first; [] if nothing."""
+    """Return the changes since `folder` was sealed, one line each, with the file's name first; [] without any."""
     if not is_sealed(folder):
         return [f"{LIST}: {'altered or unfinished' if (folder / LIST).exists() else 'missing'}"]
     return listed_problems(folder, listed(folder))
 
 
 def listed_problems(folder: Path, expected: dict[str, str]) -> list[str]:
-    """Return what is wrong with files in `folder` that should have these digests, one line each, the name first."""
+    """Return the problems with files in `folder` that should have these digests, one line each, the name first."""
     with ThreadPoolExecutor(_READERS) as readers:
         checked = list(readers.map(lambda name: _problem_of(folder / name, expected[name]), expected))
     digest_cache.save()
@@ -280,7 +255,7 @@ def write_json(file: Path, values: dict[str, Any], indent: int | None = 2) -> No
 
 
 def unsealed(file: Path, values: dict[str, Any], advice: str, required: bool = True) -> dict[str, Any]:
-    """Return what JSON of `file` holds beside its checksum, which must be right.
+    """Return JSON `values` of `file` without their checksum, which must be right.
 
     Args:
         advice: what to do about a file that was altered.
@@ -302,11 +277,7 @@ def unsealed(file: Path, values: dict[str, Any], advice: str, required: bool = T
 
 
 def read_sealed(file: Path, advice: str, required: bool = True) -> dict[str, Any]:
-    """Return what `write_json` wrote into `file`.
-
-    Raises:
-        BadInputError: it cannot be read. Refusal: it was altered after it was written.
-    """
+    """Return the values that `write_json` wrote into `file`; raises BadInputError and Refusal as `unsealed` does."""
     return unsealed(file, read_json(file), advice, required)
 
 
@@ -319,7 +290,7 @@ def sealed_text(text: str) -> str:
 
 
 def seal_problem(file: Path) -> str | None:
-    """Return what is wrong with a file of `sealed_text`, in words; None if it is as it was written."""
+    """Return the problem with a file of `sealed_text`, in words; None if it is as it was written."""
     try:
         text = file.read_text(encoding="utf-8", errors="replace")
     except OSError as error:

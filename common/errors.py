@@ -14,7 +14,7 @@ from huggingface_hub.errors import StrictDataclassError
 
 
 class OutriderError(Exception):
-    """What the user can fix. The message says what was found, what was expected, and what to do."""
+    """An error that the user can fix. The message says what was found, what was expected, and what to do."""
 
     exit_code = 2
 
@@ -28,7 +28,7 @@ class Refusal(BadInputError):  # noqa: N818 (it is no fault: this is how Outride
 
     @classmethod
     def of(cls, file: str | PathLike[str], found: str, expected: str, advice: str) -> Refusal:
-        """Return the refusal of `file`: what was found in it, what was expected, and what to do now."""
+        """Return the refusal of `file`, with what was found in it, what was expected, and what to do now."""
         return cls(f"{fspath(file)}: {found}; expected {expected}. {advice}")
 
 

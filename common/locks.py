@@ -36,7 +36,7 @@ _held: set[tuple[str, int]] = set()  # folders, each with the thread that holds 
 
 @contextmanager
 def locked(folder: str | Path, wait: float = 0.0) -> Iterator[None]:
-    """Hold the one lock of `folder` inside: no other writes there, and what dead processes left is cleared first.
+    """Hold the one lock of `folder` inside: no other writes there, and leftovers of dead processes are cleared first.
 
     A thread that holds it may ask again. No lock survives the process that held it. A folder inside has its own.
 
@@ -91,7 +91,7 @@ def claiming(file: Path, wait: float = 0.0) -> Iterator[bool | None]:
 
 
 def lock_file(folder: Path) -> Path:
-    """Return where the lock of a resolved folder lies: beside it, or inside where only the inside is shared."""
+    """Return the lock file of a resolved folder: beside it, or inside where only the inside is shared."""
     shared_inside = os.path.ismount(folder) or (folder.is_dir() and not os.access(folder.parent, os.W_OK))
     return folder / ".lock" if shared_inside else folder.with_name(f".{folder.name}.lock")
 
@@ -147,7 +147,7 @@ def _sign(descriptor: int) -> None:
 
 
 def _owner(file: Path) -> dict[str, object] | None:
-    """Return what `_sign` wrote into a lock file; None for a file that is not, or not yet, ours."""
+    """Return the owner that `_sign` wrote into a lock file; None for a file that is not, or not yet, ours."""
     try:
         owner = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -156,7 +156,7 @@ def _owner(file: Path) -> dict[str, object] | None:
 
 
 def _holder(file: Path) -> str:
-    """Return who holds the lock, as far as the file says. A new holder signs a moment later, which is waited for."""
+    """Return the lock's holder, as far as the file says. A new holder signs a moment later, which is waited for."""
     for _ in range(_SIGNING_TRIES):
         if owner := _owner(file):
             said = "process {process} ({command}) on {machine}, since {since}".format(**owner)

@@ -1,15 +1,12 @@
 """The processes of one launch: how they exchange text, and whether all of them still work.
 
-They exchange files in a folder that all of them see. A collective of torch would time out after half an hour, and would
-not report why another process is gone. Each process holds a lock, which the kernel takes back when it dies.
+They exchange files in a folder that all of them see: a collective of torch would time out after half an hour, and not
+report why another process is gone. Each process holds a lock, which the kernel takes back when it dies.
 
     alive-3        held by the process 3
     failed-3       why it failed: {"message", "exit_code"}
     left-3         it ended well
     TOPIC-3        what it published
-
-Work that any of them can do is handed out piece by piece, by claims (`LaunchGroup.take`), so that a slow process holds
-no other up.
 """
 
 from __future__ import annotations

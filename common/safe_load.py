@@ -1,8 +1,8 @@
 """Untrusted text, JSON and YAML, read within limits and into plain values only.
 
-Pairs, models and recipes travel. Whatever Outrider reads of them comes through here, so that a file can be wrong, but
-can neither hang the reader nor fill the memory: regular files only, of a limited size, in UTF-8; JSON and YAML of a
-limited depth, without integers of thousands of digits and without text that no file can hold.
+Pairs, models and recipes travel. A file of them can be wrong, but can neither hang the reader nor fill the memory:
+regular files only, of a limited size, in UTF-8; JSON and YAML of a limited depth, without integers of thousands of
+digits and without text that no file can hold.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn, TextIO
+from typing import Any, BinaryIO, NoReturn, TextIO
 
 import yaml
 
@@ -68,19 +68,14 @@ YAML = FileLimits(num_bytes=MEGABYTE // 4, containers=20_000, depth=40)  # its p
 
 
 def read_bytes(file: Path, limit: int = JSON.num_bytes) -> bytes:
-    """Return what is in a regular file of at most `limit` bytes. A pipe or a device is refused, never waited for.
+    """Return the content of a regular file of at most `limit` bytes. A pipe or a device is refused, never waited for.
 
     Raises:
         Unreadable: it is something else, larger, or cannot be read.
         FileNotFoundError: there is none.
     """
     try:
-        # Not blocking: a pipe that took the file's place after the first look is not waited for, either.
-        require_regular(file)
-        descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
-        with open(descriptor, "rb") as opened:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise Unreadable(str(file), "expected a regular file")
+        with open_regular(file) as opened:
             read = opened.read(limit + 1)
     except (FileNotFoundError, Unreadable):
         raise
@@ -91,6 +86,16 @@ def read_bytes(file: Path, limit: int = JSON.num_bytes) -> bytes:
     if len(read) > limit:
         raise Unreadable(str(file), f"larger than the {limit / MEGABYTE:g} MB that such a file may have")
     return read
+
+
+@contextmanager
+def open_regular(file: Path) -> Iterator[BinaryIO]:
+    """Open a regular file for reading; a pipe that takes its place after the first look is not waited for, either."""
+    require_regular(file)
+    with open(file, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0))) as opened:
+        if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
+            raise Unreadable(str(file), "expected a regular file")
+        yield opened
 
 
 def require_regular(file: Path) -> None:
@@ -114,12 +119,7 @@ def kind_of(mode: int) -> str:
 
 
 def read_text(file: Path, limit: int = JSON.num_bytes) -> str:
-    """Return the text of a file in UTF-8, without a byte order mark.
-
-    Raises:
-        Unreadable: it is no such file, or larger than `limit` bytes.
-        FileNotFoundError: there is none.
-    """
+    """Return the text of a file in UTF-8, without a byte order mark; raises as `read_bytes` and `decoded` do."""
     return decoded(read_bytes(file, limit), str(file))
 
 
@@ -137,11 +137,7 @@ def decoded(read: bytes, where: str) -> str:
 
 
 def read_json(file: Path, limits: FileLimits = JSON) -> dict[str, Any]:
-    """Return the JSON object in a file.
-
-    Raises:
-        Unreadable: there is none, or it holds something else, or more than the limits allow.
-    """
+    """Return the JSON object in a file; raises Unreadable for anything else, or more than the limits allow."""
     try:
         text = read_text(file, limits.num_bytes)
     except FileNotFoundError as error:
@@ -167,14 +163,11 @@ def parse_json(text: str, where: str, limits: FileLimits = JSON) -> Any:
         constant = float if limits.infinite else _no_number
         values = json.loads(text, parse_int=lambda digits: _integer(digits, limits), parse_constant=constant)
         _require_shallow(values, limits.depth)
-        if _SURROGATE.search(text):
-            json.dumps(values, ensure_ascii=False).encode()
     except RecursionError as error:
         raise _too_deep(where, limits) from error
-    except UnicodeEncodeError as error:
-        raise _lone_surrogate(where, error) from error
     except ValueError as error:
         raise Unreadable(where, f"not valid JSON: {error}") from error
+    _require_encodable(values, text, where)
     return values
 
 
@@ -190,13 +183,7 @@ def read_json_lines(file: Path, limit: int = JSON.num_bytes) -> Iterator[tuple[i
 
 
 def read_lines(file: Path, limit: int = JSON.num_bytes) -> Iterator[str]:
-    """Yield the lines of a text file of any length, each with its end and of at most `limit` bytes.
-
-    Only line feeds end a line: a JSON text may hold U+2028.
-
-    Raises:
-        Unreadable: it is no regular file, a line is longer, or not in UTF-8.
-    """
+    """Yield the lines of a text file as `read_byte_lines` does. Only line feeds end one: JSON may hold U+2028."""
     for number, line in enumerate(read_byte_lines(file, limit), 1):
         yield decoded(line, f"{file}: line {number}")
 
@@ -207,8 +194,7 @@ def read_byte_lines(file: Path, limit: int = JSON.num_bytes) -> Iterator[bytes]:
     Raises:
         Unreadable: it is no regular file, or a line is longer.
     """
-    require_regular(file)
-    with file.open("rb") as opened:
+    with open_regular(file) as opened:
         for number in itertools.count(1):
             line = opened.readline(limit + 1)
             if not line:
@@ -222,8 +208,13 @@ def _too_deep(where: str, limits: FileLimits, containers: str = "lists and objec
     return Unreadable(where, f"holds more than {limits.depth} {containers} inside each other")
 
 
-def _lone_surrogate(where: str, error: UnicodeEncodeError) -> Unreadable:
-    return Unreadable(where, f"holds text that no file can hold (a lone surrogate, {error.object[error.start]!r})")
+def _require_encodable(values: Any, text: str, where: str) -> None:
+    try:
+        if _SURROGATE.search(text):
+            json.dumps(values, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        letter = error.object[error.start]
+        raise Unreadable(where, f"holds text that no file can hold (a lone surrogate, {letter!r})") from error
 
 
 def _integer(digits: str, limits: FileLimits) -> int:
@@ -267,26 +258,24 @@ def parse_yaml(text: str, where: str, limits: FileLimits = YAML) -> Any:
         node = loader.get_single_node()
         if node is None:
             return None
-        _require_small(node, limits, set())
+        _require_small(node, limits)
         values = loader.construct_document(node)
-        if _SURROGATE.search(text):
-            json.dumps(values, ensure_ascii=False).encode()
     except RecursionError as error:
         raise _too_deep(where, limits, "lists and mappings") from error
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
         raise Unreadable(where, f"not valid YAML: {place}{error.problem or error.context}") from error
-    except UnicodeEncodeError as error:
-        raise _lone_surrogate(where, error) from error
     except (yaml.YAMLError, ValueError, OverflowError) as error:
         raise Unreadable(where, f"not valid YAML: {' '.join(str(error).split())}") from error
+    _require_encodable(values, text, where)
     return values
 
 
-def _require_small(root: yaml.Node, limits: FileLimits, above: set[yaml.Node]) -> None:
+def _require_small(root: yaml.Node, limits: FileLimits) -> None:
     """Refuse a document that is too deep, that holds itself, or whose aliases stand for too much."""
     sizes: dict[yaml.Node, int] = {}
+    above: set[yaml.Node] = set()
 
     def measured(node: yaml.Node, depth: int) -> int:
         if node in above:
@@ -295,22 +284,15 @@ def _require_small(root: yaml.Node, limits: FileLimits, above: set[yaml.Node]) -
             raise RecursionError
         if node not in sizes:
             above.add(node)
-            sizes[node] = 1 + sum(measured(inner, depth + 1) for inner in _nodes_inside(node))
+            pairs = node.value if isinstance(node, yaml.MappingNode) else ()
+            inside = node.value if isinstance(node, yaml.SequenceNode) else itertools.chain(*pairs)
+            sizes[node] = 1 + sum(measured(inner, depth + 1) for inner in inside)
             above.remove(node)
         if sizes[node] > limits.containers:
             raise ValueError(f"more than {limits.containers} values, each alias counted as what it stands for")
         return sizes[node]
 
     measured(root, 0)
-
-
-def _nodes_inside(node: yaml.Node) -> Iterator[yaml.Node]:
-    if isinstance(node, yaml.MappingNode):
-        for key, value in node.value:
-            yield key
-            yield value
-    elif isinstance(node, yaml.SequenceNode):
-        yield from node.value
 
 
 class _Loader(yaml.SafeLoader):
@@ -339,19 +321,16 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
     def construct_limited(self, node: yaml.ScalarNode) -> int:
-        """Return an integer; one of too many digits is an error."""
         if len(node.value) > YAML.digits:
             raise _refused(f"an integer of {len(node.value)} digits, {node.value[:20]}…", node)
         return int(self.construct_yaml_int(node))
 
     def construct_number(self, node: yaml.ScalarNode) -> float:
-        """Return a number; one of too many digits is an error."""
         if len(node.value) > 10 * YAML.digits:
             raise _refused("a number of too many digits", node)
         return float(self.construct_yaml_float(node))
 
     def construct_undefined(self, node: yaml.Node) -> NoReturn:
-        """Refuse a tag: only plain values are read."""
         raise _refused(f"could not determine a constructor for the tag {node.tag!r}", node)
 
 

@@ -32,17 +32,11 @@ from .smoke_check import reads_ragged_rows, require_readable
 
 @dataclass
 class TargetOutput:
-    """The result of one pass of the target.
+    """The result of one pass of the target; what was not requested is None."""
 
-    Attributes:
-        logits: `[B, Q, V]`, or only at the requested positions; None if none were requested.
-        hidden: tapped hidden states, `[B, Q, K, H]`; None if no taps were requested.
-        last: the last hidden state after the final norm, `[B, Q, H]`.
-    """
-
-    logits: Tensor | None
-    hidden: Tensor | None
-    last: Tensor
+    logits: Tensor | None  # [B, Q, V], or only at the requested positions
+    hidden: Tensor | None  # tapped hidden states, [B, Q, K, H]
+    last: Tensor  # the last hidden state after the final norm, [B, Q, H]
 
 
 class Target(Backbone):
@@ -93,8 +87,8 @@ class Target(Backbone):
         Args:
             adapter: folder or Hub id of a PEFT adapter, which is merged into the weights, as it would be served.
             attention: one of the library's implementations, or "outrider" (see `targets.attention`).
-            sharding: "fsdp2" splits the layers over the processes, if there are several (see `targets.sharding`). The
-                processes load the target one after the other, each into main memory first.
+            sharding: "fsdp2" splits the layers over the processes, if there are several (see `targets.sharding`), which
+                load the target one after the other, into main memory first.
             quantize: "int8" or "int8-dynamic" (see `targets.loading.quantise`); None leaves the weights as they are.
 
         Raises:
@@ -137,11 +131,7 @@ class Target(Backbone):
         return "position_ids" in inspect.signature(self.body.forward).parameters
 
     def require_tokenizer(self) -> PreTrainedTokenizerBase:
-        """Return the tokenizer.
-
-        Raises:
-            BadInputError: there is none.
-        """
+        """Return the tokenizer; raises BadInputError if there is none."""
         if self.tokenizer is None:
             raise BadInputError("this target has no tokenizer; pass one: Target(model, tokenizer).")
         return self.tokenizer
@@ -151,7 +141,7 @@ class Target(Backbone):
         return Fingerprint.of(self.model, self.tokenizer) if self._fingerprint is None else self._fingerprint()
 
     def footprint(self) -> Footprint:
-        """Return how much memory passes work with; measured once for each device and dtype."""
+        """Return the memory that passes work with; measured once for each device and dtype."""
         now = runtime_key(self.model, self.config)
         if now not in self._footprints:
             self._footprints[now] = measure(self, self.lm_head, self.vocab_size)
@@ -185,20 +175,11 @@ class Target(Backbone):
             )
 
     def check_trees(self) -> None:
-        """Raise IncompatibleError if nodes of a tree cannot be verified.
-
-        Recurrent states have no branches, and a node's place is given by position ids, not by its slot in the cache.
-        """
-        if not self.rewinds:
-            raise IncompatibleError(
-                f"{type(self.model).__name__} has recurrent layers, whose states have no branches, so it cannot verify "
-                "trees; draft chains."
-            )
-        if not self.takes_positions:
-            raise IncompatibleError(
-                f"{type(self.model).__name__} takes no position ids (it uses ALiBi, for example), so it cannot verify "
-                "trees; draft chains."
-            )
+        """Raise IncompatibleError if nodes of a tree, whose places are given by position ids, cannot be verified."""
+        why = None if self.takes_positions else "takes no position ids (it uses ALiBi, for example)"
+        why = why if self.rewinds else "has recurrent layers, whose states have no branches"
+        if why is not None:
+            raise IncompatibleError(f"{type(self.model).__name__} {why}, so it cannot verify trees; draft chains.")
 
     # ------------------------------------------------------------ passes
 
@@ -220,16 +201,11 @@ class Target(Backbone):
         offset: int = 0,
         nodes: Nodes | None = None,
     ) -> TargetOutput:
-        """Run one pass over `tokens`, `[B, Q]`.
-
-        With a cache the tokens follow each row's committed entries (plus `offset`); the caller commits them with
-        `cache.advance`. Without one they are whole sequences, padded on the right.
+        """Run one pass over `tokens`, `[B, Q]`, as `Backbone.run` does, and compute their logits.
 
         Args:
-            taps: HF `hidden_states` indices (0 = embeddings, `num_layers` = after the final norm).
             at: indices into Q at which logits are computed, `[B, A]`; None for all Q.
             logits: False skips the output embedding.
-            nodes: the tokens' places in a tree; None for a chain.
         """
         last, hidden = self.run(tokens, cache, taps, offset, nodes)
         if not logits:

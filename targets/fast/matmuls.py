@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
-from typing import Protocol
 
 import torch
 import triton
@@ -48,16 +47,9 @@ class Matrix:
         return len(self.weight) // (2 if self.gated else 1)
 
 
-class Matmul(Protocol):
-    """An implementation of a layer's products."""
-
-    def __call__(self, x: Tensor, matrix: Matrix, onto: Tensor | None = None) -> Tensor:
-        """Return the product of `x` `[M, C]`, `[M, N]`, added `onto` a tensor in place if one is given."""
-
-
 @dataclass(frozen=True)
 class TritonMatmul:
-    """A product by a kernel of ours, in one launch."""
+    """The product of `x` `[M, C]`, `[M, N]`, added `onto` a tensor in place if one is given, by a kernel of ours."""
 
     tiles: Tiles
 
@@ -72,7 +64,7 @@ class TritonMatmul:
 
 @dataclass(frozen=True)
 class TorchMatmul:
-    """A product by torch, on a GPU by cuBLAS, with a launch for each operation around it."""
+    """The same product by torch, on a GPU by cuBLAS, with a launch for each operation around it."""
 
     def __call__(self, x: Tensor, matrix: Matrix, onto: Tensor | None = None) -> Tensor:
         if matrix.norm is not None:
@@ -82,6 +74,9 @@ class TorchMatmul:
             return onto.addmm_(x, matrix.weight.T)
         product = nn.functional.linear(x, matrix.weight, matrix.bias)
         return operations.gate(product) if matrix.gated else product
+
+
+Matmul = TritonMatmul | TorchMatmul
 
 
 def candidates(tokens: int) -> list[Matmul]:
@@ -118,10 +113,7 @@ class TunedMatmuls:
         return self.choose(name, x, onto)(x, self.matrices[name][layer], onto)
 
     def choose(self, name: str, x: Tensor, onto: Tensor | None) -> Matmul:
-        """Return the implementation for so many tokens: that of the next power of two, for which all are tried once.
-
-        A trial takes a good part of a second, and prompts come in all lengths.
-        """
+        """Return the implementation for so many tokens: that of the next power of two, for which all are tried once."""
         tokens = triton.next_power_of_2(len(x))
         if tokens > _MOST_TOKENS:
             return TorchMatmul()
@@ -136,11 +128,12 @@ class TunedMatmuls:
 
     def _fastest(self, name: str, x: Tensor, onto: Tensor | None) -> Matmul:
         matrices = self.matrices[name]
-        right = _product(TorchMatmul(), x, matrices[0], onto).float()
+        right = _product(TorchMatmul(), x, matrices[0], onto)
         times: dict[Matmul, float] = {}
         for matmul in candidates(len(x)):
             try:
-                if not _close(_product(matmul, x, matrices[0], onto).float(), right):
+                difference = _product(matmul, x, matrices[0], onto) - right
+                if not difference.norm() <= _TOLERANCE * right.norm():  # NaN is neither close nor far
                     _log.warning("%s of %d tokens by %s gives other numbers than torch: left out", name, len(x), matmul)
                     continue
                 times[matmul] = _milliseconds(lambda m=matmul: _all(m, x, matrices, onto))  # type: ignore[misc]
@@ -153,7 +146,7 @@ class TunedMatmuls:
 
 
 def _product(matmul: Matmul, x: Tensor, matrix: Matrix, onto: Tensor | None) -> Tensor:
-    return matmul(x, matrix, None if onto is None else onto.clone())
+    return matmul(x, matrix, None if onto is None else onto.clone()).float()
 
 
 def _all(matmul: Matmul, x: Tensor, matrices: Sequence[Matrix], onto: Tensor | None) -> None:
@@ -161,17 +154,10 @@ def _all(matmul: Matmul, x: Tensor, matrices: Sequence[Matrix], onto: Tensor | N
         matmul(x, matrix, onto)
 
 
-def _close(one: Tensor, other: Tensor) -> bool:
-    return bool((one - other).norm() <= _TOLERANCE * other.norm())
-
-
 def _can_try(x: Tensor) -> bool:
     """Return whether there is something to time, and nothing is being captured."""
-    return (
-        x.device.type == "cuda"
-        and not isinstance(x, torch._subclasses.FakeTensor)
-        and not torch.cuda.is_current_stream_capturing()
-    )
+    fake = isinstance(x, torch._subclasses.FakeTensor)
+    return x.device.type == "cuda" and not fake and not torch.cuda.is_current_stream_capturing()
 
 
 def _milliseconds(work: Callable[[], None]) -> float:

@@ -165,10 +165,9 @@ class Split:
 def attend(
     query: Tensor, keys: Tensor, values: Tensor, placed: Placement, scale: float, window: int, split: Split
 ) -> Tensor:
-    """Return attention of queries `[M, heads, D]` over a placed pass's entries `[B, kv_heads, L, D]`, `[M, heads, D]`.
+    """Return attention `[M, heads, D]` of queries `[M, heads, D]` over a placed pass's entries `[B, kv_heads, L, D]`.
 
-    Args:
-        window: the sliding window; 0 for full attention.
+    `window` 0 is full attention.
     """
     nodes = placed.nodes
     rows, queries = placed.slots.shape
@@ -196,9 +195,8 @@ def attend_parts(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attend within each part; see the kernel.
 
-    Returns:
-        With one part the result `[M, heads, D]`, and nothing; else nothing, what each part gathered
-        `[B, kv_heads, P, group · Q, D]`, and its weight's logarithm, `[B, kv_heads, P, group · Q]`.
+    Returns the result `[M, heads, D]` if there is one part; else each part's mixed values
+    `[B, kv_heads, P, group · Q, D]`, and the logarithms of their weights, `[B, kv_heads, P, group · Q]`.
     """
     (rows, kv_heads), queries, size = keys.shape[:2], slots.shape[1], query.shape[2]
     group = query.shape[1] // kv_heads

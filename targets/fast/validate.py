@@ -1,8 +1,8 @@
 """Our kernels compared with the library's modules, on the device on which they will run.
 
-A kernel that is wrong on some GPU would silently write another text. So before a target runs by kernels, attention of
-its shapes is compared with sums in float64, where faults hide (one visible entry, negative scores, rows of different
-lengths, a tree), and whole passes with the library's. Products are compared when they are tuned.
+A kernel that is wrong on some GPU would silently write another text. So attention of a target's shapes is compared with
+sums in float64, where faults hide (one visible entry, negative scores, rows of different lengths, a tree), and whole
+passes with the library's. Products are compared when they are tuned.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ATTENTION_TOLERANCE = 0.02  # relative; right ones were off by 0.003 in bfloat1
 
 
 def differs(runner: TritonRunner, target: Target) -> str | None:
-    """Return how the passes of a target by kernels differ from the library's; None if they do not."""
+    """Return the difference of a target's passes by kernels from the library's, in words; None if there is none."""
     with torch.inference_mode():
         for layer in {heads.window: index for index, heads in enumerate(runner.heads)}.values():
             if (error := attention_error(runner, layer)) > _ATTENTION_TOLERANCE:

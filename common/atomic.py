@@ -25,7 +25,7 @@ from pathlib import Path
 
 import psutil
 
-from .errors import BadInputError
+from .errors import BadInputError, first_line
 
 _CANNOT_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF}
 _CANNOT_EXCHANGE = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM, errno.EXDEV}
@@ -330,12 +330,11 @@ def keeping(kept: Callable[[], str]) -> Iterator[None]:
 
 def failure(error: Exception, place: Path) -> CannotWriteError | None:
     """Return the error to raise for an `error` while `place` was written; None if the place is not the reason."""
-    number, gone, said = _error_number(error, place), None, str(error).strip() or type(error).__name__
-    if number in (errno.ENOENT, errno.ENOTDIR) or "does not exist" in said:
+    number, gone = _error_number(error, place), None
+    if number in (errno.ENOENT, errno.ENOTDIR) or "does not exist" in str(error):
         gone = next((p for p in reversed(place.absolute().parents) if not p.exists()), None)
     if is_disk_full(error) or _was_filled(error, place.parent):
-        line = said.splitlines()[0]
-        what = f"the disk that holds {place.parent} is full: {place.name} could not be written ({line})."
+        what = f"the disk that holds {place.parent} is full: {place.name} could not be written ({first_line(error)})."
         return CannotWriteError(what, advice=f"Free some space, {_AGAIN}")
     if gone is not None:
         return CannotWriteError(

@@ -58,3 +58,8 @@ def reason(error: Exception) -> str:
     """Return the message of a library's error in one line, cut after 200 characters: some list all known values."""
     said = f"{type(error).__name__}: {' '.join(str(error).split())}"
     return said if len(said) <= 200 else said[:199] + "…"
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message, or the error's kind where it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

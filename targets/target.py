@@ -6,6 +6,7 @@ Shapes: B rows, Q new tokens per row, T tokens of a whole sequence, H hidden siz
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +26,7 @@ from .fingerprint import Fingerprint
 from .footprint import Footprint, measure
 from .layer_kinds import CacheLayout, runtime_key
 from .layers import body_of, decoder_layers
-from .loading import expanded, load_model_and_tokenizer, quantise
+from .loading import load_model_and_tokenizer, quantise
 from .sharding import all_processes, in_turn, processes, settle, share, split
 from .smoke_check import reads_ragged_rows, require_readable
 
@@ -100,7 +101,7 @@ class Target(Backbone):
                 cls.load, path, revision, adapter, dtype, "cpu", trust_remote_code, attention, quantize=quantize
             )
             return _load_sharded(whole, torch.device(device or best_device()))
-        path, adapter = expanded(path), None if adapter is None else expanded(adapter)
+        path, adapter = os.path.expanduser(path), None if adapter is None else os.path.expanduser(adapter)
         model, tokenizer = load_model_and_tokenizer(path, revision, adapter, dtype, trust_remote_code, attention)
         cast(nn.Module, model).to(device or best_device()).eval().requires_grad_(False)
         if quantize is not None:

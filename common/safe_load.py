@@ -18,9 +18,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from types import FrameType
-from typing import Any, BinaryIO, NoReturn, TextIO
+from typing import Any, NoReturn, TextIO
 
 import yaml
 
@@ -89,7 +90,7 @@ def read_bytes(file: Path, limit: int = JSON.num_bytes) -> bytes:
 
 
 @contextmanager
-def open_regular(file: Path) -> Iterator[BinaryIO]:
+def open_regular(file: Path) -> Iterator[BufferedReader]:
     """Open a regular file for reading; a pipe that takes its place after the first look is not waited for, either."""
     require_regular(file)
     with open(file, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0))) as opened:

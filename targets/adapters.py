@@ -48,7 +48,7 @@ _ALLOWED = {name for names in _SETTINGS.values() for name in names.split()}
 # Initialisations that the weights overwrite. Others (pissa, olora, eva, …) also change the target's own.
 _PLAIN_STARTS = (True, False, "gaussian", "orthogonal")
 _PATTERNS = ("target_modules", "exclude_modules", "feedforward_modules", "layers_pattern", "modules_to_save")
-_PATTERNS += ("rank_pattern", "alpha_pattern")  # by their keys
+_KEYED_BY_PATTERN = ("rank_pattern", "alpha_pattern")
 _MAX_SIZE = 2**20
 
 # Each repetition of one character multiplies the work by the length of a name; repeated groups may double it with each
@@ -144,7 +144,7 @@ def _problem(pattern: str, names: list[str], until: float) -> str | None:
 
 def _patterns(values: dict[str, Any]) -> Iterator[str]:
     """Yield every setting of a config that peft reads as a regular expression."""
-    for value in (values.get(name) or () for name in _PATTERNS):
+    for value in (values.get(name) or () for name in _PATTERNS + _KEYED_BY_PATTERN):
         yield from [value] if isinstance(value, str) else [p for p in value if isinstance(p, str)]
 
 

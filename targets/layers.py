@@ -131,7 +131,9 @@ class TapReader:
     def watch(self, taps: Sequence[int]) -> None:
         """Hook the layers that these taps come from."""
         new = set(taps) - self._hooked - {self._num_layers}
-        layers = decoder_layers(self._body, self._num_layers) if new else ()
+        if not new:
+            return
+        layers = decoder_layers(self._body, self._num_layers)
         for tap in new:
             if tap == 0:
                 layers[0].register_forward_pre_hook(Tap(self.seen, tap, before=True), with_kwargs=True)

@@ -266,13 +266,7 @@ _IN_WORDS = re.compile(r"\(os error (\d+)\)")  # how libraries in Rust report th
 
 
 class CannotWriteError(BadInputError, OSError):
-    """A result that could not be written (exit code 2).
-
-    Attributes:
-        what: could not be written where, and why.
-        kept: a sentence about what is there all the same; empty where none has been given yet.
-        advice: what to do before the next attempt.
-    """
+    """A result that could not be written (exit code 2): where and why, what was `kept` all the same, and `advice`."""
 
     def __init__(self, what: str, kept: str = "", advice: str = ""):
         super().__init__(what)

@@ -67,14 +67,9 @@ def is_harmless(file: Path) -> bool:
 
 
 def file_digest(file: Path, again: bool = False) -> str:
-    """Return the SHA-256 of a file's contents; a file that was read before, and has not changed since, is not read.
+    """Return the SHA-256 of a file's contents; one that was read before, and has not changed, is only read `again`.
 
-    Args:
-        again: read it in any case.
-
-    Raises:
-        OSError: it cannot be read.
-        Refusal: it is a pipe, a device or a folder.
+    Raises OSError if it cannot be read, and Refusal for a pipe, a device or a folder.
     """
     digest = _digest(file, again)
     digest_cache.save()
@@ -94,11 +89,7 @@ def _digest(file: Path, again: bool, settled: bool | None = None) -> str:
 
 
 def problem_of(file: Path, expected: str, again: bool = False) -> str | None:
-    """Return the problem with a file whose SHA-256 should be `expected`, in words; None if there is none.
-
-    Args:
-        again: read it in any case, as `file_digest` does.
-    """
+    """Return the problem with a file whose `file_digest` should be `expected`, in words; None if there is none."""
     problem = _problem_of(file, expected, again)
     digest_cache.save()
     return problem
@@ -169,11 +160,7 @@ def _text(folder: Path) -> str:
 
 
 def problems_so_far(folder: Path, grown: Iterable[str]) -> list[str]:
-    """Return the problems of a folder that grows, one line each, with the file's name first.
-
-    Args:
-        grown: the names of the files there that should be in the list by now; one that is not was never finished.
-    """
+    """Return the problems of a folder that has `grown` by these files so far, one line each, the name first."""
     known, lines = listed(folder), _text(folder).splitlines()
     torn = [f"{LIST}: a line is cut short or damaged"] * any(not _LINE.fullmatch(line) for line in lines)
     differing = [f"{line} (by {LIST})" for line in listed_problems(folder, known)]  # either of the two may be damaged
@@ -211,11 +198,7 @@ def listed_problems(folder: Path, expected: dict[str, str]) -> list[str]:
 
 
 def require_whole(folder: Path, advice: str) -> None:
-    """Refuse `folder` if anything in it differs from when it was sealed.
-
-    Raises:
-        Refusal: names each file that differs, and says `advice`.
-    """
+    """Raise Refusal, with each file that differs and `advice`, if `folder` is not as it was when it was sealed."""
     if lines := problems(folder):
         raise Refusal(f"{folder} was altered or damaged after it was written: {'; '.join(lines)}. {advice}")
 
@@ -255,14 +238,9 @@ def write_json(file: Path, values: dict[str, Any], indent: int | None = 2) -> No
 
 
 def unsealed(file: Path, values: dict[str, Any], advice: str, required: bool = True) -> dict[str, Any]:
-    """Return JSON `values` of `file` without their checksum, which must be right.
+    """Return JSON `values` of `file` without their checksum; without one they are taken as they are if not `required`.
 
-    Args:
-        advice: what to do about a file that was altered.
-        required: False takes values without a checksum as they are.
-
-    Raises:
-        Refusal: the file was altered after it was written.
+    Raises Refusal, with `advice`, if the file was altered after it was written.
     """
     if CHECKSUM not in values and not required:
         return values

@@ -67,11 +67,8 @@ def locked(folder: str | Path, wait: float = 0.0) -> Iterator[None]:
 def claiming(file: Path, wait: float = 0.0) -> Iterator[bool | None]:
     """Try for the lock file `file`, and yield whether this process holds it inside; None on a disk without locks.
 
-    Unlike `locked`, it belongs to no folder, nothing is cleared, and another holder is no error. The kernel takes it
-    back from a process that dies.
-
-    Args:
-        wait: seconds to wait for another holder; -1 for as long as it takes.
+    Unlike `locked`, it belongs to no folder, nothing is cleared, and another holder is no error: after `wait` seconds
+    (-1 for as long as it takes), this process does not hold it. The kernel takes it back from a process that dies.
     """
     lock = FileLock(file, thread_local=False, fallback_to_soft=False)
     try:

@@ -45,16 +45,10 @@ class PeerError(OutriderError):
 
 @dataclass
 class LaunchGroup:
-    """The processes of one launch; by default there is only this one.
+    """The processes of one launch; by default there is only this one."""
 
-    Attributes:
-        folder: that all of them see.
-        rank: of this process. The main one has 0.
-        size: how many they are.
-    """
-
-    folder: Path = field(default_factory=Path)
-    rank: int = 0
+    folder: Path = field(default_factory=Path)  # that all of them see
+    rank: int = 0  # of this process. The main one has 0
     size: int = 1
     _checked: float = field(default=0.0, init=False, repr=False)
     _roll_called: float = field(default=0.0, init=False, repr=False)
@@ -76,11 +70,7 @@ class LaunchGroup:
             write_atomically(self._file(topic, self.rank), text)
 
     def receive(self, topic: str, rank: int) -> str:
-        """Wait until the process `rank` publishes something under `topic`, and return that.
-
-        Raises:
-            PeerError: a process failed, or died. StoppedError: one was asked to stop.
-        """
+        """Wait until the process `rank` publishes text under `topic`, and return that; raises as `check_peers` does."""
         file = self._file(topic, rank)
         while not file.exists():
             self.check_peers()
@@ -138,7 +128,7 @@ class LaunchGroup:
     # ------------------------------------------------------------ failures
 
     def check_peers(self) -> None:
-        """Raise the error of a process that failed, or died."""
+        """Raise PeerError if a process failed, or died, and StoppedError if one was asked to stop."""
         now = time.monotonic()
         if self.size == 1 or now - self._checked < SECONDS_BETWEEN_CHECKS:
             return
@@ -169,11 +159,7 @@ class LaunchGroup:
 
     @contextmanager
     def joined(self, barrier: Callable[[], None]) -> Iterator[None]:
-        """Be one of the group inside; an error that is raised here reaches the others.
-
-        Args:
-            barrier: waits until every process has called it.
-        """
+        """Be one of the group inside; an error here reaches the others. `barrier` waits until all have called it."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with claiming(self._file("alive", self.rank)) as mine:
             barrier()

@@ -44,21 +44,13 @@ class Unreadable(Refusal):
 
 @dataclass(frozen=True)
 class FileLimits:
-    """How large an untrusted file may be.
-
-    Attributes:
-        num_bytes: of the file.
-        containers: lists and mappings in it, all together, and values for which a YAML file's aliases stand.
-        depth: lists and mappings inside each other.
-        digits: of an integer. Real ones have up to 31: that many say "no limit" in tokenizers' configs.
-        infinite: whether JSON may hold NaN and Infinity, as Python's own writer makes it.
-    """
+    """How large an untrusted file may be."""
 
     num_bytes: int = 32 * MEGABYTE
-    containers: int = 1_000_000
-    depth: int = 100
-    digits: int = 40
-    infinite: bool = False
+    containers: int = 1_000_000  # lists and mappings, all together, and values for which a YAML file's aliases stand
+    depth: int = 100  # of lists and mappings inside each other
+    digits: int = 40  # of an integer. Real ones have up to 31: that many say "no limit" in tokenizers' configs
+    infinite: bool = False  # whether JSON may hold NaN and Infinity, as Python's own writer makes it
 
 
 JSON = FileLimits()
@@ -71,9 +63,7 @@ YAML = FileLimits(num_bytes=MEGABYTE // 4, containers=20_000, depth=40)  # its p
 def read_bytes(file: Path, limit: int = JSON.num_bytes) -> bytes:
     """Return the content of a regular file of at most `limit` bytes. A pipe or a device is refused, never waited for.
 
-    Raises:
-        Unreadable: it is something else, larger, or cannot be read.
-        FileNotFoundError: there is none.
+    Raises Unreadable if it is something else, larger, or cannot be read, and FileNotFoundError if there is none.
     """
     try:
         with open_regular(file) as opened:
@@ -150,13 +140,9 @@ def read_json(file: Path, limits: FileLimits = JSON) -> dict[str, Any]:
 
 
 def parse_json(text: str, where: str, limits: FileLimits = JSON) -> Any:
-    """Return the value of JSON text: plain values of a limited depth and size, with finite numbers.
+    """Return the value of JSON text, which stands at `where`: plain values with finite numbers.
 
-    Args:
-        where: the text's place, for errors.
-
-    Raises:
-        Unreadable: it is no JSON, or more than the limits allow.
+    Raises Unreadable if it is no JSON, or more than the limits allow.
     """
     if text.count("[") + text.count("{") > limits.containers:
         raise Unreadable(where, f"holds more than {limits.containers} lists and objects")
@@ -173,11 +159,7 @@ def parse_json(text: str, where: str, limits: FileLimits = JSON) -> Any:
 
 
 def read_json_lines(file: Path, limit: int = JSON.num_bytes) -> Iterator[tuple[int, Any]]:
-    """Yield the values of a .jsonl file's lines with the lines' numbers, from 1; empty lines are left out.
-
-    Raises:
-        Unreadable: a line is no JSON, longer than `limit` bytes, or not in UTF-8.
-    """
+    """Yield the values of a .jsonl file's lines with the lines' numbers, from 1; empty lines are left out."""
     for number, line in enumerate(read_lines(file, limit), 1):
         if line.strip():
             yield number, parse_json(line, f"{file}: line {number}")
@@ -190,11 +172,7 @@ def read_lines(file: Path, limit: int = JSON.num_bytes) -> Iterator[str]:
 
 
 def read_byte_lines(file: Path, limit: int = JSON.num_bytes) -> Iterator[bytes]:
-    """Yield the lines of a file of any length as bytes, each with its end and of at most `limit` bytes.
-
-    Raises:
-        Unreadable: it is no regular file, or a line is longer.
-    """
+    """Yield the lines of a regular file of any length as bytes, each with its end; Unreadable if one is too long."""
     with open_regular(file) as opened:
         for number in itertools.count(1):
             line = opened.readline(limit + 1)
@@ -243,14 +221,10 @@ def _require_shallow(values: Any, depth: int) -> None:
 
 
 def parse_yaml(text: str, where: str, limits: FileLimits = YAML) -> Any:
-    """Return the value of YAML text: mappings with text keys, lists, text, numbers, true, false and null.
+    """Return the value of YAML text, which stands at `where`: mappings with text keys, lists, and plain values.
 
-    Args:
-        where: the text's place, for errors.
-
-    Raises:
-        Unreadable: it is no YAML, with line and column; a key stands twice; or it is more than the limits allow, with
-            every alias counted as the values that it stands for.
+    Raises Unreadable if it is no YAML, with line and column; if a key stands twice; or if it is more than the limits
+    allow, with every alias counted as the values that it stands for.
     """
     if len(text) > limits.num_bytes:
         raise Unreadable(where, f"longer than the {limits.num_bytes / 1000:.0f} kB that such a text may have")
@@ -367,11 +341,7 @@ _AFTER = tuple(",] \t\r\n")
 
 
 def read_json_items(file: Path, limits: FileLimits = JSON) -> Iterator[Any]:
-    """Yield the entries of a JSON list, each within the limits. One entry and one piece of the file are in memory.
-
-    Raises:
-        Unreadable: it is no regular file, no list, no JSON, or an entry is more than the limits allow.
-    """
+    """Yield the entries of a JSON list, each within the limits. One entry and one piece of the file are in memory."""
     require_regular(file)
     with file.open(encoding="utf-8-sig", newline="") as opened:
         text = _TextWindow(opened, str(file))
@@ -456,12 +426,7 @@ class OverBudgetError(Exception):
 def limited(seconds: float, num_bytes: int, code: str) -> Iterator[None]:
     """Run the block with at most so much of the processor's time and so much more memory than the process has now.
 
-    Args:
-        code: the file name of code whose lines look at the clock, too; of other code only calls do.
-
-    Raises:
-        OverBudgetError: it took longer.
-        MemoryError: it asked for more.
+    Lines of the file `code` look at the clock; of other code only calls do. Raises OverBudgetError or MemoryError.
     """
     tracing, until = sys.gettrace(), time.thread_time() + seconds
 

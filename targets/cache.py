@@ -235,13 +235,12 @@ class RaggedCache(Cache):
             in two steps. For rows that stay: `select` would free nothing of it.
 
     Attributes:
-        lengths: committed entries per row, `[B]` (int64, on the device).
-        host_lengths: the same on the host. With a window the cache does not keep them up to date: the code that reads
-            the counts back from the device does.
+        lengths, host_lengths: committed entries per row, `[B]`, on the device and on the host. With a window the code
+            that reads the counts back from the device keeps the host's up to date, not the cache.
         window: how many slots every pass reads, whatever the lengths; None for as many as are used. With a window no
             shape and no address depends on the lengths, so that a pass can be captured.
         first: entries before this place in the text are visible to themselves only: they mean nothing.
-        placed: where the next pass writes, or the last one has written.
+        placed: the slots of the next pass, or of the last one.
     """
 
     def __init__(

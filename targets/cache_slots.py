@@ -13,16 +13,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Nodes:
-    """The tokens of a pass as nodes of a tree that grows after the committed entries.
+    """The tokens of a pass as nodes of a tree that grows after the committed entries."""
 
-    Attributes:
-        depths: place in the text, counted from the first uncommitted token, `[B, Q]`.
-        sees: which uncommitted entries each token sees, itself included, those of earlier passes first,
-            `[B, Q, offset + Q]` bool.
-    """
-
-    depths: Tensor
-    sees: Tensor
+    depths: Tensor  # place in the text, counted from the first uncommitted token, [B, Q]
+    sees: Tensor  # uncommitted entries that each token sees, itself too, earlier passes' first, [B, Q, offset + Q] bool
 
     @classmethod
     def of_tree(cls, parents: Tensor, depth: int) -> Nodes:

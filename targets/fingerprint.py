@@ -28,21 +28,14 @@ _INCIDENTAL = {
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """A target's identity by content. Two targets with equal fingerprints write the same.
+    """A target's identity by content: SHA-256 of canonical forms. Targets with equal fingerprints write the same."""
 
-    Attributes:
-        tensors: SHA-256 of each weight, by name (dtype and shape included).
-        config, tokenizer, chat_template: SHA-256 of their canonical forms; None where the target has none.
-        dtype: the weights' type, such as "bfloat16".
-        digest: SHA-256 of all of these together.
-    """
-
-    tensors: dict[str, str]
+    tensors: dict[str, str]  # by name, dtype and shape included
     config: str
-    tokenizer: str | None
+    tokenizer: str | None  # None where the target has none
     chat_template: str | None
-    dtype: str
-    digest: str = field(init=False)
+    dtype: str  # of the weights, such as "bfloat16"
+    digest: str = field(init=False)  # of all of these together
 
     def __post_init__(self) -> None:
         parts = {k: getattr(self, k) for k in ("tensors", "config", "tokenizer", "chat_template", "dtype")}

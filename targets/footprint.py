@@ -62,28 +62,19 @@ class PeakBytes(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes of memory that passes of a model work with, besides its weights and its cache.
+    """Bytes of memory that passes of a model work with, besides its weights and its cache."""
 
-    Attributes:
-        per_token: of the layers, for each token of a pass.
-        several, alone: of attention in a pass of several tokens, or of one: for each token, and for each entry that it
-            sees, new or old.
-        per_score: for each pair of a token and an entry, where attention writes scores down.
-        per_mask: for each such pair, in a pass after earlier entries: one over a whole prompt needs no masks.
-        per_logit, kept: of the output embedding, for each logit, and how much of it stays after the pass.
-        reread: how many tokens of a row a pass may read again before the new ones (see `RecurrentCache`).
-        chunk: the tokens of a pass count in whole chunks of this many.
-    """
-
-    per_token: float
-    several: tuple[float, float]
-    alone: tuple[float, float]
-    per_score: int
-    per_mask: int
-    per_logit: float
-    kept: int
-    reread: int = 0
-    chunk: int = 1
+    per_token: float  # of the layers, for each token of a pass
+    several: tuple[
+        float, float
+    ]  # of attention in a pass of several tokens: for each token, and each entry that it sees
+    alone: tuple[float, float]  # the same in a pass of one token
+    per_score: int  # for each pair of a token and an entry, where attention writes scores down
+    per_mask: int  # for each such pair, in a pass after earlier entries: one over a whole prompt needs no masks
+    per_logit: float  # of the output embedding
+    kept: int  # of each logit, after the pass
+    reread: int = 0  # tokens of a row that a pass may read again before the new ones (see `RecurrentCache`)
+    chunk: int = 1  # the tokens of a pass count in whole chunks of this many
 
     def of_prompt(self, rows: int, length: int) -> int:
         """Return the bytes that a pass over whole prompts works with."""

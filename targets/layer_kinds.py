@@ -26,16 +26,11 @@ _NO_LIMIT = (0.0, math.inf)  # of the steps of Mamba layers
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """The cache entries and states that the layers of a model keep of a text.
+    """The cache entries and states that the layers of a model keep of a text."""
 
-    Attributes:
-        shapes: of each layer; None for one that keeps nothing.
-        kinds, overwrites: as `RecurrentCache` takes them; None where no layer keeps states.
-    """
-
-    shapes: tuple[EntryShape | None, ...]
-    kinds: tuple[str, ...] | None
-    overwrites: bool = False
+    shapes: tuple[EntryShape | None, ...]  # of each layer; None for one that keeps nothing
+    kinds: tuple[str, ...] | None  # of all layers, where some of them keep states
+    overwrites: bool = False  # whether the model writes over the states that a pass of one token is given
 
     @classmethod
     def blank(cls, config: PreTrainedConfig) -> CacheLayout:

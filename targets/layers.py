@@ -118,13 +118,10 @@ class TapReader:
     """Collects the hidden states that a pass is asked for, by hooks on the model's layers.
 
     A layer gets its hook when it is first asked for, and keeps it. The last tap needs none: a pass returns it.
-
-    Attributes:
-        seen: the hidden states of the running pass so far, by tap; empty between passes.
     """
 
     def __init__(self, body: nn.Module, num_layers: int):
-        self.seen: dict[int, Tensor] = {}
+        self.seen: dict[int, Tensor] = {}  # of the running pass so far, by tap; empty between passes
         self._body, self._num_layers = body, num_layers
         self._hooked: set[int] = set()
 

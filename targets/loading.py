@@ -120,11 +120,7 @@ def load_causal_lm(
 
 
 def folder_of(name: str, dtype: str | torch.dtype, revision: str | None, trust_remote_code: bool) -> Path:
-    """Return the folder of a model with its weights, after all checks that do not open them.
-
-    Raises:
-        BadInputError, IncompatibleError, Refusal: as `load_causal_lm`.
-    """
+    """Return the folder of a model with its weights, after all checks that do not open them; raises their errors."""
     folder = model_folder(name, revision, trust_remote_code)
     if not folder.is_dir():
         raise BadInputError(

@@ -95,10 +95,8 @@ class StateShape:
 class StateStore(LinearAttentionLayer):
     """The states of one layer: convolution inputs `[B, C, W]`, and a recurrent state `[B, heads, D, D']`.
 
-    Attributes:
-        conv_states, recurrent_states: each row's own, and the next pass's first one, under the key 0, as the library's
-            models look for them.
-        own_recurrent: each row's own. new_conv, new_recurrent: those at the end of the last pass.
+    The library's models look for each row's own `conv_states`, and the `recurrent_states` to start from, under the key
+    0. Each row's `own_recurrent` state stays as it was; `new_conv` and `new_recurrent` are those after the last pass.
     """
 
     def __init__(self, cache: RaggedCache, shape: StateShape | None = None):

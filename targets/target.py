@@ -47,8 +47,6 @@ class Target(Backbone):
     caches, and passes through the layers are those of a `Backbone`.
 
     Attributes:
-        model: the unmodified `transformers` model.
-        tokenizer: its tokenizer, or None.
         source: where it was loaded from, for people: `{"path", "revision", "adapter"}`, and "quantize" if it was.
         sharded: whether each process holds only a part of its layers, see `targets.sharding`.
     """
@@ -220,8 +218,7 @@ class Target(Backbone):
     def lm_head(self, hidden: Tensor, token_ids: Tensor | None = None) -> Tensor:
         """Return logits `[..., V]` of final hidden states `[..., H]` (after the final norm), scaled as the model does.
 
-        Args:
-            token_ids: restricts the output to these tokens, `[V']`: `[..., V']`.
+        `token_ids` `[V']` restrict the output to these tokens: `[..., V']`.
         """
         head = self.model.get_output_embeddings()
         hidden = hidden.to(head.weight.dtype)  # cached features may be stored in less

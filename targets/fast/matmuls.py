@@ -25,21 +25,13 @@ _log = logging.getLogger("outrider")
 
 @dataclass(frozen=True)
 class Matrix:
-    """One product of a layer.
+    """One product of a layer."""
 
-    Attributes:
-        weight: `[N, C]`; of a gated one the gates' and then the ups', `[2N, C]`.
-        norm: the weight of the RMSNorm of its input, `[C]`; None without a norm.
-        bias: `[N]`, or None.
-        eps: of the norm.
-        gated: whether SiLU of its first half is multiplied by its second half.
-    """
-
-    weight: Tensor
-    norm: Tensor | None = None
-    bias: Tensor | None = None
-    eps: float = 0.0
-    gated: bool = False
+    weight: Tensor  # [N, C]; of a gated one the gates' and then the ups', [2N, C]
+    norm: Tensor | None = None  # the weight of the RMSNorm of its input, [C]
+    bias: Tensor | None = None  # [N]
+    eps: float = 0.0  # of the norm
+    gated: bool = False  # SiLU of the first half is multiplied by the second half
 
     @property
     def outputs(self) -> int:
@@ -92,21 +84,15 @@ def candidates(tokens: int) -> list[Matmul]:
 
 
 class TunedMatmuls:
-    """The fastest implementations on this device, by product and number of tokens.
+    """The fastest implementations on this device, by product and number of tokens, a power of two.
 
-    Args:
-        matrices: of all layers, by the name of the product: a trial reads all of them in turn, as a pass does, since a
-            single one would stay in the GPU's cache.
-
-    Attributes:
-        chosen: the implementation that is taken, by product and number of tokens, a power of two.
-        timings: the milliseconds of all layers' products by each implementation that was tried.
+    A trial reads the matrices of all layers in turn, as a pass does: a single one would stay in the GPU's cache.
     """
 
     def __init__(self, matrices: dict[str, list[Matrix]]):
         self.matrices = matrices
         self.chosen: dict[tuple[str, int], Matmul] = {}
-        self.timings: dict[tuple[str, int], dict[Matmul, float]] = {}
+        self.timings: dict[tuple[str, int], dict[Matmul, float]] = {}  # milliseconds of all layers' products
 
     def multiply(self, name: str, layer: int, x: Tensor, onto: Tensor | None = None) -> Tensor:
         """Return a layer's product of `x` `[M, C]`, `[M, N]`, added `onto` a tensor in place if one is given."""

@@ -22,11 +22,8 @@ _PROMPT, _WINDOW, _MARGIN = 70, 1024, 16  # tokens; the margin is for the passes
 class PassProbe:
     """Two passes over a token and one over a tree, after a prompt, in rounds of fixed shapes.
 
-    The target must run by the library's modules when the probe is made: it computes the right hidden states then.
-
-    Args:
-        parents: of the nodes of the tree in each row, as `Nodes.of_tree` takes them.
-        behind: how many tokens the prompt of each row is shorter than the longest.
+    The target must run by the library's modules when the probe is made: it computes the right hidden states then. Each
+    row has a tree, by its nodes' `parents`, and a prompt that is so many tokens `behind` the longest.
     """
 
     def __init__(self, target: Target, parents: Sequence[Sequence[int]], behind: Sequence[int]):

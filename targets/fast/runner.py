@@ -30,31 +30,20 @@ MOST_TOKENS = 64  # of a row in one pass
 
 @dataclass(frozen=True)
 class Heads:
-    """A layer's heads.
+    """A layer's heads."""
 
-    Attributes:
-        count, shared: the numbers of queries' heads, and of those of keys and values. size: D, a power of two.
-        kept: their shape in a cache.
-        norms: of queries and of keys, `[D]` each; empty where they have none. eps: of these.
-        scale: of scores. window: the sliding window; 0 for full attention.
-    """
-
-    count: int
-    shared: int
-    size: int
-    kept: LayerShape
-    norms: tuple[Tensor, ...]
-    eps: float
-    scale: float
-    window: int
+    count: int  # of queries
+    shared: int  # of keys and values
+    size: int  # D, a power of two
+    kept: LayerShape  # in a cache
+    norms: tuple[Tensor, ...]  # of queries and of keys, [D] each, or none
+    eps: float  # of the norms
+    scale: float  # of scores
+    window: int  # the sliding window; 0 for full attention
 
 
 class TritonRunner:
-    """Passes over few tokens through the layers of a model of Llama's kind.
-
-    Args:
-        model: one for which `why_not` found no reason. Its weights are merged; the modules keep views of them.
-    """
+    """Passes over few tokens through the layers of a model that `why_not` lets through; its weights are merged."""
 
     @torch.inference_mode(False)  # a model's weights may be trained later, and counted by their versions
     @torch.no_grad()

@@ -50,9 +50,7 @@ _log = logging.getLogger("outrider")
 def use_fast_pass(target: Target) -> None:
     """Let a target read a few tokens at a time by kernels of our own; prompts stay the library's.
 
-    Raises:
-        IncompatibleError: the model is of another kind, or the device and its software do not serve, or the kernels
-            give other numbers there than the library's modules.
+    Raises IncompatibleError if they do not serve the model or its device, or give other numbers than the modules.
     """
     name = type(target.model).__name__
     if (why := why_no_kernels(target)) is not None:
@@ -98,17 +96,11 @@ def by_library(target: Backbone) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class PassCandidate:
-    """A way of running passes.
+    """A way of running passes."""
 
-    Attributes:
-        name: the target's `pass_backend` when it runs this way.
-        build: makes a target that runs eagerly run this way, or raises.
-        why_not: returns why it does not serve a target; None if it does.
-    """
-
-    name: str
-    build: Callable[[Target], None]
-    why_not: Callable[[Target], str | None] = lambda _: None
+    name: str  # the target's `pass_backend` when it runs this way
+    build: Callable[[Target], None]  # makes a target that runs eagerly run this way, or raises
+    why_not: Callable[[Target], str | None] = lambda _: None  # the reason why it does not serve a target
 
 
 EAGER = PassCandidate("eager", Target.run_eagerly)
@@ -136,15 +128,12 @@ class PassTrial:
 
 @dataclass(frozen=True)
 class PassSelection:
-    """The candidates that were tried for models of one shape on one device, and the one that is taken.
-
-    `serving` names the candidates that serve such models.
-    """
+    """The candidates that were tried for models of one shape on one device, and the one that is taken."""
 
     device: str
     dtype: str
     shape: str
-    serving: str
+    serving: str  # the names of the candidates that serve such models
     versions: str
     taken: str
     trials: tuple[PassTrial, ...]

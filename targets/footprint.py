@@ -65,9 +65,7 @@ class Footprint:
     """Bytes of memory that passes of a model work with, besides its weights and its cache."""
 
     per_token: float  # of the layers, for each token of a pass
-    several: tuple[
-        float, float
-    ]  # of attention in a pass of several tokens: for each token, and each entry that it sees
+    several: tuple[float, float]  # of attention in a pass of several tokens: for each token, and for each entry it sees
     alone: tuple[float, float]  # the same in a pass of one token
     per_score: int  # for each pair of a token and an entry, where attention writes scores down
     per_mask: int  # for each such pair, in a pass after earlier entries: one over a whole prompt needs no masks

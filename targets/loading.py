@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 from ..common import digests
 from ..common.errors import BadInputError, IncompatibleError, OutriderError, Refusal, first_line, reason
 from ..common.safe_load import read_json
-from .adapters import ADAPTER_CONFIG, merge_adapter
+from .adapters import ADAPTER_CONFIG
 from .attention import NAME as SPLIT_ATTENTION
 from .attention import register
 from .model_folder import (
@@ -39,22 +39,6 @@ _PACKED = 32  # parameters of a quantised model in one element of its files, at 
 QuantisationKind = Literal["int8", "int8-dynamic"]
 # torchao's config for each: of weights alone, or also of the inputs of each product, row by row.
 _CONFIGS: Final = {"int8": "Int8WeightOnlyConfig", "int8-dynamic": "Int8DynamicActivationInt8WeightConfig"}
-
-
-def load_model_and_tokenizer(
-    path: str,
-    revision: str | None,
-    adapter: str | None,
-    dtype: str | torch.dtype,
-    trust_remote_code: bool,
-    attention: str | None,
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Return the model and tokenizer that `Target.load` wraps, in main memory, with the adapter merged."""
-    if attention == SPLIT_ATTENTION:
-        register()
-    model = load_causal_lm(target_path(path), dtype, revision, trust_remote_code, attention)
-    tokenizer = load_tokenizer_of(path, revision, trust_remote_code)
-    return model if adapter is None else merge_adapter(model, adapter), tokenizer
 
 
 def load_tokenizer_of(path: str, revision: str | None, trust_remote_code: bool) -> PreTrainedTokenizerBase:
@@ -93,6 +77,8 @@ def load_causal_lm(
     if on_meta_device():
         return meta_causal_lm(name, dtype, revision, trust_remote_code)
     folder = folder_of(name, dtype, revision, trust_remote_code)
+    if attention == SPLIT_ATTENTION:
+        register()
     try:
         with without_questions():
             loaded = AutoModelForCausalLM.from_pretrained(

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..common.errors import BadInputError, IncompatibleError
 from ..common.machine import best_device
+from .adapters import merge_adapter
 from .backbone import Backbone, at_places
 from .cache import RaggedCache
 from .cache_slots import Nodes
@@ -26,7 +27,7 @@ from .fingerprint import Fingerprint
 from .footprint import Footprint, measure
 from .layer_kinds import CacheLayout, runtime_key
 from .layers import body_of, decoder_layers
-from .loading import load_model_and_tokenizer, quantise
+from .loading import load_causal_lm, load_tokenizer_of, quantise, target_path
 from .sharding import all_processes, in_turn, processes, settle, share, split
 from .smoke_check import reads_ragged_rows, require_readable
 
@@ -100,7 +101,9 @@ class Target(Backbone):
             )
             return _load_sharded(whole, torch.device(device or best_device()))
         path, adapter = os.path.expanduser(path), None if adapter is None else os.path.expanduser(adapter)
-        model, tokenizer = load_model_and_tokenizer(path, revision, adapter, dtype, trust_remote_code, attention)
+        model = load_causal_lm(target_path(path), dtype, revision, trust_remote_code, attention)
+        tokenizer = load_tokenizer_of(path, revision, trust_remote_code)
+        model = model if adapter is None else merge_adapter(model, adapter)
         cast(nn.Module, model).to(device or best_device()).eval().requires_grad_(False)
         if quantize is not None:
             quantise(model, quantize)

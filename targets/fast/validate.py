@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..cache import RaggedCache, RowLengths
 from ..cache_slots import Nodes, Placement
 from ..target import Target
 from .operations import Split, attend
@@ -51,23 +52,15 @@ def attention_error(runner: TritonRunner, layer: int) -> float:
     query = numbers(rows * queries, heads.count, heads.size)
     keys, values = numbers(rows, heads.shared, room, heads.size), numbers(rows, heads.shared, room, heads.size)
     keys -= query[:1, :1].mean() + 2 * query[:1, :1].sign()  # far from 0, and mostly negative
-    errors = []
-    for tree in (False, True):
-        placed = _placed(weight.device, queries, tree)
-        right = exact_attention(query, keys, values, placed, heads.scale, heads.window)
+    errors, cache = [], RaggedCache(1, rows, room, weight.device)
+    cache.advance(RowLengths.of(list(_LENGTHS), weight.device))
+    for nodes in (None, Nodes.of_tree(torch.tensor(_PARENTS, device=weight.device), 4)):
+        cache.place(queries, 0, nodes)
+        right = exact_attention(query, keys, values, cache.placed, heads.scale, heads.window)
         for split in _SPLITS:
-            mixed = attend(query, keys, values, placed, heads.scale, heads.window, split)
+            mixed = attend(query, keys, values, cache.placed, heads.scale, heads.window, split)
             errors.append(distance(mixed.double(), right))
     return max(errors)
-
-
-def _placed(device: torch.device, queries: int, tree: bool) -> Placement:
-    lengths = torch.tensor(_LENGTHS, device=device)
-    slots = lengths[:, None] + torch.arange(queries, device=device)
-    nodes = Nodes.of_tree(torch.tensor(_PARENTS, device=device), 4) if tree else None
-    positions = slots if nodes is None else lengths[:, None] + nodes.depths
-    rows = torch.arange(len(_LENGTHS), device=device)[:, None]
-    return Placement(lengths, max(_LENGTHS) + 8, slots, positions, (rows, slots), nodes)
 
 
 def exact_attention(

@@ -286,11 +286,13 @@ class RaggedCache(Cache):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RaggedCache:
         """Copy the cache with layers that know the copy: each holds a weak reference to its cache."""
-        copied = memo[id(self)] = self.__class__.__new__(self.__class__)
-        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        for store in copied._stores:
-            store.cache = weakref.proxy(copied)
-        return copied
+        if id(self) not in memo:  # the layers' references ask again
+            memo[id(self)] = copied = self.__class__.__new__(self.__class__)
+            copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+            for store in copied._stores:
+                store.cache = weakref.proxy(copied)
+        result: RaggedCache = memo[id(self)]
+        return result
 
     @property
     def batch_size(self) -> int:

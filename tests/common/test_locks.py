@@ -91,28 +91,23 @@ def test_a_second_thread_is_refused_and_the_same_one_may_ask_again(tmp_path: Pat
 
 def test_whoever_waits_gets_the_lock_when_the_other_is_done(tmp_path: Path) -> None:
     order: list[str] = []
+    refused = threading.Event()
 
     def second() -> None:
+        order.append(refusal(tmp_path / "out", wait=0.1))
+        refused.set()
         with locked(tmp_path / "out", wait=20.0):
             order.append("second")
 
     with locked(tmp_path / "out"):
         thread = threading.Thread(target=second)
         thread.start()
+        refused.wait(20.0)
         time.sleep(0.2)
         order.append("first")
     thread.join()
+    assert "0.1 seconds were not enough" in order.pop(0)
     assert order == ["first", "second"]
-    assert "0.1 seconds were not enough" in "".join(_refused_while_held(tmp_path))
-
-
-def _refused_while_held(folder: Path) -> list[str]:
-    found: list[str] = []
-    with locked(folder / "out"):
-        thread = threading.Thread(target=lambda: found.append(refusal(folder / "out", wait=0.1)))
-        thread.start()
-        thread.join()
-    return found
 
 
 def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
@@ -192,12 +187,8 @@ def test_what_dead_processes_left_is_removed(tmp_path: Path) -> None:
     left(out, "tmp", dead).mkdir()
     with locked(out):
         pass
-    assert sorted(str(f.relative_to(tmp_path)) for f in tmp_path.rglob("*")) == [
-        "out",
-        "out/features",
-        "out/features/key",
-        "out/kept",
-    ]
+    left_over = sorted(f.relative_to(tmp_path).as_posix() for f in tmp_path.rglob("*"))
+    assert left_over == ["out", "out/features", "out/features/key", "out/kept"]
 
 
 def test_what_living_processes_write_stays(tmp_path: Path) -> None:

@@ -98,14 +98,10 @@ class LaunchGroup:
         is_finished: Callable[[int], bool],
         claim: Callable[[int], AbstractContextManager[bool | None]],
     ) -> Iterator[int]:
-        """Yield the pieces of work that this process has the claim to, until all `pieces` are finished.
+        """Yield the pieces of work that this process has the claim to, until any process has finished each of `pieces`.
 
-        The piece of a process that dies is free again, for this launch or for another one.
-
-        Args:
-            is_finished: tells whether any process has finished a piece.
-            claim: tries for the claim to a piece, as `common.locks.claiming` does for a file. On a disk without locks
-                every process has its share instead.
+        `claim` tries for a piece, as `common.locks.claiming` does for a file; on a disk without locks every process has
+        its share instead. The piece of a process that dies is free again, for this launch or for another one.
         """
         left = list(pieces)
         while left:

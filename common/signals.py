@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
 
 Handler = Callable[[int], None]
 
@@ -62,18 +61,15 @@ def listening(handler: Handler) -> Iterator[None]:
         yield
         return
 
-    def called(number: int, _frame: FrameType | None) -> None:
-        handler(number)
-
     before = {number: signal.getsignal(number) for number in STOPPING}
-    heard = [number for number, old in before.items() if old not in (signal.SIG_IGN, None)]
-    for number in heard:
-        signal.signal(number, called)
+    before = {number: old for number, old in before.items() if old not in (signal.SIG_IGN, None)}
+    for number in before:
+        signal.signal(number, lambda number, _: handler(number))
     try:
         yield
     finally:
-        for number in heard:
-            signal.signal(number, before[number])
+        for number, old in before.items():
+            signal.signal(number, old)
 
 
 @contextmanager
@@ -98,16 +94,12 @@ def let_parent_decide() -> None:
     A worker that ended by a scheduler's signal would take the training with it, before that has saved anything. Their
     parent ends them by SIGTERM, if all else fails: the second one counts.
     """
-    asked = 0
 
-    def second(_number: int, _frame: FrameType | None) -> None:
-        nonlocal asked
-        asked += 1
-        if asked > 1:
-            os._exit(0)
+    def first(*_: object) -> None:
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
 
     for number in STOPPING:
-        signal.signal(number, second if number == signal.SIGTERM else signal.SIG_IGN)
+        signal.signal(number, first if number == signal.SIGTERM else signal.SIG_IGN)
 
 
 def stop_with_launcher() -> None:

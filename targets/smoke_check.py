@@ -53,8 +53,7 @@ def _check_frozen(target: Backbone) -> None:
 def _check_causal(target: Backbone) -> None:
     """Refuse a model whose states at a token depend on the tokens after it.
 
-    Encoders such as BERT load as causal models, and their config says that they are not; some with such a config are
-    causal all the same.
+    Encoders such as BERT load as causal models; their config says that they are none, as that of some causal ones does.
     """
     if getattr(target.config, "is_decoder", None) is not False:
         return
@@ -82,16 +81,14 @@ def _check_logits(target: Backbone, lm_head: Callable[[Tensor], Tensor]) -> None
 @torch.no_grad()
 def reads_ragged_rows(target: Backbone, layout: CacheLayout) -> bool:
     """Return whether a row is read alike beside a longer one and beside one of its own length."""
-    alone, beside = (_last_of_first_row(target, layout, lengths) for lengths in ([1, 1], [1, 3]))
+    states = []
+    for lengths in ([1, 1], [1, 3]):
+        cache = layout.allocate(2, max(lengths) + 1, target.device)
+        target.run(torch.zeros(2, max(lengths), dtype=torch.long, device=target.device), cache)
+        cache.advance(RowLengths.of(lengths, target.device))
+        states.append(target.run(torch.zeros(2, 1, dtype=torch.long, device=target.device), cache)[0][0, 0])
+    alone, beside = states
     return not differ(beside, alone, 4 * torch.finfo(alone.dtype).eps ** 0.75)
-
-
-def _last_of_first_row(target: Backbone, layout: CacheLayout, lengths: list[int]) -> Tensor:
-    """Return the hidden state of the first row at a token that is read after rows of these lengths, `[H]`."""
-    cache = layout.allocate(2, max(lengths) + 1, target.device)
-    target.run(torch.zeros(2, max(lengths), dtype=torch.long, device=target.device), cache)
-    cache.advance(RowLengths.of(lengths, target.device))
-    return target.run(torch.zeros(2, 1, dtype=torch.long, device=target.device), cache)[0][0, 0]
 
 
 def differ(one: Tensor, other: Tensor, tolerance: float = _TOLERANCE) -> bool:

@@ -160,12 +160,11 @@ def why_not(model: Any) -> str | None:
 
 def _heads(attention: Any, window: int) -> Heads:
     size = attention.head_dim
-    count, shared = (len(part.weight) // size for part in (attention.q_proj, attention.k_proj))
     key = attention.k_proj.weight
+    count, shared = len(attention.q_proj.weight) // size, len(key) // size
     norms = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else ()
-    eps = norms[0].variance_epsilon if norms else 0.0
+    eps, weights = norms[0].variance_epsilon if norms else 0.0, tuple(norm.weight for norm in norms)
     kept = TensorShape(shared, size, key.dtype, key.device)
-    weights = tuple(norm.weight for norm in norms)
     return Heads(count, shared, size, LayerShape(kept, kept), weights, eps, float(attention.scaling), window)
 
 

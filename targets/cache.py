@@ -144,18 +144,14 @@ class AttentionStore(CacheLayerMixin):
         keys, values = self.keys, self.values
         if keys is None or values is None:
             keys, values = self._allocate(LayerShape(TensorShape.of(key_states), TensorShape.of(value_states)))
-        self._write(keys, key_states)
-        self._write(values, value_states)
-        used = self.cache.placed.used  # torch.compile sees no properties through a weak reference
-        return keys[:, :, :used], values[:, :, :used]
-
-    def _write(self, store: Tensor, new: Tensor) -> None:
-        index = self.cache.placed.index
-        if isinstance(index, slice):
-            store[:, :, index] = new
-        else:
-            rows, slots = index
-            store[rows, :, slots] = new.transpose(1, 2)
+        placed = self.cache.placed  # torch.compile sees no properties through a weak reference
+        for store, new in ((keys, key_states), (values, value_states)):
+            if isinstance(placed.index, slice):
+                store[:, :, placed.index] = new
+            else:
+                rows, slots = placed.index
+                store[rows, :, slots] = new.transpose(1, 2)
+        return keys[:, :, : placed.used], values[:, :, : placed.used]
 
     def move(self, source: Tensor, destination: Tensor) -> None:
         for store in (self.keys, self.values):

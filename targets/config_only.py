@@ -25,7 +25,7 @@ from ..common import BadInputError
 from ..common.errors import reason
 from ..common.runtime import give_back_unused
 from ..common.safe_load import read_json
-from .fingerprint import Fingerprint, KnownDigests, digest_tensor
+from .fingerprint import Fingerprint, digest_tensor
 from .loading import folder_of, load_causal_lm, load_tokenizer_of, meta_causal_lm, target_path
 from .model_folder import GENERATION_CONFIG
 from .target import Target
@@ -81,9 +81,9 @@ def _fingerprint(
     A model that computes with its weights while it is loaded needs them: it is loaded whole, by `load`.
     """
     try:
-        with _one_at_a_time(), _dropping_weights() as digested:
+        with _one_at_a_time(), _dropping_weights() as digest:
             model = read()
-        return Fingerprint.of(model, tokenizer, digested)
+        return Fingerprint.of(model, tokenizer, digest)
     except (BadInputError, NotImplementedError) as error:  # a damaged file makes `load` fail, too
         _log.warning("the target is loaded whole: its weights cannot be read one at a time (%s)", reason(error))
         return load().fingerprint()
@@ -104,9 +104,13 @@ def _one_at_a_time() -> Iterator[None]:
 
 
 @contextmanager
-def _dropping_weights() -> Iterator[KnownDigests]:
-    """Digest each parameter that this thread gives to a module inside; the module gets an empty one instead."""
-    digested, own, dropped = KnownDigests(), threading.get_ident(), 0
+def _dropping_weights() -> Iterator[Callable[[torch.Tensor], str]]:
+    """Digest each parameter that this thread gives to a module inside; the module gets an empty one instead.
+
+    Yields a function that returns the digest of a weight, dropped or not.
+    """
+    known: dict[int, tuple[torch.Tensor, str]] = {}  # the tensor keeps its id from being given again
+    own, dropped = threading.get_ident(), 0
 
     def drop(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         nonlocal dropped
@@ -118,12 +122,12 @@ def _dropping_weights() -> Iterator[KnownDigests]:
             dropped = 0
         made = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
         vars(made).update(vars(parameter))  # the library's notes, such as that it was read
-        digested.add(made, digest_tensor(parameter))
+        known[id(made)] = made, digest_tensor(parameter)
         return made
 
     # A hook's result takes the parameter's place, which torch documents and its types leave out.
     hook = register_module_parameter_registration_hook(cast(Callable[..., None], drop))
     try:
-        yield digested
+        yield lambda tensor: known[id(tensor)][1] if id(tensor) in known else digest_tensor(tensor)
     finally:
         hook.remove()

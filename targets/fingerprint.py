@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,11 +44,13 @@ class Fingerprint:
 
     @classmethod
     def of(
-        cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, digested: KnownDigests | None = None
+        cls,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None,
+        digest: Callable[[torch.Tensor], str] | None = None,
     ) -> Fingerprint:
-        """Return the fingerprint of a model with its tokenizer. Reads every weight once, but those in `digested`."""
-        template = getattr(tokenizer, "chat_template", None)
-        digest = (digested or KnownDigests()).digest
+        """Return the fingerprint of a model with its tokenizer; every weight is read once, by `digest_tensor`."""
+        template, digest = getattr(tokenizer, "chat_template", None), digest or digest_tensor
         return cls(
             tensors={name: digest(tensor) for name, tensor in sorted(model.state_dict(keep_vars=True).items())},
             config=digest_json(plain_config(model)),
@@ -68,21 +71,6 @@ class Fingerprint:
         parts = ("config", "tokenizer", "chat_template", "dtype")
         changed = [name for name in parts if getattr(self, name) != getattr(other, name)]
         return changed + _changed_weights(self.tensors, other.tensors)
-
-
-class KnownDigests:
-    """Digests of weights whose contents were dropped."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[torch.Tensor, str]] = {}  # the tensor keeps its id from being given again
-
-    def add(self, tensor: torch.Tensor, digest: str) -> None:
-        """Note the digest of a weight that `tensor` now stands for."""
-        self._known[id(tensor)] = tensor, digest
-
-    def digest(self, tensor: torch.Tensor) -> str:
-        """Return the digest of a weight: the noted one, or that of its contents."""
-        return self._known[id(tensor)][1] if id(tensor) in self._known else digest_tensor(tensor)
 
 
 def _changed_weights(own: dict[str, str], others: dict[str, str]) -> list[str]:

@@ -30,14 +30,17 @@ _LOOKS, _PAUSE = 25, 0.002
 
 _known: dict[str, str] = {}
 _unsaved: Entries = {}
-_saving = threading.Lock()  # files are read by several threads
+_one_at_a_time = threading.Lock()  # files are read by several threads
 
 
 def digest_of(file: Path, status: os.stat_result) -> str | None:
     """Return the digest of a file that was read before and has not changed since; None for others."""
     key = _key(file, status)
-    if key not in _known and status.st_size >= _WORTH_KEEPING and (saved := _saved().get(key)):
-        _known[key] = saved[0]
+    if key not in _known and status.st_size >= _WORTH_KEEPING:
+        with _one_at_a_time:  # so that the cache folder is read once
+            saved = _saved().get(key)
+        if saved:
+            _known[key] = saved[0]
     return _known.get(key)
 
 
@@ -79,7 +82,7 @@ def is_settled(files: Iterable[Path], folder: Path) -> bool:
 
 def save() -> None:
     """Write the digests that were remembered since the last time into the cache folder, if any."""
-    with _saving, suppress(OSError, RuntimeError):  # it only costs time
+    with _one_at_a_time, suppress(OSError, RuntimeError):  # it only costs time
         entries = dict(_unsaved)
         _unsaved.clear()
         if entries:

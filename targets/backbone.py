@@ -101,7 +101,7 @@ class Backbone:
 
     @property
     def rewinds(self) -> bool:
-        """Whether drafts can be taken back by position alone; else passes have no fixed shape, and trees no place."""
+        """Whether drafts can be taken back by position alone; if not, there are no passes of fixed shape, and no trees."""
         return not has_states(self.config)
 
     # ------------------------------------------------------------ how it runs
@@ -267,7 +267,7 @@ class Backbone:
         return cut
 
     def final_norm(self, hidden: Tensor) -> Tensor:
-        """Apply the norm after the last layer to hidden states `[..., H]`; IncompatibleError if no one module does."""
+        """Apply the norm after the last layer to `hidden` `[..., H]`; IncompatibleError if it is not one module."""
         if self._final_norm is None:
             self._final_norm = find_final_norm(self.body, decoder_layers(self.body, self.num_layers))
             self._taps.seen.clear()

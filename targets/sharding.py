@@ -44,7 +44,7 @@ def all_processes(device: torch.device) -> DeviceMesh:
 
 
 def split(model: nn.Module, layers: nn.ModuleList, device: torch.device, mesh: DeviceMesh) -> None:
-    """Leave in this process its part of each layer, on its device, and the rest of the model whole, on its own time."""
+    """Leave in this process its part of each layer on its device, and the rest of the model whole. Nothing is sent."""
     for layer in layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
     model.to(device)
@@ -83,7 +83,7 @@ def follow(target: Backbone) -> None:
 
 @torch.no_grad()
 def settle(target: Backbone) -> None:
-    """Run a pass over one token: the first makes the tensors that layers are gathered in, not in inference mode."""
+    """Run a pass over one token, not in inference mode: the first one makes the tensors that layers are gathered in."""
     target.body(input_ids=torch.zeros(1, 1, dtype=torch.long, device=target.device), use_cache=False)
 
 

@@ -41,7 +41,7 @@ def require_same_vocabulary(own: PreTrainedTokenizerBase, theirs: PreTrainedToke
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
-    """Return the tokenizer saved in `folder`, None if there is none; BadInputError if its files cannot be read."""
+    """Return the tokenizer saved in `folder`, None if there is none; raises BadInputError if it cannot be read."""
     if not any((folder / name).exists() for name in _FILES):
         return None
     check_files(folder)
@@ -52,7 +52,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
 
 
 def tokenizer_of(folder: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Return the tokenizer in a folder that was checked. Errors are the library's, or IncompatibleError for others."""
+    """Return the tokenizer in a folder that was checked; raises the library's errors, and IncompatibleError."""
     with without_questions():
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     if not isinstance(tokenizer, PreTrainedTokenizerBase):

@@ -159,7 +159,7 @@ def weight_versions(weights: Iterable[Tensor]) -> list[tuple[int, int]]:
 
 
 def module_versions(model: nn.Module) -> list[Hashable]:
-    """Return a value that changes when a module is replaced or hooked (taps do not count), or an adapter switched."""
+    """Return a value that changes when a module is replaced or hooked (not by taps), or an adapter is switched."""
     versions: list[Hashable] = []
     for module in model.modules():
         hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())

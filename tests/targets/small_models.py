@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from outrider.targets import PeakBytes, Target
 
 VOCAB = 64
 SIZES = {
@@ -29,6 +33,17 @@ def small_model(kind: str, attention: str | None = None, sizes: dict[str, int] =
     config = AutoConfig.for_model(kind, **sizes | changes)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     return model.eval().requires_grad_(False)
+
+
+@contextmanager
+def allocated(target: Target, rows: int, length: int) -> Iterator[tuple[Target, Any]]:
+    """Give a target's new cache, which takes exactly what was announced, and as much after the passes inside."""
+    announced = target.cache_bytes(rows, length)
+    with PeakBytes() as made:
+        cache = target.new_cache(rows, length)
+    assert made.live - cache.lengths.nbytes == announced == cache.num_bytes() > 0
+    yield target, cache
+    assert cache.num_bytes() == announced
 
 
 def tokens(rows: int = 2, length: int = 7, seed: int = 0) -> Tensor:

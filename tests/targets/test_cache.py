@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from outrider.targets import Nodes, PeakBytes, RaggedCache, RowLengths, Target
+from outrider.targets import Nodes, RaggedCache, RowLengths, Target
 
-from .small_models import VOCAB, small_model, tokens
+from .small_models import VOCAB, allocated, small_model, tokens
 
 
 @pytest.fixture
@@ -232,17 +232,12 @@ def test_memory_is_known_before_it_is_allocated(target):
 @pytest.mark.parametrize("kind", SIZES)
 def test_a_cache_is_allocated_whole_before_the_first_pass(kind):
     """Exactly what was announced, and no pass allocates or moves any of it."""
-    target = sized(kind)
-    announced = target.cache_bytes(2, 12)
-    with PeakBytes() as made:
-        cache = target.new_cache(2, 12)
-    assert made.live - cache.lengths.nbytes == announced == cache.num_bytes() > 0
-    before = addresses(cache)
-    for count in (5, 3):
-        target.forward(tokens(2, count), cache)
-        cache.advance(RowLengths.of([count, count - 1], "cpu"))
-    assert addresses(cache) == before
-    assert cache.num_bytes() == announced
+    with allocated(sized(kind), 2, 12) as (target, cache):
+        before = addresses(cache)
+        for count in (5, 3):
+            target.forward(tokens(2, count), cache)
+            cache.advance(RowLengths.of([count, count - 1], "cpu"))
+        assert addresses(cache) == before
 
 
 def test_layers_of_different_sizes_are_told_apart():

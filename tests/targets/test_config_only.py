@@ -213,7 +213,8 @@ def test_memory_holds_a_few_weights_at_a_time(
     save: Save, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast, kind: str
 ) -> None:
     """The largest has 16 MiB in fp32, and the models 200 and 400. Experts are read before they are put together."""
-    config = AutoConfig.for_model(kind, **SIZES | LARGE[kind], vocab_size=len(tiny_tokenizer), dtype="bfloat16")
+    sizes = SIZES | LARGE[kind] | {"vocab_size": len(tiny_tokenizer)}
+    config = AutoConfig.for_model(kind, **sizes, dtype="bfloat16")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     sizes = [weight.numel() * 4 / 2**20 for weight in model.parameters()]

@@ -11,11 +11,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from outrider.common import IncompatibleError
-from outrider.targets import Nodes, PeakBytes, RowLengths, Target
+from outrider.targets import Nodes, RowLengths, Target
 from outrider.targets.recurrent import MODELS, UNREAD, RecurrentCache
 
 from .conftest import edit
-from .small_models import SIZES, small_model, tokens
+from .small_models import SIZES, allocated, small_model, tokens
 
 COMMON = SIZES | {"initializer_range": 0.2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 LINEAR = {
@@ -254,17 +254,12 @@ def test_a_cache_that_was_reset_is_a_new_one():
 @pytest.mark.parametrize("kind", KINDS)
 def test_states_are_allocated_before_the_first_pass(kind):
     """Exactly what was announced: entries, states twice, and tokens."""
-    target = make(kind)
-    announced = target.cache_bytes(3, 20)
-    with PeakBytes() as made:
-        cache = target.new_cache(3, 20)
-    assert made.live - cache.lengths.nbytes == announced == cache.num_bytes()
-    before = {t.data_ptr() for row in range(3) for t in own(cache, row)}
-    for count in (4, 1):
-        target.forward(tokens(3, count), cache)
-        cache.advance(RowLengths.of([count] * 3, "cpu"))
-    assert {t.data_ptr() for row in range(3) for t in own(cache, row)} == before, "two exchanges of state and new state"
-    assert cache.num_bytes() == announced
+    with allocated(make(kind), 3, 20) as (target, cache):
+        before = {t.data_ptr() for row in range(3) for t in own(cache, row)}
+        for count in (4, 1):  # two exchanges of state and new state
+            target.forward(tokens(3, count), cache)
+            cache.advance(RowLengths.of([count] * 3, "cpu"))
+        assert {t.data_ptr() for row in range(3) for t in own(cache, row)} == before
 
 
 @pytest.mark.parametrize("kind", ["falcon_h1", "qwen3_next"])

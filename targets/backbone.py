@@ -101,7 +101,7 @@ class Backbone:
 
     @property
     def rewinds(self) -> bool:
-        """Whether drafts can be taken back by position alone; if not, there are no passes of fixed shape, and no trees."""
+        """Whether drafts can be taken back by position alone; else there are no passes of fixed shape, and no trees."""
         return not has_states(self.config)
 
     # ------------------------------------------------------------ how it runs

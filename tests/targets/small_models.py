@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from outrider.targets import PeakBytes, Target
+from outrider.targets import PeakBytes, RowLengths, Target
 
 VOCAB = 64
 SIZES = {
@@ -33,6 +33,21 @@ def small_model(kind: str, attention: str | None = None, sizes: dict[str, int] =
     config = AutoConfig.for_model(kind, **sizes | changes)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     return model.eval().requires_grad_(False)
+
+
+def prefilled(target: Target, lengths: list[int], max_length: int) -> tuple[Any, Tensor]:
+    """Return a cache after a pass over prompts of these lengths, and the prompts, padded."""
+    cache, prompt = target.new_cache(len(lengths), max_length), tokens(len(lengths), max(lengths))
+    target.forward(prompt, cache)
+    cache.advance(RowLengths.of(lengths, "cpu"))
+    return cache, prompt
+
+
+def require_librarys(logits: Tensor, target: Target, texts: list[list[int]], new: Tensor, tolerance: float) -> None:
+    """Logits `[B, Q, V]` of `new` tokens after each text are those of the library, which reads the whole text alone."""
+    for row, text in enumerate(texts):
+        expected = target.model(torch.tensor([text + new[row].tolist()])).logits[0, len(text) :]
+        torch.testing.assert_close(logits[row], expected, rtol=tolerance, atol=tolerance)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from outrider.targets import Nodes, RowLengths, Target
 from outrider.targets.recurrent import MODELS, UNREAD, RecurrentCache
 
 from .conftest import edit
-from .small_models import SIZES, allocated, small_model, tokens
+from .small_models import SIZES, allocated, prefilled, require_librarys, small_model, tokens
 
 COMMON = SIZES | {"initializer_range": 0.2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 LINEAR = {
@@ -85,14 +85,6 @@ def set_step_limit(model: PreTrainedModel, least: float) -> None:
             layer.time_step_limit = (least, math.inf)
 
 
-def prefilled(target: Target, lengths: list[int], max_length: int) -> tuple[RecurrentCache, Tensor]:
-    """Return a cache after a pass over prompts of these lengths, and the prompts, padded."""
-    cache, prompt = target.new_cache(len(lengths), max_length), tokens(len(lengths), max(lengths))
-    target.forward(prompt, cache)
-    cache.advance(RowLengths.of(lengths, "cpu"))
-    return cache, prompt
-
-
 def noted_widths(target: Target) -> list[int]:
     """Return a list that gets the number of tokens of each pass from now on."""
     widths: list[int] = []
@@ -146,10 +138,7 @@ def test_rejected_drafts_leave_no_trace(kind):
     generator, behind = torch.Generator().manual_seed(5), 0
     for number in range(12):
         new = tokens(4, 5, seed=number + 1)
-        logits = target.forward(new, cache).logits
-        for row, text in enumerate(texts):
-            expected = target.model(torch.tensor([text + new[row].tolist()])).logits[0, len(text) :]
-            torch.testing.assert_close(logits[row], expected, rtol=1e-3, atol=1e-3)
+        require_librarys(target.forward(new, cache).logits, target, texts, new, 1e-3)
         counts = [5] * 4 if number == 7 else torch.randint(1, 6, (4,), generator=generator).tolist()
         cache.advance(RowLengths.of(counts, "cpu"))
         texts = [text + new[row, :n].tolist() for row, (text, n) in enumerate(zip(texts, counts, strict=True))]
@@ -236,10 +225,7 @@ def test_selected_rows_keep_their_states_in_the_asked_order():
     texts = [prompt[2, :4].tolist() + more[2, :1].tolist(), prompt[0, :20].tolist() + more[0].tolist()]
     check(cache, target, texts)
     new = tokens(2, 2, seed=9)
-    logits = target.forward(new, cache).logits
-    for row, text in enumerate(texts):
-        expected = target.model(torch.tensor([text + new[row].tolist()])).logits[0, -2:]
-        torch.testing.assert_close(logits[row], expected, rtol=1e-3, atol=1e-3)
+    require_librarys(target.forward(new, cache).logits, target, texts, new, 1e-3)
 
 
 def test_a_cache_that_was_reset_is_a_new_one():

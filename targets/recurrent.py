@@ -282,7 +282,7 @@ class RecurrentCache(RaggedCache):
         self._adopt([row for row, lag in enumerate(self._lags()) if lag >= count])
 
     def unread(self, count: int = 0) -> Tensor:
-        """Return the next tokens that each row's states have not read, `[B, count]`; 0 for the most that a row has."""
+        """Return the next tokens that each row's states have not read, `[B, count]`; 0 takes the most of any row."""
         count = count or max(end - read for end, read in zip(self._ends, self.read, strict=True))
         return self.tokens.gather(1, self._from_read(count))
 

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, MistralConfig, MistralForCausalLM
+from transformers import DynamicCache
 
-from outrider.targets import Nodes, PeakBytes, RaggedCache, RowLengths, Target
+from outrider.targets import Nodes, RaggedCache, RowLengths, Target
 
-VOCAB = 64
+from .small_models import VOCAB, allocated, prefilled, require_librarys, small_model, tokens
 
 
 @pytest.fixture
@@ -20,19 +19,11 @@ def target(tiny_llama) -> Target:
     return Target(tiny_llama(layers=3))
 
 
-def tokens(rows: int, length: int, seed: int = 0) -> Tensor:
-    return torch.randint(0, VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
-
-
-def library(target: Target, text: list[int]) -> tuple[Tensor, DynamicCache]:
-    """Logits and cache of one row alone, by the library."""
-    cache = DynamicCache(config=target.config)
-    return target.model(torch.tensor([text]), past_key_values=cache).logits, cache
-
-
 def compare(cache: RaggedCache, target: Target, texts: list[list[int]]) -> None:
+    """Each row holds what the library's cache holds of its text."""
     for row, text in enumerate(texts):
-        expected = library(target, text)[1]
+        expected = DynamicCache(config=target.config)
+        target.model(torch.tensor([text]), past_key_values=expected)
         for ours, theirs in zip(cache.layers, expected.layers, strict=True):
             torch.testing.assert_close(ours.keys[row, :, : len(text)], theirs.keys[0], rtol=1e-4, atol=1e-5)
             torch.testing.assert_close(ours.values[row, :, : len(text)], theirs.values[0], rtol=1e-4, atol=1e-5)
@@ -40,17 +31,12 @@ def compare(cache: RaggedCache, target: Target, texts: list[list[int]]) -> None:
 
 def test_ragged_passes_equal_the_librarys_cache_of_each_row(target):
     """A prefill and five passes that commit different counts per row, drafts of the others thrown away."""
-    cache, lengths = target.new_cache(3, 40), [5, 1, 3]
-    prompt = tokens(3, 5)
-    target.forward(prompt, cache)
-    cache.advance(RowLengths.of(lengths, "cpu"))
+    lengths = [5, 1, 3]
+    cache, prompt = prefilled(target, lengths, 40)
     texts = [prompt[row, :n].tolist() for row, n in enumerate(lengths)]
     for number, counts in enumerate([[1, 4, 2], [4, 4, 4], [1, 1, 1], [2, 3, 1], [1, 4, 4]]):
         new = tokens(3, 4, seed=number + 1)
-        logits = target.forward(new, cache).logits
-        for row, text in enumerate(texts):
-            expected = library(target, text + new[row].tolist())[0][0, len(text) :]
-            torch.testing.assert_close(logits[row], expected, rtol=1e-4, atol=1e-4)
+        require_librarys(target.forward(new, cache).logits, target, texts, new, 1e-4)
         cache.advance(RowLengths.of(counts, "cpu"))
         texts = [text + new[row, :n].tolist() for row, (text, n) in enumerate(zip(texts, counts, strict=True))]
     assert cache.host_lengths == cache.lengths.tolist() == [len(t) for t in texts]
@@ -58,46 +44,31 @@ def test_ragged_passes_equal_the_librarys_cache_of_each_row(target):
 
 
 def test_selected_rows_keep_their_entries_in_the_asked_order(target):
-    cache, lengths = target.new_cache(4, 20), [2, 6, 4, 1]
-    prompt = tokens(4, 6)
-    target.forward(prompt, cache)
-    cache.advance(RowLengths.of(lengths, "cpu"))
+    cache, prompt = prefilled(target, [2, 6, 4, 1], 20)
     cache.select([2, 0])
     texts = [prompt[2, :4].tolist(), prompt[0, :2].tolist()]
     assert cache.batch_size == 2
     assert cache.host_lengths == cache.lengths.tolist() == [4, 2]
     compare(cache, target, texts)
     new = tokens(2, 2, seed=9)
-    logits = target.forward(new, cache).logits
-    for row, text in enumerate(texts):
-        torch.testing.assert_close(
-            logits[row], library(target, text + new[row].tolist())[0][0, -2:], rtol=1e-4, atol=1e-4
-        )
+    require_librarys(target.forward(new, cache).logits, target, texts, new, 1e-4)
 
 
 def test_a_copy_goes_its_own_way(target):
     """Prompts that begin alike may share a cache's beginning by copying it."""
-    cache = target.new_cache(2, 16)
-    texts = tokens(2, 5)
-    target.forward(texts, cache=cache)
-    cache.advance(RowLengths.of([5, 3], "cpu"))
-    copied = copy.deepcopy(cache)
-    for each, seed in ((copied, 1), (cache, 2)):
-        target.forward(tokens(2, 4, seed), cache=each)
+    cache, texts = prefilled(target, [5, 3], 16)
+    both = {1: copy.deepcopy(cache), 2: cache}
+    for seed, each in both.items():
+        target.forward(tokens(2, 4, seed), each)
         each.advance(RowLengths.of([4, 4], "cpu"))
-    for each, seed in ((copied, 1), (cache, 2)):
-        compare(
-            each,
-            target,
-            [[*texts[row, :n].tolist(), *tokens(2, 4, seed)[row].tolist()] for row, n in enumerate((5, 3))],
-        )
+    for seed, each in both.items():
+        new = tokens(2, 4, seed).tolist()
+        compare(each, target, [texts[row, :n].tolist() + new[row] for row, n in enumerate((5, 3))])
 
 
 def test_nothing_is_committed_until_it_is_advanced(target):
     """The same slots are written again: a pass after a rejected one sees nothing of it."""
-    cache, prompt = target.new_cache(2, 20), tokens(2, 4)
-    target.forward(prompt, cache)
-    cache.advance(RowLengths.of([4, 4], "cpu"))
+    cache, _ = prefilled(target, [4, 4], 20)
     clean = target.forward(tokens(2, 2, seed=3), cache).logits
     target.forward(tokens(2, 9, seed=2), cache)
     assert torch.equal(target.forward(tokens(2, 2, seed=3), cache).logits, clean)
@@ -115,7 +86,7 @@ def test_a_pass_can_start_before_or_after_the_committed_entries(target, lengths)
     again = target.forward(text[rows, starts - 1 + torch.arange(2)], cache, offset=-1).logits
     behind = target.forward(text[rows, starts + 1], cache, offset=1).logits
     for row, n in enumerate(lengths):
-        expected = library(target, text[row, : n + 2].tolist())[0][0]
+        expected = target.model(text[row : row + 1, : n + 2]).logits[0]
         torch.testing.assert_close(again[row], expected[n - 1 : n + 1], rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(behind[row, 0], expected[n + 1], rtol=1e-4, atol=1e-4)
 
@@ -144,23 +115,19 @@ def tree() -> tuple[list[list[list[int]]], Nodes]:
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("split", [7, 3], ids=["at once", "in two passes"])
 def test_the_nodes_of_a_tree_see_their_paths_only(tiny_llama, lengths, window, split):
-    """Logits at a node are the library's of the text that ends there.
-
-    Then a path is kept, and the text goes on after it.
-    """
-    target = Target(tiny_mistral(window)) if window else Target(tiny_llama(layers=3))
+    """Logits at a node are the library's of the text that ends there; then a path is kept, and the text goes on."""
+    mistral = {"num_hidden_layers": 2, "sliding_window": window}
+    target = Target(small_model("mistral", **mistral) if window else tiny_llama(layers=3))
     cache, prompt, new = target.new_cache(2, 30), tokens(2, 5), tokens(2, 7, seed=4)
     target.forward(prompt, cache)
     cache.advance(RowLengths.of(lengths, "cpu"))
     paths, nodes = tree()
-    first = target.forward(new[:, :split], cache, nodes=Nodes(nodes.depths[:, :split], nodes.sees[:, :split, :split]))
-    logits = [first.logits]
+    first, rest = (
+        Nodes(nodes.depths[:, part], nodes.sees[:, part, : part.stop]) for part in (slice(split), slice(split, 7))
+    )
+    logits = [target.forward(new[:, :split], cache, nodes=first).logits]
     if split < 7:
-        logits.append(
-            target.forward(
-                new[:, split:], cache, offset=split, nodes=Nodes(nodes.depths[:, split:], nodes.sees[:, split:])
-            ).logits
-        )
+        logits.append(target.forward(new[:, split:], cache, offset=split, nodes=rest).logits)
     found = torch.cat(logits, 1)
     for row in range(2):
         for node, path in enumerate(paths[row]):
@@ -170,25 +137,9 @@ def test_the_nodes_of_a_tree_see_their_paths_only(tiny_llama, lengths, window, s
     kept = [paths[0][4], paths[1][6]]  # a path of four entries, and one of two
     cache.keep(torch.tensor([kept[0], [*kept[1], -1, -1]]))
     cache.advance(RowLengths.of([4, 2], "cpu"))
+    texts = [prompt[row, : lengths[row]].tolist() + new[row, kept[row]].tolist() for row in range(2)]
     behind = tokens(2, 2, seed=8)
-    logits = target.forward(behind, cache).logits
-    for row in range(2):
-        text = prompt[row, : lengths[row]].tolist() + new[row, kept[row]].tolist() + behind[row].tolist()
-        torch.testing.assert_close(logits[row], target.model(torch.tensor([text])).logits[0, -2:], rtol=1e-4, atol=1e-4)
-
-
-def tiny_mistral(window: int) -> MistralForCausalLM:
-    torch.manual_seed(0)
-    config = MistralConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=VOCAB,
-        sliding_window=window,
-    )
-    return MistralForCausalLM(config).eval()
+    require_librarys(target.forward(behind, cache).logits, target, texts, behind, 1e-4)
 
 
 def test_visibility_is_causal_per_row():
@@ -244,16 +195,11 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 def sized(kind: str) -> Target:
-    common = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": VOCAB,
-    }
-    torch.manual_seed(0)
-    return Target(AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **common | SIZES[kind])).eval())
+    return Target(small_model(kind, **SIZES[kind]))
+
+
+def addresses(cache: RaggedCache) -> list[int]:
+    return [t.data_ptr() for layer in cache.layers for t in (layer.keys, layer.values) if t is not None]
 
 
 def test_memory_is_known_before_it_is_allocated(target):
@@ -264,27 +210,19 @@ def test_memory_is_known_before_it_is_allocated(target):
 @pytest.mark.parametrize("kind", SIZES)
 def test_a_cache_is_allocated_whole_before_the_first_pass(kind):
     """Exactly what was announced, and no pass allocates or moves any of it."""
-    target = sized(kind)
-    announced = target.cache_bytes(2, 12)
-    with PeakBytes() as made:
-        cache = target.new_cache(2, 12)
-    assert made.live - cache.lengths.nbytes == announced == cache.num_bytes() > 0
-    before = [t.data_ptr() for layer in cache.layers for t in (layer.keys, layer.values) if t is not None]
-    for count in (5, 3):
-        target.forward(tokens(2, count), cache)
-        cache.advance(RowLengths.of([count, count - 1], "cpu"))
-    assert before == [t.data_ptr() for layer in cache.layers for t in (layer.keys, layer.values) if t is not None]
-    assert cache.num_bytes() == announced
+    with allocated(sized(kind), 2, 12) as (target, cache):
+        before = addresses(cache)
+        for count in (5, 3):
+            target.forward(tokens(2, count), cache)
+            cache.advance(RowLengths.of([count, count - 1], "cpu"))
+        assert addresses(cache) == before
 
 
 def test_layers_of_different_sizes_are_told_apart():
     small, large, *shared = sized("gemma4_text").cache_layout().shapes
-    assert small is not None
-    assert large is not None
     assert (small.keys.size, large.keys.size) == (8, 16)
     assert shared == [None, None], "layers that read another's keys and values keep none"
     latent = sized("deepseek_v3").cache_layout().shapes[0]
-    assert latent is not None
     assert (latent.keys.size, latent.values.size) == (16, 8)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from outrider.heads import HEADS, AcceptedPositions, DFlash, Drafter, TargetBatch
-from outrider.heads.block.block_losses import Anchors, BlockTargets, eligible_places
+from outrider.heads.block.block_losses import Anchors, BlockLearning, BlockTargets, eligible_places
 from outrider.heads.losses import PositionLosses
 from outrider.heads.parallel.parallel_drafts import RolledDrafts, Rollouts, Served, kept_counts
 from outrider.targets import Target
@@ -124,7 +124,7 @@ def test_blocks_weigh_what_a_texts_tokens_do_and_the_rest_is_spread_without_what
     for step in range(8):
         anchors = Anchors.of(eligible_places(wanted, True), given.tokens, 2, step, verified=verified)
         lessons = BlockTargets.of(anchors, wanted, drafter.max_depth)
-        weights = drafter.learning(given, wanted, lessons).inputs().weighting.fixed
+        weights = BlockLearning(drafter, given, wanted, lessons).fixed_weights()
         for row in range(2):
             assert float(weights[lessons.rows == row].sum()) == pytest.approx(7)
         if lessons.usual is None:
@@ -142,7 +142,7 @@ def test_a_share_of_the_masks_follows_rounds_and_the_others_are_drawn_as_always(
     """As many masks of each depth as without, none without those before it; half of them where rounds reached."""
     tokens, learned = torch.arange(80)[None], torch.ones(1, 80, dtype=torch.bool)
     depths = torch.tensor([[1, 2, 3, 4, 5] * 16])
-    served, drops = Served(AcceptedPositions(depths, 0.5), says=1), (6, 0.7, 0.2)
+    served, drops = Served(AcceptedPositions(depths, 0.5), ahead=1), (6, 0.7, 0.2)
     found, usual = Rollouts.drawn(learned, tokens, *drops, 7, served), Rollouts.drawn(learned, tokens, *drops, 7)
     assert found.usual is not None
     assert usual.usual is None
@@ -168,7 +168,7 @@ def test_a_share_of_the_masks_follows_rounds_and_the_others_are_drawn_as_always(
             assert sum(d == depth for _, d in reached) >= min(int(0.5 * most), there) * (depth < 5) * 0.8
     whole = Rollouts.drawn(learned, tokens, 6, 1.0, 0.2, 7, served)
     assert whole.usual is None, "where nothing is dropped, all masks are there already"
-    none = Rollouts.drawn(learned, tokens, *drops, 7, Served(AcceptedPositions(torch.zeros_like(depths), 0.5), says=1))
+    none = Rollouts.drawn(learned, tokens, *drops, 7, Served(AcceptedPositions(torch.zeros_like(depths), 0.5), ahead=1))
     assert torch.equal(none.anchors, usual.anchors)
     assert torch.equal(none.depths, usual.depths)
 
@@ -179,7 +179,7 @@ def test_masks_weigh_what_a_rows_tokens_do(share: float) -> None:
     tokens, wanted = torch.arange(80)[None], torch.ones(1, 80, dtype=torch.bool)
     wanted[:, :1] = False
     learned = torch.nn.functional.pad(wanted, (0, 1))[:, 1:]
-    served = Served(AcceptedPositions(torch.tensor([[1, 2, 3, 4, 5] * 16]), share), says=1)
+    served = Served(AcceptedPositions(torch.tensor([[1, 2, 3, 4, 5] * 16]), share), ahead=1)
     rollouts = Rollouts.drawn(learned, tokens, 6, 0.7, 0.2, 7, served)
     drafts = RolledDrafts.of(learned, rollouts)
     weights = drafts.weights(wanted, 0.9, served)

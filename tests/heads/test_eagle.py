@@ -16,7 +16,7 @@ from outrider.decode import Decoder, Plan, Sampling, Tree
 from outrider.heads import Eagle1, Eagle1Config, Eagle3, Eagle3Config, decoder_layer
 from outrider.heads.decoder_layer import FusedLayer
 from outrider.heads.eagle import FeatureDrafter
-from outrider.heads.unrolled_attention import attend
+from outrider.heads.unrolled_attention import WholeRows, attend
 from outrider.targets import Target
 
 from .conftest import batch
@@ -161,7 +161,8 @@ def test_what_is_not_learned_is_only_attended_to(target, drafter):
     hidden = features(target, drafter, tokens)
     whole = drafter.unroll(target, tokens, hidden)
     for begins in (torch.tensor([2, 0, 5]), torch.tensor([4, 3, 5])):
-        for step, output in enumerate(drafter.unroll(target, tokens, hidden, begins)):
+        places = WholeRows(begins.tolist(), LENGTH, tokens.device)
+        for step, output in enumerate(drafter.unroll(target, tokens, hidden, places)):
             assert output.shape[1] == LENGTH - int(begins.min())
             for row, b in enumerate(begins.tolist()):
                 here = LENGTH - b - 1 - step

@@ -129,8 +129,8 @@ def test_what_cannot_be_built_is_refused(target):
         with pytest.raises(BadInputError, match=message):
             Eagle1.build(Eagle1Config(**changes), target)
     for changes, message in (
-        ({"noise": -0.1}, "noise must be 0 or more, got -0.1"),
-        ({"feature_loss": -1.0}, "feature_loss must be 0 or more, got -1.0"),
+        ({"noise": -0.1}, "noise must be at least 0, got -0.1"),
+        ({"feature_loss": -1.0}, "feature_loss must be at least 0, got -1.0"),
     ):
         with pytest.raises(BadInputError, match=message):
             Eagle1Config(**changes)

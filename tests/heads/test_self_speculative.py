@@ -495,7 +495,7 @@ def test_a_refused_draft_that_stayed_would_be_noticed(target, monkeypatch):
         ({"draft_vocab_size": 65}, "draft_vocab_size 65 exceeds the target's vocabulary of 64"),
         ({"draft_vocab_size": 20}, "needs token counts"),
         ({"hidden_size": 16}, "hidden_size 16 differs from the target's 32"),
-        ({"num_blocks": -1}, "num_blocks must be 0 or more, got -1"),
+        ({"num_blocks": -1}, "num_blocks must be at least 0, got -1"),
         ({"loss": "kl"}, "unknown loss 'kl'"),
     ],
     ids=str,

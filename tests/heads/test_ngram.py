@@ -5,20 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from outrider.common import BadInputError
 from outrider.heads import Ngram, NgramConfig
 from outrider.targets import RowLengths
 
+from .conftest import looked_up
 
-def propose(tokens: list[list[int]], roots: list[int], depth: int, **config: int) -> list[list[int]]:
-    drafter = Ngram(NgramConfig(**config))
-    state = drafter.open(None, len(tokens), 100)
-    width = max(map(len, tokens))
-    padded = torch.tensor([t + [99] * (width - len(t)) for t in tokens])
-    state.update(padded, None, RowLengths.of([len(t) for t in tokens], "cpu"))
-    proposal = state.propose(torch.tensor(roots), depth, None)
-    assert proposal.deterministic
-    return [row[:n] for row, n in zip(proposal.tokens.tolist(), proposal.lengths.tolist(), strict=True)]
+
+def propose(texts: list[list[int]], roots: list[int], depth: int, **config: int) -> list[list[int]]:
+    return looked_up(Ngram(NgramConfig(**config)), texts, roots, depth)
 
 
 def test_the_longest_suffix_wins_over_a_later_shorter_one():
@@ -56,9 +50,3 @@ def test_rejected_drafts_are_forgotten_and_rows_can_be_dropped():
     state.select([1])
     assert state.propose(torch.tensor([8]), 3, None).tokens.tolist() == [[9, 1, 8]]
     assert state.rows[0].tokens == [3, 4, 8, 9, 1]
-
-
-def test_impossible_lengths_are_refused():
-    for values in ({"max_match": 0}, {"min_match": 3, "max_match": 2}, {"min_match": 0}):
-        with pytest.raises(BadInputError, match="1 <= min_match <= max_match"):
-            NgramConfig(**values)

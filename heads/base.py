@@ -60,17 +60,11 @@ class TargetBatch:
             return
         for numbers in self.documents.passes():
             alone = partial(self.documents.alone, numbers=numbers)
-            hidden = None if self.hidden is None else alone(self.hidden)
-            reached = None if self.verified is None else alone(self.verified.depths)
-            yield replace(
-                self,
-                tokens=alone(self.tokens),
-                supervised=alone(self.supervised),
-                hidden=hidden,
-                last=alone(self.last),
-                documents=None,
-                verified=None if reached is None or self.verified is None else replace(self.verified, depths=reached),
-            )
+            texts = replace(self, tokens=alone(self.tokens), supervised=alone(self.supervised), documents=None)
+            texts.last, texts.hidden = alone(self.last), None if self.hidden is None else alone(self.hidden)
+            if self.verified is not None:
+                texts.verified = replace(self.verified, depths=alone(self.verified.depths))
+            yield texts
 
 
 Sum = tuple[Tensor, Tensor]  # (sum, count): divided once, after everything was added up
@@ -95,9 +89,7 @@ class DrafterLoss:
         """Return the loss of several batches together; there is at least one."""
         first, *others = losses
         for loss in others:
-            metrics = {
-                name: (a + loss.metrics[name][0], b + loss.metrics[name][1]) for name, (a, b) in first.metrics.items()
-            }
+            metrics = {n: (a + loss.metrics[n][0], b + loss.metrics[n][1]) for n, (a, b) in first.metrics.items()}
             first = cls(first.total + loss.total, first.count + loss.count, metrics)
         return first
 
@@ -275,7 +267,12 @@ def teacher_forced_loss(
 
 
 class HeadConfig(TrainedConfig):
-    """Sizes of a head; zeros mean "as the target". Each head's config has those that it needs as fields."""
+    """Sizes of a head; zeros mean "as the target". Each head's config has those that it needs as fields.
+
+    Attributes:
+        draft_vocab_size: the most frequent training tokens kept as outputs; 0 for all.
+        target_layers: the target's number of layers.
+    """
 
     draft_vocab_size: int
     hidden_size: int

@@ -41,7 +41,6 @@ class DraftModelConfig(TrainedConfig):
             parts of the target (see pruning.py). None: `pretrained` if there is a path, else `random`.
         path: the model of `init: pretrained`.
         model: fields of the target's config to change, e.g. `{num_hidden_layers: 2}`; with `prune` the sizes to keep.
-        loss: see `divergences.divergence`.
         depths: depths up to which the simulated tau multiplies alphas (metrics only).
     """
 
@@ -68,13 +67,6 @@ class DraftModelConfig(TrainedConfig):
         if self.init == "prune":
             check_names(self.model)
 
-    @classmethod
-    def from_dict(cls, values: dict[str, Any], where: str = "drafter") -> Self:
-        """As `DrafterConfig.from_dict`; `prune: true` of older recipes is `init: prune`."""
-        if values.get("prune") in (True, False):
-            values = ({"init": "prune"} if values["prune"] else {}) | {k: v for k, v in values.items() if k != "prune"}
-        return super().from_dict(values, where)
-
 
 class DraftModel(Drafter[DraftModelConfig]):
     """A drafter that is any Hugging Face causal LM with the target's tokenizer: `DraftModel(model)`."""
@@ -86,7 +78,7 @@ class DraftModel(Drafter[DraftModelConfig]):
     config_class = DraftModelConfig
 
     def __init__(self, model: PreTrainedModel, config: DraftModelConfig | None = None):
-        super().__init__(config or DraftModelConfig())
+        super().__init__(config)
         self.model = model
         self._narrower = False  # than a target it was checked against, or opened for
         self._kept: LlamaRunner | None = None

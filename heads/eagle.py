@@ -51,7 +51,6 @@ class FeatureConfig(LayerConfig):
     Attributes:
         steps: unrolled steps S in training.
         decay: weight of step i is `decay ** i`.
-        loss: see `divergences.divergence`.
         num_layers: decoder layers; the first reads embedding and hidden state.
     """
 
@@ -253,7 +252,6 @@ class Eagle1Config(FeatureConfig):
             much smaller than their features, and a new fc takes long to learn from them.
         norm_first: a norm before the first layer's attention; published heads of the paper's form have none.
         fc_bias: published heads differ in it.
-        target_layers: of the target: its last hidden state is read.
     """
 
     least: ClassVar = {**FeatureConfig.least, "feature_loss": 0, "noise": 0}
@@ -335,7 +333,6 @@ class Eagle3Config(FeatureConfig):
 
     Attributes:
         taps: HF `hidden_states` indices; () for EAGLE-3's, see `default_taps`.
-        draft_vocab_size: the most frequent training tokens kept as outputs; 0 for all.
         norm_taps, norm_output: EAGLE-3.1 (arXiv 2605.09992): a norm on each tap; the normed output is what the next
             step reads.
         norm_before_fc: one norm on all taps together instead.

@@ -36,10 +36,8 @@ class MedusaConfig(HeadConfig):
         num_layers: residual blocks of each head.
         bias: whether the blocks add a bias, as those of published heads do.
         share_lm_head: all heads use the target's own output embedding, which is not trained, instead of a copy each.
-        draft_vocab_size: the most frequent training tokens kept as outputs; 0 for all.
         decay: weight of head k is `decay ** (k − 1)`.
-        loss: see `divergences.divergence`. Medusa's own is hard_ce.
-        target_layers: of the target: its last hidden state is read.
+        loss: Medusa's own is hard_ce.
     """
 
     least: ClassVar = {"num_heads": 1, "num_layers": 1}

@@ -48,8 +48,7 @@ class MtpConfig(HeadConfig):
         recursive: the one module reads its own outputs again, and drafts to any depth. Else D is the largest depth.
         steps: S, how often a recursive module is applied in training.
         decay: depth k weighs decay^(k−1) / Σ. 0.6 is FastMTP's, 1.0 DeepSeek-V3's.
-        loss: see `divergences.divergence`. Both papers' is hard_ce, against the token that followed.
-        draft_vocab_size: the most frequent training tokens kept as outputs; 0 for all.
+        loss: both papers' is hard_ce, against the token that followed.
         norm_output: the next module, or step, reads the normed output, as in `transformers` and Megatron; False: the
             layer's own (vLLM's DeepSeek).
         hidden_first: the projection reads [hidden; embedding] instead of [embedding; hidden] (MiMo).

@@ -86,9 +86,9 @@ class SavedDrafter(nn.Module, Generic[C]):
     config_class: ClassVar[type[DrafterConfig]] = DrafterConfig
     config: C
 
-    def __init__(self, config: C):
+    def __init__(self, config: C | None = None):
         super().__init__()
-        self.config = config
+        self.config = config or cast(C, self.config_class())
 
     @classmethod
     def configured(cls, values: dict[str, Any], where: str) -> C:

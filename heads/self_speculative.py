@@ -34,10 +34,7 @@ class SelfSpeculativeConfig(HeadConfig):
         num_blocks: residual MLPs of the exit.
         intermediate_size: of each of them; 0 for the hidden size.
         share_lm_head: use the target's own output embedding, which is not trained, instead of a copy that is.
-        draft_vocab_size: the most frequent training tokens kept as outputs; 0 for all.
-        loss: see `divergences.divergence`.
         depths: depths up to which the simulated tau multiplies alphas (metrics only).
-        target_layers: of the target.
     """
 
     least: ClassVar = {"num_blocks": 0}

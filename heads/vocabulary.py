@@ -60,6 +60,13 @@ def unused_token(target: Target) -> int | None:
     return min((added[token] for token in added if _RESERVED.search(token)), default=None)
 
 
+def begin_mask(mask: nn.Parameter | None, token: int | None, target: Target) -> None:
+    """Check a mask token, and fill a learned mask with the target's mean embedding."""
+    check_mask(token, target)
+    if mask is not None:
+        mask.data.copy_(cast(nn.Embedding, target.model.get_input_embeddings()).weight.data.float().mean(0))
+
+
 def check_mask(token: int | None, target: Target) -> None:
     """Raise BadInputError for a mask token that ends or pads texts, or that the target does not have."""
     if token is None:
@@ -71,9 +78,3 @@ def check_mask(token: int | None, target: Target) -> None:
         raise BadInputError(
             f"drafter: mask_token_id {token} ends or pads texts of this target; take a token that no text has."
         )
-
-
-@torch.no_grad()
-def mean_embedding(target: Target) -> Tensor:
-    """Return the initial value of a learned mask, `[H]`."""
-    return cast(nn.Embedding, target.model.get_input_embeddings()).weight.float().mean(0)

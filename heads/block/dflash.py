@@ -24,7 +24,7 @@ from ..base import DrafterLoss, TargetBatch
 from ..decoder_layer import LayerConfig, LayerDrafter, norm_of, normed, rotary_of
 from ..divergences import LossName
 from ..session import Abilities, NodeSession, OnePassDrafts, required
-from ..vocabulary import check_mask, kept_head, mean_embedding, unused_token
+from ..vocabulary import begin_mask, kept_head, unused_token
 from .block_layers import BlockLayer, BlockMask, CachedBlocks, TrainedBlocks, cached_bytes
 from .block_losses import Anchors, BlockLearning, BlockTargets, eligible_places, kept
 
@@ -47,14 +47,12 @@ class DFlashConfig(LayerConfig):
             each layer of the drafter.
         mask_token_id: the token whose embedding stands in the open slots, which no text should have. None: the first
             row of the embedding that the tokenizer does not use; without such a one a vector that is learned.
-        draft_vocab_size: the most frequent training tokens kept as outputs; 0 for all.
         num_anchors: most anchors of a text that a training step learns from.
-        loss: see `divergences.divergence`. The paper's is hard_ce, against the token that followed.
+        loss: the paper's is hard_ce, against the token that followed.
         weighting: of drafts: `decay` as in the paper, `dpace` (arXiv 2605.18810) or `overlap`; see
             `BlockLearning.fixed_weights`.
         gamma: length of the decay; 0 for the paper's.
         pace_floor: α of `dpace` and `overlap`.
-        target_layers: of the target.
     """
 
     least: ClassVar = {"num_layers": 1, "num_anchors": 1}
@@ -148,9 +146,7 @@ class DFlash(LayerDrafter[C]):
     @classmethod
     def build(cls, config: C, target: Target, token_counts: Tensor | None = None) -> Self:
         drafter = super().build(config, target, token_counts)
-        check_mask(drafter.config.mask_token_id, target)
-        if drafter.mask is not None:
-            drafter.mask.data.copy_(mean_embedding(target))
+        begin_mask(drafter.mask, drafter.config.mask_token_id, target)
         return drafter
 
     @property

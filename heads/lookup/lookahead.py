@@ -122,7 +122,7 @@ class Lookahead(Drafter[LookaheadConfig]):
     abilities = Abilities(observes=True, deterministic=True, from_text=True)
 
     def __init__(self, config: LookaheadConfig | None = None):
-        super().__init__(config or LookaheadConfig())
+        super().__init__(config)
         self.reset_history()
 
     def reset_history(self) -> None:

@@ -41,9 +41,6 @@ class Ngram(Drafter[NgramConfig]):
     trainable = False
     abilities = Abilities(continues=True, deterministic=True, from_text=True)
 
-    def __init__(self, config: NgramConfig | None = None):
-        super().__init__(config or NgramConfig())
-
     def open(
         self, target: Target, batch_size: int, max_length: int, spare: int = 0, cache: RaggedCache | None = None
     ) -> NgramSession:

@@ -299,7 +299,7 @@ class Suffix(Drafter[SuffixConfig]):
     trainable = False
 
     def __init__(self, config: SuffixConfig | None = None):
-        super().__init__(config or SuffixConfig())
+        super().__init__(config)
         self.reset_history()
 
     def reset_history(self) -> None:

@@ -20,7 +20,7 @@ from ..base import DrafterLoss, TargetBatch
 from ..decoder_layer import CachedLayers, FusedLayer
 from ..eagle import Eagle3, Eagle3Config
 from ..session import Abilities, PendingInputs, required
-from ..vocabulary import check_mask, mean_embedding, unused_token
+from ..vocabulary import begin_mask, unused_token
 from .parallel_drafts import ParallelSession, RolledLayers, Rollouts, place_texts, rollout_loss
 
 
@@ -70,9 +70,7 @@ class PEagle(Eagle3):
     @classmethod
     def build(cls, config: PEagleConfig, target: Target, token_counts: Tensor | None = None) -> Self:
         head = super().build(config, target, token_counts)
-        check_mask(head.config.mask_token_id, target)
-        if head.mask is not None:
-            head.mask.data.copy_(mean_embedding(target))
+        begin_mask(head.mask, head.config.mask_token_id, target)
         return head
 
     def masks(self, target: Target, first: FusedLayer | None = None) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.heads import HEADS, AcceptedPositions, DFlash, Drafter, TargetBatch
+from outrider.heads import HEADS, AcceptedPositions, DFlash, Drafter, TargetBatch, base
 from outrider.heads.block.block_losses import Anchors, BlockLearning, BlockTargets, eligible_places
 from outrider.heads.losses import PositionLosses
 from outrider.heads.parallel.parallel_drafts import RolledDrafts, Rollouts, Served, kept_counts
@@ -16,6 +16,8 @@ from outrider.targets import Target
 from outrider.targets.documents import Documents
 
 from ..conftest import drafter_in_training
+from .conftest import batch as all_of
+from .conftest import sequences
 
 DFLASH = {"type": "dflash", "num_layers": 2, "block_size": 4, "taps": [2, 4]}
 KINDS: dict[str, dict[str, Any]] = {
@@ -41,10 +43,8 @@ def target(tiny_llama: Any) -> Target:
 
 
 def batch(target: Target, drafter: Drafter[Any], share: float | None) -> TargetBatch:
-    tokens = torch.randint(0, 60, (2, len(DEPTHS)), generator=torch.Generator().manual_seed(1))
     supervised = torch.arange(len(DEPTHS)).expand(2, -1) >= PROMPT
-    out = target.forward(tokens, taps=drafter.taps)
-    found = TargetBatch(target, tokens, supervised, out.hidden, out.last)
+    found = all_of(target, drafter, sequences(2, len(DEPTHS), 60), supervised)
     if share is not None:
         found.verified = AcceptedPositions(torch.tensor([DEPTHS, [0] * len(DEPTHS)]), share)
     return found
@@ -72,9 +72,8 @@ def test_the_share_moves_to_what_was_reached_by_the_weights_that_were_there() ->
 def test_a_whole_share_leaves_nothing_elsewhere_and_none_changes_nothing() -> None:
     depths, weights = torch.tensor([[0, 1, 2]]), torch.tensor([[3.0, 1.0], [2.0, 5.0]])  # [S, P]
     arguments = weights, torch.zeros(2, dtype=torch.long), torch.tensor([1, 2]), torch.tensor([[1], [2]])
-    torch.testing.assert_close(
-        AcceptedPositions(depths, 1.0).weighed(*arguments), torch.tensor([[4.125, 0.0], [0.0, 6.875]])
-    )
+    found = AcceptedPositions(depths, 1.0).weighed(*arguments)
+    torch.testing.assert_close(found, torch.tensor([[4.125, 0.0], [0.0, 6.875]]))
     assert torch.equal(AcceptedPositions(depths, 0.0).weighed(*arguments), weights)
 
 
@@ -147,16 +146,9 @@ def test_a_share_of_the_masks_follows_rounds_and_the_others_are_drawn_as_always(
     assert found.usual is not None
     assert usual.usual is None
     masks, others = set(), set()
-    for anchor, depth, real, is_usual in zip(
-        found.anchors[0].tolist(),
-        found.depths[0].tolist(),
-        found.real[0].tolist(),
-        found.usual[0].tolist(),
-        strict=True,
-    ):
-        if real:
-            masks.add((anchor, depth))
-            others |= set() if is_usual else {(anchor, depth)}
+    for anchor, depth, is_usual in torch.stack([found.anchors, found.depths, found.usual], 2)[found.real].tolist():
+        masks.add((anchor, depth))
+        others |= set() if is_usual else {(anchor, depth)}
     assert all(depth == 1 or (anchor, depth - 1) in masks for anchor, depth in masks)
     reached = {(a, d) for a, d in masks if a + 1 + d < 80 and depths[0, a + 1 + d] == d + 1}
     assert others
@@ -196,8 +188,6 @@ def test_masks_weigh_what_a_rows_tokens_do(share: float) -> None:
 
 def compared(monkeypatch: pytest.MonkeyPatch, drafter: Drafter[Any], given: TargetBatch) -> tuple[Tensor, Tensor]:
     """The weights of a feature head's comparison, `[S, P]`, and the tokens that are predicted, `[P]`."""
-    from outrider.heads import base
-
     seen: list[Tensor] = []
 
     def noted(last: Tensor, drafted: Any, settings: Any, weights: Tensor, following: Tensor) -> PositionLosses:
@@ -243,10 +233,8 @@ def test_the_loss_of_a_whole_share_is_that_of_drafts_in_served_places(target: Ta
         given = batch(target, drafter, 1.0)
         tokens = given.tokens[:1].clone()
         tokens[:, 7:] = later
-        out = target.forward(tokens, taps=drafter.taps)
-        depths = torch.tensor([[0, 0, 0, 0, 1, 2, 3, 0, 0, 0]])
-        whole = TargetBatch(target, tokens, given.supervised[:1], out.hidden, out.last)
-        whole.verified = AcceptedPositions(depths, 1.0)
+        whole = all_of(target, drafter, tokens, given.supervised[:1])
+        whole.verified = AcceptedPositions(torch.tensor([[0, 0, 0, 0, 1, 2, 3, 0, 0, 0]]), 1.0)
         losses.append(float(drafter.loss(whole).total.detach()))
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     assert losses[0] > 0

@@ -119,14 +119,6 @@ def test_settings_that_contradict_init_are_refused(config, message):
         DraftModelConfig.from_dict(config)
 
 
-def test_older_recipes_that_say_prune_true_mean_init_prune():
-    model = {"num_hidden_layers": 2}
-    assert DraftModelConfig.from_dict({"prune": True, "model": model}) == DraftModelConfig(init="prune", model=model)
-    assert DraftModelConfig.from_dict({"prune": False}) == DraftModelConfig(init="random")
-    with pytest.raises(BadInputError, match="unknown key 'prune'"):
-        DraftModelConfig.from_dict({"prune": "yes"})
-
-
 # ------------------------------------------------------------ vocabularies that are padded differently
 
 # Of target and draft model; their tokenizer's ids end at 319 or below.

@@ -23,34 +23,23 @@ from outrider.heads import (
     Cascade,
     CascadeConfig,
     DFlash,
-    DFlashConfig,
     Drafter,
     DraftModel,
     DSpark,
-    DSparkConfig,
     Eagle1,
-    Eagle1Config,
     Eagle3,
-    Eagle3Config,
     Fusion,
     Hydra,
-    HydraConfig,
     Lookahead,
-    LookaheadConfig,
     Medusa,
-    MedusaConfig,
     Mtp,
-    MtpConfig,
     Ngram,
-    NgramConfig,
     Pard,
     PardConfig,
     PEagle,
-    PEagleConfig,
     SelfSpeculative,
     SelfSpeculativeConfig,
     Suffix,
-    SuffixConfig,
     drafter_config,
     head_class,
     load_drafter,
@@ -60,92 +49,64 @@ from outrider.targets import RowLengths, Target
 from ..conftest import FEW_TOKENS, few
 from .conftest import batch, best, opened, ragged, sequences
 
-
-def shaken(drafter: Drafter) -> Drafter:
-    """With random weights where new ones are zero."""
-    for name, weight in drafter.named_parameters():
-        if any(part in name for part in ("linear", "down", "markov_w2")):
-            torch.nn.init.normal_(weight, std=0.2)
-    return drafter
+Maker = Callable[[Target, Callable], Drafter]
 
 
-MAKERS: dict[str, Callable[[Target, Callable], Drafter]] = {
-    "cascade": lambda target, llama: Cascade(Ngram(), DraftModel(llama(layers=2, seed=1))),
-    "cascade deeper": lambda target, llama: Cascade(
-        Suffix(), DraftModel(llama(layers=2, seed=1)), CascadeConfig(model_depth=2)
-    ),
-    "cascade eagle3": lambda target, llama: Cascade(
-        Ngram(), Eagle3.build(Eagle3Config(), target), CascadeConfig(vertical=False, model_depth=2)
-    ),
-    "dflash": lambda target, llama: DFlash.build(DFlashConfig(num_layers=2), target),
-    "dflash causal": lambda target, llama: DFlash.build(
-        DFlashConfig(
-            num_layers=1,
-            block_size=4,
-            from_anchor=True,
-            causal=True,
-            sliding_window=6,
-            mask_token_id=63,
-            weighting="dpace",
-        ),
-        target,
-    ),
-    "dflash pruned": lambda target, llama: DFlash.build(
-        DFlashConfig(num_layers=1, taps=(0, 6), draft_vocab_size=20, sliding_window=8, window_from="anchor"),
-        target,
-        torch.arange(64),
-    ),
-    "draft_model": lambda target, llama: DraftModel(llama(layers=2, seed=1)),
-    "dspark": lambda target, llama: shaken(DSpark.build(DSparkConfig(num_layers=1, markov_rank=8), target)),
-    "dspark rnn": lambda target, llama: shaken(
-        DSpark.build(
-            DSparkConfig(num_layers=1, markov_rank=8, markov_head="rnn", draft_vocab_size=20, causal=True),
-            target,
-            torch.arange(64),
-        )
-    ),
-    "eagle1": lambda target, llama: Eagle1.build(Eagle1Config(), target),
-    "eagle1 two layers": lambda target, llama: Eagle1.build(
-        Eagle1Config(num_layers=2, steps=2, norm_inputs=True, norm_first=True), target
-    ),
-    "eagle3": lambda target, llama: Eagle3.build(Eagle3Config(norm_taps=True, steps=2), target),
-    "eagle3 pruned": lambda target, llama: Eagle3.build(
-        Eagle3Config(taps=(0, 6), draft_vocab_size=20), target, torch.arange(64)
-    ),
-    "eagle3 two layers": lambda target, llama: Eagle3.build(
-        Eagle3Config(num_layers=2, norm_output=True, norm_before_fc=True, norm_before_residual=True), target
-    ),
-    "lookahead": lambda target, llama: Lookahead(LookaheadConfig(window=3, ngram=3, guesses=2)),
-    "medusa": lambda target, llama: shaken(Medusa.build(MedusaConfig(num_layers=2), target)),
-    "medusa pruned": lambda target, llama: shaken(
-        Medusa.build(MedusaConfig(draft_vocab_size=20, share_lm_head=True), target, torch.arange(64))
-    ),
-    "mtp": lambda target, llama: Mtp.build(MtpConfig(depth=4, recursive=False), target),
-    "mtp recursive": lambda target, llama: Mtp.build(MtpConfig(steps=2, draft_vocab_size=20), target, torch.arange(64)),
-    "hydra": lambda target, llama: shaken(Hydra.build(HydraConfig(), target)),
-    "hydra pruned": lambda target, llama: shaken(
-        Hydra.build(HydraConfig(draft_vocab_size=20, share_lm_head=True), target, torch.arange(64))
-    ),
-    "ngram": lambda target, llama: Ngram(NgramConfig(max_match=3)),
+def model(llama: Callable) -> DraftModel:
+    return DraftModel(llama(layers=2, seed=1))
+
+
+def built(kind: type[Drafter], **settings: Any) -> Maker:
+    """Return a function that makes a drafter, with random weights where new ones are zero in these kinds."""
+
+    def make(target: Target, llama: Callable) -> Drafter:
+        counts = torch.arange(64) if "draft_vocab_size" in settings else None
+        drafter = kind.build(kind.config_class(**settings), target, counts)
+        for name, weight in drafter.named_parameters() if kind in (DSpark, Medusa, Hydra, SelfSpeculative) else ():
+            if any(part in name for part in ("linear", "down", "markov_w2")):
+                torch.nn.init.normal_(weight, std=0.2)
+        return drafter
+
+    return make
+
+
+WINDOW = {"sliding_window": 6, "causal": True, "from_anchor": True, "block_size": 4, "mask_token_id": 63}
+PRUNED = {"draft_vocab_size": 20}
+TWO = {"num_layers": 2}
+NORMED = {"norm_output": True, "norm_before_fc": True, "norm_before_residual": True}
+SHALLOW = CascadeConfig(vertical=False, model_depth=2)
+MAKERS: dict[str, Maker] = {
+    "cascade": lambda target, llama: Cascade(Ngram(), model(llama)),
+    "cascade deeper": lambda target, llama: Cascade(Suffix(), model(llama), CascadeConfig(model_depth=2)),
+    "cascade eagle3": lambda target, llama: Cascade(Ngram(), built(Eagle3)(target, llama), SHALLOW),
+    "dflash": built(DFlash, **TWO),
+    "dflash causal": built(DFlash, num_layers=1, weighting="dpace", **WINDOW),
+    "dflash pruned": built(DFlash, num_layers=1, taps=(0, 6), sliding_window=8, window_from="anchor", **PRUNED),
+    "draft_model": lambda target, llama: model(llama),
+    "dspark": built(DSpark, num_layers=1, markov_rank=8),
+    "dspark rnn": built(DSpark, num_layers=1, markov_rank=8, markov_head="rnn", causal=True, **PRUNED),
+    "eagle1": built(Eagle1),
+    "eagle1 two layers": built(Eagle1, steps=2, norm_inputs=True, norm_first=True, **TWO),
+    "eagle3": built(Eagle3, norm_taps=True, steps=2),
+    "eagle3 pruned": built(Eagle3, taps=(0, 6), **PRUNED),
+    "eagle3 two layers": built(Eagle3, **TWO, **NORMED),
+    "lookahead": built(Lookahead, window=3, ngram=3, guesses=2),
+    "medusa": built(Medusa, **TWO),
+    "medusa pruned": built(Medusa, share_lm_head=True, **PRUNED),
+    "mtp": built(Mtp, depth=4, recursive=False),
+    "mtp recursive": built(Mtp, steps=2, **PRUNED),
+    "hydra": built(Hydra),
+    "hydra pruned": built(Hydra, share_lm_head=True, **PRUNED),
+    "ngram": built(Ngram, max_match=3),
     "pard": lambda target, llama: Pard(llama(layers=2, seed=1), PardConfig(steps=5, mask_token_id=63)),
-    "peagle": lambda target, llama: PEagle.build(PEagleConfig(num_layers=2, steps=5), target),
-    "peagle pruned": lambda target, llama: PEagle.build(
-        PEagleConfig(num_layers=1, steps=4, draft_vocab_size=20, mask_token_id=63, norm_taps=True),
-        target,
-        torch.arange(64),
-    ),
-    "self_speculative": lambda target, llama: shaken(
-        SelfSpeculative.build(SelfSpeculativeConfig(exit_layer=3), target)
-    ),
-    "self_speculative pruned": lambda target, llama: shaken(
-        SelfSpeculative.build(
-            SelfSpeculativeConfig(draft_vocab_size=20, share_lm_head=False, num_blocks=2), target, torch.arange(64)
-        )
-    ),
-    "suffix": lambda target, llama: Suffix(SuffixConfig(max_match=3, tree_depth=5)),
-    "suffix tree": lambda target, llama: Suffix(SuffixConfig(width=2)),
-    "fusion": lambda target, llama: Fusion(Suffix(), DraftModel(llama(layers=2, seed=1))),
-    "fusion eagle3": lambda target, llama: Fusion(Ngram(), Eagle3.build(Eagle3Config(), target)),
+    "peagle": built(PEagle, steps=5, **TWO),
+    "peagle pruned": built(PEagle, num_layers=1, steps=4, mask_token_id=63, norm_taps=True, **PRUNED),
+    "self_speculative": built(SelfSpeculative, exit_layer=3),
+    "self_speculative pruned": built(SelfSpeculative, share_lm_head=False, num_blocks=2, **PRUNED),
+    "suffix": built(Suffix, max_match=3, tree_depth=5),
+    "suffix tree": built(Suffix, width=2),
+    "fusion": lambda target, llama: Fusion(Suffix(), model(llama)),
+    "fusion eagle3": lambda target, llama: Fusion(Ngram(), built(Eagle3)(target, llama)),
 }
 # A fusion's and a cascade's weights are their model's, in a folder below their own: they are not `trainable`.
 WITH_WEIGHTS = [name for name in MAKERS if HEADS[name.split()[0]].trainable]
@@ -389,27 +350,24 @@ def path_of(parents: list[int], node: int) -> list[int]:
 # ------------------------------------------------------------ strict loading
 
 
-def damage(saved: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
+DAMAGED: dict[str, tuple[Callable[[dict[str, Tensor]], Any], tuple[type[Exception], ...], str]] = {
+    "missing": (lambda weights: weights.pop(sorted(weights)[-1]), (IncompatibleError,), r"missing \S+"),
+    "unexpected": (lambda weights: weights.update(surprise=torch.ones(2)), (IncompatibleError,), "unexpected surprise"),
+    "of another shape": (
+        lambda weights: weights.update({sorted(weights)[-1]: torch.ones(7, 5)}),
+        (IncompatibleError, BadInputError),
+        r"shape|\(7, 5\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGED)
+def test_a_tensor_that_does_not_belong_is_refused(saved, target, kind):
+    change, errors, message = DAMAGED[kind]
     weights = load_file(saved / "model.safetensors")
     change(weights)
     save_file(weights, saved / "model.safetensors", metadata={"format": "pt"})
-
-
-def test_a_missing_tensor_is_refused(saved, target):
-    damage(saved, lambda weights: weights.pop(sorted(weights)[-1]))
-    with pytest.raises(IncompatibleError, match=r"missing \S+"):
-        load_drafter(saved, target)
-
-
-def test_an_unexpected_tensor_is_refused(saved, target):
-    damage(saved, lambda weights: weights.update(surprise=torch.ones(2)))
-    with pytest.raises(IncompatibleError, match="unexpected surprise"):
-        load_drafter(saved, target)
-
-
-def test_a_tensor_of_another_shape_is_refused(saved, target):
-    damage(saved, lambda weights: weights.update({sorted(weights)[-1]: torch.ones(7, 5)}))
-    with pytest.raises((IncompatibleError, BadInputError), match=r"shape|\(7, 5\)"):
+    with pytest.raises(errors, match=message):
         load_drafter(saved, target)
 
 

@@ -1,7 +1,4 @@
-"""SuffixDecoding against counting by hand: matches, frequencies, continuations, what is forgotten.
-
-The text never depends on it.
-"""
+"""Prompt lookup and SuffixDecoding against counting by hand: matches, frequencies, continuations, what is forgotten."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ import torch
 
 from outrider.common import IncompatibleError
 from outrider.decode import Decoder, Plan, Sampling
-from outrider.heads import Suffix, SuffixConfig
+from outrider.heads import Ngram, NgramConfig, Suffix, SuffixConfig
 from outrider.heads.lookup.suffix import History, SuffixProposal, SuffixSession, SuffixTree, Text
 from outrider.targets import RowLengths, Target
 
@@ -33,7 +30,50 @@ def propose(texts: list[list[int]], roots: list[int], depth: int, **config: floa
     return looked_up(Suffix(SuffixConfig(**config)), texts, roots, depth)
 
 
-# ------------------------------------------------------------ by hand
+def copied(texts: list[list[int]], roots: list[int], depth: int, **config: int) -> list[list[int]]:
+    return looked_up(Ngram(NgramConfig(**config)), texts, roots, depth)
+
+
+# ------------------------------------------------------------ n-grams
+
+
+def test_the_longest_ngram_wins_over_a_later_shorter_one():
+    assert copied([[1, 2, 3, 4, 9, 3, 7, 1, 2]], [3], 2) == [[4, 9]]
+
+
+def test_of_equal_ngrams_the_last_occurrence_wins():
+    assert copied([[5, 1, 5, 2, 6]], [5], 1) == [[2]]
+
+
+def test_a_copy_that_reaches_the_end_goes_on_with_itself():
+    assert copied([[1, 2, 3, 1, 2]], [3], 7) == [[1, 2, 3, 1, 2, 3, 1]]
+    assert copied([[4, 4]], [4], 3) == [[4, 4, 4]]
+
+
+@pytest.mark.parametrize(("min_match", "found"), [(1, [[2, 3]]), (2, [[]])])
+def test_ngrams_shorter_than_min_match_do_not_count(min_match, found):
+    assert copied([[1, 2, 3, 4]], [1], 2, min_match=min_match) == found
+
+
+@pytest.mark.parametrize("found", [copied, propose])
+def test_rows_propose_as_much_as_they_find(found):
+    """Padding after a row's own tokens is never looked up."""
+    assert found([[1, 2, 3], [7, 8, 7, 9], [5]], [9, 8, 99], 2) == [[], [7, 9], []]
+    assert found([[1, 2], [3]], [9, 8], 4) == [[], []]
+
+
+@pytest.mark.parametrize(("drafter", "found"), [(Ngram(), [9, 1, 8]), (Suffix(SuffixConfig(factor=3)), [9, 1])])
+def test_rejected_drafts_are_forgotten_and_rows_can_be_dropped(drafter, found):
+    state = drafter.open(None, 2, 100)
+    state.update(torch.tensor([[1, 2], [3, 4]]), None, RowLengths.of([2, 2], "cpu"))
+    state.update(torch.tensor([[5, 6, 7], [8, 9, 1]]), None, RowLengths.of([1, 3], "cpu"))
+    state.select([1])
+    assert state.propose(torch.tensor([8]), 3, None).tokens.tolist() == [found]
+    row = state.rows[0]
+    assert (row.tokens if drafter.name == "ngram" else row.text.tokens) == [3, 4, 8, 9, 1]
+
+
+# ------------------------------------------------------------ suffixes
 
 
 def test_the_longest_suffix_wins_over_a_more_frequent_shorter_one():
@@ -65,28 +105,12 @@ def test_the_score_is_the_expected_number_of_accepted_tokens():
     assert tree.draft([5], 9) == SuffixProposal([1, 6], [-1, 0], pytest.approx(3 / 4 + 3 / 4 * 2 / 3), 1)
 
 
-def test_rows_propose_as_much_as_they_find():
-    """Padding after a row's own tokens is never looked up."""
-    assert propose([[1, 2, 3], [7, 8, 7, 9], [5]], [9, 8, 99], 2) == [[], [7, 9], []]
-    assert propose([[1, 2], [3]], [9, 8], 4) == [[], []]
-
-
 @pytest.mark.parametrize(
     ("config", "found"),
     [({}, [[2, 3]]), ({"min_match": 2}, [[]]), ({"min_score": 2}, [[2, 3]]), ({"min_score": 2.1}, [[]])],
 )
 def test_matches_that_are_too_short_or_promise_too_little_do_not_count(config, found):
     assert propose([[1, 2, 3, 4]], [1], 4, factor=2, **config) == found
-
-
-def test_rejected_drafts_are_forgotten_and_rows_can_be_dropped():
-    drafter = Suffix(SuffixConfig(factor=3))
-    state = drafter.open(None, 2, 100)
-    state.update(torch.tensor([[1, 2], [3, 4]]), None, RowLengths.of([2, 2], "cpu"))
-    state.update(torch.tensor([[5, 6, 7], [8, 9, 1]]), None, RowLengths.of([1, 3], "cpu"))
-    state.select([1])
-    assert state.propose(torch.tensor([8]), 3, None).tokens.tolist() == [[9, 1]]
-    assert state.rows[0].text.tokens == [3, 4, 8, 9, 1]
 
 
 def test_a_tree_holds_the_continuations_with_the_highest_products():

@@ -60,11 +60,8 @@ class AcceptedPositions:
         numbers = rows if documents is None else documents.numbers(rows.device)[rows, places]
         texts = numbers.expand_as(weights)
         count = len(self.depths) if documents is None else len(documents) + 1
-        whole, there = (_sums(values, texts, count) for values in (weights, reached))
+        index, none = texts.flatten(), weights.new_zeros(count)
+        whole, there = (none.index_add(0, index, values.flatten()) for values in (weights, reached))
         is_any = there > 0
         factors = torch.where(is_any, self.share * whole / there.where(is_any, torch.ones_like(there)), 0.0)
         return (1 - self.share * is_any)[texts] * rest + factors[texts] * reached
-
-
-def _sums(values: Tensor, texts: Tensor, count: int) -> Tensor:
-    return values.new_zeros(count).index_add(0, texts.flatten(), values.flatten())

@@ -263,9 +263,6 @@ def teacher_forced_loss(
     return DrafterLoss(result.total, wanted.sum(), metrics)
 
 
-# ------------------------------------------------------------ heads
-
-
 class HeadConfig(TrainedConfig):
     """Sizes of a head; zeros mean "as the target". Each head's config has those that it needs as fields.
 

@@ -106,9 +106,6 @@ def _plain_rope(config: Any) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)}
 
 
-# ------------------------------------------------------------ parts
-
-
 def normed(x: Tensor, norm: Any) -> Tensor:
     """Return `norm(x)` of `x` `[..., H]`, in one operation where it computes the same; `x` without a norm."""
     if norm is None:
@@ -451,9 +448,6 @@ def copied_bytes(layers: Iterable[Any], size: int, max_length: int, projection: 
     """Return how many bytes `CachedLayers` of these layers allocate, for heads of `size`."""
     weights = copied(layers, projection)
     return (sum(weight.numel() for weight in weights) + 2 * max_length * size) * weights[0].dtype.itemsize
-
-
-# ------------------------------------------------------------ heads with layers
 
 
 L = TypeVar("L", bound=LayerConfig)

@@ -327,9 +327,6 @@ def _smaller(config: Any, changes: dict[str, Any]) -> Any:
     return type(config)(**values)
 
 
-# ------------------------------------------------------------ models of Llama's kind, by the layers of heads
-
-
 def runs(model: Any) -> bool:
     """Return whether `LlamaRunner` computes what `model` does: it is of Llama's kind, and attends by SDPA."""
     return is_of_llama_kind(model) and model.config._attn_implementation == "sdpa"

@@ -234,9 +234,6 @@ class FeatureSession(DeferredPrefillSession):
         self.outputs = self.outputs[:, :0]
 
 
-# ------------------------------------------------------------ EAGLE
-
-
 @dataclass
 class Eagle1Config(FeatureConfig):
     """Settings of an EAGLE head; zeros mean "as the target".
@@ -322,9 +319,6 @@ class Eagle1(FeatureDrafter):
             return None
         scale = _scale(features)
         return self.config.feature_loss * smooth_l1(features / scale, outputs / scale)
-
-
-# ------------------------------------------------------------ EAGLE-3
 
 
 @dataclass

@@ -232,9 +232,6 @@ class MedusaSession(HeadsSession):
         return self.logits[-1]
 
 
-# ------------------------------------------------------------ Hydra
-
-
 @dataclass
 class HydraConfig(MedusaConfig):
     """Settings of Hydra's heads: those of Medusa's, and one more.

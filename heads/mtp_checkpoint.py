@@ -177,9 +177,6 @@ def folder_of(source: str) -> str:
     return str(embedded_path() if source == EMBEDDED else Path(source).expanduser())
 
 
-# ------------------------------------------------------------ reading
-
-
 def load_native(modules: Sequence[nn.Module], layer: dict[str, Any], target: Target, path: str | None = None) -> None:
     """Fill MTP modules from a checkpoint, strictly, in fp32: nothing missing, nothing left over.
 

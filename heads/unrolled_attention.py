@@ -208,9 +208,6 @@ def _trial(kernel: Kernel, device: torch.device, dtype: torch.dtype, size: int) 
         )  # NaN, if one is
 
 
-# ------------------------------------------------------------ merging
-
-
 @dataclass(frozen=True)
 class _Group:
     """Rows that begin at the same place, or one text of a row.

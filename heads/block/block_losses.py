@@ -24,8 +24,6 @@ from ..base import Drafter, DrafterLoss, TargetBatch
 from ..divergences import TargetDistribution, divergence, own_precision
 from ..losses import ChunkedSlopes, acceptance_metrics, compare
 
-# ------------------------------------------------------------ anchors
-
 FIRST = 1  # an anchor has at least one token before it: a root always follows a prompt
 
 
@@ -243,9 +241,6 @@ def probability(logits: Tensor, tokens: Tensor) -> Tensor:
     """Return the softmax of `logits` `[P, V']` at `tokens` `[P]`, 0 where a token is −1: not in the vocabulary."""
     chosen = logits.float().gather(-1, tokens.clamp(min=0)[:, None])[:, 0]
     return (chosen - logits.float().logsumexp(-1)).exp() * (tokens >= 0)
-
-
-# ------------------------------------------------------------ the loss
 
 
 @dataclass

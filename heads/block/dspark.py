@@ -93,9 +93,6 @@ class ConfidenceHead(nn.Module):
         return self.proj(both[..., : self.proj.in_features])[..., 0]
 
 
-# ------------------------------------------------------------ the drafter
-
-
 @dataclass
 class DSparkConfig(DFlashConfig):
     """Settings of a DSpark drafter: DFlash's, with other defaults, and those of its heads.

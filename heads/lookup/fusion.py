@@ -20,7 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -93,12 +93,7 @@ class TwoDrafters(Drafter[F]):
         return head(settings)
 
     def _open_statistical(self, target: Target, batch_size: int, max_length: int) -> TextSession:
-        session = self.statistical.open(target, batch_size, max_length)
-        if not isinstance(session, TextSession):
-            raise TypeError(
-                f"{self.statistical.name} declares that it continues texts; its session must be a TextSession."
-            )
-        return session
+        return cast(TextSession, self.statistical.open(target, batch_size, max_length))
 
     def save(self, path: str | Path) -> None:
         """Write config.json, and the model into the folder `model` beside it."""
@@ -120,9 +115,6 @@ class TwoDrafters(Drafter[F]):
 
     def state_bytes(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> int:
         return self.model.state_bytes(target, batch_size, max_length)
-
-
-# ------------------------------------------------------------ fusion
 
 
 class Fusion(TwoDrafters[FusionConfig]):
@@ -213,8 +205,6 @@ def fuse(statistical: dict[str, Any], model: Drafter) -> Fusion:
     return Fusion(Fusion._statistical(config), model, config)
 
 
-# ------------------------------------------------------------ cascade
-
 _GUESSES = 64  # that the model reads in a round at most: its cache has memory for so many
 
 
@@ -269,9 +259,7 @@ class Cascade(TwoDrafters[CascadeConfig]):
         deepest = min((d for d in (self.config.model_depth, self.model.max_depth) if d is not None), default=None)
         if not self.config.vertical:
             return CascadeSession(statistical, model, target.vocab_size, deepest)
-        if not isinstance(model, ChainSession):
-            raise TypeError(f"{self.model.name} declares that it reads chains; its session must be a ChainSession.")
-        return GuessedSession(statistical, model, target.vocab_size, deepest)
+        return GuessedSession(statistical, cast(ChainSession, model), target.vocab_size, deepest)
 
     def state_bytes(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> int:
         return self.model.state_bytes(target, batch_size, max_length, self._spare)

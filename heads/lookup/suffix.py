@@ -58,9 +58,6 @@ class SuffixConfig(DrafterConfig):
             raise BadInputError(f"suffix: need factor > 0, width >= 1 and max_tokens >= 0, got {given}.")
 
 
-# ------------------------------------------------------------ the tree
-
-
 class Text:
     """A growing text that a tree counts.
 
@@ -286,9 +283,6 @@ class History:
         self.order.append(text)
         if len(self.order) > self.limit:
             self.tree.drop(self.order.popleft())
-
-
-# ------------------------------------------------------------ the drafter
 
 
 class Suffix(Drafter[SuffixConfig]):

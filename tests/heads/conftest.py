@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from outrider.decode import Output
 from outrider.heads import Drafter, Session, TargetBatch
 from outrider.heads.parallel.parallel_drafts import Rollouts
 from outrider.targets import RowLengths, Target
@@ -107,6 +108,66 @@ def tau_of(alphas: Mapping[tuple[int, int, int], float], depths: int) -> tuple[f
     whole = [(row, t) for row, t in starts if all((row, t, d) in alphas for d in range(depths))]
     chains = [torch.tensor([alphas[row, t, d] for d in range(depths)]) for row, t in whole]
     return sum(1 + float(chain.cumprod(0).sum()) for chain in chains), len(chains)
+
+
+# ------------------------------------------------------------ properties of several drafters
+
+
+def assert_told_from_text(
+    prompts: list[list[int]], out: Output, depth: int, predict: Callable[[Tensor, int], Tensor]
+) -> None:
+    """Along the target's own text `predict(tokens, place)` gives the drafts, and so each round's length."""
+    for prompt, text, rounds in zip(prompts, out.tokens, out.rounds, strict=True):
+        tokens, place, told = torch.tensor([prompt + text]), len(prompt), []
+        for one in rounds:
+            there = tokens[0, place + 1 : place + 1 + depth]
+            right = predict(tokens, place)[: len(there)] == there
+            told.append(min(int(right.long().cumprod(0).sum()), one.drafted))
+            place += one.accepted + 1
+        assert told[:-1] == [one.accepted for one in rounds][:-1]
+        assert told[-1] >= min(rounds[-1].accepted, len(there)), "the last round may go on after the text's end"
+
+
+def assert_sum_of_rows(drafter: Drafter, target: Target) -> None:
+    """Rows one by one, padded, or together draw the same and have the same loss; another step draws other things."""
+    supervised = torch.arange(30) < torch.tensor([[18], [25], [30]])
+    data = batch(target, drafter, sequences(3, 30).masked_fill(~supervised, 0), supervised)
+
+    def loss(rows: slice, length: int, step: int = 0) -> float:
+        return float(drafter.loss(part_of(data, rows, length, step)).total)
+
+    whole, last = loss(slice(0, 3), 30), loss(slice(2, 3), 30)
+    assert whole == pytest.approx(loss(slice(0, 1), 18) + loss(slice(1, 2), 27) + last, rel=1e-5)
+    assert whole == pytest.approx(loss(slice(0, 2), 25) + last, rel=1e-5)
+    assert abs(whole - loss(slice(0, 3), 30, step=1)) > 1e-3
+
+
+def assert_later_steps_are_those_of_whole_rows(unroll: Callable[[Tensor], list[Tensor]], length: int) -> None:
+    """Rows that begin at different places give what they give when unrolled whole."""
+    whole = unroll(torch.tensor([0, 0, 0]))
+    for begins in (torch.tensor([2, 0, 5]), torch.tensor([4, 3, 5])):
+        for step, output in enumerate(unroll(begins)):
+            assert output.shape[1] == length - int(begins.min())
+            for row, b in enumerate(begins.tolist()):
+                here = length - b - 1 - step
+                torch.testing.assert_close(output[row, :here], whole[step][row, b : b + here], rtol=1e-4, atol=1e-5)
+
+
+def assert_reads_up_to(
+    unroll: Callable[[Tensor, Tensor], Tensor], tokens: Tensor, hidden: Tensor, last: int, whole: bool = False
+) -> None:
+    """Index t of one row's outputs depends on hidden states up to t, and on tokens up to t + `last`.
+
+    `whole`: the last `last` depend on hidden states, too.
+    """
+    before, at, length = unroll(tokens, hidden), 9, tokens.shape[1]
+    other, moved = tokens.clone(), hidden.clone()
+    other[0, at] = (other[0, at] + 1) % VOCAB
+    moved[0, at] += 1
+    cases = (unroll(other, hidden), last, length - last), (unroll(tokens, moved), 0, length - last * (not whole))
+    for after, reach, here in cases:
+        changed = (after - before).abs().amax(-1)[0] > 0
+        assert changed.tolist()[:here] == [t + reach >= at for t in range(here)]
 
 
 # ------------------------------------------------------------ drafts in one pass

@@ -224,10 +224,7 @@ def test_a_share_of_nothing_is_the_usual_loss_and_weights_stay_in_all(target: Ta
 
 @pytest.mark.parametrize("values", KINDS.values(), ids=KINDS)
 def test_the_loss_of_a_whole_share_is_that_of_drafts_in_served_places(target: Target, values: dict[str, Any]) -> None:
-    """Changing what follows the deepest round changes only what was never reached, and so nothing of such a loss.
-
-    The row's rounds are the first only (three tokens); the loss of the whole share must not see any later token.
-    """
+    """Changing what follows the deepest round changes only what was never reached, and so nothing of such a loss."""
     drafter, losses = drafter_in_training(target, values), []
     for later in (5, 9):
         given = batch(target, drafter, 1.0)

@@ -1,8 +1,4 @@
-"""Faults of block drafters that were seen in the field, planted one by one: each is found by what the tests compare.
-
-The comparison is that of test_dflash.py and test_dspark.py: logits in training against the decoder's. A fault in one of
-the two must show in it.
-"""
+"""Faults of block drafters that were seen in the field, planted one by one: each is found by what the tests compare."""
 
 from __future__ import annotations
 

@@ -1,12 +1,8 @@
-"""A drafter that drafts for a drafter: the model's own law in fewer passes.
-
-The other half is one that goes on after it, losslessly under every rule.
-"""
+"""A drafter that drafts for a drafter: the model's own law in fewer passes."""
 
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -15,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.common import BadInputError, IncompatibleError
+from outrider.common import BadInputError
 from outrider.decode import Decoder, Plan, Sampling, rules
 from outrider.heads import (
     Cascade,
@@ -30,7 +26,6 @@ from outrider.heads import (
     NgramConfig,
     Suffix,
     drafter_config,
-    load_drafter,
 )
 from outrider.heads.draft_model import DraftModelSession
 from outrider.heads.session import TreeMask
@@ -85,10 +80,7 @@ SAMPLINGS = [Sampling(), Sampling(1.0), Sampling(0.8, top_p=0.9, seed=3), Sampli
     "plan", [Plan(6), Plan(1), Plan(5, verify="coupled"), Plan(6, verify="block"), Plan(6, confidence=0.3)], ids=str
 )
 def test_every_round_is_the_one_the_model_alone_would_have_had(target, model, sampling, plan):
-    """Drafts, accepted drafts and text are the model's, alone and in a batch.
-
-    Draws are keyed by their place, so equal distributions give equal tokens.
-    """
+    """Drafts, accepted drafts and text are the model's, alone and in a batch."""
     for prompts in (PROMPTS[:1], PROMPTS):
         alone, both = (
             Decoder(target, d).generate(prompts, 30, sampling, plan, ignore_eos=True)
@@ -248,10 +240,7 @@ MODELS: dict[str, Callable[[Target, DraftModel], Drafter]] = {
 
 @torch.inference_mode()
 def test_after_the_models_tokens_the_statistical_drafter_goes_on(target, model):
-    """From the text and the model's drafts together.
-
-    Rows in which it finds nothing propose the model's tokens alone.
-    """
+    """From the text and the model's drafts together."""
     for vertical in (True, False):
         cascade = Cascade(Ngram(NgramConfig(2, 2)), model, CascadeConfig(vertical=vertical, model_depth=2))
         state = opened(cascade, target, [REPEATED, FRESH])
@@ -277,10 +266,7 @@ def test_the_text_is_the_plain_samplers_where_rules_match_tokens(target, model, 
 
 
 def test_mixed_chains_are_lossless():
-    """The law of four tokens is p's, enumerated exactly.
-
-    A token is drawn from q, then two tokens, none or one are found after it with certainty.
-    """
+    """The law of four tokens is p's, enumerated exactly."""
     p, q = TARGETS["three symbols"], DRAFTS["three symbols"]
     cases = mixed(rules.rejection)
     assert float(cases.weights.sum()) == pytest.approx(1, abs=EXACT)
@@ -305,10 +291,7 @@ def mixed(rule: Callable[..., tuple[Tensor, Tensor]]) -> Cases:
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
 def test_the_decoder_draws_from_p_with_mixed_chains(tiny_llama, rule):
-    """Chi-square of three tokens over many sequences, through cache, drafter and rule.
-
-    The model is another than the target.
-    """
+    """Chi-square of three tokens over many sequences, through cache, drafter and rule."""
     target, model = Target(tiny_llama(layers=1, vocab=5, seed=4)), DraftModel(tiny_llama(layers=1, vocab=5, seed=9))
     cascade = Cascade(Ngram(), model, CascadeConfig(model_depth=1))
     prompt, rows = [1, 2, 3, 1, 2, 0, 4, 1], 4000
@@ -375,26 +358,6 @@ def test_a_model_of_few_heads_is_gone_on_from_where_it_ends(target):
 # ------------------------------------------------------------ making and saving
 
 
-def test_a_cascade_is_made_from_a_folder_and_saved_with_its_model(target, tiny_llama, tmp_path):
-    DraftModel(tiny_llama(layers=2, seed=1)).save(tmp_path / "model")
-    values = {"type": "cascade", "statistical": {"type": "ngram"}, "model": str(tmp_path / "model"), "model_depth": 3}
-    head, config = drafter_config(values)
-    cascade = head.build(config, target)
-    cascade.save(tmp_path / "saved")
-    assert json.loads((tmp_path / "saved/config.json").read_text()) == {
-        "drafter_type": "cascade",
-        "statistical": {"type": "ngram", "max_match": 4, "min_match": 1},
-        "model": "model",
-        "vertical": True,
-        "model_depth": 3,
-    }
-    (tmp_path / "model").rename(tmp_path / "gone")
-    again = load_drafter(tmp_path / "saved", target)
-    assert again.config == cascade.config
-    assert isinstance(again.statistical, Ngram)
-    assert all(torch.equal(a, b) for a, b in zip(cascade.parameters(), again.parameters(), strict=True))
-
-
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -420,8 +383,3 @@ def test_models_that_read_their_own_output_cannot_be_guessed_for(target):
         message = f"cascade: {model.name} cannot read guessed tokens in one pass .*set vertical: false and a model_dep"
         with pytest.raises(BadInputError, match=message):
             Cascade(Ngram(), model)
-
-
-def test_a_model_of_another_vocabulary_is_refused(target, tiny_llama):
-    with pytest.raises(IncompatibleError, match="vocabulary has 32 entries, the target's 64"):
-        Decoder(target, Cascade(Ngram(), DraftModel(tiny_llama(layers=1, vocab=32))))

@@ -19,7 +19,7 @@ from outrider.heads.divergences import DIVERGENCES
 from outrider.targets import RowLengths, Target
 
 from ..conftest import ALL_TOKENS, FEW_TOKENS, best_of_few, few
-from .conftest import VOCAB, batch, part_of, sequences
+from .conftest import VOCAB, assert_sum_of_rows, assert_told_from_text, batch, sequences
 from .conftest import made as make
 
 LENGTH = 22
@@ -276,21 +276,7 @@ def test_gradients_are_those_of_the_whole_loss(target):
 
 
 def test_a_batch_can_be_put_together_in_any_way(target):
-    """Rows one by one, padded, or together draw the same anchors and have the same loss; another step draws others."""
-    drafter = made(target, num_anchors=4).train()
-    tokens, supervised = sequences(3, 30), torch.ones(3, 30, dtype=torch.bool)
-    supervised[0, 18:] = supervised[1, 25:] = False
-    tokens = tokens.masked_fill(~supervised, 0)
-    seen = batch(target, drafter, tokens, supervised)
-
-    def loss(rows: slice, length: int, step: int = 0) -> float:
-        return float(drafter.loss(part_of(seen, rows, length, step)).total)
-
-    whole = loss(slice(0, 3), 30)
-    apart = [loss(slice(0, 1), 18), loss(slice(1, 2), 27), loss(slice(2, 3), 30)]
-    assert whole == pytest.approx(sum(apart), rel=1e-5)
-    assert whole == pytest.approx(loss(slice(0, 2), 25) + apart[2], rel=1e-5)
-    assert abs(whole - loss(slice(0, 3), 30, step=1)) > 1e-3
+    assert_sum_of_rows(made(target, num_anchors=4).train(), target)
 
 
 def test_anchors_are_drawn_evenly_from_eligible_places():
@@ -343,19 +329,12 @@ def test_rounds_at_temperature_0_can_be_told_from_the_text(target, name, few_tok
     written = kept if few_tokens else ALL_TOKENS
     out = Decoder(target, drafter).generate(prompts, 40, few(written), Plan(depth), ignore_eos=True)
     assert out.stats.tau > 1.05 or not few_tokens
-    for prompt, text, rounds in zip(prompts, out.tokens, out.rounds, strict=True):
-        tokens = torch.tensor([prompt + text])
-        hidden = taps(target, drafter, tokens)
-        place, told = len(prompt), []
-        for one in rounds:
-            logits = trained_logits(target, drafter, tokens, hidden, [[place]])[0, 0]
-            said = best_of_few(logits, drafter.output_ids, written)
-            there = tokens[0, place + 1 : place + 1 + depth]
-            right = (said[: len(there)] == there).long().cumprod(0).sum().item()
-            told.append(min(right, one.drafted))
-            place += one.accepted + 1
-        assert told[:-1] == [one.accepted for one in rounds][:-1]
-        assert told[-1] >= min(rounds[-1].accepted, len(there)), "the last round may go on after the text's end"
+
+    def predict(tokens: Tensor, place: int) -> Tensor:
+        logits = trained_logits(target, drafter, tokens, taps(target, drafter, tokens), [[place]])[0, 0]
+        return best_of_few(logits, drafter.output_ids, written)
+
+    assert_told_from_text(prompts, out, depth, predict)
 
 
 # ------------------------------------------------------------ making

@@ -102,23 +102,6 @@ def test_init_says_where_the_first_weights_come_from(target, tmp_path):
         assert not torch.equal(DraftModel.build(config, target).model(tokens).logits, target.model(tokens).logits)
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"init": "pruned"}, "one of random, pretrained, prune, found 'pruned'"),
-        ({"init": "pretrained"}, "give its folder or Hub id as path"),
-        ({"init": "pretrained", "path": "x", "model": {"num_hidden_layers": 1}}, "leave out model"),
-        ({"init": "random", "path": "x"}, "init random does not start from a path"),
-        ({"init": "prune", "path": "x", "model": {"num_hidden_layers": 1}}, "init prune does not start from a path"),
-        ({"init": "prune"}, "one or more of num_hidden_layers, hidden_size, .* found {}"),
-        ({"init": "prune", "model": {"rope_theta": 1}}, "nothing else; found {'rope_theta': 1}"),
-    ],
-)
-def test_settings_that_contradict_init_are_refused(config, message):
-    with pytest.raises(BadInputError, match=message):
-        DraftModelConfig.from_dict(config)
-
-
 # ------------------------------------------------------------ vocabularies that are padded differently
 
 # Of target and draft model; their tokenizer's ids end at 319 or below.

@@ -1,7 +1,4 @@
-"""What every drafter in the registry keeps to: saving, strict loading, and dropping rows.
-
-A new architecture is one new row.
-"""
+"""What every drafter in the registry keeps to: saving, strict loading, and dropping rows."""
 
 from __future__ import annotations
 
@@ -509,7 +506,16 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"markov_head": "lstm"}, "markov_head must be one of vanilla, gated, rnn"),
         ({"temperatures": (1.0, 2.0)}, "temperatures are 7 numbers above 0"),
     ],
-    "draft_model": [LOSS],
+    "draft_model": [
+        LOSS,
+        ({"init": "pruned"}, "one of random, pretrained, prune, found 'pruned'"),
+        ({"init": "pretrained"}, "give its folder or Hub id as path"),
+        ({"init": "pretrained", "path": "x", "model": ONE_LAYER}, "leave out model"),
+        ({"init": "random", "path": "x"}, "init random does not start from a path"),
+        ({"init": "prune", "path": "x", "model": ONE_LAYER}, "init prune does not start from a path"),
+        ({"init": "prune"}, "one or more of num_hidden_layers, hidden_size, .* found {}"),
+        ({"init": "prune", "model": {"rope_theta": 1}}, "nothing else; found {'rope_theta': 1}"),
+    ],
     "eagle1": [
         *FEATURES,
         ({"target_layers": 4}, "target_layers 4 differs from the target's 6"),

@@ -21,7 +21,15 @@ from outrider.heads.eagle import FeatureDrafter
 from outrider.heads.unrolled_attention import WholeRows, attend
 from outrider.targets import Target
 
-from .conftest import VOCAB, batch, check_metrics, made, sequences
+from .conftest import (
+    VOCAB,
+    assert_later_steps_are_those_of_whole_rows,
+    assert_reads_up_to,
+    batch,
+    check_metrics,
+    made,
+    sequences,
+)
 
 LENGTH = 18
 PROMPTS = [torch.randint(0, VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (5, 1, 9, 3)]
@@ -119,30 +127,17 @@ def test_every_step_changes_the_logits(target, drafter):
 def test_step_i_reads_tokens_up_to_t_plus_1_plus_i_and_features_up_to_t(target, name, step, layers):
     drafter, tokens = BOTH[name](target, num_layers=layers), sequences(1)
     hidden = features(target, drafter, tokens)
-    before, at = drafter.unroll(target, tokens, hidden)[step], 9
-    other = tokens.clone()
-    other[0, at] = (other[0, at] + 1) % VOCAB
-    changed = (drafter.unroll(target, other, hidden)[step] - before).abs().amax(-1)[0] > 0
-    # Tokens x_1 … x_{t+1} are at step 0's entries; step j adds x_{t+1+j}. Index t sees place 9 from t + 1 + step on.
-    assert changed.tolist()[: LENGTH - 1 - step] == [t + 1 + step >= at for t in range(LENGTH - 1 - step)]
-    hidden = hidden.clone()
-    hidden[0, at] += 1
-    changed = (drafter.unroll(target, tokens, hidden)[step] - before).abs().amax(-1)[0] > 0
-    assert changed.tolist() == [t >= at for t in range(LENGTH)]
+    assert_reads_up_to(lambda x, h: drafter.unroll(target, x, h)[step], tokens, hidden, step + 1, whole=True)
 
 
 def test_what_is_not_learned_is_only_attended_to(target, drafter):
-    """Rows that begin at different places give what they give when unrolled whole."""
-    tokens = sequences(3)
+    tokens = sequences()
     hidden = features(target, drafter, tokens)
-    whole = drafter.unroll(target, tokens, hidden)
-    for begins in (torch.tensor([2, 0, 5]), torch.tensor([4, 3, 5])):
-        places = WholeRows(begins.tolist(), LENGTH, tokens.device)
-        for step, output in enumerate(drafter.unroll(target, tokens, hidden, places)):
-            assert output.shape[1] == LENGTH - int(begins.min())
-            for row, b in enumerate(begins.tolist()):
-                here = LENGTH - b - 1 - step
-                torch.testing.assert_close(output[row, :here], whole[step][row, b : b + here], rtol=1e-4, atol=1e-5)
+
+    def unroll(begins: Tensor) -> list[Tensor]:
+        return drafter.unroll(target, tokens, hidden, WholeRows(begins.tolist(), LENGTH, tokens.device))
+
+    assert_later_steps_are_those_of_whole_rows(unroll, LENGTH)
 
 
 @pytest.mark.parametrize("layers", [1, 2])
@@ -298,10 +293,7 @@ def test_the_true_feature_is_what_the_targets_output_embedding_reads(target):
 
 @pytest.mark.parametrize(("tokens_weight", "features_weight"), [(0.1, 1.0), (0.5, 0.0), (0.2, 3.0)])
 def test_the_loss_is_the_weighted_sum_of_features_and_tokens(target, tokens_weight, features_weight):
-    """Σ_i decay^i Σ_{supervised x_{t+2+i}} (w_f · SmoothL1(f_{t+1+i}, f̂) + w_t · CE(p, q)), written as loops.
-
-    Features are in units of their own scale.
-    """
+    """Σ_i decay^i Σ_{supervised x_{t+2+i}} (w_f · SmoothL1(f_{t+1+i}, f̂) + w_t · CE(p, q)), written as loops."""
     weights = {"loss": {"soft_ce": tokens_weight}, "feature_loss": features_weight}
     drafter = made(Eagle1, target, steps=2, decay=0.5, **weights)
     tokens = sequences(2, 12)
@@ -378,10 +370,7 @@ def test_the_weights_have_the_published_names(target):
 @pytest.mark.parametrize("pruned", [0, 20])
 @pytest.mark.parametrize(("loss", "prompt"), [("soft_ce", 0), ("soft_ce", 6), ("tv", 6)])
 def test_the_loss_is_a_decayed_sum_over_supervised_positions(target, loss, prompt, pruned):
-    """Σ_i decay^i Σ_{supervised x_{t+2+i}} D(p(· | x ≤ t+1+i), q_i(· | t)), written as loops.
-
-    Counts are those of supervised tokens.
-    """
+    """Σ_i decay^i Σ_{supervised x_{t+2+i}} D(p(· | x ≤ t+1+i), q_i(· | t)), written as loops."""
     drafter = made(Eagle3, target, steps=3, decay=0.5, loss=loss, draft_vocab_size=pruned)
     tokens = sequences(2, 9 + prompt)
     supervised = torch.zeros_like(tokens, dtype=torch.bool)

@@ -15,6 +15,7 @@ from outrider.decode.drafting import ChainDraft, DraftSampler, SamplerConfig
 from outrider.decode.rules import RULES
 from outrider.decode.sampling import Keys, Processors
 from outrider.heads import (
+    Cascade,
     Drafter,
     DraftModel,
     Eagle3,
@@ -108,10 +109,7 @@ def chain(texts: list[list[int]], sampling: Sampling, confidence: float = 0.0) -
 
 @torch.inference_mode()
 def test_after_a_found_token_the_model_drafts_as_if_it_were_its_own_choice(target, model):
-    """Under processors, too: a penalty, or a bad word, asks which tokens were drafted before.
-
-    Here the model's own choices and the found ones differ.
-    """
+    """Under processors, too: a penalty, or a bad word, asks which tokens were drafted before."""
     fusion = Fusion(Suffix(SuffixConfig(min_match=4, factor=1 / 3)), model)
     texts, roots, found = [REPEATED, FRESH], [1, 40], [2, 3, 4]
     state = opened(model, target, [REPEATED])
@@ -217,10 +215,7 @@ def test_the_text_is_the_plain_samplers(target, model, sampling, batch):
 
 
 def test_the_target_as_its_own_model_is_always_right(target):
-    """Where the statistical drafter finds nothing every draft is kept.
-
-    At temperature 0 this holds with the model's most probable tokens.
-    """
+    """Where the statistical drafter finds nothing every draft is kept."""
     itself = DraftModel(copy.deepcopy(target.model))
     never = Fusion(Suffix(SuffixConfig(min_score=99)), itself)
     for prompts in ([FRESH], [FRESH, REPEATED]):
@@ -245,24 +240,24 @@ def test_above_temperature_0_the_model_proposes_its_most_probable_tokens(target)
 # ------------------------------------------------------------ making and saving
 
 
-def test_a_fusion_is_made_from_a_folder_and_saved_with_its_model(target, tiny_llama, tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "own"), [("fusion", {}), ("cascade", {"vertical": True, "model_depth": 3})], ids=["fusion", "cascade"]
+)
+def test_two_drafters_are_made_from_a_folder_and_saved_with_their_model(target, tiny_llama, tmp_path, kind, own):
     DraftModel(tiny_llama(layers=2, seed=1)).save(tmp_path / "model")
-    values = {"type": "fusion", "statistical": {"type": "ngram", "min_match": 3}, "model": str(tmp_path / "model")}
-    head, config = drafter_config(values)
-    fusion = head.build(config, target)
-    fusion.save(tmp_path / "saved")
-    files = sorted(p.relative_to(tmp_path / "saved").as_posix() for p in (tmp_path / "saved").rglob("*") if p.is_file())
+    statistical, saved = {"type": "ngram", "min_match": 3}, tmp_path / "saved"
+    head, config = drafter_config({"type": kind, "statistical": statistical, "model": str(tmp_path / "model"), **own})
+    drafter = head.build(config, target)
+    drafter.save(saved)
+    files = sorted(p.relative_to(saved).as_posix() for p in saved.rglob("*") if p.is_file())
     assert files == ["config.json", "model/config.json", "model/generation_config.json", "model/model.safetensors"]
-    assert json.loads((tmp_path / "saved/config.json").read_text()) == {
-        "drafter_type": "fusion",
-        "statistical": {"type": "ngram", "max_match": 4, "min_match": 3},
-        "model": "model",
-    }
+    values = {"drafter_type": kind, "statistical": statistical | {"max_match": 4}, "model": "model", **own}
+    assert json.loads((saved / "config.json").read_text()) == values
     (tmp_path / "model").rename(tmp_path / "gone")
-    again = load_drafter(tmp_path / "saved", target)
-    assert again.config == fusion.config
+    again = load_drafter(saved, target)
+    assert again.config == drafter.config
     assert isinstance(again.statistical, Ngram)
-    assert all(torch.equal(a, b) for a, b in zip(fusion.parameters(), again.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(drafter.parameters(), again.parameters(), strict=True))
 
 
 @pytest.mark.parametrize(
@@ -286,6 +281,7 @@ def test_models_that_are_none_or_of_another_target_are_refused(target, tiny_llam
         Fusion(Suffix(), Ngram())
     with pytest.raises(BadInputError, match="no drafter at"):
         Fusion.build(FusionConfig(model=str(tmp_path)), target)
-    fusion = Fusion(Suffix(), DraftModel(tiny_llama(layers=1, vocab=32)))
-    with pytest.raises(IncompatibleError, match="vocabulary has 32 entries, the target's 64"):
-        Decoder(target, fusion)
+    model = DraftModel(tiny_llama(layers=1, vocab=32))
+    for drafter in (Fusion(Suffix(), model), Cascade(Ngram(), model)):
+        with pytest.raises(IncompatibleError, match="vocabulary has 32 entries, the target's 64"):
+            Decoder(target, drafter)

@@ -25,7 +25,17 @@ from outrider.targets import PeakBytes, RowLengths, Target
 from outrider.train.warmstart import make_drafter
 
 from ..conftest import few
-from .conftest import VOCAB, batch, best, check_metrics, opened, proposed, sequences
+from .conftest import (
+    VOCAB,
+    assert_later_steps_are_those_of_whole_rows,
+    assert_reads_up_to,
+    batch,
+    best,
+    check_metrics,
+    opened,
+    proposed,
+    sequences,
+)
 from .conftest import made as make
 
 LENGTH = 18
@@ -113,32 +123,15 @@ def test_modules_are_the_equation(target, hidden_first, norm_output):
 @pytest.mark.parametrize("depth", [1, 2, 4])
 def test_depth_k_reads_tokens_up_to_i_plus_k_and_hidden_states_up_to_i(target, variant, depth):
     drafter, tokens = made(target, **VARIANTS[variant]), sequences(1)
-    last, at = target.forward(tokens).last, 9
-    before = drafter.unroll(target, tokens, last)[depth - 1]
-    other = tokens.clone()
-    other[0, at] = (other[0, at] + 1) % VOCAB
-    changed = (drafter.unroll(target, other, last)[depth - 1] - before).abs().amax(-1)[0] > 0
-    here = LENGTH - depth
-    # Module k reads x_k, …; what it attends to read x_1, …, except through hidden states, which are held here.
-    assert changed.tolist()[:here] == [i + depth >= at for i in range(here)]
-    moved = last.clone()
-    moved[0, at] += 1
-    changed = (drafter.unroll(target, tokens, moved)[depth - 1] - before).abs().amax(-1)[0] > 0
-    assert changed.tolist()[:here] == [i >= at for i in range(here)]
+    last = target.forward(tokens).last
+    assert_reads_up_to(lambda x, h: drafter.unroll(target, x, h)[depth - 1], tokens, last, depth)
 
 
 @pytest.mark.parametrize("variant", ["one module", "one per depth"])
 def test_what_is_not_learned_is_only_attended_to(target, variant):
-    """Rows that begin at different places give what they give when unrolled whole."""
     drafter, tokens = made(target, **VARIANTS[variant]), sequences(3)
     last = target.forward(tokens).last
-    whole = drafter.unroll(target, tokens, last)
-    for begins in (torch.tensor([2, 0, 5]), torch.tensor([4, 3, 5])):
-        for step, output in enumerate(drafter.unroll(target, tokens, last, begins)):
-            assert output.shape[1] == LENGTH - int(begins.min())
-            for row, b in enumerate(begins.tolist()):
-                here = LENGTH - b - 1 - step
-                torch.testing.assert_close(output[row, :here], whole[step][row, b : b + here], rtol=1e-4, atol=1e-5)
+    assert_later_steps_are_those_of_whole_rows(lambda begins: drafter.unroll(target, tokens, last, begins), LENGTH)
 
 
 # ------------------------------------------------------------ loss

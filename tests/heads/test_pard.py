@@ -17,7 +17,7 @@ from outrider.heads.parallel.parallel_drafts import Rollouts
 from outrider.targets import Target
 
 from ..conftest import ALL_TOKENS, FEW_TOKENS, best_of_few, few
-from .conftest import VOCAB, batch, entries_of, every, leaves_no_mask, rolled
+from .conftest import VOCAB, assert_told_from_text, batch, entries_of, every, leaves_no_mask, rolled
 from .conftest import sequences as tokens_of
 
 LENGTH = 20
@@ -104,15 +104,12 @@ def test_rounds_at_temperature_0_can_be_told_from_the_text(target, drafter, writ
     out = Decoder(target, drafter).generate(prompts, 24, few(written), Plan(5), ignore_eos=True)
     assert out.stats.tau > 1.1 or written == ALL_TOKENS
     with torch.inference_mode():
-        for prompt, text, rounds in zip(prompts, out.tokens, out.rounds, strict=True):
-            whole, place, told = prompt + text, len(prompt), []
-            for one in rounds:
-                said = best_of_few(passes(drafter, whole[: place + 1], 5), tokens=written)
-                there = torch.tensor(whole[place + 1 : place + 6])
-                right = int((said[: len(there)] == there).long().cumprod(0).sum())
-                told.append(min(right, one.drafted))
-                place += one.accepted + 1
-            assert told[:-1] == [one.accepted for one in rounds][:-1]
+        assert_told_from_text(
+            prompts,
+            out,
+            5,
+            lambda tokens, place: best_of_few(passes(drafter, tokens[0, : place + 1].tolist(), 5), tokens=written),
+        )
 
 
 def test_no_mask_stays_in_the_cache(target, drafter):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from outrider.decode import Decoder, Plan
 from outrider.heads import Eagle3, Eagle3Config, PEagle
@@ -15,7 +15,17 @@ from outrider.heads.parallel.parallel_drafts import Rollouts, kept_counts
 from outrider.targets import Target
 
 from ..conftest import ALL_TOKENS, FEW_TOKENS, best_of_few, few
-from .conftest import batch, entries_of, every, leaves_no_mask, part_of, rolled, sequences
+from .conftest import (
+    assert_sum_of_rows,
+    assert_told_from_text,
+    batch,
+    entries_of,
+    every,
+    leaves_no_mask,
+    part_of,
+    rolled,
+    sequences,
+)
 from .conftest import made as make
 
 LENGTH = 20
@@ -178,19 +188,7 @@ def test_without_drops_everything_is_drawn():
 
 
 def test_a_batch_can_be_put_together_in_any_way(target):
-    drafter = made(target).train()
-    tokens, supervised = sequences(3, 30), torch.ones(3, 30, dtype=torch.bool)
-    supervised[0, 18:] = supervised[1, 25:] = False
-    tokens = tokens.masked_fill(~supervised, 0)
-    data = batch(target, drafter, tokens, supervised)
-
-    def loss(rows: slice, length: int, step: int = 0) -> float:
-        return float(drafter.loss(part_of(data, rows, length, step)).total)
-
-    whole = loss(slice(0, 3), 30)
-    apart = [loss(slice(0, 1), 18), loss(slice(1, 2), 27), loss(slice(2, 3), 30)]
-    assert whole == pytest.approx(sum(apart), rel=1e-5)
-    assert abs(whole - loss(slice(0, 3), 30, step=1)) > 1e-3
+    assert_sum_of_rows(made(target).train(), target)
 
 
 # ------------------------------------------------------------ decoding
@@ -202,20 +200,14 @@ def test_rounds_at_temperature_0_can_be_told_from_the_text(target, written):
     prompts = [sequences(1, n)[0].tolist() for n in (3, 6, 9)]
     out = Decoder(target, drafter).generate(prompts, 32, few(written), Plan(5), ignore_eos=True)
     assert out.stats.tau > 1.1 or written == ALL_TOKENS
-    for prompt, text, rounds in zip(prompts, out.tokens, out.rounds, strict=True):
-        tokens = torch.tensor([prompt + text])
-        length, place = tokens.shape[1], len(prompt)
-        masks = every(length, 5)
-        output = drafter.roll(batch(target, drafter, tokens), rolled(masks, 1))
-        said = best_of_few(drafter.logits(output, target)[0], tokens=written)
-        told = []
-        for one in rounds:
-            entries = [place - 1] + [length + masks.index((place - 1, d)) for d in range(1, 5)]
-            there = tokens[0, place + 1 : place + 6]
-            right = int((said[entries][: len(there)] == there).long().cumprod(0).sum())
-            told.append(min(right, one.drafted))
-            place += one.accepted + 1
-        assert told[:-1] == [one.accepted for one in rounds][:-1]
+
+    def predict(tokens: Tensor, place: int) -> Tensor:
+        rollout = rolled([(place - 1, d) for d in range(1, 5)], 1)
+        output = drafter.roll(batch(target, drafter, tokens), rollout)
+        entries = [place - 1, *range(tokens.shape[1], tokens.shape[1] + 4)]
+        return best_of_few(drafter.logits(output, target)[0, entries], tokens=written)
+
+    assert_told_from_text(prompts, out, 5, predict)
 
 
 def test_no_mask_stays_in_the_cache(target, drafter):

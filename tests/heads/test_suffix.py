@@ -225,10 +225,7 @@ def test_proposals_equal_those_of_counting_after_tokens_were_dropped(limit):
 @pytest.mark.parametrize("limit", [5, 40, 1000])
 @pytest.mark.parametrize("letters", [2, 4])
 def test_texts_that_grow_at_once_are_counted_right(letters, limit):
-    """The history's case: rows append in turns, texts begin and end, tokens are dropped.
-
-    Of equal continuations any may be chosen.
-    """
+    """The history's case: rows append in turns, texts begin and end, tokens are dropped."""
     config = SuffixConfig(3, 1, 5, max_tokens=limit)
     random_, counted, history = random.Random(letters * limit), Counted(config), History(config)
     texts = [Text() for _ in range(12)]

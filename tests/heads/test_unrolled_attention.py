@@ -1,6 +1,4 @@
-"""The fused way gathers what the plain one does, which is the definition (test_eagle.py), and keeps no
-scores.
-"""
+"""The fused way gathers what the plain one does, which is the definition (test_eagle.py), and keeps no scores."""
 
 from __future__ import annotations
 
@@ -124,6 +122,7 @@ def packed_inputs(steps: int) -> list[Tensor]:
 @pytest.mark.parametrize("steps", [0, 1, 3])
 def test_values_and_gradients_of_packed_rows_are_the_plain_ones(steps):
     """Nothing is said of queries that stand in no text, but that they are finite."""
+    assert fused("cpu", torch.float32, SIZE) is not None, "else both are the same code"
     means = torch.zeros(ROWS, 1, KEPT, 1)
     for span in SPANS:
         means[span.row, :, span.queries] = 1

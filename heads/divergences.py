@@ -371,10 +371,8 @@ def _try_kernel(divergence: Divergence, device: torch.device) -> float:
     rule = Loss((), 1.0) if divergence is hard_cross_entropy else Loss(((1.0, divergence),))
     with torch.inference_mode(False), torch.enable_grad(), own_precision(device):
         theirs, ours = 3 * torch.arange(2 * 5 * 33, device=device).sin().view(2, 5, 33)
-        reference, weights = (
-            TargetDistribution.of(theirs, following=torch.arange(-1, 4, device=device)),
-            torch.arange(5, device=device),
-        )
+        weights = torch.arange(5, device=device)
+        reference = TargetDistribution.of(theirs, following=weights - 1)
         draft_logits, both = ours.clone().requires_grad_(), []
         for values in (
             compare_by_kernels(reference, draft_logits, rule)[0],

@@ -205,10 +205,8 @@ def metrics_by_depth(result: PositionLosses, wanted: Tensor, here: Tensor) -> di
     metrics: dict[str, tuple[Tensor, Tensor]] = {}
     alphas, measured = [], []
     for k, known in enumerate(here):
-        metrics |= {
-            f"{name}_d{k + 1}": (values[k][known].sum(), known.sum())
-            for name, values in (("loss", result.loss), ("top1", result.top1))
-        }
+        for name, values in (("loss", result.loss), ("top1", result.top1)):
+            metrics[f"{name}_d{k + 1}"] = values[k][known].sum(), known.sum()
         alphas.append(ahead(torch.zeros(wanted.shape, device=wanted.device).masked_scatter(wanted, result.alpha[k]), k))
         measured.append(ahead(torch.zeros_like(wanted).masked_scatter(wanted, known), k))
     return metrics | acceptance_metrics(alphas, measured)

@@ -80,7 +80,9 @@ class LowRank(Drafter[LowRankConfig]):
         self._learning = [parameter for parameter in base.parameters() if parameter.requires_grad]
         base.requires_grad_(False)
         self.names = list(matrices)
-        self.down = nn.ParameterList([_thin(config.rank, m.shape[1]) for m in matrices.values()])  # [r, in]
+        self.down = nn.ParameterList(torch.empty(config.rank, m.shape[1]) for m in matrices.values())  # [r, in]
+        for down in self.down:
+            nn.init.kaiming_uniform_(down, a=math.sqrt(5))  # as peft does
         self.up = nn.ParameterList([nn.Parameter(torch.zeros(m.shape[0], config.rank)) for m in matrices.values()])
 
     @classmethod
@@ -181,16 +183,6 @@ class LowRank(Drafter[LowRankConfig]):
 
 def _matrices(base: Drafter, rank: int) -> list[tuple[str, Tensor]]:
     """Return the weights of the base's linear layers that learn and are larger than the rank, by their names."""
-    linears = {f"{name}.weight": module for name, module in base.named_modules() if isinstance(module, nn.Linear)}
-    return [
-        (name, parameter)
-        for name, parameter in base.named_parameters()
-        if name in linears and parameter.requires_grad and min(parameter.shape) > rank
-    ]
-
-
-def _thin(rank: int, width: int) -> nn.Parameter:
-    """Return a new A, drawn as peft does."""
-    weight = nn.Parameter(torch.empty(rank, width))
-    nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
-    return weight
+    linears = {f"{name}.weight" for name, module in base.named_modules() if isinstance(module, nn.Linear)}
+    learning = [(name, p) for name, p in base.named_parameters() if name in linears and p.requires_grad]
+    return [(name, p) for name, p in learning if min(p.shape) > rank]

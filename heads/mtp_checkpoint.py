@@ -106,9 +106,8 @@ class Checkpoint:
         try:
             file = cached_file(self.path, name, revision=self.revision, _raise_exceptions_for_missing_entries=False)
         except (OSError, ValueError) as error:
-            raise BadInputError(
-                f"mtp: the checkpoint {self.path!r} cannot be read ({str(error).splitlines()[0]})."
-            ) from error
+            cause = str(error).splitlines()[0]
+            raise BadInputError(f"mtp: the checkpoint {self.path!r} cannot be read ({cause}).") from error
         return None if file is None else Path(file)
 
     def file(self, name: str) -> Path:
@@ -157,11 +156,8 @@ class Checkpoint:
             )
         result = [(place, self._layer(place)) for place in places]
         known = {name for place, layer in result for name in (*place.own.values(), *place.shared, *layer)}
-        odd = [
-            n
-            for n in self.files
-            if n.startswith(("mtp.", *(p.layer for p in places))) and n not in known and not n.endswith(_ANGLES)
-        ]
+        stems = ("mtp.", *(place.layer for place in places))
+        odd = [n for n in self.files if n.startswith(stems) and n not in known and not n.endswith(_ANGLES)]
         missing = [n for place in places for n in place.own.values() if n not in self.files]
         _refuse(_differences(missing, odd), f"mtp: the modules in {self.path!r} are not of a known layout")
         return result
@@ -262,22 +258,11 @@ def _check_shared(checkpoint: Checkpoint, place: Place, target: Target) -> None:
 # ------------------------------------------------------------ a layer of the target's architecture
 
 # Settings that leave one layer of a config; the place where experts begin is counted from the first.
-_ALONE: dict[str, Any] = {
-    "num_hidden_layers": 1,
-    "vocab_size": 1,
-    "pad_token_id": None,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "layer_types": ["full_attention"],
-    "sliding_window": None,
-    "use_sliding_window": False,
-    "first_k_dense_replace": 0,
-    "mlp_only_layers": [],
-    "decoder_sparse_step": 1,
-    "num_mtp_layers": 0,
-    "num_nextn_predict_layers": 0,
-    "mtp_num_hidden_layers": 0,
-}
+_ALONE: dict[str, Any] = {"layer_types": ["full_attention"], "mlp_only_layers": [], "use_sliding_window": False}
+_ALONE |= dict.fromkeys(("num_hidden_layers", "vocab_size", "decoder_sparse_step"), 1)
+_ALONE |= dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "sliding_window"))
+_ALONE |= dict.fromkeys(("num_mtp_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers"), 0)
+_ALONE |= {"first_k_dense_replace": 0}
 # Settings that choose the code that runs a layer, which may even be code of the Hub.
 _KERNELS = {f"{stem}{kind}_implementation" for stem in ("", "_") for kind in ("attn", "experts")}
 _OF_A_CHECKPOINT = {"architectures", "dtype", "torch_dtype", "quantization_config", "auto_map", "_name_or_path"}
@@ -314,9 +299,8 @@ def plain_body(values: dict[str, Any]) -> Any:
         config = AutoConfig.for_model(kind, **{k: v for k, v in values.items() if k not in {"model_type", *_KERNELS}})
         body = AutoModel.from_config(config, dtype=torch.float32, trust_remote_code=False)
     except LIBRARY_ERRORS as error:
-        raise IncompatibleError(
-            f"mtp: transformers cannot make a layer of a {kind!r} model ({reason(error)})."
-        ) from error
+        cause = reason(error)
+        raise IncompatibleError(f"mtp: transformers cannot make a layer of a {kind!r} model ({cause}).") from error
     if not isinstance(getattr(body, "norm", None), nn.Module) or not hasattr(body, "layers"):
         raise IncompatibleError(
             f"mtp: {type(body).__name__} is not a stack of layers with one norm after them; take another drafter."

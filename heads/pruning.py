@@ -221,11 +221,8 @@ def _cut(target: Target, model: PreTrainedModel, sizes: dict[str, int], token_co
     theirs, own = decoder_layers(target.body, target.num_layers), decoder_layers(model.base_model, sizes[LAYERS])
     worth = _importance(target, _own_text(target, token_counts))
     hidden = _best(worth[HIDDEN], sizes[HIDDEN])
-    scale, shared, head_size = (
-        (target.hidden_size / sizes[HIDDEN]) ** 0.5,
-        sizes[HEADS] // sizes[GROUPS],
-        _head_size(target),
-    )
+    shared, head_size = sizes[HEADS] // sizes[GROUPS], _head_size(target)
+    scale = (target.hidden_size / sizes[HIDDEN]) ** 0.5
     for new, index in zip(own, chosen_layers(len(theirs), len(own)), strict=True):
         groups = _best(worth[GROUPS][index], sizes[GROUPS])
         axes = {

@@ -148,10 +148,8 @@ class TrainedBlocks:
             last = max(latest for _, latest in anchors.spans[begin:end])
             first = self.mask.first(min(earliest for earliest, _ in anchors.spans[begin:end]))
             first = max(first, min(anchors.earliest[begin:end], default=0))
-            keys, values = (
-                torch.cat([given[:, :, first:last], own[:, :, blocks]], 2)
-                for given, own in (entries[::2], entries[1::2])
-            )
+            pairs = (entries[::2], entries[1::2])
+            keys, values = (torch.cat([given[:, :, first:last], own[:, :, blocks]], 2) for given, own in pairs)
             begun = None if starts is None else starts[:, begin:end]
             mask = self._mask(anchors.places[:, begin:end], first, last, begun)
             mixed.append(nn.functional.scaled_dot_product_attention(q[:, :, blocks], keys, values, mask))
@@ -198,10 +196,8 @@ class CachedBlocks(CachedLayers):
     def block(self, hidden: Tensor, cache: RaggedCache) -> Tensor:
         """Return the last layer's output for a block `[B, S, H]` after each row's committed entries, in its shape."""
         window, device = cache.window, hidden.device
-        nodes = Nodes(
-            torch.arange(self.mask.slots, device=device).expand(len(hidden), -1),
-            self.mask.own(device).expand(len(hidden), -1, -1),
-        )
+        depths = torch.arange(self.mask.slots, device=device).expand(len(hidden), -1)
+        nodes = Nodes(depths, self.mask.own(device).expand(len(hidden), -1, -1))
         if window is not None:  # a round's margin is for what the decoder reads, not for whole blocks
             cache.window = window + self.mask.slots
         positions = cache.place(self.mask.slots, 0, nodes)

@@ -33,13 +33,14 @@ class MarkovHead(nn.Module):
     of a small recurrent cell over all drafts of the path (`rnn`). W2 begins at zero: a new head changes nothing.
     """
 
-    def __init__(self, kind: str, rank: int, hidden_size: int, vocab_size: int, draft_vocab_size: int):
+    def __init__(self, config: DSparkConfig):
         super().__init__()
-        self.kind, self.rank = kind, rank
-        self.markov_w1 = nn.Embedding(vocab_size, rank)
-        self.markov_w2 = nn.Linear(rank, draft_vocab_size, bias=False)
-        self.gate_proj = nn.Linear(hidden_size + rank, rank) if kind == "gated" else None
-        self.joint_proj = nn.Linear(hidden_size + 2 * rank, 3 * rank) if kind == "rnn" else None
+        rank, size, kind = config.markov_rank, config.hidden_size, config.markov_head
+        self.rank = rank
+        self.markov_w1 = nn.Embedding(config.vocab_size, rank)
+        self.markov_w2 = nn.Linear(rank, config.draft_vocab_size, bias=False)
+        self.gate_proj = nn.Linear(size + rank, rank) if kind == "gated" else None
+        self.joint_proj = nn.Linear(size + 2 * rank, 3 * rank) if kind == "rnn" else None
         nn.init.normal_(self.markov_w1.weight, std=rank**-0.5)
         nn.init.zeros_(self.markov_w2.weight)
 
@@ -174,13 +175,8 @@ class DSpark(DFlash[DSparkConfig]):
 
     def __init__(self, config: DSparkConfig):
         super().__init__(config)
-        rank = config.markov_rank
-        self.markov_head = (
-            MarkovHead(config.markov_head, rank, config.hidden_size, config.vocab_size, config.draft_vocab_size)
-            if rank
-            else None
-        )
-        width = config.hidden_size + rank * config.confidence_reads_markov
+        self.markov_head = MarkovHead(config) if config.markov_rank else None
+        width = config.hidden_size + config.markov_rank * config.confidence_reads_markov
         self.confidence_head = ConfidenceHead(width) if config.confidence else None
 
     def code(self, tokens: Tensor) -> Tensor:

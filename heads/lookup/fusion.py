@@ -126,11 +126,8 @@ class Fusion(TwoDrafters[FusionConfig]):
     def open(
         self, target: Target, batch_size: int, max_length: int, spare: int = 0, cache: RaggedCache | None = None
     ) -> FusionSession:
-        return FusionSession(
-            self._open_statistical(target, batch_size, max_length),
-            self.model.open(target, batch_size, max_length, cache=cache),
-            target.vocab_size,
-        )
+        model = self.model.open(target, batch_size, max_length, cache=cache)
+        return FusionSession(self._open_statistical(target, batch_size, max_length), model, target.vocab_size)
 
 
 class FusionSession(Session):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -18,12 +17,8 @@ from outrider.heads import (
     Cascade,
     Drafter,
     DraftModel,
-    Eagle3,
-    Eagle3Config,
     Fusion,
     FusionConfig,
-    Hydra,
-    HydraConfig,
     Ngram,
     NgramConfig,
     Suffix,
@@ -34,24 +29,16 @@ from outrider.heads import (
 from outrider.targets import RowLengths, Target
 
 from .conftest import VOCAB, best, opened, proposed, ragged
+from .test_drafters import MAKERS
 
 # A period of three, which matches; tokens that never come back, which do not.
 REPEATED, FRESH = [1, 2, 3, 4] * 3, list(range(20, 32))
 
-MODELS: dict[str, Callable[[Target, Callable], Drafter]] = {
-    "draft_model": lambda target, llama: DraftModel(llama(layers=2, seed=1)),
-    "eagle3": lambda target, llama: Eagle3.build(Eagle3Config(steps=2), target),
-    "eagle3 pruned": lambda target, llama: Eagle3.build(
-        Eagle3Config(taps=(0, 6), draft_vocab_size=20), target, torch.arange(VOCAB)
-    ),
-    "hydra": lambda target, llama: Hydra.build(HydraConfig(), target),
-}
 
-
-@pytest.fixture(params=MODELS)
+@pytest.fixture(params=["draft_model", "eagle3", "eagle3 pruned", "hydra"])
 def model(request, target, tiny_llama) -> Drafter:
     torch.manual_seed(3)
-    return MODELS[request.param](target, tiny_llama)
+    return MAKERS[request.param](target, tiny_llama)
 
 
 def drafts(drafter: Drafter, target: Target, texts: list[list[int]], roots: list[int]) -> list[list[int]]:

@@ -353,7 +353,7 @@ DAMAGED: dict[str, tuple[Callable[[dict[str, Tensor]], Any], tuple[type[Exceptio
     "of another shape": (
         lambda weights: weights.update({sorted(weights)[-1]: torch.ones(7, 5)}),
         (IncompatibleError, BadInputError),
-        r"shape|\(7, 5\)",
+        r"shape|\(7, 5\)|mismatched_sizes",
     ),
 }
 

@@ -33,7 +33,6 @@ from outrider.targets import Nodes, RowLengths, Target
 
 from ..decode.test_verify_exact import DRAFTS, EXACT, GRID, TARGETS, Cases, distance, enumerate_rejection, grid
 from .conftest import opened
-from .test_drafters import MAKERS
 from .test_lookahead import counting
 
 REPEATED, FRESH = [1, 2, 3, 4] * 3, list(range(20, 32))
@@ -244,13 +243,21 @@ def test_after_the_models_tokens_the_statistical_drafter_goes_on(target, model):
         assert not proposal.deterministic
 
 
-@pytest.mark.parametrize("name", ["draft_model", "eagle3", "eagle3 pruned", "medusa"])
+MODELS: dict[str, Callable[[Target, DraftModel], Drafter]] = {
+    "draft_model": lambda target, model: model,
+    "eagle3": lambda target, model: Eagle3.build(Eagle3Config(), target),
+    "eagle3 pruned": lambda target, model: Eagle3.build(Eagle3Config(draft_vocab_size=20), target, torch.arange(64)),
+    "medusa": lambda target, model: Medusa.build(MedusaConfig(num_heads=2), target),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(
     "sampling", [Sampling(), Sampling(1.0), Sampling(0.7, repetition_penalty=1.3)], ids=["greedy", "sampled", "penalty"]
 )
-def test_the_text_is_the_plain_samplers_where_rules_match_tokens(target, tiny_llama, model, name, sampling):
+def test_the_text_is_the_plain_samplers_where_rules_match_tokens(target, model, name, sampling):
     """Greedy, candidates and coupled: the same text as without drafts, in a ragged batch."""
-    drafter = model if name == "draft_model" else MAKERS[name](target, tiny_llama)
+    drafter = MODELS[name](target, model)
     cascade = Cascade(Ngram(), drafter, CascadeConfig(vertical=drafter.abilities.reads_chains, model_depth=2))
     for rule in ("candidates", "coupled"):
         expected = Decoder(target).generate(PROMPTS, 30, sampling, Plan(0, verify=rule), ignore_eos=True).tokens

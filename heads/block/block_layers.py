@@ -101,9 +101,6 @@ def context_entries(layer: Any, keys: Tensor, values: Tensor, rotary: Rotary) ->
     return apply_rotary(normed(keys, attention.k_norm), rotary), values
 
 
-# ------------------------------------------------------------ training
-
-
 class TrainedBlocks:
     """The layers in one training step, over all blocks of each row."""
 
@@ -161,9 +158,6 @@ class TrainedBlocks:
         context = self.mask.context(places, torch.arange(first, last, device=device), starts).flatten(1, 2)
         own = torch.block_diag(*[self.mask.own(device)] * count) if count > 1 else self.mask.own(device)
         return torch.cat([context, own.expand(rows, -1, -1)], 2)[:, None]
-
-
-# ------------------------------------------------------------ decoding
 
 
 class CachedBlocks(CachedLayers):

@@ -234,9 +234,6 @@ def _filled(row: list[tuple[int, int, bool]], width: int) -> list[tuple[int, int
     return row + [(anchor, depth, False)] * (width - len(row))
 
 
-# ------------------------------------------------------------ training
-
-
 class RolledLayers:
     """Layers in one training step, over whole texts and rollouts after them; see `CachedLayers` for the arguments."""
 
@@ -377,9 +374,6 @@ def rollout_loss(
         return DrafterLoss(result.total, wanted.sum(), drafts.metrics(result, wanted.shape, config.steps))
 
     return DrafterLoss.sum(of_texts(texts) for texts in batch.texts())
-
-
-# ------------------------------------------------------------ decoding
 
 
 class ParallelSession(DeferredPrefillSession):

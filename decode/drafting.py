@@ -411,7 +411,7 @@ def grow_static(session: NodeSession, root: Tensor, layout: StaticTree, sampler:
         if depth < layout.depth:
             logits = session.decode(tokens[:, level.read], level.above.expand(rows, -1))
     real, read = _under_real(real, parents, layout.depth), layout.read.expand(rows, -1)
-    proposal = Proposal.tree(tokens, parents, real, read, layout.depth)
+    proposal = Proposal(tokens, real, layout.depth, parents, read)
     if not drawn:
         return Draft(proposal, None, peaks)
     known = torch.cat(drawn, 1)
@@ -491,7 +491,7 @@ class _Candidates:
         above = self.parents.gather(1, kept)
         above = torch.where(above < 0, -1, place.gather(1, above.clamp(min=0)))
         real = self.scores.gather(1, kept) > float("-inf")
-        return Proposal.tree(self.tokens.gather(1, kept), above, real, self.read.gather(1, kept), depth)
+        return Proposal(self.tokens.gather(1, kept), real, depth, above, self.read.gather(1, kept))
 
 
 def grow_dynamic(

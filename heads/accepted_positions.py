@@ -1,10 +1,8 @@
 """Accepted positions: which tokens of a text rounds of decoding reached, and the share of a loss that lies on those.
 
-While a drafter speculates, a round begins after a root and emits tokens: the drafts that were accepted, and after them
-the target's own. At each of these depths a draft was judged, or would have been if the drafter had gone one deeper; at
-none after them. So every token of an answer but its first was reached in one round, at one depth d, from the root that
-stands d places before it. A head that predicts the draft at depth d of that root is in exactly the place of a served
-one; at most other (root, depth) no served round ever asks.
+A round begins after a root and emits tokens: the drafts that were accepted, and the target's own after them. At each of
+these depths a draft was judged. So every token of an answer but its first was reached in one round, at one depth d,
+from the root d places before it: there a head learns exactly what decoding asks of it.
 
 Shapes: R rows, T tokens.
 """
@@ -21,23 +19,17 @@ from ..targets.documents import Documents
 
 @dataclass(frozen=True)
 class AcceptedPositions:
-    """What rounds reached in a batch, and how much of the loss lies there.
+    """What rounds reached in a batch, and the share of each text's weights that lies there.
 
     Attributes:
         depths: at which depth a round reached each token, `[R, T]`; 0 where none did.
-        share: of each text's weights.
     """
 
     depths: Tensor
     share: float
 
     def reached(self, rows: Tensor, places: Tensor, depths: Tensor) -> Tensor:
-        """Return which drafts rounds reached, bool.
-
-        Args:
-            rows, places: where the tokens stand that are drafted.
-            depths: of the drafts, from 1 on. All three broadcast.
-        """
+        """Return which drafts rounds reached, bool: of the tokens at `places` of `rows`, at `depths` from 1 on."""
         return self.depths[rows, places] == depths
 
     def roots(self) -> Tensor:
@@ -61,19 +53,15 @@ class AcceptedPositions:
         Args:
             rows, places, depths: as in `reached`; they broadcast to `weights`.
             documents: the texts that rows hold; None where each is one.
-            rest: what drafts have instead of w in the first part, with the same sums; None for w.
+            rest: replaces w in the first part, with the same sums; None for w.
         """
         rest = weights if rest is None else rest
         reached = weights * self.reached(rows, places, depths)
         numbers = rows if documents is None else documents.numbers(rows.device)[rows, places]
         texts = numbers.expand_as(weights)
         count = len(self.depths) if documents is None else len(documents) + 1
-        whole, there = (_sums(values, texts, count) for values in (weights, reached))
+        index, none = texts.flatten(), weights.new_zeros(count)
+        whole, there = (none.index_add(0, index, values.flatten()) for values in (weights, reached))
         is_any = there > 0
         factors = torch.where(is_any, self.share * whole / there.where(is_any, torch.ones_like(there)), 0.0)
         return (1 - self.share * is_any)[texts] * rest + factors[texts] * reached
-
-
-def _sums(values: Tensor, texts: Tensor, count: int) -> Tensor:
-    """Return the sum of the values of each text, `[count]`."""
-    return values.new_zeros(count).index_add(0, texts.flatten(), values.flatten())

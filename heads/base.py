@@ -30,7 +30,7 @@ from .vocabulary import draft_vocabulary
 
 @dataclass
 class TargetBatch:
-    """A batch that a drafter learns from: sequences, and what the target made of them.
+    """A batch that a drafter learns from: sequences, and the target's hidden states.
 
     Attributes:
         target: gives `embed` and `lm_head`; never trained.
@@ -38,12 +38,10 @@ class TargetBatch:
         supervised: `[B, T]` bool, True at the tokens a drafter should learn to predict (the target's own responses).
         hidden: the drafter's taps, `[B, T, K, H]`; None for drafters without taps.
         last: the target's last hidden state, `[B, T, H]`; `target.lm_head(last)` are its logits.
-        documents: the texts of each row, where rows hold several (see targets/documents.py); None where each holds one.
-            Only for drafters that `pack`.
-        verified: what rounds of decoding reached in the rows, on which a share of the loss lies; None for a loss that
-            does not ask. Only for drafters that `follow_rounds`.
-        step: seeds what a loss draws of a row, beside the row's text: so neither the batch that a row stands in nor the
-            process that learns it changes what is drawn.
+        step: seeds a loss's draws from a row, beside the row's text: so neither batch nor process changes them.
+        documents: the texts of each row, where rows hold several; None where each holds one. For drafters that `pack`.
+        verified: the positions that rounds of decoding reached, on which a share of the loss lies; None for a loss
+            without it. For drafters that `follow_rounds`.
     """
 
     target: Target
@@ -56,26 +54,17 @@ class TargetBatch:
     verified: AcceptedPositions | None = None
 
     def texts(self) -> Iterator[TargetBatch]:
-        """Yield batches whose rows are one text each: those of packed rows, of about one length together; else itself.
-
-        A loss that is the sum of theirs keeps texts apart whatever its layers are; what it draws of a text stays, too.
-        """
+        """Yield batches whose rows are one text each, from packed rows those of about one length together."""
         if self.documents is None:
             yield self
             return
         for numbers in self.documents.passes():
             alone = partial(self.documents.alone, numbers=numbers)
-            hidden = None if self.hidden is None else alone(self.hidden)
-            reached = None if self.verified is None else alone(self.verified.depths)
-            yield replace(
-                self,
-                tokens=alone(self.tokens),
-                supervised=alone(self.supervised),
-                hidden=hidden,
-                last=alone(self.last),
-                documents=None,
-                verified=None if reached is None or self.verified is None else replace(self.verified, depths=reached),
-            )
+            texts = replace(self, tokens=alone(self.tokens), supervised=alone(self.supervised), documents=None)
+            texts.last, texts.hidden = alone(self.last), None if self.hidden is None else alone(self.hidden)
+            if self.verified is not None:
+                texts.verified = replace(self.verified, depths=alone(self.verified.depths))
+            yield texts
 
 
 Sum = tuple[Tensor, Tensor]  # (sum, count): divided once, after everything was added up
@@ -100,9 +89,7 @@ class DrafterLoss:
         """Return the loss of several batches together; there is at least one."""
         first, *others = losses
         for loss in others:
-            metrics = {
-                name: (a + loss.metrics[name][0], b + loss.metrics[name][1]) for name, (a, b) in first.metrics.items()
-            }
+            metrics = {n: (a + loss.metrics[n][0], b + loss.metrics[n][1]) for n, (a, b) in first.metrics.items()}
             first = cls(first.total + loss.total, first.count + loss.count, metrics)
         return first
 
@@ -114,16 +101,14 @@ class DrafterLoss:
 class Drafter(SavedDrafter[C]):
     """A model or rule that proposes tokens, which the target then verifies.
 
-    Decoding: `open` gives a session, which holds all that a running batch needs (heads/session.py).
-    Training: `loss`, called by the trainer as `forward`.
+    Decoding: `open` gives a session (heads/session.py). Training: `loss`, called by the trainer as `forward`.
 
-    `writes_text`: it is a whole language model, which needs no target to write: see `writer`.
-    `trains_target`: its loss may train the hidden states that it reads, so that the target learns with it
-        (train/joint.py).
+    `writes_text`: it is a whole language model, which can write without a target: see `writer`.
+    `trains_target`: its loss may train the hidden states that it reads, and so the target (train/joint.py).
     `by_layers`: its loss runs the layers of its Hugging Face `model` as modules: FSDP2 may gather one at a time.
-    `packs`: its loss keeps the documents of a row apart, so that texts can be packed (`TargetBatch.documents`).
-    `follows_rounds`: its loss tells the depths of drafts apart, so that a share of it can lie on those that rounds of
-        decoding reached (`TargetBatch.verified`). One that reads the text itself drafts alike at every depth.
+    `packs`: its loss keeps the documents of a row apart (`TargetBatch.documents`).
+    `follows_rounds`: its loss depends on the depths of drafts, so that a share of it can lie on those that rounds of
+        decoding reached (`TargetBatch.verified`).
     """
 
     trainable: ClassVar[bool] = True
@@ -135,38 +120,31 @@ class Drafter(SavedDrafter[C]):
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """The HF `hidden_states` indices that its session and its loss want; () for none."""
+        """The HF `hidden_states` indices that its session and its loss read; () for none."""
         return ()
 
     @property
     def max_depth(self) -> int | None:
-        """The deepest it drafts; None for as deep as anyone asks. The decoder cuts deeper plans down to it."""
+        """The largest depth of its drafts, to which the decoder cuts deeper plans; None for any."""
         return None
 
     def max_nodes(self, depth: int) -> int:
-        """Return how many draft tokens a proposal has at most that its session shapes itself, up to this depth."""
+        """Return the most draft tokens, up to this depth, of a proposal that its session makes itself."""
         return depth
 
     # ------------------------------------------------------------ making
 
     @classmethod
     def build(cls, config: C, target: Target, token_counts: Tensor | None = None) -> Self:
-        """Make a new, untrained drafter for `target`.
-
-        Args:
-            token_counts: how often each token occurs in the training data, `[V]`.
-        """
+        """Make a new, untrained drafter for `target`; `token_counts` `[V]` are those of the training data."""
         return cls(config)
 
     def plain(self) -> Drafter[Any]:
-        """Return the drafter in the form in which it drafts: itself, unless it was saved as a change of another."""
+        """Return the drafter in the form that drafts: itself, unless it was saved as a change of another."""
         return self
 
     def cast(self, dtype: torch.dtype) -> Self:
-        """Turn the drafter's parameters into `dtype` and return it.
-
-        Unlike `to`, this leaves buffers alone: rotary frequencies lose their angles in less than fp32.
-        """
+        """Cast the parameters and return the drafter. Unlike `to`, it keeps rotary frequencies, which need fp32."""
         for parameter in self.parameters():
             parameter.data = parameter.data.to(dtype)
         return self
@@ -178,10 +156,7 @@ class Drafter(SavedDrafter[C]):
     # ------------------------------------------------------------ training
 
     def writer(self) -> Target:
-        """Return the language model that this drafter is, to write text with alone; only where `writes_text`.
-
-        On-policy training learns from that text.
-        """
+        """Return the language model that this drafter is, for on-policy training; only where `writes_text`."""
         raise NotImplementedError(f"{self.name} writes no text of its own")
 
     def loss(self, batch: TargetBatch) -> DrafterLoss:
@@ -195,12 +170,12 @@ class Drafter(SavedDrafter[C]):
 
     @property
     def abilities(self) -> Abilities:
-        """What decoding with this drafter can do, declared here and nowhere else."""
+        """What decoding with this drafter can do."""
         return Abilities()
 
     @property
     def output_ids(self) -> Tensor | None:
-        """The target's ids of its logits, `[V']`; None where they are the whole vocabulary."""
+        """The target's ids of its logits, `[V']`; None for the whole vocabulary."""
         return None
 
     def open(
@@ -210,14 +185,14 @@ class Drafter(SavedDrafter[C]):
 
         Args:
             spare: how many nodes of a tree are read beside those of its longest path.
-            cache: the target's own of the same rows, for drafters that run layers of the target. Whoever lends it keeps
-                it: it holds all committed tokens before each proposal. A session may read its entries, and write after
-                them at most the root and the nodes that it reads: the verification writes there again.
+            cache: the target's own, which holds all committed tokens before each proposal, for drafters that run its
+                layers. A session may read it, and write after the committed entries, where the verification writes
+                again.
         """
         raise NotImplementedError(f"{self.name} cannot decode")
 
     def state_bytes(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> int:
-        """Return how many bytes `open` allocates for this; the decoder asks before anything is allocated."""
+        """Return how many bytes `open` will allocate."""
         return 0
 
 
@@ -225,11 +200,12 @@ class Drafter(SavedDrafter[C]):
 
 
 class TrainedConfig(DrafterConfig):
-    """Settings of a drafter that is trained: every one has a field `loss`, see `divergences.divergence`."""
+    """Settings of a drafter that is trained: each has a field `loss`, see `divergences.divergence`."""
 
     loss: LossName
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         divergence(self.loss)
 
 
@@ -249,8 +225,8 @@ def compare_drafts(
     """Compare a drafter's distributions of the tokens at `places` of `rows` with the target's, by the drafter's loss.
 
     Args:
-        drafted: the states of which `head` makes draft logits.
-        parameters: what `head` trains.
+        drafted: the input of `head`, which returns draft logits.
+        parameters: the weights that `head` trains.
         weights: of each loss in the total; 1 if None.
     """
     rule = divergence(drafter.config.loss)
@@ -267,13 +243,13 @@ def teacher_forced_loss(
     depths: int,
     finish: Callable[[Tensor], Tensor] | None = None,
 ) -> DrafterLoss:
-    """Return the loss of a drafter that reads true tokens wherever it drafts, at every supervised token.
+    """Return the loss of a drafter that reads true tokens at every depth.
 
     Args:
         hidden: its states at each place, `[B, T, H]`, which predict the next token.
-        head: makes draft logits of states, after `finish` where there is one.
-        parameters: what `head` trains.
-        depths: up to which the simulated tau multiplies alphas.
+        head: returns draft logits of states, after `finish` where there is one.
+        parameters: the weights that `head` trains.
+        depths: of the simulated tau.
     """
     wanted = batch.supervised[:, 1:]
     rows, places = wanted.nonzero(as_tuple=True)
@@ -287,11 +263,13 @@ def teacher_forced_loss(
     return DrafterLoss(result.total, wanted.sum(), metrics)
 
 
-# ------------------------------------------------------------ heads
-
-
 class HeadConfig(TrainedConfig):
-    """Sizes of a head; zeros mean "as the target". Each head's config has fields for those that it needs."""
+    """Sizes of a head; zeros mean "as the target". Each head's config has those that it needs as fields.
+
+    Attributes:
+        draft_vocab_size: the most frequent training tokens kept as outputs; 0 for all.
+        target_layers: the target's number of layers.
+    """
 
     draft_vocab_size: int
     hidden_size: int
@@ -299,16 +277,16 @@ class HeadConfig(TrainedConfig):
     target_layers: int
 
     def completed(self, target: Target) -> Self:
-        """Return this config with every open size taken from `target`."""
+        """Return this config with all sizes."""
         return type(self)(**(self.to_dict() | self.sizes(target)))
 
     def sizes(self, target: Target) -> dict[str, Any]:
-        """Return all sizes, the open ones as the target's."""
+        """Return all sizes, the zeros replaced by the target's."""
         theirs = {name: size for name, _, _, size in self.fixed(target)} | {"draft_vocab_size": target.vocab_size}
         return {f.name: getattr(self, f.name) or theirs[f.name] for f in fields(self) if f.name in theirs}
 
     def fixed(self, target: Target) -> list[tuple[str, str, int, int]]:
-        """Return the sizes that must be the target's: setting, its name in words, what it is here, the target's."""
+        """Return the sizes that must be the target's: setting, its name in words, its value, the target's."""
         theirs = (
             ("hidden_size", "hidden size", target.hidden_size),
             ("vocab_size", "vocabulary", target.vocab_size),
@@ -322,8 +300,6 @@ H = TypeVar("H", bound=HeadConfig)
 
 class HeadDrafter(Drafter[H]):
     """A head that is made for one target; by default it reads the target's last hidden state.
-
-    Its output embedding is the target's, or copies of it that are trained.
 
     `prunes_vocabulary`: it may draft a part of the target's vocabulary (`draft_vocab_size`).
     """
@@ -354,12 +330,18 @@ class HeadDrafter(Drafter[H]):
         token_ids = draft_vocabulary(config.draft_vocab_size, target.vocab_size, token_counts, cls.name)
         head = cls(config)
         head.token_ids.copy_(token_ids)
-        head._copy_output(target)
+        output, own_outputs = target.model.get_output_embeddings(), head.own_outputs()
+        if own_outputs and output.bias is not None and hasattr(config, "share_lm_head"):
+            raise IncompatibleError(
+                f"{cls.name}: this target's output embedding has a bias, which copies of it lack; set share_lm_head."
+            )
+        for own in own_outputs:
+            own.weight.data.copy_(output.weight.data[token_ids.to(output.weight.device)])
         return head
 
     @classmethod
     def fitted(cls, config: H, target: Target) -> H:
-        """Return the config with every open size taken from `target`; raise BadInputError if another is not its own."""
+        """Return the config with all sizes; raise BadInputError if one that must be the target's is not."""
         config = config.completed(target)
         for name, _, given, theirs in config.fixed(target):
             if given != theirs:
@@ -367,18 +349,8 @@ class HeadDrafter(Drafter[H]):
         return config
 
     def own_outputs(self) -> list[nn.Linear]:
-        """Return the trained output embeddings, which begin as copies of the target's; [] if the target's is used."""
+        """Return the trained output embeddings, which begin as copies of the target's; [] for none."""
         return []
-
-    @torch.no_grad()
-    def _copy_output(self, target: Target) -> None:
-        output = target.model.get_output_embeddings()
-        if self.own_outputs() and output.bias is not None and hasattr(self.config, "share_lm_head"):
-            raise IncompatibleError(
-                f"{self.name}: this target's output embedding has a bias, which copies of it lack; set share_lm_head."
-            )
-        for own in self.own_outputs():
-            own.weight.copy_(output.weight[self.token_ids.to(output.weight.device)])
 
     def check(self, target: Target) -> None:
         super().check(target)

@@ -1,14 +1,11 @@
-"""Divergences of a drafter's distribution q from the target's p, or from the token that really followed.
+"""Divergences of a drafter's distribution q from the target's p, or from the token that followed.
 
-Each is one value per position. Divergences take log-probabilities: both sides need theirs for other things too, and a
-softmax over a vocabulary is what this costs.
+Each is one value per position, from log-probabilities.
 
 On CUDA the kernels of `liger-kernel` compute them where it is installed, in fewer passes over a vocabulary. A drafter's
 loss needs a value of each position, and a gradient that a weight of each position can still reach. Of Liger's kernels
-(0.8.4 and later) those of KL give that, and so soft cross-entropy; that of JSD, whose end β = 1 is reverse KL; and the
-one that makes total variation and hard cross-entropy together. Those that contain the output embedding
-(`fused_linear_…`, `chunked_loss`) give one sum; and of LK losses it has none. Most of these are no public interface of
-Liger's, so each is tried against the definition before it is used.
+(0.8.4 and later) these give it: KL, and so soft cross-entropy; JSD, whose end β = 1 is reverse KL; and total variation
+with hard cross-entropy. Most are no public interface of Liger's, so each is tried against the definition first.
 
 Shapes: P positions, V symbols of the target, V' of the drafter. For the kernels draft logits may be of any type; all
 else is float32.
@@ -167,7 +164,7 @@ def divergence(name: str | Mapping[str, float]) -> Loss:
 
 
 def _named(name: Any) -> Divergence:
-    """Return one divergence, with its parameter if the name brings one: `jsd(0.1)`."""
+    """Return one divergence, with its parameter if there is one: `jsd(0.1)`."""
     match = re.fullmatch(r"(\w+)(?:\(([^()]*)\))?", str(name))
     kind, given = match.groups() if match else (name, None)
     if kind not in DIVERGENCES or (given is not None and kind not in _PARAMETERS):
@@ -189,13 +186,13 @@ def _named(name: Any) -> Divergence:
 
 @dataclass
 class TargetDistribution:
-    """The target's side of a comparison, made once for all steps that are compared with it.
+    """The target's side of a comparison.
 
     Attributes:
         probs: p on the drafter's vocabulary, `[P, V']`; sums to less than 1 where that one is pruned.
         log_probs: log p renormalised on the drafter's vocabulary (EAGLE-3's target), `[P, V']`.
         best: index of the target's most probable token in the drafter's vocabulary, -1 where it is not there, `[P]`.
-        following: index there of the token that really followed, `[P]`; None where no loss needs it.
+        following: index there of the token that followed, `[P]`; None where no loss needs it.
     """
 
     probs: Tensor
@@ -229,7 +226,7 @@ class TargetDistribution:
 
 
 def own_precision(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context without autocast: mixed precision is for the drafter. (Tensors without contents know none.)"""
+    """Return a context without autocast: mixed precision is for the drafter. (The meta device has none.)"""
     return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
@@ -239,7 +236,7 @@ _KERNEL_DEVICES = {"cuda"}  # of devices
 
 
 def kernels_serve(rule: Loss, kind: str) -> bool:
-    """Whether there is a kernel for each part of a loss on that kind of device."""
+    """Return whether there is a kernel for each part of a loss on that kind of device."""
     return kind in _KERNEL_DEVICES and all(kernel_works(divergence, kind) for _, divergence, _ in _parts(rule))
 
 
@@ -289,7 +286,7 @@ def _jsd(reference: TargetDistribution, logits: Tensor, beta: float) -> tuple[Te
 
 
 class _Known(torch.autograd.Function):
-    """A value of each position whose gradient by the logits is made along with it, and kept instead of them."""
+    """A value of each position, whose gradient by the logits is computed with it, and kept instead of them."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, kernel: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Tensor:
@@ -349,7 +346,7 @@ _KERNELS: dict[Divergence, Callable[..., Tensor]] = {
 
 @lru_cache
 def kernel_works(rule: Divergence, kind: str) -> bool:
-    """Whether it has a kernel that runs here and computes what the function does."""
+    """Return whether it has a kernel that runs here and computes what the function does."""
     if rule not in _KERNELS or find_spec("liger_kernel") is None:
         return False
     name = getattr(rule, "__name__", rule)
@@ -374,10 +371,8 @@ def _try_kernel(divergence: Divergence, device: torch.device) -> float:
     rule = Loss((), 1.0) if divergence is hard_cross_entropy else Loss(((1.0, divergence),))
     with torch.inference_mode(False), torch.enable_grad(), own_precision(device):
         theirs, ours = 3 * torch.arange(2 * 5 * 33, device=device).sin().view(2, 5, 33)
-        reference, weights = (
-            TargetDistribution.of(theirs, following=torch.arange(-1, 4, device=device)),
-            torch.arange(5, device=device),
-        )
+        weights = torch.arange(5, device=device)
+        reference = TargetDistribution.of(theirs, following=weights - 1)
         draft_logits, both = ours.clone().requires_grad_(), []
         for values in (
             compare_by_kernels(reference, draft_logits, rule)[0],

@@ -1,9 +1,8 @@
 """A separate small language model as the drafter, distilled from the target (DistillSpec, arXiv 2310.08461).
 
 Models of one tokenizer may pad their vocabularies differently (Qwen2.5: 151,936 entries up to 3B, 152,064 above). A
-narrower draft model drafts its own ids only, a wider one those of the target. Ids that it lacks are padding, which no
-text holds; should the target write one all the same, it reads its last id there: the draft is poor, and the text stays
-the target's.
+narrower draft model drafts its own ids only, a wider one those of the target. Should the target write an id that the
+model lacks, it reads its last id there: the draft is poor, and the text stays the target's.
 
 Shapes: B rows, T positions, Q tokens of one pass, W nodes read at once, V vocabulary, V' the draft model's own.
 """
@@ -38,16 +37,14 @@ class DraftModelConfig(TrainedConfig):
     The saved form is a plain Hugging Face checkpoint.
 
     Attributes:
-        init: `random` makes a new model; `pretrained` starts from the one in `path`; `prune` from what is worth most of
-            the target (see pruning.py). None: `pretrained` if there is a path, else `random`. (A recipe may also
-            give the folder of a saved drafter here; see `train`.)
+        init: `random` makes a new model; `pretrained` starts from the one in `path`; `prune` from the most important
+            parts of the target (see pruning.py). None: `pretrained` if there is a path, else `random`.
         path: the model of `init: pretrained`.
         model: fields of the target's config to change, e.g. `{num_hidden_layers: 2}`; with `prune` the sizes to keep.
-        loss: see `divergences.divergence`.
         depths: depths up to which the simulated tau multiplies alphas (metrics only).
     """
 
-    init_words: ClassVar[tuple[str, ...]] = ("random", "pretrained", "prune")
+    words: ClassVar = {"init": ("random", "pretrained", "prune")}
 
     init: str | None = None
     path: str | None = None
@@ -56,10 +53,8 @@ class DraftModelConfig(TrainedConfig):
     depths: int = 4
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         self.init = self.init or ("random" if self.path is None else "pretrained")
-        if self.init not in self.init_words:
-            raise BadInputError(f"draft_model: init must be one of {', '.join(self.init_words)}, found {self.init!r}.")
+        super().__post_init__()
         if self.init == "pretrained" and (self.path is None or self.model):
             raise BadInputError(
                 "draft_model: init pretrained takes a model as it is: give its folder or Hub id as path, "
@@ -72,13 +67,6 @@ class DraftModelConfig(TrainedConfig):
         if self.init == "prune":
             check_names(self.model)
 
-    @classmethod
-    def from_dict(cls, values: dict[str, Any], where: str = "drafter") -> Self:
-        """Build a config from plain values; `prune: true` of older recipes is `init: prune`."""
-        if values.get("prune") in (True, False):
-            values = ({"init": "prune"} if values["prune"] else {}) | {k: v for k, v in values.items() if k != "prune"}
-        return super().from_dict(values, where)
-
 
 class DraftModel(Drafter[DraftModelConfig]):
     """A drafter that is any Hugging Face causal LM with the target's tokenizer: `DraftModel(model)`."""
@@ -90,7 +78,7 @@ class DraftModel(Drafter[DraftModelConfig]):
     config_class = DraftModelConfig
 
     def __init__(self, model: PreTrainedModel, config: DraftModelConfig | None = None):
-        super().__init__(config or DraftModelConfig())
+        super().__init__(config)
         self.model = model
         self._narrower = False  # than a target it was checked against, or opened for
         self._kept: LlamaRunner | None = None
@@ -140,13 +128,11 @@ class DraftModel(Drafter[DraftModelConfig]):
                 )
         self._narrower = own < theirs
 
-    # ------------------------------------------------------------ training
-
     def writer(self) -> Target:
         return self.runner
 
     def loss(self, batch: TargetBatch) -> DrafterLoss:
-        """Return the divergence at every position that predicts a supervised token, whoever wrote it."""
+        """Return the divergence at every position that predicts a supervised token."""
         own, vocab = Target(self.model), batch.target.vocab_size
         self._narrower = own.vocab_size < vocab
         tokens = _known(batch.tokens, own) if self._narrower else batch.tokens
@@ -163,13 +149,10 @@ class DraftModel(Drafter[DraftModelConfig]):
 
         return teacher_forced_loss(self, batch, hidden, head, parameters, self.config.depths)
 
-    # ------------------------------------------------------------ decoding
-
     @property
     def abilities(self) -> Abilities:
-        return Abilities(
-            reads_nodes=self.runner.rewinds, fixed_shapes=self.runner.rewinds, reads_chains=self.runner.rewinds
-        )
+        rewinds = self.runner.rewinds
+        return Abilities(reads_nodes=rewinds, fixed_shapes=rewinds, reads_chains=rewinds)
 
     def open(
         self, target: Target, batch_size: int, max_length: int, spare: int = 0, cache: RaggedCache | None = None
@@ -182,31 +165,29 @@ class DraftModel(Drafter[DraftModelConfig]):
                 "shorten it or take another drafter."
             )
         self._narrower = runner.vocab_size < target.vocab_size
-        length = max_length + spare
-        return DraftModelSession(
-            runner,
-            runner.new_cache(batch_size, length),
-            self._fused(length) if runs(self.model) else None,
-            self.output_ids,
-            target.vocab_size,
-        )
+        cache, vocab = runner.new_cache(batch_size, max_length + spare), target.vocab_size
+        fused = self._fused(max_length + spare) if runs(self.model) else None
+        return DraftModelSession(runner, cache, fused, self.output_ids, vocab)
 
     def state_bytes(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> int:
-        length = max_length + spare
-        fused = 0 if not runs(self.model) or self._fitting(length) else LlamaRunner.num_bytes(self.model, length)
-        return self.runner.cache_bytes(batch_size, length) + fused
+        length, size = max_length + spare, self.runner.cache_bytes(batch_size, max_length + spare)
+        if not runs(self.model) or self._fits(length):
+            return size
+        layers: Any = self.model.model.layers
+        return size + copied_bytes(layers, layers[0].self_attn.head_dim, length)
 
     def _fused(self, length: int) -> LlamaRunner:
         """Return the runner that is kept from request to request, until it is too short or the weights have changed."""
-        self._kept = self._fitting(length) or LlamaRunner(self.model, length)
+        if self._kept is None or not self._fits(length):
+            self._kept = LlamaRunner(self.model, length)
         return self._kept
 
-    def _fitting(self, length: int) -> LlamaRunner | None:
-        return self._kept if self._kept is not None and self._kept.serves(self.model, length) else None
+    def _fits(self, length: int) -> bool:
+        return self._kept is not None and self._kept.fits(self.model.model.layers, length)
 
     @cached_property
     def runner(self) -> Target:
-        """The model in the form that runs; kept for what it knows of its layers."""
+        """The model as the library runs it."""
         return Target(self.model)
 
     @property
@@ -216,29 +197,26 @@ class DraftModel(Drafter[DraftModelConfig]):
 
 
 class DraftModelSession(ChainSession):
-    """A session that holds a draft model's cache, and what of the text it has not read yet.
+    """A session that holds a draft model's cache, and the tokens that it has not read yet.
 
     Args:
         runner: the model, as the library runs it.
-        cache: its own.
-        fused: reads in place of `runner` what follows a text, if the model is of a kind that it can run.
-        output_ids: see `DraftModel.output_ids`.
+        fused: reads all but prompts in place of `runner`, if it can run the model.
         vocab: V.
     """
 
     def __init__(
         self, runner: Target, cache: RaggedCache, fused: LlamaRunner | None, output_ids: Tensor | None, vocab: int
     ):
-        super().__init__(output_ids)
+        super().__init__(output_ids, caches=[cache])
         self.runner, self.cache, self.fused, self.vocab = runner, cache, fused, vocab
         self._start()
 
     def _start(self) -> None:
-        # [B, P], the last tokens absorbed, which the cache may lack
+        # [B, P], the last tokens of `update`, which the cache may lack
         self.unread = torch.zeros(self.cache.batch_size, 0, dtype=torch.long, device=self.runner.device)
         # Entries after the committed ones: the root and the drafts that were read; 0 since the last `update`.
         self.written = 0
-        self.tree: TreeMask | None = None
 
     def reset(self) -> None:
         super().reset()
@@ -275,11 +253,7 @@ class DraftModelSession(ChainSession):
         return logits
 
     def decode(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
-        nodes = None
-        if parents is not None:
-            self.tree = self.tree or TreeMask(len(tokens), 1, tokens.device)
-            nodes = self.tree.grow(parents)
-        logits = self._read(tokens, offset=self.written, nodes=nodes)
+        logits = self._read(tokens, offset=self.written, nodes=self.grow(parents, 1))
         self.written += tokens.shape[1]
         return logits
 
@@ -299,30 +273,24 @@ class DraftModelSession(ChainSession):
         self.written = 0
 
     def _read(self, tokens: Tensor, skip: int = 0, offset: int = 0, nodes: Nodes | None = None) -> Tensor:
-        """Read the tokens `[B, Q]`; return logits after all but the first `skip`, `[B, Q − skip, V or V']`."""
+        """Return logits `[B, Q − skip, V or V']` after the tokens `[B, Q]`, without the first `skip`."""
         last = self._last(tokens, offset, nodes)
         return (self.fused or self.runner).lm_head(last[:, skip:] if skip else last)[..., : self.vocab]
 
     def _last(self, tokens: Tensor, offset: int = 0, nodes: Nodes | None = None) -> Tensor:
-        """Read the tokens `[B, Q]` at places as `Target.forward` has them; return last hidden states `[B, Q, H]`."""
+        """Return the last hidden states `[B, Q, H]` of tokens `[B, Q]`, at the places of `Target.forward`."""
         if self.output_ids is not None:  # the model is narrower than the target
             tokens = _known(tokens, self.runner)
         if self.fused is None or (self.cache.window is None and not self.cache.longest):  # the library reads prompts
             return self.runner.forward(tokens, self.cache, logits=False, offset=offset, nodes=nodes).last
-        return self.fused.read(tokens, self.cache, offset, nodes)
-
-    def caches(self) -> list[RaggedCache]:
-        return [self.cache]
+        positions = self.cache.place(tokens.shape[1], offset, nodes)
+        return self.fused.read(tokens, self.cache, positions, nodes is not None)
 
     def carried(self) -> list[Tensor]:
         return [self.unread]
 
     def carry(self, tensors: list[Tensor]) -> None:
         (self.unread,) = tensors
-
-    def select(self, rows: list[int]) -> None:
-        self.cache.select(rows)
-        self.unread = self.unread[rows]
 
 
 def _known(tokens: Tensor, model: Target) -> Tensor:
@@ -331,7 +299,7 @@ def _known(tokens: Tensor, model: Target) -> Tensor:
 
 
 def _check_tokenizer(path: str, target: Target) -> None:
-    """Refuse a draft model that comes with a tokenizer other than the target's."""
+    """Raise IncompatibleError for a draft model that comes with a tokenizer other than the target's."""
     if target.tokenizer is None:
         return
     own = load_tokenizer(model_folder(path, weights=False))
@@ -340,11 +308,7 @@ def _check_tokenizer(path: str, target: Target) -> None:
 
 
 def _cut(model: Any, target: Target) -> Any:
-    """Return the model without ids that the target lacks: nothing writes or reads them.
-
-    Engines want vocabularies of one size. Without a tokenizer nobody knows that they are padding: `check` refuses the
-    model as it is.
-    """
+    """Return the model without ids that the target lacks, as engines want vocabularies of one size."""
     if target.tokenizer is not None and model.get_output_embeddings().weight.shape[0] > target.vocab_size:
         model.resize_token_embeddings(target.vocab_size)
     return model
@@ -354,9 +318,8 @@ def _smaller(config: Any, changes: dict[str, Any]) -> Any:
     """Return the target's config with `changes`; head sizes follow the hidden size unless they are given."""
     values = config.to_dict()
     refuse_unknown_keys(changes, values, "drafter.model")
-    values = {
-        k: v for k, v in values.items() if k not in ("architectures", "layer_types", "dtype", "torch_dtype")
-    } | changes
+    dropped = ("architectures", "layer_types", "dtype", "torch_dtype")
+    values = {k: v for k, v in values.items() if k not in dropped} | changes
     if "num_attention_heads" in changes:
         values["num_key_value_heads"] = changes.get("num_key_value_heads", changes["num_attention_heads"])
     if "head_dim" not in changes and values.get("head_dim") and {"hidden_size", "num_attention_heads"} & set(changes):
@@ -364,11 +327,8 @@ def _smaller(config: Any, changes: dict[str, Any]) -> Any:
     return type(config)(**values)
 
 
-# ------------------------------------------------------------ models of Llama's kind, by the layers of heads
-
-
 def runs(model: Any) -> bool:
-    """Whether `LlamaRunner` computes what `model` does: it is of Llama's kind, and attends by SDPA."""
+    """Return whether `LlamaRunner` computes what `model` does: it is of Llama's kind, and attends by SDPA."""
     return is_of_llama_kind(model) and model.config._attn_implementation == "sdpa"
 
 
@@ -380,22 +340,8 @@ class LlamaRunner(CachedLayers):
         super().__init__(list(body.layers), config, body.rotary_emb, max_length, layer_windows(model))
         self.model = model
 
-    def serves(self, model: Any, max_length: int) -> bool:
-        """Whether it is long enough for `model`, whose weights have not changed since."""
-        return self.fits(model.model.layers, max_length)
-
-    @staticmethod
-    def num_bytes(model: Any, max_length: int) -> int:
-        """Return how many bytes a runner of `model` allocates."""
-        layers = model.model.layers
-        return copied_bytes(layers, layers[0].self_attn.head_dim, max_length)
-
-    def read(self, tokens: Tensor, cache: RaggedCache, offset: int, nodes: Nodes | None) -> Tensor:
-        """Return the last hidden states `[B, Q, H]` of `tokens` `[B, Q]`, normed; places as for `Target.forward`."""
-        return self.read_placed(tokens, cache, cache.place(tokens.shape[1], offset, nodes), nodes is not None)
-
-    def read_placed(self, tokens: Tensor, cache: RaggedCache, positions: Tensor, in_tree: bool = True) -> Tensor:
-        """Return the last hidden states `[B, Q, H]`, normed, of `tokens` `[B, Q]` for which the cache has a place."""
+    def read(self, tokens: Tensor, cache: RaggedCache, positions: Tensor, in_tree: bool = True) -> Tensor:
+        """Return the last hidden states `[B, Q, H]`, normed, of tokens placed at `positions` `[B, Q]` of the cache."""
         hidden = nn.functional.embedding(tokens, self.model.model.embed_tokens.weight)
         output = self.forward(self.layers[0].enter(hidden), hidden, cache, positions, in_tree)
         return normed(output, self.model.model.norm)

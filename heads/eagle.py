@@ -1,14 +1,13 @@
 """EAGLE and EAGLE-3: heads that feed on their own output, how they are trained, and how they draft.
 
 They run over pairs (f_t, x_{t+1}), the target's features at a token and the token that followed it. After the last true
-feature such a head reads what it made itself. Training unrolls exactly that: at step i the hidden input is the head's
-output of step i−1, the token is the ground truth shifted by i, and attention sees the true entries up to t plus one own
-entry per later step (EAGLE-3's training-time test, arXiv 2503.01840). With one step it is teacher forcing (EAGLE, arXiv
+feature such a head reads its own output. Training unrolls exactly that: at step i the hidden input is the output of
+step i−1, the token is the ground truth shifted by i, and attention covers the true entries up to t plus one own entry
+per later step (EAGLE-3's training-time test, arXiv 2503.01840). With one step it is teacher forcing (EAGLE, arXiv
 2401.15077), with more of them HASS (arXiv 2408.15766). EAGLE-2's dynamic trees (arXiv 2406.16858) are the decoder's.
 
 A head describes its network once (`fuse`, `read`, `enter`, `finish`, `embed_output`). A training step is
-`FeatureDrafter.unroll`, a draft step is `FeatureSession._step`: the same calls, over layers that attend differently
-(decoder_layer.py).
+`FeatureDrafter.unroll`, a draft step `FeatureSession._step`: the same calls, over other layers (decoder_layer.py).
 
 Shapes: B rows, T positions, T' of them in later steps, Q new entries, P supervised positions, K taps, H hidden size,
 V' draft vocabulary, S unrolled steps.
@@ -18,7 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -35,14 +34,13 @@ from .decoder_layer import (
     LayerDrafter,
     UnrolledLayers,
     angles,
-    copied_bytes,
     norm_of,
     normed,
     rotary_of,
 )
 from .divergences import LossName, smooth_l1
 from .losses import metrics_by_depth
-from .session import Abilities, DeferredPrefillSession, NodeSession, PendingInputs, TreeMask, take_positions
+from .session import Abilities, DeferredPrefillSession, NodeSession, required, take_positions
 from .unrolled_attention import Places, WholeRows, places_of
 
 
@@ -53,62 +51,46 @@ class FeatureConfig(LayerConfig):
     Attributes:
         steps: unrolled steps S in training.
         decay: weight of step i is `decay ** i`.
-        loss: see `divergences.divergence`.
-        num_layers: decoder layers, of which the first reads embedding and hidden state; the others are plain ones.
+        num_layers: decoder layers; the first reads embedding and hidden state.
     """
+
+    least: ClassVar = {"num_layers": 1, "steps": 1}
 
     steps: int = 1
     decay: float = 0.8
     loss: LossName = "soft_ce"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.steps < 1:
-            raise BadInputError(f"drafter: steps must be at least 1, got {self.steps}.")
-
     @property
     def feeds_finished(self) -> bool:
-        """Whether a step reads what `FeatureDrafter.finish` made of the last one's output, and not the output."""
+        """Whether a step reads the last one's output after `FeatureDrafter.finish`, and not the output itself."""
         return False
 
 
 class FeatureDrafter(LayerDrafter):
-    """A head that feeds on its own output; an architecture defines what stands before and after its layers."""
+    """A head that feeds on its own output; an architecture defines what is before and after its layers."""
 
     packs = True
     follows_rounds = True
+    abilities = Abilities(reads_nodes=True, fixed_shapes=True)
     config: FeatureConfig
 
-    # ------------------------------------------------------------ the network
-
-    @property
-    def input_projection(self) -> InputProjection:
-        """The product before the first layer, which `fuse` or `enter` asks of that layer (`FusedLayer.project`)."""
-        raise NotImplementedError
-
     def fuse(self, hidden: Tensor, first: FusedLayer | None = None) -> Tensor:
-        """Return the hidden input of the first step `[B, T, H]` of taps `[B, T, K, H]`.
-
-        `first`: the first layer, whose input projection is ready; without it one is made for this once.
-        """
+        """Return the first step's hidden input `[B, T, H]` of taps `[B, T, K, H]`; `first` may have its product."""
         raise NotImplementedError
 
     def disturb(self, hidden: Tensor) -> Tensor:
-        """Return the features of a training step in place of true ones `[B, T, H]`: by default themselves."""
+        """Return the features `[B, T, H]` that training reads in place of true ones: by default themselves."""
         return hidden
 
     def read(self, embedded: Tensor, first: FusedLayer) -> Tensor:
-        """Return the steps' part of embeddings `[B, T, H]`, `[B, T, ·]`: training makes it once for all steps.
-
-        `first`: the first layer, whose `keep` is for a half of what its attention reads.
-        """
+        """Return the part of `enter` that depends on embeddings `[B, T, H]` alone: training makes it for all steps."""
         raise NotImplementedError
 
     def enter(self, read: Tensor, hidden: Tensor, first: FusedLayer) -> tuple[Tensor, Tensor]:
         """Return the first layer's projections of a step's inputs, and its residual.
 
         Args:
-            read: of the embeddings, by `read`.
+            read: as `read` returned it, `[B, T, ·]`.
             hidden: the step's hidden input, `[B, T, H]`.
         """
         raise NotImplementedError
@@ -122,15 +104,13 @@ class FeatureDrafter(LayerDrafter):
         raise NotImplementedError
 
     def output_weights(self) -> list[nn.Parameter]:
-        """Return the head's weights in `finish` and `embed_output`; by default none."""
+        """Return the weights of `finish` and `embed_output`; by default none."""
         return []
 
     def feature_loss(self, outputs: Tensor, features: Tensor) -> Tensor | None:
-        """Return the loss of the outputs themselves, beside that of their logits, `[S, P]`; None for none.
+        """Return a loss of the last layer's outputs `[S, P, H]` themselves, `[S, P]`; None for none.
 
-        Args:
-            outputs: of the last layer, `[S, P, H]`.
-            features: the true last hidden states there, `[P, H]`.
+        `features`: the true last hidden states there, `[P, H]`.
         """
         return None
 
@@ -138,12 +118,9 @@ class FeatureDrafter(LayerDrafter):
         """Return draft logits `[..., V']` of the last layer's output `[..., H]`."""
         return self.embed_output(self.finish(output), target)
 
-    # ------------------------------------------------------------ training
-
     def loss(self, batch: TargetBatch) -> DrafterLoss:
-        """Return Σ_i decay^i · Σ_positions loss_i.
+        """Return Σ_i decay^i · Σ_positions loss_i, of the logits and of the features.
 
-        Each is of the logits, against the target's softmax on the draft vocabulary, and of the features.
         `batch.verified` moves a share of the weights to what rounds of decoding reached.
         """
         assert batch.hidden is not None
@@ -174,23 +151,13 @@ class FeatureDrafter(LayerDrafter):
             }
         return DrafterLoss(total, wanted.sum(), metrics)
 
-    def unroll(
-        self,
-        target: Target,
-        tokens: Tensor,
-        hidden: Tensor,
-        begin: Tensor | None = None,
-        places: Places | None = None,
-    ) -> list[Tensor]:
+    def unroll(self, target: Target, tokens: Tensor, hidden: Tensor, places: Places | None = None) -> list[Tensor]:
         """Return the last layer's output at each of the S steps of a training-time test, `[B, T', H]` each.
 
         Index j of row b and step i stands for t = places.at[b, j] and the pair whose token is x_{t+1+i}; where a text
-        has no such token, it means nothing. Without `places` rows are one text each, of which t = begin[b] + j; `begin`
-        `[B]` is 0 if None; before it, rows are only attended to.
+        has no such token, it is arbitrary. Without `places` rows are one text each, and t = j.
         """
-        if places is None:
-            begins = [0] * len(tokens) if begin is None else [int(b) for b in begin]
-            places = WholeRows(begins, tokens.shape[1], tokens.device)
+        places = places or WholeRows([0] * len(tokens), tokens.shape[1], tokens.device)
         layers = UnrolledLayers(self.own_layers, self.config, self.input_projection, places)
         first = layers.layers[0]
         state = self.disturb(self.fuse(hidden, first))
@@ -204,12 +171,6 @@ class FeatureDrafter(LayerDrafter):
             outputs.append(layers.forward(*entered, rotary))
         return outputs
 
-    # ------------------------------------------------------------ decoding
-
-    @property
-    def abilities(self) -> Abilities:
-        return Abilities(reads_nodes=True, fixed_shapes=True)
-
     def open(
         self, target: Target, batch_size: int, max_length: int, spare: int = 0, cache: RaggedCache | None = None
     ) -> NodeSession:
@@ -219,37 +180,26 @@ class FeatureDrafter(LayerDrafter):
     def state_bytes(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> int:
         return self.decoding_bytes(target, batch_size, max_length + spare, max_length)
 
-    def _copy_layers(self, max_length: int) -> CachedLayers:
-        return CachedLayers(self.own_layers, self.config, self.rotary, max_length, projection=self.input_projection)
-
-    def _copied_bytes(self, max_length: int) -> int:
-        return copied_bytes(self.own_layers, self.config.head_dim, max_length, self.input_projection)
-
 
 class FeatureSession(DeferredPrefillSession):
-    """A head that feeds on its own output, decoding a batch.
+    """A session of a head that feeds on its own output.
 
-    A round begins with one pass over what the target has processed since the last one: true features, committed to the
-    head's own cache. Each pass after it reads drafted tokens and what the head itself made in their place.
+    A round begins with one pass over the true features since the last one, which is committed to the head's cache. Each
+    pass after it reads drafted tokens and the head's own outputs in place of features.
 
     Attributes:
-        cache: keys and values of the head's layers.
         outputs: the hidden inputs of steps after the root and after each drafted node, `[B, 1 + n, H]`; empty before
             `prefill`.
-        tree: the nodes of this round; None for a chain.
     """
 
     def __init__(self, head: FeatureDrafter, target: Target, cache: RaggedCache, layers: CachedLayers):
-        super().__init__(head.output_ids, head.max_depth)
+        super().__init__(head.output_ids, head.max_depth, [cache])
         self.head, self.target, self.cache, self.layers = head, target, cache, layers
         self.outputs = torch.empty(cache.batch_size, 0, head.config.hidden_size, device=target.device)
-        self.tree: TreeMask | None = None
 
     def update(self, tokens: Tensor, hidden: Tensor | None, counts: RowLengths, path: Tensor | None = None) -> None:
         # The pair of the last of these tokens needs the token after it, which `prefill` brings.
-        if hidden is None:
-            raise ValueError("update: a head on hidden states was given none; open the target's pass with its taps.")
-        self.note(PendingInputs(tokens, hidden, counts))
+        self.note(tokens, required(hidden, f"{self.head.name}: update needs the target's hidden states."), counts)
 
     def prefill(self, root: Tensor) -> Tensor:
         unread = self.waiting()
@@ -263,14 +213,8 @@ class FeatureSession(DeferredPrefillSession):
         return self._answer(output)[:, 0]
 
     def decode(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
-        read, nodes = self.outputs.shape[1] - 1, None
-        if parents is None:
-            before = self.outputs[:, -1:]
-        else:
-            self.tree = self.tree or TreeMask(len(tokens), 0, tokens.device)
-            nodes = self.tree.grow(parents)
-            before = take_positions(self.outputs, parents + 1)
-        return self._answer(self._step(tokens, before, read, nodes))
+        before = self.outputs[:, -1:] if parents is None else take_positions(self.outputs, parents + 1)
+        return self._answer(self._step(tokens, before, self.outputs.shape[1] - 1, self.grow(parents)))
 
     def _answer(self, output: Tensor) -> Tensor:
         """Return the draft logits `[B, Q, V']` of the last layer's output, and keep the next step's input."""
@@ -285,35 +229,29 @@ class FeatureSession(DeferredPrefillSession):
         entered = self.head.enter(self.head.read(embedded, first), hidden, first)
         return self.layers.forward(*entered, self.cache, positions, nodes is not None)
 
-    def caches(self) -> list[RaggedCache]:
-        return [self.cache]
-
     def reset(self) -> None:
         super().reset()
-        self.tree, self.outputs = None, self.outputs[:, :0]
-
-
-# ------------------------------------------------------------ EAGLE
+        self.outputs = self.outputs[:, :0]
 
 
 @dataclass
 class Eagle1Config(FeatureConfig):
     """Settings of an EAGLE head; zeros mean "as the target".
 
-    The paper's numbers are for features of about unit scale. Targets differ, so both noise and feature loss are in
-    units of the true feature's root mean square: they mean the same for every target. (A final norm makes it nearly the
-    same at all positions.)
+    Noise and feature loss are in units of the true feature's root mean square, so that they mean the same for every
+    target.
 
     Attributes:
         loss: of the tokens; the paper's is a tenth of the soft cross-entropy.
         feature_loss: weight of SmoothL1 between drafted and true feature.
         noise: half the width of the uniform noise on true features, in training only.
-        norm_inputs: a norm on embedding and feature before fc (vLLM's `add_para_norm`). Many targets' embeddings are
-            much smaller than their features, and a fresh fc takes long to hear them.
+        norm_inputs: a norm on embedding and feature before fc (vLLM's `add_para_norm`): many targets' embeddings are
+            much smaller than their features, and a new fc takes long to learn from them.
         norm_first: a norm before the first layer's attention; published heads of the paper's form have none.
         fc_bias: published heads differ in it.
-        target_layers: of the target: its last hidden state is read.
     """
+
+    least: ClassVar = {**FeatureConfig.least, "feature_loss": 0, "noise": 0}
 
     loss: LossName = field(default_factory=lambda: {"soft_ce": 0.1})
     feature_loss: float = 1.0
@@ -322,12 +260,6 @@ class Eagle1Config(FeatureConfig):
     norm_first: bool = False
     fc_bias: bool = False
     target_layers: int = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("feature_loss", "noise"):
-            if getattr(self, name) < 0:
-                raise BadInputError(f"eagle1: {name} must be 0 or more, got {getattr(self, name)}.")
 
 
 def _scale(features: Tensor) -> Tensor:
@@ -338,9 +270,8 @@ def _scale(features: Tensor) -> Tensor:
 class Eagle1(FeatureDrafter):
     """The EAGLE head: cat[embedding, feature] → fc → decoder layers (arXiv 2401.15077).
 
-    From the target's last hidden state f_t (after the final norm) and x_{t+1} it predicts f_{t+1}, of which the
-    target's own output embedding makes tokens. It is trained on true features, with SmoothL1 to the next one and, a
-    tenth as much, the cross-entropy of the tokens; noise on its inputs stands for the errors of its own features.
+    From the target's last hidden state f_t (after the final norm) and x_{t+1} it predicts f_{t+1}, which the target's
+    own output embedding reads. It is trained on true features with noise, which stands for its own errors.
     """
 
     name = "eagle1"
@@ -390,16 +321,12 @@ class Eagle1(FeatureDrafter):
         return self.config.feature_loss * smooth_l1(features / scale, outputs / scale)
 
 
-# ------------------------------------------------------------ EAGLE-3
-
-
 @dataclass
 class Eagle3Config(FeatureConfig):
     """Settings of an EAGLE-3 head; zeros mean "as the target".
 
     Attributes:
         taps: HF `hidden_states` indices; () for EAGLE-3's, see `default_taps`.
-        draft_vocab_size: the most frequent training tokens kept as outputs; 0 for all.
         norm_taps, norm_output: EAGLE-3.1 (arXiv 2605.09992): a norm on each tap; the normed output is what the next
             step reads.
         norm_before_fc: one norm on all taps together instead.
@@ -450,10 +377,9 @@ class _FirstLayer(Layer):
 
 
 class Eagle3(FeatureDrafter):
-    """The EAGLE-3 head: a small drafter on the target's features at three depths, fused (arXiv 2503.01840).
+    """The EAGLE-3 head: decoder layers on the target's features at three depths, fused (arXiv 2503.01840).
 
-    The first layer's attention reads cat[norm(embedding), norm(hidden)], and its output is added to the hidden state
-    (normed too with `norm_before_residual`). Embeddings come from the target; everything else is its own.
+    Embeddings are the target's; everything else is its own.
     """
 
     name = "eagle3"

@@ -1,7 +1,4 @@
-"""Losses of drafters over many positions, and what is measured beside them.
-
-The divergences themselves, and how a recipe names them, stand in divergences.py. Nothing but `chunked_compare` reduces
-over positions.
+"""Losses of drafters over many positions, and their metrics. The divergences themselves stand in divergences.py.
 
 Shapes: P positions, V symbols of the target, V' of the drafter, S unrolled steps.
 """
@@ -59,11 +56,7 @@ def compare(reference: TargetDistribution, draft_logits: Tensor, rule: Loss) -> 
 
 
 class _SoftCrossEntropy(torch.autograd.Function):
-    """Soft cross-entropy and Σ min(p, q), from logits `[P, V']`, p renormalised, and p.
-
-    The first one's gradient is q − p. A pass over a vocabulary is what losses cost, and this takes fewer than log q
-    and its gradient would.
-    """
+    """Soft cross-entropy, whose gradient is q − p, and Σ min(p, q), in fewer passes over a vocabulary than by log q."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, renormalised: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
@@ -83,13 +76,13 @@ class _SoftCrossEntropy(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class LossSettings:
-    """How logits are made of the hidden states that `chunked_compare` compares, and by which rule they are judged.
+    """How `chunked_compare` makes logits of hidden states, and the rule by which it compares them.
 
     Attributes:
-        target_head: makes logits `[P, V]` of the target's hidden states `[P, H]`.
-        draft_head: makes logits `[P, V']` of the drafter's; one for all steps, or one for each.
+        target_head: returns logits `[P, V]` of the target's hidden states `[P, H]`.
+        draft_head: returns logits `[P, V']` of the drafter's; one for all steps, or one for each.
         kept: token ids `[V']` of a pruned draft vocabulary.
-        parameters: what `draft_head` trains. Others get no gradient from the comparison.
+        parameters: the weights that `draft_head` trains. Others get no gradient from the comparison.
         chunk: how many positions have logits at a time; 0 for as many as suit the device.
     """
 
@@ -99,15 +92,6 @@ class LossSettings:
     kept: Tensor | None = None
     parameters: Sequence[Tensor] = ()
     chunk: int = 0
-
-    def reference(self, target_hidden: Tensor, following: Tensor | None) -> TargetDistribution:
-        """Return the target's side of a chunk, from its hidden states `[P, H]` and the tokens that followed `[P]`."""
-        with torch.no_grad(), own_precision(target_hidden.device):
-            return TargetDistribution.of(self.target_head(target_hidden), self.kept, following)
-
-    def draft_heads(self, num_steps: int) -> Sequence[Head]:
-        """Return the head of each step."""
-        return [self.draft_head] * num_steps if callable(self.draft_head) else self.draft_head
 
 
 def chunked_compare(
@@ -124,18 +108,21 @@ def chunked_compare(
 
     Args:
         weights: of each loss in the total; 1 if None.
-        following: the tokens that really followed, for a hard loss.
+        following: the tokens that followed, for a hard loss.
     """
     steps = draft_hidden if draft_hidden.ndim == 3 else draft_hidden[None]  # [S, P, H']
     shape = steps.shape[:2]
     weights = steps.new_ones(shape) if weights is None else weights.reshape(shape)
-    weights, heads = weights.float(), settings.draft_heads(len(steps))
+    weights, heads = weights.float(), settings.draft_head
+    heads = [heads] * len(steps) if callable(heads) else heads
     slopes = ChunkedSlopes(steps, settings.parameters)
     results = steps.new_zeros(3, *shape, dtype=torch.float32)  # loss, alpha and top1, [3, S, P]
     size = settings.chunk or CHUNKS.get(target_hidden.device.type, CHUNK)
     for begin in range(0, len(target_hidden), size):
         part = slice(begin, begin + size)
-        reference = settings.reference(target_hidden[part], None if following is None else following[part])
+        with torch.no_grad(), own_precision(target_hidden.device):
+            tokens = None if following is None else following[part]
+            reference = TargetDistribution.of(settings.target_head(target_hidden[part]), settings.kept, tokens)
         for i, head in enumerate(heads):
             hidden = slopes.chunk((i, part))
             compared = compare(reference, head(hidden), settings.rule)
@@ -147,7 +134,7 @@ def chunked_compare(
 
 
 class ChunkedSlopes:
-    """The slopes of a loss that is made a chunk at a time: in hidden states, and in the parameters that it trains."""
+    """The gradients of a loss that is made a chunk at a time, by hidden states and by the parameters that it trains."""
 
     def __init__(self, hidden: Tensor, parameters: Sequence[Tensor]):
         self.hidden, self.learning = hidden, torch.is_grad_enabled()
@@ -156,11 +143,11 @@ class ChunkedSlopes:
         self.columns = torch.zeros_like(hidden)
 
     def chunk(self, index: Any) -> Tensor:
-        """Return the hidden states at `index`, from which a chunk's loss is made."""
+        """Return the hidden states of a chunk at `index`."""
         return self.hidden[index].detach().requires_grad_(self.learning)
 
     def learn(self, loss: Tensor, hidden: Tensor, index: Any) -> None:
-        """Add the slopes of the loss of a chunk, whose states `hidden` stand at `index`."""
+        """Add the gradients of the loss of a chunk, whose states `hidden` stand at `index`."""
         if not self.learning:
             return
         # Where each step has a head of its own, the others' weights have no part in it.
@@ -171,7 +158,7 @@ class ChunkedSlopes:
                 slope += other
 
     def attach(self, total: Tensor) -> Tensor:
-        """Return `total` with the slopes that the backward pass multiplies and hands on."""
+        """Return `total` with these gradients."""
         if not self.learning:
             return total
         pairs = [(self.hidden, self.columns), *zip(self.trained, self.slopes, strict=True)]
@@ -209,7 +196,7 @@ def acceptance_metrics(alphas: list[Tensor], wanted: list[Tensor]) -> dict[str, 
 
 
 def metrics_by_depth(result: PositionLosses, wanted: Tensor, here: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return `loss_d1`, `top1_d1`, … of steps that are compared, and their `acceptance_metrics`.
+    """Return `loss_d1`, `top1_d1`, … of steps, and their `acceptance_metrics`.
 
     Args:
         wanted: the tokens that they predict, each step from one place further back, `[B, T]`.
@@ -218,10 +205,8 @@ def metrics_by_depth(result: PositionLosses, wanted: Tensor, here: Tensor) -> di
     metrics: dict[str, tuple[Tensor, Tensor]] = {}
     alphas, measured = [], []
     for k, known in enumerate(here):
-        metrics |= {
-            f"{name}_d{k + 1}": (values[k][known].sum(), known.sum())
-            for name, values in (("loss", result.loss), ("top1", result.top1))
-        }
+        for name, values in (("loss", result.loss), ("top1", result.top1)):
+            metrics[f"{name}_d{k + 1}"] = values[k][known].sum(), known.sum()
         alphas.append(ahead(torch.zeros(wanted.shape, device=wanted.device).masked_scatter(wanted, result.alpha[k]), k))
         measured.append(ahead(torch.zeros_like(wanted).masked_scatter(wanted, known), k))
     return metrics | acceptance_metrics(alphas, measured)

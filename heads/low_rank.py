@@ -1,16 +1,13 @@
-"""A drafter that is learnt as a small change of another one: to each matrix W a product of two thin ones is added.
+"""A drafter that is learnt as a small change of another one: W' = W + (α / r) B A (LoRA, arXiv 2106.09685).
 
-W' = W + (α / r) B A with A [r, in], B [out, r] (LoRA, arXiv 2106.09685). Only A and B learn; B begins at zero, so that
-a new one drafts as its base does. What is saved is the base as it was, and A and B in peft's own format: many drafters
-over one base share its file wherever files are stored by content, such as in a registry of pairs.
+A is [r, in], B [out, r], and begins at zero. What is saved is the base as it was, and the change in peft's own format,
+so that many drafters over one base share its file wherever files are stored by content:
 
     config.json                 drafter_type: low_rank, and the base's type
     base/                       the base drafter, as it was saved
     adapter_config.json, adapter_model.safetensors      as `peft` writes them
 
 Loaded to draft, it is a plain drafter of the base's type with the changed matrices (`plain`).
-
-Shapes: r rank.
 """
 
 from __future__ import annotations
@@ -48,13 +45,14 @@ class LowRankConfig(DrafterConfig):
         base_type: the base's type.
     """
 
+    least: ClassVar = {"rank": 1}
+
     rank: int = 8
     alpha: float = 0.0
     base_type: str = ""
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise BadInputError(f"low_rank: rank must be at least 1, got {self.rank}.")
+        super().__post_init__()
         self.alpha = self.alpha or 2.0 * self.rank
 
 
@@ -82,15 +80,16 @@ class LowRank(Drafter[LowRankConfig]):
         self._learning = [parameter for parameter in base.parameters() if parameter.requires_grad]
         base.requires_grad_(False)
         self.names = list(matrices)
-        self.down = nn.ParameterList([_thin(config.rank, m.shape[1]) for m in matrices.values()])  # [r, in]
+        self.down = nn.ParameterList(torch.empty(config.rank, m.shape[1]) for m in matrices.values())  # [r, in]
+        for down in self.down:
+            nn.init.kaiming_uniform_(down, a=math.sqrt(5))  # as peft does
         self.up = nn.ParameterList([nn.Parameter(torch.zeros(m.shape[0], config.rank)) for m in matrices.values()])
 
     @classmethod
     def over(cls, folder: Path, target: Target, rank: int) -> Self:
         """Return a change of the drafter in `folder` to be trained for `target`, in fp32.
 
-        A drafter that is itself such a change, of the same rank, goes on from there; one of another rank begins anew
-        over the same base.
+        A change of the same rank goes on from there; one of another rank begins anew over the same base.
         """
         values = read_config(folder)
         is_changed = values.pop("drafter_type", None) == cls.name
@@ -114,11 +113,20 @@ class LowRank(Drafter[LowRankConfig]):
         folder = Path(path)
         if self.base_folder.resolve() != (folder / BASE).resolve():  # else it is there already
             shutil.rmtree(folder / BASE, ignore_errors=True)
-            # The list of digests is that of the folder it was in; whoever seals this one lists the base's files, too.
+            # A seal of this folder lists the base's files, too.
             shutil.copytree(self.base_folder, folder / BASE, ignore=shutil.ignore_patterns(LIST))
         with replacing(folder / ADAPTER_WEIGHTS) as temporary:
-            save_file(self._in_peft(), temporary, metadata={"format": "pt"})
-        write_atomically(folder / ADAPTER_CONFIG, json.dumps(self._peft_config(), indent=2) + "\n")
+            weights = {name: weight.cpu().contiguous() for name, weight in self._in_peft().items()}
+            save_file(weights, temporary, metadata={"format": "pt"})
+        settings = {
+            "peft_type": "LORA",
+            "r": self.config.rank,
+            "lora_alpha": self.config.alpha,
+            "target_modules": [name.removesuffix(".weight") for name in self.names],
+            "base_model_name_or_path": None,
+            "inference_mode": True,
+        }
+        write_atomically(folder / ADAPTER_CONFIG, json.dumps(settings, indent=2) + "\n")
         self.save_config(folder)
 
     def check(self, target: Target) -> None:
@@ -138,8 +146,6 @@ class LowRank(Drafter[LowRankConfig]):
             parameter.requires_grad_(True)
         return self.base
 
-    # ------------------------------------------------------------ training
-
     @property
     def scale(self) -> float:
         """α / r, by which the products are multiplied."""
@@ -155,27 +161,12 @@ class LowRank(Drafter[LowRankConfig]):
         result: DrafterLoss = torch.func.functional_call(self.base, changed, (batch,))
         return result
 
-    # ------------------------------------------------------------ peft's format
-
     def _in_peft(self) -> dict[str, Tensor]:
-        """Return A and B under peft's names."""
-        weights: dict[str, Tensor] = {}
-        for name, down, up in zip(self.names, self.down, self.up, strict=True):
-            module = _PREFIX + name.removesuffix(".weight")
-            weights[f"{module}.lora_A.weight"] = down.detach().cpu().contiguous()
-            weights[f"{module}.lora_B.weight"] = up.detach().cpu().contiguous()
-        return weights
-
-    def _peft_config(self) -> dict[str, Any]:
-        modules = [name.removesuffix(".weight") for name in self.names]
-        return {
-            "peft_type": "LORA",
-            "r": self.config.rank,
-            "lora_alpha": self.config.alpha,
-            "target_modules": modules,
-            "base_model_name_or_path": None,
-            "inference_mode": True,
-        }
+        """Return A and B under peft's names, without gradients."""
+        modules = [_PREFIX + name.removesuffix(".weight") for name in self.names]
+        weights = dict(zip((f"{module}.lora_A.weight" for module in modules), self.down, strict=True))
+        weights |= zip((f"{module}.lora_B.weight" for module in modules), self.up, strict=True)
+        return {name: weight.detach() for name, weight in weights.items()}
 
     def _load(self, file: Path) -> None:
         try:
@@ -186,24 +177,12 @@ class LowRank(Drafter[LowRankConfig]):
         wrong = sorted(own.keys() ^ stored.keys()) or sorted(n for n in own if own[n].shape != stored[n].shape)
         if wrong:
             raise IncompatibleError(f"{file} does not fit its base drafter: {wrong[0]} is missing or of another shape.")
-        for name, down, up in zip(self.names, self.down, self.up, strict=True):
-            module = _PREFIX + name.removesuffix(".weight")
-            down.data.copy_(stored[f"{module}.lora_A.weight"])
-            up.data.copy_(stored[f"{module}.lora_B.weight"])
+        for name, weight in own.items():
+            weight.copy_(stored[name])
 
 
 def _matrices(base: Drafter, rank: int) -> list[tuple[str, Tensor]]:
     """Return the weights of the base's linear layers that learn and are larger than the rank, by their names."""
-    linears = {f"{name}.weight": module for name, module in base.named_modules() if isinstance(module, nn.Linear)}
-    return [
-        (name, parameter)
-        for name, parameter in base.named_parameters()
-        if name in linears and parameter.requires_grad and min(parameter.shape) > rank
-    ]
-
-
-def _thin(rank: int, width: int) -> nn.Parameter:
-    """Return a new A, drawn as peft draws it."""
-    weight = nn.Parameter(torch.empty(rank, width))
-    nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
-    return weight
+    linears = {f"{name}.weight" for name, module in base.named_modules() if isinstance(module, nn.Linear)}
+    learning = [(name, p) for name, p in base.named_parameters() if name in linears and p.requires_grad]
+    return [(name, p) for name, p in learning if min(p.shape) > rank]

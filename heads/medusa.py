@@ -1,14 +1,11 @@
-"""Medusa and Hydra: heads on the target's last hidden state, each of which guesses one token further ahead.
+"""Medusa and Hydra: heads on the target's last hidden state, each of which predicts one token further ahead.
 
 Medusa (arXiv 2401.10774): head k reads h_t, the hidden state that gives the target's own x_{t+1}, and predicts
-x_{t+1+k}. When a round begins, x_{t+1} is the root, which the target has chosen but not processed: depth k of a
-proposal comes from head k and the last processed hidden state, whatever was drafted before it. The target stays as it
-is (Medusa-1); in Medusa-2 it learns with the heads, through a LoRA (train/joint.py).
+x_{t+1+k}. When a round begins, x_{t+1} is the root: depth k of a proposal comes from head k and the last processed
+hidden state, whatever was drafted before it. (In Medusa-2 the target learns with the heads: train/joint.py.)
 
-Hydra (arXiv 2402.05109, §3) makes them sequential: head k also reads the embeddings of the k tokens between h_t and the
-token it predicts, the root x_{t+1} and the drafts x_{t+2} … x_{t+k}. So what is drafted depends on what was drafted
-before. Training gives it the tokens that really followed. The paper's Hydra++ adds a layer of attention over the text,
-which this one does not have.
+Hydra (arXiv 2402.05109, §3): head k also reads the embeddings of the k tokens between h_t and the token it predicts,
+the root x_{t+1} and the drafts x_{t+2} … x_{t+k}; in training those that really followed.
 
 Shapes: B rows, T positions, P supervised positions, W nodes, H hidden size, V' draft vocabulary, K heads, C tokens that
 a head of Hydra reads.
@@ -18,12 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from ..common import BadInputError
 from ..targets import RaggedCache, RowLengths, Target
 from .base import DrafterLoss, HeadConfig, HeadDrafter, TargetBatch, compare_drafts
 from .divergences import LossName
@@ -40,11 +36,11 @@ class MedusaConfig(HeadConfig):
         num_layers: residual blocks of each head.
         bias: whether the blocks add a bias, as those of published heads do.
         share_lm_head: all heads use the target's own output embedding, which is not trained, instead of a copy each.
-        draft_vocab_size: the most frequent training tokens kept as outputs; 0 for all.
         decay: weight of head k is `decay ** (k − 1)`.
-        loss: see `divergences.divergence`. Medusa's own is hard_ce.
-        target_layers: of the target: its last hidden state is read.
+        loss: Medusa's own is hard_ce.
     """
+
+    least: ClassVar = {"num_heads": 1, "num_layers": 1}
 
     num_heads: int = 4
     num_layers: int = 1
@@ -56,12 +52,6 @@ class MedusaConfig(HeadConfig):
     hidden_size: int = 0
     vocab_size: int = 0
     target_layers: int = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("num_heads", "num_layers"):
-            if getattr(self, name) < 1:
-                raise BadInputError(f"drafter: {name} must be at least 1, got {getattr(self, name)}.")
 
 
 class MedusaBlock(nn.Module):
@@ -90,9 +80,7 @@ class Head(nn.Module):
         size, bias = config.hidden_size, config.bias
         self.first = MedusaBlock(size, conditions, bias)
         self.others = nn.ModuleList(MedusaBlock(size, bias=bias) for _ in range(config.num_layers - 1))
-        self.lm_head = (
-            None if config.share_lm_head else nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
-        )
+        self.lm_head = None if config.share_lm_head else nn.Linear(size, config.draft_vocab_size, bias=False)
 
     def forward(self, hidden: Tensor, conditions: Tensor | None = None) -> Tensor:
         """Return the output embedding's input `[..., H]` of states `[..., H]` and conditions `[..., C · H]`."""
@@ -114,13 +102,14 @@ class Medusa(HeadDrafter[MedusaConfig]):
     trains_target = True
     packs = True
     follows_rounds = True
+    abilities = Abilities(reads_nodes=True, fixed_shapes=True)
 
     def __init__(self, config: MedusaConfig):
         super().__init__(config)
         self.heads = nn.ModuleList(Head(config, self._conditions(k)) for k in range(config.num_heads))
 
     def _conditions(self, index: int) -> int:
-        """Return how many vectors the head at `index`, counted from 0, reads beside the hidden state."""
+        """Return the number of vectors that the head at `index` reads beside the hidden state."""
         return 0
 
     @property
@@ -131,15 +120,13 @@ class Medusa(HeadDrafter[MedusaConfig]):
         return [own for k in range(self.config.num_heads) if (own := self.head(k).lm_head) is not None]
 
     def head(self, index: int) -> Head:
-        """Return the head at `index`, from 0 on; it predicts the token `index` + 2 places after the state it reads."""
+        """Return the head at `index`, which predicts the token `index` + 2 places after the state it reads."""
         return cast(Head, self.heads[index])
 
     def lm_head(self, index: int, target: Target) -> Callable[[Tensor], Tensor]:
-        """Return how the head at `index` makes logits `[..., V']` of outputs `[..., H]`, scaled as the target's."""
+        """Return the output embedding of the head at `index`, scaled as the target's."""
         own = self.head(index).lm_head
         return (lambda x: target.lm_head(x, self.output_ids)) if own is None else (lambda x: target.scale(own(x)))
-
-    # ------------------------------------------------------------ training
 
     def loss(self, batch: TargetBatch) -> DrafterLoss:
         """Return Σ_k decay^(k−1) · Σ_positions loss_k.
@@ -177,12 +164,6 @@ class Medusa(HeadDrafter[MedusaConfig]):
         """Return the conditions `[P, C · H]` of the head at `index` for hidden states at `begins` `[P]` of `rows`."""
         return None
 
-    # ------------------------------------------------------------ decoding
-
-    @property
-    def abilities(self) -> Abilities:
-        return Abilities(reads_nodes=True, fixed_shapes=True)
-
     def open(
         self, target: Target, batch_size: int, max_length: int, spare: int = 0, cache: RaggedCache | None = None
     ) -> HeadsSession:
@@ -190,11 +171,11 @@ class Medusa(HeadDrafter[MedusaConfig]):
 
 
 class HeadsSession(NodeSession):
-    """A session that holds each row's last hidden state, and where the nodes of this round's tree stand.
+    """A session that holds each row's last hidden state.
 
     Attributes:
         hidden: the target's at the last token it has processed, `[B, H]`; of no size before the first `update`.
-        nodes: their depths in this round.
+        nodes: the depths of this round's nodes.
     """
 
     def __init__(self, drafter: Medusa, target: Target, batch_size: int):
@@ -217,14 +198,9 @@ class HeadsSession(NodeSession):
     def reset(self) -> None:
         self.hidden = self.hidden[:, :0]
 
-    def select(self, rows: list[int]) -> None:
-        self.hidden = self.hidden[rows]
-
 
 class MedusaSession(HeadsSession):
-    """A session that holds each head's logits in this round.
-
-    Depth k is answered by head k, whatever was drafted before.
+    """A session whose drafts at depth k come from head k, whatever was drafted before.
 
     Attributes:
         logits: of heads 1, 2, … in this round, `[B, V']` each.
@@ -250,13 +226,10 @@ class MedusaSession(HeadsSession):
         return known.gather(1, depths.clamp(max=len(self.logits) - 1)[:, :, None].expand(-1, -1, known.shape[2]))
 
     def _next(self) -> Tensor:
-        """Return logits `[B, V']` of the next head."""
+        """Return the logits `[B, V']` of the next head."""
         index = len(self.logits)
         self.logits.append(self.drafter.lm_head(index, self.target)(self.drafter.head(index)(self.hidden)))
         return self.logits[-1]
-
-
-# ------------------------------------------------------------ Hydra
 
 
 @dataclass
@@ -264,8 +237,8 @@ class HydraConfig(MedusaConfig):
     """Settings of Hydra's heads: those of Medusa's, and one more.
 
     Attributes:
-        norm_embeddings: an RMS norm without weights on each embedding. Many targets' embeddings are much smaller than
-            their last hidden states, and fresh heads take long to hear them.
+        norm_embeddings: an RMS norm without weights on each embedding: many targets' embeddings are much smaller than
+            their last hidden states, and new heads take long to learn from them.
     """
 
     norm_embeddings: bool = False
@@ -283,19 +256,14 @@ class Hydra(Medusa):
 
     def _given(self, batch: TargetBatch, index: int, rows: Tensor, begins: Tensor) -> Tensor:
         between = begins.clamp(min=0)[:, None] + torch.arange(1, index + 2, device=begins.device)
-        return self._embedded(batch.target, batch.tokens[rows[:, None], between.clamp(max=batch.tokens.shape[1] - 1)])
+        return self.conditions(batch.target, batch.tokens[rows[:, None], between.clamp(max=batch.tokens.shape[1] - 1)])
 
-    def _embedded(self, target: Target, tokens: Tensor) -> Tensor:
-        """Return the conditions `[..., C · H]` that stand for tokens `[..., C]`."""
+    def conditions(self, target: Target, tokens: Tensor) -> Tensor:
+        """Return the conditions `[..., C · H]` of tokens `[..., C]`."""
         embedded = target.embed(tokens).to(self.head(0).dtype)
         if self.config.norm_embeddings:
-            embedded = torch.nn.functional.rms_norm(embedded, embedded.shape[-1:], None, 1e-6)
+            embedded = nn.functional.rms_norm(embedded, embedded.shape[-1:], None, 1e-6)
         return embedded.flatten(-2)
-
-    def answer(self, target: Target, hidden: Tensor, paths: Tensor, index: int) -> Tensor:
-        """Return the output `[B, W, H]` of the head at `index`, of states `[B, H]` and nodes' `paths` `[B, W, K]`."""
-        hidden = hidden[:, None].expand(-1, paths.shape[1], -1)
-        return self.head(index)(hidden, self._embedded(target, paths[:, :, : index + 1]))
 
     def open(
         self, target: Target, batch_size: int, max_length: int, spare: int = 0, cache: RaggedCache | None = None
@@ -319,7 +287,7 @@ class HydraSession(HeadsSession):
 
     def prefill(self, root: Tensor) -> Tensor:
         self.nodes.begin()
-        self.paths = torch.nn.functional.pad(root[:, None, None], (0, self.drafter.config.num_heads - 1))
+        self.paths = nn.functional.pad(root[:, None, None], (0, self.drafter.config.num_heads - 1))
         return self._logits(0, self._answer(self.paths, 0))[:, 0]
 
     def decode(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
@@ -337,10 +305,7 @@ class HydraSession(HeadsSession):
         return self._by_depth(paths, depths)
 
     def _by_depth(self, paths: Tensor, depths: Tensor) -> Tensor:
-        """Return logits `[B, W, V']` after nodes of different `depths` `[B, W, 1]`.
-
-        Each head reads all nodes, as the host does not know which node is whose.
-        """
+        """Return logits `[B, W, V']` after nodes of different `depths` `[B, W, 1]`, which the host does not know."""
         shared, heads = self.drafter.config.share_lm_head, range(1, self.nodes.level + 1)
         answers = [self._answer(paths, k) for k in heads]
         if not shared:
@@ -352,7 +317,9 @@ class HydraSession(HeadsSession):
         return self._logits(0, chosen) if shared else chosen
 
     def _answer(self, paths: Tensor, index: int) -> Tensor:
-        return self.drafter.answer(self.target, self.hidden, paths, index)
+        """Return the output `[B, W, H]` of the head at `index` after nodes with these paths `[B, W, K]`."""
+        hidden = self.hidden[:, None].expand(-1, paths.shape[1], -1)
+        return self.drafter.head(index)(hidden, self.drafter.conditions(self.target, paths[:, :, : index + 1]))
 
     def _logits(self, index: int, answer: Tensor) -> Tensor:
         return self.drafter.lm_head(index, self.target)(answer)

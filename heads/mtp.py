@@ -5,15 +5,13 @@ h_i^k predicts x_{i+k+1} through the target's own output embedding:
 
     h_i^k = Block_k(W_k [RMSNorm(Emb(x_{i+k})); RMSNorm(h_i^{k−1})]),    h_i^0 the target's, after its final norm.
 
-The block is a layer of the target's own architecture (mtp_checkpoint.py), so that modules that come with a target's
-checkpoint fit. Either D modules draft D tokens, or one module reads its own outputs again
-(`recursive`; FastMTP, arXiv 2509.18362) and drafts as many as asked for.
+The block is a layer of the target's own architecture (mtp_checkpoint.py). Either D modules draft D tokens, or one
+module reads its own outputs again (`recursive`; FastMTP, arXiv 2509.18362) and drafts any number.
 
-Written by the place p = i + k of the token: reading x_p, module k takes what module k−1 made of x_{p−1}, and all
-predict x_{p+1}. So all modules read every committed token; of a draft those that can: the target has no hidden state
-after it, so module 1 cannot, and after the next draft module 2 cannot. In the recursive form, step 1 reads committed
-tokens, later steps drafts; the one cache keeps of step 1 everything and of later steps what this path drafted.
-Training unrolls exactly that, as for EAGLE-3.
+By the place p = i + k of the token: reading x_p, module k takes module k−1's output at x_{p−1}, and all predict
+x_{p+1}. All modules read every committed token; of drafts, module 1 reads none, as the target has no hidden state
+there, module 2 reads the first but not the second, and so on. A recursive module reads committed tokens in step 1 and
+drafts in later steps. Training unrolls exactly that, as for EAGLE-3.
 
 Shapes: B rows, T positions, Q tokens of one pass, P supervised positions, W nodes, H hidden size, V' draft vocabulary,
 D modules, S steps.
@@ -38,7 +36,7 @@ from .base import DrafterLoss, HeadConfig, HeadDrafter, TargetBatch, compare_dra
 from .divergences import LossName
 from .losses import metrics_by_depth
 from .mtp_checkpoint import layer_values, load_native, plain_body
-from .session import Abilities, DeferredPrefillSession, PendingInputs, TreeMask, required, take_positions
+from .session import Abilities, DeferredPrefillSession, required, take_positions
 
 
 @dataclass
@@ -47,22 +45,20 @@ class MtpConfig(HeadConfig):
 
     Attributes:
         depth: D, the number of modules.
-        recursive: the one module reads its own outputs again, and drafts to any depth. Else D is the deepest proposal.
+        recursive: the one module reads its own outputs again, and drafts to any depth. Else D is the largest depth.
         steps: S, how often a recursive module is applied in training.
         decay: depth k weighs decay^(k−1) / Σ. 0.6 is FastMTP's, 1.0 DeepSeek-V3's.
-        loss: see `divergences.divergence`. Both papers' is hard_ce, against the token that followed.
-        draft_vocab_size: the most frequent training tokens kept as outputs; 0 for all.
+        loss: both papers' is hard_ce, against the token that followed.
         norm_output: the next module, or step, reads the normed output, as in `transformers` and Megatron; False: the
             layer's own (vLLM's DeepSeek).
         hidden_first: the projection reads [hidden; embedding] instead of [embedding; hidden] (MiMo).
-        init: `random` makes new modules; `native` starts from those of a checkpoint (see mtp_checkpoint.py). (A
-            recipe may also give the folder of a saved drafter here; see `train`.)
+        init: `random` makes new modules; `native` starts from those of a checkpoint (see mtp_checkpoint.py).
         path: the checkpoint of `init: native`; None for the target's own.
-        layer: fields of the target's config to change for the modules' layer, e.g. `{intermediate_size: 512}`. Its
-            attention is full, its experts are those of the target's last layer.
+        layer: fields of the target's config to change for the modules' layer, e.g. `{intermediate_size: 512}`.
     """
 
-    init_words: ClassVar[tuple[str, ...]] = ("random", "native")
+    least: ClassVar = {"depth": 1, "steps": 1}
+    words: ClassVar = {"init": ("random", "native")}
 
     depth: int = 1
     recursive: bool = True
@@ -81,9 +77,6 @@ class MtpConfig(HeadConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("depth", "steps"):
-            if getattr(self, name) < 1:
-                raise BadInputError(f"mtp: {name} must be at least 1, got {getattr(self, name)}.")
         if self.decay <= 0:
             raise BadInputError(f"mtp: decay must be above 0, got {self.decay}.")
         if self.recursive and self.depth > 1:
@@ -91,8 +84,6 @@ class MtpConfig(HeadConfig):
                 f"mtp: one module is applied recursively, found depth {self.depth}; "
                 "set recursive to false, or leave out depth."
             )
-        if self.init not in self.init_words:
-            raise BadInputError(f"mtp: init must be one of {', '.join(self.init_words)}, found {self.init!r}.")
         if self.path is not None and self.init != "native":
             raise BadInputError("mtp: only init native starts from a path; leave out path, or set init to native.")
 
@@ -143,6 +134,7 @@ class Mtp(HeadDrafter[MtpConfig]):
     packs = True
     follows_rounds = True
     config_class = MtpConfig
+    abilities = Abilities(reads_nodes=True, fixed_shapes=True)
 
     def __init__(self, config: MtpConfig):
         super().__init__(config)
@@ -164,14 +156,11 @@ class Mtp(HeadDrafter[MtpConfig]):
         return drafter
 
     def module(self, index: int) -> Module:
-        """Return the module at `index`, counted from 0."""
         return cast(Module, self.parts[index])
 
     def lm_head(self, target: Target) -> Callable[[Tensor], Tensor]:
-        """Return the target's output embedding, which makes logits `[..., V']` of normed outputs `[..., H]`."""
+        """Return the target's output embedding, for normed outputs."""
         return lambda normed: target.lm_head(normed, self.output_ids)
-
-    # ------------------------------------------------------------ training
 
     def loss(self, batch: TargetBatch) -> DrafterLoss:
         """Return Σ_k decay^(k−1) / Σ_j decay^(j−1) · Σ_positions loss_k.
@@ -204,7 +193,7 @@ class Mtp(HeadDrafter[MtpConfig]):
         """Return the normed outputs of each depth, `[B, T', H]`.
 
         Index j of row b and depth k (from 1) stands for i = begin[b] + j: it has read the tokens up to x_{i+k} and
-        predicts x_{i+k+1}. Where a row has no such token, it means nothing.
+        predicts x_{i+k+1}. Where a row has no such token, it is arbitrary.
 
         Args:
             last: the target's last hidden states, `[B, T, H]`.
@@ -224,10 +213,7 @@ class Mtp(HeadDrafter[MtpConfig]):
         return outputs
 
     def _unroll_one(self, embedded: Tensor, last: Tensor, at: Tensor) -> list[Tensor]:
-        """Unroll the recursive form at `at` `[B or 1, T']`.
-
-        Later steps see step 1's entries up to their own, and one entry per step since.
-        """
+        """Unroll the recursive form at `at` `[B or 1, T']`: later steps attend to step 1 up to it, and each other."""
         module, every = self.module(0), torch.arange(embedded.shape[1], device=embedded.device)
         cache = DynamicCache()
         arguments: dict[str, Any] = {"position_ids": every[None].expand(len(embedded), -1)}
@@ -253,24 +239,14 @@ class Mtp(HeadDrafter[MtpConfig]):
         return outputs
 
     def _mask(self, visible: Tensor, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
-        """Return a float mask, by kind where there are several.
-
-        Bool masks are silently wrong under eager attention.
-        """
         mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
-        mask.masked_fill_(~visible, torch.finfo(dtype).min)
+        mask.masked_fill_(~visible, torch.finfo(dtype).min)  # bool masks are silently wrong under eager attention
         return {"full_attention": mask} if getattr(self.module(0).body.config, "layer_types", None) else mask
-
-    # ------------------------------------------------------------ decoding
 
     @cached_property
     def runners(self) -> list[Backbone]:
-        """The modules' layers as models that run; kept for what they know of themselves."""
+        """The modules' layers, as decoding runs them."""
         return [Backbone(self.module(k).body, reads_embeddings=True) for k in range(self.config.depth)]
-
-    @property
-    def abilities(self) -> Abilities:
-        return Abilities(reads_nodes=True, fixed_shapes=True)
 
     def open(
         self, target: Target, batch_size: int, max_length: int, spare: int = 0, cache: RaggedCache | None = None
@@ -285,14 +261,9 @@ class Mtp(HeadDrafter[MtpConfig]):
     def step(
         self, index: int, x: tuple[Tensor, Tensor], cache: RaggedCache, offset: int, nodes: Nodes | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Let the module at `index` read embeddings and hidden states `[B, Q, H]`, written after the committed entries.
+        """Return `Module.answer` of the module at `index` for embeddings and hidden states `[B, Q, H]`.
 
-        Args:
-            offset: how many entries after the committed ones they are written.
-            nodes: their places in a tree; None for a chain.
-
-        Returns:
-            what is handed on, and that normed, `[B, Q, H]`.
+        Its entries are written `offset` after the committed ones. `nodes`: their places in a tree; None for a chain.
         """
         module = self.module(index)
         last, _ = self.runners[index].run(module.mixed(*x), cache, offset=offset, nodes=nodes)
@@ -300,22 +271,19 @@ class Mtp(HeadDrafter[MtpConfig]):
 
 
 class MtpSession(DeferredPrefillSession):
-    """A session that holds the modules' caches, and what waits for the next token to be read with.
-
-    Lists are by module.
+    """A session that holds the modules' caches and outputs, in lists by module.
 
     Attributes:
-        previous: what each but the last handed on after its last committed entry, `[B, 1, H]`: the next module's next
+        previous: of each but the last, its output at its last committed entry, `[B, 1, H]`: the next module's next
             entry reads it.
-        outputs: handed on after the root and each drafted node of this round, `[B, 1 + n, H]`.
+        outputs: after the root and each drafted node of this round, `[B, 1 + n, H]`.
         passes: of `decode` in this round: no node is deeper.
-        tree: of this round.
     """
 
     def __init__(self, drafter: Mtp, target: Target, batch_size: int, length: int):
-        super().__init__(drafter.output_ids, drafter.max_depth)
+        caches = [runner.new_cache(batch_size, length) for runner in drafter.runners]
+        super().__init__(drafter.output_ids, drafter.max_depth, caches)
         self.drafter, self.target = drafter, target
-        self._caches = [runner.new_cache(batch_size, length) for runner in drafter.runners]
         for k, cache in enumerate(self._caches):
             cache.first = k  # x_p is entry p − 1; module k, counted from 0, has none before x_{k+1}
         weight = drafter.module(0).projection.weight
@@ -324,14 +292,12 @@ class MtpSession(DeferredPrefillSession):
         self._begin_round([])
 
     def _begin_round(self, outputs: list[Tensor]) -> None:
-        self.outputs, self.passes = outputs, 0
-        self.tree: TreeMask | None = None
+        self.outputs, self.passes, self.tree = outputs, 0, None
 
     def update(self, tokens: Tensor, hidden: Tensor | None, counts: RowLengths, path: Tensor | None = None) -> None:
-        # The entry of the last hidden state needs the token after it: `prefill` knows that one. It also reads accepted
-        # drafts anew: now there are true hidden states for the first module.
-        hidden = required(hidden, "mtp: update needs the target's hidden states.")
-        self.note(PendingInputs(tokens, hidden[:, :, 0], counts))
+        # `prefill` brings the token after the last hidden state. It also reads accepted drafts anew: now there are true
+        # hidden states for the first module.
+        self.note(tokens, required(hidden, "mtp: update needs the target's hidden states.")[:, :, 0], counts)
 
     def prefill(self, root: Tensor) -> Tensor:
         read = self.waiting()
@@ -352,10 +318,7 @@ class MtpSession(DeferredPrefillSession):
     def decode(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
         self.passes += 1
         readers = self._readers(parents is not None)
-        nodes = None
-        if parents is not None:
-            self.tree = self.tree or TreeMask(len(tokens), 0, tokens.device)
-            nodes = self.tree.grow(parents)
+        nodes = self.grow(parents)
         embedded, offset = self.target.embed(tokens), self.outputs[-1].shape[1] - 1
         sources = [self.outputs[source] for _, source in readers]
         before = [x[:, -1:] if parents is None else take_positions(x, parents + 1) for x in sources]  # [B, W, H]
@@ -367,10 +330,7 @@ class MtpSession(DeferredPrefillSession):
         return self._logits(answers[0] if nodes is None or len(answers) == 1 else _by_depth(answers, nodes.depths))
 
     def _readers(self, in_tree: bool) -> list[tuple[int, int]]:
-        """Return the modules that read in this pass, each with the one whose outputs it reads.
-
-        The first cannot read drafts; in a chain, nor can as many more as there were passes before.
-        """
+        """Return the modules that read in this pass, each with the one whose outputs it reads."""
         config = self.drafter.config
         if config.recursive:
             return [(0, 0)]
@@ -383,9 +343,6 @@ class MtpSession(DeferredPrefillSession):
 
     def _logits(self, normed: Tensor) -> Tensor:
         return self.drafter.lm_head(self.target)(normed)
-
-    def caches(self) -> list[RaggedCache]:
-        return self._caches
 
     def carried(self) -> list[Tensor]:
         return [*super().carried(), *self.previous]
@@ -405,9 +362,6 @@ class MtpSession(DeferredPrefillSession):
 
 
 def _by_depth(answers: list[Tensor], depths: Tensor) -> Tensor:
-    """Return for each node at `depths` `[B, W]` (0 below the root) the entry `[B, W, H]` that its depth picks.
-
-    The host does not know which is whose.
-    """
+    """Return for each node the answer `[B, W, H]` of its depth `[B, W]` (0 below the root)."""
     index = depths.clamp(max=len(answers) - 1)
     return torch.stack(answers).gather(0, index[None, :, :, None].expand(1, *answers[0].shape))[0]

@@ -6,9 +6,8 @@ Two layouts, N the target's layers (`{layer}` stands for the tensors of a decode
                                the target's embeddings, .embed_tokens and .shared_head.head
     Qwen3-Next, Qwen3.5        mtp.layers.0.{layer}, mtp.pre_fc_norm_embedding, mtp.pre_fc_norm_hidden, mtp.fc, mtp.norm
 
-Both project [embedding; hidden], and read the target's hidden state after its final norm (vLLM's and transformers' code
-agree). `transformers` does not load these tensors with the target, and does not save them: the checkpoint must be the
-published one. (formats/mtp.py writes them back.)
+Both project [embedding; hidden], and read the target's hidden state after its final norm. `transformers` neither loads
+nor saves these tensors: the checkpoint must be the published one. (formats/mtp.py writes them back.)
 
 A module's layer is one decoder layer of the target's own architecture, the last, with full attention: `transformers`
 makes it from the target's config (`plain_body`), so that layers that come with a target's checkpoint fit.
@@ -18,7 +17,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +39,7 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 KEPT = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 LAYER = "body.layers.0."  # of a module of ours
 _ANGLES = "rotary_emb.inv_freq"  # old checkpoints hold them; they are not read
+_OWN = ("embedding_norm", "hidden_norm", "projection", "norm")  # of a module, outside its layer
 
 
 @dataclass(frozen=True)
@@ -61,32 +61,24 @@ def places_in(names: Collection[str], num_layers: int) -> list[Place]:
     """Find the modules among a checkpoint's tensors, given its target's number of layers; [] if there are none."""
     if any(name.startswith("mtp.") for name in names):
         layers = {match[1] for name in names if (match := re.match(r"mtp\.layers\.(\d+)\.", name))}
-        own = {
-            "embedding_norm": "pre_fc_norm_embedding",
-            "hidden_norm": "pre_fc_norm_hidden",
-            "projection": "fc",
-            "norm": "norm",
-        }
-        theirs = {f"{ours}.weight": f"mtp.{name}.weight" for ours, name in own.items()}
-        return [
-            Place(theirs, f"mtp.layers.{k}.", ("mtp.embed_tokens.weight", "mtp.lm_head.weight"))
-            for k in range(max(1, len(layers)))
+        stems = [("mtp.", f"mtp.layers.{k}.") for k in range(max(1, len(layers)))]
+        own, shared = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"), ("embed_tokens", "lm_head")
+    else:
+        numbers = range(num_layers, num_layers + len(names))
+        every = [
+            [f"{stem}{number}." for number in numbers if f"{stem}{number}.eh_proj.weight" in names]
+            for stem in ("model.layers.", "model.language_model.layers.")
         ]
-    own = {"embedding_norm": "enorm", "hidden_norm": "hnorm", "projection": "eh_proj", "norm": "shared_head.norm"}
-    for stem in ("model.layers.", "model.language_model.layers."):
-        stems = [
-            f"{stem}{num_layers + k}." for k in range(len(names)) if f"{stem}{num_layers + k}.eh_proj.weight" in names
-        ]
-        if stems:
-            return [
-                Place(
-                    {f"{ours}.weight": f"{at}{name}.weight" for ours, name in own.items()},
-                    at,
-                    (f"{at}embed_tokens.weight", f"{at}shared_head.head.weight"),
-                )
-                for at in stems
-            ]
-    return []
+        stems = [(at, at) for at in every[0] or every[1]]
+        own, shared = ("enorm", "hnorm", "eh_proj", "shared_head.norm"), ("embed_tokens", "shared_head.head")
+    return [
+        Place(
+            {f"{ours}.weight": f"{at}{name}.weight" for ours, name in zip(_OWN, own, strict=True)},
+            layer,
+            (f"{at}{shared[0]}.weight", f"{at}{shared[1]}.weight"),
+        )
+        for at, layer in stems
+    ]
 
 
 class Checkpoint:
@@ -114,13 +106,11 @@ class Checkpoint:
         try:
             file = cached_file(self.path, name, revision=self.revision, _raise_exceptions_for_missing_entries=False)
         except (OSError, ValueError) as error:
-            raise BadInputError(
-                f"mtp: the checkpoint {self.path!r} cannot be read ({str(error).splitlines()[0]})."
-            ) from error
+            cause = str(error).splitlines()[0]
+            raise BadInputError(f"mtp: the checkpoint {self.path!r} cannot be read ({cause}).") from error
         return None if file is None else Path(file)
 
     def file(self, name: str) -> Path:
-        """Return one of its files, on this machine."""
         path = self._find(name)
         if path is None:
             raise BadInputError(
@@ -166,17 +156,10 @@ class Checkpoint:
             )
         result = [(place, self._layer(place)) for place in places]
         known = {name for place, layer in result for name in (*place.own.values(), *place.shared, *layer)}
-        odd = [
-            n
-            for n in self.files
-            if n.startswith(("mtp.", *(p.layer for p in places))) and n not in known and not n.endswith(_ANGLES)
-        ]
+        stems = ("mtp.", *(place.layer for place in places))
+        odd = [n for n in self.files if n.startswith(stems) and n not in known and not n.endswith(_ANGLES)]
         missing = [n for place in places for n in place.own.values() if n not in self.files]
-        if odd or missing:
-            problems = [f"missing {n}" for n in missing] + [f"unexpected {n}" for n in odd]
-            raise IncompatibleError(
-                f"mtp: the modules in {self.path!r} are not of a known layout: {'; '.join(problems[:4])}."
-            )
+        _refuse(_differences(missing, odd), f"mtp: the modules in {self.path!r} are not of a known layout")
         return result
 
     def _layer(self, place: Place) -> list[str]:
@@ -190,9 +173,6 @@ def folder_of(source: str) -> str:
     return str(embedded_path() if source == EMBEDDED else Path(source).expanduser())
 
 
-# ------------------------------------------------------------ reading
-
-
 def load_native(modules: Sequence[nn.Module], layer: dict[str, Any], target: Target, path: str | None = None) -> None:
     """Fill MTP modules from a checkpoint, strictly, in fp32: nothing missing, nothing left over.
 
@@ -201,9 +181,8 @@ def load_native(modules: Sequence[nn.Module], layer: dict[str, Any], target: Tar
         path: the checkpoint; None for the target's own.
 
     Raises:
-        BadInputError: there is no checkpoint, or other modules than asked for.
-        IncompatibleError: it does not fit the target's architecture, is quantised, or the modules have embeddings of
-            their own.
+        BadInputError: there is no checkpoint, or another number of modules.
+        IncompatibleError: it does not fit the target, is quantised, or the modules have embeddings of their own.
     """
     source = path or target.source.get("path")
     if source is None:
@@ -222,20 +201,24 @@ def load_native(modules: Sequence[nn.Module], layer: dict[str, Any], target: Tar
         _fill(module, own | {LAYER + n: t for n, t in tensors.items()}, checkpoint.path)
 
 
+def _differences(missing: Iterable[str], unexpected: Iterable[str]) -> list[str]:
+    return [f"missing {n}" for n in missing] + [f"unexpected {n}" for n in unexpected]
+
+
+def _refuse(problems: list[str], message: str) -> None:
+    """Raise IncompatibleError where there are problems, with the first of them."""
+    if problems:
+        raise IncompatibleError(f"{message}: {'; '.join(problems[:4])}.")
+
+
 def _fill(module: nn.Module, tensors: dict[str, Tensor], path: str) -> None:
     own = module.state_dict()
-    problems = [f"missing {n}" for n in own.keys() - tensors.keys()] + [
-        f"unexpected {n}" for n in tensors.keys() - own.keys()
-    ]
-    problems += [
+    problems = _differences(own.keys() - tensors.keys(), tensors.keys() - own.keys()) + [
         f"{n} is {tuple(t.shape)}, expected {tuple(own[n].shape)}"
         for n, t in tensors.items()
         if n in own and t.shape != own[n].shape
     ]
-    if problems:
-        raise IncompatibleError(
-            f"mtp: the modules in {path!r} do not fit the target's config: {'; '.join(sorted(problems)[:4])}."
-        )
+    _refuse(sorted(problems), f"mtp: the modules in {path!r} do not fit the target's config")
     module.load_state_dict(tensors)
 
 
@@ -243,6 +226,7 @@ def _layer_from(values: dict[str, Any], tensors: dict[str, Tensor], path: str) -
     """Return a layer's tensors as `transformers` names and stacks them, from those of a checkpoint."""
     plain = plain_body(values)
     rest = {name: tensor for name, tensor in plain.state_dict().items() if not name.startswith("layers.")}
+    wrong = f"mtp: the layer in {path!r} is not one of {type(plain).__name__}"
     try:
         body, info = type(plain).from_pretrained(
             None,
@@ -253,14 +237,8 @@ def _layer_from(values: dict[str, Any], tensors: dict[str, Tensor], path: str) -
             output_loading_info=True,
         )
     except (RuntimeError, ValueError) as error:
-        raise IncompatibleError(
-            f"mtp: the layer in {path!r} is not one of {type(plain).__name__} ({str(error).splitlines()[0]})."
-        ) from error
-    problems = [f"missing {n}" for n in info["missing_keys"]] + [f"unexpected {n}" for n in info["unexpected_keys"]]
-    if problems:
-        raise IncompatibleError(
-            f"mtp: the layer in {path!r} is not one of {type(plain).__name__}: {'; '.join(sorted(problems)[:4])}."
-        )
+        raise IncompatibleError(f"{wrong} ({str(error).splitlines()[0]}).") from error
+    _refuse(sorted(_differences(info["missing_keys"], info["unexpected_keys"])), wrong)
     return {n.removeprefix("layers.0."): t for n, t in body.state_dict().items() if n.startswith("layers.0.")}
 
 
@@ -280,43 +258,19 @@ def _check_shared(checkpoint: Checkpoint, place: Place, target: Target) -> None:
 # ------------------------------------------------------------ a layer of the target's architecture
 
 # Settings that leave one layer of a config; the place where experts begin is counted from the first.
-_ALONE: dict[str, Any] = {
-    "num_hidden_layers": 1,
-    "vocab_size": 1,
-    "pad_token_id": None,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "layer_types": ["full_attention"],
-    "sliding_window": None,
-    "use_sliding_window": False,
-    "first_k_dense_replace": 0,
-    "mlp_only_layers": [],
-    "decoder_sparse_step": 1,
-    "num_mtp_layers": 0,
-    "num_nextn_predict_layers": 0,
-    "mtp_num_hidden_layers": 0,
-}
-# How it is computed is no part of what it is; such a setting may even name code of the Hub.
-_NOT_OF_A_LAYER = (
-    "model_type",
-    "attn_implementation",
-    "_attn_implementation",
-    "experts_implementation",
-    "_experts_implementation",
-)
-_OF_A_CHECKPOINT = (
-    "architectures",
-    "dtype",
-    "torch_dtype",
-    "quantization_config",
-    "auto_map",
-    "transformers_version",
-    "_name_or_path",
-)
+_ALONE: dict[str, Any] = {"layer_types": ["full_attention"], "mlp_only_layers": [], "use_sliding_window": False}
+_ALONE |= dict.fromkeys(("num_hidden_layers", "vocab_size", "decoder_sparse_step"), 1)
+_ALONE |= dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "sliding_window"))
+_ALONE |= dict.fromkeys(("num_mtp_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers"), 0)
+_ALONE |= {"first_k_dense_replace": 0}
+# Settings that choose the code that runs a layer, which may even be code of the Hub.
+_KERNELS = {f"{stem}{kind}_implementation" for stem in ("", "_") for kind in ("attn", "experts")}
+_OF_A_CHECKPOINT = {"architectures", "dtype", "torch_dtype", "quantization_config", "auto_map", "_name_or_path"}
+_OF_A_CHECKPOINT |= {"transformers_version"}
 
 
 def layer_values(target: Target, changes: dict[str, Any]) -> dict[str, Any]:
-    """Return the config of a model of one layer like the target's last, with these `changes`, as config.json has it."""
+    """Return the config of a model of one layer like the target's last, with these `changes`."""
     values = target.config.to_dict()
     refuse_unknown_keys(changes, values, "drafter.layer")
     values = {k: v for k, v in values.items() if k not in _OF_A_CHECKPOINT}
@@ -334,8 +288,7 @@ def plain_body(values: dict[str, Any]) -> Any:
     """Make a `transformers` model of one layer from the config `values`; its embedding of one token is never read.
 
     Raises:
-        IncompatibleError: the library does not know this architecture or refuses its settings, or it is not of the kind
-            that MTP modules are made of.
+        IncompatibleError: the library cannot make it, or it is not a stack of layers with one norm after them.
     """
     kind = values.get("model_type")
     if kind is None:
@@ -343,12 +296,11 @@ def plain_body(values: dict[str, Any]) -> Any:
             "mtp: the config of a module's layer names no model_type, so its architecture is unknown."
         )
     try:
-        config = AutoConfig.for_model(kind, **{k: v for k, v in values.items() if k not in _NOT_OF_A_LAYER})
+        config = AutoConfig.for_model(kind, **{k: v for k, v in values.items() if k not in {"model_type", *_KERNELS}})
         body = AutoModel.from_config(config, dtype=torch.float32, trust_remote_code=False)
     except LIBRARY_ERRORS as error:
-        raise IncompatibleError(
-            f"mtp: transformers cannot make a layer of a {kind!r} model ({reason(error)})."
-        ) from error
+        cause = reason(error)
+        raise IncompatibleError(f"mtp: transformers cannot make a layer of a {kind!r} model ({cause}).") from error
     if not isinstance(getattr(body, "norm", None), nn.Module) or not hasattr(body, "layers"):
         raise IncompatibleError(
             f"mtp: {type(body).__name__} is not a stack of layers with one norm after them; take another drafter."

@@ -1,7 +1,7 @@
 """A smaller model cut out of the target: whole layers, attention heads, MLP neurons and hidden dimensions.
 
-(Minitron, arXiv 2407.14679.) What stays is what is worth most on text of the target's own. Layers are taken from models
-of every architecture; what is cut inside them only where every tensor is known: Llama-like ones (Llama, Mistral, Qwen2,
+(Minitron, arXiv 2407.14679.) The most important parts stay, as measured on text that the target writes. Models of every
+architecture are cut by layers; inside them only where every tensor is known: Llama-like ones (Llama, Mistral, Qwen2,
 Qwen3, SmolLM3, …).
 
 Shapes: B rows, T tokens, V vocabulary, N layers, H hidden size, I neurons of an MLP, A attention heads, G groups of
@@ -11,8 +11,7 @@ them that share keys and values, D size of a head; a prime marks what stays of t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -23,13 +22,8 @@ from ..common import BadInputError, IncompatibleError
 from ..targets import RowLengths, Target, decoder_layers
 from .session import required
 
-LAYERS, HIDDEN, NEURONS, HEADS, GROUPS = (
-    "num_hidden_layers",
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-)
+LAYERS, HIDDEN, NEURONS = "num_hidden_layers", "hidden_size", "intermediate_size"
+HEADS, GROUPS = "num_attention_heads", "num_key_value_heads"
 SIZES = (LAYERS, HIDDEN, NEURONS, HEADS, GROUPS)
 
 # What the axes of a Llama-like layer's weights run over. A norm over hidden dimensions is a case of its own; one
@@ -46,48 +40,32 @@ _PROJECTIONS: dict[str, tuple[str, str]] = {
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 _HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 
-# Text that importance is measured on: written by the target itself.
+# The text that importance is measured on.
 _ROWS, _TOKENS, _SEED = 16, 64, 0
 
 
-@dataclass(frozen=True)
-class PrunedSizes:
-    """How much of the target stays."""
-
-    layers: int
-    hidden: int
-    neurons: int
-    heads: int
-    groups: int
-
-    @classmethod
-    def of(cls, target: Target, model: dict[str, Any]) -> PrunedSizes:
-        """Return the target's sizes with those that `model` names instead; of heads and their groups either says both.
-
-        Raises:
-            BadInputError: a name that is no size, a size above the target's, or heads that do not make whole groups.
-        """
-        check_names(model)
-        own = {name: int(getattr(target.config, name, None) or 0) for name in SIZES}
-        own[GROUPS] = own[GROUPS] or own[HEADS]
-        for name, size in model.items():
-            if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= own[name]:
-                raise BadInputError(
-                    f"draft_model: init prune needs model.{name} between 1 and the target's {own[name]}, "
-                    f"found {size!r}."
-                )
-        wanted, shared = own | model, own[HEADS] // max(own[GROUPS], 1)
-        if HEADS in model:
-            wanted[GROUPS] = model.get(GROUPS, model[HEADS] // shared)
-        elif GROUPS in model:
-            wanted[HEADS] = model[GROUPS] * shared
-        if wanted[HEADS] != wanted[GROUPS] * shared:
+def _kept_sizes(target: Target, model: dict[str, Any]) -> dict[str, int]:
+    """Return the target's sizes, with those that `model` names instead; heads and their groups imply each other."""
+    check_names(model)
+    own = {name: int(getattr(target.config, name, None) or 0) for name in SIZES}
+    own[GROUPS] = own[GROUPS] or own[HEADS]
+    for name, size in model.items():
+        if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= own[name]:
             raise BadInputError(
-                f"draft_model: init prune keeps whole groups of the {shared} attention heads that share keys and "
-                f"values: model.{HEADS} must be {shared} times model.{GROUPS} (or leave one of them out), "
-                f"found {wanted[HEADS]} and {model.get(GROUPS, 'none')}."
+                f"draft_model: init prune needs model.{name} between 1 and the target's {own[name]}, found {size!r}."
             )
-        return cls(wanted[LAYERS], wanted[HIDDEN], wanted[NEURONS], wanted[HEADS], wanted[GROUPS])
+    wanted, shared = own | model, own[HEADS] // max(own[GROUPS], 1)
+    if HEADS in model:
+        wanted[GROUPS] = model.get(GROUPS, model[HEADS] // shared)
+    elif GROUPS in model:
+        wanted[HEADS] = model[GROUPS] * shared
+    if wanted[HEADS] != wanted[GROUPS] * shared:
+        raise BadInputError(
+            f"draft_model: init prune keeps whole groups of the {shared} attention heads that share keys and values: "
+            f"model.{HEADS} must be {shared} times model.{GROUPS} (or leave one of them out), "
+            f"found {wanted[HEADS]} and {model.get(GROUPS, 'none')}."
+        )
+    return wanted
 
 
 def check_names(model: dict[str, Any]) -> None:
@@ -100,7 +78,7 @@ def check_names(model: dict[str, Any]) -> None:
 
 
 def chosen_layers(of: int, count: int) -> list[int]:
-    """Choose `count` of `of` layers, evenly from the first to the last: those at the ends do what nothing else does."""
+    """Return `count` of `of` layers, evenly from the first to the last."""
     return [round(i * (of - 1) / (count - 1)) for i in range(count)] if count > 1 else [of - 1]
 
 
@@ -109,17 +87,17 @@ def pruned(target: Target, model: dict[str, Any], token_counts: Tensor | None = 
     """Make a model of the target's architecture, fp32, with what is worth most of the target's weights.
 
     Args:
-        model: sizes to keep, see `PrunedSizes.of`.
-        token_counts: how often each token occurs, `[V]`: what the text that importance is measured on begins with.
-            None: any tokens.
+        model: sizes to keep.
+        token_counts: how often each token occurs, `[V]`, to begin the text that importance is measured on. None: any
+            tokens.
 
     Raises:
-        BadInputError: see `PrunedSizes.of`.
+        BadInputError: a name that is no size, a size above the target's, or heads that do not make whole groups.
         IncompatibleError: its layers are of different kinds or not Llama-like, or it carries an adapter that is not
             merged.
     """
-    sizes = PrunedSizes.of(target, model)
-    narrower = bool(set(model) - {LAYERS}) and sizes != PrunedSizes.of(target, {LAYERS: sizes.layers})
+    sizes = _kept_sizes(target, model)
+    narrower = bool(set(model) - {LAYERS}) and sizes != _kept_sizes(target, {LAYERS: sizes[LAYERS]})
     if narrower:
         _require_llama_like(target)
     small = AutoModelForCausalLM.from_config(
@@ -132,26 +110,17 @@ def pruned(target: Target, model: dict[str, Any], token_counts: Tensor | None = 
     return small
 
 
-def _config(target: Target, sizes: PrunedSizes, narrower: bool) -> Any:
-    """Return the target's config with these sizes, and of what it says per layer that of the layers that stay.
-
-    Heads keep their size.
-    """
+def _config(target: Target, sizes: dict[str, int], narrower: bool) -> Any:
+    """Return the target's config with these sizes, and the per-layer settings of the layers that stay."""
     values = target.config.to_dict()
-    kept = chosen_layers(target.num_layers, sizes.layers)
+    kept = chosen_layers(target.num_layers, sizes[LAYERS])
     for name, value in values.items():
         if isinstance(value, list) and len(value) == target.num_layers:
             values[name] = [value[i] for i in kept]
     values = {k: v for k, v in values.items() if k not in ("architectures", "dtype", "torch_dtype")}
-    values[getattr(target.config, "attribute_map", {}).get(LAYERS, LAYERS)] = sizes.layers
+    values[getattr(target.config, "attribute_map", {}).get(LAYERS, LAYERS)] = sizes[LAYERS]
     if narrower:
-        values |= {
-            HIDDEN: sizes.hidden,
-            NEURONS: sizes.neurons,
-            HEADS: sizes.heads,
-            GROUPS: sizes.groups,
-            "head_dim": _head_size(target),
-        }
+        values |= {name: sizes[name] for name in SIZES if name != LAYERS} | {"head_dim": _head_size(target)}
     try:
         return type(target.config)(**values)
     except Exception as error:  # the library's own checks, of several kinds
@@ -168,10 +137,8 @@ def _head_size(target: Target) -> int:
 
 def _copy_layers(target: Target, model: PreTrainedModel) -> None:
     """Fill `model`, the target's architecture with fewer layers, from the target."""
-    theirs, own = (
-        decoder_layers(target.body, target.num_layers),
-        decoder_layers(model.base_model, model.config.num_hidden_layers),
-    )
+    theirs = decoder_layers(target.body, target.num_layers)
+    own = decoder_layers(model.base_model, model.config.num_hidden_layers)
     inside = {id(p) for part in (theirs, own) for p in part.parameters()}
     rest = {name: p for name, p in target.model.named_parameters() if id(p) not in inside}
     try:
@@ -201,15 +168,13 @@ def _require_llama_like(target: Target) -> None:
 
 
 def _strange(target: Target) -> Iterator[str]:
-    """Yield the names of what a Llama-like model does not have, or not so."""
-    known = {f"{name}.{kind}" for name in _PROJECTIONS for kind in ("weight", "bias")} | {
-        f"{name}.weight" for name in (*_NORMS, *_HEAD_NORMS)
-    }
+    """Yield the names of parts that differ from those of a Llama-like model."""
+    known = {f"{name}.{kind}" for name in _PROJECTIONS for kind in ("weight", "bias")}
+    known |= {f"{name}.weight" for name in (*_NORMS, *_HEAD_NORMS)}
     layers, final = decoder_layers(target.body, target.num_layers), _final_norm(target.body)
     for name, parameter in (named for layer in layers for named in layer.named_parameters()):
-        if name not in known or (
-            name.removesuffix(".weight") in _HEAD_NORMS and parameter.numel() != _head_size(target)
-        ):
+        norms_heads = name.removesuffix(".weight") in _HEAD_NORMS
+        if name not in known or (norms_heads and parameter.numel() != _head_size(target)):
             yield name
     if final is None:
         yield "end, without a norm,"
@@ -233,7 +198,7 @@ def _hidden_norms(body: Any, layers: nn.ModuleList) -> Iterator[tuple[str, nn.Mo
 
 
 def _divides_by_rms(norm: nn.Module) -> bool:
-    """Return whether it is x / rms(x) · weight: Gemma's weights count from 1, others subtract the mean."""
+    """Return whether it is x / rms(x) · weight: Gemma adds 1 to its weights, others subtract the mean."""
     weight = getattr(norm, "weight", None)
     if weight is None or weight.dim() != 1:
         return False
@@ -242,51 +207,41 @@ def _divides_by_rms(norm: nn.Module) -> bool:
     return torch.allclose(norm(probe).float(), expected, rtol=1e-2, atol=1e-2)
 
 
-@dataclass(frozen=True)
-class _KeptIndices:
-    """Indices that stay, ascending; of neurons and groups per layer."""
-
-    hidden: Tensor  # [H']
-    neurons: Tensor  # [N', I']
-    groups: Tensor  # [N', G']
-
-    def axes(self, layer: int, shared: int, head_size: int) -> dict[str, Tensor]:
-        """Return for each kind of axis the entries of it that stay in this layer. `shared`: heads of one group."""
-        heads = _spread(self.groups[layer], shared)
-        return {
-            HIDDEN: self.hidden,
-            NEURONS: self.neurons[layer],
-            HEADS: _spread(heads, head_size),
-            GROUPS: _spread(self.groups[layer], head_size),
-        }
-
-
 def _spread(index: Tensor, size: int) -> Tensor:
     """Return the entries of the blocks of `size` with these indices."""
     return (index[:, None] * size + torch.arange(size, device=index.device)).flatten()
 
 
-def _cut(target: Target, model: PreTrainedModel, sizes: PrunedSizes, token_counts: Tensor | None) -> None:
+def _cut(target: Target, model: PreTrainedModel, sizes: dict[str, int], token_counts: Tensor | None) -> None:
     """Fill `model` from the target, index by index.
 
     A norm over H' of H dimensions divides by a mean over fewer; its weight is multiplied by √(H / H'), so that it
     changes nothing to drop dimensions that hold nothing.
     """
-    theirs, own = decoder_layers(target.body, target.num_layers), decoder_layers(model.base_model, sizes.layers)
-    chosen = chosen_layers(len(theirs), len(own))
-    kept = _most_important(target, chosen, sizes, token_counts)
-    scale = (target.hidden_size / sizes.hidden) ** 0.5
-    for place, index in enumerate(chosen):
-        _cut_layer(theirs[index], own[place], kept.axes(place, sizes.heads // sizes.groups, _head_size(target)), scale)
-    _final_norm(model.base_model).weight.copy_(_final_norm(target.body).weight[kept.hidden].float() * scale)
+    theirs, own = decoder_layers(target.body, target.num_layers), decoder_layers(model.base_model, sizes[LAYERS])
+    worth = _importance(target, _own_text(target, token_counts))
+    hidden = _best(worth[HIDDEN], sizes[HIDDEN])
+    shared, head_size = sizes[HEADS] // sizes[GROUPS], _head_size(target)
+    scale = (target.hidden_size / sizes[HIDDEN]) ** 0.5
+    for new, index in zip(own, chosen_layers(len(theirs), len(own)), strict=True):
+        groups = _best(worth[GROUPS][index], sizes[GROUPS])
+        axes = {
+            HIDDEN: hidden,
+            NEURONS: _best(worth[NEURONS][index], sizes[NEURONS]),
+            HEADS: _spread(_spread(groups, shared), head_size),
+            GROUPS: _spread(groups, head_size),
+        }
+        _cut_layer(theirs[index], new, axes, scale)
+    _final_norm(model.base_model).weight.copy_(_final_norm(target.body).weight[hidden].float() * scale)
     for get in ("get_input_embeddings", "get_output_embeddings"):
-        new, old = getattr(model, get)(), getattr(target.model, get)()
-        new.weight.copy_(old.weight[:, kept.hidden])
-        if getattr(new, "bias", None) is not None:
-            new.bias.copy_(old.bias)
+        part, old = getattr(model, get)(), getattr(target.model, get)()
+        part.weight.copy_(old.weight[:, hidden])
+        if getattr(part, "bias", None) is not None:
+            part.bias.copy_(old.bias)
 
 
 def _cut_layer(theirs: nn.Module, own: nn.Module, axes: dict[str, Tensor], scale: float) -> None:
+    """Fill a layer with the entries of the other's weights that stay on each kind of axis."""
     weights = dict(theirs.named_parameters())
     for name, parameter in own.named_parameters():
         module = name.rpartition(".")[0]
@@ -295,35 +250,13 @@ def _cut_layer(theirs: nn.Module, own: nn.Module, axes: dict[str, Tensor], scale
         elif module in _HEAD_NORMS:
             parameter.copy_(weights[name])
         else:
-            parameter.copy_(_taken(weights[name], [axes[kind] for kind in _PROJECTIONS[module]]))
+            weight = weights[name].data  # [out, in], or a bias [out]
+            for dimension, kind in enumerate(_PROJECTIONS[module][: weight.dim()]):
+                weight = weight.index_select(dimension, axes[kind])
+            parameter.copy_(weight)
 
 
-def _taken(weight: Tensor, axes: list[Tensor]) -> Tensor:
-    """Return a weight `[out, in]` or a bias `[out]` with only these entries of its axes."""
-    for dimension, index in enumerate(axes[: weight.dim()]):
-        weight = weight.index_select(dimension, index)
-    return weight
-
-
-# ------------------------------------------------------------ what is worth how much
-
-
-@dataclass
-class _Importance:
-    """What each part adds to a pass, see `_importance`."""
-
-    hidden: Tensor  # [H]
-    neurons: Tensor  # [N, I]
-    groups: Tensor  # [N, G]
-
-
-def _most_important(target: Target, layers: list[int], sizes: PrunedSizes, token_counts: Tensor | None) -> _KeptIndices:
-    worth = _importance(target, _own_text(target, token_counts))
-    return _KeptIndices(
-        _best(worth.hidden, sizes.hidden),
-        torch.stack([_best(worth.neurons[i], sizes.neurons) for i in layers]),
-        torch.stack([_best(worth.groups[i], sizes.groups) for i in layers]),
-    )
+# ------------------------------------------------------------ importance
 
 
 def _best(worth: Tensor, count: int) -> Tensor:
@@ -331,13 +264,12 @@ def _best(worth: Tensor, count: int) -> Tensor:
     return worth.argsort(descending=True, stable=True)[:count].sort().values
 
 
-def _importance(target: Target, tokens: Tensor) -> _Importance:
-    """Measure what each part adds, in one pass over `tokens` `[B, T]`.
+def _importance(target: Target, tokens: Tensor) -> dict[str, Tensor]:
+    """Return the importance of hidden dimensions `[H]`, neurons `[N, I]` and groups of heads `[N, G]`.
 
-    Of a hidden dimension: mean |what the norms make of it|, over all norms (Minitron, section 2.2). Of a neuron or a
-        head: mean |activation| times the
-    norm of the weights that carry it on (the product is Wanda's, arXiv 2306.11695); of the heads that share keys and
-    values the sum.
+    It is measured in one pass over `tokens` `[B, T]`. Of a hidden dimension: mean |output| of all norms (Minitron,
+    section 2.2). Of a neuron or a head: mean |activation| times the norm of the weights that read it (Wanda, arXiv
+    2306.11695); of the heads of a group the sum.
     """
     layers, config = decoder_layers(target.body, target.num_layers), target.config
     groups = int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
@@ -353,29 +285,20 @@ def _importance(target: Target, tokens: Tensor) -> _Importance:
             args[0].float().abs().mean((0, 1)) * module.weight.float().norm(dim=0)
         )
 
-    with _hooked(
-        [norm.register_forward_hook(of_norm) for _, norm in _hidden_norms(target.body, layers)]
-        + [layer.get_submodule("mlp.down_proj").register_forward_pre_hook(of_input(neurons)) for layer in layers]
-        + [layer.get_submodule("self_attn.o_proj").register_forward_pre_hook(of_input(heads)) for layer in layers]
-    ):
+    with ExitStack() as hooks:
+        for _, norm in _hidden_norms(target.body, layers):
+            hooks.enter_context(norm.register_forward_hook(of_norm))
+        for layer in layers:
+            for name, collected in (("mlp.down_proj", neurons), ("self_attn.o_proj", heads)):
+                module = layer.get_submodule(name)
+                hooks.enter_context(module.register_forward_pre_hook(of_input(collected)))
         target.forward(tokens, logits=False)
-    return _Importance(hidden, torch.stack(neurons), torch.stack(heads).reshape(len(layers), groups, -1).sum(-1))
-
-
-@contextmanager
-def _hooked(handles: list[Any]) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    by_group = torch.stack(heads).reshape(len(layers), groups, -1).sum(-1)
+    return {HIDDEN: hidden, NEURONS: torch.stack(neurons), GROUPS: by_group}
 
 
 def _own_text(target: Target, token_counts: Tensor | None) -> Tensor:
-    """Return text that the target writes at temperature 1 after frequent tokens, `[B, T]`; always the same.
-
-    Data that needs no data: close to what real text measures (arXiv 2410.17170).
-    """
+    """Return text that the target writes at temperature 1 after frequent tokens, `[B, T]` (arXiv 2410.17170)."""
     generator = torch.Generator().manual_seed(_SEED)
     counts = torch.ones(target.vocab_size) if token_counts is None else token_counts.cpu().float() + 1e-6
     tokens = torch.multinomial(counts, _ROWS, replacement=True, generator=generator)[:, None].to(target.device)

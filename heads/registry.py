@@ -1,7 +1,6 @@
 """Drafters by name: their classes and configs, and drafters as they were saved.
 
-`HEADS` is filled by heads/__init__.py, which imports every architecture. This file imports none of them, so that a
-drafter which is made of others (heads/lookup/fusion.py) can ask it.
+`HEADS` is filled by heads/__init__.py, so that a drafter which is made of others (heads/lookup/fusion.py) can ask it.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ FORMS: dict[str, type[Drafter]] = {}
 
 
 def head_class(name: str) -> type[Drafter]:
-    """Return the drafter class of that name; an unknown one is refused with the known names."""
+    """Return the drafter class of that name."""
     if name not in list(HEADS):  # a recipe may say anything, a list too
         raise BadInputError(f"unknown drafter type {name!r}; known: {', '.join(sorted(HEADS))}.")
     return HEADS[name]
@@ -77,7 +76,7 @@ def load_drafter(path: str | Path, target: Target | None = None, dtype: torch.dt
 
 
 def _kind_of_model(values: dict[str, Any]) -> str | None:
-    """Return the drafter type of a Hugging Face checkpoint; None if its config is not that of one."""
+    """Return the drafter type of a Hugging Face checkpoint; None if it is none."""
     if "model_type" not in values:
         return None
     return "pard" if values.get("spd_type") == "pard" else "draft_model"

@@ -1,13 +1,10 @@
-"""A drafter on the disk: its settings and its weights, and what it is by content.
-
-config.json          its type and its settings
-model.safetensors    its weights
-"""
+"""A drafter on disk: config.json holds its type and settings, model.safetensors its weights."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Self, TypeVar, cast, get_type_hints
@@ -32,19 +29,33 @@ _MAX_SIZE = 2**31 - 1  # of any length or count
 class DrafterConfig:
     """The settings of a drafter, saved as config.json beside its weights.
 
-    `init_words`: what its setting `init` may be; a recipe's `init` that is none of them is the folder of a saved
-        drafter.
+    `least`: the smallest values of settings.
+    `shares`: settings that are at most 1.
+    `words`: the values of settings that are one of a few words. A recipe's `init` that is none of its words is the
+        folder of a saved drafter.
     """
 
-    init_words: ClassVar[tuple[str, ...]] = ()
+    least: ClassVar[Mapping[str, int]] = {}
+    shares: ClassVar[tuple[str, ...]] = ()
+    words: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+
+    def __post_init__(self) -> None:
+        for name, least in self.least.items():
+            if (value := getattr(self, name)) < least:
+                raise BadInputError(f"drafter: {name} must be at least {least}, got {value}.")
+        for name in self.shares:
+            if not 0 <= (value := getattr(self, name)) <= 1:
+                raise BadInputError(f"drafter: {name} is a share between 0 and 1, got {value}.")
+        for name, words in self.words.items():
+            if (value := getattr(self, name)) not in words:
+                raise BadInputError(f"drafter: {name} must be one of {', '.join(words)}, found {value!r}.")
 
     @classmethod
     def from_dict(cls, values: dict[str, Any], where: str = "drafter") -> Self:
         """Build a config from a mapping of plain values. All numbers are sizes, counts or weights.
 
         Raises:
-            BadInputError: an unknown key (the nearest known one is suggested), a value of another type than its
-                field's, or a negative number.
+            BadInputError: an unknown key, a value of another type than its field's, or a negative number.
         """
         refuse_unknown_keys(values, [f.name for f in fields(cls)], where)
         hints = get_type_hints(cls)
@@ -57,11 +68,11 @@ class DrafterConfig:
         return cls(**checked)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the settings as plain values, as config.json holds them."""
+        """Return the settings as plain values."""
         return asdict(self)
 
     def to_json_string(self) -> str:
-        """Return the settings as `transformers` configs give theirs: its tensorboard report asks for it."""
+        """Return the settings for the tensorboard report of `transformers`."""
         return json.dumps(self.to_dict(), indent=2)
 
 
@@ -69,15 +80,15 @@ C = TypeVar("C", bound=DrafterConfig)
 
 
 class SavedDrafter(nn.Module, Generic[C]):
-    """What of a drafter is kept: settings and weights, written, restored, and known by their content."""
+    """A drafter's settings and weights: saved, restored, and identified by their content."""
 
     name: ClassVar[str]
     config_class: ClassVar[type[DrafterConfig]] = DrafterConfig
     config: C
 
-    def __init__(self, config: C):
+    def __init__(self, config: C | None = None):
         super().__init__()
-        self.config = config
+        self.config = config or cast(C, self.config_class())
 
     @classmethod
     def configured(cls, values: dict[str, Any], where: str) -> C:
@@ -100,19 +111,15 @@ class SavedDrafter(nn.Module, Generic[C]):
         self.save_config(folder)
 
     def save_config(self, folder: Path) -> None:
-        """Write config.json into `folder`."""
         values = {"drafter_type": self.name, **self.config.to_dict()}
         write_atomically(folder / CONFIG, json.dumps(values, indent=2) + "\n")
 
     def identity_settings(self) -> dict[str, Any]:
-        """Return the settings that are part of `digest`, as plain values."""
+        """Return the settings that are part of `digest`."""
         return self.config.to_dict()
 
     def digest(self) -> str:
-        """Return the drafter's identity by content: SHA-256 of its type, its settings and its weights.
-
-        A drafter that was saved and loaded again, in the same dtype, has the same one. Reads every weight once.
-        """
+        """Return SHA-256 of its type, settings and weights; saving and loading in the same dtype keeps it."""
         weights = {name: digest_tensor(tensor) for name, tensor in sorted(self.state_dict().items())}
         return digest_json({"type": self.name, "settings": self.identity_settings(), "weights": weights})
 

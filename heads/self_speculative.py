@@ -1,16 +1,10 @@
 """The target's own first layers as its drafter, with a trained exit after them (LayerSkip, arXiv 2404.16710).
 
 The first E layers read the entries that the target has in its cache, and write those of the drafts after them. The
-verification writes the same entries once more, for all layers, so a refused draft leaves nothing and there is no second
-cache, nothing to catch up with.
-
-What is trained stands after the last layer that is drafted with: x + MLP(norm(x)) for the hidden state x after the
-target's own final norm, then the target's output embedding. LayerSkip trains the target so that its early layers speak;
-so does a LoRA on it beside the exit (train/joint.py), which is then a part of the target, as all of its passes read
-what the early layers write. Else the target stays as it is.
-
-Reusing the drafts' hidden states in the verification, as LayerSkip does, saves only arithmetic: the weights of the
-early layers are read again for the last draft in any case.
+verification writes the same entries once more, for all layers: a rejected draft leaves nothing, and there is no second
+cache. What is trained is x + MLP(norm(x)) for the hidden state x after the target's own final norm; then comes the
+target's output embedding. LayerSkip also trains the target's early layers, as does a LoRA beside the exit
+(train/joint.py).
 
 Shapes: B rows, T positions, P supervised positions, W nodes, H hidden size, V' draft vocabulary.
 """
@@ -19,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +22,7 @@ from ..common import BadInputError, IncompatibleError
 from ..targets import RaggedCache, RowLengths, Target
 from .base import DrafterLoss, HeadConfig, HeadDrafter, TargetBatch, teacher_forced_loss
 from .divergences import LossName, own_precision
-from .session import Abilities, NodeSession, TreeMask, required
+from .session import Abilities, NodeSession, required
 
 
 @dataclass
@@ -36,16 +30,14 @@ class SelfSpeculativeConfig(HeadConfig):
     """Settings of an early exit; zeros mean "as the target".
 
     Attributes:
-        exit_layer: E, how many of the target's first layers draft; 0 for a sixth of them: more are right more often,
-            but each draft costs more than that pays.
+        exit_layer: E, how many of the target's first layers draft; 0 for a sixth of them.
         num_blocks: residual MLPs of the exit.
         intermediate_size: of each of them; 0 for the hidden size.
         share_lm_head: use the target's own output embedding, which is not trained, instead of a copy that is.
-        draft_vocab_size: the most frequent training tokens kept as outputs; 0 for all.
-        loss: see `divergences.divergence`.
         depths: depths up to which the simulated tau multiplies alphas (metrics only).
-        target_layers: of the target. With as many for E the drafter is the target itself.
     """
+
+    least: ClassVar = {"num_blocks": 0}
 
     exit_layer: int = 0
     num_blocks: int = 1
@@ -57,11 +49,6 @@ class SelfSpeculativeConfig(HeadConfig):
     hidden_size: int = 0
     vocab_size: int = 0
     target_layers: int = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.num_blocks < 0:
-            raise BadInputError(f"drafter: num_blocks must be 0 or more, got {self.num_blocks}.")
 
     def sizes(self, target: Target) -> dict[str, Any]:
         own = {
@@ -97,15 +84,13 @@ class SelfSpeculative(HeadDrafter[SelfSpeculativeConfig]):
     packs = True
     config_class = SelfSpeculativeConfig
     trains_target = True
+    abilities = Abilities(reads_nodes=True, fixed_shapes=True)
 
     def __init__(self, config: SelfSpeculativeConfig):
         super().__init__(config)
-        self.blocks = nn.ModuleList(
-            ExitBlock(config.hidden_size, config.intermediate_size) for _ in range(config.num_blocks)
-        )
-        self.lm_head = (
-            None if config.share_lm_head else nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
-        )
+        size = config.hidden_size
+        self.blocks = nn.ModuleList(ExitBlock(size, config.intermediate_size) for _ in range(config.num_blocks))
+        self.lm_head = None if config.share_lm_head else nn.Linear(size, config.draft_vocab_size, bias=False)
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -139,8 +124,6 @@ class SelfSpeculative(HeadDrafter[SelfSpeculativeConfig]):
                 "first layers cannot draft in its cache; take another drafter, such as draft_model or ngram."
             )
 
-    # ------------------------------------------------------------ the exit
-
     def exit(self, hidden: Tensor) -> Tensor:
         """Return the output embedding's input of early states after the target's final norm, `[..., H]`."""
         x = hidden.to(self.dtype) if self.dtype is not None else hidden
@@ -149,7 +132,7 @@ class SelfSpeculative(HeadDrafter[SelfSpeculativeConfig]):
         return x
 
     def output(self, hidden: Tensor, target: Target) -> Tensor:
-        """Return draft logits `[..., V']` from what `exit` gave, with the target's own scaling."""
+        """Return draft logits `[..., V']` of `exit`'s output, with the target's own scaling."""
         return target.lm_head(hidden, self.output_ids) if self.lm_head is None else target.scale(self.lm_head(hidden))
 
     @property
@@ -157,31 +140,20 @@ class SelfSpeculative(HeadDrafter[SelfSpeculativeConfig]):
         """The dtype of its weights, if there are any."""
         return next((weight.dtype for weight in self.parameters()), None)
 
-    # ------------------------------------------------------------ training
-
     def loss(self, batch: TargetBatch) -> DrafterLoss:
-        """Return the divergence at every position that predicts a supervised token.
-
-        When it decodes, too, the drafter reads true tokens and true entries.
-        """
+        """Return the divergence at every position that predicts a supervised token."""
         parameters = [own.weight for own in self.own_outputs()]
         head = partial(self.output, target=batch.target)
         return teacher_forced_loss(self, batch, self._early(batch), head, parameters, self.config.depths, self.exit)
 
     def _early(self, batch: TargetBatch) -> Tensor:
-        """Return the states after layer E and the target's final norm, which the last tap has already, `[B, T, H]`."""
+        """Return the states after layer E and the target's final norm, `[B, T, H]`."""
         taps = required(batch.hidden, "self_speculative: the loss needs the target's early hidden states.")
         hidden, target = taps[:, :, 0], batch.target
         if self.config.exit_layer == target.num_layers:
-            return hidden
+            return hidden  # the last tap is normed
         with own_precision(hidden.device):
             return target.final_norm(hidden.to(target.dtype))
-
-    # ------------------------------------------------------------ decoding
-
-    @property
-    def abilities(self) -> Abilities:
-        return Abilities(reads_nodes=True, fixed_shapes=True)
 
     def open(
         self, target: Target, batch_size: int, max_length: int, spare: int = 0, cache: RaggedCache | None = None
@@ -194,7 +166,7 @@ class SelfSpeculativeSession(NodeSession):
 
     Args:
         size: rows and entries of a cache of its own, made when it is first needed, if none is lent.
-        lent: the target's cache, which others keep.
+        lent: the target's cache.
     """
 
     def __init__(self, drafter: SelfSpeculative, target: Target, size: tuple[int, int], lent: RaggedCache | None):
@@ -202,7 +174,6 @@ class SelfSpeculativeSession(NodeSession):
         self.drafter, self.target, self.size, self.lent = drafter, target, size, lent
         self.early = target.shallow(drafter.config.exit_layer)
         self.written = 0  # uncommitted entries: the root and the drafts that were read
-        self.tree: TreeMask | None = None
 
     @cached_property
     def cache(self) -> RaggedCache:
@@ -219,10 +190,7 @@ class SelfSpeculativeSession(NodeSession):
         return self.decode(root[:, None])[:, 0]
 
     def decode(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
-        nodes = None
-        if parents is not None:
-            self.tree = self.tree or TreeMask(len(tokens), 1, tokens.device)
-            nodes = self.tree.grow(parents)
+        nodes = self.grow(parents, 1)
         early = self.early.forward(tokens, self.cache, logits=False, offset=self.written, nodes=nodes).last
         self.written += tokens.shape[1]
         return self.drafter.output(self.drafter.exit(early), self.target)
@@ -232,8 +200,4 @@ class SelfSpeculativeSession(NodeSession):
 
     def reset(self) -> None:
         super().reset()
-        self.written, self.tree = 0, None
-
-    def select(self, rows: list[int]) -> None:
-        for cache in self.caches():
-            cache.select(rows)
+        self.written = 0

@@ -1,10 +1,8 @@
 """How a drafter decodes: a session is one drafter's side of a running batch.
 
-A session holds what its rows' texts were, proposes what follows, and is updated with the target's verdict. Per batch:
-`update` once for the prompts; then per round `propose`, and `update` again. A session that reads nodes gives logits
-after them instead (`prefill`, `decode`), from which the decoder grows chains and trees of any shape.
-
-After the contract stands what sessions share: the inputs that wait for the next round, and the nodes of a growing tree.
+Per batch: `update` once for the prompts; then per round `propose`, and `update` again with what the target accepted. A
+session that reads nodes gives logits after them instead (`prefill`, `decode`), from which the decoder grows chains and
+trees of any shape. After the contract stands what sessions share.
 
 Shapes: B rows, P and Q tokens of one pass, N draft tokens of a proposal, k drafts of one pass, W nodes read at once,
 K taps, H target hidden size, V target vocabulary, V' the drafter's own vocabulary.
@@ -40,15 +38,14 @@ class Abilities:
         reads_nodes: its session is a `NodeSession`: the decoder grows chains and trees from its logits.
         fixed_shapes: its rounds can be captured: nothing in them is read back to the host, no shape depends on a
             length.
-        reads_chains: its session reads tokens that it has not chosen yet (`read_chain`), so that another may guess for
-            it.
-        continues: its session says how texts go on that the target has not seen (`continuations`).
-        observes: its session wants the target's most probable tokens after each of its proposals (`on_target_argmax`).
-        confident: its session says how probable the next draft of a chain is to be accepted, before that is drawn
+        reads_chains: its session reads tokens that another drafter has guessed (`ChainSession.read_chain`).
+        continues: its session continues texts that the target has not read (`TextSession.continuations`).
+        observes: its session uses the target's most probable tokens after each proposal (`on_target_argmax`).
+        confident: its session predicts whether the next draft will be accepted, before it is drawn
             (`NodeSession.confidence`).
-        one_pass: a round's drafting costs the same however deep it drafts: one pass makes all drafts.
+        one_pass: one pass makes all drafts of a round, which costs the same at any depth.
         deterministic: its proposals are never samples; the rules then have no distribution to reject against.
-        from_text: the host makes its proposals, of the text alone: rounds of fixed shapes begin with them.
+        from_text: the host makes its proposals from the text alone: rounds of fixed shapes begin with them.
     """
 
     reads_nodes: bool = False
@@ -68,12 +65,12 @@ class Proposal:
 
     Attributes:
         tokens: `[B, N]`.
-        real: which of them each row really proposes, `[B, N]`; none of them stands after one that is not.
-        depth: the depth of the deepest node; a chain's is N.
+        real: which of them are not padding, `[B, N]`; none stands after padding.
+        depth: of the deepest node; a chain's is N.
         parents: for a tree, the index of each token's parent, which comes before it; −1 is the root (the last committed
             token), `[B, N]`. None for a chain.
         read: for a tree, when `decode` has read each token, −1 if it has not, `[B, N]`.
-        deterministic: True if the tokens are not samples (so that there is no distribution q to score them with).
+        deterministic: the tokens are not samples, so there is no distribution q to score them with.
     """
 
     tokens: Tensor
@@ -85,22 +82,14 @@ class Proposal:
 
     @classmethod
     def chain(cls, tokens: Tensor, lengths: Tensor | None = None, deterministic: bool = False) -> Proposal:
-        """Make a chain of tokens `[B, k]`, of which row b proposes the first `lengths[b]` (None: all)."""
+        """Return a chain of tokens `[B, k]`, of which row b proposes the first `lengths[b]` (None: all)."""
         real = torch.ones_like(tokens, dtype=torch.bool)
         if lengths is not None:
             real = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
         return cls(tokens, real, tokens.shape[1], deterministic=deterministic)
 
-    @classmethod
-    def tree(cls, tokens: Tensor, parents: Tensor, real: Tensor, read: Tensor, depth: int) -> Proposal:
-        """Make a tree that was grown from a session's logits."""
-        return cls(tokens, real, depth, parents, read)
-
     def spread(self, rows: list[int], batch_size: int, size: int) -> Proposal:
-        """Return it as that of a batch in which its own rows are `rows`, filled up to `size` tokens that are not real.
-
-        So proposals of all lengths, for whichever rows are left, have one shape.
-        """
+        """Return it for a batch of `batch_size`, padded to `size` tokens; its own rows become `rows`."""
 
         def placed(values: Tensor, filled: int) -> Tensor:
             wide = values.new_full((batch_size, size), filled)
@@ -115,7 +104,7 @@ class Proposal:
 
     @cached_property
     def lengths(self) -> Tensor:
-        """The number of tokens that each row really proposes, counting all nodes of a tree, `[B]`."""
+        """The number of tokens that each row proposes, counting all nodes of a tree, `[B]`."""
         return self.real.sum(1)
 
     @cached_property
@@ -131,43 +120,37 @@ class Session(ABC):
 
     @abstractmethod
     def update(self, tokens: Tensor, hidden: Tensor | None, counts: RowLengths, path: Tensor | None = None) -> None:
-        """Take note of what the target has processed.
+        """Take in what the target has processed.
 
-        After rounds without drafts this is called several times before the next proposal; after rounds in which another
-        drafter proposed, too: then with more than the root.
+        After rounds without drafts, or with those of another drafter, it is called several times before `propose`.
 
         Args:
-            tokens: the tokens of the target's last pass in the order of the text, `[B, Q]`; row b keeps the first
-                `counts.values[b]`.
+            tokens: those of the target's last pass in the order of the text, `[B, Q]`.
             hidden: their true tapped hidden states, `[B, Q, K, H]`; None for a drafter without taps.
-            counts: how many stay in each row, at least 1.
-            path: after a tree, which of the nodes that `decode` has read the tokens after the first are, `[B, Q − 1]`;
-                −1 for one that it has not read. None after a chain.
+            counts: how many are kept in each row, the first ones; at least 1.
+            path: after a tree, the nodes read by `decode` that the tokens after the first are, `[B, Q − 1]`; −1 for one
+                that it has not read. None after a chain.
         """
 
     @abstractmethod
     def propose(self, root: Tensor, depth: int, choose: Choose, ended: Ended | None = None) -> Proposal:
-        """Draft up to `depth` tokens after `root` `[B]`, the last committed token.
-
-        The target has not processed the root yet.
-        """
+        """Draft up to `depth` tokens after `root` `[B]`, the last token, which the target has yet to process."""
 
     @abstractmethod
     def select(self, rows: list[int]) -> None:
         """Keep only these rows, in this order (sequences finish at different times)."""
 
     def on_target_argmax(self, following: Tensor) -> None:
-        """Take note of the target's most probable token at each place, `[B, 1 + N]`.
+        """Take in the target's most probable token after the root and after each proposed token, `[B, 1 + N]`.
 
-        The places are after the root and after each proposed token, kept or not. Called before `update`, for drafters
-        that declare it.
+        Called before `update`, for drafters that declare it (`Abilities.observes`).
         """
         raise NotImplementedError(f"{type(self).__name__} does not observe.")
 
     # Rounds of fixed shapes (decode/static_batch.py): what such a round reads and the round before wrote.
 
     def caches(self) -> list[RaggedCache]:
-        """Return the session's own caches; the target's, which it may have been lent, is not among them."""
+        """Return the session's own caches, without one that the target has lent it."""
         return []
 
     def carried(self) -> list[Tensor]:
@@ -180,7 +163,7 @@ class Session(ABC):
             raise NotImplementedError(f"{type(self).__name__} carries nothing from round to round.")
 
     def reset(self) -> None:
-        """Forget everything, and keep the room, for another request."""
+        """Forget everything but keep the memory, for another request."""
         raise NotImplementedError(f"{type(self).__name__} serves one request; open another.")
 
 
@@ -188,10 +171,9 @@ class NoDraftSession(Session):
     """A session that never drafts: plain decoding."""
 
     def update(self, tokens: Tensor, hidden: Tensor | None, counts: RowLengths, path: Tensor | None = None) -> None:
-        """Take note of nothing."""
+        """Do nothing."""
 
     def propose(self, root: Tensor, depth: int, choose: Choose, ended: Ended | None = None) -> Proposal:
-        """Return a proposal without tokens."""
         return Proposal.chain(root[:, None][:, :0])
 
     def select(self, rows: list[int]) -> None:
@@ -206,29 +188,44 @@ class NodeSession(Session):
 
     Args:
         output_ids: target ids of its logits, `[V']`; None where they are the whole vocabulary.
-        max_depth: the deepest it drafts; None for as deep as anyone asks.
+        max_depth: the deepest it drafts; None for any depth.
+        caches: its own.
+
+    Attributes:
+        tree: the nodes of this round, once `decode` has read some of a tree.
     """
 
-    def __init__(self, output_ids: Tensor | None = None, max_depth: int | None = None):
-        self.output_ids, self.max_depth = output_ids, max_depth
+    tree: TreeMask | None = None
+
+    def __init__(
+        self, output_ids: Tensor | None = None, max_depth: int | None = None, caches: Sequence[RaggedCache] = ()
+    ):
+        self.output_ids, self.max_depth, self._caches = output_ids, max_depth, list(caches)
 
     @abstractmethod
     def prefill(self, root: Tensor) -> Tensor:
-        """Read what was absorbed and `root` `[B]`; return logits of the first draft, `[B, V']`."""
+        """Read the last updates and `root` `[B]`; return logits of the first draft, `[B, V']`."""
 
     @abstractmethod
     def decode(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
         """Read the drafted `tokens` `[B, W]`; return logits after each of them, `[B, W, V']`.
 
         Args:
-            parents: indices of nodes that were read before, in the order of reading, `[B, W]`; −1 is the root. None: a
-                chain, in which this one node follows the last.
+            parents: indices of nodes in the order of reading, `[B, W]`; −1 is the root. None: a chain, in which this
+                one node follows the last.
         """
 
-    def confidence(self) -> Tensor:
-        """Return how probable the next draft of a chain is to be accepted if it is looked at, `[B]`.
+    def grow(self, parents: Tensor | None, before: int = 0) -> Nodes | None:
+        """Return the places of nodes below `parents` in this round's tree; None in a chain. See `TreeMask`."""
+        if parents is None:
+            return None
+        self.tree = self.tree or TreeMask(len(parents), before, parents.device)
+        return self.tree.grow(parents)
 
-        It knows the tokens before that draft and nothing of the draft itself. For drafters that declare it.
+    def confidence(self) -> Tensor:
+        """Return the probability that the next draft of a chain is accepted once those before it are, `[B]`.
+
+        It depends on the tokens before that draft alone. For drafters that declare it (`Abilities.confident`).
         """
         raise NotImplementedError(f"{type(self).__name__} has no confidence in its drafts.")
 
@@ -241,23 +238,26 @@ class NodeSession(Session):
             drafted.append(choose(logits[:, 0], self.output_ids))
         return Proposal.chain(torch.stack(drafted, 1))
 
+    def select(self, rows: list[int]) -> None:
+        for cache in self.caches():
+            cache.select(rows)
+        self.carry([tensor[rows] for tensor in self.carried()])
+
+    def caches(self) -> list[RaggedCache]:
+        return self._caches
+
     def reset(self) -> None:
-        """Forget everything, and keep the room, for another request."""
+        self.tree = None
         for cache in self.caches():
             cache.reset()
 
 
 class ChainSession(NodeSession):
-    """A session that can also read tokens it has not chosen, so that another drafter may guess for it.
-
-    See heads/lookup/fusion.py.
-    """
+    """A session that can also read tokens that another drafter has guessed (heads/lookup/fusion.py)."""
 
     @abstractmethod
     def read_chain(self, tokens: Tensor, after: Tensor | None = None) -> Tensor:
-        """Read the chain `tokens` `[B, W]` in one pass; return logits after each, `[B, W, V']`.
-
-        This takes the place of `prefill` and `decode`.
+        """Read the chain `tokens` `[B, W]` in one pass, instead of `prefill` and `decode`; return logits `[B, W, V']`.
 
         Args:
             after: the node that each row's chain follows, in the order of reading, −1 for the root, `[B]`. None begins
@@ -270,17 +270,14 @@ class ChainSession(NodeSession):
 
 
 class TextSession(Session):
-    """A session without a model that can continue texts that the target has not seen (n-grams, suffixes)."""
+    """A session without a model that can continue texts that the target has not read (n-grams, suffixes)."""
 
     @abstractmethod
     def continuations(self, tails: list[list[int]], depth: int) -> list[list[int]]:
-        """Return its proposals if each row's text went on with its tail, root first.
-
-        Each row gets up to `depth` tokens.
-        """
+        """Return its proposals, of up to `depth` tokens, after each row's text and its tail, root first."""
 
 
-# ------------------------------------------------------------ ragged inputs, and inputs that wait
+# ------------------------------------------------------------ ragged inputs, and deferred ones
 
 
 T = TypeVar("T")
@@ -294,10 +291,9 @@ def padded(rows: Sequence[Sequence[int]], device: torch.device, fill: int = 0) -
 
 
 def joined(before: Tensor, counts: RowLengths, after: Tensor) -> Tensor:
-    """Join two ragged runs: each row's first `counts` entries of `before` `[B, P, ...]`, then `after` `[B, Q, ...]`.
+    """Return each row's first `counts` entries of `before` `[B, P, ...]`, then `after` `[B, Q, ...]`.
 
-    Returns:
-        `[B, P' + Q, ...]`, P' the largest count; what stands after the end of a shorter row means nothing.
+    It is `[B, P' + Q, ...]`, P' the largest count; what stands after the end of a shorter row is arbitrary.
     """
     before = before[:, : max(counts.values)]
     both = torch.cat([before, after], 1)
@@ -323,7 +319,7 @@ def required(value: T | None, missing: str) -> T:
 
 @dataclass
 class PendingInputs:
-    """What the target has processed and a head has not: a token is read with its successor, which `prefill` may bring.
+    """What the target has processed and a head has not: a head reads each token's successor with it.
 
     Attributes:
         tokens: `[B, Q]`.
@@ -336,35 +332,16 @@ class PendingInputs:
     counts: RowLengths
 
     def then(self, more: PendingInputs) -> PendingInputs:
-        """Return this run, and after it `more`."""
+        """Return these inputs, and after them `more`."""
         return PendingInputs(
             joined(self.tokens, self.counts, more.tokens),
             joined(self.hidden, self.counts, more.hidden),
             self.counts.plus(more.counts),
         )
 
-    def trimmed(self) -> PendingInputs:
-        """Return it cut to the longest row. (The counts are read on the host.)"""
-        longest = max(self.counts.values)
-        return PendingInputs(self.tokens[:, :longest], self.hidden[:, :longest], self.counts)
-
-    def select(self, rows: list[int]) -> PendingInputs:
-        """Return these rows of it."""
-        return PendingInputs(self.tokens[rows], self.hidden[rows], self.counts.select(rows))
-
-    def tensors(self) -> list[Tensor]:
-        """Return its tensors, from which `PendingInputs.of` makes it again."""
-        return [self.tokens, self.hidden, self.counts.tensor]
-
-    @classmethod
-    def of(cls, tensors: list[Tensor]) -> PendingInputs:
-        """Make one from the tensors of another."""
-        tokens, hidden, counts = tensors
-        return cls(tokens, hidden, RowLengths(counts))
-
 
 class DeferredPrefillSession(NodeSession):
-    """A session over caches of its own, which lack what was absorbed until the next round begins.
+    """A session whose caches lack the last updates until `prefill` reads them, with the root.
 
     Attributes:
         unread: None before the first `update`, and from `prefill` to the next one.
@@ -372,23 +349,29 @@ class DeferredPrefillSession(NodeSession):
 
     unread: PendingInputs | None = None
 
-    def note(self, new: PendingInputs) -> None:
+    def note(self, tokens: Tensor, hidden: Tensor, counts: RowLengths) -> None:
         """Append new inputs to the unread ones."""
+        new = PendingInputs(tokens, hidden, counts)
         self.unread = new if self.unread is None else self.unread.then(new)
 
     def waiting(self) -> PendingInputs:
         """Return the unread inputs; cut to the longest row, where the host may ask how long that is."""
-        unread = self._absorbed()
-        return unread.trimmed() if self.caches()[0].window is None else unread
+        unread = self._required()
+        if self.caches()[0].window is not None:
+            return unread
+        longest = max(unread.counts.values)
+        return PendingInputs(unread.tokens[:, :longest], unread.hidden[:, :longest], unread.counts)
 
-    def _absorbed(self) -> PendingInputs:
-        return required(self.unread, "nothing was absorbed since the last round; call absorb after each of them.")
+    def _required(self) -> PendingInputs:
+        return required(self.unread, "nothing was read since the last round; call update after each of them.")
 
     def carried(self) -> list[Tensor]:
-        return self._absorbed().tensors()
+        unread = self._required()
+        return [unread.tokens, unread.hidden, unread.counts.tensor]
 
     def carry(self, tensors: list[Tensor]) -> None:
-        self.unread = PendingInputs.of(tensors)
+        tokens, hidden, counts = tensors
+        self.unread = PendingInputs(tokens, hidden, RowLengths(counts))
 
     def reset(self) -> None:
         super().reset()
@@ -397,18 +380,18 @@ class DeferredPrefillSession(NodeSession):
     def select(self, rows: list[int]) -> None:
         for cache in self.caches():
             cache.select(rows)
-        if self.unread is not None:
-            self.unread = self.unread.select(rows)
+        if (unread := self.unread) is not None:
+            self.unread = PendingInputs(unread.tokens[rows], unread.hidden[rows], unread.counts.select(rows))
 
 
 # ------------------------------------------------------------ the nodes of a round
 
 
 class TreeMask:
-    """The drafted nodes that a session has read in this round, in that order: where each stands and which it sees.
+    """Depths and attention mask of the drafted nodes that a session has read in this round, in that order.
 
     Args:
-        before: uncommitted entries of the session's cache that lie before the nodes; all nodes see them.
+        before: uncommitted entries of the session's cache that lie before the nodes; all nodes attend to them.
     """
 
     def __init__(self, rows: int, before: int, device: torch.device | str):
@@ -417,7 +400,7 @@ class TreeMask:
         self._sees = torch.ones(rows, 1, before, dtype=torch.bool, device=device)  # [B, 1 + n, before + n]
 
     def grow(self, parents: Tensor) -> Nodes:
-        """Add nodes below the nodes `parents` `[B, W]` (−1: the root); return their places for the pass over them."""
+        """Add nodes below the nodes `parents` `[B, W]` (−1: the root); return their places."""
         own = torch.eye(parents.shape[1], dtype=torch.bool, device=parents.device)
         return self._add(self._depths.gather(1, parents + 1) + 1, parents, own)
 
@@ -428,7 +411,7 @@ class TreeMask:
         return self._add(depths, after[:, None].expand(-1, length), own)
 
     def _add(self, depths: Tensor, below: Tensor, own: Tensor) -> Nodes:
-        """Add nodes at `depths` `[B, W]` that see all that `below` `[B, W]` see, and each other by `own` `[W, W]`."""
+        """Add nodes at `depths` `[B, W]` that attend as `below` `[B, W]` do, and to each other by `own` `[W, W]`."""
         rows, width = depths.shape
         inherited = self._sees.gather(1, (below + 1)[:, :, None].expand(-1, -1, self._sees.shape[2]))
         sees = torch.cat([inherited, own.expand(rows, -1, -1)], 2)
@@ -441,8 +424,8 @@ class NodeDepths:
     """The depths of a round's nodes, for a drafter with a limited number of drafts.
 
     Attributes:
-        level: the depth of the last node of a chain, 0 for the root.
-        tree: the depths of the root and of each node of a tree that was read, `[B, 1 + n]`; None in a chain.
+        level: of the last node of a chain, 0 for the root.
+        tree: of the root and of each node of a tree that was read, `[B, 1 + n]`; None in a chain.
     """
 
     def __init__(self, deepest: int, name: str):
@@ -450,18 +433,17 @@ class NodeDepths:
         self.tree: Tensor | None = None
 
     def begin(self) -> None:
-        """Forget the nodes of the last round."""
         self.level, self.tree = 0, None
 
     def descend(self) -> int:
-        """Note the next node of a chain; return its depth."""
+        """Return the depth of the next node of a chain."""
         if self.level + 1 >= self.deepest:
             raise BadInputError(f"this {self.name} drafter drafts {self.deepest} tokens at most; lower the depth.")
         self.level += 1
         return self.level
 
     def place(self, parents: Tensor) -> Tensor:
-        """Note nodes below `parents` `[B, W]` (−1: the root); return their depths, 1 for a child of the root."""
+        """Return the depths of new nodes below `parents` `[B, W]` (−1: the root), 1 for a child of the root."""
         tree = torch.zeros_like(parents[:, :1]) if self.tree is None else self.tree
         depths = tree.gather(1, parents + 1) + 1
         self.tree = torch.cat([tree, depths], 1)
@@ -469,7 +451,7 @@ class NodeDepths:
 
 
 class OnePassDrafts(NodeDepths):
-    """The logits of all drafts of a round, which one pass has made before the first is drawn: `[B, k, V']`."""
+    """The logits of all drafts of a round, made by one pass before the first is drawn: `[B, k, V']`."""
 
     logits: Tensor | None = None
 

@@ -1,13 +1,12 @@
 """Attention of a head's unrolled steps, without scores in memory.
 
-A query of a later step sees the entries of step 0 up to its own place, and one entry of its own per later step. The
-first are what fused kernels compute; these also give the logarithm of their softmax's denominator, and with it the
-others are merged in. Merging is exact, and so is the backward pass: given the merged result and the merged denominator,
-a kernel's own backward pass is that of its part of the softmax. (Attention over several devices is built of the same
-pieces: ring attention, arXiv 2310.01889.)
+A query of a later step attends to the entries of step 0 up to its own place, and to one entry of its own per later
+step. Fused kernels compute the first and the logarithm of their softmax's denominator, with which the others are merged
+in. Merging is exact, and so is the backward pass: given the merged result and denominator, a kernel's own backward pass
+is that of its part of the softmax (as in ring attention, arXiv 2310.01889).
 
 Step 0 runs over whole rows, later steps where something is learned: `Places`. A row is one text (`WholeRows`), or holds
-several (`PackedRows`), of which none sees another.
+several (`PackedRows`), which do not attend to each other.
 
 Shapes: B rows, N heads, T entries of step 0 (the places of a row), T' queries (places in which later steps run), D head
 size.
@@ -54,11 +53,11 @@ def attend(
     """Return attention of queries `[B, N, T', D]`, in their shape.
 
     Args:
-        first: the entries of step 0, `[B, N, T, D]`; query j of row b sees those up to `begins[b] + j`. Where there are
-            fewer, the query means nothing.
-        own: the entries of each later step, `[B, N, T', D]`; a query sees the one at its own index.
-        spans: the texts of rows that hold several, in the place of `begins`: a query sees entries of its own text only.
-            One that stands in no text means nothing.
+        first: the entries of step 0, `[B, N, T, D]`; query j of row b attends to those up to `begins[b] + j`. Where
+            there are fewer, its result is arbitrary.
+        own: the entries of each later step, `[B, N, T', D]`; a query attends to the one at its own index.
+        spans: the texts of rows that hold several, instead of `begins`: a query attends to entries of its own text; in
+            no text, its result is arbitrary.
     """
     kind = q.device.type
     if kind != "meta" and torch.is_autocast_enabled(kind):  # as a product of matrices would be
@@ -78,7 +77,7 @@ def _cast(entry: Entry, dtype: torch.dtype) -> Entry:
 def plain(
     q: Tensor, first: Entry, begins: Sequence[int], own: Sequence[Entry] = (), spans: Sequence[Span] | None = None
 ) -> Tensor:
-    """Attend as `attend` does, on devices without such a kernel: write all scores down."""
+    """Return the result of `attend` from all scores, on devices without such a kernel."""
     keys, values = first
     places = torch.arange(keys.shape[2], device=q.device)
     earliest, last = _seen(begins, q.shape[2], q.device) if spans is None else _seen_in(spans, q)
@@ -96,13 +95,13 @@ def plain(
 
 
 def _seen(begins: Sequence[int], queries: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the first and the last place that each query sees, `[B, T']` both."""
+    """Return the first and the last place that each query attends to, `[B, T']` both."""
     last = torch.tensor(begins, device=device)[:, None] + torch.arange(queries, device=device)
     return torch.zeros_like(last), last
 
 
 def _seen_in(spans: Sequence[Span], q: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the first and the last place of its text that each query sees; one place for a query outside all texts."""
+    """Return the first and the last place that each query attends to; one place for a query outside all texts."""
     last = torch.zeros(len(q), q.shape[2], dtype=torch.long)
     earliest = torch.zeros_like(last)
     for span in spans:
@@ -209,18 +208,16 @@ def _trial(kernel: Kernel, device: torch.device, dtype: torch.dtype, size: int) 
         )  # NaN, if one is
 
 
-# ------------------------------------------------------------ merging
-
-
 @dataclass(frozen=True)
 class _Group:
     """Rows that begin at the same place, or one text of a row.
 
-    Their queries see all entries before it, and of those from there on the ones up to their own index.
+    Their queries attend to all entries before `begin`, and from there on to those up to their own index.
 
     Attributes:
-        entries: of the rows, that are theirs. begin: counted from the first of these.
-        queries: that mean something.
+        entries: of the rows, that are theirs.
+        begin: counted from the first of these.
+        queries: whose results are not arbitrary.
     """
 
     kernel: Kernel
@@ -258,7 +255,7 @@ class _Group:
         return slopes
 
     def is_all_of(self, q: Tensor, keys: Tensor) -> bool:
-        """Tell whether no other group has a part in queries and keys."""
+        """Return whether it has all queries and keys."""
         parts = ((self.rows, len(q)), (self.queries, q.shape[2]), (self.entries, keys.shape[2]))
         return all((part.start, part.stop) == (0, size) for part, size in parts)
 
@@ -276,7 +273,7 @@ def _texts(kernel: Kernel, spans: Sequence[Span]) -> Iterator[_Group]:
 
 
 def _of_step_0(groups: Sequence[_Group], q: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the result over the entries of step 0 and its log-sum-exp; zeros and −inf for queries without meaning."""
+    """Return the result over the entries of step 0 and its log-sum-exp; zeros and −inf for arbitrary queries."""
     if len(groups) == 1 and groups[0].is_all_of(q, keys):
         return groups[0].forward(q, keys, values)
     results = [group.forward(q, keys, values) for group in groups]
@@ -303,10 +300,7 @@ def _slopes_of_step_0(
 
 
 class _Merged(torch.autograd.Function):
-    """A differentiable `attend` by a kernel.
-
-    Inputs are who gathers together, queries, keys, values, and the keys and values of each later step.
-    """
+    """A differentiable `attend` by a kernel, of groups, queries, keys, values, and `own` keys and values in turn."""
 
     @staticmethod
     def forward(ctx: Any, groups: Sequence[_Group], q: Tensor, keys: Tensor, values: Tensor, *own: Tensor) -> Tensor:
@@ -349,7 +343,7 @@ class Places(ABC):
 
     Attributes:
         width: T'.
-        at: where each of the T' stands in its row, `[B, T']`; from T on, it means nothing.
+        at: where each of the T' stands in its row, `[B, T']`; from T on, it is arbitrary.
         within: how many of them stand before it in its text, `[B, T']` or `[1, T']`.
         positions: of all places in their texts, `[B, T]` or `[1, T]`.
     """
@@ -372,8 +366,8 @@ class Places(ABC):
         """Return attention of queries `[B, N, T', D]`, in their shape; `whole`: queries `[B, N, T, D]` of all places.
 
         Args:
-            first: the entries of step 0, `[B, N, T, D]`, of which a query sees those of its text up to its place.
-            own: those of each later step, `[B, N, T', D]`, of which it sees the one in its place.
+            first: the entries of step 0, `[B, N, T, D]`; a query attends to those of its text up to its place.
+            own: those of each later step, `[B, N, T', D]`; it attends to the one at its place.
         """
 
 
@@ -390,12 +384,7 @@ def places_of(wanted: Tensor, before: int, documents: Documents | None) -> Place
 
 
 class WholeRows(Places):
-    """Rows of one text each.
-
-    Args:
-        begins: where later steps begin in each row.
-        length: T.
-    """
+    """Rows of one text each, in which later steps begin at `begins`."""
 
     def __init__(self, begins: Sequence[int], length: int, device: torch.device):
         self.begins, self.width = begins, length - min(begins)
@@ -419,12 +408,7 @@ class WholeRows(Places):
 
 
 class PackedRows(Places):
-    """Rows that hold several texts each. Texts without a token to learn are only read.
-
-    Args:
-        wanted: which tokens are learned, `[B, T]`.
-        before: how many places before a text's first learned token later steps begin.
-    """
+    """Rows that hold several texts each; see `places_of`. Texts without a token to learn are only read."""
 
     def __init__(self, documents: Documents, wanted: Tensor, before: int):
         self.whole = [

@@ -76,11 +76,9 @@ def sketch_drafter(recipe: Recipe, target: Target) -> Drafter:
     except OutriderError:
         raise
     except LIBRARY_ERRORS as error:
-        if values.get("init") != "random" and "random" in check_drafter(values).config_class.init_words:
+        if values.get("init") != "random" and "random" in check_drafter(values).config_class.words.get("init", ()):
             return sketch_drafter(
-                recipe.model_copy(
-                    update={"drafter": {k: v for k, v in values.items() if k != "prune"} | {"init": "random"}}
-                ),
+                recipe.model_copy(update={"drafter": values | {"init": "random"}}),
                 target,
             )
         raise BadInputError(

@@ -105,7 +105,7 @@ def _is_warm(values: dict[str, Any]) -> bool:
 
 
 def _words(values: dict[str, Any]) -> tuple[str, ...]:
-    return head_class(values["type"]).config_class.init_words if "type" in values else ()
+    return head_class(values["type"]).config_class.words.get("init", ()) if "type" in values else ()
 
 
 def _folder(values: dict[str, Any]) -> Path:

@@ -1,12 +1,9 @@
-"""Decoder layers of block drafters: their queries see a context that the target gave, and their own block.
+"""Decoder layers of block drafters: their queries attend to a context that the target gave, and to their own block.
 
 A block stands at an anchor: its first slot holds the anchor's token, at the anchor's place, the others stand after it.
-Keys and values of the context come from fused hidden states of the target, without the layer's norm; those of the block
-from the block itself. A slot sees the context before its anchor, as far as a window reaches, and of its own block all
-slots, or those up to its own (causal). It never sees another block, nor the target's state at the anchor itself: in
-decoding that token has not been read yet.
-
-`TrainedBlocks` runs many blocks of a text at once, `CachedBlocks` one block for each row of a batch, over a cache.
+Keys and values of the context come from fused hidden states of the target, without the layer's norm. A slot attends to
+the context before its anchor, as far as a window reaches, and in its own block to all slots, or to those up to its own
+(causal). `TrainedBlocks` runs many blocks of a text at once, `CachedBlocks` one block for each row, over a cache.
 
 Shapes: R rows, T tokens, n blocks of a row, S slots of a block, L layers, H hidden size, N heads, D head size.
 """
@@ -43,14 +40,13 @@ _QUERIES = 256  # of one product with the keys: more of them would see more that
 
 @dataclass(frozen=True)
 class BlockMask:
-    """What a slot of a block sees beside the context before its anchor.
+    """The attention mask of a block's slots.
 
     Attributes:
         slots: S.
-        causal: of its own block the slots up to its own, not all of them.
-        window: of the context the last so many places; 0 for all of it.
-        from_anchor: they are counted back from the anchor, for all slots alike; else from each slot, and the slot
-            itself is one of them.
+        causal: they attend to the slots up to their own, not to all of the block.
+        window: how many of the last places of the context they attend to; 0 for all.
+        from_anchor: these are counted from the anchor; else from each slot, and the slot itself is one of them.
     """
 
     slots: int
@@ -59,12 +55,12 @@ class BlockMask:
     from_anchor: bool = False
 
     def own(self, device: torch.device) -> Tensor:
-        """Return which slots of its own block each slot sees, `[S, S]` bool."""
+        """Return the mask within a block, `[S, S]` bool."""
         whole = torch.ones(self.slots, self.slots, dtype=torch.bool, device=device)
         return whole.tril() if self.causal else whole
 
     def context(self, anchors: Tensor, places: Tensor, starts: Tensor | None = None) -> Tensor:
-        """Return which `places` `[K]` of the context slots of blocks at `anchors` `[R, n]` see, `[R, n, S, K]`.
+        """Return the mask of blocks at `anchors` `[R, n]` over `places` `[K]` of the context, `[R, n, S, K]` bool.
 
         `starts` `[R, n]`: where the anchors' texts begin; None for the rows' beginnings.
         """
@@ -78,7 +74,7 @@ class BlockMask:
         return seen & (places >= begins - self.window + (0 if self.from_anchor else slots + 1))
 
     def first(self, anchor: int) -> int:
-        """Return the first place of the context that a block at `anchor` sees."""
+        """Return the first place of the context that a block at `anchor` attends to."""
         return max(0, anchor - self.window) if self.window else 0
 
 
@@ -99,26 +95,14 @@ class BlockLayer(Layer):
 
 
 def context_entries(layer: Any, keys: Tensor, values: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
-    """Return a layer's keys and values of the context, `[R, kv_heads, T, D]`, of what it projected.
-
-    Args:
-        keys, values: `[R, T, kv_heads · D]`.
-        rotary: the angles of their places.
-    """
+    """Return a layer's keys and values of the context, `[R, kv_heads, T, D]`, of their projections `[R, T, ·]`."""
     attention = layer.self_attn
     keys, values = (x.view(*x.shape[:2], attention.kv_heads, attention.size).transpose(1, 2) for x in (keys, values))
     return apply_rotary(normed(keys, attention.k_norm), rotary), values
 
 
-# ------------------------------------------------------------ training
-
-
 class TrainedBlocks:
-    """The layers in one training step, over all blocks of each row.
-
-    Args:
-        rotary: gives the angles of places.
-    """
+    """The layers in one training step, over all blocks of each row."""
 
     def __init__(self, layers: Sequence[Layer], config: LayerConfig, rotary: nn.Module, mask: BlockMask):
         self.layers = [FusedLayer(layer, config) for layer in layers]
@@ -126,11 +110,7 @@ class TrainedBlocks:
         self.rotary, self.mask = rotary, mask
 
     def forward(self, context: Tensor, hidden: Tensor, anchors: Anchors) -> Tensor:
-        """Return the last layer's output for blocks `hidden` `[R, n, S, H]`, in their shape.
-
-        Args:
-            context: the fused hidden states of each row, `[R, T, H]`.
-        """
+        """Return the last layer's output for blocks `hidden` `[R, n, S, H]` after `context` `[R, T, H]`."""
         shape, device, starts = hidden.shape, hidden.device, anchors.starts()
         every, own = torch.arange(context.shape[1], device=device)[None], anchors.places
         if anchors.documents is not None:
@@ -150,8 +130,8 @@ class TrainedBlocks:
     def _attend(self, q: Tensor, entries: Sequence[Tensor], anchors: Anchors, starts: Tensor | None) -> Tensor:
         """Return attention of queries `[R, N, n · S, D]`, in their shape.
 
-        Blocks stand in the order of their anchors. A few of them at a time see the context up to the last one's, so
-        that neither scores nor masks of all blocks are ever in memory.
+        It is made for a few blocks at a time, and the context up to the last one's anchor, so that neither scores nor
+        masks of all blocks are ever in memory.
 
         Args:
             entries: keys and values of the context `[R, N, T, D]`, then of the blocks, `[R, N, n · S, D]`.
@@ -165,27 +145,19 @@ class TrainedBlocks:
             last = max(latest for _, latest in anchors.spans[begin:end])
             first = self.mask.first(min(earliest for earliest, _ in anchors.spans[begin:end]))
             first = max(first, min(anchors.earliest[begin:end], default=0))
-            keys, values = (
-                torch.cat([given[:, :, first:last], own[:, :, blocks]], 2)
-                for given, own in (entries[::2], entries[1::2])
-            )
+            pairs = (entries[::2], entries[1::2])
+            keys, values = (torch.cat([given[:, :, first:last], own[:, :, blocks]], 2) for given, own in pairs)
             begun = None if starts is None else starts[:, begin:end]
             mask = self._mask(anchors.places[:, begin:end], first, last, begun)
             mixed.append(nn.functional.scaled_dot_product_attention(q[:, :, blocks], keys, values, mask))
         return torch.cat(mixed, 2)
 
     def _mask(self, places: Tensor, first: int, last: int, starts: Tensor | None) -> Tensor:
-        """Return the mask of blocks at `places` `[R, n']` over the context from `first` to `last` and each other.
-
-        `[R, 1, n' · S, last − first + n' · S]` bool.
-        """
+        """Return the mask of blocks at `places` `[R, n']` over the context from `first` to `last` and each other."""
         (rows, count), device = places.shape, places.device
         context = self.mask.context(places, torch.arange(first, last, device=device), starts).flatten(1, 2)
         own = torch.block_diag(*[self.mask.own(device)] * count) if count > 1 else self.mask.own(device)
         return torch.cat([context, own.expand(rows, -1, -1)], 2)[:, None]
-
-
-# ------------------------------------------------------------ decoding
 
 
 class CachedBlocks(CachedLayers):
@@ -212,19 +184,14 @@ class CachedBlocks(CachedLayers):
             cache.update(*context_entries(self.norming(index), keys, values, rotary), index)
 
     def norming(self, index: int) -> Any:
-        """Return the layer whose norm the context's keys in layer `index` get: that one."""
+        """Return the layer whose norm is applied to the context's keys in layer `index`: that one."""
         return self.layers[index].layer
 
     def block(self, hidden: Tensor, cache: RaggedCache) -> Tensor:
-        """Return the last layer's output for a block `[B, S, H]` at each row's end, in its shape.
-
-        The block's entries stand in the cache after the committed ones, where the next context is written.
-        """
+        """Return the last layer's output for a block `[B, S, H]` after each row's committed entries, in its shape."""
         window, device = cache.window, hidden.device
-        nodes = Nodes(
-            torch.arange(self.mask.slots, device=device).expand(len(hidden), -1),
-            self.mask.own(device).expand(len(hidden), -1, -1),
-        )
+        depths = torch.arange(self.mask.slots, device=device).expand(len(hidden), -1)
+        nodes = Nodes(depths, self.mask.own(device).expand(len(hidden), -1, -1))
         if window is not None:  # a round's margin is for what the decoder reads, not for whole blocks
             cache.window = window + self.mask.slots
         positions = cache.place(self.mask.slots, 0, nodes)
@@ -240,7 +207,7 @@ class CachedBlocks(CachedLayers):
 
 
 def context_parts(layers: Sequence[Layer]) -> list[nn.Linear]:
-    """Return the projections of the context, layer by layer: keys, then values."""
+    """Return the projections of the context, by layer: keys, then values."""
     return [part for layer in layers for part in (layer.self_attn.k_proj, layer.self_attn.v_proj)]
 
 

@@ -1,13 +1,8 @@
 """The loss of blocks of drafts: from which anchors of a text they are learned, what each draft weighs, and their loss.
 
 A block drafter proposes k tokens in one pass after a root. In training every text has many roots, its anchors: the
-block at anchor a drafts the tokens at a + 1, …, a + k, from what the target knew before a. Draft j counts if the token
-at a + j and all that stand between it and the anchor are to be learned, as in decoding it is only looked at if those
-before it were right.
-
-Which anchors are drawn depends on the text and on the number of the step alone: not on the batch it stands in, its
-padding, the texts that it is packed with, or the process that reads it. Where a share of the loss lies on what rounds
-of decoding reached (accepted_positions.py), that share of a text's anchors is drawn from the roots of those rounds.
+block at anchor a drafts the tokens at a + 1, …, a + k, from what the target knew before a. Draft j counts if all tokens
+from a + 1 to a + j are to be learned, as in decoding it is only judged if those before it were right.
 
 Shapes: R rows, T tokens, n anchors of a row, A blocks (one for each anchor of a batch), k drafts of each, H hidden
 size, V' draft vocabulary, P positions.
@@ -16,19 +11,18 @@ size, V' draft vocabulary, P positions.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...common import BadInputError
 from ...targets.documents import Documents
 from ..accepted_positions import AcceptedPositions
-from ..divergences import Loss, TargetDistribution, own_precision
+from ..base import Drafter, DrafterLoss, TargetBatch
+from ..divergences import TargetDistribution, divergence, own_precision
 from ..losses import ChunkedSlopes, acceptance_metrics, compare
-
-# ------------------------------------------------------------ anchors
 
 FIRST = 1  # an anchor has at least one token before it: a root always follows a prompt
 
@@ -39,9 +33,8 @@ class Anchors:
 
     Attributes:
         places: where each stands in its row, `[R, n]`.
-        real: which are anchors at all: rows differ in how many they have, `[R, n]` bool.
-        spans: between which places the anchors of each column stand, in all rows together; known without asking the
-            device.
+        real: which of them are not padding, `[R, n]` bool.
+        spans: the first and the last place of each column's anchors, on the host.
         documents: the texts that the rows hold; None where each is one.
         earliest: where the first text of each column begins.
         usual: which were drawn evenly, and not for a round that began there, `[R, n]` bool; None for all of them.
@@ -66,9 +59,10 @@ class Anchors:
     ) -> Anchors:
         """Draw up to `count` anchors of each text from its `eligible` places `[R, T]`, without replacement.
 
+        The draws depend on the text and the step alone: not on the batch, its padding, or the process.
+
         Args:
-            tokens: the rows' texts, which seed the draws, `[R, T]`.
-            step: seeds them, too, so that a text that is read again has other anchors.
+            tokens: the rows' texts, `[R, T]`.
             verified: its share of each text's anchors is drawn from the roots of rounds, as far as there are so many.
         """
         if eligible.device.type == "meta":
@@ -76,16 +70,18 @@ class Anchors:
         draw = _Draw(count, step, 0.0 if verified is None else verified.share)
         roots = torch.zeros_like(eligible) if verified is None else eligible & verified.roots()
         rows = eligible.cpu(), roots.cpu(), tokens.cpu()
-        drawn = (
-            [draw.of(*row) for row in zip(*rows, strict=True)]
-            if documents is None
-            else draw.of_documents(documents, *rows)
-        )
-        return cls._filled(drawn, eligible, documents)
+        if documents is None:
+            return cls._filled([draw.of(*row) for row in zip(*rows, strict=True)], eligible, None)
+        by_row: list[_Drawn] = [[] for _ in documents.lengths]
+        for document in documents:
+            begin, end = document.places.start, document.places.stop
+            drawn = draw.of(*(row[document.row, begin:end] for row in rows))
+            by_row[document.row] += [(begin + place, is_usual) for place, is_usual in drawn]
+        return cls._filled(by_row, eligible, documents)
 
     @classmethod
     def _filled(cls, drawn: Sequence[_Drawn], eligible: Tensor, documents: Documents | None) -> Anchors:
-        """Return drawn anchors of rows, as many columns as the longest row has."""
+        """Return drawn anchors, padded to the longest row."""
         width, device = max(1, *map(len, drawn)), eligible.device
         # A row without that many repeats a place: its queries need something that they may attend to.
         fill = min(FIRST, eligible.shape[1] - 1)
@@ -109,7 +105,7 @@ class Anchors:
 
     @classmethod
     def _without_contents(cls, eligible: Tensor, count: int) -> Anchors:
-        """Return as many anchors as there can be, spread evenly: a training is planned on tensors without contents."""
+        """Return as many anchors as there can be, spread evenly, to plan a training on tensors without contents."""
         rows, length = eligible.shape
         width = max(1, min(count, length - 1 - FIRST))
         even = [FIRST + i * (length - 1 - FIRST) // width for i in range(width)]
@@ -119,13 +115,10 @@ class Anchors:
 
 
 def eligible_places(supervised: Tensor, strict: bool) -> Tensor:
-    """Return at which places an anchor may stand, `[R, T]` bool.
+    """Return at which places an anchor may stand, `[R, T]` bool, of tokens that are to be learned `[R, T]`.
 
-    The token after an anchor is to be learned. In training (`strict`) the anchor itself is, too, since a root is always
-    a token that the target wrote; for measuring, every token that is to be learned is somebody's first draft.
-
-    Args:
-        supervised: which tokens are to be learned, `[R, T]`.
+    The token after an anchor is one. In training (`strict`) the anchor itself is, too, since the target wrote all
+    roots; for measuring, every such token is the first draft of some anchor.
     """
     eligible = nn.functional.pad(supervised, (0, 1))[:, 1:]
     if strict:
@@ -138,7 +131,7 @@ _Drawn = list[tuple[int, bool]]  # places, ascending, each with whether it was d
 
 @dataclass(frozen=True)
 class _Draw:
-    """How anchors of a text are drawn: up to `count`, of which `share` are roots of rounds; see `Anchors.of`."""
+    """How anchors of a text are drawn: up to `count`, of which `share` are roots of rounds."""
 
     count: int
     step: int
@@ -157,19 +150,10 @@ class _Draw:
         others = begun[torch.randperm(len(begun), generator=generator)[:wanted]]
         return sorted((dict.fromkeys(others.tolist(), False) | dict.fromkeys(evenly.tolist(), True)).items())
 
-    def of_documents(self, documents: Documents, eligible: Tensor, roots: Tensor, tokens: Tensor) -> list[_Drawn]:
-        """Return anchors of each document, ascending in each row; tensors are of whole rows, `[R, T]`."""
-        by_row: list[_Drawn] = [[] for _ in documents.lengths]
-        for document in documents:
-            row, places = document.row, slice(document.places.start, document.places.stop)
-            drawn = self.of(eligible[row, places], roots[row, places], tokens[row, places])
-            by_row[row] += [(places.start + place, is_usual) for place, is_usual in drawn]
-        return by_row
-
 
 @dataclass(frozen=True)
 class BlockTargets:
-    """What the drafts after each real anchor should be.
+    """The targets of the drafts after each real anchor.
 
     Attributes:
         rows: the row of each anchor, `[A]`.
@@ -185,7 +169,7 @@ class BlockTargets:
 
     @classmethod
     def of(cls, anchors: Anchors, supervised: Tensor, drafts: int) -> BlockTargets:
-        """Return the targets of `drafts` drafts after each real anchor of rows `supervised` `[R, T]`."""
+        """Return the targets of `drafts` drafts after each real anchor, of tokens to learn `[R, T]`."""
         length = supervised.shape[1]
         rows = torch.arange(len(supervised), device=supervised.device)[:, None].expand_as(anchors.places)
         rows, begins = (kept(values, anchors.real) for values in (rows, anchors.places))
@@ -196,10 +180,6 @@ class BlockTargets:
         usual = None if anchors.usual is None else kept(anchors.usual, anchors.real)
         return cls(rows, places, learned.long().cumprod(1).bool(), usual)
 
-    def of_tokens(self, values: Tensor) -> Tensor:
-        """Return `values` `[R, T, ...]` at the drafts' places, `[A, k, ...]`."""
-        return values[self.rows[:, None], self.places]
-
     def before_tokens(self, values: Tensor) -> Tensor:
         """Return `values` `[R, T, ...]` at the places before the drafts', `[A, k, ...]`."""
         return values[self.rows[:, None], self.places - 1]
@@ -207,8 +187,7 @@ class BlockTargets:
     def per_row(self, weights: Tensor, supervised: Tensor, documents: Documents | None = None) -> Tensor:
         """Return weights `[A, k]`, divided by their sum in each text, and times the text's tokens to learn.
 
-        So a text's drafts count together what its tokens do, however many anchors were drawn, and a batch can be put
-        together, or divided, in any way.
+        So a text's loss depends neither on the number of its anchors nor on the rest of the batch.
 
         Args:
             supervised: `[R, T]`.
@@ -232,17 +211,9 @@ def kept(values: Tensor, real: Tensor) -> Tensor:
 
 # ------------------------------------------------------------ weights
 
-WEIGHTINGS = ("decay", "dpace", "overlap")
-
-
-def check_weighting(name: str) -> None:
-    """Raise BadInputError if there is no such way to weigh drafts."""
-    if name not in WEIGHTINGS:
-        raise BadInputError(f"drafter: weighting must be one of {', '.join(WEIGHTINGS)}, found {name!r}.")
-
 
 def default_gamma(drafts: int) -> float:
-    """Return the decay's length γ for blocks of so many drafts: 7, 5 and 4 for 15, 9 and 7 (DFlash, 2602.06036)."""
+    """Return DFlash's decay length γ of blocks of so many drafts."""
     return {15: 7.0, 9: 5.0, 7: 4.0}.get(drafts, 1 + 3 * drafts / 7)
 
 
@@ -254,43 +225,16 @@ def decay_weights(drafts: int, gamma: float, device: torch.device | str | None =
 def pace_weights(probs: Tensor, counts: Tensor, floor: float = 0.5) -> Tensor:
     """Return Σ_{m≥j} Π_{i≤m} q̃_i with q̃ = (1 − α)·q + α, `[A, k]` (D-PACE, arXiv 2605.18810).
 
-    It is ∂/∂log q̃_j of Σ_m Π_{i≤m} q̃_i, which is what a round would accept: a draft weighs what depends on it.
+    It is ∂/∂log q̃_j of Σ_m Π_{i≤m} q̃_i, the expected accepted drafts of a round.
 
     Args:
         probs: how probable each draft is to be right, `[A, k]`.
-        counts: which drafts are to be learned, `[A, k]`; another one has the factor 1 and the weight 0.
+        counts: which drafts are to be learned, `[A, k]`; others have the factor 1 and the weight 0.
         floor: α.
     """
     eased = ((1 - floor) * probs + floor).masked_fill(~counts, 1.0)
     reached = eased.cumprod(1) * counts
     return reached.flip(1).cumsum(1).flip(1) * counts
-
-
-@dataclass(frozen=True)
-class Weighting:
-    """How much each draft weighs.
-
-    Attributes:
-        name: `decay` falls with the draft's place; `dpace` follows how probable the drafter finds the tokens that
-            followed, `overlap` how probable its drafts are to be accepted.
-        fixed: the weights that are known beforehand, `[A, k]`: 0 for drafts that are not to be learned.
-        floor: α of `pace_weights`.
-    """
-
-    name: str
-    fixed: Tensor
-    floor: float = 0.5
-
-    def of(self, part: slice, logits: Tensor, following: Tensor | None, alpha: Tensor) -> Tensor:
-        """Return the weights of a part of the blocks, `[a, k]`, from draft logits `[a · k, V']` and Σ min(p, q)."""
-        fixed = self.fixed[part]
-        if self.name == "decay":
-            return fixed
-        right = alpha.view_as(fixed)
-        if self.name == "dpace":
-            assert following is not None
-            right = probability(logits, following).view_as(fixed)
-        return fixed * pace_weights(right, fixed > 0, self.floor)
 
 
 def probability(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -299,99 +243,113 @@ def probability(logits: Tensor, tokens: Tensor) -> Tensor:
     return (chosen - logits.float().logsumexp(-1)).exp() * (tokens >= 0)
 
 
-# ------------------------------------------------------------ the loss
-
-
 @dataclass
-class BlockComparison:
-    """The comparison of A blocks with the target, `[A, k]` each.
+class BlockLearning:
+    """The comparison of a batch's drafts with the target.
 
     Attributes:
-        total: Σ weight · loss, the one differentiable value.
-        loss, alpha, top1: as in `losses.PositionLosses`.
-        others: figures of the auxiliary loss, by name.
+        wanted: which tokens are learned, `[R, T]`.
+        targets: of the drafts after each anchor.
     """
 
-    total: Tensor
-    loss: Tensor
-    alpha: Tensor
-    top1: Tensor
-    others: dict[str, Tensor]
+    drafter: Drafter[Any]
+    batch: TargetBatch
+    wanted: Tensor
+    targets: BlockTargets
 
-    def metrics(self, counts: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return `loss_d1`, `top1_d1`, …, and the acceptance of chains, over the drafts that count, `[A, k]`."""
+    # What an architecture may define otherwise:
+
+    def states(self, states: Tensor) -> Tensor:
+        """Return the input of `logits` and `aux_loss`, `[A, k, ·]`, of the drafts' states `[A, k, H]`."""
+        return states
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Return draft logits `[a · k, V']` of a part of `states`, `[a, k, ·]`."""
+        return self.batch.target.lm_head(states.flatten(0, 1), self.drafter.output_ids)
+
+    def aux_loss(self, states: Tensor, alpha: Tensor) -> tuple[Tensor, dict[str, Tensor]] | None:
+        """Return a loss beside the divergence, `[a · k]`, and figures of it; None for none.
+
+        Args:
+            states: a part of `states`, `[a, k, ·]`.
+            alpha: Σ min(p, q) of its drafts, `[a · k]`.
+        """
+        return None
+
+    def output_weights(self) -> list[nn.Parameter]:
+        """Return the weights that `logits` and `aux_loss` train."""
+        return []
+
+    def loss(self, states: Tensor, chunk: int = 512) -> DrafterLoss:
+        """Return the loss of drafts' states `[A, k, H]`, whole blocks of about `chunk` drafts at a time.
+
+        As in `losses.chunked_compare`, the gradient of a part is taken as soon as its loss is known, so that logits of
+        all drafts are never in memory together.
+        """
+        states = self.states(states)
+        shape, weights = states.shape[:2], self.fixed_weights()
+        slopes = ChunkedSlopes(states, self.output_weights())
+        figures = {name: states.new_zeros(shape, dtype=torch.float32) for name in ("loss", "top1", "alpha")}
+        total = states.new_zeros((), dtype=torch.float32)
+        step = max(1, chunk // shape[1])
+        for begin in range(0, shape[0], step):
+            part = slice(begin, begin + step)
+            hidden = slopes.chunk(part)
+            lost, values = self._compared(hidden, part, weights[part])
+            for name, value in values.items():
+                figures.setdefault(name, states.new_zeros(shape, dtype=torch.float32))[part] = value.view(-1, shape[1])
+            total += lost.detach()
+            slopes.learn(lost, hidden, part)
+        return DrafterLoss(slopes.attach(total), self.wanted.sum(), self._metrics(figures))
+
+    def _compared(self, hidden: Tensor, part: slice, fixed: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the weighted loss of a part of the blocks, and its figures, `[a · k]` each."""
+        config = self.drafter.config
+        with torch.no_grad(), own_precision(hidden.device):
+            reference = self._reference(part)
+        logits = self.logits(hidden)
+        loss, alpha, top1 = compare(reference, logits, divergence(config.loss))
+        weights = fixed
+        if config.weighting != "decay":
+            assert reference.following is not None
+            right = probability(logits.detach(), reference.following) if config.weighting == "dpace" else alpha
+            weights = fixed * pace_weights(right.view_as(fixed), fixed > 0, config.pace_floor)
+        values, total = {"loss": loss.detach(), "alpha": alpha, "top1": top1}, (loss * weights.flatten()).sum()
+        if (more := self.aux_loss(hidden, alpha)) is not None:
+            total, values = total + (more[0] * weights.flatten()).sum(), values | more[1]
+        return total, values
+
+    def _reference(self, part: slice) -> TargetDistribution:
+        rows, places = self.targets.rows[part, None], self.targets.places[part]
+        logits = self.batch.target.lm_head(self.batch.last[rows, places - 1].flatten(0, 1))
+        return TargetDistribution.of(logits, self.drafter.output_ids, self.batch.tokens[rows, places].flatten())
+
+    def fixed_weights(self) -> Tensor:
+        """Return the part of the drafts' weights that does not depend on logits, `[A, k]`: 0 where nothing is learned.
+
+        `decay` has no other; `dpace` and `overlap` multiply it by `pace_weights` of the probability that q gives to the
+        tokens that followed, or of Σ min(p, q).
+        """
+        config, targets = self.drafter.config, self.targets
+        documents, verified = self.batch.documents, self.batch.verified
+        weights = targets.counts.float()
+        if config.weighting == "decay":
+            gamma = config.gamma or default_gamma(config.drafts)
+            weights = weights * decay_weights(config.drafts, gamma, weights.device)
+        whole = targets.per_row(weights, self.wanted, documents)
+        if verified is None:
+            return whole
+        depths = torch.arange(1, config.drafts + 1, device=weights.device)
+        # Without the anchors that were drawn for rounds, the rest is spread as always. (A whole share leaves none.)
+        rest = whole
+        if targets.usual is not None and verified.share < 1:
+            rest = targets.per_row(weights * targets.usual[:, None], self.wanted, documents)
+        return verified.weighed(whole, targets.rows[:, None], targets.places, depths, documents, rest)
+
+    def _metrics(self, figures: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return `loss_d1`, `top1_d1`, …, and the acceptance of chains, over the drafts that count."""
         metrics: dict[str, tuple[Tensor, Tensor]] = {}
-        named = {"loss": self.loss, "top1": self.top1, **self.others}
-        for j, here in enumerate(counts.unbind(1)):
-            metrics |= {f"{name}_d{j + 1}": (values[:, j][here].sum(), here.sum()) for name, values in named.items()}
-        return metrics | acceptance_metrics(list(self.alpha.unbind(1)), list(counts.unbind(1)))
-
-
-# Returns draft logits [a · k, V'] of states [a, k, H] of a part of the blocks.
-Logits = Callable[[Tensor, slice], Tensor]
-# Returns an auxiliary loss [a · k], and figures of it, of the part's states and of Σ min(p, q), [a · k].
-AuxLoss = Callable[[Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
-
-
-@dataclass(frozen=True)
-class LossInputs:
-    """What blocks are compared with, and how.
-
-    Attributes:
-        reference: the target's side of a part of the blocks, `[a · k]` positions.
-        logits: the drafter's.
-        rule: what a position loses.
-        weighting: what it weighs.
-        aux_loss: an auxiliary loss of each position; None for none.
-        parameters: what `logits` and `aux_loss` train.
-    """
-
-    reference: Callable[[slice], TargetDistribution]
-    logits: Logits
-    rule: Loss
-    weighting: Weighting
-    aux_loss: AuxLoss | None = None
-    parameters: Sequence[Tensor] = ()
-
-
-def compare_blocks(states: Tensor, inputs: LossInputs, chunk: int = 512) -> BlockComparison:
-    """Return the loss of blocks `[A, k, H]`, whole blocks of about `chunk` drafts at a time.
-
-    As in `losses.chunked_compare`, the gradient of a part is taken as soon as its loss is known, so that logits of all
-    drafts are never in memory together.
-    """
-    count, drafts = states.shape[:2]
-    slopes = ChunkedSlopes(states, inputs.parameters)
-    figures: dict[str, Tensor] = {}
-    total = states.new_zeros((), dtype=torch.float32)
-    for part in parts(count, max(1, chunk // drafts)):
-        hidden = slopes.chunk(part)
-        lost, values = _compared(hidden, part, inputs)
-        for name, value in values.items():
-            figures.setdefault(name, states.new_zeros(count, drafts, dtype=torch.float32))[part] = value
-        total += lost.detach()
-        slopes.learn(lost, hidden, part)
-    total = slopes.attach(total)
-    blank = states.new_zeros(count, drafts, dtype=torch.float32)
-    loss, alpha, top1 = (figures.pop(name, blank) for name in ("loss", "alpha", "top1"))
-    return BlockComparison(total, loss, alpha, top1, figures)
-
-
-def parts(count: int, step: int) -> list[slice]:
-    """Return `count` things in parts of `step`."""
-    return [slice(begin, min(begin + step, count)) for begin in range(0, count, step)]
-
-
-def _compared(hidden: Tensor, part: slice, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the weighted loss of a part of the blocks, and its figures, `[a, k]` each."""
-    with torch.no_grad(), own_precision(hidden.device):
-        reference = inputs.reference(part)
-    logits = inputs.logits(hidden, part)
-    loss, alpha, top1 = compare(reference, logits, inputs.rule)
-    weights = inputs.weighting.of(part, logits.detach(), reference.following, alpha).flatten()
-    values = {"loss": loss.detach(), "alpha": alpha, "top1": top1}
-    total = (loss * weights).sum()
-    if inputs.aux_loss is not None:
-        lost, figures = inputs.aux_loss(hidden, alpha)
-        total, values = total + (lost * weights).sum(), values | figures
-    return total, {name: value.view(hidden.shape[:2]) for name, value in values.items()}
+        alpha, counts = figures.pop("alpha").unbind(1), self.targets.counts.unbind(1)
+        for j, here in enumerate(counts):
+            metrics |= {f"{name}_d{j + 1}": (values[:, j][here].sum(), here.sum()) for name, values in figures.items()}
+        return metrics | acceptance_metrics(list(alpha), list(counts))

@@ -1,12 +1,9 @@
 """DSpark: DFlash's block, and two small heads by which drafts follow one another (arXiv 2607.05147).
 
-The block's slots predict each place independently of the others. A Markov head then corrects each draft's logits by the
-token that was really drawn before it, and a confidence head tells how probable the draft is to be accepted before it is
-drawn. What a draft is drawn from, and scored with, is the corrected distribution.
-
-A chain may end where the confidences so far multiply to less than a threshold, before the next draft is drawn: that
-decision reads nothing of the draft itself, so the text stays the target's. (The rule for q(x) in `decode.drafting` must
-keep the token that it looked at.)
+A Markov head corrects each draft's logits by the token that was drawn before it: the draft is drawn from the corrected
+distribution, and scored with it. A confidence head predicts whether the draft will be accepted. A chain may end, before
+the next draft is drawn, where the confidences so far multiply to less than a threshold: that decision reads nothing of
+the draft itself, so the text stays the target's.
 
 Shapes: B rows, n anchors of a row, A anchors of a batch, k drafts, W nodes, H hidden size, r rank, V target vocabulary,
 V' draft vocabulary.
@@ -14,28 +11,19 @@ V' draft vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from ...common import BadInputError
 from ...targets import RaggedCache, Target
-from ..base import TargetBatch
 from ..divergences import LossName
 from ..session import Abilities, required, take_positions
 from .block_layers import CachedBlocks
-from .block_losses import AuxLoss, BlockTargets
-from .dflash import BlockLearning, BlockSession, DFlash, DFlashConfig
-
-KINDS = ("vanilla", "gated", "rnn")
-
-
-def check_kind(name: str) -> None:
-    """Raise BadInputError if there is no such Markov head."""
-    if name not in KINDS:
-        raise BadInputError(f"drafter: markov_head must be one of {', '.join(KINDS)}, found {name!r}.")
+from .block_losses import BlockLearning
+from .dflash import BlockSession, DFlash, DFlashConfig
 
 
 class MarkovHead(nn.Module):
@@ -45,13 +33,14 @@ class MarkovHead(nn.Module):
     of a small recurrent cell over all drafts of the path (`rnn`). W2 begins at zero: a new head changes nothing.
     """
 
-    def __init__(self, kind: str, rank: int, hidden_size: int, vocab_size: int, draft_vocab_size: int):
+    def __init__(self, config: DSparkConfig):
         super().__init__()
-        self.kind, self.rank = kind, rank
-        self.markov_w1 = nn.Embedding(vocab_size, rank)
-        self.markov_w2 = nn.Linear(rank, draft_vocab_size, bias=False)
-        self.gate_proj = nn.Linear(hidden_size + rank, rank) if kind == "gated" else None
-        self.joint_proj = nn.Linear(hidden_size + 2 * rank, 3 * rank) if kind == "rnn" else None
+        rank, size, kind = config.markov_rank, config.hidden_size, config.markov_head
+        self.rank = rank
+        self.markov_w1 = nn.Embedding(config.vocab_size, rank)
+        self.markov_w2 = nn.Linear(rank, config.draft_vocab_size, bias=False)
+        self.gate_proj = nn.Linear(size + rank, rank) if kind == "gated" else None
+        self.joint_proj = nn.Linear(size + 2 * rank, 3 * rank) if kind == "rnn" else None
         nn.init.normal_(self.markov_w1.weight, std=rank**-0.5)
         nn.init.zeros_(self.markov_w2.weight)
 
@@ -80,7 +69,7 @@ class MarkovHead(nn.Module):
         return code, memory
 
     def bias(self, reading: Tensor) -> Tensor:
-        """Return the bias of logits, `[..., V']`, of readings `[..., r]`."""
+        """Return W2 of readings `[..., r]`, which is added to logits, `[..., V']`."""
         return self.markov_w2(reading)
 
     def along(self, codes: Tensor, hidden: Tensor) -> Tensor:
@@ -93,19 +82,16 @@ class MarkovHead(nn.Module):
 
 
 class ConfidenceHead(nn.Module):
-    """A head that says how probable drafts are to be accepted: a linear layer on the state, and on the code before."""
+    """A head that predicts acceptance: a linear layer on a draft's state, and on the code of the token before."""
 
     def __init__(self, width: int):
         super().__init__()
         self.proj = nn.Linear(width, 1)
 
     def forward(self, hidden: Tensor, code: Tensor) -> Tensor:
-        """Return log-odds `[...]` of states `[..., H]` and codes `[..., r]`; the code only if it is wide enough for."""
+        """Return log-odds `[...]` of states `[..., H]` and codes `[..., r]`, which it reads if it is that wide."""
         both = torch.cat([hidden, code], -1)
         return self.proj(both[..., : self.proj.in_features])[..., 0]
-
-
-# ------------------------------------------------------------ the drafter
 
 
 @dataclass
@@ -124,6 +110,8 @@ class DSparkConfig(DFlashConfig):
         temperatures: of the confidences, one for each draft, as `eval.confidence` fits them; () for 1.
     """
 
+    words: ClassVar = {**DFlashConfig.words, "markov_head": ("vanilla", "gated", "rnn")}
+
     block_size: int = 7
     from_anchor: bool = True
     loss: LossName = field(default_factory=lambda: {"hard_ce": 0.1, "tv": 1.8})
@@ -137,7 +125,6 @@ class DSparkConfig(DFlashConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_kind(self.markov_head)
         self.temperatures = tuple(self.temperatures)
         if self.temperatures and (len(self.temperatures) != self.drafts or min(self.temperatures) <= 0):
             raise BadInputError(
@@ -146,45 +133,9 @@ class DSparkConfig(DFlashConfig):
             )
 
 
-class DSpark(DFlash[DSparkConfig]):
-    """A DFlash drafter whose drafts know the one before them."""
-
-    name = "dspark"
-    config_class = DSparkConfig
-
-    def __init__(self, config: DSparkConfig):
-        super().__init__(config)
-        rank = config.markov_rank
-        self.markov_head = (
-            MarkovHead(config.markov_head, rank, config.hidden_size, config.vocab_size, config.draft_vocab_size)
-            if rank
-            else None
-        )
-        width = config.hidden_size + rank * config.confidence_reads_markov
-        self.confidence_head = ConfidenceHead(width) if config.confidence else None
-
-    def code(self, tokens: Tensor) -> Tensor:
-        """Return the Markov head's codes of `tokens` `[...]`, `[..., r]`; without one r is 0."""
-        if self.markov_head is None:
-            return torch.zeros(*tokens.shape, 0, dtype=self.dtype, device=tokens.device)
-        return self.markov_head.code(tokens)
-
-    def learning(self, batch: TargetBatch, wanted: Tensor, targets: BlockTargets) -> MarkovLearning:
-        return MarkovLearning(self, batch, wanted, targets)
-
-    # ------------------------------------------------------------ decoding
-
-    @property
-    def abilities(self) -> Abilities:
-        return replace(super().abilities, confident=self.confidence_head is not None)
-
-    def session(self, target: Target, cache: RaggedCache, layers: CachedBlocks) -> BlockSession:
-        return MarkovSession(self, target, cache, layers)
-
-
 @dataclass
 class MarkovLearning(BlockLearning):
-    """What DSpark's drafts are compared with: logits that know the token before, and confidences beside."""
+    """The comparison of corrected logits with the target, and of confidences with Σ min(p, q)."""
 
     drafter: DSpark
 
@@ -193,36 +144,54 @@ class MarkovLearning(BlockLearning):
         codes = self.drafter.code(self.targets.before_tokens(self.batch.tokens))
         return torch.cat([states, codes.to(states.dtype)], -1)
 
-    def logits(self) -> Callable[[Tensor, slice], Tensor]:
-        plain, head = super().logits(), self.drafter.markov_head
+    def logits(self, states: Tensor) -> Tensor:
+        hidden, codes = self._split(states)
+        logits, head = super().logits(hidden), self.drafter.markov_head
+        return logits if head is None else logits + head.bias(head.along(codes, hidden)).flatten(0, 1)
 
-        def corrected(states: Tensor, part: slice) -> Tensor:
-            hidden, codes = self._split(states)
-            logits = plain(hidden, part)
-            return logits if head is None else logits + head.bias(head.along(codes, hidden)).flatten(0, 1)
-
-        return corrected
-
-    def aux_loss(self) -> AuxLoss | None:
-        head, weight = self.drafter.confidence_head, self.drafter.config.confidence_weight
-        if head is None:
+    def aux_loss(self, states: Tensor, alpha: Tensor) -> tuple[Tensor, dict[str, Tensor]] | None:
+        if (head := self.drafter.confidence_head) is None:
             return None
-
-        def lost(states: Tensor, alpha: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            odds = head(*self._split(states)).flatten().float()
-            missed = nn.functional.binary_cross_entropy_with_logits(odds, alpha, reduction="none")
-            return weight * missed, {"confidence": odds.detach().sigmoid()}
-
-        return lost
-
-    def _split(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Return states `[..., H]` and codes `[..., r]` of what `states` put side by side."""
-        size = self.drafter.config.hidden_size
-        return states[..., :size], states[..., size:]
+        odds = head(*self._split(states)).flatten().float()
+        missed = nn.functional.binary_cross_entropy_with_logits(odds, alpha, reduction="none")
+        return self.drafter.config.confidence_weight * missed, {"confidence": odds.detach().sigmoid()}
 
     def output_weights(self) -> list[nn.Parameter]:
         heads = [head for head in (self.drafter.markov_head, self.drafter.confidence_head) if head is not None]
         return [p for head in heads for name, p in head.named_parameters() if name != "markov_w1.weight"]
+
+    def _split(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Return states `[..., H]` and codes `[..., r]`, which stand side by side."""
+        size = self.drafter.config.hidden_size
+        return states[..., :size], states[..., size:]
+
+
+class DSpark(DFlash[DSparkConfig]):
+    """A DFlash drafter each of whose drafts depends on the one before."""
+
+    name = "dspark"
+    config_class = DSparkConfig
+    learning_class = MarkovLearning
+
+    def __init__(self, config: DSparkConfig):
+        super().__init__(config)
+        self.markov_head = MarkovHead(config) if config.markov_rank else None
+        width = config.hidden_size + config.markov_rank * config.confidence_reads_markov
+        self.confidence_head = ConfidenceHead(width) if config.confidence else None
+
+    def code(self, tokens: Tensor) -> Tensor:
+        """Return the Markov head's codes of `tokens` `[...]`, `[..., r]`; without one r is 0."""
+        if self.markov_head is None:
+            return torch.zeros(*tokens.shape, 0, dtype=self.dtype, device=tokens.device)
+        return self.markov_head.code(tokens)
+
+    @property
+    def abilities(self) -> Abilities:
+        return replace(super().abilities, confident=self.confidence_head is not None)
+
+    @property
+    def session_class(self) -> type[BlockSession]:
+        return MarkovSession
 
 
 class MarkovSession(BlockSession):

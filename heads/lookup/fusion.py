@@ -1,24 +1,15 @@
 """Two drafters in one: a drafter without weights beside a model (`Fusion`), or drafting for it (`Cascade`).
 
-In a fusion, in each round a row proposes what the statistical drafter (n-gram, suffix) found, and the model's tokens
-where it found nothing; its own `min_match` and `min_score` decide how long a match or how good a score is enough. Found
-tokens are put in the place of the model's own choices, so that the model reads them, goes on after them up to the
-round's depth, and has read what the target may keep. A batch of one row does without the model where something was
-found; the model reads what was kept later, in one pass.
-
-Found tokens are not samples, so all of a fusion's proposal is judged by the rule for candidates: a token x is accepted
-with probability p(x). The model then proposes its most probable tokens. What that costs: at temperature > 0 a token of
-the model alone would be accepted with probability Σ_x min(p, q) under rejection, here with p(argmax q), which is less
-where both distributions are broad.
+In a fusion a row proposes the statistical drafter's match (n-gram, suffix), and the model's tokens where there is none
+or where it ends. A batch of one row does without the model where there is a match; the model reads what was kept later,
+in one pass. Matched tokens are not samples, so all of a fusion's proposal is judged by the rule for candidates, and the
+model proposes its most probable tokens.
 
 A cascade (CS-Drafting, arXiv 2312.11462; staged decoding, arXiv 2308.04623) is vertical, horizontal, or both. Vertical:
 the statistical drafter guesses how the model's own chain goes on. The model reads the last token of its chain and the
-guesses in one pass, and draws its token after each: while that is the guessed one, the next is drawn from the same
-pass. Else the model's token stands, the rest of the pass is never seen again, and another pass begins. So each token is
-what the model alone would have drawn, with the same distribution; only its passes are fewer. Horizontal: the model
-drafts the first `model_depth` tokens, and from there the statistical drafter goes on to the round's depth, where it
-finds something. What it finds was drawn from a distribution that gives that token all probability, and the rules are
-given that one.
+guesses in one pass, and draws its token after each, from the same pass while that is the guessed one: each token is
+what the model alone would have drawn, in fewer passes. Horizontal: the model drafts the first `model_depth` tokens, and
+the statistical drafter goes on from there; its tokens are scored as certain.
 
 Shapes: B rows, N tokens found, D tokens drafted, Q and W tokens of one pass, K taps, H target hidden size,
 V vocabulary, V' the model's own.
@@ -29,7 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -61,10 +52,7 @@ F = TypeVar("F", bound=FusionConfig)
 
 
 class TwoDrafters(Drafter[F]):
-    """A drafter made of one without weights and of a model: how both are made, saved and loaded.
-
-    Subclasses define how they draft.
-    """
+    """A drafter made of one without weights and of a model; subclasses define how they draft."""
 
     config_class = FusionConfig
     trainable = False
@@ -96,7 +84,6 @@ class TwoDrafters(Drafter[F]):
 
     @classmethod
     def _statistical(cls, config: F) -> Drafter:
-        """Make the drafter without weights."""
         where = f"{cls.name}.statistical"
         head, settings = drafter_config(config.statistical, where)
         if head.trainable or issubclass(head, TwoDrafters):
@@ -106,12 +93,7 @@ class TwoDrafters(Drafter[F]):
         return head(settings)
 
     def _open_statistical(self, target: Target, batch_size: int, max_length: int) -> TextSession:
-        session = self.statistical.open(target, batch_size, max_length)
-        if not isinstance(session, TextSession):
-            raise TypeError(
-                f"{self.statistical.name} declares that it continues texts; its session must be a TextSession."
-            )
-        return session
+        return cast(TextSession, self.statistical.open(target, batch_size, max_length))
 
     def save(self, path: str | Path) -> None:
         """Write config.json, and the model into the folder `model` beside it."""
@@ -135,26 +117,17 @@ class TwoDrafters(Drafter[F]):
         return self.model.state_bytes(target, batch_size, max_length)
 
 
-# ------------------------------------------------------------ fusion
-
-
 class Fusion(TwoDrafters[FusionConfig]):
-    """A drafter that proposes what one without weights finds, and a model's tokens where that finds nothing."""
+    """A drafter that proposes the matches of one without weights, and a model's tokens elsewhere."""
 
     name = "fusion"
-
-    @property
-    def abilities(self) -> Abilities:
-        return Abilities(deterministic=True)
+    abilities = Abilities(deterministic=True)
 
     def open(
         self, target: Target, batch_size: int, max_length: int, spare: int = 0, cache: RaggedCache | None = None
     ) -> FusionSession:
-        return FusionSession(
-            self._open_statistical(target, batch_size, max_length),
-            self.model.open(target, batch_size, max_length, cache=cache),
-            target.vocab_size,
-        )
+        model = self.model.open(target, batch_size, max_length, cache=cache)
+        return FusionSession(self._open_statistical(target, batch_size, max_length), model, target.vocab_size)
 
 
 class FusionSession(Session):
@@ -163,7 +136,7 @@ class FusionSession(Session):
     Attributes:
         vocab: V.
         alone: whether the statistical drafter drafts without the model in this round.
-        unread: tokens `[1, Q]` and their hidden states `[1, Q, K, H]` that the model has not absorbed.
+        unread: tokens `[1, Q]` and their hidden states `[1, Q, K, H]` that the model has not read.
     """
 
     def __init__(self, statistical: TextSession, model: Session, vocab: int):
@@ -187,19 +160,13 @@ class FusionSession(Session):
         if len(root) == 1 and copied.tokens.shape[1]:
             self.alone = True
             return copied
-        self._catch_up()
+        if self.unread:
+            tokens, hidden = zip(*self.unread, strict=True)
+            both, known = torch.cat(tokens, 1), [h for h in hidden if h is not None]
+            self.model.update(both, torch.cat(known, 1) if known else None, RowLengths.of([both.shape[1]], both.device))
+            self.unread = []
         proposal = self.model.propose(root, depth, _with(copied, choose, self.vocab), ended)
         return replace(proposal, deterministic=True)
-
-    def _catch_up(self) -> None:
-        """Let the model absorb the rounds in which it drafted nothing."""
-        if not self.unread:
-            return
-        tokens, hidden = zip(*self.unread, strict=True)
-        both = torch.cat(tokens, 1)
-        known = [h for h in hidden if h is not None]
-        self.model.update(both, torch.cat(known, 1) if known else None, RowLengths.of([both.shape[1]], both.device))
-        self.unread = []
 
     def select(self, rows: list[int]) -> None:
         self.statistical.select(rows)
@@ -207,10 +174,9 @@ class FusionSession(Session):
 
 
 def _with(copied: Proposal, choose: Choose, vocab: int) -> Choose:
-    """Return a choice that takes what was found `[B, N]` token by token, and then goes on as `choose` does.
+    """Return a choice that takes the matched tokens `[B, N]` one by one, and then goes on as `choose` does.
 
-    A found token is the choice among logits that give it all probability, so that `choose` knows of it: what follows is
-    processed as after that token.
+    A matched token is chosen from logits that give it all probability, so that `choose` processes later ones after it.
     """
     steps, lengths = count(), copied.lengths
 
@@ -230,17 +196,13 @@ def fuse(statistical: dict[str, Any], model: Drafter) -> Fusion:
     """Return the fusion of a drafter without weights, as a mapping like `{type: ngram}`, with a trained one in memory.
 
     Raises:
-        BadInputError: `statistical` names no drafter without weights that says how a text goes on, or `model` is one.
+        BadInputError: `statistical` is no drafter without weights that continues texts, or `model` is one.
     """
     config = FusionConfig(statistical=statistical)
     return Fusion(Fusion._statistical(config), model, config)
 
 
-# Most guesses of a round that the model reads: its cache has room for so many tokens that may be dead.
-_GUESSES = 64
-
-
-# ------------------------------------------------------------ cascade
+_GUESSES = 64  # that the model reads in a round at most: its cache has memory for so many
 
 
 @dataclass
@@ -248,10 +210,8 @@ class CascadeConfig(FusionConfig):
     """Settings of a cascade: its two drafters, and how they share the work.
 
     Attributes:
-        vertical: the statistical drafter guesses for the model. Needs a model that reads nothing but tokens, such as a
-            draft model.
-        model_depth: up to which depth the model drafts; after it the statistical drafter does. None: the model drafts
-            all.
+        vertical: the statistical drafter guesses for the model, which must read nothing but tokens.
+        model_depth: the depth after which the statistical drafter drafts; None for never.
     """
 
     statistical: dict[str, Any] = field(default_factory=lambda: {"type": "suffix"})
@@ -259,6 +219,7 @@ class CascadeConfig(FusionConfig):
     model_depth: int | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.model_depth is not None and self.model_depth < 1:
             raise BadInputError(f"cascade: model_depth must be at least 1, got {self.model_depth}.")
         if not self.vertical and self.model_depth is None:
@@ -295,9 +256,7 @@ class Cascade(TwoDrafters[CascadeConfig]):
         deepest = min((d for d in (self.config.model_depth, self.model.max_depth) if d is not None), default=None)
         if not self.config.vertical:
             return CascadeSession(statistical, model, target.vocab_size, deepest)
-        if not isinstance(model, ChainSession):
-            raise TypeError(f"{self.model.name} declares that it reads chains; its session must be a ChainSession.")
-        return GuessedSession(statistical, model, target.vocab_size, deepest)
+        return GuessedSession(statistical, cast(ChainSession, model), target.vocab_size, deepest)
 
     def state_bytes(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> int:
         return self.model.state_bytes(target, batch_size, max_length, self._spare)
@@ -312,7 +271,7 @@ class CascadeSession(Session):
 
     Args:
         vocab: V.
-        deepest: up to which depth the model drafts; None for any.
+        deepest: the largest depth of the model's drafts; None for any.
     """
 
     def __init__(self, statistical: TextSession, model: Session, vocab: int, deepest: int | None):
@@ -321,10 +280,9 @@ class CascadeSession(Session):
     def update(self, tokens: Tensor, hidden: Tensor | None, counts: RowLengths, path: Tensor | None = None) -> None:
         self.statistical.update(tokens, hidden, counts)
         kept = max(counts.values)  # no more than that: what the model has read of it, it need not read again
-        self._tell(tokens[:, :kept], None if hidden is None else hidden[:, :kept], counts)
+        self._update_model(tokens[:, :kept], None if hidden is None else hidden[:, :kept], counts)
 
-    def _tell(self, tokens: Tensor, hidden: Tensor | None, counts: RowLengths) -> None:
-        """Let the model absorb these tokens."""
+    def _update_model(self, tokens: Tensor, hidden: Tensor | None, counts: RowLengths) -> None:
         self.model.update(tokens, hidden, counts)
 
     def propose(self, root: Tensor, depth: int, choose: Choose, ended: Ended | None = None) -> Proposal:
@@ -335,11 +293,10 @@ class CascadeSession(Session):
         return self._continued(root, proposal.tokens, depth - first, choose)
 
     def _draft(self, root: Tensor, depth: int, choose: Choose, ended: Ended | None) -> Proposal:
-        """Return the model's chain."""
         return self.model.propose(root, depth, choose, ended)
 
     def _continued(self, root: Tensor, drafts: Tensor, depth: int, choose: Choose) -> Proposal:
-        """Return the model's `drafts` `[B, D]`, and after them what the statistical drafter finds."""
+        """Return the model's `drafts` `[B, D]`, and after them the statistical drafter's."""
         continuations = self.statistical.continuations(torch.cat([root[:, None], drafts], 1).tolist(), depth)
         tokens = padded(continuations, root.device)
         for column in tokens.unbind(1):
@@ -357,8 +314,7 @@ class GuessedSession(CascadeSession):
     """A session in which the statistical drafter guesses for the model.
 
     Attributes:
-        read: when the model has read each token that it drafted in this round, −1 for never, `[B, D]`; None if it has
-            drafted none.
+        read: when the model has read each token that it drafted in this round, −1 for never, `[B, D]`; None for none.
     """
 
     model: ChainSession
@@ -367,15 +323,18 @@ class GuessedSession(CascadeSession):
         super().__init__(statistical, model, vocab, deepest)
         self.read: Tensor | None = None
 
-    def _tell(self, tokens: Tensor, hidden: Tensor | None, counts: RowLengths) -> None:
+    def _update_model(self, tokens: Tensor, hidden: Tensor | None, counts: RowLengths) -> None:
         read, self.read = self.read, None
-        if read is not None and not _has_read(read, counts):
-            self.model.forget()
-            read = None
+        if read is not None:
+            # The model has read all drafts that are kept, but at most the last; or it reads them anew.
+            leading = (read >= 0).cumprod(1).sum(1).tolist()
+            kept = [count - 1 for count in counts.values]
+            if any(k > min(known + 1, read.shape[1]) for known, k in zip(leading, kept, strict=True)):
+                self.model.forget()
+                read = None
         self.model.update(tokens, hidden, counts, None if read is None else read[:, : tokens.shape[1] - 1])
 
     def _draft(self, root: Tensor, depth: int, choose: Choose, ended: Ended | None) -> Proposal:
-        """Return the model's chain, in as few passes as the guesses allow."""
         chains = [_Chain([token]) for token in root.tolist()]
         drafted: list[Tensor] = []
         logits = root.new_zeros(len(root), 0, 0)
@@ -396,13 +355,9 @@ class GuessedSession(CascadeSession):
         return Proposal.chain(torch.stack(drafted, 1))
 
     def _read(self, chains: list[_Chain], places: int, most: int, device: torch.device) -> Tensor:
-        """Let the model read the last token of each chain that it has not read, and up to `most` guesses after it.
+        """Return logits `[B, W, V']` after the last token of each chain, if unread, and up to `most` guesses after it.
 
-        Args:
-            places: how many tokens it has read in this round.
-
-        Returns:
-            logits `[B, W, V']`.
+        `places`: how many tokens the model has read in this round.
         """
         guesses: list[list[int]] = [[] for _ in chains]
         if most:
@@ -413,7 +368,7 @@ class GuessedSession(CascadeSession):
             tokens.append([chain.tokens[-1], *guess] if waits else [0])
             after.append(chain.places[-2] - 1 if waits and places else -1)
             if waits:
-                chain.read(places, guess)
+                chain.places[-1], chain.guesses = places, guess
         return self.model.read_chain(padded(tokens, device), torch.tensor(after, device=device) if places else None)
 
 
@@ -423,7 +378,7 @@ class _Chain:
 
     Attributes:
         places: of each token, counted from the root's in the order of reading; −1 for not read.
-        guesses: what the model has read after the last token, which nobody has drafted yet.
+        guesses: the tokens that the model has read after the last one.
     """
 
     tokens: list[int]
@@ -435,22 +390,8 @@ class _Chain:
         """The place at which the model has read the last token."""
         return self.places[-1]
 
-    def read(self, place: int, guesses: list[int]) -> None:
-        """Note that the last token is read at `place`, and the guesses after it."""
-        self.places[-1], self.guesses = place, guesses
-
     def append(self, token: int) -> None:
-        """Note that the model has drafted `token`."""
         guessed = bool(self.guesses) and self.guesses[0] == token
         self.places.append(self.place + 1 if guessed else -1)
         self.guesses = self.guesses[1:] if guessed else []
         self.tokens.append(token)
-
-
-def _has_read(read: Tensor, counts: RowLengths) -> bool:
-    """Return whether the model has read all drafts that are kept, but at most the last."""
-    leading = (read >= 0).cumprod(1).sum(1).tolist()
-    return all(
-        count - 1 <= known + 1 and count - 1 <= read.shape[1]
-        for known, count in zip(leading, counts.values, strict=True)
-    )

@@ -1,15 +1,13 @@
 """Lookahead decoding (arXiv 2402.02057): the target's own Jacobi iterations give n-grams, and n-grams are proposed.
 
-No weights. A window of W columns and N − 1 levels lies after the root, the last committed token. Level 0 is a chain:
-the root, then guesses of the W − 1 tokens that follow. A token of level l stands below that of level l − 1 in its
-column; so a column is a text that goes on from a guessed one, and the target's most probable token after its last
-level completes an n-gram of N tokens. Then every level takes the place of the one above it, and the window moves by
-one place. Finished n-grams are kept by their first token; those that begin with the root are proposed (§3.2 and §3.3
-there; levels, columns and pool as in hao-ai-lab/LookaheadDecoding).
+A window of W columns and N − 1 levels lies after the root. Level 0 is a chain: the root, then guesses of the W − 1
+tokens that follow. A token of level l stands below that of level l − 1 in its column; so a column is a text that goes
+on from a guessed one, and the target's most probable token after its last level completes an n-gram of N tokens. Then
+every level takes the place of the one above it, and the window moves by one place. Finished n-grams are kept by their
+first token; those that begin with the root are proposed (§3.2 and §3.3 there; as in hao-ai-lab/LookaheadDecoding).
 
 All of this is one tree, which the target reads in one pass: the window, and beside it up to G n-grams. Equal tokens
-below one parent are one node. Nodes deeper than a round's depth are read for the window only, and not proposed. A
-proposal is not a sample: its token x is accepted with probability p(x).
+below one parent are one node. Nodes deeper than a round's depth are read for the window only, and not proposed.
 
 Shapes: B rows, Q tokens of one pass, N nodes of the widest row's tree.
 """
@@ -40,9 +38,8 @@ class LookaheadConfig(DrafterConfig):
         ngram: N, tokens of an n-gram: N − 1 are proposed after the root.
         guesses: G, n-grams proposed in a round, the latest first; of each first token so many are remembered.
         from_text: remember the n-grams of prompt and answer too.
-        max_ngrams: how many are remembered, the first tokens that were met longest ago dropped first.
-        shared: all requests of one drafter share what they remember, also those that run at the same time. What a text
-            says never depends on it.
+        max_ngrams: how many are remembered; those whose first token was seen longest ago are dropped first.
+        shared: all requests of one drafter share what they remember.
     """
 
     window: int = 10
@@ -53,6 +50,7 @@ class LookaheadConfig(DrafterConfig):
     shared: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.window < 1 or self.ngram < 3 or self.guesses < 1:
             given = f"{self.window}, {self.ngram} and {self.guesses}"
             raise BadInputError(f"lookahead: need window >= 1, ngram >= 3 and guesses >= 1, got {given}.")
@@ -78,7 +76,6 @@ class Pool:
         self.known: dict[int, dict[Ngram, None]] = {}
 
     def add(self, first: int, rest: Ngram) -> None:
-        """Note that the n-gram `first`, `rest` was seen."""
         known = self.known.pop(first, {})
         self.known[first] = known
         if rest in known:
@@ -98,7 +95,7 @@ class Pool:
 
 
 class _DraftTrie:
-    """One row's proposal as it grows: a trie below the root (−1)."""
+    """A row's proposal: a trie below the root (−1)."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -107,7 +104,7 @@ class _DraftTrie:
         self._below: dict[tuple[int, int], int] = {}
 
     def add(self, parent: int, token: int) -> int:
-        """Return the node of `token` below `parent`, which may be there already."""
+        """Return the new or existing node of `token` below `parent`."""
         node = self._below.setdefault((parent, token), len(self.tokens))
         if node == len(self.tokens):
             self.tokens.append(token)
@@ -122,13 +119,14 @@ class Lookahead(Drafter[LookaheadConfig]):
     name = "lookahead"
     config_class = LookaheadConfig
     trainable = False
+    abilities = Abilities(observes=True, deterministic=True, from_text=True)
 
     def __init__(self, config: LookaheadConfig | None = None):
-        super().__init__(config or LookaheadConfig())
+        super().__init__(config)
         self.reset_history()
 
     def reset_history(self) -> None:
-        """Forget what requests share. (It is never saved.) Requests that are running go on with what they knew."""
+        """Forget what requests share. Running requests keep it."""
         self.pool = Pool(self.config)
 
     def check(self, target: Target) -> None:
@@ -144,10 +142,6 @@ class Lookahead(Drafter[LookaheadConfig]):
         filling = max(reach - level + level * (reach + 1 - level) for level in range(self.config.ngram - 1))
         return filling + self.config.guesses * min(depth, self.max_depth)
 
-    @property
-    def abilities(self) -> Abilities:
-        return Abilities(observes=True, deterministic=True, from_text=True)
-
     def open(
         self, target: Target, batch_size: int, max_length: int, spare: int = 0, cache: RaggedCache | None = None
     ) -> LookaheadSession:
@@ -160,11 +154,11 @@ class _LookaheadRow:
     """One sequence of a batch, and its window.
 
     Attributes:
-        recent: the last tokens absorbed. length: how many there were.
+        recent: the last tokens.
+        length: how many tokens there were.
         levels: the window, level 0 without the root first; [] until the target has read one. While it fills, there are
             fewer levels, and longer ones.
-        root, proposed, ends: of this round: the root, the window in the proposal, and the nodes of its last level; []
-            if no window was proposed.
+        root, proposed, ends: of this round: the root, the window, and the nodes of its last level; [] for no window.
     """
 
     pool: Pool
@@ -177,11 +171,9 @@ class _LookaheadRow:
 
 
 class LookaheadSession(Session):
-    """A session with a window for each row of a batch, and the n-grams that they gave.
+    """A session with a window and a pool for each row.
 
-    Args:
-        pools: of each row.
-        limit: entries that the target's context holds; None for any number.
+    `limit`: the target's context, in tokens; None for any.
     """
 
     def __init__(self, config: LookaheadConfig, pools: list[Pool], limit: int | None):

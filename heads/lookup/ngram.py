@@ -28,6 +28,7 @@ class NgramConfig(DrafterConfig):
     min_match: int = 1
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not 1 <= self.min_match <= self.max_match:
             raise BadInputError(f"ngram: need 1 <= min_match <= max_match, got {self.min_match} and {self.max_match}.")
 
@@ -38,13 +39,7 @@ class Ngram(Drafter[NgramConfig]):
     name = "ngram"
     config_class = NgramConfig
     trainable = False
-
-    def __init__(self, config: NgramConfig | None = None):
-        super().__init__(config or NgramConfig())
-
-    @property
-    def abilities(self) -> Abilities:
-        return Abilities(continues=True, deterministic=True, from_text=True)
+    abilities = Abilities(continues=True, deterministic=True, from_text=True)
 
     def open(
         self, target: Target, batch_size: int, max_length: int, spare: int = 0, cache: RaggedCache | None = None

@@ -36,9 +36,8 @@ class SuffixConfig(DrafterConfig):
         min_score: proposals that promise fewer accepted tokens are not made.
         width: continuations tried after each token. 1 proposes chains; more proposes trees, of no more tokens than a
             chain would have.
-        max_tokens: how much of earlier answers is remembered, the oldest dropped first; 0 for none. All requests of one
-            drafter share them, also those that run at the same time. What a text says never depends on it; how long it
-            takes does.
+        max_tokens: of earlier answers that are remembered, the oldest dropped first; 0 for none. All requests of one
+            drafter share them.
     """
 
     max_match: int = 16
@@ -50,15 +49,13 @@ class SuffixConfig(DrafterConfig):
     max_tokens: int = 0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not 1 <= self.min_match <= self.max_match < self.tree_depth:
             given = f"{self.min_match}, {self.max_match} and {self.tree_depth}"
             raise BadInputError(f"suffix: need 1 <= min_match <= max_match < tree_depth, got {given}.")
         if self.factor <= 0 or self.width < 1 or self.max_tokens < 0:
             given = f"{self.factor}, {self.width} and {self.max_tokens}"
             raise BadInputError(f"suffix: need factor > 0, width >= 1 and max_tokens >= 0, got {given}.")
-
-
-# ------------------------------------------------------------ the tree
 
 
 class Text:
@@ -129,9 +126,7 @@ class SuffixProposal:
 class SuffixTree:
     """A tree that counts all runs of up to `tree_depth` tokens in texts that grow.
 
-    A token costs as many steps as the longest suffix before it that was seen earlier has tokens, at most
-    `tree_depth`: a run that was seen once has no nodes below it. It stands there with its place in the text and gets a
-    child when it is seen again.
+    A run that was seen once has no nodes below it, but a place in its text, and gets a child when it is seen again.
     """
 
     def __init__(self, config: SuffixConfig):
@@ -141,7 +136,7 @@ class SuffixTree:
         self.root.counted, self.root.children = True, {}
 
     def append(self, text: Text, token: int) -> None:
-        """Count `token`, which follows in `text`."""
+        """Append `token` to `text`, and count it."""
         text.tokens.append(token)
         end, deepest, running = len(text.tokens), self.config.tree_depth, text.running
         running[end - 1] = self.root
@@ -220,10 +215,8 @@ class SuffixTree:
         return proposal if proposal.score >= self.config.min_score else SuffixProposal()
 
     def _match(self, tail: list[int]) -> _Place | None:
-        """Return the end of the longest suffix of `tail` that something followed; None if none is long enough.
-
-        What was seen was seen with its own suffixes, so the length is found by halving.
-        """
+        """Return the end of the longest suffix of `tail` that something followed; None if none is long enough."""
+        # A run that was seen was seen with its own suffixes, so that its length can be found by bisection.
         tail = tail[-self.config.max_match :]
         best, low, high = None, self.config.min_match, len(tail)
         while low <= high:
@@ -262,7 +255,6 @@ class SuffixTree:
         return [(child.count / node.followed, child.token, (child, child.at, depth + 1)) for child in self._best(node)]
 
     def _best(self, node: _SuffixNode) -> list[_SuffixNode]:
-        """Return the most frequent children."""
         if self.config.width > 1:
             return heapq.nlargest(self.config.width, node.children.values(), key=_RANK)
         if node.best is None:
@@ -280,7 +272,7 @@ def _path(draft: SuffixProposal, node: int) -> list[int]:
 
 
 class History:
-    """A tree of the last `max_tokens` tokens that were absorbed, of whatever texts."""
+    """A tree of the last `max_tokens` tokens of all texts."""
 
     def __init__(self, config: SuffixConfig):
         self.tree, self.limit = SuffixTree(config), config.max_tokens
@@ -293,9 +285,6 @@ class History:
             self.tree.drop(self.order.popleft())
 
 
-# ------------------------------------------------------------ the drafter
-
-
 class Suffix(Drafter[SuffixConfig]):
     """A drafter that counts what followed what, in the text and in earlier answers."""
 
@@ -304,11 +293,11 @@ class Suffix(Drafter[SuffixConfig]):
     trainable = False
 
     def __init__(self, config: SuffixConfig | None = None):
-        super().__init__(config or SuffixConfig())
+        super().__init__(config)
         self.reset_history()
 
     def reset_history(self) -> None:
-        """Forget earlier answers. (They are never saved.) Requests that are running go on with what they knew."""
+        """Forget earlier answers. Running requests keep them."""
         self.history = History(self.config)
 
     def check(self, target: Target) -> None:
@@ -335,7 +324,7 @@ class _SuffixRow:
 
 
 class SuffixSession(TextSession):
-    """A session with a tree for each text of a batch, beside the history that all requests share."""
+    """A session with a tree for each text, beside the history that all requests share."""
 
     def __init__(self, config: SuffixConfig, history: History, batch_size: int):
         self.config, self.history = config, history
@@ -364,7 +353,7 @@ class SuffixSession(TextSession):
         return [self._draft(row, tail, depth).tokens for row, tail in zip(self.rows, tails, strict=True)]
 
     def _draft(self, row: _SuffixRow, more: list[int], most: int) -> SuffixProposal:
-        """Return a proposal for the row's text and `more` after it: its own, or the history's if that scores better."""
+        """Return a proposal after the row's text and `more`: its own, or the history's if that scores better."""
         tail = [*row.text.tokens[-self.config.max_match :], *more]
         own = row.tree.draft(tail, most)
         if not self.config.max_tokens:

@@ -1,14 +1,11 @@
 """Rollouts: drafts of a causal drafter several tokens ahead in one pass, with mask tokens in place of the drafts.
 
-P-EAGLE (arXiv 2602.01469) and PARD (arXiv 2504.18583) differ in what they read; what they see is the same. The text is
-read as it is: its entries see each other causally. After a place a rollout begins: mask tokens at the places that
-follow, each of which sees the text up to the rollout's anchor, and the masks of its own rollout up to itself. The
-mask at depth d predicts the draft d + 1.
+P-EAGLE (arXiv 2602.01469) and PARD (arXiv 2504.18583) differ in their inputs, and share their attention mask. The text
+is causal. After a place a rollout begins: mask tokens at the places that follow, each of which attends to the text up
+to the rollout's anchor, and to the masks of its own rollout up to itself. The mask at depth d predicts draft d + 1.
 
 Training all depths at all places would cost as many times the text as there are depths. So of the anchors that reach
-depth d − 1 only a part goes on to depth d (conditional drop): those that go on are among those that came so far, so
-that every mask finds the ones before it. Where a share of the loss lies on what rounds of decoding reached
-(accepted_positions.py), that share of them are rollouts that follow a round as deep as it reached.
+depth d − 1 only a part goes on to depth d (conditional drop), and every mask has all masks before it.
 
 Shapes: R rows, T tokens, E masks of a row, N heads, D head size, H hidden size, S masks after a text, P drafts.
 """
@@ -27,7 +24,6 @@ import torch
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import repeat_kv
 
-from ...common import BadInputError
 from ...targets import Nodes, RaggedCache, RowLengths
 from ..accepted_positions import AcceptedPositions
 from ..base import Drafter, DrafterLoss, TargetBatch, compare_drafts
@@ -50,10 +46,9 @@ class Rollouts:
     Attributes:
         anchors: the place after which each mask's rollout begins, `[R, E]`.
         depths: how many places after it the mask stands, from 1 on, `[R, E]`.
-        real: which are masks at all: rows differ in how many they have, and no rollout begins in one part of the masks
-            and ends in another, `[R, E]` bool.
+        real: which are not padding, `[R, E]` bool: it fills up rows, and parts that the next rollout does not fit into.
         size: masks of a part; the last one may have fewer.
-        contexts: of how many places of the text, from the first on, each part sees some.
+        contexts: how many places of the text each part attends to.
         usual: which were drawn evenly, and not because a round reached there, `[R, E]` bool; None for all of them.
     """
 
@@ -78,10 +73,9 @@ class Rollouts:
         """Draw rollouts of up to `depths` − 1 masks: see `kept_counts`.
 
         Args:
-            learned: at which places the text predicts a token that is to be learned, `[R, T]`; a mask that stands d
-                places after an anchor is drawn only if it would predict such a token, too.
+            learned: which places predict a token that is to be learned, `[R, T]`: anchors and masks stand only there.
             tokens: the rows' texts, which seed the draws with `step`, `[R, T]`.
-            served: what rounds reached; None where no loss lies on it.
+            served: what rounds reached, for a share of the rollouts; None for none.
         """
         if learned.device.type == "meta":
             return cls._without_contents(learned, depths, ratio, least)
@@ -101,10 +95,7 @@ class Rollouts:
         device: torch.device | str,
         others: Sequence[set[tuple[int, int]]] = (),
     ) -> Rollouts:
-        """Return the masks (anchor, depth) of each row, by anchor and depth, in parts of `size`, on `device`.
-
-        `others`: those of each row that were not drawn evenly.
-        """
+        """Return rollouts of the sorted masks (anchor, depth) of each row; `others` were not drawn evenly."""
         parts = [_in_parts(row, size) for row in rows]
         width = max(1, *map(len, parts))
         filled = [_filled(row, width) for row in parts]
@@ -119,7 +110,7 @@ class Rollouts:
 
     @classmethod
     def _without_contents(cls, learned: Tensor, depths: int, ratio: float, least: float) -> Rollouts:
-        """Return as many masks as there can be, spread evenly: a training is planned on tensors without contents."""
+        """Return as many masks as there can be, spread evenly, to plan a training on tensors without contents."""
         rows, length = learned.shape
         size, first = max(_PART, depths - 1), len(learned.nonzero()) // rows
         width = max(1, sum(kept_counts(first, depths, ratio, least)[1:]))
@@ -134,46 +125,43 @@ class Rollouts:
 
     @property
     def parts(self) -> list[tuple[int, int, int]]:
-        """Where each part of the masks begins and ends, and how much of the text it sees."""
+        """The begin, end and context of each part of the masks."""
         width = self.anchors.shape[1]
         return [(i * self.size, min((i + 1) * self.size, width), seen) for i, seen in enumerate(self.contexts)]
 
     def sees(self, begin: int, end: int, context: int) -> Tensor:
-        """Return the attention mask of masks `begin` to `end` over the text's first `context` places and each other.
+        """Return which of the text's first `context` places, and of each other, masks `begin` to `end` attend to.
 
         `[R, 1, end − begin, context + end − begin]` bool.
         """
         anchors, depths = self.anchors[:, begin:end], self.depths[:, begin:end]
         text = torch.arange(context, device=anchors.device) <= anchors[:, :, None]
         own = (anchors[:, :, None] == anchors[:, None]) & (depths[:, :, None] >= depths[:, None])
-        # What fills up a row repeats a mask, and only it sees itself.
+        # Padding repeats a mask, and only it attends to itself.
         own = own & (self.real[:, None, begin:end] | torch.eye(end - begin, dtype=torch.bool, device=own.device))
         return torch.cat([text, own], 2)[:, None]
 
     def bias(self, dtype: torch.dtype) -> list[Tensor]:
-        """Return for each part what is added to its scores: 0, or −∞ for what is not seen; of the shape of `sees`.
-
-        Attention makes this of a mask of truths, once for each layer, and keeps it until the gradients are there.
-        """
+        """Return for each part 0 or −∞, which is added to its scores; attention would make it once for each layer."""
         seen = (self.sees(*part) for part in self.parts)
         return [torch.zeros_like(s, dtype=dtype).masked_fill_(s.logical_not(), float("-inf")) for s in seen]
 
 
 @dataclass(frozen=True)
 class Served:
-    """What rounds reached, for drafters whose entry at a place predicts the token `says` places later."""
+    """What rounds reached, for drafters whose entry at a place predicts the token `ahead` places later."""
 
     verified: AcceptedPositions
-    says: int
+    ahead: int
 
     def reached(self, depths: int) -> Tensor:
-        """Return the anchors after which a round reached the draft of the mask at depth 0, 1, …, `[depths, R, T]` bool.
+        """Return the anchors after which a round reached the draft of the mask at each depth, `[depths, R, T]` bool.
 
-        The text's own entry stands for the mask at depth 0.
+        The text's own entry is the mask at depth 0.
         """
-        by_depth = [self.verified.depths.roll(-self.says - d, 1) == d + 1 for d in range(depths)]
+        by_depth = [self.verified.depths.roll(-self.ahead - d, 1) == d + 1 for d in range(depths)]
         for depth, reached in enumerate(by_depth):
-            reached[:, max(0, reached.shape[1] - self.says - depth) :] = False
+            reached[:, max(0, reached.shape[1] - self.ahead - depth) :] = False
         return torch.stack(by_depth)
 
 
@@ -193,7 +181,7 @@ class _Drops:
         """Return the masks of a row that were drawn evenly, and those that rounds reached.
 
         Args:
-            learned: `[T]`. reached: as of `Served.reached`, `[depths, T]`.
+            reached: as of `Served.reached`, `[depths, T]`.
             share: of the masks of a depth, as far as rounds reached so many.
         """
         evenly: _Masks = set()
@@ -230,7 +218,7 @@ def _some(places: Tensor, count: int, generator: torch.Generator) -> Tensor:
 
 
 def _in_parts(masks: list[tuple[int, int]], size: int) -> list[tuple[int, int, bool]]:
-    """Return a row's masks, and which are real: the others fill parts that the next rollout does not fit into."""
+    """Return a row's masks, and which are real: no rollout begins in one part and ends in another."""
     placed: list[tuple[int, int, bool]] = []
     for _, rollout in itertools.groupby(masks, itemgetter(0)):
         whole = list(rollout)
@@ -241,21 +229,13 @@ def _in_parts(masks: list[tuple[int, int]], size: int) -> list[tuple[int, int, b
 
 
 def _filled(row: list[tuple[int, int, bool]], width: int) -> list[tuple[int, int, bool]]:
-    """Return a row of `width` masks, of which the last is repeated: what fills it needs something that it may see."""
+    """Return a row padded to `width` masks with its last one, as padding needs something to attend to."""
     anchor, depth, _ = row[-1] if row else (0, 1, False)
     return row + [(anchor, depth, False)] * (width - len(row))
 
 
-# ------------------------------------------------------------ training
-
-
 class RolledLayers:
-    """Layers in one training step, over whole texts and rollouts after them.
-
-    Args:
-        config: their number of heads, and of heads that keys are made for, as the library calls them.
-        rotary: gives the angles of places.
-    """
+    """Layers in one training step, over whole texts and rollouts after them; see `CachedLayers` for the arguments."""
 
     def __init__(self, layers: Sequence[nn.Module], config: Any, rotary: nn.Module, rollouts: Rollouts):
         self.layers = [FusedLayer(layer, config) for layer in layers]
@@ -267,8 +247,8 @@ class RolledLayers:
         """Return the last layer's output for texts and the masks after them, `[R, T + E, H]`.
 
         Args:
-            projected: what the first layer's `split` takes.
-            hidden: what the first layer's attention is added to.
+            projected: the first layer's projections.
+            hidden: the first layer's residual.
         """
         length = hidden.shape[1] - self.rollouts.anchors.shape[1]
         places = torch.arange(length, device=hidden.device).expand(len(hidden), -1)
@@ -296,8 +276,8 @@ class RolledDrafts:
     """The drafts of a batch that are to be learned.
 
     Attributes:
-        rows, places: where the entry of the text stands that predicts the same token, `[P]`.
-        entries: which entry of the pass predicts it, `[P]`.
+        rows, places: of the entry of the text that predicts the same token, `[P]`.
+        entries: the entry of the pass that predicts it, `[P]`.
         depths: 0 for the text's own entry, else the depth of the mask, `[P]`.
         usual: which were drawn evenly, `[P]` bool; None for all of them.
     """
@@ -330,7 +310,7 @@ class RolledDrafts:
     def weights(self, wanted: Tensor, decay: float, served: Served | None = None) -> Tensor:
         """Return decay^depth, divided by its sum in each row and times the row's tokens to learn, `[P]`.
 
-        A share of that is moved to what rounds reached, if a loss lies on it.
+        `served`: what rounds reached, to which a share of that moves.
         """
         weights = decay ** self.depths.float()
         whole = self._per_row(weights, wanted)
@@ -338,7 +318,7 @@ class RolledDrafts:
             return whole
         # Without the masks that were drawn for rounds, the rest is spread as always.
         rest = whole if self.usual is None else self._per_row(weights * self.usual, wanted)
-        places = self.places + served.says
+        places = self.places + served.ahead
         return served.verified.weighed(whole, self.rows, places, self.depths + 1, rest=rest)
 
     def _per_row(self, weights: Tensor, wanted: Tensor) -> Tensor:
@@ -361,17 +341,10 @@ class RolledDrafts:
         return metrics | acceptance_metrics(alphas, measured)
 
 
-def check_shares(config: Any) -> None:
-    """Raise BadInputError if `keep_ratio` or `keep_least` is not between 0 and 1."""
-    for name in ("keep_ratio", "keep_least"):
-        if not 0 <= getattr(config, name) <= 1:
-            raise BadInputError(f"drafter: {name} is a share between 0 and 1, got {getattr(config, name)}.")
-
-
 def rollout_loss(
     drafter: Drafter[Any],
     batch: TargetBatch,
-    says: int,
+    ahead: int,
     roll: Callable[[TargetBatch, Rollouts], Tensor],
     head: Head,
     parameters: Sequence[Tensor],
@@ -379,7 +352,7 @@ def rollout_loss(
     """Return the mean loss of each text's drafts at all depths, times the text's tokens to learn.
 
     Args:
-        says: how many places after the text's own entry the token stands that it predicts.
+        ahead: how many places after the text's own entry the token stands that it predicts.
         roll: returns states `[B, T + E, H]`, of texts `[B, T]` and of the masks after them.
         head: makes draft logits of states.
         parameters: what `head` trains.
@@ -387,35 +360,27 @@ def rollout_loss(
 
     def of_texts(batch: TargetBatch) -> DrafterLoss:  # rows that hold one text each
         config, wanted = drafter.config, batch.supervised.clone()  # [B, T]
-        wanted[:, :says] = False
-        learned = nn.functional.pad(wanted, (0, says))[:, says:]
-        served = None if batch.verified is None else Served(batch.verified, says)
+        wanted[:, :ahead] = False
+        learned = nn.functional.pad(wanted, (0, ahead))[:, ahead:]
+        served = None if batch.verified is None else Served(batch.verified, ahead)
         rollouts = Rollouts.drawn(
             learned, batch.tokens, config.steps, config.keep_ratio, config.keep_least, batch.step, served
         )
         output = roll(batch, rollouts)  # [B, T + E, H]
         drafts = RolledDrafts.of(learned, rollouts)
         weights = drafts.weights(wanted, config.decay, served)  # [P]
-        rows, places, drafted = drafts.rows, drafts.places + says, output[drafts.rows, drafts.entries]
+        rows, places, drafted = drafts.rows, drafts.places + ahead, output[drafts.rows, drafts.entries]
         result = compare_drafts(drafter, batch, rows, places, drafted, head, parameters, weights)
         return DrafterLoss(result.total, wanted.sum(), drafts.metrics(result, wanted.shape, config.steps))
 
     return DrafterLoss.sum(of_texts(texts) for texts in batch.texts())
 
 
-# ------------------------------------------------------------ decoding
-
-
 class ParallelSession(DeferredPrefillSession):
-    """A session that reads, in one pass, what was committed since the last round and the masks after it.
-
-    Attributes:
-        cache: keys and values of the drafter's layers.
-        head: makes draft logits of states.
-    """
+    """A session that reads, in one pass, the tokens committed since the last round and the masks after them."""
 
     def __init__(self, drafter: Drafter[Any], depth: int, cache: RaggedCache, head: Head):
-        super().__init__(drafter.output_ids, depth)
+        super().__init__(drafter.output_ids, depth, [cache])
         self.cache, self.head = cache, head
         self.drafts = OnePassDrafts(depth, drafter.name)
 
@@ -439,19 +404,15 @@ class ParallelSession(DeferredPrefillSession):
     def decode(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
         return self.drafts.after(parents)
 
-    def caches(self) -> list[RaggedCache]:
-        return [self.cache]
-
     def reset(self) -> None:
         super().reset()
         self.drafts.logits = None
 
 
-def after_texts(counts: RowLengths, width: int, masks: int) -> Nodes:
-    """Return the places of new texts `[B, width]`, of which row b has `counts`, and of `masks` masks after each.
+def place_texts(cache: RaggedCache, counts: RowLengths, width: int, masks: int) -> Tensor:
+    """Return the positions `[B, width + masks]` of new texts, of which row b has `counts`, and of masks after each.
 
-    The texts are a chain. A mask sees its row's whole text and the masks before it: what stands between them means
-    nothing.
+    The texts are a chain. A mask attends to its row's whole text and the masks before it.
     """
     device, rows = counts.tensor.device, len(counts.tensor)
     count = counts.tensor[:, None]
@@ -461,14 +422,9 @@ def after_texts(counts: RowLengths, width: int, masks: int) -> Nodes:
     sees[:, :width, :width] = texts <= texts[:, None]
     sees[:, width:, :width] = (texts < count)[:, None]
     sees[:, width:, width:] = tail <= tail[:, None]
-    return Nodes(depths, sees)
-
-
-def place_texts(cache: RaggedCache, counts: RowLengths, width: int, masks: int) -> Tensor:
-    """Place texts and masks of the next pass in the cache, as `after_texts` has them; return positions, `[B, Q]`."""
     window = cache.window
     if window is not None:  # a round's margin is for what the decoder reads, not for masks
         cache.window = window + masks + 1
-    positions = cache.place(width + masks, 0, after_texts(counts, width, masks))
+    positions = cache.place(width + masks, 0, Nodes(depths, sees))
     cache.window = window
     return positions

@@ -1,8 +1,7 @@
 """PARD: a draft model that drafts all tokens in one pass (arXiv 2504.18583).
 
-An ordinary small language model, trained to predict, at mask tokens that it reads after a text, the tokens that follow
-one after the other: rollouts, deeper ones drawn less often (see parallel_drafts). It is saved as a plain Hugging
-Face checkpoint, whose config names the mask (`pard_token`), as AMD's are.
+An ordinary small language model, trained to predict, at mask tokens after a text, the tokens that follow. It is saved
+as a plain Hugging Face checkpoint, whose config names the mask (`pard_token`), as AMD's are.
 
 Shapes: B rows, T positions, E masks of a row, Q new tokens, P drafts, H hidden size, V vocabulary.
 """
@@ -11,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +23,7 @@ from ..decoder_layer import normed
 from ..draft_model import DraftModel, DraftModelConfig, LlamaRunner, runs
 from ..session import Abilities, PendingInputs, required
 from ..vocabulary import check_mask, unused_token
-from .parallel_drafts import ParallelSession, RolledLayers, Rollouts, check_shares, place_texts, rollout_loss
+from .parallel_drafts import ParallelSession, RolledLayers, Rollouts, place_texts, rollout_loss
 
 _KEYS = {"mask_token_id": "pard_token", "steps": "pard_steps"}  # as the checkpoint's config calls them
 
@@ -37,22 +36,19 @@ class PardConfig(DraftModelConfig):
         steps: the drafts of a pass; the paper trains 8.
         loss: the paper's is hard_ce, against the token that followed.
         decay: weight of draft d is `decay ** (d − 1)`; the paper has none.
-        keep_ratio: of the rollouts that reach a depth this part goes one deeper; at least `keep_least` of all.
-        mask_token_id: the token that stands in place of drafts, which no text has. None: the first row of the embedding
-            that the tokenizer does not use.
+        keep_ratio: the part of the rollouts that goes on to the next depth; at least `keep_least` of all.
+        mask_token_id: stands in place of drafts, and in no text. None: the first row of the embedding that the
+            tokenizer does not use.
     """
+
+    least: ClassVar = {"steps": 1}
+    shares = ("keep_ratio", "keep_least")
 
     steps: int = 8
     decay: float = 1.0
     keep_ratio: float = 0.7
     keep_least: float = 0.2
     mask_token_id: int | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.steps < 1:
-            raise BadInputError(f"drafter: steps must be at least 1, got {self.steps}.")
-        check_shares(self)
 
 
 class Pard(DraftModel):
@@ -63,6 +59,7 @@ class Pard(DraftModel):
     by_layers = False  # see `RolledLayers`
     follows_rounds = True  # it reads masks in place of drafts
     config_class = PardConfig
+    abilities = Abilities(reads_nodes=True, fixed_shapes=True, one_pass=True)
     config: PardConfig
 
     @classmethod
@@ -101,7 +98,7 @@ class Pard(DraftModel):
         check_mask(self.config.mask_token_id, target)
 
     def _check_kind(self) -> None:
-        """Refuse a model whose layers are not run by our own: no library has the attention mask of its masks."""
+        """Raise BadInputError for a model that our own layers cannot run: no library has this attention mask."""
         if not runs(self.model) or any(layer_windows(self.model)):
             raise BadInputError(
                 f"pard: {type(self.model).__name__} is not of Llama's kind, with full attention (llama, mistral, "
@@ -115,8 +112,6 @@ class Pard(DraftModel):
     @property
     def _mask(self) -> int:
         return required(self.config.mask_token_id, "this drafter has no mask; build it for a target.")
-
-    # ------------------------------------------------------------ training
 
     def loss(self, batch: TargetBatch) -> DrafterLoss:
         head, vocab = self.model.get_output_embeddings(), batch.target.vocab_size
@@ -137,12 +132,6 @@ class Pard(DraftModel):
         masks = torch.full_like(rollouts.anchors, self._mask)
         hidden = body.embed_tokens(torch.cat([tokens.clamp(max=self.runner.vocab_size - 1), masks], 1))
         return normed(layers.forward(layers.layers[0].enter(hidden), hidden), body.norm)
-
-    # ------------------------------------------------------------ decoding
-
-    @property
-    def abilities(self) -> Abilities:
-        return Abilities(reads_nodes=True, fixed_shapes=True, one_pass=True)
 
     def open(
         self, target: Target, batch_size: int, max_length: int, spare: int = 0, cache: RaggedCache | None = None
@@ -165,11 +154,11 @@ class PardSession(ParallelSession):
         self.layers, self.mask, self.highest = layers, mask, drafter.runner.vocab_size - 1
 
     def update(self, tokens: Tensor, hidden: Tensor | None, counts: RowLengths, path: Tensor | None = None) -> None:
-        self.note(PendingInputs(tokens, tokens, counts))
+        self.note(tokens, tokens, counts)
 
     def read(self, unread: PendingInputs, root: Tensor, masks: int) -> tuple[Tensor, RowLengths]:
         tokens = nn.functional.pad(unread.tokens, (0, 1)).scatter(1, unread.counts.tensor[:, None], root[:, None])
         counts = RowLengths(unread.counts.tensor + 1)  # the root is committed with the tokens that follow it
         positions = place_texts(self.cache, counts, tokens.shape[1], masks)
         tokens = nn.functional.pad(tokens.clamp(max=self.highest), (0, masks), value=self.mask)
-        return self.layers.read_placed(tokens, self.cache, positions), counts
+        return self.layers.read(tokens, self.cache, positions), counts

@@ -1,17 +1,14 @@
 """P-EAGLE: an EAGLE-3 head that drafts all tokens in one pass (arXiv 2602.01469).
 
 EAGLE-3 reads its own outputs, draft after draft. This head reads, after the last true pair of hidden states and token,
-pairs of a mask: a vector in place of the hidden states and a mask token in place of the token, one for each draft after
-the first. It is trained on such rollouts, of which deeper ones are drawn less often (parallel_drafts.py).
-
-Its network is EAGLE-3's, without the feedback of outputs.
+pairs of masks: a vector in place of the hidden states and a token in place of the draft. Its network is EAGLE-3's.
 
 Shapes: B rows, T positions, E masks of a row, P drafts, K taps, H hidden size, V' draft vocabulary, S drafts.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
 
@@ -23,8 +20,8 @@ from ..base import DrafterLoss, TargetBatch
 from ..decoder_layer import CachedLayers, FusedLayer
 from ..eagle import Eagle3, Eagle3Config
 from ..session import Abilities, PendingInputs, required
-from ..vocabulary import check_mask, mean_embedding, unused_token
-from .parallel_drafts import ParallelSession, RolledLayers, Rollouts, check_shares, place_texts, rollout_loss
+from ..vocabulary import begin_mask, unused_token
+from .parallel_drafts import ParallelSession, RolledLayers, Rollouts, place_texts, rollout_loss
 
 
 @dataclass
@@ -32,13 +29,14 @@ class PEagleConfig(Eagle3Config):
     """Settings of a P-EAGLE head: EAGLE-3's, and those of its masks.
 
     Attributes:
-        num_layers: the paper's 4; one layer drafts much worse without feedback.
+        num_layers: the paper's 4; one drafts much worse without feedback.
         steps: S, the drafts of a pass. The paper trains 8, also where fewer are drafted.
         decay: weight of draft d is `decay ** (d − 1)`; the paper has none.
-        keep_ratio: of the rollouts that reach a depth this part goes one deeper; at least `keep_least` of all.
-        mask_token_id: the token whose embedding stands in place of drafts. None: the first row of the embedding that
-            the tokenizer does not use; without such a one a vector that is learned.
+        keep_ratio: the part of the rollouts that goes on to the next depth; at least `keep_least` of all.
+        mask_token_id: as in `DFlashConfig`.
     """
+
+    shares = ("keep_ratio", "keep_least")
 
     num_layers: int = 4
     steps: int = 8
@@ -46,10 +44,6 @@ class PEagleConfig(Eagle3Config):
     keep_ratio: float = 0.8
     keep_least: float = 0.2
     mask_token_id: int | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_shares(self)
 
     def sizes(self, target: Target) -> dict[str, Any]:
         mask = unused_token(target) if self.mask_token_id is None else self.mask_token_id
@@ -61,6 +55,7 @@ class PEagle(Eagle3):
 
     name = "peagle"
     config_class = PEagleConfig
+    abilities = Abilities(reads_nodes=True, fixed_shapes=True, one_pass=True)
     config: PEagleConfig
 
     def __init__(self, config: PEagleConfig):
@@ -75,9 +70,7 @@ class PEagle(Eagle3):
     @classmethod
     def build(cls, config: PEagleConfig, target: Target, token_counts: Tensor | None = None) -> Self:
         head = super().build(config, target, token_counts)
-        check_mask(head.config.mask_token_id, target)
-        if head.mask is not None:
-            head.mask.data.copy_(mean_embedding(target))
+        begin_mask(head.mask, head.config.mask_token_id, target)
         return head
 
     def masks(self, target: Target, first: FusedLayer | None = None) -> tuple[Tensor, Tensor]:
@@ -87,8 +80,6 @@ class PEagle(Eagle3):
             return self.mask.expand(1, 1, -1), hidden
         token = torch.full((1, 1), self.config.mask_token_id or 0, device=hidden.device)
         return target.embed(token).to(hidden.dtype), hidden
-
-    # ------------------------------------------------------------ training
 
     def loss(self, batch: TargetBatch) -> DrafterLoss:
         # The pair at t predicts x_{t + 2}, a mask d places after it x_{t + 2 + d}.
@@ -104,12 +95,6 @@ class PEagle(Eagle3):
         embedded = torch.cat([embedded, mask.expand(shape)], 1)
         hidden = torch.cat([self.disturb(self.fuse(batch.hidden)), masked.expand(shape)], 1)
         return layers.forward(*self.enter(self.read(embedded, first), hidden, first))
-
-    # ------------------------------------------------------------ decoding
-
-    @property
-    def abilities(self) -> Abilities:
-        return replace(super().abilities, one_pass=True)
 
     def open(
         self, target: Target, batch_size: int, max_length: int, spare: int = 0, cache: RaggedCache | None = None
@@ -130,16 +115,14 @@ class PEagleSession(ParallelSession):
         self.drafter, self.target, self.layers = head, target, layers
 
     def update(self, tokens: Tensor, hidden: Tensor | None, counts: RowLengths, path: Tensor | None = None) -> None:
-        hidden = required(hidden, "peagle: update needs the target's hidden states.")
-        self.note(PendingInputs(tokens, hidden, counts))
+        self.note(tokens, required(hidden, "peagle: update needs the target's hidden states."), counts)
 
     def read(self, unread: PendingInputs, root: Tensor, masks: int) -> tuple[Tensor, RowLengths]:
         first, shape = self.layers.layers[0], (len(root), masks, -1)
         following = unread.tokens.roll(-1, 1).scatter(1, (unread.counts.tensor - 1)[:, None], root[:, None])  # [B, Q]
         mask, masked = self.drafter.masks(self.target, first)
-        embedded = torch.cat(
-            [self.target.embed(following).to(masked.dtype), mask.expand(shape)], 1
-        )  # [B, Q + k − 1, H]
+        embedded = self.target.embed(following).to(masked.dtype)
+        embedded = torch.cat([embedded, mask.expand(shape)], 1)  # [B, Q + k − 1, H]
         hidden = torch.cat([self.drafter.fuse(unread.hidden, first), masked.expand(shape)], 1)
         positions = place_texts(self.cache, unread.counts, following.shape[1], masks)
         entered = self.drafter.enter(self.drafter.read(embedded, first), hidden, first)

@@ -1,15 +1,20 @@
-"""A target, batches of it, and a head's logits round by round."""
+"""A target, batches of it, drafters with weights that matter, and their logits round by round."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from outrider.heads import Drafter, TargetBatch
+from outrider.decode import Output
+from outrider.heads import Drafter, Session, TargetBatch
+from outrider.heads.parallel.parallel_drafts import Rollouts
 from outrider.targets import RowLengths, Target
+
+VOCAB = 64
 
 
 @pytest.fixture
@@ -17,11 +22,197 @@ def target(tiny_llama) -> Target:
     return Target(tiny_llama(layers=6))
 
 
+def sequences(rows: int = 3, length: int = 18, vocab: int = VOCAB) -> Tensor:
+    return torch.randint(0, vocab, (rows, length), generator=torch.Generator().manual_seed(1))
+
+
 def batch(target: Target, drafter: Drafter, tokens: Tensor, supervised: Tensor | None = None) -> TargetBatch:
     """Return a batch in which all tokens are learned, if it is not said which."""
     out = target.forward(tokens, taps=drafter.taps)
     learned = torch.ones_like(tokens, dtype=torch.bool) if supervised is None else supervised
     return TargetBatch(target, tokens, learned, out.hidden, out.last)
+
+
+def part_of(data: TargetBatch, rows: slice, length: int | None = None, step: int = 0) -> TargetBatch:
+    """Return rows of a batch, up to a length."""
+    part = rows, slice(0, length)
+    hidden = None if data.hidden is None else data.hidden[part]
+    return TargetBatch(data.target, data.tokens[part], data.supervised[part], hidden, data.last[part], step)
+
+
+def made(kind: type[Drafter], target: Target, std: Mapping[str, float] | None = None, **settings: Any) -> Any:
+    """Return a frozen drafter, always the same, whose norms are not at 1, so that one in the wrong place shows.
+
+    `std`: of weights that are drawn anew, by a part of their names; "" is of all.
+    """
+    torch.manual_seed(7)
+    drafter = kind.build(kind.config_class(**settings), target, torch.randint(0, 1000, (target.vocab_size,)))
+    for name, weight in drafter.named_parameters():
+        if "norm" in name:
+            torch.nn.init.uniform_(weight, 0.5, 1.5)
+        for part, deviation in (std or {}).items():
+            if part in name:
+                torch.nn.init.normal_(weight, std=deviation)
+    return drafter.eval().requires_grad_(False)
+
+
+def ragged(texts: list[list[int]], fill: int = 0) -> tuple[Tensor, RowLengths]:
+    """Return texts of different lengths as tokens, padded on the right, and their lengths."""
+    width = max(map(len, texts))
+    return torch.tensor([t + [fill] * (width - len(t)) for t in texts]), RowLengths.of([len(t) for t in texts], "cpu")
+
+
+def opened(drafter: Drafter, target: Target, texts: list[list[int]]) -> Any:
+    """Return a session that has read texts at once."""
+    session: Session = drafter.open(target, len(texts), 120)
+    tokens, counts = ragged(texts)
+    session.update(tokens, target.forward(tokens, taps=drafter.taps).hidden, counts)
+    return session
+
+
+def best(logits: Tensor, token_ids: Tensor | None = None) -> Tensor:
+    """Return the most probable tokens."""
+    top = logits.argmax(-1)
+    return top if token_ids is None else token_ids[top]
+
+
+def proposed(session: Session, roots: list[int], depth: int, choose: Any = None) -> list[list[int]]:
+    """Return the tokens that each row proposes."""
+    proposal = session.propose(torch.tensor(roots), depth, choose)
+    return [row[:n] for row, n in zip(proposal.tokens.tolist(), proposal.lengths.tolist(), strict=True)]
+
+
+def looked_up(drafter: Drafter, texts: list[list[int]], roots: list[int], depth: int) -> list[list[int]]:
+    """Return what a drafter without weights proposes after texts, whose padding is 99."""
+    session = drafter.open(None, len(texts), 100)
+    tokens, counts = ragged(texts, 99)
+    session.update(tokens, None, counts)
+    assert drafter.abilities.deterministic
+    assert session.propose(torch.tensor(roots), depth, None).deterministic
+    return proposed(session, roots, depth)
+
+
+def check_metrics(
+    metrics: Mapping[str, tuple[Tensor, Tensor]], alphas: Mapping[tuple[int, int, int], float], depths: int
+) -> None:
+    """Compare `alpha_d1` and `tau` with α by row, place and depth."""
+    sums = {name: (total.item(), count.item()) for name, (total, count) in metrics.items()}
+    first = [alpha for (_, _, depth), alpha in alphas.items() if depth == 0]
+    assert sums["alpha_d1"] == pytest.approx((sum(first), len(first)), rel=1e-4)
+    assert sums["tau"] == pytest.approx(tau_of(alphas, depths), rel=1e-4)
+
+
+def tau_of(alphas: Mapping[tuple[int, int, int], float], depths: int) -> tuple[float, int]:
+    """Return (sum, count) of 1 + Σ_d Π_{i<=d} α_i over whole chains, from α by row, place and depth."""
+    starts = {(row, t) for row, t, _ in alphas}
+    whole = [(row, t) for row, t in starts if all((row, t, d) in alphas for d in range(depths))]
+    chains = [torch.tensor([alphas[row, t, d] for d in range(depths)]) for row, t in whole]
+    return sum(1 + float(chain.cumprod(0).sum()) for chain in chains), len(chains)
+
+
+# ------------------------------------------------------------ properties of several drafters
+
+
+def assert_told_from_text(
+    prompts: list[list[int]], out: Output, depth: int, predict: Callable[[Tensor, int], Tensor]
+) -> None:
+    """Along the target's own text `predict(tokens, place)` gives the drafts, and so each round's length."""
+    for prompt, text, rounds in zip(prompts, out.tokens, out.rounds, strict=True):
+        tokens, place, told = torch.tensor([prompt + text]), len(prompt), []
+        for one in rounds:
+            there = tokens[0, place + 1 : place + 1 + depth]
+            right = predict(tokens, place)[: len(there)] == there
+            told.append(min(int(right.long().cumprod(0).sum()), one.drafted))
+            place += one.accepted + 1
+        assert told[:-1] == [one.accepted for one in rounds][:-1]
+        assert told[-1] >= min(rounds[-1].accepted, len(there)), "the last round may go on after the text's end"
+
+
+def assert_sum_of_rows(drafter: Drafter, target: Target) -> None:
+    """Rows one by one, padded, or together draw the same and have the same loss; another step draws other things."""
+    supervised = torch.arange(30) < torch.tensor([[18], [25], [30]])
+    data = batch(target, drafter, sequences(3, 30).masked_fill(~supervised, 0), supervised)
+
+    def loss(rows: slice, length: int, step: int = 0) -> float:
+        return float(drafter.loss(part_of(data, rows, length, step)).total)
+
+    whole, last = loss(slice(0, 3), 30), loss(slice(2, 3), 30)
+    assert whole == pytest.approx(loss(slice(0, 1), 18) + loss(slice(1, 2), 27) + last, rel=1e-5)
+    assert whole == pytest.approx(loss(slice(0, 2), 25) + last, rel=1e-5)
+    assert abs(whole - loss(slice(0, 3), 30, step=1)) > 1e-3
+
+
+def assert_later_steps_are_those_of_whole_rows(unroll: Callable[[Tensor], list[Tensor]], length: int) -> None:
+    """Rows that begin at different places give what they give when unrolled whole."""
+    whole = unroll(torch.tensor([0, 0, 0]))
+    for begins in (torch.tensor([2, 0, 5]), torch.tensor([4, 3, 5])):
+        for step, output in enumerate(unroll(begins)):
+            assert output.shape[1] == length - int(begins.min())
+            for row, b in enumerate(begins.tolist()):
+                here = length - b - 1 - step
+                torch.testing.assert_close(output[row, :here], whole[step][row, b : b + here], rtol=1e-4, atol=1e-5)
+
+
+def assert_reads_up_to(
+    unroll: Callable[[Tensor, Tensor], Tensor], tokens: Tensor, hidden: Tensor, last: int, whole: bool = False
+) -> None:
+    """Index t of one row's outputs depends on hidden states up to t, and on tokens up to t + `last`.
+
+    `whole`: the last `last` depend on hidden states, too.
+    """
+    before, at, length = unroll(tokens, hidden), 9, tokens.shape[1]
+    other, moved = tokens.clone(), hidden.clone()
+    other[0, at] = (other[0, at] + 1) % VOCAB
+    moved[0, at] += 1
+    cases = (unroll(other, hidden), last, length - last), (unroll(tokens, moved), 0, length - last * (not whole))
+    for after, reach, here in cases:
+        changed = (after - before).abs().amax(-1)[0] > 0
+        assert changed.tolist()[:here] == [t + reach >= at for t in range(here)]
+
+
+# ------------------------------------------------------------ drafts in one pass
+
+
+def rolled(places: list[tuple[int, int]], rows: int, size: int = 256) -> Rollouts:
+    """The same masks, (anchor, depth), in every row."""
+    return Rollouts.of([places] * rows, size, "cpu")
+
+
+def every(length: int, steps: int) -> list[tuple[int, int]]:
+    """All masks of a text."""
+    return [(t, d) for t in range(length) for d in range(1, steps)] or [(0, 1)]
+
+
+def entries_of(rollouts: Rollouts, learned: Tensor, row: int) -> list[tuple[int, int, int]]:
+    """The entries of a row that learn, by anchor, depth and index: those of its text, and its masks."""
+    entries = [(t, 0, t) for t in learned[row].nonzero().flatten().tolist()]
+    masks = rollouts.real[row].nonzero().flatten().tolist()
+    return entries + [
+        (int(rollouts.anchors[row, e]), int(rollouts.depths[row, e]), learned.shape[1] + e) for e in masks
+    ]
+
+
+@torch.inference_mode()
+def leaves_no_mask(drafter: Drafter, target: Target) -> None:
+    """After three rounds the cache is that of one pass over the text."""
+    tokens = sequences(1, 20, 63)
+    hidden = target.forward(tokens, taps=drafter.taps).hidden
+    sessions = []
+    for ends in ((4, 5, 9), (9,)):
+        session, begin = drafter.open(target, 1, 28), 0
+        for end in ends:
+            part = None if hidden is None else hidden[:, begin:end]
+            session.update(tokens[:, begin:end], part, RowLengths.of([end - begin], "cpu"))
+            session.prefill(tokens[:, end])
+            begin = end
+        sessions.append(session)
+    assert sessions[0].cache.host_lengths == sessions[1].cache.host_lengths == [9]
+    for mine, alone in zip(*(session.cache._stores for session in sessions), strict=True):
+        torch.testing.assert_close(mine.keys[:, :, :9], alone.keys[:, :, :9], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(mine.values[:, :, :9], alone.values[:, :, :9], rtol=1e-5, atol=1e-5)
+
+
+# ------------------------------------------------------------ rounds
 
 
 @pytest.fixture

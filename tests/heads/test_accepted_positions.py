@@ -8,14 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.heads import HEADS, AcceptedPositions, DFlash, Drafter, TargetBatch
-from outrider.heads.block.block_losses import Anchors, BlockTargets, eligible_places
+from outrider.heads import HEADS, AcceptedPositions, DFlash, Drafter, TargetBatch, base
+from outrider.heads.block.block_losses import Anchors, BlockLearning, BlockTargets, eligible_places
 from outrider.heads.losses import PositionLosses
 from outrider.heads.parallel.parallel_drafts import RolledDrafts, Rollouts, Served, kept_counts
 from outrider.targets import Target
 from outrider.targets.documents import Documents
 
 from ..conftest import drafter_in_training
+from .conftest import batch as all_of
+from .conftest import sequences
 
 DFLASH = {"type": "dflash", "num_layers": 2, "block_size": 4, "taps": [2, 4]}
 KINDS: dict[str, dict[str, Any]] = {
@@ -41,10 +43,8 @@ def target(tiny_llama: Any) -> Target:
 
 
 def batch(target: Target, drafter: Drafter[Any], share: float | None) -> TargetBatch:
-    tokens = torch.randint(0, 60, (2, len(DEPTHS)), generator=torch.Generator().manual_seed(1))
     supervised = torch.arange(len(DEPTHS)).expand(2, -1) >= PROMPT
-    out = target.forward(tokens, taps=drafter.taps)
-    found = TargetBatch(target, tokens, supervised, out.hidden, out.last)
+    found = all_of(target, drafter, sequences(2, len(DEPTHS), 60), supervised)
     if share is not None:
         found.verified = AcceptedPositions(torch.tensor([DEPTHS, [0] * len(DEPTHS)]), share)
     return found
@@ -72,9 +72,8 @@ def test_the_share_moves_to_what_was_reached_by_the_weights_that_were_there() ->
 def test_a_whole_share_leaves_nothing_elsewhere_and_none_changes_nothing() -> None:
     depths, weights = torch.tensor([[0, 1, 2]]), torch.tensor([[3.0, 1.0], [2.0, 5.0]])  # [S, P]
     arguments = weights, torch.zeros(2, dtype=torch.long), torch.tensor([1, 2]), torch.tensor([[1], [2]])
-    torch.testing.assert_close(
-        AcceptedPositions(depths, 1.0).weighed(*arguments), torch.tensor([[4.125, 0.0], [0.0, 6.875]])
-    )
+    found = AcceptedPositions(depths, 1.0).weighed(*arguments)
+    torch.testing.assert_close(found, torch.tensor([[4.125, 0.0], [0.0, 6.875]]))
     assert torch.equal(AcceptedPositions(depths, 0.0).weighed(*arguments), weights)
 
 
@@ -124,7 +123,7 @@ def test_blocks_weigh_what_a_texts_tokens_do_and_the_rest_is_spread_without_what
     for step in range(8):
         anchors = Anchors.of(eligible_places(wanted, True), given.tokens, 2, step, verified=verified)
         lessons = BlockTargets.of(anchors, wanted, drafter.max_depth)
-        weights = drafter.learning(given, wanted, lessons).inputs().weighting.fixed
+        weights = BlockLearning(drafter, given, wanted, lessons).fixed_weights()
         for row in range(2):
             assert float(weights[lessons.rows == row].sum()) == pytest.approx(7)
         if lessons.usual is None:
@@ -142,21 +141,14 @@ def test_a_share_of_the_masks_follows_rounds_and_the_others_are_drawn_as_always(
     """As many masks of each depth as without, none without those before it; half of them where rounds reached."""
     tokens, learned = torch.arange(80)[None], torch.ones(1, 80, dtype=torch.bool)
     depths = torch.tensor([[1, 2, 3, 4, 5] * 16])
-    served, drops = Served(AcceptedPositions(depths, 0.5), says=1), (6, 0.7, 0.2)
+    served, drops = Served(AcceptedPositions(depths, 0.5), ahead=1), (6, 0.7, 0.2)
     found, usual = Rollouts.drawn(learned, tokens, *drops, 7, served), Rollouts.drawn(learned, tokens, *drops, 7)
     assert found.usual is not None
     assert usual.usual is None
     masks, others = set(), set()
-    for anchor, depth, real, is_usual in zip(
-        found.anchors[0].tolist(),
-        found.depths[0].tolist(),
-        found.real[0].tolist(),
-        found.usual[0].tolist(),
-        strict=True,
-    ):
-        if real:
-            masks.add((anchor, depth))
-            others |= set() if is_usual else {(anchor, depth)}
+    for anchor, depth, is_usual in torch.stack([found.anchors, found.depths, found.usual], 2)[found.real].tolist():
+        masks.add((anchor, depth))
+        others |= set() if is_usual else {(anchor, depth)}
     assert all(depth == 1 or (anchor, depth - 1) in masks for anchor, depth in masks)
     reached = {(a, d) for a, d in masks if a + 1 + d < 80 and depths[0, a + 1 + d] == d + 1}
     assert others
@@ -168,7 +160,7 @@ def test_a_share_of_the_masks_follows_rounds_and_the_others_are_drawn_as_always(
             assert sum(d == depth for _, d in reached) >= min(int(0.5 * most), there) * (depth < 5) * 0.8
     whole = Rollouts.drawn(learned, tokens, 6, 1.0, 0.2, 7, served)
     assert whole.usual is None, "where nothing is dropped, all masks are there already"
-    none = Rollouts.drawn(learned, tokens, *drops, 7, Served(AcceptedPositions(torch.zeros_like(depths), 0.5), says=1))
+    none = Rollouts.drawn(learned, tokens, *drops, 7, Served(AcceptedPositions(torch.zeros_like(depths), 0.5), ahead=1))
     assert torch.equal(none.anchors, usual.anchors)
     assert torch.equal(none.depths, usual.depths)
 
@@ -179,7 +171,7 @@ def test_masks_weigh_what_a_rows_tokens_do(share: float) -> None:
     tokens, wanted = torch.arange(80)[None], torch.ones(1, 80, dtype=torch.bool)
     wanted[:, :1] = False
     learned = torch.nn.functional.pad(wanted, (0, 1))[:, 1:]
-    served = Served(AcceptedPositions(torch.tensor([[1, 2, 3, 4, 5] * 16]), share), says=1)
+    served = Served(AcceptedPositions(torch.tensor([[1, 2, 3, 4, 5] * 16]), share), ahead=1)
     rollouts = Rollouts.drawn(learned, tokens, 6, 0.7, 0.2, 7, served)
     drafts = RolledDrafts.of(learned, rollouts)
     weights = drafts.weights(wanted, 0.9, served)
@@ -196,8 +188,6 @@ def test_masks_weigh_what_a_rows_tokens_do(share: float) -> None:
 
 def compared(monkeypatch: pytest.MonkeyPatch, drafter: Drafter[Any], given: TargetBatch) -> tuple[Tensor, Tensor]:
     """The weights of a feature head's comparison, `[S, P]`, and the tokens that are predicted, `[P]`."""
-    from outrider.heads import base
-
     seen: list[Tensor] = []
 
     def noted(last: Tensor, drafted: Any, settings: Any, weights: Tensor, following: Tensor) -> PositionLosses:
@@ -234,19 +224,14 @@ def test_a_share_of_nothing_is_the_usual_loss_and_weights_stay_in_all(target: Ta
 
 @pytest.mark.parametrize("values", KINDS.values(), ids=KINDS)
 def test_the_loss_of_a_whole_share_is_that_of_drafts_in_served_places(target: Target, values: dict[str, Any]) -> None:
-    """Changing what follows the deepest round changes only what was never reached, and so nothing of such a loss.
-
-    The row's rounds are the first only (three tokens); the loss of the whole share must not see any later token.
-    """
+    """Changing what follows the deepest round changes only what was never reached, and so nothing of such a loss."""
     drafter, losses = drafter_in_training(target, values), []
     for later in (5, 9):
         given = batch(target, drafter, 1.0)
         tokens = given.tokens[:1].clone()
         tokens[:, 7:] = later
-        out = target.forward(tokens, taps=drafter.taps)
-        depths = torch.tensor([[0, 0, 0, 0, 1, 2, 3, 0, 0, 0]])
-        whole = TargetBatch(target, tokens, given.supervised[:1], out.hidden, out.last)
-        whole.verified = AcceptedPositions(depths, 1.0)
+        whole = all_of(target, drafter, tokens, given.supervised[:1])
+        whole.verified = AcceptedPositions(torch.tensor([[0, 0, 0, 0, 1, 2, 3, 0, 0, 0]]), 1.0)
         losses.append(float(drafter.loss(whole).total.detach()))
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     assert losses[0] > 0

@@ -1,8 +1,4 @@
-"""Faults of block drafters that were seen in the field, planted one by one: each is found by what the tests compare.
-
-The comparison is that of test_dflash.py and test_dspark.py: logits in training against the decoder's. A fault in one of
-the two must show in it.
-"""
+"""Faults of block drafters that were seen in the field, planted one by one: each is found by what the tests compare."""
 
 from __future__ import annotations
 
@@ -13,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.heads import DFlash, DFlashConfig, DSpark, DSparkConfig
+from outrider.heads import DFlash, DFlashConfig, DSpark
 from outrider.heads.block.block_layers import BlockMask, CachedBlocks
 from outrider.heads.block.block_losses import Anchors
 from outrider.heads.block.dflash import BlockSession
@@ -21,24 +17,16 @@ from outrider.heads.decoder_layer import normed, rotary_of
 from outrider.targets import Target
 from outrider.targets.cache_slots import Placement
 
+from .conftest import made as make
+from .conftest import sequences
+
 STARTS = [[4, 9], [6, 12], [3, 7]]
 Plant = Callable[[pytest.MonkeyPatch, DFlash], None]
 
 
 def made(target: Target) -> DSpark:
-    torch.manual_seed(7)
-    config = DSparkConfig(num_layers=1, block_size=5, markov_rank=8, sliding_window=6, draft_vocab_size=40)
-    drafter = DSpark.build(config, target, torch.arange(64))
-    for name, weight in drafter.named_parameters():
-        if "norm" in name:
-            torch.nn.init.uniform_(weight, 0.5, 1.5)
-        elif "markov" in name or name == "mask":
-            torch.nn.init.normal_(weight, std=0.5)
-    return drafter.eval().requires_grad_(False)
-
-
-def sequences() -> Tensor:
-    return torch.randint(0, 64, (3, 22), generator=torch.Generator().manual_seed(1))
+    settings = {"num_layers": 1, "block_size": 5, "markov_rank": 8, "sliding_window": 6, "draft_vocab_size": 40}
+    return make(DSpark, target, {"markov": 0.5, "mask": 0.5}, **settings)
 
 
 def trained(target: Target, drafter: DSpark, tokens: Tensor) -> Tensor:
@@ -122,29 +110,20 @@ def block_is_causal(patch: pytest.MonkeyPatch, drafter: DFlash) -> None:
     patch.setattr(BlockMask, "own", lambda sight, device: ones.tril())
 
 
-FAULTS: list[Plant] = [
-    context_holds_the_anchor,
-    window_is_one_longer,
-    positions_are_another_rows,
-    rotary_has_a_default_base,
-    context_is_normed_twice,
-    layout_is_flipped,
-    taps_are_one_off,
-    the_head_reads_the_token_before_the_last,
-    block_entries_stay,
-    block_is_causal,
-]
+FAULTS: list[Plant] = [context_holds_the_anchor, window_is_one_longer, positions_are_another_rows]
+FAULTS += [rotary_has_a_default_base, context_is_normed_twice, layout_is_flipped, taps_are_one_off]
+FAULTS += [the_head_reads_the_token_before_the_last, block_entries_stay, block_is_causal]
 
 
 def test_without_a_fault_they_agree(target, decoded_logits):
-    drafter, tokens = made(target), sequences()
+    drafter, tokens = made(target), sequences(3, 22)
     assert apart(decoded_logits(drafter, target, tokens, STARTS, 5), trained(target, drafter, tokens)) < 1e-5
 
 
 @pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)
 def test_a_planted_fault_is_found(target, decoded_logits, monkeypatch, plant):
     """Training without the fault, decoding with it; where both share the code, the one as it was before."""
-    drafter, tokens = made(target), sequences()
+    drafter, tokens = made(target), sequences(3, 22)
     both = trained(target, drafter, tokens), decoded_logits(drafter, target, tokens, STARTS, 5)
     plant(monkeypatch, drafter)
     changed = trained(target, drafter, tokens), decoded_logits(drafter, target, tokens, STARTS, 5)

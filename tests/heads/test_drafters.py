@@ -1,7 +1,4 @@
-"""What every drafter in the registry keeps to: saving, strict loading, and dropping rows.
-
-A new architecture is one new row.
-"""
+"""What every drafter in the registry keeps to: saving, strict loading, and dropping rows."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ import json
 import pickle
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,35 +20,23 @@ from outrider.heads import (
     Cascade,
     CascadeConfig,
     DFlash,
-    DFlashConfig,
     Drafter,
     DraftModel,
     DSpark,
-    DSparkConfig,
     Eagle1,
-    Eagle1Config,
     Eagle3,
-    Eagle3Config,
     Fusion,
     Hydra,
-    HydraConfig,
     Lookahead,
-    LookaheadConfig,
     Medusa,
-    MedusaConfig,
     Mtp,
-    MtpConfig,
     Ngram,
-    NgramConfig,
     Pard,
     PardConfig,
     PEagle,
-    PEagleConfig,
     SelfSpeculative,
     SelfSpeculativeConfig,
     Suffix,
-    SuffixConfig,
-    TargetBatch,
     drafter_config,
     head_class,
     load_drafter,
@@ -58,93 +44,66 @@ from outrider.heads import (
 from outrider.targets import RowLengths, Target
 
 from ..conftest import FEW_TOKENS, few
+from .conftest import batch, best, opened, ragged, sequences
+
+Maker = Callable[[Target, Callable], Drafter]
 
 
-def shaken(drafter: Drafter) -> Drafter:
-    """With random weights where new ones are zero, so that what they read makes a difference."""
-    for name, weight in drafter.named_parameters():
-        if any(part in name for part in ("linear", "down", "markov_w2")):
-            torch.nn.init.normal_(weight, std=0.2)
-    return drafter
+def model(llama: Callable) -> DraftModel:
+    return DraftModel(llama(layers=2, seed=1))
 
 
-MAKERS: dict[str, Callable[[Target, Callable], Drafter]] = {
-    "cascade": lambda target, llama: Cascade(Ngram(), DraftModel(llama(layers=2, seed=1))),
-    "cascade deeper": lambda target, llama: Cascade(
-        Suffix(), DraftModel(llama(layers=2, seed=1)), CascadeConfig(model_depth=2)
-    ),
-    "cascade eagle3": lambda target, llama: Cascade(
-        Ngram(), Eagle3.build(Eagle3Config(), target), CascadeConfig(vertical=False, model_depth=2)
-    ),
-    "dflash": lambda target, llama: DFlash.build(DFlashConfig(num_layers=2), target),
-    "dflash causal": lambda target, llama: DFlash.build(
-        DFlashConfig(
-            num_layers=1,
-            block_size=4,
-            from_anchor=True,
-            causal=True,
-            sliding_window=6,
-            mask_token_id=63,
-            weighting="dpace",
-        ),
-        target,
-    ),
-    "dflash pruned": lambda target, llama: DFlash.build(
-        DFlashConfig(num_layers=1, taps=(0, 6), draft_vocab_size=20, sliding_window=8, window_from="anchor"),
-        target,
-        torch.arange(64),
-    ),
-    "draft_model": lambda target, llama: DraftModel(llama(layers=2, seed=1)),
-    "dspark": lambda target, llama: shaken(DSpark.build(DSparkConfig(num_layers=1, markov_rank=8), target)),
-    "dspark rnn": lambda target, llama: shaken(
-        DSpark.build(
-            DSparkConfig(num_layers=1, markov_rank=8, markov_head="rnn", draft_vocab_size=20, causal=True),
-            target,
-            torch.arange(64),
-        )
-    ),
-    "eagle1": lambda target, llama: Eagle1.build(Eagle1Config(), target),
-    "eagle1 two layers": lambda target, llama: Eagle1.build(
-        Eagle1Config(num_layers=2, steps=2, norm_inputs=True, norm_first=True), target
-    ),
-    "eagle3": lambda target, llama: Eagle3.build(Eagle3Config(norm_taps=True, steps=2), target),
-    "eagle3 pruned": lambda target, llama: Eagle3.build(
-        Eagle3Config(taps=(0, 6), draft_vocab_size=20), target, torch.arange(64)
-    ),
-    "eagle3 two layers": lambda target, llama: Eagle3.build(
-        Eagle3Config(num_layers=2, norm_output=True, norm_before_fc=True, norm_before_residual=True), target
-    ),
-    "lookahead": lambda target, llama: Lookahead(LookaheadConfig(window=3, ngram=3, guesses=2)),
-    "medusa": lambda target, llama: shaken(Medusa.build(MedusaConfig(num_layers=2), target)),
-    "medusa pruned": lambda target, llama: shaken(
-        Medusa.build(MedusaConfig(draft_vocab_size=20, share_lm_head=True), target, torch.arange(64))
-    ),
-    "mtp": lambda target, llama: Mtp.build(MtpConfig(depth=4, recursive=False), target),
-    "mtp recursive": lambda target, llama: Mtp.build(MtpConfig(steps=2, draft_vocab_size=20), target, torch.arange(64)),
-    "hydra": lambda target, llama: shaken(Hydra.build(HydraConfig(), target)),
-    "hydra pruned": lambda target, llama: shaken(
-        Hydra.build(HydraConfig(draft_vocab_size=20, share_lm_head=True), target, torch.arange(64))
-    ),
-    "ngram": lambda target, llama: Ngram(NgramConfig(max_match=3)),
+def built(kind: type[Drafter], **settings: Any) -> Maker:
+    """Return a function that makes a drafter, with random weights where new ones are zero in these kinds."""
+
+    def make(target: Target, llama: Callable) -> Drafter:
+        counts = torch.arange(64) if "draft_vocab_size" in settings else None
+        drafter = kind.build(kind.config_class(**settings), target, counts)
+        for name, weight in drafter.named_parameters() if kind in (DSpark, Medusa, Hydra, SelfSpeculative) else ():
+            if any(part in name for part in ("linear", "down", "markov_w2")):
+                torch.nn.init.normal_(weight, std=0.2)
+        return drafter
+
+    return make
+
+
+WINDOW = {"sliding_window": 6, "causal": True, "from_anchor": True, "block_size": 4, "mask_token_id": 63}
+PRUNED = {"draft_vocab_size": 20}
+TWO = {"num_layers": 2}
+NORMED = {"norm_output": True, "norm_before_fc": True, "norm_before_residual": True}
+SHALLOW = CascadeConfig(vertical=False, model_depth=2)
+MAKERS: dict[str, Maker] = {
+    "cascade": lambda target, llama: Cascade(Ngram(), model(llama)),
+    "cascade deeper": lambda target, llama: Cascade(Suffix(), model(llama), CascadeConfig(model_depth=2)),
+    "cascade eagle3": lambda target, llama: Cascade(Ngram(), built(Eagle3)(target, llama), SHALLOW),
+    "dflash": built(DFlash, **TWO),
+    "dflash causal": built(DFlash, num_layers=1, weighting="dpace", **WINDOW),
+    "dflash pruned": built(DFlash, num_layers=1, taps=(0, 6), sliding_window=8, window_from="anchor", **PRUNED),
+    "draft_model": lambda target, llama: model(llama),
+    "dspark": built(DSpark, num_layers=1, markov_rank=8),
+    "dspark rnn": built(DSpark, num_layers=1, markov_rank=8, markov_head="rnn", causal=True, **PRUNED),
+    "eagle1": built(Eagle1),
+    "eagle1 two layers": built(Eagle1, steps=2, norm_inputs=True, norm_first=True, **TWO),
+    "eagle3": built(Eagle3, norm_taps=True, steps=2),
+    "eagle3 pruned": built(Eagle3, taps=(0, 6), **PRUNED),
+    "eagle3 two layers": built(Eagle3, **TWO, **NORMED),
+    "lookahead": built(Lookahead, window=3, ngram=3, guesses=2),
+    "medusa": built(Medusa, **TWO),
+    "medusa pruned": built(Medusa, share_lm_head=True, **PRUNED),
+    "mtp": built(Mtp, depth=4, recursive=False),
+    "mtp recursive": built(Mtp, steps=2, **PRUNED),
+    "hydra": built(Hydra),
+    "hydra pruned": built(Hydra, share_lm_head=True, **PRUNED),
+    "ngram": built(Ngram, max_match=3),
     "pard": lambda target, llama: Pard(llama(layers=2, seed=1), PardConfig(steps=5, mask_token_id=63)),
-    "peagle": lambda target, llama: PEagle.build(PEagleConfig(num_layers=2, steps=5), target),
-    "peagle pruned": lambda target, llama: PEagle.build(
-        PEagleConfig(num_layers=1, steps=4, draft_vocab_size=20, mask_token_id=63, norm_taps=True),
-        target,
-        torch.arange(64),
-    ),
-    "self_speculative": lambda target, llama: shaken(
-        SelfSpeculative.build(SelfSpeculativeConfig(exit_layer=3), target)
-    ),
-    "self_speculative pruned": lambda target, llama: shaken(
-        SelfSpeculative.build(
-            SelfSpeculativeConfig(draft_vocab_size=20, share_lm_head=False, num_blocks=2), target, torch.arange(64)
-        )
-    ),
-    "suffix": lambda target, llama: Suffix(SuffixConfig(max_match=3, tree_depth=5)),
-    "suffix tree": lambda target, llama: Suffix(SuffixConfig(width=2)),
-    "fusion": lambda target, llama: Fusion(Suffix(), DraftModel(llama(layers=2, seed=1))),
-    "fusion eagle3": lambda target, llama: Fusion(Ngram(), Eagle3.build(Eagle3Config(), target)),
+    "peagle": built(PEagle, steps=5, **TWO),
+    "peagle pruned": built(PEagle, num_layers=1, steps=4, mask_token_id=63, norm_taps=True, **PRUNED),
+    "self_speculative": built(SelfSpeculative, exit_layer=3),
+    "self_speculative pruned": built(SelfSpeculative, share_lm_head=False, num_blocks=2, **PRUNED),
+    "suffix": built(Suffix, max_match=3, tree_depth=5),
+    "suffix tree": built(Suffix, width=2),
+    "fusion": lambda target, llama: Fusion(Suffix(), model(llama)),
+    "fusion eagle3": lambda target, llama: Fusion(Ngram(), built(Eagle3)(target, llama)),
 }
 # A fusion's and a cascade's weights are their model's, in a folder below their own: they are not `trainable`.
 WITH_WEIGHTS = [name for name in MAKERS if HEADS[name.split()[0]].trainable]
@@ -169,8 +128,7 @@ def saved(request, target, tiny_llama, tmp_path) -> Path:
 
 def proposals(drafter: Drafter, target: Target) -> list[list[int]]:
     """Two rounds of drafts on ragged prompts."""
-    counts = RowLengths.of([len(p) for p in PROMPTS], "cpu")
-    tokens = torch.tensor([p + [0] * (9 - len(p)) for p in PROMPTS])
+    tokens, counts = ragged(PROMPTS)
     state, found = drafter.open(target, 4, 40), []
     with torch.inference_mode():
         for root in (tokens[:, 0], tokens[:, 1]):
@@ -181,9 +139,9 @@ def proposals(drafter: Drafter, target: Target) -> list[list[int]]:
     return found
 
 
-def best(logits: Tensor, token_ids: Tensor | None) -> Tensor:
-    top = logits.argmax(-1)
-    return top if token_ids is None else token_ids[top]
+def first_predicted(name: str) -> int:
+    """Return the place of the first token that a drafter learns: x_1, or after the first pair (f, x) x_2."""
+    return 1 if name.split()[0] in ("draft_model", "pard", "self_speculative") else 2
 
 
 # ------------------------------------------------------------ the contract
@@ -194,45 +152,26 @@ def test_the_table_covers_the_registry():
     assert all(cls.name == name for name, cls in HEADS.items())
 
 
-def whole(target: Target, drafter: Drafter, texts: list[list[int]]) -> tuple[Tensor, Tensor | None, RowLengths]:
-    """Ragged texts as one pass of the target gives them to `update`."""
-    width = max(map(len, texts))
-    tokens = torch.tensor([t + [0] * (width - len(t)) for t in texts])
-    return tokens, target.forward(tokens, taps=drafter.taps).hidden, RowLengths.of([len(t) for t in texts], "cpu")
-
-
 def test_drafts_depend_on_the_text_alone_not_on_its_rounds(drafter, target):
     """Rounds that drafted and kept some, with plain rounds between them, leave what one pass over the text leaves."""
     texts, roots = [list(p) for p in PROMPTS], [11, 12, 13, 14]
-    rounds: list[tuple[int, tuple[int, ...]]] = [
-        (3, (2, 0, 3, 1)),
-        (0, (0, 0, 0, 0)),
-        (0, (0, 0, 0, 0)),
-        (2, (0, 2, 1, 0)),
-        (0, (0, 0, 0, 0)),
-        (4, (1, 4, 0, 2)),
-        (3, (0, 0, 0, 0)),
-    ]
+    none = (0, (0, 0, 0, 0))
+    rounds = [(3, (2, 0, 3, 1)), none, none, (2, (0, 2, 1, 0)), none, (4, (1, 4, 0, 2)), (3, (0, 0, 0, 0))]
     with torch.inference_mode():
-        state = drafter.open(target, 4, 80)
-        state.update(*whole(target, drafter, texts))
+        state = opened(drafter, target, texts)
         for number, (depth, kept) in enumerate(rounds):
             drafts = torch.zeros(4, 0, dtype=torch.long)
             if depth:
                 proposal = state.propose(torch.tensor(roots), depth, best)
-                fresh = drafter.open(target, 4, 80)
-                fresh.update(*whole(target, drafter, texts))
-                again = fresh.propose(torch.tensor(roots), depth, best)
+                again = opened(drafter, target, texts).propose(torch.tensor(roots), depth, best)
                 assert torch.equal(proposal.real, again.real)
                 assert torch.equal(proposal.tokens, again.tokens), f"round {number}"
-                drafts, kept = (
-                    proposal.tokens,
-                    tuple(min(k, int(n)) for k, n in zip(kept, proposal.lengths, strict=True)),
-                )
+                drafts = proposal.tokens
+                kept = tuple(min(k, int(n)) for k, n in zip(kept, proposal.lengths, strict=True))
             read = torch.cat([torch.tensor(roots)[:, None], drafts], 1)
             before = [len(t) for t in texts]
             texts = [t + row[: k + 1] for t, row, k in zip(texts, read.tolist(), kept, strict=True)]
-            hidden = whole(target, drafter, texts)[1]
+            hidden = target.forward(ragged(texts)[0], taps=drafter.taps).hidden
             if hidden is not None:
                 places = (torch.tensor(before)[:, None] + torch.arange(read.shape[1])).clamp(max=hidden.shape[1] - 1)
                 hidden = hidden.gather(1, places[:, :, None, None].expand(-1, -1, *hidden.shape[2:]))
@@ -298,21 +237,38 @@ def test_a_loss_of_any_name_can_be_overfitted(name, loss, target, tiny_llama):
     torch.manual_seed(3)
     drafter = MAKERS[name](target, tiny_llama).requires_grad_(True).train()
     drafter.config.loss = loss
-    tokens = torch.randint(0, 64, (2, 12), generator=torch.Generator().manual_seed(1))
-    out = target.forward(tokens, taps=drafter.taps)
-    batch = TargetBatch(target, tokens, torch.ones_like(tokens, dtype=torch.bool), out.hidden, out.last)
+    data = batch(target, drafter, sequences(2, 12))
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=1e-2)
     losses = []
     for _ in range(20):
         optimizer.zero_grad()
-        loss_now = drafter(batch).mean
+        loss_now = drafter(data).mean
         loss_now.backward()
         optimizer.step()
         losses.append(loss_now.item())
     assert losses[-1] < 0.8 * losses[0]
-    assert drafter(batch).count == 20 + 2 * (name.split()[0] in ("draft_model", "pard", "self_speculative")), (
-        "x_0 has nothing before it, and of pairs (f, x) the first predicts x_2"
-    )
+    assert drafter(data).count == 2 * (12 - first_predicted(name))
+
+
+@pytest.mark.parametrize("name", WITH_WEIGHTS)
+def test_padding_on_the_right_changes_no_loss(name, target, tiny_llama):
+    drafter, tokens = MAKERS[name](target, tiny_llama).eval(), sequences(2, 10)
+    supervised = torch.arange(10).expand(2, -1) >= 4
+    alone = drafter.loss(batch(target, drafter, tokens, supervised))
+    padded, wanted = (torch.nn.functional.pad(x, (0, 5)) for x in (tokens, supervised))
+    wide = drafter.loss(batch(target, drafter, padded, wanted))
+    torch.testing.assert_close((wide.total, wide.count), (alone.total, alone.count))
+    for metric, pair in alone.metrics.items():
+        torch.testing.assert_close(wide.metrics[metric], pair, msg=metric)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("name", WITH_WEIGHTS)
+def test_sequences_shorter_than_the_deepest_draft_are_fine(name, length, target, tiny_llama):
+    drafter = MAKERS[name](target, tiny_llama).requires_grad_(True).train()
+    result = drafter.loss(batch(target, drafter, sequences(2, length)))
+    assert result.count.item() == 2 * max(0, length - first_predicted(name))
+    result.mean.backward()
 
 
 @pytest.mark.parametrize("supervised", [True, False])
@@ -320,24 +276,14 @@ def test_a_loss_of_any_name_can_be_overfitted(name, loss, target, tiny_llama):
 def test_every_weight_has_a_gradient_even_of_rows_without_a_token_to_learn(name, supervised, target, tiny_llama):
     """So data parallel training need not look for weights without one in every step."""
     drafter = MAKERS[name](target, tiny_llama).requires_grad_(True).train()
-    tokens = torch.randint(0, 64, (2, 12), generator=torch.Generator().manual_seed(1))
-    out = target.forward(tokens, taps=drafter.taps)
-    wanted = torch.full_like(tokens, supervised, dtype=torch.bool)
-    drafter(TargetBatch(target, tokens, wanted, out.hidden, out.last)).total.backward()
+    tokens = sequences(2, 12)
+    drafter(batch(target, drafter, tokens, torch.full_like(tokens, supervised, dtype=torch.bool))).total.backward()
     assert [n for n, p in drafter.named_parameters() if p.requires_grad and p.grad is None] == []
 
 
 # Nodes in the order in which two passes of `decode` read them, per row: parents, the second pass's below the first's
 # or the root.
 PARENTS = [[[-1, -1, -1], [1, 1, -1]], [[-1, -1, -1], [0, 2, 2]], [[-1, -1, -1], [-1, 1, 2]], [[-1, -1, -1], [2, 0, 1]]]
-
-
-def opened(drafter: Drafter, target: Target, prompts: list[list[int]]) -> object:
-    counts = RowLengths.of([len(p) for p in prompts], "cpu")
-    tokens = torch.tensor([p + [0] * (max(counts.values) - len(p)) for p in prompts])
-    state = drafter.open(target, len(prompts), 40)
-    state.update(tokens, target.forward(tokens, taps=drafter.taps).hidden, counts)
-    return state
 
 
 @pytest.mark.parametrize("name", WITH_WEIGHTS)
@@ -401,27 +347,24 @@ def path_of(parents: list[int], node: int) -> list[int]:
 # ------------------------------------------------------------ strict loading
 
 
-def damage(saved: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
+DAMAGED: dict[str, tuple[Callable[[dict[str, Tensor]], Any], tuple[type[Exception], ...], str]] = {
+    "missing": (lambda weights: weights.pop(sorted(weights)[-1]), (IncompatibleError,), r"missing \S+"),
+    "unexpected": (lambda weights: weights.update(surprise=torch.ones(2)), (IncompatibleError,), "unexpected surprise"),
+    "of another shape": (
+        lambda weights: weights.update({sorted(weights)[-1]: torch.ones(7, 5)}),
+        (IncompatibleError, BadInputError),
+        r"shape|\(7, 5\)|mismatched_sizes",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGED)
+def test_a_tensor_that_does_not_belong_is_refused(saved, target, kind):
+    change, errors, message = DAMAGED[kind]
     weights = load_file(saved / "model.safetensors")
     change(weights)
     save_file(weights, saved / "model.safetensors", metadata={"format": "pt"})
-
-
-def test_a_missing_tensor_is_refused(saved, target):
-    damage(saved, lambda weights: weights.pop(sorted(weights)[-1]))
-    with pytest.raises(IncompatibleError, match=r"missing \S+"):
-        load_drafter(saved, target)
-
-
-def test_an_unexpected_tensor_is_refused(saved, target):
-    damage(saved, lambda weights: weights.update(surprise=torch.ones(2)))
-    with pytest.raises(IncompatibleError, match="unexpected surprise"):
-        load_drafter(saved, target)
-
-
-def test_a_tensor_of_another_shape_is_refused(saved, target):
-    damage(saved, lambda weights: weights.update({sorted(weights)[-1]: torch.ones(7, 5)}))
-    with pytest.raises((IncompatibleError, BadInputError), match=r"shape|\(7, 5\)"):
+    with pytest.raises(errors, match=message):
         load_drafter(saved, target)
 
 
@@ -522,6 +465,9 @@ def test_configs_are_made_by_name():
         ({"type": "eagle"}, "unknown drafter type 'eagle'"),
         ({"type": ["eagle3"]}, r"unknown drafter type \['eagle3'\]"),
         ({"type": "ngram", "max_macth": 2}, "unknown key 'max_macth'; did you mean 'max_match'"),
+        ({"type": "medusa", "heads": 3}, "unknown key 'heads'; did you mean 'num_heads'"),
+        ({"type": "eagle1", "step": 3}, "unknown key 'step'; did you mean 'steps'"),
+        ({"type": "eagle3", "step": 3}, "unknown key 'step'; did you mean 'steps'"),
     ],
 )
 def test_configs_that_make_no_sense_are_refused(values, message):
@@ -532,26 +478,120 @@ def test_configs_that_make_no_sense_are_refused(values, message):
             head_class(values["type"])
 
 
+HIDDEN = ({"hidden_size": 16}, "hidden_size 16 differs from the target's 32")
+MASK = ({"mask_token_id": 64}, "mask_token_id 64 is outside the target's vocabulary of 64")
+VOCABULARY = ({"draft_vocab_size": 65}, "65 exceeds the target's vocabulary of 64")
+COUNTS = ({"draft_vocab_size": 20}, "a pruned draft vocabulary needs token counts of the training data")
+LOSS = ({"loss": "kl"}, "unknown loss 'kl'; known: forward_kl, ")
+FEATURES = [
+    HIDDEN,
+    ({"head_dim": 5}, "head_dim must be even, .* got 5"),
+    ({"num_attention_heads": 6, "num_key_value_heads": 4}, "a multiple of num_key_value_heads, got 6 and 4"),
+    ({"steps": 0}, "steps must be at least 1, got 0"),
+    ({"num_layers": 0}, "num_layers must be at least 1, got 0"),
+]
+NGRAM, SUFFIX = "need 1 <= min_match <= max_match", "1 <= min_match <= max_match < tree_depth, got"
+AMOUNTS = "factor > 0, width >= 1 and max_tokens >= 0, got"
+ONE_LAYER = {"num_hidden_layers": 1}
+REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
+    "dflash": [
+        ({"block_size": 1}, "a block of 1 drafts nothing"),
+        ({"window_from": "token"}, "window_from must be one of slot, anchor"),
+        ({"sliding_window": 3}, "sliding_window 3 is shorter than a block of 8"),
+        ({"weighting": "even"}, "weighting must be one of decay, dpace, overlap"),
+        ({"num_anchors": 0}, "num_anchors must be at least 1"),
+        *(HIDDEN, MASK, COUNTS),
+    ],
+    "dspark": [
+        ({"markov_head": "lstm"}, "markov_head must be one of vanilla, gated, rnn"),
+        ({"temperatures": (1.0, 2.0)}, "temperatures are 7 numbers above 0"),
+    ],
+    "draft_model": [
+        LOSS,
+        ({"init": "pruned"}, "one of random, pretrained, prune, found 'pruned'"),
+        ({"init": "pretrained"}, "give its folder or Hub id as path"),
+        ({"init": "pretrained", "path": "x", "model": ONE_LAYER}, "leave out model"),
+        ({"init": "random", "path": "x"}, "init random does not start from a path"),
+        ({"init": "prune", "path": "x", "model": ONE_LAYER}, "init prune does not start from a path"),
+        ({"init": "prune"}, "one or more of num_hidden_layers, hidden_size, .* found {}"),
+        ({"init": "prune", "model": {"rope_theta": 1}}, "nothing else; found {'rope_theta': 1}"),
+    ],
+    "eagle1": [
+        *FEATURES,
+        ({"target_layers": 4}, "target_layers 4 differs from the target's 6"),
+        ({"noise": -0.1}, "noise must be at least 0, got -0.1"),
+        ({"feature_loss": -1.0}, "feature_loss must be at least 0, got -1.0"),
+    ],
+    "eagle3": [
+        *FEATURES,
+        *(COUNTS, VOCABULARY),
+        ({"norm_taps": True, "norm_before_fc": True}, "norm_taps and norm_before_fc are two ways"),
+    ],
+    "hydra": [({"num_heads": 0}, "num_heads must be at least 1, got 0")],
+    "lookahead": [
+        ({"window": 0}, "need window >= 1, ngram >= 3 and guesses >= 1, got 0, 4 and 10"),
+        ({"ngram": 2}, "got 10, 2 and 10"),
+        ({"guesses": 0}, "got 10, 4 and 0"),
+        ({"max_ngrams": 5}, r"max_ngrams must be at least guesses \(10\), got 5"),
+    ],
+    "medusa": [
+        *(COUNTS, VOCABULARY, HIDDEN, LOSS),
+        ({"target_layers": 3}, "target_layers 3 differs from the target's 6"),
+    ],
+    "mtp": [
+        ({"depth": 2}, "one module is applied recursively, found depth 2"),
+        ({"depth": 0, "recursive": False}, "depth must be at least 1, got 0"),
+        ({"steps": 0}, "steps must be at least 1, got 0"),
+        ({"decay": 0.0}, "decay must be above 0"),
+        ({"init": "prune"}, "init must be one of random, native, found 'prune'"),
+        ({"path": "x"}, "only init native starts from a path"),
+        *(HIDDEN, VOCABULARY),
+        ({"layer": {"intermediate": 3}}, "unknown key 'intermediate'; did you mean 'intermediate_size'"),
+        ({"layer": {"num_attention_heads": 5}}, r"drafter\.layer: .*hidden size \(32\) is not a multiple .*\(5\)"),
+        ({"layer": {"intermediate_size": "x"}}, r"drafter\.layer: .*expected int, got str"),
+        ({"layer": {"hidden_size": 16}}, "a layer of hidden_size 16 does not fit the target's 32"),
+    ],
+    "ngram": [({"max_match": 0}, NGRAM), ({"min_match": 3, "max_match": 2}, NGRAM), ({"min_match": 0}, NGRAM)],
+    "pard": [
+        ({"keep_least": 2.0, "model": ONE_LAYER}, "keep_least is a share between 0 and 1"),
+        ({"steps": 0, "model": ONE_LAYER}, "steps must be at least 1"),
+        ({"model": ONE_LAYER}, "name a token that no response has: drafter.mask_token_id"),
+        ({"mask_token_id": 64, "model": ONE_LAYER}, "outside the target's vocabulary"),
+    ],
+    "peagle": [({"keep_ratio": 1.5}, "keep_ratio is a share between 0 and 1"), MASK],
+    "self_speculative": [
+        ({"exit_layer": 7}, "exit_layer must be between 1 and the target's 6 layers, got 7"),
+        ({"exit_layer": -1}, "exit_layer must be between 1 and the target's 6 layers, got -1"),
+        ({"num_blocks": -1}, "num_blocks must be at least 0, got -1"),
+        *(VOCABULARY, COUNTS, HIDDEN, LOSS),
+    ],
+    "suffix": [
+        *(({"max_match": 0}, SUFFIX), ({"min_match": 0}, SUFFIX), ({"max_match": 24}, SUFFIX)),
+        ({"min_match": 3, "max_match": 2}, SUFFIX),
+        *(({"factor": 0}, AMOUNTS), ({"width": 0}, AMOUNTS), ({"max_tokens": -1}, AMOUNTS)),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"), [(n, *case) for n, cases in REFUSED.items() for case in cases], ids=str
+)
+def test_settings_that_make_no_sense_are_refused(target, name, settings, message):
+    with pytest.raises(BadInputError, match=message):
+        HEADS[name].build(HEADS[name].config_class(**settings), target)
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (
-            {"type": "self_speculative", "exit_layer": "3.5"},
-            r"drafter\.exit_layer: expected an integer, found '3\.5'\.",
-        ),
+        ({"type": "dflash", "num_layers": "3.5"}, r"drafter\.num_layers: expected an integer, found '3\.5'\."),
         ({"type": "self_speculative", "num_blocks": 1.5}, r"drafter\.num_blocks: expected an integer, found 1\.5\."),
         ({"type": "self_speculative", "num_blocks": True}, r"drafter\.num_blocks: expected an integer, found True\."),
-        (
-            {"type": "self_speculative", "intermediate_size": -3},
-            r"drafter\.intermediate_size: expected 0 or more, found -3\.",
-        ),
+        ({"type": "self_speculative", "depths": -3}, r"drafter\.depths: expected 0 or more, found -3\."),
         ({"type": "mtp", "draft_vocab_size": -5}, r"drafter\.draft_vocab_size: expected 0 or more, found -5\."),
         ({"type": "mtp", "init": "native", "path": 5}, r"drafter\.path: expected text or null, found 5\."),
         ({"type": "mtp", "layer": "wide"}, r"drafter\.layer: expected a mapping, found 'wide'\."),
-        (
-            {"type": "eagle3", "taps": [1, True, 2]},
-            r"drafter\.taps: expected a list of integers, found \[1, True, 2\]\.",
-        ),
+        ({"type": "eagle3", "taps": [1, True]}, r"drafter\.taps: expected a list of integers, found \[1, True\]\."),
         (
             {"type": "eagle1", "loss": {"tv": True}},
             r"drafter\.loss: expected text or a mapping of numbers, found \{'tv': True\}\.",

@@ -9,13 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.common import BadInputError
 from outrider.decode import Decoder, Plan, Sampling
-from outrider.heads import DFlash, DFlashConfig, DSpark, DSparkConfig, TargetBatch
+from outrider.heads import DFlash, DFlashConfig, DSpark, DSparkConfig
 from outrider.heads.block.block_losses import Anchors
-from outrider.targets import RowLengths, Target
+from outrider.targets import Target
 
-VOCAB, LENGTH = 64, 22
+from .conftest import VOCAB, batch, opened, sequences
+from .conftest import made as make
+
+LENGTH = 22
 VARIANTS: dict[str, dict[str, Any]] = {
     "vanilla": {},
     "gated, infill": {"markov_head": "gated", "from_anchor": False, "block_size": 6},
@@ -25,15 +27,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def made(target: Target, **changes: Any) -> DSpark:
-    torch.manual_seed(7)
-    config = DSparkConfig(**{"num_layers": 1, "block_size": 5, "markov_rank": 8} | changes)
-    drafter = DSpark.build(config, target, torch.randint(0, 1000, (target.vocab_size,)))
-    for name, weight in drafter.named_parameters():
-        if "norm" in name:
-            torch.nn.init.uniform_(weight, 0.5, 1.5)
-        elif "markov" in name or "confidence" in name:
-            torch.nn.init.normal_(weight, std=0.5)
-    return drafter.eval().requires_grad_(False)
+    settings = {"num_layers": 1, "block_size": 5, "markov_rank": 8} | changes
+    return make(DSpark, target, {"markov": 0.5, "confidence": 0.5}, **settings)
 
 
 @pytest.fixture(params=VARIANTS)
@@ -41,16 +36,16 @@ def drafter(request, target) -> DSpark:
     return made(target, **VARIANTS[request.param])
 
 
-def sequences(rows: int = 3, length: int = LENGTH) -> Tensor:
-    return torch.randint(0, VOCAB, (rows, length), generator=torch.Generator().manual_seed(1))
+def block_states(target: Target, drafter: DSpark, tokens: Tensor, place: int) -> Tensor:
+    """States of the drafts after one anchor, `[B, 1, k, H]`."""
+    places = torch.full((len(tokens), 1), place)
+    anchors = Anchors(places, torch.ones_like(places, dtype=torch.bool), ((place, place),))
+    return drafter.states(target, tokens, target.forward(tokens, taps=drafter.taps).hidden, anchors)
 
 
 def block_logits(target: Target, drafter: DSpark, tokens: Tensor, row: int, place: int) -> Tensor:
     """Logits of training at one anchor, teacher forced, `[k, V']`."""
-    hidden = target.forward(tokens, taps=drafter.taps).hidden
-    places = torch.full((len(tokens), 1), place)
-    anchors = Anchors(places, torch.ones_like(places, dtype=torch.bool), ((place, place),))
-    states = drafter.states(target, tokens, hidden, anchors)[row, :1]
+    states = block_states(target, drafter, tokens, place)[row]
     beyond = torch.nn.functional.pad(tokens, (0, drafter.max_depth))  # a block may pass the end of the text
     before = beyond[row, place : place + drafter.max_depth][None]
     logits, head = target.lm_head(states, drafter.output_ids), drafter.markov_head
@@ -58,7 +53,7 @@ def block_logits(target: Target, drafter: DSpark, tokens: Tensor, row: int, plac
 
 
 def test_logits_in_training_are_the_decoders(target, drafter, decoded_logits):
-    tokens, starts, depth = sequences(), [[1, 4, 9], [5, 6, 12], [2, 7, 15]], 5
+    tokens, starts, depth = sequences(3, LENGTH), [[1, 4, 9], [5, 6, 12], [2, 7, 15]], 5
     for number, logits in enumerate(decoded_logits(drafter, target, tokens, starts, depth)):
         for row, d in product(range(3), range(depth)):
             expected = block_logits(target, drafter, tokens, row, starts[row][number])[d]
@@ -70,8 +65,7 @@ def test_the_loss_is_the_papers(target, drafter):
     drafter.train()
     tokens, supervised = sequences(2, 14), torch.zeros(2, 14, dtype=torch.bool)
     supervised[0, 5:12] = supervised[1, 3:8] = True
-    seen = target.forward(tokens, taps=drafter.taps)
-    found = drafter.loss(TargetBatch(target, tokens, supervised, seen.hidden, seen.last))
+    found = drafter.loss(batch(target, drafter, tokens, supervised))
     target_logits, kept, total = target.model(tokens).logits, drafter.token_ids, 0.0
     for row, begin, end in ((0, 5, 12), (1, 3, 8)):
         sums = weights = 0.0
@@ -84,12 +78,7 @@ def test_the_loss_is_the_papers(target, drafter):
             label = (kept == tokens[row, a + j]).nonzero()
             hard = -float(q[label[0, 0]].log()) if len(label) else 0.0
             value = 0.1 * hard + 0.9 * float((p / p.sum() - q).abs().sum())
-            states = drafter.states(
-                target,
-                tokens,
-                seen.hidden,
-                Anchors(torch.full((2, 1), a), torch.ones(2, 1, dtype=torch.bool), ((a, a),)),
-            )[row, 0, j - 1]
+            states = block_states(target, drafter, tokens, a)[row, 0, j - 1]
             odds = drafter.confidence_head(states, drafter.code(tokens[row, a + j - 1]))
             alpha = torch.minimum(p, q).sum()
             value += float(torch.nn.functional.binary_cross_entropy_with_logits(odds, alpha))
@@ -102,9 +91,7 @@ def test_the_loss_is_the_papers(target, drafter):
 def test_gradients_reach_both_heads_and_their_codes(target):
     drafter = made(target).train().requires_grad_(True)
     tokens = sequences(2, 14)
-    seen = target.forward(tokens, taps=drafter.taps)
-    supervised = torch.ones_like(tokens, dtype=torch.bool)
-    drafter.loss(TargetBatch(target, tokens, supervised, seen.hidden, seen.last)).mean.backward()
+    drafter.loss(batch(target, drafter, tokens)).mean.backward()
     for name, p in drafter.named_parameters():
         assert float(p.grad.abs().sum()) > 0, name
     touched = drafter.markov_head.markov_w1.weight.grad.abs().sum(1).nonzero().flatten()
@@ -119,18 +106,17 @@ def test_a_new_markov_head_changes_nothing(target, rank):
     plain = DFlash.build(DFlashConfig(num_layers=1, block_size=5, from_anchor=True), target).eval()
     plain.load_state_dict({k: v for k, v in drafter.state_dict().items() if "head" not in k})
     for sampling in (Sampling(0.0), Sampling(1.0, seed=3)):
-        found = [
+        found, expected = (
             Decoder(target, one).generate([[1, 2, 3]], 24, sampling, Plan(5), ignore_eos=True)
             for one in (drafter, plain)
-        ]
-        assert found[0].tokens == found[1].tokens
-        assert found[0].rounds == found[1].rounds
+        )
+        assert (found.tokens, found.rounds) == (expected.tokens, expected.rounds)
 
 
 def test_the_token_before_a_draft_changes_it_and_later_ones_do_not(target):
     """Of a rnn all tokens before it do."""
     for kind, reaches in (("vanilla", 1), ("gated", 1), ("rnn", 4)):
-        drafter, tokens = made(target, markov_head=kind), sequences(1)
+        drafter, tokens = made(target, markov_head=kind), sequences(1, LENGTH)
         before = block_logits(target, drafter, tokens, 0, 8)
         for j in range(1, 5):
             others = tokens.clone()
@@ -140,27 +126,13 @@ def test_the_token_before_a_draft_changes_it_and_later_ones_do_not(target):
 
 
 def test_temperatures_divide_the_log_odds_draft_by_draft(target):
-    drafter = made(target)
-    cooler = made(target, temperatures=(1.0, 2.0, 0.5, 3.0, 4.0))
-    tokens = torch.tensor([[1, 2, 3]])
-    hidden = target.forward(tokens, taps=drafter.taps).hidden
-    sessions = [d.open(target, 1, 30) for d in (drafter, cooler)]
-    found = []
-    for session in sessions:
-        session.update(tokens, hidden, RowLengths.of([3], "cpu"))
+    temperatures, found = (1.0, 2.0, 0.5, 3.0, 4.0), []
+    for drafter in (made(target), made(target, temperatures=temperatures)):
+        session = opened(drafter, target, [[1, 2, 3]])
         session.prefill(torch.tensor([4]))
         odds = [session.confidence().logit()]
         for token in (5, 6, 7, 8):
             session.decode(torch.tensor([[token]]))
             odds.append(session.confidence().logit())
         found.append(torch.cat(odds))
-    torch.testing.assert_close(found[0] / found[1], torch.tensor([1.0, 2.0, 0.5, 3.0, 4.0]), rtol=1e-3, atol=1e-3)
-
-
-def test_what_cannot_be_built_is_refused():
-    for changes, message in (
-        ({"markov_head": "lstm"}, "markov_head must be one of vanilla, gated, rnn"),
-        ({"temperatures": (1.0, 2.0)}, "temperatures are 7 numbers above 0"),
-    ):
-        with pytest.raises(BadInputError, match=message):
-            DSparkConfig(**changes)
+    torch.testing.assert_close(found[0] / found[1], torch.tensor(temperatures), rtol=1e-3, atol=1e-3)

@@ -1,7 +1,8 @@
-"""Heads that feed on their own output: what is trained is what is decoded."""
+"""Heads that feed on their own output: what is trained is what is decoded, and each is what its paper says."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from itertools import product
 
@@ -13,39 +14,37 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, repea
 
 from outrider.common import BadInputError
 from outrider.decode import Decoder, Plan, Sampling, Tree
-from outrider.heads import Eagle1, Eagle1Config, Eagle3, Eagle3Config, decoder_layer
+from outrider.heads import Eagle1, Eagle3, Eagle3Config, decoder_layer, load_drafter
 from outrider.heads.decoder_layer import FusedLayer
+from outrider.heads.divergences import DIVERGENCES
 from outrider.heads.eagle import FeatureDrafter
-from outrider.heads.unrolled_attention import attend
+from outrider.heads.unrolled_attention import WholeRows, attend
 from outrider.targets import Target
 
-from .conftest import batch
+from .conftest import (
+    VOCAB,
+    assert_later_steps_are_those_of_whole_rows,
+    assert_reads_up_to,
+    batch,
+    check_metrics,
+    made,
+    sequences,
+)
 
-VOCAB, LENGTH = 64, 18
+LENGTH = 18
 PROMPTS = [torch.randint(0, VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (5, 1, 9, 3)]
 
 
-def rough(drafter: FeatureDrafter) -> FeatureDrafter:
-    """Its norms not at 1, so that a norm in the wrong place shows."""
-    for name, weight in drafter.named_parameters():
-        if "norm" in name:
-            torch.nn.init.uniform_(weight, 0.5, 1.5)
-    return drafter.eval().requires_grad_(False)
-
-
 def eagle3(target: Target, **changes) -> FeatureDrafter:
-    torch.manual_seed(7)
-    return rough(
-        Eagle3.build(Eagle3Config(**{"steps": 4} | changes), target, torch.randint(0, 1000, (target.vocab_size,)))
-    )
+    return made(Eagle3, target, **{"steps": 4} | changes)
 
 
 def eagle1(target: Target, **changes) -> FeatureDrafter:
-    torch.manual_seed(7)
-    return rough(Eagle1.build(Eagle1Config(**{"steps": 4} | changes), target))
+    return made(Eagle1, target, **{"steps": 4} | changes)
 
 
 Maker = Callable[..., FeatureDrafter]
+NORMED, NORMED_TOGETHER = {"norm_output": True}, {"norm_before_fc": True, "norm_before_residual": True}
 BOTH: dict[str, Maker] = {"eagle1": eagle1, "eagle3": eagle3}
 VARIANTS: dict[str, tuple[Maker, dict]] = {
     "eagle3": (eagle3, {}),
@@ -60,18 +59,9 @@ VARIANTS: dict[str, tuple[Maker, dict]] = {
     "eagle3.1": (eagle3, {"norm_taps": True, "norm_output": True, "draft_vocab_size": 20, "taps": (0, 3, 6)}),
     "eagle3, two layers": (eagle3, {"num_layers": 2}),
     "eagle3, two layers, normed taps": (eagle3, {"num_layers": 2, "norm_taps": True}),
-    "eagle3, two layers, normed output, pruned vocabulary": (
-        eagle3,
-        {"num_layers": 2, "norm_output": True, "draft_vocab_size": 20},
-    ),
-    "eagle3.1, three layers, one key head": (
-        eagle3,
-        {"num_layers": 3, "norm_taps": True, "norm_output": True, "num_key_value_heads": 1},
-    ),
-    "eagle3, two layers, all of its norms": (
-        eagle3,
-        {"num_layers": 2, "norm_before_fc": True, "norm_before_residual": True, "norm_output": True},
-    ),
+    "eagle3, two layers, pruned": (eagle3, {"num_layers": 2, "norm_output": True, "draft_vocab_size": 20}),
+    "eagle3.1, three layers": (eagle3, {"num_layers": 3, "num_key_value_heads": 1, "norm_taps": True, **NORMED}),
+    "eagle3, two layers, all norms": (eagle3, {"num_layers": 2, **NORMED_TOGETHER, **NORMED}),
     "eagle1": (eagle1, {}),
     "eagle1, normed inputs": (eagle1, {"norm_inputs": True}),
     "eagle1, normed first layer": (eagle1, {"norm_first": True, "num_key_value_heads": 1}),
@@ -87,10 +77,6 @@ def drafter(request, target) -> FeatureDrafter:
     return make(target, **changes)
 
 
-def sequences(rows: int = 3, length: int = LENGTH) -> Tensor:
-    return torch.randint(0, VOCAB, (rows, length), generator=torch.Generator().manual_seed(1))
-
-
 def features(target: Target, drafter: FeatureDrafter, tokens: Tensor) -> Tensor:
     hidden = target.forward(tokens, taps=drafter.taps).hidden
     assert hidden is not None
@@ -103,9 +89,8 @@ def features(target: Target, drafter: FeatureDrafter, tokens: Tensor) -> Tensor:
 def test_unrolled_training_logits_are_the_decoders(target, drafter, decoded_logits):
     """fp32, ragged rows, several rounds: logits of step i at t = logits at depth i of a round that begins there."""
     steps, tokens = 4, sequences()
-    trained = [
-        drafter.logits(output, target) for output in drafter.unroll(target, tokens, features(target, drafter, tokens))
-    ]
+    outputs = drafter.unroll(target, tokens, features(target, drafter, tokens))
+    trained = [drafter.logits(output, target) for output in outputs]
     starts = [[1, 3, 4, 9, 10], [5, 6, 9, 12, 13], [2, 3, 6, 7, 11]]
     for number, logits in enumerate(decoded_logits(drafter, target, tokens, starts, steps)):
         for row, step in product(range(3), range(steps)):
@@ -123,10 +108,9 @@ def test_a_head_whose_weights_have_changed_decodes_with_the_new_ones(target, dra
         with torch.no_grad():
             drafter.get_parameter(name).mul_(1.1)
         first = drafter.logits(drafter.unroll(target, tokens, hidden)[0], target)
+        expected = first[torch.arange(3), torch.tensor([3, 6, 1])]
         decoded = decoded_logits(drafter, target, tokens, [[4], [7], [2]], 1)[0][0]
-        torch.testing.assert_close(
-            decoded, first[torch.arange(3), torch.tensor([3, 6, 1])], rtol=1e-4, atol=1e-4, msg=name
-        )
+        torch.testing.assert_close(decoded, expected, rtol=1e-4, atol=1e-4, msg=name)
 
 
 def test_every_step_changes_the_logits(target, drafter):
@@ -143,29 +127,17 @@ def test_every_step_changes_the_logits(target, drafter):
 def test_step_i_reads_tokens_up_to_t_plus_1_plus_i_and_features_up_to_t(target, name, step, layers):
     drafter, tokens = BOTH[name](target, num_layers=layers), sequences(1)
     hidden = features(target, drafter, tokens)
-    before, at = drafter.unroll(target, tokens, hidden)[step], 9
-    other = tokens.clone()
-    other[0, at] = (other[0, at] + 1) % VOCAB
-    changed = (drafter.unroll(target, other, hidden)[step] - before).abs().amax(-1)[0] > 0
-    # Tokens x_1 … x_{t+1} are at step 0's entries; step j adds x_{t+1+j}. Index t sees place 9 from t + 1 + step on.
-    assert changed.tolist()[: LENGTH - 1 - step] == [t + 1 + step >= at for t in range(LENGTH - 1 - step)]
-    hidden = hidden.clone()
-    hidden[0, at] += 1
-    changed = (drafter.unroll(target, tokens, hidden)[step] - before).abs().amax(-1)[0] > 0
-    assert changed.tolist() == [t >= at for t in range(LENGTH)]
+    assert_reads_up_to(lambda x, h: drafter.unroll(target, x, h)[step], tokens, hidden, step + 1, whole=True)
 
 
 def test_what_is_not_learned_is_only_attended_to(target, drafter):
-    """Rows that begin at different places give what they give when unrolled whole."""
-    tokens = sequences(3)
+    tokens = sequences()
     hidden = features(target, drafter, tokens)
-    whole = drafter.unroll(target, tokens, hidden)
-    for begins in (torch.tensor([2, 0, 5]), torch.tensor([4, 3, 5])):
-        for step, output in enumerate(drafter.unroll(target, tokens, hidden, begins)):
-            assert output.shape[1] == LENGTH - int(begins.min())
-            for row, b in enumerate(begins.tolist()):
-                here = LENGTH - b - 1 - step
-                torch.testing.assert_close(output[row, :here], whole[step][row, b : b + here], rtol=1e-4, atol=1e-5)
+
+    def unroll(begins: Tensor) -> list[Tensor]:
+        return drafter.unroll(target, tokens, hidden, WholeRows(begins.tolist(), LENGTH, tokens.device))
+
+    assert_later_steps_are_those_of_whole_rows(unroll, LENGTH)
 
 
 @pytest.mark.parametrize("layers", [1, 2])
@@ -203,13 +175,12 @@ def test_attention_of_the_unrolled_steps_by_definition(target, kv_heads):
         x = torch.randn(2, length, 64, generator=torch.Generator().manual_seed(step))
         angles = torch.randn(1, length, 4, generator=torch.Generator().manual_seed(10 + step)).repeat(1, 1, 2)
         rotary = (angles.cos(), angles.sin())
-        q, k, v = (
-            part(x).view(2, length, -1, 8).transpose(1, 2)
-            for part in (attention.q_proj, attention.k_proj, attention.v_proj)
-        )
+        parts = [part(x) for part in (attention.q_proj, attention.k_proj, attention.v_proj)]
+        q, k, v = (part.view(2, length, -1, 8).transpose(1, 2) for part in parts)
         q, k = apply_rotary_pos_emb(q, k, *rotary)
-        projected = torch.cat([part(x) for part in (attention.q_proj, attention.k_proj, attention.v_proj)], -1)
-        query, *pair = layer.split(projected, decoder_layer.angles(lambda *_, rotary=rotary: rotary, x, None))
+        query, *pair = layer.split(
+            torch.cat(parts, -1), decoder_layer.angles(lambda *_, rotary=rotary: rotary, x, None)
+        )
         entry = tuple(repeat_kv(part, 4 // kv_heads) for part in pair)
         if step:
             own.append(entry)
@@ -229,30 +200,14 @@ def test_attention_of_the_unrolled_steps_by_definition(target, kv_heads):
 
 def llama(drafter: FeatureDrafter, prefixes: list[str]) -> LlamaModel:
     """transformers' own model of a head's layers with these prefixes, its final norm without weights."""
-    config = drafter.config
-    sizes = (
-        "hidden_size",
-        "intermediate_size",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "rms_norm_eps",
-        "max_position_embeddings",
-    )
-    model = LlamaModel(
-        LlamaConfig(
-            **{s: getattr(config, s) for s in sizes},
-            rope_parameters=config.rope_parameters,
-            num_hidden_layers=len(prefixes),
-        )
-    )
-    own, theirs = drafter.state_dict(), model.state_dict()
+    sizes = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    same = (*sizes, "rms_norm_eps", "max_position_embeddings", "rope_parameters")
+    values = {name: getattr(drafter.config, name) for name in same}
+    model = LlamaModel(LlamaConfig(**values, num_hidden_layers=len(prefixes)))
+    theirs = model.state_dict()
     for index, prefix in enumerate(prefixes):
-        theirs |= {
-            f"layers.{index}.{name.removeprefix(prefix)}": weight
-            for name, weight in own.items()
-            if name.startswith(prefix)
-        }
+        own = {name: weight for name, weight in drafter.state_dict().items() if name.startswith(prefix)}
+        theirs |= {f"layers.{index}.{name.removeprefix(prefix)}": weight for name, weight in own.items()}
     model.load_state_dict(theirs)
     return model.eval()
 
@@ -273,12 +228,9 @@ def test_of_normed_layers_step_0_is_transformers_own_causal_model(target, layers
 
 
 def test_of_eagle_3s_layers_only_the_first_reads_embeddings(target):
-    """Step 0 of two layers = transformers' own layer behind a head of the first alone."""
-    both, tokens = eagle3(target, num_layers=2), sequences()
-    alone = eagle3(target)
-    alone.load_state_dict(
-        {name: weight for name, weight in both.state_dict().items() if not name.startswith("layers.1.")}
-    )
+    """Step 0 of two layers = transformers' own layer after a head of the first alone."""
+    both, alone, tokens = eagle3(target, num_layers=2), eagle3(target), sequences()
+    alone.load_state_dict({n: weight for n, weight in both.state_dict().items() if not n.startswith("layers.1.")})
     hidden = features(target, both, tokens)
     with torch.no_grad():
         expected = llama(both, ["layers.1."])(inputs_embeds=alone.unroll(target, tokens, hidden)[0]).last_hidden_state
@@ -286,30 +238,6 @@ def test_of_eagle_3s_layers_only_the_first_reads_embeddings(target):
 
 
 # ------------------------------------------------------------ loss
-
-
-@pytest.mark.parametrize("layers", [1, 2])
-@pytest.mark.parametrize("name", BOTH)
-def test_padding_on_the_right_changes_nothing(target, name, layers):
-    drafter, tokens = BOTH[name](target, num_layers=layers), sequences(2, 10)
-    supervised = torch.arange(10).expand(2, -1) >= 4
-    alone = drafter.loss(batch(target, drafter, tokens, supervised))
-    padded = torch.nn.functional.pad(tokens, (0, 5))
-    wide = drafter.loss(batch(target, drafter, padded, torch.nn.functional.pad(supervised, (0, 5))))
-    torch.testing.assert_close(wide.total, alone.total)
-    assert wide.count == alone.count
-    for metric, pair in alone.metrics.items():
-        torch.testing.assert_close(wide.metrics[metric], pair, msg=metric)
-
-
-@pytest.mark.parametrize("length", [1, 2, 3, 4, 5])
-@pytest.mark.parametrize("name", BOTH)
-def test_sequences_shorter_than_the_unrolled_steps_are_fine(target, name, length):
-    drafter = BOTH[name](target, steps=4)
-    drafter.requires_grad_(True)
-    result = drafter.loss(batch(target, drafter, sequences(2, length)))
-    assert result.count.item() == 2 * max(0, length - 2)
-    result.mean.backward()
 
 
 def test_gradients_reach_every_weight_and_not_the_target(target, drafter):
@@ -339,37 +267,162 @@ def test_a_few_steps_of_training_lower_the_loss(target, name, layers):
 def test_heads_of_attention_need_not_divide_the_hidden_size(name):
     """A target may have 6 of size 8 on a hidden size of 32."""
     torch.manual_seed(0)
-    sizes = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-    }
-    target = Target(
-        Qwen3ForCausalLM(Qwen3Config(vocab_size=VOCAB, initializer_range=0.2, **sizes)).eval().requires_grad_(False)
-    )
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8}
+    model = Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, initializer_range=0.2))
+    target = Target(model.eval().requires_grad_(False))
     drafter = BOTH[name](target, steps=2)
     assert drafter.config.num_attention_heads == 6
     drafter.requires_grad_(True).loss(batch(target, drafter, sequences())).mean.backward()
     prompts = [row[:n].tolist() for row, n in zip(sequences(2), (5, 9), strict=True)]
-    assert (
-        Decoder(target, drafter.eval()).generate(prompts, 8, plan=Plan(3)).tokens
-        == Decoder(target).generate(prompts, 8).tokens
-    )
+    expected = Decoder(target).generate(prompts, 8).tokens
+    assert Decoder(target, drafter.eval()).generate(prompts, 8, plan=Plan(3)).tokens == expected
 
 
-@pytest.mark.parametrize("config", [Eagle1Config, Eagle3Config])
-def test_settings_that_make_no_sense_are_refused(config):
-    with pytest.raises(BadInputError, match=r"head_dim must be even, .* got 5"):
-        config(head_dim=5)
-    with pytest.raises(
-        BadInputError, match="num_attention_heads must be a multiple of num_key_value_heads, got 6 and 4"
-    ):
-        config(num_attention_heads=6, num_key_value_heads=4)
-    for name in ("steps", "num_layers"):
-        with pytest.raises(BadInputError, match=f"{name} must be at least 1, got 0"):
-            config(**{name: 0})
-    with pytest.raises(BadInputError, match="unknown key 'step'; did you mean 'steps'"):
-        config.from_dict({"step": 3})
+# ------------------------------------------------------------ EAGLE as in the paper
+
+
+def test_the_true_feature_is_what_the_targets_output_embedding_reads(target):
+    """A head that drafts the true next feature has the target's own distribution, and loses nothing."""
+    drafter, tokens = made(Eagle1, target), sequences(2, 9)
+    assert drafter.taps == (6,)
+    out = target.forward(tokens, taps=drafter.taps)
+    torch.testing.assert_close(drafter.logits(out.hidden[:, :, 0], target), target.model(tokens).logits)
+    assert not drafter.feature_loss(out.last[:1], out.last[0]).any()
+
+
+@pytest.mark.parametrize(("tokens_weight", "features_weight"), [(0.1, 1.0), (0.5, 0.0), (0.2, 3.0)])
+def test_the_loss_is_the_weighted_sum_of_features_and_tokens(target, tokens_weight, features_weight):
+    """Σ_i decay^i Σ_{supervised x_{t+2+i}} (w_f · SmoothL1(f_{t+1+i}, f̂) + w_t · CE(p, q)), written as loops."""
+    weights = {"loss": {"soft_ce": tokens_weight}, "feature_loss": features_weight}
+    drafter = made(Eagle1, target, steps=2, decay=0.5, **weights)
+    tokens = sequences(2, 12)
+    supervised = torch.zeros_like(tokens, dtype=torch.bool)
+    supervised[0, 5:] = True
+    supervised[1, 1:8] = True
+    data = batch(target, drafter, tokens, supervised)
+    result, outputs = drafter.loss(data), drafter.unroll(target, tokens, data.hidden)
+    logits = target.model(tokens).logits
+    total, lost = 0.0, [0.0, 0.0]
+    for step, row, t in product(range(2), range(2), range(12)):
+        if t + 2 + step >= 12 or not supervised[row, t + 2 + step]:
+            continue
+        true, drafted = data.last[row, t + 1 + step], outputs[step][row, t]
+        scale = true.square().mean().sqrt()
+        d = ((drafted - true) / scale).abs()
+        feature = torch.where(d < 1, d * d / 2, d - 0.5).mean().item() * features_weight
+        p, log_q = logits[row, t + 1 + step].softmax(-1), target.lm_head(drafted).log_softmax(-1)
+        total += 0.5**step * (feature - tokens_weight * (p * log_q).sum().item())
+        lost[step] += feature
+    assert result.total.item() == pytest.approx(total, rel=1e-4)
+    if features_weight:
+        assert [result.metrics[f"feature_d{i}"][0].item() for i in (1, 2)] == pytest.approx(lost, rel=1e-4)
+    else:
+        assert "feature_d1" not in result.metrics
+
+
+def test_the_papers_settings_are_the_default(target):
+    config = made(Eagle1, target).config
+    assert (config.loss, config.feature_loss, config.noise) == ({"soft_ce": 0.1}, 1.0, 0.1)
+    assert (config.steps, config.num_layers) == (1, 1)
+    assert not any((config.norm_inputs, config.norm_first, config.fc_bias))
+
+
+def test_noise_is_uniform_and_in_training_only(target):
+    """Within ± `noise` times the feature's root mean square, its mean zero; none when a head is measured or decodes."""
+    drafter, hidden = made(Eagle1, target, noise=0.1), target.forward(sequences(8, 50), taps=(6,)).hidden
+    assert torch.equal(drafter.fuse(hidden), hidden[:, :, 0])
+    torch.manual_seed(0)
+    true = hidden[:, :, 0]
+    added = (drafter.train().disturb(drafter.fuse(hidden)) - true) / true.square().mean(-1, keepdim=True).sqrt()
+    assert added.abs().max() == pytest.approx(0.1, abs=1e-4)
+    assert added.mean() == pytest.approx(0, abs=0.002)
+    assert added.std() == pytest.approx(0.1 / 3**0.5, abs=0.001)
+    assert torch.equal(made(Eagle1, target, noise=0.0).train().disturb(true), true)
+
+
+@pytest.mark.parametrize("factor", [0.01, 20.0])
+def test_noise_and_feature_loss_do_not_depend_on_the_scale_of_a_targets_features(target, factor):
+    drafter, hidden = made(Eagle1, target, noise=0.1).train(), target.forward(sequences(2, 9), taps=(6,)).hidden
+    torch.manual_seed(0)
+    once = drafter.disturb(drafter.fuse(hidden))
+    torch.manual_seed(0)
+    torch.testing.assert_close(drafter.disturb(drafter.fuse(factor * hidden)), factor * once)
+    drafted, true = torch.randn(3, 5, 32), torch.randn(5, 32)
+    scaled = drafter.feature_loss(factor * drafted, factor * true)
+    torch.testing.assert_close(scaled, drafter.feature_loss(drafted, true))
+
+
+LAYER = [f"layers.0.self_attn.{p}_proj.weight" for p in "qkvo"]
+LAYER += [f"layers.0.mlp.{p}_proj.weight" for p in ("gate", "up", "down")]
+
+
+def test_the_weights_have_the_published_names(target):
+    """The paper's form: no norm before the first layer's attention, none after the last, no embeddings of its own."""
+    head = made(Eagle1, target)
+    assert set(head.state_dict()) == {"fc.weight", *LAYER, "layers.0.post_attention_layernorm.weight"}
+    assert head.fc.weight.shape == (32, 64)
+
+
+# ------------------------------------------------------------ EAGLE-3 as in the paper
+
+
+@pytest.mark.parametrize("pruned", [0, 20])
+@pytest.mark.parametrize(("loss", "prompt"), [("soft_ce", 0), ("soft_ce", 6), ("tv", 6)])
+def test_the_loss_is_a_decayed_sum_over_supervised_positions(target, loss, prompt, pruned):
+    """Σ_i decay^i Σ_{supervised x_{t+2+i}} D(p(· | x ≤ t+1+i), q_i(· | t)), written as loops."""
+    drafter = made(Eagle3, target, steps=3, decay=0.5, loss=loss, draft_vocab_size=pruned)
+    tokens = sequences(2, 9 + prompt)
+    supervised = torch.zeros_like(tokens, dtype=torch.bool)
+    supervised[0, prompt + 4 :] = True
+    supervised[1, prompt + 1 : prompt + 6] = True
+    data = batch(target, drafter, tokens, supervised)
+    result, kept, total, alphas = drafter.loss(data), drafter.token_ids, 0.0, {}
+    target_logits = target.model(tokens).logits
+    outputs = drafter.unroll(target, tokens, data.hidden)
+    for step, row, t in product(range(3), range(2), range(9 + prompt)):
+        predicted = t + 2 + step
+        if predicted < 9 + prompt and supervised[row, predicted]:
+            p, q = target_logits[row, predicted - 1], drafter.logits(outputs[step][row, t], target)
+            total += 0.5**step * DIVERGENCES[loss](p[kept].log_softmax(-1), q.log_softmax(-1)).item()
+            alphas[row, t, step] = torch.minimum(p.softmax(-1)[kept], q.softmax(-1)).sum().item()
+    assert result.total.item() == pytest.approx(total, rel=1e-4)
+    count = 5 + (5 if prompt else 4)  # the token at place 1 has no pair (f, x) before it
+    assert result.count.item() == count
+    assert result.mean.item() == pytest.approx(total / count, rel=1e-4)
+    assert result.metrics["loss_d1"][1].item() == count
+    check_metrics(result.metrics, alphas, 3)
+
+
+def test_default_taps_are_eagle_3s_and_differ_in_targets_of_few_layers(tiny_llama):
+    with pytest.raises(BadInputError, match="3 layers has no default taps"):
+        Eagle3.build(Eagle3Config(), Target(tiny_llama(layers=3)))
+    for layers, taps in ((4, (1, 2, 3)), (6, (1, 3, 5)), (7, (2, 3, 4)), (12, (2, 6, 9)), (32, (2, 16, 29))):
+        model = tiny_llama(layers=layers, hidden=8, num_attention_heads=1, num_key_value_heads=1)
+        assert Eagle3.build(Eagle3Config(), Target(model)).taps == taps
+
+
+def test_the_draft_vocabulary_is_the_most_frequent_tokens(target):
+    counts = torch.zeros(VOCAB, dtype=torch.long)
+    counts[[40, 3, 17]] = torch.tensor([5, 9, 7])
+    drafter = Eagle3.build(Eagle3Config(draft_vocab_size=4), target, counts)
+    assert drafter.token_ids.tolist() == [0, 3, 17, 40]  # the first of the unseen ones fills up
+    assert torch.equal(drafter.lm_head.weight, target.model.lm_head.weight[[0, 3, 17, 40]])
+
+
+def test_a_head_saved_before_there_were_more_layers_loads(target, tmp_path):
+    """Its config does not say how many it has, and its weights' names are those of one layer."""
+    made(Eagle3, target).save(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config.pop("num_layers") == 1
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    loaded = load_drafter(tmp_path, target)
+    norms = (f"layers.0.{n}.weight" for n in ("input_layernorm", "hidden_norm", "post_attention_layernorm"))
+    others = ("fc.weight", "norm.weight", "lm_head.weight", "token_ids")
+    assert set(loaded.state_dict()) == {*LAYER, *norms, *others}
+
+
+def test_a_head_is_as_wide_as_the_widest_layer_of_its_target(target):
+    """Gemma 3n has a size of the MLP for each layer."""
+    vars(target.config)["intermediate_size"] = [48, 64, 48, 48, 48, 48]
+    assert made(Eagle3, target).config.intermediate_size == 64

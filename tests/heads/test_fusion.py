@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
 
 from outrider.common import BadInputError, IncompatibleError
 from outrider.decode import Decoder, Plan, Sampling
@@ -16,14 +14,11 @@ from outrider.decode.drafting import ChainDraft, DraftSampler, SamplerConfig
 from outrider.decode.rules import RULES
 from outrider.decode.sampling import Keys, Processors
 from outrider.heads import (
+    Cascade,
     Drafter,
     DraftModel,
-    Eagle3,
-    Eagle3Config,
     Fusion,
     FusionConfig,
-    Hydra,
-    HydraConfig,
     Ngram,
     NgramConfig,
     Suffix,
@@ -33,43 +28,21 @@ from outrider.heads import (
 )
 from outrider.targets import RowLengths, Target
 
-VOCAB = 64
+from .conftest import VOCAB, best, opened, proposed, ragged
+from .test_drafters import MAKERS
+
 # A period of three, which matches; tokens that never come back, which do not.
 REPEATED, FRESH = [1, 2, 3, 4] * 3, list(range(20, 32))
 
-MODELS: dict[str, Callable[[Target, Callable], Drafter]] = {
-    "draft_model": lambda target, llama: DraftModel(llama(layers=2, seed=1)),
-    "eagle3": lambda target, llama: Eagle3.build(Eagle3Config(steps=2), target),
-    "eagle3 pruned": lambda target, llama: Eagle3.build(
-        Eagle3Config(taps=(0, 6), draft_vocab_size=20), target, torch.arange(VOCAB)
-    ),
-    "hydra": lambda target, llama: Hydra.build(HydraConfig(), target),
-}
 
-
-@pytest.fixture(params=MODELS)
+@pytest.fixture(params=["draft_model", "eagle3", "eagle3 pruned", "hydra"])
 def model(request, target, tiny_llama) -> Drafter:
     torch.manual_seed(3)
-    return MODELS[request.param](target, tiny_llama)
+    return MAKERS[request.param](target, tiny_llama)
 
 
-def best(logits: Tensor, token_ids: Tensor | None) -> Tensor:
-    top = logits.argmax(-1)
-    return top if token_ids is None else token_ids[top]
-
-
-def opened(drafter: Drafter, target: Target, texts: list[list[int]]) -> object:
-    state, width = drafter.open(target, len(texts), 120), max(map(len, texts))
-    tokens = torch.tensor([t + [0] * (width - len(t)) for t in texts])
-    state.update(
-        tokens, target.forward(tokens, taps=drafter.taps).hidden, RowLengths.of([len(t) for t in texts], "cpu")
-    )
-    return state
-
-
-def drafted(drafter: Drafter, state: object, roots: list[int], depth: int = 4) -> list[list[int]]:
-    proposal = state.propose(torch.tensor(roots), depth, best)
-    return [row[:n] for row, n in zip(proposal.tokens.tolist(), proposal.lengths.tolist(), strict=True)]
+def drafts(drafter: Drafter, target: Target, texts: list[list[int]], roots: list[int]) -> list[list[int]]:
+    return proposed(opened(drafter, target, texts), roots, 4, best)
 
 
 # ------------------------------------------------------------ whose tokens
@@ -80,14 +53,12 @@ def test_a_row_proposes_what_was_found_and_else_what_the_model_says(target, mode
     """In a batch with both; where the found tokens end, the model goes on as if it had drafted them itself."""
     fusion = Fusion(Suffix(SuffixConfig(min_match=4, factor=1 / 3)), model)
     texts, roots = [REPEATED, FRESH], [1, 40]
-    found = drafted(fusion, opened(fusion, target, texts), roots)
-    assert found[1] == drafted(model, opened(model, target, [FRESH]), [40])[0]
+    found = drafts(fusion, target, texts, roots)
+    assert found[1] == drafts(model, target, [FRESH], [40])[0]
     state = opened(model, target, [REPEATED])
     logits = state.prefill(torch.tensor([1]))
     expected = [2, 3, 4]
-    assert expected == drafted(fusion.statistical, opened(fusion.statistical, target, [REPEATED]), [1])[0], (
-        "a match of 9 tokens"
-    )
+    assert expected == drafts(fusion.statistical, target, [REPEATED], [1])[0], "a match of 9 tokens"
     for token in expected:
         logits = state.decode(torch.tensor([[token]]))[:, 0]
     assert found[0] == [*expected, int(best(logits, model.output_ids))]
@@ -98,16 +69,14 @@ def test_a_row_alone_needs_no_model_where_something_was_found(target, model, mon
     fusion = Fusion(Ngram(NgramConfig(4, 4)), model)
     state = opened(fusion, target, [REPEATED])
     monkeypatch.setattr(state.model, "prefill", lambda *_: pytest.fail("the model was asked"))
-    assert drafted(fusion, state, [1]) == [[2, 3, 4, 1]]
+    assert proposed(state, [1], 4, best) == [[2, 3, 4, 1]]
 
 
 @pytest.mark.parametrize("config", [{"min_match": 14}, {"min_score": 9.0}], ids=str)
 @torch.inference_mode()
 def test_a_match_that_is_too_short_or_promises_too_little_is_left_to_the_model(target, model, config):
     fusion = Fusion(Suffix(SuffixConfig(**config)), model)
-    assert drafted(fusion, opened(fusion, target, [REPEATED]), [1]) == drafted(
-        model, opened(model, target, [REPEATED]), [1]
-    )
+    assert drafts(fusion, target, [REPEATED], [1]) == drafts(model, target, [REPEATED], [1])
 
 
 # ------------------------------------------------------------ what the sampler knows
@@ -115,11 +84,9 @@ def test_a_match_that_is_too_short_or_promises_too_little_is_left_to_the_model(t
 
 def chain(texts: list[list[int]], sampling: Sampling, confidence: float = 0.0) -> ChainDraft:
     """As the decoder's in a round after `texts`, roots included."""
-    rows, width = len(texts), max(map(len, texts))
+    rows, (tokens, counts) = len(texts), ragged(texts)
     processors = Processors(sampling, VOCAB, (), torch.device("cpu"))
-    context = processors.start(
-        torch.tensor([t + [0] * (width - len(t)) for t in texts]), torch.tensor([len(t) for t in texts])
-    )
+    context = processors.start(tokens, counts.tensor)
     if processors.idle:
         processors = context = None
     keys = Keys(0, torch.arange(rows), torch.full((rows,), 9))
@@ -129,10 +96,7 @@ def chain(texts: list[list[int]], sampling: Sampling, confidence: float = 0.0) -
 
 @torch.inference_mode()
 def test_after_a_found_token_the_model_drafts_as_if_it_were_its_own_choice(target, model):
-    """Under processors, too: a penalty, or a bad word, asks which tokens were drafted before.
-
-    Here the model's own choices and the found ones differ.
-    """
+    """Under processors, too: a penalty, or a bad word, asks which tokens were drafted before."""
     fusion = Fusion(Suffix(SuffixConfig(min_match=4, factor=1 / 3)), model)
     texts, roots, found = [REPEATED, FRESH], [1, 40], [2, 3, 4]
     state = opened(model, target, [REPEATED])
@@ -152,9 +116,8 @@ def test_after_a_found_token_the_model_drafts_as_if_it_were_its_own_choice(targe
         proposal = opened(fusion, target, texts).propose(torch.tensor(roots), 4, picks.next_token)
         assert proposal.tokens[0].tolist() == [*found, expected]
         assert picks.context is not None
-        assert (
-            picks.context.recent[0, 0].tolist() == [*after, expected][len(after) + 1 - picks.context.recent.shape[2] :]
-        )
+        recent = picks.context.recent
+        assert recent[0, 0].tolist() == [*after, expected][len(after) + 1 - recent.shape[2] :]
 
 
 @torch.inference_mode()
@@ -173,10 +136,7 @@ def test_a_found_token_is_not_doubted_by_the_model(target, model):
 def play(
     drafter: Drafter, target: Target, texts: list[list[int]], rounds: list[tuple[list[int], list[int] | None]]
 ) -> list[list[int]]:
-    """Run rounds with the given roots, of which so many drafts are kept (None: a round without drafts).
-
-    The drafts of the last.
-    """
+    """Run rounds with these roots, of which so many drafts are kept (None: no drafts); return the last one's drafts."""
     state, found = opened(drafter, target, texts), []
     for roots, kept in rounds:
         read, counts = [[r] for r in roots], [1] * len(roots)
@@ -206,7 +166,7 @@ def test_the_models_drafts_after_rounds_without_it_are_those_of_a_fresh_state(ta
         if plan[end][1] is not None and end > 2:
             before = [list(REPEATED)]
             play(fusion, target, before, plan[:end])
-            assert found == drafted(model, opened(model, target, before), plan[end][0]), f"round {end}"
+            assert found == drafts(model, target, before, plan[end][0]), f"round {end}"
     texts = [list(REPEATED)]
     play(fusion, target, texts, [([1], [4]), ([2], None), ([3], [4]), ([4], [3])])
     assert texts[0][12:] == [1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 3], "found in every round"
@@ -216,18 +176,11 @@ def test_the_models_drafts_after_rounds_without_it_are_those_of_a_fresh_state(ta
 def test_in_a_batch_the_model_has_read_the_found_tokens_that_were_kept(target, model):
     fusion = Fusion(Suffix(SuffixConfig(min_match=4)), model)
     for last in ([1, 60], [50, 61]):
+        rounds = [([1, 40], [4, 1]), ([2, 41], [2, 3]), ([50, 42], None), ([51, 43], [1, 0])]
         texts = [list(REPEATED), list(FRESH)]
-        play(fusion, target, texts, [([1, 40], [4, 1]), ([2, 41], [2, 3]), ([50, 42], None), ([51, 43], [1, 0])])
-        before = copy.deepcopy(texts)
-        state = opened(fusion, target, texts)
-        found = play(
-            fusion,
-            target,
-            [list(REPEATED), list(FRESH)],
-            [([1, 40], [4, 1]), ([2, 41], [2, 3]), ([50, 42], None), ([51, 43], [1, 0]), (last, [0, 0])],
-        )
-        assert found == drafted(fusion, state, last)
-        assert before == texts
+        play(fusion, target, texts, rounds)
+        found = play(fusion, target, [list(REPEATED), list(FRESH)], [*rounds, (last, [0, 0])])
+        assert found == drafts(fusion, target, texts, last)
 
 
 # ------------------------------------------------------------ through the decoder
@@ -241,22 +194,15 @@ def test_the_text_is_the_plain_samplers(target, model, sampling, batch):
     prompts = [REPEATED, FRESH, REPEATED[:7]][:batch]
     plain = Decoder(target).generate(prompts, 40, sampling, ignore_eos=True)
     fusion = Fusion(Suffix(SuffixConfig(min_match=2)), model)
+    coupled = Decoder(target).generate(prompts, 40, sampling, Plan(0, verify="coupled"), ignore_eos=True)
     for plan in (Plan(4), Plan(3, verify="coupled"), Plan(4, confidence=0.3)):
-        reference = (
-            plain
-            if plan.verify == "auto"
-            else Decoder(target).generate(prompts, 40, sampling, Plan(0, verify="coupled"), ignore_eos=True)
-        )
         out = Decoder(target, fusion).generate(prompts, 40, sampling, plan, ignore_eos=True)
-        assert out.tokens == reference.tokens
+        assert out.tokens == (plain if plan.verify == "auto" else coupled).tokens
     assert out.rule == ("greedy" if sampling.greedy else "candidates")
 
 
 def test_the_target_as_its_own_model_is_always_right(target):
-    """Where the statistical drafter finds nothing every draft is kept.
-
-    At temperature 0 this holds with the model's most probable tokens.
-    """
+    """Where the statistical drafter finds nothing every draft is kept."""
     itself = DraftModel(copy.deepcopy(target.model))
     never = Fusion(Suffix(SuffixConfig(min_score=99)), itself)
     for prompts in ([FRESH], [FRESH, REPEATED]):
@@ -281,33 +227,30 @@ def test_above_temperature_0_the_model_proposes_its_most_probable_tokens(target)
 # ------------------------------------------------------------ making and saving
 
 
-def test_a_fusion_is_made_from_a_folder_and_saved_with_its_model(target, tiny_llama, tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "own"), [("fusion", {}), ("cascade", {"vertical": True, "model_depth": 3})], ids=["fusion", "cascade"]
+)
+def test_two_drafters_are_made_from_a_folder_and_saved_with_their_model(target, tiny_llama, tmp_path, kind, own):
     DraftModel(tiny_llama(layers=2, seed=1)).save(tmp_path / "model")
-    values = {"type": "fusion", "statistical": {"type": "ngram", "min_match": 3}, "model": str(tmp_path / "model")}
-    head, config = drafter_config(values)
-    fusion = head.build(config, target)
-    fusion.save(tmp_path / "saved")
-    files = sorted(p.relative_to(tmp_path / "saved").as_posix() for p in (tmp_path / "saved").rglob("*") if p.is_file())
+    statistical, saved = {"type": "ngram", "min_match": 3}, tmp_path / "saved"
+    head, config = drafter_config({"type": kind, "statistical": statistical, "model": str(tmp_path / "model"), **own})
+    drafter = head.build(config, target)
+    drafter.save(saved)
+    files = sorted(p.relative_to(saved).as_posix() for p in saved.rglob("*") if p.is_file())
     assert files == ["config.json", "model/config.json", "model/generation_config.json", "model/model.safetensors"]
-    assert json.loads((tmp_path / "saved/config.json").read_text()) == {
-        "drafter_type": "fusion",
-        "statistical": {"type": "ngram", "max_match": 4, "min_match": 3},
-        "model": "model",
-    }
+    values = {"drafter_type": kind, "statistical": statistical | {"max_match": 4}, "model": "model", **own}
+    assert json.loads((saved / "config.json").read_text()) == values
     (tmp_path / "model").rename(tmp_path / "gone")
-    again = load_drafter(tmp_path / "saved", target)
-    assert again.config == fusion.config
+    again = load_drafter(saved, target)
+    assert again.config == drafter.config
     assert isinstance(again.statistical, Ngram)
-    assert all(torch.equal(a, b) for a, b in zip(fusion.parameters(), again.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(drafter.parameters(), again.parameters(), strict=True))
 
 
 @pytest.mark.parametrize(
     ("statistical", "message"),
     [
-        (
-            {"type": "eagle3"},
-            r"fusion.statistical: 'eagle3' is no drafter without weights; take one such as suffix or ngram",
-        ),
+        ({"type": "eagle3"}, "fusion.statistical: 'eagle3' is no drafter without weights; take one such as suffix or"),
         ({"type": "fusion"}, r"fusion.statistical: 'fusion' is no drafter"),
         ({"type": "suffix", "min_macth": 3}, "fusion.statistical: unknown key 'min_macth'; did you mean 'm"),
         ({"min_match": 3}, "fusion.statistical: 'type' is missing"),
@@ -325,6 +268,7 @@ def test_models_that_are_none_or_of_another_target_are_refused(target, tiny_llam
         Fusion(Suffix(), Ngram())
     with pytest.raises(BadInputError, match="no drafter at"):
         Fusion.build(FusionConfig(model=str(tmp_path)), target)
-    fusion = Fusion(Suffix(), DraftModel(tiny_llama(layers=1, vocab=32)))
-    with pytest.raises(IncompatibleError, match="vocabulary has 32 entries, the target's 64"):
-        Decoder(target, fusion)
+    model = DraftModel(tiny_llama(layers=1, vocab=32))
+    for drafter in (Fusion(Suffix(), model), Cascade(Ngram(), model)):
+        with pytest.raises(IncompatibleError, match="vocabulary has 32 entries, the target's 64"):
+            Decoder(target, drafter)

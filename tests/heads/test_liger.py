@@ -26,17 +26,8 @@ pytestmark = pytest.mark.gpu  # where there is one, the kernels run on it
 HAS_GPU = torch.cuda.is_available()
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if HAS_GPU and not INTERPRETED else "cpu"
-SERVED = [
-    "forward_kl",
-    "soft_ce",
-    "reverse_kl",
-    "jsd",
-    "jsd(0.1)",
-    "tv",
-    HARD,
-    {"soft_ce": 0.1},
-    {"soft_ce": 1.0, "jsd(0.9)": 2, "tv": 0.1, HARD: 0.5},
-]
+SERVED = ["forward_kl", "soft_ce", "reverse_kl", "jsd", "jsd(0.1)", "tv", HARD, {"soft_ce": 0.1}]
+SERVED += [{"soft_ce": 1.0, "jsd(0.9)": 2, "tv": 0.1, HARD: 0.5}]
 
 
 @pytest.fixture(autouse=True)
@@ -63,9 +54,8 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def kernel(rule: Callable[..., Tensor], hard: bool) -> Callable[..., Tensor]:
         def of(reference: TargetDistribution, logits: Tensor, **settings: float) -> Tensor:
             called.append(rule.__name__)
-            return rule(
-                reference.following if hard else reference.log_probs, logits.float().log_softmax(-1), **settings
-            )
+            given = reference.following if hard else reference.log_probs
+            return rule(given, logits.float().log_softmax(-1), **settings)
 
         return of
 
@@ -79,30 +69,33 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 # ------------------------------------------------------------ who takes them
 
 
+def served(name: divergences.LossName, kind: str = "cpu") -> bool:
+    return divergences.kernels_serve(divergence(name), kind)
+
+
 @pytest.mark.parametrize("kind", ["cpu", "meta", "mps"])
 def test_only_cuda_tensors_take_them(monkeypatch, kind):
     monkeypatch.setattr(divergences, "find_spec", lambda name: name)
     monkeypatch.setattr(divergences, "_try_kernel", lambda *_: 0.0)
-    assert all(divergences.kernels_serve(divergence(name), "cuda") for name in SERVED)
-    assert not any(divergences.kernels_serve(divergence(name), kind) for name in SERVED)
+    assert all(served(name, "cuda") for name in SERVED)
+    assert not any(served(name, kind) for name in SERVED)
 
 
 def test_without_liger_torch_is_taken_and_nothing_is_said(monkeypatch, caplog):
     monkeypatch.setattr(divergences, "find_spec", lambda name: None)
-    assert not any(divergences.kernels_serve(divergence(name), "cuda") for name in SERVED)
+    assert not any(served(name, "cuda") for name in SERVED)
     assert not caplog.records
 
 
 def test_a_loss_with_a_part_that_has_no_kernel_takes_torch(stand_ins):
-    assert all(divergences.kernels_serve(divergence(name), "cpu") for name in SERVED)
-    without = {name for name in (*DIVERGENCES, HARD) if not divergences.kernels_serve(divergence(name), "cpu")}
-    assert without == {"lk_nla", "lk_hybrid"}
-    assert not divergences.kernels_serve(divergence({"soft_ce": 1.0, "lk_nla": 0.1}), "cpu")
+    assert all(map(served, SERVED))
+    assert {name for name in (*DIVERGENCES, HARD) if not served(name)} == {"lk_nla", "lk_hybrid"}
+    assert not served({"soft_ce": 1.0, "lk_nla": 0.1})
 
 
 def test_a_loss_is_the_weighted_sum_of_its_parts_kernels_with_their_settings(stand_ins):
     name = {"jsd(0.2)": 2.0, "tv": 0.1, HARD: 0.5}
-    assert divergences.kernels_serve(divergence(name), "cpu")
+    assert served(name)
     stand_ins.clear()
     reference, draft_logits = example(None)
     found = compare(reference, draft_logits, divergence(name))
@@ -116,21 +109,16 @@ def no_gradient(values: Tensor) -> Tensor:
     return values
 
 
+TORCH = "total_variation takes torch's operations: liger-kernel's "
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
+        (lambda *_: 1 / 0, TORCH + r"does not run on cpu \(division by zero\)"),
+        (lambda reference, logits: logits.log_softmax(-1).sum(-1), TORCH + "is off by .* on cpu"),
         (
-            lambda *_: 1 / 0,
-            r"total_variation takes torch's operations: liger-kernel's does not run on cpu \(division by zero\)",
-        ),
-        (
-            lambda reference, logits: logits.log_softmax(-1).sum(-1),
-            "total_variation takes torch's operations: liger-kernel's is off by .* on cpu",
-        ),
-        (
-            lambda reference, logits: no_gradient(
-                divergences.total_variation(reference.log_probs, logits.log_softmax(-1))
-            ),
+            lambda p, logits: no_gradient(divergences.total_variation(p.log_probs, logits.log_softmax(-1))),
             "is off by nan on cpu",
         ),
     ],
@@ -138,10 +126,8 @@ def no_gradient(values: Tensor) -> Tensor:
 def test_a_kernel_that_fails_or_computes_something_else_is_not_used(stand_ins, monkeypatch, caplog, wrong, message):
     monkeypatch.setitem(divergences._KERNELS, divergences.total_variation, wrong)
     with caplog.at_level(logging.WARNING):
-        assert not any(
-            divergences.kernels_serve(divergence(name), "cpu") for name in ("tv", "tv", {"soft_ce": 1.0, "tv": 0.1})
-        )
-    assert divergences.kernels_serve(divergence("soft_ce"), "cpu")
+        assert not any(map(served, ("tv", "tv", {"soft_ce": 1.0, "tv": 0.1})))
+    assert served("soft_ce")
     (record,) = caplog.records
     assert re.search(message, record.getMessage())
 
@@ -153,14 +139,14 @@ def example(kept: Tensor | None, positions: int = 7, vocab: int = 70) -> tuple[T
     """A reference, where some of the tokens that followed are outside of `kept`, and draft logits."""
     generator = torch.Generator(DEVICE).manual_seed(0)
     theirs, ours = 3 * torch.randn(2, positions, vocab, generator=generator, device=DEVICE)
-    return TargetDistribution.of(
-        theirs, kept, torch.arange(positions, device=DEVICE) % 3
-    ), ours if kept is None else ours[:, kept]
+    reference = TargetDistribution.of(theirs, kept, torch.arange(positions, device=DEVICE) % 3)
+    return reference, ours if kept is None else ours[:, kept]
 
 
-def torchs(
-    reference: TargetDistribution, draft_logits: Tensor, name: divergences.LossName
-) -> tuple[Tensor, Tensor, Tensor]:
+Compared = tuple[Tensor, Tensor, Tensor]
+
+
+def torchs(reference: TargetDistribution, draft_logits: Tensor, name: divergences.LossName) -> Compared:
     """`compare`, by torch's operations."""
     log_q = draft_logits.float().log_softmax(-1)
     alpha, best = torch.minimum(reference.probs, log_q.exp()).sum(-1), log_q.argmax(-1)
@@ -168,10 +154,7 @@ def torchs(
 
 
 def differentiated(
-    way: Callable[..., tuple[Tensor, ...]],
-    reference: TargetDistribution,
-    draft_logits: Tensor,
-    name: divergences.LossName,
+    way: Callable[..., Compared], reference: TargetDistribution, draft_logits: Tensor, name: divergences.LossName
 ) -> list[Tensor]:
     """(loss, alpha, top1) and the gradient, where each position has a weight of its own."""
     start = draft_logits.clone().requires_grad_()
@@ -183,30 +166,20 @@ def differentiated(
     return [*(f.detach() for f in found), *gradient]
 
 
-def fused(
-    reference: TargetDistribution, draft_logits: Tensor, name: divergences.LossName
-) -> tuple[Tensor, Tensor, Tensor]:
-    rule = divergence(name)
-    assert divergences.kernels_serve(rule, DEVICE)
-    return compare(reference, draft_logits, rule)
+def fused(reference: TargetDistribution, draft_logits: Tensor, name: divergences.LossName) -> Compared:
+    assert served(name, DEVICE)
+    return compare(reference, draft_logits, divergence(name))
 
 
 PRUNED = torch.arange(1, 60, 2, device=DEVICE)
 VOCABULARIES = pytest.mark.parametrize("kept", [None, PRUNED], ids=["whole", "pruned"])
 
 
-@VOCABULARIES
+@pytest.mark.parametrize("size", [(None,), (PRUNED,), (None, 3, 70_001)], ids=["whole", "pruned", "several blocks"])
 @pytest.mark.parametrize("name", SERVED, ids=str)
-def test_values_and_gradients_are_those_of_torch(kernels, name, kept):
-    reference, draft_logits = example(kept)
-    expected = differentiated(torchs, reference, draft_logits, name)
-    torch.testing.assert_close(differentiated(fused, reference, draft_logits, name), expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", SERVED, ids=str)
-def test_a_vocabulary_may_be_of_several_of_a_kernels_blocks(kernels, name):
-    """Of 4,096, 16,384 and 32,768 symbols; the last block is not full."""
-    reference, draft_logits = example(None, 3, 70_001)
+def test_values_and_gradients_are_those_of_torch(kernels, name, size):
+    """Blocks of a kernel are of 4,096, 16,384 or 32,768 symbols; here the last one is not full."""
+    reference, draft_logits = example(*size)
     expected = differentiated(torchs, reference, draft_logits, name)
     torch.testing.assert_close(differentiated(fused, reference, draft_logits, name), expected, rtol=1e-4, atol=1e-5)
 
@@ -217,7 +190,7 @@ def test_logits_may_be_of_half_precision_and_columns_of_a_wider_matrix(kernels, 
     reference, draft_logits = example(None)
     wide = torch.nn.functional.pad(draft_logits, (0, 3)).bfloat16()
 
-    def narrowed(way: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
+    def narrowed(way: Callable[..., Compared]) -> Callable[..., Compared]:
         return lambda reference, logits, name: way(reference, logits[:, :-3], name)
 
     expected = differentiated(narrowed(torchs), reference, wide, name)
@@ -232,38 +205,26 @@ def test_logits_may_be_of_half_precision_and_columns_of_a_wider_matrix(kernels, 
 def test_a_training_step_is_that_of_torch(kernels, monkeypatch, name, kept):
     """Through `chunked_compare`: unrolled steps with weights, a trained head, and no positions at all."""
     torch.manual_seed(0)
-    target_head, draft_head = (
-        torch.nn.Linear(5, 70, device=DEVICE),
-        torch.nn.Linear(4, 70 if kept is None else len(kept), device=DEVICE),
-    )
+    target_head = torch.nn.Linear(5, 70, device=DEVICE)
+    draft_head = torch.nn.Linear(4, 70 if kept is None else len(kept), device=DEVICE)
+    settings = LossSettings(target_head, draft_head, divergence(name), kept, list(draft_head.parameters()), chunk=4)
     for positions in (11, 0):
         target_hidden, start = torch.randn(positions, 5, device=DEVICE), torch.randn(3, positions, 4, device=DEVICE)
         weights, following, both = torch.rand(3, positions, device=DEVICE), torch.arange(positions, device=DEVICE), []
         for kinds in ({DEVICE}, set()):
             monkeypatch.setattr(divergences, "_KERNEL_DEVICES", kinds)
-            hidden, parameters = start.clone().requires_grad_(), list(draft_head.parameters())
-            result = chunked_compare(
-                target_hidden,
-                hidden,
-                LossSettings(target_head, draft_head, divergence(name), kept, parameters=parameters, chunk=4),
-                weights=weights,
-                following=following,
-            )
-            both.append(
-                [result.loss, result.alpha, result.top1, *torch.autograd.grad(result.total, [hidden, *parameters])]
-            )
+            hidden = start.clone().requires_grad_()
+            result = chunked_compare(target_hidden, hidden, settings, weights, following)
+            slopes = torch.autograd.grad(result.total, [hidden, *settings.parameters])
+            both.append([result.loss, result.alpha, result.top1, *slopes])
         torch.testing.assert_close(*both, rtol=1e-4, atol=1e-5)
 
 
 def test_without_gradients_there_are_values(kernels):
     reference, draft_logits = example(None)
     with torch.no_grad():
-        torch.testing.assert_close(
-            fused(reference, draft_logits, SERVED[-1]),
-            torchs(reference, draft_logits, SERVED[-1]),
-            rtol=1e-4,
-            atol=1e-5,
-        )
+        found, expected = (way(reference, draft_logits, SERVED[-1]) for way in (fused, torchs))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.skipif(HAS_GPU or INTERPRETED, reason="the tests above have run")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,17 +11,13 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
 )
 
 from outrider.decode import Decoder, Plan, Tree
@@ -28,32 +25,17 @@ from outrider.heads import DraftModel, decoder_layer
 from outrider.heads.draft_model import DraftModelSession, LlamaRunner, runs
 from outrider.targets import RowLengths, Target
 
-VOCAB = 64
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.2,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
-MIXED = ["full_attention", "sliding_attention", "full_attention"]
+from .conftest import VOCAB
+
+SIZES: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
+SIZES |= {"initializer_range": 0.2, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+MIXED = {"layer_types": ["full_attention", "sliding_attention", "full_attention"], "sliding_window": 4}
+MIXED |= {"use_sliding_window": True}
 ROPES = {
-    "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
-    "llama3": {
-        "rope_type": "llama3",
-        "rope_theta": 10000.0,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 16,
-    },
-    "yarn": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16},
+    "linear": {"factor": 4.0},
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 16},
 }
 
 
@@ -71,49 +53,34 @@ def varied(model: Any) -> Any:
 def models(tiny_llama) -> dict[str, Any]:
     """Functions that make a model each."""
 
-    def other(kind: Any, config: Any, **changes: Any) -> Any:
+    def model(name: str) -> Any:
+        changes = MODELS[name]
+        if name.startswith("llama"):
+            return tiny_llama(layers=2, **changes)
         torch.manual_seed(0)
-        return kind(config(**SIZES | changes))
+        config = AutoConfig.for_model(name.partition(",")[0], **SIZES | changes)
+        return AutoModelForCausalLM.from_config(config)
 
-    return {
-        "llama": lambda: tiny_llama(layers=2),
-        "llama, no heads that share keys": lambda: tiny_llama(layers=2, num_key_value_heads=4),
-        "llama, one head for all keys": lambda: tiny_llama(layers=2, num_key_value_heads=1),
-        "llama, wide heads": lambda: tiny_llama(layers=2, head_dim=16),
-        "llama, biases": lambda: tiny_llama(layers=2, attention_bias=True, mlp_bias=True),
-        **{
-            f"llama, {name}": lambda rope=rope: tiny_llama(layers=2, rope_parameters=rope)
-            for name, rope in ROPES.items()
-        },
-        "mistral": lambda: other(MistralForCausalLM, MistralConfig, sliding_window=None),
-        "mistral, window": lambda: other(MistralForCausalLM, MistralConfig, sliding_window=5),
-        "qwen2": lambda: other(Qwen2ForCausalLM, Qwen2Config),
-        "qwen2, windows": lambda: other(
-            Qwen2ForCausalLM, Qwen2Config, use_sliding_window=True, sliding_window=4, layer_types=MIXED
-        ),
-        "qwen3": lambda: other(Qwen3ForCausalLM, Qwen3Config, head_dim=16),
-        "qwen3, windows": lambda: other(
-            Qwen3ForCausalLM, Qwen3Config, head_dim=8, use_sliding_window=True, sliding_window=4, layer_types=MIXED
-        ),
-    }
+    return {name: partial(model, name) for name in MODELS}
 
 
-NAMES = [
-    "llama",
-    "llama, no heads that share keys",
-    "llama, one head for all keys",
-    "llama, wide heads",
-    "llama, biases",
-    "llama, linear",
-    "llama, llama3",
-    "llama, yarn",
-    "mistral",
-    "mistral, window",
-    "qwen2",
-    "qwen2, windows",
-    "qwen3",
-    "qwen3, windows",
-]
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama, no heads that share keys": {"num_key_value_heads": 4},
+    "llama, one head for all keys": {"num_key_value_heads": 1},
+    "llama, wide heads": {"head_dim": 16},
+    "llama, biases": {"attention_bias": True, "mlp_bias": True},
+    **{
+        f"llama, {kind}": {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **rope}}
+        for kind, rope in ROPES.items()
+    },
+    "mistral": {"sliding_window": None},
+    "mistral, window": {"sliding_window": 5},
+    "qwen2": {},
+    "qwen2, windows": MIXED,
+    "qwen3": {"head_dim": 16},
+    "qwen3, windows": {"head_dim": 8, **MIXED},
+}
 
 
 def tokens(rows: int, count: int, seed: int) -> Tensor:
@@ -166,7 +133,7 @@ def everything(drafter: DraftModel, target: Target, lengths: list[int], window: 
 
 
 @pytest.mark.parametrize("lengths", [[9], [7, 1, 12]], ids=["alone", "ragged"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
 def test_logits_are_the_librarys(target, models, name, lengths):
     drafter = DraftModel(varied(models[name]()))
@@ -236,13 +203,8 @@ def test_other_models_are_left_to_the_library(target, models, tiny_llama):
         old = model.model.layers[0].mlp.down_proj
         model.model.layers[0].mlp.down_proj = Subclass(old.in_features, old.out_features, bias=False)
 
-    longrope = {
-        "rope_type": "longrope",
-        "rope_theta": 1e4,
-        "short_factor": [1.0] * 4,
-        "long_factor": [2.0] * 4,
-        "original_max_position_embeddings": 64,
-    }
+    longrope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64}
+    longrope |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
     others = {
         "gpt2": GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=256, **small)),
         "gemma2": Gemma2ForCausalLM(Gemma2Config(**SIZES | {"num_hidden_layers": 2, "head_dim": 8})),
@@ -292,9 +254,8 @@ def test_every_weight_that_changes_is_noticed(target, models):
         short(drafter, target)
     drafter.cast(torch.float64)
     short(drafter, target)
-    drafter.model.model.layers[1].mlp.up_proj.weight = nn.Parameter(
-        torch.randn_like(drafter.model.model.layers[1].mlp.up_proj.weight)
-    )
+    changed = drafter.model.model.layers[1].mlp.up_proj
+    changed.weight = nn.Parameter(torch.randn_like(changed.weight))
     short(drafter, target)
     drafter.model.model.layers[0] = copy.deepcopy(drafter.model.model.layers[1])
     drafter.model.model.layers[0].self_attn.layer_idx = 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -101,10 +103,8 @@ def test_hard_cross_entropy_is_that_of_the_token_that_followed():
 
 def test_smooth_l1_of_features_is_scipys_huber_loss_averaged_over_dimensions():
     """One value per position; true features stand for all unrolled steps."""
-    true, drafted = (
-        np.array([[0.0, 1.0, -2.0], [3.0, 3.0, 3.0]]),
-        np.array([[[0.5, 3.0, -2.0], [3.0, 2.0, -7.0]], [[0.0, 1.0, -2.0], [9.0, 3.0, 3.1]]]),
-    )
+    true = np.array([[0.0, 1.0, -2.0], [3.0, 3.0, 3.0]])
+    drafted = np.array([[[0.5, 3.0, -2.0], [3.0, 2.0, -7.0]], [[0.0, 1.0, -2.0], [9.0, 3.0, 3.1]]])
     found = smooth_l1(torch.tensor(true, dtype=torch.float32), torch.tensor(drafted, dtype=torch.float32))
     np.testing.assert_allclose(found.numpy(), huber(1, drafted - true).mean(-1), rtol=1e-6)
     assert found[0, 0] == pytest.approx((0.125 + 1.5) / 3), "by hand: ½ · 0.5², and 2 − ½"
@@ -112,9 +112,8 @@ def test_smooth_l1_of_features_is_scipys_huber_loss_averaged_over_dimensions():
 
 def test_a_mix_is_the_weighted_sum_of_its_parts():
     mixed = value({"soft_ce": 1.0, "tv": 0.1, "jsd(0.2)": 2, HARD: 0.5}, [0, 1, 2, 0])
-    np.testing.assert_allclose(
-        mixed, value("soft_ce") + 0.1 * value("tv") + 2 * value("jsd(0.2)") + 0.5 * value(HARD, [0, 1, 2, 0]), rtol=1e-6
-    )
+    parts = value("soft_ce"), 0.1 * value("tv"), 2 * value("jsd(0.2)"), 0.5 * value(HARD, [0, 1, 2, 0])
+    np.testing.assert_allclose(mixed, sum(parts), rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -176,25 +175,22 @@ def test_gradients_equal_those_of_the_naive_form(name):
 def test_the_share_of_the_lk_hybrid_carries_no_gradient():
     """As if λ were a constant, and not as if it were differentiated."""
     p, start = torch.tensor([[0.6, 0.3, 0.1]]), torch.tensor([[-4.0, 0.0, 3.0]], requires_grad=True)
-    slope = {}
-    for name, alpha in (
-        ("constant", lambda q: torch.minimum(p, q).sum(-1).detach()),
-        ("differentiated", lambda q: torch.minimum(p, q).sum(-1)),
-    ):
-        q = start.softmax(-1)
-        (slope[name],) = torch.autograd.grad(naive_hybrid(p, q, alpha(q)).sum(), start)
+    q = start.softmax(-1)
+    alpha = torch.minimum(p, q).sum(-1)
+    constant, differentiated = (
+        torch.autograd.grad(naive_hybrid(p, q, share).sum(), start, retain_graph=True)[0]
+        for share in (alpha.detach(), alpha)
+    )
     (ours,) = torch.autograd.grad(DIVERGENCES["lk_hybrid"](p.log(), start.log_softmax(-1)).sum(), start)
-    torch.testing.assert_close(ours, slope["constant"])
-    assert (ours - slope["differentiated"]).abs().max() > 0.05
+    torch.testing.assert_close(ours, constant)
+    assert (ours - differentiated).abs().max() > 0.05
 
 
 def test_the_gradient_of_lk_nla_is_that_of_tv_divided_by_the_acceptance_rate():
     """∇ −log α = ∇ TV / α: what pure TV lacks where q is far from p."""
     target, start = log(P[:1]), torch.tensor([[-4.0, 0.0, 3.0]], requires_grad=True)
-    slopes = [
-        torch.autograd.grad(DIVERGENCES[name](target, start.log_softmax(-1)).sum(), start)[0]
-        for name in ("lk_nla", "tv")
-    ]
+    losses = (DIVERGENCES[name](target, start.log_softmax(-1)).sum() for name in ("lk_nla", "tv"))
+    slopes = [torch.autograd.grad(loss, start)[0] for loss in losses]
     alpha = torch.minimum(target.exp(), start.softmax(-1)).sum().item()
     torch.testing.assert_close(slopes[0], slopes[1] / alpha)
 
@@ -202,9 +198,8 @@ def test_the_gradient_of_lk_nla_is_that_of_tv_divided_by_the_acceptance_rate():
 def test_the_gradient_of_hard_cross_entropy_is_pytorchs_and_zero_for_tokens_that_cannot_be_said():
     start = torch.randn(4, 3, generator=torch.Generator().manual_seed(0), requires_grad=True)
     (ours,) = torch.autograd.grad(hard_cross_entropy(torch.tensor([2, -1, 0, 1]), start.log_softmax(-1)).sum(), start)
-    (theirs,) = torch.autograd.grad(
-        torch.nn.functional.cross_entropy(start, torch.tensor([2, -100, 0, 1]), reduction="sum"), start
-    )
+    expected = torch.nn.functional.cross_entropy(start, torch.tensor([2, -100, 0, 1]), reduction="sum")
+    (theirs,) = torch.autograd.grad(expected, start)
     torch.testing.assert_close(ours, theirs)
 
 
@@ -224,6 +219,22 @@ def heads(kept: Tensor | None, vocab: int = 12) -> tuple[torch.nn.Linear, torch.
     return torch.nn.Linear(5, vocab), torch.nn.Linear(4, vocab if kept is None else len(kept))
 
 
+Heads = tuple[Any, Any]
+
+
+def compared(
+    hidden: tuple[Tensor, Tensor], heads: Heads, name: Any, *, kept: Tensor | None = None, chunk: int = 0, **more: Any
+) -> PositionLosses:
+    """`chunked_compare` of (target's, drafter's) hidden states by (target's, drafter's) heads, of which one is trained.
+
+    A list of heads has one for each step.
+    """
+    own = heads[1] if isinstance(heads[1], list) else [heads[1]]
+    parameters = [p for head in own if isinstance(head, torch.nn.Module) for p in head.parameters()]
+    settings = LossSettings(*heads, divergence(name), kept, parameters, chunk)
+    return chunked_compare(*hidden, settings, **more)
+
+
 LOSSES = [*DIVERGENCES, HARD, {"soft_ce": 0.1}, {"soft_ce": 1.0, HARD: 0.5}, {"soft_ce": 1.0, "tv": 0.1, HARD: 0.5}]
 
 
@@ -235,34 +246,24 @@ def test_values_and_gradients_are_those_of_the_whole_logits_at_once(name, kept):
     target_hidden, start, weights = torch.randn(23, 5), torch.randn(3, 23, 4), torch.rand(3, 23)
     following = torch.arange(23) % 12
     wanted = start.clone().requires_grad_()
-    reference, log_q = (
-        TargetDistribution.of(target_head(target_hidden), kept, following),
-        draft_head(wanted).log_softmax(-1),
-    )
+    log_q = draft_head(wanted).log_softmax(-1)
+    reference = TargetDistribution.of(target_head(target_hidden), kept, following)
     p = target_head(target_hidden).softmax(-1)
     p_kept = p if kept is None else p[:, kept]
     torch.testing.assert_close(reference.log_probs, (p_kept / p_kept.sum(-1, keepdim=True)).log())
     losses = torch.stack([divergence(name)(reference, q) for q in log_q])
     alpha = torch.minimum(p_kept, log_q.exp()).sum(-1)
     best = log_q.argmax(-1) if kept is None else kept[log_q.argmax(-1)]
-    expected = [
-        3 * g for g in torch.autograd.grad((losses * weights).sum(), [wanted, draft_head.weight, draft_head.bias])
-    ]
+    trained = list(draft_head.parameters())
+    expected = [3 * g for g in torch.autograd.grad((losses * weights).sum(), [wanted, *trained])]
     for chunk in (100, 23, 7, 1):
-        hidden = start.clone().requires_grad_()
-        result = chunked_compare(
-            target_hidden,
-            hidden,
-            LossSettings(
-                target_head, draft_head, divergence(name), kept, parameters=list(draft_head.parameters()), chunk=chunk
-            ),
-            weights=weights,
-            following=following,
-        )
+        hidden, both = start.clone().requires_grad_(), (target_head, draft_head)
+        more = {"kept": kept, "chunk": chunk, "weights": weights, "following": following}
+        result = compared((target_hidden, hidden), both, name, **more)
         torch.testing.assert_close((result.loss, result.alpha), (losses.detach(), alpha.detach()))
         assert torch.equal(result.top1, (best == p.argmax(-1)).float())
         torch.testing.assert_close(result.total.detach(), (losses * weights).sum().detach())
-        found = torch.autograd.grad(3 * result.total, [hidden, draft_head.weight, draft_head.bias])
+        found = torch.autograd.grad(3 * result.total, [hidden, *trained])
         torch.testing.assert_close(list(found), expected, rtol=1e-4, atol=1e-5)
     assert target_head.weight.grad is None, "the target is never trained"
 
@@ -287,13 +288,9 @@ def test_what_a_pruned_vocabulary_lacks_is_minus_one():
 def test_a_reference_is_made_where_the_logits_are(kept):
     """On the meta device, whose tensors mix with no others."""
     kept = kept and torch.tensor(kept, device="meta")
-    reference = TargetDistribution.of(
-        torch.zeros(3, 12, device="meta"), kept, torch.zeros(3, dtype=torch.long, device="meta")
-    )
-    assert all(
-        part.is_meta
-        for part in (reference.probs, reference.log_probs, reference.best, reference.following, reference.renormalised)
-    )
+    tokens = torch.zeros(3, dtype=torch.long, device="meta")
+    found = TargetDistribution.of(torch.zeros(3, 12, device="meta"), kept, tokens)
+    assert all(x.is_meta for x in (found.probs, found.log_probs, found.best, found.following, found.renormalised))
 
 
 def test_steps_may_have_heads_of_their_own():
@@ -303,49 +300,28 @@ def test_steps_may_have_heads_of_their_own():
     target_hidden, start, weights = torch.randn(9, 5), torch.randn(3, 9, 4), torch.rand(3, 9)
     parameters = [p for head in own for p in head.parameters()]
     hidden = start.clone().requires_grad_()
-    together = chunked_compare(
-        target_hidden,
-        hidden,
-        LossSettings(target_head, own, divergence("tv"), parameters=parameters, chunk=4),
-        weights=weights,
-    )
+    together = compared((target_hidden, hidden), (target_head, own), "tv", chunk=4, weights=weights)
     found = torch.autograd.grad(together.total, [hidden, *parameters])
     for i, head in enumerate(own):
         single = start[i].clone().requires_grad_()
-        alone = chunked_compare(
-            target_hidden,
-            single,
-            LossSettings(target_head, head, divergence("tv"), parameters=list(head.parameters())),
-            weights=weights[i],
-        )
+        alone = compared((target_hidden, single), (target_head, head), "tv", weights=weights[i])
         torch.testing.assert_close(together.loss[i], alone.loss)
         expected = torch.autograd.grad(alone.total, [single, *head.parameters()])
         torch.testing.assert_close([found[0][i], *found[1 + 2 * i : 3 + 2 * i]], list(expected))
 
 
 def test_without_gradients_nothing_is_differentiated():
-    target_head, draft_head = heads(None)
     with torch.no_grad():
-        result = chunked_compare(
-            torch.randn(3, 5),
-            torch.randn(3, 4),
-            LossSettings(target_head, draft_head, divergence("tv"), parameters=list(draft_head.parameters())),
-        )
+        result = compared((torch.randn(3, 5), torch.randn(3, 4)), heads(None), "tv")
     assert not result.total.requires_grad
     assert result.total.item() == pytest.approx(result.loss.sum().item())
 
 
 def test_no_logits_are_kept_for_the_backward_pass():
     """What autograd holds on to grows with the hidden states, not with the vocabulary."""
-    saved = []
-    target_head, draft_head = heads(None, vocab=1000)
-    hidden = torch.randn(50, 4, requires_grad=True)
+    saved, hidden = [], torch.randn(50, 4, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
-        result = chunked_compare(
-            torch.randn(50, 5),
-            hidden,
-            LossSettings(target_head, draft_head, divergence("tv"), parameters=list(draft_head.parameters()), chunk=10),
-        )
+        result = compared((torch.randn(50, 5), hidden), heads(None, vocab=1000), "tv", chunk=10)
         inside = len(saved)
         result.total.backward()
     assert inside > 0
@@ -354,24 +330,17 @@ def test_no_logits_are_kept_for_the_backward_pass():
 
 @pytest.mark.parametrize("name", ["soft_ce", "jsd", {"lk_hybrid": 1.0, HARD: 0.5}], ids=str)
 def test_peak_memory_grows_with_the_chunk_and_not_with_positions_or_steps(name):
-    """Forward and backward: what one chunk's logits need, and hidden states.
-
-    `[S, P, V]` alone would be 10 times the largest of these.
-    """
-    vocab, rule = 2000, divergence(name)
+    """Forward and backward; `[S, P, V]` alone would be 10 times the largest of these."""
+    vocab = 2000
     target_head, draft_head = torch.nn.Linear(5, vocab, bias=False), torch.nn.Linear(4, vocab, bias=False)
 
     def peak(chunk: int, positions: int, steps: int) -> float:
         """In chunks of logits of one position, what grows with hidden states taken off."""
         hidden = torch.randn(steps, positions, 4, requires_grad=True)
         target_hidden, following = torch.randn(positions, 5), torch.zeros(positions, dtype=torch.long)
+        both, more = (target_head, draft_head), {"chunk": chunk, "following": following}
         with PeakBytes() as count:
-            chunked_compare(
-                target_hidden,
-                hidden,
-                LossSettings(target_head, draft_head, rule, parameters=list(draft_head.parameters()), chunk=chunk),
-                following=following,
-            ).total.backward()
+            compared((target_hidden, hidden), both, name, **more).total.backward()
         draft_head.zero_grad(set_to_none=True)
         return count.peak / (4 * vocab)
 
@@ -390,10 +359,7 @@ def test_values_and_slopes_of_half_precision_are_summed_in_single():
     found = {}
     for count in (1, 600):
         hidden = one.expand(count, -1).clone().requires_grad_()
-        theirs, trained = torch.ones(count, 5).bfloat16(), [draft_head.weight]
-        result = chunked_compare(
-            theirs, hidden, LossSettings(target_head, draft_head, divergence("tv"), parameters=trained, chunk=1)
-        )
+        result = compared((torch.ones(count, 5).bfloat16(), hidden), (target_head, draft_head), "tv", chunk=1)
         assert result.loss.dtype == result.alpha.dtype == result.top1.dtype == result.total.dtype == torch.float32
         found[count] = torch.autograd.grad(result.total, [hidden, draft_head.weight])[1].float()
     torch.testing.assert_close(found[600], 600 * found[1], rtol=0.02, atol=0.01)
@@ -407,17 +373,14 @@ def test_512_positions_are_compared_at_a_time_if_nothing_else_is_asked_for():
         seen.append(len(hidden))
         return target_head(hidden)
 
-    chunked_compare(torch.randn(1025, 5), torch.randn(1025, 4), LossSettings(head, draft_head, divergence("tv")))
+    compared((torch.randn(1025, 5), torch.randn(1025, 4)), (head, draft_head), "tv")
     assert seen == [512, 512, 1]
 
 
 @pytest.mark.parametrize("kept", [None, torch.tensor([1, 2])])
 def test_no_positions_give_no_values_and_a_graph_that_can_be_walked(kept):
-    target_head, draft_head = heads(kept)
     draft_hidden = torch.randn(0, 4, requires_grad=True)
-    result = chunked_compare(
-        torch.randn(0, 5), draft_hidden, LossSettings(target_head, draft_head, divergence("tv"), kept)
-    )
+    result = compared((torch.randn(0, 5), draft_hidden), heads(kept), "tv", kept=kept)
     assert result.loss.shape == result.alpha.shape == result.top1.shape == (0,)
     result.total.backward()
     assert draft_hidden.grad.shape == (0, 4)
@@ -432,18 +395,12 @@ def test_alpha_is_one_minus_total_variation():
 
 def test_mass_that_a_pruned_vocabulary_cannot_reach_counts_as_rejected():
     """p = (.5, .3, .2), q on the last two symbols = (.6, .4): alpha = .3 + .2; the loss renormalises p to (.6, .4)."""
-    p, kept = torch.tensor([[0.5, 0.3, 0.2]]).log(), torch.tensor([1, 2])
-    result = chunked_compare(
-        p,
-        torch.tensor([[0.6, 0.4]]).log(),
-        LossSettings(lambda x: x, lambda x: x, divergence("forward_kl"), kept),
-    )
+    p, kept, plain = torch.tensor([[0.5, 0.3, 0.2]]).log(), torch.tensor([1, 2]), (lambda x: x, lambda x: x)
+    result = compared((p, torch.tensor([[0.6, 0.4]]).log()), plain, "forward_kl", kept=kept)
     assert result.alpha.item() == pytest.approx(0.5)
     assert result.loss.item() == pytest.approx(0, abs=1e-6)
     assert result.top1.item() == 0
-    result = chunked_compare(
-        p, torch.tensor([[0.1, 0.9]]).log(), LossSettings(lambda x: x, lambda x: x, divergence("tv"), kept)
-    )
+    result = compared((p, torch.tensor([[0.1, 0.9]]).log()), plain, "tv", kept=kept)
     assert result.alpha.item() == pytest.approx(0.1 + 0.2)
     assert result.loss.item() == pytest.approx(0.5)
 
@@ -466,13 +423,11 @@ def test_mixed_precision_is_for_the_drafter_alone():
             exact = target_head(target_hidden)
         with own_precision(torch.device("meta")):
             assert target_head(target_hidden).dtype == torch.bfloat16
-        found = chunked_compare(target_hidden, hidden, LossSettings(target_head, draft_head, divergence("tv")))
+        found = compared((target_hidden, hidden), (target_head, draft_head), "tv")
         drafted = draft_head(hidden).float()
     assert torch.equal(exact, target_head(target_hidden))
-    torch.testing.assert_close(
-        found.loss,
-        divergence("tv")(TargetDistribution.of(target_head(target_hidden)), drafted.log_softmax(-1)).detach(),
-    )
+    expected = divergence("tv")(TargetDistribution.of(target_head(target_hidden)), drafted.log_softmax(-1))
+    torch.testing.assert_close(found.loss, expected.detach())
 
 
 # ------------------------------------------------------------ metrics
@@ -520,9 +475,8 @@ def test_metrics_by_depth_follow_each_chain_from_its_start():
 
 def test_acceptance_along_a_chain_by_hand():
     """Two starts with alphas (.5, .4), (1, .8): tau is the mean of 1 + .5 + .2 and 1 + 1 + .8, no product of means."""
-    found = acceptance_metrics(
-        [torch.tensor([[0.5, 1.0]]), torch.tensor([[0.4, 0.8]])], [torch.ones(1, 2, dtype=torch.bool)] * 2
-    )
+    alphas = [torch.tensor([[0.5, 1.0]]), torch.tensor([[0.4, 0.8]])]
+    found = acceptance_metrics(alphas, [torch.ones(1, 2, dtype=torch.bool)] * 2)
     values = {name: (total / count).item() for name, (total, count) in found.items()}
     assert values["alpha_d1"] == pytest.approx(0.75)
     assert values["alpha_d2"] == pytest.approx((0.5 * 0.4 + 1 * 0.8) / 1.5)  # of the chains that get there

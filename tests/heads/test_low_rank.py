@@ -3,47 +3,30 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from peft import LoraConfig, inject_adapter_in_model, set_peft_model_state_dict
 from safetensors.torch import load_file
+from torch import Tensor
 
 from outrider.common import BadInputError, IncompatibleError
-from outrider.heads import (
-    Drafter,
-    Eagle3,
-    Eagle3Config,
-    LowRank,
-    Medusa,
-    MedusaConfig,
-    Ngram,
-    load_drafter,
-    restore_drafter,
-)
-from outrider.heads.base import TargetBatch
+from outrider.heads import Drafter, LowRank, Ngram, load_drafter, restore_drafter
 from outrider.targets import Target
 
-Build = Callable[[Target], Drafter]
-KINDS: dict[str, Build] = {
-    "eagle3": lambda target: Eagle3.build(Eagle3Config(steps=2), target),
-    "medusa": lambda target: Medusa.build(MedusaConfig(num_heads=2), target),
-}
+from ..conftest import drafter_in_training
+from .conftest import batch, sequences
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=[{"type": "eagle3", "steps": 2}, {"type": "medusa", "num_heads": 2}], ids=str)
 def saved(request: pytest.FixtureRequest, tiny_target: Target, tmp_path: Path) -> Path:
-    torch.manual_seed(0)
-    KINDS[request.param](tiny_target).save(tmp_path / "saved")
+    drafter_in_training(tiny_target, request.param).save(tmp_path / "saved")
     return tmp_path / "saved"
 
 
-def batch(target: Target, drafter: Drafter) -> TargetBatch:
-    tokens = torch.randint(5, 300, (2, 12), generator=torch.Generator().manual_seed(0))
-    out = target.forward(tokens, taps=drafter.taps, logits=False)
-    return TargetBatch(target, tokens, torch.ones_like(tokens, dtype=torch.bool), out.hidden, out.last)
+def loss(target: Target, drafter: Drafter) -> Tensor:
+    return drafter.loss(batch(target, drafter, sequences(2, 12, 300))).total
 
 
 def moved(drafter: LowRank) -> LowRank:
@@ -54,14 +37,13 @@ def moved(drafter: LowRank) -> LowRank:
 
 def test_a_new_change_changes_nothing(saved: Path, tiny_target: Target) -> None:
     base, changed = load_drafter(saved, tiny_target), LowRank.over(saved, tiny_target, 4)
-    one, other = (d.loss(batch(tiny_target, d)).total for d in (base, changed))
-    assert torch.equal(one, other)
+    assert torch.equal(loss(tiny_target, base), loss(tiny_target, changed))
     assert LowRank.over(saved, tiny_target, 4).plain().digest() == base.digest()
 
 
 def test_only_the_change_learns(saved: Path, tiny_target: Target) -> None:
     changed = moved(LowRank.over(saved, tiny_target, 4))
-    changed.loss(batch(tiny_target, changed)).total.backward()
+    loss(tiny_target, changed).backward()
     learning = {name for name, p in changed.named_parameters() if p.requires_grad}
     assert {name.partition(".")[0] for name in learning} == {"down", "up"}
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in changed.parameters() if p.requires_grad)
@@ -71,11 +53,11 @@ def test_only_the_change_learns(saved: Path, tiny_target: Target) -> None:
 def test_what_learns_is_what_drafts(saved: Path, tiny_target: Target, tmp_path: Path) -> None:
     """Saved and loaded to draft it is a plain drafter of the base's type, with the same loss."""
     changed = moved(LowRank.over(saved, tiny_target, 4))
-    expected = changed.loss(batch(tiny_target, changed)).total
+    expected = loss(tiny_target, changed)
     changed.save(tmp_path / "changed")
     plain = load_drafter(tmp_path / "changed", tiny_target)
     assert type(plain) is type(restore_drafter(saved))
-    assert torch.allclose(plain.loss(batch(tiny_target, plain)).total, expected, rtol=1e-5)
+    assert torch.allclose(loss(tiny_target, plain), expected, rtol=1e-5)
     again = restore_drafter(tmp_path / "changed")
     assert isinstance(again, LowRank)
     assert all(torch.equal(w, again.state_dict()[n]) for n, w in changed.state_dict().items())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
@@ -13,13 +12,17 @@ from transformers import MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3Fo
 
 from outrider.common import BadInputError
 from outrider.decode import Decoder, Plan
-from outrider.heads import DraftModel, DraftModelConfig, Pard, PardConfig, TargetBatch, load_drafter
+from outrider.heads import DraftModel, DraftModelConfig, Pard, PardConfig, load_drafter
 from outrider.heads.parallel.parallel_drafts import Rollouts
-from outrider.targets import RowLengths, Target
+from outrider.targets import Target
 
 from ..conftest import ALL_TOKENS, FEW_TOKENS, best_of_few, few
+from .conftest import VOCAB, assert_told_from_text, batch, entries_of, every, leaves_no_mask, rolled
+from .conftest import sequences as tokens_of
 
-VOCAB, LENGTH = 64, 20
+LENGTH = 20
+SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
+SIZES |= {"num_key_value_heads": 2}
 
 
 @pytest.fixture
@@ -29,16 +32,7 @@ def target(tiny_llama) -> Target:
 
 def qwen3() -> Qwen3ForCausalLM:
     torch.manual_seed(2)
-    config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        initializer_range=0.2,
-    )
+    config = Qwen3Config(**SIZES, num_hidden_layers=2, head_dim=8, initializer_range=0.2)
     return Qwen3ForCausalLM(config).eval().requires_grad_(False)
 
 
@@ -48,29 +42,20 @@ def drafter(request, tiny_llama) -> Pard:
     return Pard(model, PardConfig(steps=5, mask_token_id=63)).eval()
 
 
-def sequences(rows: int = 3, length: int = LENGTH) -> Tensor:
-    return torch.randint(0, VOCAB - 1, (rows, length), generator=torch.Generator().manual_seed(1))
-
-
-def rolled(places: list[tuple[int, int]], rows: int) -> Rollouts:
-    return Rollouts.of([places] * rows, 16, "cpu")
-
-
-def every(length: int, steps: int) -> list[tuple[int, int]]:
-    return [(t, d) for t in range(length) for d in range(1, steps)]
+def sequences(rows: int = 3) -> Tensor:
+    return tokens_of(rows, LENGTH, VOCAB - 1)
 
 
 def passes(drafter: Pard, text: list[int], steps: int) -> Tensor:
-    """What the library's model says after a text with 0, 1, …, steps − 1 masks appended, `[steps, V]`."""
-    return torch.stack(
-        [drafter.model(torch.tensor([text + [63] * masks]), use_cache=False).logits[0, -1] for masks in range(steps)]
-    )
+    """The logits of the library's model after a text with 0, 1, …, steps − 1 masks appended, `[steps, V]`."""
+    texts = [torch.tensor([text + [63] * masks]) for masks in range(steps)]
+    return torch.stack([drafter.model(tokens, use_cache=False).logits[0, -1] for tokens in texts])
 
 
 @torch.inference_mode()
 def test_a_pass_says_what_as_many_passes_of_the_library_say(drafter):
     tokens, masks = sequences(2), every(LENGTH, 5)
-    logits = drafter.model.lm_head(drafter.roll(tokens, rolled(masks, 2)))
+    logits = drafter.model.lm_head(drafter.roll(tokens, rolled(masks, 2, 16)))
     for row, place in product(range(2), (0, 3, 11, 19)):
         entries = [place] + [LENGTH + masks.index((place, d)) for d in range(1, 5)]
         expected = passes(drafter, tokens[row, : place + 1].tolist(), 5)
@@ -91,9 +76,7 @@ def test_one_draft_is_the_training_of_a_language_model(target, tiny_llama):
     model = tiny_llama(layers=2, seed=1)
     drafter = Pard(model, PardConfig(steps=1, mask_token_id=63, loss="forward_kl"))
     plain = DraftModel(model, DraftModelConfig(loss="forward_kl"))
-    tokens = sequences(1)
-    seen = target.forward(tokens)
-    data = TargetBatch(target, tokens, torch.ones_like(tokens, dtype=torch.bool), None, seen.last)
+    data = batch(target, drafter, sequences(1))
     mine, theirs = drafter.loss(data), plain.loss(data)
     assert float(mine.total) == pytest.approx(float(theirs.total), rel=1e-5)
     assert mine.count == theirs.count
@@ -102,19 +85,13 @@ def test_one_draft_is_the_training_of_a_language_model(target, tiny_llama):
 def test_the_loss_is_a_mean_over_what_was_drawn(target, drafter):
     tokens, supervised = sequences(2), torch.zeros(2, LENGTH, dtype=torch.bool)
     supervised[0, 5:16] = supervised[1, 9:] = True
-    seen = target.forward(tokens)
-    found = drafter.loss(TargetBatch(target, tokens, supervised, None, seen.last))
+    found = drafter.loss(batch(target, drafter, tokens, supervised))
     learned, total = nn.functional.pad(supervised, (0, 1))[:, 1:], 0.0
     some = Rollouts.drawn(learned, tokens, 5, 0.7, 0.2)
     logits, own = target.model(tokens).logits, drafter.model.lm_head(drafter.roll(tokens, some))
     for row in range(2):
-        entries = [(t, 0, t) for t in learned[row].nonzero().flatten().tolist()]
-        entries += [
-            (int(some.anchors[row, e]), int(some.depths[row, e]), LENGTH + e)
-            for e in some.real[row].nonzero().flatten().tolist()
-        ]
         losses = []
-        for anchor, depth, entry in entries:
+        for anchor, depth, entry in entries_of(some, learned, row):
             p, q = logits[row, anchor + depth].softmax(-1), own[row, entry].log_softmax(-1)
             losses.append(float((p * (p.log() - q)).sum()))
         total += int(supervised[row].sum()) * sum(losses) / len(losses)
@@ -123,32 +100,20 @@ def test_the_loss_is_a_mean_over_what_was_drawn(target, drafter):
 
 @pytest.mark.parametrize("written", [ALL_TOKENS, FEW_TOKENS], ids=["all tokens", "few tokens"])
 def test_rounds_at_temperature_0_can_be_told_from_the_text(target, drafter, written):
-    prompts = [sequences(1, n)[0].tolist() for n in (3, 6, 9)]
+    prompts = [tokens_of(1, n, VOCAB - 1)[0].tolist() for n in (3, 6, 9)]
     out = Decoder(target, drafter).generate(prompts, 24, few(written), Plan(5), ignore_eos=True)
     assert out.stats.tau > 1.1 or written == ALL_TOKENS
     with torch.inference_mode():
-        for prompt, text, rounds in zip(prompts, out.tokens, out.rounds, strict=True):
-            whole, place, told = prompt + text, len(prompt), []
-            for one in rounds:
-                said = best_of_few(passes(drafter, whole[: place + 1], 5), tokens=written)
-                there = torch.tensor(whole[place + 1 : place + 6])
-                right = int((said[: len(there)] == there).long().cumprod(0).sum())
-                told.append(min(right, one.drafted))
-                place += one.accepted + 1
-            assert told[:-1] == [one.accepted for one in rounds][:-1]
+        assert_told_from_text(
+            prompts,
+            out,
+            5,
+            lambda tokens, place: best_of_few(passes(drafter, tokens[0, : place + 1].tolist(), 5), tokens=written),
+        )
 
 
-@torch.inference_mode()
 def test_no_mask_stays_in_the_cache(target, drafter):
-    tokens = sequences(1)
-    session, fresh = (drafter.open(target, 1, LENGTH + 8) for _ in range(2))
-    for begin, end in ((0, 4), (4, 5), (5, 9)):
-        session.update(tokens[:, begin:end], None, RowLengths.of([end - begin], "cpu"))
-        session.prefill(tokens[:, end])
-    fresh.update(tokens[:, :9], None, RowLengths.of([9], "cpu"))
-    fresh.prefill(tokens[:, 9])
-    for mine, alone in zip(session.cache._stores, fresh.cache._stores, strict=True):
-        torch.testing.assert_close(mine.keys[:, :, :9], alone.keys[:, :, :9], rtol=1e-5, atol=1e-5)
+    leaves_no_mask(drafter, target)
 
 
 def test_it_is_saved_as_a_plain_checkpoint_that_names_its_mask(target, drafter, tmp_path):
@@ -168,26 +133,7 @@ def test_memory_is_what_was_announced(target, drafter):
     assert told == session.cache.num_bytes() + sum(t.numel() * t.element_size() for t in session.layers.tensors())
 
 
-def test_what_cannot_be_built_is_refused(target):
-    model: dict[str, Any] = {"num_hidden_layers": 1}
-    for changes, message in (
-        ({"keep_least": 2.0}, "keep_least is a share between 0 and 1"),
-        ({"steps": 0}, "steps must be at least 1"),
-        ({}, "name a token that no response has: drafter.mask_token_id"),
-        ({"mask_token_id": 64}, "outside the target's vocabulary"),
-    ):
-        with pytest.raises(BadInputError, match=message):
-            Pard.build(PardConfig(model=model, **changes), target)
-    windowed = MistralForCausalLM(
-        MistralConfig(
-            vocab_size=VOCAB,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=1,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            sliding_window=8,
-        )
-    )
+def test_a_model_that_attends_to_a_window_is_refused(target):
+    windowed = MistralForCausalLM(MistralConfig(**SIZES, num_hidden_layers=1, sliding_window=8))
     with pytest.raises(BadInputError, match="not of Llama's kind, with full attention"):
         Pard.build(PardConfig(mask_token_id=63), Target(windowed))

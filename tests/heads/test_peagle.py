@@ -9,16 +9,26 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from outrider.common import BadInputError
 from outrider.decode import Decoder, Plan
-from outrider.heads import Eagle3, Eagle3Config, PEagle, PEagleConfig, TargetBatch
+from outrider.heads import Eagle3, Eagle3Config, PEagle
 from outrider.heads.parallel.parallel_drafts import Rollouts, kept_counts
-from outrider.targets import RowLengths, Target
+from outrider.targets import Target
 
 from ..conftest import ALL_TOKENS, FEW_TOKENS, best_of_few, few
-from .conftest import batch
+from .conftest import (
+    assert_sum_of_rows,
+    assert_told_from_text,
+    batch,
+    entries_of,
+    every,
+    leaves_no_mask,
+    part_of,
+    rolled,
+    sequences,
+)
+from .conftest import made as make
 
-VOCAB, LENGTH = 64, 20
+LENGTH = 20
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "one layer, pruned vocabulary": {"num_layers": 1, "draft_vocab_size": 20},
@@ -28,15 +38,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def made(target: Target, **changes: Any) -> PEagle:
-    torch.manual_seed(7)
-    config = PEagleConfig(**{"num_layers": 2, "steps": 5} | changes)
-    drafter = PEagle.build(config, target, torch.randint(0, 1000, (target.vocab_size,)))
-    for name, weight in drafter.named_parameters():
-        if "norm" in name:
-            nn.init.uniform_(weight, 0.5, 1.5)
-        elif name == "mask":
-            nn.init.normal_(weight)
-    return drafter.eval().requires_grad_(False)
+    return make(PEagle, target, {"mask": 1.0}, **{"num_layers": 2, "steps": 5} | changes)
 
 
 @pytest.fixture(params=VARIANTS)
@@ -44,22 +46,9 @@ def drafter(request, target) -> PEagle:
     return made(target, **VARIANTS[request.param])
 
 
-def sequences(rows: int = 3, length: int = LENGTH) -> Tensor:
-    return torch.randint(0, VOCAB, (rows, length), generator=torch.Generator().manual_seed(1))
-
-
-def rolled(places: list[tuple[int, int]], rows: int, size: int = 256) -> Rollouts:
-    """The same masks, (anchor, depth), in every row."""
-    return Rollouts.of([places] * rows, size, "cpu")
-
-
-def every(length: int, steps: int) -> list[tuple[int, int]]:
-    return [(t, d) for t in range(length) for d in range(1, steps)] or [(0, 1)]
-
-
 def test_logits_in_training_are_the_decoders(target, drafter, decoded_logits):
     """All rollouts of all places in one pass, in several parts, against ragged rounds that begin there; fp32."""
-    tokens, starts, steps = sequences(), [[1, 3, 4, 9], [5, 6, 9, 12], [2, 3, 6, 7]], drafter.max_depth
+    tokens, starts, steps = sequences(3, LENGTH), [[1, 3, 4, 9], [5, 6, 9, 12], [2, 3, 6, 7]], drafter.max_depth
     data, masks = batch(target, drafter, tokens), every(LENGTH, steps)
     rollouts = rolled(masks, 3, 3 * max(1, steps - 1))
     assert len(rollouts.parts) == -(-len(masks) // rollouts.size)
@@ -75,7 +64,7 @@ def test_logits_in_training_are_the_decoders(target, drafter, decoded_logits):
 
 def test_what_was_dropped_changes_nothing_that_is_left(target, drafter):
     """Rows of different numbers of masks, filled up: each entry is what it is among all of them."""
-    tokens, steps = sequences(), max(2, drafter.max_depth)
+    tokens, steps = sequences(3, LENGTH), max(2, drafter.max_depth)
     data = batch(target, drafter, tokens)
     masks = every(LENGTH, steps)
     whole = drafter.roll(data, rolled(masks, 3))
@@ -94,7 +83,7 @@ def test_what_was_dropped_changes_nothing_that_is_left(target, drafter):
 @pytest.mark.parametrize("size", [5, 8, 64])
 def test_parts_change_nothing_whatever_rows_they_are_of(target, drafter, size):
     """Rows of other numbers of masks, whose rollouts end nowhere together: each part holds some of every row."""
-    tokens, steps = sequences(), drafter.max_depth
+    tokens, steps = sequences(3, LENGTH), drafter.max_depth
     data = batch(target, drafter, tokens)
     learned = torch.rand(3, LENGTH, generator=torch.Generator().manual_seed(size)) < torch.tensor([[0.9], [0.4], [0.7]])
     rows = [[(t, d) for t in row.nonzero()[:, 0].tolist() for d in range(1, steps)] for row in learned]
@@ -109,7 +98,7 @@ def test_parts_change_nothing_whatever_rows_they_are_of(target, drafter, size):
 
 
 def test_a_rollout_sees_the_text_up_to_its_anchor_and_no_other_rollout(target, drafter):
-    tokens, place = sequences(), 8
+    tokens, place = sequences(3, LENGTH), 8
     data = batch(target, drafter, tokens)
     before = drafter.roll(data, rolled([(4, 1), (place, 1), (place, 2)], 3))[:, LENGTH + 1 :]
     data.hidden[:, place + 1 :] = torch.randn_like(data.hidden[:, place + 1 :])
@@ -125,12 +114,11 @@ def test_true_pairs_are_eagle_3s(target):
     drafter = made(target, steps=1)
     plain = Eagle3.build(Eagle3Config(num_layers=2, steps=1), target).eval().requires_grad_(False)
     plain.load_state_dict({k: v for k, v in drafter.state_dict().items() if "mask" not in k})
-    tokens = sequences()
+    tokens = sequences(3, LENGTH)
     supervised = torch.rand(3, LENGTH, generator=torch.Generator().manual_seed(2)) < 0.7
     data = batch(target, drafter, tokens, supervised)
     for row in range(3):  # of several rows ours is the mean of each, times its tokens: here all count alike
-        part = slice(row, row + 1)
-        alone = TargetBatch(target, tokens[part], supervised[part], data.hidden[part], data.last[part])
+        alone = part_of(data, slice(row, row + 1))
         assert float(drafter.loss(alone).total) == pytest.approx(float(plain.loss(alone).total), rel=1e-5)
         assert drafter.loss(alone).count == plain.loss(alone).count
     found = drafter.roll(data, rolled([(0, 1)], 3))[:, :LENGTH]
@@ -138,7 +126,7 @@ def test_true_pairs_are_eagle_3s(target):
 
 
 def test_the_loss_is_a_mean_over_what_was_drawn(target, drafter):
-    tokens, supervised = sequences(2), torch.zeros(2, LENGTH, dtype=torch.bool)
+    tokens, supervised = sequences(2, LENGTH), torch.zeros(2, LENGTH, dtype=torch.bool)
     supervised[0, 5:16] = supervised[1, 9:] = True
     data = batch(target, drafter, tokens, supervised)
     found = drafter.loss(data)
@@ -147,13 +135,8 @@ def test_the_loss_is_a_mean_over_what_was_drawn(target, drafter):
     output, logits = drafter.roll(data, some), target.model(tokens).logits
     total = 0.0
     for row in range(2):
-        entries = [(t, 0, t) for t in learned[row].nonzero().flatten().tolist()]
-        entries += [
-            (int(some.anchors[row, e]), int(some.depths[row, e]), LENGTH + e)
-            for e in some.real[row].nonzero().flatten().tolist()
-        ]
         losses = []
-        for anchor, depth, entry in entries:
+        for anchor, depth, entry in entries_of(some, learned, row):
             q = drafter.logits(output[row, entry], target).log_softmax(-1)
             p = logits[row, anchor + depth + 1][drafter.token_ids].softmax(-1)
             losses.append(-float((p * q).sum()))
@@ -164,7 +147,7 @@ def test_the_loss_is_a_mean_over_what_was_drawn(target, drafter):
 
 def test_gradients_reach_the_masks(target):
     drafter = made(target).train().requires_grad_(True)
-    drafter.loss(batch(target, drafter, sequences())).mean.backward()
+    drafter.loss(batch(target, drafter, sequences(3, LENGTH))).mean.backward()
     for name, p in drafter.named_parameters():
         assert float(p.grad.abs().sum()) > 0, name
 
@@ -185,11 +168,7 @@ def test_drawn_rollouts_are_whole(seed):
     tokens = torch.randint(0, 64, (4, 60), generator=generator)
     found = Rollouts.drawn(learned, tokens, 6, 0.8, 0.2)
     for row in range(4):
-        masks = [
-            (int(a), int(d))
-            for a, d, real in zip(found.anchors[row], found.depths[row], found.real[row], strict=True)
-            if real
-        ]
+        masks = [tuple(mask) for mask in torch.stack([found.anchors, found.depths], 2)[row, found.real[row]].tolist()]
         assert masks == sorted(set(masks))
         for anchor, depth in masks:
             assert learned[row, anchor]
@@ -209,24 +188,7 @@ def test_without_drops_everything_is_drawn():
 
 
 def test_a_batch_can_be_put_together_in_any_way(target):
-    drafter = made(target).train()
-    tokens, supervised = sequences(3, 30), torch.ones(3, 30, dtype=torch.bool)
-    supervised[0, 18:] = supervised[1, 25:] = False
-    tokens = tokens.masked_fill(~supervised, 0)
-    data = batch(target, drafter, tokens, supervised)
-
-    def loss(rows: slice, length: int, step: int = 0) -> float:
-        part = (rows, slice(0, length))
-        return float(
-            drafter.loss(
-                TargetBatch(target, tokens[part], supervised[part], data.hidden[part], data.last[part], step)
-            ).total
-        )
-
-    whole = loss(slice(0, 3), 30)
-    apart = [loss(slice(0, 1), 18), loss(slice(1, 2), 27), loss(slice(2, 3), 30)]
-    assert whole == pytest.approx(sum(apart), rel=1e-5)
-    assert abs(whole - loss(slice(0, 3), 30, step=1)) > 1e-3
+    assert_sum_of_rows(made(target).train(), target)
 
 
 # ------------------------------------------------------------ decoding
@@ -238,40 +200,15 @@ def test_rounds_at_temperature_0_can_be_told_from_the_text(target, written):
     prompts = [sequences(1, n)[0].tolist() for n in (3, 6, 9)]
     out = Decoder(target, drafter).generate(prompts, 32, few(written), Plan(5), ignore_eos=True)
     assert out.stats.tau > 1.1 or written == ALL_TOKENS
-    for prompt, text, rounds in zip(prompts, out.tokens, out.rounds, strict=True):
-        tokens = torch.tensor([prompt + text])
-        length, place = tokens.shape[1], len(prompt)
-        masks = every(length, 5)
-        output = drafter.roll(batch(target, drafter, tokens), rolled(masks, 1))
-        said = best_of_few(drafter.logits(output, target)[0], tokens=written)
-        told = []
-        for one in rounds:
-            entries = [place - 1] + [length + masks.index((place - 1, d)) for d in range(1, 5)]
-            there = tokens[0, place + 1 : place + 6]
-            right = int((said[entries][: len(there)] == there).long().cumprod(0).sum())
-            told.append(min(right, one.drafted))
-            place += one.accepted + 1
-        assert told[:-1] == [one.accepted for one in rounds][:-1]
+
+    def predict(tokens: Tensor, place: int) -> Tensor:
+        rollout = rolled([(place - 1, d) for d in range(1, 5)], 1)
+        output = drafter.roll(batch(target, drafter, tokens), rollout)
+        entries = [place - 1, *range(tokens.shape[1], tokens.shape[1] + 4)]
+        return best_of_few(drafter.logits(output, target)[0, entries], tokens=written)
+
+    assert_told_from_text(prompts, out, 5, predict)
 
 
 def test_no_mask_stays_in_the_cache(target, drafter):
-    tokens = sequences(1)
-    hidden = target.forward(tokens, taps=drafter.taps).hidden
-    session, fresh = (drafter.open(target, 1, LENGTH + 8) for _ in range(2))
-    with torch.inference_mode():
-        for begin, end in ((0, 4), (4, 5), (5, 9)):
-            session.update(tokens[:, begin:end], hidden[:, begin:end], RowLengths.of([end - begin], "cpu"))
-            session.prefill(tokens[:, end])
-        fresh.update(tokens[:, :9], hidden[:, :9], RowLengths.of([9], "cpu"))
-        fresh.prefill(tokens[:, 9])
-    assert session.cache.host_lengths == fresh.cache.host_lengths == [9]
-    for mine, alone in zip(session.cache._stores, fresh.cache._stores, strict=True):
-        torch.testing.assert_close(mine.keys[:, :, :9], alone.keys[:, :, :9], rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(mine.values[:, :, :9], alone.values[:, :, :9], rtol=1e-5, atol=1e-5)
-
-
-def test_what_cannot_be_built_is_refused(target):
-    with pytest.raises(BadInputError, match="keep_ratio is a share between 0 and 1"):
-        PEagleConfig(keep_ratio=1.5)
-    with pytest.raises(BadInputError, match="outside the target's vocabulary"):
-        made(target, mask_token_id=64)
+    leaves_no_mask(drafter, target)

@@ -7,43 +7,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GemmaConfig,
-    GemmaForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    MistralConfig,
-    MistralForCausalLM,
-    Olmo2Config,
-    Olmo2ForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    SmolLM3Config,
-    SmolLM3ForCausalLM,
-    StableLmConfig,
-    StableLmForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from outrider.common import BadInputError, IncompatibleError
 from outrider.heads import DraftModel, DraftModelConfig, load_drafter
 from outrider.heads.pruning import chosen_layers, pruned
 from outrider.targets import Target
 
-SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 64,
-    "pad_token_id": 0,
-}
-WIDER = {"initializer_range": 0.2}
+from .conftest import sequences
+
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
 @pytest.fixture
@@ -51,28 +24,33 @@ def target(tiny_llama) -> Target:
     return Target(tiny_llama(layers=4))
 
 
+def make(kind: str, layers: int = 4, **changes: Any) -> Target:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **SIZES, vocab_size=64, pad_token_id=0, num_hidden_layers=layers, **changes)
+    return Target(AutoModelForCausalLM.from_config(config).eval().requires_grad_(False))
+
+
+def gpt2(layers: int) -> Target:
+    return Target(GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=layers, n_head=4, vocab_size=64)).eval())
+
+
 LLAMA_LIKE = {
-    "mistral": (MistralForCausalLM, MistralConfig, {"sliding_window": 8}),
-    "qwen2": (Qwen2ForCausalLM, Qwen2Config, {}),
-    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 16}),
-    "qwen3 tied": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 16, "tie_word_embeddings": True}),
-    "smollm3": (SmolLM3ForCausalLM, SmolLM3Config, {"no_rope_layers": [1, 0, 1, 1]}),
+    "mistral": {"sliding_window": 8},
+    "qwen2": {},
+    "qwen3": {"head_dim": 16},
+    "qwen3 tied": {"head_dim": 16, "tie_word_embeddings": True},
+    "smollm3": {"no_rope_layers": [1, 0, 1, 1]},
 }
 
 
 @pytest.fixture(params=["llama", "llama biased", *LLAMA_LIKE])
 def anything(request, tiny_llama) -> Target:
-    """Targets none of whose weights is what it was made as.
-
-    They have 4 layers, 4 heads in 2 groups, 32 hidden dimensions and 48 neurons (llama: 64).
-    """
+    """Targets of 4 layers, 4 heads in 2 groups, 32 dimensions and 48 neurons (llama: 64), all weights changed."""
     if request.param.startswith("llama"):
         biased = request.param.endswith("biased")
         model: Any = tiny_llama(layers=4, attention_bias=biased, mlp_bias=biased)
     else:
-        kind, config, changes = LLAMA_LIKE[request.param]
-        torch.manual_seed(0)
-        model = kind(config(**SIZES | WIDER | changes, num_hidden_layers=4)).eval().requires_grad_(False)
+        model = make(request.param.split()[0], **LLAMA_LIKE[request.param], initializer_range=0.2).model
     generator = torch.Generator().manual_seed(1)
     for name, parameter in model.named_parameters():
         if "norm" in name:
@@ -84,13 +62,9 @@ def anything(request, tiny_llama) -> Target:
     return Target(model)
 
 
-def tokens(rows: int = 3, length: int = 20) -> Tensor:
-    return torch.randint(0, 64, (rows, length), generator=torch.Generator().manual_seed(1))
-
-
 def logits(model: Any) -> Tensor:
     with torch.no_grad():
-        return model(tokens()).logits
+        return model(sequences(3, 20)).logits
 
 
 def assert_same(small: Any, target: Target) -> None:
@@ -128,25 +102,22 @@ def test_a_model_of_fewer_layers_has_the_targets_layers_embeddings_and_norm(tiny
 
 def test_layers_keep_their_kind_of_attention():
     kinds = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
-    small = pruned(
-        Target(Gemma2ForCausalLM(Gemma2Config(**SIZES, num_hidden_layers=4, head_dim=8, layer_types=kinds)).eval()),
-        {"num_hidden_layers": 3},
-    )
+    small = pruned(make("gemma2", head_dim=8, layer_types=kinds), {"num_hidden_layers": 3})
     assert small.config.layer_types == [kinds[0], kinds[2], kinds[3]]
 
 
 def test_layers_keep_head_sizes_of_their_own_and_what_the_config_says_of_each():
-    qwen = Target(Qwen3ForCausalLM(Qwen3Config(**SIZES, num_hidden_layers=4, head_dim=16)).eval())
+    qwen = make("qwen3", head_dim=16)
     assert pruned(qwen, {"num_hidden_layers": 2}).config.head_dim == 16
     assert DraftModel.build(DraftModelConfig(model={"num_hidden_layers": 2}), qwen).model.config.head_dim == 16
     rope = [1, 1, 1, 0, 1, 1, 1, 0]
-    smol = Target(SmolLM3ForCausalLM(SmolLM3Config(**SIZES, num_hidden_layers=8, no_rope_layers=rope)).eval())
-    assert pruned(smol, {"num_hidden_layers": 3}).config.no_rope_layers == [rope[i] for i in (0, 4, 7)]
+    smol = pruned(make("smollm3", 8, no_rope_layers=rope), {"num_hidden_layers": 3})
+    assert smol.config.no_rope_layers == [rope[i] for i in (0, 4, 7)]
 
 
 def test_layers_are_taken_of_any_architecture():
     """Whose config names its sizes otherwise, too."""
-    target = Target(GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=4, n_head=4, vocab_size=64)).eval())
+    target = gpt2(4)
     small = pruned(target, {"num_hidden_layers": 2})
     assert (small.config.n_layer, len(small.transformer.h)) == (2, 2)
     assert torch.equal(small.transformer.h[1].mlp.c_fc.weight, target.model.transformer.h[3].mlp.c_fc.weight)
@@ -157,7 +128,7 @@ def test_layers_are_taken_of_any_architecture():
 
 def whole(target: Target, **changes: int) -> dict[str, int]:
     config = target.config
-    return {name: getattr(config, name) for name in ("num_hidden_layers", *list(SIZES)[:4])} | changes
+    return {name: getattr(config, name) for name in ("num_hidden_layers", *SIZES)} | changes
 
 
 def test_with_nothing_pruned_the_logits_are_the_targets_bit_for_bit(anything):
@@ -197,10 +168,7 @@ def test_a_group_of_heads_that_says_nothing_can_go(anything, model):
 
 
 def test_hidden_dimensions_that_hold_nothing_can_go(anything):
-    """Never written: embeddings, o_proj, down_proj and their biases are zero there.
-
-    The norms then divide by a mean over fewer dimensions.
-    """
+    """Embeddings, o_proj, down_proj and their biases are zero there; norms then divide by a mean over fewer."""
     silent = [3, 8, 17, 30]
     body = anything.model.model
     body.embed_tokens.weight.data[:, silent] = 0
@@ -226,10 +194,7 @@ def test_everything_at_once_gives_a_model_that_saves_and_loads(anything, tmp_pat
 
 
 def test_what_is_kept_matters_more_than_what_goes(target):
-    """Neurons made loud at known places stay, in each layer its own, in their order.
-
-    The same text is written every time.
-    """
+    """Neurons with large weights stay, in each layer its own, in their order; the same text is written every time."""
     loud = [[5 + i, 33, 60 - i] for i in range(4)]
     for layer, places in zip(target.model.model.layers, loud, strict=True):
         layer.mlp.down_proj.weight.data[:, places] *= 100
@@ -268,21 +233,19 @@ def test_sizes_that_cannot_be_kept_are_refused(target, sizes, message):
 
 
 OTHERS = {
-    "fused projections": lambda: Phi3ForCausalLM(Phi3Config(**SIZES, num_hidden_layers=2)),
-    "norms that count from one": lambda: GemmaForCausalLM(GemmaConfig(**SIZES, num_hidden_layers=2, head_dim=8)),
-    "more norms": lambda: Gemma2ForCausalLM(Gemma2Config(**SIZES, num_hidden_layers=2, head_dim=8)),
-    "norms over all heads": lambda: Olmo2ForCausalLM(Olmo2Config(**SIZES, num_hidden_layers=2)),
-    "norms that subtract": lambda: StableLmForCausalLM(StableLmConfig(**SIZES, num_hidden_layers=2)),
-    "another family": lambda: GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=64)),
+    "fused projections": lambda: make("phi3", 2),
+    "norms that count from one": lambda: make("gemma", 2, head_dim=8),
+    "more norms": lambda: make("gemma2", 2, head_dim=8),
+    "norms over all heads": lambda: make("olmo2", 2),
+    "norms that subtract": lambda: make("stablelm", 2),
+    "another family": lambda: gpt2(2),
 }
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_architectures_are_pruned_by_whole_layers_only(name):
-    target = Target(OTHERS[name]().eval())
-    with pytest.raises(
-        IncompatibleError, match=r"pruned by whole layers only: its .* Give model.num_hidden_layers alone"
-    ) as raised:
+    target, message = OTHERS[name](), r"pruned by whole layers only: its .* Give model.num_hidden_layers alone"
+    with pytest.raises(IncompatibleError, match=message) as raised:
         pruned(target, {"hidden_size": 16})
     assert raised.value.exit_code == 3
     pruned(target, {"num_hidden_layers": 1})

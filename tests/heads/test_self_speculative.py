@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from outrider.common import BadInputError, IncompatibleError
+from outrider.common import IncompatibleError
 from outrider.decode import Control, Costs, Decoder, Plan, Sampling, Tree, memory
 from outrider.decode import round as stage
 from outrider.decode.engine import Request
@@ -19,9 +19,9 @@ from outrider.heads import Fusion, Ngram, SelfSpeculative, SelfSpeculativeConfig
 from outrider.heads.divergences import divergence
 from outrider.targets import PeakBytes, RaggedCache, RowLengths, Target
 
-from .conftest import batch
+from .conftest import VOCAB, batch, made, sequences
 
-VOCAB, NEW = 64, 14
+NEW = 14
 PROMPTS = [torch.randint(0, VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (5, 1, 9, 13, 2)]
 PLANS = {
     "chain": Plan(3),
@@ -31,30 +31,13 @@ PLANS = {
     "dynamic tree": Plan(4, width=3, nodes=9),
     "control": Plan(3, control=Control(Costs(verify=((0, 1.0), (8, 1.1)), draft=(0.0, 0.4)), (0.5, 0.5, 0.5))),
 }
-COMMON: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.2,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
+COMMON: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4}
+COMMON |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
+COMMON |= {"initializer_range": 0.2, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 8, "tie_word_embeddings": False, "sliding_window": 3}
-SEEING = {
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 28,
-    "patch_size": 14,
-}
-# Where the library's bodies differ: in what they hold the layers, how they call the norm after them, and in their
-# masks.
+SEEING = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+SEEING |= {"image_size": 28, "patch_size": 14}
+# The library's bodies differ in where they hold the layers, how they call the norm after them, and in their masks.
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {"head_dim": 8},
@@ -75,21 +58,13 @@ def make(name: str) -> PreTrainedModel:
     changes = ARCHITECTURES[name]
     torch.manual_seed(0)
     config = AutoConfig.for_model(name, **(changes if "text_config" in changes else COMMON | changes))
-    return (
-        AutoModelForCausalLM.from_config(config, attn_implementation="eager" if name == "gemma2" else None)
-        .eval()
-        .requires_grad_(False)
-    )
+    attention = "eager" if name == "gemma2" else None
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval().requires_grad_(False)
 
 
 def build(target: Target, new: bool = False, **changes: Any) -> SelfSpeculative:
     """With random weights, unless it shall be as new."""
-    torch.manual_seed(7)
-    drafter = SelfSpeculative.build(SelfSpeculativeConfig(**changes), target, torch.randint(0, 1000, (VOCAB,))).eval()
-    if not new:
-        for weight in drafter.parameters():
-            torch.nn.init.normal_(weight, std=0.1)
-    return drafter.requires_grad_(False)
+    return made(SelfSpeculative, target, {} if new else {"": 0.1}, **changes)
 
 
 def reference(model: PreTrainedModel) -> list[list[int]]:
@@ -106,10 +81,6 @@ def target(tiny_llama) -> Target:
     return Target(tiny_llama(layers=4))
 
 
-def sequences(rows: int = 3, length: int = 12) -> Tensor:
-    return torch.randint(0, VOCAB, (rows, length), generator=torch.Generator().manual_seed(1))
-
-
 # ------------------------------------------------------------ part of a model
 
 
@@ -117,7 +88,7 @@ def sequences(rows: int = 3, length: int = 12) -> Tensor:
 def test_the_first_layers_are_a_model_of_their_own_and_the_target_stays_as_it_is(architecture):
     """They give what the whole model's layer gave, normed; nothing is copied, and the model still runs all layers."""
     model = make(architecture)
-    target, tokens = Target(model), sequences()
+    target, tokens = Target(model), sequences(3, 12)
     before, held = model(tokens).logits, {id(p) for p in model.parameters()}
     for count in range(1, 5):
         early, out = target.shallow(count), target.forward(tokens, taps=(count,))
@@ -137,13 +108,14 @@ def test_a_body_whose_forward_was_replaced_is_refused(target):
 
 
 def test_a_target_without_a_norm_after_its_layers_is_refused(target):
+    def doubled(module: Any, args: Any, output: Any) -> None:
+        output.last_hidden_state = 2 * output.last_hidden_state
+
     target.body.norm.register_forward_hook(lambda module, args, output: output + args[0])
-    target.body.register_forward_hook(
-        lambda module, args, output: setattr(output, "last_hidden_state", 2 * output.last_hidden_state)
-    )
+    target.body.register_forward_hook(doubled)
     drafter = build(target, exit_layer=2)
     with pytest.raises(IncompatibleError, match="LlamaForCausalLM has no single norm after its last layer"):
-        drafter.loss(batch(target, drafter, sequences()))
+        drafter.loss(batch(target, drafter, sequences(3, 12)))
 
 
 # ------------------------------------------------------------ drafts
@@ -156,7 +128,7 @@ def test_a_target_without_a_norm_after_its_layers_is_refused(target):
 )
 def test_a_new_exit_gives_the_targets_own_early_logits(target, changes):
     """`lm_head(norm(h_E))`: to the bit where the output embedding is the target's."""
-    drafter, tokens = build(target, new=True, exit_layer=2, **changes), sequences()
+    drafter, tokens = build(target, new=True, exit_layer=2, **changes), sequences(3, 12)
     expected = target.lm_head(target.final_norm(target.forward(tokens, taps=(2,)).hidden[:, :, 0]), drafter.output_ids)
     found = drafter.output(drafter.exit(drafter._early(batch(target, drafter, tokens))), target)
     assert torch.equal(found, expected)
@@ -177,7 +149,7 @@ def test_a_copied_output_embedding_has_the_targets_own_scaling(target, changes):
 @torch.inference_mode()
 def test_training_logits_are_the_decoders(architecture):
     """With random weights, E = 1 … 4: what the loss sees at a place is what a chain with true drafts gives there."""
-    target, tokens = Target(make(architecture)), sequences()
+    target, tokens = Target(make(architecture)), sequences(3, 12)
     for count in range(1, 5):
         drafter = build(target, exit_layer=count, share_lm_head=False, num_blocks=2)
         trained = drafter.output(drafter.exit(drafter._early(batch(target, drafter, tokens))), target)
@@ -190,7 +162,7 @@ def test_training_logits_are_the_decoders(architecture):
 
 
 def test_without_a_lent_cache_it_keeps_one_of_its_own_and_drafts_the_same(target):
-    drafter, tokens, roots = build(target), sequences(), torch.tensor([5, 6, 7])
+    drafter, tokens, roots = build(target), sequences(3, 12), torch.tensor([5, 6, 7])
     counts = RowLengths.of([12, 7, 1], "cpu")
     cache = target.new_cache(3, 20)
     target.forward(tokens, cache)
@@ -214,10 +186,8 @@ def test_the_loss_is_the_divergence_at_supervised_tokens(target, pruned):
     whole.supervised[0, :3] = whole.supervised[1, :5] = False
     result = drafter.loss(whole)
     kept = slice(None) if not pruned else drafter.token_ids
-    p, q = (
-        target.model(tokens).logits[..., kept],
-        drafter.output(drafter.exit(target.final_norm(whole.hidden[:, :, 0])), target),
-    )
+    p = target.model(tokens).logits[..., kept]
+    q = drafter.output(drafter.exit(target.final_norm(whole.hidden[:, :, 0])), target)
     places = [(r, t) for r in range(2) for t in range(1, 8) if whole.supervised[r, t]]
     rule = divergence("forward_kl").parts[0][1]
     expected = sum(rule(p[r, t - 1].log_softmax(-1), q[r, t - 1].log_softmax(-1)).item() for r, t in places)
@@ -230,7 +200,7 @@ def test_the_loss_is_the_divergence_at_supervised_tokens(target, pruned):
 
 def test_no_layer_of_the_target_is_trained_and_all_of_the_exit_is(target):
     drafter = build(target, exit_layer=2, share_lm_head=False).requires_grad_(True).train()
-    seen = batch(target, drafter, sequences())
+    seen = batch(target, drafter, sequences(3, 12))
     target.model.requires_grad_(True)
     drafter.loss(seen).mean.backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in drafter.parameters())
@@ -271,7 +241,6 @@ def test_all_layers_of_the_target_have_tau_k_plus_1(temperature, rule):
 
 # ------------------------------------------------------------ one cache
 
-
 SHAPES = ["chain", "static tree", "dynamic tree"]
 
 
@@ -301,15 +270,9 @@ def test_coupled_text_is_the_plain_targets_at_any_temperature(target, static):
         sampled = Sampling(1.0, top_p=0.9, seed=seed)
         plain = Decoder(target).generate(PROMPTS, 24, sampled, Plan(0, verify="coupled")).tokens
         assert len(set(map(len, plain))) > 1
-        for plan in (
-            Plan(3, verify="coupled"),
-            Plan(tree=Tree((-1, -1, 0, 0, 1, 2)), verify="coupled"),
-            Plan(3, width=2, verify="coupled"),
-        ):
-            assert (
-                Decoder(target, drafter, static=static).generate(PROMPTS, 24, sampled, plan, speculate=wanted).tokens
-                == plain
-            )
+        for shape in ({"depth": 3}, {"tree": Tree((-1, -1, 0, 0, 1, 2))}, {"depth": 3, "width": 2}):
+            decoder, plan = Decoder(target, drafter, static=static), Plan(**shape, verify="coupled")
+            assert decoder.generate(PROMPTS, 24, sampled, plan, speculate=wanted).tokens == plain
 
 
 @pytest.mark.parametrize("static", [False, True])
@@ -334,21 +297,14 @@ def test_greedy_text_is_the_librarys_with_a_peft_adapter(merged):
     for architecture in ("llama", "gemma3"):
         plain = make(architecture)
         torch.manual_seed(3)
-        model = get_peft_model(
-            plain, LoraConfig(r=2, lora_alpha=1, target_modules="all-linear", init_lora_weights=False)
-        ).eval()
+        config = LoraConfig(r=2, lora_alpha=1, target_modules="all-linear", init_lora_weights=False)
+        model = get_peft_model(plain, config).eval()
         model = model.merge_and_unload() if merged else model
         target, texts = Target(model), reference(model)
+        early, all_layers = (Decoder(target, build(target, new=True, exit_layer=count)) for count in (3, 4))
         for name in SHAPES:
-            assert (
-                Decoder(target, build(target, new=True, exit_layer=3))
-                .generate(PROMPTS, NEW, plan=PLANS[name], ignore_eos=True)
-                .tokens
-                == texts
-            )
-        whole = Decoder(target, build(target, new=True, exit_layer=4)).generate(
-            PROMPTS, 9, plan=Plan(3), ignore_eos=True
-        )
+            assert early.generate(PROMPTS, NEW, plan=PLANS[name], ignore_eos=True).tokens == texts
+        whole = all_layers.generate(PROMPTS, 9, plan=Plan(3), ignore_eos=True)
         assert whole.stats.tau == 4, "the drafting layers have the adapter"
 
 
@@ -372,11 +328,9 @@ def test_what_drafting_writes_is_what_the_verification_writes(target, plan, rows
     def verify(setup: Any, state: Any, found: Any, *rest: Any) -> Any:
         proposal = found.proposal
         if proposal.depth:
-            read = (
-                torch.arange(proposal.depth - 1).expand(len(proposal.tokens), -1)
-                if proposal.read is None
-                else proposal.read
-            )
+            read = proposal.read
+            if read is None:
+                read = torch.arange(proposal.depth - 1).expand(len(proposal.tokens), -1)
             compared.append(agree(state.cache, noted["drafted"], written(state.cache), read))
         return honest(setup, state, found, *rest)
 
@@ -388,15 +342,11 @@ def test_what_drafting_writes_is_what_the_verification_writes(target, plan, rows
 
 
 def agree(cache: RaggedCache, drafted: list[Tensor], verified: list[Tensor], read: Tensor) -> int:
-    """How many entries of the nodes were compared, all found equal.
-
-    Node i of the proposal stands at 1 + i, and was drafted at 1 + `read` `[B, N]`.
-    """
+    """How many equal entries there are of nodes that stand at 1 + i, and were drafted at 1 + `read` `[B, N]`."""
     count = 0
     for row, length in enumerate(cache.lengths.tolist()):
-        pairs = [(length, length)] + [
-            (length + 1 + i, length + 1 + r) for i, r in enumerate(read[row].tolist()) if r >= 0
-        ]
+        nodes = [(i, r) for i, r in enumerate(read[row].tolist()) if r >= 0]
+        pairs = [(length, length), *((length + 1 + i, length + 1 + r) for i, r in nodes)]
         for before, after in zip(drafted, verified, strict=True):
             for place, origin in pairs:
                 torch.testing.assert_close(after[row, :, place], before[row, :, origin], rtol=1e-4, atol=1e-4)
@@ -406,17 +356,13 @@ def agree(cache: RaggedCache, drafted: list[Tensor], verified: list[Tensor], rea
 
 @pytest.mark.parametrize("plan", SHAPES)
 def test_a_round_of_fixed_shape_never_reads_a_tensor_on_the_host(tiny_llama, plan):
-    """On the meta device tensors have shapes and no values: whoever asks for one fails.
-
-    Nothing is carried from round to round.
-    """
+    """On the meta device tensors have shapes and no values. Nothing is carried from round to round."""
     with torch.device("meta"), torch.inference_mode():
         target = Target(tiny_llama(layers=4).to("meta"))
         drafter = SelfSpeculative.build(SelfSpeculativeConfig(), target).to("meta")
         run = Decoder(target, drafter, static=True).run(Request(PROMPTS, 20, plan=PLANS[plan]))
-        state = run._open(
-            torch.zeros(5, 13, dtype=torch.long), RowLengths(torch.ones(5, dtype=torch.long), [len(p) for p in PROMPTS])
-        )
+        counts = RowLengths(torch.ones(5, dtype=torch.long), [len(p) for p in PROMPTS])
+        state = run._open(torch.zeros(5, 13, dtype=torch.long), counts)
         state.cache.window = 256
         for _ in range(3):
             state, _ = stage.step(run.setup, state, run.setup.plan.depth)
@@ -426,12 +372,14 @@ def test_a_round_of_fixed_shape_never_reads_a_tensor_on_the_host(tiny_llama, pla
 @pytest.fixture
 def caches(monkeypatch) -> list[RaggedCache]:
     """Every cache that is made."""
-    made: list[RaggedCache] = []
-    honest = RaggedCache.__init__
-    monkeypatch.setattr(
-        RaggedCache, "__init__", lambda self, *args, **named: (made.append(self), honest(self, *args, **named))[1]
-    )
-    return made
+    found, honest = [], RaggedCache.__init__
+
+    def noted(self: RaggedCache, *args: Any, **named: Any) -> None:
+        found.append(self)
+        honest(self, *args, **named)
+
+    monkeypatch.setattr(RaggedCache, "__init__", noted)
+    return found
 
 
 @pytest.mark.parametrize("static", [False, True])
@@ -471,38 +419,20 @@ def test_a_refused_draft_that_stayed_would_be_noticed(target, monkeypatch):
     wrong, honest = Target(other), SelfSpeculative.open
     monkeypatch.setattr(SelfSpeculative, "open", lambda self, _, *sizes: honest(self, wrong, *sizes))
     decoder = Decoder(target, build(target, new=True, exit_layer=3))
-    assert decoder.generate(PROMPTS, NEW, plan=Plan(3), ignore_eos=True).tokens == texts, (
-        "wrong entries of drafts are overwritten"
-    )
-    write = type(target.new_cache(1, 1)._stores[0])._write
+    found = decoder.generate(PROMPTS, NEW, plan=Plan(3), ignore_eos=True).tokens
+    assert found == texts, "wrong entries of drafts are overwritten"
+    kind = type(target.new_cache(1, 1)._stores[0])
+    write = kind._write
 
     def lazy(store: Any, tensor: Tensor, new: Tensor) -> None:
         if new.shape[2] != 4 or not tensor[:, :, store.cache.longest].any():  # 4 tokens: a verification
             write(store, tensor, new)
 
-    monkeypatch.setattr(type(target.new_cache(1, 1)._stores[0]), "_write", lazy)
+    monkeypatch.setattr(kind, "_write", lazy)
     assert decoder.generate(PROMPTS, NEW, plan=Plan(3), ignore_eos=True).tokens != texts
 
 
 # ------------------------------------------------------------ refused
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"exit_layer": 5}, "exit_layer must be between 1 and the target's 4 layers, got 5"),
-        ({"exit_layer": -1}, "exit_layer must be between 1 and the target's 4 layers, got -1"),
-        ({"draft_vocab_size": 65}, "draft_vocab_size 65 exceeds the target's vocabulary of 64"),
-        ({"draft_vocab_size": 20}, "needs token counts"),
-        ({"hidden_size": 16}, "hidden_size 16 differs from the target's 32"),
-        ({"num_blocks": -1}, "num_blocks must be 0 or more, got -1"),
-        ({"loss": "kl"}, "unknown loss 'kl'"),
-    ],
-    ids=str,
-)
-def test_settings_that_make_no_sense_are_refused(target, changes, message):
-    with pytest.raises(BadInputError, match=message):
-        SelfSpeculative.build(SelfSpeculativeConfig(**changes), target)
 
 
 def test_an_output_embedding_with_a_bias_can_only_be_shared(target):
@@ -513,9 +443,8 @@ def test_an_output_embedding_with_a_bias_can_only_be_shared(target):
 
 
 def test_a_recurrent_target_is_refused():
-    config = AutoConfig.for_model(
-        "lfm2", **COMMON | {"layer_types": ["conv", "full_attention"] * 2, "block_auto_adjust_ff_dim": False}
-    )
+    changes = {"layer_types": ["conv", "full_attention"] * 2, "block_auto_adjust_ff_dim": False}
+    config = AutoConfig.for_model("lfm2", **COMMON | changes)
     target = Target(AutoModelForCausalLM.from_config(config).eval())
     with pytest.raises(IncompatibleError, match=r"Lfm2ForCausalLM has recurrent layers.*take another drafter"):
         SelfSpeculative.build(SelfSpeculativeConfig(), target)

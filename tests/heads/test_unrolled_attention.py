@@ -1,6 +1,4 @@
-"""The fused way gathers what the plain one does, which is the definition (test_eagle.py), and keeps no
-scores.
-"""
+"""The fused way gathers what the plain one does, which is the definition (test_eagle.py), and keeps no scores."""
 
 from __future__ import annotations
 
@@ -13,10 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.heads import Eagle1, Eagle1Config, Eagle3, Eagle3Config, TargetBatch, unrolled_attention
+from outrider.heads import Eagle1, Eagle3, TargetBatch, unrolled_attention
 from outrider.heads.eagle import FeatureDrafter
-from outrider.heads.unrolled_attention import attend, fused, plain
+from outrider.heads.unrolled_attention import PackedRows, Span, attend, fused, places_of, plain
 from outrider.targets import PeakBytes, Target
+from outrider.targets.documents import Documents
+
+from .conftest import made
 
 ROWS, HEADS, LENGTH, SIZE = 3, 2, 70, 8
 BEGINS = {
@@ -35,19 +36,12 @@ def tried_anew() -> Iterator[None]:
     fused.cache_clear()
 
 
-@pytest.fixture
-def target(tiny_llama) -> Target:
-    return Target(tiny_llama(layers=6, hidden=32, num_key_value_heads=2))
-
-
 def eagle3(target: Target, **changes) -> FeatureDrafter:
-    torch.manual_seed(7)
-    return Eagle3.build(Eagle3Config(**{"steps": 3, "norm_taps": True} | changes), target).train()
+    return made(Eagle3, target, steps=3, norm_taps=True, **changes).train().requires_grad_(True)
 
 
 def eagle1(target: Target, **changes) -> FeatureDrafter:
-    torch.manual_seed(7)
-    return Eagle1.build(Eagle1Config(**{"steps": 3, "noise": 0.0} | changes), target).train()
+    return made(Eagle1, target, steps=3, noise=0.0, **changes).train().requires_grad_(True)
 
 
 def gathered(
@@ -56,10 +50,8 @@ def gathered(
     """What a way gathers for random inputs, and its gradients; nothing of queries that mean nothing."""
     generator = torch.Generator().manual_seed(1)
     lengths = [LENGTH - min(begins), LENGTH, LENGTH] + [LENGTH - min(begins)] * 2 * steps
-    inputs = [
-        torch.randn(ROWS, n, HEADS, SIZE, generator=generator).transpose(1, 2).to(dtype).requires_grad_()
-        for n in lengths
-    ]
+    drawn = (torch.randn(ROWS, n, HEADS, SIZE, generator=generator) for n in lengths)
+    inputs = [x.transpose(1, 2).to(dtype).requires_grad_() for x in drawn]
     q, keys, values, *own = inputs
     found = way(q, (keys, values), begins, list(zip(own[::2], own[1::2], strict=True)))
     means = torch.arange(lengths[0]) < LENGTH - torch.tensor(begins)[:, None]
@@ -101,16 +93,73 @@ def test_in_half_precision_long_rows_are_near_those_of_fp32(begins, monkeypatch)
 
 def test_queries_that_mean_nothing_are_finite_and_change_nothing():
     """A row that begins late has fewer: the others' gradients do not see what is gathered there, and nothing is NaN."""
-    q, keys, values, key, value = torch.randn(
-        5, 2, HEADS, LENGTH, SIZE, generator=torch.Generator().manual_seed(0)
-    ).requires_grad_()
+    generator = torch.Generator().manual_seed(0)
+    q, keys, values, key, value = torch.randn(5, 2, HEADS, LENGTH, SIZE, generator=generator).requires_grad_()
     for own in ([], [(key, value)]):
         found = attend(q, (keys, values), (0, LENGTH - 2), own)
         assert bool(found.isfinite().all())
-        assert all(
-            gradient.isfinite().all()
-            for gradient in torch.autograd.grad(found[:, :, :2].square().sum(), (q, keys, values))
-        )
+        gradients = torch.autograd.grad(found[:, :, :2].square().sum(), (q, keys, values))
+        assert all(gradient.isfinite().all() for gradient in gradients)
+
+
+# ------------------------------------------------------------ packed rows
+
+KEPT = 50
+# Two texts in the first row, one and padding in the second, nothing in the third.
+SPANS = [
+    Span(0, slice(0, 20), 5, slice(0, 15)),
+    Span(0, slice(20, 70), 17, slice(15, 48)),
+    Span(1, slice(0, 33), 0, slice(0, 33)),
+]
+
+
+def packed_inputs(steps: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    lengths = [KEPT, LENGTH, LENGTH] + [KEPT] * 2 * steps
+    return [torch.randn(ROWS, HEADS, n, SIZE, generator=generator).requires_grad_() for n in lengths]
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_values_and_gradients_of_packed_rows_are_the_plain_ones(steps):
+    """Nothing is said of queries that stand in no text, but that they are finite."""
+    assert fused("cpu", torch.float32, SIZE) is not None, "else both are the same code"
+    means = torch.zeros(ROWS, 1, KEPT, 1)
+    for span in SPANS:
+        means[span.row, :, span.queries] = 1
+    slope, both = torch.randn(ROWS, HEADS, KEPT, SIZE, generator=torch.Generator().manual_seed(2)) * means, []
+    for way in (attend, plain):
+        tensors = q, keys, values, *own = packed_inputs(steps)
+        found = way(q, (keys, values), (), list(zip(own[::2], own[1::2], strict=True)), SPANS)
+        assert bool(found.isfinite().all())
+        both.append([found.detach() * means, *torch.autograd.grad((found * slope).sum(), tensors)])
+    torch.testing.assert_close(*both, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("way", [attend, plain])
+def test_a_text_gathers_what_it_would_in_a_row_of_its_own(way):
+    q, keys, values, key, value = packed_inputs(1)
+    packed = way(q, (keys, values), (), [(key, value)], SPANS)
+    for span in SPANS:
+        row = slice(span.row, span.row + 1)
+        first = keys[row, :, span.entries], values[row, :, span.entries]
+        own = key[row, :, span.queries], value[row, :, span.queries]
+        alone = way(q[row, :, span.queries], first, (span.begin,), [own])
+        torch.testing.assert_close(packed[row, :, span.queries], alone, rtol=1e-5, atol=1e-6)
+
+
+def test_later_steps_run_from_before_the_first_learned_token_of_each_text():
+    """Texts of 6, 5 and 4 tokens; two places before the first learned one, and nothing where nothing is learned."""
+    wanted = torch.zeros(2, 11, dtype=torch.bool)
+    wanted[0, [4, 5]] = wanted[0, 8] = True
+    places = places_of(wanted, 2, Documents([[6, 5], [4]], 11))
+    assert isinstance(places, PackedRows)
+    assert places.positions.tolist() == [[0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10]]
+    assert places.at[0].tolist() == [2, 3, 4, 5, 6, 7, 8, 9, 10]
+    assert places.within[0].tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 4]
+    assert places.positions_of(1)[0].tolist() == [3, 4, 5, 6, 1, 2, 3, 4, 5]
+    assert [span.row for span in places.spans] == [0, 0]
+    numbers = torch.arange(22).view(2, 11, 1)
+    assert places.cut(numbers, 1)[0, :, 0].tolist() == [3, 4, 5, 6, 7, 8, 9, 10, 10]
 
 
 # ------------------------------------------------------------ in training
@@ -121,9 +170,8 @@ def batch(target: Target, drafter: FeatureDrafter, rows: int, length: int, begin
     generator = torch.Generator().manual_seed(2)
     tokens = torch.randint(0, target.vocab_size, (rows, length), generator=generator)
     hidden = torch.randn(rows, length, len(drafter.taps) + 1, target.hidden_size, generator=generator)
-    return TargetBatch(
-        target, tokens, torch.arange(length) >= torch.tensor(begins)[:, None], hidden[:, :, :-1], hidden[:, :, -1]
-    )
+    learned = torch.arange(length) >= torch.tensor(begins)[:, None]
+    return TargetBatch(target, tokens, learned, hidden[:, :, :-1], hidden[:, :, -1])
 
 
 def learned(drafter: FeatureDrafter, data: TargetBatch) -> list[Tensor]:
@@ -165,39 +213,33 @@ def test_a_steps_memory_grows_with_the_length_of_rows_and_not_with_its_square(ta
 # ------------------------------------------------------------ kernels
 
 
-def test_a_kernel_that_torch_no_longer_has_is_done_without(monkeypatch, caplog):
-    def gone(*_: object) -> None:
-        raise AttributeError(
-            "'_OpNamespace' 'aten' object has no attribute '_scaled_dot_product_flash_attention_for_cpu'"
-        )
-
-    monkeypatch.setitem(unrolled_attention._KERNELS, "cpu", unrolled_attention.Kernel(gone, gone))
-    _falls_back(caplog, "no fused attention for cpu in torch.float32 .*no attribute")
+CPU = unrolled_attention._KERNELS["cpu"]
 
 
-def test_a_kernel_that_computes_something_else_is_not_used(monkeypatch, caplog):
-    """For example one whose causal mask begins elsewhere, or that gives another logarithm."""
-    honest = unrolled_attention._KERNELS["cpu"]
-
-    def other(*inputs: Tensor) -> tuple[Tensor, Tensor]:
-        result, lse = honest.forward(*inputs)
-        return result, lse * 1.4427
-
-    monkeypatch.setitem(unrolled_attention._KERNELS, "cpu", unrolled_attention.Kernel(other, honest.backward))
-    _falls_back(caplog, "fused attention in torch.float32 on cpu is off by")
+def gone(*_: object) -> None:
+    raise AttributeError("'_OpNamespace' 'aten' object has no attribute '_scaled_dot_product_flash_attention_for_cpu'")
 
 
-def test_a_kernel_whose_gradients_are_no_numbers_is_not_used(monkeypatch, caplog):
-    honest = unrolled_attention._KERNELS["cpu"]
-
-    def broken(*inputs: Tensor) -> tuple[Tensor, ...]:
-        return tuple(gradient * float("nan") for gradient in honest.backward(*inputs))
-
-    monkeypatch.setitem(unrolled_attention._KERNELS, "cpu", unrolled_attention.Kernel(honest.forward, broken))
-    _falls_back(caplog, "fused attention in torch.float32 on cpu is off by nan")
+def other_logarithm(*inputs: Tensor) -> tuple[Tensor, Tensor]:
+    result, lse = CPU.forward(*inputs)
+    return result, lse * 1.4427
 
 
-def _falls_back(caplog, message: str) -> None:
+def no_numbers(*inputs: Tensor) -> tuple[Tensor, ...]:
+    return tuple(gradient * float("nan") for gradient in CPU.backward(*inputs))
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward", "message"),
+    [
+        (gone, gone, "no fused attention for cpu in torch.float32 .*no attribute"),
+        (other_logarithm, CPU.backward, "fused attention in torch.float32 on cpu is off by"),
+        (CPU.forward, no_numbers, "fused attention in torch.float32 on cpu is off by nan"),
+    ],
+    ids=["torch no longer has it", "another result", "gradients are no numbers"],
+)
+def test_a_kernel_that_fails_or_computes_something_else_is_not_used(monkeypatch, caplog, forward, backward, message):
+    monkeypatch.setitem(unrolled_attention._KERNELS, "cpu", unrolled_attention.Kernel(forward, backward))
     with caplog.at_level(logging.WARNING):
         found = gathered(attend, (0, 7, 40), 2)
         gathered(attend, (0, 0, 0), 2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,9 @@ from outrider.common import BadInputError, IncompatibleError
 from outrider.formats import LAYOUTS, export_drafter, import_drafter, launch
 from outrider.formats.lint import lint
 from outrider.formats.reading import passage_of, session_logits
-from outrider.heads import Drafter
 from outrider.targets import Target
+
+from .conftest import Make
 
 LINEAR_ROPE = {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0}
 VARIANTS: dict[str, list[dict[str, Any]]] = {
@@ -65,7 +65,7 @@ CASES = [
 
 @pytest.mark.parametrize(("to", "kind", "settings"), CASES)
 def test_what_leaves_is_read_as_it_was_measured_and_comes_back_bit_for_bit(
-    target: Target, make_drafter: Callable[..., Drafter], tmp_path: Path, to: str, kind: str, settings: dict[str, Any]
+    target: Target, make_drafter: Make, tmp_path: Path, to: str, kind: str, settings: dict[str, Any]
 ) -> None:
     """Where an engine lacks a setting, nothing is written, and the message says what it would serve."""
     drafter, out = make_drafter(kind, **settings), tmp_path / "out"
@@ -88,7 +88,7 @@ def test_what_leaves_is_read_as_it_was_measured_and_comes_back_bit_for_bit(
     ],
 )
 def test_taps_that_an_engine_would_take_otherwise_are_refused(
-    target: Target, make_drafter: Callable[..., Drafter], tmp_path: Path, settings: dict[str, Any], words: str
+    target: Target, make_drafter: Make, tmp_path: Path, settings: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(IncompatibleError, match=words):
         export_drafter(make_drafter("eagle3", **settings), target, "vllm", tmp_path / "out", 3)
@@ -96,7 +96,7 @@ def test_taps_that_an_engine_would_take_otherwise_are_refused(
 
 
 def test_a_block_that_engines_would_read_otherwise_is_refused(
-    target: Target, make_drafter: Callable[..., Drafter], tmp_path: Path
+    target: Target, make_drafter: Make, tmp_path: Path
 ) -> None:
     """Fewer drafts are a shorter block there, which says something else unless it is causal; masks are tokens."""
     with pytest.raises(IncompatibleError, match="trained for 3 drafts, 2 were asked for; export it with depth 3"):
@@ -112,7 +112,7 @@ def test_a_block_that_engines_would_read_otherwise_is_refused(
 
 
 def test_pruned_heads_have_output_embeddings_of_the_whole_vocabulary_for_vllm(
-    target: Target, make_drafter: Callable[..., Drafter], tmp_path: Path
+    target: Target, make_drafter: Make, tmp_path: Path
 ) -> None:
     """Its Medusa makes room for all of it; tokens that are not the heads' own are never the most probable ones."""
     pruned = make_drafter("medusa", draft_vocab_size=20)
@@ -131,9 +131,7 @@ def test_pruned_heads_have_output_embeddings_of_the_whole_vocabulary_for_vllm(
     assert {f.check for f in lint(tmp_path / "out") if f.is_fault} == {"shape"}, "vLLM fails to load fewer rows"
 
 
-def test_a_folder_that_holds_something_is_left_alone(
-    target: Target, make_drafter: Callable[..., Drafter], tmp_path: Path
-) -> None:
+def test_a_folder_that_holds_something_is_left_alone(target: Target, make_drafter: Make, tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("kept")
     with pytest.raises(BadInputError, match="not empty"):
         export_drafter(make_drafter("eagle3"), target, "vllm", tmp_path, 3)
@@ -141,7 +139,7 @@ def test_a_folder_that_holds_something_is_left_alone(
 
 
 def test_an_unknown_engine_and_an_unserved_drafter_are_refused_with_what_is_known(
-    target: Target, make_drafter: Callable[..., Drafter], tmp_path: Path
+    target: Target, make_drafter: Make, tmp_path: Path
 ) -> None:
     with pytest.raises(BadInputError, match="unknown format or engine 'vlm'; known: vllm"):
         export_drafter(make_drafter("eagle3"), target, "vlm", tmp_path / "out", 3)
@@ -152,16 +150,14 @@ def test_an_unknown_engine_and_an_unserved_drafter_are_refused_with_what_is_know
 
 
 def test_engines_that_run_as_another_user_can_read_the_weights(
-    target: Target, make_drafter: Callable[..., Drafter], tmp_path: Path
+    target: Target, make_drafter: Make, tmp_path: Path
 ) -> None:
     export_drafter(make_drafter("eagle3"), target, "vllm", tmp_path / "out", 3)
     modes = {file.name: file.stat().st_mode for file in (tmp_path / "out").iterdir()}
     assert modes["model.safetensors"] == modes["config.json"]
 
 
-def test_taps_are_written_in_each_engines_own_counting(
-    target: Target, make_drafter: Callable[..., Drafter], tmp_path: Path
-) -> None:
+def test_taps_are_written_in_each_engines_own_counting(target: Target, make_drafter: Make, tmp_path: Path) -> None:
     for to in ("vllm", "sglang"):
         export_drafter(make_drafter("eagle3"), target, to, tmp_path / to, 3)
     vllm, sglang = (json.loads((tmp_path / to / "config.json").read_text()) for to in ("vllm", "sglang"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,13 @@ from safetensors.torch import load_file, save_file
 from outrider.common import BadInputError, OutriderError
 from outrider.formats import export_drafter, import_drafter
 from outrider.formats.lint import lint
-from outrider.heads import Drafter
 from outrider.targets import Target
+
+from .conftest import Make
 
 
 @pytest.fixture(scope="module")
-def exports(
-    target: Target, make_drafter: Callable[..., Drafter], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Path]:
+def exports(target: Target, make_drafter: Make, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """One folder of each layout with a config.json and tensors of a head."""
     root = tmp_path_factory.mktemp("exports")
     wanted = {"vllm": "eagle3", "sglang": "eagle3", "eagle": "eagle1", "medusa": "medusa"}

@@ -36,7 +36,7 @@ from outrider.serving.reference_run import (
     expect,
     expect_mistakes,
 )
-from outrider.serving.session import ServedSession, Start, Survey, depth_of, survey_in_turns, survey_one_by_one
+from outrider.serving.session import ServedSession, Start, Survey, depth_of
 from outrider.targets import RowLengths as Counted
 from outrider.targets import Target
 
@@ -167,7 +167,7 @@ def test_rounds_count_as_an_engine_counts_them_that_drafts_no_further_than_the_t
     whole, within = DraftCounts.of(rounds), DraftCounts.of(rounds, room=9)
     assert (whole.rounds, whole.drafted, whole.accepted) == (3, 12, 9)
     assert (within.rounds, within.drafted, within.accepted) == (3, 9, 6)
-    assert within.by_position == [3, 2, 1, 0]
+    assert within.by_position == (3, 2, 1, 0)
     assert DraftCounts.of([*rounds[:2], Round(4, 0, 1), Round(4, 0, 1)], room=9).rounds == 3
 
 
@@ -302,7 +302,7 @@ def small_engine(tmp_path: Path) -> VllmLaunch:
 
 def answered() -> Expectation:
     """What our decoder does, where it does what the small engine does."""
-    tokens, counts = [7, 8, 9, 10, 11, 12], DraftCounts(rounds=3, drafted=6, accepted=3, by_position=[3, 0])
+    tokens, counts = [7, 8, 9, 10, 11, 12], DraftCounts(rounds=3, drafted=6, accepted=3, by_position=(3, 0))
     answer = ServedAnswer(tokens=tokens, ended=False, lengths=[6], counts=[counts])
     asked = [ServedPrompt(suite="code", id=str(i), tokens=[1, 2]) for i in range(3)]
     return Expectation(
@@ -310,19 +310,17 @@ def answered() -> Expectation:
     )
 
 
-@pytest.mark.parametrize("ask", [survey_in_turns, survey_one_by_one])
-def test_engines_answer_in_turns_or_one_by_one(
-    ask: Callable[..., dict[str, object]], small_engine: VllmLaunch, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("in_turns", [True, False])
+def test_engines_answer_in_turns_or_one_by_one(in_turns: bool, small_engine: VllmLaunch, tmp_path: Path) -> None:
     """One GPU holds one of them: the one with drafts ends before the plain one begins."""
     survey = Survey(answered())
-    facts = ask(survey, small_engine, replace(small_engine, speculation=None), tmp_path)
+    facts = survey.start(small_engine, replace(small_engine, speculation=None), tmp_path, in_turns)
     found = survey.result({"name": facts["name"]}, str)
     assert found.agrees
     assert found.at(0.0).speedup is not None
     diary = (tmp_path / "diary").read_text().splitlines()
     ends, begins = diary.index("drafting ends"), diary.index("plain begins")
-    assert (begins < ends) == (ask is survey_in_turns)
+    assert (begins < ends) == in_turns
 
 
 WAITS = """

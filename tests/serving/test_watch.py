@@ -18,7 +18,7 @@ from outrider.decode import Round
 from outrider.scripts.cli import app
 from outrider.scripts.serving_cli import promises
 from outrider.serving.changepoint import CusumState, NormalDrafting, WatchLimits
-from outrider.serving.engine import read_counters, read_metrics
+from outrider.serving.engine import Counters, read_counters, read_metrics
 from outrider.serving.reference_run import DraftCounts
 from outrider.serving.watching import (
     LEARNED,
@@ -186,9 +186,11 @@ def test_another_baseline_begins_the_test_anew(tmp_path: Path) -> None:
     file = tmp_path / "watch.json"
     old = NormalDrafting(tau=2.2, spread=1.2, rounds=20_000, source="version 1")
     new = old.model_copy(update={"tau": 2.6, "source": "version 2"})
-    save_states(file, [WatchState(url="http://x", baseline=old, sums=CusumState(fall=5.0), seen={"engine": "vllm"})])
+    save_states(
+        file, [WatchState(url="http://x", baseline=old, sums=CusumState(fall=5.0), seen=Counters(engine="vllm"))]
+    )
     with kept_states(file, ["http://x"], new) as (state,):
-        assert (state.baseline, state.sums, state.seen) == (new, CusumState(), {"engine": "vllm"})
+        assert (state.baseline, state.sums, state.seen) == (new, CusumState(), Counters(engine="vllm"))
     with kept_states(file, ["http://x"], None) as (state,):
         assert state.baseline == new, "without --pair it goes on"
 

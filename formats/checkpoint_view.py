@@ -1,4 +1,4 @@
-"""A checkpoint as lint looks at it: its files, what stands beside them, and what the target's files say.
+"""A checkpoint as lint looks at it: its files, the files beside them, and those of the target.
 
 Beside an export lies its record, `written.json`: the config, and a digest of every tensor, so that any later change
 shows. Nothing is run. Shapes: H hidden size, V target vocabulary.
@@ -34,7 +34,7 @@ class LintFinding:
 
     Attributes:
         check: a short name for it, for programs.
-        found: what is there, and what was expected.
+        found: the fault: the actual value, and the expected one.
         engine: what an engine would do with it.
         is_fault: whether it is surely wrong; else it is unusual, and may be meant.
     """
@@ -50,7 +50,7 @@ class LintFinding:
 
 @dataclass(frozen=True)
 class TargetFacts:
-    """What a target's files say of it.
+    """A target, as its files describe it.
 
     Attributes:
         config: its config.json; of several models in one, the text's.
@@ -86,12 +86,12 @@ class TargetFacts:
 
 @dataclass(frozen=True)
 class CheckpointView:
-    """A checkpoint, and what is known around it.
+    """A checkpoint, and the files around it.
 
     Attributes:
         layout: the one that its config.json is in.
         record: written.json of Outrider's exports; None elsewhere.
-        launch: launch.json, how Outrider said it is started; {} without.
+        launch: launch.json, how an engine is started with it; {} without.
         served: served.json; {} without.
         target: the target's files; None if they are not at hand.
     """

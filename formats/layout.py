@@ -95,5 +95,5 @@ class ExportLayout(ABC):
         self.write(drafter, target, depth).save(folder)
 
     def load(self, folder: Path) -> DrafterFiles:
-        """Read what `save` wrote, or another program that writes this layout."""
+        """Read the files that `save` wrote, or another program that writes this layout."""
         return DrafterFiles(read_config(folder), {}, folder) if self.is_model else DrafterFiles.load(folder)

@@ -71,7 +71,7 @@ def untrained_norms(view: CheckpointView) -> Findings:
 
 
 def names_and_shapes(view: CheckpointView) -> Findings:
-    """Find tensors that are missing, unknown, or of another shape than config.json says."""
+    """Find tensors that are missing, unknown, or of another shape than in config.json."""
     try:
         expected = view.layout.shapes(view.config)
     except IncompatibleError as error:
@@ -124,7 +124,7 @@ def frequencies(view: CheckpointView) -> Findings:
 
 
 def changed_tensors(view: CheckpointView) -> Findings:
-    """Find tensors that are not what was exported."""
+    """Find tensors that differ from those that were exported."""
     recorded: dict[str, str] = (view.record or {}).get("tensors", {})
     by_digest = {value: name for name, value in recorded.items()}
     for name in sorted(view.tensors.keys() & recorded.keys()):
@@ -141,7 +141,7 @@ def changed_tensors(view: CheckpointView) -> Findings:
 
 
 def changed_config(view: CheckpointView) -> Findings:
-    """Find fields of config.json that are not what was exported."""
+    """Find fields of config.json that differ from those that were exported."""
     recorded: dict[str, Any] | None = (view.record or {}).get("config")
     if recorded is None:
         return
@@ -257,7 +257,7 @@ def taps(view: CheckpointView) -> Findings:
     holder = _part(view, "eagle_config") if view.layout.name == "sglang" else view.config
     listed = holder.get(name, _part(view, "dflash_config").get(name))
     if not listed:
-        # EAGLE's own repository never writes them: its heads read what engines tap by default.
+        # EAGLE's own repository never writes them: its heads read the taps that are engines' default.
         is_fault = _is_block(view) or view.layout.name == "speculators"
         engine = "The engine stops, or silently taps layers of its own choice: right for drafters that read those."
         yield LintFinding("taps-missing", f"config.json has no {name}.", engine, is_fault)

@@ -1,4 +1,4 @@
-"""What layouts of Llama-like heads share: the config of their layers, and copies of the target's embeddings."""
+"""Parts that layouts of Llama-like heads share: the config of their layers, and copies of the target's embeddings."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def layer_sizes(layer: dict[str, Any], where: str, problems: Sequence[str] = ())
     """Return the sizes of our layers, from the config of theirs.
 
     Args:
-        problems: what else of the head ours cannot do.
+        problems: other features of the head that ours lacks.
 
     Raises:
         IncompatibleError: there are problems, layers of another kind than Llama's, or with what ours do not have.

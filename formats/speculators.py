@@ -253,8 +253,8 @@ def read_settings(values: dict[str, Any], where: str, problems: list[str], taps:
     """Return the settings of our head, from a config.json of `speculators`.
 
     Args:
-        problems: what else of the head ours cannot do.
-        taps: where it names none.
+        problems: other features of the head that ours lacks.
+        taps: those of a config that names none.
     """
     sizes = layer_sizes(values.get("transformer_layer_config", {}), where, problems)
     proposals = values.get("speculators_config", {}).get("proposal_methods") or [{}]

@@ -96,7 +96,7 @@ class ServedComparison(ResultModel):
         length: new tokens per prompt, served − own: texts of the same distribution are equally long.
         one_hot: τ of our decoder proposing the most probable drafts; None at temperature 0.
         tokens_per_second: of whole requests, one after the other. plain: of the engine without drafts.
-        speedup: their ratio; None where the plain engine was not asked.
+        speedup: their ratio; None without the plain engine.
     """
 
     temperature: float
@@ -141,7 +141,7 @@ class Replies(ResultModel):
     """An engine's replies at one temperature, in the order of the expectation's prompts.
 
     Attributes:
-        plain: the same engine's replies without drafts; None if they were not asked for.
+        plain: the same engine's replies without drafts; None without such an engine.
     """
 
     temperature: float

@@ -7,7 +7,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 from openai import APIConnectionError, APIStatusError, OpenAI
@@ -44,13 +44,11 @@ class Ask:
 
     max_new_tokens: int = 64
     temperature: float = 0.0
-    seed: int | None = None
 
     def body(self) -> dict[str, Any]:
-        """Return the fields of a request; those after `temperature` undo whatever the target's own defaults say."""
+        """Return the fields of a request; those after `temperature` undo the target's own defaults."""
         plain = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "return_token_ids": True}
-        body = {"max_tokens": self.max_new_tokens, "temperature": self.temperature, "top_p": 1.0, "extra_body": plain}
-        return body if self.seed is None else body | {"seed": self.seed}
+        return {"max_tokens": self.max_new_tokens, "temperature": self.temperature, "top_p": 1.0, "extra_body": plain}
 
 
 class Engine:
@@ -58,25 +56,20 @@ class Engine:
 
     Args:
         url: of the server, with or without its `/v1`.
-        model: the name that the engine serves; None takes the first one that it lists.
         key: sent as the bearer token.
     """
 
-    def __init__(self, url: str, model: str | None = None, key: str | None = None, timeout: float = 600.0):
-        self.url = root_url(url)
-        self.key, self.timeout = key, timeout
-        self._client = OpenAI(base_url=f"{self.url}/v1", api_key=key or "none", timeout=timeout, max_retries=0)
-        self._model = model
+    def __init__(self, url: str, key: str | None = None):
+        self.url, self.key = root_url(url), key
+        self._client = OpenAI(base_url=f"{self.url}/v1", api_key=key or "none", timeout=600.0, max_retries=0)
 
-    @property
+    @cached_property
     def model(self) -> str:
-        """The name under which the engine serves its target."""
-        if self._model is None:
-            try:
-                self._model = self._client.models.list().data[0].id
-            except (APIConnectionError, APIStatusError) as error:
-                raise self._unreachable(error) from error
-        return self._model
+        """The name under which the engine serves its target: the first one that it lists."""
+        try:
+            return self._client.models.list().data[0].id
+        except (APIConnectionError, APIStatusError) as error:
+            raise self._unreachable(error) from error
 
     def counters(self) -> Counters:
         """Return the engine's counters since it started.

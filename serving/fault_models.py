@@ -14,7 +14,7 @@ import torch
 from pydantic import BaseModel
 from torch import Tensor
 
-from ..heads import DFlash, DFlashConfig, Drafter, DSpark, Eagle3, Eagle3Config, Ngram, NgramConfig
+from ..heads import DFlash, Drafter, Eagle3, Eagle3Config, Ngram, NgramConfig
 from ..heads.block.block_layers import CachedBlocks
 from ..heads.decoder_layer import FusedLayer
 from ..heads.lookup.ngram import NgramSession
@@ -25,6 +25,7 @@ CERTAIN = 0.75  # of the prompts must be the same for a certain explanation
 LIKELY = 0.5  # of the distance to the correct head may remain for a likely one
 
 State = dict[str, Tensor]
+Made = Callable[[Any], Drafter | None]
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Hypothesis:
 
     kind: str
     says: str
-    made: Callable[[Any], Drafter | None]
+    made: Made
 
 
 class Explanation(BaseModel, extra="forbid"):
@@ -113,9 +114,7 @@ def mistaken(drafter: Drafter) -> Iterator[tuple[str, Drafter]]:
     if isinstance(drafter, Ngram):
         yield FIRST_PLACE, FirstPlace(drafter.config)
         yield WHOLE_COPY, WholeCopy(drafter.config)
-    hypotheses = HYPOTHESES if isinstance(drafter, Eagle3) else {}
-    if isinstance(drafter, DFlash) and not isinstance(drafter, DSpark):
-        hypotheses = BLOCK_HYPOTHESES
+    hypotheses = {Eagle3: HYPOTHESES, DFlash: BLOCK_HYPOTHESES}.get(type(drafter), {})
     for name, hypothesis in hypotheses.items():
         if (made := hypothesis.made(drafter)) is not None:
             yield name, made
@@ -125,21 +124,23 @@ def mistaken(drafter: Drafter) -> Iterator[tuple[str, Drafter]]:
 
 
 def _made(
-    settings: Callable[[Eagle3Config], dict[str, Any] | None] = lambda _: {},
-    weights: Callable[[State, Eagle3Config], State] = lambda state, _: state,
-    kind: type[Eagle3] = Eagle3,
-) -> Callable[[Eagle3], Eagle3 | None]:
-    """Return what makes a copy of a head with other settings and weights; those without a place are dropped.
+    settings: Callable[[Any], dict[str, Any] | None] = lambda _: {},
+    weights: Callable[[State, Any], State] = lambda state, _: state,
+    kind: type[Drafter] | None = None,
+) -> Made:
+    """Return a maker of copies of a head with other settings and weights; weights without a place are dropped.
 
     Args:
-        settings: the changed ones; None if a head of this config cannot have the mistake.
+        settings: the changed ones of a config; None if such a head cannot have the mistake.
+        weights: the changed ones, of weights and a config.
+        kind: the class of the copy; None for the head's own.
     """
 
-    def made(head: Eagle3) -> Eagle3 | None:
+    def made(head: Any) -> Drafter | None:
         changed = settings(head.config)
         if changed is None:
             return None
-        wrong = kind(Eagle3Config(**head.config.to_dict() | changed))
+        wrong = (kind or type(head))(type(head.config)(**head.config.to_dict() | changed))
         state = {name: tensor.clone() for name, tensor in head.state_dict().items()}
         wrong.load_state_dict(weights(state, head.config), strict=False)
         return wrong.to(head.fc.weight.device).eval()
@@ -147,15 +148,15 @@ def _made(
     return made
 
 
-def _taps(by: int) -> Callable[[Eagle3], Eagle3 | None]:
+def _taps(by: int) -> Made:
     return _made(lambda c: {"taps": tuple(tap + by for tap in c.taps)} if min(c.taps) + by >= 0 else None)
 
 
-def _flipped(flag: str) -> Callable[[Eagle3], Eagle3 | None]:
+def _flipped(flag: str) -> Made:
     return _made(lambda c: {flag: not getattr(c, flag)})
 
 
-def _base(theta: float) -> Callable[[Eagle3], Eagle3 | None]:
+def _base(theta: float) -> Made:
     def settings(config: Eagle3Config) -> dict[str, Any] | None:
         rope = config.rope_parameters
         is_other = abs(float(rope.get("rope_theta", 1e4)) - theta) > 1
@@ -164,19 +165,19 @@ def _base(theta: float) -> Callable[[Eagle3], Eagle3 | None]:
     return _made(settings)
 
 
-def _replaced(name: str, change: Callable[[Tensor, Eagle3Config], Tensor]) -> Callable[[Eagle3], Eagle3 | None]:
+def _replaced(name: str, change: Callable[[Tensor, Eagle3Config], Tensor]) -> Made:
     return _made(weights=lambda w, config: w | {name: change(w[name], config)})
 
 
-def _exchanged(one: str, other: str) -> Callable[[Eagle3], Eagle3 | None]:
+def _exchanged(one: str, other: str) -> Made:
     return _made(weights=lambda w, _: w | {one: w[other], other: w[one]})
 
 
-def _columns(shift: int) -> Callable[[Eagle3], Eagle3 | None]:
+def _columns(shift: int) -> Made:
     return _replaced("fc.weight", lambda fc, config: fc.roll(shift * fc.shape[1] // len(config.taps), 1))
 
 
-def _ids(shift: Callable[[Tensor, int], Tensor]) -> Callable[[Eagle3], Eagle3 | None]:
+def _ids(shift: Callable[[Tensor, int], Tensor]) -> Made:
     """Return a mistake in the target ids of a pruned vocabulary."""
     return _made(
         lambda c: None if c.draft_vocab_size == c.vocab_size else {},
@@ -222,7 +223,7 @@ HYPOTHESES: dict[str, Hypothesis] = {
     "norm_before_residual": Hypothesis(
         "first", "norm_before_residual, which is the other way round", _flipped("norm_before_residual")
     ),
-    "d2t as ids": Hypothesis(  # an engine adds each draft token's number to what is an id already
+    "d2t as ids": Hypothesis(  # an engine adds each draft token's number to an id
         "vocabulary",
         "d2t, which holds ids instead of offsets",
         _ids(lambda ids, size: (ids + torch.arange(len(ids))) % size),
@@ -280,25 +281,13 @@ class _NormedByFirst(DFlash):
     cached_class = _FirstNorm
 
 
-def _block(kind: type[DFlash] = DFlash, taps: int = 0) -> Callable[[DFlash], DFlash | None]:
-    def made(drafter: DFlash) -> DFlash | None:
-        moved = tuple(tap + taps for tap in drafter.config.taps)
-        if min(moved) < 0:
-            return None
-        wrong = kind(DFlashConfig(**drafter.config.to_dict() | {"taps": moved}))
-        wrong.load_state_dict(drafter.state_dict())
-        return wrong.to(drafter.fc.weight.device).eval()
-
-    return made
-
-
 BLOCK_HYPOTHESES: dict[str, Hypothesis] = {
-    "block taps - 1": Hypothesis("first", "taps that are one too low", _block(taps=-1)),
-    "block taps + 1": Hypothesis("first", "taps that are one too high", _block(taps=1)),
+    "block taps - 1": Hypothesis("first", "taps that are one too low", _taps(-1)),
+    "block taps + 1": Hypothesis("first", "taps that are one too high", _taps(1)),
     "first k_norm": Hypothesis(
         "first",
         "the norm of the context's keys (k_norm), which is the first layer's in all layers",
-        _block(_NormedByFirst),
+        _made(kind=_NormedByFirst),
     ),
 }
 

@@ -66,7 +66,7 @@ class VllmLaunch:
         return [*words, *self.arguments]
 
     def variables(self) -> dict[str, str]:
-        """Return the environment that the server runs in; what the user has set wins."""
+        """Return the environment that the server runs in; the user's own settings win."""
         return CPU_ENVIRONMENT | {"HF_HUB_OFFLINE": "1"} | dict(os.environ) | dict(self.environment)
 
 
@@ -157,7 +157,7 @@ def _answering(server: subprocess.Popen[bytes], url: str) -> Engine:
 
 
 def _stop(server: subprocess.Popen[bytes]) -> None:
-    """End the server and its workers: asked first, then at once."""
+    """End the server and its workers: politely first, then by force."""
     for sign, patience in ((signal.SIGTERM, STOP_SECONDS), (signal.SIGKILL, STOP_SECONDS)):
         try:
             os.killpg(server.pid, sign)

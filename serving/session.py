@@ -34,8 +34,7 @@ from .fault_models import Explanation, explain, mistaken
 from .launching import VllmLaunch, python_of, running, split_speculation
 from .reference_run import Expectation, Trial, expect, expect_mistakes
 
-# Drafters whose proposals engines never draw, whatever they are asked for: above temperature 0 our own decoder must
-# propose their most probable drafts, too.
+# Drafters whose proposals engines never draw: above temperature 0 ours are their most probable drafts, too.
 NEVER_DRAWN = ("medusa", "ngram")
 
 
@@ -112,7 +111,7 @@ class ServedSession:
         return self._result(survey, engine_facts(engine, url=engine.url), tolerance)
 
     def start(self, start: Start, tolerance: float) -> ServedResult:
-        """Start the engine with the pair's drafter, and without if that is asked for; compare, and stop it."""
+        """Start the engine with the pair's drafter, and if wanted without; compare, and stop it."""
         survey = Survey(self.expected, self.console)
         in_turns = not torch.cuda.is_available() if start.in_turns is None else start.in_turns
         with TemporaryDirectory(prefix="outrider-served-") as folder:

@@ -17,6 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from outrider.common import BadInputError, IncompatibleError
 from outrider.decode import Decoder, Plan
 from outrider.formats import load_speculators
+from outrider.formats.speculators import Speculators
 from outrider.heads import Eagle3, load_drafter
 from outrider.targets import Target
 
@@ -70,38 +71,23 @@ def config(**changes: Any) -> dict[str, Any]:
 
 def tensors(target: Target, values: dict[str, Any] | None = None, ids: list[int] | None = None) -> dict[str, Tensor]:
     """Every tensor that a config names, random; `ids` are the draft vocabulary."""
-    values, generator = values or config(), torch.Generator().manual_seed(3)
-
-    def drawn(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator) * 0.2 + (len(shape) == 1)
-
+    generator = torch.Generator().manual_seed(3)
     kept = torch.tensor(ids or list(range(3, 3 + 2 * KEPT, 2)))
-    found = {
+    shapes = Speculators().shapes(values or config())
+    drawn = {n: torch.randn(shape, generator=generator) * 0.2 + (len(shape) == 1) for n, shape in shapes.items()}
+    return drawn | {
         "embed_tokens.weight": target.model.get_input_embeddings().weight.detach().clone(),
-        "fc.weight": drawn(H, 3 * H),
-        "norm.weight": drawn(H),
-        "lm_head.weight": drawn(KEPT, H),
         "d2t": kept - torch.arange(KEPT),
         "t2d": torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, kept, True),
     }
-    found |= {f"fc_norm.{i}.weight": drawn(H) for i in range(3 * values["fc_norm"])}
-    found |= {"input_norm.weight": drawn(3 * H)} if values["norm_before_fc"] else {}
-    for layer in range(values["transformer_layer_config"]["num_hidden_layers"]):
-        start, width = f"layers.{layer}.", H if layer else 2 * H
-        found |= {
-            f"{start}{name}.weight": drawn(H)
-            for name in ("input_layernorm", "post_attention_layernorm", *([] if layer else ["hidden_norm"]))
-        }
-        found |= {
-            f"{start}self_attn.{n}_proj.weight": drawn(k * D, width)
-            for n, k in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS))
-        }
-        found |= {
-            f"{start}self_attn.o_proj.weight": drawn(H, HEADS * D),
-            f"{start}mlp.down_proj.weight": drawn(H, INNER),
-        }
-        found |= {f"{start}mlp.{name}_proj.weight": drawn(INNER, H) for name in ("gate", "up")}
-    return found
+
+
+def test_tensors_are_those_that_the_package_names(target: Target) -> None:
+    layer = [f"self_attn.{n}_proj" for n in "qkvo"] + [f"mlp.{n}_proj" for n in ("gate", "up", "down")]
+    layer += ["input_layernorm", "post_attention_layernorm", "hidden_norm"]
+    names = {f"layers.0.{name}.weight" for name in layer} | {"fc.weight", "norm.weight", "lm_head.weight"}
+    names |= {f"fc_norm.{i}.weight" for i in range(3)} | {"embed_tokens.weight", "d2t", "t2d"}
+    assert tensors(target).keys() == names
 
 
 def written(folder: Path, values: dict[str, Any], weights: dict[str, Tensor]) -> Path:

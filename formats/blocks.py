@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from ..common import IncompatibleError
 from ..heads import DFlash, DFlashConfig, Drafter, DrafterConfig, DSpark, DSparkConfig
@@ -28,7 +28,7 @@ from ..targets import Target
 from .drafter_files import DrafterFiles, fill
 from .layout import ExportLayout, Unsupported
 from .llama import layer_sizes, llama_config, require_fields, shapes_of
-from .reading import ProbeSequence, Weights, output_table, rotary_config
+from .reading import Layers, ProbeSequence, Weights, output_table
 from .speculators import draft_ids, taps_lacking, vocabulary_maps, written_config
 
 TAPS = "aux_hidden_state_layer_ids"
@@ -281,34 +281,28 @@ def block_logits(
     return weights.over_target(logits, len(passage.table))
 
 
-class _Blocks:
+class _Blocks(Layers):
     """Qwen3's decoder layers over a context and one block after it."""
 
     def __init__(self, weights: Weights, flags: BlockFlags, length: int, device: torch.device):
-        config, self.weights, self.slots = weights.config, weights, flags.slots
-        self.size = int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
-        self.grouped = int(config["num_key_value_heads"]) < int(config["num_attention_heads"])
-        every = torch.arange(length + flags.slots, device=device)
-        rotary = LlamaRotaryEmbedding(rotary_config(config, self.size)).to(device)
-        self.cos, self.sin = rotary(torch.zeros(1, device=device), every[None])
+        super().__init__(weights, length + flags.slots, device)
+        self.slots, every = flags.slots, torch.arange(length + flags.slots, device=device)
         self.visible = every >= (0 if flags.window is None else length - flags.window)
         self.visible = self.visible.expand(flags.slots, -1).clone()
         if flags.causal:
             self.visible &= every <= every[length:, None]
 
     def __call__(self, at: str, context: Tensor, hidden: Tensor) -> Tensor:
-        weights = self.weights
-        entered = weights.norm(hidden, f"{at}input_layernorm")
+        """Return the output `[S, H]` of the layer whose names begin with `at`, for the context `[T, H]` and a block."""
+        norm, grouped = self.weights.norm, self.heads > self.kv_heads
+        entered = norm(hidden, f"{at}input_layernorm")
         both = torch.cat([context, entered])
-        q, k, v = (self._heads(at, name, x) for name, x in (("q", entered), ("k", both), ("v", both)))
-        q, k = (weights.norm(x, f"{at}self_attn.{name}_norm") for name, x in (("q", q), ("k", k)))
+        q, k, v = (self.project(at, name, x) for name, x in (("q", entered), ("k", both), ("v", both)))
+        q, k = (norm(x, f"{at}self_attn.{name}_norm") for name, x in (("q", q), ("k", k)))
         q, _ = apply_rotary_pos_emb(q, q, self.cos[:, -self.slots :], self.sin[:, -self.slots :])
         k, _ = apply_rotary_pos_emb(k, k, self.cos, self.sin)
-        mixed = functional.scaled_dot_product_attention(q, k, v, self.visible, enable_gqa=self.grouped)
-        return weights.finish(hidden + weights.linear(mixed[0].transpose(0, 1).flatten(1), f"{at}self_attn.o_proj"), at)
-
-    def _heads(self, at: str, name: str, x: Tensor) -> Tensor:
-        return self.weights.linear(x, f"{at}self_attn.{name}_proj").view(1, len(x), -1, self.size).transpose(1, 2)
+        mixed = functional.scaled_dot_product_attention(q, k, v, self.visible, enable_gqa=grouped)
+        return self.finish(at, mixed, hidden)
 
 
 def _bias(weights: Weights, kind: str, before: Tensor, states: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Lint: what is wrong or unusual in a drafter's files, and what an engine would do with it. Nothing is run.
 
-Each check takes a checkpoint and yields its findings; for layouts that it does not concern it yields none. First come
-the checks of every layout, then those of EAGLE-3, then those of block drafters (DFlash, DSpark).
+Each check takes a checkpoint and yields its findings. First come the checks of every layout, then those of EAGLE-3,
+then those of block drafters (DFlash, DSpark).
 
 Shapes: H hidden size, V target vocabulary, V' the draft vocabulary.
 """
@@ -228,10 +228,6 @@ def embeddings(view: CheckpointView) -> Findings:
 # ------------------------------------------------------------ taps, of EAGLE-3 and of block drafters
 
 
-def _is_eagle3(view: CheckpointView) -> bool:
-    return view.layout.drafter in ("eagle3", "peagle")
-
-
 def _is_block(view: CheckpointView) -> bool:
     return view.layout.drafter in BLOCKS
 
@@ -251,9 +247,7 @@ def _part(view: CheckpointView, name: str) -> dict[str, Any]:
 
 def taps(view: CheckpointView) -> Findings:
     """Find taps that are missing, out of order or out of range, or counted as another layout counts them."""
-    if not (_is_eagle3(view) or _is_block(view)):
-        return
-    name = EAGLE_TAPS if _is_eagle3(view) else RAW_TAPS if _is_raw(view) else BLOCK_TAPS
+    name = (RAW_TAPS if _is_raw(view) else BLOCK_TAPS) if _is_block(view) else EAGLE_TAPS
     holder = _part(view, "eagle_config") if view.layout.name == "sglang" else view.config
     listed = holder.get(name, _part(view, "dflash_config").get(name))
     if not listed:
@@ -301,8 +295,6 @@ def _in_speculators(view: CheckpointView) -> tuple[dict[str, Any], dict[str, Ten
 
 def norm_flags(view: CheckpointView) -> Findings:
     """Find flags that are missing, or that the tensors contradict."""
-    if not _is_eagle3(view):
-        return
     config, tensors = _in_speculators(view)
     if _is_speculators(view) and "norm_before_residual" not in view.config:
         engine = "vLLM takes true for this layout and false for others."
@@ -331,15 +323,13 @@ def _contradiction(config: dict[str, Any], flag: str, tensors: dict[str, Tensor]
 def tied_embeddings(view: CheckpointView) -> Findings:
     """Find a config that makes engines take the embeddings in place of the head's own output embedding."""
     layer = _part(view, "transformer_layer_config")
-    if _is_eagle3(view) and (view.config.get("tie_word_embeddings") or layer.get("tie_word_embeddings")):
+    if view.config.get("tie_word_embeddings") or layer.get("tie_word_embeddings"):
         what = "tie_word_embeddings is true, but the head has an output embedding of its own."
         yield fault("tied", what, "SGLang drafts with the target's embeddings in its place.")
 
 
 def draft_vocabulary(view: CheckpointView) -> Findings:
     """Find a draft vocabulary that is missing, of ids instead of offsets, or not the one of t2d."""
-    if not _is_eagle3(view):
-        return
     config, tensors = _in_speculators(view)
     vocab = int((config.get("transformer_layer_config") or {}).get("vocab_size") or 0)
     kept = int(config.get("draft_vocab_size") or vocab)
@@ -387,15 +377,13 @@ def target_layers(view: CheckpointView) -> Findings:
     """Find a drafter that was made for a target of another depth."""
     said = view.config.get("num_target_layers")
     layers = view.target and view.target.num_layers
-    if _is_block(view) and said and layers and said != layers:
+    if said and layers and said != layers:
         what = f"num_target_layers is {said}, the target has {layers}."
         yield fault("target-layers", what, "Its taps mean other layers there.")
 
 
-def block_mask(view: CheckpointView) -> Findings:
+def mask_token(view: CheckpointView) -> Findings:
     """Find a mask token that is missing, outside the vocabulary, or one that texts have."""
-    if not (_is_block(view) or view.layout.drafter == "peagle"):
-        return
     mask = view.config.get("mask_token_id", _part(view, "dflash_config").get("mask_token_id"))
     if mask is None:
         engine = "The engine stops, or embeds token 0 in every open slot."
@@ -414,8 +402,6 @@ def block_mask(view: CheckpointView) -> Findings:
 
 def block_slots(view: CheckpointView) -> Findings:
     """Find blocks whose size, layout or attention engines guess, each in its own way."""
-    if not _is_block(view):
-        return
     yield from (_raw_slots(view) if _is_raw(view) else _speculators_slots(view))
     layer = view.layout.layer(view.config) if isinstance(view.layout, BlockLayout) else {}
     if len(kinds := set(layer.get("layer_types") or [])) > 1:
@@ -469,8 +455,6 @@ def _speculators_slots(view: CheckpointView) -> Findings:
 
 def block_architecture(view: CheckpointView) -> Findings:
     """Find architectures under which an engine would take the drafter for another one."""
-    if not _is_block(view):
-        return
     names, own = list(view.config.get("architectures") or []), BLOCKS[view.layout.drafter][2]
     projector = _part(view, "dflash_config").get("projector_type", view.config.get("projector_type"))
     if projector is not None:
@@ -484,16 +468,16 @@ def block_architecture(view: CheckpointView) -> Findings:
         yield unusual("architecture", what, "Engines that go by the class do not know it.")
 
 
-def block_heads(view: CheckpointView) -> Findings:
-    """Find DSpark's heads on which config.json and the tensors disagree, or that some engine lacks."""
-    if not _is_block(view):
-        return
+def flat_names(view: CheckpointView) -> Findings:
+    """Find names of DSpark's heads that engines do not read."""
     flat = sorted(name for name in view.tensors if name.startswith(("markov_w1.", "markov_w2.", "confidence_proj.")))
     if flat:
         names = f"{flat[0]} has a flat name; engines read markov_head.* and confidence_head.*."
         yield fault("head-names", names, "SGLang drops it for DFlash and stops for DSpark.")
-    if view.layout.drafter != "dspark":
-        return
+
+
+def dspark_heads(view: CheckpointView) -> Findings:
+    """Find DSpark's heads on which config.json and the tensors disagree, or that some engine lacks."""
     for flag, prefix in (("enable_confidence_head", "confidence_head."), ("markov_rank", "markov_head.")):
         if what := _contradiction(view.config, flag, view.tensors, prefix):
             yield fault("head-flag", what, "SGLang stops where a head that is named is missing, and drops another.")
@@ -504,8 +488,8 @@ def block_heads(view: CheckpointView) -> Findings:
 
 # ------------------------------------------------------------ all checks
 
-# Every checkpoint goes through every check.
-CHECKS: tuple[Callable[[CheckpointView], Findings], ...] = (
+Check = Callable[[CheckpointView], Findings]
+EVERY: tuple[Check, ...] = (
     numbers,
     untrained_norms,
     names_and_shapes,
@@ -515,16 +499,16 @@ CHECKS: tuple[Callable[[CheckpointView], Findings], ...] = (
     depths,
     rotary_positions,
     embeddings,
-    taps,
-    norm_flags,
-    draft_vocabulary,
-    tied_embeddings,
-    target_layers,
-    block_mask,
-    block_slots,
-    block_architecture,
-    block_heads,
 )
+_EAGLE3: tuple[Check, ...] = (taps, norm_flags, draft_vocabulary, tied_embeddings)
+_BLOCKS: tuple[Check, ...] = (taps, target_layers, mask_token, block_slots, block_architecture, flat_names)
+# By the type of our drafter, the checks beside those of every one.
+CHECKS = {
+    "eagle3": _EAGLE3,
+    "peagle": (*_EAGLE3, mask_token),
+    "dflash": _BLOCKS,
+    "dspark": (*_BLOCKS, dspark_heads),
+}
 
 
 def lint(folder: str | Path, target: str | None = None) -> list[LintFinding]:
@@ -542,5 +526,6 @@ def lint(folder: str | Path, target: str | None = None) -> list[LintFinding]:
     layout = recognised(folder)
     with nonsense_explained(folder):
         view = CheckpointView.at(folder, layout, target)
-        findings = [*pickles(folder), *(finding for check in CHECKS for finding in check(view))]
+        checks = EVERY + CHECKS.get(layout.drafter, ())
+        findings = [*pickles(folder), *(finding for check in checks for finding in check(view))]
     return sorted(findings, key=lambda finding: not finding.is_fault)

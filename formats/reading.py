@@ -116,12 +116,6 @@ class Weights:
         weight = self(f"{name}.weight")
         return functional.rms_norm(x, weight.shape, weight, float(self.config.get("rms_norm_eps", 1e-6)))
 
-    def finish(self, hidden: Tensor, at: str) -> Tensor:
-        """Return a layer's output `[T, H]` of its attention's output, added to the residual, `[T, H]`."""
-        x = self.norm(hidden, f"{at}post_attention_layernorm")
-        gate = functional.silu(self.linear(x, f"{at}mlp.gate_proj"))
-        return hidden + self.linear(gate * self.linear(x, f"{at}mlp.up_proj"), f"{at}mlp.down_proj")
-
     def over_target(self, logits: Tensor, vocab_size: int) -> Tensor:
         """Return logits of the draft vocabulary, `[P, V']`, over the target's; see `over_target`."""
         d2t = self.tensors.get("d2t")
@@ -157,16 +151,23 @@ class Layers:
             entered: the attention's input, `[T, ·]`.
             residual: the attention's output is added to it, `[T, H]`.
         """
-        weights, count = self.weights, len(entered)
-        q, k, v = (
-            weights.linear(entered, f"{at}self_attn.{name}_proj").view(1, count, -1, self.size).transpose(1, 2)
-            for name in "qkv"
-        )
+        count, grouped = len(entered), self.heads > self.kv_heads
+        q, k, v = (self.project(at, name, entered) for name in "qkv")
         q, k = apply_rotary_pos_emb(q, k, self.cos[:, :count], self.sin[:, :count])
-        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.heads > self.kv_heads)
-        return weights.finish(
-            residual + weights.linear(mixed[0].transpose(0, 1).flatten(1), f"{at}self_attn.o_proj"), at
-        )
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        return self.finish(at, mixed, residual)
+
+    def project(self, at: str, name: str, x: Tensor) -> Tensor:
+        """Return the queries, keys or values of `x` `[T, ·]`, `[1, A, T, D]`."""
+        return self.weights.linear(x, f"{at}self_attn.{name}_proj").view(1, len(x), -1, self.size).transpose(1, 2)
+
+    def finish(self, at: str, mixed: Tensor, residual: Tensor) -> Tensor:
+        """Return the layer's output `[T, H]` of its attention's, `[1, A, T, D]`, and the residual `[T, H]`."""
+        weights = self.weights
+        hidden = residual + weights.linear(mixed[0].transpose(0, 1).flatten(1), f"{at}self_attn.o_proj")
+        x = weights.norm(hidden, f"{at}post_attention_layernorm")
+        gate = functional.silu(weights.linear(x, f"{at}mlp.gate_proj"))
+        return hidden + weights.linear(gate * weights.linear(x, f"{at}mlp.up_proj"), f"{at}mlp.down_proj")
 
 
 def rotary_config(config: Mapping[str, Any], size: int) -> LlamaConfig:

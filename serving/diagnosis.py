@@ -81,80 +81,80 @@ def suspicions(
     return [s for c in comparisons for s in _of(c, tolerance, exact, not wrong, explanation)]
 
 
-def drafts_differ(found: ServedComparison, tolerance: float, exact: bool) -> bool:
+def drafts_differ(compared: ServedComparison, tolerance: float, exact: bool) -> bool:
     """Tell whether the engine's drafts are not ours: more or fewer are accepted, or other ones."""
-    others = exact and found.same_drafts is not None and found.same_drafts < SAME * found.num_prompts
-    return not found.agrees(tolerance) or (others and not found.divergences)
+    others = exact and compared.same_drafts is not None and compared.same_drafts < SAME * compared.num_prompts
+    return not compared.agrees(tolerance) or (others and not compared.divergences)
 
 
 def _of(
-    found: ServedComparison, tolerance: float, exact: bool, greedy_is_right: bool, explanation: Explanation | None
+    compared: ServedComparison, tolerance: float, exact: bool, greedy_is_right: bool, explanation: Explanation | None
 ) -> Iterator[Suspicion]:
-    yield from _text(found)
-    depth = found.drafted_served
+    yield from _text(compared)
+    depth = compared.drafted_served
     # Where nothing was drafted the difference is nan, and not small either.
-    if depth is not None and not abs(depth - found.drafted_own) <= 0.3:
-        because = f"{depth:.2f} draft tokens per round, {found.drafted_own:.2f} expected"
-        yield _suspicion("depth", found, because)
-    elif found.temperature == 0 and explanation is not None and not greedy_is_right:
-        yield Suspicion(kind=explanation.kind, temperature=0.0, because=_seen(found), suspect=str(explanation))
-    elif found.temperature == 0 and drafts_differ(found, tolerance, exact):
-        yield _suspicion(_drafts(found), found, _seen(found))
-    elif not found.agrees(tolerance):
-        kind = _sampled(found, tolerance) if greedy_is_right else _drafts(found)
-        yield _suspicion(kind, found, _seen(found))
-    elif found.temperature > 0 and found.length.excludes(0.0) and abs(found.length.value) > 1:
-        because = f"texts are {found.length.value:+.1f} tokens longer than ours {found.length.bounds(1)}"
-        yield _suspicion("sampling", found, because)
+    if depth is not None and not abs(depth - compared.drafted_own) <= 0.3:
+        because = f"{depth:.2f} draft tokens per round, {compared.drafted_own:.2f} expected"
+        yield _suspicion("depth", compared, because)
+    elif compared.temperature == 0 and explanation is not None and not greedy_is_right:
+        yield Suspicion(kind=explanation.kind, temperature=0.0, because=_seen(compared), suspect=str(explanation))
+    elif compared.temperature == 0 and drafts_differ(compared, tolerance, exact):
+        yield _suspicion(_drafts(compared), compared, _seen(compared))
+    elif not compared.agrees(tolerance):
+        kind = _sampled(compared, tolerance) if greedy_is_right else _drafts(compared)
+        yield _suspicion(kind, compared, _seen(compared))
+    elif compared.temperature > 0 and compared.length.excludes(0.0) and abs(compared.length.value) > 1:
+        because = f"texts are {compared.length.value:+.1f} tokens longer than ours {compared.length.bounds(1)}"
+        yield _suspicion("sampling", compared, because)
 
 
-def _text(found: ServedComparison) -> Iterator[Suspicion]:
-    if not found.divergences:
+def _text(compared: ServedComparison) -> Iterator[Suspicion]:
+    if not compared.divergences:
         return
-    early = [d for d in found.divergences if d.index < d.length / 4]
-    kind = "target" if 2 * len(found.divergences) > found.num_prompts or len(early) > 2 else "tie"
-    first = min(found.divergences, key=lambda d: d.index)
+    early = [d for d in compared.divergences if d.index < d.length / 4]
+    kind = "target" if 2 * len(compared.divergences) > compared.num_prompts or len(early) > 2 else "tie"
+    first = min(compared.divergences, key=lambda d: d.index)
     because = (
-        f"{len(found.divergences)} of {found.num_prompts} texts are not ours, "
+        f"{len(compared.divergences)} of {compared.num_prompts} texts are not ours, "
         f"the first from token {first.index} on ({first.suite}/{first.prompt})"
     )
-    yield _suspicion(kind, found, because)
+    yield _suspicion(kind, compared, because)
 
 
-def _drafts(found: ServedComparison) -> str:
+def _drafts(compared: ServedComparison) -> str:
     """Return the kind of fault in the drafts themselves, by the first position that differs."""
-    if "by_position" in found.uncounted:
+    if "by_position" in compared.uncounted:
         return "drafts"
-    first = found.positions[0] if found.positions else None
-    if found.parts_at not in (None, 1):
+    first = compared.positions[0] if compared.positions else None
+    if compared.parts_at not in (None, 1):
         return "later"
     return "vocabulary" if first is not None and first.served < NONE_ACCEPTED * first.own else "first"
 
 
-def _sampled(found: ServedComparison, tolerance: float) -> str:
+def _sampled(compared: ServedComparison, tolerance: float) -> str:
     """Return the kind of fault above temperature 0 where all is right at temperature 0."""
-    near = found.one_hot_difference
-    if near is not None and found.one_hot is not None:
-        is_near = not near.excludes(0.0) or abs(near.value) <= tolerance * found.one_hot.value
-        if is_near and not found.length.excludes(0.0):
+    near = compared.one_hot_difference
+    if near is not None and compared.one_hot is not None:
+        is_near = not near.excludes(0.0) or abs(near.value) <= tolerance * compared.one_hot.value
+        if is_near and not compared.length.excludes(0.0):
             return "one-hot"
     return "sampling"
 
 
-def _seen(found: ServedComparison) -> str:
-    where = f", from position {found.parts_at} on" if found.parts_at else ""
-    if "rounds" in found.uncounted:
+def _seen(compared: ServedComparison) -> str:
+    where = f", from position {compared.parts_at} on" if compared.parts_at else ""
+    if "rounds" in compared.uncounted:
         where += "; the engine shows its own average of its latest rounds"
-    if found.same_drafts is not None:
-        where += f"; the same drafts are accepted in {found.same_drafts} of {found.num_prompts} prompts"
+    if compared.same_drafts is not None:
+        where += f"; the same drafts are accepted in {compared.same_drafts} of {compared.num_prompts} prompts"
     return (
-        f"τ is {found.served.text(3)} there and {found.own.text(3)} here, "
-        f"a difference of {found.difference.value:+.3f} {found.difference.bounds(3)}{where}"
+        f"τ is {compared.served.text(3)} there and {compared.own.text(3)} here, "
+        f"a difference of {compared.difference.value:+.3f} {compared.difference.bounds(3)}{where}"
     )
 
 
-def _suspicion(kind: str, found: ServedComparison, because: str) -> Suspicion:
-    return Suspicion(kind=kind, temperature=found.temperature, because=because, suspect=SUSPECTS[kind])
+def _suspicion(kind: str, compared: ServedComparison, because: str) -> Suspicion:
+    return Suspicion(kind=kind, temperature=compared.temperature, because=because, suspect=SUSPECTS[kind])
 
 
 TOLERANCE = 0.02  # of τ: a difference that is certain, but smaller than this, does not matter
@@ -210,24 +210,22 @@ def lines(result: ServedResult) -> list[str]:
     """Return the result in sentences, the verdict first."""
     verdict = "served equals measured" if result.agrees else "served differs from measured"
     name = result.engine.get("name")
-    found = [f"{verdict}: {result.drafter}, depth {result.depth}, {name or 'engine'}"]
+    text = [f"{verdict}: {result.drafter}, depth {result.depth}, {name or 'engine'}"]
     for c in result.comparisons:
-        found += _figures(c)
+        text += _figures(c)
     if uncounted := sorted({u for c in result.comparisons for u in c.uncounted}):
-        found.append(f"{name or 'this engine'} does not count {', '.join(_UNKNOWN[u] for u in uncounted)}")
+        text.append(f"{name or 'this engine'} does not count {', '.join(_UNKNOWN[u] for u in uncounted)}")
     if result.foreign:
-        found.append(f"{result.foreign} tokens of others were counted too: measure on an engine that nobody else uses")
-    return found + [str(s) for s in result.suspicions]
+        text.append(f"{result.foreign} tokens of others were counted too: measure on an engine that nobody else uses")
+    return text + [str(s) for s in result.suspicions]
 
 
-def _figures(found: ServedComparison) -> list[str]:
-    texts = "" if found.identical is None else f"; {found.identical} of {found.num_prompts} texts identical"
-    speed = "" if found.speedup is None else f"; {found.speedup.text(unit='×')} the speed of that engine without drafts"
+def _figures(c: ServedComparison) -> list[str]:
+    texts = "" if c.identical is None else f"; {c.identical} of {c.num_prompts} texts identical"
+    speed = "" if c.speedup is None else f"; {c.speedup.text(unit='×')} the speed of that engine without drafts"
     first = (
-        f"temperature {found.temperature:g}: τ {found.served.text(3)} there, {found.own.text(3)} here, "
-        f"difference {found.difference.value:+.3f} {found.difference.bounds(3)}{texts}{speed}"
+        f"temperature {c.temperature:g}: τ {c.served.text(3)} there, {c.own.text(3)} here, "
+        f"difference {c.difference.value:+.3f} {c.difference.bounds(3)}{texts}{speed}"
     )
-    positions = ", ".join(
-        f"{p.position}: {p.served:.2f} / {p.own:.2f}{' !' if p.parted else ''}" for p in found.positions
-    )
+    positions = ", ".join(f"{p.position}: {p.served:.2f} / {p.own:.2f}{' !' if p.parted else ''}" for p in c.positions)
     return [first, f"  accepted by position, there / here: {positions}"] if positions else [first]

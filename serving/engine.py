@@ -8,7 +8,7 @@ import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from openai import APIConnectionError, APIStatusError, OpenAI
 from prometheus_client.parser import text_string_to_metric_families
@@ -27,28 +27,13 @@ class EngineCompletion:
 
     Attributes:
         text: the new text. tokens: the new tokens; None where the engine does not return them.
-        num_tokens: how many there are. ended: whether the target ended it (not the length).
-        seconds: of the whole request.
+        num_tokens: their number. seconds: of the whole request.
     """
 
     text: str
     tokens: tuple[int, ...] | None
     num_tokens: int
-    ended: bool
     seconds: float
-
-
-@dataclass(frozen=True)
-class Ask:
-    """The settings of completions."""
-
-    max_new_tokens: int = 64
-    temperature: float = 0.0
-
-    def body(self) -> dict[str, Any]:
-        """Return the fields of a request; those after `temperature` undo the target's own defaults."""
-        plain = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "return_token_ids": True}
-        return {"max_tokens": self.max_new_tokens, "temperature": self.temperature, "top_p": 1.0, "extra_body": plain}
 
 
 class Engine:
@@ -79,7 +64,7 @@ class Engine:
         """
         return read_counters(read_metrics(self.url, self.key))
 
-    def complete(self, tokens: Sequence[int], ask: Ask) -> EngineCompletion:
+    def complete(self, tokens: Sequence[int], max_new_tokens: int = 64, temperature: float = 0.0) -> EngineCompletion:
         """Complete one prompt, given as token ids.
 
         Raises:
@@ -87,15 +72,21 @@ class Engine:
         """
         began = time.perf_counter()
         try:
-            answer = self._client.completions.create(model=self.model, prompt=list(tokens), **ask.body())
+            answer = self._client.completions.create(
+                model=self.model,
+                prompt=list(tokens),
+                max_tokens=max_new_tokens,
+                temperature=temperature,
+                top_p=1.0,  # this and the others undo the target's own defaults
+                extra_body={"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "return_token_ids": True},
+            )
         except (APIConnectionError, APIStatusError) as error:
             raise self._unreachable(error) from error
         seconds = time.perf_counter() - began
         choice = answer.choices[0]
         ids = getattr(choice, "token_ids", None)
         count = answer.usage.completion_tokens if answer.usage else len(ids or ())
-        ended = choice.finish_reason == "stop"
-        return EngineCompletion(choice.text, None if ids is None else tuple(ids), count, ended, seconds)
+        return EngineCompletion(choice.text, None if ids is None else tuple(ids), count, seconds)
 
     def settled(self, earlier: Counters, tokens: int) -> Counters:
         """Return the counters, as soon as the engine has counted `tokens` new tokens after `earlier`."""

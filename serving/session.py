@@ -29,7 +29,7 @@ from ..targets import Target
 from ..targets.fingerprint import digest_json
 from .comparison import Replies, Reply, Write, compare
 from .diagnosis import TOLERANCE, ServedResult, drafts_differ, suspicions
-from .engine import Ask, Counters, Engine
+from .engine import Counters, Engine
 from .fault_models import Explanation, explain, mistaken
 from .launching import VllmLaunch, python_of, running, split_speculation
 from .reference_run import Expectation, Trial, expect, expect_mistakes
@@ -261,9 +261,8 @@ def ask_all(
     Returns:
         The replies of each engine, and the number of new tokens that the engines counted and that were not ours.
     """
-    ask = Ask(expected.max_new_tokens, temperature)
     for engine in engines:
-        engine.complete(expected.prompts[0].tokens, ask)  # first calls are slow
+        engine.complete(expected.prompts[0].tokens, expected.max_new_tokens, temperature)  # first calls are slow
     looks = [engine.counters() for engine in engines]
     replies: list[list[Reply]] = [[] for _ in engines]
     foreign = 0
@@ -272,7 +271,7 @@ def ask_all(
             turn = (number + i) % len(engines)
             answers, counts = [], []
             for _ in range(expected.seeds(temperature)):
-                answers.append(engines[turn].complete(prompt.tokens, ask))
+                answers.append(engines[turn].complete(prompt.tokens, expected.max_new_tokens, temperature))
                 now = engines[turn].settled(looks[turn], answers[-1].num_tokens)
                 counts.append(now.since(looks[turn]))
                 looks[turn] = now

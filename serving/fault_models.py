@@ -30,17 +30,17 @@ Made = Callable[[Any], Drafter | None]
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """A mistake.
+    """A mistake, or in n-grams another choice.
 
     Attributes:
-        kind: of the suspicion, see `diagnosis.SUSPECTS`.
         says: its description, to be read after "suspect".
-        made: returns a head with the mistake; None for a head that cannot have it.
+        made: returns a drafter with the mistake; None for one that cannot have it.
+        kind: of the suspicion, see `diagnosis.SUSPECTS`.
     """
 
-    kind: str
     says: str
     made: Made
+    kind: str = "first"
 
 
 class Explanation(BaseModel, extra="forbid"):
@@ -85,9 +85,9 @@ def explain(
     nearest = [name for name, distance in apart.items() if distance == min(apart.values())]
     same = sum(is_same(s, a.counts[0]) for s, a in zip(served, tried[nearest[0]], strict=True))
     explanation = Explanation(
-        kind=_KNOWN[nearest[0]][0],
+        kind=_KNOWN[nearest[0]].kind,
         # Mistakes with equal counts, such as those with which nothing is accepted, cannot be told apart.
-        says=", or ".join(dict.fromkeys(_KNOWN[name][1] for name in nearest)),
+        says=", or ".join(dict.fromkeys(_KNOWN[name].says for name in nearest)),
         same=same,
         num_prompts=len(served),
         remaining=apart[nearest[0]] / right,
@@ -111,11 +111,8 @@ def _apart(one: DraftCounts, other: DraftCounts) -> float:
 
 def mistaken(drafter: Drafter) -> Iterator[tuple[str, Drafter]]:
     """Yield the drafter with each mistake that it can have; nothing for drafters of which no mistakes are known."""
-    if isinstance(drafter, Ngram):
-        yield FIRST_PLACE, FirstPlace(drafter.config)
-        yield WHOLE_COPY, WholeCopy(drafter.config)
-    hypotheses = {Eagle3: HYPOTHESES, DFlash: BLOCK_HYPOTHESES}.get(type(drafter), {})
-    for name, hypothesis in hypotheses.items():
+    known = {Eagle3: HYPOTHESES, DFlash: BLOCK_HYPOTHESES, Ngram: NGRAM_HYPOTHESES}
+    for name, hypothesis in known.get(type(drafter), {}).items():
         if (made := hypothesis.made(drafter)) is not None:
             yield name, made
 
@@ -170,6 +167,7 @@ def _replaced(name: str, change: Callable[[Tensor, Eagle3Config], Tensor]) -> Ma
 
 
 def _exchanged(one: str, other: str) -> Made:
+    one, other = f"layers.0.{one}.weight", f"layers.0.{other}.weight"
     return _made(weights=lambda w, _: w | {one: w[other], other: w[one]})
 
 
@@ -208,46 +206,38 @@ class _Elsewhere(Eagle3):
 
 
 _NO_NORMS = {"norm_taps": False, "norm_before_fc": False}
-_LAYER, _O_PROJ = "layers.0.", "layers.0.self_attn.o_proj.weight"
+_O_PROJ = "layers.0.self_attn.o_proj.weight"
 HYPOTHESES: dict[str, Hypothesis] = {
-    "taps - 1": Hypothesis("first", "taps that are one too low", _taps(-1)),
-    "taps + 1": Hypothesis("first", "taps that are one too high", _taps(1)),
-    "tap columns": Hypothesis("first", "the taps' order in the columns of fc", _columns(1)),
-    "tap columns back": Hypothesis("first", "the taps' order in the columns of fc", _columns(-1)),
+    "taps - 1": Hypothesis("taps that are one too low", _taps(-1)),
+    "taps + 1": Hypothesis("taps that are one too high", _taps(1)),
+    "tap columns": Hypothesis("the taps' order in the columns of fc", _columns(1)),
+    "tap columns back": Hypothesis("the taps' order in the columns of fc", _columns(-1)),
     "fc_norm": Hypothesis(
-        "first",
         "the norm of the taps (fc_norm, norm_before_fc), which is not applied",
         _made(lambda c: _NO_NORMS if c.norm_taps or c.norm_before_fc else None),
     ),
-    "norm_output": Hypothesis("later", "norm_output, which is the other way round", _flipped("norm_output")),
+    "norm_output": Hypothesis("norm_output, which is the other way round", _flipped("norm_output"), "later"),
     "norm_before_residual": Hypothesis(
-        "first", "norm_before_residual, which is the other way round", _flipped("norm_before_residual")
+        "norm_before_residual, which is the other way round", _flipped("norm_before_residual")
     ),
     "d2t as ids": Hypothesis(  # an engine adds each draft token's number to an id
-        "vocabulary",
         "d2t, which holds ids instead of offsets",
         _ids(lambda ids, size: (ids + torch.arange(len(ids))) % size),
+        "vocabulary",
     ),
-    "d2t rolled": Hypothesis("vocabulary", "d2t, whose rows are shifted", _ids(lambda ids, _: ids.roll(1))),
+    "d2t rolled": Hypothesis("d2t, whose rows are shifted", _ids(lambda ids, _: ids.roll(1)), "vocabulary"),
     **{
-        f"rope {theta:g}": Hypothesis("first", "the base of the rotary embeddings (rope_theta)", _base(theta))
+        f"rope {theta:g}": Hypothesis("the base of the rotary embeddings (rope_theta)", _base(theta))
         for theta in (1e2, 1e4, 5e5, 1e6)
     },
     "rope interleaved": Hypothesis(
-        "first", "rotary embeddings of the other form (interleaved, not halves)", _made(weights=_interleaved)
+        "rotary embeddings of the other form (interleaved, not halves)", _made(weights=_interleaved)
     ),
-    "gate and up": Hypothesis(
-        "first",
-        "gate_proj and up_proj, exchanged",
-        _exchanged(f"{_LAYER}mlp.gate_proj.weight", f"{_LAYER}mlp.up_proj.weight"),
-    ),
+    "gate and up": Hypothesis("gate_proj and up_proj, exchanged", _exchanged("mlp.gate_proj", "mlp.up_proj")),
     "first norms": Hypothesis(
-        "first",
-        "input_layernorm and hidden_norm, exchanged",
-        _exchanged(f"{_LAYER}input_layernorm.weight", f"{_LAYER}hidden_norm.weight"),
+        "input_layernorm and hidden_norm, exchanged", _exchanged("input_layernorm", "hidden_norm")
     ),
     "o_proj": Hypothesis(
-        "first",
         "a projection that is transposed (o_proj)",
         _made(
             lambda c: {} if c.hidden_size == c.num_attention_heads * c.head_dim else None,
@@ -255,13 +245,13 @@ HYPOTHESES: dict[str, Hypothesis] = {
         ),
     ),
     "final norm": Hypothesis(
-        "first", "the final norm, whose weights are lost", _replaced("norm.weight", lambda w, _: torch.ones_like(w))
+        "the final norm, whose weights are lost", _replaced("norm.weight", lambda w, _: torch.ones_like(w))
     ),
     "lm_head": Hypothesis(
-        "vocabulary", "the rows of lm_head, which are shifted", _replaced("lm_head.weight", lambda w, _: w.roll(1, 0))
+        "the rows of lm_head, which are shifted", _replaced("lm_head.weight", lambda w, _: w.roll(1, 0)), "vocabulary"
     ),
-    "embeddings": Hypothesis("first", "embeddings that are not the target's", _made(kind=_Elsewhere)),
-    "untrained": Hypothesis("vocabulary", "weights that were never loaded", _made(weights=_random)),
+    "embeddings": Hypothesis("embeddings that are not the target's", _made(kind=_Elsewhere)),
+    "untrained": Hypothesis("weights that were never loaded", _made(weights=_random), "vocabulary"),
 }
 
 
@@ -282,27 +272,11 @@ class _NormedByFirst(DFlash):
 
 
 BLOCK_HYPOTHESES: dict[str, Hypothesis] = {
-    "block taps - 1": Hypothesis("first", "taps that are one too low", _taps(-1)),
-    "block taps + 1": Hypothesis("first", "taps that are one too high", _taps(1)),
+    "block taps - 1": Hypothesis("taps that are one too low", _taps(-1)),
+    "block taps + 1": Hypothesis("taps that are one too high", _taps(1)),
     "first k_norm": Hypothesis(
-        "first",
         "the norm of the context's keys (k_norm), which is the first layer's in all layers",
         _made(kind=_NormedByFirst),
-    ),
-}
-
-FIRST_PLACE, WHOLE_COPY = "first place", "whole copy"
-# The kind and the description of each mistake; in n-grams it is no mistake, but another choice.
-_KNOWN = {name: (hypothesis.kind, hypothesis.says) for name, hypothesis in (HYPOTHESES | BLOCK_HYPOTHESES).items()} | {
-    FIRST_PLACE: (
-        "lookup",
-        "how the engine looks up what follows: it copies from the first place where the last tokens stood, and no "
-        "further than the text goes, where ours takes the latest place, and goes on",
-    ),
-    WHOLE_COPY: (
-        "lookup",
-        "how the engine looks up what follows: it copies after the longest match alone, no further than the text goes "
-        "and not less than that match, where ours also tries shorter ones, and goes on",
     ),
 }
 
@@ -360,3 +334,20 @@ class WholeCopy(FirstPlace):
     """A drafter that copies as llama.cpp's `ngram-simple` does: runs of one length, `max_match`."""
 
     session_class = _WholeCopySession
+
+
+NGRAM_HYPOTHESES: dict[str, Hypothesis] = {
+    "first place": Hypothesis(
+        "how the engine looks up what follows: it copies from the first place where the last tokens stood, and no "
+        "further than the text goes, where ours takes the latest place, and goes on",
+        lambda drafter: FirstPlace(drafter.config),
+        "lookup",
+    ),
+    "whole copy": Hypothesis(
+        "how the engine looks up what follows: it copies after the longest match alone, no further than the text goes "
+        "and not less than that match, where ours also tries shorter ones, and goes on",
+        lambda drafter: WholeCopy(drafter.config),
+        "lookup",
+    ),
+}
+_KNOWN = HYPOTHESES | BLOCK_HYPOTHESES | NGRAM_HYPOTHESES

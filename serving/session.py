@@ -29,7 +29,7 @@ from ..targets import Target
 from ..targets.fingerprint import digest_json
 from .comparison import Replies, Reply, Write, compare
 from .diagnosis import TOLERANCE, ServedResult, drafts_differ, suspicions
-from .engine import Counters, Engine
+from .engine import Counters, Engine, EngineCompletion
 from .fault_models import Explanation, explain, mistaken
 from .launching import VllmLaunch, python_of, running, split_speculation
 from .reference_run import Expectation, Trial, expect, expect_mistakes
@@ -251,43 +251,15 @@ def record_of(result: ServedResult) -> ServedRecord:
     )
 
 
-def ask_all(
-    engines: Sequence[Engine], expected: Expectation, temperature: float, advance: Advance
-) -> tuple[list[list[Reply]], int]:
-    """Send every prompt to every engine, in turns, and read the engine's counters after each answer.
-
-    Above temperature 0 each prompt is sent as often as our own decoder answered it.
-
-    Returns:
-        The replies of each engine, and the number of new tokens that the engines counted and that were not ours.
-    """
-    for engine in engines:
-        engine.complete(expected.prompts[0].tokens, expected.max_new_tokens, temperature)  # first calls are slow
-    looks = [engine.counters() for engine in engines]
-    replies: list[list[Reply]] = [[] for _ in engines]
-    foreign = 0
-    for number, prompt in enumerate(expected.prompts):
-        for i in range(len(engines)):
-            turn = (number + i) % len(engines)
-            answers, counts = [], []
-            for _ in range(expected.seeds(temperature)):
-                answers.append(engines[turn].complete(prompt.tokens, expected.max_new_tokens, temperature))
-                now = engines[turn].settled(looks[turn], answers[-1].num_tokens)
-                counts.append(now.since(looks[turn]))
-                looks[turn] = now
-                foreign += max(0, round(counts[-1].tokens) - answers[-1].num_tokens)
-            total = reduce(Counters.plus, counts)
-            reply = Reply(
-                text=answers[0].text,
-                tokens=answers[0].tokens,
-                lengths=[answer.num_tokens for answer in answers],
-                seconds=sum(answer.seconds for answer in answers),
-                counts=total,
-                uncounted=total.uncounted,
-            )
-            replies[turn].append(reply)
-        advance(1, "")
-    return replies, foreign
+def _reply(answers: Sequence[EngineCompletion], counts: Counters) -> Reply:
+    return Reply(
+        text=answers[0].text,
+        tokens=answers[0].tokens,
+        lengths=[answer.num_tokens for answer in answers],
+        seconds=sum(answer.seconds for answer in answers),
+        counts=counts,
+        uncounted=counts.uncounted,
+    )
 
 
 class Survey:
@@ -323,10 +295,33 @@ class Survey:
         label = "the engine without drafts" if engine is None else "the engine"
         with progress(self.console, label, total, transient=True) as advance:
             for temperature in self.expected.temperatures:
-                replies, foreign = ask_all([e for e, _ in asked], self.expected, temperature, advance)
-                self.foreign += foreign
+                replies = self._ask([e for e, _ in asked], temperature, advance)
                 for (_, into), answers in zip(asked, replies, strict=True):
                     into[temperature] = answers
+
+    def _ask(self, engines: Sequence[Engine], temperature: float, advance: Advance) -> list[list[Reply]]:
+        """Return each engine's replies to every prompt, asked in turns; its counters are read after each answer.
+
+        Above temperature 0 each prompt is sent as often as our own decoder answered it.
+        """
+        prompts, longest = self.expected.prompts, self.expected.max_new_tokens
+        for engine in engines:
+            engine.complete(prompts[0].tokens, longest, temperature)  # first calls are slow
+        looks = [engine.counters() for engine in engines]
+        replies: list[list[Reply]] = [[] for _ in engines]
+        for number, prompt in enumerate(prompts):
+            for i in range(len(engines)):
+                turn = (number + i) % len(engines)
+                answers, counts = [], []
+                for _ in range(self.expected.seeds(temperature)):
+                    answers.append(engines[turn].complete(prompt.tokens, longest, temperature))
+                    now = engines[turn].settled(looks[turn], answers[-1].num_tokens)
+                    counts.append(now.since(looks[turn]))
+                    looks[turn] = now
+                    self.foreign += max(0, round(counts[-1].tokens) - answers[-1].num_tokens)
+                replies[turn].append(_reply(answers, reduce(Counters.plus, counts)))
+            advance(1, "")
+        return replies
 
     @property
     def exact(self) -> bool:

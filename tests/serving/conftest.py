@@ -68,8 +68,11 @@ class Server:
         threading.Thread(target=self.http.serve_forever, daemon=True).start()
 
 
+Serve = Callable[..., Server]
+
+
 @pytest.fixture
-def start_server() -> Iterator[Callable[..., Server]]:
+def start_server() -> Iterator[Serve]:
     """`start_server(complete=None)`: a server whose page of metrics a test writes itself, or `complete` does."""
     started: list[Server] = []
 
@@ -84,7 +87,7 @@ def start_server() -> Iterator[Callable[..., Server]]:
 
 
 @pytest.fixture
-def start_engine(start_server: Callable[..., Server]) -> Callable[..., Server]:
+def start_engine(start_server: Serve) -> Serve:
     """`start_engine(target, drafter, depth)`: an engine that decodes with them (None: without drafts)."""
 
     def start(target: Target, drafter: Drafter | None, depth: int = 3) -> Server:

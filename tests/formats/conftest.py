@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from outrider.formats import Exported, export_drafter
 from outrider.heads import Drafter, DraftModel, drafter_config
 from outrider.targets import Target
 
 Make = Callable[..., Drafter]
+Export = Callable[..., Exported]
 
 
 @pytest.fixture(scope="session")
@@ -50,3 +53,13 @@ def make_drafter(target: Target, tiny_llama: Callable) -> Make:
         return drafter.eval()
 
     return make
+
+
+@pytest.fixture
+def export(target: Target, make_drafter: Make, tmp_path: Path) -> Export:
+    """`export(type, to="vllm", depth=3, **settings)`: a drafter that is written into `tmp_path / to`."""
+
+    def made(kind: str, to: str = "vllm", depth: int = 3, **settings: Any) -> Exported:
+        return export_drafter(make_drafter(kind, **settings), target, to, tmp_path / to, depth)
+
+    return made

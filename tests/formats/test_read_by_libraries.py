@@ -19,7 +19,7 @@ from outrider.heads import Drafter, Eagle3, PEagle, TargetBatch
 from outrider.heads.parallel.parallel_drafts import Rollouts
 from outrider.targets import Target
 
-from .conftest import Make
+from .conftest import Export, Make
 
 STEPS, LENGTH = 3, 16
 SPECULATORS = os.environ.get("OUTRIDER_SPECULATORS_PYTHON")
@@ -30,24 +30,22 @@ PROMPT = torch.tensor([[5, 9, 31, 77]])
 OPTIONS: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
 
 
-def test_generate_drafts_with_an_exported_draft_model(target: Target, make_drafter: Make, tmp_path: Path) -> None:
+def test_generate_drafts_with_an_exported_draft_model(target: Target, export: Export) -> None:
     """Greedy text with it is the target's own."""
-    export_drafter(make_drafter("draft_model"), target, "hf", tmp_path / "out", 3)
-    assistant = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assistant = AutoModelForCausalLM.from_pretrained(export("draft_model", "hf").folder)
     with_it = target.model.generate(PROMPT, assistant_model=assistant, **OPTIONS)
     assert torch.equal(with_it, target.model.generate(PROMPT, **OPTIONS))
 
 
-def test_generate_leaves_early_as_an_exported_target_says(target: Target, make_drafter: Make, tmp_path: Path) -> None:
-    export_drafter(make_drafter("self_speculative", exit_layer=2, num_blocks=0), target, "hf", tmp_path / "out", 3)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+def test_generate_leaves_early_as_an_exported_target_says(target: Target, export: Export) -> None:
+    folder = export("self_speculative", "hf", exit_layer=2, num_blocks=0).folder
+    model = AutoModelForCausalLM.from_pretrained(folder)
     assert (model.generation_config.assistant_early_exit, model.generation_config.num_assistant_tokens) == (2, 3)
     assert torch.equal(model.generate(PROMPT, **OPTIONS), target.model.generate(PROMPT, **OPTIONS))
 
 
-def test_a_gguf_file_holds_the_targets_tokenizer(target: Target, make_drafter: Make, tmp_path: Path) -> None:
-    export_drafter(make_drafter("draft_model"), target, "gguf", tmp_path / "out", 3)
-    found = GGUFReader(str(tmp_path / "out" / "draft.gguf"))
+def test_a_gguf_file_holds_the_targets_tokenizer(target: Target, export: Export) -> None:
+    found = GGUFReader(str(export("draft_model", "gguf").folder / "draft.gguf"))
     tokenizer = target.require_tokenizer()
     tokens = found.get_field("tokenizer.ggml.tokens").contents()
     assert {token: i for i, token in enumerate(tokens)} == tokenizer.get_vocab()

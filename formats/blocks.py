@@ -4,8 +4,8 @@ Its taps are HF `hidden_states` indices, as ours; tensors have the names that ou
 never part of it, an output embedding only where the draft vocabulary is pruned. A missing `sample_from_anchor` means
 one thing for DFlash and another for DSpark, so it is always written.
 
-The second part computes what engines make of the files: the draft logits of one block after a passage, from tensors by
-their names in the files and dense masks. Nothing of our heads runs there.
+The second part computes the draft logits of one block after a passage as engines do, from tensors by their names in the
+files and dense masks. Nothing of our heads runs there.
 
 Shapes: V target vocabulary, V' draft vocabulary, H hidden size, T processed tokens, S slots, k drafts.
 """
@@ -13,24 +13,23 @@ Shapes: V target vocabulary, V' draft vocabulary, H hidden size, T processed tok
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from ..common import BadInputError, IncompatibleError
-from ..common.runtime import versions
+from ..common import IncompatibleError
 from ..heads import DFlash, DFlashConfig, Drafter, DrafterConfig, DSpark, DSparkConfig
 from ..targets import Target
 from .drafter_files import DrafterFiles, fill
 from .layout import ExportLayout, Unsupported
-from .llama import layer_sizes, llama_config
-from .reading import ProbeSequence, Weights, output_table, rotary_config
-from .speculators import VERSION, draft_ids, taps_lacking, verifier, vocabulary_maps
+from .llama import layer_sizes, llama_config, require_fields, shapes_of
+from .reading import Layers, ProbeSequence, Weights, output_table
+from .speculators import draft_ids, taps_lacking, vocabulary_maps, written_config
 
 TAPS = "aux_hidden_state_layer_ids"
 CLASSES: dict[str, tuple[type[DFlash], type[DFlashConfig], str]] = {
@@ -42,7 +41,7 @@ CLASSES: dict[str, tuple[type[DFlash], type[DFlashConfig], str]] = {
 class BlockLayout(ExportLayout):
     """A layout of block drafters: tensors have our names, and config.json has the layers' sizes and a few flags."""
 
-    beside: ClassVar[tuple[str, ...]] = ()  # tensors that are no part of our drafter
+    beside: ClassVar[tuple[str, ...]] = ()  # tensors that our drafter does not have
 
     @abstractmethod
     def layer(self, config: dict[str, Any]) -> dict[str, Any]:
@@ -50,42 +49,38 @@ class BlockLayout(ExportLayout):
 
     @abstractmethod
     def flags(self, config: dict[str, Any], where: str) -> BlockFlags:
-        """Return what engines take from a config.json of this layout.
+        """Return the flags that engines take from a config.json of this layout.
 
         Raises:
-            BadInputError: it lacks what nobody can guess.
+            BadInputError: it lacks a field that cannot be guessed.
         """
 
-    def logits(self, found: DrafterFiles, target: Target, passage: ProbeSequence) -> Tensor:
-        config = found.config
-        return block_logits(found.tensors, self.layer(config), self.flags(config, str(found.config_file)), passage)
+    def logits(self, files: DrafterFiles, target: Target, passage: ProbeSequence) -> Tensor:
+        config = files.config
+        return block_logits(files.tensors, self.layer(config), self.flags(config, str(files.config_file)), passage)
 
-    def read(self, found: DrafterFiles, target: Target) -> DFlash:
-        config = self.settings(found.config, str(found.config_file), target.num_layers)
+    def read(self, files: DrafterFiles, target: Target) -> DFlash:
+        config = self.settings(files.config, str(files.config_file), target.num_layers)
         drafter = CLASSES[self.drafter][0](config)
-        weights = {name: tensor for name, tensor in found.tensors.items() if name not in self.beside}
-        weights["token_ids"] = draft_ids(found.tensors, config.draft_vocab_size, config.vocab_size, found.folder)
-        fill(drafter, weights, [], str(found.folder))
-        drafter.check(target)
-        return drafter.eval()
+        weights = {name: tensor for name, tensor in files.tensors.items() if name not in self.beside}
+        weights["token_ids"] = draft_ids(files.tensors, config.draft_vocab_size, config.vocab_size, files.folder)
+        fill(drafter, weights, [], str(files.folder))
+        return drafter
 
     def shapes(self, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-        settings = self.settings(config, "config.json", 0)
-        with torch.device("meta"):
-            made = CLASSES[self.drafter][0](settings)
-        return {name: tuple(t.shape) for name, t in made.state_dict().items() if name != "token_ids"}
+        return shapes_of(CLASSES[self.drafter][0], self.settings(config, "config.json", 0))
 
     def settings(self, values: dict[str, Any], where: str, num_layers: int) -> DFlashConfig:
         """Return our config of theirs.
 
         Raises:
-            BadInputError, IncompatibleError: config.json lacks something, or says what our drafter cannot do.
+            BadInputError, IncompatibleError: config.json lacks something, or asks for what our drafter cannot do.
         """
         flags, layer = self.flags(values, where), self.layer(values)
         kinds = set(layer.get("layer_types") or ["full_attention"])
         problems = ["layers with a window and layers without one"] if len(kinds) > 1 else []
         plain = layer | {"model_type": "llama", "layer_types": None}
-        common: dict[str, Any] = {
+        settings: dict[str, Any] = {
             "taps": flags.taps,
             "block_size": flags.slots,
             "from_anchor": flags.from_anchor,
@@ -96,66 +91,72 @@ class BlockLayout(ExportLayout):
             "target_layers": num_layers,
             **layer_sizes({k: v for k, v in plain.items() if v is not None}, where, problems),
         }
-        common["draft_vocab_size"] = int(values.get("draft_vocab_size") or common["vocab_size"])
-        return CLASSES[self.drafter][1](**common, **(_heads(values) if self.drafter == "dspark" else {}))
+        settings["draft_vocab_size"] = int(values.get("draft_vocab_size") or settings["vocab_size"])
+        if self.drafter == "dspark":  # the inverse of `head_fields`
+            settings |= {
+                "markov_rank": int(values.get("markov_rank", 0)),
+                "markov_head": str(values.get("markov_head_type", "vanilla")),
+                "confidence": bool(values.get("enable_confidence_head", False)),
+                "confidence_reads_markov": bool(values.get("confidence_head_with_markov", False)),
+            }
+        return CLASSES[self.drafter][1](**settings)
 
 
 class SpeculatorsBlocks(BlockLayout):
     """Block drafters as the `speculators` package keeps them.
 
     Args:
+        drafter: dflash or dspark.
         vllm: whether vLLM must be able to serve them.
     """
 
     name = "speculators-blocks"
     optional = beside = ("d2t", "t2d", "lm_head.weight", "embed_tokens.weight")
 
-    def __init__(self, vllm: bool = False):
-        self.vllm = vllm
+    def __init__(self, drafter: str, vllm: bool = False):
+        self.drafter, self.vllm = drafter, vllm
 
     def lacks(self, config: DrafterConfig, num_layers: int) -> list[Unsupported]:
         assert isinstance(config, DFlashConfig)
-        found = taps_lacking(config.taps, num_layers) if config.taps else []
+        lacks = taps_lacking(config.taps, num_layers) if config.taps else []
         if config.sliding_window and self.vllm:
-            # Its layout has one meaning (all slots of a block see back to the same place), vLLM another: each slot's
+            # Its layout has one meaning (all slots of a block attend back to the same place), vLLM another: each slot's
             # window ends at that slot.
-            why = "vLLM moves the window from slot to slot, which this layout cannot say"
-            found.append(Unsupported(f"sliding_window: {config.sliding_window}", why, "sliding_window: 0"))
+            why = "vLLM moves the window from slot to slot, which this layout cannot express"
+            lacks.append(Unsupported(f"sliding_window: {config.sliding_window}", why, "sliding_window: 0"))
         elif config.sliding_window and config.window_from != "anchor":
             why = "it counts windows back from the block's first slot"
-            found.append(Unsupported(f"window_from: {config.window_from}", why, "window_from: anchor"))
+            lacks.append(Unsupported(f"window_from: {config.window_from}", why, "window_from: anchor"))
         if config.causal and not config.sliding_window:
             why = "layers that see all of the context see all of their block"
-            found.append(
-                Unsupported("causal: true", why, f"causal: false{'' if self.vllm else ', or a sliding_window with it'}")
-            )
+            nearest = f"causal: false{'' if self.vllm else ', or a sliding_window with it'}"
+            lacks.append(Unsupported("causal: true", why, nearest))
         if config.from_anchor and self.drafter == "dflash":
-            why = "engines take DFlash's first slot for the root alone"
-            found.append(Unsupported("from_anchor: true", why, "from_anchor: false, or a dspark drafter"))
-        if isinstance(config, DSparkConfig):
-            found += self._markov_lacks(config)
-        return found
-
-    def _markov_lacks(self, config: DSparkConfig) -> list[Unsupported]:
-        if not config.markov_rank:
-            return [
-                Unsupported(
-                    "markov_rank: 0", "its DSpark has a Markov head", "markov_rank: 1 or more, or a dflash drafter"
-                )
-            ]
-        if self.vllm and config.markov_head != "vanilla":
-            return [Unsupported(f"markov_head: {config.markov_head}", "vLLM serves one kind", "markov_head: vanilla")]
-        return []
+            lacks.append(DRAFTS_FROM_ANCHOR)
+        if isinstance(config, DSparkConfig) and not config.markov_rank:
+            lacks.append(NO_MARKOV_HEAD)
+        elif isinstance(config, DSparkConfig) and self.vllm and config.markov_head != "vanilla":
+            setting = f"markov_head: {config.markov_head}"
+            lacks.append(Unsupported(setting, "vLLM serves one kind", "markov_head: vanilla"))
+        return lacks
 
     def write(self, drafter: Drafter, target: Target, depth: int) -> DrafterFiles:
         assert isinstance(drafter, DFlash)
         require_servable(drafter, depth)
-        tensors = {name: tensor for name, tensor in drafter.state_dict().items() if name != "token_ids"}
-        tensors |= vocabulary_maps(drafter.token_ids, drafter.config.vocab_size)
+        config = drafter.config
+        tensors = own_tensors(drafter) | vocabulary_maps(drafter.token_ids, config.vocab_size)
         if drafter.output_ids is not None:
             table = output_table(target)
             tensors["lm_head.weight"] = table[drafter.token_ids.to(table.device)]
-        return DrafterFiles(_written_config(drafter, target, depth), tensors)
+        fields = {
+            "block_size": config.block_size,
+            TAPS: list(config.taps),
+            "mask_token_id": config.mask_token_id,
+            "sample_from_anchor": config.from_anchor,
+            "sliding_window_non_causal": not config.causal,
+        }
+        values = written_config(drafter, target, depth, CLASSES[drafter.name][2], layer_config(config), fields)
+        return DrafterFiles(values | (head_fields(config) if isinstance(config, DSparkConfig) else {}), tensors)
 
     def recognises(self, config: dict[str, Any], names: Set[str]) -> bool:
         return config.get("speculators_model_type") == self.drafter
@@ -178,30 +179,26 @@ class SpeculatorsBlocks(BlockLayout):
         )
 
 
-class SpeculatorsDFlash(SpeculatorsBlocks):
-    """DFlash drafters in this layout."""
-
-    drafter = "dflash"
-
-
-class SpeculatorsDSpark(SpeculatorsBlocks):
-    """DSpark drafters in this layout."""
-
-    drafter = "dspark"
+DRAFTS_FROM_ANCHOR = Unsupported(
+    "from_anchor: true",
+    "engines take DFlash's first slot for the root alone",
+    "from_anchor: false, or a dspark drafter",
+)
+NO_MARKOV_HEAD = Unsupported(
+    "markov_rank: 0", "its DSpark has a Markov head", "markov_rank: 1 or more, or a dflash drafter"
+)
 
 
-def require_fields(config: dict[str, Any], names: Sequence[str], where: str) -> None:
-    """Refuse a config.json without one of these fields."""
-    for name in names:
-        if config.get(name) is None:
-            raise BadInputError(f"{where}: {name} is missing; without it nobody knows what the drafter reads.")
+def own_tensors(drafter: DFlash) -> dict[str, Tensor]:
+    """Return the drafter's tensors without the ids of its vocabulary, which layouts write in another way."""
+    return {name: tensor for name, tensor in drafter.state_dict().items() if name != "token_ids"}
 
 
 def require_servable(drafter: DFlash, depth: int) -> None:
-    """Refuse a drafter that engines would read otherwise than it was trained.
+    """Refuse a drafter that engines would run otherwise than it was trained.
 
-    They embed a token in the place of its mask, and read a shorter block where fewer drafts are asked for, which says
-    something else.
+    They embed a token in the place of its mask, and run a shorter block where fewer drafts are asked for, which gives
+    other drafts.
     """
     if drafter.config.mask_token_id is None:
         raise IncompatibleError(
@@ -214,34 +211,6 @@ def require_servable(drafter: DFlash, depth: int) -> None:
             f"was trained for {drafter.max_depth} drafts, {depth} were asked for; export it with depth "
             f"{drafter.max_depth}, or train it with drafter.causal."
         )
-
-
-def _written_config(drafter: DFlash, target: Target, depth: int) -> dict[str, Any]:
-    config, kind = drafter.config, drafter.name
-    method = {"proposal_type": "greedy", "speculative_tokens": depth, "verifier_accept_k": 1, "accept_tolerance": 0.0}
-    found = {
-        "architectures": [CLASSES[kind][2]],
-        "model_type": "speculators",
-        "speculators_model_type": kind,
-        "speculators_version": VERSION,
-        "speculators_config": {
-            "algorithm": kind,
-            "proposal_methods": [method],
-            "default_proposal_method": "greedy",
-            "verifier": verifier(target),
-        },
-        "transformer_layer_config": layer_config(config),
-        "draft_vocab_size": config.draft_vocab_size,
-        "block_size": config.block_size,
-        TAPS: list(config.taps),
-        "mask_token_id": config.mask_token_id,
-        "sample_from_anchor": config.from_anchor,
-        "sliding_window_non_causal": not config.causal,
-        "tie_word_embeddings": False,
-        "dtype": str(drafter.dtype).removeprefix("torch."),
-        "transformers_version": versions()["transformers"],
-    }
-    return found | (head_fields(config) if isinstance(config, DSparkConfig) else {})
 
 
 def layer_config(config: DFlashConfig) -> dict[str, Any]:
@@ -257,7 +226,7 @@ def layer_config(config: DFlashConfig) -> dict[str, Any]:
 
 
 def head_fields(config: DSparkConfig) -> dict[str, Any]:
-    """Return how DSpark's heads are described, in every layout."""
+    """Return the fields of DSpark's heads, which are the same in every layout."""
     return {
         "markov_rank": config.markov_rank,
         "markov_head_type": config.markov_head,
@@ -266,25 +235,15 @@ def head_fields(config: DSparkConfig) -> dict[str, Any]:
     }
 
 
-def _heads(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of our heads, from their description: the inverse of `head_fields`."""
-    return {
-        "markov_rank": int(values.get("markov_rank", 0)),
-        "markov_head": str(values.get("markov_head_type", "vanilla")),
-        "confidence": bool(values.get("enable_confidence_head", False)),
-        "confidence_reads_markov": bool(values.get("confidence_head_with_markov", False)),
-    }
-
-
 @dataclass(frozen=True)
 class BlockFlags:
-    """What an engine takes from config.json beside the layers' sizes.
+    """The flags that an engine takes from config.json, beside the layers' sizes.
 
     Attributes:
         taps: HF `hidden_states` indices.
         mask: the id of the mask token. slots: of a block.
-        from_anchor: slot i says the token after its place.
-        causal: a slot sees the slots up to its own.
+        from_anchor: slot i predicts the token after its place.
+        causal: a slot attends to the slots up to its own.
         window: of the context, counted back from the anchor; None for all of it.
         markov: the kind of a Markov head; None for none.
     """
@@ -319,44 +278,35 @@ def block_logits(
     logits = weights.linear(states, "lm_head") if "lm_head.weight" in weights else passage.lm_head(states)
     if flags.markov is not None:
         logits = logits + _bias(weights, flags.markov, torch.cat([passage.tokens[-1:], passage.drafts]), states)
-    return _over_target(weights, logits, len(passage.table))
+    return weights.over_target(logits, len(passage.table))
 
 
-class _Blocks:
+class _Blocks(Layers):
     """Qwen3's decoder layers over a context and one block after it."""
 
     def __init__(self, weights: Weights, flags: BlockFlags, length: int, device: torch.device):
-        config, self.weights, self.slots = weights.config, weights, flags.slots
-        self.size = int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
-        self.grouped = int(config["num_key_value_heads"]) < int(config["num_attention_heads"])
-        every = torch.arange(length + flags.slots, device=device)
-        rotary = LlamaRotaryEmbedding(rotary_config(config, self.size)).to(device)
-        self.cos, self.sin = rotary(torch.zeros(1, device=device), every[None])
+        super().__init__(weights, length + flags.slots, device)
+        self.slots, every = flags.slots, torch.arange(length + flags.slots, device=device)
         self.visible = every >= (0 if flags.window is None else length - flags.window)
         self.visible = self.visible.expand(flags.slots, -1).clone()
         if flags.causal:
             self.visible &= every <= every[length:, None]
 
     def __call__(self, at: str, context: Tensor, hidden: Tensor) -> Tensor:
-        weights = self.weights
-        entered = weights.norm(hidden, f"{at}input_layernorm")
+        """Return the output `[S, H]` of the layer whose names begin with `at`, for the context `[T, H]` and a block."""
+        norm, grouped = self.weights.norm, self.heads > self.kv_heads
+        entered = norm(hidden, f"{at}input_layernorm")
         both = torch.cat([context, entered])
-        q, k, v = (self._heads(at, name, x) for name, x in (("q", entered), ("k", both), ("v", both)))
-        q, k = (weights.norm(x, f"{at}self_attn.{name}_norm") for name, x in (("q", q), ("k", k)))
+        q, k, v = (self.project(at, name, x) for name, x in (("q", entered), ("k", both), ("v", both)))
+        q, k = (norm(x, f"{at}self_attn.{name}_norm") for name, x in (("q", q), ("k", k)))
         q, _ = apply_rotary_pos_emb(q, q, self.cos[:, -self.slots :], self.sin[:, -self.slots :])
         k, _ = apply_rotary_pos_emb(k, k, self.cos, self.sin)
-        mixed = functional.scaled_dot_product_attention(q, k, v, self.visible, enable_gqa=self.grouped)
-        hidden = hidden + weights.linear(mixed[0].transpose(0, 1).flatten(1), f"{at}self_attn.o_proj")
-        x = weights.norm(hidden, f"{at}post_attention_layernorm")
-        gate = functional.silu(weights.linear(x, f"{at}mlp.gate_proj"))
-        return hidden + weights.linear(gate * weights.linear(x, f"{at}mlp.up_proj"), f"{at}mlp.down_proj")
-
-    def _heads(self, at: str, name: str, x: Tensor) -> Tensor:
-        return self.weights.linear(x, f"{at}self_attn.{name}_proj").view(1, len(x), -1, self.size).transpose(1, 2)
+        mixed = functional.scaled_dot_product_attention(q, k, v, self.visible, enable_gqa=grouped)
+        return self.finish(at, mixed, hidden)
 
 
 def _bias(weights: Weights, kind: str, before: Tensor, states: Tensor) -> Tensor:
-    """Return what a Markov head adds after the tokens `before` `[k]`, `[k, V']`."""
+    """Return the logits that a Markov head adds after the tokens `before` `[k]`, `[k, V']`."""
     codes = functional.embedding(before, weights("markov_head.markov_w1.weight"))
     if kind == "gated":
         codes = torch.sigmoid(weights.linear(torch.cat([states, codes], -1), "markov_head.gate_proj")) * codes
@@ -369,10 +319,3 @@ def _bias(weights: Weights, kind: str, before: Tensor, states: Tensor) -> Tensor
             readings.append(torch.tanh(out))
         codes = torch.stack(readings)
     return weights.linear(codes, "markov_head.markov_w2")
-
-
-def _over_target(weights: Weights, logits: Tensor, vocab_size: int) -> Tensor:
-    if "d2t" not in weights:
-        return logits
-    ids = torch.arange(logits.shape[-1], device=logits.device) + weights.tensors["d2t"].to(logits.device)
-    return logits.new_full((len(logits), vocab_size), -torch.inf).index_copy(1, ids, logits)

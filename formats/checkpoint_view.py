@@ -1,13 +1,14 @@
-"""A checkpoint as lint looks at it: its files, what stands beside them, and what the target's files say.
+"""A checkpoint as lint looks at it: its files, the files beside them, and those of the target.
 
-Beside an export lies its record, `written.json`: the config, and a digest of every tensor, so that any later change is
-seen. Nothing is run. Shapes: H hidden size, V target vocabulary.
+Beside an export lies its record, `written.json`: the config, and a digest of every tensor, so that any later change
+shows. Nothing is run. Shapes: H hidden size, V target vocabulary.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,14 +25,16 @@ from ..targets.loading import EMBEDDED
 from .drafter_files import DrafterFiles
 from .layout import ExportLayout
 
+RECORD = "written.json"
+
 
 @dataclass(frozen=True)
 class LintFinding:
-    """Something that lint found.
+    """Something wrong or unusual in a checkpoint.
 
     Attributes:
         check: a short name for it, for programs.
-        found: what is there, and what was expected.
+        found: the fault: the actual value, and the expected one.
         engine: what an engine would do with it.
         is_fault: whether it is surely wrong; else it is unusual, and may be meant.
     """
@@ -47,11 +50,10 @@ class LintFinding:
 
 @dataclass(frozen=True)
 class TargetFacts:
-    """What a target's files say of it.
+    """A target, as its files describe it.
 
     Attributes:
         config: its config.json; of several models in one, the text's.
-        folder: where it is.
     """
 
     config: dict[str, Any]
@@ -73,7 +75,7 @@ class TargetFacts:
         return self.config.get("num_hidden_layers")
 
     def embeddings(self) -> Tensor | None:
-        """Return the input embeddings `[V, H]`; None where they cannot be found."""
+        """Return the input embeddings `[V, H]`; None without any."""
         for file in sorted(self.folder.glob("*.safetensors")):
             with safe_open(file, framework="pt") as source:
                 for name in source.keys():  # noqa: SIM118 (it is no mapping)
@@ -84,17 +86,17 @@ class TargetFacts:
 
 @dataclass(frozen=True)
 class CheckpointView:
-    """A checkpoint, and what is known around it.
+    """A checkpoint, and the files around it.
 
     Attributes:
         layout: the one that its config.json is in.
-        record: what Outrider wrote when it exported it, see `record`; None elsewhere.
-        launch: launch.json, how Outrider said it is started; {} without.
+        record: written.json of Outrider's exports; None elsewhere.
+        launch: launch.json, how an engine is started with it; {} without.
         served: served.json; {} without.
         target: the target's files; None if they are not at hand.
     """
 
-    found: DrafterFiles
+    files: DrafterFiles
     layout: ExportLayout
     record: dict[str, Any] | None = None
     launch: dict[str, Any] = field(default_factory=dict)
@@ -103,35 +105,28 @@ class CheckpointView:
 
     @property
     def config(self) -> dict[str, Any]:
-        return self.found.config
+        return self.files.config
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        return self.found.tensors
+        return self.files.tensors
 
     @classmethod
     def at(cls, folder: Path, layout: ExportLayout, target: str | None) -> CheckpointView:
-        """Look at the checkpoint in `folder`; `target` is the target's folder, None for the one it names.
+        """Return the view of the checkpoint in `folder`; `target` is the target's folder, None for the one it names.
 
         Raises:
             BadInputError: the checkpoint cannot be read.
         """
-        found = layout.load(folder)
-        named = (found.config.get("speculators_config") or {}).get("verifier") or {}
-        path = target or named.get("name_or_path") or found.config.get("base_model_name_or_path")
-        launch, served = (_beside(folder / name) for name in ("launch.json", "served.json"))
-        return cls(found, layout, read_record(folder), launch, served, TargetFacts.of(path))
-
-
-def _beside(file: Path) -> dict[str, Any]:
-    """Return what a JSON file beside the weights says; {} if there is none, or not an object."""
-    try:
-        return read_json(file)
-    except BadInputError:
-        return {}
-
-
-RECORD = "written.json"
+        files = layout.load(folder)
+        named = (files.config.get("speculators_config") or {}).get("verifier") or {}
+        path = target or named.get("name_or_path") or files.config.get("base_model_name_or_path")
+        beside: dict[str, dict[str, Any]] = {"launch": {}, "served": {}}
+        for name in beside:
+            with suppress(BadInputError):  # it is missing, or no object
+                beside[name] = read_json(folder / f"{name}.json")
+        record = read_json(folder / RECORD) if (folder / RECORD).is_file() else None
+        return cls(files, layout, record, target=TargetFacts.of(path), **beside)
 
 
 def digest(tensor: Tensor) -> str:
@@ -150,8 +145,3 @@ def write_record(folder: Path, written: DrafterFiles, layout: str) -> None:
         "tensors": {name: digest(tensor) for name, tensor in sorted(written.tensors.items())},
     }
     write_atomically(folder / RECORD, json.dumps(values, indent=1) + "\n")
-
-
-def read_record(folder: Path) -> dict[str, Any] | None:
-    """Return the record in `folder`; None if there is none, as with what other programs wrote."""
-    return read_json(folder / RECORD) if (folder / RECORD).is_file() else None

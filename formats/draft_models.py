@@ -20,12 +20,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..common import BadInputError, IncompatibleError
-from ..heads import Drafter, DrafterConfig, DraftModel
-from ..heads.saved import read_config
+from ..heads import Drafter, DraftModel
 from ..targets import Target, load_causal_lm
 from .drafter_files import DrafterFiles
-from .layout import ExportLayout, Unsupported
-from .reading import ProbeSequence
+from .layout import ExportLayout
+from .reading import ProbeSequence, model_logits
 
 FILE = "draft.gguf"
 _ARCHITECTURES = {
@@ -34,7 +33,7 @@ _ARCHITECTURES = {
     "qwen2": gguf.MODEL_ARCH.QWEN2,
     "qwen3": gguf.MODEL_ARCH.QWEN3,
 }
-# What a pre-tokenizer is called there, by a part of its regular expression; without one it is GPT-2's own.
+# llama.cpp's names of pre-tokenizers, by the beginning of their regular expression; without one it is GPT-2's own.
 _PRE_TOKENIZERS = {
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}": "llama-bpe",
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|": "qwen2",
@@ -54,12 +53,6 @@ class Gguf(ExportLayout):
     name = "gguf"
     drafter = "draft_model"
 
-    def lacks(self, config: DrafterConfig, num_layers: int) -> list[Unsupported]:
-        return []  # what cannot be written shows only in the model itself
-
-    def write(self, drafter: Drafter, target: Target, depth: int) -> DrafterFiles:
-        raise NotImplementedError("a GGUF file is written at once, see save.")
-
     def save(self, drafter: Drafter, target: Target, folder: Path, depth: int) -> None:
         assert isinstance(drafter, DraftModel)
         require_one_vocabulary(drafter, target)
@@ -68,30 +61,21 @@ class Gguf(ExportLayout):
     def load(self, folder: Path) -> DrafterFiles:
         return DrafterFiles({}, {}, folder)
 
-    @torch.no_grad()
-    def logits(self, found: DrafterFiles, target: Target, passage: ProbeSequence) -> Tensor:
-        text = torch.cat([passage.tokens, passage.drafts])[None]
-        model = read_gguf(_file(found.folder))
-        return model.to(text.device)(text).logits[0, -1 - len(passage.drafts) :]
+    def logits(self, files: DrafterFiles, target: Target, passage: ProbeSequence) -> Tensor:
+        return model_logits(read_gguf(_file(files.folder)), passage)
 
-    def shapes(self, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-        return {}
-
-    def recognises(self, config: dict[str, Any], names: Set[str]) -> bool:
-        return False  # it has no config.json: see `transfer.recognised`
-
-    def read(self, found: DrafterFiles, target: Target) -> Drafter:
-        file = _file(found.folder)
+    def read(self, files: DrafterFiles, target: Target) -> Drafter:
+        file = _file(files.folder)
         if target.tokenizer is not None:
             _require_same_tokens(file, target.tokenizer)
         return DraftModel(read_gguf(file))
 
 
 def _file(folder: Path) -> Path:
-    found = sorted(folder.glob("*.gguf"))
-    if len(found) != 1:
-        raise BadInputError(f"{folder}: expected one .gguf file, found {len(found)}.")
-    return found[0]
+    files = sorted(folder.glob("*.gguf"))
+    if len(files) != 1:
+        raise BadInputError(f"{folder}: expected one .gguf file, found {len(files)}.")
+    return files[0]
 
 
 # ------------------------------------------------------------ reading
@@ -113,8 +97,8 @@ def read_gguf(file: Path) -> Any:
 
 
 def _require_same_tokens(file: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    found = gguf.GGUFReader(str(file)).get_field("tokenizer.ggml.tokens")
-    theirs = [] if found is None else found.contents()
+    field = gguf.GGUFReader(str(file)).get_field("tokenizer.ggml.tokens")
+    theirs = [] if field is None else field.contents()
     for token, index in tokenizer.get_vocab().items():
         if index >= len(theirs) or theirs[index] != token:
             other = theirs[index] if index < len(theirs) else "nothing"
@@ -128,7 +112,7 @@ def write_gguf(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, file:
     """Write a causal LM and its tokenizer into `file`, in the precision of its weights.
 
     Raises:
-        IncompatibleError: of an architecture, with rotary positions, or a tokenizer, that this does not write.
+        IncompatibleError: its architecture, rotary positions or tokenizer are none that this writes.
     """
     config: Any = model.config
     if config.model_type not in _ARCHITECTURES:
@@ -260,9 +244,7 @@ class Plain(ExportLayout):
 
     name = "hf"
     drafter = "draft_model"
-
-    def lacks(self, config: DrafterConfig, num_layers: int) -> list[Unsupported]:
-        return []
+    is_model = True
 
     def write(self, drafter: Drafter, target: Target, depth: int) -> DrafterFiles:
         assert isinstance(drafter, DraftModel)
@@ -275,27 +257,15 @@ class Plain(ExportLayout):
         if target.tokenizer is not None:
             target.tokenizer.save_pretrained(str(folder))
 
-    def load(self, folder: Path) -> DrafterFiles:
-        """Return its config alone; the model is loaded by the library, see `logits`."""
-        return DrafterFiles(read_config(folder), {}, folder)
-
-    @torch.no_grad()
-    def logits(self, found: DrafterFiles, target: Target, passage: ProbeSequence) -> Tensor:
-        model: Any = load_causal_lm(str(found.folder), dtype=torch.float32, strict=True).eval()
-        text = torch.cat([passage.tokens, passage.drafts])[None]
-        return model.to(text.device)(text).logits[0, -1 - len(passage.drafts) :]
-
-    def shapes(self, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-        return {}  # the library's strict loading says what is missing
+    def logits(self, files: DrafterFiles, target: Target, passage: ProbeSequence) -> Tensor:
+        return model_logits(load_causal_lm(str(files.folder), dtype=torch.float32, strict=True).eval(), passage)
 
     def recognises(self, config: dict[str, Any], names: Set[str]) -> bool:
         architectures = config.get("architectures") or [""]
         return "model_type" in config and architectures[0].endswith(("ForCausalLM", "LMHeadModel"))
 
-    def read(self, found: DrafterFiles, target: Target) -> Drafter:
-        drafter = DraftModel.from_folder(found.folder, found.config, target)
-        drafter.check(target)
-        return drafter
+    def read(self, files: DrafterFiles, target: Target) -> Drafter:
+        return DraftModel.from_folder(files.folder, files.config, target)
 
 
 def require_one_vocabulary(drafter: DraftModel, target: Target) -> None:

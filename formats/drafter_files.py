@@ -1,4 +1,4 @@
-"""A drafter in an engine's layout: config.json, and tensors by name; read, written, and put into a head of ours."""
+"""A drafter in an engine's layout: config.json, and tensors by name; read, written, and loaded into a head of ours."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from ..common import BadInputError, IncompatibleError
+from ..common import IncompatibleError
 from ..common.atomic import replacing, write_atomically
 from ..heads.saved import CONFIG, read_config
 from ..targets.model_folder import refuse_pickles
-from ..targets.weights import WEIGHTS
+from ..targets.weights import WEIGHTS, stored_tensors
 
 
 @dataclass(frozen=True)
@@ -54,40 +53,31 @@ class DrafterFiles:
         Raises:
             BadInputError: there is no such checkpoint, or a damaged one, or one of pickles.
         """
-        folder = Path(folder).expanduser()
-        return cls(read_config(folder), read_tensors(folder), folder)
-
-
-def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """Return all tensors of the safetensors files in `folder`."""
-    refuse_pickles(folder)
-    tensors: dict[str, Tensor] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        try:
+        folder, tensors = Path(folder).expanduser(), dict[str, Tensor]()
+        config = read_config(folder)
+        refuse_pickles(folder)
+        for file in sorted(folder.glob("*.safetensors")):
+            stored_tensors(file)  # refuses a damaged file
             tensors |= load_file(file)
-        except (SafetensorError, OSError) as error:
-            raise BadInputError(f"{file}: damaged or not a safetensors file ({error}).") from error
-    return tensors
+        return cls(config, tensors, folder)
 
 
 def header_names(folder: Path) -> set[str]:
     """Return the names of all tensors in `folder`, without reading them."""
-    names: set[str] = set()
-    for file in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(file, framework="pt") as source:
-                names |= set(source.keys())
-        except (SafetensorError, OSError) as error:
-            raise BadInputError(f"{file}: damaged or not a safetensors file ({error}).") from error
-    return names
+    return {name for file in sorted(folder.glob("*.safetensors")) for name in stored_tensors(file)}
+
+
+def with_prefix(name: str, old: str, new: str) -> str:
+    """Return `name` with the prefix `new` in the place of `old`; without that prefix as it is."""
+    return new + name.removeprefix(old) if name.startswith(old) else name
 
 
 def fill(module: nn.Module, weights: Mapping[str, Tensor], unexpected: Iterable[str], where: str) -> None:
-    """Fill `module`, strictly.
+    """Load `weights` into `module`, strictly.
 
     Args:
         weights: by our names.
-        unexpected: tensors of the layout that stand for nothing of ours.
+        unexpected: tensors of the layout that have no place in `module`.
         where: names the checkpoint.
 
     Raises:

@@ -20,11 +20,11 @@ from torch import Tensor
 
 from ..heads import Drafter, DrafterConfig, Eagle1, Eagle1Config, Eagle3, Eagle3Config
 from ..targets import Target
-from .drafter_files import DrafterFiles, fill
+from .drafter_files import DrafterFiles, fill, with_prefix
 from .layout import ExportLayout, Unsupported
 from .llama import EMBEDDINGS, check_embeddings, layer_sizes, llama_config, shapes_of
 from .reading import Flags, ProbeSequence, eagle1_logits, eagle3_logits, embedding_table
-from .speculators import BESIDE, Speculators, read_eagle3, taps_lacking, write_eagle3
+from .speculators import BESIDE, TAPS, Speculators, tapped_embeddings, taps_lacking
 
 
 class EagleLayout(ExportLayout):
@@ -62,21 +62,17 @@ class EagleLayout(ExportLayout):
             tensors["fc.bias"] = weight.new_zeros(len(weight))
         if self.engine == "eagle":
             tensors[EMBEDDINGS] = embedding_table(target)
-        return DrafterFiles(self._config(drafter), tensors)
-
-    def _config(self, drafter: Eagle1) -> dict[str, Any]:
-        # vLLM puts "Eagle" before the name of a Llama by itself.
-        name = "LlamaForCausalLMEagle" if self.engine == "sglang" else "LlamaForCausalLM"
-        dtype = str(drafter.fc.weight.dtype).removeprefix("torch.")
-        return llama_config(drafter.config) | {
-            "architectures": [name],
+        values = llama_config(drafter.config) | {
+            # vLLM puts "Eagle" before the name of a Llama by itself.
+            "architectures": ["LlamaForCausalLMEagle" if self.engine == "sglang" else "LlamaForCausalLM"],
             "bias": drafter.config.fc_bias,
             "eagle_fc_bias": drafter.config.fc_bias,
-            "dtype": dtype,
+            "dtype": str(weight.dtype).removeprefix("torch."),
         }
+        return DrafterFiles(values, tensors)
 
-    def logits(self, found: DrafterFiles, target: Target, passage: ProbeSequence) -> Tensor:
-        return eagle1_logits(found.tensors, found.config, passage)
+    def logits(self, files: DrafterFiles, target: Target, passage: ProbeSequence) -> Tensor:
+        return eagle1_logits(files.tensors, files.config, passage)
 
     def recognises(self, config: dict[str, Any], names: Set[str]) -> bool:
         architectures = config.get("architectures") or []
@@ -89,23 +85,19 @@ class EagleLayout(ExportLayout):
         settings = Eagle1Config(**layer_sizes(config, "config.json"), fc_bias=bias)
         return shapes_of(Eagle1, settings)
 
-    def read(self, found: DrafterFiles, target: Target) -> Eagle1:
-        bias = found.tensors.get("fc.bias")
-        # A bias of zeros, which SGLang wants to see, is none.
-        has_bias = bias is not None and bool(bias.any())
-        sizes = layer_sizes(found.config, str(found.config_file))
+    def read(self, files: DrafterFiles, target: Target) -> Eagle1:
+        bias = files.tensors.get("fc.bias")
+        has_bias = bias is not None and bool(bias.any())  # SGLang wants one, if only of zeros
+        sizes = layer_sizes(files.config, str(files.config_file))
         drafter = Eagle1(Eagle1Config(**sizes, fc_bias=has_bias, target_layers=target.num_layers))
-        weights = {name: tensor for name, tensor in found.tensors.items() if name != EMBEDDINGS}
-        if not has_bias:
-            weights.pop("fc.bias", None)
-        fill(drafter, weights, [], str(found.folder))
-        check_embeddings(found.tensors.get(EMBEDDINGS), target, found.folder)
-        drafter.check(target)
-        return drafter.eval()
+        no_part = (EMBEDDINGS,) if has_bias else (EMBEDDINGS, "fc.bias")
+        weights = {name: tensor for name, tensor in files.tensors.items() if name not in no_part}
+        fill(drafter, weights, [], str(files.folder))
+        check_embeddings(files.tensors.get(EMBEDDINGS), target, files.folder)
+        return drafter
 
 
 _FIRST, _FIRST_THERE = "layers.0.", "midlayer."
-_ARCHITECTURE = "LlamaForCausalLMEagle3"
 
 
 class Sglang(ExportLayout):
@@ -119,10 +111,7 @@ class Sglang(ExportLayout):
         assert isinstance(config, Eagle3Config)
         lacks = taps_lacking(config.taps, num_layers)
         if 0 in config.taps:
-            taps = sorted({max(tap, 1) for tap in config.taps})
-            lacks.append(
-                Unsupported(f"taps: {list(config.taps)}", "it taps outputs of layers, not embeddings", f"taps: {taps}")
-            )
+            lacks.append(tapped_embeddings(config.taps))
         if len(config.taps) == 1:
             why = "it leaves out fc where the taps are as wide as the head"
             lacks.append(Unsupported(f"taps: {list(config.taps)}", why, "two taps or more"))
@@ -138,32 +127,27 @@ class Sglang(ExportLayout):
 
     def write(self, drafter: Drafter, target: Target, depth: int) -> DrafterFiles:
         assert isinstance(drafter, Eagle3)
-        tensors = {
-            _there(name): t for name, t in write_eagle3(drafter, target, depth, embeddings=False).tensors.items()
-        }
-        config = drafter.config
-        taps = {"eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in config.taps], "use_aux_hidden_state": True}
+        tensors, config = Speculators(embeddings=False).write(drafter, target, depth).tensors, drafter.config
         values = llama_config(config) | {
-            "architectures": [_ARCHITECTURE],
+            "architectures": ["LlamaForCausalLMEagle3"],
             "draft_vocab_size": config.draft_vocab_size,
             "target_hidden_size": config.hidden_size,
             "num_aux_hidden_states": len(config.taps),
             "fc_norm": config.norm_taps,
             "norm_output": config.norm_output,
             "norm_before_residual": False,
-            "eagle_config": taps,
+            "eagle_config": {TAPS: [tap - 1 for tap in config.taps], "use_aux_hidden_state": True},
             "dtype": str(drafter.fc.weight.dtype).removeprefix("torch."),
         }
-        return DrafterFiles(values, tensors)
+        return DrafterFiles(values, {_there(name): tensor for name, tensor in tensors.items()})
 
-    def logits(self, found: DrafterFiles, target: Target, passage: ProbeSequence) -> Tensor:
-        tensors = {_here(name): tensor for name, tensor in found.tensors.items()}
-        return eagle3_logits(tensors, found.config, sglang_flags(found.config, target.num_layers), passage)
+    def logits(self, files: DrafterFiles, target: Target, passage: ProbeSequence) -> Tensor:
+        tensors = {_here(name): tensor for name, tensor in files.tensors.items()}
+        return eagle3_logits(tensors, files.config, sglang_flags(files.config, target.num_layers), passage)
 
     def recognises(self, config: dict[str, Any], names: Set[str]) -> bool:
-        return any(
-            "Eagle3" in name for name in config.get("architectures") or []
-        ) and "transformer_layer_config" not in (config)
+        named = any("Eagle3" in name for name in config.get("architectures") or [])
+        return named and "transformer_layer_config" not in config
 
     def shapes(self, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         same = as_speculators(DrafterFiles(config, {}), 12)
@@ -173,41 +157,39 @@ class Sglang(ExportLayout):
         """Return SGLang's name: ModelOpt writes `layers.0.` for `midlayer.`, others `model.` before everything."""
         return _there(_here(name))
 
-    def read(self, found: DrafterFiles, target: Target) -> Eagle3:
-        return read_eagle3(as_speculators(found, target.num_layers), target)
+    def read(self, files: DrafterFiles, target: Target) -> Eagle3:
+        return Speculators().read(as_speculators(files, target.num_layers), target)
 
 
 def sglang_flags(config: dict[str, Any], num_layers: int) -> Flags:
     """Return the flags that SGLang takes from a flat config.json; it knows no other."""
-    taps = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    found = (1, num_layers // 2 - 1, num_layers - 4) if taps is None else taps
+    taps = (config.get("eagle_config") or {}).get(TAPS)
     return Flags(
-        taps=tuple(tap + 1 for tap in found),
+        taps=tuple(tap + 1 for tap in ((1, num_layers // 2 - 1, num_layers - 4) if taps is None else taps)),
         fc_norm=bool(config.get("fc_norm", False)),
         norm_output=bool(config.get("norm_output", False)),
     )
 
 
-def as_speculators(found: DrafterFiles, num_layers: int) -> DrafterFiles:
-    """Return a flat checkpoint in the words of the `speculators` layout."""
-    flags = sglang_flags(found.config, num_layers)
+def as_speculators(files: DrafterFiles, num_layers: int) -> DrafterFiles:
+    """Return a flat checkpoint in the layout of `speculators`."""
+    config, flags = files.config, sglang_flags(files.config, num_layers)
     values = {
         "speculators_model_type": "eagle3",
-        "transformer_layer_config": {k: v for k, v in found.config.items() if k != "architectures"},
-        "draft_vocab_size": found.config.get("draft_vocab_size"),
-        "eagle_aux_hidden_state_layer_ids": list(flags.taps),
+        "transformer_layer_config": {k: v for k, v in config.items() if k != "architectures"},
+        "draft_vocab_size": config.get("draft_vocab_size"),
+        TAPS: list(flags.taps),
         "fc_norm": flags.fc_norm,
         "norm_output": flags.norm_output,
-        "norm_before_fc": found.config.get("norm_before_fc", False),
-        "norm_before_residual": found.config.get("norm_before_residual", False),
+        "norm_before_fc": config.get("norm_before_fc", False),
+        "norm_before_residual": config.get("norm_before_residual", False),
     }
-    return DrafterFiles(values, {_here(name): tensor for name, tensor in found.tensors.items()}, found.folder)
+    return DrafterFiles(values, {_here(name): tensor for name, tensor in files.tensors.items()}, files.folder)
 
 
 def _there(name: str) -> str:
-    return _FIRST_THERE + name.removeprefix(_FIRST) if name.startswith(_FIRST) else name
+    return with_prefix(name, _FIRST, _FIRST_THERE)
 
 
 def _here(name: str) -> str:
-    name = name.removeprefix("model.")
-    return _FIRST + name.removeprefix(_FIRST_THERE) if name.startswith(_FIRST_THERE) else name
+    return with_prefix(name.removeprefix("model."), _FIRST_THERE, _FIRST)

@@ -1,19 +1,15 @@
 """Early exits (LayerSkip) for `transformers`: the target, with a generation config that makes its first layers draft.
 
-`generate` then leaves after layer E through the target's own final norm and output embedding. Where a LoRA taught the
-early layers to speak, it is merged into the weights that are written.
-
-Shapes: k draft tokens, V target vocabulary.
+`generate` then leaves after layer E through the target's own final norm and output embedding. A LoRA that trained the
+early layers for it is merged into the weights that are written.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
@@ -21,20 +17,19 @@ from ..common import BadInputError
 from ..common.atomic import write_atomically
 from ..common.safe_load import read_json
 from ..heads import Drafter, DrafterConfig, SelfSpeculative, SelfSpeculativeConfig
-from ..heads.saved import read_config
 from ..targets import Target, load_causal_lm
 from .drafter_files import DrafterFiles
 from .layout import ExportLayout, Unsupported
-from .reading import ProbeSequence
+from .reading import ProbeSequence, model_logits
 
 GENERATION, EXIT = "generation_config.json", "assistant_early_exit"
 
 
 def early_exit_of(folder: Path) -> int | None:
-    """Return after which layer `generate` leaves the model in `folder` to draft; None if it does not."""
+    """Return the layer after which `generate` leaves the model in `folder` to draft; None if it does not."""
     file = folder / GENERATION
-    found: int | None = read_json(file).get(EXIT) if file.is_file() else None
-    return found
+    layer: int | None = read_json(file).get(EXIT) if file.is_file() else None
+    return layer
 
 
 class EarlyExit(ExportLayout):
@@ -42,6 +37,7 @@ class EarlyExit(ExportLayout):
 
     name = "early-exit"
     drafter = "self_speculative"
+    is_model = True
 
     def lacks(self, config: DrafterConfig, num_layers: int) -> list[Unsupported]:
         assert isinstance(config, SelfSpeculativeConfig)
@@ -52,12 +48,9 @@ class EarlyExit(ExportLayout):
         if not config.share_lm_head:
             lacks.append(Unsupported("share_lm_head: false", "it has no other output embedding", "share_lm_head: true"))
         if config.draft_vocab_size not in (0, config.vocab_size):
-            found = f"draft_vocab_size: {config.draft_vocab_size}"
-            lacks.append(Unsupported(found, "it drafts from the whole vocabulary", "draft_vocab_size: 0"))
+            setting = f"draft_vocab_size: {config.draft_vocab_size}"
+            lacks.append(Unsupported(setting, "it drafts from the whole vocabulary", "draft_vocab_size: 0"))
         return lacks
-
-    def write(self, drafter: Drafter, target: Target, depth: int) -> DrafterFiles:
-        raise NotImplementedError("an early exit is a setting of the target, see save.")
 
     def save(self, drafter: Drafter, target: Target, folder: Path, depth: int) -> None:
         assert isinstance(drafter, SelfSpeculative)
@@ -68,28 +61,15 @@ class EarlyExit(ExportLayout):
         before = read_json(file) if file.is_file() else GenerationConfig().to_diff_dict()
         write_atomically(file, json.dumps(before | settings, indent=2) + "\n")
 
-    def load(self, folder: Path) -> DrafterFiles:
-        """Return its config alone: it is as large as the target."""
-        return DrafterFiles(read_config(folder), {}, folder)
+    def logits(self, files: DrafterFiles, target: Target, passage: ProbeSequence) -> Tensor:
+        model: Any = load_causal_lm(str(files.folder), strict=True).eval()
+        model.config.num_hidden_layers = early_exit_of(files.folder)  # as `generate` does while it drafts
+        return model_logits(model, passage)
 
-    @torch.no_grad()
-    def logits(self, found: DrafterFiles, target: Target, passage: ProbeSequence) -> Tensor:
-        model: Any = load_causal_lm(str(found.folder), strict=True).eval().to(target.device)
-        model.config.num_hidden_layers = early_exit_of(found.folder)  # as `generate` does while it drafts
-        text = torch.cat([passage.tokens, passage.drafts])[None]
-        logits: Tensor = model(text, use_cache=False).logits[0, -1 - len(passage.drafts) :]
-        return logits.float()
-
-    def shapes(self, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-        return {}
-
-    def recognises(self, config: dict[str, Any], names: Set[str]) -> bool:
-        return False  # its generation config tells: see `transfer.recognised`
-
-    def read(self, found: DrafterFiles, target: Target) -> SelfSpeculative:
-        layer = early_exit_of(found.folder)
+    def read(self, files: DrafterFiles, target: Target) -> SelfSpeculative:
+        layer = early_exit_of(files.folder)
         if layer is None:
-            raise BadInputError(f"{found.folder / GENERATION}: {EXIT} is missing.")
+            raise BadInputError(f"{files.folder / GENERATION}: {EXIT} is missing.")
         return SelfSpeculative.build(SelfSpeculativeConfig(exit_layer=layer, num_blocks=0), target)
 
 

@@ -1,4 +1,4 @@
-"""Which engine serves which drafter: in which layout, and started how.
+"""The engines that serve each drafter: the layout that each reads, and how it is started.
 
 Engines count drafts differently. vLLM's `num_speculative_tokens` is our depth. SGLang has steps, children of a node and
 tokens that are verified, the root included: depth, 1 and depth + 1.
@@ -13,18 +13,18 @@ from typing import Any
 
 from ..common import BadInputError, IncompatibleError
 from ..heads import DrafterConfig, head_class
-from .blocks import SpeculatorsDFlash, SpeculatorsDSpark
+from .blocks import SpeculatorsBlocks
 from .draft_models import FILE as GGUF_FILE
 from .draft_models import Gguf, Plain
 from .eagle import EagleLayout, Sglang
 from .early_exit import EarlyExit
-from .layout import ExportLayout, Unsupported, refuse_lacks
+from .layout import ExportLayout
 from .medusa import MedusaRepository, MedusaVllm
 from .mtp import NativeMtp
 from .raw_blocks import DeepSpec, ZLab
 from .speculators import Speculators, SpeculatorsPEagle
 
-# What can be written for whom: `--to`, our drafter, and the layout.
+# By `--to`, the drafters that can be written for it, and their layouts.
 LAYOUTS: dict[str, dict[str, ExportLayout]] = {
     "vllm": {
         "eagle3": Speculators(embeddings=False),
@@ -32,13 +32,13 @@ LAYOUTS: dict[str, dict[str, ExportLayout]] = {
         "medusa": MedusaVllm(),
         "draft_model": Plain(),
         "mtp": NativeMtp(),
-        "dflash": SpeculatorsDFlash(vllm=True),
-        "dspark": SpeculatorsDSpark(vllm=True),
+        "dflash": SpeculatorsBlocks("dflash", vllm=True),
+        "dspark": SpeculatorsBlocks("dspark", vllm=True),
     },
     "speculators": {
         "eagle3": Speculators(),
-        "dflash": SpeculatorsDFlash(),
-        "dspark": SpeculatorsDSpark(),
+        "dflash": SpeculatorsBlocks("dflash"),
+        "dspark": SpeculatorsBlocks("dspark"),
         "peagle": SpeculatorsPEagle(),
     },
     "sglang": {
@@ -58,12 +58,12 @@ LAYOUTS: dict[str, dict[str, ExportLayout]] = {
 }
 
 
-# Every layout once, in the order in which config.json is asked; a draft model is what is nothing else.
+# Every layout once, in the order in which they are tried on a config.json: whatever is nothing else is a draft model.
 KNOWN: tuple[ExportLayout, ...] = (
     Speculators(),
     SpeculatorsPEagle(),
-    SpeculatorsDFlash(),
-    SpeculatorsDSpark(),
+    SpeculatorsBlocks("dflash"),
+    SpeculatorsBlocks("dspark"),
     ZLab(),
     DeepSpec(),
     Sglang(),
@@ -94,8 +94,8 @@ def layout_of(to: str, drafter: str) -> ExportLayout:
     """Return the layout of a drafter of this type for `to`.
 
     Raises:
-        BadInputError: nobody knows `to`.
-        IncompatibleError: it has no layout for this type; what it has is named.
+        BadInputError: `to` is unknown.
+        IncompatibleError: it has no layout for this type; those that it has are named.
     """
     if to not in LAYOUTS:
         raise BadInputError(f"unknown format or engine {to!r}; known: {', '.join(LAYOUTS)}.")
@@ -118,20 +118,16 @@ def require_served(to: str, drafter: str, config: DrafterConfig, num_layers: int
         BadInputError, IncompatibleError: as `layout_of`, or a setting that cannot be served, with the nearest that can.
     """
     layout = layout_of(to, drafter)
-    refuse_lacks(layout.lacks(config, num_layers), to)
+    if lacks := layout.lacks(config, num_layers):
+        raise IncompatibleError(f"{to} cannot serve this drafter. {'. '.join(map(str, lacks))}.")
     return layout
-
-
-def lacks(to: str, drafter: str, config: DrafterConfig, num_layers: int) -> list[Unsupported]:
-    """Return what of a drafter's settings `to` cannot serve."""
-    return layout_of(to, drafter).lacks(config, num_layers)
 
 
 # ------------------------------------------------------------ how they are started
 
 
 def launch(to: str, drafter: str, target: str, folder: str, depth: int, dtype: str = "auto") -> EngineLaunch:
-    """Return how `to` is started with a drafter of this type.
+    """Return the launch of `to` with a drafter of this type.
 
     Args:
         target: the target's path or Hub id, as the engine will find it.
@@ -153,18 +149,19 @@ def launch(to: str, drafter: str, target: str, folder: str, depth: int, dtype: s
     return EngineLaunch(to, None, {"depth": depth})
 
 
-# What vLLM and SGLang call our drafters.
-_VLLM_METHODS = {"eagle1": "eagle"} | {
-    name: name for name in ("eagle3", "medusa", "draft_model", "mtp", "dflash", "dspark")
-}
-_SGLANG_ALGORITHMS = {"eagle3": "EAGLE3", "eagle1": "EAGLE", "draft_model": "STANDALONE", "mtp": "NEXTN"} | {
+_SGLANG_ALGORITHMS = {
+    "eagle3": "EAGLE3",
+    "eagle1": "EAGLE",
+    "draft_model": "STANDALONE",
+    "mtp": "NEXTN",
     "dflash": "DFLASH",
     "dspark": "DSPARK",
 }
 
 
 def _vllm(drafter: str, target: str, folder: str, depth: int, dtype: str) -> EngineLaunch:
-    settings: dict[str, Any] = {"method": _VLLM_METHODS[drafter], "model": folder, "num_speculative_tokens": depth}
+    method = "eagle" if drafter == "eagle1" else drafter
+    settings: dict[str, Any] = {"method": method, "model": folder, "num_speculative_tokens": depth}
     if drafter == "mtp":  # the drafter is a part of the target's checkpoint
         target = str(settings.pop("model"))
     if drafter != "medusa":  # whose drafts are always the most probable tokens
@@ -186,8 +183,7 @@ def _sglang(drafter: str, target: str, folder: str, depth: int, dtype: str) -> E
         del settings["speculative-num-steps"], settings["speculative-eagle-topk"]
     if drafter == "mtp":
         target = str(settings.pop("speculative-draft-model-path"))
-    words = ["python", "-m", "sglang.launch_server", "--model-path", target, "--dtype", dtype]
-    words += [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+    words = ["python", "-m", "sglang.launch_server", "--model-path", target, "--dtype", dtype, *_flags(settings)]
     return EngineLaunch("sglang", shlex.join(words), settings)
 
 
@@ -202,6 +198,9 @@ def _llama(file: str, depth: int) -> EngineLaunch:
         "spec-draft-p-min": 0.0,
         "spec-draft-sampling": "probabilistic",
     }
-    words = ["llama-server", "--model", "TARGET.gguf"]
-    words += [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+    words = ["llama-server", "--model", "TARGET.gguf", *_flags(settings)]
     return EngineLaunch("llama.cpp", shlex.join(words), settings)
+
+
+def _flags(settings: dict[str, Any]) -> list[str]:
+    return [word for name, value in settings.items() for word in (f"--{name}", str(value))]

@@ -37,9 +37,9 @@ def export_drafter(drafter: Drafter, target: Target, to: str, folder: str | Path
         depth: draft tokens of a round, for an engine that is told nothing else.
 
     Raises:
-        BadInputError: an unknown format, or a folder that holds something.
-        IncompatibleError: the drafter uses what the engine lacks (with the nearest setting that it serves), or what was
-            written, read back, gives other logits than the drafter.
+        BadInputError: an unknown format, or a folder that is not empty.
+        IncompatibleError: the drafter uses what the engine lacks (with the nearest setting that it serves), or the
+            files, read back, give other logits than the drafter.
     """
     layout = require_served(to, drafter.name, drafter.config, target.num_layers)
     final = Path(folder).expanduser()
@@ -55,6 +55,6 @@ def export_drafter(drafter: Drafter, target: Target, to: str, folder: str | Path
 
 
 def require_new(folder: Path) -> None:
-    """Raise BadInputError if something is in `folder`."""
+    """Raise BadInputError if `folder` is not empty."""
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
         raise BadInputError(f"{str(folder)!r} exists and is not empty; nothing was written. Choose a new folder.")

@@ -1,7 +1,7 @@
 """Drafters in: the layout that a folder is in, and the drafter that it holds.
 
-What comes from elsewhere may say anything: a config is held against the tensors' shapes before anything is allocated
-for it, and whatever it says that makes no sense is bad input.
+Files from elsewhere may hold anything: a config is compared with the tensors' shapes before anything is allocated for
+it, and values that make no sense are bad input.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from ..common import BadInputError, OutriderError
 from ..heads import Drafter
 from ..heads.saved import read_config
 from ..targets import Target
-from .drafter_files import DrafterFiles, header_names
+from .drafter_files import header_names
 from .early_exit import early_exit_of
 from .engines import KNOWN, LAYOUTS
 from .layout import ExportLayout
 
-# What reading a config that makes no sense ends with, in our code and in the library's.
+# The errors that reading a config that makes no sense ends with, in our code and in the library's.
 NONSENSE: tuple[type[Exception], ...] = (
     KeyError,
     IndexError,
@@ -33,13 +33,13 @@ NONSENSE: tuple[type[Exception], ...] = (
     RuntimeError,
     StrictDataclassError,
 )
-# Fields that say how many parts something has: each part has tensors of its own.
+# Fields that count parts, of which each has tensors of its own.
 _COUNTS = ("num_hidden_layers", "num_heads", "medusa_num_heads", "medusa_num_layers", "num_nextn_predict_layers")
 
 
 @contextmanager
 def nonsense_explained(folder: Path) -> Iterator[None]:
-    """Turn what a config that makes no sense ends with into a BadInputError."""
+    """Turn the errors of a config that makes no sense into a BadInputError."""
     try:
         yield
     except OutriderError:
@@ -62,14 +62,14 @@ def recognised(folder: str | Path) -> ExportLayout:
         if early_exit_of(path) is not None:
             return LAYOUTS["hf"]["self_speculative"]
         config, names = read_config(path), header_names(path)
-        check_counts(config, names, path)
-        found = next((layout for layout in KNOWN if layout.recognises(config, names)), None)
-    if found is None:
+        _check_counts(config, names, path)
+        layout = next((layout for layout in KNOWN if layout.recognises(config, names)), None)
+    if layout is None:
         known = ", ".join(dict.fromkeys(layout.name for layout in KNOWN))
         raise BadInputError(
             f"{folder}: its config.json is in no known layout ({known}); architectures: {config.get('architectures')}."
         )
-    return found
+    return layout
 
 
 def import_drafter(folder: str | Path, target: Target) -> Drafter:
@@ -82,26 +82,21 @@ def import_drafter(folder: str | Path, target: Target) -> Drafter:
     path = Path(folder).expanduser()
     layout = recognised(path)
     with nonsense_explained(path):
-        found = layout.load(path)
-        check_shapes(layout, found)
-        drafter = layout.read(found, target)
+        files = layout.load(path)
+        expected = layout.shapes(files.config)  # compared before any tensors of these shapes are made
+        for name in sorted(expected.keys() & files.tensors.keys()):
+            if (shape := tuple(files.tensors[name].shape)) != expected[name]:
+                raise BadInputError(f"{folder}: {name} is {shape}, its config.json says {expected[name]}.")
+        drafter = layout.read(files, target)
     drafter.check(target)
     return drafter.to(target.device).eval()
 
 
-def check_counts(config: dict[str, Any], names: Set[str], folder: Path) -> None:
-    """Refuse a config that names more parts than there are tensors: making them would never end."""
+def _check_counts(config: dict[str, Any], names: Set[str], folder: Path) -> None:
+    """Refuse a config that counts more parts than there are tensors: making them would never end."""
     for values in (config, config.get("transformer_layer_config") or {}, config.get("text_config") or {}):
         for name in _COUNTS:
             if names and int(values.get(name) or 0) > len(names):
                 raise BadInputError(
                     f"{folder}: its config.json says {name} {values[name]}, but there are only {len(names)} tensors."
                 )
-
-
-def check_shapes(layout: ExportLayout, found: DrafterFiles) -> None:
-    """Refuse tensors of other shapes than the config says, before any are made in these."""
-    expected = layout.shapes(found.config)
-    for name in sorted(expected.keys() & found.tensors.keys()):
-        if (shape := tuple(found.tensors[name].shape)) != expected[name]:
-            raise BadInputError(f"{found.folder}: {name} is {shape}, its config.json says {expected[name]}.")

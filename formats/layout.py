@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from ..common import IncompatibleError
 from ..heads import Drafter, DrafterConfig
+from ..heads.saved import read_config
 from ..targets import Target
 from .drafter_files import DrafterFiles
 from .reading import ProbeSequence
@@ -22,17 +22,17 @@ class Unsupported:
     """Something that a drafter uses and an engine cannot do.
 
     Attributes:
-        found: the setting as it is, such as `norm_before_fc: true`.
+        setting: as it is, such as `norm_before_fc: true`.
         why: what the engine does instead.
         nearest: the nearest setting that it serves.
     """
 
-    found: str
+    setting: str
     why: str
     nearest: str
 
     def __str__(self) -> str:
-        return f"{self.found}: {self.why}; nearest that can be served: {self.nearest}"
+        return f"{self.setting}: {self.why}; nearest that can be served: {self.nearest}"
 
 
 class ExportLayout(ABC):
@@ -42,34 +42,35 @@ class ExportLayout(ABC):
         name: of the layout, as `outrider lint` and the documentation call it.
         drafter: the type of our drafter.
         optional: tensors that may be there or not.
+        is_model: the files are a whole model, which its own library reads: `load` reads config.json alone.
     """
 
     name: ClassVar[str]
-    drafter: ClassVar[str]
+    drafter: str
     optional: ClassVar[tuple[str, ...]] = ()
+    is_model: ClassVar[bool] = False
 
-    @abstractmethod
     def lacks(self, config: DrafterConfig, num_layers: int) -> list[Unsupported]:
-        """Return what of a drafter's settings cannot be said or served.
+        """Return the settings of a drafter that cannot be written or served; `num_layers` are the target's."""
+        return []
 
-        Args:
-            num_layers: of the target.
-        """
-
-    @abstractmethod
     def write(self, drafter: Drafter, target: Target, depth: int) -> DrafterFiles:
-        """Return the drafter in this layout; `depth` is how many tokens the engine drafts if nobody says otherwise."""
+        """Return the drafter in this layout; an engine drafts `depth` tokens unless it is told otherwise."""
+        raise NotImplementedError(f"{self.name} is written file by file, see save.")
 
     @abstractmethod
-    def logits(self, found: DrafterFiles, target: Target, passage: ProbeSequence) -> Tensor:
-        """Return the draft logits at each depth of the passage, `[k, V]`, as the engine makes them of the files."""
+    def logits(self, files: DrafterFiles, target: Target, passage: ProbeSequence) -> Tensor:
+        """Return the draft logits at each depth of the passage, `[k, V]`, as the engine computes them."""
 
-    @abstractmethod
     def recognises(self, config: dict[str, Any], names: Set[str]) -> bool:
-        """Return whether this config.json, and tensors of these `names`, are of this layout."""
+        """Tell whether this config.json, and tensors of these `names`, are of this layout.
+
+        A layout that other files tell of is recognised in `import_`.
+        """
+        return False
 
     @abstractmethod
-    def read(self, found: DrafterFiles, target: Target) -> Drafter:
+    def read(self, files: DrafterFiles, target: Target) -> Drafter:
         """Return the drafter that a checkpoint in this layout holds.
 
         Raises:
@@ -77,13 +78,13 @@ class ExportLayout(ABC):
             IncompatibleError: it was made for another target, or uses what our drafter does not have.
         """
 
-    @abstractmethod
     def shapes(self, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-        """Return the tensors that a checkpoint with this config.json must hold, with their shapes.
+        """Return the shapes of the tensors that a checkpoint with this config.json must hold; {} if it tells none.
 
         Raises:
             BadInputError, IncompatibleError: config.json describes no drafter of this kind.
         """
+        return {}
 
     def plain_name(self, name: str) -> str:
         """Return the layout's own name of a tensor that other programs spell in another way."""
@@ -94,11 +95,5 @@ class ExportLayout(ABC):
         self.write(drafter, target, depth).save(folder)
 
     def load(self, folder: Path) -> DrafterFiles:
-        """Read what `save` wrote, or another program that writes this layout."""
-        return DrafterFiles.load(folder)
-
-
-def refuse_lacks(lacks: list[Unsupported], where: str) -> None:
-    """Raise IncompatibleError if there is anything that `where` cannot serve, with the nearest setting for each."""
-    if lacks:
-        raise IncompatibleError(f"{where} cannot serve this drafter. " + ". ".join(map(str, lacks)) + ".")
+        """Read the files that `save` wrote, or another program that writes this layout."""
+        return DrafterFiles(read_config(folder), {}, folder) if self.is_model else DrafterFiles.load(folder)

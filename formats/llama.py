@@ -1,4 +1,4 @@
-"""What layouts of Llama-like heads share: the config of their layers, and copies of the target's embeddings."""
+"""Parts that layouts of Llama-like heads share: the config of their layers, and copies of the target's embeddings."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from ..common import BadInputError, IncompatibleError
-from ..heads.decoder_layer import LayerConfig
-from ..heads.eagle import FeatureConfig, FeatureDrafter
+from ..heads.decoder_layer import LayerConfig, LayerDrafter
 from ..targets import Target
 
 EMBEDDINGS = "embed_tokens.weight"
-_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+_SIZES = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim"
 
 
 def llama_config(config: LayerConfig) -> dict[str, Any]:
     """Return a Llama's config.json for a head's layers, as engines read it.
 
-    Rotary positions are said twice: as `transformers` 5 has them, and as older readers look for them.
+    Rotary positions are written twice: as `transformers` 5 has them, and as older readers look for them.
     """
+    rope = config.rope_parameters
+    is_scaled = rope.get("rope_type", "default") != "default"
     return {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
@@ -40,33 +41,34 @@ def llama_config(config: LayerConfig) -> dict[str, Any]:
         "attention_bias": False,
         "mlp_bias": False,
         "tie_word_embeddings": False,
-        **rope_fields(config.rope_parameters),
+        "rope_parameters": dict(rope),
+        "rope_theta": rope.get("rope_theta", 10000.0),
+        "rope_scaling": {k: v for k, v in rope.items() if k != "rope_theta"} if is_scaled else None,
     }
 
 
-def rope_fields(parameters: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields that say how positions turn, for new and old readers."""
-    kind = parameters.get("rope_type", "default")
-    scaling = None if kind == "default" else {k: v for k, v in parameters.items() if k != "rope_theta"}
-    return {
-        "rope_parameters": dict(parameters),
-        "rope_theta": parameters.get("rope_theta", 10000.0),
-        "rope_scaling": scaling,
-    }
+def require_fields(config: dict[str, Any], names: Sequence[str], where: str) -> None:
+    """Refuse a config.json without one of these fields."""
+    for name in names:
+        if config.get(name) is None:
+            raise BadInputError(f"{where}: {name} is missing; nothing else says what the drafter reads.")
 
 
 def layer_sizes(layer: dict[str, Any], where: str, problems: Sequence[str] = ()) -> dict[str, Any]:
     """Return the sizes of our layers, from the config of theirs.
 
     Args:
-        problems: what else of the head ours cannot do.
+        problems: other features of the head that ours lacks.
 
     Raises:
         IncompatibleError: there are problems, layers of another kind than Llama's, or with what ours do not have.
     """
     llama: Any = LlamaConfig(**{k: v for k, v in layer.items() if k != "model_type"})
-    check_sizes(llama, where)
-    if problems := [*problems, *unknown_to_layers(layer, llama)]:
+    for name in _SIZES.split():
+        size = getattr(llama, name, None)
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise BadInputError(f"{where}: {name} must be a whole number of 1 or more, found {size!r}.")
+    if problems := [*problems, *_unknown_to_layers(layer, llama)]:
         raise IncompatibleError(
             f"{where}: {'; '.join(problems)}. Our head cannot do that; train it without, or import another one."
         )
@@ -84,49 +86,48 @@ def layer_sizes(layer: dict[str, Any], where: str, problems: Sequence[str] = ())
     }
 
 
-def check_sizes(llama: Any, where: str) -> None:
-    """Raise BadInputError unless every size of the layers is a whole number of 1 or more."""
-    for name in (*_SIZES, "num_key_value_heads", "head_dim"):
-        size = getattr(llama, name, None)
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise BadInputError(f"{where}: {name} must be a whole number of 1 or more, found {size!r}.")
-
-
-def unknown_to_layers(layer: dict[str, Any], llama: Any) -> list[str]:
-    """Return what their layers do that ours cannot, each in a few words."""
-    found = [f"{name}: true" for name in ("attention_bias", "mlp_bias") if getattr(llama, name, False)]
+def _unknown_to_layers(layer: dict[str, Any], llama: Any) -> list[str]:
+    """Return the abilities of their layers that ours lack, each in a few words."""
+    problems = [f"{name}: true" for name in ("attention_bias", "mlp_bias") if getattr(llama, name, False)]
     if (kind := layer.get("model_type", "qwen3")) != "llama":
-        found.append(f"layers of the kind {kind!r} instead of 'llama'")
+        problems.append(f"layers of the kind {kind!r} instead of 'llama'")
     if llama.hidden_act != "silu":
-        found.append(f"hidden_act: {llama.hidden_act!r} instead of 'silu'")
+        problems.append(f"hidden_act: {llama.hidden_act!r} instead of 'silu'")
     if "sliding_attention" in (layer.get("layer_types") or []):
-        found.append(f"a sliding window of {layer.get('sliding_window')} tokens")
+        problems.append(f"a sliding window of {layer.get('sliding_window')} tokens")
     turned = layer.get("partial_rotary_factor") or (layer.get("rope_parameters") or {}).get("partial_rotary_factor")
     if turned not in (None, 1, 1.0):
-        found.append(f"partial_rotary_factor: {turned}, so that positions turn a part of each head")
-    return found
+        problems.append(f"partial_rotary_factor: {turned}, so that positions turn a part of each head")
+    return problems
 
 
 @torch.no_grad()
 def check_embeddings(theirs: Tensor | None, target: Target, folder: Path) -> None:
-    """Refuse another target's embeddings: ours reads the target's own, and the copy must be the same up to rounding."""
-    if theirs is None:
-        return
-    if theirs.shape != (target.vocab_size, target.hidden_size):
+    """Refuse another target's embeddings: ours are the target's own, and the copy must be the same up to rounding."""
+    if theirs is not None:
+        own = target.embed(torch.arange(target.vocab_size, device=target.device)[None])[0]
+        require_same_rows(theirs, own, EMBEDDINGS, folder)
+
+
+def require_same_rows(theirs: Tensor, own: Tensor, name: str, folder: Path, tolerance: float | None = None) -> None:
+    """Refuse a copy of the target's embeddings or output embedding that is another target's.
+
+    Args:
+        own: the target's rows, `[V, H]`.
+        tolerance: the relative difference that passes; None for the rounding of the coarser dtype.
+    """
+    if theirs.shape != own.shape:
         raise IncompatibleError(
-            f"{folder}: made for embeddings of the shape {tuple(theirs.shape)}, the target's is "
-            f"{(target.vocab_size, target.hidden_size)}."
+            f"{folder}: its {name} has the shape {tuple(theirs.shape)}, the target's {tuple(own.shape)}: it was made "
+            "for another target."
         )
-    own = target.embed(torch.arange(target.vocab_size, device=target.device)[None])[0].float().cpu()
-    rounding = max(torch.finfo(theirs.dtype).eps, torch.finfo(target.dtype).eps)
-    if not torch.allclose(theirs.float(), own, rtol=2 * rounding, atol=1e-6):
-        raise IncompatibleError(
-            f"{folder}: its {EMBEDDINGS} differs from the target's embeddings: it was made for another target."
-        )
+    rounding = 2 * max(torch.finfo(theirs.dtype).eps, torch.finfo(own.dtype).eps)
+    if not torch.allclose(theirs.float(), own.float().cpu(), rtol=tolerance or rounding, atol=1e-6):
+        raise IncompatibleError(f"{folder}: its {name} differs from the target's: it was made for another target.")
 
 
 def shapes_of(
-    head: type[FeatureDrafter], settings: FeatureConfig, named: Callable[[str], str] = str
+    head: type[LayerDrafter], settings: LayerConfig, named: Callable[[str], str] = str
 ) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a head's tensors, by the names that `named` makes of ours; by default the same."""
     with torch.device("meta"):

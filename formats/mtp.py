@@ -27,15 +27,14 @@ from ..heads import Drafter, DrafterConfig
 from ..heads.mtp import Mtp, MtpConfig
 from ..heads.mtp_checkpoint import KEPT, LAYER, SINGLE, Checkpoint, folder_of, places_in, plain_body
 from ..heads.registry import load_drafter
-from ..heads.saved import read_config
 from ..targets import Target
 from .drafter_files import DrafterFiles
 from .layout import ExportLayout, Unsupported
 from .reading import ProbeSequence, session_logits
 
-# What of the target's folder an export brings along.
+# Files of the target's folder that an export brings along.
 _COPIED = {".json", ".safetensors", ".jinja", ".model", ".txt"}
-# Families whose engines hand on the layer's own output; the others hand on the normed one.
+# Families whose engines feed the layer's own output to the next draft; the others feed the normed one.
 _HANDS_ON_RAW = ("deepseek_v3", "glm4_moe")
 
 
@@ -44,6 +43,7 @@ class NativeMtp(ExportLayout):
 
     name = "mtp-native"
     drafter = "mtp"
+    is_model = True
 
     def lacks(self, config: DrafterConfig, num_layers: int) -> list[Unsupported]:
         assert isinstance(config, MtpConfig)
@@ -59,13 +59,10 @@ class NativeMtp(ExportLayout):
             lacks.append(Unsupported(f"depth: {config.depth}", why, "recursive: true, without depth"))
         normed = config.layer.get("model_type") not in _HANDS_ON_RAW
         if "model_type" in config.layer and config.norm_output != normed:
-            why = f"engines hand on {'the normed output' if normed else 'the output without its norm'} in this family"
-            found = f"norm_output: {str(config.norm_output).lower()}"
-            lacks.append(Unsupported(found, why, f"norm_output: {str(normed).lower()}"))
+            why = f"engines feed {'the normed output' if normed else 'the output without its norm'} back in this family"
+            setting = f"norm_output: {str(config.norm_output).lower()}"
+            lacks.append(Unsupported(setting, why, f"norm_output: {str(normed).lower()}"))
         return lacks
-
-    def write(self, drafter: Drafter, target: Target, depth: int) -> DrafterFiles:
-        raise NotImplementedError("native modules are written into the target's own files, see save.")
 
     def save(self, drafter: Drafter, target: Target, folder: Path, depth: int) -> None:
         assert isinstance(drafter, Mtp)
@@ -85,24 +82,16 @@ class NativeMtp(ExportLayout):
             if file.is_file() and file.name not in changed and file.suffix in _COPIED:
                 shutil.copyfile(file, folder / file.name)
 
-    def load(self, folder: Path) -> DrafterFiles:
-        """Return its config and names alone: it is as large as the target."""
-        return DrafterFiles(read_config(folder), {}, folder)
-
-    def logits(self, found: DrafterFiles, target: Target, passage: ProbeSequence) -> Tensor:
-        drafter = self.read(found, target)
-        return session_logits(drafter, target, passage)
-
-    def shapes(self, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-        return {}
+    def logits(self, files: DrafterFiles, target: Target, passage: ProbeSequence) -> Tensor:
+        return session_logits(self.read(files, target), target, passage)
 
     def recognises(self, config: dict[str, Any], names: Set[str]) -> bool:
         layers = (config.get("text_config") or config).get("num_hidden_layers")
         return layers is not None and bool(places_in(names, layers))
 
-    def read(self, found: DrafterFiles, target: Target) -> Mtp:
-        normed = found.config.get("model_type") not in _HANDS_ON_RAW
-        config = MtpConfig(init="native", path=str(found.folder), norm_output=normed)
+    def read(self, files: DrafterFiles, target: Target) -> Mtp:
+        normed = files.config.get("model_type") not in _HANDS_ON_RAW
+        config = MtpConfig(init="native", path=str(files.folder), norm_output=normed)
         return Mtp.build(config, target).eval()
 
 
@@ -128,27 +117,27 @@ def save_native(drafter: Mtp, checkpoint: str, folder: str | Path) -> list[Path]
         state = {name: tensor.detach().cpu() for name, tensor in drafter.module(k).state_dict().items()}
         new |= {name: state[ours] for ours, name in place.own.items()}
         names = [n.removeprefix(place.layer) for n in layer]
-        found = _layer_to(drafter.config.layer, state, names, original.path)
-        new |= {place.layer + n: t for n, t in found.items()}
+        new |= {place.layer + n: t for n, t in _named_as(names, drafter.config.layer, state, original.path).items()}
     written = []
-    for file in sorted({original.files[name] for name in new}):
-        tensors = load_file(original.file(file))
-        for name in new.keys() & tensors.keys():
-            tensors[name] = _like(name, new[name], tensors[name])
-        written.append(_write(tensors, Path(folder) / file))
+    for name in sorted({original.files[name] for name in new}):
+        tensors, file = load_file(original.file(name)), Path(folder) / name
+        tensors |= {name: _like(name, new[name], tensors[name]) for name in new.keys() & tensors.keys()}
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(file) as temporary:
+            save_file(tensors, temporary, metadata={"format": "pt"})
+        written.append(file)
     return written
 
 
-def _layer_to(values: dict[str, Any], state: dict[str, Tensor], names: list[str], path: str) -> dict[str, Tensor]:
+def _named_as(names: list[str], values: dict[str, Any], state: dict[str, Tensor], path: str) -> dict[str, Tensor]:
     """Return a layer's tensors under a checkpoint's `names`: stacked as `transformers` has them, or one by one."""
     stacked = {n.removeprefix(LAYER): t for n, t in state.items() if n.startswith(LAYER)}
     if stacked.keys() == set(names):
         return stacked
     single = _unstacked(values, stacked)
     if single.keys() != set(names):
-        problems = [f"missing {n}" for n in sorted(set(names) - single.keys())] + [
-            f"unexpected {n}" for n in sorted(single.keys() - set(names))
-        ]
+        problems = [f"missing {n}" for n in sorted(set(names) - single.keys())]
+        problems += [f"unexpected {n}" for n in sorted(single.keys() - set(names))]
         raise IncompatibleError(f"mtp: the drafter's layer is not the one in {path!r}: {'; '.join(problems[:4])}.")
     return single
 
@@ -160,7 +149,7 @@ def _unstacked(values: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, 
     with tempfile.TemporaryDirectory() as folder:
         body.save_pretrained(folder, max_shard_size="1TB")
         saved = load_file(Path(folder) / SINGLE)
-    return {found[1]: t for n, t in saved.items() if (found := re.fullmatch(r"(?:model\.)?layers\.0\.(.+)", n))}
+    return {match[1]: t for n, t in saved.items() if (match := re.fullmatch(r"(?:model\.)?layers\.0\.(.+)", n))}
 
 
 def _like(name: str, tensor: Tensor, original: Tensor) -> Tensor:
@@ -170,13 +159,6 @@ def _like(name: str, tensor: Tensor, original: Tensor) -> Tensor:
             f"{tuple(tensor.shape)}; it must be that of the same model, unquantised."
         )
     return tensor.to(original.dtype).contiguous()
-
-
-def _write(tensors: dict[str, Tensor], file: Path) -> Path:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(file) as temporary:
-        save_file(tensors, temporary, metadata={"format": "pt"})
-    return file
 
 
 def main(arguments: list[str] | None = None) -> int:

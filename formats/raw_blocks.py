@@ -2,7 +2,7 @@
 
 Both are a flat Qwen3 config with a few more fields, and tensors under our names. Taps are counted as outputs of layers:
 layer i's output is HF `hidden_states[i + 1]`, and −1 stands for the embeddings. SGLang reads both; it drops tensors
-whose names it does not know. How either counts a sliding window is said nowhere, so there is none.
+whose names it does not know. Neither defines how a sliding window is counted, so there is none.
 
 Shapes: V target vocabulary, H hidden size.
 """
@@ -11,21 +11,26 @@ from __future__ import annotations
 
 from collections.abc import Set
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from ..common import BadInputError, IncompatibleError
+from ..common import IncompatibleError
 from ..heads import DFlash, DFlashConfig, Drafter, DrafterConfig, DSparkConfig
 from ..targets import Target
-from .blocks import BlockFlags, BlockLayout, head_fields, layer_config, require_fields, require_servable
-from .drafter_files import DrafterFiles
+from .blocks import (
+    DRAFTS_FROM_ANCHOR,
+    NO_MARKOV_HEAD,
+    BlockFlags,
+    BlockLayout,
+    head_fields,
+    layer_config,
+    own_tensors,
+    require_servable,
+)
+from .drafter_files import DrafterFiles, with_prefix
 from .layout import Unsupported
-from .llama import EMBEDDINGS, check_embeddings
+from .llama import EMBEDDINGS, check_embeddings, require_fields, require_same_rows
 from .reading import embedding_table, output_table
-from .speculators import taps_lacking
+from .speculators import tapped_embeddings, taps_lacking
 
 TAPS = "target_layer_ids"
 OUTPUT = "lm_head.weight"
@@ -42,25 +47,24 @@ class RawBlocks(BlockLayout):
     def plain_name(self, name: str) -> str:
         """Return the usual name of a tensor that SGLang finds under another one, too."""
         name = name.removeprefix("model.")
-        also = next((start for start in _ALSO if name.startswith(start)), "")
-        return _ALSO[also] + name.removeprefix(also) if also else name
+        for also, usual in _ALSO.items():
+            name = with_prefix(name, also, usual)
+        return name
 
-    def read(self, found: DrafterFiles, target: Target) -> DFlash:
-        usual = {self.plain_name(name): tensor for name, tensor in found.tensors.items()}
-        return super().read(replace(found, tensors=usual), target)
+    def read(self, files: DrafterFiles, target: Target) -> DFlash:
+        usual = {self.plain_name(name): tensor for name, tensor in files.tensors.items()}
+        return super().read(replace(files, tensors=usual), target)
 
     def lacks(self, config: DrafterConfig, num_layers: int) -> list[Unsupported]:
         assert isinstance(config, DFlashConfig)
-        found = taps_lacking(config.taps, num_layers) if config.taps else []
+        lacks = taps_lacking(config.taps, num_layers) if config.taps else []
         if config.sliding_window:
-            why = "how this layout counts a window is said nowhere"
-            found.append(
-                Unsupported(f"sliding_window: {config.sliding_window}", why, "sliding_window: 0, or speculators")
-            )
+            why, nearest = "this layout does not define how a window is counted", "sliding_window: 0, or speculators"
+            lacks.append(Unsupported(f"sliding_window: {config.sliding_window}", why, nearest))
         if config.draft_vocab_size not in (0, config.vocab_size):
             why = "it drafts with the target's own output embedding"
-            found.append(Unsupported(f"draft_vocab_size: {config.draft_vocab_size}", why, "draft_vocab_size: 0"))
-        return found
+            lacks.append(Unsupported(f"draft_vocab_size: {config.draft_vocab_size}", why, "draft_vocab_size: 0"))
+        return lacks
 
 
 class ZLab(RawBlocks):
@@ -71,15 +75,12 @@ class ZLab(RawBlocks):
 
     def lacks(self, config: DrafterConfig, num_layers: int) -> list[Unsupported]:
         assert isinstance(config, DFlashConfig)
-        found = super().lacks(config, num_layers)
+        lacks = super().lacks(config, num_layers)
         if 0 in config.taps:
-            taps = sorted({max(tap, 1) for tap in config.taps})
-            why = "it taps outputs of layers, not embeddings"
-            found.append(Unsupported(f"taps: {list(config.taps)}", why, f"taps: {taps}"))
+            lacks.append(tapped_embeddings(config.taps))
         if config.from_anchor:
-            why = "engines take DFlash's first slot for the root alone"
-            found.append(Unsupported("from_anchor: true", why, "from_anchor: false, or a dspark drafter"))
-        return found
+            lacks.append(DRAFTS_FROM_ANCHOR)
+        return lacks
 
     def write(self, drafter: Drafter, target: Target, depth: int) -> DrafterFiles:
         assert isinstance(drafter, DFlash)
@@ -93,15 +94,15 @@ class ZLab(RawBlocks):
                 "causal": config.causal,
             },
         }
-        return DrafterFiles(values, {n: t for n, t in drafter.state_dict().items() if n != "token_ids"})
+        return DrafterFiles(values, own_tensors(drafter))
 
     def recognises(self, config: dict[str, Any], names: Set[str]) -> bool:
         return "DFlashDraftModel" in _architectures(config)
 
     def flags(self, config: dict[str, Any], where: str) -> BlockFlags:
         own = dict(config.get("dflash_config") or {})
-        # The block's size stands in either place.
-        require_fields(own | {"block_size": block_size(config)}, (TAPS, "mask_token_id", "block_size"), where)
+        slots: Any = config.get("block_size", own.get("block_size"))  # it stands in either place
+        require_fields(own | {"block_size": slots}, (TAPS, "mask_token_id", "block_size"), where)
         if (projector := own.get("projector_type", config.get("projector_type"))) is not None:
             raise IncompatibleError(
                 f"{where}: projector_type is {projector!r}: this is no plain DFlash drafter, though its architecture "
@@ -111,7 +112,7 @@ class ZLab(RawBlocks):
         return BlockFlags(
             taps=tuple(int(tap) + 1 for tap in own[TAPS]),
             mask=int(own["mask_token_id"]),
-            slots=int(block_size(config) or 0),
+            slots=int(slots),
             from_anchor=bool(own.get("shift_label", False)),
             causal=bool(own.get("causal", own.get("is_causal", False))),
             window=None,
@@ -127,15 +128,14 @@ class DeepSpec(RawBlocks):
 
     def lacks(self, config: DrafterConfig, num_layers: int) -> list[Unsupported]:
         assert isinstance(config, DSparkConfig)
-        found = super().lacks(config, num_layers)
+        lacks = super().lacks(config, num_layers)
         if not config.from_anchor:
-            found.append(Unsupported("from_anchor: false", "its first slot drafts, too", "from_anchor: true"))
+            lacks.append(Unsupported("from_anchor: false", "its first slot drafts, too", "from_anchor: true"))
         if config.causal:
-            found.append(Unsupported("causal: true", "it reads a block whole", "causal: false"))
+            lacks.append(Unsupported("causal: true", "it reads a block whole", "causal: false"))
         if not config.markov_rank:
-            nearest = "markov_rank: 1 or more, or a dflash drafter"
-            found.append(Unsupported("markov_rank: 0", "its DSpark has a Markov head", nearest))
-        return found
+            lacks.append(NO_MARKOV_HEAD)
+        return lacks
 
     def write(self, drafter: Drafter, target: Target, depth: int) -> DrafterFiles:
         assert isinstance(drafter, DFlash)
@@ -148,8 +148,8 @@ class DeepSpec(RawBlocks):
             "num_anchors": config.num_anchors,
             **head_fields(config),
         }
-        tensors = {n: t for n, t in drafter.state_dict().items() if n != "token_ids"}
-        return DrafterFiles(values, tensors | {EMBEDDINGS: embedding_table(target), OUTPUT: output_table(target)})
+        copies = {EMBEDDINGS: embedding_table(target), OUTPUT: output_table(target)}
+        return DrafterFiles(values, own_tensors(drafter) | copies)
 
     def recognises(self, config: dict[str, Any], names: Set[str]) -> bool:
         return not _architectures(config).isdisjoint({"Qwen3DSparkModel", "DSparkDraftModel"})
@@ -167,16 +167,11 @@ class DeepSpec(RawBlocks):
             markov=config.get("markov_head_type", "vanilla") if config.get("markov_rank") else None,
         )
 
-    def read(self, found: DrafterFiles, target: Target) -> DFlash:
-        check_embeddings(found.tensors.get(EMBEDDINGS), target, found.folder)
-        _check_output(found.tensors.get(OUTPUT), target, found.folder)
-        return super().read(found, target)
-
-
-def block_size(config: dict[str, Any]) -> int | None:
-    """Return the slots of a block, wherever z-lab's config.json says it; None if it does not."""
-    found: int | None = config.get("block_size", (config.get("dflash_config") or {}).get("block_size"))
-    return found
+    def read(self, files: DrafterFiles, target: Target) -> DFlash:
+        check_embeddings(files.tensors.get(EMBEDDINGS), target, files.folder)
+        if (output := files.tensors.get(OUTPUT)) is not None:
+            require_same_rows(output, output_table(target), OUTPUT, files.folder)
+        return super().read(files, target)
 
 
 def _architectures(config: dict[str, Any]) -> set[str]:
@@ -196,19 +191,6 @@ def _flat(drafter: DFlash, target: Target, architecture: str) -> dict[str, Any]:
 def _refuse_windows(config: dict[str, Any], own: dict[str, Any], where: str) -> None:
     if "sliding_attention" in (config.get("layer_types") or []) or own.get("use_swa"):
         raise IncompatibleError(
-            f"{where}: its layers see a sliding window, and how this layout counts one is said nowhere; take the "
-            "drafter in the layout of speculators."
+            f"{where}: its layers see a sliding window, which this layout does not define; take the drafter in the "
+            "layout of speculators."
         )
-
-
-@torch.no_grad()
-def _check_output(theirs: Tensor | None, target: Target, folder: Path) -> None:
-    """Refuse another target's output embedding: ours reads the target's own."""
-    if theirs is None:
-        return
-    own = output_table(target).float().cpu()
-    if theirs.shape != own.shape:
-        raise BadInputError(f"{folder}: {OUTPUT} is {tuple(theirs.shape)}, the target's {tuple(own.shape)}.")
-    rounding = max(torch.finfo(theirs.dtype).eps, torch.finfo(target.dtype).eps)
-    if not torch.allclose(theirs.float(), own, rtol=2 * rounding, atol=1e-6):
-        raise IncompatibleError(f"{folder}: its {OUTPUT} is not the target's: it was made for another target.")

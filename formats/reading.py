@@ -1,4 +1,4 @@
-"""What an engine computes from a checkpoint: its logits, by the names and flags that the engine reads.
+"""The logits that an engine computes from a checkpoint, by the names and flags that the engine reads.
 
 This is written from the engines' own model files, in plain functions over tensors, and shares no code with our heads:
 an export is read back by it, and compared with the drafter that it was made of.
@@ -46,9 +46,14 @@ class ProbeSequence:
     lm_head: Callable[[Tensor], Tensor]
 
     @property
+    def text(self) -> Tensor:
+        """The tokens and the drafts, `[T + k]`."""
+        return torch.cat([self.tokens, self.drafts])
+
+    @property
     def read(self) -> Tensor:
         """The tokens that heads read beside hidden states: each one's follower, then the drafts, `[T + k − 1]`."""
-        return torch.cat([self.tokens[1:], self.drafts])
+        return self.text[1:]
 
     @classmethod
     @torch.no_grad()
@@ -70,7 +75,7 @@ class ProbeSequence:
 
 @dataclass(frozen=True)
 class Flags:
-    """What an engine takes from config.json for an EAGLE-3 head; the defaults are those of vLLM and SGLang."""
+    """The flags that an engine takes from config.json for an EAGLE-3 head; the defaults are vLLM's and SGLang's."""
 
     taps: tuple[int, ...]
     norm_before_residual: bool = False
@@ -90,7 +95,7 @@ def output_table(target: Target) -> Tensor:
 
 
 class Weights:
-    """Tensors by name, in fp32; a missing one is said to be missing."""
+    """Tensors by name, in fp32; KeyError for a missing one."""
 
     def __init__(self, tensors: Mapping[str, Tensor], config: Mapping[str, Any]):
         self.tensors, self.config = tensors, config
@@ -111,9 +116,23 @@ class Weights:
         weight = self(f"{name}.weight")
         return functional.rms_norm(x, weight.shape, weight, float(self.config.get("rms_norm_eps", 1e-6)))
 
+    def over_target(self, logits: Tensor, vocab_size: int) -> Tensor:
+        """Return logits of the draft vocabulary, `[P, V']`, over the target's; see `over_target`."""
+        d2t = self.tensors.get("d2t")
+        ids = None if d2t is None else torch.arange(logits.shape[-1], device=d2t.device) + d2t
+        return over_target(logits, ids, vocab_size)
+
+
+def over_target(logits: Tensor, ids: Tensor | None, vocab_size: int) -> Tensor:
+    """Return logits `[P, V']` of the target ids `[V']` over all of its tokens, `[P, V]`: −inf for others."""
+    if ids is None:
+        return logits
+    wide = logits.new_full((len(logits), vocab_size), -torch.inf)
+    return wide.index_copy(1, ids.to(logits.device), logits)
+
 
 class Layers:
-    """Llama's decoder layers over one sequence, as weights' names say them."""
+    """Llama's decoder layers over one sequence."""
 
     def __init__(self, weights: Weights, length: int, device: torch.device):
         self.weights = weights
@@ -129,28 +148,30 @@ class Layers:
         """Return the output `[T, H]` of the layer whose names begin with `at`.
 
         Args:
-            entered: what its attention reads, `[T, ·]`.
-            residual: what attention's output is added to, `[T, H]`.
+            entered: the attention's input, `[T, ·]`.
+            residual: the attention's output is added to it, `[T, H]`.
         """
-        weights = self.weights
-        residual = residual + weights.linear(self._attended(at, entered), f"{at}self_attn.o_proj")
-        x = weights.norm(residual, f"{at}post_attention_layernorm")
-        gate = functional.silu(weights.linear(x, f"{at}mlp.gate_proj"))
-        return residual + weights.linear(gate * weights.linear(x, f"{at}mlp.up_proj"), f"{at}mlp.down_proj")
-
-    def _attended(self, at: str, x: Tensor) -> Tensor:
-        count = len(x)
-        q, k, v = (
-            self.weights.linear(x, f"{at}self_attn.{name}_proj").view(1, count, -1, self.size).transpose(1, 2)
-            for name in "qkv"
-        )
+        count, grouped = len(entered), self.heads > self.kv_heads
+        q, k, v = (self.project(at, name, entered) for name in "qkv")
         q, k = apply_rotary_pos_emb(q, k, self.cos[:, :count], self.sin[:, :count])
-        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.heads > self.kv_heads)
-        return mixed[0].transpose(0, 1).flatten(1)
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        return self.finish(at, mixed, residual)
+
+    def project(self, at: str, name: str, x: Tensor) -> Tensor:
+        """Return the queries, keys or values of `x` `[T, ·]`, `[1, A, T, D]`."""
+        return self.weights.linear(x, f"{at}self_attn.{name}_proj").view(1, len(x), -1, self.size).transpose(1, 2)
+
+    def finish(self, at: str, mixed: Tensor, residual: Tensor) -> Tensor:
+        """Return the layer's output `[T, H]` of its attention's, `[1, A, T, D]`, and the residual `[T, H]`."""
+        weights = self.weights
+        hidden = residual + weights.linear(mixed[0].transpose(0, 1).flatten(1), f"{at}self_attn.o_proj")
+        x = weights.norm(hidden, f"{at}post_attention_layernorm")
+        gate = functional.silu(weights.linear(x, f"{at}mlp.gate_proj"))
+        return hidden + weights.linear(gate * weights.linear(x, f"{at}mlp.up_proj"), f"{at}mlp.down_proj")
 
 
 def rotary_config(config: Mapping[str, Any], size: int) -> LlamaConfig:
-    """Return what the rotary positions are made of; `rope_parameters`, or what older files say."""
+    """Return a config of rotary positions, from `rope_parameters` or the fields of older files."""
     parameters = config.get("rope_parameters") or {
         "rope_type": "default",
         "rope_theta": config.get("rope_theta", 10000.0),
@@ -183,23 +204,18 @@ def eagle3_logits(
     own = "embed_tokens.weight"
     embedded = functional.embedding(read, weights(own) if own in weights else passage.table)
     layers = Layers(weights, len(read), read.device)
-    states = _fused(weights, flags, passage)
-    found: list[Tensor] = []
-    while len(found) <= len(passage.drafts):
+    states = _fused(weights, flags, [passage.hidden[tap] for tap in flags.taps])
+    logits: list[Tensor] = []
+    while len(logits) <= len(passage.drafts):
         output = _eagle3_layers(weights, layers, flags, embedded[: len(states)], states)
         normed = weights.norm(output[-1:], "norm")
-        found.append(_scattered(weights, normed, len(passage.table)))
+        logits.append(weights.over_target(weights.linear(normed, "lm_head"), len(passage.table)))
         states = torch.cat([states, normed if flags.norm_output else output[-1:]])
-    return torch.cat(found)
+    return torch.cat(logits)
 
 
-def _fused(weights: Weights, flags: Flags, passage: ProbeSequence) -> Tensor:
-    """Return what the first step reads, `[T, H]`."""
-    return _joined(weights, flags, [passage.hidden[tap] for tap in flags.taps])
-
-
-def _joined(weights: Weights, flags: Flags, taps: list[Tensor]) -> Tensor:
-    """Return what is made of taps `[T, H]` each, `[T, H]`."""
+def _fused(weights: Weights, flags: Flags, taps: list[Tensor]) -> Tensor:
+    """Return the hidden states of the first step, `[T, H]`, from taps of `[T, H]` each."""
     if flags.norm_before_fc:
         taps = [weights.norm(torch.cat(taps, -1), "input_norm")]
     if flags.fc_norm:
@@ -216,15 +232,6 @@ def _eagle3_layers(weights: Weights, layers: Layers, flags: Flags, embedded: Ten
     return x
 
 
-def _scattered(weights: Weights, normed: Tensor, vocab_size: int) -> Tensor:
-    """Return logits over the target's vocabulary, `[P, V]`, of normed outputs `[P, H]`."""
-    logits = weights.linear(normed, "lm_head")
-    if "d2t" not in weights:
-        return logits
-    ids = torch.arange(logits.shape[-1], device=logits.device) + weights.tensors["d2t"].to(logits.device)
-    return logits.new_full((len(logits), vocab_size), -torch.inf).index_copy(1, ids, logits)
-
-
 @torch.no_grad()
 def peagle_logits(
     tensors: Mapping[str, Tensor], layer: Mapping[str, Any], flags: Flags, mask: int, passage: ProbeSequence
@@ -236,12 +243,14 @@ def peagle_logits(
     """
     weights, count = Weights(tensors, layer), len(passage.drafts)
     read = torch.cat([passage.tokens[1:], torch.full_like(passage.drafts, mask)])
-    masked = _joined(weights, flags, list(weights("mask_hidden")[0].chunk(len(flags.taps), -1)))
-    states = torch.cat([_fused(weights, flags, passage), masked.expand(count, -1)])
+    masked = _fused(weights, flags, list(weights("mask_hidden")[0].chunk(len(flags.taps), -1)))
+    seen = _fused(weights, flags, [passage.hidden[tap] for tap in flags.taps])
+    states = torch.cat([seen, masked.expand(count, -1)])
     own = "embed_tokens.weight"
     embedded = functional.embedding(read, weights(own) if own in weights else passage.table)
     output = _eagle3_layers(weights, Layers(weights, len(read), read.device), flags, embedded, states)
-    return _scattered(weights, weights.norm(output[-1 - count :], "norm"), len(passage.table))
+    normed = weights.norm(output[-1 - count :], "norm")
+    return weights.over_target(weights.linear(normed, "lm_head"), len(passage.table))
 
 
 # ------------------------------------------------------------ EAGLE
@@ -256,14 +265,14 @@ def eagle1_logits(tensors: Mapping[str, Tensor], config: Mapping[str, Any], pass
     weights = Weights(tensors, config)
     read = passage.read
     embedded, layers = functional.embedding(read, passage.table), Layers(weights, len(read), read.device)
-    states, found = passage.hidden[-1], list[Tensor]()
-    while len(found) <= len(passage.drafts):
+    states, logits = passage.hidden[-1], list[Tensor]()
+    while len(logits) <= len(passage.drafts):
         x = weights.linear(torch.cat([embedded[: len(states)], states], -1), "fc")
         for i in range(int(config["num_hidden_layers"])):
             x = layers(f"layers.{i}.", weights.norm(x, f"layers.{i}.input_layernorm") if i else x, x)
         states = torch.cat([states, x[-1:]])
-        found.append(passage.lm_head(x[-1:]))
-    return torch.cat(found)
+        logits.append(passage.lm_head(x[-1:]))
+    return torch.cat(logits)
 
 
 # ------------------------------------------------------------ Medusa
@@ -275,7 +284,7 @@ def medusa_logits(tensors: Mapping[str, Tensor], config: Mapping[str, Any], pass
     weights = Weights(tensors, {})
     heads, blocks = int(config["num_heads"]), int(config["num_hidden_layers"])
     scale = float(config.get("logit_scale", 1.0))
-    found = []
+    every = []
     for i in range(heads):
         x = passage.hidden[-1][-1:]
         for j in range(blocks):
@@ -283,15 +292,19 @@ def medusa_logits(tensors: Mapping[str, Tensor], config: Mapping[str, Any], pass
         logits = scale * weights.linear(x, "lm_heads.0" if config.get("original_lm_head") else f"lm_heads.{i}")
         # vLLM reads token_map only where config.json says that there are fewer rows than tokens.
         is_whole = logits.shape[-1] == len(passage.table)
-        found.append(logits if is_whole else _mapped(logits, weights, len(passage.table)))
-    return torch.cat(found)
+        every.append(over_target(logits, None if is_whole else tensors.get("token_map"), len(passage.table)))
+    return torch.cat(every)
 
 
-def _mapped(logits: Tensor, weights: Weights, vocab_size: int) -> Tensor:
-    if "token_map" not in weights:
-        return logits
-    wide = logits.new_full((1, vocab_size), -torch.inf)
-    return wide.index_copy(1, weights.tensors["token_map"].to(logits.device), logits)
+# ------------------------------------------------------------ whole models, our own drafters, and the comparison
+
+
+@torch.no_grad()
+def model_logits(model: Any, passage: ProbeSequence) -> Tensor:
+    """Return a language model's own logits at each depth, `[k, V]`."""
+    text = passage.text[None]
+    logits: Tensor = model.to(text.device)(text, use_cache=False).logits[0, -1 - len(passage.drafts) :]
+    return logits.float()
 
 
 # A text long enough that positions, masks and rotary angles matter, and drafts deep enough that feedback does.
@@ -301,10 +314,10 @@ TOLERANCE = 2e-3
 
 
 def passage_of(target: Target, max_depth: int | None = None) -> ProbeSequence:
-    """Return a passage of random tokens, the same for the same target, that both sides are asked about.
+    """Return a passage of random tokens, the same for the same target, to compare both sides on.
 
     Args:
-        max_depth: the deepest that the drafter drafts, if it has a limit; all of it is asked about.
+        max_depth: the deepest that the drafter drafts, if it has a limit; all of it is compared.
     """
     depth = max_depth or _DEPTH
     length = min(_LENGTH, (target.max_context or _LENGTH) - depth - 1)
@@ -315,29 +328,22 @@ def passage_of(target: Target, max_depth: int | None = None) -> ProbeSequence:
 
 @torch.no_grad()
 def session_logits(drafter: Drafter, target: Target, passage: ProbeSequence) -> Tensor:
-    """Return what a decoding session of `drafter`, in fp32, says at each depth of the passage, `[k, V]`."""
+    """Return the logits of a decoding session of `drafter`, in fp32, at each depth of the passage, `[k, V]`."""
     drafter = copy.deepcopy(drafter).to(target.device).cast(torch.float32).eval()
     count = len(passage.tokens) - 1
     session = drafter.open(target, 1, count + len(passage.drafts) + 2)
     assert isinstance(session, NodeSession)
     hidden = passage.hidden[list(drafter.taps)].transpose(0, 1)[None] if drafter.taps else None
     session.update(passage.tokens[None, :-1], hidden, RowLengths.of([count], target.device))
-    found = [session.prefill(passage.tokens[-1:])]
-    found += [session.decode(draft[None, None])[:, 0] for draft in passage.drafts]
-    return _over_target(torch.cat(found).float(), drafter.output_ids, len(passage.table))
-
-
-def _over_target(logits: Tensor, ids: Tensor | None, vocab_size: int) -> Tensor:
-    if ids is None:
-        return logits
-    wide = logits.new_full((len(logits), vocab_size), -torch.inf)
-    return wide.index_copy(1, ids.to(logits.device), logits)
+    logits = [session.prefill(passage.tokens[-1:])]
+    logits += [session.decode(draft[None, None])[:, 0] for draft in passage.drafts]
+    return over_target(torch.cat(logits).float(), drafter.output_ids, len(passage.table))
 
 
 def difference(ours: Tensor, theirs: Tensor) -> float:
-    """Return the largest difference of logits `[k, V]`, in units of ours' spread; infinite where only one has a token.
+    """Return the largest difference of logits `[k, V]`, in units of the spread of `ours`.
 
-    A constant added to all logits of a depth is none.
+    A constant added to all logits of a depth is no difference; a token that only one side has is an infinite one.
     """
     if not torch.equal(ours.isinf(), theirs.isinf()):
         return float("inf")
@@ -351,7 +357,7 @@ def require_same(ours: Tensor, theirs: Tensor, what: str) -> float:
     """Return the `difference` of logits.
 
     Raises:
-        IncompatibleError: it is above what rounding explains: the export would not be served as it was measured.
+        IncompatibleError: rounding does not explain it: the export would not be served as it was measured.
     """
     apart = difference(ours, theirs)
     if not apart <= TOLERANCE:
@@ -359,6 +365,6 @@ def require_same(ours: Tensor, theirs: Tensor, what: str) -> float:
         raise IncompatibleError(
             f"{what}: read back as the engine reads it, its logits differ from the drafter's by {apart:.2g} of their "
             f"spread, from depth {first + 1} on (rounding explains {TOLERANCE:g}). Nothing was written. This is likely "
-            "a setting of the target or the head that the layout cannot say; please report it."
+            "a setting of the target or the head that the layout cannot express; please report it."
         )
     return apart

@@ -1,9 +1,8 @@
 """EAGLE-3 and P-EAGLE heads in the layout of the `speculators` package, which vLLM reads without further flags.
 
-Its numbering of taps is ours: `eagle_aux_hidden_state_layer_ids` are HF `hidden_states` indices (SGLang and SpecForge
-name the same tensors one lower: the output of layer i). Only the last one differs: it means the state before the
-target's final norm, which `Target` does not give. `d2t` holds offsets: draft token i is target token i + d2t[i].
-Positions start one later there, which rotary embeddings do not see.
+Its numbering of taps is ours: `eagle_aux_hidden_state_layer_ids` are HF `hidden_states` indices. Only the last one
+differs: it means the state before the target's final norm, which `Target` does not give. `d2t` holds offsets: draft
+token i is target token i + d2t[i]. Positions start one later there, which rotary embeddings do not see.
 
 A P-EAGLE head has an EAGLE-3 head's tensors, and a vector and a token for its masks.
 
@@ -18,29 +17,26 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ..common import BadInputError, IncompatibleError
 from ..common.runtime import versions
-from ..heads import Drafter, DrafterConfig, Eagle3, Eagle3Config, PEagle, PEagleConfig
+from ..heads import DFlash, Drafter, DrafterConfig, Eagle3, Eagle3Config, PEagle, PEagleConfig
 from ..targets import Target
-from .drafter_files import DrafterFiles, fill
+from .drafter_files import DrafterFiles, fill, with_prefix
 from .layout import ExportLayout, Unsupported
-from .llama import EMBEDDINGS, check_embeddings, layer_sizes, llama_config, shapes_of
+from .llama import EMBEDDINGS, check_embeddings, layer_sizes, llama_config, require_fields, shapes_of
 from .reading import Flags, ProbeSequence, eagle3_logits, embedding_table, peagle_logits
 
-TAPS = "eagle_aux_hidden_state_layer_ids"
+TAPS, MASK = "eagle_aux_hidden_state_layer_ids", "mask_token_id"
 # How names of the taps' norms begin in the format, and ours; all other names are the same.
 _TAP_NORMS = {False: ("fc_norm.", "tap_norms."), True: ("input_norm.", "tap_norms.0.")}  # by norm_before_fc
-# What is there beside the head: the target's embeddings, two vocabulary maps, and copies that only training reads.
+# Tensors beside the head: the target's embeddings, two vocabulary maps, and copies that only training reads.
 BESIDE = (EMBEDDINGS, "d2t", "t2d", "verifier_norm.weight", "verifier_lm_head.weight")
-
-
-# The version of the package whose layout this is; its loader compares nothing with it.
-VERSION = "0.9.0"
+VERSION = "0.9.0"  # of the package whose layout this is; its loader compares nothing with it
 
 
 class Speculators(ExportLayout):
@@ -54,6 +50,8 @@ class Speculators(ExportLayout):
     name = "speculators"
     drafter = "eagle3"
     optional = BESIDE
+    head: ClassVar[type[Eagle3]] = Eagle3
+    architecture: ClassVar[str] = "Eagle3DraftModel"
 
     def __init__(self, embeddings: bool = True):
         self.embeddings = embeddings
@@ -64,17 +62,61 @@ class Speculators(ExportLayout):
 
     def write(self, drafter: Drafter, target: Target, depth: int) -> DrafterFiles:
         assert isinstance(drafter, Eagle3)
-        return write_eagle3(drafter, target, depth, self.embeddings)
+        config = drafter.config
+        tensors = {their_name(name, config): tensor for name, tensor in drafter.state_dict().items()}
+        tensors |= vocabulary_maps(tensors.pop("token_ids"), config.vocab_size)
+        if self.embeddings:
+            tensors[EMBEDDINGS] = embedding_table(target)
+        fields = {
+            "target_hidden_size": config.hidden_size,
+            "norm_before_residual": config.norm_before_residual,
+            "norm_before_fc": config.norm_before_fc,
+            "fc_norm": config.norm_taps,
+            "norm_output": config.norm_output,
+            TAPS: list(config.taps),
+            "embed_requires_grad": False,
+        }
+        # vLLM keeps of all fields the layer's config and those named below it; it counts taps by this one.
+        layer = llama_config(config) | {"num_aux_hidden_states": len(config.taps)}
+        return DrafterFiles(written_config(drafter, target, depth, self.architecture, layer, fields), tensors)
 
-    def logits(self, found: DrafterFiles, target: Target, passage: ProbeSequence) -> Tensor:
-        layer, flags = vllm_flags(found.config, target.num_layers)
-        return eagle3_logits(found.tensors, layer, flags, passage)
+    def logits(self, files: DrafterFiles, target: Target, passage: ProbeSequence) -> Tensor:
+        layer, flags = vllm_flags(files.config, target.num_layers)
+        return eagle3_logits(files.tensors, layer, flags, passage)
 
     def recognises(self, config: dict[str, Any], names: Set[str]) -> bool:
-        return config.get("speculators_model_type") == "eagle3"
+        return config.get("speculators_model_type") == self.drafter
 
-    def read(self, found: DrafterFiles, target: Target) -> Eagle3:
-        return read_eagle3(found, target)
+    def read(self, files: DrafterFiles, target: Target) -> Eagle3:
+        kind, where = files.config.get("speculators_model_type"), str(files.config_file)
+        if kind != self.drafter:
+            raise BadInputError(
+                f"{where}: expected a head of the kind {self.drafter} (speculators_model_type), found {kind!r}."
+            )
+        head = self.head(self.settings(files.config, where, target.num_layers))
+        config, theirs = head.config, files.tensors
+        old, new = _TAP_NORMS[config.norm_before_fc]
+        weights = {with_prefix(name, old, new): tensor for name, tensor in theirs.items() if name not in BESIDE}
+        weights["token_ids"] = draft_ids(theirs, config.draft_vocab_size, config.vocab_size, files.folder)
+        check_embeddings(theirs.get(EMBEDDINGS), target, files.folder)
+        # Ours are ascending: whatever the order there, ids and rows move together.
+        order = weights["token_ids"].argsort()
+        weights |= {name: weights[name][order] for name in ("token_ids", "lm_head.weight") if name in weights}
+        fill(head, weights, [], str(files.folder))
+        head.check(target)
+        return head.eval()
+
+    def settings(self, values: dict[str, Any], where: str, num_layers: int) -> Eagle3Config:
+        """Return our config of theirs, a config.json of `speculators`.
+
+        Raises:
+            IncompatibleError: options that our head does not have; all of them are named.
+        """
+        taps = values.get(TAPS) or _default_taps(num_layers)
+        problems = ["embed_requires_grad: true"] if values.get("embed_requires_grad") else []
+        if num_layers in taps:
+            problems.append(f"tap {num_layers}, the target's last state before its final norm")
+        return Eagle3Config(**read_settings(values, where, problems, taps))
 
     def shapes(self, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         layer = config.get("transformer_layer_config") or {}
@@ -82,114 +124,46 @@ class Speculators(ExportLayout):
         if has_qwen_layers:
             config = config | {"transformer_layer_config": layer | {"model_type": "llama"}}
         settings = Eagle3Config(**read_settings(config, "config.json", [], (0, 1, 2)))
-        found = shapes_of(Eagle3, settings, lambda name: their_name(name, settings))
+        shapes = shapes_of(Eagle3, settings, lambda name: their_name(name, settings))
         if has_qwen_layers:
             parts = [f"layers.{i}.self_attn.{part}_norm.weight" for i in range(settings.num_layers) for part in "qk"]
-            found |= dict.fromkeys(parts, (settings.head_dim,))
-        return found
+            shapes |= dict.fromkeys(parts, (settings.head_dim,))
+        return shapes
 
 
-def taps_lacking(taps: Sequence[int], num_layers: int) -> list[Unsupported]:
-    """Return what engines cannot do of these taps: they sort them, and know no state after the final norm."""
-    found = f"taps: {list(taps)}"
-    lacks = []
-    if list(taps) != sorted(set(taps)):
-        lacks.append(Unsupported(found, "engines take each once, in ascending order", f"taps: {sorted(set(taps))}"))
-    if num_layers in taps:
-        before = sorted({min(tap, num_layers - 1) for tap in taps})
-        why = f"engines give the state {num_layers} before the target's final norm, and it was trained on that after it"
-        lacks.append(Unsupported(found, why, f"taps: {before}"))
-    return lacks
+class SpeculatorsPEagle(Speculators):
+    """P-EAGLE heads as the `speculators` package keeps them.
 
-
-def vllm_flags(config: dict[str, Any], num_layers: int) -> tuple[dict[str, Any], Flags]:
-    """Return the layers' config and the flags that vLLM takes from a config.json of this layout."""
-    default = (2, num_layers // 2, num_layers - 3)
-    flags = Flags(
-        taps=tuple(config.get(TAPS) or default),
-        norm_before_residual=bool(config.get("norm_before_residual", True)),
-        norm_before_fc=bool(config.get("norm_before_fc", False)),
-        fc_norm=bool(config.get("fc_norm", False)),
-        norm_output=bool(config.get("norm_output", False)),
-    )
-    return config["transformer_layer_config"], flags
-
-
-# ------------------------------------------------------------ writing
-
-
-def write_eagle3(head: Eagle3, target: Target, depth: int, embeddings: bool = True) -> DrafterFiles:
-    """Return `head` in this layout.
-
-    Args:
-        depth: how many tokens an engine drafts that is told nothing else.
-        embeddings: whether the target's are part of it. `speculators` fills absent ones with uninitialised memory, vLLM
-            takes the target's own.
+    Its loader fills embeddings that are missing with uninitialised memory, so they are written. There they may be
+    trained; ours are the target's, and others are refused.
     """
-    tensors = {their_name(name, head.config): tensor for name, tensor in head.state_dict().items()}
-    tensors |= vocabulary_maps(tensors.pop("token_ids"), head.config.vocab_size)
-    if embeddings:
-        tensors[EMBEDDINGS] = embedding_table(target)
-    return DrafterFiles(_written_config(head, target, depth), tensors)
 
+    name = "speculators-peagle"
+    drafter = "peagle"
+    head = PEagle
+    architecture = "PEagleDraftModel"
 
-def _written_config(head: Eagle3, target: Target, depth: int) -> dict[str, Any]:
-    config = head.config
-    return {
-        "architectures": ["Eagle3DraftModel"],
-        "model_type": "speculators",
-        "speculators_model_type": "eagle3",
-        "speculators_version": VERSION,
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "proposal_methods": [
-                {
-                    "proposal_type": "greedy",
-                    "speculative_tokens": depth,
-                    "verifier_accept_k": 1,
-                    "accept_tolerance": 0.0,
-                }
-            ],
-            "default_proposal_method": "greedy",
-            "verifier": verifier(target),
-        },
-        # vLLM keeps of all this the layer's config and the fields named below it; it counts taps by this one.
-        "transformer_layer_config": llama_config(config) | {"num_aux_hidden_states": len(config.taps)},
-        "draft_vocab_size": config.draft_vocab_size,
-        "target_hidden_size": config.hidden_size,
-        "norm_before_residual": config.norm_before_residual,
-        "norm_before_fc": config.norm_before_fc,
-        "fc_norm": config.norm_taps,
-        "norm_output": config.norm_output,
-        TAPS: list(config.taps),
-        "embed_requires_grad": False,
-        "tie_word_embeddings": False,
-        "dtype": str(head.fc.weight.dtype).removeprefix("torch."),
-        "transformers_version": versions()["transformers"],
-    }
+    def write(self, drafter: Drafter, target: Target, depth: int) -> DrafterFiles:
+        assert isinstance(drafter, PEagle)
+        if drafter.mask is not None:
+            raise IncompatibleError(
+                "this peagle drafter has learned the embedding of its mask, and others embed a token in its place; "
+                "train it with a drafter.mask_token_id that no text has."
+            )
+        written = super().write(drafter, target, depth)
+        return replace(written, config=written.config | {MASK: drafter.config.mask_token_id})
 
+    def logits(self, files: DrafterFiles, target: Target, passage: ProbeSequence) -> Tensor:
+        layer, flags = vllm_flags(files.config, target.num_layers)
+        return peagle_logits(files.tensors, layer, flags, int(files.config[MASK]), passage)
 
-def verifier(target: Target) -> dict[str, Any]:
-    """Return what the layout says of the target."""
-    return {"name_or_path": target.source.get("path") or "", "architectures": [type(target.model).__name__]}
+    def settings(self, values: dict[str, Any], where: str, num_layers: int = 0) -> PEagleConfig:
+        require_fields(values, (MASK, TAPS), where)
+        return PEagleConfig(**read_settings(values, where, []), mask_token_id=int(values[MASK]))
 
-
-def vocabulary_maps(ids: Tensor, vocab_size: int) -> dict[str, Tensor]:
-    """Return `d2t` `[V']` and `t2d` `[V]` of a draft vocabulary's target ids `[V']`; none for the whole vocabulary."""
-    if len(ids) == vocab_size:
-        return {}
-    kept = torch.zeros(vocab_size, dtype=torch.bool)
-    kept[ids] = True
-    return {"d2t": ids.cpu() - torch.arange(len(ids)), "t2d": kept}
-
-
-def their_name(name: str, config: Eagle3Config) -> str:
-    """Return their name of our tensor: the inverse of `_our_name`."""
-    theirs, ours = _TAP_NORMS[config.norm_before_fc]
-    return theirs + name.removeprefix(ours) if name.startswith(ours) else name
-
-
-# ------------------------------------------------------------ reading
+    def shapes(self, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+        settings = self.settings(config, "config.json")
+        return shapes_of(PEagle, settings, lambda name: their_name(name, settings))
 
 
 def load_speculators(folder: str | Path, target: Target) -> Eagle3:
@@ -199,40 +173,88 @@ def load_speculators(folder: str | Path, target: Target) -> Eagle3:
         BadInputError: no such checkpoint, another kind of one, or a damaged one.
         IncompatibleError: made for another target, or with an option that our head does not have.
     """
-    return read_eagle3(DrafterFiles.load(folder), target)
+    return Speculators().read(DrafterFiles.load(folder), target)
 
 
-def read_eagle3(found: DrafterFiles, target: Target) -> Eagle3:
-    """Return the head of a checkpoint in this layout; raises as `load_speculators` does."""
-    kind = found.config.get("speculators_model_type")
-    if kind != "eagle3":
-        raise BadInputError(
-            f"{found.config_file}: expected an EAGLE-3 head (speculators_model_type: eagle3), found {kind!r}."
-        )
-    head = Eagle3(eagle3_config(found.config, target, str(found.config_file)))
-    fill_eagle3(head, found.tensors, target, found.folder)
-    return head.eval()
+def taps_lacking(taps: Sequence[int], num_layers: int) -> list[Unsupported]:
+    """Return the taps that engines cannot use: they sort them, and have no state after the final norm."""
+    setting = f"taps: {list(taps)}"
+    lacks = []
+    if list(taps) != sorted(set(taps)):
+        lacks.append(Unsupported(setting, "engines take each once, in ascending order", f"taps: {sorted(set(taps))}"))
+    if num_layers in taps:
+        before = sorted({min(tap, num_layers - 1) for tap in taps})
+        why = f"engines give the state {num_layers} before the target's final norm, and it was trained on that after it"
+        lacks.append(Unsupported(setting, why, f"taps: {before}"))
+    return lacks
 
 
-def eagle3_config(values: dict[str, Any], target: Target, where: str) -> Eagle3Config:
-    """Return our config of theirs, a config.json of `speculators`.
+def tapped_embeddings(taps: Sequence[int]) -> Unsupported:
+    """Return the lack of engines that cannot tap the embeddings."""
+    nearest = f"taps: {sorted({max(tap, 1) for tap in taps})}"
+    return Unsupported(f"taps: {list(taps)}", "it taps outputs of layers, not embeddings", nearest)
 
-    Raises:
-        IncompatibleError: an option that our head does not have; all of them are named.
+
+def vllm_flags(config: dict[str, Any], num_layers: int) -> tuple[dict[str, Any], Flags]:
+    """Return the layers' config and the flags that vLLM takes from a config.json of this layout."""
+    flags = Flags(
+        taps=tuple(config.get(TAPS) or _default_taps(num_layers)),
+        norm_before_residual=bool(config.get("norm_before_residual", True)),
+        norm_before_fc=bool(config.get("norm_before_fc", False)),
+        fc_norm=bool(config.get("fc_norm", False)),
+        norm_output=bool(config.get("norm_output", False)),
+    )
+    return config["transformer_layer_config"], flags
+
+
+def _default_taps(num_layers: int) -> tuple[int, ...]:
+    """Return the taps that engines use where config.json names none."""
+    return (2, num_layers // 2, num_layers - 3)
+
+
+def written_config(
+    drafter: Eagle3 | DFlash,
+    target: Target,
+    depth: int,
+    architecture: str,
+    layer: dict[str, Any],
+    fields: dict[str, Any],
+) -> dict[str, Any]:
+    """Return the config.json of a drafter, for every kind that the package has.
+
+    Args:
+        depth: the tokens that an engine drafts if it is told nothing else.
+        layer: the config of its layers.
+        fields: the settings of this kind.
     """
-    taps = values.get(TAPS) or (2, target.num_layers // 2, target.num_layers - 3)
-    problems = ["embed_requires_grad: true"] if values.get("embed_requires_grad") else []
-    if target.num_layers in taps:
-        problems.append(f"tap {target.num_layers}, the target's last state before its final norm")
-    return Eagle3Config(**read_settings(values, where, problems, taps))
+    method = {"proposal_type": "greedy", "speculative_tokens": depth, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+    verifier = {"name_or_path": target.source.get("path") or "", "architectures": [type(target.model).__name__]}
+    return {
+        "architectures": [architecture],
+        "model_type": "speculators",
+        "speculators_model_type": drafter.name,
+        "speculators_version": VERSION,
+        "speculators_config": {
+            "algorithm": drafter.name,
+            "proposal_methods": [method],
+            "default_proposal_method": "greedy",
+            "verifier": verifier,
+        },
+        "transformer_layer_config": layer,
+        "draft_vocab_size": drafter.config.draft_vocab_size,
+        **fields,
+        "tie_word_embeddings": False,
+        "dtype": str(drafter.fc.weight.dtype).removeprefix("torch."),
+        "transformers_version": versions()["transformers"],
+    }
 
 
 def read_settings(values: dict[str, Any], where: str, problems: list[str], taps: Sequence[int] = ()) -> dict[str, Any]:
     """Return the settings of our head, from a config.json of `speculators`.
 
     Args:
-        problems: what else of the head ours cannot do.
-        taps: where it names none.
+        problems: other features of the head that ours lacks.
+        taps: those of a config that names none.
     """
     sizes = layer_sizes(values.get("transformer_layer_config", {}), where, problems)
     proposals = values.get("speculators_config", {}).get("proposal_methods") or [{}]
@@ -248,22 +270,32 @@ def read_settings(values: dict[str, Any], where: str, problems: list[str], taps:
     }
 
 
-def fill_eagle3(head: Eagle3, theirs: dict[str, Tensor], target: Target, folder: Path) -> None:
-    """Load the weights into `head`, each of them and nothing else, and check that it fits the target."""
-    weights = {_our_name(name, head.config): tensor for name, tensor in theirs.items() if name not in BESIDE}
-    weights["token_ids"] = draft_ids(theirs, head.config.draft_vocab_size, head.config.vocab_size, folder)
-    check_embeddings(theirs.get(EMBEDDINGS), target, folder)
-    # Ours are ascending: whatever the order there, ids and rows move together.
-    order = weights["token_ids"].argsort()
-    weights |= {name: weights[name][order] for name in ("token_ids", "lm_head.weight") if name in weights}
-    fill(head, weights, [], str(folder))
-    head.check(target)
-
-
-def _our_name(name: str, config: Eagle3Config) -> str:
-    """Return our name of their tensor; an unknown one stays as it is, and is refused as unexpected."""
+def their_name(name: str, config: Eagle3Config) -> str:
+    """Return the layout's name of our tensor."""
     theirs, ours = _TAP_NORMS[config.norm_before_fc]
-    return ours + name.removeprefix(theirs) if name.startswith(theirs) else name
+    return with_prefix(name, ours, theirs)
+
+
+# ------------------------------------------------------------ the draft vocabulary
+
+
+def vocabulary_maps(ids: Tensor, vocab_size: int) -> dict[str, Tensor]:
+    """Return `d2t` `[V']` and `t2d` `[V]` of a draft vocabulary's target ids `[V']`; none for the whole vocabulary."""
+    if len(ids) == vocab_size:
+        return {}
+    return {"d2t": ids.cpu() - torch.arange(len(ids)), "t2d": kept_tokens(ids, vocab_size)}
+
+
+def kept_tokens(ids: Tensor, vocab_size: int) -> Tensor:
+    """Return the mask `[V]` of the tokens among `ids`."""
+    kept = torch.zeros(vocab_size, dtype=torch.bool)
+    kept[ids[(ids >= 0) & (ids < vocab_size)].cpu()] = True
+    return kept
+
+
+def are_tokens(ids: Tensor, vocab_size: int) -> bool:
+    """Tell whether `ids` are different tokens of the vocabulary."""
+    return bool(ids.min() >= 0 and ids.max() < vocab_size) and len(ids.unique()) == len(ids)
 
 
 def draft_ids(theirs: dict[str, Tensor], draft_vocab_size: int, vocab_size: int, folder: Path) -> Tensor:
@@ -279,66 +311,11 @@ def draft_ids(theirs: dict[str, Tensor], draft_vocab_size: int, vocab_size: int,
     if offsets.shape != every.shape:
         raise BadInputError(f"{folder}: d2t has the shape {tuple(offsets.shape)}, expected {tuple(every.shape)}.")
     ids = every + offsets.long()
-    kept = torch.zeros(vocab_size, dtype=torch.bool)
-    if ids.min() < 0 or ids.max() >= vocab_size or len(ids.unique()) < len(ids):
+    if not are_tokens(ids, vocab_size):
         raise BadInputError(
             f"{folder}: d2t does not name {len(ids)} different tokens of the {vocab_size} (it holds offsets: "
             "token i + d2t[i])."
         )
-    kept[ids] = True
-    if "t2d" in theirs and not torch.equal(kept, theirs["t2d"].bool()):
+    if "t2d" in theirs and not torch.equal(kept_tokens(ids, vocab_size), theirs["t2d"].bool()):
         raise BadInputError(f"{folder}: d2t and t2d name different tokens.")
     return ids
-
-
-_MASK = "mask_token_id"
-
-
-class SpeculatorsPEagle(Speculators):
-    """P-EAGLE heads as the `speculators` package keeps them.
-
-    Its loader fills embeddings that are missing with uninitialised memory, so they are written. There they may be
-    trained; ours are the target's, and others are refused.
-    """
-
-    name = "speculators-peagle"
-    drafter = "peagle"
-
-    def write(self, drafter: Drafter, target: Target, depth: int) -> DrafterFiles:
-        assert isinstance(drafter, PEagle)
-        if drafter.mask is not None:
-            raise IncompatibleError(
-                "this peagle drafter has learned the embedding of its mask, and others embed a token in its place; "
-                "train it with a drafter.mask_token_id that no text has."
-            )
-        written = write_eagle3(drafter, target, depth)
-        config = written.config | {
-            "architectures": ["PEagleDraftModel"],
-            "speculators_model_type": self.drafter,
-            "speculators_config": written.config["speculators_config"] | {"algorithm": self.drafter},
-            _MASK: drafter.config.mask_token_id,
-        }
-        return replace(written, config=config)
-
-    def logits(self, found: DrafterFiles, target: Target, passage: ProbeSequence) -> Tensor:
-        layer, flags = vllm_flags(found.config, target.num_layers)
-        return peagle_logits(found.tensors, layer, flags, int(found.config[_MASK]), passage)
-
-    def recognises(self, config: dict[str, Any], names: Set[str]) -> bool:
-        return config.get("speculators_model_type") == self.drafter
-
-    def read(self, found: DrafterFiles, target: Target) -> PEagle:
-        head = PEagle(_settings(found.config, str(found.config_file)))
-        fill_eagle3(head, found.tensors, target, found.folder)
-        return head.eval()
-
-    def shapes(self, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-        settings = _settings(config, "config.json")
-        return shapes_of(PEagle, settings, lambda name: their_name(name, settings))
-
-
-def _settings(values: dict[str, Any], where: str) -> PEagleConfig:
-    for name in (_MASK, "eagle_aux_hidden_state_layer_ids"):
-        if values.get(name) is None:
-            raise BadInputError(f"{where}: {name} is missing; without it nobody knows what the drafter reads.")
-    return PEagleConfig(**read_settings(values, where, []), mask_token_id=int(values[_MASK]))

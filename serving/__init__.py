@@ -1,1 +1,1 @@
-"""Engines that serve: what they do with a pair, beside what was measured, and how that changes over time."""
+"""Engines that serve a pair: their acceptance, compared with the measurement, and watched over time."""

@@ -1,13 +1,12 @@
-"""When did acceptance change? A cumulative-sum test (Page, 1954) on windows of a fixed number of rounds.
+"""The moment when acceptance changed: a cumulative-sum test (Page, 1954) on windows of a fixed number of rounds.
 
 In each window the mean number of accepted drafts is compared with the baseline, in units of its own spread: z. Two sums
-collect what z exceeds a slack by, one for falls and one for rises; an alarm is a sum above the threshold. The threshold
-is found by simulation, baseline error included, so that quiet traffic seldom raises an alarm, and the same simulation
-tells how late a change is found.
+collect the excess of z over a slack, one for falls and one for rises; an alarm is a sum above the threshold. The
+threshold comes from a simulation, baseline error included, so that quiet traffic seldom raises an alarm, and the same
+simulation tells how late a change is found.
 
-Windows are never smaller than they were asked to be, and often larger: a busy engine counts many rounds between two
-looks. One of m times the size counts as m windows that all lie where their mean lies, so that baseline, threshold and
-promise stay those of the size that was asked for.
+Windows are often larger than asked for: a busy engine counts many rounds between two looks. One of m times the size
+counts as m windows with the same mean, so that baseline, threshold and promise stay those of the chosen size.
 
 Shapes: W windows, R simulated runs.
 """
@@ -21,7 +20,7 @@ from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from ..common import BadInputError
 
@@ -36,19 +35,17 @@ LONGEST = 400  # windows after which a simulated change counts as not found
 Floats = NDArray[np.float64]
 
 
-class NormalDrafting(BaseModel):
-    """How drafting goes when all is well.
+class NormalDrafting(BaseModel, extra="forbid"):
+    """The baseline of a watch: usual drafting.
 
     Attributes:
         tau: mean tokens per round, with the target's own.
         spread: standard deviation of a round's accepted drafts, as the mean of many rounds shows it: rounds of one
             prompt resemble each other, so it is more than that of single rounds. The mean of n rounds has spread / √n.
-        rounds: that it was learned from. parts: independent ones (prompts, or windows), which the spread is known by.
+        rounds: the number that it was learned from. parts: that of independent parts (prompts, or windows).
         by_position: share of the rounds that kept the draft at each position; () if it is not known.
-        source: where it comes from.
+        source: its origin, for messages.
     """
-
-    model_config = ConfigDict(extra="forbid")
 
     tau: float
     spread: float
@@ -78,13 +75,13 @@ class NormalDrafting(BaseModel):
         )
 
     def score(self, rounds: float, accepted: float) -> float:
-        """Return by how many of its own spreads a window lies above the baseline."""
+        """Return the distance of a window above the baseline, in its own spreads."""
         return (accepted / rounds - (self.tau - 1)) * math.sqrt(rounds) / max(self.spread, 1e-9)
 
 
 @dataclass(frozen=True)
 class WatchLimits:
-    """What a watch promises.
+    """The promise of a watch.
 
     Attributes:
         window: rounds of a window.
@@ -98,13 +95,13 @@ class WatchLimits:
 
 @dataclass(frozen=True)
 class Chart:
-    """A test that is ready: how far the sums may grow.
+    """A calibrated test.
 
     Attributes:
-        threshold: above which a sum raises the alarm.
+        threshold: a sum above it raises the alarm.
         slack: spreads of a window that never count.
         error: standard error of the baseline's mean, in spreads of a window.
-        parts: that the baseline's spread is known by.
+        parts: of the baseline.
     """
 
     limits: WatchLimits
@@ -115,7 +112,7 @@ class Chart:
 
     @classmethod
     def calibrated(cls, baseline: NormalDrafting, limits: WatchLimits) -> Chart:
-        """Return the chart that keeps what `limits` promise, for a baseline that is itself only estimated.
+        """Return the chart that keeps the promise of `limits`, for a baseline that is itself only estimated.
 
         Of several slacks it has the one that finds a deep fall first.
         """
@@ -135,14 +132,12 @@ class Chart:
         return self.delay(shift) * self.limits.window
 
 
-class CusumState(BaseModel):
-    """Where the test stands: what falls and rises have added up to.
+class CusumState(BaseModel, extra="forbid"):
+    """The sums of a test, of falls and of rises.
 
     Attributes:
         fallen, risen: windows since each sum was last zero: since when a change is suspected.
     """
-
-    model_config = ConfigDict(extra="forbid")
 
     fall: float = 0.0
     rise: float = 0.0
@@ -161,7 +156,7 @@ class CusumState(BaseModel):
         )
 
     def alarm(self, threshold: float) -> str | None:
-        """Return what has changed: "fall", "rise", or nothing."""
+        """Return the change: "fall", "rise", or None."""
         if max(self.fall, self.rise) <= threshold:
             return None
         return "fall" if self.fall >= self.rise else "rise"
@@ -182,19 +177,19 @@ def _scores(error: float, parts: int, length: int, shift: float = 0.0, runs: int
     mean = generator.normal(size=runs) * error
     freedom = max(1, parts - 1)
     spread = np.sqrt(generator.chisquare(freedom, size=runs) / freedom)
-    found: Floats = (_noise(length, runs) + (shift - mean)) / np.maximum(spread, 0.2)
-    return found
+    scores: Floats = (_noise(length, runs) + (shift - mean)) / np.maximum(spread, 0.2)
+    return scores
 
 
 def _highest(scores: Floats, slack: float) -> Floats:
-    """Return the highest that either sum has been, up to each window `[W, R]`."""
+    """Return the maximum of either sum up to each window `[W, R]`."""
     fall = rise = highest = np.zeros(scores.shape[1])
-    found = np.empty_like(scores)
+    maxima = np.empty_like(scores)
     for i, score in enumerate(scores):
         fall, rise = np.maximum(0, fall - score - slack), np.maximum(0, rise + score - slack)
         highest = np.maximum(highest, np.maximum(fall, rise))
-        found[i] = highest
-    return found
+        maxima[i] = highest
+    return maxima
 
 
 @lru_cache(maxsize=256)
@@ -206,6 +201,6 @@ def _threshold(error: float, parts: int, slack: float, limits: WatchLimits) -> f
 
 @lru_cache(maxsize=256)
 def _delay(error: float, parts: int, slack: float, threshold: float, shift: float) -> float:
-    found = _highest(_scores(error, parts, LONGEST, shift), slack) > threshold
-    first = np.where(found.any(0), found.argmax(0) + 1, math.inf)
+    alarmed = _highest(_scores(error, parts, LONGEST, shift), slack) > threshold
+    first = np.where(alarmed.any(0), alarmed.argmax(0) + 1, math.inf)
     return float(np.median(first))

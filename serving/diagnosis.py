@@ -1,6 +1,6 @@
-"""From where an engine's figures part from ours to what is probably wrong.
+"""The probable faults of an engine, from the figures that differ from ours.
 
-A suspicion is no proof. It says what kind of mistake shows in this way, so that whoever looks knows where to begin.
+A suspicion is no proof: it names the kind of mistake that shows in this way, and so where to begin to look.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from .comparison import ServedComparison
 from .fault_models import Explanation
@@ -17,16 +17,14 @@ SAME = 0.75  # of the prompts whose drafts must be ours, in float32 at temperatu
 NONE_ACCEPTED = 0.25  # of our acceptance at the first position: below it, drafts are as good as random
 
 
-class Suspicion(BaseModel):
-    """What is probably wrong.
+class Suspicion(BaseModel, extra="forbid"):
+    """A probable fault.
 
     Attributes:
         kind: target, tie, depth, drafts, lookup, vocabulary, first, later, one-hot or sampling.
         temperature: at which it shows.
-        because: what was seen. suspect: what such a difference usually comes from.
+        because: the difference. suspect: its usual cause.
     """
-
-    model_config = ConfigDict(extra="forbid")
 
     kind: str
     temperature: float
@@ -73,110 +71,104 @@ def suspicions(
     exact: bool = True,
     explanation: Explanation | None = None,
 ) -> list[Suspicion]:
-    """Return what is probably wrong; [] if the engine does what our decoder does.
+    """Return the probable faults; [] if the engine does the same as our decoder.
 
     Args:
-        exact: whether both sides compute in float32, in which they should accept the same drafts one by one.
-        explanation: the mistake that explains what the engine does at temperature 0, if one was found.
+        exact: both sides compute in float32, in which they should accept the same drafts one by one.
+        explanation: the mistake that explains the engine's acceptance at temperature 0, if there is one.
     """
     wrong = [c for c in comparisons if c.temperature == 0 and drafts_differ(c, tolerance, exact)]
     return [s for c in comparisons for s in _of(c, tolerance, exact, not wrong, explanation)]
 
 
-def drafts_differ(found: ServedComparison, tolerance: float, exact: bool) -> bool:
-    """Tell whether the engine's drafts are not ours: as many are not accepted, or not the same ones."""
-    others = exact and found.same_drafts is not None and found.same_drafts < SAME * found.num_prompts
-    return not found.agrees(tolerance) or (others and not found.divergences)
+def drafts_differ(compared: ServedComparison, tolerance: float, exact: bool) -> bool:
+    """Tell whether the engine's drafts are not ours: more or fewer are accepted, or other ones."""
+    others = exact and compared.same_drafts is not None and compared.same_drafts < SAME * compared.num_prompts
+    return not compared.agrees(tolerance) or (others and not compared.divergences)
 
 
 def _of(
-    found: ServedComparison, tolerance: float, exact: bool, greedy_is_right: bool, explanation: Explanation | None
+    compared: ServedComparison, tolerance: float, exact: bool, greedy_is_right: bool, explanation: Explanation | None
 ) -> Iterator[Suspicion]:
-    yield from _text(found)
-    if _depth_differs(found):
-        seen = f"{found.drafted_served or 0:.2f} draft tokens per round, {found.drafted_own:.2f} expected"
-        yield _suspicion("depth", found, seen)
-    elif found.temperature == 0 and explanation is not None and not greedy_is_right:
-        yield Suspicion(kind=explanation.kind, temperature=0.0, because=_seen(found), suspect=str(explanation))
-    elif found.temperature == 0 and drafts_differ(found, tolerance, exact):
-        yield _suspicion(_drafts(found), found, _seen(found))
-    elif not found.agrees(tolerance):
-        kind = _sampled(found, tolerance) if greedy_is_right else _drafts(found)
-        yield _suspicion(kind, found, _seen(found))
-    elif found.temperature > 0 and found.length.excludes(0.0) and abs(found.length.value) > 1:
-        seen = f"texts are {found.length.value:+.1f} tokens longer than ours {found.length.bounds(1)}"
-        yield _suspicion("sampling", found, seen)
+    yield from _text(compared)
+    depth = compared.drafted_served
+    # Where nothing was drafted the difference is nan, and not small either.
+    if depth is not None and not abs(depth - compared.drafted_own) <= 0.3:
+        because = f"{depth:.2f} draft tokens per round, {compared.drafted_own:.2f} expected"
+        yield _suspicion("depth", compared, because)
+    elif compared.temperature == 0 and explanation is not None and not greedy_is_right:
+        yield Suspicion(kind=explanation.kind, temperature=0.0, because=_seen(compared), suspect=str(explanation))
+    elif compared.temperature == 0 and drafts_differ(compared, tolerance, exact):
+        yield _suspicion(_drafts(compared), compared, _seen(compared))
+    elif not compared.agrees(tolerance):
+        kind = _sampled(compared, tolerance) if greedy_is_right else _drafts(compared)
+        yield _suspicion(kind, compared, _seen(compared))
+    elif compared.temperature > 0 and compared.length.excludes(0.0) and abs(compared.length.value) > 1:
+        because = f"texts are {compared.length.value:+.1f} tokens longer than ours {compared.length.bounds(1)}"
+        yield _suspicion("sampling", compared, because)
 
 
-def _text(found: ServedComparison) -> Iterator[Suspicion]:
-    if not found.divergences:
+def _text(compared: ServedComparison) -> Iterator[Suspicion]:
+    if not compared.divergences:
         return
-    early = [d for d in found.divergences if d.index < d.length / 4]
-    kind = "target" if 2 * len(found.divergences) > found.num_prompts or len(early) > 2 else "tie"
-    first = min(found.divergences, key=lambda d: d.index)
-    seen = (
-        f"{len(found.divergences)} of {found.num_prompts} texts are not ours, "
+    early = [d for d in compared.divergences if d.index < d.length / 4]
+    kind = "target" if 2 * len(compared.divergences) > compared.num_prompts or len(early) > 2 else "tie"
+    first = min(compared.divergences, key=lambda d: d.index)
+    because = (
+        f"{len(compared.divergences)} of {compared.num_prompts} texts are not ours, "
         f"the first from token {first.index} on ({first.suite}/{first.prompt})"
     )
-    yield _suspicion(kind, found, seen)
+    yield _suspicion(kind, compared, because)
 
 
-def _depth_differs(found: ServedComparison) -> bool:
-    if found.drafted_served is None:
-        return False  # nobody knows
-    return not abs(found.drafted_served - found.drafted_own) <= 0.3  # nor where nothing was drafted
-
-
-def _drafts(found: ServedComparison) -> str:
-    """Return what is wrong with the drafts themselves, by the first position that differs."""
-    if "by_position" in found.uncounted:
+def _drafts(compared: ServedComparison) -> str:
+    """Return the kind of fault in the drafts themselves, by the first position that differs."""
+    if "by_position" in compared.uncounted:
         return "drafts"
-    first = found.positions[0] if found.positions else None
-    if found.parts_at not in (None, 1):
+    first = compared.positions[0] if compared.positions else None
+    if compared.parts_at not in (None, 1):
         return "later"
     return "vocabulary" if first is not None and first.served < NONE_ACCEPTED * first.own else "first"
 
 
-def _sampled(found: ServedComparison, tolerance: float) -> str:
-    """Return what is wrong above temperature 0 where all is right at temperature 0."""
-    near = found.one_hot_difference
-    if near is not None and found.one_hot is not None:
-        is_near = not near.excludes(0.0) or abs(near.value) <= tolerance * found.one_hot.value
-        if is_near and not found.length.excludes(0.0):
+def _sampled(compared: ServedComparison, tolerance: float) -> str:
+    """Return the kind of fault above temperature 0 where all is right at temperature 0."""
+    near = compared.one_hot_difference
+    if near is not None and compared.one_hot is not None:
+        is_near = not near.excludes(0.0) or abs(near.value) <= tolerance * compared.one_hot.value
+        if is_near and not compared.length.excludes(0.0):
             return "one-hot"
     return "sampling"
 
 
-def _seen(found: ServedComparison) -> str:
-    where = f", from position {found.parts_at} on" if found.parts_at else ""
-    if "rounds" in found.uncounted:
+def _seen(compared: ServedComparison) -> str:
+    where = f", from position {compared.parts_at} on" if compared.parts_at else ""
+    if "rounds" in compared.uncounted:
         where += "; the engine shows its own average of its latest rounds"
-    if found.same_drafts is not None:
-        where += f"; the same drafts are accepted in {found.same_drafts} of {found.num_prompts} prompts"
+    if compared.same_drafts is not None:
+        where += f"; the same drafts are accepted in {compared.same_drafts} of {compared.num_prompts} prompts"
     return (
-        f"τ is {found.served.text(3)} there and {found.own.text(3)} here, "
-        f"a difference of {found.difference.value:+.3f} {found.difference.bounds(3)}{where}"
+        f"τ is {compared.served.text(3)} there and {compared.own.text(3)} here, "
+        f"a difference of {compared.difference.value:+.3f} {compared.difference.bounds(3)}{where}"
     )
 
 
-def _suspicion(kind: str, found: ServedComparison, because: str) -> Suspicion:
-    return Suspicion(kind=kind, temperature=found.temperature, because=because, suspect=SUSPECTS[kind])
+def _suspicion(kind: str, compared: ServedComparison, because: str) -> Suspicion:
+    return Suspicion(kind=kind, temperature=compared.temperature, because=because, suspect=SUSPECTS[kind])
 
 
-TOLERANCE = 0.02  # of τ: a difference that is certain, but smaller than this, is nobody's concern
+TOLERANCE = 0.02  # of τ: a difference that is certain, but smaller than this, does not matter
 
 
-class ServedResult(BaseModel):
-    """What `outrider served` found.
+class ServedResult(BaseModel, extra="forbid"):
+    """The result of `outrider served`.
 
     Attributes:
-        engine: what it is, what it said of itself, and how it was started.
-        target, drafter, depth, max_new_tokens: what was compared.
+        engine: its name, its model, and how it was started.
+        target, drafter, depth, max_new_tokens: see `Expectation`.
         tolerance: see `ServedComparison.agrees`.
         foreign: new tokens that the engine counted and we did not ask for: traffic of others, in the counts too.
     """
-
-    model_config = ConfigDict(extra="forbid")
 
     schema_version: Literal[1] = 1
     created: str
@@ -192,7 +184,7 @@ class ServedResult(BaseModel):
 
     @property
     def agrees(self) -> bool:
-        """Whether the engine does what our decoder does."""
+        """Whether the engine does the same as our decoder."""
         return not self.suspicions
 
     @property
@@ -207,40 +199,33 @@ class ServedResult(BaseModel):
 # ------------------------------------------------------------ for people
 
 
-def lines(result: ServedResult) -> list[str]:
-    """Return the result in sentences, the verdict first."""
-    verdict = "served equals measured" if result.agrees else "served differs from measured"
-    found = [f"{verdict}: {result.drafter}, depth {result.depth}, {result.engine.get('name', 'engine')}"]
-    for c in result.comparisons:
-        found += _figures(c)
-    found += _unknown(result)
-    if result.foreign:
-        found.append(f"{result.foreign} tokens of others were counted too: measure on an engine that nobody else uses")
-    return found + [str(s) for s in result.suspicions]
-
-
 _UNKNOWN = {
     "rounds": "its rounds (its τ is its own average of the latest ones, so only differences above 10% count)",
-    "drafted": "its draft tokens (so nobody knows whether it drafts as deep)",
-    "by_position": "acceptance by position (so nobody knows where drafts differ)",
+    "drafted": "its draft tokens (so it may draft to another depth)",
+    "by_position": "acceptance by position (so where drafts differ is unknown)",
 }
 
 
-def _unknown(result: ServedResult) -> list[str]:
-    """Return what the engine does not count, so that nothing was compared there."""
-    uncounted = sorted({name for c in result.comparisons for name in c.uncounted})
-    name = result.engine.get("name", "this engine")
-    return [f"{name} does not count {', '.join(_UNKNOWN[u] for u in uncounted)}"] if uncounted else []
+def lines(result: ServedResult) -> list[str]:
+    """Return the result in sentences, the verdict first."""
+    verdict = "served equals measured" if result.agrees else "served differs from measured"
+    name = result.engine.get("name")
+    text = [f"{verdict}: {result.drafter}, depth {result.depth}, {name or 'engine'}"]
+    for c in result.comparisons:
+        text += _figures(c)
+    if uncounted := sorted({u for c in result.comparisons for u in c.uncounted}):
+        text.append(f"{name or 'this engine'} does not count {', '.join(_UNKNOWN[u] for u in uncounted)}")
+    if result.foreign:
+        text.append(f"{result.foreign} tokens of others were counted too: measure on an engine that nobody else uses")
+    return text + [str(s) for s in result.suspicions]
 
 
-def _figures(found: ServedComparison) -> list[str]:
-    texts = "" if found.identical is None else f"; {found.identical} of {found.num_prompts} texts identical"
-    speed = "" if found.speedup is None else f"; {found.speedup.text(unit='×')} the speed of that engine without drafts"
+def _figures(c: ServedComparison) -> list[str]:
+    texts = "" if c.identical is None else f"; {c.identical} of {c.num_prompts} texts identical"
+    speed = "" if c.speedup is None else f"; {c.speedup.text(unit='×')} the speed of that engine without drafts"
     first = (
-        f"temperature {found.temperature:g}: τ {found.served.text(3)} there, {found.own.text(3)} here, "
-        f"difference {found.difference.value:+.3f} {found.difference.bounds(3)}{texts}{speed}"
+        f"temperature {c.temperature:g}: τ {c.served.text(3)} there, {c.own.text(3)} here, "
+        f"difference {c.difference.value:+.3f} {c.difference.bounds(3)}{texts}{speed}"
     )
-    positions = ", ".join(
-        f"{p.position}: {p.served:.2f} / {p.own:.2f}{' !' if p.parted else ''}" for p in found.positions
-    )
+    positions = ", ".join(f"{p.position}: {p.served:.2f} / {p.own:.2f}{' !' if p.parted else ''}" for p in c.positions)
     return [first, f"  accepted by position, there / here: {positions}"] if positions else [first]

@@ -5,14 +5,18 @@ from __future__ import annotations
 import http.client
 import time
 import urllib.request
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cached_property, partial
+from typing import ClassVar
 
 from openai import APIConnectionError, APIStatusError, OpenAI
 from prometheus_client.parser import text_string_to_metric_families
+from pydantic import ConfigDict
+from pydantic.dataclasses import dataclass as checked_dataclass
 
 from ..common import BadInputError
+from .reference_run import DraftCounts
 
 SETTLE_SECONDS = 5.0  # how long an engine may take to count what it has already answered
 
@@ -23,37 +27,13 @@ class EngineCompletion:
 
     Attributes:
         text: the new text. tokens: the new tokens; None where the engine does not return them.
-        num_tokens: how many there are. ended: whether the target ended it (not the length).
-        seconds: of the whole request.
-        counted: what the engine counted meanwhile; None if that was not asked for.
+        num_tokens: their number. seconds: of the whole request.
     """
 
     text: str
     tokens: tuple[int, ...] | None
     num_tokens: int
-    ended: bool
     seconds: float
-    counted: Counters | None = None
-
-
-@dataclass(frozen=True)
-class Ask:
-    """How completions are asked for."""
-
-    max_new_tokens: int = 64
-    temperature: float = 0.0
-    seed: int | None = None
-
-    def body(self) -> dict[str, Any]:
-        """Return the fields of a request; those after `temperature` undo whatever the target's own defaults say."""
-        plain = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "return_token_ids": True}
-        found: dict[str, Any] = {
-            "max_tokens": self.max_new_tokens,
-            "temperature": self.temperature,
-            "top_p": 1.0,
-            "extra_body": plain,
-        }
-        return found if self.seed is None else found | {"seed": self.seed}
 
 
 class Engine:
@@ -61,35 +41,30 @@ class Engine:
 
     Args:
         url: of the server, with or without its `/v1`.
-        model: the name that the engine serves; None takes the first one that it lists.
         key: sent as the bearer token.
     """
 
-    def __init__(self, url: str, model: str | None = None, key: str | None = None, timeout: float = 600.0):
-        self.url = root_url(url)
-        self.key, self.timeout = key, timeout
-        self._client = OpenAI(base_url=f"{self.url}/v1", api_key=key or "none", timeout=timeout, max_retries=0)
-        self._model = model
+    def __init__(self, url: str, key: str | None = None):
+        self.url, self.key = root_url(url), key
+        self._client = OpenAI(base_url=f"{self.url}/v1", api_key=key or "none", timeout=600.0, max_retries=0)
 
-    @property
+    @cached_property
     def model(self) -> str:
-        """The name under which the engine serves its target."""
-        if self._model is None:
-            try:
-                self._model = self._client.models.list().data[0].id
-            except (APIConnectionError, APIStatusError) as error:
-                raise self._unreachable(error) from error
-        return self._model
+        """The name under which the engine serves its target: the first one that it lists."""
+        try:
+            return self._client.models.list().data[0].id
+        except (APIConnectionError, APIStatusError) as error:
+            raise self._unreachable(error) from error
 
     def counters(self) -> Counters:
-        """Return what the engine has counted since it started.
+        """Return the engine's counters since it started.
 
         Raises:
             BadInputError: it cannot be reached, or its page of metrics cannot be read.
         """
         return read_counters(read_metrics(self.url, self.key))
 
-    def complete(self, tokens: Sequence[int], ask: Ask) -> EngineCompletion:
+    def complete(self, tokens: Sequence[int], max_new_tokens: int = 64, temperature: float = 0.0) -> EngineCompletion:
         """Complete one prompt, given as token ids.
 
         Raises:
@@ -97,23 +72,29 @@ class Engine:
         """
         began = time.perf_counter()
         try:
-            answer = self._client.completions.create(model=self.model, prompt=list(tokens), **ask.body())
+            answer = self._client.completions.create(
+                model=self.model,
+                prompt=list(tokens),
+                max_tokens=max_new_tokens,
+                temperature=temperature,
+                top_p=1.0,  # this and the others undo the target's own defaults
+                extra_body={"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "return_token_ids": True},
+            )
         except (APIConnectionError, APIStatusError) as error:
             raise self._unreachable(error) from error
         seconds = time.perf_counter() - began
         choice = answer.choices[0]
         ids = getattr(choice, "token_ids", None)
         count = answer.usage.completion_tokens if answer.usage else len(ids or ())
-        ended = choice.finish_reason == "stop"
-        return EngineCompletion(choice.text, None if ids is None else tuple(ids), count, ended, seconds)
+        return EngineCompletion(choice.text, None if ids is None else tuple(ids), count, seconds)
 
     def settled(self, earlier: Counters, tokens: int) -> Counters:
         """Return the counters, as soon as the engine has counted `tokens` new tokens after `earlier`."""
         limit = time.monotonic() + SETTLE_SECONDS
         while True:
-            found = self.counters()
-            if found.since(earlier).tokens >= tokens or time.monotonic() > limit:
-                return found
+            now = self.counters()
+            if now.since(earlier).tokens >= tokens or time.monotonic() > limit:
+                return now
             time.sleep(0.02)
 
     def _unreachable(self, error: Exception) -> BadInputError:
@@ -131,7 +112,7 @@ def root_url(url: str) -> str:
 
 
 def read_metrics(url: str, key: str | None = None, timeout: float = 10.0) -> str:
-    """Return the text of a server's page of metrics; BadInputError if it cannot be had."""
+    """Return the text of a server's page of metrics; BadInputError if it cannot be read."""
     page = f"{root_url(url)}/metrics"
     request = urllib.request.Request(page, headers={"Authorization": f"Bearer {key}"} if key else {})
     try:
@@ -141,84 +122,41 @@ def read_metrics(url: str, key: str | None = None, timeout: float = 10.0) -> str
         raise BadInputError(f"{page} cannot be read ({error}). Is the engine running, with its metrics on?") from error
 
 
-COUNTED = ("rounds", "drafted", "by_position")  # what some engines count, and others do not
-SUMS = ("rounds", "drafted", "accepted", "tokens")  # what only ever grows while an engine runs
+COUNTED = ("rounds", "drafted", "by_position")  # counted by some engines, and not by others
 
 
-@dataclass(frozen=True)
-class Counters:
-    """What an engine has counted: since it started, or (see `since`) between two looks at its page.
+@checked_dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class Counters(DraftCounts):
+    """The counters of an engine: since it started, or (see `since`) between two looks at its page.
 
     Attributes:
         engine: vllm, sglang, tgi or llama.cpp.
-        rounds: verified proposals. drafted, accepted: draft tokens in them, and those that were kept.
-        by_position: how many rounds kept the draft at each position, the first one first; () if it is not counted.
         tokens: new tokens of all requests, whether they were drafted or not.
         mean: tokens per round, where the engine shows only its own latest average; rounds are then derived from it.
-        started: when the engine's process began, in seconds since 1970; None if it does not say.
-        uncounted: which of `COUNTED` this engine never counts: its zeros there say nothing.
+        started: when the engine's process began, in seconds since 1970; None if it does not tell.
+        uncounted: those of `COUNTED` that this engine never counts: its zeros there mean nothing.
     """
 
-    engine: str
-    rounds: float = 0.0
-    drafted: float = 0.0
-    accepted: float = 0.0
-    by_position: tuple[float, ...] = ()
+    sums: ClassVar[tuple[str, ...]] = ("rounds", "drafted", "accepted", "tokens")
+    engine: str = ""
     tokens: float = 0.0
     mean: float | None = None
     started: float | None = None
     uncounted: tuple[str, ...] = ()
 
-    @property
-    def tau(self) -> float:
-        """Mean tokens per round, with the target's own token; nan without rounds."""
-        return 1 + self.accepted / self.rounds if self.rounds else float("nan")
-
-    @property
-    def depth(self) -> float:
-        """Mean draft tokens per round; nan where the engine does not count them."""
-        return self.drafted / self.rounds if self.rounds and self.drafted else float("nan")
-
     def restarted(self, earlier: Counters) -> bool:
         """Tell whether the engine was started anew after `earlier`: another beginning, or a counter that fell."""
         if None not in (self.started, earlier.started) and self.started != earlier.started:
             return True
-        return any(getattr(self, name) < getattr(earlier, name) for name in SUMS)
+        return any(getattr(self, name) < getattr(earlier, name) for name in self.sums)
 
     def since(self, earlier: Counters | None) -> Counters:
-        """Return what was counted after `earlier`; all of it, if the engine was started anew in between."""
-        if earlier is None or self.restarted(earlier):
-            return self._averaged(self.tokens)
-        depths = max(len(self.by_position), len(earlier.by_position))
-        positions = zip(_padded(self.by_position, depths), _padded(earlier.by_position, depths), strict=True)
-        return replace(
-            self,
-            rounds=self.rounds - earlier.rounds,
-            drafted=self.drafted - earlier.drafted,
-            accepted=self.accepted - earlier.accepted,
-            by_position=tuple(now - then for now, then in positions),
-            tokens=self.tokens - earlier.tokens,
-        )._averaged(self.tokens - earlier.tokens)
-
-    def plus(self, other: Counters) -> Counters:
-        """Return both together, as if one engine had counted them."""
-        depths = max(len(self.by_position), len(other.by_position))
-        positions = zip(_padded(self.by_position, depths), _padded(other.by_position, depths), strict=True)
-        sums = {
-            name: getattr(self, name) + getattr(other, name) for name in ("rounds", "drafted", "accepted", "tokens")
-        }
-        return replace(self, **sums, by_position=tuple(map(sum, positions)))
-
-    def _averaged(self, tokens: float) -> Counters:
-        """Return these counts with the rounds that an average alone tells of: each made `mean` of the tokens."""
-        if self.mean is None or not self.mean >= 1:
-            return self
-        rounds = tokens / self.mean
-        return replace(self, rounds=rounds, accepted=tokens - rounds)
-
-
-def _padded(values: tuple[float, ...], length: int) -> tuple[float, ...]:
-    return values + (0.0,) * (length - len(values))
+        """Return the counts after `earlier`; all of them, if the engine was started anew in between."""
+        new = self if earlier is None or self.restarted(earlier) else self.plus(earlier, -1)
+        if new.mean is None or not new.mean >= 1:
+            return new
+        rounds = new.tokens / new.mean  # an average alone tells of rounds: each made `mean` of the tokens
+        return replace(new, rounds=rounds, accepted=new.tokens - rounds)
 
 
 # ------------------------------------------------------------ one page
@@ -237,77 +175,66 @@ class Page:
         try:
             for family in text_string_to_metric_families(text):
                 for sample in family.samples:
-                    samples.setdefault(_plain(sample.name), []).append((sample.labels, sample.value))
+                    samples.setdefault(sample.name.replace(":", "_"), []).append((sample.labels, sample.value))
         except ValueError as error:
             raise BadInputError(f"this is no page of Prometheus metrics ({error}); give an engine's URL.") from error
         return cls(samples)
 
-    def has(self, *names: str) -> bool:
-        """Tell whether one of the names is there."""
-        return any(_plain(name) in self.samples or f"{_plain(name)}_total" in self.samples for name in names)
+    def values(self, name: str) -> list[tuple[dict[str, str], float]]:
+        """Return the labels and values of a metric, whose name may end with `_total`; [] if it is not there."""
+        plain = name.replace(":", "_")
+        return self.samples.get(f"{plain}_total") or self.samples.get(plain, [])
 
-    def total(self, *names: str) -> float:
-        """Return the first of the names that is there, summed over all labels (engines, models); 0 if none is."""
-        return sum(value for _, value in self._first(names))
+    def total(self, name: str) -> float:
+        """Return a metric summed over all labels (engines, models); 0 if it is not there."""
+        return sum(value for _, value in self.values(name))
 
-    def mean(self, *names: str) -> float | None:
+    def mean(self, name: str) -> float | None:
         """Return the mean over all labels of a gauge that is above zero; None if there is none."""
-        values = [value for _, value in self._first(names) if value > 0]
+        values = [value for _, value in self.values(name) if value > 0]
         return sum(values) / len(values) if values else None
 
     def by_position(self, name: str) -> tuple[float, ...]:
         """Return a counter by its label `position`, the first position first."""
-        found: dict[int, float] = {}
-        for labels, value in self._first((name,)):
+        sums: dict[int, float] = {}
+        for labels, value in self.values(name):
             position = int(labels["position"])
-            found[position] = found.get(position, 0.0) + value
-        return tuple(found.get(i, 0.0) for i in range(max(found, default=-1) + 1))
-
-    def _first(self, names: Iterable[str]) -> list[tuple[dict[str, str], float]]:
-        spelled = (form for name in names for form in (f"{_plain(name)}_total", _plain(name)))
-        return next((self.samples[form] for form in spelled if form in self.samples), [])
-
-
-def _plain(name: str) -> str:
-    return name.replace(":", "_")
+            sums[position] = sums.get(position, 0.0) + value
+        return tuple(sums.get(i, 0.0) for i in range(max(sums, default=-1) + 1))
 
 
 # ------------------------------------------------------------ the engines
 
 
-def _vllm(page: Page) -> Counters:
-    """Read vLLM; before 0.9 it did not count rounds, but what they emitted: accepted tokens and one for each round."""
-    positions = "vllm:spec_decode_num_accepted_tokens_per_pos"
-    accepted = page.total("vllm:spec_decode_num_accepted_tokens")
-    if page.has("vllm:spec_decode_num_drafts"):
-        rounds = page.total("vllm:spec_decode_num_drafts")
-    else:
-        rounds = max(0.0, page.total("vllm:spec_decode_num_emitted_tokens") - accepted)
+def _spec_decode(page: Page, engine: str, prefix: str, tokens: str) -> Counters:
+    """Read vLLM's names, which llama.cpp has, too.
+
+    Before 0.9 vLLM did not count rounds, but the tokens that they emitted: accepted ones and one for each round.
+    """
+    counts = f"{prefix}:spec_decode_num"
+    accepted, positions = page.total(f"{counts}_accepted_tokens"), f"{counts}_accepted_tokens_per_pos"
+    emitted = page.total(f"{counts}_emitted_tokens")
     return Counters(
-        "vllm",
-        rounds=rounds,
-        drafted=page.total("vllm:spec_decode_num_draft_tokens"),
+        engine=engine,
+        rounds=page.total(f"{counts}_drafts") if page.values(f"{counts}_drafts") else max(0.0, emitted - accepted),
+        drafted=page.total(f"{counts}_draft_tokens"),
         accepted=accepted,
         by_position=page.by_position(positions),
-        tokens=page.total("vllm:generation_tokens"),
-        uncounted=() if page.has(positions) else ("by_position",),
+        tokens=page.total(tokens),
+        uncounted=() if page.values(positions) else ("by_position",),
     )
 
 
 def _sglang(page: Page) -> Counters:
     """Read SGLang, which shows the mean of its latest rounds."""
-    return Counters(
-        "sglang",
-        tokens=page.total("sglang:generation_tokens"),
-        mean=page.mean("sglang:spec_accept_length"),
-        uncounted=COUNTED,
-    )
+    tokens, mean = page.total("sglang:generation_tokens"), page.mean("sglang:spec_accept_length")
+    return Counters(engine="sglang", tokens=tokens, mean=mean, uncounted=COUNTED)
 
 
 def _tgi(page: Page) -> Counters:
     """Read Text Generation Inference, whose histogram has one entry for each round: the drafts that it kept."""
     return Counters(
-        "tgi",
+        engine="tgi",
         rounds=page.total("tgi_request_skipped_tokens_count"),
         accepted=page.total("tgi_request_skipped_tokens_sum"),
         tokens=page.total("tgi_request_generated_tokens_sum"),
@@ -315,39 +242,27 @@ def _tgi(page: Page) -> Counters:
     )
 
 
-def _llama_cpp(page: Page) -> Counters:
-    positions = "llamacpp:spec_decode_num_accepted_tokens_per_pos"
-    return Counters(
-        "llama.cpp",
-        rounds=page.total("llamacpp:spec_decode_num_drafts"),
-        drafted=page.total("llamacpp:spec_decode_num_draft_tokens"),
-        accepted=page.total("llamacpp:spec_decode_num_accepted_tokens"),
-        by_position=page.by_position(positions),
-        tokens=page.total("llamacpp:tokens_predicted"),
-        uncounted=() if page.has(positions) else ("by_position",),
-    )
-
-
-# An engine, a name that only its page has, and what reads it.
-READERS: dict[str, tuple[str, Callable[[Page], Counters]]] = {
-    "vllm": ("vllm:generation_tokens", _vllm),
-    "sglang": ("sglang:generation_tokens", _sglang),
-    "tgi": ("tgi_request_skipped_tokens_count", _tgi),
-    "llama.cpp": ("llamacpp:tokens_predicted", _llama_cpp),
+_VLLM, _LLAMA_CPP = "vllm:generation_tokens", "llamacpp:tokens_predicted"
+# By a name that only the page of one engine has: its reader.
+READERS: dict[str, Callable[[Page], Counters]] = {
+    _VLLM: partial(_spec_decode, engine="vllm", prefix="vllm", tokens=_VLLM),
+    "sglang:generation_tokens": _sglang,
+    "tgi_request_skipped_tokens_count": _tgi,
+    _LLAMA_CPP: partial(_spec_decode, engine="llama.cpp", prefix="llamacpp", tokens=_LLAMA_CPP),
 }
 
 
 def read_counters(text: str) -> Counters:
-    """Return what a page of metrics tells of drafting.
+    """Return the counters of drafting on a page of metrics.
 
     Raises:
         BadInputError: it is no page of metrics, or that of an engine which is not known.
     """
     page = Page.parsed(text)
-    for sign, read in READERS.values():
-        if page.has(sign):
+    for name, read in READERS.items():
+        if page.values(name):
             return replace(read(page), started=page.mean("process_start_time_seconds"))
     raise BadInputError(
-        f"no engine that is known has this page of metrics: none of {', '.join(sign for sign, _ in READERS.values())} "
-        "is on it. Start the engine with its metrics on (SGLang: --enable-metrics; llama.cpp: --metrics)."
+        f"no engine that is known has this page of metrics: none of {', '.join(READERS)} is on it. Start the engine "
+        "with its metrics on (SGLang: --enable-metrics; llama.cpp: --metrics)."
     )

@@ -1,4 +1,4 @@
-"""Which mistake would explain what an engine does? Each one is tried on our own drafter, in our own decoder.
+"""The mistakes that could explain an engine's acceptance, each tried on our own drafter, in our own decoder.
 
 At temperature 0 a head drafts the same whenever it runs. So an engine that reads a head wrongly accepts, prompt by
 prompt, exactly as many drafts as our decoder does with a head that was made wrong in the same way.
@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 from torch import Tensor
 
-from ..heads import DFlash, DFlashConfig, Drafter, DSpark, Eagle3, Eagle3Config, Ngram, NgramConfig
+from ..heads import DFlash, Drafter, Eagle3, Eagle3Config, Ngram, NgramConfig
 from ..heads.block.block_layers import CachedBlocks
 from ..heads.decoder_layer import FusedLayer
 from ..heads.lookup.ngram import NgramSession
@@ -22,35 +22,34 @@ from ..targets import RaggedCache, RowLengths, Target
 from .reference_run import DraftCounts, ServedAnswer
 
 CERTAIN = 0.75  # of the prompts must be the same for a certain explanation
-LIKELY = 0.5  # of the distance to the right head may remain for a likely one
+LIKELY = 0.5  # of the distance to the correct head may remain for a likely one
 
 State = dict[str, Tensor]
+Made = Callable[[Any], Drafter | None]
 
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """A mistake.
+    """A mistake, or in n-grams another choice.
 
     Attributes:
-        kind: of the suspicion that it is, see `suspicion.SUSPECTS`.
-        says: what is wrong, to be read after "suspect".
-        made: the head with the mistake; None where the head has nothing that could be mistaken so.
+        says: its description, to be read after "suspect".
+        made: returns a drafter with the mistake; None for one that cannot have it.
+        kind: of the suspicion, see `diagnosis.SUSPECTS`.
     """
 
-    kind: str
     says: str
-    made: Callable[[Any], Drafter | None]
+    made: Made
+    kind: str = "first"
 
 
-class Explanation(BaseModel):
-    """The mistake that explains best what the engine did.
+class Explanation(BaseModel, extra="forbid"):
+    """The mistake that explains an engine's acceptance best.
 
     Attributes:
-        same: prompts in which our decoder, with the mistake, accepts exactly what the engine did.
-        remaining: how far it is from what the engine did, as a share of how far the right head is.
+        same: prompts in which our decoder, with the mistake, accepts exactly as many drafts as the engine.
+        remaining: its distance from the engine's counts, as a share of the correct head's distance.
     """
-
-    model_config = ConfigDict(extra="forbid")
 
     kind: str
     says: str
@@ -73,10 +72,10 @@ class Explanation(BaseModel):
 def explain(
     served: Sequence[DraftCounts], own: Sequence[ServedAnswer], tried: dict[str, list[ServedAnswer]]
 ) -> Explanation | None:
-    """Return the mistake that comes nearest to what an engine did; None if none comes near.
+    """Return the mistake that comes nearest to an engine's counts; None if none comes near.
 
     Args:
-        served: the engine's counts. own: what the right head does. tried: what each mistaken head does, by its name.
+        served: the engine's counts. own: the correct head's answers. tried: those of each mistaken head, by its name.
             All at temperature 0, prompt by prompt.
     """
     right = _distance(served, own)
@@ -85,19 +84,19 @@ def explain(
     apart = {name: _distance(served, answers) for name, answers in tried.items()}
     nearest = [name for name, distance in apart.items() if distance == min(apart.values())]
     same = sum(is_same(s, a.counts[0]) for s, a in zip(served, tried[nearest[0]], strict=True))
-    found = Explanation(
-        kind=_KNOWN[nearest[0]][0],
-        # Mistakes that do the same, such as those that nothing is accepted with, cannot be told apart.
-        says=", or ".join(dict.fromkeys(_KNOWN[name][1] for name in nearest)),
+    explanation = Explanation(
+        kind=_KNOWN[nearest[0]].kind,
+        # Mistakes with equal counts, such as those with which nothing is accepted, cannot be told apart.
+        says=", or ".join(dict.fromkeys(_KNOWN[name].says for name in nearest)),
         same=same,
         num_prompts=len(served),
         remaining=apart[nearest[0]] / right,
     )
-    return found if found.is_certain or found.remaining <= LIKELY else None
+    return explanation if explanation.is_certain or explanation.remaining <= LIKELY else None
 
 
 def is_same(one: DraftCounts, other: DraftCounts) -> bool:
-    """Tell whether both have the same rounds, and accepted as much in them at every position."""
+    """Tell whether both have as many rounds, and accepted as much in them at every position."""
     return _apart(one, other) == 0
 
 
@@ -107,138 +106,96 @@ def _distance(served: Sequence[DraftCounts], answers: Sequence[ServedAnswer]) ->
 
 def _apart(one: DraftCounts, other: DraftCounts) -> float:
     depth = max(len(one.by_position), len(other.by_position))
-    pairs = zip(_row(one, depth), _row(other, depth), strict=True)
-    return sum(abs(a - b) for a, b in pairs)
-
-
-def _row(counts: DraftCounts, depth: int) -> list[float]:
-    return [counts.rounds, *counts.by_position, *[0.0] * (depth - len(counts.by_position))]
+    return abs(one.rounds - other.rounds) + sum(abs(one.at(i) - other.at(i)) for i in range(depth))
 
 
 def mistaken(drafter: Drafter) -> Iterator[tuple[str, Drafter]]:
-    """Yield the drafter with each mistake that it can have; nothing for drafters that no mistakes are known of."""
-    if isinstance(drafter, Ngram):
-        yield FIRST_PLACE, FirstPlace(drafter.config)
-        yield WHOLE_COPY, WholeCopy(drafter.config)
-    for name, hypothesis in _hypotheses_of(drafter).items():
-        made = hypothesis.made(drafter)
-        if made is not None:
+    """Yield the drafter with each mistake that it can have; nothing for drafters of which no mistakes are known."""
+    known = {Eagle3: HYPOTHESES, DFlash: BLOCK_HYPOTHESES, Ngram: NGRAM_HYPOTHESES}
+    for name, hypothesis in known.get(type(drafter), {}).items():
+        if (made := hypothesis.made(drafter)) is not None:
             yield name, made
-
-
-def _hypotheses_of(drafter: Drafter) -> dict[str, Hypothesis]:
-    if isinstance(drafter, Eagle3):
-        return HYPOTHESES
-    return BLOCK_HYPOTHESES if isinstance(drafter, DFlash) and not isinstance(drafter, DSpark) else {}
 
 
 # ------------------------------------------------------------ how mistakes are made
 
 
-def _rebuilt(
-    head: Eagle3, change: Callable[[State], State] | None = None, kind: type[Eagle3] = Eagle3, **config: Any
-) -> Eagle3:
-    """Return a copy of the head with another config and changed weights; those without a place are dropped."""
-    made = kind(Eagle3Config(**head.config.to_dict() | config))
-    weights = {name: tensor.clone() for name, tensor in head.state_dict().items()}
-    made.load_state_dict(weights if change is None else change(weights), strict=False)
-    return made.to(head.fc.weight.device).eval()
+def _made(
+    settings: Callable[[Any], dict[str, Any] | None] = lambda _: {},
+    weights: Callable[[State, Any], State] = lambda state, _: state,
+    kind: type[Drafter] | None = None,
+) -> Made:
+    """Return a maker of copies of a head with other settings and weights; weights without a place are dropped.
 
+    Args:
+        settings: the changed ones of a config; None if such a head cannot have the mistake.
+        weights: the changed ones, of weights and a config.
+        kind: the class of the copy; None for the head's own.
+    """
 
-def _taps(by: int) -> Callable[[Eagle3], Eagle3 | None]:
-    def made(head: Eagle3) -> Eagle3 | None:
-        taps = tuple(tap + by for tap in head.config.taps)
-        return _rebuilt(head, taps=taps) if min(taps) >= 0 else None
-
-    return made
-
-
-def _columns(shift: int) -> Callable[[Eagle3], Eagle3]:
-    def change(weights: State, taps: int) -> State:
-        fc = weights["fc.weight"]
-        return weights | {"fc.weight": fc.roll(shift * fc.shape[1] // taps, 1)}
-
-    return lambda head: _rebuilt(head, lambda weights: change(weights, len(head.config.taps)))
-
-
-def _unnormed(head: Eagle3) -> Eagle3 | None:
-    if not (head.config.norm_taps or head.config.norm_before_fc):
-        return None
-    return _rebuilt(head, norm_taps=False, norm_before_fc=False)
-
-
-def _flipped(flag: str) -> Callable[[Eagle3], Eagle3]:
-    def made(head: Eagle3) -> Eagle3:
-        change: dict[str, Any] = {flag: not getattr(head.config, flag)}
-        return _rebuilt(head, **change)
-
-    return made
-
-
-def _ids(shift: Callable[[Tensor, int], Tensor]) -> Callable[[Eagle3], Eagle3 | None]:
-    def made(head: Eagle3) -> Eagle3 | None:
-        if head.output_ids is None:
+    def made(head: Any) -> Drafter | None:
+        changed = settings(head.config)
+        if changed is None:
             return None
-        size = head.config.vocab_size
-        return _rebuilt(head, lambda w: w | {"token_ids": shift(w["token_ids"], size).clamp(0, size - 1)})
+        wrong = (kind or type(head))(type(head.config)(**head.config.to_dict() | changed))
+        state = {name: tensor.clone() for name, tensor in head.state_dict().items()}
+        wrong.load_state_dict(weights(state, head.config), strict=False)
+        return wrong.to(head.fc.weight.device).eval()
 
     return made
 
 
-def _as_ids(ids: Tensor, size: int) -> Tensor:
-    """Return the target ids of an engine that adds each draft token's number to what is an id already."""
-    return (ids + torch.arange(len(ids))) % size
+def _taps(by: int) -> Made:
+    return _made(lambda c: {"taps": tuple(tap + by for tap in c.taps)} if min(c.taps) + by >= 0 else None)
 
 
-def _rolled(ids: Tensor, _size: int) -> Tensor:
-    """Return the target ids of a table whose rows stand one place too late."""
-    return ids.roll(1)
+def _flipped(flag: str) -> Made:
+    return _made(lambda c: {flag: not getattr(c, flag)})
 
 
-def _base(theta: float) -> Callable[[Eagle3], Eagle3 | None]:
-    def made(head: Eagle3) -> Eagle3 | None:
-        rope = head.config.rope_parameters
-        other = abs(float(rope.get("rope_theta", 1e4)) - theta) > 1
-        return _rebuilt(head, rope_parameters=rope | {"rope_theta": theta}) if other else None
+def _base(theta: float) -> Made:
+    def settings(config: Eagle3Config) -> dict[str, Any] | None:
+        rope = config.rope_parameters
+        is_other = abs(float(rope.get("rope_theta", 1e4)) - theta) > 1
+        return {"rope_parameters": rope | {"rope_theta": theta}} if is_other else None
 
-    return made
+    return _made(settings)
 
 
-def _interleaved(head: Eagle3) -> Eagle3:
-    size = head.config.head_dim
+def _replaced(name: str, change: Callable[[Tensor, Eagle3Config], Tensor]) -> Made:
+    return _made(weights=lambda w, config: w | {name: change(w[name], config)})
 
+
+def _exchanged(one: str, other: str) -> Made:
+    one, other = f"layers.0.{one}.weight", f"layers.0.{other}.weight"
+    return _made(weights=lambda w, _: w | {one: w[other], other: w[one]})
+
+
+def _columns(shift: int) -> Made:
+    return _replaced("fc.weight", lambda fc, config: fc.roll(shift * fc.shape[1] // len(config.taps), 1))
+
+
+def _ids(shift: Callable[[Tensor, int], Tensor]) -> Made:
+    """Return a mistake in the target ids of a pruned vocabulary."""
+    return _made(
+        lambda c: None if c.draft_vocab_size == c.vocab_size else {},
+        lambda w, c: w | {"token_ids": shift(w["token_ids"], c.vocab_size).clamp(0, c.vocab_size - 1)},
+    )
+
+
+def _interleaved(weights: State, config: Eagle3Config) -> State:
     def turned(weight: Tensor) -> Tensor:
-        heads = weight.view(-1, 2, size // 2, weight.shape[1])
+        heads = weight.view(-1, 2, config.head_dim // 2, weight.shape[1])
         return heads.transpose(1, 2).reshape(weight.shape)
 
     names = ("q_proj.weight", "k_proj.weight")
-    return _rebuilt(head, lambda w: w | {n: turned(t) for n, t in w.items() if n.endswith(names)})
+    return weights | {n: turned(t) for n, t in weights.items() if n.endswith(names)}
 
 
-def _exchanged(one: str, other: str) -> Callable[[Eagle3], Eagle3]:
-    return lambda head: _rebuilt(head, lambda w: w | {one: w[other], other: w[one]})
-
-
-def _replaced(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[Eagle3], Eagle3]:
-    return lambda head: _rebuilt(head, lambda w: w | {name: change(w[name])})
-
-
-def _transposed(head: Eagle3) -> Eagle3 | None:
-    name = "layers.0.self_attn.o_proj.weight"
-    weight = head.state_dict()[name]
-    return _replaced(name, lambda w: w.T)(head) if weight.shape[0] == weight.shape[1] else None
-
-
-def _random(head: Eagle3) -> Eagle3:
-    def change(weights: State) -> State:
-        generator = torch.Generator().manual_seed(0)
-        return weights | {
-            n: 0.02 * torch.randn(t.shape, generator=generator)
-            for n, t in weights.items()
-            if t.is_floating_point() and t.dim() > 1
-        }
-
-    return _rebuilt(head, change)
+def _random(weights: State, _: Eagle3Config) -> State:
+    generator = torch.Generator().manual_seed(0)
+    drawn = {n: t for n, t in weights.items() if t.is_floating_point() and t.dim() > 1}
+    return weights | {n: 0.02 * torch.randn(t.shape, generator=generator) for n, t in drawn.items()}
 
 
 class _Elsewhere(Eagle3):
@@ -248,46 +205,53 @@ class _Elsewhere(Eagle3):
         return super().read(embedded.flip(-1), first)
 
 
+_NO_NORMS = {"norm_taps": False, "norm_before_fc": False}
+_O_PROJ = "layers.0.self_attn.o_proj.weight"
 HYPOTHESES: dict[str, Hypothesis] = {
-    "taps - 1": Hypothesis("first", "taps that are one too low", _taps(-1)),
-    "taps + 1": Hypothesis("first", "taps that are one too high", _taps(1)),
-    "tap columns": Hypothesis("first", "the taps' order in the columns of fc", _columns(1)),
-    "tap columns back": Hypothesis("first", "the taps' order in the columns of fc", _columns(-1)),
-    "fc_norm": Hypothesis("first", "the norm of the taps (fc_norm, norm_before_fc), which is not applied", _unnormed),
-    "norm_output": Hypothesis("later", "norm_output, which is the other way round", _flipped("norm_output")),
-    "norm_before_residual": Hypothesis(
-        "first", "norm_before_residual, which is the other way round", _flipped("norm_before_residual")
+    "taps - 1": Hypothesis("taps that are one too low", _taps(-1)),
+    "taps + 1": Hypothesis("taps that are one too high", _taps(1)),
+    "tap columns": Hypothesis("the taps' order in the columns of fc", _columns(1)),
+    "tap columns back": Hypothesis("the taps' order in the columns of fc", _columns(-1)),
+    "fc_norm": Hypothesis(
+        "the norm of the taps (fc_norm, norm_before_fc), which is not applied",
+        _made(lambda c: _NO_NORMS if c.norm_taps or c.norm_before_fc else None),
     ),
-    "d2t as ids": Hypothesis("vocabulary", "d2t, which holds ids instead of offsets", _ids(_as_ids)),
-    "d2t rolled": Hypothesis("vocabulary", "d2t, whose rows are shifted", _ids(_rolled)),
+    "norm_output": Hypothesis("norm_output, which is the other way round", _flipped("norm_output"), "later"),
+    "norm_before_residual": Hypothesis(
+        "norm_before_residual, which is the other way round", _flipped("norm_before_residual")
+    ),
+    "d2t as ids": Hypothesis(  # an engine adds each draft token's number to an id
+        "d2t, which holds ids instead of offsets",
+        _ids(lambda ids, size: (ids + torch.arange(len(ids))) % size),
+        "vocabulary",
+    ),
+    "d2t rolled": Hypothesis("d2t, whose rows are shifted", _ids(lambda ids, _: ids.roll(1)), "vocabulary"),
     **{
-        f"rope {theta:g}": Hypothesis("first", "the base of the rotary embeddings (rope_theta)", _base(theta))
+        f"rope {theta:g}": Hypothesis("the base of the rotary embeddings (rope_theta)", _base(theta))
         for theta in (1e2, 1e4, 5e5, 1e6)
     },
     "rope interleaved": Hypothesis(
-        "first", "rotary embeddings of the other form (interleaved, not halves)", _interleaved
+        "rotary embeddings of the other form (interleaved, not halves)", _made(weights=_interleaved)
     ),
-    "gate and up": Hypothesis(
-        "first",
-        "gate_proj and up_proj, exchanged",
-        _exchanged("layers.0.mlp.gate_proj.weight", "layers.0.mlp.up_proj.weight"),
-    ),
+    "gate and up": Hypothesis("gate_proj and up_proj, exchanged", _exchanged("mlp.gate_proj", "mlp.up_proj")),
     "first norms": Hypothesis(
-        "first",
-        "input_layernorm and hidden_norm, exchanged",
-        _exchanged("layers.0.input_layernorm.weight", "layers.0.hidden_norm.weight"),
+        "input_layernorm and hidden_norm, exchanged", _exchanged("input_layernorm", "hidden_norm")
     ),
-    "o_proj": Hypothesis("first", "a projection that is transposed (o_proj)", _transposed),
+    "o_proj": Hypothesis(
+        "a projection that is transposed (o_proj)",
+        _made(
+            lambda c: {} if c.hidden_size == c.num_attention_heads * c.head_dim else None,
+            lambda w, _: w | {_O_PROJ: w[_O_PROJ].T},
+        ),
+    ),
     "final norm": Hypothesis(
-        "first", "the final norm, whose weights are lost", _replaced("norm.weight", torch.ones_like)
+        "the final norm, whose weights are lost", _replaced("norm.weight", lambda w, _: torch.ones_like(w))
     ),
     "lm_head": Hypothesis(
-        "vocabulary", "the rows of lm_head, which are shifted", _replaced("lm_head.weight", lambda w: w.roll(1, 0))
+        "the rows of lm_head, which are shifted", _replaced("lm_head.weight", lambda w, _: w.roll(1, 0)), "vocabulary"
     ),
-    "embeddings": Hypothesis(
-        "first", "embeddings that are not the target's", lambda head: _rebuilt(head, kind=_Elsewhere)
-    ),
-    "untrained": Hypothesis("vocabulary", "weights that were never loaded", _random),
+    "embeddings": Hypothesis("embeddings that are not the target's", _made(kind=_Elsewhere)),
+    "untrained": Hypothesis("weights that were never loaded", _made(weights=_random), "vocabulary"),
 }
 
 
@@ -301,57 +265,20 @@ class _FirstNorm(CachedBlocks):
 class _NormedByFirst(DFlash):
     """A drafter in an engine that norms the context's keys of all layers at once, by the first one's weights.
 
-    vLLM's CPU build 0.32 does: its norm there has no weights for each layer, as that of CUDA has.
+    vLLM's CPU build 0.32 does so: unlike on CUDA, its norm there has no weights for each layer.
     """
 
     cached_class = _FirstNorm
 
 
-def _block(kind: type[DFlash] = DFlash, taps: int = 0) -> Callable[[DFlash], DFlash | None]:
-    def made(drafter: DFlash) -> DFlash | None:
-        moved = tuple(tap + taps for tap in drafter.config.taps)
-        if min(moved) < 0:
-            return None
-        found = kind(DFlashConfig(**drafter.config.to_dict() | {"taps": moved}))
-        found.load_state_dict(drafter.state_dict())
-        return found.to(drafter.fc.weight.device).eval()
-
-    return made
-
-
 BLOCK_HYPOTHESES: dict[str, Hypothesis] = {
-    "block taps - 1": Hypothesis("first", "taps that are one too low", _block(taps=-1)),
-    "block taps + 1": Hypothesis("first", "taps that are one too high", _block(taps=1)),
+    "block taps - 1": Hypothesis("taps that are one too low", _taps(-1)),
+    "block taps + 1": Hypothesis("taps that are one too high", _taps(1)),
     "first k_norm": Hypothesis(
-        "first",
         "the norm of the context's keys (k_norm), which is the first layer's in all layers",
-        _block(_NormedByFirst),
+        _made(kind=_NormedByFirst),
     ),
 }
-
-FIRST_PLACE, WHOLE_COPY = "first place", "whole copy"
-# What each mistake is suspected to be, and what it says; of n-grams it is no mistake, but another choice.
-_KNOWN = {name: (hypothesis.kind, hypothesis.says) for name, hypothesis in (HYPOTHESES | BLOCK_HYPOTHESES).items()} | {
-    FIRST_PLACE: (
-        "lookup",
-        "how the engine looks up what follows: it copies from the first place where the last tokens stood, and no "
-        "further than the text goes, where ours takes the latest place, and goes on",
-    ),
-    WHOLE_COPY: (
-        "lookup",
-        "how the engine looks up what follows: it copies after the longest match alone, no further than the text goes "
-        "and not less than that match, where ours also tries shorter ones, and goes on",
-    ),
-}
-
-
-class FirstPlace(Ngram):
-    """A drafter that copies from the first place where the last tokens stood."""
-
-    def open(
-        self, target: Target, batch_size: int, max_length: int, spare: int = 0, cache: RaggedCache | None = None
-    ) -> NgramSession:
-        return _FirstPlaceSession(self.config, batch_size)
 
 
 class _FirstPlaceSession(NgramSession):
@@ -379,15 +306,6 @@ class _FirstPlaceSession(NgramSession):
         self.texts = [self.texts[row] for row in rows]
 
 
-class WholeCopy(Ngram):
-    """A drafter that copies as llama.cpp's `ngram-simple` does: runs of one length, `max_match`."""
-
-    def open(
-        self, target: Target, batch_size: int, max_length: int, spare: int = 0, cache: RaggedCache | None = None
-    ) -> NgramSession:
-        return _WholeCopySession(self.config, batch_size)
-
-
 class _WholeCopySession(_FirstPlaceSession):
     """A session that searches its texts from their ends."""
 
@@ -397,5 +315,39 @@ class _WholeCopySession(_FirstPlaceSession):
             return []
         places = (at for at in range(known - size - 1, 0, -1) if text[at : at + size] == text[-size:])
         at = next(places, None)
-        found = [] if at is None else text[at + size : min(at + size + depth, known)]
-        return found if len(found) >= size else []
+        copied = [] if at is None else text[at + size : min(at + size + depth, known)]
+        return copied if len(copied) >= size else []
+
+
+class FirstPlace(Ngram):
+    """A drafter that copies from the first place where the last tokens stood."""
+
+    session_class: ClassVar[type[_FirstPlaceSession]] = _FirstPlaceSession
+
+    def open(
+        self, target: Target, batch_size: int, max_length: int, spare: int = 0, cache: RaggedCache | None = None
+    ) -> NgramSession:
+        return self.session_class(self.config, batch_size)
+
+
+class WholeCopy(FirstPlace):
+    """A drafter that copies as llama.cpp's `ngram-simple` does: runs of one length, `max_match`."""
+
+    session_class = _WholeCopySession
+
+
+NGRAM_HYPOTHESES: dict[str, Hypothesis] = {
+    "first place": Hypothesis(
+        "how the engine looks up what follows: it copies from the first place where the last tokens stood, and no "
+        "further than the text goes, where ours takes the latest place, and goes on",
+        lambda drafter: FirstPlace(drafter.config),
+        "lookup",
+    ),
+    "whole copy": Hypothesis(
+        "how the engine looks up what follows: it copies after the longest match alone, no further than the text goes "
+        "and not less than that match, where ours also tries shorter ones, and goes on",
+        lambda drafter: WholeCopy(drafter.config),
+        "lookup",
+    ),
+}
+_KNOWN = HYPOTHESES | BLOCK_HYPOTHESES | NGRAM_HYPOTHESES

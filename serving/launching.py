@@ -66,7 +66,7 @@ class VllmLaunch:
         return [*words, *self.arguments]
 
     def variables(self) -> dict[str, str]:
-        """Return the environment that the server runs in; what the user has set wins."""
+        """Return the environment that the server runs in; the user's own settings win."""
         return CPU_ENVIRONMENT | {"HF_HUB_OFFLINE": "1"} | dict(os.environ) | dict(self.environment)
 
 
@@ -106,11 +106,11 @@ def python_of(environment: Path) -> Path:
     Raises:
         BadInputError: there is none.
     """
-    found = environment.expanduser()
-    found = found / "bin" / "python" if found.is_dir() else found
-    if not found.is_file():
-        raise BadInputError(f"there is no Python at {found}; give the folder of the environment that has the engine.")
-    return found.absolute()  # not resolved: the link's place is what makes it that environment's
+    python = environment.expanduser()
+    python = python / "bin" / "python" if python.is_dir() else python
+    if not python.is_file():
+        raise BadInputError(f"there is no Python at {python}; give the folder of the environment that has the engine.")
+    return python.absolute()  # not resolved: the link's place makes it that environment's
 
 
 @contextmanager
@@ -118,7 +118,7 @@ def running(launch: Command, log: Path) -> Iterator[Engine]:
     """Start a server, yield a client of it as soon as it answers, and stop it at the end.
 
     Args:
-        log: what the server says goes there.
+        log: the file of the server's output.
 
     Raises:
         BadInputError: it ended, did not answer in time, or refused a request; with its last lines.
@@ -157,7 +157,7 @@ def _answering(server: subprocess.Popen[bytes], url: str) -> Engine:
 
 
 def _stop(server: subprocess.Popen[bytes]) -> None:
-    """End the server and its workers: asked first, then at once."""
+    """End the server and its workers: politely first, then by force."""
     for sign, patience in ((signal.SIGTERM, STOP_SECONDS), (signal.SIGKILL, STOP_SECONDS)):
         try:
             os.killpg(server.pid, sign)
@@ -170,23 +170,23 @@ def _stop(server: subprocess.Popen[bytes]) -> None:
 
 
 def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        return int(bound.getsockname()[1])
 
 
 def _last(lines: Sequence[str]) -> str:
-    """Return the last lines of a log that tell of errors, each with the line after it; without any, the last ones."""
+    """Return the last lines of a log that name errors, each with the line after it; without any, the last ones."""
     told = {place for i, line in enumerate(lines) if "Error" in line for place in (i, i + 1)}
     return "\n".join(([line for i, line in enumerate(lines) if i in told] or lines)[-LAST_LINES:])
 
 
 def _beyond_vocabulary(lines: Sequence[str]) -> str:
-    """Return what to suspect if an engine stopped at a row that its embeddings do not have; else ""."""
-    found = next((m for line in lines if (m := re.search(r"index (\d+) is out of bounds .* size (\d+)", line))), None)
-    if found is None:
+    """Return the advice for an engine that stopped at a row that its embeddings do not have; else ""."""
+    row = next((m for line in lines if (m := re.search(r"index (\d+) is out of bounds .* size (\d+)", line))), None)
+    if row is None:
         return ""
     return (
-        f" It looked up row {found[1]} of {found[2]}. If these are embeddings, a draft was no token of the target: "
+        f" It looked up row {row[1]} of {row[2]}. If these are embeddings, a draft was no token of the target: "
         "suspect the draft vocabulary (d2t must hold offsets, not ids); `outrider lint` reads the export's files."
     )

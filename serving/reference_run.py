@@ -1,4 +1,4 @@
-"""What a pair should achieve in any engine: what our own decoder writes and accepts on the same prompts.
+"""The expectation of a pair in any engine: the text and acceptance of our own decoder on the same prompts.
 
 It is JSON, so that it can be made where the target runs in Outrider and compared where the engine runs.
 """
@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic.dataclasses import dataclass as checked_dataclass
 from rich.console import Console
 from torch import Tensor, nn
 
@@ -26,40 +28,55 @@ from ..targets import Target
 BATCH = 16  # prompts that our decoder answers at once
 
 
-class ReferenceModel(BaseModel):
-    """A part of an expectation; unknown keys are refused."""
-
-    model_config = ConfigDict(extra="forbid")
-
-
-class DraftCounts(ReferenceModel):
+@checked_dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class DraftCounts:
     """The drafting of one prompt, as an engine counts it: rounds in which nothing was drafted do not count.
 
     Attributes:
-        by_position: rounds that kept the draft at each position, the first one first.
+        rounds: verified proposals. drafted, accepted: draft tokens in them, and those that were kept.
+        by_position: rounds that kept the draft at each position, the first one first; () if it is not counted.
     """
 
-    rounds: float = 0
-    drafted: float = 0
-    accepted: float = 0
-    by_position: list[float] = []
+    sums: ClassVar[tuple[str, ...]] = ("rounds", "drafted", "accepted")
+    rounds: float = 0.0
+    drafted: float = 0.0
+    accepted: float = 0.0
+    by_position: tuple[float, ...] = ()
 
     @classmethod
     def of(cls, rounds: Sequence[Round], room: int | None = None) -> DraftCounts:
         """Return the counts of one prompt's rounds in our decoder.
 
         Args:
-            room: how many tokens these rounds may emit, for an engine that drafts no more than that.
+            room: how many tokens these rounds may emit, for an engine that drafts no more than that: each round must
+                leave room for the target's own token.
         """
-        kept = [(r.drafted, r.accepted) for r in rounds] if room is None else list(_within(rounds, room))
-        drafting = [(drafted, accepted) for drafted, accepted in kept if drafted]
-        deepest = max((drafted for drafted, _ in drafting), default=0)
+        kept: list[tuple[int, int]] = []
+        for one in rounds:
+            drafted = one.drafted if room is None else min(one.drafted, room - 1)
+            room = None if room is None else room - one.emitted
+            kept += [(drafted, min(one.accepted, drafted))] if drafted else []
+        deepest = max((drafted for drafted, _ in kept), default=0)
         return cls(
-            rounds=len(drafting),
-            drafted=sum(drafted for drafted, _ in drafting),
-            accepted=sum(accepted for _, accepted in drafting),
-            by_position=[sum(accepted > i for _, accepted in drafting) for i in range(deepest)],
+            rounds=len(kept),
+            drafted=sum(drafted for drafted, _ in kept),
+            accepted=sum(accepted for _, accepted in kept),
+            by_position=tuple(sum(accepted > i for _, accepted in kept) for i in range(deepest)),
         )
+
+    def at(self, index: int) -> float:
+        """Return the rounds that kept the draft at `index`, from 0 on."""
+        return self.by_position[index] if index < len(self.by_position) else 0.0
+
+    def reached(self, index: int) -> float:
+        """Return the rounds that kept all drafts before `index`."""
+        return self.at(index - 1) if index else self.rounds
+
+    def plus(self, other: DraftCounts, sign: int = 1) -> Self:
+        """Return the sum of both, as if one engine had counted them; their difference for `sign` −1."""
+        depth = max(len(self.by_position), len(other.by_position))
+        sums = {name: getattr(self, name) + sign * getattr(other, name) for name in self.sums}
+        return replace(self, **sums, by_position=tuple(self.at(i) + sign * other.at(i) for i in range(depth)))
 
     @property
     def tau(self) -> float:
@@ -67,15 +84,7 @@ class DraftCounts(ReferenceModel):
         return 1 + self.accepted / self.rounds if self.rounds else float("nan")
 
 
-def _within(rounds: Sequence[Round], room: int) -> Iterator[tuple[int, int]]:
-    """Yield what each round would have drafted and accepted, had it left room for the target's own token."""
-    for one in rounds:
-        drafted = min(one.drafted, room - 1)
-        yield drafted, min(one.accepted, drafted)
-        room -= one.emitted
-
-
-class ServedPrompt(ReferenceModel):
+class ServedPrompt(BaseModel, extra="forbid"):
     """One prompt. `tokens` are the ids that it is sent as."""
 
     suite: str
@@ -83,11 +92,11 @@ class ServedPrompt(ReferenceModel):
     tokens: list[int]
 
 
-class ServedAnswer(ReferenceModel):
-    """What our decoder did with one prompt at one temperature.
+class ServedAnswer(BaseModel, extra="forbid"):
+    """Our decoder's answer to one prompt at one temperature.
 
     Attributes:
-        tokens: the text that it wrote, of the first seed. ended: whether the target ended it, not the length.
+        tokens: the text of the first seed. ended: whether the target ended it, not the length.
         lengths: new tokens, of every seed. counts: of every seed.
     """
 
@@ -97,16 +106,16 @@ class ServedAnswer(ReferenceModel):
     counts: list[DraftCounts]
 
 
-class Expectation(ReferenceModel):
-    """What a pair does with some prompts, temperature by temperature.
+class Expectation(BaseModel, extra="forbid"):
+    """Our decoder's answers to some prompts, temperature by temperature.
 
     Attributes:
         target: the digest of the target's content. drafter: the drafter's type. drafter_digest: of its files.
-        suites, limit, seeds_above_0, habits: what was asked for; see `Trial`.
+        suites, limit, seeds_above_0, habits: see `Trial`.
         answers: by temperature (as text, for JSON), in the order of the prompts.
-        one_hot: the same, had the most probable drafts been proposed instead of drawn ones; engines differ in that.
-        mistakes: what the drafter does at temperature 0 if an engine reads it wrongly, by the mistake's name in
-            `hypotheses.HYPOTHESES`; {} while nobody asked.
+        one_hot: the same with the most probable drafts proposed instead of drawn ones; engines differ in that.
+        mistakes: the answers at temperature 0 of a drafter that an engine reads wrongly, by the mistake's name in
+            `fault_models.HYPOTHESES`; {} where none was tried.
     """
 
     target: str
@@ -133,11 +142,11 @@ class Expectation(ReferenceModel):
         return self.answers[f"{temperature:g}"]
 
     def seeds(self, temperature: float) -> int:
-        """Return how often each prompt was answered at a temperature."""
+        """Return the number of answers to each prompt at a temperature."""
         return len(self.at(temperature)[0].counts)
 
     def never_drawn(self) -> Expectation:
-        """Return what is expected of an engine that always proposes the most probable drafts."""
+        """Return the expectation of an engine that always proposes the most probable drafts."""
         return self.model_copy(update={"answers": self.answers | self.one_hot, "one_hot": {}})
 
     def save(self, file: Path) -> None:
@@ -155,11 +164,11 @@ class Expectation(ReferenceModel):
 
 @dataclass(frozen=True)
 class Habits:
-    """In what an engine's drafting differs from ours though it reads the drafter as we do.
+    """The ways in which an engine's drafting differs from ours though it reads the drafter as we do.
 
     Attributes:
-        within: whether it drafts no more tokens than the text still has room for.
-        most_probable: of how many of a draft model's most probable tokens it draws; None for all.
+        within: it drafts no more tokens than the text still has room for.
+        most_probable: it draws from so many of a draft model's most probable tokens; None for all.
     """
 
     within: bool = False
@@ -167,7 +176,7 @@ class Habits:
 
     @contextmanager
     def of(self, drafter: Drafter) -> Iterator[None]:
-        """Let a draft model propose as the engine has it."""
+        """Make a draft model propose as it does in the engine."""
         if self.most_probable is None or not isinstance(drafter, DraftModel):
             yield
             return
@@ -193,8 +202,8 @@ class Trial:
 
     Attributes:
         depth: draft tokens per round. limit: prompts per suite, None for all.
-        seeds: how many times each prompt is answered above temperature 0: more of them narrow our side's interval.
-        habits: of which engine of `HABITS` our decoder takes over the habits; "" for its own.
+        seeds: answers to each prompt above temperature 0: more of them narrow our side's interval.
+        habits: the engine of `HABITS` whose habits our decoder takes over; "" for its own.
     """
 
     temperatures: tuple[float, ...] = (0.0, 1.0)
@@ -216,7 +225,7 @@ def expect(
     asked = [
         ServedPrompt(suite=s.name, id=p.id, tokens=list(p.tokens)) for s in suites for p in s.prompts[: trial.limit]
     ]
-    found = Expectation(
+    expected = Expectation(
         target=target.fingerprint().digest,
         drafter=drafter.name,
         depth=trial.depth,
@@ -230,26 +239,26 @@ def expect(
     with progress(console, "our own decoder", total, transient=True) as advance:
         for temperature in trial.temperatures:
             key = f"{temperature:g}"
-            found.answers[key] = writer.answer(temperature, "auto", advance)
+            expected.answers[key] = writer.answer(temperature, "auto", advance)
             if temperature > 0:
-                found.one_hot[key] = writer.answer(temperature, "candidates", advance)
-    return found
+                expected.one_hot[key] = writer.answer(temperature, "candidates", advance)
+    return expected
 
 
 def expect_mistakes(
     target: Target, drafters: Iterable[tuple[str, Drafter]], expected: Expectation, console: Console | None = None
 ) -> Expectation:
-    """Return the expectation with what wrongly read drafters do, by their names, at temperature 0."""
+    """Return the expectation with the answers of wrongly read drafters, by their names, at temperature 0."""
     trial = Trial((0.0,), expected.depth, expected.max_new_tokens, habits=expected.habits)
-    found = {}
+    mistakes = {}
     for name, drafter in drafters:
         with progress(console, f"our decoder, mistaken: {name}", len(expected.prompts), transient=True) as advance:
-            found[name] = _Writer(target, drafter, trial, expected.prompts).answer(0.0, "auto", advance)
-    return expected.model_copy(update={"mistakes": found})
+            mistakes[name] = _Writer(target, drafter, trial, expected.prompts).answer(0.0, "auto", advance)
+    return expected.model_copy(update={"mistakes": mistakes})
 
 
 class _Writer:
-    """Our decoder, answering the prompts in batches: text and rounds do not depend on what else is in a batch."""
+    """Our decoder, answering the prompts in batches; text and rounds do not depend on the rest of a batch."""
 
     def __init__(self, target: Target, drafter: Drafter, trial: Trial, asked: Sequence[ServedPrompt]):
         self.trial, self.asked, self.eos = trial, asked, set(target.eos_ids)
@@ -261,7 +270,17 @@ class _Writer:
         seeds = range(self.trial.seeds if temperature else 1)
         with self.habits.of(self.drafter):
             texts = [list(self._seed(Sampling(temperature=temperature, seed=s), rule, advance)) for s in seeds]
-        return [self._answered(per_seed) for per_seed in zip(*texts, strict=True)]
+        # The first token is emitted by no round.
+        room = self.trial.max_new_tokens - 1 if self.habits.within else None
+        return [
+            ServedAnswer(
+                tokens=per_seed[0][0],
+                ended=not self.eos.isdisjoint(per_seed[0][0][-1:]),
+                lengths=[len(text) for text, _ in per_seed],
+                counts=[DraftCounts.of(rounds, room) for _, rounds in per_seed],
+            )
+            for per_seed in zip(*texts, strict=True)
+        ]
 
     def _seed(self, sampling: Sampling, rule: str, advance: Advance) -> Iterator[tuple[list[int], list[Round]]]:
         plan = Plan(depth=self.trial.depth, verify=rule)
@@ -271,13 +290,3 @@ class _Writer:
             output = self.decoder.generate(batch, self.trial.max_new_tokens, sampling, plan, sequence_ids=list(numbers))
             advance(len(batch), "")
             yield from zip(output.tokens, output.rounds, strict=True)
-
-    def _answered(self, per_seed: Sequence[tuple[list[int], list[Round]]]) -> ServedAnswer:
-        first = per_seed[0][0]
-        room = self.trial.max_new_tokens - 1 if self.habits.within else None  # the first token is no round's
-        return ServedAnswer(
-            tokens=first,
-            ended=bool(first) and first[-1] in self.eos,
-            lengths=[len(tokens) for tokens, _ in per_seed],
-            counts=[DraftCounts.of(rounds, room) for _, rounds in per_seed],
-        )

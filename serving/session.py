@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -20,6 +20,7 @@ from ..common.progress import Advance, progress
 from ..common.safe_load import read_json
 from ..eval.suites import load_suites
 from ..formats import launch
+from ..formats.early_exit import save_target
 from ..heads import Ngram
 from ..pair import Pair, export_pair
 from ..pair.export import LAUNCH, SERVED, export_depth, served_path
@@ -28,13 +29,12 @@ from ..targets import Target
 from ..targets.fingerprint import digest_json
 from .comparison import Replies, Reply, Write, compare
 from .diagnosis import TOLERANCE, ServedResult, drafts_differ, suspicions
-from .engine import Ask, Counters, Engine, EngineCompletion
+from .engine import Counters, Engine, EngineCompletion
 from .fault_models import Explanation, explain, mistaken
 from .launching import VllmLaunch, python_of, running, split_speculation
-from .reference_run import DraftCounts, Expectation, Trial, expect, expect_mistakes
+from .reference_run import Expectation, Trial, expect, expect_mistakes
 
-# Drafters whose proposals engines never draw, whatever they are asked for: above temperature 0 our own decoder must
-# propose their most probable drafts, too.
+# Drafters whose proposals engines never draw: above temperature 0 ours are their most probable drafts, too.
 NEVER_DRAWN = ("medusa", "ngram")
 
 
@@ -44,12 +44,12 @@ class Start:
 
     Attributes:
         environment: of the engine, the user's: its folder, or its Python.
-        export: the drafter as the engine reads it; None makes it, in a temporary folder.
+        export: the folder of the exported drafter; None makes one, in a temporary folder.
         arguments: more of the server's own. `--speculative-config.KEY VALUE` changes one setting of the drafting.
         variables: of its environment, beside those of this process.
-        plain: whether the engine also runs without drafts, for the speedup there.
-        in_turns: whether both run at once and answer in turns, so that whatever else the machine does slows both alike;
-            else one after the other. None: in turns, but on a GPU, where an engine takes nearly all of the memory.
+        plain: the engine also runs without drafts, for the speedup there.
+        in_turns: both run at once and answer in turns, so that whatever else the machine does slows both alike; else
+            one after the other. None: in turns, except on a GPU, where an engine takes nearly all of the memory.
     """
 
     environment: Path
@@ -61,14 +61,14 @@ class Start:
 
 
 class ServedSession:
-    """A pair, the prompts it is compared on, and what our own decoder does with them.
+    """A pair, the prompts it is compared on, and our own decoder's answers to them.
 
     Args:
         suites: of prompts; () for those of the pair's recipe.
-        expected: what our decoder does, where that is known already.
+        expected: our decoder's answers, if they are known already.
 
     Attributes:
-        explain: whether mistakes are tried on our own head where the engine's drafts are not ours.
+        explain: try mistakes on our own head where the engine's drafts are not ours.
     """
 
     def __init__(
@@ -82,7 +82,8 @@ class ServedSession:
         self.pair, self.trial, self.console = pair, trial, console
         self.suites, self.explain = suites, True
         if expected is not None:
-            self.expected = _checked(expected, pair, trial, self._suite_names)
+            _require_same(expected, pair, trial, self._suite_names)
+            self.expected = expected
 
     @cached_property
     def target(self) -> Target:
@@ -91,13 +92,13 @@ class ServedSession:
 
     @cached_property
     def expected(self) -> Expectation:
-        """What our own decoder does with the prompts."""
+        """Our own decoder's answers to the prompts."""
         target, drafter, _ = self.pair.open(self.target)
         names, template = self._suite_names, self.pair.recipe().template
         suites = load_suites(names, target.require_tokenizer(), self.trial.limit, template)
-        found = expect(target, drafter, suites, self.trial, self.console)
-        found = found.model_copy(update=_asked(self.pair, self.trial, self._suite_names))
-        return found.never_drawn() if drafter.name in NEVER_DRAWN else found
+        made = expect(target, drafter, suites, self.trial, self.console)
+        made = made.model_copy(update=_asked(self.pair, self.trial, names))
+        return made.never_drawn() if drafter.name in NEVER_DRAWN else made
 
     @property
     def _suite_names(self) -> tuple[str, ...]:
@@ -107,26 +108,22 @@ class ServedSession:
         """Compare with engines that run already, the second one without drafts."""
         survey = Survey(self.expected, self.console)
         survey.ask(engine, plain)
-        return self._result(survey, engine_facts(engine, [("url", engine.url)]), tolerance)
+        return self._result(survey, engine_facts(engine, url=engine.url), tolerance)
 
     def start(self, start: Start, tolerance: float) -> ServedResult:
-        """Start the engine with the pair's drafter, and without if that is asked for; compare, and stop it."""
+        """Start the engine with the pair's drafter, and if wanted without; compare, and stop it."""
         survey = Survey(self.expected, self.console)
         in_turns = not torch.cuda.is_available() if start.in_turns is None else start.in_turns
         with TemporaryDirectory(prefix="outrider-served-") as folder:
             place = Path(folder)
             drafting = self.launch(start, place)
             plain = replace(drafting, speculation=None) if start.plain else None
-            self._forget_target()
-            ask = survey_in_turns if in_turns else survey_one_by_one
-            facts = ask(survey, drafting, plain, place)
+            # An engine on the same GPU needs the target's memory; the target is loaded again if it is needed again.
+            if self.__dict__.pop("target", None) is not None and torch.cuda.is_available():
+                gc.collect()
+                torch.cuda.empty_cache()
+            facts = survey.start(drafting, plain, place, in_turns)
         return self._result(survey, facts | {"in_turns": in_turns and start.plain}, tolerance)
-
-    def _forget_target(self) -> None:
-        """Free the target's memory, which an engine on the same GPU needs; it is loaded again if it is wanted again."""
-        if self.__dict__.pop("target", None) is not None and torch.cuda.is_available():
-            gc.collect()
-            torch.cuda.empty_cache()
 
     def _result(self, survey: Survey, facts: dict[str, Any], tolerance: float) -> ServedResult:
         """Return the result; where drafts differ, the mistakes that could explain it are tried first."""
@@ -138,7 +135,7 @@ class ServedSession:
         return survey.result(facts, self.write, tolerance)
 
     def launch(self, start: Start, place: Path) -> VllmLaunch:
-        """Return how the engine is started with the pair's drafter; the export is made in `place` if none is given."""
+        """Return the launch of the engine with the pair's drafter; the export is made in `place` if none is given."""
         longest = max(len(p.tokens) for p in self.expected.prompts) + self.expected.max_new_tokens
         settings, arguments = split_speculation(start.arguments)
         return VllmLaunch(
@@ -157,62 +154,32 @@ class ServedSession:
         return str(tokens) if tokenizer is None else str(tokenizer.decode(tokens, skip_special_tokens=True))
 
     def _served_target(self, place: Path) -> str:
-        """Return where the engine finds the target; one with an adapter is merged and saved for it."""
+        """Return the place of the target for the engine; one with an adapter is merged and saved there."""
         if self.pair.manifest.target.source.adapter is None:
             return served_path(self.target, place)
-        folder = place / "target"
-        self.target.model.save_pretrained(str(folder))
-        self.target.require_tokenizer().save_pretrained(str(folder))
-        return str(folder)
+        save_target(self.target, place / "target")
+        return str(place / "target")
 
     def _speculation(self, start: Start, place: Path) -> dict[str, Any]:
         depth, drafter = self.expected.depth, self.pair.manifest.drafter.type
         if drafter == Ngram.name:
-            return {"method": "ngram", "num_speculative_tokens": depth} | _lookup(self.pair)
+            _, lookup, _ = self.pair.open(check=False)
+            assert isinstance(lookup, Ngram)
+            sizes = {"prompt_lookup_max": lookup.config.max_match, "prompt_lookup_min": lookup.config.min_match}
+            return {"method": "ngram", "num_speculative_tokens": depth} | sizes
         folder = start.export
         if folder is None:
             folder = export_pair(self.pair, "vllm", place / "export", depth, self.target).folder
-        if (folder / LAUNCH).is_file():  # as the export says that it is started
+        if (folder / LAUNCH).is_file():  # the export's own
             return dict(read_json(folder / LAUNCH)["settings"]) | {"model": str(folder)}
         return launch("vllm", drafter, served_path(self.target, folder), str(folder), depth, self.pair.dtype).settings
 
 
-def _lookup(pair: Pair) -> dict[str, int]:
-    _, drafter, _ = pair.open(check=False)
-    assert isinstance(drafter, Ngram)
-    return {"prompt_lookup_max": drafter.config.max_match, "prompt_lookup_min": drafter.config.min_match}
-
-
-def survey_in_turns(survey: Survey, drafting: VllmLaunch, plain: VllmLaunch | None, place: Path) -> dict[str, Any]:
-    """Ask an engine with drafts and one without, which run at once; return what is known of the first."""
-    with ExitStack() as both:
-        engine = both.enter_context(running(drafting, place / "drafting.log"))
-        alone = None if plain is None else both.enter_context(running(plain, place / "plain.log"))
-        facts = _facts(engine, drafting)
-        survey.ask(engine, alone)
-    return facts
-
-
-def survey_one_by_one(survey: Survey, drafting: VllmLaunch, plain: VllmLaunch | None, place: Path) -> dict[str, Any]:
-    """Ask an engine with drafts, stop it, and then ask one without; return what is known of the first."""
-    with running(drafting, place / "drafting.log") as engine:
-        facts = _facts(engine, drafting)
-        survey.ask(engine)
-    if plain is not None:
-        with running(plain, place / "plain.log") as alone:
-            survey.ask_plain(alone)
-    return facts
-
-
-def _facts(engine: Engine, launch: VllmLaunch) -> dict[str, Any]:
-    return engine_facts(engine, [("speculation", dict(launch.speculation or {}))])
-
-
-# ------------------------------------------------------------ what is asked for, and what is known already
+# ------------------------------------------------------------ the settings, and expectations that were saved
 
 
 def depth_of(pair: Pair, export: Path | None = None, asked: int | None = None) -> int:
-    """Return how many tokens an engine drafts in a round: as asked for, as the export says, or as one would say.
+    """Return the draft tokens of an engine's round: as asked for, as the export has it, or as one would have it.
 
     Raises:
         BadInputError: the export is for another depth than the one that was asked for.
@@ -229,7 +196,7 @@ def depth_of(pair: Pair, export: Path | None = None, asked: int | None = None) -
 
 
 def _asked(pair: Pair, trial: Trial, suites: Sequence[str]) -> dict[str, Any]:
-    """Return what an expectation says of its making, beside the answers."""
+    """Return the settings that an expectation keeps beside the answers."""
     return {
         "drafter_digest": digest_json(pair.manifest.drafter.files),
         "suites": list(suites),
@@ -239,40 +206,31 @@ def _asked(pair: Pair, trial: Trial, suites: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _checked(expected: Expectation, pair: Pair, trial: Trial, suites: Sequence[str]) -> Expectation:
-    """Return the expectation if it is of this pair and of what is asked for now.
-
-    Raises:
-        BadInputError: it is not; what differs is named.
-    """
-    differing = list(_differing(expected, pair, trial, suites))
+def _require_same(expected: Expectation, pair: Pair, trial: Trial, suites: Sequence[str]) -> None:
+    """Refuse an expectation of another pair or of other settings; all differences are named."""
+    target, drafter, differing = pair.fingerprint().digest, pair.manifest.drafter.type, []
+    if expected.target != target:
+        differing.append(f"the target is {expected.target[:12]}… there, the pair's {target[:12]}…")
+    now = _asked(pair, trial, suites) | {"drafter": drafter, "depth": trial.depth}
+    now |= {"max_new_tokens": trial.max_new_tokens, "temperatures": list(trial.temperatures)}
+    for name, value in now.items():
+        if (there := getattr(expected, name)) != value:
+            is_digest = name == "drafter_digest"
+            differing.append(
+                "the drafter has other weights" if is_digest else f"{name} is {there!r} there and {value!r} here"
+            )
     if differing:
         raise BadInputError(
             f"the expectation was made for something else: {'; '.join(differing)}. Ask for the same, or delete the "
             "file, so that it is made again."
         )
-    return expected
-
-
-def _differing(expected: Expectation, pair: Pair, trial: Trial, suites: Sequence[str]) -> Iterator[str]:
-    target, drafter = pair.fingerprint().digest, pair.manifest.drafter.type
-    if expected.target != target:
-        yield f"the target is {expected.target[:12]}… there, the pair's {target[:12]}…"
-    now = _asked(pair, trial, suites) | {"drafter": drafter, "depth": trial.depth}
-    now |= {"max_new_tokens": trial.max_new_tokens, "temperatures": list(trial.temperatures)}
-    for name, value in now.items():
-        there = getattr(expected, name)
-        if name == "drafter_digest" and there != value:
-            yield "the drafter has other weights"
-        elif there != value:
-            yield f"{name} is {there!r} there and {value!r} here"
 
 
 # ------------------------------------------------------------ into the pair
 
 
 def record_of(result: ServedResult) -> ServedRecord:
-    """Return what pair.json keeps of a result."""
+    """Return the record of a result in pair.json."""
     figures = [
         ServedFigures(
             temperature=c.temperature,
@@ -293,54 +251,14 @@ def record_of(result: ServedResult) -> ServedRecord:
     )
 
 
-def ask_all(
-    engines: Sequence[Engine], expected: Expectation, temperature: float, advance: Advance
-) -> tuple[list[list[Reply]], int]:
-    """Send every prompt to every engine, in turns, and read the engine's counters after each answer.
-
-    Above temperature 0 each prompt is sent as often as our own decoder answered it.
-
-    Returns:
-        The replies of each engine, and how many new tokens the engines counted that were not ours.
-    """
-    ask = Ask(expected.max_new_tokens, temperature)
-    for engine in engines:
-        engine.complete(expected.prompts[0].tokens, ask)  # first calls are slow
-    looks = [engine.counters() for engine in engines]
-    replies: list[list[Reply]] = [[] for _ in engines]
-    foreign = 0
-    for number, prompt in enumerate(expected.prompts):
-        for i in range(len(engines)):
-            turn = (number + i) % len(engines)
-            found = []
-            for _ in range(expected.seeds(temperature)):
-                answer = engines[turn].complete(prompt.tokens, ask)
-                now = engines[turn].settled(looks[turn], answer.num_tokens)
-                counted, looks[turn] = now.since(looks[turn]), now
-                foreign += max(0, round(counted.tokens) - answer.num_tokens)
-                found.append((answer, counted))
-            replies[turn].append(_reply(found))
-        advance(1, "")
-    return replies, foreign
-
-
-def _reply(found: Sequence[tuple[EngineCompletion, Counters]]) -> Reply:
-    """Return one prompt's reply: the text of the first answer, and the sums over all of them."""
-    first = found[0][0]
-    counted = reduce(Counters.plus, (c for _, c in found))
-    counts = DraftCounts(
-        rounds=counted.rounds,
-        drafted=counted.drafted,
-        accepted=counted.accepted,
-        by_position=list(counted.by_position),
-    )
+def _reply(answers: Sequence[EngineCompletion], counts: Counters) -> Reply:
     return Reply(
-        text=first.text,
-        tokens=None if first.tokens is None else list(first.tokens),
-        lengths=[answer.num_tokens for answer, _ in found],
-        seconds=sum(answer.seconds for answer, _ in found),
+        text=answers[0].text,
+        tokens=answers[0].tokens,
+        lengths=[answer.num_tokens for answer in answers],
+        seconds=sum(answer.seconds for answer in answers),
         counts=counts,
-        uncounted=list(counted.uncounted),
+        uncounted=counts.uncounted,
     )
 
 
@@ -353,26 +271,57 @@ class Survey:
         self.plain: dict[float, list[Reply]] = {}
         self.foreign = 0
 
-    def ask(self, engine: Engine, plain: Engine | None = None) -> None:
-        """Send every prompt at every temperature, to both in turns if there are two."""
-        temperatures = self.expected.temperatures
-        total = len(self.expected.prompts) * len(temperatures)
-        engines = [engine] if plain is None else [engine, plain]
-        with progress(self.console, "the engine", total, transient=True) as advance:
-            for temperature in temperatures:
-                replies, foreign = ask_all(engines, self.expected, temperature, advance)
-                self.drafting[temperature] = replies[0]
-                if plain is not None:
-                    self.plain[temperature] = replies[1]
-                self.foreign += foreign
+    def start(self, drafting: VllmLaunch, plain: VllmLaunch | None, place: Path, in_turns: bool) -> dict[str, Any]:
+        """Start an engine with drafts and one without, at once or one after the other, and send them every prompt.
 
-    def ask_plain(self, engine: Engine) -> None:
-        """Send every prompt at every temperature to the same engine without drafts, for the speedup there."""
+        Returns:
+            The facts of the first.
+        """
+        with ExitStack() as engines:
+            engine = engines.enter_context(running(drafting, place / "drafting.log"))
+            facts = engine_facts(engine, speculation=dict(drafting.speculation or {}))
+            at_once = plain if in_turns else None
+            alone = None if at_once is None else engines.enter_context(running(at_once, place / "plain.log"))
+            self.ask(engine, alone)
+        if plain is not None and not in_turns:
+            with running(plain, place / "plain.log") as alone:
+                self.ask(None, alone)
+        return facts
+
+    def ask(self, engine: Engine | None, plain: Engine | None = None) -> None:
+        """Send every prompt at every temperature: to an engine with drafts, one without, or both in turns."""
         total = len(self.expected.prompts) * len(self.expected.temperatures)
-        with progress(self.console, "the engine without drafts", total, transient=True) as advance:
+        asked = [(e, into) for e, into in ((engine, self.drafting), (plain, self.plain)) if e is not None]
+        label = "the engine without drafts" if engine is None else "the engine"
+        with progress(self.console, label, total, transient=True) as advance:
             for temperature in self.expected.temperatures:
-                (self.plain[temperature],), foreign = ask_all([engine], self.expected, temperature, advance)
-                self.foreign += foreign
+                replies = self._ask([e for e, _ in asked], temperature, advance)
+                for (_, into), answers in zip(asked, replies, strict=True):
+                    into[temperature] = answers
+
+    def _ask(self, engines: Sequence[Engine], temperature: float, advance: Advance) -> list[list[Reply]]:
+        """Return each engine's replies to every prompt, asked in turns; its counters are read after each answer.
+
+        Above temperature 0 each prompt is sent as often as our own decoder answered it.
+        """
+        prompts, longest = self.expected.prompts, self.expected.max_new_tokens
+        for engine in engines:
+            engine.complete(prompts[0].tokens, longest, temperature)  # first calls are slow
+        looks = [engine.counters() for engine in engines]
+        replies: list[list[Reply]] = [[] for _ in engines]
+        for number, prompt in enumerate(prompts):
+            for i in range(len(engines)):
+                turn = (number + i) % len(engines)
+                answers, counts = [], []
+                for _ in range(self.expected.seeds(temperature)):
+                    answers.append(engines[turn].complete(prompt.tokens, longest, temperature))
+                    now = engines[turn].settled(looks[turn], answers[-1].num_tokens)
+                    counts.append(now.since(looks[turn]))
+                    looks[turn] = now
+                    self.foreign += max(0, round(counts[-1].tokens) - answers[-1].num_tokens)
+                replies[turn].append(_reply(answers, reduce(Counters.plus, counts)))
+            advance(1, "")
+        return replies
 
     @property
     def exact(self) -> bool:
@@ -381,7 +330,7 @@ class Survey:
 
     @property
     def counts_all(self) -> bool:
-        """Whether the engine counts all that mistakes are told apart by."""
+        """Whether the engine counts everything that tells mistakes apart."""
         return not any(reply.uncounted for replies in self.drafting.values() for reply in replies)
 
     def differs(self, tolerance: float) -> bool:
@@ -398,7 +347,7 @@ class Survey:
         return explain([r.counts for r in drafting], self.expected.at(0.0), self.expected.mistakes)
 
     def result(self, engine: dict[str, Any], write: Write, tolerance: float = TOLERANCE) -> ServedResult:
-        """Return what both sides did, and what is probably wrong."""
+        """Return the comparison of both sides, and the probable faults."""
         comparisons = [
             compare(self.expected, Replies(temperature=t, drafting=replies, plain=self.plain.get(t)), write)
             for t, replies in self.drafting.items()
@@ -418,6 +367,6 @@ class Survey:
         )
 
 
-def engine_facts(engine: Engine, extra: Sequence[tuple[str, Any]] = ()) -> dict[str, Any]:
-    """Return what is known of a running engine."""
-    return {"name": engine.counters().engine, "model": engine.model} | dict(extra)
+def engine_facts(engine: Engine, **extra: Any) -> dict[str, Any]:
+    """Return the facts about a running engine that its result keeps."""
+    return {"name": engine.counters().engine, "model": engine.model} | extra

@@ -1,4 +1,4 @@
-"""A running engine's drafting over time: windows of rounds, compared with how it goes when all is well."""
+"""A running engine's drafting over time: windows of rounds, compared with a baseline."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ import json
 import math
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from functools import reduce
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from ..common import BadInputError
 from ..common.atomic import write_atomically
@@ -25,29 +24,27 @@ from ..pair import Pair
 from .changepoint import DEEP, Chart, CusumState, NormalDrafting, WatchLimits
 from .engine import Counters
 
-LEARNED = 30  # windows that a baseline is learned from, where no pair gives one
+LEARNED = 30  # windows that a baseline is learned from, where no pair has one
 WINDOWS = (200, 100, 50, 25, 400)  # rounds of a window, tried in this order
 SURE = 3.0  # spreads by which a position must differ to be named
 PATIENCE = 120.0  # seconds that a look waits for another one with the same state file
 
 
-class WatchState(BaseModel):
-    """What a watch of one engine knows; it is kept between runs of `outrider watch --once`.
+class WatchState(BaseModel, extra="forbid"):
+    """The state of one engine's watch, kept between runs of `outrider watch --once`.
 
     Attributes:
-        seen: the counters at the last look. open: what the window that is not full yet has counted.
-        windows: how many were full. learned: those that the baseline is learned from.
-        sums: where the test stands. restarts, alarms: how many there were.
+        seen: the counters at the last look. open: those of the window that is not full yet.
+        windows: the number of full ones. learned: those that the baseline is learned from.
+        sums: of the test. restarts, alarms: the number of each.
     """
-
-    model_config = ConfigDict(extra="forbid")
 
     url: str
     baseline: NormalDrafting | None = None
-    seen: dict[str, Any] | None = None
-    open: dict[str, Any] | None = None
+    seen: Counters | None = None
+    open: Counters | None = None
     windows: int = 0
-    learned: list[dict[str, Any]] = []
+    learned: list[Counters] = []
     sums: CusumState = CusumState()
     restarts: int = 0
     alarms: int = 0
@@ -57,7 +54,7 @@ class EngineWatch:
     """The watch of one engine: counters in, events out.
 
     Args:
-        state: what is known already.
+        state: from earlier looks.
         limits: of the test.
     """
 
@@ -73,98 +70,80 @@ class EngineWatch:
         return self._chart
 
     def look(self, now: Counters) -> Iterator[WatchEvent]:
-        """Take in what the engine counts now, and yield what is to be said about it."""
-        seen = None if self.state.seen is None else _counters(self.state.seen)
-        self.state.seen = asdict(now)
+        """Update the watch with the engine's counters, and yield its events."""
+        seen, self.state.seen = self.state.seen, now
         if seen is None:
-            return  # what was counted before the watch began is nobody's window
+            return  # earlier counts belong to no window
         if now.restarted(seen):
             self.state.restarts += 1
             yield self._event("restart", now)
         new = now.since(seen)
-        gathered = new if self.state.open is None else _counters(self.state.open).plus(new)
-        if gathered.rounds < self.limits.window:
-            self.state.open = asdict(gathered)
+        window = new if self.state.open is None else self.state.open.plus(new)
+        if window.rounds < self.limits.window:
+            self.state.open = window
             return
         self.state.open = None
         self.state.windows += 1
-        yield from self._judge(gathered)
+        yield from self._judge(window)
 
     def silent(self, reason: str) -> WatchEvent:
         """Return the event of an engine that does not answer."""
         return WatchEvent(kind="silent", url=self.state.url, time=_now(), reason=reason)
 
     def _judge(self, window: Counters) -> Iterator[WatchEvent]:
-        baseline, chart = self.state.baseline, self.chart
-        if baseline is None or chart is None:
-            yield self._window(window)
-            yield from self._learn(window)
+        state, chart = self.state, self.chart
+        positions = {"rounds": window.rounds, "tau": window.tau, "by_position": conditional(window)}
+        if state.baseline is None or chart is None:
+            yield self._event("window", window, **positions)
+            state.learned.append(window)
+            if len(state.learned) >= LEARNED:
+                state.baseline, state.learned = learned(state.learned, state.url), []
+                yield self._event("learned", window)
             return
-        score = baseline.score(window.rounds, window.accepted)
-        self.state.sums = sums = self.state.sums.after(score, window.rounds / self.limits.window, chart.slack)
-        yield self._window(window, score=score, fall=sums.fall, rise=sums.rise)
-        change = sums.alarm(chart.threshold)
-        if change is not None:
+        score = state.baseline.score(window.rounds, window.accepted)
+        state.sums = sums = state.sums.after(score, window.rounds / self.limits.window, chart.slack)
+        figures = positions | {"threshold": chart.threshold, "score": score}
+        yield self._event("window", window, **figures, fall=sums.fall, rise=sums.rise)
+        if (change := sums.alarm(chart.threshold)) is not None:
             since = sums.fallen if change == "fall" else sums.risen
-            self.state.sums = CusumState()  # the next alarm is about what comes now
-            self.state.alarms += 1
-            told = {"change": change, "since": since, "position": _first_apart(window, baseline)}
-            yield self._window(window, "alarm", score=score, **told)
+            state.sums = CusumState()  # the next alarm is about later windows
+            state.alarms += 1
+            position = _first_apart(window, state.baseline)
+            yield self._event("alarm", window, **figures, change=change, since=since, position=position)
 
-    def _learn(self, window: Counters) -> Iterator[WatchEvent]:
-        self.state.learned.append(asdict(window))
-        if len(self.state.learned) >= LEARNED:
-            windows = [_counters(values) for values in self.state.learned]
-            self.state.baseline, self.state.learned = learned(windows, self.state.url), []
-            yield self._event("learned", window)
-
-    def _window(self, window: Counters, kind: Literal["window", "alarm"] = "window", **told: Any) -> WatchEvent:
-        found = self._event(kind, window)
-        return found.model_copy(
-            update={
-                "rounds": window.rounds,
-                "tau": window.tau,
-                "by_position": conditional(window),
-                "threshold": None if self.chart is None else self.chart.threshold,
-                **told,
-            }
-        )
-
-    def _event(self, kind: Literal["window", "learned", "alarm", "restart"], counters: Counters) -> WatchEvent:
-        tau = None if self.state.baseline is None else self.state.baseline.tau
+    def _event(
+        self, kind: Literal["window", "learned", "alarm", "restart"], counters: Counters, **figures: Any
+    ) -> WatchEvent:
+        state, baseline = self.state, self.state.baseline
         return WatchEvent(
             kind=kind,
-            url=self.state.url,
+            url=state.url,
             time=_now(),
             engine=counters.engine,
-            window=self.state.windows,
-            baseline=tau,
+            window=state.windows,
+            baseline=None if baseline is None else baseline.tau,
+            **figures,
         )
 
 
 def conditional(counters: Counters) -> list[float]:
     """Return the acceptance at each position, given that all drafts before it were accepted."""
-    reached = [counters.rounds, *counters.by_position]
-    return [kept / before for kept, before in zip(counters.by_position, reached, strict=False) if before]
+    pairs = [(kept, counters.reached(i)) for i, kept in enumerate(counters.by_position)]
+    return [kept / reached for kept, reached in pairs if reached]
 
 
 def _first_apart(window: Counters, baseline: NormalDrafting) -> int | None:
     """Return the first position whose conditional acceptance certainly differs from the baseline's."""
     usual = [1.0, *baseline.by_position]
-    reached = [window.rounds, *window.by_position]
-    for i, (kept, before) in enumerate(zip(window.by_position, reached, strict=False)):
-        if i + 1 >= len(usual) or not usual[i] or before < 1:
+    for i, kept in enumerate(window.by_position):
+        reached = window.reached(i)
+        if i + 1 >= len(usual) or not usual[i] or reached < 1:
             return None
         expected = usual[i + 1] / usual[i]
-        spread = math.sqrt(max(expected * (1 - expected), 1e-6) / before)
-        if abs(kept / before - expected) > SURE * spread:
+        spread = math.sqrt(max(expected * (1 - expected), 1e-6) / reached)
+        if abs(kept / reached - expected) > SURE * spread:
             return i + 1
     return None
-
-
-def _counters(values: dict[str, Any]) -> Counters:
-    found = Counters(**values)
-    return replace(found, by_position=tuple(found.by_position), uncounted=tuple(found.uncounted))
 
 
 def _now() -> str:
@@ -177,13 +156,13 @@ def _now() -> str:
 def learned(windows: Sequence[Counters], url: str) -> NormalDrafting:
     """Return the baseline of an engine's own first windows."""
     source = f"the first {len(windows)} windows of {url}"
-    found = NormalDrafting.of([w.rounds for w in windows], [w.accepted for w in windows], source)
-    everything = reduce(Counters.plus, windows)
-    return found.model_copy(update={"by_position": tuple(k / everything.rounds for k in everything.by_position)})
+    baseline = NormalDrafting.of([w.rounds for w in windows], [w.accepted for w in windows], source)
+    total = reduce(Counters.plus, windows)
+    return baseline.model_copy(update={"by_position": tuple(kept / total.rounds for kept in total.by_position)})
 
 
 def baseline_of(pair: Pair) -> tuple[NormalDrafting, WatchLimits]:
-    """Return how the pair drafted on its own target, which its probes compare with, and the limits that it can watch.
+    """Return the drafting of the pair on its own target, the baseline of its probes, and the limits that it can watch.
 
     Raises:
         BadInputError: the pair has no such prompts, or too few of them.
@@ -205,7 +184,7 @@ def limits_for(baseline: NormalDrafting) -> WatchLimits:
     """
     for size in WINDOWS:
         limits = WatchLimits(window=size)
-        if _sees(baseline, limits):
+        if math.isfinite(Chart.calibrated(baseline, limits).delay_in_rounds(baseline, DEEP)):
             return limits
     raise BadInputError(
         f"{baseline.source}: a baseline from {baseline.rounds:.0f} rounds is too uncertain: not even a fall of the "
@@ -213,25 +192,24 @@ def limits_for(baseline: NormalDrafting) -> WatchLimits:
     )
 
 
-def _sees(baseline: NormalDrafting, limits: WatchLimits) -> bool:
-    return math.isfinite(Chart.calibrated(baseline, limits).delay_in_rounds(baseline, DEEP))
-
-
 # ------------------------------------------------------------ between runs, and elsewhere
 
 
 @contextmanager
 def kept_states(file: Path, urls: Sequence[str], baseline: NormalDrafting | None) -> Iterator[list[WatchState]]:
-    """Yield what is known of each engine, and write it to `file` at the end, beside what others keep there.
+    """Yield the state of each engine, and write it to `file` at the end, beside those of other engines.
 
-    Nobody else looks with the same file meanwhile: looks of several cron jobs follow one another.
+    Looks with the same file follow one another. A test begins again if another baseline than its own is given.
 
     Raises:
         BadInputError: the file cannot be understood, or another look does not end.
     """
     with locked(file, PATIENCE):
         known = _known(file)
-        states = [_continued(known.get(url), url, baseline) for url in urls]
+        states = [known.get(url, WatchState(url=url, baseline=baseline)) for url in urls]
+        for i, state in enumerate(states):
+            if baseline is not None and state.baseline != baseline:
+                states[i] = WatchState(url=state.url, baseline=baseline, seen=state.seen)
         try:
             yield states
         finally:  # an engine that does not answer takes nothing from the others
@@ -247,21 +225,14 @@ def _known(file: Path) -> dict[str, WatchState]:
         raise BadInputError(f"{file}: cannot be read as the state of a watch ({error}); delete it.") from error
 
 
-def _continued(known: WatchState | None, url: str, baseline: NormalDrafting | None) -> WatchState:
-    """Return what is known of an engine; the test begins again if a pair's baseline is given that is another one."""
-    if known is None or (baseline is not None and known.baseline != baseline):
-        return WatchState(url=url, baseline=baseline, seen=None if known is None else known.seen)
-    return known
-
-
 def save_states(file: Path, states: Sequence[WatchState]) -> None:
-    """Write what is known of each engine, whole or not at all."""
+    """Write the state of each engine, whole or not at all."""
     file.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(file, json.dumps([s.model_dump(mode="json") for s in states], indent=1) + "\n")
 
 
 def require_webhook(webhook: str) -> None:
-    """Refuse what is no address to send alarms to, before anybody relies on it.
+    """Refuse an address that alarms cannot be sent to, before the watch begins.
 
     Raises:
         BadInputError: it is no http or https URL. It is not repeated: whoever knows a webhook's URL may post to it.
@@ -277,9 +248,9 @@ def require_webhook(webhook: str) -> None:
 
 
 def post(webhook: str, event: WatchEvent, timeout: float = 10.0) -> str | None:
-    """Send an event as JSON; return what went wrong, if anything did. A watch outlives its webhook.
+    """Send an event as JSON, and return the failure in a sentence, if any; a watch outlives its webhook.
 
-    The answer names the webhook's host alone: its path is a secret.
+    The sentence names the webhook's host alone: its path is a secret.
     """
     body = (event.model_dump_json(exclude_none=True)).encode()
     request = urllib.request.Request(webhook, body, {"Content-Type": "application/json"})
@@ -291,17 +262,15 @@ def post(webhook: str, event: WatchEvent, timeout: float = 10.0) -> str | None:
         return f"the webhook at {urlsplit(webhook).hostname} was not reached ({reason}); this alarm was not sent"
 
 
-class WatchEvent(BaseModel):
+class WatchEvent(BaseModel, extra="forbid", ser_json_inf_nan="null"):
     """One line of a watch.
 
     Attributes:
         kind: window, learned, alarm, restart or silent (the engine did not answer).
         tau, by_position: of the window; positions are conditional on the draft before.
-        score: spreads above the baseline. sums: where the test stands.
+        score: spreads above the baseline. fall, rise: the test's sums, and threshold: their alarm.
         change: "fall" or "rise". since: windows ago that the change began. position: the first that differs.
     """
-
-    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="null")
 
     kind: Literal["window", "learned", "alarm", "restart", "silent"]
     url: str
@@ -322,20 +291,20 @@ class WatchEvent(BaseModel):
     reason: str | None = None
 
     def __str__(self) -> str:
-        return f"{self.time} {self.url} {_SAID[self.kind](self)}"
+        return f"{self.time} {self.url} {self._text()}"
 
-
-_SAID: dict[str, Callable[[WatchEvent], str]] = {
-    "window": lambda e: f"τ {e.tau:.3f} in {e.rounds:.0f} rounds ({_scored(e)})",
-    "learned": lambda e: f"baseline learned: τ {e.baseline:.3f}",
-    "alarm": lambda e: (
-        f"ALARM: acceptance {'fell' if e.change == 'fall' else 'rose'} {e.since} windows ago, τ {e.tau:.3f} instead of "
-        f"{e.baseline:.3f}{f', from position {e.position} on' if e.position else ''}"
-    ),
-    "restart": lambda e: f"the engine ({e.engine}) was started anew",
-    "silent": lambda e: f"no answer: {e.reason}",
-}
-
-
-def _scored(event: WatchEvent) -> str:
-    return "learning" if event.score is None else f"{event.score:+.1f} spreads from {event.baseline:.3f}"
+    def _text(self) -> str:
+        if self.kind == "silent":
+            return f"no answer: {self.reason}"
+        if self.kind == "restart":
+            return f"the engine ({self.engine}) was started anew"
+        if self.kind == "learned":
+            return f"baseline learned: τ {self.baseline:.3f}"
+        if self.kind == "window":
+            score = "learning" if self.score is None else f"{self.score:+.1f} spreads from {self.baseline:.3f}"
+            return f"τ {self.tau:.3f} in {self.rounds:.0f} rounds ({score})"
+        where = f", from position {self.position} on" if self.position else ""
+        return (
+            f"ALARM: acceptance {'fell' if self.change == 'fall' else 'rose'} {self.since} windows ago, "
+            f"τ {self.tau:.3f} instead of {self.baseline:.3f}{where}"
+        )

@@ -108,6 +108,5 @@ def test_whole_folders_are_written_by_few() -> None:
         "heads/draft_model.py",
         "pair/new.py",
         "scripts/quickstart.py",
-        "serving/session.py",
         "train/joint.py",
     }

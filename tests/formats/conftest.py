@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from outrider.formats import Exported, export_drafter
 from outrider.heads import Drafter, DraftModel, drafter_config
 from outrider.targets import Target
+
+Make = Callable[..., Drafter]
+Export = Callable[..., Exported]
 
 
 @pytest.fixture(scope="session")
@@ -28,25 +33,33 @@ def deep(tiny_llama: Callable, tmp_path_factory: pytest.TempPathFactory) -> Targ
 
 
 @pytest.fixture(scope="session")
-def make_drafter(target: Target, tiny_llama: Callable) -> Callable[..., Drafter]:
+def make_drafter(target: Target, tiny_llama: Callable) -> Make:
     """`make_drafter(type, on=target, **settings)`: weights are random, norms included, and the same each time."""
 
     def make(kind: str, on: Target | None = None, **settings: Any) -> Drafter:
         torch.manual_seed(0)
         if kind == "draft_model":
             return DraftModel(tiny_llama(layers=2, vocab=target.vocab_size, seed=1))
-        block = {"taps": [1, 3, 5], "draft_vocab_size": 100, "num_layers": 2, "mask_token_id": target.vocab_size - 1}
-        defaults = {
-            "eagle3": {"taps": [1, 3, 5], "draft_vocab_size": 100},
-            "peagle": {"taps": [1, 3, 5], "draft_vocab_size": 100, "num_layers": 2, "steps": 3}
-            | {"mask_token_id": target.vocab_size - 1},
-            "dflash": block | {"block_size": 4},
-            "dspark": block | {"block_size": 3, "markov_rank": 8},
-        }
-        head, config = drafter_config({"type": kind} | defaults.get(kind, {}) | settings)
+        defaults: dict[str, Any] = {}
+        if kind in ("eagle3", "peagle", "dflash", "dspark"):
+            defaults = {"taps": [1, 3, 5], "draft_vocab_size": 100}
+        if kind in ("peagle", "dflash", "dspark"):
+            defaults |= {"num_layers": 2, "mask_token_id": target.vocab_size - 1}
+        own = {"peagle": {"steps": 3}, "dflash": {"block_size": 4}, "dspark": {"block_size": 3, "markov_rank": 8}}
+        head, config = drafter_config({"type": kind} | defaults | own.get(kind, {}) | settings)
         drafter = head.build(config, on or target, torch.randperm((on or target).vocab_size))
         for parameter in drafter.parameters():
             parameter.data += 0.2 * torch.randn_like(parameter)
         return drafter.eval()
 
     return make
+
+
+@pytest.fixture
+def export(target: Target, make_drafter: Make, tmp_path: Path) -> Export:
+    """`export(type, to="vllm", depth=3, **settings)`: a drafter that is written into `tmp_path / to`."""
+
+    def made(kind: str, to: str = "vllm", depth: int = 3, **settings: Any) -> Exported:
+        return export_drafter(make_drafter(kind, **settings), target, to, tmp_path / to, depth)
+
+    return made

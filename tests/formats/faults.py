@@ -1,7 +1,7 @@
 """Faults as exports have in the field, planted into an EAGLE-3 export in the `speculators` layout.
 
-`FAULTS[name](folder)` changes the files in `folder`, and leaves what Outrider keeps beside them (written.json,
-served.json) as it was.
+`FAULTS[name](folder)` changes the files in `folder`, and leaves the files beside them (written.json, served.json) as
+they were.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 Plant = Callable[[Path], None]
+Tensors = dict[str, Tensor]
 TAPS = "eagle_aux_hidden_state_layer_ids"
 
 
@@ -30,28 +31,30 @@ def edit_config(change: Callable[[dict[str, Any]], object], name: str = "config.
     return plant
 
 
-def edit_tensors(change: Callable[[dict[str, Tensor]], object]) -> Plant:
-    """Return a fault of the weights."""
+def edit_tensors(change: Callable[[Tensors], object]) -> Plant:
+    """Return a fault of the weights; `change` may return other tensors, or change those that it is given."""
 
     def plant(folder: Path) -> None:
-        tensors = load_file(folder / "model.safetensors")
-        change(tensors)
-        save_file(
-            {n: t.contiguous() for n, t in tensors.items()}, folder / "model.safetensors", metadata={"format": "pt"}
-        )
+        file = folder / "model.safetensors"
+        tensors = load_file(file)
+        changed = change(tensors)
+        kept: Tensors = changed if isinstance(changed, dict) else tensors
+        save_file({n: t.contiguous() for n, t in kept.items()}, file, metadata={"format": "pt"})
 
     return plant
 
 
-def _exchange(one: str, other: str) -> Plant:
-    def change(tensors: dict[str, Tensor]) -> None:
-        tensors[one], tensors[other] = tensors[other], tensors[one]
+def renamed(name: Callable[[str], str]) -> Plant:
+    """Return the fault of other names of the same weights."""
+    return edit_tensors(lambda tensors: {name(n): t for n, t in tensors.items()})
 
-    return edit_tensors(change)
+
+def _exchange(one: str, other: str) -> Plant:
+    return edit_tensors(lambda t: t | {one: t[other], other: t[one]})
 
 
 def _replace(name: str, change: Callable[[Tensor], Tensor]) -> Plant:
-    return edit_tensors(lambda tensors: tensors.update({name: change(tensors[name])}))
+    return edit_tensors(lambda t: t | {name: change(t[name])})
 
 
 def _shift_taps(by: int) -> Plant:
@@ -71,21 +74,16 @@ def _interleaved(weight: Tensor) -> Tensor:
 
 def _rope_base(config: dict[str, Any]) -> None:
     layer = config["transformer_layer_config"]
-    layer["rope_parameters"]["rope_theta"] = 100.0
-    layer["rope_theta"] = 100.0
-
-
-def _ids(tensors: dict[str, Tensor]) -> None:
-    tensors["d2t"] = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
+    layer["rope_parameters"]["rope_theta"] = layer["rope_theta"] = 100.0
 
 
 def _rolled(d2t: Tensor) -> Tensor:
-    """Let each draft id stand for the token of the one before it."""
+    """Return the offsets by which each draft id stands for the token of the one before it."""
     numbers = torch.arange(len(d2t))
     return (numbers + d2t).roll(1) - numbers
 
 
-def _untrained(tensors: dict[str, Tensor]) -> None:
+def _untrained(tensors: Tensors) -> None:
     for name, tensor in tensors.items():
         if name.endswith("norm.weight") or "norm." in name:
             tensors[name] = torch.ones_like(tensor)
@@ -94,16 +92,10 @@ def _untrained(tensors: dict[str, Tensor]) -> None:
             tensors[name] = (torch.rand(tensor.shape, generator=generator) - 0.5) * 0.1
 
 
-def _stale_embeddings(tensors: dict[str, Tensor]) -> None:
-    tensors["embed_tokens.weight"] = torch.randn(
-        VOCABULARY_AND_WIDTH(tensors), generator=torch.Generator().manual_seed(5)
-    )
-
-
-def VOCABULARY_AND_WIDTH(tensors: dict[str, Tensor]) -> tuple[int, int]:  # noqa: N802
-    """Return the shape of the target's embeddings, as a head's tensors say it."""
-    vocab = len(tensors["t2d"]) if "t2d" in tensors else len(tensors["lm_head.weight"])
-    return vocab, tensors["lm_head.weight"].shape[1]
+def _stale_embeddings(tensors: Tensors) -> None:
+    rows, width = tensors["lm_head.weight"].shape
+    shape = (len(tensors["t2d"]) if "t2d" in tensors else rows, width)
+    tensors["embed_tokens.weight"] = torch.randn(shape, generator=torch.Generator().manual_seed(5))
 
 
 def _deeper(launch: dict[str, Any]) -> None:
@@ -119,11 +111,11 @@ FAULTS: dict[str, Plant] = {
     "norm of the output flipped": _flip("norm_output"),
     "norm before the residual flipped": _flip("norm_before_residual"),
     "norm before the residual missing": edit_config(lambda config: config.pop("norm_before_residual")),
-    "d2t as ids": edit_tensors(_ids),
+    "d2t as ids": _replace("d2t", lambda d2t: d2t + torch.arange(len(d2t))),
     "d2t rolled by one": _replace("d2t", _rolled),
     "rope base": edit_config(_rope_base),
     "rope interleaved": edit_tensors(
-        lambda t: t.update({n: _interleaved(t[n]) for n in t if n.endswith(("q_proj.weight", "k_proj.weight"))})
+        lambda t: t | {n: _interleaved(t[n]) for n in t if n.endswith(("q_proj.weight", "k_proj.weight"))}
     ),
     "depth off by one": edit_config(_deeper, "launch.json"),
     "gate and up swapped": _exchange("layers.0.mlp.gate_proj.weight", "layers.0.mlp.up_proj.weight"),

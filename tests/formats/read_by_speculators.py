@@ -1,25 +1,62 @@
-"""Run by the environment of the `speculators` package: what its own model computes from an exported folder.
+"""Run by the environment of the `speculators` package: the logits of its own model for an exported folder.
 
-python read_by_speculators.py FOLDER INPUTS OUT STEPS
+python read_by_speculators.py KIND FOLDER INPUTS OUT STEPS
+
+Of an EAGLE-3 head (eagle3) the logits of each step; of a P-EAGLE head (peagle) those of all depths of all places,
+without dropping any, with the place and depth of each.
 """
 
 import sys
 
 import torch
 from safetensors.torch import load_file, save_file
-from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
+
+
+def eagle3(folder: str, given: dict, steps: int) -> dict:
+    from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
+
+    head, logits = load(Eagle3DraftModel, Eagle3SpeculatorConfig, folder), []
+    head.lm_head.register_forward_hook(lambda module, inputs, output: logits.append(output[0].float()))
+    head(given["hidden"], given["tokens"], torch.zeros_like(given["tokens"]), ttt_steps=steps)
+    return {str(step): one for step, one in enumerate(logits)}
+
+
+def peagle(folder: str, given: dict, steps: int) -> dict:
+    from speculators.losses import resolve_loss_config
+    from speculators.models.peagle import PEagleSpeculatorConfig, core
+
+    head, found = load(core.PEagleDraftModel, PEagleSpeculatorConfig, folder), {}
+    draw = core.generate_cod_sample_indices
+
+    def kept(**settings):
+        found["places"], found["depths"] = draw(**settings)
+        return found["places"], found["depths"]
+
+    core.generate_cod_sample_indices = kept
+    head.lm_head.register_forward_hook(lambda module, inputs, output: found.update(logits=output[0].float()))
+    head(
+        given["hidden"],
+        given["tokens"],
+        torch.zeros_like(given["tokens"]),
+        verifier_last_hidden_states=given["last"],
+        loss_config=resolve_loss_config("kl_div", "eager"),
+        num_depths=steps,
+        down_sample_ratio=1.0,
+        down_sample_ratio_min=1.0,
+    )
+    return found
+
+
+def load(model: type, config_class: type, folder: str):
+    config = config_class.from_pretrained(folder)
+    config.transformer_layer_config._attn_implementation = "eager"
+    return model.from_pretrained(folder, config=config).eval()
 
 
 @torch.no_grad()
-def main(folder: str, inputs: str, out: str, steps: str) -> None:
-    config = Eagle3SpeculatorConfig.from_pretrained(folder)
-    config.transformer_layer_config._attn_implementation = "eager"
-    head = Eagle3DraftModel.from_pretrained(folder, config=config)
-    found: list[torch.Tensor] = []
-    head.lm_head.register_forward_hook(lambda module, given, output: found.append(output[0].float()))
-    given = load_file(inputs)
-    head.eval()(given["hidden"], given["tokens"], torch.zeros_like(given["tokens"]), ttt_steps=int(steps))
-    save_file({str(step): logits.contiguous() for step, logits in enumerate(found)}, out)
+def main(kind: str, folder: str, inputs: str, out: str, steps: str) -> None:
+    found = {"eagle3": eagle3, "peagle": peagle}[kind](folder, load_file(inputs), int(steps))
+    save_file({name: tensor.contiguous() for name, tensor in found.items()}, out)
 
 
 main(*sys.argv[1:])

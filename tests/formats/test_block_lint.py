@@ -9,20 +9,22 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from safetensors.torch import load_file
 
 from outrider.common import IncompatibleError, OutriderError
 from outrider.formats import export_drafter, import_drafter
 from outrider.formats.lint import lint
-from outrider.heads import Drafter
 from outrider.targets import Target
 
+from .conftest import Make
+from .faults import edit_config, edit_tensors, renamed
+
 Config = dict[str, Any]
+Export = Callable[[str, str], Path]
 
 
 @pytest.fixture
-def export(deep: Target, make_drafter: Callable[..., Drafter], tmp_path: Path) -> Callable[[str, str], Path]:
+def export(deep: Target, make_drafter: Make, tmp_path: Path) -> Export:
     """`export(layout, type)`: a drafter with the usual taps."""
 
     def make(to: str, kind: str) -> Path:
@@ -41,9 +43,7 @@ WRITTEN = [("speculators", "dflash"), ("speculators", "dspark"), ("z-lab", "dfla
 
 
 @pytest.mark.parametrize(("to", "kind"), WRITTEN)
-def test_nothing_is_found_in_what_was_just_exported(
-    deep: Target, export: Callable[[str, str], Path], to: str, kind: str
-) -> None:
+def test_nothing_is_found_in_what_was_just_exported(deep: Target, export: Export, to: str, kind: str) -> None:
     assert found_in(export(to, kind), deep) == set()
 
 
@@ -55,107 +55,69 @@ def shifted(name: str, by: int) -> Callable[[Config], Any]:
     return change
 
 
-OURS, THEIRS = "aux_hidden_state_layer_ids", "target_layer_ids"
+def put(part: str = "", **values: Any) -> Callable[[Config], Any]:
+    """Return the change of fields, at the top of config.json or in one part of it."""
+    return lambda config: (config[part] if part else config).update(values)
+
+
+def fewer_drafts(config: Config) -> None:
+    config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] = 2
+
+
+OURS, THEIRS, OWN = "aux_hidden_state_layer_ids", "target_layer_ids", "dflash_config"
+LAYER = "transformer_layer_config"
+MIXED = ["sliding_attention", "full_attention"]
 FAULTS: list[tuple[str, str, str, Callable[[Config], Any], str]] = [
     ("taps as outputs of layers", "speculators", "dflash", shifted(OURS, -1), "taps-off-by-one"),
     ("taps as hidden states", "z-lab", "dflash", shifted(THEIRS, 1), "taps-off-by-one"),
     ("taps as hidden states in DSpark", "deepspec", "dspark", shifted(THEIRS, 1), "taps-off-by-one"),
     ("taps out of range", "z-lab", "dflash", shifted(THEIRS, 3), "taps-range"),
-    ("taps missing", "z-lab", "dflash", lambda c: c["dflash_config"].pop(THEIRS), "taps-missing"),
+    ("taps missing", "z-lab", "dflash", lambda c: c[OWN].pop(THEIRS), "taps-missing"),
     ("taps out of order", "speculators", "dspark", lambda c: c.update({OURS: [6, 4, 2]}), "taps-order"),
     ("the last layer tapped", "deepspec", "dspark", lambda c: c.update({THEIRS: [1, 3, 7]}), "taps-last"),
-    ("another target's depth", "z-lab", "dflash", lambda c: c.update(num_target_layers=36), "target-layers"),
+    ("another target's depth", "z-lab", "dflash", put(num_target_layers=36), "target-layers"),
     ("mask missing", "speculators", "dflash", lambda c: c.pop("mask_token_id"), "mask-missing"),
-    ("mask out of range", "deepspec", "dspark", lambda c: c.update(mask_token_id=64), "mask"),
+    ("mask out of range", "deepspec", "dspark", put(mask_token_id=64), "mask"),
     ("layout missing", "speculators", "dspark", lambda c: c.pop("sample_from_anchor"), "layout-missing"),
-    ("layout of DSpark", "speculators", "dflash", lambda c: c.update(sample_from_anchor=True), "layout"),
-    ("layout of Domino", "z-lab", "dflash", lambda c: c["dflash_config"].update(shift_label=True), "layout"),
-    ("causal missing", "z-lab", "dflash", lambda c: c["dflash_config"].pop("causal"), "causal-missing"),
-    ("two sizes", "z-lab", "dflash", lambda c: c["dflash_config"].update(block_size=9), "block-size"),
+    ("layout of DSpark", "speculators", "dflash", put(sample_from_anchor=True), "layout"),
+    ("layout of Domino", "z-lab", "dflash", put(OWN, shift_label=True), "layout"),
+    ("causal missing", "z-lab", "dflash", lambda c: c[OWN].pop("causal"), "causal-missing"),
+    ("two sizes", "z-lab", "dflash", put(OWN, block_size=9), "block-size"),
     ("no size", "z-lab", "dflash", lambda c: c.pop("block_size"), "block-size-missing"),
-    ("a window", "z-lab", "dflash", lambda c: c["dflash_config"].update(use_swa=True), "window"),
-    (
-        "one layer with a window",
-        "speculators",
-        "dflash",
-        lambda c: c["transformer_layer_config"].update(layer_types=["sliding_attention", "full_attention"]),
-        "mixed-layers",
-    ),
-    (
-        "fewer drafts than a block",
-        "speculators",
-        "dflash",
-        lambda c: c["speculators_config"]["proposal_methods"][0].update(speculative_tokens=2),
-        "block-depth",
-    ),
-    ("DSpark as DFlash", "z-lab", "dflash", lambda c: c["dflash_config"].update(projector_type="dspark"), "projector"),
-    (
-        "vLLM's other class",
-        "deepspec",
-        "dspark",
-        lambda c: c.update(architectures=["DSparkDraftModel"]),
-        "architecture",
-    ),
-    (
-        "the config's class",
-        "speculators",
-        "dspark",
-        lambda c: c.update(architectures=["DSparkSpeculator"]),
-        "architecture",
-    ),
-    ("a head that is not named", "deepspec", "dspark", lambda c: c.update(enable_confidence_head=False), "head-flag"),
-    ("a kind that vLLM lacks", "speculators", "dspark", lambda c: c.update(markov_head_type="gated"), "markov-kind"),
-    (
-        "positions of a part of each head",
-        "z-lab",
-        "dflash",
-        lambda c: c.update(partial_rotary_factor=0.5),
-        "rope",
-    ),
+    ("a window", "z-lab", "dflash", put(OWN, use_swa=True), "window"),
+    ("one layer with a window", "speculators", "dflash", put(LAYER, layer_types=MIXED), "mixed-layers"),
+    ("fewer drafts than a block", "speculators", "dflash", fewer_drafts, "block-depth"),
+    ("DSpark as DFlash", "z-lab", "dflash", put(OWN, projector_type="dspark"), "projector"),
+    ("vLLM's other class", "deepspec", "dspark", put(architectures=["DSparkDraftModel"]), "architecture"),
+    ("the config's class", "speculators", "dspark", put(architectures=["DSparkSpeculator"]), "architecture"),
+    ("a head that is not named", "deepspec", "dspark", put(enable_confidence_head=False), "head-flag"),
+    ("a kind that vLLM lacks", "speculators", "dspark", put(markov_head_type="gated"), "markov-kind"),
+    ("positions of a part of each head", "z-lab", "dflash", put(partial_rotary_factor=0.5), "rope"),
 ]
 
 
 @pytest.mark.parametrize(("to", "kind", "plant", "check"), [fault[1:] for fault in FAULTS], ids=[f[0] for f in FAULTS])
 def test_planted_faults_are_named_by_the_files_alone(
-    deep: Target,
-    export: Callable[[str, str], Path],
-    to: str,
-    kind: str,
-    plant: Callable[[Config], Any],
-    check: str,
+    deep: Target, export: Export, to: str, kind: str, plant: Callable[[Config], Any], check: str
 ) -> None:
     folder = export(to, kind)
     (folder / "written.json").unlink(missing_ok=True)
-    config = json.loads((folder / "config.json").read_text())
-    plant(config)
-    (folder / "config.json").write_text(json.dumps(config))
+    edit_config(plant)(folder)
     assert check in found_in(folder, deep)
 
 
-def rename(folder: Path, name: Callable[[str], str]) -> None:
-    tensors: dict[str, Tensor] = {name(n): t for n, t in load_file(folder / "model.safetensors").items()}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def test_flat_names_of_heads_are_named(deep: Target, export: Callable[[str, str], Path]) -> None:
+def test_flat_names_of_heads_are_named(deep: Target, export: Export) -> None:
     folder = export("deepspec", "dspark")
-    rename(folder, lambda name: name.replace("markov_head.", "").replace("confidence_head.proj", "confidence_proj"))
+    renamed(lambda n: n.replace("markov_head.", "").replace("confidence_head.proj", "confidence_proj"))(folder)
     assert {"head-names", "head-flag", "missing"} <= found_in(folder, deep)
 
 
-def test_other_names_of_the_same_tensors_are_read(
-    deep: Target, make_drafter: Callable[..., Drafter], tmp_path: Path
-) -> None:
+def test_other_names_of_the_same_tensors_are_read(deep: Target, make_drafter: Make, tmp_path: Path) -> None:
     """As SGLang reads them: below `model.`, and the fused context's as an encoder's."""
     drafter = make_drafter("dflash", on=deep, draft_vocab_size=0, mask_token_id=63)
     export_drafter(drafter, deep, "z-lab", tmp_path / "out", 3)
-    other = {"fc.": "encoder.fc.", "hidden_norm.": "encoder.output_norm_enc."}
-    rename(
-        tmp_path / "out",
-        lambda name: next(
-            (new + name.removeprefix(old) for old, new in other.items() if name.startswith(old)), "model." + name
-        ),
-    )
+    other = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
+    renamed(lambda name: other.get(name, f"model.{name}"))(tmp_path / "out")
     back = import_drafter(tmp_path / "out", deep)
     assert all(torch.equal(t, back.state_dict()[n]) for n, t in drafter.state_dict().items())
 
@@ -163,34 +125,31 @@ def test_other_names_of_the_same_tensors_are_read(
 @pytest.mark.parametrize(
     ("plant", "said"),
     [
-        (lambda c: c["dflash_config"].update(projector_type="dspark"), "no plain DFlash drafter"),
-        (lambda c: c["dflash_config"].update(use_swa=True), "see a sliding window"),
-        (lambda c: c.update(partial_rotary_factor=0.5), "a part of each head"),
-        (lambda c: c["rope_parameters"].update(partial_rotary_factor=0.5), "a part of each head"),
-        (lambda c: c["dflash_config"].pop("mask_token_id"), "mask_token_id is missing"),
+        (put(OWN, projector_type="dspark"), "no plain DFlash drafter"),
+        (put(OWN, use_swa=True), "see a sliding window"),
+        (put(partial_rotary_factor=0.5), "a part of each head"),
+        (put("rope_parameters", partial_rotary_factor=0.5), "a part of each head"),
+        (lambda c: c[OWN].pop("mask_token_id"), "mask_token_id is missing"),
     ],
 )
 def test_what_would_have_to_be_guessed_is_refused(
-    deep: Target, export: Callable[[str, str], Path], plant: Callable[[Config], Any], said: str
+    deep: Target, export: Export, plant: Callable[[Config], Any], said: str
 ) -> None:
     folder = export("z-lab", "dflash")
-    config = json.loads((folder / "config.json").read_text())
-    plant(config)
-    (folder / "config.json").write_text(json.dumps(config))
+    edit_config(plant)(folder)
     with pytest.raises(OutriderError, match=said):
         import_drafter(folder, deep)
 
 
 @pytest.mark.parametrize("name", ["embed_tokens.weight", "lm_head.weight"])
-def test_another_targets_embeddings_are_refused(deep: Target, export: Callable[[str, str], Path], name: str) -> None:
+def test_another_targets_embeddings_are_refused(deep: Target, export: Export, name: str) -> None:
     folder = export("deepspec", "dspark")
-    tensors = load_file(folder / "model.safetensors")
-    save_file(tensors | {name: tensors[name].roll(1, 0)}, folder / "model.safetensors", metadata={"format": "pt"})
+    edit_tensors(lambda tensors: tensors | {name: tensors[name].roll(1, 0)})(folder)
     with pytest.raises(IncompatibleError, match="made for another target"):
         import_drafter(folder, deep)
 
 
-def test_config_and_names_are_those_of_published_files(deep: Target, export: Callable[[str, str], Path]) -> None:
+def test_config_and_names_are_those_of_published_files(deep: Target, export: Export) -> None:
     """Held against the lists in public code, not only against our own reading."""
     z_lab, deepspec = export("z-lab", "dflash"), export("deepspec", "dspark")
     config = json.loads((z_lab / "config.json").read_text())

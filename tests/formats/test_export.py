@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from outrider.common import BadInputError, IncompatibleError
 from outrider.formats import LAYOUTS, export_drafter, import_drafter, launch
 from outrider.formats.lint import lint
 from outrider.formats.reading import passage_of, session_logits
-from outrider.heads import Drafter
 from outrider.targets import Target
+
+from .conftest import Export, Make
+from .faults import edit_config, edit_tensors
 
 LINEAR_ROPE = {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0}
 VARIANTS: dict[str, list[dict[str, Any]]] = {
@@ -65,7 +66,7 @@ CASES = [
 
 @pytest.mark.parametrize(("to", "kind", "settings"), CASES)
 def test_what_leaves_is_read_as_it_was_measured_and_comes_back_bit_for_bit(
-    target: Target, make_drafter: Callable[..., Drafter], tmp_path: Path, to: str, kind: str, settings: dict[str, Any]
+    target: Target, make_drafter: Make, tmp_path: Path, to: str, kind: str, settings: dict[str, Any]
 ) -> None:
     """Where an engine lacks a setting, nothing is written, and the message says what it would serve."""
     drafter, out = make_drafter(kind, **settings), tmp_path / "out"
@@ -88,83 +89,64 @@ def test_what_leaves_is_read_as_it_was_measured_and_comes_back_bit_for_bit(
     ],
 )
 def test_taps_that_an_engine_would_take_otherwise_are_refused(
-    target: Target, make_drafter: Callable[..., Drafter], tmp_path: Path, settings: dict[str, Any], words: str
+    export: Export, tmp_path: Path, settings: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(IncompatibleError, match=words):
-        export_drafter(make_drafter("eagle3", **settings), target, "vllm", tmp_path / "out", 3)
-    assert not (tmp_path / "out").exists()
+        export("eagle3", **settings)
+    assert not (tmp_path / "vllm").exists()
 
 
-def test_a_block_that_engines_would_read_otherwise_is_refused(
-    target: Target, make_drafter: Callable[..., Drafter], tmp_path: Path
-) -> None:
+def test_a_block_that_engines_would_read_otherwise_is_refused(export: Export) -> None:
     """Fewer drafts are a shorter block there, which says something else unless it is causal; masks are tokens."""
     with pytest.raises(IncompatibleError, match="trained for 3 drafts, 2 were asked for; export it with depth 3"):
-        export_drafter(make_drafter("dflash"), target, "vllm", tmp_path / "out", 2)
-    causal = make_drafter("dflash", causal=True, sliding_window=6, window_from="anchor")
-    assert export_drafter(causal, target, "speculators", tmp_path / "causal", 2).difference < 1e-4
-    with pytest.raises(
-        IncompatibleError, match=r"vLLM moves the window.*nearest that can be served: sliding_window: 0"
-    ):
-        export_drafter(causal, target, "vllm", tmp_path / "out", 2)
+        export("dflash", depth=2)
+    causal = {"causal": True, "sliding_window": 6, "window_from": "anchor"}
+    assert export("dflash", "speculators", 2, **causal).difference < 1e-4
+    with pytest.raises(IncompatibleError, match=r"vLLM moves the window.*that can be served: sliding_window: 0"):
+        export("dflash", depth=2, **causal)
     with pytest.raises(IncompatibleError, match="learned its mask"):
-        export_drafter(make_drafter("dflash", mask_token_id=None), target, "vllm", tmp_path / "out", 3)
+        export("dflash", mask_token_id=None)
 
 
-def test_pruned_heads_have_output_embeddings_of_the_whole_vocabulary_for_vllm(
-    target: Target, make_drafter: Callable[..., Drafter], tmp_path: Path
-) -> None:
+def test_pruned_heads_have_output_embeddings_of_the_whole_vocabulary_for_vllm(target: Target, export: Export) -> None:
     """Its Medusa makes room for all of it; tokens that are not the heads' own are never the most probable ones."""
-    pruned = make_drafter("medusa", draft_vocab_size=20)
-    export_drafter(pruned, target, "vllm", tmp_path / "out", 3)
-    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    folder = export("medusa", draft_vocab_size=20).folder
+    tensors = load_file(folder / "model.safetensors")
     assert tensors["lm_heads.0.weight"].shape == (target.vocab_size, target.hidden_size)
     hidden = torch.randn(2000, target.hidden_size, generator=torch.Generator().manual_seed(1))
     drafts = (hidden @ tensors["lm_heads.0.weight"].T).argmax(-1)
     assert torch.isin(drafts, tensors["token_map"]).all()
-    assert lint(tmp_path / "out") == []
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    narrow = {n: t[tensors["token_map"]] if n.startswith("lm_heads") else t for n, t in tensors.items()}
-    save_file(narrow, tmp_path / "out" / "model.safetensors", metadata={"format": "pt"})
-    (tmp_path / "out" / "config.json").write_text(json.dumps(config | {"truncated_vocab_size": 20}))
-    (tmp_path / "out" / "written.json").unlink()
-    assert {f.check for f in lint(tmp_path / "out") if f.is_fault} == {"shape"}, "vLLM fails to load fewer rows"
+    assert lint(folder) == []
+    edit_tensors(lambda t: t | {n: t[n][t["token_map"]] for n in t if n.startswith("lm_heads")})(folder)
+    edit_config(lambda config: config.update(truncated_vocab_size=20))(folder)
+    (folder / "written.json").unlink()
+    assert {f.check for f in lint(folder) if f.is_fault} == {"shape"}, "vLLM fails to load fewer rows"
 
 
-def test_a_folder_that_holds_something_is_left_alone(
-    target: Target, make_drafter: Callable[..., Drafter], tmp_path: Path
-) -> None:
+def test_a_folder_that_holds_something_is_left_alone(target: Target, make_drafter: Make, tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("kept")
     with pytest.raises(BadInputError, match="not empty"):
         export_drafter(make_drafter("eagle3"), target, "vllm", tmp_path, 3)
     assert (tmp_path / "precious").read_text() == "kept"
 
 
-def test_an_unknown_engine_and_an_unserved_drafter_are_refused_with_what_is_known(
-    target: Target, make_drafter: Callable[..., Drafter], tmp_path: Path
-) -> None:
+def test_an_unknown_engine_and_an_unserved_drafter_are_refused_with_what_is_known(export: Export) -> None:
     with pytest.raises(BadInputError, match="unknown format or engine 'vlm'; known: vllm"):
-        export_drafter(make_drafter("eagle3"), target, "vlm", tmp_path / "out", 3)
+        export("eagle3", "vlm")
     with pytest.raises(IncompatibleError, match="no weights to export: it is a setting of the engine"):
-        export_drafter(make_drafter("ngram"), target, "vllm", tmp_path / "out", 3)
+        export("ngram")
     with pytest.raises(IncompatibleError, match=r"sglang serves no medusa drafter.*can go to: vllm, medusa"):
-        export_drafter(make_drafter("medusa"), target, "sglang", tmp_path / "out", 3)
+        export("medusa", "sglang")
 
 
-def test_engines_that_run_as_another_user_can_read_the_weights(
-    target: Target, make_drafter: Callable[..., Drafter], tmp_path: Path
-) -> None:
-    export_drafter(make_drafter("eagle3"), target, "vllm", tmp_path / "out", 3)
-    modes = {file.name: file.stat().st_mode for file in (tmp_path / "out").iterdir()}
+def test_engines_that_run_as_another_user_can_read_the_weights(export: Export) -> None:
+    modes = {file.name: file.stat().st_mode for file in export("eagle3").folder.iterdir()}
     assert modes["model.safetensors"] == modes["config.json"]
 
 
-def test_taps_are_written_in_each_engines_own_counting(
-    target: Target, make_drafter: Callable[..., Drafter], tmp_path: Path
-) -> None:
-    for to in ("vllm", "sglang"):
-        export_drafter(make_drafter("eagle3"), target, to, tmp_path / to, 3)
-    vllm, sglang = (json.loads((tmp_path / to / "config.json").read_text()) for to in ("vllm", "sglang"))
+def test_taps_are_written_in_each_engines_own_counting(export: Export) -> None:
+    folders = [export("eagle3", to).folder for to in ("vllm", "sglang")]
+    vllm, sglang = (json.loads((folder / "config.json").read_text()) for folder in folders)
     assert vllm["eagle_aux_hidden_state_layer_ids"] == [1, 3, 5]
     assert sglang["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 2, 4]
 

@@ -2,34 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from outrider.formats import export_drafter
 from outrider.formats.lint import lint
-from outrider.heads import Drafter
 from outrider.targets import Target
 
+from .conftest import Make
+from .faults import FAULTS, edit_config, edit_tensors, renamed
 
-def _faults() -> ModuleType:
-    """Load faults.py, which stands beside this file and is shared with the tests of served engines."""
-    spec = importlib.util.spec_from_file_location("faults", Path(__file__).with_name("faults.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-FAULTS = _faults().FAULTS
-# What only the record of the export tells: nothing in the files themselves is unusual.
+# Faults that only the record of the export shows: nothing in the files themselves is unusual.
 BY_RECORD = {
     "taps' columns in another order": "changed",
     "norm before the residual flipped": "config-changed",
@@ -57,33 +44,32 @@ BY_FILES = {
 
 
 @pytest.fixture
-def export(deep: Target, make_drafter: Callable[..., Drafter], tmp_path: Path) -> Callable[[str], Path]:
-    """`export(engine)`: a head whose taps are the usual ones, written for it."""
+def export(deep: Target, make_drafter: Make, tmp_path: Path) -> Callable[..., Path]:
+    """`export(engine, record=False)`: a head whose taps are the usual ones, written for it."""
 
-    def make(to: str) -> Path:
+    def make(to: str, record: bool = False) -> Path:
         settings = {"taps": [2, 4, 5], "norm_taps": True, "norm_output": True, "num_attention_heads": 2}
         folder = tmp_path / to
-        drafter = make_drafter("eagle3", on=deep, draft_vocab_size=20, **settings)
-        export_drafter(drafter, deep, to, folder, 3)
-        launch = {"settings": {"num_speculative_tokens": 3}}
-        (folder / "launch.json").write_text(json.dumps(launch))
+        export_drafter(make_drafter("eagle3", on=deep, draft_vocab_size=20, **settings), deep, to, folder, 3)
+        (folder / "launch.json").write_text(json.dumps({"settings": {"num_speculative_tokens": 3}}))
         (folder / "served.json").write_text(json.dumps({"depth": 3}))
+        if not record:
+            (folder / "written.json").unlink()
         return folder
 
     return make
 
 
 @pytest.mark.parametrize("to", ["vllm", "speculators", "sglang"])
-def test_nothing_is_found_in_what_was_just_exported(export: Callable[[str], Path], to: str) -> None:
-    assert lint(export(to)) == []
+def test_nothing_is_found_in_what_was_just_exported(export: Callable[..., Path], to: str) -> None:
+    assert lint(export(to, record=True)) == []
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_planted_faults_are_named(export: Callable[[str], Path], fault: str) -> None:
-    folder = export("vllm")
+def test_planted_faults_are_named(export: Callable[..., Path], fault: str) -> None:
+    folder = export("vllm", record=True)
     FAULTS[fault](folder)
-    named = {finding.check for finding in lint(folder)}
-    assert (BY_FILES | BY_RECORD)[fault] in named
+    assert (BY_FILES | BY_RECORD)[fault] in {finding.check for finding in lint(folder)}
     (folder / "written.json").unlink()
     alone = {finding.check for finding in lint(folder)}
     assert (BY_FILES[fault] in alone) if fault in BY_FILES else not alone
@@ -94,67 +80,51 @@ def test_planted_faults_are_named(export: Callable[[str], Path], fault: str) -> 
 
 @pytest.mark.parametrize(("start", "stands_for"), [("layers.0.", "midlayer."), ("model.", "")])
 def test_names_that_only_some_engines_read_are_no_fault(
-    export: Callable[[str], Path], start: str, stands_for: str
+    export: Callable[..., Path], start: str, stands_for: str
 ) -> None:
     """ModelOpt writes `layers.0.` for `midlayer.`, others put `model.` before everything; it is said who reads that."""
     folder = export("sglang")
-    (folder / "written.json").unlink()
-    renamed = {
-        f"{start}{name.removeprefix(stands_for)}" if name.startswith(stands_for) else name: tensor
-        for name, tensor in load_file(folder / "model.safetensors").items()
-    }
-    save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
+    renamed(lambda n: f"{start}{n.removeprefix(stands_for)}" if n.startswith(stands_for) else n)(folder)
     (found,) = lint(folder)
     assert (found.check, found.is_fault) == ("names", False)
     assert "vLLM" in found.engine
     assert "SGLang" in found.engine
 
 
-def test_a_tensor_that_is_missing_is_missed_under_any_name(export: Callable[[str], Path]) -> None:
+def test_a_tensor_that_is_missing_is_missed_under_any_name(export: Callable[..., Path]) -> None:
     folder = export("sglang")
-    (folder / "written.json").unlink()
-    renamed = {n.replace("midlayer.", "layers.0."): t for n, t in load_file(folder / "model.safetensors").items()}
-    del renamed["layers.0.mlp.up_proj.weight"]
-    save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
+    renamed(lambda name: name.replace("midlayer.", "layers.0."))(folder)
+    edit_tensors(lambda tensors: tensors.pop("layers.0.mlp.up_proj.weight"))(folder)
     assert [f.found for f in lint(folder) if f.is_fault] == ["midlayer.mlp.up_proj.weight is missing."]
 
 
 @pytest.mark.parametrize("eagle_config", [None, {}, {"eagle_aux_hidden_state_layer_ids": []}])
 def test_a_flat_config_without_taps_is_unusual_and_no_fault(
-    export: Callable[[str], Path], eagle_config: dict[str, list[int]] | None
+    export: Callable[..., Path], eagle_config: dict[str, list[int]] | None
 ) -> None:
     """As the method's own repository has it: its heads read what engines tap by default."""
     folder = export("sglang")
-    (folder / "written.json").unlink()
-    config = json.loads((folder / "config.json").read_text()) | {"eagle_config": eagle_config}
-    (folder / "config.json").write_text(json.dumps(config))
+    edit_config(lambda config: config.update(eagle_config=eagle_config))(folder)
     assert [(f.check, f.is_fault) for f in lint(folder)] == [("taps-missing", False)]
 
 
-@pytest.mark.parametrize("to", ["speculators", "sglang"])
-def test_layers_of_qwen3_are_no_fault(export: Callable[[str], Path], to: str) -> None:
+@pytest.mark.parametrize(("to", "first"), [("speculators", "layers.0."), ("sglang", "midlayer.")])
+def test_layers_of_qwen3_are_no_fault(export: Callable[..., Path], to: str, first: str) -> None:
     """They are Llama's with norms of queries and keys; one that is missing is missed."""
     folder = export(to)
-    (folder / "written.json").unlink()
-    config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
-    layer = config.get("transformer_layer_config", config)
-    layer["model_type"] = "qwen3"
-    first = "layers.0." if to == "speculators" else "midlayer."
-    norms = {f"{first}self_attn.{part}_norm.weight": 1 + torch.rand(layer["head_dim"]) for part in "qk"}
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(tensors | norms, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    size = config.get("transformer_layer_config", config)["head_dim"]
+    edit_config(lambda config: config.get("transformer_layer_config", config).update(model_type="qwen3"))(folder)
+    norms = {f"{first}self_attn.{part}_norm.weight": 1 + torch.rand(size) for part in "qk"}
+    edit_tensors(lambda tensors: tensors | norms)(folder)
     assert lint(folder) == []
-    norms.popitem()
-    save_file(tensors | norms, folder / "model.safetensors", metadata={"format": "pt"})
+    edit_tensors(lambda tensors: {n: t for n, t in tensors.items() if n != max(norms)})(folder)
     assert [f.check for f in lint(folder)] == ["missing"]
 
 
-def test_layers_that_outrider_does_not_have_are_no_fault_of_the_files(export: Callable[[str], Path]) -> None:
+def test_layers_that_outrider_does_not_have_are_no_fault_of_the_files(export: Callable[..., Path]) -> None:
     folder = export("speculators")
-    (folder / "written.json").unlink()
-    config = json.loads((folder / "config.json").read_text())
-    config["transformer_layer_config"]["hidden_act"] = "gelu"
-    (folder / "config.json").write_text(json.dumps(config))
+    edit_config(lambda config: config["transformer_layer_config"].update(hidden_act="gelu"))(folder)
     (found,) = lint(folder)
     assert (found.check, found.is_fault) == ("config", False)
     assert "gelu" in found.found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,38 +19,33 @@ from outrider.heads import Drafter, Eagle3, PEagle, TargetBatch
 from outrider.heads.parallel.parallel_drafts import Rollouts
 from outrider.targets import Target
 
+from .conftest import Export, Make
+
 STEPS, LENGTH = 3, 16
 SPECULATORS = os.environ.get("OUTRIDER_SPECULATORS_PYTHON")
+needs_speculators = pytest.mark.skipif(
+    SPECULATORS is None, reason="OUTRIDER_SPECULATORS_PYTHON names no environment with speculators"
+)
+PROMPT = torch.tensor([[5, 9, 31, 77]])
+OPTIONS: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
 
 
-def test_generate_drafts_with_an_exported_draft_model(
-    target: Target, make_drafter: Callable[..., Drafter], tmp_path: Path
-) -> None:
+def test_generate_drafts_with_an_exported_draft_model(target: Target, export: Export) -> None:
     """Greedy text with it is the target's own."""
-    export_drafter(make_drafter("draft_model"), target, "hf", tmp_path / "out", 3)
-    assistant = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    prompt = torch.tensor([[5, 9, 31, 77]])
-    options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
-    with_it = target.model.generate(prompt, assistant_model=assistant, **options)
-    assert torch.equal(with_it, target.model.generate(prompt, **options))
+    assistant = AutoModelForCausalLM.from_pretrained(export("draft_model", "hf").folder)
+    with_it = target.model.generate(PROMPT, assistant_model=assistant, **OPTIONS)
+    assert torch.equal(with_it, target.model.generate(PROMPT, **OPTIONS))
 
 
-def test_generate_leaves_early_as_an_exported_target_says(
-    target: Target, make_drafter: Callable[..., Drafter], tmp_path: Path
-) -> None:
-    export_drafter(make_drafter("self_speculative", exit_layer=2, num_blocks=0), target, "hf", tmp_path / "out", 3)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+def test_generate_leaves_early_as_an_exported_target_says(target: Target, export: Export) -> None:
+    folder = export("self_speculative", "hf", exit_layer=2, num_blocks=0).folder
+    model = AutoModelForCausalLM.from_pretrained(folder)
     assert (model.generation_config.assistant_early_exit, model.generation_config.num_assistant_tokens) == (2, 3)
-    prompt = torch.tensor([[5, 9, 31, 77]])
-    options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
-    assert torch.equal(model.generate(prompt, **options), target.model.generate(prompt, **options))
+    assert torch.equal(model.generate(PROMPT, **OPTIONS), target.model.generate(PROMPT, **OPTIONS))
 
 
-def test_a_gguf_file_holds_the_targets_tokenizer(
-    target: Target, make_drafter: Callable[..., Drafter], tmp_path: Path
-) -> None:
-    export_drafter(make_drafter("draft_model"), target, "gguf", tmp_path / "out", 3)
-    found = GGUFReader(str(tmp_path / "out" / "draft.gguf"))
+def test_a_gguf_file_holds_the_targets_tokenizer(target: Target, export: Export) -> None:
+    found = GGUFReader(str(export("draft_model", "gguf").folder / "draft.gguf"))
     tokenizer = target.require_tokenizer()
     tokens = found.get_field("tokenizer.ggml.tokens").contents()
     assert {token: i for i, token in enumerate(tokens)} == tokenizer.get_vocab()
@@ -61,26 +55,22 @@ def test_a_gguf_file_holds_the_targets_tokenizer(
     assert control == set(tokenizer.all_special_ids)
 
 
-def export_to_speculators(head: Drafter, target: Target, folder: Path) -> None:
-    """Write `head` to `folder/out`, and the target that it names to `folder/target`."""
+def speculators(head: Drafter, target: Target, folder: Path, **inputs: Tensor) -> dict[str, Tensor]:
+    """Return the logits that the package computes of inputs, from the export of `head`."""
     target.model.save_pretrained(folder / "target")
     target.require_tokenizer().save_pretrained(str(folder / "target"))
     named = Target(target.model, target.tokenizer, {"path": str(folder / "target")})
     export_drafter(head, named, "speculators", folder / "out", STEPS)
-
-
-def run(script: str, folder: Path, **inputs: Tensor) -> dict[str, Tensor]:
-    """Return what a script beside this file computes from the export in `folder/out`, run by speculators' Python."""
     save_file({name: tensor.contiguous() for name, tensor in inputs.items()}, folder / "inputs")
-    words = [str(SPECULATORS), str(Path(__file__).with_name(script)), *(str(folder / n) for n in ("out", "inputs"))]
-    words += [str(folder / "logits"), str(STEPS)]
-    done = subprocess.run(words, capture_output=True, text=True, env=os.environ, check=False)
+    words = [str(SPECULATORS), str(Path(__file__).with_name("read_by_speculators.py")), head.name]
+    words += [str(folder / name) for name in ("out", "inputs", "logits")]
+    done = subprocess.run([*words, str(STEPS)], capture_output=True, text=True, env=os.environ, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return load_file(folder / "logits")
 
 
 @pytest.mark.served
-@pytest.mark.skipif(SPECULATORS is None, reason="OUTRIDER_SPECULATORS_PYTHON names no environment with speculators")
+@needs_speculators
 @pytest.mark.parametrize(
     "settings",
     [
@@ -92,17 +82,16 @@ def run(script: str, folder: Path, **inputs: Tensor) -> dict[str, Tensor]:
     ids=str,
 )
 def test_speculators_computes_our_logits_from_an_exported_head(
-    target: Target, make_drafter: Callable[..., Drafter], tmp_path: Path, settings: dict[str, Any]
+    target: Target, make_drafter: Make, tmp_path: Path, settings: dict[str, Any]
 ) -> None:
     """At every unrolled step; its loader fills what it misses with random weights, so only logits prove anything."""
     head = make_drafter("eagle3", steps=STEPS, **settings)
     assert isinstance(head, Eagle3)
-    export_to_speculators(head, target, tmp_path)
     tokens = torch.randint(target.vocab_size, (1, LENGTH), generator=torch.Generator().manual_seed(1))
     hidden = target.forward(tokens, taps=head.taps).hidden
     assert hidden is not None
     # It reads features beside the token that follows them, and so is one shorter.
-    theirs = run("read_by_speculators.py", tmp_path, hidden=hidden[:, :-1].flatten(2), tokens=tokens[:, 1:])
+    theirs = speculators(head, target, tmp_path, hidden=hidden[:, :-1].flatten(2), tokens=tokens[:, 1:])
     with torch.no_grad():
         ours = [head.logits(output, target)[0] for output in head.unroll(target, tokens, hidden)]
     for step, logits in enumerate(ours):
@@ -111,20 +100,19 @@ def test_speculators_computes_our_logits_from_an_exported_head(
 
 
 @pytest.mark.served
-@pytest.mark.skipif(SPECULATORS is None, reason="OUTRIDER_SPECULATORS_PYTHON names no environment with speculators")
+@needs_speculators
 @pytest.mark.parametrize("settings", [{}, {"norm_taps": True, "num_layers": 1}, {"norm_before_fc": True}], ids=str)
 def test_speculators_computes_our_logits_from_an_exported_peagle(
-    target: Target, make_drafter: Callable[..., Drafter], tmp_path: Path, settings: dict[str, Any]
+    target: Target, make_drafter: Make, tmp_path: Path, settings: dict[str, Any]
 ) -> None:
     """At every depth after every place, in its own training pass, fp32."""
     head = make_drafter("peagle", steps=STEPS, **settings)
     assert isinstance(head, PEagle)
-    export_to_speculators(head, target, tmp_path)
     tokens = torch.randint(target.vocab_size - 1, (1, LENGTH), generator=torch.Generator().manual_seed(1))
     seen = target.forward(tokens, taps=head.taps)
     assert seen.hidden is not None
     given = {"hidden": seen.hidden[:, :-1].flatten(2), "tokens": tokens[:, 1:], "last": seen.last[:, 1:]}
-    theirs = run("peagle_by_speculators.py", tmp_path, **given)
+    theirs = speculators(head, target, tmp_path, **given)
     places, depths = theirs["places"].tolist(), theirs["depths"].tolist()
     masks = sorted((place, depth) for place, depth in zip(places, depths, strict=True) if depth)
     assert len(masks) > LENGTH

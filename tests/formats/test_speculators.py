@@ -11,11 +11,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from outrider.common import BadInputError, IncompatibleError
 from outrider.decode import Decoder, Plan
 from outrider.formats import load_speculators
+from outrider.formats.speculators import Speculators
 from outrider.heads import Eagle3, load_drafter
 from outrider.targets import Target
 
@@ -69,38 +71,23 @@ def config(**changes: Any) -> dict[str, Any]:
 
 def tensors(target: Target, values: dict[str, Any] | None = None, ids: list[int] | None = None) -> dict[str, Tensor]:
     """Every tensor that a config names, random; `ids` are the draft vocabulary."""
-    values, generator = values or config(), torch.Generator().manual_seed(3)
-
-    def drawn(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator) * 0.2 + (len(shape) == 1)
-
+    generator = torch.Generator().manual_seed(3)
     kept = torch.tensor(ids or list(range(3, 3 + 2 * KEPT, 2)))
-    found = {
+    shapes = Speculators().shapes(values or config())
+    drawn = {n: torch.randn(shape, generator=generator) * 0.2 + (len(shape) == 1) for n, shape in shapes.items()}
+    return drawn | {
         "embed_tokens.weight": target.model.get_input_embeddings().weight.detach().clone(),
-        "fc.weight": drawn(H, 3 * H),
-        "norm.weight": drawn(H),
-        "lm_head.weight": drawn(KEPT, H),
         "d2t": kept - torch.arange(KEPT),
         "t2d": torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, kept, True),
     }
-    found |= {f"fc_norm.{i}.weight": drawn(H) for i in range(3 * values["fc_norm"])}
-    found |= {"input_norm.weight": drawn(3 * H)} if values["norm_before_fc"] else {}
-    for layer in range(values["transformer_layer_config"]["num_hidden_layers"]):
-        start, width = f"layers.{layer}.", H if layer else 2 * H
-        found |= {
-            f"{start}{name}.weight": drawn(H)
-            for name in ("input_layernorm", "post_attention_layernorm", *([] if layer else ["hidden_norm"]))
-        }
-        found |= {
-            f"{start}self_attn.{n}_proj.weight": drawn(k * D, width)
-            for n, k in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS))
-        }
-        found |= {
-            f"{start}self_attn.o_proj.weight": drawn(H, HEADS * D),
-            f"{start}mlp.down_proj.weight": drawn(H, INNER),
-        }
-        found |= {f"{start}mlp.{name}_proj.weight": drawn(INNER, H) for name in ("gate", "up")}
-    return found
+
+
+def test_tensors_are_those_that_the_package_names(target: Target) -> None:
+    layer = [f"self_attn.{n}_proj" for n in "qkvo"] + [f"mlp.{n}_proj" for n in ("gate", "up", "down")]
+    layer += ["input_layernorm", "post_attention_layernorm", "hidden_norm"]
+    names = {f"layers.0.{name}.weight" for name in layer} | {"fc.weight", "norm.weight", "lm_head.weight"}
+    names |= {f"fc_norm.{i}.weight" for i in range(3)} | {"embed_tokens.weight", "d2t", "t2d"}
+    assert tensors(target).keys() == names
 
 
 def written(folder: Path, values: dict[str, Any], weights: dict[str, Tensor]) -> Path:
@@ -108,6 +95,13 @@ def written(folder: Path, values: dict[str, Any], weights: dict[str, Tensor]) ->
     (folder / "config.json").write_text(json.dumps(values))
     save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / "model.safetensors")
     return folder
+
+
+def loaded(
+    target: Target, folder: Path, values: dict[str, Any] | None = None, weights: dict[str, Tensor] | None = None
+) -> Eagle3:
+    """Write a checkpoint of theirs, and load it."""
+    return load_speculators(written(folder / "theirs", values or config(), weights or tensors(target)), target)
 
 
 def reference(w: dict[str, Tensor], values: dict[str, Any], tokens: Tensor, hidden: Tensor) -> list[Tensor]:
@@ -119,8 +113,6 @@ def reference(w: dict[str, Tensor], values: dict[str, Any], tokens: Tensor, hidd
 
     def norm(x: Tensor, name: str) -> Tensor:
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + layer_config["rms_norm_eps"]) * w[name]
-
-    from transformers import LlamaConfig
 
     rope = LlamaRotaryEmbedding(LlamaConfig(**{k: v for k, v in layer_config.items() if k != "model_type"}))
     length = len(tokens) - 1
@@ -187,7 +179,7 @@ def test_an_imported_head_has_their_logits_at_every_unrolled_step(
     target: Target, tmp_path: Path, values: dict[str, Any]
 ) -> None:
     weights = tensors(target, values)
-    head = load_speculators(written(tmp_path / "theirs", values, weights), target)
+    head = loaded(target, tmp_path, values, weights)
     tokens, hidden = inputs(target)
     assert head.taps == TAPS
     for step, (ours, theirs) in enumerate(
@@ -220,31 +212,27 @@ def test_offsets_name_target_tokens_whatever_their_order(target: Target, tmp_pat
     """Logit i of theirs is the logit of target token i + d2t[i]; ours are ascending."""
     ids = [40, 2, 63, *range(5, 5 + KEPT - 3)]
     theirs = tensors(target, ids=ids)
-    head = load_speculators(written(tmp_path / "theirs", config(), theirs), target)
+    head = loaded(target, tmp_path, weights=theirs)
     assert head.token_ids.tolist() == sorted(ids)
     for row, token in enumerate(ids):
         assert torch.equal(head.lm_head.weight[sorted(ids).index(token)], theirs["lm_head.weight"][row])
 
 
 def test_an_imported_head_is_saved_as_ours_and_decodes_without_loss(target: Target, tmp_path: Path) -> None:
-    load_speculators(written(tmp_path / "theirs", config(), tensors(target)), target).save(tmp_path / "ours")
+    loaded(target, tmp_path).save(tmp_path / "ours")
     head = load_drafter(tmp_path / "ours", target)
     prompts = [[3, 1, 4, 1, 5], [2, 7]]
     assert isinstance(head, Eagle3)
-    assert (
-        Decoder(target, head).generate(prompts, 12, plan=Plan(3)).tokens == Decoder(target).generate(prompts, 12).tokens
-    )
+    drafted = Decoder(target, head).generate(prompts, 12, plan=Plan(3)).tokens
+    assert drafted == Decoder(target).generate(prompts, 12).tokens
 
 
 def test_a_full_draft_vocabulary_needs_no_map(target: Target, tmp_path: Path) -> None:
-    weights = {n: t for n, t in tensors(target).items() if n not in ("d2t", "t2d")} | {
-        "lm_head.weight": torch.randn(VOCAB, H)
-    }
-    head = load_speculators(written(tmp_path / "theirs", config(draft_vocab_size=VOCAB), weights), target)
-    assert head.output_ids is None
-    pruned = {n: t for n, t in tensors(target).items() if n not in ("d2t", "t2d")}
+    weights = {n: t for n, t in tensors(target).items() if n not in ("d2t", "t2d")}
+    whole = weights | {"lm_head.weight": torch.randn(VOCAB, H)}
+    assert loaded(target, tmp_path, config(draft_vocab_size=VOCAB), whole).output_ids is None
     with pytest.raises(BadInputError, match="d2t is missing"):
-        load_speculators(written(tmp_path / "pruned", config(), pruned), target)
+        loaded(target, tmp_path, weights=weights)
 
 
 @pytest.mark.parametrize(
@@ -262,26 +250,23 @@ def test_options_that_our_head_does_not_have_are_named(
     target: Target, tmp_path: Path, changes: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(IncompatibleError, match=words):
-        load_speculators(written(tmp_path / "theirs", config(**changes), tensors(target)), target)
+        loaded(target, tmp_path, config(**changes))
 
 
 def damaged(name: str, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors with one fault."""
     if name == "missing":
-        del weights["layers.0.hidden_norm.weight"]
-    elif name == "unknown":
-        weights["layers.0.self_attn.q_norm.weight"] = torch.ones(D)
-    elif name == "shape":
-        weights["fc.weight"] = torch.zeros(H, 2 * H)
-    elif name == "another norm":
-        weights["input_norm.weight"] = torch.ones(3 * H)
-    elif name == "embeddings":
-        weights["embed_tokens.weight"] = weights["embed_tokens.weight"].flip(0)
-    elif name == "offsets":
-        weights["d2t"] = torch.arange(KEPT) + weights["d2t"] - 1  # ids instead of offsets: most of them exist
-    elif name == "map":
-        weights["t2d"] = weights["t2d"].roll(1)
-    return weights
+        return {n: t for n, t in weights.items() if n != "layers.0.hidden_norm.weight"}
+    changes = {
+        "unknown": {"layers.0.self_attn.q_norm.weight": torch.ones(D)},
+        "shape": {"fc.weight": torch.zeros(H, 2 * H)},
+        "another norm": {"input_norm.weight": torch.ones(3 * H)},
+        "embeddings": {"embed_tokens.weight": weights["embed_tokens.weight"].flip(0)},
+        # Ids instead of offsets: most of them exist.
+        "offsets": {"d2t": torch.arange(KEPT) + weights["d2t"] - 1},
+        "map": {"t2d": weights["t2d"].roll(1)},
+    }
+    return weights | changes[name]
 
 
 @pytest.mark.parametrize(
@@ -301,18 +286,18 @@ def test_what_does_not_fit_is_refused(
 ) -> None:
     """Their own loader would fill these with random weights."""
     with pytest.raises(error, match=words):
-        load_speculators(written(tmp_path / "theirs", config(), damaged(fault, tensors(target))), target)
+        loaded(target, tmp_path, weights=damaged(fault, tensors(target)))
 
 
 def test_rounded_embeddings_are_the_targets(target: Target, tmp_path: Path) -> None:
     weights = {n: t.bfloat16() if t.is_floating_point() else t for n, t in tensors(target).items()}
-    head = load_speculators(written(tmp_path / "theirs", config(), weights), target)
+    head = loaded(target, tmp_path, weights=weights)
     assert torch.equal(head.fc.weight, weights["fc.weight"].float())
 
 
 def test_another_kind_of_checkpoint_is_refused(target: Target, tmp_path: Path) -> None:
     with pytest.raises(BadInputError, match="found 'mtp'"):
-        load_speculators(written(tmp_path / "theirs", config(speculators_model_type="mtp"), tensors(target)), target)
+        loaded(target, tmp_path, config(speculators_model_type="mtp"))
     with pytest.raises(BadInputError, match=r"config\.json is missing"):
         load_speculators(tmp_path, target)
     (tmp_path / "theirs" / "config.json").write_text(json.dumps(config()))

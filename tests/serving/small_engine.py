@@ -1,8 +1,9 @@
-"""A server that starts as vLLM does and answers every prompt alike, with nothing but the standard library.
+"""A server of vLLM's interface for tests, with nothing but the standard library.
 
     small_engine.py DIARY -m vllm.entrypoints.openai.api_server … --port PORT … [--speculative-config JSON]
 
-It writes into DIARY when it begins and when it is asked to end, so that a test sees what ran at the same time.
+Run as a program it starts as vLLM does, answers every prompt alike, and writes into DIARY when it begins and when it is
+asked to end, so that a test sees what ran at the same time.
 """
 
 from __future__ import annotations
@@ -10,62 +11,85 @@ from __future__ import annotations
 import json
 import signal
 import sys
+from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 TOKENS = [7, 8, 9, 10, 11, 12]  # three rounds of two drafts, one of them accepted
-diary, words = Path(sys.argv[1]), sys.argv[2:]
-drafting = "--speculative-config" in words
-name = "drafting" if drafting else "plain"
-tokens = 0
+MODELS = {"object": "list", "data": [{"id": "target", "object": "model", "created": 0, "owned_by": ""}]}
 
 
-def note(what: str) -> None:
-    with diary.open("a") as file:
-        file.write(f"{name} {what}\n")
+def page(started: float, tokens: float, counts: Sequence[float] = (), by_position: Sequence[float] = ()) -> str:
+    """Return a vLLM's page of metrics; `counts` are rounds, draft tokens and accepted ones, () without drafts."""
+    label, name = 'model_name="target"', "vllm:spec_decode_num"
+    lines = [f"process_start_time_seconds {started}", f"vllm:generation_tokens_total{{{label}}} {tokens}"]
+    kinds = ("drafts", "draft_tokens", "accepted_tokens")
+    lines += [f"{name}_{kind}_total{{{label}}} {count}" for kind, count in zip(kinds, counts, strict=False)]
+    lines += [
+        f'{name}_accepted_tokens_per_pos_total{{{label},position="{i}"}} {kept}' for i, kept in enumerate(by_position)
+    ]
+    return "\n".join(lines) + "\n"
 
 
-class Handler(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        models = {"object": "list", "data": [{"id": "target", "object": "model", "created": 0, "owned_by": ""}]}
-        self._answer(self._page() if self.path == "/metrics" else json.dumps(models))
+def completion(tokens: list[int], text: str, prompt: list[int], ended: bool = False) -> dict[str, Any]:
+    """Return the answer to a request."""
+    reason = "stop" if ended else "length"
+    choice = {"index": 0, "text": text, "finish_reason": reason, "logprobs": None, "token_ids": tokens}
+    usage = {"prompt_tokens": len(prompt), "completion_tokens": len(tokens), "total_tokens": 0}
+    answer = {"id": "1", "object": "text_completion", "created": 0, "model": "target"}
+    return answer | {"choices": [choice], "usage": usage}
 
-    def do_POST(self) -> None:
-        global tokens
-        tokens += len(TOKENS)
+
+def serve(metrics: Callable[[], str], answer: Callable[[str, Any], Any], port: int = 0) -> ThreadingHTTPServer:
+    """Return a server with the page `metrics()`, which answers a body posted to a path with `answer(path, body)`."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self._answer(metrics() if self.path == "/metrics" else json.dumps(MODELS))
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            self._answer(json.dumps(answer(self.path, body)))
+
+        def _answer(self, text: str) -> None:
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json" if text.startswith("{") else "text/plain")
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    return ThreadingHTTPServer(("127.0.0.1", port), Handler)
+
+
+def main(diary: Path, words: list[str]) -> None:
+    name = "drafting" if "--speculative-config" in words else "plain"
+    emitted = 0
+
+    def note(what: str) -> None:
+        with diary.open("a") as file:
+            file.write(f"{name} {what}\n")
+
+    def metrics() -> str:
+        rounds = emitted // 2
+        return page(1, emitted, (rounds, 2 * rounds, rounds), (rounds, 0)) if name == "drafting" else page(1, emitted)
+
+    def answer(_: str, body: Any) -> Any:
+        nonlocal emitted
+        emitted += len(TOKENS)
         note("answers")
-        choice = {"index": 0, "text": "text", "finish_reason": "length", "logprobs": None, "token_ids": TOKENS}
-        usage = {"prompt_tokens": 2, "completion_tokens": len(TOKENS), "total_tokens": 0}
-        answer = {"id": "1", "object": "text_completion", "created": 0, "model": "target"}
-        self._answer(json.dumps(answer | {"choices": [choice], "usage": usage}))
+        return completion(TOKENS, "text", body["prompt"])
 
-    def _page(self) -> str:
-        label, prefix, rounds = 'model_name="target"', "vllm:spec_decode_num", tokens // 2
-        lines = ["process_start_time_seconds 1", f"vllm:generation_tokens_total{{{label}}} {tokens}"]
-        if drafting:
-            lines += [f"{prefix}_drafts_total{{{label}}} {rounds}"]
-            lines += [f"{prefix}_draft_tokens_total{{{label}}} {2 * rounds}"]
-            lines += [f"{prefix}_accepted_tokens_total{{{label}}} {rounds}"]
-            lines += [f'{prefix}_accepted_tokens_per_pos_total{{{label},position="0"}} {rounds}']
-            lines += [f'{prefix}_accepted_tokens_per_pos_total{{{label},position="1"}} 0']
-        return "\n".join(lines) + "\n"
+    def end(*_: Any) -> None:
+        note("ends")
+        sys.exit(0)
 
-    def _answer(self, text: str) -> None:
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json" if text.startswith("{") else "text/plain")
-        self.end_headers()
-        self.wfile.write(text.encode())
-
-    def log_message(self, *_: Any) -> None:
-        pass
+    signal.signal(signal.SIGTERM, end)
+    note("begins")
+    serve(metrics, answer, int(words[words.index("--port") + 1])).serve_forever()
 
 
-def end(*_: Any) -> None:
-    note("ends")
-    sys.exit(0)
-
-
-signal.signal(signal.SIGTERM, end)
-note("begins")
-ThreadingHTTPServer(("127.0.0.1", int(words[words.index("--port") + 1])), Handler).serve_forever()
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

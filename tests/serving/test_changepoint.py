@@ -16,6 +16,18 @@ def prompts(generator: np.random.Generator, count: int, rate: float) -> tuple[li
     return list(map(float, rounds)), [float(generator.binomial(3 * n, p)) for n, p in zip(rounds, own, strict=True)]
 
 
+def calibrated(generator: np.random.Generator, limits: WatchLimits) -> tuple[NormalDrafting, Chart]:
+    """Return a baseline learned from 400 prompts, and its chart."""
+    baseline = NormalDrafting.of(*prompts(generator, 400, 0.5), "learned")
+    return baseline, Chart.calibrated(baseline, limits)
+
+
+def known(rounds: float = 100_000, parts: int = 30, **limits: float) -> Chart:
+    """Return the chart of a baseline from so many rounds and parts."""
+    baseline = NormalDrafting(tau=2, spread=1, rounds=rounds, parts=parts, source="")
+    return Chart.calibrated(baseline, WatchLimits(**limits))  # type: ignore[arg-type]
+
+
 def first_alarm(
     baseline: NormalDrafting, chart: Chart, generator: np.random.Generator, rate: float, windows: int, at_once: int = 1
 ) -> int:
@@ -44,8 +56,7 @@ def test_quiet_traffic_raises_alarms_as_seldom_as_promised() -> None:
     alarmed = 0
     for seed in range(60):
         generator = np.random.default_rng(seed)
-        baseline = NormalDrafting.of(*prompts(generator, 400, 0.5), "learned")
-        chart = Chart.calibrated(baseline, limits)
+        baseline, chart = calibrated(generator, limits)
         alarmed += first_alarm(baseline, chart, generator, 0.5, limits.quiet) > 0
     assert alarmed <= 8, "the mean is 3; more than 8 has a probability below 0.003"
 
@@ -54,8 +65,7 @@ def test_a_fall_is_found_after_about_as_many_rounds_as_stated() -> None:
     limits, delays, stated = WatchLimits(window=100), [], 0.0
     for seed in range(40):
         generator = np.random.default_rng(seed)
-        baseline = NormalDrafting.of(*prompts(generator, 400, 0.5), "learned")
-        chart = Chart.calibrated(baseline, limits)
+        baseline, chart = calibrated(generator, limits)
         stated = chart.delay_in_rounds(baseline, 0.3)
         found = first_alarm(baseline, chart, generator, 0.35, 100)
         assert found, "a fall by 30% is always found"
@@ -79,28 +89,19 @@ def test_windows_larger_than_asked_for_raise_no_more_alarms(at_once: int) -> Non
 
 def test_a_fall_is_found_in_large_windows_after_as_many_rounds() -> None:
     generator = np.random.default_rng(1)
-    baseline = NormalDrafting.of(*prompts(generator, 400, 0.5), "learned")
-    chart = Chart.calibrated(baseline, WatchLimits(window=100))
+    baseline, chart = calibrated(generator, WatchLimits(window=100))
     assert 1 <= first_alarm(baseline, chart, generator, 0.35, 100, at_once=20) <= 2
 
 
 def test_a_baseline_from_few_windows_makes_the_test_more_careful() -> None:
-    delays = [
-        Chart.calibrated(NormalDrafting(tau=2, spread=1, rounds=rounds, source=""), WatchLimits()).delay(1.5)
-        for rounds in (2_000, 10_000, 100_000)
-    ]
+    delays = [known(rounds).delay(1.5) for rounds in (2_000, 10_000, 100_000)]
     assert delays == sorted(delays, reverse=True)
     assert delays[0] > delays[-1]
 
 
 def test_a_spread_known_from_few_prompts_makes_the_test_more_careful() -> None:
     """However many rounds each prompt has: the spread is between prompts."""
-    thresholds = [
-        Chart.calibrated(
-            NormalDrafting(tau=2, spread=1, rounds=100_000, parts=parts, source=""), WatchLimits()
-        ).threshold
-        for parts in (5, 10, 100)
-    ]
+    thresholds = [known(parts=parts).threshold for parts in (5, 10, 100)]
     assert thresholds == sorted(thresholds, reverse=True)
     assert thresholds[0] > 1.5 * thresholds[-1]
 
@@ -114,13 +115,12 @@ def test_an_uncertain_baseline_still_finds_a_deep_fall() -> None:
 
 
 def test_rare_false_alarms_are_simulated_often_enough() -> None:
-    baseline = NormalDrafting(tau=2, spread=1, rounds=100_000, source="")
-    often, seldom = (Chart.calibrated(baseline, WatchLimits(false_alarms=p, quiet=50)).threshold for p in (0.02, 0.001))
+    often, seldom = (known(false_alarms=p, quiet=50).threshold for p in (0.02, 0.001))
     assert seldom > often + 1
 
 
 def test_a_change_too_small_to_be_found_is_said_to_be() -> None:
-    chart = Chart.calibrated(NormalDrafting(tau=2, spread=1, rounds=100_000, source=""), WatchLimits())
+    chart = known()
     assert chart.delay(0.0) > LONGEST
     assert chart.delay(1.0) < chart.delay(0.7)
 

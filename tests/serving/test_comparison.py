@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 
@@ -63,20 +61,15 @@ def replies(counts: list[DraftCounts], temperature: float = 0.0, **changes: obje
     return Replies(temperature=temperature, drafting=[Reply(counts=c, **values) for c in counts])  # type: ignore[arg-type]
 
 
-@pytest.fixture
-def compared() -> Callable[..., ServedComparison]:
-    """`compared(alphas, temperature=0, one_hot=None, depth=4, **reply)`: an engine whose drafts do as well as that."""
-
-    def made(
-        alphas: tuple[float, ...],
-        temperature: float = 0.0,
-        one_hot: tuple[float, ...] | None = None,
-        depth: int = DEPTH,
-        **changes: object,
-    ) -> ServedComparison:
-        return compare(expectation(temperature, one_hot), replies(drafted(alphas, 1, depth), temperature, **changes))
-
-    return made
+def compared(
+    alphas: tuple[float, ...],
+    temperature: float = 0.0,
+    one_hot: tuple[float, ...] | None = None,
+    depth: int = DEPTH,
+    **changes: object,
+) -> ServedComparison:
+    """Compare an engine whose drafts are accepted with these probabilities."""
+    return compare(expectation(temperature, one_hot), replies(drafted(alphas, 1, depth), temperature, **changes))
 
 
 def kinds(*found: ServedComparison, exact: bool = False) -> list[str]:
@@ -84,7 +77,7 @@ def kinds(*found: ServedComparison, exact: bool = False) -> list[str]:
     return [s.kind for s in suspicions(found, 0.02, exact)]
 
 
-def test_the_same_acceptance_is_no_finding(compared: Callable[..., ServedComparison]) -> None:
+def test_the_same_acceptance_is_no_finding() -> None:
     found = compared(RIGHT)
     assert kinds(found) == []
     assert found.identical == PROMPTS
@@ -94,7 +87,7 @@ def test_the_same_acceptance_is_no_finding(compared: Callable[..., ServedCompari
 def test_counts_of_rounds_are_those_of_an_engine() -> None:
     """Rounds in which nothing was drafted do not count, and a position counts the rounds that kept it."""
     found = DraftCounts.of([Round(4, 2, 3), Round(0, 0, 1), Round(4, 0, 1), Round(4, 4, 5)])
-    assert (found.rounds, found.drafted, found.accepted, found.by_position) == (3, 12, 6, [2, 2, 1, 1])
+    assert (found.rounds, found.drafted, found.accepted, found.by_position) == (3, 12, 6, (2, 2, 1, 1))
     assert found.tau == 3.0
 
 
@@ -106,37 +99,33 @@ def test_counts_of_rounds_are_those_of_an_engine() -> None:
         ((0.02, 0.6, 0.6, 0.6), "vocabulary", 1),
     ],
 )
-def test_the_first_position_that_parts_names_the_suspicion(
-    compared: Callable[..., ServedComparison], alphas: tuple[float, ...], kind: str, parts_at: int
-) -> None:
+def test_the_first_position_that_parts_names_the_suspicion(alphas: tuple[float, ...], kind: str, parts_at: int) -> None:
     found = compared(alphas)
     assert kinds(found) == [kind]
     assert found.parts_at == parts_at
 
 
-def test_another_depth_is_seen_in_the_drafts_themselves(compared: Callable[..., ServedComparison]) -> None:
+def test_another_depth_is_seen_in_the_drafts_themselves() -> None:
     assert kinds(compared(RIGHT, depth=5)) == ["depth"]
     assert kinds(compared(RIGHT, depth=3)) == ["depth"]
 
 
-def test_right_at_zero_and_low_above_it_is_the_engines_sampling(compared: Callable[..., ServedComparison]) -> None:
+def test_right_at_zero_and_low_above_it_is_the_engines_sampling() -> None:
     right, low = compared(RIGHT), compared((0.1, 0.0, 0.0, 0.0), 1.0, one_hot=(0.45, 0.45, 0.45, 0.45))
     assert kinds(right, low) == ["sampling"]
 
 
-def test_picked_drafts_are_told_from_wrong_sampling(compared: Callable[..., ServedComparison]) -> None:
+def test_picked_drafts_are_told_from_wrong_sampling() -> None:
     picked = (0.45, 0.45, 0.45, 0.45)
     assert kinds(compared(RIGHT), compared(picked, 1.0, one_hot=picked)) == ["one-hot"]
 
 
-def test_texts_that_end_early_are_a_finding_though_tau_is_right(compared: Callable[..., ServedComparison]) -> None:
+def test_texts_that_end_early_are_a_finding_though_tau_is_right() -> None:
     found = compared(RIGHT, 1.0, lengths=[TOKENS - 7])
     assert kinds(compared(RIGHT), found) == ["sampling"]
 
 
-def test_other_texts_are_another_target_and_one_late_one_is_a_near_tie(
-    compared: Callable[..., ServedComparison],
-) -> None:
+def test_other_texts_are_another_target_and_one_late_one_is_a_near_tie() -> None:
     other = compared(RIGHT, tokens=[7, *range(1, TOKENS)])
     assert other.identical == 0
     assert kinds(other) == ["target"]
@@ -152,9 +141,7 @@ def test_an_engine_that_returns_text_alone_is_compared_by_text() -> None:
     assert compare(expectation(), answered, str).identical == PROMPTS
 
 
-def test_in_float32_other_drafts_are_a_finding_though_as_many_are_accepted(
-    compared: Callable[..., ServedComparison],
-) -> None:
+def test_in_float32_other_drafts_are_a_finding_though_as_many_are_accepted() -> None:
     found = compared(RIGHT)
     assert found.agrees(0.02)
     assert found.same_drafts is not None
@@ -184,7 +171,7 @@ def test_mistakes_that_do_the_same_are_all_named() -> None:
     assert "ids instead of offsets, or weights that were never loaded" in str(found)
 
 
-def test_a_paired_difference_is_surer_than_two_intervals(compared: Callable[..., ServedComparison]) -> None:
+def test_a_paired_difference_is_surer_than_two_intervals() -> None:
     found = compared((0.55, 0.55, 0.55, 0.55))
     apart = found.served.high - found.served.low + found.own.high - found.own.low
     assert found.difference.high - found.difference.low < apart

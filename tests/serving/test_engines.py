@@ -24,7 +24,7 @@ from outrider.recipes import load_recipe
 from outrider.scripts.cli import app
 from outrider.serving.changepoint import WatchLimits
 from outrider.serving.diagnosis import TOLERANCE, ServedResult
-from outrider.serving.engine import Ask, Engine
+from outrider.serving.engine import Engine
 from outrider.serving.launching import running
 from outrider.serving.reference_run import Trial, expect
 from outrider.serving.session import ServedSession, Start
@@ -165,7 +165,7 @@ class Traffic:
         prompts = islice(cycle(self.suites[suite]), seed, seed + count)
         seen: list[WatchEvent] = []
         for tokens in prompts:
-            self.engine.complete(tokens, Ask(48))
+            self.engine.complete(tokens, 48)
             seen += self.watch.look(self.engine.counters())
         return seen
 
@@ -208,7 +208,7 @@ def test_a_restart_is_noticed_and_raises_no_alarm(session: ServedSession, enviro
         place.mkdir()
         with running(session.launch(start(environment), place), place / "log") as engine:
             for tokens in islice(cycle(prompts), 40):
-                engine.complete(tokens, Ask(48))
+                engine.complete(tokens, 48)
                 seen += watch.look(engine.counters())
             for _ in range(2):
                 looked = CliRunner().invoke(app, ["watch", engine.url, "--once", "--state", str(state)])
@@ -221,7 +221,7 @@ def test_a_restart_is_noticed_and_raises_no_alarm(session: ServedSession, enviro
 
 def test_the_engines_page_is_read_in_full(served: Engine) -> None:
     before = served.counters()
-    served.complete([5, 6, 7, 8], Ask(24))
+    served.complete([5, 6, 7, 8], 24)
     found = served.settled(before, 24).since(before)
     assert found.tokens == 24
     assert found.accepted == sum(found.by_position)

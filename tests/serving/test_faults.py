@@ -24,7 +24,7 @@ TEXT = list(range(48))  # all texts were ours
 
 def counts(rows: list[list[float]]) -> list[DraftCounts]:
     """Return the counts of prompts, recorded as rounds, drafted tokens and acceptance by position."""
-    return [DraftCounts(rounds=r, drafted=d, accepted=sum(p), by_position=list(p)) for r, d, *p in rows]
+    return [DraftCounts(rounds=r, drafted=d, accepted=sum(p), by_position=tuple(p)) for r, d, *p in rows]
 
 
 def answers(rows: list[list[float]]) -> list[ServedAnswer]:

@@ -6,7 +6,6 @@ import copy
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,11 +35,11 @@ from outrider.serving.reference_run import (
     expect,
     expect_mistakes,
 )
-from outrider.serving.session import ServedSession, Start, Survey, depth_of, survey_in_turns, survey_one_by_one
+from outrider.serving.session import ServedSession, Start, Survey, depth_of
 from outrider.targets import RowLengths as Counted
 from outrider.targets import Target
 
-from .conftest import Server, answer
+from .conftest import Serve, Server, answer
 
 TEXTS = ["def add(first, second):", "for name in sorted(names):\n", "The target verifies", "class Stack:\n    def"]
 TRIAL = Trial(temperatures=(0.0,), depth=3, max_new_tokens=24)
@@ -84,7 +83,7 @@ def ask(expected: Expectation, server: Server) -> ServedResult:
 
 
 def test_an_engine_that_does_the_same_agrees(
-    tiny_target: Target, head: Drafter, expected: Expectation, start_engine: Callable[..., Server]
+    tiny_target: Target, head: Drafter, expected: Expectation, start_engine: Serve
 ) -> None:
     found = ask(expected, start_engine(tiny_target, head))
     assert found.agrees
@@ -95,7 +94,7 @@ def test_an_engine_that_does_the_same_agrees(
 
 
 def test_an_engine_with_a_mistake_is_found_and_the_mistake_is_named(
-    tiny_target: Target, head: Eagle3, expected: Expectation, start_engine: Callable[..., Server]
+    tiny_target: Target, head: Eagle3, expected: Expectation, start_engine: Serve
 ) -> None:
     """The mistake that our own head does the same with is the explanation."""
     named = dict(mistaken(head))
@@ -108,7 +107,7 @@ def test_an_engine_with_a_mistake_is_found_and_the_mistake_is_named(
 
 
 def test_an_engine_that_norms_all_context_by_the_first_layer_is_explained(
-    tiny_target: Target, expected: Expectation, start_engine: Callable[..., Server]
+    tiny_target: Target, expected: Expectation, start_engine: Serve
 ) -> None:
     """As vLLM 0.32 does on a CPU with the keys of a DFlash drafter of several layers."""
     torch.manual_seed(0)
@@ -127,9 +126,7 @@ def test_an_engine_that_norms_all_context_by_the_first_layer_is_explained(
     assert "accepts the same in 4 of 4 prompts" in found.suspicions[0].suspect
 
 
-def test_an_engine_that_looks_n_grams_up_otherwise_is_explained(
-    tiny_target: Target, start_engine: Callable[..., Server]
-) -> None:
+def test_an_engine_that_looks_n_grams_up_otherwise_is_explained(tiny_target: Target, start_engine: Serve) -> None:
     """vLLM copies from the first place where the last tokens stood, ours from the latest: neither is wrong."""
     drafter, tokens = Ngram(NgramConfig(max_match=2, min_match=1)), [5, 6, 7, 5, 6, 8, 9, 5, 6, 7, 8, 5, 6]
     asked = [Prompt(f"{i}", "a", tuple(t + i for t in tokens), "") for i in range(8)]
@@ -167,7 +164,7 @@ def test_rounds_count_as_an_engine_counts_them_that_drafts_no_further_than_the_t
     whole, within = DraftCounts.of(rounds), DraftCounts.of(rounds, room=9)
     assert (whole.rounds, whole.drafted, whole.accepted) == (3, 12, 9)
     assert (within.rounds, within.drafted, within.accepted) == (3, 9, 6)
-    assert within.by_position == [3, 2, 1, 0]
+    assert within.by_position == (3, 2, 1, 0)
     assert DraftCounts.of([*rounds[:2], Round(4, 0, 1), Round(4, 0, 1)], room=9).rounds == 3
 
 
@@ -202,7 +199,7 @@ def test_every_mistake_can_be_made_of_a_head_that_can_have_it(tiny_target: Targe
 
 
 def test_traffic_of_others_is_counted_and_said(
-    tiny_target: Target, head: Drafter, expected: Expectation, start_engine: Callable[..., Server]
+    tiny_target: Target, head: Drafter, expected: Expectation, start_engine: Serve
 ) -> None:
     server = start_engine(tiny_target, head)
     page = server.metrics.page
@@ -216,7 +213,7 @@ def test_traffic_of_others_is_counted_and_said(
 
 
 def test_the_verb_compares_stores_and_says_it_in_json(
-    stored: Pair, head: Drafter, start_engine: Callable[..., Server], tmp_path: Path
+    stored: Pair, head: Drafter, start_engine: Serve, tmp_path: Path
 ) -> None:
     """What is stored leaves the pair intact, and a pair that was never served is written as before."""
     pair, target = stored, stored.load_target()
@@ -302,7 +299,7 @@ def small_engine(tmp_path: Path) -> VllmLaunch:
 
 def answered() -> Expectation:
     """What our decoder does, where it does what the small engine does."""
-    tokens, counts = [7, 8, 9, 10, 11, 12], DraftCounts(rounds=3, drafted=6, accepted=3, by_position=[3, 0])
+    tokens, counts = [7, 8, 9, 10, 11, 12], DraftCounts(rounds=3, drafted=6, accepted=3, by_position=(3, 0))
     answer = ServedAnswer(tokens=tokens, ended=False, lengths=[6], counts=[counts])
     asked = [ServedPrompt(suite="code", id=str(i), tokens=[1, 2]) for i in range(3)]
     return Expectation(
@@ -310,19 +307,17 @@ def answered() -> Expectation:
     )
 
 
-@pytest.mark.parametrize("ask", [survey_in_turns, survey_one_by_one])
-def test_engines_answer_in_turns_or_one_by_one(
-    ask: Callable[..., dict[str, object]], small_engine: VllmLaunch, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("in_turns", [True, False])
+def test_engines_answer_in_turns_or_one_by_one(in_turns: bool, small_engine: VllmLaunch, tmp_path: Path) -> None:
     """One GPU holds one of them: the one with drafts ends before the plain one begins."""
     survey = Survey(answered())
-    facts = ask(survey, small_engine, replace(small_engine, speculation=None), tmp_path)
+    facts = survey.start(small_engine, replace(small_engine, speculation=None), tmp_path, in_turns)
     found = survey.result({"name": facts["name"]}, str)
     assert found.agrees
     assert found.at(0.0).speedup is not None
     diary = (tmp_path / "diary").read_text().splitlines()
     ends, begins = diary.index("drafting ends"), diary.index("plain begins")
-    assert (begins < ends) == (ask is survey_in_turns)
+    assert (begins < ends) == in_turns
 
 
 WAITS = """
@@ -361,7 +356,7 @@ def test_a_session_starts_an_engine_and_tries_what_explains_it(
 
 
 def test_an_engine_that_counts_less_is_not_accused(
-    tiny_target: Target, head: Drafter, expected: Expectation, start_engine: Callable[..., Server]
+    tiny_target: Target, head: Drafter, expected: Expectation, start_engine: Serve
 ) -> None:
     """Text Generation Inference counts rounds and accepted drafts alone."""
     server = start_engine(tiny_target, head)

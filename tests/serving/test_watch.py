@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -18,7 +18,7 @@ from outrider.decode import Round
 from outrider.scripts.cli import app
 from outrider.scripts.serving_cli import promises
 from outrider.serving.changepoint import CusumState, NormalDrafting, WatchLimits
-from outrider.serving.engine import read_counters, read_metrics
+from outrider.serving.engine import Counters, read_counters, read_metrics
 from outrider.serving.reference_run import DraftCounts
 from outrider.serving.watching import (
     LEARNED,
@@ -31,9 +31,10 @@ from outrider.serving.watching import (
     save_states,
 )
 
-from .conftest import Server, answer
+from .conftest import Serve, Server, answer
 
 LIMITS = WatchLimits(window=100)
+Watched = tuple[Server, EngineWatch]
 
 
 def serve(server: Server, rate: float, requests: int, seed: int = 0) -> None:
@@ -53,7 +54,7 @@ def run(*arguments: object) -> Result:
 
 
 @pytest.fixture
-def watched(start_server: Callable[..., Server]) -> tuple[Server, EngineWatch]:
+def watched(start_server: Serve) -> Watched:
     """A server, and a watch that has learned how it usually does."""
     server = start_server()
     watch = EngineWatch(WatchState(url=server.url), LIMITS)
@@ -65,7 +66,7 @@ def watched(start_server: Callable[..., Server]) -> tuple[Server, EngineWatch]:
     return server, watch
 
 
-def test_a_baseline_is_learned_from_the_first_windows(watched: tuple[Server, EngineWatch]) -> None:
+def test_a_baseline_is_learned_from_the_first_windows(watched: Watched) -> None:
     server, watch = watched
     baseline = watch.state.baseline
     assert baseline is not None
@@ -74,7 +75,7 @@ def test_a_baseline_is_learned_from_the_first_windows(watched: tuple[Server, Eng
     assert baseline.by_position[0] > baseline.by_position[1] > baseline.by_position[2]
 
 
-def test_a_fall_raises_an_alarm_that_names_the_position_and_the_moment(watched: tuple[Server, EngineWatch]) -> None:
+def test_a_fall_raises_an_alarm_that_names_the_position_and_the_moment(watched: Watched) -> None:
     server, watch = watched
     for _ in range(8):
         serve(server, 0.6, 4)
@@ -90,7 +91,7 @@ def test_a_fall_raises_an_alarm_that_names_the_position_and_the_moment(watched: 
     assert [e.kind for e in seen].index("alarm") <= 8, "a fall this deep is found in a few windows"
 
 
-def test_a_restart_is_noticed_and_raises_no_alarm(watched: tuple[Server, EngineWatch]) -> None:
+def test_a_restart_is_noticed_and_raises_no_alarm(watched: Watched) -> None:
     server, watch = watched
     serve(server, 0.6, 2)
     assert look(watch, server) == []
@@ -100,7 +101,7 @@ def test_a_restart_is_noticed_and_raises_no_alarm(watched: tuple[Server, EngineW
     assert watch.state.restarts == 1
 
 
-def test_what_was_counted_before_the_watch_began_is_nobodys_window(start_server: Callable[..., Server]) -> None:
+def test_what_was_counted_before_the_watch_began_is_nobodys_window(start_server: Serve) -> None:
     server = start_server()
     serve(server, 0.6, 40)
     watch = EngineWatch(WatchState(url=server.url), LIMITS)
@@ -108,9 +109,7 @@ def test_what_was_counted_before_the_watch_began_is_nobodys_window(start_server:
     assert watch.state.windows == 0
 
 
-def test_single_looks_find_the_same_as_one_long_watch(
-    watched: tuple[Server, EngineWatch], tmp_path: Path, start_server: Callable[..., Server]
-) -> None:
+def test_single_looks_find_the_same_as_one_long_watch(watched: Watched, tmp_path: Path, start_server: Serve) -> None:
     server, watch = watched
     file = tmp_path / "watch.json"
     save_states(file, [watch.state])
@@ -130,7 +129,7 @@ def test_single_looks_find_the_same_as_one_long_watch(
     assert json.loads(file.read_text())[0]["alarms"] == sum(codes)
 
 
-def test_a_pairs_baseline_needs_no_learning(start_server: Callable[..., Server]) -> None:
+def test_a_pairs_baseline_needs_no_learning(start_server: Serve) -> None:
     server = start_server()
     known = NormalDrafting(tau=2.2, spread=1.2, rounds=20_000, source="a pair")
     watch = EngineWatch(WatchState(url=server.url, baseline=known), LIMITS)
@@ -139,7 +138,7 @@ def test_a_pairs_baseline_needs_no_learning(start_server: Callable[..., Server])
     assert {e.kind for e in look(watch, server)} == {"window", "alarm"}
 
 
-def test_an_engine_that_does_not_answer(start_server: Callable[..., Server], tmp_path: Path) -> None:
+def test_an_engine_that_does_not_answer(start_server: Serve, tmp_path: Path) -> None:
     """A long watch goes on; a single look says so and fails."""
     once = run("http://127.0.0.1:9", "--once", "--state", tmp_path / "s.json")
     assert once.exit_code == 2
@@ -155,7 +154,7 @@ def test_a_damaged_state_is_refused(tmp_path: Path) -> None:
         pass
 
 
-def test_two_jobs_with_one_state_file_lose_nothing(start_server: Callable[..., Server], tmp_path: Path) -> None:
+def test_two_jobs_with_one_state_file_lose_nothing(start_server: Serve, tmp_path: Path) -> None:
     """Of two engines, looked at in turns; and one that does not answer takes nothing from the other."""
     file, servers = tmp_path / "watch.json", [start_server(), start_server()]
     for _ in range(3):
@@ -167,7 +166,7 @@ def test_two_jobs_with_one_state_file_lose_nothing(start_server: Callable[..., S
     assert [kept[server.url]["windows"] for server in servers] == [2, 2], "the first look is where a watch begins"
 
 
-def test_looks_with_one_state_file_follow_one_another(start_server: Callable[..., Server], tmp_path: Path) -> None:
+def test_looks_with_one_state_file_follow_one_another(start_server: Serve, tmp_path: Path) -> None:
     """Eight at once, of eight engines: each writes beside what the others wrote."""
     file, servers = tmp_path / "watch.json", [start_server() for _ in range(8)]
 
@@ -186,9 +185,11 @@ def test_another_baseline_begins_the_test_anew(tmp_path: Path) -> None:
     file = tmp_path / "watch.json"
     old = NormalDrafting(tau=2.2, spread=1.2, rounds=20_000, source="version 1")
     new = old.model_copy(update={"tau": 2.6, "source": "version 2"})
-    save_states(file, [WatchState(url="http://x", baseline=old, sums=CusumState(fall=5.0), seen={"engine": "vllm"})])
+    save_states(
+        file, [WatchState(url="http://x", baseline=old, sums=CusumState(fall=5.0), seen=Counters(engine="vllm"))]
+    )
     with kept_states(file, ["http://x"], new) as (state,):
-        assert (state.baseline, state.sums, state.seen) == (new, CusumState(), {"engine": "vllm"})
+        assert (state.baseline, state.sums, state.seen) == (new, CusumState(), Counters(engine="vllm"))
     with kept_states(file, ["http://x"], None) as (state,):
         assert state.baseline == new, "without --pair it goes on"
 
@@ -200,7 +201,7 @@ def test_a_baseline_of_too_few_rounds_is_refused_with_what_to_do() -> None:
     assert limits_for(few.model_copy(update={"rounds": 5_000})) == WatchLimits()
 
 
-def test_what_is_promised_is_said_and_what_is_not(start_server: Callable[..., Server]) -> None:
+def test_what_is_promised_is_said_and_what_is_not(start_server: Serve) -> None:
     limits, known = WatchLimits(), NormalDrafting(tau=1.99, spread=3.4, rounds=930, parts=32, source="a pair")
     states = [WatchState(url="http://x", baseline=known), WatchState(url="http://y")]
     quiet, seen, learns = promises([EngineWatch(state, limits) for state in states], limits)
@@ -233,7 +234,7 @@ def broken() -> Iterator[str]:
     server.server_close()
 
 
-def test_an_answer_that_is_no_http_ends_no_watch(broken: str, start_server: Callable[..., Server]) -> None:
+def test_an_answer_that_is_no_http_ends_no_watch(broken: str, start_server: Serve) -> None:
     found = run(broken, start_server().url, "--seconds", 0.1, "--every", 0.05)
     assert found.exit_code == 0, found.exception
     assert "no answer" in found.stdout
@@ -249,7 +250,7 @@ def test_a_webhook_that_fails_ends_no_watch_and_stays_secret(broken: str) -> Non
 
 
 @pytest.mark.parametrize("webhook", ["hooks/s3cret", "ftp://x/s3cret", "http:///s3cret", "http://x/s3cret here"])
-def test_what_is_no_webhook_is_refused_at_once(webhook: str, start_server: Callable[..., Server]) -> None:
+def test_what_is_no_webhook_is_refused_at_once(webhook: str, start_server: Serve) -> None:
     found = run(start_server().url, "--seconds", 0, "--webhook", webhook)
     assert found.exit_code == 2
     assert "--webhook" in found.output

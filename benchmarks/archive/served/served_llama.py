@@ -88,7 +88,7 @@ class Bench:
             places = ((launch, folder / f"{number}.log") for number, launch in enumerate(launches))
             engine, plain = (both.enter_context(running(launch, log)) for launch, log in places)
             survey.ask(engine, plain)
-            facts = engine_facts(engine, [("settings", settings)])
+            facts = engine_facts(engine, settings=settings)
         return expected, survey.result(facts, self._text, TOLERANCE)
 
     def _draft_model(self, folder: Path) -> tuple[Drafter, dict[str, Any]]:

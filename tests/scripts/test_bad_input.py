@@ -114,6 +114,7 @@ def test_usage_errors_end_with_2(outrider: Command) -> None:
         ["distil"],
         ["distill"],
         ["eval", "x", "--limit", "0"],
+        ["served", "x", "--limit", "0"],
         ["gate", "x"],
         ["pair", "show", "x", "--jso"],
     ):

@@ -31,20 +31,20 @@ from .sources import as_specs, rows_of, title
 ACCEPTABLE = 0.02  # share of a source's rows that may be left out without a warning
 _IDS = ("id", "question_id", "task_id", "prompt_id", "conversation_id")
 
-_EXAMPLES = {  # why a row is left out, in a sentence about it; {} is its tokens
-    "too_long": "a chat of {} tokens",
-    "unanswerable": "nothing to answer",
-    "unanswered": "no answer of its own",
-    "duplicate": "asks what another row asks",
+# Why a row is left out: about one row ({} is its tokens), after a number of rows, and of a source that gives nothing
+# ({} is the limit of tokens).
+_REASONS = {
+    "too_long": ("a chat of {} tokens", "too long", "chats longer than {} tokens (raise data.max_prompt_tokens)"),
+    "unanswerable": ("nothing to answer", "with nothing to answer", "rows with nothing to answer"),
+    "unanswered": (
+        "no answer of its own",
+        "without an answer of their own",
+        "rows without an answer of their own (leave out data.answers: given)",
+    ),
+    "duplicate": ("asks what another row asks", "duplicates", "rows that ask what another row asks"),
+    "malformed": ("", "malformed", "malformed rows"),
 }
-_WORDS = {  # the same after a number of rows
-    "too_long": "too long",
-    "unanswerable": "with nothing to answer",
-    "unanswered": "without an answer of their own",
-    "duplicate": "duplicates",
-    "malformed": "malformed",
-}
-DROPPED = tuple(_WORDS)
+DROPPED = tuple(_REASONS)
 
 _log = logging.getLogger(__name__)
 
@@ -54,11 +54,9 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SuitePrompts:
-    """The prompts of suites, by the texts of the user in them; white space does not count.
+    """The places of suites' prompts, by the digest of the user's texts in them; white space does not count.
 
-    Attributes:
-        places: the place of each, by its digest.
-        allowed: whether a row that asks one of them is only counted.
+    A row that asks one of them is only counted where that is `allowed`.
     """
 
     places: dict[bytes, str] = field(default_factory=dict)
@@ -66,11 +64,7 @@ class SuitePrompts:
 
     @classmethod
     def of(cls, suites: Sequence[str], limit: int | None = None, allowed: bool = False) -> SuitePrompts:
-        """Return the prompts of suites, the first `limit` of each.
-
-        Raises:
-            BadInputError: there is no such suite, or a row of it is malformed.
-        """
+        """Return the prompts of suites, the first `limit` of each. BadInputError: no such suite, or a malformed row."""
         places: dict[bytes, str] = {}
         for name in suites:
             file = find_suite(name)[1]
@@ -83,11 +77,7 @@ class SuitePrompts:
         return cls(places, allowed)
 
     def leak(self, asked: RowPrompt, where: str) -> str | None:
-        """Return a sentence about the suite that measures this row; None if none does.
-
-        Raises:
-            BadInputError: one does, and that is not allowed.
-        """
+        """Return a sentence about the suite that measures this row, if that is allowed; None if none measures it."""
         texts = asked.users_texts() if self.places else []
         place = next((self.places[digest] for digest in _digests(texts) if digest in self.places), None)
         if place is None:
@@ -117,7 +107,7 @@ NO_LEAKS = SuitePrompts()
 
 @dataclass(frozen=True)
 class PromptReading:
-    """How rows become prompts.
+    """The rules by which rows become prompts.
 
     Attributes:
         max_tokens: longer raw texts lose their beginning; longer chats are left out.
@@ -141,14 +131,13 @@ class PromptReading:
 
 @dataclass
 class RowCounts:
-    """What became of the rows of one source.
+    """The numbers of rows of one source, by what became of them.
 
     Attributes:
         layouts: rows by the layout that was recognised, such as "question (key question)".
         truncated: raw texts that lost their beginning.
         dropped: rows that were left out, by reason: `too_long` chats (a chat cannot be cut without breaking its
-            template), `unanswerable` rows without anything to answer, `unanswered` rows without the answer that is to
-            be learnt, `duplicate` and `malformed` ones.
+            template), `unanswerable`, `unanswered` (with `answers: given`), `duplicate` and `malformed` ones.
         leaked: rows that are measured, too, and were allowed.
         examples: a sentence about the first row of each reason, and about the first one that is leaked.
     """
@@ -167,7 +156,7 @@ class RowCounts:
         self.examples.setdefault(reason, example)
 
     def summary(self) -> str:
-        """Return what became of the rows, as one line."""
+        """Return the numbers as one line."""
         layouts = ", ".join(name for name, _ in self.layouts.most_common())
         parts = [f"{self.source}: {layouts}; {self.kept:,} of {self.rows:,} rows"]
         parts += [f"left out: {self.left_out()}"] if self.dropped else []
@@ -177,12 +166,12 @@ class RowCounts:
 
     def left_out(self) -> str:
         """Return the numbers of rows that were left out, by reason."""
-        return ", ".join(f"{number:,} {_WORDS[reason]}" for reason, number in self.dropped.most_common())
+        return ", ".join(f"{number:,} {_REASONS[reason][1]}" for reason, number in self.dropped.most_common())
 
 
 @dataclass
 class Collection:
-    """Prompts, and what became of the rows that are not among them, source by source."""
+    """Prompts, and the counts of all rows, source by source."""
 
     prompts: Sequence[Prompt] = ()
     sources: list[RowCounts] = field(default_factory=list)
@@ -194,9 +183,8 @@ class Collection:
         return {"prompts": len(self.prompts), **sums, **dropped}
 
     def by_source(self) -> list[dict[str, Any]]:
-        """Return what became of the rows of each source, as plain values."""
-        plain = ({k: dict(v) if isinstance(v, dict) else v for k, v in vars(s).items()} for s in self.sources)
-        return list(plain)
+        """Return the counts of each source as plain values."""
+        return [{k: dict(v) if isinstance(v, dict) else v for k, v in vars(s).items()} for s in self.sources]
 
 
 # ------------------------------------------------------------ collecting
@@ -209,11 +197,11 @@ def recipe_prompts(
     folder: Path | None = None,
     warn: bool = True,
 ) -> Collection:
-    """Return the prompts that a recipe's target is to answer, and report what became of each source's rows.
+    """Return the prompts that a recipe's target is to answer, and report the counts of each source.
 
     Args:
         console: gets one line for each source.
-        folder: where the prompts lie until they were read; None for the system's place for temporary files.
+        folder: of the prompts' file until they were read; None for the system's place for temporary files.
         warn: also of sources that lose more than a few rows.
 
     Raises:
@@ -266,8 +254,8 @@ def collect(
     """Read `sources` by turns, until they end or there are `limit` prompts.
 
     Args:
-        sources: see `outrider.distill.sources` for what they are, and `outrider.distill.layouts` for their rows.
-        folder: where the prompts lie until they were read; None for the system's place for temporary files.
+        sources: see `outrider.distill.sources` for their kinds, and `outrider.distill.layouts` for their rows.
+        folder: of the prompts' file until they were read; None for the system's place for temporary files.
 
     Raises:
         BadInputError: a source is missing, unreadable, or gives no prompt at all; a row is malformed, or is measured.
@@ -295,7 +283,7 @@ class DigestSet:
         return self._count
 
     def add(self, text: str) -> bool:
-        """Add a text, and tell whether it is new."""
+        """Add a text; return whether it is new."""
         digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") or 1
         place = self._place(digest)
         if self._places[place]:
@@ -327,11 +315,7 @@ class _Reader:
         self.repeated: dict[str, int] = {}
 
     def read(self, source: SourceSpec, counts: RowCounts) -> Iterator[Prompt]:
-        """Yield the prompts of one source.
-
-        It is an error if there are none, except where the other sources have them; by weights nothing is mixed with
-        nothing, so that is one, too.
-        """
+        """Yield the prompts of one source. None is an error, except where unweighted sources have them already."""
         name = title(source.path)
         for number, row in enumerate(rows_of(source), 1):
             counts.rows = number
@@ -343,7 +327,7 @@ class _Reader:
             raise BadInputError(f"no prompts in {source.path!r}: {_why_none(counts, self.reading.max_tokens)}")
 
     def _unnamed(self, row: Row | RowError, where: str, source: SourceSpec, counts: RowCounts) -> Prompt | None:
-        """Return the prompt of one row, without a name yet; None (and a count) if it is left out."""
+        """Return the prompt of one row, without its id and suite; None (and a count) if it is left out."""
         try:
             if isinstance(row, RowError):
                 raise row
@@ -368,7 +352,7 @@ class _Reader:
         is_long = limit is not None and len(tokens) > limit
         reason = self._why_dropped(asked, tokens, is_long)
         if reason is not None:
-            counts.drop(reason, f"{where}: {_EXAMPLES[reason].format(len(tokens))}")
+            counts.drop(reason, f"{where}: {_REASONS[reason][0].format(len(tokens))}")
             return None
         leak = self.reading.measured.leak(asked, where)
         if leak is not None:
@@ -413,16 +397,8 @@ class _Reader:
 def _why_none(counts: RowCounts, max_tokens: int | None) -> str:
     if not counts.rows:
         return "it is empty."
-    reasons = {
-        "too_long": f"chats longer than {max_tokens} tokens (raise data.max_prompt_tokens)",
-        "unanswerable": "rows with nothing to answer",
-        "unanswered": "rows without an answer of their own (leave out data.answers: given)",
-        "duplicate": "rows that ask what another row asks",
-        "malformed": "malformed rows",
-    }
-    dropped = ", ".join(
-        f"{counts.dropped[reason]} {words}" for reason, words in reasons.items() if counts.dropped[reason]
-    )
+    words = {reason: all_of_them.format(max_tokens) for reason, (_, _, all_of_them) in _REASONS.items()}
+    dropped = ", ".join(f"{counts.dropped[reason]} {words[reason]}" for reason in words if counts.dropped[reason])
     return f"none of its {counts.rows} rows can be used. Left out: {dropped}."
 
 
@@ -439,10 +415,7 @@ def _in_turn(streams: Sequence[Iterator[Prompt]]) -> Iterator[Prompt]:
 
 
 def _weighted(streams: Sequence[Iterator[Prompt]], weights: Sequence[float]) -> Iterator[Prompt]:
-    """Yield from the streams in the proportion of their weights, until the first has ended.
-
-    It ends there so that the proportion holds to the last prompt.
-    """
+    """Yield from the streams in the proportion of their weights, until the first has ended: so it holds to the last."""
     owed = [0.0] * len(weights)
     while True:
         owed = [debt + weight for debt, weight in zip(owed, weights, strict=True)]

@@ -245,10 +245,7 @@ def _marked(chat: _Chat, tokens: list[int], mask: list[bool]) -> list[bool]:
 
 
 def next_question(
-    prompt: Prompt,
-    answers: Sequence[Tokens],
-    tokenizer: PreTrainedTokenizerBase,
-    max_tokens: int | None = None,
+    prompt: Prompt, answers: Sequence[Tokens], tokenizer: PreTrainedTokenizerBase, max_tokens: int | None = None
 ) -> tuple[int, ...] | None:
     """Return the tokens before the target's next answer; None if the prompt asks nothing more.
 

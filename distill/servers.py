@@ -34,12 +34,7 @@ _log = logging.getLogger(__name__)
 
 
 def answer_by_servers(
-    target: Target,
-    prompts: Sequence[Prompt],
-    spec: DataSpec,
-    work: RemainingWork,
-    journal: Journal,
-    advance: Advance,
+    target: Target, prompts: Sequence[Prompt], spec: DataSpec, work: RemainingWork, journal: Journal, advance: Advance
 ) -> None:
     """Let the servers answer the prompts that are left, each once.
 

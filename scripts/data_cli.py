@@ -58,9 +58,7 @@ def arguments(given: Sequence[str] | None) -> dict[str, Any] | None:
 
 @data_app.command()
 def show(
-    recipe: RecipeName,
-    changes: Overrides = None,
-    count: Annotated[int, typer.Option(min=1, help="Rows to show.")] = 3,
+    recipe: RecipeName, changes: Overrides = None, count: Annotated[int, typer.Option(min=1, help="Rows to show.")] = 3
 ) -> None:
     """A sample of what is learnt: [green]what is supervised[/green], and what is only read. Of the finished responses
     where there are some, else of the rows' own answers, else of the prompts.

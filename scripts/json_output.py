@@ -310,10 +310,7 @@ def answer(kind: str, body: Any, exit_code: int = 0) -> dict[str, Any]:
 def schema(kind: str) -> dict[str, Any]:
     """Return the JSON Schema of a verb's answer."""
     body = TypeAdapter(BODIES[kind]).json_schema(mode="serialization")
-    envelope = {
-        "schema": {"const": f"outrider.{kind}/{VERSION}"},
-        "exit_code": {"type": "integer", "minimum": 0},
-    }
+    envelope = {"schema": {"const": f"outrider.{kind}/{VERSION}"}, "exit_code": {"type": "integer", "minimum": 0}}
     fields = {"properties": envelope | body.get("properties", {})}
     fields["required"] = [*envelope, *body.get("required", [])]
     return {"$schema": "https://json-schema.org/draft/2020-12/schema"} | body | fields

@@ -26,9 +26,7 @@ if TYPE_CHECKING:
 RegistryPlace = Annotated[
     str | None,
     typer.Option(
-        "--registry",
-        envvar="OUTRIDER_REGISTRY",
-        help="A folder, hf://ORG/REPOSITORY or wandb://[ENTITY/]PROJECT.",
+        "--registry", envvar="OUTRIDER_REGISTRY", help="A folder, hf://ORG/REPOSITORY or wandb://[ENTITY/]PROJECT."
     ),
 ]
 

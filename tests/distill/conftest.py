@@ -1,8 +1,10 @@
-"""OpenAI-compatible servers of a tiny target: our own decoder answers, in the ways in which servers differ."""
+"""A place where a tiny target answers prompts, and OpenAI-compatible servers of it that differ and fail."""
 
 from __future__ import annotations
 
+import io
 import json
+import random
 import threading
 import time
 from collections import Counter
@@ -13,10 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
-from outrider.decode import Decoder
+from outrider.common import BadInputError
+from outrider.decode import Decoder, Output
+from outrider.distill import distill, load_responses
 from outrider.recipes import Recipe
 from outrider.targets import Target
+
+Tokenizer = PreTrainedTokenizerFast
+Rows = Callable[..., str]
 
 
 def write_rows(file: Path, rows: Iterable[dict[str, Any]]) -> str:
@@ -31,6 +39,74 @@ def data_recipe(output: Path, path: Path | str = "unused", **data: Any) -> Recip
     return Recipe.from_dict({"name": "t", "target": target, "drafter": {}, "data": data, "output": str(output)})
 
 
+@pytest.fixture
+def tokenizer(tiny_tokenizer: Tokenizer) -> Tokenizer:
+    return tiny_tokenizer
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Rows:
+    """`rows(name, *rows)`: a jsonl file of these rows."""
+
+    def write(name: str, *given: dict[str, Any]) -> str:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        return write_rows(tmp_path / name, given)
+
+    return write
+
+
+@dataclass
+class Place:
+    """A folder where `target` answers `rows`, by recipes with these data settings."""
+
+    folder: Path
+    target: Target
+    rows: list[dict[str, Any]]
+    data: dict[str, Any]
+
+    def recipe(self, output: str = "run", *servers: Any, rows: Any = None, path: Any = "unused", **data: Any) -> Recipe:
+        """Return a recipe of `rows`, which `servers` answer, if there are any."""
+        urls = [server.url if isinstance(server, Server) else server for server in servers]
+        file = write_rows(self.folder / ("texts.jsonl" if rows is None else f"{output}.jsonl"), rows or self.rows)
+        return data_recipe(
+            self.folder / output, path, **{"prompts": [file], "servers": urls or None} | self.data | data
+        )
+
+    def distil(self, output: str = "run", *servers: Any, **data: Any) -> Path:
+        return distill(self.recipe(output, *servers, **data), self.target)
+
+    def refuses(self, expected: str, output: str = "run", *servers: Any, **data: Any) -> None:
+        """Check that a run ends with BadInputError, and what it says."""
+        with pytest.raises(BadInputError, match=expected):
+            self.distil(output, *servers, **data)
+
+    def interrupt(self, output: str, after: int, **data: Any) -> None:
+        """Interrupt a run after so many batches."""
+        with pytest.MonkeyPatch.context() as patch:
+            count_prompts(patch, fail_at=after)
+            with pytest.raises(KeyboardInterrupt):
+                self.distil(output, **data)
+
+
+def count_prompts(monkeypatch: pytest.MonkeyPatch, fail_at: int | None = None) -> list[int]:
+    """Record the size of each batch that is generated; Ctrl-C in call number `fail_at`."""
+    sizes: list[int] = []
+    generate = Decoder.generate
+
+    def counted(self: Decoder, prompts: Any, *args: Any, **kwargs: Any) -> Output:
+        if len(sizes) == fail_at:
+            raise KeyboardInterrupt
+        sizes.append(len(prompts))
+        return generate(self, prompts, *args, **kwargs)
+
+    monkeypatch.setattr(Decoder, "generate", counted)
+    return sizes
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    return list(load_responses(folder))
+
+
 @dataclass
 class Server:
     """A server of `target`.
@@ -43,7 +119,9 @@ class Server:
         busy: so many requests it answers by a 429, which asks for a day's rest.
         refuses: prompts whose text holds this.
         changed: what it does to every answer before it is sent.
-        asked: how often each prompt was answered. bodies: of all requests.
+        faulty: the share of requests that go wrong, drawn by chance from `seed`, in one of the ways `kinds`. A time-out
+            takes a second.
+        asked: how often each prompt was answered. bodies: of all requests. faults: of each kind.
     """
 
     target: Target
@@ -55,6 +133,10 @@ class Server:
     refuses: str = "\0"
     changed: Callable[[dict[str, Any]], None] = lambda choice: None
     seconds: float = 0.0
+    faulty: float = 0.0
+    kinds: tuple[str, ...] = ("time-out", "500", "cut")
+    seed: int = 0
+    faults: Counter[str] = field(default_factory=Counter)
     asked: Counter[tuple[int, ...]] = field(default_factory=Counter)
     bodies: list[dict[str, Any]] = field(default_factory=list)
     at_once: int = 0
@@ -63,6 +145,7 @@ class Server:
 
     def start(self, port: int = 0) -> None:
         self.lock = threading.Lock()  # one pass at a time
+        self.chance = random.Random(self.seed)
         self.http = ThreadingHTTPServer(("127.0.0.1", port), _handler(self))
         threading.Thread(target=self.http.serve_forever, args=(0.02,), daemon=True).start()
 
@@ -127,6 +210,19 @@ def _handler(server: Server) -> type[BaseHTTPRequestHandler]:
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             server.bodies.append(body)
+            fault = server.chance.choice(server.kinds) if server.chance.random() < server.faulty else ""
+            server.faults.update([fault] if fault else [])
+            if fault == "time-out":
+                time.sleep(1.0)
+            elif fault == "500":
+                self._send(500, {})
+            else:
+                connection, self.wfile = self.wfile, io.BytesIO()
+                self._answer(body)
+                sent, self.wfile = self.wfile.getvalue(), connection
+                self.wfile.write(sent[: len(sent) // 2] if fault == "cut" else sent)
+
+        def _answer(self, body: dict[str, Any]) -> None:
             if server.key and self.headers["Authorization"] != f"Bearer {server.key}":
                 sent = self.headers["Authorization"].removeprefix("Bearer ")
                 self._send(401, {"error": {"message": f"Incorrect API key provided: {sent}"}})
@@ -155,12 +251,8 @@ def _handler(server: Server) -> type[BaseHTTPRequestHandler]:
             self.end_headers()
             choice = answer["choices"][0]
             half = len(choice["text"]) // 2
-            first = {
-                **choice,
-                "text": choice["text"][:half],
-                "token_ids": choice.get("token_ids"),
-                "finish_reason": None,
-            }
+            ids = {"token_ids": choice.get("token_ids"), "finish_reason": None}
+            first = {**choice, "text": choice["text"][:half], **ids}
             last = {**choice, "text": choice["text"][half:], "token_ids": []}
             for part in ([first], [last], []):
                 body = {**answer, "choices": part} | ({"usage": None} if part else {})

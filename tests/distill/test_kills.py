@@ -115,10 +115,7 @@ def test_processes_killed_at_random_end_as_one_that_is_not(tiny_target: Target, 
 
 @pytest.mark.slow
 def test_servers_and_those_who_ask_them_killed_at_random_answer_every_prompt_once(
-    tiny_target: Target,
-    start_server: Callable[..., Server],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    tiny_target: Target, start_server: Callable[..., Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, seconds in (("SECONDS_BETWEEN_FILES", 0.1), ("FIRST_DELAY", 0.02), ("LONGEST_DELAY", 0.2)):
         monkeypatch.setattr(servers, name, seconds)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import datetime
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import PreTrainedTokenizerFast
 
 from outrider.distill.collect import PromptReading, collect
 from outrider.distill.layouts import RowError, understand
+
+from .conftest import Tokenizer, write_rows
 
 U, A, S = ({"role": role, "content": text} for role, text in (("user", "u"), ("assistant", "a"), ("system", "s")))
 CALL = {"type": "function", "function": {"name": "ls", "arguments": '{"path": "."}'}}
@@ -171,16 +171,15 @@ FAULTS = [
 
 @pytest.mark.parametrize(("row", "expected"), FAULTS)
 def test_a_planted_fault_is_named_with_its_place(
-    tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast, row: dict[str, Any], expected: str
+    tmp_path: Path, tokenizer: Tokenizer, row: dict[str, Any], expected: str
 ) -> None:
     """In the third row of a real file, which is read as a recipe's is."""
-    file = tmp_path / "chats.jsonl"
-    file.write_text("".join(json.dumps(r) + "\n" for r in ({"text": "a"}, {"text": "b"}, row)))
+    file = write_rows(tmp_path / "chats.jsonl", [{"text": "a"}, {"text": "b"}, row])
     with pytest.raises(RowError) as caught:
-        collect([str(file)], tiny_tokenizer)
+        collect([file], tokenizer)
     assert str(caught.value).startswith(f"{file}, row 3: ")
     assert expected in str(caught.value)
-    found = collect([str(file)], tiny_tokenizer, reading=PromptReading(drop_malformed=True))
+    found = collect([file], tokenizer, reading=PromptReading(drop_malformed=True))
     assert (len(found.prompts), found.counts()["malformed"]) == (2, 1)
     assert expected in found.sources[0].examples["malformed"]
 

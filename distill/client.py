@@ -65,11 +65,7 @@ def require_client() -> None:
 
 
 def read_key(variable: str) -> str:
-    """Return the servers' key that an environment variable holds, without white space around it; "" for none.
-
-    Raises:
-        BadInputError: no header can carry the key, which the message does not repeat.
-    """
+    """Return the key in an environment variable, stripped; "" for none. BadInputError: no header can carry it."""
     key = os.environ.get(variable, "").strip()
     if not key.isascii() or not key.isprintable():
         raise BadInputError(
@@ -128,11 +124,7 @@ class Completion:
     is_text: bool = True
 
     def add(self, body: Any) -> None:
-        """Add a whole response, or a part of one that is streamed.
-
-        Raises:
-            ValueError, TypeError, AttributeError: it is not what the interface promises.
-        """
+        """Add a whole response, or a streamed part. ValueError, TypeError, AttributeError: it breaks its promises."""
         if usage := getattr(body, "usage", None):
             self.num_tokens, self.num_asked = _count(usage.completion_tokens), _count(usage.prompt_tokens)
         self.asked = getattr(body, "prompt_token_ids", None) or self.asked
@@ -156,12 +148,12 @@ def _count(value: Any) -> int | None:
 
 
 class Client:
-    """The requests to all servers, and how their answers become tokens.
+    """The requests to all servers, and the tokens of their answers.
 
     Args:
         ending: the target's end tokens.
         with_raw: some prompts are raw text, which cannot be asked as a chat.
-        num_ids: size of the target's vocabulary; None takes any id.
+        num_ids: size of the target's vocabulary.
     """
 
     def __init__(
@@ -254,11 +246,7 @@ class Client:
         return body
 
     def _text(self, tokens: tuple[int, ...]) -> str:
-        """Return the text that the tokenizer, with the tokens that it puts around any text, reads as these tokens.
-
-        Raises:
-            DroppedError: there is none.
-        """
+        """Return the text that the tokenizer, with the tokens that it puts around any text, reads as these tokens."""
         plain = list(tokens)
         for left in (plain, plain[1:] if plain[0] in self.tokenizer.all_special_ids else plain):
             text = str(self.tokenizer.decode(left, clean_up_tokenization_spaces=False))
@@ -277,11 +265,7 @@ class Client:
     # ------------------------------------------------------------ answers
 
     def tokens(self, completion: Completion, question: Question, form: Form) -> Tokens:
-        """Return the tokens of an answer, with its end token where the target ended it.
-
-        Raises:
-            DroppedError: they are not certain.
-        """
+        """Return an answer's tokens, with the end token where the target ended it. DroppedError: they are uncertain."""
         read, num_read = completion.asked, completion.num_asked
         context = list(question.tokens)
         if (read is not None and read != context) or num_read not in (None, len(context)):

@@ -54,10 +54,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SuitePrompts:
-    """The places of suites' prompts, by the digest of the user's texts in them; white space does not count.
-
-    A row that asks one of them is only counted where that is `allowed`.
-    """
+    """The places of suites' prompts, by the digest of the user's texts; if `allowed`, rows that ask them count."""
 
     places: dict[bytes, str] = field(default_factory=dict)
     allowed: bool = False
@@ -254,7 +251,6 @@ def collect(
     """Read `sources` by turns, until they end or there are `limit` prompts.
 
     Args:
-        sources: see `outrider.distill.sources` for their kinds, and `outrider.distill.layouts` for their rows.
         folder: of the prompts' file until they were read; None for the system's place for temporary files.
 
     Raises:
@@ -270,9 +266,9 @@ def collect(
 
 
 class DigestSet:
-    """A set of texts that holds 8 bytes of each: an array with each digest at its place, or at the next free one.
+    """A set of texts that holds 64 bits of each: an array with each digest at its place, or at the next free one.
 
-    Two of ten million different texts share a digest of 64 bits with a chance of 1 in 370,000.
+    Two of ten million different texts share a digest with a chance of 1 in 370,000.
     """
 
     def __init__(self) -> None:

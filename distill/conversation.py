@@ -71,32 +71,19 @@ def render(
             f"{where}: is a chat, but the target's tokenizer has no chat template; use raw text (`text`), or set "
             "tokenizer.chat_template."
         )
+    kinds, arguments = tokenizer.chat_template, template or {}
     try:
-        return apply_template(tokenizer, messages, tools, answer, template or {})
+        for text in kinds.values() if isinstance(kinds, dict) else [kinds]:
+            _require_plain(str(text))
+        with limited(SECONDS, MEMORY, _COMPILED):
+            rendered = tokenizer.apply_chat_template(
+                list(messages), tools=tools, tokenize=False, add_generation_prompt=answer, **arguments
+            )
+        return str(rendered)
     except Exception as error:  # templates raise what they like: TemplateError, UndefinedError, TypeError
         what = str(error) or type(error).__name__
         roles = [m["role"] for m in messages]
         raise RefusedChatError(where, f"the target's chat template refuses this conversation: {what}", roles) from error
-
-
-def apply_template(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[dict[str, Any]],
-    tools: Any,
-    answer: bool,
-    arguments: Mapping[str, Any],
-) -> str:
-    """Return a conversation as the tokenizer's chat template renders it, given further `arguments`.
-
-    Raises:
-        Exception: any of the template's; OverBudgetError, MemoryError or ValueError where it asks for too much.
-    """
-    template = tokenizer.chat_template
-    for text in template.values() if isinstance(template, dict) else [template]:
-        _require_plain(str(text))
-    named = {"tools": tools, "tokenize": False, "add_generation_prompt": answer, **arguments}
-    with limited(SECONDS, MEMORY, _COMPILED):
-        return str(tokenizer.apply_chat_template(list(messages), **named))
 
 
 @lru_cache(maxsize=16)
@@ -232,9 +219,11 @@ def _marked(chat: _Chat, tokens: list[int], mask: list[bool]) -> list[bool]:
     """Return the mask without the parts that a template's own `{% generation %}` markers leave out."""
     if not chat.tokenizer.is_fast:
         return mask
-    named = {"tools": chat.tools, "return_dict": True, "return_assistant_tokens_mask": True, **(chat.template or {})}
+    messages, arguments = list(chat.messages), chat.template or {}
     with limited(SECONDS, MEMORY, _COMPILED):
-        rendered: Any = chat.tokenizer.apply_chat_template(list(chat.messages), **named)
+        rendered: Any = chat.tokenizer.apply_chat_template(
+            messages, tools=chat.tools, return_dict=True, return_assistant_tokens_mask=True, **arguments
+        )
     markers = rendered["assistant_masks"]
     if not any(markers) or list(rendered["input_ids"]) != tokens:
         return mask

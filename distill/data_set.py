@@ -61,10 +61,7 @@ class TrainingRow:
 
 
 def load_responses(folder: str | Path) -> Dataset:
-    """Return the data set in `folder`: id, suite, input_ids (prompt and response), loss_mask (1 on response tokens).
-
-    Where a drafter speculated for some of them there are `depths`, too (see `TrainingRow`; null for the others).
-    """
+    """Return the data set in `folder`: id, suite, input_ids, loss_mask (1 on response tokens), and `depths`, if any."""
     provenance(folder)  # refuses a folder of something else
     require_whole(Path(folder))
     try:
@@ -169,8 +166,7 @@ def depths_of_answer(emitted: Sequence[int]) -> Iterator[int]:
 def depths_of_rows(masks: Sequence[Sequence[int]], rounds: Sequence[Sequence[int]]) -> list[list[int]]:
     """Return the depths of rows, `[T]` each, whose loss masks `[T]` are 1 on the answers, each once and in order.
 
-    Args:
-        rounds: the numbers of tokens that each round emitted, of each answer.
+    `rounds` are the numbers of tokens that each round emitted, of each answer.
     """
     waiting = list(chain.from_iterable(map(depths_of_answer, rounds)))
     if len(waiting) != (count := sum(map(sum, masks))):
@@ -198,11 +194,7 @@ class Vocabulary:
 
     @classmethod
     def of(cls, counts: Tensor, size: int) -> Vocabulary:
-        """Return the vocabulary of drafters with `draft_vocab_size: <size>`, from counts `[V]`.
-
-        Raises:
-            BadInputError: no such size, or nothing was counted.
-        """
+        """Return the vocabulary of drafters with `draft_vocab_size: <size>`. BadInputError: nothing was counted."""
         total = int(counts.sum())
         check_size(size, len(counts))
         if not total:

@@ -29,11 +29,7 @@ from .prompts import Prompt
 
 @dataclass(frozen=True)
 class Responder:
-    """A decoder that answers prompts.
-
-    Attributes:
-        prompts: all of them, of which batches are indices.
-    """
+    """A decoder that answers batches of indices of all `prompts`."""
 
     decoder: Decoder
     prompts: Sequence[Prompt]
@@ -96,7 +92,7 @@ def longest_question(spec: DataSpec, max_context: int | None) -> int:
 def batches(indices: Sequence[int], size: int, processes: int) -> list[list[int]]:
     """Return `indices` in batches of `size`, for several processes smaller ones towards the end.
 
-    So none waits long for the last one (guided self-scheduling; Polychronopoulos and Kuck 1987).
+    None waits long for the last one (guided self-scheduling; Polychronopoulos and Kuck 1987).
     """
     parts, begin, least = [], 0, max(1, size // 4)
     while left := len(indices) - begin:

@@ -107,10 +107,6 @@ class Precision:
     `float8_e4m3fn` has three bits after the leading one, and keeps each vector with a scale that makes its largest
     number 448, the largest there is. So a number x of a vector whose largest is m comes back within
     max(|x| / 16, m / 2^18): half a step of its own size, or of the smallest one.
-
-    Attributes:
-        name: torch's, as in a recipe.
-        has_scale: whether each vector is kept with its own scale, in float32.
     """
 
     name: str
@@ -164,13 +160,7 @@ def stored_taps(taps: Sequence[int], num_layers: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class FeatureStoreBuilder:
-    """A store in the making.
-
-    Attributes:
-        folder: of its key.
-        sequences: whose `input_ids` come as Arrow, which lie on the disk until they are asked for.
-        taps: that are stored beside the last state.
-    """
+    """A store in the making. The `sequences` lie on the disk until they are read; `taps` are without the last state."""
 
     folder: Path
     key: str

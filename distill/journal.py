@@ -119,11 +119,7 @@ class Answer:
 
 
 class Answers:
-    """All answers so far, by index of the prompt. They stay on the disk; memory holds their places.
-
-    Attributes:
-        drafters: for how many of them each drafter speculated.
-    """
+    """All answers so far, by index of the prompt; memory holds their places. `drafters` counts each one's."""
 
     def __init__(self, files: Sequence[Path], num_prompts: int):
         self.files = files
@@ -173,11 +169,7 @@ class Journal:
         self.folder = folder
 
     def open(self, identity: Identity) -> None:
-        """Start it, or go on with it; the answers in damaged files are lost.
-
-        Raises:
-            BadInputError: another identity's. Refusal: its identity was altered after it was written.
-        """
+        """Start it, or go on without what is damaged. BadInputError: another identity's, or one that was altered."""
         file = self.folder / _IDENTITY
         if file.is_file():
             advice = f"Delete {self.folder}, and the responses are generated again."

@@ -129,11 +129,7 @@ def understand(row: Row, where: str, layout: str | None = None, column: str | No
 
 
 def chat_messages(turns: Any, where: str) -> list[Message]:
-    """Return messages with `role` and `content`, from either convention; entries without a value are dropped.
-
-    Raises:
-        RowError: a message without a role or content, or of a role that does not exist.
-    """
+    """Return messages with `role` and `content`, from either convention. RowError: there is none of these."""
     if not isinstance(turns, list) or not all(isinstance(t, dict) for t in turns):
         raise RowError(where, f"expected a list of messages, found {_shown(turns)}.")
     return [_message(turn, where) for turn in turns]

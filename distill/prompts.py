@@ -82,11 +82,7 @@ def digest_prompts(prompts: Iterable[Prompt], given: bool = False) -> str:
 
 
 class PromptTable(Sequence[Prompt]):
-    """A list of prompts that lies on disk.
-
-    Attributes:
-        lengths: tokens of each prompt, int32 `[N]`, in memory.
-    """
+    """A list of prompts that lies on disk, with their `lengths` in tokens, int32 `[N]`, in memory."""
 
     def __init__(
         self, prompts: Iterable[Prompt], template: Mapping[str, Any] | None = None, folder: str | Path | None = None

@@ -36,11 +36,10 @@ _log = logging.getLogger(__name__)
 def answer_by_servers(
     target: Target, prompts: Sequence[Prompt], spec: DataSpec, work: RemainingWork, journal: Journal, advance: Advance
 ) -> None:
-    """Let the servers answer the prompts that are left, each once.
+    """Let the servers answer the prompts that are left, each once. All answers are kept.
 
     Raises:
-        BadInputError: none of them answers, or not any more; they refuse us; or some prompts could not be answered. All
-            answers are kept.
+        BadInputError: none of them answers, or not any more; they refuse us; or some prompts could not be answered.
     """
     require_client()
     indices = [index for batch in work.batches for index in batch]

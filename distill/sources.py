@@ -67,11 +67,7 @@ def count_rows(source: str | SourceSpec) -> int | None:
 
 
 def rows_of(source: SourceSpec) -> Iterator[Row | RowError]:
-    """Yield the rows of a source, at most `source.limit`; for a line that is no row, the error.
-
-    Raises:
-        BadInputError: the source is missing or cannot be read.
-    """
+    """Yield the rows of a source, at most `source.limit`, or the error of a line. BadInputError: it cannot be read."""
     files = [] if is_hub(source.path) else files_of(source)
     rows = chain.from_iterable(_READERS[file.suffix](file) for file in files) if files else _hub_rows(source)
     yield from islice(rows, source.limit)

@@ -55,10 +55,7 @@ GOES_ON = "what was done is kept, and the same command goes on from there."
 
 
 class Verbs(TyperGroup):
-    """Runs a verb and turns what it raises into one line on stderr and an exit code.
-
-    A verb that was asked for JSON answers with an error's JSON on stdout, too.
-    """
+    """Verbs whose errors become one line on stderr, an exit code, and an answer in JSON if a program asked."""
 
     def invoke(self, ctx: Any) -> Any:
         as_json = "--json" in [*ctx.args, *getattr(ctx, "_protected_args", [])]
@@ -88,10 +85,7 @@ class Verbs(TyperGroup):
 
 
 def exit_code(error: Exception) -> int | None:
-    """Return the exit code that an exception ends a verb with.
-
-    None for those that typer handles (usage errors, exits, closed pipes).
-    """
+    """Return the exit code of a verb that raised; None for what typer handles (usage, exits, closed pipes)."""
     if isinstance(error, OutriderError):
         return int(error.exit_code)
     module = type(error).__module__.partition(".")[0]
@@ -253,12 +247,12 @@ def plan(
     loaded = recipe_of(recipe, changes)
     export_cli.check_servable(loaded, engine)
     from ..train.planning import plan as run
-    from .json_output import PlanBody
     from .plan import read_launch, show
 
     launched = read_launch(accelerate_config) if accelerate_config else (1, "none")
     found = run(loaded, processes or launched[0], sharding or launched[1], rows)  # type: ignore[arg-type]
-    finish(as_json, "plan", PlanBody.of(found), show=lambda: show(found, Console()))
+    body = vars(found) | {"peak_memory": found.memory.peak}
+    finish(as_json, "plan", body, show=lambda: show(found, Console()))
 
 
 # ------------------------------------------------------------ measuring

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -253,11 +253,6 @@ class PlanBody(Needs):
 
     peak_memory: int = 0
 
-    @classmethod
-    def of(cls, needs: Needs) -> PlanBody:
-        """Return the body of a plan."""
-        return cls(**{f.name: getattr(needs, f.name) for f in fields(needs)}, peak_memory=needs.memory.peak)
-
 
 class LintBody(Body):
     """What lint found in a drafter's files; a fault is surely wrong, anything else unusual."""
@@ -294,10 +289,7 @@ BODIES: dict[str, Any] = {
 
 
 def answer(kind: str, body: Any, exit_code: int = 0) -> dict[str, Any]:
-    """Return the answer of a verb as plain values: the envelope, and beside it the fields of `body`.
-
-    Numbers that do not exist are null.
-    """
+    """Return a verb's answer as plain values, the envelope and the fields of `body`; numbers that are none are null."""
     form: TypeAdapter[Any] = TypeAdapter(BODIES[kind])
     whole = form.validate_python(body) if isinstance(body, dict) else body
     said = form.dump_python(whole, mode="json", warnings="error")

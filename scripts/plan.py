@@ -33,11 +33,7 @@ _WORDS = {
 
 
 def read_launch(file: Path) -> tuple[int, str]:
-    """Return the processes and the sharding of an `accelerate config` file.
-
-    Raises:
-        BadInputError: no such file, or not one of accelerate's.
-    """
+    """Return the processes and the sharding of an `accelerate config` file. BadInputError: it is none."""
     try:
         values = parse_yaml(read_text(file, YAML.num_bytes), str(file))
     except (OSError, BadInputError) as error:

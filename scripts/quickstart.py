@@ -91,11 +91,7 @@ def tell(out: Path, console: Console, budget: QuickstartBudget | None = None) ->
 
 
 class Workplace:
-    """One working folder, and what the stages find in it, loaded when it is first used.
-
-    Attributes:
-        sizes: how much of the story fits this machine; None until its first stage has measured it.
-    """
+    """One working folder, and what the stages find in it, loaded when it is first used."""
 
     def __init__(self, out: Path, console: Console, budget: QuickstartBudget):
         self.out, self.console, self.budget = out, console, budget
@@ -238,11 +234,10 @@ def learn_again(place: Workplace) -> str:
 
 
 def ask_the_gate(place: Workplace) -> str:
-    """Version 2 on the changed target against version 1 on its own: is serving as fast as before the fine-tune?
+    """Compare version 2 on the changed target with version 1 on its own: is serving as fast as before the fine-tune?
 
-    Both ran the same prompts. The two targets are not the same, though: what the fine-tune made easier or harder to
-    predict is in the ratio too. That is what a user of the pair feels, and what a gate in CI should see. How much of it
-    the refresh brought back is the other comparison, with the stale figure; the closing table shows both.
+    Both ran the same prompts, but the two targets are not the same: what the fine-tune made easier or harder to predict
+    is in the ratio too, as users of the pair feel it. The stale figure shows how much the refresh brought back.
     """
     return place.verdict.lines[1]
 
@@ -381,11 +376,7 @@ def _estimate(place: Workplace) -> str:
 
 
 def fine_tune(recipe: Recipe, budget: QuickstartBudget, folder: Path, console: Console) -> tuple[float, float]:
-    """Train a LoRA adapter for the recipe's target on the packaged prose, into `folder`.
-
-    Returns:
-        The mean loss of the first tenth of the steps and of the last one.
-    """
+    """Train a LoRA adapter on the packaged prose; return the mean losses of the first and last tenth of the steps."""
     target = Target.load(**recipe.target.model_dump() | {"dtype": "float32"})
     torch.manual_seed(recipe.data.sampling.seed)
     lora = LoraConfig(r=budget.lora_rank, lora_alpha=2 * budget.lora_rank, target_modules="all-linear")

@@ -25,7 +25,7 @@ REPLACEMENT = "\ufffd"
 
 
 class TextStream:
-    """Turns tokens into text as they come.
+    """The text of tokens as they come.
 
     A token may be a part of a character (byte-level BPE) and may look different after another one (leading spaces), so
     everything is decoded again and only what was added is given out. Bytes that are not a character yet wait.
@@ -55,10 +55,9 @@ class TextStream:
 
 @dataclass
 class Tally:
-    """What a stream amounted to. The first event is the prefill's token, which belongs to no round.
+    """The counts and the time of a stream. The first event is the prefill's token, which belongs to no round.
 
-    Attributes:
-        seconds: spent generating, without the time that showing the text took.
+    Showing the text takes none of the `seconds`.
     """
 
     tokens: int = 0

@@ -78,10 +78,7 @@ def study(
 
 
 def own_size(recipe: Recipe) -> int:
-    """Return the size of the draft vocabulary that the recipe's drafter asks for.
-
-    It is 0 for the whole one, and for drafters that have no such setting.
-    """
+    """Return the size of the draft vocabulary that the recipe's drafter asks for; 0 for the whole one."""
     values = {k: v for k, v in recipe.drafter.items() if k != "init"}
     return int(getattr(drafter_config(values)[1], "draft_vocab_size", 0)) if "type" in values else 0
 

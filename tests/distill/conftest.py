@@ -75,10 +75,11 @@ class Place:
     def distil(self, output: str = "run", *servers: Any, **data: Any) -> Path:
         return distill(self.recipe(output, *servers, **data), self.target)
 
-    def refuses(self, expected: str, output: str = "run", *servers: Any, **data: Any) -> None:
-        """Check that a run ends with BadInputError, and what it says."""
-        with pytest.raises(BadInputError, match=expected):
+    def refuses(self, expected: str, output: str = "run", *servers: Any, **data: Any) -> str:
+        """Check that a run ends with BadInputError, and what it says; return that."""
+        with pytest.raises(BadInputError, match=expected) as refused:
             self.distil(output, *servers, **data)
+        return str(refused.value)
 
     def interrupt(self, output: str, after: int, **data: Any) -> None:
         """Interrupt a run after so many batches."""
@@ -116,9 +117,11 @@ class Server:
             neither, and refuses fields that it does not know.)
         completions, chat: the interfaces that it has.
         key: that it wants.
-        busy: so many requests it answers by a 429, which asks for a day's rest.
+        status: of the answer to a request; other than 200 it fails, and says the `complaint`. A 429 asks for a day's
+            rest.
         refuses: prompts whose text holds this.
-        changed: what it does to every answer before it is sent.
+        changed, counted: what it does to every answer, and to its numbers of tokens, before they are sent.
+        models: its list of them.
         faulty: the share of requests that go wrong, drawn by chance from `seed`, in one of the ways `kinds`. A time-out
             takes a second.
         asked: how often each prompt was answered. bodies: of all requests. faults: of each kind.
@@ -129,9 +132,12 @@ class Server:
     completions: bool = True
     chat: bool = True
     key: str = ""
-    busy: int = 0
+    status: Callable[[dict[str, Any]], int] = lambda body: 200
+    complaint: Callable[[], str] = lambda: "it fails"
     refuses: str = "\0"
     changed: Callable[[dict[str, Any]], None] = lambda choice: None
+    counted: Callable[[dict[str, Any]], Any] = lambda usage: usage
+    models: bytes = b'{"object": "list", "data": [{"id": "tiny", "object": "model"}]}'
     seconds: float = 0.0
     faulty: float = 0.0
     kinds: tuple[str, ...] = ("time-out", "500", "cut")
@@ -168,9 +174,8 @@ class Server:
         is_chat = path.endswith("/chat/completions")
         if not (self.chat if is_chat else self.completions):
             return 404, {"error": {"message": "Not Found"}}
-        if self.busy > 0:
-            self.busy -= 1
-            return 429, {"error": {"message": "busy"}}
+        if (status := self.status(body)) != 200:
+            return status, {"error": {"message": self.complaint()}}
         more = {"return_token_ids", "top_k", "min_p", "repetition_penalty", "chat_template_kwargs"} & body.keys()
         if not self.ids and (more or not isinstance(body.get("prompt", ""), str)):
             return 422, {"error": {"message": f"Unexpected fields in the request: {more}"}}
@@ -199,13 +204,14 @@ class Server:
             choice |= {"token_ids": answer, "prompt_token_ids": tokens}
         self.changed(choice)
         usage = {"prompt_tokens": len(tokens), "completion_tokens": len(answer), "total_tokens": 0}
-        return {"id": "1", "object": "", "created": 0, "model": "m", "choices": [choice], "usage": usage}
+        body = {"id": "1", "object": "", "created": 0, "model": "m", "choices": [choice]}
+        return body | {"usage": self.counted(usage)}
 
 
 def _handler(server: Server) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self._send(200, {"object": "list", "data": [{"id": "tiny", "object": "model"}]})
+            self._send(200, server.models)
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -215,7 +221,7 @@ def _handler(server: Server) -> type[BaseHTTPRequestHandler]:
             if fault == "time-out":
                 time.sleep(1.0)
             elif fault == "500":
-                self._send(500, {})
+                self._send(500, b"{}")
             else:
                 connection, self.wfile = self.wfile, io.BytesIO()
                 self._answer(body)
@@ -225,17 +231,20 @@ def _handler(server: Server) -> type[BaseHTTPRequestHandler]:
         def _answer(self, body: dict[str, Any]) -> None:
             if server.key and self.headers["Authorization"] != f"Bearer {server.key}":
                 sent = self.headers["Authorization"].removeprefix("Bearer ")
-                self._send(401, {"error": {"message": f"Incorrect API key provided: {sent}"}})
+                answer = {"error": {"message": f"Incorrect API key provided: {sent}"}}
+                self._send(401, json.dumps(answer).encode())
                 return
             server.at_once += 1
             server.most_at_once = max(server.most_at_once, server.at_once)
             time.sleep(server.seconds)
             status, answer = server.answer(self.path, body)
             server.at_once -= 1
-            self._send(status, answer) if not body.get("stream") or status != 200 else self._stream(answer)
+            if body.get("stream") and status == 200:
+                self._stream(answer)
+            else:
+                self._send(status, json.dumps(answer).encode())
 
-        def _send(self, status: int, answer: dict[str, Any]) -> None:
-            content = json.dumps(answer).encode()
+        def _send(self, status: int, content: bytes) -> None:
             self.send_response(status)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(content)))

@@ -12,6 +12,8 @@ import time
 from typing import Any
 
 import pytest
+import tokenizers
+import tokenizers.processors
 
 from outrider.common import BadInputError
 from outrider.distill.conversation import given_sequences, next_question, render, sequences, supervised_mask, why_ended
@@ -34,6 +36,10 @@ def user(text: str) -> Message:
     return {"role": "user", "content": text}
 
 
+def answer(text: str) -> Message:
+    return {"role": "assistant", "content": text}
+
+
 def ask(tokenizer: Tokenizer, first: str, *later: str, **rest: Any) -> Prompt:
     messages = (SYSTEM, user(first))
     text = render(tokenizer, messages, "here", template=rest.get("template"))
@@ -54,8 +60,8 @@ def learnt(tokenizer: Tokenizer, row: tuple[list[int], list[int]]) -> str:
     return text
 
 
-def with_template(tokenizer: Tokenizer, template: str) -> Tokenizer:
-    return Tokenizer(
+def with_template(tokenizer: Tokenizer, template: str, kind: type[Tokenizer] = Tokenizer) -> Tokenizer:
+    return kind(
         tokenizer_object=tokenizer.backend_tokenizer,
         eos_token="<|end|>",
         additional_special_tokens=["<|system|>", "<|user|>", "<|assistant|>"],
@@ -159,14 +165,14 @@ def test_a_tokenizer_that_knows_its_models_answers_tells_thoughts_from_text(toke
 
 
 def test_given_answers_are_learnt_in_their_places(tokenizer: Tokenizer) -> None:
-    given = tuple(({"role": "assistant", "content": text},) for text in "ab")
+    given = tuple((answer(text),) for text in "ab")
     [row] = given_sequences(ask(tokenizer, "one", "two", given=given), tokenizer)
     assert learnt(tokenizer, row).endswith("<|assistant|>[a<|end|>]<|user|>two<|end|><|assistant|>[b<|end|>]")
 
 
 def test_given_thoughts_that_the_template_drops_later_are_learnt_where_they_stand(tokenizer: Tokenizer) -> None:
     tokenizer = with_template(tokenizer, THINKING)
-    given = tuple(({"role": "assistant", "content": f"<think>{text}</think>{text}"},) for text in "ab")
+    given = tuple((answer(f"<think>{text}</think>{text}"),) for text in "ab")
     first, second = given_sequences(ask(tokenizer, "one", "two", given=given), tokenizer)
     assert learnt(tokenizer, first).endswith("<|assistant|>[<think>a</think>a<|end|>]")
     assert learnt(tokenizer, second).endswith(
@@ -175,7 +181,7 @@ def test_given_thoughts_that_the_template_drops_later_are_learnt_where_they_stan
 
 
 def test_given_answers_that_are_too_long_lose_their_end(tokenizer: Tokenizer) -> None:
-    given = tuple(({"role": "assistant", "content": text},) for text in ("abc", "xyz"))
+    given = tuple((answer(text),) for text in ("abc", "xyz"))
     prompt = ask(tokenizer, "one", "two", given=given)
     [(tokens, mask)] = given_sequences(prompt, tokenizer)
     last = len(mask) - 1 - mask[::-1].index(1)
@@ -186,7 +192,7 @@ def test_given_answers_that_are_too_long_lose_their_end(tokenizer: Tokenizer) ->
 
 def test_a_given_completion_of_raw_text_ends_where_it_ends(tokenizer: Tokenizer) -> None:
     tokens = tuple(tokenizer("def f():", add_special_tokens=False)["input_ids"])
-    prompt = Prompt("p", "s", tokens, "def f():", given=(({"role": "assistant", "content": " pass"},),))
+    prompt = Prompt("p", "s", tokens, "def f():", given=((answer(" pass"),),))
     [row] = given_sequences(prompt, tokenizer)
     assert learnt(tokenizer, row) == "def f():[ pass<|end|>]"
     with pytest.raises(ValueError, match="came without answers"):
@@ -232,12 +238,13 @@ def test_an_answer_that_cannot_be_taken_apart_is_text(tokenizer: Tokenizer, monk
 
 
 CHAT = [
-    {"role": "system", "content": "be brief"},
-    {"role": "user", "content": "sort the names"},
-    {"role": "assistant", "content": "sorted(names)"},
-    {"role": "user", "content": "and print them é"},
-    {"role": "assistant", "content": "for name in names:\n    print(name) é"},
+    SYSTEM,
+    user("sort the names"),
+    answer("sorted(names)"),
+    user("and print them é"),
+    answer("for name in names:\n    print(name) é"),
 ]
+BOTH = "sorted(names)<|end|>for name in names:\n    print(name) é<|end|>"
 
 
 def marked(tokenizer: Any, tokens: list[int], mask: list[bool]) -> str:
@@ -249,7 +256,7 @@ def test_the_mask_equals_the_templates_own_generation_markers(tokenizer: Tokeniz
     theirs = tokenizer.apply_chat_template(CHAT, return_assistant_tokens_mask=True, return_dict=True)
     assert tokens == theirs["input_ids"]
     assert mask == [bool(m) for m in theirs["assistant_masks"]]
-    assert marked(tokenizer, tokens, mask) == "sorted(names)<|end|>for name in names:\n    print(name) é<|end|>"
+    assert marked(tokenizer, tokens, mask) == BOTH
 
 
 def test_a_template_without_markers_gives_the_same_mask(tokenizer: Tokenizer) -> None:
@@ -264,63 +271,61 @@ def test_sharegpt_messages_are_understood(tokenizer: Tokenizer) -> None:
     assert supervised_mask(tokenizer, sharegpt) == supervised_mask(tokenizer, CHAT)
 
 
-def test_a_token_that_straddles_the_boundary_is_not_supervised(tokenizer: Tokenizer) -> None:
-    """The generation prompt ends in "f", the answer begins with "or".
-
-    "for" is one token and belongs to neither side.
-    """
-    assert len(tokenizer("for")["input_ids"]) == 1
-    template = (
+MASKS = {
+    # "for" is one token: the generation prompt ends in "f", the answer begins with "or", and it belongs to neither.
+    "a token that straddles the boundary": (
         "{% for m in messages %}{{ 'f' if m.role == 'assistant' }}{{ m.content }}|{% endfor %}"
-        "{{ 'f' if add_generation_prompt }}"
-    )
+        "{{ 'f' if add_generation_prompt }}",
+        [user("q"), answer("or x")],
+        "q|for x|",
+        " x|",
+    ),
+    "white space after the end marker": (
+        "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n \n{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>\n{% endif %}",
+        CHAT,
+        "<|assistant|>\nsorted",
+        BOTH,
+    ),
+    # Templates of reasoning models drop the thoughts of all turns but the last.
+    "an earlier turn that the template rewrites": (
+        "{% for m in messages %}<|{{ m.role }}|>{% if m.thoughts and loop.last %}({{ m.thoughts }}){% endif %}"
+        "{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}",
+        [dict(m, thoughts="hmm") if m["role"] == "assistant" else m for m in CHAT],
+        "<|assistant|>sorted",
+        "(hmm)for name in names:\n    print(name) é<|end|>",
+    ),
+    "what the markers leave out of a turn": (
+        "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}[quiet]{% generation %}{{ m.content }}"
+        "<|end|>{% endgeneration %}{% else %}{{ m.content }}<|end|>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}",
+        CHAT,
+        "<|assistant|>[quiet]sorted",
+        BOTH,
+    ),
+}
+
+
+@pytest.mark.parametrize(("template", "chat", "text", "expected"), MASKS.values(), ids=MASKS)
+def test_not_supervised_is(tokenizer: Tokenizer, template: str, chat: list[Message], text: str, expected: str) -> None:
+    assert len(tokenizer("for")["input_ids"]) == 1
     tokenizer = with_template(tokenizer, template)
-    tokens, mask = supervised_mask(
-        tokenizer, [{"role": "user", "content": "q"}, {"role": "assistant", "content": "or x"}]
-    )
-    assert tokenizer.decode(tokens) == "q|for x|"
-    assert marked(tokenizer, tokens, mask) == " x|"
+    tokens, mask = supervised_mask(tokenizer, chat)
+    assert text in tokenizer.decode(tokens)
+    assert marked(tokenizer, tokens, mask) == expected
 
 
 @pytest.mark.parametrize("trim", [True, False])
 def test_a_space_that_the_tokenizer_leaves_out_of_its_offsets_still_straddles(tokenizer: Tokenizer, trim: bool) -> None:
     """The generation prompt ends in a space that the first word of the answer swallows."""
-    from tokenizers import Tokenizer, processors
-
     assert len(tokenizer(" second")["input_ids"]) == 1
-    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
-    backend.post_processor = processors.ByteLevel(trim_offsets=trim)
-    template = (
-        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{{ 'assistant: ' if add_generation_prompt }}"
-    )
+    backend = tokenizers.Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    backend.post_processor = tokenizers.processors.ByteLevel(trim_offsets=trim)
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    template += "{{ 'assistant: ' if add_generation_prompt }}"
     tokenizer = Tokenizer(tokenizer_object=backend, eos_token="<|end|>", chat_template=template)
-    tokens, mask = supervised_mask(
-        tokenizer, [{"role": "user", "content": "q"}, {"role": "assistant", "content": "second, or none"}]
-    )
+    tokens, mask = supervised_mask(tokenizer, [user("q"), answer("second, or none")])
     assert marked(tokenizer, tokens, mask) == ", or none\n"
-
-
-def test_white_space_after_the_end_marker_is_not_supervised(tokenizer: Tokenizer) -> None:
-    template = (
-        "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n \n{% endfor %}"
-        "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
-    )
-    tokenizer = with_template(tokenizer, template)
-    tokens, mask = supervised_mask(tokenizer, CHAT)
-    assert marked(tokenizer, tokens, mask) == "sorted(names)<|end|>for name in names:\n    print(name) é<|end|>"
-
-
-def test_an_earlier_turn_that_the_template_rewrites_is_not_supervised(tokenizer: Tokenizer) -> None:
-    """Templates of reasoning models drop the thoughts of all turns but the last."""
-    template = (
-        "{% for m in messages %}<|{{ m.role }}|>{% if m.thoughts and loop.last %}({{ m.thoughts }}){% endif %}{{ "
-        "m.content }}<|end|>{% endfor %}"
-        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-    )
-    tokenizer = with_template(tokenizer, template)
-    chat = [dict(m, thoughts="hmm") if m["role"] == "assistant" else m for m in CHAT]
-    tokens, mask = supervised_mask(tokenizer, chat)
-    assert marked(tokenizer, tokens, mask) == "(hmm)for name in names:\n    print(name) é<|end|>"
 
 
 def test_a_tokenizer_without_offsets_gives_the_same_mask(tokenizer: Tokenizer) -> None:
@@ -331,42 +336,22 @@ def test_a_tokenizer_without_offsets_gives_the_same_mask(tokenizer: Tokenizer) -
             assert not return_offsets_mapping
             return super().__call__(*args, **kwargs)
 
-    slow = Slow(
-        tokenizer_object=tokenizer.backend_tokenizer,
-        eos_token="<|end|>",
-        additional_special_tokens=["<|system|>", "<|user|>", "<|assistant|>"],
-        chat_template=tokenizer.chat_template,
-    )
+    slow = with_template(tokenizer, tokenizer.chat_template, Slow)
     assert supervised_mask(slow, CHAT) == supervised_mask(tokenizer, CHAT)
 
 
-def test_nothing_to_supervise_is_an_error_that_shows_the_text(tokenizer: Tokenizer) -> None:
+def test_nothing_or_everything_to_supervise_is_an_error_that_shows_the_text(tokenizer: Tokenizer) -> None:
     with pytest.raises(BadInputError, match=r"no token .*roles: user.*As rendered: '<\|user\|>hello<\|end\|>'"):
-        supervised_mask(tokenizer, [{"role": "user", "content": "hello"}])
-
-
-def test_everything_supervised_is_an_error_that_shows_the_text(tokenizer: Tokenizer) -> None:
+        supervised_mask(tokenizer, [user("hello")])
     tokenizer = with_template(tokenizer, "{% for m in messages if m.role == 'assistant' %}{{ m.content }}{% endfor %}")
     with pytest.raises(BadInputError, match=r"every token .*As rendered: 'hi'"):
-        supervised_mask(tokenizer, [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}])
-
-
-def test_what_the_templates_markers_leave_out_of_a_turn_is_not_supervised(tokenizer: Tokenizer) -> None:
-    template = (
-        "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}[quiet]{% generation %}{{ m.content }}"
-        "<|end|>{% endgeneration %}{% else %}{{ m.content }}<|end|>{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-    )
-    tokenizer = with_template(tokenizer, template)
-    tokens, mask = supervised_mask(tokenizer, CHAT)
-    assert "<|assistant|>[quiet]sorted" in tokenizer.decode(tokens)
-    assert marked(tokenizer, tokens, mask) == "sorted(names)<|end|>for name in names:\n    print(name) é<|end|>"
+        supervised_mask(tokenizer, [user("hello"), answer("hi")])
 
 
 # ------------------------------------------------------------ limits of a template
 
 
-ANSWERED = [{"role": "user", "content": "def add("}, {"role": "assistant", "content": "a, b):"}]
+ANSWERED = [user("def add("), answer("a, b):")]
 
 
 def test_a_template_is_rendered_as_the_library_does_and_leaves_no_limit(tokenizer: Tokenizer) -> None:
@@ -376,14 +361,14 @@ def test_a_template_is_rendered_as_the_library_does_and_leaves_no_limit(tokenize
     assert (resource.getrlimit(resource.RLIMIT_AS), sys.gettrace()) == before
 
 
+TOO_SLOW = "longer than 3 seconds"
+
+
 @pytest.mark.parametrize(
     ("template", "said"),
     [
-        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "longer than 3 seconds"),
-        (
-            "{% macro m(n) %}{% if n %}{{ m(n-1) }}{{ m(n-1) }}{% endif %}{% endmacro %}{{ m(60) }}",
-            "longer than 3 seconds",
-        ),
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", TOO_SLOW),
+        ("{% macro m(n) %}{% if n %}{{ m(n-1) }}{{ m(n-1) }}{% endif %}{% endmacro %}{{ m(60) }}", TOO_SLOW),
         ("{{ 'x' * 100000000000 }}", "MemoryError"),
         ("{% set n = namespace(x='xx') %}{% for i in range(64) %}{% set n.x = n.x ~ n.x %}{% endfor %}", "MemoryError"),
         ("{{ 'x'.center(100000000000) }}", "MemoryError"),

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -51,17 +50,12 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 CHATS = [{"messages": [{"role": "user", "content": text}]} for text in TEXTS]
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    ("how", "asked"), [({}, "texts"), ({"completions": False}, "chats")], ids=["token ids", "chat"]
-)
+@pytest.mark.parametrize(("kind", "stream"), [("token ids", False), ("token ids", True), ("chat", False)])
 def test_every_kind_of_server_gives_the_data_set_of_our_own_decoder(
-    place: Place, start_server: Start, how: dict[str, Any], asked: str, stream: bool
+    place: Place, start_server: Start, kind: str, stream: bool
 ) -> None:
-    if stream and asked == "chats":
-        pytest.skip("the test's server streams completions only")
-    given = None if asked == "texts" else CHATS
-    server = start_server(**how)
+    given = CHATS if kind == "chat" else None
+    server = start_server(completions=kind != "chat")
     folder = place.distil("served", server, rows=given, requests={"stream": stream})
     assert rows(folder) == rows(place.distil("own", rows=given))
     assert server.bodies[-1]["max_tokens"] == 8
@@ -94,8 +88,7 @@ def test_faults_of_every_kind_and_streams_that_are_cut_change_nothing(
 
 def test_each_server_works_on_no_more_than_its_own_number_of_requests(place: Place, start_server: Start) -> None:
     first, second = start_server(seconds=0.05), start_server(seconds=0.05)
-    recipe = place.recipe("two", {"url": first.url, "concurrency": 2}, second, requests={"concurrency": 3})
-    distill(recipe, place.target)
+    place.distil("two", {"url": first.url, "concurrency": 2}, second, requests={"concurrency": 3})
     assert (first.most_at_once, second.most_at_once) == (2, 3)
     assert first.asked.total() > 2 < second.asked.total()
     answered = first.asked + second.asked
@@ -107,7 +100,7 @@ def test_a_server_that_dies_is_put_aside_and_used_again_when_it_is_back(
     place: Place, start_server: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
     steady, other = start_server(seconds=0.1), start_server()
-    port, returned = other.port, threading.Event()
+    port = other.port
 
     def die_and_return() -> None:
         while other.asked.total() < 3:
@@ -118,13 +111,11 @@ def test_a_server_that_dies_is_put_aside_and_used_again_when_it_is_back(
         while "does not answer" not in caplog.text and time.monotonic() < deadline:
             time.sleep(0.01)
         other.start(port)
-        returned.set()
 
     thread = threading.Thread(target=die_and_return)
     thread.start()
     texts = [{"text": f"{text} {i}"} for i in range(4) for text in TEXTS]
-    recipe = place.recipe("dies", steady, other, rows=texts, requests={"concurrency": 1})
-    folder = distill(recipe, place.target)
+    folder = place.distil("dies", steady, other, rows=texts, requests={"concurrency": 1})
     thread.join()
     assert "does not answer" in caplog.text
     assert other.asked.total() > 3, "it is asked again"
@@ -156,8 +147,8 @@ def test_an_interrupted_run_asks_only_what_is_missing(
 
 def test_a_busy_server_is_left_alone_for_a_while(place: Place, start_server: Start) -> None:
     """One that wants to be left alone for a day is asked again earlier."""
-    server = start_server()
-    server.busy = 12
+    busy = iter([429] * 12)
+    server = start_server(status=lambda body: next(busy, 200))
     folder = place.distil("busy", server, requests={"concurrency": 2, "retries": 20})
     assert len(rows(folder)) == len(TEXTS)
 
@@ -186,26 +177,16 @@ def test_a_server_with_another_template_is_found_out(
     place.refuses(r"cannot be asked in any way \(.*chat.*: other_prompt", "o", server, rows=CHATS)
 
 
-def test_prompts_that_nobody_answers_are_named_and_the_others_kept(
-    place: Place, start_server: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server = start_server()
-    answer = server.answer
-
-    def failing(path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        text = place.target.require_tokenizer().decode(body["prompt"])
-        return (500, {"error": {"message": "it crashed"}}) if text == TEXTS[7] else answer(path, body)
-
-    recipe = place.recipe("f", server, requests={"retries": 3, "concurrency": 2})
-    with monkeypatch.context() as patch:
-        patch.setattr(server, "answer", failing)
-        with pytest.raises(
-            BadInputError, match=r"1 prompts could not be answered in 3 attempts each\. The first is texts/8"
-        ):
-            distill(recipe, place.target)
+def test_prompts_that_nobody_answers_are_named_and_the_others_kept(place: Place, start_server: Start) -> None:
+    unanswered = place.target.require_tokenizer()(TEXTS[7])["input_ids"]
+    server = start_server(status=lambda body: 500 if body["prompt"] == unanswered else 200)
+    requests = {"retries": 3, "concurrency": 2}
+    expected = r"1 prompts could not be answered in 3 attempts each\. The first is texts/8"
+    place.refuses(expected, "f", server, requests=requests)
+    server.status = lambda body: 200
     server.asked.clear()
-    assert len(rows(distill(recipe, place.target))) == len(TEXTS)
-    assert set(server.asked) == {tuple(place.target.require_tokenizer()(TEXTS[7])["input_ids"])}
+    assert len(rows(place.distil("f", server, requests=requests))) == len(TEXTS)
+    assert set(server.asked) == {tuple(unanswered)}
 
 
 def test_servers_that_are_not_there_are_an_error_at_once_and_later_after_patience(
@@ -220,9 +201,8 @@ def test_servers_that_are_not_there_are_an_error_at_once_and_later_after_patienc
         server.stop()
 
     threading.Thread(target=stop_after_a_while).start()
-    recipe = place.recipe("gone", server, requests={"concurrency": 1, "patience": 0.5})
-    with pytest.raises(BadInputError, match=r"no server has answered for 0\.5 s .*kept in|no server has answered"):
-        distill(recipe, place.target)
+    expected = r"no server has answered for 0\.5 s .*kept in|no server has answered"
+    place.refuses(expected, "gone", server, requests={"concurrency": 1, "patience": 0.5})
     server.start(0)
 
 
@@ -231,13 +211,12 @@ def test_the_key_comes_from_the_environment_and_is_written_nowhere(
 ) -> None:
     caplog.set_level(logging.DEBUG)
     server = start_server(key="sesame-1234")
-    recipe = place.recipe("k", server, requests={"key": "MY_KEY"})
+    requests = {"key": "MY_KEY"}
     monkeypatch.setenv("MY_KEY", "wrong-5678")
-    with pytest.raises(BadInputError, match=r"The key is read from \$MY_KEY, which is set") as refused:
-        distill(recipe, place.target)
-    assert "wrong-5678" not in str(refused.value)
+    said = place.refuses(r"The key is read from \$MY_KEY, which is set", "k", server, requests=requests)
+    assert "wrong-5678" not in said
     monkeypatch.setenv("MY_KEY", "sesame-1234")
-    folder = distill(recipe, place.target)
+    folder = place.distil("k", server, requests=requests)
     written = b"".join(file.read_bytes() for file in folder.parent.rglob("*") if file.is_file())
     assert b"sesame" not in written
     assert "sesame" not in caplog.text
@@ -276,25 +255,18 @@ def test_no_half_of_the_key_reaches_a_message(
     place: Place, start_server: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A server repeats the key where the message is cut, while it fails and while it refuses."""
-    server, key = start_server(), "sesame-1234567890"
+    key, statuses = "sesame-1234567890", iter([200, 500, 503, 400, 404, 500])
     monkeypatch.setenv("MY_KEY", f" {key}\n")
-    answer, statuses = server.answer, iter([200, 500, 503, 400, 404, 500])
-
-    def failing(path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        status = next(statuses, 200)
-        pad = "x" * (120 + server.asked.total() * 5)
-        return answer(path, body) if status == 200 else (status, {"error": {"message": f"{pad}{key} {key}"}})
-
-    monkeypatch.setattr(server, "answer", failing)
+    server = start_server(status=lambda body: next(statuses, 200))
+    server.complaint = lambda: f"{'x' * (120 + server.asked.total() * 5)}{key} {key}"
     monkeypatch.setattr(servers, "FAILURES_IN_A_ROW", 1)
     with caplog.at_level(logging.INFO, logger="outrider"):
         place.distil("h", server, requests={"key": "MY_KEY", "concurrency": 1})
     assert "does not answer" in caplog.text
     assert "sesa" not in caplog.text
     monkeypatch.setenv("MY_KEY", "sesame\nsesame")
-    with pytest.raises(BadInputError, match=r"\$MY_KEY holds a key with line breaks") as refused:
-        place.distil("h2", server, requests={"key": "MY_KEY"})
-    assert "sesame" not in str(refused.value)
+    said = place.refuses(r"\$MY_KEY holds a key with line breaks", "h2", server, requests={"key": "MY_KEY"})
+    assert "sesame" not in said
 
 
 @pytest.mark.parametrize(
@@ -318,41 +290,18 @@ def test_an_odd_reply_is_a_failed_attempt(place: Place, start_server: Start, spo
         choice.update(spoilt if left and left.pop() else {})
 
     server = start_server(changed=spoil)
-    found = place.recipe("odd", server, rows=[{"text": text} for text in TEXTS[:4]], requests={"concurrency": 1})
-    assert len(rows(distill(found, place.target))) == 4
+    texts = [{"text": text} for text in TEXTS[:4]]
+    assert len(rows(place.distil("odd", server, rows=texts, requests={"concurrency": 1}))) == 4
 
 
 def test_counts_that_are_no_numbers_and_lists_of_models_that_are_no_json_are_failed_attempts(
-    place: Place, start_server: Start, monkeypatch: pytest.MonkeyPatch
+    place: Place, start_server: Start
 ) -> None:
-    server = start_server(ids=False)
-    completed, odd = server._completed, iter([False, False, True])
-
-    def spoil(*args: Any) -> dict[str, Any]:
-        body = completed(*args)
-        return body | ({"usage": {"prompt_tokens": "many", "completion_tokens": "some"}} if next(odd, False) else {})
-
-    monkeypatch.setattr(server, "_completed", spoil)
-    texts = [{"text": text} for text in TEXTS[:4]]
+    odd, texts = iter([False, False, True]), [{"text": text} for text in TEXTS[:4]]
+    wrong = {"prompt_tokens": "many", "completion_tokens": "some"}
+    server = start_server(ids=False, counted=lambda usage: wrong if next(odd, False) else usage)
     assert rows(place.distil("c", server, rows=texts, requests={"concurrency": 1}))
-    with ThreadingHTTPServer(("127.0.0.1", 0), _NoJson) as other:
-        threading.Thread(target=other.serve_forever, args=(0.02,), daemon=True).start()
-        url = f"http://127.0.0.1:{other.server_address[1]}"
-        with pytest.raises(BadInputError, match=r"none of data\.servers answers"):
-            place.distil("j", url, rows=texts)
-        other.shutdown()
-
-
-class _NoJson(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", "9")
-        self.end_headers()
-        self.wfile.write(b'{"data": ')
-
-    def log_message(self, *_: Any) -> None:
-        pass
+    place.refuses(r"none of data\.servers answers", "j", start_server(models=b'{"data": '), rows=texts)
 
 
 def test_ids_that_the_target_does_not_have_are_found_out_at_once(place: Place, start_server: Start) -> None:
@@ -361,25 +310,18 @@ def test_ids_that_the_target_does_not_have_are_found_out_at_once(place: Place, s
             choice["token_ids"] = [10**6]
 
     server = start_server(completions=False, changed=spoil)
-    requests = {"interface": "chat"}
-    sampling = {"temperature": 1.0, "top_k": 5}
-    place.refuses("foreign_tokens", "v", server, rows=CHATS, requests=requests, sampling=sampling)
+    data = {"requests": {"interface": "chat"}, "sampling": {"temperature": 1.0, "top_k": 5}}
+    place.refuses("foreign_tokens", "v", server, rows=CHATS, **data)
 
 
 @pytest.mark.parametrize("status", [404, 405])
 def test_a_server_that_lists_models_but_refuses_every_question_ends_the_run(
-    place: Place, start_server: Start, monkeypatch: pytest.MonkeyPatch, status: int
+    place: Place, start_server: Start, status: int
 ) -> None:
     server = start_server()
-    answer = server.answer
-
-    def refusing(path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        return answer(path, body) if not server.asked else (status, {"error": {"message": "Not Found"}})
-
-    monkeypatch.setattr(server, "answer", refusing)
-    recipe = place.recipe("e", server, requests={"concurrency": 2, "patience": 0.3, "timeout": 5})
-    with pytest.raises(BadInputError, match=rf"no server has answered for 0\.3 s .*HTTP {status}"):
-        distill(recipe, place.target)
+    server.status = lambda body: status if server.asked else 200
+    requests = {"concurrency": 2, "patience": 0.3, "timeout": 5}
+    place.refuses(rf"no server has answered for 0\.3 s .*HTTP {status}", "e", server, requests=requests)
 
 
 def test_the_shortest_prompt_greets_the_servers(place: Place, start_server: Start) -> None:
@@ -393,11 +335,9 @@ def test_the_shortest_prompt_greets_the_servers(place: Place, start_server: Star
 
 @pytest.mark.parametrize("how", [{"ids": False}, {"completions": False, "ids": False}], ids=["text", "chat"])
 def test_a_server_that_counts_no_tokens_is_not_believed_where_it_reads_text(
-    place: Place, start_server: Start, monkeypatch: pytest.MonkeyPatch, how: dict[str, Any]
+    place: Place, start_server: Start, how: dict[str, Any]
 ) -> None:
-    server = start_server(**how)
-    completed = server._completed
-    monkeypatch.setattr(server, "_completed", lambda *args: {**completed(*args), "usage": None})
+    server = start_server(**how, counted=lambda usage: None)
     place.refuses(r"cannot be asked in any way .*uncounted", "u", server, rows=CHATS)
 
 

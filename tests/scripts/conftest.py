@@ -11,7 +11,30 @@ import yaml
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
+from outrider.heads import Ngram
+from outrider.pair import new_pair
+from outrider.recipes import load_recipe
 from outrider.scripts.cli import app
+from outrider.targets import Target
+
+Command = Callable[..., Result]
+
+
+def succeeded(result: Result) -> Result:
+    assert result.exit_code == 0, (result.output, result.exception)
+    return result
+
+
+def words(result: Result) -> str:
+    """The words on stdout of a verb that succeeded."""
+    return " ".join(succeeded(result).stdout.replace("│", " ").split())
+
+
+def failed(result: Result, *said: str) -> None:
+    """Bad input was refused, and stderr says these things."""
+    assert result.exit_code == 2, result.output
+    stderr = " ".join(result.stderr.split())
+    assert [w for w in said if w not in stderr] == [], stderr
 
 
 @pytest.fixture(scope="session")
@@ -60,7 +83,24 @@ def recipe_file(tmp_path: Path, target_folder: Path) -> Path:
 
 
 @pytest.fixture
-def outrider() -> Callable[..., Result]:
+def changed_target(target_folder: Path, tmp_path: Path) -> Path:
+    """The target with other weights in one layer."""
+    target = Target.load(target_folder)
+    target.model.model.layers[0].mlp.down_proj.weight.data *= 1.5
+    target.model.save_pretrained(tmp_path / "changed")
+    target.require_tokenizer().save_pretrained(tmp_path / "changed")
+    return tmp_path / "changed"
+
+
+@pytest.fixture
+def ngram_pair(recipe_file: Path, tmp_path: Path, target_folder: Path) -> Path:
+    """A pair without weights, figures and calibration prompts."""
+    recipe = load_recipe(str(recipe_file), ["drafter={type: ngram}", "eval.baselines=[]"])
+    return new_pair(tmp_path / "pair", Target.load(target_folder), Ngram(), recipe, calibration=[]).folder
+
+
+@pytest.fixture
+def outrider() -> Command:
     """Run the command in this process."""
 
     def run(*arguments: object) -> Result:

@@ -6,7 +6,6 @@ import json
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,8 @@ from outrider.common.digests import CHECKSUM
 from outrider.scripts.cli import app
 from outrider.scripts.examples import EXAMPLES
 from outrider.scripts.json_output import BODIES, schemas
-from outrider.targets import Target
 
-Command = Callable[..., Result]
+from .conftest import Command, succeeded
 
 
 @cache
@@ -58,16 +56,8 @@ def test_a_schema_refuses_what_is_no_answer() -> None:
     assert not schema.is_valid({k: v for k, v in good.items() if k != "intact"})
 
 
-def altered(source: Path, folder: Path) -> Path:
-    target = Target.load(source)
-    target.model.model.layers[0].mlp.down_proj.weight.data *= 1.5
-    target.model.save_pretrained(folder)
-    target.require_tokenizer().save_pretrained(folder)
-    return folder
-
-
 def test_every_verb_answers_as_its_schema_says(
-    outrider: Command, recipe_file: Path, tmp_path: Path, target_folder: Path
+    outrider: Command, recipe_file: Path, tmp_path: Path, changed_target: Path
 ) -> None:
     """The life of a pair, each verb with --json; what it says is what it left on disk."""
     run, pair = tmp_path / "run", tmp_path / "pair"
@@ -89,12 +79,11 @@ def test_every_verb_answers_as_its_schema_says(
 
     tuned = answer("tune", outrider("tune", pair, "--limit", 1, "--max-new-tokens", 4, "--dry-run", "--json"))
     assert not tuned["stored"]
-    changed = altered(target_folder, tmp_path / "changed")
-    probed = outrider("probe", pair, "--target", changed, "--json")
+    probed = outrider("probe", pair, "--target", changed_target, "--json")
     found = answer("probe", probed, probed.exit_code)
     assert (found["verdict"], found["pair"]) == ({0: "fresh", 1: "stale"}[probed.exit_code], made["digest"])
-    arguments = ["refresh", pair, "--target", changed, "--out", tmp_path / "next", "training.max_steps=1", "--json"]
-    assert answer("refresh", outrider(*arguments))["lineage"]["parent"]["digest"] == made["digest"]
+    arguments = ["--target", changed_target, "--out", tmp_path / "next", "training.max_steps=1", "--json"]
+    assert answer("refresh", outrider("refresh", pair, *arguments))["lineage"]["parent"]["digest"] == made["digest"]
 
     gated = outrider("gate", tmp_path / "next" / "pair", "--against", pair, "--json")
     verdict = answer("gate", gated, gated.exit_code)
@@ -141,8 +130,8 @@ def test_every_answer_is_shown_by_a_test() -> None:
 
 def test_the_gate_writes_junit_and_markdown(outrider: Command, recipe_file: Path, tmp_path: Path) -> None:
     """A failure is a failure there, too; what the files say is what the answer says."""
-    for words in (["train", recipe_file], ["eval", recipe_file]):
-        assert outrider(*words).exit_code == 0
+    for verb in ("train", "eval"):
+        succeeded(outrider(verb, recipe_file))
     good, bad = tmp_path / "run" / "report", tmp_path / "bad"
     bad.mkdir()
     report = json.loads((good / "report.json").read_text())

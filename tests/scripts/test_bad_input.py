@@ -21,7 +21,7 @@ from typer.testing import Result
 
 from outrider.common import IncompatibleError
 
-Command = Callable[..., Result]
+from .conftest import Command
 
 
 def refused(result: Result, code: int, *words: str) -> None:
@@ -33,59 +33,40 @@ def refused(result: Result, code: int, *words: str) -> None:
     assert [w for w in words if w not in said] == [], said
 
 
-def test_an_unknown_recipe_key_suggests_the_right_one(outrider: Command, recipe_file: Path) -> None:
-    refused(
-        outrider("train", recipe_file, "data.max_tokens=5"), 2, "unknown key data.max_tokens", "did you mean data.max_"
-    )
-
-
-def test_an_unknown_training_argument_suggests_the_right_one(outrider: Command, recipe_file: Path) -> None:
-    refused(outrider("train", recipe_file, "training.learning_rat=1.0e-3"), 2, "learning_rate")
+@pytest.mark.parametrize(
+    ("verb", "change", "words"),
+    [
+        ("train", "data.max_tokens=5", ["unknown key data.max_tokens", "did you mean data.max_"]),
+        ("train", "training.learning_rat=1.0e-3", ["learning_rate"]),
+        ("distill", "data.limit=many", ["data.limit", "expected an integer", "'many'"]),
+        ("distill", "target.path=./nowhere", ["./nowhere", "does not exist"]),
+        ("distill", "data.prompts=[./nothing.jsonl]", ["nothing.jsonl"]),
+        ("distill", "data.prompts=[{here}/empty.jsonl]", ["empty.jsonl"]),
+    ],
+)
+def test_a_wrong_key_value_or_file_is_named_with_what_was_expected(
+    outrider: Command, recipe_file: Path, tmp_path: Path, verb: str, change: str, words: list[str]
+) -> None:
+    (tmp_path / "empty.jsonl").write_text("")
+    refused(outrider(verb, recipe_file, change.replace("{here}", str(tmp_path))), 2, *words)
 
 
 def test_a_missing_recipe_names_the_packaged_ones(outrider: Command) -> None:
     refused(outrider("distill", "embeded-eagle3"), 2, "embedded-eagle3")
 
 
-def test_a_value_of_the_wrong_type_says_what_was_expected(outrider: Command, recipe_file: Path) -> None:
-    refused(outrider("distill", recipe_file, "data.limit=many"), 2, "data.limit", "expected an integer", "'many'")
-
-
-def test_a_missing_target_says_what_to_give(outrider: Command, recipe_file: Path) -> None:
-    refused(outrider("distill", recipe_file, "target.path=./nowhere"), 2, "./nowhere", "does not exist")
-
-
-def test_a_missing_prompt_file_is_named(outrider: Command, recipe_file: Path) -> None:
-    refused(outrider("distill", recipe_file, "data.prompts=[./nothing.jsonl]"), 2, "nothing.jsonl")
-
-
-def test_empty_data_names_the_file(outrider: Command, recipe_file: Path, tmp_path: Path) -> None:
-    (tmp_path / "empty.jsonl").write_text("")
-    refused(outrider("distill", recipe_file, f"data.prompts=[{tmp_path}/empty.jsonl]"), 2, "empty.jsonl")
-
-
-def test_a_corrupted_target_is_refused(
+def test_a_damaged_target_is_refused_and_a_pickle_with_what_to_do(
     outrider: Command, recipe_file: Path, target_folder: Path, tmp_path: Path
 ) -> None:
     damaged = tmp_path / "damaged"
     shutil.copytree(target_folder, damaged)
-    (damaged / "model.safetensors").write_bytes((damaged / "model.safetensors").read_bytes()[:1000])
+    weights = damaged / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
     refused(outrider("distill", recipe_file, f"target.path={damaged}"), 2, "damaged", "safetensors")
-
-
-def test_a_pickle_checkpoint_is_refused_with_what_to_do(
-    outrider: Command, recipe_file: Path, target_folder: Path, tmp_path: Path
-) -> None:
-    pickled = tmp_path / "pickled"
-    shutil.copytree(target_folder, pickled)
-    (pickled / "model.safetensors").unlink()
-    torch.save({"weight": torch.zeros(2)}, pickled / "pytorch_model.bin")
-    refused(
-        outrider("distill", recipe_file, f"target.path={pickled}"),
-        2,
-        "pytorch_model.bin is a pickle",
-        "safetensors.torch.save_file",
-    )
+    weights.unlink()
+    torch.save({"weight": torch.zeros(2)}, damaged / "pytorch_model.bin")
+    advice = ["pytorch_model.bin is a pickle", "safetensors.torch.save_file"]
+    refused(outrider("distill", recipe_file, f"target.path={damaged}"), 2, *advice)
 
 
 def test_a_draft_model_with_another_tokenizer_is_incompatible(
@@ -110,16 +91,10 @@ def test_a_verb_without_its_input_says_what_to_run_first(outrider: Command, reci
 
 
 def test_usage_errors_end_with_2(outrider: Command) -> None:
-    for arguments in (
-        ["distil"],
-        ["distill"],
-        ["eval", "x", "--limit", "0"],
-        ["served", "x", "--limit", "0"],
-        ["gate", "x"],
-        ["pair", "show", "x", "--jso"],
-    ):
-        result = outrider(*arguments)
-        assert result.exit_code == 2, (arguments, result.output)
+    lines = ("distil", "distill", "eval x --limit 0", "served x --limit 0", "gate x", "pair show x --jso")
+    for line in lines:
+        result = outrider(*line.split())
+        assert result.exit_code == 2, (line, result.output)
 
 
 @pytest.mark.parametrize("verb", ["distill", "train", "vocab", "compare", "eval", "pair new"])

@@ -11,11 +11,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from typer.testing import Result
 
 from outrider.train import checkpoints as folders
 
-Command = Callable[..., Result]
+from .conftest import Command
 
 TRAINING = ["training.max_steps=300", "training.save_strategy=no", "training.eval_strategy=no"]
 CODES = {signal.SIGTERM: 143, signal.SIGHUP: 129}

@@ -15,7 +15,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -127,28 +126,19 @@ def save_data_set(
     """
     features = Features(**_FEATURES, **({DEPTHS: List(Value("int16"))} if with_depths else {}))
     stream = working_name(workplace / "rows.arrow", "tmp")  # by which the next run clears what a kill leaves
+    was_quiet = are_progress_bars_disabled()
+    disable_progress_bars()  # the library's own would run through ours
     try:
         with ArrowWriter(path=str(stream), features=features) as writer:
             for row in rows:
                 writer.write({column: value for column, value in vars(row).items() if column in features})
             writer.finalize()
         with replacing_folder(folder) as building:
-            with _quiet_datasets():
-                Dataset(MemoryMappedTable.from_file(str(stream)), fingerprint=name).save_to_disk(str(building))
+            Dataset(MemoryMappedTable.from_file(str(stream)), fingerprint=name).save_to_disk(str(building))
             write_atomically(building / PROVENANCE, json.dumps(describe(), indent=2) + "\n")
             digests.seal(building)
     finally:
         stream.unlink(missing_ok=True)
-
-
-@contextmanager
-def _quiet_datasets() -> Iterator[None]:
-    """Turn off the library's own progress bars inside, which would run through ours."""
-    was_quiet = are_progress_bars_disabled()
-    disable_progress_bars()
-    try:
-        yield
-    finally:
         if not was_quiet:
             enable_progress_bars()
 

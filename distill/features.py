@@ -90,10 +90,6 @@ class ShardIndex:
             for first in [0, *accumulate(self.lengths[r.start : r.stop - 1])]
         ]
 
-    def tokens(self, shards: Sequence[int]) -> int:
-        """Return how many tokens these shards hold."""
-        return sum(self.lengths[i] for shard in shards for i in self.shards[shard])
-
 
 def shard_size(num_bytes: int) -> int:
     """Return the size of the shards of a store of `num_bytes`, however many processes write them."""
@@ -170,26 +166,6 @@ class FeatureStoreBuilder:
     precision: Precision
     layout: ShardIndex
 
-    @classmethod
-    def of(
-        cls,
-        parent: Path,
-        target: Target,
-        dataset: Dataset,
-        taps: Sequence[int],
-        precision: Precision,
-        shard_bytes: int | None,
-    ) -> FeatureStoreBuilder:
-        """Return the builder of the store under `parent` that these decide."""
-        stored = stored_taps(taps, target.num_layers)
-        sequences = dataset.select_columns(["input_ids"]).with_format("arrow")
-        digest, lengths = _digest(sequences)
-        bytes_per_token = precision.bytes_per_token(len(stored) + 1, target.hidden_size)
-        shard_bytes = shard_bytes or shard_size(sum(lengths) * bytes_per_token)
-        decides = [target.fingerprint().digest, digest, list(stored), str(precision.dtype), shard_bytes]
-        key, layout = digest_json(decides), ShardIndex.of(lengths, bytes_per_token, shard_bytes)
-        return cls(parent / key[:16], key, target, sequences, stored, precision, layout)
-
     def run(self, group: LaunchGroup, console: Console | None) -> None:
         """Compute the shards that are missing or damaged, with the other processes; a finished store stays as it is."""
         topic = f"features-{self.key[:8]}"
@@ -231,7 +207,8 @@ class FeatureStoreBuilder:
         return [shard_file(self.folder, i) for i in range(len(self.layout.shards))]
 
     def _require_space(self, missing: list[int]) -> None:
-        tokens, vectors, size = self.layout.tokens(missing), len(self.taps) + 1, self.target.hidden_size
+        vectors, size = len(self.taps) + 1, self.target.hidden_size
+        tokens = sum(self.layout.lengths[i] for shard in missing for i in self.layout.shards[shard])
         needed = tokens * self.precision.bytes_per_token(vectors, size)
         smaller = {p.name: tokens * p.bytes_per_token(vectors, size) for p in PRECISIONS.values()}
         lines = [f"{name} takes {readable_bytes(count)}" for name, count in smaller.items() if count < needed]
@@ -385,12 +362,18 @@ class FeatureStore:
             raise BadInputError("there are no sequences to compute hidden states for; the data set is empty.")
         target.check_taps(taps)
         group = group or LaunchGroup()
-        precision = precision_of(str(dtype), target.dtype)
-        builder = FeatureStoreBuilder.of(Path(folder), target, dataset, taps, precision, shard_bytes)
-        alone = locked(builder.folder) if group.is_main else nullcontext()
-        with alone, keeping(lambda: "The finished shards are kept there."), writing(builder.folder):
+        stored, precision = stored_taps(taps, target.num_layers), precision_of(str(dtype), target.dtype)
+        sequences = dataset.select_columns(["input_ids"]).with_format("arrow")
+        digest, lengths = _digest(sequences)
+        bytes_per_token = precision.bytes_per_token(len(stored) + 1, target.hidden_size)
+        shard_bytes = shard_bytes or shard_size(sum(lengths) * bytes_per_token)
+        key = digest_json([target.fingerprint().digest, digest, list(stored), str(precision.dtype), shard_bytes])
+        layout, place = ShardIndex.of(lengths, bytes_per_token, shard_bytes), Path(folder) / key[:16]
+        builder = FeatureStoreBuilder(place, key, target, sequences, stored, precision, layout)
+        alone = locked(place) if group.is_main else nullcontext()
+        with alone, keeping(lambda: "The finished shards are kept there."), writing(place):
             builder.run(group, console)
-        return cls(builder.folder, taps, check=False)
+        return cls(place, taps, check=False)
 
     def __len__(self) -> int:
         return len(self._layout.lengths)

@@ -19,7 +19,7 @@ from ..common import BadInputError
 from ..common.progress import Advance
 from ..recipes import DataSpec
 from ..targets import Target
-from .client import Client, DroppedError, Form, PassingError, Question, RefusedError, openai, require_client
+from .client import Client, DroppedError, Form, PassingError, Question, RefusedError, openai
 from .conversation import next_question
 from .decoding import longest_question
 from .journal import Answer, Journal, RemainingWork, Tokens
@@ -41,7 +41,6 @@ def answer_by_servers(
     Raises:
         BadInputError: none of them answers, or not any more; they refuse us; or some prompts could not be answered.
     """
-    require_client()
     indices = [index for batch in work.batches for index in batch]
     with_raw = any(prompt.messages is None for prompt in prompts)
     client = Client(spec, target.require_tokenizer(), target.eos_ids, with_raw, target.vocab_size)

@@ -41,13 +41,15 @@ FEATURES = (
 
 def examine() -> dict[str, Any]:
     """Return everything as plain values, for people and for `--json`. Sizes are bytes."""
-    memory = psutil.virtual_memory()
+    memory, folder = psutil.virtual_memory(), embedded_path()
+    weights = folder / "model.safetensors"
+    is_there = weights.is_file() and (folder / "tokenizer.json").is_file()
     return {
         "versions": {"python": platform.python_version()} | {name: installed_version(name) for name in PACKAGES},
         "device": _device(),
         "memory": {"total": memory.total, "available": memory.available},
         "disk": {"folder": str(Path.cwd()), "free": shutil.disk_usage(Path.cwd()).free},
-        "embedded_target": _embedded(),
+        "embedded_target": {"present": is_there, "bytes": weights.stat().st_size if weights.is_file() else 0},
         "passes": [asdict(selection) for selection in remembered().values()],
         "features": [_feature(*feature) for feature in FEATURES],
     }
@@ -66,15 +68,6 @@ def _device() -> dict[str, Any]:
         "gpus": [
             {"name": gpu.name, "memory": gpu.total_memory, "capability": f"{gpu.major}.{gpu.minor}"} for gpu in gpus
         ],
-    }
-
-
-def _embedded() -> dict[str, Any]:
-    folder = embedded_path()
-    weights = folder / "model.safetensors"
-    return {
-        "present": weights.is_file() and (folder / "tokenizer.json").is_file(),
-        "bytes": weights.stat().st_size if weights.is_file() else 0,
     }
 
 

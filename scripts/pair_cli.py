@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,7 +16,6 @@ from .options import Adapter, AsJson, Overrides, PairFolder, RecipeName, recipe_
 from .output import console_for, finish, print_facts, print_lines, tell
 
 if TYPE_CHECKING:
-    from ..eval.tuning import Tuning
     from ..pair import Pair
     from ..pair.comparison import Side, VersionNode
     from ..pair.manifest import Figure
@@ -154,15 +152,11 @@ def print_pair(pair: Pair, console: Console) -> None:
     for headline in manifest.measurements.headline:
         figures = f"τ {_figure(headline.tau)}   speedup {_figure(headline.speedup)}"
         rows[f"temperature {headline.temperature:g}"] = figures
-    facts = [*rows.items(), *_tuned_rows(manifest.tuning)]
-    print_facts(((name, escape(value)) for name, value in facts), console)
-
-
-def _tuned_rows(tunings: list[Tuning]) -> Iterator[tuple[str, str]]:
-    for tuning in tunings:
+    facts = list(rows.items())
+    for tuning in manifest.tuning:
         where = f"temperature {tuning.temperature:g}, {tuning.dtype} on {tuning.device_name}, {tuning.created}"
-        for found in tuning.batches:
-            yield "tuned", f"batch {found.batch_size}, {found} ({where})"
+        facts += [("tuned", f"batch {found.batch_size}, {found} ({where})") for found in tuning.batches]
+    print_facts(((name, escape(value)) for name, value in facts), console)
 
 
 def _figure(figure: Figure) -> str:

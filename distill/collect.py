@@ -320,7 +320,10 @@ class _Reader:
                 counts.kept += 1
                 yield self._named(prompt, row, number, name)
         if not counts.kept and (source.weight is not None or not counts.dropped["duplicate"]):
-            raise BadInputError(f"no prompts in {source.path!r}: {_why_none(counts, self.reading.max_tokens)}")
+            words = {reason: texts[2].format(self.reading.max_tokens) for reason, texts in _REASONS.items()}
+            dropped = ", ".join(f"{counts.dropped[name]} {words[name]}" for name in words if counts.dropped[name])
+            why = f"none of its {counts.rows} rows can be used. Left out: {dropped}." if counts.rows else "it is empty."
+            raise BadInputError(f"no prompts in {source.path!r}: {why}")
 
     def _unnamed(self, row: Row | RowError, where: str, source: SourceSpec, counts: RowCounts) -> Prompt | None:
         """Return the prompt of one row, without its id and suite; None (and a count) if it is left out."""
@@ -388,14 +391,6 @@ class _Reader:
             self.repeated[first] = self.repeated.get(first, 1) + 1
             unique = f"{first}#{self.repeated[first]}"
         return replace(prompt, id=unique, suite=suite)
-
-
-def _why_none(counts: RowCounts, max_tokens: int | None) -> str:
-    if not counts.rows:
-        return "it is empty."
-    words = {reason: all_of_them.format(max_tokens) for reason, (_, _, all_of_them) in _REASONS.items()}
-    dropped = ", ".join(f"{counts.dropped[reason]} {words[reason]}" for reason in words if counts.dropped[reason])
-    return f"none of its {counts.rows} rows can be used. Left out: {dropped}."
 
 
 def _in_turn(streams: Sequence[Iterator[Prompt]]) -> Iterator[Prompt]:

@@ -105,9 +105,8 @@ class Workplace:
 
     @property
     def measured(self) -> QuickstartSizes:
-        """The sizes that the first stage found."""
-        if self.sizes is None:
-            raise BadInputError("the story's first stage, which measures the machine, has not run.")
+        """The sizes, after the first stage."""
+        assert self.sizes is not None
         return self.sizes
 
     @cached_property
@@ -281,7 +280,15 @@ class Story:
     def __init__(self, place: Workplace):
         self.place, self.file = place, place.out / STORY
         self.done: dict[str, dict[str, Any]] = {}
-        self._open()
+        if self.file.is_file():
+            saved = read_sealed(self.file, "Delete it, and the story is told again.")
+            if saved["identity"] != self._identity:
+                raise BadInputError(
+                    f"{place.out} holds a quickstart that was run with another target, budget or version; delete it, "
+                    "or choose another --out."
+                )
+            self.done = dict(saved["stages"])
+            place.sizes = None if saved["sizes"] is None else QuickstartSizes.restored(saved["sizes"])
         self.reused = len(self.done)
 
     def run(self, number: int, title: str, work: Stage) -> None:
@@ -292,36 +299,14 @@ class Story:
             began = time.perf_counter()
             found = work(self.place)
             self.done[title] = {"seconds": round(time.perf_counter() - began, 1), "found": found}
-            self._save()
+            sizes = None if self.place.sizes is None else asdict(self.place.sizes)
+            write_json(self.file, {"identity": self._identity, "sizes": sizes, "stages": self.done})
         stage = self.done[title]
         columns = Column(width=2, justify="right"), Column(width=34), Column(ratio=1), Column(width=6, justify="right")
         line = Table.grid(*columns, padding=(0, 1), expand=True)
         spent = f"[dim]{stage['seconds']:.0f} s[/dim]"
         line.add_row(str(number), f"[bold]{title}[/bold]", escape(stage["found"]), spent)
         console.print(line)
-
-    @property
-    def times(self) -> str:
-        """The time that all stages took together."""
-        reused = f", of which {self.reused} stages were reused" if self.reused else ""
-        return f"{sum(stage['seconds'] for stage in self.done.values()):.0f} seconds in {len(self.done)} stages{reused}"
-
-    def _open(self) -> None:
-        if not self.file.is_file():
-            return
-        saved = read_sealed(self.file, "Delete it, and the story is told again.")
-        if saved["identity"] != self._identity:
-            raise BadInputError(
-                f"{self.place.out} holds a quickstart that was run with another target, budget or version; "
-                "delete it, or choose another --out."
-            )
-        self.done = dict(saved["stages"])
-        self.place.sizes = None if saved["sizes"] is None else QuickstartSizes.restored(saved["sizes"])
-
-    def _save(self) -> None:
-        sizes = None if self.place.sizes is None else asdict(self.place.sizes)
-        told = {"identity": self._identity, "sizes": sizes, "stages": self.done}
-        write_json(self.file, told)
 
     @cached_property
     def _identity(self) -> dict[str, Any]:
@@ -338,7 +323,9 @@ def conclude(story: Story) -> None:
     console.print(closing_table(place))
     for line in (place.verdict.lines[0], _estimate(place)):
         console.print(Text(line))
-    console.print(Text(story.times, style="dim"))
+    seconds, count = sum(stage["seconds"] for stage in story.done.values()), len(story.done)
+    reused = f", of which {story.reused} stages were reused" if story.reused else ""
+    console.print(Text(f"{seconds:.0f} seconds in {count} stages{reused}", style="dim"))
     pair, report = place.out / "refreshed" / "pair", place.out / "report" / "report.html"
     console.print(f'report: {report}   next: outrider generate {pair} "def "', highlight=False)
 

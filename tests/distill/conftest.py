@@ -27,6 +27,19 @@ Tokenizer = PreTrainedTokenizerFast
 Rows = Callable[..., str]
 
 
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
+
+
+def plain(tokenizer: Tokenizer, template: str | None = None) -> Tokenizer:
+    """The same tokenizer with another chat template, or without one."""
+    return Tokenizer(tokenizer_object=tokenizer.backend_tokenizer, eos_token="<|end|>", chat_template=template)
+
+
 def write_rows(file: Path, rows: Iterable[dict[str, Any]]) -> str:
     """Write rows as lines of JSON, and return the file's name."""
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -28,17 +28,14 @@ from outrider.distill.sources import check_sources
 from outrider.recipes import Recipe
 from outrider.targets import Target
 
-from .conftest import Rows, Tokenizer
+from .conftest import Rows, Tokenizer, assistant, plain, user
 
-U, A = {"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}
-
-
-def plain(tokenizer: Tokenizer) -> Tokenizer:
-    """The same tokenizer without a chat template."""
-    return Tokenizer(tokenizer_object=tokenizer.backend_tokenizer, eos_token="<|end|>")
-
-
+U, A, S = user("u"), assistant("a"), {"role": "system", "content": "s"}
 HELLO = "<|user|>hello<|end|><|assistant|>"
+
+
+def numbered(letter: str, count: int) -> list[dict[str, Any]]:
+    return [{"text": f"{letter}{i}"} for i in range(count)]
 
 
 @pytest.mark.parametrize(
@@ -46,29 +43,15 @@ HELLO = "<|user|>hello<|end|><|assistant|>"
     [
         ({"text": "def f():\n"}, "def f():\n"),
         ({"prompt": "def f():\n"}, "def f():\n"),
-        ({"prompt": [{"role": "user", "content": "hello"}]}, HELLO),
+        ({"prompt": [user("hello")]}, HELLO),
         ({"question": "hello", "answer": "42"}, HELLO),
         ({"question_id": 81, "category": "writing", "turns": ["hello", "again"]}, HELLO),
-        ({"messages": [{"role": "user", "content": "hello"}]}, HELLO),
+        ({"messages": [user("hello")]}, HELLO),
         ({"conversations": [{"from": "human", "value": "hello"}, {"from": "gpt", "value": "hi"}]}, HELLO),
-        (
-            {
-                "conversations": [
-                    {"role": "user", "content": "hello"},
-                    {"role": "assistant", "content": "a"},
-                    {"role": "assistant", "content": "b"},
-                ]
-            },
-            HELLO,
-        ),
+        ({"conversations": [user("hello"), A, assistant("b")]}, HELLO),
         ({"messages": None, "text": "raw", "question": None}, "raw"),
         (
-            {
-                "messages": [
-                    {"role": "system", "content": "s"},
-                    *[{"role": r, "content": c} for r, c in (("user", "a"), ("assistant", "b"), ("user", "c"))],
-                ]
-            },
+            {"messages": [S, user("a"), assistant("b"), user("c")]},
             "<|system|>s<|end|><|user|>a<|end|><|assistant|>b<|end|><|user|>c<|end|><|assistant|>",
         ),
     ],
@@ -81,7 +64,7 @@ def test_every_layout_is_understood(rows: Rows, tokenizer: Tokenizer, row: dict[
 
 
 def test_chat_tokens_are_those_of_the_librarys_own_template_call(rows: Rows, tokenizer: Tokenizer) -> None:
-    messages = [{"role": "user", "content": "sort these names"}]
+    messages = [user("sort these names")]
     [prompt] = read_prompts([rows("a.jsonl", {"messages": messages})], tokenizer)
     expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
     assert list(prompt.tokens) == expected
@@ -93,14 +76,11 @@ def test_a_question_is_raw_text_for_a_target_without_chat_template_but_a_chat_is
     [prompt] = read_prompts([rows("a.jsonl", {"turns": ["hello"]})], plain(tokenizer))
     assert (prompt.text, prompt.messages) == ("hello", None)
     with pytest.raises(BadInputError, match=r"row 1: is a chat, but the target's tokenizer has no chat template"):
-        read_prompts([rows("b.jsonl", {"messages": [{"role": "user", "content": "hello"}]})], plain(tokenizer))
+        read_prompts([rows("b.jsonl", {"messages": [user("hello")]})], plain(tokenizer))
 
 
 def test_sources_are_read_in_turn_so_that_a_limit_leaves_a_mixture(rows: Rows, tokenizer: Tokenizer) -> None:
-    sources = [
-        rows("one.jsonl", *[{"text": f"a{i}"} for i in range(5)]),
-        rows("two.jsonl", {"text": "b0"}, {"text": "b1"}),
-    ]
+    sources = [rows("one.jsonl", *numbered("a", 5)), rows("two.jsonl", *numbered("b", 2))]
     assert [p.text for p in read_prompts(sources, tokenizer)] == ["a0", "b0", "a1", "b1", "a2", "a3", "a4"]
     assert [p.text for p in read_prompts(sources, tokenizer, limit=3)] == ["a0", "b0", "a1"]
     assert digest_prompts(read_prompts(sources, tokenizer)) == digest_prompts(read_prompts(sources, tokenizer))
@@ -129,35 +109,17 @@ def test_a_long_text_loses_its_beginning_and_keeps_its_bos(rows: Rows, tokenizer
 
 
 def test_long_chats_and_rows_that_ask_nothing_are_left_out_and_counted(rows: Rows, tokenizer: Tokenizer) -> None:
-    source = rows(
-        "a.jsonl",
-        {"question": "far too long a question"},
-        {"question": "hi"},
-        {"text": ""},
-        {"messages": [{"role": "system", "content": "s"}, {"role": "assistant", "content": "unasked"}]},
-    )
+    asked = [{"question": "far too long a question"}, {"question": "hi"}, {"text": ""}]
+    source = rows("a.jsonl", *asked, {"messages": [S, assistant("unasked")]})
     found = collect([source], tokenizer, reading=PromptReading(max_tokens=6))
-    assert found.counts() == {
-        "prompts": 1,
-        "rows": 4,
-        "truncated": 0,
-        "leaked": 0,
-        "too_long": 1,
-        "unanswerable": 2,
-        "unanswered": 0,
-        "duplicate": 0,
-        "malformed": 0,
-    }
+    none = dict.fromkeys(("truncated", "leaked", "unanswered", "duplicate", "malformed"), 0)
+    assert found.counts() == {"prompts": 1, "rows": 4, "too_long": 1, "unanswerable": 2, **none}
 
 
 def test_tools_reach_the_template(rows: Rows, tokenizer: Tokenizer) -> None:
-    tokenizer = plain(tokenizer)
-    tokenizer.chat_template = (
-        "{% for t in tools or [] %}[{{ t.name }}]{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
-    )
-    [prompt] = read_prompts(
-        [rows("a.jsonl", {"tools": [{"name": "ls"}], "messages": [{"role": "user", "content": "x"}]})], tokenizer
-    )
+    template = "{% for t in tools or [] %}[{{ t.name }}]{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
+    file = rows("a.jsonl", {"tools": [{"name": "ls"}], "messages": [user("x")]})
+    [prompt] = read_prompts([file], plain(tokenizer, template))
     assert prompt.text == "[ls]x"
 
 
@@ -217,20 +179,16 @@ def test_a_source_that_cannot_exist_is_refused_before_anything_is_loaded(source:
 
 def test_an_unknown_hub_name_is_refused(tokenizer: Tokenizer) -> None:
     check_sources(["some-org/no-such-data:train"])
-    with pytest.raises(
-        BadInputError, match=r"'some-org/no-such-data:train' is no file here, and the Hub gives no data set"
-    ):
+    expected = "'some-org/no-such-data:train' is no file here, and the Hub gives no data set"
+    with pytest.raises(BadInputError, match=expected):
         read_prompts(["some-org/no-such-data:train"], tokenizer)
 
 
 def test_a_template_that_refuses_a_conversation_is_quoted(rows: Rows, tokenizer: Tokenizer) -> None:
-    tokenizer = plain(tokenizer)
-    tokenizer.chat_template = "{{ raise_exception('System role not supported') }}"
-    with pytest.raises(
-        BadInputError,
-        match=r"row 1: the target's chat template refuses this conversation: System role not supported.*'user'",
-    ):
-        read_prompts([rows("a.jsonl", {"question": "x"})], tokenizer)
+    refusing = plain(tokenizer, "{{ raise_exception('System role not supported') }}")
+    expected = r"row 1: the target's chat template refuses this conversation: System role not supported.*'user'"
+    with pytest.raises(BadInputError, match=expected):
+        read_prompts([rows("a.jsonl", {"question": "x"})], refusing)
 
 
 @pytest.mark.skipif("OUTRIDER_DATA" not in os.environ, reason="OUTRIDER_DATA names a folder of real prompt files")
@@ -270,10 +228,6 @@ def texts(found: Collection) -> list[str]:
     return [prompt.text for prompt in found.prompts]
 
 
-def numbered(letter: str, count: int) -> list[dict[str, Any]]:
-    return [{"text": f"{letter}{i}"} for i in range(count)]
-
-
 def test_weights_hold_to_the_last_prompt(rows: Rows, tokenizer: Tokenizer) -> None:
     one, other = rows("a.jsonl", *numbered("a", 50)), rows("b.jsonl", *numbered("b", 10))
     found = recipe_prompts(recipe([{"path": one, "weight": 3}, {"path": other, "weight": 1.0}]), tokenizer)
@@ -294,7 +248,7 @@ def test_what_is_asked_twice_is_learnt_once(rows: Rows, tokenizer: Tokenizer) ->
     source = rows(
         "a.jsonl",
         {"id": 1, "messages": [U, A]},
-        {"id": 2, "messages": [U, {**A, "content": "b"}]},
+        {"id": 2, "messages": [U, assistant("b")]},
         {"id": 3, "question": "u"},
         {"id": 4, "messages": [U, A, U]},
         {"id": 5, "text": "u"},
@@ -309,13 +263,13 @@ def test_what_is_asked_twice_is_learnt_once(rows: Rows, tokenizer: Tokenizer) ->
 
 def test_what_is_measured_is_not_learnt(rows: Rows, tokenizer: Tokenizer) -> None:
     suite = rows("suite.jsonl", {"text": "other"}, {"question": "sort  the\nnames"})
-    leak = rows("chats.jsonl", {"messages": [{**U, "content": "sort the names "}, A, U]}, {"messages": [U]})
+    leak = rows("chats.jsonl", {"messages": [user("sort the names "), A, U]}, {"messages": [U]})
     expected = rf"{leak}, row 1 asks what the suite {suite}, row 2, measures: 'sort the names '.*data.allow_leaks=true"
     with pytest.raises(BadInputError, match=expected):
         recipe_prompts(recipe([leak], [suite]), tokenizer)
     allowed = recipe_prompts(recipe([leak], [suite], allow_leaks=True), tokenizer)
     assert (allowed.counts()["prompts"], allowed.counts()["leaked"]) == (2, 1)
-    late = rows("late.jsonl", {"messages": [U, A, {**U, "content": "sort the names"}]})
+    late = rows("late.jsonl", {"messages": [U, A, user("sort the names")]})
     assert len(recipe_prompts(recipe([late], [suite]), tokenizer).prompts) == 1, "in another conversation it is another"
 
 
@@ -339,13 +293,10 @@ def test_malformed_rows_end_the_run_or_are_counted(rows: Rows, tokenizer: Tokeni
 
 
 def test_a_refused_chat_is_malformed(rows: Rows, tokenizer: Tokenizer) -> None:
-    tokenizer = Tokenizer(tokenizer_object=tokenizer.backend_tokenizer)
-    tokenizer.chat_template = (
-        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
-        "{{ m.content }}{% endfor %}"
-    )
-    source = rows("a.jsonl", {"messages": [{"role": "system", "content": "s"}, U]}, {"messages": [U]})
-    found = recipe_prompts(recipe([source], malformed="drop"), tokenizer)
+    refusing = "{% for m in messages if m.role == 'system' %}{{ raise_exception('no system') }}{% endfor %}"
+    source = rows("a.jsonl", {"messages": [S, U]}, {"messages": [U]})
+    template = refusing + "{% for m in messages %}{{ m.content }}{% endfor %}"
+    found = recipe_prompts(recipe([source], malformed="drop"), plain(tokenizer, template))
     assert found.counts()["malformed"] == 1
     assert "refuses this conversation: no system" in found.sources[0].examples["malformed"]
 
@@ -354,35 +305,32 @@ def test_every_source_gets_a_line_and_losses_a_warning(
     rows: Rows, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
     fine = rows("fine.jsonl", *numbered("a", 60), {"text": "a1"})
-    lossy = rows("lossy.jsonl", *numbered("b", 30), {"messages": [{**U, "content": "long " * 99}]}, {"text": ""})
+    lossy = rows("lossy.jsonl", *numbered("b", 30), {"messages": [user("long " * 99)]}, {"text": ""})
     said = io.StringIO()
     with caplog.at_level(logging.WARNING):
         recipe_prompts(recipe([fine, lossy], max_prompt_tokens=20), tokenizer, Console(file=said))
     first, second = said.getvalue().splitlines()
     assert first == f"{fine}: text (key text); 60 of 61 rows; left out: 1 duplicates"
-    assert second == (
-        f"{lossy}: text (key text), messages (key messages); 30 of 32 rows; "
-        "left out: 1 too long, 1 with nothing to answer"
-    )
+    left_out = "left out: 1 too long, 1 with nothing to answer"
+    assert second == f"{lossy}: text (key text), messages (key messages); 30 of 32 rows; {left_out}"
     [warning] = [record.getMessage() for record in caplog.records]
     assert warning.startswith(f"{lossy}: 6.2% of the rows were left out")
     assert "row 31: a chat of" in warning
 
 
 def test_conversations_are_asked_from_their_first_question_on(rows: Rows, tokenizer: Tokenizer) -> None:
-    source = rows("a.jsonl", {"messages": [U, A, {**U, "content": "v"}, A]}, {"turns": ["one", "two", "three"]})
+    source = rows("a.jsonl", {"messages": [U, A, user("v"), A]}, {"turns": ["one", "two", "three"]})
     first, second = recipe_prompts(recipe([source]), tokenizer).prompts
     assert first.text == "<|user|>u<|end|><|assistant|>"
-    assert (first.later, first.given) == ((({"role": "user", "content": "v"},),), ((A,), (A,)))
+    assert (first.later, first.given) == (((user("v"),),), ((A,), (A,)))
     assert [turn[0]["content"] for turn in second.later] == ["two", "three"]
 
 
 def test_arguments_reach_the_template(rows: Rows, tokenizer: Tokenizer) -> None:
-    tokenizer = Tokenizer(tokenizer_object=tokenizer.backend_tokenizer)
-    tokenizer.chat_template = "{{ messages[0].content }}{% if not enable_thinking %}<no thought>{% endif %}"
+    template = "{{ messages[0].content }}{% if not enable_thinking %}<no thought>{% endif %}"
     asked = recipe([rows("a.jsonl", {"question": "u"})])
     asked.template = {"enable_thinking": False}
-    [prompt] = recipe_prompts(asked, tokenizer).prompts
+    [prompt] = recipe_prompts(asked, plain(tokenizer, template)).prompts
     assert prompt.text == "u<no thought>"
     assert prompt.template == {"enable_thinking": False}
 
@@ -401,7 +349,7 @@ def test_answers_that_came_with_the_rows_are_learnt_without_the_target(
     source = rows(
         "pairs.jsonl",
         {"prompt": "def f():", "completion": " pass"},
-        {"messages": [U, A, {**U, "content": "v"}, {**A, "content": "b"}]},
+        {"messages": [U, A, user("v"), assistant("b")]},
         {"question": "nobody answered"},
         {"question": "far", "answer": ""},
     )

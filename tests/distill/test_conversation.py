@@ -20,7 +20,8 @@ from outrider.distill.conversation import given_sequences, next_question, render
 from outrider.distill.layouts import Message
 from outrider.distill.prompts import Prompt
 
-from .conftest import Tokenizer
+from .conftest import Tokenizer, user
+from .conftest import assistant as answer
 
 SYSTEM = {"role": "system", "content": "be brief"}
 THINKING = (
@@ -30,14 +31,6 @@ THINKING = (
     "{% if add_generation_prompt %}<|assistant|>{% if enable_thinking is defined and not enable_thinking %}"
     "<think></think>{% endif %}{% endif %}"
 )
-
-
-def user(text: str) -> Message:
-    return {"role": "user", "content": text}
-
-
-def answer(text: str) -> Message:
-    return {"role": "assistant", "content": text}
 
 
 def ask(tokenizer: Tokenizer, first: str, *later: str, **rest: Any) -> Prompt:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 import yaml
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
@@ -35,6 +37,22 @@ def failed(result: Result, *said: str) -> None:
     assert result.exit_code == 2, result.output
     stderr = " ".join(result.stderr.split())
     assert [w for w in said if w not in stderr] == [], stderr
+
+
+def all_verbs() -> set[str]:
+    """The verbs of the command, such as "train" and "pair new"."""
+    groups = {name: getattr(one, "commands", {"": None}) for name, one in typer.main.get_command(app).commands.items()}
+    return {f"{name} {verb}".strip() for name, verbs in groups.items() for verb in verbs}
+
+
+def verb_of(line: list[str]) -> tuple[Any, list[str], list[str]]:
+    """Return the click command of an `outrider …` line, its path, and its arguments."""
+    command, path, rest = typer.main.get_command(app), [], line[1:]
+    while hasattr(command, "commands"):
+        assert rest, f"{' '.join(line)} ends before its verb"
+        assert rest[0] in command.commands, f"a verb that does not exist: {' '.join(line)}"
+        command, path, rest = command.commands[rest[0]], [*path, rest[0]], rest[1:]
+    return command, path, rest
 
 
 @pytest.fixture(scope="session")

@@ -12,16 +12,14 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-import typer
 from jsonschema import Draft202012Validator
 from typer.testing import Result
 
 from outrider.common.digests import CHECKSUM
-from outrider.scripts.cli import app
 from outrider.scripts.examples import EXAMPLES
 from outrider.scripts.json_output import BODIES, schemas
 
-from .conftest import Command, succeeded
+from .conftest import Command, all_verbs, succeeded, verb_of
 
 
 @cache
@@ -157,23 +155,13 @@ def test_the_gate_writes_junit_and_markdown(outrider: Command, recipe_file: Path
 # ------------------------------------------------------------ help and completion
 
 
-def verbs() -> dict[str, typer.models.CommandInfo]:
-    root = typer.main.get_command(app)
-    found: dict[str, Any] = {}
-    for name, command in root.commands.items():  # type: ignore[attr-defined]
-        inner = getattr(command, "commands", None)
-        found |= {name: command} if inner is None else {f"{name} {sub}": c for sub, c in inner.items()}
-    return found
-
-
 def test_every_verb_has_examples_that_the_command_line_takes() -> None:
-    known = verbs()
-    assert set(EXAMPLES) == set(known)
+    assert set(EXAMPLES) == all_verbs()
     for verb, lines in EXAMPLES.items():
         for line in lines:
-            words = shlex.split(line)
-            assert words[: 1 + len(verb.split())] == ["outrider", *verb.split()]
-            known[verb].make_context(verb, words[1 + len(verb.split()) :])  # type: ignore[attr-defined]
+            command, path, rest = verb_of(shlex.split(line))
+            assert (line.split()[0], path) == ("outrider", verb.split())
+            command.make_context(verb, rest)
 
 
 def test_help_shows_the_examples(outrider: Command) -> None:

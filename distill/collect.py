@@ -96,9 +96,6 @@ def _digests(texts: Iterable[str]) -> Iterator[bytes]:
         yield digest.digest()
 
 
-NO_LEAKS = SuitePrompts()
-
-
 # ------------------------------------------------------------ how rows are read, and what became of them
 
 
@@ -123,7 +120,7 @@ class PromptReading:
     given: bool = False
     drop_malformed: bool = False
     once: bool = False
-    measured: SuitePrompts = NO_LEAKS
+    measured: SuitePrompts = field(default_factory=SuitePrompts)
 
 
 @dataclass

@@ -16,6 +16,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 from jinja2 import Environment
@@ -283,8 +284,9 @@ def sequences(prompt: Prompt, answers: Sequence[Tokens], tokenizer: PreTrainedTo
     if len(answers) > 1 + len(prompt.later):
         raise ValueError(f"{prompt.id} asks {1 + len(prompt.later)} questions, found {len(answers)} answers.")
     rows: list[Supervised] = []
+    later = (_tokens(prompt, messages, tokenizer) for messages in _conversations(prompt, answers, tokenizer))
     # The answers come first: after the last one, no further question is rendered.
-    for answer, question in zip(answers, _questions(prompt, answers, tokenizer), strict=False):
+    for answer, question in zip(answers, chain([prompt.tokens], later), strict=False):
         tokens, mask = rows.pop() if rows and list(question[: len(rows[-1][0])]) == rows[-1][0] else ([], [])
         unlearnt = [0] * (len(question) - len(tokens))
         rows.append(([*question, *answer], [*mask, *unlearnt, *[1] * len(answer)]))
@@ -318,15 +320,6 @@ def _given_rows(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> list[Supe
         messages += [*(prompt.later[number - 1] if number else ()), *answer]
     rows = supervised_rows(tokenizer, messages, prompt.tools, prompt.template)
     return [(tokens, [int(m) for m in mask]) for tokens, mask in rows]
-
-
-def _questions(
-    prompt: Prompt, answers: Sequence[Tokens], tokenizer: PreTrainedTokenizerBase
-) -> Iterator[tuple[int, ...]]:
-    """Yield the tokens of the first question, and of the one after each answer."""
-    yield prompt.tokens
-    for messages in _conversations(prompt, answers, tokenizer):
-        yield _tokens(prompt, messages, tokenizer)
 
 
 def _conversations(

@@ -138,9 +138,6 @@ class Answers:
     def __contains__(self, index: int) -> bool:
         return bool(self._file[index] >= 0)
 
-    def __len__(self) -> int:
-        return int((self._file >= 0).sum())
-
     def __getitem__(self, index: int) -> Answer:
         with self.files[self._file[index]].open("rb") as opened:
             opened.seek(int(self._begin[index]))
@@ -157,9 +154,6 @@ class RemainingWork:
     prompts: str
     begin: int
     batches: list[list[int]]
-
-    def to_json(self) -> str:
-        return json.dumps(vars(self))
 
 
 class Journal:

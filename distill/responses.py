@@ -155,7 +155,7 @@ class _ResponsesBuilder:
         longest_first = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
         missing = [] if self.is_given else [i for i in longest_first if i not in answered]
         parts = batches(missing, self.spec.batch_size, 1 if self.target.sharded else self.group.size)
-        return RemainingWork(digest, self.journal.next_number(), parts).to_json()
+        return json.dumps({"prompts": digest, "begin": self.journal.next_number(), "batches": parts})
 
     def _sampling(self) -> dict[str, Any]:
         """Return the settings of the draws, and the limits of questions and answers."""

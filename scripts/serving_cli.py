@@ -155,7 +155,12 @@ def watch(
         for line in promises(watches, limits):
             beside.print(escape(line), style="dim")
         for event in _events(watches, key, 0.0 if once else every, 0.0 if once else seconds):
-            _tell_event(event, as_json, console)
+            if as_json:
+                from .json_output import answer
+
+                tell(json.dumps(answer("watch", event), ensure_ascii=False) + "\n")
+            else:
+                console.print(escape(str(event)))
             silent = event if event.kind == "silent" else silent
             alarms += event.kind == "alarm"
             if event.kind == "alarm" and webhook is not None and (problem := post(webhook, event)):
@@ -164,15 +169,6 @@ def watch(
             raise BadInputError(f"{silent.url} does not answer: {silent.reason}")
     if alarms:
         raise typer.Exit(1)
-
-
-def _tell_event(event: WatchEvent, as_json: bool, console: Console) -> None:
-    from .json_output import answer
-
-    if as_json:
-        tell(json.dumps(answer("watch", event), ensure_ascii=False) + "\n")
-    else:
-        console.print(escape(str(event)))
 
 
 def _events(watches: list[EngineWatch], key: str | None, every: float, seconds: float | None) -> Iterator[WatchEvent]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import multiprocessing
 import random
+import signal
 import threading
 import time
 from collections import Counter
@@ -115,6 +117,14 @@ def count_prompts(monkeypatch: pytest.MonkeyPatch, fail_at: int | None = None) -
 
     monkeypatch.setattr(Decoder, "generate", counted)
     return sizes
+
+
+def killed(act: Callable[[], object]) -> None:
+    """Do `act` in a process of its own, which it kills."""
+    child = multiprocessing.get_context("fork").Process(target=act)
+    child.start()
+    child.join(60)
+    assert child.exitcode == -signal.SIGKILL
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:

@@ -70,9 +70,7 @@ def test_chat_tokens_are_those_of_the_librarys_own_template_call(rows: Rows, tok
     assert list(prompt.tokens) == expected
 
 
-def test_a_question_is_raw_text_for_a_target_without_chat_template_but_a_chat_is_refused(
-    rows: Rows, tokenizer: Tokenizer
-) -> None:
+def test_without_a_chat_template_a_question_is_raw_text_and_a_chat_refused(rows: Rows, tokenizer: Tokenizer) -> None:
     [prompt] = read_prompts([rows("a.jsonl", {"turns": ["hello"]})], plain(tokenizer))
     assert (prompt.text, prompt.messages) == ("hello", None)
     with pytest.raises(BadInputError, match=r"row 1: is a chat, but the target's tokenizer has no chat template"):

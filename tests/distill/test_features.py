@@ -5,7 +5,6 @@ A store is the same whoever wrote it and however often they were killed; it says
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import pickle
 import shutil
@@ -28,6 +27,8 @@ from outrider.distill import FeatureStore
 from outrider.distill.features import LEAST_BYTES, MOST_BYTES, FeatureStoreBuilder, precision_of, shard_size
 from outrider.distill.launch import launch_group
 from outrider.targets import Target
+
+from .conftest import killed
 
 LENGTHS = [5, 12, 3, 9, 12, 1, 7]
 TAPS, LAST_TAPS = (2, 3, 5), (2, 3, 6)  # tap 6 is the last state
@@ -146,20 +147,13 @@ def test_another_target_data_set_taps_or_dtype_is_another_store(
     other_target = Target(tiny_llama(seed=1))
     changed = dataset[:]["input_ids"]
     changed[3] = [*changed[3][:-1], (changed[3][-1] + 1) % 64]
-    stores = [
-        build(),
-        build(target=other_target),
-        build(dataset=Dataset.from_dict({"input_ids": changed})),
-        build((1, 3, 6)),
-        build(TAPS, "bfloat16"),
-    ]
+    stores = [build(), build(target=other_target), build(dataset=Dataset.from_dict({"input_ids": changed}))]
+    stores += [build((1, 3, 6)), build(TAPS, "bfloat16")]
     assert len({s.folder for s in stores}) == len(stores)
     assert not torch.equal(stores[0].batch([0])[1], stores[1].batch([0])[1])
 
 
-def test_an_interrupted_build_continues_with_the_missing_shards(
-    build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_build_is_continued(build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = build(folder=tmp_path / "whole", shard_bytes=SMALL)
     with monkeypatch.context() as patch:
         count_passes(patch, fail_at=1)
@@ -188,14 +182,12 @@ def test_a_disk_that_is_too_small_is_refused_before_any_pass(build: Build, monke
     assert passes == []
 
 
-def test_a_disk_that_fills_while_writing_leaves_no_half_file(
-    build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_fills_leaves_no_half_file(build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    error = 'Error while serializing: IoError(Os { code: 28, message: "No space left on device" })'
+
     def full(tensors: Any, file: Path, *args: Any) -> None:
         file.write_bytes(b"half")
-        raise safetensors.SafetensorError(
-            'Error while serializing: IoError(Os { code: 28, message: "No space left on device" })'
-        )
+        raise safetensors.SafetensorError(error)
 
     monkeypatch.setattr("outrider.distill.features.save_file", full)
     with pytest.raises(BadInputError, match=r"the disk that holds .* is full.*finished shards are kept"):
@@ -216,21 +208,21 @@ def test_missing_and_damaged_shards_are_named(build: Build) -> None:
         FeatureStore(store.folder)
 
 
+def flip(file: Path) -> None:
+    content = file.read_bytes()
+    file.write_bytes(content[:-9] + bytes([content[-9] ^ 4]) + content[-8:])
+
+
+def truncate(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-8])
+
+
 @pytest.mark.parametrize("alter", ["flip", "truncate", "remove", "forget", "index"])
 def test_a_damaged_shard_is_computed_again_and_said(build: Build, alter: str, caplog: pytest.LogCaptureFixture) -> None:
     folder = build(shard_bytes=SMALL).folder
     good = {f.name: f.read_bytes() for f in folder.iterdir()}
-    shard, content = folder / "states-00001.safetensors", good["states-00001.safetensors"]
-    if alter == "flip":
-        shard.write_bytes(content[:-9] + bytes([content[-9] ^ 4]) + content[-8:])
-    elif alter == "truncate":
-        shard.write_bytes(content[:-8])
-    elif alter == "remove":
-        shard.unlink()
-    elif alter == "forget":
-        (folder / "SHA256SUMS").unlink()
-    else:
-        (folder / "features.json").write_bytes(good["features.json"][:-1])
+    name = {"forget": "SHA256SUMS", "index": "features.json"}.get(alter, "states-00001.safetensors")
+    {"flip": flip, "truncate": truncate, "index": truncate}.get(alter, Path.unlink)(folder / name)
     times = (folder / "states-00000.safetensors").stat().st_mtime_ns
     build(shard_bytes=SMALL)
     assert {f.name: f.read_bytes() for f in folder.iterdir()} == good
@@ -265,6 +257,19 @@ def build_together(folder: Path, target: Target, longer: Dataset) -> None:
         FeatureStore.build(folder / "features", target, longer, LAST_TAPS, shard_bytes=SMALLER, group=group)
 
 
+@pytest.fixture
+def together(target: Target, longer: Dataset) -> Callable[..., None]:
+    """`together(folder, processes)`: a store that so many processes build."""
+
+    def build(folder: Path, processes: int = 1) -> None:
+        if processes == 1:
+            build_together(folder, target, longer)
+        else:
+            debug_launcher(build_together, (folder, target, longer), num_processes=processes)
+
+    return build
+
+
 def store_in(folder: Path) -> Path:
     [found] = (path for path in (folder / "features").iterdir() if path.is_dir())
     return found
@@ -295,12 +300,12 @@ def note_who_computes(monkeypatch: pytest.MonkeyPatch, notes: Path) -> None:
 
 
 def test_two_processes_leave_the_files_of_one_and_a_slow_one_holds_nobody_up(
-    tmp_path: Path, target: Target, longer: Dataset, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, together: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    build_together(tmp_path / "one", target, longer)
+    together(tmp_path / "one")
     with monkeypatch.context() as patch:
         note_who_computes(patch, tmp_path / "notes")
-        debug_launcher(build_together, (tmp_path / "two", target, longer), num_processes=2)
+        together(tmp_path / "two", 2)
     assert content(tmp_path / "two") == content(tmp_path / "one")
     done = Counter(file.read_text() for file in (tmp_path / "notes").iterdir())
     assert 1 <= done["1"] <= 3 < done["0"]
@@ -308,53 +313,39 @@ def test_two_processes_leave_the_files_of_one_and_a_slow_one_holds_nobody_up(
     assert [p.name for p in (tmp_path / "two").iterdir()] == ["features"], "nothing is left beside it"
 
 
-def killed_at(count: int, folder: Path, target: Target, longer: Dataset) -> None:
-    """Build in a process of its own, which is killed when it has begun shard `count`."""
-    compute, begun = FeatureStoreBuilder._compute, []
+def test_what_a_killed_build_has_finished_is_kept_also_by_two_processes(
+    tmp_path: Path, together: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is killed when it has begun the fourth shard."""
+    compute, begun, cut = FeatureStoreBuilder._compute, [], tmp_path / "cut"
 
     def counted(self: FeatureStoreBuilder, shard: int) -> None:
         begun.append(shard)
-        if len(begun) == count:
+        if len(begun) == 4:
             os.kill(os.getpid(), signal.SIGKILL)
         compute(self, shard)
 
-    def build() -> None:
-        FeatureStoreBuilder._compute = counted  # type: ignore[method-assign]
-        build_together(folder, target, longer)
-
-    child = multiprocessing.get_context("fork").Process(target=build)
-    child.start()
-    child.join(60)
-    assert child.exitcode == -signal.SIGKILL
-
-
-def test_what_a_killed_build_has_finished_is_kept_also_by_two_processes(
-    tmp_path: Path, target: Target, longer: Dataset
-) -> None:
-    build_together(tmp_path / "whole", target, longer)
-    cut = tmp_path / "cut"
-    killed_at(4, cut, target, longer)
+    together(tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        patch.setattr(FeatureStoreBuilder, "_compute", counted)
+        killed(lambda: together(cut))
     kept = places(cut)
     assert len(kept) == 3
-    debug_launcher(build_together, (cut, target, longer), num_processes=2)
+    together(cut, 2)
     assert content(cut) == content(tmp_path / "whole"), "and no claim of the dead process is left"
     assert kept.items() <= places(cut).items()
     assert len(list((cut / "features").iterdir())) == 1, "nor its lock"
 
 
-@pytest.mark.parametrize("alter", ["flip", "cut", "remove"])
+@pytest.mark.parametrize("alter", [flip, truncate, Path.unlink])
 def test_two_processes_write_a_damaged_shard_again_and_leave_the_others_alone(
-    tmp_path: Path, target: Target, longer: Dataset, alter: str
+    tmp_path: Path, together: Callable[..., None], alter: Callable[[Path], None]
 ) -> None:
-    build_together(tmp_path, target, longer)
+    together(tmp_path)
     good, before = content(tmp_path), places(tmp_path)
     shard = store_in(tmp_path) / "states-00002.safetensors"
-    if alter == "remove":
-        shard.unlink()
-    else:
-        whole = good[shard.name]
-        shard.write_bytes(whole[:-9] + bytes([whole[-9] ^ 4]) + whole[-8:] if alter == "flip" else whole[:-20])
-    debug_launcher(build_together, (tmp_path, target, longer), num_processes=2)
+    alter(shard)
+    together(tmp_path, 2)
     assert content(tmp_path) == good
     after = places(tmp_path)
     assert {name for name in before if before[name] != after[name]} == {shard.name}
@@ -406,11 +397,9 @@ def test_eight_bits_keep_zeros_and_what_is_no_number() -> None:
 
 def test_a_full_disk_is_told_what_would_fit(build: Build, longer: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     leave_room(monkeypatch, 9000)
-    with pytest.raises(
-        BadInputError,
-        match=r"needs 53\.4 kB, but its disk has 9 kB free\. Free some, store less \(data\.features_dtype: bfloat16 "
-        r"takes 26\.7 kB, float16 takes 26\.7 kB, float8_e4m3fn takes 15 kB\), or .* \(data\.features=online\)",
-    ):
+    less = r"bfloat16 takes 26\.7 kB, float16 takes 26\.7 kB, float8_e4m3fn takes 15 kB"
+    expected = rf"store less \(data\.features_dtype: {less}\), or .* \(data\.features=online\)"
+    with pytest.raises(BadInputError, match=rf"needs 53\.4 kB, but its disk has 9 kB free\. Free some, {expected}"):
         build(LAST_TAPS, dataset=longer)
 
 

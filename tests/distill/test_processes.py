@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -19,11 +18,10 @@ from torch import distributed
 from outrider.decode import Decoder, Output
 from outrider.distill import distill, load_responses, prompts
 from outrider.distill.decoding import batches
-from outrider.distill.prompts import Prompt
 from outrider.recipes import Recipe
 from outrider.targets import Target
 
-from .conftest import Place
+from .conftest import Place, killed
 
 TEXTS = [f"{text} {i}" for i in range(6) for text in ("def add(first, second):", "for name in", "class Stack:", "x")]
 
@@ -76,21 +74,12 @@ def test_any_number_of_processes_gives_the_same_data_set_and_a_slow_one_holds_no
     assert [p.name for p in several.output_folder.iterdir()] == ["data"], "nothing is left beside it"
 
 
-def test_a_run_killed_while_it_reads_the_prompts_leaves_nothing_for_the_next(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_killed_while_reading_prompts_leaves_nothing(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = place.recipe("cut")
 
-    def killed(_: Prompt) -> dict[str, Any]:
-        os.kill(os.getpid(), signal.SIGKILL)
-        raise AssertionError
-
     with monkeypatch.context() as patch:
-        patch.setattr(prompts, "_row", killed)
-        child = multiprocessing.get_context("fork").Process(target=distill, args=(recipe, place.target))
-        child.start()
-        child.join(60)
-    assert child.exitcode == -signal.SIGKILL
+        patch.setattr(prompts, "_row", lambda prompt: os.kill(os.getpid(), signal.SIGKILL))
+        killed(lambda: distill(recipe, place.target))
     assert list(recipe.output_folder.iterdir()), "what it had begun to write"
     distill(recipe, place.target)
     assert [p.name for p in recipe.output_folder.iterdir()] == ["data"]
@@ -152,9 +141,7 @@ def test_a_process_that_is_killed_ends_the_others_and_the_next_run_takes_its_bat
 
 
 @pytest.mark.slow
-def test_what_the_first_process_raises_ends_the_others_with_its_message(
-    place: Place, checkpoint: Path, tmp_path: Path
-) -> None:
+def test_an_error_of_the_first_process_ends_the_others_with_it(place: Place, checkpoint: Path, tmp_path: Path) -> None:
     recipe = place.recipe("other", path=checkpoint)
     distill(recipe)
     changed = place.recipe("other", path=checkpoint, max_new_tokens=9)

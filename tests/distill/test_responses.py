@@ -126,7 +126,7 @@ def test_a_folder_that_is_no_data_set_is_never_overwritten(place: Place) -> None
     assert precious.read_text() == "years of work"
 
 
-def test_a_full_disk_is_said_in_a_sentence_and_keeps_what_was_done(
+def test_a_full_disk_is_said_in_a_sentence_and_keeps_what_is_done(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     replace = Path.replace
@@ -150,9 +150,7 @@ def test_a_full_disk_is_said_in_a_sentence_and_keeps_what_was_done(
     assert sum(sizes) == len(TEXTS) - 3
 
 
-def test_a_disk_that_fills_while_the_data_set_is_written_loses_no_response(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_fills_at_the_end_loses_no_response(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: Any, **kwargs: Any) -> None:
         raise OSError("Error writing bytes to file. Detail: No space left on device")  # as pyarrow reports it
 
@@ -189,9 +187,7 @@ def test_empty_responses_are_dropped_and_counted(place: Place, monkeypatch: pyte
     assert provenance(folder)["counts"]["empty_responses"] == 2
 
 
-def test_nothing_but_empty_responses_is_an_error_that_shows_a_prompt(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_but_empty_responses_is_an_error_with_a_prompt(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     answer_with(monkeypatch, lambda i: list(place.target.eos_ids))
     place.refuses(r"all 7 responses are empty.*def add\(first, second\):")
 

@@ -74,9 +74,7 @@ def test_of_a_server_of_texts_only_what_is_certain_is_kept(place: Place, start_s
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_faults_of_every_kind_and_streams_that_are_cut_change_nothing(
-    place: Place, start_server: Start, stream: bool
-) -> None:
+def test_faults_of_every_kind_and_cut_streams_change_nothing(place: Place, start_server: Start, stream: bool) -> None:
     kinds = ("cut",) if stream else ("time-out", "500", "cut")
     server = start_server(faulty=0.4, kinds=kinds, seed=2 if stream else 1)
     requests = {"stream": stream, "concurrency": 4, "retries": 50} | ({} if stream else {"timeout": 0.6})
@@ -122,9 +120,7 @@ def test_a_server_that_dies_is_put_aside_and_used_again_when_it_is_back(
     assert len(rows(folder)) == len(texts)
 
 
-def test_an_interrupted_run_asks_only_what_is_missing(
-    place: Place, start_server: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_run_asks_the_rest(place: Place, start_server: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     server = start_server(seconds=0.02)
     recipe = place.recipe("cut", server, requests={"concurrency": 2})
     add = Journal.add
@@ -169,9 +165,7 @@ def test_refused_prompts_and_other_texts_are_left_out_and_counted(
     assert "some are left out: " in caplog.text
 
 
-def test_a_server_with_another_template_is_found_out(
-    place: Place, start_server: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_template_is_found_out(place: Place, start_server: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     server = start_server(completions=False)
     monkeypatch.setattr(server, "_tokens", lambda body: [5, 6, 7])
     place.refuses(r"cannot be asked in any way \(.*chat.*: other_prompt", "o", server, rows=CHATS)
@@ -189,9 +183,7 @@ def test_prompts_that_nobody_answers_are_named_and_the_others_kept(place: Place,
     assert set(server.asked) == {tuple(unanswered)}
 
 
-def test_servers_that_are_not_there_are_an_error_at_once_and_later_after_patience(
-    place: Place, start_server: Start
-) -> None:
+def test_servers_that_are_gone_are_an_error_at_once_and_later_after_patience(place: Place, start_server: Start) -> None:
     place.refuses(r"none of data\.servers answers: http://127\.0\.0\.1:9/v1: ", "n", "http://127.0.0.1:9/v1")
     server = start_server(seconds=0.05)
 
@@ -315,9 +307,7 @@ def test_ids_that_the_target_does_not_have_are_found_out_at_once(place: Place, s
 
 
 @pytest.mark.parametrize("status", [404, 405])
-def test_a_server_that_lists_models_but_refuses_every_question_ends_the_run(
-    place: Place, start_server: Start, status: int
-) -> None:
+def test_a_server_that_refuses_every_question_ends_the_run(place: Place, start_server: Start, status: int) -> None:
     server = start_server()
     server.status = lambda body: status if server.asked else 200
     requests = {"concurrency": 2, "patience": 0.3, "timeout": 5}

@@ -109,9 +109,7 @@ def test_a_changed_weight_is_another_target(recipe: MakeRecipe, saved: Path) -> 
 
 
 @pytest.mark.usefixtures("unloaded")
-def test_answers_that_came_with_the_prompts_and_finished_ones_need_no_weights_either(
-    recipe: MakeRecipe,
-) -> None:
+def test_answers_that_came_with_the_prompts_and_finished_ones_need_no_weights_either(recipe: MakeRecipe) -> None:
     folder = distill(recipe("given", servers=None, answers="given"))
     assert provenance(folder)["counts"]["sequences"] == len(TEXTS)
     assert distill(recipe("again", servers=None, responses=str(folder))) == folder

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -53,6 +55,14 @@ def verb_of(line: list[str]) -> tuple[Any, list[str], list[str]]:
         assert rest[0] in command.commands, f"a verb that does not exist: {' '.join(line)}"
         command, path, rest = command.commands[rest[0]], [*path, rest[0]], rest[1:]
     return command, path, rest
+
+
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen | None, seconds: float = 180) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert process is None or process.poll() is None, ("it ended by itself", process.communicate())
+        assert time.monotonic() < until
+        time.sleep(0.02)
 
 
 @pytest.fixture(scope="session")

@@ -8,10 +8,9 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,7 +20,7 @@ from typer.testing import Result
 
 from outrider.common import IncompatibleError
 
-from .conftest import Command
+from .conftest import Command, wait_for
 
 
 def refused(result: Result, code: int, *words: str) -> None:
@@ -121,48 +120,48 @@ def test_a_temperature_that_no_logits_can_be_divided_by_is_refused(outrider: Com
     assert "from 0.0001 to 10000" in " ".join(result.stderr.replace("│", "").split())
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        OSError(errno.ENOSPC, "No space left on device", "/somewhere/run/data/00001.jsonl"),
-        SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
-    ],
-)
-def test_a_full_disk_names_the_folder(
-    outrider: Command, recipe_file: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
+Raising = Callable[[Exception], Result]
+
+
+@pytest.fixture
+def raising(outrider: Command, recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> Raising:
+    """`raising(error)`: the result of a verb in which that is raised."""
+
+    def run(error: Exception) -> Result:
+        monkeypatch.setattr("outrider.distill.distill", Mock(side_effect=error))
+        return outrider("distill", recipe_file)
+
+    return run
+
+
+FULL = [
+    OSError(errno.ENOSPC, "No space left on device", "/somewhere/run/data/00001.jsonl"),
+    SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+]
+
+
+@pytest.mark.parametrize("error", FULL)
+def test_a_full_disk_names_the_folder(raising: Raising, error: Exception) -> None:
     """Reported by the system, or only in the words of a library, which do not say where: no other folder is named."""
-    raising(monkeypatch, error)
     place = "the disk that holds /somewhere/run/data is full" if isinstance(error, OSError) else "a disk is full"
-    result = outrider("distill", recipe_file)
+    result = raising(error)
     refused(result, 2, place, "No space left on device", "Free some space")
     assert str(Path.cwd()) not in result.stderr
 
 
-def test_a_fault_of_ours_is_not_mistaken_for_a_finding(
-    outrider: Command, recipe_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fault_of_ours_is_no_finding(raising: Raising) -> None:
     """An exception that nobody foresaw ends with 70 and its traceback: exit code 1 is for findings."""
-    raising(monkeypatch, KeyError("surprise"))
-    result = outrider("distill", recipe_file)
+    result = raising(KeyError("surprise"))
     assert result.exit_code == 70
     assert "Traceback" in result.stderr
     assert "please report" in result.stderr
 
 
-def test_debugging_shows_tracebacks(outrider: Command, recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_debugging_shows_tracebacks(raising: Raising, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUTRIDER_DEBUG", "1")
-    raising(monkeypatch, IncompatibleError("they do not fit"))
-    result = outrider("distill", recipe_file)
+    result = raising(IncompatibleError("they do not fit"))
     assert result.exit_code == 3
     assert "Traceback" in result.stderr
-
-
-def raising(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    def fail(*args: object, **kwargs: object) -> NoReturn:
-        raise error
-
-    monkeypatch.setattr("outrider.distill.distill", fail)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -184,11 +183,3 @@ def test_a_signal_ends_with_its_code_and_the_same_command_goes_on(
     assert 0 < len(kept) < 4
     assert outrider("distill", recipe_file, *longer).exit_code == 0
     assert (tmp_path / "run" / "data" / "provenance.json").is_file()
-
-
-def wait_for(condition: Callable[[], bool], process: subprocess.Popen) -> None:
-    until = time.monotonic() + 120
-    while not condition():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < until
-        time.sleep(0.02)

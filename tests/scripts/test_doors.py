@@ -42,7 +42,7 @@ def test_a_pair_is_exported_with_its_launch_and_its_expectations(pair: Path, out
     assert served["suites"] == json.loads((pair / "pair.json").read_text())["measurements"]["suites"]
 
 
-def test_what_was_exported_is_imported_as_a_pair_that_measures_and_probes(
+def test_an_export_is_imported_as_a_pair_that_verifies_and_probes(
     pair: Path, target_folder: Path, outrider: Command
 ) -> None:
     out, back = pair.parent / "sglang", pair.parent / "back"
@@ -67,9 +67,7 @@ def test_lint_says_nothing_of_a_good_export_and_ends_with_1_on_a_fault(pair: Pat
 
 
 @pytest.mark.parametrize("verb", ["train", "plan"])
-def test_a_drafter_that_its_engine_cannot_serve_is_refused_before_it_is_trained(
-    recipe_file: Path, outrider: Command, verb: str
-) -> None:
+def test_an_unservable_drafter_is_refused_before_it_is_trained(recipe_file: Path, outrider: Command, verb: str) -> None:
     changes = ("drafter.taps=[1,3,5]", "drafter.norm_before_residual=true")
     refused = outrider(verb, recipe_file, *changes, "--for", "sglang")
     assert refused.exit_code == 3

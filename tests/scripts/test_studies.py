@@ -21,9 +21,7 @@ def medusa_file(recipe_file: Path) -> Path:
     return file
 
 
-def test_compare_trains_measures_and_shows(
-    outrider: Command, recipe_file: Path, medusa_file: Path, tmp_path: Path
-) -> None:
+def test_compare_trains_and_measures(outrider: Command, recipe_file: Path, medusa_file: Path, tmp_path: Path) -> None:
     """Changes after the recipes are for all of them; repeated, only the measuring is done again."""
     arguments = ["compare", recipe_file, medusa_file, "eval.limit=2", "--budget", "0.5", "--out", tmp_path / "out"]
     shown = succeeded(outrider(*arguments)).stdout
@@ -38,9 +36,7 @@ def test_compare_trains_measures_and_shows(
     assert again["conditions"]["suites"][0]["num_prompts"] == 2
 
 
-def test_compare_refuses_recipes_of_different_data(
-    outrider: Command, recipe_file: Path, medusa_file: Path, tmp_path: Path
-) -> None:
+def test_compare_refuses_other_data(outrider: Command, recipe_file: Path, medusa_file: Path, tmp_path: Path) -> None:
     values = yaml.safe_load(medusa_file.read_text())
     values["data"]["max_new_tokens"] = 9
     medusa_file.write_text(yaml.safe_dump(values))

@@ -112,9 +112,7 @@ def trained(outrider: Command, recipe_file: Path) -> Path:
     return recipe_file
 
 
-def test_a_quick_look_never_takes_the_place_of_the_real_figures(
-    outrider: Command, trained: Path, tmp_path: Path
-) -> None:
+def test_a_quick_look_never_takes_the_place_of_real_figures(outrider: Command, trained: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     real = (run / "report" / "report.json").read_bytes()
     shutil.copytree(run / "drafter", tmp_path / "other")

@@ -13,11 +13,12 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 from outrider.common import BadInputError
+from outrider.distill.collect import read_prompts
 from outrider.distill.layouts import RowError
 from outrider.distill.sources import check_sources, count_rows, rows_of, title
 from outrider.recipes import SourceSpec
 
-from .conftest import write_rows
+from .conftest import Tokenizer, write_rows
 
 ROWS = [{"text": "one"}, {"text": "two é"}, {"text": "three"}]
 
@@ -55,11 +56,12 @@ def arrow(file: Path, table: pyarrow.Table, kind: Callable[..., Any] = pyarrow.i
     ],
 )
 def test_the_same_rows_come_from_every_kind_of_source(
-    tmp_path: Path, name: str, write: Callable[[Path, list[dict[str, Any]]], None]
+    tmp_path: Path, tokenizer: Tokenizer, name: str, write: Callable[[Path, list[dict[str, Any]]], None]
 ) -> None:
     place = tmp_path / name
     write(place, ROWS)
     assert texts(place) == ["one", "two é", "three"]
+    assert [prompt.text for prompt in read_prompts([str(place)], tokenizer)] == texts(place)
     assert texts(place, limit=2) == ["one", "two é"]
     assert (count_rows(str(place)), count_rows(SourceSpec(path=str(place), limit=2))) == (3, 2)
     check_sources([str(place)])
@@ -116,13 +118,6 @@ def test_lines_that_are_no_rows_are_named_and_the_rest_is_read(tmp_path: Path) -
     assert faults.pop(2).startswith("line 6: cannot be read: not UTF-8 text")
     kinds = ("line 3: is a list", "line 5: is a str", "line 7: is a NoneType")
     assert faults == [f"{kind}; expected an object with named fields." for kind in kinds]
-
-
-@pytest.mark.parametrize(("name", "what"), [("a.parquet", "parquet"), ("a.arrow", "arrow")])
-def test_a_damaged_table_is_refused(tmp_path: Path, name: str, what: str) -> None:
-    (tmp_path / name).write_text("this is no table at all")
-    with pytest.raises(BadInputError, match=f"not a readable {what} file"):
-        texts(tmp_path / name)
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])

@@ -111,15 +111,18 @@ def test_a_conversation_ends_before_a_question_that_is_too_long(tokenizer: Token
     assert next_question(prompt, [], tokenizer, 1) == prompt.tokens, "the first one was measured when it was read"
 
 
-def test_a_template_that_drops_thoughts_gives_a_row_for_each_turn(tokenizer: Tokenizer) -> None:
-    tokenizer = with_template(tokenizer, THINKING)
-    prompt = ask(tokenizer, "one", "two")
-    answers = [said(tokenizer, "<think>hm</think>a"), said(tokenizer, "<think>ha</think>b")]
-    first, second = sequences(prompt, answers, tokenizer)
+@pytest.mark.parametrize("given", [False, True])
+def test_a_template_that_drops_thoughts_gives_a_row_for_each_turn(tokenizer: Tokenizer, given: bool) -> None:
+    """Whether the target wrote them or they came with the prompt."""
+    tokenizer, texts = with_template(tokenizer, THINKING), ["<think>hm</think>a", "<think>ha</think>b"]
+    if given:
+        prompt = ask(tokenizer, "one", "two", given=tuple((answer(text),) for text in texts))
+        first, second = given_sequences(prompt, tokenizer)
+    else:
+        first, second = sequences(ask(tokenizer, "one", "two"), [said(tokenizer, text) for text in texts], tokenizer)
     assert learnt(tokenizer, first).endswith("<|assistant|>[<think>hm</think>a<|end|>]")
-    assert learnt(tokenizer, second).endswith(
-        "<|assistant|>a<|end|><|user|>two<|end|><|assistant|>[<think>ha</think>b<|end|>]"
-    )
+    expected = "<|assistant|>a<|end|><|user|>two<|end|><|assistant|>[<think>ha</think>b<|end|>]"
+    assert learnt(tokenizer, second).endswith(expected)
 
 
 def test_the_templates_arguments_hold_for_every_turn(tokenizer: Tokenizer) -> None:
@@ -161,16 +164,6 @@ def test_given_answers_are_learnt_in_their_places(tokenizer: Tokenizer) -> None:
     given = tuple((answer(text),) for text in "ab")
     [row] = given_sequences(ask(tokenizer, "one", "two", given=given), tokenizer)
     assert learnt(tokenizer, row).endswith("<|assistant|>[a<|end|>]<|user|>two<|end|><|assistant|>[b<|end|>]")
-
-
-def test_given_thoughts_that_the_template_drops_later_are_learnt_where_they_stand(tokenizer: Tokenizer) -> None:
-    tokenizer = with_template(tokenizer, THINKING)
-    given = tuple((answer(f"<think>{text}</think>{text}"),) for text in "ab")
-    first, second = given_sequences(ask(tokenizer, "one", "two", given=given), tokenizer)
-    assert learnt(tokenizer, first).endswith("<|assistant|>[<think>a</think>a<|end|>]")
-    assert learnt(tokenizer, second).endswith(
-        "<|assistant|>a<|end|><|user|>two<|end|><|assistant|>[<think>b</think>b<|end|>]"
-    )
 
 
 def test_given_answers_that_are_too_long_lose_their_end(tokenizer: Tokenizer) -> None:

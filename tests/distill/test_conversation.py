@@ -6,6 +6,7 @@ out. A template runs within limits of time and memory, and renders what the libr
 
 from __future__ import annotations
 
+import re
 import resource
 import sys
 import time
@@ -263,14 +264,14 @@ MASKS = {
         "{% for m in messages %}{{ 'f' if m.role == 'assistant' }}{{ m.content }}|{% endfor %}"
         "{{ 'f' if add_generation_prompt }}",
         [user("q"), answer("or x")],
-        "q|for x|",
+        r"^q\|for x\|$",
         " x|",
     ),
     "white space after the end marker": (
         "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n \n{% endfor %}"
         "{% if add_generation_prompt %}<|assistant|>\n{% endif %}",
         CHAT,
-        "<|assistant|>\nsorted",
+        r"<\|assistant\|>\nsorted",
         BOTH,
     ),
     # Templates of reasoning models drop the thoughts of all turns but the last.
@@ -278,7 +279,7 @@ MASKS = {
         "{% for m in messages %}<|{{ m.role }}|>{% if m.thoughts and loop.last %}({{ m.thoughts }}){% endif %}"
         "{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}",
         [dict(m, thoughts="hmm") if m["role"] == "assistant" else m for m in CHAT],
-        "<|assistant|>sorted",
+        r"<\|assistant\|>sorted",
         "(hmm)for name in names:\n    print(name) é<|end|>",
     ),
     "what the markers leave out of a turn": (
@@ -286,7 +287,7 @@ MASKS = {
         "<|end|>{% endgeneration %}{% else %}{{ m.content }}<|end|>{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}<|assistant|>{% endif %}",
         CHAT,
-        "<|assistant|>[quiet]sorted",
+        r"<\|assistant\|>\[quiet\]sorted",
         BOTH,
     ),
 }
@@ -297,7 +298,7 @@ def test_not_supervised_is(tokenizer: Tokenizer, template: str, chat: list[Messa
     assert len(tokenizer("for")["input_ids"]) == 1
     tokenizer = with_template(tokenizer, template)
     tokens, mask = supervised_mask(tokenizer, chat)
-    assert text in tokenizer.decode(tokens)
+    assert re.search(text, tokenizer.decode(tokens))
     assert marked(tokenizer, tokens, mask) == expected
 
 

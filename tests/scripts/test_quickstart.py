@@ -4,61 +4,40 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable
+import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from rich.console import Console
-from transformers import PreTrainedTokenizerFast
 
 import outrider.recipes
 from outrider.common import BadInputError
 from outrider.costs.hardware import Pace
 from outrider.eval import tuner
 from outrider.pair import Pair
-from outrider.scripts.quickstart import tell
-from outrider.scripts.quickstart_size import QuickstartBudget, QuickstartSizes, expected_seconds
+from outrider.scripts.quickstart import QuickstartBudget, QuickstartSizes, expected_seconds, tell
 from outrider.targets import embedded_path
 
-TINY = QuickstartBudget(
-    prompts=8,
-    least_prompts=8,
-    refresh_share=0.75,
-    new_tokens=8,
-    epochs=1,
-    suite_prompts=2,
-    suite_tokens=6,
-    repeats=1,
-    depth=2,
-    tune_prompts=2,
-    tune_tokens=6,
-    temperatures=(0.0,),
-    gate_prompts=14,
-    lora_steps=2,
-    lora_rows=2,
-    lora_length=16,
-)
+TRAINED: dict[str, Any] = {"prompts": 8, "least_prompts": 8, "refresh_share": 0.75, "new_tokens": 8, "epochs": 1}
+MEASURED: dict[str, Any] = {"suite_prompts": 2, "suite_tokens": 6, "repeats": 1, "depth": 2, "gate_prompts": 14}
+TUNED: dict[str, Any] = {"tune_prompts": 2, "tune_tokens": 6, "temperatures": (0.0,)}
+CHANGED: dict[str, Any] = {"lora_steps": 2, "lora_rows": 2, "lora_length": 16}
+TINY = QuickstartBudget(**TRAINED, **MEASURED, **TUNED, **CHANGED)
 
 
 @pytest.fixture
-def embedded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_llama: Callable, tiny_tokenizer: PreTrainedTokenizerFast
-) -> None:
+def embedded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target_folder: Path) -> None:
     """A tiny target, prompts and recipe where the package has its own."""
     here = tmp_path / "recipes"
-    model = tiny_llama(
-        vocab=len(tiny_tokenizer), eos_token_id=tiny_tokenizer.eos_token_id, pad_token_id=tiny_tokenizer.pad_token_id
-    )
-    model.save_pretrained(here / "embedded" / "target")
-    tiny_tokenizer.save_pretrained(here / "embedded" / "target")
+    shutil.copytree(target_folder, here / "embedded" / "target")
     for kind in ("suites", "prompts", "texts"):
         (here / "embedded" / kind).mkdir()
         for suite in ("code", "docs", "prose"):
-            rows = [
-                {"id": f"{kind}/{suite}/{i}", "text": f"for {suite}_{i} in {kind}:\n    print({i})\n"} for i in range(6)
-            ]
+            texts = (f"for {suite}_{i} in {kind}:\n    print({i})\n" for i in range(6))
+            rows = [{"id": f"{kind}/{suite}/{i}", "text": text} for i, text in enumerate(texts)]
             (here / "embedded" / kind / f"{suite}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     recipe = yaml.safe_load(outrider.recipes.packaged_recipes()["embedded-eagle1"].read_text())
     recipe["training"] |= {"disable_tqdm": True}

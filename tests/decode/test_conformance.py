@@ -3,7 +3,7 @@
 The text is the target's under every rule that can judge a drafter's proposals, in every shape it can draft, alone and
 in a ragged batch; and what its distributions promise, the decoder keeps.
 
-The rules themselves are enumerated in `test_verify_exact.py`; `test_distribution.py` looks at some drafters harder.
+The rules themselves are enumerated in `test_rules.py`; `test_distribution.py` looks at some drafters harder.
 """
 
 from __future__ import annotations

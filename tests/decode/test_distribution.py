@@ -35,10 +35,11 @@ from transformers.generation.logits_process import (
 from outrider.decode import Decoder, Output, Plan, Sampling, Tree, drafting, rules
 from outrider.decode import round as stage
 from outrider.decode.drafting import Draft, DraftSampler, NextToken, grow_static
-from outrider.decode.rules import rejection
-from outrider.decode.sampling import ACCEPT, Context, Processors, draw, probabilities, uniforms
+from outrider.decode.sampling import ACCEPT, Context, Processors, probabilities, uniforms
 from outrider.heads import Drafter, DraftModel, Eagle3, Eagle3Config, Ngram
 from outrider.targets import Target
+
+from .test_rules import ChainRule, broken_rejection
 
 VOCAB, LENGTH = 6, 4
 PROMPT = [1, 4, 2, 1, 4]
@@ -340,33 +341,7 @@ def test_some_drafts_are_kept_and_some_refused(target, drafters):
 
 # ------------------------------------------------------------ planted bugs
 
-Rejection = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 Plant = Callable[[pytest.MonkeyPatch], None]
-
-
-def broken_rejection(residual: str = "right", shift: int = 0, bonus: str = "p", drop_below: float = 0.0) -> Rejection:
-    """The rejection rule with one thing wrong."""
-
-    def rule(
-        drafts: Tensor, lengths: Tensor, p: Tensor, q: Tensor, accept: Tensor, correct: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        score = q.gather(2, drafts[:, :, None])[:, :, 0]
-        lengths = (score >= drop_below).long().cumprod(1).sum(1).minimum(lengths)
-        accepted, following = rejection(drafts, lengths, p, q, accept, correct)
-        rows, last = torch.arange(len(drafts)), q.shape[1] - 1
-        refused = accepted < lengths
-        near = (accepted + shift).clamp(0, last)
-        wrong = {
-            "right": (p[rows, near] - q[rows, near]).clamp(min=0),
-            "abs": (p[rows, near] - q[rows, near]).abs(),
-            "p": p[rows, accepted],
-        }[residual]
-        if bonus == "q":
-            wrong, refused = q[rows, last], accepted > last
-        wrong = torch.where(wrong.sum(-1, keepdim=True) > 0, wrong, p[rows, accepted])
-        return accepted, torch.where(refused, draw(wrong, correct), following)
-
-    return rule
 
 
 def picks_the_most_probable(sampler: DraftSampler, logits: Tensor, depth: int) -> NextToken:
@@ -379,7 +354,7 @@ def picks_at_another_temperature(sampler: DraftSampler, logits: Tensor, depth: i
     return honest._replace(probs=probabilities(logits, sampler.config.sampling))
 
 
-def with_rule(wrong: Rejection) -> Plant:
+def with_rule(wrong: ChainRule) -> Plant:
     return lambda patch: patch.setattr(rules, "rejection", wrong)
 
 

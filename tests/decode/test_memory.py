@@ -23,8 +23,9 @@ WARM = Sampling(temperature=1.0)
 
 
 def llama(layers: int = 3, hidden: int = 64, vocab: int = 500, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
+    """Return a model whose texts repeat themselves, so that n-grams are found."""
     sizes = {"intermediate_size": 3 * hidden, "max_position_embeddings": 4096}
-    return make_llama(layers, hidden, vocab, **sizes).to(dtype)
+    return make_llama(layers, hidden, vocab, initializer_range=0.02, **sizes).to(dtype)
 
 
 def make(name: str, target: Target) -> Drafter | None:

@@ -389,7 +389,7 @@ def test_a_refusal_that_only_rounding_explains_is_followed_by_a_draw_from_p(rule
     """
     p = source([0.5, 0.25, 0.25 - 1e-7], [0.5, 0.25, 0.25])
     q = source([0.5, 0.25, 0.25], [0.25, 0.25, 0.5])
-    high, correct = torch.full((2, 1), NEVER).double(), torch.full((2,), uniform).double()
+    high, correct = source([NEVER], [NEVER]), source([uniform, uniform])[0]
     laws = p[:, None].expand(-1, 2, -1), q[:, None]
     accepted, following = rule(torch.tensor([[2], [2]]), torch.ones(2, dtype=torch.long), *laws, high, correct)
     assert (accepted.tolist(), following.tolist()) == ([0, 0], expected)
@@ -1246,7 +1246,7 @@ def test_drawing_and_accepting_with_the_same_uniforms_is_caught(k):
         accept, chains = uniforms[:, :k] if shared else uniforms[:, k : 2 * k], nodes[:, 1:]
         laws = target[nodes], drafter[nodes[:, :-1]]
         accepted, following = rejection(chains, torch.full((len(chains),), k), *laws, accept, uniforms[:, -1])
-        law = joint(target, chains, accepted, following, torch.full((len(chains),), 1 / len(chains)).double())
+        law = joint(target, chains, accepted, following, torch.ones(len(chains)).double() / len(chains))
         found = distance(law, after(target, k + 1)[-1])
         assert found > 0.01 if shared else found < EXACT
 

@@ -119,8 +119,8 @@ def draft_times(
 ) -> list[float]:
     """Return the median seconds of drafting a chain of 0, 1, …, `depth` tokens greedily; the first is 0.
 
-    Each is timed as the decoder asks for it: after an `update` of a round of that depth, of whose drafts half were
-    kept. `update` itself is not part of it. The text stays near `context`.
+    Each follows an `update`, which is not timed, by a round of that depth that kept half of its drafts. The text stays
+    near `context`.
 
     Args:
         whole: time that `update`, too: some drafters read there what others read when they draft. Where rounds have
@@ -148,12 +148,11 @@ def _captured_draft(target: Target, drafter: Drafter, depth: int, batch: int, co
     drafting.fix(_window(context + _GROWTH, depth))
     for _ in range(2):
         drafting.round(depth)
-    # The graph reads them, so they must outlive it.
     inputs = [cache.lengths for cache in drafting.session.caches()] + drafting.session.carried()
     work = captured(partial(drafting.draft, depth), target.device, warm=False)  # the rounds were the warm-up
     if isinstance(work, CapturedReplay):
         seconds = medians({depth: work}, target.device, repeats)[depth]
-        del inputs
+        del inputs  # which the graph has read
         return seconds
     drafting.reopen()
     return _in_rounds(drafting, [depth], repeats)[depth]
@@ -190,14 +189,11 @@ def _kept(depth: int) -> int:
 
 
 class _Drafting:
-    """A drafter's session in the middle of a text, and rounds that keep half of their drafts.
-
-    Attributes:
-        start, limit: lengths at which the text begins, and begins again. length: of the text now.
-    """
+    """A drafter's session in the middle of a text of `length` tokens, and rounds that keep half of their drafts."""
 
     def __init__(self, target: Target, drafter: Drafter, batch: int, context: int, depth: int):
         self.target, self.drafter, self.batch = target, drafter, batch
+        # Lengths at which the text begins, and begins again.
         self.start, self.limit = _first(context), _first(context) + _grown(depth)
         room = _window(context + _GROWTH, depth) if _is_fixed(target) else 0
         self.tokens = random_tokens(target, batch, max(self.limit + depth + 1, room))
@@ -276,15 +272,14 @@ class RoundTimes:
 def costs_in_loop(curve: dict[int, float], rounds: dict[int, RoundTimes], one_pass: bool = False) -> Costs:
     """Return costs whose rounds take what they take in the decoder's loop.
 
+    A plain round is a pass and the `host`; where it is faster than a pass by itself (captured graphs), passes count as
+    what they take beyond it. What a chain takes beyond its pass is drafting. Depths between those timed are
+    interpolated. More work never takes less time: passes and rounds are the nearest curves that rise.
+
     Args:
         curve: seconds of a target pass by itself, by number of drafts.
         rounds: of chains, by depth; 0 is plain.
         one_pass: drafting costs the same at any depth (`Abilities.one_pass`): the median of what it took is the price.
-
-    A plain round is a pass and the `host`; where it is faster than a pass by itself (captured graphs), passes count as
-    what they take beyond it. What a chain takes beyond its pass is drafting. Depths between those timed are
-    interpolated. More work never takes less time: passes and rounds are the nearest curves that rise (isotonic
-    regression).
     """
     widths, depths = sorted(curve), sorted(rounds)
     alone, whole = _rising([curve[n] for n in widths]), _rising([rounds[d].seconds for d in depths])

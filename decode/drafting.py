@@ -39,32 +39,22 @@ from .sampling import (
 
 @dataclass(frozen=True)
 class SamplerConfig:
-    """How tokens are drawn from logits, by drafter and target alike.
-
-    Attributes:
-        sampling: temperature, filters and penalties.
-        processors: what the penalties and bans need; None if there are none.
-        vocab: V.
-    """
+    """How tokens are drawn from logits, by drafter and target alike."""
 
     sampling: Sampling
-    processors: Processors | None
+    processors: Processors | None  # for penalties and bans; None if there are none
     vocab: int
 
 
 @dataclass(frozen=True)
 class Draft:
-    """A proposal on its way to the target.
-
-    Attributes:
-        probs: the distributions its tokens were drawn from: for a chain `[B, N, V]`, for a tree at each place
-            `[B, 1 + N, V]`; None if they were not drawn.
-        peaks: for each of the drafter's distributions a number that is finite only if its logits are (see `finite`),
-            `[B, …]` each.
-    """
+    """A proposal on its way to the target."""
 
     proposal: Proposal
+    # The distributions its tokens were drawn from: for a chain [B, N, V], for a tree at each place [B, 1 + N, V]; None
+    # if they were not drawn.
     probs: Tensor | None = None
+    # For each of the drafter's distributions a number that is finite only if its logits are, [B, …]; see `finite`.
     peaks: Sequence[Tensor] = ()
 
 
@@ -97,18 +87,12 @@ class Children(NamedTuple):
 
 @dataclass(frozen=True)
 class DraftSampler:
-    """Picks draft tokens under the target's own processors and filters.
+    """Picks draft tokens under the target's own processors and filters."""
 
-    Attributes:
-        rule: how the proposal will be verified; decides how tokens are picked.
-        keys: of every draw; `keys.first` is the first token drafted.
-        context: of that token, if there are processors.
-    """
-
-    rule: Rule
+    rule: Rule  # how the proposal will be verified; decides how tokens are picked
     config: SamplerConfig
-    keys: Keys
-    context: Context | None = None
+    keys: Keys  # of every draw; `keys.first` is the first token drafted
+    context: Context | None = None  # of that token, if there are processors
 
     def next_token(
         self, logits: Tensor, token_ids: Tensor | None, depth: int = 0, context: Context | None = None
@@ -170,7 +154,10 @@ class DraftSampler:
 
     def _processed(self, logits: Tensor, token_ids: Tensor | None, context: Context | None) -> Tensor:
         """Return logits `[B, W, V']` over the whole vocabulary, `[B, W, V]`, after the processors."""
-        logits, processors = _spread(logits, token_ids, self.config.vocab), self.config.processors
+        logits, processors = logits.float(), self.config.processors
+        if token_ids is not None:
+            whole = logits.new_full((*logits.shape[:-1], self.config.vocab), float("-inf"))
+            logits = whole.scatter(-1, token_ids.expand_as(logits), logits)
         if processors is None or context is None:
             return logits
         processed = processors(logits, context)
@@ -193,15 +180,6 @@ def _top(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     top, best = logits.float().log_softmax(-1).topk(count, -1), highest(logits).token[..., None]
     others = torch.where(top.indices == best, top.indices[..., :1], top.indices)[..., 1:]
     return torch.cat([best, others], -1), top.values
-
-
-def _spread(logits: Tensor, token_ids: Tensor | None, vocab: int) -> Tensor:
-    """Turn logits over a pruned vocabulary `[..., V']` into logits over the whole one `[..., V]`, fp32."""
-    logits = logits.float()
-    if token_ids is None:
-        return logits
-    whole = logits.new_full((*logits.shape[:-1], vocab), float("-inf"))
-    return whole.scatter(-1, token_ids.expand_as(logits), logits)
 
 
 # ------------------------------------------------------------ chains

@@ -26,7 +26,7 @@ from ..targets.attention import steady_kernels
 from ..targets.fast import by_library, use_fast_pass, use_fastest_pass
 from .control import Controller, Schedule
 from .drafting import SamplerConfig
-from .finite import NonFiniteTracer, not_finite_error
+from .finite import NonFiniteTracer
 from .hashing import Seed, seed_on
 from .memory import Load, require_memory
 from .plan import Plan
@@ -419,7 +419,14 @@ class Run:
         """Raise BadInputError, naming the layer, if the logits of an unfinished row are not finite."""
         for i, row in zip(self.active, rows, strict=True):
             if row.not_finite and not self.sequences[i].done:
-                raise not_finite_error(self._traced(i), self.target.dtype, i, len(self.sequences[i].tokens))
+                count, is_narrow = len(self.sequences[i].tokens), self.target.dtype == torch.float16
+                raise BadInputError(
+                    f"prompt {i}, after {count} new {'token' if count == 1 else 'tokens'}: the logits are not finite "
+                    "(NaN or infinite), so no token can be drawn from them. "
+                    f"{self._traced(i).explanation()} Take a good copy of the weights."
+                    + " Or load the target in bfloat16 or float32: float16 ends at 65504."
+                    * is_narrow
+                )
 
     def _traced(self, i: int) -> NonFiniteTracer:
         """Return a tracer after one prefill and one round of sequence `i` alone, up to where it is now."""

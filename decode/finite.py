@@ -15,8 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ..common import BadInputError
-
 
 def are_finite(values: list[Tensor]) -> Tensor:
     """Return for each row whether the numbers `[B, P]` are all finite, `[B]`."""
@@ -70,16 +68,6 @@ class NonFiniteTracer:
         bad = 0 if self._layer is None else sum(_count(p) for p in self._layer.parameters())
         weights = f", {bad} of whose weights are not finite" if bad else ""
         return f"The first output that is not finite is that of {self.origin}{weights}."
-
-
-def not_finite_error(tracer: NonFiniteTracer, dtype: torch.dtype, prompt: int, num_new: int) -> BadInputError:
-    """Return the error that ends a generation whose logits are not finite."""
-    narrow = " Or load the target in bfloat16 or float32: float16 ends at 65504." if dtype == torch.float16 else ""
-    tokens = "token" if num_new == 1 else "tokens"
-    return BadInputError(
-        f"prompt {prompt}, after {num_new} new {tokens}: the logits are not finite (NaN or infinite), so no token can "
-        f"be drawn from them. {tracer.explanation()} Take a good copy of the weights.{narrow}"
-    )
 
 
 def _count(tensor: Tensor) -> int:

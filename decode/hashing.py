@@ -50,10 +50,7 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def seed_on(device: torch.device, seed: Seed) -> Tensor:
-    """Return the seed as a number on `device`, `[]`.
-
-    Seeds count modulo 2**64; they are filled in there, never copied.
-    """
+    """Return the seed, modulo 2**64, as a number `[]` on `device`: filled in there, never copied."""
     if isinstance(seed, Tensor):
         return seed
     return torch.full((), (seed + 2**63) % 2**64 - 2**63, dtype=torch.long, device=device)

@@ -42,24 +42,16 @@ _NOTHING_LEFT, _NOT_FINITE = -1, -2  # in place of a token that follows; see `Ro
 
 @dataclass(frozen=True)
 class RoundSetup:
-    """What does not change from round to round of one request.
-
-    Attributes:
-        plan: no deeper than the drafter drafts.
-        abilities: the drafter's; all off where there is none.
-        taps: hidden states that the drafter reads.
-        may_sync: whether the host may wait for the device inside a round, to learn whether a chain has ended. It may
-            not in a round of fixed shape.
-        on_verdict: called with every verdict; for measurements.
-    """
+    """What does not change from round to round of one request."""
 
     target: Target
-    plan: Plan
+    plan: Plan  # no deeper than the drafter drafts
     sampler_config: SamplerConfig
-    abilities: Abilities = field(default_factory=Abilities)
-    taps: tuple[int, ...] = ()
+    abilities: Abilities = field(default_factory=Abilities)  # the drafter's; all off where there is none
+    taps: tuple[int, ...] = ()  # hidden states that the drafter reads
+    # Whether the host may wait for the device, to learn whether a chain has ended: not in a round of fixed shape.
     may_sync: bool = True
-    on_verdict: Callable[[Verdict], None] | None = None
+    on_verdict: Callable[[Verdict], None] | None = None  # called with every verdict; for measurements
 
     @property
     def lossy(self) -> bool:
@@ -78,24 +70,15 @@ class RoundSetup:
 
 @dataclass(frozen=True)
 class RoundState:
-    """What a round leaves for the round after it.
+    """What a round leaves for the round after it."""
 
-    Attributes:
-        root: each row's last token, not processed yet, `[B]`.
-        sequences: which sequence each row is, `[B]`; keys its randomness, with `seed`.
-        speculate: rows that are drafted for, `[B]` bool; None for all.
-        context: the processors' view of the committed text, the root included; None without processors.
-        cache: the target's, of the committed tokens but the root.
-        session: the drafter's; an empty one where nothing is drafted.
-    """
-
-    root: Tensor
-    sequences: Tensor
+    root: Tensor  # each row's last token, not processed yet, [B]
+    sequences: Tensor  # which sequence each row is, [B]; keys its randomness, with `seed`
     seed: Seed
-    speculate: Tensor | None
-    context: Context | None
-    cache: RaggedCache
-    session: Session
+    speculate: Tensor | None  # rows that are drafted for, [B] bool; None for all
+    context: Context | None  # the processors' view of the text, the root included; None without processors
+    cache: RaggedCache  # the target's, of the committed tokens but the root
+    session: Session  # the drafter's; an empty one where nothing is drafted
 
     @property
     def keys(self) -> Keys:
@@ -265,17 +248,11 @@ def draft(setup: RoundSetup, state: RoundState, depth: int) -> Draft:
         proposal = propose_confidently(session, root, depth, chain, setup.may_sync)
     else:
         proposal = session.propose(root, depth, chain.next_token, chain.ended if setup.may_sync else None)
-    drafted = chain.draft(proposal)
-    lengths = _lengths(plan, chain, drafted.proposal)
-    drafted = _masked(state, drafted, lengths)
-    return drafted if lengths is None or not setup.may_sync else _shortened(drafted)
-
-
-def _lengths(plan: Plan, chain: ChainDraft, proposal: Proposal) -> Tensor | None:
-    """Return how many tokens of its chain each row really proposes, `[B]`; None for all."""
+    lengths = chain.lengths  # of what each row really proposes, [B]; None for all
     if isinstance(plan.control, Schedule) and chain.reach:
-        return plan.control.lengths(torch.stack(chain.reach[: proposal.depth], 1))
-    return chain.lengths
+        lengths = plan.control.lengths(torch.stack(chain.reach[: proposal.depth], 1))
+    drafted = _masked(state, chain.draft(proposal), lengths)
+    return drafted if lengths is None or not setup.may_sync else _shortened(drafted)
 
 
 def _masked(state: RoundState, draft: Draft, lengths: Tensor | None) -> Draft:

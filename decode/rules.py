@@ -59,20 +59,15 @@ class Verdict(NamedTuple):
 
 @dataclass(frozen=True)
 class VerifyInputs:
-    """A proposal, and everything that a rule may use to judge it.
-
-    Attributes:
-        logits: the target's after root and drafts, processed, `[B, 1 + N, V]`.
-        draft_probs: the distributions the tokens were drawn from: for a chain `[B, N, V]`, for a tree at each place
-            `[B, 1 + N, V]`; None if they were not drawn.
-        keys: of every draw; the first logits predict the token `keys.first`.
-    """
+    """A proposal, and everything that a rule may use to judge it."""
 
     proposal: Proposal
-    logits: Tensor
+    logits: Tensor  # the target's after root and drafts, processed, [B, 1 + N, V]
+    # The distributions the tokens were drawn from: for a chain [B, N, V], for a tree at each place [B, 1 + N, V]; None
+    # if they were not drawn.
     draft_probs: Tensor | None
     sampling: Sampling
-    keys: Keys
+    keys: Keys  # of every draw; the first logits predict the token `keys.first`
 
     @cached_property
     def highest(self) -> Highest:
@@ -178,22 +173,14 @@ def _typical(case: VerifyInputs) -> Verdict:
 
 @dataclass(frozen=True)
 class Rule:
-    """One way to decide which drafts stay and which token follows them.
-
-    Attributes:
-        shapes: of the proposals that it can judge.
-        pick: how drafts are picked for it.
-        judge: decides a `VerifyInputs`.
-        logit_bytes: memory it makes of each of the target's logits, and of those of one place per row.
-        lossy: it changes the target's law: never chosen automatically, and labelled in every figure.
-    """
+    """One way to decide which drafts stay and which token follows them."""
 
     name: str
-    shapes: frozenset[DraftShape]
-    pick: DraftPolicy
+    shapes: frozenset[DraftShape]  # of the proposals that it can judge
+    pick: DraftPolicy  # how drafts are picked for it
     judge: Callable[[VerifyInputs], Verdict]
-    logit_bytes: tuple[int, int]
-    lossy: bool = False
+    logit_bytes: tuple[int, int]  # memory it makes of each of the target's logits, and of those of one place per row
+    lossy: bool = False  # it changes the target's law: never chosen automatically, and labelled in every figure
 
     @property
     def samples(self) -> bool:

@@ -1,9 +1,8 @@
 """Memory for rounds of fixed shapes, which lasts from request to request: on a GPU such rounds are captured as graphs.
 
 Every pass reads a window of the caches, whatever its rows' lengths; windows come in a few sizes, and a graph serves one
-window, depth, plan and sampling (seeds and sequence ids are inputs). A round drafts, verifies, accepts, compacts and
-leaves the next round's inputs without the host; the host then reads what it emitted, once. Where the host itself makes
-the proposal, of the text alone, it is an input. Rows that have finished run on idly and are ignored.
+window, depth, plan and sampling (seeds, sequence ids and the host's own proposals are inputs). The host reads what a
+round emitted, once. Rows that have finished run on idly and are ignored.
 
 `StaticBatch` holds the memory and runs the rounds; `Graphs`, after it, captures and replays work over fixed tensors.
 """

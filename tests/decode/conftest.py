@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LogitsProcessorList, 
 from transformers.generation import logits_process as library
 
 from outrider.decode import Sampling
-from outrider.heads import Drafter, DraftModel, Session
+from outrider.heads import Abilities, Drafter, DrafterConfig, DraftModel, Proposal, Session
 from outrider.targets import RowLengths, Target
 
 COMMON = {
@@ -60,6 +60,40 @@ def blurred(model: PreTrainedModel, by: float = 0.06) -> PreTrainedModel:
         for weight in copied.parameters():
             weight.add_(by * weight.std() * torch.randn(weight.shape, generator=generator))
     return copied
+
+
+class Scripted(Drafter):
+    """Proposes what a function gives for a row, how many tokens it has committed, the round's number, and a depth."""
+
+    name = "scripted"
+
+    def __init__(self, drafts: Callable[[int, int, int, int], list[int]]):
+        super().__init__(DrafterConfig())
+        self.drafts = drafts
+
+    @property
+    def abilities(self) -> Abilities:
+        return Abilities(deterministic=True)
+
+    def open(self, target, batch_size, max_length, spare=0, cache=None):
+        return ScriptedSession(self.drafts, batch_size)
+
+
+class ScriptedSession(Session):
+    def __init__(self, drafts: Callable[[int, int, int, int], list[int]], batch_size: int):
+        self.drafts, self.rows, self.known, self.number = drafts, list(range(batch_size)), [0] * batch_size, 0
+
+    def update(self, tokens, hidden, counts, path=None):
+        self.known = [n + c for n, c in zip(self.known, counts.values, strict=True)]
+
+    def propose(self, root, depth, choose, ended=None):
+        self.number += 1
+        rows = zip(self.rows, self.known, strict=True)
+        drafts = torch.tensor([self.drafts(row, known, self.number, depth) for row, known in rows], dtype=torch.long)
+        return Proposal.chain(drafts.reshape(len(root), -1), deterministic=True)
+
+    def select(self, rows):
+        self.rows, self.known = [self.rows[r] for r in rows], [self.known[r] for r in rows]
 
 
 def fresh_session(target: Target, drafter: Drafter, text: list[int]) -> Session:

@@ -9,60 +9,23 @@ from itertools import product
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from outrider.common import BadInputError, IncompatibleError
 from outrider.decode import Decoder, DecodeStats, Plan, Round, Sampling, Tree, depth_counts
-from outrider.heads import (
-    Abilities,
-    Choose,
-    Drafter,
-    DrafterConfig,
-    DraftModel,
-    Eagle3,
-    Eagle3Config,
-    Ngram,
-    NoDraftSession,
-    Proposal,
-)
-from outrider.heads.session import Ended
-from outrider.targets import RaggedCache, Target
+from outrider.heads import Drafter, DraftModel, Eagle3, Eagle3Config, Ngram
+from outrider.targets import Target
 
 from ..conftest import few
-from .conftest import library_texts, random_model, random_prompts, scaled
+from .conftest import Scripted, library_texts, random_model, random_prompts, scaled
 
 VOCAB = 64
 PROMPTS = random_prompts(5, 1, 9, 3)
 
 
-class Script(Drafter):
-    """Proposes what it was told to, round by round; every row the same."""
-
-    name = "script"
-
-    def __init__(self, rounds: list[list[int]]):
-        super().__init__(DrafterConfig())
-        self.rounds = rounds
-
-    @property
-    def abilities(self) -> Abilities:
-        return Abilities(deterministic=True)
-
-    def open(
-        self, target: Target, batch_size: int, max_length: int, spare: int = 0, cache: RaggedCache | None = None
-    ) -> ScriptSession:
-        return ScriptSession(list(self.rounds))
-
-
-class ScriptSession(NoDraftSession):
-    def __init__(self, rounds: list[list[int]]):
-        self.rounds = rounds
-
-    def propose(self, root: Tensor, depth: int, choose: Choose, ended: Ended | None = None) -> Proposal:
-        drafts = self.rounds.pop(0) if self.rounds else []
-        rows = torch.tensor([drafts[:depth]] * len(root), dtype=torch.long).reshape(len(root), -1)
-        return Proposal.chain(rows, deterministic=True)
+def script(rounds: list[list[int]]) -> Scripted:
+    """A drafter that proposes these drafts, round by round; every row the same."""
+    return Scripted(lambda row, known, number, depth: dict(enumerate(rounds, 1)).get(number, [])[:depth])
 
 
 def restricted(model: PreTrainedModel, allowed: Sequence[int]) -> PreTrainedModel:
@@ -197,8 +160,7 @@ def test_a_stop_that_spans_two_rounds_ends_the_text_at_once(target, itself, plan
 def test_a_stop_inside_a_round_cuts_the_text_and_the_counts_there(target):
     """Like an end token: what was drafted after it counts neither as drafted nor as accepted."""
     text = plain_text(target, 10)
-    script = Script([text[1:3], text[4:9]])
-    decoder = Decoder(target, script)
+    decoder = Decoder(target, script([text[1:3], text[4:9]]))
     out = decoder.generate([PROMPTS[0]], 10, plan=Plan(5), stop=lambda tokens: tokens == text[:6], ignore_eos=True)
     assert out.tokens == [text[:6]]
     assert out.rounds == [[Round(2, 2, 3), Round(drafted=1, accepted=1, emitted=2)]]
@@ -408,8 +370,8 @@ def test_rounds_and_figures_by_hand(target):
     """Drafts are scripted on the known text: 2 of 3, 0 of 3, nothing proposed, 3 of 3."""
     text = plain_text(target, 10)
     lie = [(t + 1) % VOCAB for t in text]
-    script = Script([[text[1], text[2], lie[3]], [lie[4], text[5], text[6]], [], text[6:9]])
-    out = Decoder(target, script).generate([PROMPTS[0]], 10, plan=Plan(3), ignore_eos=True)
+    drafts = [[text[1], text[2], lie[3]], [lie[4], text[5], text[6]], [], text[6:9]]
+    out = Decoder(target, script(drafts)).generate([PROMPTS[0]], 10, plan=Plan(3), ignore_eos=True)
     assert out.tokens == [text]
     assert out.rounds == [[Round(3, 2, 3), Round(3, 0, 1), Round(0, 0, 1), Round(3, 3, 4)]]
     stats = out.stats
@@ -435,7 +397,7 @@ def test_drafts_from_an_end_token_on_count_neither_as_drafted_nor_as_accepted(ta
     text = plain_text(target, 10)
     end_at(target, text[2])
     assert text[2] not in text[:2]
-    out = Decoder(target, Script([text[1:6]])).generate([PROMPTS[0]], 10, plan=Plan(5))
+    out = Decoder(target, script([text[1:6]])).generate([PROMPTS[0]], 10, plan=Plan(5))
     assert out.tokens == [text[:3]]
     assert out.rounds == [[Round(drafted=1, accepted=1, emitted=2)]]
 
@@ -443,8 +405,8 @@ def test_drafts_from_an_end_token_on_count_neither_as_drafted_nor_as_accepted(ta
 def test_an_end_token_that_is_the_targets_own_changes_no_count(target):
     text = plain_text(target, 10)
     end_at(target, text[3])
-    script = Script([[text[1], text[2], (text[3] + 1) % VOCAB]])
-    assert Decoder(target, script).generate([PROMPTS[0]], 10, plan=Plan(3)).rounds == [[Round(3, 2, 3)]]
+    drafter = script([[text[1], text[2], (text[3] + 1) % VOCAB]])
+    assert Decoder(target, drafter).generate([PROMPTS[0]], 10, plan=Plan(3)).rounds == [[Round(3, 2, 3)]]
 
 
 def test_a_round_cut_by_max_new_tokens_keeps_what_the_drafter_did(target, itself):

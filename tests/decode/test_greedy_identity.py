@@ -19,23 +19,11 @@ from transformers import PreTrainedModel
 
 from outrider.common import IncompatibleError
 from outrider.decode import Decoder, Plan, Sampling, Tree, rules
-from outrider.heads import (
-    Abilities,
-    Choose,
-    Drafter,
-    DrafterConfig,
-    DraftModel,
-    Eagle3,
-    Eagle3Config,
-    Ngram,
-    Proposal,
-    Session,
-)
-from outrider.heads.session import Ended
+from outrider.heads import Drafter, DraftModel, Eagle3, Eagle3Config, Ngram
 from outrider.targets import RaggedCache, RowLengths, Target
 from outrider.targets.cache_slots import Placement
 
-from .conftest import COMMON, blurred, library_texts, random_model, random_prompts
+from .conftest import COMMON, Scripted, blurred, library_texts, random_model, random_prompts
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -162,44 +150,15 @@ def make(name: str) -> PreTrainedModel:
 reference = partial(library_texts, new=NEW)
 
 
-class Prophet(Drafter):
-    """Knows the texts and lies now and then, so that rounds of one batch accept different numbers of drafts."""
+def prophet(texts: list[list[int]]) -> Scripted:
+    """A drafter that knows the texts and lies now and then: rounds of one batch accept different numbers of drafts."""
 
-    name = "prophet"
+    def drafts(row: int, known: int, number: int, depth: int) -> list[int]:
+        true = (texts[row] + [0] * 2 * depth)[known + 1 : known + 1 + depth]
+        lie_at = (number * 7 + row * 3) % (depth + 2)  # beyond depth: no lie
+        return [(t + 1) % VOCAB if j == lie_at else t for j, t in enumerate(true)]
 
-    def __init__(self, texts: list[list[int]]):
-        super().__init__(DrafterConfig())
-        self.texts = texts
-
-    @property
-    def abilities(self) -> Abilities:
-        return Abilities(deterministic=True)
-
-    def open(
-        self, target: Target, batch_size: int, max_length: int, spare: int = 0, cache: RaggedCache | None = None
-    ) -> ProphetSession:
-        return ProphetSession(self.texts, batch_size)
-
-
-class ProphetSession(Session):
-    def __init__(self, texts: list[list[int]], batch_size: int):
-        self.texts, self.rows, self.known, self.round = texts, list(range(batch_size)), [0] * batch_size, 0
-
-    def update(self, tokens: Tensor, hidden: Tensor | None, counts: RowLengths, path: Tensor | None = None) -> None:
-        self.known = [n + c for n, c in zip(self.known, counts.values, strict=True)]
-
-    def propose(self, root: Tensor, depth: int, choose: Choose, ended: Ended | None = None) -> Proposal:
-        self.round += 1
-        drafts = []
-        for row, known in zip(self.rows, self.known, strict=True):
-            true = (self.texts[row] + [0] * depth)[known + 1 : known + 1 + depth]
-            lie_at = (self.round * 7 + row * 3) % (depth + 2)  # beyond depth: no lie
-            true += [0] * (depth - len(true))
-            drafts.append([(t + 1) % VOCAB if j == lie_at else t for j, t in enumerate(true)])
-        return Proposal.chain(torch.tensor(drafts), deterministic=True)
-
-    def select(self, rows: list[int]) -> None:
-        self.rows, self.known = [self.rows[r] for r in rows], [self.known[r] for r in rows]
+    return Scripted(drafts)
 
 
 def every_drafter(target: Target, texts: list[list[int]]) -> dict[str, Drafter | None]:
@@ -209,7 +168,7 @@ def every_drafter(target: Target, texts: list[list[int]]) -> dict[str, Drafter |
         "ngram": Ngram(),
         "draft_model": DraftModel(blurred(target.model)),
         "eagle3": Eagle3.build(Eagle3Config(taps=(0, 2, 4)), target),
-        "prophet": Prophet([p + t for p, t in zip(PROMPTS, texts, strict=True)]),
+        "prophet": prophet([p + t for p, t in zip(PROMPTS, texts, strict=True)]),
     }
 
 

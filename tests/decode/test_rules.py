@@ -1214,25 +1214,21 @@ def test_without_a_bug_there_is_no_bias():
         assert coarse(on_chain(rule), [-1, 0, 1], "three symbols") < 1e-3
 
 
-@pytest.mark.parametrize(("name", "bug"), [*product(TREE_RULES, BOTH), *product(["traversal"], PATHS_ONLY)])
-def test_the_enumeration_catches(name, bug):
-    """Each planted bug is caught in a tree whose first draft has two children and whose second has none.
-
-    The bug that concerns it is caught where q runs out of tokens.
-    """
-    runs_out = bug == "what q cannot draw stays"
-    shape, symbols = ([-1, -1, -1], "q(x) = 0") if runs_out else ([-1, 0, 0, -1], "three symbols")
-    assert coarse(by_hand(name, bug), shape, symbols) > 0.01
-
-
-@pytest.mark.parametrize("bug", BLOCK)
-def test_the_enumeration_catches_in_a_block(bug):
-    assert coarse(on_chain(block_by_hand(bug)), [-1, 0, 1], "three symbols") > 0.01
+# In a tree whose first draft has two children and whose second has none, or where q runs out of tokens; and on chains.
+BRANCHES, RUNS_OUT = ([-1, 0, 0, -1], "three symbols"), ([-1, -1, -1], "q(x) = 0")
+PLANTED: dict[str, tuple[Rule, list[int], str]] = {
+    **{
+        f"{name}: {bug}": (by_hand(name, bug), *(RUNS_OUT if bug == "what q cannot draw stays" else BRANCHES))
+        for name, bug in (*product(TREE_RULES, BOTH), *product(["traversal"], PATHS_ONLY))
+    },
+    **{f"block: {bug}": (on_chain(block_by_hand(bug)), [-1, 0, 1], "three symbols") for bug in BLOCK},
+    **{f"rejection: {bug}": (on_chain(rule), [-1, 0], "three symbols") for bug, rule in REJECTION.items()},
+}
 
 
-@pytest.mark.parametrize("bug", REJECTION)
-def test_the_enumeration_catches_in_a_rejection(bug):
-    assert coarse(on_chain(REJECTION[bug]), [-1, 0], "three symbols") > 0.01
+@pytest.mark.parametrize("bug", PLANTED)
+def test_the_enumeration_catches(bug):
+    assert coarse(*PLANTED[bug]) > 0.01
 
 
 @pytest.mark.parametrize("k", [1, 2])

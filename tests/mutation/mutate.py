@@ -69,6 +69,7 @@ MODULES = {
         ("tests/heads/test_drafters.py", "tests/decode/test_conformance.py", "tests/decode/test_static.py"),
     ),
     "sampling": Module("decode/sampling.py", ("tests/decode/test_sampling.py",)),
+    "hashing": Module("decode/hashing.py", ("tests/decode/test_sampling.py", "tests/decode/test_hashing.py")),
     "control": Module("decode/control.py", ("tests/decode/test_control.py",)),
     "statistics": Module("eval/reports/statistics.py", ("tests/eval/reports/test_statistics.py",)),
     "figures": Module("eval/reports/figures.py", ("tests/eval/reports/test_statistics.py",)),

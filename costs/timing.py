@@ -42,7 +42,7 @@ def turns(keys: Sequence[Key], repeats: int) -> Iterator[tuple[Key, bool]]:
 
 
 def rotated(entries: Sequence[T], turn: int) -> list[T]:
-    """Return the entries in the order of a turn: who starts moves on by one with each."""
+    """Return the entries in the order of a turn: the first place moves on by one entry with each."""
     first = turn % len(entries) if entries else 0
     return [*entries[first:], *entries[:first]]
 

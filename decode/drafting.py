@@ -58,9 +58,6 @@ class Draft:
     peaks: Sequence[Tensor] = ()
 
 
-# ------------------------------------------------------------ one pick
-
-
 class NextToken(NamedTuple):
     """The next token of each row's chain."""
 
@@ -383,11 +380,7 @@ class _Candidates:
         self.read = torch.cat([self.read, self.tokens.new_full(scores.shape, -1)], 1)
 
     def mark_read(self, nodes: Tensor, first: int) -> Tensor:
-        """Mark `nodes` `[B, W]` as read, as number `first` and those after it.
-
-        Returns:
-            When their parents were read, −1 for the root, `[B, W]`.
-        """
+        """Mark `nodes` `[B, W]` as read, from number `first` on; return when their parents were, −1 for the root."""
         above = self.parents.gather(1, nodes)
         order = torch.where(above < 0, -1, self.read.gather(1, above.clamp(min=0)))
         numbers = first + torch.arange(nodes.shape[1], device=nodes.device)

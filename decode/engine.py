@@ -68,11 +68,6 @@ class Decoder:
             drafter.check(target)
             drafter.to(target.device).eval()
 
-    @property
-    def static(self) -> bool:
-        """Whether rounds have fixed shapes, where drafter and target allow it."""
-        return self.static_batches.wanted
-
     def generate(
         self,
         prompts: Sequence[Sequence[int]],

@@ -152,9 +152,6 @@ def _gib(count: int) -> str:
     return f"{count / 2**30:.1f}" if count >= 2**30 // 10 else f"{count / 2**30:.3f}"
 
 
-# ------------------------------------------------------------ working memory
-
-
 def _places(drafter: Drafter | None, load: Load) -> int:
     """Return how many tokens of a row the largest verification pass has."""
     grows = drafter is None or drafter.abilities.reads_nodes

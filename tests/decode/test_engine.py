@@ -262,10 +262,9 @@ def test_a_drafter_of_another_target_is_refused(tiny_llama, target):
 
 # ------------------------------------------------------------ extreme distributions
 
-RULES = ("rejection", "candidates", "coupled")
 BRANCHES = Tree((-1, -1, 0, 0, 1, 2))
 PLANS = [
-    *(Plan(3, verify=rule) for rule in (*RULES, "block")),
+    *(Plan(3, verify=rule) for rule in ("rejection", "candidates", "coupled", "block")),
     *(Plan(tree=BRANCHES, verify=rule) for rule in ("without_replacement", "traversal", "candidates", "coupled")),
     *(Plan(3, width=2, nodes=5, verify=rule) for rule in ("candidates", "coupled")),
 ]

@@ -91,27 +91,13 @@ RUNS: list[tuple[str, str, Plan, Sampling]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "size", "plan", "sampling"), RUNS)
-def test_the_budget_is_what_a_generation_allocates(name, size, plan, sampling):
-    close(name, size, plan, sampling)
+OTHERWISE = [(torch.bfloat16, False), (torch.float32, True)]
+CASES = [(*run, torch.float32, False) for run in RUNS]
+CASES += [(*RUNS[i], *how) for i in (0, 4, 8, 14, 19) for how in OTHERWISE]
 
 
-FEW = [RUNS[i] for i in (0, 4, 8, 14, 19)]
-
-
-@pytest.mark.parametrize(("name", "size", "plan", "sampling"), FEW)
-def test_the_budget_is_what_a_generation_allocates_in_half_precision(name, size, plan, sampling):
-    close(name, size, plan, sampling, dtype=torch.bfloat16)
-
-
-@pytest.mark.parametrize(("name", "size", "plan", "sampling"), FEW)
-def test_the_budget_is_what_rounds_of_fixed_shapes_allocate(name, size, plan, sampling):
-    close(name, size, plan, sampling, fixed=True)
-
-
-def close(
-    name: str, size: str, plan: Plan, sampling: Sampling, fixed: bool = False, dtype: torch.dtype = torch.float32
-) -> None:
+@pytest.mark.parametrize(("name", "size", "plan", "sampling", "dtype", "fixed"), CASES)
+def test_the_budget_is_what_a_generation_allocates(name, size, plan, sampling, dtype, fixed):
     """All tensors of a generation that live at one time are what the budget says, within 5%."""
     vocab, rows, length, new = SIZES[size]
     target = Target(llama(vocab=vocab, dtype=dtype))

@@ -13,21 +13,12 @@ from outrider.heads import Drafter, DraftModel, Ngram
 from outrider.targets import Target
 
 from .conftest import blurred, library_texts, random_model, random_prompts
+from .test_greedy_identity import RECURRENT
 
 NEW = 40
 CHANGES = {"head_dim": 8, "max_position_embeddings": 256}
-QWEN3_NEXT = {
-    **CHANGES,
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-}
+LAYERS = ["linear_attention"] * 3 + ["full_attention"]
+QWEN3_NEXT = RECURRENT["qwen3_next"] | CHANGES | {"layer_types": LAYERS}
 # The second and third are further behind the first than a pass reads again.
 PROMPTS = random_prompts(50, 7, 26)
 CHAIN, TREE = Plan(4), Plan(3, width=2)
@@ -37,7 +28,7 @@ CHAIN, TREE = Plan(4), Plan(3, width=2)
 def target() -> Target:
     """Three layers of linear attention, and one of full attention."""
     made = Target(random_model("qwen3_next", QWEN3_NEXT))
-    assert made.config.layer_types == ["linear_attention"] * 3 + ["full_attention"]
+    assert made.config.layer_types == LAYERS
     return made
 
 

@@ -923,21 +923,22 @@ def test_on_a_chain_the_rule_for_trees_is_the_one_for_chains(rule, chain_rule):
     assert same(batch.verify(rule), batch.verify(on_chain(chain_rule)))
 
 
-@pytest.mark.parametrize("name", TREE_RULES)
+@pytest.mark.parametrize("name", SAMPLED)
 def test_the_sides_of_the_thresholds_decide(name):
     """What the enumeration rests on: any uniform does what the middle of its side does.
 
     And what follows depends on the path alone.
     """
-    trees, g = Trees.drawn(SHAPES["unbalanced"], *SOURCES["three symbols"]), torch.Generator().manual_seed(0)
+    rule, g = SAMPLED[name], torch.Generator().manual_seed(0)
+    trees = Trees.drawn(shape_for(name, "unbalanced"), *SOURCES["three symbols"])
     rows = torch.randint(len(trees.tokens), (5000,), generator=g)
-    accept, again = (torch.rand(5000, 5, dtype=torch.float64, generator=g) for _ in range(2))
+    accept, again = torch.rand(2, 5000, len(trees.parents), dtype=torch.float64, generator=g)
     correct = torch.rand(5000, dtype=torch.float64, generator=g)
-    limits = thresholds(TREE_RULES[name], trees)[rows]
+    limits = thresholds(rule, trees)[rows]
     middles = torch.where(accept < limits, limits, 1 + limits) / 2
-    found = trees.verify(TREE_RULES[name], rows, accept, correct)
-    assert same(found, trees.verify(TREE_RULES[name], rows, middles, correct))
-    other = trees.verify(TREE_RULES[name], rows, again, correct)
+    found = trees.verify(rule, rows, accept, correct)
+    assert same(found, trees.verify(rule, rows, middles, correct))
+    other = trees.verify(rule, rows, again, correct)
     alike = (found[1] == other[1]).all(1)
     assert 1000 < int(alike.sum()) < 5000
     assert torch.equal(found[2][alike], other[2][alike])

@@ -414,13 +414,12 @@ class Run:
         """Raise BadInputError, naming the layer, if the logits of an unfinished row are not finite."""
         for i, row in zip(self.active, rows, strict=True):
             if row.not_finite and not self.sequences[i].done:
-                count, is_narrow = len(self.sequences[i].tokens), self.target.dtype == torch.float16
+                count, advice = len(self.sequences[i].tokens), "Take a good copy of the weights."
+                if self.target.dtype == torch.float16:
+                    advice += " Or load the target in bfloat16 or float32: float16 ends at 65504."
                 raise BadInputError(
                     f"prompt {i}, after {count} new {'token' if count == 1 else 'tokens'}: the logits are not finite "
-                    "(NaN or infinite), so no token can be drawn from them. "
-                    f"{self._traced(i).explanation()} Take a good copy of the weights."
-                    + " Or load the target in bfloat16 or float32: float16 ends at 65504."
-                    * is_narrow
+                    f"(NaN or infinite), so no token can be drawn from them. {self._traced(i).explanation()} {advice}"
                 )
 
     def _traced(self, i: int) -> NonFiniteTracer:

@@ -1,9 +1,9 @@
 """The operations and bytes of passes, of training steps and of optimizers, counted on shapes.
 
-A training step is rehearsed on tensors without contents: the drafter's own code says what it computes and keeps. Only
-shapes are known, so what depends on contents is assumed: of a mask over positions a given share is true, of any other
-mask everything, a number that the host asks for is 0, and the answer to yes or no is yes (positions are in order, no
-row is packed). Heads that shorten their rows by what is supervised are so taken at their longest.
+A training step is rehearsed on tensors without contents. What depends on contents is assumed: of a mask over positions
+a given share is true, of any other mask everything, a number that the host asks for is 0, and the answer to yes or no
+is yes (positions are in order, no row is packed). Heads that shorten their rows by what is supervised are so taken at
+their longest.
 
 Shapes: B rows, T tokens, K taps, H hidden size.
 """
@@ -37,24 +37,18 @@ _INDEXED = {
 }
 
 
-# ------------------------------------------------------------ weights and passes
-
-
 def weight_bytes(model: nn.Module) -> int:
     """Return the bytes of a model's parameters and buffers."""
-    return sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
+    return sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
 
 
 def pass_bytes(target: Target) -> int:
-    """Return how many bytes of weights a plain step has to read.
-
-    All of a dense model's; the input embedding only where it is the output's too.
-    """
+    """Return the bytes of weights that a plain step reads: all but an input embedding that is not the output's too."""
     table, head = target.model.get_input_embeddings(), target.model.get_output_embeddings()
     read = {id(p): p for module in (target.body, head) for p in module.parameters()}
     if table.weight is not head.weight:
         read.pop(id(table.weight), None)
-    return sum(p.numel() * p.element_size() for p in read.values())
+    return sum(p.nbytes for p in read.values())
 
 
 def active_weights(model: Any, config: Any) -> int:
@@ -62,10 +56,8 @@ def active_weights(model: Any, config: Any) -> int:
     embeddings = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
     output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     embeddings |= {id(p) for p in output.parameters()} if output is not None else set()
-    experts = next(
-        (n for name in ("num_local_experts", "num_experts", "n_routed_experts") if (n := getattr(config, name, None))),
-        1,
-    )
+    counts = (getattr(config, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts"))
+    experts = next(filter(None, counts), 1)
     share = (getattr(config, "num_experts_per_tok", None) or experts) / experts
     total = 0.0
     for name, parameter in model.named_parameters():
@@ -84,10 +76,7 @@ def pass_flops(target: Target, rows: int, length: int) -> float:
 
 
 class Flops(TorchDispatchMode):
-    """A counter of operations, as torch.utils.flop_counter counts.
-
-    Its own mode also tracks modules, which `autograd.grad` inside a loss does not allow.
-    """
+    """Counts operations as torch.utils.flop_counter does, whose own mode allows no `autograd.grad` inside a loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,22 +98,13 @@ class Flops(TorchDispatchMode):
         return made
 
 
-# ------------------------------------------------------------ steps without contents
-
-
 @dataclass(frozen=True)
 class RehearsedStep:
-    """One micro-batch, forward and backward.
+    """One micro-batch, forward and backward."""
 
-    Attributes:
-        flops: of matrix products and attention; a multiplication and an addition are two.
-        peak: bytes of what the step makes, at most at one time, gradients included.
-        features: bytes of the hidden states that it is given.
-    """
-
-    flops: int
-    peak: int
-    features: int
+    flops: int  # of matrix products and attention; a multiplication and an addition are two
+    peak: int  # the most bytes at one time of what the step makes, gradients included
+    features: int  # bytes of the hidden states that it is given
 
 
 def rehearse(drafter: Drafter, target: Target, rows: int, length: int, supervised: float) -> RehearsedStep:
@@ -138,13 +118,8 @@ def rehearse(drafter: Drafter, target: Target, rows: int, length: int, supervise
     """
     states = torch.empty(rows, length, len(drafter.taps) + 1, target.hidden_size, dtype=target.dtype, device="meta")
     tokens = torch.zeros(rows, length, dtype=torch.long, device="meta")
-    batch = TargetBatch(
-        target,
-        tokens,
-        torch.ones_like(tokens, dtype=torch.bool),
-        states[:, :, :-1] if drafter.taps else None,
-        states[:, :, -1],
-    )
+    mask, hidden = torch.ones_like(tokens, dtype=torch.bool), states[:, :, :-1] if drafter.taps else None
+    batch = TargetBatch(target, tokens, mask, hidden, states[:, :, -1])
     memory, flops = PeakBytes(), Flops()
     try:
         with torch.device("meta"), FusedAttention(), memory, flops, AssumedContents(supervised):
@@ -154,7 +129,7 @@ def rehearse(drafter: Drafter, target: Target, rows: int, length: int, supervise
             f"a {drafter.name} drafter's training step cannot be planned without contents: {str(error).splitlines()[0]}"
         ) from error
     drafter.zero_grad(set_to_none=True)
-    return RehearsedStep(flops.total, memory.peak, states.numel() * states.element_size())
+    return RehearsedStep(flops.total, memory.peak, states.nbytes)
 
 
 @dataclass(frozen=True)
@@ -169,21 +144,14 @@ def rehearse_optimizer(drafter: Drafter, optimizer: torch.optim.Optimizer, is_fu
     """Count a step of the optimizer of a drafter's trained weights.
 
     Args:
-        is_fused: whether its steps are fused and so work in place. Fusing needs a device, so the one that is given is
-            not; it keeps the same states.
+        is_fused: whether the real one's steps work in place; fusing needs a device, so the one that is given does not.
     """
     for parameter in drafter.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.empty_like(parameter)
-    memory = PeakBytes()
-    with memory:
+    with PeakBytes() as memory:
         optimizer.step()
-    states = sum(
-        t.numel() * t.element_size()
-        for state in optimizer.state.values()
-        for t in state.values()
-        if isinstance(t, Tensor)
-    )
+    states = sum(t.nbytes for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor))
     drafter.zero_grad(set_to_none=True)
     return OptimizerBytes(states, 0 if is_fused else max(0, memory.peak - states))
 
@@ -223,10 +191,7 @@ class AssumedContents(TorchDispatchMode):
 
 
 class FusedAttention(TorchFunctionMode):
-    """A mode in which attention is what devices compute, without scores in memory.
-
-    Without contents torch would take the one that writes them down.
-    """
+    """A mode in which attention keeps no scores in memory, as on devices; torch's own without contents would."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

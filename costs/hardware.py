@@ -1,8 +1,7 @@
 """How fast machines are: GPUs by their data sheets, this one by measurement, and what a drafter would reach on others.
 
-Seconds of a GPU are the work divided by the GPU's best, times the share of it that is assumed to be reached. What is
-measured here is the work itself in small: answers of the target in one batch, a step of training, a pass for one row.
-Nothing is concluded from a processor's description of itself.
+What is measured here is the work itself in small: answers of the target in one batch, a step of training, a pass for
+one row. Nothing is concluded from a processor's description of itself.
 """
 
 from __future__ import annotations
@@ -67,8 +66,6 @@ GPUS = (
 )
 
 
-# ------------------------------------------------------------ the pace of this machine
-
 _REALLY_FASTER = 0.95  # bfloat16 must take less than this part of what float32 takes
 _ROUNDS, _WIDTHS, _REPEATS = 6, (0, 4), 7
 _OPTIMIZER = 1.25  # of a step: what the optimizer and the trainer around it add
@@ -76,20 +73,14 @@ _OPTIMIZER = 1.25  # of a step: what the optimizer and the trainer around it add
 
 @dataclass(frozen=True)
 class Pace:
-    """Seconds that this machine takes, in the precision that is faster on it.
+    """Seconds that this machine takes, in the precision that is faster on it."""
 
-    Attributes:
-        dtype: of the target's weights. bf16: whether training multiplies in bfloat16.
-        prefill: of one prompt's token in a large batch. answer: of one more token of each row of that batch.
-        step: of training. token: of a pass of the target for one row.
-    """
-
-    dtype: str
-    bf16: bool
-    prefill: float
-    answer: float
-    step: float
-    token: float
+    dtype: str  # of the target's weights
+    bf16: bool  # whether training multiplies in bfloat16
+    prefill: float  # of one prompt's token in a large batch
+    answer: float  # of one more token of each row of that batch
+    step: float  # of training
+    token: float  # of a pass of the target for one row
 
     def seconds(self, prefills: float = 0, answers: float = 0, steps: float = 0, tokens: float = 0) -> float:
         """Return the seconds of so much of each kind of work."""
@@ -106,21 +97,16 @@ def measure_pace(recipe: Recipe) -> Pace:
     bfloat16 is taken where it is really faster: for training, where a step is; for the target's weights, where a
     step, a pass for one row and a batch of answers all are.
     """
-    target = _load_target(recipe, "float32")
-    prompts = collect(
-        recipe.data.prompts,
-        target.require_tokenizer(),
-        recipe.data.batch_size,
-        PromptReading(recipe.data.max_prompt_tokens, recipe.template, whole=True),
-    ).prompts
+    target, data = _load_target(recipe, "float32"), recipe.data
+    reading = PromptReading(data.max_prompt_tokens, recipe.template, whole=True)
+    prompts = collect(data.prompts, target.require_tokenizer(), data.batch_size, reading).prompts
     full = _measure_pace(recipe, target, prompts, bf16=False)
     step = _step_seconds(recipe, target, prompts, bf16=True)
     if step >= _REALLY_FASTER * full.step:
         return full
     half = _measure_pace(recipe, _load_target(recipe, "bfloat16"), prompts, bf16=True)
-    better = all(
-        getattr(half, name) < _REALLY_FASTER * getattr(full, name) for name in ("prefill", "answer", "token", "step")
-    )
+    names = ("prefill", "answer", "token", "step")
+    better = all(getattr(half, name) < _REALLY_FASTER * getattr(full, name) for name in names)
     return half if better else replace(full, bf16=True, step=step)
 
 
@@ -148,9 +134,8 @@ def _step_seconds(recipe: Recipe, target: Target, prompts: Sequence[Prompt], bf1
     counts = torch.ones(target.vocab_size, dtype=torch.long)
     drafter = head.build(config, target, counts).float().to(target.device).train()
     rows = int(recipe.training.get("per_device_train_batch_size", 8))
-    length = min(
-        target.max_context or 1024, recipe.data.max_new_tokens + int(statistics.mean(len(p.tokens) for p in prompts))
-    )
+    length = recipe.data.max_new_tokens + int(statistics.mean(len(p.tokens) for p in prompts))
+    length = min(target.max_context or 1024, length)
     tokens = torch.randint(target.vocab_size, (rows, length), generator=torch.Generator().manual_seed(0))
     step = _training_step(target, drafter, tokens.to(target.device), bf16)
     return _OPTIMIZER * statistics.median([timed(step, target.device) for _ in range(4)][1:])
@@ -168,25 +153,17 @@ def _training_step(target: Target, drafter: Drafter, tokens: Tensor, bf16: bool)
     return work
 
 
-# ------------------------------------------------------------ a large target on other machines
-
 SHOWN = ("L40S", "A100-80G", "H100", "B200")
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """The estimate for a large target.
+    """The estimate for a large target."""
 
-    Attributes:
-        ratio: what a draft step costs, in passes of the target.
-        depth, tau: of the chain that is best at that ratio, by the measured rounds.
-        tokens_per_second: by GPU, without the drafter and with it.
-    """
-
-    ratio: float
-    depth: int
-    tau: float
-    tokens_per_second: dict[str, tuple[float, float]]
+    ratio: float  # what a draft step costs, in passes of the target
+    depth: int  # of the chain that is best at that ratio, by the measured rounds
+    tau: float  # of that chain
+    tokens_per_second: dict[str, tuple[float, float]]  # by GPU, without the drafter and with it
 
     @property
     def speedup(self) -> float:

@@ -1,6 +1,6 @@
 """What rounds cost on this machine: passes of the target and drafting by themselves, and whole rounds in the loop.
 
-Everything is timed in turns (`costs.timing`). On a GPU passes read a window of the cache, as the decoder's own do.
+On a GPU passes read a window of the cache, as the decoder's own do.
 
 Tokens/s of a plan are predicted as
 
@@ -37,8 +37,6 @@ from .timing import CapturedReplay, captured, medians, timed, turns
 _GROWTH = 64  # a text that is drafted from gets this much longer before it begins again
 _CHUNK = 16_384  # tokens that a drafter reads at once while its session is filled
 
-# ------------------------------------------------------------ passes of the target
-
 
 def verify_times(
     target: Target,
@@ -52,17 +50,14 @@ def verify_times(
 
     Args:
         widths: numbers of drafts; 0 for the root alone.
-        context: committed entries that the passes come after. Of a batch the first row has so many and the others up to
-            3 fewer: real batches are ragged, and a ragged cache is written in another way.
+        context: committed entries that the passes come after, see `ragged_lengths`.
         taps: hidden states that the drafter would have read.
 
     Raises:
         BadInputError: a size below its least value, or a pass that leaves the target's context.
     """
     if not widths or min(widths) < 0:
-        raise BadInputError(
-            f"verify_times: widths are numbers of drafts, 0 or more, at least one of them; got {list(widths)}."
-        )
+        raise BadInputError(f"verify_times: widths are one or more numbers of drafts, 0 or more; got {list(widths)}.")
     longest = max(widths)
     _check(target, batch, context, repeats, ahead=longest + 1)
     with torch.inference_mode(), steady_kernels():
@@ -90,13 +85,9 @@ def _pass(
 
 
 def committed_cache(target: Target, batch: int, context: int, room: int) -> RaggedCache:
-    """Return a cache as after `context` tokens per row (ragged, see `ragged_lengths`), with `room` more slots.
-
-    Keys and values are random numbers: what a pass costs does not depend on them (but zeros could run faster on a GPU).
-    A target with recurrent layers reads random tokens.
-    """
+    """Return a cache as after `context` random tokens per row (see `ragged_lengths`), with `room` more slots."""
     cache = target.new_cache(batch, context + room)
-    if target.rewinds:
+    if target.rewinds:  # what a pass costs does not depend on keys and values, but zeros could run faster on a GPU
         layers: list[Any] = list(cache.layers)
         for store in (store for layer in layers for store in (layer.keys, layer.values) if store is not None):
             store.normal_()
@@ -107,7 +98,7 @@ def committed_cache(target: Target, batch: int, context: int, room: int) -> Ragg
 
 
 def ragged_lengths(batch: int, length: int) -> list[int]:
-    """Return `length` for the first row, up to 3 less for the others."""
+    """Return `length` for the first row, up to 3 less for the others: a ragged cache is written in another way."""
     return [max(1, length - row % 4) for row in range(batch)]
 
 
@@ -115,9 +106,6 @@ def random_tokens(target: Target, batch: int, count: int, seed: int = 0) -> Tens
     """Return `[batch, count]` token ids, always the same."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(target.vocab_size, (batch, count), generator=generator).to(target.device)
-
-
-# ------------------------------------------------------------ drafting
 
 
 def draft_times(
@@ -131,12 +119,12 @@ def draft_times(
 ) -> list[float]:
     """Return the median seconds of drafting a chain of 0, 1, …, `depth` tokens greedily; the first is 0.
 
-    Each is timed as the decoder asks for it: after an `update` of a round of that depth, of whose drafts half were
-    kept. `update` itself is not part of it. The text stays near `context`.
+    Each follows an `update`, which is not timed, by a round of that depth that kept half of its drafts. The text stays
+    near `context`.
 
     Args:
-        whole: that `update` is timed along. Some drafters read there what others read when they draft; where rounds
-            have fixed shapes it is never part of it.
+        whole: time that `update`, too: some drafters read there what others read when they draft. Where rounds have
+            fixed shapes it is never part of it.
 
     Raises:
         BadInputError: a size below its least value, or one that leaves the target's context.
@@ -160,25 +148,22 @@ def _captured_draft(target: Target, drafter: Drafter, depth: int, batch: int, co
     drafting.fix(_window(context + _GROWTH, depth))
     for _ in range(2):
         drafting.round(depth)
-    # The graph reads them, so they must outlive it.
     inputs = [cache.lengths for cache in drafting.session.caches()] + drafting.session.carried()
     work = captured(partial(drafting.draft, depth), target.device, warm=False)  # the rounds were the warm-up
     if isinstance(work, CapturedReplay):
         seconds = medians({depth: work}, target.device, repeats)[depth]
-        del inputs
+        del inputs  # which the graph has read
         return seconds
     drafting.reopen()
     return _in_rounds(drafting, [depth], repeats)[depth]
 
 
 def _in_rounds(drafting: _Drafting, depths: Sequence[int], repeats: int, whole: bool = False) -> dict[int, float]:
-    """Return the median seconds of drafting each of `depths`, one real round after the other.
-
-    `whole`: with the `update` after it.
-    """
+    """Return the median seconds of drafting each of `depths`, one real round after the other."""
     spent: dict[int, list[float]] = {d: [] for d in depths}
     for d, counts in turns(depths, repeats):
-        drafting.make_room(d)
+        if drafting.length + 2 * _kept(d) > drafting.limit:
+            drafting.reopen()
         drafting.round(d)  # so that the one that is timed reads as much as it drafts
         seconds = timed(partial(drafting.round if whole else drafting.draft, d), drafting.target.device)
         if not whole:
@@ -204,14 +189,11 @@ def _kept(depth: int) -> int:
 
 
 class _Drafting:
-    """A drafter's session in the middle of a text, and rounds that keep half of their drafts.
-
-    Attributes:
-        start, limit: lengths at which the text begins, and begins again. length: of the text now.
-    """
+    """A drafter's session in the middle of a text of `length` tokens, and rounds that keep half of their drafts."""
 
     def __init__(self, target: Target, drafter: Drafter, batch: int, context: int, depth: int):
         self.target, self.drafter, self.batch = target, drafter, batch
+        # Lengths at which the text begins, and begins again.
         self.start, self.limit = _first(context), _first(context) + _grown(depth)
         room = _window(context + _GROWTH, depth) if _is_fixed(target) else 0
         self.tokens = random_tokens(target, batch, max(self.limit + depth + 1, room))
@@ -248,11 +230,6 @@ class _Drafting:
         for cache in self.session.caches():
             cache.window = window
 
-    def make_room(self, depth: int) -> None:
-        """Begin again where two rounds would leave the text's limit."""
-        if self.length + 2 * _kept(depth) > self.limit:
-            self.reopen()
-
     def round(self, depth: int) -> None:
         """Draft, and update with what the target makes of it."""
         self.draft(depth)
@@ -279,21 +256,13 @@ def _most_probable(logits: Tensor, token_ids: Tensor | None) -> Tensor:
     return best if token_ids is None else token_ids[best]
 
 
-# ------------------------------------------------------------ whole rounds
-
-
 @dataclass(frozen=True)
 class RoundTimes:
-    """What rounds of one shape take in the decoder's loop, for a whole batch.
+    """What rounds of one shape take in the decoder's loop, for a whole batch."""
 
-    Attributes:
-        prefill, seconds: of the prefill and of a mean round.
-        running: share of the batch's rows that a mean round still serves; the others have finished.
-    """
-
-    prefill: float
-    seconds: float
-    running: float = 1.0
+    prefill: float  # seconds
+    seconds: float  # of a mean round
+    running: float = 1.0  # share of the batch's rows that a mean round still serves; the others have finished
 
     def tokens_per_second(self, tau: float, tokens: float, batch: int) -> float:
         """Return the predicted speed of requests of `tokens` new tokens each: the formula at the head of this file."""
@@ -303,40 +272,30 @@ class RoundTimes:
 def costs_in_loop(curve: dict[int, float], rounds: dict[int, RoundTimes], one_pass: bool = False) -> Costs:
     """Return costs whose rounds take what they take in the decoder's loop.
 
+    A plain round is a pass and the `host`; where it is faster than a pass by itself (captured graphs), passes count as
+    what they take beyond it. What a chain takes beyond its pass is drafting. Depths between those timed are
+    interpolated. More work never takes less time: passes and rounds are the nearest curves that rise.
+
     Args:
         curve: seconds of a target pass by itself, by number of drafts.
         rounds: of chains, by depth; 0 is plain.
         one_pass: drafting costs the same at any depth (`Abilities.one_pass`): the median of what it took is the price.
-
-    A plain round is a pass and the `host`; where it is faster than a pass by itself (captured graphs), passes count as
-    what they take beyond it. What a chain takes beyond its pass is drafting. Depths between those timed are
-    interpolated. More work never takes less time: passes and rounds are the nearest curves that rise (isotonic
-    regression).
     """
     widths, depths = sorted(curve), sorted(rounds)
     alone, whole = _rising([curve[n] for n in widths]), _rising([rounds[d].seconds for d in depths])
     base = min(alone[0], whole[0])
-    passes = Costs(
-        tuple((n, round(base + seconds - alone[0], 7)) for n, seconds in zip(widths, alone, strict=True)),
-        host=round(whole[0] - base, 7),
-    )
+    verify = tuple((n, round(base + seconds - alone[0], 7)) for n, seconds in zip(widths, alone, strict=True))
+    passes = Costs(verify, host=round(whole[0] - base, 7))
     if one_pass and len(depths) > 1:
         drafting = [max(0.0, s - passes.round_time(d)) for d, s in zip(depths, whole, strict=True) if d]
         return replace(passes, draft=(0.0, *[round(statistics.median(drafting), 7)] * max(depths)))
-    between = np.interp(range(max(depths) + 1), depths, whole)
-    return replace(
-        passes,
-        draft=tuple(
-            round(max(0.0, float(seconds) - passes.round_time(d)), 7) if d else 0.0 for d, seconds in enumerate(between)
-        ),
-    )
+    between = np.interp(range(1, max(depths) + 1), depths, whole)
+    drafting = [round(max(0.0, float(s) - passes.round_time(d)), 7) for d, s in enumerate(between, 1)]
+    return replace(passes, draft=(0.0, *drafting))
 
 
 def _rising(values: Sequence[float]) -> list[float]:
     return [float(v) for v in isotonic_regression(values).x]
-
-
-# ------------------------------------------------------------ rounds of fixed shapes
 
 
 def _is_fixed(target: Target) -> bool:
@@ -347,9 +306,6 @@ def _is_fixed(target: Target) -> bool:
 def _window(context: int, drafts: int) -> int:
     """Return the window that the decoder would take after `context` entries."""
     return window_of(context + margin(drafts, drafts, drafts))
-
-
-# ------------------------------------------------------------ what is refused
 
 
 def _check(target: Target, batch: int, context: int, repeats: int, ahead: int) -> None:

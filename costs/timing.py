@@ -1,7 +1,6 @@
-"""Pieces of work, timed in turns: in a rotating order and after a warm-up.
+"""Pieces of work, timed in turns, so that whatever else the machine does hits all alike.
 
-Whatever else the machine does hits all alike. Times are medians, in seconds; on a GPU each ends when the device has
-finished, and `captured` makes CUDA graphs of work.
+Times are medians, in seconds; on a GPU each ends when the device has finished.
 """
 
 from __future__ import annotations
@@ -36,17 +35,14 @@ def medians(works: Mapping[Key, Callable[[], object]], device: torch.device, rep
 
 
 def turns(keys: Sequence[Key], repeats: int) -> Iterator[tuple[Key, bool]]:
-    """Yield every key once per turn, and whether the turn counts: before those that do come a few that do not.
-
-    Who starts moves on by one with each turn.
-    """
+    """Yield every key once per turn, and whether the turn counts: the first few are a warm-up."""
     for turn in range(-WARM_UP, repeats):
         for key in rotated(keys, turn):
             yield key, turn >= 0
 
 
 def rotated(entries: Sequence[T], turn: int) -> list[T]:
-    """Return the entries in the order of a turn: who starts moves on by one with each."""
+    """Return the entries in the order of a turn: the first place moves on by one entry with each."""
     first = turn % len(entries) if entries else 0
     return [*entries[first:], *entries[:first]]
 
@@ -103,8 +99,7 @@ def captured(
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        _log.warning(
-            "a pass cannot be captured as a CUDA graph here, it is timed as it is: %s", str(error).splitlines()[0]
-        )
+        reason = str(error).splitlines()[0]
+        _log.warning("a pass cannot be captured as a CUDA graph here, it is timed as it is: %s", reason)
         return work
     return CapturedReplay(graph, work)

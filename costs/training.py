@@ -1,8 +1,8 @@
 """What a training will need, before anything is spent: parameters, memory, disk, operations and time.
 
 Bytes are exact where the code decides them (weights, gradients, optimizer states, features) and rehearsed without
-contents where a step does (`costs.counting`). Seconds are the work divided by what a device could do at best, times a
-utilisation that is assumed, not measured (`costs.hardware`).
+contents where a step does (`costs.counting`). Seconds are the work by the share of a device's best that is assumed to
+be reached (`costs.hardware`).
 """
 
 from __future__ import annotations
@@ -30,20 +30,14 @@ BUCKET = 500_000_000  # elements of a bucket in DeepSpeed's default config; it k
 
 @dataclass(frozen=True)
 class Workload:
-    """The sequences to learn from.
+    """The sequences to learn from."""
 
-    Attributes:
-        source: where the numbers come from, in words.
-        tokens: of all of them. longest: of the longest one. supervised: share of the tokens that are learned.
-        prompt_tokens: of the tokens, those that are given, not generated.
-    """
-
-    source: str
+    source: str  # where the numbers come from, in words
     sequences: int
-    tokens: int
-    longest: int
-    supervised: float
-    prompt_tokens: int
+    tokens: int  # of all of them
+    longest: int  # tokens of the longest one
+    supervised: float  # share of the tokens that are learned
+    prompt_tokens: int  # of the tokens, those that are given, not generated
 
     @property
     def mean_length(self) -> int:
@@ -77,29 +71,16 @@ class Memory:
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of the work.
-
-    Attributes:
-        flops: of all processes together. seconds: on each named GPU, with so many of them.
-    """
+    """A part of the work."""
 
     name: str
-    flops: float
-    seconds: dict[str, float]
+    flops: float  # of all processes together
+    seconds: dict[str, float]  # on each named GPU, with so many of them
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What a training will need: the answer of `plan`.
-
-    Attributes:
-        target_parameters, total_parameters, trained_parameters: of the target, of the drafter, and of those that a step
-            changes.
-        steps: optimizer steps. tokens_per_step: of all processes, at the mean length.
-        feature_bytes: on disk with `data.features: cached`; uses_features: whether this recipe asks for them.
-        checkpoint_bytes: of all checkpoints that are kept, with the final drafter.
-        notes: what to know before believing it.
-    """
+    """What a training will need: the answer of `plan`."""
 
     recipe: str
     target: str
@@ -110,17 +91,17 @@ class Needs:
     sharding: Sharding
     workload: Workload
     target_parameters: int
-    total_parameters: int
-    trained_parameters: int
-    steps: int
-    tokens_per_step: int
+    total_parameters: int  # of the drafter
+    trained_parameters: int  # of those, the ones that a step changes
+    steps: int  # of the optimizer
+    tokens_per_step: int  # of all processes, at the mean length
     memory: Memory
-    feature_bytes: int
-    uses_features: bool
-    checkpoint_bytes: int
+    feature_bytes: int  # on disk with `data.features: cached`
+    uses_features: bool  # whether this recipe asks for them
+    checkpoint_bytes: int  # of all checkpoints that are kept, with the final drafter
     stages: list[Stage]
     fits: dict[str, bool]
-    notes: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # what to know before believing it
 
 
 def features_bytes(target: Target, taps: Sequence[int], tokens: int, dtype: str = "auto") -> int:
@@ -131,23 +112,18 @@ def features_bytes(target: Target, taps: Sequence[int], tokens: int, dtype: str 
 
 @dataclass
 class TrainingEstimate:
-    """The estimate of one training, whose target and drafter are without contents.
-
-    Attributes:
-        pack: the tokens of a packed row; 0 where each row is one text. Packed rows are assumed to be full.
-        make_optimizer: the optimizer of the drafter's trained weights, and whether the real one's steps are fused.
-        processes: one device each. sharding: of the drafter's training.
-    """
+    """The estimate of one training, whose target and drafter are without contents."""
 
     recipe: Recipe
     args: TrainingArguments
     target: Target
     drafter: Drafter
     work: Workload
-    pack: int
+    pack: int  # the tokens of a packed row, assumed to be full; 0 where each row is one text
+    # The optimizer of the drafter's trained weights, and whether the real one's steps are fused.
     make_optimizer: Callable[[], tuple[torch.optim.Optimizer, bool]]
-    processes: int = 1
-    sharding: Sharding = "none"
+    processes: int = 1  # one device each
+    sharding: Sharding = "none"  # of the drafter's training
 
     def needs(self) -> Needs:
         """Return the needs of the training.
@@ -192,7 +168,9 @@ class TrainingEstimate:
     def _target_precision(self) -> str:
         return str(self.target.dtype).removeprefix("torch.")
 
-    # ------------------------------------------------------------ steps
+    @property
+    def _is_online(self) -> bool:
+        return self.recipe.data.features == "online"
 
     @property
     def _rows(self) -> int:
@@ -216,20 +194,15 @@ class TrainingEstimate:
         )
 
     def _rehearse(self, length: int) -> RehearsedStep:
-        """Return a step on rows of `length` tokens, in the precision of the training.
-
-        Without contents torch multiplies by groups of experts in bfloat16 only.
-        """
-        dtype = getattr(torch, self.precision)
-        step = rehearse(self.drafter.cast(dtype), self.target, self._rows, length, self.work.supervised)
+        """Return a step on rows of `length` tokens, in the precision of the training."""
+        drafter = self.drafter.cast(getattr(torch, self.precision))
+        step = rehearse(drafter, self.target, self._rows, length, self.work.supervised)
         self.drafter.cast(torch.float32)
         return step
 
     @cached_property
     def _optimizer(self) -> OptimizerBytes:
         return rehearse_optimizer(self.drafter, *self.make_optimizer())
-
-    # ------------------------------------------------------------ memory
 
     def _memory(self) -> Memory:
         length = max(self.work.longest, self.pack)
@@ -239,7 +212,6 @@ class TrainingEstimate:
         # Autocast keeps a copy of the weights in its own precision until the step is over; activations are all in it.
         mixed = self.precision != "float32"
         activations = max(0, step.peak - (trained // 2 if mixed else trained)) + (trained // 2 if mixed else 0)
-        online = self.recipe.data.features == "online"
         whole = Memory(
             target_weights=self._target_weights(),
             drafter_weights=weights,
@@ -247,7 +219,7 @@ class TrainingEstimate:
             optimizer_states=optimizer.states,
             buffers=0,
             features=step.features,
-            target_pass=self.target.footprint().of_prompt(self._rows, length) if online else 0,
+            target_pass=self.target.footprint().of_prompt(self._rows, length) if self._is_online else 0,
             activations=activations,
             optimizer_step=optimizer.working,
         )
@@ -256,8 +228,7 @@ class TrainingEstimate:
     def _target_weights(self) -> int:
         """Return the bytes in one process.
 
-        Of a sharded target that is a part of each layer, the rest, and two layers gathered: the one in use, and on a
-        device the last one's.
+        Of a sharded target: a part of each layer, the rest, and two layers gathered, the one in use and the last one.
         """
         whole = weight_bytes(self.target.model)
         if self.recipe.target.sharding == "none" or self.processes == 1:
@@ -265,15 +236,12 @@ class TrainingEstimate:
         layers = [weight_bytes(layer) for layer in decoder_layers(self.target.body, self.target.num_layers)]
         return whole - sum(layers) + math.ceil(sum(layers) / self.processes) + 2 * max(layers)
 
-    # ------------------------------------------------------------ operations and time
-
     def _step_flops(self) -> tuple[float, float]:
         """Return the operations of one optimizer step, in all processes: the target's passes, and the drafter's."""
         texts = math.ceil(self._rows * self._mean_length / self.work.mean_length)
         batches = self.args.gradient_accumulation_steps * self.processes
         drafted = self._rehearse(self._mean_length).flops
-        online = self.recipe.data.features == "online"
-        read = pass_flops(self.target, texts, self.work.mean_length) * batches if online else 0.0
+        read = pass_flops(self.target, texts, self.work.mean_length) * batches if self._is_online else 0.0
         return read, float(drafted * batches)
 
     def _stages(self, flops: tuple[float, float], memory: Memory) -> list[Stage]:
@@ -310,47 +278,43 @@ class TrainingEstimate:
             + moved / gpu.bytes_per_second
         )
 
-    # ------------------------------------------------------------ words
-
     def _notes(self) -> list[str]:
-        notes = []
-        if self.sharding in SPLIT_WEIGHTS:
-            notes.append(
+        whole, several = self.recipe.target.sharding == "none", self.processes > 1
+        quantized = getattr(self.target.model.config, "quantization_config", None) or {}
+        values = quantized if isinstance(quantized, dict) else vars(quantized)
+        notes = (
+            (
+                self.sharding in SPLIT_WEIGHTS,
                 f"{self.sharding} splits the drafter's weights; a checkpoint gathers them, one at a time, and the main "
-                "process then holds a whole copy."
-            )
-        if self.processes > 1:
-            if self.recipe.target.sharding == "none":
-                notes.append("the target is whole in every process; all of them write responses.")
-            else:
-                notes.append(
-                    "the target's layers are split over the processes; gathering them, for every token of the "
-                    "responses, too, takes time that is not counted here."
-                )
-        if self.sharding != "none":
-            notes.append("memory under DeepSpeed or FSDP follows their documents and was not measured.")
-        quantized = getattr(self.target.model.config, "quantization_config", None)
-        if quantized:
-            method = (
-                quantized.get("quant_method")
-                if isinstance(quantized, dict)
-                else getattr(quantized, "quant_method", quantized)
-            )
-            notes.append(
-                f"the target's config names quantized weights ({method}); they are counted as {self._target_precision}."
-            )
-        if self.recipe.data.on_policy:
-            notes.append(
-                "the text that the drafter writes for itself (data.on_policy) is in neither operations nor time."
-            )
-        if self.recipe.joint is not None:
-            notes.append(
+                "process then holds a whole copy.",
+            ),
+            (several and whole, "the target is whole in every process; all of them write responses."),
+            (
+                several and not whole,
+                "the target's layers are split over the processes; gathering them, for every token of the "
+                "responses, too, takes time that is not counted here.",
+            ),
+            (self.sharding != "none", "memory under DeepSpeed or FSDP follows their documents and was not measured."),
+            (
+                values,
+                f"the target's config names quantized weights ({values.get('quant_method')}); they are counted as "
+                f"{self._target_precision}.",
+            ),
+            (
+                self.recipe.data.on_policy,
+                "the text that the drafter writes for itself (data.on_policy) is in neither operations nor time.",
+            ),
+            (
+                self.recipe.joint is not None,
                 "joint training's adapter, its second pass of the target and the pass back through it are in neither "
-                "memory, operations nor time."
-            )
-        if self.recipe.target.adapter:
-            notes.append("the adapter is merged into the target's weights and needs no memory of its own.")
-        return notes
+                "memory, operations nor time.",
+            ),
+            (
+                self.recipe.target.adapter,
+                "the adapter is merged into the target's weights and needs no memory of its own.",
+            ),
+        )
+        return [note for applies, note in notes if applies]
 
 
 def _sharded(whole: Memory, processes: int, sharding: Sharding) -> Memory:
@@ -361,18 +325,12 @@ def _sharded(whole: Memory, processes: int, sharding: Sharding) -> Memory:
     if sharding == "none":
         # Data parallelism reduces gradients in buckets, a second copy of them.
         return replace(whole, buffers=whole.gradients if processes > 1 else 0)
-    part = {
-        name: math.ceil(getattr(whole, name) / processes)
-        for name in ("drafter_weights", "gradients", "optimizer_states", "optimizer_step")
-    }
-    split = (
-        {"optimizer_states", "optimizer_step"}
-        | ({"gradients"} if sharding != "zero1" else set())
-        | ({"drafter_weights"} if sharding in SPLIT_WEIGHTS else set())
-    )
+    split = ["optimizer_states", "optimizer_step"]
+    split += ["gradients"] if sharding != "zero1" else []
     if sharding in SPLIT_WEIGHTS:
+        split.append("drafter_weights")
         buffers = whole.drafter_weights  # a drafter is one layer or few: what is gathered for a pass is most of it
     else:
         # DeepSpeed keeps its part of the weights once more in float32, and two buckets for reduction.
-        buffers = part["drafter_weights"] + 2 * 4 * min(BUCKET, whole.gradients // 4)
-    return replace(whole, buffers=buffers, **{name: value for name, value in part.items() if name in split})
+        buffers = math.ceil(whole.drafter_weights / processes) + 2 * 4 * min(BUCKET, whole.gradients // 4)
+    return replace(whole, buffers=buffers, **{name: math.ceil(getattr(whole, name) / processes) for name in split})

@@ -6,7 +6,7 @@ The depth of a round depends on earlier rounds alone, never on the tokens it dra
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -97,17 +97,12 @@ class Control:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Control:
         """Build a control from what `to_dict` returned."""
-        kind = Schedule if values.get("by") == _BY_CONFIDENCE else cls
-        rest = {name: value for name, value in values.items() if name != "by"}
-        return kind(**rest | {"costs": Costs(**values["costs"])})
+        rest = values | {"costs": Costs(**values["costs"])}
+        return Schedule(**rest) if rest.pop("by", None) == _BY_CONFIDENCE else cls(**rest)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the control as plain values that JSON can hold."""
-        costs = {
-            "verify": [list(pair) for pair in self.costs.verify],
-            "draft": list(self.costs.draft),
-            "host": self.costs.host,
-        }
+        costs = asdict(self.costs) | {"verify": list(map(list, self.costs.verify)), "draft": list(self.costs.draft)}
         return {"costs": costs, "rates": list(self.rates), "weight": self.weight}
 
 
@@ -140,7 +135,7 @@ class Schedule(Control):
         return taken.view(rows, drafts).sum(1)
 
     def _seconds(self, rows: int, drafts: int, device: torch.device) -> Tensor:
-        """Return how long a round takes that verifies 0, 1, … drafts of all rows together, on the device.
+        """Return the seconds of rounds that verify 0, 1, … drafts of all rows together.
 
         Made once: a round of fixed shapes may not copy from the host.
         """
@@ -163,8 +158,8 @@ class Controller:
     """Chooses the depth of each round of one generation.
 
     Acceptance is estimated per sequence: the odds of `control.rates`, times one factor for how the sequence has done so
-    far at all depths together, then corrected per depth by what it did there. Rows of a batch share one pass, so they
-    share a depth: the one at which the sum of their expected tokens per second is highest.
+    far at all depths together, then corrected per depth. Rows of a batch share one pass, so they share a depth: the one
+    at which the sum of their expected tokens per second is highest.
 
     Args:
         depths: to choose from, beside 0: of a chain 1 to its depth, of a tree the whole tree only.
@@ -205,8 +200,7 @@ class Controller:
         goodput = self.goodput(rows)
         best = int(goodput[1:].argmax()) + 1
         if self.depth == 0:
-            # Plain rounds show nothing of drafts, so one round tries again; each failure doubles the wait for the next
-            # try.
+            # Plain rounds show nothing of drafts, so one round tries again; each failure doubles the wait.
             self.trying, self.wait, self.rested = True, min(2 * self.wait, _LONGEST_WAIT), 0
             return self._take(best)
         if goodput[best] < goodput[0] * (_ENTER if self.trying or self.depth is None else 1):
@@ -222,10 +216,7 @@ class Controller:
         return self.depth
 
     def note(self, row: int, tried: int, accepted: int) -> None:
-        """Take note of a round of sequence `row`.
-
-        Its path had drafts up to depth `tried`, of which it kept `accepted`.
-        """
+        """Record a round of sequence `row`, which kept `accepted` of the drafts up to depth `tried`."""
         if not tried:
             return
         self.reached[row] *= _FORGET

@@ -1,7 +1,7 @@
 """How drafts are made of a drafter's logits: chains, trees of a given shape, and trees of the most probable paths.
 
-`DraftSampler` picks tokens and returns them with the distributions they were drawn from. `ChainDraft` and the two
-functions that grow trees keep these along the way, and end with a `Draft`: a proposal, and its distributions.
+`DraftSampler` picks tokens; `ChainDraft` and the two functions that grow trees make a `Draft` of them: a proposal, and
+the distributions that its tokens were drawn from.
 
 Shapes: B rows, N draft tokens, W nodes whose logits are known, C children of a node, R nodes read, V vocabulary,
 V' the drafter's own.
@@ -10,7 +10,7 @@ V' the drafter's own.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -39,53 +39,33 @@ from .sampling import (
 
 @dataclass(frozen=True)
 class SamplerConfig:
-    """How tokens are drawn from logits, by drafter and target alike.
-
-    Attributes:
-        sampling: temperature, filters and penalties.
-        processors: what the penalties and bans need; None if there are none.
-        vocab: V.
-    """
+    """How tokens are drawn from logits, by drafter and target alike."""
 
     sampling: Sampling
-    processors: Processors | None
+    processors: Processors | None  # for penalties and bans; None if there are none
     vocab: int
 
 
 @dataclass(frozen=True)
 class Draft:
-    """A proposal on its way to the target.
-
-    Attributes:
-        probs: the distributions its tokens were drawn from: for a chain `[B, N, V]`, for a tree at each place
-            `[B, 1 + N, V]`; None if they were not drawn.
-        peaks: for each of the drafter's distributions a number that is finite only if its logits are (see `finite`),
-            `[B, …]` each.
-    """
+    """A proposal on its way to the target."""
 
     proposal: Proposal
+    # The distributions its tokens were drawn from: for a chain [B, N, V], for a tree at each place [B, 1 + N, V]; None
+    # if they were not drawn.
     probs: Tensor | None = None
+    # For each of the drafter's distributions a number that is finite only if its logits are, [B, …]; see `finite`.
     peaks: Sequence[Tensor] = ()
 
 
-# ------------------------------------------------------------ one pick
-
-
 class NextToken(NamedTuple):
-    """The next token of each row's chain.
+    """The next token of each row's chain."""
 
-    Attributes:
-        token: `[B]`.
-        probs: the distribution it was drawn from, `[B, V]`; None if it was not drawn.
-        peak: where `probs` is None, a number that is finite only if the logits are, `[B, 1]`.
-        logits: the logits it was picked from, processed, `[B, V or V']`. place: its index among them, `[B]`.
-    """
-
-    token: Tensor
-    probs: Tensor | None
-    peak: Tensor | None
-    logits: Tensor
-    place: Tensor
+    token: Tensor  # [B]
+    probs: Tensor | None  # the distribution it was drawn from, [B, V]; None if it was not drawn
+    peak: Tensor | None  # where `probs` is None, a number that is finite only if the logits are, [B, 1]
+    logits: Tensor  # what it was picked from, processed, [B, V or V']
+    place: Tensor  # its index among them, [B]
 
     def probability(self) -> Tensor:
         """Return the probability that the drafter gives the token, `[B]`."""
@@ -94,35 +74,22 @@ class NextToken(NamedTuple):
 
 
 class Children(NamedTuple):
-    """Different tokens after each of W nodes, best first.
+    """Different tokens after each of W nodes, best first."""
 
-    Attributes:
-        tokens: `[B, W, C]`.
-        scores: the drafter's log-probabilities of them, `[B, W, C]`; −inf for a token that is not really there.
-        probs: the distributions they were drawn from, `[B, W, V]`; None if they were not drawn.
-        peaks: where `probs` is None, numbers that are finite only if the logits are, `[B, W]`.
-    """
-
-    tokens: Tensor
-    scores: Tensor
-    probs: Tensor | None
-    peaks: Tensor | None
+    tokens: Tensor  # [B, W, C]
+    scores: Tensor  # the drafter's log-probabilities, [B, W, C]; −inf for a token that is not really there
+    probs: Tensor | None  # the distributions they were drawn from, [B, W, V]; None if they were not drawn
+    peaks: Tensor | None  # where `probs` is None, numbers that are finite only if the logits are, [B, W]
 
 
 @dataclass(frozen=True)
 class DraftSampler:
-    """Picks draft tokens under the target's own processors and filters.
+    """Picks draft tokens under the target's own processors and filters."""
 
-    Attributes:
-        rule: how the proposal will be verified; decides how tokens are picked.
-        keys: of every draw; `keys.first` is the first token drafted.
-        context: of that token, if there are processors.
-    """
-
-    rule: Rule
+    rule: Rule  # how the proposal will be verified; decides how tokens are picked
     config: SamplerConfig
-    keys: Keys
-    context: Context | None = None
+    keys: Keys  # of every draw; `keys.first` is the first token drafted
+    context: Context | None = None  # of that token, if there are processors
 
     def next_token(
         self, logits: Tensor, token_ids: Tensor | None, depth: int = 0, context: Context | None = None
@@ -138,10 +105,9 @@ class DraftSampler:
         return self._pick(self._processed(logits[:, None], token_ids, context)[:, 0], depth)
 
     def _pick(self, logits: Tensor, depth: int) -> NextToken:
-        keys = self.keys
         if self._is_certain:
             return _highest(logits, logits)
-        probs = probabilities(logits, self.config.sampling)
+        keys, probs = self.keys, probabilities(logits, self.config.sampling)
         positions = keys.first + depth
         if self.rule.pick is DraftPolicy.SHARED_NOISE:
             return _highest(probs.double().log() + self._shared_noise(keys.sequences, positions), logits)
@@ -170,8 +136,7 @@ class DraftSampler:
             drawn, peaks = None, probs[:, :, 0].clone()  # a view would keep the whole distribution
             noise = self._shared_noise(rows, first + depth - 1)
         else:
-            # The largest of log q + Gumbel noise are draws without replacement, in order (Kool et al.,
-            # arXiv 1903.06059).
+            # The largest of log q + Gumbel noise are draws without replacement, in order (arXiv 1903.06059).
             drawn, peaks = probs, None
             noise = gumbel(keys.seed, DRAFT, self.config.vocab, rows, first, nodes)
         tokens = (log_probs + noise).topk(count, -1).indices
@@ -186,12 +151,15 @@ class DraftSampler:
 
     def _processed(self, logits: Tensor, token_ids: Tensor | None, context: Context | None) -> Tensor:
         """Return logits `[B, W, V']` over the whole vocabulary, `[B, W, V]`, after the processors."""
-        logits, processors = _spread(logits, token_ids, self.config.vocab), self.config.processors
+        logits, processors = logits.float(), self.config.processors
+        if token_ids is not None:
+            whole = logits.new_full((*logits.shape[:-1], self.config.vocab), float("-inf"))
+            logits = whole.scatter(-1, token_ids.expand_as(logits), logits)
         if processors is None or context is None:
             return logits
         processed = processors(logits, context)
-        # A pruned vocabulary may hold no token that is allowed here. What is drafted then is refused, but must be a
-        # draw from what it is scored with.
+        # A pruned vocabulary may hold no token that is allowed here. What is drafted then is refused, but must be drawn
+        # from what it is scored with.
         return torch.where(nothing_left(processed)[..., None], logits, processed)
 
 
@@ -211,48 +179,28 @@ def _top(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return torch.cat([best, others], -1), top.values
 
 
-def _spread(logits: Tensor, token_ids: Tensor | None, vocab: int) -> Tensor:
-    """Turn logits over a pruned vocabulary `[..., V']` into logits over the whole one `[..., V]`, fp32."""
-    logits = logits.float()
-    if token_ids is None:
-        return logits
-    whole = logits.new_full((*logits.shape[:-1], vocab), float("-inf"))
-    return whole.scatter(-1, token_ids.expand_as(logits), logits)
-
-
 # ------------------------------------------------------------ chains
 
 
-@dataclass
 class ChainDraft:
     """A chain that a session is drafting, and the distributions of its tokens so far.
 
     Sessions get `next_token` as their `Choose` and `ended` as their `Ended`.
 
     Attributes:
-        confidence: a chain ends after the first token to which the drafter gives less than this; 0 for never. Where a
-            drafter has a confidence of its own (`expect`), before the first token that is reached with less than this.
+        confidence: see `Plan.confidence`.
         context: of the next token, if there are processors.
-        depth: tokens so far.
-        probs: the distributions they were drawn from, `[B, V]` each. peaks: see `Draft`.
-        reach: how probable each token is to be reached and accepted, by the drafter's confidences (`expect`), `[B]`
-            each.
-        certain: which rows have not ended yet, `[B]`. lengths: tokens of each row so far, `[B]`. Both None without
+        depth: tokens so far. probs: the distributions they were drawn from, `[B, V]` each. peaks: see `Draft`.
+        reach: how probable each token is to be reached and accepted, by the drafter's confidences (`expect`), `[B]`.
+        certain: which rows have not ended yet. lengths: tokens of each row so far. Both `[B]`, None without
             `confidence`.
     """
 
-    sampler: DraftSampler
-    confidence: float = 0.0
-    context: Context | None = field(init=False)
-    depth: int = field(default=0, init=False)
-    probs: list[Tensor] = field(default_factory=list, init=False)
-    peaks: list[Tensor] = field(default_factory=list, init=False)
-    reach: list[Tensor] = field(default_factory=list, init=False)
-    certain: Tensor | None = field(default=None, init=False)
-    lengths: Tensor | None = field(default=None, init=False)
-
-    def __post_init__(self) -> None:
-        self.context = self.sampler.context
+    def __init__(self, sampler: DraftSampler, confidence: float = 0.0):
+        self.sampler, self.confidence, self.context, self.depth = sampler, confidence, sampler.context, 0
+        self.probs, self.peaks, self.reach = list[Tensor](), list[Tensor](), list[Tensor]()
+        self.certain: Tensor | None = None
+        self.lengths: Tensor | None = None
 
     def next_token(self, logits: Tensor, token_ids: Tensor | None) -> Tensor:
         """Append the token that the sampler picks from logits `[B, V']`; return it, `[B]`."""
@@ -272,7 +220,7 @@ class ChainDraft:
     def expect(self, confidence: Tensor) -> None:
         """Record how probable the next token is to be accepted if the ones before it are, `[B]`.
 
-        It is a function of the tokens before that one, so a chain may end before it: the token itself decides nothing.
+        That depends on the tokens before it alone, so a chain may end before it without a bias.
         """
         self.reach.append(self.reach[-1] * confidence if self.reach else confidence)
         if self.confidence:
@@ -326,40 +274,25 @@ def propose_confidently(session: NodeSession, root: Tensor, depth: int, chain: C
 
 @dataclass(frozen=True)
 class Level:
-    """One pass of a static tree's growth.
+    """One pass of a static tree's growth."""
 
-    Attributes:
-        known: nodes whose logits are known, `[1, W]`.
-        widest: most children of any of them.
-        nodes: their children, `[C]`. Each is child `ranks` `[C]` of the known node at index `which` `[C]`.
-        read: those of the children that have children themselves, `[W']`.
-        above: the parents of those, by number of reading, `[1, W']`.
-    """
-
-    known: Tensor
-    widest: int
-    nodes: Tensor
+    known: Tensor  # nodes whose logits are known, [1, W]
+    widest: int  # most children of any of them
+    nodes: Tensor  # their children, [C]: each is child `ranks` [C] of the known node at index `which` [C]
     which: Tensor
     ranks: Tensor
-    read: Tensor
-    above: Tensor
+    read: Tensor  # those of the children that have children themselves, [W']
+    above: Tensor  # the parents of those, by number of reading, [1, W']
 
 
 @dataclass(frozen=True)
 class StaticTree:
-    """A static tree as index tensors on a device.
-
-    Attributes:
-        depth: its number of levels.
-        parents: `[N]`.
-        read: when each node is read, −1 for never, `[N]`.
-        places: the nodes whose logits become known, in this order, plus 1, `[1 + R]`.
-    """
+    """A static tree as index tensors on a device."""
 
     depth: int
-    parents: Tensor
-    read: Tensor
-    places: Tensor
+    parents: Tensor  # [N]
+    read: Tensor  # when each node is read, −1 for never, [N]
+    places: Tensor  # the nodes whose logits become known, in this order, plus 1, [1 + R]
     levels: tuple[Level, ...]
 
     @classmethod
@@ -397,10 +330,12 @@ def grow_static(session: NodeSession, root: Tensor, layout: StaticTree, sampler:
     drawn, peaks = list[Tensor](), list[Tensor]()
     logits = session.prefill(root)[:, None]
     for depth, level in enumerate(layout.levels, 1):
-        _check_width(level.widest, logits.shape[-1])
-        here = None
-        if before is not None and sees is not None:
-            here = before.then(tokens, sees[:, level.known[0] + 1])
+        if level.widest > logits.shape[-1]:
+            raise BadInputError(
+                f"plan: a node of the tree has {level.widest} children, the drafter's vocabulary {logits.shape[-1]} "
+                "tokens; take a narrower tree."
+            )
+        here = None if before is None or sees is None else before.then(tokens, sees[:, level.known[0] + 1])
         children = sampler.children(logits, session.output_ids, level.widest, depth, level.known, here)
         if children.probs is not None:
             drawn.append(children.probs)
@@ -410,8 +345,9 @@ def grow_static(session: NodeSession, root: Tensor, layout: StaticTree, sampler:
         real[:, level.nodes] = children.scores[:, level.which, level.ranks] > float("-inf")
         if depth < layout.depth:
             logits = session.decode(tokens[:, level.read], level.above.expand(rows, -1))
-    real, read = _under_real(real, parents, layout.depth), layout.read.expand(rows, -1)
-    proposal = Proposal(tokens, real, layout.depth, parents, read)
+    for _ in range(layout.depth - 1):  # under nodes that are there, too
+        real = real & torch.nn.functional.pad(real, (1, 0), value=True).gather(1, parents + 1)
+    proposal = Proposal(tokens, real, layout.depth, parents, layout.read.expand(rows, -1))
     if not drawn:
         return Draft(proposal, None, peaks)
     known = torch.cat(drawn, 1)
@@ -419,38 +355,17 @@ def grow_static(session: NodeSession, root: Tensor, layout: StaticTree, sampler:
     return Draft(proposal, probs, [*peaks, probs[:, :, 0]])
 
 
-def _check_width(widest: int, vocab: int) -> None:
-    if widest > vocab:
-        raise BadInputError(
-            f"plan: a node of the tree has {widest} children, the drafter's vocabulary {vocab} tokens; "
-            "take a narrower tree."
-        )
-
-
-def _under_real(real: Tensor, parents: Tensor, depth: int) -> Tensor:
-    """Return which nodes are there and stand under nodes that are, `[B, N]`."""
-    for _ in range(depth - 1):
-        real = real & torch.nn.functional.pad(real, (1, 0), value=True).gather(1, parents + 1)
-    return real
-
-
 # ------------------------------------------------------------ dynamic trees
 
 
 @dataclass
 class _Candidates:
-    """The nodes of a dynamic tree so far, level by level; all `[B, N]`.
-
-    Attributes:
-        tokens: their tokens. scores: log-probabilities of the paths to them.
-        parents: indices of their parents among the candidates, −1 for the root.
-        read: when the session has read each, −1 if it has not.
-    """
+    """The nodes of a dynamic tree so far, level by level; all `[B, N]`."""
 
     tokens: Tensor
-    scores: Tensor
-    parents: Tensor
-    read: Tensor
+    scores: Tensor  # log-probabilities of the paths to them
+    parents: Tensor  # indices among the candidates, −1 for the root
+    read: Tensor  # when the session has read each, −1 if it has not
 
     @classmethod
     def none(cls, root: Tensor) -> _Candidates:
@@ -459,21 +374,18 @@ class _Candidates:
 
     def add(self, known: Tensor, chosen: Tensor, scores: Tensor) -> None:
         """Add the children `chosen` `[B, W, C]` of the nodes `known` `[B, W]`, with `scores` `[B, W · C]`."""
-        unread = self.tokens.new_full(scores.shape, -1)
         self.tokens = torch.cat([self.tokens, chosen.flatten(1)], 1)
         self.scores = torch.cat([self.scores, scores], 1)
         self.parents = torch.cat([self.parents, known.repeat_interleave(chosen.shape[2], 1)], 1)
-        self.read = torch.cat([self.read, unread], 1)
+        self.read = torch.cat([self.read, self.tokens.new_full(scores.shape, -1)], 1)
 
-    def note_read(self, nodes: Tensor, first: int) -> None:
-        """Note that `nodes` `[B, W]` are read next, as number `first` and those after it."""
+    def mark_read(self, nodes: Tensor, first: int) -> Tensor:
+        """Mark `nodes` `[B, W]` as read, from number `first` on; return when their parents were, −1 for the root."""
+        above = self.parents.gather(1, nodes)
+        order = torch.where(above < 0, -1, self.read.gather(1, above.clamp(min=0)))
         numbers = first + torch.arange(nodes.shape[1], device=nodes.device)
         self.read = self.read.scatter(1, nodes, numbers.expand(len(nodes), -1))
-
-    def parents_read(self, nodes: Tensor) -> Tensor:
-        """Return when the parents of `nodes` `[B, W]` were read, −1 for the root."""
-        above = self.parents.gather(1, nodes)
-        return torch.where(above < 0, -1, self.read.gather(1, above.clamp(min=0)))
+        return order
 
     def above(self, nodes: Tensor, depth: int) -> Tensor:
         """Return which candidates stand on the way to `nodes` `[B, W]`, themselves included, `[B, W, N]`."""
@@ -499,8 +411,8 @@ def grow_dynamic(
 ) -> Draft:
     """Draft EAGLE-2's tree after `root` `[B]`: expand the most probable nodes, keep the best of all.
 
-    What is compared is the product of the drafter's probabilities along the path (arXiv 2406.16858, §4). The nodes that
-    stay are chosen by their probabilities, so they are no draws, and no distributions are kept for them.
+    What is compared is the product of the drafter's probabilities along the path (arXiv 2406.16858, §4). Nodes that
+    are chosen so are no draws, and no distributions are kept for them.
 
     Args:
         width: nodes that are expanded in each level, and children that each of them gets.
@@ -524,7 +436,6 @@ def grow_dynamic(
             break
         best = total.sort(dim=1, descending=True, stable=True).indices[:, :width].sort(1).values
         known, known_scores = best + first, total.gather(1, best)
-        order = tree.parents_read(known)
-        tree.note_read(known, (level - 1) * width)
+        order = tree.mark_read(known, (level - 1) * width)
         logits = session.decode(tree.tokens.gather(1, known), order)
     return Draft(tree.best(nodes, depth), None, peaks)

@@ -26,7 +26,7 @@ from ..targets.attention import steady_kernels
 from ..targets.fast import by_library, use_fast_pass, use_fastest_pass
 from .control import Controller, Schedule
 from .drafting import SamplerConfig
-from .finite import NonFiniteTracer, not_finite_error
+from .finite import NonFiniteTracer
 from .hashing import Seed, seed_on
 from .memory import Load, require_memory
 from .plan import Plan
@@ -47,8 +47,7 @@ class Decoder:
         static: rounds of fixed shapes, captured as CUDA graphs on a GPU (see `decode.static_batch`). None for on a GPU,
             where drafter and target allow it.
         fast: whether the target reads few tokens at a time by kernels of our own. None for the way that is right and
-            fastest on its device (see `targets.fast`), which on a CPU is the library's modules. A target that has
-            taken another way keeps it.
+            fastest on its device (see `targets.fast`); a target that has taken another way keeps it.
 
     Raises:
         IncompatibleError: the drafter cannot draft for this target (taps, sizes, vocabulary), or the fast pass is asked
@@ -69,11 +68,6 @@ class Decoder:
             drafter.check(target)
             drafter.to(target.device).eval()
 
-    @property
-    def static(self) -> bool:
-        """Whether rounds have fixed shapes, where drafter and target allow it."""
-        return self.static_batches.wanted
-
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
@@ -92,15 +86,15 @@ class Decoder:
             sequence_ids: the key of each prompt's randomness (default: its index), so that a prompt gets the same text
                 in whatever batch it runs. (Above temperature 0 a plan's controller looks at the whole batch: then only
                 under the coupled rule.)
-            speculate: False decodes plainly, whatever the plan; a sequence has a flag for each prompt.
+            speculate: False decodes plainly, whatever the plan; or a flag for each prompt.
 
         Raises:
             BadInputError: an empty prompt, a prompt that leaves no room in the target's context, more than memory
                 holds, or a place at which `sampling` forbids every token.
             IncompatibleError: the plan drafts trees, and the target cannot verify them.
         """
-        sampling, plan = sampling or Sampling(), plan or Plan()
-        run = self.run(Request(prompts, max_new_tokens, sampling, plan, stop, ignore_eos, sequence_ids, speculate))
+        settings = (sampling or Sampling(), plan or Plan(), stop, ignore_eos, sequence_ids, speculate)
+        run = self.run(Request(prompts, max_new_tokens, *settings))
         for _ in run.steps():
             pass
         return run.output()
@@ -116,9 +110,8 @@ class Decoder:
         speculate: bool = True,
     ) -> Iterator[StreamEvent]:
         """Complete one prompt, yielding what each round emits."""
-        sampling, plan = sampling or Sampling(), plan or Plan()
-        request = Request([prompt], max_new_tokens, sampling, plan, stop, ignore_eos, speculate=speculate)
-        for events in self.run(request).steps():
+        settings = (sampling or Sampling(), plan or Plan(), stop, ignore_eos, None, speculate)
+        for events in self.run(Request([prompt], max_new_tokens, *settings)).steps():
             yield events[0]
 
     def run(self, request: Request) -> Run:
@@ -179,26 +172,21 @@ class Request:
         Raises:
             BadInputError: a token outside the vocabulary.
         """
-        lengths = [len(prompt) for prompt in self.prompts]
         rows = [torch.as_tensor(prompt, dtype=torch.long, device="cpu") for prompt in self.prompts]
         tokens = pad_sequence(rows, batch_first=True)
         least, most = int(tokens.min()), int(tokens.max())
         if least < 0 or most >= vocab:
             outside = least if least < 0 else most
             raise BadInputError(f"a prompt holds token {outside}, outside the target's vocabulary of {vocab}.")
-        return tokens, lengths
+        return tokens, [len(prompt) for prompt in self.prompts]
 
 
 @dataclass
 class _Sequence:
-    """One prompt's text and rounds so far.
+    """One prompt's text and rounds so far."""
 
-    Attributes:
-        limit: how many tokens it may have. ends: tokens that end it.
-    """
-
-    limit: int
-    ends: frozenset[int]
+    limit: int  # of its tokens
+    ends: frozenset[int]  # tokens that end it
     stop: Stop | None
     tokens: list[int] = field(default_factory=list)
     rounds: list[Round] = field(default_factory=list)
@@ -228,18 +216,11 @@ class _Sequence:
         self.rounds.append(Round(drafted, accepted, len(emitted), None if tried == drafted else tried))
         return StreamEvent(emitted, min(accepted, len(emitted)), drafted)
 
-    def start(self, row: RoundRow) -> StreamEvent:
-        """Append the first token, which comes from the prefill and belongs to no round."""
-        event = self.emit(row)
-        self.rounds.clear()
-        return event
-
 
 class Run:
     """One generation, from its request to its output.
 
     Args:
-        drafter: None for plain decoding.
         static_batches: lend memory for rounds of fixed shapes, if such are wanted.
 
     Raises:
@@ -278,17 +259,11 @@ class Run:
         stats = DecodeStats(rounds, sum(map(len, tokens)), self.seconds)
         return Output(tokens, rounds, stats, self.rule, self.setup.lossy)
 
-    # ------------------------------------------------------------ the loop
-
     def steps(self) -> Iterator[list[StreamEvent]]:
-        """Run to the end; yield, per step, one event for each prompt that was still active.
-
-        Inference mode is entered per step, as is the choice of kernels: a generator must not leave them on in its
-        caller.
-        """
+        """Run to the end; yield, per step, one event for each prompt that was still active."""
         try:
             began = time.perf_counter()
-            with torch.inference_mode(), steady_kernels():
+            with torch.inference_mode(), steady_kernels():  # per step: a generator must not leave them on in its caller
                 state, events = self._prefill()
             self.seconds.total = time.perf_counter() - began
             yield events
@@ -306,8 +281,7 @@ class Run:
         """Process the prompts; the token that follows each becomes its root."""
         began = self._clock()
         tokens, lengths = self.request.tokens(self.target.vocab_size)
-        tokens = tokens.to(self.target.device)
-        counts = RowLengths.of(lengths, tokens.device)
+        tokens, counts = tokens.to(self.device), RowLengths.of(lengths, self.device)
         state = self._open(tokens, counts)
         out = self.target.forward(tokens, state.cache, taps=self.setup.taps, at=counts.tensor[:, None] - 1)
         state.cache.advance(counts)
@@ -316,7 +290,9 @@ class Run:
         state.session.update(tokens, out.hidden, counts)
         rows = RoundRow.unpack(packed.tolist())
         self._require_finite(rows)
-        events = [sequence.start(row) for sequence, row in zip(self.sequences, rows, strict=True)]
+        events = [sequence.emit(row) for sequence, row in zip(self.sequences, rows, strict=True)]
+        for sequence in self.sequences:  # the first token belongs to no round
+            sequence.rounds.clear()
         self.seconds.prefill += self._clock() - began
         return state, events
 
@@ -403,16 +379,11 @@ class Run:
         return state.select(rows)
 
     def _clock(self) -> float:
-        """Return the time; after the device has finished, where it has nothing to do while the host reads."""
+        """Return the time; after the device has finished, unless a round runs while the host reads."""
         return time.perf_counter() if self._pending is not None else clock(self.device)
 
-    # ------------------------------------------------------------ depth
-
     def _depth(self, state: RoundState) -> tuple[RoundState, int]:
-        """Return the round's depth: the plan's, or its controller's; 0 if no row is drafted for.
-
-        It never passes the end of the target's context.
-        """
+        """Return the round's depth, inside the context: the plan's, its controller's, or 0 if no row drafts."""
         if self.drafter is None:
             return state, 0
         drafting = [i for i in self.active if self.drafts[i] and not self.sequences[i].done]
@@ -427,8 +398,6 @@ class Run:
         rows = zip(self.active, state.cache.host_lengths, strict=True)
         return max(length for i, length in rows if not self.sequences[i].done)
 
-    # ------------------------------------------------------------ emission
-
     def _emit(self, rows: list[RoundRow]) -> list[StreamEvent]:
         """Record a round in every sequence that was still active."""
         self._require_finite(rows)
@@ -441,17 +410,17 @@ class Run:
                 self.controller.note(i, row.tried, row.accepted)
         return events
 
-    # ------------------------------------------------------------ logits that are not finite
-
     def _require_finite(self, rows: list[RoundRow]) -> None:
-        """Raise an error that names the layer, if the logits of an unfinished row are not finite.
-
-        Raises:
-            BadInputError: they are not.
-        """
+        """Raise BadInputError, naming the layer, if the logits of an unfinished row are not finite."""
         for i, row in zip(self.active, rows, strict=True):
             if row.not_finite and not self.sequences[i].done:
-                raise not_finite_error(self._traced(i), self.target.dtype, i, len(self.sequences[i].tokens))
+                count, advice = len(self.sequences[i].tokens), "Take a good copy of the weights."
+                if self.target.dtype == torch.float16:
+                    advice += " Or load the target in bfloat16 or float32: float16 ends at 65504."
+                raise BadInputError(
+                    f"prompt {i}, after {count} new {'token' if count == 1 else 'tokens'}: the logits are not finite "
+                    f"(NaN or infinite), so no token can be drawn from them. {self._traced(i).explanation()} {advice}"
+                )
 
     def _traced(self, i: int) -> NonFiniteTracer:
         """Return a tracer after one prefill and one round of sequence `i` alone, up to where it is now."""

@@ -1,9 +1,7 @@
 """Logits that are not finite: noticed in every round at no cost, then traced to the layer that they come from.
 
 A single NaN or infinity among the logits of a place shows in its largest logit and in every probability of it, so a
-round looks at one number of each place. Their sum goes to the host with what that reads anyway.
-
-Shapes: B rows, P places.
+round looks at one number of each of P places.
 """
 
 from __future__ import annotations
@@ -15,8 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-from ..common import BadInputError
+from torch.utils._pytree import tree_leaves
 
 
 def are_finite(values: list[Tensor]) -> Tensor:
@@ -31,8 +28,8 @@ class NonFiniteTracer:
     """Finds the first layer, in the order of computation, whose output is not finite.
 
     Attributes:
-        models: the models that are traced, by the names that errors give them.
-        origin: where it was, such as "the target's model.layers.3.mlp"; None if nowhere yet.
+        models: by the names that errors give them.
+        origin: that layer, such as "the target's model.layers.3.mlp"; None if there is none yet.
     """
 
     models: Mapping[str, nn.Module]
@@ -54,7 +51,8 @@ class NonFiniteTracer:
 
     def _hook(self, name: str) -> Any:
         def look(layer: nn.Module, _given: Any, output: Any) -> None:
-            if self.origin is None and not all(bool(t.isfinite().all()) for t in _floats(output)):
+            tensors = (t for t in tree_leaves(output) if isinstance(t, Tensor))
+            if self.origin is None and any(_count(t) for t in tensors):
                 self.origin, self._layer = name, layer
 
         return look
@@ -62,41 +60,16 @@ class NonFiniteTracer:
     def explanation(self) -> str:
         """Return a sentence that names the layer, or the weight."""
         if self.origin is None:
-            broken = next(self._broken_weights(), None)
-            if broken is None:
-                return "The same tokens, read again in one pass, give finite numbers: the fault does not repeat itself."
-            return f"{broken[0].upper()}{broken[1:]} holds numbers that are not finite."
+            for owner, model in self.models.items():
+                for name, weight in model.named_parameters():
+                    if _count(weight):
+                        return f"{owner[0].upper()}{owner[1:]}'s {name} holds numbers that are not finite."
+            return "The same tokens, read again in one pass, give finite numbers: the fault does not repeat itself."
         bad = 0 if self._layer is None else sum(_count(p) for p in self._layer.parameters())
         weights = f", {bad} of whose weights are not finite" if bad else ""
         return f"The first output that is not finite is that of {self.origin}{weights}."
 
-    def _broken_weights(self) -> Iterator[str]:
-        for owner, model in self.models.items():
-            yield from (f"{owner}'s {name}" for name, weight in model.named_parameters() if _count(weight))
 
-
-def not_finite_error(tracer: NonFiniteTracer, dtype: torch.dtype, prompt: int, num_new: int) -> BadInputError:
-    """Return the error that ends a generation whose logits are not finite."""
-    narrow = " Or load the target in bfloat16 or float32: float16 ends at 65504." if dtype == torch.float16 else ""
-    tokens = "token" if num_new == 1 else "tokens"
-    return BadInputError(
-        f"prompt {prompt}, after {num_new} new {tokens}: the logits are not finite (NaN or infinite), so no token can "
-        f"be drawn from them. {tracer.explanation()} Take a good copy of the weights.{narrow}"
-    )
-
-
-def _floats(output: Any) -> Iterator[Tensor]:
-    """Yield the floating point tensors of a layer's output, whatever it is."""
-    if isinstance(output, Tensor):
-        if output.is_floating_point():
-            yield output
-    elif isinstance(output, Mapping):
-        for part in output.values():
-            yield from _floats(part)
-    elif isinstance(output, (tuple, list)):
-        for part in output:
-            yield from _floats(part)
-
-
-def _count(weight: Tensor) -> int:
-    return int((~weight.isfinite()).sum()) if weight.is_floating_point() else 0
+def _count(tensor: Tensor) -> int:
+    """Return how many numbers of a tensor are not finite."""
+    return int((~tensor.isfinite()).sum()) if tensor.is_floating_point() else 0

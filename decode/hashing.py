@@ -27,7 +27,7 @@ _log = logging.getLogger("outrider")
 def uniforms(seed: Seed, stream: int, *keys: Tensor) -> Tensor:
     """Return uniforms in (0, 1), fp64, of the keys' broadcast shape: a hash of (seed, stream, keys).
 
-    On a GPU one kernel computes it, where torch would launch dozens, each longer in starting than in its work.
+    On a GPU one kernel computes it, where torch would launch dozens.
     """
     if keys[0].is_cuda and _by_kernel(keys):
         return _kernel(seed, stream, keys)
@@ -50,16 +50,10 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def seed_on(device: torch.device, seed: Seed) -> Tensor:
-    """Return the seed as a number on `device`, `[]`.
-
-    Seeds count modulo 2**64; they are filled in there, never copied.
-    """
+    """Return the seed, modulo 2**64, as a number `[]` on `device`: filled in there, never copied."""
     if isinstance(seed, Tensor):
         return seed
     return torch.full((), (seed + 2**63) % 2**64 - 2**63, dtype=torch.long, device=device)
-
-
-# ------------------------------------------------------------ the kernel
 
 
 _proven: dict[torch.device, bool] = {}

@@ -1,10 +1,7 @@
-"""The hash of `hashing` in one launch (Triton).
+"""The hash of `hashing` in one launch (Triton); the keys are broadcast to `[A, B, C]`.
 
-Torch has no such operation: composed of its own a hash of three keys takes 60 launches, and a round of a sampled chain
-of three drafts needs five of them. Philox, which torch and Triton have, would give other numbers, and so other texts
-than those that a seed has given until now.
-
-Shapes: the keys are broadcast to `[A, B, C]`.
+Composed of torch's operations a hash of three keys takes 60 launches, and a round of a sampled chain of three drafts
+needs five of them.
 """
 
 from __future__ import annotations

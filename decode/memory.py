@@ -1,8 +1,7 @@
 """The memory that a generation needs, before any of it is allocated.
 
 It is the target's cache and the drafter's state, both to the byte, and what the largest step works with: the passes as
-measured on a few tokens (`targets.footprint`), and the tensors that the rules make of the logits. All other estimates
-are in `costs/`.
+measured on a few tokens (`targets.footprint`), and the tensors that the rules make of the logits.
 """
 
 from __future__ import annotations
@@ -33,27 +32,17 @@ _BEST, _DRAWN = 8, 40
 
 @dataclass(frozen=True)
 class Load:
-    """How much is generated at once.
-
-    Attributes:
-        rows: sequences.
-        prompt: tokens of the longest prompt.
-        new: `max_new_tokens`.
-        depth: most drafts on a path; 0 if nothing is drafted.
-        fixed: whether rounds have fixed shapes (see `static_batch`).
-        nodes: most draft tokens of a row, where the drafter makes the proposal itself; 0 for not more than `depth`.
-        ahead: whether a round may be launched before the one before it is read: rows that have finished write one more.
-    """
+    """How much is generated at once."""
 
     rows: int
-    prompt: int
-    new: int
-    depth: int
+    prompt: int  # tokens of the longest prompt
+    new: int  # `max_new_tokens`
+    depth: int  # most drafts on a path; 0 if nothing is drafted
     plan: Plan
     sampling: Sampling
-    fixed: bool = False
-    nodes: int = 0
-    ahead: bool = False
+    fixed: bool = False  # whether rounds have fixed shapes (see `static_batch`)
+    nodes: int = 0  # most draft tokens of a row, where the drafter makes the proposal itself; 0 for `depth` at most
+    ahead: bool = False  # whether a round may be launched before the last one is read: finished rows write one more
 
     @property
     def length(self) -> int:
@@ -80,17 +69,11 @@ class Load:
 
 @dataclass(frozen=True)
 class MemoryNeed:
-    """Bytes that a generation needs beside the weights.
+    """Bytes that a generation needs beside the weights."""
 
-    Attributes:
-        target: what the target's cache takes.
-        drafter: what the drafter's state takes.
-        working: the largest working memory of any one step.
-    """
-
-    target: int
-    drafter: int
-    working: int
+    target: int  # the target's cache
+    drafter: int  # the drafter's state
+    working: int  # the largest working memory of any one step
 
     @property
     def total(self) -> int:
@@ -132,24 +115,18 @@ def require_memory(target: Target, drafter: Drafter | None, load: Load, held: in
 
 
 def _bounds(target: Target, drafter: Drafter | None, load: Load) -> tuple[int, int]:
-    """Return two numbers of bytes between which the need lies.
-
-    Nothing is measured for them: far from the end of memory that would be waiting for nothing.
-    """
+    """Return two numbers of bytes between which the need lies, without measuring: far from the end that is enough."""
     tokens, places = load.rows * load.prompt, load.rows * _places(None, load)
-    least = (
-        target.cache_bytes(load.rows, load.target_length)
-        + (tokens + places) * target.hidden_size * 64
-        + places * target.vocab_size * 16
-    )
+    states, logits = (tokens + places) * target.hidden_size, places * target.vocab_size
+    least = target.cache_bytes(load.rows, load.target_length) + states * 64 + logits * 16
     if least < SMALL:
         return least, least
     scores = int(target.config.num_attention_heads) * 16
     eager = getattr(target.config, "_attn_implementation", None) == "eager"
     pairs = load.rows * (load.prompt**2 * (scores if eager else 16) + _places(None, load) * load.length * (scores + 16))
     entries = load.rows * load.length * target.hidden_size * 64
-    states, logits = (tokens + places) * target.hidden_size * 1024, (places + load.rows) * target.vocab_size * 64
-    return least, least + _state_bytes(target, drafter, load) + entries + pairs + states + logits
+    logits += load.rows * target.vocab_size
+    return least, least + _state_bytes(target, drafter, load) + entries + pairs + states * 1024 + logits * 64
 
 
 def _advice(fits: Callable[[Load], bool], load: Load) -> str:
@@ -175,9 +152,6 @@ def _gib(count: int) -> str:
     return f"{count / 2**30:.1f}" if count >= 2**30 // 10 else f"{count / 2**30:.3f}"
 
 
-# ------------------------------------------------------------ working memory
-
-
 def _places(drafter: Drafter | None, load: Load) -> int:
     """Return how many tokens of a row the largest verification pass has."""
     grows = drafter is None or drafter.abilities.reads_nodes
@@ -185,10 +159,7 @@ def _places(drafter: Drafter | None, load: Load) -> int:
 
 
 def _prompt_bytes(target: Target, drafter: Drafter | None, load: Load) -> int:
-    """Return the working memory of the passes over the prompts.
-
-    These are the target's, then the drafter's, both with the hidden states that are tapped; and the first logits.
-    """
+    """Return the working memory of the prompts: the target's pass, then the drafter's, and the first logits."""
     tokens, state = load.rows * load.prompt, target.hidden_size * target.dtype.itemsize
     taps = 0 if drafter is None else len(drafter.taps) * state
     # Taps below the last layer are kept while the layers after them run.
@@ -203,18 +174,19 @@ def _prompt_bytes(target: Target, drafter: Drafter | None, load: Load) -> int:
 def _round_bytes(target: Target, drafter: Drafter | None, load: Load) -> int:
     """Return the working memory of the largest round.
 
-    It is the largest of three: the target's layers after the longest text, then its logits; the drafter's logits, in a
-    tree; and the largest tensor of a cache when rows leave it.
+    It is the largest of the target's layers after the longest text, then its logits; of the drafter's logits, in a
+    tree; and of the largest tensor of a cache when rows leave it.
     """
-    places, sampled = _places(drafter, load), _is_sampled(drafter, load)
+    places = _places(drafter, load)
+    # Whether drafts come with the distributions that they were drawn from.
+    sampled = drafter is not None and not drafter.abilities.deterministic and _rule(load).samples
     draws = load.rows * (places - 1) * target.vocab_size * 4 if sampled else 0
     state = load.rows * target.hidden_size * target.dtype.itemsize
-    kept = places * state * (1 + (0 if drafter is None else len(drafter.taps)))
-    features = 0 if drafter is None else load.prompt * state * len(drafter.taps)
+    taps = 0 if drafter is None else len(drafter.taps)
+    kept, features = places * state * (1 + taps), load.prompt * state * taps
     verified = target.footprint().of_round(load.rows, places, load.target_length)
-    drafted = 0
-    if drafter is not None and drafter.abilities.reads_nodes:
-        drafted = load.rows * target.vocab_size * _drafting_bytes(target, load)
+    grows = drafter is not None and drafter.abilities.reads_nodes
+    drafted = load.rows * target.vocab_size * _drafting_bytes(target, load) if grows else 0
     left = 0 if load.fixed else target.cache_bytes(load.rows - 1, load.target_length) // (2 * target.num_layers)
     reading = _reading(drafter, target)
     features += load.rows * (reading.kept + max(0, load.depth - 1) * reading.per_draft)
@@ -238,13 +210,8 @@ def _rule(load: Load) -> Rule:
     return RULES[load.plan.rule(load.sampling.temperature, deterministic=False)]
 
 
-def _is_sampled(drafter: Drafter | None, load: Load) -> bool:
-    """Tell whether drafts come with the distributions that they were drawn from."""
-    return drafter is not None and not drafter.abilities.deterministic and _rule(load).samples
-
-
 def _logit_bytes(target: Target, load: Load, places: int, sampled: bool) -> int:
-    """Return the bytes of the target's logits at `places` of each row, and of the tensors made of them by the rule."""
+    """Return the bytes of the target's logits at `places` of each row, and of what the rule makes of them."""
     footprint, sampling = target.footprint(), load.sampling
     rule = _rule(load)
     rule = RULES[NOT_DRAWN] if rule.samples and not sampled else rule
@@ -253,7 +220,12 @@ def _logit_bytes(target: Target, load: Load, places: int, sampled: bool) -> int:
         each = 4  # `highest` copies them
     filters = 0 if greedy else max(_NUCLEUS if sampling.top_p is not None else 0, _MIN_P if sampling.min_p else 0)
     filters += _DIVIDED if filters and sampling.temperature != 1 else 0
-    processed, processing, context = _processor_bytes(logit, sampling)
+    # What the processors leave beside a logit, need in between, and know of each token.
+    processed, processing, context = 0, 0, 0
+    if sampling.repetition_penalty != 1:
+        processed, processing, context = 4, _PENALTY + (0 if logit == 4 else 4), 1
+    elif sampling.bad_words or sampling.suppress or sampling.min_new_tokens:
+        processed, processing = logit, logit + 2
     most = max(
         places * footprint.per_logit,
         places * (logit + processing),
@@ -263,28 +235,15 @@ def _logit_bytes(target: Target, load: Load, places: int, sampled: bool) -> int:
     return int(load.rows * target.vocab_size * (most + context))
 
 
-def _processor_bytes(logit: int, sampling: Sampling) -> tuple[int, int, int]:
-    """Return the bytes per logit that the processors leave beside it, need in between, and know of each token."""
-    if sampling.repetition_penalty != 1:
-        return 4, _PENALTY + (0 if logit == 4 else 4), 1
-    return (logit, logit + 2, 0) if sampling.bad_words or sampling.suppress or sampling.min_new_tokens else (0, 0, 0)
-
-
 @dataclass(frozen=True)
 class _PromptBytes:
-    """Bytes that a drafter works with when it reads a prompt and begins.
-
-    Attributes:
-        per_row, per_token, per_pair: of each row, of each of its tokens, and of each pair of tokens.
-        kept: what it has made until then and keeps while the target verifies, of each row.
-        per_draft: what it makes and keeps of each further draft.
-    """
+    """Bytes that a drafter works with when it reads a prompt and begins."""
 
     per_row: float = 0.0
     per_token: float = 0.0
-    per_pair: float = 0.0
-    kept: int = 0
-    per_draft: int = 0
+    per_pair: float = 0.0  # of tokens
+    kept: int = 0  # of each row, while the target verifies
+    per_draft: int = 0  # kept of each further draft
 
     def peak(self, rows: int, length: int) -> int:
         """Return the bytes at one time for `rows` prompts of `length` tokens."""
@@ -310,11 +269,7 @@ def _reading(drafter: Drafter | None, target: Target) -> _PromptBytes:
 
 @torch.no_grad()
 def _read(drafter: Drafter, target: Target, length: int) -> tuple[int, int, int]:
-    """Return bytes of tensors while a drafter reads `length` tokens and begins.
-
-    Returns:
-        Those that live at one time, those that it keeps, and those that it keeps of another draft.
-    """
+    """Return the bytes of a drafter that reads `length` tokens and begins: the peak, those kept, and per draft."""
     cache = target.new_cache(1, length + 3)
     cache.skip(length)
     session = drafter.open(target, 1, length + 3, 0, cache)

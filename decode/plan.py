@@ -6,7 +6,7 @@ Nodes of a tree are numbered so that parents come first; −1 is the root.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
 from typing import Any
 
@@ -64,9 +64,6 @@ class Plan:
                 "plan: confidence ends chains; a dynamic tree already follows the drafter's confidence, "
                 "a static one has a fixed shape."
             )
-        self._check_rule()
-
-    def _check_rule(self) -> None:
         known = ("auto", *LOSSLESS, *LOSSY)
         if self.verify not in known:
             raise BadInputError(f"plan: unknown verification rule {self.verify!r}; known: {', '.join(known)}.")
@@ -80,9 +77,7 @@ class Plan:
         most = "up to " if self.control is not None or self.confidence else ""
         if not self.is_tree:
             return f"depth {most}{self.depth}"
-        return (
-            f"{'dynamic' if self.tree is None else 'static'} tree of {most}{self.max_nodes} nodes, depth {self.depth}"
-        )
+        return f"{self.shape.value.removeprefix('a ')} of {most}{self.max_nodes} nodes, depth {self.depth}"
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Plan:
@@ -92,15 +87,8 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain values that JSON can hold; a static tree is its parents."""
-        return {
-            "depth": self.depth,
-            "width": self.width,
-            "nodes": self.nodes,
-            "tree": self.tree and list(self.tree.parents),
-            "verify": self.verify,
-            "confidence": self.confidence,
-            "control": self.control and self.control.to_dict(),
-        }
+        tree, control = self.tree and list(self.tree.parents), self.control and self.control.to_dict()
+        return {field.name: getattr(self, field.name) for field in fields(self)} | {"tree": tree, "control": control}
 
     @property
     def shape(self) -> DraftShape:
@@ -179,9 +167,8 @@ class Tree:
     @cached_property
     def children(self) -> dict[int, tuple[int, ...]]:
         """The children of each node, and of the root."""
-        return {
-            node: tuple(i for i, p in enumerate(self.parents) if p == node) for node in range(-1, len(self.parents))
-        }
+        nodes = range(-1, len(self.parents))
+        return {node: tuple(i for i, p in enumerate(self.parents) if p == node) for node in nodes}
 
     @property
     def depth(self) -> int:
@@ -192,10 +179,7 @@ class Tree:
         return Tree(self.parents[: sum(d <= depth for d in self.depths)])
 
     def value(self, rates: Sequence[Sequence[float]]) -> float:
-        """Return the expected tokens of a round.
-
-        They are 1 + Σ over nodes of the product of `rates[depth − 1][rank]` along the path.
-        """
+        """Return a round's expected tokens: 1 + Σ over nodes of the product of `rates[depth − 1][rank]` on the path."""
         reached: list[float] = []
         for parent, depth, rank in zip(self.parents, self.depths, self.ranks, strict=True):
             reached.append((1.0 if parent < 0 else reached[parent]) * rates[depth - 1][rank])
@@ -209,13 +193,11 @@ def best_tree(rates: Sequence[Sequence[float]], nodes: int) -> Tree:
 
     Args:
         rates: `rates[d][r]`, the probability that the r-th child of a node at depth d is accepted, given that the node
-            was (and that the children before it were refused: counted as part of the rate). Depth and width are limited
-            by it.
+            was; that the children before it were refused is part of the rate. They limit depth and width.
 
     Raises:
         BadInputError: more nodes than these rates have room for.
     """
-
     if not rates or nodes < 1:
         raise BadInputError(
             f"the best tree needs acceptance rates and at least one node; got {len(rates)} levels and {nodes} nodes."
@@ -223,10 +205,7 @@ def best_tree(rates: Sequence[Sequence[float]], nodes: int) -> Tree:
 
     @cache
     def below(count: int, depth: int, rank: int) -> tuple[float, tuple[int, ...]]:
-        """Return the best value of `count` nodes below a node at `depth`, in its children from `rank` on.
-
-        It comes with the sizes of those children's subtrees.
-        """
+        """Return the best value of `count` nodes in the children from `rank` on, and the sizes of their subtrees."""
         if count == 0:
             return 0.0, ()
         if depth == len(rates) or rank == len(rates[depth]):

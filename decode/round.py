@@ -2,7 +2,7 @@
 
 A sequence is committed tokens plus a `root`: its last token, which the target has not processed yet. A round drafts
 after the root, verifies root and drafts in one pass of the target, and ends with a new root. It takes a `RoundState`
-and gives the next one, and a `RoundResult`, of which the host reads one small tensor: a `RoundRow` per sequence.
+and returns the next one with a `RoundResult`, of which the host reads one small tensor: a `RoundRow` per sequence.
 
 Shapes: B active rows, N draft tokens, D of them on the longest path (in a chain all), V vocabulary, K taps,
 H hidden size.
@@ -42,26 +42,16 @@ _NOTHING_LEFT, _NOT_FINITE = -1, -2  # in place of a token that follows; see `Ro
 
 @dataclass(frozen=True)
 class RoundSetup:
-    """What does not change from round to round of one request.
-
-    Attributes:
-        target: verifies.
-        plan: no deeper than the drafter drafts.
-        sampler_config: how tokens are drawn from logits.
-        abilities: the drafter's; all off where there is none.
-        taps: hidden states that the drafter reads.
-        may_sync: whether the host may wait for the device inside a round, to learn whether a chain has ended. It may
-            not in a round of fixed shape.
-        on_verdict: called with every verdict; for measurements.
-    """
+    """What does not change from round to round of one request."""
 
     target: Target
-    plan: Plan
+    plan: Plan  # no deeper than the drafter drafts
     sampler_config: SamplerConfig
-    abilities: Abilities = field(default_factory=Abilities)
-    taps: tuple[int, ...] = ()
+    abilities: Abilities = field(default_factory=Abilities)  # the drafter's; all off where there is none
+    taps: tuple[int, ...] = ()  # hidden states that the drafter reads
+    # Whether the host may wait for the device, to learn whether a chain has ended: not in a round of fixed shape.
     may_sync: bool = True
-    on_verdict: Callable[[Verdict], None] | None = None
+    on_verdict: Callable[[Verdict], None] | None = None  # called with every verdict; for measurements
 
     @property
     def lossy(self) -> bool:
@@ -80,24 +70,15 @@ class RoundSetup:
 
 @dataclass(frozen=True)
 class RoundState:
-    """What a round leaves for the round after it.
+    """What a round leaves for the round after it."""
 
-    Attributes:
-        root: each row's last token, not processed yet, `[B]`.
-        sequences: which sequence each row is, `[B]`; keys its randomness, with `seed`.
-        speculate: rows that are drafted for, `[B]` bool; None for all.
-        context: the processors' view of the committed text, the root included; None without processors.
-        cache: the target's, of the committed tokens but the root.
-        session: the drafter's; an empty one where nothing is drafted.
-    """
-
-    root: Tensor
-    sequences: Tensor
+    root: Tensor  # each row's last token, not processed yet, [B]
+    sequences: Tensor  # which sequence each row is, [B]; keys its randomness, with `seed`
     seed: Seed
-    speculate: Tensor | None
-    context: Context | None
-    cache: RaggedCache
-    session: Session
+    speculate: Tensor | None  # rows that are drafted for, [B] bool; None for all
+    context: Context | None  # the processors' view of the text, the root included; None without processors
+    cache: RaggedCache  # the target's, of the committed tokens but the root
+    session: Session  # the drafter's; an empty one where nothing is drafted
 
     @property
     def keys(self) -> Keys:
@@ -140,28 +121,21 @@ class RoundState:
 
 @dataclass(frozen=True)
 class RoundRow:
-    """What the host reads of one sequence's round.
+    """What the host reads of one sequence's round; `accepted`, `drafted` and `tried` are those of `stats.Round`."""
 
-    Attributes:
-        drafts: those of the kept path, `[D]`; the first `accepted` of them stay.
-        following: the token that follows them, unless there is none: then `nothing_left` or `not_finite` is true.
-        accepted, drafted, tried: see `stats.Round`.
-    """
-
-    drafts: list[int]
-    following: int
+    drafts: list[int]  # those of the kept path, [D]; the first `accepted` of them stay
+    following: int  # the token after them, unless `nothing_left` or `not_finite` is true
     accepted: int
     drafted: int
     tried: int
 
     @staticmethod
     def pack(drafts: Tensor, following: Tensor, accepted: Tensor, drafted: Tensor, tried: Tensor) -> Tensor:
-        """Return the rows as one tensor, `[B, D + 4]`, of drafts `[B, D]` and four numbers of each row `[B]`."""
+        """Return drafts `[B, D]` and four numbers of each row `[B]` as one tensor, `[B, D + 4]`."""
         return torch.cat([drafts, torch.stack([following, accepted, drafted, tried], 1)], 1)
 
     @classmethod
     def unpack(cls, packed: list[list[int]]) -> list[RoundRow]:
-        """Return the rows of a packed tensor that was read."""
         return [cls(row[:-4], *row[-4:]) for row in packed]
 
     @property
@@ -182,26 +156,15 @@ class RoundRow:
 
 @dataclass(frozen=True)
 class RoundResult:
-    """What a round did, on the device.
+    """What a round did, on the device."""
 
-    Attributes:
-        packed: a `RoundRow` of each sequence, `[B, D + 4]`: all that the host needs.
-        tokens: root and drafts of the path, `[B, 1 + D]`.
-        hidden: their tapped states, `[B, 1 + D, K, H]`; None without taps.
-        counts: how many of them stay, `[B]`.
-        read: when the session read each draft of a tree's path, `[B, D]`; None for a chain. See `Session.update`.
-        best: the target's most probable token at every place of the proposal, `[B, 1 + N]`; None where no session
-            observes it.
-        rule: the name of the rule that judged.
-    """
-
-    packed: Tensor
-    tokens: Tensor
-    hidden: Tensor | None
-    counts: RowLengths
-    read: Tensor | None
-    best: Tensor | None
-    rule: str
+    packed: Tensor  # a `RoundRow` of each sequence, [B, D + 4]: all that the host needs
+    tokens: Tensor  # root and drafts of the path, [B, 1 + D]
+    hidden: Tensor | None  # their tapped states, [B, 1 + D, K, H]; None without taps
+    counts: RowLengths  # how many of them stay, [B]
+    read: Tensor | None  # when the session read each draft of a tree's path, [B, D]; see `Session.update`
+    best: Tensor | None  # the target's most probable token at each place, [B, 1 + N]; None where no session observes it
+    rule: str  # the name of the rule that judged
 
     def select(self, rows: list[int]) -> RoundResult:
         """Return the result of these rows."""
@@ -220,19 +183,12 @@ class RoundResult:
 
 @dataclass(frozen=True)
 class PendingRound:
-    """A round that was launched and that the host has not read.
+    """A round that was launched and that the host has not read."""
 
-    Attributes:
-        state: what it leaves for the round after it, which may be launched at once.
-        packed: waits for it and returns `RoundResult.packed`.
-        rule: the name of the rule that judges it.
-        idle: rows that had finished before it.
-    """
-
-    state: RoundState
-    packed: Callable[[], list[list[int]]]
-    rule: str
-    idle: tuple[int, ...] = ()
+    state: RoundState  # what it leaves for the next round, which may be launched at once
+    packed: Callable[[], list[list[int]]]  # waits for it and returns `RoundResult.packed`
+    rule: str  # the name of the rule that judges it
+    idle: tuple[int, ...] = ()  # rows that had finished before it
 
     def read(self) -> list[RoundRow]:
         """Wait for the round and return its rows."""
@@ -245,7 +201,7 @@ def step(
     """Run a whole round of `depth` drafts: draft, verify, commit, and update the drafter's session.
 
     Args:
-        on_drafted: called between drafting and verification, by those who time them.
+        on_drafted: called between drafting and verification, to time them.
     """
     drafted = draft(setup, state, depth)
     if on_drafted is not None:
@@ -279,34 +235,24 @@ def draft(setup: RoundSetup, state: RoundState, depth: int) -> Draft:
     if not depth:
         return no_draft(state.root)
     plan, session, root = setup.plan, state.session, state.root
-    sampler = DraftSampler(
-        RULES[setup.rule(setup.abilities.deterministic)], setup.sampler_config, state.keys, state.context
-    )
+    rule = RULES[setup.rule(setup.abilities.deterministic)]
+    sampler = DraftSampler(rule, setup.sampler_config, state.keys, state.context)
     if isinstance(session, NodeSession) and setup.abilities.reads_nodes:
         if setup.static_tree is not None and depth == plan.depth:
             return _masked(state, grow_static(session, root, setup.static_tree, sampler), None)
         if plan.shape is DraftShape.DYNAMIC:
             return _masked(state, grow_dynamic(session, root, plan.width, plan.max_nodes, depth, sampler), None)
     chain = ChainDraft(sampler, plan.confidence)
-    drafted = chain.draft(_propose_chain(setup, state, depth, chain))
-    lengths = _lengths(plan, chain, drafted.proposal)
-    drafted = _masked(state, drafted, lengths)
-    return drafted if lengths is None or not setup.may_sync else _shortened(drafted)
-
-
-def _propose_chain(setup: RoundSetup, state: RoundState, depth: int, chain: ChainDraft) -> Proposal:
-    plan, session = setup.plan, state.session
     by_confidence = setup.abilities.confident and (plan.confidence or isinstance(plan.control, Schedule))
     if by_confidence and setup.abilities.reads_nodes and isinstance(session, NodeSession):
-        return propose_confidently(session, state.root, depth, chain, setup.may_sync)
-    return session.propose(state.root, depth, chain.next_token, chain.ended if setup.may_sync else None)
-
-
-def _lengths(plan: Plan, chain: ChainDraft, proposal: Proposal) -> Tensor | None:
-    """Return how many tokens of its chain each row really proposes, `[B]`; None for all."""
+        proposal = propose_confidently(session, root, depth, chain, setup.may_sync)
+    else:
+        proposal = session.propose(root, depth, chain.next_token, chain.ended if setup.may_sync else None)
+    lengths = chain.lengths  # of what each row really proposes, [B]; None for all
     if isinstance(plan.control, Schedule) and chain.reach:
-        return plan.control.lengths(torch.stack(chain.reach[: proposal.depth], 1))
-    return chain.lengths
+        lengths = plan.control.lengths(torch.stack(chain.reach[: proposal.depth], 1))
+    drafted = _masked(state, chain.draft(proposal), lengths)
+    return drafted if lengths is None or not setup.may_sync else _shortened(drafted)
 
 
 def _masked(state: RoundState, draft: Draft, lengths: Tensor | None) -> Draft:
@@ -325,9 +271,8 @@ def _shortened(draft: Draft) -> Draft:
     longest = int(proposal.lengths.max())
     if longest == proposal.depth:
         return draft
-    chain = Proposal(
-        proposal.tokens[:, :longest], proposal.real[:, :longest], longest, deterministic=proposal.deterministic
-    )
+    tokens, real = proposal.tokens[:, :longest], proposal.real[:, :longest]
+    chain = Proposal(tokens, real, longest, deterministic=proposal.deterministic)
     return Draft(chain, None if probs is None or not longest else probs[:, :longest], draft.peaks)
 
 
@@ -336,23 +281,18 @@ def _shortened(draft: Draft) -> Draft:
 
 @dataclass(frozen=True)
 class ProposedRound:
-    """A round whose proposal was made by the host: what verifying it reads.
-
-    Attributes:
-        proposal: of one size for every row and round, see `Proposal.spread`.
-    """
+    """A round whose proposal was made by the host: what verifying it reads."""
 
     state: RoundState
-    proposal: Proposal
+    proposal: Proposal  # of one size for every row and round, see `Proposal.spread`
 
     def tensors(self) -> list[Tensor]:
-        """Return everything that verification reads, in a fixed order."""
+        """Return all that verification reads, in a fixed order."""
         proposal = self.proposal
         tree = [tensor for tensor in (proposal.parents, proposal.read) if tensor is not None]
         return [proposal.tokens, proposal.real, *tree, *self.state.tensors()]
 
     def at(self, tensors: list[Tensor]) -> ProposedRound:
-        """Return the same in other places in memory, given in the order of `tensors`."""
         rest = iter(tensors)
         moved = replace(self.proposal, tokens=next(rest), real=next(rest))
         if moved.parents is not None:

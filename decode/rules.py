@@ -1,7 +1,7 @@
 """The verification rules: the proposals that each can judge, how drafts are picked for it, and its memory.
 
-Each rule stands here once; a new one is one entry of `RULES` and its proof (tests/decode). A judge decides
-`VerifyInputs`; the arithmetic comes after the table, for chains and for trees, as pure functions of their uniforms.
+A new rule is one entry of `RULES` and its proof (tests/decode/test_rules.py). A judge decides `VerifyInputs`; the
+arithmetic comes after the table, for chains and for trees, as pure functions of their uniforms.
 
 Shapes: B rows, N draft tokens, D of them on the longest path, V vocabulary.
 
@@ -50,35 +50,24 @@ class DraftPolicy(Enum):
 
 
 class Verdict(NamedTuple):
-    """A rule's decision about a proposal.
+    """A rule's decision about a proposal."""
 
-    Attributes:
-        accepted: how many drafts stay, `[B]`.
-        path: in a tree the nodes that stay, from the root on, −1 after them, `[B, D]`; None for a chain.
-        following: the token that follows them, `[B]`.
-    """
-
-    accepted: Tensor
-    path: Tensor | None
-    following: Tensor
+    accepted: Tensor  # how many drafts stay, [B]
+    path: Tensor | None  # in a tree the nodes that stay, from the root on, −1 after them, [B, D]; None for a chain
+    following: Tensor  # the token that follows them, [B]
 
 
 @dataclass(frozen=True)
 class VerifyInputs:
-    """A proposal, and everything that a rule may use to judge it.
-
-    Attributes:
-        logits: the target's after root and drafts, processed, `[B, 1 + N, V]`.
-        draft_probs: the distributions the tokens were drawn from: for a chain `[B, N, V]`, for a tree at each place
-            `[B, 1 + N, V]`; None if they were not drawn.
-        keys: of every draw; the first logits predict the token `keys.first`.
-    """
+    """A proposal, and everything that a rule may use to judge it."""
 
     proposal: Proposal
-    logits: Tensor
+    logits: Tensor  # the target's after root and drafts, processed, [B, 1 + N, V]
+    # The distributions the tokens were drawn from: for a chain [B, N, V], for a tree at each place [B, 1 + N, V]; None
+    # if they were not drawn.
     draft_probs: Tensor | None
     sampling: Sampling
-    keys: Keys
+    keys: Keys  # of every draw; the first logits predict the token `keys.first`
 
     @cached_property
     def highest(self) -> Highest:
@@ -184,22 +173,14 @@ def _typical(case: VerifyInputs) -> Verdict:
 
 @dataclass(frozen=True)
 class Rule:
-    """One way to decide which drafts stay and which token follows them.
-
-    Attributes:
-        shapes: of the proposals that it can judge.
-        pick: how drafts are picked for it.
-        judge: decides a `VerifyInputs`.
-        logit_bytes: memory it makes of each of the target's logits, and of those of one place per row.
-        lossy: it changes the target's law: never chosen automatically, and labelled in every figure.
-    """
+    """One way to decide which drafts stay and which token follows them."""
 
     name: str
-    shapes: frozenset[DraftShape]
-    pick: DraftPolicy
+    shapes: frozenset[DraftShape]  # of the proposals that it can judge
+    pick: DraftPolicy  # how drafts are picked for it
     judge: Callable[[VerifyInputs], Verdict]
-    logit_bytes: tuple[int, int]
-    lossy: bool = False
+    logit_bytes: tuple[int, int]  # memory it makes of each of the target's logits, and of those of one place per row
+    lossy: bool = False  # it changes the target's law: never chosen automatically, and labelled in every figure
 
     @property
     def samples(self) -> bool:
@@ -243,7 +224,7 @@ def choose_rule(name: str, shape: DraftShape, temperature: float, deterministic:
     else rejection for chains and without_replacement for trees.
 
     Args:
-        deterministic: whether the proposal's tokens are no samples: it has no distribution to reject against.
+        deterministic: whether the proposal's tokens are no samples.
     """
     if name in LOSSY:
         return name
@@ -257,13 +238,10 @@ def choose_rule(name: str, shape: DraftShape, temperature: float, deterministic:
 
 
 def match(drafts: Tensor, lengths: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """Keep drafts while they equal what the target itself chose at that place.
+    """Keep drafts `[B, k]` while they equal `wanted` `[B, k + 1]`, the target's own choice at each place.
 
-    With `wanted` = the target's argmax this is the greedy rule; with a sample of p it is the rule for deterministic
-    candidates (accepted with probability p(x)); with Gumbel-max under shared noise it is the coupled rule.
-
-    Args:
-        drafts: `[B, k]`. wanted: the target's own choice at each node, `[B, k + 1]`.
+    With the target's argmax this is the greedy rule; with a sample of p it is the rule for deterministic candidates
+    (accepted with probability p(x)); with Gumbel-max under shared noise it is the coupled rule.
     """
     if not drafts.shape[1]:
         return lengths, wanted[:, 0]
@@ -306,11 +284,9 @@ def block(
 ) -> tuple[Tensor, Tensor]:
     """Keep a prefix of drafts by block verification (Sun et al., ICLR 2025, arXiv 2403.10444).
 
-    On average no lossless rule for a sampled chain accepts more.
-
-    A prefix of i drafts is worth P_i = min(1, P_{i-1} p_i/q_i), P_0 = 1, and leaves the residual (P_i p − q)+ of mass
-    S_i. The longest prefix that passes its own test, with probability S_i / (S_i + 1 − P_i), is kept; the residual
-    there gives the next token.
+    On average no lossless rule for a sampled chain accepts more. A prefix of i drafts is worth P_i = min(1,
+    P_{i-1} p_i/q_i), P_0 = 1, and leaves the residual (P_i p − q)+ of mass S_i. The longest prefix that passes its own
+    test, with probability S_i / (S_i + 1 − P_i), is kept; the residual there gives the next token.
     """
     chain = torch.arange(drafts.shape[1] + 1, device=drafts.device)
     proposed = chain < lengths[:, None]  # [B, k + 1], does a draft follow this place?
@@ -364,11 +340,9 @@ def match_tree(
     wanted: Tensor,  # [B, N + 1]
     depth: int,
 ) -> Walk:
-    """Follow the children that equal what the target itself chose at their parent: `match` for trees.
+    """Follow the children that equal `wanted`, the target's own choice at their parent: `match` for trees.
 
-    With `wanted` = the target's argmax this is the greedy rule, with a sample of p the rule for deterministic
-    candidates (one of them is accepted with their summed probability), with Gumbel-max under shared noise the coupled
-    rule.
+    Under samples of p one of several candidates is accepted with their summed probability.
     """
     kept = real & (tokens == wanted.gather(1, parents + 1))
     accepted, path, place = _descend(kept, parents, depth)
@@ -493,11 +467,7 @@ def _weigh(
 
 
 def _descend(kept: Tensor, parents: Tensor, depth: int) -> Walk:
-    """Follow the first child that is kept from the root on, as far as it goes.
-
-    Returns:
-        accepted `[B]`, path `[B, D]`, and the place at its end `[B]`.
-    """
+    """Follow the first child that is kept from the root on; return accepted, path, and the place at its end `[B]`."""
     path = parents.new_full((len(parents), depth), -1)
     node = parents.new_full((len(parents),), -1)
     place = torch.zeros_like(node)

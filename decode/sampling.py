@@ -1,9 +1,9 @@
 """How a token is drawn: from logits to a distribution, and from that with randomness that belongs to its place.
 
+Each uniform is a hash of (seed, sequence, position, stream, token), see `hashing`.
+
 Shapes: B rows, Q places, N tokens that may stand before them (drafts), W tokens that bad words look back on,
 V vocabulary.
-
-Each uniform is a hash of (seed, sequence, position, stream, token), see `hashing`.
 """
 
 from __future__ import annotations
@@ -83,17 +83,11 @@ def _are_tokens(values: object) -> bool:
 
 @dataclass(frozen=True)
 class Context:
-    """The part of the text before a token that the processors use, at Q places of every row.
+    """The part of the text before a token that the processors use, at Q places of every row."""
 
-    Attributes:
-        num_new: how many of its tokens were generated, `[B, Q]`.
-        recent: its last W tokens, `[B, Q, W]`; -1 where it is shorter.
-        present: which tokens occur in it, `[B, Q, V]`; None without a repetition penalty.
-    """
-
-    num_new: Tensor
-    recent: Tensor
-    present: Tensor | None
+    num_new: Tensor  # how many of its tokens were generated, [B, Q]
+    recent: Tensor  # its last W tokens, [B, Q, W]; -1 where it is shorter
+    present: Tensor | None  # which tokens occur in it, [B, Q, V]; None without a repetition penalty
 
     def then(self, tokens: Tensor, path: Tensor) -> Context:
         """Return the contexts at Q places after this one, which is a single place per row.
@@ -103,11 +97,10 @@ class Context:
             path: `[B, Q, N]` or `[1, Q, N]`, True where a token is on the way to the place: its ancestors, and itself.
         """
         path = path.expand(len(tokens), -1, -1)
-        tokens = tokens[:, None].expand_as(path)
-        present = None if self.present is None else _mark(self.present.expand(-1, path.shape[1], -1), tokens, path)
-        return Context(
-            self.num_new + path.sum(-1), _last(self.recent.expand(-1, path.shape[1], -1), tokens, path), present
-        )
+        tokens, places = tokens[:, None].expand_as(path), path.shape[1]
+        recent = _last(self.recent.expand(-1, places, -1), tokens, path)
+        present = None if self.present is None else _mark(self.present.expand(-1, places, -1), tokens, path)
+        return Context(self.num_new + path.sum(-1), recent, present)
 
     def tensors(self) -> list[Tensor]:
         return [self.num_new, self.recent, *([] if self.present is None else [self.present])]
@@ -121,12 +114,9 @@ class Context:
 
 
 class Processors:
-    """Changes of logits that depend on the text before them, as in `transformers` and in its order.
+    """Changes of logits that depend on the text before them, as in `transformers` and in its order, before the filters.
 
-    The filters come after them.
-
-    A repetition penalty, bad words, no end before min_new_tokens, suppressed tokens. A forbidden token gets a logit of
-    -inf.
+    A repetition penalty, bad words, no end before min_new_tokens, suppressed tokens: a forbidden one gets -inf.
 
     Raises:
         BadInputError: a token outside the vocabulary.
@@ -155,11 +145,9 @@ class Processors:
 
     def start(self, prompts: Tensor, counts: Tensor) -> Context:
         """Return the context after the prompts `[B, T]`, one place per row; row b has the first `counts[b]` tokens."""
-        present = (
-            prompts.new_zeros(len(prompts), 1, self.vocab, dtype=torch.bool)
-            if self.sampling.repetition_penalty != 1
-            else None
-        )
+        present = None
+        if self.sampling.repetition_penalty != 1:
+            present = prompts.new_zeros(len(prompts), 1, self.vocab, dtype=torch.bool)
         # Counted from here, the prompt's own tokens bring num_new to 0.
         nothing = Context(-counts[:, None], prompts.new_full((len(prompts), 1, self.width), _NO_TOKEN), present)
         real = torch.arange(prompts.shape[1], device=prompts.device) < counts[:, None]
@@ -174,21 +162,17 @@ class Processors:
             nowhere = torch.zeros_like(logits, dtype=torch.bool)
             logits = logits.masked_fill(_mark(nowhere, self.completing.expand_as(begun), begun), _NEVER)
         if self.ends is not None:
-            logits = logits.masked_fill(
-                (context.num_new < self.sampling.min_new_tokens)[:, :, None] & self.ends, _NEVER
-            )
+            early = context.num_new < self.sampling.min_new_tokens
+            logits = logits.masked_fill(early[:, :, None] & self.ends, _NEVER)
         return logits if self.forbidden is None else logits.masked_fill(self.forbidden, _NEVER)
 
 
 def penalize(logits: Tensor, present: Tensor, sampling: Sampling) -> Tensor:
-    """Apply the repetition penalty to the tokens that `present` `[..., V]` marks (CTRL, arXiv 1909.05858).
-
-    It is computed in fp32, as in `transformers`.
-    """
-    if sampling.repetition_penalty == 1.0:
+    """Apply the repetition penalty (CTRL, arXiv 1909.05858), in fp32, to the tokens that `present` `[..., V]` marks."""
+    factor = sampling.repetition_penalty
+    if factor == 1:
         return logits
     logits = logits.float()
-    factor = sampling.repetition_penalty
     return torch.where(present, torch.where(logits > 0, logits / factor, logits * factor), logits)
 
 
@@ -213,10 +197,7 @@ def _mark(marks: Tensor, tokens: Tensor, where: Tensor) -> Tensor:
 
 
 def _last(recent: Tensor, tokens: Tensor, path: Tensor) -> Tensor:
-    """Return the last W of `recent` `[B, Q, W]` followed by those `tokens` `[B, Q, N]` that are on the `path`.
-
-    `path` is `[B, Q, N]`, True where a token is on it.
-    """
+    """Return the last W of `recent` `[B, Q, W]` and after them those `tokens` `[B, Q, N]` that the `path` marks."""
     width = recent.shape[-1]
     if not width:
         return recent
@@ -229,10 +210,7 @@ def _last(recent: Tensor, tokens: Tensor, path: Tensor) -> Tensor:
 
 
 def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Return the distribution that is sampled from, `[..., V]` fp32 (fp64 stays).
-
-    Temperature, top-k, top-p and min-p are applied in this order.
-    """
+    """Return the distribution after temperature, top-k, top-p and min-p, `[..., V]` fp32 (fp64 stays)."""
     logits = logits if logits.dtype == torch.float64 else logits.float()
     logits = logits if sampling.temperature == 1 else logits / sampling.temperature
     if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
@@ -259,20 +237,16 @@ def _nucleus(logits: Tensor, top_p: float) -> Tensor:
 
 
 class Highest(NamedTuple):
-    """The most probable token at each place, and its logit, `[...]` each.
-
-    The logit is a finite number only if all logits of the place are numbers, and one of them is finite.
-    """
+    """The most probable token at each place, and its logit, `[...]` each."""
 
     token: Tensor
-    logit: Tensor
+    logit: Tensor  # finite only if all logits of the place are numbers, and one of them is finite
 
 
 def highest(logits: Tensor) -> Highest:
     """Return the first token with the highest logit of `[..., V]`, and that logit, in one reduction.
 
-    `max` finds the same token as `argmax`, which takes three times as long on a CPU. There it looks at copies in fp32:
-    numbers of 16 bits take longer.
+    `argmax` finds the same token, and takes three times as long on a CPU, as do numbers of 16 bits.
     """
     most = (logits if logits.is_cuda else logits.float()).max(-1)
     return Highest(most.indices, most.values)
@@ -290,22 +264,14 @@ def draw(probs: Tensor, uniform: Tensor) -> Tensor:
     return token.clamp(max=probs.shape[-1] - 1)  # of probabilities that are no numbers, or all 0
 
 
-# ------------------------------------------------------------ randomness by place
-
-
 @dataclass(frozen=True)
 class Keys:
-    """The keys of every draw of a round, by which it depends on its place alone, whatever the batch.
-
-    Attributes:
-        seed: the request's.
-        sequences: which sequence each row is, `[B]`.
-        first: the index in its sequence of the first token that the round adds, `[B]`. A token that is drafted again in
-            a later round is therefore a new draw.
-    """
+    """The keys of every draw of a round, by which it depends on its place alone, whatever the batch."""
 
     seed: Seed
-    sequences: Tensor
+    sequences: Tensor  # which sequence each row is, [B]
+    # The index in its sequence of the first token that the round adds, [B]: a token that is drafted again in a later
+    # round is a new draw.
     first: Tensor
 
 
@@ -316,8 +282,5 @@ def gumbel(seed: Seed, stream: int, vocab: int, *keys: Tensor) -> Tensor:
 
 
 def shared_gumbel(seed: Seed, sequences: Tensor, positions: Tensor, vocab: int) -> Tensor:
-    """Return the noise that target and drafter share under the coupled rule, `[..., V]`.
-
-    It is a function of the place in the text alone.
-    """
+    """Return the noise that target and drafter share under the coupled rule, by the place in the text, `[..., V]`."""
     return gumbel(seed, COUPLED, vocab, sequences, positions)

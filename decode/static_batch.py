@@ -1,9 +1,8 @@
 """Memory for rounds of fixed shapes, which lasts from request to request: on a GPU such rounds are captured as graphs.
 
 Every pass reads a window of the caches, whatever its rows' lengths; windows come in a few sizes, and a graph serves one
-window, depth, plan and sampling (seeds and sequence ids are inputs). A round drafts, verifies, accepts, compacts and
-leaves the next round's inputs without the host; the host then reads what it emitted, once. Where the host itself makes
-the proposal, of the text alone, it is an input. Rows that have finished run on idly and are ignored.
+window, depth, plan and sampling (seeds, sequence ids and the host's own proposals are inputs). The host reads what a
+round emitted, once. Rows that have finished run on idly and are ignored.
 
 `StaticBatch` holds the memory and runs the rounds; `Graphs`, after it, captures and replays work over fixed tensors.
 """
@@ -12,8 +11,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, Generic, Protocol, Self, TypeVar
@@ -50,9 +48,7 @@ def window_of(needed: int) -> int:
 
 
 def margin(nodes: int, depth: int, reads: int) -> int:
-    """Return how many entries a round may write after the longest row, in the target's cache and in a drafter's.
-
-    A drafter's cache is up to a round late, so there is room for two rounds.
+    """Return how many entries a round may write after the longest row; a drafter's cache is up to a round late.
 
     Args:
         nodes: most drafts that are verified. depth: of the deepest. reads: most drafts that the drafter reads.
@@ -87,10 +83,6 @@ class StaticBatch:
             return NoDraftSession()
         return self.drafter.open(self.target, self.cache.batch_size, self.length, self.spare, self.cache)
 
-    def fits(self, length: int, spare: int) -> bool:
-        """Return whether it is large enough for a request."""
-        return length <= self.length and spare <= self.spare
-
     def num_bytes(self) -> int:
         """Return how many bytes both caches take."""
         rows = self.cache.batch_size
@@ -100,8 +92,8 @@ class StaticBatch:
     def reset(self) -> None:
         """Become ready for another request.
 
-        Where target or drafter were trained on, moved, or set otherwise in between, rounds start over: a session may
-        hold values computed from weights, and a graph reads weights where they were and contains the settings' numbers.
+        Where target or drafter were trained on, moved, or set otherwise in between, rounds start over: sessions may
+        hold values computed from weights, and graphs read weights where they were and contain the settings' numbers.
         """
         self.cache.reset()
         before, self._computed_by = self._computed_by, self._computes_by_now()
@@ -126,8 +118,6 @@ class StaticBatch:
         settings = [repr(part.config) for part in self.drafter.modules() if isinstance(part, Drafter)]
         return [*versions, *weight_versions(self.drafter.parameters()), *settings]
 
-    # ------------------------------------------------------------ a round
-
     def launch(
         self, setup: RoundSetup, state: RoundState, depth: int, idle: Sequence[int], needed: int
     ) -> PendingRound:
@@ -146,8 +136,11 @@ class StaticBatch:
                 store.lengths.masked_fill_(self._mask(tuple(idle)), 1)
         if setup.abilities.from_text:
             state, result = self._proposed_by_host(setup, state, depth, window, idle)
+        elif depth:
+            state, result, _ = self.graphs.run(_key(setup, depth, window), partial(step, setup, depth=depth), state)
         else:
-            state, result = self._drafted(setup, state, depth, window)
+            state, result, own = self._plain(setup, state, window)
+            update_session(state, own)
         return PendingRound(state, self._copied_to_host(result.packed), result.rule, tuple(idle))
 
     def read(self, pending: PendingRound) -> list[RoundRow]:
@@ -159,20 +152,10 @@ class StaticBatch:
         ]
         return rows
 
-    def _drafted(self, setup: RoundSetup, state: RoundState, depth: int, window: int) -> tuple[RoundState, RoundResult]:
-        if depth:
-            work = partial(step, setup, depth=depth)
-            state, result, _ = self.graphs.run(_key(setup, depth, window), work, state)
-            return state, result
-        state, result, own = self._plain(setup, state, window)
-        update_session(state, own)
-        return state, result
-
     def _plain(self, setup: RoundSetup, state: RoundState, window: int) -> tuple[RoundState, RoundResult, RoundResult]:
-        """Run a round without drafts, with which the session has yet to be updated.
+        """Run a round without drafts, and leave out the session: what it makes of such rounds grows with each.
 
-        What a session makes of such rounds grows from one to the next, so the graph leaves it out. Also return the
-        result as the session may keep it.
+        Also return the result as the session may keep it.
         """
         alone = replace(state, session=NoDraftSession())
         after, result, replayed = self.graphs.run(_key(setup, 0, window), partial(step, setup, depth=0), alone)
@@ -182,7 +165,12 @@ class StaticBatch:
         self, setup: RoundSetup, state: RoundState, depth: int, window: int, idle: Sequence[int]
     ) -> tuple[RoundState, RoundResult]:
         """Run a round whose proposal, if there is one, the host makes; rows that have finished get none."""
-        session, rows = state.session, self._still_proposing(state.session, idle)
+        session = state.session
+        staying = [place for place, row in enumerate(self._proposing) if row not in idle]
+        if len(staying) < len(self._proposing):
+            session.select(staying)
+            self._proposing = [self._proposing[place] for place in staying]
+        rows = self._proposing
         if depth and self.drafter is not None:
             proposal = session.propose(state.root[rows], depth, _no_choice)
             proposal = proposal.spread(rows, self.cache.batch_size, self.drafter.max_nodes(depth))
@@ -194,14 +182,6 @@ class StaticBatch:
             state, result, own = self._plain(setup, state, window)
         update_session(state, own.select(rows))
         return state, result
-
-    def _still_proposing(self, session: Session, idle: Sequence[int]) -> list[int]:
-        """Return the rows whose texts go on; the session drops the others."""
-        staying = [place for place, row in enumerate(self._proposing) if row not in idle]
-        if len(staying) < len(self._proposing):
-            session.select(staying)
-            self._proposing = [self._proposing[place] for place in staying]
-        return self._proposing
 
     def _mask(self, rows: tuple[int, ...]) -> Tensor:
         """Return True at `rows`, `[B]`; made when another row finishes."""
@@ -248,20 +228,18 @@ class StaticBatches:
 
     Args:
         wanted: whether rounds have fixed shapes at all.
-
-    Attributes:
-        ahead: whether a round may be launched before the one before it is read, so that a GPU never waits for the host.
     """
 
     def __init__(self, target: Target, wanted: bool):
         self.target, self.wanted = target, wanted
+        # Whether a round may be launched before the one before it is read, so that a GPU never waits for the host.
         self.ahead = wanted and target.device.type == "cuda"
         self.kept: dict[tuple[int, bool], StaticBatch] = {}
 
     def reserve(self, rows: int, length: int, spare: int, drafter: Drafter | None) -> StaticBatch:
         """Lend a batch until it is given back: one that an earlier request left, if it is large enough."""
         batch = self.kept.pop((rows, drafter is not None), None)
-        if batch is None or not batch.fits(length, spare):
+        if batch is None or length > batch.length or spare > batch.spare:
             batch = None  # freed before more is asked for
             batch = StaticBatch(self.target, drafter, rows, length, spare)
         batch.reset()
@@ -296,25 +274,19 @@ R = TypeVar("R")
 
 @dataclass
 class _Graph(Generic[R]):
-    """A captured piece of work: it reads `inputs`, and leaves the next state there.
-
-    Attributes:
-        result: what the work returned; every replay writes there again.
-        work: kept so that the memory of what it holds is not used again.
-    """
+    """A captured piece of work: it reads `inputs`, and leaves the next state there."""
 
     graph: Any
     inputs: list[Tensor]
-    result: R
-    work: object
+    result: R  # every replay writes there again
+    work: object  # kept so that the memory of what it holds is not used again
 
 
 class Graphs(Generic[S, R]):
     """Work over fixed tensors, captured once as a CUDA graph and replayed; the graphs used last are kept.
 
-    The work is a function from a state to the next state and a result. A state names the tensors that the work reads
-    and an earlier piece of work, or the host, wrote; a graph reads them at one place in memory and leaves the next
-    state's there.
+    The work is a function from a state to the next state and a result. A graph reads a state's tensors at one place in
+    memory and leaves the next state's there.
 
     Args:
         captures: False runs all work eagerly.
@@ -348,7 +320,12 @@ class Graphs(Generic[S, R]):
         key = (key, tuple(tensor.shape for tensor in before))
         if key not in self._graphs:
             after, result = work(state)
-            self._admit(key, before, after.tensors())
+            # Work that changes shapes (the first after a prompt, for example) comes once per request, which no graph
+            # would pay for.
+            if all(a.shape == b.shape for a, b in zip(before, after.tensors(), strict=True)):
+                self._graphs[key] = None
+                if len(self._graphs) > _MOST_GRAPHS:
+                    del self._graphs[next(iter(self._graphs))]
             return after, result, False
         graph = self._graphs[key] = self._graphs.pop(key) or self._capture(work, state)
         if graph is None:
@@ -357,28 +334,17 @@ class Graphs(Generic[S, R]):
         graph.graph.replay()
         return state.at(graph.inputs), graph.result, True
 
-    def _admit(self, key: Hashable, before: list[Tensor], after: list[Tensor]) -> None:
-        """Let work be captured next time, if it leaves the shapes it was given.
-
-        Work that does not (the first after a prompt, for example) comes once per request, which no graph would pay for.
-        """
-        if any(a.shape != b.shape for a, b in zip(before, after, strict=True)):
-            return
-        self._graphs[key] = None
-        if len(self._graphs) > _MOST_GRAPHS:
-            del self._graphs[next(iter(self._graphs))]
-
     def _capture(self, work: Callable[[S], tuple[S, R]], state: S) -> _Graph[R] | None:
         before = state.tensors()
         inputs = [tensor.clone() for tensor in before]
         state = state.at(inputs)
-        graph, on_gpu = torch.cuda.CUDAGraph(), self.device.type == "cuda"
+        graph, on_gpu, collects = torch.cuda.CUDAGraph(), self.device.type == "cuda", gc.isenabled()
         stream = _stream(self.device) if on_gpu else None
         outer = torch.cuda.current_stream(self.device) if on_gpu else None
+        gc.disable()  # what a search for cycles frees may call CUDA, which ends a capture
         try:
             # The outer stream is taken up again even where a capture breaks off.
             with (
-                _no_collection(),
                 torch.cuda.device(self.device if on_gpu else -1),
                 torch.cuda.stream(outer),
                 torch.cuda.graph(graph, pool=self._pool, stream=stream),
@@ -391,9 +357,11 @@ class Graphs(Generic[S, R]):
             reason = str(error).splitlines()[0]
             _log.warning("rounds cannot be captured as CUDA graphs here, they run eagerly from now on: %s", reason)
             self.captures = False
-            state.at(before)
             return None
-        state.at(before)
+        finally:
+            state.at(before)
+            if collects:
+                gc.enable()
         self._pool = self._pool or graph.pool()
         return _Graph(graph, inputs, result, work)
 
@@ -402,18 +370,6 @@ class Graphs(Generic[S, R]):
 def _stream(device: torch.device) -> torch.cuda.Stream:
     """Return the stream on which everything of a device is captured: cuBLAS keeps a workspace for each stream."""
     return torch.cuda.Stream(device)
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Keep Python from searching for cycles: what it frees on the way may call CUDA, which ends a capture."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _copy(places: list[Tensor], values: list[Tensor]) -> None:

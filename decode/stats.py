@@ -11,15 +11,15 @@ import numpy as np
 class Round:
     """One round of one sequence: some drafts, verified together.
 
-    Attributes:
-        drafted: draft tokens that were verified, all nodes of a tree. accepted: how many of them were kept.
-        emitted: tokens that reached the output, the target's own (bonus or correction) included.
-        tried: the depth up to which there were drafts after what was kept. In a chain that is all of them, so None
-            means `drafted`; in a tree the kept path may end where nothing was drafted after it.
-
     A round that an end-of-sequence token cuts short counts as drafted and accepted what stood before that token, so
     that 1 + accepted is what it emitted; one cut by `max_new_tokens` keeps its full counts, since the drafter did that
     work.
+
+    Attributes:
+        drafted: draft tokens that were verified, all nodes of a tree. accepted: how many of them were kept.
+        emitted: tokens that reached the output, the target's own (bonus or correction) included.
+        tried: the depth up to which there were drafts after what was kept; None for `drafted`, as in a chain. In a tree
+            the kept path may end where nothing was drafted after it.
     """
 
     drafted: int

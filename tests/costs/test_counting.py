@@ -33,18 +33,11 @@ def test_a_step_reads_all_weights_but_an_untied_embedding_table(tiny_llama: Call
 )
 def test_a_targets_pass_is_what_torch_counts(kind: str, changes: dict[str, Any]) -> None:
     """Experts count as often as tokens choose them."""
-    sizes = {
-        "vocab_size": 256,
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    }
+    sizes = {"vocab_size": 256, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(kind, **sizes | changes), experts_implementation="eager"
-    )
+    config = AutoConfig.for_model(kind, **sizes | heads | changes)
+    model: Any = AutoModelForCausalLM.from_config(config, experts_implementation="eager")
     real = Target(model.eval())
     with sdpa_kernel(SDPBackend.MATH), torch.no_grad(), FlopCounterMode(display=False) as seen:
         real.forward(torch.randint(0, 256, (2, 48)), logits=False)

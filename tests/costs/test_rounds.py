@@ -22,9 +22,7 @@ def target(tiny_llama: Callable) -> Target:
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-def test_a_verification_reads_root_and_drafts_after_the_context(
-    target: Target, batch: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_verification_reads_root_and_drafts_after_the_context(target, batch, monkeypatch):
     seen = []
     forward = target.forward
 
@@ -41,7 +39,7 @@ def test_a_verification_reads_root_and_drafts_after_the_context(
     assert all(lengths == [20, 19, 18][:batch] and taps == (2,) for _, lengths, taps in passes)
 
 
-def test_more_tokens_take_longer(tiny_llama: Callable) -> None:
+def test_more_tokens_take_longer(tiny_llama):
     """By an order of magnitude, so that a busy machine cannot turn it round."""
     times = verify_times(Target(tiny_llama(hidden=64)), [0, 255], batch=4, context=32, repeats=3)
     assert times[255] > 2 * times[0]
@@ -52,9 +50,7 @@ def drafters(target: Target, tiny_llama: Callable) -> list[Drafter]:
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-def test_every_depth_is_drafted_by_every_drafter(
-    target: Target, tiny_llama: Callable, batch: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_depth_is_drafted_by_every_drafter(target, tiny_llama, batch, monkeypatch):
     """Also past the point where the text is begun anew, and in pieces."""
     monkeypatch.setattr(rounds, "_GROWTH", 8)
     monkeypatch.setattr(rounds, "_CHUNK", 7)
@@ -65,27 +61,25 @@ def test_every_depth_is_drafted_by_every_drafter(
         assert min(times[1:]) > 0
 
 
-def test_what_is_timed_follows_a_round_of_the_same_depth(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A drafter reads what it absorbed when it begins: as much as a round of that depth leaves it."""
+def test_what_is_timed_follows_a_round_of_the_same_depth(target, monkeypatch):
+    """A drafter reads what it was given when it begins: as much as a round of that depth leaves it."""
     head = Eagle3.build(Eagle3Config(), target)
-    absorbed: list[int] = []
-    timed: list[tuple[int, int]] = []
-    opened = head.open
+    given, timed, opened = [], [], head.open
 
     def spied(*sizes: Any) -> Session:
         session = opened(*sizes)
-        absorb, propose = session.update, session.propose
+        update, propose = session.update, session.propose
 
-        def spy_absorb(tokens: Tensor, hidden: Tensor, counts: RowLengths, path: Tensor | None = None) -> None:
-            absorbed.append(tokens.shape[1])
+        def spy_update(tokens: Tensor, hidden: Tensor, counts: RowLengths, path: Tensor | None = None) -> None:
+            given.append(tokens.shape[1])
             assert hidden.shape == (*tokens.shape, 3, target.hidden_size)
-            absorb(tokens, hidden, counts, path)
+            update(tokens, hidden, counts, path)
 
         def spy_propose(root: Tensor, depth: int, *more: Any) -> Any:
-            timed.append((depth, absorbed[-1]))
+            timed.append((depth, given[-1]))
             return propose(root, depth, *more)
 
-        monkeypatch.setattr(session, "update", spy_absorb)
+        monkeypatch.setattr(session, "update", spy_update)
         monkeypatch.setattr(session, "propose", spy_propose)
         return session
 
@@ -94,9 +88,7 @@ def test_what_is_timed_follows_a_round_of_the_same_depth(target: Target, monkeyp
     assert sorted(timed[1::2]) == [(1, 2)] * 3 + [(2, 3)] * 3
 
 
-def test_rounds_of_fixed_shapes_read_a_window_of_the_cache(
-    target: Target, tiny_llama: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rounds_of_fixed_shapes_read_a_window_of_the_cache(target, tiny_llama, monkeypatch):
     """As on a GPU, where they are captured besides."""
     monkeypatch.setattr(rounds, "_is_fixed", lambda target: True)
     used = set()
@@ -112,23 +104,21 @@ def test_rounds_of_fixed_shapes_read_a_window_of_the_cache(
         verify_times(target, [0, 4], batch=2, context=250, repeats=1)
     assert used == {(1, 256), (5, 384)}
     for drafter in drafters(target, tiny_llama)[:2]:
-        sessions: list[Session] = []
-        opened = drafter.open
-        monkeypatch.setattr(
-            drafter, "open", lambda *sizes, opened=opened, all=sessions: (all.append(opened(*sizes)), all[-1])[1]
-        )
+        sessions, opened = [], drafter.open
+
+        def noted(*sizes: int, opened: Any = opened, sessions: list[Session] = sessions) -> Session:
+            sessions.append(opened(*sizes))
+            return sessions[-1]
+
+        monkeypatch.setattr(drafter, "open", noted)
         times = draft_times(target, drafter, 2, batch=2, context=250, repeats=2)
         assert min(times[1:]) > 0
         assert {s.caches()[0].used for s in sessions} == {384}
 
 
-def test_sizes_out_of_range_are_refused(target: Target) -> None:
-    for wrong, message in (
-        ({"batch": 0}, "batch must be at least 1"),
-        ({"context": 0}, "context must be at least 1"),
-        ({"repeats": 0}, "repeats must be at least 1"),
-        ({"context": 511}, r"511 tokens and \d+ after it exceed the target's 512"),
-    ):
+def test_sizes_out_of_range_are_refused(target):
+    least = [({name: 0}, f"{name} must be at least 1") for name in ("batch", "context", "repeats")]
+    for wrong, message in (*least, ({"context": 511}, r"511 tokens and \d+ after it exceed the target's 512")):
         with pytest.raises(BadInputError, match=message):
             verify_times(target, [0, 4], **wrong)
         with pytest.raises(BadInputError, match=message):
@@ -144,7 +134,7 @@ def test_sizes_out_of_range_are_refused(target: Target) -> None:
 CURVE = {0: 0.010, 1: 0.011, 4: 0.014, 8: 0.018, 64: 0.074}
 
 
-def test_predicted_tokens_per_second_by_hand() -> None:
+def test_predicted_tokens_per_second_by_hand():
     """Two rows of 11 tokens, 10 of them in 4 rounds each; rows run in 80% of the rounds, so there are 5.
 
     That is 0.5 s + 5 · 0.1 s for 22 tokens.
@@ -153,7 +143,7 @@ def test_predicted_tokens_per_second_by_hand() -> None:
     assert times.tokens_per_second(2.5, tokens=11, batch=2) == pytest.approx(22.0)
 
 
-def test_costs_add_up_to_the_rounds_that_were_timed() -> None:
+def test_costs_add_up_to_the_rounds_that_were_timed():
     loops = {0: RoundTimes(0, 0.012), 1: RoundTimes(0, 0.016), 4: RoundTimes(0, 0.028)}
     costs = costs_in_loop(CURVE, loops)
     assert costs.host == pytest.approx(0.002)
@@ -162,7 +152,7 @@ def test_costs_add_up_to_the_rounds_that_were_timed() -> None:
     assert costs.verify_time(64) == pytest.approx(0.074)
 
 
-def test_rounds_that_are_faster_than_a_pass_by_itself_keep_its_growth() -> None:
+def test_rounds_that_are_faster_than_a_pass_by_itself_keep_its_growth():
     """As with captured graphs, where a pass by itself waits for the host."""
     costs = costs_in_loop(CURVE, {0: RoundTimes(0, 0.004), 1: RoundTimes(0, 0.006)})
     assert costs.host == 0
@@ -170,16 +160,14 @@ def test_rounds_that_are_faster_than_a_pass_by_itself_keep_its_growth() -> None:
     assert costs.verify_time(64) == pytest.approx(0.004 + 0.064)
 
 
-def test_noise_does_not_make_more_work_cheaper() -> None:
-    costs = costs_in_loop(
-        {0: 0.010, 1: 0.014, 2: 0.012, 8: 0.020},
-        {0: RoundTimes(0, 0.010), 1: RoundTimes(0, 0.020), 2: RoundTimes(0, 0.018)},
-    )
+def test_noise_does_not_make_more_work_cheaper():
+    loops = {0: RoundTimes(0, 0.010), 1: RoundTimes(0, 0.020), 2: RoundTimes(0, 0.018)}
+    costs = costs_in_loop({0: 0.010, 1: 0.014, 2: 0.012, 8: 0.020}, loops)
     assert costs.verify_time(1) == costs.verify_time(2) == pytest.approx(0.013)
     assert costs.round_time(1) == pytest.approx(costs.round_time(2)) == pytest.approx(0.019)
 
 
-def test_drafting_in_one_pass_costs_the_same_at_any_depth() -> None:
+def test_drafting_in_one_pass_costs_the_same_at_any_depth():
     """What it took at the depths that were timed is one price, their median, and no deeper chain pays more."""
     loops = {0: RoundTimes(0, 0.012), 1: RoundTimes(0, 0.0163), 4: RoundTimes(0, 0.0191), 8: RoundTimes(0, 0.0232)}
     costs = costs_in_loop(CURVE, loops, one_pass=True)

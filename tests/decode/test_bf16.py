@@ -41,10 +41,7 @@ def logits_along(target: Target, prompt: Sequence[int], text: Sequence[int], fir
 
 @dataclass(frozen=True)
 class Divergence:
-    """Where two texts part.
-
-    By how much the target preferred its token to the next best there, and what its logits are worth at that place.
-    """
+    """Where two texts part: by how much the target preferred its token there, and what its logits are worth."""
 
     margin: float
     noise: float
@@ -59,8 +56,7 @@ def first_divergence(
 ) -> Divergence | None:
     """Return where two texts part; None if they do not.
 
-    Noise is the largest change of a difference of two logits, over all places so far and all ways to cut the text into
-    rounds.
+    Noise is the largest change of a difference of two logits, over all places and all ways to cut the text into rounds.
     """
     if plain == other:
         return None
@@ -123,14 +119,8 @@ def test_every_divergence_of_the_embedded_target_is_a_near_tie(kind):
 
     target = Target.load("embedded", dtype="bfloat16", device="cpu")
     drafter: Drafter = Ngram() if kind == "ngram" else DraftModel(changed(target.model, 0.02))
-    prompts = [
-        p.tokens
-        for suite in load_suites(("code", "docs", "prose"), target.require_tokenizer(), 10)
-        for p in suite.prompts
-    ]
+    suites = load_suites(("code", "docs", "prose"), target.require_tokenizer(), 10)
+    prompts = [p.tokens for suite in suites for p in suite.prompts]
     found = divergences(target, Decoder(target, drafter), prompts, (1, 4, 7), 64)
-    print(
-        f"{kind}: {len(found)} divergences in {3 * len(prompts)} texts:",
-        *(f"{d.margin:.3f} <= {d.noise:.3f}" for d in found),
-    )
+    print(f"{kind}: divergences in {3 * len(prompts)} texts:", *(f"{d.margin:.3f} <= {d.noise:.3f}" for d in found))
     assert all(d.near_tie for d in found)

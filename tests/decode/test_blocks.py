@@ -6,6 +6,7 @@ since the laws are of distributions that are known as fractions.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import product
@@ -14,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.decode import Costs, Decoder, Plan, Sampling, Schedule, rules
+from outrider.decode import Costs, Decoder, Plan, Sampling, Schedule
 from outrider.decode.drafting import (
     ChainDraft,
     DraftSampler,
@@ -23,11 +24,16 @@ from outrider.decode.drafting import (
     grow_dynamic,
     propose_confidently,
 )
-from outrider.decode.rules import RULES
+from outrider.decode.rules import RULES, block, rejection
 from outrider.decode.sampling import Keys
 from outrider.heads import DFlash, DFlashConfig, DSpark, DSparkConfig
 from outrider.targets import Target
 
+from .conftest import random_prompts
+from .test_drafting import paths_of
+from .test_rules import EXACT, Rule, Trees, bias, cut_to, enumerate_round, on_chain, paths, places_of, source
+
+RULES_FOR_CHAINS = pytest.mark.parametrize("rule", [rejection, block])
 # The first-order chain of the golden vectors: the first token's law, and the rows of the token before.
 INIT = [Fraction(3, 8), Fraction(3, 16), Fraction(7, 16)]
 ROWS = [
@@ -42,15 +48,12 @@ def after(law: list[Fraction]) -> list[Fraction]:
 
 
 MARGINALS = [INIT, after(INIT), after(after(INIT))]
+TARGET = source(*ROWS, INIT)
 
 
 def law_of(prefix: tuple[int, ...]) -> list[Fraction]:
     """The target's law of the token after `prefix` `[.]`."""
     return ROWS[prefix[-1]] if prefix else INIT
-
-
-def tensor(rows: list) -> Tensor:
-    return torch.tensor([[float(x) for x in row] for row in rows], dtype=torch.float64)
 
 
 @pytest.fixture
@@ -63,7 +66,7 @@ def target(tiny_llama) -> Target:
 
 def states_of(marginals: list[list[Fraction]]) -> Tensor:
     """States `[1, k, H]` that say the marginals."""
-    logits = tensor(marginals).log().float()
+    logits = source(*marginals).log().float()
     return torch.nn.functional.pad(logits, (0, 5))[None]
 
 
@@ -83,7 +86,7 @@ def markov_session(target: Target, kind: str = "vanilla"):
     drafter = DSpark.build(config, target)
     with torch.no_grad():
         drafter.markov_head.markov_w1.weight.copy_(torch.eye(3))
-        drafter.markov_head.markov_w2.weight.copy_(tensor(ROWS).log().T)
+        drafter.markov_head.markov_w2.weight.copy_(source(*ROWS).log().T)
     session = drafter.open(target, 1, 40)
     first = [a / b for a, b in zip(INIT, ROWS[0], strict=True)]  # what the root's row is corrected by
     session.draft = lambda root: states_of([first, [Fraction(1)] * 3, [Fraction(1)] * 3]).expand(len(root), -1, -1)
@@ -92,67 +95,16 @@ def markov_session(target: Target, kind: str = "vanilla"):
 
 # ------------------------------------------------------------ laws
 
-Laws = dict[tuple[int, ...], float]
 
-
-@pytest.fixture
-def residuals(monkeypatch) -> list[Tensor]:
-    """What the rules draw the token after the accepted ones from, instead of one draw of it."""
-    found: list[Tensor] = []
-    monkeypatch.setattr(rules, "draw", lambda probs, u: found.append(probs) or torch.zeros(len(probs)).long())
-    return found
-
-
-def outcomes(name: str, p: Tensor, q: Tensor, path: tuple[int, ...], length: int, residuals: list[Tensor]):
-    """The real rule's verdicts on a path: (accepted, probability, law of the token that follows)."""
-    rule = {"rejection": rules.rejection, "block": rules.block}[name]
-    chances = acceptances(name, p, q, path, length)
-    for passes in product((True, False), repeat=length):
-        share, uniforms = 1.0, [0.5] * len(path)
-        for i, (chance, wanted) in enumerate(zip(chances, passes, strict=True)):
-            share *= chance if wanted else 1 - chance
-            uniforms[i] = chance / 2 if wanted else (1 + chance) / 2
-        if share > 0:
-            residuals.clear()
-            drafts, drawn = torch.tensor([path]), torch.tensor([uniforms], dtype=torch.float64)
-            arguments = (p[None], q[None, : len(path)], drawn, torch.zeros(1, dtype=torch.float64))
-            accepted, _ = rule(drafts, torch.tensor([length]), *arguments)
-            yield int(accepted[0]), share, residuals[-1][0] / residuals[-1][0].sum()
-
-
-def acceptances(name: str, p: Tensor, q: Tensor, path: tuple[int, ...], length: int) -> list[float]:
-    """How probable each draft's own uniform passes: min(1, p/q), or block verification's h."""
-    ratios = [float(p[i, token] / q[i, token]) for i, token in enumerate(path[:length])]
-    if name == "rejection":
-        return [min(1.0, r) for r in ratios]
-    worth, found = 1.0, []
-    for i, ratio in enumerate(ratios, 1):
-        worth = min(1.0, worth * ratio)
-        left = float((worth * p[i] - q[i]).clamp(min=0).sum()) if i < length else 0.0
-        found.append(worth if i == length else left / (left + 1 - worth) if left + 1 - worth else 1.0)
-    return found
-
-
-def emitted(session, name: str, residuals: list[Tensor], depth: int = 3, length=None) -> tuple[Laws, float]:
-    """The law of what one round emits, and its mean number of accepted drafts, over all chains of drafts.
-
-    `length` says of a chain how much of it is proposed; None for all.
-    """
-    law: Laws = {}
-    mean = 0.0
-    for path in product(range(3), repeat=depth):
-        q = drafted_rows(session, path)[:depth]
-        weight = float(torch.stack([q[i, token] for i, token in enumerate(path)]).prod())
-        if not weight:
-            continue
-        p = tensor([law_of(path[:i]) for i in range(depth + 1)])
-        count = depth if length is None else length(path)
-        for accepted, share, rest in outcomes(name, p, q, path, count, residuals):
-            mean += weight * share * accepted
-            for token in range(3):
-                text = (*path[:accepted], token)
-                law[text] = law.get(text, 0.0) + weight * share * float(rest[token])
-    return law, mean
+def drafted(session, depth: int = 3) -> Trees:
+    """All chains that a session can draft, with its law of each draft."""
+    tokens = paths(3, depth)
+    q = torch.stack([drafted_rows(session, tuple(path)) for path in tokens.tolist()])
+    weights = q.gather(2, tokens[:, :, None])[:, :, 0].prod(1)
+    possible = weights > 0
+    q = torch.nn.functional.pad(q, (0, 0, 0, 1))  # nothing is drafted after the last one
+    laws = TARGET[places_of(tokens)][possible], q[possible]
+    return Trees(list(range(-1, depth - 1)), tokens[possible], weights[possible], *laws)
 
 
 def drafted_rows(session, path: tuple[int, ...]) -> Tensor:
@@ -163,126 +115,87 @@ def drafted_rows(session, path: tuple[int, ...]) -> Tensor:
     return torch.cat(found).double().softmax(-1)
 
 
-def distance(law: Laws, depth: int = 3) -> float:
-    """Total variation from the target's law of depth + 1 tokens; what is emitted goes on as the target alone would."""
-    whole: Laws = dict.fromkeys(product(range(3), repeat=depth + 1), 0.0)
-    truth = {text: probability(text) for text in whole}
-    for text, weight in law.items():
-        for rest in product(range(3), repeat=depth + 1 - len(text)):
-            whole[*text, *rest] += weight * probability((*text, *rest), len(text))
-    return 0.5 * sum(abs(whole[text] - truth[text]) for text in whole)
-
-
-def probability(text: tuple[int, ...], given: int = 0) -> float:
-    """The target's probability of `text` after its first `given` tokens."""
-    found = 1.0
-    for i in range(given, len(text)):
-        found *= float(law_of(text[:i])[text[i]])
-    return found
-
-
 @pytest.mark.parametrize(
     ("rule", "expected"),
     [
-        ("rejection", [1, Fraction(376949, 208896), Fraction(8221493803169, 3338271719424)]),
-        ("block", [1, Fraction(376949, 208896), Fraction(4183899930637, 1669135859712)]),
+        (rejection, [1, Fraction(376949, 208896), Fraction(8221493803169, 3338271719424)]),
+        (block, [1, Fraction(376949, 208896), Fraction(4183899930637, 1669135859712)]),
     ],
 )
-def test_marginals_of_one_pass_are_lossless_and_accept_what_they_should(target, residuals, rule, expected):
+def test_marginals_of_one_pass_are_lossless_and_accept_what_they_should(target, rule, expected):
     """Drafts that know nothing of each other, scored by the marginals that they were drawn from."""
     for depth, accepted in enumerate(expected, 1):
-        law, mean = emitted(marginal_session(target), rule, residuals, depth)
-        assert distance(law, depth) < 1e-12
-        assert mean == pytest.approx(float(accepted), abs=1e-6)  # the drafter's own logits are single precision
+        trees = drafted(marginal_session(target), depth)
+        assert bias(on_chain(rule), trees, TARGET) < EXACT
+        # The drafter's own logits are single precision.
+        assert enumerate_round(on_chain(rule), trees).mean_accepted() == pytest.approx(float(accepted), abs=1e-6)
 
 
-@pytest.mark.parametrize("rule", ["rejection", "block"])
-def test_a_narrow_support_is_lossless(target, residuals, rule):
+@RULES_FOR_CHAINS
+def test_a_narrow_support_is_lossless(target, rule):
     """A selector says a few tokens only: the others have probability 0, exactly."""
-    never = Fraction(1, 10**400)
-    narrow = [
-        [Fraction(1, 2), Fraction(1, 2), never],
-        [never, Fraction(1, 3), Fraction(2, 3)],
-        [never, Fraction(1), never],
-    ]
-    session = marginal_session(target, MARGINALS)
-    logits = torch.tensor([[[float(x) for x in row] for row in narrow]]).clamp(min=1e-38).log()
-    logits[logits < -80] = -1e4
-    session.draft = lambda _: torch.nn.functional.pad(logits, (0, 5))
-    law, _ = emitted(session, rule, residuals)
-    assert distance(law) < 1e-12
+    third, never = Fraction(1, 3), Fraction(0)
+    narrow = [[Fraction(1, 2), Fraction(1, 2), never], [never, third, 2 * third], [never, Fraction(1), never]]
+    session = marginal_session(target)
+    logits = source(*narrow).float().log().clamp(min=-1e4)
+    session.draft = lambda _: torch.nn.functional.pad(logits, (0, 5))[None]
+    trees = drafted(session)
+    assert len(trees.tokens) == 4
+    assert bias(on_chain(rule), trees, TARGET) < EXACT
 
 
-@pytest.mark.parametrize("rule", ["rejection", "block"])
-def test_a_perfect_markov_head_has_every_draft_accepted(target, residuals, rule):
+@RULES_FOR_CHAINS
+def test_a_perfect_markov_head_has_every_draft_accepted(target, rule):
     """Rank V is enough for log P of a first-order target over a block that says nothing: τ = k + 1."""
-    law, mean = emitted(markov_session(target), rule, residuals)
+    trees = drafted(markov_session(target))
     # q is p but for single precision, so that block verification divides differences of that size.
-    assert distance(law) < (1e-12 if rule == "rejection" else 1e-7)
-    assert mean == pytest.approx(3, abs=1e-5)
+    assert bias(on_chain(rule), trees, TARGET) < (EXACT if rule is rejection else 1e-7)
+    assert enumerate_round(on_chain(rule), trees).mean_accepted() == pytest.approx(3, abs=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
-@pytest.mark.parametrize("rule", ["rejection", "block"])
-def test_drafts_of_any_markov_head_are_lossless(target, residuals, rule, kind):
+@RULES_FOR_CHAINS
+def test_drafts_of_any_markov_head_are_lossless(target, rule, kind):
     torch.manual_seed(5)
     session = markov_session(target, kind)
     for weight in session.drafter.markov_head.parameters():
         torch.nn.init.normal_(weight)
     first, second = drafted_rows(session, (0, 0, 0)), drafted_rows(session, (1, 2, 0))
     assert not torch.allclose(first[1:], second[1:]), "the head has an effect"
-    law, _ = emitted(session, rule, residuals)
-    assert distance(law) < 1e-12
+    assert bias(on_chain(rule), drafted(session), TARGET) < EXACT
 
 
-def test_planted_faults_of_scoring_are_what_they_were_in_the_field(residuals):
+@pytest.mark.parametrize(
+    ("drawn", "emitted"),
+    [
+        (MARGINALS[1], [9 / 17, 7 / 17, 1 / 17]),
+        ([0, 1, 0], [437 / 2229, 1792 / 2229, 0]),
+        (ROWS[2], [47744027 / 73929243, 12544 / 37893, 768 / 33167]),
+    ],
+    ids=["as scored", "the most probable", "another law"],
+)
+def test_planted_faults_of_scoring_are_what_they_were_in_the_field(drawn, emitted):
     """After a first token 2: drafts of one law that are scored with another one bias the text."""
-    p, q = tensor([ROWS[2], INIT]), tensor([MARGINALS[1]])
-    best = [Fraction(0), Fraction(1), Fraction(0)]
-
-    def law(drawn: list[Fraction]) -> list[float]:
-        found = [0.0] * 3
-        for token in range(3):
-            for accepted, share, rest in outcomes("rejection", p, q, (token,), 1, residuals) if drawn[token] else ():
-                weight = float(drawn[token]) * share
-                if accepted:
-                    found[token] += weight
-                else:
-                    found = [f + weight * float(r) for f, r in zip(found, rest, strict=True)]
-        return found
-
-    assert law(MARGINALS[1]) == pytest.approx([9 / 17, 7 / 17, 1 / 17], abs=1e-12)
-    assert law(best) == pytest.approx([437 / 2229, 1792 / 2229, 0], abs=1e-12)
-    others = [47744027 / 73929243, 12544 / 37893, 768 / 33167]
-    assert law(ROWS[2]) == pytest.approx(others, abs=1e-12)
+    p, q = source(ROWS[2], INIT).expand(3, -1, -1), source(MARGINALS[1], MARGINALS[1]).expand(3, -1, -1)
+    trees = Trees([-1], torch.arange(3)[:, None], source(drawn)[0], p, q)
+    law = enumerate_round(on_chain(rejection), trees).law(TARGET, 2).view(3, 3).sum(1)
+    assert law.tolist() == pytest.approx(emitted, abs=1e-12)
 
 
 # ------------------------------------------------------------ trees
 
 
-def reached(nodes: list[tuple[int, ...]]) -> Fraction:
+def reached(nodes: set[tuple[int, ...]]) -> Fraction:
     """The mean number of nodes that the target's own draws walk through."""
-    return sum((product_of([law_of(n[:i])[n[i]] for i in range(len(n))]) for n in nodes), Fraction(0))
+    return sum((math.prod(law_of(n[:i])[n[i]] for i in range(len(n))) for n in nodes), Fraction(0))
 
 
-def product_of(factors: list[Fraction]) -> Fraction:
-    found = Fraction(1)
-    for factor in factors:
-        found *= factor
-    return found
-
-
-def grown(session, count: int, width: int = 3) -> list[tuple[int, ...]]:
-    """The paths to the nodes of the best tree, best first as far as their scores tell."""
-    sampler = DraftSampler(
-        RULES["greedy"], SamplerConfig(Sampling(0.0), None, 3), Keys(0, torch.zeros(1).long(), torch.ones(1))
-    )
+def grown(session, count: int, width: int = 3) -> set[tuple[int, ...]]:
+    """The paths to the nodes of the best tree."""
+    config, keys = SamplerConfig(Sampling(0.0), None, 3), Keys(0, torch.zeros(1).long(), torch.ones(1))
     with torch.inference_mode():
-        found = grow_dynamic(session, torch.tensor([0]), width, count, 3, sampler).proposal
-    paths: list[tuple[int, ...]] = []
-    for token, parent in zip(found.tokens[0].tolist(), found.parents[0].tolist(), strict=True):
-        paths.append((*(paths[parent] if parent >= 0 else ()), token))
-    return paths
+        sampler = DraftSampler(RULES["greedy"], config, keys)
+        return paths_of(grow_dynamic(session, torch.tensor([0]), width, count, 3, sampler).proposal)
 
 
 @pytest.mark.parametrize(
@@ -301,14 +214,13 @@ def test_golden_trees(target, count, marginals, conditionals):
 
 
 def test_the_best_six_nodes_of_the_marginals(target):
-    assert set(grown(marginal_session(target), 6, 9)) == {(2,), (0,), (2, 1), (0, 1), (1,), (2, 0)}
+    assert grown(marginal_session(target), 6, 9) == {(2,), (0,), (2, 1), (0, 1), (1,), (2, 0)}
 
 
 def test_a_tree_of_width_one_is_the_chain(target):
     for session in (marginal_session(target), markov_session(target)):
         (path,) = [n for n in grown(session, 3, 1) if len(n) == 3]
-        said = [int(drafted_rows(session, path)[i].argmax()) for i in range(3)]
-        assert path == tuple(said)
+        assert path == tuple(drafted_rows(session, path).argmax(1).tolist())
 
 
 # ------------------------------------------------------------ confidences
@@ -350,20 +262,21 @@ def told_length(session, path: tuple[int, ...], threshold: float) -> int:
     return int(chain.lengths[0])
 
 
-@pytest.mark.parametrize("rule", ["rejection", "block"])
-def test_a_chain_that_ends_by_what_stands_before_it_is_lossless(target, residuals, rule):
+def ending(rule, lengths: dict[tuple[int, ...], int]) -> Rule:
+    return cut_to(lambda drafts, _: torch.tensor([lengths[tuple(path)] for path in drafts.tolist()]), rule)
+
+
+@RULES_FOR_CHAINS
+def test_a_chain_that_ends_by_what_stands_before_it_is_lossless(target, rule):
     """Draft j is proposed if c_1 … c_j reach the threshold; c_j knows the drafts before j."""
     session = confident_session(target, ODDS)
     lengths = {path: told_length(session, path, 0.6) for path in product(range(3), repeat=3)}
     assert set(lengths.values()) == {1, 2, 3}
-    law, _ = emitted(session, rule, residuals, length=lengths.get)
-    assert distance(law) < 1e-12
-
-    def late(path: tuple[int, ...]) -> int:  # the fault: c_{j + 1} decides about draft j, which it has read
-        return max(0, lengths[path] - 1) if lengths[path] < 3 else 3
-
-    law, _ = emitted(session, rule, residuals, length=late)
-    assert distance(law) > 0.01
+    trees = drafted(session)
+    assert bias(ending(rule, lengths), trees, TARGET) < EXACT
+    # The fault: c_{j + 1} decides about draft j, which it has read.
+    late = {path: length - (length < 3) for path, length in lengths.items()}
+    assert bias(ending(rule, late), trees, TARGET) > 0.01
 
 
 def test_the_papers_example_of_a_biased_schedule():
@@ -425,7 +338,7 @@ def test_text_is_the_targets_whatever_confidences_say(tiny_llama, how, static):
     torch.manual_seed(3)
     drafter = DSpark.build(DSparkConfig(num_layers=1, markov_rank=8, block_size=4), target)
     torch.nn.init.normal_(drafter.confidence_head.proj.weight)
-    prompts = [torch.randint(0, 64, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (5, 1, 9)]
+    prompts = random_prompts(5, 1, 9)
     costs = Costs(verify=((0, 1.0), (4, 1.2)), draft=(0.0, 0.1))
     for sampling, verified in ((Sampling(0.0), "auto"), (Sampling(1.0, seed=3), "coupled")):
         chosen = {"confidence": 0.3} if how == "threshold" else {"control": Schedule(costs, rates=(0.5,))}

@@ -1,40 +1,28 @@
-"""Under the coupled rule the text is a function of seed, sequence id, prompt and target.
-
-It is the same whatever drafts, in any shape, in any batch.
+"""Under the coupled rule the text is a function of seed, sequence id, prompt and target, whatever drafts.
 
 What is expected is written down anew: a plain loop over the target's own forward pass, the library's logits processors,
-and the noise of each place. Every seed of the loop below draws another drafter, proposal shape, depth control, batch
-and sampling.
+and the noise of each place. Every number below draws another drafter, shape, depth control, batch and sampling.
 """
 
 from __future__ import annotations
 
 import copy
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM, LogitsProcessorList
-from transformers.generation.logits_process import (
-    MinNewTokensLengthLogitsProcessor,
-    MinPLogitsWarper,
-    NoBadWordsLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    SuppressTokensLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from torch import Tensor
+from transformers import LlamaForCausalLM
 
 from outrider.decode import Control, Costs, Decoder, Plan, Sampling, Tree, rules
 from outrider.decode.sampling import probabilities, shared_gumbel
 from outrider.heads import Drafter, DraftModel, Eagle3, Eagle3Config, Ngram
 from outrider.targets import Target
 
-from .conftest import random_prompts, scaled
+from .conftest import library_steps, random_prompts, scaled
 
 VOCAB, NEW = 64, 16
 PROMPTS = random_prompts(5, 1, 9, 3, 12, 2)
@@ -77,31 +65,11 @@ def drafters(tiny_llama, target) -> dict[str, Drafter | None]:
 # ------------------------------------------------------------ what is expected
 
 
-def library_steps(sampling: Sampling, prompt_length: int) -> LogitsProcessorList:
-    found: list[Any] = (
-        [RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)] if sampling.repetition_penalty != 1 else []
-    )
-    found += (
-        [NoBadWordsLogitsProcessor([list(w) for w in sampling.bad_words], list(ENDS))] if sampling.bad_words else []
-    )
-    found += (
-        [MinNewTokensLengthLogitsProcessor(prompt_length, sampling.min_new_tokens, list(ENDS))]
-        if sampling.min_new_tokens
-        else []
-    )
-    found += [SuppressTokensLogitsProcessor(list(sampling.suppress))] if sampling.suppress else []
-    found.append(TemperatureLogitsWarper(sampling.temperature))
-    found += [TopKLogitsWarper(sampling.top_k)] if sampling.top_k else []
-    found += [TopPLogitsWarper(sampling.top_p)] if sampling.top_p else []
-    found += [MinPLogitsWarper(sampling.min_p)] if sampling.min_p else []
-    return LogitsProcessorList(found)
-
-
 @cache
 @torch.inference_mode()
 def expected(model: LlamaForCausalLM, prompt: tuple[int, ...], sampling: Sampling, sequence: int) -> list[int]:
     """argmax of log p + noise, token by token; ends at an end token."""
-    steps, text = library_steps(sampling, len(prompt)), list(prompt)
+    steps, text = library_steps(sampling, len(prompt), ENDS), list(prompt)
     while len(text) < len(prompt) + NEW and not set(text[len(prompt) :]) & set(ENDS):
         tokens = torch.tensor([text])
         log_probs = steps(tokens, model(tokens, use_cache=False).logits[:, -1].float()).double().log_softmax(-1)
@@ -178,32 +146,30 @@ def test_the_loop_above_draws_what_it_should(target, drafters):
     assert 0.2 < rates[0] < 0.95
 
 
-@pytest.mark.parametrize("bug", ["none", "target temperature off by 2%", "noise by round", "noise by node"])
+PLANTED: dict[str, dict[str, Callable[..., Tensor]]] = {
+    "none": {},
+    "target temperature off by 2%": {
+        "probabilities": lambda logits, s: probabilities(logits, replace(s, temperature=1.02 * s.temperature))
+    },
+    "noise by round": {
+        "shared_gumbel": lambda seed, rows, places, vocab: shared_gumbel(seed, rows, places - places[:, :1], vocab)
+    },
+    "noise by node": {
+        "shared_gumbel": lambda seed, rows, places, vocab: shared_gumbel(
+            seed, rows, places[:, :1] + torch.arange(places.shape[1]), vocab
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("bug", PLANTED)
 def test_a_planted_bug_is_caught(target, drafters, bug, monkeypatch):
     """Each planted bug shows in a few hundred tokens.
 
     2% of a temperature move one in a hundred; noise must belong to the place in the text and to nothing else.
     """
-    if bug == "target temperature off by 2%":
-        monkeypatch.setattr(
-            rules,
-            "probabilities",
-            lambda logits, s: probabilities(logits, replace(s, temperature=1.02 * s.temperature)),
-        )
-    elif bug == "noise by round":
-        monkeypatch.setattr(
-            rules,
-            "shared_gumbel",
-            lambda seed, rows, places, vocab: shared_gumbel(seed, rows, places - places[:, :1], vocab),
-        )
-    elif bug == "noise by node":
-        monkeypatch.setattr(
-            rules,
-            "shared_gumbel",
-            lambda seed, rows, places, vocab: shared_gumbel(
-                seed, rows, places[:, :1] + torch.arange(places.shape[1]), vocab
-            ),
-        )
+    for name, wrong in PLANTED[bug].items():
+        monkeypatch.setattr(rules, name, wrong)
     prompts, rows = [PROMPTS[i % 6] for i in range(60)], list(range(60))
     plan = Plan(tree=Tree((-1, -1, 0, 0)), verify="coupled")
     out = Decoder(target, drafters["near"]).generate(prompts, NEW, Sampling(1.0), plan, sequence_ids=rows)

@@ -20,25 +20,16 @@ import pytest
 import torch
 from scipy import stats
 from torch import Tensor
-from transformers import LogitsProcessorList
-from transformers.generation.logits_process import (
-    MinNewTokensLengthLogitsProcessor,
-    MinPLogitsWarper,
-    NoBadWordsLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    SuppressTokensLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
 from outrider.decode import Decoder, Output, Plan, Sampling, Tree, drafting, rules
 from outrider.decode import round as stage
 from outrider.decode.drafting import Draft, DraftSampler, NextToken, grow_static
-from outrider.decode.rules import rejection
-from outrider.decode.sampling import ACCEPT, Context, Processors, draw, probabilities, uniforms
+from outrider.decode.sampling import ACCEPT, Context, Processors, probabilities, uniforms
 from outrider.heads import Drafter, DraftModel, Eagle3, Eagle3Config, Ngram
 from outrider.targets import Target
+
+from .conftest import library_steps
+from .test_rules import ChainRule, broken_rejection
 
 VOCAB, LENGTH = 6, 4
 PROMPT = [1, 4, 2, 1, 4]
@@ -50,9 +41,8 @@ SIZE = 1e-6  # of all tests of this file together (Holm's first step: the smalle
 
 @pytest.fixture(scope="module")
 def target(tiny_llama) -> Target:
-    four_tokens = SimpleNamespace(
-        get_vocab=lambda: {str(i): i for i in range(4)}
-    )  # the others are padding, which draft models may have more or less of
+    # The other tokens are padding, which draft models may have more or less of.
+    four_tokens = SimpleNamespace(get_vocab=lambda: {str(i): i for i in range(4)})
     return Target(tiny_llama(layers=2, hidden=16, vocab=VOCAB, seed=5, eos_token_id=ENDS, **HEADS), four_tokens)
 
 
@@ -89,25 +79,9 @@ SAMPLINGS = {
 # ------------------------------------------------------------ what is expected
 
 
-def library_processors(sampling: Sampling) -> LogitsProcessorList:
-    found = [RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)] if sampling.repetition_penalty != 1 else []
-    found += [NoBadWordsLogitsProcessor([list(w) for w in sampling.bad_words], ENDS)] if sampling.bad_words else []
-    found += (
-        [MinNewTokensLengthLogitsProcessor(len(PROMPT), sampling.min_new_tokens, ENDS)]
-        if sampling.min_new_tokens
-        else []
-    )
-    found += [SuppressTokensLogitsProcessor(list(sampling.suppress))] if sampling.suppress else []
-    found.append(TemperatureLogitsWarper(sampling.temperature))
-    found += [TopKLogitsWarper(sampling.top_k)] if sampling.top_k else []
-    found += [TopPLogitsWarper(sampling.top_p)] if sampling.top_p else []
-    found += [MinPLogitsWarper(sampling.min_p)] if sampling.min_p else []
-    return LogitsProcessorList(found)
-
-
 def expected_law(target: Target, sampling: Sampling) -> np.ndarray:
     """The law of LENGTH tokens after the prompt, `[VOCAB ** LENGTH]`."""
-    steps = library_processors(sampling)
+    steps = library_steps(sampling, len(PROMPT), ENDS)
     texts, law = torch.tensor([PROMPT]), torch.ones(1, dtype=torch.float64)
     for _ in range(LENGTH):
         probs = steps(texts, target.model(texts, use_cache=False).logits[:, -1].float()).double().softmax(-1)
@@ -160,9 +134,8 @@ def rollouts(
     counts = np.zeros(VOCAB**LENGTH, dtype=np.int64)
     for start in range(0, count, batch):
         out = generate(target, drafter, plan, sampling, range(start, min(start + batch, count)))
-        codes = np.array([(text + ENDS[:1] * LENGTH)[:LENGTH] for text in out.tokens]) @ VOCAB ** np.arange(
-            LENGTH - 1, -1, -1
-        )
+        texts = np.array([(text + ENDS[:1] * LENGTH)[:LENGTH] for text in out.tokens])
+        codes = texts @ VOCAB ** np.arange(LENGTH - 1, -1, -1)
         counts += np.bincount(codes, minlength=VOCAB**LENGTH)
     return counts
 
@@ -182,13 +155,9 @@ class Case:
     def plan(self) -> Plan:
         if self.shape == "static":
             return Plan(tree=TREES[self.depth], verify=self.rule)
-        if self.shape == "confident":
-            return Plan(self.depth, verify=self.rule, confidence=0.25)
-        return (
-            Plan(self.depth, verify=self.rule)
-            if self.shape == "chain"
-            else Plan(self.depth, 2, 2 * self.depth - 1, verify=self.rule)
-        )
+        if self.shape == "dynamic":
+            return Plan(self.depth, 2, 2 * self.depth - 1, verify=self.rule)
+        return Plan(self.depth, verify=self.rule, confidence=0.25 if self.shape == "confident" else 0.0)
 
     def __str__(self) -> str:
         shape = {"chain": "", "confident": ", ends where unsure"}.get(self.shape, f", {self.shape} tree")
@@ -291,9 +260,8 @@ def holm(p_values: dict[str, float], tests: int) -> dict[str, float]:
 
 
 def test_holms_adjustment_by_hand():
-    assert holm({"a": 0.01, "b": 0.04, "c": 0.015, "d": 0.5}, 4) == pytest.approx(
-        {"a": 0.04, "c": 0.045, "b": 0.08, "d": 0.5}
-    )
+    adjusted = holm({"a": 0.01, "b": 0.04, "c": 0.015, "d": 0.5}, 4)
+    assert adjusted == pytest.approx({"a": 0.04, "c": 0.045, "b": 0.08, "d": 0.5})
 
 
 LEDGER = Path(__file__).parents[2] / "build" / "p-values.json"
@@ -308,13 +276,8 @@ def note(name: str, p: float) -> None:
     found = {n: row["p"] for n, row in known.items()} | {name: p}
     adjusted = holm(found, len(EVERY))
     LEDGER.parent.mkdir(exist_ok=True)
-    LEDGER.write_text(
-        json.dumps(
-            {"size": SIZE, "tests": len(EVERY), "cases": {n: {"p": p, "holm": adjusted[n]} for n, p in found.items()}},
-            indent=2,
-        )
-        + "\n"
-    )
+    cases = {n: {"p": p, "holm": adjusted[n]} for n, p in found.items()}
+    LEDGER.write_text(json.dumps({"size": SIZE, "tests": len(EVERY), "cases": cases}, indent=2) + "\n")
 
 
 @pytest.mark.slow
@@ -340,33 +303,7 @@ def test_some_drafts_are_kept_and_some_refused(target, drafters):
 
 # ------------------------------------------------------------ planted bugs
 
-Rejection = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 Plant = Callable[[pytest.MonkeyPatch], None]
-
-
-def broken_rejection(residual: str = "right", shift: int = 0, bonus: str = "p", drop_below: float = 0.0) -> Rejection:
-    """The rejection rule with one thing wrong."""
-
-    def rule(
-        drafts: Tensor, lengths: Tensor, p: Tensor, q: Tensor, accept: Tensor, correct: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        score = q.gather(2, drafts[:, :, None])[:, :, 0]
-        lengths = (score >= drop_below).long().cumprod(1).sum(1).minimum(lengths)
-        accepted, following = rejection(drafts, lengths, p, q, accept, correct)
-        rows, last = torch.arange(len(drafts)), q.shape[1] - 1
-        refused = accepted < lengths
-        near = (accepted + shift).clamp(0, last)
-        wrong = {
-            "right": (p[rows, near] - q[rows, near]).clamp(min=0),
-            "abs": (p[rows, near] - q[rows, near]).abs(),
-            "p": p[rows, accepted],
-        }[residual]
-        if bonus == "q":
-            wrong, refused = q[rows, last], accepted > last
-        wrong = torch.where(wrong.sum(-1, keepdim=True) > 0, wrong, p[rows, accepted])
-        return accepted, torch.where(refused, draw(wrong, correct), following)
-
-    return rule
 
 
 def picks_the_most_probable(sampler: DraftSampler, logits: Tensor, depth: int) -> NextToken:
@@ -379,7 +316,7 @@ def picks_at_another_temperature(sampler: DraftSampler, logits: Tensor, depth: i
     return honest._replace(probs=probabilities(logits, sampler.config.sampling))
 
 
-def with_rule(wrong: Rejection) -> Plant:
+def with_rule(wrong: ChainRule) -> Plant:
     return lambda patch: patch.setattr(rules, "rejection", wrong)
 
 
@@ -424,6 +361,8 @@ def a_tree_is_scored_with_the_law_of_another_place(patch: pytest.MonkeyPatch) ->
 
 
 PLAIN = Case("rejection", "draft_model", "T=1", 2)
+CONFIDENT = Case("rejection", "draft_model", "T=1", 3, "confident")
+TREE = Case("without_replacement", "draft_model", "T=.7", 2, "static")
 BUGS: dict[str, tuple[Plant, Case]] = {
     "residual off by one position": (with_rule(broken_rejection(shift=1)), PLAIN),
     "low-q token dropped after sampling": (with_rule(broken_rejection(drop_below=0.1)), PLAIN),
@@ -435,21 +374,12 @@ BUGS: dict[str, tuple[Plant, Case]] = {
     "the target is not filtered": (the_target_is_not_filtered, replace(PLAIN, sampling="top_k")),
     "draft and accept share one stream": (drafts_are_accepted_with_the_uniforms_that_drew_them, PLAIN),
     "every round has the same uniforms": (every_round_has_the_same_uniforms, PLAIN),
-    "unconfident drafts are left out": (
-        unconfident_drafts_are_left_out,
-        Case("rejection", "draft_model", "T=1", 3, "confident"),
-    ),
-    "unconfident drafts are left out of a block": (
-        unconfident_drafts_are_left_out,
-        Case("block", "draft_model", "T=1", 3, "confident"),
-    ),
-    "q of another place in a tree": (
-        a_tree_is_scored_with_the_law_of_another_place,
-        Case("without_replacement", "draft_model", "T=.7", 2, "static"),
-    ),
+    "unconfident drafts are left out": (unconfident_drafts_are_left_out, CONFIDENT),
+    "unconfident drafts are left out of a block": (unconfident_drafts_are_left_out, replace(CONFIDENT, rule="block")),
+    "q of another place in a tree": (a_tree_is_scored_with_the_law_of_another_place, TREE),
     "q of another place in a tree, traversed": (
         a_tree_is_scored_with_the_law_of_another_place,
-        Case("traversal", "draft_model", "T=.7", 2, "static"),
+        replace(TREE, rule="traversal"),
     ),
 }
 
@@ -487,13 +417,8 @@ def test_processors_that_look_at_the_root_only_are_caught(target, drafters, samp
         def root(values: Tensor) -> Tensor:
             return values[:, :1].expand_as(values)
 
-        return honest(
-            processors,
-            logits,
-            Context(
-                root(context.num_new), root(context.recent), None if context.present is None else root(context.present)
-            ),
-        )
+        present = None if context.present is None else root(context.present)
+        return honest(processors, logits, Context(root(context.num_new), root(context.recent), present))
 
     monkeypatch.setattr(Processors, "__call__", blind)
     rule = {"chain": "rejection", "static": "without_replacement", "dynamic": "candidates"}[shape]

@@ -6,7 +6,6 @@ The target's own processors and filters hold along each path.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,6 +31,7 @@ PROMPTS = random_prompts(5, 1, 9, 3)
 # ------------------------------------------------------------ what is scored is what was drawn from
 
 CELLS = 20_000
+LOGITS = torch.tensor([1.3, 0.21, -0.4, 0.87, 0.33, -1.7])
 
 
 def sampler(rule: str, sampling: Sampling, rows: int, vocab: int = 6) -> DraftSampler:
@@ -59,11 +59,8 @@ def drawn_and_scored(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("pruned", [False, True])
 def test_a_draft_of_a_chain_is_drawn_from_the_law_that_it_is_scored_with(sampling, dtype, pruned, monkeypatch):
-    """The law is the same also where the drafter's logits are bf16 and its vocabulary is smaller than the target's.
-
-    Tokens outside it are neither drawn nor scored.
-    """
-    logits = torch.tensor([1.3, 0.21, -0.4, 0.87, 0.33, -1.7])[: 4 if pruned else 6].to(dtype)
+    """Also where the drafter's logits are bf16 and its vocabulary is smaller than the target's."""
+    logits = LOGITS[: 4 if pruned else 6].to(dtype)
     ids = torch.tensor([1, 2, 4, 5]) if pruned else None
     drawn, scored = drawn_and_scored(logits, ids, sampling, monkeypatch)
     assert float((drawn - scored).abs().max()) <= 1 / CELLS
@@ -74,9 +71,7 @@ def test_a_draft_of_a_chain_is_drawn_from_the_law_that_it_is_scored_with(samplin
 
 def test_drawing_in_bf16_is_caught(monkeypatch):
     monkeypatch.setattr(drafting, "draw", lambda probs, uniform: draw(probs.bfloat16(), uniform))
-    drawn, scored = drawn_and_scored(
-        torch.tensor([1.3, 0.21, -0.4, 0.87, 0.33, -1.7]), None, Sampling(1.0), monkeypatch
-    )
+    drawn, scored = drawn_and_scored(LOGITS, None, Sampling(1.0), monkeypatch)
     assert float((drawn - scored).abs().max()) > 2 / CELLS
 
 
@@ -113,12 +108,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "min_new_tokens": {"min_new_tokens": 9},
     "suppress": {"suppress": tuple(range(1, VOCAB, 3))},
 }
-SETTINGS["all"] = {name: value for settings in SETTINGS.values() for name, value in settings.items()} | {
-    "temperature": 0.7,
-    "top_k": 30,
-    "top_p": 0.9,
-    "min_p": 0.01,
-}
+PROCESSORS = SETTINGS["penalty"] | SETTINGS["bad_words"] | SETTINGS["min_new_tokens"] | SETTINGS["suppress"]
+SETTINGS["all"] = PROCESSORS | {"temperature": 0.7, "top_k": 30, "top_p": 0.9, "min_p": 0.01}
 BEHIND = Tree((-1, -1, 0, 0, 2, 4))
 SHAPES = {
     "chain, rejection": Plan(4),
@@ -153,9 +144,11 @@ def the_drafter_ignores(kind: str, patch: pytest.MonkeyPatch) -> None:
     """Plant the bug that concerns one setting, on the drafter's side only."""
     if kind in ("temperature", "top_k", "top_p", "min_p"):
         without = {"temperature": 1.0} if kind == "temperature" else {kind: None}
-        patch.setattr(
-            drafting, "probabilities", lambda logits, sampling: probabilities(logits, replace(sampling, **without))
-        )
+
+        def filtered(logits: Tensor, sampling: Sampling) -> Tensor:
+            return probabilities(logits, replace(sampling, **without))
+
+        patch.setattr(drafting, "probabilities", filtered)
     else:
         patch.setattr(DraftSampler, "_processed", lambda sampler, logits, token_ids, context: logits.float())
 
@@ -185,10 +178,9 @@ def brute_force(
     def children(path: tuple[int, ...]) -> list[Node]:
         whole = torch.tensor([[*text, *path]])
         logits = drafter(whole, use_cache=False).logits[:, -1:].float()
+        drafted = whole[:, prompt:]
         context = steps.start(whole[:, :prompt], torch.tensor([prompt]))
-        logits = steps(
-            logits, context.then(whole[:, prompt:], torch.ones(1, 1, whole.shape[1] - prompt, dtype=torch.bool))
-        )[0, 0]
+        logits = steps(logits, context.then(drafted, torch.ones(1, 1, drafted.shape[1], dtype=torch.bool)))[0, 0]
         if plan.verify == "coupled":
             log_probs = probabilities(logits, sampling).double().log()
             wanted = log_probs + shared_gumbel(sampling.seed, torch.tensor(0), torch.tensor(whole.shape[1]), VOCAB)
@@ -220,15 +212,10 @@ def paths_of(proposal: Proposal) -> set[tuple[int, ...]]:
 @pytest.mark.parametrize("plan", [Plan(3, width=3), Plan(4, width=2, nodes=5), Plan(2, width=4, nodes=20)], ids=str)
 @pytest.mark.parametrize("kind", ["plain", "processed", "coupled"])
 def test_a_dynamic_tree_holds_the_most_probable_paths(target, tiny_llama, plan, kind, monkeypatch):
-    """Its nodes are those of a brute-force search over whole texts, round after round.
-
-    Processors hold along each path.
-    """
+    """Its nodes are those of a brute-force search over whole texts, round after round."""
     target.model.generation_config.eos_token_id = None if kind == "plain" else ENDS
-    own = {
-        name: value for name, value in SETTINGS["all"].items() if name not in ("temperature", "top_k", "top_p", "min_p")
-    }
-    sampling = {"plain": Sampling(), "processed": Sampling(**own), "coupled": Sampling(0.8, top_k=20, seed=5)}[kind]
+    samplings = {"plain": Sampling(), "processed": Sampling(**PROCESSORS), "coupled": Sampling(0.8, top_k=20, seed=5)}
+    sampling = samplings[kind]
     plan = replace(plan, verify="coupled") if kind == "coupled" else plan
     drafter, grown = tiny_llama(layers=2, seed=3), []
 
@@ -246,18 +233,10 @@ def test_a_dynamic_tree_holds_the_most_probable_paths(target, tiny_llama, plan, 
         assert paths_of(proposal) == brute_force(drafter, text, len(PROMPTS[0]), sampling, plan, plan.depth)
 
 
-Blind = Callable[[Context, Tensor, Tensor], Context]
-
-
 def test_a_dynamic_tree_that_does_not_see_its_own_paths_is_caught(target, tiny_llama, monkeypatch):
-    honest: Blind = Context.then
+    honest = Context.then
     drafter = tiny_llama(layers=2, seed=3)
-    plan, sampling = (
-        Plan(3, width=3),
-        Sampling(
-            **{k: v for k, v in SETTINGS["all"].items() if k in ("repetition_penalty", "bad_words", "min_new_tokens")}
-        ),
-    )
+    plan, sampling = Plan(3, width=3), Sampling(**PROCESSORS | {"suppress": ()})
     target.model.generation_config.eos_token_id = ENDS
     grown: list[Proposal] = []
 
@@ -270,9 +249,8 @@ def test_a_dynamic_tree_that_does_not_see_its_own_paths_is_caught(target, tiny_l
 
     monkeypatch.setattr(stage, "grow_dynamic", blind)
     text, differing = list(PROMPTS[0]), 0
-    for event, proposal in zip(
-        list(Decoder(target, DraftModel(drafter)).stream(PROMPTS[0], 12, sampling, plan)), grown, strict=False
-    ):
+    events = list(Decoder(target, DraftModel(drafter)).stream(PROMPTS[0], 12, sampling, plan))
+    for event, proposal in zip(events, grown, strict=False):
         text += event.tokens
         differing += paths_of(proposal) != brute_force(drafter, text, len(PROMPTS[0]), sampling, plan, plan.depth)
     assert differing > 0

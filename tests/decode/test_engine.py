@@ -5,63 +5,27 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
-from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
+from transformers import PreTrainedModel
 
 from outrider.common import BadInputError, IncompatibleError
 from outrider.decode import Decoder, DecodeStats, Plan, Round, Sampling, Tree, depth_counts
-from outrider.heads import (
-    Abilities,
-    Choose,
-    Drafter,
-    DrafterConfig,
-    DraftModel,
-    Eagle3,
-    Eagle3Config,
-    Ngram,
-    NoDraftSession,
-    Proposal,
-)
-from outrider.heads.session import Ended
-from outrider.targets import RaggedCache, Target
+from outrider.heads import Drafter, DraftModel, Eagle3, Eagle3Config, Ngram
+from outrider.targets import Target
 
-from .conftest import random_prompts, scaled
+from ..conftest import few
+from .conftest import Scripted, library_texts, random_model, random_prompts, scaled
 
 VOCAB = 64
 PROMPTS = random_prompts(5, 1, 9, 3)
 
 
-class Script(Drafter):
-    """Proposes what it was told to, round by round; every row the same."""
-
-    name = "script"
-
-    def __init__(self, rounds: list[list[int]]):
-        super().__init__(DrafterConfig())
-        self.rounds = rounds
-
-    @property
-    def abilities(self) -> Abilities:
-        return Abilities(deterministic=True)
-
-    def open(
-        self, target: Target, batch_size: int, max_length: int, spare: int = 0, cache: RaggedCache | None = None
-    ) -> ScriptSession:
-        return ScriptSession(list(self.rounds))
-
-
-class ScriptSession(NoDraftSession):
-    def __init__(self, rounds: list[list[int]]):
-        self.rounds = rounds
-
-    def propose(self, root: Tensor, depth: int, choose: Choose, ended: Ended | None = None) -> Proposal:
-        drafts = self.rounds.pop(0) if self.rounds else []
-        return Proposal.chain(
-            torch.tensor([drafts[:depth]] * len(root), dtype=torch.long).reshape(len(root), -1), deterministic=True
-        )
+def script(rounds: list[list[int]]) -> Scripted:
+    """A drafter that proposes these drafts, round by round; every row the same."""
+    return Scripted(lambda row, known, number, depth: dict(enumerate(rounds, 1)).get(number, [])[:depth])
 
 
 def restricted(model: PreTrainedModel, allowed: Sequence[int]) -> PreTrainedModel:
@@ -83,6 +47,10 @@ def end_at(target: Target, token: int | list[int]) -> None:
     target.model.generation_config.eos_token_id = token
 
 
+def plain_text(target: Target, length: int) -> list[int]:
+    return Decoder(target).generate([PROMPTS[0]], length, ignore_eos=True).tokens[0]
+
+
 # ------------------------------------------------------------ the text depends on the seed and the target alone
 
 
@@ -100,31 +68,24 @@ def drafters(target: Target) -> dict[str, Drafter | None]:
 def test_candidates_give_the_plain_samplers_text(target):
     """Their draws are keyed by position too: what the n-gram drafter proposes only changes the speed."""
     plain = Decoder(target).generate(PROMPTS, 20, Sampling(1.0), ignore_eos=True)
+    plan = Plan(3, verify="candidates")
     for name, drafter in drafters(target).items():
-        assert (
-            Decoder(target, drafter)
-            .generate(PROMPTS, 20, Sampling(1.0), Plan(3, verify="candidates"), ignore_eos=True)
-            .tokens
-            == plain.tokens
-        ), name
+        out = Decoder(target, drafter).generate(PROMPTS, 20, Sampling(1.0), plan, ignore_eos=True)
+        assert out.tokens == plain.tokens, name
 
 
 def test_rejection_gives_a_prompt_the_same_text_in_any_batch(target):
-    drafter = drafters(target)["draft_model"]
-    together = Decoder(target, drafter).generate(PROMPTS, 20, Sampling(1.0), Plan(3), ignore_eos=True).tokens
+    decoder = Decoder(target, drafters(target)["draft_model"])
+    together = decoder.generate(PROMPTS, 20, Sampling(1.0), Plan(3), ignore_eos=True).tokens
     for i, prompt in enumerate(PROMPTS):
-        assert Decoder(target, drafter).generate(
-            [prompt], 20, Sampling(1.0), Plan(3), ignore_eos=True, sequence_ids=[i]
-        ).tokens == [together[i]]
+        alone = decoder.generate([prompt], 20, Sampling(1.0), Plan(3), ignore_eos=True, sequence_ids=[i])
+        assert alone.tokens == [together[i]]
 
 
 def test_seeds_and_sequence_ids_change_the_text(target):
     def text(seed: int, sequence: int) -> list[int]:
-        return (
-            Decoder(target)
-            .generate([PROMPTS[0]], 20, Sampling(1.0, seed=seed), ignore_eos=True, sequence_ids=[sequence])
-            .tokens[0]
-        )
+        sampling = Sampling(1.0, seed=seed)
+        return Decoder(target).generate([PROMPTS[0]], 20, sampling, ignore_eos=True, sequence_ids=[sequence]).tokens[0]
 
     assert text(0, 0) == text(0, 0)
     assert len({tuple(text(s, i)) for s in (0, 1, 2**62) for i in (0, 1)}) == 6
@@ -151,7 +112,7 @@ def test_an_end_token_inside_an_accepted_run_ends_the_text_there(target, itself,
 
 
 def test_any_of_several_end_tokens_ends_a_text(target, itself):
-    text = Decoder(target).generate([PROMPTS[0]], 20).tokens[0]
+    text = plain_text(target, 20)
     end_at(target, [text[9], text[6]])
     cut = min(text.index(text[9]), text.index(text[6]))
     assert Decoder(target, itself).generate([PROMPTS[0]], 20, plan=Plan(4)).tokens == [text[: cut + 1]]
@@ -161,14 +122,7 @@ def test_any_of_several_end_tokens_ends_a_text(target, itself):
 def test_rows_that_finish_at_different_times_equal_the_library(target, itself, plan):
     texts = Decoder(target).generate(PROMPTS, 24).tokens
     end_at(target, [texts[0][3], texts[2][11]])
-    expected = []
-    for prompt in PROMPTS:
-        tokens = torch.tensor([prompt])
-        expected.append(
-            target.model.generate(
-                tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=24, do_sample=False, pad_token_id=0
-            )[0, len(prompt) :].tolist()
-        )
+    expected = library_texts(target.model, PROMPTS, 24, pad_token_id=0)
     assert len({len(t) for t in expected}) > 1
     for name, drafter in {"itself": itself, **drafters(target)}.items():
         assert Decoder(target, drafter).generate(PROMPTS, 24, plan=plan).tokens == expected, name
@@ -188,7 +142,7 @@ def test_max_new_tokens_is_exact_where_a_round_goes_further(target, itself, leng
     ids=str,
 )
 def test_a_stop_that_spans_two_rounds_ends_the_text_at_once(target, itself, plan):
-    text = Decoder(target).generate([PROMPTS[0]], 20, ignore_eos=True).tokens[0]
+    text = plain_text(target, 20)
     wanted = text[5:8]
     seen: list[int] = []
 
@@ -205,11 +159,9 @@ def test_a_stop_that_spans_two_rounds_ends_the_text_at_once(target, itself, plan
 
 def test_a_stop_inside_a_round_cuts_the_text_and_the_counts_there(target):
     """Like an end token: what was drafted after it counts neither as drafted nor as accepted."""
-    text = Decoder(target).generate([PROMPTS[0]], 10, ignore_eos=True).tokens[0]
-    script = Script([text[1:3], text[4:9]])
-    out = Decoder(target, script).generate(
-        [PROMPTS[0]], 10, plan=Plan(5), stop=lambda tokens: tokens == text[:6], ignore_eos=True
-    )
+    text = plain_text(target, 10)
+    decoder = Decoder(target, script([text[1:3], text[4:9]]))
+    out = decoder.generate([PROMPTS[0]], 10, plan=Plan(5), stop=lambda tokens: tokens == text[:6], ignore_eos=True)
     assert out.tokens == [text[:6]]
     assert out.rounds == [[Round(2, 2, 3), Round(drafted=1, accepted=1, emitted=2)]]
     assert out.stats.num_tokens == 6
@@ -217,10 +169,7 @@ def test_a_stop_inside_a_round_cuts_the_text_and_the_counts_there(target):
 
 @pytest.mark.parametrize("plan", [*map(Plan, range(1, 6)), SHAPES["static tree"], SHAPES["dynamic tree"]], ids=str)
 def test_a_stop_string_ends_each_text_at_the_token_that_completes_it(tiny_target, plan):
-    """A string is found that begins in one token and ends in another.
-
-    Rounds are of any depth, and rows stop at different times.
-    """
+    """A string is found that begins in one token and ends in another; rows stop at different times."""
     tokenizer = tiny_target.require_tokenizer()
     prompts = [tokenizer(text)["input_ids"] for text in ("def add(", "class", "print(name")]
     sampling = Sampling(suppress=tuple(i for i in range(len(tokenizer)) if not tokenizer.decode([i]).isascii()))
@@ -245,37 +194,15 @@ def test_a_stop_string_ends_each_text_at_the_token_that_completes_it(tiny_target
 @pytest.mark.parametrize("plan", [Plan(1), Plan(5), SHAPES["static tree"], SHAPES["dynamic tree"]], ids=str)
 def test_the_context_can_be_filled_to_its_last_position(plan):
     """GPT-2 has learned positions: one token too far would be an index error."""
-    torch.manual_seed(0)
-    model = GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=VOCAB,
-            n_positions=32,
-            n_embd=32,
-            n_layer=4,
-            n_head=4,
-            initializer_range=0.2,
-            bos_token_id=None,
-            eos_token_id=None,
-        )
-    )
-    target = Target(model.eval().requires_grad_(False))
+    model = random_model("gpt2", {"max_position_embeddings": 32})
+    target = Target(model)
     prompts = [PROMPTS[2] + PROMPTS[2], PROMPTS[0]]  # 18 and 5 tokens
-    expected = [
-        model.generate(
-            torch.tensor([p]), attention_mask=torch.ones(1, len(p)).long(), max_new_tokens=14, do_sample=False
-        )[0, len(p) :].tolist()
-        for p in prompts
-    ]
-    for drafter in (
-        None,
-        Ngram(),
-        DraftModel(copy.deepcopy(model)),
-        Eagle3.build(Eagle3Config(taps=(0, 2, 4)), target),
-    ):
+    expected = library_texts(model, prompts, 14)
+    head = Eagle3.build(Eagle3Config(taps=(0, 2, 4)), target)
+    for drafter in (None, Ngram(), DraftModel(copy.deepcopy(model)), head):
         assert Decoder(target, drafter).generate(prompts, 14, plan=plan, ignore_eos=True).tokens == expected
-    with pytest.raises(
-        BadInputError, match=r"prompt 0 has 18 tokens; with 15 new ones it exceeds the target's context of 32"
-    ):
+    message = r"prompt 0 has 18 tokens; with 15 new ones it exceeds the target's context of 32"
+    with pytest.raises(BadInputError, match=message):
         Decoder(target).generate(prompts, 15)
 
 
@@ -311,39 +238,23 @@ def test_a_draft_model_with_a_shorter_context_is_refused_before_it_is_exceeded(t
 )
 def test_impossible_requests_are_refused(target, itself, prompts, arguments, message):
     """Before anything is written; plain, and with any drafter in any shape."""
-    for drafter, plan in [
-        (None, Plan()),
-        (itself, SHAPES["chain"]),
-        (itself, SHAPES["static tree"]),
-        (itself, SHAPES["dynamic tree"]),
-        (Ngram(), Plan()),
-    ]:
+    for drafter, plan in [(None, Plan()), (Ngram(), Plan()), *((itself, plan) for plan in SHAPES.values())]:
         with pytest.raises(BadInputError, match=message):
             Decoder(target, drafter).generate(prompts, **{"plan": plan} | arguments)
 
 
-def test_impossible_plans_are_refused():
-    with pytest.raises(BadInputError, match="depth must be >= 0, got -1"):
-        Plan(depth=-1)
-    with pytest.raises(BadInputError, match="unknown verification rule 'blokc'; known: auto, greedy"):
-        Plan(verify="blokc")
-
-
 def test_a_drafter_of_another_target_is_refused(tiny_llama, target):
+    def head(**changes: int) -> Eagle3:
+        return Eagle3.build(Eagle3Config(taps=(0, 2, 4)), Target(tiny_llama(**changes)))
+
     for drafter, message in (
         (DraftModel(tiny_llama(layers=1, vocab=32)), "vocabulary has 32 entries, the target's 64"),
         (
             Eagle3.build(Eagle3Config(), Target(tiny_llama(layers=8))),
             r"reads hidden_states\[5\], but this target has 4 layers",
         ),
-        (
-            Eagle3.build(Eagle3Config(taps=(0, 2, 4)), Target(tiny_llama(hidden=64))),
-            "hidden size of 64, the target's is 32",
-        ),
-        (
-            Eagle3.build(Eagle3Config(taps=(0, 2, 4)), Target(tiny_llama(vocab=32))),
-            "vocabulary of 32, the target's is 64",
-        ),
+        (head(hidden=64), "hidden size of 64, the target's is 32"),
+        (head(vocab=32), "vocabulary of 32, the target's is 64"),
     ):
         with pytest.raises(IncompatibleError, match=message):
             Decoder(target, drafter)
@@ -351,10 +262,9 @@ def test_a_drafter_of_another_target_is_refused(tiny_llama, target):
 
 # ------------------------------------------------------------ extreme distributions
 
-RULES = ("rejection", "candidates", "coupled")
 BRANCHES = Tree((-1, -1, 0, 0, 1, 2))
 PLANS = [
-    *(Plan(3, verify=rule) for rule in (*RULES, "block")),
+    *(Plan(3, verify=rule) for rule in ("rejection", "candidates", "coupled", "block")),
     *(Plan(tree=BRANCHES, verify=rule) for rule in ("without_replacement", "traversal", "candidates", "coupled")),
     *(Plan(3, width=2, nodes=5, verify=rule) for rule in ("candidates", "coupled")),
 ]
@@ -377,69 +287,43 @@ def test_a_token_whose_logit_is_minus_infinity_is_never_written(target, sampling
     alone = Decoder(narrow).generate(PROMPTS, 10, sampling, Plan(verify="coupled"), ignore_eos=True).tokens
     assert {t for text in alone for t in text} <= set(allowed)
     if sampling.greedy:
-        more = {"suppress_tokens": list(sampling.suppress)} if sampling.suppress else {}
-        for prompt, text in zip(PROMPTS, alone, strict=True):
-            tokens = torch.tensor([prompt])
-            out = model.generate(
-                tokens,
-                attention_mask=torch.ones_like(tokens),
-                max_new_tokens=10,
-                do_sample=False,
-                repetition_penalty=sampling.repetition_penalty,
-                **more,
-            )
-            assert out[0, len(prompt) :].tolist() == text
+        suppressed = {"suppress_tokens": list(sampling.suppress) or None}
+        penalty = sampling.repetition_penalty
+        assert alone == library_texts(model, PROMPTS, 10, repetition_penalty=penalty, **suppressed)
     made = drafters(narrow)
-    for name, drafter in {
-        "itself": DraftModel(copy.deepcopy(model)),
-        "wider": DraftModel(target.model),
-        **{n: made[n] for n in ("eagle3 pruned", "ngram")},
-    }.items():
+    tried = {"itself": DraftModel(copy.deepcopy(model)), "wider": DraftModel(target.model)}
+    for name, drafter in (tried | {n: made[n] for n in ("eagle3 pruned", "ngram")}).items():
         for plan in plans(sampling) if name != "ngram" else PLANS[:3]:
-            out = Decoder(narrow, drafter).generate(PROMPTS, 10, sampling, plan, ignore_eos=True)
-            assert {t for text in out.tokens for t in text} <= set(allowed), f"{name}, {plan.verify}, {plan}"
-            assert out.tokens == alone or (plan.verify != "coupled" and not sampling.greedy), (
-                f"{name}, {plan.verify}, {plan}"
-            )
-            assert name != "itself" or out.rule == "candidates" or plan.width > 1 or set(out.stats.alpha()) == {1}, (
-                f"{plan.verify}, {plan}"
-            )
+            out, case = Decoder(narrow, drafter).generate(PROMPTS, 10, sampling, plan, ignore_eos=True), (name, plan)
+            assert {t for text in out.tokens for t in text} <= set(allowed), case
+            assert out.tokens == alone or (plan.verify != "coupled" and not sampling.greedy), case
+            assert name != "itself" or out.rule == "candidates" or plan.width > 1 or set(out.stats.alpha()) == {1}, case
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0), Sampling(0.7, 40, 0.9, 0.01, 1.2)])
 def test_a_target_that_is_certain_of_one_token_writes_it_whatever_is_drafted(target, sampling):
-    """Drafters are as certain of the same token, as certain of another, or of none.
-
-    As certain of another: q = 0 at the target's token, p = 0 at its own.
-    """
+    """Drafters are as certain of the same token, of another (q = 0 at the target's, p = 0 at its own), or of none."""
     certain = Target(restricted(target.model, [9]))
-    found = {"itself": 1.0, "wrong": 0.0, "unsure": None}
-    models = {"itself": certain.model, "wrong": restricted(target.model, [8]), "unsure": target.model}
-    for name, rate in found.items():
+    for model, rate in ((certain.model, 1.0), (restricted(target.model, [8]), 0.0), (target.model, None)):
         for plan in plans(sampling):
-            out = Decoder(certain, DraftModel(copy.deepcopy(models[name]))).generate(
-                PROMPTS, 6, sampling, plan, ignore_eos=True
-            )
-            assert out.tokens == [[9] * 6] * len(PROMPTS), f"{name}, {plan.verify}, {plan}"
-            assert rate is None or out.stats.alpha()[0] == rate, f"{name}, {plan.verify}, {plan}"
+            decoder = Decoder(certain, DraftModel(copy.deepcopy(model)))
+            out = decoder.generate(PROMPTS, 6, sampling, plan, ignore_eos=True)
+            assert out.tokens == [[9] * 6] * len(PROMPTS), (rate, plan)
+            assert rate is None or out.stats.alpha()[0] == rate, (rate, plan)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_top_k_beyond_the_vocabulary_changes_nothing(target, itself, temperature):
     def texts(top_k: int | None) -> list[list[int]]:
-        return (
-            Decoder(target, itself)
-            .generate(PROMPTS, 10, Sampling(temperature, top_k=top_k), Plan(3), ignore_eos=True)
-            .tokens
-        )
+        sampling = Sampling(temperature, top_k=top_k)
+        return Decoder(target, itself).generate(PROMPTS, 10, sampling, Plan(3), ignore_eos=True).tokens
 
     assert texts(None) == texts(VOCAB) == texts(VOCAB + 1) == texts(10**6)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_draft_vocabulary_of_which_nothing_is_allowed_only_costs_speed(target, temperature):
-    counts = torch.arange(VOCAB)
-    head = Eagle3.build(Eagle3Config(taps=(0, 2, 4), draft_vocab_size=20), target, counts)
+    head = drafters(target)["eagle3 pruned"]
     sampling = Sampling(temperature, suppress=tuple(range(VOCAB - 20, VOCAB)))
     alone = Decoder(target).generate(PROMPTS, 12, sampling, Plan(verify="coupled"), ignore_eos=True).tokens
     for plan in PLANS:
@@ -455,11 +339,8 @@ def test_a_place_where_no_token_is_allowed_is_an_error_not_a_token(target, itsel
     """Where it is reached: in the prefill, in a round, but not after an end token that was drafted."""
     everything = tuple(range(VOCAB))
     coupled = replace(plan, verify="coupled")
-    text = (
-        Decoder(target)
-        .generate(PROMPTS[:1], 8, Sampling(temperature), Plan(verify="coupled"), ignore_eos=True)
-        .tokens[0]
-    )
+    out = Decoder(target).generate(PROMPTS[:1], 8, Sampling(temperature), Plan(verify="coupled"), ignore_eos=True)
+    text = out.tokens[0]
     dead_end = Sampling(temperature, bad_words=tuple((*text[:3], t) for t in everything))
     for drafter in (None, itself, Ngram()):
         decoder = Decoder(target, drafter)
@@ -473,17 +354,9 @@ def test_a_place_where_no_token_is_allowed_is_an_error_not_a_token(target, itsel
 
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: f"{plan.verify}, {plan}")
 def test_a_dead_end_behind_drafts_is_an_error_under_every_rule(target, itself, plan):
-    """Two tokens are left, and none after the third of whatever is written.
-
-    A drafter that goes there on its own does not hide it.
-    """
+    """Two tokens are left, and none after the third of whatever is written, also where a drafter goes there."""
     left = (5, 9)
-    three = [(a, b, c) for a in left for b in left for c in left]
-    sampling = Sampling(
-        1.0,
-        suppress=tuple(t for t in range(VOCAB) if t not in left),
-        bad_words=tuple((*word, t) for word in three for t in left),
-    )
+    sampling = few(left, temperature=1.0, bad_words=tuple(product(left, repeat=4)))
     for seed in range(4):
         with pytest.raises(BadInputError, match="leave no token to go on with"):
             Decoder(target, itself).generate(PROMPTS, 8, replace(sampling, seed=seed), plan, ignore_eos=True)
@@ -494,10 +367,10 @@ def test_a_dead_end_behind_drafts_is_an_error_under_every_rule(target, itself, p
 
 def test_rounds_and_figures_by_hand(target):
     """Drafts are scripted on the known text: 2 of 3, 0 of 3, nothing proposed, 3 of 3."""
-    text = Decoder(target).generate([PROMPTS[0]], 10, ignore_eos=True).tokens[0]
+    text = plain_text(target, 10)
     lie = [(t + 1) % VOCAB for t in text]
-    script = Script([[text[1], text[2], lie[3]], [lie[4], text[5], text[6]], [], text[6:9]])
-    out = Decoder(target, script).generate([PROMPTS[0]], 10, plan=Plan(3), ignore_eos=True)
+    drafts = [[text[1], text[2], lie[3]], [lie[4], text[5], text[6]], [], text[6:9]]
+    out = Decoder(target, script(drafts)).generate([PROMPTS[0]], 10, plan=Plan(3), ignore_eos=True)
     assert out.tokens == [text]
     assert out.rounds == [[Round(3, 2, 3), Round(3, 0, 1), Round(0, 0, 1), Round(3, 3, 4)]]
     stats = out.stats
@@ -520,19 +393,19 @@ def test_the_first_token_belongs_to_no_round(target, itself):
 
 def test_drafts_from_an_end_token_on_count_neither_as_drafted_nor_as_accepted(target):
     """So 1 + accepted stays what the round emitted."""
-    text = Decoder(target).generate([PROMPTS[0]], 10, ignore_eos=True).tokens[0]
+    text = plain_text(target, 10)
     end_at(target, text[2])
     assert text[2] not in text[:2]
-    out = Decoder(target, Script([text[1:6]])).generate([PROMPTS[0]], 10, plan=Plan(5))
+    out = Decoder(target, script([text[1:6]])).generate([PROMPTS[0]], 10, plan=Plan(5))
     assert out.tokens == [text[:3]]
     assert out.rounds == [[Round(drafted=1, accepted=1, emitted=2)]]
 
 
 def test_an_end_token_that_is_the_targets_own_changes_no_count(target):
-    text = Decoder(target).generate([PROMPTS[0]], 10, ignore_eos=True).tokens[0]
+    text = plain_text(target, 10)
     end_at(target, text[3])
-    script = Script([[text[1], text[2], (text[3] + 1) % VOCAB]])
-    assert Decoder(target, script).generate([PROMPTS[0]], 10, plan=Plan(3)).rounds == [[Round(3, 2, 3)]]
+    drafter = script([[text[1], text[2], (text[3] + 1) % VOCAB]])
+    assert Decoder(target, drafter).generate([PROMPTS[0]], 10, plan=Plan(3)).rounds == [[Round(3, 2, 3)]]
 
 
 def test_a_round_cut_by_max_new_tokens_keeps_what_the_drafter_did(target, itself):
@@ -585,8 +458,7 @@ def test_decoders_that_share_a_target_do_not_disturb_each_other(target):
 
 def test_bf16_target_with_an_fp32_head_decodes_its_own_greedy_text(tiny_llama):
     target = Target(tiny_llama(layers=4).bfloat16())
-    head = Eagle3.build(Eagle3Config(taps=(0, 2, 4), draft_vocab_size=20), target, torch.arange(VOCAB))
-    out = Decoder(target, head).generate(PROMPTS, 12, plan=Plan(3), ignore_eos=True)
+    out = Decoder(target, drafters(target)["eagle3 pruned"]).generate(PROMPTS, 12, plan=Plan(3), ignore_eos=True)
     assert [len(t) for t in out.tokens] == [12] * 4
 
 

@@ -52,9 +52,7 @@ def broken(weight: nn.Parameter, value: float) -> Iterator[None]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("places", [1, 2, 7, 8, 9, 16, 17, 33])
-def test_one_number_that_is_none_is_noticed_at_any_place_and_large_ones_are_numbers(
-    dtype: torch.dtype, places: int
-) -> None:
+def test_one_number_that_is_none_is_noticed_at_any_place_and_large_ones_are_numbers(dtype, places):
     largest = torch.finfo(dtype).max
     for place in range(places):
         for bad in (NAN, INF, -INF):
@@ -85,21 +83,15 @@ def test_a_targets_broken_weight_is_named(target: Target, value: float, temperat
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", DRAFTERS)
-def test_a_drafters_broken_weight_is_named(
-    target: Target, kind: str, shape: str, temperature: float, static: bool
-) -> None:
+def test_a_drafters_broken_weight_is_named(target, kind, shape, temperature, static):
     """All rules that such proposals have; a drafter that grows no trees drafts a chain."""
     drafter = made(kind, target)
     plan = SHAPES[shape] if drafter.abilities.reads_nodes else SHAPES["chain"].up_to(drafter.max_depth)
     weight = next(p for p in drafter.parameters() if p.ndim > 1 and p.is_floating_point())
     for rule in ("auto", *(("coupled",) if temperature else ())):
+        decoder = Decoder(target, drafter, static)
         with broken(weight, NAN), pytest.raises(BadInputError, match=r"[Tt]he drafter") as raised:
-            Decoder(target, drafter, static).generate(
-                PROMPTS,
-                8,
-                Sampling(temperature=temperature),
-                replace(plan, verify=rule),
-            )
+            decoder.generate(PROMPTS, 8, Sampling(temperature=temperature), replace(plan, verify=rule))
         assert "the logits are not finite" in str(raised.value)
 
 

@@ -1,7 +1,4 @@
-"""Memory is budgeted before any of it is allocated: exactly for caches, closely for the rest.
-
-What does not fit gets one clear error.
-"""
+"""Memory is budgeted before any of it is allocated: exactly for caches, closely for the rest."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from outrider.common import BadInputError
 from outrider.decode import Decoder, Plan, Sampling, Tree, memory
@@ -18,23 +15,17 @@ from outrider.decode.memory import Load, MemoryNeed, budget
 from outrider.heads import Drafter, DraftModel, Eagle3, Eagle3Config, Ngram, drafter_config
 from outrider.targets import PeakBytes, Target
 
+from ..conftest import make_llama
+
 TREE = Plan(4, width=3, nodes=8)
 STATIC = Plan(tree=Tree((-1, -1, 0, 0, 1, 2, 5)))
 WARM = Sampling(temperature=1.0)
 
 
-def llama(layers: int = 3, hidden: int = 64, vocab: int = 500, dtype: torch.dtype = torch.float32) -> Any:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=hidden,
-        intermediate_size=3 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=vocab,
-        max_position_embeddings=4096,
-    )
-    return LlamaForCausalLM(config).to(dtype).eval().requires_grad_(False)
+def llama(layers: int = 3, hidden: int = 64, vocab: int = 500, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
+    """Return a model whose texts repeat themselves, so that n-grams are found."""
+    sizes = {"intermediate_size": 3 * hidden, "max_position_embeddings": 4096}
+    return make_llama(layers, hidden, vocab, initializer_range=0.02, **sizes).to(dtype)
 
 
 def make(name: str, target: Target) -> Drafter | None:
@@ -44,16 +35,12 @@ def make(name: str, target: Target) -> Drafter | None:
     if name in ("medusa", "hydra"):
         head, config = drafter_config({"type": name})
         return head.build(config, target)
-    return {"none": None, "ngram": Ngram(), "draft_model": DraftModel(llama(1, 32, target.vocab_size, target.dtype))}[
-        name
-    ]
+    model = DraftModel(llama(1, 32, target.vocab_size, target.dtype))
+    return {"none": None, "ngram": Ngram(), "draft_model": model}[name]
 
 
 def prompts(rows: int, length: int) -> list[list[int]]:
-    """Return prompts that repeat themselves, so that an n-gram drafter proposes as much as it may.
-
-    They are alike, so that all rows reach their end at once.
-    """
+    """Return prompts that repeat themselves, so that n-grams are found, and are alike, so that rows end at once."""
     return [[i % 7 for i in range(length)] for _ in range(rows)]
 
 
@@ -65,12 +52,13 @@ def test_the_state_of_a_drafter_is_announced_to_the_byte(name):
     target = Target(llama())
     drafter = make(name, target)
     assert drafter is not None
-    for rows, length in ((3, 40), (5, 30)):
-        announced = drafter.state_bytes(target, rows, length, *((7,) if drafter.abilities.reads_nodes else ()))
+    for sizes in ((3, 40), (5, 30)):
+        sizes += (7,) if drafter.abilities.reads_nodes else ()
+        announced = drafter.state_bytes(target, *sizes)
         with torch.inference_mode(), PeakBytes() as opened:
-            state: Any = drafter.open(target, rows, length, *((7,) if drafter.abilities.reads_nodes else ()))
+            state: Any = drafter.open(target, *sizes)
         lengths = 0 if name == "ngram" else state.cache.lengths.nbytes
-        assert opened.live - lengths == announced, (rows, length)
+        assert opened.live - lengths == announced, sizes
         assert (announced > 0) == (name != "ngram")
 
 
@@ -103,40 +91,19 @@ RUNS: list[tuple[str, str, Plan, Sampling]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "size", "plan", "sampling"), RUNS)
-def test_the_budget_is_what_a_generation_allocates(name, size, plan, sampling):
-    close(name, size, plan, sampling)
+OTHERWISE = [(torch.bfloat16, False), (torch.float32, True)]
+CASES = [(*run, torch.float32, False) for run in RUNS]
+CASES += [(*RUNS[i], *how) for i in (0, 4, 8, 14, 19) for how in OTHERWISE]
 
 
-FEW = [RUNS[i] for i in (0, 4, 8, 14, 19)]
-
-
-@pytest.mark.parametrize(("name", "size", "plan", "sampling"), FEW)
-def test_the_budget_is_what_a_generation_allocates_in_half_precision(name, size, plan, sampling):
-    close(name, size, plan, sampling, dtype=torch.bfloat16)
-
-
-@pytest.mark.parametrize(("name", "size", "plan", "sampling"), FEW)
-def test_the_budget_is_what_rounds_of_fixed_shapes_allocate(name, size, plan, sampling):
-    close(name, size, plan, sampling, fixed=True)
-
-
-def close(
-    name: str, size: str, plan: Plan, sampling: Sampling, fixed: bool = False, dtype: torch.dtype = torch.float32
-) -> None:
+@pytest.mark.parametrize(("name", "size", "plan", "sampling", "dtype", "fixed"), CASES)
+def test_the_budget_is_what_a_generation_allocates(name, size, plan, sampling, dtype, fixed):
     """All tensors of a generation that live at one time are what the budget says, within 5%."""
     vocab, rows, length, new = SIZES[size]
     target = Target(llama(vocab=vocab, dtype=dtype))
     drafter = make(name, target)
-    load = Load(
-        rows,
-        length,
-        new,
-        0 if drafter is None else plan.depth,
-        plan,
-        sampling,
-        fixed and (drafter is None or drafter.abilities.reads_nodes),
-    )
+    depth, is_fixed = 0 if drafter is None else plan.depth, drafter is None or drafter.abilities.reads_nodes
+    load = Load(rows, length, new, depth, plan, sampling, fixed and is_fixed)
     announced = budget(target, drafter, load)
     with PeakBytes() as count:
         Decoder(target, drafter, static=fixed).generate(prompts(rows, length), new, sampling, plan, ignore_eos=True)
@@ -149,11 +116,12 @@ def test_a_cache_of_the_engine_is_as_large_as_the_budget_says(monkeypatch):
     drafter = make("draft_model", target)
     order: list[tuple[str, int]] = []
     new_cache = Target.new_cache
-    monkeypatch.setattr(
-        Target,
-        "new_cache",
-        lambda self, *sizes: order.append(("cache", self.cache_bytes(*sizes))) or new_cache(self, *sizes),
-    )
+
+    def noted(self: Target, *sizes: int) -> Any:
+        order.append(("cache", self.cache_bytes(*sizes)))
+        return new_cache(self, *sizes)
+
+    monkeypatch.setattr(Target, "new_cache", noted)
     announced = budget(target, drafter, Load(2, 9, 6, 5, Plan(5), Sampling()))
     order.clear()
     target.body.register_forward_pre_hook(lambda *_: order.append(("pass", 0)))
@@ -186,11 +154,10 @@ def test_too_little_memory_is_one_error_before_anything_is_allocated(free, stati
     assert count.peak < needed.total / 1000
     numbers = (
         r"needs ([\d.]+) GiB \(target cache ([\d.]+), drafter ([\d.]+), working memory ([\d.]+)\) "
-        r"for 8 sequences of up to 930 tokens, ([\d.]+) GiB are free"
+        r"for 8 sequences of up to 930 tokens, ([\d.]+) GiB are free; "
+        r"lower the batch to about (\d+), or max_new_tokens to about (\d+)\.$"
     )
-    match = re.search(
-        numbers + r"; lower the batch to about (\d+), or max_new_tokens to about (\d+)\.$", str(caught.value)
-    )
+    match = re.search(numbers, str(caught.value))
     assert match is not None, str(caught.value)
     sizes = [needed.total, needed.target, needed.drafter, needed.working, free["bytes"]]
     assert [float(found) for found in match.groups()[:5]] == [round(size / 2**30, 3) for size in sizes]
@@ -211,29 +178,24 @@ def test_one_sequence_is_told_to_be_shorter(free):
 
 
 def test_what_cannot_fit_is_told_so(free):
-    with pytest.raises(
-        BadInputError,
-        match=r"not even one such sequence fits: shorten the prompts, or take a smaller dtype or model\.$",
-    ):
+    message = r"not even one such sequence fits: shorten the prompts, or take a smaller dtype or model\.$"
+    with pytest.raises(BadInputError, match=message):
         Decoder(Target(llama())).generate(prompts(4, 30), 20)
 
 
-def test_a_short_request_asks_nobody(monkeypatch):
-    monkeypatch.setattr(memory, "free_bytes", lambda device: pytest.fail("asked"))
-    assert len(Decoder(Target(llama())).generate(prompts(2, 30), 5, ignore_eos=True).tokens[0]) == 5
-
-
-def test_where_nobody_says_what_is_free_nothing_is_refused(monkeypatch):
-    monkeypatch.setattr(memory, "SMALL", 0)
-    monkeypatch.setattr(memory, "free_bytes", lambda device: None)
+@pytest.mark.parametrize(
+    ("small", "free_bytes"),
+    [(memory.SMALL, lambda device: pytest.fail("asked")), (0, lambda device: None)],
+    ids=["a short request", "what is free is not known"],
+)
+def test_nothing_is_asked_or_refused_for(small, free_bytes, monkeypatch):
+    monkeypatch.setattr(memory, "SMALL", small)
+    monkeypatch.setattr(memory, "free_bytes", free_bytes)
     assert len(Decoder(Target(llama())).generate(prompts(2, 30), 5, ignore_eos=True).tokens[0]) == 5
 
 
 def test_memory_that_lasts_from_request_to_request_is_not_asked_for_twice(free):
-    """Rounds of fixed shapes keep their memory: a second request needs its working memory only.
-
-    A larger one gets what the first gives back.
-    """
+    """A second request needs its working memory only, and a larger one gets what the first gives back."""
     target = Target(llama())
     decoder = Decoder(target, static=True)
     load = Load(2, 30, 200, 0, Plan(), Sampling(), True)

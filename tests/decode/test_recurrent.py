@@ -1,98 +1,47 @@
-"""Targets with states that no position rewinds write what `transformers.generate` writes.
-
-They do so in chains, in any batch; trees are refused.
+"""Targets with states that no position rewinds write what `transformers.generate` writes, in chains, in any batch.
 
 More of these architectures, with every drafter and at every depth: `test_greedy_identity.py`.
 """
 
 from __future__ import annotations
 
-import copy
-from typing import Any
-
 import pytest
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from outrider.common import IncompatibleError
 from outrider.decode import Decoder, Plan, Sampling, Tree
 from outrider.heads import Drafter, DraftModel, Ngram
 from outrider.targets import Target
 
-from .conftest import random_prompts
+from .conftest import blurred, library_texts, random_model, random_prompts
+from .test_greedy_identity import RECURRENT
 
-VOCAB, NEW = 64, 40
-COMMON = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "initializer_range": 0.2,
-    "max_position_embeddings": 256,
-}
-QWEN3_NEXT = {
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-}
+NEW = 40
+CHANGES = {"head_dim": 8, "max_position_embeddings": 256}
+LAYERS = ["linear_attention"] * 3 + ["full_attention"]
+QWEN3_NEXT = RECURRENT["qwen3_next"] | CHANGES | {"layer_types": LAYERS}
 # The second and third are further behind the first than a pass reads again.
-PROMPTS = random_prompts(50, 7, 26, vocab=VOCAB)
+PROMPTS = random_prompts(50, 7, 26)
 CHAIN, TREE = Plan(4), Plan(3, width=2)
-
-
-def make(kind: str, values: dict[str, Any]) -> Any:
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **COMMON | values)).eval().requires_grad_(False)
 
 
 @pytest.fixture(scope="module")
 def target() -> Target:
     """Three layers of linear attention, and one of full attention."""
-    made = Target(make("qwen3_next", QWEN3_NEXT))
-    assert made.config.layer_types == ["linear_attention"] * 3 + ["full_attention"]
+    made = Target(random_model("qwen3_next", QWEN3_NEXT))
+    assert made.config.layer_types == LAYERS
     return made
 
 
 @pytest.fixture(scope="module")
 def texts(target) -> list[list[int]]:
-    found = []
-    for prompt in PROMPTS:
-        tokens = torch.tensor([prompt])
-        out = target.model.generate(
-            tokens,
-            attention_mask=torch.ones_like(tokens),
-            max_new_tokens=NEW,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-        found.append(out[0, len(prompt) :].tolist())
-    return found
-
-
-def blurred(model: Any, by: float) -> Any:
-    """A copy that agrees with the model often, not always."""
-    copied, generator = copy.deepcopy(model), torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for weight in copied.parameters():
-            weight.add_(by * weight.std() * torch.randn(weight.shape, generator=generator))
-    return copied
+    return library_texts(target.model, PROMPTS, NEW, eos_token_id=None, pad_token_id=0)
 
 
 def drafters(target: Target) -> dict[str, Drafter | None]:
     return {
         "none": None,
         "ngram": Ngram(),
-        "llama": DraftModel(make("llama", {})),
+        "llama": DraftModel(random_model("llama", CHANGES)),
         "itself": DraftModel(target.model),
         "blurred": DraftModel(blurred(target.model, 0.03)),
     }
@@ -131,9 +80,8 @@ def test_text_that_is_drawn_depends_on_the_target_alone(target):
 def test_trees_are_refused_before_anything_runs(target):
     decoder = Decoder(target, drafters(target)["llama"])
     for plan in (TREE, Plan(tree=Tree((-1, -1, 0)))):
-        with pytest.raises(
-            IncompatibleError, match=r"Qwen3NextForCausalLM has recurrent layers.*draft chains"
-        ) as caught:
+        message = r"Qwen3NextForCausalLM has recurrent layers.*draft chains"
+        with pytest.raises(IncompatibleError, match=message) as caught:
             decoder.generate(PROMPTS, NEW, plan=plan)
         assert caught.value.exit_code == 3
 
@@ -152,8 +100,8 @@ def test_rounds_of_fixed_shapes_are_not_for_such_targets(target, texts):
 
 
 def test_such_a_draft_model_drafts_for_a_plain_target():
-    target = Target(make("llama", {}))
+    target = Target(random_model("llama", CHANGES))
     plain = Decoder(target).generate(PROMPTS, NEW, ignore_eos=True).tokens
     for static in (False, True):
-        decoder = Decoder(target, DraftModel(make("qwen3_next", QWEN3_NEXT)), static)
+        decoder = Decoder(target, DraftModel(random_model("qwen3_next", QWEN3_NEXT)), static)
         assert decoder.generate(PROMPTS, NEW, plan=CHAIN, ignore_eos=True).tokens == plain

@@ -74,9 +74,8 @@ def reference(target: Target, drafter: Drafter, plan: Plan, sampling: Sampling, 
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize(
-    ("name", "shape"), [(name, shape) for shape in PLANS for name in fitting("static tree")]
-)  # a chain of what the host proposes has no logits
+# A chain of what the host proposes has no logits.
+@pytest.mark.parametrize(("name", "shape"), [(name, shape) for shape in PLANS for name in fitting("static tree")])
 @torch.inference_mode()
 def test_the_engine_writes_the_references_text_in_the_same_rounds(name, shape, sampling, make, target):
     """Alone and in a batch: the tokens, and how many drafts were verified and accepted in each round."""

@@ -10,17 +10,6 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
-from transformers import LogitsProcessorList
-from transformers.generation.logits_process import (
-    MinNewTokensLengthLogitsProcessor,
-    MinPLogitsWarper,
-    NoBadWordsLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    SuppressTokensLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
 from outrider.common import BadInputError
 from outrider.decode import Sampling
@@ -41,25 +30,12 @@ from outrider.decode.sampling import (
     uniforms,
 )
 
+from .conftest import library_steps
+
 NEVER = 1e-6  # p-values below this do not happen by chance in a lifetime of this suite
 
 
 # ------------------------------------------------------------ filters
-
-
-def library_probabilities(tokens: torch.Tensor, logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """What `transformers.generate` samples from, `[B, V]`, with its processors in its order."""
-    steps = LogitsProcessorList()
-    if sampling.repetition_penalty != 1:
-        steps.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
-    steps.append(TemperatureLogitsWarper(sampling.temperature))
-    if sampling.top_k is not None:
-        steps.append(TopKLogitsWarper(sampling.top_k))
-    if sampling.top_p is not None:
-        steps.append(TopPLogitsWarper(sampling.top_p))
-    if sampling.min_p is not None:
-        steps.append(MinPLogitsWarper(sampling.min_p))
-    return steps(tokens, logits).softmax(-1)
 
 
 @pytest.mark.parametrize(
@@ -72,19 +48,15 @@ def test_filters_equal_the_librarys(temperature, top_k, top_p, min_p, penalty):
     sampling = Sampling(temperature, top_k, top_p, min_p, penalty)
     present = torch.zeros(50, 20, dtype=torch.bool).scatter(1, tokens, True)
     ours = probabilities(penalize(logits, present, sampling), sampling)
-    torch.testing.assert_close(ours, library_probabilities(tokens, logits, sampling), rtol=1e-5, atol=1e-7)
+    expected = library_steps(sampling)(tokens, logits).softmax(-1)
+    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-7)
 
 
 def test_filters_and_draws_take_any_number_of_dimensions():
-    """A single law `[V]` and the laws at each place of each row `[B, Q, V]` agree.
-
-    What is said of many is what is said of each alone.
-    """
+    """A single law `[V]` and the laws at each place of each row `[B, Q, V]` agree."""
     sampling = Sampling(0.7, top_k=4, top_p=0.9, min_p=0.1)
-    logits, uniform = (
-        torch.randn(3, 4, 6, generator=torch.Generator().manual_seed(0)),
-        torch.rand(3, 4, generator=torch.Generator().manual_seed(1)).double(),
-    )
+    logits = torch.randn(3, 4, 6, generator=torch.Generator().manual_seed(0))
+    uniform = torch.rand(3, 4, generator=torch.Generator().manual_seed(1)).double()
     probs = probabilities(logits, sampling)
     tokens, best = draw(probs, uniform), highest(logits).token
     assert tokens.shape == best.shape == (3, 4)
@@ -95,9 +67,8 @@ def test_filters_and_draws_take_any_number_of_dimensions():
 
 
 def test_a_penalty_of_two_is_a_penalty():
-    logits = penalize(
-        torch.tensor([[2.0, -2.0, 2.0]]), torch.tensor([[True, True, False]]), Sampling(repetition_penalty=2.0)
-    )
+    present = torch.tensor([[True, True, False]])
+    logits = penalize(torch.tensor([[2.0, -2.0, 2.0]]), present, Sampling(repetition_penalty=2.0))
     assert logits.tolist() == [[1.0, -4.0, 2.0]]
 
 
@@ -109,8 +80,7 @@ def test_the_nucleus_ends_where_its_mass_is_reached_exactly():
 def test_the_penalty_is_computed_in_fp32():
     """The library penalises fp32 logits; bf16 would round and could change the most probable token."""
     logits = torch.tensor([[2.0, 1.546875]]).bfloat16()
-    sampling = Sampling(repetition_penalty=1.3)
-    ours = penalize(logits, torch.tensor([[True, False]]), sampling)
+    ours = penalize(logits, torch.tensor([[True, False]]), Sampling(repetition_penalty=1.3))
     assert ours.dtype == torch.float32
     assert ours[0, 0].item() == pytest.approx(2 / 1.3)
 
@@ -122,31 +92,19 @@ def test_a_filter_wider_than_the_vocabulary_changes_nothing():
 
 
 def test_filters_keep_a_pruned_draft_vocabulary_pruned():
-    """Logits of −inf (tokens outside the draft vocabulary) stay at probability 0.
-
-    That holds also where top_k exceeds what is left.
-    """
+    """Logits of −inf stay at probability 0, also where top_k exceeds what is left."""
     logits = torch.tensor([[1.0, float("-inf"), 0.5, float("-inf"), 0.0]])
-    for sampling in (
-        Sampling(1.0, top_k=4),
-        Sampling(1.0, top_p=0.99),
-        Sampling(1.0, min_p=0.01),
-        Sampling(0.7, 4, 0.99, 0.01, 1.2),
-    ):
-        probs = probabilities(penalize(logits, torch.tensor([[True, True, False, False, False]]), sampling), sampling)
+    present, every = torch.tensor([[True, True, False, False, False]]), Sampling(0.7, 4, 0.99, 0.01, 1.2)
+    for sampling in (Sampling(1.0, top_k=4), Sampling(1.0, top_p=0.99), Sampling(1.0, min_p=0.01), every):
+        probs = probabilities(penalize(logits, present, sampling), sampling)
         assert probs[0, [1, 3]].tolist() == [0, 0]
         assert float(probs.sum()) == pytest.approx(1)
 
 
 def test_a_single_token_that_is_left_has_all_the_mass():
     logits = torch.full((1, 5), float("-inf")).index_fill(1, torch.tensor([3]), -7.0)
-    for sampling in (
-        Sampling(1.0),
-        Sampling(0.1, top_k=4),
-        Sampling(1.0, top_p=0.5),
-        Sampling(2.0, min_p=0.9),
-        Sampling(1.0, 4, 0.99, 0.01),
-    ):
+    filters = {"top_k": 4}, {"top_p": 0.5}, {"min_p": 0.9}, {"top_k": 4, "top_p": 0.99, "min_p": 0.01}
+    for sampling in (Sampling(1.0), *(Sampling(t, **f) for t in (0.1, 1.0, 2.0) for f in filters)):
         assert probabilities(logits, sampling).tolist() == [[0, 0, 0, 1, 0]]
 
 
@@ -184,16 +142,7 @@ def test_impossible_settings_are_refused(field, value):
 
 
 def test_settings_at_the_edge_of_what_is_possible_are_taken():
-    Sampling(
-        temperature=0,
-        top_k=1,
-        top_p=1,
-        min_p=0,
-        repetition_penalty=1e-3,
-        bad_words=((0,),),
-        min_new_tokens=0,
-        suppress=(0,),
-    )
+    Sampling(0, top_k=1, top_p=1, min_p=0, repetition_penalty=1e-3, bad_words=((0,),), min_new_tokens=0, suppress=(0,))
     Sampling(min_p=1)
 
 
@@ -232,28 +181,22 @@ PROCESSED = {
 }
 
 
-def library_processed(text: list[int], prompt_length: int, logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """What `transformers.generate` makes of `logits` `[V]` after `text`, with its processors in its order.
+def processors_of(sampling: Sampling, eos: tuple[int, ...] = EOS) -> Processors:
+    return Processors(sampling, VOCAB, eos, torch.device("cpu"))
 
-    A token that is in no word stands in front: transformers 5.17 overlooks a word that began with the first token of
-    all.
+
+def library_processed(text: list[int], prompt_length: int, logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """What `transformers.generate` makes of `logits` `[V]` after `text`.
+
+    A token that is in no word stands in front: transformers 5.17 overlooks a word that begins with the first token.
     """
-    text, prompt_length, logits = [VOCAB, *text], prompt_length + 1, torch.nn.functional.pad(logits, (0, 1))
-    steps = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)])
-    if sampling.bad_words:
-        steps.append(NoBadWordsLogitsProcessor([list(w) for w in sampling.bad_words], list(EOS)))
-    if sampling.min_new_tokens:
-        steps.append(MinNewTokensLengthLogitsProcessor(prompt_length, sampling.min_new_tokens, list(EOS)))
-    steps.append(SuppressTokensLogitsProcessor(list(sampling.suppress)))
-    return steps(torch.tensor([text]), logits[None])[0, :-1]
+    text, logits = [VOCAB, *text], torch.nn.functional.pad(logits, (0, 1))
+    return library_steps(sampling, prompt_length + 1, EOS)(torch.tensor([text]), logits[None])[0, :-1]
 
 
 @pytest.mark.parametrize("name", PROCESSED)
 def test_processors_equal_the_librarys_at_every_node_of_a_tree(name):
-    """The context of a node is the prompt, its ancestors and itself, not its siblings.
-
-    It is compared after 200 prompts of 1 to 6 tokens.
-    """
+    """The context of a node is the prompt, its ancestors and itself, not its siblings; after 200 prompts."""
     sampling, rows = PROCESSED[name], 200
     parents = [-1, -1, 0, 0, 1, 3, 5]
     generator = torch.Generator().manual_seed(0)
@@ -264,21 +207,18 @@ def test_processors_equal_the_librarys_at_every_node_of_a_tree(name):
     for node, parent in enumerate(parents):
         ways.append([*ways[parent + 1], node])
     path = torch.tensor([[[node in way for node in range(len(parents))] for way in ways]])
-    processors = Processors(sampling, VOCAB, EOS, torch.device("cpu"))
-    context = processors.start(prompts, counts)
-    ours = processors(logits, context.then(drafts, path))
+    processors = processors_of(sampling)
+    ours = processors(logits, processors.start(prompts, counts).then(drafts, path))
     for row in range(rows):
         prompt = prompts[row, : counts[row]].tolist()
         for place, way in enumerate(ways):
             text = prompt + [int(drafts[row, node]) for node in way]
-            torch.testing.assert_close(
-                ours[row, place], library_processed(text, len(prompt), logits[row, place], sampling)
-            )
+            expected = library_processed(text, len(prompt), logits[row, place], sampling)
+            torch.testing.assert_close(ours[row, place], expected)
 
 
 def test_a_context_that_grows_token_by_token_is_the_one_that_grows_at_once():
-    processors = Processors(PROCESSED["all"], VOCAB, EOS, torch.device("cpu"))
-    context = processors.start(torch.tensor([[1, 4, 2], [3, 0, 0]]), torch.tensor([3, 1]))
+    context = processors_of(PROCESSED["all"]).start(torch.tensor([[1, 4, 2], [3, 0, 0]]), torch.tensor([3, 1]))
     tokens = torch.tensor([[0, 1, 0, 1, 5], [1, 0, 1, 0, 1]])
     at_once, one_by_one = context.then(tokens, torch.ones(1, 1, 5, dtype=torch.bool)), context
     for token in tokens.T:
@@ -291,9 +231,7 @@ def test_a_context_that_grows_token_by_token_is_the_one_that_grows_at_once():
 
 def test_a_context_holds_the_last_tokens_on_the_way_alone():
     """After a prompt of four: of three drafts none, the last one, or the first and the last one stand on the way."""
-    context = Processors(Sampling(bad_words=WORDS), VOCAB, EOS, torch.device("cpu")).start(
-        torch.tensor([[1, 4, 2, 3]]), torch.tensor([4])
-    )
+    context = processors_of(Sampling(bad_words=WORDS)).start(torch.tensor([[1, 4, 2, 3]]), torch.tensor([4]))
     path = torch.tensor([[[False, False, False], [False, False, True], [True, False, True]]])
     grown = context.then(torch.tensor([[5, 0, 1]]), path)
     assert grown.recent.tolist() == [[[1, 4, 2, 3], [4, 2, 3, 1], [2, 3, 5, 1]]]
@@ -301,60 +239,56 @@ def test_a_context_holds_the_last_tokens_on_the_way_alone():
 
 
 def test_the_first_token_may_end_a_text_and_one_outside_the_vocabulary_never_comes():
-    processors = Processors(Sampling(min_new_tokens=1), VOCAB, (0, VOCAB, -1), torch.device("cpu"))
+    processors = processors_of(Sampling(min_new_tokens=1), (0, VOCAB, -1))
     context = processors.start(torch.tensor([[1]]), torch.tensor([1]))
     assert processors(torch.zeros(1, 1, VOCAB), context).tolist() == [[[float("-inf"), 0, 0, 0, 0, 0]]]
 
 
 def test_processors_that_would_change_nothing_are_idle():
     def idle(eos: tuple[int, ...] = (), **settings: Any) -> bool:
-        return Processors(Sampling(**settings), VOCAB, eos, torch.device("cpu")).idle
+        return processors_of(Sampling(**settings), eos).idle
 
     assert idle(temperature=0.7, top_k=3, top_p=0.5, min_p=0.1)
     assert idle(min_new_tokens=4), "no token ends a text"
     assert idle(EOS, bad_words=((2,), (5,))), "an end token alone is no bad word"
     for sampling in (*PROCESSED.values(), Sampling(bad_words=((1, 2),)), Sampling(bad_words=((3,),))):
-        assert not Processors(sampling, VOCAB, EOS, torch.device("cpu")).idle
+        assert not processors_of(sampling).idle
 
 
 def test_a_token_outside_the_vocabulary_is_refused():
     for sampling in (Sampling(suppress=(3, 6)), Sampling(bad_words=((6, 1), (1, 2)))):
         with pytest.raises(BadInputError, match="holds token 6, outside the target's vocabulary of 6"):
-            Processors(sampling, VOCAB, EOS, torch.device("cpu"))
+            processors_of(sampling)
 
 
 @pytest.mark.parametrize("penalty", [1.0, 1.7])
 def test_a_context_gives_its_tensors_and_takes_them_back_in_the_same_order(penalty):
-    context = Processors(Sampling(repetition_penalty=penalty, bad_words=WORDS), VOCAB, EOS, torch.device("cpu")).start(
-        torch.tensor([[1, 4, 2], [3, 0, 0]]), torch.tensor([3, 1])
-    )
+    processors = processors_of(Sampling(repetition_penalty=penalty, bad_words=WORDS))
+    context = processors.start(torch.tensor([[1, 4, 2], [3, 0, 0]]), torch.tensor([3, 1]))
     tensors = context.tensors()
     copies = [tensor.clone() for tensor in tensors]
     moved = context.at(iter(copies))
     assert all(a is b for a, b in zip(moved.tensors(), copies, strict=True))
-    assert (moved.num_new is copies[0], moved.recent is copies[1]) == (True, True)
+    assert moved.num_new is copies[0]
+    assert moved.recent is copies[1]
     assert len(tensors) == (2 if penalty == 1 else 3)
     assert (moved.present is None) == (context.present is None) == (penalty == 1)
 
 
 @pytest.mark.parametrize("penalty", [1.0, 1.7])
 def test_selected_rows_keep_their_contexts(penalty):
-    processors = Processors(Sampling(repetition_penalty=penalty, bad_words=WORDS), VOCAB, EOS, torch.device("cpu"))
+    processors = processors_of(Sampling(repetition_penalty=penalty, bad_words=WORDS))
     prompts, counts = torch.tensor([[1, 4, 2], [3, 0, 0], [5, 1, 0]]), torch.tensor([3, 1, 2])
-    selected, alone = (
-        processors.start(prompts, counts).select([2, 0]),
-        processors.start(prompts[[2, 0]], counts[[2, 0]]),
-    )
+    selected = processors.start(prompts, counts).select([2, 0])
+    alone = processors.start(prompts[[2, 0]], counts[[2, 0]])
     assert all(torch.equal(a, b) for a, b in zip(selected.tensors(), alone.tensors(), strict=True))
 
 
 def test_nothing_waits_for_the_host():
     """Tensors without values, on the meta device: whoever looked at one, or made one elsewhere, would fail."""
     meta = torch.device("meta")
-    whole, two = (
-        Sampling(0.7, 3, 0.8, 0.1, 1.3, bad_words=WORDS, min_new_tokens=2, suppress=(0,)),
-        torch.zeros(2, dtype=torch.long, device=meta),
-    )
+    whole = Sampling(0.7, 3, 0.8, 0.1, 1.3, bad_words=WORDS, min_new_tokens=2, suppress=(0,))
+    two = torch.zeros(2, dtype=torch.long, device=meta)
     processors = Processors(whole, VOCAB, EOS, meta)
     context = processors.start(torch.zeros(2, 3, dtype=torch.long, device=meta), two)
     probs = probabilities(processors(torch.zeros(2, 1, VOCAB, device=meta), context), whole)
@@ -364,7 +298,7 @@ def test_nothing_waits_for_the_host():
 
 
 def test_a_place_where_nothing_is_left_is_seen():
-    processors = Processors(Sampling(suppress=(0, 1, 3, 4), min_new_tokens=1), VOCAB, EOS, torch.device("cpu"))
+    processors = processors_of(Sampling(suppress=(0, 1, 3, 4), min_new_tokens=1))
     context = Context(torch.tensor([[0, 1]]), torch.zeros(1, 2, 0, dtype=torch.long), None)
     assert nothing_left(processors(torch.zeros(1, 2, VOCAB), context)).tolist() == [[True, False]]
 
@@ -390,14 +324,10 @@ def test_a_token_of_probability_zero_is_never_drawn():
     ends = torch.tensor([2.0**-54, 1 - 2.0**-53, 1.0], dtype=torch.float64)
     probs = torch.tensor([[0.0, 0.1, 0.0, 0.7, 0.2, 0.0, 0.0]]).expand(3, -1)
     assert draw(probs, ends).tolist() == [1, 4, 4]
-    assert draw(
-        torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.5, 0.5], [0.0, 1.0, 0.0]]), torch.tensor([1.0, 0.0, 1.0]).double()
-    ).tolist() == [1, 1, 1]
-    assert draw(torch.tensor([[0.5, 0.5, 0.0], [0.5, 0.0, 0.5], [1.0, 0.0, 0.0]]), torch.ones(3).double()).tolist() == [
-        1,
-        2,
-        0,
-    ], "each row has its own end"
+    probs = torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.5, 0.5], [0.0, 1.0, 0.0]])
+    assert draw(probs, torch.tensor([1.0, 0.0, 1.0]).double()).tolist() == [1, 1, 1]
+    probs = torch.tensor([[0.5, 0.5, 0.0], [0.5, 0.0, 0.5], [1.0, 0.0, 0.0]])
+    assert draw(probs, torch.ones(3).double()).tolist() == [1, 2, 0], "each row has its own end"
 
 
 def test_a_uniform_that_meets_the_edge_of_two_tokens_belongs_to_the_second():
@@ -428,10 +358,7 @@ def test_the_highest_logit_is_argmaxs_and_no_number_where_one_is_none(dtype, voc
 
 
 def uniform_by_hand(seed: int, stream: int, *keys: int) -> float:
-    """Return splitmix64's finaliser over (seed, stream, keys), in Python's own integers.
-
-    The top 53 bits stand for the middle of their cell.
-    """
+    """Return splitmix64's finaliser over (seed, stream, keys): its top 53 bits stand for the middle of their cell."""
 
     def mix(x: int) -> int:
         x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
@@ -447,10 +374,7 @@ def uniform_by_hand(seed: int, stream: int, *keys: int) -> float:
 
 @pytest.mark.parametrize("seed", [0, 1, -1, 10**6, 2**63 - 1, 2**63, 2**64 + 5])
 def test_uniforms_are_the_same_on_every_machine_and_in_every_version(seed):
-    """A seed that was written down gives its text again: the values are fixed.
-
-    The hash is written down once more here.
-    """
+    """A seed that was written down gives its text again: the values are fixed."""
     rows, positions = torch.tensor([[0], [7], [2**40]]), torch.tensor([0, 1, 12345])
     for stream in (DRAFT, ACCEPT, CORRECT, COUPLED):
         expected = [
@@ -515,6 +439,7 @@ def independence(first: torch.Tensor, second: torch.Tensor, cells: int = 16) -> 
 def test_streams_seeds_rows_and_positions_are_independent():
     """Neighbouring keys in every argument, jointly uniform on a 16 × 16 grid (100,000 pairs each), and uncorrelated."""
     base = sample()
+    square, below = base[:, :200], torch.ones(200, 200).tril(-1).bool()
     pairs = {
         "stream": (base, sample(ACCEPT)),
         "another stream": (base, sample(CORRECT)),
@@ -522,10 +447,7 @@ def test_streams_seeds_rows_and_positions_are_independent():
         "next row": (base[:-1], base[1:]),
         "next position": (base[:, :-1], base[:, 1:]),
         "diagonal": (base[:-1, :-1], base[1:, 1:]),
-        "swapped keys": (
-            base[:, :200].tril(-1)[base[:, :200].tril(-1) > 0],
-            base[:, :200].T.tril(-1)[base[:, :200].T.tril(-1) > 0],
-        ),
+        "swapped keys": (square[below], square.T[below]),
     }
     for name, (first, second) in pairs.items():
         assert independence(first, second) > NEVER / len(pairs), name
@@ -549,9 +471,5 @@ def test_gumbel_noise_makes_argmax_a_sample():
     assert counts[2] == 0
     kept = [0, 1, 3, 4]
     assert stats.chisquare(counts[kept], probs.numpy()[kept] * counts.sum()).pvalue > NEVER
-    table = (
-        torch.bincount((tokens[:, :-1] * 5 + tokens[:, 1:]).flatten(), minlength=25)
-        .view(5, 5)
-        .numpy()[np.ix_(kept, kept)]
-    )
-    assert stats.chi2_contingency(table).pvalue > NEVER
+    table = torch.bincount((tokens[:, :-1] * 5 + tokens[:, 1:]).flatten(), minlength=25).view(5, 5).numpy()
+    assert stats.chi2_contingency(table[np.ix_(kept, kept)]).pvalue > NEVER

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import gc
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,9 +17,8 @@ import torch
 from peft import LoraConfig
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import GPT2Config, GPT2LMHeadModel
 
-from outrider.decode import Control, Costs, Decoder, Plan, Sampling, Tree, static_batch
+from outrider.decode import Control, Costs, Decoder, Output, Plan, Sampling, Tree, static_batch
 from outrider.decode import round as stage
 from outrider.decode.engine import Request
 from outrider.decode.static_batch import Graphs, StaticBatch, window_of
@@ -40,7 +40,7 @@ from outrider.heads.eagle import FeatureSession
 from outrider.targets import RowLengths, Target
 
 from ..conftest import few
-from .conftest import random_prompts, scaled
+from .conftest import random_model, random_prompts, scaled
 
 VOCAB = 64
 PROMPTS = random_prompts(5, 1, 9, 3)
@@ -94,20 +94,6 @@ def test_windows_come_in_few_sizes(needed, window):
 # ------------------------------------------------------------ the same text
 
 
-@pytest.mark.parametrize(("plan", "sampling"), CASES)
-def test_rounds_of_fixed_shapes_write_the_same_text(target, plan, sampling):
-    """Ragged, with rows that finish at different times, in the same rounds."""
-    for name, drafter in make_drafters(target).items():
-        usual = Decoder(target, drafter, static=False).generate(PROMPTS, 24, SAMPLINGS[sampling], PLANS[plan])
-        fixed = Decoder(target, drafter, static=True).generate(PROMPTS, 24, SAMPLINGS[sampling], PLANS[plan])
-        assert fixed.tokens == usual.tokens, name
-        assert fixed.rounds == usual.rounds, name
-        assert (fixed.rule, fixed.lossy) == (usual.rule, usual.lossy)
-        assert len(set(map(len, usual.tokens))) > 1
-        if sampling == "processed":
-            assert usual.stats.tau > 1.2, name
-
-
 def ahead(target: Target, drafter: Drafter | None) -> Decoder:
     """Return a decoder that launches each round before it reads the one before it, as on a GPU."""
     decoder = Decoder(target, drafter, static=True)
@@ -115,21 +101,50 @@ def ahead(target: Target, drafter: Drafter | None) -> Decoder:
     return decoder
 
 
+def fixed(target: Target, drafter: Drafter | None) -> Decoder:
+    return Decoder(target, drafter, static=True)
+
+
+def same_as_usual(decoder: Decoder, *request: Any, **more: Any) -> Output:
+    """Return what a decoder writes, which is what one of usual rounds writes, in the same rounds."""
+    found = decoder.generate(*request, **more)
+    usual = Decoder(decoder.target, decoder.drafter, static=False).generate(*request, **more)
+    assert found.tokens == usual.tokens
+    assert found.rounds == usual.rounds
+    assert (found.rule, found.lossy) == (usual.rule, usual.lossy)
+    return found
+
+
+@pytest.mark.parametrize(("plan", "sampling"), CASES)
+@pytest.mark.parametrize("name", ["draft_model", "eagle3"])
+def test_rounds_of_fixed_shapes_write_the_same_text(target, name, plan, sampling):
+    """Ragged, with rows that finish at different times, in the same rounds."""
+    decoder = fixed(target, make_drafters(target)[name])
+    out = same_as_usual(decoder, PROMPTS, 24, SAMPLINGS[sampling], PLANS[plan])
+    assert len(set(map(len, out.tokens))) > 1
+    assert sampling != "processed" or out.stats.tau > 1.2
+
+
 @pytest.mark.parametrize("plan", PLANS)
 def test_rounds_that_are_launched_before_the_last_one_is_read_write_the_same_text(target, plan):
     """Also where rows finish at different times, and run on for one round more than they must."""
     sampling = SAMPLINGS["greedy" if plan in ("chain", "static tree") else "sampled"]
-    for name, drafter in make_drafters(target).items():
-        usual = Decoder(target, drafter, static=False).generate(PROMPTS, 24, sampling, PLANS[plan])
-        found = ahead(target, drafter).generate(PROMPTS, 24, sampling, PLANS[plan])
-        assert found.tokens == usual.tokens, name
-        assert found.rounds == usual.rounds, name
+    for drafter in make_drafters(target).values():
+        same_as_usual(ahead(target, drafter), PROMPTS, 24, sampling, PLANS[plan])
 
 
-def test_the_plain_target_and_texts_are_launched_ahead_or_not(target):
-    for drafter in (None, Ngram()):
-        usual = Decoder(target, drafter, static=False).generate(PROMPTS, 24)
-        assert ahead(target, drafter).generate(PROMPTS, 24).tokens == usual.tokens
+@pytest.mark.parametrize("decoder", [fixed, ahead])
+@pytest.mark.parametrize("drafter", [None, Ngram()], ids=["plain", "ngram"])
+def test_the_plain_target_and_a_drafter_that_is_no_model_too(target, drafter, decoder):
+    same_as_usual(decoder(target, drafter), PROMPTS, 24)
+
+
+@pytest.mark.parametrize("decoder", [fixed, ahead])
+def test_the_context_is_filled_to_its_last_position(tiny_llama, decoder):
+    target = Target(tiny_llama(layers=4, max_position_embeddings=64))
+    drafter = make_drafters(target)["draft_model"]
+    out = same_as_usual(decoder(target, drafter), [PROMPTS[2], PROMPTS[0]], 55, plan=Plan(4))
+    assert len(out.tokens[0]) == 55
 
 
 def test_two_rounds_are_on_the_device_while_the_host_reads(target, monkeypatch):
@@ -155,26 +170,9 @@ def test_two_rounds_are_on_the_device_while_the_host_reads(target, monkeypatch):
         assert happened == ["launch", "read"] * (len(happened) // 2)
 
 
-def test_a_round_ahead_stays_inside_the_context(tiny_llama):
-    target = Target(tiny_llama(layers=4, max_position_embeddings=64))
-    drafter = make_drafters(target)["draft_model"]
-    prompts = [PROMPTS[2], PROMPTS[0][:5]]
-    usual = Decoder(target, drafter, static=False).generate(prompts, 55, plan=Plan(4)).tokens
-    found = ahead(target, drafter).generate(prompts, 55, plan=Plan(4)).tokens
-    assert found == usual
-    assert len(found[0]) == 55
-
-
-def test_the_plain_target_and_a_drafter_that_is_no_model_too(target):
-    for drafter in (None, Ngram()):
-        usual, fixed = (Decoder(target, drafter, static=s).generate(PROMPTS, 24) for s in (False, True))
-        assert fixed.tokens == usual.tokens
-
-
 def test_requests_follow_each_other_in_the_same_memory(target):
     """Longer, shorter, other seeds, one row, and again; memory is only taken anew where it is too small."""
-    drafter = make_drafters(target)["eagle3"]
-    fixed, usual = Decoder(target, drafter, static=True), Decoder(target, drafter, static=False)
+    decoder = fixed(target, make_drafters(target)["eagle3"])
     requests: list[tuple[Any, ...]] = [
         (PROMPTS, 30, Sampling(), Plan(3)),
         (PROMPTS, 20, Sampling(1.0, seed=1), Plan(2)),
@@ -185,8 +183,8 @@ def test_requests_follow_each_other_in_the_same_memory(target):
     ]
     places = set()
     for request in requests:
-        assert fixed.generate(*request).tokens == usual.generate(*request).tokens
-        places |= {id(batch) for batch in fixed.static_batches.kept.values()}
+        same_as_usual(decoder, *request)
+        places |= {id(batch) for batch in decoder.static_batches.kept.values()}
     assert len(places) == 3, "for 4 rows, and for 1 without a drafter and with"
 
 
@@ -198,10 +196,8 @@ def test_a_drafter_that_is_trained_on_between_requests_drafts_with_its_new_weigh
         with torch.no_grad():
             for i, weight in enumerate(drafter.parameters()):
                 weight.mul_(0.5 if i % 2 else 1.5)
-        assert (
-            decoder.generate(PROMPTS, 20, plan=Plan(3)).rounds
-            == Decoder(target, copy.deepcopy(drafter)).generate(PROMPTS, 20, plan=Plan(3)).rounds
-        ), name
+        again = Decoder(target, copy.deepcopy(drafter)).generate(PROMPTS, 20, plan=Plan(3))
+        assert decoder.generate(PROMPTS, 20, plan=Plan(3)).rounds == again.rounds, name
 
 
 def test_generations_that_run_at_the_same_time_do_not_share_memory(target):
@@ -219,34 +215,18 @@ def test_generations_that_run_at_the_same_time_do_not_share_memory(target):
 
 
 def test_rows_that_finished_may_do_what_they_like(tiny_llama):
-    """Rows that finished read before their begin, and reach places where no token is allowed.
-
-    The first matters to a draft model with learned positions.
-    """
-    torch.manual_seed(0)
-    sizes = {
-        "vocab_size": VOCAB,
-        "n_positions": 400,
-        "n_embd": 32,
-        "n_layer": 2,
-        "n_head": 4,
-        "bos_token_id": None,
-        "eos_token_id": None,
-    }
-    drafter = DraftModel(GPT2LMHeadModel(GPT2Config(**sizes)).eval())
+    """They read before their begin, which matters to learned positions, and reach places where no token is allowed."""
+    drafter = DraftModel(random_model("gpt2", {"max_position_embeddings": 400, "num_hidden_layers": 2}))
     target = Target(tiny_llama(layers=4))
     free = Decoder(target).generate(PROMPTS, 60, ignore_eos=True).tokens
     target.model.generation_config.eos_token_id = free[0][2]
     for plan in (Plan(3, control=Control(Costs(verify=((0, 1.0),), draft=(0.0, 5.0)), (0.0,) * 3)), Plan(3)):
-        a, b = (Decoder(target, drafter, static=s).generate(PROMPTS, 60, plan=plan) for s in (True, False))
-        assert a.tokens == b.tokens
-        assert len({len(t) for t in a.tokens}) > 1
-    dead_end = Sampling(bad_words=tuple((free[0][2], t) for t in range(VOCAB)))
-    a, b = (Decoder(target, static=s).generate(PROMPTS, 40, dead_end) for s in (True, False))
-    assert a.tokens == b.tokens
+        out = same_as_usual(fixed(target, drafter), PROMPTS, 60, plan=plan)
+        assert len({len(t) for t in out.tokens}) > 1
+    same_as_usual(fixed(target, None), PROMPTS, 40, Sampling(bad_words=tuple((free[0][2], t) for t in range(VOCAB))))
 
 
-def test_a_drafter_that_nobody_wants_any_more_is_told_nothing(target, monkeypatch):
+def test_a_drafter_that_no_row_needs_any_more_is_told_nothing(target, monkeypatch):
     drafter, widths = make_drafters(target)["eagle3"], []
     original = FeatureSession.update
 
@@ -268,29 +248,10 @@ def test_a_drafter_that_nobody_wants_any_more_is_told_nothing(target, monkeypatc
     assert max(widths) <= 9 + 5
 
 
-def test_lists_do_where_tuples_do():
-    assert hash(Sampling(bad_words=[[1, 2]], suppress=[3])) == hash(Sampling(bad_words=((1, 2),), suppress=(3,)))
-
-
 def test_texts_longer_than_a_window(target):
     target.model.generation_config.eos_token_id = None
-    for name, drafter in make_drafters(target).items():
-        usual, fixed = (
-            Decoder(target, drafter, static=s).generate([PROMPTS[0], PROMPTS[1]], 300, plan=Plan(3)).tokens
-            for s in (False, True)
-        )
-        assert fixed == usual, name
-
-
-def test_the_context_is_filled_to_its_last_position(tiny_llama):
-    target = Target(tiny_llama(layers=4, max_position_embeddings=64))
-    drafter = make_drafters(target)["draft_model"]
-    usual, fixed = (
-        Decoder(target, drafter, static=s).generate([PROMPTS[2], PROMPTS[0][:5]], 55, plan=Plan(4)).tokens
-        for s in (False, True)
-    )
-    assert fixed == usual
-    assert len(fixed[0]) == 55
+    for drafter in make_drafters(target).values():
+        same_as_usual(fixed(target, drafter), PROMPTS[:2], 300, plan=Plan(3))
 
 
 # ------------------------------------------------------------ nothing asks the host
@@ -299,24 +260,17 @@ def test_the_context_is_filled_to_its_last_position(tiny_llama):
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_a_round_never_reads_a_tensor_on_the_host(tiny_llama, monkeypatch, plan, sampling):
-    """No round reads a value or copies from the host.
-
-    On the meta device tensors have shapes and no values: whoever asks for one fails.
-    """
+    """On the meta device tensors have shapes and no values: whoever asks for one fails."""
     if (plan, sampling) not in CASES:
         pytest.skip("needs a temperature")
     with torch.device("meta"):
         target = Target(tiny_llama(layers=4).to("meta"))
-        for drafter in (
-            DraftModel(copy.deepcopy(target.model)),
-            Eagle3.build(Eagle3Config(taps=(1, 2, 3)), target).to("meta"),
-        ):
+        head = Eagle3.build(Eagle3Config(taps=(1, 2, 3)), target).to("meta")
+        for drafter in (DraftModel(copy.deepcopy(target.model)), head):
             request = Request(PROMPTS, 20, SAMPLINGS[sampling], PLANS[plan])
             run = Decoder(target, drafter, static=True).run(request)
-            tokens, counts = (
-                torch.zeros(4, 9, dtype=torch.long),
-                RowLengths(torch.ones(4, dtype=torch.long), [len(p) for p in PROMPTS]),
-            )
+            tokens = torch.zeros(4, 9, dtype=torch.long)
+            counts = RowLengths(torch.ones(4, dtype=torch.long), [len(p) for p in PROMPTS])
             with torch.inference_mode():
                 state = run._open(tokens, counts)
                 state.session.update(tokens, torch.zeros(4, 9, len(drafter.taps), 32), counts)
@@ -405,20 +359,11 @@ def replays(monkeypatch) -> list[Recorder]:
 @pytest.mark.parametrize(("plan", "sampling"), CASES)
 def test_replayed_rounds_write_the_same_text(target, replays, plan, sampling):
     """In three requests, of which the last has another seed and other sequence ids: a graph serves them all."""
-    for name, drafter in make_drafters(target).items():
-        fixed, usual = Decoder(target, drafter, static=True), Decoder(target, drafter, static=False)
+    for drafter in make_drafters(target).values():
+        decoder = fixed(target, drafter)
         for request in range(3):
-            sampled = Sampling(**vars(SAMPLINGS[sampling]) | {"seed": request // 2})
-            arguments: dict[str, Any] = {
-                "sampling": sampled,
-                "plan": PLANS[plan],
-                "ignore_eos": True,
-                "sequence_ids": [request, 7, 8, 9],
-            }
-            a, b = fixed.generate(PROMPTS, 20, **arguments), usual.generate(PROMPTS, 20, **arguments)
-            assert a.tokens == b.tokens, name
-            assert a.rounds == b.rounds
-            assert a.rule == b.rule
+            sampled, ids = replace(SAMPLINGS[sampling], seed=request // 2), [request, 7, 8, 9]
+            same_as_usual(decoder, PROMPTS, 20, sampled, PLANS[plan], ignore_eos=True, sequence_ids=ids)
     assert sum(graph.count for graph in replays) > 3 * len(replays), "most rounds were replayed"
 
 
@@ -435,14 +380,10 @@ OF_TEXT = {
 def test_what_the_host_proposes_is_verified_by_replays(target, replays, name, sampling):
     """Rows end at different times, some want no drafts, and the next request knows what the first has taught."""
     texts = [prompt * 3 for prompt in PROMPTS]
-    usual, fixed = (Decoder(target, OF_TEXT[name](), static=static) for static in (False, True))
+    usual, decoder = (Decoder(target, OF_TEXT[name](), static=static) for static in (False, True))
     for request in range(2):
-        arguments: dict[str, Any] = {
-            "sampling": Sampling(**vars(SAMPLINGS[sampling]) | {"seed": request}),
-            "plan": Plan(3),
-            "speculate": [True, True, request == 0, True],
-        }
-        a, b = fixed.generate(texts, 40, **arguments), usual.generate(texts, 40, **arguments)
+        sampled, speculate = replace(SAMPLINGS[sampling], seed=request), [True, True, request == 0, True]
+        a, b = (d.generate(texts, 40, sampled, Plan(3), speculate=speculate) for d in (decoder, usual))
         assert a.tokens == b.tokens
         assert a.rounds == b.rounds
         assert a.rule == b.rule
@@ -460,10 +401,7 @@ def test_confidences_that_are_calibrated_after_a_capture_end_chains_of_the_next_
     for temperatures in ((), (0.01,) * 4, (100.0,) * 4):
         drafter.config.temperatures = temperatures
         for _ in range(2):  # the second request is a replay from its first round on
-            found = decoder.generate(PROMPTS, 24, sampling, plan, ignore_eos=True)
-            usual = Decoder(target, drafter, static=False).generate(PROMPTS, 24, sampling, plan, ignore_eos=True)
-            assert found.tokens == usual.tokens
-            assert found.rounds == usual.rounds
+            found = same_as_usual(decoder, PROMPTS, 24, sampling, plan, ignore_eos=True)
         lengths.append(sum(one.drafted for rounds in found.rounds for one in rounds))
     assert len(set(lengths)) > 1, "temperatures decide"
     assert sum(graph.count for graph in replays) > 20
@@ -510,29 +448,20 @@ def adapt(model: Any) -> None:
 def test_rows_that_finish_and_rows_without_drafts_replay_too(target, replays):
     drafter, speculate = make_drafters(target)["eagle3"], [True, False, True, True]
     for sampling in (SAMPLINGS["greedy"], SAMPLINGS["processed"], SAMPLINGS["processed"]):
-        a, b = (
-            Decoder(target, drafter, static=s).generate(PROMPTS, 30, sampling, Plan(3), speculate=speculate)
-            for s in (True, False)
-        )
-        assert a.tokens == b.tokens
-        assert a.rounds == b.rounds
-        assert len({len(tokens) for tokens in a.tokens}) > 1
-    assert a.stats.tau > 1.2
+        out = same_as_usual(fixed(target, drafter), PROMPTS, 30, sampling, Plan(3), speculate=speculate)
+        assert len({len(tokens) for tokens in out.tokens}) > 1
+    assert out.stats.tau > 1.2
     assert sum(graph.count for graph in replays) > 4
 
 
 def test_the_plain_target_replays_and_grows_into_the_next_window(target, replays):
     target.model.generation_config.eos_token_id = None
-    a, b = (Decoder(target, static=s).generate(PROMPTS[:2], 300).tokens for s in (True, False))
-    assert a == b
+    same_as_usual(fixed(target, None), PROMPTS[:2], 300)
     assert len(replays) == 2, "one graph per window"
 
 
 def test_the_graphs_used_last_are_kept(target, replays, monkeypatch):
-    """With room for two, the third sampling takes the place of the one that was used least recently.
-
-    The others replay on without a capture.
-    """
+    """With room for two, the third sampling takes the place of the one that was used least recently."""
     monkeypatch.setattr(static_batch, "_MOST_GRAPHS", 2)
     decoder = Decoder(target, static=True)
 
@@ -551,8 +480,7 @@ def test_a_replay_that_forgets_an_input_is_noticed(target, replays, monkeypatch)
     usual = Decoder(target, drafter, static=False).generate(PROMPTS, 24, plan=Plan(3), ignore_eos=True)
     monkeypatch.setattr(FeatureSession, "carried", lambda self: [])
     monkeypatch.setattr(FeatureSession, "carry", lambda self, tensors: None)
-    fixed = Decoder(target, drafter, static=True).generate(PROMPTS, 24, plan=Plan(3), ignore_eos=True)
-    assert fixed.rounds != usual.rounds
+    assert fixed(target, drafter).generate(PROMPTS, 24, plan=Plan(3), ignore_eos=True).rounds != usual.rounds
 
 
 def test_where_capture_fails_rounds_run_eagerly_and_say_so(target, replays, monkeypatch, caplog):
@@ -560,9 +488,7 @@ def test_where_capture_fails_rounds_run_eagerly_and_say_so(target, replays, monk
         raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(torch.cuda, "graph", broken)
-    drafter = make_drafters(target)["draft_model"]
-    a, b = (Decoder(target, drafter, static=s).generate(PROMPTS, 24, plan=Plan(3)) for s in (True, False))
-    assert a.tokens == b.tokens
+    same_as_usual(fixed(target, make_drafters(target)["draft_model"]), PROMPTS, 24, plan=Plan(3))
     assert "cannot be captured" in caplog.text
     assert len(caplog.records) == 1
 
@@ -605,15 +531,11 @@ def test_captured_rounds_equal_eager_ones_on_a_gpu(target, plan, sampling, monke
     for name, drafter in make_drafters(target).items():
         captured, eager = Decoder(target, drafter.to("cuda"), static=True), Decoder(target, drafter, static=True)
         for request in range(2):
-            arguments: dict[str, Any] = {
-                "sampling": Sampling(**vars(SAMPLINGS[sampling]) | {"seed": request}),
-                "plan": PLANS[plan],
-                "ignore_eos": True,
-            }
-            a = captured.generate(PROMPTS, 40, **arguments)
+            arguments = (PROMPTS, 40, replace(SAMPLINGS[sampling], seed=request), PLANS[plan])
+            a = captured.generate(*arguments, ignore_eos=True)
             with monkeypatch.context() as patch:
                 patch.setattr(Graphs, "run", lambda self, key, work, state: (*work(state), False))
-                b = eager.generate(PROMPTS, 40, **arguments)
+                b = eager.generate(*arguments, ignore_eos=True)
             assert a.tokens == b.tokens, name
             assert a.rounds == b.rounds, name
         assert any(len(batch.graphs) for batch in captured.static_batches.kept.values()), "something was captured"

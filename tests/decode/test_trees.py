@@ -17,11 +17,6 @@ RATES = [[0.6, 0.2, 0.1], [0.5, 0.2], [0.4, 0.1, 0.3], [0.3]]  # not always fall
 PROMPTS = [[5, 1, 7], [3], [9, 9, 2, 4]]
 
 
-@pytest.fixture
-def target(tiny_llama) -> Target:
-    return Target(tiny_llama(layers=4))
-
-
 def test_a_trees_facts_by_hand():
     tree = Tree((-1, -1, 0, 0, 1, 3))
     assert (tree.depth, tree.depths, tree.ranks) == (3, (1, 1, 2, 2, 2, 3), (0, 1, 0, 1, 0, 0))
@@ -82,6 +77,7 @@ def test_rates_without_room_for_so_many_nodes_are_refused():
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
+        ({"depth": -1}, "depth must be >= 0, got -1"),
         ({"width": 0}, "width must be >= 1, got 0"),
         ({"nodes": 4}, "it needs width > 1"),
         ({"width": 2, "nodes": 0}, "must be >= 1, got 0"),
@@ -90,6 +86,9 @@ def test_rates_without_room_for_so_many_nodes_are_refused():
         ({"width": 2, "verify": "traversal"}, "'traversal' cannot verify a dynamic tree"),
         ({"verify": "without_replacement"}, "'without_replacement' cannot verify a chain"),
         ({"verify": "hope"}, "unknown verification rule 'hope'; known: auto, greedy"),
+        ({"depth": 3, "confidence": -0.1}, "confidence is a probability"),
+        ({"depth": 3, "confidence": 1.1}, "confidence is a probability"),
+        ({"width": 2, "confidence": 0.5}, "dynamic tree already"),
     ],
 )
 def test_a_plan_that_makes_no_sense_is_refused(plan, message):
@@ -99,11 +98,10 @@ def test_a_plan_that_makes_no_sense_is_refused(plan, message):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("rule", ["auto", "without_replacement", "traversal", "candidates", "coupled"])
-def test_of_the_target_itself_the_first_children_are_always_kept(target, rule, temperature):
+def test_of_the_target_itself_the_first_children_are_always_kept(target, itself, rule, temperature):
     """q = p: every round goes down to the deepest level, so τ = depth + 1."""
     plan = Plan(tree=Tree((-1, -1, 0, 0, 2, 4)), verify=rule)
-    drafter = DraftModel(copy.deepcopy(target.model))
-    out = Decoder(target, drafter).generate(PROMPTS, 1 + 5 * 5, Sampling(temperature, seed=4), plan)
+    out = Decoder(target, itself).generate(PROMPTS, 1 + 5 * 5, Sampling(temperature, seed=4), plan)
     if temperature and rule == "candidates":  # the most probable tokens are no samples of p
         assert 1 < out.stats.tau < 5
     else:
@@ -119,15 +117,12 @@ def test_of_the_target_itself_the_first_children_are_always_kept(target, rule, t
 def test_texts_do_not_depend_on_the_tree(target, tiny_llama, plan, rule):
     """Both rules draw what the target says from noise that belongs to the place, whatever was drafted."""
     sampling = Sampling(0.8, top_p=0.95, repetition_penalty=1.1, bad_words=((3, 4),), min_new_tokens=4, seed=7)
+    plan = replace(plan, verify=rule)
     plain = Decoder(target).generate(PROMPTS, 20, sampling, Plan(verify=rule)).tokens
     for drafter in (DraftModel(tiny_llama(layers=2, seed=1)), Eagle3.build(Eagle3Config(taps=(0, 2, 4)), target)):
-        assert Decoder(target, drafter).generate(PROMPTS, 20, sampling, replace(plan, verify=rule)).tokens == plain
-        assert (
-            Decoder(target, drafter)
-            .generate(PROMPTS[1:2], 20, sampling, replace(plan, verify=rule), sequence_ids=[1])
-            .tokens
-            == plain[1:2]
-        )
+        decoder = Decoder(target, drafter)
+        assert decoder.generate(PROMPTS, 20, sampling, plan).tokens == plain
+        assert decoder.generate(PROMPTS[1:2], 20, sampling, plan, sequence_ids=[1]).tokens == plain[1:2]
 
 
 def test_a_tree_at_the_end_of_the_context_becomes_a_chain(tiny_llama):
@@ -156,9 +151,8 @@ def test_no_plan_becomes_lossy_by_itself(plan):
 
 
 def test_a_lossy_rule_says_so(target, tiny_llama):
-    out = Decoder(target, DraftModel(tiny_llama(layers=2, seed=1))).generate(
-        PROMPTS, 20, Sampling(1.0), Plan(3, verify="typical")
-    )
+    decoder = Decoder(target, DraftModel(tiny_llama(layers=2, seed=1)))
+    out = decoder.generate(PROMPTS, 20, Sampling(1.0), Plan(3, verify="typical"))
     assert out.rule == "typical"
     assert out.lossy
     assert not Decoder(target).generate(PROMPTS, 2).lossy
@@ -169,10 +163,9 @@ def test_a_lossy_plan_is_never_called_lossless(target, plan):
     assert Decoder(target).generate(PROMPTS, 1, Sampling(1.0), plan).lossy
 
 
-def test_alpha_counts_only_what_was_drafted_behind_the_kept_path(target):
+def test_alpha_counts_only_what_was_drafted_after_the_kept_path(target, itself):
     """q = p: the first child is always kept; where it has none of its own, nothing was refused after it."""
-    drafter = DraftModel(copy.deepcopy(target.model))
-    out = Decoder(target, drafter).generate(PROMPTS, 1 + 2 * 6, plan=Plan(tree=Tree((-1, -1, 1))))
+    out = Decoder(target, itself).generate(PROMPTS, 1 + 2 * 6, plan=Plan(tree=Tree((-1, -1, 1))))
     assert out.stats.alpha() == [1.0]
     assert {r.drafted for rounds in out.rounds for r in rounds} == {3}
     assert {r.reach for rounds in out.rounds for r in rounds} == {1}
@@ -190,7 +183,6 @@ def test_ties_are_broken_in_trees_as_the_target_breaks_them(tiny_llama, plan):
     model = tiny_llama(layers=4)
     with torch.no_grad():
         model.lm_head.weight[1::2] = model.lm_head.weight[0::2]
-    out = Decoder(Target(model), DraftModel(copy.deepcopy(model))).generate(
-        [[5, 1, 9], [3]], 21, plan=plan, ignore_eos=True
-    )
+    decoder = Decoder(Target(model), DraftModel(copy.deepcopy(model)))
+    out = decoder.generate([[5, 1, 9], [3]], 21, plan=plan, ignore_eos=True)
     assert out.stats.tau == 1 + plan.depth

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -31,7 +32,7 @@ from outrider.heads.draft_model import DraftModelSession
 from outrider.heads.session import TreeMask
 from outrider.targets import Nodes, RowLengths, Target
 
-from ..decode.test_verify_exact import DRAFTS, EXACT, GRID, TARGETS, Cases, distance, enumerate_rejection, grid
+from ..decode.test_rules import EXACT, SOURCES, Trees, bias, cut_to, enumerate_round, on_chain, places_of
 from .conftest import opened
 from .test_lookahead import counting
 
@@ -267,27 +268,21 @@ def test_the_text_is_the_plain_samplers_where_rules_match_tokens(target, model, 
 
 
 def test_mixed_chains_are_lossless():
-    """The law of four tokens is p's, enumerated exactly."""
-    p, q = TARGETS["three symbols"], DRAFTS["three symbols"]
-    cases = mixed(rules.rejection)
-    assert float(cases.weights.sum()) == pytest.approx(1, abs=EXACT)
-    assert distance(cases.joint(p), p.law(4)) < EXACT
-    assert cases.mean_accepted() > enumerate_rejection(rules.rejection, p, q, 1).mean_accepted() + 0.1
-    told_q = mixed(lambda *a: rules.rejection(*a[:3], torch.cat([a[3][:, :1], q.along(a[0])[:, 1:3]], 1), *a[4:]))
-    assert distance(told_q.joint(p), p.law(4)) > 0.01, "found tokens scored as if the model had drawn them"
+    """The law of four tokens is p's, enumerated exactly.
 
-
-def mixed(rule: Callable[..., tuple[Tensor, Tensor]]) -> Cases:
-    """After each symbol that is drawn, what is found; the residuals of these are multiples of a tenth."""
-    found = torch.tensor([[0, 1, 0], [1, 0, 0], [2, 2, 0]])
-    lengths = torch.tensor([3, 1, 2])
-    p, q, uniforms = TARGETS["three symbols"], DRAFTS["three symbols"], grid(4)
-    case, cell = torch.cartesian_prod(torch.arange(3), torch.arange(len(uniforms))).unbind(1)
-    drafts = found[case]
-    draft_probs = torch.cat([q.first.expand(len(case), 1, -1), torch.eye(3, dtype=torch.float64)[drafts[:, 1:]]], 1)
-    draws = uniforms[cell]
-    accepted, following = rule(drafts, lengths[case], p.along(drafts), draft_probs, draws[:, :3], draws[:, 3])
-    return Cases(drafts, accepted, following, q.first[case] / GRID**4)
+    A token is drawn from q, then two tokens, none or one are found after it with certainty.
+    """
+    target, drafter = SOURCES["three symbols"]
+    tokens = torch.tensor([[0, 1, 0], [1, 0, 0], [2, 2, 0]])  # after each symbol that is drawn, what is found
+    rule = cut_to(lambda drafts, _: torch.tensor([3, 1, 2])[drafts[:, 0]], rules.rejection)
+    nodes, certain = places_of(tokens), torch.eye(3, dtype=torch.float64)[tokens]
+    drawn = drafter[-1].expand(3, 1, -1)
+    trees = Trees([-1, 0, 1], tokens, drafter[-1], target[nodes], torch.cat([drawn, certain[:, 1:], drawn], 1))
+    assert bias(rule, trees, target) < EXACT
+    alone = enumerate_round(on_chain(rules.rejection), Trees.drawn([-1], target, drafter)).mean_accepted()
+    assert enumerate_round(rule, trees).mean_accepted() > alone + 0.1
+    told_q = replace(trees, draft_probs=drafter[nodes])
+    assert bias(rule, told_q, target) > 0.01, "found tokens scored as if the model had drawn them"
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])

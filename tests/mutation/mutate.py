@@ -54,7 +54,7 @@ class Module:
 
 
 MODULES = {
-    "rules": Module("decode/rules.py", ("tests/decode/test_verify_exact.py", "tests/decode/test_verify_trees.py")),
+    "rules": Module("decode/rules.py", ("tests/decode/test_rules.py",)),
     "round": Module(
         "decode/round.py",
         (

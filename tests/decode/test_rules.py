@@ -1,10 +1,10 @@
-"""The rules for trees and for blocks, enumerated exactly: the law of what is emitted is the target's, to rounding.
+"""The rules, enumerated exactly: the law of what is emitted is the target's, to rounding.
 
-No statistics. Every tree that a drafter can draw is weighted by its probability. A uniform matters only by the side of
-a threshold that it falls on: the thresholds are found in the rule itself, by bisection, and all combinations of sides
-are run and weighted by their size; the law of the token that follows is measured in the same way. The joint law of D +
-1 tokens is compared with the target's own in fp64. The rules are also written down a second time, by hand, row by row:
-without a bug it says the same, and each planted bug is caught.
+No statistics. Every chain and tree that a drafter can draw is weighted by its probability. A uniform matters only by
+the side of a threshold that it falls on: the thresholds are found in the rule itself, by bisection, and all
+combinations of sides are run and weighted by their size; the law of the token that follows is measured in the same way.
+The joint law of D + 1 tokens is compared with the target's own in fp64. The rules are also written down a second time,
+by hand: without a bug they decide the same, and each planted bug is caught.
 
 Shapes: M drafted trees, N nodes, D levels, V symbols, K outcomes. A first-order source is a tensor `[V + 1, V]`: the
 law of the next token after each symbol and, as the last row, of the first token.
@@ -27,11 +27,13 @@ from outrider.decode.rules import Walk, block, match, match_tree, rejection, tra
 from outrider.decode.sampling import draw
 
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int], Walk]
+ChainRule = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 EXACT = 1e-12
 ALWAYS, NEVER = 2.0**-60, 1 - 2.0**-53  # uniforms that pass every test that can be passed, and none that can be failed
 
-SHAPES = {
+SHAPES: dict[str, list[int]] = {
+    "chain of 0": [],
     "chain of 1": [-1],
     "chain of 2": [-1, 0],
     "chain of 3": [-1, 0, 1],
@@ -42,7 +44,7 @@ SHAPES = {
     "unbalanced": [-1, 0, 1, 0, -1],
     "mixed order": [-1, -1, 1, 0, 1],
 }
-CHAINS = ["chain of 1", "chain of 2", "chain of 3"]
+CHAINS = [name for name in SHAPES if name.startswith("chain")]
 
 
 def source(*rows: list) -> Tensor:
@@ -77,12 +79,26 @@ def paths(symbols: int, length: int) -> Tensor:
     return torch.tensor(list(product(range(symbols), repeat=length)), dtype=torch.long).reshape(symbols**length, length)
 
 
+def grid(count: int, size: int = 10) -> Tensor:
+    """All combinations of `count` uniforms on the midpoints of `size` equal cells, `[size ** count, count]`."""
+    return (paths(size, count).double() + 0.5) / size
+
+
 def ancestors(parents: list[int]) -> list[list[int]]:
     """Of every node, from the root down, itself included."""
     found: list[list[int]] = []
     for i, parent in enumerate(parents):
         found.append([*(found[parent] if parent >= 0 else []), i])
     return found
+
+
+def depth_of(parents: list[int]) -> int:
+    return max(map(len, ancestors(parents)), default=0)
+
+
+def places_of(tokens: Tensor) -> Tensor:
+    """The symbol at each place of trees `[M, N]`; -1 for the root, `[M, N + 1]`."""
+    return torch.nn.functional.pad(tokens, (1, 0), value=-1)
 
 
 def after(target: Tensor, length: int) -> Tensor:
@@ -116,7 +132,7 @@ class Trees:
         Where nothing is left of q, any token may stand, a repeated one too.
         """
         tokens = paths(target.shape[1], len(parents))
-        nodes = torch.nn.functional.pad(tokens, (1, 0), value=-1)
+        nodes = places_of(tokens)
         left, weights = drafter[nodes], torch.ones(len(tokens), dtype=torch.float64)
         for i, parent in enumerate(parents):
             token, here = tokens[:, i : i + 1], left[:, parent + 1]
@@ -129,28 +145,19 @@ class Trees:
 
     def told(self, target: Tensor, drafter: Tensor) -> Trees:
         """The same drafts, verified with other laws than they were drawn with."""
-        nodes = torch.nn.functional.pad(self.tokens, (1, 0), value=-1)
+        nodes = places_of(self.tokens)
         return replace(self, target_probs=target[nodes], draft_probs=drafter[nodes])
 
     @property
     def depth(self) -> int:
-        return max(map(len, ancestors(self.parents)))
+        return depth_of(self.parents)
 
     def verify(self, rule: Rule, trees: Tensor, accept: Tensor, correct: Tensor | None = None) -> Walk:
         """One case per entry of `trees` (indices); accept `[cases, N]`."""
-        parents = torch.tensor(self.parents).expand(len(trees), -1)
+        parents = torch.tensor(self.parents, dtype=torch.long).expand(len(trees), -1)
         correct = torch.full((len(trees),), 0.5, dtype=torch.float64) if correct is None else correct
-        real = torch.ones_like(parents, dtype=torch.bool)
-        return rule(
-            self.tokens[trees],
-            parents,
-            real,
-            self.target_probs[trees],
-            self.draft_probs[trees],
-            accept,
-            correct,
-            self.depth,
-        )
+        real, probs = torch.ones_like(parents, dtype=torch.bool), (self.target_probs[trees], self.draft_probs[trees])
+        return rule(self.tokens[trees], parents, real, *probs, accept, correct, self.depth)
 
 
 @dataclass(frozen=True)
@@ -173,10 +180,8 @@ class Outcomes:
         law = torch.zeros(vocab**length, dtype=torch.float64)
         rests = [after(target, n)[:-1] for n in range(length)]
         for path, weight, following in zip(self.paths, self.weights, self.following, strict=True):
-            code = sum(x * vocab**i for i, x in enumerate(reversed(path)))
-            law.view(vocab ** len(path), -1)[code] += (
-                weight * (following[:, None] * rests[length - 1 - len(path)]).flatten()
-            )
+            code, rest = sum(x * vocab**i for i, x in enumerate(reversed(path))), rests[length - 1 - len(path)]
+            law.view(vocab ** len(path), -1)[code] += weight * (following[:, None] * rest).flatten()
         return law
 
 
@@ -193,6 +198,8 @@ def bisect(passes: Callable[[Tensor], Tensor], count: int, steps: int = 46) -> T
 def thresholds(rule: Rule, trees: Trees, steps: int = 46) -> Tensor:
     """Below which uniform each node is kept when its turn comes, `[M, N]`: those above it pass, all others fail."""
     size = len(trees.parents)
+    if not size:
+        return torch.zeros(len(trees.tokens), 0, dtype=torch.float64)
     rows, nodes = torch.arange(len(trees.tokens)).repeat_interleave(size), torch.arange(size).repeat(len(trees.tokens))
     others = torch.full((size, size), NEVER, dtype=torch.float64)
     for i, above in enumerate(ancestors(trees.parents)):
@@ -225,6 +232,7 @@ def enumerate_round(rule: Rule, trees: Trees, steps: int = 46) -> Outcomes:
         for tokens, nodes in zip(trees.tokens[rows].tolist(), path.tolist(), strict=True)
     ]
     merged = torch.zeros(len(keys), dtype=torch.float64).index_add_(0, which, weights)
+    assert float(merged.sum()) == pytest.approx(1, abs=EXACT)
     return Outcomes(texts, merged, following_law(rule, trees, rows, accept, vocab, steps))
 
 
@@ -232,10 +240,9 @@ def following_law(rule: Rule, trees: Trees, rows: Tensor, accept: Tensor, vocab:
     """`[cases, V]`, from where the token that follows steps past each symbol as the uniform grows."""
     symbols = torch.arange(vocab - 1).repeat(len(rows))
     rows, accept = rows.repeat_interleave(vocab - 1), accept.repeat_interleave(vocab - 1, 0)
-    limits = bisect(lambda uniform: trees.verify(rule, rows, accept, uniform)[2] <= symbols, len(rows), steps).view(
-        -1, vocab - 1
-    )
-    return torch.nn.functional.pad(limits, (1, 1)).index_fill(1, torch.tensor(vocab), 1).diff(dim=1)
+    limits = bisect(lambda uniform: trees.verify(rule, rows, accept, uniform)[2] <= symbols, len(rows), steps)
+    limits = torch.nn.functional.pad(limits.view(-1, vocab - 1), (1, 1))
+    return limits.index_fill(1, torch.tensor(vocab), 1).diff(dim=1)
 
 
 def distance(law: Tensor, expected: Tensor) -> float:
@@ -243,12 +250,29 @@ def distance(law: Tensor, expected: Tensor) -> float:
     return float((law - expected).abs().sum() / 2)
 
 
-def on_chain(rule: Callable[..., tuple[Tensor, Tensor]]) -> Rule:
+def bias(rule: Rule, trees: Trees, target: Tensor, steps: int = 46) -> float:
+    """How far the law of what a round emits is from the target's."""
+    found = enumerate_round(rule, trees, steps)
+    return distance(found.law(target, trees.depth + 1), after(target, trees.depth + 1)[-1])
+
+
+def joint(target: Tensor, chains: Tensor, accepted: Tensor, following: Tensor, weights: Tensor) -> Tensor:
+    """The law of D + 1 tokens: what was emitted of `chains` `[K, D]`, then what the target alone would say."""
+    length, vocab = chains.shape[1] + 1, target.shape[1]
+    law = torch.zeros(vocab**length, dtype=torch.float64)
+    for count in range(length):
+        here = accepted == count
+        emitted = torch.cat([chains[here, :count], following[here, None]], 1)
+        code = (emitted * vocab ** torch.arange(count, -1, -1)).sum(1)
+        rest = after(target, length - 1 - count)[following[here]] * weights[here, None]
+        law.view(vocab ** (count + 1), -1).index_add_(0, code, rest)
+    return law
+
+
+def on_chain(rule: ChainRule) -> Rule:
     """A rule for chains as one for trees of that shape."""
 
-    def verify(
-        tokens: Tensor, parents: Tensor, real: Tensor, p: Tensor, q: Tensor, accept: Tensor, correct: Tensor, depth: int
-    ) -> Walk:
+    def verify(tokens, parents, real, p, q, accept, correct, depth):
         accepted, following = rule(tokens, real.sum(1), p, q[:, :-1], accept, correct)
         nodes = torch.arange(depth, device=tokens.device)
         return accepted, nodes.where(nodes < accepted[:, None], -1), following
@@ -256,7 +280,18 @@ def on_chain(rule: Callable[..., tuple[Tensor, Tensor]]) -> Rule:
     return verify
 
 
+def cut_to(lengths: Callable[[Tensor, Tensor], Tensor], rule: ChainRule) -> Rule:
+    """`rule` on chains of which a row proposes `lengths(drafts, lengths)`."""
+    return on_chain(lambda drafts, whole, *rest: rule(drafts, lengths(drafts, whole), *rest))
+
+
+CHAIN_RULES: dict[str, Rule] = {"rejection": on_chain(rejection), "block": on_chain(block)}
 TREE_RULES: dict[str, Rule] = {"without_replacement": without_replacement, "traversal": traversal}
+SAMPLED = CHAIN_RULES | TREE_RULES
+
+
+def shape_for(name: str, tree: str) -> list[int]:
+    return SHAPES["chain of 3" if name in CHAIN_RULES else tree]
 
 
 # ------------------------------------------------------------ every rule is lossless
@@ -266,52 +301,42 @@ LARGE = [("four symbols", shape) for shape in SHAPES if len(SHAPES[shape]) > 4] 
 
 
 @pytest.mark.parametrize(
-    ("symbols", "shape"),
-    [pytest.param(*case, marks=[pytest.mark.slow] if case in LARGE else []) for case in product(SOURCES, SHAPES)],
+    ("symbols", "shape", "name"),
+    [
+        pytest.param(symbols, shape, name, marks=[pytest.mark.slow] if (symbols, shape) in LARGE else [])
+        for symbols, shape, name in product(SOURCES, SHAPES, SAMPLED)
+        if shape in CHAINS or name in TREE_RULES
+    ],
 )
-@pytest.mark.parametrize("name", TREE_RULES)
-def test_a_sampled_tree_emits_the_targets_law(name, shape, symbols):
+def test_a_sampled_proposal_emits_the_targets_law(name, shape, symbols):
     target, drafter = SOURCES[symbols]
-    trees = Trees.drawn(SHAPES[shape], target, drafter)
-    found = enumerate_round(TREE_RULES[name], trees)
-    assert float(found.weights.sum()) == pytest.approx(1, abs=EXACT)
-    assert distance(found.law(target, trees.depth + 1), after(target, trees.depth + 1)[-1]) < EXACT
-
-
-@pytest.mark.parametrize("symbols", SOURCES)
-@pytest.mark.parametrize("shape", CHAINS)
-@pytest.mark.parametrize("rule", [block, rejection])
-def test_a_sampled_chain_emits_the_targets_law(rule, shape, symbols):
-    target, drafter = SOURCES[symbols]
-    trees = Trees.drawn(SHAPES[shape], target, drafter)
-    found = enumerate_round(on_chain(rule), trees)
-    assert float(found.weights.sum()) == pytest.approx(1, abs=EXACT)
-    assert distance(found.law(target, trees.depth + 1), after(target, trees.depth + 1)[-1]) < EXACT
+    assert bias(SAMPLED[name], Trees.drawn(SHAPES[shape], target, drafter), target) < EXACT
 
 
 @pytest.mark.parametrize(
     ("symbols", "shape"),
-    [*product(["two symbols"], SHAPES), *product(["three symbols", "p(x) = 0"], ["chain of 2", "3 siblings"])],
+    [
+        *product(["two symbols"], SHAPES),
+        *product(["three symbols", "p(x) = 0", "q(x) = 0"], [*CHAINS, "3 siblings"]),
+    ],
 )
-def test_a_tree_of_candidates_emits_the_targets_law_whatever_stands_in_it(symbols, shape):
-    """`match_tree` with a sample of p at every node, for each tree on its own; repeated siblings included."""
+def test_a_proposal_of_candidates_emits_the_targets_law_whatever_stands_in_it(symbols, shape):
+    """`match_tree`, and `match` on chains, with a sample of p at every node, for each proposal on its own.
+
+    Repeated siblings are included.
+    """
     target, parents = SOURCES[symbols][0], SHAPES[shape]
     vocab, size = target.shape[1], len(parents)
-    length = len(max(ancestors(parents), key=len)) + 1
-    for tokens in paths(vocab, size):
-        wanted = paths(vocab, size + 1)
-        p = target[torch.nn.functional.pad(tokens, (1, 0), value=-1)].expand(len(wanted), -1, -1)
+    wanted = paths(vocab, size + 1)
+    for tokens in paths(vocab, size).expand(len(wanted), -1, -1).unbind(1):
+        p = target[places_of(tokens)]
         weights = p.gather(2, wanted[:, :, None])[:, :, 0].prod(1)
-        here, real = torch.tensor(parents).expand(len(wanted), -1), torch.ones(len(wanted), size, dtype=torch.bool)
-        accepted, path, following = match_tree(tokens.expand(len(wanted), -1), here, real, wanted, length - 1)
-        law = torch.zeros(vocab**length, dtype=torch.float64)
-        for count in range(length):
-            case = accepted == count
-            text = torch.cat([tokens[path[case, :count]], following[case, None]], 1)
-            code = (text * vocab ** torch.arange(count, -1, -1)).sum(1)
-            rest = after(target, length - 1 - count)[following[case]] * weights[case, None]
-            law.view(vocab ** (count + 1), -1).index_add_(0, code, rest)
-        assert distance(law, after(target, length)[-1]) < EXACT
+        real, above = torch.ones_like(tokens, dtype=torch.bool), torch.tensor(parents, dtype=torch.long)
+        accepted, path, following = match_tree(tokens, above.expand_as(tokens), real, wanted, depth_of(parents))
+        if shape in CHAINS:
+            assert same((accepted, following), match(tokens, real.sum(1), wanted))
+        law = joint(target, tokens.gather(1, path.clamp(min=0)), accepted, following, weights)
+        assert distance(law, after(target, depth_of(parents) + 1)[-1]) < EXACT
 
 
 @pytest.mark.parametrize("name", TREE_RULES)
@@ -319,45 +344,55 @@ def test_a_candidate_that_q_excludes_may_stand_before_samples(name):
     """As from an n-gram: the second symbol always comes first, then one that is drawn from q = (1/2, 0, 1/2)."""
     target, drafter = SOURCES["three symbols"][0], SOURCES["q(x) = 0"][1]
     tokens = torch.tensor([[1, 0], [1, 2]])
-    nodes = torch.nn.functional.pad(tokens, (1, 0), value=-1)
+    nodes = places_of(tokens)
     trees = Trees([-1, -1], tokens, source([0.5, 0.5])[0], target[nodes], drafter[nodes])
-    found = enumerate_round(TREE_RULES[name], trees)
-    assert distance(found.law(target, 2), after(target, 2)[-1]) < EXACT
-    assert (
-        found.mean_accepted() > 0.3 + 0.5
-    )  # more than either alone could give: p of the candidate, and what q covers of the rest
+    assert bias(TREE_RULES[name], trees, target) < EXACT
+    # More than either alone could give: p of the candidate, and what q covers of the rest.
+    assert enumerate_round(TREE_RULES[name], trees).mean_accepted() > 0.3 + 0.5
 
 
 @pytest.mark.parametrize("length", [0, 1, 2])
 @pytest.mark.parametrize("symbols", SOURCES)
-def test_a_block_of_fewer_tokens_gets_its_bonus_from_p(symbols, length):
-    """Entries after `lengths` mean nothing."""
+@pytest.mark.parametrize("rule", [rejection, block])
+def test_a_row_that_proposes_fewer_tokens_gets_its_bonus_from_p(rule, symbols, length):
+    """Entries after `lengths` mean nothing, and the token after the last proposed one is no correction."""
     target, drafter = SOURCES[symbols]
     trees = Trees.drawn(SHAPES["chain of 3"], target, drafter)
-
-    def shortened(drafts: Tensor, lengths: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
-        return block(drafts, lengths.clamp(max=length), *rest)
-
-    found = enumerate_round(on_chain(shortened), trees)
-    assert max(map(len, found.paths)) <= length
-    assert distance(found.law(target, 4), after(target, 4)[-1]) < EXACT
+    shortened = cut_to(lambda drafts, lengths: lengths.clamp(max=length), rule)
+    assert max(map(len, enumerate_round(shortened, trees).paths)) <= length
+    assert bias(shortened, trees, target) < EXACT
 
 
-@pytest.mark.parametrize("name", TREE_RULES)
+@pytest.mark.parametrize("name", SAMPLED)
 def test_a_token_that_the_target_excludes_is_never_emitted(name):
     """p(x) = 0 with q(x) > 0: not as a draft and not as a correction."""
     target, drafter = source(*[[0.6, 0.4, 0]] * 4), source(*[[0.2, 0.4, 0.4]] * 4)
-    found = enumerate_round(TREE_RULES[name], Trees.drawn(SHAPES["2 x 2"], target, drafter))
+    found = enumerate_round(SAMPLED[name], Trees.drawn(shape_for(name, "2 x 2"), target, drafter))
     possible = found.weights > EXACT
     assert float(found.following[possible, 2].max()) < EXACT
     assert all(2 not in path for path, may in zip(found.paths, possible.tolist(), strict=True) if may)
 
 
-@pytest.mark.parametrize("name", TREE_RULES)
+@pytest.mark.parametrize("name", SAMPLED)
 def test_q_equal_to_p_accepts_a_whole_path(name):
     target = SOURCES["three symbols"][0]
-    found = enumerate_round(TREE_RULES[name], Trees.drawn(SHAPES["unbalanced"], target, target))
+    found = enumerate_round(SAMPLED[name], Trees.drawn(shape_for(name, "unbalanced"), target, target))
     assert found.mean_accepted() == pytest.approx(3, abs=EXACT)
+
+
+@pytest.mark.parametrize("rule", [rejection, block])
+@pytest.mark.parametrize(("uniform", "expected"), [(0.01, [0, 0]), (0.6, [1, 0]), (0.99, [2, 0])])
+def test_a_refusal_that_only_rounding_explains_is_followed_by_a_draw_from_p(rule, uniform, expected):
+    """Where p <= q everywhere, a refusal leaves no residual, and the draw is from p.
+
+    That is so in the first row; the second row's residual has nothing to do with it.
+    """
+    p = source([0.5, 0.25, 0.25 - 1e-7], [0.5, 0.25, 0.25])
+    q = source([0.5, 0.25, 0.25], [0.25, 0.25, 0.5])
+    high, correct = source([NEVER], [NEVER]), source([uniform, uniform])[0]
+    laws = p[:, None].expand(-1, 2, -1), q[:, None]
+    accepted, following = rule(torch.tensor([[2], [2]]), torch.ones(2, dtype=torch.long), *laws, high, correct)
+    assert (accepted.tolist(), following.tolist()) == ([0, 0], expected)
 
 
 @pytest.mark.parametrize("rule", [on_chain(block), traversal])
@@ -367,14 +402,8 @@ def test_a_certain_draft_stays_where_rounding_leaves_no_residual_behind_it(rule)
     That is so at the second place; the first one is worth 1 and is kept.
     """
     drafter = source([0.5, 0.5], [0.5, 0.5], [0.5, 0.5])
-    target = source([0.5, 0.5 - 1e-7], [0.5, 0.5], [0.5, 0.5])
-    trees = Trees(
-        [-1, 0],
-        torch.tensor([[0, 1]]),
-        torch.ones(1),
-        target[torch.tensor([[-1, 0, 1]])],
-        drafter[torch.tensor([[-1, 0, 1]])],
-    )
+    target, nodes = source([0.5, 0.5 - 1e-7], [0.5, 0.5], [0.5, 0.5]), torch.tensor([[-1, 0, 1]])
+    trees = Trees([-1, 0], nodes[:, 1:], torch.ones(1), target[nodes], drafter[nodes])
     accepted, _, _ = trees.verify(rule, torch.tensor([0]), torch.full((1, 2), 1 - 1e-9, dtype=torch.float64))
     assert accepted.tolist() == [1]
 
@@ -382,43 +411,39 @@ def test_a_certain_draft_stays_where_rounding_leaves_no_residual_behind_it(rule)
 # ------------------------------------------------------------ shapes that depend on the drafts, and on earlier rounds
 
 
-def ending(rule: Rule, threshold: float, dropped: bool = False) -> Rule:
-    """Return `rule` for trees in which nothing stands below a draft that the drafter gives less than `threshold`.
+def staying(tokens: Tensor, parents: Tensor, q: Tensor, threshold: float, dropped: bool = False) -> Tensor:
+    """Which nodes have no draft above them that the drafter gives less than `threshold`, `[N, nodes]`.
 
-    `dropped` leaves that draft out too.
+    `dropped` leaves such a draft out, too.
     """
+    law = q.gather(1, (parents + 1)[:, :, None].expand(-1, -1, q.shape[2]))
+    certain = law.gather(2, tokens[:, :, None])[:, :, 0] >= threshold
+    stays = certain if dropped else torch.ones_like(certain)
+    for _ in range(parents.shape[1]):
+        stays = stays & torch.nn.functional.pad(certain & stays, (1, 0), value=True).gather(1, parents + 1)
+    return stays
 
-    def verify(
-        tokens: Tensor, parents: Tensor, real: Tensor, p: Tensor, q: Tensor, accept: Tensor, correct: Tensor, depth: int
-    ) -> Walk:
-        certain = (
-            q.gather(1, (parents + 1)[:, :, None].expand(-1, -1, q.shape[2])).gather(2, tokens[:, :, None])[:, :, 0]
-            >= threshold
-        )
-        stays = certain if dropped else torch.ones_like(certain)
-        for _ in range(depth):
-            stays = stays & torch.nn.functional.pad(certain & stays, (1, 0), value=True).gather(1, parents + 1)
-        return rule(tokens, parents, real & stays, p, q, accept, correct, depth)
+
+def ending(rule: Rule, threshold: float, dropped: bool = False) -> Rule:
+    """Return `rule` for trees in which nothing stands below an unconfident draft, see `staying`."""
+
+    def verify(tokens, parents, real, p, q, *rest):
+        return rule(tokens, parents, real & staying(tokens, parents, q, threshold, dropped), p, q, *rest)
 
     return verify
-
-
-SAMPLED: dict[str, Rule] = {"rejection": on_chain(rejection), "block": on_chain(block), **TREE_RULES}
 
 
 @pytest.mark.parametrize("threshold", [0.25, 0.35, 0.45])
 @pytest.mark.parametrize("symbols", SOURCES)
 @pytest.mark.parametrize("name", SAMPLED)
-def test_a_chain_that_ends_behind_an_unconfident_draft_emits_the_targets_law(name, symbols, threshold):
-    """A chain whose length depends on the drafts is judged losslessly.
+def test_a_chain_that_ends_after_an_unconfident_draft_emits_the_targets_law(name, symbols, threshold):
+    """A chain whose length depends on the drafts is judged losslessly; the one that ends it is verified like any other.
 
     For a block the last place of a shorter row passes with P there, like that of a whole one.
     """
     target, drafter = SOURCES[symbols]
     trees = Trees.drawn(SHAPES["chain of 3"], target, drafter)
-    found = enumerate_round(ending(SAMPLED[name], threshold), trees)
-    assert float(found.weights.sum()) == pytest.approx(1, abs=EXACT)
-    assert distance(found.law(target, 4), after(target, 4)[-1]) < EXACT
+    assert bias(ending(SAMPLED[name], threshold), trees, target) < EXACT
 
 
 def test_the_thresholds_above_end_chains_at_every_place():
@@ -426,9 +451,8 @@ def test_the_thresholds_above_end_chains_at_every_place():
     lengths: set[int] = set()
     for symbols, threshold in product(SOURCES, [0.25, 0.35, 0.45]):
         drafter = SOURCES[symbols][1]
-        found = enumerate_round(
-            ending(on_chain(block), threshold), Trees.drawn(SHAPES["chain of 3"], drafter, drafter), steps=20
-        )
+        trees = Trees.drawn(SHAPES["chain of 3"], drafter, drafter)
+        found = enumerate_round(ending(on_chain(block), threshold), trees, steps=20)
         lengths |= {len(path) for path, weight in zip(found.paths, found.weights, strict=True) if weight > 1e-3}
     assert lengths == {1, 2, 3}
 
@@ -438,8 +462,7 @@ def test_the_thresholds_above_end_chains_at_every_place():
 def test_leaving_the_unconfident_draft_out_is_caught(name, threshold):
     target, drafter = SOURCES["three symbols"]
     trees = Trees.drawn(SHAPES["chain of 3"], target, drafter)
-    found = enumerate_round(ending(SAMPLED[name], threshold, dropped=True), trees, steps=20)
-    assert distance(found.law(target, 4), after(target, 4)[-1]) > 0.01
+    assert bias(ending(SAMPLED[name], threshold, dropped=True), trees, target, steps=20) > 0.01
 
 
 def test_a_block_that_ends_early_but_is_judged_otherwise_is_caught():
@@ -451,24 +474,32 @@ def test_a_block_that_ends_early_but_is_judged_otherwise_is_caught():
     target, drafter = SOURCES["three symbols"]
     trees = Trees.drawn(SHAPES["chain of 3"], target, drafter)
 
-    def cut(drafts: Tensor, lengths: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
+    def cut(drafts, lengths, *rest):
         accepted, following = block(drafts, torch.full_like(lengths, 3), *rest)
-        return torch.minimum(accepted, lengths), torch.where(
-            accepted > lengths, drafts.gather(1, lengths.clamp(max=2)[:, None])[:, 0], following
-        )
+        at_end = drafts.gather(1, lengths.clamp(max=2)[:, None])[:, 0]
+        return torch.minimum(accepted, lengths), torch.where(accepted > lengths, at_end, following)
 
-    def residual_at_the_end(
-        drafts: Tensor, lengths: Tensor, p: Tensor, q: Tensor, accept: Tensor, correct: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def residual_at_the_end(drafts, lengths, p, q, accept, correct):
         accepted, following = block(drafts, lengths, p, q, accept, correct)
         rest = (p[torch.arange(len(p)), accepted] - q[torch.arange(len(q)), accepted.clamp(max=2)]).clamp(min=0)
-        return accepted, torch.where(
-            (accepted == lengths) & (lengths < 3) & (rest.sum(1) > 0), draw(rest, correct), following
-        )
+        ends = (accepted == lengths) & (lengths < 3) & (rest.sum(1) > 0)
+        return accepted, torch.where(ends, draw(rest, correct), following)
 
     for bug in (cut, residual_at_the_end):
-        found = enumerate_round(ending(on_chain(bug), 0.35), trees, steps=20)
-        assert distance(found.law(target, 4), after(target, 4)[-1]) > 0.01
+        assert bias(ending(on_chain(bug), 0.35), trees, target, steps=20) > 0.01
+
+
+def test_dropping_an_unconfident_token_that_was_sampled_is_caught():
+    """Dropping the second symbol gives (.85, .15) for p = (.7, .3), q = (.5, .5).
+
+    Stopping after it instead is lossless.
+    """
+    target, drafter = source(*[[0.7, 0.3]] * 3), source(*[[0.5, 0.5]] * 3)
+    dropping = cut_to(lambda drafts, lengths: (drafts[:, 0] != 1).long(), rejection)
+    law = enumerate_round(dropping, Trees.drawn([-1], target, drafter)).law(target, 2)
+    assert law.view(2, 2).sum(1).tolist() == pytest.approx([0.85, 0.15], abs=EXACT)
+    stopping = cut_to(lambda drafts, lengths: 1 + (drafts[:, 0] != 1).long(), rejection)
+    assert bias(stopping, Trees.drawn([-1, 0], target, drafter), target) < EXACT
 
 
 Shape = tuple[int, ...]
@@ -536,9 +567,8 @@ def test_a_tree_that_depends_on_the_round_before_changes_no_law(name):
 @pytest.mark.parametrize("name", SAMPLED)
 def test_a_depth_that_looks_at_the_drafts_it_leaves_out_is_caught(name):
     """In the second round, which drops its own tokens."""
-    law = law_of_two_rounds(
-        (SAMPLED[name], ending(SAMPLED[name], 0.35, dropped=True)), "three symbols", (-1,), [(-1, 0)] * 2, 5
-    )
+    rules = SAMPLED[name], ending(SAMPLED[name], 0.35, dropped=True)
+    law = law_of_two_rounds(rules, "three symbols", (-1,), [(-1, 0)] * 2, 5)
     assert distance(law, after(SOURCES["three symbols"][0], 5)[-1]) > 0.01
 
 
@@ -546,72 +576,83 @@ def test_a_depth_that_looks_at_the_drafts_it_leaves_out_is_caught(name):
 
 
 def texts_by_matching(
-    target: Tensor, parents: list[int], grow: Callable[[Tensor, Tensor], Tensor] | None, length: int
-) -> Tensor:
-    """Return whole generations by `match_tree`, `[10 ** length, length]`.
+    target: Tensor, drafter: Tensor | None, parents: list[int], coupled: bool = False, threshold: float = 0.0
+) -> tuple[Tensor, set[int]]:
+    """Return whole generations of 4 tokens by `match_tree`, `[10 ** 4, 4]`, and how many drafts rows proposed.
 
-    There is one per cell of the uniforms that are keyed by position.
-
-    `grow(law's row of the last token, uniforms by depth) -> tokens [N, nodes]` may look at the same uniforms as the
-    target, which siblings share. Of the tree stays in each round what is no deeper than one more than was accepted
-    before. None: one token a round.
+    There is one per cell of the uniforms that are keyed by position. Of the tree stays in each round what is no deeper
+    than one more than was accepted before, and has no draft above it that the drafter gives less than `threshold`.
+    Without a drafter it is one token a round.
     """
-    levels = torch.tensor([len(path) for path in ancestors(parents)])
+    length, levels = 4, torch.tensor([len(path) for path in ancestors(parents)])
     depth = int(levels.max())
-    uniforms = torch.nn.functional.pad((paths(10, length).double() + 0.5) / 10, (0, depth + 1), value=0.5)
+    uniforms = torch.nn.functional.pad(grid(length), (0, depth + 1), value=0.5)
+    rows, above = torch.arange(len(uniforms)), torch.tensor(parents).expand(len(uniforms), -1)
     text = torch.full((len(uniforms), length + depth + 1), -1)
-    done, accepted = torch.zeros(len(uniforms), dtype=torch.long), torch.zeros(len(uniforms), dtype=torch.long)
-    rows = torch.arange(len(uniforms))
+    done, accepted, proposed = torch.zeros_like(rows), torch.zeros_like(rows), set()
     while int(done.min()) < length:
         last = text[rows, (done - 1).clamp(min=0)]
         here = uniforms.gather(1, (done[:, None] + torch.arange(depth + 1)).clamp(max=uniforms.shape[1] - 1))
-        tokens = grow(last, here) if grow is not None else torch.zeros(len(rows), len(parents), dtype=torch.long)
-        real = (levels <= 1 + accepted[:, None]) & (grow is not None)
+        tokens, real = torch.zeros_like(above), torch.zeros_like(above, dtype=torch.bool)
+        if drafter is not None:
+            tokens = grown(drafter, parents, coupled, last, here)
+            law = drafter[torch.cat([last[:, None], tokens], 1)]
+            real = (levels <= 1 + accepted[:, None]) & staying(tokens, above, law, threshold)
+        proposed |= set(real[done < length].sum(1).tolist())
         wanted = draw(target[torch.cat([last[:, None], tokens], 1)], here[:, [0, *levels.tolist()]])
-        accepted, path, following = match_tree(tokens, torch.tensor(parents).expand(len(rows), -1), real, wanted, depth)
-        emitted = torch.cat([tokens.gather(1, path.clamp(min=0)), following[:, None]], 1).scatter(
-            1, accepted[:, None], following[:, None]
-        )
+        accepted, path, following = match_tree(tokens, above, real, wanted, depth)
+        emitted = torch.cat([tokens.gather(1, path.clamp(min=0)), following[:, None]], 1)
+        emitted = emitted.scatter(1, accepted[:, None], following[:, None])
         for j in range(depth + 1):
             keep = (j <= accepted) & (done + j < length)
             text[keep, done[keep] + j] = emitted[keep, j]
         done = torch.minimum(done + accepted + 1, torch.tensor(length))
-    return text[:, :length]
+    return text[:, :length], proposed
 
 
-def grown(drafter: Tensor, parents: list[int], coupled: bool) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return children in the order in which the drafter wants them.
+def grown(drafter: Tensor, parents: list[int], coupled: bool, last: Tensor, uniforms: Tensor) -> Tensor:
+    """Return children `[N, nodes]` of `last` `[N]` in the order in which the drafter wants them.
 
-    They are drawn one after the other with the uniform of their place, or are the most probable.
+    They are drawn one after the other with the uniform of their place, which the target draws with, too; or they are
+    the most probable.
     """
-
-    def grow(last: Tensor, uniforms: Tensor) -> Tensor:
-        tokens = torch.zeros(len(last), len(parents), dtype=torch.long)
-        left = {-1: drafter[last]}
-        for i, path in enumerate(ancestors(parents)):
-            law = left[parents[i]]
-            law = torch.where(law.sum(1, keepdim=True) > 0, law, 1)
-            tokens[:, i] = draw(law, uniforms[:, len(path) - 1]) if coupled else law.argmax(1)
-            left[parents[i]] = left[parents[i]].scatter(1, tokens[:, i : i + 1], 0)
-            left[i] = drafter[tokens[:, i]]
-        return tokens
-
-    return grow
+    tokens = torch.zeros(len(last), len(parents), dtype=torch.long)
+    left = {-1: drafter[last]}
+    for i, path in enumerate(ancestors(parents)):
+        law = left[parents[i]]
+        law = torch.where(law.sum(1, keepdim=True) > 0, law, 1)
+        tokens[:, i] = draw(law, uniforms[:, len(path) - 1]) if coupled else law.argmax(1)
+        left[parents[i]] = left[parents[i]].scatter(1, tokens[:, i : i + 1], 0)
+        left[i] = drafter[tokens[:, i]]
+    return tokens
 
 
-@pytest.mark.parametrize("shape", ["chain of 3", "3 siblings", "2 x 2", "mixed order"])
+@pytest.mark.parametrize("threshold", [0.0, 0.3, 0.45])
+@pytest.mark.parametrize("shape", ["chain of 1", "chain of 2", "chain of 3", "3 siblings", "2 x 2", "mixed order"])
 @pytest.mark.parametrize("symbols", ["three symbols", "p(x) = 0", "q(x) = 0"])
 @pytest.mark.parametrize("coupled", [False, True])
-def test_matched_trees_write_the_same_text_as_no_drafts_and_that_follows_the_targets_law(coupled, symbols, shape):
+def test_matched_trees_write_the_same_text_as_no_drafts_and_that_follows_the_targets_law(
+    coupled, symbols, shape, threshold
+):
     """The text is the target's, round after round, with trees that shrink and grow with what was accepted.
 
-    Drafts may see the noise that the target draws with.
+    Drafts may see the noise that the target draws with, and a uniform that a round did not reach is met again in the
+    next one.
     """
-    target, drafter = SOURCES[symbols]
-    plain = texts_by_matching(target, SHAPES[shape], None, 4)
-    assert torch.equal(texts_by_matching(target, SHAPES[shape], grown(drafter, SHAPES[shape], coupled), 4), plain)
+    (target, drafter), parents = SOURCES[symbols], SHAPES[shape]
+    plain, _ = texts_by_matching(target, None, parents)
+    texts, proposed = texts_by_matching(target, drafter, parents, coupled, threshold)
+    assert torch.equal(texts, plain)
+    assert depth_of(parents) == 1 or len(proposed) > 1, "sizes differ"
     code = (plain * 3 ** torch.arange(3, -1, -1)).sum(1)
     assert distance(torch.bincount(code, minlength=81).double() / len(plain), after(target, 4)[-1]) < EXACT
+
+
+def test_greedy_match_keeps_the_targets_own_tokens():
+    drafts = torch.tensor([[4, 5, 6], [4, 9, 6], [9, 5, 6], [4, 5, 6]])
+    accepted, following = match(drafts, torch.tensor([3, 3, 3, 1]), torch.tensor([[4, 5, 6, 7]] * 4))
+    assert accepted.tolist() == [3, 1, 0, 1]
+    assert following.tolist() == [7, 5, 4, 5]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -623,8 +664,8 @@ def test_the_greedy_rule_keeps_exactly_the_targets_own_path(shape):
     target, parents = SOURCES["three symbols"][0], SHAPES[shape]
     tokens = Trees.drawn(parents, target, torch.ones(4, 3, dtype=torch.float64) / 3).tokens
     best = target.argmax(1)
-    wanted = best[torch.nn.functional.pad(tokens, (1, 0), value=-1)]
-    here, depth = torch.tensor(parents).expand(len(tokens), -1), max(map(len, ancestors(parents)))
+    wanted = best[places_of(tokens)]
+    here, depth = torch.tensor(parents, dtype=torch.long).expand(len(tokens), -1), depth_of(parents)
     accepted, path, following = match_tree(tokens, here, torch.ones_like(here, dtype=torch.bool), wanted, depth)
     text = [int(best[-1])]
     while len(text) < depth + 1:
@@ -652,34 +693,47 @@ def test_expected_accepted_of_the_two_symbol_example(rule, expected):
     The law of 3 tokens is p's in both.
     """
     target, drafter = source(*[[1 / 3, 2 / 3]] * 3), source(*[[2 / 3, 1 / 3]] * 3)
-    found = enumerate_round(rule, Trees.drawn([-1, 0], target, drafter))
-    assert found.mean_accepted() == pytest.approx(expected, abs=EXACT)
-    assert distance(found.law(target, 3), after(target, 3)[-1]) < EXACT
+    trees = Trees.drawn([-1, 0], target, drafter)
+    assert enumerate_round(rule, trees).mean_accepted() == pytest.approx(expected, abs=EXACT)
+    assert bias(rule, trees, target) < EXACT
 
 
-def test_expected_accepted_of_the_first_order_chain():
-    f = Fraction
-    target = source(
+f = Fraction
+# A first-order target and drafter whose thresholds share no grid.
+FIRST_ORDER = (
+    source(
         [f(2, 9), f(2, 3), f(1, 9)],
         [f(1, 8), f(7, 16), f(7, 16)],
         [f(9, 17), f(7, 17), f(1, 17)],
         [f(3, 8), f(3, 16), f(7, 16)],
-    )
-    drafter = source(
+    ),
+    source(
         [f(9, 14), f(2, 7), f(1, 14)],
         [f(1, 4), f(1, 2), f(1, 4)],
         [f(2, 7), f(4, 7), f(1, 7)],
         [f(1, 12), f(1, 6), f(3, 4)],
-    )
-    assert mean_accepted(on_chain(rejection), [-1, 0, 1], target, drafter) == pytest.approx(1.57773675521, abs=1e-11)
-    assert mean_accepted(on_chain(block), [-1, 0, 1], target, drafter) == pytest.approx(1.77597349704, abs=1e-11)
+    ),
+)
+
+
+@pytest.mark.parametrize(("rule", "expected"), [(rejection, 1.57773675521), (block, 1.77597349704)])
+def test_expected_accepted_of_the_first_order_chain(rule, expected):
+    assert mean_accepted(on_chain(rule), [-1, 0, 1], *FIRST_ORDER) == pytest.approx(expected, abs=1e-11)
 
 
 SIBLINGS = source(*[[0.5, 0.3, 0.2]] * 4), source(*[[0.2, 0.3, 0.5]] * 4)
 
 
+@pytest.mark.parametrize("k", [1, 2, 3, 4])
+def test_tokens_per_round_at_constant_alpha(k):
+    """(1 − a^{k+1}) / (1 − a) with a = Σ min(p, q) = 7/10."""
+    accepted = mean_accepted(on_chain(rejection), list(range(-1, k - 1)), *SIBLINGS)
+    assert 1 + accepted == pytest.approx((1 - 0.7 ** (k + 1)) / 0.3, abs=EXACT)
+
+
 @pytest.mark.parametrize(
-    ("count", "independent", "distinct", "candidates"), [(2, 19 / 25, 41 / 50, 1 / 2), (3, 101 / 125, 1, 1)]
+    ("count", "independent", "distinct", "candidates"),
+    [(1, 7 / 10, 7 / 10, 1 / 5), (2, 19 / 25, 41 / 50, 1 / 2), (3, 101 / 125, 1, 1)],
 )
 def test_acceptance_of_siblings(count, independent, distinct, candidates):
     """Siblings drawn independently leave q whole: then keeping the refused token in it is right.
@@ -700,10 +754,9 @@ def test_acceptance_of_siblings(count, independent, distinct, candidates):
 
 def test_two_tries_with_one_residual_are_caught():
     """The naive rule emits (7/20, 39/100, 13/50) where p = (.5, .3, .2)."""
-    naive = enumerate_round(
-        by_hand("without_replacement", "one residual for all siblings"), Trees.drawn([-1, -1], *SIBLINGS, replaced=True)
-    )
-    assert naive.law(SIBLINGS[0], 2).view(3, 3).sum(1).tolist() == pytest.approx([7 / 20, 39 / 100, 13 / 50], abs=EXACT)
+    naive = by_hand("without_replacement", "one residual for all siblings")
+    law = enumerate_round(naive, Trees.drawn([-1, -1], *SIBLINGS, replaced=True)).law(SIBLINGS[0], 2)
+    assert law.view(3, 3).sum(1).tolist() == pytest.approx([7 / 20, 39 / 100, 13 / 50], abs=EXACT)
 
 
 # ------------------------------------------------------------ which rule accepts more
@@ -713,22 +766,18 @@ def test_two_tries_with_one_residual_are_caught():
 def test_a_block_accepts_no_less_than_token_by_token(seed):
     target, drafter = random_source(3, seed), random_source(3, 100 + seed)
     for shape in CHAINS:
-        trees = Trees.drawn(SHAPES[shape], target, drafter)
-        blocks, tokens = (
-            enumerate_round(on_chain(rule), trees, steps=24).mean_accepted() for rule in (block, rejection)
-        )
+        trees, rules = Trees.drawn(SHAPES[shape], target, drafter), (on_chain(block), on_chain(rejection))
+        blocks, tokens = (enumerate_round(rule, trees, steps=24).mean_accepted() for rule in rules)
         assert blocks >= tokens - 1e-6
-        assert shape == "chain of 1" or blocks > tokens + 1e-4
+        assert len(SHAPES[shape]) < 2 or blocks > tokens + 1e-4
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_traversal_accepts_no_less_than_level_by_level(seed):
     target, drafter = random_source(3, seed), random_source(3, 100 + seed)
     for parents in [[-1, -1, 0, 1], [-1, 0, 0, 1], SHAPES["unbalanced"], SHAPES["mixed order"]]:
-        trees = Trees.drawn(parents, target, drafter)
-        whole, levels = (
-            enumerate_round(rule, trees, steps=24).mean_accepted() for rule in (traversal, without_replacement)
-        )
+        trees, rules = Trees.drawn(parents, target, drafter), (traversal, without_replacement)
+        whole, levels = (enumerate_round(rule, trees, steps=24).mean_accepted() for rule in rules)
         assert whole > levels + 1e-4
 
 
@@ -743,18 +792,16 @@ def test_traversal_may_accept_less_where_siblings_stand_below_the_first_level():
     """
     target = source([0, 0.5, 0.1, 0.4], *[[0.25] * 4] * 3, [0.7, 0.3, 0, 0])
     drafter = source([0.8, 0.1, 0.1, 0], *[[0.25] * 4] * 3, [1, 0, 0, 0])
-    assert mean_accepted(without_replacement, [-1, 0, 0], target, drafter) == pytest.approx(0.7 + 0.42, abs=EXACT)
-    assert mean_accepted(traversal, [-1, 0, 0], target, drafter) == pytest.approx(
-        0.7 + 0.17 + 0.8 * 25 / 83 + 0.03 / 9, abs=EXACT
-    )
+    levels, whole = (mean_accepted(rule, [-1, 0, 0], target, drafter) for rule in (without_replacement, traversal))
+    assert levels == pytest.approx(0.7 + 0.42, abs=EXACT)
+    assert whole == pytest.approx(0.7 + 0.17 + 0.8 * 25 / 83 + 0.03 / 9, abs=EXACT)
 
 
-@pytest.mark.parametrize("rule", [on_chain(block), on_chain(rejection), without_replacement, traversal])
+@pytest.mark.parametrize("rule", SAMPLED.values(), ids=SAMPLED)
 def test_not_even_a_uniform_of_zero_keeps_a_token_that_the_target_excludes(rule):
     target, drafter = source([0.5, 0.5], [0.5, 0.5], [0, 1]), source([0.5, 0.5], [0.5, 0.5], [0.5, 0.5])
-    trees = Trees(
-        [-1], torch.tensor([[0]]), torch.ones(1), target[torch.tensor([[-1, 0]])], drafter[torch.tensor([[-1, 0]])]
-    )
+    nodes = torch.tensor([[-1, 0]])
+    trees = Trees([-1], nodes[:, 1:], torch.ones(1), target[nodes], drafter[nodes])
     accepted, _, following = trees.verify(rule, torch.tensor([0]), torch.zeros(1, 1, dtype=torch.float64))
     assert (accepted.tolist(), following.tolist()) == ([0], [1])
 
@@ -784,9 +831,8 @@ class Batch:
             parents = torch.arange(-1, size - 1).expand(rows, -1)
         for i in range(size):
             real[:, i] &= torch.nn.functional.pad(real, (1, 0), value=True).gather(1, parents[:, i : i + 1] + 1)[:, 0]
-        p, q = (
-            (2 * torch.randn(rows, size + 1, vocab, dtype=torch.float64, generator=g)).softmax(-1) for _ in range(2)
-        )
+        noise = 2 * torch.randn(2, rows, size + 1, vocab, dtype=torch.float64, generator=g)
+        p, q = noise.softmax(-1)
         tokens = torch.multinomial(q.view(-1, vocab), 1, generator=g).view(rows, size + 1)[:, 1:]
         uniforms = torch.rand(rows, size + 1, dtype=torch.float64, generator=g)
         return cls(tokens, parents, real, p, q, uniforms[:, 1:], uniforms[:, 0], size)
@@ -799,26 +845,26 @@ class Batch:
         return rule(*self.arguments, self.depth)
 
 
-def same(first: Walk, second: Walk) -> bool:
+def same(first: tuple[Tensor, ...], second: tuple[Tensor, ...]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def matching(
-    tokens: Tensor, parents: Tensor, real: Tensor, p: Tensor, q: Tensor, accept: Tensor, correct: Tensor, depth: int
-) -> Walk:
+def matching(tokens, parents, real, p, q, accept, correct, depth):
     """`match_tree` with a sample of p at every place."""
-    return match_tree(
-        tokens, parents, real, draw(p, torch.nn.functional.pad(accept, (1, 0)) + correct[:, None] / 2**20), depth
-    )
+    wanted = draw(p, torch.nn.functional.pad(accept, (1, 0)) + correct[:, None] / 2**20)
+    return match_tree(tokens, parents, real, wanted, depth)
 
 
-def in_medusas_way(
-    tokens: Tensor, parents: Tensor, real: Tensor, p: Tensor, q: Tensor, accept: Tensor, correct: Tensor, depth: int
-) -> Walk:
+def in_medusas_way(tokens, parents, real, p, q, accept, correct, depth):
     return typical(tokens, parents, real, p, depth)
 
 
-EVERY_RULE = {**TREE_RULES, "match_tree": matching, "typical": in_medusas_way}
+ANY_TREE = {**TREE_RULES, "match_tree": matching, "typical": in_medusas_way}
+EVERY_RULE = CHAIN_RULES | ANY_TREE
+
+
+def batch_for(name: str, rows: int, size: int) -> Batch:
+    return Batch.random(rows, size, chain=name in CHAIN_RULES)
 
 
 @pytest.mark.parametrize("name", TREE_RULES)
@@ -829,31 +875,32 @@ def test_the_rule_by_hand_says_the_same(name):
     assert same(batch.verify(TREE_RULES[name]), batch.verify(by_hand(name)))
 
 
-def test_the_block_rule_by_hand_says_the_same():
-    batch = Batch.random(600, 5, chain=True)
-    assert same(batch.verify(on_chain(block)), batch.verify(on_chain(block_by_hand())))
+@pytest.mark.parametrize("name", CHAIN_RULES)
+def test_the_rule_for_chains_by_hand_says_the_same(name):
+    batch, again = Batch.random(600, 5, chain=True), {"block": block_by_hand(), "rejection": broken_rejection()}
+    assert same(batch.verify(CHAIN_RULES[name]), batch.verify(on_chain(again[name])))
 
 
 @pytest.mark.parametrize("name", EVERY_RULE)
 def test_rows_of_one_batch_are_verified_independently(name):
-    batch = Batch.random(200, 6)
+    batch = batch_for(name, 200, 6)
     alone = [EVERY_RULE[name](*(a[i : i + 1] for a in batch.arguments), batch.depth) for i in range(200)]
     assert same(batch.verify(EVERY_RULE[name]), tuple(map(torch.cat, zip(*alone, strict=True))))
 
 
-@pytest.mark.parametrize("name", EVERY_RULE)
+@pytest.mark.parametrize("name", ANY_TREE)
 def test_what_is_not_real_means_nothing(name):
     """Other tokens, parents and distributions at missing nodes change nothing, and no path goes through one."""
     batch, other = Batch.random(400, 6), Batch.random(400, 6, seed=1)
     below = torch.nn.functional.pad(batch.real, (1, 0), value=True)[:, :, None]
-    tokens, parents = (
-        torch.where(batch.real, a, b) for a, b in [(batch.tokens, other.tokens), (batch.parents, other.parents)]
+    changed = replace(
+        batch,
+        tokens=torch.where(batch.real, batch.tokens, other.tokens),
+        parents=torch.where(batch.real, batch.parents, other.parents),
+        target_probs=torch.where(below, batch.target_probs, other.target_probs),
+        draft_probs=torch.where(below, batch.draft_probs, other.draft_probs),
     )
-    p, q = (
-        torch.where(below, a, b)
-        for a, b in [(batch.target_probs, other.target_probs), (batch.draft_probs, other.draft_probs)]
-    )
-    outcome = EVERY_RULE[name](tokens, parents, batch.real, p, q, batch.accept, batch.correct, batch.depth)
+    outcome = changed.verify(EVERY_RULE[name])
     assert same(outcome, batch.verify(EVERY_RULE[name]))
     accepted, path, _ = outcome
     assert batch.real.gather(1, path.clamp(min=0))[path >= 0].all()
@@ -862,11 +909,8 @@ def test_what_is_not_real_means_nothing(name):
 
 def test_on_a_chain_match_tree_is_match():
     batch = Batch.random(500, 4, chain=True)
-    wanted = torch.where(
-        torch.rand(500, 5, generator=torch.Generator().manual_seed(2)) < 0.7,
-        torch.nn.functional.pad(batch.tokens, (0, 1)),
-        3,
-    )
+    right = torch.rand(500, 5, generator=torch.Generator().manual_seed(2)) < 0.7
+    wanted = torch.where(right, torch.nn.functional.pad(batch.tokens, (0, 1)), 3)
     accepted, path, following = match_tree(batch.tokens, batch.parents, batch.real, wanted, 4)
     assert same((accepted, following, accepted), (*match(batch.tokens, batch.real.sum(1), wanted), (path >= 0).sum(1)))
     assert set(accepted.tolist()) == {0, 1, 2, 3, 4}
@@ -879,40 +923,38 @@ def test_on_a_chain_the_rule_for_trees_is_the_one_for_chains(rule, chain_rule):
     assert same(batch.verify(rule), batch.verify(on_chain(chain_rule)))
 
 
-@pytest.mark.parametrize("name", TREE_RULES)
+@pytest.mark.parametrize("name", SAMPLED)
 def test_the_sides_of_the_thresholds_decide(name):
     """What the enumeration rests on: any uniform does what the middle of its side does.
 
     And what follows depends on the path alone.
     """
-    trees, g = Trees.drawn(SHAPES["unbalanced"], *SOURCES["three symbols"]), torch.Generator().manual_seed(0)
+    rule, g = SAMPLED[name], torch.Generator().manual_seed(0)
+    trees = Trees.drawn(shape_for(name, "unbalanced"), *SOURCES["three symbols"])
     rows = torch.randint(len(trees.tokens), (5000,), generator=g)
-    accept, again = (torch.rand(5000, 5, dtype=torch.float64, generator=g) for _ in range(2))
+    accept, again = torch.rand(2, 5000, len(trees.parents), dtype=torch.float64, generator=g)
     correct = torch.rand(5000, dtype=torch.float64, generator=g)
-    limits = thresholds(TREE_RULES[name], trees)[rows]
+    limits = thresholds(rule, trees)[rows]
     middles = torch.where(accept < limits, limits, 1 + limits) / 2
-    found = trees.verify(TREE_RULES[name], rows, accept, correct)
-    assert same(found, trees.verify(TREE_RULES[name], rows, middles, correct))
-    other = trees.verify(TREE_RULES[name], rows, again, correct)
+    found = trees.verify(rule, rows, accept, correct)
+    assert same(found, trees.verify(rule, rows, middles, correct))
+    other = trees.verify(rule, rows, again, correct)
     alike = (found[1] == other[1]).all(1)
     assert 1000 < int(alike.sum()) < 5000
     assert torch.equal(found[2][alike], other[2][alike])
 
 
-@pytest.mark.parametrize("name", EVERY_RULE)
+@pytest.mark.parametrize("name", ANY_TREE)
 def test_single_precision_decides_alike(name):
     batch = Batch.random(500, 6)
     single = [a.float() if a.ndim == 3 else a for a in batch.arguments]
     assert same(batch.verify(EVERY_RULE[name]), EVERY_RULE[name](*single, batch.depth))
 
 
-ON_CHAINS = {"block": on_chain(block), "rejection": on_chain(rejection)}
-
-
-@pytest.mark.parametrize("name", [*EVERY_RULE, *ON_CHAINS])
+@pytest.mark.parametrize("name", EVERY_RULE)
 def test_a_rule_is_a_pure_function_of_its_arguments(name):
     """The same twice, in any state of torch's own generator, and what it was given is as it was."""
-    batch, rule = Batch.random(50, 5, chain=name in ON_CHAINS), (EVERY_RULE | ON_CHAINS)[name]
+    batch, rule = batch_for(name, 50, 5), EVERY_RULE[name]
     before = [a.clone() for a in batch.arguments]
     first, state = batch.verify(rule), torch.random.get_rng_state()
     torch.rand(3)
@@ -921,20 +963,19 @@ def test_a_rule_is_a_pure_function_of_its_arguments(name):
     assert all(torch.equal(a, b) for a, b in zip(batch.arguments, before, strict=True))
 
 
-@pytest.mark.parametrize("name", [*EVERY_RULE, *ON_CHAINS])
+@pytest.mark.parametrize("name", EVERY_RULE)
 def test_no_rule_waits_for_the_host(name):
     """Tensors without values, on the meta device: whoever looked at one would fail."""
-    batch, rule = Batch.random(3, 4, chain=name in ON_CHAINS), (EVERY_RULE | ON_CHAINS)[name]
+    batch, rule = batch_for(name, 3, 4), EVERY_RULE[name]
     accepted, path, following = rule(*(a.to("meta") for a in batch.arguments), batch.depth)
     assert (accepted.shape, path.shape, following.shape) == ((3,), (3, 4), (3,))
 
 
 @pytest.mark.parametrize("name", EVERY_RULE)
-def test_a_tree_without_nodes_emits_one_token_of_the_target(name):
+def test_a_proposal_without_drafts_emits_one_token_of_the_target(name):
     nothing, places = torch.zeros(2, 0, dtype=torch.long), source([0, 1, 0], [0, 0, 1])[:, None]
-    accepted, path, following = EVERY_RULE[name](
-        nothing, nothing, nothing.bool(), places, places, nothing.double(), torch.full((2,), 0.5).double(), 0
-    )
+    uniforms = nothing.double(), torch.full((2,), 0.5).double()
+    accepted, path, following = EVERY_RULE[name](nothing, nothing, nothing.bool(), places, places, *uniforms, 0)
     assert (accepted.tolist(), path.shape, following.tolist()) == ([0, 0], (2, 0), [1, 2])
 
 
@@ -945,8 +986,7 @@ def test_typical_acceptance_is_known_to_be_lossy():
     assert "typical" in LOSSY
     assert not set(LOSSY) & set(LOSSLESS)
     target, drafter = SOURCES["three symbols"]
-    found = enumerate_round(in_medusas_way, Trees.drawn([-1, 0], target, drafter))
-    assert distance(found.law(target, 3), after(target, 3)[-1]) > 0.1
+    assert bias(in_medusas_way, Trees.drawn([-1, 0], target, drafter), target) > 0.1
 
 
 @pytest.mark.parametrize(("chance", "accepted"), [(0.05, 0), (0.1, 1), (0.2, 1)])
@@ -963,9 +1003,8 @@ def test_a_typical_token_has_more_than_epsilon_or_what_the_entropy_asks(chance, 
 
 def test_a_token_with_exactly_epsilon_is_not_typical():
     node, places = torch.zeros(1, 1, dtype=torch.long), source([0.25, 0.375, 0.375])[:, None].expand(1, 2, 3)
-    assert [
-        typical(node, node - 1, node == 0, places, 1, epsilon, delta=9.0)[0].item() for epsilon in (0.25, 0.2499)
-    ] == [0, 1]
+    for epsilon, accepted in ((0.25, 0), (0.2499, 1)):
+        assert typical(node, node - 1, node == 0, places, 1, epsilon, delta=9.0)[0].item() == accepted
 
 
 def test_the_most_probable_path_is_the_one_of_the_highest_product():
@@ -1045,9 +1084,8 @@ class ByHand:
             if self.bug == "what q cannot draw stays" and self.q[place][x] == 0:
                 chance = 1
             if self.name == "traversal":
-                self.worth[i + 1] = min(
-                    1, chance if self.bug != "the path's worth is forgotten" else chance / worth if worth else 0
-                )
+                forgotten = self.bug == "the path's worth is forgotten"
+                self.worth[i + 1] = min(1, chance if not forgotten else chance / worth if worth else 0)
                 end = self.visit(i + 1)
                 if end is not None:
                     return end
@@ -1059,10 +1097,8 @@ class ByHand:
 
     def refuse(self, place: int, x: int, q: list[float]) -> None:
         worth = 1 if self.bug == "residual without the worth" else self.worth[place]
-        rest = [
-            (abs if self.bug == "residual = |p − q|" else lambda d: max(d, 0))(worth * a - b)
-            for a, b in zip(self.p[place], q, strict=True)
-        ]
+        part = abs if self.bug == "residual = |p − q|" else lambda d: max(d, 0)
+        rest = [part(worth * a - b) for a, b in zip(self.p[place], q, strict=True)]
         mass = sum(rest)
         if self.bug == "worth = mass of the residual":
             self.worth[place] = min(1, mass) if place else 1
@@ -1089,13 +1125,9 @@ class ByHand:
 def by_hand(name: str, bug: str = "") -> Rule:
     """A rule for trees, written down again row by row, with places to plant a bug."""
 
-    def rule(
-        tokens: Tensor, parents: Tensor, real: Tensor, p: Tensor, q: Tensor, accept: Tensor, correct: Tensor, depth: int
-    ) -> Walk:
-        rows = [
-            ByHand(name, bug, *values)
-            for values in zip(*(a.tolist() for a in (tokens, parents, real, p, q, accept)), strict=True)
-        ]
+    def rule(*given):
+        *arguments, correct, depth = given
+        rows = [ByHand(name, bug, *values) for values in zip(*(a.tolist() for a in arguments), strict=True)]
         ends = [row.visit(0) or 0 for row in rows]
         kept = [ancestors(row.parents)[end - 1] if end else [] for row, end in zip(rows, ends, strict=True)]
         path = torch.tensor([[*nodes, *[-1] * (depth - len(nodes))] for nodes in kept])
@@ -1105,23 +1137,19 @@ def by_hand(name: str, bug: str = "") -> Rule:
     return rule
 
 
-def block_by_hand(bug: str = "") -> Callable[..., tuple[Tensor, Tensor]]:
+def block_by_hand(bug: str = "") -> ChainRule:
     """Block verification, written down again row by row."""
 
-    def one(
-        drafts: list[int], length: int, p: list[list[float]], q: list[list[float]], accept: list[float]
-    ) -> tuple[int, list[float]]:
+    def one(drafts, length, p, q, accept):
         worth, plain = [1.0], 1.0
         for i in range(length):
-            plain *= p[i][drafts[i]] / q[i][drafts[i]]
-            worth.append(
-                min(1, plain if bug == "worth is capped at the end" else worth[-1] * p[i][drafts[i]] / q[i][drafts[i]])
-            )
+            ratio = p[i][drafts[i]] / q[i][drafts[i]]
+            plain *= ratio
+            worth.append(min(1, plain if bug == "worth is capped at the end" else worth[-1] * ratio))
         scale = [1.0] * (length + 1) if bug == "residual without the worth" else worth
         rest = [[max(scale[i] * a - b, 0) for a, b in zip(p[i], q[i], strict=True)] for i in range(length)]
-        tests = [
-            sum(r) / (sum(r) + 1 - w) if sum(r) + 1 - w > 0 else 1 for r, w in zip(rest, worth[:-1], strict=True)
-        ] + [worth[-1]]
+        masses = [(sum(r), sum(r) + 1 - w) for r, w in zip(rest, worth[:-1], strict=True)]
+        tests = [mass / whole if whole > 0 else 1 for mass, whole in masses] + [worth[-1]]
         if bug in ("h = P", "h = S"):
             tests[:-1] = worth[:-1] if bug == "h = P" else [sum(r) for r in rest]
         kept = [True] + [accept[i] < tests[i + 1] for i in range(length)]
@@ -1132,53 +1160,95 @@ def block_by_hand(bug: str = "") -> Callable[..., tuple[Tensor, Tensor]]:
             return end, q[length - 1] if bug == "bonus from q" else p[end]
         return end, p[end] if bug == "correction from p" or not sum(rest[end]) else rest[end]
 
-    def rule(
-        drafts: Tensor, lengths: Tensor, p: Tensor, q: Tensor, accept: Tensor, correct: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        ends, laws = zip(
-            *(one(*values) for values in zip(*(a.tolist() for a in (drafts, lengths, p, q, accept)), strict=True)),
-            strict=True,
-        )
+    def rule(*given):
+        *arguments, correct = given
+        rows = zip(*(a.tolist() for a in arguments), strict=True)
+        ends, laws = zip(*(one(*values) for values in rows), strict=True)
         return torch.tensor(ends), draw(torch.tensor(laws, dtype=torch.float64), correct)
 
     return rule
 
 
-def bias(rule: Rule, shape: list[int], symbols: str) -> float:
-    """How far the law of what is emitted is from the target's; coarse, since rows by hand take their time."""
+def broken_rejection(residual: str = "right", shift: int = 0, bonus: str = "p", drop_below: float = 0.0) -> ChainRule:
+    """The rejection rule with one thing wrong: what follows a refusal or all drafts is drawn here once more."""
+
+    def rule(drafts, lengths, p, q, accept, correct):
+        score = q.gather(2, drafts[:, :, None])[:, :, 0]
+        lengths = (score >= drop_below).long().cumprod(1).sum(1).minimum(lengths)
+        accepted, following = rejection(drafts, lengths, p, q, accept, correct)
+        rows, last = torch.arange(len(drafts)), q.shape[1] - 1
+        refused = accepted < lengths
+        near = (accepted + shift).clamp(0, last)
+        wrong = {
+            "right": (p[rows, near] - q[rows, near]).clamp(min=0),
+            "abs": (p[rows, near] - q[rows, near]).abs(),
+            "p": p[rows, accepted],
+        }[residual]
+        if bonus == "q":
+            wrong, refused = q[rows, last], accepted > last
+        wrong = torch.where(wrong.sum(-1, keepdim=True) > 0, wrong, p[rows, accepted])
+        return accepted, torch.where(refused, draw(wrong, correct), following)
+
+    return rule
+
+
+REJECTION: dict[str, ChainRule] = {
+    "residual off by one position": broken_rejection(shift=1),
+    "low-q token dropped after sampling": broken_rejection(drop_below=0.3),
+    "residual = abs(p − q)": broken_rejection(residual="abs"),
+    "residual = p": broken_rejection(residual="p"),
+    "bonus drawn from q": broken_rejection(bonus="q"),
+}
+
+
+def coarse(rule: Rule, shape: list[int], symbols: str) -> float:
+    """The bias of a rule, as near as it can be known while rows by hand take their time."""
     target, drafter = SOURCES[symbols]
-    trees = Trees.drawn(shape, target, drafter)
-    return distance(
-        enumerate_round(rule, trees, steps=12).law(target, trees.depth + 1), after(target, trees.depth + 1)[-1]
-    )
+    return bias(rule, Trees.drawn(shape, target, drafter), target, steps=12)
 
 
 def test_without_a_bug_there_is_no_bias():
     for name in TREE_RULES:
-        assert bias(by_hand(name), [-1, 0, 0, -1], "three symbols") < 1e-3
-        assert bias(by_hand(name), [-1, -1, -1], "q(x) = 0") < 1e-3
-    assert bias(on_chain(block_by_hand()), [-1, 0, 1], "three symbols") < 1e-3
+        assert coarse(by_hand(name), [-1, 0, 0, -1], "three symbols") < 1e-3
+        assert coarse(by_hand(name), [-1, -1, -1], "q(x) = 0") < 1e-3
+    for rule in (block_by_hand(), broken_rejection()):
+        assert coarse(on_chain(rule), [-1, 0, 1], "three symbols") < 1e-3
 
 
-@pytest.mark.parametrize(("name", "bug"), [*product(TREE_RULES, BOTH), *product(["traversal"], PATHS_ONLY)])
-def test_the_enumeration_catches(name, bug):
-    """Each planted bug is caught in a tree whose first draft has two children and whose second has none.
-
-    The bug that concerns it is caught where q runs out of tokens.
-    """
-    shape, symbols = (
-        ([-1, -1, -1], "q(x) = 0") if bug == "what q cannot draw stays" else ([-1, 0, 0, -1], "three symbols")
-    )
-    assert bias(by_hand(name, bug), shape, symbols) > 0.01
-
-
-@pytest.mark.parametrize("bug", BLOCK)
-def test_the_enumeration_catches_in_a_block(bug):
-    assert bias(on_chain(block_by_hand(bug)), [-1, 0, 1], "three symbols") > 0.01
+# In a tree whose first draft has two children and whose second has none, or where q runs out of tokens; and on chains.
+BRANCHES, RUNS_OUT = ([-1, 0, 0, -1], "three symbols"), ([-1, -1, -1], "q(x) = 0")
+PLANTED: dict[str, tuple[Rule, list[int], str]] = {
+    **{
+        f"{name}: {bug}": (by_hand(name, bug), *(RUNS_OUT if bug == "what q cannot draw stays" else BRANCHES))
+        for name, bug in (*product(TREE_RULES, BOTH), *product(["traversal"], PATHS_ONLY))
+    },
+    **{f"block: {bug}": (on_chain(block_by_hand(bug)), [-1, 0, 1], "three symbols") for bug in BLOCK},
+    **{f"rejection: {bug}": (on_chain(rule), [-1, 0], "three symbols") for bug, rule in REJECTION.items()},
+}
 
 
-# ------------------------------------------------------------ planted bugs around the rules: what they are told is not
-# what was done
+@pytest.mark.parametrize("bug", PLANTED)
+def test_the_enumeration_catches(bug):
+    assert coarse(*PLANTED[bug]) > 0.01
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_drawing_and_accepting_with_the_same_uniforms_is_caught(k):
+    """One stream of randomness for both; with two the law is the target's."""
+    target, drafter = SOURCES["three symbols"]
+    for shared, uniforms in ((False, grid(2 * k + 1)), (True, grid(k + 1))):
+        nodes = torch.full((len(uniforms), 1), -1)
+        for j in range(k):
+            nodes = torch.cat([nodes, draw(drafter[nodes[:, -1]], uniforms[:, j])[:, None]], 1)
+        accept, chains = uniforms[:, :k] if shared else uniforms[:, k : 2 * k], nodes[:, 1:]
+        laws = target[nodes], drafter[nodes[:, :-1]]
+        accepted, following = rejection(chains, torch.full((len(chains),), k), *laws, accept, uniforms[:, -1])
+        law = joint(target, chains, accepted, following, torch.ones(len(chains)).double() / len(chains))
+        found = distance(law, after(target, k + 1)[-1])
+        assert found > 0.01 if shared else found < EXACT
+
+
+# ------------------------------------------------------------ what the rules are told is not what was done
 
 
 def at_temperature(law: Tensor, temperature: float) -> Tensor:
@@ -1186,10 +1256,14 @@ def at_temperature(law: Tensor, temperature: float) -> Tensor:
     return law / law.sum(1, keepdim=True)
 
 
-def of_the_best(law: Tensor, count: int) -> Tensor:
+def narrow(law: Tensor) -> Tensor:
     """As after top-k."""
-    law = torch.zeros_like(law).scatter(1, law.topk(count).indices, law.topk(count).values)
+    law = torch.zeros_like(law).scatter(1, law.topk(2).indices, law.topk(2).values)
     return law / law.sum(1, keepdim=True)
+
+
+def certain(law: Tensor) -> Tensor:
+    return torch.nn.functional.one_hot(law.argmax(1), law.shape[1]).double()
 
 
 def in_bf16(law: Tensor) -> Tensor:
@@ -1208,14 +1282,11 @@ def cold(law: Tensor) -> Tensor:
     return at_temperature(law, 0.8)
 
 
-def narrow(law: Tensor) -> Tensor:
-    return of_the_best(law, 2)
-
-
 # What the text should follow, the p that the rule is told, the q that is drawn from, and the q that the rule is told.
 UNTRUE: dict[str, tuple[Change, Change, Change, Change]] = {
     "target temperature off by 2%": (as_it_is, lambda p: at_temperature(p, 1.02), as_it_is, as_it_is),
     "draft at T = .8, ratio at T = 1": (as_it_is, as_it_is, cold, as_it_is),
+    "argmax draft scored with full q": (as_it_is, as_it_is, certain, as_it_is),
     "the draft ignores the temperature": (cold, cold, as_it_is, cold),
     "q drawn in bf16, scored in full": (as_it_is, as_it_is, in_bf16, as_it_is),
     "q drawn in full, scored in bf16": (as_it_is, as_it_is, as_it_is, in_bf16),
@@ -1234,21 +1305,16 @@ def biased(name: str, laws: tuple[Change, Change, Change, Change]) -> float:
     """How far one round's text is from what it should follow."""
     target, drafter = SOURCES["three symbols"]
     wanted, p, drawn, q = laws[0](target), laws[1](target), laws[2](drafter), laws[3](drafter)
-    trees = Trees.drawn(SHAPES["chain of 2"] if name in ("rejection", "block") else [-1, 0, 0, -1], wanted, drawn).told(
-        p, q
-    )
-    return distance(
-        enumerate_round(SAMPLED[name], trees).law(wanted, trees.depth + 1), after(wanted, trees.depth + 1)[-1]
-    )
+    shape = [-1, 0] if name in CHAIN_RULES else [-1, 0, 0, -1]
+    return bias(SAMPLED[name], Trees.drawn(shape, wanted, drawn).told(p, q), wanted)
 
 
 @pytest.mark.parametrize("bug", UNTRUE)
 @pytest.mark.parametrize("name", SAMPLED)
 def test_a_rule_that_is_told_another_law_than_was_used_is_caught(name, bug):
+    # Rules for trees take a token that q cannot draw as a candidate, so for them that is no bug.
     if name in TREE_RULES and bug == "top-k for what is scored only":
-        assert biased(name, UNTRUE[bug]) < EXACT, (
-            "these rules take a token that q cannot draw as a candidate, so it is no bug"
-        )
+        assert biased(name, UNTRUE[bug]) < EXACT
     else:
         assert biased(name, UNTRUE[bug]) > LEAST.get(bug, 0.01)
 

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from ..eval.tuning import Tuning
     from ..pair import Pair
     from ..pair.comparison import Side, VersionNode
-    from ..pair.manifest import Figure
     from ..pair.registry import Registry
 
 RegistryPlace = Annotated[
@@ -162,9 +161,8 @@ def print_pair(pair: Pair, console: Console) -> None:
         "folder": str(pair.folder),
     }
     for headline in manifest.measurements.headline:
-        rows[f"temperature {headline.temperature:g}"] = (
-            f"τ {_figure(headline.tau)}   speedup {_figure(headline.speedup)}"
-        )
+        tau, speedup = (figure.text("not measured") for figure in (headline.tau, headline.speedup))
+        rows[f"temperature {headline.temperature:g}"] = f"τ {tau}   speedup {speedup}"
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -178,10 +176,6 @@ def _tuned_rows(tunings: list[Tuning]) -> Iterator[tuple[str, str]]:
         where = f"temperature {tuning.temperature:g}, {tuning.dtype} on {tuning.device_name}, {tuning.created}"
         for found in tuning.batches:
             yield "tuned", f"batch {found.batch_size}, {found} ({where})"
-
-
-def _figure(figure: Figure) -> str:
-    return "not measured" if figure.value is None else f"{figure.value:.2f} [{figure.low:.2f}, {figure.high:.2f}]"
 
 
 # ------------------------------------------------------------ pairs in a registry

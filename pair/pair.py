@@ -49,7 +49,7 @@ class Pair(PairContents):
     def tuned_plan(self, target: Target, batch_size: int = 1, temperature: float = 0.0) -> Plan | None:
         """Return the plan of `tuned`, for the drafter of `open_tuned`; None if it never ran here."""
         tuning = self.tuned(target, batch_size, temperature)
-        return tuning and tuning.plan
+        return None if tuning is None else tuning.plan
 
     def load_target(self, path: str | None = None, **options: Any) -> Target:
         """Return a target in the pair's dtype: the one at `path` (`options` as for `Target.load`), or the recorded one.

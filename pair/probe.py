@@ -143,8 +143,8 @@ def _judge(
 ) -> ProbeResult:
     bootstrap = Bootstrap([len(list(group)) for _, group in groupby(new, key=lambda m: m.suite)], seed=seed)
 
-    def both(figure: tuple[str, str, float]) -> list[Interval]:
-        return [bootstrap.ratio(_ratio(measures, figure)) for measures in (new, old)]
+    def both(figure: tuple[str, str, float]) -> tuple[Interval, Interval]:
+        return bootstrap.ratio(_ratio(new, figure)), bootstrap.ratio(_ratio(old, figure))
 
     deciding = _DECODER_TAU if baseline.temperature == 0 else _ANALYTIC_TAU
     ratio = bootstrap.quotient(_ratio(new, deciding), _ratio(old, deciding))

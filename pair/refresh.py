@@ -108,8 +108,9 @@ def refresh_recipe(pair: Pair, target: Target, out: Path, overrides: Sequence[st
     changes: dict[str, Any] = {"output": str(out), "data.responses": None, "joint": None, "drafter.init": drafter}
     if target.source.get("path"):
         source = {k: target.source.get(k) for k in ("path", "revision", "adapter", "quantize")}
-        source |= {"dtype": str(target.dtype).removeprefix("torch."), "trust_remote_code": False}
-        changes["target"] = recipe.target.model_dump() | source  # code is trusted by users, not by pairs
+        dtype = {"dtype": str(target.dtype).removeprefix("torch.")}
+        safe = {"trust_remote_code": False}  # a pair does not decide that for its users
+        changes["target"] = recipe.target.model_dump() | source | dtype | safe
     if recipe.data.verified:  # from now on this drafter's rounds are served
         changes["data.drafter"] = drafter
     if pair.manifest.lineage.parent is None:

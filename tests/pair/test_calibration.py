@@ -17,7 +17,7 @@ from outrider.common import BadInputError
 from outrider.decode import Decoder, Plan, Sampling
 from outrider.distill.prompts import Prompt
 from outrider.eval.suites import Suite, make_suite
-from outrider.heads import Drafter, TargetBatch
+from outrider.heads import TargetBatch
 from outrider.pair import calibration
 from outrider.pair.calibration import (
     calibrate,
@@ -30,6 +30,8 @@ from outrider.pair.calibration import (
 )
 from outrider.recipes import Recipe
 from outrider.targets import Target
+
+from .conftest import MakeDrafter, MakeTarget
 
 
 def measured_at(recipe: Recipe, **values: Any) -> Recipe:
@@ -50,7 +52,7 @@ def test_a_calibration_is_greedy_where_the_recipe_is_and_short(
 
 
 def test_each_suite_gives_its_share_of_prompts_that_leave_room(
-    recipe: Recipe, make_target: Callable[..., Target], monkeypatch: pytest.MonkeyPatch
+    recipe: Recipe, make_target: MakeTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """32 prompts over three suites are 11 of each; the context of 512 must hold the prompt and 16 new tokens."""
     target, asked = make_target(), []
@@ -76,7 +78,7 @@ def test_each_suite_gives_its_share_of_prompts_that_leave_room(
 
 
 def test_a_context_without_an_end_has_room_for_any_prompt(
-    recipe: Recipe, make_target: Callable[..., Target], monkeypatch: pytest.MonkeyPatch
+    recipe: Recipe, make_target: MakeTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Target, "max_context", property(lambda self: None))
     monkeypatch.setattr(
@@ -92,7 +94,7 @@ def test_the_first_of_each_suite_come_first_and_stay_in_their_order() -> None:
 
 
 def test_prompts_of_messages_are_asked_as_the_targets_template_asks_them(
-    make_target: Callable[..., Target], prompts: list[Prompt]
+    make_target: MakeTarget, prompts: list[Prompt]
 ) -> None:
     target = make_target()
     chat = dataclasses.replace(prompts[0], messages=({"role": "user", "content": "Why?"},), text="old", tokens=(1,))
@@ -116,11 +118,7 @@ def test_prompts_of_messages_are_asked_as_the_targets_template_asks_them(
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_drafter_without_a_loss_is_counted(
-    make_target: Callable[..., Target],
-    make_drafter: Callable[[str, Target], Drafter],
-    recipe: Recipe,
-    prompts: list[Prompt],
-    temperature: float,
+    make_target: MakeTarget, make_drafter: MakeDrafter, recipe: Recipe, prompts: list[Prompt], temperature: float
 ) -> None:
     """By rounds of a decoder that gives each prompt the number it has among all of them."""
     target = make_target()
@@ -143,10 +141,7 @@ def test_a_drafter_without_a_loss_is_counted(
 
 
 def test_a_trained_drafter_is_judged_by_its_own_loss_on_each_response(
-    make_target: Callable[..., Target],
-    make_drafter: Callable[[str, Target], Drafter],
-    recipe: Recipe,
-    prompts: list[Prompt],
+    make_target: MakeTarget, make_drafter: MakeDrafter, recipe: Recipe, prompts: list[Prompt]
 ) -> None:
     target = make_target()
     drafter = make_drafter("eagle3", target)
@@ -167,8 +162,8 @@ def test_a_trained_drafter_is_judged_by_its_own_loss_on_each_response(
 
 
 def test_prompts_are_measured_some_at_a_time_with_the_same_figures(
-    make_target: Callable[..., Target],
-    make_drafter: Callable[[str, Target], Drafter],
+    make_target: MakeTarget,
+    make_drafter: MakeDrafter,
     recipe: Recipe,
     prompts: list[Prompt],
     monkeypatch: pytest.MonkeyPatch,
@@ -191,9 +186,7 @@ def test_prompts_are_measured_some_at_a_time_with_the_same_figures(
     assert steps == [2, 2, 1]
 
 
-def test_nothing_to_measure_on_is_refused(
-    make_target: Callable[..., Target], make_drafter: Callable[[str, Target], Drafter], recipe: Recipe
-) -> None:
+def test_nothing_to_measure_on_is_refused(make_target: MakeTarget, make_drafter: MakeDrafter, recipe: Recipe) -> None:
     target = make_target()
     with pytest.raises(BadInputError, match=r"^there are no calibration prompts to measure on\."):
         calibrate(target, make_drafter("ngram", target), [], settings(recipe), Plan(3))

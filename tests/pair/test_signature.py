@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,8 @@ from outrider.pair import Pair, verify
 from outrider.pair.manifest import MANIFEST, SIGNATURE
 from outrider.pair.signature import NAMESPACE, PASSPHRASE, check_signature, sign
 from outrider.scripts.cli import app
+
+from .conftest import MakePair
 
 pytestmark = pytest.mark.skipif(shutil.which("ssh-keygen") is None, reason="needs OpenSSH's ssh-keygen")
 
@@ -198,7 +199,7 @@ def test_keys_that_cannot_sign_are_refused_with_what_can(
 # ------------------------------------------------------------ the command
 
 
-def test_the_command_signs_and_verifies(make_pair: Callable[..., Pair], key: Path, other: Path, tmp_path: Path) -> None:
+def test_the_command_signs_and_verifies(make_pair: MakePair, key: Path, other: Path, tmp_path: Path) -> None:
     """A signed pair is a pair like any other; one that was altered, or tuned, is not the one that was signed."""
 
     def outrider(*arguments: object) -> tuple[int, str]:

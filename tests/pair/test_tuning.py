@@ -16,13 +16,14 @@ from outrider.heads import Fusion
 from outrider.pair import Pair, new_pair, verify
 from outrider.pair.manifest import Manifest, ServedRecord
 from outrider.recipes import Recipe
-from outrider.targets import Target
+
+from .conftest import MakePair, MakeTarget
 
 MakeTuning = Callable[..., Tuning]
 
 
 @pytest.fixture
-def make_tuning(make_target: Callable[..., Target]) -> MakeTuning:
+def make_tuning(make_target: MakeTarget) -> MakeTuning:
     """`make_tuning({batch size: depth}, **changes)`: controlled chains for this machine."""
 
     def make(depths: dict[int, int], **changes: object) -> Tuning:
@@ -71,11 +72,11 @@ def make_tuning(make_target: Callable[..., Target]) -> MakeTuning:
     return make
 
 
-def test_a_pair_that_was_never_tuned_does_not_mention_it(make_pair: Callable[..., Pair]) -> None:
+def test_a_pair_that_was_never_tuned_does_not_mention_it(make_pair: MakePair) -> None:
     assert "tuning" not in (make_pair("ngram").folder / "pair.json").read_text()
 
 
-def test_tuning_changes_neither_identity_nor_integrity(make_pair: Callable[..., Pair], make_tuning: MakeTuning) -> None:
+def test_tuning_changes_neither_identity_nor_integrity(make_pair: MakePair, make_tuning: MakeTuning) -> None:
     pair = make_pair("ngram")
     tuned = pair.store_tuning(make_tuning({1: 4}))
     again = Pair.load(pair.folder)
@@ -85,14 +86,14 @@ def test_tuning_changes_neither_identity_nor_integrity(make_pair: Callable[..., 
     assert verify(pair.folder) == []
 
 
-def test_an_altered_tuning_is_found(make_pair: Callable[..., Pair], make_tuning: MakeTuning) -> None:
+def test_an_altered_tuning_is_found(make_pair: MakePair, make_tuning: MakeTuning) -> None:
     file = make_pair("ngram").store_tuning(make_tuning({1: 4})).folder / "pair.json"
     file.write_text(file.read_text().replace("0.0100001", "0.0100002"))
     assert any("checksum" in line for line in verify(file.parent))
 
 
 def test_the_plan_comes_back_for_this_machine_with_its_controller(
-    make_pair: Callable[..., Pair], make_tuning: MakeTuning, make_target: Callable[..., Target]
+    make_pair: MakePair, make_tuning: MakeTuning, make_target: MakeTarget
 ) -> None:
     pair = make_pair("ngram").store_tuning(make_tuning({2: 4, 8: 3}))
     control = Control(Costs(((0, 0.0100001), (8, 0.02)), (0.0, 0.001), 0.0005), (0.5, 0.25), 16.0)
@@ -101,7 +102,7 @@ def test_the_plan_comes_back_for_this_machine_with_its_controller(
 
 
 def test_another_machine_or_dtype_has_no_plan(
-    make_pair: Callable[..., Pair], make_tuning: MakeTuning, make_target: Callable[..., Target]
+    make_pair: MakePair, make_tuning: MakeTuning, make_target: MakeTarget
 ) -> None:
     pair = (
         make_pair("ngram")
@@ -113,7 +114,7 @@ def test_another_machine_or_dtype_has_no_plan(
 
 
 def test_tuning_again_replaces_what_was_known(
-    make_pair: Callable[..., Pair], make_tuning: MakeTuning, make_target: Callable[..., Target]
+    make_pair: MakePair, make_tuning: MakeTuning, make_target: MakeTarget
 ) -> None:
     pair = make_pair("ngram")
     for depths in ({1: 4, 8: 2}, {1: 6}):
@@ -124,7 +125,7 @@ def test_tuning_again_replaces_what_was_known(
     assert plan.depth == 6
 
 
-def test_two_tunings_at_once_keep_both(make_pair: Callable[..., Pair], make_tuning: MakeTuning) -> None:
+def test_two_tunings_at_once_keep_both(make_pair: MakePair, make_tuning: MakeTuning) -> None:
     first, second = (make_pair("ngram") for _ in range(2))
     first.store_tuning(make_tuning({1: 4}))
     second.store_tuning(make_tuning({8: 2}))
@@ -135,7 +136,7 @@ def served(engine: str, depth: int, agrees: bool = True) -> ServedRecord:
     return ServedRecord(created="2031-01-01", engine=engine, depth=depth, agrees=agrees, suspicions=[], figures=[])
 
 
-def test_what_an_engine_made_of_the_pair_is_kept_once_for_each_engine_and_depth(make_pair: Callable[..., Pair]) -> None:
+def test_what_an_engine_made_of_the_pair_is_kept_once_for_each_engine_and_depth(make_pair: MakePair) -> None:
     pair = make_pair("ngram")
     for record in (served("vllm", 4), served("vllm", 2), served("llama.cpp", 4), served("vllm", 4, agrees=False)):
         stored = Pair.load(pair.folder).store_served(record)
@@ -148,7 +149,7 @@ def test_what_an_engine_made_of_the_pair_is_kept_once_for_each_engine_and_depth(
 
 
 def test_a_manifest_that_somebody_else_wrote_meanwhile_is_never_replaced(
-    make_pair: Callable[..., Pair], make_tuning: MakeTuning, monkeypatch: pytest.MonkeyPatch
+    make_pair: MakePair, make_tuning: MakeTuning, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a disk without locks: what was read and what is there are compared in the moment of writing."""
     pair = make_pair("ngram")
@@ -167,7 +168,7 @@ def test_a_manifest_that_somebody_else_wrote_meanwhile_is_never_replaced(
 
 
 def test_another_pair_in_the_same_folder_is_left_alone(
-    make_pair: Callable[..., Pair], make_tuning: MakeTuning, tmp_path: Path
+    make_pair: MakePair, make_tuning: MakeTuning, tmp_path: Path
 ) -> None:
     first, other = make_pair("ngram"), make_pair("eagle3", tmp_path / "other")
     (first.folder / "pair.json").write_text((other.folder / "pair.json").read_text())
@@ -177,7 +178,7 @@ def test_another_pair_in_the_same_folder_is_left_alone(
 
 
 def test_a_new_measurement_of_the_same_pair_keeps_the_tuning(
-    make_pair: Callable[..., Pair], make_tuning: MakeTuning, recipe: Recipe
+    make_pair: MakePair, make_tuning: MakeTuning, recipe: Recipe
 ) -> None:
     make_pair("ngram").store_tuning(make_tuning({1: 4}))
     changed = recipe.model_copy(update={"eval": recipe.eval.model_copy(update={"repeats": 2})})
@@ -187,7 +188,7 @@ def test_a_new_measurement_of_the_same_pair_keeps_the_tuning(
 
 
 def test_a_recipes_static_tree_becomes_the_pairs_plan(
-    make_target: Callable[..., Target], make_drafter: Callable, recipe: Recipe, tmp_path: Path
+    make_target: MakeTarget, make_drafter: Callable, recipe: Recipe, tmp_path: Path
 ) -> None:
     target = make_target()
     values = recipe.model_dump() | {"eval": {**recipe.model_dump()["eval"], "tree": [-1, -1, 0]}}
@@ -199,7 +200,7 @@ def test_a_recipes_static_tree_becomes_the_pairs_plan(
 
 
 def test_a_tuned_fusion_is_opened_with_the_pairs_own_drafter(
-    make_pair: Callable[..., Pair], make_tuning: MakeTuning, make_target: Callable[..., Target]
+    make_pair: MakePair, make_tuning: MakeTuning, make_target: MakeTarget
 ) -> None:
     """The record says what drafts beside it; whoever opens the pair as tuned gets both, and the target's own text."""
     pair = make_pair("eagle3")
@@ -221,12 +222,12 @@ def test_a_tuned_fusion_is_opened_with_the_pairs_own_drafter(
     )
 
 
-def test_a_plan_without_a_fusion_is_written_as_before(make_pair: Callable[..., Pair], make_tuning: MakeTuning) -> None:
+def test_a_plan_without_a_fusion_is_written_as_before(make_pair: MakePair, make_tuning: MakeTuning) -> None:
     pair = make_pair("ngram").store_tuning(make_tuning({1: 4}))
     assert "statistical" not in (pair.folder / "pair.json").read_text()
 
 
-def test_many_stores_at_once_are_all_kept(make_pair: Callable[..., Pair], make_tuning: MakeTuning) -> None:
+def test_many_stores_at_once_are_all_kept(make_pair: MakePair, make_tuning: MakeTuning) -> None:
     pair = make_pair("ngram")
     made = [make_tuning({1: 4}, device_name=f"machine {n}") for n in range(12)]
     with ThreadPoolExecutor(12) as threads:

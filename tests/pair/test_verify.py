@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,11 +12,12 @@ import pytest
 from outrider.common import BadInputError, digest_cache
 from outrider.common.digests import file_digest
 from outrider.pair import Pair, verify
-from outrider.targets import Target
+
+from .conftest import MakePair, MakeTarget
 
 
 @pytest.fixture
-def pair(make_pair: Callable[..., Pair]) -> Pair:
+def pair(make_pair: MakePair) -> Pair:
     return make_pair("eagle3")
 
 
@@ -25,7 +25,7 @@ def files(pair: Pair) -> list[Path]:
     return sorted(p for p in pair.folder.rglob("*") if p.is_file())
 
 
-def test_a_new_pair_is_intact(pair: Pair, make_target: Callable[..., Target]) -> None:
+def test_a_new_pair_is_intact(pair: Pair, make_target: MakeTarget) -> None:
     assert verify(pair.folder, make_target()) == []
 
 
@@ -65,7 +65,7 @@ def test_what_a_disk_altered_by_itself_is_found(pair: Pair) -> None:
     assert any(file.name in line for line in verify(pair.folder))
 
 
-def test_no_bit_of_pair_json_is_free(make_pair: Callable[..., Pair], tmp_path: Path) -> None:
+def test_no_bit_of_pair_json_is_free(make_pair: MakePair, tmp_path: Path) -> None:
     """Every byte of a small pair.json (case bits of hexadecimal digits, white space and escapes included) is
     covered.
     """
@@ -111,7 +111,7 @@ def test_a_forged_checksum_does_not_hide_another_drafter(pair: Pair) -> None:
     assert any("identity digest" in line for line in verify(pair.folder))
 
 
-def test_another_target_is_named_by_what_differs(pair: Pair, make_target: Callable[..., Target]) -> None:
+def test_another_target_is_named_by_what_differs(pair: Pair, make_target: MakeTarget) -> None:
     found = verify(pair.folder, make_target(noise=0.1))
     assert len(found) == 1
     assert "weights" in found[0]
@@ -143,8 +143,9 @@ def test_an_unknown_key_is_refused(pair: Pair) -> None:
 
 def test_a_folder_without_a_pair_is_bad_input(tmp_path: Path) -> None:
     for call in (verify, Pair.load):
-        with pytest.raises(BadInputError, match=r"pair\.json is missing"):
+        with pytest.raises(BadInputError) as refused:
             call(tmp_path)
+        assert str(refused.value) == f"no pair at {str(tmp_path)!r}: pair.json is missing there."
 
 
 def test_every_file_is_read_whatever_was_found_before(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,15 +11,16 @@ from pathlib import Path
 import pytest
 
 from outrider.distill.prompts import Prompt
-from outrider.heads import Drafter
 from outrider.pair import Pair, new_pair
 from outrider.pair.manifest import Lineage, Manifest, Parent
 from outrider.pair.signature import sign
 from outrider.recipes import Recipe
-from outrider.targets import Target
 from outrider.targets.fingerprint import digest_files
 
+from ..conftest import MakeDrafter, MakeTarget
+
 MakeVersion = Callable[..., Pair]
+Signed = Callable[[Pair], Path]
 
 
 def versioned(pair: Pair, folder: Path, version: int, name: str, weights: bytes, parent: Pair | None) -> Pair:
@@ -42,8 +43,8 @@ def versioned(pair: Pair, folder: Path, version: int, name: str, weights: bytes,
 @pytest.fixture(scope="session")
 def first(
     tmp_path_factory: pytest.TempPathFactory,
-    make_target: Callable[..., Target],
-    make_drafter: Callable[[str, Target], Drafter],
+    make_target: MakeTarget,
+    make_drafter: MakeDrafter,
     recipe: Recipe,
     prompts: list[Prompt],
 ) -> Pair:
@@ -65,7 +66,7 @@ def make_version(first: Pair, tmp_path: Path) -> MakeVersion:
 
 
 @pytest.fixture
-def signed(tmp_path: Path) -> Callable[[Pair], Path]:
+def signed(tmp_path: Path) -> Signed:
     """`signed(pair)`: sign a pair's folder with a new key, and return the file of its public half."""
     if shutil.which("ssh-keygen") is None:
         pytest.skip("needs OpenSSH's ssh-keygen")

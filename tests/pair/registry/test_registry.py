@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,8 +17,7 @@ from outrider.pair.registry import FolderStore, PairReference, Registry, open_re
 from outrider.pair.registry.layout import BLOBS, Entry, blob_path
 from outrider.pair.signature import check_signature
 
-MakeVersion = Callable[..., Pair]
-Signed = Callable[[Pair], Path]
+from .conftest import MakeVersion, Signed
 
 
 @pytest.fixture

@@ -12,8 +12,40 @@ from outrider.eval.measure import summarise
 from outrider.eval.reports.figures import Baselines
 from outrider.eval.reports.report import Conditions, ContestantInfo, SuiteInfo
 from outrider.eval.suites import Suite, make_suite
+from outrider.eval.tuning import BatchTuning, Candidate, CostRecord, Tuning
 
 MakeReport = Callable[..., Report]
+
+
+def make_tuning(depths: dict[int, int], **changes: object) -> Tuning:
+    """Return a tuning of controlled chains, of one depth for each batch size."""
+    costs = CostRecord(widths=[0, 8], verify=[0.0100001, 0.02], draft=[0.0, 0.001], host=0.0005)
+    figures = {
+        "predicted_tau": 2.0,
+        "round_seconds": 0.01,
+        "predicted": 99.5,
+        "tokens_per_second": 90.0,
+        "speedup": 1.5,
+    }
+    chosen = {size: Candidate(plan={"depth": depth}, weight=16.0, **figures) for size, depth in depths.items()}
+    found = {"context": 64, "rates": [0.5, 0.25], "ranks": [], "costs": costs, "reason": "The best."}
+    known = {
+        "created": "2031-01-01",
+        "device": "cpu",
+        "device_name": "a CPU",
+        "dtype": "float32",
+        "threads": 1,
+        "versions": {"torch": "2"},
+        "drafter": "ngram",
+        "temperature": 0.0,
+        "max_new_tokens": 16,
+        "repeats": 2,
+        "seed": 0,
+        "suites": {"a": "d"},
+        "num_prompts": 3,
+        "batches": [BatchTuning(batch_size=n, candidates=[c], chosen=c, **found) for n, c in chosen.items()],
+    }
+    return Tuning.model_validate(known | changes)
 
 
 @pytest.fixture

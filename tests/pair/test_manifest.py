@@ -144,53 +144,29 @@ def test_every_file_of_a_pair_is_listed_by_its_place() -> None:
 
 
 def test_the_identity_is_of_target_drafter_and_plan() -> None:
-    def digest(
-        print_: Fingerprint | None = None,
-        files: dict[str, str] | None = None,
-        plan: PlanRecord | None = None,
-        kept: dict[str, str] | None = None,
-    ) -> str:
-        return identity_digest(
-            print_ or fingerprint(), files or {"config.json": "5"}, plan or PlanRecord(depth=3), kept or KEPT
-        )
+    def digest(**changes: Any) -> str:
+        parts = {"drafter_files": {"config.json": "5"}, "plan": PlanRecord(depth=3), "kept": KEPT}
+        return identity_digest(**{"fingerprint": fingerprint()} | parts | changes)
 
     others = [
-        digest(fingerprint(dtype="bfloat16")),
-        digest(files={"config.json": "0"}),
+        digest(fingerprint=fingerprint(dtype="bfloat16")),
+        digest(drafter_files={"config.json": "0"}),
         digest(plan=PlanRecord(depth=4)),
         digest(kept={"tokenizer/t.json": "5"}),
     ]
     assert len({digest(), *others}) == 5
-    assert digest() == digest_json(
-        {
-            "target": fingerprint().digest,
-            "drafter": {"config.json": "5"},
-            "plan": {"depth": 3, "verify": "auto"},
-            "kept": KEPT,
-        }
-    )
+    parts = {"drafter": {"config.json": "5"}, "plan": {"depth": 3, "verify": "auto"}, "kept": KEPT}
+    assert digest() == digest_json({"target": fingerprint().digest} | parts)
     assert digest() == manifest().digest == manifest(name="other", version=2, created="2031-01-01").identity()
 
 
 def test_the_checksum_covers_every_field_but_itself() -> None:
     made = manifest()
     assert made.computed_checksum() == made.checksum == made.model_copy(update={"checksum": "?"}).computed_checksum()
-    changed = {
-        "name": "x",
-        "version": 2,
-        "recipe": "x",
-        "calibration": "x",
-        "reports": {"x": "y"},
-        "created": "x",
-        "outrider_version": "x",
-    }
-    assert (
-        len(
-            {made.model_copy(update={key: value}).computed_checksum() for key, value in changed.items()}
-            | {made.checksum}
-        )
-        == len(changed) + 1
-    )
+    changed = dict.fromkeys(("name", "recipe", "calibration", "created", "outrider_version"), "x")
+    changed |= {"version": 2, "reports": {"x": "y"}}
+    others = {made.model_copy(update={key: value}).computed_checksum() for key, value in changed.items()}
+    assert len(others | {made.checksum}) == len(changed) + 1
 
 
 def test_each_kind_of_alteration_is_named(tmp_path: Path) -> None:
@@ -276,10 +252,11 @@ def test_many_problems_are_named_in_their_places_and_cut_short(tmp_path: Path) -
 
 
 def test_no_pair_and_one_that_cannot_be_read_are_told_apart(tmp_path: Path) -> None:
-    with pytest.raises(BadInputError) as refused:
-        inspect_manifest(tmp_path)
-    assert str(refused.value) == f"no pair at {str(tmp_path)!r}: pair.json is missing there."
-    (tmp_path / "pair.json").mkdir()
-    with pytest.raises(BadInputError) as refused:
-        inspect_manifest(tmp_path)
-    assert str(refused.value) == f"{tmp_path / 'pair.json'}: expected a regular file, found a folder."
+    for said in (
+        f"no pair at {str(tmp_path)!r}: pair.json is missing there.",
+        f"{tmp_path / 'pair.json'}: expected a regular file, found a folder.",
+    ):
+        with pytest.raises(BadInputError) as refused:
+            inspect_manifest(tmp_path)
+        assert str(refused.value) == said
+        (tmp_path / "pair.json").mkdir(exist_ok=True)

@@ -15,16 +15,7 @@ from outrider.pair.refresh import How, refresh, refresh_recipe
 from outrider.recipes import Recipe
 from outrider.train.stopping import Until
 
-from .conftest import MakePair, MakeTarget
-
-TEXTS = [
-    "def add(first, second):",
-    "for name in sorted(names):\n",
-    "The target verifies",
-    "class Stack:\n    def",
-    "print(len(name))",
-    "return first + second",
-]
+from .conftest import TEXTS, MakePair, MakeTarget
 
 
 @pytest.fixture
@@ -32,31 +23,16 @@ def trained(tmp_path: Path, recipe: Recipe, make_pair: MakePair) -> MakePair:
     """`trained(type, **training)`: a pair whose recipe can be run again."""
     rows = [{"id": str(i), "text": text} for i, text in enumerate(TEXTS)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prompts, quiet = str(tmp_path / "prompts.jsonl"), {"save_strategy": "no", "disable_tqdm": True}
 
     def make(kind: str = "eagle3", **training: Any) -> Pair:
         values = recipe.model_dump() | {
             "drafter": {"type": kind, "steps": 3} if kind == "eagle3" else {"type": kind},
-            "data": {
-                "prompts": [str(tmp_path / "prompts.jsonl")],
-                "max_new_tokens": 12,
-                "holdout": 0.0,
-                "allow_leaks": True,
-            },
-            "training": {
-                "report_to": "none",
-                "per_device_train_batch_size": 2,
-                "save_strategy": "no",
-                "disable_tqdm": True,
-            }
-            | training,
+            "data": {"prompts": [prompts], "max_new_tokens": 12, "holdout": 0.0, "allow_leaks": True},
+            "training": {"report_to": "none", "per_device_train_batch_size": 2} | quiet | training,
             "output": str(tmp_path / "run"),
         }
-        values["eval"] = values["eval"] | {
-            "suites": [str(tmp_path / "prompts.jsonl")],
-            "limit": 2,
-            "max_new_tokens": 8,
-            "baselines": ["ngram"],
-        }
+        values["eval"] |= {"suites": [prompts], "limit": 2, "max_new_tokens": 8, "baselines": ["ngram"]}
         return make_pair(kind, recipe=Recipe.from_dict(values), calibration=None)
 
     return make

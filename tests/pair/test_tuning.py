@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,13 +12,14 @@ import pytest
 from outrider.common import BadInputError
 from outrider.common.machine import device_name
 from outrider.decode import Control, Costs, Decoder, Plan
-from outrider.eval.tuning import BatchTuning, Candidate, CostRecord, Tuning
+from outrider.eval.tuning import Tuning
 from outrider.heads import Fusion
-from outrider.pair import Pair, new_pair, verify
+from outrider.pair import Pair, verify
 from outrider.pair.manifest import Manifest, ServedRecord
 from outrider.recipes import Recipe
 
-from .conftest import MakePair, MakeTarget
+from ..eval.conftest import make_tuning as tuning_of
+from .conftest import MakePair, MakeTarget, measured_at
 
 MakeTuning = Callable[..., Tuning]
 
@@ -25,51 +27,7 @@ MakeTuning = Callable[..., Tuning]
 @pytest.fixture
 def make_tuning(make_target: MakeTarget) -> MakeTuning:
     """`make_tuning({batch size: depth}, **changes)`: controlled chains for this machine."""
-
-    def make(depths: dict[int, int], **changes: object) -> Tuning:
-        costs = CostRecord(widths=[0, 8], verify=[0.0100001, 0.02], draft=[0.0, 0.001], host=0.0005)
-        batches = []
-        for size, depth in depths.items():
-            best = Candidate(
-                plan={"depth": depth},
-                weight=16.0,
-                predicted_tau=2.0,
-                round_seconds=0.01,
-                predicted=99.5,
-                tokens_per_second=90.0,
-                speedup=1.5,
-            )
-            batches.append(
-                BatchTuning(
-                    batch_size=size,
-                    context=64,
-                    rates=[0.5, 0.25],
-                    ranks=[],
-                    costs=costs,
-                    candidates=[best],
-                    chosen=best,
-                    reason="The best.",
-                )
-            )
-        values = {
-            "created": "2031-01-01",
-            "device": "cpu",
-            "device_name": device_name(make_target().device),
-            "dtype": "float32",
-            "threads": 1,
-            "versions": {"torch": "2"},
-            "drafter": "ngram",
-            "temperature": 0.0,
-            "max_new_tokens": 16,
-            "repeats": 2,
-            "seed": 0,
-            "suites": {"a": "d"},
-            "num_prompts": 3,
-            "batches": batches,
-        }
-        return Tuning.model_validate(values | changes)
-
-    return make
+    return partial(tuning_of, device_name=device_name(make_target().device))
 
 
 def test_a_pair_that_was_never_tuned_does_not_mention_it(make_pair: MakePair) -> None:
@@ -181,20 +139,14 @@ def test_a_new_measurement_of_the_same_pair_keeps_the_tuning(
     make_pair: MakePair, make_tuning: MakeTuning, recipe: Recipe
 ) -> None:
     make_pair("ngram").store_tuning(make_tuning({1: 4}))
-    changed = recipe.model_copy(update={"eval": recipe.eval.model_copy(update={"repeats": 2})})
-    pair = make_pair("ngram", recipe=changed)
+    pair = make_pair("ngram", recipe=measured_at(recipe, repeats=2))
     assert len(pair.manifest.tuning) == 1
     assert verify(pair.folder) == []
 
 
-def test_a_recipes_static_tree_becomes_the_pairs_plan(
-    make_target: MakeTarget, make_drafter: Callable, recipe: Recipe, tmp_path: Path
-) -> None:
-    target = make_target()
+def test_a_recipes_static_tree_becomes_the_pairs_plan(make_pair: MakePair, recipe: Recipe) -> None:
     values = recipe.model_dump() | {"eval": {**recipe.model_dump()["eval"], "tree": [-1, -1, 0]}}
-    pair = new_pair(
-        tmp_path / "pair", target, make_drafter("draft_model", target), Recipe.from_dict(values), calibration=[]
-    )
+    pair = make_pair("draft_model", recipe=Recipe.from_dict(values), calibration=[])
     assert pair.plan.tree is not None
     assert (pair.plan.tree.parents, pair.plan.depth) == ((-1, -1, 0), 2)
 

@@ -93,9 +93,7 @@ def test_a_truncated_a_missing_and_an_extra_file_are_named(pair: Pair) -> None:
 
 def test_a_rewritten_number_breaks_the_checksum(pair: Pair) -> None:
     file = pair.folder / "pair.json"
-    values = json.loads(file.read_text())
-    values["version"] = 7
-    file.write_text(json.dumps(values, indent=2) + "\n")
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"version": 7}, indent=2) + "\n")
     assert any("checksum" in line for line in verify(pair.folder))
     with pytest.raises(BadInputError, match="checksum"):
         Pair.load(pair.folder)

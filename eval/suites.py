@@ -89,7 +89,7 @@ def make_suite(name: str, prompts: Sequence[Prompt]) -> Suite:
 
 @dataclass(frozen=True)
 class PromptJob:
-    """One prompt to complete; `sequence` keys its randomness, so that it does not depend on what else is measured."""
+    """One prompt to complete; `sequence` keys its randomness, which other prompts do not change."""
 
     suite: str
     prompt: Prompt

@@ -20,7 +20,7 @@ class Part(BaseModel):
 
 
 class SparsePart(Part):
-    """A part of pair.json whose `OPTIONAL` fields are written only where they are not what they are by default."""
+    """A part of pair.json whose `OPTIONAL` fields are left out where they have their defaults."""
 
     OPTIONAL: ClassVar[tuple[str, ...]] = ()
 

@@ -269,9 +269,9 @@ class Manifest(SparsePart):
     checksum: str = ""
 
     def identity(self) -> str:
-        """Return the identity digest, computed from the parts that it covers."""
-        fingerprint, kept = self.target.fingerprint.restored(), self.target.kept_files()
-        return identity_digest(fingerprint, self.drafter.files, self.plan, kept)
+        """Return the identity by content: equal for the same target, drafter and plan, wherever and whenever made."""
+        parts = {"target": self.target.fingerprint.restored().digest, "drafter": self.drafter.files}
+        return digest_json(parts | {"plan": self.plan.model_dump(), "kept": self.target.kept_files()})
 
     def identified(self) -> Manifest:
         """Return this manifest with its identity digest."""
@@ -317,18 +317,6 @@ class Manifest(SparsePart):
         if instead_of is not None and _read(file) != instead_of.to_text():
             raise BadInputError(f"{file} was written by somebody else at the same time; nothing was stored. Try again.")
         write_atomically(file, self.to_text())
-
-
-def identity_digest(
-    fingerprint: Fingerprint, drafter_files: dict[str, str], plan: PlanRecord, kept: dict[str, str]
-) -> str:
-    """Return a pair's identity by content: equal for the same target, drafter and plan, wherever and whenever made.
-
-    Args:
-        kept: the target's files that the pair keeps, and that are loaded with it.
-    """
-    parts = {"target": fingerprint.digest, "drafter": drafter_files, "plan": plan.model_dump(), "kept": kept}
-    return digest_json(parts)
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -24,14 +24,11 @@ from outrider.pair.manifest import (
     ProbeBaseline,
     Source,
     TargetRecord,
-    identity_digest,
     inspect_manifest,
     read_manifest,
 )
 from outrider.targets import Fingerprint
 from outrider.targets.fingerprint import digest_json
-
-KEPT = {"tokenizer/t.json": "4"}
 
 
 def fingerprint(**changes: Any) -> Fingerprint:
@@ -40,29 +37,30 @@ def fingerprint(**changes: Any) -> Fingerprint:
     )
 
 
+def target(tokenizer: str = "4", **changes: Any) -> TargetRecord:
+    record = FingerprintRecord(**fingerprint(**changes).to_dict())
+    return TargetRecord(fingerprint=record, source=Source(), tokenizer_files={"t.json": tokenizer})
+
+
 def manifest(**changes: Any) -> Manifest:
     """A small pair.json: a chain of depth 3 that was not measured."""
-    target = TargetRecord(
-        fingerprint=FingerprintRecord(**fingerprint().to_dict()), source=Source(), tokenizer_files={"t.json": "4"}
-    )
-    drafter, plan = DrafterRecord(type="ngram", files={"config.json": "5"}), PlanRecord(depth=3)
     values = {
         "schema_version": 1,
         "name": "tiny",
         "version": 1,
-        "digest": identity_digest(fingerprint(), drafter.files, plan, KEPT),
-        "target": target,
-        "drafter": drafter,
+        "digest": "",
+        "target": target(),
+        "drafter": DrafterRecord(type="ngram", files={"config.json": "5"}),
         "recipe": "6",
         "calibration": None,
         "reports": {},
-        "plan": plan,
+        "plan": PlanRecord(depth=3),
         "created": "2026-01-01",
         "outrider_version": "0",
         "measurements": Measurements(headline=[], suites={}, conditions={}, baseline=None),
         "lineage": Lineage(parent=None, reason="first version"),
     }
-    return Manifest(**values | changes).sealed()
+    return Manifest(**values | changes).identified().sealed()
 
 
 # ------------------------------------------------------------ what is written
@@ -144,20 +142,17 @@ def test_every_file_of_a_pair_is_listed_by_its_place() -> None:
 
 
 def test_the_identity_is_of_target_drafter_and_plan() -> None:
-    def digest(**changes: Any) -> str:
-        parts = {"drafter_files": {"config.json": "5"}, "plan": PlanRecord(depth=3), "kept": KEPT}
-        return identity_digest(**{"fingerprint": fingerprint()} | parts | changes)
-
     others = [
-        digest(fingerprint=fingerprint(dtype="bfloat16")),
-        digest(drafter_files={"config.json": "0"}),
-        digest(plan=PlanRecord(depth=4)),
-        digest(kept={"tokenizer/t.json": "5"}),
+        manifest(target=target(dtype="bfloat16")),
+        manifest(drafter=DrafterRecord(type="ngram", files={"config.json": "0"})),
+        manifest(plan=PlanRecord(depth=4)),
+        manifest(target=target(tokenizer="5")),
     ]
-    assert len({digest(), *others}) == 5
-    parts = {"drafter": {"config.json": "5"}, "plan": {"depth": 3, "verify": "auto"}, "kept": KEPT}
-    assert digest() == digest_json({"target": fingerprint().digest} | parts)
-    assert digest() == manifest().digest == manifest(name="other", version=2, created="2031-01-01").identity()
+    digest = manifest().digest
+    assert len({digest, *(other.digest for other in others)}) == 5
+    parts = {"drafter": {"config.json": "5"}, "plan": {"depth": 3, "verify": "auto"}, "kept": {"tokenizer/t.json": "4"}}
+    assert digest == digest_json({"target": fingerprint().digest} | parts)
+    assert digest == manifest(name="other", version=2, created="2031-01-01").identity()
 
 
 def test_the_checksum_covers_every_field_but_itself() -> None:

@@ -236,18 +236,14 @@ class Report(ReportModel):
             ) from error
         except Unreadable as error:
             raise BadInputError(f"{file}: damaged ({error.reason}). Measure again, or copy it again.") from error
+        version = None
         if isinstance(values, dict):
             values = unsealed(file, values, "Measure again, or copy it again.", required=False)
             refuse_unknown_keys(values, cls.model_fields, str(file))
-        return cls.from_dict(values, str(file))
-
-    @classmethod
-    def from_dict(cls, values: object, where: str = "report") -> Report:
-        """Return the report that JSON's values hold; BadInputError if they hold none. `where` names their place."""
-        version = values.get("schema_version") if isinstance(values, dict) else None
+            version = values.get("schema_version")
         if version != SCHEMA_VERSION:
             raise BadInputError(
-                f"{where}: schema_version is {version!r}, this Outrider reads {SCHEMA_VERSION}; "
+                f"{file}: schema_version is {version!r}, this Outrider reads {SCHEMA_VERSION}; "
                 "update Outrider or measure again."
             )
         try:
@@ -256,5 +252,5 @@ class Report(ReportModel):
             first = error.errors(include_url=False)[0]
             place = ".".join(map(str, first["loc"]))
             raise BadInputError(
-                f"{where}: not a report, {place}: {first['msg'].lower()}. Measure again, or copy it again."
+                f"{file}: not a report, {place}: {first['msg'].lower()}. Measure again, or copy it again."
             ) from None

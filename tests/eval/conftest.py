@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 
@@ -13,8 +13,6 @@ from outrider.eval.reports.figures import Baselines
 from outrider.eval.reports.report import Conditions, ContestantInfo, SuiteInfo
 from outrider.eval.suites import Suite, make_suite
 from outrider.eval.tuning import BatchTuning, Candidate, CostRecord, Tuning
-
-MakeReport = Callable[..., Report]
 
 
 def make_tuning(depths: dict[int, int], **changes: object) -> Tuning:
@@ -89,56 +87,50 @@ def _record(
     )
 
 
-@pytest.fixture
-def make_report() -> MakeReport:
-    """A function that makes a report of `draft` and `plain` on one suite.
+def make_report(
+    accepted: Sequence[list[int]],
+    depth: int = 4,
+    temperatures: Sequence[float] = (0.0,),
+    digest: str = "d",
+    records: bool = True,
+    **conditions: object,
+) -> Report:
+    """Return a report of `draft` and `plain` on one suite.
 
-    Its first argument, `accepted`, holds per prompt the accepted drafts of each round.
+    Args:
+        accepted: per prompt the accepted drafts of each round.
     """
-
-    def make(
-        accepted: Sequence[list[int]],
-        depth: int = 4,
-        temperatures: Sequence[float] = (0.0,),
-        digest: str = "d",
-        records: bool = True,
-        **conditions: object,
-    ) -> Report:
-        rows = [_record("draft", t, i, a, depth, 0.5 + 0.01 * i) for t in temperatures for i, a in enumerate(accepted)]
-        rows += [
-            _record("plain", t, i, [0] * (sum(a) + len(a)), 0, 1.0 + 0.02 * i)
-            for t in temperatures
-            for i, a in enumerate(accepted)
-        ]
-        baselines = Baselines(plain="plain", generate=None)
-        rules = {("draft", t): "greedy" if t == 0 else "rejection" for t in temperatures} | {
-            ("plain", t): "none" for t in temperatures
-        }
-        fixed = {
-            "target": {"path": "tiny"},
-            "dtype": "float32",
-            "device": "cpu",
-            "device_name": "a CPU",
-            "threads": 1,
-            "attention": "sdpa",
-            "max_new_tokens": 32,
-            "temperatures": list(temperatures),
-            "repeats": 1,
-            "seed": 0,
-            "versions": {"outrider": "0", "torch": "2"},
-            "suites": [SuiteInfo(name="code", digest=digest, num_prompts=len(accepted))],
-        }
-        return Report(
-            conditions=Conditions.model_validate(fixed | conditions),
-            contestants=[
-                ContestantInfo(
-                    name="draft", kind="drafter", drafter="eagle3", depth=depth, verify="auto", parameters=10
-                ),
-                ContestantInfo(name="plain", kind="plain"),
-            ],
-            baselines=baselines,
-            figures=summarise(rows, rules, baselines),
-            records=rows if records else [],
-        )
-
-    return make
+    rows = [_record("draft", t, i, a, depth, 0.5 + 0.01 * i) for t in temperatures for i, a in enumerate(accepted)]
+    rows += [
+        _record("plain", t, i, [0] * (sum(a) + len(a)), 0, 1.0 + 0.02 * i)
+        for t in temperatures
+        for i, a in enumerate(accepted)
+    ]
+    baselines = Baselines(plain="plain", generate=None)
+    rules = {("draft", t): "greedy" if t == 0 else "rejection" for t in temperatures} | {
+        ("plain", t): "none" for t in temperatures
+    }
+    fixed = {
+        "target": {"path": "tiny"},
+        "dtype": "float32",
+        "device": "cpu",
+        "device_name": "a CPU",
+        "threads": 1,
+        "attention": "sdpa",
+        "max_new_tokens": 32,
+        "temperatures": list(temperatures),
+        "repeats": 1,
+        "seed": 0,
+        "versions": {"outrider": "0", "torch": "2"},
+        "suites": [SuiteInfo(name="code", digest=digest, num_prompts=len(accepted))],
+    }
+    return Report(
+        conditions=Conditions.model_validate(fixed | conditions),
+        contestants=[
+            ContestantInfo(name="draft", kind="drafter", drafter="eagle3", depth=depth, verify="auto", parameters=10),
+            ContestantInfo(name="plain", kind="plain"),
+        ],
+        baselines=baselines,
+        figures=summarise(rows, rules, baselines),
+        records=rows if records else [],
+    )

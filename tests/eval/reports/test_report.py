@@ -20,12 +20,14 @@ from outrider.common import BadInputError
 from outrider.eval import Report, reports
 from outrider.eval.reports.render import print_report, write_report
 
+from ..conftest import make_report
+
 ACCEPTED = [[4, 1, 0], [2, 2], [0, 3, 1, 4], [1, 1, 0]]
 VOID = {"meta", "link", "br", "img", "hr", "input"}
 
 
 @pytest.fixture
-def report(make_report) -> Report:
+def report() -> Report:
     return make_report(ACCEPTED, temperatures=(0.0, 1.0))
 
 
@@ -35,7 +37,7 @@ def test_a_saved_report_reads_back_equal(report: Report, tmp_path: Path) -> None
     assert Report.load(folder) == Report.load(folder / "report.json") == report
 
 
-def test_numbers_that_do_not_exist_are_null_in_valid_json(make_report, tmp_path: Path) -> None:
+def test_numbers_that_do_not_exist_are_null_in_valid_json(tmp_path: Path) -> None:
     """One prompt gives values without intervals."""
     folder = write_report(make_report([[1, 2]]), tmp_path)
 

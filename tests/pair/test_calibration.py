@@ -7,7 +7,6 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -31,12 +30,7 @@ from outrider.pair.calibration import (
 from outrider.recipes import Recipe
 from outrider.targets import Target
 
-from .conftest import MakeDrafter, MakeTarget
-
-
-def measured_at(recipe: Recipe, **values: Any) -> Recipe:
-    return recipe.model_copy(update={"eval": recipe.eval.model_copy(update=values)})
-
+from .conftest import MakeDrafter, MakeTarget, measured_at
 
 # ------------------------------------------------------------ what is measured
 
@@ -67,11 +61,8 @@ def test_each_suite_gives_its_share_of_prompts_that_leave_room(
 
     monkeypatch.setattr(calibration, "load_suites", suites)
     three = measured_at(recipe, suites=["one", "two", "three"])
-    assert [(p.id, p.suite) for p in choose_prompts(three, target)] == [
-        ("one/3", "one"),
-        ("one/496", "one"),
-        ("two/5", "two"),
-    ]
+    chosen = [(p.id, p.suite) for p in choose_prompts(three, target)]
+    assert chosen == [("one/3", "one"), ("one/496", "one"), ("two/5", "two")]
     choose_prompts(three, target, 7)
     names = ["one", "two", "three"]
     assert asked == [(names, target.tokenizer, 11, {}), (names, target.tokenizer, 3, {})]
@@ -88,9 +79,10 @@ def test_a_context_without_an_end_has_room_for_any_prompt(
 
 
 def test_the_first_of_each_suite_come_first_and_stay_in_their_order() -> None:
+    expected = {0: "", 1: "0", 3: "034", 4: "0134", 5: "01345", 6: "012345", 9: "012345"}
     prompts = [Prompt(str(i), suite, (1,)) for i, suite in enumerate("aaabcc")]
-    chosen = {n: "".join(p.id for p in first_of_each_suite(prompts, n)) for n in (0, 1, 3, 4, 5, 6, 9)}
-    assert chosen == {0: "", 1: "0", 3: "034", 4: "0134", 5: "01345", 6: "012345", 9: "012345"}
+    assert {n: "".join(p.id for p in first_of_each_suite(prompts, n)) for n in expected} == expected
+    assert [p.suite for p in first_of_each_suite(prompts[:3] + prompts[4:], 3)] == ["a", "a", "c"]
 
 
 def test_prompts_of_messages_are_asked_as_the_targets_template_asks_them(

@@ -18,12 +18,11 @@ from outrider.decode import Decoder
 from outrider.distill.prompts import Prompt
 from outrider.eval.reports.figures import Interval
 from outrider.pair import probe
-from outrider.pair.calibration import first_of_each_suite
 from outrider.pair.probe import decide
 from outrider.recipes import Recipe
 from outrider.targets import Target
 
-from .conftest import MakePair, MakeTarget
+from .conftest import MakePair, MakeTarget, measured_at
 
 
 @pytest.mark.parametrize("kind", ["ngram", "draft_model", "eagle3"])
@@ -42,7 +41,7 @@ def test_a_strongly_changed_target_is_stale(
     temperatures: list[float], make_pair: MakePair, make_target: MakeTarget, recipe: Recipe
 ) -> None:
     """The drafter is the old target itself: alpha was 1, τ was depth + 1."""
-    measured = recipe.model_copy(update={"eval": recipe.eval.model_copy(update={"temperatures": temperatures})})
+    measured = measured_at(recipe, temperatures=temperatures)
     result = probe(make_pair("draft_model", recipe=measured), make_target(noise=0.1))
     assert (result.verdict, result.certain, result.exit_code) == ("stale", True, 1)
     assert result.baseline.value == pytest.approx(1.0, abs=1e-4)
@@ -72,17 +71,12 @@ def test_tau_of_a_greedy_pair_is_the_decoders(
 def test_analytic_tau_predicts_the_sampling_decoder(
     make_pair: MakePair, make_target: MakeTarget, recipe: Recipe, prompts: list[Prompt]
 ) -> None:
-    sampled = recipe.model_copy(
-        update={"eval": recipe.eval.model_copy(update={"temperatures": [1.0], "max_new_tokens": 64})}
-    )
+    sampled = measured_at(recipe, temperatures=[1.0], max_new_tokens=64)
     pair, changed = make_pair("draft_model", recipe=sampled), make_target(noise=0.03)
-    result = probe(pair, changed)
     target, drafter, plan = pair.open(changed, check=False)
-    many = [p.tokens for p in prompts] * 6
-    decoder_tau = (
-        Decoder(target, drafter).generate(many, 64, pair.manifest.measurements.baseline.sampling(), plan).stats.tau
-    )
-    assert result.tau.value == pytest.approx(decoder_tau, rel=0.1)
+    many, sampling = [p.tokens for p in prompts] * 6, pair.manifest.measurements.baseline.sampling()
+    out = Decoder(target, drafter).generate(many, 64, sampling, plan)
+    assert probe(pair, changed).tau.value == pytest.approx(out.stats.tau, rel=0.1)
 
 
 def test_another_vocabulary_is_incompatible_and_names_the_token(
@@ -131,11 +125,6 @@ def test_other_arguments_of_the_template_ask_the_prompts_anew_and_are_named(
     )
 
 
-def test_fewer_prompts_are_spread_over_the_suites(prompts: list[Prompt]) -> None:
-    assert [p.id for p in first_of_each_suite(prompts, 3)] == ["a/0", "a/1", "b/3"]
-    assert first_of_each_suite(prompts, 100) == prompts
-
-
 def test_a_probe_of_two_prompts_knows_that_it_cannot_know(make_pair: MakePair, make_target: MakeTarget) -> None:
     result = probe(make_pair("draft_model"), make_target(noise=0.1), num_prompts=2)
     assert not result.certain
@@ -158,14 +147,13 @@ def test_the_verdict_follows_the_interval_and_says_when_it_straddles(
     assert decide(interval, 0.95) == expected
 
 
-def test_another_response_length_is_refused(make_pair: MakePair, make_target: MakeTarget) -> None:
+def test_another_response_length_and_a_pair_without_calibration_are_refused(
+    make_pair: MakePair, make_target: MakeTarget, tmp_path: Path
+) -> None:
     with pytest.raises(BadInputError, match="up to 16 tokens, 99 were asked for"):
         probe(make_pair("ngram"), make_target(), max_new_tokens=99)
-
-
-def test_a_pair_without_calibration_cannot_be_probed(make_pair: MakePair, make_target: MakeTarget) -> None:
     with pytest.raises(BadInputError, match="without calibration prompts"):
-        probe(make_pair("ngram", calibration=[]), make_target())
+        probe(make_pair("ngram", tmp_path / "bare", calibration=[]), make_target())
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao")

@@ -221,15 +221,14 @@ def _rules(page: str, ink: str, soft: str, grid: str, contestants: Sequence[str]
 
 
 def legend(report: Report) -> list[tuple[str, str]]:
-    """Return (colour class, label) of every drafter."""
-    return [(_colour(report, c.name), c.label) for c in report.contestants if c.kind == "drafter"]
-
-
-def swatch(colour: str) -> str:
-    """Return the marker of a contestant, as it stands in the plots."""
-    svg = ElementTree.Element("svg", {"viewBox": "-7 -7 14 14", "width": "14", "height": "14", "aria-hidden": "true"})
-    _marker(svg, 0, 0, colour)
-    return _string(svg)
+    """Return the marker, as SVG, and the label of every drafter."""
+    found = []
+    for drafter in (c for c in report.contestants if c.kind == "drafter"):
+        size = {"viewBox": "-7 -7 14 14", "width": "14", "height": "14", "aria-hidden": "true"}
+        svg = ElementTree.Element("svg", size)
+        _marker(svg, 0, 0, _colour(report, drafter.name))
+        found.append((_string(svg), drafter.label))
+    return found
 
 
 # ------------------------------------------------------------ marks

@@ -161,7 +161,7 @@ def html(report: Report) -> str:
         identity=identity_sentence(report),
         headline=_unbroken(report.sentence()),
         brief=_brief(report),
-        legend=[(Markup(plots.swatch(colour)), label) for colour, label in plots.legend(report)],
+        legend=[(Markup(marker), label) for marker, label in plots.legend(report)],
     )
 
 

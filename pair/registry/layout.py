@@ -14,12 +14,12 @@ import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from ...common import BadInputError
 from ...common.errors import Refusal
-from ..manifest import ADAPTER, CALIBRATION, DRAFTER, RECIPE, REPORTS, SUITES, TOKENIZER, Manifest, inspect_text
+from ..manifest import Manifest, inspect_text
 
 BLOBS, PAIRS = "blobs", "pairs"
 MAX_ENTRY = 64_000_000  # bytes of a pair.json; those of the largest models have about one
@@ -28,8 +28,6 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _ENTRY = re.compile(rf"{PAIRS}/({_NAME.pattern})/([1-9][0-9]{{0,8}})\.([1-9][0-9]{{0,8}})\.json")
 _SEAL = re.compile(rf"{PAIRS}/({_NAME.pattern})/({_DIGEST.pattern})\.([1-9][0-9]{{0,8}})\.sig")
-_FOLDERS = {DRAFTER, TOKENIZER, REPORTS, ADAPTER, SUITES}
-_FILES = {RECIPE, CALIBRATION}
 _NOTHING = "Nothing was taken from it."
 _CHUNK = 1 << 20
 
@@ -162,7 +160,7 @@ def read_entry(entry: Entry, content: bytes, where: str) -> Manifest:
     """Return the manifest of an entry.
 
     Raises:
-        BadInputError: it is damaged, altered, of another pair, or names files that no pair has.
+        BadInputError: it is damaged, altered, or of another pair.
     """
     place = Path(where) / entry.path
     if len(content) > MAX_ENTRY:
@@ -178,7 +176,7 @@ def read_entry(entry: Entry, content: bytes, where: str) -> Manifest:
     if (manifest.name, manifest.version) != (entry.name, entry.version):
         other = f"{manifest.name} version {manifest.version}"
         raise Refusal.of(place, other, f"{entry.name} version {entry.version}", _NOTHING)
-    check_files(manifest.files(), place)
+    check_digests(manifest.files(), place)
     return manifest
 
 
@@ -196,13 +194,8 @@ def check_name(name: str) -> None:
         raise Refusal(f"the pair's name is {name!r}; expected up to 128 letters, digits, '.', '_' and '-'.")
 
 
-def check_files(files: dict[str, str], place: Path) -> None:
-    """Refuse names that lead out of a pair's folder or that no pair has, and digests that are none."""
+def check_digests(files: dict[str, str], place: Path) -> None:
+    """Refuse digests that are none; the names are those of a pair, by the schema of its manifest."""
     for name, digest in files.items():
-        path = PurePosixPath(name)
-        inside = not path.is_absolute() and ".." not in path.parts and "\\" not in name and "\0" not in name
-        known = name in _FILES or (path.parts[:1] and path.parts[0] in _FOLDERS and len(path.parts) > 1)
-        if not (inside and known and str(path) == name):
-            raise Refusal.of(place, f"a file called {name!r}", "files of a pair only", _NOTHING)
         if not _DIGEST.fullmatch(digest):
             raise Refusal.of(place, f"{digest!r} for {name!r}", "a SHA-256", _NOTHING)

@@ -17,7 +17,7 @@ from ...common.progress import progress
 from ..contents import verify
 from ..manifest import MANIFEST, SIGNATURE, Manifest
 from ..pair import Pair
-from .layout import Entry, PairReference, RegistryStore, Seal, check_files, check_name, check_seal, read_entry
+from .layout import Entry, PairReference, RegistryStore, Seal, check_digests, check_name, check_seal, read_entry
 
 _ATTEMPTS = 100  # at an entry's name, each lost to another writer
 
@@ -51,7 +51,7 @@ class Registry:
         check_name(pair.name)
         content = (pair.folder / MANIFEST).read_bytes()
         files = pair.manifest.files()
-        check_files(files, pair.folder / MANIFEST)
+        check_digests(files, pair.folder / MANIFEST)
         blobs = {digest: pair.folder / name for name, digest in files.items()}
         with progress(console, "pushing", 1, transient=True):
             self._place(pair.manifest, content)  # a refused pair leaves no signature

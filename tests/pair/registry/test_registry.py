@@ -211,7 +211,7 @@ def test_files_that_lead_out_of_the_pair_are_refused(
     digest = pair.manifest.drafter.files["config.json"]
     forge(registry, pair, drafter=pair.manifest.drafter.model_copy(update={"files": {name: digest}}))
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(BadInputError, match=r"files of a pair only|is no plain path inside the pair"):
+    with pytest.raises(BadInputError, match="is no plain path inside the pair"):
         pull(registry, "tiny", tmp_path / "pulled")
     assert sorted(tmp_path.rglob("*")) == before
 

@@ -169,11 +169,8 @@ def test_a_report_is_kept_with_its_figures_and_conditions(
     (report_folder / "notes.txt").write_text("mine")
     (report_folder / "report.md").unlink()
     pair = make_pair("ngram", report_folder=str(report_folder))
-    assert (
-        sorted(pair.manifest.reports)
-        == names(pair.folder / "reports")
-        == ["2031-01-01/report.html", "2031-01-01/report.json"]
-    )
+    kept = ["2031-01-01/report.html", "2031-01-01/report.json"]
+    assert sorted(pair.manifest.reports) == names(pair.folder / "reports") == kept
     report = json.loads((report_folder / "report.json").read_text())
     measured = pair.manifest.measurements
     assert measured.suites == {suite["name"]: suite["digest"] for suite in report["conditions"]["suites"]}
@@ -182,12 +179,9 @@ def test_a_report_is_kept_with_its_figures_and_conditions(
     assert measured.baseline is not None
     assert [h.temperature for h in measured.headline] == [0.0, 1.0]
     assert measured.headline[0].tau.value is not None
+    found = {(f["contestant"], f["suite"], f["temperature"]): f for f in report["figures"]}
     for headline in measured.headline:
-        (figures,) = (
-            f
-            for f in report["figures"]
-            if (f["contestant"], f["suite"], f["temperature"]) == ("ngram", "all", headline.temperature)
-        )
+        figures = found["ngram", "all", headline.temperature]
         assert (headline.rule, headline.num_prompts) == (figures["rule"], 4)
         assert headline.tau.model_dump() == figures["tau"]
         assert headline.speedup.model_dump() == figures["speedup"]

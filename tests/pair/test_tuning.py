@@ -62,11 +62,8 @@ def test_the_plan_comes_back_for_this_machine_with_its_controller(
 def test_another_machine_or_dtype_has_no_plan(
     make_pair: MakePair, make_tuning: MakeTuning, make_target: MakeTarget
 ) -> None:
-    pair = (
-        make_pair("ngram")
-        .store_tuning(make_tuning({1: 4}, device_name="another"))
-        .store_tuning(make_tuning({1: 4}, dtype="bfloat16"))
-    )
+    pair = make_pair("ngram").store_tuning(make_tuning({1: 4}, device_name="another"))
+    pair = pair.store_tuning(make_tuning({1: 4}, dtype="bfloat16"))
     assert pair.tuned_plan(make_target()) is None
     assert len(pair.manifest.tuning) == 2
 
@@ -109,7 +106,7 @@ def test_what_an_engine_made_of_the_pair_is_kept_once_for_each_engine_and_depth(
 def test_a_manifest_that_somebody_else_wrote_meanwhile_is_never_replaced(
     make_pair: MakePair, make_tuning: MakeTuning, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a disk without locks: what was read and what is there are compared in the moment of writing."""
+    """On a disk without locks the second writer notices when it writes."""
     pair = make_pair("ngram")
     other = Pair.load(pair.folder)
     changed = Manifest.tuned
@@ -120,7 +117,8 @@ def test_a_manifest_that_somebody_else_wrote_meanwhile_is_never_replaced(
         return changed(manifest, tuning)
 
     monkeypatch.setattr(Manifest, "tuned", late)
-    with pytest.raises(BadInputError, match=r"pair\.json"):
+    said = r"pair\.json was written by somebody else at the same time; nothing was stored"
+    with pytest.raises(BadInputError, match=said):
         pair.store_tuning(make_tuning({1: 4}))
     assert [r.engine for r in Pair.load(pair.folder).manifest.served] == ["vllm"]
 
@@ -169,9 +167,8 @@ def test_a_tuned_fusion_is_opened_with_the_pairs_own_drafter(
     assert pair.open(target)[1].name == "eagle3"
     assert verify(pair.folder) == []
     prompt = [[1, 2, 3, 1, 2, 3, 1, 2]]
-    assert (
-        Decoder(target, drafter).generate(prompt, 12, plan=plan).tokens == Decoder(target).generate(prompt, 12).tokens
-    )
+    drafted = Decoder(target, drafter).generate(prompt, 12, plan=plan)
+    assert drafted.tokens == Decoder(target).generate(prompt, 12).tokens
 
 
 def test_a_plan_without_a_fusion_is_written_as_before(make_pair: MakePair, make_tuning: MakeTuning) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
+from outrider.common import BadInputError
 from outrider.distill.prompts import Prompt
 from outrider.eval import PromptRecord, Report
 from outrider.eval.measure import summarise
@@ -13,6 +15,13 @@ from outrider.eval.reports.figures import Baselines
 from outrider.eval.reports.report import Conditions, ContestantInfo, SuiteInfo
 from outrider.eval.suites import Suite, make_suite
 from outrider.eval.tuning import BatchTuning, Candidate, CostRecord, Tuning
+
+
+def refusal(call: Callable[..., object], *arguments: Any, **named: Any) -> str:
+    """Return the message of the BadInputError that a call raises."""
+    with pytest.raises(BadInputError) as refused:
+        call(*arguments, **named)
+    return str(refused.value)
 
 
 def make_tuning(depths: dict[int, int], **changes: object) -> Tuning:

@@ -21,6 +21,7 @@ from outrider.pair import new as making
 from outrider.recipes import Recipe
 from outrider.targets import Target
 
+from ..eval.conftest import refusal
 from .conftest import MakeDrafter, MakePair, MakeTarget, measured_at
 
 KINDS = ("ngram", "draft_model", "eagle3")
@@ -215,21 +216,17 @@ def test_vocabularies_are_compared_where_both_sides_have_a_tokenizer(
 
 def test_a_target_that_was_given_in_memory_must_be_named(make_pair: MakePair) -> None:
     pair = make_pair("ngram")
-    for load in (pair.load_target, pair.open):
-        with pytest.raises(BadInputError) as refused:
-            load()
-        said = "this pair's target was given in memory, so it cannot be loaded again; name the target."
-        assert str(refused.value) == f"{pair.folder}: {said}"
+    said = "this pair's target was given in memory, so it cannot be loaded again; name the target."
+    assert refusal(pair.load_target) == refusal(pair.open) == f"{pair.folder}: {said}"
 
 
 def test_a_recorded_target_that_is_gone_is_named_with_the_pair(
     make_pair: MakePair, make_target: MakeTarget, tmp_path: Path
 ) -> None:
     pair = make_pair("ngram", target=make_target(source={"path": str(tmp_path / "gone")}))
-    with pytest.raises(
-        BadInputError, match=rf"^the target recorded in {pair.folder} cannot be loaded; name one that can\. .*gone"
-    ):
-        pair.load_target()
+    said = refusal(pair.load_target)
+    assert said.startswith(f"the target recorded in {pair.folder} cannot be loaded; name one that can. ")
+    assert "gone" in said
 
 
 @pytest.mark.parametrize("named", [True, False])

@@ -13,7 +13,6 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import PreTrainedTokenizerFast
 
-from outrider.common import BadInputError
 from outrider.decode import Decoder
 from outrider.distill.prompts import Prompt
 from outrider.eval.reports.figures import Interval
@@ -22,6 +21,7 @@ from outrider.pair.probe import decide
 from outrider.recipes import Recipe
 from outrider.targets import Target
 
+from ..eval.conftest import refusal
 from .conftest import MakePair, MakeTarget, measured_at
 
 
@@ -150,10 +150,10 @@ def test_the_verdict_follows_the_interval_and_says_when_it_straddles(
 def test_another_response_length_and_a_pair_without_calibration_are_refused(
     make_pair: MakePair, make_target: MakeTarget, tmp_path: Path
 ) -> None:
-    with pytest.raises(BadInputError, match="up to 16 tokens, 99 were asked for"):
-        probe(make_pair("ngram"), make_target(), max_new_tokens=99)
-    with pytest.raises(BadInputError, match="without calibration prompts"):
-        probe(make_pair("ngram", tmp_path / "bare", calibration=[]), make_target())
+    said = refusal(probe, make_pair("ngram"), make_target(), max_new_tokens=99)
+    assert "up to 16 tokens, 99 were asked for" in said
+    bare = make_pair("ngram", tmp_path / "bare", calibration=[])
+    assert "without calibration prompts" in refusal(probe, bare, make_target())
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao")

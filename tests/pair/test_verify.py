@@ -13,6 +13,7 @@ from outrider.common import BadInputError, digest_cache
 from outrider.common.digests import file_digest
 from outrider.pair import Pair, verify
 
+from ..eval.conftest import refusal
 from .conftest import MakePair, MakeTarget
 
 
@@ -125,9 +126,7 @@ def test_an_unknown_key_is_refused(pair: Pair) -> None:
 
 def test_a_folder_without_a_pair_is_bad_input(tmp_path: Path) -> None:
     for call in (verify, Pair.load):
-        with pytest.raises(BadInputError) as refused:
-            call(tmp_path)
-        assert str(refused.value) == f"no pair at {str(tmp_path)!r}: pair.json is missing there."
+        assert refusal(call, tmp_path) == f"no pair at {str(tmp_path)!r}: pair.json is missing there."
 
 
 def test_every_file_is_read_whatever_was_found_before(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

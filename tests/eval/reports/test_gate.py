@@ -15,7 +15,7 @@ from outrider.eval.reports.gate import Counted, GateComparison, gate
 from outrider.eval.reports.report import SuiteInfo
 from outrider.eval.reports.statistics import Bootstrap
 
-from ..conftest import make_report
+from ..conftest import make_report, refusal
 
 
 def rounds(num_prompts: int, alpha: float, seed: int = 0, num_rounds: int = 30) -> list[list[int]]:
@@ -45,17 +45,12 @@ def test_a_clear_drop_fails_and_says_by_how_much() -> None:
 
 
 def test_one_temperature_is_enough_to_fail() -> None:
-    good, bad = (
-        drawn(40, 0.6, temperatures=(0.0, 1.0)),
-        drawn(40, 0.4, seed=1, temperatures=(0.0, 1.0)),
-    )
-    mixed = good.model_copy(
-        update={
-            "figures": [f for r, t in ((good, 0.0), (bad, 1.0)) for f in r.figures if f.temperature == t],
-            "records": [f for r, t in ((good, 0.0), (bad, 1.0)) for f in r.records if f.temperature == t],
-        }
-    )
-    result = gate(mixed, good)
+    good, bad = (drawn(40, alpha, seed, temperatures=(0.0, 1.0)) for alpha, seed in ((0.6, 0), (0.4, 1)))
+    parts = {
+        name: [f for r, t in ((good, 0.0), (bad, 1.0)) for f in getattr(r, name) if f.temperature == t]
+        for name in ("figures", "records")
+    }
+    result = gate(good.model_copy(update=parts), good)
     assert not result.passed
     assert [f.conclusion for f in result.findings] == ["passed", "failed"]
 
@@ -71,10 +66,8 @@ def test_too_few_prompts_warn_and_say_how_many_would_do() -> None:
     result = gate(drawn(4, 0.58, seed=1, num_rounds=8), drawn(4, 0.6, num_rounds=8))
     assert result.passed
     assert result.findings[0].conclusion == "not enough data"
-    assert (
-        "passed, with a warning: not enough data, 4 prompts cannot tell it from a drop to 0.970; about"
-        in result.lines[1]
-    )
+    said = "passed, with a warning: not enough data, 4 prompts cannot tell it from a drop to 0.970; about"
+    assert said in result.lines[1]
 
 
 def test_one_prompt_warns() -> None:
@@ -284,21 +277,16 @@ def test_records_of_other_prompts_are_refused() -> None:
     report = drawn(5, 0.6)
     drafted = [r for r in report.records if r.contestant == "draft"]
     fewer = report.model_copy(update={"records": drafted[:3]})
-    with pytest.raises(BadInputError, match=r"do not cover the same prompts; the first that is missing: <p & 3>\."):
-        gate(report, fewer)
-    with pytest.raises(
-        BadInputError, match=r"do not cover the same prompts; the first that is missing: none, it has more\."
-    ):
-        gate(fewer, report)
+    said = "do not cover the same prompts; the first that is missing:"
+    assert f"{said} <p & 3>." in refusal(gate, report, fewer)
+    assert f"{said} none, it has more." in refusal(gate, fewer, report)
 
 
 @pytest.mark.parametrize(("tolerance", "confidence"), [(-0.01, 0.95), (1.0, 0.95), (0.03, 0.5), (0.03, 1.0)])
 def test_impossible_settings_are_refused_with_their_values(tolerance: float, confidence: float) -> None:
     report = drawn(5, 0.6)
-    with pytest.raises(
-        BadInputError, match=rf"0 <= tolerance < 1 and 0.5 < confidence < 1, got {tolerance} and {confidence}\."
-    ):
-        gate(report, report, tolerance, confidence)
+    said = f"0 <= tolerance < 1 and 0.5 < confidence < 1, got {tolerance} and {confidence}."
+    assert said in refusal(gate, report, report, tolerance, confidence)
 
 
 def test_a_report_without_a_drafter_has_nothing_to_gate() -> None:
@@ -336,10 +324,8 @@ def test_the_rule_that_counts_is_that_of_the_contestant() -> None:
     first, second = report.figures
     other = report.model_copy(update={"figures": [first, second.model_copy(update={"rule": "typical"})]})
     assert gate(report, other, contestant="draft").passed
-    with pytest.raises(
-        BadInputError, match=r"differ\. verification rules: greedy at 0 here, typical at 0 in the baseline\. Measure"
-    ):
-        gate(report, other, contestant="second")
+    said = "differ. verification rules: greedy at 0 here, typical at 0 in the baseline. Measure"
+    assert said in refusal(gate, report, other, contestant="second")
 
 
 def test_all_suites_are_named_where_one_differs() -> None:
@@ -349,10 +335,9 @@ def test_all_suites_are_named_where_one_differs() -> None:
             suites=[SuiteInfo(name=n, digest=d, num_prompts=5) for n, d in (("code", "a"), ("docs", digest))],
         )
 
-    with pytest.raises(
-        BadInputError, match=r"suites: code \(5 prompts, sha256 a\), docs \(5 prompts, sha256 b\) here, code"
-    ):
-        gate(on("b"), on("c"))
+    assert "suites: code (5 prompts, sha256 a), docs (5 prompts, sha256 b) here, code" in refusal(
+        gate, on("b"), on("c")
+    )
 
 
 def test_remarks_name_what_may_move_tau_a_little() -> None:

@@ -54,11 +54,7 @@ def _sums(
 
 
 def _positions(logits: Tensor, following: Tensor, ranks: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Return the three figures of each position, `[3, S, P]`.
-
-    Args:
-        logits: `[P, V]`. following: the tokens that followed, `[P]`.
-    """
+    """Return the three figures of each position, `[3, S, P]`, from `logits` `[P, V]` and the next tokens `[P]`."""
     limits = torch.tensor(sizes, device=logits.device)[:, None]
     order = ranks.argsort()
     # From the rarest token on, so that small masses are sums of small numbers.

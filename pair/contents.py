@@ -214,10 +214,7 @@ def _is_unfinished(folder: Path, path: Path) -> bool:
 
 
 def _irregular(folder: Path) -> Iterator[str]:
-    """Yield a line for each entry that is neither a regular file nor a folder, without opening it.
-
-    A link leads out of the pair, a pipe is waited for, and a device does something when it is opened.
-    """
+    """Yield a line for each link, pipe or device, without opening it."""
     count, waiting = 0, [(folder, 0)]
     while waiting:
         here, depth = waiting.pop()

@@ -125,11 +125,7 @@ def new_pair(
 
 
 def _existing(final: Path) -> Pair | None:
-    """Return the pair that is already there.
-
-    Raises:
-        BadInputError: something else is there.
-    """
+    """Return the pair that is already there; BadInputError for anything else."""
     if (final / MANIFEST).exists():
         return Pair.load(final, check=False)  # what was altered is written anew
     if final.is_file() or (final.is_dir() and any(final.iterdir())):
@@ -167,11 +163,7 @@ def _keep_reports(existing: Pair, partial: Path) -> None:
 
 
 def _keep_adapter(existing: Pair, partial: Path, manifest: Manifest) -> Manifest:
-    """Copy the adapter that the pair keeps, maybe its only copy, where the same target came without it from memory.
-
-    Raises:
-        Refusal: its files were altered.
-    """
+    """Copy the adapter that the pair keeps, maybe its only copy, where the same target came without it from memory."""
     older = existing.manifest.target
     if manifest.target.adapter_files or not older.adapter_files:
         return manifest
@@ -202,10 +194,7 @@ def _save_drafter(drafter: Drafter | str | Path, folder: Path, target: Target) -
 
 
 def _keep_suites(recipe: Recipe, partial: Path) -> Recipe:
-    """Copy the prompt files that the recipe measures on, and return it with the copies' names.
-
-    Prompts are named after their file or its folder, so that a copy keeps both names.
-    """
+    """Copy the prompt files that the recipe measures on, with their folders' names, and return it with the copies."""
     names = list(recipe.eval.suites)
     for i, name in enumerate(names):
         file = Path(name).expanduser().resolve()
@@ -366,10 +355,8 @@ def _plan(report: Report | None, drafter: Drafter, recipe: Recipe) -> PlanRecord
 def _about(report: Report, drafter: Drafter) -> ContestantInfo:
     """Return the pair's drafter under its own plan: the contestant with its name, else the first of its type.
 
-    A tuned plan of it, or of a fusion with it, may stand first: that one is kept with the tuning.
-
-    Raises:
-        BadInputError: the report is about another drafter.
+    A tuned plan of it, or of a fusion with it, may stand first: that one is kept with the tuning. BadInputError for a
+    report about another drafter.
     """
     drafting = [c for c in report.contestants if c.kind == "drafter"]
     of_its_type = [c for c in drafting if c.drafter == drafter.name]

@@ -49,11 +49,7 @@ class RegistryStore(Protocol):
         """Publish an entry (or a seal) with its blobs (files by digest), all or nothing; False if its path is taken."""
 
     def fetch(self, digest: str, to: Path) -> None:
-        """Write the blob with this digest to the new file `to`, checked.
-
-        Raises:
-            Refusal: it is missing, no regular file, or its content has another digest.
-        """
+        """Write the blob with this digest to the new file `to`; Refusal if it is missing, irregular or damaged."""
 
 
 @dataclass(frozen=True, order=True)

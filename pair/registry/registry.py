@@ -181,11 +181,7 @@ class Registry:
 
 
 def _existing(folder: Path, wanted: Manifest) -> Pair | None:
-    """Return the pair that is in `folder` already, whole.
-
-    Raises:
-        BadInputError: something else is there.
-    """
+    """Return the pair that is in `folder` already, whole; BadInputError for anything else."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return None
     if (folder / MANIFEST).is_file():

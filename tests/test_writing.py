@@ -25,7 +25,6 @@ ALLOWED = {
     "benchmarks/make_embedded.py",  # no part of the package's work
     "pair/signature.py",  # a list of signers and a passphrase's helper, in a temporary folder
     "pair/registry/folder.py",  # publishes by links, with names of `common`, which its sweep knows
-    "pair/registry/hub.py",  # fetches into a folder that is being built
     "train/optimizer_state.py",  # into a checkpoint, which counts only when its list is sealed
     "serving/launching.py",  # the log of an engine that it starts
 }

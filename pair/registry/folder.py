@@ -7,6 +7,7 @@ writer. An entry is linked to its name, which the file system does for one of se
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import stat
 from collections.abc import Sequence
@@ -18,8 +19,9 @@ from ...common.atomic import leftovers_within, replacing, sync, working_name
 from ...common.digests import problem_of
 from ...common.errors import Refusal
 from ...common.locks import locked
-from .layout import MAX_ENTRY, PAIRS, blob_path, copied, copy_blob
+from .layout import MAX_ENTRY, PAIRS, blob_path
 
+_CHUNK = 1 << 20
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 _WAIT = 60.0  # seconds, on a disk without links
 
@@ -108,6 +110,23 @@ class FolderStore:
             wrong = f"{status.st_size} bytes" if is_file else "no regular file"
             raise Refusal.of(place, wrong, f"a regular file of at most {limit} bytes", "Nothing was taken from it.")
         return opened
+
+
+def copy_blob(source: BinaryIO, to: Path, digest: str, where: str | Path) -> None:
+    """Write a blob to the new file `to`; Refusal if its content has another digest."""
+    with source, to.open("xb") as copy:
+        actual = copied(source, copy)
+    if actual != digest:
+        raise Refusal.of(where, f"SHA-256 {actual[:12]}…", f"{digest[:12]}…", "Push the pair again.")
+
+
+def copied(source: BinaryIO, copy: BinaryIO) -> str:
+    """Copy a file's content, and return the SHA-256 of the bytes that were written."""
+    digest = hashlib.sha256()
+    while part := source.read(_CHUNK):
+        digest.update(part)
+        copy.write(part)
+    return digest.hexdigest()
 
 
 def _linked(temporary: Path, place: Path) -> bool:

@@ -23,7 +23,8 @@ from huggingface_hub.errors import (
 
 from ...common import BadInputError
 from ...common.errors import Refusal
-from .layout import PAIRS, blob_path, copy_blob, published_at
+from .folder import copy_blob
+from .layout import PAIRS, blob_path, published_at
 
 _OUTRUN = (409, 412)  # HTTP: the repository has a newer commit
 

@@ -10,12 +10,11 @@ or measurement is the next revision. Another pair under the same name and versio
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Protocol
 
 from ...common import BadInputError
 from ...common.errors import Refusal
@@ -29,7 +28,6 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 _ENTRY = re.compile(rf"{PAIRS}/({_NAME.pattern})/([1-9][0-9]{{0,8}})\.([1-9][0-9]{{0,8}})\.json")
 _SEAL = re.compile(rf"{PAIRS}/({_NAME.pattern})/({_DIGEST.pattern})\.([1-9][0-9]{{0,8}})\.sig")
 _NOTHING = "Nothing was taken from it."
-_CHUNK = 1 << 20
 
 
 class RegistryStore(Protocol):
@@ -133,23 +131,6 @@ class PairReference:
 def blob_path(digest: str) -> str:
     """Return the path of the blob with this digest."""
     return f"{BLOBS}/{digest[:2]}/{digest}"
-
-
-def copy_blob(source: BinaryIO, to: Path, digest: str, where: str | Path) -> None:
-    """Write a blob to the new file `to`; Refusal if its content has another digest."""
-    with source, to.open("xb") as copy:
-        actual = copied(source, copy)
-    if actual != digest:
-        raise Refusal.of(where, f"SHA-256 {actual[:12]}…", f"{digest[:12]}…", "Push the pair again.")
-
-
-def copied(source: BinaryIO, copy: BinaryIO) -> str:
-    """Copy a file's content, and return the SHA-256 of the bytes that were written."""
-    digest = hashlib.sha256()
-    while part := source.read(_CHUNK):
-        digest.update(part)
-        copy.write(part)
-    return digest.hexdigest()
 
 
 def read_entry(entry: Entry, content: bytes, where: str) -> Manifest:

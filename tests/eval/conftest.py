@@ -11,7 +11,7 @@ from outrider.common import BadInputError
 from outrider.distill.prompts import Prompt
 from outrider.eval import PromptRecord, Report
 from outrider.eval.measure import summarise
-from outrider.eval.reports.figures import Baselines
+from outrider.eval.reports.figures import PHASES, Baselines
 from outrider.eval.reports.report import Conditions, ContestantInfo, SuiteInfo
 from outrider.eval.suites import Suite, make_suite
 from outrider.eval.tuning import BatchTuning, Candidate, CostRecord, Tuning
@@ -60,9 +60,8 @@ def suites() -> list[Suite]:
     """Two suites of 3 and 2 short prompts over a vocabulary of 64."""
 
     def prompts(suite: str, count: int, start: int) -> list[Prompt]:
-        return [
-            Prompt(f"{suite}/{i}", suite, tuple((start + i + 7 * j) % 64 for j in range(3 + i))) for i in range(count)
-        ]
+        tokens = (tuple((start + i + 7 * j) % 64 for j in range(3 + i)) for i in range(count))
+        return [Prompt(f"{suite}/{i}", suite, own) for i, own in enumerate(tokens)]
 
     return [make_suite("code", prompts("code", 3, 1)), make_suite("docs", prompts("docs", 2, 30))]
 
@@ -70,11 +69,7 @@ def suites() -> list[Suite]:
 def _record(
     contestant: str, temperature: float, i: int, accepted: list[int], depth: int, seconds: float
 ) -> PromptRecord:
-    compared = (
-        {"identical": i != 0, "diverges_at": 4 if i == 0 else None}
-        if temperature == 0 and contestant != "plain"
-        else {}
-    )
+    compared = temperature == 0 and contestant != "plain"
     return PromptRecord(
         contestant=contestant,
         temperature=temperature,
@@ -85,14 +80,9 @@ def _record(
         drafted=[depth] * len(accepted),
         accepted=accepted,
         repeats=[seconds],
-        seconds={
-            "prefill": 0.1 * seconds,
-            "draft": 0.2 * seconds,
-            "verify": 0.6 * seconds,
-            "host": 0.1 * seconds,
-            "total": seconds,
-        },
-        **compared,
+        seconds={phase: part * seconds for phase, part in zip(PHASES, (0.1, 0.2, 0.6, 0.1, 1.0), strict=True)},
+        identical=i != 0 if compared else None,
+        diverges_at=4 if compared and i == 0 else None,
     )
 
 
@@ -110,15 +100,11 @@ def make_report(
         accepted: per prompt the accepted drafts of each round.
     """
     rows = [_record("draft", t, i, a, depth, 0.5 + 0.01 * i) for t in temperatures for i, a in enumerate(accepted)]
-    rows += [
-        _record("plain", t, i, [0] * (sum(a) + len(a)), 0, 1.0 + 0.02 * i)
-        for t in temperatures
-        for i, a in enumerate(accepted)
-    ]
+    alone = [[0] * (sum(a) + len(a)) for a in accepted]
+    rows += [_record("plain", t, i, a, 0, 1.0 + 0.02 * i) for t in temperatures for i, a in enumerate(alone)]
     baselines = Baselines(plain="plain", generate=None)
-    rules = {("draft", t): "greedy" if t == 0 else "rejection" for t in temperatures} | {
-        ("plain", t): "none" for t in temperatures
-    }
+    rules = {("plain", t): "none" for t in temperatures}
+    rules |= {("draft", t): "greedy" if t == 0 else "rejection" for t in temperatures}
     fixed = {
         "target": {"path": "tiny"},
         "dtype": "float32",

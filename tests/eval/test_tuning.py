@@ -48,9 +48,8 @@ def test_the_nearest_batch_size_below_is_used_and_then_the_nearest_temperature()
 
 def test_the_stored_plan_is_the_one_that_was_measured() -> None:
     batch = make_tuning({3: 3}).batches[0]
-    assert batch.plan == Plan(
-        3, control=Control(Costs(((0, 0.0100001), (8, 0.02)), (0.0, 0.001), 0.0005), (0.5, 0.25), 16.0)
-    )
+    costs = Costs(((0, 0.0100001), (8, 0.02)), (0.0, 0.001), 0.0005)
+    assert batch.plan == Plan(3, control=Control(costs, (0.5, 0.25), 16.0))
     tree = batch.chosen.model_copy(update={"plan": {"depth": 2, "tree": [-1, -1, 0]}, "weight": None})
     assert tree.restored(batch.costs, batch.rates) == TREE
     assert Option(batch.plan, 2.0, RoundTimes(0, 0.01), 100.0).name == "depth up to 3"

@@ -98,13 +98,11 @@ def test_prompts_of_messages_are_asked_as_the_targets_template_asks_them(
     assert asked.tokens == tuple(target.tokenizer(asked.text, add_special_tokens=False)["input_ids"])
     assert (asked.id, asked.suite, asked.messages) == (chat.id, chat.suite, chat.messages)
     beginning = copy.deepcopy(target.tokenizer)
-    beginning.backend_tokenizer.post_processor = TemplateProcessing(
-        single="<|pad|> $A", special_tokens=[("<|pad|>", 0)]
-    )
+    processor = TemplateProcessing(single="<|pad|> $A", special_tokens=[("<|pad|>", 0)])
+    beginning.backend_tokenizer.post_processor = processor
     assert beginning("Why?")["input_ids"][0] == 0
-    assert rendered([chat], Target(target.model, beginning), {})[0].tokens == asked.tokens, (
-        "a template writes its own first token"
-    )
+    (again,) = rendered([chat], Target(target.model, beginning), {})
+    assert again.tokens == asked.tokens, "a template writes its own first token"
 
 
 # ------------------------------------------------------------ what is counted
@@ -116,14 +114,11 @@ def test_a_drafter_without_a_loss_is_counted(
 ) -> None:
     """By rounds of a decoder that gives each prompt the number it has among all of them."""
     target = make_target()
-    drafter, under = (
-        make_drafter("ngram", target),
-        settings(measured_at(recipe, temperatures=[temperature], seed=5, max_new_tokens=60)),
-    )
+    drafter = make_drafter("ngram", target)
+    under = settings(measured_at(recipe, temperatures=[temperature], seed=5, max_new_tokens=60))
     found = calibrate(target, drafter, prompts, under, Plan(3))
-    output = Decoder(target, drafter).generate(
-        [p.tokens for p in prompts], 60, Sampling(temperature, seed=5), Plan(3), sequence_ids=range(len(prompts))
-    )
+    tokens, sampling = [p.tokens for p in prompts], Sampling(temperature, seed=5)
+    output = Decoder(target, drafter).generate(tokens, 60, sampling, Plan(3), sequence_ids=range(len(prompts)))
     assert [(m.id, m.suite) for m in found] == [(p.id, p.suite) for p in prompts]
     for measure, rounds in zip(found, output.rounds, strict=True):
         assert (measure.accepted, measure.rounds) == (sum(r.accepted for r in rounds), len(rounds))
@@ -150,9 +145,8 @@ def test_a_trained_drafter_is_judged_by_its_own_loss_on_each_response(
         assert measure.alpha == pytest.approx(metrics["alpha_d1"][0].item(), abs=1e-6)
         assert measure.alpha == round(measure.alpha, 6), "written with six decimals"
         assert [measure.top1, measure.positions] == [part.item() for part in metrics["top1_d1"]]
-        assert [measure.analytic_tau, measure.chains] == pytest.approx(
-            [part.item() for part in metrics["tau"]], abs=1e-6
-        )
+        tau = [part.item() for part in metrics["tau"]]
+        assert [measure.analytic_tau, measure.chains] == pytest.approx(tau, abs=1e-6)
 
 
 def test_prompts_are_measured_some_at_a_time_with_the_same_figures(

@@ -291,9 +291,8 @@ def test_the_kept_adapter_stays_where_the_same_target_comes_from_memory(
 ) -> None:
     adapter = lora(r=4)
     first = make_pair("ngram", target=make_target(source={"path": "org/base", "adapter": str(adapter)}))
-    assert (first.folder / "adapter" / "adapter_config.json").read_text() == json.dumps(
-        {"base_model_name_or_path": None, "r": 4}, indent=2, sort_keys=True
-    )
+    config = json.dumps({"base_model_name_or_path": None, "r": 4}, indent=2, sort_keys=True)
+    assert (first.folder / "adapter" / "adapter_config.json").read_text() == config
     shutil.rmtree(adapter)
     again = make_pair("ngram", recipe=recipe.model_copy(update={"name": "other"}))
     assert again.manifest.target == first.manifest.target

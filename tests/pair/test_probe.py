@@ -120,9 +120,8 @@ def test_other_arguments_of_the_template_ask_the_prompts_anew_and_are_named(
     chats = [dataclasses.replace(p, messages=({"role": "user", "content": p.text},)) for p in prompts]
     pair = make_pair("ngram", target=target, calibration=chats)
     assert probe(pair, target, template={}).lines[0] == "the target is the one this pair was made for"
-    assert probe(pair, target, template={"thinking": True}).lines[0] == (
-        "the target changed: the chat template's argument thinking (was not given, is True)"
-    )
+    said = "the target changed: the chat template's argument thinking (was not given, is True)"
+    assert probe(pair, target, template={"thinking": True}).lines[0] == said
 
 
 def test_a_probe_of_two_prompts_knows_that_it_cannot_know(make_pair: MakePair, make_target: MakeTarget) -> None:

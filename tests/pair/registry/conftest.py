@@ -29,9 +29,8 @@ def versioned(pair: Pair, folder: Path, version: int, name: str, weights: bytes,
     (folder / "drafter" / "model.safetensors").write_bytes(weights)
     files = digest_files(folder / "drafter")
     reason = "first version" if parent is None else "the target changed: 3 of 57 weights"
-    lineage = Lineage(
-        parent=parent and Parent(name=parent.name, version=parent.version, digest=parent.digest), reason=reason
-    )
+    ancestor = parent and Parent(name=parent.name, version=parent.version, digest=parent.digest)
+    lineage = Lineage(parent=ancestor, reason=reason)
     record = pair.manifest.drafter.model_copy(update={"files": files})
     values = {"name": name, "version": version, "drafter": record, "lineage": lineage}
     made: Manifest = pair.manifest.model_copy(update=values)

@@ -100,6 +100,9 @@ def test_a_condition_that_json_does_not_know_is_not_written() -> None:
 def test_numbers_that_json_does_not_know_become_null() -> None:
     assert Figure.of(Interval(1.5, math.nan, math.inf)) == Figure(value=1.5, low=None, high=None)
     assert Figure.of(Interval(1.5, -math.inf, 2)) == Figure(value=1.5, low=None, high=2.0)
+    assert Figure.of(Interval(1.5, -math.inf, 2)).text("–") == "1.50", "one prompt gives no interval"
+    assert Figure.of(Interval(1.5, 1, 2)).text("–", decimals=1) == "1.5 [1.0, 2.0]"
+    assert Figure.of(None).text("–") == "–"
 
 
 @pytest.mark.parametrize(

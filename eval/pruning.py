@@ -119,7 +119,7 @@ def size_figures(
     """Return the figures of each size, with intervals over rows.
 
     Args:
-        sums, counts: what `measure_pruning` returned.
+        sums, counts: from `measure_pruning`.
         vocabularies: size, digest and counted share of each.
     """
     bootstrap = Bootstrap([len(counts)], seed=seed)

@@ -132,14 +132,9 @@ def _analytic(target: Target, drafter: Drafter, prompt: Sequence[int], response:
     supervised = torch.arange(tokens.shape[1], device=target.device)[None] >= len(prompt)
     out = target.forward(tokens, taps=drafter.taps, logits=False)
     metrics = drafter.loss(TargetBatch(target, tokens, supervised, out.hidden, out.last)).metrics
-    found = {name: [round(float(part), 6) for part in metrics[name]] for name in ("alpha_d1", "top1_d1", "tau")}
-    return {
-        "alpha": found["alpha_d1"][0],
-        "top1": found["top1_d1"][0],
-        "positions": int(found["top1_d1"][1]),
-        "analytic_tau": found["tau"][0],
-        "chains": int(found["tau"][1]),
-    }
+    alpha, top1, tau = ([round(float(part), 6) for part in metrics[name]] for name in ("alpha_d1", "top1_d1", "tau"))
+    figures = {"alpha": alpha[0], "top1": top1[0], "positions": int(top1[1])}
+    return figures | {"analytic_tau": tau[0], "chains": int(tau[1])}
 
 
 # ------------------------------------------------------------ calibration.jsonl

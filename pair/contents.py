@@ -2,7 +2,7 @@
 
     pair.json            identity, lineage, measurements (manifest.py)
     drafter/             config.json, model.safetensors
-    recipe.yaml          what trained it, resolved
+    recipe.yaml          the recipe of its training, resolved
     calibration.jsonl    the prompts that a probe repeats
     tokenizer/           the target's tokenizer, to name the first token that differs in another one
     adapter/             the target's PEFT adapter, where it has a local one
@@ -117,7 +117,7 @@ class PairContents:
 
     def _store(self, change: Callable[[Manifest], Manifest]) -> Self:
         with locked(self.folder, wait=_PATIENCE):
-            now = read_manifest(self.folder)  # measuring takes minutes: what else was written since stays
+            now = read_manifest(self.folder)  # measuring takes minutes: other records written meanwhile stay
             if now.digest != self.digest:
                 raise BadInputError(
                     f"{self.folder} holds another pair by now ({now.name} version {now.version}); nothing was stored. "

@@ -61,7 +61,7 @@ def export_pair(
 
     Raises:
         BadInputError, IncompatibleError: as `outrider.formats.export_drafter` does.
-        StaleError: the target's content is not what the pair was made for.
+        StaleError: the target's content is not that of the pair's target.
     """
     target, drafter, _ = pair.open(target)
     drafter = restore_drafter(pair.drafter_folder, target).to(target.device).eval()  # in the precision it was saved in

@@ -127,7 +127,7 @@ def new_pair(
 def _existing(final: Path) -> Pair | None:
     """Return the pair that is already there; BadInputError for anything else."""
     if (final / MANIFEST).exists():
-        return Pair.load(final, check=False)  # what was altered is written anew
+        return Pair.load(final, check=False)  # altered files are written anew
     if final.is_file() or (final.is_dir() and any(final.iterdir())):
         raise BadInputError(f"{str(final)!r} exists and is not a pair; nothing was written. Choose a new folder.")
     return None

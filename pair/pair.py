@@ -82,7 +82,7 @@ class Pair(PairContents):
 
         Raises:
             IncompatibleError: the drafter cannot draft for this target (tokenizer, vocabulary, taps).
-            StaleError: the target's content differs from what the pair was made for.
+            StaleError: the target's content differs from that of the pair's target.
         """
         target = target or self.load_target()
         drafter = self.drafter_for(target)

@@ -222,13 +222,13 @@ def _rules(page: str, ink: str, soft: str, grid: str, contestants: Sequence[str]
 
 def legend(report: Report) -> list[tuple[str, str]]:
     """Return the marker, as SVG, and the label of every drafter."""
-    found = []
+    entries = []
     for drafter in (c for c in report.contestants if c.kind == "drafter"):
         size = {"viewBox": "-7 -7 14 14", "width": "14", "height": "14", "aria-hidden": "true"}
         svg = ElementTree.Element("svg", size)
         _marker(svg, 0, 0, _colour(report, drafter.name))
-        found.append((_string(svg), drafter.label))
-    return found
+        entries.append((_string(svg), drafter.label))
+    return entries
 
 
 # ------------------------------------------------------------ marks
@@ -342,7 +342,7 @@ def _step(limit: float) -> float:
     return next(m * magnitude for m in (1, 2, 2.5, 5, 10) if m * magnitude >= raw * 0.999)
 
 
-# ------------------------------------------------------------ what is shown
+# ------------------------------------------------------------ limits and names
 
 
 def _top(interval: Interval) -> float:

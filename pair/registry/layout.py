@@ -61,8 +61,8 @@ class Entry:
     @classmethod
     def at(cls, path: str) -> Entry | None:
         """Return the entry at `path`; None for a file that is none."""
-        found = _ENTRY.fullmatch(path)
-        return None if found is None else cls(found[1], int(found[2]), int(found[3]))
+        match = _ENTRY.fullmatch(path)
+        return None if match is None else cls(match[1], int(match[2]), int(match[3]))
 
     @property
     def path(self) -> str:
@@ -88,8 +88,8 @@ class Seal:
     @classmethod
     def at(cls, path: str) -> Seal | None:
         """Return the seal at `path`; None for a file that is none."""
-        found = _SEAL.fullmatch(path)
-        return None if found is None else cls(found[1], found[2], int(found[3]))
+        match = _SEAL.fullmatch(path)
+        return None if match is None else cls(match[1], match[2], int(match[3]))
 
     @property
     def path(self) -> str:

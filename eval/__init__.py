@@ -1,8 +1,8 @@
-"""What was achieved: suites, measurement, statistics, reports, the gate, and the tuner.
+"""Measurements: suites, statistics, reports, the gate, and the tuner.
 
-What a saved report needs stands in `reports`, and importing this package loads no more: neither torch nor scipy. What
-measures is imported from its module: `measure` (whole measurements), `acceptance`, `pruning`, `confidence` and `tuner`;
-`suites` holds the prompts, `batches` batches of them. What a round costs is `outrider.costs.rounds`.
+Importing this package loads saved reports (`reports`) only, neither torch nor scipy. Measurements are imported from
+their modules: `measure` (whole reports), `acceptance`, `pruning`, `confidence` and `tuner`; `suites` holds the prompts,
+`batches` batches of them. The costs of rounds are in `outrider.costs.rounds`.
 """
 
 from .reports.figures import ALL, Figures, Interval, PromptRecord, Ratio

@@ -1,4 +1,4 @@
-"""How often a drafter's drafts are accepted on prompts: by depth, and in trees by rank.
+"""The acceptance of a drafter's drafts on prompts: by depth, and in trees by rank.
 
 Shapes: D levels of a tree, W children of a node.
 """
@@ -25,14 +25,12 @@ _AT_ONCE = 8  # prompts
 
 @dataclass(frozen=True)
 class Acceptance:
-    """How often drafts are accepted on the prompts; it depends neither on the batch size nor on the machine.
+    """The acceptance of drafts on the prompts; it depends neither on the batch size nor on the machine.
 
     Attributes:
-        rates: alpha at depth 1, 2, …, of the rounds that drafted so deep and accepted what came before; 0 where there
-            were none.
-        kept: share of all rounds that accepted at least 1, 2, … drafts, with those that had nothing to draft.
-        ranks: `[D][W]`, how often the path goes on through the child of each rank, of the rounds that came to its
-            parent; () without trees.
+        rates: alpha at depth 1, 2, …, of the rounds that drafted so deep and accepted all before; 0 without any.
+        kept: share of all rounds, also of those without drafts, that accepted at least 1, 2, … drafts.
+        ranks: `[D][W]`, the share of paths through the child of each rank, of those to its parent; () without trees.
         tokens: new tokens of a mean answer.
     """
 
@@ -63,20 +61,15 @@ def measure_acceptance(
     """Decode all prompts with the deepest chain, and with a wide tree if `trees`.
 
     Args:
-        at_once: prompts decoded in one batch, at most: what a fusion proposes depends on whether it drafts for one row.
+        at_once: prompts of a batch, at most: a fusion drafts otherwise for one row than for several.
 
     Raises:
         BadInputError: every answer ends with its first token.
     """
     decoder, depth, rounds, tokens = Decoder(target, drafter), deepest(drafter), [], 0
     for some in _pieces(jobs, at_once):
-        out = decoder.generate(
-            [j.prompt.tokens for j in some],
-            max_new_tokens,
-            sampling,
-            Plan(depth),
-            sequence_ids=[j.sequence for j in some],
-        )
+        prompts, ids = [j.prompt.tokens for j in some], [j.sequence for j in some]
+        out = decoder.generate(prompts, max_new_tokens, sampling, Plan(depth), sequence_ids=ids)
         rounds += [r for sequence in out.rounds for r in sequence]
         tokens += sum(map(len, out.tokens))
     if not rounds:
@@ -102,10 +95,10 @@ def _pieces(jobs: Sequence[PromptJob], at_once: int = _AT_ONCE) -> list[list[Pro
 def rank_rates(
     target: Target, drafter: Drafter, jobs: Sequence[PromptJob], max_new_tokens: int, sampling: Sampling
 ) -> tuple[tuple[float, ...], ...]:
-    """Return how often a kept path goes on through the child of each rank, by depth, `[D][W]`.
+    """Return the share of kept paths that go on through the child of each rank, by depth, `[D][W]`.
 
-    Seen in rounds under one wide tree, in which the nodes of the all-first path have W children each. Rates under other
-    nodes are taken to be the same, as Sequoia does (arXiv 2402.12374, §4.1); really they are a little lower, so large
+    They are measured under one wide tree, in which the nodes of the all-first path have W children each. Other nodes
+    are taken to have the same rates, as in Sequoia (arXiv 2402.12374, §4.1); they are a little lower, so that large
     trees are predicted a few percent too well.
     """
     vocabulary = target.vocab_size if drafter.output_ids is None else len(drafter.output_ids)
@@ -116,18 +109,12 @@ def rank_rates(
 
 
 def wide_tree(depth: int, width: int) -> Tree:
-    """Return a path of `depth` nodes; the root and each of them but the last have `width` children.
-
-    The first child of each is the next node of the path.
-    """
+    """Return a path of first children, `depth` deep, in which the root and each node but the last have `width`."""
     return Tree(tuple(-1 if level == 0 else (level - 1) * width for level in range(depth) for _ in range(width)))
 
 
 def _share_by_rank(tree: Tree, ends: Sequence[int], depth: int) -> tuple[float, ...]:
-    """Return the share that went on to each child of a node, of the paths that came to it.
-
-    The node is the one at `depth` of the all-first path; 0 is the root.
-    """
+    """Return the share of paths through each child of the node at `depth` of the all-first path, of those to it."""
     came = [path for path in (_path(tree, end) for end in ends) if path[:depth] == [0] * depth]
     width = len(tree.children[-1])
     return tuple(
@@ -148,10 +135,7 @@ def _path(tree: Tree, node: int) -> list[int]:
 def _kept_ends(
     decoder: Decoder, jobs: Sequence[PromptJob], max_new_tokens: int, sampling: Sampling, tree: Tree
 ) -> list[int]:
-    """Return the node at which each round's kept path ended (−1: the root).
-
-    Rounds tell how deep a path went, not along which children.
-    """
+    """Return the last node of each round's kept path (−1: the root), of which rounds keep the depth only."""
     ends: list[int] = []
 
     def note(verdict: Verdict) -> None:

@@ -1,8 +1,4 @@
-"""Batches of prompts, completed at once.
-
-Batches are ragged, sequences finish at different times and free their rows: what a batch takes is measured over whole
-requests, down to its last row.
-"""
+"""Batches of prompts, timed as whole requests: they are ragged, and sequences finish at different times."""
 
 from __future__ import annotations
 
@@ -21,7 +17,7 @@ from .suites import PromptJob
 
 @dataclass(frozen=True)
 class BatchAnswer:
-    """One batch, completed: tokens and rounds of each prompt, and seconds of the prefill and in all."""
+    """A completed batch: tokens and rounds of each prompt, seconds of the prefill and in all."""
 
     tokens: list[list[int]]
     rounds: list[list[Round]]
@@ -50,9 +46,9 @@ class BatchAnswer:
 
 
 def make_groups(jobs: Sequence[PromptJob], size: int, least: int, seed: int = 0) -> list[list[PromptJob]]:
-    """Return batches of `size` prompts, drawn at random: all prompts once, or as often as gives `least` batches.
+    """Return random batches of `size` prompts: one pass over all of them, or as many as `least` batches need.
 
-    Within one pass over the prompts no two batches share one; those that a pass leaves over are not run.
+    Within a pass no two batches share a prompt; those left over are not run.
     """
     if not 1 <= size <= len(jobs):
         raise BadInputError(f"batches: a size must be between 1 and the number of prompts, {len(jobs)}; got {size}.")
@@ -83,10 +79,7 @@ class BatchRacer:
 
 
 def median_repeat(repeats: Sequence[BatchAnswer]) -> BatchAnswer:
-    """Return the batch, whose tokens are the same in every repeat, in the time of the median one.
-
-    Of an even number of repeats it is the faster of the two in the middle.
-    """
+    """Return the batch with the median time of its repeats; of an even number the faster one in the middle."""
     return replace(repeats[0], seconds=statistics.median_low([r.seconds for r in repeats]))
 
 

@@ -1,9 +1,9 @@
-"""How well a drafter's confidences are calibrated, and the temperatures that calibrate them.
+"""The calibration of a drafter's confidences by temperatures.
 
-A confidence head predicts of each draft the probability that it is accepted if those before it were; the product along
-a chain is the probability that the chain gets there. Sequential temperature scaling (DSpark, arXiv 2607.05147)
-divides the log-odds of each draft by a temperature of its place: one after the other, each the best for the product so
-far, those before it fixed. Temperatures never change which of two drafts at one place is the surer one.
+A confidence head predicts the probability that a draft is accepted if those before it were; the product along a chain
+is the probability of accepting all of it. Sequential temperature scaling (DSpark, arXiv 2607.05147) divides the
+log-odds of each draft by a temperature of its place: one after the other, each the best for the product so far, with
+those before it fixed.
 
 Shapes: N rounds, k drafts.
 """
@@ -30,29 +30,24 @@ BINS = 10
 
 @dataclass(frozen=True)
 class ConfidenceSample:
-    """A drafter's confidences in its drafts, and how many of them were accepted.
-
-    Attributes:
-        odds: log-odds of each draft, `[N, k]`.
-        accepted: drafts of each round that stayed, `[N]`.
-    """
+    """The log-odds of a drafter's drafts, `[N, k]`, and the accepted drafts of each round, `[N]`."""
 
     odds: np.ndarray
     accepted: np.ndarray
 
     def reached(self, temperatures: Sequence[float]) -> np.ndarray:
-        """Return the predicted probabilities that each draft is reached and accepted, `[N, len(temperatures)]`."""
+        """Return the predicted probability of accepting each draft and all before it, `[N, len(temperatures)]`."""
         odds = self.odds[:, : len(temperatures)] / np.array(temperatures)
         return (1 / (1 + np.exp(-odds))).cumprod(1)
 
     def error(self, temperatures: Sequence[float]) -> float:
-        """Return the calibration error of reaching and accepting the last draft that has a temperature."""
+        """Return the calibration error at the last draft that has a temperature."""
         return calibration_error(self.reached(temperatures)[:, -1], self.accepted >= len(temperatures))
 
 
 @dataclass(frozen=True)
 class Bin:
-    """Drafts of about equal confidence: how many, their mean confidence, and the share of them that was accepted."""
+    """Drafts of about equal confidence: their number, mean confidence, and accepted share."""
 
     count: int
     predicted: float
@@ -95,10 +90,8 @@ def fit(sample: ConfidenceSample, grid: Sequence[float] = GRID) -> Calibration:
         # Of equal errors the temperature nearest to 1: nothing is changed without a gain.
         temperatures.append(min(grid, key=lambda t: (sample.error([*temperatures, t]), abs(np.log(t)))))
     places = range(1, len(temperatures) + 1)
-    plain = tuple(sample.error([1.0] * j) for j in places)
-    return Calibration(
-        tuple(temperatures), plain, tuple(sample.error(temperatures[:j]) for j in places), len(sample.odds)
-    )
+    before, after = (tuple(sample.error(t[:j]) for j in places) for t in ([1.0] * len(temperatures), temperatures))
+    return Calibration(tuple(temperatures), before, after, len(sample.odds))
 
 
 # ------------------------------------------------------------ rounds
@@ -107,7 +100,7 @@ def fit(sample: ConfidenceSample, grid: Sequence[float] = GRID) -> Calibration:
 def collect(
     target: Target, drafter: Drafter, prompts: Sequence[list[int]], max_new_tokens: int, sampling: Sampling
 ) -> ConfidenceSample:
-    """Return a drafter's confidences in rounds of the decoder itself, prompt by prompt.
+    """Return a drafter's confidences in the decoder's own rounds, prompt by prompt.
 
     Raises:
         BadInputError: the drafter has no confidence head.
@@ -118,26 +111,23 @@ def collect(
         )
     odds: list[list[float]] = []
     accepted: list[int] = []
-    plan = Plan(drafter.max_depth, confidence=1e-30)  # every draft is proposed, and its confidence is asked for
+    depth = drafter.max_depth
+    plan = Plan(depth, confidence=1e-30)  # every draft is proposed, and its confidence is computed
     for number, prompt in enumerate(prompts):
         with _recording(drafter) as recorded:
-            out = Decoder(target, drafter, static=False).generate(
-                [prompt], max_new_tokens, sampling, plan, sequence_ids=[number]
-            )
+            decoder = Decoder(target, drafter, static=False)
+            out = decoder.generate([prompt], max_new_tokens, sampling, plan, sequence_ids=[number])
         rounds = out.rounds[0][:-1]  # the last one may have been cut by the text's end
-        whole = [
-            (recorded[i : i + drafter.max_depth], one.accepted)
-            for i, one in zip(range(0, len(recorded), drafter.max_depth), rounds, strict=False)
-            if one.drafted == drafter.max_depth
-        ]
-        odds += [own for own, _ in whole]
-        accepted += [count for _, count in whole]
-    return ConfidenceSample(np.array(odds).reshape(-1, drafter.max_depth), np.array(accepted))
+        for i, one in zip(range(0, len(recorded), depth), rounds, strict=False):
+            if one.drafted == depth:
+                odds.append(recorded[i : i + depth])
+                accepted.append(one.accepted)
+    return ConfidenceSample(np.array(odds).reshape(-1, depth), np.array(accepted))
 
 
 @contextmanager
 def _recording(drafter: DSpark) -> Iterator[list[float]]:
-    """Collect the log-odds of the first row's drafts, without the drafter's temperatures, while this is entered."""
+    """Collect the log-odds of the first row's drafts, without the drafter's temperatures."""
     recorded: list[float] = []
     session, temperatures = drafter.session, drafter.config.temperatures
 

@@ -45,7 +45,7 @@ PLAIN, GENERATE = "plain", "transformers.generate"
 
 @dataclass
 class Contestant:
-    """What is measured: the target with a drafter (or, with None, alone) under a plan."""
+    """The target with a drafter (None: alone) under a plan."""
 
     name: str
     drafter: Drafter | None
@@ -53,10 +53,7 @@ class Contestant:
 
     @classmethod
     def of(cls, name: str, drafter: Drafter, plan: Plan) -> Contestant:
-        """Return a contestant that follows `plan` as far as the drafter can.
-
-        A drafter that grows no trees gets a chain, and none drafts deeper than it can.
-        """
+        """Return a contestant that follows `plan` as far as the drafter can, in depth and in growing trees."""
         return cls(name, drafter, (plan if drafter.abilities.reads_nodes else plan.chain).up_to(drafter.max_depth))
 
 
@@ -71,8 +68,7 @@ def measure(
     """Complete every prompt with every contestant, at every temperature, at batch size 1.
 
     Args:
-        contestants: the drafters; the first is the one that the report's headline is about. The plain target is added
-            unless a contestant without a drafter is among them.
+        contestants: the drafters; the headline is about the first. The plain target is added unless it is among them.
         settings: `temperatures`, `max_new_tokens`, `repeats`, `threads` and `seed` are used; `limit` cuts each suite.
         generate_baseline: whether `transformers.generate` takes part too.
         console: shows progress there.
@@ -96,7 +92,7 @@ def measure(
     with threads(settings.threads):
         records, rules = _race_at_each(temperatures, racers, jobs, plain, settings.repeats, console)
         conditions = _conditions(target, suites, settings, temperatures)
-    generate = [ContestantInfo(name=GENERATE, kind="generate")] if generate_baseline else []
+    generate = [ContestantInfo(name=GENERATE, kind="generate")] * generate_baseline
     return Report(
         conditions=conditions,
         contestants=[_info(c) for c in entrants] + generate,
@@ -210,7 +206,7 @@ class DecoderRacer:
 
 
 class GenerateRacer:
-    """`transformers.generate` with its default cache: what a user has without Outrider."""
+    """`transformers.generate` with its default cache, for users without Outrider."""
 
     name = GENERATE
 
@@ -230,7 +226,7 @@ class GenerateRacer:
             return TimedCompletion(new, {"total": clock(self.target.device) - began})
 
     def _config(self, temperature: float) -> GenerationConfig:
-        """Return a config that sets everything that the model's own might set otherwise."""
+        """Return a config that sets all that the model's own might set otherwise."""
         eos = list(self.target.eos_ids)
         sampled = {"temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
         return GenerationConfig(
@@ -249,10 +245,7 @@ class GenerateRacer:
 def make_records(
     answers: dict[str, list[list[TimedCompletion]]], jobs: Sequence[PromptJob], temperature: float, plain: str
 ) -> list[PromptRecord]:
-    """Return the records of a race.
-
-    At temperature 0 every contestant's tokens are compared with those of the one called `plain`.
-    """
+    """Return the records of a race; at temperature 0 all tokens are compared with those of the contestant `plain`."""
     return [
         _record(name, temperature, job, repeats, None if temperature > 0 or name == plain else reference[0].tokens)
         for name, per_job in answers.items()
@@ -263,14 +256,14 @@ def make_records(
 def _record(
     name: str, temperature: float, job: PromptJob, repeats: list[TimedCompletion], reference: list[int] | None
 ) -> PromptRecord:
-    """Return the record of one prompt.
-
-    Its tokens are the same in every repeat; its seconds are those of the median one (the faster of two in the middle).
-    """
+    """Return the record of one prompt, in the time of the median repeat; its tokens are the same in all of them."""
     times = [r.seconds["total"] for r in repeats]
     median = repeats[times.index(statistics.median_low(times))]
-    first = repeats[0]
-    same = None if reference is None else first.tokens == reference
+    first, diverges_at = repeats[0], None
+    if reference is not None and first.tokens != reference:
+        pairs = enumerate(zip(first.tokens, reference, strict=False))
+        shorter = min(len(first.tokens), len(reference))
+        diverges_at = next((i for i, (own, wanted) in pairs if own != wanted), shorter)
     return PromptRecord(
         contestant=name,
         temperature=temperature,
@@ -283,15 +276,9 @@ def _record(
         tried=[r.reach for r in first.rounds] if any(r.reach != r.drafted for r in first.rounds) else None,
         seconds={phase: round(spent, 6) for phase, spent in median.seconds.items()},
         repeats=[round(t, 6) for t in times],
-        identical=same,
-        diverges_at=_divergence(first.tokens, reference) if reference is not None and not same else None,
+        identical=None if reference is None else diverges_at is None,
+        diverges_at=diverges_at,
     )
-
-
-def _divergence(tokens: list[int], reference: list[int]) -> int:
-    """Return the index of the first token that differs, or the shorter one's length."""
-    pairs = enumerate(zip(tokens, reference, strict=False))
-    return next((i for i, (own, wanted) in pairs if own != wanted), min(len(tokens), len(reference)))
 
 
 def _info(contestant: Contestant) -> ContestantInfo:
@@ -309,14 +296,13 @@ def _info(contestant: Contestant) -> ContestantInfo:
 
 
 def _conditions(target: Target, suites: Sequence[Suite], settings: EvalSpec, temperatures: list[float]) -> Conditions:
-    parameters = sum(p.numel() for p in target.model.parameters())
-    model = {
-        "model_type": target.config.model_type,
-        "parameters": parameters,
-        "fingerprint": target.fingerprint().digest,
-    }
     return Conditions(
-        target={**target.source, **model},
+        target={
+            **target.source,
+            "model_type": target.config.model_type,
+            "parameters": sum(p.numel() for p in target.model.parameters()),
+            "fingerprint": target.fingerprint().digest,
+        },
         dtype=str(target.dtype).removeprefix("torch."),
         device=target.device.type,
         device_name=device_name(target.device),
@@ -333,7 +319,7 @@ def _conditions(target: Target, suites: Sequence[Suite], settings: EvalSpec, tem
 
 
 def suite_info(suite: Suite, limit: int | None) -> SuiteInfo:
-    """Return the suite as it was measured: a limit makes it another one."""
+    """Return the name, digest and size of a suite's first `limit` prompts: a limit makes it another suite."""
     used = suite if limit is None else make_suite(suite.name, suite.prompts[:limit])
     return SuiteInfo(name=suite.name, digest=used.digest, num_prompts=len(used.prompts))
 
@@ -432,8 +418,7 @@ def _alpha(records: Sequence[PromptRecord], bootstrap: Bootstrap) -> list[DepthF
 
 def _histogram(records: Sequence[PromptRecord], bootstrap: Bootstrap) -> list[AcceptedFigure]:
     most = max((a for r in records for a in r.accepted), default=0)
-    counted = [np.bincount(np.asarray(r.accepted, dtype=np.int64), minlength=most + 1) for r in records]
-    counts = np.stack(counted, 1)  # [accepted, N]
+    counts = np.array([[r.accepted.count(a) for r in records] for a in range(most + 1)])  # [accepted, N]
     rounds = counts.sum(0)
     return [
         AcceptedFigure(accepted=a, rounds=int(row.sum()), share=bootstrap.ratio(Ratio(row, rounds)))

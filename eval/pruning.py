@@ -1,9 +1,8 @@
-"""What a pruned draft vocabulary costs in acceptance, whatever the drafter: measured with the target's distribution.
+"""The acceptance that a pruned draft vocabulary costs any drafter, measured with the target's distribution.
 
-A drafter whose outputs are a set K proposes nothing outside it. With p the target's distribution, Σ min(p, q) <= p(K)
-for every q on K, and q = p / p(K) reaches it: so 1 − p(K), the mass outside, is the acceptance that pruning takes from
-a perfect drafter at temperature 1. At temperature 0 it is the share of positions whose most probable token lies
-outside.
+With p the target's distribution and K the vocabulary, Σ min(p, q) <= p(K) for every q on K, and q = p / p(K) reaches
+it: so 1 − p(K), the mass outside, is the acceptance that pruning takes from a perfect drafter at temperature 1. At
+temperature 0 it is the share of positions whose most probable token lies outside.
 
 Shapes: B rows, T tokens, V vocabulary, P positions, S sizes, N rows in all.
 """
@@ -28,20 +27,15 @@ def measure_pruning(
 
     Args:
         batches: tokens `[B, T]`, padded on the right, and which of them count `[B, T]` bool.
-        ranks: of each token its place by frequency, `[V]`; a vocabulary of size s holds the ranks below s.
+        ranks: each token's place by frequency, `[V]`; a vocabulary of size s holds the ranks below s.
         chunk: positions whose logits exist at a time.
 
     Returns:
-        `[3, S, N]`: tokens inside, probability outside, most probable tokens outside; and the number of positions
-        `[N]`.
+        `[3, S, N]`: tokens inside, probability outside, most probable tokens outside; and `[N]`: positions.
     """
-    parts, counts = [], []
     device = target.device
-    for tokens, supervised in batches:
-        sums, count = _sums(target, tokens.to(device), supervised.to(device), ranks.to(device), sizes, chunk)
-        parts.append(sums)
-        counts.append(count)
-    return np.concatenate(parts, -1), np.concatenate(counts)
+    parts = [_sums(target, t.to(device), s.to(device), ranks.to(device), sizes, chunk) for t, s in batches]
+    return np.concatenate([sums for sums, _ in parts], -1), np.concatenate([counts for _, counts in parts])
 
 
 def _sums(
@@ -60,11 +54,7 @@ def _sums(
 
 
 def _positions(logits: Tensor, following: Tensor, ranks: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Return the three figures of each position, `[3, S, P]`.
-
-    Args:
-        logits: `[P, V]`. following: the tokens that followed, `[P]`.
-    """
+    """Return the three figures of each position, `[3, S, P]`, from `logits` `[P, V]` and the next tokens `[P]`."""
     limits = torch.tensor(sizes, device=logits.device)[:, None]
     order = ranks.argsort()
     # From the rarest token on, so that small masses are sums of small numbers.
@@ -79,13 +69,13 @@ def _positions(logits: Tensor, following: Tensor, ranks: Tensor, sizes: Sequence
 
 
 class SizeFigures(ReportModel):
-    """What a pruned vocabulary of one size holds and loses.
+    """The figures of a pruned vocabulary of one size.
 
     Attributes:
         digest: of its token ids.
         counted: share of the counted tokens that it holds. covered: the same of the tokens of the measured positions.
         lost: acceptance lost to pruning at temperature 1, the target's mean probability outside of it.
-        alpha_max: 1 − lost, what a perfect drafter's acceptance is at most.
+        alpha_max: 1 − lost, a perfect drafter's acceptance.
         lost_greedy: share of positions whose most probable token is outside of it.
     """
 
@@ -99,11 +89,11 @@ class SizeFigures(ReportModel):
 
 
 class VocabularyReport(ReportModel):
-    """The report of `outrider vocab`: sizes of a draft vocabulary and what each costs.
+    """The report of `outrider vocab`: sizes of a draft vocabulary and the price of each.
 
     Attributes:
-        counts_digest: SHA-256 of the counts that decide all of them. num_counted: tokens counted. num_distinct: how
-            many different ones are among them.
+        counts_digest: SHA-256 of the counts that decide all of them. num_counted: tokens counted. num_distinct:
+            different ones among them.
         measured_on: whether the positions are of held-out responses or of those that were counted.
         chosen: the size of the recipe's drafter, if it prunes; token_ids: that vocabulary.
     """
@@ -129,7 +119,7 @@ def size_figures(
     """Return the figures of each size, with intervals over rows.
 
     Args:
-        sums, counts: what `measure_pruning` returned.
+        sums, counts: from `measure_pruning`.
         vocabularies: size, digest and counted share of each.
     """
     bootstrap = Bootstrap([len(counts)], seed=seed)

@@ -1,7 +1,7 @@
 """The prompts that a measurement runs on, their identity by content, and the turns in which they are completed.
 
-For each prompt and each repeat every racer completes it once. The order rotates from turn to turn, so that whatever
-else the machine does hits all alike.
+Every racer completes every prompt once in each repeat. The order rotates from turn to turn, so that whatever else the
+machine does slows all of them alike.
 """
 
 from __future__ import annotations
@@ -27,11 +27,7 @@ from .reports.figures import ALL
 
 @dataclass(frozen=True)
 class Suite:
-    """A named list of prompts.
-
-    Attributes:
-        digest: SHA-256 over ids and tokens, in order. Two suites with one digest ask for the same.
-    """
+    """A named list of prompts; the digest is a SHA-256 over their ids and tokens, in order."""
 
     name: str
     prompts: list[Prompt]
@@ -55,20 +51,16 @@ def load_suites(
     """
     if not names:
         raise BadInputError(f"no suites were given; packaged ones: {', '.join(PACKAGED)}.")
-    suites = [_load(name, tokenizer, limit, template) for name in names]
+    files = [find_suite(name) for name in names]
+    suites = [
+        make_suite(title, read_prompts([str(file)], tokenizer, limit=limit, template=template)) for title, file in files
+    ]
     for name, count in Counter(s.name for s in suites).items():
         if count > 1:
             raise BadInputError(
                 f"{count} suites are called {name!r}; figures are reported by name, so give each file another one."
             )
     return suites
-
-
-def _load(
-    name: str, tokenizer: PreTrainedTokenizerBase, limit: int | None, template: Mapping[str, Any] | None
-) -> Suite:
-    title, file = find_suite(name)
-    return make_suite(title, read_prompts([str(file)], tokenizer, limit=limit, template=template))
 
 
 def make_suite(name: str, prompts: Sequence[Prompt]) -> Suite:
@@ -97,7 +89,7 @@ def make_suite(name: str, prompts: Sequence[Prompt]) -> Suite:
 
 @dataclass(frozen=True)
 class PromptJob:
-    """One prompt to complete; `sequence` keys its randomness, so that it does not depend on what else is measured."""
+    """One prompt to complete; `sequence` keys its randomness, which other prompts do not change."""
 
     suite: str
     prompt: Prompt
@@ -123,11 +115,11 @@ def check_lengths(target: Target, jobs: Sequence[PromptJob], settings: EvalSpec)
 
 # ------------------------------------------------------------ turns
 
-# What a racer is given, and what it makes of it.
-Given = TypeVar("Given", contravariant=True)
-Made = TypeVar("Made", covariant=True)
-G = TypeVar("G")
-M = TypeVar("M")
+# A racer's job, and its result.
+Job = TypeVar("Job", contravariant=True)
+Done = TypeVar("Done", covariant=True)
+J = TypeVar("J")
+D = TypeVar("D")
 
 
 @dataclass
@@ -140,30 +132,30 @@ class TimedCompletion:
     rule: str = "none"
 
 
-class Racer(Protocol[Given, Made]):
-    """What takes turns: it completes a job at a temperature, and times itself."""
+class Racer(Protocol[Job, Done]):
+    """A contestant that completes a job at a temperature, and times itself."""
 
     name: str
 
-    def __call__(self, job: Given, temperature: float) -> Made: ...
+    def __call__(self, job: Job, temperature: float) -> Done: ...
 
 
 def race(
-    racers: Sequence[Racer[G, M]],
-    jobs: Sequence[G],
+    racers: Sequence[Racer[J, D]],
+    jobs: Sequence[J],
     temperature: float,
     repeats: int,
     tick: Callable[[], None] = lambda: None,
-) -> dict[str, list[list[M]]]:
-    """Let every racer complete every job `repeats` times; who starts moves on by one with each turn.
+) -> dict[str, list[list[D]]]:
+    """Let every racer complete every job `repeats` times; the one that starts changes with each turn.
 
     Returns:
-        Per racer, per job, what it made of it in each repeat, in their order.
+        Per racer and job, its results in the order of the repeats.
     """
-    made: dict[str, list[list[M]]] = {r.name: [[] for _ in jobs] for r in racers}
+    done: dict[str, list[list[D]]] = {r.name: [[] for _ in jobs] for r in racers}
     for i, job in enumerate(jobs):
         for repeat in range(repeats):
             for racer in rotated(racers, i * repeats + repeat):
-                made[racer.name][i].append(racer(job, temperature))
+                done[racer.name][i].append(racer(job, temperature))
             tick()
-    return made
+    return done

@@ -1,23 +1,20 @@
 """Find the fastest plan on this machine, for a drafter by itself and for its fusions with drafters without weights.
 
-What a round costs and how often drafts are accepted is measured; from that the speed of every plan is predicted; the
+The costs of rounds and the acceptance of drafts are measured, and from them the speed of every plan is predicted; the
 best predicted plans are measured beside the plain target in turns, and the best *measured* one is chosen.
 
-Rounds are timed in the decoder's own loop, on whole requests. Drafting timed by itself runs with other caches, and the
-target's pass by itself knows nothing of captured graphs, so the two together need not be what a round takes. What a
-pass takes for each draft more is measured by itself, up to 256 drafts (64 on a CPU; `costs.rounds.verify_times`); what
-drafting takes is the rest of a round.
+Rounds are timed in the decoder's own loop, on whole requests, with its caches and captured graphs. The price of each
+draft more in a pass is measured by itself (`costs.rounds.verify_times`); drafting is the rest of a round.
 
-τ is predicted as 1 + Σ_d P(d drafts are accepted) for a chain (which is 1 + Σ_d Π_{i≤d} alpha_i where drafts are never
-missing) and 1 + Σ over nodes of the product of the rates on the way to it for a tree; the speed that follows from it is
-in `costs.rounds`.
+τ is predicted as 1 + Σ_d P(d drafts are accepted) for a chain, and for a tree as 1 + Σ over nodes of the product of the
+rates on the way to it; `costs.rounds` has the speed that follows from it.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -54,11 +51,9 @@ _LEAST_GROUPS = 4
 TREE_SIZES = (4, 8, 12, 16, 24, 32, 48, 64)
 _HOPEFUL = 0.9  # trees that cannot reach this part of the best chain's prediction are not timed
 _RACING = 2  # chains, and trees, that are measured
-# The rates were measured on many prompts, so that a few unlucky rounds should not outvote them: with less a controller
-# falls back too early.
-CONTROL_WEIGHT = 16.0
-Bars = Callable[[str, int], AbstractContextManager[Advance]]  # shows that something of so many steps is under way
-# What a trained drafter is tried together with: a copy of the text costs next to nothing where there is one.
+CONTROL_WEIGHT = 16.0  # of rates from many prompts: with less, a few unlucky rounds make a controller fall back
+Bars = Callable[[str, int], AbstractContextManager[Advance]]  # progress of a task with so many steps
+# Drafters for fusions with a trained one: a copy of the text costs next to nothing where there is one.
 STATISTICAL: tuple[dict[str, Any], ...] = ({"type": "ngram", "min_match": 2}, {"type": "suffix", "min_match": 4})
 
 
@@ -74,14 +69,13 @@ def tune(
     console: Console | None = None,
     statistical: Sequence[dict[str, Any]] = STATISTICAL,
 ) -> Tuning:
-    """Return the fastest plan for each batch size, and what it was chosen by.
+    """Return the fastest plan for each batch size, and the measurements behind the choice.
 
     Args:
         settings: one of `temperatures`, `max_new_tokens`, `repeats`, `threads` and `seed` are used; `limit` cuts each
             suite.
         console: shows progress and results.
-        statistical: drafters without weights, type and settings of each, whose fusions with a trained `drafter` are
-            weighed too.
+        statistical: type and settings of drafters without weights, whose fusions with a trained `drafter` are tried.
 
     Raises:
         BadInputError: no prompts or more than one temperature; a batch size below 1 or above the number of prompts; a
@@ -92,15 +86,20 @@ def tune(
     jobs = make_jobs(suites, settings.limit)
     _check(target, jobs, settings, batch_sizes)
     bars = partial(progress, console, transient=True)
-    reason = _against_trees(target, drafter)
+    reason = None if drafter.abilities.reads_nodes else f"{drafter.name} drafts chains only."
+    try:
+        target.check_trees()
+    except IncompatibleError as error:
+        reason = str(error)
     if console is not None and reason is not None:
         console.print(Text(f"no trees: {reason}", style="dim"))
     with threads(settings.threads):
         sampling = Sampling(temperature=float(settings.temperatures[0]), seed=settings.seed)
         with bars("acceptance", 1):
             seen = measure_acceptance(target, drafter, jobs, settings.max_new_tokens, sampling, trees=reason is None)
-        tuner = _Tuner(target, drafter, jobs, settings, sampling, bars, seen)
-        tuner.fusions = _fusions(target, drafter, statistical)
+        fusions = _fusions(target, drafter, statistical)
+        decoders = Decoder(target), Decoder(target, drafter)
+        tuner = _Tuner(target, drafter, jobs, settings, sampling, bars, seen, *decoders, fusions)
         batches = []
         for size in sorted(set(batch_sizes)):
             batches.append(tuner.batch(size))
@@ -147,67 +146,47 @@ def _record(
     )
 
 
-@dataclass(frozen=True)
-class _FusedContestant:
-    """The drafter together with one without weights, and a decoder of both."""
-
-    statistical: dict[str, Any]
-    drafter: Drafter
-    decoder: Decoder
+_Fusion = tuple[dict[str, Any], Decoder]  # the settings of a drafter without weights, and the decoder of the fusion
 
 
-def _fusions(target: Target, drafter: Drafter, statistical: Sequence[dict[str, Any]]) -> list[_FusedContestant]:
-    """Return the fusions that are weighed: none of a drafter that has no weights, or is a fusion itself."""
+def _fusions(target: Target, drafter: Drafter, statistical: Sequence[dict[str, Any]]) -> list[_Fusion]:
+    """Return the fusions to try: none of a drafter that has no weights, or is a fusion itself."""
     if not drafter.trainable or drafter.abilities.deterministic:
         return []
     kinds = [values.get("type") for values in statistical]
     if len(set(map(str, kinds))) < len(kinds):
         raise BadInputError(f"each kind of drafter is fused once; got {', '.join(map(str, kinds))}.")
-    fused = [(values, fuse(values, drafter)) for values in statistical]
-    return [_FusedContestant(values, both, Decoder(target, both)) for values, both in fused]
+    return [(values, Decoder(target, fuse(values, drafter))) for values in statistical]
 
 
-def _against_trees(target: Target, drafter: Drafter) -> str | None:
-    """Say why no trees are tried; None if they are."""
-    try:
-        target.check_trees()
-    except IncompatibleError as error:
-        return str(error)
-    return None if drafter.abilities.reads_nodes else f"{drafter.name} drafts chains only."
-
-
+@dataclass
 class _Tuner:
-    """What stays the same from batch size to batch size, and the search at one of them.
+    """The search at one batch size, with all that does not depend on it.
 
     Attributes:
-        seen: how often drafts are accepted; it does not depend on the batch size.
+        seen: how often drafts are accepted.
         plain, drafting: decoders without the drafter and with it.
-        fusions: what it is tried together with.
     """
 
-    def __init__(
-        self,
-        target: Target,
-        drafter: Drafter,
-        jobs: list[PromptJob],
-        settings: EvalSpec,
-        sampling: Sampling,
-        bars: Bars,
-        seen: Acceptance,
-    ):
-        self.target, self.drafter, self.jobs, self.settings = target, drafter, jobs, settings
-        self.sampling, self.bars, self.seen = sampling, bars, seen
-        self.plain, self.drafting = Decoder(target), Decoder(target, drafter)
-        self.fusions: list[_FusedContestant] = []
+    target: Target
+    drafter: Drafter
+    jobs: list[PromptJob]
+    settings: EvalSpec
+    sampling: Sampling
+    bars: Bars
+    seen: Acceptance
+    plain: Decoder
+    drafting: Decoder
+    fusions: list[_Fusion]
 
     def batch(self, size: int) -> BatchTuning:
-        """Return the fastest plan at one batch size, and what it was chosen by."""
-        groups = (
-            [[job] for job in self.jobs]
-            if size == 1
-            else make_groups(self.jobs, size, _LEAST_GROUPS, self.settings.seed)
-        )
-        context, most = self._context(), deepest(self.drafter)
+        """Return the fastest plan at one batch size, and the measurements behind the choice."""
+        groups = [[job] for job in self.jobs]
+        if size > 1:
+            groups = make_groups(self.jobs, size, _LEAST_GROUPS, self.settings.seed)
+        # The tokens before the root in the middle of a typical answer.
+        context = int(statistics.median(len(j.prompt.tokens) for j in self.jobs)) + self.settings.max_new_tokens // 2
+        most = deepest(self.drafter)
         curve = self._curve(size, context)
         depths = [0, *(d for d in _TIMED_DEPTHS if d < most), most]
         loops = dict(zip(depths, self._time([Plan(d) for d in depths], groups), strict=True))
@@ -215,7 +194,7 @@ class _Tuner:
         options = chain_options(costs, loops, self.seen, size)
         trees = self._tree_options(hopeful_trees(costs, options, self.seen, size), groups, size, loops[0])
         controlled = control_option(options[1:], costs, self.seen, most)
-        fused = [o for fusion in self.fusions for o in self._fused_options(fusion, curve, groups, size, loops[0])]
+        fused = [o for fusion in self.fusions for o in self._fused_options(*fusion, curve, groups, size, loops[0])]
         racing = [options[0], *best(options[1:]), *best(trees), *best(fused), controlled]
         measured = self._race(racing, groups, size)
         chosen, reason = choose(measured)
@@ -231,10 +210,6 @@ class _Tuner:
             reason=reason,
         )
 
-    def _context(self) -> int:
-        """Return the tokens before the root in the middle of a typical answer."""
-        return int(statistics.median(len(j.prompt.tokens) for j in self.jobs)) + self.settings.max_new_tokens // 2
-
     def _curve(self, size: int, context: int) -> dict[int, float]:
         limit = self.target.max_context
         widest = _WIDEST_ON_CPU if self.target.device.type == "cpu" else max(WIDTHS)
@@ -245,21 +220,21 @@ class _Tuner:
     def _time(
         self, plans: Sequence[Plan], groups: Sequence[list[PromptJob]], drafting: Decoder | None = None
     ) -> list[RoundTimes]:
-        """Return the times of rounds under each of `plans`, by batches of typical lengths.
+        """Return the times of rounds under each of `plans`, from the batches nearest to the median length.
 
         `drafting` decodes those that draft; None for the drafter by itself.
         """
         named = {str(i): (self._decoder(plan, drafting), plan) for i, plan in enumerate(plans)}
-        answers = self._turns(named, _typical(groups, _TIMED_GROUPS), repeats=1, what="timing rounds")
+        lengths = [statistics.mean(len(j.prompt.tokens) for j in group) for group in groups]
+        middle = statistics.median(lengths)
+        nearest = sorted(range(len(groups)), key=lambda i: abs(lengths[i] - middle))[:_TIMED_GROUPS]
+        answers = self._turns(named, [groups[i] for i in sorted(nearest)], repeats=1, what="timing rounds")
         return [round_times([repeats[0] for repeats in per_group]) for per_group in answers.values()]
 
     def _tree_options(
         self, trees: Sequence[Tree], groups: Sequence[list[PromptJob]], size: int, plain: RoundTimes
     ) -> list[Option]:
-        """Return trees with their times.
-
-        The plain target is timed along: the machine may have changed its pace since `plain`.
-        """
+        """Return trees with their times, at the pace of `plain`: the machine's may have changed since."""
         if not trees:
             return []
         plans = [Plan(tree=tree) for tree in trees]
@@ -271,26 +246,28 @@ class _Tuner:
 
     def _fused_options(
         self,
-        fusion: _FusedContestant,
+        statistical: dict[str, Any],
+        decoder: Decoder,
         curve: dict[int, float],
         groups: Sequence[list[PromptJob]],
         size: int,
         plain: RoundTimes,
     ) -> list[Option]:
-        """Return the chains of a fusion with their times; the plain target is timed along, as with trees."""
-        most = deepest(fusion.drafter)
-        with self.bars(f"batch {size}: acceptance with {fusion.statistical['type']}", 1):
+        """Return the chains of a fusion with their times, at the pace of `plain`."""
+        assert decoder.drafter is not None
+        most = deepest(decoder.drafter)
+        with self.bars(f"batch {size}: acceptance with {statistical['type']}", 1):
             seen = measure_acceptance(
-                self.target, fusion.drafter, self.jobs, self.settings.max_new_tokens, self.sampling, False, size
+                self.target, decoder.drafter, self.jobs, self.settings.max_new_tokens, self.sampling, False, size
             )
         depths = [*(d for d in _TIMED_DEPTHS if d < most), most]
-        timed = self._time([Plan(0), *map(Plan, depths)], groups, fusion.decoder)
+        timed = self._time([Plan(0), *map(Plan, depths)], groups, decoder)
         loops = {0: plain} | dict(zip(depths, _paced(plain, *timed), strict=True))
         chains = chain_options(costs_in_loop(curve, loops), loops, seen, size)[1:]
-        return [replace(chain, statistical=fusion.statistical) for chain in chains]
+        return [replace(chain, statistical=statistical) for chain in chains]
 
     def _race(self, racing: Sequence[Option], groups: Sequence[list[PromptJob]], size: int) -> list[MeasuredOption]:
-        fusions = {f.statistical["type"]: f.decoder for f in self.fusions}
+        fusions = {statistical["type"]: decoder for statistical, decoder in self.fusions}
         entries = {
             o.name: (self._decoder(o.plan, fusions[o.statistical["type"]] if o.statistical else None), o.plan)
             for o in racing
@@ -316,13 +293,13 @@ class _Tuner:
 
 
 def _paced(plain: RoundTimes, again: RoundTimes, *loops: RoundTimes) -> list[RoundTimes]:
-    """Return `loops` at the pace at which the plain target took `plain`; beside them it took `again`."""
+    """Return `loops` at the pace of the plain target's rounds in `plain`; beside the loops they took `again`."""
     pace = plain.seconds / again.seconds
     return [replace(loop, prefill=pace * loop.prefill, seconds=pace * loop.seconds) for loop in loops]
 
 
 def _candidate(option: Option, measured: MeasuredOption | None) -> Candidate:
-    """Return the record of an option; of one that was measured with what it did."""
+    """Return the record of an option, with its figures if it was measured."""
     usual = Plan().to_dict()
     values = {k: v for k, v in option.plan.to_dict().items() if k != "control" and v != usual[k]}
     figures = {} if measured is None else measured.figures()
@@ -336,14 +313,6 @@ def _candidate(option: Option, measured: MeasuredOption | None) -> Candidate:
         statistical=option.statistical,
         **figures,
     )
-
-
-def _typical(groups: Sequence[list[PromptJob]], count: int) -> list[list[PromptJob]]:
-    """Return the `count` batches whose prompts are nearest to the median length."""
-    lengths = [statistics.mean(len(j.prompt.tokens) for j in group) for group in groups]
-    middle = statistics.median(lengths)
-    nearest = sorted(range(len(groups)), key=lambda i: abs(lengths[i] - middle))
-    return [groups[i] for i in sorted(nearest[:count])]
 
 
 # ------------------------------------------------------------ predicted
@@ -363,9 +332,9 @@ def round_times(done: Sequence[BatchAnswer]) -> RoundTimes:
 
 @dataclass(frozen=True)
 class Option:
-    """A plan and what is predicted of it: tokens per round and sequence, and tokens/s of the whole batch.
+    """A plan with its prediction: tokens per round and sequence, and tokens/s of the whole batch.
 
-    `statistical`: type and settings of the drafter without weights that it is a fusion with; None for no fusion.
+    `statistical`: type and settings of the drafter without weights in a fusion; None for no fusion.
     """
 
     plan: Plan
@@ -387,48 +356,33 @@ def option(plan: Plan, tau: float, loop: RoundTimes, tokens: float, batch: int) 
 
 def chain_options(costs: Costs, loops: dict[int, RoundTimes], seen: Acceptance, batch: int) -> list[Option]:
     """Return the plain plan, and chains of every depth up to the deepest that was timed."""
-    return [
-        option(Plan(d), seen.chain(d), _between(costs, loops, d), seen.tokens, batch) for d in range(max(loops) + 1)
-    ]
-
-
-def _between(costs: Costs, loops: dict[int, RoundTimes], depth: int) -> RoundTimes:
-    """Return the times of rounds of a chain of `depth`, from those that were timed."""
-    if depth == 0:
-        return loops[0]
     timed = sorted(d for d in loops if d)
-    prefill, running = (
-        float(np.interp(depth, timed, [getattr(loops[d], name) for d in timed])) for name in ("prefill", "running")
-    )
-    return RoundTimes(prefill, costs.round_time(depth), running)
+    times = [loops[0]]
+    for depth in range(1, max(loops) + 1):
+        prefill, running = (
+            float(np.interp(depth, timed, [getattr(loops[d], name) for d in timed])) for name in ("prefill", "running")
+        )
+        times.append(RoundTimes(prefill, costs.round_time(depth), running))
+    return [option(Plan(d), seen.chain(d), loop, seen.tokens, batch) for d, loop in enumerate(times)]
 
 
 def hopeful_trees(costs: Costs, chains: Sequence[Option], seen: Acceptance, batch: int) -> list[Tree]:
     """Return for each size the tree that is best at the price of a chain's drafting, if it comes near the best chain.
 
-    Nothing without rates of a tree's children.
+    Without rates of a tree's children there are none.
     """
     wanted = _HOPEFUL * max(o.predicted for o in chains)
     hopeful = []
     for size in TREE_SIZES:
-        speeds = {
-            tree: _cheap_option(costs, chains, tree, seen, batch).predicted for tree in _trees_of(seen.ranks, size)
-        }
+        speeds: dict[Tree, float] = {}
+        for depth in range(1, len(seen.ranks) + 1):
+            with suppress(BadInputError):  # no room for so many nodes
+                tree = best_tree(seen.ranks[:depth], size)
+                speeds[tree] = _cheap_option(costs, chains, tree, seen, batch).predicted
         fastest = max(speeds, key=lambda tree: speeds[tree], default=None)
         if fastest is not None and speeds[fastest] >= wanted:
             hopeful.append(fastest)
     return hopeful
-
-
-def _trees_of(ranks: Sequence[Sequence[float]], size: int) -> list[Tree]:
-    """Return the best trees of `size` nodes of every depth that has room for them."""
-    trees: list[Tree] = []
-    for depth in range(1, len(ranks) + 1):
-        try:
-            trees.append(best_tree(ranks[:depth], size))
-        except BadInputError:
-            continue
-    return list(dict.fromkeys(trees))
 
 
 def _cheap_option(costs: Costs, chains: Sequence[Option], tree: Tree, seen: Acceptance, batch: int) -> Option:
@@ -443,10 +397,7 @@ def best(options: Sequence[Option], count: int = _RACING) -> list[Option]:
 
 
 def control_option(chains: Sequence[Option], costs: Costs, seen: Acceptance, most: int) -> Option:
-    """Return chains whose depth is decided round by round, up to a little deeper than the best one (`most` at most).
-
-    They are predicted as the best fixed depth.
-    """
+    """Return chains whose depth is decided round by round, up to 2 deeper than the best one, which predicts them."""
     fixed = best(chains, 1)[0]
     control = Control(costs, seen.rates, CONTROL_WEIGHT)
     return replace(fixed, plan=Plan(min(most, fixed.plan.depth + 2), control=control))
@@ -457,7 +408,7 @@ def control_option(chains: Sequence[Option], costs: Costs, seen: Acceptance, mos
 
 @dataclass(frozen=True)
 class MeasuredOption:
-    """An option and what it did: τ, and tokens/s as a ratio over batches, beside the plain target's."""
+    """An option with its measured τ and tokens/s, a ratio over batches, beside the plain target's."""
 
     option: Option
     tau: float
@@ -471,7 +422,7 @@ class MeasuredOption:
         return self.bootstrap.ratio(self.speed).value
 
     def over(self, other: MeasuredOption) -> Interval:
-        """Return how many times as fast as `other` it is."""
+        """Return the quotient of its speed and that of `other`."""
         return self.bootstrap.quotient(self.speed, other.speed)
 
     def figures(self) -> dict[str, float | None]:
@@ -502,10 +453,10 @@ def measured_options(
 
 
 def choose(measured: Sequence[MeasuredOption]) -> tuple[MeasuredOption, str]:
-    """Return the one to keep, and why.
+    """Return the option to keep, and why.
 
-    The fastest fixed plan; of the drafter's own chain the controlled form, unless it is really slower; plain if nothing
-    is faster.
+    It is the fastest fixed plan; the controlled chain instead of a fixed one, unless it is clearly slower; and plain
+    decoding if nothing is faster.
 
     Args:
         measured: plain first, then the fixed plans, the controlled chain last.

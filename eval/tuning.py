@@ -1,9 +1,9 @@
-"""What tuning found on one machine: per batch size a plan, and what it was chosen by. A pair keeps it."""
+"""The record of a tuning on one machine: a plan for each batch size, with its measurements. A pair keeps it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, model_serializer
 from rich.console import Console
@@ -14,9 +14,21 @@ from ..decode import Control, Costs, Plan
 
 
 class Part(BaseModel):
-    """A part of the record; a key that it does not know is refused."""
+    """A part of pair.json; a key that the schema does not know is refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class SparsePart(Part):
+    """A part of pair.json whose `OPTIONAL` fields are left out where they have their defaults."""
+
+    OPTIONAL: ClassVar[tuple[str, ...]] = ()
+
+    @model_serializer(mode="wrap")
+    def _written(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        values: dict[str, Any] = write(self)
+        fields = type(self).model_fields
+        return {k: v for k, v in values.items() if k not in self.OPTIONAL or v != fields[k].default}
 
 
 class CostRecord(Part):
@@ -43,20 +55,22 @@ class CostRecord(Part):
         return Costs(tuple(zip(self.widths, self.verify, strict=True)), tuple(self.draft), self.host)
 
 
-class Candidate(Part):
-    """A plan: what was predicted of it, and what was measured (None where it did not take part).
+class Candidate(SparsePart):
+    """A plan with its predicted figures, and its measured ones (None where it did not take part).
 
     Attributes:
-        plan: what `Plan.to_dict` says beside the defaults, its controller left out.
-        weight: of the rates in the controller that decides the depth of each round, see `Control`; what is predicted is
-            then the best fixed depth in its reach. None: no controller.
+        plan: the settings of `Plan.to_dict` that are not its defaults, without the controller.
+        weight: of the rates in the controller that decides the depth of each round, see `Control`; predicted is then
+            the best fixed depth in its reach. None: no controller.
         statistical: type and settings of the drafter without weights that drafts together with the tuned one (see
-            `outrider.heads.fuse`); None for the tuned one alone. Not written where it is None.
+            `outrider.heads.fuse`); None for the tuned one alone.
         predicted_tau: tokens per round and sequence. round_seconds: of a round of the whole batch.
         predicted, tokens_per_second: of whole requests, prefills included.
         speedup, low, high: over the plain target in the same run, with its interval; None where there are too few
             batches for one.
     """
+
+    OPTIONAL = ("statistical",)
 
     plan: dict[str, Any]
     weight: float | None = None
@@ -70,24 +84,19 @@ class Candidate(Part):
     high: float | None = None
     statistical: dict[str, Any] | None = None
 
-    @model_serializer(mode="wrap")
-    def _written(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        values: dict[str, Any] = write(self)
-        return {k: v for k, v in values.items() if k != "statistical" or v is not None}
-
     def restored(self, costs: CostRecord, rates: Sequence[float]) -> Plan:
-        """Return the plan; `costs` and `rates` are what its controller goes by."""
+        """Return the plan; its controller, if it has one, decides by `costs` and `rates`."""
         control = None if self.weight is None else Control(costs.restored(), tuple(rates), self.weight)
         return Plan.from_dict(self.plan | {"control": control and control.to_dict()})
 
 
 class BatchTuning(Part):
-    """What was found at one batch size.
+    """The tuning at one batch size.
 
     Attributes:
         context: tokens after which passes were timed.
-        rates: acceptance at depth 1, 2, … given the depth before. ranks: of a tree's children, by depth and rank; []
-            without trees.
+        rates: acceptance at depth 1, 2, … given the depth before. ranks: acceptance of a tree's children, by depth and
+            rank; [] without trees.
         chosen: one of `candidates`. reason: why.
     """
 
@@ -115,7 +124,7 @@ class BatchTuning(Part):
         return plan_words(candidate.restored(self.costs, self.rates), candidate.statistical)
 
     def __str__(self) -> str:
-        """Return what was chosen: `depth up to 5: 1.42× [1.38, 1.46] the plain target's speed`."""
+        """Return the choice in words: `depth up to 5: 1.42× [1.38, 1.46] the plain target's speed`."""
         best = self.chosen
         speed = "" if best.speedup is None else f": {best.speedup:.2f}×{_bounds(best)} the plain target's speed"
         return f"{self.name(best)}{speed if self.plan.depth else ''}"
@@ -128,7 +137,7 @@ def plan_words(plan: Plan, statistical: dict[str, Any] | None = None) -> str:
 
 
 class Tuning(Part):
-    """What one tuning found, and under which conditions.
+    """One tuning, and its conditions.
 
     Attributes:
         threads: of torch, on a CPU. suites: digest of each suite's prompts, by name.
@@ -151,15 +160,12 @@ class Tuning(Part):
 
     @property
     def machine(self) -> tuple[str, str]:
-        """What a plan depends on beside batch size and temperature."""
+        """The machine and dtype on which plans depend."""
         return self.device_name, self.dtype
 
 
 def merged(known: Sequence[Tuning], new: Tuning) -> list[Tuning]:
-    """Return `known` and `new`.
-
-    What was known of the new one's batch sizes on the same machine at the same temperature is replaced.
-    """
+    """Return `known` and `new`, which replaces its batch sizes on the same machine at the same temperature."""
     sizes = {b.batch_size for b in new.batches}
     kept = []
     for old in known:
@@ -173,10 +179,7 @@ def merged(known: Sequence[Tuning], new: Tuning) -> list[Tuning]:
 def nearest(
     known: Sequence[Tuning], machine: tuple[str, str], batch_size: int, temperature: float
 ) -> BatchTuning | None:
-    """Return what was found on `machine` at the largest batch size not above `batch_size`; None for nothing.
-
-    Of several the one at the nearest temperature.
-    """
+    """Return the tuning on `machine` at the largest batch size not above `batch_size`, at the nearest temperature."""
     fitting = [
         (b.batch_size, -abs(t.temperature - temperature), b)
         for t in known
@@ -195,16 +198,16 @@ _SHOWN = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256)  # drafts of the passes that are 
 def print_batch(batch: BatchTuning, console: Console) -> None:
     """Print costs, acceptance, and predicted against measured tokens/s."""
     costs = batch.costs
-    shown = [(n, t) for n, t in zip(costs.widths, costs.verify, strict=True) if n in _SHOWN]
+    passes = [f"{n}: {1e3 * t:.1f}" for n, t in zip(costs.widths, costs.verify, strict=True) if n in _SHOWN]
+    drafting = [f"{d}: {1e3 * t:.1f}" for d, t in enumerate(costs.draft) if d]
+    alpha = [f"{d}: {rate:.2f}" for d, rate in enumerate(batch.rates, 1)]
     console.print(Text(f"batch {batch.batch_size}, passes after {batch.context} tokens", style="bold"))
-    _print_line(console, "target pass, ms", [f"{n}: {1e3 * t:.1f}" for n, t in shown], "by drafts verified")
-    _print_line(
-        console,
-        "drafting, ms",
-        [f"{d}: {1e3 * t:.1f}" for d, t in enumerate(costs.draft) if d],
-        f"by depth; {1e3 * costs.host:.1f} for the rest of a round",
-    )
-    _print_line(console, "alpha", [f"{d}: {rate:.2f}" for d, rate in enumerate(batch.rates, 1)], "by depth")
+    for name, values, unit in (
+        ("target pass, ms", passes, "by drafts verified"),
+        ("drafting, ms", drafting, f"by depth; {1e3 * costs.host:.1f} for the rest of a round"),
+        ("alpha", alpha, "by depth"),
+    ):
+        console.print(Text.assemble((f"{name}  ", "dim"), "  ".join(values), (f"  ({unit})", "dim")))
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
     table.add_column("\nplan")
     for header in ("predicted\nτ", "\nτ", "predicted\ntokens/s", "\ntokens/s", "\nratio", "\nover plain"):
@@ -214,10 +217,6 @@ def print_batch(batch: BatchTuning, console: Console) -> None:
             table.add_row(*_cells(batch, candidate, speed), style="bold" if candidate == batch.chosen else "")
     console.print(table)
     console.print(Text(f"chosen: {batch.name(batch.chosen)}. {batch.reason}"))
-
-
-def _print_line(console: Console, name: str, values: Sequence[str], unit: str) -> None:
-    console.print(Text.assemble((f"{name}  ", "dim"), "  ".join(values), (f"  ({unit})", "dim")))
 
 
 def _cells(batch: BatchTuning, candidate: Candidate, speed: float) -> list[str]:

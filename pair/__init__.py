@@ -1,4 +1,4 @@
-"""What ships: drafter, target and figures as one versioned pair, and what keeps it right when the target changes."""
+"""Pairs, which ship drafter, target and figures as one version; probes and refreshes for when the target changes."""
 
 from .comparison import gate_pairs, newest_report
 from .contents import verify

@@ -1,4 +1,4 @@
-"""The calibration prompts of a pair, and what a drafter does on them, when the pair is made and at every probe.
+"""The calibration prompts of a pair, and a drafter's figures on them, when the pair is made and at every probe.
 
 Shapes: T tokens of prompt and response.
 """
@@ -24,7 +24,6 @@ from ..common.progress import progress
 from ..common.safe_load import read_json_lines
 from ..decode import Decoder, Plan, Round
 from ..distill.conversation import render
-from ..distill.layouts import Message
 from ..distill.prompts import Prompt
 from ..eval.suites import load_suites
 from ..heads import Drafter, TargetBatch
@@ -50,14 +49,11 @@ class _CalibrationLine(BaseModel):
 
 
 def choose_prompts(recipe: Recipe, target: Target, num_prompts: int = NUM_PROMPTS) -> list[Prompt]:
-    """Return the first prompts of each of the recipe's suites, suite by suite: what the pair is measured on, in small.
-
-    Prompts that leave no room for a response in the target's context are left out.
-    """
+    """Return the first prompts of each of the recipe's suites that leave room for a response, suite by suite."""
     limit = ceil(num_prompts / len(recipe.eval.suites))
     suites = load_suites(recipe.eval.suites, target.require_tokenizer(), limit, recipe.template)
     room = (target.max_context or sys.maxsize) - settings(recipe).max_new_tokens
-    # Two files may both call their rows "test"; a suite's name is unique, and it is what the bootstrap draws within.
+    # Two files may both call their rows "test"; a suite's name is unique, and the bootstrap draws within suites.
     named = [replace(prompt, suite=suite.name) for suite in suites for prompt in suite.prompts]
     return [prompt for prompt in named if len(prompt.tokens) <= room]
 
@@ -73,29 +69,22 @@ def first_of_each_suite(prompts: Sequence[Prompt], num_prompts: int) -> list[Pro
 
 
 def rendered(prompts: Sequence[Prompt], target: Target, template: Mapping[str, Any]) -> list[Prompt]:
-    """Return the prompts as `target`'s own chat template asks them: another template shows the drafter other tokens.
-
-    Args:
-        template: its arguments, such as `enable_thinking`.
-    """
-    return [p if p.messages is None else _render(p, p.messages, target, template) for p in prompts]
-
-
-def _render(prompt: Prompt, messages: Sequence[Message], target: Target, template: Mapping[str, Any]) -> Prompt:
-    tokenizer = target.require_tokenizer()
-    text = render(tokenizer, messages, f"calibration prompt {prompt.id}", prompt.tools, template=template)
-    return replace(prompt, text=text, tokens=tuple(tokenizer(text, add_special_tokens=False)["input_ids"]))
+    """Return the prompts as rendered by `target`'s own chat template with these arguments."""
+    asked = []
+    for prompt in prompts:
+        if prompt.messages is not None:
+            tokenizer, name = target.require_tokenizer(), f"calibration prompt {prompt.id}"
+            text = render(tokenizer, prompt.messages, name, prompt.tools, template=template)
+            prompt = replace(prompt, text=text, tokens=tuple(tokenizer(text, add_special_tokens=False)["input_ids"]))
+        asked.append(prompt)
+    return asked
 
 
 def settings(recipe: Recipe) -> ProbeBaseline:
-    """Return what a calibration runs under: greedy if the recipe measures greedy, else at its first temperature."""
-    temperature = 0.0 if 0.0 in recipe.eval.temperatures else recipe.eval.temperatures[0]
-    return ProbeBaseline(
-        max_new_tokens=min(MAX_NEW_TOKENS, recipe.eval.max_new_tokens),
-        temperature=temperature,
-        seed=recipe.eval.seed,
-        prompts=[],
-    )
+    """Return a calibration's settings: greedy if the recipe measures greedy, else at its first temperature."""
+    length, temperatures = min(MAX_NEW_TOKENS, recipe.eval.max_new_tokens), recipe.eval.temperatures
+    temperature = 0.0 if 0.0 in temperatures else temperatures[0]
+    return ProbeBaseline(max_new_tokens=length, temperature=temperature, seed=recipe.eval.seed, prompts=[])
 
 
 def calibrate(
@@ -106,37 +95,30 @@ def calibrate(
     plan: Plan,
     console: Console | None = None,
 ) -> list[PromptMeasure]:
-    """Return what `drafter` does on `prompts` under the settings of `baseline`, per prompt.
+    """Return the figures of `drafter` on each prompt under the settings of `baseline`.
 
-    The decoder writes the target's own response with the drafter attached (losslessly, so it is the target's own),
-    which counts accepted tokens and rounds; then one teacher-forced pass over each response gives the analytic figures.
+    The decoder writes the target's own response, counting accepted tokens and rounds; then one teacher-forced pass over
+    each response gives the analytic figures.
     """
     if not prompts:
         raise BadInputError("there are no calibration prompts to measure on.")
-    decoder, sampling = Decoder(target, drafter), baseline.sampling()
-    room = baseline.max_new_tokens
+    decoder, sampling, room = Decoder(target, drafter), baseline.sampling(), baseline.max_new_tokens
     measured: list[PromptMeasure] = []
     with progress(console, "calibration prompts", len(prompts), transient=True) as advance:
         for start in range(0, len(prompts), _AT_ONCE):
             part = prompts[start : start + _AT_ONCE]
             places = range(start, start + len(part))
             output = decoder.generate([p.tokens for p in part], room, sampling, plan, sequence_ids=places)
-            rows = zip(part, output.tokens, output.rounds, strict=True)
-            measured += [_of_prompt(target, drafter, *row) for row in rows]
+            for prompt, response, rounds in zip(part, output.tokens, output.rounds, strict=True):
+                figures = _analytic(target, drafter, prompt.tokens, response) if drafter.trainable else _counted(rounds)
+                counts = {"accepted": sum(r.accepted for r in rounds), "rounds": len(rounds)}
+                measured.append(PromptMeasure(id=prompt.id, suite=prompt.suite, **counts, **figures))
             advance(len(part), "")
     return measured
 
 
-def _of_prompt(
-    target: Target, drafter: Drafter, prompt: Prompt, response: list[int], rounds: list[Round]
-) -> PromptMeasure:
-    accepted = sum(r.accepted for r in rounds)
-    analytic = _analytic(target, drafter, prompt.tokens, response) if drafter.trainable else _counted(rounds)
-    return PromptMeasure(id=prompt.id, suite=prompt.suite, accepted=accepted, rounds=len(rounds), **analytic)
-
-
 def _counted(rounds: Sequence[Round]) -> dict[str, Any]:
-    """Return counts in the place of analytic figures, for a drafter that has no distribution."""
+    """Return counts in place of analytic figures, for a drafter without a distribution."""
     drafted = sum(r.drafted > 0 for r in rounds)
     kept = float(sum(r.accepted > 0 for r in rounds))
     emitted = float(sum(1 + r.accepted for r in rounds))
@@ -150,27 +132,19 @@ def _analytic(target: Target, drafter: Drafter, prompt: Sequence[int], response:
     supervised = torch.arange(tokens.shape[1], device=target.device)[None] >= len(prompt)
     out = target.forward(tokens, taps=drafter.taps, logits=False)
     metrics = drafter.loss(TargetBatch(target, tokens, supervised, out.hidden, out.last)).metrics
-    found = {name: [round(float(part), 6) for part in metrics[name]] for name in ("alpha_d1", "top1_d1", "tau")}
-    return {
-        "alpha": found["alpha_d1"][0],
-        "top1": found["top1_d1"][0],
-        "positions": int(found["top1_d1"][1]),
-        "analytic_tau": found["tau"][0],
-        "chains": int(found["tau"][1]),
-    }
+    alpha, top1, tau = ([round(float(part), 6) for part in metrics[name]] for name in ("alpha_d1", "top1_d1", "tau"))
+    figures = {"alpha": alpha[0], "top1": top1[0], "positions": int(top1[1])}
+    return figures | {"analytic_tau": tau[0], "chains": int(tau[1])}
 
 
 # ------------------------------------------------------------ calibration.jsonl
 
 
 def write_calibration(file: Path, prompts: Sequence[Prompt]) -> None:
-    write_atomically(file, "".join(json.dumps(_row(prompt), ensure_ascii=False) + "\n" for prompt in prompts))
-
-
-def _row(prompt: Prompt) -> dict[str, Any]:
-    """Return a prompt's one question as a line holds it. Tools are rare, and written where there are some."""
-    values = {name: getattr(prompt, name) for name in ("id", "suite", "tokens", "text", "messages")}
-    return values | ({"tools": prompt.tools} if prompt.tools else {})
+    """Write a line for each prompt; tools are written only where there are some."""
+    names = ("id", "suite", "tokens", "text", "messages")
+    rows = [{n: getattr(p, n) for n in names} | ({"tools": p.tools} if p.tools else {}) for p in prompts]
+    write_atomically(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
 def read_calibration(file: Path) -> list[Prompt]:
@@ -180,21 +154,16 @@ def read_calibration(file: Path) -> list[Prompt]:
         BadInputError: a row cannot be read.
     """
     try:
-        return [_restored(row) for _, row in read_json_lines(file)]
+        lines = [_CalibrationLine.model_validate(row) for _, row in read_json_lines(file)]
     except (OSError, ValueError) as error:
+        said = str(error)
+        if isinstance(error, ValidationError):
+            first = error.errors(include_url=False)[0]
+            said = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
         raise BadInputError(
-            f"{file}: damaged ({_in_one_line(error)}). Run `outrider pair verify` and take a good copy of the pair."
+            f"{file}: damaged ({said}). Run `outrider pair verify` and take a good copy of the pair."
         ) from error
-
-
-def _in_one_line(error: Exception) -> str:
-    if not isinstance(error, ValidationError):
-        return str(error)
-    first = error.errors(include_url=False)[0]
-    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-
-
-def _restored(row: Any) -> Prompt:
-    read = _CalibrationLine.model_validate(row)
-    messages = None if read.messages is None else tuple(read.messages)
-    return Prompt(read.id, read.suite, tuple(read.tokens), read.text, messages, tools=read.tools)
+    messages = [None if line.messages is None else tuple(line.messages) for line in lines]
+    return [
+        Prompt(r.id, r.suite, tuple(r.tokens), r.text, m, tools=r.tools) for r, m in zip(lines, messages, strict=True)
+    ]

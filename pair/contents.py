@@ -1,14 +1,14 @@
-"""What a pair's folder holds, and whether it is what it was when the pair was made.
+"""The content of a pair's folder, and its verification.
 
     pair.json            identity, lineage, measurements (manifest.py)
     drafter/             config.json, model.safetensors
-    recipe.yaml          what trained it, resolved
+    recipe.yaml          the recipe of its training, resolved
     calibration.jsonl    the prompts that a probe repeats
     tokenizer/           the target's tokenizer, to name the first token that differs in another one
     adapter/             the target's PEFT adapter, where it has a local one
-    reports/<date>/      what was measured
-    suites/              the prompt files that it was measured on, where no package ships them
-    pair.json.sig        who signed it, where somebody did (signature.py)
+    reports/<date>/      measurements
+    suites/              the prompt files of the measurements, where no package ships them
+    pair.json.sig        its signature, if it has one (signature.py)
 
 The target's own weights are not here: the pair names them by content.
 """
@@ -49,26 +49,23 @@ from .manifest import (
 )
 
 _MAX_FILES, _MAX_DEPTH = 10_000, 20  # of a pair, folders inside each other
-_PATIENCE = 600.0  # seconds that a stored tuning waits for another writer: it took minutes to find
+_PATIENCE = 600.0  # seconds that a tuning, the work of minutes, waits for another writer
 
 
 @dataclass(frozen=True)
 class PairContents:
-    """A pair's folder: what it says, and the files that it keeps."""
+    """A pair's folder: its manifest and its files."""
 
     folder: Path
     manifest: Manifest
 
     @classmethod
     def load(cls, folder: str | Path, check: bool = True) -> Self:
-        """Read a pair, whose files must be what they were when it was made.
-
-        Args:
-            check: False reads pair.json alone.
+        """Read a pair, and refuse it if its files were altered (`check`; False reads pair.json alone).
 
         Raises:
             BadInputError: there is no pair, or its pair.json is damaged.
-            Refusal: its files were altered, and which.
+            Refusal: names each file that was altered.
         """
         path = Path(folder).expanduser()
         pair = cls(path, read_manifest(path))
@@ -77,16 +74,12 @@ class PairContents:
         return pair
 
     def require_whole(self) -> None:
-        """Refuse this pair if its files were altered; files that did not change since they were read are not read.
-
-        Raises:
-            Refusal: names each file that differs.
-        """
-        found = list(_altered_files(self.folder, self.manifest, problem_of))
-        if found:
+        """Refuse this pair if its files were altered; files that did not change since they were read are not read."""
+        altered = list(_altered_files(self.folder, self.manifest, problem_of))
+        if altered:
             raise Refusal(
-                f"{self.folder} was altered after the pair was made: {'; '.join(found)}. Take a good copy of the pair "
-                "(`outrider pair verify` compares all of it)."
+                f"{self.folder} was altered after the pair was made: {'; '.join(altered)}. Take a good copy of the "
+                "pair (`outrider pair verify` compares all of it)."
             )
 
     @property
@@ -107,24 +100,24 @@ class PairContents:
         return self.manifest.plan.restored()
 
     def store_tuning(self, tuning: Tuning) -> Self:
-        """Store `tuning` in pair.json, in place of what was known of the same machine, temperature and batch sizes.
+        """Store `tuning` in pair.json, in place of an earlier one of the same machine, temperature and batch sizes.
 
         Raises:
-            BadInputError: the folder holds another pair by now, or somebody else keeps writing it.
+            BadInputError: the folder holds another pair by now, or another process keeps writing it.
         """
         return self._store(lambda now: now.tuned(tuning))
 
-    def store_served(self, found: ServedRecord) -> Self:
-        """Store what an engine made of the pair, in place of what was known of the same engine and depth.
+    def store_served(self, record: ServedRecord) -> Self:
+        """Store an engine's figures in pair.json, in place of earlier ones of the same engine and depth.
 
         Raises:
-            BadInputError: the folder holds another pair by now, or somebody else keeps writing it.
+            BadInputError: the folder holds another pair by now, or another process keeps writing it.
         """
-        return self._store(lambda now: now.with_served(found))
+        return self._store(lambda now: now.with_served(record))
 
     def _store(self, change: Callable[[Manifest], Manifest]) -> Self:
         with locked(self.folder, wait=_PATIENCE):
-            now = read_manifest(self.folder)  # measuring takes minutes: what else was written since stays
+            now = read_manifest(self.folder)  # measuring takes minutes: other records written meanwhile stay
             if now.digest != self.digest:
                 raise BadInputError(
                     f"{self.folder} holds another pair by now ({now.name} version {now.version}); nothing was stored. "
@@ -148,7 +141,7 @@ class PairContents:
         return self.folder / RECIPE
 
     def fingerprint(self) -> Fingerprint:
-        """Return the fingerprint of the target the pair was made for."""
+        """Return the fingerprint of the pair's target."""
         return self.manifest.target.fingerprint.restored()
 
     def recipe(self, overrides: Sequence[str] = ()) -> Recipe:
@@ -158,15 +151,12 @@ class PairContents:
             BadInputError: the recipe is damaged, or an override cannot be used.
         """
         recipe = load_recipe(self.recipe_file, overrides)
-        suites = [self._kept_suite(name) for name in recipe.eval.suites]
+        kept = {f"{SUITES}/{name}" for name in self.manifest.suites}
+        suites = [str(self.folder.resolve() / name) if name in kept else name for name in recipe.eval.suites]
         return recipe.model_copy(update={"eval": recipe.eval.model_copy(update={"suites": suites})})
 
-    def _kept_suite(self, name: str) -> str:
-        kept = name.removeprefix(f"{SUITES}/") in self.manifest.suites and name.startswith(f"{SUITES}/")
-        return str(self.folder.resolve() / name) if kept else name
-
     def tokenizer(self) -> Any | None:
-        """Return the tokenizer of the target the pair was made for; None if that had none."""
+        """Return the tokenizer of the pair's target; None if that had none."""
         return load_tokenizer(self.folder / TOKENIZER)
 
     def calibration(self) -> list[Prompt]:
@@ -178,10 +168,7 @@ class PairContents:
 
 
 def verify(folder: str | Path, target: Target | None = None) -> list[str]:
-    """Recompute every digest of a pair; with `target`, compare its content too.
-
-    Returns:
-        What differs, one line each; [] if the pair is intact.
+    """Recompute every digest of a pair, compare `target` with its own, and return the differences, one line each.
 
     Raises:
         BadInputError: there is no pair.json.
@@ -193,24 +180,22 @@ def verify(folder: str | Path, target: Target | None = None) -> list[str]:
         manifest, alterations = inspect_manifest(path)
     except BadInputError as error:
         return [str(error)]
-    read_again = partial(problem_of, again=True)
-    found = [f"{MANIFEST}: {line}" for line in alterations] + list(_altered_files(path, manifest, read_again))
+    lines = [f"{MANIFEST}: {line}" for line in alterations]
+    lines += _altered_files(path, manifest, partial(problem_of, again=True))
     if target is not None:
-        found += [
-            f"target: differs in {line}"
-            for line in manifest.target.fingerprint.restored().differences(target.fingerprint())
-        ]
-    return found
+        differences = manifest.target.fingerprint.restored().differences(target.fingerprint())
+        lines += [f"target: differs in {line}" for line in differences]
+    return lines
 
 
 def _altered_files(folder: Path, manifest: Manifest, problem_with: Callable[[Path, str], str | None]) -> Iterator[str]:
-    odd = list(irregular(folder))
+    odd = list(_irregular(folder))
     yield from odd
-    if odd:  # what a link or a device shows is not looked at
+    if odd:  # links and devices are not followed
         return
     folder, expected = folder.resolve(), manifest.files()
-    found = (p for p in folder.rglob("*") if (p.is_file() or p.is_symlink()) and not _is_in_the_way(folder, p))
-    present = {p.relative_to(folder).as_posix() for p in found} - {MANIFEST, SIGNATURE}
+    files = (p for p in folder.rglob("*") if (p.is_file() or p.is_symlink()) and not _is_unfinished(folder, p))
+    present = {p.relative_to(folder).as_posix() for p in files} - {MANIFEST, SIGNATURE}
     present -= {name for name in present - expected.keys() if is_harmless(Path(name))}
     for name in sorted(expected.keys() | present):
         if name not in present:
@@ -221,18 +206,15 @@ def _altered_files(folder: Path, manifest: Manifest, problem_with: Callable[[Pat
             yield f"{name}: {problem}"
 
 
-def _is_in_the_way(folder: Path, path: Path) -> bool:
-    """Tell whether a writer of pair.json has this file there for a moment, or left it when it was killed."""
-    unfinished = Leftover.at(path)
+def _is_unfinished(folder: Path, path: Path) -> bool:
+    """Tell whether a file belongs to a writer of pair.json, running or killed."""
+    leftover = Leftover.at(path)
     places = (folder / MANIFEST, folder / SIGNATURE)
-    return path == lock_file(folder) or (unfinished is not None and unfinished.place in places)
+    return path == lock_file(folder) or (leftover is not None and leftover.place in places)
 
 
-def irregular(folder: Path) -> Iterator[str]:
-    """Yield what in a pair is neither a regular file nor a folder, one line each. Nothing is opened.
-
-    A link shows whoever opens it a file that is not in the pair, a pipe is waited for, and a device does something.
-    """
+def _irregular(folder: Path) -> Iterator[str]:
+    """Yield a line for each link, pipe or device, without opening it."""
     count, waiting = 0, [(folder, 0)]
     while waiting:
         here, depth = waiting.pop()
@@ -244,7 +226,7 @@ def irregular(folder: Path) -> Iterator[str]:
                     return
                 try:
                     mode = entry.stat(follow_symlinks=False).st_mode
-                except FileNotFoundError:  # a temporary file of whoever writes pair.json now
+                except FileNotFoundError:  # a temporary file of a writer of pair.json
                     continue
                 if stat.S_ISDIR(mode):
                     waiting.append((Path(entry.path), depth + 1))

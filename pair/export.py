@@ -1,10 +1,10 @@
-"""A pair leaves for an engine: its drafter in the engine's layout, how to start it, and what to expect of it.
+"""The export of a pair to an engine: its drafter in the engine's layout, how to start it, and the expected figures.
 
-| file | what it says |
+| file | content |
 |---|---|
 | config.json, *.safetensors | the drafter, as the engine reads it |
 | launch.json | the engine, its command, and the part of it that configures drafting |
-| served.json | what was measured here, to compare with what is served there |
+| served.json | our own figures, to compare with the served ones |
 | written.json | the config as it was written, and a digest of every tensor, for `outrider lint` |
 | README.md | the same for people |
 | target/ | the target with its adapter merged, where it has one |
@@ -20,7 +20,7 @@ from typing import Any
 from ..common import BadInputError
 from ..common.atomic import replacing_folder, write_atomically
 from ..decode import Plan
-from ..eval.reports.figures import ALL, PromptRecord
+from ..eval.reports.figures import ALL
 from ..eval.reports.report import ContestantInfo, Report
 from ..formats import EngineLaunch, Exported, export_drafter, launch
 from ..formats.early_exit import save_target
@@ -51,7 +51,7 @@ class PairExport:
 def export_pair(
     pair: Pair, to: str, folder: str | Path | None = None, depth: int | None = None, target: Target | None = None
 ) -> PairExport:
-    """Write a pair's drafter for an engine, with all that serving it needs.
+    """Write a pair's drafter for an engine, with all that it needs for serving.
 
     Args:
         to: an engine or a format, see `outrider.formats.LAYOUTS`.
@@ -61,7 +61,7 @@ def export_pair(
 
     Raises:
         BadInputError, IncompatibleError: as `outrider.formats.export_drafter` does.
-        StaleError: the target's content is not what the pair was made for.
+        StaleError: the target's content is not that of the pair's target.
     """
     target, drafter, _ = pair.open(target)
     drafter = restore_drafter(pair.drafter_folder, target).to(target.device).eval()  # in the precision it was saved in
@@ -79,18 +79,14 @@ def export_pair(
 
 
 def export_depth(pair: Pair, max_depth: int | None) -> int:
-    """Return how deep an engine drafts for this pair: as deep as was tuned somewhere, else as the pair's plan says.
-
-    Args:
-        max_depth: the deepest that the drafter drafts, if it has a limit.
-    """
+    """Return an engine's depth for this pair: a tuned one, else that of the pair's plan, at most `max_depth`."""
     tuned = [batch.plan for tuning in pair.manifest.tuning for batch in tuning.batches if batch.statistical is None]
     depth = next((plan.depth for plan in tuned if plan.depth), None) or pair.plan.depth or Plan.depth
     return min(depth, max_depth or depth)
 
 
 def served_path(target: Target, folder: Path | None = None) -> str:
-    """Return where an engine finds the target; one with an adapter goes into the export's `folder`, with it merged."""
+    """Return the target's path for an engine; a target with an adapter goes merged into the export's `folder`."""
     path = target.source.get("path")
     if folder is not None and target.source.get("adapter") is not None:
         return str(folder / TARGET)
@@ -99,14 +95,14 @@ def served_path(target: Target, folder: Path | None = None) -> str:
     return str(embedded_path()) if path == EMBEDDED else path
 
 
-# ------------------------------------------------------------ what is expected of it
+# ------------------------------------------------------------ its expected figures
 
 
-def expectations(pair: Pair) -> list[dict[str, Any]]:
-    """Return what the pair's newest report measured of its drafter, by plan and temperature; [] without one."""
-    report = newest_report(pair) if pair.manifest.reports else None
-    if report is None:
+def _expectations(pair: Pair) -> list[dict[str, Any]]:
+    """Return the figures of the pair's newest report, by plan and temperature; [] without one."""
+    if not pair.manifest.reports:
         return []
+    report = newest_report(pair)
     plans = [c for c in report.contestants if c.drafter == pair.manifest.drafter.type]
     return [_expected(report, plan, temperature) for plan in plans for temperature in report.conditions.temperatures]
 
@@ -128,17 +124,21 @@ def _expected(report: Report, plan: ContestantInfo, temperature: float) -> dict[
         "tau": Figure.of(figures.tau).model_dump(),
         "drafted_at": by_position([r.drafted for r in records]),
         "accepted_at": by_position([r.accepted for r in records]),
-        "by_prompt": [_of_prompt(r) for r in records],
+        "by_prompt": [
+            {
+                "id": r.prompt,
+                "suite": r.suite,
+                "rounds": len(r.accepted),
+                "accepted": sum(r.accepted),
+                "tokens": r.tokens,
+            }
+            for r in records
+        ],
     }
 
 
-def _of_prompt(record: PromptRecord) -> dict[str, Any]:
-    rounds, accepted = len(record.accepted), sum(record.accepted)
-    return {"id": record.prompt, "suite": record.suite, "rounds": rounds, "accepted": accepted, "tokens": record.tokens}
-
-
 def by_position(counts: list[list[int]]) -> list[int]:
-    """Return in how many rounds at least 1, 2, … drafts were counted."""
+    """Return the number of rounds that counted at least 1, 2, … drafts."""
     every = [count for prompt in counts for count in prompt]
     return [sum(count > position for count in every) for position in range(max(every, default=0))]
 
@@ -147,7 +147,7 @@ def by_position(counts: list[list[int]]) -> list[int]:
 
 
 def _write_beside(pair: Pair, made: PairExport, folder: Path) -> None:
-    expected = expectations(pair)
+    expected = _expectations(pair)
     served = {
         "schema_version": 1,
         "pair": {"name": pair.name, "version": pair.version, "digest": pair.digest},
@@ -179,14 +179,11 @@ def _readme(pair: Pair, made: PairExport, expected: list[dict[str, Any]]) -> str
         lines += ["", "```sh", made.launch.command, "```"]
     lines += ["", f"It drafts {made.depth} tokens a round. Measured by Outrider, τ being the mean number of tokens "]
     lines[-1] += "emitted per round, with the target's own:" if expected else "emitted per round: nothing yet."
-    lines += [""] * bool(expected) + [_said(entry) for entry in expected]
+    lines += [""] * bool(expected)
+    for entry in expected:
+        tau = Figure(**entry["tau"]).text("not known", decimals=3)
+        lines.append(
+            f"- temperature {entry['temperature']:g}, depth {entry['depth']}: τ {tau} on {entry['num_prompts']} "
+            f"prompts; accepted by position {', '.join(map(str, entry['accepted_at']))} of {entry['rounds']} rounds"
+        )
     return "\n".join([*lines, "", f"`{SERVED}` holds these figures for programs.", ""])
-
-
-def _said(entry: dict[str, Any]) -> str:
-    tau = entry["tau"]
-    figure = "not known" if tau["value"] is None else f"{tau['value']:.3f} [{tau['low']:.3f}, {tau['high']:.3f}]"
-    return (
-        f"- temperature {entry['temperature']:g}, depth {entry['depth']}: τ {figure} on {entry['num_prompts']} "
-        f"prompts; accepted by position {', '.join(map(str, entry['accepted_at']))} of {entry['rounds']} rounds"
-    )

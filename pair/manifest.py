@@ -1,37 +1,29 @@
-"""pair.json: what a pair is, where it comes from and what it achieved, in one schema-versioned file.
+"""pair.json: a pair's identity, lineage and measurements in one schema-versioned file.
 
-Two digests protect it. `digest` is the identity: the target's content, the drafter's files and the plan, and nothing
-that depends on paths, dates or machines. `checksum` covers every other field, so that no edit of the file goes
-unnoticed.
+Two digests protect it. `digest` is the identity: of the target's content, the drafter's files and the plan, not of
+paths, dates or machines. `checksum` covers every other field, so that no edit of the file goes unnoticed.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import math
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Final, Literal, NoReturn
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    SerializerFunctionWrapHandler,
-    ValidationError,
-    model_serializer,
-)
+from pydantic import AfterValidator, Field, ValidationError
 
 from ..common import BadInputError
 from ..common.atomic import write_atomically
 from ..common.safe_load import Unreadable, parse_json, read_bytes
 from ..decode import Plan, Sampling
 from ..eval.reports.figures import Interval
-from ..eval.tuning import Tuning, merged
+from ..eval.tuning import Part, SparsePart, Tuning, merged
 from ..targets import Fingerprint
 from ..targets.fingerprint import digest_json
 
 MANIFEST, RECIPE, CALIBRATION = "pair.json", "recipe.yaml", "calibration.jsonl"
-SIGNATURE = "pair.json.sig"  # whose seal it is; see `signature`
+SIGNATURE = "pair.json.sig"
 DRAFTER, TOKENIZER, REPORTS, ADAPTER, SUITES = "drafter", "tokenizer", "reports", "adapter", "suites"
 SCHEMA_VERSION: Final = 1
 
@@ -48,13 +40,7 @@ def _inside(name: str) -> str:
 InsideName = Annotated[str, AfterValidator(_inside)]
 
 
-class ManifestModel(BaseModel):
-    """A part of pair.json; a key that the schema does not know is refused."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-
-
-class FingerprintRecord(ManifestModel):
+class FingerprintRecord(Part):
     """An `outrider.targets.Fingerprint`, field by field."""
 
     tensors: dict[str, str]
@@ -65,57 +51,56 @@ class FingerprintRecord(ManifestModel):
     digest: str
 
     def restored(self) -> Fingerprint:
-        """Return the fingerprint; its digest is computed again from the other fields."""
+        """Return the fingerprint, with its digest computed from the other fields."""
         return Fingerprint.from_dict(self.model_dump())
 
 
-class Source(ManifestModel):
-    """Where the target was loaded from: for people, and for `Pair.open` without a target. No part of the identity."""
+class Source(SparsePart):
+    """The place that the target was loaded from, for people and for `Pair.open`. No part of the identity."""
+
+    OPTIONAL = ("quantize",)
 
     path: str | None = None
     revision: str | None = None
     adapter: str | None = None
     quantize: str | None = None
 
-    @model_serializer(mode="wrap")
-    def _written(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        values: dict[str, Any] = write(self)
-        return {k: v for k, v in values.items() if k != "quantize" or v is not None}
 
-
-class TargetRecord(ManifestModel):
+class TargetRecord(SparsePart):
     """The target by content: the fingerprint is of the weights with the adapter merged, if there is one.
 
     Attributes:
         tokenizer_files: SHA-256 of each file in tokenizer/, kept to name tokens that differ later.
-        adapter_files: the same of adapter/, kept to load the target again; not written where there is none.
+        adapter_files: SHA-256 of each file in adapter/, kept to load the target again.
     """
+
+    OPTIONAL = ("adapter_files",)
 
     fingerprint: FingerprintRecord
     source: Source
     tokenizer_files: dict[InsideName, str]
-    adapter_files: dict[InsideName, str] = {}
+    adapter_files: dict[InsideName, str] = Field(default={})
 
     def kept_files(self) -> dict[str, str]:
         """Return the SHA-256 of the target's files that the pair keeps, by path inside the folder."""
-        found = {f"{TOKENIZER}/{name}": digest for name, digest in self.tokenizer_files.items()}
-        return found | {f"{ADAPTER}/{name}": digest for name, digest in self.adapter_files.items()}
-
-    @model_serializer(mode="wrap")
-    def _written(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        values: dict[str, Any] = write(self)
-        return {k: v for k, v in values.items() if k != "adapter_files" or v}
+        return _placed(TOKENIZER, self.tokenizer_files) | _placed(ADAPTER, self.adapter_files)
 
 
-class DrafterRecord(ManifestModel):
+def _placed(folder: str, files: dict[str, str]) -> dict[str, str]:
+    return {f"{folder}/{name}": digest for name, digest in files.items()}
+
+
+class DrafterRecord(Part):
     """The drafter: its type, and the SHA-256 of each file in drafter/."""
 
     type: str
     files: dict[InsideName, str]
 
 
-class PlanRecord(ManifestModel):
-    """How the drafter is meant to be run: an `outrider.decode.Plan`, without what that does not use."""
+class PlanRecord(SparsePart):
+    """The drafter's `outrider.decode.Plan`."""
+
+    OPTIONAL = ("width", "nodes", "tree", "confidence", "control")
 
     depth: int
     width: int = 1
@@ -125,17 +110,12 @@ class PlanRecord(ManifestModel):
     confidence: float = 0.0
     control: dict[str, Any] | None = None
 
-    @model_serializer(mode="wrap")
-    def _written(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        values: dict[str, Any] = write(self)
-        return {k: v for k, v in values.items() if k in ("depth", "verify") or v != type(self).model_fields[k].default}
-
     def restored(self) -> Plan:
         return Plan.from_dict(self.model_dump())
 
 
-class Figure(ManifestModel):
-    """A measured value with its confidence interval; None where nothing was measured."""
+class Figure(Part):
+    """A measured value with its confidence interval; None for numbers that were not measured."""
 
     value: float | None
     low: float | None
@@ -144,12 +124,16 @@ class Figure(ManifestModel):
     @classmethod
     def of(cls, interval: Interval | None) -> Figure:
         """Return the figure of an interval; that of None has no values."""
-        if interval is None:
-            return cls(value=None, low=None, high=None)
-        return cls(**{name: _finite(getattr(interval, name)) for name in ("value", "low", "high")})
+        numbers = {name: getattr(interval, name, None) for name in ("value", "low", "high")}
+        return cls(**{k: float(v) if v is not None and math.isfinite(v) else None for k, v in numbers.items()})
+
+    def text(self, missing: str, decimals: int = 2) -> str:
+        """Return `2.41 [2.33, 2.49]`, the value alone without an interval, `missing` without a value."""
+        value, low, high = (math.nan if v is None else v for v in (self.value, self.low, self.high))
+        return missing if self.value is None else Interval(value, low, high).text(decimals)
 
 
-class Headline(ManifestModel):
+class Headline(Part):
     """The drafter's figures at one temperature, on all suites together.
 
     Attributes:
@@ -165,8 +149,8 @@ class Headline(ManifestModel):
     speedup: Figure
 
 
-class PromptMeasure(ManifestModel):
-    """What the drafter did on one calibration prompt.
+class PromptMeasure(Part):
+    """The drafter's figures on one calibration prompt.
 
     Attributes:
         accepted, rounds: of the decoder; tau = 1 + accepted / rounds.
@@ -186,7 +170,7 @@ class PromptMeasure(ManifestModel):
     chains: int
 
 
-class ProbeBaseline(ManifestModel):
+class ProbeBaseline(Part):
     """The probe's figures for the pair's own target, prompt by prompt, and the settings that a probe must repeat."""
 
     max_new_tokens: int
@@ -198,14 +182,14 @@ class ProbeBaseline(ManifestModel):
         return Sampling(temperature=self.temperature, seed=self.seed)
 
 
-class Measurements(ManifestModel):
-    """What was measured for this pair.
+class Measurements(Part):
+    """The measurements of this pair.
 
     Attributes:
         headline: per temperature, from the report that came with the pair.
         suites: digest of each suite's prompts, by name.
-        conditions: under which the headline was measured (device, dtype, batch, …), for people.
-        baseline: what a probe compares with; None if there were no prompts to calibrate on.
+        conditions: of the headline (device, dtype, batch, …), for people.
+        baseline: a probe's figures to compare with; None without calibration prompts.
     """
 
     headline: list[Headline]
@@ -214,8 +198,8 @@ class Measurements(ManifestModel):
     baseline: ProbeBaseline | None
 
 
-class ServedFigures(ManifestModel):
-    """An engine's figures at one temperature, beside ours on the same prompts: `served` there, `own` here."""
+class ServedFigures(Part):
+    """An engine's figures at one temperature (`served`), beside our own on the same prompts."""
 
     temperature: float
     num_prompts: int
@@ -224,11 +208,11 @@ class ServedFigures(ManifestModel):
     speedup: Figure
 
 
-class ServedRecord(ManifestModel):
-    """What one engine made of the pair (`outrider served`).
+class ServedRecord(Part):
+    """An engine's figures with the pair (`outrider served`).
 
     Attributes:
-        agrees: whether served equals measured. suspicions: if not, what is probably wrong.
+        agrees: whether served equals measured. suspicions: if not, the probable causes.
     """
 
     created: str
@@ -239,7 +223,7 @@ class ServedRecord(ManifestModel):
     figures: list[ServedFigures]
 
 
-class Parent(ManifestModel):
+class Parent(Part):
     """The version that a pair was refreshed from."""
 
     name: str
@@ -247,21 +231,23 @@ class Parent(ManifestModel):
     digest: str
 
 
-class Lineage(ManifestModel):
-    """Where this version comes from, and why it was made."""
+class Lineage(Part):
+    """The parent of this version, and the reason for making it."""
 
     parent: Parent | None
     reason: str
 
 
-class Manifest(ManifestModel):
+class Manifest(SparsePart):
     """The whole of pair.json.
 
-    `suites` are the prompt files that the pair is measured on and that no package ships. `tuning` says which plan is
-    fastest where, `served` what engines made of it, the latest of each engine. Both depend on machines, so they are no
-    part of the identity. What there is none of is not written: a pair that was never tuned, on packaged suites, reads
-    as it always did.
+    Attributes:
+        suites: prompt files that the pair is measured on and that no package ships.
+        tuning: the fastest plans by machine. served: the latest record of each engine. No part of the identity, since
+            they depend on machines.
     """
+
+    OPTIONAL = ("tuning", "served", "suites")
 
     schema_version: Literal[1]
     name: str
@@ -272,28 +258,23 @@ class Manifest(ManifestModel):
     recipe: str
     calibration: str | None
     reports: dict[InsideName, str]
-    suites: dict[InsideName, str] = {}
+    suites: dict[InsideName, str] = Field(default={})
     plan: PlanRecord
     measurements: Measurements
     lineage: Lineage
     created: str
     outrider_version: str
-    tuning: list[Tuning] = []
-    served: list[ServedRecord] = []
+    tuning: list[Tuning] = Field(default=[])
+    served: list[ServedRecord] = Field(default=[])
     checksum: str = ""
 
-    @model_serializer(mode="wrap")
-    def _written(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        values: dict[str, Any] = write(self)
-        return {k: v for k, v in values.items() if k not in ("tuning", "served", "suites") or v}
-
     def identity(self) -> str:
-        """Return the identity digest, computed from what it covers."""
-        fingerprint, kept = self.target.fingerprint.restored(), self.target.kept_files()
-        return identity_digest(fingerprint, self.drafter.files, self.plan, kept)
+        """Return the identity by content: equal for the same target, drafter and plan, wherever and whenever made."""
+        parts = {"target": self.target.fingerprint.restored().digest, "drafter": self.drafter.files}
+        return digest_json(parts | {"plan": self.plan.model_dump(), "kept": self.target.kept_files()})
 
     def identified(self) -> Manifest:
-        """Return this manifest with the identity digest of what it says."""
+        """Return this manifest with its identity digest."""
         return self.model_copy(update={"digest": self.identity()})
 
     def computed_checksum(self) -> str:
@@ -304,52 +285,38 @@ class Manifest(ManifestModel):
         return self.model_copy(update={"checksum": self.computed_checksum()})
 
     def tuned(self, tuning: Tuning) -> Manifest:
-        """Return this manifest, sealed, with `tuning` in place of what was known of the same conditions."""
+        """Return this manifest, sealed, with `tuning` in place of an earlier one under the same conditions."""
         return self.model_copy(update={"tuning": merged(self.tuning, tuning)}).sealed()
 
-    def with_served(self, found: ServedRecord) -> Manifest:
-        """Return this manifest, sealed, with `found` in place of what was known of the same engine and depth."""
-        others = [r for r in self.served if (r.engine, r.depth) != (found.engine, found.depth)]
-        return self.model_copy(update={"served": [*others, found]}).sealed()
+    def with_served(self, record: ServedRecord) -> Manifest:
+        """Return this manifest, sealed, with `record` in place of an earlier one of the same engine and depth."""
+        others = [r for r in self.served if (r.engine, r.depth) != (record.engine, record.depth)]
+        return self.model_copy(update={"served": [*others, record]}).sealed()
 
     def files(self) -> dict[str, str]:
         """Return the SHA-256 of every file of the pair but pair.json, by path inside the folder."""
-        found = {RECIPE: self.recipe} | {f"{REPORTS}/{name}": digest for name, digest in self.reports.items()}
+        files = {RECIPE: self.recipe} | _placed(REPORTS, self.reports)
         if self.calibration is not None:
-            found[CALIBRATION] = self.calibration
-        found |= {f"{DRAFTER}/{name}": digest for name, digest in self.drafter.files.items()}
-        found |= {f"{SUITES}/{name}": digest for name, digest in self.suites.items()}
-        return found | self.target.kept_files()
+            files[CALIBRATION] = self.calibration
+        return files | _placed(DRAFTER, self.drafter.files) | _placed(SUITES, self.suites) | self.target.kept_files()
 
     def to_text(self) -> str:
-        """Return the one way in which this manifest is written: any other bytes are an alteration."""
+        """Return the text of pair.json: any other bytes are an alteration."""
         return json.dumps(self.model_dump(), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
     def write(self, folder: Path, instead_of: Manifest | None = None) -> None:
         """Write pair.json, all of it or nothing.
 
         Args:
-            instead_of: what must stand there until now.
+            instead_of: the manifest that must still stand there.
 
         Raises:
-            BadInputError: somebody who holds no lock wrote another one meanwhile.
+            BadInputError: another one was written meanwhile, without a lock.
         """
         file = folder / MANIFEST
         if instead_of is not None and _read(file) != instead_of.to_text():
             raise BadInputError(f"{file} was written by somebody else at the same time; nothing was stored. Try again.")
         write_atomically(file, self.to_text())
-
-
-def identity_digest(
-    fingerprint: Fingerprint, drafter_files: dict[str, str], plan: PlanRecord, kept: dict[str, str]
-) -> str:
-    """Return a pair's identity by content: equal for the same target, drafter and plan, wherever and whenever made.
-
-    Args:
-        kept: the target's files that the pair keeps, and that are loaded with it.
-    """
-    parts = {"target": fingerprint.digest, "drafter": drafter_files, "plan": plan.model_dump(), "kept": kept}
-    return digest_json(parts)
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -368,25 +335,21 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def inspect_manifest(folder: Path) -> tuple[Manifest, list[str]]:
-    """Return pair.json of `folder`, and what says that it was altered after it was written ([] if nothing does).
+    """Return pair.json of `folder`, and the signs that it was altered after it was written.
 
     Raises:
         BadInputError: it cannot be understood at all.
     """
-    file = folder / MANIFEST
-    return inspect_text(file, _read(file))
+    return inspect_text(folder / MANIFEST, _read(folder / MANIFEST))
 
 
 def inspect_text(file: Path, text: str) -> tuple[Manifest, list[str]]:
-    """Return the manifest that `text` holds, and what says that it was altered after it was written.
-
-    Args:
-        file: where it came from, for the error.
+    """Return the manifest in `text`, and the signs that it was altered after it was written; `file` is for errors.
 
     Raises:
         BadInputError: it cannot be understood at all.
     """
-    manifest = _validated(file, _parsed(file, text))
+    manifest = _validated(file, text)
     alterations = []
     if manifest.computed_checksum() != manifest.checksum:
         alterations.append("its content does not match its checksum")
@@ -408,17 +371,13 @@ def _read(file: Path) -> str:
         _damaged(file, str(error))
 
 
-def _parsed(file: Path, text: str) -> dict[str, Any]:
+def _validated(file: Path, text: str) -> Manifest:
     try:
         values = parse_json(text, str(file))
     except Unreadable as error:
         _damaged(file, error.reason)
     if not isinstance(values, dict):
         _damaged(file, f"expected an object, found {type(values).__name__}")
-    return values
-
-
-def _validated(file: Path, values: dict[str, Any]) -> Manifest:
     version = values.get("schema_version")
     if isinstance(version, int) and version > SCHEMA_VERSION:
         raise BadInputError(
@@ -428,17 +387,9 @@ def _validated(file: Path, values: dict[str, Any]) -> Manifest:
     try:
         return Manifest.model_validate(values)
     except ValidationError as error:
-        _damaged(file, "; ".join(_explained(error))[:400])
-
-
-def _explained(error: ValidationError) -> Iterator[str]:
-    for problem in error.errors(include_url=False):
-        yield f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}"
+        problems = (f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_url=False))
+        _damaged(file, "; ".join(problems)[:400])
 
 
 def _damaged(file: Path, problem: str) -> NoReturn:
     raise BadInputError(f"{file}: damaged or not a pair ({problem}). Take a good copy of the pair.")
-
-
-def _finite(value: float) -> float | None:
-    return float(value) if value == value and abs(value) != float("inf") else None

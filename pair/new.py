@@ -1,4 +1,4 @@
-"""Making a pair: everything is written into a folder beside the final one, which then takes its name in one step."""
+"""Making a pair: everything is written into a folder beside the final one, which it replaces in one step."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version as installed_version
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
@@ -24,7 +25,7 @@ from ..eval.reports.report import ContestantInfo, Report
 from ..heads import Drafter, Fusion, load_drafter
 from ..recipes import Recipe
 from ..recipes.suites import PACKAGED
-from ..targets import Fingerprint, Target
+from ..targets import Target
 from ..targets.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from ..targets.fingerprint import digest_file, digest_files
 from ..targets.model_folder import is_local
@@ -57,7 +58,7 @@ from .pair import Pair
 
 _COPIED = {".json", ".safetensors", ".jinja", ".model", ".txt"}
 _log = logging.getLogger(__name__)
-# Where a tokenizer was loaded from, with what, and code that came with it.
+# The place that a tokenizer was loaded from, the loader, and code that came with it.
 _INCIDENTAL = ("name_or_path", "_name_or_path", "is_local", "local_files_only", "transformers_version", "auto_map")
 _REPORT_FILES = ("report.json", "report.md", "report.html")
 
@@ -79,12 +80,12 @@ def new_pair(
 
     Args:
         drafter: in memory, or the folder it was saved to.
-        report_folder: where `write_report` wrote; None for a pair that was not measured.
+        report_folder: of `write_report`; None for a pair that was not measured.
         parent: the version this one follows.
         calibration: prompts for the probe; None takes the first of the recipe's suites.
 
     Raises:
-        BadInputError: something else is in `folder`, somebody else writes there, or the drafter or report cannot be
+        BadInputError: something else is in `folder`, another process writes there, or the drafter or report cannot be
             read.
         IncompatibleError: the drafter cannot draft for this target.
     """
@@ -93,8 +94,9 @@ def new_pair(
         existing = _existing(final)
         saved = _save_drafter(drafter, partial / DRAFTER, target)
         write_atomically(partial / RECIPE, _keep_suites(recipe, partial).to_yaml())
-        report = _copy_report(report_folder, partial / REPORTS)
-        _check_report(report, target, saved)
+        report = None if report_folder is None else _copy_report(Path(report_folder).expanduser(), partial / REPORTS)
+        if report is not None:
+            _check_report(report, target, saved)
         manifest = _identified(partial, target, saved, recipe, _plan(report, saved, recipe), parent)
         if existing is not None:
             manifest = _keep_adapter(existing, partial, manifest)
@@ -105,9 +107,16 @@ def new_pair(
             _keep_reports(existing, partial)
             older = existing.manifest
             manifest = manifest.model_copy(update={"tuning": older.tuning, "served": older.served})
-        prompts = choose_prompts(recipe, target) if calibration is None else calibration
-        baseline = _calibrated(partial, target, saved, settings(recipe), manifest.plan, prompts, console)
-        manifest = _completed(manifest, partial, _measurements(report, saved, baseline))
+        changes: dict[str, Any] = {"reports": digest_files(partial / REPORTS)}
+        baseline = None
+        if prompts := choose_prompts(recipe, target) if calibration is None else calibration:
+            write_calibration(partial / CALIBRATION, prompts)
+            changes["calibration"] = digest_file(partial / CALIBRATION)
+            under = settings(recipe)
+            measures = calibrate(target, saved, prompts, under, manifest.plan.restored(), console)
+            baseline = under.model_copy(update={"prompts": measures})
+        changes["measurements"] = _measurements(report, saved, baseline)
+        manifest = manifest.model_copy(update=changes).sealed()
         manifest.write(partial)
     return Pair(final, manifest)
 
@@ -116,13 +125,9 @@ def new_pair(
 
 
 def _existing(final: Path) -> Pair | None:
-    """Return the pair that is already there.
-
-    Raises:
-        BadInputError: something else is there.
-    """
+    """Return the pair that is already there; BadInputError for anything else."""
     if (final / MANIFEST).exists():
-        return Pair.load(final, check=False)  # what was altered is written anew
+        return Pair.load(final, check=False)  # altered files are written anew
     if final.is_file() or (final.is_dir() and any(final.iterdir())):
         raise BadInputError(f"{str(final)!r} exists and is not a pair; nothing was written. Choose a new folder.")
     return None
@@ -139,20 +144,14 @@ def _require_same(existing: Pair, manifest: Manifest) -> None:
 
 
 def _adds_nothing(existing: Pair, manifest: Manifest) -> bool:
-    """Tell whether the existing pair already says all that is known of the new one, and is intact."""
+    """Tell whether the existing pair holds all of the new one, and is intact."""
     old = existing.manifest
-    known = set(old.reports.values())
-    same = (
-        old.recipe == manifest.recipe
-        and old.suites == manifest.suites
-        and old.lineage == manifest.lineage
-        and known.issuperset(manifest.reports.values())
-    )
-    return same and not verify(existing.folder)
+    same = (old.recipe, old.suites, old.lineage) == (manifest.recipe, manifest.suites, manifest.lineage)
+    return same and {*old.reports.values()}.issuperset(manifest.reports.values()) and not verify(existing.folder)
 
 
 def _keep_reports(existing: Pair, partial: Path) -> None:
-    """Copy the older reports; one of the same date gives way to the new one, and one that was altered is left out."""
+    """Copy the older reports, except one of the new one's date and those that were altered."""
     reports = existing.folder / REPORTS
     altered = listed_problems(reports, existing.manifest.reports)
     for line in altered:
@@ -164,13 +163,7 @@ def _keep_reports(existing: Pair, partial: Path) -> None:
 
 
 def _keep_adapter(existing: Pair, partial: Path, manifest: Manifest) -> Manifest:
-    """Copy the adapter that the pair keeps where the same target came without it, as one in memory does.
-
-    It may be the only copy there is.
-
-    Raises:
-        Refusal: its files were altered.
-    """
+    """Copy the adapter that the pair keeps, maybe its only copy, where the same target came without it from memory."""
     older = existing.manifest.target
     if manifest.target.adapter_files or not older.adapter_files:
         return manifest
@@ -186,7 +179,7 @@ def _keep_adapter(existing: Pair, partial: Path, manifest: Manifest) -> Manifest
 
 
 def _save_drafter(drafter: Drafter | str | Path, folder: Path, target: Target) -> Drafter:
-    """Write the drafter's files and load them again: what is measured is what was saved."""
+    """Write the drafter's files, and return the drafter that they hold: that one is measured."""
     if isinstance(drafter, Drafter):
         drafter.save(folder)
     else:
@@ -201,26 +194,20 @@ def _save_drafter(drafter: Drafter | str | Path, folder: Path, target: Target) -
 
 
 def _keep_suites(recipe: Recipe, partial: Path) -> Recipe:
-    """Copy the prompt files that the recipe measures on, and return it with the copies' names.
-
-    Prompts are named after their file or its folder, so that a copy keeps both names.
-    """
-    names = [_keep_suite(name, partial) for name in recipe.eval.suites]
+    """Copy the prompt files that the recipe measures on, with their folders' names, and return it with the copies."""
+    names = list(recipe.eval.suites)
+    for i, name in enumerate(names):
+        file = Path(name).expanduser().resolve()
+        if name not in PACKAGED and file.is_file():
+            copy = Path(SUITES) / file.parent.name / file.name
+            (partial / copy).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, partial / copy)
+            names[i] = copy.as_posix()
     return recipe.model_copy(update={"eval": recipe.eval.model_copy(update={"suites": names})})
 
 
-def _keep_suite(name: str, partial: Path) -> str:
-    file = Path(name).expanduser().resolve()
-    if name in PACKAGED or not file.is_file():
-        return name
-    copy = Path(SUITES) / file.parent.name / file.name
-    (partial / copy).parent.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(file, partial / copy)
-    return copy.as_posix()
-
-
 def _leads_out(file: Path, folder: Path) -> bool:
-    """Tell whether a link shows something that does not belong to the drafter in `folder`: a pair is given away.
+    """Tell whether a link leads to a file that does not belong to the drafter in `folder`: pairs are given away.
 
     Folders of the Hub's cache hold links to the files beside them.
     """
@@ -229,10 +216,7 @@ def _leads_out(file: Path, folder: Path) -> bool:
 
 
 def _copy_adapter(target: Target, folder: Path) -> None:
-    """Keep the target's adapter if it is a local one: one that was trained with the drafter is found nowhere else.
-
-    In which folder of this machine its base once was, the copy does not say.
-    """
+    """Keep the target's adapter if it is local, without the folder that its base had on this machine."""
     adapter = Path(target.source.get("adapter") or "")
     if not target.source.get("adapter") or not (adapter / ADAPTER_WEIGHTS).is_file():
         return
@@ -244,11 +228,8 @@ def _copy_adapter(target: Target, folder: Path) -> None:
     write_atomically(folder / ADAPTER_CONFIG, json.dumps(config, indent=2, sort_keys=True))
 
 
-def _copy_report(report_folder: str | Path | None, reports: Path) -> Report | None:
+def _copy_report(source: Path, reports: Path) -> Report:
     """Copy a report's files into a folder named by today's date."""
-    if report_folder is None:
-        return None
-    source = Path(report_folder).expanduser()
     report = Report.load(source)
     dated = reports / _today()
     dated.mkdir(parents=True)
@@ -268,34 +249,39 @@ def _today() -> str:
 def _identified(
     partial: Path, target: Target, drafter: Drafter, recipe: Recipe, plan: PlanRecord, parent: Pair | None
 ) -> Manifest:
-    """Return the manifest as far as it is known before anything is measured."""
+    """Return the manifest as it is before anything is measured, and write the files of tokenizer and adapter."""
     fingerprint = target.fingerprint()
     if target.tokenizer is not None:
         _save_tokenizer(target.tokenizer, partial / TOKENIZER)
     _copy_adapter(target, partial / ADAPTER)
     kept = {"tokenizer_files": digest_files(partial / TOKENIZER), "adapter_files": digest_files(partial / ADAPTER)}
-    files = digest_files(partial / DRAFTER)
+    lineage = Lineage(parent=None, reason="first version")
+    if parent is not None:
+        changed = ", ".join(parent.fingerprint().differences(fingerprint))
+        reason = f"the target changed: {changed}" if changed else "a new drafter for the same target"
+        record = Parent(name=parent.name, version=parent.version, digest=parent.digest)
+        lineage = Lineage(parent=record, reason=reason)
     return Manifest(
         schema_version=SCHEMA_VERSION,
         name=recipe.name,
         version=1 if parent is None else parent.version + 1,
         digest="",
         target=TargetRecord(fingerprint=FingerprintRecord(**fingerprint.to_dict()), source=_source(target), **kept),
-        drafter=DrafterRecord(type=drafter.name, files=files),
+        drafter=DrafterRecord(type=drafter.name, files=digest_files(partial / DRAFTER)),
         recipe=digest_file(partial / RECIPE),
         calibration=None,
         reports=digest_files(partial / REPORTS),
         suites=digest_files(partial / SUITES),
         plan=plan,
         measurements=Measurements(headline=[], suites={}, conditions={}, baseline=None),
-        lineage=_lineage(parent, fingerprint),
+        lineage=lineage,
         created=_today(),
         outrider_version=installed_version("outrider"),
     ).identified()
 
 
 def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write the tokenizer without what says where it once was: its files are part of the pair's identity."""
+    """Write the tokenizer without the place that it was loaded from: its files are part of the pair's identity."""
     tokenizer.save_pretrained(str(folder))
     file = folder / "tokenizer_config.json"
     if file.exists():
@@ -303,53 +289,16 @@ def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
         write_atomically(file, json.dumps(config, indent=2, ensure_ascii=False, sort_keys=True) + "\n")
 
 
-def _completed(manifest: Manifest, partial: Path, measurements: Measurements) -> Manifest:
-    """Return the sealed manifest, with what was measured and the files that came with it."""
-    calibration = digest_file(partial / CALIBRATION) if measurements.baseline is not None else None
-    changes = {"measurements": measurements, "calibration": calibration, "reports": digest_files(partial / REPORTS)}
-    return manifest.model_copy(update=changes).sealed()
-
-
 def _source(target: Target) -> Source:
-    """Return where the target came from; a local path is made absolute, so that it can be found again."""
-
-    def found(name: str) -> str | None:
-        value = target.source.get(name)
-        return str(Path(value).resolve()) if value is not None and Path(value).exists() else value
-
-    return Source(
-        path=found("path"),
-        revision=target.source.get("revision"),
-        adapter=found("adapter"),
-        quantize=target.source.get("quantize"),
-    )
+    """Return the place that the target was loaded from, with absolute local paths."""
+    values = {name: target.source.get(name) for name in Source.model_fields}
+    for name in ("path", "adapter"):
+        if (value := values[name]) is not None and Path(value).exists():
+            values[name] = str(Path(value).resolve())
+    return Source(**values)
 
 
-def _lineage(parent: Pair | None, fingerprint: Fingerprint) -> Lineage:
-    if parent is None:
-        return Lineage(parent=None, reason="first version")
-    differences = parent.fingerprint().differences(fingerprint)
-    reason = f"the target changed: {', '.join(differences)}" if differences else "a new drafter for the same target"
-    return Lineage(parent=Parent(name=parent.name, version=parent.version, digest=parent.digest), reason=reason)
-
-
-# ------------------------------------------------------------ what was measured
-
-
-def _calibrated(
-    partial: Path,
-    target: Target,
-    drafter: Drafter,
-    under: ProbeBaseline,
-    plan: PlanRecord,
-    prompts: Sequence[Prompt],
-    console: Console | None,
-) -> ProbeBaseline | None:
-    """Measure the probe's baseline and keep its prompts; None without prompts."""
-    if not prompts:
-        return None
-    write_calibration(partial / CALIBRATION, prompts)
-    return under.model_copy(update={"prompts": calibrate(target, drafter, prompts, under, plan.restored(), console)})
+# ------------------------------------------------------------ measurements
 
 
 def _measurements(report: Report | None, drafter: Drafter, baseline: ProbeBaseline | None) -> Measurements:
@@ -358,27 +307,29 @@ def _measurements(report: Report | None, drafter: Drafter, baseline: ProbeBaseli
     conditions = report.conditions.model_dump(mode="json")
     suites = {suite["name"]: suite["digest"] for suite in conditions.pop("suites")}
     about = _about(report, drafter).name
-    headline = [_headline(report, about, temperature) for temperature in report.conditions.temperatures]
+    figures = [report.headline(about, temperature) for temperature in report.conditions.temperatures]
+    headline = [
+        Headline(
+            temperature=f.temperature,
+            rule=f.rule,
+            num_prompts=f.num_prompts,
+            tau=Figure.of(f.tau),
+            speedup=Figure.of(f.speedup),
+        )
+        for f in figures
+    ]
     return Measurements(headline=headline, suites=suites, conditions=conditions, baseline=baseline)
 
 
-def _headline(report: Report, contestant: str, temperature: float) -> Headline:
-    found = report.headline(contestant, temperature)
-    assert found.tau is not None, "a drafter is measured in rounds"
-    return Headline(
-        temperature=temperature,
-        rule=found.rule,
-        num_prompts=found.num_prompts,
-        tau=Figure.of(found.tau),
-        speedup=Figure.of(found.speedup),
-    )
-
-
-def _check_report(report: Report | None, target: Target, drafter: Drafter) -> None:
-    """Refuse a report about another target or drafter: what is bound together must have been measured together."""
-    if report is None:
-        return
-    _check_measured_target(report, target)
+def _check_report(report: Report, target: Target, drafter: Drafter) -> None:
+    """Refuse a report about another target or drafter: a pair's parts must have been measured together."""
+    reported, fingerprint = report.conditions.target.get("fingerprint"), target.fingerprint().digest
+    if reported != fingerprint:
+        raise BadInputError(
+            f"the report is about another target: its fingerprint is {str(reported)[:12]}…, this target's "
+            f"{fingerprint[:12]}… ({target.dtype}). Measure this one, or load it as it was measured (another dtype is "
+            "another target)."
+        )
     measured, own = _about(report, drafter).digest, drafter.digest()
     if measured is None:
         raise BadInputError(
@@ -393,68 +344,31 @@ def _check_report(report: Report | None, target: Target, drafter: Drafter) -> No
         )
 
 
-def _check_measured_target(report: Report, target: Target) -> None:
-    said, found = report.conditions.target.get("fingerprint"), target.fingerprint().digest
-    if said != found:
-        raise BadInputError(
-            f"the report is about another target: its fingerprint is {str(said)[:12]}…, this target's {found[:12]}… "
-            f"({target.dtype}). "
-            "Measure this one, or load it as it was measured (another dtype is another target)."
-        )
-
-
 def _plan(report: Report | None, drafter: Drafter, recipe: Recipe) -> PlanRecord:
-    """The plan that was measured; without a report, the recipe's."""
+    """Return the plan that was measured; without a report, the recipe's."""
     if report is None:
-        return PlanRecord(
-            depth=recipe.eval.depth, width=recipe.eval.width, nodes=recipe.eval.nodes, tree=recipe.eval.tree
-        )
+        return PlanRecord(**{name: getattr(recipe.eval, name) for name in ("depth", "width", "nodes", "tree")})
     measured = _about(report, drafter)
     return PlanRecord(**{name: getattr(measured, name) for name in PlanRecord.model_fields})
 
 
 def _about(report: Report, drafter: Drafter) -> ContestantInfo:
-    """What the report says of the pair's drafter under its own plan: the contestant of its name, else the first.
+    """Return the pair's drafter under its own plan: the contestant with its name, else the first of its type.
 
-    A tuned plan of it, or of a fusion with it, may stand before: that one is the machine's, and kept with the tuning.
-
-    Raises:
-        BadInputError: the report is about another drafter.
+    A tuned plan of it, or of a fusion with it, may stand first: that one is kept with the tuning. BadInputError for a
+    report about another drafter.
     """
     drafting = [c for c in report.contestants if c.kind == "drafter"]
     of_its_type = [c for c in drafting if c.drafter == drafter.name]
     if not of_its_type or drafting[0].drafter not in (drafter.name, Fusion.name):
-        about = (
-            "plain decoding only"
-            if not drafting
-            else f"{drafting[0].name!r}, a drafter of type {drafting[0].drafter!r}"
-        )
+        about = "plain decoding only"
+        if drafting:
+            about = f"{drafting[0].name!r}, a drafter of type {drafting[0].drafter!r}"
         raise BadInputError(
             f"the report is about {about}, but the pair's drafter is of type {drafter.name!r}; measure that one, first "
             "in the list."
         )
     return next((c for c in of_its_type if c.name == drafter.name), of_its_type[0])
-
-
-# What a refresh learns from, if nobody names other prompts: `outrider refresh … data.prompts=[…]`.
-PROMPTS = ["embedded:code", "embedded:docs", "embedded:prose"]
-
-
-def arrival_recipe(name: str, target: Target, drafter: Drafter) -> Recipe:
-    """Return a recipe for a drafter that was trained elsewhere: its type, its target, and the shipped prompts."""
-    path = target.source.get("path")
-    if path is None:
-        raise BadInputError("this target was given in memory; load it from a folder or the Hub to make a pair.")
-    spec = {k: v for k, v in target.source.items() if v is not None}
-    dtype = str(target.dtype).removeprefix("torch.")
-    values = {
-        "name": re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-._") or drafter.name,
-        "target": spec | {"dtype": dtype},
-        "drafter": {"type": drafter.name},
-        "data": {"prompts": PROMPTS},
-        "eval": {"depth": min(4, drafter.max_depth or 4)},
-    }
-    return Recipe.from_dict(values)
 
 
 def paired(folder: str | Path, target: Target, drafter: Drafter, console: Console | None = None) -> Pair:
@@ -464,5 +378,15 @@ def paired(folder: str | Path, target: Target, drafter: Drafter, console: Consol
         BadInputError: something else is in `folder`, or the target cannot be named.
         IncompatibleError: the drafter cannot draft for this target.
     """
-    recipe = arrival_recipe(Path(folder).name, target, drafter)
-    return new_pair(folder, target, drafter, recipe, console=console)
+    if target.source.get("path") is None:
+        raise BadInputError("this target was given in memory; load it from a folder or the Hub to make a pair.")
+    spec = {k: v for k, v in target.source.items() if v is not None}
+    values = {
+        "name": re.sub(r"[^A-Za-z0-9_.-]+", "-", Path(folder).name).strip("-._") or drafter.name,
+        "target": spec | {"dtype": str(target.dtype).removeprefix("torch.")},
+        "drafter": {"type": drafter.name},
+        # A refresh learns from these, unless it is given others: `outrider refresh … data.prompts=[…]`.
+        "data": {"prompts": ["embedded:code", "embedded:docs", "embedded:prose"]},
+        "eval": {"depth": min(4, drafter.max_depth or 4)},
+    }
+    return new_pair(folder, target, drafter, Recipe.from_dict(values), console=console)

@@ -23,11 +23,11 @@ class StaleError(OutriderError):
 
 @dataclass(frozen=True)
 class Compatibility:
-    """How a target relates to the one a pair was made for.
+    """The relation of a target to the one a pair was made for.
 
     Attributes:
-        status: "same" content; "changed" (the drafter fits, how well a probe tells); "incompatible" (it cannot draft).
-        lines: what differs, for people; the first is the reason of an incompatibility.
+        status: "same" content; "changed" (the drafter fits, a probe tells how well); "incompatible" (it cannot draft).
+        lines: the differences, for people; the first is the reason of an incompatibility.
     """
 
     status: Literal["same", "changed", "incompatible"]
@@ -36,10 +36,10 @@ class Compatibility:
 
 @dataclass(frozen=True)
 class Pair(PairContents):
-    """A drafter, the target it was made for, and what was measured, as one folder."""
+    """A drafter, the target it was made for, and their measurements, as one folder."""
 
     def tuned(self, target: Target, batch_size: int = 1, temperature: float = 0.0) -> BatchTuning | None:
-        """Return what `outrider tune` found for `target` on this machine; None if it never ran here.
+        """Return the result of `outrider tune` for `target` on this machine; None if it never ran here.
 
         It is that of the largest batch size not above `batch_size`, at the nearest temperature.
         """
@@ -47,9 +47,9 @@ class Pair(PairContents):
         return nearest(self.manifest.tuning, machine, batch_size, temperature)
 
     def tuned_plan(self, target: Target, batch_size: int = 1, temperature: float = 0.0) -> Plan | None:
-        """The plan that `tuned` found; None for none. It is meant for the drafter that `open_tuned` gives."""
-        found = self.tuned(target, batch_size, temperature)
-        return None if found is None else found.plan
+        """Return the plan of `tuned`, for the drafter of `open_tuned`; None if it never ran here."""
+        tuning = self.tuned(target, batch_size, temperature)
+        return None if tuning is None else tuning.plan
 
     def load_target(self, path: str | None = None, **options: Any) -> Target:
         """Return a target in the pair's dtype: the one at `path` (`options` as for `Target.load`), or the recorded one.
@@ -64,20 +64,17 @@ class Pair(PairContents):
             raise BadInputError(
                 f"{self.folder}: this pair's target was given in memory, so it cannot be loaded again; name the target."
             )
+        adapter = str(self.folder / ADAPTER) if self.manifest.target.adapter_files else source.adapter
+        recorded = {"dtype": self.dtype} | ({} if source.quantize is None else {"quantize": source.quantize})
         try:
-            recorded = {"dtype": self.dtype} | ({} if source.quantize is None else {"quantize": source.quantize})
-            return Target.load(source.path, source.revision, self._adapter(), **recorded | options)
+            return Target.load(source.path, source.revision, adapter, **recorded | options)
         except BadInputError as error:
             raise BadInputError(
                 f"the target recorded in {self.folder} cannot be loaded; name one that can. {error}"
             ) from error
 
-    def _adapter(self) -> str | None:
-        """Return the recorded target's adapter: the one that the pair keeps, else where it was found."""
-        return str(self.folder / ADAPTER) if self.manifest.target.adapter_files else self.manifest.target.source.adapter
-
     def open(self, target: Target | None = None, check: bool = True) -> tuple[Target, Drafter, Plan]:
-        """Return what a decoder needs: `Decoder(target, drafter).generate(…, plan=plan)`.
+        """Return target, drafter and plan for a decoder: `Decoder(target, drafter).generate(…, plan=plan)`.
 
         Args:
             target: the target; None loads the recorded one.
@@ -85,7 +82,7 @@ class Pair(PairContents):
 
         Raises:
             IncompatibleError: the drafter cannot draft for this target (tokenizer, vocabulary, taps).
-            StaleError: the target's content differs from what the pair was made for.
+            StaleError: the target's content differs from that of the pair's target.
         """
         target = target or self.load_target()
         drafter = self.drafter_for(target)
@@ -93,28 +90,28 @@ class Pair(PairContents):
         if differences:
             raise StaleError(
                 f"this target is not the one {self.name} version {self.version} was made for: {', '.join(differences)} "
-                "differ. The output would still be "
-                f"exact, but how fast is unknown: run `outrider probe {self.folder} --target …`, or refresh the pair."
+                "differ. The output would still be exact, but how fast is unknown: run "
+                f"`outrider probe {self.folder} --target …`, or refresh the pair."
             )
         return target, drafter, self.plan
 
     def open_tuned(
         self, target: Target | None = None, batch_size: int = 1, temperature: float = 0.0, check: bool = True
     ) -> tuple[Target, Drafter, Plan]:
-        """What a decoder needs to run as fast as this machine was found to: `open` with the tuned plan.
+        """Return target, drafter and plan as `open` does, with the plan that was tuned on this machine.
 
-        The drafter is the pair's own, or its fusion with the drafter without weights that the tuning found best
-        together with it. A pair that was not tuned on this machine is opened with its own plan.
+        The drafter is the pair's own, or its fusion with a drafter without weights if that was fastest. A pair that
+        was not tuned on this machine is opened with its own plan.
 
         Args:
-            batch_size, temperature: what it will be used for, see `tuned`.
+            batch_size, temperature: of the requests to come, see `tuned`.
 
         Raises:
             IncompatibleError, StaleError: as `open` does.
         """
         target, drafter, plan = self.open(target, check)
-        found = self.tuned(target, batch_size, temperature)
-        return (target, drafter, plan) if found is None else (target, tuned_drafter(found, drafter), found.plan)
+        tuning = self.tuned(target, batch_size, temperature)
+        return (target, drafter, plan) if tuning is None else (target, tuned_drafter(tuning, drafter), tuning.plan)
 
     def drafter_for(self, target: Target) -> Drafter:
         """Return the drafter, on the target's device.
@@ -123,19 +120,15 @@ class Pair(PairContents):
             IncompatibleError: it cannot draft for `target`; names the first token, size or tap that differs.
         """
         self.require_whole()
-        _check_vocabulary(self, target)
+        own = self.tokenizer()
+        if own is not None and target.tokenizer is not None:
+            require_same_vocabulary(own, target.tokenizer, f"the pair {self.name!r}")
         return load_drafter(self.drafter_folder, target)
 
 
-def _check_vocabulary(pair: Pair, target: Target) -> None:
-    own = pair.tokenizer()
-    if own is not None and target.tokenizer is not None:
-        require_same_vocabulary(own, target.tokenizer, f"the pair {pair.name!r}")
-
-
-def tuned_drafter(found: BatchTuning, drafter: Drafter) -> Drafter:
-    """Return what the tuned plan is for: `drafter` by itself, or its fusion with a drafter without weights."""
-    return drafter if found.statistical is None else fuse(found.statistical, drafter)
+def tuned_drafter(tuning: BatchTuning, drafter: Drafter) -> Drafter:
+    """Return the drafter of the tuned plan: `drafter` by itself, or its fusion with a drafter without weights."""
+    return drafter if tuning.statistical is None else fuse(tuning.statistical, drafter)
 
 
 def compatibility(pair: Pair, target: Target) -> Compatibility:

@@ -1,7 +1,7 @@
 """The next version of a pair, for a changed target: new responses, a warm start, a shorter training, a measurement.
 
 out/data, out/drafter, …    as a training writes them; each stage continues where it was interrupted
-out/reports/<digest>/       what was measured, by what it was measured on
+out/reports/<digest>/       measurements, by target, drafter and prompts
 out/pair/                   the new version
 """
 
@@ -33,9 +33,8 @@ from .calibration import rendered
 from .new import new_pair
 from .pair import Pair
 
-# Of the first training's length: the drafter starts from one that was good for almost the same target.
-BUDGET = 0.4
-HOW = "refresh.json"  # how it was asked for, in its working folder
+BUDGET = 0.4  # of the first training's length: the drafter starts from one for almost the same target
+HOW = "refresh.json"  # the settings of the refresh, in its working folder
 _DEFAULT_EPOCHS = 3.0  # of transformers.TrainingArguments
 
 
@@ -46,7 +45,7 @@ class How:
     Attributes:
         rank: of a low-rank change that is learnt instead of all weights (`heads.low_rank`); None for all of them.
         seconds: of training, instead of the recipe's steps; None for those.
-        until: when it ends before the last step; None never.
+        until: the condition for ending before the last step, if any.
     """
 
     rank: int | None = None
@@ -68,18 +67,22 @@ def refresh(
 ) -> Pair:
     """Train the pair's drafter on for `target`, measure it, and write the next version to `out`/pair.
 
-    Run again after an interruption, it goes on from there; run again after the end, it returns what is there.
+    Run again after an interruption, it goes on from there; run again after the end, it returns the finished version.
 
     Args:
         out: a folder outside of the pair's own.
-        overrides: changes to the pair's recipe, `key.path=value`; they win over what a refresh sets itself.
-        how: all weights, for the recipe's steps, unless it says otherwise.
+        overrides: changes to the pair's recipe, `key.path=value`; they win over those of the refresh itself.
+        how: all weights for the recipe's steps by default.
 
     Raises:
         IncompatibleError: the drafter cannot be warm-started for this target (tokenizer, vocabulary, taps).
-        BadInputError: an override or the folder cannot be used, or somebody else writes there.
+        BadInputError: an override or the folder cannot be used, or another process writes there.
     """
-    folder = _outside(Path(out).expanduser(), pair)
+    folder = Path(out).expanduser()
+    if folder.resolve().is_relative_to(pair.folder.resolve()):
+        raise BadInputError(
+            f"{str(folder)!r} lies inside the pair {str(pair.folder)!r}, which would alter it; choose a folder outside."
+        )
     pair.drafter_for(target)
     recipe = refresh_recipe(pair, target, folder, overrides)
     with locked(folder):
@@ -96,53 +99,27 @@ def refresh_recipe(pair: Pair, target: Target, out: Path, overrides: Sequence[st
     The drafter is trained for the target as it is, also where a joint training made the pair. A pair that was itself
     refreshed has a recipe of that length already; it is not cut again.
     """
-    _refuse_other_targets(overrides)
-    recipe = pair.recipe()
-    changes: dict[str, Any] = {
-        "output": str(out),
-        "data.responses": None,
-        "joint": None,
-        "drafter.init": str(pair.drafter_folder.resolve()),
-    }
-    if target.source.get("path"):
-        changes["target"] = (
-            recipe.target.model_dump()
-            | {k: target.source.get(k) for k in ("path", "revision", "adapter", "quantize")}
-            | {"dtype": _dtype(target), "trust_remote_code": False}  # a pair's recipe is not the user's word
-        )
-    if recipe.data.verified:  # what is served from now on are this drafter's rounds
-        changes["data.drafter"] = str(pair.drafter_folder.resolve())
-    if pair.manifest.lineage.parent is None:
-        changes |= _shorter(recipe.training)
-    return pair.recipe([*(f"{key}={json.dumps(value)}" for key, value in changes.items()), *overrides])
-
-
-def _refuse_other_targets(overrides: Sequence[str]) -> None:
-    """Refuse overrides that a refresh cannot follow: its target is given, and so is where its results go."""
     for override in overrides:
         section = override.partition("=")[0].strip().partition(".")[0]
         if section in ("target", "output"):
             option = "--target and --adapter" if section == "target" else "--out"
             raise BadInputError(f"a refresh cannot follow the override {override!r}: {option} say that.")
-
-
-def _shorter(training: dict[str, Any]) -> dict[str, Any]:
-    steps = training.get("max_steps", -1)
-    if steps > 0:
-        return {"training.max_steps": ceil(BUDGET * steps)}
-    return {"training.num_train_epochs": BUDGET * training.get("num_train_epochs", _DEFAULT_EPOCHS)}
-
-
-def _dtype(target: Target) -> str:
-    return str(target.dtype).removeprefix("torch.")
-
-
-def _outside(out: Path, pair: Pair) -> Path:
-    if out.resolve().is_relative_to(pair.folder.resolve()):
-        raise BadInputError(
-            f"{str(out)!r} lies inside the pair {str(pair.folder)!r}, which would alter it; choose a folder outside."
-        )
-    return out
+    recipe, drafter = pair.recipe(), str(pair.drafter_folder.resolve())
+    changes: dict[str, Any] = {"output": str(out), "data.responses": None, "joint": None, "drafter.init": drafter}
+    if target.source.get("path"):
+        source = {k: target.source.get(k) for k in ("path", "revision", "adapter", "quantize")}
+        dtype = {"dtype": str(target.dtype).removeprefix("torch.")}
+        safe = {"trust_remote_code": False}  # a pair does not decide that for its users
+        changes["target"] = recipe.target.model_dump() | source | dtype | safe
+    if recipe.data.verified:  # from now on this drafter's rounds are served
+        changes["data.drafter"] = drafter
+    if pair.manifest.lineage.parent is None:
+        if (steps := recipe.training.get("max_steps", -1)) > 0:
+            changes["training.max_steps"] = ceil(BUDGET * steps)
+        else:
+            epochs = recipe.training.get("num_train_epochs", _DEFAULT_EPOCHS)
+            changes["training.num_train_epochs"] = BUDGET * epochs
+    return pair.recipe([*(f"{key}={json.dumps(value)}" for key, value in changes.items()), *overrides])
 
 
 def _trained(pair: Pair, recipe: Recipe, target: Target, console: Console | None, how: How) -> Path:
@@ -150,14 +127,14 @@ def _trained(pair: Pair, recipe: Recipe, target: Target, console: Console | None
     if not HEADS[pair.manifest.drafter.type].trainable:
         return pair.drafter_folder
     finished, asked = recipe.output_folder / "drafter", recipe.output_folder / HOW
-    said = json.dumps(asdict(how), indent=1) + "\n"
-    if asked.is_file() and asked.read_text(encoding="utf-8") != said:
+    settings = json.dumps(asdict(how), indent=1) + "\n"
+    if asked.is_file() and asked.read_text(encoding="utf-8") != settings:
         raise BadInputError(
             f"{recipe.output_folder} holds a refresh that was asked for in another way ({asked.name} there); choose "
             "another --out."
         )
     asked.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(asked, said)
+    write_atomically(asked, settings)
     if finished.is_dir() and how.until is not None:  # its last step may never come
         return finished
     drafter = None if how.rank is None else LowRank.over(pair.drafter_folder, target, how.rank)
@@ -167,12 +144,8 @@ def _trained(pair: Pair, recipe: Recipe, target: Target, console: Console | None
 def _measured(recipe: Recipe, target: Target, drafter: Drafter, drafter_folder: Path, console: Console | None) -> Path:
     """Measure the drafter beside the recipe's baselines; a finished measurement of the same thing is used again."""
     suites = load_suites(recipe.eval.suites, target.require_tokenizer(), recipe.eval.limit, recipe.template)
-    subject = [
-        target.fingerprint().digest,
-        digest_files(drafter_folder),
-        recipe.eval.model_dump(),
-        [s.digest for s in suites],
-    ]
+    digests = [s.digest for s in suites]
+    subject = [target.fingerprint().digest, digest_files(drafter_folder), recipe.eval.model_dump(), digests]
     folder = recipe.output_folder / "reports" / digest_json(subject)[:12]
     if not (folder / "report.json").exists():
         report = measure(target, contestants(target, drafter, recipe.eval), suites, recipe.eval, console=console)
@@ -181,7 +154,7 @@ def _measured(recipe: Recipe, target: Target, drafter: Drafter, drafter_folder: 
 
 
 def _calibration(pair: Pair, target: Target, template: Mapping[str, Any]) -> list[Prompt]:
-    """Return the parent's prompts, as the new target's template asks them: the two versions can be compared on them."""
+    """Return the parent's prompts, rendered by the new target's template, so that both versions can be compared."""
     changed = "chat_template" in pair.fingerprint().differences(target.fingerprint())
     changed |= dict(template) != pair.recipe().template
     return rendered(pair.calibration(), target, template) if changed else pair.calibration()

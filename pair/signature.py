@@ -29,7 +29,7 @@ _ASKPASS = f"#!/bin/sh\nprintf '%s\\n' \"${PASSPHRASE}\"\n"
 
 @dataclass(frozen=True)
 class Signer:
-    """Who signed a pair: a name from the list of signers, and the key's fingerprint as `ssh-keygen -l` prints it."""
+    """The signer of a pair: a name from the list of signers, and the key's fingerprint as `ssh-keygen -l` prints it."""
 
     name: str
     fingerprint: str
@@ -58,7 +58,7 @@ def sign(folder: Path, key: Path) -> str:
 
 
 def check_signature(folder: Path, signers: Path, identity: str | None = None) -> tuple[Signer | None, str]:
-    """Return who signed the pair in `folder`, of those in the file `signers`, or None and the reason.
+    """Return the signer of the pair in `folder` if the file `signers` allows it, else None and the reason.
 
     Args:
         signers: a public key (`id_ed25519.pub`), or an `allowed_signers` file of ssh-keygen.
@@ -107,15 +107,12 @@ def _allowed_signers(file: Path) -> str:
             f"{file}: holds no key; expected a public key, or lines of an allowed_signers file "
             f'(NAME namespaces="{NAMESPACE}" ssh-ed25519 AAAA…).'
         )
-    return "".join(_allowed_line(line, file.name) + "\n" for line in lines)
-
-
-def _allowed_line(line: str, source: str) -> str:
-    if not line.startswith(_KEY_TYPES):
-        return line
-    kind, key, *comment = [*line.split()[:3], source]
-    name = re.sub(r"[^\w.@+-]", "_", comment[0])
-    return f'{name} namespaces="{NAMESPACE}" {kind} {key}'
+    for i, line in enumerate(lines):
+        if line.startswith(_KEY_TYPES):
+            kind, key, *comment = [*line.split()[:3], file.name]
+            name = re.sub(r"[^\w.@+-]", "_", comment[0])
+            lines[i] = f'{name} namespaces="{NAMESPACE}" {kind} {key}'
+    return "".join(line + "\n" for line in lines)
 
 
 def _ssh_keygen(
@@ -137,7 +134,7 @@ def _ssh_keygen(
 
 
 def _reason(failed: subprocess.CompletedProcess[str]) -> str:
-    """Return the first thing that ssh-keygen complained about."""
+    """Return ssh-keygen's first complaint."""
     lines = [line for line in failed.stderr.splitlines() if not line.startswith("Signing data")]
     return lines[0] if lines else f"ssh-keygen ended with {failed.returncode}"
 

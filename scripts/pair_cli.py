@@ -18,7 +18,6 @@ from .output import console_for, finish, print_facts, print_lines, tell
 if TYPE_CHECKING:
     from ..pair import Pair
     from ..pair.comparison import Side, VersionNode
-    from ..pair.manifest import Figure
     from ..pair.registry import Registry
 
 RegistryPlace = Annotated[
@@ -150,17 +149,13 @@ def print_pair(pair: Pair, console: Console) -> None:
         "folder": str(pair.folder),
     }
     for headline in manifest.measurements.headline:
-        figures = f"τ {_figure(headline.tau)}   speedup {_figure(headline.speedup)}"
-        rows[f"temperature {headline.temperature:g}"] = figures
+        tau, speedup = (figure.text("not measured") for figure in (headline.tau, headline.speedup))
+        rows[f"temperature {headline.temperature:g}"] = f"τ {tau}   speedup {speedup}"
     facts = list(rows.items())
     for tuning in manifest.tuning:
         where = f"temperature {tuning.temperature:g}, {tuning.dtype} on {tuning.device_name}, {tuning.created}"
         facts += [("tuned", f"batch {found.batch_size}, {found} ({where})") for found in tuning.batches]
     print_facts(((name, escape(value)) for name, value in facts), console)
-
-
-def _figure(figure: Figure) -> str:
-    return "not measured" if figure.value is None else f"{figure.value:.2f} [{figure.low:.2f}, {figure.high:.2f}]"
 
 
 # ------------------------------------------------------------ pairs in a registry

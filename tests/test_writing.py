@@ -23,7 +23,6 @@ MODULES = {"torch", "numpy", "np", "json", "yaml", "pickle"}
 ALLOWED = {
     "pair/signature.py",  # a list of signers and a passphrase's helper, in a temporary folder
     "pair/registry/folder.py",  # publishes by links, with names of `common`, which its sweep knows
-    "pair/registry/hub.py",  # fetches into a folder that is being built
     "train/optimizer_state.py",  # into a checkpoint, which counts only when its list is sealed
     "serving/launching.py",  # the log of an engine that it starts
 }

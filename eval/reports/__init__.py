@@ -1,4 +1,4 @@
-"""What a measurement found, as values, tables, plots and pages. Nothing here imports torch.
+"""The report of a measurement as values, tables, plots and pages. Nothing here imports torch.
 
 `figures` are the values, `report` holds them with their conditions; `statistics` makes intervals, `gate` compares two
 reports; `tables` and `plots` show one, `render` writes and prints it.

@@ -33,7 +33,7 @@ class Interval:
     high: Number
 
     def text(self, decimals: int = 2, unit: str = "") -> str:
-        """Return `1.42× [1.38, 1.46]`; only the value where there is no interval, `–` where there is no value."""
+        """Return `1.42× [1.38, 1.46]`; the value alone without an interval, `–` without a value."""
         return f"{self.main(decimals, unit)} {self.bounds(decimals)}".strip()
 
     def main(self, decimals: int = 2, unit: str = "") -> str:
@@ -83,12 +83,12 @@ class ReportModel(BaseModel):
 
 
 class PromptRecord(ReportModel):
-    """What one contestant did with one prompt at one temperature.
+    """One contestant's work on one prompt at one temperature.
 
     Attributes:
         prompt: its id in the suite. prompt_tokens: its length.
         tokens: new tokens. drafted, accepted: draft tokens of each round, and how many of them were kept.
-        tried: the depth up to which there were drafts after what was kept; None where that is `drafted` (chains).
+        tried: the depth that the drafts of each round reached along the kept path; None for `drafted` (chains).
         seconds: wall time by phase, of the median repeat; `total` is the whole request, both prefills included.
         repeats: total seconds of every repeat, in the order they ran.
         identical: whether the tokens equal the plain target's (temperature 0 only).
@@ -131,7 +131,7 @@ class AcceptedFigure(ReportModel):
 
 
 class Figures(ReportModel):
-    """What one contestant achieved on one suite (or on `all` of them) at one temperature.
+    """The figures of one contestant on one suite (or on `all` of them) at one temperature.
 
     Attributes:
         rule: the verification rule; "none" where nothing is drafted.

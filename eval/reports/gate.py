@@ -1,9 +1,9 @@
 """The regression gate: tells whether τ fell beyond a tolerance, with confidence.
 
-It fails only on evidence. Too few prompts to tell is a pass with a warning that says how many would do; every verdict
-says how large a drop would have been found. τ needs no clock, so prompts that were only counted (a pair's calibration
-prompts) are evidence beside those that were timed. Other programs read the verdict as JUnit XML, which CI systems show,
-or as Markdown for a pull request.
+It fails only on evidence. With too few prompts it passes, with a warning that says how many would do; every verdict
+says how large a drop it would have detected. τ needs no clock, so a pair's calibration prompts, which were only
+counted, are evidence beside those that were timed. Verdicts are written as JUnit XML for CI systems, too, and as
+Markdown for a pull request.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from .report import Report
 from .statistics import Bootstrap
 
 PASSED, FAILED, UNDECIDED = "passed", "failed", "not enough data"
-POWER = 0.8  # of the smallest drop that a finding says it would have found: in so many runs of ten
+_MOVING = ("dtype", "device", "seed")  # conditions that may move τ a little
+POWER = 0.8  # share of such comparisons that detect the smallest drop named in a finding
 
 
 @dataclass(frozen=True)
 class GateFinding:
-    """What was found of one contestant at one temperature.
+    """The verdict on one contestant at one temperature.
 
     Attributes:
         conclusion: `PASSED`, `FAILED` or `UNDECIDED`.
         ratio: τ_new / τ_old; the interval's ends are one-sided bounds.
         line: the finding in words.
         before, after: τ of the baseline, and now; nan where a report has none.
-        smallest_drop: relative, the smallest one that four of five such comparisons fail on; nan where there is no
-            interval.
+        smallest_drop: relative, the smallest that four of five such comparisons detect; nan without an interval.
     """
 
     temperature: float
@@ -49,7 +49,7 @@ class GateFinding:
 
 @dataclass(frozen=True)
 class Counted:
-    """What a drafter did on one prompt, without the time it took: τ = 1 + accepted / rounds."""
+    """A drafter's accepted drafts and rounds on one prompt, without the time they took: τ = 1 + accepted / rounds."""
 
     suite: str
     prompt: str
@@ -64,7 +64,7 @@ class Counted:
 
 @dataclass(frozen=True)
 class GateComparison:
-    """The same prompts, counted for the new side and for the old one at one temperature, beside the reports' own."""
+    """More prompts than those of the reports, counted for both sides at one temperature."""
 
     temperature: float
     new: Sequence[Counted]
@@ -73,12 +73,12 @@ class GateComparison:
 
 @dataclass(frozen=True)
 class GateResult:
-    """What the gate says.
+    """The gate's verdict.
 
     Attributes:
         passed: False only for a proven drop.
         lines: all of it for people, the summary first, warnings and notes last.
-        label: what was gated, in words.
+        label: the contestant, in words.
         targets: the fingerprints' digests of both reports' targets, the new one first.
     """
 
@@ -92,7 +92,7 @@ class GateResult:
 
     @property
     def remarks(self) -> list[str]:
-        """Return the lines that are neither the summary nor a finding: warnings and notes."""
+        """The lines that are neither the summary nor a finding: warnings and notes."""
         return self.lines[1 + len(self.findings) :]
 
 
@@ -112,7 +112,7 @@ def gate(
     Args:
         tolerance: the relative drop that is allowed.
         contestant: which one; the report's first drafter if not given.
-        beside: more prompts that both sides were counted on; those that the reports hold too count once.
+        beside: more prompts; those that the reports hold, too, count once.
 
     Raises:
         BadInputError: the reports were made under different conditions, or one lacks the contestant.
@@ -134,12 +134,13 @@ def gate(
         f"gate {'passed' if passed else 'FAILED'}: {label}, τ may fall by {tolerance:.1%}, "
         f"{confidence:.0%} one-sided confidence"
     )
-    lines = [summary, *(f.line for f in findings), *_remarks(report, baseline)]
-    return GateResult(passed, lines, findings, label, tolerance, confidence, _targets(report, baseline))
+    new, old = (str(r.conditions.target.get("fingerprint")) for r in (report, baseline))
+    lines = [summary, *(f.line for f in findings), *_remarks(report, baseline, new, old)]
+    return GateResult(passed, lines, findings, label, tolerance, confidence, (new, old))
 
 
 def _same_conditions(report: Report, baseline: Report, name: str) -> None:
-    """Raise BadInputError naming every condition that τ depends on and that differs."""
+    """Raise BadInputError for the conditions that τ depends on, and that differ."""
     new, old = _conditions(report, name), _conditions(baseline, name)
     differing = [f"{key}: {new[key]} here, {old[key]} in the baseline" for key in new if new[key] != old[key]]
     if differing:
@@ -179,8 +180,11 @@ def _judge(
     else:
         conclusion, why = UNDECIDED, _needed(ratio, floor, compared.num_prompts)
     word = "passed, with a warning" if conclusion == UNDECIDED else conclusion
-    drop = _smallest_drop(ratio, floor, confidence)
-    power = "" if math.isnan(drop) else f"; a drop of {drop:.1%} would have failed in 4 runs of 5"
+    drop, power = math.nan, ""
+    if ratio.known:  # taking ln of the ratio to be normal
+        error = math.log(ratio.high / ratio.low) / (2 * float(ndtri(confidence)))
+        drop = 1 - floor * math.exp(-error * float(ndtri(confidence) + ndtri(POWER)))
+        power = f"; a drop of {drop:.1%} would have failed in 4 runs of 5"
     line = (
         f"temperature {temperature:g}: τ {_shown(compared.before)} → {_shown(compared.after)}, "
         f"ratio {ratio.text(3)} ({compared.how}): {word}: {why}{power}"
@@ -194,7 +198,7 @@ def _shown(tau: float) -> str:
 
 @dataclass(frozen=True)
 class _Compared:
-    """τ_new / τ_old with one-sided bounds, how it was made, over how many prompts, and both τ."""
+    """The ratio τ_new / τ_old with one-sided bounds, how it was made, the number of prompts, and both τ."""
 
     ratio: Interval
     how: str
@@ -208,7 +212,10 @@ def _compared(
 ) -> _Compared:
     new, old = ([Counted.of(r) for r in which.records_of(name, temperature)] for which in (report, baseline))
     if not (new and old):
-        return _of_figures(report, baseline, name, temperature, confidence)
+        now, then = (r.headline(name, temperature) for r in (report, baseline))
+        before, after = (figures.tau.value if figures.tau else math.nan for figures in (then, now))
+        ratio = _unpaired(now.tau, then.tau, confidence)
+        return _Compared(ratio, "unpaired: a report without prompt records", now.num_prompts, before, after)
     old, how = _aligned(old, new), f"paired over {len(new)} prompts"
     if beside is not None:
         known = {(c.suite, c.prompt) for c in new}
@@ -217,22 +224,6 @@ def _compared(
         how = f"paired over {len(new)} prompts, {len(more)} of them calibration prompts"
     before, after = (1 + sum(c.accepted for c in s) / max(1, sum(c.rounds for c in s)) for s in (old, new))
     return _Compared(_paired(new, old, confidence, report.conditions.seed), how, len(new), before, after)
-
-
-def _of_figures(report: Report, baseline: Report, name: str, temperature: float, confidence: float) -> _Compared:
-    """Return the comparison of two reports of which one has no records of single prompts."""
-    new, old = (r.headline(name, temperature) for r in (report, baseline))
-    before, after = (figures.tau.value if figures.tau else math.nan for figures in (old, new))
-    ratio = _unpaired(new.tau, old.tau, confidence)
-    return _Compared(ratio, "unpaired: a report without prompt records", new.num_prompts, before, after)
-
-
-def _smallest_drop(ratio: Interval, floor: float, confidence: float) -> float:
-    """Return the relative drop that is found in `POWER` of all runs, taking ln of the ratio to be normal."""
-    if not ratio.known:
-        return math.nan
-    error = math.log(ratio.high / ratio.low) / (2 * float(ndtri(confidence)))
-    return 1 - floor * math.exp(-error * float(ndtri(confidence) + ndtri(POWER)))
 
 
 def _aligned(
@@ -273,7 +264,7 @@ def _unpaired(new: Interval | None, old: Interval | None, confidence: float) -> 
 
 
 def _needed(ratio: Interval, floor: float, num_prompts: int) -> str:
-    """Say how many prompts would decide it, if the ratio stays: an interval shrinks with their square root."""
+    """Return why there is no verdict, and how many prompts would give one: an interval shrinks with their root."""
     if not ratio.known:
         return f"{num_prompts} prompts give no interval; measure at least 20"
     half = (ratio.high - ratio.low) / 2
@@ -285,35 +276,22 @@ def _needed(ratio: Interval, floor: float, num_prompts: int) -> str:
     )
 
 
-def _remarks(report: Report, baseline: Report) -> list[str]:
-    """Name the conditions that may move τ, and differ."""
-    new, old = report.conditions, baseline.conditions
-    pairs = [("dtype", new.dtype, old.dtype), ("device", new.device, old.device), ("seed", new.seed, old.seed)]
-    differing = [(what, now, then) for what, now, then in pairs if now != then]
-    warnings = [f"warning: {what} is {now} here and {then} in the baseline" for what, now, then in differing]
-    return [*_other_target(report, baseline), *warnings]
-
-
-def _other_target(report: Report, baseline: Report) -> list[str]:
-    """Say that the reports are about two targets, if they are, and what that does to the comparison."""
-    new, old = _targets(report, baseline)
-    if new == old:
-        return []
-    return [
+def _remarks(report: Report, baseline: Report, new: str, old: str) -> list[str]:
+    """Return the conditions that may move τ, and differ; `new` and `old` are the targets."""
+    note = (
         f"note: the two reports are about different targets ({new[:12]}… here, {old[:12]}… in the baseline): what "
         "their difference made easier or harder to predict is in the ratio, too"
-    ]
-
-
-def _targets(report: Report, baseline: Report) -> tuple[str, str]:
-    return tuple(str(r.conditions.target.get("fingerprint")) for r in (report, baseline))  # type: ignore[return-value]
+    )
+    both = [(name, getattr(report.conditions, name), getattr(baseline.conditions, name)) for name in _MOVING]
+    warnings = [f"warning: {name} is {now} here and {then} in the baseline" for name, now, then in both if now != then]
+    return [note] * (new != old) + warnings
 
 
 # ------------------------------------------------------------ for other programs
 
 
 def to_junit(result: GateResult) -> str:
-    """Return one test case per temperature; one that failed says why, one that could not tell says so in its output."""
+    """Return JUnit's XML with one test case per temperature, which says in its output why it failed or passed."""
     failures = sum(finding.conclusion == FAILED for finding in result.findings)
     counts = {"name": "outrider gate", "tests": str(len(result.findings)), "failures": str(failures)}
     suites = ElementTree.Element("testsuites", counts)
@@ -334,7 +312,12 @@ def to_junit(result: GateResult) -> str:
 
 def to_markdown(result: GateResult) -> str:
     """Return a heading with the verdict, a table with a row for each temperature, and the warnings and notes."""
-    rows = [_markdown_row(finding) for finding in result.findings]
+    rows = []
+    for finding in result.findings:
+        mark = {PASSED: "✅", FAILED: "❌"}.get(finding.conclusion, "⚠️")
+        drop = "–" if math.isnan(finding.smallest_drop) else f"{finding.smallest_drop:.1%}"
+        figures = f"{_shown(finding.before)} | {_shown(finding.after)} | {finding.ratio.text(3)}"
+        rows.append(f"| {finding.temperature:g} | {figures} | {mark} {finding.conclusion} | {drop} |")
     return "\n".join(
         [
             f"### {'✅ gate passed' if result.passed else '❌ gate failed'}: {result.label}",
@@ -349,10 +332,3 @@ def to_markdown(result: GateResult) -> str:
             "",
         ]
     )
-
-
-def _markdown_row(finding: GateFinding) -> str:
-    mark = {PASSED: "✅", FAILED: "❌"}.get(finding.conclusion, "⚠️")
-    drop = "–" if math.isnan(finding.smallest_drop) else f"{finding.smallest_drop:.1%}"
-    taus = " | ".join("–" if math.isnan(tau) else f"{tau:.2f}" for tau in (finding.before, finding.after))
-    return f"| {finding.temperature:g} | {taus} | {finding.ratio.text(3)} | {mark} {finding.conclusion} | {drop} |"

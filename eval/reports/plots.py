@@ -1,14 +1,12 @@
 """The plots of a report as inline SVG. Colours are classes, so that the page's style (light or dark) decides them.
 
-Every plot is 360 units wide: drawn one to one on a phone, and three in a row on a laptop, so its text stays readable
-on both.
+Every plot is 360 units wide: one to one on a phone, three in a row on a laptop, and readable on both.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from xml.etree import ElementTree
 
 from .figures import Figures, Interval
@@ -106,8 +104,8 @@ def _across(svg: ElementTree.Element, interval: Interval, x: Scale, y: float, co
     if interval.known:
         _line(svg, start, y, end, y, f"spread {colour}")
     _marker(svg, x(interval.value), y, colour)
-    room = end < WIDTH - 52
-    _text(svg, end + 9 if room else start - 9, y + 4, interval.main(unit=unit), "value", "start" if room else "end")
+    at, anchor = (end + 9, "start") if end < WIDTH - 52 else (start - 9, "end")
+    _text(svg, at, y + 4, interval.main(unit=unit), "value", anchor)
 
 
 def alpha(report: Report, temperature: float) -> str:
@@ -117,10 +115,8 @@ def alpha(report: Report, temperature: float) -> str:
     x, y = _scale(0.5, deepest + 0.5, LEFT, WIDTH - RIGHT), _scale(0, 1, HEIGHT - BOTTOM, TOP)
     words = "; ".join(f"{f.contestant} " + ", ".join(d.alpha.main() for d in f.alpha) for f in shown)
     svg = _svg(HEIGHT, f"Alpha by depth at temperature {temperature:g}", words)
-    _frame(svg, y, [0, 0.25, 0.5, 0.75, 1], lambda v: f"{v:g}")
-    for depth in range(1, deepest + 1):
-        _text(svg, x(depth), HEIGHT - BOTTOM + 16, str(depth), "tick", "middle")
-    _text(svg, (LEFT + WIDTH - RIGHT) / 2, HEIGHT - 5, "depth", "axis", "middle")
+    depths = {x(depth): str(depth) for depth in range(1, deepest + 1)}
+    _axes(svg, y, [0, 0.25, 0.5, 0.75, 1], lambda v: f"{v:g}", depths, "depth")
     step = x(1) - x(0)
     for i, figures in enumerate(shown):
         aside = (i - (len(shown) - 1) / 2) * 5 / step  # so that intervals at one depth do not hide each other
@@ -139,10 +135,8 @@ def accepted(report: Report, temperature: float) -> str:
         f"{f.contestant} " + ", ".join(f"{a.accepted}: {a.share.value:.0%}" for a in f.accepted) for f in shown
     )
     svg = _svg(HEIGHT, f"Accepted drafts per round at temperature {temperature:g}, share of rounds", words)
-    _frame(svg, y, _ticks(min(limit, 1)), lambda v: f"{v:.0%}")
-    for count in range(most + 1):
-        _text(svg, x(count), HEIGHT - BOTTOM + 16, str(count), "tick", "middle")
-    _text(svg, (LEFT + WIDTH - RIGHT) / 2, HEIGHT - 5, "accepted drafts per round", "axis", "middle")
+    counts = {x(count): str(count) for count in range(most + 1)}
+    _axes(svg, y, _ticks(min(limit, 1)), lambda v: f"{v:.0%}", counts, "accepted drafts per round")
     width = min(26.0, 0.76 * (x(1) - x(0)) / max(1, len(shown)))
     for i, figures in enumerate(shown):
         for bar in figures.accepted:
@@ -157,79 +151,46 @@ def speedup_by_size(lines: Lines, axis: str, when: str = "") -> str:
     """Draw speedup over the plain target against sizes (on a log scale), one line per contestant.
 
     Args:
-        axis: what the sizes are of. when: ends the title.
+        axis: the name of the sizes. when: the end of the title.
     """
     most = _nice_limit(max([1.0, *(_top(interval) for line in lines.values() for _, interval in line)]))
     title = f"Speedup over the plain target by {axis}{when}"
-    words = _words(lines, lambda interval: interval.text(unit="×"))
-    axes = _SizeAxes(lines, 0, most, axis, distance=5)
-    svg = _svg(axes.height, title, words)
-    _frame(svg, axes.y, _ticks(most), lambda v: f"{v:g}×")
-    _line(svg, LEFT, axes.y(1), WIDTH - RIGHT, axes.y(1), "reference")
-    axes.draw(svg, axes.sizes)
-    return _string(svg)
+    return _by_size(lines, title, axis, 0, most, lambda v: f"{v:g}×", lambda i: i.text(unit="×"), reference=1)
 
 
 def shares_by_size(lines: Lines, title: str, axis: str) -> str:
     """Draw shares up to 1 against sizes (on a log scale), one line per name, with intervals and its own legend."""
     least = min([0.9, *(interval.lowest for line in lines.values() for _, interval in line)])
-    least = math.floor(least * 10) / 10
-    axes = _SizeAxes(lines, least, 1, axis, distance=4)
-    svg = _svg(axes.height, title, _words(lines, lambda interval: interval.text(3)))
-    step = _step(1 - least)
-    ticks = [round(least + i * step, 10) for i in range(int((1 - least) / step + 1e-9) + 1)]
-    _frame(svg, axes.y, ticks, lambda v: f"{v:.0%}")
-    axes.draw(svg, axes.sizes[:: 1 + len(axes.sizes) // 8])
+    return _by_size(lines, title, axis, math.floor(least * 10) / 10, 1, lambda v: f"{v:.0%}", lambda i: i.text(3))
+
+
+def _by_size(
+    lines: Lines,
+    title: str,
+    axis: str,
+    least: float,
+    most: float,
+    label: Callable[[float], str],
+    words: Callable[[Interval], str],
+    reference: float | None = None,
+) -> str:
+    """Draw lines over sizes on a log scale, from `least` to `most`, with a legend under the plotted area."""
+    sizes = sorted({size for line in lines.values() for size, _ in line})
+    x = _scale(math.log2(sizes[0]) - 0.25, math.log2(sizes[-1]) + 0.25, LEFT, WIDTH - RIGHT)
+    y = _scale(least, most, HEIGHT - BOTTOM, TOP)
+    described = (f"{n} " + ", ".join(f"{size}: {words(i)}" for size, i in line) for n, line in lines.items())
+    svg = _svg(HEIGHT + 18 * len(lines), title, "; ".join(described))
+    shown = {x(math.log2(size)): f"{size:,}" for size in sizes[:: 1 + len(sizes) // 8]}
+    _axes(svg, y, [round(least + tick, 10) for tick in _ticks(most - least)], label, shown, axis)
+    if reference is not None:
+        _line(svg, LEFT, y(reference), WIDTH - RIGHT, y(reference), "reference")
+    for i, (name, line) in enumerate(lines.items()):
+        colour = f"c{i % len(_SHAPES)}"
+        aside = 4 * (i - (len(lines) - 1) / 2)  # so that intervals at one size do not hide each other
+        _curve(svg, [(x(math.log2(size)) + aside, interval) for size, interval in line], y, colour)
+        _marker(svg, LEFT + 6, HEIGHT + 18 * i + 8, colour)
+        _text(svg, LEFT + 18, HEIGHT + 18 * i + 12, name, "name", "start")
     return _string(svg)
-
-
-def _words(lines: Lines, text: Callable[[Interval], str]) -> str:
-    """Return a description of lines, for people who cannot see them."""
-    return "; ".join(
-        f"{name} " + ", ".join(f"{size}: {text(interval)}" for size, interval in line) for name, line in lines.items()
-    )
-
-
-@dataclass(frozen=True)
-class _SizeAxes:
-    """Lines over sizes on a log scale, with their legend under the plotted area.
-
-    Attributes:
-        least, most: ends of the vertical axis.
-        axis: what the sizes are of.
-        distance: of lines from each other, so that intervals at one size do not hide each other.
-    """
-
-    lines: Lines
-    least: float
-    most: float
-    axis: str
-    distance: float
-
-    @property
-    def sizes(self) -> list[int]:
-        return sorted({size for line in self.lines.values() for size, _ in line})
-
-    @property
-    def height(self) -> float:
-        return HEIGHT + 18 * len(self.lines)
-
-    @property
-    def y(self) -> Scale:
-        return _scale(self.least, self.most, HEIGHT - BOTTOM, TOP)
-
-    def draw(self, svg: ElementTree.Element, ticks: Sequence[int]) -> None:
-        sizes = self.sizes
-        across = _scale(math.log2(sizes[0]) - 0.25, math.log2(sizes[-1]) + 0.25, LEFT, WIDTH - RIGHT)
-        for size in ticks:
-            _text(svg, across(math.log2(size)), HEIGHT - BOTTOM + 16, f"{size:,}", "tick", "middle")
-        _text(svg, (LEFT + WIDTH - RIGHT) / 2, HEIGHT - 5, self.axis, "axis", "middle")
-        for i, (name, line) in enumerate(self.lines.items()):
-            colour = f"c{i % len(_SHAPES)}"
-            aside = (i - (len(self.lines) - 1) / 2) * self.distance
-            _curve(svg, [(across(math.log2(size)) + aside, interval) for size, interval in line], self.y, colour)
-            _marker(svg, LEFT + 6, HEIGHT + 18 * i + 8, colour)
-            _text(svg, LEFT + 18, HEIGHT + 18 * i + 12, name, "name", "start")
 
 
 _LIGHT = ("#1f5fae", "#b4530a", "#1d7a57", "#7a3fb0", "#a8265f", "#6b6a12", "#007c9e")
@@ -241,10 +202,7 @@ _SHAPE_RULES = (
 
 
 def standalone(svg: str) -> str:
-    """Return a plot as a file of its own, with the colours that a report's page would give it, light or dark.
-
-    Without variables: some viewers know none.
-    """
+    """Return a plot as a file of its own, in the page's colours, light or dark. Some viewers know no variables."""
     light = _rules("#fdfdfc", "#1c1e21", "#585d66", "#e8eaee", _LIGHT)
     dark = _rules("#15171a", "#e7e9ec", "#a3a9b3", "#2a2e35", _DARK)
     style = f"<style>{light} {_SHAPE_RULES} @media (prefers-color-scheme: dark){{{dark}}}</style>"
@@ -263,15 +221,14 @@ def _rules(page: str, ink: str, soft: str, grid: str, contestants: Sequence[str]
 
 
 def legend(report: Report) -> list[tuple[str, str]]:
-    """Return (colour class, label) of every drafter."""
-    return [(_colour(report, c.name), c.label) for c in report.contestants if c.kind == "drafter"]
-
-
-def swatch(colour: str) -> str:
-    """Return the marker of a contestant, as it stands in the plots."""
-    svg = ElementTree.Element("svg", {"viewBox": "-7 -7 14 14", "width": "14", "height": "14", "aria-hidden": "true"})
-    _marker(svg, 0, 0, colour)
-    return _string(svg)
+    """Return the marker, as SVG, and the label of every drafter."""
+    entries = []
+    for drafter in (c for c in report.contestants if c.kind == "drafter"):
+        size = {"viewBox": "-7 -7 14 14", "width": "14", "height": "14", "aria-hidden": "true"}
+        svg = ElementTree.Element("svg", size)
+        _marker(svg, 0, 0, _colour(report, drafter.name))
+        entries.append((_string(svg), drafter.label))
+    return entries
 
 
 # ------------------------------------------------------------ marks
@@ -291,7 +248,7 @@ def _curve(svg: ElementTree.Element, points: Sequence[tuple[float, Interval]], y
 
 
 def _marker(svg: ElementTree.Element, x: float, y: float, colour: str) -> None:
-    """Draw a marker: a shape of its own per colour, so that colour is not the only difference."""
+    """Draw a marker, whose shape differs like its colour."""
     corners = _SHAPES[int(colour[1:])]
     points = " ".join(f"{x + dx:.1f},{y + dy:.1f}" for dx, dy in corners)
     ElementTree.SubElement(svg, "polygon", {"points": points, "class": f"fill {colour}"})
@@ -312,10 +269,21 @@ def _whisker(svg: ElementTree.Element, interval: Interval, scale: Scale, at: flo
                 _line(svg, b, a, d, c, kind)
 
 
-def _frame(svg: ElementTree.Element, y: Scale, ticks: list[float], label: Callable[[float], str]) -> None:
+def _axes(
+    svg: ElementTree.Element,
+    y: Scale,
+    ticks: list[float],
+    label: Callable[[float], str],
+    across: Mapping[float, str],
+    axis: str,
+) -> None:
+    """Draw a horizontal line with its label at each tick, and the labels `across` with the axis's name under them."""
     for tick in ticks:
         _line(svg, LEFT, y(tick), WIDTH - RIGHT, y(tick), "grid" if tick else "base")
         _text(svg, LEFT - 6, y(tick) + 4, label(tick), "tick", "end")
+    for place, text in across.items():
+        _text(svg, place, HEIGHT - BOTTOM + 16, text, "tick", "middle")
+    _text(svg, (LEFT + WIDTH - RIGHT) / 2, HEIGHT - 5, axis, "axis", "middle")
 
 
 # ------------------------------------------------------------ elements
@@ -374,16 +342,16 @@ def _step(limit: float) -> float:
     return next(m * magnitude for m in (1, 2, 2.5, 5, 10) if m * magnitude >= raw * 0.999)
 
 
-# ------------------------------------------------------------ what is shown
+# ------------------------------------------------------------ limits and names
 
 
 def _top(interval: Interval) -> float:
-    """Return how far an interval reaches; 0 where there is no value."""
+    """Return the upper end of an interval; 0 where there is no value."""
     return interval.highest if math.isfinite(interval.highest) else 0.0
 
 
 def _colour(report: Report, name: str) -> str:
-    """Return `c0`, `c1`, … for drafters in their order; `cx` for what is only compared with."""
+    """Return the class `c0`, `c1`, … of a drafter by its place; `cx` for a baseline."""
     drafters = [c.name for c in report.contestants if c.kind == "drafter"]
     return f"c{drafters.index(name) % len(_SHAPES)}" if name in drafters else "cx"
 

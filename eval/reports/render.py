@@ -16,6 +16,7 @@ from rich.text import Text
 from ...common.atomic import write_atomically
 from ...common.locks import locked
 from . import plots, tables
+from .figures import ALL
 from .report import REPORT_FILE, Report
 from .tables import Table
 
@@ -39,7 +40,7 @@ def write_report(report: Report, folder: str | Path) -> Path:
     place = Path(folder)
     files = {"report.md": markdown(report), "report.html": html(report)}
     if report.is_comparison:
-        files["comparison.svg"] = comparison_plot(report)
+        files["comparison.svg"] = plots.standalone(plots.tau_by_contestant(report))
     # The JSON comes last: where it is, the others are.
     with locked(place, wait=_PATIENCE):
         place.mkdir(parents=True, exist_ok=True)
@@ -69,7 +70,7 @@ def print_comparison(report: Report, console: Console) -> None:
 
 
 def print_table(table: Table, title: str | None, console: Console) -> None:
-    """Print a table: figures right-aligned, what stands beside them dimmed."""
+    """Print a table: figures right-aligned, intervals and counts dimmed."""
     grid = Grid(title=title, title_justify="left", title_style="", box=None, pad_edge=False, header_style="dim")
     for i, header in enumerate(table.headers):
         grid.add_column(header, justify="left" if i < table.labels else "right", no_wrap=True)
@@ -79,7 +80,7 @@ def print_table(table: Table, title: str | None, console: Console) -> None:
 
 
 def fitted(table: Table, width: int, dropped: Sequence[str]) -> Table:
-    """Return the table without the columns that a narrow terminal has no room for, `dropped` from the first on."""
+    """Return the table without as many of the columns `dropped`, from the first on, as a narrow terminal needs."""
     for header in dropped:
         if _width(table) > width:
             table = table.without(header)
@@ -133,21 +134,15 @@ def _markdown_table(table: Table) -> str:
 
 
 def identity_sentence(report: Report) -> str:
-    """Return, for people, how many prompts each contestant completed exactly as the plain target did."""
-    line = tables.identity_line(report)
-    return (
-        f"Prompts with exactly the plain target's tokens at temperature 0: {line}."
-        if line
-        else "Not checked: temperature 0 was not measured."
-    )
+    """Return the number of prompts that each contestant completed exactly as the plain target did, in words."""
+    judged = [f for f in report.figures if f.suite == ALL and f.identical is not None]
+    if not judged:
+        return "Not checked: temperature 0 was not measured."
+    line = ", ".join(f"{f.contestant} {f.identical}/{f.num_prompts}" for f in judged)
+    return f"Prompts with exactly the plain target's tokens at temperature 0: {line}."
 
 
 # ------------------------------------------------------------ as a page
-
-
-def comparison_plot(report: Report) -> str:
-    """Return comparison.svg: τ of every drafter at every temperature."""
-    return plots.standalone(plots.tau_by_contestant(report))
 
 
 def html(report: Report) -> str:
@@ -166,7 +161,7 @@ def html(report: Report) -> str:
         identity=identity_sentence(report),
         headline=_unbroken(report.sentence()),
         brief=_brief(report),
-        legend=[(Markup(plots.swatch(colour)), label) for colour, label in plots.legend(report)],
+        legend=[(Markup(marker), label) for marker, label in plots.legend(report)],
     )
 
 
@@ -183,5 +178,5 @@ def _section(report: Report, temperature: float) -> dict[str, object]:
 
 
 def _unbroken(sentence: str) -> str:
-    """Return the sentence with figures that no line break can part from their names or intervals."""
+    """Return the sentence with spaces that keep figures, their names and their intervals on one line."""
     return re.sub(r"(\S+) \[(\S+), (\S+)\]", "\\1\u00a0[\\2,\u00a0\\3]", sentence.replace("τ ", "τ\u00a0"))

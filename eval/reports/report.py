@@ -1,4 +1,4 @@
-"""What a measurement found, with everything it depends on. It is JSON; `render` writes and prints it for people."""
+"""The report of a measurement, with everything it depends on. It is JSON; `render` writes and prints it for people."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class TrainingInfo(ReportModel):
 
 
 class ContestantInfo(ReportModel):
-    """A contestant that took part, and the plan that it drafted under.
+    """A contestant and its plan.
 
     Attributes:
         kind: drafter, plain or generate.
@@ -96,12 +96,12 @@ class ContestantInfo(ReportModel):
 
 
 class Conditions(ReportModel):
-    """What every figure of a report depends on.
+    """The conditions of every figure of a report.
 
     Attributes:
-        target: where it was loaded from, model type, number of parameters, and its fingerprint's digest: its identity.
-        timing: what the seconds of a prompt are. excluded: what no figure contains.
-        pass_backend: how the target's passes of rounds ran, such as "eager" or "kernels" (see `targets.fast`).
+        target: its source, model type, number of parameters, and fingerprint.
+        timing: how the seconds of a prompt are measured. excluded: work that no figure contains.
+        pass_backend: of the target's passes in rounds, such as "eager" or "kernels" (see `targets.fast`).
     """
 
     target: dict[str, Any]
@@ -131,8 +131,8 @@ class Report(ReportModel):
     """The result of `measure`.
 
     Attributes:
-        contestants: in the order they were given; the first drafter is what the headline is about.
-        figures: per contestant, temperature and suite ("all" first). records: per prompt, what they were made from.
+        contestants: in the order they were given; the headline is about the first drafter.
+        figures: per contestant, temperature and suite ("all" first). records: per prompt, to make the figures from.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -151,12 +151,10 @@ class Report(ReportModel):
 
     def contestant(self, name: str) -> ContestantInfo:
         """Return the contestant of this name; BadInputError if it did not take part."""
-        match = next((c for c in self.contestants if c.name == name), None)
-        if match is None:
-            raise BadInputError(
-                f"the report has no contestant {name!r}; it has: {', '.join(c.name for c in self.contestants)}."
-            )
-        return match
+        known = {c.name: c for c in self.contestants}
+        if name not in known:
+            raise BadInputError(f"the report has no contestant {name!r}; it has: {', '.join(known)}.")
+        return known[name]
 
     def headline(self, contestant: str | None = None, temperature: float | None = None, suite: str = ALL) -> Figures:
         """Return the figures of one contestant, on all suites together unless one is named.
@@ -208,7 +206,7 @@ class Report(ReportModel):
         return [f for f in self.at(temperature) if f.suite == ALL]
 
     def ranked(self) -> list[str]:
-        """Return the contestants in the engine, the highest τ at the first temperature first; the plain target last."""
+        """Return our decoder's contestants, the highest τ at the first temperature first; the plain target last."""
         names = [c.name for c in self.contestants if c.kind != "generate"]
         taus = {name: tau.value if (tau := self.headline(name).tau) else 0.0 for name in names}
         return sorted(names, key=lambda name: (name == self.baselines.plain, -taus[name]))
@@ -238,18 +236,14 @@ class Report(ReportModel):
             ) from error
         except Unreadable as error:
             raise BadInputError(f"{file}: damaged ({error.reason}). Measure again, or copy it again.") from error
+        version = None
         if isinstance(values, dict):
             values = unsealed(file, values, "Measure again, or copy it again.", required=False)
             refuse_unknown_keys(values, cls.model_fields, str(file))
-        return cls.from_dict(values, str(file))
-
-    @classmethod
-    def from_dict(cls, values: object, where: str = "report") -> Report:
-        """Return the report that JSON's values hold; BadInputError if they hold none. `where` names their place."""
-        version = values.get("schema_version") if isinstance(values, dict) else None
+            version = values.get("schema_version")
         if version != SCHEMA_VERSION:
             raise BadInputError(
-                f"{where}: schema_version is {version!r}, this Outrider reads {SCHEMA_VERSION}; "
+                f"{file}: schema_version is {version!r}, this Outrider reads {SCHEMA_VERSION}; "
                 "update Outrider or measure again."
             )
         try:
@@ -258,5 +252,5 @@ class Report(ReportModel):
             first = error.errors(include_url=False)[0]
             place = ".".join(map(str, first["loc"]))
             raise BadInputError(
-                f"{where}: not a report, {place}: {first['msg'].lower()}. Measure again, or copy it again."
+                f"{file}: not a report, {place}: {first['msg'].lower()}. Measure again, or copy it again."
             ) from None

@@ -11,7 +11,7 @@ from .report import Report
 
 @dataclass(frozen=True)
 class Cell:
-    """A value, and what stands beside it in smaller print (its interval or count)."""
+    """A value, and its interval or count in smaller print."""
 
     main: str
     extra: str = ""
@@ -36,15 +36,16 @@ class Table:
 
     def without(self, header: str) -> Table:
         """Return the table without one column, if it has it."""
-        return self._columns([i for i, name in enumerate(self.headers) if name != header])
+        return self.columns([i for i, name in enumerate(self.headers) if name != header])
 
     def split(self, prefix: str) -> list[Table]:
         """Return two tables with the same labels, parted before the first header that starts with `prefix`."""
         at = next((i for i, name in enumerate(self.headers) if name.startswith(prefix)), len(self.headers))
         parts = [range(self.labels, at), range(at, len(self.headers))]
-        return [self._columns([*range(self.labels), *part]) for part in parts if part]
+        return [self.columns([*range(self.labels), *part]) for part in parts if part]
 
-    def _columns(self, kept: Sequence[int]) -> Table:
+    def columns(self, kept: Sequence[int]) -> Table:
+        """Return the table with these columns only."""
         rows = [[row[i] for i in kept] for row in self.rows]
         return Table(self.title, [self.headers[i] for i in kept], rows, self.labels)
 
@@ -57,19 +58,10 @@ def summary(report: Report, temperature: float) -> Table:
 
 
 def comparison(report: Report) -> Table:
-    """Return one row per contestant, over all suites, the highest τ first.
-
-    Every temperature side by side, the parameters that were trained, and how long.
-    """
+    """Return one row per contestant, over all suites at every temperature, the highest τ first, and its training."""
     heats = report.conditions.temperatures
-    headers = [
-        "contestant",
-        *(f"τ at {t:g}" for t in heats),
-        "parameters",
-        *(f"speedup at {t:g}" for t in heats),
-        "trained",
-        "steps",
-    ]
+    taus, speedups = [f"τ at {t:g}" for t in heats], [f"speedup at {t:g}" for t in heats]
+    headers = ["contestant", *taus, "parameters", *speedups, "trained", "steps"]
     rows = [_comparison_row(report, name) for name in report.ranked()]
     return _without_empty(Table("At the same training time", headers, rows))
 
@@ -84,7 +76,7 @@ def by_suite(report: Report, temperature: float) -> Table:
             Cell.of(f.acceptance_rate),
             _speed(f.tokens_per_second),
             Cell.of(f.speedup, unit="×"),
-            _counts(f),
+            Cell(f"{f.num_prompts} · {f.num_rounds} · {f.num_tokens}"),
         ]
         for f in report.at(temperature)
         if f.suite != ALL and report.contestant(f.contestant).kind == "drafter"
@@ -95,25 +87,29 @@ def by_suite(report: Report, temperature: float) -> Table:
 
 def alpha(report: Report, temperature: float) -> Table:
     """Return one row per drafter, one column per depth; beside each alpha the rounds that reached that depth."""
-    drafting = [f for f in report.overall(temperature) if f.alpha]
-    deepest = max((len(f.alpha) for f in drafting), default=0)
     rows = [
         [Cell(f.contestant), *(Cell(d.alpha.main(), f"{d.alpha.bounds()} of {d.reached}".strip()) for d in f.alpha)]
-        for f in drafting
+        for f in report.overall(temperature)
+        if f.alpha
     ]
-    headers = ["contestant", *(f"depth {d}" for d in range(1, deepest + 1))]
-    return Table("Alpha by depth", headers, _padded(rows, deepest + 1))
+    return _numbered("Alpha by depth", rows, lambda i: f"depth {i + 1}")
 
 
 def accepted(report: Report, temperature: float) -> Table:
     """Return one row per drafter, one column per number of accepted drafts: share and count of rounds."""
-    drafting = [f for f in report.overall(temperature) if f.accepted]
-    most = max((len(f.accepted) for f in drafting), default=0)
     rows = [
-        [Cell(f.contestant), *(Cell(f"{a.share.value:.1%}", f"({a.rounds})") for a in f.accepted)] for f in drafting
+        [Cell(f.contestant), *(Cell(f"{a.share.value:.1%}", f"({a.rounds})") for a in f.accepted)]
+        for f in report.overall(temperature)
+        if f.accepted
     ]
-    headers = ["contestant", *(f"{a} accepted" for a in range(most))]
-    return Table("Rounds by accepted drafts", headers, _padded(rows, most + 1))
+    return _numbered("Rounds by accepted drafts", rows, lambda i: f"{i} accepted")
+
+
+def _numbered(title: str, rows: list[list[Cell]], header: Callable[[int], str]) -> Table:
+    """Return a table whose columns are numbered, with `–` in the cells that a row lacks."""
+    width = max(map(len, rows), default=1)
+    padded = [[*row, *[Cell("–")] * (width - len(row))] for row in rows]
+    return Table(title, ["contestant", *map(header, range(width - 1))], padded)
 
 
 def phases(report: Report, temperature: float) -> Table:
@@ -143,8 +139,9 @@ def divergences(report: Report) -> Table:
 def conditions(report: Report) -> Table:
     """Return everything the figures depend on, as name and value."""
     c = report.conditions
+    target = {k.replace("_", " "): v for k, v in c.target.items() if v is not None}
     values = {
-        "target": ", ".join(_target_words(k, v) for k, v in c.target.items() if v is not None),
+        "target": ", ".join(f"{k} {v:,}" if isinstance(v, int) else str(v) for k, v in target.items()),
         "contestants": "; ".join(_described(report, i.name) for i in report.contestants),
         "dtype": f"{c.dtype}, attention {c.attention}" + (f", passes {c.pass_backend}" if c.pass_backend else ""),
         "device": f"{c.device}: {c.device_name}, {counted(c.threads, 'thread')}",
@@ -163,10 +160,6 @@ def conditions(report: Report) -> Table:
     return Table("Conditions", ["condition", "value"], [[Cell(k), Cell(v)] for k, v in values.items() if v], labels=2)
 
 
-def _target_words(name: str, value: object) -> str:
-    return f"{name.replace('_', ' ')} {value:,}" if isinstance(value, int) else str(value)
-
-
 def rules_line(report: Report) -> str:
     """Return the verification rule of every drafter above temperature 0, whose figures depend on it."""
     rules: dict[str, dict[str, None]] = {}
@@ -178,7 +171,7 @@ def rules_line(report: Report) -> str:
 
 
 def _training(report: Report) -> str:
-    """Return under which conditions the drafters of a comparison were trained; "" if this is none."""
+    """Return the conditions under which the drafters of a comparison were trained; "" for any other report."""
     trained = {c.name: c.training for c in report.contestants if c.training is not None}
     if not trained:
         return ""
@@ -190,12 +183,6 @@ def _training(report: Report) -> str:
         f"{counted(first.processes, 'process', 'es')}; batches, target passes and steps count, "
         f"evaluation, checkpoints and cached features do not{held_out}"
     )
-
-
-def identity_line(report: Report) -> str:
-    """Return how many prompts each contestant completed exactly as the plain target did."""
-    judged = [f for f in report.figures if f.suite == ALL and f.identical is not None]
-    return ", ".join(f"{f.contestant} {f.identical}/{f.num_prompts}" for f in judged)
 
 
 def counted(count: int, what: str, plural: str = "s") -> str:
@@ -220,39 +207,22 @@ def _summary_row(report: Report, f: Figures) -> list[Cell]:
 def _comparison_row(report: Report, name: str) -> list[Cell]:
     plain, training = name == report.baselines.plain, report.contestant(name).training
     figures = [report.headline(name, t) for t in report.conditions.temperatures]
-    parameters, *how = (
-        [Cell("–")] * 3
-        if training is None
-        else [Cell(f"{training.parameters:,}"), Cell(f"{training.seconds:.0f} s"), Cell(str(training.steps))]
-    )
     taus = [Cell("1") if plain else Cell.of(f.tau) for f in figures]
-    return [
-        Cell(name),
-        *taus,
-        parameters,
-        *(Cell("1×") if plain else Cell.of(f.speedup, unit="×") for f in figures),
-        *how,
-    ]
+    speedups = [Cell("1×") if plain else Cell.of(f.speedup, unit="×") for f in figures]
+    if training is None:
+        return [Cell(name), *taus, Cell("–"), *speedups, Cell("–"), Cell("–")]
+    trained = [Cell(f"{training.seconds:.0f} s"), Cell(str(training.steps))]
+    return [Cell(name), *taus, Cell(f"{training.parameters:,}"), *speedups, *trained]
 
 
 def _without_empty(table: Table) -> Table:
-    """Return the table without empty columns."""
-    for i, header in enumerate(table.headers[table.labels :], table.labels):
-        if all(row[i].main == "–" for row in table.rows):
-            return _without_empty(table.without(header))
-    return table
-
-
-def _padded(rows: list[list[Cell]], width: int) -> list[list[Cell]]:
-    return [[*row, *[Cell("–")] * (width - len(row))] for row in rows]
+    """Return the table without the columns that hold no value."""
+    columns = range(len(table.headers))
+    return table.columns([i for i in columns if i < table.labels or any(row[i].main != "–" for row in table.rows)])
 
 
 def _speed(interval: Interval) -> Cell:
     return Cell.of(interval, decimals=1 if interval.value < 1000 else 0)
-
-
-def _counts(f: Figures) -> Cell:
-    return Cell(f"{f.num_prompts} · {f.num_rounds} · {f.num_tokens}")
 
 
 def _described(report: Report, name: str) -> str:

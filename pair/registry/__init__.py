@@ -1,7 +1,7 @@
 """Versions of pairs in one place, which several people and machines share.
 
-`open_registry("runs/registry")`, `open_registry("hf://org/pairs")` or `open_registry("wandb://team/project")`; what is
-in there has the same layout everywhere (`layout`).
+`open_registry("runs/registry")`, `open_registry("hf://org/pairs")` or `open_registry("wandb://team/project")`, all
+with the same layout of files (`layout`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A registry that is a plain folder, on a local disk or a shared one: no server, and no lock that a crash could leave.
+"""A registry in a plain folder, on a local disk or a shared one: no server, and no lock that a crash could leave.
 
-Writers never wait for one another. A blob is written beside its place and renamed to it; two that write the same one
-write the same bytes. An entry is linked to its name, which the file system does for one of several only.
+Writers never wait for one another. A blob is written beside its place and renamed to it, with the same bytes by any
+writer. An entry is linked to its name, which the file system does for one of several writers only.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ class FolderStore:
 
     def add(self, blobs: dict[str, Path], entry: str, content: bytes) -> bool:
         try:
-            self._sweep()
+            for leftover in leftovers_within(self.folder):
+                if not leftover.in_work():  # its writer died
+                    leftover.remove()
             for digest, source in blobs.items():
                 self._keep(digest, source)
             return self._publish(self.folder / entry, content)
@@ -54,12 +56,7 @@ class FolderStore:
             raise BadInputError(f"{self.folder}: cannot be written ({error.strerror}: {error.filename}).") from error
 
     def fetch(self, digest: str, to: Path) -> None:
-        with self._opened(blob_path(digest)) as source, to.open("xb") as copy:
-            found = copied(source, copy)
-        if found != digest:
-            raise Refusal.of(
-                self.folder / blob_path(digest), f"SHA-256 {found[:12]}…", f"{digest[:12]}…", "Push the pair again."
-            )
+        copy_blob(self._opened(blob_path(digest)), to, digest, self.folder / blob_path(digest))
 
     # ------------------------------------------------------------ writing
 
@@ -71,8 +68,8 @@ class FolderStore:
         blob.parent.mkdir(parents=True, exist_ok=True)
         with replacing(blob) as temporary:
             with source.open("rb") as opened, temporary.open("xb") as copy:
-                found = copied(opened, copy)
-            if found != digest:
+                actual = copied(opened, copy)
+            if actual != digest:
                 raise BadInputError(f"{source}: altered while it was pushed; nothing was published.")
             temporary.chmod(0o444)
 
@@ -89,12 +86,6 @@ class FolderStore:
             temporary.unlink(missing_ok=True)
         sync(place.parent)
         return published
-
-    def _sweep(self) -> None:
-        """Remove what writers that died have left; a living one's files stay."""
-        for found in leftovers_within(self.folder):
-            if not found.in_work():
-                found.remove()
 
     # ------------------------------------------------------------ reading
 
@@ -113,37 +104,41 @@ class FolderStore:
                 place, error.strerror or "nothing readable", "a file that can be read", "Nothing was taken from it."
             ) from error
         status = os.fstat(opened.fileno())
-        if not stat.S_ISREG(status.st_mode) or (limit is not None and status.st_size > limit):
+        is_file = stat.S_ISREG(status.st_mode)
+        if not is_file or (limit is not None and status.st_size > limit):
             opened.close()
-            found = "no regular file" if not stat.S_ISREG(status.st_mode) else f"{status.st_size} bytes"
-            raise Refusal.of(place, found, f"a regular file of at most {limit} bytes", "Nothing was taken from it.")
+            wrong = f"{status.st_size} bytes" if is_file else "no regular file"
+            raise Refusal.of(place, wrong, f"a regular file of at most {limit} bytes", "Nothing was taken from it.")
         return opened
+
+
+def copy_blob(source: BinaryIO, to: Path, digest: str, where: str | Path) -> None:
+    """Write a blob to the new file `to`; Refusal if its content has another digest."""
+    with source, to.open("xb") as copy:
+        actual = copied(source, copy)
+    if actual != digest:
+        raise Refusal.of(where, f"SHA-256 {actual[:12]}…", f"{digest[:12]}…", "Push the pair again.")
 
 
 def copied(source: BinaryIO, copy: BinaryIO) -> str:
     """Copy a file's content, and return the SHA-256 of the bytes that were written."""
     digest = hashlib.sha256()
-    buffer = memoryview(bytearray(_CHUNK))
-    while count := source.readinto(buffer):  # type: ignore[attr-defined]
-        digest.update(buffer[:count])
-        copy.write(buffer[:count])
+    while part := source.read(_CHUNK):
+        digest.update(part)
+        copy.write(part)
     return digest.hexdigest()
 
 
 def _linked(temporary: Path, place: Path) -> bool:
+    """Give a file its name; False if another has it. On a disk without links one writer at a time does so."""
     try:
         os.link(temporary, place)
+        return True
     except FileExistsError:
         return False
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
-        return _renamed(temporary, place)
-    return True
-
-
-def _renamed(temporary: Path, place: Path) -> bool:
-    """Give a file a name that nobody has, on a disk without links: one writer at a time."""
     with locked(place.parent, wait=_WAIT):
         if place.exists():
             return False

@@ -23,10 +23,10 @@ from huggingface_hub.errors import (
 
 from ...common import BadInputError
 from ...common.errors import Refusal
-from .folder import copied
+from .folder import copy_blob
 from .layout import PAIRS, blob_path, published_at
 
-_OUTRUN = (409, 412)  # HTTP: the repository has moved on
+_OUTRUN = (409, 412)  # HTTP: the repository has a newer commit
 
 
 class HubStore:
@@ -78,17 +78,12 @@ class HubStore:
 
     def fetch(self, digest: str, to: Path) -> None:
         path = blob_path(digest)
-        with self._downloaded(path).open("rb") as source, to.open("xb") as copy:
-            found = copied(source, copy)
-        if found != digest:
-            raise Refusal.of(
-                f"{self.where}/{path}", f"SHA-256 {found[:12]}…", f"{digest[:12]}…", "Push the pair again."
-            )
+        copy_blob(self._downloaded(path).open("rb"), to, digest, f"{self.where}/{path}")
 
     # ------------------------------------------------------------ the Hub
 
     def _files(self) -> list[str]:
-        """Return all files of the newest commit, which is then the one that is read and followed; [] without one."""
+        """Return all files of the newest commit, which is the one to read and follow from now on; [] without one."""
         with _explained(self.where):
             try:
                 self._head = self.api.model_info(self.repository).sha
@@ -106,17 +101,14 @@ class HubStore:
 
 @contextmanager
 def _explained(where: str) -> Iterator[None]:
-    """Turn what the Hub's library raises into one sentence."""
+    """Turn the errors of the Hub's library into one sentence."""
     try:
         yield
-    except (EntryNotFoundError, LocalEntryNotFoundError) as error:
-        raise Refusal(f"{where}: {_first_line(error)} Push the pair again.") from error
     except (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, OSError) as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        first = (lines[0] if lines else type(error).__name__).rstrip(".") + "."
+        if isinstance(error, (EntryNotFoundError, LocalEntryNotFoundError)):
+            raise Refusal(f"{where}: {first} Push the pair again.") from error
         raise BadInputError(
-            f"{where}: {_first_line(error)} Check the name, the network and your access (`hf auth login`)."
+            f"{where}: {first} Check the name, the network and your access (`hf auth login`)."
         ) from error
-
-
-def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines[0] if lines else type(error).__name__).rstrip(".") + "."

@@ -4,8 +4,8 @@
     pairs/NAME/VERSION.REVISION.json    a pair.json as it is; it names the blobs of all other files
     pairs/NAME/DIGEST.NUMBER.sig    a pair.json.sig, of the pair.json with this SHA-256; the highest number counts
 
-An entry under `pairs` appears after all its blobs, in one step, and never changes. The same version with more known
-about it (a tuning, another measurement) is the next revision. Another pair under the same name and version is refused.
+An entry under `pairs` appears after all its blobs, in one step, and never changes. The same version with another tuning
+or measurement is the next revision. Another pair under the same name and version is refused.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Protocol
 
 from ...common import BadInputError
 from ...common.errors import Refusal
-from ..manifest import ADAPTER, CALIBRATION, DRAFTER, RECIPE, REPORTS, SUITES, TOKENIZER, Manifest, inspect_text
+from ..manifest import Manifest, inspect_text
 
 BLOBS, PAIRS = "blobs", "pairs"
 MAX_ENTRY = 64_000_000  # bytes of a pair.json; those of the largest models have about one
@@ -27,8 +27,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _ENTRY = re.compile(rf"{PAIRS}/({_NAME.pattern})/([1-9][0-9]{{0,8}})\.([1-9][0-9]{{0,8}})\.json")
 _SEAL = re.compile(rf"{PAIRS}/({_NAME.pattern})/({_DIGEST.pattern})\.([1-9][0-9]{{0,8}})\.sig")
-_FOLDERS = {DRAFTER, TOKENIZER, REPORTS, ADAPTER, SUITES}
-_FILES = {RECIPE, CALIBRATION}
+_NOTHING = "Nothing was taken from it."
 
 
 class RegistryStore(Protocol):
@@ -48,16 +47,12 @@ class RegistryStore(Protocol):
         """Publish an entry (or a seal) with its blobs (files by digest), all or nothing; False if its path is taken."""
 
     def fetch(self, digest: str, to: Path) -> None:
-        """Write the blob with this digest to the new file `to`, checked.
-
-        Raises:
-            Refusal: it is missing, no regular file, or its content has another digest.
-        """
+        """Write the blob with this digest to the new file `to`; Refusal if it is missing, irregular or damaged."""
 
 
 @dataclass(frozen=True, order=True)
 class Entry:
-    """The name, version and revision that an entry's path says."""
+    """An entry's name, version and revision, as in its path."""
 
     name: str
     version: int
@@ -66,8 +61,8 @@ class Entry:
     @classmethod
     def at(cls, path: str) -> Entry | None:
         """Return the entry at `path`; None for a file that is none."""
-        found = _ENTRY.fullmatch(path)
-        return None if found is None else cls(found[1], int(found[2]), int(found[3]))
+        match = _ENTRY.fullmatch(path)
+        return None if match is None else cls(match[1], int(match[2]), int(match[3]))
 
     @property
     def path(self) -> str:
@@ -75,7 +70,7 @@ class Entry:
 
     @property
     def label(self) -> str:
-        """What else it is called where paths are no names."""
+        """Its name in wandb, which allows no paths."""
         return f"pair-{self.version}.{self.revision}"
 
     def __str__(self) -> str:
@@ -84,7 +79,7 @@ class Entry:
 
 @dataclass(frozen=True, order=True)
 class Seal:
-    """A signature: of a pair of this name, over the pair.json with this SHA-256, and which of them it is."""
+    """A signature of a pair of this name, over the pair.json with this SHA-256; the highest number counts."""
 
     name: str
     digest: str
@@ -93,8 +88,8 @@ class Seal:
     @classmethod
     def at(cls, path: str) -> Seal | None:
         """Return the seal at `path`; None for a file that is none."""
-        found = _SEAL.fullmatch(path)
-        return None if found is None else cls(found[1], found[2], int(found[3]))
+        match = _SEAL.fullmatch(path)
+        return None if match is None else cls(match[1], match[2], int(match[3]))
 
     @property
     def path(self) -> str:
@@ -102,7 +97,7 @@ class Seal:
 
     @property
     def label(self) -> str:
-        """What else it is called where paths are no names."""
+        """Its name in wandb, which allows no paths."""
         return f"seal-{self.digest[:12]}.{self.number}"
 
     def __str__(self) -> str:
@@ -110,11 +105,10 @@ class Seal:
 
 
 def published_at(path: str) -> Entry | Seal:
-    """Return what is published at a path that `push` makes."""
-    found = Entry.at(path) or Seal.at(path)
-    if found is None:
-        raise ValueError(f"{path!r} is neither an entry nor a seal")
-    return found
+    """Return the entry or seal at a path that `push` makes."""
+    published = Entry.at(path) or Seal.at(path)
+    assert published is not None, f"{path!r} is neither an entry nor a seal"
+    return published
 
 
 @dataclass(frozen=True)
@@ -126,11 +120,7 @@ class PairReference:
 
     @classmethod
     def parse(cls, text: str) -> PairReference:
-        """Return what `NAME` or `NAME@VERSION` means.
-
-        Raises:
-            BadInputError: it is neither.
-        """
+        """Return the reference `NAME` or `NAME@VERSION`; BadInputError for any other text."""
         name, at, version = text.partition("@")
         number = version.removeprefix("v")
         if not _NAME.fullmatch(name) or (at and not (number.isascii() and number.isdigit() and 0 < len(number) < 10)):
@@ -144,39 +134,34 @@ def blob_path(digest: str) -> str:
 
 
 def read_entry(entry: Entry, content: bytes, where: str) -> Manifest:
-    """Return the manifest of an entry, refused if anything about it is not as `push` writes it.
+    """Return the manifest of an entry.
 
     Raises:
-        BadInputError: it is damaged, altered, of another pair, or names files that no pair has.
+        BadInputError: it is damaged, altered, or of another pair.
     """
     place = Path(where) / entry.path
     if len(content) > MAX_ENTRY:
-        raise Refusal.of(place, f"{len(content)} bytes", f"at most {MAX_ENTRY}", "Nothing was taken from it.")
+        raise Refusal.of(place, f"{len(content)} bytes", f"at most {MAX_ENTRY}", _NOTHING)
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise Refusal.of(place, f"no UTF-8 ({error.reason})", "a pair.json", "Nothing was taken from it.") from error
+        raise Refusal.of(place, f"no UTF-8 ({error.reason})", "a pair.json", _NOTHING) from error
     manifest, alterations = inspect_text(place, text)
     if alterations:
-        raise Refusal.of(
-            place, "; ".join(alterations), "a pair.json as it was written", "Push a good copy of the pair."
-        )
+        said = "; ".join(alterations)
+        raise Refusal.of(place, said, "a pair.json as it was written", "Push a good copy of the pair.")
     if (manifest.name, manifest.version) != (entry.name, entry.version):
-        found = f"{manifest.name} version {manifest.version}"
-        raise Refusal.of(place, found, f"{entry.name} version {entry.version}", "Nothing was taken from it.")
-    check_files(manifest.files(), place)
+        other = f"{manifest.name} version {manifest.version}"
+        raise Refusal.of(place, other, f"{entry.name} version {entry.version}", _NOTHING)
+    check_digests(manifest.files(), place)
     return manifest
 
 
 def check_seal(content: bytes, where: str) -> bytes:
-    """Return the content of a seal, refused unless it looks like a signature; `pair verify --signer` says whose it is.
-
-    Raises:
-        BadInputError: it does not.
-    """
+    """Return the content of a seal; BadInputError unless it looks like a signature (`pair verify` checks it)."""
     if len(content) > MAX_SEAL or not content.startswith(SEAL_BEGINS):
-        found = f"{len(content)} bytes that are no signature"
-        raise Refusal.of(where, found, "what `outrider pair sign` writes", "Sign the pair, and push it again.")
+        wrong = f"{len(content)} bytes that are no signature"
+        raise Refusal.of(where, wrong, "what `outrider pair sign` writes", "Sign the pair, and push it again.")
     return content
 
 
@@ -186,13 +171,8 @@ def check_name(name: str) -> None:
         raise Refusal(f"the pair's name is {name!r}; expected up to 128 letters, digits, '.', '_' and '-'.")
 
 
-def check_files(files: dict[str, str], place: Path) -> None:
-    """Refuse names that lead out of a pair's folder or that no pair has, and digests that are none."""
+def check_digests(files: dict[str, str], place: Path) -> None:
+    """Refuse digests that are none; the names are those of a pair, by the schema of its manifest."""
     for name, digest in files.items():
-        path = PurePosixPath(name)
-        inside = not path.is_absolute() and ".." not in path.parts and "\\" not in name and "\0" not in name
-        known = name in _FILES or (path.parts[:1] and path.parts[0] in _FOLDERS and len(path.parts) > 1)
-        if not (inside and known and str(path) == name):
-            raise Refusal.of(place, f"a file called {name!r}", "files of a pair only", "Nothing was taken from it.")
         if not _DIGEST.fullmatch(digest):
-            raise Refusal.of(place, f"{digest!r} for {name!r}", "a SHA-256", "Nothing was taken from it.")
+            raise Refusal.of(place, f"{digest!r} for {name!r}", "a SHA-256", _NOTHING)

@@ -17,7 +17,7 @@ from ...common.progress import progress
 from ..contents import verify
 from ..manifest import MANIFEST, SIGNATURE, Manifest
 from ..pair import Pair
-from .layout import Entry, PairReference, RegistryStore, Seal, check_files, check_name, check_seal, read_entry
+from .layout import Entry, PairReference, RegistryStore, Seal, check_digests, check_name, check_seal, read_entry
 
 _ATTEMPTS = 100  # at an entry's name, each lost to another writer
 
@@ -37,23 +37,25 @@ class Registry:
         self.store = store
 
     def push(self, pair: Pair, console: Console | None = None) -> Entry:
-        """Add a pair as it is, with its signature if it has one; the same one a second time changes nothing.
+        """Add a pair, with its signature if it has one, and return its name, version and revision here.
 
-        Returns:
-            its name, version and revision here.
+        The same one a second time changes nothing.
 
         Raises:
             BadInputError: the pair is altered, or another pair has its name and version.
         """
-        _require_whole(pair)
+        if altered := verify(pair.folder):
+            raise BadInputError(
+                f"{pair.folder} was altered: {'; '.join(altered[:3])}. Nothing was pushed; take a good copy."
+            )
         check_name(pair.name)
         content = (pair.folder / MANIFEST).read_bytes()
         files = pair.manifest.files()
-        check_files(files, pair.folder / MANIFEST)
+        check_digests(files, pair.folder / MANIFEST)
         blobs = {digest: pair.folder / name for name, digest in files.items()}
         with progress(console, "pushing", 1, transient=True):
-            self._place(pair.manifest, content)  # what is refused leaves no signature
-            self._seal(pair, content)  # so that nobody sees the entry without it
+            self._place(pair.manifest, content)  # a refused pair leaves no signature
+            self._seal(pair, content)  # before the entry, which is never seen without it
             for _ in range(_ATTEMPTS):
                 entry, known = self._place(pair.manifest, content)
                 if known or self.store.add(blobs, entry.path, content):
@@ -93,9 +95,10 @@ class Registry:
         """Return a version, the newest one if the reference names none.
 
         Raises:
-            BadInputError: there is none; says which there are.
+            BadInputError: there is none; names those that there are.
         """
-        of_name = [entry for entry in self._newest() if entry.name == reference.name]
+        entries = list(self._newest())
+        of_name = [entry for entry in entries if entry.name == reference.name]
         wanted = [entry for entry in of_name if reference.version in (None, entry.version)]
         if wanted:
             return self._read(max(wanted))
@@ -103,7 +106,7 @@ class Registry:
             there = ", ".join(str(entry.version) for entry in of_name)
             wrong = f"{reference.version} is none of them"
             raise BadInputError(f"{self.store.where} has {reference.name} in the versions {there}; {wrong}.")
-        names = ", ".join(sorted({entry.name for entry in self._newest()})) or "none"
+        names = ", ".join(sorted({entry.name for entry in entries})) or "none"
         raise BadInputError(f"{self.store.where} has no pair called {reference.name!r}; there are: {names}.")
 
     def versions(self, name: str | None = None) -> list[Version]:
@@ -132,73 +135,53 @@ class Registry:
             if seals and self.store.read(seals[-1].path) == signature:
                 return
             number = 1 + (seals[-1].number if seals else 0)
-            if self.store.add({}, Seal(pair.name, _digest(content), number).path, signature):
+            if self.store.add({}, Seal(pair.name, hashlib.sha256(content).hexdigest(), number).path, signature):
                 return
         raise BadInputError(f"{self.store.where}: others sign {pair.name} all the time; try again later.")
 
     def _signature(self, name: str, content: bytes) -> str | None:
         """Return the newest signature over a pair.json; None without one."""
-        seals = self._seals(name, content)
-        if not seals:
-            return None
-        path = seals[-1].path
-        return check_seal(self.store.read(path), f"{self.store.where}/{path}").decode("ascii", "replace")
+        for seal in self._seals(name, content)[-1:]:
+            path = seal.path
+            return check_seal(self.store.read(path), f"{self.store.where}/{path}").decode("ascii", "replace")
+        return None
 
     def _seals(self, name: str, content: bytes) -> list[Seal]:
         """Return the signatures over a pair.json, the newest last."""
-        found, digest = (Seal.at(path) for path in self.store.entries()), _digest(content)
-        return sorted(seal for seal in found if seal is not None and (seal.name, seal.digest) == (name, digest))
+        seals, of = map(Seal.at, self.store.entries()), (name, hashlib.sha256(content).hexdigest())
+        return sorted(seal for seal in seals if seal is not None and (seal.name, seal.digest) == of)
 
     # ------------------------------------------------------------ entries
 
     def _place(self, manifest: Manifest, content: bytes) -> tuple[Entry, bool]:
-        """Return where a pair.json belongs, and whether it is there already."""
-        there = [e for e in self._entries() if (e.name, e.version) == (manifest.name, manifest.version)]
+        """Return the entry of a pair.json, and whether it is there already."""
+        where, name, version = self.store.where, manifest.name, manifest.version
+        there = [e for e in self._entries() if (e.name, e.version) == (name, version)]
         for entry in there:
-            found = self.store.read(entry.path)
-            if found == content:
+            known = self.store.read(entry.path)
+            if known == content:
                 return entry, True
-            _require_same(read_entry(entry, found, self.store.where), manifest, self.store.where)
-        return Entry(manifest.name, manifest.version, 1 + max((e.revision for e in there), default=0)), False
+            if (digest := read_entry(entry, known, where).digest) != manifest.digest:
+                raise BadInputError(
+                    f"{where} has another {name} version {version}: {digest[:12]}…, this one is "
+                    f"{manifest.digest[:12]}…. Nothing was pushed; give one of them another name (`name` in the "
+                    "recipe), or refresh from the newest version."
+                )
+        return Entry(name, version, 1 + max((e.revision for e in there), default=0)), False
 
     def _read(self, entry: Entry) -> Version:
         return Version(entry, read_entry(entry, self.store.read(entry.path), self.store.where))
 
     def _entries(self) -> list[Entry]:
-        return sorted(found for path in self.store.entries() if (found := Entry.at(path)) is not None)
+        return sorted(entry for path in self.store.entries() if (entry := Entry.at(path)) is not None)
 
     def _newest(self) -> Iterable[Entry]:
         """Return the newest revision of each version."""
         return {(entry.name, entry.version): entry for entry in self._entries()}.values()
 
 
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
-
-
-def _require_whole(pair: Pair) -> None:
-    differences = verify(pair.folder)
-    if differences:
-        raise BadInputError(
-            f"{pair.folder} was altered: {'; '.join(differences[:3])}. Nothing was pushed; take a good copy."
-        )
-
-
-def _require_same(there: Manifest, own: Manifest, where: str) -> None:
-    if there.digest != own.digest:
-        raise BadInputError(
-            f"{where} has another {own.name} version {own.version}: {there.digest[:12]}…, this one is "
-            f"{own.digest[:12]}…. Nothing was pushed; give one of them another name (`name` in the recipe), or refresh "
-            "from the newest version."
-        )
-
-
 def _existing(folder: Path, wanted: Manifest) -> Pair | None:
-    """Return the pair that is in `folder` already, whole.
-
-    Raises:
-        BadInputError: something else is there.
-    """
+    """Return the pair that is in `folder` already, whole; BadInputError for anything else."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return None
     if (folder / MANIFEST).is_file():

@@ -1,8 +1,8 @@
 """A registry in the artifacts of a Weights & Biases project, with the files of `layout`.
 
 Each pair's name is an artifact of the type `outrider-pair`; each push logs one version of it, which holds one entry and
-its blobs (wandb stores equal files once), under the alias `pair-VERSION.REVISION`. What is downloaded is a small
-registry in a folder, and is verified as such.
+its blobs (wandb stores equal files once), under the alias `pair-VERSION.REVISION`. A download is a small registry in a
+folder, and is verified as such.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class WandbStore:
 
     Args:
         project: `ENTITY/PROJECT`, or `PROJECT` of the user's own.
-        folder: what is pushed is laid out there, and what is pulled is downloaded to it (default: a temporary one).
+        folder: for the files of pushes and downloads (default: a temporary one).
     """
 
     def __init__(self, project: str, folder: Path | None = None):
@@ -43,10 +43,10 @@ class WandbStore:
         return f"wandb://{self.entity}/{self.project}" if self.entity else f"wandb://{self.project}"
 
     def entries(self) -> Sequence[str]:
-        """Return the entries of all artifacts. Where wandb is offline nobody knows any: [] then."""
-        if _is_offline():
+        """Return the entries of all artifacts; [] where wandb is offline."""
+        if os.environ.get("WANDB_MODE", "online") in ("offline", "dryrun", "disabled"):
             return []
-        self._versions = {path: found for found in self._artifacts() if (path := found.metadata.get("entry"))}
+        self._versions = {path: version for version in self._artifacts() if (path := version.metadata.get("entry"))}
         return list(self._versions)
 
     def read(self, path: str) -> bytes:
@@ -68,22 +68,19 @@ class WandbStore:
         """Log an entry and its blobs as a version of its pair's artifact, in a run of its own.
 
         Offline, the run waits in its folder for `wandb sync`. wandb has no step that fails for the second of two
-        writers: of two that push one version at one time both are kept, and the later one is the newest.
+        writers: if two push one version at a time, both are kept, and the later one is the newest.
         """
-        found, place = published_at(entry), self.folder / "pushed" / entry.replace("/", "-")
+        published, place = published_at(entry), self.folder / "pushed" / entry.replace("/", "-")
         FolderStore(place).add(blobs, entry, content)
-        artifact = _library().Artifact(found.name, TYPE, metadata={"entry": entry})
+        wandb = _library()
+        artifact = wandb.Artifact(published.name, TYPE, metadata={"entry": entry})
         artifact.add_dir(str(place))
-        aliases = ["latest", found.label]
-        with _explained(self.where), _library().init(**self._place, job_type="outrider pair push") as run:
-            logged = run.log_artifact(artifact, aliases=aliases)
+        options = {"entity": self.entity, "project": self.project, "job_type": "outrider pair push"}
+        with _explained(self.where), wandb.init(**options) as run:
+            logged = run.log_artifact(artifact, aliases=["latest", published.label])
             if not run.offline:
                 logged.wait()
         return True
-
-    @property
-    def _place(self) -> dict[str, Any]:
-        return {"entity": self.entity, "project": self.project}
 
     def _artifacts(self) -> Iterator[Any]:
         """Yield all versions of all artifacts of this kind in the project; none where there is no such project."""
@@ -100,7 +97,7 @@ class WandbStore:
 
 @contextmanager
 def _explained(where: str) -> Iterator[None]:
-    """Turn what wandb raises into one sentence."""
+    """Turn the errors of wandb into one sentence."""
     try:
         yield
     except _library().errors.Error as error:
@@ -110,16 +107,8 @@ def _explained(where: str) -> Iterator[None]:
         ) from error
 
 
-def _is_offline() -> bool:
-    return os.environ.get("WANDB_MODE", "online") in ("offline", "dryrun", "disabled")
-
-
 def _library() -> Any:
-    """Return the wandb package, which is an extra.
-
-    Raises:
-        BadInputError: it is not installed.
-    """
+    """Return the wandb package; BadInputError where this extra is not installed."""
     try:
         return importlib.import_module("wandb")
     except ImportError as error:

@@ -3,17 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
+from outrider.common import BadInputError
 from outrider.distill.prompts import Prompt
 from outrider.eval import PromptRecord, Report
 from outrider.eval.measure import summarise
-from outrider.eval.reports.figures import Baselines
+from outrider.eval.reports.figures import PHASES, Baselines
 from outrider.eval.reports.report import Conditions, ContestantInfo, SuiteInfo
 from outrider.eval.suites import Suite, make_suite
+from outrider.eval.tuning import BatchTuning, Candidate, CostRecord, Tuning
 
-MakeReport = Callable[..., Report]
+
+def refusal(call: Callable[..., object], *arguments: Any, **named: Any) -> str:
+    """Return the message of the BadInputError that a call raises."""
+    with pytest.raises(BadInputError) as refused:
+        call(*arguments, **named)
+    return str(refused.value)
+
+
+def make_tuning(depths: dict[int, int], **changes: object) -> Tuning:
+    """Return a tuning of controlled chains, of one depth for each batch size."""
+    costs = CostRecord(widths=[0, 8], verify=[0.0100001, 0.02], draft=[0.0, 0.001], host=0.0005)
+    figures = {
+        "predicted_tau": 2.0,
+        "round_seconds": 0.01,
+        "predicted": 99.5,
+        "tokens_per_second": 90.0,
+        "speedup": 1.5,
+    }
+    chosen = {size: Candidate(plan={"depth": depth}, weight=16.0, **figures) for size, depth in depths.items()}
+    found = {"context": 64, "rates": [0.5, 0.25], "ranks": [], "costs": costs, "reason": "The best."}
+    known = {
+        "created": "2031-01-01",
+        "device": "cpu",
+        "device_name": "a CPU",
+        "dtype": "float32",
+        "threads": 1,
+        "versions": {"torch": "2"},
+        "drafter": "ngram",
+        "temperature": 0.0,
+        "max_new_tokens": 16,
+        "repeats": 2,
+        "seed": 0,
+        "suites": {"a": "d"},
+        "num_prompts": 3,
+        "batches": [BatchTuning(batch_size=n, candidates=[c], chosen=c, **found) for n, c in chosen.items()],
+    }
+    return Tuning.model_validate(known | changes)
 
 
 @pytest.fixture
@@ -21,9 +60,8 @@ def suites() -> list[Suite]:
     """Two suites of 3 and 2 short prompts over a vocabulary of 64."""
 
     def prompts(suite: str, count: int, start: int) -> list[Prompt]:
-        return [
-            Prompt(f"{suite}/{i}", suite, tuple((start + i + 7 * j) % 64 for j in range(3 + i))) for i in range(count)
-        ]
+        tokens = (tuple((start + i + 7 * j) % 64 for j in range(3 + i)) for i in range(count))
+        return [Prompt(f"{suite}/{i}", suite, own) for i, own in enumerate(tokens)]
 
     return [make_suite("code", prompts("code", 3, 1)), make_suite("docs", prompts("docs", 2, 30))]
 
@@ -31,11 +69,7 @@ def suites() -> list[Suite]:
 def _record(
     contestant: str, temperature: float, i: int, accepted: list[int], depth: int, seconds: float
 ) -> PromptRecord:
-    compared = (
-        {"identical": i != 0, "diverges_at": 4 if i == 0 else None}
-        if temperature == 0 and contestant != "plain"
-        else {}
-    )
+    compared = temperature == 0 and contestant != "plain"
     return PromptRecord(
         contestant=contestant,
         temperature=temperature,
@@ -46,67 +80,52 @@ def _record(
         drafted=[depth] * len(accepted),
         accepted=accepted,
         repeats=[seconds],
-        seconds={
-            "prefill": 0.1 * seconds,
-            "draft": 0.2 * seconds,
-            "verify": 0.6 * seconds,
-            "host": 0.1 * seconds,
-            "total": seconds,
-        },
-        **compared,
+        seconds={phase: part * seconds for phase, part in zip(PHASES, (0.1, 0.2, 0.6, 0.1, 1.0), strict=True)},
+        identical=i != 0 if compared else None,
+        diverges_at=4 if compared and i == 0 else None,
     )
 
 
-@pytest.fixture
-def make_report() -> MakeReport:
-    """A function that makes a report of `draft` and `plain` on one suite.
+def make_report(
+    accepted: Sequence[list[int]],
+    depth: int = 4,
+    temperatures: Sequence[float] = (0.0,),
+    digest: str = "d",
+    records: bool = True,
+    **conditions: object,
+) -> Report:
+    """Return a report of `draft` and `plain` on one suite.
 
-    Its first argument, `accepted`, holds per prompt the accepted drafts of each round.
+    Args:
+        accepted: per prompt the accepted drafts of each round.
     """
-
-    def make(
-        accepted: Sequence[list[int]],
-        depth: int = 4,
-        temperatures: Sequence[float] = (0.0,),
-        digest: str = "d",
-        records: bool = True,
-        **conditions: object,
-    ) -> Report:
-        rows = [_record("draft", t, i, a, depth, 0.5 + 0.01 * i) for t in temperatures for i, a in enumerate(accepted)]
-        rows += [
-            _record("plain", t, i, [0] * (sum(a) + len(a)), 0, 1.0 + 0.02 * i)
-            for t in temperatures
-            for i, a in enumerate(accepted)
-        ]
-        baselines = Baselines(plain="plain", generate=None)
-        rules = {("draft", t): "greedy" if t == 0 else "rejection" for t in temperatures} | {
-            ("plain", t): "none" for t in temperatures
-        }
-        fixed = {
-            "target": {"path": "tiny"},
-            "dtype": "float32",
-            "device": "cpu",
-            "device_name": "a CPU",
-            "threads": 1,
-            "attention": "sdpa",
-            "max_new_tokens": 32,
-            "temperatures": list(temperatures),
-            "repeats": 1,
-            "seed": 0,
-            "versions": {"outrider": "0", "torch": "2"},
-            "suites": [SuiteInfo(name="code", digest=digest, num_prompts=len(accepted))],
-        }
-        return Report(
-            conditions=Conditions.model_validate(fixed | conditions),
-            contestants=[
-                ContestantInfo(
-                    name="draft", kind="drafter", drafter="eagle3", depth=depth, verify="auto", parameters=10
-                ),
-                ContestantInfo(name="plain", kind="plain"),
-            ],
-            baselines=baselines,
-            figures=summarise(rows, rules, baselines),
-            records=rows if records else [],
-        )
-
-    return make
+    rows = [_record("draft", t, i, a, depth, 0.5 + 0.01 * i) for t in temperatures for i, a in enumerate(accepted)]
+    alone = [[0] * (sum(a) + len(a)) for a in accepted]
+    rows += [_record("plain", t, i, a, 0, 1.0 + 0.02 * i) for t in temperatures for i, a in enumerate(alone)]
+    baselines = Baselines(plain="plain", generate=None)
+    rules = {("plain", t): "none" for t in temperatures}
+    rules |= {("draft", t): "greedy" if t == 0 else "rejection" for t in temperatures}
+    fixed = {
+        "target": {"path": "tiny"},
+        "dtype": "float32",
+        "device": "cpu",
+        "device_name": "a CPU",
+        "threads": 1,
+        "attention": "sdpa",
+        "max_new_tokens": 32,
+        "temperatures": list(temperatures),
+        "repeats": 1,
+        "seed": 0,
+        "versions": {"outrider": "0", "torch": "2"},
+        "suites": [SuiteInfo(name="code", digest=digest, num_prompts=len(accepted))],
+    }
+    return Report(
+        conditions=Conditions.model_validate(fixed | conditions),
+        contestants=[
+            ContestantInfo(name="draft", kind="drafter", drafter="eagle3", depth=depth, verify="auto", parameters=10),
+            ContestantInfo(name="plain", kind="plain"),
+        ],
+        baselines=baselines,
+        figures=summarise(rows, rules, baselines),
+        records=rows if records else [],
+    )

@@ -70,11 +70,8 @@ def test_the_rates_of_a_tree_give_the_tau_it_was_measured_with(
 
     The tokens that cut an answer off are still counted as accepted.
     """
-    drafter, jobs, sampling = (
-        DraftModel(tiny_llama(layers=1, initializer_range=0.1)),
-        make_jobs(suites),
-        Sampling(temperature=temperature),
-    )
+    drafter = DraftModel(tiny_llama(layers=1, initializer_range=0.1))
+    jobs, sampling = make_jobs(suites), Sampling(temperature=temperature)
     ranks = acceptance.rank_rates(target, drafter, jobs, 40, sampling)
     tree = acceptance.wide_tree(6, 6)
     rounds = []
@@ -88,9 +85,8 @@ def test_the_rates_of_a_tree_give_the_tau_it_was_measured_with(
 
 
 def test_acceptance_of_chains(target: Target, suites: list[Suite]) -> None:
-    seen = acceptance.measure_acceptance(
-        target, DraftModel(target.model), make_jobs(suites), 19, Sampling(), trees=False
-    )
+    drafter, jobs = DraftModel(target.model), make_jobs(suites)
+    seen = acceptance.measure_acceptance(target, drafter, jobs, 19, Sampling(), trees=False)
     assert seen == Acceptance((1.0,) * 8, (1.0,) * 8, (), 19)
 
 

@@ -10,7 +10,7 @@ import torch
 from outrider.common import BadInputError
 from outrider.decode import Decoder, Plan, Round, Sampling
 from outrider.distill.prompts import Prompt
-from outrider.eval import Figures, PromptRecord, Report
+from outrider.eval import Figures, Interval, PromptRecord, Report
 from outrider.eval.measure import GENERATE, Contestant, make_records, measure, summarise
 from outrider.eval.reports.figures import Baselines
 from outrider.eval.suites import PromptJob, Suite, TimedCompletion, make_jobs, make_suite, race
@@ -94,70 +94,37 @@ def test_a_whole_measurement(report: Report, target: Target, suites: list[Suite]
 
     Every figure says what it depends on.
     """
-    _drafter_equal_to_the_target_accepts_everything(report)
-    _greedy_text_is_identical_everywhere(report)
-    _rules_are_named(report)
-    _conditions_are_complete(report)
-    _records_hold_what_the_decoder_gave(report, target, suites, settings)
-
-
-def _drafter_equal_to_the_target_accepts_everything(report: Report) -> None:
     for temperature in (0.0, 1.0):
         figures = report.headline("self", temperature)
-        assert figures.tau is not None
-        assert (figures.tau.value, figures.tau.low, figures.tau.high) == (4.0, 4.0, 4.0)
+        assert figures.tau == Interval(4.0, 4.0, 4.0)
         assert [a.alpha.value for a in figures.alpha] == [1.0, 1.0, 1.0]
-
-
-def _greedy_text_is_identical_everywhere(report: Report) -> None:
     for name in ("self", "ngram", GENERATE):
         assert report.headline(name, 0.0).identical == 5
         assert report.headline(name, 1.0).identical is None
-
-
-def _rules_are_named(report: Report) -> None:
     rules = {(f.contestant, f.temperature): f.rule for f in report.figures}
     assert rules["self", 0.0] == rules["ngram", 0.0] == "greedy"
-    assert (rules["self", 1.0], rules["ngram", 1.0], rules["plain", 1.0], rules[GENERATE, 1.0]) == (
-        "rejection",
-        "candidates",
-        "none",
-        "none",
-    )
-
-
-def _conditions_are_complete(report: Report) -> None:
+    sampled = [rules[name, 1.0] for name in ("self", "ngram", "plain", GENERATE)]
+    assert sampled == ["rejection", "candidates", "none", "none"]
     conditions = report.conditions
-    assert (
-        conditions.dtype,
-        conditions.device,
-        conditions.batch_size,
-        conditions.max_new_tokens,
-        conditions.repeats,
-    ) == ("float32", "cpu", 1, 16, 2)
-    assert conditions.pass_backend == "eager"
+    assert (conditions.dtype, conditions.device, conditions.batch_size) == ("float32", "cpu", 1)
+    assert (conditions.max_new_tokens, conditions.repeats, conditions.pass_backend) == (16, 2, "eager")
     assert [(s.name, s.num_prompts) for s in conditions.suites] == [("code", 3), ("docs", 2)]
     assert {"outrider", "torch", "transformers", "python"} <= conditions.versions.keys()
     assert [c.name for c in report.contestants] == ["self", "ngram", "plain", GENERATE]
     assert report.primary == "self"
 
 
-def _records_hold_what_the_decoder_gave(
+def test_records_hold_what_the_decoder_gave(
     report: Report, target: Target, suites: list[Suite], settings: EvalSpec
 ) -> None:
     assert len(report.records) == 4 * 2 * 5
     record = next(r for r in report.records_of("ngram", 0.0) if r.prompt == "docs/1")
-    out = Decoder(target, Ngram()).generate(
-        [suites[1].prompts[1].tokens], settings.max_new_tokens, Sampling(), Plan(depth=4)
-    )
-    assert (record.drafted, record.accepted) == (
-        [r.drafted for r in out.rounds[0]],
-        [r.accepted for r in out.rounds[0]],
-    )
+    prompt = suites[1].prompts[1].tokens
+    (rounds,) = Decoder(target, Ngram()).generate([prompt], settings.max_new_tokens, Sampling(), Plan(depth=4)).rounds
+    assert (record.drafted, record.accepted) == ([r.drafted for r in rounds], [r.accepted for r in rounds])
     assert record.tokens == 16
-    assert sum(record.seconds[p] for p in ("prefill", "draft", "verify", "host")) == pytest.approx(
-        record.seconds["total"], abs=1e-5
-    )
+    parts = sum(record.seconds[p] for p in ("prefill", "draft", "verify", "host"))
+    assert parts == pytest.approx(record.seconds["total"], abs=1e-5)
 
 
 def test_a_prompt_gets_the_same_sampled_text_whatever_is_measured_with_it(
@@ -185,42 +152,31 @@ def test_measuring_leaves_the_global_random_state_alone(
 
 
 def test_a_limited_suite_is_another_suite(target: Target, suites: list[Suite], settings: EvalSpec) -> None:
-    limited = measure(
-        target,
-        [],
-        suites,
-        settings.model_copy(update={"limit": 2, "temperatures": [0.0], "repeats": 1}),
-        generate_baseline=False,
-    )
-    assert limited.conditions.suites[0].num_prompts == 2
-    assert limited.conditions.suites[0].digest != suites[0].digest
-    assert limited.conditions.suites[1].digest == suites[1].digest
+    changes = {"limit": 2, "temperatures": [0.0], "repeats": 1}
+    limited = measure(target, [], suites, settings.model_copy(update=changes), generate_baseline=False)
+    first, second = limited.conditions.suites
+    assert first.num_prompts == 2
+    assert first.digest != suites[0].digest
+    assert second.digest == suites[1].digest
 
 
-def test_names_must_be_distinct(target: Target, suites: list[Suite], settings: EvalSpec) -> None:
-    twice = [Contestant("ngram", Ngram(), Plan()), Contestant("ngram", Ngram(), Plan())]
-    with pytest.raises(BadInputError, match="names of their own"):
-        measure(target, twice, suites, settings)
-
-
-def test_another_dtype_than_asked_for_is_refused(target: Target, suites: list[Suite], settings: EvalSpec) -> None:
-    with pytest.raises(BadInputError, match="asks for bfloat16, but the target was loaded as float32"):
-        measure(target, [], suites, settings.model_copy(update={"dtype": "bfloat16"}))
-
-
-def test_a_prompt_beyond_the_context_is_refused_before_any_work(target: Target, settings: EvalSpec) -> None:
-    long = make_suite("long", [Prompt("x", "long", (1,) * 500)])
-    with pytest.raises(
-        BadInputError, match=r"'x' has 500 tokens; with 16 new ones it exceeds the target's context of 512"
-    ):
-        measure(target, [], [long], settings)
-
-
-def test_the_greedy_rule_at_temperature_1_is_refused_before_any_work(
-    target: Target, suites: list[Suite], settings: EvalSpec
+@pytest.mark.parametrize(
+    ("plans", "long", "changes", "message"),
+    [
+        ([Plan(), Plan()], False, {}, "names of their own"),
+        ([], False, {"dtype": "bfloat16"}, "asks for bfloat16, but the target was loaded as float32"),
+        ([], True, {}, "'x' has 500 tokens; with 16 new ones it exceeds the target's context of 512"),
+        ([Plan(verify="greedy")], False, {}, "needs temperature 0"),
+    ],
+    ids=["one name twice", "another dtype", "a prompt beyond the context", "the greedy rule at temperature 1"],
+)
+def test_bad_input_is_refused_before_any_work(
+    target: Target, suites: list[Suite], settings: EvalSpec, plans: list, long: bool, changes: dict, message: str
 ) -> None:
-    with pytest.raises(BadInputError, match="needs temperature 0"):
-        measure(target, [Contestant("ngram", Ngram(), Plan(verify="greedy"))], suites, settings)
+    measured = [make_suite("long", [Prompt("x", "long", (1,) * 500)])] if long else suites
+    contestants = [Contestant("ngram", Ngram(), plan) for plan in plans]
+    with pytest.raises(BadInputError, match=message):
+        measure(target, contestants, measured, settings.model_copy(update=changes))
 
 
 # ------------------------------------------------------------ from records to figures
@@ -260,22 +216,20 @@ RECORDS = [
 ]
 
 
+RULES = {("fast", 0.0): "greedy", ("plain", 0.0): "none", ("generate", 0.0): "none"}
+
+
 def figures(contestant: str, suite: str) -> Figures:
-    rules = {("fast", 0.0): "greedy", ("plain", 0.0): "none", ("generate", 0.0): "none"}
-    (found,) = (f for f in summarise(RECORDS, rules, BASELINES) if (f.contestant, f.suite) == (contestant, suite))
+    (found,) = (f for f in summarise(RECORDS, RULES, BASELINES) if (f.contestant, f.suite) == (contestant, suite))
     return found
 
 
-def test_tau_is_one_plus_mean_accepted_over_all_rounds() -> None:
-    tau = figures("fast", "all").tau
-    assert tau is not None
-    assert tau.value == pytest.approx(1 + 9 / 7)
-
-
-def test_acceptance_rate_is_accepted_over_drafted() -> None:
-    rate = figures("fast", "all").acceptance_rate
-    assert rate is not None
-    assert rate.value == pytest.approx(9 / 17)
+def test_tau_is_one_plus_mean_accepted_and_the_acceptance_rate_is_accepted_over_drafted() -> None:
+    fast = figures("fast", "all")
+    assert fast.tau is not None
+    assert fast.tau.value == pytest.approx(1 + 9 / 7)
+    assert fast.acceptance_rate is not None
+    assert fast.acceptance_rate.value == pytest.approx(9 / 17)
 
 
 def test_alpha_counts_only_rounds_that_reached_and_drafted_the_depth() -> None:
@@ -327,8 +281,7 @@ def test_a_baseline_has_no_acceptance() -> None:
 
 
 def test_the_order_of_records_does_not_matter_even_if_suites_alternate() -> None:
-    rules = {("fast", 0.0): "greedy", ("plain", 0.0): "none", ("generate", 0.0): "none"}
     mixed = [RECORDS[i] for i in (2, 0, 1, 5, 3, 4, 8, 6, 7)]
-    straight = {(f.contestant, f.suite): f for f in summarise(RECORDS, rules, BASELINES)}
-    for f in summarise(mixed, rules, BASELINES):
+    straight = {(f.contestant, f.suite): f for f in summarise(RECORDS, RULES, BASELINES)}
+    for f in summarise(mixed, RULES, BASELINES):
         assert f.speedup == straight[f.contestant, f.suite].speedup

@@ -57,9 +57,11 @@ def test_two_suites_of_one_name_are_refused(file: Path, tmp_path: Path, tiny_tok
 
 
 def test_ids_that_repeat_empty_suites_and_the_name_all_are_refused() -> None:
-    with pytest.raises(BadInputError, match="'a' occurs 2 times"):
-        make_suite("s", [Prompt("a", "s", (1,)), Prompt("a", "s", (2,))])
-    with pytest.raises(BadInputError, match="holds no prompts"):
-        make_suite("s", [])
-    with pytest.raises(BadInputError, match="cannot be called 'all'"):
-        make_suite("all", [Prompt("a", "s", (1,))])
+    one, other = (Prompt("a", "s", (i,)) for i in (1, 2))
+    for name, prompts, message in (
+        ("s", [one, other], "'a' occurs 2 times"),
+        ("s", [], "holds no prompts"),
+        ("all", [one], "cannot be called 'all'"),
+    ):
+        with pytest.raises(BadInputError, match=message):
+            make_suite(name, prompts)

@@ -18,10 +18,12 @@ from outrider.eval.batches import BatchAnswer
 from outrider.eval.reports.statistics import Bootstrap
 from outrider.eval.suites import Suite
 from outrider.eval.tuner import MeasuredOption, Option, tune
-from outrider.eval.tuning import BatchTuning, Tuning
+from outrider.eval.tuning import Tuning
 from outrider.heads import DraftModel, Ngram
 from outrider.recipes import EvalSpec
 from outrider.targets import Target
+
+from .conftest import make_tuning
 
 
 @pytest.fixture
@@ -34,14 +36,13 @@ def settings() -> EvalSpec:
     return EvalSpec(max_new_tokens=12, repeats=1, temperatures=[0.0])
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer sizes: what is measured is not the point."""
     monkeypatch.setattr(tuner, "WIDTHS", (0, 1, 2, 4, 8, 16))
     monkeypatch.setattr(tuner, "TREE_SIZES", (4, 8))
 
 
-@pytest.mark.usefixtures("quick")
 def test_a_whole_tuning(target: Target, suites: list[Suite], settings: EvalSpec) -> None:
     """A drafter equal to the target, at two batch sizes: everything is accepted.
 
@@ -67,7 +68,6 @@ def test_a_whole_tuning(target: Target, suites: list[Suite], settings: EvalSpec)
     assert Tuning.model_validate(json.loads(found.model_dump_json())) == found
 
 
-@pytest.mark.usefixtures("quick")
 def test_a_drafter_that_grows_no_trees_gets_chains_and_says_so(
     target: Target, suites: list[Suite], settings: EvalSpec
 ) -> None:
@@ -78,7 +78,6 @@ def test_a_drafter_that_grows_no_trees_gets_chains_and_says_so(
     assert "no trees: ngram drafts chains only." in text.getvalue()
 
 
-@pytest.mark.usefixtures("quick")
 def test_passes_stay_inside_the_targets_context(tiny_llama, suites: list[Suite], settings: EvalSpec) -> None:
     small = Target(tiny_llama(layers=2, max_position_embeddings=20))
     (batch,) = tune(small, Ngram(), suites, settings).batches
@@ -91,7 +90,6 @@ class Shallow(DraftModel):
         return 3
 
 
-@pytest.mark.usefixtures("quick")
 def test_nothing_deeper_than_the_drafter_drafts_is_tried(
     target: Target, suites: list[Suite], settings: EvalSpec
 ) -> None:
@@ -115,9 +113,6 @@ def test_bad_input_is_refused_before_any_work(
 ) -> None:
     with pytest.raises(BadInputError, match=message):
         tune(target, Ngram(), suites, settings.model_copy(update=changes), sizes)
-
-
-def test_no_prompts_is_bad_input(target: Target, settings: EvalSpec) -> None:
     with pytest.raises(BadInputError, match="no prompts to tune on"):
         tune(target, Ngram(), [], settings)
 
@@ -130,7 +125,6 @@ def test_answers_that_end_at_once_leave_nothing_to_tune(
         tune(target, Ngram(), suites, settings)
 
 
-@pytest.mark.usefixtures("quick")
 def test_fusions_with_a_trained_drafter_are_weighed_too(
     target: Target, suites: list[Suite], settings: EvalSpec
 ) -> None:
@@ -144,13 +138,8 @@ def test_fusions_with_a_trained_drafter_are_weighed_too(
     assert batch.name(fused[0]).endswith("fused with ngram")
     chosen = batch.model_copy(update={"chosen": fused[0]})
     assert (chosen.statistical, chosen.plan) == ({"type": "ngram"}, Plan(fused[0].plan["depth"]))
-    assert Tuning.model_validate(json.loads(json.dumps(record(batch)))) is not None
-
-
-def record(batch: BatchTuning) -> dict[str, Any]:
-    known = dict.fromkeys(("created", "device", "device_name", "dtype", "drafter"), "x")
-    counts = {"threads": 1, "temperature": 0.0, "max_new_tokens": 8, "repeats": 1, "seed": 0, "num_prompts": 1}
-    return known | counts | {"versions": {}, "suites": {}, "batches": [batch.model_dump()]}
+    record = make_tuning({}).model_copy(update={"batches": [batch]})
+    assert Tuning.model_validate(json.loads(record.model_dump_json())) == record
 
 
 def test_a_drafter_without_weights_is_fused_with_nothing(target: Target) -> None:

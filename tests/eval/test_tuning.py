@@ -5,69 +5,35 @@ from __future__ import annotations
 from outrider.costs.rounds import RoundTimes
 from outrider.decode import Control, Costs, Plan, Tree
 from outrider.eval.tuner import Option
-from outrider.eval.tuning import BatchTuning, Candidate, CostRecord, Tuning, merged, nearest
+from outrider.eval.tuning import merged, nearest
+
+from .conftest import make_tuning
 
 TREE = Plan(tree=Tree((-1, -1, 0)))
 
 
-def make_tuning(sizes: list[int], device: str = "a CPU", temperature: float = 0.0) -> Tuning:
-    """Chains as deep as the batch is large, with a controller."""
-    batches = []
-    for size in sizes:
-        best = Candidate(
-            plan={"depth": size},
-            weight=8.0,
-            predicted_tau=2.0,
-            round_seconds=0.01,
-            predicted=100.0 + temperature,
-            tokens_per_second=90.0,
-            speedup=1.5,
-        )
-        costs = CostRecord(widths=[0, 4], verify=[0.01, 0.02], draft=[0.0, 0.001], host=0.0)
-        batches.append(
-            BatchTuning(
-                batch_size=size,
-                context=9,
-                rates=[0.5],
-                ranks=[],
-                costs=costs,
-                candidates=[best],
-                chosen=best,
-                reason="The fastest.",
-            )
-        )
-    return Tuning(
-        created="2031-01-01",
-        device="cpu",
-        device_name=device,
-        dtype="float32",
-        threads=1,
-        versions={},
-        drafter="ngram",
-        temperature=temperature,
-        max_new_tokens=8,
-        repeats=1,
-        seed=0,
-        suites={},
-        num_prompts=1,
-        batches=batches,
-    )
-
-
 def test_a_new_tuning_replaces_what_it_measured_again() -> None:
-    known = [make_tuning([1, 4]), make_tuning([1, 4], "a GPU"), make_tuning([1, 4], temperature=1.0)]
-    found = merged(known, make_tuning([4, 8]))
+    known = [
+        make_tuning({1: 1, 4: 4}),
+        make_tuning({1: 1, 4: 4}, device_name="a GPU"),
+        make_tuning({1: 1, 4: 4}, temperature=1.0),
+    ]
+    found = merged(known, make_tuning({4: 4, 8: 8}))
     assert [(t.device_name, t.temperature, [b.batch_size for b in t.batches]) for t in found] == [
         ("a CPU", 0.0, [1]),
         ("a GPU", 0.0, [1, 4]),
         ("a CPU", 1.0, [1, 4]),
         ("a CPU", 0.0, [4, 8]),
     ]
-    assert len(merged(found[:1], make_tuning([1, 2]))) == 1
+    assert len(merged(found[:1], make_tuning({1: 1, 2: 2}))) == 1
 
 
 def test_the_nearest_batch_size_below_is_used_and_then_the_nearest_temperature() -> None:
-    known = [make_tuning([1, 4]), make_tuning([1], temperature=1.0), make_tuning([16], "a GPU")]
+    known = [
+        make_tuning({1: 1, 4: 4}),
+        make_tuning({1: 1}, temperature=1.0),
+        make_tuning({16: 16}, device_name="a GPU"),
+    ]
 
     def depth(machine: str, size: int, temperature: float = 0.0) -> int | None:
         found = nearest(known, (machine, "float32"), size, temperature)
@@ -81,8 +47,9 @@ def test_the_nearest_batch_size_below_is_used_and_then_the_nearest_temperature()
 
 
 def test_the_stored_plan_is_the_one_that_was_measured() -> None:
-    batch = make_tuning([3]).batches[0]
-    assert batch.plan == Plan(3, control=Control(Costs(((0, 0.01), (4, 0.02)), (0.0, 0.001)), (0.5,), 8.0))
+    batch = make_tuning({3: 3}).batches[0]
+    costs = Costs(((0, 0.0100001), (8, 0.02)), (0.0, 0.001), 0.0005)
+    assert batch.plan == Plan(3, control=Control(costs, (0.5, 0.25), 16.0))
     tree = batch.chosen.model_copy(update={"plan": {"depth": 2, "tree": [-1, -1, 0]}, "weight": None})
     assert tree.restored(batch.costs, batch.rates) == TREE
     assert Option(batch.plan, 2.0, RoundTimes(0, 0.01), 100.0).name == "depth up to 3"

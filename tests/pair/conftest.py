@@ -12,11 +12,19 @@ import torch
 from tokenizers import Tokenizer
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+from outrider.decode import Plan
 from outrider.distill.prompts import Prompt
+from outrider.eval.measure import Contestant, measure
+from outrider.eval.reports.render import write_report
+from outrider.eval.suites import make_suite
 from outrider.heads import Drafter, DraftModel, Eagle3, Eagle3Config, Ngram
 from outrider.pair import Pair, new_pair
 from outrider.recipes import Recipe
 from outrider.targets import Target
+
+MakePair = Callable[..., Pair]
+MakeTarget = Callable[..., Target]
+MakeDrafter = Callable[[str, Target], Drafter]
 
 TEXTS = [
     "def add(first, second):",
@@ -29,12 +37,10 @@ TEXTS = [
 
 
 @pytest.fixture(scope="session")
-def make_target(
-    tiny_llama: Callable[..., LlamaForCausalLM], tiny_tokenizer: PreTrainedTokenizerFast
-) -> Callable[..., Target]:
-    """`make_target(noise=0.0, **config)`: the same tiny target each time, its weights moved by `noise`."""
+def make_target(tiny_llama: Callable[..., LlamaForCausalLM], tiny_tokenizer: PreTrainedTokenizerFast) -> MakeTarget:
+    """`make_target(noise=0.0, source=None, **config)`: the same tiny target each time, its weights moved by `noise`."""
 
-    def make(noise: float = 0.0, **config: Any) -> Target:
+    def make(noise: float = 0.0, source: dict[str, Any] | None = None, **config: Any) -> Target:
         model = tiny_llama(
             vocab=len(tiny_tokenizer),
             eos_token_id=tiny_tokenizer.eos_token_id,
@@ -44,7 +50,7 @@ def make_target(
         generator = torch.Generator().manual_seed(1)
         for weight in model.parameters():
             weight += noise * torch.randn(weight.shape, generator=generator)
-        return Target(model, tiny_tokenizer)
+        return Target(model, tiny_tokenizer, source or {})
 
     return make
 
@@ -61,6 +67,11 @@ def recipe() -> Recipe:
     return Recipe.from_dict(values)
 
 
+def measured_at(recipe: Recipe, **values: Any) -> Recipe:
+    """Return the recipe with these values in its `eval`."""
+    return recipe.model_copy(update={"eval": recipe.eval.model_copy(update=values)})
+
+
 @pytest.fixture(scope="session")
 def prompts(tiny_tokenizer: PreTrainedTokenizerFast) -> list[Prompt]:
     """Three prompts each of the suites `a` and `b`."""
@@ -72,7 +83,7 @@ def prompts(tiny_tokenizer: PreTrainedTokenizerFast) -> list[Prompt]:
 
 
 @pytest.fixture(scope="session")
-def make_drafter() -> Callable[[str, Target], Drafter]:
+def make_drafter() -> MakeDrafter:
     """`make_drafter(type, target)`; the draft model is the target itself, which accepts everything."""
 
     def make(kind: str, target: Target) -> Drafter:
@@ -89,12 +100,8 @@ def make_drafter() -> Callable[[str, Target], Drafter]:
 
 @pytest.fixture
 def make_pair(
-    tmp_path: Path,
-    make_target: Callable[..., Target],
-    make_drafter: Callable[[str, Target], Drafter],
-    recipe: Recipe,
-    prompts: list[Prompt],
-) -> Callable[..., Pair]:
+    tmp_path: Path, make_target: MakeTarget, make_drafter: MakeDrafter, recipe: Recipe, prompts: list[Prompt]
+) -> MakePair:
     """`make_pair(type, folder=tmp_path/type, **arguments of new_pair)`."""
 
     def make(kind: str, folder: Path | None = None, **changes: Any) -> Pair:
@@ -106,6 +113,33 @@ def make_pair(
             "calibration": prompts,
         } | changes
         return new_pair(folder or tmp_path / kind, **arguments)
+
+    return make
+
+
+@pytest.fixture
+def report_folder(
+    tmp_path: Path, make_target: MakeTarget, make_drafter: MakeDrafter, recipe: Recipe, prompts: list[Prompt]
+) -> Path:
+    """A report of an n-gram drafter at depth 2, on two prompts each of two suites, greedy and sampled."""
+    target = make_target()
+    contestant = Contestant("ngram", make_drafter("ngram", target), Plan(2))
+    suites = [make_suite("a", prompts[:2]), make_suite("b", prompts[3:5])]
+    settings = measured_at(recipe, temperatures=[0.0, 1.0]).eval
+    return write_report(
+        measure(target, [contestant], suites, settings, generate_baseline=False), tmp_path / "reports of mine"
+    )
+
+
+@pytest.fixture
+def lora(tmp_path: Path) -> Callable[..., Path]:
+    """`lora(**config)`: a folder that looks like a PEFT adapter's."""
+
+    def make(**config: Any) -> Path:
+        (tmp_path / "lora").mkdir()
+        (tmp_path / "lora" / "adapter_model.safetensors").write_bytes(b"weights")
+        (tmp_path / "lora" / "adapter_config.json").write_text(json.dumps(config))
+        return tmp_path / "lora"
 
     return make
 

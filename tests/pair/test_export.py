@@ -11,10 +11,12 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from outrider.common import BadInputError
 from outrider.heads import Medusa, MedusaConfig
-from outrider.pair import Pair, export_pair, new_pair
+from outrider.pair import export_pair, new_pair
 from outrider.pair.export import by_position, export_depth
 from outrider.recipes import Recipe
 from outrider.targets import Target
+
+from .conftest import MakePair, MakeTarget
 
 
 @pytest.fixture
@@ -43,16 +45,14 @@ def test_heads_that_were_trained_with_an_adapter_leave_with_the_target_that_has_
     assert made.launch.settings == {"method": "medusa", "model": str(tmp_path / "out"), "num_speculative_tokens": 2}
 
 
-def test_an_engine_drafts_as_deep_as_the_pair_says_and_never_deeper_than_the_drafter(
-    make_pair: Callable[..., Pair],
-) -> None:
+def test_an_engine_drafts_as_deep_as_the_pair_says_and_never_deeper_than_the_drafter(make_pair: MakePair) -> None:
     pair = make_pair("eagle3")
     assert export_depth(pair, None) == pair.plan.depth == 3
     assert export_depth(pair, 2) == 2
 
 
 def test_a_target_that_is_only_in_memory_cannot_be_named_to_an_engine(
-    make_pair: Callable[..., Pair], make_target: Callable[..., Target], tmp_path: Path
+    make_pair: MakePair, make_target: MakeTarget, tmp_path: Path
 ) -> None:
     target = make_target()
     pair = make_pair("draft_model", target=target)

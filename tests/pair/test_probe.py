@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,20 +13,21 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import PreTrainedTokenizerFast
 
-from outrider.common import BadInputError
 from outrider.decode import Decoder
 from outrider.distill.prompts import Prompt
 from outrider.eval.reports.figures import Interval
-from outrider.pair import Pair, probe
-from outrider.pair.calibration import first_of_each_suite
+from outrider.pair import probe
 from outrider.pair.probe import decide
 from outrider.recipes import Recipe
 from outrider.targets import Target
 
+from ..eval.conftest import refusal
+from .conftest import MakePair, MakeTarget, measured_at
+
 
 @pytest.mark.parametrize("kind", ["ngram", "draft_model", "eagle3"])
 def test_the_same_target_is_fresh_with_a_ratio_of_exactly_one(
-    kind: str, make_pair: Callable[..., Pair], make_target: Callable[..., Target]
+    kind: str, make_pair: MakePair, make_target: MakeTarget
 ) -> None:
     result = probe(make_pair(kind), make_target())
     assert (result.verdict, result.certain, result.exit_code) == ("fresh", True, 0)
@@ -38,10 +38,10 @@ def test_the_same_target_is_fresh_with_a_ratio_of_exactly_one(
 
 @pytest.mark.parametrize("temperatures", [[0.0], [1.0]], ids=["greedy", "sampled"])
 def test_a_strongly_changed_target_is_stale(
-    temperatures: list[float], make_pair: Callable[..., Pair], make_target: Callable[..., Target], recipe: Recipe
+    temperatures: list[float], make_pair: MakePair, make_target: MakeTarget, recipe: Recipe
 ) -> None:
     """The drafter is the old target itself: alpha was 1, τ was depth + 1."""
-    measured = recipe.model_copy(update={"eval": recipe.eval.model_copy(update={"temperatures": temperatures})})
+    measured = measured_at(recipe, temperatures=temperatures)
     result = probe(make_pair("draft_model", recipe=measured), make_target(noise=0.1))
     assert (result.verdict, result.certain, result.exit_code) == ("stale", True, 1)
     assert result.baseline.value == pytest.approx(1.0, abs=1e-4)
@@ -50,14 +50,14 @@ def test_a_strongly_changed_target_is_stale(
     assert "stale" in result.lines[-1]
 
 
-def test_a_barely_changed_target_is_fresh(make_pair: Callable[..., Pair], make_target: Callable[..., Target]) -> None:
+def test_a_barely_changed_target_is_fresh(make_pair: MakePair, make_target: MakeTarget) -> None:
     result = probe(make_pair("draft_model"), make_target(noise=1e-5))
     assert result.verdict == "fresh"
     assert "weights" in result.lines[0]
 
 
 def test_tau_of_a_greedy_pair_is_the_decoders(
-    make_pair: Callable[..., Pair], make_target: Callable[..., Target], prompts: list[Prompt]
+    make_pair: MakePair, make_target: MakeTarget, prompts: list[Prompt]
 ) -> None:
     pair, changed = make_pair("draft_model"), make_target(noise=0.03)
     target, drafter, plan = pair.open(changed, check=False)
@@ -69,40 +69,32 @@ def test_tau_of_a_greedy_pair_is_the_decoders(
 
 
 def test_analytic_tau_predicts_the_sampling_decoder(
-    make_pair: Callable[..., Pair], make_target: Callable[..., Target], recipe: Recipe, prompts: list[Prompt]
+    make_pair: MakePair, make_target: MakeTarget, recipe: Recipe, prompts: list[Prompt]
 ) -> None:
-    sampled = recipe.model_copy(
-        update={"eval": recipe.eval.model_copy(update={"temperatures": [1.0], "max_new_tokens": 64})}
-    )
+    sampled = measured_at(recipe, temperatures=[1.0], max_new_tokens=64)
     pair, changed = make_pair("draft_model", recipe=sampled), make_target(noise=0.03)
-    result = probe(pair, changed)
     target, drafter, plan = pair.open(changed, check=False)
-    many = [p.tokens for p in prompts] * 6
-    decoder_tau = (
-        Decoder(target, drafter).generate(many, 64, pair.manifest.measurements.baseline.sampling(), plan).stats.tau
-    )
-    assert result.tau.value == pytest.approx(decoder_tau, rel=0.1)
+    many, sampling = [p.tokens for p in prompts] * 6, pair.manifest.measurements.baseline.sampling()
+    out = Decoder(target, drafter).generate(many, 64, sampling, plan)
+    assert probe(pair, changed).tau.value == pytest.approx(out.stats.tau, rel=0.1)
 
 
 def test_another_vocabulary_is_incompatible_and_names_the_token(
-    make_pair: Callable[..., Pair], make_target: Callable[..., Target], swapped_tokenizer: PreTrainedTokenizerFast
+    make_pair: MakePair, make_target: MakeTarget, swapped_tokenizer: PreTrainedTokenizerFast
 ) -> None:
     result = probe(make_pair("ngram"), Target(make_target().model, swapped_tokenizer))
     assert (result.verdict, result.exit_code) == ("incompatible", 3)
     assert "id 300 is" in result.lines[0]
 
 
-def test_missing_taps_are_incompatible(make_pair: Callable[..., Pair], make_target: Callable[..., Target]) -> None:
+def test_missing_taps_are_incompatible(make_pair: MakePair, make_target: MakeTarget) -> None:
     result = probe(make_pair("eagle3"), make_target(layers=2))
     assert result.verdict == "incompatible"
     assert "hidden_states[3]" in result.lines[0]
 
 
 def test_a_changed_chat_template_asks_the_prompts_anew(
-    make_pair: Callable[..., Pair],
-    make_target: Callable[..., Target],
-    prompts: list[Prompt],
-    monkeypatch: pytest.MonkeyPatch,
+    make_pair: MakePair, make_target: MakeTarget, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = make_target()
     chats = [dataclasses.replace(p, messages=({"role": "user", "content": p.text},)) for p in prompts]
@@ -121,29 +113,18 @@ def test_a_changed_chat_template_asks_the_prompts_anew(
 
 
 def test_other_arguments_of_the_template_ask_the_prompts_anew_and_are_named(
-    make_pair: Callable[..., Pair],
-    make_target: Callable[..., Target],
-    prompts: list[Prompt],
-    monkeypatch: pytest.MonkeyPatch,
+    make_pair: MakePair, make_target: MakeTarget, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = make_target()
     monkeypatch.setattr(target.tokenizer, "chat_template", "{{ messages[0]['content'] }}{{ ' ->' if thinking }}")
     chats = [dataclasses.replace(p, messages=({"role": "user", "content": p.text},)) for p in prompts]
     pair = make_pair("ngram", target=target, calibration=chats)
     assert probe(pair, target, template={}).lines[0] == "the target is the one this pair was made for"
-    assert probe(pair, target, template={"thinking": True}).lines[0] == (
-        "the target changed: the chat template's argument thinking (was not given, is True)"
-    )
+    said = "the target changed: the chat template's argument thinking (was not given, is True)"
+    assert probe(pair, target, template={"thinking": True}).lines[0] == said
 
 
-def test_fewer_prompts_are_spread_over_the_suites(prompts: list[Prompt]) -> None:
-    assert [p.id for p in first_of_each_suite(prompts, 3)] == ["a/0", "a/1", "b/3"]
-    assert first_of_each_suite(prompts, 100) == prompts
-
-
-def test_a_probe_of_two_prompts_knows_that_it_cannot_know(
-    make_pair: Callable[..., Pair], make_target: Callable[..., Target]
-) -> None:
+def test_a_probe_of_two_prompts_knows_that_it_cannot_know(make_pair: MakePair, make_target: MakeTarget) -> None:
     result = probe(make_pair("draft_model"), make_target(noise=0.1), num_prompts=2)
     assert not result.certain
     assert "Uncertain" in result.lines[-1]
@@ -165,22 +146,17 @@ def test_the_verdict_follows_the_interval_and_says_when_it_straddles(
     assert decide(interval, 0.95) == expected
 
 
-def test_another_response_length_is_refused(make_pair: Callable[..., Pair], make_target: Callable[..., Target]) -> None:
-    with pytest.raises(BadInputError, match="up to 16 tokens, 99 were asked for"):
-        probe(make_pair("ngram"), make_target(), max_new_tokens=99)
-
-
-def test_a_pair_without_calibration_cannot_be_probed(
-    make_pair: Callable[..., Pair], make_target: Callable[..., Target]
+def test_another_response_length_and_a_pair_without_calibration_are_refused(
+    make_pair: MakePair, make_target: MakeTarget, tmp_path: Path
 ) -> None:
-    with pytest.raises(BadInputError, match="without calibration prompts"):
-        probe(make_pair("ngram", calibration=[]), make_target())
+    said = refusal(probe, make_pair("ngram"), make_target(), max_new_tokens=99)
+    assert "up to 16 tokens, 99 were asked for" in said
+    bare = make_pair("ngram", tmp_path / "bare", calibration=[])
+    assert "without calibration prompts" in refusal(probe, bare, make_target())
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao")
-def test_a_quantised_target_is_probed_and_bound(
-    make_pair: Callable[..., Pair], make_target: Callable[..., Target], tmp_path: Path
-) -> None:
+def test_a_quantised_target_is_probed_and_bound(make_pair: MakePair, make_target: MakeTarget, tmp_path: Path) -> None:
     """It is another target, for which the drafter is nearly as good; a pair of it is opened quantised again."""
     target = make_target()
     target.model.save_pretrained(tmp_path / "target")
@@ -195,9 +171,7 @@ def test_a_quantised_target_is_probed_and_bound(
     assert bound.open()[0].fingerprint().digest == quantised.fingerprint().digest
 
 
-def test_a_merged_adapter_is_the_same_target(
-    make_pair: Callable[..., Pair], make_target: Callable[..., Target], tmp_path: Path
-) -> None:
+def test_a_merged_adapter_is_the_same_target(make_pair: MakePair, make_target: MakeTarget, tmp_path: Path) -> None:
     """Loaded with its adapter or merged and saved, sharded or not: one target, and the pair is right for it."""
     base = make_target()
     base.model.save_pretrained(tmp_path / "base")

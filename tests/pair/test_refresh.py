@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,56 +13,33 @@ from outrider.common import BadInputError, IncompatibleError
 from outrider.pair import Pair, probe, verify
 from outrider.pair.refresh import How, refresh, refresh_recipe
 from outrider.recipes import Recipe
-from outrider.targets import Target
 from outrider.train.stopping import Until
 
-TEXTS = [
-    "def add(first, second):",
-    "for name in sorted(names):\n",
-    "The target verifies",
-    "class Stack:\n    def",
-    "print(len(name))",
-    "return first + second",
-]
+from .conftest import TEXTS, MakePair, MakeTarget
 
 
 @pytest.fixture
-def trained(tmp_path: Path, recipe: Recipe, make_pair: Callable[..., Pair]) -> Callable[..., Pair]:
+def trained(tmp_path: Path, recipe: Recipe, make_pair: MakePair) -> MakePair:
     """`trained(type, **training)`: a pair whose recipe can be run again."""
     rows = [{"id": str(i), "text": text} for i, text in enumerate(TEXTS)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prompts, quiet = str(tmp_path / "prompts.jsonl"), {"save_strategy": "no", "disable_tqdm": True}
 
     def make(kind: str = "eagle3", **training: Any) -> Pair:
         values = recipe.model_dump() | {
             "drafter": {"type": kind, "steps": 3} if kind == "eagle3" else {"type": kind},
-            "data": {
-                "prompts": [str(tmp_path / "prompts.jsonl")],
-                "max_new_tokens": 12,
-                "holdout": 0.0,
-                "allow_leaks": True,
-            },
-            "training": {
-                "report_to": "none",
-                "per_device_train_batch_size": 2,
-                "save_strategy": "no",
-                "disable_tqdm": True,
-            }
-            | training,
+            "data": {"prompts": [prompts], "max_new_tokens": 12, "holdout": 0.0, "allow_leaks": True},
+            "training": {"report_to": "none", "per_device_train_batch_size": 2} | quiet | training,
             "output": str(tmp_path / "run"),
         }
-        values["eval"] = values["eval"] | {
-            "suites": [str(tmp_path / "prompts.jsonl")],
-            "limit": 2,
-            "max_new_tokens": 8,
-            "baselines": ["ngram"],
-        }
+        values["eval"] |= {"suites": [prompts], "limit": 2, "max_new_tokens": 8, "baselines": ["ngram"]}
         return make_pair(kind, recipe=Recipe.from_dict(values), calibration=None)
 
     return make
 
 
 def test_a_refresh_writes_version_two_with_its_parent(
-    trained: Callable[..., Pair], make_target: Callable[..., Target], tmp_path: Path
+    trained: MakePair, make_target: MakeTarget, tmp_path: Path
 ) -> None:
     first, changed = trained(max_steps=5, learning_rate=1e-2), make_target(noise=0.03)
     second = refresh(first, changed, tmp_path / "refreshed")
@@ -85,7 +61,7 @@ def test_a_refresh_writes_version_two_with_its_parent(
 
 
 def test_a_drafter_without_weights_is_measured_again(
-    trained: Callable[..., Pair], make_target: Callable[..., Target], tmp_path: Path
+    trained: MakePair, make_target: MakeTarget, tmp_path: Path
 ) -> None:
     second = refresh(trained("ngram"), make_target(noise=0.03), tmp_path / "refreshed")
     assert second.version == 2
@@ -101,18 +77,14 @@ def test_a_drafter_without_weights_is_measured_again(
     ],
 )
 def test_the_budget_is_a_share_of_the_first_training(
-    training: dict[str, Any],
-    expected: dict[str, Any],
-    trained: Callable[..., Pair],
-    make_target: Callable[..., Target],
-    tmp_path: Path,
+    training: dict[str, Any], expected: dict[str, Any], trained: MakePair, make_target: MakeTarget, tmp_path: Path
 ) -> None:
     found = refresh_recipe(trained(**training), make_target(), tmp_path / "out").training
     assert {key: found[key] for key in expected} == expected
 
 
 def test_the_recipe_of_a_refresh_points_at_the_new_target_and_the_old_drafter(
-    trained: Callable[..., Pair], make_target: Callable[..., Target], tmp_path: Path
+    trained: MakePair, make_target: MakeTarget, tmp_path: Path
 ) -> None:
     pair, target = trained(max_steps=50), make_target()
     target.source = {"path": "base", "revision": None, "adapter": "tuned"}
@@ -123,10 +95,7 @@ def test_the_recipe_of_a_refresh_points_at_the_new_target_and_the_old_drafter(
 
 
 def test_a_refresh_follows_the_rounds_of_the_pairs_own_drafter(
-    trained: Callable[..., Pair],
-    make_pair: Callable[..., Pair],
-    make_target: Callable[..., Target],
-    tmp_path: Path,
+    trained: MakePair, make_pair: MakePair, make_target: MakeTarget, tmp_path: Path
 ) -> None:
     """Where the recipe follows rounds: those of an earlier drafter are no longer served."""
     values = trained().recipe().model_dump()
@@ -139,7 +108,7 @@ def test_a_refresh_follows_the_rounds_of_the_pairs_own_drafter(
 
 
 def test_a_refreshed_pair_is_not_cut_again(
-    trained: Callable[..., Pair], make_pair: Callable[..., Pair], make_target: Callable[..., Target], tmp_path: Path
+    trained: MakePair, make_pair: MakePair, make_target: MakeTarget, tmp_path: Path
 ) -> None:
     first = trained("ngram", max_steps=50)
     second = make_pair("ngram", tmp_path / "second", recipe=first.recipe(), parent=first)
@@ -147,14 +116,14 @@ def test_a_refreshed_pair_is_not_cut_again(
 
 
 def test_an_incompatible_target_is_refused_before_any_work(
-    trained: Callable[..., Pair], make_target: Callable[..., Target], tmp_path: Path
+    trained: MakePair, make_target: MakeTarget, tmp_path: Path
 ) -> None:
     with pytest.raises(IncompatibleError, match="hidden_states"):
         refresh(trained(), make_target(layers=2), tmp_path / "refreshed")
     assert not (tmp_path / "refreshed").exists()
 
 
-def test_a_refresh_never_writes_into_the_pair(trained: Callable[..., Pair], make_target: Callable[..., Target]) -> None:
+def test_a_refresh_never_writes_into_the_pair(trained: MakePair, make_target: MakeTarget) -> None:
     pair = trained()
     with pytest.raises(BadInputError, match="lies inside the pair"):
         refresh(pair, make_target(), pair.folder / "next")
@@ -163,14 +132,14 @@ def test_a_refresh_never_writes_into_the_pair(trained: Callable[..., Pair], make
 
 @pytest.mark.parametrize("override", ["target.path=elsewhere", "target={path: x}", "output=elsewhere"])
 def test_overrides_that_a_refresh_cannot_follow_are_refused(
-    trained: Callable[..., Pair], make_target: Callable[..., Target], tmp_path: Path, override: str
+    trained: MakePair, make_target: MakeTarget, tmp_path: Path, override: str
 ) -> None:
     with pytest.raises(BadInputError, match="a refresh cannot follow"):
         refresh(trained("ngram"), make_target(), tmp_path / "out", [override])
 
 
 def test_a_low_rank_refresh_keeps_the_parents_weights_as_they_are(
-    trained: Callable[..., Pair], make_target: Callable[..., Target], tmp_path: Path
+    trained: MakePair, make_target: MakeTarget, tmp_path: Path
 ) -> None:
     """Two targets' versions hold the parent's file and a small change each; they draft as plain ones of its type."""
     parent = trained(max_steps=3)
@@ -191,7 +160,7 @@ def test_a_low_rank_refresh_keeps_the_parents_weights_as_they_are(
 
 
 def test_a_refresh_ends_after_so_many_tokens_and_says_so(
-    trained: Callable[..., Pair], make_target: Callable[..., Target], tmp_path: Path
+    trained: MakePair, make_target: MakeTarget, tmp_path: Path
 ) -> None:
     pair, target = trained(max_steps=50), make_target(noise=0.05)
     how = How(until=Until(tokens=60, every=2))
@@ -208,9 +177,7 @@ def test_a_refresh_ends_after_so_many_tokens_and_says_so(
         refresh(pair, target, tmp_path / "out", ["data.holdout=0.6"], how=How(until=Until(tokens=70, every=2)))
 
 
-def test_a_refresh_ends_when_nothing_more_is_gained(
-    trained: Callable[..., Pair], make_target: Callable[..., Target], tmp_path: Path
-) -> None:
+def test_a_refresh_ends_when_nothing_more_is_gained(trained: MakePair, make_target: MakeTarget, tmp_path: Path) -> None:
     """With a learning rate of nearly nothing the curve is flat from the start."""
     overrides = ["data.holdout=0.6", "training.learning_rate=1e-12", "training.max_steps=40"]
     refresh(trained(max_steps=50), make_target(), tmp_path / "out", overrides, how=How(until=Until(gain=0.01, every=2)))
@@ -219,9 +186,7 @@ def test_a_refresh_ends_when_nothing_more_is_gained(
     assert (told["steps"], len(told["curve"])) == (6, 3)
 
 
-def test_a_refresh_trains_for_a_time(
-    trained: Callable[..., Pair], make_target: Callable[..., Target], tmp_path: Path
-) -> None:
+def test_a_refresh_trains_for_a_time(trained: MakePair, make_target: MakeTarget, tmp_path: Path) -> None:
     refresh(trained(max_steps=50), make_target(), tmp_path / "out", how=How(seconds=0.3))
     told = json.loads((tmp_path / "out" / "provenance.json").read_text())["training"]
     assert told["budget"] == 0.3

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,14 +15,18 @@ from outrider.pair.manifest import MANIFEST, SIGNATURE
 from outrider.pair.signature import NAMESPACE, PASSPHRASE, check_signature, sign
 from outrider.scripts.cli import app
 
+from .conftest import MakePair
+
 pytestmark = pytest.mark.skipif(shutil.which("ssh-keygen") is None, reason="needs OpenSSH's ssh-keygen")
 
 
-def made(key: Path, kind: str = "ed25519", passphrase: str = "") -> Path:
-    subprocess.run(
-        ["ssh-keygen", "-q", "-a", "1", "-t", kind, "-N", passphrase, "-C", "ci@example.com", "-f", str(key)],
-        check=True,
-    )
+def ssh_keygen(*arguments: object) -> str:
+    command = ["ssh-keygen", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def made(key: Path, passphrase: str = "") -> Path:
+    ssh_keygen("-q", "-a", "1", "-t", "ed25519", "-N", passphrase, "-C", "ci@example.com", "-f", key)
     return key
 
 
@@ -72,22 +75,18 @@ def test_ssh_keygen_verifies_a_signed_pair(
     if passphrase:
         monkeypatch.setenv(PASSPHRASE, passphrase)
     fingerprint = sign(folder, key)
-    listed = subprocess.run(["ssh-keygen", "-l", "-f", str(key)], capture_output=True, text=True, check=True).stdout
-    assert fingerprint in listed.split()
+    assert fingerprint in ssh_keygen("-l", "-f", key).split()
     assert ssh_keygen_verifies(folder, allowed(tmp_path / "signers", key))
     (folder / MANIFEST).write_text('{"any": "other"}\n')
     assert not ssh_keygen_verifies(folder, tmp_path / "signers")
 
 
 def test_what_ssh_keygen_signed_is_verified(folder: Path, key: Path) -> None:
-    subprocess.run(
-        ["ssh-keygen", "-q", "-Y", "sign", "-f", str(key), "-n", NAMESPACE, str(folder / MANIFEST)], check=True
-    )
+    ssh_keygen("-q", "-Y", "sign", "-f", key, "-n", NAMESPACE, folder / MANIFEST)
     signer, problem = check_signature(folder, public(key))
-    assert (signer and signer.name, problem) == ("ci@example.com", "")
-    listed = subprocess.run(["ssh-keygen", "-l", "-f", str(key)], capture_output=True, text=True, check=True).stdout
     assert signer is not None
-    assert signer.fingerprint in listed
+    assert (signer.name, problem) == ("ci@example.com", "")
+    assert signer.fingerprint in ssh_keygen("-l", "-f", key)
     theirs = (folder / SIGNATURE).read_text()
     assert sign(folder, key) == signer.fingerprint
     assert (folder / SIGNATURE).read_text() == theirs, "the same bytes: Ed25519 leaves nothing to chance"
@@ -121,7 +120,7 @@ def test_a_stranger_cannot_renew_the_signature(folder: Path, key: Path, other: P
 
 def test_a_signature_for_another_purpose_is_none(folder: Path, key: Path) -> None:
     """The same key signs commits: such a signature over the same bytes says nothing about pairs."""
-    subprocess.run(["ssh-keygen", "-q", "-Y", "sign", "-f", str(key), "-n", "git", str(folder / MANIFEST)], check=True)
+    ssh_keygen("-q", "-Y", "sign", "-f", key, "-n", "git", folder / MANIFEST)
     assert "namespace does not match" in check_signature(folder, public(key))[1]
 
 
@@ -198,7 +197,7 @@ def test_keys_that_cannot_sign_are_refused_with_what_can(
 # ------------------------------------------------------------ the command
 
 
-def test_the_command_signs_and_verifies(make_pair: Callable[..., Pair], key: Path, other: Path, tmp_path: Path) -> None:
+def test_the_command_signs_and_verifies(make_pair: MakePair, key: Path, other: Path, tmp_path: Path) -> None:
     """A signed pair is a pair like any other; one that was altered, or tuned, is not the one that was signed."""
 
     def outrider(*arguments: object) -> tuple[int, str]:

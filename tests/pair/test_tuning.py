@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,71 +12,29 @@ import pytest
 from outrider.common import BadInputError
 from outrider.common.machine import device_name
 from outrider.decode import Control, Costs, Decoder, Plan
-from outrider.eval.tuning import BatchTuning, Candidate, CostRecord, Tuning
+from outrider.eval.tuning import Tuning
 from outrider.heads import Fusion
-from outrider.pair import Pair, new_pair, verify
+from outrider.pair import Pair, verify
 from outrider.pair.manifest import Manifest, ServedRecord
 from outrider.recipes import Recipe
-from outrider.targets import Target
+
+from ..eval.conftest import make_tuning as tuning_of
+from .conftest import MakePair, MakeTarget, measured_at
 
 MakeTuning = Callable[..., Tuning]
 
 
 @pytest.fixture
-def make_tuning(make_target: Callable[..., Target]) -> MakeTuning:
+def make_tuning(make_target: MakeTarget) -> MakeTuning:
     """`make_tuning({batch size: depth}, **changes)`: controlled chains for this machine."""
-
-    def make(depths: dict[int, int], **changes: object) -> Tuning:
-        costs = CostRecord(widths=[0, 8], verify=[0.0100001, 0.02], draft=[0.0, 0.001], host=0.0005)
-        batches = []
-        for size, depth in depths.items():
-            best = Candidate(
-                plan={"depth": depth},
-                weight=16.0,
-                predicted_tau=2.0,
-                round_seconds=0.01,
-                predicted=99.5,
-                tokens_per_second=90.0,
-                speedup=1.5,
-            )
-            batches.append(
-                BatchTuning(
-                    batch_size=size,
-                    context=64,
-                    rates=[0.5, 0.25],
-                    ranks=[],
-                    costs=costs,
-                    candidates=[best],
-                    chosen=best,
-                    reason="The best.",
-                )
-            )
-        values = {
-            "created": "2031-01-01",
-            "device": "cpu",
-            "device_name": device_name(make_target().device),
-            "dtype": "float32",
-            "threads": 1,
-            "versions": {"torch": "2"},
-            "drafter": "ngram",
-            "temperature": 0.0,
-            "max_new_tokens": 16,
-            "repeats": 2,
-            "seed": 0,
-            "suites": {"a": "d"},
-            "num_prompts": 3,
-            "batches": batches,
-        }
-        return Tuning.model_validate(values | changes)
-
-    return make
+    return partial(tuning_of, device_name=device_name(make_target().device))
 
 
-def test_a_pair_that_was_never_tuned_does_not_mention_it(make_pair: Callable[..., Pair]) -> None:
+def test_a_pair_that_was_never_tuned_does_not_mention_it(make_pair: MakePair) -> None:
     assert "tuning" not in (make_pair("ngram").folder / "pair.json").read_text()
 
 
-def test_tuning_changes_neither_identity_nor_integrity(make_pair: Callable[..., Pair], make_tuning: MakeTuning) -> None:
+def test_tuning_changes_neither_identity_nor_integrity(make_pair: MakePair, make_tuning: MakeTuning) -> None:
     pair = make_pair("ngram")
     tuned = pair.store_tuning(make_tuning({1: 4}))
     again = Pair.load(pair.folder)
@@ -85,14 +44,14 @@ def test_tuning_changes_neither_identity_nor_integrity(make_pair: Callable[..., 
     assert verify(pair.folder) == []
 
 
-def test_an_altered_tuning_is_found(make_pair: Callable[..., Pair], make_tuning: MakeTuning) -> None:
+def test_an_altered_tuning_is_found(make_pair: MakePair, make_tuning: MakeTuning) -> None:
     file = make_pair("ngram").store_tuning(make_tuning({1: 4})).folder / "pair.json"
     file.write_text(file.read_text().replace("0.0100001", "0.0100002"))
     assert any("checksum" in line for line in verify(file.parent))
 
 
 def test_the_plan_comes_back_for_this_machine_with_its_controller(
-    make_pair: Callable[..., Pair], make_tuning: MakeTuning, make_target: Callable[..., Target]
+    make_pair: MakePair, make_tuning: MakeTuning, make_target: MakeTarget
 ) -> None:
     pair = make_pair("ngram").store_tuning(make_tuning({2: 4, 8: 3}))
     control = Control(Costs(((0, 0.0100001), (8, 0.02)), (0.0, 0.001), 0.0005), (0.5, 0.25), 16.0)
@@ -101,19 +60,16 @@ def test_the_plan_comes_back_for_this_machine_with_its_controller(
 
 
 def test_another_machine_or_dtype_has_no_plan(
-    make_pair: Callable[..., Pair], make_tuning: MakeTuning, make_target: Callable[..., Target]
+    make_pair: MakePair, make_tuning: MakeTuning, make_target: MakeTarget
 ) -> None:
-    pair = (
-        make_pair("ngram")
-        .store_tuning(make_tuning({1: 4}, device_name="another"))
-        .store_tuning(make_tuning({1: 4}, dtype="bfloat16"))
-    )
+    pair = make_pair("ngram").store_tuning(make_tuning({1: 4}, device_name="another"))
+    pair = pair.store_tuning(make_tuning({1: 4}, dtype="bfloat16"))
     assert pair.tuned_plan(make_target()) is None
     assert len(pair.manifest.tuning) == 2
 
 
 def test_tuning_again_replaces_what_was_known(
-    make_pair: Callable[..., Pair], make_tuning: MakeTuning, make_target: Callable[..., Target]
+    make_pair: MakePair, make_tuning: MakeTuning, make_target: MakeTarget
 ) -> None:
     pair = make_pair("ngram")
     for depths in ({1: 4, 8: 2}, {1: 6}):
@@ -124,7 +80,7 @@ def test_tuning_again_replaces_what_was_known(
     assert plan.depth == 6
 
 
-def test_two_tunings_at_once_keep_both(make_pair: Callable[..., Pair], make_tuning: MakeTuning) -> None:
+def test_two_tunings_at_once_keep_both(make_pair: MakePair, make_tuning: MakeTuning) -> None:
     first, second = (make_pair("ngram") for _ in range(2))
     first.store_tuning(make_tuning({1: 4}))
     second.store_tuning(make_tuning({8: 2}))
@@ -135,7 +91,7 @@ def served(engine: str, depth: int, agrees: bool = True) -> ServedRecord:
     return ServedRecord(created="2031-01-01", engine=engine, depth=depth, agrees=agrees, suspicions=[], figures=[])
 
 
-def test_what_an_engine_made_of_the_pair_is_kept_once_for_each_engine_and_depth(make_pair: Callable[..., Pair]) -> None:
+def test_what_an_engine_made_of_the_pair_is_kept_once_for_each_engine_and_depth(make_pair: MakePair) -> None:
     pair = make_pair("ngram")
     for record in (served("vllm", 4), served("vllm", 2), served("llama.cpp", 4), served("vllm", 4, agrees=False)):
         stored = Pair.load(pair.folder).store_served(record)
@@ -148,9 +104,9 @@ def test_what_an_engine_made_of_the_pair_is_kept_once_for_each_engine_and_depth(
 
 
 def test_a_manifest_that_somebody_else_wrote_meanwhile_is_never_replaced(
-    make_pair: Callable[..., Pair], make_tuning: MakeTuning, monkeypatch: pytest.MonkeyPatch
+    make_pair: MakePair, make_tuning: MakeTuning, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a disk without locks: what was read and what is there are compared in the moment of writing."""
+    """On a disk without locks the second writer notices when it writes."""
     pair = make_pair("ngram")
     other = Pair.load(pair.folder)
     changed = Manifest.tuned
@@ -161,13 +117,14 @@ def test_a_manifest_that_somebody_else_wrote_meanwhile_is_never_replaced(
         return changed(manifest, tuning)
 
     monkeypatch.setattr(Manifest, "tuned", late)
-    with pytest.raises(BadInputError, match=r"pair\.json"):
+    said = r"pair\.json was written by somebody else at the same time; nothing was stored"
+    with pytest.raises(BadInputError, match=said):
         pair.store_tuning(make_tuning({1: 4}))
     assert [r.engine for r in Pair.load(pair.folder).manifest.served] == ["vllm"]
 
 
 def test_another_pair_in_the_same_folder_is_left_alone(
-    make_pair: Callable[..., Pair], make_tuning: MakeTuning, tmp_path: Path
+    make_pair: MakePair, make_tuning: MakeTuning, tmp_path: Path
 ) -> None:
     first, other = make_pair("ngram"), make_pair("eagle3", tmp_path / "other")
     (first.folder / "pair.json").write_text((other.folder / "pair.json").read_text())
@@ -177,29 +134,23 @@ def test_another_pair_in_the_same_folder_is_left_alone(
 
 
 def test_a_new_measurement_of_the_same_pair_keeps_the_tuning(
-    make_pair: Callable[..., Pair], make_tuning: MakeTuning, recipe: Recipe
+    make_pair: MakePair, make_tuning: MakeTuning, recipe: Recipe
 ) -> None:
     make_pair("ngram").store_tuning(make_tuning({1: 4}))
-    changed = recipe.model_copy(update={"eval": recipe.eval.model_copy(update={"repeats": 2})})
-    pair = make_pair("ngram", recipe=changed)
+    pair = make_pair("ngram", recipe=measured_at(recipe, repeats=2))
     assert len(pair.manifest.tuning) == 1
     assert verify(pair.folder) == []
 
 
-def test_a_recipes_static_tree_becomes_the_pairs_plan(
-    make_target: Callable[..., Target], make_drafter: Callable, recipe: Recipe, tmp_path: Path
-) -> None:
-    target = make_target()
+def test_a_recipes_static_tree_becomes_the_pairs_plan(make_pair: MakePair, recipe: Recipe) -> None:
     values = recipe.model_dump() | {"eval": {**recipe.model_dump()["eval"], "tree": [-1, -1, 0]}}
-    pair = new_pair(
-        tmp_path / "pair", target, make_drafter("draft_model", target), Recipe.from_dict(values), calibration=[]
-    )
+    pair = make_pair("draft_model", recipe=Recipe.from_dict(values), calibration=[])
     assert pair.plan.tree is not None
     assert (pair.plan.tree.parents, pair.plan.depth) == ((-1, -1, 0), 2)
 
 
 def test_a_tuned_fusion_is_opened_with_the_pairs_own_drafter(
-    make_pair: Callable[..., Pair], make_tuning: MakeTuning, make_target: Callable[..., Target]
+    make_pair: MakePair, make_tuning: MakeTuning, make_target: MakeTarget
 ) -> None:
     """The record says what drafts beside it; whoever opens the pair as tuned gets both, and the target's own text."""
     pair = make_pair("eagle3")
@@ -216,17 +167,16 @@ def test_a_tuned_fusion_is_opened_with_the_pairs_own_drafter(
     assert pair.open(target)[1].name == "eagle3"
     assert verify(pair.folder) == []
     prompt = [[1, 2, 3, 1, 2, 3, 1, 2]]
-    assert (
-        Decoder(target, drafter).generate(prompt, 12, plan=plan).tokens == Decoder(target).generate(prompt, 12).tokens
-    )
+    drafted = Decoder(target, drafter).generate(prompt, 12, plan=plan)
+    assert drafted.tokens == Decoder(target).generate(prompt, 12).tokens
 
 
-def test_a_plan_without_a_fusion_is_written_as_before(make_pair: Callable[..., Pair], make_tuning: MakeTuning) -> None:
+def test_a_plan_without_a_fusion_is_written_as_before(make_pair: MakePair, make_tuning: MakeTuning) -> None:
     pair = make_pair("ngram").store_tuning(make_tuning({1: 4}))
     assert "statistical" not in (pair.folder / "pair.json").read_text()
 
 
-def test_many_stores_at_once_are_all_kept(make_pair: Callable[..., Pair], make_tuning: MakeTuning) -> None:
+def test_many_stores_at_once_are_all_kept(make_pair: MakePair, make_tuning: MakeTuning) -> None:
     pair = make_pair("ngram")
     made = [make_tuning({1: 4}, device_name=f"machine {n}") for n in range(12)]
     with ThreadPoolExecutor(12) as threads:

@@ -20,12 +20,14 @@ from outrider.common import BadInputError
 from outrider.eval import Report, reports
 from outrider.eval.reports.render import print_report, write_report
 
+from ..conftest import make_report
+
 ACCEPTED = [[4, 1, 0], [2, 2], [0, 3, 1, 4], [1, 1, 0]]
 VOID = {"meta", "link", "br", "img", "hr", "input"}
 
 
 @pytest.fixture
-def report(make_report) -> Report:
+def report() -> Report:
     return make_report(ACCEPTED, temperatures=(0.0, 1.0))
 
 
@@ -35,7 +37,7 @@ def test_a_saved_report_reads_back_equal(report: Report, tmp_path: Path) -> None
     assert Report.load(folder) == Report.load(folder / "report.json") == report
 
 
-def test_numbers_that_do_not_exist_are_null_in_valid_json(make_report, tmp_path: Path) -> None:
+def test_numbers_that_do_not_exist_are_null_in_valid_json(tmp_path: Path) -> None:
     """One prompt gives values without intervals."""
     folder = write_report(make_report([[1, 2]]), tmp_path)
 
@@ -71,18 +73,10 @@ def test_asking_for_what_was_not_measured_names_what_was(report: Report) -> None
 
 def test_markdown_and_page_carry_definitions_conditions_and_divergences(report: Report, tmp_path: Path) -> None:
     folder = write_report(report, tmp_path)
+    said = ("1 + mean accepted", "a CPU", "float32", "batch size 1", "draft 3/4", "first differing token", "rejection")
     for name in ("report.md", "report.html"):
         text = (folder / name).read_text(encoding="utf-8")
-        for wanted in (
-            "1 + mean accepted",
-            "a CPU",
-            "float32",
-            "batch size 1",
-            "draft 3/4",
-            "first differing token",
-            "rejection",
-        ):
-            assert wanted in text, (name, wanted)
+        assert [wanted for wanted in said if wanted not in text] == [], name
 
 
 class Page(HTMLParser):
@@ -136,13 +130,8 @@ def test_what_comes_from_outside_is_escaped(html: str) -> None:
 
 
 def test_a_report_without_drafters_is_printed_without_plots(report: Report, tmp_path: Path) -> None:
-    plain = report.model_copy(
-        update={
-            "contestants": report.contestants[1:],
-            "figures": [f for f in report.figures if f.contestant == "plain"],
-            "records": [],
-        }
-    )
+    figures = [f for f in report.figures if f.contestant == "plain"]
+    plain = report.model_copy(update={"contestants": report.contestants[1:], "figures": figures, "records": []})
     text = (write_report(plain, tmp_path) / "report.html").read_text(encoding="utf-8")
     assert "<figure>" not in text
     assert "plain: τ 1.00" in text

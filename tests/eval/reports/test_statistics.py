@@ -39,10 +39,7 @@ def test_the_same_seed_gives_the_same_interval_and_another_seed_another() -> Non
 
 def test_an_offset_shifts_value_and_bounds_alike() -> None:
     numerators, denominators = [1, 4, 2, 6], [2, 2, 2, 2]
-    plain, shifted = (
-        Bootstrap([4]).ratio(Ratio(numerators, denominators)),
-        Bootstrap([4]).ratio(Ratio(numerators, denominators, offset=1.0)),
-    )
+    plain, shifted = (Bootstrap([4]).ratio(Ratio(numerators, denominators, offset)) for offset in (0.0, 1.0))
     assert (shifted.value, shifted.low, shifted.high) == pytest.approx((plain.value + 1, plain.low + 1, plain.high + 1))
 
 

@@ -11,15 +11,16 @@ from pathlib import Path
 import pytest
 
 from outrider.distill.prompts import Prompt
-from outrider.heads import Drafter
 from outrider.pair import Pair, new_pair
 from outrider.pair.manifest import Lineage, Manifest, Parent
 from outrider.pair.signature import sign
 from outrider.recipes import Recipe
-from outrider.targets import Target
 from outrider.targets.fingerprint import digest_files
 
+from ..conftest import MakeDrafter, MakeTarget
+
 MakeVersion = Callable[..., Pair]
+Signed = Callable[[Pair], Path]
 
 
 def versioned(pair: Pair, folder: Path, version: int, name: str, weights: bytes, parent: Pair | None) -> Pair:
@@ -28,9 +29,8 @@ def versioned(pair: Pair, folder: Path, version: int, name: str, weights: bytes,
     (folder / "drafter" / "model.safetensors").write_bytes(weights)
     files = digest_files(folder / "drafter")
     reason = "first version" if parent is None else "the target changed: 3 of 57 weights"
-    lineage = Lineage(
-        parent=parent and Parent(name=parent.name, version=parent.version, digest=parent.digest), reason=reason
-    )
+    ancestor = parent and Parent(name=parent.name, version=parent.version, digest=parent.digest)
+    lineage = Lineage(parent=ancestor, reason=reason)
     record = pair.manifest.drafter.model_copy(update={"files": files})
     values = {"name": name, "version": version, "drafter": record, "lineage": lineage}
     made: Manifest = pair.manifest.model_copy(update=values)
@@ -42,8 +42,8 @@ def versioned(pair: Pair, folder: Path, version: int, name: str, weights: bytes,
 @pytest.fixture(scope="session")
 def first(
     tmp_path_factory: pytest.TempPathFactory,
-    make_target: Callable[..., Target],
-    make_drafter: Callable[[str, Target], Drafter],
+    make_target: MakeTarget,
+    make_drafter: MakeDrafter,
     recipe: Recipe,
     prompts: list[Prompt],
 ) -> Pair:
@@ -65,7 +65,7 @@ def make_version(first: Pair, tmp_path: Path) -> MakeVersion:
 
 
 @pytest.fixture
-def signed(tmp_path: Path) -> Callable[[Pair], Path]:
+def signed(tmp_path: Path) -> Signed:
     """`signed(pair)`: sign a pair's folder with a new key, and return the file of its public half."""
     if shutil.which("ssh-keygen") is None:
         pytest.skip("needs OpenSSH's ssh-keygen")

@@ -18,13 +18,12 @@ from huggingface_hub import CommitOperationAdd, HfApi
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 
 from outrider.common import BadInputError
-from outrider.pair import Pair, verify
+from outrider.pair import verify
 from outrider.pair.registry import HubStore, PairReference, Registry
 from outrider.pair.registry.layout import Entry
 from outrider.pair.signature import check_signature
 
-MakeVersion = Callable[..., Pair]
-Signed = Callable[[Pair], Path]
+from .conftest import MakeVersion, Signed
 
 
 class Info:

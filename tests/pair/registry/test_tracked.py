@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from outrider.common import BadInputError
-from outrider.pair import Pair, verify
+from outrider.pair import verify
 from outrider.pair.registry import FolderStore, PairReference, Registry, WandbStore
 from outrider.pair.registry.layout import Entry
 from outrider.pair.signature import check_signature
 
-MakeVersion = Callable[..., Pair]
-Signed = Callable[[Pair], Path]
+from .conftest import MakeVersion, Signed
 
 wandb = pytest.importorskip("wandb")
 
@@ -86,11 +84,7 @@ def test_a_pair_is_an_artifact_with_the_layout_of_a_folder(
 
 
 def test_a_signature_is_a_version_of_the_artifact(
-    project: Project,
-    make_version: MakeVersion,
-    signed: Signed,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    project: Project, make_version: MakeVersion, signed: Signed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair = make_version(3)
     signer = signed(pair)

@@ -13,7 +13,6 @@ import random
 import shutil
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from outrider.pair.registry import PairReference, open_registry
 from outrider.pair.registry.layout import BLOBS
 from outrider.targets.fingerprint import digest_file
 
-MakeVersion = Callable[..., Pair]
+from .conftest import MakeVersion
 
 FORK = multiprocessing.get_context("fork")  # an interpreter of its own would import for seconds before it writes
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
-from transformers import Trainer, TrainingArguments
+from transformers import TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import EvalLoopOutput
 
@@ -45,8 +45,6 @@ class TrainData:
     """The data that a drafter is trained and evaluated on.
 
     Attributes:
-        batches: makes hidden states of rows.
-        training: rows, or packs of them. held_out: the other rows, which are never packed.
         on_policy: replaces responses in training batches by the drafter's own; None leaves the target's.
         measured: decodes for τ at each evaluation; None does not.
         verified: share of the training loss on positions that rounds of decoding reached; the rows have `depths`.
@@ -92,8 +90,7 @@ class DrafterTrainer(HookedTrainer):
     """A trainer of `drafter`. The target is not part of the model: never moved into an optimizer or a checkpoint.
 
     Args:
-        seconds: of training; None trains the steps that `args` say. See `train.budget`, also for what it takes from
-            `args`.
+        seconds: of training; None trains the steps that `args` say. See `train.stopping`.
         joint: the drafter and the adapter trained with it; None for the drafter alone.
         until: ends the training before its last step; None never.
 
@@ -112,8 +109,9 @@ class DrafterTrainer(HookedTrainer):
         joint: JointModule | None = None,
         until: Until | None = None,
     ):
-        if args.ddp_find_unused_parameters is None:
-            args.ddp_find_unused_parameters = joint is not None or has_experts(drafter)
+        if args.ddp_find_unused_parameters is None:  # a step leaves experts that no token chose without a gradient
+            has_experts = any("expert" in name for name, _ in drafter.named_modules())
+            args.ddp_find_unused_parameters = joint is not None or has_experts
         precision = torch.bfloat16 if args.bf16 else None
         self.form = ShardedDrafter(drafter, precision) if is_sharded(args) else WholeDrafter(drafter)
         super().__init__(
@@ -144,18 +142,23 @@ class DrafterTrainer(HookedTrainer):
         self.add_callback(self.stop)
         if self.joint is not None:
             self.add_callback(Stages(self.joint.adapter, self.joint.spec.heads_first))
-        self._guard = FiniteGuard(
-            self._take_step, self._describe_rows, self.checkpoint_io.last_good, self._gradient_norm
-        )
+        last_good = self.checkpoint_io.last_good
+        self._guard = FiniteGuard(self._take_step, self._describe_rows, last_good, self._gradient_norm)
         self.add_callback(self._guard)
         if self.watch is not None:
             self.add_callback(self.watch)
         if self.budget is not None:
             self.add_callback(self.budget)
             self.remove_callback(PrinterCallback)
-        else:
-            use_our_progress(self)
-            use_whole_steps(self.args, self.planned_steps)
+            return
+        # Lines that fit a terminal, in place of the base class's bar, or its printed dictionaries.
+        has_bar = not self.args.disable_tqdm
+        self.remove_callback(ProgressCallback if has_bar else PrinterCallback)
+        self.add_callback(Progress if has_bar else LogLines)
+        for name in ("logging_steps", "eval_steps", "save_steps"):
+            share = getattr(self.args, name)
+            if share is not None and 0 < share < 1:  # as a fraction it would seem changed on every resume
+                setattr(self.args, name, math.ceil(share * self.planned_steps()))
 
     def tokens_trained(self) -> int:
         """Return the number of supervised tokens in all processes so far in this run."""
@@ -175,10 +178,8 @@ class DrafterTrainer(HookedTrainer):
         model = model if self.joint is None else self.joint.drafter
         if is_new and args.optim == muon.NAME:
             parts = muon.split_parameters(self.drafter if model is None else model)
-            betas = (args.adam_beta1, args.adam_beta2)
-            self.optimizer = muon.MuonAdamW(
-                *parts, args.learning_rate, args.weight_decay, betas, args.adam_epsilon, further
-            )
+            betas, decay = (args.adam_beta1, args.adam_beta2), args.weight_decay
+            self.optimizer = muon.MuonAdamW(*parts, args.learning_rate, decay, betas, args.adam_epsilon, further)
             return super().create_optimizer(model)
         made: torch.optim.Optimizer = super().create_optimizer(model)
         if is_new:
@@ -194,7 +195,7 @@ class DrafterTrainer(HookedTrainer):
             self.use_scheduler(LambdaLR(scheduled, self.budget.clock))
         return super().create_scheduler(num_training_steps, optimizer)
 
-    # ------------------------------------------------------------ order
+    # ------------------------------------------------------------ order and text
 
     def training_order(self) -> Sampler[int] | None:
         """Return our order of the training rows, the same for any number of processes, if the recipe shuffles them."""
@@ -224,20 +225,15 @@ class DrafterTrainer(HookedTrainer):
         """Tell whether nothing is left to train after a checkpoint of this training."""
         if self.budget is not None:
             return saved_clock(checkpoint).get("spent", 0.0) >= self.budget.clock.seconds
+        if checkpoints.step_of(checkpoint) >= self.planned_steps():
+            return True
         waiting = [callback for callback in self.callback_handler.callbacks if isinstance(callback, Patience)]
-        return checkpoints.step_of(checkpoint) >= self.planned_steps() or any(
-            callback.is_over(checkpoints.state_of(checkpoint)) for callback in waiting
-        )
-
-    # ------------------------------------------------------------ text
+        return any(callback.is_over(checkpoints.state_of(checkpoint)) for callback in waiting)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[dict[str, Tensor]], num_batches: int, device: torch.device
     ) -> tuple[list[dict[str, Tensor]], Tensor | int | None]:
-        """Return the micro-batches of the next step, and how many labels all processes have in them.
-
-        Labels of text that the drafter writes here count, too.
-        """
+        """Return the micro-batches of the next step, and how many labels all have: also of text written here."""
         return super().get_batch_samples(self._with_own_text(epoch_iterator), num_batches, device)
 
     def _with_own_text(self, batches: Iterator[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
@@ -273,9 +269,8 @@ class DrafterTrainer(HookedTrainer):
             self._checked_counts = True
         self._sums.add_loss(loss)
         self._tokens = self._tokens + loss.count.detach()
-        items = torch.as_tensor(
-            loss.count if num_items_in_batch is None else num_items_in_batch, device=loss.total.device
-        )
+        counted = loss.count if num_items_in_batch is None else num_items_in_batch
+        items = torch.as_tensor(counted, device=loss.total.device)
         # Data parallelism averages gradients over processes; the items were counted over all of them.
         num_processes = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
         value = loss.total * (num_processes / items.clamp(min=1))
@@ -335,7 +330,10 @@ class DrafterTrainer(HookedTrainer):
         model = self.model_for_evaluation()
         model.eval()
         self.callback_handler.eval_dataloader = dataloader
-        sums, may_stop = MetricSums(), self._may_cut_evaluation()
+        # An evaluation can take longer than a scheduler's grace. But the training's course may depend on it, and after
+        # the training `stop` receives no requests.
+        decides = self.args.metric_for_best_model is not None or self.args.lr_scheduler_type == "reduce_lr_on_plateau"
+        sums, may_stop = MetricSums(), self.is_in_train and not decides
         for inputs in dataloader:
             if may_stop and self.stop.is_requested():
                 self.stop.stop(self.state, self.control)
@@ -350,31 +348,3 @@ class DrafterTrainer(HookedTrainer):
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in means.items()}
         rows = len(self.data.held_out)
         return EvalLoopOutput((), None, metrics, rows)  # type: ignore[arg-type]
-
-    def _may_cut_evaluation(self) -> bool:
-        """Tell whether a request to stop may end an evaluation: not where the training's course depends on it.
-
-        An evaluation can take longer than a scheduler's grace. (After the training `stop` receives no requests.)
-        """
-        decides = self.args.metric_for_best_model is not None or self.args.lr_scheduler_type == "reduce_lr_on_plateau"
-        return self.is_in_train and not decides
-
-
-def has_experts(drafter: Drafter) -> bool:
-    """Tell whether a step may leave weights of a drafter without a gradient: those of experts that no token chose."""
-    return any("expert" in name for name, _ in drafter.named_modules())
-
-
-def use_our_progress(trainer: Trainer) -> None:
-    """Replace the base class's bar, or its printed dictionaries, by lines that fit a terminal."""
-    has_bar = not trainer.args.disable_tqdm
-    trainer.remove_callback(ProgressCallback if has_bar else PrinterCallback)
-    trainer.add_callback(Progress if has_bar else LogLines)
-
-
-def use_whole_steps(args: TrainingArguments, planned: Callable[[], int]) -> None:
-    """Turn steps given as fractions of the training into numbers: as fractions they seem changed on every resume."""
-    for name in ("logging_steps", "eval_steps", "save_steps"):
-        share = getattr(args, name)
-        if share is not None and 0 < share < 1:
-            setattr(args, name, math.ceil(share * planned()))

@@ -31,9 +31,8 @@ def make_rows(vocab: int, count: int = NUM_ROWS) -> list[dict[str, Any]]:
         prompt, response = (int(torch.randint(low, high, (1,), generator=generator)) for low, high in ((2, 8), (5, 16)))
         # Few different tokens, so that there is something to learn in a few dozen steps.
         tokens = torch.randint(0, vocab // 4, (prompt + response,), generator=generator).tolist()
-        rows.append(
-            {"id": f"row-{i}", "suite": "tiny", "input_ids": tokens, "loss_mask": [0] * prompt + [1] * response}
-        )
+        mask = [0] * prompt + [1] * response
+        rows.append({"id": f"row-{i}", "suite": "tiny", "input_ids": tokens, "loss_mask": mask})
     return rows
 
 
@@ -43,7 +42,7 @@ def write_data(folder: Path, rows: list[dict[str, Any]], target: Target, **prove
     from datasets.utils.tqdm import disable_progress_bars
 
     disable_progress_bars()
-    Dataset.from_list(rows).save_to_disk(str(folder))
+    Dataset.from_list([{"content": row["id"]} | row for row in rows]).save_to_disk(str(folder))
     saved = {
         "schema_version": 2,
         "target": target.fingerprint().to_dict(),

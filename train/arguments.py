@@ -98,13 +98,7 @@ def check_training(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def training_arguments(recipe: Recipe) -> TrainingArguments:
-    """Return the `TrainingArguments` of a recipe: what it says, over the defaults below. Sets up processes and device.
-
-    `training.optim` may also be `muon`.
-
-    Raises:
-        BadInputError: a field that does not exist, or a value that cannot be used.
-    """
+    """Return a recipe's `TrainingArguments`, over the defaults below; refuse bad values. Sets up processes, device."""
     values = {n: v for n, v in (_defaults(recipe) | check_training(recipe.training)).items() if n not in _OWN}
     with_muon = values.get("optim") == muon.NAME
     try:

@@ -99,13 +99,9 @@ class FiniteGuard(TrainerCallback):
 
 
 class GracefulStop(TrainerCallback):
-    """A callback by which a request to stop ends the step in progress with a checkpoint.
+    """A callback by which a request to stop (`common.signals`) ends the step in progress with a checkpoint.
 
-    The requests are those of `common.signals`. A second Ctrl-C ends at once; schedulers have SIGKILL for that.
-
-    Attributes:
-        number: the signal that this process received; 0 for none.
-        stopped_at: the step after which training was stopped; None if it was not.
+    A second Ctrl-C ends at once. `number` is the signal that this process received, 0 for none; `stopped_at` the step.
     """
 
     def __init__(self, any_process: Callable[[bool], bool]):
@@ -146,8 +142,10 @@ class GracefulStop(TrainerCallback):
 class Progress(ProgressCallback):
     """A progress bar, transformers' own, where what is logged becomes one line that fits a terminal."""
 
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        line = log_line(kwargs["logs"], state.global_step)
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **_: Any
+    ) -> None:
+        line = log_line(logs, state.global_step)
         if line and state.is_world_process_zero and self.training_bar is not None:
             self.training_bar.write(line)
 

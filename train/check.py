@@ -71,11 +71,7 @@ def check(recipe: Recipe, drafter: Drafter | None = None, seconds: float | None 
 
 
 def check_with_target(recipe: Recipe, args: TrainingArguments, target: Target, drafter: Drafter | None = None) -> None:
-    """Refuse what does not fit the target, before that answers any prompt.
-
-    Raises:
-        BadInputError, IncompatibleError: an adapter, or a drafter, that cannot be trained for this target.
-    """
+    """Refuse an adapter, or a drafter, that cannot be trained for this target, before that answers any prompt."""
     with adapted(target, recipe.joint, args.seed):
         pass  # one that does not fit is refused as it is put in
     is_answered = data_folder(recipe).is_dir()

@@ -47,11 +47,7 @@ _log = logging.getLogger(__name__)
 
 
 def require_whole(folder: Path) -> None:
-    """Refuse a checkpoint that was named and is not whole.
-
-    Raises:
-        Refusal: names the files that differ.
-    """
+    """Refuse a checkpoint that was named and is not whole, and name the files that differ."""
     altered = digests.problems(folder) if folder.is_dir() else ["the folder is missing"]
     if altered:
         raise Refusal(
@@ -118,11 +114,7 @@ def rows_in_step(args: TrainingArguments) -> int:
 
 
 def check_same_rows(folder: Path, args: TrainingArguments) -> None:
-    """Refuse to continue a checkpoint with other steps; their rows may be spread over processes in another way.
-
-    Raises:
-        BadInputError: names both numbers.
-    """
+    """Refuse to continue a checkpoint with another number of rows in a step, however they are spread."""
     saved, now = read_json(folder / LAUNCH), rows_in_step(args)
     if saved.get("rows_in_a_step") != now:
         raise BadInputError(
@@ -232,12 +224,7 @@ class DrafterCheckpointIO(CheckpointIO):
                 self.joint.adapter.save(folder / ADAPTER)
 
     def load_weights(self, folder: Path) -> None:
-        """Read the weights of a saved drafter into the one being trained, and those of its target's adapter.
-
-        Raises:
-            BadInputError: damaged weights, or a drafter of another type.
-            IncompatibleError: other names or shapes.
-        """
+        """Read a saved drafter, and its target's adapter, into those in training; refuse damaged or other ones."""
         saved, own = restore_drafter(folder), self.form.drafter
         if type(saved) is not type(own):
             raise BadInputError(

@@ -161,11 +161,7 @@ def is_held_out(content: str, holdout: float) -> bool:
 
 
 def token_counts(rows: Rows, vocab_size: int) -> Tensor:
-    """Return how often each token is to be predicted in `rows`, `[V]`.
-
-    Raises:
-        IncompatibleError: a token id that the target does not have.
-    """
+    """Return how often each token is to be predicted in `rows`, `[V]`; refuse those that the target lacks."""
     counts = torch.zeros(vocab_size, dtype=torch.long)
     for position in range(len(rows)):
         labels = torch.tensor(rows[position]["labels"])
@@ -223,8 +219,8 @@ class CachedBatches:
         else:
             last = torch.zeros(0, 0, self.target.hidden_size, dtype=self.target.dtype)
             hidden = last[:, :, None].expand(-1, -1, len(self.taps), -1)
-        stored = _fitted(hidden, tokens) if self.taps else None
-        return TargetBatch(self.target, tokens, inputs["labels"] != IGNORED, stored, _fitted(last, tokens))
+        hidden = None if hidden is None or not self.taps else _fitted(hidden, tokens)
+        return TargetBatch(self.target, tokens, inputs["labels"] != IGNORED, hidden, _fitted(last, tokens))
 
 
 def _fitted(stored: Tensor, tokens: Tensor) -> Tensor:

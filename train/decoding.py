@@ -43,14 +43,7 @@ _WHICH = 0  # a stream of randomness that the decoder draws nothing from
 
 @dataclass
 class OnPolicy:
-    """A writer of the drafter's responses into batches.
-
-    Attributes:
-        share: of the rows, on average.
-        seed: of the training.
-        max_new_tokens: longest response.
-        ends: tokens that end one; the target's.
-    """
+    """A writer of the drafter's responses into batches, in `share` of the rows; `ends` are tokens that end one."""
 
     rows: Rows
     share: float
@@ -61,11 +54,7 @@ class OnPolicy:
 
     @classmethod
     def of(cls, spec: DataSpec, rows: Rows, target: Target, drafter: Drafter, seed: int) -> OnPolicy | None:
-        """Return the writer of a recipe's `data`; None if no row is on-policy.
-
-        Raises:
-            BadInputError: a prompt is empty, or leaves the drafter no room for `max_new_tokens`.
-        """
+        """Return the writer of a recipe's `data`, if rows are on-policy; refuse prompts that leave it no room."""
         if not spec.on_policy:
             return None
         lengths, limit = [len(rows.prompt(i)) for i in rows.indices], drafter.writer().max_context
@@ -166,11 +155,7 @@ class MeasuredTau:
 
     @classmethod
     def of(cls, recipe: Recipe, target: Target) -> MeasuredTau | None:
-        """Return the measurement of a recipe's `eval.training_prompts`; None for no prompts.
-
-        Raises:
-            BadInputError: the target has no tokenizer, or there are no such suites.
-        """
+        """Return the measurement of a recipe's `eval.training_prompts`; None for no prompts."""
         spec = recipe.eval
         if not spec.training_prompts:
             return None
@@ -209,10 +194,7 @@ class MeasuredTau:
         return torch.tensor([float(sum(1 + r.accepted for r in rounds)), float(len(rounds))])
 
     def ready(self, drafter: Drafter, is_copy: bool = False) -> Drafter:
-        """Return the drafter as it will be served: in the target's dtype, without the wrappers of training.
-
-        It is a copy, whose weights are made in that dtype at once; one that `is_copy` already is changed in place.
-        """
+        """Return the drafter as it is served, in the target's dtype: a copy made in it at once, or `is_copy` itself."""
         device, dtype, own = self.target.device, self.target.dtype, drafter
         if not is_copy:
             weights: dict[int, Any] = {
@@ -223,11 +205,14 @@ class MeasuredTau:
         return own.to(device).cast(dtype).eval().requires_grad_(False)
 
     def _sample(self, prompt: Sequence[int], out: Output, row: int) -> Sample:
-        text, tokens, rounds = self.target.require_tokenizer().decode, out.tokens[row], out.rounds[row]
+        def text(part: Sequence[int]) -> str:
+            return str(self.target.require_tokenizer().decode(list(part)))
+
+        tokens, rounds = out.tokens[row], out.rounds[row]
         tau = sum(1 + r.accepted for r in rounds) / len(rounds) if rounds else float("nan")
         parts = drafted_parts(tokens, rounds)
         marked = "".join(f"[{text(part)}]" if was_drafted else text(part) for part, was_drafted in parts)
-        return Sample(text(list(prompt)), text(tokens), marked, tau)
+        return Sample(text(prompt), text(tokens), marked, tau)
 
 
 def _prompts(spec: EvalSpec, target: Target) -> list[tuple[int, ...]]:

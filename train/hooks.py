@@ -32,10 +32,7 @@ _NO_STATE = (pickle.UnpicklingError, RuntimeError, KeyError, EOFError, TypeError
 
 @contextmanager
 def refuse_unreadable_states(checkpoint: str | Path | None) -> Iterator[None]:
-    """Refuse a checkpoint whose optimizer, schedule or random states are not what a training wrote.
-
-    Another process that ended meanwhile, or too little memory, says nothing against the checkpoint.
-    """
+    """Refuse a checkpoint whose states are not a training's; lost processes and little memory say nothing of it."""
     try:
         yield
     except _NO_STATE as error:
@@ -65,12 +62,7 @@ class CheckpointIO(Protocol):
 
 
 class HookedTrainer(Trainer, ABC):
-    """A `transformers.Trainer` whose private hooks call its subclass (order of rows) and `checkpoint_io`.
-
-    Attributes:
-        checkpoint_io: set by the subclass.
-        checkpoints_kept: in training, how many checkpoints stay, the others are deleted by `checkpoint_io`.
-    """
+    """A `transformers.Trainer` whose private hooks call its subclass (order of rows) and `checkpoint_io`."""
 
     checkpoint_io: CheckpointIO
     checkpoints_kept: int | None = None

@@ -66,11 +66,7 @@ _SET_HERE = {
 
 
 def lora_config(values: dict[str, Any]) -> LoraConfig:
-    """Return `joint.lora` as peft's own config.
-
-    Raises:
-        BadInputError: an unknown field, one without meaning here, or a value that peft refuses.
-    """
+    """Return `joint.lora` as peft's own config; refuse fields without meaning here, and what peft refuses."""
     refuse_unknown_keys(values, {f.name for f in fields(LoraConfig)} - _SET_HERE, "joint.lora")
     for name, reason in _MEANINGLESS.items():
         if values.get(name):
@@ -146,11 +142,7 @@ class Adapter:
         self._model.save_pretrained(str(path), save_embedding_layers=False)
 
     def load(self, folder: Path) -> None:
-        """Read the weights that `save` wrote.
-
-        Raises:
-            BadInputError: they are missing, damaged, or of an adapter of other sizes.
-        """
+        """Read the weights that `save` wrote; refuse missing, damaged, or other ones."""
         refuse_pickles(folder)
         try:
             loaded: Any = set_peft_model_state_dict(self._model, load_file(folder / ADAPTER_WEIGHTS))
@@ -202,10 +194,7 @@ def adapted(target: Target, spec: JointSpec | None, seed: int) -> Iterator[Adapt
 
 @dataclass
 class JointBatch(TargetBatch):
-    """A batch whose hidden states have a gradient.
-
-    `original` is the last hidden state without the adapter, `[B, T, H]`; None while the drafter learns alone.
-    """
+    """A batch with a gradient; `original` states `[B, T, H]` have none, and are None while the drafter learns alone."""
 
     original: Tensor | None = None
 

@@ -36,10 +36,7 @@ def is_lost_peer(error: Exception) -> bool:
 
 
 def kind_of_processes(args: TrainingArguments) -> str:
-    """Return accelerate's word for the kind of parallelism: NO, MULTI_CPU, MULTI_GPU, FSDP, DEEPSPEED, …
-
-    accelerate itself says FSDP and DEEPSPEED only once the training has an engine.
-    """
+    """Return accelerate's word for the kind of parallelism (NO, MULTI_GPU, FSDP, …), before it has an engine."""
     if getattr(args, "deepspeed_plugin", None) is not None:
         return "DEEPSPEED"
     kind = "NO" if args.distributed_state is None else str(args.distributed_state.distributed_type.value)

@@ -18,10 +18,7 @@ NAME = "muon"
 class MuonAdamW(torch.optim.Optimizer):
     """An optimizer of both kinds, with one list of groups for schedulers and one state for checkpoints.
 
-    Args:
-        matrices: parameters with two dimensions.
-        others: everything else. Of these, norms and biases (one dimension) do not decay.
-        groups: further groups for AdamW, with settings of their own.
+    Of `others` norms and biases (one dimension) do not decay; `groups` are AdamW's, with settings of their own.
     """
 
     def __init__(
@@ -40,9 +37,11 @@ class MuonAdamW(torch.optim.Optimizer):
         if matrices:
             moved = torch.optim.Muon(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
             self._parts.append(moved)
-        for members, decay in ((wide, weight_decay), (narrow, 0.0), *(([group], weight_decay) for group in groups)):
+        for members, decay in ((wide, weight_decay), (narrow, 0.0)):
             if members:
                 self._parts.append(torch.optim.AdamW(members, lr=lr, weight_decay=decay, betas=betas, eps=eps))
+        for group in groups:
+            self._parts.append(torch.optim.AdamW([group], lr=lr, weight_decay=weight_decay, betas=betas, eps=eps))
         super().__init__([group for part in self._parts for group in part.param_groups], {})
         self._link()
 

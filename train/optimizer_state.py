@@ -118,10 +118,7 @@ class ZeroStates:
                     utils.safe_set_full_optimizer_state(parameter, value.to(parameter.device), key)
 
     def _link(self) -> None:
-        """Let stages 1 and 2 find the part of each weight in their vectors.
-
-        DeepSpeed does so once, when it has taken the first step of the first group, and so misses all other groups.
-        """
+        """Link all groups' weights with their parts of the vectors of stages 1 and 2; DeepSpeed links one group."""
         if not self.is_stage3:
             for weights, flat in zip(self.optimizer.bit16_groups, self._vectors, strict=True):
                 deepspeed().utils.lazy_init_hp_params_optimizer_state(weights, flat, self.base.state)

@@ -59,10 +59,7 @@ _SPREAD = {"training.per_device_train_batch_size", "training.gradient_accumulati
 
 
 def check_same_run(recipe: Recipe, output: Path, may_spread: bool = False) -> None:
-    """Refuse to continue a run with another recipe than `<output>/recipe.yaml`, and name each setting that differs.
-
-    `may_spread` tells whether the rows of a step may be spread over processes and micro-batches in another way.
-    """
+    """Refuse to continue a run with other settings, named; a step's rows `may_spread` over processes in another way."""
     if not (output / RECIPE).is_file():
         if (output / "checkpoints").is_dir():
             _log.warning("%s is missing: its run may have been of another recipe.", output / RECIPE)

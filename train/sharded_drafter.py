@@ -44,11 +44,7 @@ class ShardedLoss(nn.Module):
 
 
 class ShardedDrafter(nn.Module):
-    """A drafter that is spread over processes, with the way back to the whole one.
-
-    Args:
-        precision: of the loss; None for float32.
-    """
+    """A drafter that is spread over processes, with the way back to the whole one; `precision` is of the loss."""
 
     def __init__(self, drafter: Drafter, precision: torch.dtype | None = None):
         super().__init__()
@@ -103,11 +99,7 @@ class ShardedDrafter(nn.Module):
 
     @torch.no_grad()
     def take(self, saved: Drafter) -> None:
-        """Put the weights of a drafter like this one into it. All processes must call this together.
-
-        Raises:
-            RuntimeError: it has other names or shapes.
-        """
+        """Put in the weights of a drafter like this one, all processes together; RuntimeError for another."""
         weights = saved.state_dict()
         expected, given = ({n: v.shape for n, v in d.items()} for d in (self._shell[0].state_dict(), weights))
         if differing := {name for name, _ in expected.items() ^ given.items()}:

@@ -94,12 +94,7 @@ class TauPoint:
 
 
 class TauWatch(TrainerCallback):
-    """A callback that evaluates along the way, keeps the curve, and ends the training when `until` says.
-
-    Args:
-        tokens: returns the number trained on so far.
-        evaluates: whether there are held-out rows.
-    """
+    """A callback that evaluates along the way, keeps the curve, and ends the training when `until` says."""
 
     def __init__(self, until: Until, tokens: Callable[[], int], evaluates: bool):
         self.until, self.tokens, self.evaluates = until, tokens, evaluates

@@ -59,10 +59,7 @@ class TrainData:
 
 
 class MetricSums:
-    """Means over many batches as (sum, count) pairs, divided once, after adding up over all processes.
-
-    The pairs stay on their device: nothing waits for the host before `means`.
-    """
+    """Means over many batches as (sum, count) pairs on their device, divided once, after adding up all processes'."""
 
     def __init__(self) -> None:
         self._pairs: dict[str, Tensor] = {}

@@ -68,12 +68,7 @@ def make_drafter(values: dict[str, Any], target: Target, token_counts: Callable[
 
 
 def made_for(recipe: Recipe, target: Target, token_counts: Callable[[], Tensor]) -> Drafter:
-    """Return a recipe's drafter, checked against the target that it will be trained for.
-
-    Raises:
-        BadInputError, IncompatibleError: see `make_drafter`; or a library refuses its settings, or it has no weights to
-            be trained.
-    """
+    """Return a recipe's drafter, checked against its target; refuse what a library does, and one without weights."""
     try:
         drafter = make_drafter(recipe.drafter, target, token_counts)
         drafter.check(target)
@@ -92,11 +87,7 @@ def made_for(recipe: Recipe, target: Target, token_counts: Callable[[], Tensor])
 
 
 def check_makes(recipe: Recipe, target: Target) -> Drafter:
-    """Return a drafter made as if every token were as frequent: one that cannot be made for this target needs no data.
-
-    Raises:
-        BadInputError, IncompatibleError: see `made_for`.
-    """
+    """Return a drafter made as if every token were as frequent: data cannot save one that cannot be made."""
     return made_for(recipe, target, lambda: torch.zeros(target.vocab_size, dtype=torch.long))
 
 

@@ -1,9 +1,8 @@
 """SIGKILL at random moments of a whole training: how much work is lost, and is the end the same?
 
-One process asks the embedded target for responses, writes its hidden states, and trains a head on them with a
-checkpoint every few steps. It is killed in each of these phases, and while a checkpoint is written, at moments drawn
-from a seed; the same training is started again each time, until it ends. Then everything that it leaves must be what a
-training without kills leaves, bit for bit, and another one begins. What a kill hit is read from the disk afterwards.
+One process answers prompts, writes hidden states, and trains with a checkpoint every few steps. It is killed in each of
+these phases, and while a checkpoint is written, at moments drawn from a seed, and started again until it ends. Then all
+that it leaves must be, bit for bit, what a training without kills leaves. What a kill hit is read from the disk.
 """
 
 from __future__ import annotations
@@ -39,18 +38,14 @@ Process = Any
 
 @dataclass
 class Found:
-    """What came of all kills so far.
+    """What came of all kills so far."""
 
-    Attributes:
-        kills: that hit each phase; `ended`: trainings that ran to their end after some.
-        lost: for each kill of the training, the steps that had been taken since the last whole checkpoint.
-        failures: of what must hold, one line each.
-    """
-
-    kills: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PHASES, 0))
-    ended: int = 0
-    lost: list[int] = field(default_factory=list)
-    failures: list[str] = field(default_factory=list)
+    kills: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PHASES, 0))  # that hit each phase
+    ended: int = 0  # trainings that ran to their end after some
+    lost: list[int] = field(
+        default_factory=list
+    )  # steps since the last whole checkpoint, for each kill of the training
+    failures: list[str] = field(default_factory=list)  # of what must hold, one line each
 
     @property
     def count(self) -> int:
@@ -66,7 +61,7 @@ class Attempt:
 
     @property
     def said(self) -> Path:
-        """What the last process said."""
+        """The output of the last process."""
         return self.output.with_suffix(".said")
 
     @property
@@ -74,7 +69,6 @@ class Attempt:
         return checkpoints.checkpoints(self.output / "checkpoints")
 
     def start(self) -> Process:
-        """Start it in a process of its own."""
         self.said.unlink(missing_ok=True)
         process = multiprocessing.get_context("fork").Process(target=self._train)
         process.start()
@@ -84,10 +78,9 @@ class Attempt:
         said = os.open(self.said, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(said, 1)
         os.dup2(said, 2)
-        # Whoever started this may have put other handlers there, and its stderr need not be file 2: so with pytest.
-        logging.basicConfig(
-            level=logging.INFO, format="%(message)s", handlers=[logging.FileHandler(self.said)], force=True
-        )
+        # Under pytest there are other handlers, and stderr need not be file 2.
+        handlers: list[logging.Handler] = [logging.FileHandler(self.said)]
+        logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=handlers, force=True)
         train(recipe(self.output), self.target)
 
     def phase(self) -> str:
@@ -124,7 +117,7 @@ class Attempt:
         return sum(file.stat().st_size for file in self.output.glob("data*/*.jsonl"))
 
     def left(self) -> dict[str, str]:
-        """Return the digest of every file that a training leaves, and its losses; what holds times is left out."""
+        """Return the digest of every file that a training leaves, but for those with times, and its losses."""
         kept = [f for f in self.output.rglob("*") if f.is_file() and not _holds_times(f)]
         found = {str(file.relative_to(self.output)): digests.file_digest(file) for file in kept}
         history = json.loads((self.checkpoints[-1] / checkpoints.STATE).read_text())["log_history"]
@@ -132,12 +125,9 @@ class Attempt:
 
 
 def _holds_times(file: Path) -> bool:
-    last = file.name
-    in_checkpoint = "checkpoints" in file.parts and last in (checkpoints.STATE, digests.LIST, "training_args.bin")
-    names_its_folder = last in ("recipe.yaml", "provenance.json") or (
-        file.parent.name == "data" and last == digests.LIST
-    )
-    return in_checkpoint or names_its_folder
+    if "checkpoints" in file.parts:
+        return file.name in (checkpoints.STATE, digests.LIST)
+    return file.name in ("recipe.yaml", "provenance.json") or (file.parent.name, file.name) == ("data", digests.LIST)
 
 
 def recipe(output: Path) -> Recipe:
@@ -145,28 +135,15 @@ def recipe(output: Path) -> Recipe:
     prompts = output.with_name("prompts.jsonl")
     texts = [f"def function_{i}(first, second):\n" for i in range(PROMPTS)]
     write_atomically(prompts, "".join(json.dumps({"text": text}) + "\n" for text in texts))
+    answers = {"max_new_tokens": 24, "batch_size": 4}
+    settings = {"max_steps": STEPS, "save_steps": INTERVAL, "save_total_limit": 2, "per_device_train_batch_size": 4}
     return Recipe.from_dict(
         {
             "name": "kills",
             "target": {"path": "embedded", "dtype": "float32"},
             "drafter": {"type": "eagle3", "steps": 2, "draft_vocab_size": 1024},
-            "data": {
-                "prompts": [str(prompts)],
-                "max_new_tokens": 24,
-                "batch_size": 4,
-                "features": "cached",
-                "allow_leaks": True,
-            },
-            "training": {
-                "max_steps": STEPS,
-                "save_steps": INTERVAL,
-                "save_total_limit": 2,
-                "per_device_train_batch_size": 4,
-                "learning_rate": 1e-3,
-                "logging_steps": 1,
-                "disable_tqdm": True,
-                "use_cpu": True,
-            },
+            "data": {"prompts": [str(prompts)], "features": "cached", "allow_leaks": True} | answers,
+            "training": settings | {"learning_rate": 1e-3, "logging_steps": 1, "disable_tqdm": True, "use_cpu": True},
             "output": str(output),
         }
     )
@@ -211,7 +188,6 @@ def _kill_in_turns(attempt: Attempt, chance: random.Random, found: Found) -> Non
 
 
 def _wait(process: Process, has_begun: Callable[[], bool]) -> bool:
-    """Wait until something has begun, and tell whether it did before the process ended."""
     until = time.monotonic() + _LIMIT
     while process.is_alive() and time.monotonic() < until:
         if has_begun():
@@ -221,7 +197,6 @@ def _wait(process: Process, has_begun: Callable[[], bool]) -> bool:
 
 
 def _judge(attempt: Attempt, before: tuple[int, int], found: Found) -> None:
-    """Note what a kill hit and what it cost."""
     hit, taken, reached = attempt.phase(), attempt.steps_taken(), attempt.reached()
     found.kills[hit] += 1
     place = f"{attempt.output.name}, kill {found.count} in {hit}"

@@ -37,11 +37,11 @@ from .conftest import MakeRecipe
         ({"learning_rate": float("nan")}, r"training.learning_rate: expected 0 or more, found nan"),
         ({"adam_beta2": 1.0}, r"training.adam_beta2: expected 0 or more and less than 1, found 1\."),
         ({"label_smoothing_factor": 0.1}, r"training.label_smoothing_factor: leave it out"),
-        (
-            {"use_liger_kernel": True},
-            r"training.use_liger_kernel: leave it out: .* by themselves where it is installed",
-        ),
+        ({"use_liger_kernel": True}, r"training.use_liger_kernel: leave it out: .* by themselves where it is"),
         ({"fsdp": "full_shard"}, r"training.fsdp: leave it out"),
+        ({"max_length": 512}, "max_length is the length of a pack: set training.packing: true"),
+        ({"packing": True, "max_length": 0}, "max_length: expected 1 or more, found 0"),
+        ({"packing": "yes please"}, "training.packing: expected"),
     ],
 )
 def test_a_wrong_setting_is_refused_before_anything_is_loaded(
@@ -69,10 +69,8 @@ def test_numbers_that_yaml_reads_as_text_are_numbers() -> None:
 
 def test_a_bare_no_is_no_strategy() -> None:
     """YAML reads it as false."""
-    assert check_training({"eval_strategy": False, "save_strategy": False}) == {
-        "eval_strategy": "no",
-        "save_strategy": "no",
-    }
+    bare = {"eval_strategy": False, "save_strategy": False}
+    assert check_training(bare) == dict.fromkeys(bare, "no")
     with pytest.raises(BadInputError, match=r"training.eval_strategy: .* found True"):
         check_training({"eval_strategy": True})
 
@@ -127,22 +125,15 @@ def test_a_better_measured_tau_is_a_greater_one_and_a_better_loss_a_smaller_one(
 
 
 def fake(world_size: int, kind: str = "MULTI_CPU") -> Any:
-    return SimpleNamespace(
-        world_size=world_size, distributed_state=SimpleNamespace(distributed_type=SimpleNamespace(value=kind))
-    )
+    state = SimpleNamespace(distributed_type=SimpleNamespace(value=kind))
+    return SimpleNamespace(world_size=world_size, distributed_state=state)
 
 
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    for name in (
-        "WORLD_SIZE",
-        "MASTER_ADDR",
-        "ACCELERATE_MIXED_PRECISION",
-        "ACCELERATE_USE_FSDP",
-        "ACCELERATE_USE_DEEPSPEED",
-        "ACCELERATE_USE_CPU",
-        "FSDP_VERSION",
-    ):
+    for name in ("MIXED_PRECISION", "USE_FSDP", "USE_DEEPSPEED", "USE_CPU"):
+        monkeypatch.delenv(f"ACCELERATE_{name}", raising=False)
+    for name in ("WORLD_SIZE", "MASTER_ADDR", "FSDP_VERSION"):
         monkeypatch.delenv(name, raising=False)
     return monkeypatch
 
@@ -155,10 +146,8 @@ def test_a_plain_start_is_one_process(environment: pytest.MonkeyPatch) -> None:
 def test_two_processes_that_run_alone_are_refused(environment: pytest.MonkeyPatch) -> None:
     environment.setenv("WORLD_SIZE", "2")
     check_number_of_processes(fake(2))
-    with pytest.raises(
-        BadInputError,
-        match=r"started 2 processes, but they run as 1 .*ACCELERATE_USE_CPU=true accelerate launch --multi_gpu",
-    ):
+    said = r"started 2 processes, but they run as 1 .*ACCELERATE_USE_CPU=true accelerate launch --multi_gpu"
+    with pytest.raises(BadInputError, match=said):
         check_number_of_processes(fake(1, "NO"))
 
 
@@ -182,9 +171,8 @@ def test_zero_that_a_variable_switches_off_is_refused(environment: pytest.Monkey
     args = zero(2)
     check_kind_of_processes(args)
     environment.setenv("ACCELERATE_USE_CPU", "true")
-    with pytest.raises(
-        BadInputError, match=r"ACCELERATE_USE_CPU makes accelerate leave it out.*training\.use_cpu=true"
-    ):
+    said = r"ACCELERATE_USE_CPU makes accelerate leave it out.*training\.use_cpu=true"
+    with pytest.raises(BadInputError, match=said):
         check_kind_of_processes(args)
 
 

@@ -1,4 +1,4 @@
-"""Callbacks of the training loop: shuffling per epoch, the finite guard, requests to stop, progress, and trackers.
+"""Callbacks of the training loop: shuffling per epoch, requests to stop, progress, and trackers.
 
 Trackers (wandb, tensorboard, trackio) get, beside transformers' own scalars and settings, the recipe; at each
 evaluation a table of the target's text with the drafted parts in it; and in the end recipe.yaml and provenance.json.
@@ -8,23 +8,18 @@ from __future__ import annotations
 
 import importlib
 import logging
-import math
 import os
 import re
 import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ProgressCallback
 
-from ..common import BadInputError
 from ..common.signals import ECHO, StoppedError, listening
 from ..recipes import Recipe
 from .data import Order
@@ -42,60 +37,6 @@ class EpochOrder(TrainerCallback):
 
     def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self.order.set_epoch(int(state.epoch or 0))
-
-
-@dataclass
-class StepStats:
-    """The micro-batches of an optimizer step so far, as the collator makes them, and the sum of their losses, `[]`."""
-
-    loss: Tensor
-    inputs: list[dict[str, Tensor]] = field(default_factory=list)
-
-    def add(self, inputs: dict[str, Tensor], loss: Tensor) -> None:
-        self.inputs.append(inputs)
-        self.loss = self.loss + loss.detach()
-
-
-class FiniteGuard(TrainerCallback):
-    """A callback that stops before an optimizer step whose loss or gradient is not finite: the weights stay good.
-
-    Args:
-        take: returns the step about to be applied, and begins the next one.
-        describe: returns a sentence about the rows of a step, and what is wrong with them.
-        last_good: returns the last whole checkpoint, or None.
-        norm: returns the norm of the gradients; 0 where a scaler expects and skips overflowing steps itself.
-    """
-
-    def __init__(
-        self,
-        take: Callable[[], StepStats],
-        describe: Callable[[StepStats], str],
-        last_good: Callable[[], Path | None],
-        norm: Callable[[], Tensor],
-    ):
-        self.take, self.describe, self.last_good, self.norm = take, describe, last_good, norm
-
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
-        taken = self.take()
-        loss, norm = torch.stack([taken.loss, self.norm().to(taken.loss)]).tolist()
-        self.check(args, state.global_step + 1, taken, loss, norm)
-
-    def check(self, args: TrainingArguments, number: int, step: StepStats, loss: float, norm: float = 0.0) -> None:
-        """Refuse the step `number` if its loss or its gradient is not finite."""
-        if math.isfinite(loss) and math.isfinite(norm):
-            return
-        what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient's norm is {norm} (loss {loss:.4g})"
-        half = "; train in fp32 (leave out training.bf16 and training.fp16)" if args.bf16 or args.fp16 else ""
-        way_on, kept = "No checkpoint yet.", self.last_good()
-        if kept is not None:
-            way_on = f"The last good checkpoint is {kept}; to go on, set drafter.init to it and choose another output."
-        raise BadInputError(
-            f"training stopped before step {number}, which was not applied: {what}. {self.describe(step)} "
-            f"Try: lower training.learning_rate (now {args.learning_rate:g}); lower training.max_grad_norm (now "
-            f"{args.max_grad_norm:g}){half}. {way_on}"
-        )
 
 
 class GracefulStop(TrainerCallback):

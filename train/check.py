@@ -38,14 +38,9 @@ _log = logging.getLogger(__name__)
 
 
 def check(recipe: Recipe, drafter: Drafter | None = None, seconds: float | None = None) -> TrainingArguments:
-    """Return the arguments of a training that can be done as it is asked for. Nothing is loaded for that.
+    """Return the arguments of a training that can be done; another one is refused. Nothing is loaded for that.
 
-    Args:
-        drafter: what is trained instead of the recipe's drafter.
-        seconds: of training, instead of the recipe's steps.
-
-    Raises:
-        BadInputError: what cannot be done, and what to change.
+    `drafter` and `seconds` are those of `train`, in the place of the recipe's drafter and steps.
     """
     drafter_class = check_drafter(recipe.drafter) if drafter is None else type(drafter)
     # A low-rank change is trained by the loss of the drafter that it changes.

@@ -105,12 +105,9 @@ def _padded(rows: Sequence[list[int]], fill: int) -> Tensor:
 
 
 class Order(Sampler[int]):
-    """An order of the positions of one epoch, filled up with `EMPTY` to whole global batches.
+    """An order of the positions of one epoch, filled up with `EMPTY` to whole global batches of `multiple` rows.
 
-    Args:
-        length: number of rows.
-        multiple: rows of all processes in one micro-batch; 1 leaves a short last batch as it is.
-        seed: of the shuffling; None keeps the rows in order.
+    `multiple` 1 leaves a short last batch as it is, and `seed` None the rows in order.
     """
 
     def __init__(self, length: int, multiple: int, seed: int | None):

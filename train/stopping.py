@@ -156,9 +156,6 @@ class Clock:
     """The factor of the learning rate, by the time spent.
 
     Torch saves and restores the attributes of such an object with its scheduler: so the time survives an interruption.
-
-    Attributes:
-        seconds: of the whole run. spent: of them, so far.
     """
 
     __slots__ = ("__dict__", "_shape", "_warmup_steps")  # attributes in slots are not saved

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
-from transformers import TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import EvalLoopOutput
 
+from ..common import BadInputError
 from ..distill.data_set import DEPTHS
 from ..heads import AcceptedPositions, Drafter, DrafterLoss
 from . import checkpoints, muon
 from .arguments import GAP, MEASURED
-from .callbacks import EpochOrder, FiniteGuard, GracefulStop, LogLines, Progress, StepStats
+from .callbacks import EpochOrder, GracefulStop, LogLines, Progress
 from .checkpoints import DrafterCheckpointIO
 from .data import IGNORED, Batches, Order, Packs, Rows, collate
 from .decoding import MeasuredTau, OnPolicy
@@ -83,6 +84,59 @@ class MetricSums:
         return {name: total / count for name, (total, count) in zip(names, totals, strict=True) if count > 0}
 
 
+@dataclass
+class StepStats:
+    """The micro-batches of an optimizer step so far, as the collator makes them, and the sum of their losses, `[]`."""
+
+    loss: Tensor
+    inputs: list[dict[str, Tensor]] = field(default_factory=list)
+
+    def add(self, inputs: dict[str, Tensor], loss: Tensor) -> None:
+        self.inputs.append(inputs)
+        self.loss = self.loss + loss.detach()
+
+
+class FiniteGuard(TrainerCallback):
+    """A callback that stops before an optimizer step whose loss or gradient is not finite: the weights stay good."""
+
+    def __init__(self, trainer: DrafterTrainer):
+        self.trainer, self.step = trainer, StepStats(torch.zeros((), device=trainer.args.device))
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        taken, self.step = self.step, StepStats(torch.zeros_like(self.step.loss))
+        loss, norm = torch.stack([taken.loss, self.trainer.norm_of_step().to(taken.loss)]).tolist()
+        self.check(taken, loss, norm)
+
+    def check(self, step: StepStats, loss: float, norm: float = 0.0) -> None:
+        """Refuse a step, about to be taken, whose loss or gradient is not finite."""
+        if math.isfinite(loss) and math.isfinite(norm):
+            return
+        args, kept = self.trainer.args, self.trainer.checkpoint_io.last_good()
+        what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient's norm is {norm} (loss {loss:.4g})"
+        half = "; train in fp32 (leave out training.bf16 and training.fp16)" if args.bf16 or args.fp16 else ""
+        way_on = "No checkpoint yet."
+        if kept is not None:
+            way_on = f"The last good checkpoint is {kept}; to go on, set drafter.init to it and choose another output."
+        raise BadInputError(
+            f"training stopped before step {self.trainer.state.global_step + 1}, which was not applied: {what}. "
+            f"{self._rows_of(step)} Try: lower training.learning_rate (now {args.learning_rate:g}); lower "
+            f"training.max_grad_norm (now {args.max_grad_norm:g}){half}. {way_on}"
+        )
+
+    @torch.no_grad()
+    def _rows_of(self, step: StepStats) -> str:
+        """Return a sentence about this process's rows of a step, which names non-finite states of the target."""
+        data = self.trainer.data
+        for inputs in step.inputs if not data.batches.target.sharded else []:
+            if not bool(data.batches.of(inputs).last.isfinite().all()):
+                names = data.training.names(inputs["index"].flatten().tolist())
+                return f"The target's own hidden states of {names} are not finite: look at the target, or its features."
+        indices = [i for inputs in step.inputs for i in inputs["index"].flatten().tolist()]
+        return f"It would have learned from {data.training.names(indices)}."
+
+
 class DrafterTrainer(HookedTrainer):
     """A trainer of `drafter`. The target is not part of the model: never moved into an optimizer or a checkpoint.
 
@@ -126,7 +180,7 @@ class DrafterTrainer(HookedTrainer):
         self.checkpoint_io: DrafterCheckpointIO = DrafterCheckpointIO(self, self.form, joint)
         self.processes = Processes(args, self.accelerator)
         self._sums = MetricSums()
-        self._step = StepStats(torch.zeros((), device=args.device))
+        self._guard = FiniteGuard(self)
         self._checked_counts = False
         self.stop = GracefulStop(self.processes.any)
         self.budget = None if seconds is None else TimeBudget(seconds, args, self.processes.mean)
@@ -139,8 +193,6 @@ class DrafterTrainer(HookedTrainer):
         self.add_callback(self.stop)
         if self.joint is not None:
             self.add_callback(Stages(self.joint.adapter, self.joint.spec.heads_first))
-        last_good = self.checkpoint_io.last_good
-        self._guard = FiniteGuard(self._take_step, self._describe_rows, last_good, self._gradient_norm)
         self.add_callback(self._guard)
         if self.watch is not None:
             self.add_callback(self.watch)
@@ -271,34 +323,20 @@ class DrafterTrainer(HookedTrainer):
         # Data parallelism averages gradients over processes; the items were counted over all of them.
         num_processes = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
         value = loss.total * (num_processes / items.clamp(min=1))
-        self._step.add(inputs, value)
+        self._guard.step.add(inputs, value)
         if self.is_deepspeed_enabled:  # it takes the step as soon as it has the gradients
             worst = self.processes.sum(value.detach())
-            self._guard.check(self.args, self.state.global_step + 1, self._step, float(worst))
+            self._guard.check(self._guard.step, float(worst))
         return (value, loss) if return_outputs else value
 
-    def _gradient_norm(self) -> Tensor:
+    def norm_of_step(self) -> Tensor:
         """Return the norm of the gradients of the step about to be taken (under DeepSpeed, of the one just taken)."""
-        if getattr(self.accelerator, "scaler", None) is not None:
+        if getattr(self.accelerator, "scaler", None) is not None:  # which expects and skips overflowing steps itself
             return torch.zeros(())
         if self.is_deepspeed_enabled:
             return torch.as_tensor(self.norm_of_last_step())
         assert isinstance(self.model, nn.Module)
         return gradient_norm(self.model)
-
-    def _take_step(self) -> StepStats:
-        taken, self._step = self._step, StepStats(torch.zeros_like(self._step.loss))
-        return taken
-
-    @torch.no_grad()
-    def _describe_rows(self, step: StepStats) -> str:
-        """Return a sentence about this process's rows of a step, which names non-finite states of the target."""
-        for inputs in step.inputs if not self.data.batches.target.sharded else []:
-            if not bool(self.data.batches.of(inputs).last.isfinite().all()):
-                names = self.data.training.names(inputs["index"].flatten().tolist())
-                return f"The target's own hidden states of {names} are not finite: look at the target, or its features."
-        indices = [i for inputs in step.inputs for i in inputs["index"].flatten().tolist()]
-        return f"It would have learned from {self.data.training.names(indices)}."
 
     # ------------------------------------------------------------ logging and evaluation
 

@@ -52,8 +52,7 @@ def check_drafter(values: dict[str, Any]) -> type[Drafter]:
 def make_drafter(values: dict[str, Any], target: Target, token_counts: Callable[[], Tensor]) -> Drafter:
     """Return the drafter of a recipe's `drafter:` section, in fp32, ready to be trained.
 
-    Args:
-        token_counts: gives how often each token is to be predicted, `[V]`; asked only for a new drafter.
+    `token_counts` gives how often each token is to be predicted, `[V]`; it is called for a new drafter alone.
 
     Raises:
         BadInputError: see `check_drafter`; or `init` and another setting contradict each other.

@@ -11,15 +11,18 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from outrider.common import BadInputError, IncompatibleError
 from outrider.costs.counting import active_weights, rehearse, weight_bytes
 from outrider.costs.hardware import GPUS
 from outrider.distill import FeatureStore, load_responses
-from outrider.heads import HEADS
+from outrider.heads import HEADS, Drafter, Pard, PardConfig, PEagle, PEagleConfig, TargetBatch
+from outrider.heads.parallel import parallel_drafts
+from outrider.heads.parallel.parallel_drafts import Rollouts
 from outrider.recipes import Recipe, load_recipe, packaged_recipes
 from outrider.targets import PeakBytes, Target
 from outrider.train import train
@@ -327,3 +330,69 @@ def test_a_plan_is_json_and_every_trainable_head_is_known(recipe: MakeRecipe) ->
     assert {r["type"] for r in DRAFTERS.values()} <= {name for name, head in HEADS.items() if head.trainable}
     target = sketch_target(recipe())
     assert active_weights(target.model, target.config) == 6 * (128 * 128 * 2 + 2 * 128 * 64 + 3 * 128 * 256)
+
+
+# ------------------------------------------------------------ rollouts, however uneven the rows of a batch are
+
+UNEVEN, LENGTH, ANCHORS, MANY = 3, 2048, 256, 1536
+
+
+@pytest.fixture(params=["peagle", "pard"])
+def rolling(request: pytest.FixtureRequest, tiny_llama: Callable[..., LlamaForCausalLM]) -> tuple[Drafter, Target]:
+    target = Target(tiny_llama(layers=6))
+    if request.param == "peagle":
+        return PEagle.build(PEagleConfig(num_layers=2, steps=8, draft_vocab_size=32), target, torch.arange(64)), target
+    model = tiny_llama(layers=2, seed=1).train().requires_grad_(True)
+    return Pard(model, PardConfig(steps=8, mask_token_id=63)), target
+
+
+def uneven(anchors: int = ANCHORS) -> tuple[Tensor, Tensor]:
+    """Return tokens and what is learned of them: in each row eight answers in other places, as in chats."""
+    draws = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 63, (UNEVEN, LENGTH), generator=draws)
+    learned = torch.zeros(UNEVEN, LENGTH, dtype=torch.bool)
+    run, room = anchors // 8, LENGTH // 8
+    for row in range(UNEVEN):
+        for number, late in enumerate(torch.randint(2, room - run, (8,), generator=draws).tolist()):
+            learned[row, number * room + late :][:run] = True
+    return tokens, learned
+
+
+def peak_of_step(drafter: Drafter, target: Target, tokens: Tensor, learned: Tensor) -> int:
+    states = torch.randn(UNEVEN, LENGTH, len(drafter.taps) + 1, target.hidden_size)
+    hidden = states[:, :, :-1] if drafter.taps else None
+    batch = TargetBatch(target, tokens, learned, hidden, states[:, :, -1])
+    with PeakBytes() as memory:
+        (drafter.loss(batch).total / UNEVEN).backward()
+    drafter.zero_grad(set_to_none=True)
+    return memory.peak
+
+
+def test_parts_of_masks_save_memory_though_rows_are_uneven(
+    rolling: tuple[Drafter, Target], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All masks at once see all of the text and all other masks; the more there are, the more is hidden of that."""
+    tokens, learned = uneven(MANY)
+    in_parts = peak_of_step(*rolling, tokens, learned)
+    monkeypatch.setattr(parallel_drafts, "_PART", 10**6)
+    assert in_parts < 0.75 * peak_of_step(*rolling, tokens, learned)
+
+
+def test_parts_form_in_ordinary_batches_and_what_they_see_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, learned = uneven(MANY)
+    drawn = Rollouts.drawn(learned, tokens, 8, 0.8, 0.2)
+    monkeypatch.setattr(parallel_drafts, "_PART", 10**6)
+    whole = Rollouts.drawn(learned, tokens, 8, 0.8, 0.2)
+    assert len(drawn.parts) > 10
+    assert {end - begin for begin, end, _ in drawn.parts[:-1]} == {256}
+    assert int(drawn.real.sum()) == int(whole.real.sum())
+    seen = [sum((end - begin) * (end - begin + context) for begin, end, context in r.parts) for r in (drawn, whole)]
+    assert seen[0] < 0.4 * seen[1]
+
+
+def test_a_plan_says_what_a_step_with_rollouts_takes(rolling: tuple[Drafter, Target]) -> None:
+    """Within 20%."""
+    drafter, target = rolling
+    real = peak_of_step(drafter, target, *uneven())
+    planned = rehearse(drafter.to("meta"), Target(target.model.to("meta")), UNEVEN, LENGTH, ANCHORS / LENGTH).peak
+    assert planned == pytest.approx(real, rel=0.2)

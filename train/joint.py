@@ -189,9 +189,6 @@ def adapted(target: Target, spec: JointSpec | None, seed: int) -> Iterator[Adapt
         adapter.remove()
 
 
-# ------------------------------------------------------------ learning
-
-
 @dataclass
 class JointBatch(TargetBatch):
     """A batch with a gradient; `original` states `[B, T, H]` have none, and are None while the drafter learns alone."""

@@ -237,8 +237,6 @@ class _Training:
             store = FeatureStore.build(folder, target, table, drafter.taps, dtype, self.console, group=group)
         return CachedBatches(target, drafter.taps, store)
 
-    # ------------------------------------------------------------ the loop and its results
-
     def finish(self, trainer: DrafterTrainer, data: Path, start: Path | None) -> TrainResult:
         """Train from the checkpoint `start` to the end, evaluate, and write the result."""
         began = time.time()

@@ -25,6 +25,10 @@ SOURCE = "path, weight, layout, column, split, limit"
 STATIC = "eval: a static tree has its own width and number of nodes; leave out width and nodes, or tree."
 
 
+JOINT = "joint={lora: {}, learning_rate: 0.1}"
+UNDRAFTED = "nobody drafts for it here (nor for servers, nor in answers that are given); set drafter to the folder of"
+
+
 def write(folder: Path, text: str) -> str:
     file = folder / "my.yaml"
     file.write_text(text)
@@ -125,11 +129,26 @@ def test_a_static_tree_decides_the_depth_and_reads_back(tmp_path: Path) -> None:
         ("name=a/b", "name: expected letters, digits, '.', '_' and '-', found 'a/b'."),
         ("output=''", "output: expected some text, found ''."),
         ("eval.tree=[-1, 2]", "eval.tree: a tree's nodes come after their parents; node 1 has parent 2."),
-        ("eval.tree=[-1, 0, -1]", "eval.tree: a tree's nodes come level by level; the depths of [-1, 0, -1] are [1, "),
+        ("eval.tree=[-1, 0, -1]", "a tree's nodes come level by level; the depths of [-1, 0, -1] are [1, 2, 1]."),
         ("eval.tree=[]", "eval.tree: a tree needs at least one node."),
         ("eval.tree=[-1, a]", "eval.tree[1]: expected an integer, found 'a'."),
         ("eval={tree: [-1], width: 2}", STATIC),
         ("eval={tree: [-1], nodes: 2}", STATIC),
+        *((f"data.on_policy={share}", "data.on_policy: expected") for share in (1.5, -0.1, "true", "half")),
+        (
+            "data.on_policy=0.5 & data.features=cached",
+            "so the target's features of it cannot be cached",
+        ),
+        ("data.features_dtype=bfloat16", "data: features_dtype is how features are stored, and online ones are not"),
+        ("data.verified=1.5", "data.verified: expected a value <= 1"),
+        ("data.verified=0.5", UNDRAFTED),
+        ("data.verified=0.5 & data.servers=['http://gpu1:8000/v1']", UNDRAFTED),
+        ("data.verified=0.5 & data.answers=given", UNDRAFTED),
+        ("eval.patience=2", "eval: patience waits for a better measured τ; set"),
+        ("joint={lora: {}}", "joint.learning_rate is missing; expected a number"),
+        (f"{JOINT} & joint.wieght=1.0", "unknown key joint.wieght; did you mean joint.weight"),
+        (f"{JOINT} & target.adapter=mine", "target.adapter is 'mine'"),
+        (f"{JOINT} & data.features=cached", "cannot be cached; leave out data.features: cached"),
         ("data.limit", "expected key.path=value"),
         ("data..limit=3", "expected key.path=value"),
         ("name.x=3", "name is 'small', not a mapping"),
@@ -137,7 +156,7 @@ def test_a_static_tree_decides_the_depth_and_reads_back(tmp_path: Path) -> None:
     ],
 )
 def test_a_fault_is_named_with_its_place_and_what_was_expected(tmp_path: Path, override: str, expected: str) -> None:
-    assert expected in message_of(write(tmp_path, MINIMAL), override)
+    assert expected in message_of(write(tmp_path, MINIMAL), *override.split(" & "))
 
 
 def test_all_faults_are_reported_at_once_with_the_file(tmp_path: Path) -> None:

@@ -65,9 +65,6 @@ def write_data(folder: Path, rows: list[dict[str, Any]], target: Target, **prove
     return folder
 
 
-# ------------------------------------------------------------ what trainings leave
-
-
 def history(recipe: Recipe, key: str | None = None) -> list[Any]:
     """Return what the trainer logged up to the last whole checkpoint; of one key its values alone."""
     last = folders.last_complete(recipe.output_folder / "checkpoints")
@@ -154,9 +151,6 @@ def of_stored(recipe: Recipe, stored: Path) -> Recipe:
     """Return a recipe for the target of that folder."""
     spec = recipe.target.model_validate({"path": str(stored), "dtype": "float32"})
     return recipe.model_copy(update={"target": spec})
-
-
-# ------------------------------------------------------------ a target, its data, and recipes over them
 
 
 @pytest.fixture

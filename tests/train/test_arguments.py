@@ -124,9 +124,6 @@ def test_a_better_measured_tau_is_a_greater_one_and_a_better_loss_a_smaller_one(
     assert (args.metric_for_best_model, args.greater_is_better) == (metric, greater)
 
 
-# ------------------------------------------------------------ launches
-
-
 def fake(world_size: int, kind: str = "MULTI_CPU", stage: int | None = None, **values: Any) -> Any:
     """Arguments of a launch; with `stage` under DeepSpeed."""
     state = SimpleNamespace(distributed_type=SimpleNamespace(value=kind))

@@ -52,9 +52,6 @@ def names(folder: Path) -> list[str]:
     return sorted(f.name for f in folder.iterdir())
 
 
-# ------------------------------------------------------------ whole or not
-
-
 def test_the_marker_lists_every_file_with_its_digest(saved: MakeCheckpoint) -> None:
     *files, last = (saved(1) / "SHA256SUMS").read_text(encoding="utf-8").splitlines()
     content = {"drafter/model.safetensors": b"weights", "empty": b"", "optimizer.pt": b"optimizer"}
@@ -119,9 +116,6 @@ def test_a_checkpoint_that_is_not_there_cannot_be_continued(tmp_path: Path) -> N
         folders.require_whole(tmp_path / "checkpoint-9")
 
 
-# ------------------------------------------------------------ the last one
-
-
 def test_checkpoints_come_by_step_and_nothing_else_counts(saved: MakeCheckpoint) -> None:
     made = [saved(step, whole=step != 9) for step in (100, 9, 20)]
     parent = made[0].parent
@@ -146,9 +140,6 @@ def test_the_last_whole_checkpoint_is_found_and_later_ones_are_named(
 def test_without_a_whole_checkpoint_there_is_no_last_one(saved: MakeCheckpoint, tmp_path: Path) -> None:
     assert folders.last_complete(saved(1, whole=False).parent) is None
     assert folders.last_complete(tmp_path / "nothing") is None
-
-
-# ------------------------------------------------------------ which may go
 
 
 ALL = [(limit, None, [9, 20, 100]) for limit in (None, 0, 3, 4)] + [(None, 9, [9, 20, 100])]
@@ -227,9 +218,6 @@ def test_a_checkpoint_that_was_being_deleted_when_its_run_was_killed_is_not_whol
     assert names(made[0].parent) == ["checkpoint-2", "checkpoint-3"]
 
 
-# ------------------------------------------------------------ the best one
-
-
 @pytest.fixture
 def ended(saved: MakeCheckpoint) -> Callable[[str | None], Path]:
     """`ended(best)`: the last of two checkpoints, of a training whose best one was called `best`."""
@@ -270,9 +258,6 @@ def test_a_damaged_best_one_is_named_and_the_last_one_taken(
     with caplog.at_level(logging.WARNING):
         assert folders.best_before(last) == last
     assert f"{best}, the best checkpoint, is missing or damaged; {last} is taken." in caplog.messages
-
-
-# ------------------------------------------------------------ what a training leaves, and continues from
 
 
 def arguments(folder: Path, **values: object) -> TrainingArguments:

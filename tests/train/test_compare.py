@@ -65,20 +65,6 @@ def recipe(tmp_path: Path) -> MakeRecipe:
     return make
 
 
-@pytest.fixture
-def count_trainings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the recipes that are trained."""
-    seen: list[str] = []
-    train = module.train
-
-    def counted(recipe: Recipe, *args: Any, **kwargs: Any) -> Any:
-        seen.append(recipe.name)
-        return train(recipe, *args, **kwargs)
-
-    monkeypatch.setattr(module, "train", counted)
-    return seen
-
-
 def test_all_are_trained_for_the_same_time_on_the_same_responses_and_measured_together(
     recipe: MakeRecipe, target: Target, tmp_path: Path
 ) -> None:
@@ -101,26 +87,25 @@ def test_all_are_trained_for_the_same_time_on_the_same_responses_and_measured_to
 
 
 def test_what_is_finished_is_not_done_again(
-    recipe: MakeRecipe, target: Target, tmp_path: Path, count_trainings: list[str], monkeypatch: pytest.MonkeyPatch
+    recipe: MakeRecipe, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An interruption in the second training: the first is kept, and so are the responses."""
     recipes = [recipe("heads"), recipe("small")]
-    train = module.train
+    train, trained = module.train, []
 
     def stopped(made: Recipe, *args: Any, **kwargs: Any) -> Any:
-        if made.name == "small":
+        trained.append(made.name)
+        if trained == ["heads", "small"]:
             raise KeyboardInterrupt
         return train(made, *args, **kwargs)
 
     monkeypatch.setattr(module, "train", stopped)
     with pytest.raises(KeyboardInterrupt):
         compare(recipes, SECONDS, tmp_path / "out", target)
-    monkeypatch.setattr(module, "train", train)
     before = weights(tmp_path / "out" / "heads" / "drafter")
     answered = (tmp_path / "out" / "data" / "provenance.json").stat().st_mtime_ns
-    count_trainings.clear()
     report = compare(recipes, SECONDS, tmp_path / "out", target)
-    assert count_trainings == ["small"]
+    assert trained == ["heads", "small", "small"]
     assert weights(tmp_path / "out" / "heads" / "drafter") == before
     assert (tmp_path / "out" / "data" / "provenance.json").stat().st_mtime_ns == answered
     assert Report.load(tmp_path / "out" / "report").contestant("heads").training == report.contestant("heads").training

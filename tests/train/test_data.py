@@ -128,9 +128,6 @@ def test_a_float32_target_may_run_in_less_its_output_embedding_never_does(target
     assert target.lm_head(less.last).dtype == torch.float32
 
 
-# ------------------------------------------------------------ packing
-
-
 # A few anchors of each text are drawn, so that another draw would be another loss.
 DFLASH = {"type": "dflash", "num_layers": 2, "block_size": 5, "taps": [2, 4], "num_anchors": 2}
 KINDS: dict[str, dict[str, Any]] = {
@@ -245,9 +242,6 @@ def test_a_steps_memory_grows_with_the_length_of_packs_and_not_with_its_square(
     assert all(after < 2.1 * before for before, after in pairwise(peaks)), peaks
 
 
-# ------------------------------------------------------------ trainings
-
-
 def whole_batches(recipe: MakeRecipe, name: str, rows: int, data: dict[str, Any] | None = None, **more: Any) -> Recipe:
     """A training whose batches are the whole data set: packed or not, a step learns the same."""
     settings = {"per_device_train_batch_size": rows, "max_steps": 5, "save_steps": 5, "per_device_eval_batch_size": 4}
@@ -303,9 +297,6 @@ def test_a_drafter_that_does_not_say_that_it_packs_is_refused(
         check(recipe(drafter={"type": "medusa"}, packing=True))
 
 
-# ------------------------------------------------------------ stored hidden states
-
-
 # The largest relative difference of any of twelve losses from those of states that are computed in the loop.
 NEAR = {"auto": 1e-6, "float32": 1e-6, "float16": 1e-3, "bfloat16": 1e-3, "float8_e4m3fn": 2e-2}
 
@@ -318,11 +309,6 @@ def test_losses_of_rounded_states_are_near_those_of_the_loop(recipe: MakeRecipe,
     train(cached, target)
     assert losses(cached) == pytest.approx(losses(online), rel=NEAR[dtype])
     assert (losses(cached) == pytest.approx(losses(online), rel=1e-6)) == (dtype in ("auto", "float32"))
-
-
-def test_a_dtype_of_states_that_are_not_stored_is_refused_with_the_recipe(recipe: MakeRecipe) -> None:
-    with pytest.raises(BadInputError, match="features_dtype is how features are stored, and online ones are not"):
-        recipe(data_changes={"features_dtype": "bfloat16"})
 
 
 @pytest.mark.parametrize(

@@ -76,9 +76,6 @@ def alone(drafter: DraftModel, rows: Rows, index: int, step: int, end: int | Non
     ).tokens[0]
 
 
-# ------------------------------------------------------------ the text
-
-
 @pytest.mark.parametrize("prompts", [False, True])
 def test_with_on_policy_one_every_row_is_a_prompt_and_the_drafters_own_sample(
     table: Any, drafter: DraftModel, prompts: bool
@@ -156,9 +153,6 @@ def test_writing_leaves_the_mode_and_the_gradients_as_they_were(table: Any, draf
     assert drafter.model.training
     drafter(scored(inputs, Target(drafter.model), torch.zeros(*inputs["labels"].shape, 32))).mean.backward()
     assert all(p.grad is not None for p in drafter.parameters())
-
-
-# ------------------------------------------------------------ in the loop
 
 
 class Watched(DraftModel):
@@ -279,23 +273,6 @@ def test_reverse_kl_on_its_own_text_raises_acceptance_there(recipe: MakeRecipe, 
     assert found["on"] > found["off"]
 
 
-# ------------------------------------------------------------ what is refused
-
-
-CACHED = MIXED | {"features": "cached"}
-SHARES = [({"on_policy": value}, r"data\.on_policy: expected") for value in (1.5, -0.1, True, "half")]
-
-
-@pytest.mark.parametrize(
-    ("data", "said"), [(CACHED, r"data: on_policy text is written while training, .* cannot be cached"), *SHARES]
-)
-def test_cached_features_and_what_is_no_share_are_refused_with_the_recipe(
-    recipe: MakeRecipe, data: dict[str, Any], said: str
-) -> None:
-    with pytest.raises(BadInputError, match=said):
-        recipe(drafter=DRAFT_MODEL, data_changes=data)
-
-
 def test_a_drafter_that_writes_no_text_is_refused_before_anything_is_loaded(recipe: MakeRecipe) -> None:
     said = r"data.on_policy is 0.5, but a drafter of type 'eagle3' writes no text of its own .* train a draft_model"
     with pytest.raises(BadInputError, match=said):
@@ -315,9 +292,6 @@ def test_a_row_without_a_prompt_is_refused(drafter: DraftModel, target: Target, 
     spec = recipe(drafter=DRAFT_MODEL, data_changes=MIXED).data
     with pytest.raises(BadInputError, match="a row begins with its response"):
         OnPolicy.of(spec, Rows(Dataset.from_list([row]), [0]), target, drafter, 0)
-
-
-# ------------------------------------------------------------ measured τ
 
 
 SPEC = {"suites": ["asked.jsonl"], "depth": 2, "max_new_tokens": 12, "temperatures": [0.0], "training_prompts": 5}
@@ -403,7 +377,6 @@ def test_the_training_ends_when_it_is_not_better_and_keeps_the_best(measuring: M
 @pytest.mark.parametrize(
     ("spec", "training", "said"),
     [
-        ({"training_prompts": 0, "patience": 2}, {}, r"eval: patience waits for a better measured τ; set"),
         ({"training_prompts": 0}, {"metric_for_best_model": "measured_tau"}, r"measured_tau, which nothing measures"),
         ({"max_new_tokens": 5000}, {}, r"eval.training_prompts: the longest prompt .* context of 512"),
     ],

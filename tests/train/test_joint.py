@@ -62,9 +62,6 @@ def some_tokens(target: Target) -> Tensor:
     return torch.randint(0, target.vocab_size, (2, 9), generator=torch.Generator().manual_seed(1))
 
 
-# ------------------------------------------------------------ what is minimised
-
-
 def test_the_loss_and_its_gradient_are_the_papers(target: Target) -> None:
     """L_target + λ0 · L_heads, by hand on whole logits.
 
@@ -128,9 +125,6 @@ def test_dropout_of_the_lora_is_on_in_training_alone(target: Target) -> None:
         for mode, same in ((True, False), (False, True)):
             joint.train(mode)
             assert torch.equal(target.forward(tokens).logits, target.forward(tokens).logits) is same
-
-
-# ------------------------------------------------------------ what a training does
 
 
 def test_the_drafter_learns_alone_first_and_then_both_do(recipe: MakeRecipe, target: Target) -> None:
@@ -236,27 +230,21 @@ def test_an_adapter_that_has_learned_goes_on_learning_in_a_longer_run(recipe: Ma
 
 
 def test_a_finished_run_writes_the_same_again(recipe: MakeRecipe, target: Target) -> None:
-    first = train(joined(recipe(drafter=MEDUSA)), target)
+    """Another joint section is another run, and a checkpoint without its adapter is not continued."""
+    made = joined(recipe(drafter=MEDUSA))
+    first = train(made, target)
     before = outcome(first)
     shutil.rmtree(first.adapter_folder)  # type: ignore[arg-type]
-    again = train(joined(recipe(drafter=MEDUSA)), target)
+    again = train(made, target)
     assert outcome(again) == before
     assert again.metrics["eval_tau"] == pytest.approx(first.metrics["eval_tau"], rel=1e-6)
-
-
-def test_another_joint_section_is_another_run(recipe: MakeRecipe, target: Target) -> None:
-    train(joined(recipe(drafter=MEDUSA)), target)
     with pytest.raises(BadInputError, match=r"run of another recipe: joint.weight \(was 0.2, is 0.5\)"):
         train(joined(recipe(drafter=MEDUSA), weight=0.5), target)
-
-
-def test_a_checkpoint_without_its_adapter_is_not_continued(recipe: MakeRecipe, target: Target) -> None:
-    result = train(joined(recipe(drafter=MEDUSA)), target)
-    last = result.drafter_folder.with_name("checkpoints") / "checkpoint-12"
+    last = first.drafter_folder.with_name("checkpoints") / "checkpoint-12"
     (last / "adapter" / "adapter_model.safetensors").rename(last / "adapter_model.safetensors")
     digests.seal(last)
     with pytest.raises(BadInputError, match=r"no \*\.safetensors file with weights"):
-        train(joined(recipe(drafter=MEDUSA)), target)
+        train(made, target)
 
 
 def test_eight_micro_batches_of_one_row_equal_one_batch_of_eight_rows(recipe: MakeRecipe, target: Target) -> None:
@@ -293,9 +281,6 @@ def test_the_lent_target_is_what_it_was_even_after_a_failure(
     assert target.fingerprint() == before
     assert set(vars(target.model)) == names
     assert not any(weight.requires_grad for weight in target.model.parameters())
-
-
-# ------------------------------------------------------------ what comes out
 
 
 def test_decoding_is_lossless_for_the_adapted_target_and_a_pair_keeps_it(
@@ -342,9 +327,6 @@ def test_decoding_is_lossless_for_the_adapted_target_and_a_pair_keeps_it(
     assert refresh_recipe(pair, opened, tmp_path / "out").joint is None, "a refresh trains the drafter alone"
 
 
-# ------------------------------------------------------------ what cannot work
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -372,18 +354,6 @@ def test_a_section_that_cannot_be_trained_is_refused(
     with pytest.raises(BadInputError, match=message):
         train(joined(recipe(drafter=MEDUSA), **changes), target)
     assert set(target.model.state_dict()) == before
-
-
-def test_what_a_recipe_says_against_joint_training_is_refused_when_it_is_read(recipe: MakeRecipe) -> None:
-    with pytest.raises(BadInputError, match=r"cannot be cached; leave out data\.features: cached"):
-        joined(recipe(drafter=MEDUSA, data_changes={"features": "cached"}))
-    values = recipe(drafter=MEDUSA).model_dump()
-    with pytest.raises(BadInputError, match=r"target\.adapter is 'mine'"):
-        Recipe.from_dict(values | {"joint": JOINT, "target": {"path": "there", "adapter": "mine"}})
-    with pytest.raises(BadInputError, match=r"joint\.learning_rate is missing; expected a number"):
-        Recipe.from_dict(values | {"joint": {"lora": {}}})
-    with pytest.raises(BadInputError, match=r"unknown key joint\.wieght; did you mean joint\.weight"):
-        Recipe.from_dict(values | {"joint": JOINT | {"wieght": 1.0}})
 
 
 @pytest.mark.parametrize("drafter", [DRAFT_MODEL, {"type": "eagle3"}], ids=["draft_model", "eagle3"])

@@ -92,9 +92,6 @@ def recipe(config: Path, data: Path, tmp_path: Path) -> MakeRecipe:
     return make
 
 
-# ------------------------------------------------------------ from configs alone
-
-
 def test_the_parameters_of_a_published_model_follow_from_its_config(tmp_path: Path) -> None:
     """Llama 3.1 8B has 8,030,261,248, on any machine, in a moment: none could hold its weights here."""
     sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
@@ -168,9 +165,6 @@ def test_local_prompts_are_counted_and_limited(recipe: MakeRecipe, tmp_path: Pat
     work = plan(recipe(data=settings)).workload
     assert (work.sequences, work.tokens, work.longest, work.supervised) == (3, 120, 40, 0.75)
     assert plan(recipe(data=settings | {"limit": 2})).workload.sequences == 2
-
-
-# ------------------------------------------------------------ against the real thing
 
 
 @pytest.mark.parametrize("optim", ["adamw_torch", "muon", "sgd"])
@@ -294,9 +288,6 @@ def test_checkpoints_take_what_a_real_run_leaves(recipe: MakeRecipe, target: Tar
     assert plan(made).checkpoint_bytes == pytest.approx(left, rel=0.02)
 
 
-# ------------------------------------------------------------ several processes
-
-
 def test_sharding_divides_what_it_says(recipe: MakeRecipe) -> None:
     ways = ((1, "none"), (4, "none"), (4, "zero2"), (4, "fsdp"))
     alone, parallel, two, three = (plan(recipe(), n, sharding).memory for n, sharding in ways)
@@ -331,8 +322,6 @@ def test_a_plan_is_json_and_every_trainable_head_is_known(recipe: MakeRecipe) ->
     target = sketch_target(recipe())
     assert active_weights(target.model, target.config) == 6 * (128 * 128 * 2 + 2 * 128 * 64 + 3 * 128 * 256)
 
-
-# ------------------------------------------------------------ rollouts, however uneven the rows of a batch are
 
 UNEVEN, LENGTH, ANCHORS, MANY = 3, 2048, 256, 1536
 

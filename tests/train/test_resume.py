@@ -115,12 +115,6 @@ def test_resume_false_starts_over_and_keeps_the_old_checkpoints(recipe: MakeReci
     assert (again.drafter_folder.parent / "checkpoints.old-1" / "checkpoint-12").is_dir()
 
 
-def test_another_recipe_does_not_continue_a_run(recipe: MakeRecipe, target: Target) -> None:
-    train(recipe(), target)
-    with pytest.raises(BadInputError, match=r"training.learning_rate \(was 0.003, is 0.001\)"):
-        train(recipe(learning_rate=1e-3), target)
-
-
 def test_the_rows_of_a_step_may_be_spread_in_another_way_and_stay_as_many(recipe: MakeRecipe, target: Target) -> None:
     """As another number of processes needs it; sums are ordered differently, and so losses differ by rounding."""
     steady = {"max_steps": 8, "lr_scheduler_type": "constant"}
@@ -132,13 +126,15 @@ def test_the_rows_of_a_step_may_be_spread_in_another_way_and_stay_as_many(recipe
     assert losses(recipe()) == pytest.approx(losses(recipe("whole")), rel=1e-4)
 
 
-def test_a_run_may_be_made_longer(recipe: MakeRecipe, target: Target) -> None:
+def test_a_run_may_be_made_longer_and_is_not_continued_with_another_recipe(recipe: MakeRecipe, target: Target) -> None:
     train(recipe(), target)
+    with pytest.raises(BadInputError, match=r"training.learning_rate \(was 0.003, is 0.001\)"):
+        train(recipe(learning_rate=1e-3), target)
     assert train(recipe(max_steps=15), target).steps == 15
 
 
-def test_every_checkpoint_is_a_loadable_drafter_and_holds_no_pickled_objects(
-    recipe: MakeRecipe, target: Target
+def test_every_checkpoint_is_a_loadable_drafter_and_resuming_never_unpickles_code(
+    recipe: MakeRecipe, target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = recipe()
     train(made, target)
@@ -149,11 +145,6 @@ def test_every_checkpoint_is_a_loadable_drafter_and_holds_no_pickled_objects(
         assert not (folder / "training_args.bin").exists()
         torch.load(folder / "optimizer.pt", weights_only=True)
         torch.load(folder / "scheduler.pt", weights_only=True)
-
-
-def test_resuming_never_unpickles_code(recipe: MakeRecipe, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = recipe()
-    train(made, target)
     shutil.rmtree(made.output_folder / "checkpoints" / "checkpoint-12")
     load, asked = torch.load, []
 
@@ -162,11 +153,8 @@ def test_resuming_never_unpickles_code(recipe: MakeRecipe, target: Target, monke
         return load(*args, **kwargs)
 
     monkeypatch.setattr(torch, "load", watched)
-    train(recipe(), target)
+    train(made, target)
     assert asked == [True] * 4, "the optimizer (looked at, then read), the schedule, the random states"
-
-
-# ------------------------------------------------------------ things that go wrong
 
 
 def nan_loss(result: DrafterLoss) -> DrafterLoss:
@@ -256,9 +244,6 @@ def test_only_the_main_process_reports_success(
     monkeypatch.setenv("RANK", "1")
     assert main(["missing.yaml"]) == 2
     assert capsys.readouterr().err.startswith("[process 1] error: no recipe at")
-
-
-# ------------------------------------------------------------ processes
 
 
 def test_two_processes_give_the_loss_curve_of_one(recipe: MakeRecipe, target: Target) -> None:

@@ -178,9 +178,6 @@ def test_gradient_checkpointing_of_a_draft_model_gives_the_same_losses(recipe: M
     assert losses(saving) == pytest.approx(losses(plain), rel=1e-6)
 
 
-# ------------------------------------------------------------ warm start
-
-
 def test_a_warm_start_begins_where_the_saved_drafter_was(recipe: MakeRecipe, target: Target) -> None:
     first = train(recipe("first", max_steps=40), target)
     changed = EAGLE3 | {"init": str(first.drafter_folder.parent), "steps": 2, "loss": "tv"}
@@ -253,9 +250,6 @@ def test_a_drafter_is_made_once_where_the_responses_are_there(
     monkeypatch.setattr(Eagle3, "build", lambda *args: made.append(honest(*args)) or made[-1])
     train(recipe(max_steps=1), target)
     assert len(made) == 1
-
-
-# ------------------------------------------------------------ one training per folder
 
 
 @pytest.fixture

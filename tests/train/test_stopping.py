@@ -17,7 +17,6 @@ from transformers import TrainingArguments
 
 from outrider.common import BadInputError
 from outrider.common.signals import StoppedError, stoppable
-from outrider.recipes import Recipe
 from outrider.targets import Target
 from outrider.train import TrainingInterruptedError, train
 from outrider.train import stopping as budgets
@@ -41,46 +40,33 @@ def whole(recipe: MakeRecipe, target: Target) -> bytes:
     return TRAINED_ONCE[0]
 
 
-def stopped_then_resumed(
-    monkeypatch: pytest.MonkeyPatch, recipe: Recipe, target: Target, *signals: int, call: int, training: bool = True
-) -> tuple[TrainingInterruptedError, bytes]:
-    with monkeypatch.context() as patch:
-        asked_in(patch, call, *signals, training=training)
-        with pytest.raises(TrainingInterruptedError) as raised:
-            train(recipe, target)
-    return raised.value, weights(train(recipe, target))
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+@pytest.mark.parametrize(
+    ("numbers", "when"),
+    [
+        ([signal.SIGTERM] * 3, (3, True, 3)),
+        ([signal.SIGHUP, signal.SIGHUP, signal.SIGTERM], (3, True, 3)),
+        ([signal.SIGTERM], (8, True, 8)),
+        ([signal.SIGTERM], (1, False, 4)),
+    ],
+    ids=["SIGTERM", "SIGHUP", "in the last step", "in an evaluation"],
+)
 def test_a_signal_saves_a_checkpoint_and_continuing_equals_never_stopping(
-    recipe: MakeRecipe, target: Target, monkeypatch: pytest.MonkeyPatch, whole: bytes, number: int, code: int
+    recipe: MakeRecipe, target: Target, monkeypatch: pytest.MonkeyPatch, whole: bytes, numbers: Any, when: Any
 ) -> None:
-    """A launcher and a scheduler both pass it on: the second one changes nothing."""
-    error, resumed = stopped_then_resumed(
-        monkeypatch, recipe("stopped", **EIGHT_STEPS), target, number, number, signal.SIGTERM, call=3
-    )
-    assert (error.exit_code, error.number) == (code, number)
-    assert "stopped after step 3; saved in" in str(error)
-    assert resumed == whole
-    assert signal.getsignal(number) is signal.SIG_DFL
+    """A launcher and a scheduler both pass it on: the second one changes nothing.
 
-
-@pytest.mark.parametrize(("training", "call", "step"), [(False, 1, 4), (True, 8, 8)], ids=["evaluation", "last step"])
-def test_an_evaluation_is_cut_short_and_what_the_last_step_leaves_is_done_by_the_next_run(
-    recipe: MakeRecipe,
-    target: Target,
-    monkeypatch: pytest.MonkeyPatch,
-    whole: bytes,
-    training: bool,
-    call: int,
-    step: int,
-) -> None:
-    """An evaluation that takes longer than the grace would cost the checkpoint."""
+    An evaluation is cut short: one that takes longer than the grace would cost the checkpoint.
+    """
+    call, training, step = when
     often = {} if training else {"eval_strategy": "steps", "eval_steps": 4, "per_device_eval_batch_size": 2}
     made = recipe("stopped", **EIGHT_STEPS, **often)
-    error, resumed = stopped_then_resumed(monkeypatch, made, target, signal.SIGTERM, call=call, training=training)
-    assert f"stopped after step {step}; saved in" in str(error)
-    assert resumed == whole
+    with monkeypatch.context() as patch:
+        asked_in(patch, call, *numbers, training=training)
+        with pytest.raises(TrainingInterruptedError, match=f"stopped after step {step}; saved in") as raised:
+            train(made, target)
+    assert (raised.value.exit_code, raised.value.number) == (128 + numbers[0], numbers[0])
+    assert weights(train(made, target)) == whole
+    assert signal.getsignal(numbers[0]) is signal.SIG_DFL
 
 
 def test_the_checkpoint_that_was_asked_for_stays_beside_the_best_one(
@@ -133,9 +119,6 @@ def test_the_first_signal_raises_and_its_echoes_let_the_clean_up_finish() -> Non
     with pytest.raises(StoppedError) as raised, stoppable():
         signal.raise_signal(signal.SIGINT)
     assert raised.value.exit_code == 130
-
-
-# ------------------------------------------------------------ a time budget
 
 
 def arguments(tmp_path: Path, **values: Any) -> TrainingArguments:

@@ -58,9 +58,6 @@ def follow(recipe: MakeRecipe, served: Path) -> MakeRecipe:
     return make
 
 
-# ------------------------------------------------------------ rows, packs and batches
-
-
 def given(batches: Any, inputs: dict[str, Tensor], share: float = 0.5) -> TargetBatch:
     found: TargetBatch = batches.of(inputs)
     found.verified = AcceptedPositions(inputs["depths"], share)
@@ -97,9 +94,6 @@ def test_rows_have_depths_only_if_they_are_asked_for(served: Path) -> None:
     assert "depths" not in held_out[0]
     assert "depths" not in split(table, 0.1)[0][0]
     assert training[EMPTY]["depths"] == [0, 0]
-
-
-# ------------------------------------------------------------ trainings
 
 
 def test_trainings_follow_rounds_however_their_batches_are_made(follow: MakeRecipe, target: Target) -> None:
@@ -157,9 +151,6 @@ def test_a_training_is_continued_with_its_own_share(follow: MakeRecipe, target: 
     assert weights(train(follow("run", 0.5, **settings), target)) == before
 
 
-# ------------------------------------------------------------ from prompts to a drafter
-
-
 def test_a_recipe_trains_on_rounds_that_it_lets_the_decoder_play(
     recipe: MakeRecipe, target: Target, tmp_path: Path
 ) -> None:
@@ -191,9 +182,6 @@ def test_a_recipe_trains_on_rounds_that_it_lets_the_decoder_play(
     assert train(second, target).steps == 2
 
 
-# ------------------------------------------------------------ what is refused
-
-
 @pytest.mark.parametrize("drafter", [{"type": "draft_model"}, {"type": "self_speculative"}], ids=["lm", "self"])
 def test_a_drafter_that_cannot_tell_depths_apart_is_refused_before_anything_is_loaded(
     follow: MakeRecipe, drafter: dict[str, Any]
@@ -217,14 +205,6 @@ def test_a_change_of_a_drafter_follows_rounds_if_that_does(follow: MakeRecipe, t
 def test_responses_without_rounds_are_refused_before_anything_is_loaded(recipe: MakeRecipe, data: Path) -> None:
     with pytest.raises(BadInputError, match=rf"the responses in {data} were written without a drafter .* delete that"):
         check(recipe("run", data_changes={"verified": 0.5}))
-
-
-@pytest.mark.parametrize("changes", [{}, {"servers": ["http://gpu1:8000/v1"]}, {"answers": "given"}])
-def test_nobody_who_drafts_is_refused_where_the_recipe_is_read(recipe: MakeRecipe, changes: dict[str, Any]) -> None:
-    with pytest.raises(BadInputError, match=r"data: verified follows .* set drafter to the folder of a drafter"):
-        recipe("run", data_changes={"responses": None, "verified": 0.5, **changes})
-    with pytest.raises(BadInputError, match=r"data\.verified: expected a value <= 1"):
-        recipe("run", data_changes={"verified": 1.5})
 
 
 def test_responses_that_were_finished_without_a_drafter_are_refused_when_they_are_there(

@@ -95,7 +95,6 @@ def halved(whole: TrainResult, *lost: str) -> None:
 
 
 def train_in_two(recipe: Recipe, target: Target | None = None) -> None:
-    """Train in two real processes."""
     from accelerate import debug_launcher
 
     debug_launcher(train, (recipe, target), num_processes=2)
@@ -148,7 +147,6 @@ def killed_after(recipe: Recipe, step: int, folder: Path) -> Path:
 
 
 def of_stored(recipe: Recipe, stored: Path) -> Recipe:
-    """Return a recipe for the target of that folder."""
     spec = recipe.target.model_validate({"path": str(stored), "dtype": "float32"})
     return recipe.model_copy(update={"target": spec})
 

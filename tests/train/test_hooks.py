@@ -47,8 +47,6 @@ class Rows(Dataset):
 
 
 class Line(nn.Module):
-    """A model of one number."""
-
     def __init__(self) -> None:
         super().__init__()
         self.slope = nn.Parameter(torch.ones(()))
@@ -86,8 +84,6 @@ class Notes(CheckpointIO):
 
 
 class Probe(HookedTrainer):
-    """A trainer that notes what it is asked for."""
-
     def __init__(self, args: TrainingArguments):
         super().__init__(model=Line(), args=args, train_dataset=Rows(), eval_dataset=Rows())
         self.asked: list[tuple[str, Any]] = []

@@ -58,8 +58,6 @@ class Found:
 
 @dataclass(frozen=True)
 class Attempt:
-    """One training in a folder, which is started until it ends."""
-
     target: Target
     output: Path
 
@@ -117,7 +115,6 @@ class Attempt:
         return max(whole, default=0)
 
     def answers(self) -> int:
-        """Return the bytes of finished answers."""
         return sum(file.stat().st_size for file in self.output.glob("data*/*.jsonl"))
 
     def left(self) -> dict[str, str]:

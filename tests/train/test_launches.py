@@ -271,6 +271,5 @@ def test_kills_of_all_processes_at_random_times_lose_no_more_than_an_interval(
 
 
 def reached(made: Recipe) -> int:
-    """The step of the last whole checkpoint; 0 for none."""
     last = last_complete(made.output_folder / "checkpoints")
     return 0 if last is None else step_of(last)

@@ -116,7 +116,6 @@ def test_the_parameters_of_a_published_model_follow_from_its_config(tmp_path: Pa
 
 @pytest.mark.parametrize("name", [n for n in packaged_recipes() if n.startswith("embedded")])
 def test_every_packaged_recipe_is_planned_with_the_parameters_it_trains(name: str) -> None:
-    """Through the contract: whatever drafters there are."""
     recipe = load_recipe(name)
     found = plan(recipe)
     assert found.drafter == recipe.drafter["type"]

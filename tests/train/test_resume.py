@@ -40,9 +40,7 @@ from .conftest import (
 
 
 def test_killed_and_resumed_equals_never_killed_bit_for_bit(recipe: MakeRecipe, stored: Path, tmp_path: Path) -> None:
-    """A real SIGKILL of `python -m outrider.train`; beside its checkpoints one of whose files some are missing or half,
-    as if its writing was killed.
-    """
+    """A real SIGKILL of `python -m outrider.train`; beside its checkpoints one that a kill left half written."""
     training = {"max_steps": 120, "save_steps": 10, "learning_rate": 1e-3, "logging_steps": 50}
     training["lr_scheduler_type"] = "cosine"
     killed, whole = (of_stored(recipe(name, **training), stored) for name in ("killed", "whole"))

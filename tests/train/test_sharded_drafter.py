@@ -162,7 +162,6 @@ def test_settings_of_groups_follow_the_names_of_their_weights(target: Target) ->
 
 
 def stepped(drafter: Drafter, target: Target, optimizer: torch.optim.Optimizer | None = None) -> torch.optim.Optimizer:
-    """An optimizer that has taken a step."""
     optimizer = optimizer or torch.optim.AdamW(drafter.parameters())
     drafter(batch(target, drafter)).total.backward()
     optimizer.step()

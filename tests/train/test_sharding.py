@@ -29,7 +29,6 @@ from .test_recipes import write_checkpoint
 def folder(
     tmp_path_factory: pytest.TempPathFactory, tiny_llama: Callable[..., Any], tiny_tokenizer: PreTrainedTokenizerFast
 ) -> Path:
-    """A checkpoint of a random target."""
     made = tmp_path_factory.mktemp("checkpoint")
     ends = {"eos_token_id": tiny_tokenizer.eos_token_id, "pad_token_id": tiny_tokenizer.pad_token_id}
     tiny_llama(vocab=len(tiny_tokenizer), **ends).save_pretrained(made)

@@ -39,7 +39,7 @@ _NEEDED = Features(**_TYPES, loss_mask=List(Value("int8")))
 _FEATURES = Features(**_NEEDED, content=Value("string"))
 DEPTHS = "depths"  # the column of a data set for which a drafter speculated
 ROUNDS = "rounds"  # the drafters in its provenance, with the number of prompts of each
-COLUMNS = tuple(_NEEDED)
+COLUMNS = tuple(_FEATURES)
 NUM_SIZES = 7  # of the vocabularies that are compared
 
 

@@ -153,15 +153,9 @@ class SourceSpec(Section):
 
 
 _TEXT, _MAPPING = "(text)", "(mapping)"  # pydantic puts these into the path of an error
-
-
-def _form(value: Any) -> str:
-    return _MAPPING if isinstance(value, (dict, SourceSpec)) else _TEXT
-
-
 Source = Annotated[
     Annotated[str, Tag(_TEXT)] | Annotated[SourceSpec, Tag(_MAPPING)],
-    Discriminator(_form),
+    Discriminator(lambda value: _MAPPING if isinstance(value, (dict, SourceSpec)) else _TEXT),
 ]
 
 
@@ -231,7 +225,7 @@ class DataSpec(Section):
         return [{"url": server} if isinstance(server, str) else server for server in servers]
 
     @model_validator(mode="after")
-    def _has_one_who_answers(self) -> DataSpec:
+    def _is_consistent(self) -> DataSpec:
         if self.answers == "given" and (self.servers or self.drafter):
             raise ValueError(
                 "answers: given takes those of the rows, so nobody else answers; leave out servers, drafter"
@@ -240,29 +234,17 @@ class DataSpec(Section):
             raise ValueError(
                 "drafter speeds up our own decoder, and servers answer instead of it; leave out one of them"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _has_rounds_to_follow(self) -> DataSpec:
         if self.verified > 0 and self.drafter is None and self.responses is None:
             raise ValueError(
                 "verified follows the rounds in which our decoder writes the responses, and nobody drafts for it here "
                 "(nor for servers, nor in answers that are given); set drafter to the folder of a drafter that "
                 "speculates meanwhile, or leave out verified"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _stores_what_it_rounds(self) -> DataSpec:
         if self.features_dtype != "auto" and self.features == "online":
             raise ValueError(
                 "features_dtype is how features are stored, and online ones are not; set features: cached, or leave it "
                 "out"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _reads_what_is_new(self) -> DataSpec:
         if self.on_policy > 0 and self.features == "cached":
             raise ValueError(
                 "on_policy text is written while training, so the target's features of it cannot be cached; leave out "
@@ -332,35 +314,26 @@ class EvalSpec(Section):
     @field_validator("tree")
     @classmethod
     def _is_a_tree(cls, tree: list[int] | None) -> list[int] | None:
-        if tree is not None:
-            _tree_depth(tree)
+        try:
+            if tree is not None:
+                tree_depths(tree)
+        except BadInputError as error:
+            raise ValueError(str(error).removesuffix(".")) from error
         return tree
 
     @model_validator(mode="after")
-    def _waits_for_what_is_measured(self) -> EvalSpec:
+    def _is_consistent(self) -> EvalSpec:
         if self.patience is not None and not self.training_prompts:
             raise ValueError("patience waits for a better measured τ; set training_prompts, to 16 for example")
-        return self
-
-    @model_validator(mode="after")
-    def _is_one_shape(self) -> EvalSpec:
         if self.tree is not None:
             if self.width > 1 or self.nodes is not None:
                 raise ValueError(
                     "a static tree has its own width and number of nodes; leave out width and nodes, or tree"
                 )
-            self.depth = _tree_depth(self.tree)
+            self.depth = tree_depths(self.tree)[-1]
         elif self.nodes is not None and self.width == 1:
             raise ValueError(f"nodes says how many nodes of a tree are verified, {self.nodes}; it needs width > 1")
         return self
-
-
-def _tree_depth(parents: list[int]) -> int:
-    """Return the depth of the static tree with these parents."""
-    try:
-        return tree_depths(parents)[-1]
-    except ValueError as error:
-        raise ValueError(str(error).removesuffix(".")) from error
 
 
 class Recipe(Section):
@@ -386,7 +359,7 @@ class Recipe(Section):
     output: Annotated[str, Field(min_length=1)] = "runs/{name}"
 
     @model_validator(mode="after")
-    def _trains_a_target_that_is_there(self) -> Recipe:
+    def _is_consistent(self) -> Recipe:
         if self.joint is not None and self.data.features == "cached":
             raise ValueError(
                 "joint training changes the target's hidden states from step to step, so they cannot be cached; leave "
@@ -423,11 +396,11 @@ class Recipe(Section):
 
 # ------------------------------------------------------------ pydantic's errors, in our words
 
-_BOUNDS = {
-    "greater_than_equal": (">=", "ge"),
-    "greater_than": (">", "gt"),
-    "less_than_equal": ("<=", "le"),
-    "less_than": ("<", "lt"),
+_BOUNDS = {"greater_than_equal": ">=", "greater_than": ">", "less_than_equal": "<=", "less_than": "<"}
+_EXPECTED = {
+    "too_short": "at least one entry",
+    "string_too_short": "some text",
+    "string_pattern_mismatch": "letters, digits, '.', '_' and '-'",
 }
 _WORDS = {
     int: "an integer",
@@ -445,7 +418,7 @@ def _explain(error: Any) -> str:
     """Return one pydantic error as `data.limit: expected an integer or null, found 'many'`."""
     path = tuple(part for part in error["loc"] if part not in (_TEXT, _MAPPING))
     kind, context = error["type"], error.get("ctx", {})
-    name, found = _dotted(path), error["input"]
+    name = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in path).removeprefix(".") or "the whole file"
     if kind == "value_error":
         return f"{name}: {context['error']}."
     if kind in ("extra_forbidden", "invalid_key"):
@@ -453,24 +426,12 @@ def _explain(error: Any) -> str:
     if kind == "missing":
         return f"{name} is missing; expected {_words(_annotation(path))}."
     if kind in _BOUNDS:
-        sign, bound = _BOUNDS[kind]
-        return f"{name}: expected a value {sign} {context[bound]}, found {found!r}."
-    if kind == "too_short":
-        return f"{name}: expected at least one entry, found {found!r}."
-    if kind == "string_too_short":
-        return f"{name}: expected some text, found {found!r}."
-    if kind == "string_pattern_mismatch":
-        return f"{name}: expected letters, digits, '.', '_' and '-', found {found!r}."
-    return f"{name}: expected {_words(_annotation(path))}, found {_shown(found)}."
-
-
-def _dotted(path: tuple[str | int, ...]) -> str:
-    return "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in path).removeprefix(".") or "the whole file"
-
-
-def _shown(found: Any) -> str:
-    text = repr(found)
-    return text if len(text) <= 80 else text[:77] + "..."
+        (bound,) = context.values()
+        expected = f"a value {_BOUNDS[kind]} {bound}"
+    else:
+        expected = _EXPECTED.get(kind) or _words(_annotation(path))
+    text = repr(error["input"])
+    return f"{name}: expected {expected}, found {text if len(text) <= 80 else text[:77] + '...'}."
 
 
 def _annotation(path: tuple[str | int, ...]) -> Any:
@@ -478,18 +439,15 @@ def _annotation(path: tuple[str | int, ...]) -> Any:
     here: Any = Recipe
     for part in path:
         forms = [a for a in _alternatives(here) if a is not type(None)]
-        here = _member(next(filter(_is_section, forms), forms[0]), part)
+        form = next(filter(_is_section, forms), forms[0])
+        if part == "[key]":  # pydantic's name for the key itself
+            here = str
+        elif _is_section(form):
+            field = form.model_fields.get(str(part))
+            here = field.annotation if field else Any
+        else:
+            here = get_args(form)[0] if get_origin(form) is list else Any
     return here
-
-
-def _member(annotation: Any, part: str | int) -> Any:
-    """Return the declared type of one key or entry of a value of that type."""
-    if part == "[key]":  # pydantic's name for the key itself
-        return str
-    if _is_section(annotation):
-        field = annotation.model_fields.get(str(part))
-        return field.annotation if field else Any
-    return get_args(annotation)[0] if get_origin(annotation) is list else Any
 
 
 def _is_section(annotation: Any) -> TypeGuard[type[BaseModel]]:
@@ -506,15 +464,15 @@ def _alternatives(annotation: Any) -> tuple[Any, ...]:
 
 
 def _words(annotation: Any) -> str:
-    return " or ".join(_word(a) for a in _alternatives(annotation))
-
-
-def _word(annotation: Any) -> str:
-    if get_origin(annotation) is Literal:
-        return "one of " + ", ".join(repr(v) for v in get_args(annotation))
-    if _is_section(annotation):
-        return f"a mapping with the keys {', '.join(annotation.model_fields)}"
-    return _WORDS.get(get_origin(annotation) or annotation, str(annotation))
+    words = []
+    for form in _alternatives(annotation):
+        if get_origin(form) is Literal:
+            words.append("one of " + ", ".join(repr(v) for v in get_args(form)))
+        elif _is_section(form):
+            words.append(f"a mapping with the keys {', '.join(form.model_fields)}")
+        else:
+            words.append(_WORDS.get(get_origin(form) or form, str(form)))
+    return " or ".join(words)
 
 
 def _suggestion(path: tuple[str | int, ...]) -> str:
@@ -534,12 +492,8 @@ def _known_keys(section: type[BaseModel], prefix: str = "") -> list[str]:
     """Return every typed key of the recipe by dotted path, outermost first."""
     keys = [prefix + name for name in section.model_fields]
     for name, field in section.model_fields.items():
-        inside = [m for a in _alternatives(field.annotation) for m in _entries(a)]
-        for member in filter(_is_section, inside):
+        forms = _alternatives(field.annotation)
+        entries = [a for form in forms if get_origin(form) is list for a in _alternatives(get_args(form)[0])]
+        for member in filter(_is_section, [*forms, *entries]):
             keys += _known_keys(member, f"{prefix}{name}.")
     return keys
-
-
-def _entries(annotation: Any) -> tuple[Any, ...]:
-    """Return the types of a list's entries; another type as it is."""
-    return _alternatives(get_args(annotation)[0]) if get_origin(annotation) is list else (annotation,)

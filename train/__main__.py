@@ -27,30 +27,23 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m outrider.train", description="Train a drafter for a target, as a recipe says."
     )
     parser.add_argument("recipe", help="a YAML file, or the name of a packaged recipe such as embedded-eagle3")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="settings to change, for example training.max_steps=100"
-    )
-    parser.add_argument(
-        "--fresh", action="store_true", help="start over; checkpoints of an earlier run are moved aside"
-    )
+    changes = "settings to change, for example training.max_steps=100"
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help=changes)
+    fresh = "start over; checkpoints of an earlier run are moved aside"
+    parser.add_argument("--fresh", action="store_true", help=fresh)
     given = parser.parse_intermixed_args(arguments)
     rank = os.environ.get("RANK", "0")
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("outrider").setLevel(logging.INFO if rank == "0" else logging.ERROR)
     say_retries_once()
-    if os.environ.get("WORLD_SIZE", "1") != "1":
-        hide_bars()
+    if os.environ.get("WORLD_SIZE", "1") != "1":  # bars of several processes would run through the lines of the log
+        hide_bars_of_datasets()
+        hide_bars_of_the_hub()
+        transformers_logging.disable_progress_bar()
     keep_large_blocks()
     remember_few_shapes()
     stop_with_launcher()
     return _run(given, "" if rank == "0" else f"[process {rank}] ")
-
-
-def hide_bars() -> None:
-    """Hide the progress bars of libraries: those of several processes would run through the lines of the log."""
-    hide_bars_of_datasets()
-    hide_bars_of_the_hub()
-    transformers_logging.disable_progress_bar()
 
 
 def _run(given: argparse.Namespace, prefix: str) -> int:
@@ -68,7 +61,8 @@ def _run(given: argparse.Namespace, prefix: str) -> int:
     except KeyboardInterrupt as error:
         return _say(f"{prefix}{how(error)}. Run the same command again.", 128 + number_of(error))
     finally:
-        _leave_group()
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
     tau = result.metrics.get("eval_tau")
     figures = f", held-out tau {tau:.2f} (analytic, 1 + mean accepted)" if tau else ""
     return _say(f"{result.steps} steps{figures}; the drafter is in {result.drafter_folder}", 0) if not prefix else 0
@@ -77,11 +71,6 @@ def _run(given: argparse.Namespace, prefix: str) -> int:
 def _say(line: str, code: int) -> int:
     sys.stderr.write(line + "\n")
     return code
-
-
-def _leave_group() -> None:
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

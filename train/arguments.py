@@ -27,13 +27,8 @@ MEASURED, GAP = "measured_tau", "tau_gap"  # what the decoder measures while tra
 # Fields that change a loss or a model which a drafter does not have. Off by default, and refused when switched on.
 _MEANINGLESS = {
     "label_smoothing_factor": "a drafter learns the target's whole distribution, there are no labels to smooth",
-    "neftune_noise_alpha": (
-        "a drafter's input embeddings are the target's or must match them, noise on them is not supported"
-    ),
-    "use_liger_kernel": (
-        "on CUDA, losses take the kernels of liger-kernel by themselves where it is installed; the models stay as they "
-        "are"
-    ),
+    "neftune_noise_alpha": "a drafter's input embeddings are the target's or must match them, noise is not supported",
+    "use_liger_kernel": "on CUDA, losses use it by themselves where it is installed; the models stay as they are",
     "fsdp": "the launcher says so (accelerate launch --config_file recipes/accelerate/fsdp2.yaml)",
 }
 
@@ -51,18 +46,14 @@ _RANGES: dict[str, tuple[int, float]] = {
 }
 
 
+_OWN = {"packing": bool, "max_length": int | None}  # TRL's words, which are no `TrainingArguments`
+
+
 @dataclass(frozen=True)
 class Packing:
-    """What `training:` says of packing, in TRL's words, which are no `TrainingArguments`.
-
-    Attributes:
-        max_length: tokens of a pack; None for those of the longest row.
-    """
+    """The settings of packing: tokens of a pack, None for those of the longest row."""
 
     max_length: int | None = None
-
-
-_OWN = {"packing": bool, "max_length": int | None}
 
 
 def packing_of(values: dict[str, Any]) -> Packing | None:
@@ -72,11 +63,10 @@ def packing_of(values: dict[str, Any]) -> Packing | None:
 
 
 def check_training(values: dict[str, Any]) -> dict[str, Any]:
-    """Return `training:` with every value of its field's type (`"3e-3"` becomes a number).
+    """Return `training:` with every value of its field's type (`"3e-3"` becomes a number, a bare no of YAML `"no"`).
 
     Raises:
-        BadInputError: an unknown field (the nearest one is suggested), a value of the wrong type or out of range, or a
-            field without meaning here.
+        BadInputError: an unknown field, a value of the wrong type or out of range, or a field without meaning here.
     """
     known = {f.name for f in fields(TrainingArguments) if f.init} | _OWN.keys()
     refuse_unknown_keys(values, known, "training")
@@ -86,8 +76,10 @@ def check_training(values: dict[str, Any]) -> dict[str, Any]:
                 f"training.{name}: found a secret in the recipe, which the output and trackers keep; leave it out, and "
                 "set the environment variable HF_TOKEN."
             )
-    hints = typing.get_type_hints(TrainingArguments) | _OWN
-    checked = {name: _checked(name, value, hints[name]) for name, value in values.items()}
+    hints, checked = typing.get_type_hints(TrainingArguments) | _OWN, {}
+    for name, value in values.items():
+        is_bare_no = value is False and any(accepts(hints[name], kind) for kind in (IntervalStrategy, SaveStrategy))
+        checked[name] = checked_value(f"training.{name}", "no" if is_bare_no else value, hints[name])
     for name, (low, high) in _RANGES.items():
         if checked.get(name) is not None and not low <= checked[name] < high:
             below = "" if high == math.inf else f" and less than {high}"
@@ -105,22 +97,9 @@ def check_training(values: dict[str, Any]) -> dict[str, Any]:
     return checked
 
 
-def _checked(name: str, value: Any, hint: Any) -> Any:
-    if value is False and (accepts(hint, IntervalStrategy) or accepts(hint, SaveStrategy)):
-        return "no"  # what YAML makes of a bare no
-    return checked_value(f"training.{name}", value, hint)
-
-
 def training_arguments(recipe: Recipe) -> TrainingArguments:
-    """Return the `TrainingArguments` of a recipe: what it says, over the defaults below. Sets up processes and device.
-
-    `training.optim` may also be `muon`.
-
-    Raises:
-        BadInputError: a field that does not exist, or a value that cannot be used.
-    """
-    values = _defaults(recipe) | check_training(recipe.training)
-    values = {name: value for name, value in values.items() if name not in _OWN}
+    """Return a recipe's `TrainingArguments`, over the defaults below; refuse bad values. Sets up processes, device."""
+    values = {n: v for n, v in (_defaults(recipe) | check_training(recipe.training)).items() if n not in _OWN}
     with_muon = values.get("optim") == muon.NAME
     try:
         args = TrainingArguments(**values | ({"optim": "adamw_torch"} if with_muon else {}))
@@ -141,25 +120,16 @@ def training_arguments(recipe: Recipe) -> TrainingArguments:
     return args
 
 
-def _chooses(recipe: Recipe) -> bool:
-    """Tell whether evaluations decide what is kept, or how it goes on; such ones are never cut short by a signal."""
-    training = recipe.training
-    return (
-        recipe.eval.patience is not None
-        or bool(training.get("load_best_model_at_end"))
-        or training.get("lr_scheduler_type") == "reduce_lr_on_plateau"
-    )
-
-
 def _defaults(recipe: Recipe) -> dict[str, Any]:
     """Return our defaults for settings that the recipe leaves out; steps below 1 are fractions of the training."""
-    has_gpu = torch.cuda.is_available()
-    evaluates = recipe.data.holdout > 0
+    has_gpu, evaluates, patience = torch.cuda.is_available(), recipe.data.holdout > 0, recipe.eval.patience
+    keeps_best = patience is not None or bool(recipe.training.get("load_best_model_at_end"))
     best: dict[str, Any] = {}
-    if recipe.eval.training_prompts and _chooses(recipe):
+    # Evaluations that decide what is kept, or how it goes on, have a metric, and are never cut short by a signal.
+    if keeps_best or recipe.training.get("lr_scheduler_type") == "reduce_lr_on_plateau":
         # Which way is better, transformers tells by the name, also by another one that the recipe may give.
-        best = {"metric_for_best_model": f"eval_{MEASURED}"}
-    if recipe.eval.patience is not None:
+        best = {"metric_for_best_model": f"eval_{MEASURED}"} if recipe.eval.training_prompts else {}
+    if patience is not None:
         # The best checkpoint is one that was evaluated.
         best |= {"load_best_model_at_end": True, "save_steps": recipe.training.get("eval_steps", 0.25)}
     return {

@@ -1,4 +1,4 @@
-"""Callbacks of the training loop: shuffling per epoch, the finite guard, requests to stop, progress, and trackers.
+"""Callbacks of the training loop: shuffling per epoch, requests to stop, progress, and trackers.
 
 Trackers (wandb, tensorboard, trackio) get, beside transformers' own scalars and settings, the recipe; at each
 evaluation a table of the target's text with the drafted parts in it; and in the end recipe.yaml and provenance.json.
@@ -8,23 +8,18 @@ from __future__ import annotations
 
 import importlib
 import logging
-import math
 import os
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ProgressCallback
 
-from ..common import BadInputError
 from ..common.signals import ECHO, StoppedError, listening
 from ..recipes import Recipe
 from .data import Order
@@ -35,100 +30,19 @@ _log = logging.getLogger(__name__)
 
 
 class EpochOrder(TrainerCallback):
-    """A callback that sets the epoch of the sampler.
-
-    accelerate's own loaders lose it when they resume in several processes.
-    """
+    """A callback that sets the epoch of the sampler, which accelerate's loaders lose in resumed processes."""
 
     def __init__(self, order: Order):
         self.order = order
 
-    def on_epoch_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self.order.set_epoch(int(state.epoch or 0))
 
 
-@dataclass
-class StepStats:
-    """The micro-batches of an optimizer step so far.
-
-    Attributes:
-        loss: the sum of its micro-batches' losses, `[]`.
-        inputs: the micro-batches, as the collator makes them.
-    """
-
-    loss: Tensor
-    inputs: list[dict[str, Tensor]] = field(default_factory=list)
-
-    def add(self, inputs: dict[str, Tensor], loss: Tensor) -> None:
-        """Add a micro-batch."""
-        self.inputs.append(inputs)
-        self.loss = self.loss + loss.detach()
-
-
-class FiniteGuard(TrainerCallback):
-    """A callback that stops before an optimizer step whose loss or gradient is not finite: the weights stay good.
-
-    Args:
-        take: returns the step about to be applied, and begins the next one.
-        describe: returns a sentence about the rows of a step, and what is wrong with them.
-        last_good: returns the last whole checkpoint, or None.
-        norm: returns the norm of the gradients; 0 where a scaler expects and skips overflowing steps itself.
-    """
-
-    def __init__(
-        self,
-        take: Callable[[], StepStats],
-        describe: Callable[[StepStats], str],
-        last_good: Callable[[], Path | None],
-        norm: Callable[[], Tensor],
-    ):
-        self.take, self.describe, self.last_good, self.norm = take, describe, last_good, norm
-
-    def on_pre_optimizer_step(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: Any,
-    ) -> None:
-        taken = self.take()
-        loss, norm = torch.stack([taken.loss, self.norm().to(taken.loss)]).tolist()
-        self.check(args, state.global_step + 1, taken, loss, norm)
-
-    def check(self, args: TrainingArguments, number: int, step: StepStats, loss: float, norm: float = 0.0) -> None:
-        """Refuse the step `number` if its loss or its gradient is not finite."""
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise BadInputError(self._message(args, number, self.describe(step), loss, norm))
-
-    def _message(self, args: TrainingArguments, step: int, rows: str, loss: float, norm: float) -> str:
-        what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient's norm is {norm} (loss {loss:.4g})"
-        advice = [
-            f"lower training.learning_rate (now {args.learning_rate:g})",
-            f"lower training.max_grad_norm (now {args.max_grad_norm:g})",
-        ]
-        advice += ["train in fp32 (leave out training.bf16 and training.fp16)"] if args.bf16 or args.fp16 else []
-        kept = self.last_good()
-        way_on = (
-            f"The last good checkpoint is {kept}; to go on from it, set drafter.init to it and choose another output."
-            if kept
-            else "No checkpoint yet."
-        )
-        return (
-            f"training stopped before step {step}, which was not applied: {what}. {rows} "
-            f"Try: {'; '.join(advice)}. {way_on}"
-        )
-
-
 class GracefulStop(TrainerCallback):
-    """A callback by which a request to stop ends the step in progress with a checkpoint.
+    """A callback by which a request to stop (`common.signals`) ends the step in progress with a checkpoint.
 
-    The requests are those of `common.signals`. A second Ctrl-C ends at once; schedulers have SIGKILL for that.
-
-    Attributes:
-        number: the signal that this process received; 0 for none.
-        stopped_at: the step after which training was stopped; None if it was not.
+    A second Ctrl-C ends at once. `number` is the signal that this process received, 0 for none; `stopped_at` the step.
     """
 
     def __init__(self, any_process: Callable[[bool], bool]):
@@ -137,11 +51,9 @@ class GracefulStop(TrainerCallback):
         self.stopped_at: int | None = None
         self._since = 0.0
 
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Record requests to stop inside."""
-        with listening(self._request):
-            yield
+    def listening(self) -> AbstractContextManager[None]:
+        """Return a context manager that records requests to stop inside."""
+        return listening(self._request)
 
     def is_requested(self) -> bool:
         """Tell whether any process received a request. All of them must call this together."""
@@ -172,41 +84,24 @@ class Progress(ProgressCallback):
     """A progress bar, transformers' own, where what is logged becomes one line that fits a terminal."""
 
     def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **_: Any
     ) -> None:
-        if not state.is_world_process_zero or not logs:
-            return
         line = log_line(logs, state.global_step)
-        if line and self.training_bar is not None:
+        if line and state.is_world_process_zero and self.training_bar is not None:
             self.training_bar.write(line)
 
 
 class LogLines(TrainerCallback):
     """A callback that logs the lines of `log_line` without a bar (`disable_tqdm`)."""
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        line = log_line(logs or {}, state.global_step)
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        line = log_line(kwargs["logs"], state.global_step)
         if line and state.is_world_process_zero:
             _log.info("%s", line)
 
 
 def log_line(logs: dict[str, Any], step: int) -> str:
-    """Return a line such as `step 120  loss 1.83  tau 2.10  alpha 0.71 0.58 0.44  lr 2.9e-03`.
-
-    It is empty for logs that are not about a step.
-    """
+    """Return a line such as `step 120  loss 1.83  tau 2.10  alpha 0.71 0.58  lr 2.9e-03`; "" for other logs."""
     prefix = "eval_" if "eval_loss" in logs else ""
     if f"{prefix}loss" not in logs:
         return ""
@@ -224,18 +119,12 @@ TABLE_COLUMNS = ["step", "prompt", "target", "drafted in brackets", "tau"]
 
 
 class Reports(TrainerCallback):
-    """A callback that gives trackers the recipe, and tables of text.
-
-    Args:
-        samples: returns those of the last evaluation.
-    """
+    """A callback that gives trackers the recipe, and tables of the last evaluation's `samples`."""
 
     def __init__(self, recipe: Recipe, samples: Callable[[], Sequence[Sample]]):
         self.recipe, self.samples = recipe, samples
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         values = {"recipe": self.recipe.model_dump(mode="json")}
         for name in ("wandb", "trackio"):
             if state.is_world_process_zero and _runs(args, name):

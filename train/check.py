@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel, TrainingArguments
@@ -25,7 +24,7 @@ from ..distill.responses import data_folder
 from ..formats import require_served
 from ..heads import HEADS, Drafter, LowRank
 from ..heads.divergences import divergence
-from ..recipes import DataSpec, JointSpec, Recipe
+from ..recipes import Recipe
 from ..targets import Target
 from .arguments import MEASURED, packing_of, training_arguments
 from .hooks import asks_for_checkpointing
@@ -39,22 +38,15 @@ _log = logging.getLogger(__name__)
 
 
 def check(recipe: Recipe, drafter: Drafter | None = None, seconds: float | None = None) -> TrainingArguments:
-    """Return the arguments of a training that can be done as it is asked for. Nothing is loaded for that.
+    """Return the arguments of a training that can be done; another one is refused. Nothing is loaded for that.
 
-    Args:
-        drafter: what is trained instead of the recipe's drafter.
-        seconds: of training, instead of the recipe's steps.
-
-    Raises:
-        BadInputError: what cannot be done, and what to change.
+    `drafter` and `seconds` are those of `train`, in the place of the recipe's drafter and steps.
     """
     drafter_class = check_drafter(recipe.drafter) if drafter is None else type(drafter)
-    check_learns(drafter_class)
-    check_writes(drafter_class, recipe.data)
-    check_packs(drafter_class, recipe)
     # A low-rank change is trained by the loss of the drafter that it changes.
-    check_follows(type(drafter.base) if isinstance(drafter, LowRank) else drafter_class, recipe.data)
-    check_rounds(recipe.data, data_folder(recipe))
+    _check_abilities(recipe, drafter_class, type(drafter.base) if isinstance(drafter, LowRank) else drafter_class)
+    if recipe.data.verified and (answered := data_folder(recipe)).is_dir():
+        rounds_of(answered)  # refuses finished responses without a record of the tokens that rounds reached
     args = training_arguments(recipe)
     if args.process_index == 0:
         require_folder(recipe.output_folder)
@@ -63,25 +55,20 @@ def check(recipe: Recipe, drafter: Drafter | None = None, seconds: float | None 
     check_number_of_processes(args)
     check_kind_of_processes(args)
     check_sharding(args)
-    check_packs_of_fsdp(drafter_class, recipe, args)
-    check_target_is_whole(recipe)
+    check_many_processes(recipe, drafter_class, args)
     if recipe.joint is not None:
-        check_adapter(recipe.joint)
-        check_trains_target(drafter_class)
-        check_counts_steps(seconds)
-        check_data_parallel(args)
+        lora_config(recipe.joint.lora)
+        divergence(recipe.joint.loss)
+        check_joint(drafter_class, args, seconds)
     if seconds is not None:
         check_schedule(args)
     return args
 
 
 def check_with_target(recipe: Recipe, args: TrainingArguments, target: Target, drafter: Drafter | None = None) -> None:
-    """Refuse what does not fit the target, before that answers any prompt.
-
-    Raises:
-        BadInputError, IncompatibleError: an adapter, or a drafter, that cannot be trained for this target.
-    """
-    check_adapter_fits(recipe, target, args.seed)
+    """Refuse an adapter, or a drafter, that cannot be trained for this target, before that answers any prompt."""
+    with adapted(target, recipe.joint, args.seed):
+        pass  # one that does not fit is refused as it is put in
     is_answered = data_folder(recipe).is_dir()
     if drafter is not None:
         drafter.check(target)
@@ -93,54 +80,34 @@ def check_with_target(recipe: Recipe, args: TrainingArguments, target: Target, d
             warn_of_features(recipe, target, drafter)
 
 
-# ------------------------------------------------------------ the drafter
-
-
-def check_learns(drafter_class: type[Drafter]) -> None:
-    """Refuse a drafter without weights."""
+def _check_abilities(recipe: Recipe, drafter_class: type[Drafter], followed: type[Drafter]) -> None:
+    """Refuse a drafter that cannot learn, or not as the recipe asks; `followed` is the class whose loss trains it."""
+    name, spec = drafter_class.name, recipe.data
     if not drafter_class.trainable:
-        raise BadInputError(f"a {drafter_class.name} drafter has no weights: there is nothing to train.")
-
-
-def check_writes(drafter_class: type[Drafter], spec: DataSpec) -> None:
-    """Refuse on-policy training of a drafter that writes no text by itself."""
+        raise BadInputError(f"a {name} drafter has no weights: there is nothing to train.")
     if spec.on_policy and not drafter_class.writes_text:
         raise BadInputError(
-            f"data.on_policy is {spec.on_policy:g}, but a drafter of type {drafter_class.name!r} writes no text of its "
-            "own (it reads the target's hidden states, or has no weights); leave out data.on_policy, or train a "
-            "draft_model."
+            f"data.on_policy is {spec.on_policy:g}, but a drafter of type {name!r} writes no text of its own (it reads "
+            "the target's hidden states, or has no weights); leave out data.on_policy, or train a draft_model."
         )
-
-
-def check_packs(drafter_class: type[Drafter], recipe: Recipe) -> None:
-    """Refuse packed rows for a drafter that cannot keep their texts apart, and where the target learns, too."""
-    if packing_of(recipe.training) is None:
-        return
-    if not drafter_class.packs:
-        able = ", ".join(name for name, known in HEADS.items() if known.packs)
+    if packing_of(recipe.training) is not None:
+        if not drafter_class.packs:
+            raise BadInputError(
+                f"training.packing: a {name} drafter's loss does not keep the texts of a row apart; leave out "
+                f"training.packing, or take one of these: {_able('packs')}."
+            )
+        if recipe.joint is not None:
+            raise BadInputError("training.packing: with joint each row is one text; leave out training.packing.")
+    if spec.verified and not followed.follows_rounds:
         raise BadInputError(
-            f"training.packing: a {drafter_class.name} drafter's loss does not keep the texts of a row apart; leave "
-            f"out training.packing, or take one of these: {able}."
-        )
-    if recipe.joint is not None:
-        raise BadInputError("training.packing: with joint each row is one text; leave out training.packing.")
-
-
-def check_follows(drafter_class: type[Drafter], spec: DataSpec) -> None:
-    """Refuse `data.verified` for a drafter whose loss cannot weigh the positions that rounds of decoding reached."""
-    if spec.verified and not drafter_class.follows_rounds:
-        able = ", ".join(name for name, known in HEADS.items() if known.follows_rounds)
-        raise BadInputError(
-            f"data.verified is {spec.verified:g}, but a {drafter_class.name} drafter reads the text itself, where the "
+            f"data.verified is {spec.verified:g}, but a {followed.name} drafter reads the text itself, where the "
             "drafts of a round are what they are everywhere: it has nothing to weigh. Leave out data.verified, or take "
-            f"one of these: {able}."
+            f"one of these: {_able('follows_rounds')}."
         )
 
 
-def check_rounds(spec: DataSpec, folder: Path) -> None:
-    """Refuse finished responses without a record of the tokens that rounds of decoding reached."""
-    if spec.verified and folder.is_dir():
-        rounds_of(folder)
+def _able(ability: str) -> str:
+    return ", ".join(name for name, known in HEADS.items() if getattr(known, ability))
 
 
 def check_recomputes(drafter: Drafter, args: TrainingArguments) -> None:
@@ -152,15 +119,8 @@ def check_recomputes(drafter: Drafter, args: TrainingArguments) -> None:
         )
 
 
-# ------------------------------------------------------------ trackers
-
-
 def check_reports(args: TrainingArguments) -> None:
-    """Refuse unknown trackers, and those whose package or account is missing.
-
-    Raises:
-        BadInputError: names what to install, or what to set.
-    """
+    """Refuse unknown trackers, and those whose package or account is missing."""
     names = [args.report_to] if isinstance(args.report_to, str) else list(args.report_to or [])
     for name in names:
         refuse_unknown_keys({name: None}, INTEGRATION_TO_CALLBACK, "training.report_to")
@@ -171,12 +131,8 @@ def check_reports(args: TrainingArguments) -> None:
                 f"training.report_to: {name} cannot report here: {reason(error)} Install its package (pip install "
                 f"{name}), or leave it out."
             ) from error
-    if "wandb" in names and args.process_index == 0:
-        _check_wandb_login()
-
-
-def _check_wandb_login() -> None:
-    """Refuse a wandb run without a login."""
+    if "wandb" not in names or args.process_index != 0:
+        return
     wandb: Any = importlib.import_module("wandb")
     if wandb.run is not None or wandb.Settings().mode in ("offline", "disabled", "dryrun"):
         return
@@ -187,9 +143,6 @@ def _check_wandb_login() -> None:
             f"training.report_to: wandb cannot log in ({reason(error)}); run `wandb login`, or set WANDB_MODE=offline "
             "and `wandb sync` the run later."
         ) from error
-
-
-# ------------------------------------------------------------ the disk
 
 
 def warn_of_features(recipe: Recipe, target: Target, drafter: Drafter) -> None:
@@ -214,9 +167,6 @@ def warn_of_features(recipe: Recipe, target: Target, drafter: Drafter) -> None:
         )
 
 
-# ------------------------------------------------------------ evaluations
-
-
 def check_measures(recipe: Recipe, args: TrainingArguments) -> None:
     """Refuse a figure to measure, or to choose the best checkpoint by, that no evaluation gives."""
     if recipe.eval.training_prompts and recipe.data.holdout == 0:
@@ -232,30 +182,17 @@ def check_measures(recipe: Recipe, args: TrainingArguments) -> None:
         )
 
 
-# ------------------------------------------------------------ what many processes cannot do
-
-
-def check_packs_of_fsdp(drafter_class: type[Drafter], recipe: Recipe, args: TrainingArguments) -> None:
-    """Refuse packed rows for a language model under FSDP2: it reads a pack in as many passes as its texts want.
-
-    Each pass gathers the layers, which all processes must do together.
-    """
+def check_many_processes(recipe: Recipe, drafter_class: type[Drafter], args: TrainingArguments) -> None:
+    """Refuse passes in numbers that differ between processes, and a target in parts where whole layers are needed."""
+    # A language model reads a pack in as many passes as its texts want, and FSDP2 gathers layers in each of them.
     if packing_of(recipe.training) and drafter_class.by_layers and kind_of_processes(args) == "FSDP":
         raise BadInputError(
             f"training.packing: under FSDP2 a {drafter_class.name} must make as many passes in every process, and "
             "packs want different numbers; leave out training.packing, or launch with --multi_gpu or ZeRO."
         )
-
-
-def check_target_is_whole(recipe: Recipe) -> None:
-    """Refuse a target in parts where more than its passes is needed: no process has its whole layers."""
     drafter, sharding = recipe.drafter, recipe.target.sharding
-    needs_layers = (
-        drafter.get("type") == "self_speculative"
-        or drafter.get("init") == "prune"
-        or bool(drafter.get("prune"))
-        or recipe.joint is not None
-    )
+    prunes = drafter.get("init") == "prune" or bool(drafter.get("prune"))
+    needs_layers = prunes or drafter.get("type") == "self_speculative" or recipe.joint is not None
     if sharding != "none" and needs_layers:
         raise BadInputError(
             f"target.sharding is {sharding!r}, but joint training, self_speculative drafters and init prune need the "
@@ -263,47 +200,23 @@ def check_target_is_whole(recipe: Recipe) -> None:
         )
 
 
-# ------------------------------------------------------------ joint training
-
-
-def check_adapter(spec: JointSpec) -> None:
-    """Refuse unknown settings of a LoRA, or an unknown loss."""
-    lora_config(spec.lora)
-    divergence(spec.loss)
-
-
-def check_trains_target(drafter_class: type[Drafter]) -> None:
-    """Refuse a drafter whose loss has no gradient for the target."""
+def check_joint(drafter_class: type[Drafter], args: TrainingArguments, seconds: float | None) -> None:
+    """Refuse a drafter, a time budget or a launch that the target cannot be trained with."""
     if not drafter_class.trains_target:
-        able = ", ".join(name for name, known in HEADS.items() if known.trains_target)
         raise BadInputError(
             f"joint: a {drafter_class.name} drafter's loss does not train the target's hidden states; leave out joint, "
-            f"or take one of these: {able}."
+            f"or take one of these: {_able('trains_target')}."
         )
-
-
-def check_counts_steps(seconds: float | None) -> None:
-    """Refuse a time budget for a training whose stages are shares of its steps."""
     if seconds is not None:
         raise BadInputError(
             "joint: the part of the training in which the drafter learns alone is counted in steps, so it cannot "
             "follow a time budget."
         )
-
-
-def check_data_parallel(args: TrainingArguments) -> None:
-    """Refuse several processes that do not each hold everything."""
     kind = kind_of_processes(args)
     if args.world_size > 1 and kind not in ("MULTI_CPU", "MULTI_GPU"):
         raise BadInputError(
             f"joint: training under {kind} is not supported; launch with --multi_gpu (data parallel) instead."
         )
-
-
-def check_adapter_fits(recipe: Recipe, target: Target, seed: int) -> None:
-    """Refuse a LoRA that does not fit this target, by putting one in and taking it out."""
-    with adapted(target, recipe.joint, seed):
-        pass
 
 
 def check_servable(recipe: Recipe, engine: str) -> None:

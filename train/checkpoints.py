@@ -12,6 +12,7 @@ import logging
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
@@ -34,8 +35,7 @@ from .optimizer_state import (
     is_named,
     read_schedule,
     read_state,
-    write_schedule,
-    write_state,
+    write_states,
 )
 from .sharded_drafter import ShardedDrafter, WholeDrafter
 
@@ -47,11 +47,7 @@ _log = logging.getLogger(__name__)
 
 
 def require_whole(folder: Path) -> None:
-    """Refuse a checkpoint that was named and is not whole.
-
-    Raises:
-        Refusal: names the files that differ.
-    """
+    """Refuse a checkpoint that was named and is not whole, and name the files that differ."""
     altered = digests.problems(folder) if folder.is_dir() else ["the folder is missing"]
     if altered:
         raise Refusal(
@@ -65,15 +61,11 @@ def step_of(folder: Path) -> int:
 
 
 def state_of(folder: Path) -> TrainerState:
-    """Return the trainer's state in a checkpoint: its steps, logs, and the best checkpoint."""
     return TrainerState.load_from_json(str(folder / STATE))
 
 
 def best_before(folder: Path) -> Path:
-    """Return the best checkpoint of the training that a checkpoint ended; that one itself where there is none.
-
-    It is looked for beside the given one: an output may have been moved.
-    """
+    """Return the best checkpoint of the training that a checkpoint ended, wherever both were moved; else that one."""
     named = state_of(folder).best_model_checkpoint
     best = folder if named is None else folder.with_name(Path(named).name)
     if best != folder and digests.problems(best):
@@ -118,16 +110,11 @@ def write_launch(folder: Path, args: TrainingArguments) -> None:
 
 
 def rows_in_step(args: TrainingArguments) -> int:
-    """Return the rows of an optimizer step, in all micro-batches of all processes."""
     return args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
 
 
 def check_same_rows(folder: Path, args: TrainingArguments) -> None:
-    """Refuse to continue a checkpoint with other steps; their rows may be spread over processes in another way.
-
-    Raises:
-        BadInputError: names both numbers.
-    """
+    """Refuse to continue a checkpoint with another number of rows in a step, however they are spread."""
     saved, now = read_json(folder / LAUNCH), rows_in_step(args)
     if saved.get("rows_in_a_step") != now:
         raise BadInputError(
@@ -139,19 +126,17 @@ def check_same_rows(folder: Path, args: TrainingArguments) -> None:
 
 
 def remove_broken(folder: Path, after: Path | None) -> None:
-    """Remove the checkpoints after the whole one `after`, which the training writes again.
+    """Delete unfinished checkpoints after the whole one `after`; those that were once whole are moved aside.
 
-    Unfinished ones are deleted. Those that were once whole are moved aside: a disk that could not be read for a moment,
-    or a list that was lost in a copy, must not cost a checkpoint.
+    A disk that could not be read for a moment must not cost a checkpoint.
     """
     for broken in checkpoints(folder):
-        if after is None or step_of(broken) > step_of(after):
-            if (broken / digests.LIST).exists():
-                aside = _free(broken.with_name(f"damaged-{broken.name}"))
-                move(broken, aside)
-                _log.warning("%s was moved to %s.", broken, aside)
-            else:
-                shutil.rmtree(broken, ignore_errors=True)
+        if after is not None and step_of(broken) <= step_of(after):
+            continue
+        if (broken / digests.LIST).exists():
+            _log.warning("%s was moved to %s.", broken, _move_aside(broken, f"damaged-{broken.name}"))
+        else:
+            shutil.rmtree(broken, ignore_errors=True)
 
 
 def rotate(folder: Path, limit: int | None, best: str | None) -> None:
@@ -168,19 +153,14 @@ def rotate(folder: Path, limit: int | None, best: str | None) -> None:
 
 def set_aside(folder: Path) -> Path | None:
     """Move the checkpoints of an earlier training out of the way, and return where; None if there were none."""
-    if not checkpoints(folder):
-        return None
-    aside = _free(folder.with_name(f"{folder.name}.old"))
+    return _move_aside(folder, f"{folder.name}.old") if checkpoints(folder) else None
+
+
+def _move_aside(folder: Path, name: str) -> Path:
+    """Move a folder to the first of `name`-1, `name`-2, … beside it that is not there, and return that place."""
+    aside = next(free for n in count(1) if not (free := folder.with_name(f"{name}-{n}")).exists())
     move(folder, aside)
     return aside
-
-
-def _free(place: Path) -> Path:
-    """Return the first of `place`-1, `place`-2, … that is not there."""
-    number = 1
-    while (free := place.with_name(f"{place.name}-{number}")).exists():
-        number += 1
-    return free
 
 
 @contextmanager
@@ -208,10 +188,7 @@ def explain_write_errors(folder: Path) -> Iterator[None]:
 class DrafterCheckpointIO(CheckpointIO):
     """The reading and writing of checkpoints that are loadable drafters, whatever engine spreads their training.
 
-    Args:
-        trainer: holds the optimizer and the schedule.
-        form: the drafter as this process holds it, whole or sharded.
-        joint: the adapter trained with it; None for the drafter alone.
+    `trainer` holds the optimizer and the schedule, `form` the drafter, `joint` the adapter that is trained with it.
     """
 
     def __init__(self, trainer: HookedTrainer, form: ShardedDrafter | WholeDrafter, joint: JointModule | None):
@@ -238,8 +215,6 @@ class DrafterCheckpointIO(CheckpointIO):
         """Return the last whole checkpoint; None before there is one."""
         return last_complete(Path(self.trainer.args.output_dir or ""))
 
-    # ------------------------------------------------------------ weights
-
     def save_weights(self, folder: Path) -> None:
         """Write the drafter into `folder`, and with joint training the adapter of its target."""
         drafter = self.form.whole_in_first()
@@ -249,12 +224,7 @@ class DrafterCheckpointIO(CheckpointIO):
                 self.joint.adapter.save(folder / ADAPTER)
 
     def load_weights(self, folder: Path) -> None:
-        """Read the weights of a saved drafter into the one being trained, and those of its target's adapter.
-
-        Raises:
-            BadInputError: damaged weights, or a drafter of another type.
-            IncompatibleError: other names or shapes.
-        """
+        """Read a saved drafter, and its target's adapter, into those in training; refuse damaged or other ones."""
         saved, own = restore_drafter(folder), self.form.drafter
         if type(saved) is not type(own):
             raise BadInputError(
@@ -270,22 +240,16 @@ class DrafterCheckpointIO(CheckpointIO):
         if self.joint is not None:
             self.joint.adapter.load(folder / ADAPTER)
 
-    # ------------------------------------------------------------ optimizer and schedule
-
     def save_states(self, folder: Path) -> None:
-        """Write one state by the names of the weights, gathered from all processes."""
         states = self._states()
-        assert not isinstance(states, WholeStates)
-        write_state(states, folder)
-        if self.trainer.lr_scheduler is not None:
-            write_schedule(self.trainer.lr_scheduler, folder)
+        assert isinstance(states, FsdpStates | ZeroStates)
+        write_states(states, self.trainer.lr_scheduler, folder)
 
     def reads_states(self, folder: Path) -> bool:
         """Tell whether the drafter is sharded here, or was in the launch that wrote the checkpoint."""
         return self.trainer.is_sharded or is_named(folder)
 
     def load_states(self, folder: Path) -> None:
-        """Read a state by names, into a sharded optimizer or a whole one."""
         trainer = self.trainer
         read_state(self._states(), folder)
         if trainer.lr_scheduler is not None and trainer.optimizer is not None:
@@ -300,6 +264,8 @@ class DrafterCheckpointIO(CheckpointIO):
         if self.trainer.is_fsdp_enabled:
             return FsdpStates(form, optimizer)
         decaying = set(self.trainer.get_decay_parameter_names(form))
-        trained = [name for name, p in form.named_parameters() if p.requires_grad]
-        groups = [[n for n in trained if (n in decaying) == decays] for decays in (True, False)]
+        groups = [
+            [name for name, p in form.named_parameters() if p.requires_grad and (name in decaying) == decays]
+            for decays in (True, False)
+        ]
         return ZeroStates(form, optimizer, [names for names in groups if names])

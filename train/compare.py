@@ -21,7 +21,7 @@ from ..distill.responses import distill
 from ..eval import Report
 from ..eval.measure import Contestant, baseline, measure, plan_of
 from ..eval.reports.render import write_report
-from ..eval.reports.report import ContestantInfo, TrainingInfo
+from ..eval.reports.report import TrainingInfo
 from ..eval.suites import load_suites
 from ..heads import load_drafter
 from ..recipes import Recipe
@@ -31,12 +31,8 @@ from .provenance import PROVENANCE, check_same_run, read_provenance, require_res
 from .run import train
 from .warmstart import check_drafter, check_makes
 
-_SHARED = ("target", "data", "eval")  # sections in which the recipes must say the same,
-_METHOD = (
-    "data.on_policy",
-    "data.on_policy_temperature",
-    "data.verified",
-)  # but for what a drafter adds to the data itself, which is part of its method
+_SHARED = ("target", "data", "eval")  # sections in which the recipes must say the same, but for a method's own data:
+_METHOD = ("data.on_policy", "data.on_policy_temperature", "data.verified")
 
 _log = logging.getLogger(__name__)
 
@@ -59,9 +55,9 @@ def compare(
         console: shows progress there.
 
     Raises:
-        BadInputError: the recipes differ in more than drafter and training (names the settings), one of them has
-            nothing to train or cannot be made for the target, or `folder` holds a training of another recipe or of
-            another time. All before anything is spent.
+        BadInputError: the recipes differ in more than drafter and training, one of them has nothing to train or cannot
+            be made for the target, or `folder` holds a training of another recipe or time. All before anything is
+            spent.
     """
     if not 0 < seconds < math.inf:
         raise BadInputError(f"the budget must be more than 0 seconds of training, and come to an end, got {seconds:g}.")
@@ -74,7 +70,10 @@ def compare(
 def _compare(
     recipes: Sequence[Recipe], seconds: float, place: Path, target: Target | None, console: Console | None
 ) -> Report:
-    moved = [_in_folder(recipe, place) for recipe in recipes]
+    moved = []  # the recipes on the shared responses, each with an output of its own
+    for recipe in recipes:
+        data = recipe.data.model_copy(update={"responses": recipe.data.responses or str(place / "data")})
+        moved.append(recipe.model_copy(update={"data": data, "output": str(place / recipe.name)}))
     finished = [_finished(recipe, seconds) for recipe in moved]
     first, given = moved[0], target
     target = given or Target.load(**first.target.model_dump())
@@ -93,7 +92,7 @@ def _compare(
     entrants = [Contestant.of(name, d, plan) for name, d in drafters]
     report = measure(target, entrants, suites, first.eval, console=console)
     trained = {recipe.name: _how(recipe) for recipe in moved}
-    report.contestants = [_with_training(info, trained.get(info.name)) for info in report.contestants]
+    report.contestants = [c.model_copy(update={"training": trained.get(c.name)}) for c in report.contestants]
     write_report(report, place / "report")
     return report
 
@@ -138,18 +137,8 @@ def differences(one: Recipe, other: Recipe) -> list[str]:
     ]
 
 
-def _in_folder(recipe: Recipe, folder: Path) -> Recipe:
-    """Return the recipe on the shared responses, with an output of its own in `folder`."""
-    data = recipe.data.model_copy(update={"responses": recipe.data.responses or str(folder / "data")})
-    return recipe.model_copy(update={"data": data, "output": str(folder / recipe.name)})
-
-
 def _finished(recipe: Recipe, seconds: float) -> bool:
-    """Tell whether this training is done. One of another recipe, or of another time, is never mixed with it.
-
-    Raises:
-        BadInputError: there is one.
-    """
+    """Tell whether this training is done; one of another recipe, or of another time, is refused."""
     output = recipe.output_folder
     check_same_run(recipe, output)
     if not ((output / PROVENANCE).is_file() and (output / "drafter").is_dir()):
@@ -170,13 +159,8 @@ def _train(recipe: Recipe, seconds: float, target: Target, is_done: bool, consol
         return
     result = train(recipe, target, console=console, seconds=seconds)
     tau = result.metrics.get("eval_tau")
-    _log.info(
-        "%s: %d steps in %g seconds%s",
-        recipe.name,
-        result.steps,
-        seconds,
-        f", held-out tau {tau:.2f} (analytic)" if tau else "",
-    )
+    figures = f", held-out tau {tau:.2f} (analytic)" if tau else ""
+    _log.info("%s: %d steps in %g seconds%s", recipe.name, result.steps, seconds, figures)
 
 
 def _how(recipe: Recipe) -> TrainingInfo:
@@ -191,7 +175,3 @@ def _how(recipe: Recipe) -> TrainingInfo:
         parameters=saved["drafter"]["trained_parameters"],
         held_out_tau=saved["metrics"].get("eval_tau"),
     )
-
-
-def _with_training(info: ContestantInfo, training: TrainingInfo | None) -> ContestantInfo:
-    return info.model_copy(update={"training": training})

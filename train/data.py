@@ -5,11 +5,9 @@ Shapes: B rows, T tokens of the longest row, K taps, H target hidden size, V tar
 Global batches are the same rows whatever the number of processes, accumulation steps or loader workers: the order is a
 function of (seed, epoch) alone, and the last batch of an epoch is filled with empty rows instead of repeated ones.
 
-Packing: rows of about the same number of tokens, each made of several texts of the data set. A batch of single texts is
-padded to its longest one; packed, hardly anything of it is padding, and a batch has the same number of tokens at every
-step. The drafter keeps the texts of a row apart (targets/documents.py). The target reads each text as a row of its own,
-texts of about one length together: so its hidden states are those of the text alone, whatever its layers are, and no
-mask of a whole row is needed. Which texts share a pack is decided by their lengths alone, once for the whole training.
+Packing: rows of about the same number of tokens, each made of several texts, hardly any of it padding. The drafter
+keeps the texts of a row apart (targets/documents.py). The target reads each text as a row of its own, so its hidden
+states are those of the text alone. Which texts share a pack is decided by their lengths, once for the whole training.
 """
 
 from __future__ import annotations
@@ -83,10 +81,9 @@ class Rows(Dataset):
 
 
 def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
-    """Return `input_ids` and `labels` `[B, T]`, padded on the right, and `index` `[B]`.
+    """Return `input_ids` and `labels` `[B, T]`, padded on the right, and `index` `[B]`; `depths` `[B, T]` if rows have.
 
-    Of packs `index` is that of each text, `[B, D]`, and there are their `lengths`, `[B, D]`. If
-    rows have `depths`, there are these, `[B, T]`.
+    Of packs `index` is that of each text, `[B, D]`, and there are their `lengths`, `[B, D]`.
     """
     if get_worker_info() is not None:  # a loader's worker, whose first work this is
         let_parent_decide()
@@ -103,18 +100,14 @@ def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
 
 
 def _padded(rows: Sequence[list[int]], fill: int) -> Tensor:
-    """Return lists as the rows of a tensor, filled up on the right."""
     length = max(map(len, rows))
     return torch.tensor([row + [fill] * (length - len(row)) for row in rows])
 
 
 class Order(Sampler[int]):
-    """An order of the positions of one epoch, filled up with `EMPTY` to whole global batches.
+    """An order of the positions of one epoch, filled up with `EMPTY` to whole global batches of `multiple` rows.
 
-    Args:
-        length: number of rows.
-        multiple: rows of all processes in one micro-batch; 1 leaves a short last batch as it is.
-        seed: of the shuffling; None keeps the rows in order.
+    `multiple` 1 leaves a short last batch as it is, and `seed` None the rows in order.
     """
 
     def __init__(self, length: int, multiple: int, seed: int | None):
@@ -127,14 +120,12 @@ class Order(Sampler[int]):
         return -(-self.length // self.multiple) * self.multiple
 
     def __iter__(self) -> Iterator[int]:
-        yield from self._positions()
-        yield from [EMPTY] * (len(self) - self.length)
-
-    def _positions(self) -> list[int]:
         if self.seed is None:
-            return list(range(self.length))
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
-        return torch.randperm(self.length, generator=generator).tolist()
+            yield from range(self.length)
+        else:
+            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
+            yield from torch.randperm(self.length, generator=generator).tolist()
+        yield from [EMPTY] * (len(self) - self.length)
 
 
 # ------------------------------------------------------------ which rows
@@ -143,23 +134,20 @@ class Order(Sampler[int]):
 def split(table: datasets.Dataset, holdout: float, prompts: bool = False, depths: bool = False) -> tuple[Rows, Rows]:
     """Return (training rows, held-out rows): a hash of a row's question decides, whatever its id and place.
 
-    (In data of older versions, the hash of its id.)
-
     `prompts`: the training rows also teach their prompts' tokens. `depths`: they also have those. Rows without a token
     to learn are left out.
 
     Raises:
         BadInputError: nothing to train on.
     """
-    contents = table["content" if "content" in table.column_names else "id"]
+    contents = table["content"]
     learnable = [i for i, mask in enumerate(table["loss_mask"]) if any(mask[FIRST_LEARNED:])]
     held = {i for i in learnable if is_held_out(contents[i], holdout)}
     training = [i for i in learnable if i not in held]
     if not training:
         raise BadInputError(
             f"no rows to train on: of {len(table)} rows {len(learnable)} have a response and {len(held)} of those are "
-            "held out "
-            f"(data.holdout {holdout}); use more prompts or a smaller data.holdout."
+            f"held out (data.holdout {holdout}); use more prompts or a smaller data.holdout."
         )
     return Rows(table, training, prompts, depths), Rows(table, sorted(held))
 
@@ -170,11 +158,7 @@ def is_held_out(content: str, holdout: float) -> bool:
 
 
 def token_counts(rows: Rows, vocab_size: int) -> Tensor:
-    """Return how often each token is to be predicted in `rows`, `[V]`.
-
-    Raises:
-        IncompatibleError: a token id that the target does not have.
-    """
+    """Return how often each token is to be predicted in `rows`, `[V]`; refuse those that the target lacks."""
     counts = torch.zeros(vocab_size, dtype=torch.long)
     for position in range(len(rows)):
         labels = torch.tensor(rows[position]["labels"])
@@ -203,8 +187,7 @@ class Batches(Protocol):
 class OnlineBatches:
     """A maker of batches whose hidden states the frozen target computes in the loop.
 
-    Attributes:
-        precision: of the target's matrix products; None for its own dtype. Its output embedding always runs in its own.
+    `precision` is that of its matrix products; None, and for its output embedding always, its own dtype.
     """
 
     target: Target
@@ -228,17 +211,13 @@ class CachedBatches:
 
     def of(self, inputs: dict[str, Tensor]) -> TargetBatch:
         tokens = inputs["input_ids"]
-        hidden, last = self._read([i for i in inputs["index"].tolist() if i != EMPTY])
-        hidden = None if hidden is None else _fitted(hidden, tokens)
-        return TargetBatch(self.target, tokens, inputs["labels"] != IGNORED, hidden, _fitted(last, tokens))
-
-    def _read(self, indices: list[int]) -> tuple[Tensor | None, Tensor]:
-        if indices:
+        if indices := [i for i in inputs["index"].tolist() if i != EMPTY]:
             hidden, last = self.store.batch(indices)
         else:
-            size, dtype = self.target.hidden_size, self.target.dtype
-            hidden, last = torch.zeros(0, 0, len(self.taps), size, dtype=dtype), torch.zeros(0, 0, size, dtype=dtype)
-        return (hidden if self.taps else None), last
+            last = torch.zeros(0, 0, self.target.hidden_size, dtype=self.target.dtype)
+            hidden = last[:, :, None].expand(-1, -1, len(self.taps), -1)
+        hidden = None if hidden is None or not self.taps else _fitted(hidden, tokens)
+        return TargetBatch(self.target, tokens, inputs["labels"] != IGNORED, hidden, _fitted(last, tokens))
 
 
 def _fitted(stored: Tensor, tokens: Tensor) -> Tensor:
@@ -281,11 +260,8 @@ def packs_of(lengths: Sequence[int], size: int) -> list[list[int]]:
 class Packs(Dataset):
     """Packs of rows: `{"index", "lengths", "input_ids", "labels"}`, the first two with an entry for each text.
 
-    If the rows have `depths`, packs have them, too.
-
-    Attributes:
-        rows: the single texts. groups: positions of these, of each pack.
-        size: tokens of a pack, at most, but for texts that are longer.
+    If the rows have `depths`, packs have them, too. `groups` are the positions in `rows` of each pack's texts, `size`
+    its tokens, at most, but for texts that are longer.
     """
 
     def __init__(self, rows: Rows, size: int | None = None):
@@ -309,11 +285,9 @@ class Packs(Dataset):
 
     @property
     def indices(self) -> list[int]:
-        """The rows of the table that are trained on."""
         return self.rows.indices
 
     def names(self, indices: Sequence[int]) -> str:
-        """Return the ids of rows of the table, for a sentence."""
         return self.rows.names(indices)
 
     def summary(self) -> str:
@@ -337,20 +311,15 @@ class PackedBatches:
             return self.inner.of(inputs)
         tokens, lengths = inputs["input_ids"], [[n for n in row if n] for row in inputs["lengths"].tolist()]
         documents = Documents(lengths, tokens.shape[1])
-        hidden, last = self._states(tokens, documents, inputs["index"])
-        return TargetBatch(self.target, tokens, inputs["labels"] != IGNORED, hidden, last, documents=documents)
-
-    def _states(self, tokens: Tensor, documents: Documents, index: Tensor) -> tuple[Tensor | None, Tensor]:
-        """Return the hidden states of packs, `[B, T, K, H]` (None without taps) and `[B, T, H]`; zero in padding."""
-        rows = zip(index.tolist(), documents.lengths, strict=True)
-        indices = [i for row, lengths in rows for i in row[: len(lengths)]]
-        hidden, last = [], []
+        rows = zip(inputs["index"].tolist(), documents.lengths, strict=True)
+        indices = [i for row, own in rows for i in row[: len(own)]]
+        hidden, last = [], []  # of the passes
         # Of a target in parts all processes make equally many passes.
         for part in documents.passes(together=self.target.sharded):
-            alone = documents.alone(tokens, part)
-            found = self.inner.of(
-                {"input_ids": alone, "labels": alone, "index": torch.tensor([indices[number] for number in part])}
-            )
-            last.append((part, found.last))
-            hidden += [] if found.hidden is None else [(part, found.hidden)]
-        return documents.packed(hidden) if hidden else None, documents.packed(last)
+            alone, index = documents.alone(tokens, part), torch.tensor([indices[number] for number in part])
+            read = self.inner.of({"input_ids": alone, "labels": alone, "index": index})
+            last.append((part, read.last))
+            hidden += [] if read.hidden is None else [(part, read.hidden)]
+        states = documents.packed(hidden) if hidden else None
+        supervised, last_states = inputs["labels"] != IGNORED, documents.packed(last)
+        return TargetBatch(self.target, tokens, supervised, states, last_states, documents=documents)

@@ -1,9 +1,8 @@
 """Decoding during a training: the drafter's own responses in its batches, and τ measured at each evaluation.
 
 On-policy training (DistillSpec, arXiv 2310.08461; GKD, arXiv 2306.13649): in some rows of every step the drafter's own
-response replaces the target's. The target reads that text, and the loss is computed, as for any other. Which rows, and
-every token in them, are a function of the seed, the step, the row and the weights: so a resumed run writes the same
-text, and it does not matter how rows are spread over processes and micro-batches.
+response replaces the target's. Which rows, and every token in them, are a function of the seed, the step, the row and
+the weights: so a resumed run writes the same text, however rows are spread over processes and micro-batches.
 
 Measured τ: at each evaluation the drafter, as it is then, drafts for a few prompts of the recipe's suites. Every
 process takes its share of them; where the target's layers are split the first decodes alone, and the others take part
@@ -16,8 +15,8 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,14 +43,7 @@ _WHICH = 0  # a stream of randomness that the decoder draws nothing from
 
 @dataclass
 class OnPolicy:
-    """A writer of the drafter's responses into batches.
-
-    Attributes:
-        share: of the rows, on average.
-        seed: of the training.
-        max_new_tokens: longest response.
-        ends: tokens that end one; the target's.
-    """
+    """A writer of the drafter's responses into batches, in `share` of the rows; `ends` are tokens that end one."""
 
     rows: Rows
     share: float
@@ -62,11 +54,7 @@ class OnPolicy:
 
     @classmethod
     def of(cls, spec: DataSpec, rows: Rows, target: Target, drafter: Drafter, seed: int) -> OnPolicy | None:
-        """Return the writer of a recipe's `data`; None if no row is on-policy.
-
-        Raises:
-            BadInputError: a prompt is empty, or leaves the drafter no room for `max_new_tokens`.
-        """
+        """Return the writer of a recipe's `data`, if rows are on-policy; refuse prompts that leave it no room."""
         if not spec.on_policy:
             return None
         lengths, limit = [len(rows.prompt(i)) for i in rows.indices], drafter.writer().max_context
@@ -78,13 +66,12 @@ class OnPolicy:
             )
         if limit is not None and longest + spec.max_new_tokens > limit:
             raise BadInputError(
-                f"data.on_policy: the longest prompt has {longest} tokens; with "
-                f"data.max_new_tokens={spec.max_new_tokens} it exceeds the drafter's context "
-                f"of {limit}. Lower data.max_new_tokens or data.max_prompt_tokens."
+                f"data.on_policy: the longest prompt has {longest} tokens; with data.max_new_tokens="
+                f"{spec.max_new_tokens} it exceeds the drafter's context of {limit}. Lower data.max_new_tokens or "
+                "data.max_prompt_tokens."
             )
-        return cls(
-            rows, spec.on_policy, spec.on_policy_temperature, seed, spec.max_new_tokens, frozenset(target.eos_ids)
-        )
+        ends = frozenset(target.eos_ids)
+        return cls(rows, spec.on_policy, spec.on_policy_temperature, seed, spec.max_new_tokens, ends)
 
     def chosen(self, indices: list[int], step: int) -> list[int]:
         """Return the rows among `indices` that the drafter answers in this step."""
@@ -95,7 +82,9 @@ class OnPolicy:
     def responses(self, writer: Target, indices: list[int], step: int) -> list[list[int]]:
         """Return the drafter's responses to the prompts of the rows `indices` in this step."""
         sampling = Sampling(temperature=self.temperature, seed=self.seed * 1_000_003 + step)
-        with _evaluating(writer.model):
+        was_training = writer.model.training
+        writer.model.eval()  # without dropout, and without activation checkpointing, which goes without caches
+        try:
             # Eager rounds: how many rows there are changes from step to step, and each number would be captured anew.
             out = Decoder(writer, static=False).generate(
                 [self.rows.prompt(i) for i in indices],
@@ -106,6 +95,8 @@ class OnPolicy:
                 ignore_eos=True,
                 sequence_ids=indices,
             )
+        finally:
+            writer.model.train(was_training)
         return out.tokens
 
     def rewritten(
@@ -124,10 +115,9 @@ class OnPolicy:
             inputs = {name: tensor.to(inputs[name].device) for name, tensor in batch.items()}
         tokens, seconds = sum(map(len, written.values())), time.perf_counter() - began
         real, one = len([i for i in indices if i != EMPTY]), 1
-        return inputs, _sums(
-            {"on_policy": (len(chosen), real), "written_tokens": (tokens, one), "written_seconds": (seconds, one)},
-            inputs["index"].device,
-        )
+        values = {"on_policy": (len(chosen), real), "written_tokens": (tokens, one), "written_seconds": (seconds, one)}
+        pairs = {n: torch.tensor(v, dtype=torch.float32, device=inputs["index"].device) for n, v in values.items()}
+        return inputs, {name: (total, count) for name, (total, count) in pairs.items()}
 
     def _row(self, index: int, response: list[int] | None) -> dict[str, object]:
         if index == EMPTY:
@@ -137,24 +127,6 @@ class OnPolicy:
             return self.rows.labelled(index, row["input_ids"], row["loss_mask"])
         prompt = self.rows.prompt(index)
         return self.rows.labelled(index, prompt + response, [0] * len(prompt) + [1] * len(response))
-
-
-def _sums(values: dict[str, tuple[float, float]], device: torch.device) -> dict[str, Sum]:
-    return {
-        name: (torch.tensor(float(total), device=device), torch.tensor(float(count), device=device))
-        for name, (total, count) in values.items()
-    }
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Switch off dropout, and activation checkpointing, which goes without caches, inside."""
-    training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(training)
 
 
 # ------------------------------------------------------------ measured τ
@@ -172,12 +144,7 @@ class Sample:
 
 @dataclass
 class MeasuredTau:
-    """A measurement of τ by the decoder.
-
-    Attributes:
-        prompts: token ids; places: of each, its number among all.
-        samples: of the last measurement, by this process.
-    """
+    """A measurement of τ by the decoder; `samples` are those of the last one, by this process."""
 
     target: Target
     prompts: Sequence[tuple[int, ...]]
@@ -188,21 +155,12 @@ class MeasuredTau:
 
     @classmethod
     def of(cls, recipe: Recipe, target: Target) -> MeasuredTau | None:
-        """Return the measurement of a recipe's `eval.training_prompts`; None for no prompts.
-
-        Raises:
-            BadInputError: the target has no tokenizer, or there are no such suites.
-        """
+        """Return the measurement of a recipe's `eval.training_prompts`; None for no prompts."""
         spec = recipe.eval
         if not spec.training_prompts:
             return None
-        return cls(
-            target,
-            _prompts(spec, target),
-            plan_of(spec),
-            Sampling(temperature=spec.temperatures[0], seed=spec.seed),
-            spec.max_new_tokens,
-        )
+        sampling = Sampling(temperature=spec.temperatures[0], seed=spec.seed)
+        return cls(target, _prompts(spec, target), plan_of(spec), sampling, spec.max_new_tokens)
 
     def tau(self, drafter: Drafter, processes: Processes, is_copy: bool = False) -> float:
         """Return τ over all prompts; 1 where every text ended with its first token. All processes call this.
@@ -228,39 +186,33 @@ class MeasuredTau:
         if not places:
             return torch.zeros(2)
         own = self.ready(drafter, is_copy)
-        out = Decoder(self.target, own, static=False).generate(
-            [self.prompts[i] for i in places], self.max_new_tokens, self.sampling, self.plan, sequence_ids=list(places)
-        )
-        self.samples = [self._sample(self.prompts[i], out, row) for row, i in enumerate(places)]
+        prompts = [self.prompts[i] for i in places]
+        decoder = Decoder(self.target, own, static=False)
+        out = decoder.generate(prompts, self.max_new_tokens, self.sampling, self.plan, sequence_ids=list(places))
+        self.samples = [self._sample(prompt, out, row) for row, prompt in enumerate(prompts)]
         rounds = [r for sequence in out.rounds for r in sequence]
         return torch.tensor([float(sum(1 + r.accepted for r in rounds)), float(len(rounds))])
 
     def ready(self, drafter: Drafter, is_copy: bool = False) -> Drafter:
-        """Return the drafter as it will be served: in the target's dtype, without the wrappers of training.
-
-        It is a copy, whose weights are made in that dtype at once; one that `is_copy` already is changed in place.
-        """
-        device, dtype = self.target.device, self.target.dtype
-        own = drafter
+        """Return the drafter as it is served, in the target's dtype: a copy made in it at once, or `is_copy` itself."""
+        device, dtype, own = self.target.device, self.target.dtype, drafter
         if not is_copy:
-            weights = {
+            weights: dict[int, Any] = {
                 id(p): nn.Parameter(p.detach().to(device, dtype, copy=True), False) for p in drafter.parameters()
             }
-            memory: dict[int, Any] = {**weights}
-            own = copy.deepcopy(drafter, memory)
+            own = copy.deepcopy(drafter, weights)
         vars(own).pop("forward", None)  # of mixed precision
         return own.to(device).cast(dtype).eval().requires_grad_(False)
 
     def _sample(self, prompt: Sequence[int], out: Output, row: int) -> Sample:
-        text, tokens, rounds = self._text, out.tokens[row], out.rounds[row]
-        tau = sum(1 + r.accepted for r in rounds) / len(rounds) if rounds else float("nan")
-        marked = "".join(
-            f"[{text(part)}]" if was_drafted else text(part) for part, was_drafted in drafted_parts(tokens, rounds)
-        )
-        return Sample(text(prompt), text(tokens), marked, tau)
+        def text(part: Sequence[int]) -> str:
+            return str(self.target.require_tokenizer().decode(list(part)))
 
-    def _text(self, tokens: Sequence[int]) -> str:
-        return str(self.target.require_tokenizer().decode(list(tokens)))
+        tokens, rounds = out.tokens[row], out.rounds[row]
+        tau = sum(1 + r.accepted for r in rounds) / len(rounds) if rounds else float("nan")
+        parts = drafted_parts(tokens, rounds)
+        marked = "".join(f"[{text(part)}]" if was_drafted else text(part) for part, was_drafted in parts)
+        return Sample(text(prompt), text(tokens), marked, tau)
 
 
 def _prompts(spec: EvalSpec, target: Target) -> list[tuple[int, ...]]:

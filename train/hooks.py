@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,17 +26,13 @@ from .launch import is_lost_peer
 # The first and the last version that all tests passed with.
 TRIED = {"transformers": ("5.17", "5.23"), "accelerate": ("1.10", "1.15")}
 
-
 # What torch raises where a state is no state, or a pickle that asks for more than one: it opens nothing else.
 _NO_STATE = (pickle.UnpicklingError, RuntimeError, KeyError, EOFError, TypeError, ValueError, AttributeError, OSError)
 
 
 @contextmanager
 def refuse_unreadable_states(checkpoint: str | Path | None) -> Iterator[None]:
-    """Refuse a checkpoint whose optimizer, schedule or random states are not what a training wrote.
-
-    Another process that ended meanwhile, or too little memory, says nothing against the checkpoint.
-    """
+    """Refuse a checkpoint whose states are not a training's; lost processes and little memory say nothing of it."""
     try:
         yield
     except _NO_STATE as error:
@@ -50,46 +46,26 @@ def refuse_unreadable_states(checkpoint: str | Path | None) -> Iterator[None]:
         ) from error
 
 
-class CheckpointIO(ABC):
-    """The reading and writing of a training's checkpoints. All processes call its methods together."""
+class CheckpointIO(Protocol):
+    """The reading and writing of a training's checkpoints. All processes call its methods together.
 
-    @abstractmethod
-    def writing(self, folder: Path) -> AbstractContextManager[None]:
-        """Open a context manager in which the base class writes the checkpoint `folder`."""
+    The base class writes a checkpoint inside of `writing`. States are those of optimizer and schedule: `save_states`
+    writes a sharded model's, and `reads_states` tells whether `load_states` reads them, and not the base class.
+    """
 
-    @abstractmethod
-    def save_weights(self, folder: Path) -> None:
-        """Write the model into `folder`, by one process."""
-
-    @abstractmethod
-    def load_weights(self, folder: Path) -> None:
-        """Read the model from a folder that `save_weights` wrote."""
-
-    @abstractmethod
-    def save_states(self, folder: Path) -> None:
-        """Write the states of optimizer and schedule of a sharded model into `folder`."""
-
-    @abstractmethod
-    def reads_states(self, folder: Path) -> bool:
-        """Tell whether `load_states` reads a checkpoint, and not the base class."""
-
-    @abstractmethod
-    def load_states(self, folder: Path) -> None:
-        """Read what `save_states` wrote."""
+    def writing(self, folder: Path) -> AbstractContextManager[None]: ...
+    def save_weights(self, folder: Path) -> None: ...
+    def load_weights(self, folder: Path) -> None: ...
+    def save_states(self, folder: Path) -> None: ...
+    def reads_states(self, folder: Path) -> bool: ...
+    def load_states(self, folder: Path) -> None: ...
 
 
 class HookedTrainer(Trainer, ABC):
-    """A `transformers.Trainer` whose private hooks call its subclass (order of rows) and `checkpoint_io`.
-
-    Attributes:
-        checkpoint_io: set by the subclass.
-        checkpoints_kept: in training, how many checkpoints stay, the others are deleted by `checkpoint_io`.
-    """
+    """A `transformers.Trainer` whose private hooks call its subclass (order of rows) and `checkpoint_io`."""
 
     checkpoint_io: CheckpointIO
     checkpoints_kept: int | None = None
-
-    # ------------------------------------------------------------ what a subclass decides
 
     @abstractmethod
     def training_order(self) -> Sampler[int] | None:
@@ -118,8 +94,11 @@ class HookedTrainer(Trainer, ABC):
 
         It would delete some before we know that a new one is whole, and in the end the one that a signal asked for.
         """
-        with _without_rotation(self.args) as self.checkpoints_kept:
+        self.checkpoints_kept, self.args.save_total_limit = self.args.save_total_limit, None
+        try:
             trained: TrainOutput = super().train(*args, **kwargs)
+        finally:
+            self.args.save_total_limit = self.checkpoints_kept
         return trained
 
     def _save_checkpoint(self, model: nn.Module, trial: object) -> None:
@@ -138,10 +117,8 @@ class HookedTrainer(Trainer, ABC):
         self, max_steps: int, train_dataloader: DataLoader, resume_from_checkpoint: str | None
     ) -> tuple[nn.Module, DataLoader]:
         """Continue a sharded drafter in our own way: the base class would look for files of the engines."""
-        own = resume_from_checkpoint if self.is_sharded else None
-        prepared: tuple[nn.Module, DataLoader] = super()._prepare_for_training(
-            max_steps, train_dataloader, None if self.is_sharded else resume_from_checkpoint
-        )
+        own, theirs = (resume_from_checkpoint, None) if self.is_sharded else (None, resume_from_checkpoint)
+        prepared: tuple[nn.Module, DataLoader] = super()._prepare_for_training(max_steps, train_dataloader, theirs)
         if own is not None:
             self._load_from_checkpoint(own)
             self._load_optimizer_and_scheduler(own)
@@ -176,11 +153,7 @@ class HookedTrainer(Trainer, ABC):
         return float(engine.get_global_grad_norm() or 0.0)
 
     def count_labels(self, columns: list[str]) -> None:
-        """Let the base class count the labels of the whole global batch, and leave dividing to `compute_loss`.
-
-        Args:
-            columns: of a row, all of which reach the collator.
-        """
+        """Let the base class count the labels of a global batch, whose `columns` all reach the collator."""
         self.model_accepts_loss_kwargs = True
         self._signature_columns = columns  # type: ignore[assignment]
 
@@ -204,16 +177,6 @@ class HookedTrainer(Trainer, ABC):
         if self.accelerator._models or self.is_sharded:
             return cast(nn.Module, self.model)
         return cast(nn.Module, self.accelerator.prepare_model(self.model, evaluation_mode=True))
-
-
-@contextmanager
-def _without_rotation(args: TrainingArguments) -> Iterator[int | None]:
-    """Let the base class keep all checkpoints inside, and yield the limit of the recipe."""
-    limit, args.save_total_limit = args.save_total_limit, None
-    try:
-        yield limit
-    finally:
-        args.save_total_limit = limit
 
 
 def block_classes(model: PreTrainedModel) -> list[str]:

@@ -1,10 +1,10 @@
 """Joint training: the target learns beside the drafter, through a LoRA of peft's (Medusa-2, arXiv 2401.10774 §2.2.2).
 
-Minimised, per supervised position: L_target + λ0 · L_drafter. L_target keeps the target near what it said before: the
-divergence of its next-token distribution with the adapter from the one without (the paper's self-distillation), or the
-cross-entropy with the responses. L_drafter is the drafter's own loss, on the hidden states of the target with the
-adapter; what it compares its drafts with has no gradient, so that the target is made readable, not easy to guess. In
-the first part of the training the drafter learns alone: fresh heads' gradients would distort the target.
+Minimised, per supervised position: L_target + λ0 · L_drafter. L_target holds the target: the divergence of its
+next-token distribution with the adapter from the one without (the paper's self-distillation), or the cross-entropy with
+the responses. L_drafter is the drafter's own loss, on the hidden states of the target with the adapter; what it
+compares its drafts with has no gradient. In the first part of the training the drafter learns alone: fresh heads'
+gradients would distort the target.
 
 The adapter is a part of the target that comes out: decoding is lossless with respect to that one, not to the original.
 
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
@@ -31,7 +31,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from ..common import BadInputError, IncompatibleError, refuse_unknown_keys
 from ..heads import Drafter, DrafterLoss, TargetBatch
 from ..heads.divergences import divergence, own_precision
-from ..heads.losses import LossSettings, PositionLosses, chunked_compare
+from ..heads.losses import LossSettings, chunked_compare
 from ..recipes import JointSpec
 from ..targets import Target
 from ..targets.adapters import ADAPTER_WEIGHTS
@@ -65,15 +65,8 @@ _SET_HERE = {
 }
 
 
-# ------------------------------------------------------------ its settings
-
-
 def lora_config(values: dict[str, Any]) -> LoraConfig:
-    """Return `joint.lora` as peft's own config.
-
-    Raises:
-        BadInputError: an unknown field, one without meaning here, or a value that peft refuses.
-    """
+    """Return `joint.lora` as peft's own config; refuse fields without meaning here, and what peft refuses."""
     refuse_unknown_keys(values, {f.name for f in fields(LoraConfig)} - _SET_HERE, "joint.lora")
     for name, reason in _MEANINGLESS.items():
         if values.get(name):
@@ -97,9 +90,6 @@ def lora_config(values: dict[str, Any]) -> LoraConfig:
         raise BadInputError(f"joint.lora: {error}") from error
 
 
-# ------------------------------------------------------------ the adapter
-
-
 class Adapter:
     """A new LoRA inside of a target, whose passes go through it until it is taken out. New, it changes nothing.
 
@@ -118,22 +108,19 @@ class Adapter:
         try:
             self._model: Any = get_peft_model(target.model, lora_config(settings))
         except (ValueError, TypeError) as error:
-            _take_out(target.model)
+            for name, module in list(target.model.named_modules()):  # what is left of it is taken out
+                if isinstance(module, BaseTunerLayer):
+                    target.model.set_submodule(name, module.get_base_layer())
             raise BadInputError(f"joint.lora does not fit this target: {error}") from error
         self._inside = True
         self._model.eval()
-        self._check_ends()
-
-    def _check_ends(self) -> None:
-        """Refuse a LoRA in the embeddings at either end of the target: the drafter reads or copies them as they are."""
-        ends = {"input": self.target.model.get_input_embeddings(), "output": self.target.model.get_output_embeddings()}
+        ends = {"input": target.model.get_input_embeddings(), "output": target.model.get_output_embeddings()}
         for name, module in ends.items():
             if any(p.requires_grad for p in module.parameters()):
                 self.remove()
                 raise BadInputError(
                     f"joint.lora.target_modules names the target's {name} embedding, which the drafter takes as it is; "
-                    "leave it out, for example with "
-                    "target_modules: all-linear."
+                    "leave it out, for example with target_modules: all-linear."
                 )
 
     @property
@@ -141,9 +128,8 @@ class Adapter:
         return [p for p in self._model.parameters() if p.requires_grad]
 
     def off(self) -> AbstractContextManager[None]:
-        """Make the target the original inside."""
-        found: AbstractContextManager[None] = self._model.disable_adapter()
-        return found
+        """Return a context manager inside of which the target is the original."""
+        return cast(AbstractContextManager[None], self._model.disable_adapter())
 
     def train(self, mode: bool) -> None:
         """Switch the LoRA's dropout; the target's own stays off."""
@@ -156,19 +142,15 @@ class Adapter:
         self._model.save_pretrained(str(path), save_embedding_layers=False)
 
     def load(self, folder: Path) -> None:
-        """Read the weights that `save` wrote.
-
-        Raises:
-            BadInputError: they are missing, damaged, or of an adapter of other sizes.
-        """
+        """Read the weights that `save` wrote; refuse missing, damaged, or other ones."""
         refuse_pickles(folder)
         try:
-            found: Any = set_peft_model_state_dict(self._model, load_file(folder / ADAPTER_WEIGHTS))
+            loaded: Any = set_peft_model_state_dict(self._model, load_file(folder / ADAPTER_WEIGHTS))
         except (SafetensorError, OSError, RuntimeError) as error:
             raise BadInputError(
                 f"the adapter in {folder} cannot be continued: {str(error).splitlines()[0]} Start over (--fresh)."
             ) from error
-        if found.unexpected_keys or any("lora_" in name for name in found.missing_keys):
+        if loaded.unexpected_keys or any("lora_" in name for name in loaded.missing_keys):
             raise BadInputError(
                 f"the adapter in {folder} has other layers than this run's; choose another output, or start over "
                 "(--fresh)."
@@ -183,13 +165,6 @@ class Adapter:
             self._inside = False
 
 
-def _take_out(model: nn.Module) -> None:
-    """Take out of `model` what is left of an adapter that did not fit."""
-    for name, module in list(model.named_modules()):
-        if isinstance(module, BaseTunerLayer):
-            model.set_submodule(name, module.get_base_layer())
-
-
 @contextmanager
 def adapted(target: Target, spec: JointSpec | None, seed: int) -> Iterator[Adapter | None]:
     """Put a new adapter into `target` while this is open; yield None without a `joint:` section."""
@@ -199,8 +174,7 @@ def adapted(target: Target, spec: JointSpec | None, seed: int) -> Iterator[Adapt
     if target.source.get("adapter"):
         raise BadInputError(
             f"joint: the target was loaded with the adapter {target.source['adapter']!r}, and a pair's target has one "
-            "adapter; save the merged target, and "
-            "train on that."
+            "adapter; save the merged target, and train on that."
         )
     if target.sharded:
         raise BadInputError(
@@ -215,27 +189,16 @@ def adapted(target: Target, spec: JointSpec | None, seed: int) -> Iterator[Adapt
         adapter.remove()
 
 
-# ------------------------------------------------------------ learning
-
-
 @dataclass
 class JointBatch(TargetBatch):
-    """A batch whose hidden states have a gradient.
-
-    Attributes:
-        original: the last hidden state without the adapter, `[B, T, H]`; None while the drafter learns alone.
-    """
+    """A batch with a gradient; `original` states `[B, T, H]` have none, and are None while the drafter learns alone."""
 
     original: Tensor | None = None
 
 
 @dataclass
 class JointBatches:
-    """A maker of batches of hidden states by the target with its adapter, and without.
-
-    Attributes:
-        precision: as of `OnlineBatches`.
-    """
+    """A maker of batches of hidden states by the target with its adapter, and without; see `OnlineBatches`."""
 
     target: Target
     taps: tuple[int, ...]
@@ -260,19 +223,15 @@ class JointModule(nn.Module):
         super().__init__()
         self.drafter = drafter
         self.lora = nn.ParameterList(adapter.parameters)
-        self.spec, self._adapter = spec, adapter
+        self.spec, self.adapter = spec, adapter
         self._rule = divergence(spec.loss)
-
-    @property
-    def adapter(self) -> Adapter:
-        return self._adapter
 
     def group(self) -> dict[str, Any]:
         """Return the adapter's group of an optimizer."""
         return {"params": list(self.lora), "lr": self.spec.learning_rate, "weight_decay": 0.0}
 
     def train(self, mode: bool = True) -> JointModule:
-        self._adapter.train(mode)
+        self.adapter.train(mode)
         return super().train(mode)
 
     def forward(self, batch: JointBatch) -> DrafterLoss:
@@ -281,27 +240,19 @@ class JointModule(nn.Module):
         Three metrics compare the target with and without the adapter: `target_loss`, `target_alpha` (Σ min of both
         distributions) and `target_top1` (the share of positions with the same most probable token).
         """
-        found: DrafterLoss = self.drafter(batch)
-        own = {"drafter_loss": (found.total.detach(), found.count)}
-        weighted = replace(found, total=self.spec.weight * found.total, metrics=found.metrics | own)
+        loss: DrafterLoss = self.drafter(batch)
+        own = {"drafter_loss": (loss.total.detach(), loss.count)}
+        weighted = replace(loss, total=self.spec.weight * loss.total, metrics=loss.metrics | own)
         if batch.original is None:
             return weighted
-        kept = self._kept(batch, batch.original)
-        sums = {f"target_{name}": (getattr(kept, name).sum(), found.count) for name in ("loss", "alpha", "top1")}
-        return replace(weighted, total=weighted.total + kept.total, metrics=weighted.metrics | sums)
-
-    def _kept(self, batch: JointBatch, original: Tensor) -> PositionLosses:
-        """Return how far the target is from what it was, at each supervised token."""
         rows, places = batch.supervised.nonzero(as_tuple=True)
-        head = batch.target.lm_head
+        before, now = (states[rows, places - 1] for states in (batch.original, batch.last))
+        settings = LossSettings(batch.target.lm_head, batch.target.lm_head, self._rule)
         # In full precision: what is compared differs by less than half-precision logits resolve.
         with own_precision(batch.last.device):
-            return chunked_compare(
-                original[rows, places - 1],
-                batch.last[rows, places - 1],
-                LossSettings(head, head, self._rule),
-                following=batch.tokens[rows, places],
-            )
+            kept = chunked_compare(before, now, settings, following=batch.tokens[rows, places])
+        sums = {f"target_{name}": (getattr(kept, name).sum(), loss.count) for name in ("loss", "alpha", "top1")}
+        return replace(weighted, total=weighted.total + kept.total, metrics=weighted.metrics | sums)
 
 
 class Stages(TrainerCallback):
@@ -310,7 +261,5 @@ class Stages(TrainerCallback):
     def __init__(self, adapter: Adapter, heads_first: float):
         self.adapter, self.heads_first = adapter, heads_first
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self.adapter.learns = self.adapter.learns or state.global_step >= self.heads_first * state.max_steps

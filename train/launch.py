@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -26,22 +25,18 @@ class PeerLostError(OutriderError):
     exit_code = 1
 
 
-def is_lost_peer(error: Exception) -> bool:
-    """Tell whether an error is what is left of another process that ended."""
-    return isinstance(error, torch.distributed.DistError) or (
-        isinstance(error, RuntimeError) and any(word in str(error) for word in _LOST)
-    )
-
-
 # What torch says, in a RuntimeError of no kind of its own, when gloo or NCCL loses the other side.
 _LOST = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "NCCL communicator was aborted")
 
 
-def kind_of_processes(args: TrainingArguments) -> str:
-    """Return accelerate's word for the kind of parallelism: NO, MULTI_CPU, MULTI_GPU, FSDP, DEEPSPEED, …
+def is_lost_peer(error: Exception) -> bool:
+    """Tell whether an error is what is left of another process that ended."""
+    says_so = isinstance(error, RuntimeError) and any(word in str(error) for word in _LOST)
+    return says_so or isinstance(error, torch.distributed.DistError)
 
-    accelerate itself says FSDP and DEEPSPEED only once the training has an engine.
-    """
+
+def kind_of_processes(args: TrainingArguments) -> str:
+    """Return accelerate's word for the kind of parallelism (NO, MULTI_GPU, FSDP, …), before it has an engine."""
     if getattr(args, "deepspeed_plugin", None) is not None:
         return "DEEPSPEED"
     kind = "NO" if args.distributed_state is None else str(args.distributed_state.distributed_type.value)
@@ -77,9 +72,7 @@ class Processes:
 
     def any(self, flag: bool) -> bool:
         """Tell whether the flag is set in any process."""
-        if self.args.world_size == 1:
-            return flag
-        return bool(self.sum(torch.tensor(float(flag), device=self.args.device)).item())
+        return self.mean(float(flag)) > 0
 
     def gather(self, value: float) -> list[int]:
         """Return the (whole) number of every process, in their order."""
@@ -97,24 +90,13 @@ def peak_bytes(device: torch.device) -> int:
     return int(match[1]) * 1024 if match else 0
 
 
-@contextmanager
-def alone_in(folder: Path, args: TrainingArguments) -> Iterator[None]:
+def alone_in(folder: Path, args: TrainingArguments) -> AbstractContextManager[None]:
     """Hold the lock of `folder` inside, by the main process for all of them."""
-    if args.process_index != 0:
-        yield
-        return
-    with locked(folder):
-        yield
-
-
-# ------------------------------------------------------------ launches that would not work
+    return locked(folder) if args.process_index == 0 else nullcontext()
 
 
 def check_number_of_processes(args: TrainingArguments) -> None:
-    """Refuse fewer processes than the launcher was asked for.
-
-    Several launchers fail silently on a CPU: one process instead of two, or two that never speak to each other.
-    """
+    """Refuse fewer processes than the launcher was asked for: on a CPU several launchers fail silently."""
     asked = int(os.environ.get("WORLD_SIZE", "1"))
     if "WORLD_SIZE" not in os.environ and "MASTER_ADDR" in os.environ and "ACCELERATE_MIXED_PRECISION" in os.environ:
         # Exactly what `accelerate launch --cpu --num_processes 2` leaves: the address for several processes, and one.

@@ -18,10 +18,7 @@ NAME = "muon"
 class MuonAdamW(torch.optim.Optimizer):
     """An optimizer of both kinds, with one list of groups for schedulers and one state for checkpoints.
 
-    Args:
-        matrices: parameters with two dimensions.
-        others: everything else. Of these, norms and biases (one dimension) do not decay.
-        groups: further groups for AdamW, with settings of their own.
+    Of `others` norms and biases (one dimension) do not decay; `groups` are AdamW's, with settings of their own.
     """
 
     def __init__(
@@ -38,15 +35,13 @@ class MuonAdamW(torch.optim.Optimizer):
         wide, narrow = ([p for p in others if (p.ndim > 1) == is_wide] for is_wide in (True, False))
         self._parts: list[torch.optim.Optimizer] = []
         if matrices:
-            self._parts.append(
-                torch.optim.Muon(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
-            )
+            moved = torch.optim.Muon(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
+            self._parts.append(moved)
         for members, decay in ((wide, weight_decay), (narrow, 0.0)):
             if members:
                 self._parts.append(torch.optim.AdamW(members, lr=lr, weight_decay=decay, betas=betas, eps=eps))
-        self._parts += [
-            torch.optim.AdamW([group], lr=lr, weight_decay=weight_decay, betas=betas, eps=eps) for group in groups
-        ]
+        for group in groups:
+            self._parts.append(torch.optim.AdamW([group], lr=lr, weight_decay=weight_decay, betas=betas, eps=eps))
         super().__init__([group for part in self._parts for group in part.param_groups], {})
         self._link()
 
@@ -74,13 +69,9 @@ def split_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Para
     """Return (what Muon moves, what AdamW moves): matrices inside of the network; embeddings, norms and biases."""
     ends = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
     for name, module in model.named_modules():
-        output = (
-            module.get_output_embeddings()
-            if hasattr(module, "get_output_embeddings")
-            else module
-            if name.endswith("lm_head")
-            else None
-        )
+        output = module if name.endswith("lm_head") else None
+        if hasattr(module, "get_output_embeddings"):
+            output = module.get_output_embeddings()
         ends |= {id(p) for p in output.parameters()} if isinstance(output, nn.Module) else set()
     trained = [p for p in model.parameters() if p.requires_grad]
     inside = [p for p in trained if p.ndim == 2 and id(p) not in ends]

@@ -27,40 +27,19 @@ INSIDE = "loss.drafter."  # where `ShardedDrafter` has the drafter's weights
 _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
-class FsdpStates:
-    """The state of an optimizer under FSDP2.
-
-    Args:
-        model: what `fully_shard` was called for, with the drafter's names.
-    """
-
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
-        self.model, self.optimizer = model, optimizer
-
-    @property
-    def groups(self) -> list[list[str]]:
-        """The names of the weights in each group."""
-        return names_in_groups(self.model, self.optimizer)
-
-    def gathered(self) -> dict[str, Any]:
-        """Return the whole state in the first process. All processes must call this together."""
-        return dict(get_optimizer_state_dict(self.model, self.optimizer, options=_WHOLE))
-
-    def spread(self, saved: dict[str, Any]) -> None:
-        """Give each process its parts of what `gathered` returned."""
-        set_optimizer_state_dict(self.model, self.optimizer, saved, options=_WHOLE)
-
-
 class WholeStates:
     """The state of an optimizer whose weights each process has whole."""
 
+    inside = ""  # before the names of the drafter's weights in `model`
+
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
         self.model, self.optimizer = model, optimizer
 
     @property
     def groups(self) -> list[list[str]]:
         """The names of the weights in each group."""
-        return names_in_groups(self.model, self.optimizer)
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        return [[names[id(parameter)] for parameter in group["params"]] for group in self.optimizer.param_groups]
 
     def spread(self, saved: dict[str, Any]) -> None:
         """Take over a state by names; the settings of a group are those that its weights had."""
@@ -71,6 +50,20 @@ class WholeStates:
         self.optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
+class FsdpStates(WholeStates):
+    """The state of an optimizer under FSDP2; `model` is what `fully_shard` was called for."""
+
+    inside = INSIDE
+
+    def gathered(self) -> dict[str, Any]:
+        """Return the whole state in the first process. All processes must call this together."""
+        return dict(get_optimizer_state_dict(self.model, self.optimizer, options=_WHOLE))
+
+    def spread(self, saved: dict[str, Any]) -> None:
+        """Give each process its parts of what `gathered` returned."""
+        set_optimizer_state_dict(self.model, self.optimizer, saved, options=_WHOLE)
+
+
 class ZeroStates:
     """The state of an optimizer under ZeRO, whose own is one long vector for many weights.
 
@@ -79,6 +72,8 @@ class ZeroStates:
         model: with the drafter's names.
         groups: the names of the weights in each group, as the optimizer was made with them.
     """
+
+    inside = INSIDE
 
     def __init__(self, model: nn.Module, optimizer: Any, groups: list[list[str]]):
         self.optimizer, self.base, self.groups = optimizer, optimizer.optimizer, groups
@@ -107,52 +102,34 @@ class ZeroStates:
         """Give each process its parts of what `gathered` returned, in either engine."""
         if not saved["state"]:
             return
-        one = next(iter(saved["state"].values()))
+        one, utils = next(iter(saved["state"].values())), deepspeed().utils
         shared = {k: v for k, v in one.items() if not isinstance(v, Tensor) or v.ndim == 0}
-        self._begin([key for key in one if key not in shared], shared)
+        for flat in self._vectors:  # the state that DeepSpeed makes at its first step
+            copies = {k: v.clone() if isinstance(v, Tensor) else v for k, v in shared.items()}
+            self.base.state[flat] = {**{key: torch.zeros_like(flat) for key in one if key not in shared}, **copies}
+        self._link()
         for name, parameter in self.trained.items():
             for key, value in saved["state"].get(name, {}).items():
-                if key not in shared:
-                    self._put(parameter, key, value)
-
-    def _begin(self, long: list[str], shared: dict[str, Any]) -> None:
-        """Make the state that DeepSpeed makes at its first step."""
-        for flat in self._vectors():
-            copies = {k: v.clone() if isinstance(v, Tensor) else v for k, v in shared.items()}
-            self.base.state[flat] = {**{key: torch.zeros_like(flat) for key in long}, **copies}
-        self._link()
+                if key in shared:
+                    continue
+                if is_zero3(parameter):
+                    utils.safe_set_local_optimizer_state(parameter, own_part(parameter, value), key)
+                else:
+                    utils.safe_set_full_optimizer_state(parameter, value.to(parameter.device), key)
 
     def _link(self) -> None:
-        """Let stages 1 and 2 find the part of each weight in their vectors.
-
-        DeepSpeed does so once, when it has taken the first step of the first group, and so misses all other groups.
-        """
+        """Link all groups' weights with their parts of the vectors of stages 1 and 2; DeepSpeed links one group."""
         if not self.is_stage3:
-            for weights, flat in zip(self.optimizer.bit16_groups, self._vectors(), strict=True):
+            for weights, flat in zip(self.optimizer.bit16_groups, self._vectors, strict=True):
                 deepspeed().utils.lazy_init_hp_params_optimizer_state(weights, flat, self.base.state)
 
+    @property
     def _vectors(self) -> list[Tensor]:
-        engine = self.optimizer
-        vectors: list[Tensor] = (
-            engine.fp32_partitioned_groups_flat if self.is_stage3 else engine.single_partition_of_fp32_groups
-        )
-        return vectors
-
-    def _put(self, parameter: nn.Parameter, key: str, value: Tensor) -> None:
-        utils = deepspeed().utils
-        if is_zero3(parameter):
-            utils.safe_set_local_optimizer_state(parameter, own_part(parameter, value), key)
-        else:
-            utils.safe_set_full_optimizer_state(parameter, value.to(parameter.device), key)
+        name = "fp32_partitioned_groups_flat" if self.is_stage3 else "single_partition_of_fp32_groups"
+        return list(getattr(self.optimizer, name))
 
 
-States = FsdpStates | ZeroStates | WholeStates
-
-
-def names_in_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
-    """Return the names of the weights in each of an optimizer's groups."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+States = ZeroStates | WholeStates
 
 
 def remove_empty_groups(optimizer: torch.optim.Optimizer) -> None:
@@ -164,21 +141,18 @@ def remove_empty_groups(optimizer: torch.optim.Optimizer) -> None:
     optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
 
 
-def write_state(states: FsdpStates | ZeroStates, folder: Path) -> None:
-    """Write the optimizer's state into `folder`, by the first process. All processes must call this together."""
+def write_states(states: FsdpStates | ZeroStates, schedule: LRScheduler | None, folder: Path) -> None:
+    """Write the states of optimizer and schedule, by the first process. All processes must call this together."""
     whole = states.gathered()
-    if torch.distributed.get_rank() == 0:  # the others may have nothing of it
-        torch.save(_renamed(whole, lambda name: name.removeprefix(INSIDE)), folder / OPTIMIZER)
-
-
-def write_schedule(schedule: LRScheduler, folder: Path) -> None:
-    """Write the state of a schedule into `folder`, by the first process."""
-    if torch.distributed.get_rank() == 0:
+    if torch.distributed.get_rank() != 0:  # which may have nothing of it
+        return
+    torch.save(_renamed(whole, lambda name: name.removeprefix(INSIDE)), folder / OPTIMIZER)
+    if schedule is not None:
         torch.save(schedule.state_dict(), folder / SCHEDULE)
 
 
 def read_schedule(schedule: LRScheduler, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    """Read what `write_schedule` wrote, and set the rates of that step."""
+    """Read the state of a schedule, and set the rates of that step."""
     schedule.load_state_dict(torch.load(folder / SCHEDULE, weights_only=True))
     for group, rate in zip(optimizer.param_groups, schedule.get_last_lr(), strict=True):
         group["lr"] = rate
@@ -191,11 +165,10 @@ def is_named(folder: Path) -> bool:
 
 
 def read_state(states: States, folder: Path) -> None:
-    """Read what `write_state`, or the launch of a whole drafter, wrote. All processes must call this together."""
+    """Read what `write_states`, or the launch of a whole drafter, wrote. All processes must call this together."""
     saved = torch.load(folder / OPTIMIZER, weights_only=True, map_location="cpu")
-    inside = "" if isinstance(states, WholeStates) else INSIDE
     if _has_names(saved):
-        saved = _renamed(saved, lambda name: inside + name)
+        saved = _renamed(saved, lambda name: states.inside + name)
     else:
         names = dict(enumerate(name for group in states.groups for name in group))
         saved = _renamed(saved, lambda number: names[number])

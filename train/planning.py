@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 from transformers import Trainer, TrainingArguments
@@ -27,9 +27,7 @@ from .warmstart import check_drafter, make_drafter
 
 
 def plan(recipe: Recipe, processes: int = 1, sharding: Sharding = "none", rows: int | None = None) -> Needs:
-    """Return the needs of training this recipe.
-
-    Configs are read, and the lengths of finished responses if there are some; no weights of the target are loaded.
+    """Return the needs of training this recipe, by configs, and the lengths of finished responses if there are some.
 
     Args:
         processes: one device each.
@@ -37,8 +35,7 @@ def plan(recipe: Recipe, processes: int = 1, sharding: Sharding = "none", rows: 
         rows: prompts, where neither `data.limit` nor local files tell.
 
     Raises:
-        BadInputError: a config that cannot be read, a drafter that cannot be trained, or an unknown number of
-            prompts.
+        BadInputError: a config that cannot be read, a drafter that cannot be trained, or an unknown number of prompts.
     """
     if processes < 1 or sharding not in get_args(Sharding):
         raise BadInputError(
@@ -67,55 +64,32 @@ def sketch_target(recipe: Recipe) -> Target:
 def sketch_drafter(recipe: Recipe, target: Target) -> Drafter:
     """Return the recipe's drafter without contents, in fp32 as it is trained.
 
-    A drafter whose first weights are computed from the target's has the shapes of a random one, where it can be that,
-    too.
+    A drafter whose first weights are computed from the target's has the shapes of a random one, where it can be that.
     """
     values = recipe.drafter
     try:
-        return _sketch(values, target)
+        with torch.device("meta"):
+            counts = torch.zeros(target.vocab_size, dtype=torch.long, device="cpu")
+            return make_drafter(values, target, lambda: counts).to("meta")
     except OutriderError:
         raise
     except LIBRARY_ERRORS as error:
         if values.get("init") != "random" and "random" in check_drafter(values).config_class.words.get("init", ()):
-            return sketch_drafter(
-                recipe.model_copy(update={"drafter": values | {"init": "random"}}),
-                target,
-            )
+            return sketch_drafter(recipe.model_copy(update={"drafter": values | {"init": "random"}}), target)
         raise BadInputError(
             f"a {values.get('type')} drafter of these settings cannot be planned from configs alone: {reason(error)}"
         ) from error
 
 
-def _sketch(values: dict[str, Any], target: Target) -> Drafter:
-    with torch.device("meta"):
-        return make_drafter(values, target, lambda: torch.zeros(target.vocab_size, dtype=torch.long, device="cpu")).to(
-            "meta"
-        )
-
-
 def _arguments(recipe: Recipe) -> TrainingArguments:
     """Return the recipe's arguments, on whatever machine the estimate is made."""
-    devices = (
-        "bf16",
-        "fp16",
-        "tf32",
-        "use_cpu",
-        "deepspeed",
-        "torch_compile",
-        "report_to",
-        "bf16_full_eval",
-        "fp16_full_eval",
-    )
-    kept = {name: value for name, value in recipe.training.items() if name not in devices}
+    of_devices = ("bf16", "fp16", "bf16_full_eval", "fp16_full_eval", "tf32", "use_cpu", "deepspeed", "torch_compile")
+    kept = {name: value for name, value in recipe.training.items() if name not in (*of_devices, "report_to")}
     return training_arguments(recipe.model_copy(update={"training": kept | {"use_cpu": True}}))
 
 
 def _optimizer(drafter: Drafter, args: TrainingArguments) -> tuple[torch.optim.Optimizer, bool]:
-    """Return the optimizer that the trainer would make, not fused, and whether that one's steps are.
-
-    Raises:
-        BadInputError: it needs a package that is missing, or a device.
-    """
+    """Return the optimizer that the trainer would make, not fused, and whether that one's steps are."""
     if args.optim == muon.NAME:
         return muon.MuonAdamW(*muon.split_parameters(drafter), args.learning_rate), False
     try:
@@ -126,9 +100,6 @@ def _optimizer(drafter: Drafter, args: TrainingArguments) -> tuple[torch.optim.O
         raise BadInputError(
             f"training.optim {args.optim}: cannot be planned here: {str(error).splitlines()[0]}"
         ) from error
-
-
-# ------------------------------------------------------------ sequences
 
 
 def workload(recipe: Recipe, rows: int | None = None) -> Workload:
@@ -146,21 +117,10 @@ def workload(recipe: Recipe, rows: int | None = None) -> Workload:
 
 def _of_responses(folder: Path, learn_prompts: bool) -> Workload:
     masks = load_responses(folder)["loss_mask"]
-    lengths = [len(mask) for mask in masks]
-    responses = sum(map(sum, masks))
-    learned = (
-        sum(max(0, n - FIRST_LEARNED) for n in lengths)
-        if learn_prompts
-        else sum(sum(mask[FIRST_LEARNED:]) for mask in masks)
-    )
-    return Workload(
-        f"the responses in {folder}",
-        len(lengths),
-        sum(lengths),
-        max(lengths),
-        learned / sum(lengths),
-        sum(lengths) - responses,
-    )
+    lengths, tokens = [len(mask) for mask in masks], sum(map(len, masks))
+    learned = sum(max(0, len(m) - FIRST_LEARNED) if learn_prompts else sum(m[FIRST_LEARNED:]) for m in masks)
+    prompts, source = tokens - sum(map(sum, masks)), f"the responses in {folder}"
+    return Workload(source, len(lengths), tokens, max(lengths), learned / tokens, prompts)
 
 
 def _count(sources: Sequence[str | SourceSpec], limit: int | None) -> int:

@@ -59,14 +59,7 @@ _SPREAD = {"training.per_device_train_batch_size", "training.gradient_accumulati
 
 
 def check_same_run(recipe: Recipe, output: Path, may_spread: bool = False) -> None:
-    """Refuse to continue a run with another recipe: half the steps would be of one kind and half of the other.
-
-    Args:
-        may_spread: whether the rows of a step may be spread over processes and micro-batches in another way.
-
-    Raises:
-        BadInputError: names each setting that differs from `<output>/recipe.yaml`.
-    """
+    """Refuse to continue a run with other settings, named; a step's rows `may_spread` over processes in another way."""
     if not (output / RECIPE).is_file():
         if (output / "checkpoints").is_dir():
             _log.warning("%s is missing: its run may have been of another recipe.", output / RECIPE)
@@ -74,12 +67,8 @@ def check_same_run(recipe: Recipe, output: Path, may_spread: bool = False) -> No
     if (problem := seal_problem(output / RECIPE)) is not None:
         _log.warning("%s: %s. It is compared as it is, and written anew.", output / RECIPE, problem)
     then, now = _deciding_settings(load_recipe(output / RECIPE)), _deciding_settings(recipe)
-    changed = [
-        f"{k} (was {then.get(k)!r}, is {now.get(k)!r})"
-        for k in sorted((then.keys() | now.keys()) - (_SPREAD if may_spread else set()))
-        if then.get(k) != now.get(k)
-    ]
-    if changed:
+    keys = sorted((then.keys() | now.keys()) - (_SPREAD if may_spread else set()))
+    if changed := [f"{k} (was {then.get(k)!r}, is {now.get(k)!r})" for k in keys if then.get(k) != now.get(k)]:
         raise BadInputError(
             f"{output} holds an unfinished or finished run of another recipe: {'; '.join(changed)}. Choose another "
             "output, or start over (--fresh)."
@@ -89,8 +78,7 @@ def check_same_run(recipe: Recipe, output: Path, may_spread: bool = False) -> No
 def _deciding_settings(recipe: Recipe) -> dict[str, Any]:
     """Return the settings that decide the final weights, by dotted key."""
     values = recipe.model_dump(mode="json")
-    sections = {name: values[name] for name in ("target", "drafter", "data", "training")}
-    sections["joint"] = values["joint"] or {}
+    sections = {name: values[name] or {} for name in ("target", "drafter", "data", "training", "joint")}
     flat = {f"{section}.{key}": value for section, entries in sections.items() for key, value in entries.items()}
     free = {f"training.{name}" for name in _FREE}
     # A target may be moved: the responses it wrote are compared with it by content. Of given ones the path counts.
@@ -118,17 +106,11 @@ def write_provenance(output: Path, target: Target, data: Path, facts: dict[str, 
 
 
 def read_provenance(output: Path) -> dict[str, Any]:
-    """Return the content of provenance.json.
-
-    Raises:
-        BadInputError: it is missing, damaged, or was altered after it was written.
-    """
+    """Return the content of provenance.json; a missing, damaged or altered one is refused."""
     advice = "Train again with the same recipe: a finished training only writes its result anew."
     saved = read_sealed(output / PROVENANCE, advice, required=False)
-    if saved.get("schema_version") != SCHEMA_VERSION:
-        raise Refusal.of(
-            output / PROVENANCE, f"schema version {saved.get('schema_version')!r}", f"{SCHEMA_VERSION}", advice
-        )
+    if (version := saved.get("schema_version")) != SCHEMA_VERSION:
+        raise Refusal.of(output / PROVENANCE, f"schema version {version!r}", f"{SCHEMA_VERSION}", advice)
     return saved
 
 
@@ -139,11 +121,10 @@ def require_result(output: Path, name: str) -> Path:
         Refusal: it was altered or damaged after it was written, and in which files.
     """
     folder = output / name
-    has_ended = (output / PROVENANCE).is_file()
-    if not has_ended:
-        _log.warning("%s is missing: the training of %s did not come to its end.", output / PROVENANCE, folder)
-    if has_ended:
+    if has_ended := (output / PROVENANCE).is_file():
         read_provenance(output)
+    else:
+        _log.warning("%s is missing: the training of %s did not come to its end.", output / PROVENANCE, folder)
     if has_ended or (folder / digests.LIST).exists():
         digests.require_whole(folder, "Run `outrider train` with its recipe again: a finished training writes it anew.")
     return folder

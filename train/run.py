@@ -15,7 +15,7 @@ import logging
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,11 +63,9 @@ class TrainResult:
 
     Attributes:
         drafter_folder: load it with `outrider.heads.load_drafter`.
-        metrics: `eval_loss`, `eval_tau`, `eval_alpha_d1`, … on the held-out rows, and `train_loss`, `train_runtime`
-            (seconds).
+        metrics: `eval_loss`, `eval_tau`, … on the held-out rows, and `train_loss`, `train_runtime` (seconds).
         steps: optimizer steps in all, those before a resume included.
-        adapter_folder: what the drafter's target was trained to: `Target.load(…, adapter=adapter_folder)`; None without
-            joint training.
+        adapter_folder: of the target after joint training (`Target.load(…, adapter=adapter_folder)`), else None.
     """
 
     drafter_folder: Path
@@ -97,9 +95,8 @@ def train(
         drafter: trained in place instead of a new one (in fp32).
         resume: False starts over; checkpoints of an earlier run are moved aside.
         console: shows the progress of distilling.
-        seconds: of training, instead of the recipe's steps or epochs; the learning rate follows the time (see
-            `train.budget`).
-        until: when to end before the last step (see `train.stopping`); the curve of τ goes into provenance.json.
+        seconds: of training, instead of the recipe's steps or epochs; the learning rate follows the time.
+        until: when to end before the last step; the curve of τ goes into provenance.json.
 
     Raises:
         BadInputError: anything in the recipe or the launch that cannot work, before any model is loaded; another
@@ -126,6 +123,7 @@ def train(
 @contextmanager
 def _explain_interruptions(args: TrainingArguments) -> Iterator[None]:
     """Name the last checkpoint in the error of a training that is stopped, or cannot write, inside."""
+    again = "Run the same command again to continue."
     try:
         with keeping(lambda: checkpoints.what_is_kept(args)):
             yield
@@ -136,12 +134,11 @@ def _explain_interruptions(args: TrainingArguments) -> Iterator[None]:
             raise
         raise PeerLostError(
             f"another process of this launch ended in the middle of the training; what it said stands above, or in its "
-            f"own log. {checkpoints.what_is_kept(args)} Run the same command again to continue."
+            f"own log. {checkpoints.what_is_kept(args)} {again}"
         ) from error
     except KeyboardInterrupt as error:
-        raise TrainingInterruptedError(
-            f"{how(error)}. {checkpoints.what_is_kept(args)} Run the same command again to continue.", number_of(error)
-        ) from error
+        message = f"{how(error)}. {checkpoints.what_is_kept(args)} {again}"
+        raise TrainingInterruptedError(message, number_of(error)) from error
 
 
 def _starting_point(recipe: Recipe, args: TrainingArguments, resume: bool, seconds: float | None) -> Path | None:
@@ -175,19 +172,11 @@ def _starting_point(recipe: Recipe, args: TrainingArguments, resume: bool, secon
 
 
 def _log_rounds(table: datasets.Dataset, data: Path) -> None:
-    """Log the drafters whose rounds `data.verified` follows, and the number of rows without any.
-
-    Raises:
-        BadInputError: no row has any; responses that were begun without a drafter may be finished so, too.
-    """
+    """Log the drafters whose rounds `data.verified` follows, and how many rows have none; refuse data without any."""
     _log.info("data.verified follows the rounds of %s", ", ".join(rounds_of(data)))
-    without = table.data.column(DEPTHS).null_count
-    if without:
-        _log.warning(
-            "data.verified: of %d rows %d were written without a drafter, and weigh as without data.verified.",
-            len(table),
-            without,
-        )
+    if without := table.data.column(DEPTHS).null_count:
+        counts = f"of {len(table)} rows {without} were written without a drafter"
+        _log.warning("data.verified: %s, and weigh as without data.verified.", counts)
 
 
 @dataclass(frozen=True)
@@ -201,8 +190,6 @@ class _Training:
     seconds: float | None = None
     until: Until | None = None
 
-    # ------------------------------------------------------------ the drafter and its data
-
     def trainer(self, data: Path, drafter: Drafter | None, adapter: Adapter | None) -> DrafterTrainer:
         """Return the trainer of the given drafter, or of the recipe's, on the responses in `data`."""
         recipe, table = self.recipe, load_responses(data)
@@ -210,17 +197,22 @@ class _Training:
             _log_rounds(table, data)
         training, held_out = split(table, recipe.data.holdout, recipe.data.learn_prompts, recipe.data.verified > 0)
         if recipe.data.holdout > 0 and not len(held_out):
-            self._turn_off_evaluation(len(training))
+            rows = f"{len(training)} rows, data.holdout {recipe.data.holdout:g}"
+            _log.warning("no row is held out (%s): there will be no evaluation during training.", rows)
+            self.args.eval_strategy = "no"
         set_seed(self.args.seed)
         if drafter is None:
-            rows = Rows(table, training.indices)
-            drafter = made_for(recipe, self.target, lambda: token_counts(rows, self.target.vocab_size))
+            learned = Rows(table, training.indices)
+            drafter = made_for(recipe, self.target, lambda: token_counts(learned, self.target.vocab_size))
         check_recomputes(drafter, self.args)
         drafter.to(self.args.device).float()
         on_policy = OnPolicy.of(recipe.data, training, self.target, drafter, self.args.seed)
         measured = MeasuredTau.of(recipe, self.target)
-        batches, packed = self._packed(self._batches(drafter, table, adapter), training)
-        train_data = TrainData(batches, packed, held_out, on_policy, measured, recipe.data.verified)
+        batches, packs = self._batches(drafter, table, adapter), None
+        if (packing := packing_of(recipe.training)) is not None:
+            batches, packs = PackedBatches(batches), Packs(training, packing.max_length)
+            _log.info("%s", packs.summary())
+        train_data = TrainData(batches, packs or training, held_out, on_policy, measured, recipe.data.verified)
         joint = None if adapter is None or recipe.joint is None else JointModule(drafter, adapter, recipe.joint)
         if isinstance(inner := getattr(drafter, "model", None), PreTrainedModel):
             enable_checkpointing(inner, self.args)
@@ -229,23 +221,6 @@ class _Training:
         if recipe.eval.patience is not None:
             trainer.add_callback(Patience(recipe.eval.patience))
         return trainer
-
-    def _packed(self, batches: Batches, training: Rows) -> tuple[Batches, Rows | Packs]:
-        """Return the maker of batches and the training rows, packed if the recipe says so."""
-        packing = packing_of(self.recipe.training)
-        if packing is None:
-            return batches, training
-        packs = Packs(training, packing.max_length)
-        _log.info("%s", packs.summary())
-        return PackedBatches(batches), packs
-
-    def _turn_off_evaluation(self, num_rows: int) -> None:
-        _log.warning(
-            "no row is held out (%d rows, data.holdout %g): there will be no evaluation during training.",
-            num_rows,
-            self.recipe.data.holdout,
-        )
-        self.args.eval_strategy = "no"
 
     def _batches(self, drafter: Drafter, table: datasets.Dataset, adapter: Adapter | None) -> Batches:
         """Return the maker of batches, with hidden states of the target (and its adapter), or from disk."""
@@ -258,12 +233,9 @@ class _Training:
             return OnlineBatches(target, drafter.taps, precision)
         output, dtype = self.recipe.output_folder, self.recipe.data.features_dtype
         with launch_group(output) as group:
-            store = FeatureStore.build(
-                output / "features", target, table, drafter.taps, dtype, self.console, group=group
-            )
+            folder = output / "features"
+            store = FeatureStore.build(folder, target, table, drafter.taps, dtype, self.console, group=group)
         return CachedBatches(target, drafter.taps, store)
-
-    # ------------------------------------------------------------ the loop and its results
 
     def finish(self, trainer: DrafterTrainer, data: Path, start: Path | None) -> TrainResult:
         """Train from the checkpoint `start` to the end, evaluate, and write the result."""
@@ -273,18 +245,22 @@ class _Training:
         folder = self.recipe.output_folder / "drafter"
         drafter = trainer.form.whole_in_first()
         peaks = trainer.processes.gather(peak_bytes(self.args.device))
+        adapter = None if trainer.joint is None else folder.with_name(ADAPTER)
         if drafter is not None and self.args.process_index == 0:
-            self._save(trainer, drafter, folder)
+            if trainer.joint is not None and adapter is not None:
+                save_whole(trainer.joint.adapter, adapter)
+                trainer.joint.adapter.remove()  # from the target: its own weights name it
+            save_whole(drafter, folder)
             facts = self._facts(trainer, steps, time.time() - began) | {"metrics": metrics}
             facts["training"]["peak_bytes"] = peaks
-            if trainer.joint is not None:
-                facts["adapter"] = {"files": digest_files(folder.with_name(ADAPTER))}
+            if adapter is not None:
+                facts["adapter"] = {"files": digest_files(adapter)}
             provenance.write_provenance(self.recipe.output_folder, self.target, data, facts)
             finish_reports(self.recipe, self.args)
         self.args.distributed_state.wait_for_everyone()
         # accelerate wraps mixed precision around the instance's `forward`; the caller may use the drafter again.
         vars(trainer.drafter.eval()).pop("forward", None)
-        return TrainResult(folder, metrics, steps, None if trainer.joint is None else folder.with_name(ADAPTER))
+        return TrainResult(folder, metrics, steps, adapter)
 
     def _train(self, trainer: DrafterTrainer, start: Path | None) -> tuple[int, dict[str, Any]]:
         """Return the steps in all and the trainer's own figures; a finished run is loaded, not trained further."""
@@ -298,9 +274,8 @@ class _Training:
             return checkpoints.step_of(start), {}
         if start is not None:
             _log.warning("continuing from %s", start)
-        with trainer.stop.listening(), ExitStack() as watching:
-            if budget is not None:
-                watching.enter_context(budget.watched(self.console, f"training {self.recipe.name}"))
+        bar = budget.watched(self.console, f"training {self.recipe.name}") if budget is not None else nullcontext()
+        with trainer.stop.listening(), bar:
             result = trainer.train(resume_from_checkpoint=None if start is None else str(start))
         if trainer.stop.stopped_at is not None:
             raise TrainingInterruptedError(
@@ -318,13 +293,6 @@ class _Training:
         if logged and not self.args.load_best_model_at_end:
             return {name: value for name, value in logged[-1].items() if name.startswith("eval_")}
         return trainer.evaluate()
-
-    def _save(self, trainer: DrafterTrainer, drafter: Drafter, folder: Path) -> None:
-        """Write the drafter, and beside it the adapter, which leaves the target: its own weights name it."""
-        if trainer.joint is not None:
-            save_whole(trainer.joint.adapter, folder.with_name(ADAPTER))
-            trainer.joint.adapter.remove()
-        save_whole(drafter, folder)
 
     def _facts(self, trainer: DrafterTrainer, steps: int, seconds: float) -> dict[str, Any]:
         """Return the entries of provenance.json about the drafter and its training."""

@@ -28,16 +28,12 @@ from .hooks import block_classes
 
 
 class ShardedLoss(nn.Module):
-    """A drafter's loss as a tuple of tensors, the model output that engines which spread weights expect.
-
-    Attributes:
-        names: of the metrics that the last pass gave.
-    """
+    """A drafter's loss as a tuple of tensors, the model output that engines which spread weights expect."""
 
     def __init__(self, drafter: Drafter, precision: torch.dtype | None):
         super().__init__()
         self.drafter, self.precision = drafter, precision
-        self.names: list[str] = []
+        self.names: list[str] = []  # of the metrics that the last pass gave
 
     def forward(self, batch: TargetBatch, anchor: Tensor) -> tuple[Tensor, ...]:
         """Return the loss plus `anchor`, which is zero, the count, then sum and count of each metric."""
@@ -48,11 +44,7 @@ class ShardedLoss(nn.Module):
 
 
 class ShardedDrafter(nn.Module):
-    """A drafter that is spread over processes, with the way back to the whole one.
-
-    Args:
-        precision: of the loss; None for float32.
-    """
+    """A drafter that is spread over processes, with the way back to the whole one; `precision` is of the loss."""
 
     def __init__(self, drafter: Drafter, precision: torch.dtype | None = None):
         super().__init__()
@@ -66,8 +58,7 @@ class ShardedDrafter(nn.Module):
     @property
     def config(self) -> DrafterConfig:
         """The drafter's settings, which trackers report."""
-        config: DrafterConfig = self.drafter.config
-        return config
+        return self.drafter.config
 
     def forward(self, batch: TargetBatch) -> dict[str, Any]:
         """Return the drafter's loss; `loss_of` makes a DrafterLoss of it again.
@@ -96,31 +87,22 @@ class ShardedDrafter(nn.Module):
         for name, parameter in self.drafter.named_parameters():
             value = full_tensor(parameter)
             if keep:
-                weights[name] = value if device is None else value.to(device)
+                weights[name] = value.to(device=device)
         return weights
 
     def _filled(self, weights: dict[str, Tensor]) -> Drafter:
+        (shell,) = self._shell
         buffers = dict(self.drafter.named_buffers())  # `take` may have changed them since the shell was made
-        filled: dict[int, Any] = {
-            id(part): buffers[name].detach().clone() for name, part in self._shell[0].named_buffers()
-        }
-        filled |= {
-            id(part): nn.Parameter(weights[name], part.requires_grad)
-            for name, part in self._shell[0].named_parameters()
-        }
-        whole: Drafter = copy.deepcopy(self._shell[0], filled)
-        return whole
+        filled: dict[int, Any] = {id(part): buffers[name].detach().clone() for name, part in shell.named_buffers()}
+        filled |= {id(part): nn.Parameter(weights[n], part.requires_grad) for n, part in shell.named_parameters()}
+        return copy.deepcopy(shell, filled)
 
     @torch.no_grad()
     def take(self, saved: Drafter) -> None:
-        """Put the weights of a drafter like this one into it. All processes must call this together.
-
-        Raises:
-            RuntimeError: it has other names or shapes.
-        """
+        """Put in the weights of a drafter like this one, all processes together; RuntimeError for another."""
         weights = saved.state_dict()
-        expected = {name: value.shape for name, value in self._shell[0].state_dict().items()}
-        if differing := [n for n in expected.keys() | weights.keys() if expected.get(n) != _shape(weights.get(n))]:
+        expected, given = ({n: v.shape for n, v in d.items()} for d in (self._shell[0].state_dict(), weights))
+        if differing := {name for name, _ in expected.items() ^ given.items()}:
             raise RuntimeError(f"Other names or shapes: {', '.join(sorted(differing)[:4])}.")
         self.reshard()
         for name, parameter in self.drafter.named_parameters():
@@ -147,28 +129,19 @@ class WholeDrafter:
         self.drafter = drafter
 
     def whole(self) -> Drafter:
-        """Return the drafter itself."""
-        return self.drafter
-
-    def whole_in_first(self) -> Drafter | None:
         """Return the drafter itself, in every process."""
         return self.drafter
 
-    def take(self, saved: Drafter) -> None:
-        """Put the weights of a drafter like this one into it.
+    whole_in_first = whole
 
-        Raises:
-            RuntimeError: it has other names or shapes.
-        """
+    def take(self, saved: Drafter) -> None:
         self.drafter.load_state_dict(saved.state_dict())
 
     def sizes(self) -> tuple[int, int]:
-        """Return how many numbers the drafter has, and how many of them are trained."""
         return sizes_of(self.drafter)
 
 
 def sizes_of(drafter: Drafter) -> tuple[int, int]:
-    """Return how many numbers a drafter has, and how many of them are trained."""
     parameters = list(drafter.parameters())
     return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
 
@@ -178,10 +151,6 @@ def loss_of(output: dict[str, Any] | DrafterLoss) -> DrafterLoss:
     if isinstance(output, DrafterLoss):
         return output
     return DrafterLoss(output["total"], output["count"], {k: (v[0], v[1]) for k, v in output["metrics"].items()})
-
-
-def _shape(value: Tensor | None) -> torch.Size | None:
-    return None if value is None else value.shape
 
 
 def _shell(drafter: Drafter) -> tuple[Drafter]:
@@ -239,8 +208,7 @@ def full_tensor(parameter: nn.Parameter) -> Tensor:
     """Return a copy of a weight, whole. All processes must call this together."""
     part: Any = parameter.detach()
     if isinstance(part, DTensor):
-        whole: Tensor = part.full_tensor().clone()
-        return whole
+        return part.full_tensor().clone()
     with _gathering(parameter):
         return parameter.detach().clone()
 

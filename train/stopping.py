@@ -15,18 +15,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from rich.console import Console
-from transformers import (
-    EarlyStoppingCallback,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-    get_scheduler,
-)
+from transformers import EarlyStoppingCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.optimization import get_scheduler
 from transformers.trainer_utils import IntervalStrategy
 
 from ..common import BadInputError
@@ -75,22 +69,19 @@ class Until:
 class Patience(EarlyStoppingCallback):
     """A callback that ends the training after so many evaluations without a better one, resumes included."""
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        super().on_train_begin(args, state, control, **kwargs)
-        self.early_stopping_patience_counter = evaluations_since_best(state)
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        super().on_train_begin(args, state, control)
+        self.early_stopping_patience_counter = self._evaluations_since_best(state)
 
     def is_over(self, state: TrainerState) -> bool:
         """Tell whether a training that reached `state` ended there without a better evaluation."""
-        return evaluations_since_best(state) >= self.early_stopping_patience
+        return self._evaluations_since_best(state) >= self.early_stopping_patience
 
-
-def evaluations_since_best(state: TrainerState) -> int:
-    """Return how many evaluations followed the best one; 0 before there is one."""
-    best = state.best_global_step
-    steps = {entry["step"] for entry in state.log_history if "eval_loss" in entry}
-    return 0 if best is None else sum(step > best for step in steps)
+    @staticmethod
+    def _evaluations_since_best(state: TrainerState) -> int:
+        best = state.best_global_step
+        steps = {entry["step"] for entry in state.log_history if "eval_loss" in entry}
+        return 0 if best is None else sum(step > best for step in steps)
 
 
 @dataclass(frozen=True)
@@ -103,15 +94,7 @@ class TauPoint:
 
 
 class TauWatch(TrainerCallback):
-    """A callback that evaluates along the way, keeps the curve, and ends the training when `until` says.
-
-    Args:
-        tokens: returns the number trained on so far.
-        evaluates: whether there are held-out rows.
-
-    Attributes:
-        curve: one point for each evaluation. reason: why the training ended; "" if it ran to its last step.
-    """
+    """A callback that evaluates along the way, keeps the curve, and ends the training when `until` says."""
 
     def __init__(self, until: Until, tokens: Callable[[], int], evaluates: bool):
         self.until, self.tokens, self.evaluates = until, tokens, evaluates
@@ -120,8 +103,8 @@ class TauWatch(TrainerCallback):
                 "nothing is held out, so no evaluation shows when τ is flat; set data.holdout to 0.05, or end by "
                 "tokens."
             )
-        self.curve: list[TauPoint] = []
-        self.reason = ""
+        self.curve: list[TauPoint] = []  # one for each evaluation
+        self.reason = ""  # of the end; none at the last step
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.until.tokens is not None and self.tokens() >= self.until.tokens:
@@ -129,28 +112,17 @@ class TauWatch(TrainerCallback):
         elif self.evaluates and state.global_step % self.until.every == 0:
             control.should_evaluate = True
 
-    def on_evaluate(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        metrics: dict[str, float] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        tau = (metrics or {}).get("eval_tau")
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        tau = (kwargs["metrics"] or {}).get("eval_tau")
         if tau is None or (self.curve and self.curve[-1].step == state.global_step):
             return
         self.curve.append(TauPoint(state.global_step, self.tokens(), tau))
-        if self.is_flat():
-            self._end(control, f"τ has risen by less than {self.until.gain:.1%} over {self.until.patience} evaluations")
-
-    def is_flat(self) -> bool:
-        """Tell whether the last evaluations brought too little over the best one before them."""
         patience, gain = self.until.patience, self.until.gain
         if gain is None or len(self.curve) <= patience:
-            return False
-        before = max(point.tau for point in self.curve[:-patience])
-        return max(point.tau for point in self.curve[-patience:]) < (1 + gain) * before
+            return
+        before, after = (max(p.tau for p in part) for part in (self.curve[:-patience], self.curve[-patience:]))
+        if after < (1 + gain) * before:
+            self._end(control, f"τ has risen by less than {gain:.1%} over {patience} evaluations")
 
     def _end(self, control: TrainerControl, reason: str) -> None:
         self.reason = reason
@@ -183,28 +155,18 @@ def follow_clock(args: TrainingArguments) -> None:
 class Clock:
     """The factor of the learning rate, by the time spent.
 
-    Torch saves the attributes of such an object with its scheduler, and restores them: so the time survives an
-    interruption.
-
-    Attributes:
-        seconds: of the whole run. spent: of them, so far.
+    Torch saves and restores the attributes of such an object with its scheduler: so the time survives an interruption.
     """
 
     __slots__ = ("__dict__", "_shape", "_warmup_steps")  # attributes in slots are not saved
 
     def __init__(self, seconds: float, args: TrainingArguments):
         self.seconds, self.spent = seconds, 0.0
-        counted = args.warmup_steps >= 1
+        counted, specific = args.warmup_steps >= 1, cast(Any, args.lr_scheduler_kwargs)
         self._warmup_steps = float(args.warmup_steps) if counted else 0.0
         nothing = torch.optim.SGD([torch.zeros(1)], lr=args.learning_rate)
-        specific: Any = args.lr_scheduler_kwargs
-        scheduler: Any = get_scheduler(
-            args.lr_scheduler_type,
-            nothing,
-            num_warmup_steps=0 if counted else args.get_warmup_steps(RESOLUTION),
-            num_training_steps=RESOLUTION,
-            scheduler_specific_kwargs=specific,
-        )
+        warm = 0 if counted else args.get_warmup_steps(RESOLUTION)
+        scheduler: Any = get_scheduler(args.lr_scheduler_type, nothing, warm, RESOLUTION, specific)
         self._shape: Callable[[int], float] = scheduler.lr_lambdas[0]
 
     def __call__(self, step: int) -> float:
@@ -225,11 +187,7 @@ class TimeBudget(TrainerCallback):
         self.clock = Clock(seconds, args)
         self.mean = mean
         self._since, self._part = 0.0, 0
-        self._advance: Callable[[int, str], None] = _ignore
-
-    @property
-    def is_over(self) -> bool:
-        return self.clock.spent >= self.clock.seconds
+        self._advance: Callable[[int, str], None] = lambda _count, _note: None
 
     @contextmanager
     def watched(self, console: Console | None, name: str) -> Iterator[None]:
@@ -237,9 +195,7 @@ class TimeBudget(TrainerCallback):
         with progress(console, name, round(self.clock.seconds), transient=True) as self._advance:
             yield
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._since, self._part = time.perf_counter(), self._current_part()
         self._advance(int(self.clock.spent), "")
 
@@ -253,7 +209,7 @@ class TimeBudget(TrainerCallback):
         self._advance(min(int(self.clock.spent), round(self.clock.seconds)) - before, f"step {state.global_step + 1}")
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        control.should_training_stop = control.should_training_stop or self.is_over
+        control.should_training_stop = control.should_training_stop or self.clock.spent >= self.clock.seconds
         control.should_save = control.should_save or self._current_part() > self._part
         self._part = self._current_part()
 
@@ -267,16 +223,8 @@ class TimeBudget(TrainerCallback):
     on_save = on_evaluate
 
 
-def _ignore(count: int, note: str) -> None:
-    """Draw no bar."""
-
-
 def check_same_budget(checkpoint: Path, seconds: float | None) -> None:
-    """Refuse to continue a run with another budget, or with one where there was none: its learning rate would jump.
-
-    Raises:
-        BadInputError: names both.
-    """
+    """Refuse to continue a run with another budget, or with one where there was none: its learning rate would jump."""
     if seconds is None and read_json(checkpoint / "trainer_state.json").get("max_steps") != ENDLESS:
         return
     clock = saved_clock(checkpoint)

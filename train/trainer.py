@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
-from transformers import Trainer, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import EvalLoopOutput
 
+from ..common import BadInputError
 from ..distill.data_set import DEPTHS
 from ..heads import AcceptedPositions, Drafter, DrafterLoss
 from . import checkpoints, muon
 from .arguments import GAP, MEASURED
-from .callbacks import EpochOrder, FiniteGuard, GracefulStop, LogLines, Progress, StepStats
+from .callbacks import EpochOrder, GracefulStop, LogLines, Progress
 from .checkpoints import DrafterCheckpointIO
 from .data import IGNORED, Batches, Order, Packs, Rows, collate
 from .decoding import MeasuredTau, OnPolicy
@@ -45,8 +46,6 @@ class TrainData:
     """The data that a drafter is trained and evaluated on.
 
     Attributes:
-        batches: makes hidden states of rows.
-        training: rows, or packs of them. held_out: the other rows, which are never packed.
         on_policy: replaces responses in training batches by the drafter's own; None leaves the target's.
         measured: decodes for τ at each evaluation; None does not.
         verified: share of the training loss on positions that rounds of decoding reached; the rows have `depths`.
@@ -61,10 +60,7 @@ class TrainData:
 
 
 class MetricSums:
-    """Means over many batches as (sum, count) pairs, divided once, after adding up over all processes.
-
-    The pairs stay on their device: nothing waits for the host before `means`.
-    """
+    """Means over many batches as (sum, count) pairs on their device, divided once, after adding up all processes'."""
 
     def __init__(self) -> None:
         self._pairs: dict[str, Tensor] = {}
@@ -88,12 +84,64 @@ class MetricSums:
         return {name: total / count for name, (total, count) in zip(names, totals, strict=True) if count > 0}
 
 
+@dataclass
+class StepStats:
+    """The micro-batches of an optimizer step so far, as the collator makes them, and the sum of their losses, `[]`."""
+
+    loss: Tensor
+    inputs: list[dict[str, Tensor]] = field(default_factory=list)
+
+    def add(self, inputs: dict[str, Tensor], loss: Tensor) -> None:
+        self.inputs.append(inputs)
+        self.loss = self.loss + loss.detach()
+
+
+class FiniteGuard(TrainerCallback):
+    """A callback that stops before an optimizer step whose loss or gradient is not finite: the weights stay good."""
+
+    def __init__(self, trainer: DrafterTrainer):
+        self.trainer, self.step = trainer, StepStats(torch.zeros((), device=trainer.args.device))
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        taken, self.step = self.step, StepStats(torch.zeros_like(self.step.loss))
+        loss, norm = torch.stack([taken.loss, self.trainer.norm_of_step().to(taken.loss)]).tolist()
+        self.check(taken, loss, norm)
+
+    def check(self, step: StepStats, loss: float, norm: float = 0.0) -> None:
+        """Refuse a step, about to be taken, whose loss or gradient is not finite."""
+        if math.isfinite(loss) and math.isfinite(norm):
+            return
+        args, kept = self.trainer.args, self.trainer.checkpoint_io.last_good()
+        what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient's norm is {norm} (loss {loss:.4g})"
+        half = "; train in fp32 (leave out training.bf16 and training.fp16)" if args.bf16 or args.fp16 else ""
+        way_on = "No checkpoint yet."
+        if kept is not None:
+            way_on = f"The last good checkpoint is {kept}; to go on, set drafter.init to it and choose another output."
+        raise BadInputError(
+            f"training stopped before step {self.trainer.state.global_step + 1}, which was not applied: {what}. "
+            f"{self._rows_of(step)} Try: lower training.learning_rate (now {args.learning_rate:g}); lower "
+            f"training.max_grad_norm (now {args.max_grad_norm:g}){half}. {way_on}"
+        )
+
+    @torch.no_grad()
+    def _rows_of(self, step: StepStats) -> str:
+        """Return a sentence about this process's rows of a step, which names non-finite states of the target."""
+        data = self.trainer.data
+        for inputs in step.inputs if not data.batches.target.sharded else []:
+            if not bool(data.batches.of(inputs).last.isfinite().all()):
+                names = data.training.names(inputs["index"].flatten().tolist())
+                return f"The target's own hidden states of {names} are not finite: look at the target, or its features."
+        indices = [i for inputs in step.inputs for i in inputs["index"].flatten().tolist()]
+        return f"It would have learned from {data.training.names(indices)}."
+
+
 class DrafterTrainer(HookedTrainer):
     """A trainer of `drafter`. The target is not part of the model: never moved into an optimizer or a checkpoint.
 
     Args:
-        seconds: of training; None trains the steps that `args` say. See `train.budget`, also for what it takes from
-            `args`.
+        seconds: of training; None trains the steps that `args` say. See `train.stopping`.
         joint: the drafter and the adapter trained with it; None for the drafter alone.
         until: ends the training before its last step; None never.
 
@@ -112,8 +160,9 @@ class DrafterTrainer(HookedTrainer):
         joint: JointModule | None = None,
         until: Until | None = None,
     ):
-        if args.ddp_find_unused_parameters is None:
-            args.ddp_find_unused_parameters = joint is not None or has_experts(drafter)
+        if args.ddp_find_unused_parameters is None:  # a step leaves experts that no token chose without a gradient
+            has_experts = any("expert" in name for name, _ in drafter.named_modules())
+            args.ddp_find_unused_parameters = joint is not None or has_experts
         precision = torch.bfloat16 if args.bf16 else None
         self.form = ShardedDrafter(drafter, precision) if is_sharded(args) else WholeDrafter(drafter)
         super().__init__(
@@ -131,7 +180,7 @@ class DrafterTrainer(HookedTrainer):
         self.checkpoint_io: DrafterCheckpointIO = DrafterCheckpointIO(self, self.form, joint)
         self.processes = Processes(args, self.accelerator)
         self._sums = MetricSums()
-        self._step = StepStats(torch.zeros((), device=args.device))
+        self._guard = FiniteGuard(self)
         self._checked_counts = False
         self.stop = GracefulStop(self.processes.any)
         self.budget = None if seconds is None else TimeBudget(seconds, args, self.processes.mean)
@@ -144,18 +193,21 @@ class DrafterTrainer(HookedTrainer):
         self.add_callback(self.stop)
         if self.joint is not None:
             self.add_callback(Stages(self.joint.adapter, self.joint.spec.heads_first))
-        self._guard = FiniteGuard(
-            self._take_step, self._describe_rows, self.checkpoint_io.last_good, self._gradient_norm
-        )
         self.add_callback(self._guard)
         if self.watch is not None:
             self.add_callback(self.watch)
         if self.budget is not None:
             self.add_callback(self.budget)
             self.remove_callback(PrinterCallback)
-        else:
-            use_our_progress(self)
-            use_whole_steps(self.args, self.planned_steps)
+            return
+        # Lines that fit a terminal, in place of the base class's bar, or its printed dictionaries.
+        has_bar = not self.args.disable_tqdm
+        self.remove_callback(ProgressCallback if has_bar else PrinterCallback)
+        self.add_callback(Progress if has_bar else LogLines)
+        for name in ("logging_steps", "eval_steps", "save_steps"):
+            share = getattr(self.args, name)
+            if share is not None and 0 < share < 1:  # as a fraction it would seem changed on every resume
+                setattr(self.args, name, math.ceil(share * self.planned_steps()))
 
     def tokens_trained(self) -> int:
         """Return the number of supervised tokens in all processes so far in this run."""
@@ -175,10 +227,8 @@ class DrafterTrainer(HookedTrainer):
         model = model if self.joint is None else self.joint.drafter
         if is_new and args.optim == muon.NAME:
             parts = muon.split_parameters(self.drafter if model is None else model)
-            betas = (args.adam_beta1, args.adam_beta2)
-            self.optimizer = muon.MuonAdamW(
-                *parts, args.learning_rate, args.weight_decay, betas, args.adam_epsilon, further
-            )
+            betas, decay = (args.adam_beta1, args.adam_beta2), args.weight_decay
+            self.optimizer = muon.MuonAdamW(*parts, args.learning_rate, decay, betas, args.adam_epsilon, further)
             return super().create_optimizer(model)
         made: torch.optim.Optimizer = super().create_optimizer(model)
         if is_new:
@@ -194,7 +244,7 @@ class DrafterTrainer(HookedTrainer):
             self.use_scheduler(LambdaLR(scheduled, self.budget.clock))
         return super().create_scheduler(num_training_steps, optimizer)
 
-    # ------------------------------------------------------------ order
+    # ------------------------------------------------------------ order and text
 
     def training_order(self) -> Sampler[int] | None:
         """Return our order of the training rows, the same for any number of processes, if the recipe shuffles them."""
@@ -224,20 +274,15 @@ class DrafterTrainer(HookedTrainer):
         """Tell whether nothing is left to train after a checkpoint of this training."""
         if self.budget is not None:
             return saved_clock(checkpoint).get("spent", 0.0) >= self.budget.clock.seconds
+        if checkpoints.step_of(checkpoint) >= self.planned_steps():
+            return True
         waiting = [callback for callback in self.callback_handler.callbacks if isinstance(callback, Patience)]
-        return checkpoints.step_of(checkpoint) >= self.planned_steps() or any(
-            callback.is_over(checkpoints.state_of(checkpoint)) for callback in waiting
-        )
-
-    # ------------------------------------------------------------ text
+        return any(callback.is_over(checkpoints.state_of(checkpoint)) for callback in waiting)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[dict[str, Tensor]], num_batches: int, device: torch.device
     ) -> tuple[list[dict[str, Tensor]], Tensor | int | None]:
-        """Return the micro-batches of the next step, and how many labels all processes have in them.
-
-        Labels of text that the drafter writes here count, too.
-        """
+        """Return the micro-batches of the next step, and how many labels all have: also of text written here."""
         return super().get_batch_samples(self._with_own_text(epoch_iterator), num_batches, device)
 
     def _with_own_text(self, batches: Iterator[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
@@ -273,40 +318,25 @@ class DrafterTrainer(HookedTrainer):
             self._checked_counts = True
         self._sums.add_loss(loss)
         self._tokens = self._tokens + loss.count.detach()
-        items = torch.as_tensor(
-            loss.count if num_items_in_batch is None else num_items_in_batch, device=loss.total.device
-        )
+        counted = loss.count if num_items_in_batch is None else num_items_in_batch
+        items = torch.as_tensor(counted, device=loss.total.device)
         # Data parallelism averages gradients over processes; the items were counted over all of them.
         num_processes = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
         value = loss.total * (num_processes / items.clamp(min=1))
-        self._step.add(inputs, value)
+        self._guard.step.add(inputs, value)
         if self.is_deepspeed_enabled:  # it takes the step as soon as it has the gradients
             worst = self.processes.sum(value.detach())
-            self._guard.check(self.args, self.state.global_step + 1, self._step, float(worst))
+            self._guard.check(self._guard.step, float(worst))
         return (value, loss) if return_outputs else value
 
-    def _gradient_norm(self) -> Tensor:
+    def norm_of_step(self) -> Tensor:
         """Return the norm of the gradients of the step about to be taken (under DeepSpeed, of the one just taken)."""
-        if getattr(self.accelerator, "scaler", None) is not None:
+        if getattr(self.accelerator, "scaler", None) is not None:  # which expects and skips overflowing steps itself
             return torch.zeros(())
         if self.is_deepspeed_enabled:
             return torch.as_tensor(self.norm_of_last_step())
         assert isinstance(self.model, nn.Module)
         return gradient_norm(self.model)
-
-    def _take_step(self) -> StepStats:
-        taken, self._step = self._step, StepStats(torch.zeros_like(self._step.loss))
-        return taken
-
-    @torch.no_grad()
-    def _describe_rows(self, step: StepStats) -> str:
-        """Return a sentence about this process's rows of a step, which names non-finite states of the target."""
-        for inputs in step.inputs if not self.data.batches.target.sharded else []:
-            if not bool(self.data.batches.of(inputs).last.isfinite().all()):
-                names = self.data.training.names(inputs["index"].flatten().tolist())
-                return f"The target's own hidden states of {names} are not finite: look at the target, or its features."
-        indices = [i for inputs in step.inputs for i in inputs["index"].flatten().tolist()]
-        return f"It would have learned from {self.data.training.names(indices)}."
 
     # ------------------------------------------------------------ logging and evaluation
 
@@ -335,7 +365,10 @@ class DrafterTrainer(HookedTrainer):
         model = self.model_for_evaluation()
         model.eval()
         self.callback_handler.eval_dataloader = dataloader
-        sums, may_stop = MetricSums(), self._may_cut_evaluation()
+        # An evaluation can take longer than a scheduler's grace. But the training's course may depend on it, and after
+        # the training `stop` receives no requests.
+        decides = self.args.metric_for_best_model is not None or self.args.lr_scheduler_type == "reduce_lr_on_plateau"
+        sums, may_stop = MetricSums(), self.is_in_train and not decides
         for inputs in dataloader:
             if may_stop and self.stop.is_requested():
                 self.stop.stop(self.state, self.control)
@@ -350,31 +383,3 @@ class DrafterTrainer(HookedTrainer):
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in means.items()}
         rows = len(self.data.held_out)
         return EvalLoopOutput((), None, metrics, rows)  # type: ignore[arg-type]
-
-    def _may_cut_evaluation(self) -> bool:
-        """Tell whether a request to stop may end an evaluation: not where the training's course depends on it.
-
-        An evaluation can take longer than a scheduler's grace. (After the training `stop` receives no requests.)
-        """
-        decides = self.args.metric_for_best_model is not None or self.args.lr_scheduler_type == "reduce_lr_on_plateau"
-        return self.is_in_train and not decides
-
-
-def has_experts(drafter: Drafter) -> bool:
-    """Tell whether a step may leave weights of a drafter without a gradient: those of experts that no token chose."""
-    return any("expert" in name for name, _ in drafter.named_modules())
-
-
-def use_our_progress(trainer: Trainer) -> None:
-    """Replace the base class's bar, or its printed dictionaries, by lines that fit a terminal."""
-    has_bar = not trainer.args.disable_tqdm
-    trainer.remove_callback(ProgressCallback if has_bar else PrinterCallback)
-    trainer.add_callback(Progress if has_bar else LogLines)
-
-
-def use_whole_steps(args: TrainingArguments, planned: Callable[[], int]) -> None:
-    """Turn steps given as fractions of the training into numbers: as fractions they seem changed on every resume."""
-    for name in ("logging_steps", "eval_steps", "save_steps"):
-        share = getattr(args, name)
-        if share is not None and 0 < share < 1:
-            setattr(args, name, math.ceil(share * planned()))

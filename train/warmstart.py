@@ -1,7 +1,6 @@
-"""Where a drafter's first weights come from: new ones, or those of a saved drafter (`drafter.init: <folder>`).
+"""A drafter's first weights: new ones, or those of a saved drafter (`drafter.init: <folder>`).
 
-Where a drafter can be new in several ways, `init` may also be a word of its config (`random`, `pretrained`, `prune`); a
-folder of that name is `./prune`.
+Where a drafter can be new in several ways, `init` may also be a word of its config (`random`, `pretrained`, `prune`).
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from ..common import BadInputError, OutriderError
 from ..common.errors import LIBRARY_ERRORS, reason
-from ..heads import Drafter, DrafterConfig, drafter_config, head_class, load_drafter
+from ..heads import Drafter, drafter_config, head_class, load_drafter
 from ..heads.registry import saved_type
 from ..heads.saved import CONFIG, read_config
 from ..recipes import Recipe
@@ -34,7 +33,12 @@ def check_drafter(values: dict[str, Any]) -> type[Drafter]:
         BadInputError: an unknown type or key, a missing `init` folder, or a drafter without weights.
     """
     if _is_warm(values):
-        values = {"type": _saved_kind(values), **{k: v for k, v in values.items() if k not in ("init", "type")}}
+        kind = saved_type(read_config(_folder(values)))
+        if values.get("type", kind) != kind:
+            raise BadInputError(
+                f"drafter.init holds a drafter of type {kind!r}, drafter.type says {values['type']!r}; they must agree."
+            )
+        values = {k: v for k, v in values.items() if k != "init"} | {"type": kind}
     drafter_class, _ = drafter_config(values)
     if not drafter_class.trainable:
         raise BadInputError(
@@ -48,8 +52,7 @@ def check_drafter(values: dict[str, Any]) -> type[Drafter]:
 def make_drafter(values: dict[str, Any], target: Target, token_counts: Callable[[], Tensor]) -> Drafter:
     """Return the drafter of a recipe's `drafter:` section, in fp32, ready to be trained.
 
-    Args:
-        token_counts: gives how often each token is to be predicted, `[V]`; asked only for a new drafter.
+    `token_counts` gives how often each token is to be predicted, `[V]`; it is called for a new drafter alone.
 
     Raises:
         BadInputError: see `check_drafter`; or `init` and another setting contradict each other.
@@ -59,18 +62,12 @@ def make_drafter(values: dict[str, Any], target: Target, token_counts: Callable[
         drafter_class, config = drafter_config(values)
         return drafter_class.build(config, target, token_counts()).float()
     drafter = load_drafter(_folder(values), target, torch.float32)
-    given = {k: v for k, v in values.items() if k not in ("init", "type")}
-    _apply(drafter, given, target)
+    _apply(drafter, {k: v for k, v in values.items() if k not in ("init", "type")}, target)
     return drafter
 
 
 def made_for(recipe: Recipe, target: Target, token_counts: Callable[[], Tensor]) -> Drafter:
-    """Return a recipe's drafter, checked against the target that it will be trained for.
-
-    Raises:
-        BadInputError, IncompatibleError: see `make_drafter`; or a library refuses its settings, or it has no weights to
-            be trained.
-    """
+    """Return a recipe's drafter, checked against its target; refuse what a library does, and one without weights."""
     try:
         drafter = make_drafter(recipe.drafter, target, token_counts)
         drafter.check(target)
@@ -80,22 +77,16 @@ def made_for(recipe: Recipe, target: Target, token_counts: Callable[[], Tensor])
         raise BadInputError(f"drafter: such a one cannot be made for this target ({reason(error)}).") from error
     learns_alone = recipe.joint is None or recipe.joint.heads_first > 0
     if learns_alone and not any(p.requires_grad for p in drafter.parameters()):
-        way_out = (
-            "" if recipe.joint is None else " Set joint.heads_first to 0, and the target learns from the first step on."
-        )
+        way_out = " Set joint.heads_first to 0, and the target learns from the first step on." if recipe.joint else ""
         raise BadInputError(
-            f"drafter: a {drafter.name} of these settings has no weights of its own: there is nothing to "
-            f"train.{way_out}"
+            f"drafter: a {drafter.name} of these settings has no weights of its own: there is nothing to train."
+            f"{way_out}"
         )
     return drafter
 
 
 def check_makes(recipe: Recipe, target: Target) -> Drafter:
-    """Return a drafter made as if every token were as frequent: one that cannot be made for this target needs no data.
-
-    Raises:
-        BadInputError, IncompatibleError: see `made_for`.
-    """
+    """Return a drafter made as if every token were as frequent: data cannot save one that cannot be made."""
     return made_for(recipe, target, lambda: torch.zeros(target.vocab_size, dtype=torch.long))
 
 
@@ -110,47 +101,33 @@ def _words(values: dict[str, Any]) -> tuple[str, ...]:
 
 def _folder(values: dict[str, Any]) -> Path:
     """Return the folder with a drafter's config.json: `init` itself, or its `drafter/` (a run's output, a pair)."""
-    init, instead = values["init"], "".join(f"{word}, " for word in _words(values))
+    init, words = values["init"], _words(values)
+    wanted = f"{', '.join(words)}, or a folder" if words else "a folder"
     if not isinstance(init, str):
-        raise BadInputError(f"drafter.init: expected {instead}{'or ' if instead else ''}a folder, found {init!r}.")
+        raise BadInputError(f"drafter.init: expected {wanted}, found {init!r}.")
     folder = Path(init).expanduser()
     for candidate in (folder / "drafter", folder):
         if (candidate / CONFIG).is_file():
             return candidate
     raise BadInputError(
-        f"drafter.init: no drafter at {init!r}: there is no {CONFIG}. Give {instead}{'or ' if instead else ''}a folder "
-        "that a training wrote, "
-        "e.g. runs/name/drafter."
+        f"drafter.init: no drafter at {init!r}: there is no {CONFIG}. Give {wanted} that a training wrote, e.g. "
+        "runs/name/drafter."
     )
-
-
-def _saved_kind(values: dict[str, Any]) -> str:
-    saved = read_config(_folder(values))
-    kind = saved_type(saved)
-    if values.get("type", kind) != kind:
-        raise BadInputError(
-            f"drafter.init holds a drafter of type {kind!r}, drafter.type says {values['type']!r}; they must agree."
-        )
-    return kind
 
 
 def _apply(drafter: Drafter, given: dict[str, Any], target: Target) -> None:
     """Set what may change; refuse what contradicts the saved weights."""
     wanted = type(drafter.config).from_dict(given)
     wanted = wanted.completed(target) if hasattr(wanted, "completed") else wanted
-    for name in given:
+    for name in (name for name in given if name not in _PAST):
+        ours, theirs = getattr(wanted, name), getattr(drafter.config, name)
         if name in _FREE:
-            setattr(drafter.config, name, getattr(wanted, name))
-        elif name not in _PAST:
-            _require_equal(drafter, name, wanted)
-
-
-def _require_equal(drafter: Drafter, name: str, wanted: DrafterConfig) -> None:
-    ours, theirs = getattr(wanted, name), getattr(drafter.config, name)
-    if name == "model":  # a draft model is saved as a plain checkpoint: its sizes are in that config
-        theirs = {key: getattr(drafter.model.config, key, None) for key in ours}  # type: ignore[union-attr]
-    if ours != theirs:
-        raise BadInputError(
-            f"drafter.{name}: the drafter in drafter.init was made with {theirs!r}, the recipe says {ours!r}; leave it "
-            "out, or leave out init."
-        )
+            setattr(drafter.config, name, ours)
+            continue
+        if name == "model":  # a draft model is saved as a plain checkpoint: its sizes are in that config
+            theirs = {key: getattr(drafter.model.config, key, None) for key in ours}  # type: ignore[union-attr]
+        if ours != theirs:
+            raise BadInputError(
+                f"drafter.{name}: the drafter in drafter.init was made with {theirs!r}, the recipe says {ours!r}; "
+                "leave it out, or leave out init."
+            )

@@ -20,6 +20,15 @@ data: {prompts: [a.jsonl]}
 """
 
 
+KEYS = "name, target, drafter, data, template, training, joint, eval, output"
+SOURCE = "path, weight, layout, column, split, limit"
+STATIC = "eval: a static tree has its own width and number of nodes; leave out width and nodes, or tree."
+
+
+JOINT = "joint={lora: {}, learning_rate: 0.1}"
+UNDRAFTED = "nobody drafts for it here (nor for servers, nor in answers that are given); set drafter to the folder of"
+
+
 def write(folder: Path, text: str) -> str:
     file = folder / "my.yaml"
     file.write_text(text)
@@ -73,28 +82,19 @@ def test_a_written_recipe_reads_back_equal(tmp_path: Path) -> None:
 
 
 def test_overrides_are_yaml_and_create_what_they_need(tmp_path: Path) -> None:
-    overrides = [
-        "data.limit=12",
-        "data.sampling.temperature=1",
-        "training.learning_rate=3e-4",
-        "eval.suites=[docs]",
-        "training.report_to=none",
-        "output=x/{name}",
-    ]
+    training = ["training.learning_rate=3e-4", "training.report_to=none"]
+    overrides = ["data.limit=12", "data.sampling.temperature=1", "eval.suites=[docs]", "output=x/{name}", *training]
     recipe = load_recipe(write(tmp_path, MINIMAL), overrides)
     assert (recipe.data.limit, recipe.data.sampling.temperature, recipe.eval.suites) == (12, 1.0, ["docs"])
     assert recipe.training == {"learning_rate": 3e-4, "report_to": "none"}
     assert recipe.output_folder == Path("x/small")
+    assert load_recipe(write(tmp_path, MINIMAL), ["data.limit=1", "data.limit=null"]).data.limit is None, "later wins"
 
 
 def test_a_static_tree_decides_the_depth_and_reads_back(tmp_path: Path) -> None:
     recipe = load_recipe(write(tmp_path, MINIMAL), ["eval.tree=[-1,-1,0]"])
     assert (recipe.eval.tree, recipe.eval.depth) == ([-1, -1, 0], 2)
     assert load_recipe(write(tmp_path, recipe.to_yaml())) == recipe
-
-
-def test_a_later_override_wins(tmp_path: Path) -> None:
-    assert load_recipe(write(tmp_path, MINIMAL), ["data.limit=1", "data.limit=null"]).data.limit is None
 
 
 @pytest.mark.parametrize(
@@ -119,11 +119,7 @@ def test_a_later_override_wins(tmp_path: Path) -> None:
         ("eval.temperatures=[1.0e-38]", "expected 0 (greedy), or from 0.0001 to 10000, found 1e-38"),
         ("data.prompts=[]", "data.prompts: expected at least one entry, found []."),
         ("data.prompts=a.jsonl", "data.prompts: expected a list, found 'a.jsonl'."),
-        (
-            "data.prompts=[a, 3]",
-            "data.prompts[1]: expected text or a mapping with the keys path, weight, layout, column, split, limit, "
-            "found 3.",
-        ),
+        ("data.prompts=[a, 3]", f"data.prompts[1]: expected text or a mapping with the keys {SOURCE}, found 3."),
         ("data=null", "data: expected a mapping with the keys prompts, limit,"),
         ("data.features=disk", "data.features: expected one of 'online', 'cached', found 'disk'."),
         ("eval.temperatures=[0, hot]", "eval.temperatures[1]: expected a number, found 'hot'."),
@@ -133,17 +129,26 @@ def test_a_later_override_wins(tmp_path: Path) -> None:
         ("name=a/b", "name: expected letters, digits, '.', '_' and '-', found 'a/b'."),
         ("output=''", "output: expected some text, found ''."),
         ("eval.tree=[-1, 2]", "eval.tree: a tree's nodes come after their parents; node 1 has parent 2."),
-        (
-            "eval.tree=[-1, 0, -1]",
-            "eval.tree: a tree's nodes come level by level; the depths of [-1, 0, -1] are [1, 2, 1].",
-        ),
+        ("eval.tree=[-1, 0, -1]", "a tree's nodes come level by level; the depths of [-1, 0, -1] are [1, 2, 1]."),
         ("eval.tree=[]", "eval.tree: a tree needs at least one node."),
         ("eval.tree=[-1, a]", "eval.tree[1]: expected an integer, found 'a'."),
+        ("eval={tree: [-1], width: 2}", STATIC),
+        ("eval={tree: [-1], nodes: 2}", STATIC),
+        *((f"data.on_policy={share}", "data.on_policy: expected") for share in (1.5, -0.1, "true", "half")),
         (
-            "eval={tree: [-1], width: 2}",
-            "eval: a static tree has its own width and number of nodes; leave out width and nodes, or tree.",
+            "data.on_policy=0.5 & data.features=cached",
+            "so the target's features of it cannot be cached",
         ),
-        ("eval={tree: [-1], nodes: 2}", "eval: a static tree has its own width and number of nodes"),
+        ("data.features_dtype=bfloat16", "data: features_dtype is how features are stored, and online ones are not"),
+        ("data.verified=1.5", "data.verified: expected a value <= 1"),
+        ("data.verified=0.5", UNDRAFTED),
+        ("data.verified=0.5 & data.servers=['http://gpu1:8000/v1']", UNDRAFTED),
+        ("data.verified=0.5 & data.answers=given", UNDRAFTED),
+        ("eval.patience=2", "eval: patience waits for a better measured τ; set"),
+        ("joint={lora: {}}", "joint.learning_rate is missing; expected a number"),
+        (f"{JOINT} & joint.wieght=1.0", "unknown key joint.wieght; did you mean joint.weight"),
+        (f"{JOINT} & target.adapter=mine", "target.adapter is 'mine'"),
+        (f"{JOINT} & data.features=cached", "cannot be cached; leave out data.features: cached"),
         ("data.limit", "expected key.path=value"),
         ("data..limit=3", "expected key.path=value"),
         ("name.x=3", "name is 'small', not a mapping"),
@@ -151,7 +156,7 @@ def test_a_later_override_wins(tmp_path: Path) -> None:
     ],
 )
 def test_a_fault_is_named_with_its_place_and_what_was_expected(tmp_path: Path, override: str, expected: str) -> None:
-    assert expected in message_of(write(tmp_path, MINIMAL), override)
+    assert expected in message_of(write(tmp_path, MINIMAL), *override.split(" & "))
 
 
 def test_all_faults_are_reported_at_once_with_the_file(tmp_path: Path) -> None:
@@ -162,45 +167,31 @@ def test_all_faults_are_reported_at_once_with_the_file(tmp_path: Path) -> None:
     ]
 
 
-def test_a_missing_section_is_named(tmp_path: Path) -> None:
-    assert "target is missing; expected a mapping with the keys path, revision" in message_of(
-        write(tmp_path, "name: a\ndrafter: {}\ndata: {prompts: [a]}\n")
-    )
-
-
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
+        ("name: a\ndrafter: {}\ndata: {prompts: [a]}\n", "target is missing; expected a mapping with the keys path, r"),
         ("name: a\n  b: c\n", "my.yaml: not valid YAML: line 2, column 4"),
         ("name: a\ndata: [1\n", "line 3, column 1"),
         ("name: a\nname: b\n", "line 2, column 1: the key 'name' stands here twice"),
         ("name: !!python/object/apply:os.getcwd []\n", "line 1, column 7"),
-        (
-            "- a\n",
-            "expected a mapping with the keys name, target, drafter, data, template, training, joint, eval, output; "
-            "found a list",
-        ),
+        ("- a\n", f"expected a mapping with the keys {KEYS}; found a list"),
         ("", "found nothing"),
     ],
 )
-def test_broken_yaml_is_reported_with_line_and_column(tmp_path: Path, text: str, expected: str) -> None:
+def test_broken_yaml_is_reported_with_line_and_column_and_a_missing_section_named(
+    tmp_path: Path, text: str, expected: str
+) -> None:
     assert expected in message_of(write(tmp_path, text))
 
 
-def test_a_file_that_is_not_text_is_refused(tmp_path: Path) -> None:
+def test_what_is_no_file_of_text_is_refused_and_a_missing_one_named_with_the_packaged_ones(tmp_path: Path) -> None:
     (tmp_path / "my.yaml").write_bytes(b"\xff\xfe\x00")
     assert "cannot be read" in message_of(str(tmp_path / "my.yaml"))
-
-
-def test_a_missing_recipe_names_the_path_and_the_packaged_ones(tmp_path: Path) -> None:
-    message = message_of(str(tmp_path / "embeded-eagle3.yaml"))
-    assert str(tmp_path) in message
-    assert "did you mean 'embedded-eagle3'" in message
-    assert all(name in message for name in ("embedded-draft-model,", "embedded-eagle3"))
-
-
-def test_a_folder_is_no_recipe(tmp_path: Path) -> None:
     assert "is a folder" in message_of(str(tmp_path))
+    message = message_of(str(tmp_path / "embeded-eagle3.yaml"))
+    for words in (str(tmp_path), "did you mean 'embedded-eagle3'", "embedded-draft-model,", "embedded-eagle3"):
+        assert words in message
 
 
 def test_a_recipe_from_a_mapping_is_validated_alike() -> None:

@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +18,11 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from outrider.common import digests
+from outrider.heads import DrafterLoss, Eagle3, load_drafter
 from outrider.recipes import Recipe
 from outrider.targets import Target
+from outrider.train import TrainResult, train
+from outrider.train import checkpoints as folders
 
 MakeRecipe = Callable[..., Recipe]
 
@@ -31,9 +40,8 @@ def make_rows(vocab: int, count: int = NUM_ROWS) -> list[dict[str, Any]]:
         prompt, response = (int(torch.randint(low, high, (1,), generator=generator)) for low, high in ((2, 8), (5, 16)))
         # Few different tokens, so that there is something to learn in a few dozen steps.
         tokens = torch.randint(0, vocab // 4, (prompt + response,), generator=generator).tolist()
-        rows.append(
-            {"id": f"row-{i}", "suite": "tiny", "input_ids": tokens, "loss_mask": [0] * prompt + [1] * response}
-        )
+        mask = [0] * prompt + [1] * response
+        rows.append({"id": f"row-{i}", "suite": "tiny", "input_ids": tokens, "loss_mask": mask})
     return rows
 
 
@@ -43,7 +51,7 @@ def write_data(folder: Path, rows: list[dict[str, Any]], target: Target, **prove
     from datasets.utils.tqdm import disable_progress_bars
 
     disable_progress_bars()
-    Dataset.from_list(rows).save_to_disk(str(folder))
+    Dataset.from_list([{"content": row["id"]} | row for row in rows]).save_to_disk(str(folder))
     saved = {
         "schema_version": 2,
         "target": target.fingerprint().to_dict(),
@@ -55,6 +63,100 @@ def write_data(folder: Path, rows: list[dict[str, Any]], target: Target, **prove
     (folder / "provenance.json").write_text(json.dumps(saved | provenance))
     digests.seal(folder)
     return folder
+
+
+def history(recipe: Recipe, key: str | None = None) -> list[Any]:
+    """Return what the trainer logged up to the last whole checkpoint; of one key its values alone."""
+    last = folders.last_complete(recipe.output_folder / "checkpoints")
+    assert last is not None
+    log = json.loads((last / folders.STATE).read_text())["log_history"]
+    return log if key is None else [entry[key] for entry in log if key in entry]
+
+
+def losses(recipe: Recipe) -> list[float]:
+    return history(recipe, "loss")
+
+
+def weights(trained: TrainResult | Path) -> bytes:
+    folder = trained if isinstance(trained, Path) else trained.drafter_folder
+    return (folder / "model.safetensors").read_bytes()
+
+
+def provenance(recipe: Recipe) -> dict[str, Any]:
+    return json.loads((recipe.output_folder / "provenance.json").read_text())
+
+
+def halved(whole: TrainResult, *lost: str) -> None:
+    """Leave beside a training's output, as that of a run named `half`, all but its last checkpoint (or `lost`)."""
+    output = whole.drafter_folder.parent
+    shutil.copytree(output, half := output.with_name("half"))
+    for name in lost or ("checkpoints/checkpoint-12",):
+        shutil.rmtree(half / name)
+
+
+def train_in_two(recipe: Recipe, target: Target | None = None) -> None:
+    from accelerate import debug_launcher
+
+    debug_launcher(train, (recipe, target), num_processes=2)
+
+
+def drafters_are_close(one: Recipe, other: Recipe, atol: float = 1e-4) -> bool:
+    ours, theirs = (load_drafter(made.output_folder / "drafter").state_dict() for made in (one, other))
+    return all(torch.allclose(ours[name].float(), theirs[name].float(), atol=atol) for name in ours)
+
+
+def in_loss(
+    monkeypatch: pytest.MonkeyPatch, call: int, act: Callable[[DrafterLoss], DrafterLoss | None], training: bool = True
+) -> None:
+    """Let `act` see, and change, the result of EAGLE-3's `call`-th loss, in training or evaluation."""
+    original, calls = Eagle3.loss, [0]
+
+    def loss(self: Eagle3, batch: Any) -> DrafterLoss:
+        result = original(self, batch)
+        calls[0] += self.training == training
+        return (act(result) or result) if self.training == training and calls[0] == call else result
+
+    monkeypatch.setattr(Eagle3, "loss", loss)
+
+
+def asked_in(monkeypatch: pytest.MonkeyPatch, call: int, *signals: int, training: bool = True) -> None:
+    """Let the system signal this process while that loss is computed."""
+
+    def ask(result: DrafterLoss) -> None:
+        for number in signals:
+            signal.raise_signal(number)
+
+    in_loss(monkeypatch, call, ask, training)
+
+
+def killed_after(recipe: Recipe, step: int, folder: Path) -> Path:
+    """Train in `python -m outrider.train`, with a real SIGKILL after a checkpoint of that step; return the last one."""
+    (folder / "killed.yaml").write_text(recipe.to_yaml())
+    command = [sys.executable, "-m", "outrider.train", str(folder / "killed.yaml")]
+    process = subprocess.Popen(command, cwd=folder, env=dict(os.environ))
+    saved, deadline = recipe.output_folder / "checkpoints", time.time() + 120
+    while not (saved.exists() and (last := folders.last_complete(saved)) and folders.step_of(last) >= step):
+        assert process.poll() is None, "it ended by itself"
+        assert time.time() < deadline, "no checkpoint in two minutes"
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    reached = folders.last_complete(saved)
+    assert reached is not None
+    return reached
+
+
+def of_stored(recipe: Recipe, stored: Path) -> Recipe:
+    spec = recipe.target.model_validate({"path": str(stored), "dtype": "float32"})
+    return recipe.model_copy(update={"target": spec})
+
+
+@pytest.fixture
+def stored(target: Target, tmp_path: Path) -> Path:
+    """The target as a folder."""
+    target.model.save_pretrained(tmp_path / "target")
+    target.require_tokenizer().save_pretrained(tmp_path / "target")
+    return tmp_path / "target"
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,11 +40,11 @@ from .conftest import MakeRecipe
         ({"learning_rate": float("nan")}, r"training.learning_rate: expected 0 or more, found nan"),
         ({"adam_beta2": 1.0}, r"training.adam_beta2: expected 0 or more and less than 1, found 1\."),
         ({"label_smoothing_factor": 0.1}, r"training.label_smoothing_factor: leave it out"),
-        (
-            {"use_liger_kernel": True},
-            r"training.use_liger_kernel: leave it out: .* by themselves where it is installed",
-        ),
+        ({"use_liger_kernel": True}, r"training.use_liger_kernel: leave it out: .* by themselves where it is"),
         ({"fsdp": "full_shard"}, r"training.fsdp: leave it out"),
+        ({"max_length": 512}, "max_length is the length of a pack: set training.packing: true"),
+        ({"packing": True, "max_length": 0}, "max_length: expected 1 or more, found 0"),
+        ({"packing": "yes please"}, "training.packing: expected"),
     ],
 )
 def test_a_wrong_setting_is_refused_before_anything_is_loaded(
@@ -69,10 +72,8 @@ def test_numbers_that_yaml_reads_as_text_are_numbers() -> None:
 
 def test_a_bare_no_is_no_strategy() -> None:
     """YAML reads it as false."""
-    assert check_training({"eval_strategy": False, "save_strategy": False}) == {
-        "eval_strategy": "no",
-        "save_strategy": "no",
-    }
+    bare = {"eval_strategy": False, "save_strategy": False}
+    assert check_training(bare) == dict.fromkeys(bare, "no")
     with pytest.raises(BadInputError, match=r"training.eval_strategy: .* found True"):
         check_training({"eval_strategy": True})
 
@@ -123,110 +124,63 @@ def test_a_better_measured_tau_is_a_greater_one_and_a_better_loss_a_smaller_one(
     assert (args.metric_for_best_model, args.greater_is_better) == (metric, greater)
 
 
-# ------------------------------------------------------------ launches
-
-
-def fake(world_size: int, kind: str = "MULTI_CPU") -> Any:
-    return SimpleNamespace(
-        world_size=world_size, distributed_state=SimpleNamespace(distributed_type=SimpleNamespace(value=kind))
-    )
-
-
-@pytest.fixture
-def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    for name in (
-        "WORLD_SIZE",
-        "MASTER_ADDR",
-        "ACCELERATE_MIXED_PRECISION",
-        "ACCELERATE_USE_FSDP",
-        "ACCELERATE_USE_DEEPSPEED",
-        "ACCELERATE_USE_CPU",
-        "FSDP_VERSION",
-    ):
-        monkeypatch.delenv(name, raising=False)
-    return monkeypatch
-
-
-def test_a_plain_start_is_one_process(environment: pytest.MonkeyPatch) -> None:
-    check_number_of_processes(fake(1, "NO"))
-    check_kind_of_processes(fake(1, "NO"))
-
-
-def test_two_processes_that_run_alone_are_refused(environment: pytest.MonkeyPatch) -> None:
-    environment.setenv("WORLD_SIZE", "2")
-    check_number_of_processes(fake(2))
-    with pytest.raises(
-        BadInputError,
-        match=r"started 2 processes, but they run as 1 .*ACCELERATE_USE_CPU=true accelerate launch --multi_gpu",
-    ):
-        check_number_of_processes(fake(1, "NO"))
-
-
-def test_accelerate_launch_cpu_with_two_processes_is_recognised(environment: pytest.MonkeyPatch) -> None:
-    """It starts one process, and leaves this environment."""
-    environment.setenv("MASTER_ADDR", "127.0.0.1")
-    environment.setenv("ACCELERATE_MIXED_PRECISION", "no")
-    with pytest.raises(BadInputError, match=r"asked for several processes but started one"):
-        check_number_of_processes(fake(1, "NO"))
-
-
-@pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED"])
-def test_a_kind_of_parallelism_that_was_ignored_is_refused(environment: pytest.MonkeyPatch, kind: str) -> None:
-    environment.setenv(f"ACCELERATE_USE_{kind}", "true")
-    with pytest.raises(BadInputError, match=f"asked for {kind}, but accelerate set up 'NO'"):
-        check_kind_of_processes(fake(1, "NO"))
-
-
-def test_zero_that_a_variable_switches_off_is_refused(environment: pytest.MonkeyPatch) -> None:
-    """accelerate would train two whole drafters, data parallel, and say nothing."""
-    args = zero(2)
-    check_kind_of_processes(args)
-    environment.setenv("ACCELERATE_USE_CPU", "true")
-    with pytest.raises(
-        BadInputError, match=r"ACCELERATE_USE_CPU makes accelerate leave it out.*training\.use_cpu=true"
-    ):
-        check_kind_of_processes(args)
-
-
-def test_another_engine_than_the_launcher_asked_for_is_refused(environment: pytest.MonkeyPatch) -> None:
-    check_engine(fake(2), "MULTI_CPU")
-    with pytest.raises(BadInputError, match="the launch is DEEPSPEED, but accelerate would train as MULTI_CPU"):
-        check_engine(zero(2), "MULTI_CPU")
-    environment.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(BadInputError, match="the launch is FSDP, but accelerate would train as MULTI_GPU"):
-        check_engine(fake(2, "MULTI_GPU"), "MULTI_GPU")
+def fake(world_size: int, kind: str = "MULTI_CPU", stage: int | None = None, **values: Any) -> Any:
+    """Arguments of a launch; with `stage` under DeepSpeed."""
+    state = SimpleNamespace(distributed_type=SimpleNamespace(value=kind))
+    plugin = None if stage is None else SimpleNamespace(zero_stage=stage)
+    more = {"deepspeed_plugin": plugin, "optim": "adamw_torch", "fp16": False} | values
+    return SimpleNamespace(world_size=world_size, distributed_state=state, **more)
 
 
 def zero(stage: int, **values: Any) -> Any:
-    args = fake(2, "DEEPSPEED")
-    args.deepspeed_plugin = SimpleNamespace(zero_stage=stage)
-    vars(args).update({"optim": "adamw_torch", "fp16": False} | values)
-    return args
+    return fake(2, "DEEPSPEED", stage, **values)
 
 
-@pytest.mark.parametrize(
-    ("stage", "values", "said"),
-    [
-        (0, {}, r"ZeRO stage 0 splits nothing; take --zero_stage 1, 2 or 3"),
-        (2, {"optim": "muon"}, r"training.optim: muon moves whole matrices, and under DEEPSPEED .*; take adamw_torch"),
-        (3, {"fp16": True}, r"training.fp16: under DEEPSPEED take training.bf16"),
-    ],
+ALONE, GPUS, CPU, FSDP = fake(1, "NO"), fake(2, "MULTI_GPU"), fake(2), {"ACCELERATE_USE_FSDP": "true"}
+ONE_OF_TWO = {"MASTER_ADDR": "127.0.0.1", "ACCELERATE_MIXED_PRECISION": "no"}  # what `accelerate launch --cpu` leaves
+NAMES = ("MIXED_PRECISION", "USE_FSDP", "USE_DEEPSPEED", "USE_CPU")
+CHECKS: dict[str, Callable[..., None]] = {
+    "number": check_number_of_processes,
+    "kind": check_kind_of_processes,
+    "sharding": check_sharding,
+    "engine of CPUs": partial(check_engine, actual="MULTI_CPU"),
+    "engine of GPUs": partial(check_engine, actual="MULTI_GPU"),
+}
+WORKING = [
+    *(({}, ALONE, check) for check in ("number", "kind")),
+    ({"WORLD_SIZE": "2"}, CPU, "number"),
+    ({}, zero(2), "kind"),
+    ({}, CPU, "engine of CPUs"),
+    *(({}, zero(stage), "sharding") for stage in (1, 2, 3)),
+    (FSDP | {"FSDP_VERSION": "2"}, GPUS, "sharding"),
+]
+LAUNCHER = "they run as 1 .*ACCELERATE_USE_CPU=true accelerate launch --multi_gpu"
+IGNORED = (
+    r"ACCELERATE_USE_CPU makes accelerate leave it out.*training\.use_cpu=true"  # it would train two whole drafters
 )
-def test_what_a_drafter_in_parts_cannot_be_trained_with_is_refused(
-    environment: pytest.MonkeyPatch, stage: int, values: dict[str, Any], said: str
+MUON = "training.optim: muon moves whole matrices, and under DEEPSPEED .*; take adamw_torch"
+REFUSED = [
+    ({"WORLD_SIZE": "2"}, ALONE, "number", f"started 2 processes, but {LAUNCHER}"),
+    (ONE_OF_TWO, ALONE, "number", "asked for several processes but started one"),
+    (FSDP, ALONE, "kind", "asked for FSDP, but accelerate set up 'NO'"),
+    ({"ACCELERATE_USE_DEEPSPEED": "true"}, ALONE, "kind", "asked for DEEPSPEED, but accelerate set up 'NO'"),
+    ({"ACCELERATE_USE_CPU": "true"}, zero(2), "kind", IGNORED),
+    ({}, zero(2), "engine of CPUs", "the launch is DEEPSPEED, but accelerate would train as MULTI_CPU"),
+    (FSDP, GPUS, "engine of GPUs", "the launch is FSDP, but accelerate would train as MULTI_GPU"),
+    ({}, zero(0), "sharding", "ZeRO stage 0 splits nothing; take --zero_stage 1, 2 or 3"),
+    ({}, zero(2, optim="muon"), "sharding", MUON),
+    ({}, zero(3, fp16=True), "sharding", "training.fp16: under DEEPSPEED take training.bf16"),
+    (FSDP | {"FSDP_VERSION": "1"}, GPUS, "sharding", "only version 2 is supported; add --fsdp_version 2"),
+]
+
+
+@pytest.mark.parametrize(("environment", "args", "check", "said"), [*((*row, None) for row in WORKING), *REFUSED])
+def test_a_launch_that_would_not_work_is_refused(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], args: Any, check: str, said: str | None
 ) -> None:
-    for able in (1, 2, 3):
-        check_sharding(zero(able))
-    with pytest.raises(BadInputError, match=said):
-        check_sharding(zero(stage, **values))
-
-
-def test_the_first_version_of_fsdp_is_refused(environment: pytest.MonkeyPatch) -> None:
-    environment.setenv("ACCELERATE_USE_FSDP", "true")
-    args = fake(2, "MULTI_GPU")
-    args.deepspeed_plugin, args.optim, args.fp16 = None, "adamw_torch", False
-    environment.setenv("FSDP_VERSION", "2")
-    check_sharding(args)
-    environment.setenv("FSDP_VERSION", "1")
-    with pytest.raises(BadInputError, match="only version 2 is supported; add --fsdp_version 2"):
-        check_sharding(args)
+    for name in ("WORLD_SIZE", "MASTER_ADDR", "FSDP_VERSION", *(f"ACCELERATE_{name}" for name in NAMES)):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with nullcontext() if said is None else pytest.raises(BadInputError, match=said):
+        CHECKS[check](args)

@@ -36,11 +36,20 @@ def saved(tmp_path: Path) -> MakeCheckpoint:
     return make
 
 
+@pytest.fixture
+def deleted_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process has always deleted a folder already."""
+    delete = shutil.rmtree
+
+    def late(folder: Path, ignore_errors: bool = False) -> None:
+        delete(folder)
+        delete(folder, ignore_errors=ignore_errors)
+
+    monkeypatch.setattr(shutil, "rmtree", late)
+
+
 def names(folder: Path) -> list[str]:
     return sorted(f.name for f in folder.iterdir())
-
-
-# ------------------------------------------------------------ whole or not
 
 
 def test_the_marker_lists_every_file_with_its_digest(saved: MakeCheckpoint) -> None:
@@ -81,41 +90,30 @@ def test_a_checkpoint_that_was_just_written_is_not_read_again(
     assert reads == []
 
 
-def test_a_checkpoint_is_whole_once_it_is_marked(saved: MakeCheckpoint) -> None:
+def test_a_checkpoint_is_whole_once_it_is_marked_and_whatever_comes_later(saved: MakeCheckpoint) -> None:
     folder = saved(1, whole=False)
     assert digests.problems(folder)
     digests.seal(folder)
     assert not digests.problems(folder)
+    (folder / "notes.txt").write_text("mine")
+    assert not digests.problems(folder)
 
 
 @pytest.mark.parametrize("name", ["optimizer.pt", "empty", "drafter/model.safetensors"])
-def test_a_checkpoint_that_lacks_a_file_is_not_whole(saved: MakeCheckpoint, name: str) -> None:
+def test_a_checkpoint_whose_file_has_another_size_or_is_gone_is_not_whole(saved: MakeCheckpoint, name: str) -> None:
     folder = saved(1)
+    for content in ((folder / name).read_bytes()[:-1] or b"1", (folder / name).read_bytes() + b"!"):
+        (folder / name).write_bytes(content)
+        assert digests.problems(folder)
     (folder / name).unlink()
     assert digests.problems(folder)
     (folder / name).mkdir()
     assert digests.problems(folder), "a folder of that name is no file"
 
 
-@pytest.mark.parametrize("content", [b"weight", b"weights!"])
-def test_a_checkpoint_with_a_file_of_another_size_is_not_whole(saved: MakeCheckpoint, content: bytes) -> None:
-    folder = saved(1)
-    (folder / "drafter" / "model.safetensors").write_bytes(content)
-    assert digests.problems(folder)
-
-
-def test_a_file_that_came_later_changes_nothing(saved: MakeCheckpoint) -> None:
-    folder = saved(1)
-    (folder / "notes.txt").write_text("mine")
-    assert not digests.problems(folder)
-
-
 def test_a_checkpoint_that_is_not_there_cannot_be_continued(tmp_path: Path) -> None:
     with pytest.raises(Refusal, match=r"checkpoint-9 cannot be continued: the folder is missing\. Leave out"):
         folders.require_whole(tmp_path / "checkpoint-9")
-
-
-# ------------------------------------------------------------ the last one
 
 
 def test_checkpoints_come_by_step_and_nothing_else_counts(saved: MakeCheckpoint) -> None:
@@ -144,25 +142,11 @@ def test_without_a_whole_checkpoint_there_is_no_last_one(saved: MakeCheckpoint, 
     assert folders.last_complete(tmp_path / "nothing") is None
 
 
-# ------------------------------------------------------------ which may go
+ALL = [(limit, None, [9, 20, 100]) for limit in (None, 0, 3, 4)] + [(None, 9, [9, 20, 100])]
+TWO = [(2, None, [20, 100]), (2, 9, [9, 100]), (1, 9, [9, 100]), (2, 100, [20, 100])]
 
 
-@pytest.mark.parametrize(
-    ("limit", "best", "left"),
-    [
-        (None, None, [9, 20, 100]),
-        (0, None, [9, 20, 100]),
-        (3, None, [9, 20, 100]),
-        (4, None, [9, 20, 100]),
-        (2, None, [20, 100]),
-        (1, None, [100]),
-        (2, 9, [9, 100]),
-        (1, 9, [9, 100]),
-        (1, 100, [100]),
-        (2, 100, [20, 100]),
-        (None, 9, [9, 20, 100]),
-    ],
-)
+@pytest.mark.parametrize(("limit", "best", "left"), [*ALL, *TWO, (1, None, [100]), (1, 100, [100])])
 def test_the_oldest_go_and_the_last_and_the_best_stay(
     saved: MakeCheckpoint, limit: int | None, best: int | None, left: list[int]
 ) -> None:
@@ -188,23 +172,24 @@ def test_the_best_one_is_known_by_any_path_to_it(saved: MakeCheckpoint, monkeypa
     assert names(made[0].parent) == ["checkpoint-100", "checkpoint-9"]
 
 
-def test_a_checkpoint_that_cannot_be_deleted_stops_nothing(
-    saved: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another process may have deleted it meanwhile."""
-    made, delete = [saved(step) for step in (9, 20, 100)], shutil.rmtree
-    parent = made[0].parent
-
-    def late(folder: Path, ignore_errors: bool = False) -> None:
-        delete(folder)
-        delete(folder, ignore_errors=ignore_errors)
-
-    monkeypatch.setattr(shutil, "rmtree", late)
+@pytest.mark.usefixtures("deleted_meanwhile")
+def test_a_checkpoint_that_cannot_be_deleted_stops_nothing(saved: MakeCheckpoint) -> None:
+    *_, last = (saved(step) for step in (9, 20, 100))
+    parent = last.parent
     folders.rotate(parent, 1, None)
     assert names(parent) == ["checkpoint-100"]
+    unfinished = saved(3, whole=False)
+    folders.remove_broken(parent, None)
+    assert not unfinished.exists()
 
 
-def test_checkpoints_of_an_earlier_run_are_set_aside_under_the_first_free_number(saved: MakeCheckpoint) -> None:
+def test_checkpoints_of_an_earlier_run_are_set_aside_under_the_first_free_number(
+    saved: MakeCheckpoint, tmp_path: Path
+) -> None:
+    """A folder without any stays where it is."""
+    (tmp_path / "checkpoints").mkdir()
+    assert folders.set_aside(tmp_path / "checkpoints") is folders.set_aside(tmp_path / "nothing") is None
+    assert names(tmp_path) == ["checkpoints"]
     for number in (1, 2):
         folder = saved(number).parent
         assert folders.set_aside(folder) == folder.with_name(f"checkpoints.old-{number}")
@@ -221,13 +206,6 @@ def test_what_cannot_be_continued_is_cleared_and_what_was_once_whole_is_kept(sav
     assert names(whole.parent) == ["checkpoint-1", "damaged-checkpoint-2-1"]
 
 
-def test_a_folder_without_checkpoints_stays_where_it_is(tmp_path: Path) -> None:
-    (tmp_path / "checkpoints").mkdir()
-    assert folders.set_aside(tmp_path / "checkpoints") is None
-    assert folders.set_aside(tmp_path / "nothing") is None
-    assert names(tmp_path) == ["checkpoints"]
-
-
 def test_a_checkpoint_that_was_being_deleted_when_its_run_was_killed_is_not_whole(
     saved: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,9 +216,6 @@ def test_a_checkpoint_that_was_being_deleted_when_its_run_was_killed_is_not_whol
     monkeypatch.undo()
     folders.rotate(made[0].parent, 2, None)
     assert names(made[0].parent) == ["checkpoint-2", "checkpoint-3"]
-
-
-# ------------------------------------------------------------ the best one
 
 
 @pytest.fixture
@@ -270,7 +245,7 @@ def test_the_last_one_is_the_best_where_none_is_named_or_itself_is(
     ended: Callable[[str | None], Path], best: str | None
 ) -> None:
     last = ended(best)
-    (last / "optimizer.pt").unlink()  # it was checked before: nobody looks at it again
+    (last / "optimizer.pt").unlink()  # it was checked before, and is not again
     assert folders.best_before(last) == last
 
 
@@ -283,9 +258,6 @@ def test_a_damaged_best_one_is_named_and_the_last_one_taken(
     with caplog.at_level(logging.WARNING):
         assert folders.best_before(last) == last
     assert f"{best}, the best checkpoint, is missing or damaged; {last} is taken." in caplog.messages
-
-
-# ------------------------------------------------------------ what a training leaves, and continues from
 
 
 def arguments(folder: Path, **values: object) -> TrainingArguments:
@@ -306,47 +278,27 @@ def test_a_checkpoint_is_continued_with_as_many_rows_in_a_step(saved: MakeCheckp
     written = arguments(folder.parent, per_device_train_batch_size=3, gradient_accumulation_steps=4)
     folders.write_launch(folder, written)
     assert (folder / "launch.json").read_text() == '{"processes": 1, "rows_in_a_step": 12}\n'
-    folders.check_same_rows(
-        folder, arguments(folder.parent, per_device_train_batch_size=6, gradient_accumulation_steps=2)
+    same, other = (
+        arguments(folder.parent, per_device_train_batch_size=6, gradient_accumulation_steps=n) for n in (2, 4)
     )
-    other = arguments(folder.parent, per_device_train_batch_size=6, gradient_accumulation_steps=4)
+    folders.check_same_rows(folder, same)
     with pytest.raises(BadInputError) as refused:
         folders.check_same_rows(folder, other)
     assert f"{folder} learned 12 rows in a step, in 1 processes; this run would learn 24 in 1. " in str(refused.value)
 
 
-def test_what_is_not_whole_and_not_there_any_more_is_cleared_without_a_word(
-    saved: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("has_good", [True, False])
+def test_a_checkpoint_that_cannot_be_written_leaves_nothing_and_names_the_last_good_one(
+    saved: MakeCheckpoint, has_good: bool
 ) -> None:
-    """Another process may have deleted it meanwhile."""
-    unfinished, delete = saved(3, whole=False), shutil.rmtree
-
-    def late(folder: Path, ignore_errors: bool = False) -> None:
-        delete(folder)
-        delete(folder, ignore_errors=ignore_errors)
-
-    monkeypatch.setattr(shutil, "rmtree", late)
-    folders.remove_broken(unfinished.parent, None)
-    assert names(unfinished.parent) == []
-
-
-def test_a_checkpoint_that_cannot_be_written_leaves_nothing_and_names_the_last_good_one(saved: MakeCheckpoint) -> None:
-    good, late = saved(4), saved(8, whole=False)
-    with pytest.raises(CannotWriteError) as failed, explain_write_errors(late):
-        raise OSError(28, "No space left on device")
-    assert not late.exists()
-    assert f"{late} could not be written: " in str(failed.value)
-    assert f"The last good checkpoint is {good}." in str(failed.value)
-
-
-def test_the_first_checkpoint_that_cannot_be_written_says_that_there_is_no_earlier_one(saved: MakeCheckpoint) -> None:
+    error = OSError(28, "No space left on device") if has_good else RuntimeError("unexpected pos 64 vs 0\nat a place")
+    kept = f"The last good checkpoint is {saved(4)}." if has_good else "There is no earlier checkpoint."
     late = saved(8, whole=False)
-    with (
-        pytest.raises(CannotWriteError, match=r"There is no earlier checkpoint\.") as failed,
-        explain_write_errors(late),
-    ):
-        raise RuntimeError("unexpected pos 64 vs 0\nat a place")
-    assert "could not be written: unexpected pos 64 vs 0 (" in str(failed.value)
+    with pytest.raises(CannotWriteError) as failed, explain_write_errors(late):
+        raise error
+    assert not late.exists()
+    assert f"{late} could not be written: {str(error).splitlines()[0]} (" in str(failed.value)
+    assert kept in str(failed.value)
 
 
 def test_a_folder_that_is_gone_is_said(saved: MakeCheckpoint) -> None:

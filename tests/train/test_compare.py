@@ -20,12 +20,12 @@ from outrider.targets import Target
 from outrider.train import compare as module
 from outrider.train.compare import compare, differences
 
-from .conftest import MakeRecipe
+from .conftest import DRAFT_MODEL, MakeRecipe, weights
 
 DRAFTERS: dict[str, dict[str, Any]] = {
     "eagle": {"type": "eagle3", "steps": 2, "draft_vocab_size": 96},
     "heads": {"type": "medusa", "num_heads": 2},
-    "small": {"type": "draft_model", "model": {"num_hidden_layers": 1}},
+    "small": DRAFT_MODEL,
 }
 SECONDS = 1.0
 
@@ -39,9 +39,9 @@ def target(tiny_llama: Callable[..., Any], tiny_tokenizer: PreTrainedTokenizerFa
 def recipe(tmp_path: Path) -> MakeRecipe:
     """`recipe(name, data={…}, eval={…}, **training)`: one of DRAFTERS."""
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text(
-        "".join(json.dumps({"id": f"p{i}", "text": f"def function_{i}(first, second):\n"}) + "\n" for i in range(12))
-    )
+    rows = [{"id": f"p{i}", "text": f"def function_{i}(first, second):\n"} for i in range(12)]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shared = {"prompts": [str(prompts)], "max_new_tokens": 8, "holdout": 0.2, "allow_leaks": True}
 
     def make(
         name: str,
@@ -56,33 +56,13 @@ def recipe(tmp_path: Path) -> MakeRecipe:
                 "name": name,
                 "target": {"path": "in memory"},
                 "drafter": drafter or DRAFTERS[name],
-                "data": {
-                    "prompts": [str(prompts)],
-                    "max_new_tokens": 8,
-                    "holdout": 0.2,
-                    "allow_leaks": True,
-                    **(data or {}),
-                },
+                "data": shared | (data or {}),
                 "training": {"per_device_train_batch_size": 4, "max_steps": 2, "save_total_limit": 1} | training,
                 "eval": settings | (measured or {}),
             }
         )
 
     return make
-
-
-@pytest.fixture
-def count_trainings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the recipes that are trained."""
-    seen: list[str] = []
-    train = module.train
-
-    def counted(recipe: Recipe, *args: Any, **kwargs: Any) -> Any:
-        seen.append(recipe.name)
-        return train(recipe, *args, **kwargs)
-
-    monkeypatch.setattr(module, "train", counted)
-    return seen
 
 
 def test_all_are_trained_for_the_same_time_on_the_same_responses_and_measured_together(
@@ -97,11 +77,8 @@ def test_all_are_trained_for_the_same_time_on_the_same_responses_and_measured_to
         assert SECONDS <= info.training.seconds < SECONDS + 5, "it ends with the step in which the time is up"
         assert info.training.steps > 2, "max_steps does not count"
         assert info.training.parameters == info.parameters
-        used = json.loads((tmp_path / "out" / name / "provenance.json").read_text())
-        assert (
-            used["data"]["prompts"]
-            == json.loads((tmp_path / "out" / "data" / "provenance.json").read_text())["prompts"]
-        )
+        used, made = (json.loads((tmp_path / "out" / f / "provenance.json").read_text()) for f in (name, "data"))
+        assert used["data"]["prompts"] == made["prompts"]
     assert report.contestant("ngram").training is None
     assert {f.rule for f in report.figures if f.temperature == 1.0 and f.contestant in DRAFTERS} == {"rejection"}
     suites = {r.prompt for r in report.records_of("eagle", 0.0)}
@@ -110,27 +87,26 @@ def test_all_are_trained_for_the_same_time_on_the_same_responses_and_measured_to
 
 
 def test_what_is_finished_is_not_done_again(
-    recipe: MakeRecipe, target: Target, tmp_path: Path, count_trainings: list[str], monkeypatch: pytest.MonkeyPatch
+    recipe: MakeRecipe, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An interruption in the second training: the first is kept, and so are the responses."""
     recipes = [recipe("heads"), recipe("small")]
-    train = module.train
+    train, trained = module.train, []
 
     def stopped(made: Recipe, *args: Any, **kwargs: Any) -> Any:
-        if made.name == "small":
+        trained.append(made.name)
+        if trained == ["heads", "small"]:
             raise KeyboardInterrupt
         return train(made, *args, **kwargs)
 
     monkeypatch.setattr(module, "train", stopped)
     with pytest.raises(KeyboardInterrupt):
         compare(recipes, SECONDS, tmp_path / "out", target)
-    monkeypatch.setattr(module, "train", train)
-    weights = (tmp_path / "out" / "heads" / "drafter" / "model.safetensors").read_bytes()
+    before = weights(tmp_path / "out" / "heads" / "drafter")
     answered = (tmp_path / "out" / "data" / "provenance.json").stat().st_mtime_ns
-    count_trainings.clear()
     report = compare(recipes, SECONDS, tmp_path / "out", target)
-    assert count_trainings == ["small"]
-    assert (tmp_path / "out" / "heads" / "drafter" / "model.safetensors").read_bytes() == weights
+    assert trained == ["heads", "small", "small"]
+    assert weights(tmp_path / "out" / "heads" / "drafter") == before
     assert (tmp_path / "out" / "data" / "provenance.json").stat().st_mtime_ns == answered
     assert Report.load(tmp_path / "out" / "report").contestant("heads").training == report.contestant("heads").training
 
@@ -175,9 +151,8 @@ def test_a_folder_of_another_budget_or_recipe_is_never_mixed_in(
     recipe: MakeRecipe, target: Target, tmp_path: Path
 ) -> None:
     compare([recipe("heads")], 0.2, tmp_path / "out", target)
-    with pytest.raises(
-        BadInputError, match=r"trained for 0.2 seconds, now 3 seconds are asked for. Choose another --out"
-    ):
+    said = r"trained for 0.2 seconds, now 3 seconds are asked for. Choose another --out"
+    with pytest.raises(BadInputError, match=said):
         compare([recipe("heads")], 3, tmp_path / "out", target)
     with pytest.raises(BadInputError, match=r"training.learning_rate"):
         compare([recipe("heads", learning_rate=1e-4)], 0.2, tmp_path / "out", target)
@@ -191,19 +166,8 @@ def test_the_report_shows_every_method_at_every_temperature_best_first(
         console = Console(width=width, record=True, file=io.StringIO())
         print_comparison(report, console)
         shown = console.export_text()
-        for words in (
-            "τ at 0",
-            "τ at 1",
-            "speedup at 0",
-            "speedup at 1",
-            "parameters",
-            "steps",
-            "heads",
-            "small",
-            "ngram",
-            "plain",
-            "rejection (heads, small)",
-        ):
+        columns = ("τ at 0", "τ at 1", "speedup at 0", "speedup at 1", "parameters", "steps")
+        for words in (*columns, "heads", "small", "ngram", "plain", "rejection (heads, small)"):
             assert words in shown, (width, words)
         assert "…" not in shown
     page = (tmp_path / "out" / "report" / "report.html").read_text()
@@ -211,15 +175,6 @@ def test_the_report_shows_every_method_at_every_temperature_best_first(
     assert "0.3 s each on the same" in page
     drawn = (tmp_path / "out" / "report" / "comparison.svg").read_text()
     assert drawn.count("<polygon") == 2 * 3 + 2, "two temperatures of three drafters, and the legend"
-    taus = [report.headline(name).tau for name in ("heads", "small", "ngram")]
-    order = [
-        line.split()[0]
-        for line in shown.splitlines()
-        if line.split()[:1] and line.split()[0] in ("heads", "small", "ngram")
-    ][:3]
-    assert order == [
-        n
-        for _, n in sorted(
-            zip((-t.value for t in taus if t), ("heads", "small", "ngram"), strict=True), key=lambda pair: pair[0]
-        )
-    ]
+    taus = {name: report.headline(name).tau for name in ("heads", "small", "ngram")}
+    order = [line.split()[0] for line in shown.splitlines() if line.split() and line.split()[0] in taus][:3]
+    assert order == sorted(taus, key=lambda name: -taus[name].value)

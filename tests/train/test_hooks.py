@@ -33,6 +33,7 @@ from outrider.train.hooks import (
 )
 
 NUM_ROWS, STEPS = 8, 4
+BEST = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "loss"}
 
 
 class Rows(Dataset):
@@ -46,8 +47,6 @@ class Rows(Dataset):
 
 
 class Line(nn.Module):
-    """A model of one number."""
-
     def __init__(self) -> None:
         super().__init__()
         self.slope = nn.Parameter(torch.ones(()))
@@ -85,8 +84,6 @@ class Notes(CheckpointIO):
 
 
 class Probe(HookedTrainer):
-    """A trainer that notes what it is asked for."""
-
     def __init__(self, args: TrainingArguments):
         super().__init__(model=Line(), args=args, train_dataset=Rows(), eval_dataset=Rows())
         self.asked: list[tuple[str, Any]] = []
@@ -113,22 +110,20 @@ class Probe(HookedTrainer):
 
 @pytest.fixture
 def make(tmp_path: Path) -> Callable[..., Probe]:
+    steps = {"max_steps": STEPS, "per_device_train_batch_size": 2, "save_steps": 2, "save_total_limit": 1}
+    rows = {"remove_unused_columns": False, "prediction_loss_only": True, "label_names": ["labels"]}
+    quiet = {"report_to": "none", "disable_tqdm": True, "use_cpu": True}
+
     def made(**values: Any) -> Probe:
-        settings = {
-            "max_steps": STEPS,
-            "per_device_train_batch_size": 2,
-            "save_steps": 2,
-            "save_total_limit": 1,
-            "remove_unused_columns": False,
-            "prediction_loss_only": True,
-            "label_names": ["labels"],
-            "report_to": "none",
-            "disable_tqdm": True,
-            "use_cpu": True,
-        }
-        return Probe(TrainingArguments(output_dir=str(tmp_path / "out"), **settings | values))
+        return Probe(TrainingArguments(output_dir=str(tmp_path / "out"), **steps | rows | quiet | values))
 
     return made
+
+
+@pytest.fixture
+def llama() -> LlamaForCausalLM:
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=8, **sizes))
 
 
 @pytest.mark.parametrize("package", TRIED)
@@ -142,17 +137,14 @@ def test_the_installed_version_is_one_that_was_tried(package: str) -> None:
     assert f"{package}>={first},<{major}.{int(minor) + 1}" in project["project"]["dependencies"]
 
 
-def test_the_order_of_rows_is_asked_for(make: Callable[..., Probe]) -> None:
+def test_the_order_of_rows_is_asked_for_and_without_one_the_base_class_has_its_own(
+    make: Callable[..., Probe], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`_get_train_sampler`, `_get_eval_sampler`."""
     trainer = make(eval_strategy="steps", eval_steps=4, save_strategy="no")
     trainer.train()
     assert trainer.of("training order")
     assert trainer.of("evaluation order")
-
-
-def test_without_an_order_of_ours_the_base_class_has_its_own(
-    make: Callable[..., Probe], monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr(Probe, "training_order", lambda self: None)
     assert sorted(make()._get_train_sampler()) == list(range(NUM_ROWS))
 
@@ -161,10 +153,8 @@ def test_a_checkpoint_is_written_inside_and_no_older_one_is_deleted_meanwhile(ma
     """`_save_checkpoint`, `_get_output_dir`, `_save`. The limit of one checkpoint holds again afterwards."""
     trainer = make()
     trainer.train()
-    assert trainer.of("checkpoint") == [
-        ("checkpoint-2", ["checkpoint-2"]),
-        ("checkpoint-4", ["checkpoint-2", "checkpoint-4"]),
-    ]
+    first, second = "checkpoint-2", "checkpoint-4"
+    assert trainer.of("checkpoint") == [(first, [first]), (second, [first, second])]
     assert trainer.args.save_total_limit == 1
     folder = Path(trainer.args.output_dir or "") / "checkpoint-4"
     assert (folder / "slope.pt").is_file()
@@ -173,8 +163,7 @@ def test_a_checkpoint_is_written_inside_and_no_older_one_is_deleted_meanwhile(ma
 
 def test_the_end_of_a_training_deletes_no_checkpoint(make: Callable[..., Probe]) -> None:
     """`_finalize_training` would delete all but the best: also the one that a signal had just asked for."""
-    best = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "loss"}
-    trainer = make(**best, greater_is_better=True)
+    trainer = make(**BEST, greater_is_better=True)
     trainer.train()
     assert (trainer.checkpoints_kept, trainer.args.save_total_limit) == (1, 1)
     assert {f.name for f in Path(trainer.args.output_dir or "").iterdir()} >= {"checkpoint-2", "checkpoint-4"}
@@ -198,8 +187,7 @@ def test_only_a_damaged_checkpoint_is_called_one(error: Exception, raised: type[
 def test_weights_are_read_back_on_resuming_and_for_the_best_checkpoint(make: Callable[..., Probe]) -> None:
     """`_load_from_checkpoint`, `_load_best_model`."""
     make(max_steps=2).train()
-    best = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "loss"}
-    trainer = make(**best)
+    trainer = make(**BEST)
     trainer.train(resume_from_checkpoint=True)
     assert trainer.of("weights")[0] == "checkpoint-2"
     assert len(trainer.of("weights")) == 2
@@ -250,11 +238,6 @@ def test_a_schedule_of_ours_is_used_and_saved(make: Callable[..., Probe], monkey
     assert (Path(trainer.args.output_dir or "") / "checkpoint-2" / "scheduler.pt").is_file()
 
 
-def test_the_rows_of_a_micro_batch_are_known(make: Callable[..., Probe]) -> None:
-    """`_train_batch_size`."""
-    assert make(per_device_train_batch_size=3).rows_at_once() == 3
-
-
 def test_the_model_for_evaluation_computes_the_same_before_and_after_training(make: Callable[..., Probe]) -> None:
     """`accelerator._models`."""
     trainer = make(max_steps=1, save_strategy="no")
@@ -265,33 +248,28 @@ def test_the_model_for_evaluation_computes_the_same_before_and_after_training(ma
     assert trainer.model_for_evaluation() is trainer.model
 
 
-def test_batches_are_moved_to_the_device(make: Callable[..., Probe]) -> None:
-    """`_prepare_inputs`."""
-    moved = make().on_device({"index": torch.arange(3)})
-    assert moved["index"].device == make().args.device
+def test_the_rows_of_a_batch_its_device_and_the_one_gpu_are_known(make: Callable[..., Probe]) -> None:
+    """`_train_batch_size`, `_prepare_inputs`, `_n_gpu`."""
+    trainer = make(per_device_train_batch_size=3)
+    assert trainer.rows_at_once() == 3
+    assert trainer.on_device({"index": torch.arange(3)})["index"].device == trainer.args.device
+    trainer.args._n_gpu = 4
+    train_on_one_gpu(trainer.args)
+    assert trainer.args.n_gpu == 1
 
 
-def test_one_process_uses_one_gpu(make: Callable[..., Probe]) -> None:
-    """`_n_gpu`."""
-    args = make().args
-    args._n_gpu = 4
-    train_on_one_gpu(args)
-    assert args.n_gpu == 1
-
-
-def test_the_layers_of_a_model_are_known() -> None:
+def test_the_layers_of_a_model_are_known(llama: LlamaForCausalLM) -> None:
     """`_no_split_modules`."""
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-    assert block_classes(LlamaForCausalLM(LlamaConfig(vocab_size=8, **sizes))) == ["LlamaDecoderLayer"]
+    assert block_classes(llama) == ["LlamaDecoderLayer"]
 
 
 @pytest.mark.parametrize("asked", [True, False])
-def test_activation_checkpointing_goes_to_the_model_and_leaves_the_arguments(tmp_path: Path, asked: bool) -> None:
+def test_activation_checkpointing_goes_to_the_model_and_leaves_the_arguments(
+    llama: LlamaForCausalLM, tmp_path: Path, asked: bool
+) -> None:
     """`activation_checkpointing_enable`, once `gradient_checkpointing_enable`."""
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=8, **sizes))
     args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, gradient_checkpointing=asked)
     assert asks_for_checkpointing(args) == asked
-    enable_checkpointing(model, args)
-    assert model.is_gradient_checkpointing == asked
+    enable_checkpointing(llama, args)
+    assert llama.is_gradient_checkpointing == asked
     assert not asks_for_checkpointing(args)

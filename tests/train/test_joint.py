@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from outrider.train import TrainResult, train
 from outrider.train.compare import check_comparable
 from outrider.train.joint import Adapter, JointBatches, JointModule, adapted
 
-from .conftest import MakeRecipe
+from .conftest import DRAFT_MODEL, MakeRecipe, halved, history, losses, provenance, train_in_two, weights
 
 MEDUSA = {"type": "medusa", "num_heads": 3}
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
@@ -38,33 +38,28 @@ def joined(recipe: Recipe, **changes: Any) -> Recipe:
     return Recipe.from_dict(recipe.model_dump() | {"joint": JOINT | changes})
 
 
-def history(recipe: Recipe, key: str) -> list[float]:
-    """What the trainer logged under that name, up to the last checkpoint."""
-    folders = (recipe.output_folder / "checkpoints").glob("checkpoint-*")
-    last = max(folders, key=lambda f: int(f.name.removeprefix("checkpoint-")))
-    return [e[key] for e in json.loads((last / "trainer_state.json").read_text())["log_history"] if key in e]
-
-
 def adapter_weights(folder: Path) -> dict[str, Tensor]:
     return load_file(folder / "adapter_model.safetensors")
 
 
 def outcome(result: TrainResult) -> tuple[bytes, bytes]:
     assert result.adapter_folder is not None
-    return (result.drafter_folder / "model.safetensors").read_bytes(), (
-        result.adapter_folder / "adapter_model.safetensors"
-    ).read_bytes()
+    return weights(result), (result.adapter_folder / "adapter_model.safetensors").read_bytes()
 
 
-@pytest.fixture
-def stored(target: Target, tmp_path: Path) -> str:
-    """The target as a folder."""
-    target.model.save_pretrained(tmp_path / "target")
-    target.require_tokenizer().save_pretrained(tmp_path / "target")
-    return str(tmp_path / "target")
+@contextmanager
+def changed(target: Target, **lora: Any) -> Iterator[Adapter]:
+    """The target with an adapter that is not new: its weights are drawn."""
+    with adapted(target, JointSpec(lora=LORA | lora, learning_rate=0.1), 0) as adapter:
+        assert adapter is not None
+        adapter.learns = True
+        for weight in adapter.parameters:
+            torch.nn.init.normal_(weight, std=0.1)
+        yield adapter
 
 
-# ------------------------------------------------------------ what is minimised
+def some_tokens(target: Target) -> Tensor:
+    return torch.randint(0, target.vocab_size, (2, 9), generator=torch.Generator().manual_seed(1))
 
 
 def test_the_loss_and_its_gradient_are_the_papers(target: Target) -> None:
@@ -79,15 +74,11 @@ def test_the_loss_and_its_gradient_are_the_papers(target: Target) -> None:
     labels = torch.where(torch.arange(9) >= 3, tokens, -100)
     with torch.no_grad():
         p0 = target.model(tokens).logits.log_softmax(-1)
-    with adapted(target, JointSpec(lora=LORA, learning_rate=0.1, weight=0.3), 0) as adapter:
-        assert adapter is not None
-        adapter.learns = True
-        for weight in adapter.parameters:
-            torch.nn.init.normal_(weight, std=0.1)
+    with changed(target) as adapter:
         joint = JointModule(drafter, adapter, JointSpec(lora=LORA, learning_rate=0.1, weight=0.3))
         found = joint(JointBatches(target, drafter.taps, adapter).of({"input_ids": tokens, "labels": labels}))
-        weights = [*adapter.parameters, *drafter.parameters()]
-        slopes = torch.autograd.grad(found.total, weights)
+        learned = [*adapter.parameters, *drafter.parameters()]
+        slopes = torch.autograd.grad(found.total, learned)
 
         last = target.model.model(tokens).last_hidden_state
         log_p = target.model.lm_head(last).log_softmax(-1)
@@ -102,7 +93,7 @@ def test_the_loss_and_its_gradient_are_the_papers(target: Target) -> None:
             for t in range(3, 9)
         )
         by_hand = kept + 0.3 * guessed
-        expected = torch.autograd.grad(by_hand, weights)
+        expected = torch.autograd.grad(by_hand, learned)
     torch.testing.assert_close(found.total, by_hand, rtol=1e-5, atol=1e-5)
     assert found.count.item() == 12
     for ours, theirs in zip(slopes, expected, strict=True):
@@ -116,13 +107,11 @@ def test_the_loss_and_its_gradient_are_the_papers(target: Target) -> None:
 
 
 def test_without_the_adapter_a_target_is_the_original_and_with_a_new_one_too(target: Target) -> None:
-    tokens = torch.randint(0, target.vocab_size, (2, 9), generator=torch.Generator().manual_seed(1))
+    tokens = some_tokens(target)
     before = target.forward(tokens).logits
-    with adapted(target, JointSpec(lora=LORA, learning_rate=0.1), 0) as adapter:
-        assert adapter is not None
+    with adapted(target, JointSpec(lora=LORA, learning_rate=0.1), 0):
         assert torch.equal(target.forward(tokens).logits, before)
-        for weight in adapter.parameters:
-            torch.nn.init.normal_(weight, std=0.1)
+    with changed(target) as adapter:
         assert not torch.allclose(target.forward(tokens).logits, before, atol=0.1)
         with adapter.off():
             assert torch.equal(target.forward(tokens).logits, before)
@@ -130,19 +119,12 @@ def test_without_the_adapter_a_target_is_the_original_and_with_a_new_one_too(tar
 
 
 def test_dropout_of_the_lora_is_on_in_training_alone(target: Target) -> None:
-    tokens = torch.randint(0, target.vocab_size, (2, 9), generator=torch.Generator().manual_seed(1))
-    spec = JointSpec(lora=LORA | {"lora_dropout": 0.5}, learning_rate=0.1)
-    with adapted(target, spec, 0) as adapter:
-        assert adapter is not None
+    tokens, spec = some_tokens(target), JointSpec(lora=LORA, learning_rate=0.1)
+    with changed(target, lora_dropout=0.5) as adapter:
         joint = JointModule(Medusa.build(MedusaConfig(num_heads=1), target), adapter, spec)
-        for weight in adapter.parameters:
-            torch.nn.init.normal_(weight, std=0.1)
         for mode, same in ((True, False), (False, True)):
             joint.train(mode)
             assert torch.equal(target.forward(tokens).logits, target.forward(tokens).logits) is same
-
-
-# ------------------------------------------------------------ what a training does
 
 
 def test_the_drafter_learns_alone_first_and_then_both_do(recipe: MakeRecipe, target: Target) -> None:
@@ -161,20 +143,16 @@ def test_the_drafter_learns_alone_first_and_then_both_do(recipe: MakeRecipe, tar
 
 
 def test_at_a_learning_rate_of_zero_the_heads_are_medusa_1s_and_the_target_stays_bit_for_bit(
-    recipe: MakeRecipe, target: Target, stored: str
+    recipe: MakeRecipe, target: Target, stored: Path
 ) -> None:
-    plain, joint = (
-        recipe("plain", MEDUSA, max_grad_norm=0),
-        joined(recipe("joint", MEDUSA, max_grad_norm=0), learning_rate=0.0, weight=1.0),
-    )
+    plain = recipe("plain", MEDUSA, max_grad_norm=0)
+    joint = joined(recipe("joint", MEDUSA, max_grad_norm=0), learning_rate=0.0, weight=1.0)
     one, two = train(plain, target), train(joint, target)
     assert two.adapter_folder is not None
     assert one.adapter_folder is None
-    assert outcome(two)[0] == (one.drafter_folder / "model.safetensors").read_bytes()
-    assert (
-        Target.load(stored, adapter=two.adapter_folder, device="cpu").fingerprint()
-        == Target.load(stored, device="cpu").fingerprint()
-    )
+    assert weights(two) == weights(one)
+    before, after = (Target.load(stored, adapter=a, device="cpu") for a in (None, two.adapter_folder))
+    assert after.fingerprint() == before.fingerprint()
 
 
 @pytest.mark.parametrize("optimizer", ["adamw_torch", "muon"])
@@ -182,13 +160,11 @@ def test_heads_become_better_with_a_target_that_learns_with_them(
     recipe: MakeRecipe, target: Target, optimizer: str
 ) -> None:
     settings = {"max_steps": 28, "optim": optimizer, "save_steps": 28, "eval_strategy": "no"}
-    plain, joint = (
-        recipe("plain", MEDUSA, **settings),
-        joined(recipe("joint", MEDUSA, **settings), heads_first=0.2, learning_rate=1e-2, weight=1.0),
-    )
+    plain = recipe("plain", MEDUSA, **settings)
+    joint = joined(recipe("joint", MEDUSA, **settings), heads_first=0.2, learning_rate=1e-2, weight=1.0)
     train(plain, target)
     train(joint, target)
-    alone, together = sum(history(plain, "loss")[-7:]) / 7, sum(history(joint, "drafter_loss")[-7:]) / 7
+    alone, together = sum(losses(plain)[-7:]) / 7, sum(history(joint, "drafter_loss")[-7:]) / 7
     assert together < 0.97 * alone
 
 
@@ -202,15 +178,11 @@ def test_an_exits_loss_reaches_the_layers_that_draft_and_no_others(target: Targe
         assert adapter is not None
         adapter.learns = True
         joint = JointModule(SelfSpeculative.build(SelfSpeculativeConfig(exit_layer=2), target).float(), adapter, spec)
-        tokens = torch.randint(0, target.vocab_size, (2, 9), generator=torch.Generator().manual_seed(1))
-        joint(
-            JointBatches(target, joint.drafter.taps, adapter).of({"input_ids": tokens, "labels": tokens})
-        ).mean.backward()
-        slopes = {
-            name: float(w.grad.abs().max())
-            for name, w in target.model.named_parameters()
-            if "lora_B" in name and w.grad is not None
-        }
+        tokens = some_tokens(target)
+        batch = JointBatches(target, joint.drafter.taps, adapter).of({"input_ids": tokens, "labels": tokens})
+        joint(batch).mean.backward()
+        learned = {n: w.grad for n, w in target.model.named_parameters() if "lora_B" in n and w.grad is not None}
+        slopes = {name: float(grad.abs().max()) for name, grad in learned.items()}
     assert len(slopes) == 6 * 7
     for name, slope in slopes.items():
         early = any(f"layers.{layer}." in name for layer in (0, 1))
@@ -221,24 +193,18 @@ def test_an_exits_loss_reaches_the_layers_that_draft_and_no_others(target: Targe
     "exit_", [{"num_blocks": 1}, {"num_blocks": 0}], ids=["with an exit of its own", "by the target's output alone"]
 )
 def test_a_targets_early_layers_learn_to_speak(
-    recipe: MakeRecipe, target: Target, stored: str, exit_: dict[str, Any]
+    recipe: MakeRecipe, target: Target, stored: Path, exit_: dict[str, Any]
 ) -> None:
     early = {"type": "self_speculative", "exit_layer": 2, "loss": "forward_kl", **exit_}
-    made = joined(
-        recipe("joint", early, max_steps=28, save_steps=28, eval_strategy="no"),
-        heads_first=0.0,
-        learning_rate=1e-2,
-        weight=1.0,
-    )
+    made = recipe("joint", early, max_steps=28, save_steps=28, eval_strategy="no")
+    made = joined(made, heads_first=0.0, learning_rate=1e-2, weight=1.0)
     result = train(made, target)
-    losses = history(made, "drafter_loss")
-    assert sum(losses[-7:]) < 0.9 * sum(losses[:7])
-    changed = Target.load(stored, adapter=result.adapter_folder, device="cpu")
-    drafter, prompts = load_drafter(result.drafter_folder, changed), [[5, 9, 2, 40], [7, 7]]
-    assert (
-        Decoder(changed, drafter).generate(prompts, 16, plan=Plan(3)).tokens
-        == Decoder(changed).generate(prompts, 16).tokens
-    )
+    curve = history(made, "drafter_loss")
+    assert sum(curve[-7:]) < 0.9 * sum(curve[:7])
+    taught = Target.load(stored, adapter=result.adapter_folder, device="cpu")
+    drafter, prompts = load_drafter(result.drafter_folder, taught), [[5, 9, 2, 40], [7, 7]]
+    plain = Decoder(taught).generate(prompts, 16).tokens
+    assert Decoder(taught, drafter).generate(prompts, 16, plan=Plan(3)).tokens == plain
 
 
 @pytest.mark.parametrize("last", [4, 8], ids=["while the drafter learns alone", "while both learn"])
@@ -246,20 +212,14 @@ def test_resumed_equals_never_interrupted_bit_for_bit(recipe: MakeRecipe, target
     settings = {"drafter": MEDUSA, "save_total_limit": 5, "optim": "muon"}
     dropout = {"lora": LORA | {"lora_dropout": 0.1}}
     whole = train(joined(recipe("whole", **settings), **dropout), target)
-    output = whole.drafter_folder.parent
-    shutil.copytree(output, half := output.with_name("half"))
-    for name in ("drafter", "adapter", *(f"checkpoints/checkpoint-{step}" for step in (4, 8, 12) if step > last)):
-        shutil.rmtree(half / name)
+    halved(whole, "drafter", "adapter", *(f"checkpoints/checkpoint-{step}" for step in (4, 8, 12) if step > last))
     resumed = train(joined(recipe("half", **settings), **dropout), target)
     assert resumed.steps == 12
     assert outcome(resumed) == outcome(whole)
 
 
 def test_an_adapter_that_has_learned_goes_on_learning_in_a_longer_run(recipe: MakeRecipe, target: Target) -> None:
-    """Of 12 steps the heads learn alone in the first five, of 40 in the first 16.
-
-    The run that is made longer stands at step 8.
-    """
+    """Of 12 steps the heads learn alone in the first five, of 40 in 16; the longer run goes on from step 8."""
     output = train(joined(recipe(drafter=MEDUSA, save_total_limit=5)), target).drafter_folder.parent
     shutil.rmtree(output / "checkpoints" / "checkpoint-12")
     longer = joined(recipe(drafter=MEDUSA, save_total_limit=9, max_steps=40))
@@ -270,47 +230,38 @@ def test_an_adapter_that_has_learned_goes_on_learning_in_a_longer_run(recipe: Ma
 
 
 def test_a_finished_run_writes_the_same_again(recipe: MakeRecipe, target: Target) -> None:
-    first = train(joined(recipe(drafter=MEDUSA)), target)
+    """Another joint section is another run, and a checkpoint without its adapter is not continued."""
+    made = joined(recipe(drafter=MEDUSA))
+    first = train(made, target)
     before = outcome(first)
     shutil.rmtree(first.adapter_folder)  # type: ignore[arg-type]
-    again = train(joined(recipe(drafter=MEDUSA)), target)
+    again = train(made, target)
     assert outcome(again) == before
     assert again.metrics["eval_tau"] == pytest.approx(first.metrics["eval_tau"], rel=1e-6)
-
-
-def test_another_joint_section_is_another_run(recipe: MakeRecipe, target: Target) -> None:
-    train(joined(recipe(drafter=MEDUSA)), target)
     with pytest.raises(BadInputError, match=r"run of another recipe: joint.weight \(was 0.2, is 0.5\)"):
         train(joined(recipe(drafter=MEDUSA), weight=0.5), target)
-
-
-def test_a_checkpoint_without_its_adapter_is_not_continued(recipe: MakeRecipe, target: Target) -> None:
-    result = train(joined(recipe(drafter=MEDUSA)), target)
-    last = result.drafter_folder.with_name("checkpoints") / "checkpoint-12"
+    last = first.drafter_folder.with_name("checkpoints") / "checkpoint-12"
     (last / "adapter" / "adapter_model.safetensors").rename(last / "adapter_model.safetensors")
     digests.seal(last)
     with pytest.raises(BadInputError, match=r"no \*\.safetensors file with weights"):
-        train(joined(recipe(drafter=MEDUSA)), target)
+        train(made, target)
 
 
 def test_eight_micro_batches_of_one_row_equal_one_batch_of_eight_rows(recipe: MakeRecipe, target: Target) -> None:
-    shapes = {"8x1": (8, 1), "2x4": (2, 4)}
-    made = {
-        n: joined(recipe(n, MEDUSA, per_device_train_batch_size=b, gradient_accumulation_steps=a))
-        for n, (b, a) in shapes.items()
-    }
-    for one in made.values():
-        train(one, target)
-    assert history(made["2x4"], "loss") == pytest.approx(history(made["8x1"], "loss"), rel=1e-4)
+    whole, cut = (
+        joined(recipe(f"{b}x{a}", MEDUSA, per_device_train_batch_size=b, gradient_accumulation_steps=a))
+        for b, a in ((8, 1), (2, 4))
+    )
+    train(whole, target)
+    train(cut, target)
+    assert losses(cut) == pytest.approx(losses(whole), rel=1e-4)
 
 
 def test_two_processes_give_the_loss_curve_of_one(recipe: MakeRecipe, target: Target) -> None:
-    from accelerate import debug_launcher
-
     one, two = joined(recipe("one", MEDUSA)), joined(recipe("two", MEDUSA, per_device_train_batch_size=4))
     train(one, target)
-    debug_launcher(train, (two, target), num_processes=2)
-    assert history(two, "loss") == pytest.approx(history(one, "loss"), rel=1e-4)
+    train_in_two(two, target)
+    assert losses(two) == pytest.approx(losses(one), rel=1e-4)
     ours, theirs = (adapter_weights(r.output_folder / "adapter") for r in (one, two))
     assert all(torch.allclose(ours[name], theirs[name], atol=1e-3) for name in ours)
 
@@ -332,30 +283,25 @@ def test_the_lent_target_is_what_it_was_even_after_a_failure(
     assert not any(weight.requires_grad for weight in target.model.parameters())
 
 
-# ------------------------------------------------------------ what comes out
-
-
 def test_decoding_is_lossless_for_the_adapted_target_and_a_pair_keeps_it(
-    recipe: MakeRecipe, stored: str, tmp_path: Path
+    recipe: MakeRecipe, stored: Path, tmp_path: Path
 ) -> None:
     made = joined(recipe(drafter=MEDUSA), learning_rate=3e-2)
-    made = made.model_copy(update={"target": made.target.model_copy(update={"path": stored})})
+    made = made.model_copy(update={"target": made.target.model_copy(update={"path": str(stored)})})
     with pytest.raises(BadInputError, match="trains its target, too, and there is no adapter"):
         load_target(made)
     result = train(made)
     plain, target = Target.load(stored, device="cpu"), load_target(made)
     assert target.fingerprint().differences(plain.fingerprint()), "it says something else"
-    kept = json.loads((made.output_folder / "provenance.json").read_text())
+    kept = provenance(made)
     assert kept["target"]["digest"] == plain.fingerprint().digest
     trained = made.output_folder / "adapter"
     assert kept["adapter"]["files"]["adapter_model.safetensors"] == digest_file(trained / "adapter_model.safetensors")
     assert kept["adapter"]["files"].keys() == {f.name for f in trained.iterdir()} - {LIST}
-    assert stored in (trained / "adapter_config.json").read_text(), "peft notes where the base was"
+    assert str(stored) in (trained / "adapter_config.json").read_text(), "peft notes where the base was"
     drafter, prompts = load_drafter(result.drafter_folder, target), [[5, 9, 2, 40], [7, 7]]
-    expected = [
-        target.model.generate(torch.tensor([p]), max_new_tokens=16, do_sample=False)[0, len(p) :].tolist()
-        for p in prompts
-    ]
+    written = [target.model.generate(torch.tensor([p]), max_new_tokens=16, do_sample=False)[0] for p in prompts]
+    expected = [text[len(p) :].tolist() for text, p in zip(written, prompts, strict=True)]
     assert Decoder(target, drafter).generate(prompts, 16, plan=Plan(3)).tokens == expected
     assert Decoder(plain).generate(prompts, 16).tokens != expected, "the adapter changes this text"
 
@@ -363,18 +309,14 @@ def test_decoding_is_lossless_for_the_adapted_target_and_a_pair_keeps_it(
     without = new_pair(tmp_path / "without", plain, result.drafter_folder, made, calibration=[])
     assert pair.digest != without.digest
     assert pair.fingerprint() == target.fingerprint()
-    assert stored not in (pair.folder / "adapter" / "adapter_config.json").read_text(), "which is nobody else's folder"
-    assert (
-        pair.manifest.target.adapter_files["adapter_model.safetensors"]
-        == kept["adapter"]["files"]["adapter_model.safetensors"]
-    )
+    assert str(stored) not in (pair.folder / "adapter" / "adapter_config.json").read_text(), "a folder of this machine"
+    digests_of = pair.manifest.target.adapter_files, kept["adapter"]["files"]
+    assert len({files["adapter_model.safetensors"] for files in digests_of}) == 1
     assert not (without.folder / "adapter").exists()
     assert "adapter_files" not in (without.folder / "pair.json").read_text()
     shutil.rmtree(made.output_folder)
-    in_memory, again = (
-        Target(target.model, target.tokenizer),
-        made.model_copy(update={"eval": made.eval.model_copy(update={"seed": 7})}),
-    )
+    in_memory = Target(target.model, target.tokenizer)
+    again = made.model_copy(update={"eval": made.eval.model_copy(update={"seed": 7})})
     pair = new_pair(pair.folder, in_memory, drafter, again, calibration=[])
     assert pair.recipe().eval.seed == 7, "the pair was written anew, for the same target without its adapter's folder"
     opened, _, _ = Pair.load(pair.folder).open()
@@ -382,12 +324,7 @@ def test_decoding_is_lossless_for_the_adapted_target_and_a_pair_keeps_it(
     assert verify(pair.folder, opened) == []
     (pair.folder / "adapter" / "adapter_config.json").write_text("{}")
     assert [line.partition(":")[0] for line in verify(pair.folder)] == ["adapter/adapter_config.json"]
-    assert refresh_recipe(pair, opened, tmp_path / "out").joint is None, (
-        "a refresh trains the drafter alone, for the target as it is"
-    )
-
-
-# ------------------------------------------------------------ what cannot work
+    assert refresh_recipe(pair, opened, tmp_path / "out").joint is None, "a refresh trains the drafter alone"
 
 
 @pytest.mark.parametrize(
@@ -398,16 +335,10 @@ def test_decoding_is_lossless_for_the_adapted_target_and_a_pair_keeps_it(
         ({"lora": {"bias": "all"}}, r"joint\.lora\.bias: expected 'none', found 'all'"),
         ({"lora": {"modules_to_save": ["norm"]}}, r"joint\.lora\.modules_to_save: leave it out"),
         ({"lora": {"init_lora_weights": "pissa"}}, r"joint\.lora\.init_lora_weights: expected true or 'gaussian'"),
-        (
-            {"lora": LORA | {"alora_invocation_tokens": [1, 2]}},
-            r"alora_invocation_tokens: leave it out: .* cannot be merged",
-        ),
+        ({"lora": {"alora_invocation_tokens": [1, 2]}}, r"alora_invocation_tokens: leave it out: .* cannot be merged"),
         ({"lora": LORA | {"lora_bias": True}}, r"lora_bias: leave it out: .* cannot be merged"),
         ({"lora": LORA | {"lora_alpha": "x"}}, r"joint\.lora does not fit this target: unsupported operand"),
-        (
-            {"lora": LORA | {"rank_pattern": {"layers.3.self_attn.q_proj": 0}}},
-            r"joint\.lora does not fit this target: .*positive integer",
-        ),
+        ({"lora": LORA | {"rank_pattern": {"layers.3.self_attn.q_proj": 0}}}, r"does not fit this target: .*positive"),
         ({"lora": {"target_modules": ["nope"]}}, r"joint\.lora does not fit this target: .*nope"),
         ({"lora": {"target_modules": ["q_proj", "lm_head"]}}, r"names the target's output embedding"),
         ({"loss": "kll"}, "unknown loss 'kll'"),
@@ -425,37 +356,18 @@ def test_a_section_that_cannot_be_trained_is_refused(
     assert set(target.model.state_dict()) == before
 
 
-def test_what_a_recipe_says_against_joint_training_is_refused_when_it_is_read(recipe: MakeRecipe) -> None:
-    with pytest.raises(BadInputError, match=r"cannot be cached; leave out data\.features: cached"):
-        joined(recipe(drafter=MEDUSA, data_changes={"features": "cached"}))
-    values = recipe(drafter=MEDUSA).model_dump()
-    with pytest.raises(BadInputError, match=r"target\.adapter is 'mine'"):
-        Recipe.from_dict(values | {"joint": JOINT, "target": {"path": "there", "adapter": "mine"}})
-    with pytest.raises(BadInputError, match=r"joint\.learning_rate is missing; expected a number"):
-        Recipe.from_dict(values | {"joint": {"lora": {}}})
-    with pytest.raises(BadInputError, match=r"unknown key joint\.wieght; did you mean joint\.weight"):
-        Recipe.from_dict(values | {"joint": JOINT | {"wieght": 1.0}})
-
-
-@pytest.mark.parametrize(
-    "drafter",
-    [{"type": "draft_model", "model": {"num_hidden_layers": 1}}, {"type": "eagle3"}],
-    ids=["draft_model", "eagle3"],
-)
+@pytest.mark.parametrize("drafter", [DRAFT_MODEL, {"type": "eagle3"}], ids=["draft_model", "eagle3"])
 def test_a_drafter_that_does_not_train_its_target_is_refused(
     recipe: MakeRecipe, target: Target, drafter: dict[str, Any]
 ) -> None:
-    with pytest.raises(
-        BadInputError,
-        match=r"does not train the target's hidden states; leave out joint, or take one of these: .*medusa",
-    ):
+    said = r"does not train the target's hidden states; leave out joint, or take one of these: .*medusa"
+    with pytest.raises(BadInputError, match=said):
         train(joined(recipe(drafter=drafter)), target)
 
 
 def test_methods_are_not_compared_on_targets_that_differ(recipe: MakeRecipe) -> None:
-    with pytest.raises(
-        BadInputError, match=r"joint trains its target, too \(joint\), and a comparison has one target for all"
-    ):
+    said = r"joint trains its target, too \(joint\), and a comparison has one target for all"
+    with pytest.raises(BadInputError, match=said):
         check_comparable([recipe("plain", MEDUSA), joined(recipe("joint", MEDUSA))])
 
 

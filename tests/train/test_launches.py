@@ -7,7 +7,6 @@ are skipped.
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import random
 import re
@@ -31,7 +30,7 @@ from outrider.targets import Target
 from outrider.train import train
 from outrider.train.checkpoints import checkpoints, last_complete, step_of
 
-from .conftest import DRAFT_MODEL, EAGLE3
+from .conftest import DRAFT_MODEL, EAGLE3, MakeRecipe, provenance
 
 pytestmark = pytest.mark.slow
 
@@ -42,6 +41,7 @@ ENGINES = [
     pytest.param(Launch("zero2", 2), id="zero2", marks=needs_deepspeed),
     pytest.param(Launch("zero3", 2), id="zero3", marks=needs_deepspeed),
 ]
+ALL = [pytest.param(Launch("ddp", 2), id="ddp"), *ENGINES]
 TIED = {"type": "draft_model", "model": {"num_hidden_layers": 2, "tie_word_embeddings": True}}
 MTP = {"type": "mtp", "steps": 3}
 PEAGLE = {"type": "peagle", "steps": 3}
@@ -52,49 +52,40 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture
-def run(target: Target, tmp_path: Path) -> Run:
-    """`run(launch, recipe, changes…)` trains in processes of its own; an exit code other than `ends` fails."""
-    target.model.save_pretrained(tmp_path / "target")
-    target.require_tokenizer().save_pretrained(tmp_path / "target")
+def run(stored: Path, tmp_path: Path) -> Run:
+    """`run(launch, recipe)` trains in processes of its own; an exit code other than `ends` fails."""
 
-    def start(launch: Launch, recipe: Recipe, *changes: str, ends: int = 0) -> subprocess.CompletedProcess[str]:
-        file = tmp_path / f"{recipe.name}.yaml"
-        file.write_text(recipe.to_yaml())
-        where = [f"target.path={tmp_path / 'target'}", "target.dtype=float32"]
-        command = launch.command(file, free_port(), [*where, *changes])
-        done = subprocess.run(
-            command, cwd=tmp_path, env=launch.environment(), timeout=400, capture_output=True, text=True
-        )
+    def start(launch: Launch, recipe: Recipe, ends: int = 0) -> subprocess.CompletedProcess[str]:
+        command, environment = command_of(launch, recipe, tmp_path), launch.environment()
+        done = subprocess.run(command, cwd=tmp_path, env=environment, timeout=400, capture_output=True, text=True)
         assert (done.returncode != 0) == (ends != 0), done.stderr[-3000:]
         return done
 
     return start
 
 
-def free_port() -> int:
+def command_of(launch: Launch, recipe: Recipe, folder: Path) -> list[str]:
+    (folder / f"{recipe.name}.yaml").write_text(recipe.to_yaml())
     with socket.socket() as asked:
         asked.bind(("127.0.0.1", 0))
-        return int(asked.getsockname()[1])
+        free_port = int(asked.getsockname()[1])
+    changes = [f"target.path={folder / 'target'}", "target.dtype=float32"]
+    return launch.command(folder / f"{recipe.name}.yaml", free_port, changes)
 
 
-def weights(folder: Path) -> dict[str, torch.Tensor]:
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
 
 
 def are_close(ours: Path, theirs: Path) -> bool:
-    one, other = weights(ours), weights(theirs)
+    one, other = tensors(ours), tensors(theirs)
     return one.keys() == other.keys() and all(torch.allclose(one[n].float(), other[n].float(), atol=2e-3) for n in one)
-
-
-def held_out(output: Path) -> float:
-    found: float = json.loads((output / "provenance.json").read_text())["metrics"]["eval_loss"]
-    return found
 
 
 @pytest.mark.parametrize("launch", ENGINES)
 @pytest.mark.parametrize("drafter", [EAGLE3, TIED, MEDUSA], ids=["a head", "a tied draft model", "matrices alone"])
 def test_a_drafter_in_parts_learns_what_one_process_learns(
-    launch: Launch, drafter: dict[str, Any], recipe: Callable[..., Recipe], target: Target, run: Run
+    launch: Launch, drafter: dict[str, Any], recipe: MakeRecipe, target: Target, run: Run
 ) -> None:
     """The same losses in training (1e-4) and on held-out rows, the same weights in the result and in a checkpoint.
 
@@ -106,19 +97,19 @@ def test_a_drafter_in_parts_learns_what_one_process_learns(
     train(one, target)
     run(launch, made)
     assert losses(made.output_folder) == pytest.approx(losses(one.output_folder), rel=1e-4)
-    assert held_out(made.output_folder) == pytest.approx(held_out(one.output_folder), rel=1e-4)
+    ours, theirs = provenance(made), provenance(one)
+    assert ours["metrics"]["eval_loss"] == pytest.approx(theirs["metrics"]["eval_loss"], rel=1e-4)
+    assert ours["drafter"] == theirs["drafter"]
     folders = [r.output_folder for r in (made, one)]
     assert are_close(*(f / "drafter" for f in folders))
     assert are_close(*(checkpoints(f / "checkpoints")[0] for f in folders))
     load_drafter(checkpoints(folders[0] / "checkpoints")[0], target)
-    facts = [json.loads((f / "provenance.json").read_text())["drafter"] for f in folders]
-    assert facts[0] == facts[1]
 
 
-@pytest.mark.parametrize("launch", [pytest.param(Launch("ddp", 2), id="ddp"), *ENGINES])
+@pytest.mark.parametrize("launch", ALL)
 @pytest.mark.parametrize("drafter", [MTP, PEAGLE, PARD], ids=["mtp", "peagle", "pard"])
 def test_packs_whose_texts_are_read_alone_want_other_numbers_of_passes_in_each_process(
-    launch: Launch, drafter: dict[str, Any], recipe: Callable[..., Recipe], target: Target, run: Run
+    launch: Launch, drafter: dict[str, Any], recipe: MakeRecipe, target: Target, run: Run
 ) -> None:
     """The drafter is gathered as one for a step, so that nobody waits for a pass that another does not make."""
     settings = {"optim": "adamw_torch", "packing": True, "max_length": 64, "max_steps": 6, "eval_strategy": "no"}
@@ -132,12 +123,11 @@ def test_packs_whose_texts_are_read_alone_want_other_numbers_of_passes_in_each_p
 @pytest.mark.parametrize("launch", ENGINES)
 @pytest.mark.parametrize("drafter", [EAGLE3, MEDUSA], ids=["a head", "matrices alone"])
 def test_a_drafter_in_parts_continues_in_any_number_of_processes(
-    launch: Launch, drafter: dict[str, Any], recipe: Callable[..., Recipe], target: Target, run: Run
+    launch: Launch, drafter: dict[str, Any], recipe: MakeRecipe, target: Target, run: Run
 ) -> None:
     """From step 4 of two processes on: in two, in three under FSDP2, and in one with the whole drafter.
 
-    And in two from step 4 of one. The losses are those of no stop. States are read without unpickling anything but
-    tensors and plain values.
+    And in two from step 4 of one. The losses are those of no stop; states are read without unpickling any code.
     """
     settings = {"optim": "adamw_torch", "max_steps": 8, "per_device_train_batch_size": 6}
     whole = recipe("whole", drafter, **settings)
@@ -157,17 +147,11 @@ def test_a_drafter_in_parts_continues_in_any_number_of_processes(
 
 @pytest.mark.parametrize("launch", ENGINES)
 def test_a_drafter_in_parts_learns_from_its_own_text_and_keeps_the_best_checkpoint(
-    launch: Launch, recipe: Callable[..., Recipe], target: Target, run: Run
+    launch: Launch, recipe: MakeRecipe, target: Target, run: Run
 ) -> None:
     """Text is written by a whole copy in each process: figures and the best checkpoint are those of one process."""
-    settings = {
-        "optim": "adamw_torch",
-        "eval_steps": 4,
-        "eval_strategy": "steps",
-        "load_best_model_at_end": True,
-        "metric_for_best_model": "tau",
-        "greater_is_better": True,
-    }
+    settings = {"optim": "adamw_torch", "eval_steps": 4, "eval_strategy": "steps"}
+    settings |= {"load_best_model_at_end": True, "metric_for_best_model": "tau", "greater_is_better": True}
     data = {"on_policy": 0.5, "max_new_tokens": 8}
     one = recipe("one", DRAFT_MODEL, data, **settings)
     made = recipe("parts", DRAFT_MODEL, data, per_device_train_batch_size=4, **settings)
@@ -180,7 +164,7 @@ def test_a_drafter_in_parts_learns_from_its_own_text_and_keeps_the_best_checkpoi
 @pytest.mark.parametrize("launch", ENGINES[1:])
 @pytest.mark.parametrize("drafter", [EAGLE3, TIED], ids=["a head", "a tied draft model"])
 def test_mixed_precision_is_that_of_one_process(
-    launch: Launch, drafter: dict[str, Any], recipe: Callable[..., Recipe], target: Target, run: Run
+    launch: Launch, drafter: dict[str, Any], recipe: MakeRecipe, target: Target, run: Run
 ) -> None:
     """In bfloat16 weights stay float32, so that losses differ only by rounding; checkpoints hold float32.
 
@@ -192,23 +176,20 @@ def test_mixed_precision_is_that_of_one_process(
     train(one, target)
     run(launch, made)
     assert losses(made.output_folder) == pytest.approx(losses(one.output_folder), rel=5e-3)
-    assert {w.dtype for w in weights(made.output_folder / "drafter").values() if w.is_floating_point()} == {
-        torch.float32
-    }
+    saved = tensors(made.output_folder / "drafter").values()
+    assert {w.dtype for w in saved if w.is_floating_point()} == {torch.float32}
 
 
 @pytest.mark.parametrize("launch", ENGINES)
-def test_a_loss_that_is_not_finite_ends_a_training_in_parts(
-    launch: Launch, recipe: Callable[..., Recipe], run: Run
-) -> None:
+def test_a_loss_that_is_not_finite_ends_a_training_in_parts(launch: Launch, recipe: MakeRecipe, run: Run) -> None:
     made = recipe("wild", optim="adamw_torch", learning_rate=1e30, max_grad_norm=0, per_device_train_batch_size=4)
     said = run(launch, made, ends=2).stderr
     assert "training stopped before step" in said
     assert "lower training.learning_rate (now 1e+30)" in said
 
 
-@pytest.mark.parametrize("launch", [*ENGINES, pytest.param(Launch("ddp", 2), id="ddp")])
-def test_muon_needs_whole_matrices(launch: Launch, recipe: Callable[..., Recipe], run: Run) -> None:
+@pytest.mark.parametrize("launch", ALL)
+def test_muon_needs_whole_matrices(launch: Launch, recipe: MakeRecipe, run: Run) -> None:
     made = recipe("muon", optim="muon", max_steps=2, per_device_train_batch_size=4)
     if launch.kind == "ddp":
         assert "find_unused_parameters" not in run(launch, made).stderr
@@ -218,17 +199,10 @@ def test_muon_needs_whole_matrices(launch: Launch, recipe: Callable[..., Recipe]
 
 def started(launch: Launch, made: Recipe, folder: Path) -> subprocess.Popen[bytes]:
     """A training in the background, of which `folder/said` has what it says."""
-    (folder / "recipe.yaml").write_text(made.to_yaml())
-    changes = [f"target.path={folder / 'target'}", "target.dtype=float32"]
+    streams: dict[str, Any] = {"stdout": subprocess.DEVNULL, "start_new_session": True}
     with (folder / "said").open("w") as said:
-        return subprocess.Popen(
-            launch.command(folder / "recipe.yaml", free_port(), changes),
-            cwd=folder,
-            env=launch.environment(),
-            stdout=subprocess.DEVNULL,
-            stderr=said,
-            start_new_session=True,
-        )
+        command, environment = command_of(launch, made, folder), launch.environment()
+        return subprocess.Popen(command, cwd=folder, env=environment, stderr=said, **streams)
 
 
 def workers(process: subprocess.Popen[bytes]) -> list[int]:
@@ -243,9 +217,9 @@ def wait_for(said: Path, text: str, process: subprocess.Popen[bytes]) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize("launch", [*ENGINES, pytest.param(Launch("ddp", 2), id="ddp")])
+@pytest.mark.parametrize("launch", ALL)
 def test_a_worker_that_dies_ends_the_run_within_a_minute(
-    launch: Launch, recipe: Callable[..., Recipe], run: Run, tmp_path: Path
+    launch: Launch, recipe: MakeRecipe, run: Run, tmp_path: Path
 ) -> None:
     """By SIGKILL, as from a machine without memory: the other one says what happened, and what is kept."""
     made = recipe("run", optim="adamw_torch", max_steps=5000, save_steps=5, per_device_train_batch_size=4)
@@ -260,7 +234,7 @@ def test_a_worker_that_dies_ends_the_run_within_a_minute(
 
 @pytest.mark.parametrize("launch", ENGINES)
 def test_sigterm_saves_and_the_same_command_continues(
-    launch: Launch, recipe: Callable[..., Recipe], run: Run, tmp_path: Path
+    launch: Launch, recipe: MakeRecipe, run: Run, tmp_path: Path
 ) -> None:
     """One of two processes gets the signal; both stop after the same step, with a checkpoint."""
     made = recipe("run", optim="adamw_torch", max_steps=60, save_strategy="no", per_device_train_batch_size=4)
@@ -274,9 +248,9 @@ def test_sigterm_saves_and_the_same_command_continues(
     assert "60 steps" in again.stderr
 
 
-@pytest.mark.parametrize("launch", [pytest.param(Launch("ddp", 2), id="ddp"), *ENGINES])
+@pytest.mark.parametrize("launch", ALL)
 def test_kills_of_all_processes_at_random_times_lose_no_more_than_an_interval(
-    launch: Launch, recipe: Callable[..., Recipe], run: Run, tmp_path: Path
+    launch: Launch, recipe: MakeRecipe, run: Run, tmp_path: Path
 ) -> None:
     """Three times SIGKILL to the launcher and its processes; in the end the losses are those of no kill (1e-4)."""
     settings = {"optim": "adamw_torch", "max_steps": 240, "save_steps": 3, "per_device_train_batch_size": 4}
@@ -297,6 +271,5 @@ def test_kills_of_all_processes_at_random_times_lose_no_more_than_an_interval(
 
 
 def reached(made: Recipe) -> int:
-    """The step of the last whole checkpoint; 0 for none."""
     last = last_complete(made.output_folder / "checkpoints")
     return 0 if last is None else step_of(last)

@@ -11,15 +11,18 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from outrider.common import BadInputError, IncompatibleError
 from outrider.costs.counting import active_weights, rehearse, weight_bytes
 from outrider.costs.hardware import GPUS
 from outrider.distill import FeatureStore, load_responses
-from outrider.heads import HEADS
+from outrider.heads import HEADS, Drafter, Pard, PardConfig, PEagle, PEagleConfig, TargetBatch
+from outrider.heads.parallel import parallel_drafts
+from outrider.heads.parallel.parallel_drafts import Rollouts
 from outrider.recipes import Recipe, load_recipe, packaged_recipes
 from outrider.targets import PeakBytes, Target
 from outrider.train import train
@@ -45,18 +48,9 @@ MakeRecipe = Callable[..., Recipe]
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a config and nothing else."""
     folder = tmp_path_factory.mktemp("config")
-    LlamaConfig(
-        vocab_size=1024,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=6,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        bos_token_id=None,
-        eos_token_id=None,
-        dtype="float32",
-    ).save_pretrained(folder)
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4}
+    ends = {"bos_token_id": None, "eos_token_id": None, "num_key_value_heads": 2, "max_position_embeddings": 512}
+    LlamaConfig(vocab_size=1024, dtype="float32", **sizes, **ends).save_pretrained(folder)
     return folder
 
 
@@ -73,22 +67,16 @@ def data(tmp_path_factory: pytest.TempPathFactory, target: Target) -> Path:
     """Rows of one length, so that every batch is one of the longest."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, 1024, (ROWS, PROMPT + RESPONSE), generator=generator).tolist()
-    rows = [
-        {"id": str(i), "suite": "s", "input_ids": t, "loss_mask": [0] * PROMPT + [1] * RESPONSE}
-        for i, t in enumerate(tokens)
-    ]
+    mask = [0] * PROMPT + [1] * RESPONSE
+    rows = [{"id": str(i), "suite": "s", "input_ids": t, "loss_mask": mask} for i, t in enumerate(tokens)]
     return write_data(tmp_path_factory.mktemp("responses") / "data", rows, target)
 
 
 @pytest.fixture
 def recipe(config: Path, data: Path, tmp_path: Path) -> MakeRecipe:
     def make(drafter: str = "eagle3", **changes: Any) -> Recipe:
-        values = {
-            "max_steps": 3,
-            "per_device_train_batch_size": 4,
-            "save_strategy": "no",
-            "disable_tqdm": True,
-        } | changes.pop("training", {})
+        values = {"max_steps": 3, "per_device_train_batch_size": 4, "save_strategy": "no", "disable_tqdm": True}
+        values |= changes.pop("training", {})
         settings = {"prompts": ["embedded:code"], "responses": str(data), "holdout": 0.0} | changes.pop("data", {})
         return Recipe.from_dict(
             {
@@ -104,23 +92,10 @@ def recipe(config: Path, data: Path, tmp_path: Path) -> MakeRecipe:
     return make
 
 
-# ------------------------------------------------------------ from configs alone
-
-
 def test_the_parameters_of_a_published_model_follow_from_its_config(tmp_path: Path) -> None:
-    """Llama 3.1 8B has 8,030,261,248, on any machine, in a moment.
-
-    There are no weights, and none could be held here.
-    """
-    LlamaConfig(
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        dtype="bfloat16",
-    ).save_pretrained(tmp_path)
+    """Llama 3.1 8B has 8,030,261,248, on any machine, in a moment: none could hold its weights here."""
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
+    LlamaConfig(vocab_size=128256, num_key_value_heads=8, dtype="bfloat16", **sizes).save_pretrained(tmp_path)
     values = {
         "name": "big",
         "target": {"path": str(tmp_path)},
@@ -141,7 +116,6 @@ def test_the_parameters_of_a_published_model_follow_from_its_config(tmp_path: Pa
 
 @pytest.mark.parametrize("name", [n for n in packaged_recipes() if n.startswith("embedded")])
 def test_every_packaged_recipe_is_planned_with_the_parameters_it_trains(name: str) -> None:
-    """Through the contract: whatever drafters there are."""
     recipe = load_recipe(name)
     found = plan(recipe)
     assert found.drafter == recipe.drafter["type"]
@@ -156,26 +130,28 @@ def test_every_packaged_recipe_is_planned_with_the_parameters_it_trains(name: st
 def test_a_config_out_of_reach_says_what_to_do(recipe: MakeRecipe) -> None:
     made = recipe()
     made = made.model_copy(update={"target": made.target.model_copy(update={"path": "org/nowhere"})})
-    with pytest.raises(
-        BadInputError,
-        match=r"the config of 'org/nowhere' cannot be read.*"
-        r"give a folder that holds its config.json; weights are not needed",
-    ):
+    said = r"the config of 'org/nowhere' cannot be read.*give a folder that holds its config.json; weights are not"
+    with pytest.raises(BadInputError, match=said):
         plan(made)
 
 
-def test_a_drafter_that_cannot_be_made_says_why(recipe: MakeRecipe) -> None:
-    with pytest.raises(BadInputError, match=r"cannot be planned from configs alone: KeyError: 'x'"):
-        plan(recipe().model_copy(update={"drafter": {"type": "eagle3", "rope_parameters": {"rope_type": "x"}}}))
-    with pytest.raises(
-        BadInputError, match="num_attention_heads must be a multiple of num_key_value_heads, got 7 and 2"
-    ):
-        plan(recipe().model_copy(update={"drafter": {"type": "eagle3", "num_attention_heads": 7}}))
-    with pytest.raises(IncompatibleError, match=r"reads hidden_states\[9\], but this target has 6 layers"):
-        plan(recipe().model_copy(update={"drafter": {"type": "eagle3", "taps": [2, 9]}}))
+@pytest.mark.parametrize(
+    ("values", "error", "said"),
+    [
+        ({"rope_parameters": {"rope_type": "x"}}, BadInputError, "cannot be planned from configs alone: KeyError: 'x'"),
+        ({"num_attention_heads": 7}, BadInputError, "must be a multiple of num_key_value_heads, got 7 and 2"),
+        ({"taps": [2, 9]}, IncompatibleError, r"reads hidden_states\[9\], but this target has 6 layers"),
+    ],
+    ids=str,
+)
+def test_a_drafter_that_cannot_be_made_says_why(
+    recipe: MakeRecipe, values: dict[str, Any], error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        plan(recipe().model_copy(update={"drafter": {"type": "eagle3"} | values}))
 
 
-def test_a_number_of_prompts_that_nobody_knows_is_asked_for(recipe: MakeRecipe) -> None:
+def test_an_unknown_number_of_prompts_is_asked_for(recipe: MakeRecipe) -> None:
     made = recipe(data={"prompts": ["org/set"], "responses": None})
     with pytest.raises(BadInputError, match=r"set data.limit, or say it with --rows"):
         plan(made)
@@ -188,9 +164,6 @@ def test_local_prompts_are_counted_and_limited(recipe: MakeRecipe, tmp_path: Pat
     work = plan(recipe(data=settings)).workload
     assert (work.sequences, work.tokens, work.longest, work.supervised) == (3, 120, 40, 0.75)
     assert plan(recipe(data=settings | {"limit": 2})).workload.sequences == 2
-
-
-# ------------------------------------------------------------ against the real thing
 
 
 @pytest.mark.parametrize("optim", ["adamw_torch", "muon", "sgd"])
@@ -210,9 +183,8 @@ def test_memory_counts_activations_in_their_precision(recipe: MakeRecipe, target
         train(made, target)
     found = plan(made).memory
     assert found.activations < plan(recipe()).memory.activations
-    assert found.peak == pytest.approx(found.target_weights + measured.peak, rel=0.25), (
-        "a rougher figure: which operations autocast leaves alone is not known"
-    )
+    # A rougher figure: which operations autocast leaves alone is not known.
+    assert found.peak == pytest.approx(found.target_weights + measured.peak, rel=0.25)
 
 
 @pytest.mark.parametrize("optim", ["adamw_torch", "muon"])
@@ -248,9 +220,7 @@ def test_operations_are_those_that_torch_counts_in_a_real_step(
 
 
 def test_attention_keeps_no_scores(recipe: MakeRecipe) -> None:
-    """Twice the length is twice the memory, as on devices with fused attention, and the masked half counts in
-    operations.
-    """
+    """Twice the length is twice the memory, as with fused attention; the masked half counts in operations."""
     made = recipe("draft_model")
     target = sketch_target(made)
     drafter = sketch_drafter(made, target)
@@ -261,10 +231,7 @@ def test_attention_keeps_no_scores(recipe: MakeRecipe) -> None:
 
 
 def test_a_head_that_leaves_out_prompts_is_counted_at_its_most(recipe: MakeRecipe, target: Target) -> None:
-    """EAGLE-3's later steps run after each row's prompt, here a sixth of it.
-
-    How long prompts are, only contents tell.
-    """
+    """EAGLE-3's later steps run after each row's prompt, here a sixth of it: how long it is, only contents tell."""
     made = recipe("eagle3")
     assert 1.0 < plan(made).stages[-1].flops / (3 * real_flops(made, target)) < 1.15
 
@@ -282,13 +249,10 @@ class _NoModules:
 
 def counted() -> FlopCounterMode:
     """It does not know the CPU's fused attention by itself."""
-    forward, backward = (
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward,
-    )
+    aten = torch.ops.aten
     fused: dict[Any, Any] = {
-        forward: lambda *shapes, **_: sdpa_flop_count(*shapes[:3]),
-        backward: lambda *shapes, **_: sdpa_backward_flop_count(*shapes[:4]),
+        aten._scaled_dot_product_flash_attention_for_cpu: lambda *s, **_: sdpa_flop_count(*s[:3]),
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda *s, **_: sdpa_backward_flop_count(*s[:4]),
     }
     counter = FlopCounterMode(display=False, custom_mapping=fused)
     counter.mod_tracker = _NoModules()  # type: ignore[assignment]
@@ -303,9 +267,8 @@ def test_cached_features_are_counted_to_the_byte(
     made = recipe(drafter, data={"features": "cached"})
     found = plan(made)
     head = make_drafter(made.drafter, target, lambda: torch.arange(target.vocab_size))
-    store = FeatureStore.build(
-        tmp_path / "features", target, load_responses(made.data.responses), head.taps, shard_bytes=50_000
-    )
+    responses = load_responses(made.data.responses)
+    store = FeatureStore.build(tmp_path / "features", target, responses, head.taps, shard_bytes=50_000)
     files = sorted(store.folder.glob("*.safetensors"))
     assert len(files) > 1
     headers = sum(8 + struct.unpack("<Q", file.read_bytes()[:8])[0] for file in files)
@@ -316,32 +279,24 @@ def test_cached_features_are_counted_to_the_byte(
 
 
 def test_checkpoints_take_what_a_real_run_leaves(recipe: MakeRecipe, target: Target) -> None:
-    made = recipe(
-        "medusa", training={"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2, "optim": "adamw_torch"}
-    )
+    saving = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2, "optim": "adamw_torch"}
+    made = recipe("medusa", training=saving)
     train(made, target)
-    left = sum(
-        f.stat().st_size for f in made.output_folder.rglob("*") if f.name in ("model.safetensors", "optimizer.pt")
-    )
+    files = [f for name in ("model.safetensors", "optimizer.pt") for f in made.output_folder.rglob(name)]
+    left = sum(file.stat().st_size for file in files)
     assert plan(made).checkpoint_bytes == pytest.approx(left, rel=0.02)
 
 
-# ------------------------------------------------------------ several processes
-
-
 def test_sharding_divides_what_it_says(recipe: MakeRecipe) -> None:
-    alone, parallel, two, three = (
-        plan(recipe(), n, s).memory for n, s in ((1, "none"), (4, "none"), (4, "zero2"), (4, "fsdp"))
-    )
+    ways = ((1, "none"), (4, "none"), (4, "zero2"), (4, "fsdp"))
+    alone, parallel, two, three = (plan(recipe(), n, sharding).memory for n, sharding in ways)
     assert parallel.buffers == alone.gradients
     assert parallel.optimizer_states == alone.optimizer_states
     assert two.optimizer_states == -(-alone.optimizer_states // 4)
     assert two.gradients == -(-alone.gradients // 4)
     assert two.drafter_weights == alone.drafter_weights
     assert three.drafter_weights == -(-alone.drafter_weights // 4)
-    assert {m.target_weights for m in (alone, parallel, two, three)} == {alone.target_weights}, (
-        "the target is never split"
-    )
+    assert {m.target_weights for m in (parallel, two, three)} == {alone.target_weights}, "the target is never split"
 
 
 def test_what_gathers_a_checkpoint_is_named(recipe: MakeRecipe) -> None:
@@ -352,8 +307,8 @@ def test_what_gathers_a_checkpoint_is_named(recipe: MakeRecipe) -> None:
 
 
 def test_processes_share_steps_and_time(recipe: MakeRecipe) -> None:
-    settings = {"training": {"max_steps": -1, "num_train_epochs": 2, "gradient_accumulation_steps": 3}}
-    one, two = (plan(recipe(**{k: dict(v) for k, v in settings.items()}), n) for n in (1, 2))
+    settings = {"max_steps": -1, "num_train_epochs": 2, "gradient_accumulation_steps": 3}
+    one, two = (plan(recipe(training=settings), n) for n in (1, 2))
     assert (one.steps, two.steps) == (4, 2)
     assert two.stages[-1].flops == pytest.approx(one.stages[-1].flops)
     for gpu in GPUS:
@@ -363,6 +318,69 @@ def test_processes_share_steps_and_time(recipe: MakeRecipe) -> None:
 def test_a_plan_is_json_and_every_trainable_head_is_known(recipe: MakeRecipe) -> None:
     assert json.loads(json.dumps(asdict(plan(recipe()))))["trained_parameters"] > 0
     assert {r["type"] for r in DRAFTERS.values()} <= {name for name, head in HEADS.items() if head.trainable}
-    assert active_weights(sketch_target(recipe()).model, sketch_target(recipe()).config) == 6 * (
-        128 * 128 * 2 + 2 * 128 * 64 + 3 * 128 * 256
-    )
+    target = sketch_target(recipe())
+    assert active_weights(target.model, target.config) == 6 * (128 * 128 * 2 + 2 * 128 * 64 + 3 * 128 * 256)
+
+
+UNEVEN, LENGTH, ANCHORS, MANY = 3, 2048, 256, 1536
+
+
+@pytest.fixture(params=["peagle", "pard"])
+def rolling(request: pytest.FixtureRequest, tiny_llama: Callable[..., LlamaForCausalLM]) -> tuple[Drafter, Target]:
+    target = Target(tiny_llama(layers=6))
+    if request.param == "peagle":
+        return PEagle.build(PEagleConfig(num_layers=2, steps=8, draft_vocab_size=32), target, torch.arange(64)), target
+    model = tiny_llama(layers=2, seed=1).train().requires_grad_(True)
+    return Pard(model, PardConfig(steps=8, mask_token_id=63)), target
+
+
+def uneven(anchors: int = ANCHORS) -> tuple[Tensor, Tensor]:
+    """Return tokens and what is learned of them: in each row eight answers in other places, as in chats."""
+    draws = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 63, (UNEVEN, LENGTH), generator=draws)
+    learned = torch.zeros(UNEVEN, LENGTH, dtype=torch.bool)
+    run, room = anchors // 8, LENGTH // 8
+    for row in range(UNEVEN):
+        for number, late in enumerate(torch.randint(2, room - run, (8,), generator=draws).tolist()):
+            learned[row, number * room + late :][:run] = True
+    return tokens, learned
+
+
+def peak_of_step(drafter: Drafter, target: Target, tokens: Tensor, learned: Tensor) -> int:
+    states = torch.randn(UNEVEN, LENGTH, len(drafter.taps) + 1, target.hidden_size)
+    hidden = states[:, :, :-1] if drafter.taps else None
+    batch = TargetBatch(target, tokens, learned, hidden, states[:, :, -1])
+    with PeakBytes() as memory:
+        (drafter.loss(batch).total / UNEVEN).backward()
+    drafter.zero_grad(set_to_none=True)
+    return memory.peak
+
+
+def test_parts_of_masks_save_memory_though_rows_are_uneven(
+    rolling: tuple[Drafter, Target], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All masks at once see all of the text and all other masks; the more there are, the more is hidden of that."""
+    tokens, learned = uneven(MANY)
+    in_parts = peak_of_step(*rolling, tokens, learned)
+    monkeypatch.setattr(parallel_drafts, "_PART", 10**6)
+    assert in_parts < 0.75 * peak_of_step(*rolling, tokens, learned)
+
+
+def test_parts_form_in_ordinary_batches_and_what_they_see_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, learned = uneven(MANY)
+    drawn = Rollouts.drawn(learned, tokens, 8, 0.8, 0.2)
+    monkeypatch.setattr(parallel_drafts, "_PART", 10**6)
+    whole = Rollouts.drawn(learned, tokens, 8, 0.8, 0.2)
+    assert len(drawn.parts) > 10
+    assert {end - begin for begin, end, _ in drawn.parts[:-1]} == {256}
+    assert int(drawn.real.sum()) == int(whole.real.sum())
+    seen = [sum((end - begin) * (end - begin + context) for begin, end, context in r.parts) for r in (drawn, whole)]
+    assert seen[0] < 0.4 * seen[1]
+
+
+def test_a_plan_says_what_a_step_with_rollouts_takes(rolling: tuple[Drafter, Target]) -> None:
+    """Within 20%."""
+    drafter, target = rolling
+    real = peak_of_step(drafter, target, *uneven())
+    planned = rehearse(drafter.to("meta"), Target(target.model.to("meta")), UNEVEN, LENGTH, ANCHORS / LENGTH).peak
+    assert planned == pytest.approx(real, rel=0.2)

@@ -1,8 +1,7 @@
-"""Every recipe that ships with the package trains what it says.
+"""Every recipe that ships with the package trains what it says: the embedded ones on the target they name.
 
-The embedded ones on the target they name. The others name models of the Hub: here each is a random one of the same
-architecture with a few dimensions, its prompts are a small file, and numbers of rows, tokens and steps are small. All
-else is as it ships.
+The others name models of the Hub: here each is a random one of the same architecture with a few dimensions, and numbers
+of rows, tokens and steps are small. All else is as it ships.
 """
 
 from __future__ import annotations
@@ -33,45 +32,22 @@ from outrider.train import train
 from outrider.train.arguments import training_arguments
 from outrider.train.planning import plan
 
-SMALL = [
-    "data.limit=6",
-    "data.holdout=0",
-    "data.max_new_tokens=8",
-    "training.max_steps=2",
-    "training.disable_tqdm=true",
-]
+TRAINING = ["training.max_steps=2", "training.disable_tqdm=true"]
+SMALL = ["data.limit=6", "data.holdout=0", "data.max_new_tokens=8", *TRAINING]
 EMBEDDED = [name for name in packaged_recipes() if load_recipe(name).target.path == "embedded"]
 PUBLISHED = [name for name in packaged_recipes() if name not in EMBEDDED]
 
 LAST_TOKEN = 319  # of the tiny tokenizer: a published mask's id is far outside of its vocabulary
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 256,
-    "rope_theta": 5e5,
-}
-SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 5e5}
+LLAMA3 |= {"original_max_position_embeddings": 256}
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+SIZES |= {"max_position_embeddings": 512}
 # Shared experts and linear attention of Qwen3-Next, small.
-NEXT = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-    "head_dim": 16,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LINEAR = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+NEXT = {**EXPERTS, "shared_expert_intermediate_size": 16, "head_dim": 16, **LINEAR}
+SLIDING = {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}
 # By Hub id: the published config's class, its fields, and by how much its vocabulary is padded.
 MODELS: dict[str, tuple[Callable[..., Any], dict[str, Any], int]] = {
     "meta-llama/Llama-3.1-8B-Instruct": (LlamaConfig, {"num_hidden_layers": 6, "rope_parameters": LLAMA3}, 0),
@@ -82,11 +58,7 @@ MODELS: dict[str, tuple[Callable[..., Any], dict[str, Any], int]] = {
     "Qwen/Qwen2.5-7B-Instruct": (Qwen2Config, {"num_hidden_layers": 4}, 32),
     "Qwen/Qwen2.5-0.5B-Instruct": (Qwen2Config, {"num_hidden_layers": 2, "tie_word_embeddings": True}, 16),
     "Qwen/Qwen3-Next-80B-A3B-Instruct": (Qwen3NextConfig, {"num_hidden_layers": 4, **NEXT}, 16),
-    "openai/gpt-oss-20b": (
-        GptOssConfig,
-        {"num_hidden_layers": 6, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
-        16,
-    ),
+    "openai/gpt-oss-20b": (GptOssConfig, {"num_hidden_layers": 6, **SLIDING}, 16),
 }
 
 
@@ -99,9 +71,7 @@ def embedded() -> Target:
 def published(
     tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: PreTrainedTokenizerFast
 ) -> Callable[[str], Path]:
-    """The folder of a small random checkpoint in the place of the published one of this Hub id, with the one
-    tokenizer of them all.
-    """
+    """The folder of a small random checkpoint in the place of the published one of this Hub id."""
     root, made = tmp_path_factory.mktemp("published"), {}
 
     def folder(name: str) -> Path:
@@ -132,13 +102,10 @@ def add_mtp(file: Path, config: Any) -> None:
     """
     weights, size = load_file(file), config.hidden_size
     last = f"model.layers.{config.num_hidden_layers - 1}."
-    weights |= {
-        name.replace(last, "mtp.layers.0."): tensor.clone() for name, tensor in weights.items() if name.startswith(last)
-    }
-    weights |= {
-        f"mtp.{norm}.weight": torch.zeros(size, dtype=torch.bfloat16)
-        for norm in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
-    }
+    for name in [name for name in weights if name.startswith(last)]:
+        weights[name.replace(last, "mtp.layers.0.")] = weights[name].clone()
+    for norm in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
+        weights[f"mtp.{norm}.weight"] = torch.zeros(size, dtype=torch.bfloat16)
     weights["mtp.fc.weight"] = (0.1 * torch.randn(size, 2 * size)).bfloat16()
     save_file(weights, file, metadata={"format": "pt"})
 
@@ -146,18 +113,12 @@ def add_mtp(file: Path, config: Any) -> None:
 def at_hand(name: str, published: Callable[[str], Path], folder: Path) -> Recipe:
     """A packaged recipe with nothing changed but what is out of reach and what is large."""
     recipe = load_recipe(name)
-    chats = folder / "chats.jsonl"
-    rows = [
-        [{"role": "user", "content": text}, {"role": "assistant", "content": "It is."}]
-        for text in ("Is it?", "And the stack?", "def add(", "Why", "a", "b")
-    ]
-    chats.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in rows))
-    changes = [
-        *SMALL,
-        f"target.path={published(recipe.target.path)}",
-        f"data.prompts=[{chats}]",
-        f"output={folder / 'run'}",
-    ]
+    chats, answer = folder / "chats.jsonl", {"role": "assistant", "content": "It is."}
+    texts = ("Is it?", "And the stack?", "def add(", "Why", "a", "b")
+    rows = [{"messages": [{"role": "user", "content": text}, answer]} for text in texts]
+    chats.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    where = [f"data.prompts=[{chats}]", f"output={folder / 'run'}"]
+    changes = [*SMALL, f"target.path={published(recipe.target.path)}", *where]
     changes += [f"drafter.path={published(recipe.drafter['path'])}"] if "path" in recipe.drafter else []
     changes += [f"drafter.mask_token_id={LAST_TOKEN}"] if "mask_token_id" in recipe.drafter else []
     changes += ["drafter.draft_vocab_size=96"] if "draft_vocab_size" in recipe.drafter else []
@@ -168,9 +129,8 @@ def at_hand(name: str, published: Callable[[str], Path], folder: Path) -> Recipe
 def test_two_steps_of_a_packaged_recipe_give_a_drafter_that_drafts_losslessly(
     name: str, embedded: Target, tmp_path: Path
 ) -> None:
-    trains_and_drafts(
-        load_recipe(name, [*SMALL, "data.max_prompt_tokens=24", f"output={tmp_path}"]), embedded, embedded
-    )
+    recipe = load_recipe(name, [*SMALL, "data.max_prompt_tokens=24", f"output={tmp_path}"])
+    trains_and_drafts(recipe, embedded, embedded)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -194,16 +154,12 @@ def trains_and_drafts(recipe: Recipe, target: Target | None, whole: Target) -> N
     prompt = [whole.require_tokenizer().encode("def add(first, second):\n")]
     out = Decoder(whole, drafter).generate(prompt, 12, plan=Plan(recipe.eval.depth), ignore_eos=True)
     assert out.tokens == Decoder(whole).generate(prompt, 12, ignore_eos=True).tokens
-    assert max(r.drafted for r in out.rounds[0]) == recipe.eval.depth, (
-        "the depth it is measured at is one that it drafts"
-    )
+    assert max(r.drafted for r in out.rounds[0]) == recipe.eval.depth, "it drafts as deep as it is measured"
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_what_a_recipe_asks_of_the_trainer_is_what_it_gets(name: str, tmp_path: Path) -> None:
-    """A learning rate of "1e-4" as text, or warm-up in steps where a fraction was meant, would go unnoticed for
-    hours.
-    """
+    """A learning rate of "1e-4" as text, or warm-up in steps for a fraction, would go unnoticed for hours."""
     args = training_arguments(load_recipe(name, [f"output={tmp_path}"]))
     assert isinstance(args.learning_rate, float)
     assert 1e-5 <= args.learning_rate <= 1e-3

@@ -7,40 +7,30 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from outrider.heads import (
-    Drafter,
-    DraftModel,
-    DraftModelConfig,
-    Eagle3,
-    Eagle3Config,
-    Medusa,
-    MedusaConfig,
-    Pard,
-    PardConfig,
-    TargetBatch,
-)
+from outrider.heads import Drafter, DraftModel, Eagle3, TargetBatch, drafter_config
 from outrider.targets import Target
-from outrider.train.optimizer_state import (
-    SCHEDULE,
-    WholeStates,
-    is_named,
-    read_schedule,
-    read_state,
-    remove_empty_groups,
-)
+from outrider.train import optimizer_state
+from outrider.train.optimizer_state import WholeStates, is_named, read_schedule, read_state, remove_empty_groups
 from outrider.train.sharded_drafter import ShardedDrafter, WholeDrafter, _fit_fsdp, loss_of
 
 
-def head(target: Target, seed: int = 0, frequent_first: bool = False, **changes: int) -> Eagle3:
+def built(target: Target, **values: Any) -> Drafter:
+    drafter_class, config = drafter_config(values)
+    return drafter_class.build(config, target)
+
+
+def head(target: Target, seed: int = 0, frequent_first: bool = False, size: int = 96) -> Eagle3:
     torch.manual_seed(seed)
-    config = Eagle3Config(**{"steps": 2, "draft_vocab_size": 96} | changes)
+    drafter_class, config = drafter_config({"type": "eagle3", "steps": 2, "draft_vocab_size": size})
     counts = torch.arange(target.vocab_size)
-    counts = counts.flip(0) if frequent_first else counts
-    return Eagle3.build(config, target, counts).train()
+    drafter = drafter_class.build(config, target, counts.flip(0) if frequent_first else counts)
+    assert isinstance(drafter, Eagle3)
+    return drafter.train()
 
 
 def batch(target: Target, drafter: Drafter) -> TargetBatch:
@@ -78,9 +68,8 @@ def test_the_whole_drafter_is_a_copy_and_takes_the_weights_of_another(target: Ta
 
 def test_layers_pass_on_what_autocast_gives_them(target: Target) -> None:
     """FSDP2 would round the residual stream to bfloat16 between the layers of a draft model."""
-    plugin = SimpleNamespace()
-    config = DraftModelConfig(model={"num_hidden_layers": 2})
-    _fit_fsdp(plugin, ShardedDrafter(DraftModel.build(config, target), torch.bfloat16))
+    plugin, drafter = SimpleNamespace(), built(target, type="draft_model", model={"num_hidden_layers": 2})
+    _fit_fsdp(plugin, ShardedDrafter(drafter, torch.bfloat16))
     assert plugin.mixed_precision_policy.param_dtype == torch.bfloat16
     assert not plugin.mixed_precision_policy.cast_forward_inputs
     assert plugin.transformer_cls_names_to_wrap
@@ -88,20 +77,21 @@ def test_layers_pass_on_what_autocast_gives_them(target: Target) -> None:
 
 def test_a_loss_that_reads_weights_outside_of_their_layers_has_the_drafter_gathered_as_one(target: Target) -> None:
     plugin = SimpleNamespace()
-    drafter = Pard.build(PardConfig(model={"num_hidden_layers": 2}, mask_token_id=319), target)
+    drafter = built(target, type="pard", model={"num_hidden_layers": 2}, mask_token_id=319)
     _fit_fsdp(plugin, ShardedDrafter(drafter))
     assert plugin.transformer_cls_names_to_wrap == []
 
 
 def test_tied_weights_stay_tied_in_a_copy(target: Target) -> None:
-    config = DraftModelConfig(model={"num_hidden_layers": 1, "tie_word_embeddings": True})
-    copied = ShardedDrafter(DraftModel.build(config, target)).whole()
+    sizes = {"num_hidden_layers": 1, "tie_word_embeddings": True}
+    copied = ShardedDrafter(built(target, type="draft_model", model=sizes)).whole()
+    assert isinstance(copied, DraftModel)
     assert copied.model.get_input_embeddings().weight is copied.model.get_output_embeddings().weight
 
 
 def test_weights_of_other_shapes_are_refused(target: Target) -> None:
     with pytest.raises(RuntimeError, match=r"Other names or shapes: lm_head\.weight, token_ids"):
-        ShardedDrafter(head(target)).take(head(target, draft_vocab_size=64))
+        ShardedDrafter(head(target)).take(head(target, size=64))
 
 
 def test_a_state_by_names_continues_a_whole_drafter(target: Target, tmp_path: Path) -> None:
@@ -111,12 +101,7 @@ def test_a_state_by_names_continues_a_whole_drafter(target: Target, tmp_path: Pa
     saved = optimizer.state_dict()
     torch.save(saved, tmp_path / "optimizer.pt")
     assert not is_named(tmp_path)
-    names = [name for name, _ in drafter.named_parameters()]
-    named = {
-        "state": {names[number]: values for number, values in saved["state"].items()},
-        "param_groups": [{**group, "params": [names[n] for n in group["params"]]} for group in saved["param_groups"]],
-    }
-    for state in (saved, named):
+    for state in (saved, named(optimizer, drafter)):
         torch.save(state, tmp_path / "optimizer.pt")
         fresh = torch.optim.AdamW(again.parameters())
         read_state(WholeStates(again, fresh), tmp_path)
@@ -124,6 +109,13 @@ def test_a_state_by_names_continues_a_whole_drafter(target: Target, tmp_path: Pa
         assert found.keys() == saved["state"].keys()
         assert all(torch.equal(found[n]["exp_avg"], saved["state"][n]["exp_avg"]) for n in found)
     assert is_named(tmp_path)
+
+
+def named(optimizer: torch.optim.Optimizer, drafter: Drafter) -> dict[str, Any]:
+    """Return the state of an optimizer as a launch in parts writes it."""
+    saved, names = optimizer.state_dict(), [name for name, _ in drafter.named_parameters()]
+    groups = [{**group, "params": [names[n] for n in group["params"]]} for group in saved["param_groups"]]
+    return {"state": {names[n]: values for n, values in saved["state"].items()}, "param_groups": groups}
 
 
 def grouped(drafter: Drafter) -> torch.optim.Optimizer:
@@ -135,37 +127,22 @@ def grouped(drafter: Drafter) -> torch.optim.Optimizer:
 
 def test_a_drafter_without_norms_and_biases_has_no_group_for_them_in_any_launch(target: Target, tmp_path: Path) -> None:
     """DeepSpeed keeps no group without weights: state, rates and schedule pass from launch to launch."""
-    one, two = (Medusa.build(MedusaConfig(num_heads=2), target).train() for _ in range(2))
+    one, two = (built(target, type="medusa", num_heads=2).train() for _ in range(2))
     first, other = grouped(one), grouped(two)
     for optimizer in (first, other):
         remove_empty_groups(optimizer)
         assert [len(group["params"]) > 0 for group in optimizer.param_groups] == [True]
     stepped(one, target, first)
-    write_named(first, [name for name, _ in one.named_parameters()], tmp_path, rate=0.25e-3)
-    schedule = half(other)
+    left, schedule = (torch.optim.lr_scheduler.LambdaLR(o, lambda step: 0.5**step) for o in (first, other))
+    first.step(), left.step(), left.step()
+    torch.save(named(first, one), tmp_path / optimizer_state.OPTIMIZER)
+    torch.save(left.state_dict(), tmp_path / optimizer_state.SCHEDULE)
     read_state(WholeStates(two, other), tmp_path)
     read_schedule(schedule, other, tmp_path)
     assert {group["lr"] for group in other.param_groups} == {0.25e-3}
     schedule.step()
     saved, found = (list(o.state_dict()["state"].values()) for o in (first, other))
     assert all(torch.equal(a["exp_avg"], b["exp_avg"]) for a, b in zip(saved, found, strict=True))
-
-
-def half(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
-
-
-def write_named(optimizer: torch.optim.Optimizer, names: list[str], folder: Path, rate: float) -> None:
-    """Write what a launch in parts leaves of an optimizer and its schedule after two steps."""
-    for group in optimizer.param_groups:
-        group["lr"] = 4 * rate
-    schedule = half(optimizer)
-    optimizer.step(), schedule.step(), schedule.step()
-    saved = optimizer.state_dict()
-    groups = [{**group, "params": [names[n] for n in group["params"]]} for group in saved["param_groups"]]
-    state = {names[number]: values for number, values in saved["state"].items()}
-    torch.save({"state": state, "param_groups": groups}, folder / "optimizer.pt")
-    torch.save(schedule.state_dict(), folder / SCHEDULE)
 
 
 def test_settings_of_groups_follow_the_names_of_their_weights(target: Target) -> None:
@@ -185,7 +162,6 @@ def test_settings_of_groups_follow_the_names_of_their_weights(target: Target) ->
 
 
 def stepped(drafter: Drafter, target: Target, optimizer: torch.optim.Optimizer | None = None) -> torch.optim.Optimizer:
-    """An optimizer that has taken a step."""
     optimizer = optimizer or torch.optim.AdamW(drafter.parameters())
     drafter(batch(target, drafter)).total.backward()
     optimizer.step()

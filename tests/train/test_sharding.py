@@ -6,7 +6,6 @@ would hang: so would these tests.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,20 +17,18 @@ from transformers import PreTrainedTokenizerFast
 
 from outrider.common import BadInputError
 from outrider.distill.data_set import load_responses
-from outrider.heads import load_drafter
 from outrider.recipes import Recipe
 from outrider.targets import Target
 from outrider.train import train
 
+from .conftest import drafters_are_close, history, train_in_two
 from .test_recipes import write_checkpoint
-from .test_run import history
 
 
 @pytest.fixture(scope="module")
 def folder(
     tmp_path_factory: pytest.TempPathFactory, tiny_llama: Callable[..., Any], tiny_tokenizer: PreTrainedTokenizerFast
 ) -> Path:
-    """A checkpoint of a random target."""
     made = tmp_path_factory.mktemp("checkpoint")
     ends = {"eos_token_id": tiny_tokenizer.eos_token_id, "pad_token_id": tiny_tokenizer.pad_token_id}
     tiny_llama(vocab=len(tiny_tokenizer), **ends).save_pretrained(made)
@@ -48,10 +45,7 @@ def has_equal_passes(folder: Path) -> None:
     assert part.sharded
     assert part.fingerprint() == whole.fingerprint()
     held = sum(p.to_local().numel() if hasattr(p, "to_local") else p.numel() for p in part.model.parameters())
-    layers, every = (
-        sum(p.numel() for p in whole.body.layers.parameters()),
-        sum(p.numel() for p in whole.model.parameters()),
-    )
+    layers, every = (sum(p.numel() for p in m.parameters()) for m in (whole.body.layers, whole.model))
     assert held == pytest.approx(every - layers / 2, rel=0.01)
     for length in (9 + rank, 4, 7 - rank):  # rows of their own, of other lengths
         tokens = torch.randint(0, 64, (2 + rank, length), generator=torch.Generator().manual_seed(rank + length))
@@ -70,14 +64,10 @@ def test_each_process_holds_half_of_every_layer_and_passes_are_bit_for_bit_those
     debug_launcher(has_equal_passes, (tmp_path,), num_processes=2)
 
 
-@pytest.mark.parametrize(
-    "drafter",
-    [
-        {"type": "draft_model", "init": "prune", "model": {"num_hidden_layers": 1}},
-        {"type": "self_speculative", "exit_layer": 2},
-    ],
-    ids=str,
-)
+PRUNED = {"type": "draft_model", "init": "prune", "model": {"num_hidden_layers": 1}}
+
+
+@pytest.mark.parametrize("drafter", [PRUNED, {"type": "self_speculative", "exit_layer": 2}], ids=str)
 def test_what_needs_the_layers_themselves_is_refused(sharded: Callable[..., Recipe], drafter: dict[str, Any]) -> None:
     recipe = sharded("no").model_copy(update={"drafter": drafter})
     with pytest.raises(BadInputError, match=r"target.sharding is 'fsdp2', but .* whole layers"):
@@ -86,36 +76,20 @@ def test_what_needs_the_layers_themselves_is_refused(sharded: Callable[..., Reci
 
 @pytest.fixture
 def sharded(folder: Path, tmp_path: Path) -> Callable[..., Recipe]:
-    prompts = tmp_path / "asked.jsonl"
-    prompts.write_text(
-        "".join(
-            json.dumps({"text": text}) + "\n"
-            for text in ("def add(", "class Stack:", "for name in", "return", "print(", "The target") * 2
-        )
-    )
+    prompts = tmp_path / "asked.txt"
+    prompts.write_text("def add(\nclass Stack:\nfor name in\nreturn\nprint(\nThe target\n" * 2)
 
     def make(name: str, **changes: Any) -> Recipe:
         values: dict[str, Any] = {
             "name": name,
             "target": {"path": str(folder), "dtype": "float32", "sharding": "fsdp2"},
             "drafter": {"type": "eagle3", "steps": 2, "draft_vocab_size": 96},
-            "data": {
-                "prompts": [str(prompts)],
-                "max_new_tokens": 12,
-                "batch_size": 5,
-                "holdout": 0.3,
-                **changes.pop("data", {}),
-            },
-            "training": {
-                "max_steps": 4,
-                "learning_rate": 3e-3,
-                "logging_steps": 1,
-                "eval_steps": 2,
-                "disable_tqdm": True,
-                **changes,
-            },
+            "data": {"prompts": [str(prompts)], "max_new_tokens": 12, "batch_size": 5, "holdout": 0.3},
+            "training": {"max_steps": 4, "learning_rate": 3e-3, "logging_steps": 1, "eval_steps": 2},
             "output": str(tmp_path / "{name}"),
         }
+        values["data"] |= changes.pop("data", {})
+        values["training"] |= {"disable_tqdm": True} | changes
         return Recipe.from_dict(values)
 
     return make
@@ -125,19 +99,14 @@ def sharded(folder: Path, tmp_path: Path) -> Callable[..., Recipe]:
 def test_two_processes_with_half_a_target_each_train_as_one_with_the_whole(
     sharded: Callable[..., Recipe], features: str
 ) -> None:
-    """The first answers the prompts, and computes what is cached, while the other takes part; then both train.
-
-    The drafter they leave is the same.
-    """
+    """The first answers, and computes what is cached, while the other takes part; they leave the same drafter."""
     one = sharded("one", per_device_train_batch_size=4, data={"features": features})
     two = sharded("two", per_device_train_batch_size=2, data={"features": features})
     train(one)
-    debug_launcher(train, (two,), num_processes=2)
+    train_in_two(two)
     responses = [load_responses(r.output_folder / "data")["input_ids"] for r in (one, two)]
     assert responses[0] == responses[1]
     for key in ("loss", "eval_loss"):
-        curves = [[entry[key] for entry in history(r) if key in entry] for r in (one, two)]
-        assert len(curves[0]) >= 2
-        assert curves[1] == pytest.approx(curves[0], rel=1e-4)
-    ours, theirs = (load_drafter(r.output_folder / "drafter").state_dict() for r in (one, two))
-    assert all(torch.allclose(ours[name], theirs[name], atol=1e-3) for name in ours)
+        assert len(history(one, key)) >= 2
+        assert history(two, key) == pytest.approx(history(one, key), rel=1e-4)
+    assert drafters_are_close(one, two, atol=1e-3)

@@ -6,7 +6,6 @@ time budget the end, the learning rate and what an interruption keeps follow the
 
 from __future__ import annotations
 
-import json
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,8 +17,6 @@ from transformers import TrainingArguments
 
 from outrider.common import BadInputError
 from outrider.common.signals import StoppedError, stoppable
-from outrider.heads import DrafterLoss, Eagle3
-from outrider.recipes import Recipe
 from outrider.targets import Target
 from outrider.train import TrainingInterruptedError, train
 from outrider.train import stopping as budgets
@@ -27,74 +24,49 @@ from outrider.train.checkpoints import checkpoints, last_complete
 from outrider.train.stopping import ENDLESS, NUM_CHECKPOINTS, Clock, TimeBudget, check_schedule, saved_clock
 from outrider.train.trainer import DrafterTrainer
 
-from .conftest import MakeRecipe
+from .conftest import MakeRecipe, asked_in, history, provenance, weights
 
 EIGHT_STEPS = {"max_steps": 8, "save_strategy": "no"}
 
 
-def weights(folder: Path) -> bytes:
-    return (folder / "model.safetensors").read_bytes()
-
-
-def asked_in(monkeypatch: pytest.MonkeyPatch, call: int, *signals: int, training: bool = True) -> None:
-    """Let the system signal this process while the drafter's `call`-th loss is computed, in training or evaluation."""
-    original, calls = Eagle3.loss, [0]
-
-    def loss(self: Eagle3, batch: Any) -> DrafterLoss:
-        calls[0] += self.training == training
-        if self.training == training and calls[0] == call:
-            for number in signals:
-                signal.raise_signal(number)
-        return original(self, batch)
-
-    monkeypatch.setattr(Eagle3, "loss", loss)
+TRAINED_ONCE: list[bytes] = []
 
 
 @pytest.fixture
-def whole(recipe: MakeRecipe, target: Target, trained_once: dict[str, bytes]) -> bytes:
+def whole(recipe: MakeRecipe, target: Target) -> bytes:
     """The weights of the same training, never asked to stop."""
-    if not trained_once:
-        trained_once["whole"] = weights(train(recipe("whole", **EIGHT_STEPS), target).drafter_folder)
-    return trained_once["whole"]
+    if not TRAINED_ONCE:
+        TRAINED_ONCE.append(weights(train(recipe("whole", **EIGHT_STEPS), target)))
+    return TRAINED_ONCE[0]
 
 
-@pytest.fixture(scope="module")
-def trained_once() -> dict[str, bytes]:
-    return {}
-
-
-def stopped_then_resumed(
-    monkeypatch: pytest.MonkeyPatch, recipe: Recipe, target: Target, *signals: int, call: int, training: bool = True
-) -> tuple[TrainingInterruptedError, bytes]:
-    with monkeypatch.context() as patch:
-        asked_in(patch, call, *signals, training=training)
-        with pytest.raises(TrainingInterruptedError) as raised:
-            train(recipe, target)
-    return raised.value, weights(train(recipe, target).drafter_folder)
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+@pytest.mark.parametrize(
+    ("numbers", "when"),
+    [
+        ([signal.SIGTERM] * 3, (3, True, 3)),
+        ([signal.SIGHUP, signal.SIGHUP, signal.SIGTERM], (3, True, 3)),
+        ([signal.SIGTERM], (8, True, 8)),
+        ([signal.SIGTERM], (1, False, 4)),
+    ],
+    ids=["SIGTERM", "SIGHUP", "in the last step", "in an evaluation"],
+)
 def test_a_signal_saves_a_checkpoint_and_continuing_equals_never_stopping(
-    recipe: MakeRecipe, target: Target, monkeypatch: pytest.MonkeyPatch, whole: bytes, number: int, code: int
+    recipe: MakeRecipe, target: Target, monkeypatch: pytest.MonkeyPatch, whole: bytes, numbers: Any, when: Any
 ) -> None:
-    """A launcher and a scheduler both pass it on: the second one changes nothing."""
-    error, resumed = stopped_then_resumed(
-        monkeypatch, recipe("stopped", **EIGHT_STEPS), target, number, number, signal.SIGTERM, call=3
-    )
-    assert (error.exit_code, error.number) == (code, number)
-    assert "stopped after step 3; saved in" in str(error)
-    assert resumed == whole
-    assert signal.getsignal(number) is signal.SIG_DFL
+    """A launcher and a scheduler both pass it on: the second one changes nothing.
 
-
-def test_an_evaluation_is_cut_short(
-    recipe: MakeRecipe, target: Target, monkeypatch: pytest.MonkeyPatch, whole: bytes
-) -> None:
-    """One that takes longer than the grace would cost the checkpoint."""
-    evaluating = recipe("stopped", **EIGHT_STEPS, eval_strategy="steps", eval_steps=4, per_device_eval_batch_size=2)
-    error, resumed = stopped_then_resumed(monkeypatch, evaluating, target, signal.SIGTERM, call=1, training=False)
-    assert "stopped after step 4; saved in" in str(error)
-    assert resumed == whole
+    An evaluation is cut short: one that takes longer than the grace would cost the checkpoint.
+    """
+    call, training, step = when
+    often = {} if training else {"eval_strategy": "steps", "eval_steps": 4, "per_device_eval_batch_size": 2}
+    made = recipe("stopped", **EIGHT_STEPS, **often)
+    with monkeypatch.context() as patch:
+        asked_in(patch, call, *numbers, training=training)
+        with pytest.raises(TrainingInterruptedError, match=f"stopped after step {step}; saved in") as raised:
+            train(made, target)
+    assert (raised.value.exit_code, raised.value.number) == (128 + numbers[0], numbers[0])
+    assert weights(train(made, target)) == whole
+    assert signal.getsignal(numbers[0]) is signal.SIG_DFL
 
 
 def test_the_checkpoint_that_was_asked_for_stays_beside_the_best_one(
@@ -109,21 +81,11 @@ def test_the_checkpoint_that_was_asked_for_stays_beside_the_best_one(
     assert {f.name for f in (made.output_folder / "checkpoints").iterdir()} == {"checkpoint-2", "checkpoint-5"}
 
 
-def test_after_the_last_step_what_is_left_is_done_by_the_next_run(
-    recipe: MakeRecipe, target: Target, monkeypatch: pytest.MonkeyPatch, whole: bytes
-) -> None:
-    error, resumed = stopped_then_resumed(monkeypatch, recipe("stopped", **EIGHT_STEPS), target, signal.SIGTERM, call=8)
-    assert "stopped after step 8; saved in" in str(error)
-    assert resumed == whole
-
-
 def test_nothing_kept_is_said(recipe: MakeRecipe, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """After the loop, in the last evaluation, no step is left to save after."""
     asked_in(monkeypatch, 1, signal.SIGTERM, training=False)
-    with (
-        stoppable(),
-        pytest.raises(TrainingInterruptedError, match=r"stopped by SIGTERM\. Nothing of the training was kept"),
-    ):
+    said = r"stopped by SIGTERM\. Nothing of the training was kept"
+    with stoppable(), pytest.raises(TrainingInterruptedError, match=said):
         train(recipe("stopped", **EIGHT_STEPS, eval_strategy="no"), target)
 
 
@@ -134,12 +96,9 @@ def test_nohup_keeps_its_meaning(
     try:
         asked_in(monkeypatch, 3, signal.SIGHUP)
         with stoppable():
-            assert weights(train(recipe("nohup", **EIGHT_STEPS), target).drafter_folder) == whole
+            assert weights(train(recipe("nohup", **EIGHT_STEPS), target)) == whole
     finally:
         signal.signal(signal.SIGHUP, before)
-
-
-# ------------------------------------------------------------ outside of a training
 
 
 def test_the_first_signal_raises_and_its_echoes_let_the_clean_up_finish() -> None:
@@ -162,9 +121,6 @@ def test_the_first_signal_raises_and_its_echoes_let_the_clean_up_finish() -> Non
     assert raised.value.exit_code == 130
 
 
-# ------------------------------------------------------------ a time budget
-
-
 def arguments(tmp_path: Path, **values: Any) -> TrainingArguments:
     return TrainingArguments(output_dir=str(tmp_path), use_cpu=True, **values)
 
@@ -180,17 +136,6 @@ def ticking(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
     monkeypatch.setattr(budgets.time, "perf_counter", tell)
     return state
-
-
-def rates(recipe: Recipe) -> list[float]:
-    """The learning rate of every step, as logged."""
-    last = last_complete(recipe.output_folder / "checkpoints")
-    assert last is not None
-    log = json.loads((last / "trainer_state.json").read_text())["log_history"]
-    return [entry["learning_rate"] for entry in log if "learning_rate" in entry]
-
-
-# ------------------------------------------------------------ the clock
 
 
 def test_the_learning_rate_is_a_function_of_the_time_spent(tmp_path: Path) -> None:
@@ -228,38 +173,31 @@ def test_every_process_has_the_clock_of_all(tmp_path: Path, ticking: SimpleNames
 
 
 def test_a_schedule_that_ignores_how_much_is_over_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        BadInputError, match=r"lr_scheduler_type: inverse_sqrt cannot follow a time budget; use one of: linear, cosine"
-    ):
+    said = r"lr_scheduler_type: inverse_sqrt cannot follow a time budget; use one of: linear, cosine"
+    with pytest.raises(BadInputError, match=said):
         check_schedule(arguments(tmp_path, lr_scheduler_type="inverse_sqrt"))
-
-
-# ------------------------------------------------------------ a training
 
 
 def test_a_training_ends_when_its_time_is_up_and_its_learning_rate_with_it(
     recipe: MakeRecipe, target: Target, ticking: SimpleNamespace
 ) -> None:
-    """One second per step, 20 of them, whatever `max_steps` says; checkpoints at each fifth of the time."""
+    """One second per step, 20 of them, whatever `max_steps` says; checkpoints at each fifth of the time.
+
+    Twice as slow a machine takes half the steps, on the same schedule.
+    """
     made = recipe(max_steps=3, lr_scheduler_type="linear", save_total_limit=9)
     result = train(made, target, seconds=20)
     assert result.steps == 20
-    seen = rates(made)
+    seen = history(made, "learning_rate")
     assert seen[0] == pytest.approx(3e-3)
     assert seen[10] == pytest.approx(1.5e-3)
     assert seen[-1] == pytest.approx(3e-3 / 20)
     found = checkpoints(made.output_folder / "checkpoints")
     assert len(found) == NUM_CHECKPOINTS
     assert found[-1].name == "checkpoint-20"
-
-
-def test_twice_as_slow_a_machine_takes_half_the_steps_on_the_same_schedule(
-    recipe: MakeRecipe, target: Target, ticking: SimpleNamespace
-) -> None:
-    ticking.step = 2.0
-    made = recipe(lr_scheduler_type="linear")
-    assert train(made, target, seconds=20).steps == 10
-    assert rates(made)[5] == pytest.approx(1.5e-3)
+    ticking.step, slow = 2.0, recipe("slow", lr_scheduler_type="linear")
+    assert train(slow, target, seconds=20).steps == 10
+    assert history(slow, "learning_rate")[5] == pytest.approx(1.5e-3)
 
 
 def test_evaluation_and_checkpoints_take_none_of_the_time(
@@ -275,35 +213,19 @@ def test_evaluation_and_checkpoints_take_none_of_the_time(
     assert train(recipe(), target, seconds=20).steps == 20
 
 
-def interrupted_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C in that step."""
-    begin = TimeBudget.on_optimizer_step
-
-    def watch(self: TimeBudget, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        begin(self, args, state, control, **kwargs)
-        if state.global_step + 1 == step:
-            monkeypatch.setattr(TimeBudget, "on_optimizer_step", begin)
-            import signal
-
-            signal.raise_signal(signal.SIGINT)
-
-    monkeypatch.setattr(TimeBudget, "on_optimizer_step", watch)
-
-
 def test_a_continued_training_has_the_time_that_was_left_and_the_same_weights(
     recipe: MakeRecipe, target: Target, ticking: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The time between does not count, and the learning rate goes on where it was."""
     whole = train(recipe("whole"), target, seconds=20)
-    interrupted_after(7, monkeypatch)
-    with pytest.raises(TrainingInterruptedError, match="stopped after step 7"):
-        train(recipe("parts"), target, seconds=20)
+    with monkeypatch.context() as patch:
+        asked_in(patch, 7, signal.SIGINT)
+        with pytest.raises(TrainingInterruptedError, match="stopped after step 7"):
+            train(recipe("parts"), target, seconds=20)
     ticking.now += 10_000
     parts = train(recipe("parts"), target, seconds=20)
     assert parts.steps == whole.steps == 20
-    assert (parts.drafter_folder / "model.safetensors").read_bytes() == (
-        whole.drafter_folder / "model.safetensors"
-    ).read_bytes()
+    assert weights(parts) == weights(whole)
 
 
 def test_a_training_whose_time_was_up_trains_no_further(
@@ -316,7 +238,7 @@ def test_a_training_whose_time_was_up_trains_no_further(
     assert saved_clock(last) == {"seconds": 5.0, "spent": 5.0}
     again = train(made, target, seconds=5)
     assert again.steps == 5
-    assert json.loads((made.output_folder / "provenance.json").read_text())["training"]["spent"] == 5.0
+    assert provenance(made)["training"]["spent"] == 5.0
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from outrider.common import BadInputError
 from outrider.distill import distill, load_responses
-from outrider.heads import HEADS, AcceptedPositions, Ngram, TargetBatch
+from outrider.heads import HEADS, AcceptedPositions, Ngram, TargetBatch, load_drafter
 from outrider.heads.low_rank import LowRank
 from outrider.recipes import Recipe
 from outrider.targets import Target
@@ -23,9 +22,8 @@ from outrider.train.check import check
 from outrider.train.data import EMPTY, OnlineBatches, PackedBatches, Packs, Rows, collate, split
 
 from ..conftest import drafter_in_training
-from .conftest import EAGLE3, MakeRecipe, make_rows, write_data
-from .test_data import KINDS, lesson
-from .test_run import losses, weights
+from .conftest import EAGLE3, MakeRecipe, losses, make_rows, provenance, train_in_two, weights, write_data
+from .test_data import KINDS, are_near, learn_alike, lesson
 
 FOLLOW = {name: KINDS[name] for name in KINDS if HEADS[KINDS[name]["type"]].follows_rounds}
 
@@ -60,9 +58,6 @@ def follow(recipe: MakeRecipe, served: Path) -> MakeRecipe:
     return make
 
 
-# ------------------------------------------------------------ rows, packs and batches
-
-
 def given(batches: Any, inputs: dict[str, Tensor], share: float = 0.5) -> TargetBatch:
     found: TargetBatch = batches.of(inputs)
     found.verified = AcceptedPositions(inputs["depths"], share)
@@ -77,9 +72,7 @@ def test_packed_rows_follow_rounds_as_single_ones_do(target: Target, served: Pat
     packs, online = Packs(rows, 64), OnlineBatches(target, drafter.taps)
     single = given(online, collate([rows[i] for i in [*range(14), EMPTY]]))
     packed = given(PackedBatches(online), collate([packs[i] for i in [*range(len(packs)), EMPTY]]))
-    for found, expected in zip(lesson(drafter, packed), lesson(drafter, single), strict=True):
-        found, expected = found.float(), expected.float()
-        torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-6 * float(expected.abs().max()))
+    are_near(lesson(drafter, packed), lesson(drafter, single))
     followed, single.verified = lesson(drafter, single)[0], None
     assert abs(float(lesson(drafter, single)[0] / followed) - 1) > 1e-4
 
@@ -103,9 +96,6 @@ def test_rows_have_depths_only_if_they_are_asked_for(served: Path) -> None:
     assert training[EMPTY]["depths"] == [0, 0]
 
 
-# ------------------------------------------------------------ trainings
-
-
 def test_trainings_follow_rounds_however_their_batches_are_made(follow: MakeRecipe, target: Target) -> None:
     """Loss by loss (1e-5): with states from the loop or from disk, in packs, and in accumulated batches."""
     steps = {"max_steps": 3, "save_steps": 3, "per_device_eval_batch_size": 4}
@@ -116,25 +106,19 @@ def test_trainings_follow_rounds_however_their_batches_are_made(follow: MakeReci
         follow("cached", 0.5, data={"features": "cached"}, per_device_train_batch_size=64, **steps),
         follow("accumulated", 0.5, per_device_train_batch_size=8, gradient_accumulation_steps=8, **steps),
     ]
-    results = [train(one, target) for one in runs]
-    for one, result in zip(runs[1:], results[1:], strict=True):
-        assert losses(one) == pytest.approx(losses(runs[0]), rel=1e-5)
-        assert result.metrics["eval_loss"] == pytest.approx(results[0].metrics["eval_loss"], rel=1e-5)
+    learn_alike(runs, target)
     usual = follow("usual", 0.0, per_device_train_batch_size=64, **steps)
     train(usual, target)
     assert losses(usual) != pytest.approx(losses(runs[0]), rel=1e-3)
-    saved = json.loads((runs[0].output_folder / "provenance.json").read_text())
-    assert saved["data"]["rounds"] == {"eagle3 0123": 53}
+    assert provenance(runs[0])["data"]["rounds"] == {"eagle3 0123": 53}
 
 
 @pytest.mark.slow
 def test_two_processes_follow_rounds_as_one(follow: MakeRecipe, target: Target) -> None:
-    from accelerate import debug_launcher
-
     one = follow("one", 0.5, max_steps=3, per_device_train_batch_size=8)
     two = follow("two", 0.5, max_steps=3, per_device_train_batch_size=4)
     train(one, target)
-    debug_launcher(train, (two, target), num_processes=2)
+    train_in_two(two, target)
     assert losses(two) == pytest.approx(losses(one), rel=1e-5)
 
 
@@ -167,16 +151,12 @@ def test_a_training_is_continued_with_its_own_share(follow: MakeRecipe, target: 
     assert weights(train(follow("run", 0.5, **settings), target)) == before
 
 
-# ------------------------------------------------------------ from prompts to a drafter
-
-
 def test_a_recipe_trains_on_rounds_that_it_lets_the_decoder_play(
     recipe: MakeRecipe, target: Target, tmp_path: Path
 ) -> None:
-    """The drafter of the rounds is one that was trained; where they stopped, it says another token than the target.
+    """Depth and root mean in training what they mean in decoding.
 
-    That its own drafts at the depths that were reached are right up to the last of a round, and wrong there, shows that
-    depth and root mean in training what they mean in decoding.
+    The drafter's own drafts at the depths that were reached are right up to the last of a round, and wrong there.
     """
     (tmp_path / "prompts.txt").write_text("".join(f"def f{i}(x):\n" for i in range(24)))
     data = {"responses": None, "prompts": [str(tmp_path / "prompts.txt")], "max_new_tokens": 24}
@@ -185,8 +165,6 @@ def test_a_recipe_trains_on_rounds_that_it_lets_the_decoder_play(
     second = recipe("second", EAGLE3 | {"draft_vocab_size": 0}, data, max_steps=2)
     table = load_responses(distill(second, target))
     assert max(max(row["depths"]) for row in table) > 2
-    from outrider.heads import load_drafter
-
     drafter: Any = load_drafter(first.drafter_folder, target)
     right = wrong = 0
     for row in table:
@@ -202,9 +180,6 @@ def test_a_recipe_trains_on_rounds_that_it_lets_the_decoder_play(
             right, wrong = right + was_accepted, wrong + (not was_accepted)
     assert min(right, wrong) > 20
     assert train(second, target).steps == 2
-
-
-# ------------------------------------------------------------ what is refused
 
 
 @pytest.mark.parametrize("drafter", [{"type": "draft_model"}, {"type": "self_speculative"}], ids=["lm", "self"])
@@ -227,19 +202,9 @@ def test_a_change_of_a_drafter_follows_rounds_if_that_does(follow: MakeRecipe, t
                 check(follow("run", 0.5), drafter)
 
 
-def test_responses_without_rounds_are_refused_before_anything_is_loaded(
-    recipe: MakeRecipe, data: Path, tmp_path: Path
-) -> None:
+def test_responses_without_rounds_are_refused_before_anything_is_loaded(recipe: MakeRecipe, data: Path) -> None:
     with pytest.raises(BadInputError, match=rf"the responses in {data} were written without a drafter .* delete that"):
         check(recipe("run", data_changes={"verified": 0.5}))
-
-
-@pytest.mark.parametrize("changes", [{}, {"servers": ["http://gpu1:8000/v1"]}, {"answers": "given"}])
-def test_nobody_who_drafts_is_refused_where_the_recipe_is_read(recipe: MakeRecipe, changes: dict[str, Any]) -> None:
-    with pytest.raises(BadInputError, match=r"data: verified follows .* set drafter to the folder of a drafter"):
-        recipe("run", data_changes={"responses": None, "verified": 0.5, **changes})
-    with pytest.raises(BadInputError, match=r"data\.verified: expected a value <= 1"):
-        recipe("run", data_changes={"verified": 1.5})
 
 
 def test_responses_that_were_finished_without_a_drafter_are_refused_when_they_are_there(

@@ -326,13 +326,13 @@ def test_a_few_steps_of_training_lower_the_loss(target, name, layers):
     data = batch(target, drafter, sequences(4))
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=1e-2)
     losses = []
-    for _ in range(8):
+    for _ in range(24):
         loss = drafter(data).mean
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    assert losses[-1] < 0.82 * losses[0]
+    assert losses[-1] < 0.8 * losses[0]
 
 
 @pytest.mark.parametrize("name", BOTH)

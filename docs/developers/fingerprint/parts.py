@@ -178,9 +178,15 @@ def drafter_of(name: str, target: Any, settings: dict[str, Any] | None = None) -
         drafter = head(model(seed=1, vocab_size=target.vocab_size, num_hidden_layers=2, eos_token_id=None), config)
     else:
         drafter = head.build(config, target, torch.randperm(target.vocab_size))
-    for parameter in drafter.parameters():
+    for _, parameter in sorted(drafter.named_parameters(), key=lambda named: lasting_name(named[0])):
         parameter.data += 0.05 * torch.randn(parameter.shape).to(parameter.dtype)
     return drafter
+
+
+def lasting_name(name: str) -> str:
+    """Return a weight's name as it is today: EAGLE's layers were `layer`, then `others.0`, and so on."""
+    name = re.sub(r"^layer\.", "layers.0.", name)
+    return re.sub(r"^others\.(\d+)", lambda match: f"layers.{int(match[1]) + 1}", name)
 
 
 def save(folder: str, *settings: Any) -> str:

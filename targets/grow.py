@@ -22,7 +22,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import torch
 from accelerate import init_empty_weights
@@ -31,46 +31,33 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from ..common.errors import BadInputError, IncompatibleError
 
-_LLAMA_3: Final = {"model_type": "llama", "vocab_size": 128256, "max_position_embeddings": 131072}
-_GROUPED: Final = {"num_attention_heads": 32, "num_key_value_heads": 8}
+_SIZES: Final = (
+    "model_type",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "vocab_size",
+    "max_position_embeddings",
+)
+_EXPERTS_OF_QWEN3: Final = {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
 
-# Configs of models that users serve, by the names that `--like` takes.
-SHAPES: Final[Mapping[str, Mapping[str, Any]]] = {
-    "0.4b": {
-        **{"model_type": "llama", "vocab_size": 32000, "hidden_size": 1024, "intermediate_size": 4096},
-        **{"num_hidden_layers": 24, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 64},
-    },
-    "llama-3.2-1b": {
-        **_LLAMA_3 | _GROUPED,
-        **{"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "head_dim": 64},
-        "tie_word_embeddings": True,
-    },
-    "llama-3.1-8b": {
-        **_LLAMA_3 | _GROUPED,
-        **{"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "head_dim": 128},
-    },
-    "llama-3.1-70b": {
-        **_LLAMA_3,
-        **{"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "head_dim": 128},
-        **{"num_attention_heads": 64, "num_key_value_heads": 8},
-    },
-    "qwen3-8b": {
-        **{"model_type": "qwen3", "vocab_size": 151936, "max_position_embeddings": 40960, **_GROUPED},
-        **{"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "head_dim": 128},
-    },
-    "qwen3-30b-a3b": {
-        **{"model_type": "qwen3_moe", "vocab_size": 151936, "max_position_embeddings": 40960},
-        **{"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48, "head_dim": 128},
-        **{"num_attention_heads": 32, "num_key_value_heads": 4, "moe_intermediate_size": 768},
-        **{"num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True},
-    },
-    "mixtral-8x7b": {
-        **{"model_type": "mixtral", "vocab_size": 32000, "max_position_embeddings": 32768, **_GROUPED},
-        **{"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "head_dim": 128},
-        **{"num_local_experts": 8, "num_experts_per_tok": 2},
-    },
+# Configs of models that users serve, by the names that `--like` takes: `_SIZES`, and what else makes them.
+SHAPES: Final[Mapping[str, tuple[Any, ...]]] = {
+    "llama-0.4b": ("llama", 1024, 24, 16, 8, 64, 4096, 32000, 8192, {}),
+    "llama-3.2-1b": ("llama", 2048, 16, 32, 8, 64, 8192, 128256, 131072, {"tie_word_embeddings": True}),
+    "llama-3.1-8b": ("llama", 4096, 32, 32, 8, 128, 14336, 128256, 131072, {}),
+    "llama-3.1-70b": ("llama", 8192, 80, 64, 8, 128, 28672, 128256, 131072, {}),
+    "qwen3-8b": ("qwen3", 4096, 36, 32, 8, 128, 12288, 151936, 40960, {}),
+    "qwen3-30b-a3b": (
+        *("qwen3_moe", 2048, 48, 32, 4, 128, 6144, 151936, 40960),
+        _EXPERTS_OF_QWEN3 | {"norm_topk_prob": True},
+    ),
+    "mixtral-8x7b": ("mixtral", 4096, 32, 32, 8, 128, 14336, 32000, 32768, {"num_local_experts": 8}),
 }
-ALIASES: Final = {"1b": "llama-3.2-1b", "8b": "llama-3.1-8b", "70b": "llama-3.1-70b"}
+ALIASES: Final = {"0.4b": "llama-0.4b", "1b": "llama-3.2-1b", "8b": "llama-3.1-8b", "70b": "llama-3.1-70b"}
 
 _SOURCES: Final = ("llama", "qwen2", "qwen3")
 _SHAPE_TYPES: Final = ("llama", "qwen3", "qwen3_moe", "mixtral")
@@ -93,7 +80,9 @@ def shape_config(like: str, **changes: Any) -> PreTrainedConfig:
     name = ALIASES.get(like, like)
     if name not in SHAPES:
         raise BadInputError(f"no shape is called {like!r}; there are {', '.join([*SHAPES, *ALIASES])}.")
-    values = dict(SHAPES[name]) | {key: value for key, value in changes.items() if value is not None}
+    *sizes, more = SHAPES[name]
+    values = dict(zip(_SIZES, sizes, strict=True)) | more
+    values |= {key: value for key, value in changes.items() if value is not None}
     return AutoConfig.for_model(values.pop("model_type"), **values)
 
 
@@ -119,16 +108,30 @@ class Axis:
     filled: Tensor
 
     @classmethod
-    def of(cls, size: int, places: Tensor, silent: Tensor | None = None) -> Axis:
+    def of(cls, size: int, places: Tensor, silent: Tensor | None = None) -> Self:
         """Return the axis of a space inside a layer: what is no old entry may be written, and is not read."""
-        none = places.new_empty(0)
-        silent = none if silent is None else silent
+        silent = places.new_empty(0) if silent is None else silent
         return cls(size, places, places.new_empty(0, len(places)), silent, _others(size, places, silent))
 
-    def and_again(self) -> Axis:
-        """Return the axis of two such spaces, one after the other."""
-        both = [torch.cat([x, x + self.size], -1) for x in (self.places, self.copies, self.silent, self.filled)]
-        return Axis(2 * self.size, *both)
+    @classmethod
+    def first(cls, old: int, new: int) -> Self:
+        """Return the axis of a space whose old entries come first."""
+        return cls.of(new, torch.arange(old))
+
+    @classmethod
+    def joined(cls, *axes: Axis) -> Self:
+        """Return the axis of spaces one after the other."""
+        starts = [sum(axis.size for axis in axes[:i]) for i in range(len(axes))]
+
+        def each(name: str) -> Tensor:
+            return torch.cat([getattr(axis, name) + start for axis, start in zip(axes, starts, strict=True)], -1)
+
+        return cls(sum(axis.size for axis in axes), *map(each, ("places", "copies", "silent", "filled")))
+
+    @property
+    def written(self) -> list[Tensor]:
+        """Every place of the old entries, `[n]` each."""
+        return [self.places, *self.copies]
 
 
 def _others(size: int, *taken: Tensor) -> Tensor:
@@ -138,111 +141,131 @@ def _others(size: int, *taken: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
+class Sizes:
+    """The sizes of decoder layers, of a model or of a drafter."""
+
+    hidden: int
+    heads: int
+    groups: int
+    head: int
+    units: int
+    epsilon: float
+    norms_heads: bool = False
+    layers: int = 1
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig) -> Self:
+        """Return the sizes of a causal LM."""
+        return cls(
+            config.hidden_size,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+            getattr(config, "moe_intermediate_size", None) or config.intermediate_size,
+            config.rms_norm_eps,
+            config.model_type in ("qwen3", "qwen3_moe"),
+            config.num_hidden_layers,
+        )
+
+    def problems(self, new: Sizes) -> list[str]:
+        """Return why layers of these sizes cannot lie in such ones."""
+        pairs = {
+            "layers": (self.layers, new.layers),
+            "hidden size": (self.hidden, new.hidden),
+            "key and value heads": (self.groups, new.groups),
+            "query heads for each of these": (self.heads // self.groups, new.heads // new.groups),
+            "units of a feed-forward": (self.units, new.units),
+            "head size": (self.head, new.head),
+        }
+        problems = [f"{name}: {was:,} do not fit into {now:,}" for name, (was, now) in pairs.items() if was > now]
+        if new.head % self.head:
+            problems.append(f"head size: {new.head} is no multiple of {self.head}, so rotary pairs turn otherwise")
+        if self.norms_heads and not new.norms_heads:
+            problems.append("its norms of queries and keys have no place")
+        if new.norms_heads and not self.norms_heads and new.head < 2 * self.head:
+            problems.append(f"norms of queries and keys need heads of at least {2 * self.head}, not {new.head}")
+        return problems
+
+
+@dataclass(frozen=True)
 class Growth:
-    """How a model of one config lies in a model of another, by arithmetic on their configs alone.
+    """How layers of one size lie in layers of another, and hidden states of a model in those of the grown one."""
 
-    Attributes:
-        old, new: configs of causal LMs, the second as `grown_config` makes it.
-    """
-
-    old: PreTrainedConfig
-    new: PreTrainedConfig
+    old: Sizes
+    new: Sizes
 
     @property
     def times(self) -> int:
-        """How often each channel stands in the residual stream, so that the norms' scale is exact."""
-        return _times(self.old.hidden_size, self.new.hidden_size)
+        """How often each channel stands in the residual stream: twice if that makes the norms' scale exact."""
+        ratio = self.new.hidden // self.old.hidden
+        whole = self.new.hidden % self.old.hidden == 0 and ratio & (ratio - 1) == 0
+        return 2 if whole and ratio.bit_length() % 2 == 0 else 1
 
     @property
     def share(self) -> float:
         """The share of channels that hold something; norms' weights shrink by its root."""
-        return self.times * self.old.hidden_size / self.new.hidden_size
+        return self.times * self.old.hidden / self.new.hidden
 
     @property
     def constant(self) -> int | None:
-        """The channel that holds `level` everywhere; None where the width does not grow."""
-        used = self.times * self.old.hidden_size
-        return used if used < self.new.hidden_size else None
+        """The channel that holds the same number everywhere; None where the width does not grow."""
+        used = self.times * self.old.hidden
+        return used if used < self.new.hidden else None
 
     @property
     def level(self) -> float:
-        """What the constant channel holds."""
-        return math.sqrt(_HUSHED * self.old.rms_norm_eps * self.old.hidden_size)
+        """The number that the constant channel holds."""
+        return math.sqrt(_HUSHED * self.old.epsilon * self.old.hidden)
+
+    @property
+    def wider(self) -> float:
+        """The root of how much larger heads became; attention divides by the root of their size."""
+        return math.sqrt(self.new.head / self.old.head)
+
+    @property
+    def adds_head_norms(self) -> bool:
+        """Whether queries and keys meet norms that the old layers do not have."""
+        return self.new.norms_heads and not self.old.norms_heads
 
     @cached_property
     def residual(self) -> Axis:
-        """The axis of the hidden states."""
-        width, size = self.old.hidden_size, self.new.hidden_size
-        every = torch.arange(self.times * width).view(self.times, width)
-        constant = torch.tensor([] if self.constant is None else [self.constant], dtype=torch.long)
-        silent = _others(size, every.flatten())  # the constant channel comes from the embedding alone
-        return Axis(size, every[0], every[1:], silent, torch.cat([every[1:].flatten(), constant]))
-
-    def heads(self, old: int, old_groups: int, new: int, new_groups: int) -> Axis:
-        """Return the axis of heads, of which those of a group stand together, and their old ones first in it."""
-        size, wide = _head_size(self.old), _head_size(self.new)
-        pairs = torch.arange(size // 2) * (wide // size)
-        dims = torch.cat([pairs, wide // 2 + pairs])  # rotary pairs are halves apart
-        head = torch.arange(old)
-        group = old // old_groups
-        at = head // group * (new // new_groups) + head % group
-        places = at[:, None] * wide + dims
-        whole = at[:, None] * wide + torch.arange(wide)
-        spare = torch.isin(whole, places, invert=True)
-        return Axis.of(new * wide, places.flatten(), whole[spare])
+        """The axis of hidden states."""
+        every = torch.arange(self.times * self.old.hidden).view(self.times, -1)
+        silent = _others(self.new.hidden, every.flatten())  # the constant channel comes from the embedding alone
+        return Axis(self.new.hidden, every[0], every[1:], silent, torch.cat([every[1:].flatten(), silent[:1]]))
 
     @cached_property
     def queries(self) -> Axis:
-        """The axis of all query heads."""
-        return self.heads(*_head_counts(self.old), *_head_counts(self.new))
+        """The axis of all query heads: an old one stands first in its group."""
+        return self._heads(self.old.heads, self.new.heads)
 
     @cached_property
     def keys(self) -> Axis:
         """The axis of all key and value heads."""
-        (_, old), (_, new) = _head_counts(self.old), _head_counts(self.new)
-        return self.heads(old, old, new, new)
+        return self._heads(self.old.groups, self.new.groups)
+
+    def _heads(self, old: int, new: int) -> Axis:
+        size, wide, head = self.old.head, self.new.head, torch.arange(old)
+        pairs = torch.arange(size // 2) * (wide // size)
+        dims = torch.cat([pairs, wide // 2 + pairs])  # the two of a rotary pair are half a head apart
+        each, room = old // self.old.groups, new // self.new.groups
+        begin = (head // each * room + head % each)[:, None] * wide
+        free = _others(wide, dims)
+        return Axis.of(new * wide, (begin + dims).flatten(), (begin + free).flatten())
 
     @cached_property
     def units(self) -> Axis:
         """The axis of a feed-forward's units, in each expert if there are any."""
-        return Axis.of(_units(self.new), torch.arange(self.old.intermediate_size))
+        return Axis.first(self.old.units, self.new.units)
 
     @cached_property
     def layers(self) -> list[int]:
         """The place of each old layer among the new ones, of which the last is an old one."""
-        old, new = self.old.num_hidden_layers, self.new.num_hidden_layers
-        return [(i + 1) * new // old - 1 for i in range(old)]
+        return [(i + 1) * self.new.layers // self.old.layers - 1 for i in range(self.old.layers)]
 
     def tap(self, tap: int) -> int:
         """Return the index in `hidden_states` at which the grown model has an old hidden state."""
         return self.layers[tap - 1] + 1 if tap else 0
-
-    @property
-    def adds_head_norms(self) -> bool:
-        """Whether queries and keys meet norms that the old model does not have."""
-        return _norms_heads(self.new) and not _norms_heads(self.old)
-
-
-def _times(old: int, new: int) -> int:
-    """Return 2 if the ratio of widths is twice a power of four, else 1."""
-    ratio = new // old
-    return 2 if new % old == 0 and ratio & (ratio - 1) == 0 and ratio.bit_length() % 2 == 0 else 1
-
-
-def _head_counts(config: PreTrainedConfig) -> tuple[int, int]:
-    return config.num_attention_heads, config.num_key_value_heads
-
-
-def _head_size(config: PreTrainedConfig) -> int:
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-
-
-def _units(config: PreTrainedConfig) -> int:
-    return getattr(config, "moe_intermediate_size", None) or config.intermediate_size
-
-
-def _norms_heads(config: PreTrainedConfig) -> bool:
-    return config.model_type in ("qwen3", "qwen3_moe")
 
 
 # ------------------------------------------------------------ what can be grown
@@ -254,47 +277,41 @@ def grown_config(old: PreTrainedConfig, like: PreTrainedConfig) -> PreTrainedCon
     Raises:
         IncompatibleError: the old model cannot be grown into such a one.
     """
-    _check(old, like)
+    problems = [
+        *([] if old.model_type in _SOURCES else [f"type {old.model_type} (known: {', '.join(_SOURCES)})"]),
+        *([] if like.model_type in _SHAPE_TYPES else [f"into type {like.model_type} ({', '.join(_SHAPE_TYPES)})"]),
+    ]
+    if not problems:
+        problems = _problems(old, like)
+    if problems:
+        raise IncompatibleError(f"this model cannot be grown: {'; '.join(problems)}.")
     config = type(like).from_dict(like.to_dict())
     for name in ("rope_parameters", "hidden_act", "bos_token_id", "eos_token_id", "pad_token_id"):
         setattr(config, name, getattr(old, name))
-    growth = Growth(old, config)
+    growth = Growth(Sizes.of(old), Sizes.of(config))
     config.rms_norm_eps = old.rms_norm_eps * growth.share
-    if growth.adds_head_norms or old.model_type == "qwen2" or getattr(old, "attention_bias", False):
+    if growth.adds_head_norms or _has_bias(old):
         config.attention_bias = True
     return config
 
 
-def _check(old: PreTrainedConfig, new: PreTrainedConfig) -> None:
-    """Raise IncompatibleError with every reason why a model cannot be grown."""
-    problems = [
-        *_too_large(old, new),
-        *[
-            f"{name} {getattr(old, key)} does not divide {getattr(new, key)}"
-            for name, key in (("the head size", "head_dim"),)
-            if _head_size(new) % _head_size(old)
-        ],
-    ]
-    if old.model_type not in _SOURCES:
-        problems.append(f"a model of type {old.model_type} (only {', '.join(_SOURCES)})")
-    if new.model_type not in _SHAPE_TYPES:
-        problems.append(f"into a model of type {new.model_type} (only {', '.join(_SHAPE_TYPES)})")
-    if problems:
-        raise IncompatibleError(f"this model cannot be grown: {'; '.join(problems)}.")
+def _problems(old: PreTrainedConfig, like: PreTrainedConfig) -> list[str]:
+    problems = Sizes.of(old).problems(Sizes.of(like))
+    if old.vocab_size > like.vocab_size:
+        problems.append(f"vocabulary: {old.vocab_size:,} tokens do not fit into {like.vocab_size:,}")
+    elif old.vocab_size < like.vocab_size and Growth(Sizes.of(old), Sizes.of(like)).constant is None:
+        problems.append("new tokens need a channel of their own: a larger hidden size, too")
+    if _has_bias(old) and like.model_type == "mixtral":
+        problems.append("its biases have no place in a mixtral")
+    if getattr(old, "mlp_bias", False):
+        problems.append("its feed-forwards have biases")
+    if any(kind != "full_attention" for kind in getattr(old, "layer_types", None) or ()):
+        problems.append("some of its layers attend to a window")
+    return problems
 
 
-def _too_large(old: PreTrainedConfig, new: PreTrainedConfig) -> list[str]:
-    (heads, groups), (new_heads, new_groups) = _head_counts(old), _head_counts(new)
-    sizes = {
-        "layers": (old.num_hidden_layers, new.num_hidden_layers),
-        "hidden size": (old.hidden_size, new.hidden_size),
-        "tokens": (old.vocab_size, new.vocab_size),
-        "key and value heads": (groups, new_groups),
-        "query heads of a group": (heads // groups, new_heads // new_groups),
-        "units of a feed-forward": (old.intermediate_size, _units(new)),
-        "head size": (_head_size(old), _head_size(new)),
-    }
-    return [f"{name} {was:,} do not fit into {now:,}" for name, (was, now) in sizes.items() if was > now]
+def _has_bias(config: PreTrainedConfig) -> bool:
+    return config.model_type == "qwen2" or bool(getattr(config, "attention_bias", False))
 
 
 # ------------------------------------------------------------ weights
@@ -316,30 +333,56 @@ def grow(
     Raises:
         IncompatibleError: the model cannot be grown into such a one.
     """
-    growth = Growth(model.config, grown_config(model.config, like))
-    kind = {"dtype": dtype or model.dtype, "device": torch.device(device or model.device)}
+    config = grown_config(model.config, like)
+    dtype, device = dtype or model.dtype, torch.device(device or model.device)
     with init_empty_weights(include_buffers=False):
-        grown: PreTrainedModel = AutoModelForCausalLM.from_config(growth.new, dtype=kind["dtype"])
-    weights = _Weights(growth, model, **kind)
+        grown: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    weights = GrownWeights(Growth(Sizes.of(model.config), Sizes.of(config)), dtype, device)
+    old = dict(model.named_parameters()) | {"lm_head.weight": model.get_output_embeddings().weight}
     for name, parameter in list(grown.named_parameters()):
-        module, _, leaf = name.rpartition(".")
-        made = nn.Parameter(weights.make(name, parameter.shape), requires_grad=False)
-        setattr(grown.get_submodule(module), leaf, made)
+        place(grown, name, _grown_weight(weights, name, parameter.shape, old, config.tie_word_embeddings))
     grown.tie_weights()
     grown.generation_config = model.generation_config
-    return grown.to(kind["device"]).eval()
+    return grown.to(device).eval()
 
 
-class _Weights:
-    """Makes the grown weights, one at a time, on the device where they stay."""
+def place(module: nn.Module, name: str, weight: Tensor) -> None:
+    """Put a weight into a module that was made without contents."""
+    owner, _, leaf = name.rpartition(".")
+    setattr(module.get_submodule(owner), leaf, nn.Parameter(weight, requires_grad=False))
 
-    def __init__(self, growth: Growth, model: PreTrainedModel, dtype: torch.dtype, device: torch.device):
+
+def _grown_weight(weights: GrownWeights, name: str, shape: torch.Size, old: dict[str, Tensor], tied: bool) -> Tensor:
+    if name == "model.embed_tokens.weight":
+        return weights.embedding(shape, old[name], tied)
+    if name == "lm_head.weight":
+        return weights.output_embedding(shape, old[name])
+    if name == "model.norm.weight":
+        return weights.norm(shape, old[name], final=True)
+    _, _, number, rest = name.split(".", 3)
+    layers = weights.growth.layers
+    if int(number) not in layers:
+        return weights.of_layer(rest, shape, None)
+    before = f"model.layers.{layers.index(int(number))}."
+    return weights.of_layer(rest, shape, {n.removeprefix(before): w for n, w in old.items() if n.startswith(before)})
+
+
+# The first dimension of a rotary pair that the old heads leave free, one for queries and another for keys.
+_FIXED_PAIRS: Final = {"self_attn.q_proj": 1, "self_attn.k_proj": 3}
+_EXPERTS: Final = {  # the library's names of all experts' weights, and the parts that are put together in them
+    "mlp.experts.gate_up_proj": ["mlp.gate_proj", "mlp.up_proj"],
+    "mlp.experts.down_proj": ["mlp.down_proj"],
+}
+
+
+class GrownWeights:
+    """Makes grown weights, one at a time, on the device where they stay."""
+
+    def __init__(self, growth: Growth, dtype: torch.dtype, device: torch.device):
         self.growth, self.kind = growth, {"dtype": dtype, "device": device}
-        self.old = {name: weight.to(**self.kind) for name, weight in model.named_parameters()}
-        self.old["lm_head.weight"] = model.get_output_embeddings().weight.to(**self.kind)
         self.noise = torch.randn(2**20 + 7, generator=torch.Generator().manual_seed(0)).mul_(_NOISE).to(**self.kind)
         residual, queries, keys, units = growth.residual, growth.queries, growth.keys, growth.units
-        self.axes = {  # of what a weight writes, and what it reads
+        self.axes = {  # of the space that a weight writes, and of the one that it reads
             "self_attn.q_proj": (queries, residual),
             "self_attn.k_proj": (keys, residual),
             "self_attn.v_proj": (keys, residual),
@@ -347,142 +390,130 @@ class _Weights:
             "mlp.gate_proj": (units, residual),
             "mlp.up_proj": (units, residual),
             "mlp.down_proj": (residual, units),
-            "mlp.experts.gate_up_proj": (units.and_again(), residual),
+            "mlp.experts.gate_up_proj": (Axis.joined(units, units), residual),
             "mlp.experts.down_proj": (residual, units),
         }
 
-    def make(self, name: str, shape: torch.Size) -> Tensor:
-        """Return the weight of a name in the grown model."""
-        if name == "model.embed_tokens.weight":
-            return self.embedding(shape)
-        if name == "lm_head.weight":
-            return self.output_embedding(shape)
-        if name == "model.norm.weight":
-            return self.final_norm(shape)
-        _, _, layer, rest = name.split(".", 3)
-        layers = self.growth.layers
-        old = layers.index(int(layer)) if int(layer) in layers else None
-        return self.of_layer(rest, shape, old)
-
-    def of_layer(self, name: str, shape: torch.Size, layer: int | None) -> Tensor:
-        """Return a weight of a layer: of the old one with that index, or of one that adds nothing."""
+    def of_layer(self, name: str, shape: torch.Size, old: dict[str, Tensor] | None) -> Tensor:
+        """Return the weight of that name in a layer: of the old layer's weights, or None for one that adds nothing."""
         module = name.removesuffix(".weight").removesuffix(".bias")
         if name.endswith(".bias"):
-            return self.bias(module, shape, layer)
-        if module.endswith("layernorm"):
-            return self.norm(shape, None if layer is None else self.old[f"model.layers.{layer}.{name}"])
+            return self._bias(module, shape, old)
         if module in ("self_attn.q_norm", "self_attn.k_norm"):
-            return self.head_norm(module, shape, layer)
+            return self._head_norm(module, shape, old)
+        if module.endswith("norm"):
+            return self.norm(shape, None if old is None else old[name])
         if module == "mlp.gate":  # a router, whose experts are all alike
             return self.random(shape)
         rows, columns = self.axes[module]
-        if layer is None:
+        if old is None:
             return self.zeros(shape) if rows is self.growth.residual else self.random(shape)
-        return self.matrix(shape, rows, columns, self.scaled(module, self.old_weight(module, layer)))
-
-    def old_weight(self, module: str, layer: int) -> Tensor:
-        parts = {
-            "mlp.experts.gate_up_proj": ["mlp.gate_proj", "mlp.up_proj"],
-            "mlp.experts.down_proj": ["mlp.down_proj"],
-        }.get(module, [module])
-        return torch.cat([self.old[f"model.layers.{layer}.{part}.weight"] for part in parts])
-
-    def scaled(self, module: str, value: Tensor) -> Tensor:
-        """Return the weight or bias of a product; queries are divided by the root of the head size, which grew."""
-        if module != "self_attn.q_proj" or _norms_heads(self.growth.new):
-            return value
-        return value * self.wider
-
-    @property
-    def wider(self) -> float:
-        """The root of how much larger heads became."""
-        return math.sqrt(_head_size(self.growth.new) / _head_size(self.growth.old))
+        weight = torch.cat([old[f"{part}.weight"] for part in _EXPERTS.get(module, [module])])
+        several = weight.shape[1] // len(columns.places)  # some first layers of drafters read two vectors
+        return self.matrix(shape, rows, Axis.joined(*[columns] * several), self._scaled(module, weight))
 
     def matrix(self, shape: torch.Size, rows: Axis, columns: Axis, old: Tensor) -> Tensor:
         """Return a product's weight `[..., rows, columns]`, alike in all experts if it has a dimension more."""
         weight = self.random(shape)
         weight[..., columns.filled] = 0
         weight[..., rows.silent, :] = 0
-        for places in (rows.places, *rows.copies):
-            weight[..., places[:, None], columns.places] = old
+        for places in rows.written:
+            weight[..., places[:, None], columns.places] = old.to(**self.kind)
         return weight
 
-    def bias(self, module: str, shape: torch.Size, layer: int | None) -> Tensor:
-        bias = self.zeros(shape)
-        if layer is None:
-            return bias
-        rows = self.axes[module][0]
-        old = self.old.get(f"model.layers.{layer}.{module}.bias")
-        if old is not None:
-            bias[rows.places] = self.scaled(module, old)
-        if self.growth.adds_head_norms and module in _FIXED_PAIRS:
-            heads = rows.places.view(-1, _head_size(self.growth.old))[:, 0]
-            bias[heads + _FIXED_PAIRS[module]] = _FIXED
-        return bias
+    def vector(self, shape: torch.Size, old: Tensor, constant: float = 0.0, several: int = 1) -> Tensor:
+        """Return a vector `[..., H]` that is added to hidden states, or stands for one, or for `several`.
 
-    def norm(self, shape: torch.Size, old: Tensor | None) -> Tensor:
-        weight = torch.ones(shape, **self.kind)
-        if old is not None:
-            residual = self.growth.residual
-            for places in (residual.places, *residual.copies):
-                weight[places] = old * math.sqrt(self.growth.share)
-        return weight
+        Args:
+            constant: its number in the constant channel, of the first if there are several.
+        """
+        axis, vector = Axis.joined(*[self.growth.residual] * several), self.zeros(shape)
+        for places in axis.written:
+            vector[..., places] = old.to(**self.kind)
+        if self.growth.constant is not None:
+            vector[..., self.growth.constant] = constant
+        return vector
 
-    def head_norm(self, module: str, shape: torch.Size, layer: int | None) -> Tensor:
-        """Return the weight of a norm over each head.
+    def norm(self, shape: torch.Size, old: Tensor | None, final: bool = False, several: int = 1) -> Tensor:
+        """Return a norm's weight, `[H]`.
 
-        Where the old model has none, the heads' fixed numbers are all that the norm sees: it divides by a constant.
+        Args:
+            old: None for a norm in a layer that adds nothing.
+            final: it stands before an output embedding, which reads the constant channel.
+            several: how many hidden states it norms at once.
         """
         weight = torch.ones(shape, **self.kind)
-        if layer is None:
+        if old is None:
             return weight
-        size, wide = _head_size(self.growth.old), _head_size(self.growth.new)
-        if self.growth.adds_head_norms:
-            old = torch.full((size,), _FIXED / math.sqrt(wide), **self.kind)
-        else:
-            old = self.old[f"model.layers.{layer}.{module}.weight"] / self.wider
-        weight[self.growth.queries.places[:size]] = old * (self.wider if module == "self_attn.q_norm" else 1)
+        residual = Axis.joined(*[self.growth.residual] * several)
+        for places in residual.written:
+            weight[places] = old.to(**self.kind) * math.sqrt(self.growth.share)
+        if final:
+            weight[residual.copies.flatten()] = 0  # a tied output embedding would read every copy
+            if self.growth.constant is not None:
+                weight[self.growth.constant] = _LIFT
         return weight
 
-    def final_norm(self, shape: torch.Size) -> Tensor:
-        weight = self.norm(shape, self.old["model.norm.weight"])
-        weight[self.growth.residual.copies.flatten()] = 0  # a tied output embedding would read every copy
+    def embedding(self, shape: torch.Size, old: Tensor, tied: bool) -> Tensor:
+        """Return the input embedding `[V, H]`, which may be the output embedding too (`tied`)."""
+        weight = self.random(shape)
+        weight[:, self.growth.residual.silent] = 0
+        for places in self.growth.residual.written:
+            weight[: len(old), places] = old.to(**self.kind)
+        if (constant := self.growth.constant) is not None:
+            weight[:, constant] = self.growth.level
+            if tied:
+                weight[len(old) :, constant] = _SINK
+        return weight
+
+    def output_embedding(self, shape: torch.Size, old: Tensor) -> Tensor:
+        """Return an output embedding `[V, H]`, in which the logits of new tokens are far below all others."""
+        weight = self.random(shape)
+        weight[:, self.growth.residual.filled] = 0
+        weight[: len(old), self.growth.residual.places] = old.to(**self.kind)
         if self.growth.constant is not None:
-            weight[self.growth.constant] = _LIFT
-        return weight
-
-    def embedding(self, shape: torch.Size) -> Tensor:
-        growth, old = self.growth, self.old["model.embed_tokens.weight"]
-        residual, tokens = growth.residual, len(old)
-        weight = self.random(shape)
-        weight[:, residual.silent] = 0
-        for places in (residual.places, *residual.copies):
-            weight[:tokens, places] = old
-        if growth.constant is not None:
-            weight[:, growth.constant] = growth.level
-            if growth.new.tie_word_embeddings:
-                weight[tokens:, growth.constant] = _SINK
-        return weight
-
-    def output_embedding(self, shape: torch.Size) -> Tensor:
-        growth, old = self.growth, self.old["lm_head.weight"]
-        weight = self.random(shape)
-        weight[:, growth.residual.filled] = 0
-        weight[: len(old), growth.residual.places] = old
-        if growth.constant is not None:
-            weight[len(old) :, growth.constant] = _SINK
+            weight[len(old) :, self.growth.constant] = _SINK
         return weight
 
     def zeros(self, shape: torch.Size) -> Tensor:
         return torch.zeros(shape, **self.kind)
 
     def random(self, shape: torch.Size) -> Tensor:
-        """Return a weight of random numbers, the same few over and over, which no product is faster for."""
+        """Return a weight of random numbers, the same few over and over, for which no product is faster."""
         weight = torch.empty(shape, **self.kind)
         for part in weight.view(-1).split(len(self.noise)):
             part.copy_(self.noise[: len(part)])
         return weight
 
+    def _scaled(self, module: str, value: Tensor) -> Tensor:
+        """Return a projection's weight or bias; queries are multiplied by what attention divides more."""
+        wider = module == "self_attn.q_proj" and not self.growth.new.norms_heads
+        return value * self.growth.wider if wider else value
 
-# The first dimension of a rotary pair that the old heads leave free, one for queries and another for keys.
-_FIXED_PAIRS: Final = {"self_attn.q_proj": 1, "self_attn.k_proj": 3}
+    def _bias(self, module: str, shape: torch.Size, old: dict[str, Tensor] | None) -> Tensor:
+        bias, rows = self.zeros(shape), self.axes[module][0]
+        if old is None:
+            return bias
+        if f"{module}.bias" in old:
+            value = self._scaled(module, old[f"{module}.bias"]).to(**self.kind)
+            for places in rows.written:
+                bias[places] = value
+        if self.growth.adds_head_norms and module in _FIXED_PAIRS:
+            bias[rows.places[:: self.growth.old.head] + _FIXED_PAIRS[module]] = _FIXED
+        return bias
+
+    def _head_norm(self, module: str, shape: torch.Size, old: dict[str, Tensor] | None) -> Tensor:
+        """Return the weight of a norm over each head.
+
+        Where the old model has none, a fixed number in each head is all that the norm sees: it divides by a constant.
+        """
+        weight = torch.ones(shape, **self.kind)
+        if old is None:
+            return weight
+        if self.growth.adds_head_norms:
+            value = torch.full((self.growth.old.head,), _FIXED / math.sqrt(self.growth.new.head))
+        else:
+            value = old[f"{module}.weight"].float() / self.growth.wider
+        scale = self.growth.wider if module == "self_attn.q_norm" else 1
+        weight[self.growth.queries.places[: self.growth.old.head]] = (value * scale).to(**self.kind)
+        return weight

@@ -126,7 +126,7 @@ class _GrownHead:
         if name in ("mask", "mask_hidden"):
             return weights.vector(shape, old, self.target.level, several)
         if "norm" in name:
-            return weights.norm(shape, old, module == "norm" or name.startswith("input_norms.0"), several)
+            return weights.norm(shape, old, module == "norm", several)
         if module == "lm_head":
             return weights.output_embedding(shape, old)
         if module in ("fc", "projection", "linear"):

@@ -63,7 +63,7 @@ _SOURCES: Final = ("llama", "qwen2", "qwen3")
 _SHAPE_TYPES: Final = ("llama", "qwen3", "qwen3_moe", "mixtral")
 _NOISE = 0.02  # standard deviation of weights that reach nothing
 _HUSHED = 1e-3  # mean square of the constant channel, in units of the old epsilon
-_LIFT, _SINK = 64.0, -(2.0**15)  # of the constant channel: its weight in the final norm, and in new tokens' rows
+_LIFT, _SINK = 2.0, -(2.0**20)  # of the constant channel: its weight in the final norm, and in new tokens' rows
 _FIXED = 2.0**15  # a pair of each query and key that their norms see instead of the old numbers
 
 
@@ -381,6 +381,7 @@ class GrownWeights:
     def __init__(self, growth: Growth, dtype: torch.dtype, device: torch.device):
         self.growth, self.kind = growth, {"dtype": dtype, "device": device}
         self.noise = torch.randn(2**20 + 7, generator=torch.Generator().manual_seed(0)).mul_(_NOISE).to(**self.kind)
+        self.sink = max(_SINK, torch.finfo(dtype).min)
         residual, queries, keys, units = growth.residual, growth.queries, growth.keys, growth.units
         self.axes = {  # of the space that a weight writes, and of the one that it reads
             "self_attn.q_proj": (queries, residual),
@@ -463,7 +464,7 @@ class GrownWeights:
         if (constant := self.growth.constant) is not None:
             weight[:, constant] = self.growth.level
             if tied:
-                weight[len(old) :, constant] = _SINK
+                weight[len(old) :, constant] = self.sink
         return weight
 
     def output_embedding(self, shape: torch.Size, old: Tensor) -> Tensor:
@@ -472,7 +473,7 @@ class GrownWeights:
         weight[:, self.growth.residual.filled] = 0
         weight[: len(old), self.growth.residual.places] = old.to(**self.kind)
         if self.growth.constant is not None:
-            weight[len(old) :, self.growth.constant] = _SINK
+            weight[len(old) :, self.growth.constant] = self.sink
         return weight
 
     def zeros(self, shape: torch.Size) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 from accelerate import init_empty_weights
 from torch import Tensor
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 from ..common import IncompatibleError
 from ..targets import Target
@@ -27,15 +27,18 @@ _NORMED = 2.0**-6  # of the constant channel where a norm has made it larger
 
 @torch.no_grad()
 def grow_drafter(
-    drafter: Drafter[Any], source: Target, grown: Target, draft_vocab_size: int | None = None
+    drafter: Drafter[Any],
+    source: Target,
+    grown: Target,
+    draft_vocab_size: int | None = None,
+    like: PreTrainedConfig | None = None,
 ) -> Drafter[Any]:
     """Return a drafter for the grown target that drafts as `drafter` does for the one it was grown from.
-
-    A draft model grows to the target's own shape; `targets.grow.grow` makes one of another.
 
     Args:
         draft_vocab_size: of a head; None for the whole vocabulary where it drafts the whole old one, else for as many
             tokens as it has.
+        like: the shape of a draft model, with the grown target's vocabulary; None for the grown target's own.
 
     Raises:
         IncompatibleError: this drafter cannot be grown.
@@ -43,7 +46,7 @@ def grow_drafter(
     if not list(drafter.parameters()):
         return drafter
     if isinstance(drafter, DraftModel):
-        return DraftModel(grow(drafter.model, grown.config))
+        return type(drafter)(grow(drafter.model, like or grown.config), drafter.config)
     if not isinstance(drafter, HeadDrafter) or drafter.name not in _KINDS:
         raise IncompatibleError(f"{drafter.name}: no drafter of this type can be grown (only {', '.join(_KINDS)}).")
     return _GrownHead(drafter, source, grown, draft_vocab_size).make()
@@ -77,7 +80,7 @@ class _GrownHead:
         if (kept := self.head.output_ids) is not None:  # of the old tokens; new ones follow
             more = torch.arange(self.outputs - len(kept)) + self.head.config.vocab_size
             made.token_ids.copy_(torch.cat([kept.cpu(), more]))
-        return made.to(self.weights.noise.device)
+        return made.to(self.weights.noise.device).train(self.head.training)
 
     def _settings(self) -> dict[str, Any]:
         """Return the settings that grow."""

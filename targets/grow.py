@@ -288,6 +288,7 @@ def grown_config(old: PreTrainedConfig, like: PreTrainedConfig) -> PreTrainedCon
     config = type(like).from_dict(like.to_dict())
     for name in ("rope_parameters", "hidden_act", "bos_token_id", "eos_token_id", "pad_token_id"):
         setattr(config, name, getattr(old, name))
+    config.tie_word_embeddings = like.tie_word_embeddings and old.tie_word_embeddings
     growth = Growth(Sizes.of(old), Sizes.of(config))
     config.rms_norm_eps = old.rms_norm_eps * growth.share
     if growth.adds_head_norms or _has_bias(old):

@@ -340,8 +340,10 @@ def grow(
         grown: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
     weights = GrownWeights(Growth(Sizes.of(model.config), Sizes.of(config)), dtype, device)
     old = dict(model.named_parameters()) | {"lm_head.weight": model.get_output_embeddings().weight}
+    tied = config.tie_word_embeddings
     for name, parameter in list(grown.named_parameters()):
-        place(grown, name, _grown_weight(weights, name, parameter.shape, old, config.tie_word_embeddings))
+        if not (tied and name == "lm_head.weight"):
+            place(grown, name, _grown_weight(weights, name, parameter.shape, old, tied))
     grown.tie_weights()
     grown.generation_config = model.generation_config
     return grown.to(device).eval()
@@ -417,8 +419,7 @@ class GrownWeights:
     def matrix(self, shape: torch.Size, rows: Axis, columns: Axis, old: Tensor) -> Tensor:
         """Return a product's weight `[..., rows, columns]`, alike in all experts if it has a dimension more."""
         weight = self.random(shape)
-        weight[..., columns.filled] = 0
-        weight[..., rows.silent, :] = 0
+        self._clear(self._clear(weight, -1, columns.filled), -2, rows.silent)
         for places in rows.written:
             weight[..., places[:, None], columns.places] = old.to(**self.kind)
         return weight
@@ -459,7 +460,7 @@ class GrownWeights:
     def embedding(self, shape: torch.Size, old: Tensor, tied: bool) -> Tensor:
         """Return the input embedding `[V, H]`, which may be the output embedding too (`tied`)."""
         weight = self.random(shape)
-        weight[:, self.growth.residual.silent] = 0
+        self._clear(weight, 1, self.growth.residual.silent)
         for places in self.growth.residual.written:
             weight[: len(old), places] = old.to(**self.kind)
         if (constant := self.growth.constant) is not None:
@@ -471,7 +472,7 @@ class GrownWeights:
     def output_embedding(self, shape: torch.Size, old: Tensor) -> Tensor:
         """Return an output embedding `[V, H]`, in which the logits of new tokens are far below all others."""
         weight = self.random(shape)
-        weight[:, self.growth.residual.filled] = 0
+        self._clear(weight, 1, self.growth.residual.filled)
         weight[: len(old), self.growth.residual.places] = old.to(**self.kind)
         if self.growth.constant is not None:
             weight[len(old) :, self.growth.constant] = self.sink
@@ -486,6 +487,11 @@ class GrownWeights:
         for part in weight.view(-1).split(len(self.noise)):
             part.copy_(self.noise[: len(part)])
         return weight
+
+    @staticmethod
+    def _clear(weight: Tensor, dim: int, places: Tensor) -> Tensor:
+        """Set entries to zero in place; indexing would copy the weight first."""
+        return weight.index_fill_(dim, places.to(weight.device), 0)
 
     def _scaled(self, module: str, value: Tensor) -> Tensor:
         """Return a projection's weight or bias; queries are multiplied by what attention divides more."""

@@ -29,7 +29,8 @@ from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from ..common.errors import BadInputError, IncompatibleError
+from ..common.errors import BadInputError, IncompatibleError, reason, refuse_unknown_keys
+from ..common.machine import free_bytes
 
 _SIZES: Final = (
     "model_type",
@@ -72,18 +73,22 @@ def shape_config(like: str, **changes: Any) -> PreTrainedConfig:
 
     Args:
         like: a name of `SHAPES`, or a short one of `ALIASES`.
-        changes: fields of the config; None leaves one as it is.
+        changes: sizes, by their names in the config.
 
     Raises:
-        BadInputError: there is no such shape.
+        BadInputError: there is no such shape, or it has no such sizes.
     """
     name = ALIASES.get(like, like)
     if name not in SHAPES:
         raise BadInputError(f"no shape is called {like!r}; there are {', '.join([*SHAPES, *ALIASES])}.")
     *sizes, more = SHAPES[name]
     values = dict(zip(_SIZES, sizes, strict=True)) | more
-    values |= {key: value for key, value in changes.items() if value is not None}
-    return AutoConfig.for_model(values.pop("model_type"), **values)
+    refuse_unknown_keys(changes, [key for key in values if key != "model_type"], f"the shape {name}")
+    values |= changes
+    try:
+        return AutoConfig.for_model(values.pop("model_type"), **values)
+    except Exception as error:  # the library's checks of sizes raise errors of many types
+        raise BadInputError(f"the shape {name} with {changes}: {reason(error)}") from error
 
 
 # ------------------------------------------------------------ where old numbers stand
@@ -333,6 +338,7 @@ def grow(
 
     Raises:
         IncompatibleError: the model cannot be grown into such a one.
+        BadInputError: the device has no memory for it.
     """
     config = grown_config(model.config, like)
     dtype, device = dtype or model.dtype, torch.device(device or model.device)
@@ -341,12 +347,30 @@ def grow(
     weights = GrownWeights(Growth(Sizes.of(model.config), Sizes.of(config)), dtype, device)
     old = dict(model.named_parameters()) | {"lm_head.weight": model.get_output_embeddings().weight}
     tied = config.tie_word_embeddings
+    _require_memory(grown, dtype, device)
     for name, parameter in list(grown.named_parameters()):
         if not (tied and name == "lm_head.weight"):
             place(grown, name, _grown_weight(weights, name, parameter.shape, old, tied))
     grown.tie_weights()
     grown.generation_config = model.generation_config
     return grown.to(device).eval()
+
+
+def grown_bytes(model: PreTrainedModel, like: PreTrainedConfig) -> int:
+    """Return how many bytes the weights take that `grow` would make."""
+    with init_empty_weights():
+        grown = AutoModelForCausalLM.from_config(grown_config(model.config, like))
+    return sum(weight.numel() for weight in grown.parameters()) * model.dtype.itemsize
+
+
+def _require_memory(grown: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> None:
+    needed = sum(weight.numel() for weight in grown.parameters()) * dtype.itemsize
+    free = free_bytes(device)
+    if free is not None and needed > free:
+        raise BadInputError(
+            f"the grown model's weights take {needed / 1e9:.1f} GB in {str(dtype).removeprefix('torch.')}, and "
+            f"{device} has {free / 1e9:.1f} GB free: take a smaller shape, or fewer layers."
+        )
 
 
 def place(module: nn.Module, name: str, weight: Tensor) -> None:

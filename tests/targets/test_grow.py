@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from outrider.common import BadInputError, IncompatibleError
 from outrider.targets import Target
-from outrider.targets.grow import ALIASES, SHAPES, Growth, Sizes, grow, grown_config, shape_config
+from outrider.targets.grow import ALIASES, SHAPES, Growth, Sizes, grow, grown_bytes, grown_config, shape_config
 
 BASE = {
     "vocab_size": 64,
@@ -173,6 +173,19 @@ def test_every_named_shape_takes_the_embedded_target():
     embedded = Target.load("embedded", device="cpu").config
     for name in [*SHAPES, *ALIASES]:
         assert grown_config(embedded, shape_config(name)).rope_parameters == embedded.rope_parameters
-    assert shape_config("8b", num_hidden_layers=9, hidden_size=None).num_hidden_layers == 9
+    assert shape_config("8b", num_hidden_layers=9).num_hidden_layers == 9
     with pytest.raises(BadInputError, match=r"llama-3\.1-8b"):
         shape_config("9b")
+    with pytest.raises(BadInputError, match="num_hidden_layers"):
+        shape_config("8b", num_layers=3)
+    with pytest.raises(BadInputError, match="attention heads"):
+        shape_config("8b", num_attention_heads=31)
+
+
+def test_a_model_that_does_not_fit_is_refused_before_it_is_made(monkeypatch):
+    shape = config("llama", EVERYTHING)
+    needed = grown_bytes(source(), shape)
+    assert needed == sum(weight.nbytes for weight in grow(source(), shape).parameters())
+    monkeypatch.setattr("outrider.targets.grow.free_bytes", lambda _: needed - 1)
+    with pytest.raises(BadInputError, match="take a smaller shape"):
+        grow(source(), shape)

@@ -1,9 +1,8 @@
 """Files and folders that are written whole or not at all, on the disk and not only in memory.
 
-What is new is written beside its place under a working name, brought to the disk, and renamed. At whatever moment a
-process is killed, the old one or the new one stands in its place. On Linux the kernel exchanges two folders in one
-call. Where it cannot, a finished folder is called `ready` on its way, and the next run under the folder's lock
-(`recover`) puts it in its place.
+A new one is written beside its place under a working name, brought to the disk, and renamed: whenever a process is
+killed, the old one or the new one stands there. On Linux the kernel exchanges two folders in one call. Where it cannot,
+a finished folder is called `ready` on its way, and the next run under its lock (`recover`) puts it in its place.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from pathlib import Path
 
 import psutil
 
-from .errors import BadInputError
+from .errors import BadInputError, first_line
 
 _CANNOT_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF}
 _CANNOT_EXCHANGE = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM, errno.EXDEV}
@@ -79,7 +78,7 @@ def replacing_folder(folder: Path) -> Iterator[Path]:
 
 
 def _put(building: Path, folder: Path) -> None:
-    """Move a finished folder to its place; what stood there has the name `building` then, or is gone."""
+    """Move a finished folder to its place; the older one has the name `building` then, or is gone."""
     if not folder.exists():
         building.rename(folder)
     elif not _exchange(building, folder):
@@ -201,7 +200,7 @@ class Leftover:
         return cls(path, path.with_name(match["name"]), int(match["process"]), match["machine"], match["kind"])
 
     def changed(self) -> float:
-        """Return the time of its last change; 0 if it is gone."""
+        """Return the time of the last change; 0 if it is gone."""
         try:
             return self.path.lstat().st_mtime
         except FileNotFoundError:
@@ -219,7 +218,6 @@ class Leftover:
             return True  # another user's process, of which the system tells nothing
 
     def remove(self) -> None:
-        """Delete it."""
         if self.path.is_dir() and not self.path.is_symlink():
             shutil.rmtree(self.path, ignore_errors=True)
         else:
@@ -227,7 +225,7 @@ class Leftover:
 
 
 def recover(folder: Path) -> None:
-    """Finish or remove what dead processes left beside `folder` and in it; call it with the folder's lock only."""
+    """Finish or remove the leftovers of dead processes beside `folder` and in it. Call it with the folder's lock."""
     _settle(leftover for leftover in _leftovers_in(folder.parent) if leftover.place == folder)
     _settle(leftovers_within(folder))
 
@@ -243,7 +241,7 @@ def _settle(leftovers: Iterable[Leftover]) -> None:
 
 
 def leftovers_within(folder: Path, depth: int = _DEPTH) -> Iterator[Leftover]:
-    """Yield what is unfinished in `folder` and in the folders below it."""
+    """Yield the leftovers in `folder` and in the folders below it."""
     yield from _leftovers_in(folder)
     if depth > 1:
         with suppress(OSError):
@@ -268,13 +266,7 @@ _IN_WORDS = re.compile(r"\(os error (\d+)\)")  # how libraries in Rust report th
 
 
 class CannotWriteError(BadInputError, OSError):
-    """A result that could not be written (exit code 2).
-
-    Attributes:
-        what: could not be written where, and why.
-        kept: a sentence about what is there all the same; empty where none has been given yet.
-        advice: what to do before the next attempt.
-    """
+    """A result that could not be written (exit code 2): where and why, what was `kept` all the same, and `advice`."""
 
     def __init__(self, what: str, kept: str = "", advice: str = ""):
         super().__init__(what)
@@ -285,11 +277,7 @@ class CannotWriteError(BadInputError, OSError):
 
 
 def require_folder(folder: Path, what: str = "the output") -> None:
-    """Raise an error now, and not after hours, if nothing can be written into `folder`. It leaves no trace.
-
-    Raises:
-        CannotWriteError: a file is in the way, a parent cannot be made, the disk is read-only, …
-    """
+    """Raise CannotWriteError now, and not after hours, if nothing can be written into `folder`. It leaves no trace."""
     folder = folder.expanduser().absolute()
     present = next(place for place in (folder, *folder.parents) if os.path.lexists(place))
     choose = "Choose another folder."
@@ -311,7 +299,7 @@ def require_folder(folder: Path, what: str = "the output") -> None:
 
 @contextmanager
 def writing(place: Path) -> Iterator[None]:
-    """Turn what a failed attempt to write the file or folder `place` raises inside into a CannotWriteError."""
+    """Turn the error of a failed attempt to write the file or folder `place` into a CannotWriteError."""
     try:
         yield
     except CannotWriteError:
@@ -335,13 +323,12 @@ def keeping(kept: Callable[[], str]) -> Iterator[None]:
 
 
 def failure(error: Exception, place: Path) -> CannotWriteError | None:
-    """Return what to say of an `error` while `place` was written; None if the place is not the reason."""
-    number, gone, said = _error_number(error, place), None, str(error).strip() or type(error).__name__
-    if number in (errno.ENOENT, errno.ENOTDIR) or "does not exist" in said:
+    """Return the error to raise for an `error` while `place` was written; None if the place is not the reason."""
+    number, gone = _error_number(error, place), None
+    if number in (errno.ENOENT, errno.ENOTDIR) or "does not exist" in str(error):
         gone = next((p for p in reversed(place.absolute().parents) if not p.exists()), None)
     if is_disk_full(error) or _was_filled(error, place.parent):
-        line = said.splitlines()[0]
-        what = f"the disk that holds {place.parent} is full: {place.name} could not be written ({line})."
+        what = f"the disk that holds {place.parent} is full: {place.name} could not be written ({first_line(error)})."
         return CannotWriteError(what, advice=f"Free some space, {_AGAIN}")
     if gone is not None:
         return CannotWriteError(

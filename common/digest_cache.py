@@ -1,8 +1,7 @@
-"""Digests of files that were read before, by what a file system reports of a file that has not changed.
+"""Digests of files that were read before, by path, device, inode, size, and the times of the last change.
 
-That is its path, device, inode, size, and the times of its last change. They are kept in this process, and those of
-large files in the user's cache folder for a day: a disk that loses bits without changing a time is found out after a
-day at the latest. A digest from here can only spare a reading, never refuse a file.
+They are kept in this process, and those of large files in the user's cache folder for a day: a disk that loses bits
+without changing a time is found out then. A digest from here can only spare a reading, never refuse a file.
 """
 
 from __future__ import annotations
@@ -42,13 +41,11 @@ def digest_of(file: Path, status: os.stat_result) -> str | None:
     return _known.get(key)
 
 
-def remember(
-    file: Path, before: os.stat_result, after: os.stat_result, digest: str, settled: bool | None = None
-) -> None:
+def remember(file: Path, before: os.stat_result, after: os.stat_result, digest: str, settled: bool | None) -> None:
     """Remember the digest of a file with the status that it had before and after it was read.
 
     Args:
-        settled: whether its next change will give it another time, as far as its writer knows (`is_settled`).
+        settled: whether its next change will give it another time (`is_settled`); None where no writer knows.
     """
     key = _key(file, before)
     if settled is None:
@@ -60,10 +57,9 @@ def remember(
 
 
 def is_settled(files: Iterable[Path], folder: Path) -> bool:
-    """Wait a few milliseconds, and tell whether whatever is written in `folder` from now on gets a later time.
+    """Wait a few milliseconds, and tell whether all that is written in `folder` from now on gets a later time.
 
-    Then these files, which lie there, cannot change without a trace. A digest that is computed now is theirs for as
-    long as their times stay.
+    Then a digest of `files`, which lie there, is theirs for as long as their times stay.
     """
     newest = max((file.stat().st_ctime_ns for file in files), default=0)
     probe = working_name(folder / "time", "tmp")
@@ -82,7 +78,7 @@ def is_settled(files: Iterable[Path], folder: Path) -> bool:
 
 
 def save() -> None:
-    """Write what was remembered since the last time into the cache folder, if anything."""
+    """Write the digests that were remembered since the last time into the cache folder, if any."""
     with _saving, suppress(OSError, RuntimeError):  # it only costs time
         entries = dict(_unsaved)
         _unsaved.clear()
@@ -91,13 +87,13 @@ def save() -> None:
 
 
 def forget() -> None:
-    """Forget what this process knows; what the cache folder holds stays."""
+    """Forget the digests of this process; those in the cache folder stay."""
     _known.clear()
     _parsed.cache_clear()
 
 
 def cache_file() -> Path:
-    """Return where digests of large files are kept from one process to the next."""
+    """Return the file in which digests of large files are kept from one process to the next."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "outrider" / "digests.json"
 
@@ -108,7 +104,7 @@ def _key(file: Path, status: os.stat_result) -> str:
 
 
 def _saved() -> Entries:
-    """Return what the cache folder holds of the last day; nothing where it is damaged or foreign."""
+    """Return the last day's digests in the cache folder; none where it is damaged or foreign."""
     try:
         status, now = cache_file().stat(), time.time()
         saved = _parsed(cache_file(), (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns))

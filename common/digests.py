@@ -16,7 +16,6 @@ import hashlib
 import json
 import os
 import re
-import stat
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
@@ -26,7 +25,7 @@ from typing import Any, Protocol
 from . import digest_cache
 from .atomic import replacing_folder, sync, sync_tree, write_atomically
 from .errors import Refusal
-from .safe_load import read_json
+from .safe_load import open_regular, read_json
 
 LIST = "SHA256SUMS"
 _SEAL_BEGIN = "# complete: "
@@ -68,14 +67,9 @@ def is_harmless(file: Path) -> bool:
 
 
 def file_digest(file: Path, again: bool = False) -> str:
-    """Return the SHA-256 of a file's contents; a file that was read before, and has not changed since, is not read.
+    """Return the SHA-256 of a file's contents; one that was read before, and has not changed, is only read `again`.
 
-    Args:
-        again: read it in any case.
-
-    Raises:
-        OSError: it cannot be read.
-        Refusal: it is a pipe, a device or a folder.
+    Raises OSError if it cannot be read, and Refusal for a pipe, a device or a folder.
     """
     digest = _digest(file, again)
     digest_cache.save()
@@ -83,15 +77,9 @@ def file_digest(file: Path, again: bool = False) -> str:
 
 
 def _digest(file: Path, again: bool, settled: bool | None = None) -> str:
-    """Return the SHA-256 of a file's contents, as `file_digest` does; the cache folder is written by the caller.
-
-    Args:
-        settled: whether its next change will give it another time, as its writer knows (`digest_cache.is_settled`).
-    """
-    with open(file, "rb", opener=_open_at_once) as opened:
+    """Return the digest as `file_digest` does, for callers that save the cache and may know that it `is_settled`."""
+    with open_regular(file) as opened:
         status = os.fstat(opened.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            raise Refusal.of(file, "it is no regular file", "one with contents", "Take a good copy.")
         known = None if again else digest_cache.digest_of(file, status)
         if known is not None:
             return known
@@ -100,17 +88,8 @@ def _digest(file: Path, again: bool, settled: bool | None = None) -> str:
     return digest
 
 
-def _open_at_once(file: str, flags: int) -> int:
-    """Open a file; a pipe without a writer would otherwise be waited for."""
-    return os.open(file, flags | getattr(os, "O_NONBLOCK", 0))
-
-
 def problem_of(file: Path, expected: str, again: bool = False) -> str | None:
-    """Return what is wrong with a file whose SHA-256 should be `expected`, in words; None if nothing is.
-
-    Args:
-        again: read it in any case, as `file_digest` does.
-    """
+    """Return the problem with a file whose `file_digest` should be `expected`, in words; None if there is none."""
     problem = _problem_of(file, expected, again)
     digest_cache.save()
     return problem
@@ -161,12 +140,6 @@ def _digests_now(folder: Path, names: list[str]) -> dict[str, str]:
     return digests
 
 
-def start_list(folder: Path, names: list[str]) -> None:
-    """Write the list of a folder that grows, of the files `names`, which are there already."""
-    lines = [f"{file_digest(folder / name)}  {name}\n" for name in names]
-    write_atomically(folder / LIST, "".join(lines))
-
-
 def seal_grown(folder: Path, names: list[str]) -> None:
     """Seal the list of a folder that has grown to the files `names`, without reading them again."""
     known = listed(folder)
@@ -175,29 +148,21 @@ def seal_grown(folder: Path, names: list[str]) -> None:
 
 def listed(folder: Path) -> dict[str, str]:
     """Return the digest of each file that the list of `folder` names; {} without a list. Torn lines do not count."""
-    return {match["name"]: match["digest"] for line in _lines(folder) if (match := _LINE.fullmatch(line))}
-
-
-def _lines(folder: Path) -> list[str]:
-    try:
-        return _text(folder).splitlines()
-    except FileNotFoundError:
-        return []
+    return {match["name"]: match["digest"] for line in _text(folder).splitlines() if (match := _LINE.fullmatch(line))}
 
 
 def _text(folder: Path) -> str:
-    """Return the list of `folder` as it stands there; a byte that is no text makes a line that is none of ours."""
-    return (folder / LIST).read_text(encoding="utf-8", errors="replace")
+    """Return the list of `folder`, or "" without one; a byte that is no text makes a line that is none of ours."""
+    try:
+        return (folder / LIST).read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return ""
 
 
 def problems_so_far(folder: Path, grown: Iterable[str]) -> list[str]:
-    """Return what is wrong in a folder that grows, one line each, with the file's name first.
-
-    Args:
-        grown: the names of the files there that should be in the list by now; one that is not was never finished.
-    """
-    known = listed(folder)
-    torn = [f"{LIST}: a line is cut short or damaged"] * any(not _LINE.fullmatch(line) for line in _lines(folder))
+    """Return the problems of a folder that has `grown` by these files so far, one line each, the name first."""
+    known, lines = listed(folder), _text(folder).splitlines()
+    torn = [f"{LIST}: a line is cut short or damaged"] * any(not _LINE.fullmatch(line) for line in lines)
     differing = [f"{line} (by {LIST})" for line in listed_problems(folder, known)]  # either of the two may be damaged
     return torn + [f"{n}: not in {LIST}" for n in grown if n not in known] + differing
 
@@ -213,22 +178,19 @@ def is_sealed(folder: Path) -> bool:
 
 
 def has_seal(folder: Path) -> bool:
-    """Tell whether there is a list of ours: one with a line that seals it, whether that still holds or not.
-
-    Others make lists of this name and format by `sha256sum`.
-    """
+    """Tell whether there is a list with a seal, broken or not; others make lists of this name by `sha256sum`."""
     return (folder / LIST).is_file() and _SEAL_BEGIN in _text(folder)
 
 
 def problems(folder: Path) -> list[str]:
-    """Return what differs from when `folder` was sealed, one line each, with the file's name first; [] if nothing."""
+    """Return the changes since `folder` was sealed, one line each, with the file's name first; [] without any."""
     if not is_sealed(folder):
         return [f"{LIST}: {'altered or unfinished' if (folder / LIST).exists() else 'missing'}"]
     return listed_problems(folder, listed(folder))
 
 
 def listed_problems(folder: Path, expected: dict[str, str]) -> list[str]:
-    """Return what is wrong with files in `folder` that should have these digests, one line each, the name first."""
+    """Return the problems with files in `folder` that should have these digests, one line each, the name first."""
     with ThreadPoolExecutor(_READERS) as readers:
         checked = list(readers.map(lambda name: _problem_of(folder / name, expected[name]), expected))
     digest_cache.save()
@@ -236,11 +198,7 @@ def listed_problems(folder: Path, expected: dict[str, str]) -> list[str]:
 
 
 def require_whole(folder: Path, advice: str) -> None:
-    """Refuse `folder` if anything in it differs from when it was sealed.
-
-    Raises:
-        Refusal: names each file that differs, and says `advice`.
-    """
+    """Raise Refusal, with each file that differs and `advice`, if `folder` is not as it was when it was sealed."""
     if lines := problems(folder):
         raise Refusal(f"{folder} was altered or damaged after it was written: {'; '.join(lines)}. {advice}")
 
@@ -280,14 +238,9 @@ def write_json(file: Path, values: dict[str, Any], indent: int | None = 2) -> No
 
 
 def unsealed(file: Path, values: dict[str, Any], advice: str, required: bool = True) -> dict[str, Any]:
-    """Return what JSON of `file` holds beside its checksum, which must be right.
+    """Return JSON `values` of `file` without their checksum; without one they are taken as they are if not `required`.
 
-    Args:
-        advice: what to do about a file that was altered.
-        required: False takes values without a checksum as they are.
-
-    Raises:
-        Refusal: the file was altered after it was written.
+    Raises Refusal, with `advice`, if the file was altered after it was written.
     """
     if CHECKSUM not in values and not required:
         return values
@@ -302,11 +255,7 @@ def unsealed(file: Path, values: dict[str, Any], advice: str, required: bool = T
 
 
 def read_sealed(file: Path, advice: str, required: bool = True) -> dict[str, Any]:
-    """Return what `write_json` wrote into `file`.
-
-    Raises:
-        BadInputError: it cannot be read. Refusal: it was altered after it was written.
-    """
+    """Return the values that `write_json` wrote into `file`; raises BadInputError and Refusal as `unsealed` does."""
     return unsealed(file, read_json(file), advice, required)
 
 
@@ -319,7 +268,7 @@ def sealed_text(text: str) -> str:
 
 
 def seal_problem(file: Path) -> str | None:
-    """Return what is wrong with a file of `sealed_text`, in words; None if it is as it was written."""
+    """Return the problem with a file of `sealed_text`, in words; None if it is as it was written."""
     try:
         text = file.read_text(encoding="utf-8", errors="replace")
     except OSError as error:

@@ -14,7 +14,7 @@ from huggingface_hub.errors import StrictDataclassError
 
 
 class OutriderError(Exception):
-    """What the user can fix. The message says what was found, what was expected, and what to do."""
+    """An error that the user can fix. The message says what was found, what was expected, and what to do."""
 
     exit_code = 2
 
@@ -28,7 +28,7 @@ class Refusal(BadInputError):  # noqa: N818 (it is no fault: this is how Outride
 
     @classmethod
     def of(cls, file: str | PathLike[str], found: str, expected: str, advice: str) -> Refusal:
-        """Return the refusal of `file`: what was found in it, what was expected, and what to do now."""
+        """Return the refusal of `file`, with what was found in it, what was expected, and what to do now."""
         return cls(f"{fspath(file)}: {found}; expected {expected}. {advice}")
 
 
@@ -58,3 +58,8 @@ def reason(error: Exception) -> str:
     """Return the message of a library's error in one line, cut after 200 characters: some list all known values."""
     said = f"{type(error).__name__}: {' '.join(str(error).split())}"
     return said if len(said) <= 200 else said[:199] + "…"
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message, or the error's kind where it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

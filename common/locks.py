@@ -36,7 +36,7 @@ _held: set[tuple[str, int]] = set()  # folders, each with the thread that holds 
 
 @contextmanager
 def locked(folder: str | Path, wait: float = 0.0) -> Iterator[None]:
-    """Hold the one lock of `folder` inside: no other writes there, and what dead processes left is cleared first.
+    """Hold the one lock of `folder` inside: no other writes there, and leftovers of dead processes are cleared first.
 
     A thread that holds it may ask again. No lock survives the process that held it. A folder inside has its own.
 
@@ -67,11 +67,8 @@ def locked(folder: str | Path, wait: float = 0.0) -> Iterator[None]:
 def claiming(file: Path, wait: float = 0.0) -> Iterator[bool | None]:
     """Try for the lock file `file`, and yield whether this process holds it inside; None on a disk without locks.
 
-    Unlike `locked`, it belongs to no folder, nothing is cleared, and another holder is no error. The kernel takes it
-    back from a process that dies.
-
-    Args:
-        wait: seconds to wait for another holder; -1 for as long as it takes.
+    Unlike `locked`, it belongs to no folder, nothing is cleared, and another holder is no error: after `wait` seconds
+    (-1 for as long as it takes), this process does not hold it. The kernel takes it back from a process that dies.
     """
     lock = FileLock(file, thread_local=False, fallback_to_soft=False)
     try:
@@ -91,7 +88,7 @@ def claiming(file: Path, wait: float = 0.0) -> Iterator[bool | None]:
 
 
 def lock_file(folder: Path) -> Path:
-    """Return where the lock of a resolved folder lies: beside it, or inside where only the inside is shared."""
+    """Return the lock file of a resolved folder: beside it, or inside where only the inside is shared."""
     shared_inside = os.path.ismount(folder) or (folder.is_dir() and not os.access(folder.parent, os.W_OK))
     return folder / ".lock" if shared_inside else folder.with_name(f".{folder.name}.lock")
 
@@ -147,7 +144,7 @@ def _sign(descriptor: int) -> None:
 
 
 def _owner(file: Path) -> dict[str, object] | None:
-    """Return what `_sign` wrote into a lock file; None for a file that is not, or not yet, ours."""
+    """Return the owner that `_sign` wrote into a lock file; None for a file that is not, or not yet, ours."""
     try:
         owner = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -156,7 +153,7 @@ def _owner(file: Path) -> dict[str, object] | None:
 
 
 def _holder(file: Path) -> str:
-    """Return who holds the lock, as far as the file says. A new holder signs a moment later, which is waited for."""
+    """Return the lock's holder, as far as the file says. A new holder signs a moment later, which is waited for."""
     for _ in range(_SIGNING_TRIES):
         if owner := _owner(file):
             said = "process {process} ({command}) on {machine}, since {since}".format(**owner)

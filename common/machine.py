@@ -53,10 +53,7 @@ def clock(device: torch.device) -> float:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Return how many bytes can still be allocated on `device`; None where that is unknown.
-
-    On a CPU, what malloc keeps unused goes back to the kernel first.
-    """
+    """Return how many bytes can still be allocated on `device`; None where that is unknown."""
     if device.type == "cuda":
         # The allocator's unused blocks are not free to the device, but to us.
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -1,15 +1,12 @@
 """The processes of one launch: how they exchange text, and whether all of them still work.
 
-They exchange files in a folder that all of them see. A collective of torch would time out after half an hour, and would
-not report why another process is gone. Each process holds a lock, which the kernel takes back when it dies.
+They exchange files in a folder that all of them see: a collective of torch would time out after half an hour, and not
+report why another process is gone. Each process holds a lock, which the kernel takes back when it dies.
 
     alive-3        held by the process 3
     failed-3       why it failed: {"message", "exit_code"}
     left-3         it ended well
     TOPIC-3        what it published
-
-Work that any of them can do is handed out piece by piece, by claims (`LaunchGroup.take`), so that a slow process holds
-no other up.
 """
 
 from __future__ import annotations
@@ -48,16 +45,10 @@ class PeerError(OutriderError):
 
 @dataclass
 class LaunchGroup:
-    """The processes of one launch; by default there is only this one.
+    """The processes of one launch; by default there is only this one."""
 
-    Attributes:
-        folder: that all of them see.
-        rank: of this process. The main one has 0.
-        size: how many they are.
-    """
-
-    folder: Path = field(default_factory=Path)
-    rank: int = 0
+    folder: Path = field(default_factory=Path)  # that all of them see
+    rank: int = 0  # of this process. The main one has 0
     size: int = 1
     _checked: float = field(default=0.0, init=False, repr=False)
     _roll_called: float = field(default=0.0, init=False, repr=False)
@@ -79,11 +70,7 @@ class LaunchGroup:
             write_atomically(self._file(topic, self.rank), text)
 
     def receive(self, topic: str, rank: int) -> str:
-        """Wait until the process `rank` publishes something under `topic`, and return that.
-
-        Raises:
-            PeerError: a process failed, or died. StoppedError: one was asked to stop.
-        """
+        """Wait until the process `rank` publishes text under `topic`, and return that; raises as `check_peers` does."""
         file = self._file(topic, rank)
         while not file.exists():
             self.check_peers()
@@ -111,14 +98,10 @@ class LaunchGroup:
         is_finished: Callable[[int], bool],
         claim: Callable[[int], AbstractContextManager[bool | None]],
     ) -> Iterator[int]:
-        """Yield the pieces of work that this process has the claim to, until all `pieces` are finished.
+        """Yield the pieces of work that this process has the claim to, until any process has finished each of `pieces`.
 
-        The piece of a process that dies is free again, for this launch or for another one.
-
-        Args:
-            is_finished: tells whether any process has finished a piece.
-            claim: tries for the claim to a piece, as `common.locks.claiming` does for a file. On a disk without locks
-                every process has its share instead.
+        `claim` tries for a piece, as `common.locks.claiming` does for a file; on a disk without locks every process has
+        its share instead. The piece of a process that dies is free again, for this launch or for another one.
         """
         left = list(pieces)
         while left:
@@ -141,7 +124,7 @@ class LaunchGroup:
     # ------------------------------------------------------------ failures
 
     def check_peers(self) -> None:
-        """Raise the error of a process that failed, or died."""
+        """Raise PeerError if a process failed, or died, and StoppedError if one was asked to stop."""
         now = time.monotonic()
         if self.size == 1 or now - self._checked < SECONDS_BETWEEN_CHECKS:
             return
@@ -172,11 +155,7 @@ class LaunchGroup:
 
     @contextmanager
     def joined(self, barrier: Callable[[], None]) -> Iterator[None]:
-        """Be one of the group inside; an error that is raised here reaches the others.
-
-        Args:
-            barrier: waits until every process has called it.
-        """
+        """Be one of the group inside; an error here reaches the others. `barrier` waits until all have called it."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with claiming(self._file("alive", self.rank)) as mine:
             barrier()

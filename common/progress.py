@@ -16,12 +16,9 @@ Advance = Callable[[int, str], None]
 def progress(
     console: Console | None, description: str, total: int, done: int = 0, transient: bool = False
 ) -> Iterator[Advance]:
-    """Yield `advance(count, note)`; `note` stands after the bar, for example a rate.
-
-    `transient` removes the bar at the end.
-    """
+    """Yield `advance(count, note)`; `note`, such as a rate, stands after the bar. `transient` removes it at the end."""
     if console is None or not console.is_terminal:
-        yield _ignore
+        yield lambda *_: None
         return
     columns = [
         TextColumn("{task.description}"),
@@ -33,10 +30,6 @@ def progress(
     with Progress(*columns, console=console, transient=transient) as bar:
         task = bar.add_task(description, total=total, completed=done, note="")
         yield lambda count, note: bar.update(task, advance=count, note=note)
-
-
-def _ignore(count: int, note: str) -> None:
-    """Draw nothing."""
 
 
 _RETRYING = "huggingface_hub.utils._http"  # writes two lines for each try, to two handlers
@@ -54,15 +47,13 @@ def say_retries_once() -> None:
 class _Once(logging.Filter):
     """A filter that drops the library's messages about tries, and logs one of our own at the first."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._said = False
+    warned = False
 
     def filter(self, record: logging.LogRecord) -> bool:
         text = record.getMessage()
         if not ("thrown while requesting" in text or text.startswith("Retrying in")):
             return True
-        if not self._said:
-            self._said = True
+        if not self.warned:
+            self.warned = True
             _log.warning("the Hub does not answer; trying again for about half a minute …")
         return False

@@ -1,6 +1,6 @@
-"""The process that work runs in: its software's versions, and how it holds memory on a CPU. Imports nothing heavy.
+"""The process that work runs in: its software's versions, and how it holds memory, which commands set before any work.
 
-How memory is held is set by the command that starts the process, before the first work.
+It imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def versions(*names: str) -> dict[str, str]:
 def keep_large_blocks() -> bool:
     """Make malloc keep freed blocks of any size for the next request, and tell whether it does.
 
-    glibc returns each large block to the kernel, which then zeroes fresh pages for the next one: of the 12 seconds of
-    processor time in which the embedded target answers 64 prompts, 1.4 to 1.8 were that, and are 0.3 then. The peak of
-    memory stays as it is. Other C libraries, and users who have set glibc's malloc up themselves, keep what they have.
+    glibc returns each large block to the kernel, which then zeroes fresh pages for the next one: a tenth of the
+    processor time in which the embedded target answers prompts. The peak of memory stays as it is. Other C libraries,
+    and users who have set glibc's malloc up themselves, keep their own settings.
     """
     chosen = "GLIBC_TUNABLES" in os.environ or any(name.startswith("MALLOC_") for name in os.environ)
     mallopt = None if chosen else _glibc("mallopt")
@@ -52,17 +52,16 @@ def keep_large_blocks() -> bool:
 
 
 def give_back_unused() -> None:
-    """Return to the kernel what malloc keeps unused, so that it counts as free. Takes milliseconds."""
+    """Return malloc's unused memory to the kernel, so that it counts as free. Takes milliseconds."""
     trim = _glibc("malloc_trim")
     if trim is not None:
         trim(0)
 
 
 def remember_few_shapes() -> None:
-    """Keep what oneDNN prepares for each shape of a product from filling the memory. Variables that are set stay.
+    """Let oneDNN remember few shapes of products instead of 1024, of half a megabyte each. Variables that are set stay.
 
-    It remembers 1024 shapes, half a megabyte each, and batches of text bring new ones all the time: 600 shapes of a
-    bfloat16 product hold 450 MB, and 100 MB then. Preparing a shape again costs no measurable time. The variables are
+    Batches of text bring new shapes all the time, and preparing one again costs no measurable time. The variables are
     read once, at the first product.
     """
     for name, few in FEW_SHAPES.items():

@@ -1,8 +1,8 @@
 """Untrusted text, JSON and YAML, read within limits and into plain values only.
 
-Pairs, models and recipes travel. Whatever Outrider reads of them comes through here, so that a file can be wrong, but
-can neither hang the reader nor fill the memory: regular files only, of a limited size, in UTF-8; JSON and YAML of a
-limited depth, without integers of thousands of digits and without text that no file can hold.
+Pairs, models and recipes travel. A file of them can be wrong, but can neither hang the reader nor fill the memory:
+regular files only, of a limited size, in UTF-8; JSON and YAML of a limited depth, without integers of thousands of
+digits and without text that no file can hold.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, TextIO
@@ -43,21 +44,13 @@ class Unreadable(Refusal):
 
 @dataclass(frozen=True)
 class FileLimits:
-    """How large an untrusted file may be.
-
-    Attributes:
-        num_bytes: of the file.
-        containers: lists and mappings in it, all together, and values for which a YAML file's aliases stand.
-        depth: lists and mappings inside each other.
-        digits: of an integer. Real ones have up to 31: that many say "no limit" in tokenizers' configs.
-        infinite: whether JSON may hold NaN and Infinity, as Python's own writer makes it.
-    """
+    """How large an untrusted file may be."""
 
     num_bytes: int = 32 * MEGABYTE
-    containers: int = 1_000_000
-    depth: int = 100
-    digits: int = 40
-    infinite: bool = False
+    containers: int = 1_000_000  # lists and mappings, all together, and values for which a YAML file's aliases stand
+    depth: int = 100  # of lists and mappings inside each other
+    digits: int = 40  # of an integer. Real ones have up to 31: that many say "no limit" in tokenizers' configs
+    infinite: bool = False  # whether JSON may hold NaN and Infinity, as Python's own writer makes it
 
 
 JSON = FileLimits()
@@ -68,19 +61,12 @@ YAML = FileLimits(num_bytes=MEGABYTE // 4, containers=20_000, depth=40)  # its p
 
 
 def read_bytes(file: Path, limit: int = JSON.num_bytes) -> bytes:
-    """Return what is in a regular file of at most `limit` bytes. A pipe or a device is refused, never waited for.
+    """Return the content of a regular file of at most `limit` bytes. A pipe or a device is refused, never waited for.
 
-    Raises:
-        Unreadable: it is something else, larger, or cannot be read.
-        FileNotFoundError: there is none.
+    Raises Unreadable if it is something else, larger, or cannot be read, and FileNotFoundError if there is none.
     """
     try:
-        # Not blocking: a pipe that took the file's place after the first look is not waited for, either.
-        require_regular(file)
-        descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
-        with open(descriptor, "rb") as opened:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise Unreadable(str(file), "expected a regular file")
+        with open_regular(file) as opened:
             read = opened.read(limit + 1)
     except (FileNotFoundError, Unreadable):
         raise
@@ -91,6 +77,16 @@ def read_bytes(file: Path, limit: int = JSON.num_bytes) -> bytes:
     if len(read) > limit:
         raise Unreadable(str(file), f"larger than the {limit / MEGABYTE:g} MB that such a file may have")
     return read
+
+
+@contextmanager
+def open_regular(file: Path) -> Iterator[BufferedReader]:
+    """Open a regular file for reading; a pipe that takes its place after the first look is not waited for, either."""
+    require_regular(file)
+    with open(file, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0))) as opened:
+        if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
+            raise Unreadable(str(file), "expected a regular file")
+        yield opened
 
 
 def require_regular(file: Path) -> None:
@@ -114,12 +110,7 @@ def kind_of(mode: int) -> str:
 
 
 def read_text(file: Path, limit: int = JSON.num_bytes) -> str:
-    """Return the text of a file in UTF-8, without a byte order mark.
-
-    Raises:
-        Unreadable: it is no such file, or larger than `limit` bytes.
-        FileNotFoundError: there is none.
-    """
+    """Return the text of a file in UTF-8, without a byte order mark; raises as `read_bytes` and `decoded` do."""
     return decoded(read_bytes(file, limit), str(file))
 
 
@@ -137,11 +128,7 @@ def decoded(read: bytes, where: str) -> str:
 
 
 def read_json(file: Path, limits: FileLimits = JSON) -> dict[str, Any]:
-    """Return the JSON object in a file.
-
-    Raises:
-        Unreadable: there is none, or it holds something else, or more than the limits allow.
-    """
+    """Return the JSON object in a file; raises Unreadable for anything else, or more than the limits allow."""
     try:
         text = read_text(file, limits.num_bytes)
     except FileNotFoundError as error:
@@ -153,13 +140,9 @@ def read_json(file: Path, limits: FileLimits = JSON) -> dict[str, Any]:
 
 
 def parse_json(text: str, where: str, limits: FileLimits = JSON) -> Any:
-    """Return the value of JSON text: plain values of a limited depth and size, with finite numbers.
+    """Return the value of JSON text, which stands at `where`: plain values with finite numbers.
 
-    Args:
-        where: the text's place, for errors.
-
-    Raises:
-        Unreadable: it is no JSON, or more than the limits allow.
+    Raises Unreadable if it is no JSON, or more than the limits allow.
     """
     if text.count("[") + text.count("{") > limits.containers:
         raise Unreadable(where, f"holds more than {limits.containers} lists and objects")
@@ -167,48 +150,30 @@ def parse_json(text: str, where: str, limits: FileLimits = JSON) -> Any:
         constant = float if limits.infinite else _no_number
         values = json.loads(text, parse_int=lambda digits: _integer(digits, limits), parse_constant=constant)
         _require_shallow(values, limits.depth)
-        if _SURROGATE.search(text):
-            json.dumps(values, ensure_ascii=False).encode()
     except RecursionError as error:
         raise _too_deep(where, limits) from error
-    except UnicodeEncodeError as error:
-        raise _lone_surrogate(where, error) from error
     except ValueError as error:
         raise Unreadable(where, f"not valid JSON: {error}") from error
+    _require_encodable(values, text, where)
     return values
 
 
 def read_json_lines(file: Path, limit: int = JSON.num_bytes) -> Iterator[tuple[int, Any]]:
-    """Yield the values of a .jsonl file's lines with the lines' numbers, from 1; empty lines are left out.
-
-    Raises:
-        Unreadable: a line is no JSON, longer than `limit` bytes, or not in UTF-8.
-    """
+    """Yield the values of a .jsonl file's lines with the lines' numbers, from 1; empty lines are left out."""
     for number, line in enumerate(read_lines(file, limit), 1):
         if line.strip():
             yield number, parse_json(line, f"{file}: line {number}")
 
 
 def read_lines(file: Path, limit: int = JSON.num_bytes) -> Iterator[str]:
-    """Yield the lines of a text file of any length, each with its end and of at most `limit` bytes.
-
-    Only line feeds end a line: a JSON text may hold U+2028.
-
-    Raises:
-        Unreadable: it is no regular file, a line is longer, or not in UTF-8.
-    """
+    """Yield the lines of a text file as `read_byte_lines` does. Only line feeds end one: JSON may hold U+2028."""
     for number, line in enumerate(read_byte_lines(file, limit), 1):
         yield decoded(line, f"{file}: line {number}")
 
 
 def read_byte_lines(file: Path, limit: int = JSON.num_bytes) -> Iterator[bytes]:
-    """Yield the lines of a file of any length as bytes, each with its end and of at most `limit` bytes.
-
-    Raises:
-        Unreadable: it is no regular file, or a line is longer.
-    """
-    require_regular(file)
-    with file.open("rb") as opened:
+    """Yield the lines of a regular file of any length as bytes, each with its end; Unreadable if one is too long."""
+    with open_regular(file) as opened:
         for number in itertools.count(1):
             line = opened.readline(limit + 1)
             if not line:
@@ -222,8 +187,13 @@ def _too_deep(where: str, limits: FileLimits, containers: str = "lists and objec
     return Unreadable(where, f"holds more than {limits.depth} {containers} inside each other")
 
 
-def _lone_surrogate(where: str, error: UnicodeEncodeError) -> Unreadable:
-    return Unreadable(where, f"holds text that no file can hold (a lone surrogate, {error.object[error.start]!r})")
+def _require_encodable(values: Any, text: str, where: str) -> None:
+    try:
+        if _SURROGATE.search(text):
+            json.dumps(values, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        letter = error.object[error.start]
+        raise Unreadable(where, f"holds text that no file can hold (a lone surrogate, {letter!r})") from error
 
 
 def _integer(digits: str, limits: FileLimits) -> int:
@@ -251,14 +221,10 @@ def _require_shallow(values: Any, depth: int) -> None:
 
 
 def parse_yaml(text: str, where: str, limits: FileLimits = YAML) -> Any:
-    """Return the value of YAML text: mappings with text keys, lists, text, numbers, true, false and null.
+    """Return the value of YAML text, which stands at `where`: mappings with text keys, lists, and plain values.
 
-    Args:
-        where: the text's place, for errors.
-
-    Raises:
-        Unreadable: it is no YAML, with line and column; a key stands twice; or it is more than the limits allow, with
-            every alias counted as the values that it stands for.
+    Raises Unreadable if it is no YAML, with line and column; if a key stands twice; or if it is more than the limits
+    allow, with every alias counted as the values that it stands for.
     """
     if len(text) > limits.num_bytes:
         raise Unreadable(where, f"longer than the {limits.num_bytes / 1000:.0f} kB that such a text may have")
@@ -267,26 +233,24 @@ def parse_yaml(text: str, where: str, limits: FileLimits = YAML) -> Any:
         node = loader.get_single_node()
         if node is None:
             return None
-        _require_small(node, limits, set())
+        _require_small(node, limits)
         values = loader.construct_document(node)
-        if _SURROGATE.search(text):
-            json.dumps(values, ensure_ascii=False).encode()
     except RecursionError as error:
         raise _too_deep(where, limits, "lists and mappings") from error
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
         raise Unreadable(where, f"not valid YAML: {place}{error.problem or error.context}") from error
-    except UnicodeEncodeError as error:
-        raise _lone_surrogate(where, error) from error
     except (yaml.YAMLError, ValueError, OverflowError) as error:
         raise Unreadable(where, f"not valid YAML: {' '.join(str(error).split())}") from error
+    _require_encodable(values, text, where)
     return values
 
 
-def _require_small(root: yaml.Node, limits: FileLimits, above: set[yaml.Node]) -> None:
+def _require_small(root: yaml.Node, limits: FileLimits) -> None:
     """Refuse a document that is too deep, that holds itself, or whose aliases stand for too much."""
     sizes: dict[yaml.Node, int] = {}
+    above: set[yaml.Node] = set()
 
     def measured(node: yaml.Node, depth: int) -> int:
         if node in above:
@@ -295,22 +259,15 @@ def _require_small(root: yaml.Node, limits: FileLimits, above: set[yaml.Node]) -
             raise RecursionError
         if node not in sizes:
             above.add(node)
-            sizes[node] = 1 + sum(measured(inner, depth + 1) for inner in _nodes_inside(node))
+            pairs = node.value if isinstance(node, yaml.MappingNode) else ()
+            inside = node.value if isinstance(node, yaml.SequenceNode) else itertools.chain(*pairs)
+            sizes[node] = 1 + sum(measured(inner, depth + 1) for inner in inside)
             above.remove(node)
         if sizes[node] > limits.containers:
             raise ValueError(f"more than {limits.containers} values, each alias counted as what it stands for")
         return sizes[node]
 
     measured(root, 0)
-
-
-def _nodes_inside(node: yaml.Node) -> Iterator[yaml.Node]:
-    if isinstance(node, yaml.MappingNode):
-        for key, value in node.value:
-            yield key
-            yield value
-    elif isinstance(node, yaml.SequenceNode):
-        yield from node.value
 
 
 class _Loader(yaml.SafeLoader):
@@ -339,19 +296,16 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
     def construct_limited(self, node: yaml.ScalarNode) -> int:
-        """Return an integer; one of too many digits is an error."""
         if len(node.value) > YAML.digits:
             raise _refused(f"an integer of {len(node.value)} digits, {node.value[:20]}…", node)
         return int(self.construct_yaml_int(node))
 
     def construct_number(self, node: yaml.ScalarNode) -> float:
-        """Return a number; one of too many digits is an error."""
         if len(node.value) > 10 * YAML.digits:
             raise _refused("a number of too many digits", node)
         return float(self.construct_yaml_float(node))
 
     def construct_undefined(self, node: yaml.Node) -> NoReturn:
-        """Refuse a tag: only plain values are read."""
         raise _refused(f"could not determine a constructor for the tag {node.tag!r}", node)
 
 
@@ -387,11 +341,7 @@ _AFTER = tuple(",] \t\r\n")
 
 
 def read_json_items(file: Path, limits: FileLimits = JSON) -> Iterator[Any]:
-    """Yield the entries of a JSON list, each within the limits. One entry and one piece of the file are in memory.
-
-    Raises:
-        Unreadable: it is no regular file, no list, no JSON, or an entry is more than the limits allow.
-    """
+    """Yield the entries of a JSON list, each within the limits. One entry and one piece of the file are in memory."""
     require_regular(file)
     with file.open(encoding="utf-8-sig", newline="") as opened:
         text = _TextWindow(opened, str(file))
@@ -476,12 +426,7 @@ class OverBudgetError(Exception):
 def limited(seconds: float, num_bytes: int, code: str) -> Iterator[None]:
     """Run the block with at most so much of the processor's time and so much more memory than the process has now.
 
-    Args:
-        code: the file name of code whose lines look at the clock, too; of other code only calls do.
-
-    Raises:
-        OverBudgetError: it took longer.
-        MemoryError: it asked for more.
+    Lines of the file `code` look at the clock; of other code only calls do. Raises OverBudgetError or MemoryError.
     """
     tracing, until = sys.gettrace(), time.thread_time() + seconds
 

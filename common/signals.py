@@ -1,8 +1,7 @@
-"""Requests to stop: Ctrl-C, and the signals by which schedulers and closed terminals ask for the same.
+"""Requests to stop: Ctrl-C, and the signals by which schedulers (SIGTERM) and closed terminals (SIGHUP) ask for it.
 
-Slurm and Kubernetes send SIGTERM, and SIGKILL after a grace (30 seconds, unless told otherwise); a terminal that closes
-sends SIGHUP. One request often arrives more than once: a scheduler signals every process of a job, and a launcher
-passes on what it got. So a repeated SIGTERM or SIGHUP means nothing more, and a repeated Ctrl-C only after a moment.
+One request often arrives more than once: a scheduler signals every process of a job, and a launcher passes signals on.
+So a repeated SIGTERM or SIGHUP means nothing more, and a repeated Ctrl-C only after a moment.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
 
 Handler = Callable[[int], None]
 
@@ -29,11 +27,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class StoppedError(KeyboardInterrupt):
-    """A signal asked this process to stop; the message says what was kept.
-
-    Attributes:
-        number: the signal.
-    """
+    """A signal, `number`, asked this process to stop; the message says what was kept."""
 
     def __init__(self, message: str = "", number: int = signal.SIGINT):
         super().__init__(message)
@@ -46,7 +40,7 @@ class StoppedError(KeyboardInterrupt):
 
 
 def how(error: KeyboardInterrupt) -> str:
-    """Return how a process was asked to stop, such as `stopped by SIGTERM`."""
+    """Return a phrase for how a process was asked to stop, such as `stopped by SIGTERM`."""
     number = number_of(error)
     return "interrupted" if number == signal.SIGINT else f"stopped by {signal.Signals(number).name}"
 
@@ -67,18 +61,15 @@ def listening(handler: Handler) -> Iterator[None]:
         yield
         return
 
-    def called(number: int, _frame: FrameType | None) -> None:
-        handler(number)
-
     before = {number: signal.getsignal(number) for number in STOPPING}
-    heard = [number for number, old in before.items() if old not in (signal.SIG_IGN, None)]
-    for number in heard:
-        signal.signal(number, called)
+    before = {number: old for number, old in before.items() if old not in (signal.SIG_IGN, None)}
+    for number in before:
+        signal.signal(number, lambda number, _: handler(number))
     try:
         yield
     finally:
-        for number in heard:
-            signal.signal(number, before[number])
+        for number, old in before.items():
+            signal.signal(number, old)
 
 
 @contextmanager
@@ -100,26 +91,21 @@ def stoppable() -> Iterator[None]:
 def let_parent_decide() -> None:
     """Leave requests to stop to the parent process, in a worker that loads data for it.
 
-    A scheduler signals workers, too; one that ended would take the training with it, before that has saved anything.
-    Their parent ends them by SIGTERM, if all else fails: the second one counts.
+    A worker that ended by a scheduler's signal would take the training with it, before that has saved anything. Their
+    parent ends them by SIGTERM, if all else fails: the second one counts.
     """
-    asked = 0
 
-    def second(_number: int, _frame: FrameType | None) -> None:
-        nonlocal asked
-        asked += 1
-        if asked > 1:
-            os._exit(0)
+    def first(*_: object) -> None:
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
 
     for number in STOPPING:
-        signal.signal(number, second if number == signal.SIGTERM else signal.SIG_IGN)
+        signal.signal(number, first if number == signal.SIGTERM else signal.SIG_IGN)
 
 
 def stop_with_launcher() -> None:
     """Ask Linux for a SIGTERM when the process that started this one ends.
 
-    `accelerate launch` with one process does not pass on what it gets: without this, a training whose launcher was
-    stopped would go on unseen, or be killed without a checkpoint.
+    `accelerate launch` with one process passes no signals on: a training whose launcher was stopped would go on unseen.
     """
     if sys.platform.startswith("linux") and ("ACCELERATE_MIXED_PRECISION" in os.environ or "LOCAL_RANK" in os.environ):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)

@@ -15,6 +15,9 @@ from .errors import BadInputError
 COLDEST, HOTTEST = 1e-4, 1e4
 TEMPERATURES = f"0 (greedy), or from {COLDEST:g} to {HOTTEST:g}"
 
+_WORDS = {"float": "a number", "int": "an integer", "str": "text", "bool": "true or false", "NoneType": "null"}
+_WORDS |= {"dict": "a mapping", "list": "a list", "tuple": "a list"}
+
 
 def is_temperature(value: float) -> bool:
     """Tell whether logits can be divided by `value`, or it is 0."""
@@ -31,11 +34,7 @@ def checked_temperature(value: float) -> float:
 def checked_value(where: str, value: Any, hint: Any) -> Any:
     """Return `value` in the type `hint`: text that is a number becomes one (YAML reads `3e-3` as text), true does not.
 
-    Args:
-        where: the setting's dotted name, for the error.
-
-    Raises:
-        BadInputError: it is of another type.
+    Raises BadInputError for another type, with the setting's dotted name, `where`.
     """
     try:
         return TypeAdapter(_guarded(hint), config=ConfigDict(arbitrary_types_allowed=True)).validate_python(value)
@@ -51,10 +50,9 @@ def accepts(hint: Any, kind: type) -> bool:
 
 
 def tree_depths(parents: Sequence[int]) -> tuple[int, ...]:
-    """Return the depth of each node of a tree that is given by the parents of its nodes, −1 for the root; from 1.
+    """Return the depth, from 1, of each node of a tree that is given by the parents of its nodes, −1 for the root.
 
-    Raises:
-        BadInputError: no node, a parent that does not come first, or nodes that are not in level order.
+    Raises BadInputError for no node, a parent that does not come first, or nodes that are not in level order.
     """
     if not parents:
         raise BadInputError("a tree needs at least one node.")
@@ -85,21 +83,9 @@ def _no_bool(value: Any) -> Any:
 
 
 def _in_words(hint: Any) -> str:
-    members = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
-    return " or ".join(dict.fromkeys(map(_one_in_words, members)))
-
-
-def _one_in_words(hint: Any) -> str:
-    names = {
-        "float": "a number",
-        "int": "an integer",
-        "str": "text",
-        "bool": "true or false",
-        "dict": "a mapping",
-        "list": "a list",
-        "tuple": "a list",
-        "NoneType": "null",
-    }
-    name = getattr(typing.get_origin(hint) or hint, "__name__", str(hint))
-    inner = [words for kind, words in ((int, " of integers"), (float, " of numbers")) if kind in typing.get_args(hint)]
-    return names.get(name, name) + "".join(inner)
+    origin, members = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(dict.fromkeys(map(_in_words, members)))
+    name = getattr(origin or hint, "__name__", str(hint))
+    inner = [words for kind, words in ((int, " of integers"), (float, " of numbers")) if kind in members]
+    return _WORDS.get(name, name) + "".join(inner)

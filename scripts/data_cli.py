@@ -106,10 +106,10 @@ def check(
 
 def _tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
     """Return the tokenizer of a recipe's target, whose weights are not loaded."""
-    from ..targets.loading import expanded, load_tokenizer_of
+    from ..targets.loading import load_tokenizer_of
 
     spec = recipe.target
-    return load_tokenizer_of(expanded(spec.path), spec.revision, spec.trust_remote_code)
+    return load_tokenizer_of(spec.path, spec.revision, spec.trust_remote_code)
 
 
 # ------------------------------------------------------------ a sample

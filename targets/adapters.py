@@ -1,7 +1,6 @@
 """PEFT adapters, merged into a target as they would be served; never from a pickle.
 
-An adapter's config may be a stranger's: it names patterns, files and modules to import. Only kinds and settings that
-merge weights and do nothing else are read.
+A stranger's config may name files and modules to import. Only kinds and settings that just merge weights are read.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import torch
 from huggingface_hub import snapshot_download
 from peft import PeftConfig, PeftModel, PeftType, get_peft_model_state_dict
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
-from torch import nn
 from transformers import PreTrainedModel
 
 from ..common.errors import BadInputError, IncompatibleError, OutriderError, Refusal, reason
@@ -31,68 +29,26 @@ ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetens
 # Kinds whose weights are sums and products with the target's: nothing is imported, downloaded or computed from data.
 KINDS = ("LORA", "ADALORA", "LOHA", "LOKR", "IA3", "OFT", "BOFT", "HRA")
 
-# Settings that may differ from the library's defaults. Of all others some name files, modules to import, or layers to
-# repeat.
-_SETTINGS = (
-    "alpha",
-    "alpha_pattern",
-    "apply_GS",
-    "auto_mapping",
-    "base_model_name_or_path",
-    "bias",
-    "block_share",
-    "boft_block_num",
-    "boft_block_size",
-    "boft_dropout",
-    "boft_n_butterfly_factor",
-    "coft",
-    "decompose_both",
-    "decompose_factor",
-    "deltaT",
-    "ensure_weight_tying",
-    "eps",
-    "exclude_modules",
-    "fan_in_fan_out",
-    "feedforward_modules",
-    "inference_mode",
-    "init_r",
-    "init_ia3_weights",
-    "init_lora_weights",
-    "init_weights",
-    "layers_pattern",
-    "layers_to_transform",
-    "lora_alpha",
-    "lora_bias",
-    "lora_dropout",
-    "module_dropout",
-    "modules_to_save",
-    "num_cayley_neumann_terms",
-    "oft_block_size",
-    "peft_type",
-    "peft_version",
-    "r",
-    "rank_dropout",
-    "rank_dropout_scale",
-    "rank_pattern",
-    "revision",
-    "target_modules",
-    "target_parameters",
-    "target_r",
-    "task_type",
-    "tfinal",
-    "tinit",
-    "total_step",
-    "trainable_token_indices",
-    "use_cayley_neumann",
-    "use_dora",
-    "use_effective_conv2d",
-    "use_rslora",
-    "use_scalar",
-)
+# Settings that may differ from the library's defaults, by the adapters that have them. Of all others some name files,
+# modules to import, or layers to repeat.
+_SETTINGS = {
+    "all": "auto_mapping base_model_name_or_path exclude_modules inference_mode layers_pattern layers_to_transform "
+    "modules_to_save peft_type peft_version r revision target_modules task_type",
+    "LoRA": "alpha_pattern bias ensure_weight_tying fan_in_fan_out init_lora_weights lora_alpha lora_bias lora_dropout "
+    "rank_pattern target_parameters trainable_token_indices use_dora use_rslora",
+    "AdaLoRA": "deltaT init_r target_r tfinal tinit total_step",
+    "LoHa, LoKr": "alpha decompose_both decompose_factor init_weights module_dropout rank_dropout rank_dropout_scale "
+    "use_effective_conv2d use_scalar",
+    "IA3": "feedforward_modules init_ia3_weights",
+    "OFT, HRA": "apply_GS block_share coft eps num_cayley_neumann_terms oft_block_size use_cayley_neumann",
+    "BOFT": "boft_block_num boft_block_size boft_dropout boft_n_butterfly_factor",
+}
+_ALLOWED = {name for names in _SETTINGS.values() for name in names.split()}
 
 # Initialisations that the weights overwrite. Others (pissa, olora, eva, …) also change the target's own.
 _PLAIN_STARTS = (True, False, "gaussian", "orthogonal")
 _PATTERNS = ("target_modules", "exclude_modules", "feedforward_modules", "layers_pattern", "modules_to_save")
+_KEYED_BY_PATTERN = ("rank_pattern", "alpha_pattern")
 _MAX_SIZE = 2**20
 
 # Each repetition of one character multiplies the work by the length of a name; repeated groups may double it with each
@@ -116,7 +72,9 @@ def merge_adapter(model: PreTrainedModel, adapter: str) -> PreTrainedModel:
         config = checked_config(folder, [name for name, _ in model.named_modules()])
         _require_fit(model, config, folder)
         with_adapter = PeftModel.from_pretrained(model, str(folder), config=config)
-        _widen(with_adapter, cast(str, with_adapter.base_model.prefix))
+        for name, parameter in with_adapter.named_parameters():
+            if cast(str, with_adapter.base_model.prefix) in name:  # it is the adapter's
+                parameter.data = parameter.data.double()
         return cast(PreTrainedModel, with_adapter.merge_and_unload())
     except OutriderError:
         raise
@@ -126,13 +84,9 @@ def merge_adapter(model: PreTrainedModel, adapter: str) -> PreTrainedModel:
 
 
 def checked_config(folder: Path, names: list[str]) -> PeftConfig:
-    """Return the config of the adapter in `folder`.
+    """Return the config of the adapter in `folder`, whose patterns are tried on the `names` of the target's modules.
 
-    Args:
-        names: of the target's modules, which its patterns are tried on.
-
-    Raises:
-        Refusal: it asks for more than to merge weights, or holds a pattern that takes too long.
+    Raises Refusal if it asks for more than to merge weights, or holds a pattern that takes too long.
     """
     file = folder / ADAPTER_CONFIG
     values = read_json(file)
@@ -148,13 +102,9 @@ def checked_config(folder: Path, names: list[str]) -> PeftConfig:
 def _require_plain(file: Path, values: dict[str, Any], defaults: dict[str, Any]) -> None:
     """Refuse settings that do more than place an adapter's weights, and sizes that no adapter has."""
     for name, value in values.items():
-        if name not in _SETTINGS and value and name in defaults and value != defaults[name]:
-            raise Refusal.of(
-                file,
-                f"{name} is {str(value)[:80]!r}",
-                "a setting that only merges weights",
-                "Merge this adapter in a place you trust, and save the merged target.",
-            )
+        if name not in _ALLOWED and value and name in defaults and value != defaults[name]:
+            advice = "Merge this adapter in a place you trust, and save the merged target."
+            raise Refusal.of(file, f"{name} is {str(value)[:80]!r}", "a setting that only merges weights", advice)
         if isinstance(value, int) and abs(value) > _MAX_SIZE:
             raise Refusal.of(file, f"{name} is {value}", f"at most {_MAX_SIZE}", "Copy it again.")
     start = values.get("init_lora_weights", True)
@@ -171,38 +121,31 @@ def _require_quick(file: Path, values: dict[str, Any], names: list[str]) -> None
     """Refuse patterns that take too long on the target's `names`, without trying those that may never end."""
     until = time.monotonic() + _SECONDS
     for pattern in _patterns(values):
-        plain = _CLASS.sub("x", _ESCAPED.sub("x", pattern))
-        repetitions = len(_REPETITION.findall(plain.replace("(?", "(")))
-        if len(pattern) > _MAX_PATTERN or repetitions > _MAX_REPETITIONS or _REPEATED_GROUP.search(plain):
-            _refuse_pattern(file, pattern, "repeats groups, or too much")
-        try:
-            compiled = re.compile(pattern)
-        except (re.error, RecursionError, OverflowError) as error:
-            _refuse_pattern(file, pattern, f"is no pattern ({error})")
-        for name in names:
-            compiled.fullmatch(name)
-            if time.monotonic() > until:
-                _refuse_pattern(file, pattern, "takes too long")
+        if (why := _problem(pattern, names, until)) is not None:
+            expected = "a short one, in which only single characters repeat"
+            raise Refusal.of(file, f"the pattern {pattern[:80]!r} {why}", expected, "List the modules' names instead.")
 
 
-def _refuse_pattern(file: Path, pattern: str, why: str) -> None:
-    raise Refusal.of(
-        file,
-        f"the pattern {pattern[:80]!r} {why}",
-        "a short one, in which only single characters repeat",
-        "List the modules' names instead.",
-    )
+def _problem(pattern: str, names: list[str], until: float) -> str | None:
+    plain = _CLASS.sub("x", _ESCAPED.sub("x", pattern))
+    repetitions = len(_REPETITION.findall(plain.replace("(?", "(")))
+    if len(pattern) > _MAX_PATTERN or repetitions > _MAX_REPETITIONS or _REPEATED_GROUP.search(plain):
+        return "repeats groups, or too much"
+    try:
+        compiled = re.compile(pattern)
+    except (re.error, RecursionError, OverflowError) as error:
+        return f"is no pattern ({error})"
+    for name in names:
+        compiled.fullmatch(name)
+        if time.monotonic() > until:
+            return "takes too long"
+    return None
 
 
 def _patterns(values: dict[str, Any]) -> Iterator[str]:
     """Yield every setting of a config that peft reads as a regular expression."""
-    for name in _PATTERNS:
-        found = values.get(name)
-        yield from [found] if isinstance(found, str) else [p for p in found or () if isinstance(p, str)]
-    for name in ("rank_pattern", "alpha_pattern"):
-        found = values.get(name) or {}
-        if isinstance(found, dict):
-            yield from found
+    for value in (values.get(name) or () for name in _PATTERNS + _KEYED_BY_PATTERN):
+        yield from [value] if isinstance(value, str) else [p for p in value if isinstance(p, str)]
 
 
 def _require_fit(model: PreTrainedModel, config: PeftConfig, folder: Path) -> None:
@@ -221,19 +164,8 @@ def _require_fit(model: PreTrainedModel, config: PeftConfig, folder: Path) -> No
         )
 
 
-def _widen(model: nn.Module, prefix: str) -> None:
-    """Cast the parameters of an adapter, whose names contain `prefix`, to fp64."""
-    for name, parameter in model.named_parameters():
-        if prefix in name:
-            parameter.data = parameter.data.double()
-
-
 def _adapter_folder(adapter: str) -> Path:
-    """Return the adapter's folder on this machine: its own, or one in the Hub's cache.
-
-    Raises:
-        BadInputError: its weights are in no safetensors file: peft would open a pickle.
-    """
+    """Return the adapter's folder on this machine: its own, or one in the Hub's cache; it holds safetensors."""
     folder = Path(adapter).expanduser()
     if not folder.exists() and is_local(adapter):
         raise BadInputError(

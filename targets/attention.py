@@ -1,11 +1,8 @@
 """Attention of few queries over many keys: heads that share keys are folded into queries, and keys are cut into parts.
 
-Decoding on a GPU reads the keys and values of a long context for a handful of queries. One block per head leaves most
-of the GPU idle. Here every head's keys are cut into parts that are read side by side, and their softmaxes are merged
+One block per head would leave most of a GPU idle. The parts are read side by side, and their softmaxes are merged
 (flash-decoding, https://pytorch.org/blog/flash-decoding). Keys are never repeated for the heads that share them.
-
-`transformers` knows it by the name "outrider". A target takes it by `Target.load(..., attention="outrider")`, or by
-`Target(model).use_split_attention()`.
+`transformers` knows it by the name "outrider".
 
 Shapes: B rows, H heads, G heads that share keys, K = H / G, Q queries, L keys, D head size, P parts.
 """
@@ -31,31 +28,8 @@ _LEAST_PART = 128  # keys
 _BLOCKS = 256  # a part for each; two per multiprocessor of a large GPU
 
 
-class _Inside:
-    """The number of threads inside `steady_kernels`: the setting is the process's, and they leave in any order.
-
-    Attributes:
-        count: of threads inside. was_on: the setting that the last one to leave restores.
-    """
-
-    def __init__(self) -> None:
-        self.lock, self.count, self.was_on = Lock(), 0, True
-
-    def enter(self) -> None:
-        with self.lock:
-            if not self.count:
-                self.was_on = torch.backends.cuda.cudnn_sdp_enabled()
-                torch.backends.cuda.enable_cudnn_sdp(False)
-            self.count += 1
-
-    def leave(self) -> None:
-        with self.lock:
-            self.count -= 1
-            if not self.count:
-                torch.backends.cuda.enable_cudnn_sdp(self.was_on)
-
-
-_inside = _Inside()
+# The setting is the process's, and threads leave `steady_kernels` in any order: the last one restores it.
+_lock, _inside, _was_on = Lock(), 0, True
 
 
 @contextmanager
@@ -65,11 +39,19 @@ def steady_kernels() -> Iterator[None]:
     cuDNN is torch's first choice on recent GPUs. It makes a plan for every new shape, which takes tens of milliseconds
     for each new length of a prompt, and its masked kernels have open faults (pytorch issues 193893 and 196678).
     """
-    _inside.enter()
+    global _inside, _was_on
+    with _lock:
+        if not _inside:
+            _was_on = torch.backends.cuda.cudnn_sdp_enabled()
+            torch.backends.cuda.enable_cudnn_sdp(False)
+        _inside += 1
     try:
         yield
     finally:
-        _inside.leave()
+        with _lock:
+            _inside -= 1
+            if not _inside:
+                torch.backends.cuda.enable_cudnn_sdp(_was_on)
 
 
 def num_parts(blocks: int, length: int) -> int:
@@ -108,10 +90,7 @@ def split_attention(
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Attend within each part.
-
-    Returns the mixed values, `[N, P, M, D']`, and the logarithms of the sums of their weights, `[N, P, M]` in fp32.
-    """
+    """Return each part's mixed values, `[N, P, M, D']`, and its weights' sums as logarithms, `[N, P, M]` in fp32."""
     if query.device.type == "cuda":
         out, sums, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
             query, key, value, mask, compute_log_sumexp=True, scale=scale
@@ -126,21 +105,15 @@ _last: tuple[Any, tuple[int, ...], Tensor] | None = None
 
 
 def _folded_mask(mask: Tensor, group: int, shared: int, parts: int) -> Tensor:
-    """Return `mask` `[B, 1, Q, L]` for folded heads and parts, `[B·K, P, G·Q, L / P]`.
-
-    Every layer of a pass asks for the same one, so the last is kept.
-    """
+    """Return `mask` `[B, 1, Q, L]` for folded heads and parts, `[B·K, P, G·Q, L / P]`; one is kept for all layers."""
     global _last
     shape = (group, shared, parts)
     if not torch.compiler.is_compiling() and _last is not None and _last[0]() is mask and _last[1] == shape:
         return _last[2]
     rows, _, queries, length = mask.shape
     cut = mask.unflatten(3, (parts, length // parts)).permute(0, 1, 3, 2, 4)  # [B, 1, P, Q, L / P]
-    whole = (
-        cut[:, :, :, None]
-        .expand(rows, shared, parts, group, queries, -1)
-        .reshape(rows * shared, parts, group * queries, -1)
-    )
+    repeated = cut[:, :, :, None].expand(rows, shared, parts, group, queries, -1)
+    whole = repeated.reshape(rows * shared, parts, group * queries, -1)
     if not torch.compiler.is_compiling():
         _last = (weakref.ref(mask), shape, whole)
     return whole

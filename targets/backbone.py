@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol, Self
 
 import torch
@@ -32,12 +33,7 @@ class PassRunner(Protocol):
         """Return whether it can run a pass over `inputs` as the model would now."""
 
     def run(
-        self,
-        inputs: Tensor,
-        cache: RaggedCache,
-        taps: Sequence[int] = (),
-        offset: int = 0,
-        nodes: Nodes | None = None,
+        self, inputs: Tensor, cache: RaggedCache, taps: Sequence[int], offset: int, nodes: Nodes | None
     ) -> tuple[Tensor, Tensor | None]:
         """Run one pass as `Backbone.run` does, with a cache."""
 
@@ -52,12 +48,10 @@ class Backbone:
     them as a backbone of its own.
 
     Args:
-        model: the model, with or without an output embedding.
         reads_embeddings: whether the model has no input embedding, so that its passes read hidden states instead.
 
     Attributes:
-        model: the unmodified `transformers` model.
-        body: the same without its output embedding.
+        model: the unmodified `transformers` model, with or without an output embedding. body: the same without it.
         fast: runs passes over few tokens in place of the modules; None for the modules. The cost of such passes
             depends on a cache's entries, not on its window.
     """
@@ -107,10 +101,7 @@ class Backbone:
 
     @property
     def rewinds(self) -> bool:
-        """Whether drafts can be taken back by position alone.
-
-        If not, passes have no fixed shape, and draft trees cannot be verified.
-        """
+        """Whether drafts can be taken back by position alone; else passes have no fixed shape, and trees no place."""
         return not has_states(self.config)
 
     # ------------------------------------------------------------ how it runs
@@ -134,8 +125,7 @@ class Backbone:
     def use_split_attention(self) -> None:
         """Attend as `targets.attention` does, which is made for decoding on a GPU.
 
-        Raises:
-            IncompatibleError: the model does not attend by SDPA (its scores are capped, or have sinks).
+        Raises IncompatibleError if the model does not attend by SDPA (its scores are capped, or have sinks).
         """
         if self.config._attn_implementation not in ("sdpa", SPLIT_ATTENTION):
             raise IncompatibleError(
@@ -148,15 +138,10 @@ class Backbone:
     def compile(self, **options: Any) -> None:
         """Let `torch.compile` fuse the passes of rounds of fixed shapes (`Decoder(static=True)`).
 
-        Other passes, such as those over prompts, stay as they are. On a GPU a model that attends by SDPA gets split
-        attention: compiled, the library's repeats keys and values for heads that share them, even for one token.
+        On a GPU a model that attends by SDPA gets split attention: compiled, the library's repeats keys and values for
+        heads that share them, even for one token. `options` are those of `torch.compile`, such as `backend`.
 
-        Args:
-            options: what `torch.compile` takes, such as `mode` or `backend`.
-
-        Raises:
-            BadInputError: a mode that makes CUDA graphs of its own. Rounds are captured as a whole already, and graphs
-                cannot hold each other.
+        Raises BadInputError for a mode that makes CUDA graphs of its own: graphs cannot hold each other.
         """
         if (mode := options.get("mode")) in _CAPTURING:
             raise BadInputError(
@@ -174,11 +159,7 @@ class Backbone:
     def new_cache(self, batch_size: int, max_length: int, joined: bool = False) -> RaggedCache:
         """Make a cache for `batch_size` rows of up to `max_length` entries, allocated whole: `cache_bytes` of memory.
 
-        Args:
-            joined: keep all layers in one tensor where they have one shape (see `RaggedCache`).
-
-        Raises:
-            IncompatibleError: the model keeps something that our caches cannot hold.
+        It may be `joined` (see `RaggedCache`). Raises IncompatibleError if our caches cannot hold the model's states.
         """
         return self.cache_layout().allocate(batch_size, max_length, self.device, joined)
 
@@ -187,10 +168,9 @@ class Backbone:
         return self.cache_layout().num_bytes(batch_size, max_length)
 
     def cache_layout(self) -> CacheLayout:
-        """Return the entries and states that each layer keeps of a text.
+        """Return the entries and states that each layer keeps of a text, read off a pass over one token.
 
-        Configs do not describe them in one way, so they are read off a pass over one token, once for each device and
-        dtype.
+        Configs do not describe them in one way.
         """
         now = runtime_key(self.model, self.config)
         if now not in self._layouts:
@@ -212,7 +192,7 @@ class Backbone:
                 f"{type(self.model).__name__} writes nothing into the cache it is given, so no draft can be taken "
                 "back; take another target."
             )
-        return blank.seen_in(cache)
+        return replace(blank, shapes=cache.shapes)
 
     # ------------------------------------------------------------ passes
 
@@ -271,12 +251,9 @@ class Backbone:
     # ------------------------------------------------------------ parts of it
 
     def shallow(self, num_layers: int) -> Self:
-        """Return the same model cut after its first `num_layers` layers; it shares all modules with this one.
+        """Return the same model cut after its first `num_layers` layers; it shares all modules, and may share caches.
 
-        Its passes may be given this one's caches: they read and write the entries of the layers that they run.
-
-        Raises:
-            IncompatibleError: the model's `forward` was replaced by one that would run all layers.
+        Raises IncompatibleError if the model's `forward` was replaced by one that would run all layers.
         """
         config = copy.copy(self.config)
         config.num_hidden_layers = num_layers
@@ -290,11 +267,7 @@ class Backbone:
         return cut
 
     def final_norm(self, hidden: Tensor) -> Tensor:
-        """Apply the norm that stands after the last layer to hidden states `[..., H]` of any layer.
-
-        Raises:
-            IncompatibleError: it is not one module.
-        """
+        """Apply the norm after the last layer to hidden states `[..., H]`; IncompatibleError if no one module does."""
         if self._final_norm is None:
             self._final_norm = find_final_norm(self.body, decoder_layers(self.body, self.num_layers))
             self._taps.seen.clear()

@@ -3,14 +3,9 @@
 Shapes: B rows, H heads, L slots (the longest sequence plus one round), D head size, Q new tokens per row.
 
 The slots of row b below `lengths[b]` are committed. A pass writes Q new entries after them, and `advance` decides
-afterwards which of them stay: what is not committed is simply overwritten by the next pass. Rejecting draft tokens
-therefore costs nothing, and ragged batches need no padding on the left.
-
-A cache that is told the shapes of its layers is allocated whole before the first pass. Without them each layer is
-allocated when its first entries come.
-
-The entries of a tree stand after the committed ones, in any order in which parents come before their children; `keep`
-then moves one path of them to the front.
+afterwards which of them stay: the next pass overwrites the others. Rejecting draft tokens therefore costs nothing, and
+ragged batches need no padding on the left. The entries of a tree stand after the committed ones, in any order in which
+parents come before their children; `keep` then moves one path of them to the front.
 """
 
 from __future__ import annotations
@@ -194,8 +189,7 @@ def _move(entries: Tensor, source: Tensor, destination: Tensor) -> None:
 def _selected(store: Tensor, rows: list[int]) -> Tensor:
     """Return these rows of `store` `[B, H, L, D]`, in this order, in its own memory while more than half of it is used.
 
-    When rows leave and later ones take their places, only those are copied: copying all that stay took a tenth of the
-    time of a batch whose texts end one by one.
+    Then only the rows that take the places of others are copied.
     """
     moved = [(place, row) for place, row in enumerate(rows) if place != row]
     in_place = all(place < row for place, row in moved)  # nothing is overwritten that is still to be read
@@ -207,10 +201,7 @@ def _selected(store: Tensor, rows: list[int]) -> Tensor:
 
 
 class RowLengths:
-    """One number per row, `[B]`: on the device, and on the host where it is known or was asked for.
-
-    Asking for `values` that the host does not know reads them back from the device, once.
-    """
+    """One number per row, `[B]`: on the device, and on the host, where unknown `values` are read back once."""
 
     def __init__(self, tensor: Tensor, values: list[int] | None = None):
         self.tensor = tensor  # [B]
@@ -244,13 +235,12 @@ class RaggedCache(Cache):
             in two steps. For rows that stay: `select` would free nothing of it.
 
     Attributes:
-        lengths: committed entries per row, `[B]` (int64, on the device).
-        host_lengths: the same on the host. With a window the cache does not keep them up to date: the code that reads
-            the counts back from the device does.
+        lengths, host_lengths: committed entries per row, `[B]`, on the device and on the host. With a window the code
+            that reads the counts back from the device keeps the host's up to date, not the cache.
         window: how many slots every pass reads, whatever the lengths; None for as many as are used. With a window no
             shape and no address depends on the lengths, so that a pass can be captured.
         first: entries before this place in the text are visible to themselves only: they mean nothing.
-        placed: where the next pass writes, or the last one has written.
+        placed: the slots of the next pass, or of the last one.
     """
 
     def __init__(
@@ -295,8 +285,8 @@ class RaggedCache(Cache):
         return AttentionStore(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RaggedCache:
-        """Copy the cache with layers that know the copy: what each holds is a weak reference to its cache."""
-        if id(self) not in memo:
+        """Copy the cache with layers that know the copy: each holds a weak reference to its cache."""
+        if id(self) not in memo:  # the layers' references ask again
             memo[id(self)] = copied = self.__class__.__new__(self.__class__)
             copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
             for store in copied._stores:
@@ -324,12 +314,9 @@ class RaggedCache(Cache):
     # ------------------------------------------------------------ passes
 
     def place(self, num_new: int, offset: int = 0, nodes: Nodes | None = None) -> Tensor:
-        """Say where the next pass writes, and return the positions of its tokens, `[B, Q]`.
+        """Place the next pass in `num_new` slots of each row after `lengths + offset`; return its positions, `[B, Q]`.
 
-        It writes `num_new` slots of each row, from `lengths + offset` on.
-
-        Args:
-            nodes: the tokens' places in a tree; None for a chain, in which each token follows the one before it.
+        `nodes` are the tokens' places in a tree; None is a chain, in which each token follows the one before it.
         """
         start, device = self.longest + offset, self.lengths.device
         used = self.room_for(start + num_new if self.window is None else self.window)
@@ -348,16 +335,12 @@ class RaggedCache(Cache):
         return positions
 
     def _earlier_depths(self, offset: int) -> Tensor:
-        """Return the depths of the first `offset` uncommitted entries, `[B, offset]`.
-
-        They are nodes of the last pass; entries that were not placed as nodes are a chain.
-        """
+        """Return the depths of the first `offset` uncommitted entries, `[B, offset]`: of nodes, or of a chain."""
         if offset and self.placed.nodes is not None:
             return self.placed.nodes.depths[:, :offset]
         return torch.arange(offset, device=self.lengths.device).expand(self.batch_size, -1)
 
-    def _rows(self) -> Tensor:
-        """Return the rows' numbers, `[B, 1]`."""
+    def _rows(self) -> Tensor:  # [B, 1]
         return torch.arange(self.batch_size, device=self.lengths.device)[:, None]
 
     def room_for(self, used: int) -> int:
@@ -372,18 +355,15 @@ class RaggedCache(Cache):
         return self.placed.used
 
     def visible(self) -> Tensor:
-        """Return which slots each token of the placed pass may see, `[B, Q, used]` bool."""
+        """Return the slots that each token of the placed pass may see, `[B, Q, used]` bool."""
         return self.placed.visible(self.first)
 
     # ------------------------------------------------------------ commitment
 
     def keep(self, path: Tensor) -> None:
-        """Move the uncommitted entries `path` to the front of their row, in this order.
+        """Move the uncommitted entries `path` `[B, N]` to the front of their row, in this order; −1 moves none.
 
         Entries after them then mean nothing; `advance` decides how many of them stay.
-
-        Args:
-            path: counted from the first uncommitted entry, `[B, N]`; −1 moves none.
         """
         wanted = torch.arange(path.shape[1], device=path.device)
         source = self.lengths[:, None] + torch.where(path < 0, wanted, path)
@@ -401,10 +381,7 @@ class RaggedCache(Cache):
             self.host_lengths = [a + b for a, b in zip(self.host_lengths, counts.values, strict=True)]
 
     def skip(self, count: int) -> None:
-        """Commit `count` entries of every row, whatever is in them.
-
-        Passes then cost what they cost after a text of that length.
-        """
+        """Commit `count` entries of every row, whatever they hold: passes then cost as after a text of that length."""
         self.advance(RowLengths.of([count] * self.batch_size, self.lengths.device))
 
     def reset(self) -> None:

@@ -13,24 +13,16 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Nodes:
-    """The tokens of a pass as nodes of a tree that grows after the committed entries.
+    """The tokens of a pass as nodes of a tree that grows after the committed entries."""
 
-    Attributes:
-        depths: place in the text, counted from the first uncommitted token, `[B, Q]`.
-        sees: which uncommitted entries each token sees, itself included, those of earlier passes first,
-            `[B, Q, offset + Q]` bool.
-    """
-
-    depths: Tensor
-    sees: Tensor
+    depths: Tensor  # place in the text, counted from the first uncommitted token, [B, Q]
+    sees: Tensor  # uncommitted entries that each token sees, itself too, earlier passes' first, [B, Q, offset + Q] bool
 
     @classmethod
     def of_tree(cls, parents: Tensor, depth: int) -> Nodes:
-        """Return a root and the nodes after it, `[B, 1 + N]` tokens.
+        """Return a root and the nodes after it, `[B, 1 + N]` tokens, none deeper than `depth`.
 
-        Args:
-            parents: each node's parent among the nodes, `[B, N]`; −1 for the root.
-            depth: no node stands deeper than this.
+        `parents` are each node's parent among the nodes, `[B, N]`; −1 for the root.
         """
         rows, count = parents.shape[0], parents.shape[1] + 1
         above = torch.nn.functional.pad(parents + 1, (1, 0))  # the root is its own parent
@@ -54,32 +46,24 @@ class Nodes:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a pass writes into a cache, and where its tokens stand in their texts.
+    """The slots of a cache that a pass writes, and its tokens' positions in their texts.
 
     Attributes:
-        lengths: committed entries per row, `[B]`.
-        used: how many slots the pass reads.
-        slots: those that it writes, `[B, Q]`.
-        positions: where its tokens stand in their texts, `[B, Q]`.
-        index: the same slots to write to: one slice, where the host knows that it is the same for all rows; else the
-            rows `[B, 1]` and their slots `[B, Q]`.
+        index: the slots to write: one slice, where the host knows that it is the same for all rows; else the rows
+            `[B, 1]` and their slots `[B, Q]`.
         nodes: None for a chain. Else the depths of all uncommitted entries, `[B, offset + Q]`, and which of them the
             tokens see.
     """
 
-    lengths: Tensor
-    used: int
-    slots: Tensor
-    positions: Tensor
+    lengths: Tensor  # committed entries per row, [B]
+    used: int  # how many slots the pass reads
+    slots: Tensor  # that it writes, [B, Q]
+    positions: Tensor  # [B, Q]
     index: slice | tuple[Tensor, Tensor]
     nodes: Nodes | None = None
 
     def visible(self, first: int = 0) -> Tensor:
-        """Return which slots each token may see, `[B, Q, used]` bool.
-
-        Args:
-            first: entries before this place in the text are seen by nobody but themselves.
-        """
+        """Return the slots that each token may see, `[B, Q, used]` bool; entries before `first` see themselves only."""
         slots = self._all_slots()
         seen = slots <= self.slots[:, :, None] if self.nodes is None else self._seen_by_nodes(self.nodes.sees)
         if not first:
@@ -87,21 +71,21 @@ class Placement:
         return (seen & (self._places() >= first)[:, None]) | (slots == self.slots[:, :, None])
 
     def within(self, window: int) -> Tensor:
-        """Return which slots lie at most `window` − 1 places before each token, `[B, Q, used]` bool."""
+        """Return the slots at most `window` − 1 places before each token, `[B, Q, used]` bool."""
         return self._places()[:, None] > self.positions[:, :, None] - window
 
     def in_chunk(self, size: int) -> Tensor:
-        """Return which slots lie in the same part of `size` places as each token, `[B, Q, used]` bool."""
+        """Return the slots in the same part of `size` places as each token, `[B, Q, used]` bool."""
         return self._places()[:, None] // size == self.positions[:, :, None] // size
 
     def _seen_by_nodes(self, sees: Tensor) -> Tensor:
-        """Return which slots nodes see, `[B, Q, used]`, given which uncommitted entries they see, `[B, Q, N]`."""
+        """Return the slots that nodes see, `[B, Q, used]`, from the uncommitted entries that they see, `[B, Q, N]`."""
         after, count = self._after_committed(), sees.shape[2]
         own = sees.gather(2, after.clamp(0, count - 1)[:, None].expand(-1, sees.shape[1], -1))
         return (after < 0)[:, None] | (own & (after < count)[:, None])
 
     def _places(self) -> Tensor:
-        """Return where each slot's token stands in its text, `[B or 1, used]`: for nodes that is not their slot."""
+        """Return the place of each slot's token in its text, `[B or 1, used]`: for nodes that is not their slot."""
         places = self._all_slots()[None]
         if self.nodes is None:
             return places

@@ -1,10 +1,8 @@
 """A target that makes no passes: its identity, config and tokenizer, while its weights stay on the disk.
 
-Where servers answer, or the answers came with the prompts, the weights are not needed in memory. Tokenizer, config and
-sizes come from small files. For the fingerprint the library loads the model as it always does (with its conversions and
-types, so that the digests are those of a loaded target); but each weight is digested when it arrives, and dropped
-before the next one is read. Memory holds two of them at a time (of experts that are put together, their parts as well),
-what malloc keeps, and mapped pages of files, which the system takes back.
+For the fingerprint the library loads the model as it always does (with its conversions and types, so that the digests
+are those of a loaded target); but each weight is digested when it arrives, and dropped before the next one is read.
+Memory holds two of them at a time (of experts that are put together, their parts as well).
 """
 
 from __future__ import annotations
@@ -28,11 +26,11 @@ from ..common.errors import reason
 from ..common.runtime import give_back_unused
 from ..common.safe_load import read_json
 from .fingerprint import Fingerprint, KnownDigests, digest_tensor
-from .loading import expanded, folder_of, load_causal_lm, load_tokenizer_of, meta_causal_lm, target_path
+from .loading import folder_of, load_causal_lm, load_tokenizer_of, meta_causal_lm, target_path
 from .model_folder import GENERATION_CONFIG
 from .target import Target
 
-_ENOUGH = 2**26  # bytes of dropped weights, after which malloc's holes are given back
+_ENOUGH = 2**26  # bytes of dropped weights, after which their memory, which malloc keeps, is given back
 _IN_ADVANCE = "HF_DEACTIVATE_ASYNC_LOAD"  # the library reads all weights in advance unless this is set
 
 _log = logging.getLogger(__name__)
@@ -48,26 +46,22 @@ def config_only_target(
 ) -> Target:
     """Return a target without weights, whose fingerprint is that of the same target loaded by `Target.load`.
 
-    The digests must be those of the weights as the library reads them. A merged adapter, quantised weights and a
-    model's own code change these: such a target is loaded whole, into main memory.
-
-    Args:
-        path: and the others, as `Target.load` takes them.
-
-    Raises:
-        BadInputError, IncompatibleError: as `Target.load`; damaged weights are found when the fingerprint is asked for.
+    A merged adapter, quantised weights and a model's own code change the digests: such a target is loaded whole, into
+    main memory. Arguments and errors are those of `Target.load`; damaged weights show when the fingerprint is computed.
     """
     load = partial(Target.load, path, revision, adapter, dtype, "cpu", trust_remote_code, quantize=quantize)
     if adapter is not None or quantize is not None:
         return load()
-    name = target_path(expanded(path))
+    path = os.path.expanduser(path)
+    name = target_path(path)
     folder = folder_of(name, dtype, revision, trust_remote_code)
     model = meta_causal_lm(name, dtype, revision, trust_remote_code)
     if not _is_plain(model):
         return load()
-    _read_endings(model, folder)
-    tokenizer = load_tokenizer_of(expanded(path), revision, trust_remote_code)
-    source = {"path": expanded(path), "revision": revision, "adapter": None}
+    if model.can_generate() and (folder / GENERATION_CONFIG).exists():  # the tokens that end a text
+        model.generation_config = GenerationConfig.from_dict(read_json(folder / GENERATION_CONFIG))
+    tokenizer = load_tokenizer_of(path, revision, trust_remote_code)
+    source = {"path": path, "revision": revision, "adapter": None}
     read = partial(load_causal_lm, name, dtype, revision, trust_remote_code)
     return Target(model, tokenizer, source, lambda: _fingerprint(read, tokenizer, load))
 
@@ -77,12 +71,6 @@ def _is_plain(model: PreTrainedModel) -> bool:
     configs = (model.config, model.config.get_text_config())
     quantised = any(getattr(config, "quantization_config", None) is not None for config in configs)
     return type(model).__module__.startswith("transformers.") and not quantised
-
-
-def _read_endings(model: PreTrainedModel, folder: Path) -> None:
-    """Take over the tokens that end a text, as loading does."""
-    if model.can_generate() and (folder / GENERATION_CONFIG).exists():
-        model.generation_config = GenerationConfig.from_dict(read_json(folder / GENERATION_CONFIG))
 
 
 def _fingerprint(
@@ -115,29 +103,19 @@ def _one_at_a_time() -> Iterator[None]:
             os.environ[_IN_ADVANCE] = before
 
 
-class _FreedMemory:
-    """The memory that weights leave behind, which malloc cannot always use for the next ones."""
-
-    def __init__(self) -> None:
-        self._left = 0
-
-    def need(self, num_bytes: int) -> None:
-        """Note that a weight was read; now and then the memory of dropped ones is given back."""
-        self._left += num_bytes
-        if self._left >= _ENOUGH:
-            give_back_unused()
-            self._left = 0
-
-
 @contextmanager
 def _dropping_weights() -> Iterator[KnownDigests]:
     """Digest each parameter that this thread gives to a module inside; the module gets an empty one instead."""
-    digested, own, freed = KnownDigests(), threading.get_ident(), _FreedMemory()
+    digested, own, dropped = KnownDigests(), threading.get_ident(), 0
 
     def drop(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        nonlocal dropped
         if parameter is None or parameter.device.type == "meta" or threading.get_ident() != own:
             return None
-        freed.need(parameter.nbytes)
+        dropped += parameter.nbytes
+        if dropped >= _ENOUGH:
+            give_back_unused()
+            dropped = 0
         made = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
         vars(made).update(vars(parameter))  # the library's notes, such as that it was read
         digested.add(made, digest_tensor(parameter))

@@ -1,7 +1,6 @@
 """Documents: several texts one after the other in a row, each learned as if it stood alone.
 
-Rows of a batch are as long as the longest of them; short ones are mostly padding. Packed, a row holds as many texts as
-fit. A document sees nothing of the others: positions begin anew with each, and attention stays inside.
+A row with one short text would be mostly padding. Positions begin anew with each document, and attention stays inside.
 
 Shapes: B rows, T places of a row, D documents of a batch, d of them in a pass, t tokens of the longest of these.
 """
@@ -22,11 +21,7 @@ _ALIKE = 0.75  # of the longest text of a pass: of shorter ones a quarter would 
 
 @dataclass(frozen=True)
 class Document:
-    """Where a document stands.
-
-    Attributes:
-        places: in its row.
-    """
+    """The row of a document, and its places there."""
 
     row: int
     places: range
@@ -34,15 +29,10 @@ class Document:
 
 @dataclass(frozen=True)
 class Documents:
-    """The documents of a batch.
+    """The documents of a batch; the rest of each row is padding."""
 
-    Attributes:
-        lengths: of each row's documents, in order. What is left of a row is padding.
-        width: T.
-    """
-
-    lengths: Sequence[Sequence[int]]
-    width: int
+    lengths: Sequence[Sequence[int]]  # of each row's documents, in order
+    width: int  # T
 
     def __iter__(self) -> Iterator[Document]:
         for row, lengths in enumerate(self.lengths):
@@ -73,13 +63,9 @@ class Documents:
         return torch.arange(self.width, device=device) - self.starts(device)
 
     def passes(self, together: bool = False) -> Iterator[list[int]]:
-        """Yield the numbers of the documents in parts of about one length, the longest first.
+        """Yield the numbers of the documents in parts of about one length, the longest first, or all `together`.
 
-        A model that reads each part as rows of their own needs no mask, whatever its layers are, and reads little
-        padding.
-
-        Args:
-            together: in one part, whatever their lengths.
+        A model that reads each part as rows of their own needs no mask, whatever its layers are, and little padding.
         """
         sizes = [len(document.places) for document in self]
         part: list[int] = []
@@ -100,10 +86,9 @@ class Documents:
         )
 
     def packed(self, states: Sequence[tuple[list[int], Tensor]]) -> Tensor:
-        """Return states of documents, `[d, t, ...]` from each pass, at their places in the rows, `[B, T, ...]`.
+        """Return states of documents at their places in the rows, `[B, T, ...]`; padding is zero.
 
-        Args:
-            states: the numbers of the documents of each pass, and its result. Padding is zero.
+        `states` are the numbers of each pass's documents, and its result, `[d, t, ...]`.
         """
         every, places, kept = list(self), [], []
         for numbers, given in states:

@@ -1,7 +1,4 @@
-"""Identity by content: digests of everything that changes what a target writes.
-
-Nothing that depends on paths, dates or machines enters a digest.
-"""
+"""Identity by content: digests of all that changes a target's texts, and of no paths, dates or machines."""
 
 from __future__ import annotations
 
@@ -31,21 +28,14 @@ _INCIDENTAL = {
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """A target's identity by content. Two targets with equal fingerprints write the same.
+    """A target's identity by content: SHA-256 of canonical forms. Targets with equal fingerprints write the same."""
 
-    Attributes:
-        tensors: SHA-256 of each weight, by name (dtype and shape included).
-        config, tokenizer, chat_template: SHA-256 of their canonical forms; None where the target has none.
-        dtype: the weights' type, such as "bfloat16".
-        digest: SHA-256 of all of these together.
-    """
-
-    tensors: dict[str, str]
+    tensors: dict[str, str]  # by name, dtype and shape included
     config: str
-    tokenizer: str | None
+    tokenizer: str | None  # None where the target has none
     chat_template: str | None
-    dtype: str
-    digest: str = field(init=False)
+    dtype: str  # of the weights, such as "bfloat16"
+    digest: str = field(init=False)  # of all of these together
 
     def __post_init__(self) -> None:
         parts = {k: getattr(self, k) for k in ("tensors", "config", "tokenizer", "chat_template", "dtype")}
@@ -55,13 +45,9 @@ class Fingerprint:
     def of(
         cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, digested: KnownDigests | None = None
     ) -> Fingerprint:
-        """Return the fingerprint of a model with its tokenizer. Reads every weight once.
-
-        Args:
-            digested: weights whose contents are known already.
-        """
+        """Return the fingerprint of a model with its tokenizer. Reads every weight once, but those in `digested`."""
         template = getattr(tokenizer, "chat_template", None)
-        digest = digest_tensor if digested is None else digested.digest
+        digest = (digested or KnownDigests()).digest
         return cls(
             tensors={name: digest(tensor) for name, tensor in sorted(model.state_dict(keep_vars=True).items())},
             config=digest_json(plain_config(model)),
@@ -79,11 +65,8 @@ class Fingerprint:
 
     def differences(self, other: Fingerprint) -> list[str]:
         """Return the parts of `other` that differ from this one, in words for people."""
-        changed = [
-            name
-            for name in ("config", "tokenizer", "chat_template", "dtype")
-            if getattr(self, name) != getattr(other, name)
-        ]
+        parts = ("config", "tokenizer", "chat_template", "dtype")
+        changed = [name for name in parts if getattr(self, name) != getattr(other, name)]
         return changed + _changed_weights(self.tensors, other.tensors)
 
 
@@ -114,23 +97,15 @@ def _changed_weights(own: dict[str, str], others: dict[str, str]) -> list[str]:
 
 def digest_tensor(tensor: torch.Tensor) -> str:
     """Return the SHA-256 of a tensor's dtype, shape and contents; a quantised one's are those of its parts."""
-    if (quantised := _quantised_parts(tensor)) is not None:
-        inner, rest = quantised
-        digests = {name: digest_tensor(part) for name, part in sorted(inner.items())}
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, rest = tensor.__tensor_flatten__()
+        inner = {name: getattr(tensor, name) for name in sorted(names)}
+        digests = {name: digest_tensor(part) for name, part in inner.items() if part is not None}
         return digest_json([str(tensor.dtype), list(tensor.shape), digests, str(rest)])
     data = tensor.detach().cpu().contiguous()
     digest = hashlib.sha256(f"{data.dtype}{tuple(data.shape)}".encode())
     digest.update(data.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-def _quantised_parts(tensor: torch.Tensor) -> tuple[dict[str, torch.Tensor], Any] | None:
-    """Return the plain tensors and the settings that make up a quantised tensor; None for a plain one."""
-    flatten = getattr(tensor, "__tensor_flatten__", None)
-    if flatten is None:
-        return None
-    names, rest = flatten()
-    return {name: getattr(tensor, name) for name in names if getattr(tensor, name) is not None}, rest
 
 
 def digest_file(path: Path) -> str:
@@ -145,10 +120,7 @@ def digest_files(folder: Path) -> dict[str, str]:
 
 
 def digest_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the SHA-256 of a tokenizer's mapping from text to ids.
-
-    It covers a fast tokenizer's own serialisation, or the vocabulary and special tokens of another one.
-    """
+    """Return the SHA-256 of a tokenizer's own serialisation, or of the vocabulary and special tokens of a slow one."""
     if getattr(tokenizer, "is_fast", False):
         state = json.loads(tokenizer.backend_tokenizer.to_str())
         state["truncation"] = state["padding"] = None  # call-time settings

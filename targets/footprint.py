@@ -23,11 +23,9 @@ from .recurrent import UNREAD
 
 
 class PeakBytes(TorchDispatchMode):
-    """Counts the bytes of the tensors that are made inside it. What an operator allocates for itself is not seen.
+    """Counts the bytes of the tensors that are made inside it: `live` ones now, and at the `peak`.
 
-    Attributes:
-        live: bytes of those that exist now.
-        peak: the most there were at a time.
+    Memory that an operator allocates for itself is not seen.
     """
 
     def __init__(self) -> None:
@@ -64,30 +62,17 @@ class PeakBytes(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes of memory that passes of a model work with, besides its weights and its cache.
+    """Bytes of memory that passes of a model work with, besides its weights and its cache."""
 
-    Attributes:
-        per_token: what the layers take for each token of a pass.
-        several, alone: what attention takes in a pass of several tokens, or of one: for each token, and for each entry
-            that it sees, new or old.
-        per_score: for each pair of a token and an entry, where attention writes scores down.
-        per_mask: for each such pair, in a pass after earlier entries: one over a whole prompt needs no masks.
-        per_logit: what the output embedding takes for each logit.
-        kept: how much of that stays after the pass.
-        reread: how many tokens of a row a pass may read again before the new ones, also where the pass is over whole
-            prompts and there are none (see `RecurrentCache`).
-        chunk: the tokens of a pass count in whole chunks of this many.
-    """
-
-    per_token: float
-    several: tuple[float, float]
-    alone: tuple[float, float]
-    per_score: int
-    per_mask: int
-    per_logit: float
-    kept: int
-    reread: int = 0
-    chunk: int = 1
+    per_token: float  # of the layers, for each token of a pass
+    several: tuple[float, float]  # of attention in a pass of several tokens: for each token, and for each entry it sees
+    alone: tuple[float, float]  # the same in a pass of one token
+    per_score: int  # for each pair of a token and an entry, where attention writes scores down
+    per_mask: int  # for each such pair, in a pass after earlier entries: one over a whole prompt needs no masks
+    per_logit: float  # of the output embedding
+    kept: int  # of each logit, after the pass
+    reread: int = 0  # tokens of a row that a pass may read again before the new ones (see `RecurrentCache`)
+    chunk: int = 1  # the tokens of a pass count in whole chunks of this many
 
     def of_prompt(self, rows: int, length: int) -> int:
         """Return the bytes that a pass over whole prompts works with."""
@@ -95,11 +80,7 @@ class Footprint:
         return int(rows * (self._counted(length) * self.per_token + length**2 * (self.per_score + masks)))
 
     def of_round(self, rows: int, num_new: int, length: int) -> int:
-        """Return the bytes that a pass over `num_new` tokens per row works with.
-
-        Args:
-            length: how many entries they see at most, their own included.
-        """
+        """Return the bytes of a pass over `num_new` tokens per row, which see up to `length` entries with their own."""
         per_token, per_entry = self.alone if num_new == 1 else self.several
         tokens = num_new + self.reread
         layers = max(self._counted(tokens) * self.per_token, tokens * per_token + length * per_entry)
@@ -131,7 +112,7 @@ def measure(backbone: Backbone, lm_head: Callable[[Tensor], Tensor], vocab_size:
 def _attention_bytes(backbone: Backbone, count: int, chunk: int, per_score: int) -> tuple[float, float]:
     """Return the bytes of attention for each token, and for each entry, in a pass over `count` tokens per row.
 
-    Where tokens count in chunks, all that they take is in `Footprint.per_token`, and the first of the two is 0.
+    Where tokens count in chunks, their bytes are in `Footprint.per_token`, and the first of the two is 0.
     """
     short, long = (_peak(backbone, 2, count, seen - count) / 2 - count * seen * per_score for seen in (64, 128))
     per_entry = max(0.0, long - short) / 64

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -26,27 +26,17 @@ _NO_LIMIT = (0.0, math.inf)  # of the steps of Mamba layers
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """The cache entries and states that the layers of a model keep of a text.
+    """The cache entries and states that the layers of a model keep of a text."""
 
-    Attributes:
-        shapes: of each layer; None for one that keeps nothing.
-        kinds: the kinds of all layers, where some of them keep states; else None.
-        overwrites: whether the model writes over the states that a pass of one token is given.
-    """
-
-    shapes: tuple[EntryShape | None, ...]
-    kinds: tuple[str, ...] | None
-    overwrites: bool = False
+    shapes: tuple[EntryShape | None, ...]  # of each layer; None for one that keeps nothing
+    kinds: tuple[str, ...] | None  # of all layers, where some of them keep states
+    overwrites: bool = False  # whether the model writes over the states that a pass of one token is given
 
     @classmethod
     def blank(cls, config: PreTrainedConfig) -> CacheLayout:
         """Return the layout of a model whose layers have not been seen writing yet."""
         kinds = tuple(config.layer_types) if has_states(config) else None
         return cls((None,) * int(config.num_hidden_layers), kinds, config.model_type in OVERWRITING)
-
-    def seen_in(self, cache: RaggedCache) -> CacheLayout:
-        """Return this layout with the shapes that a pass has written into `cache`."""
-        return replace(self, shapes=cache.shapes)
 
     @property
     def row_bytes(self) -> int:
@@ -88,13 +78,10 @@ def runtime_key(model: PreTrainedModel, config: PreTrainedConfig) -> Hashable:
 
 
 def check_layers(model: PreTrainedModel, body: PreTrainedModel, config: PreTrainedConfig) -> None:
-    """Refuse a model with layers that neither our caches nor 4-D masks can serve.
+    """Raise IncompatibleError for a model with layers that neither our caches nor 4-D masks can serve.
 
     These are other recurrent states, states that move by other steps token by token, and ALiBi, which is read off a
     padding mask.
-
-    Raises:
-        IncompatibleError: it has such layers.
     """
     other = set(getattr(config, "layer_types", None) or ()) - ATTENTION - _NOTHING
     if config.model_type in MODELS:
@@ -111,7 +98,8 @@ def check_layers(model: PreTrainedModel, body: PreTrainedModel, config: PreTrain
             f"{', '.join(sorted(ATTENTION))}, and recurrent layers of {', '.join(MODELS)}. Take a target of these "
             "kinds."
         )
-    if limit := _step_limit(body):
+    limits = {tuple(getattr(layer, "time_step_limit", None) or _NO_LIMIT) for layer in body.modules()}
+    if limit := min(limits - {_NO_LIMIT}, default=None):
         raise IncompatibleError(
             f"{type(model).__name__} keeps the steps of its recurrent layers within {limit} where it reads several "
             "tokens at once, and not where it reads one, as the library runs it: its text would depend on the drafts. "
@@ -119,32 +107,21 @@ def check_layers(model: PreTrainedModel, body: PreTrainedModel, config: PreTrain
         )
 
 
-def _step_limit(body: PreTrainedModel) -> tuple[float, ...] | None:
-    """Return the limits of the steps of a model's Mamba layers; None if there are none."""
-    limits = {tuple(getattr(layer, "time_step_limit", None) or _NO_LIMIT) for layer in body.modules()}
-    return min(limits - {_NO_LIMIT}, default=None)
-
-
 # ------------------------------------------------------------ masks
 
 
 def needs_mask(config: PreTrainedConfig, cache: RaggedCache, num_new: int, offset: int, nodes: Nodes | None) -> bool:
-    """Return whether a pass of `num_new` tokens needs a mask of ours. Asked before the cache places the tokens.
+    """Return whether a pass of `num_new` tokens needs a mask of ours, before the cache places the tokens.
 
     Without one the library masks as for one plain text, or lets SDPA do without, which is faster. That is right for
-    a pass on an empty cache, and for one token of one row that sees everything there is.
+    a pass on an empty cache, and for one token of one row that sees everything there is, if all layers attend to all
+    entries by a function that takes no mask for "sees everything".
     """
     if nodes is not None or cache.window is not None or cache.first:
         return True
-    empty = cache.longest == offset == 0
-    alone = cache.batch_size == num_new == 1 and _attends_plainly(config)
-    return not (empty or alone)
-
-
-def _attends_plainly(config: PreTrainedConfig) -> bool:
-    """Return whether every layer attends to all entries, by a function that reads no mask as "sees everything"."""
     windowed = getattr(config, "sliding_window", None) or getattr(config, "layer_types", None)
-    return not windowed and getattr(config, "_attn_implementation", None) in ("sdpa", SPLIT_ATTENTION)
+    plain = not windowed and getattr(config, "_attn_implementation", None) in ("sdpa", SPLIT_ATTENTION)
+    return not (cache.longest == offset == 0 or (cache.batch_size == num_new == 1 and plain))
 
 
 def attention_masks(
@@ -178,11 +155,10 @@ def masked_kinds(config: PreTrainedConfig) -> set[str]:
 
 
 def float_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `visible` `[B, Q, used]` as a mask `[B, 1, Q, used]` to add to scores.
+    """Return `visible` `[B, Q, used]` as a mask `[B, 1, Q, used]` to add to scores: eager attention takes no bools.
 
-    Eager attention takes a bool mask without complaint and computes something wrong. Half of the least number hides as
-    well as the least number does, which a GPU's kernel would turn into −inf: it multiplies the masked scores by
-    log2(e), and gives 0 for the logarithm of an empty sum.
+    Half of the least number hides as well as the least number does, which a GPU's kernel would turn into −inf: it
+    multiplies the masked scores by log2(e), and gives 0 for the logarithm of an empty sum.
     """
     mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
     return mask.masked_fill_(~visible, torch.finfo(dtype).min / 2)[:, None]

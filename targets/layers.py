@@ -25,10 +25,9 @@ _ROPES = ("default", "linear", "llama3", "yarn")  # whose angles depend on nothi
 
 
 def body_of(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the model without its output embedding.
+    """Return the model without its output embedding and without PEFT's wrapper; the layers of an adapter stay.
 
-    PEFT's wrapper around the model is looked through; the layers that PEFT has put into it stay. Some models name their
-    body wrongly (Llama 4's text model): it is their part that has the input embedding.
+    Some models name their body wrongly (Llama 4's text model): it is their part that has the input embedding.
     """
     unwrap = getattr(model, "get_base_model", None)
     whole = model if unwrap is None else unwrap()
@@ -39,11 +38,7 @@ def body_of(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def decoder_layers(body: nn.Module, count: int) -> nn.ModuleList:
-    """Return the list of a model's `count` decoder layers.
-
-    Raises:
-        IncompatibleError: there is no such list.
-    """
+    """Return the list of a model's `count` decoder layers; raises IncompatibleError if there is none."""
     # A vision tower may be as deep as the decoder.
     decoder = body.get_decoder() if isinstance(body, PreTrainedModel) else body
     for module in decoder.modules():
@@ -53,11 +48,7 @@ def decoder_layers(body: nn.Module, count: int) -> nn.ModuleList:
 
 
 def first_layers(body: PreTrainedModel, layers: nn.ModuleList, count: int) -> PreTrainedModel:
-    """Return a copy of `body` that has only the first `count` of its `layers`, and shares every module with it.
-
-    Raises:
-        IncompatibleError: a `forward` on the way to the layers was replaced, and would run the body's own.
-    """
+    """Return a copy of `body` that has only the first `count` of its `layers`, and shares every module with it."""
     return cast(PreTrainedModel, _with_part(body, _path(body, layers), layers[:count]))
 
 
@@ -109,12 +100,7 @@ def _with_part(module: nn.Module, path: list[str], part: nn.Module) -> nn.Module
 
 @dataclass(frozen=True)
 class Tap:
-    """A hook that records a layer's hidden states, and changes nothing.
-
-    Attributes:
-        seen: where it records them, under `index`.
-        before: record the layer's input instead of its output.
-    """
+    """A hook that records a layer's output, or its input if `before`, in `seen` under `index`, and changes nothing."""
 
     seen: dict[int, Tensor]
     index: int
@@ -132,13 +118,10 @@ class TapReader:
     """Collects the hidden states that a pass is asked for, by hooks on the model's layers.
 
     A layer gets its hook when it is first asked for, and keeps it. The last tap needs none: a pass returns it.
-
-    Attributes:
-        seen: the hidden states of the running pass so far, by tap; empty between passes.
     """
 
     def __init__(self, body: nn.Module, num_layers: int):
-        self.seen: dict[int, Tensor] = {}
+        self.seen: dict[int, Tensor] = {}  # of the running pass so far, by tap; empty between passes
         self._body, self._num_layers = body, num_layers
         self._hooked: set[int] = set()
 
@@ -149,23 +132,17 @@ class TapReader:
             return
         layers = decoder_layers(self._body, self._num_layers)
         for tap in new:
-            self._hook(tap, layers)
+            if tap == 0:
+                layers[0].register_forward_pre_hook(Tap(self.seen, tap, before=True), with_kwargs=True)
+            else:
+                layers[tap - 1].register_forward_hook(Tap(self.seen, tap))
         self._hooked |= new
-
-    def _hook(self, tap: int, layers: nn.ModuleList) -> None:
-        if tap == 0:
-            layers[0].register_forward_pre_hook(Tap(self.seen, tap, before=True), with_kwargs=True)
-        else:
-            layers[tap - 1].register_forward_hook(Tap(self.seen, tap))
 
     def collect(self, taps: Sequence[int], last: Tensor) -> Tensor | None:
         """Return the pass's hidden states at `taps`, `[B, Q, K, H]`, and forget them; None if there are no taps.
 
-        Args:
-            last: the last hidden states, which the pass returned, `[B, Q, H]`.
-
-        Raises:
-            IncompatibleError: the pass did not run all of these layers, or they return other shapes.
+        The pass returned the `last` ones, `[B, Q, H]`. Raises IncompatibleError if others are missing or have another
+        shape.
         """
         self.seen[self._num_layers] = last
         try:

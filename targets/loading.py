@@ -1,25 +1,23 @@
 """Loading models: from a folder, from the Hub, or the one that ships with Outrider; never from a pickle.
 
-A model can also be made on the meta device, from its config alone: it has every shape and no contents. So a config is
-compared with the weights beside it before any memory is taken.
+A config is compared with the weights beside it before memory is taken, by a model on the meta device.
 """
 
 from __future__ import annotations
 
 import importlib
-import os
 from importlib import resources
 from pathlib import Path
 from typing import Any, Final, Literal, cast, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..common import digests
-from ..common.errors import BadInputError, IncompatibleError, OutriderError, Refusal, reason
+from ..common.errors import BadInputError, IncompatibleError, OutriderError, Refusal, first_line, reason
 from ..common.safe_load import read_json
-from .adapters import ADAPTER_CONFIG, merge_adapter
+from .adapters import ADAPTER_CONFIG
 from .attention import NAME as SPLIT_ATTENTION
 from .attention import register
 from .model_folder import (
@@ -33,7 +31,7 @@ from .model_folder import (
     without_questions,
 )
 from .tokenizers import tokenizer_of
-from .weights import TensorInfo, misfits, no_more_than, stored_tensors
+from .weights import misfits, no_more_than, stored_tensors
 
 EMBEDDED = "embedded"
 _PACKED = 32  # parameters of a quantised model in one element of its files, at most
@@ -43,28 +41,8 @@ QuantisationKind = Literal["int8", "int8-dynamic"]
 _CONFIGS: Final = {"int8": "Int8WeightOnlyConfig", "int8-dynamic": "Int8DynamicActivationInt8WeightConfig"}
 
 
-def load_model_and_tokenizer(
-    path: str,
-    revision: str | None,
-    adapter: str | None,
-    dtype: str | torch.dtype,
-    trust_remote_code: bool,
-    attention: str | None,
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Return the model and tokenizer that `Target.load` wraps, in main memory, with the adapter merged."""
-    if attention == SPLIT_ATTENTION:
-        register()
-    model = load_causal_lm(target_path(path), dtype, revision, trust_remote_code, attention)
-    tokenizer = load_tokenizer_of(path, revision, trust_remote_code)
-    return model if adapter is None else merge_adapter(model, adapter), tokenizer
-
-
 def load_tokenizer_of(path: str, revision: str | None, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a target, whose weights are not needed for it.
-
-    Raises:
-        BadInputError: it cannot be loaded.
-    """
+    """Return the tokenizer of a target, without its weights; raises BadInputError if it cannot be loaded."""
     name = target_path(path)
     try:
         folder = model_folder(name, revision, trust_remote_code, weights=False)
@@ -99,6 +77,8 @@ def load_causal_lm(
     if on_meta_device():
         return meta_causal_lm(name, dtype, revision, trust_remote_code)
     folder = folder_of(name, dtype, revision, trust_remote_code)
+    if attention == SPLIT_ATTENTION:
+        register()
     try:
         with without_questions():
             loaded = AutoModelForCausalLM.from_pretrained(
@@ -126,11 +106,7 @@ def load_causal_lm(
 
 
 def folder_of(name: str, dtype: str | torch.dtype, revision: str | None, trust_remote_code: bool) -> Path:
-    """Return the folder of a model with its weights, after all checks that do not open them.
-
-    Raises:
-        BadInputError, IncompatibleError, Refusal: as `load_causal_lm`.
-    """
+    """Return the folder of a model with its weights, after all checks that do not open them; raises their errors."""
     folder = model_folder(name, revision, trust_remote_code)
     if not folder.is_dir():
         raise BadInputError(
@@ -164,13 +140,7 @@ def embedded_path() -> Path:
     return Path(str(resources.files("outrider.recipes"))) / "embedded" / "target"
 
 
-def expanded(path: str | Path) -> str:
-    """Return `path` with a leading tilde replaced by the home folder."""
-    return os.path.expanduser(path)
-
-
 def _load_error(name: str, error: Exception) -> BadInputError:
-    what = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     hint = "Check the path, or the Hub id and your access to it."
     if "safetensor" in type(error).__name__.lower():
         hint = "Its safetensors file is damaged: copy it again."
@@ -179,7 +149,7 @@ def _load_error(name: str, error: Exception) -> BadInputError:
             "Install what it asks for; or take the model as it was before it was quantised, and target.quantize: int8 "
             "(--quantize int8), which needs torchao alone."
         )
-    return BadInputError(f"the model {name!r} cannot be loaded: {what} {hint}")
+    return BadInputError(f"the model {name!r} cannot be loaded: {first_line(error)} {hint}")
 
 
 # ------------------------------------------------------------ without weights
@@ -193,15 +163,10 @@ def on_meta_device() -> bool:
 def meta_causal_lm(
     name: str, dtype: str | torch.dtype = "auto", revision: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """Return the causal LM of the config.json in a folder or on the Hub, on the meta device.
+    """Return the causal LM of the config.json in a folder or on the Hub, on the meta device; no weights are looked for.
 
-    Its weights are neither read nor looked for.
-
-    Args:
-        dtype: "auto" for the config's own, or float32 where it has none.
-
-    Raises:
-        BadInputError: there is no such config, or it cannot be reached.
+    Raises BadInputError if there is no such config, or it cannot be reached. "auto" is the config's own dtype, or
+    float32 where it has none.
     """
     try:
         folder = model_folder(name, revision, trust_remote_code, weights=False)
@@ -211,10 +176,9 @@ def meta_causal_lm(
     except Refusal:
         raise
     except Exception as error:
-        what = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise BadInputError(
-            f"the config of {name!r} cannot be read: {what} Without a connection give a folder that holds its "
-            "config.json; weights are not needed."
+            f"the config of {name!r} cannot be read: {first_line(error)} Without a connection give a folder that holds "
+            "its config.json; weights are not needed."
         ) from error
     try:
         with torch.device("meta"):
@@ -229,7 +193,6 @@ def meta_causal_lm(
 
 
 def _dtype(config: Any, asked: str | torch.dtype) -> torch.dtype:
-    """Return the dtype that was asked for; for "auto" the config's, or float32 where it has none."""
     chosen = asked if asked != "auto" else getattr(config.get_text_config(), "dtype", None) or torch.float32
     dtype = getattr(torch, chosen, None) if isinstance(chosen, str) else chosen
     if not isinstance(dtype, torch.dtype):
@@ -240,9 +203,12 @@ def _dtype(config: Any, asked: str | torch.dtype) -> torch.dtype:
 def check_sizes(folder: Path, dtype: str | torch.dtype = "auto") -> None:
     """Raise IncompatibleError if the config of a causal LM asks for more than its weights fill.
 
-    The library would make what is missing, which may be more than there is memory, and only then be refused.
+    The library would make the missing ones, for which there may be no memory, and only then be refused. Raises Refusal
+    if files are damaged, or the index names files that are not beside it.
     """
-    stored = _stored_model(folder)
+    whole = (folder / SINGLE).exists() or not (folder / INDEX).exists()
+    files = [SINGLE] if whole else sorted(set(plain_weight_map(folder / INDEX).values()))
+    stored = {name: tensor for file in files for name, tensor in stored_tensors(folder / file).items()}
     quantised = "quantization_config" in read_json(folder / MODEL_CONFIG)
     with no_more_than(len(stored), f"{folder}: {SINGLE}"):
         model = meta_causal_lm(str(folder), dtype)
@@ -254,30 +220,13 @@ def check_sizes(folder: Path, dtype: str | torch.dtype = "auto") -> None:
             f"the weights in {str(folder)!r} do not fit its config.json: {'; '.join(problems[:4])}. That asks for "
             f"{wanted:,} parameters, and there are {held:,}. Take a good copy of the model."
         )
-    if not quantised:
-        _check_kinds(folder, model.state_dict(), stored)
-
-
-def _check_kinds(folder: Path, wanted: dict[str, Tensor], stored: dict[str, TensorInfo]) -> None:
-    shared = wanted.keys() & stored.keys()
-    odd = [name for name in wanted if name in shared and wanted[name].is_floating_point() != stored[name].is_floating]
-    if odd:
-        raise IncompatibleError(
-            f"the weights in {str(folder)!r} do not fit its config.json: {odd[0]} is {stored[odd[0]].dtype}, expected "
-            "floating-point numbers."
-        )
-
-
-def _stored_model(folder: Path) -> dict[str, TensorInfo]:
-    """Return the tensors of a model in one file or several.
-
-    Raises:
-        Refusal: they are damaged, or the index names files that are not beside it.
-    """
-    if (folder / SINGLE).exists() or not (folder / INDEX).exists():
-        return stored_tensors(folder / SINGLE)
-    files = set(plain_weight_map(folder / INDEX).values())
-    return {name: tensor for file in sorted(files) for name, tensor in stored_tensors(folder / file).items()}
+    wanted_tensors = {} if quantised else model.state_dict()
+    for name, tensor in wanted_tensors.items():
+        if name in stored and tensor.is_floating_point() != stored[name].is_floating:
+            raise IncompatibleError(
+                f"the weights in {str(folder)!r} do not fit its config.json: {name} is {stored[name].dtype}, expected "
+                "floating-point numbers."
+            )
 
 
 # ------------------------------------------------------------ weights of eight bits
@@ -289,11 +238,7 @@ def quantise(model: PreTrainedModel, kind: str) -> None:
     It comes after an adapter was merged. A quantised target is another target: the drafter reads the hidden states of
     the quantised model, and drafts for that one.
 
-    Args:
-        kind: a `QuantisationKind`.
-
-    Raises:
-        BadInputError: no such kind, or torchao is not installed.
+    Raises BadInputError if there is no such kind, or torchao is not installed.
     """
     if kind not in _CONFIGS:
         raise BadInputError(f"quantize: expected one of {', '.join(get_args(QuantisationKind))}, found {kind!r}.")
@@ -303,7 +248,8 @@ def quantise(model: PreTrainedModel, kind: str) -> None:
         raise BadInputError("quantised targets need torchao: pip install 'outrider[quantised]'.") from error
     output = model.get_output_embeddings()
 
-    def chosen(module: nn.Module, _name: str) -> bool:
-        return isinstance(module, nn.Linear) and module is not output
-
-    library.quantize_(model, getattr(library, _CONFIGS[kind])(), filter_fn=chosen)
+    library.quantize_(
+        model,
+        getattr(library, _CONFIGS[kind])(),
+        filter_fn=lambda module, _: isinstance(module, nn.Linear) and module is not output,
+    )

@@ -1,16 +1,16 @@
-"""A model's folder, from the disk or the Hub, checked before any library opens it.
+"""A model's folder, from the disk or the Hub (or its cache, `HF_HOME`), checked before any library opens it.
 
-A model of the Hub is downloaded as files first; without a connection it comes from the Hub's cache (`HF_HOME`). A
-folder may be a stranger's: it must hold regular files and safetensors, name no code, and have sizes that models have.
+A folder may be a stranger's: it must hold regular files and safetensors, name no code, and have sizes that models have.
 """
 
 from __future__ import annotations
 
+import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from huggingface_hub import snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import IncompleteSnapshotError
@@ -39,14 +39,7 @@ _MAX_VOCABULARY, _MAX_ENTRIES, _MAX_LAYERS = 128 * MEGABYTE, 10_000, 1000
 _LIMITS = FileLimits(containers=200_000, depth=20, infinite=True)  # Mamba's configs hold an Infinity
 
 # How a model is computed is not part of its identity, and such a setting may name code of the Hub.
-_IMPLEMENTATIONS = (
-    "attn_implementation",
-    "_attn_implementation",
-    "_attn_implementation_internal",
-    "experts_implementation",
-    "_experts_implementation",
-    "_experts_implementation_internal",
-)
+_IMPLEMENTATION = re.compile("_?(attn|experts)_implementation(_internal)?")
 
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _DOWNLOADED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")  # configs, tokenizers, templates
@@ -62,11 +55,10 @@ def is_local(name: str) -> bool:
 
 
 def model_folder(name: str, revision: str | None = None, trust_remote_code: bool = False, weights: bool = True) -> Path:
-    """Return the folder that holds a model: `name` itself, or where a Hub id was downloaded to.
+    """Return the folder that holds a model: `name` itself, or the download of a Hub id.
 
     Args:
-        trust_remote_code: also download the model's code.
-        weights: False for its configs and its tokenizer only.
+        trust_remote_code: also download the model's code. weights: False for its configs and its tokenizer only.
 
     Raises:
         BadInputError: the Hub has no such model, or cannot be reached and the cache does not hold it.
@@ -127,11 +119,7 @@ def check_regular(folder: Path) -> None:
 
 
 def check_files(folder: Path, trust_remote_code: bool = False) -> None:
-    """Raise Refusal if the files in `folder` beside the weights are malformed or too large, or name code.
-
-    Args:
-        trust_remote_code: the user allowed code of this model to run.
-    """
+    """Raise Refusal if the files in `folder` beside the weights are malformed or too large, or name untrusted code."""
     check_regular(folder)
     for name in _SMALL:
         if (folder / name).exists():
@@ -150,17 +138,13 @@ def check_config(values: dict[str, Any], where: str) -> None:
     Libraries make lists as long as there are layers before they make anything else.
     """
     for name, value in _settings(values):
-        if name in _IMPLEMENTATIONS and "/" in str(value):
+        if _IMPLEMENTATION.fullmatch(name) and "/" in str(value):
             raise Refusal.of(
                 where, f"{name} names code of the Hub, {str(value)[:80]!r}", "a model without code", "Take it out."
             )
-        if _counts_layers(name) and isinstance(value, int) and value > _MAX_LAYERS:
+        counts_layers = "layer" in name and "_per_" not in name  # as in `vocab_size_per_layer_input`
+        if counts_layers and isinstance(value, int) and value > _MAX_LAYERS:
             raise Refusal.of(where, f"{name} is {value}", f"at most {_MAX_LAYERS}", "Take a good copy of it.")
-
-
-def _counts_layers(name: str) -> bool:
-    """Return whether a setting is a number of layers: `vocab_size_per_layer_input`, for example, is not."""
-    return "layer" in name and "_per_" not in name
 
 
 def _settings(values: Any) -> Iterator[tuple[str, Any]]:
@@ -189,16 +173,9 @@ def refuse_pickles(folder: Path) -> None:
 
 
 def plain_weight_map(index: Path) -> dict[str, str]:
-    """Return the file of each tensor, from the index of a model in several files.
-
-    Raises:
-        Refusal: it is malformed, or names files that are not beside it.
-    """
+    """Return the file of each tensor, from the index of a model in several files, all of which must be beside it."""
     named = read_json(index).get("weight_map")
-    if not isinstance(named, dict) or not named or not all(map(_is_beside, named.values())):
+    beside = isinstance(named, dict) and all(isinstance(n, str) and Path(n).name == n for n in named.values())
+    if not beside or not named:
         raise Refusal.of(index, "no plain weight_map", "names of files beside it", "Copy it again.")
-    return named
-
-
-def _is_beside(name: Any) -> bool:
-    return isinstance(name, str) and Path(name).name == name
+    return cast(dict[str, str], named)

@@ -1,11 +1,10 @@
 """A cache for models whose layers keep a state that no position rewinds: linear attention, short convolutions.
 
-The library's own cache for such models cannot take drafts back: its `crop` restores convolutions, but leaves recurrent
-states as the rejected tokens made them. So here a state moves only over tokens that stay:
+The library's own cache cannot take drafts back: its `crop` leaves recurrent states as the rejected tokens made them. So
+here a state moves only over tokens that stay:
 
 - Each layer keeps two states of a row: the row's own, and the one that the last pass ended with.
-- A pass starts from the row's own state. Before its new tokens it reads the committed ones that this state has not
-  read.
+- A pass starts from the row's own state, and first reads the committed tokens that this state has not read.
 - `advance` makes the state at the pass's end the row's own if all that the pass read is committed. If not, the row
   keeps its own state, and the next pass reads the committed tokens again. A row with too many of them gets a pass for
   them alone.
@@ -56,16 +55,17 @@ class RowState:
     device: torch.device
 
     @classmethod
-    def of(cls, tensor: Tensor) -> RowState:
-        """Read the shape off the states of all rows, `[B, ...]`."""
+    def of(cls, tensor: Tensor) -> RowState:  # [B, ...]
         return cls(tuple(tensor.shape[1:]), tensor.dtype, tensor.device)
 
     @property
     def num_bytes(self) -> int:
         return torch.Size(self.size).numel() * self.dtype.itemsize
 
-    def allocate(self, rows: int) -> Tensor:
-        return torch.zeros(rows, *self.size, dtype=self.dtype, device=self.device)
+    def allocate(self, rows: int) -> tuple[Tensor, Tensor]:
+        """Return memory for the rows' own states, and for those at the end of a pass."""
+        own = torch.zeros(rows, *self.size, dtype=self.dtype, device=self.device)
+        return own, torch.zeros_like(own)
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,6 @@ class StateShape:
 
     @classmethod
     def of(cls, *states: Tensor | None) -> StateShape | None:
-        """Read the shape off a layer's states; None if it has none yet."""
         shapes = [None if state is None else RowState.of(state) for state in states]
         return cls(*shapes) if any(shapes) else None
 
@@ -96,11 +95,8 @@ class StateShape:
 class StateStore(LinearAttentionLayer):
     """The states of one layer: convolution inputs `[B, C, W]`, and a recurrent state `[B, heads, D, D']`.
 
-    Attributes:
-        conv_states: each row's own, under the key 0, as the library's models look for them.
-        recurrent_states: what the next pass starts from, under the key 0.
-        own_recurrent: each row's own.
-        new_conv, new_recurrent: those at the end of the last pass.
+    The library's models look for each row's own `conv_states`, and the `recurrent_states` to start from, under the key
+    0. Each row's `own_recurrent` state stays as it was; `new_conv` and `new_recurrent` are those after the last pass.
     """
 
     def __init__(self, cache: RaggedCache, shape: StateShape | None = None):
@@ -112,19 +108,9 @@ class StateStore(LinearAttentionLayer):
         self.own_recurrent: Tensor | None = None
         self.new_recurrent: Tensor | None = None
         if shape is not None and shape.conv is not None:
-            self._allocate_conv(shape.conv)
+            self.conv_states[0], self.new_conv = shape.conv.allocate(self.cache.batch_size)
         if shape is not None and shape.recurrent is not None:
-            self._allocate_recurrent(shape.recurrent)
-
-    def _allocate_conv(self, state: RowState) -> tuple[Tensor, Tensor]:
-        own, new = state.allocate(self.cache.batch_size), state.allocate(self.cache.batch_size)
-        self.conv_states[0], self.new_conv = own, new
-        return own, new
-
-    def _allocate_recurrent(self, state: RowState) -> Tensor:
-        own, new = state.allocate(self.cache.batch_size), state.allocate(self.cache.batch_size)
-        self.own_recurrent, self.new_recurrent = own, new
-        return new
+            self.own_recurrent, self.new_recurrent = shape.recurrent.allocate(self.cache.batch_size)
 
     def hand_over(self, copied: bool) -> None:
         """Let the next pass start from the rows' own recurrent states, or from a copy that it may overwrite."""
@@ -143,18 +129,17 @@ class StateStore(LinearAttentionLayer):
         width = conv_kernel_size or conv_states.shape[-1]
         own, new = self.conv_states[0], self.new_conv
         if own is None or new is None:
-            size = (*conv_states.shape[1:-1], width)
-            own, new = self._allocate_conv(RowState(size, conv_states.dtype, conv_states.device))
+            shape = RowState((*conv_states.shape[1:-1], width), conv_states.dtype, conv_states.device)
+            self.conv_states[0], self.new_conv = own, new = shape.allocate(self.cache.batch_size)
         whole = torch.cat([own, conv_states], -1)
         new.copy_(whole[..., -width:])
         return whole
 
     def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
         """Note the state at the end of the pass, `[B, heads, D, D']`."""
-        new = self.new_recurrent
-        if new is None:
-            new = self._allocate_recurrent(RowState.of(recurrent_states))
-        return new.copy_(recurrent_states)
+        if self.new_recurrent is None:
+            self.own_recurrent, self.new_recurrent = RowState.of(recurrent_states).allocate(self.cache.batch_size)
+        return self.new_recurrent.copy_(recurrent_states)
 
     def adopt(self, rows: list[int]) -> None:
         """Make the states at the end of the last pass the own states of these rows."""
@@ -234,8 +219,7 @@ class RecurrentCache(RaggedCache):
     """A `RaggedCache` in which some layers keep states. It reads chains only, and its passes have no fixed shape.
 
     Before each pass its tokens are given to `write`. As long as `overdue` is not 0, a pass over that many committed
-    tokens comes first, and `settle` ends it. Then comes the pass over `unread`, of whose outputs those at `asked` are
-    used.
+    tokens comes first, and `settle` ends it. Then comes the pass over `unread`, of which the outputs at `asked` count.
 
     Args:
         kinds: the kinds of all layers, as in `config.layer_types`.
@@ -268,10 +252,7 @@ class RecurrentCache(RaggedCache):
 
     @staticmethod
     def room(max_length: int) -> int:
-        """Return the entries per row that rows of `max_length` tokens take.
-
-        A pass is as wide for every row as for the one that has most to read again.
-        """
+        """Return the entries for a row of `max_length` tokens: a pass is as wide as the row with most to read again."""
         return max_length + UNREAD
 
     def blank_layer(self, index: int) -> LayerStore:
@@ -301,15 +282,12 @@ class RecurrentCache(RaggedCache):
         self._adopt([row for row, lag in enumerate(self._lags()) if lag >= count])
 
     def unread(self, count: int = 0) -> Tensor:
-        """Return the next tokens that each row's states have not read, `[B, count]`.
-
-        With `count` 0 they are as many as the row with most to read has.
-        """
+        """Return the next tokens that each row's states have not read, `[B, count]`; 0 for the most that a row has."""
         count = count or max(end - read for end, read in zip(self._ends, self.read, strict=True))
         return self.tokens.gather(1, self._from_read(count))
 
     def asked(self, count: int) -> Tensor:
-        """Return where in a pass over `unread` the last `count` written tokens stand, `[B, count]`.
+        """Return the places of the last `count` written tokens in a pass over `unread`, `[B, count]`.
 
         A token that the row's own state has read already has no output any more; its place means nothing.
         """
@@ -322,10 +300,7 @@ class RecurrentCache(RaggedCache):
         return read[:, None] + torch.arange(count, device=read.device)
 
     def place(self, num_new: int, offset: int = 0, nodes: Nodes | None = None) -> Tensor:
-        """Say where the next pass writes, and return the positions of its tokens, `[B, Q]`.
-
-        It starts where each row's states are, wherever that is from its committed entries.
-        """
+        """Place the next pass after the tokens that each row's states have read; return its positions, `[B, Q]`."""
         if nodes is not None or self.window is not None:
             raise IncompatibleError("a model with recurrent layers reads chains only, and no windows of fixed size.")
         used, slots = self.room_for(max(self.read) + num_new), self._from_read(num_new)
@@ -354,9 +329,8 @@ class RecurrentCache(RaggedCache):
 
     def _lags(self) -> list[int]:
         """Return for each row how many committed tokens its states have not read."""
-        return [
-            min(end, length) - read for end, length, read in zip(self._ends, self.host_lengths, self.read, strict=True)
-        ]
+        rows = zip(self._ends, self.host_lengths, self.read, strict=True)
+        return [min(end, length) - read for end, length, read in rows]
 
     def _adopt(self, rows: list[int]) -> None:
         """Make the states at the end of the last pass the own states of these rows, and forget the others."""

@@ -1,10 +1,8 @@
 """A target too large for one device: each process holds a part of every layer (FSDP2, torch's `fully_shard`).
 
-A pass gathers one layer at a time. Embeddings stay whole in every process: drafters read them outside of passes.
-
-A layer is gathered by all processes together, so all must make equally many passes. In training steps they do. What one
-process does alone, such as answering prompts, it does inside `leading`, while the others `follow`: they make a pass
-over a single token for each of its passes.
+A pass gathers one layer at a time, by all processes together, so all must make equally many passes. One process works
+alone, for example answers prompts, inside `leading`, while the others `follow`: they make a pass over a single token
+for each of its passes. Embeddings stay whole in every process: drafters read them outside of passes.
 """
 
 from __future__ import annotations
@@ -33,12 +31,11 @@ def processes() -> int:
 @contextmanager
 def in_turn() -> Iterator[None]:
     """Let the processes run the code inside one after the other."""
-    rank, count = (distributed.get_rank(), processes()) if processes() > 1 else (0, 1)
-    for _ in range(rank):
-        distributed.barrier()
-    yield
-    for _ in range(rank, count if count > 1 else 0):
-        distributed.barrier()
+    for turn in range(processes()):
+        if processes() == 1 or turn == distributed.get_rank():
+            yield
+        if processes() > 1:
+            distributed.barrier()
 
 
 def all_processes(device: torch.device) -> DeviceMesh:
@@ -47,10 +44,7 @@ def all_processes(device: torch.device) -> DeviceMesh:
 
 
 def split(model: nn.Module, layers: nn.ModuleList, device: torch.device, mesh: DeviceMesh) -> None:
-    """Leave in this process its part of each layer, on its device, and the rest of the model whole.
-
-    Nothing is exchanged: the other processes may do it at another time.
-    """
+    """Leave in this process its part of each layer, on its device, and the rest of the model whole, on its own time."""
     for layer in layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
     model.to(device)
@@ -67,8 +61,7 @@ def share(value: Value) -> Value:
 def leading(target: Backbone) -> Iterator[None]:
     """Let the other processes, which `follow`, take part in every pass of a sharded target. For the first process.
 
-    If the code inside fails, the others get no message, for they may be in the middle of a pass: the launcher ends
-    them.
+    If the code inside fails, the others get no message, as they may be in the middle of a pass: the launcher ends them.
     """
 
     def before_a_pass(*_: object) -> None:
@@ -90,16 +83,12 @@ def follow(target: Backbone) -> None:
 
 @torch.no_grad()
 def settle(target: Backbone) -> None:
-    """Run a pass over one token.
-
-    The first pass makes the tensors that layers are gathered in. Made in inference mode, they would be of no use
-    outside of it.
-    """
+    """Run a pass over one token: the first makes the tensors that layers are gathered in, not in inference mode."""
     target.body(input_ids=torch.zeros(1, 1, dtype=torch.long, device=target.device), use_cache=False)
 
 
 def _tell(target: Backbone, another: bool) -> bool:
-    """Tell the others, as the first process, whether it makes `another` pass; return for the others whether it does."""
+    """Send, from the first process, whether it makes `another` pass, and return that in the others."""
     flag = torch.tensor(float(another), device=target.device)
     distributed.broadcast(flag, 0)
     return distributed.get_rank() != 0 and bool(flag.item())

@@ -1,7 +1,6 @@
-"""Checks of a model before anything is decoded with it: that it can be read as all decoding reads it.
+"""Checks that a model can be read as all decoding reads it, in passes over a token or two.
 
-Configs do not say this in one way, and a model that fails would silently write another text than its own `generate`.
-So it is tried, in passes over a token or two.
+A model that fails would silently write another text than its own `generate`, and configs do not tell.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..common.errors import IncompatibleError, OutriderError
+from ..common.errors import IncompatibleError, OutriderError, first_line
 from .backbone import Backbone
 from .cache import RowLengths
 from .layer_kinds import CacheLayout
@@ -24,31 +23,27 @@ _TOLERANCE = 0.1
 
 
 def require_readable(target: Backbone, lm_head: Callable[[Tensor], Tensor], layout: CacheLayout) -> None:
-    """Refuse a target whose text would differ from its own `generate`'s, or whose passes fail.
-
-    Raises:
-        IncompatibleError: it is in training mode, is not causal, makes its logits in another way, or cannot be read
-            piece by piece.
-    """
+    """Raise IncompatibleError for a target whose text would differ from its own `generate`'s, or whose passes fail."""
     _check_frozen(target)
     try:
         _check_causal(target)
         _check_logits(target, lm_head)
-        _read_in_pieces(target, layout)
+        cache = layout.allocate(1, 3, target.device)
+        for count in (1, 2):  # a token, and then two at once
+            target.run(torch.zeros(1, count, dtype=torch.long, device=target.device), cache)
+            cache.advance(RowLengths.of([count], target.device))
     except (OutriderError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise IncompatibleError(
-            f"{type(target.model).__name__} cannot be read piece by piece over a cache, as decoding does: {reason}. "
-            "Take another target."
+            f"{type(target.model).__name__} cannot be read piece by piece over a cache, as decoding does: "
+            f"{first_line(error)}. Take another target."
         ) from error
 
 
 def _check_frozen(target: Backbone) -> None:
     """Refuse a model with active dropout: no two of its passes would be the same."""
-    training = (module for module in target.model.modules() if module.training)
-    if any(isinstance(module, torch.nn.Dropout) and module.p > 0 for module in training):
+    if any(isinstance(m, torch.nn.Dropout) and m.training and m.p > 0 for m in target.model.modules()):
         raise IncompatibleError(
             f"{type(target.model).__name__} is in training mode and drops parts out, so it says something else each "
             "time; call model.eval() first."
@@ -58,8 +53,7 @@ def _check_frozen(target: Backbone) -> None:
 def _check_causal(target: Backbone) -> None:
     """Refuse a model whose states at a token depend on the tokens after it.
 
-    Encoders such as BERT load as causal models, and their config says that they are not; some with such a config are
-    causal all the same.
+    Encoders such as BERT load as causal models; their config says that they are none, as that of some causal ones does.
     """
     if getattr(target.config, "is_decoder", None) is not False:
         return
@@ -84,27 +78,17 @@ def _check_logits(target: Backbone, lm_head: Callable[[Tensor], Tensor]) -> None
         )
 
 
-def _read_in_pieces(target: Backbone, layout: CacheLayout) -> None:
-    """Read a token, and then two at once."""
-    cache = layout.allocate(1, 3, target.device)
-    for count in (1, 2):
-        target.run(torch.zeros(1, count, dtype=torch.long, device=target.device), cache)
-        cache.advance(RowLengths.of([count], target.device))
-
-
 @torch.no_grad()
 def reads_ragged_rows(target: Backbone, layout: CacheLayout) -> bool:
     """Return whether a row is read alike beside a longer one and beside one of its own length."""
-    alone, beside = (_last_of_first_row(target, layout, lengths) for lengths in ([1, 1], [1, 3]))
+    states = []
+    for lengths in ([1, 1], [1, 3]):
+        cache = layout.allocate(2, max(lengths) + 1, target.device)
+        target.run(torch.zeros(2, max(lengths), dtype=torch.long, device=target.device), cache)
+        cache.advance(RowLengths.of(lengths, target.device))
+        states.append(target.run(torch.zeros(2, 1, dtype=torch.long, device=target.device), cache)[0][0, 0])
+    alone, beside = states
     return not differ(beside, alone, 4 * torch.finfo(alone.dtype).eps ** 0.75)
-
-
-def _last_of_first_row(target: Backbone, layout: CacheLayout, lengths: list[int]) -> Tensor:
-    """Return the hidden state of the first row at a token that is read after rows of these lengths, `[H]`."""
-    cache = layout.allocate(2, max(lengths) + 1, target.device)
-    target.run(torch.zeros(2, max(lengths), dtype=torch.long, device=target.device), cache)
-    cache.advance(RowLengths.of(lengths, target.device))
-    return target.run(torch.zeros(2, 1, dtype=torch.long, device=target.device), cache)[0][0, 0]
 
 
 def differ(one: Tensor, other: Tensor, tolerance: float = _TOLERANCE) -> bool:

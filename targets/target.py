@@ -6,6 +6,7 @@ Shapes: B rows, Q new tokens per row, T tokens of a whole sequence, H hidden siz
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..common.errors import BadInputError, IncompatibleError
 from ..common.machine import best_device
+from .adapters import merge_adapter
 from .backbone import Backbone, at_places
 from .cache import RaggedCache
 from .cache_slots import Nodes
@@ -25,24 +27,18 @@ from .fingerprint import Fingerprint
 from .footprint import Footprint, measure
 from .layer_kinds import CacheLayout, runtime_key
 from .layers import body_of, decoder_layers
-from .loading import expanded, load_model_and_tokenizer, quantise
+from .loading import load_causal_lm, load_tokenizer_of, quantise, target_path
 from .sharding import all_processes, in_turn, processes, settle, share, split
 from .smoke_check import reads_ragged_rows, require_readable
 
 
 @dataclass
 class TargetOutput:
-    """The result of one pass of the target.
+    """The result of one pass of the target; what was not requested is None."""
 
-    Attributes:
-        logits: `[B, Q, V]`, or only at the requested positions; None if none were requested.
-        hidden: tapped hidden states, `[B, Q, K, H]`; None if no taps were requested.
-        last: the last hidden state after the final norm, `[B, Q, H]`.
-    """
-
-    logits: Tensor | None
-    hidden: Tensor | None
-    last: Tensor
+    logits: Tensor | None  # [B, Q, V], or only at the requested positions
+    hidden: Tensor | None  # tapped hidden states, [B, Q, K, H]
+    last: Tensor  # the last hidden state after the final norm, [B, Q, H]
 
 
 class Target(Backbone):
@@ -52,8 +48,6 @@ class Target(Backbone):
     caches, and passes through the layers are those of a `Backbone`.
 
     Attributes:
-        model: the unmodified `transformers` model.
-        tokenizer: its tokenizer, or None.
         source: where it was loaded from, for people: `{"path", "revision", "adapter"}`, and "quantize" if it was.
         sharded: whether each process holds only a part of its layers, see `targets.sharding`.
     """
@@ -93,8 +87,8 @@ class Target(Backbone):
         Args:
             adapter: folder or Hub id of a PEFT adapter, which is merged into the weights, as it would be served.
             attention: one of the library's implementations, or "outrider" (see `targets.attention`).
-            sharding: "fsdp2" splits the layers over the processes, if there are several (see `targets.sharding`). The
-                processes load the target one after the other, each into main memory first.
+            sharding: "fsdp2" splits the layers over the processes, if there are several (see `targets.sharding`), which
+                load the target one after the other, into main memory first.
             quantize: "int8" or "int8-dynamic" (see `targets.loading.quantise`); None leaves the weights as they are.
 
         Raises:
@@ -106,8 +100,10 @@ class Target(Backbone):
                 cls.load, path, revision, adapter, dtype, "cpu", trust_remote_code, attention, quantize=quantize
             )
             return _load_sharded(whole, torch.device(device or best_device()))
-        path, adapter = expanded(path), None if adapter is None else expanded(adapter)
-        model, tokenizer = load_model_and_tokenizer(path, revision, adapter, dtype, trust_remote_code, attention)
+        path, adapter = os.path.expanduser(path), None if adapter is None else os.path.expanduser(adapter)
+        model = load_causal_lm(target_path(path), dtype, revision, trust_remote_code, attention)
+        tokenizer = load_tokenizer_of(path, revision, trust_remote_code)
+        model = model if adapter is None else merge_adapter(model, adapter)
         cast(nn.Module, model).to(device or best_device()).eval().requires_grad_(False)
         if quantize is not None:
             quantise(model, quantize)
@@ -137,11 +133,7 @@ class Target(Backbone):
         return "position_ids" in inspect.signature(self.body.forward).parameters
 
     def require_tokenizer(self) -> PreTrainedTokenizerBase:
-        """Return the tokenizer.
-
-        Raises:
-            BadInputError: there is none.
-        """
+        """Return the tokenizer; raises BadInputError if there is none."""
         if self.tokenizer is None:
             raise BadInputError("this target has no tokenizer; pass one: Target(model, tokenizer).")
         return self.tokenizer
@@ -151,7 +143,7 @@ class Target(Backbone):
         return Fingerprint.of(self.model, self.tokenizer) if self._fingerprint is None else self._fingerprint()
 
     def footprint(self) -> Footprint:
-        """Return how much memory passes work with; measured once for each device and dtype."""
+        """Return the memory that passes work with; measured once for each device and dtype."""
         now = runtime_key(self.model, self.config)
         if now not in self._footprints:
             self._footprints[now] = measure(self, self.lm_head, self.vocab_size)
@@ -185,20 +177,11 @@ class Target(Backbone):
             )
 
     def check_trees(self) -> None:
-        """Raise IncompatibleError if nodes of a tree cannot be verified.
-
-        Recurrent states have no branches, and a node's place is given by position ids, not by its slot in the cache.
-        """
-        if not self.rewinds:
-            raise IncompatibleError(
-                f"{type(self.model).__name__} has recurrent layers, whose states have no branches, so it cannot verify "
-                "trees; draft chains."
-            )
-        if not self.takes_positions:
-            raise IncompatibleError(
-                f"{type(self.model).__name__} takes no position ids (it uses ALiBi, for example), so it cannot verify "
-                "trees; draft chains."
-            )
+        """Raise IncompatibleError if nodes of a tree, whose places are given by position ids, cannot be verified."""
+        why = None if self.takes_positions else "takes no position ids (it uses ALiBi, for example)"
+        why = why if self.rewinds else "has recurrent layers, whose states have no branches"
+        if why is not None:
+            raise IncompatibleError(f"{type(self.model).__name__} {why}, so it cannot verify trees; draft chains.")
 
     # ------------------------------------------------------------ passes
 
@@ -220,16 +203,11 @@ class Target(Backbone):
         offset: int = 0,
         nodes: Nodes | None = None,
     ) -> TargetOutput:
-        """Run one pass over `tokens`, `[B, Q]`.
-
-        With a cache the tokens follow each row's committed entries (plus `offset`); the caller commits them with
-        `cache.advance`. Without one they are whole sequences, padded on the right.
+        """Run one pass over `tokens`, `[B, Q]`, as `Backbone.run` does, and compute their logits.
 
         Args:
-            taps: HF `hidden_states` indices (0 = embeddings, `num_layers` = after the final norm).
             at: indices into Q at which logits are computed, `[B, A]`; None for all Q.
             logits: False skips the output embedding.
-            nodes: the tokens' places in a tree; None for a chain.
         """
         last, hidden = self.run(tokens, cache, taps, offset, nodes)
         if not logits:
@@ -243,8 +221,7 @@ class Target(Backbone):
     def lm_head(self, hidden: Tensor, token_ids: Tensor | None = None) -> Tensor:
         """Return logits `[..., V]` of final hidden states `[..., H]` (after the final norm), scaled as the model does.
 
-        Args:
-            token_ids: restricts the output to these tokens, `[V']`: `[..., V']`.
+        `token_ids` `[V']` restrict the output to these tokens: `[..., V']`.
         """
         head = self.model.get_output_embeddings()
         hidden = hidden.to(head.weight.dtype)  # cached features may be stored in less

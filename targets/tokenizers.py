@@ -15,55 +15,33 @@ _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.j
 
 @dataclass(frozen=True)
 class TokenDifference:
-    """The lowest id that two vocabularies disagree about.
-
-    Attributes:
-        first, second: what each vocabulary calls it; None where it has no such id.
-    """
+    """The lowest id that two vocabularies disagree about, and each one's token; None where it has no such id."""
 
     id: int
     first: str | None
     second: str | None
 
-    def describe(self, first: str, second: str) -> str:
-        """Return a phrase such as `id 17 is 'foo' in <first> and 'bar' in <second>`."""
-        return f"id {self.id} is {_shown(self.first)} in {first} and {_shown(self.second)} in {second}"
-
 
 def first_difference(first: PreTrainedTokenizerBase, second: PreTrainedTokenizerBase) -> TokenDifference | None:
     """Return the lowest id at which two vocabularies (added tokens included) differ; None if they agree."""
     one, two = _by_id(first), _by_id(second)
-    differing = [i for i in one.keys() | two.keys() if one.get(i) != two.get(i)]
-    if not differing:
-        return None
-    lowest = min(differing)
-    return TokenDifference(lowest, one.get(lowest), two.get(lowest))
+    lowest = min((i for i in one.keys() | two.keys() if one.get(i) != two.get(i)), default=None)
+    return None if lowest is None else TokenDifference(lowest, one.get(lowest), two.get(lowest))
 
 
 def require_same_vocabulary(own: PreTrainedTokenizerBase, theirs: PreTrainedTokenizerBase, what: str) -> None:
-    """Refuse a tokenizer whose vocabulary differs from the target's.
-
-    Args:
-        own: the tokenizer of `what`, which is named in the error.
-        theirs: the target's.
-
-    Raises:
-        IncompatibleError: they differ; it names the first token that does.
-    """
+    """Raise IncompatibleError if the vocabulary of `what`, of the tokenizer `own`, differs from the target's."""
     difference = first_difference(own, theirs)
     if difference is not None:
+        one, other = ("missing" if t is None else repr(t) for t in (difference.first, difference.second))
         raise IncompatibleError(
-            f"{what} and the target have different vocabularies: {difference.describe(what, 'the target')}. "
-            "They must share one tokenizer; use a drafter made for this target, or train one."
+            f"{what} and the target have different vocabularies: id {difference.id} is {one} in {what} and {other} in "
+            "the target. They must share one tokenizer; use a drafter made for this target, or train one."
         )
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
-    """Load the tokenizer saved in `folder`; None if there is none.
-
-    Raises:
-        BadInputError: its files cannot be read.
-    """
+    """Return the tokenizer saved in `folder`, None if there is none; BadInputError if its files cannot be read."""
     if not any((folder / name).exists() for name in _FILES):
         return None
     check_files(folder)
@@ -74,11 +52,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
 
 
 def tokenizer_of(folder: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Return the tokenizer in a folder that was checked; the library's errors are passed on.
-
-    Raises:
-        IncompatibleError: the library loads something else than a tokenizer of text.
-    """
+    """Return the tokenizer in a folder that was checked. Errors are the library's, or IncompatibleError for others."""
     with without_questions():
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
@@ -88,7 +62,3 @@ def tokenizer_of(folder: Path, trust_remote_code: bool = False) -> PreTrainedTok
 
 def _by_id(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
     return {i: token for token, i in sorted(tokenizer.get_vocab().items())}
-
-
-def _shown(token: str | None) -> str:
-    return "missing" if token is None else repr(token)

@@ -1,7 +1,6 @@
 """Weights: the tensors that a safetensors file holds, modules filled from them strictly, and changes to them noticed.
 
-A stranger's config may ask for sizes that no machine has. Its weights are on the disk: nothing is made that they do
-not fill.
+A stranger's config may ask for sizes that no machine has: nothing is made that its weights do not fill.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from torch.nn.modules.module import (
 )
 
 from ..common.errors import BadInputError, IncompatibleError, Refusal
-from ..common.safe_load import MEGABYTE, require_regular
+from ..common.safe_load import MEGABYTE, open_regular
 from .layers import Tap
 from .model_folder import refuse_pickles
 
@@ -62,29 +61,19 @@ def stored_tensors(file: Path) -> dict[str, TensorInfo]:
     Raises:
         Refusal: the file is not regular, is damaged, or has a larger header than any model.
     """
+    problem, advice = "damaged or not a safetensors file", "Copy it again, or take the last good checkpoint."
     try:
-        require_regular(file)
-        with file.open("rb") as opened:
+        with open_regular(file) as opened:
             length = int.from_bytes(opened.read(8), "little")
         if length > MAX_HEADER:
-            raise Refusal.of(
-                file,
-                f"damaged or not a safetensors file (a header of {length} bytes)",
-                f"at most {MAX_HEADER}",
-                "Copy it again.",
-            )
+            raise Refusal.of(file, f"{problem} (a header of {length} bytes)", f"at most {MAX_HEADER}", advice)
         with safe_open(file, framework="pt") as source:
             views = {name: source.get_slice(name) for name in source.keys()}  # noqa: SIM118 (it is no mapping)
             return {name: TensorInfo(view.get_dtype(), tuple(view.get_shape())) for name, view in views.items()}
+    except Refusal:
+        raise
     except (SafetensorError, OSError, ValueError) as error:
-        if isinstance(error, Refusal):
-            raise
-        raise Refusal.of(
-            file,
-            f"damaged or not a safetensors file ({error})",
-            "one as it was written",
-            "Copy it again, or take the last good checkpoint.",
-        ) from error
+        raise Refusal.of(file, f"{problem} ({error})", "one as it was written", advice) from error
 
 
 def misfits(wanted: Mapping[str, Tensor], stored: Mapping[str, TensorInfo]) -> list[str]:
@@ -92,23 +81,20 @@ def misfits(wanted: Mapping[str, Tensor], stored: Mapping[str, TensorInfo]) -> l
     problems = [f"missing {name}" for name in wanted.keys() - stored.keys()]
     problems += [f"unexpected {name}" for name in stored.keys() - wanted.keys()]
     for name in wanted.keys() & stored.keys():
-        found, expected = stored[name], wanted[name]
-        if found.shape != tuple(expected.shape):
-            problems.append(f"{name} is {found.shape}, expected {tuple(expected.shape)}")
-        elif found.is_floating != expected.is_floating_point():
-            problems.append(f"{name} is {found.dtype}, expected {expected.dtype}")
+        actual, expected = stored[name], wanted[name]
+        if actual.shape != tuple(expected.shape):
+            problems.append(f"{name} is {actual.shape}, expected {tuple(expected.shape)}")
+        elif actual.is_floating != expected.is_floating_point():
+            problems.append(f"{name} is {actual.dtype}, expected {expected.dtype}")
     return sorted(problems)
 
 
 @contextmanager
 def no_more_than(num_tensors: int, what: str) -> Iterator[None]:
-    """Refuse, inside, to make modules with many more parameters than `what` holds tensors.
+    """Raise IncompatibleError, inside, where modules with many more parameters are made than `what` holds tensors.
 
     Ten million layers take hours even without contents. Some parameters are made and replaced, so there may be
     somewhat more of them than tensors.
-
-    Raises:
-        IncompatibleError: there are more.
     """
     made = {"parameters": 0, "modules": 0}
     most = {"parameters": 4 * num_tensors + 1000, "modules": 20 * num_tensors + 10_000}
@@ -136,7 +122,7 @@ def no_more_than(num_tensors: int, what: str) -> Iterator[None]:
 
 
 def restored(make: Callable[[], M], folder: Path) -> M:
-    """Return the module that `make` builds, filled with the weights in `folder`.
+    """Return the module that `make` builds, filled with the weights in `folder`: equal names, shapes and kinds.
 
     It is built on the meta device first: memory is only taken for sizes that the file has.
 
@@ -145,32 +131,20 @@ def restored(make: Callable[[], M], folder: Path) -> M:
         IncompatibleError: they do not fit such a module.
     """
     refuse_pickles(folder)
-    stored = stored_tensors(folder / WEIGHTS)
-    with torch.device("meta"), no_more_than(len(stored), str(folder / WEIGHTS)):
+    file = folder / WEIGHTS
+    stored = stored_tensors(file)
+    with torch.device("meta"), no_more_than(len(stored), str(file)):
         empty = make()
-    _require_fit(empty, stored, folder)
+    if problems := misfits(empty.state_dict(), stored):
+        raise IncompatibleError(f"{file} does not fit its config.json: {'; '.join(problems[:4])}.")
     module = make()
-    load_weights(module, folder)
-    return module
-
-
-def load_weights(module: nn.Module, folder: Path) -> None:
-    """Fill `module` from model.safetensors, strictly: no missing, no unexpected names, equal shapes and kinds."""
-    refuse_pickles(folder)
-    _require_fit(module, stored_tensors(folder / WEIGHTS), folder)
     try:
-        module.load_state_dict(load_file(folder / WEIGHTS))
+        module.load_state_dict(load_file(file))
     except (SafetensorError, OSError) as error:
         raise BadInputError(
-            f"{folder / WEIGHTS}: damaged or not a safetensors file ({error}). "
-            "Copy it again, or take the last good checkpoint."
+            f"{file}: damaged or not a safetensors file ({error}). Copy it again, or take the last good checkpoint."
         ) from error
-
-
-def _require_fit(module: nn.Module, stored: dict[str, TensorInfo], folder: Path) -> None:
-    problems = misfits(module.state_dict(), stored)
-    if problems:
-        raise IncompatibleError(f"{folder / WEIGHTS} does not fit its config.json: {'; '.join(problems[:4])}.")
+    return module
 
 
 # ------------------------------------------------------------ changes
@@ -185,10 +159,7 @@ def weight_versions(weights: Iterable[Tensor]) -> list[tuple[int, int]]:
 
 
 def module_versions(model: nn.Module) -> list[Hashable]:
-    """Return a value that changes when a module is replaced or hooked, or an adapter is chosen or switched off.
-
-    Taps do not change what a module computes, so they do not count.
-    """
+    """Return a value that changes when a module is replaced or hooked (taps do not count), or an adapter switched."""
     versions: list[Hashable] = []
     for module in model.modules():
         hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
-from typing import Protocol
 
 import torch
 import triton
@@ -26,21 +25,13 @@ _log = logging.getLogger("outrider")
 
 @dataclass(frozen=True)
 class Matrix:
-    """One product of a layer.
+    """One product of a layer."""
 
-    Attributes:
-        weight: `[N, C]`; of a gated one the gates' and then the ups', `[2N, C]`.
-        norm: the weight of the RMSNorm of its input, `[C]`; None without a norm.
-        bias: `[N]`, or None.
-        eps: of the norm.
-        gated: whether SiLU of its first half is multiplied by its second half.
-    """
-
-    weight: Tensor
-    norm: Tensor | None = None
-    bias: Tensor | None = None
-    eps: float = 0.0
-    gated: bool = False
+    weight: Tensor  # [N, C]; of a gated one the gates' and then the ups', [2N, C]
+    norm: Tensor | None = None  # the weight of the RMSNorm of its input, [C]
+    bias: Tensor | None = None  # [N]
+    eps: float = 0.0  # of the norm
+    gated: bool = False  # SiLU of the first half is multiplied by the second half
 
     @property
     def outputs(self) -> int:
@@ -48,16 +39,9 @@ class Matrix:
         return len(self.weight) // (2 if self.gated else 1)
 
 
-class Matmul(Protocol):
-    """An implementation of a layer's products."""
-
-    def __call__(self, x: Tensor, matrix: Matrix, onto: Tensor | None = None) -> Tensor:
-        """Return the product of `x` `[M, C]`, `[M, N]`, added `onto` a tensor in place if one is given."""
-
-
 @dataclass(frozen=True)
 class TritonMatmul:
-    """A product by a kernel of ours, in one launch."""
+    """The product of `x` `[M, C]`, `[M, N]`, added `onto` a tensor in place if one is given, by a kernel of ours."""
 
     tiles: Tiles
 
@@ -72,7 +56,7 @@ class TritonMatmul:
 
 @dataclass(frozen=True)
 class TorchMatmul:
-    """A product by torch, on a GPU by cuBLAS, with a launch for each operation around it."""
+    """The same product by torch, on a GPU by cuBLAS, with a launch for each operation around it."""
 
     def __call__(self, x: Tensor, matrix: Matrix, onto: Tensor | None = None) -> Tensor:
         if matrix.norm is not None:
@@ -82,6 +66,9 @@ class TorchMatmul:
             return onto.addmm_(x, matrix.weight.T)
         product = nn.functional.linear(x, matrix.weight, matrix.bias)
         return operations.gate(product) if matrix.gated else product
+
+
+Matmul = TritonMatmul | TorchMatmul
 
 
 def candidates(tokens: int) -> list[Matmul]:
@@ -97,31 +84,22 @@ def candidates(tokens: int) -> list[Matmul]:
 
 
 class TunedMatmuls:
-    """The fastest implementations on this device, by product and number of tokens.
+    """The fastest implementations on this device, by product and number of tokens, a power of two.
 
-    Args:
-        matrices: of all layers, by the name of the product: a trial reads all of them in turn, as a pass does, since a
-            single one would stay in the GPU's cache.
-
-    Attributes:
-        chosen: the implementation that is taken, by product and number of tokens, a power of two.
-        timings: the milliseconds of all layers' products by each implementation that was tried.
+    A trial reads the matrices of all layers in turn, as a pass does: a single one would stay in the GPU's cache.
     """
 
     def __init__(self, matrices: dict[str, list[Matrix]]):
         self.matrices = matrices
         self.chosen: dict[tuple[str, int], Matmul] = {}
-        self.timings: dict[tuple[str, int], dict[Matmul, float]] = {}
+        self.timings: dict[tuple[str, int], dict[Matmul, float]] = {}  # milliseconds of all layers' products
 
     def multiply(self, name: str, layer: int, x: Tensor, onto: Tensor | None = None) -> Tensor:
         """Return a layer's product of `x` `[M, C]`, `[M, N]`, added `onto` a tensor in place if one is given."""
         return self.choose(name, x, onto)(x, self.matrices[name][layer], onto)
 
     def choose(self, name: str, x: Tensor, onto: Tensor | None) -> Matmul:
-        """Return the implementation for so many tokens: that of the next power of two, for which all are tried once.
-
-        A trial takes a good part of a second, and prompts come in all lengths.
-        """
+        """Return the implementation for so many tokens: that of the next power of two, for which all are tried once."""
         tokens = triton.next_power_of_2(len(x))
         if tokens > _MOST_TOKENS:
             return TorchMatmul()
@@ -136,11 +114,12 @@ class TunedMatmuls:
 
     def _fastest(self, name: str, x: Tensor, onto: Tensor | None) -> Matmul:
         matrices = self.matrices[name]
-        right = _product(TorchMatmul(), x, matrices[0], onto).float()
+        right = _product(TorchMatmul(), x, matrices[0], onto)
         times: dict[Matmul, float] = {}
         for matmul in candidates(len(x)):
             try:
-                if not _close(_product(matmul, x, matrices[0], onto).float(), right):
+                difference = _product(matmul, x, matrices[0], onto) - right
+                if not difference.norm() <= _TOLERANCE * right.norm():  # NaN is neither close nor far
                     _log.warning("%s of %d tokens by %s gives other numbers than torch: left out", name, len(x), matmul)
                     continue
                 times[matmul] = _milliseconds(lambda m=matmul: _all(m, x, matrices, onto))  # type: ignore[misc]
@@ -153,7 +132,7 @@ class TunedMatmuls:
 
 
 def _product(matmul: Matmul, x: Tensor, matrix: Matrix, onto: Tensor | None) -> Tensor:
-    return matmul(x, matrix, None if onto is None else onto.clone())
+    return matmul(x, matrix, None if onto is None else onto.clone()).float()
 
 
 def _all(matmul: Matmul, x: Tensor, matrices: Sequence[Matrix], onto: Tensor | None) -> None:
@@ -161,17 +140,10 @@ def _all(matmul: Matmul, x: Tensor, matrices: Sequence[Matrix], onto: Tensor | N
         matmul(x, matrix, onto)
 
 
-def _close(one: Tensor, other: Tensor) -> bool:
-    return bool((one - other).norm() <= _TOLERANCE * other.norm())
-
-
 def _can_try(x: Tensor) -> bool:
     """Return whether there is something to time, and nothing is being captured."""
-    return (
-        x.device.type == "cuda"
-        and not isinstance(x, torch._subclasses.FakeTensor)
-        and not torch.cuda.is_current_stream_capturing()
-    )
+    fake = isinstance(x, torch._subclasses.FakeTensor)
+    return x.device.type == "cuda" and not fake and not torch.cuda.is_current_stream_capturing()
 
 
 def _milliseconds(work: Callable[[], None]) -> float:

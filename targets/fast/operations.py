@@ -24,20 +24,13 @@ _MOST_PARTS = 64
 
 @dataclass(frozen=True)
 class Tiles:
-    """How a product is cut into programs.
+    """How a product is cut into programs."""
 
-    Attributes:
-        tokens: in a program; 0 for one token, without tensor cores.
-        outputs: in a program.
-        width: numbers of the input that are read at once.
-        warps: of a program. stages: how many reads are under way at once.
-    """
-
-    tokens: int
-    outputs: int
-    width: int
+    tokens: int  # in a program; 0 for one token, without tensor cores
+    outputs: int  # in a program
+    width: int  # numbers of the input that are read at once
     warps: int = 4
-    stages: int = 3
+    stages: int = 3  # reads that are under way at once
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
@@ -101,24 +94,17 @@ def _(both: Tensor) -> Tensor:
 
 @custom_op("outrider::place_heads", mutates_args={"keys", "values"})
 def place_heads(
-    joined: Tensor,
-    norms: Sequence[Tensor],
-    frequencies: Tensor,
-    positions: Tensor,
-    slots: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    joined: Tensor,  # [M, heads + 2 kv_heads, D]
+    norms: Sequence[Tensor],  # of queries and of keys, [D] each, or none
+    frequencies: Tensor,  # by which positions turn, [D / 2]
+    positions: Tensor,  # [B, Q]
+    slots: Tensor,  # [B, Q]
+    keys: Tensor,  # of the cache, [B, kv_heads, L, D]
+    values: Tensor,  # of the cache, [B, kv_heads, L, D]
     eps: float,
     scaling: float,
 ) -> Tensor:
-    """Store the keys and values in `joined` `[M, heads + 2 kv_heads, D]`; return its queries `[M, heads, D]`, turned.
-
-    Args:
-        norms: of queries and of keys, `[D]` each; none where they have none.
-        frequencies: by which positions turn, `[D / 2]`.
-        positions, slots: of the tokens, `[B, Q]`.
-        keys, values: of the cache, `[B, kv_heads, L, D]`.
-    """
+    """Store the keys and values in `joined`; return its queries `[M, heads, D]`, turned."""
     tokens, every, size = joined.shape
     heads, kv_heads = every - 2 * keys.shape[1], keys.shape[1]
     query = joined.new_empty(tokens, heads, size)
@@ -165,10 +151,9 @@ class Split:
 def attend(
     query: Tensor, keys: Tensor, values: Tensor, placed: Placement, scale: float, window: int, split: Split
 ) -> Tensor:
-    """Return attention of queries `[M, heads, D]` over a placed pass's entries `[B, kv_heads, L, D]`, `[M, heads, D]`.
+    """Return attention `[M, heads, D]` of queries `[M, heads, D]` over a placed pass's entries `[B, kv_heads, L, D]`.
 
-    Args:
-        window: the sliding window; 0 for full attention.
+    `window` 0 is full attention.
     """
     nodes = placed.nodes
     rows, queries = placed.slots.shape
@@ -196,9 +181,8 @@ def attend_parts(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attend within each part; see the kernel.
 
-    Returns:
-        With one part the result `[M, heads, D]`, and nothing; else nothing, what each part gathered
-        `[B, kv_heads, P, group · Q, D]`, and its weight's logarithm, `[B, kv_heads, P, group · Q]`.
+    Returns the result `[M, heads, D]` if there is one part; else each part's mixed values
+    `[B, kv_heads, P, group · Q, D]`, and the logarithms of their weights, `[B, kv_heads, P, group · Q]`.
     """
     (rows, kv_heads), queries, size = keys.shape[:2], slots.shape[1], query.shape[2]
     group = query.shape[1] // kv_heads

@@ -22,11 +22,8 @@ _PROMPT, _WINDOW, _MARGIN = 70, 1024, 16  # tokens; the margin is for the passes
 class PassProbe:
     """Two passes over a token and one over a tree, after a prompt, in rounds of fixed shapes.
 
-    The target computes the right hidden states when the probe is made, so it must run by the library's modules then.
-
-    Args:
-        parents: of the nodes of the tree in each row, as `Nodes.of_tree` takes them.
-        behind: how many tokens the prompt of each row is shorter than the longest.
+    The target must run by the library's modules when the probe is made: it computes the right hidden states then. Each
+    row has a tree, by its nodes' `parents`, and a prompt that is so many tokens `behind` the longest.
     """
 
     def __init__(self, target: Target, parents: Sequence[Sequence[int]], behind: Sequence[int]):
@@ -61,12 +58,9 @@ class PassProbe:
     def milliseconds(self, target: Target, count: int, seconds: float, clock: Callable[[], float]) -> float:
         """Return the median time of a pass over `count` tokens of a row, at the end of the window.
 
-        Args:
-            seconds: for how long passes are timed.
-            clock: gives the time in seconds, after the device has finished.
+        Passes are timed for `seconds`; `clock` gives the time in seconds, after the device has finished.
         """
-        end = self.cache.max_length - count
-        self.cache.lengths = torch.full_like(self.lengths, end)
+        self.cache.lengths = torch.full_like(self.lengths, self.cache.max_length - count)
         tokens, cache = self.tokens[:, :count], self.cache
         play = captured(lambda: target.run(tokens, cache)) if tokens.is_cuda else lambda: target.run(tokens, cache)
         play()

@@ -1,8 +1,8 @@
 """The layers of a Llama-like target in few launches: merged products, and fused kernels.
 
 Where the library's modules launch 40 kernels for a token and a layer (56 with norms of queries and keys), this launches
-seven. The merged weights are the library's own: its modules see them through views, so nothing takes memory twice, and
-a write to one is read by the other. Only passes over few tokens come here; prompts stay the library's.
+seven. The library's modules see the merged weights through views, so nothing takes memory twice, and a write to one is
+read by the other. Only passes over few tokens come here; prompts stay the library's.
 
 Shapes: B rows, Q tokens per row, M = B·Q, H hidden size, D head size, K taps.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -29,33 +30,20 @@ MOST_TOKENS = 64  # of a row in one pass
 
 @dataclass(frozen=True)
 class Heads:
-    """A layer's heads.
+    """A layer's heads."""
 
-    Attributes:
-        count: of queries. shared: of keys and values.
-        size: D, a power of two.
-        kept: their shape in a cache.
-        norms: of queries and of keys, `[D]` each; empty where they have none.
-        eps: of these norms. scale: of scores.
-        window: the sliding window; 0 for full attention.
-    """
-
-    count: int
-    shared: int
-    size: int
-    kept: LayerShape
-    norms: tuple[Tensor, ...]
-    eps: float
-    scale: float
-    window: int
+    count: int  # of queries
+    shared: int  # of keys and values
+    size: int  # D, a power of two
+    kept: LayerShape  # in a cache
+    norms: tuple[Tensor, ...]  # of queries and of keys, [D] each, or none
+    eps: float  # of the norms
+    scale: float  # of scores
+    window: int  # the sliding window; 0 for full attention
 
 
 class TritonRunner:
-    """Passes over few tokens through the layers of a model of Llama's kind.
-
-    Args:
-        model: one for which `why_not` found no reason. Its weights are merged; the modules keep views of them.
-    """
+    """Passes over few tokens through the layers of a model that `why_not` lets through; its weights are merged."""
 
     @torch.inference_mode(False)  # a model's weights may be trained later, and counted by their versions
     @torch.no_grad()
@@ -172,12 +160,11 @@ def why_not(model: Any) -> str | None:
 
 def _heads(attention: Any, window: int) -> Heads:
     size = attention.head_dim
-    count, shared = (len(part.weight) // size for part in (attention.q_proj, attention.k_proj))
     key = attention.k_proj.weight
+    count, shared = len(attention.q_proj.weight) // size, len(key) // size
     norms = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else ()
-    eps = norms[0].variance_epsilon if norms else 0.0
+    eps, weights = norms[0].variance_epsilon if norms else 0.0, tuple(norm.weight for norm in norms)
     kept = TensorShape(shared, size, key.dtype, key.device)
-    weights = tuple(norm.weight for norm in norms)
     return Heads(count, shared, size, LayerShape(kept, kept), weights, eps, float(attention.scaling), window)
 
 
@@ -188,8 +175,7 @@ def _merged(layer: Any) -> list[nn.Linear]:
 
 
 def _qkv_proj(layer: Any) -> Matrix:
-    parts = _merged(layer)[:3]
-    norm = layer.input_layernorm
+    parts, norm = _merged(layer)[:3], layer.input_layernorm
     bias = None if parts[0].bias is None else merge([part.bias for part in parts])
     return Matrix(merge([part.weight for part in parts]), norm.weight, bias, norm.variance_epsilon)
 
@@ -205,24 +191,15 @@ def merge(parameters: Sequence[Tensor]) -> Tensor:
 
     Parameters that already lie so are left where they are: another target may have merged them.
     """
-    first = parameters[0]
-    if not _adjoin(parameters):
-        whole = torch.cat([p.data for p in parameters])
-        for parameter, part in zip(parameters, whole.split([len(p) for p in parameters]), strict=True):
-            parameter.data = part
-        return whole
-    rows = sum(len(p) for p in parameters)
-    return first.data.as_strided((rows, *first.shape[1:]), first.stride())
-
-
-def _adjoin(parameters: Sequence[Tensor]) -> bool:
-    """Return whether tensors follow each other in one storage."""
-    storage, offset = _place(parameters[0])
-    for parameter in parameters:
-        if _place(parameter) != (storage, offset) or not parameter.is_contiguous():
-            return False
-        offset += parameter.numel()
-    return True
+    first, (storage, offset) = parameters[0], _place(parameters[0])
+    ends = list(accumulate((p.numel() for p in parameters), initial=offset))
+    places = [(storage, begin) for begin in ends[:-1]]
+    if [_place(p) for p in parameters] == places and all(p.is_contiguous() for p in parameters):
+        return first.data.as_strided((sum(map(len, parameters)), *first.shape[1:]), first.stride())
+    whole = torch.cat([p.data for p in parameters])
+    for parameter, part in zip(parameters, whole.split([len(p) for p in parameters]), strict=True):
+        parameter.data = part
+    return whole
 
 
 def _place(tensor: Tensor) -> tuple[int, int]:

@@ -1,12 +1,9 @@
-"""Choosing how a target's passes over few tokens run: by what is right and fastest on its device.
+"""Choosing how a target's passes over few tokens run: the way that is right and fastest on its device.
 
-A pass can run by the library's modules as they are (eager), by these with split attention, compiled, or by kernels of
-our own. On a GPU in bfloat16 a target tries all of them at first use: each must give the hidden states of the library's
+On a GPU in bfloat16 a target tries all `CANDIDATES` at first use: each must give the hidden states of the library's
 modules on the real weights, and those that do are timed. The fastest is taken, and remembered by device, dtype and the
 model's shape in this process and in a small file, which is safe to delete. Another target of that shape proves the
-remembered one right on its own weights, and times nothing.
-
-A user's choice wins: `Decoder(fast=…)`, `Target.compile`, `Target.use_split_attention`, `Target.load(attention=…)`.
+remembered one right on its own weights, and times nothing. A user's choice wins.
 """
 
 from __future__ import annotations
@@ -53,9 +50,7 @@ _log = logging.getLogger("outrider")
 def use_fast_pass(target: Target) -> None:
     """Let a target read a few tokens at a time by kernels of our own; prompts stay the library's.
 
-    Raises:
-        IncompatibleError: the model is of another kind, or the device and its software do not serve, or the kernels
-            give other numbers there than the library's modules.
+    Raises IncompatibleError if they do not serve the model or its device, or give other numbers than the modules.
     """
     name = type(target.model).__name__
     if (why := why_no_kernels(target)) is not None:
@@ -101,17 +96,11 @@ def by_library(target: Backbone) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class PassCandidate:
-    """A way of running passes.
+    """A way of running passes."""
 
-    Attributes:
-        name: the target's `pass_backend` when it runs this way.
-        build: makes a target that runs eagerly run this way, or raises.
-        why_not: returns why it does not serve a target; None if it does.
-    """
-
-    name: str
-    build: Callable[[Target], None]
-    why_not: Callable[[Target], str | None] = lambda _: None
+    name: str  # the target's `pass_backend` when it runs this way
+    build: Callable[[Target], None]  # makes a target that runs eagerly run this way, or raises
+    why_not: Callable[[Target], str | None] = lambda _: None  # the reason why it does not serve a target
 
 
 EAGER = PassCandidate("eager", Target.run_eagerly)
@@ -126,12 +115,7 @@ CANDIDATES = (
 
 @dataclass(frozen=True)
 class PassTrial:
-    """The result of one candidate on a device.
-
-    Attributes:
-        milliseconds: of a pass, by its number of tokens; empty if it was left out.
-        problem: why it was left out; "" if it was timed.
-    """
+    """The result of one candidate on a device: milliseconds of a pass by its number of tokens, or a problem."""
 
     candidate: str
     milliseconds: dict[str, float]
@@ -144,16 +128,12 @@ class PassTrial:
 
 @dataclass(frozen=True)
 class PassSelection:
-    """The candidates that were tried for models of one shape on one device, and the one that is taken.
-
-    Attributes:
-        serving: the names of the candidates that serve such models.
-    """
+    """The candidates that were tried for models of one shape on one device, and the one that is taken."""
 
     device: str
     dtype: str
     shape: str
-    serving: str
+    serving: str  # the names of the candidates that serve such models
     versions: str
     taken: str
     trials: tuple[PassTrial, ...]
@@ -168,29 +148,20 @@ class PassSelection:
 
     def rows(self) -> list[tuple[str, str, str]]:
         """Return each candidate, whether it is right, and its milliseconds per pass or its problem."""
-        return [
-            (
-                f"{trial.candidate} (taken)" if trial.candidate == self.taken else trial.candidate,
-                "yes" if trial.milliseconds else "left out",
-                ", ".join(map(_timed, trial.milliseconds.items())) or trial.problem,
-            )
-            for trial in self.trials
-        ]
-
-
-def _timed(timed: tuple[str, float]) -> str:
-    count, milliseconds = timed
-    return f"{milliseconds:.3f} ms for {count} {'token' if count == '1' else 'tokens'}"
+        rows = []
+        for trial in self.trials:
+            name = f"{trial.candidate} (taken)" if trial.candidate == self.taken else trial.candidate
+            passes = {f"{count} token{'s' * (count != '1')}": time for count, time in trial.milliseconds.items()}
+            timed = ", ".join(f"{time:.3f} ms for {tokens}" for tokens, time in passes.items())
+            rows.append((name, "yes" if timed else "left out", timed or trial.problem))
+        return rows
 
 
 # ------------------------------------------------------------ choosing
 
 
 def use_fastest_pass(target: Target, candidates: Sequence[PassCandidate] = CANDIDATES) -> None:
-    """Let a target in bfloat16 on a GPU run its passes in the way that is right and fastest there.
-
-    Nothing changes for one whose user has chosen a way, and on other devices.
-    """
+    """Let a target in bfloat16 on a GPU run its passes in the fastest right way, unless its user has chosen one."""
     if target.device.type == "cuda" and target.dtype == torch.bfloat16 and _is_left_open(target):
         choose(target, candidates)
 
@@ -207,8 +178,7 @@ def choose(
 ) -> None:
     """Let a target that runs eagerly run as the fastest candidate does; candidates are tried once for each shape.
 
-    Args:
-        now: a clock in seconds; by default the machine's, which waits for the device.
+    `now` is a clock in seconds; by default the machine's, which waits for the device.
     """
     key = _key(target, candidates)
     selection = _selections.get(key) or remembered().get(key)
@@ -224,11 +194,7 @@ def measure(
     now: Callable[[], float] | None = None,
     seconds: float = _SECONDS,
 ) -> PassSelection:
-    """Try all candidates on a target that runs eagerly, and leave it running as the fastest that is right.
-
-    Args:
-        seconds: for how long each candidate is timed.
-    """
+    """Try all candidates, `seconds` each, on a target that runs eagerly; leave it running as the fastest right one."""
     now = now or partial(clock, target.device)
     with torch.inference_mode(), steady_kernels():
         probe = PassProbe(target, _TREE, (0,))
@@ -245,7 +211,7 @@ def measure(
 def _try(
     candidate: PassCandidate, target: Target, probe: PassProbe, now: Callable[[], float], seconds: float
 ) -> PassTrial:
-    """Return how a candidate does on a target, which runs eagerly before and after."""
+    """Return the result of a candidate on a target, which runs eagerly before and after."""
     if (why := candidate.why_not(target)) is not None:
         return PassTrial(candidate.name, {}, why)
     counts = (1, probe.num_nodes)
@@ -289,7 +255,7 @@ _selections: dict[tuple[str, ...], PassSelection] = {}  # of this process
 
 
 def selections_file() -> Path:
-    """Return the file in which selections are kept from one process to the next; deleting it costs a minute."""
+    """Return the file that keeps selections from one process to the next; deleting it costs a minute."""
     return cache_file().with_name("passes.json")
 
 

@@ -1,8 +1,8 @@
 """Our kernels compared with the library's modules, on the device on which they will run.
 
-A kernel that is wrong on some GPU would silently write another text. So before a target runs by kernels, attention of
-its shapes is compared with sums in float64, where faults hide (one visible entry, negative scores, rows of different
-lengths, a tree), and whole passes with the library's. Products are compared when they are tuned.
+A kernel that is wrong on some GPU would silently write another text. So attention of a target's shapes is compared with
+sums in float64, where faults hide (one visible entry, negative scores, rows of different lengths, a tree), and whole
+passes with the library's. Products are compared when they are tuned.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..cache import RaggedCache, RowLengths
 from ..cache_slots import Nodes, Placement
 from ..target import Target
 from .operations import Split, attend
@@ -25,7 +26,7 @@ _ATTENTION_TOLERANCE = 0.02  # relative; right ones were off by 0.003 in bfloat1
 
 
 def differs(runner: TritonRunner, target: Target) -> str | None:
-    """Return how the passes of a target by kernels differ from the library's; None if they do not."""
+    """Return the difference of a target's passes by kernels from the library's, in words; None if there is none."""
     with torch.inference_mode():
         for layer in {heads.window: index for index, heads in enumerate(runner.heads)}.values():
             if (error := attention_error(runner, layer)) > _ATTENTION_TOLERANCE:
@@ -51,23 +52,15 @@ def attention_error(runner: TritonRunner, layer: int) -> float:
     query = numbers(rows * queries, heads.count, heads.size)
     keys, values = numbers(rows, heads.shared, room, heads.size), numbers(rows, heads.shared, room, heads.size)
     keys -= query[:1, :1].mean() + 2 * query[:1, :1].sign()  # far from 0, and mostly negative
-    errors = []
-    for tree in (False, True):
-        placed = _placed(weight.device, queries, tree)
-        right = exact_attention(query, keys, values, placed, heads.scale, heads.window)
+    errors, cache = [], RaggedCache(1, rows, room, weight.device)
+    cache.advance(RowLengths.of(list(_LENGTHS), weight.device))
+    for nodes in (None, Nodes.of_tree(torch.tensor(_PARENTS, device=weight.device), 4)):
+        cache.place(queries, 0, nodes)
+        right = exact_attention(query, keys, values, cache.placed, heads.scale, heads.window)
         for split in _SPLITS:
-            mixed = attend(query, keys, values, placed, heads.scale, heads.window, split)
+            mixed = attend(query, keys, values, cache.placed, heads.scale, heads.window, split)
             errors.append(distance(mixed.double(), right))
     return max(errors)
-
-
-def _placed(device: torch.device, queries: int, tree: bool) -> Placement:
-    lengths = torch.tensor(_LENGTHS, device=device)
-    slots = lengths[:, None] + torch.arange(queries, device=device)
-    nodes = Nodes.of_tree(torch.tensor(_PARENTS, device=device), 4) if tree else None
-    positions = slots if nodes is None else lengths[:, None] + nodes.depths
-    rows = torch.arange(len(_LENGTHS), device=device)[:, None]
-    return Placement(lengths, max(_LENGTHS) + 8, slots, positions, (rows, slots), nodes)
 
 
 def exact_attention(

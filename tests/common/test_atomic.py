@@ -253,9 +253,8 @@ def test_a_possible_output_leaves_no_trace(tmp_path: Path, depth: str) -> None:
 def test_a_file_in_the_way_is_named(tmp_path: Path, output: str) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "dangling").symlink_to("nowhere")
-    with pytest.raises(
-        CannotWriteError, match=rf"the report cannot be written into .*{output}: .* is (a file|no folder)"
-    ):
+    said = rf"the report cannot be written into .*{output}: .* is (a file|no folder)"
+    with pytest.raises(CannotWriteError, match=said):
         require_folder(tmp_path / output, "the report")
 
 
@@ -307,7 +306,6 @@ def test_a_full_disk_is_said_with_its_folder_and_what_was_kept(tmp_path: Path, w
             write(disk / "run")
         assert tree(disk) == ["run"]
     said = str(raised.value)
-    assert f"{disk / 'run'}" in said
     assert "All of yesterday's was kept." in said
     assert said.startswith(f"the disk that holds {disk / 'run'} is full: result could not be written")
     assert said.endswith("Free some space, then run the same command again.")
@@ -331,13 +329,7 @@ def test_deleted_while_it_is_written(tmp_path: Path) -> None:
 
 def test_an_error_about_something_else_stays_what_it_is(tmp_path: Path) -> None:
     """Whatever is computed between opening and writing may fail, and read files elsewhere."""
-
-    def fail(error: Exception) -> None:
-        with replacing_folder(tmp_path / "result"):
+    missing = FileNotFoundError(2, "No such file or directory", "/nowhere/target.json")
+    for error in (KeyError("x"), RuntimeError("cuda"), ConnectionRefusedError(111, "refused"), missing):
+        with pytest.raises(type(error)), replacing_folder(tmp_path / "result"):
             raise error
-
-    for error in (KeyError("x"), RuntimeError("cuda"), ConnectionRefusedError(111, "refused")):
-        with pytest.raises(type(error)):
-            fail(error)
-    with pytest.raises(FileNotFoundError):
-        fail(FileNotFoundError(2, "No such file or directory", "/nowhere/target.json"))

@@ -44,9 +44,15 @@ def names(folder: Path) -> list[str]:
     return sorted(f.name for f in folder.iterdir())
 
 
-def refusal(folder: Path, wait: float = 0.0) -> str:
-    with pytest.raises(BadInputError) as caught, locked(folder, wait):
+def take(folder: Path, wait: float = 0.0) -> None:
+    """Hold the lock of `folder` for a moment."""
+    with locked(folder, wait):
         pass
+
+
+def refusal(folder: Path, wait: float = 0.0) -> str:
+    with pytest.raises(BadInputError) as caught:
+        take(folder, wait)
     return str(caught.value)
 
 
@@ -73,16 +79,14 @@ def test_a_killed_process_holds_nothing(holder: subprocess.Popen[str], tmp_path:
     holder.send_signal(signal.SIGKILL)
     holder.wait()
     assert names(tmp_path) == [".out.lock"]
-    with locked(tmp_path / "out"):
-        pass
+    take(tmp_path / "out")
     assert names(tmp_path) == []
 
 
 def test_a_second_thread_is_refused_and_the_same_one_may_ask_again(tmp_path: Path) -> None:
     found: list[str] = []
     with locked(tmp_path / "out"):
-        with locked(tmp_path / "other" / ".." / "out"):
-            pass
+        take(tmp_path / "other" / ".." / "out")
         thread = threading.Thread(target=lambda: found.append(refusal(tmp_path / "out")))
         thread.start()
         thread.join()
@@ -91,28 +95,23 @@ def test_a_second_thread_is_refused_and_the_same_one_may_ask_again(tmp_path: Pat
 
 def test_whoever_waits_gets_the_lock_when_the_other_is_done(tmp_path: Path) -> None:
     order: list[str] = []
+    refused = threading.Event()
 
     def second() -> None:
+        order.append(refusal(tmp_path / "out", wait=0.1))
+        refused.set()
         with locked(tmp_path / "out", wait=20.0):
             order.append("second")
 
     with locked(tmp_path / "out"):
         thread = threading.Thread(target=second)
         thread.start()
+        refused.wait(20.0)
         time.sleep(0.2)
         order.append("first")
     thread.join()
+    assert "0.1 seconds were not enough" in order.pop(0)
     assert order == ["first", "second"]
-    assert "0.1 seconds were not enough" in "".join(_refused_while_held(tmp_path))
-
-
-def _refused_while_held(folder: Path) -> list[str]:
-    found: list[str] = []
-    with locked(folder / "out"):
-        thread = threading.Thread(target=lambda: found.append(refusal(folder / "out", wait=0.1)))
-        thread.start()
-        thread.join()
-    return found
 
 
 def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
@@ -120,8 +119,7 @@ def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
     with locked(tmp_path / "out"):
         child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(30,))
         child.start()
-    with locked(tmp_path / "out"):
-        pass
+    take(tmp_path / "out")
     child.kill()
     child.join()
 
@@ -190,14 +188,9 @@ def test_what_dead_processes_left_is_removed(tmp_path: Path) -> None:
     for file in (out / "recipe.yaml", out / "features" / "key" / "states", out):
         left(file, "tmp", dead).touch()
     left(out, "tmp", dead).mkdir()
-    with locked(out):
-        pass
-    assert sorted(str(f.relative_to(tmp_path)) for f in tmp_path.rglob("*")) == [
-        "out",
-        "out/features",
-        "out/features/key",
-        "out/kept",
-    ]
+    take(out)
+    left_over = sorted(f.relative_to(tmp_path).as_posix() for f in tmp_path.rglob("*"))
+    assert left_over == ["out", "out/features", "out/features/key", "out/kept"]
 
 
 def test_what_living_processes_write_stays(tmp_path: Path) -> None:
@@ -206,13 +199,11 @@ def test_what_living_processes_write_stays(tmp_path: Path) -> None:
     foreign = mine.with_name(".file.outrider-1-00000000-0.tmp")
     for file in (mine, parents, foreign):
         file.touch()
-    with locked(tmp_path / "out"):
-        pass
+    take(tmp_path / "out")
     assert all(file.exists() for file in (mine, parents, foreign))
     os.utime(foreign, (1e9, 1e9))
     os.utime(parents, (1e9, 1e9))  # older than the process that has this number now
-    with locked(tmp_path / "out"):
-        pass
+    take(tmp_path / "out")
     assert [file.exists() for file in (mine, parents, foreign)] == [True, False, False]
 
 
@@ -228,6 +219,5 @@ def test_what_may_be_somebody_elses_stays(tmp_path: Path) -> None:
     kept = [out / f".data.{dead}.old", out / f".features.{dead}.old", out / f".recipe.yaml.{dead}.tmp"]
     for file in kept:
         file.touch()
-    with locked(out):
-        pass
+    take(out)
     assert all(file.exists() for file in kept)

@@ -13,11 +13,8 @@ from outrider.common.machine import cgroup_rooms, free_bytes
 
 def group(folder: Any, limit: str, used: int, cached: int, old: bool = False) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    names = (
-        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        if old
-        else ("memory.max", "memory.current", "inactive_file")
-    )
+    names = ("memory.max", "memory.current", "inactive_file")
+    names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file") if old else names
     (folder / names[0]).write_text(f"{limit}\n")
     (folder / names[1]).write_text(f"{used}\n")
     (folder / "memory.stat").write_text(f"anon 5\n{names[2]} {cached}\n")

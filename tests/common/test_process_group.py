@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -24,11 +25,20 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_group, "SECONDS_BETWEEN_ROLL_CALLS", 0.2)
 
 
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / f"{process_group.PREFIX}1"
+
+
+def joined(here: LaunchGroup) -> AbstractContextManager[None]:
+    return here.joined(lambda: gather(here.folder, here.rank, here.size))
+
+
 def start(folder: Path, rank: int, size: int, act: Act) -> multiprocessing.Process:
     """Start the process `rank`, which does `act` and ends."""
 
     def run() -> None:
-        with LaunchGroup(folder, rank, size).joined(lambda: gather(folder, rank, size)):
+        with joined(LaunchGroup(folder, rank, size)):
             act(LaunchGroup(folder, rank, size))
 
     process = multiprocessing.get_context("fork").Process(target=run)
@@ -69,23 +79,21 @@ def stop(_: LaunchGroup) -> None:
     ],
 )
 def test_whoever_waits_hears_at_once_of_one_that_is_gone(
-    tmp_path: Path, act: Act, error: type[Exception], message: str
+    folder: Path, act: Act, error: type[Exception], message: str
 ) -> None:
-    folder = tmp_path / f"{process_group.PREFIX}1"
     others = [start(folder, 1, 3, act), start(folder, 2, 3, wait)]
     here, began = LaunchGroup(folder, 0, 3), time.monotonic()
-    with pytest.raises(error, match=message), here.joined(lambda: gather(folder, 0, 3)):
+    with pytest.raises(error, match=message), joined(here):
         here.receive("never", 2)
     for process in others:
         process.join(30)
         assert process.exitcode not in (0, None)
     assert time.monotonic() - began < 20
-    process_group.clear_abandoned(tmp_path)
-    assert list(tmp_path.iterdir()) == [], "the next run removes what is left"
+    process_group.clear_abandoned(folder.parent)
+    assert list(folder.parent.iterdir()) == [], "the next run removes what is left"
 
 
-def test_all_hear_what_the_first_found(tmp_path: Path) -> None:
-    folder = tmp_path / f"{process_group.PREFIX}1"
+def test_all_hear_what_the_first_found(folder: Path) -> None:
 
     def listen(here: LaunchGroup) -> None:
         assert here.on_main("found", lambda: "not asked") == "42"
@@ -93,7 +101,7 @@ def test_all_hear_what_the_first_found(tmp_path: Path) -> None:
 
     other = start(folder, 1, 2, listen)
     here = LaunchGroup(folder, 0, 2)
-    with here.joined(lambda: gather(folder, 0, 2)):
+    with joined(here):
         assert here.on_main("found", lambda: "42") == "42"
         here.barrier("there")
     other.join(30)
@@ -108,36 +116,34 @@ def test_one_alone_waits_for_nobody() -> None:
     assert alone.on_main("found", lambda: "42") == "42"
 
 
-def test_a_process_in_a_collective_is_ended_with_the_message(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_process_in_a_collective_is_ended_with_the_message(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """It waits where no exception reaches it."""
-    folder = tmp_path / f"{process_group.PREFIX}1"
 
     def blocked(here: LaunchGroup) -> None:
         with here.watching_peers():
             time.sleep(60)
 
     other = start(folder, 1, 2, blocked)
-    with pytest.raises(BadInputError), LaunchGroup(folder, 0, 2).joined(lambda: gather(folder, 0, 2)):
+    with pytest.raises(BadInputError), joined(LaunchGroup(folder, 0, 2)):
         raise BadInputError("the disk is full.")
     other.join(20)
     assert other.exitcode == 2
     assert "error: process 0 of 2 ended: the disk is full." in capfd.readouterr().err
 
 
-def test_a_folder_that_not_all_see_is_told_as_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_not_all_see_is_told_as_that(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_group, "SECONDS_UNTIL_SEEN", 0.1)
     with (
         pytest.raises(BadInputError, match=r"process 0 of 2 does not see .*alive-1.*a disk that all machines share"),
-        LaunchGroup(tmp_path / f"{process_group.PREFIX}1", 0, 2).joined(lambda: None),
+        LaunchGroup(folder, 0, 2).joined(lambda: None),
     ):
         pass
 
 
-def test_a_full_disk_does_not_hide_why_a_process_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_does_not_hide_why_a_process_ended(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    folder = tmp_path / f"{process_group.PREFIX}1"
     folder.mkdir()
     (folder / "alive-1").touch()
     monkeypatch.setattr(process_group, "write_atomically", full)

@@ -6,7 +6,6 @@ from itertools import product
 
 import pytest
 import torch
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 from outrider.common import BadInputError, IncompatibleError
 from outrider.decode import Decoder, Plan, Sampling, Tree
@@ -15,6 +14,7 @@ from outrider.targets import Target, attention, load_causal_lm
 from outrider.targets.layer_kinds import float_mask
 
 from ..conftest import few
+from .small_models import small_model
 
 PROMPTS = [torch.randint(0, 64, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (5, 1, 9, 3)]
 PLANS = [Plan(3), Plan(tree=Tree((-1, -1, 0, 0, 1, 2)))]
@@ -23,6 +23,11 @@ PLANS = [Plan(3), Plan(tree=Tree((-1, -1, 0, 0, 1, 2)))]
 @pytest.fixture
 def many_parts(monkeypatch):
     monkeypatch.setattr(attention, "_LEAST_PART", 16)
+
+
+def library(query, keys, values, mask=None):
+    repeated = (t.repeat_interleave(query.shape[1] // t.shape[1], 1).to(query.dtype) for t in (keys, values))
+    return torch.nn.functional.scaled_dot_product_attention(query, *repeated, mask).transpose(1, 2)
 
 
 @pytest.mark.parametrize(
@@ -38,9 +43,7 @@ def test_split_attention_equals_the_librarys(many_parts, rows, group, shared, qu
     mask = torch.zeros(seen.shape).masked_fill_(~seen, torch.finfo(torch.float32).min)
     assert attention.num_parts(rows * shared, length) == length // 16
     found, _ = attention.split_attention(torch.nn.Module(), query, keys, values, mask)
-    repeated = (t.repeat_interleave(group, 1) for t in (keys, values))
-    expected = torch.nn.functional.scaled_dot_product_attention(query, *repeated, mask).transpose(1, 2)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found, library(query, keys, values, mask), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -76,8 +79,7 @@ def test_parts_in_which_nothing_is_seen_weigh_nothing_on_a_gpu(monkeypatch, seen
     mask = float_mask((torch.arange(1536) < seen)[None, None], dtype)
     monkeypatch.setattr(attention, "attend", efficient_kernel)
     found, _ = attention.split_attention(torch.nn.Module(), query, keys, values, mask)
-    repeated = (t.double().repeat_interleave(4, 1)[:, :, :seen] for t in (keys, values))
-    expected = torch.nn.functional.scaled_dot_product_attention(query.double(), *repeated).transpose(1, 2)
+    expected = library(query.double(), keys[:, :, :seen], values[:, :, :seen])
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=2e-2 if dtype == torch.bfloat16 else 1e-5)
 
 
@@ -96,11 +98,12 @@ def test_whoever_leaves_last_puts_the_choice_of_kernels_back():
 def test_decoding_never_attends_by_cudnn_and_leaves_the_choice_as_it_was(tiny_llama, monkeypatch):
     target, chosen = Target(tiny_llama(layers=2)), []
     forward = target.forward
-    monkeypatch.setattr(
-        target,
-        "forward",
-        lambda *a, **k: [chosen.append(torch.backends.cuda.cudnn_sdp_enabled()), forward(*a, **k)][1],
-    )
+
+    def noted(*given, **named):
+        chosen.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return forward(*given, **named)
+
+    monkeypatch.setattr(target, "forward", noted)
     assert torch.backends.cuda.cudnn_sdp_enabled()
     for _ in Decoder(target).stream(PROMPTS[0], 5):
         assert torch.backends.cuda.cudnn_sdp_enabled()
@@ -116,23 +119,9 @@ def test_modes_of_compile_that_capture_graphs_are_refused(tiny_llama, mode):
 def make(kind: str, tiny_llama) -> Target:
     if kind == "llama":
         return Target(tiny_llama(layers=4))
-    torch.manual_seed(0)
-    config = Gemma3TextConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        sliding_window=8,
-        sliding_window_pattern=2,
-        max_position_embeddings=512,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
-    return Target(Gemma3ForCausalLM._from_config(config, attn_implementation="sdpa").eval().requires_grad_(False))
+    no_ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    sizes = {"head_dim": 8, "sliding_window": 8, "sliding_window_pattern": 2, "max_position_embeddings": 512}
+    return Target(small_model("gemma3_text", "sdpa", **sizes, **no_ids))
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
@@ -194,8 +183,5 @@ def test_split_attention_on_a_gpu(dtype, seen, length):
     query = torch.randn(2, 32, 5, 128, device="cuda", dtype=dtype)
     mask = float_mask((torch.arange(length, device="cuda") < seen).expand(2, 5, -1), dtype)
     found, _ = attention.split_attention(torch.nn.Module(), query, keys, values, mask)
-    repeated = (t.repeat_interleave(4, 1).double() for t in (keys, values))
-    expected = torch.nn.functional.scaled_dot_product_attention(query.double(), *repeated, mask.double()).transpose(
-        1, 2
-    )
+    expected = library(query.double(), keys, values, mask.double())
     torch.testing.assert_close(found.double(), expected, rtol=1e-2, atol=2e-2 if dtype == torch.bfloat16 else 1e-4)

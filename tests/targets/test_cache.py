@@ -8,20 +8,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, MistralConfig, MistralForCausalLM
+from transformers import DynamicCache
 
 from outrider.targets import Nodes, PeakBytes, RaggedCache, RowLengths, Target
 
-VOCAB = 64
+from .small_models import VOCAB, small_model, tokens
 
 
 @pytest.fixture
 def target(tiny_llama) -> Target:
     return Target(tiny_llama(layers=3))
-
-
-def tokens(rows: int, length: int, seed: int = 0) -> Tensor:
-    return torch.randint(0, VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
 def library(target: Target, text: list[int]) -> tuple[Tensor, DynamicCache]:
@@ -70,27 +66,22 @@ def test_selected_rows_keep_their_entries_in_the_asked_order(target):
     new = tokens(2, 2, seed=9)
     logits = target.forward(new, cache).logits
     for row, text in enumerate(texts):
-        torch.testing.assert_close(
-            logits[row], library(target, text + new[row].tolist())[0][0, -2:], rtol=1e-4, atol=1e-4
-        )
+        expected = library(target, text + new[row].tolist())[0][0, -2:]
+        torch.testing.assert_close(logits[row], expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_copy_goes_its_own_way(target):
     """Prompts that begin alike may share a cache's beginning by copying it."""
-    cache = target.new_cache(2, 16)
-    texts = tokens(2, 5)
-    target.forward(texts, cache=cache)
+    cache, texts = target.new_cache(2, 16), tokens(2, 5)
+    target.forward(texts, cache)
     cache.advance(RowLengths.of([5, 3], "cpu"))
-    copied = copy.deepcopy(cache)
-    for each, seed in ((copied, 1), (cache, 2)):
-        target.forward(tokens(2, 4, seed), cache=each)
+    both = {1: copy.deepcopy(cache), 2: cache}
+    for seed, each in both.items():
+        target.forward(tokens(2, 4, seed), each)
         each.advance(RowLengths.of([4, 4], "cpu"))
-    for each, seed in ((copied, 1), (cache, 2)):
-        compare(
-            each,
-            target,
-            [[*texts[row, :n].tolist(), *tokens(2, 4, seed)[row].tolist()] for row, n in enumerate((5, 3))],
-        )
+    for seed, each in both.items():
+        new = tokens(2, 4, seed).tolist()
+        compare(each, target, [texts[row, :n].tolist() + new[row] for row, n in enumerate((5, 3))])
 
 
 def test_nothing_is_committed_until_it_is_advanced(target):
@@ -144,23 +135,19 @@ def tree() -> tuple[list[list[list[int]]], Nodes]:
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("split", [7, 3], ids=["at once", "in two passes"])
 def test_the_nodes_of_a_tree_see_their_paths_only(tiny_llama, lengths, window, split):
-    """Logits at a node are the library's of the text that ends there.
-
-    Then a path is kept, and the text goes on after it.
-    """
-    target = Target(tiny_mistral(window)) if window else Target(tiny_llama(layers=3))
+    """Logits at a node are the library's of the text that ends there; then a path is kept, and the text goes on."""
+    mistral = {"num_hidden_layers": 2, "sliding_window": window}
+    target = Target(small_model("mistral", **mistral) if window else tiny_llama(layers=3))
     cache, prompt, new = target.new_cache(2, 30), tokens(2, 5), tokens(2, 7, seed=4)
     target.forward(prompt, cache)
     cache.advance(RowLengths.of(lengths, "cpu"))
     paths, nodes = tree()
-    first = target.forward(new[:, :split], cache, nodes=Nodes(nodes.depths[:, :split], nodes.sees[:, :split, :split]))
-    logits = [first.logits]
+    first, rest = (
+        Nodes(nodes.depths[:, part], nodes.sees[:, part, : part.stop]) for part in (slice(split), slice(split, 7))
+    )
+    logits = [target.forward(new[:, :split], cache, nodes=first).logits]
     if split < 7:
-        logits.append(
-            target.forward(
-                new[:, split:], cache, offset=split, nodes=Nodes(nodes.depths[:, split:], nodes.sees[:, split:])
-            ).logits
-        )
+        logits.append(target.forward(new[:, split:], cache, offset=split, nodes=rest).logits)
     found = torch.cat(logits, 1)
     for row in range(2):
         for node, path in enumerate(paths[row]):
@@ -175,20 +162,6 @@ def test_the_nodes_of_a_tree_see_their_paths_only(tiny_llama, lengths, window, s
     for row in range(2):
         text = prompt[row, : lengths[row]].tolist() + new[row, kept[row]].tolist() + behind[row].tolist()
         torch.testing.assert_close(logits[row], target.model(torch.tensor([text])).logits[0, -2:], rtol=1e-4, atol=1e-4)
-
-
-def tiny_mistral(window: int) -> MistralForCausalLM:
-    torch.manual_seed(0)
-    config = MistralConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=VOCAB,
-        sliding_window=window,
-    )
-    return MistralForCausalLM(config).eval()
 
 
 def test_visibility_is_causal_per_row():
@@ -244,16 +217,11 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 def sized(kind: str) -> Target:
-    common = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": VOCAB,
-    }
-    torch.manual_seed(0)
-    return Target(AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **common | SIZES[kind])).eval())
+    return Target(small_model(kind, **SIZES[kind]))
+
+
+def addresses(cache: RaggedCache) -> list[int]:
+    return [t.data_ptr() for layer in cache.layers for t in (layer.keys, layer.values) if t is not None]
 
 
 def test_memory_is_known_before_it_is_allocated(target):
@@ -269,22 +237,19 @@ def test_a_cache_is_allocated_whole_before_the_first_pass(kind):
     with PeakBytes() as made:
         cache = target.new_cache(2, 12)
     assert made.live - cache.lengths.nbytes == announced == cache.num_bytes() > 0
-    before = [t.data_ptr() for layer in cache.layers for t in (layer.keys, layer.values) if t is not None]
+    before = addresses(cache)
     for count in (5, 3):
         target.forward(tokens(2, count), cache)
         cache.advance(RowLengths.of([count, count - 1], "cpu"))
-    assert before == [t.data_ptr() for layer in cache.layers for t in (layer.keys, layer.values) if t is not None]
+    assert addresses(cache) == before
     assert cache.num_bytes() == announced
 
 
 def test_layers_of_different_sizes_are_told_apart():
     small, large, *shared = sized("gemma4_text").cache_layout().shapes
-    assert small is not None
-    assert large is not None
     assert (small.keys.size, large.keys.size) == (8, 16)
     assert shared == [None, None], "layers that read another's keys and values keep none"
     latent = sized("deepseek_v3").cache_layout().shapes[0]
-    assert latent is not None
     assert (latent.keys.size, latent.values.size) == (16, 8)
 
 

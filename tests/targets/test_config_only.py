@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,16 +21,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config, LlamaFo
 from outrider.common import BadInputError, IncompatibleError, OutriderError, Refusal
 from outrider.targets import Target, config_only_target, load_causal_lm
 
-SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "bos_token_id": None,
-    "eos_token_id": 1,
-    "pad_token_id": 0,
-}
+from . import small_models
+from .conftest import GONE, edit
+
+SIZES: dict[str, Any] = small_models.SIZES | {"num_hidden_layers": 2}
+SIZES |= {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
 # What is stored is not what is computed with: experts are put together, embeddings tied, buffers and types kept apart.
 KINDS: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": True},
@@ -64,19 +60,12 @@ def require_same(path: str | Path, absent: bool = True, **values: Any) -> None:
 @pytest.fixture
 def save(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> Save:
     def make(kind: str = "llama", **changes: Any) -> Path:
-        torch.manual_seed(0)
-        values = {**SIZES, "vocab_size": len(tiny_tokenizer), **KINDS.get(kind, {}), **changes}
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **values))
-        model.save_pretrained(tmp_path / kind, max_shard_size="30KB")
+        values = {"vocab_size": len(tiny_tokenizer), **KINDS.get(kind, {}), **changes}
+        small_models.small_model(kind, sizes=SIZES, **values).save_pretrained(tmp_path / kind, max_shard_size="30KB")
         tiny_tokenizer.save_pretrained(tmp_path / kind)
         return tmp_path / kind
 
     return make
-
-
-def edit(file: Path, **changes: Any) -> None:
-    values = json.loads(file.read_text()) if file.exists() else {}
-    file.write_text(json.dumps({key: value for key, value in (values | changes).items() if value != "gone"}))
 
 
 # ------------------------------------------------------------ who it is
@@ -100,7 +89,7 @@ def test_a_stored_type_that_the_config_does_not_name_is_found(save: Save) -> Non
     for file in folder.glob("*.safetensors"):
         tensors = {name: tensor.half() for name, tensor in load_file(file).items()}
         save_file(tensors, file, metadata={"format": "pt"})
-    edit(folder / "config.json", dtype="gone", torch_dtype="gone")
+    edit(folder / "config.json", dtype=GONE, torch_dtype=GONE)
     require_same(folder)
     assert config_only_target(folder).fingerprint().dtype == "float16"
 
@@ -129,9 +118,8 @@ def test_weights_of_a_model_without_an_output_embedding_get_their_prefix(save: S
 
 
 def test_a_text_model_inside_another_is_itself(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
-    text = {**SIZES, "head_dim": 8, "vocab_size": len(tiny_tokenizer)}
-    vision = {key: SIZES[key] for key in list(SIZES)[:4]} | {"image_size": 28, "patch_size": 14}
-    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    text = SIZES | {"head_dim": 8, "vocab_size": len(tiny_tokenizer)}
+    config = Gemma3Config(text_config=text, vision_config=small_models.VISION, mm_tokens_per_image=4)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     tiny_tokenizer.save_pretrained(tmp_path)
     require_same(tmp_path)
@@ -173,8 +161,6 @@ def test_a_model_that_computes_with_its_weights_on_loading_is_loaded_whole_for_i
 
 
 def test_other_threads_make_modules_meanwhile_as_ever(save: Save, monkeypatch: pytest.MonkeyPatch) -> None:
-    import threading
-
     made: list[nn.Module] = []
     target = config_only_target(save())
 

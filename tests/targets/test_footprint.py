@@ -6,19 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from outrider.targets import PeakBytes, RowLengths, Target
 
-COMMON = {
-    "vocab_size": 64,
-    "hidden_size": 64,
-    "intermediate_size": 192,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 4096,
-}
+from .small_models import SIZES, small_model
+
+WIDE = SIZES | {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 3, "num_attention_heads": 8}
 KINDS: dict[str, dict[str, Any]] = {
     "llama": {},
     "gemma3_text": {
@@ -33,11 +26,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def make(kind: str, attention: str = "sdpa", dtype: torch.dtype = torch.float32) -> Target:
-    torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(kind, **COMMON | KINDS[kind]), attn_implementation=attention
-    )
-    return Target(model.to(dtype).eval())
+    return Target(small_model(kind, attention, WIDE, **KINDS[kind]).to(dtype))
 
 
 @pytest.mark.parametrize("inference", [False, True])
@@ -85,11 +74,7 @@ def test_a_few_tokens_foretell_large_passes(kind, attention, dtype):
 
 def test_a_logit_counts_with_what_it_is_scaled_with():
     """Gemma 2 caps its logits: three tensors at a time."""
-    torch.manual_seed(0)
-    values = COMMON | {"head_dim": 8, "query_pre_attn_scalar": 8, "final_logit_softcapping": 3.0}
-    target = Target(
-        AutoModelForCausalLM.from_config(AutoConfig.for_model("gemma2", **values), attn_implementation="eager").eval()
-    )
+    target = Target(small_model("gemma2", "eager", WIDE, head_dim=8, final_logit_softcapping=3.0))
     assert (target.footprint().per_logit, target.footprint().kept) == (12, 4)
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub._tree_cache import TreeCacheEntry, write_tree_cache
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
@@ -31,12 +32,12 @@ from outrider.targets.loading import load_tokenizer_of
 from outrider.targets.model_folder import check_files
 from outrider.targets.weights import stored_tensors
 
+from .conftest import COMMIT, NAME, edit, keep_in_cache
+
 ROOT = Path(__file__).parents[2]
 LOADS = ("from_pretrained", "from_config")
 # Whose `from_pretrained` opens a config or weights only, and knows no code.
 WITHOUT_CODE = ("PeftModel", "made")
-COMMIT = "c" * 40
-NAME = "someone/model"
 
 
 @pytest.fixture
@@ -51,10 +52,6 @@ def adapter(model: Path, tmp_path: Path) -> Path:
     base = LlamaForCausalLM.from_pretrained(model)
     get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "v_proj"])).save_pretrained(tmp_path / "adapter")
     return tmp_path / "adapter"
-
-
-def edit(file: Path, **changes: Any) -> None:
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
 # ------------------------------------------------------------ code
@@ -95,16 +92,15 @@ def test_a_tokenizer_that_loads_two_others_asks_nobody_and_is_refused(
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\ny\ny\n"))
     folder = tmp_path / "tokenizer"
     tiny_tokenizer.save_pretrained(folder)
+    evil = {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["e.E", "e.E"]}}
     for part in ("question_encoder_tokenizer", "generator_tokenizer"):
         tiny_tokenizer.save_pretrained(folder / part)
-        edit(
-            folder / part / "tokenizer_config.json", tokenizer_class="Evil", auto_map={"AutoTokenizer": ["e.E", "e.E"]}
-        )
+        edit(folder / part / "tokenizer_config.json", **evil)
         for place in (folder, folder / part):
             (place / "e.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass E: pass\n")
     edit(folder / "tokenizer_config.json", tokenizer_class="RagTokenizer")
     parts = {"question_encoder": {"model_type": "dpr"}, "generator": {"model_type": "bart"}}
-    (folder / "config.json").write_text(json.dumps({"model_type": "rag", **parts}))
+    edit(folder / "config.json", model_type="rag", **parts)
     with pytest.raises(OutriderError):
         load_tokenizer(folder)
     assert not (tmp_path / "ran").exists()
@@ -144,9 +140,10 @@ def test_weights_relabelled_as_integers_are_refused(model: Path) -> None:
         Target.load(model)
 
 
-@pytest.mark.parametrize(
-    "changes", [{"num_layers": 10**7}, {"intermediate_size": 10**9}, {"draft_vocab_size": 2**31 - 1}]
-)
+LARGE_SIZES = [{"num_layers": 10**7}, {"intermediate_size": 10**9}, {"draft_vocab_size": 2**31 - 1}]
+
+
+@pytest.mark.parametrize("changes", LARGE_SIZES)
 def test_a_drafters_sizes_are_compared_with_its_file_before_memory_is_taken(
     tiny_target: Target, tmp_path: Path, changes: dict[str, int]
 ) -> None:
@@ -185,10 +182,11 @@ def test_an_index_that_leads_out_of_its_folder_is_refused(model: Path) -> None:
         Target.load(model)
 
 
-def test_a_pipe_among_a_models_files_is_refused_and_never_waited_for(model: Path) -> None:
-    os.mkfifo(model / "generation_config.json.pipe")
+@pytest.mark.parametrize("place", ["the Hub", "a folder"])
+def test_a_pipe_among_a_models_files_is_refused_and_never_waited_for(model: Path, hub: Path, place: str) -> None:
+    os.mkfifo(keep_in_cache(model, hub) / "vocab.json" if place == "the Hub" else model / "generation_config.json.pipe")
     with pytest.raises(Refusal, match="a pipe"):
-        Target.load(model)
+        Target.load(NAME if place == "the Hub" else model)
 
 
 def test_an_adapter_in_a_models_folder_is_not_applied_without_a_word(model: Path, adapter: Path) -> None:
@@ -233,10 +231,15 @@ def test_an_adapter_that_asks_for_more_than_merging_is_refused_at_once(
     assert time.process_time() - began < 10
 
 
-@pytest.mark.parametrize(
-    "modules",
-    [r".*\.(q|v)_proj", r"^model\.layers\.\d+\.self_attn\.(q_proj|v_proj)$", r".*[qv]_proj$", ["q_proj", "v_proj"]],
-)
+PATTERNS = [
+    r".*\.(q|v)_proj",
+    r"^model\.layers\.\d+\.self_attn\.(q_proj|v_proj)$",
+    r".*[qv]_proj$",
+    ["q_proj", "v_proj"],
+]
+
+
+@pytest.mark.parametrize("modules", PATTERNS)
 def test_patterns_that_people_write_are_read(model: Path, adapter: Path, modules: str | list[str]) -> None:
     edit(adapter / "adapter_config.json", target_modules=modules)
     Target.load(model, adapter=adapter)
@@ -244,8 +247,8 @@ def test_patterns_that_people_write_are_read(model: Path, adapter: Path, modules
 
 def test_an_adapter_without_some_of_its_weights_is_refused(model: Path, adapter: Path) -> None:
     weights = load_file(adapter / "adapter_model.safetensors")
-    dropped = next(iter(weights))
-    save_file({n: w for n, w in weights.items() if n != dropped}, adapter / "adapter_model.safetensors")
+    dropped, _ = weights.popitem()
+    save_file(weights, adapter / "adapter_model.safetensors")
     with pytest.raises(IncompatibleError, match=f"missing {dropped}"):
         Target.load(model, adapter=adapter)
 
@@ -263,27 +266,6 @@ def test_a_list_that_somebody_made_by_sha256sum_is_none_of_ours(model: Path) -> 
 
 
 # ------------------------------------------------------------ the Hub's cache
-
-
-def keep_in_cache(folder: Path, hub: Path, name: str = NAME, commit: str = COMMIT) -> Path:
-    """Lay `folder` out as the Hub's cache does, with links to its blobs, and return the snapshot."""
-    repository = hub / f"models--{name.replace('/', '--')}"
-    (repository / "refs").mkdir(parents=True, exist_ok=True)
-    (repository / "refs" / "main").write_text(commit)
-    snapshot, blobs = repository / "snapshots" / commit, repository / "blobs"
-    snapshot.mkdir(parents=True)
-    blobs.mkdir(exist_ok=True)
-    for number, file in enumerate(sorted(folder.iterdir())):
-        shutil.copyfile(file, blobs / f"{commit[0]}{number}")
-        (snapshot / file.name).symlink_to(f"../../blobs/{commit[0]}{number}")
-    return snapshot
-
-
-@pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hf" / "hub"))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    return tmp_path / "hf" / "hub"
 
 
 def test_a_model_of_the_hub_is_the_one_that_its_folder_holds(model: Path, hub: Path) -> None:
@@ -328,8 +310,7 @@ def test_what_a_folder_is_refused_for_a_model_of_the_hub_is_refused_for(
     model: Path, hub: Path, tmp_path: Path, file: str, changes: dict[str, Any], said: str
 ) -> None:
     (model / "e.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass E: pass\n")
-    (model / file).touch()
-    (model / file).write_text(json.dumps(json.loads((model / file).read_text() or "{}") | changes))
+    edit(model / file, **changes)
     if file == "model.safetensors.index.json":
         (model / "model.safetensors").unlink()
     keep_in_cache(model, hub)
@@ -338,12 +319,6 @@ def test_what_a_folder_is_refused_for_a_model_of_the_hub_is_refused_for(
             with pytest.raises(OutriderError, match=said):
                 load(NAME)
     assert not (tmp_path / "ran").exists()
-
-
-def test_a_pipe_among_the_hubs_files_is_refused_and_never_waited_for(model: Path, hub: Path) -> None:
-    os.mkfifo(keep_in_cache(model, hub) / "vocab.json")
-    with pytest.raises(Refusal, match="a pipe"):
-        Target.load(NAME)
 
 
 @pytest.mark.parametrize("place", ["the Hub", "a folder"])
@@ -386,11 +361,8 @@ def test_what_the_cache_does_not_hold_is_said(model: Path, hub: Path, tiny_targe
 def test_a_partly_cached_model_that_has_what_is_needed_is_read(model: Path, hub: Path) -> None:
     """The Hub's own list says that a file is missing; no library asks for it."""
     snapshot = keep_in_cache(model, hub)
-    trees = snapshot.parents[1] / "trees"
-    trees.mkdir()
+    (snapshot.parents[1] / "trees").mkdir()
     names = [*os.listdir(snapshot), "results.json"]
-    from huggingface_hub._tree_cache import TreeCacheEntry, write_tree_cache
-
     entry = TreeCacheEntry(size=1, blob_id="0" * 40, lfs_sha256=None, lfs_size=None, xet_hash=None)
     write_tree_cache(str(snapshot.parents[1]), COMMIT, dict.fromkeys(names, entry))
     assert Target.load(NAME, device="cpu").num_layers > 0
@@ -410,17 +382,9 @@ def test_a_draft_model_of_the_hub_comes_with_its_tokenizer(
 
 
 def test_the_command_reads_the_cache_that_the_environment_names(model: Path, tmp_path: Path) -> None:
-    home = tmp_path / "home"
-    keep_in_cache(model, home / "hub")
-    prompt = tmp_path / "recipe.yaml"
-    prompt.write_text("")
+    keep_in_cache(model, tmp_path / "home" / "hub")
     script = "import sys; from outrider.targets import Target; print(Target.load(sys.argv[1], device='cpu').num_layers)"
-    ran = subprocess.run(
-        [sys.executable, "-c", script, NAME],
-        env={**os.environ, "HF_HOME": str(home), "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    cached = {**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
+    ran = subprocess.run([sys.executable, "-c", script, NAME], env=cached, capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0, ran.stderr
     assert int(ran.stdout) > 0

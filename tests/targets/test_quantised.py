@@ -6,7 +6,6 @@ A checkpoint that was quantised elsewhere is loaded by that library, or refused 
 from __future__ import annotations
 
 import importlib.util
-import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,6 +18,8 @@ from torch import nn
 
 from outrider.common import BadInputError
 from outrider.targets import Target
+
+from .conftest import edit
 
 installed = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao")
 
@@ -94,7 +95,6 @@ def test_one_whose_library_is_missing_is_refused_with_another_way(
         pytest.skip(f"{library} is installed here")
     tiny_llama(vocab=len(tiny_tokenizer)).save_pretrained(tmp_path)
     tiny_tokenizer.save_pretrained(tmp_path)
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": LIBRARIES[library]}))
+    edit(tmp_path / "config.json", quantization_config=LIBRARIES[library])
     with pytest.raises(BadInputError, match=r"cannot be loaded: .*Install what it asks for; .* target\.quantize: int8"):
         Target.load(tmp_path, device="cpu")

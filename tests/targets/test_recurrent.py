@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import math
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from outrider.common import IncompatibleError
 from outrider.targets import Nodes, PeakBytes, RowLengths, Target
 from outrider.targets.recurrent import MODELS, UNREAD, RecurrentCache
 
-VOCAB = 64
-COMMON = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "initializer_range": 0.2,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+from .conftest import edit
+from .small_models import SIZES, small_model, tokens
+
+COMMON = SIZES | {"initializer_range": 0.2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 LINEAR = {
     "linear_conv_kernel_dim": 4,
     "linear_key_head_dim": 8,
@@ -83,11 +73,10 @@ LIMITED = ("nemotron_h", "zamba2")  # the library limits their steps, which a lo
 
 
 def make(kind: str) -> Target:
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **COMMON | KINDS[kind]))
+    model = small_model(kind, sizes=COMMON, **KINDS[kind])
     if kind in LIMITED:
         set_step_limit(model, 0.0)
-    return Target(model.eval().requires_grad_(False))
+    return Target(model)
 
 
 def set_step_limit(model: PreTrainedModel, least: float) -> None:
@@ -96,8 +85,21 @@ def set_step_limit(model: PreTrainedModel, least: float) -> None:
             layer.time_step_limit = (least, math.inf)
 
 
-def tokens(rows: int, length: int, seed: int = 0) -> Tensor:
-    return torch.randint(0, VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
+def prefilled(target: Target, lengths: list[int], max_length: int) -> tuple[RecurrentCache, Tensor]:
+    """Return a cache after a pass over prompts of these lengths, and the prompts, padded."""
+    cache, prompt = target.new_cache(len(lengths), max_length), tokens(len(lengths), max(lengths))
+    target.forward(prompt, cache)
+    cache.advance(RowLengths.of(lengths, "cpu"))
+    return cache, prompt
+
+
+def noted_widths(target: Target) -> list[int]:
+    """Return a list that gets the number of tokens of each pass from now on."""
+    widths: list[int] = []
+    target.body.register_forward_pre_hook(
+        lambda _, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    return widths
 
 
 def states(target: Target, text: list[int]) -> list[Tensor]:
@@ -139,9 +141,8 @@ def test_rejected_drafts_leave_no_trace(kind):
     cache.advance(RowLengths.of(lengths, "cpu"))
     texts = [prompt[row, :n].tolist() for row, n in enumerate(lengths)]
     for row, text in enumerate(texts):
-        torch.testing.assert_close(
-            first[row, 0], target.model(torch.tensor([text])).logits[0, -1], rtol=1e-3, atol=1e-3
-        )
+        expected = target.model(torch.tensor([text])).logits[0, -1]
+        torch.testing.assert_close(first[row, 0], expected, rtol=1e-3, atol=1e-3)
     generator, behind = torch.Generator().manual_seed(5), 0
     for number in range(12):
         new = tokens(4, 5, seed=number + 1)
@@ -160,10 +161,7 @@ def test_rejected_drafts_leave_no_trace(kind):
 def test_a_row_that_keeps_everything_reads_nothing_twice():
     """Plain decoding, and drafts that are all accepted, cost one pass of their own width each."""
     target = make("qwen3_next")
-    cache, widths = target.new_cache(2, 60), []
-    target.body.register_forward_pre_hook(
-        lambda _, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
-    )
+    cache, widths = target.new_cache(2, 60), noted_widths(target)
     for count in (9, 1, 1, 4, 1):
         target.forward(tokens(2, count), cache)
         cache.advance(RowLengths.of([count, count], "cpu"))
@@ -174,14 +172,9 @@ def test_a_row_that_keeps_everything_reads_nothing_twice():
 def test_a_row_far_behind_is_brought_up_by_passes_of_its_own():
     """After ragged prompts the states hold nothing at first: padding was read after the shorter ones."""
     target, lengths = make("qwen3_next"), [60, 20, 40]
-    cache, widths = target.new_cache(3, 64), []
-    prompt = tokens(3, 60)
-    target.forward(prompt, cache)
-    cache.advance(RowLengths.of(lengths, "cpu"))
+    cache, prompt = prefilled(target, lengths, 64)
     assert cache.read == [0, 0, 0]
-    target.body.register_forward_pre_hook(
-        lambda _, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
-    )
+    widths = noted_widths(target)
     target.forward(tokens(3, 2, seed=1), cache)
     assert widths == [20, 20, 20, 2]
     assert cache.read == lengths
@@ -190,9 +183,7 @@ def test_a_row_far_behind_is_brought_up_by_passes_of_its_own():
 
 def test_a_full_row_leaves_room_for_what_others_read_again():
     target = make("qwen3_next")
-    cache = target.new_cache(2, 45)
-    target.forward(tokens(2, 30), cache)
-    cache.advance(RowLengths.of([30, 30], "cpu"))
+    cache, _ = prefilled(target, [30, 30], 45)
     for number in range(3):
         target.forward(tokens(2, 5, seed=number), cache)
         cache.advance(RowLengths.of([5, 1], "cpu"))
@@ -219,9 +210,7 @@ def test_a_pass_can_start_before_or_after_the_committed_entries(lengths):
 def test_what_a_pass_left_behind_is_not_taken_up_later():
     """Rejected tokens are not read by any state, even if as many others are committed afterwards without a pass."""
     target = make("qwen3_next")
-    prompt, cache = tokens(1, 6), target.new_cache(1, 30)
-    target.forward(prompt, cache)
-    cache.advance(RowLengths.of([6], "cpu"))
+    cache, _ = prefilled(target, [6], 30)
     target.forward(tokens(1, 3, seed=1), cache)
     cache.advance(RowLengths.of([1], "cpu"))
     cache.advance(RowLengths.of([2], "cpu"))
@@ -229,10 +218,8 @@ def test_what_a_pass_left_behind_is_not_taken_up_later():
 
 
 def test_taps_are_those_of_the_text():
-    target, lengths = make("qwen3_next"), [30, 4]
-    cache, prompt, new = target.new_cache(2, 60), tokens(2, 30), tokens(2, 3, seed=1)
-    target.forward(prompt, cache)
-    cache.advance(RowLengths.of(lengths, "cpu"))
+    target, lengths, new = make("qwen3_next"), [30, 4], tokens(2, 3, seed=1)
+    cache, prompt = prefilled(target, lengths, 60)
     found = target.forward(new, cache, taps=(0, 2, 4)).hidden
     for row, n in enumerate(lengths):
         text = torch.cat([prompt[row : row + 1, :n], new[row : row + 1]], 1)
@@ -241,14 +228,12 @@ def test_taps_are_those_of_the_text():
 
 
 def test_selected_rows_keep_their_states_in_the_asked_order():
-    target, lengths = make("qwen3_next"), [20, 26, 4, 9]
-    cache, prompt = target.new_cache(4, 50), tokens(4, 26)
-    target.forward(prompt, cache)
-    cache.advance(RowLengths.of(lengths, "cpu"))
-    target.forward(tokens(4, 2), cache)
+    target = make("qwen3_next")
+    cache, prompt = prefilled(target, [20, 26, 4, 9], 50)
+    target.forward(more := tokens(4, 2), cache)
     cache.advance(RowLengths.of([2, 1, 1, 2], "cpu"))
     cache.select([2, 0])
-    texts = [prompt[2, :4].tolist() + tokens(4, 2)[2, :1].tolist(), prompt[0, :20].tolist() + tokens(4, 2)[0].tolist()]
+    texts = [prompt[2, :4].tolist() + more[2, :1].tolist(), prompt[0, :20].tolist() + more[0].tolist()]
     check(cache, target, texts)
     new = tokens(2, 2, seed=9)
     logits = target.forward(new, cache).logits
@@ -284,10 +269,7 @@ def test_states_are_allocated_before_the_first_pass(kind):
 
 @pytest.mark.parametrize("kind", ["falcon_h1", "qwen3_next"])
 def test_rows_that_leave_free_their_states(kind):
-    target = make(kind)
-    cache = target.new_cache(4, 20)
-    target.forward(tokens(4, 5), cache)
-    cache.advance(RowLengths.of([5, 2, 1, 3], "cpu"))
+    cache, _ = prefilled(make(kind), [5, 2, 1, 3], 20)
     cache.select([2])
     held = {id(s): s.shape[0] for layer in cache.layers for s in vars(layer).values() if isinstance(s, Tensor)}
     held |= {id(layer): (layer.recurrent_states[0] is not None) for layer in cache.layers if hasattr(layer, "new_conv")}
@@ -317,14 +299,10 @@ def test_trees_are_refused():
     ],
 )
 def test_other_recurrent_models_are_refused_before_anything_runs(kind, values, named):
-    """The exit code is 3, and the error says what can be taken instead.
-
-    RWKV's config names no layers; the library says of the model that it is stateful.
-    """
-    target = Target(AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **COMMON | values)).eval())
-    with pytest.raises(
-        IncompatibleError, match=rf"uses {named} layers; the decoder handles .*qwen3_next.*Take a target of these kinds"
-    ) as caught:
+    """RWKV's config names no layers; the library says of the model that it is stateful."""
+    target = Target(small_model(kind, sizes=COMMON, **values))
+    said = rf"uses {named} layers; the decoder handles .*qwen3_next.*Take a target of these kinds"
+    with pytest.raises(IncompatibleError, match=said) as caught:
         target.new_cache(1, 10)
     assert caught.value.exit_code == 3
 
@@ -343,17 +321,14 @@ def test_a_model_that_reads_one_token_in_another_way_than_several_is_refused(kin
     both = [(a, b) for a, b in zip(whole.layers, alone.layers, strict=True) if hasattr(a, "recurrent_states")]
     parted = [(a.recurrent_states[0] - b.recurrent_states[0]).abs().max() for a, b in both]
     assert max(parted) > 0.01
-    with pytest.raises(
-        IncompatibleError, match=r"within \(0\.5, inf\) where it reads several tokens.*time_step_min to 0"
-    ):
+    said = r"within \(0\.5, inf\) where it reads several tokens.*time_step_min to 0"
+    with pytest.raises(IncompatibleError, match=said):
         Target(target.model).new_cache(1, 10)
 
 
 def test_a_config_lifts_the_limit(tmp_path):
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("nemotron_h", **COMMON | KINDS["nemotron_h"]))
-    model.save_pretrained(tmp_path)
+    small_model("nemotron_h", sizes=COMMON, **NEMOTRON).save_pretrained(tmp_path)
     with pytest.raises(IncompatibleError, match=r"within \(0\.001, inf\)"):
         Target(AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=False)).new_cache(1, 10)
-    values = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(values | {"time_step_min": 0.0}))
+    edit(tmp_path / "config.json", time_step_min=0.0)
     Target(AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=False)).new_cache(1, 10)

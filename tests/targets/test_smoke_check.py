@@ -6,36 +6,23 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from outrider.common import IncompatibleError
 from outrider.decode import Decoder, Plan
 from outrider.heads import Eagle3, Eagle3Config, Ngram
 from outrider.targets import Target
 
-SMALL = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 128,
-}
-SMALL_BART = {
-    "vocab_size": 64,
-    "d_model": 32,
-    "decoder_layers": 2,
-    "decoder_attention_heads": 4,
-    "decoder_ffn_dim": 64,
-    "max_position_embeddings": 128,
-}
+from .small_models import small_model
+
+SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+SMALL |= {"intermediate_size": 64, "max_position_embeddings": 128}
+BART = {"decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 64, "d_model": 32}
 PROMPTS = [[5, 6, 7, 5, 6, 7, 5, 6], [9, 10, 9, 10, 9]]
 
 
-def make(kind: str, **changes: Any) -> PreTrainedModel:
-    torch.manual_seed(0)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **changes)).eval()
-    model.requires_grad_(False)
+def make(kind: str, sizes: dict[str, int] = SMALL, **changes: Any) -> PreTrainedModel:
+    model: PreTrainedModel = small_model(kind, sizes=sizes, **changes)
     for weight in model.parameters():
         if weight.ndim > 1:
             torch.nn.init.normal_(weight, std=0.3)
@@ -44,46 +31,45 @@ def make(kind: str, **changes: Any) -> PreTrainedModel:
 
 
 def texts(model: PreTrainedModel, count: int = 12) -> list[list[int]]:
-    """What `generate` says after each prompt alone."""
-    found = []
-    for prompt in PROMPTS:
-        tokens = torch.tensor([prompt])
-        mask = torch.ones_like(tokens)
-        out = model.generate(tokens, attention_mask=mask, max_new_tokens=count, do_sample=False, pad_token_id=0)
-        found.append(out[0, len(prompt) :].tolist())
-    return found
+    """Return what `generate` writes after each prompt alone."""
+    written = []
+    for prompt in map(torch.tensor, PROMPTS):
+        settings = {"attention_mask": torch.ones_like(prompt)[None], "max_new_tokens": count, "do_sample": False}
+        text = model.generate(prompt[None], **settings, pad_token_id=0)
+        written.append(text[0, len(prompt) :].tolist())
+    return written
 
 
 @pytest.mark.parametrize("kind", ["bert", "roberta", "electra", "ernie", "big_bird", "rembert"])
 def test_encoders_that_load_as_causal_models_are_refused(kind: str) -> None:
     with pytest.raises(IncompatibleError, match=r"reads a text in both directions.*is_decoder: true"):
-        Decoder(Target(make(kind, **SMALL))).generate(PROMPTS, 4)
+        Decoder(Target(make(kind))).generate(PROMPTS, 4)
 
 
 def test_the_same_as_a_decoder_writes_its_own_text() -> None:
-    model = make("bert-generation", **SMALL, is_decoder=True)
+    model = make("bert-generation", is_decoder=True)
     assert Decoder(Target(model), Ngram()).generate(PROMPTS, 12, plan=Plan(3)).tokens == texts(model)
 
 
 def test_logits_that_are_not_made_by_the_output_embedding_alone_are_refused() -> None:
     """An ELECTRA decoder, as a BERT, has a layer between its states and its output embedding."""
     with pytest.raises(IncompatibleError, match="does not make its logits of its last hidden state"):
-        Decoder(Target(make("electra", **SMALL, embedding_size=32, is_decoder=True))).generate(PROMPTS, 4)
+        Decoder(Target(make("electra", embedding_size=32, is_decoder=True))).generate(PROMPTS, 4)
 
 
 def test_a_model_in_training_mode_that_drops_parts_out_is_refused_for_that() -> None:
     with pytest.raises(IncompatibleError, match=r"is in training mode.*call model.eval\(\) first"):
-        Decoder(Target(make("gpt2", vocab_size=64, n_embd=32, n_layer=2, n_head=4).train())).generate(PROMPTS, 4)
+        Decoder(Target(make("gpt2").train())).generate(PROMPTS, 4)
 
 
 def test_a_causal_model_that_says_it_is_no_decoder_is_taken() -> None:
-    model = make("gpt_neox", **SMALL)
+    model = make("gpt_neox")
     assert model.config.is_decoder is False
     assert Decoder(Target(model)).generate(PROMPTS, 12).tokens == texts(model)
 
 
 def test_a_model_that_counts_places_by_the_longest_row_is_decoded_one_prompt_at_a_time() -> None:
-    model = make("bart", **SMALL_BART)
+    model = make("bart", **BART)
     decoder = Decoder(Target(model), Ngram())
     assert [decoder.generate([prompt], 12, plan=Plan(3)).tokens[0] for prompt in PROMPTS] == texts(model)
     with pytest.raises(IncompatibleError, match="one prompt at a time, not 2"):
@@ -91,27 +77,25 @@ def test_a_model_that_counts_places_by_the_longest_row_is_decoded_one_prompt_at_
 
 
 def test_a_model_that_needs_no_places_is_decoded_in_ragged_batches() -> None:
-    model = make("mpt", vocab_size=64, d_model=32, n_heads=4, n_layers=2)
+    model = make("mpt")
     assert Decoder(Target(model)).generate(PROMPTS, 12).tokens == texts(model)
 
 
 @pytest.mark.parametrize(
-    ("kind", "changes", "said"),
+    ("kind", "sizes", "said"),
     [
-        ("opt", {**SMALL, "word_embed_proj_dim": 16, "ffn_dim": 64}, "output embedding that reads 16"),
+        ("opt", SMALL | {"word_embed_proj_dim": 16, "ffn_dim": 64}, "output embedding that reads 16"),
         ("mamba", {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 4}, "no attention heads"),
     ],
 )
-def test_a_head_for_a_target_that_has_no_place_for_one_is_refused(
-    kind: str, changes: dict[str, Any], said: str
-) -> None:
+def test_a_head_for_a_target_that_has_no_place_for_one_is_refused(kind: str, sizes: dict[str, int], said: str) -> None:
     with pytest.raises(IncompatibleError, match=said):
-        Eagle3.build(Eagle3Config(taps=(1, 2)), Target(make(kind, **changes)))
+        Eagle3.build(Eagle3Config(taps=(1, 2)), Target(make(kind, sizes)))
 
 
 def test_attention_in_chunks_is_that_of_the_library() -> None:
     """Prompts and texts cross the ends of chunks of four."""
     changes = {"attention_chunk_size": 4, "num_local_experts": 2, "intermediate_size_mlp": 64, "head_dim": 8}
-    model = make("llama4_text", **SMALL, **changes, num_key_value_heads=2, layer_types=["chunked_attention"] * 2)
+    model = make("llama4_text", **changes, num_key_value_heads=2, layer_types=["chunked_attention"] * 2)
     for drafter, plan in ((None, Plan(0)), (Ngram(), Plan(3)), (Ngram(), Plan(3))):
         assert Decoder(Target(model), drafter).generate(PROMPTS, 12, plan=plan).tokens == texts(model)

@@ -5,34 +5,25 @@ from __future__ import annotations
 import copy
 import json
 import pickle
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
 
 from outrider.common import BadInputError, IncompatibleError, refuse_unknown_keys
 from outrider.targets import Backbone, Fingerprint, RowLengths, Target, load_causal_lm
 from outrider.targets.layer_kinds import attention_masks
 
-COMMON = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "initializer_range": 0.2,
-}
+from .conftest import keep_in_cache
+from .small_models import SIZES, VISION, small_model, tokens
+
 # Each has something of its own between hidden states and logits, or in how its embeddings enter the layers.
 KINDS = {
     "llama": {},
-    "gemma2": {"final_logit_softcapping": 3.0},
+    "gemma2": {"final_logit_softcapping": 3.0, "head_dim": 8},
     "granite": {"logits_scaling": 4.0, "embedding_multiplier": 3.0},
     "cohere": {"logit_scale": 0.25},
     "hyperclovax": {"logits_scaling": 0.25},
@@ -42,14 +33,7 @@ KINDS = {
 
 
 def make(kind: str) -> Target:
-    torch.manual_seed(0)
-    values = {k: v for k, v in (COMMON | KINDS[kind]).items() if k != "head_dim" or kind in ("llama", "gemma2")}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **values), attn_implementation="eager")
-    return Target(model.eval().requires_grad_(False))
-
-
-def tokens(rows: int = 2, length: int = 7) -> Tensor:
-    return torch.randint(0, 64, (rows, length), generator=torch.Generator().manual_seed(0))
+    return Target(small_model(kind, "eager", initializer_range=0.2, **KINDS[kind]))
 
 
 # ------------------------------------------------------------ passes
@@ -84,7 +68,7 @@ def test_logits_are_the_librarys(kind):
 
 def test_logits_of_an_unknown_scale_are_refused_though_the_padding_has_none():
     """The padding's embedding is nothing, and so are its logits: they say nothing of a scale."""
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **COMMON, pad_token_id=0)).eval()
+    model = small_model("llama", pad_token_id=0)
     assert not model.get_input_embeddings().weight[0].any()
 
     def halve(_model, _inputs, out):
@@ -113,22 +97,12 @@ def test_the_first_mask_is_one_whatever_kinds_of_layers_there_are(tiny_target):
 
 def test_taps_of_layers_that_hand_on_several_streams_are_refused():
     """Gemma 3n carries four; its last hidden states are one."""
-    sizes = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "head_dim": 16,
-    }
-    small = {"vocab_size": 64, "vocab_size_per_layer_input": 64, "num_kv_shared_layers": 1, "laurel_rank": 4}
-    config = AutoConfig.for_model(
-        "gemma3n_text", **sizes, **small, num_key_value_heads=1, hidden_size_per_layer_input=8
-    )
-    target = Target(AutoModelForCausalLM.from_config(config).eval())
+    small = {"num_hidden_layers": 2, "head_dim": 8, "laurel_rank": 4, "num_kv_shared_layers": 1}
+    model = small_model("gemma3n_text", **small, vocab_size_per_layer_input=64, hidden_size_per_layer_input=8)
+    target = Target(model)
     assert target.forward(tokens(), taps=(2,)).hidden.shape == (2, 7, 1, 32)
-    with pytest.raises(
-        IncompatibleError, match=r"shape \[4, 2, 7, 32\], and a drafter reads \[2, 7, 32\]; take a drafter"
-    ):
+    said = r"shape \[4, 2, 7, 32\], and a drafter reads \[2, 7, 32\]; take a drafter"
+    with pytest.raises(IncompatibleError, match=said):
         target.forward(tokens(), taps=(1, 2))
 
 
@@ -168,9 +142,8 @@ def test_a_backbone_can_read_embeddings_where_a_model_has_none_of_its_own(tiny_l
 
 @pytest.mark.parametrize("tap", [-1, 7])
 def test_a_tap_outside_the_model_is_refused(tiny_target, tap):
-    with pytest.raises(
-        IncompatibleError, match=rf"hidden_states\[{tap}\], but this target has 6 layers \(valid taps: 0 to 6\)"
-    ):
+    said = rf"hidden_states\[{tap}\], but this target has 6 layers \(valid taps: 0 to 6\)"
+    with pytest.raises(IncompatibleError, match=said):
         tiny_target.check_taps((2, tap))
 
 
@@ -227,41 +200,47 @@ def test_merged_weights_are_rounded_once(tiny_target, saved, tmp_path, dtype):
 
     A digest of the weights must not depend on how a library sums B A.
     """
-    model = get_peft_model(
-        AutoModelForCausalLM.from_pretrained(saved),
-        LoraConfig(r=24, lora_alpha=17, target_modules=["q_proj", "down_proj"]),
-    )
-    for name, parameter in model.named_parameters():
-        if "lora_" in name:
-            torch.nn.init.normal_(parameter)
+    config = LoraConfig(r=24, lora_alpha=17, target_modules=["q_proj", "down_proj"])
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(saved), config)
+    lora = {name: parameter for name, parameter in model.named_parameters() if "lora_" in name}
+    for parameter in lora.values():
+        torch.nn.init.normal_(parameter)
     model.save_pretrained(tmp_path / "adapter")
     merged = Target.load(saved, adapter=tmp_path / "adapter", device="cpu", dtype=dtype).model.state_dict()
     plain = Target.load(saved, device="cpu", dtype=dtype).model.state_dict()
-    lora = {name: parameter.double() for name, parameter in model.named_parameters() if "lora_" in name}
     changed = 0
     for name, weight in plain.items():
-        start = f"base_model.model.{name.removesuffix('.weight')}.lora_"
-        exact = (
-            weight.double() + lora[f"{start}B.default.weight"] @ lora[f"{start}A.default.weight"] * (17 / 24)
-            if f"{start}A.default.weight" in lora
-            else weight
-        )
-        changed += exact is not weight
+        start, exact = f"base_model.model.{name.removesuffix('.weight')}.lora_", weight
+        if f"{start}A.default.weight" in lora:
+            a, b = (lora[f"{start}{side}.default.weight"].double() for side in "AB")
+            exact = weight.double() + b @ a * (17 / 24)
+            changed += 1
         assert torch.equal(merged[name], exact.to(weight.dtype)), name
     assert changed == 2 * tiny_target.num_layers
 
 
-def test_an_adapter_is_merged_on_loading(tiny_target, saved, tmp_path):
-    model = get_peft_model(
-        copy.deepcopy(tiny_target.model), LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
-    ).eval()
-    model.save_pretrained(tmp_path / "adapter")
-    loaded = Target.load(saved, adapter=tmp_path / "adapter", device="cpu")
-    torch.testing.assert_close(loaded.forward(tokens()).logits, model(tokens()).logits, rtol=1e-4, atol=1e-4)
+def with_adapter(target: Target):
+    model, config = copy.deepcopy(target.model), LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    return get_peft_model(model, config).eval()
+
+
+@pytest.fixture
+def adapter(tiny_target, tmp_path):
+    """The folder of a LoRA."""
+    torch.manual_seed(0)
+    with_adapter(tiny_target).save_pretrained(tmp_path / "lora")
+    return tmp_path / "lora"
+
+
+def test_an_adapter_is_merged_on_loading(tiny_target, saved, adapter):
+    torch.manual_seed(0)
+    expected = with_adapter(tiny_target)(tokens()).logits
+    loaded = Target.load(saved, adapter=adapter, device="cpu")
+    torch.testing.assert_close(loaded.forward(tokens()).logits, expected, rtol=1e-4, atol=1e-4)
     assert loaded.fingerprint().digest != tiny_target.fingerprint().digest
     assert any("weights" in line for line in loaded.fingerprint().differences(tiny_target.fingerprint()))
     with pytest.raises(BadInputError, match=r"no adapter at '.*nothing': the folder does not exist"):
-        Target.load(saved, adapter=tmp_path / "nothing", device="cpu")
+        Target.load(saved, adapter=saved / "nothing", device="cpu")
     with pytest.raises(BadInputError, match=r"'runs/adapter' cannot be loaded \(no such folder is here"):
         Target.load(saved, adapter="runs/adapter", device="cpu")
 
@@ -278,23 +257,9 @@ def test_an_adapter_made_for_another_base_is_one_line(adapter, tmp_path, tiny_ll
 
 
 @pytest.fixture
-def adapter(tiny_target, tmp_path):
-    """The folder of a LoRA."""
-    get_peft_model(
-        copy.deepcopy(tiny_target.model), LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
-    ).save_pretrained(tmp_path / "lora")
-    return tmp_path / "lora"
-
-
-@pytest.fixture
-def cached(adapter, tmp_path, monkeypatch):
+def cached(adapter, hub):
     """The same LoRA as someone/lora in a cache of the Hub's, without a connection: the folder that it lies in."""
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    repository = tmp_path / "hub" / "models--someone--lora"
-    (repository / "refs").mkdir(parents=True)
-    (repository / "refs" / "main").write_text("f" * 40)
-    return shutil.copytree(adapter, repository / "snapshots" / ("f" * 40))
+    return keep_in_cache(adapter, hub, "someone/lora")
 
 
 def test_an_adapter_of_the_hub_is_read_from_its_cache(adapter, cached, saved):
@@ -325,9 +290,7 @@ def test_a_pickled_adapter_is_refused_and_never_opened(adapter, cached, saved, t
 def test_a_home_folder_may_be_written_as_a_tilde(adapter, saved, monkeypatch):
     monkeypatch.setenv("HOME", str(saved.parent))
     loaded = Target.load(f"~/{saved.name}", adapter=f"~/{saved.name}/lora", device="cpu")
-    assert loaded.source == {"path": str(saved), "revision": None, "adapter": str(adapter)}, (
-        "so that the same is found under another name"
-    )
+    assert loaded.source == {"path": str(saved), "revision": None, "adapter": str(adapter)}
 
 
 @pytest.mark.parametrize(
@@ -372,16 +335,12 @@ def test_a_pickle_is_refused_and_never_opened(saved):
 
 
 def test_weights_that_do_not_fit_the_config_are_refused(tiny_target, saved):
-    weights = load_file(saved / "model.safetensors")
-    dropped = weights.pop("model.layers.1.mlp.up_proj.weight")
-    save_file(weights, saved / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(IncompatibleError, match=r"missing model\.layers\.1\.mlp\.up_proj\.weight"):
+    name, file = "model.layers.1.mlp.up_proj.weight", saved / "model.safetensors"
+    weights = load_file(file)
+    save_file({n: weight for n, weight in weights.items() if n != name}, file, metadata={"format": "pt"})
+    with pytest.raises(IncompatibleError, match=f"missing {name}"):
         Target.load(saved)
-    save_file(
-        weights | {"model.layers.1.mlp.up_proj.weight": dropped, "extra": torch.ones(1)},
-        saved / "model.safetensors",
-        metadata={"format": "pt"},
-    )
+    save_file(weights | {"extra": torch.ones(1)}, file, metadata={"format": "pt"})
     load_causal_lm(str(saved))
     with pytest.raises(IncompatibleError, match="unexpected extra"):
         load_causal_lm(str(saved), strict=True)
@@ -413,9 +372,8 @@ def test_no_more_weights_differ_than_there_are(tiny_llama):
     shallow, deep = (Target(tiny_llama(layers=layers, seed=layers)).fingerprint() for layers in (1, 2))
     per_layer = len(deep.tensors) - len(shallow.tensors)
     changed, new = shallow.differences(deep)[-2:]
-    assert changed == f"{len(shallow.tensors) - 3} of {len(shallow.tensors)} weights (first: lm_head.weight)", (
-        "not norms"
-    )
+    all_but_norms = len(shallow.tensors) - 3
+    assert changed == f"{all_but_norms} of {len(shallow.tensors)} weights (first: lm_head.weight)"
     assert new == f"{per_layer} additional weights (first: model.layers.1.input_layernorm.weight)"
     assert f"{per_layer} missing weights (first: model.layers.1.input_layernorm.weight)" in deep.differences(shallow)
 
@@ -451,19 +409,8 @@ def test_a_fingerprint_survives_json(tiny_target):
 
 
 def test_taps_are_the_text_models_where_a_vision_tower_is_as_deep():
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
-    text = {
-        **sizes,
-        "vocab_size": 64,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": None,
-    }
-    config = Gemma3Config(
-        text_config=text, vision_config={**sizes, "image_size": 28, "patch_size": 14}, mm_tokens_per_image=4
-    )
+    no_ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    config = Gemma3Config(text_config=SIZES | {"head_dim": 8} | no_ids, vision_config=VISION, mm_tokens_per_image=4)
     target = Target(Gemma3ForConditionalGeneration(config).eval())
     out = target.forward(torch.tensor([[1, 2, 3]]), taps=(0, 2, 4))
     assert out.hidden.shape == (1, 3, 3, 32)

@@ -24,18 +24,18 @@ class Vocabulary:
         return self.tokens
 
 
-def test_equal_vocabularies_have_no_difference() -> None:
-    assert first_difference(Vocabulary("a", "b"), Vocabulary(b=1, a=0)) is None
-
-
-def test_the_lowest_differing_id_is_found() -> None:
-    assert first_difference(Vocabulary("a", "b", "c", "d"), Vocabulary("a", "B", "C", "d")) == TokenDifference(
-        1, "b", "B"
-    )
-
-
-def test_an_added_token_is_a_difference() -> None:
-    assert first_difference(Vocabulary("a"), Vocabulary("a", "<new>")) == TokenDifference(1, None, "<new>")
+@pytest.mark.parametrize(
+    ("first", "second", "difference"),
+    [
+        pytest.param(Vocabulary("a", "b"), Vocabulary(b=1, a=0), None, id="none"),
+        pytest.param(Vocabulary(*"abcd"), Vocabulary(*"aBCd"), TokenDifference(1, "b", "B"), id="the lowest"),
+        pytest.param(Vocabulary("a"), Vocabulary("a", "<new>"), TokenDifference(1, None, "<new>"), id="an added token"),
+    ],
+)
+def test_the_lowest_differing_id_is_found(
+    first: Vocabulary, second: Vocabulary, difference: TokenDifference | None
+) -> None:
+    assert first_difference(first, second) == difference
 
 
 def test_a_refusal_names_id_and_both_tokens() -> None:

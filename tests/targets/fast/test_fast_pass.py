@@ -11,16 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import LlamaForCausalLM
 from triton.runtime.errors import OutOfResources
 
 from outrider.common import IncompatibleError
@@ -30,33 +21,24 @@ from outrider.heads import DraftModel, Eagle3, Eagle3Config
 from outrider.targets import Nodes, RowLengths, Target
 from outrider.targets.fast import by_library, matmuls, operations, use_fast_pass, use_fastest_pass, validate
 
+from .. import small_models
+
 VOCAB = 48
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 40,
-    "intermediate_size": 56,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 256,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
-KINDS: dict[str, Callable[..., Any]] = {
-    "llama": lambda **more: LlamaForCausalLM(LlamaConfig(**SIZES | more)),
-    "llama with biases": lambda **more: LlamaForCausalLM(LlamaConfig(**SIZES | more, attention_bias=True)),
-    "mistral": lambda **more: MistralForCausalLM(MistralConfig(**SIZES | more, sliding_window=9)),
-    "qwen2": lambda **more: Qwen2ForCausalLM(Qwen2Config(**SIZES | more)),
-    "qwen3": lambda **more: Qwen3ForCausalLM(Qwen3Config(**SIZES | more)),
+SIZES: dict[str, Any] = small_models.SIZES | {"vocab_size": VOCAB, "hidden_size": 40, "intermediate_size": 56}
+SIZES |= {"num_hidden_layers": 2, "head_dim": 16, "max_position_embeddings": 256}
+SIZES |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama with biases": {"attention_bias": True},
+    "mistral": {"sliding_window": 9},
+    "qwen2": {},
+    "qwen3": {},
 }
 
 
 def build(kind: str, dtype: torch.dtype = torch.float32, **more: Any) -> Target:
     """Return a target whose attention and norms matter: weights as they are after training, and not as they begin."""
-    torch.manual_seed(0)
-    model = KINDS[kind](**more).eval().requires_grad_(False).to(dtype)
+    model = small_models.small_model(kind.split()[0], sizes=SIZES, **KINDS[kind] | more).to(dtype)
     for weight in model.parameters():
         if weight.ndim == 1:
             weight.uniform_(0.5, 1.5)
@@ -157,16 +139,24 @@ def test_two_targets_of_one_model_share_what_was_merged():
     assert second.fast.serves(torch.zeros(1, 1), cache)
 
 
-CHANGES = (
-    "weights put elsewhere",
-    "a bias put elsewhere",
-    "another weight",
-    "another layer",
-    "a hook",
-    "gradients",
-    "a prompt",
-    "training",
-)
+def move(weight: torch.Tensor) -> None:
+    weight.data = weight.data.clone()
+
+
+CHANGES: dict[str, Callable[[Any, Any], Any]] = {
+    "weights put elsewhere": lambda model, layer: move(layer.self_attn.k_proj.weight),
+    "a bias put elsewhere": lambda model, layer: move(layer.self_attn.k_proj.bias),
+    "another weight": lambda model, layer: setattr(
+        layer.mlp.down_proj, "weight", torch.nn.Parameter(layer.mlp.down_proj.weight.clone(), requires_grad=False)
+    ),
+    "another layer, as adapters are put in": lambda model, layer: setattr(
+        layer.self_attn, "q_proj", torch.nn.Sequential(layer.self_attn.q_proj)
+    ),
+    "a hook": lambda model, layer: layer.mlp.register_forward_hook(lambda *call: call[-1] * 2),
+    "gradients": lambda model, layer: model.requires_grad_(True),
+    "training": lambda model, layer: model.train(),
+    "a prompt": lambda model, layer: None,
+}
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -176,24 +166,8 @@ def test_what_it_does_not_compute_is_left_to_the_modules(change):
     cache, token = target.new_cache(1, 128), torch.zeros(1, 1, dtype=torch.long)
     target.run(token, cache, taps=(0,))  # taps do no harm
     assert target.fast.serves(token, cache)
-    layer = target.model.model.layers[0]
-    if change == "weights put elsewhere":
-        layer.self_attn.k_proj.weight.data = layer.self_attn.k_proj.weight.data.clone()
-    elif change == "a bias put elsewhere":
-        layer.self_attn.k_proj.bias.data = layer.self_attn.k_proj.bias.data + 1
-    elif change == "another weight":
-        layer.mlp.down_proj.weight = torch.nn.Parameter(layer.mlp.down_proj.weight.clone(), requires_grad=False)
-    elif change == "another layer":  # as adapters are put in
-        layer.self_attn.q_proj = torch.nn.Sequential(layer.self_attn.q_proj)
-    elif change == "a hook":
-        layer.mlp.register_forward_hook(lambda *call: call[-1] * 2)
-    elif change == "gradients":
-        target.model.requires_grad_(True)
-    elif change == "training":
-        target.model.train()
-    else:
-        token = torch.zeros(1, 100, dtype=torch.long)
-    assert not target.fast.serves(token, cache)
+    CHANGES[change](target.model, target.model.model.layers[0])
+    assert not target.fast.serves(torch.zeros(1, 100, dtype=torch.long) if change == "a prompt" else token, cache)
 
 
 def test_weights_that_are_merged_in_inference_mode_can_be_trained():
@@ -219,27 +193,36 @@ def test_a_batch_of_any_size_is_gated():
     assert max(grids[0][1:]) < 2**16
 
 
-def test_a_way_for_which_a_gpu_has_too_little_is_left_out(monkeypatch):
+@pytest.fixture
+def tried(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[Any]], list[Any]]:
+    """Return how a list is given of implementations to try, which are timed as on a GPU; the trials are noted."""
+
+    def give(ways: list[Any]) -> list[Any]:
+        trials: list[Any] = []
+        monkeypatch.setattr(matmuls, "candidates", lambda tokens: ways)
+        monkeypatch.setattr(matmuls, "_can_try", lambda x: True)
+        monkeypatch.setattr(matmuls, "_milliseconds", lambda work: float(trials.append(work()) is not None))
+        return trials
+
+    return give
+
+
+def test_a_way_for_which_a_gpu_has_too_little_is_left_out(tried):
     """Triton's own errors are no RuntimeErrors."""
 
     def too_large(*_: Any) -> Any:
         raise OutOfResources(164_864, 101_376, "shared memory")
 
-    monkeypatch.setattr(matmuls, "candidates", lambda tokens: [too_large, matmuls.TorchMatmul()])
-    monkeypatch.setattr(matmuls, "_can_try", lambda x: True)
-    monkeypatch.setattr(matmuls, "_milliseconds", lambda work: float(work() is not None))
+    tried([too_large, matmuls.TorchMatmul()])
     target = build("llama", num_hidden_layers=1)
     use_fast_pass(target)
     target.run(torch.zeros(1, 1, dtype=torch.long), target.new_cache(1, 8))
     assert set(target.fast.matmuls.chosen.values()) == {matmuls.TorchMatmul()}
 
 
-def test_ways_are_tried_for_few_numbers_of_tokens(monkeypatch):
+def test_ways_are_tried_for_few_numbers_of_tokens(tried):
     """Prompts come in all lengths, and each trial takes a good part of a second."""
-    trials: list[int] = []
-    monkeypatch.setattr(matmuls, "candidates", lambda tokens: [matmuls.TorchMatmul()])
-    monkeypatch.setattr(matmuls, "_can_try", lambda x: True)
-    monkeypatch.setattr(matmuls, "_milliseconds", lambda work: float(trials.append(1) is not None))
+    trials = tried([matmuls.TorchMatmul()])
     target = build("llama", num_hidden_layers=1)
     use_fast_pass(target)
     for rows, tokens in ((1, 1), (1, 3), (1, 4), (2, 5), (1, 9), (1, 16), (2, 60), (5, 33)):
@@ -252,11 +235,10 @@ def test_ways_are_tried_for_few_numbers_of_tokens(monkeypatch):
 # ------------------------------------------------------------ where it is refused
 
 
-def test_other_models_are_refused_with_the_reason(tiny_llama, monkeypatch):
-    with pytest.raises(IncompatibleError, match="biases in its MLPs"):
-        use_fast_pass(build("llama", mlp_bias=True, num_hidden_layers=1))
-    with pytest.raises(IncompatibleError, match="heads of 24 numbers"):
-        use_fast_pass(build("llama", head_dim=24, num_hidden_layers=1))
+def test_other_models_are_refused_with_the_reason(monkeypatch):
+    for said, sizes in {"biases in its MLPs": {"mlp_bias": True}, "heads of 24 numbers": {"head_dim": 24}}.items():
+        with pytest.raises(IncompatibleError, match=said):
+            use_fast_pass(build("llama", **sizes, num_hidden_layers=1))
     target = build("llama", num_hidden_layers=1)
     target.model.model.rotary_emb.inv_freq = torch.ones(4)
     with pytest.raises(IncompatibleError, match="8 of 16 numbers are turned"):
@@ -270,9 +252,6 @@ def test_other_models_are_refused_with_the_reason(tiny_llama, monkeypatch):
     assert Decoder(target).target.fast is None
 
 
-MORE = ("place_heads", "merge_parts")
-
-
 @pytest.mark.slow
 def test_kernels_that_are_right_prove_so(monkeypatch):
     monkeypatch.setattr(validate, "differs", PROOF)
@@ -281,48 +260,45 @@ def test_kernels_that_are_right_prove_so(monkeypatch):
     assert target.fast is not None
 
 
-@pytest.mark.parametrize("part", ["attend_parts", *(pytest.param(p, marks=pytest.mark.slow) for p in MORE)])
-def test_a_kernel_that_is_wrong_on_a_device_is_found_before_it_is_used(part, monkeypatch):
-    """Each kernel in turn leaves a little of its result undone."""
+def undone(found: torch.Tensor, given: Any) -> torch.Tensor:
+    return torch.cat([found[:, :-1], found[:, -1:] * 0], 1)
+
+
+def no_numbers(found: torch.Tensor, given: Any) -> torch.Tensor:
+    """A comparison with NaN is false, whatever it asks."""
+    return found * float("nan")
+
+
+def empty_parts_weigh(found: Any, given: Any) -> Any:
+    """The logarithm of an empty part is 0, as a library's kernel once had it."""
+    out, mixed, sums = found
+    return out, mixed, sums.masked_fill(sums == float("-inf"), 0.0)
+
+
+def wrong_in_large_blocks(found: Any, given: Any) -> Any:
+    """Small proofs do not reach large blocks of queries."""
+    out, mixed, sums = found
+    return out, mixed * (2 if given[-1] == 64 else 1), sums
+
+
+@pytest.mark.parametrize(
+    ("part", "fault"),
+    [
+        ("attend_parts", empty_parts_weigh),
+        ("attend_parts", wrong_in_large_blocks),
+        ("place_heads", no_numbers),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("place_heads", undone), ("merge_parts", undone))),
+        pytest.param("merge_parts", no_numbers, marks=pytest.mark.slow),
+    ],
+)
+def test_a_kernel_that_is_wrong_on_a_device_is_found_before_it_is_used(part, fault, monkeypatch):
     right = getattr(operations, part)
-
-    def wrong(*given: Any) -> Any:
-        found = right(*given)
-        first, *others = found if isinstance(found, tuple) else (found,)
-        if part == "attend_parts":  # the logarithm of an empty part is 0, as a library's kernel once had it
-            mixed, sums = others
-            return first, mixed, sums.masked_fill(sums == float("-inf"), 0.0)
-        return torch.cat([first[:, :-1], first[:, -1:] * 0], 1)
-
-    monkeypatch.setattr(operations, part, wrong)
+    monkeypatch.setattr(operations, part, lambda *given: fault(right(*given), given))
     monkeypatch.setattr(validate, "differs", PROOF)
     target = build("llama", num_hidden_layers=1)
     with pytest.raises(IncompatibleError, match="other numbers"):
         use_fast_pass(target)
     assert target.fast is None
-
-
-def no_numbers(part: str) -> Any:
-    right = getattr(operations, part)
-    return lambda *given: right(*given) * float("nan")
-
-
-ATTEND_PARTS = operations.attend_parts
-
-
-def wrong_in_large_blocks(*given: Any) -> Any:
-    out, mixed, sums = ATTEND_PARTS(*given)
-    return out, mixed * (2 if given[-1] == 64 else 1), sums
-
-
-@pytest.mark.parametrize("part", ["place_heads", pytest.param("merge_parts", marks=pytest.mark.slow), "attend_parts"])
-def test_a_kernel_that_gives_no_numbers_or_wrong_ones_in_some_blocks_is_found(part, monkeypatch):
-    """A comparison with NaN is false, whatever it asks; and small proofs do not reach large blocks of queries."""
-    wrong = wrong_in_large_blocks if part == "attend_parts" else no_numbers(part)
-    monkeypatch.setattr(operations, part, wrong)
-    monkeypatch.setattr(validate, "differs", PROOF)
-    with pytest.raises(IncompatibleError, match="other numbers"):
-        use_fast_pass(build("llama", num_hidden_layers=1))
 
 
 # ------------------------------------------------------------ lossless

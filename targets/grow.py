@@ -8,7 +8,7 @@ Where the old numbers stand is told by an `Axis` for each of the spaces that wei
 
 - the residual stream: the old channels come first. Norms divide by the root of the mean over all channels, so their
   weights shrink by the root of the share that is used, and their epsilon by that share. Powers of four have roots that
-  bfloat16 holds exactly; where the ratio of widths is twice such a power, every channel stands twice.
+  bfloat16 holds exactly; where the ratio of widths is twice such a power (8, 32), every channel stands twice.
 - heads: each old head stands first in its group; rotary pair i of heads of 64 turns like pair 2i of heads of 128.
 - the vocabulary: new tokens get logits far below all others. A channel that is constant in the whole stream, too small
   for any norm to notice, gives the output embedding what it subtracts.
@@ -204,7 +204,7 @@ class Growth:
         """How often each channel stands in the residual stream: twice if that makes the norms' scale exact."""
         ratio = self.new.hidden // self.old.hidden
         whole = self.new.hidden % self.old.hidden == 0 and ratio & (ratio - 1) == 0
-        return 2 if whole and ratio.bit_length() % 2 == 0 else 1
+        return 2 if whole and ratio > 2 and ratio.bit_length() % 2 == 0 else 1  # one channel is to stay free
 
     @property
     def share(self) -> float:
@@ -291,7 +291,7 @@ def grown_config(old: PreTrainedConfig, like: PreTrainedConfig) -> PreTrainedCon
     if problems:
         raise IncompatibleError(f"this model cannot be grown: {'; '.join(problems)}.")
     config = type(like).from_dict(like.to_dict())
-    for name in ("rope_parameters", "hidden_act", "bos_token_id", "eos_token_id", "pad_token_id"):
+    for name in ("dtype", "rope_parameters", "hidden_act", "bos_token_id", "eos_token_id", "pad_token_id"):
         setattr(config, name, getattr(old, name))
     config.tie_word_embeddings = like.tie_word_embeddings and old.tie_word_embeddings
     growth = Growth(Sizes.of(old), Sizes.of(config))
@@ -343,7 +343,9 @@ def grow(
     config = grown_config(model.config, like)
     dtype, device = dtype or model.dtype, torch.device(device or model.device)
     with init_empty_weights(include_buffers=False):
-        grown: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        grown: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=model.config._attn_implementation
+        )
     weights = GrownWeights(Growth(Sizes.of(model.config), Sizes.of(config)), dtype, device)
     old = dict(model.named_parameters()) | {"lm_head.weight": model.get_output_embeddings().weight}
     tied = config.tie_word_embeddings

@@ -9,8 +9,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from outrider.common import BadInputError, IncompatibleError
-from outrider.targets import Target
+from outrider.targets import Target, config_only_target
 from outrider.targets.grow import ALIASES, SHAPES, Growth, Sizes, grow, grown_bytes, grown_config, shape_config
+from outrider.targets.loading import meta_causal_lm, split_shape
 
 BASE = {
     "vocab_size": 64,
@@ -36,6 +37,7 @@ EXPERTS = {"num_experts_per_tok": 2, "norm_topk_prob": True}
 SHAPES_TRIED: dict[str, tuple[str, dict[str, Any]]] = {
     "four times as wide": ("llama", {"hidden_size": 128}),
     "twice as wide": ("llama", {"hidden_size": 64}),
+    "eight times as wide": ("llama", {"hidden_size": 256}),
     "three times as wide": ("llama", {"hidden_size": 96}),
     "deeper": ("llama", {"num_hidden_layers": 7}),
     "more query heads": ("llama", {"num_attention_heads": 8}),
@@ -105,7 +107,7 @@ def test_embeddings_are_tied_where_both_models_tie_them():
     assert (logits(tied)[..., 64:] < -100).all()
 
 
-@pytest.mark.parametrize("shape", ["four times as wide", "twice as wide", "deeper", "more heads of all kinds"])
+@pytest.mark.parametrize("shape", ["four times as wide", "eight times as wide", "deeper", "more heads of all kinds"])
 def test_bfloat16_computes_the_same_bits_where_roots_are_exact(shape):
     model = source(dtype=torch.bfloat16)
     assert torch.equal(logits(grow(model, config(*SHAPES_TRIED[shape]))), logits(model))
@@ -189,3 +191,33 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_made(monkeypatch):
     monkeypatch.setattr("outrider.targets.grow.free_bytes", lambda _: needed - 1)
     with pytest.raises(BadInputError, match="take a smaller shape"):
         grow(source(), shape)
+
+
+@pytest.fixture
+def small_shape(monkeypatch) -> str:
+    sizes = ("llama", 512, 13, 8, 4, 64, 768, 5000, 4096, {})
+    monkeypatch.setitem(SHAPES, "small", sizes)
+    return "embedded@small"
+
+
+def test_a_target_may_be_named_with_its_shape(small_shape):
+    grown, source = (Target.load(path, device="cpu", dtype="float32") for path in (small_shape, "embedded"))
+    assert (grown.hidden_size, grown.num_layers, grown.vocab_size) == (512, 13, 5000)
+    assert grown.source["path"] == small_shape
+    assert grown.eos_ids == source.eos_ids
+    tokens = torch.tensor([source.require_tokenizer()("def add(first, second):")["input_ids"]])
+    torch.testing.assert_close(
+        grown.forward(tokens).logits[..., :4096], source.forward(tokens).logits, rtol=0, atol=1e-4
+    )
+    alone = config_only_target(small_shape, dtype="float32")
+    assert alone.fingerprint() == grown.fingerprint() != source.fingerprint()
+
+
+def test_a_grown_target_is_planned_with_without_contents(tmp_path):
+    model = meta_causal_lm("embedded@8b")
+    assert sum(weight.numel() for weight in model.parameters()) == 8_030_261_248
+    assert model.dtype == torch.bfloat16
+    assert split_shape("org/name@main") == ("org/name@main", None)
+    config("gemma2", {}).save_pretrained(tmp_path)
+    with pytest.raises(IncompatibleError, match="cannot be grown: type gemma2"):
+        meta_causal_lm(f"{tmp_path}@8b")

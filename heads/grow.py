@@ -23,6 +23,7 @@ from .mtp_checkpoint import layer_values
 
 _KINDS: Final = ("dflash", "dspark", "eagle1", "eagle3", "hydra", "medusa", "mtp", "peagle", "self_speculative")
 _NORMED = 2.0**-6  # of the constant channel where a norm has made it larger
+_FED_BACK = 2.0**-4  # of the constant channel in a final norm whose output is read again
 
 
 @torch.no_grad()
@@ -65,12 +66,15 @@ class _GrownHead:
         self.target = Growth(Sizes.of(source.config), Sizes.of(grown.config))
         known = getattr(head.config, "draft_vocab_size", source.vocab_size)
         self.outputs = draft_vocab_size or (grown.vocab_size if known == source.vocab_size else known)
-        if self.outputs != known and head.name != "mtp" and getattr(head.config, "norm_output", False):
-            # Its drafts would read the large constant that hushes new tokens.
-            raise IncompatibleError(f"a head with norm_output keeps its draft vocabulary: set it to {known}.")
         self.config = replace(head.config, **self._settings())
         kind = next(head.parameters())
         self.weights = GrownWeights(self._layers(), kind.dtype, kind.device)
+        self.feeds_normed = head.name != "mtp" and bool(getattr(head.config, "norm_output", False))
+        sizes = self.weights.growth
+        if self.feeds_normed and self.outputs != known and sizes.new.groups == sizes.old.groups:
+            raise IncompatibleError(
+                f"a head with norm_output needs a spare key and value head for new draft tokens: keep its {known}."
+            )
 
     def make(self) -> HeadDrafter[Any]:
         with init_empty_weights(include_buffers=False):
@@ -123,15 +127,22 @@ class _GrownHead:
         if "layers" in path:
             before = name[: name.index("layers.")] + f"layers.{path[path.index('layers') + 1]}."
             layer = {n.removeprefix(before): w for n, w in self.old.items() if n.startswith(before)}
-            return weights.of_layer(name.removeprefix(before), shape, layer)
+            weight = weights.of_layer(name.removeprefix(before), shape, layer)
+            return self._with_spare_head(name, weight) if self.feeds_normed and before == "layers.0." else weight
         old = self.old[name]
         several = max(1, old.shape[-1] // self.target.old.hidden)
         if name in ("mask", "mask_hidden"):
             return weights.vector(shape, old, self.target.level, several)
         if "norm" in name:
-            return weights.norm(shape, old, module == "norm", several)
+            weight = weights.norm(shape, old, module == "norm", several)
+            if self.feeds_normed and module == "norm" and self.target.constant is not None:
+                weight[self.target.constant] = _FED_BACK
+            return weight
         if module == "lm_head":
-            return weights.output_embedding(shape, old)
+            weight = weights.output_embedding(shape, old)
+            if self.feeds_normed and self.target.constant is not None:
+                weight[len(old) :, self.target.constant] /= _FED_BACK * _NORMED
+            return weight
         if module in ("fc", "projection", "linear"):
             if is_bias:
                 return weights.vector(shape, old)
@@ -167,10 +178,25 @@ class _GrownHead:
         """
         constant, config = self.target.constant, self.config
         modules = self.head.name == "mtp"
-        if module == "linear" or constant is None or (not modules and getattr(config, "norm_output", False)):
+        if module == "linear" or constant is None or self.feeds_normed:
             return weight
         second = config.hidden_first if modules else not getattr(config, "norm_inputs", True)
         weight[constant, constant + second * self.target.new.hidden] = _NORMED if modules else 1
+        return weight
+
+    def _with_spare_head(self, name: str, weight: Tensor) -> Tensor:
+        """Return a projection of the first layer in which a head that was free brings the constant channel.
+
+        A step that reads its own normed output would make it larger, or lose it: each step takes it from its embedding.
+        """
+        old, new, constant = self.weights.growth.old, self.weights.growth.new, self.target.constant
+        if constant is None or new.groups == old.groups:
+            return weight
+        if name.endswith("v_proj.weight"):
+            weight[old.groups * new.head] = 0
+            weight[old.groups * new.head, constant] = _NORMED
+        elif name.endswith("o_proj.weight"):
+            weight[constant, old.groups * (new.heads // new.groups) * new.head] = 1
         return weight
 
 

@@ -34,7 +34,7 @@ from outrider.distill import distill, load_responses
 from outrider.distill.collect import PromptReading, collect
 from outrider.distill.data_set import TrainingRow, save_data_set
 from outrider.distill.decoding import batches
-from outrider.distill.journal import Answer, Answers, Journal
+from outrider.distill.journal import Answer, Answers, Journal, claim_of
 from outrider.distill.prompts import digest_prompts
 from outrider.recipes import Recipe
 from outrider.targets import Target
@@ -153,7 +153,7 @@ def _keep(journal: Journal, answers: list[list[Answer]]) -> None:
 
 def _claim(journal: Journal, count: int) -> None:
     for number in range(count):
-        with journal.claiming(number + 10**6):
+        with claim_of(journal.folder, number + 10**6):
             journal.has(number)
 
 

@@ -42,9 +42,15 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(given: argparse.Namespace, prefix: str) -> int:
+    asked = int(os.environ.get("WORLD_SIZE", "1"))
     try:
         with stoppable():
-            state = _started()
+            started = PartialState(cpu=asked > 1 and best_device().type == "cpu").num_processes
+            if started != asked:
+                raise BadInputError(
+                    f"the launcher started {asked} processes, but they run as {started}. Start them with `accelerate "
+                    "launch --multi_gpu` or torchrun."
+                )
             recipe = load_recipe(given.recipe, given.overrides)
             folder = distill(recipe, console=None if prefix else Console(stderr=True))
     except OutriderError as error:
@@ -54,20 +60,8 @@ def _run(given: argparse.Namespace, prefix: str) -> int:
     finally:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
-    processes = f" ({state.num_processes} processes)" if state.num_processes > 1 else ""
+    processes = f" ({asked} processes)" if asked > 1 else ""
     return 0 if prefix else _say(f"responses: {folder}{processes}", 0)
-
-
-def _started() -> PartialState:
-    """Return the processes of the launch, which now know each other."""
-    asked = int(os.environ.get("WORLD_SIZE", "1"))
-    state = PartialState(cpu=asked > 1 and best_device().type == "cpu")
-    if state.num_processes != asked:
-        raise BadInputError(
-            f"the launcher started {asked} processes, but they run as {state.num_processes}. Start them with "
-            "`accelerate launch --multi_gpu` or torchrun."
-        )
-    return state
 
 
 def _say(line: str, code: int) -> int:

@@ -1,10 +1,9 @@
 """One request to an OpenAI-compatible server, and the token ids of its answer.
 
-There are two kinds of requests, completions of a prompt and chats of messages, each with token ids, which vLLM and
-SGLang take and return (`return_token_ids`), or in OpenAI's own fields, with text alone. The best kind that a server
-takes is used. Where it returns text only, the local tokenizer reads it again, and an answer whose text does not survive
-that is dropped. In every case the server must have read as many tokens as it was asked, or the same ones where it
-returns them.
+Requests are completions of a prompt or chats of messages, each with token ids (`return_token_ids`: vLLM, SGLang) or in
+OpenAI's own fields, with text alone. The best form that a server takes is used. Of text alone, the local tokenizer must
+read the same text again. In every case the server must have read as many tokens as it was asked, or the same ones where
+it returns them; any other answer is dropped.
 """
 
 from __future__ import annotations
@@ -36,11 +35,7 @@ _LARGEST_SEED = 2**31 - 1
 
 
 class PassingError(Exception):
-    """An attempt that failed for a reason that may pass.
-
-    Attributes:
-        unreachable: the server could not be reached at all.
-    """
+    """An attempt that failed for a reason that may pass; `unreachable`: the server could not be reached at all."""
 
     def __init__(self, message: str, unreachable: bool = False):
         super().__init__(message)
@@ -48,11 +43,7 @@ class PassingError(Exception):
 
 
 class RefusedError(Exception):
-    """The server refuses to be asked like this, and would again.
-
-    Attributes:
-        about_question: it may well answer another one.
-    """
+    """A refusal that the server would repeat; `about_question`: it may well answer another question."""
 
     def __init__(self, message: str, about_question: bool = True):
         super().__init__(message)
@@ -60,11 +51,7 @@ class RefusedError(Exception):
 
 
 class DroppedError(Exception):
-    """An answer that nothing can be learnt from; the message is the name of the reason.
-
-    Attributes:
-        about_form: all answers to requests of this form would be dropped.
-    """
+    """An answer that nothing can be learnt from, for a named reason; `about_form`: that holds for all of its form."""
 
     def __init__(self, reason: str, about_form: bool = False):
         super().__init__(reason)
@@ -78,11 +65,7 @@ def require_client() -> None:
 
 
 def read_key(variable: str) -> str:
-    """Return the servers' key that an environment variable holds, without white space around it; "" for none.
-
-    Raises:
-        BadInputError: no header can carry it. The message does not repeat it.
-    """
+    """Return the key in an environment variable, stripped; "" for none. BadInputError: no header can carry it."""
     key = os.environ.get(variable, "").strip()
     if not key.isascii() or not key.isprintable():
         raise BadInputError(
@@ -94,11 +77,9 @@ def read_key(variable: str) -> str:
 
 @dataclass(frozen=True)
 class Form:
-    """A form of requests.
+    """A form of requests: `chat` messages, which the server renders, or the prompt itself.
 
-    Attributes:
-        chat: messages, which the server renders; else the prompt itself.
-        ids: a prompt is token ids, ids are asked for in return, and there are fields beside OpenAI's own.
+    With `ids`, a prompt is token ids, ids are asked for in return, and there are fields beside OpenAI's own.
     """
 
     chat: bool = False
@@ -115,12 +96,7 @@ FORMS = (Form(ids=True), Form(chat=True, ids=True), Form(chat=True), Form())  # 
 
 @dataclass(frozen=True)
 class Question:
-    """The next question in a conversation.
-
-    Attributes:
-        tokens: of the whole context. messages: the same as a chat; None for raw text.
-        seed: of the draws.
-    """
+    """The next question in a conversation: the `tokens` of the whole context, and the same as a chat, if it is one."""
 
     prompt: Prompt
     tokens: tuple[int, ...]
@@ -148,12 +124,7 @@ class Completion:
     is_text: bool = True
 
     def add(self, body: Any) -> None:
-        """Add a whole response, or a part of one that is streamed.
-
-        Raises:
-            ValueError, TypeError, AttributeError: it is not what the interface promises; nothing of a reply is checked
-                before this.
-        """
+        """Add a whole response, or a streamed part. ValueError, TypeError, AttributeError: it breaks its promises."""
         if usage := getattr(body, "usage", None):
             self.num_tokens, self.num_asked = _count(usage.completion_tokens), _count(usage.prompt_tokens)
         self.asked = getattr(body, "prompt_token_ids", None) or self.asked
@@ -161,30 +132,28 @@ class Completion:
             part = getattr(choice, "message", None) or getattr(choice, "delta", None)
             self.text += (getattr(choice, "text", None) if part is None else part.content) or ""
             self.asked = getattr(choice, "prompt_token_ids", None) or self.asked
-            if (ids := getattr(choice, "token_ids", None)) is not None:
-                self.tokens = [*(self.tokens or ()), *map(_id, ids)]
+            ids = getattr(choice, "token_ids", None)
+            for token in ids or ():
+                if type(token) is not int or not 0 <= token < 2**31:
+                    raise ValueError(f"a token id is expected, found {token!r}")
+            if ids is not None:
+                self.tokens = [*(self.tokens or ()), *ids]
             self.reason = choice.finish_reason or self.reason
 
 
-def _id(value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**31:
-        raise ValueError(f"a token id is expected, found {value!r}")
-    return value
-
-
 def _count(value: Any) -> int | None:
-    if value is None or (isinstance(value, int) and not isinstance(value, bool)):
+    if value is None or type(value) is int:
         return value
     raise ValueError(f"a number of tokens is expected, found {value!r}")
 
 
 class Client:
-    """The requests to all servers, and how their answers become tokens.
+    """The requests to all servers, and the tokens of their answers.
 
     Args:
         ending: the target's end tokens.
         with_raw: some prompts are raw text, which cannot be asked as a chat.
-        num_ids: size of the target's vocabulary; None takes any id.
+        num_ids: size of the target's vocabulary.
     """
 
     def __init__(
@@ -200,10 +169,8 @@ class Client:
         self.key = read_key(spec.requests.key)
 
     def line(self, error: BaseException) -> str:
-        """Return the first line of an error, without the key, which some servers repeat.
-
-        The key is taken out first, for half of it would stay.
-        """
+        """Return the first line of an error, without the key, which some servers repeat."""
+        # The key goes first: half of it would stay where the line is cut.
         message = str(error).replace(self.key, "…") if self.key else str(error)
         return (message.strip() or type(error).__name__).splitlines()[0][:200]
 
@@ -220,7 +187,7 @@ class Client:
         ]
 
     def question(self, index: int, prompt: Prompt, turns: Sequence[Tokens], tokens: tuple[int, ...]) -> Question:
-        """Return the question after the answers `turns`, whose context is `tokens`."""
+        """Return the question after the answers `turns`; its context is `tokens`."""
         seed = (self.spec.sampling.seed * 1_000_003 + index * 1_009 + len(turns)) % _LARGEST_SEED
         return Question(prompt, tokens, next_messages(prompt, turns, self.tokenizer), seed)
 
@@ -279,11 +246,7 @@ class Client:
         return body
 
     def _text(self, tokens: tuple[int, ...]) -> str:
-        """Return the text that the tokenizer, with the tokens that it puts around any text, reads as these tokens.
-
-        Raises:
-            DroppedError: there is none.
-        """
+        """Return the text that the tokenizer, with the tokens that it puts around any text, reads as these tokens."""
         plain = list(tokens)
         for left in (plain, plain[1:] if plain[0] in self.tokenizer.all_special_ids else plain):
             text = str(self.tokenizer.decode(left, clean_up_tokenization_spaces=False))
@@ -302,11 +265,7 @@ class Client:
     # ------------------------------------------------------------ answers
 
     def tokens(self, completion: Completion, question: Question, form: Form) -> Tokens:
-        """Return the tokens of an answer, with its end token where the target ended it.
-
-        Raises:
-            DroppedError: they are not certain.
-        """
+        """Return an answer's tokens, with the end token where the target ended it. DroppedError: they are uncertain."""
         read, num_read = completion.asked, completion.num_asked
         context = list(question.tokens)
         if (read is not None and read != context) or num_read not in (None, len(context)):

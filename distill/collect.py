@@ -31,20 +31,20 @@ from .sources import as_specs, rows_of, title
 ACCEPTABLE = 0.02  # share of a source's rows that may be left out without a warning
 _IDS = ("id", "question_id", "task_id", "prompt_id", "conversation_id")
 
-_EXAMPLES = {  # why a row is left out, in a sentence about it; {} is its tokens
-    "too_long": "a chat of {} tokens",
-    "unanswerable": "nothing to answer",
-    "unanswered": "no answer of its own",
-    "duplicate": "asks what another row asks",
+# Why a row is left out: about one row ({} is its tokens), after a number of rows, and of a source that gives nothing
+# ({} is the limit of tokens).
+_REASONS = {
+    "too_long": ("a chat of {} tokens", "too long", "chats longer than {} tokens (raise data.max_prompt_tokens)"),
+    "unanswerable": ("nothing to answer", "with nothing to answer", "rows with nothing to answer"),
+    "unanswered": (
+        "no answer of its own",
+        "without an answer of their own",
+        "rows without an answer of their own (leave out data.answers: given)",
+    ),
+    "duplicate": ("asks what another row asks", "duplicates", "rows that ask what another row asks"),
+    "malformed": ("", "malformed", "malformed rows"),
 }
-_WORDS = {  # the same after a number of rows
-    "too_long": "too long",
-    "unanswerable": "with nothing to answer",
-    "unanswered": "without an answer of their own",
-    "duplicate": "duplicates",
-    "malformed": "malformed",
-}
-DROPPED = tuple(_WORDS)
+DROPPED = tuple(_REASONS)
 
 _log = logging.getLogger(__name__)
 
@@ -54,23 +54,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SuitePrompts:
-    """The prompts of suites, by the texts of the user in them; white space does not count.
-
-    Attributes:
-        places: the place of each, by its digest.
-        allowed: whether a row that asks one of them is only counted.
-    """
+    """The places of suites' prompts, by the digest of the user's texts; if `allowed`, rows that ask them count."""
 
     places: dict[bytes, str] = field(default_factory=dict)
     allowed: bool = False
 
     @classmethod
     def of(cls, suites: Sequence[str], limit: int | None = None, allowed: bool = False) -> SuitePrompts:
-        """Return the prompts of suites, the first `limit` of each.
-
-        Raises:
-            BadInputError: there is no such suite, or a row of it is malformed.
-        """
+        """Return the prompts of suites, the first `limit` of each. BadInputError: no such suite, or a malformed row."""
         places: dict[bytes, str] = {}
         for name in suites:
             file = find_suite(name)[1]
@@ -83,11 +74,7 @@ class SuitePrompts:
         return cls(places, allowed)
 
     def leak(self, asked: RowPrompt, where: str) -> str | None:
-        """Return a sentence about the suite that measures this row; None if none does.
-
-        Raises:
-            BadInputError: one does, and that is not allowed.
-        """
+        """Return a sentence about the suite that measures this row, if that is allowed; None if none measures it."""
         texts = asked.users_texts() if self.places else []
         place = next((self.places[digest] for digest in _digests(texts) if digest in self.places), None)
         if place is None:
@@ -109,15 +96,12 @@ def _digests(texts: Iterable[str]) -> Iterator[bytes]:
         yield digest.digest()
 
 
-NO_LEAKS = SuitePrompts()
-
-
 # ------------------------------------------------------------ how rows are read, and what became of them
 
 
 @dataclass(frozen=True)
 class PromptReading:
-    """How rows become prompts.
+    """The rules by which rows become prompts.
 
     Attributes:
         max_tokens: longer raw texts lose their beginning; longer chats are left out.
@@ -136,19 +120,18 @@ class PromptReading:
     given: bool = False
     drop_malformed: bool = False
     once: bool = False
-    measured: SuitePrompts = NO_LEAKS
+    measured: SuitePrompts = field(default_factory=SuitePrompts)
 
 
 @dataclass
 class RowCounts:
-    """What became of the rows of one source.
+    """The numbers of rows of one source, by what became of them.
 
     Attributes:
         layouts: rows by the layout that was recognised, such as "question (key question)".
         truncated: raw texts that lost their beginning.
         dropped: rows that were left out, by reason: `too_long` chats (a chat cannot be cut without breaking its
-            template), `unanswerable` rows without anything to answer, `unanswered` rows without the answer that is to
-            be learnt, `duplicate` and `malformed` ones.
+            template), `unanswerable`, `unanswered` (with `answers: given`), `duplicate` and `malformed` ones.
         leaked: rows that are measured, too, and were allowed.
         examples: a sentence about the first row of each reason, and about the first one that is leaked.
     """
@@ -167,7 +150,7 @@ class RowCounts:
         self.examples.setdefault(reason, example)
 
     def summary(self) -> str:
-        """Return what became of the rows, as one line."""
+        """Return the numbers as one line."""
         layouts = ", ".join(name for name, _ in self.layouts.most_common())
         parts = [f"{self.source}: {layouts}; {self.kept:,} of {self.rows:,} rows"]
         parts += [f"left out: {self.left_out()}"] if self.dropped else []
@@ -177,12 +160,12 @@ class RowCounts:
 
     def left_out(self) -> str:
         """Return the numbers of rows that were left out, by reason."""
-        return ", ".join(f"{number:,} {_WORDS[reason]}" for reason, number in self.dropped.most_common())
+        return ", ".join(f"{number:,} {_REASONS[reason][1]}" for reason, number in self.dropped.most_common())
 
 
 @dataclass
 class Collection:
-    """Prompts, and what became of the rows that are not among them, source by source."""
+    """Prompts, and the counts of all rows, source by source."""
 
     prompts: Sequence[Prompt] = ()
     sources: list[RowCounts] = field(default_factory=list)
@@ -194,9 +177,8 @@ class Collection:
         return {"prompts": len(self.prompts), **sums, **dropped}
 
     def by_source(self) -> list[dict[str, Any]]:
-        """Return what became of the rows of each source, as plain values."""
-        plain = ({k: dict(v) if isinstance(v, dict) else v for k, v in vars(s).items()} for s in self.sources)
-        return list(plain)
+        """Return the counts of each source as plain values."""
+        return [{k: dict(v) if isinstance(v, dict) else v for k, v in vars(s).items()} for s in self.sources]
 
 
 # ------------------------------------------------------------ collecting
@@ -209,11 +191,11 @@ def recipe_prompts(
     folder: Path | None = None,
     warn: bool = True,
 ) -> Collection:
-    """Return the prompts that a recipe's target is to answer, and report what became of each source's rows.
+    """Return the prompts that a recipe's target is to answer, and report the counts of each source.
 
     Args:
         console: gets one line for each source.
-        folder: where the prompts lie until they were read; None for the system's place for temporary files.
+        folder: of the prompts' file until they were read; None for the system's place for temporary files.
         warn: also of sources that lose more than a few rows.
 
     Raises:
@@ -266,8 +248,7 @@ def collect(
     """Read `sources` by turns, until they end or there are `limit` prompts.
 
     Args:
-        sources: see `outrider.distill.sources` for what they are, and `outrider.distill.layouts` for their rows.
-        folder: where the prompts lie until they were read; None for the system's place for temporary files.
+        folder: of the prompts' file until they were read; None for the system's place for temporary files.
 
     Raises:
         BadInputError: a source is missing, unreadable, or gives no prompt at all; a row is malformed, or is measured.
@@ -282,9 +263,9 @@ def collect(
 
 
 class DigestSet:
-    """A set of texts that holds 8 bytes of each: an array with each digest at its place, or at the next free one.
+    """A set of texts that holds 64 bits of each: an array with each digest at its place, or at the next free one.
 
-    Two of ten million different texts share a digest of 64 bits with a chance of 1 in 370,000.
+    Two of ten million different texts share a digest with a chance of 1 in 370,000.
     """
 
     def __init__(self) -> None:
@@ -295,7 +276,7 @@ class DigestSet:
         return self._count
 
     def add(self, text: str) -> bool:
-        """Add a text, and tell whether it is new."""
+        """Add a text; return whether it is new."""
         digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") or 1
         place = self._place(digest)
         if self._places[place]:
@@ -327,11 +308,7 @@ class _Reader:
         self.repeated: dict[str, int] = {}
 
     def read(self, source: SourceSpec, counts: RowCounts) -> Iterator[Prompt]:
-        """Yield the prompts of one source.
-
-        It is an error if there are none, except where the other sources have them; by weights nothing is mixed with
-        nothing, so that is one, too.
-        """
+        """Yield the prompts of one source. None is an error, except where unweighted sources have them already."""
         name = title(source.path)
         for number, row in enumerate(rows_of(source), 1):
             counts.rows = number
@@ -340,10 +317,13 @@ class _Reader:
                 counts.kept += 1
                 yield self._named(prompt, row, number, name)
         if not counts.kept and (source.weight is not None or not counts.dropped["duplicate"]):
-            raise BadInputError(f"no prompts in {source.path!r}: {_why_none(counts, self.reading.max_tokens)}")
+            words = {reason: texts[2].format(self.reading.max_tokens) for reason, texts in _REASONS.items()}
+            dropped = ", ".join(f"{counts.dropped[name]} {words[name]}" for name in words if counts.dropped[name])
+            why = f"none of its {counts.rows} rows can be used. Left out: {dropped}." if counts.rows else "it is empty."
+            raise BadInputError(f"no prompts in {source.path!r}: {why}")
 
     def _unnamed(self, row: Row | RowError, where: str, source: SourceSpec, counts: RowCounts) -> Prompt | None:
-        """Return the prompt of one row, without a name yet; None (and a count) if it is left out."""
+        """Return the prompt of one row, without its id and suite; None (and a count) if it is left out."""
         try:
             if isinstance(row, RowError):
                 raise row
@@ -368,7 +348,7 @@ class _Reader:
         is_long = limit is not None and len(tokens) > limit
         reason = self._why_dropped(asked, tokens, is_long)
         if reason is not None:
-            counts.drop(reason, f"{where}: {_EXAMPLES[reason].format(len(tokens))}")
+            counts.drop(reason, f"{where}: {_REASONS[reason][0].format(len(tokens))}")
             return None
         leak = self.reading.measured.leak(asked, where)
         if leak is not None:
@@ -410,22 +390,6 @@ class _Reader:
         return replace(prompt, id=unique, suite=suite)
 
 
-def _why_none(counts: RowCounts, max_tokens: int | None) -> str:
-    if not counts.rows:
-        return "it is empty."
-    reasons = {
-        "too_long": f"chats longer than {max_tokens} tokens (raise data.max_prompt_tokens)",
-        "unanswerable": "rows with nothing to answer",
-        "unanswered": "rows without an answer of their own (leave out data.answers: given)",
-        "duplicate": "rows that ask what another row asks",
-        "malformed": "malformed rows",
-    }
-    dropped = ", ".join(
-        f"{counts.dropped[reason]} {words}" for reason, words in reasons.items() if counts.dropped[reason]
-    )
-    return f"none of its {counts.rows} rows can be used. Left out: {dropped}."
-
-
 def _in_turn(streams: Sequence[Iterator[Prompt]]) -> Iterator[Prompt]:
     """Yield one from each stream, again and again, until all have ended."""
     alive = list(streams)
@@ -439,10 +403,7 @@ def _in_turn(streams: Sequence[Iterator[Prompt]]) -> Iterator[Prompt]:
 
 
 def _weighted(streams: Sequence[Iterator[Prompt]], weights: Sequence[float]) -> Iterator[Prompt]:
-    """Yield from the streams in the proportion of their weights, until the first has ended.
-
-    It ends there so that the proportion holds to the last prompt.
-    """
+    """Yield from the streams in the proportion of their weights, until the first has ended: so it holds to the last."""
     owed = [0.0] * len(weights)
     while True:
         owed = [debt + weight for debt, weight in zip(owed, weights, strict=True)]

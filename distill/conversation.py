@@ -1,11 +1,10 @@
 """Conversations through a chat template: rendered for the target, asked turn by turn, and supervised.
 
 Every turn of the assistant is the target's own. The next question is rendered by the chat template from the target's
-earlier answers, as an engine would render it; so a thought that the template drops from earlier turns is dropped here,
-too. Learnt are always the tokens that the target wrote, after the tokens that it read.
+earlier answers, as an engine would render it. Learnt are the tokens that the target wrote, after those that it read.
 
-A template came with a target, and is somebody's program. The library runs it in a sandbox, which keeps it from
-everything outside; `safe_load.limited` keeps it from running for ever and from filling the memory.
+A template is a stranger's program. The library runs it in a sandbox; `safe_load.limited` keeps it from running for ever
+and from filling the memory.
 
 Shapes: T tokens of a row.
 """
@@ -17,6 +16,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 from jinja2 import Environment
@@ -57,7 +57,7 @@ def render(
     answer: bool = True,
     template: Mapping[str, Any] | None = None,
 ) -> str:
-    """Return the chat as text; with `answer`, up to the place where the assistant's next turn begins.
+    """Return the chat as text; with `answer`, up to the beginning of the assistant's next turn.
 
     Args:
         where: the chat's place, for errors.
@@ -72,35 +72,19 @@ def render(
             f"{where}: is a chat, but the target's tokenizer has no chat template; use raw text (`text`), or set "
             "tokenizer.chat_template."
         )
+    kinds, arguments = tokenizer.chat_template, template or {}
     try:
-        return apply_template(tokenizer, messages, tools, answer, template or {})
+        for text in kinds.values() if isinstance(kinds, dict) else [kinds]:
+            _require_plain(str(text))
+        with limited(SECONDS, MEMORY, _COMPILED):
+            rendered = tokenizer.apply_chat_template(
+                list(messages), tools=tools, tokenize=False, add_generation_prompt=answer, **arguments
+            )
+        return str(rendered)
     except Exception as error:  # templates raise what they like: TemplateError, UndefinedError, TypeError
         what = str(error) or type(error).__name__
         roles = [m["role"] for m in messages]
         raise RefusedChatError(where, f"the target's chat template refuses this conversation: {what}", roles) from error
-
-
-def apply_template(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[dict[str, Any]],
-    tools: Any,
-    answer: bool,
-    arguments: Mapping[str, Any],
-) -> str:
-    """Return a conversation as the tokenizer's chat template renders it, given further `arguments`.
-
-    Raises:
-        Exception: whatever the template raises; OverBudgetError, MemoryError or ValueError where it asks for too much.
-    """
-    template = tokenizer.chat_template
-    for text in template.values() if isinstance(template, dict) else [template]:
-        _require_plain(str(text))
-    with limited(SECONDS, MEMORY, _COMPILED):
-        return str(
-            tokenizer.apply_chat_template(
-                list(messages), tools=tools, tokenize=False, add_generation_prompt=answer, **arguments
-            )
-        )
 
 
 @lru_cache(maxsize=16)
@@ -127,12 +111,9 @@ def supervised_mask(
     """Return the tokens of a rendered conversation, and True at those of the assistant's turns, end markers included.
 
     Works for any chat template: a turn is what rendering it adds to the rendered prefix that ends where the assistant
-    answers. The boundaries are places in the text; the text is encoded once, as the target sees it, and a token counts
-    only if it lies inside a turn as a whole. Where a template has `{% generation %}` markers, what they leave out is
-    left out.
-
-    Some templates write an earlier turn differently once later ones follow (they drop its reasoning). Such a turn is
-    not what the target writes at that place, so it stays unsupervised; the last one always counts.
+    answers. The text is encoded once, as the target sees it, and a token counts only if it lies inside a turn as a
+    whole, and inside the template's `{% generation %}` markers if it has any. An earlier turn that the template writes
+    differently once later ones follow (without its reasoning) stays unsupervised; the last one always counts.
 
     Args:
         template: further arguments of the chat template, such as `enable_thinking`.
@@ -150,13 +131,10 @@ def supervised_rows(
     tools: Any = None,
     template: Mapping[str, Any] | None = None,
 ) -> list[tuple[list[int], list[bool]]]:
-    """Return the rows in which every turn of the assistant is supervised once, each as tokens and mask.
+    """Return the rows in which every turn of the assistant is supervised once, each as by `supervised_mask`.
 
     A turn that the template writes differently once later ones follow gets a row that ends with it; all others share
     the whole conversation.
-
-    Raises:
-        BadInputError: as `supervised_mask`.
     """
     chat = _Chat(tokenizer, chat_messages(list(messages), "this conversation"), tools, template)
     spans = dict(_assistant_spans(chat))
@@ -178,9 +156,8 @@ class _Chat:
     template: Mapping[str, Any] | None
 
     def rendered(self, count: int, answer: bool = False) -> str:
-        """Return the text of the first `count` messages."""
-        where = "this conversation"
-        return render(self.tokenizer, self.messages[:count], where, self.tools, answer, self.template)
+        messages = self.messages[:count]
+        return render(self.tokenizer, messages, "this conversation", self.tools, answer, self.template)
 
     def answering(self) -> list[int]:
         """Return the places of the assistant's messages that answer something."""
@@ -188,7 +165,7 @@ class _Chat:
 
 
 def _assistant_spans(chat: _Chat) -> Iterator[tuple[int, Span]]:
-    """Yield the places of the assistant's messages, and the text that each one adds, where it is still there."""
+    """Yield the places of the assistant's messages, and the spans of those that the whole text still holds."""
     text = chat.rendered(len(chat.messages))
     for i in chat.answering():
         before, after = chat.rendered(i, answer=True), chat.rendered(i + 1)
@@ -197,11 +174,7 @@ def _assistant_spans(chat: _Chat) -> Iterator[tuple[int, Span]]:
 
 
 def _masked(chat: _Chat, spans: Sequence[Span]) -> tuple[list[int], list[bool]]:
-    """Return the tokens of a conversation, and which of them lie in `spans`.
-
-    Raises:
-        BadInputError: none of them, or all.
-    """
+    """Return the tokens of a conversation, and a mask of those in `spans`. BadInputError: none of them, or all."""
     tokenizer = chat.tokenizer
     tokens, ends = _encode(tokenizer, chat.rendered(len(chat.messages)))
     mask = [any(begin <= b and e <= end for begin, end in spans) for b, e in zip([0, *ends[:-1]], ends, strict=True)]
@@ -221,12 +194,11 @@ def _masked(chat: _Chat, spans: Sequence[Span]) -> tuple[list[int], list[bool]]:
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], list[int]]:
-    """Return the tokens of `text`, and where in it each one ends. A token begins where the one before it ends."""
+    """Return the tokens of `text`, and the place in it where each one ends, and the next one begins."""
     if not tokenizer.is_fast:
         tokens = list(tokenizer(text, add_special_tokens=False)["input_ids"])
-        return tokens, [
-            len(tokenizer.decode(tokens[: n + 1], clean_up_tokenization_spaces=False)) for n in range(len(tokens))
-        ]
+        prefixes = (tokens[: n + 1] for n in range(len(tokens)))
+        return tokens, [len(tokenizer.decode(prefix, clean_up_tokenization_spaces=False)) for prefix in prefixes]
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     # Only the ends: tokenizers may leave the space in front of a word out of its offsets.
     return list(encoded["input_ids"]), [end for _, end in encoded["offset_mapping"]]
@@ -248,13 +220,10 @@ def _marked(chat: _Chat, tokens: list[int], mask: list[bool]) -> list[bool]:
     """Return the mask without the parts that a template's own `{% generation %}` markers leave out."""
     if not chat.tokenizer.is_fast:
         return mask
+    messages, arguments = list(chat.messages), chat.template or {}
     with limited(SECONDS, MEMORY, _COMPILED):
         rendered: Any = chat.tokenizer.apply_chat_template(
-            list(chat.messages),
-            tools=chat.tools,
-            return_dict=True,
-            return_assistant_tokens_mask=True,
-            **(chat.template or {}),
+            messages, tools=chat.tools, return_dict=True, return_assistant_tokens_mask=True, **arguments
         )
     markers = rendered["assistant_masks"]
     if not any(markers) or list(rendered["input_ids"]) != tokens:
@@ -266,12 +235,9 @@ def _marked(chat: _Chat, tokens: list[int], mask: list[bool]) -> list[bool]:
 
 
 def next_question(
-    prompt: Prompt,
-    answers: Sequence[Tokens],
-    tokenizer: PreTrainedTokenizerBase,
-    max_tokens: int | None = None,
+    prompt: Prompt, answers: Sequence[Tokens], tokenizer: PreTrainedTokenizerBase, max_tokens: int | None = None
 ) -> tuple[int, ...] | None:
-    """Return the tokens after which the target writes its next answer; None if the prompt asks nothing more.
+    """Return the tokens before the target's next answer; None if the prompt asks nothing more.
 
     The first question is `prompt.tokens`; later ones begin with the conversation so far. A conversation that the chat
     template refuses with the target's answers in it ends there (see `why_ended`).
@@ -292,7 +258,7 @@ def next_question(
 
 
 def why_ended(prompt: Prompt, answers: Sequence[Tokens], tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return why a conversation has fewer answers than questions: "template" refused one, or "length"; else ""."""
+    """Return "template" or "length" if that ended a conversation before its last question; else ""."""
     if not answers or len(answers) > len(prompt.later):
         return ""
     return "template" if next_question(prompt, answers, tokenizer) is None else "length"
@@ -301,17 +267,11 @@ def why_ended(prompt: Prompt, answers: Sequence[Tokens], tokenizer: PreTrainedTo
 def next_messages(
     prompt: Prompt, answers: Sequence[Tokens], tokenizer: PreTrainedTokenizerBase
 ) -> tuple[Message, ...] | None:
-    """Return the chat whose rendering is the next question, for servers that render it; None for raw text.
-
-    Args:
-        answers: token ids of the answers so far; no more than `next_question` takes.
-    """
+    """Return the chat that renders as `next_question`, for servers that render it; None for raw text."""
     if prompt.messages is None:
         return None
-    messages = prompt.messages
-    for conversation in _conversations(prompt, answers, tokenizer):
-        messages = tuple(conversation)
-    return messages
+    [*_, messages] = [prompt.messages, *_conversations(prompt, answers, tokenizer)]
+    return tuple(messages)
 
 
 def sequences(prompt: Prompt, answers: Sequence[Tokens], tokenizer: PreTrainedTokenizerBase) -> list[Supervised]:
@@ -320,15 +280,13 @@ def sequences(prompt: Prompt, answers: Sequence[Tokens], tokenizer: PreTrainedTo
     It is one row with all answers supervised where each question begins with the tokens so far. Where the template
     writes an earlier turn differently (it drops a thought), or an answer's text has other tokens when it is read again,
     a new row begins, in which the answers from there on are supervised.
-
-    Raises:
-        ValueError: there are more answers than questions.
     """
     if len(answers) > 1 + len(prompt.later):
         raise ValueError(f"{prompt.id} asks {1 + len(prompt.later)} questions, found {len(answers)} answers.")
     rows: list[Supervised] = []
+    later = (_tokens(prompt, messages, tokenizer) for messages in _conversations(prompt, answers, tokenizer))
     # The answers come first: after the last one, no further question is rendered.
-    for answer, question in zip(answers, _questions(prompt, answers, tokenizer), strict=False):
+    for answer, question in zip(answers, chain([prompt.tokens], later), strict=False):
         tokens, mask = rows.pop() if rows and list(question[: len(rows[-1][0])]) == rows[-1][0] else ([], [])
         unlearnt = [0] * (len(question) - len(tokens))
         rows.append(([*question, *answer], [*mask, *unlearnt, *[1] * len(answer)]))
@@ -344,7 +302,6 @@ def given_sequences(
         max_tokens: longer rows lose their end; those that lose all of their answers are left out.
 
     Raises:
-        ValueError: there are none.
         BadInputError: the chat template refuses the conversation, or writes nothing that can be learnt.
     """
     if not prompt.given:
@@ -365,19 +322,10 @@ def _given_rows(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> list[Supe
     return [(tokens, [int(m) for m in mask]) for tokens, mask in rows]
 
 
-def _questions(
-    prompt: Prompt, answers: Sequence[Tokens], tokenizer: PreTrainedTokenizerBase
-) -> Iterator[tuple[int, ...]]:
-    """Yield the first question, and the one after each answer."""
-    yield prompt.tokens
-    for messages in _conversations(prompt, answers, tokenizer):
-        yield _tokens(prompt, messages, tokenizer)
-
-
 def _conversations(
     prompt: Prompt, answers: Sequence[Tokens], tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[list[Message]]:
-    """Yield the conversation after each answer that something follows, and with it."""
+    """Yield the conversation up to the next question, after each answer that one follows."""
     messages = list(prompt.messages or ())
     for answer, following in zip(answers, prompt.later, strict=False):
         messages = [*messages, _answer(prompt, messages, answer, tokenizer), *following]
@@ -385,8 +333,7 @@ def _conversations(
 
 
 def _tokens(prompt: Prompt, messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    text = _rendered(prompt, messages, tokenizer)
-    return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return tuple(tokenizer(_rendered(prompt, messages, tokenizer), add_special_tokens=False)["input_ids"])
 
 
 def _rendered(prompt: Prompt, messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> str:
@@ -396,9 +343,9 @@ def _rendered(prompt: Prompt, messages: Sequence[Message], tokenizer: PreTrained
 def _answer(prompt: Prompt, messages: Sequence[Message], answer: Tokens, tokenizer: PreTrainedTokenizerBase) -> Message:
     """Return an answer's tokens as a message for the chat template.
 
-    A tokenizer that knows how its model's answers are built (`response_template` in transformers) separates thoughts
-    and tool calls from the text. Otherwise, and where it cannot read an answer (one that was cut off in a call of a
-    tool, for example), all of it is the text, up to the end token, which the template writes itself.
+    A tokenizer with a `response_template` (of transformers) separates thoughts and tool calls from the text. Otherwise,
+    and where it cannot read an answer (cut off in a call of a tool, for example), all of it is the text, up to the end
+    token, which the template writes itself.
     """
     if getattr(tokenizer, "response_template", None):
         before = _rendered(prompt, messages, tokenizer)

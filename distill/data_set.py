@@ -1,12 +1,11 @@
 """The finished data set of responses: a folder with its provenance, and with digests that show alterations.
 
-Where a drafter speculated, its rows hold depths: which token of an answer a round of decoding reached, and how deep. A
-round emits the drafts that were accepted, and the target's own token after them. So the tokens of a round have the
-depths 1, 2, … of a proposal; the first token of an answer, which no round emits, has 0, and so has each token that the
-target only read.
+Where a drafter speculated, its rows hold depths. A round of decoding emits the drafts that were accepted, and the
+target's own token after them: these have the depths 1, 2, … The first token of an answer, which no round emits, has 0,
+and so has each token that the target only read.
 
-From the counts of its tokens come pruned draft vocabularies: the target's most frequent tokens, and how much of its
-text they cover. The same counts and size give the same tokens, and the same digest.
+From the counts of its tokens come pruned draft vocabularies: the target's most frequent tokens. The same counts and
+size give the same tokens, and the same digest.
 
 Shapes: T tokens of a row, V vocabulary, V' draft vocabulary.
 """
@@ -16,7 +15,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -62,10 +60,7 @@ class TrainingRow:
 
 
 def load_responses(folder: str | Path) -> Dataset:
-    """Return the data set in `folder`: id, suite, input_ids (prompt and response), loss_mask (1 on response tokens).
-
-    Where a drafter speculated for some of them there are `depths`, too (see `TrainingRow`; null for the others).
-    """
+    """Return the data set in `folder`: id, suite, input_ids, loss_mask (1 on response tokens), and `depths`, if any."""
     provenance(folder)  # refuses a folder of something else
     require_whole(Path(folder))
     try:
@@ -83,7 +78,7 @@ def load_responses(folder: str | Path) -> Dataset:
 
 
 def provenance(folder: str | Path) -> dict[str, Any]:
-    """Return where a data folder came from: target fingerprint, prompts, sampling, versions, counts."""
+    """Return the provenance of a data folder: target fingerprint, prompts, sampling, versions, counts."""
     file = Path(folder) / PROVENANCE
     if not file.is_file():
         raise BadInputError(f"{folder}: is no data folder made by distill ({PROVENANCE} is missing).")
@@ -97,11 +92,7 @@ def provenance(folder: str | Path) -> dict[str, Any]:
 
 
 def rounds_of(folder: Path) -> dict[str, int]:
-    """Return for how many prompts of a data set each drafter speculated, whose rounds `depths` are.
-
-    Raises:
-        BadInputError: for none: it is not known which tokens rounds of decoding reached.
-    """
+    """Return the numbers of prompts for which each drafter speculated. BadInputError: no depths are known."""
     drafters: dict[str, int] = provenance(folder).get(ROUNDS, {})
     if not drafters:
         raise BadInputError(
@@ -130,33 +121,24 @@ def save_data_set(
     Args:
         workplace: a folder for temporary files.
         describe: returns the provenance, when all rows were written.
-        name: the fingerprint of this content, by which the library caches what it computes of it.
+        name: the fingerprint of this content, by which the library caches results.
         with_depths: whether there is a column of them.
     """
     features = Features(**_FEATURES, **({DEPTHS: List(Value("int16"))} if with_depths else {}))
     stream = working_name(workplace / "rows.arrow", "tmp")  # by which the next run clears what a kill leaves
+    was_quiet = are_progress_bars_disabled()
+    disable_progress_bars()  # the library's own would run through ours
     try:
         with ArrowWriter(path=str(stream), features=features) as writer:
             for row in rows:
                 writer.write({column: value for column, value in vars(row).items() if column in features})
             writer.finalize()
         with replacing_folder(folder) as building:
-            with _quiet_datasets():
-                Dataset(MemoryMappedTable.from_file(str(stream)), fingerprint=name).save_to_disk(str(building))
+            Dataset(MemoryMappedTable.from_file(str(stream)), fingerprint=name).save_to_disk(str(building))
             write_atomically(building / PROVENANCE, json.dumps(describe(), indent=2) + "\n")
             digests.seal(building)
     finally:
         stream.unlink(missing_ok=True)
-
-
-@contextmanager
-def _quiet_datasets() -> Iterator[None]:
-    """Turn off the library's own progress bars inside, which would run through ours."""
-    was_quiet = are_progress_bars_disabled()
-    disable_progress_bars()
-    try:
-        yield
-    finally:
         if not was_quiet:
             enable_progress_bars()
 
@@ -165,7 +147,7 @@ def _quiet_datasets() -> Iterator[None]:
 
 
 def depths_of_answer(emitted: Sequence[int]) -> Iterator[int]:
-    """Yield the depth of each token of an answer, from how many tokens each of its rounds emitted."""
+    """Yield the depth of each token of an answer, from the numbers of tokens that its rounds emitted."""
     yield 0
     for count in emitted:
         yield from range(1, count + 1)
@@ -174,11 +156,7 @@ def depths_of_answer(emitted: Sequence[int]) -> Iterator[int]:
 def depths_of_rows(masks: Sequence[Sequence[int]], rounds: Sequence[Sequence[int]]) -> list[list[int]]:
     """Return the depths of rows, `[T]` each, whose loss masks `[T]` are 1 on the answers, each once and in order.
 
-    Args:
-        rounds: how many tokens each round emitted, of each answer.
-
-    Raises:
-        ValueError: there are more tokens than the rounds emitted, or fewer.
+    `rounds` are the numbers of tokens that each round emitted, of each answer.
     """
     waiting = list(chain.from_iterable(map(depths_of_answer, rounds)))
     if len(waiting) != (count := sum(map(sum, masks))):
@@ -206,11 +184,7 @@ class Vocabulary:
 
     @classmethod
     def of(cls, counts: Tensor, size: int) -> Vocabulary:
-        """Return the vocabulary from counts `[V]`, as every drafter with `draft_vocab_size: <size>` makes it.
-
-        Raises:
-            BadInputError: no such size, or nothing was counted.
-        """
+        """Return the vocabulary of drafters with `draft_vocab_size: <size>`. BadInputError: nothing was counted."""
         total = int(counts.sum())
         check_size(size, len(counts))
         if not total:

@@ -8,7 +8,7 @@ process: its draws are keyed by its index.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,24 +17,19 @@ import torch
 
 from ..common import BadInputError
 from ..common.process_group import LaunchGroup
+from ..common.progress import Advance
 from ..decode import Decoder, Output, Plan, Sampling
 from ..heads import load_drafter
 from ..recipes import DataSpec
 from ..targets import Target
 from .conversation import next_question
-from .journal import Answer, Journal, RemainingWork, Tokens
+from .journal import Answer, Journal, RemainingWork, Tokens, claim_of
 from .prompts import Prompt
-
-Advance = Callable[[int, str], None]
 
 
 @dataclass(frozen=True)
 class Responder:
-    """A decoder that answers prompts.
-
-    Attributes:
-        prompts: all of them, of which batches are indices.
-    """
+    """A decoder that answers batches of indices of all `prompts`."""
 
     decoder: Decoder
     prompts: Sequence[Prompt]
@@ -42,12 +37,12 @@ class Responder:
 
     @classmethod
     def of(cls, target: Target, prompts: Sequence[Prompt], spec: DataSpec) -> Responder:
-        """Return one with the drafter that the recipe names."""
+        """Return a responder with the drafter that the recipe names."""
         drafter = None if spec.drafter is None else load_drafter(Path(spec.drafter).expanduser(), target)
         return cls(Decoder(target, drafter), prompts, spec)
 
     def batch(self, indices: Sequence[int]) -> list[Answer]:
-        """Return the answers to the prompts with these indices, turn by turn, as long as there is something to ask."""
+        """Return the answers to the prompts with these indices, turn by turn, until nothing more is asked."""
         turns: dict[int, list[Tokens]] = {index: [] for index in indices}
         rounds: dict[int, list[list[int]]] = {index: [] for index in indices}
         target = self.decoder.target
@@ -89,7 +84,7 @@ class Responder:
 
 
 def longest_question(spec: DataSpec, max_context: int | None) -> int:
-    """Return the most tokens of a later question in a conversation: it and its answer have room in the context."""
+    """Return the longest later question of a conversation, in tokens: it and its answer have room in the context."""
     room = spec.max_prompt_tokens if max_context is None else max_context - spec.max_new_tokens
     return min(spec.max_prompt_tokens, room)
 
@@ -97,7 +92,7 @@ def longest_question(spec: DataSpec, max_context: int | None) -> int:
 def batches(indices: Sequence[int], size: int, processes: int) -> list[list[int]]:
     """Return `indices` in batches of `size`, for several processes smaller ones towards the end.
 
-    So none waits long for the last one (guided self-scheduling; Polychronopoulos and Kuck 1987).
+    None waits long for the last one (guided self-scheduling; Polychronopoulos and Kuck 1987).
     """
     parts, begin, least = [], 0, max(1, size // 4)
     while left := len(indices) - begin:
@@ -116,7 +111,7 @@ def answer_all(
     for number in group.take(
         range(len(work.batches)),
         lambda number: journal.has(work.begin + number),
-        lambda number: journal.claiming(work.begin + number),
+        lambda number: claim_of(journal.folder, work.begin + number),
     ):
         answers = responder.batch(work.batches[number])
         journal.add(work.begin + number, answers)
@@ -125,7 +120,5 @@ def answer_all(
             ended = {n for n in unfinished if journal.has(work.begin + n)} if group.size > 1 else {number}
             unfinished -= ended
             rate = f"{tokens / (time.perf_counter() - started):,.0f} tokens/s"
-            advance(
-                sum(len(work.batches[n]) for n in ended),
-                rate if group.size == 1 else f"{rate} in each of {group.size} processes",
-            )
+            note = rate if group.size == 1 else f"{rate} in each of {group.size} processes"
+            advance(sum(len(work.batches[n]) for n in ended), note)

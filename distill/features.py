@@ -8,10 +8,8 @@ folder, so stale features are never read.
     .00004.claim               a lock: some process is at work on that shard
     features.json              the index: taps, precision, which sequence is in which shard; written last
 
-All processes of a launch write it, shard by shard. The main process looks at what is there: damaged shards go, missing
-ones are claimed and computed by any process that is free, and at the end the main process writes the index and seals
-the list of digests. A shard's contents depend on its sequences alone, so that any number of processes leaves the same
-files, and a run that was killed continues with the shards that are missing.
+Damaged shards go, and any process of a launch that is free computes missing ones. A shard's contents depend on its
+sequences alone, so that any number of processes leaves the same files, and a run that was killed goes on.
 
 Shapes: B rows, T positions, N tokens of a shard, K taps, H hidden size.
 """
@@ -21,7 +19,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
@@ -40,10 +38,11 @@ from ..common import BadInputError, digests
 from ..common.atomic import keeping, readable_bytes, replacing, require_space, write_atomically, writing
 from ..common.locks import claiming, locked
 from ..common.process_group import LaunchGroup
-from ..common.progress import progress
+from ..common.progress import Advance, progress
 from ..common.safe_load import read_json
 from ..targets import Target
 from ..targets.fingerprint import digest_json
+from .journal import claim_of, list_file
 from .launch import one_leads
 
 INDEX = "features.json"
@@ -53,8 +52,6 @@ LEAST_BYTES = 4_000_000  # less is not worth a pass of its own
 _SHARDS = 64  # that a store should have, for as many processes to share
 
 _SCALE = "_scale"  # ends the name of the factors of a tensor's vectors
-
-Tokens = np.ndarray  # int32 [T]
 
 _log = logging.getLogger(__name__)
 
@@ -69,14 +66,14 @@ def shard_file(folder: Path, number: int) -> Path:
 
 @dataclass(frozen=True)
 class ShardIndex:
-    """The place of each sequence: `shards` are ranges of sequences, `lengths` their tokens."""
+    """The shards of a store: ranges of sequences. `lengths` are the sequences' tokens."""
 
     lengths: list[int]
     shards: list[range]
 
     @classmethod
     def of(cls, lengths: list[int], bytes_per_token: int, shard_bytes: int) -> ShardIndex:
-        """Fill shards in order; a sequence that is bigger than a shard gets its own."""
+        """Return shards that are filled in order; a sequence that is bigger than one gets its own."""
         starts, size = [0], 0
         for i, length in enumerate(lengths):
             if size and (size + length) * bytes_per_token > shard_bytes:
@@ -93,10 +90,6 @@ class ShardIndex:
             for first in [0, *accumulate(self.lengths[r.start : r.stop - 1])]
         ]
 
-    def tokens(self, shards: Sequence[int]) -> int:
-        """Return how many tokens these shards hold."""
-        return sum(self.lengths[i] for shard in shards for i in self.shards[shard])
-
 
 def shard_size(num_bytes: int) -> int:
     """Return the size of the shards of a store of `num_bytes`, however many processes write them."""
@@ -105,15 +98,11 @@ def shard_size(num_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class Precision:
-    """How the numbers of a hidden state are kept.
+    """The format in which the numbers of a hidden state are kept.
 
     `float8_e4m3fn` has three bits after the leading one, and keeps each vector with a scale that makes its largest
     number 448, the largest there is. So a number x of a vector whose largest is m comes back within
     max(|x| / 16, m / 2^18): half a step of its own size, or of the smallest one.
-
-    Attributes:
-        name: torch's, as in a recipe.
-        has_scale: whether each vector is kept with its own scale, in float32.
     """
 
     name: str
@@ -145,23 +134,12 @@ class Precision:
         return (values.float() * scale[..., None]).to(dtype)
 
 
-PRECISIONS = {
-    precision.name: precision
-    for precision in (
-        Precision("float32", torch.float32),
-        Precision("bfloat16", torch.bfloat16),
-        Precision("float16", torch.float16),
-        Precision("float8_e4m3fn", torch.float8_e4m3fn, has_scale=True),
-    )
-}
+PRECISIONS = {name: Precision(name, getattr(torch, name)) for name in ("float32", "bfloat16", "float16")}
+PRECISIONS["float8_e4m3fn"] = Precision("float8_e4m3fn", torch.float8_e4m3fn, has_scale=True)
 
 
 def precision_of(name: str, own: torch.dtype) -> Precision:
-    """Return the precision of that name; `auto` is that of the target, `own`.
-
-    Raises:
-        BadInputError: there is none of that name.
-    """
+    """Return the precision of that name; `auto` is that of the target, `own`. BadInputError: there is none."""
     name = (str(own) if name == "auto" else name).removeprefix("torch.")
     if name not in PRECISIONS:
         raise BadInputError(f"features cannot be stored as {name!r}; expected one of {', '.join(PRECISIONS)}.")
@@ -178,13 +156,7 @@ def stored_taps(taps: Sequence[int], num_layers: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class FeatureStoreBuilder:
-    """A store in the making.
-
-    Attributes:
-        folder: of its key.
-        sequences: whose `input_ids` come as Arrow, which lie on the disk until they are asked for.
-        taps: that are stored beside the last state.
-    """
+    """A store in the making. The `sequences` lie on the disk until they are read; `taps` are without the last state."""
 
     folder: Path
     key: str
@@ -193,26 +165,6 @@ class FeatureStoreBuilder:
     taps: tuple[int, ...]
     precision: Precision
     layout: ShardIndex
-
-    @classmethod
-    def of(
-        cls,
-        parent: Path,
-        target: Target,
-        dataset: Dataset,
-        taps: Sequence[int],
-        precision: Precision,
-        shard_bytes: int | None,
-    ) -> FeatureStoreBuilder:
-        """Return the builder of the store under `parent` that these decide."""
-        stored = stored_taps(taps, target.num_layers)
-        sequences = dataset.select_columns(["input_ids"]).with_format("arrow")
-        digest, lengths = _digest(sequences)
-        bytes_per_token = precision.bytes_per_token(len(stored) + 1, target.hidden_size)
-        shard_bytes = shard_bytes or shard_size(sum(lengths) * bytes_per_token)
-        decides = [target.fingerprint().digest, digest, list(stored), str(precision.dtype), shard_bytes]
-        key, layout = digest_json(decides), ShardIndex.of(lengths, bytes_per_token, shard_bytes)
-        return cls(parent / key[:16], key, target, sequences, stored, precision, layout)
 
     def run(self, group: LaunchGroup, console: Console | None) -> None:
         """Compute the shards that are missing or damaged, with the other processes; a finished store stays as it is."""
@@ -226,11 +178,8 @@ class FeatureStoreBuilder:
         if opened["is_finished"]:
             return
         missing = opened["missing"]
-        ready = len(self.layout.lengths) - self._sequences(missing)
-        with (
-            one_leads(group, self.target),
-            progress(console, "hidden states", len(self.layout.lengths), ready) as advance,
-        ):
+        total, left = len(self.layout.lengths), sum(len(self.layout.shards[i]) for i in missing)
+        with one_leads(group, self.target), progress(console, "hidden states", total, total - left) as advance:
             if not self.target.sharded or group.is_main:
                 self._compute_all(missing, LaunchGroup() if self.target.sharded else group, advance)
         group.barrier(f"{topic}-computed")
@@ -241,30 +190,25 @@ class FeatureStoreBuilder:
     def _open(self) -> str:
         """Return the work that is left, once it is known that there is room for it."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        problems = self._problems()
-        is_finished = not problems and digests.is_sealed(self.folder)
+        files, is_sealed = self._files(), digests.is_sealed(self.folder)
+        there = [file.name for file in files if file.exists()]
+        problems = digests.problems(self.folder) if is_sealed else digests.problems_so_far(self.folder, there)
+        is_finished = is_sealed and not problems
         for line in problems:
             _log.warning("%s: %s. It is computed again.", self.folder, line)
-        missing = [] if is_finished else self._missing({line.partition(":")[0] for line in problems})
+        kept = digests.listed(self.folder).keys() - {line.partition(":")[0] for line in problems}
+        missing = [i for i, file in enumerate(files) if file.name not in kept and not is_finished]
         self._require_space(missing)
         for shard in missing:  # from now on one that is there is whole
-            shard_file(self.folder, shard).unlink(missing_ok=True)
+            files[shard].unlink(missing_ok=True)
         return json.dumps({"key": self.key, "is_finished": is_finished, "missing": missing})
 
-    def _problems(self) -> list[str]:
-        """Return the files that are not as they were written, one line each, with the name first."""
-        if digests.is_sealed(self.folder):
-            return digests.problems(self.folder)
-        shards = [shard_file(self.folder, i) for i in range(len(self.layout.shards))]
-        return digests.problems_so_far(self.folder, [f.name for f in shards if f.exists()])
-
-    def _missing(self, damaged: set[str]) -> list[int]:
-        """Return the shards that were never finished, and those whose files are `damaged`."""
-        kept = digests.listed(self.folder).keys() - damaged
-        return [i for i in range(len(self.layout.shards)) if shard_file(self.folder, i).name not in kept]
+    def _files(self) -> list[Path]:
+        return [shard_file(self.folder, i) for i in range(len(self.layout.shards))]
 
     def _require_space(self, missing: list[int]) -> None:
-        tokens, vectors, size = self.layout.tokens(missing), len(self.taps) + 1, self.target.hidden_size
+        vectors, size = len(self.taps) + 1, self.target.hidden_size
+        tokens = sum(self.layout.lengths[i] for shard in missing for i in self.layout.shards[shard])
         needed = tokens * self.precision.bytes_per_token(vectors, size)
         smaller = {p.name: tokens * p.bytes_per_token(vectors, size) for p in PRECISIONS.values()}
         lines = [f"{name} takes {readable_bytes(count)}" for name, count in smaller.items() if count < needed]
@@ -273,18 +217,8 @@ class FeatureStoreBuilder:
         require_space(self.folder, needed, advice)
 
     def _seal(self) -> str:
-        write_atomically(self.folder / INDEX, json.dumps(self._index()))
-        self._note(INDEX)
-        names = [shard_file(self.folder, i).name for i in range(len(self.layout.shards))]
-        digests.seal_grown(self.folder, [INDEX, *names])
-        for claim in self.folder.glob(".*.claim"):  # of processes that were killed
-            with claiming(claim):
-                pass
-        return ""
-
-    def _index(self) -> dict[str, Any]:
         given_as = self.target.dtype if self.precision.has_scale else self.precision.dtype
-        return {
+        index = {
             "key": self.key,
             "taps": self.taps,
             "num_layers": self.target.num_layers,
@@ -294,21 +228,26 @@ class FeatureStoreBuilder:
             "lengths": self.layout.lengths,
             "shards": [[r.start, r.stop] for r in self.layout.shards],
         }
+        write_atomically(self.folder / INDEX, json.dumps(index))
+        list_file(self.folder, INDEX)
+        digests.seal_grown(self.folder, [INDEX, *(file.name for file in self._files())])
+        for claim in self.folder.glob(".*.claim"):  # of processes that were killed
+            with claiming(claim):
+                pass
+        return ""
 
     # ------------------------------------------------------------ every process
 
-    def _compute_all(self, missing: list[int], group: LaunchGroup, advance: Callable[[int, str], None]) -> None:
+    def _compute_all(self, missing: list[int], group: LaunchGroup, advance: Advance) -> None:
         """Compute shards that no other process computes, until all `missing` ones are there."""
         left = set(missing)
-        for shard in group.take(missing, self._has, lambda n: claiming(self.folder / f".{n:05d}.claim")):
+        for shard in group.take(missing, self._has, lambda n: claim_of(self.folder, n)):
             self._compute(shard)
             if group.is_main:  # it shows the progress of all
                 ended = {n for n in left if self._has(n)}
                 left -= ended
-                advance(self._sequences(ended), f"{group.size} processes" if group.size > 1 else "")
-
-    def _sequences(self, shards: Sequence[int] | set[int]) -> int:
-        return sum(len(self.layout.shards[i]) for i in shards)
+                note = f"{group.size} processes" if group.size > 1 else ""
+                advance(sum(len(self.layout.shards[i]) for i in ended), note)
 
     def _has(self, shard: int) -> bool:
         return shard_file(self.folder, shard).exists()
@@ -317,12 +256,7 @@ class FeatureStoreBuilder:
         file, states = shard_file(self.folder, shard), self._states(self.layout.shards[shard])
         with replacing(file) as temporary:
             save_file(states, temporary)
-        self._note(file.name)
-
-    def _note(self, name: str) -> None:
-        """Add a file to the list of digests, which several processes write."""
-        with claiming(self.folder / ".list.claim", wait=-1):
-            digests.add(self.folder, name)
+        list_file(self.folder, file.name)
 
     @torch.inference_mode()
     def _states(self, members: range) -> dict[str, Tensor]:
@@ -343,7 +277,7 @@ class FeatureStoreBuilder:
         return {name: torch.cat([states[i][name] for i in members]) for name in states[members.start]}
 
 
-def _rows(sequences: Dataset, members: range) -> Iterator[Tokens]:
+def _rows(sequences: Dataset, members: range) -> Iterator[np.ndarray]:
     """Yield the tokens of these rows, int32 `[T]` each."""
     for chunk in sequences[members.start : members.stop]["input_ids"].chunks:
         for row in chunk:
@@ -428,12 +362,18 @@ class FeatureStore:
             raise BadInputError("there are no sequences to compute hidden states for; the data set is empty.")
         target.check_taps(taps)
         group = group or LaunchGroup()
-        precision = precision_of(str(dtype), target.dtype)
-        builder = FeatureStoreBuilder.of(Path(folder), target, dataset, taps, precision, shard_bytes)
-        alone = locked(builder.folder) if group.is_main else nullcontext()
-        with alone, keeping(lambda: "The finished shards are kept there."), writing(builder.folder):
+        stored, precision = stored_taps(taps, target.num_layers), precision_of(str(dtype), target.dtype)
+        sequences = dataset.select_columns(["input_ids"]).with_format("arrow")
+        digest, lengths = _digest(sequences)
+        bytes_per_token = precision.bytes_per_token(len(stored) + 1, target.hidden_size)
+        shard_bytes = shard_bytes or shard_size(sum(lengths) * bytes_per_token)
+        key = digest_json([target.fingerprint().digest, digest, list(stored), str(precision.dtype), shard_bytes])
+        layout, place = ShardIndex.of(lengths, bytes_per_token, shard_bytes), Path(folder) / key[:16]
+        builder = FeatureStoreBuilder(place, key, target, sequences, stored, precision, layout)
+        alone = locked(place) if group.is_main else nullcontext()
+        with alone, keeping(lambda: "The finished shards are kept there."), writing(place):
             builder.run(group, console)
-        return cls(builder.folder, taps, check=False)
+        return cls(place, taps, check=False)
 
     def __len__(self) -> int:
         return len(self._layout.lengths)
@@ -481,24 +421,21 @@ class FeatureStore:
 
     def _read(self, shard: int, name: str, tokens: slice) -> Tensor:
         """Return the states of these tokens of a shard: the file is mapped, and only these are read."""
-        file = self._file(shard)
-        return self.precision.read([file.get_slice(part)[tokens] for part in self.precision.names(name)], self.dtype)
-
-    def _file(self, shard: int) -> Any:
         if shard not in self._open:
-            file = shard_file(self.folder, shard)
+            path = shard_file(self.folder, shard)
             try:
-                self._open[shard] = safe_open(file, framework="pt")
+                self._open[shard] = safe_open(path, framework="pt")
             except SafetensorError as error:
                 raise BadInputError(
-                    f"{file}: damaged ({error}). Delete it and {INDEX} beside it, and build again; the other files are "
+                    f"{path}: damaged ({error}). Delete it and {INDEX} beside it, and build again; the other files are "
                     "kept."
                 ) from error
-        return self._open[shard]
+        file = self._open[shard]
+        return self.precision.read([file.get_slice(part)[tokens] for part in self.precision.names(name)], self.dtype)
 
 
 def _column(tap: int, index: dict[str, Any], folder: Path) -> int | None:
-    """Return which of the stored hidden states a tap is; None for the last one."""
+    """Return the place of a tap among the stored hidden states; None for the last state."""
     if tap in index["taps"]:
         return list(index["taps"]).index(tap)
     if tap == index.get("num_layers"):

@@ -7,8 +7,8 @@
     SHA256SUMS      a line for each of these files, once it is whole
     .00008.claim    a lock: some process is at work on that batch
 
-Our decoder writes a file for each finished batch; several processes, of one launch or of several machines, write there
-at once. Answers of servers are written every few seconds.
+Our decoder writes a file for each finished batch, from any number of processes and machines at once. Answers of
+servers are written every few seconds.
 """
 
 from __future__ import annotations
@@ -45,8 +45,7 @@ class Identity:
     Attributes:
         prompts: the digest of their tokens.
         sampling: with the length limit of a response, and that of a question where it decides what is asked.
-        answered_by: the name of the model that servers were asked for, or that the answers came with the prompts; None
-            where our own decoder answers.
+        answered_by: {"model": that servers were asked for}, or {"given": True}; None for our own decoder.
     """
 
     target: Fingerprint
@@ -55,12 +54,11 @@ class Identity:
     answered_by: dict[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as plain values that JSON can hold."""
         plain = {"target": self.target.to_dict(), "prompts": self.prompts, "sampling": self.sampling}
         return plain if self.answered_by is None else plain | {"answered_by": self.answered_by}
 
     def differences(self, saved: dict[str, Any]) -> list[str]:
-        """Return what was different when `saved` (from `to_dict`) was written."""
+        """Return the differences from `saved` (from `to_dict`), in words."""
         changed = [f"target ({', '.join(Fingerprint.from_dict(saved['target']).differences(self.target))})"]
         lines = changed if saved["target"]["digest"] != self.target.digest else []
         lines += ["prompts (other sources, limit, or contents)"] if saved["prompts"] != self.prompts else []
@@ -96,8 +94,9 @@ class Answer:
     Attributes:
         index: of the prompt.
         turns: token ids of each of the target's answers, in order.
-        dropped: why nothing can be learnt from it; "" otherwise.
-        rounds: how many tokens each round of decoding emitted after the first, of each turn; () without a drafter.
+        dropped: the reason for which nothing can be learnt from it; "" for none.
+        rounds: numbers of tokens that the rounds of decoding emitted after the first one, of each turn; () without a
+            drafter.
         drafter: the drafter that speculated; "" for none.
     """
 
@@ -108,25 +107,19 @@ class Answer:
     drafter: str = ""
 
     def line(self) -> str:
-        """Return it as a line of JSON, without its end."""
         outcome = {"dropped": self.dropped} if self.dropped else {"answers": self.turns}
         played = {"rounds": self.rounds, "drafter": self.drafter} if self.rounds else {}
         return json.dumps({"index": self.index, **outcome, **played})
 
     @classmethod
     def of(cls, line: str) -> Answer:
-        """Return the answer that `line` holds."""
         row = json.loads(line)
         turns, rounds = tuple(row.get("answers", ())), tuple(row.get("rounds", ()))
         return cls(row["index"], turns, row.get("dropped", ""), rounds, row.get("drafter", ""))
 
 
 class Answers:
-    """All answers so far, by index of the prompt. They stay on the disk; memory holds their places.
-
-    Attributes:
-        drafters: for how many of them each drafter speculated.
-    """
+    """All answers so far, by index of the prompt; memory holds their places. `drafters` counts each one's."""
 
     def __init__(self, files: Sequence[Path], num_prompts: int):
         self.files = files
@@ -145,9 +138,6 @@ class Answers:
     def __contains__(self, index: int) -> bool:
         return bool(self._file[index] >= 0)
 
-    def __len__(self) -> int:
-        return int((self._file >= 0).sum())
-
     def __getitem__(self, index: int) -> Answer:
         with self.files[self._file[index]].open("rb") as opened:
             opened.seek(int(self._begin[index]))
@@ -156,36 +146,24 @@ class Answers:
 
 @dataclass(frozen=True)
 class RemainingWork:
-    """The prompts that are left to answer, in batches, as all processes know them.
+    """The prompts that are left to answer: `batches` of indices, of which the first is written to file `begin`.
 
-    Attributes:
-        prompts: the digest of the prompts that `batches` are indices of.
-        begin: number of the first batch's file.
+    `prompts` is the digest of all of them.
     """
 
     prompts: str
     begin: int
     batches: list[list[int]]
 
-    def to_json(self) -> str:
-        """Return it as text."""
-        return json.dumps(vars(self))
-
 
 class Journal:
-    """The folder of a data set in the making."""
+    """The folder of a data set in the making; the main process alone opens and removes it."""
 
     def __init__(self, folder: Path):
         self.folder = folder
 
-    # ------------------------------------------------------------ the main process alone
-
     def open(self, identity: Identity) -> None:
-        """Start it, or continue what is there. Damaged files only cost their answers.
-
-        Raises:
-            BadInputError: another identity's. Refusal: its identity was altered after it was written.
-        """
+        """Start it, or go on without what is damaged. BadInputError: another identity's, or one that was altered."""
         file = self.folder / _IDENTITY
         if file.is_file():
             advice = f"Delete {self.folder}, and the responses are generated again."
@@ -206,8 +184,6 @@ class Journal:
         """Delete it; a file that cannot be deleted now stays for the next run."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    # ------------------------------------------------------------ every process
-
     def files(self) -> list[Path]:
         """Return the files of answers, in order."""
         return sorted(f for f in self.folder.glob("*.jsonl") if f.stem.isdigit())
@@ -224,12 +200,18 @@ class Journal:
         """Write the answers of a batch: from now on it is finished, whatever happens."""
         file = self._file(number)
         write_atomically(file, "".join(answer.line() + "\n" for answer in answers))
-        with claiming(self.folder / ".list.claim", wait=-1):
-            digests.add(self.folder, file.name)
-
-    def claiming(self, number: int) -> AbstractContextManager[bool | None]:
-        """Try for the claim to a batch, which no other process has meanwhile; see `common.locks.claiming`."""
-        return claiming(self.folder / f".{number:05d}.claim")
+        list_file(self.folder, file.name)
 
     def _file(self, number: int) -> Path:
         return self.folder / f"{number:05d}.jsonl"
+
+
+def list_file(folder: Path, name: str) -> None:
+    """Add a file that is whole to the list of digests, which several processes write."""
+    with claiming(folder / ".list.claim", wait=-1):
+        digests.add(folder, name)
+
+
+def claim_of(folder: Path, number: int) -> AbstractContextManager[bool | None]:
+    """Try for the claim to a piece of work, which no other process has meanwhile; see `common.locks.claiming`."""
+    return claiming(folder / f".{number:05d}.claim")

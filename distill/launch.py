@@ -1,4 +1,4 @@
-"""The processes that a launcher started together, as one group; and the work that one of them does for all."""
+"""The processes that a launcher started together, as one group, and the work of one of them for all."""
 
 from __future__ import annotations
 
@@ -30,10 +30,7 @@ def launch_group(folder: Path) -> Iterator[LaunchGroup]:
 
 @contextmanager
 def one_leads(group: LaunchGroup, target: Target) -> Iterator[None]:
-    """Run the block on the main process alone, while the others take part in the passes of a sharded target.
-
-    In the others the block must do nothing.
-    """
+    """Let the main process alone run the block's work, while the others take part in passes of a sharded target."""
     if group.size == 1 or not target.sharded:
         yield
     elif group.is_main:

@@ -42,16 +42,8 @@ _FORCED = {
 _EXPECTED = "text, prompt, question, messages, conversations, turns"
 _ANSWERS = ("answer", "response", "completion", "output", "reference")
 
-_NAMES = {
-    "human": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bot": "assistant",
-    "model": "assistant",
-    "observation": "tool",
-    "function_response": "tool",
-    "function_call": "assistant",
-}
+_NAMES = {"human": "user", "observation": "tool", "function_response": "tool"}
+_NAMES |= dict.fromkeys(("gpt", "chatgpt", "bot", "model", "function_call"), "assistant")
 # Fields of a message that chat templates read beside role and content: those in which an assistant without content says
 # something, and all. Any other field is a note of the data's authors.
 _SPEAKING = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking", "tool_plan")
@@ -77,7 +69,7 @@ class RowPrompt:
         messages: the chat before the first answer; () if nothing is asked.
         later: the messages after each answer.
         given: the row's own answers, one after each question.
-        tools: the tools that the chat template lists.
+        tools: those that the chat template lists.
     """
 
     layout: str
@@ -106,7 +98,7 @@ class RowPrompt:
         return replace(self, text=message["content"], messages=(), later=(), given=self.given[:1])
 
     def last_question(self) -> RowPrompt:
-        """Return it as one question: of a chat the last one, after the row's own answers; of `turns` the first."""
+        """Return one question alone: of a chat the last one, after the row's own answers; of `turns` the first."""
         if self.layout == "turns" or not self.later or not self.given:
             return replace(self, later=(), given=self.given[:1])
         messages = list(self.messages)
@@ -128,18 +120,16 @@ def understand(row: Row, where: str, layout: str | None = None, column: str | No
     """
     kind, key = _recognised(row, where, layout, (column,) if column else None)
     if kind == "text":
-        answer = _answer(row, where)
-        return RowPrompt(kind, key, _text(row[key], key, where), given=(answer,) if answer else ())
+        return RowPrompt(kind, key, _text(row[key], key, where), given=_given(row, where))
     chat = {"messages": _chat, "turns": _turns, "question": _question}[kind](row, key, where)
-    return replace(chat, messages=_with_system(row, chat.messages, where), tools=_tools(row, where))
+    system, messages = "" if row.get("system") is None else _text(row["system"], "system", where), chat.messages
+    if system and messages and messages[0]["role"] != "system":
+        messages = ({"role": "system", "content": system}, *messages)
+    return replace(chat, messages=messages, tools=_tools(row, where))
 
 
 def chat_messages(turns: Any, where: str) -> list[Message]:
-    """Return messages with `role` and `content`, from either convention; entries without a value are dropped.
-
-    Raises:
-        RowError: a message without a role or content, or of a role that does not exist.
-    """
+    """Return messages with `role` and `content`, from either convention. RowError: there is none of these."""
     if not isinstance(turns, list) or not all(isinstance(t, dict) for t in turns):
         raise RowError(where, f"expected a list of messages, found {_shown(turns)}.")
     return [_message(turn, where) for turn in turns]
@@ -153,18 +143,14 @@ def _recognised(row: Row, where: str, layout: str | None, columns: tuple[str, ..
     asked = None if layout is None and columns is None else columns or _FORCED[layout or "text"]
     for kind, keys in KEYS.items() if asked is None else [(layout or "text", asked)]:
         for key in keys:
-            if row.get(key) is not None:
-                return _kind(kind, row[key], layout), key
+            if (value := row.get(key)) is not None:
+                # The key alone does not show everything: trl's conversational `prompt` holds messages.
+                holds_messages = isinstance(value, list) and value and isinstance(value[0], dict)
+                return "messages" if layout is None and holds_messages else kind, key
     setting = f"layout: {layout}" if columns is None else f"column: {columns[0]}"
     expected = _EXPECTED if asked is None else f"{', '.join(asked)} (data.prompts says {setting})"
     present = ", ".join(f"{key} (null)" if value is None else str(key) for key, value in row.items())
     raise RowError(where, f"expected one of {expected}; found {present or 'no keys'}.")
-
-
-def _kind(kind: str, value: Any, layout: str | None) -> str:
-    """Return the layout that a value has, where the key alone does not show it."""
-    holds_messages = isinstance(value, list) and value and isinstance(value[0], dict)
-    return "messages" if layout is None and holds_messages else kind  # such as trl's conversational `prompt`
 
 
 # ------------------------------------------------------------ the layouts
@@ -174,8 +160,7 @@ def _question(row: Row, key: str, where: str) -> RowPrompt:
     asked = _text(row[key], key, where)
     if key == "instruction" and row.get("input"):
         asked = f"{asked}\n\n{_text(row['input'], 'input', where)}"
-    answer = _answer(row, where)
-    return RowPrompt("question", key, messages=_user_turn(asked), given=(answer,) if answer else ())
+    return RowPrompt("question", key, messages=_user_turn(asked), given=_given(row, where))
 
 
 def _turns(row: Row, key: str, where: str) -> RowPrompt:
@@ -224,11 +209,9 @@ def _answer(row: Row, where: str) -> Turn:
     return ()
 
 
-def _with_system(row: Row, messages: Turn, where: str) -> Turn:
-    system = "" if row.get("system") is None else _text(row["system"], "system", where)
-    if not system or not messages or messages[0]["role"] == "system":
-        return messages
-    return ({"role": "system", "content": system}, *messages)
+def _given(row: Row, where: str) -> tuple[Turn, ...]:
+    answer = _answer(row, where)
+    return (answer,) if answer else ()
 
 
 def _tools(row: Row, where: str) -> list[Any] | None:
@@ -261,7 +244,9 @@ def _message(turn: Message, where: str) -> Message:
         raise RowError(where, f"a message has the role {role!r}; expected one of {', '.join(_ROLES)}, human, gpt.")
     rest = {k: _without_nulls(turn[k]) for k in _READ if turn.get(k) is not None}
     if calls := rest.get("tool_calls"):
-        rest["tool_calls"] = [_call(call, where) for call in _listed(calls, where)]
+        if not isinstance(calls, list):
+            raise RowError(where, f"`tool_calls` must be a list, found {_shown(calls)}.")
+        rest["tool_calls"] = [_call(call, where) for call in calls]
     return {"role": role, "content": _content(content, role, rest, where), **rest}
 
 
@@ -295,12 +280,6 @@ def _call(call: Any, where: str) -> Any:
             return call  # as the model wrote it: a template that takes text takes this text
         holder = {**holder, "arguments": parsed}
     return {**call, "function": holder} if function is not None else holder
-
-
-def _listed(calls: Any, where: str) -> list[Any]:
-    if not isinstance(calls, list):
-        raise RowError(where, f"`tool_calls` must be a list, found {_shown(calls)}.")
-    return calls
 
 
 def _without_nulls(value: Any) -> Any:

@@ -1,7 +1,7 @@
 """One prompt, and a table of many on disk, of which memory holds the ones that are looked at.
 
 A table is an Arrow file that the system maps into memory. On POSIX the file has no name once it is written: it is gone
-when no process reads it any more, however the process ends.
+when no process reads it any more.
 """
 
 from __future__ import annotations
@@ -43,11 +43,10 @@ class Prompt:
     """A question, or several in turn, for the target.
 
     Attributes:
-        tokens: the ids it is given, chat template and BOS included.
+        tokens: with the chat template and BOS.
         text: the same as text, before any truncation, for people.
         messages: the chat it was rendered from; None for raw text.
-        later: what follows each of the target's answers (a user's next turn, the results of tools); () for one
-            question.
+        later: the messages after each of the target's answers (a user's next turn, the results of tools).
         given: the answers that came with the row, one to each question, each as the assistant's messages; () for none.
         tools: the tools that the chat template lists.
         template: further arguments of the chat template, such as `enable_thinking`.
@@ -71,11 +70,7 @@ class Prompt:
 
 
 def digest_prompts(prompts: Iterable[Prompt], given: bool = False) -> str:
-    """Return the identity of a list of prompts: a digest of their ids, suites, tokens and later turns, in order.
-
-    Args:
-        given: include the answers that came with them.
-    """
+    """Return the digest of a list of prompts: ids, suites, tokens, later turns, and with `given` their own answers."""
     digest = sha256(b"[")
     for number, p in enumerate(prompts):
         asked: list[Any] = [p.id, p.suite, list(p.tokens)]
@@ -87,23 +82,22 @@ def digest_prompts(prompts: Iterable[Prompt], given: bool = False) -> str:
 
 
 class PromptTable(Sequence[Prompt]):
-    """A list of prompts that lies on disk.
-
-    Attributes:
-        lengths: tokens of each prompt, int32 `[N]`, in memory.
-    """
+    """A list of prompts that lies on disk, with their `lengths` in tokens, int32 `[N]`, in memory."""
 
     def __init__(
         self, prompts: Iterable[Prompt], template: Mapping[str, Any] | None = None, folder: str | Path | None = None
     ):
-        """Write down `prompts`, which are read once.
+        """Write down `prompts`, which are read once and share a `template`, into a file in `folder`.
 
-        Args:
-            template: of all prompts.
-            folder: where the file lies; None for the system's place for temporary ones.
+        None for the system's place for temporary files; in a folder, a run that is killed leaves what the next clears.
         """
         self._template = dict(template or {})
-        name = _new_file(None if folder is None else Path(folder))
+        if folder is None:
+            handle, name = tempfile.mkstemp(suffix=_FILE)
+            os.close(handle)
+        else:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            name = str(working_name(Path(folder) / _FILE, "tmp"))
         try:
             self.lengths = _write(iter(prompts), name)
             reader = pyarrow.ipc.open_file(pyarrow.memory_map(name))
@@ -142,16 +136,6 @@ class PromptTable(Sequence[Prompt]):
         return Prompt(row["id"], row["suite"], tuple(row["tokens"]), row["text"], *rest)
 
 
-def _new_file(folder: Path | None) -> str:
-    """Return a new file's name; in `folder`, one that the next run there clears away if this process is killed."""
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        return str(working_name(folder / _FILE, "tmp"))
-    handle, name = tempfile.mkstemp(suffix=_FILE)
-    os.close(handle)
-    return name
-
-
 def _write(prompts: Iterator[Prompt], file: str) -> np.ndarray:
     """Write prompts batch by batch, and return their lengths, int32 `[N]`."""
     lengths = [np.zeros(0, dtype=np.int32)]
@@ -164,10 +148,5 @@ def _write(prompts: Iterator[Prompt], file: str) -> np.ndarray:
 
 def _row(prompt: Prompt) -> dict[str, Any]:
     chat = {name: value for name in _CHAT if (value := getattr(prompt, name))}
-    return {
-        "id": prompt.id,
-        "suite": prompt.suite,
-        "tokens": prompt.tokens,
-        "text": prompt.text,
-        "chat": json.dumps(chat) if chat else None,
-    }
+    plain = {name: getattr(prompt, name) for name in ("id", "suite", "tokens", "text")}
+    return plain | {"chat": json.dumps(chat) if chat else None}

@@ -48,7 +48,7 @@ _log = logging.getLogger(__name__)
 
 
 def distill(recipe: Recipe, target: Target | None = None, console: Console | None = None) -> Path:
-    """Let the target answer the recipe's prompts, and return the folder of the data set, `<output>/data`.
+    """Let the target answer the recipe's prompts; return the folder of the data set, `<output>/data`.
 
     A finished folder of the same target, prompts and sampling is used as it is; an unfinished one is continued. Where a
     launcher started several processes, all of them call this, and all answer.
@@ -70,8 +70,7 @@ def distill(recipe: Recipe, target: Target | None = None, console: Console | Non
     if spec.servers is not None:
         require_client()
         read_key(spec.requests.key)
-    target = target or _target_of(recipe)
-    folder = data_folder(recipe)
+    target, folder = target or _target_of(recipe), data_folder(recipe)
     with launch_group(recipe.output_folder) as group:
         if spec.responses is not None:
             return Path(group.on_main("given", lambda: str(_given(folder, target))))
@@ -94,7 +93,7 @@ def _target_of(recipe: Recipe) -> Target:
 
 
 def data_folder(recipe: Recipe) -> Path:
-    """Return the folder where the recipe's responses are, or will be."""
+    """Return the folder of the recipe's responses, whether they are there yet or not."""
     given = recipe.data.responses
     return recipe.output_folder / "data" if given is None else Path(given).expanduser()
 
@@ -115,7 +114,12 @@ class _ResponsesBuilder:
         if not opened:
             return
         work = RemainingWork(**json.loads(opened))
-        self._require_same_prompts(work)
+        is_peer = not (self.group.is_main or self.target.sharded)
+        if is_peer and digest_prompts(self.prompts, self.is_given) != work.prompts:
+            raise BadInputError(
+                f"process {self.group.rank} reads other prompts than process 0: the files of data.prompts must be the "
+                "same on all machines."
+            )
         with keeping(self._kept), writing(self.folder):
             self._answer(work, console)
             self.group.barrier("answered")
@@ -126,63 +130,42 @@ class _ResponsesBuilder:
     def _open(self) -> str:
         """Return the work that is left; "" if the data set is there. One made differently is never overwritten."""
         digest = digest_prompts(self.prompts, self.is_given)
-        self.identity = Identity(self.target.fingerprint(), digest, self._sampling(), self._who_answers())
+        model = None if self.spec.servers is None else {"model": self.spec.requests.model}
+        answered_by = {"given": True} if self.is_given else model
+        self.identity = Identity(self.target.fingerprint(), digest, self._sampling(), answered_by)
         if self.folder.exists():
             saved = provenance(self.folder)
             require_whole(self.folder)
             self.identity.require_same(self.folder, saved)
             self.journal.remove()  # of a run that was killed just before it did so
             return ""
-        lengths = self._lengths()
-        self._check_room(max(lengths))
-        with keeping(self._kept), writing(self.folder):
-            self.journal.open(self.identity)
-        answered = Answers(self.journal.files(), len(self.prompts))
-        # By length: equal ones side by side, and the batch that needs most memory first.
-        longest_first = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-        missing = [] if self.is_given else [i for i in longest_first if i not in answered]
-        num_processes = 1 if self.target.sharded else self.group.size
-        parts = batches(missing, self.spec.batch_size, num_processes)
-        return RemainingWork(digest, self.journal.next_number(), parts).to_json()
-
-    def _sampling(self) -> dict[str, Any]:
-        """Return how answers are drawn, and how long questions and answers may be."""
-        sampling = {**self.spec.sampling.model_dump(), "max_new_tokens": self.spec.max_new_tokens}
-        # The prompts hold all of single questions; the limit ends conversations, and rows with answers of their own.
-        decides = self.is_given or any(prompt.later for prompt in self.prompts)
-        return sampling | ({"max_prompt_tokens": self.spec.max_prompt_tokens} if decides else {})
-
-    def _who_answers(self) -> dict[str, Any] | None:
-        if self.is_given:
-            return {"given": True}
-        return None if self.spec.servers is None else {"model": self.spec.requests.model}
-
-    def _lengths(self) -> list[int]:
-        """Return the numbers of the prompts' tokens; a table knows them without reading the prompts."""
-        if isinstance(self.prompts, PromptTable):
-            return [int(length) for length in self.prompts.lengths]
-        return [len(prompt.tokens) for prompt in self.prompts]
-
-    def _check_room(self, longest: int) -> None:
-        limit = self.target.max_context
+        table = self.prompts
+        lengths = table.lengths.tolist() if isinstance(table, PromptTable) else [len(p.tokens) for p in table]
+        longest, limit = max(lengths), self.target.max_context
         if limit is not None and longest + self.spec.max_new_tokens > limit:
             raise BadInputError(
                 f"the longest prompt has {longest} tokens; with data.max_new_tokens={self.spec.max_new_tokens} it "
                 f"exceeds the target's context of {limit}. "
                 "Lower data.max_prompt_tokens or data.max_new_tokens."
             )
+        with keeping(self._kept), writing(self.folder):
+            self.journal.open(self.identity)
+        answered = Answers(self.journal.files(), len(self.prompts))
+        # By length: equal ones side by side, and the batch that needs most memory first.
+        longest_first = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+        missing = [] if self.is_given else [i for i in longest_first if i not in answered]
+        parts = batches(missing, self.spec.batch_size, 1 if self.target.sharded else self.group.size)
+        return json.dumps({"prompts": digest, "begin": self.journal.next_number(), "batches": parts})
 
-    def _require_same_prompts(self, work: RemainingWork) -> None:
-        if self.group.is_main or self.target.sharded:
-            return
-        if digest_prompts(self.prompts, self.is_given) != work.prompts:
-            raise BadInputError(
-                f"process {self.group.rank} reads other prompts than process 0: the files of data.prompts must be the "
-                "same on all machines."
-            )
+    def _sampling(self) -> dict[str, Any]:
+        """Return the settings of the draws, and the limits of questions and answers."""
+        sampling = {**self.spec.sampling.model_dump(), "max_new_tokens": self.spec.max_new_tokens}
+        # The prompts hold all of single questions; the limit ends conversations, and rows with answers of their own.
+        decides = self.is_given or any(prompt.later for prompt in self.prompts)
+        return sampling | ({"max_prompt_tokens": self.spec.max_prompt_tokens} if decides else {})
 
     def _kept(self) -> str:
-        """Return a sentence about what is there if the run ends now."""
+        """Return a sentence about the responses that stay if the run ends now."""
         if not self.journal.files():
             return "No responses were kept."
         return f"The responses finished so far are kept in {self.journal.folder}."
@@ -191,10 +174,8 @@ class _ResponsesBuilder:
 
     def _answer(self, work: RemainingWork, console: Console | None) -> None:
         left = sum(map(len, work.batches))
-        with (
-            one_leads(self.group, self.target),
-            progress(console, "target answers", len(self.prompts), len(self.prompts) - left) as advance,
-        ):
+        total = len(self.prompts)
+        with one_leads(self.group, self.target), progress(console, "target answers", total, total - left) as advance:
             if self.spec.servers is not None:
                 if self.group.is_main:
                     answer_by_servers(self.target, self.prompts, self.spec, work, self.journal, advance)
@@ -204,7 +185,6 @@ class _ResponsesBuilder:
                 answer_all(responder, work, self.journal, group, advance)
 
     def _write(self) -> str:
-        """Write the data set beside its place, then move it there."""
         answers, counts = Answers(self.journal.files(), len(self.prompts)), Counter[str]()
         save_data_set(
             self.folder,
@@ -237,7 +217,7 @@ class _ResponsesBuilder:
         self._report_dropped(counts)
 
     def _learnt(self, prompt: Prompt, answer: Answer) -> tuple[str, list[Supervised]]:
-        """Return the rows of the target's answers to a prompt; without any, with the name of the reason."""
+        """Return the rows of the target's answers to a prompt, or the name of the reason for none."""
         is_empty = all(t in self.target.eos_ids for turn in answer.turns for t in turn)
         reason = answer.dropped or _EMPTY * is_empty
         return reason, [] if reason else sequences(prompt, answer.turns, self.tokenizer)
@@ -272,11 +252,7 @@ class _ResponsesBuilder:
         return {
             "schema_version": SCHEMA_VERSION,
             **self.identity.to_dict(),
-            "source": {
-                "target": self.target.source,
-                "prompts": self.spec.model_dump()["prompts"],
-                "limit": self.spec.limit,
-            },
+            "source": {"target": self.target.source, **self.spec.model_dump(include={"prompts", "limit"})},
             "counts": {**self.collected.counts(), f"{_EMPTY}{_DROPPED}": 0, **counts},
             "sources": self.collected.by_source(),
             # Prompts for which each drafter speculated: the rounds are its own, the text is the target's.
@@ -286,7 +262,7 @@ class _ResponsesBuilder:
 
 
 def _given(folder: Path, target: Target) -> Path:
-    """Return a folder that the recipe names, checked: responses of another target with the same tokens are allowed."""
+    """Return a folder that the recipe names. Responses of another target are allowed if its tokens are the same."""
     saved = provenance(folder)["target"]
     require_whole(folder)
     differences = Fingerprint.from_dict(saved).differences(target.fingerprint())

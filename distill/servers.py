@@ -1,9 +1,8 @@
 """Answers by OpenAI-compatible servers, of which any may fail, be busy, or come back.
 
-Each server is asked by as many workers as it may work on requests at once. They take prompts from one queue, so that a
-fast server answers more of them, and no more are read than are asked: slow servers slow down the reading, and memory
-stays flat. A prompt whose attempt failed returns to the queue, for any server. A server that fails again and again is
-put aside until it answers the shortest prompt.
+Each server is asked by as many workers as it may work on requests at once. They take prompts from one queue, and no
+more are read than are asked, so that memory stays flat. A prompt whose attempt failed returns to the queue, for any
+server. A server that fails again and again is put aside until it answers the shortest prompt.
 """
 
 from __future__ import annotations
@@ -17,11 +16,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from ..common import BadInputError
+from ..common.progress import Advance
 from ..recipes import DataSpec
 from ..targets import Target
-from .client import Client, DroppedError, Form, PassingError, Question, RefusedError, openai, require_client
+from .client import Client, DroppedError, Form, PassingError, Question, RefusedError, openai
 from .conversation import next_question
-from .decoding import Advance, longest_question
+from .decoding import longest_question
 from .journal import Answer, Journal, RemainingWork, Tokens
 from .prompts import Prompt
 
@@ -34,20 +34,13 @@ _log = logging.getLogger(__name__)
 
 
 def answer_by_servers(
-    target: Target,
-    prompts: Sequence[Prompt],
-    spec: DataSpec,
-    work: RemainingWork,
-    journal: Journal,
-    advance: Advance,
+    target: Target, prompts: Sequence[Prompt], spec: DataSpec, work: RemainingWork, journal: Journal, advance: Advance
 ) -> None:
-    """Let the servers answer the prompts that are left, each once.
+    """Let the servers answer the prompts that are left, each once. All answers are kept.
 
     Raises:
-        BadInputError: none of them answers, or not any more; they refuse us; or some prompts could not be answered. All
-            answers are kept.
+        BadInputError: none of them answers, or not any more; they refuse us; or some prompts could not be answered.
     """
-    require_client()
     indices = [index for batch in work.batches for index in batch]
     with_raw = any(prompt.messages is None for prompt in prompts)
     client = Client(spec, target.require_tokenizer(), target.eos_ids, with_raw, target.vocab_size)
@@ -67,9 +60,9 @@ class _Server:
     """One server.
 
     Attributes:
-        form: how it is asked; None before its first answer.
+        form: of its requests; None before its first answer.
         is_up: whether it answers; False while it is put aside, and at first.
-        last_answer: when it last answered; at first, when we began.
+        last_answer: the time of its last answer; at first, that of our beginning.
         failures: in a row, of which `last_error` was the last.
     """
 
@@ -86,11 +79,7 @@ class _Server:
         self._gate = asyncio.Lock()
 
     async def ask(self, question: Question) -> Tokens:
-        """Return the tokens of its answer.
-
-        Raises:
-            PassingError, RefusedError, DroppedError, BadInputError: see `client`.
-        """
+        """Return the tokens of its answer; raises as `Client.complete` and `Client.tokens`."""
         assert self.form is not None  # it has been up
         try:
             return await self._complete(self.form, question)
@@ -108,7 +97,7 @@ class _Server:
         return self.client.tokens(completion, question, form)
 
     def failed(self, error: PassingError) -> None:
-        """Note a failure; after several in a row, or if it cannot be reached, the server is put aside."""
+        """Count a failure; after several in a row, or if it cannot be reached, the server is put aside."""
         self.failures, self.last_error = self.failures + 1, str(error)
         if self.is_up and (error.unreachable or self.failures >= FAILURES_IN_A_ROW):
             self.is_up = False
@@ -127,7 +116,7 @@ class _Server:
                     self.last_error = str(error)
 
     async def greet(self, question: Question) -> None:
-        """Find out whether the server answers, and at first, which model it serves and how it is asked.
+        """Ask the server for a first answer, by its first model, in the best form that it takes.
 
         Raises:
             PassingError: it does not answer. BadInputError: it never will.
@@ -172,12 +161,7 @@ class _Server:
 
 @dataclass
 class _ChatJob:
-    """A conversation with a prompt.
-
-    Attributes:
-        turns: the answers so far.
-        failures: attempts that failed, the last one by `last_error`.
-    """
+    """A conversation with a prompt: the answers so far, and the attempts that failed, the last one by `last_error`."""
 
     index: int
     turns: list[Tokens] = field(default_factory=list)
@@ -235,14 +219,12 @@ class _ServerRun:
                     await server.api.close()
 
     async def _be_patient(self, servers: Sequence[_Server]) -> None:
-        """Raise BadInputError when no server has answered for too long.
-
-        One that is not put aside may still be at work on an answer, for as long as that may take.
-        """
+        """Raise BadInputError when no server has answered for too long."""
         patience, timeout = self.requests.patience, self.requests.timeout
         while True:
             await asyncio.sleep(min(1.0, patience))
             since = time.monotonic() - max(server.last_answer for server in servers)
+            # One that is not put aside may still be at work on an answer, for as long as that may take.
             if since > patience + timeout * any(server.is_up for server in servers):
                 raise BadInputError(
                     f"no server has answered for {patience:g} s (data.requests.patience): "
@@ -295,14 +277,13 @@ class _ServerRun:
             self._write()
 
     def _write(self) -> None:
-        """Add the answers that are waiting to the journal."""
         if self.waiting:
             self.journal.add(self.number, sorted(self.waiting, key=lambda answer: answer.index))
             self.number, self.waiting = self.number + 1, []
 
 
 async def _greet_all(servers: Sequence[_Server], question: Question) -> None:
-    """Find out how each is asked; at least one must be reached now, for a URL may be mistyped."""
+    """Greet each of them; at least one must be reached now, for a URL may be mistyped."""
     errors = await asyncio.gather(*(server.greet(question) for server in servers), return_exceptions=True)
     for error in errors:
         if isinstance(error, BaseException) and not isinstance(error, PassingError):

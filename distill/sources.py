@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -50,29 +52,25 @@ def check_sources(sources: Sequence[str | SourceSpec]) -> None:
 
 
 def count_rows(source: str | SourceSpec) -> int | None:
-    """Return how many rows a source has, among them those that turn out to be no prompts.
-
-    A Hub data set is not read for that; the answer is None.
-    """
+    """Return the number of a source's rows, prompts or not; None for a Hub data set, which is not read for that."""
     [spec] = as_specs([source])
     if is_hub(spec.path):
         return None
     files = files_of(spec)
     if all(file.suffix == ".parquet" for file in files):
-        return min(sum(map(_parquet_length, files)), spec.limit or 2**63)
+        length = 0
+        for file in files:
+            with _readable(file, "parquet"):
+                length += int(pyarrow.parquet.ParquetFile(file).metadata.num_rows)
+        return min(length, spec.limit or 2**63)
     return sum(1 for _ in rows_of(spec))
 
 
 def rows_of(source: SourceSpec) -> Iterator[Row | RowError]:
-    """Yield the rows of a source, at most `source.limit`; for a line that is no row, the error.
-
-    Raises:
-        BadInputError: the source is missing or cannot be read.
-    """
-    for number, row in enumerate(_all_rows(source)):
-        if number == source.limit:
-            return
-        yield row
+    """Yield the rows of a source, at most `source.limit`, or the error of a line. BadInputError: it cannot be read."""
+    files = [] if is_hub(source.path) else files_of(source)
+    rows = chain.from_iterable(_READERS[file.suffix](file) for file in files) if files else _hub_rows(source)
+    yield from islice(rows, source.limit)
 
 
 def title(source: str) -> str:
@@ -93,11 +91,7 @@ def is_hub(source: str) -> bool:
 
 
 def locate(source: str) -> Path:
-    """Return the file or folder that an `embedded:` name or a path means.
-
-    Raises:
-        BadInputError: there is none, or it is a file of another kind.
-    """
+    """Return the file or folder that an `embedded:` name or a path means. BadInputError: there is none of a kind."""
     if source.startswith(EMBEDDED):
         return embedded_file(f"prompts/{source.removeprefix(EMBEDDED)}.jsonl")
     file = Path(source).expanduser()
@@ -170,14 +164,6 @@ def _split_name(file: Path, folder: Path) -> str | None:
 # ------------------------------------------------------------ rows
 
 
-def _all_rows(source: SourceSpec) -> Iterator[Row | RowError]:
-    if is_hub(source.path):
-        yield from _hub_rows(source)
-        return
-    for file in files_of(source):
-        yield from _READERS[file.suffix](file)
-
-
 def _jsonl_rows(file: Path) -> Iterator[Row | RowError]:
     for number, line in enumerate(read_byte_lines(file), 1):
         where = f"{file}: line {number}"
@@ -210,43 +196,31 @@ def _text_rows(file: Path) -> Iterator[Row]:
             yield {"text": line.rstrip("\r\n")}
 
 
-def _parquet_rows(file: Path) -> Iterator[Row]:
+@contextmanager
+def _readable(file: Path, kind: str) -> Iterator[None]:
     try:
         require_regular(file)
+        yield
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:  # text that is not UTF-8
+        raise BadInputError(f"{file}: not a readable {kind} file ({error}).") from error
+
+
+def _parquet_rows(file: Path) -> Iterator[Row]:
+    with _readable(file, "parquet"):
         for batch in pyarrow.parquet.ParquetFile(file).iter_batches(_AT_ONCE):
             yield from batch.to_pylist()
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:  # text that is not UTF-8
-        raise BadInputError(f"{file}: not a readable parquet file ({error}).") from error
-
-
-def _parquet_length(file: Path) -> int:
-    try:
-        require_regular(file)
-        return int(pyarrow.parquet.ParquetFile(file).metadata.num_rows)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise BadInputError(f"{file}: not a readable parquet file ({error}).") from error
 
 
 def _arrow_rows(file: Path) -> Iterator[Row]:
     """Yield the rows of an Arrow file, as a stream (so `datasets` writes them) or with an index at its end."""
-    try:
-        require_regular(file)
-        with pyarrow.memory_map(str(file)) as mapped:
-            for batch in _arrow_batches(mapped):
-                for begin in range(0, batch.num_rows, _AT_ONCE):
-                    yield from batch.slice(begin, _AT_ONCE).to_pylist()
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise BadInputError(f"{file}: not a readable arrow file ({error}).") from error
-
-
-def _arrow_batches(mapped: pyarrow.MemoryMappedFile) -> Iterator[pyarrow.RecordBatch]:
-    if mapped.read(6) == b"ARROW1":
-        indexed = pyarrow.ipc.open_file(mapped)
-        for number in range(indexed.num_record_batches):
-            yield indexed.get_batch(number)
-        return
-    mapped.seek(0)
-    yield from pyarrow.ipc.open_stream(mapped)
+    with _readable(file, "arrow"), pyarrow.memory_map(str(file)) as mapped:
+        is_indexed = mapped.read(6) == b"ARROW1"
+        mapped.seek(0)
+        opened = pyarrow.ipc.open_file(mapped) if is_indexed else pyarrow.ipc.open_stream(mapped)
+        batches = map(opened.get_batch, range(opened.num_record_batches)) if is_indexed else opened
+        for batch in batches:
+            for begin in range(0, batch.num_rows, _AT_ONCE):
+                yield from batch.slice(begin, _AT_ONCE).to_pylist()
 
 
 _READERS: dict[str, Callable[[Path], Iterator[Row | RowError]]] = {

@@ -28,7 +28,7 @@ from ..common.atomic import is_disk_full, require_folder, write_atomically
 from ..common.progress import say_retries_once
 from ..common.runtime import keep_large_blocks, remember_few_shapes
 from ..common.signals import how, number_of, stoppable
-from . import data_cli, export_cli, pair_cli, serving_cli
+from . import data_cli, export_cli, serving_cli
 from .examples import EXAMPLES
 from .options import (
     Adapter,
@@ -42,8 +42,8 @@ from .options import (
     checked_temperatures,
     recipe_of,
 )
-from .output import answering, console_for
-from .pair_cli import print_pair
+from .output import answering, console_for, finish, print_lines
+from .pair_cli import pair_app, print_pair
 
 if TYPE_CHECKING:
     from ..eval import Report
@@ -55,10 +55,7 @@ GOES_ON = "what was done is kept, and the same command goes on from there."
 
 
 class Verbs(TyperGroup):
-    """Runs a verb and turns what it raises into one line on stderr and an exit code.
-
-    A verb that was asked for JSON answers with an error's JSON on stdout, too.
-    """
+    """Verbs whose errors become one line on stderr, an exit code, and an answer in JSON if a program asked."""
 
     def invoke(self, ctx: Any) -> Any:
         as_json = "--json" in [*ctx.args, *getattr(ctx, "_protected_args", [])]
@@ -84,29 +81,20 @@ class Verbs(TyperGroup):
                 _complain("this is a fault in Outrider, please report it with the lines above.", label="fault: ")
             else:
                 _complain(said(error))
-            if as_json:
-                _answer("error", {"error": said(error)}, code)
-            raise typer.Exit(code) from None
+            finish(as_json, "error", {"error": said(error)}, code)
 
 
 def exit_code(error: Exception) -> int | None:
-    """Return the exit code that an exception ends a verb with.
-
-    None for those that typer handles (usage errors, exits, closed pipes).
-    """
+    """Return the exit code of a verb that raised; None for what typer handles (usage, exits, closed pipes)."""
     if isinstance(error, OutriderError):
         return int(error.exit_code)
     module = type(error).__module__.partition(".")[0]
     if module in ("typer", "click") or isinstance(error, BrokenPipeError):
         return None
-    bad = isinstance(error, MemoryError) or is_disk_full(error) or _is_about_a_users_file(error)
-    return BAD_INPUT if bad else FAULT
-
-
-def _is_about_a_users_file(error: Exception) -> bool:
-    """Tell whether the system refused a file outside of this package: permissions, a folder that was deleted, …"""
+    # The system refused a file: permissions, a folder that was deleted, … A user can do nothing about one of ours.
     named = error.filename if isinstance(error, OSError) else None
-    return isinstance(named, str) and not Path(named).resolve().is_relative_to(Path(__file__).resolve().parents[1])
+    is_users = isinstance(named, str) and not Path(named).resolve().is_relative_to(Path(__file__).resolve().parents[1])
+    return BAD_INPUT if is_users or isinstance(error, MemoryError) or is_disk_full(error) else FAULT
 
 
 def said(error: Exception) -> str:
@@ -128,12 +116,6 @@ def said(error: Exception) -> str:
     return f"{named}: {error.strerror}. {look}"
 
 
-def _answer(kind: str, body: Any, code: int = 0) -> None:
-    from .json_output import say
-
-    say(kind, body, code)
-
-
 def _complain(message: str, label: str = "error: ") -> None:
     Console(stderr=True, highlight=False, soft_wrap=True).print(f"[red]{label}{escape(message)}[/red]")
 
@@ -147,11 +129,13 @@ app = typer.Typer(
     epilog="Exit codes: 0 fine · 1 a finding · 2 bad usage or input · 3 incompatible · 130, 143, 129 stopped. "
     "OUTRIDER_DEBUG=1 shows tracebacks.",
 )
-pair_app = typer.Typer(no_args_is_help=True, help="Make, show and verify pairs.")
 app.add_typer(pair_app, name="pair")
-data_cli.add_verbs(app)
-export_cli.add_verbs(app)
-serving_cli.add_verbs(app)
+app.add_typer(data_cli.data_app, name="data")
+app.command("export")(export_cli.export)
+app.command("import")(export_cli.import_)
+app.command("lint")(export_cli.lint)
+app.command("served", context_settings={"allow_extra_args": True})(serving_cli.served)
+app.command("watch")(serving_cli.watch)
 
 
 def _print_version(wanted: bool) -> None:
@@ -187,13 +171,12 @@ def distill(recipe: RecipeName, changes: Overrides = None, as_json: AsJson = Fal
     loaded = recipe_of(recipe, changes)
     require_folder(loaded.output_folder)
     from ..distill import distill as run
-    from .json_output import DistillBody, say
+    from ..distill import provenance
 
     console = console_for(as_json)
     folder = run(loaded, console=console)
     console.print(f"responses: [bold]{escape(str(folder))}[/bold]")
-    if as_json:
-        say("distill", DistillBody.of(folder))
+    finish(as_json, "distill", {"folder": str(folder), "counts": provenance(folder)["counts"]})
 
 
 @app.command()
@@ -210,18 +193,15 @@ def train(
     loaded = recipe_of(recipe, changes)
     export_cli.check_servable(loaded, engine)
     from ..train import train as run
-    from .json_output import TrainBody, say
 
     console = console_for(as_json)
     result = run(loaded, resume=not fresh, console=console)
+    adapter = None if result.adapter_folder is None else str(result.adapter_folder)
     console.print(f"drafter after {result.steps} steps: [bold]{result.drafter_folder}[/bold]")
-    if result.adapter_folder is not None:
-        console.print(
-            f"for the target with the adapter [bold]{escape(str(result.adapter_folder))}[/bold], "
-            "which it was trained with"
-        )
-    if as_json:
-        say("train", TrainBody.of(result))
+    if adapter is not None:
+        console.print(f"for the target with the adapter [bold]{escape(adapter)}[/bold], which it was trained with")
+    made = {"drafter": str(result.drafter_folder), "adapter": adapter, "steps": result.steps}
+    finish(as_json, "train", made | {"metrics": result.metrics})
 
 
 @app.command()
@@ -244,11 +224,7 @@ def vocab(
     console = console_for(as_json)
     report = study(loaded, size or (), limit, console=console)
     folder = save(report, loaded.output_folder / "vocabulary")
-    if as_json:
-        _answer("vocab", report)
-        return
-    show(report, console)
-    console.print(f"kept in [bold]{escape(str(folder))}[/bold]")
+    finish(as_json, "vocab", report, show=lambda: show(report, folder, console))
 
 
 @app.command()
@@ -271,15 +247,12 @@ def plan(
     loaded = recipe_of(recipe, changes)
     export_cli.check_servable(loaded, engine)
     from ..train.planning import plan as run
-    from .json_output import PlanBody
     from .plan import read_launch, show
 
     launched = read_launch(accelerate_config) if accelerate_config else (1, "none")
     found = run(loaded, processes or launched[0], sharding or launched[1], rows)  # type: ignore[arg-type]
-    if as_json:
-        _answer("plan", PlanBody.of(found))
-    else:
-        show(found, Console())
+    body = vars(found) | {"peak_memory": found.memory.peak}
+    finish(as_json, "plan", body, show=lambda: show(found, Console()))
 
 
 # ------------------------------------------------------------ measuring
@@ -319,19 +292,12 @@ def evaluate(
     from ..common.locks import locked
     from ..eval.reports.render import print_report, write_report
     from .eval_setup import EvalOptions, load_subject
-    from .json_output import ReportBody, say
+    from .json_output import ReportBody
 
-    given = {
-        "suites": suite,
-        "limit": limit,
-        "depth": depth,
-        "width": width,
-        "nodes": nodes,
-        "temperatures": temperature,
-    }
     if out is not None:
         require_folder(out, "the report")
-    settings = {name: value for name, value in given.items() if value}
+    given = {"suites": suite, "limit": limit, "depth": depth, "width": width, "nodes": nodes}
+    settings = {name: value for name, value in (given | {"temperatures": temperature}).items() if value}
     subject = load_subject(name, EvalOptions(changes or [], settings, drafter, target, adapter, quantize, tuned))
     folder = out or subject.report_folder
     require_folder(folder, "the report")
@@ -341,8 +307,7 @@ def evaluate(
         write_report(report, folder)
     print_report(report, console)
     console.print(f"report: [bold]{escape(str(folder))}[/bold]")
-    if as_json:
-        say("eval", ReportBody.of(report, folder))
+    finish(as_json, "eval", ReportBody.of(report, folder))
 
 
 @app.command()
@@ -367,15 +332,14 @@ def compare(
     require_folder(out)
     from ..eval.reports.render import print_comparison
     from ..train.compare import compare as run
-    from .json_output import ReportBody, say
+    from .json_output import ReportBody
 
     console = console_for(as_json)
     report = run(loaded, budget, out, console=console)
-    if as_json:
-        say("compare", ReportBody.of(report, out / "report"))
-        return
-    print_comparison(report, console)
-    console.print(f"report: [bold]{escape(str(out / 'report'))}[/bold]")
+    if not as_json:
+        print_comparison(report, console)
+        console.print(f"report: [bold]{escape(str(out / 'report'))}[/bold]")
+    finish(as_json, "compare", ReportBody.of(report, out / "report"))
 
 
 @app.command()
@@ -399,19 +363,12 @@ def tune(
     """
     from ..pair import Pair
     from .eval_setup import EvalOptions, load_subject
-    from .json_output import TuneBody, say
 
     loaded = Pair.load(pair)
     if not dry_run:
         require_folder(pair, "the tuned plan")
-    settings = {
-        "suites": suite,
-        "limit": limit,
-        "temperatures": [temperature],
-        "max_new_tokens": max_new_tokens,
-        "repeats": 2,
-    }
-    asked = EvalOptions(settings={name: value for name, value in settings.items() if value})
+    settings = {"limit": limit, "temperatures": [temperature], "max_new_tokens": max_new_tokens, "repeats": 2}
+    asked = EvalOptions(settings=settings | ({"suites": suite} if suite else {}))
     console = console_for(as_json)
     tuning = load_subject(str(pair), asked).tune(batch or [1], console)
     console.print(
@@ -424,8 +381,7 @@ def tune(
         console.print(
             f"kept in [bold]{escape(str(pair / 'pair.json'))}[/bold]; `outrider generate` uses it from now on"
         )
-    if as_json:
-        say("tune", TuneBody(folder=str(pair), stored=not dry_run, tuning=tuning))
+    finish(as_json, "tune", {"folder": str(pair), "stored": not dry_run, "tuning": tuning})
 
 
 # ------------------------------------------------------------ generating
@@ -469,10 +425,8 @@ def generate(
         for piece, _ in completion.stream(text, chat):
             sys.stdout.write(piece)
             sys.stdout.flush()
-        return
-    console = Console(highlight=False, soft_wrap=True)
-    completion.show(text, chat, console)
-    console.print(completion.summary(compare), style="dim")
+    else:
+        completion.show(text, chat, compare, Console(highlight=False, soft_wrap=True))
 
 
 # ------------------------------------------------------------ the life after
@@ -490,22 +444,16 @@ def probe(
     """Is the pair still right for a changed target? Exit code 0: fresh, 1: stale, 3: incompatible."""
     from ..pair import Pair
     from ..pair import probe as run
-    from .json_output import ProbeBody, say
 
     loaded, asked = Pair.load(pair), data_cli.arguments(template)
     console = console_for(as_json)
     changed = loaded.load_target(target, adapter=adapter, quantize=quantize)
     arguments = None if asked is None else loaded.recipe().template | asked
     result = run(loaded, changed, console=console, template=arguments)
-    if as_json:
-        say("probe", ProbeBody.of(loaded, changed.fingerprint().digest, result), result.exit_code)
-    else:
-        colour = {"fresh": "green", "stale": "yellow", "incompatible": "red"}[result.verdict]
-        console.print(f"[bold {colour}]{result.verdict}[/bold {colour}]")
-        for line in result.lines:
-            console.print(escape(line), highlight=False, soft_wrap=True)
-    if result.exit_code:
-        raise typer.Exit(result.exit_code)
+    colour = {"fresh": "green", "stale": "yellow", "incompatible": "red"}[result.verdict]
+    lines = [f"[bold {colour}]{result.verdict}[/bold {colour}]", *map(escape, result.lines)]
+    body = {"pair": loaded.digest, "target": changed.fingerprint().digest, **vars(result)}
+    finish(as_json, "probe", body, result.exit_code, lambda: print_lines(lines))
 
 
 @app.command()
@@ -534,7 +482,7 @@ def refresh(
     from ..pair.refresh import How
     from ..pair.refresh import refresh as run
     from ..train.stopping import Until
-    from .json_output import PairBody, say
+    from .json_output import PairBody
 
     loaded = Pair.load(pair)
     require_folder(out)
@@ -543,8 +491,7 @@ def refresh(
     changed = loaded.load_target(target, adapter=adapter, quantize=quantize)
     made = run(loaded, changed, out, changes or [], console, How(low_rank, seconds, until))
     print_pair(made, console)
-    if as_json:
-        say("refresh", PairBody.of(made))
+    finish(as_json, "refresh", PairBody.of(made))
 
 
 @app.command()
@@ -561,7 +508,7 @@ def gate(
     from ..eval.reports.gate import gate as run
     from ..eval.reports.gate import to_junit, to_markdown
     from ..pair import Pair, gate_pairs
-    from .json_output import GateBody, say
+    from .json_output import GateBody
 
     if all((folder / "pair.json").is_file() for folder in (pair, against)):
         result = gate_pairs(Pair.load(pair), Pair.load(against), tolerance, confidence)
@@ -570,19 +517,13 @@ def gate(
     for file, text in ((junit, to_junit), (markdown, to_markdown)):
         if file is not None:
             write_atomically(file, text(result))
-    code = 0 if result.passed else FINDING
-    if as_json:
-        say("gate", GateBody.of(result), code)
-    else:
-        console = Console(highlight=False, soft_wrap=True)
-        for i, line in enumerate(result.lines):
-            console.print(escape(line), style=("green" if result.passed else "red") if i == 0 else None)
-    if code:
-        raise typer.Exit(code)
+    colour = "green" if result.passed else "red"
+    lines = [f"[{colour}]{escape(result.lines[0])}[/{colour}]", *map(escape, result.lines[1:])]
+    finish(as_json, "gate", GateBody.of(result), 0 if result.passed else FINDING, lambda: print_lines(lines))
 
 
 def _find_report(folder: Path) -> Report:
-    """The report in `folder`, or the newest one of the pair in `folder`."""
+    """Return the report in `folder`, or the newest one of the pair in `folder`."""
     from ..eval import Report
     from ..pair import Pair, newest_report
 
@@ -598,10 +539,7 @@ def doctor(as_json: AsJson = False) -> None:
     from .doctor import examine, render
 
     found = examine()
-    if as_json:
-        _answer("doctor", found)
-    else:
-        render(found, Console())
+    finish(as_json, "doctor", found, show=lambda: render(found, Console()))
 
 
 @app.command()
@@ -626,7 +564,6 @@ def _show_examples(group: typer.Typer, prefix: str = "") -> None:
             command.epilog = "\n\n".join(["[bold]Examples[/bold]", *map(escape, EXAMPLES[name])])
 
 
-pair_cli.register(pair_app)
 _show_examples(app)
 _show_examples(pair_app, "pair ")
 _show_examples(data_cli.data_app, "data ")

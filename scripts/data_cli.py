@@ -12,8 +12,8 @@ from rich.markup import escape
 from rich.text import Text
 
 from ..common import BadInputError
-from .options import Overrides, RecipeName
-from .output import console_for
+from .options import AsJson, Overrides, RecipeName, recipe_of
+from .output import finish, print_lines
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,19 +37,8 @@ Template = Annotated[
 data_app = typer.Typer(no_args_is_help=True, help="Look at what a recipe's drafter learns from.")
 
 
-def add_verbs(app: typer.Typer) -> None:
-    """Add these verbs to the command."""
-    app.add_typer(data_app, name="data")
-    for name, verb in (("show", show), ("check", check)):
-        data_app.command(name=name)(verb)
-
-
 def arguments(given: Sequence[str] | None) -> dict[str, Any] | None:
-    """Return the template's arguments that options say; None for no options.
-
-    Raises:
-        BadInputError: one of them is no KEY=VALUE.
-    """
+    """Return the template's arguments that options say; None for no options."""
     from ..common.safe_load import parse_yaml
 
     if not given:
@@ -63,45 +52,32 @@ def arguments(given: Sequence[str] | None) -> dict[str, Any] | None:
     return found
 
 
+@data_app.command()
 def show(
-    recipe: RecipeName,
-    changes: Overrides = None,
-    count: Annotated[int, typer.Option(min=1, help="Rows to show.")] = 3,
+    recipe: RecipeName, changes: Overrides = None, count: Annotated[int, typer.Option(min=1, help="Rows to show.")] = 3
 ) -> None:
     """A sample of what is learnt: [green]what is supervised[/green], and what is only read. Of the finished responses
     where there are some, else of the rows' own answers, else of the prompts.
     """
-    from ..recipes import load_recipe
-
-    loaded, console = load_recipe(recipe, changes or []), Console(highlight=False, soft_wrap=True)
-    tokenizer = _tokenizer(loaded)
-    for name, pieces in _samples(loaded, tokenizer, count):
+    loaded, console = recipe_of(recipe, changes), Console(highlight=False, soft_wrap=True)
+    for name, pieces in _samples(loaded, _tokenizer(loaded), count):
         console.rule(escape(name), align="left", style=READ)
         console.print(Text.assemble(*pieces))
 
 
-def check(
-    recipe: RecipeName,
-    changes: Overrides = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout, for programs.")] = False,
-) -> None:
+@data_app.command()
+def check(recipe: RecipeName, changes: Overrides = None, as_json: AsJson = False) -> None:
     """Read all of a recipe's data and count what is kept and left out, and why. Exit code 1 for rows that cannot be
     read, and for prompts that the recipe measures.
     """
     from ..distill.collect import recipe_prompts
-    from ..recipes import load_recipe
-    from .json_output import DataCheckBody, say
 
-    loaded = load_recipe(recipe, changes or [])
+    loaded = recipe_of(recipe, changes)
     tolerant = loaded.data.model_copy(update={"malformed": "drop", "allow_leaks": True})
     found = recipe_prompts(loaded.model_copy(update={"data": tolerant}), _tokenizer(loaded), warn=False)
     code = FINDING if any(s.leaked or s.dropped["malformed"] for s in found.sources) else 0
-    if as_json:
-        say("data-check", DataCheckBody.of(found, _lengths(found)), code)
-    else:
-        _print(found, loaded, console_for(as_json))
-    if code:
-        raise typer.Exit(code)
+    body = {"prompts": len(found.prompts), "sources": found.sources, "prompt_tokens": _lengths(found)}
+    finish(as_json, "data-check", body, code, lambda: _print(found, loaded))
 
 
 def _tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
@@ -183,21 +159,14 @@ def _lengths(found: Collection) -> dict[str, int]:
     return {name: int(np.quantile(lengths, share, method="higher")) for name, share in shares.items()}
 
 
-def _print(found: Collection, recipe: Recipe, console: Console) -> None:
+def _print(found: Collection, recipe: Recipe) -> None:
+    lines = []
     for counts in found.sources:
-        _say(console, f"[bold]{escape(counts.source)}[/bold]: {counts.kept:,} of {counts.rows:,} rows are kept")
-        for name, number in counts.layouts.most_common():
-            _say(console, f"  {number:,} read as {escape(name)}")
-        if counts.truncated:
-            _say(console, f"  {counts.truncated:,} texts lost their beginning")
-        if counts.dropped:
-            _say(console, f"  left out: {counts.left_out()}")
-        for example in counts.examples.values():
-            _say(console, f"  [yellow]?[/yellow] {escape(example)}")
+        lines.append(f"[bold]{escape(counts.source)}[/bold]: {counts.kept:,} of {counts.rows:,} rows are kept")
+        lines += [f"  {number:,} read as {escape(name)}" for name, number in counts.layouts.most_common()]
+        lines += [f"  {counts.truncated:,} texts lost their beginning"] if counts.truncated else []
+        lines += [f"  left out: {counts.left_out()}"] if counts.dropped else []
+        lines += [f"  [yellow]?[/yellow] {escape(example)}" for example in counts.examples.values()]
     said = ", ".join(f"{name} {number:,}" for name, number in _lengths(found).items())
     longest = recipe.data.max_prompt_tokens
-    _say(console, f"{len(found.prompts):,} prompts; tokens of a prompt: {said} (at most {longest:,})")
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(text, highlight=False, soft_wrap=True)
+    print_lines([*lines, f"{len(found.prompts):,} prompts; tokens of a prompt: {said} (at most {longest:,})"])

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import platform
 import shutil
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,25 +15,15 @@ import psutil
 import torch
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from ..common.machine import cpu_multiplies_bfloat16, cpu_name
 from ..common.runtime import installed_version
 from ..targets import embedded_path
 from ..targets.fast.select import remembered
+from .output import print_facts
 
-PACKAGES = (
-    "outrider",
-    "torch",
-    "transformers",
-    "accelerate",
-    "peft",
-    "datasets",
-    "safetensors",
-    "huggingface_hub",
-    "numpy",
-    "scipy",
-)
+_LIBRARIES = ("torch", "transformers", "accelerate", "peft", "datasets", "safetensors", "huggingface_hub")
+PACKAGES = ("outrider", *_LIBRARIES, "numpy", "scipy")
 
 # What each optional feature needs: (feature, modules, programs, how to get it).
 FEATURES = (
@@ -49,13 +40,16 @@ FEATURES = (
 
 
 def examine() -> dict[str, Any]:
-    """Everything as plain values, for people and for `--json`. Sizes are bytes."""
+    """Return everything as plain values, for people and for `--json`. Sizes are bytes."""
+    memory, folder = psutil.virtual_memory(), embedded_path()
+    weights = folder / "model.safetensors"
+    is_there = weights.is_file() and (folder / "tokenizer.json").is_file()
     return {
         "versions": {"python": platform.python_version()} | {name: installed_version(name) for name in PACKAGES},
         "device": _device(),
-        "memory": _memory(),
+        "memory": {"total": memory.total, "available": memory.available},
         "disk": {"folder": str(Path.cwd()), "free": shutil.disk_usage(Path.cwd()).free},
-        "embedded_target": _embedded(),
+        "embedded_target": {"present": is_there, "bytes": weights.stat().st_size if weights.is_file() else 0},
         "passes": [asdict(selection) for selection in remembered().values()],
         "features": [_feature(*feature) for feature in FEATURES],
     }
@@ -77,25 +71,9 @@ def _device() -> dict[str, Any]:
     }
 
 
-def _memory() -> dict[str, int | None]:
-    """Total and available; None where the system does not say."""
-    found = psutil.virtual_memory()
-    return {"total": found.total, "available": found.available}
-
-
-def _embedded() -> dict[str, Any]:
-    folder = embedded_path()
-    weights = folder / "model.safetensors"
-    return {
-        "present": weights.is_file() and (folder / "tokenizer.json").is_file(),
-        "bytes": weights.stat().st_size if weights.is_file() else 0,
-    }
-
-
 def _feature(name: str, modules: tuple[str, ...], programs: tuple[str, ...], remedy: str) -> dict[str, Any]:
-    missing = [m for m in modules if importlib.util.find_spec(m) is None] + [
-        p for p in programs if shutil.which(p) is None
-    ]
+    missing = [m for m in modules if importlib.util.find_spec(m) is None]
+    missing += [p for p in programs if shutil.which(p) is None]
     return {"feature": name, "missing": missing, "remedy": remedy if missing else None}
 
 
@@ -103,46 +81,32 @@ def _feature(name: str, modules: tuple[str, ...], programs: tuple[str, ...], rem
 
 
 def render(found: dict[str, Any], console: Console) -> None:
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in _lines(found):
-        table.add_row(name, value)
-    console.print(table)
+    """Print what `examine` returned."""
+    print_facts(_facts(found), console)
 
 
-def _lines(found: dict[str, Any]) -> list[tuple[str, str]]:
-    device, disk = found["device"], found["disk"]
-    lines = [
-        (
-            "versions",
-            "  ".join(f"{name} {number or '[red]missing[/red]'}" for name, number in found["versions"].items()),
-        )
-    ]
-    lines += [
-        ("GPU", f"{escape(gpu['name'])}, {_gigabytes(gpu['memory'])}, compute capability {gpu['capability']}")
-        for gpu in device["gpus"]
-    ]
+def _facts(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    device, disk, memory = found["device"], found["disk"], found["memory"]
+    versions = (f"{name} {number or '[red]missing[/red]'}" for name, number in found["versions"].items())
+    yield "versions", "  ".join(versions)
+    for gpu in device["gpus"]:
+        yield "GPU", f"{escape(gpu['name'])}, {_gigabytes(gpu['memory'])}, compute capability {gpu['capability']}"
     if not device["gpus"]:
-        lines.append(("GPU", "none" + ("" if device["cuda_build"] else " (and this torch is a CPU build)")))
-    lines += [
-        (
-            "CPU",
-            f"{escape(device['cpu'])}, {device['usable_cores']} of {device['cores']} cores, "
-            f"{device['threads']} threads, {device['instruction_set']}",
-        ),
-        ("bfloat16", "fast" if device["bfloat16"] else "works, without hardware support"),
-        ("memory", f"{_gigabytes(found['memory']['available'])} of {_gigabytes(found['memory']['total'])} available"),
-        ("disk", f"{_gigabytes(disk['free'])} free in {escape(disk['folder'])}"),
-        (
-            "embedded target",
-            "present"
-            if found["embedded_target"]["present"]
-            else "[red]missing[/red]: reinstall outrider; the quickstart needs it",
-        ),
-    ]
-    lines += [("fastest passes", _passes_line(selection)) for selection in found["passes"]]
-    return lines + [(f["feature"].partition(" (")[0], _feature_line(f)) for f in found["features"]]
+        yield "GPU", "none" + ("" if device["cuda_build"] else " (and this torch is a CPU build)")
+    cores = f"{device['usable_cores']} of {device['cores']} cores, {device['threads']} threads"
+    yield "CPU", f"{escape(device['cpu'])}, {cores}, {device['instruction_set']}"
+    yield "bfloat16", "fast" if device["bfloat16"] else "works, without hardware support"
+    yield "memory", f"{_gigabytes(memory['available'])} of {_gigabytes(memory['total'])} available"
+    yield "disk", f"{_gigabytes(disk['free'])} free in {escape(disk['folder'])}"
+    is_there = found["embedded_target"]["present"]
+    missing = "[red]missing[/red]: reinstall outrider; the quickstart needs it"
+    yield "embedded target", "present" if is_there else missing
+    for selection in found["passes"]:
+        yield "fastest passes", _passes_line(selection)
+    for feature in found["features"]:
+        lacks = f"[yellow]not available[/yellow]: {', '.join(feature['missing'])} missing"
+        state = f"{lacks} ({escape(feature['remedy'])})" if feature["missing"] else "[green]ready[/green]"
+        yield feature["feature"].partition(" (")[0], state
 
 
 def _passes_line(selection: dict[str, Any]) -> str:
@@ -153,11 +117,5 @@ def _passes_line(selection: dict[str, Any]) -> str:
     return escape(f"{selection['taken']} ({', '.join(shown)}) for {model} on {selection['device']}")
 
 
-def _feature_line(feature: dict[str, Any]) -> str:
-    if not feature["missing"]:
-        return "[green]ready[/green]"
-    return f"[yellow]not available[/yellow]: {', '.join(feature['missing'])} missing ({escape(feature['remedy'])})"
-
-
-def _gigabytes(size: int | None) -> str:
-    return "unknown" if size is None else f"{size / 1e9:.1f} GB"
+def _gigabytes(size: int) -> str:
+    return f"{size / 1e9:.1f} GB"

@@ -34,8 +34,8 @@ class Subject:
     """A drafter on its target, under a plan, and how to measure it.
 
     Attributes:
-        report_folder: where a report goes if nobody says otherwise. Never inside a pair, whose files are sealed.
-        tuned: what the tuner found, to be measured beside the first: another plan, perhaps of a fusion.
+        report_folder: the usual place of a report. Never inside a pair, whose files are sealed.
+        tuned: the tuner's result, to be measured beside the first: another plan, perhaps of a fusion.
     """
 
     target: Target
@@ -53,7 +53,7 @@ class Subject:
         return measure(self.target, [first, *tuned, *others], self._suites(), self.settings, console=console)
 
     def tune(self, batch_sizes: Sequence[int], console: Console | None = None) -> Tuning:
-        """The fastest plan for each batch size."""
+        """Return the fastest plan for each batch size."""
         return tune(self.target, self.drafter, self._suites(), self.settings, batch_sizes, console)
 
     def _suites(self) -> list[Suite]:
@@ -63,7 +63,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class EvalOptions:
-    """What a command asks for beside a recipe or a pair.
+    """The options of a command that measures a recipe or a pair.
 
     Attributes:
         changes: `key=value` overrides. A pair can follow those of `eval`.
@@ -83,9 +83,8 @@ class EvalOptions:
 
     def other_shape(self) -> bool:
         """Tell whether another shape of drafts than the recipe's is asked for."""
-        return bool(_SHAPE & set(self.settings)) or bool(
-            {f"eval.{name}" for name in (*_SHAPE, "tree")} & set(map(_key, self.changes))
-        )
+        keys = {f"eval.{name}" for name in (*_SHAPE, "tree")}
+        return not (_SHAPE.isdisjoint(self.settings) and keys.isdisjoint(map(_key, self.changes)))
 
     def settings_of(self, recipe: Recipe) -> EvalSpec:
         """Return the recipe's settings with what is asked for."""
@@ -129,13 +128,10 @@ def _of_recipe(name: str, asked: EvalOptions) -> Subject:
 def report_folder(
     name: str, changes: Sequence[str] = (), settings: EvalSpec | None = None, other: Drafter | None = None
 ) -> Path:
-    """Return where a measurement of a recipe's run goes: `report`, if it is the one that the recipe describes.
+    """Return the folder for a measurement of a recipe's run: `report`, if it is the one that the recipe describes.
 
-    Any other measurement, by other settings or of an`other` drafter, has a folder of its own under `reports`.
+    Any other measurement, by other `settings` or of an`other` drafter, has a folder of its own under `reports`.
     `outrider pair new` looks in the same place, so that a quick look never takes the place of the real figures.
-
-    Args:
-        settings: what is measured (default: what the recipe says with `changes`).
     """
     recipe = load_recipe(name, changes)
     settings = settings or recipe.eval
@@ -168,7 +164,7 @@ def _of_pair(folder: Path, asked: EvalOptions) -> Subject:
 
 
 def _refuse_unfollowed(asked: EvalOptions) -> None:
-    """Refuse what a pair cannot follow: it is what it is, and only how it is measured can be changed."""
+    """Refuse what a pair cannot follow: only how it is measured can be changed."""
     for change in asked.changes:
         key = _key(change)
         if not key.startswith("eval.") or key == "eval.dtype":
@@ -182,22 +178,17 @@ def _refuse_unfollowed(asked: EvalOptions) -> None:
 
 
 def _key(change: str) -> str:
-    """Return the key of a `key=value` override."""
     return change.partition("=")[0].strip()
 
 
 def tuned_contestant(found: BatchTuning, drafter: Drafter) -> Contestant:
-    """Return the tuned plan of `drafter`, or of its fusion with the drafter without weights that the tuner found."""
+    """Return the tuned plan of `drafter`, or of its fusion with the drafter without weights that the tuner chose."""
     kind = "" if found.statistical is None else f" + {found.statistical['type']}"
     return Contestant(f"{drafter.name}{kind} tuned", tuned_drafter(found, drafter), found.plan)
 
 
 def load_target(recipe: Recipe) -> Target:
-    """The recipe's target in the dtype that is measured, and with the adapter that joint training gave it.
-
-    Raises:
-        BadInputError: it has not been trained yet.
-    """
+    """Return the recipe's target in the dtype that is measured, with the adapter that joint training gave it."""
     spec = recipe.target.model_dump()
     if recipe.joint is not None:
         adapter = recipe.output_folder / "adapter"
@@ -211,7 +202,7 @@ def load_target(recipe: Recipe) -> Target:
 
 
 def trained_drafter(recipe: Recipe, target: Target, folder: Path | None = None) -> Drafter:
-    """The drafter in `folder`, else the one that the recipe's training left."""
+    """Return the drafter in `folder`, else the one that the recipe's training left."""
     own = recipe.output_folder / "drafter"
     if folder is None and not own.is_dir():
         raise BadInputError(

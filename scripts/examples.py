@@ -2,64 +2,55 @@
 
 from __future__ import annotations
 
-EXAMPLES = {
-    "distill": ["outrider distill embedded-eagle3", "outrider distill my.yaml data.limit=500"],
-    "data show": ["outrider data show embedded-eagle3 --count 2", "outrider data show my.yaml data.answers=given"],
-    "data check": ["outrider data check embedded-eagle3", "outrider data check my.yaml data.limit=1000 --json"],
-    "train": ["outrider train embedded-eagle3", "outrider train my.yaml training.max_steps=100 --fresh"],
-    "vocab": ["outrider vocab embedded-eagle3 --size 1024 --size 2048"],
-    "plan": ["outrider plan llama-3.1-8b-eagle3 --processes 8 --sharding zero2"],
-    "eval": [
-        "outrider eval embedded-eagle3",
-        "outrider eval runs/pair-v1 --suite code --limit 10 --depth 6",
-        "outrider eval runs/pair-v1 --target path/to/target --adapter path/to/lora",
-    ],
-    "compare": ["outrider compare embedded-eagle3 embedded-eagle1 --budget 180"],
-    "tune": ["outrider tune runs/pair-v1 --batch 1 --batch 8", "outrider tune runs/pair-v1 --temperature 1 --dry-run"],
-    "generate": [
-        'outrider generate runs/pair-v1 "def read_lines(path):"',
-        "outrider generate runs/pair-v1 - --plain --max-new-tokens 64",
-    ],
-    "probe": ["outrider probe runs/pair-v1 --target path/to/target --adapter path/to/lora --json"],
-    "refresh": ["outrider refresh runs/pair-v1 --target path/to/target --out runs/v2"],
-    "gate": [
-        "outrider gate runs/v2/pair --against runs/pair-v1",
-        "outrider gate runs/v2/pair --against runs/pair-v1 --tolerance 0.05 --junit gate.xml --markdown gate.md",
-    ],
-    "export": [
-        "outrider export runs/pair-v1 --to vllm --out runs/vllm",
-        "outrider export runs/pair-v1 --to sglang --out runs/sglang --depth 3",
-    ],
-    "import": ["outrider import path/to/head --target path/to/target --out runs/head-v1 --pair"],
-    "lint": ["outrider lint path/to/head --target path/to/target", "outrider lint runs/vllm --json"],
-    "served": [
-        "outrider served runs/pair-v1 --start vllm --python path/to/venv",
-        "outrider served runs/pair-v1 --url http://127.0.0.1:8000 --temperature 0 --json",
-    ],
-    "watch": [
-        "outrider watch http://127.0.0.1:8000 --pair runs/pair-v1 --json",
-        "outrider watch http://127.0.0.1:8000 --once --state watch.json",
-    ],
-    "doctor": ["outrider doctor --json"],
-    "quickstart": ["outrider quickstart --out quickstart"],
-    "pair new": [
-        "outrider pair new runs/pair-v1 embedded-eagle3",
-        "outrider pair new runs/other embedded-eagle3 --drafter path/to/drafter --report path/to/report",
-    ],
-    "pair push": [
-        "outrider pair push runs/pair-v1 --registry path/to/registry",
-        "outrider pair push runs/pair-v1 --registry hf://org/pairs",
-    ],
-    "pair pull": ["outrider pair pull my-target-eagle3@2 runs/pair-v2 --registry path/to/registry"],
-    "pair log": ["outrider pair log --registry path/to/registry"],
-    "pair diff": [
-        "outrider pair diff runs/pair-v1 runs/v2/pair",
-        "outrider pair diff my-target-eagle3@1 my-target-eagle3@2 --registry path/to/registry",
-    ],
-    "pair show": ["outrider pair show runs/pair-v1 --json"],
-    "pair verify": [
-        "outrider pair verify runs/pair-v1",
-        "outrider pair verify runs/pair-v1 --signer allowed_signers",
-    ],
-    "pair sign": ["outrider pair sign runs/pair-v1 --key ~/.ssh/release"],
-}
+_LINES = """
+outrider distill embedded-eagle3
+outrider distill my.yaml data.limit=500
+outrider data show embedded-eagle3 --count 2
+outrider data show my.yaml data.answers=given
+outrider data check embedded-eagle3
+outrider data check my.yaml data.limit=1000 --json
+outrider train embedded-eagle3
+outrider train my.yaml training.max_steps=100 --fresh
+outrider vocab embedded-eagle3 --size 1024 --size 2048
+outrider plan llama-3.1-8b-eagle3 --processes 8 --sharding zero2
+outrider eval embedded-eagle3
+outrider eval runs/pair-v1 --suite code --limit 10 --depth 6
+outrider eval runs/pair-v1 --target path/to/target --adapter path/to/lora
+outrider compare embedded-eagle3 embedded-eagle1 --budget 180
+outrider tune runs/pair-v1 --batch 1 --batch 8
+outrider tune runs/pair-v1 --temperature 1 --dry-run
+outrider generate runs/pair-v1 "def read_lines(path):"
+outrider generate runs/pair-v1 - --plain --max-new-tokens 64
+outrider probe runs/pair-v1 --target path/to/target --adapter path/to/lora --json
+outrider refresh runs/pair-v1 --target path/to/target --out runs/v2
+outrider gate runs/v2/pair --against runs/pair-v1
+outrider gate runs/v2/pair --against runs/pair-v1 --tolerance 0.05 --junit gate.xml --markdown gate.md
+outrider export runs/pair-v1 --to vllm --out runs/vllm
+outrider export runs/pair-v1 --to sglang --out runs/sglang --depth 3
+outrider import path/to/head --target path/to/target --out runs/head-v1 --pair
+outrider lint path/to/head --target path/to/target
+outrider lint runs/vllm --json
+outrider served runs/pair-v1 --start vllm --python path/to/venv
+outrider served runs/pair-v1 --url http://127.0.0.1:8000 --temperature 0 --json
+outrider watch http://127.0.0.1:8000 --pair runs/pair-v1 --json
+outrider watch http://127.0.0.1:8000 --once --state watch.json
+outrider doctor --json
+outrider quickstart --out quickstart
+outrider pair new runs/pair-v1 embedded-eagle3
+outrider pair new runs/other embedded-eagle3 --drafter path/to/drafter --report path/to/report
+outrider pair push runs/pair-v1 --registry path/to/registry
+outrider pair push runs/pair-v1 --registry hf://org/pairs
+outrider pair pull my-target-eagle3@2 runs/pair-v2 --registry path/to/registry
+outrider pair log --registry path/to/registry
+outrider pair diff runs/pair-v1 runs/v2/pair
+outrider pair diff my-target-eagle3@1 my-target-eagle3@2 --registry path/to/registry
+outrider pair show runs/pair-v1 --json
+outrider pair verify runs/pair-v1
+outrider pair verify runs/pair-v1 --signer allowed_signers
+outrider pair sign runs/pair-v1 --key ~/.ssh/release
+"""
+
+EXAMPLES: dict[str, list[str]] = {}  # by verb
+for _line in _LINES.split("\n")[1:-1]:
+    _first, _second = _line.split()[1:3]
+    EXAMPLES.setdefault(f"{_first} {_second}" if _first in ("data", "pair") else _first, []).append(_line)

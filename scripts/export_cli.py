@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,9 +10,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from .options import PairFolder
+from .output import finish, print_lines
 
 if TYPE_CHECKING:
-    from ..formats.checkpoint_view import LintFinding
     from ..recipes import Recipe
 
 
@@ -25,13 +24,6 @@ Engine = Annotated[
         help="Check first that vllm, sglang, hf, … can serve such a drafter, or say what can.",
     ),
 ]
-
-
-def add_verbs(app: typer.Typer) -> None:
-    """Add these verbs to the command."""
-    app.command(name="export")(export)
-    app.command(name="import")(import_)
-    app.command(name="lint")(lint)
 
 
 def check_servable(recipe: Recipe, engine: str | None) -> None:
@@ -59,13 +51,11 @@ def export(
 
     loaded = Pair.load(pair)
     made = export_pair(loaded, to, out, depth, None if target is None else loaded.load_target(target))
-    console = Console(highlight=False, soft_wrap=True)
-    console.print(
+    line = (
         f"[green]✓[/green] {escape(str(made.folder))}: layout {made.exported.layout}, read back with the drafter's own "
         f"logits (largest difference {made.exported.difference:.1e} of their spread)"
     )
-    if made.launch.command is not None:
-        console.print(escape(made.launch.command))
+    print_lines([line] if made.launch.command is None else [line, escape(made.launch.command)])
 
 
 def import_(
@@ -105,21 +95,12 @@ def lint(
     from ..formats.lint import lint as run
 
     findings = run(folder, target)
-    code = int(any(found.is_fault for found in findings))
-    if as_json:
-        from .json_output import LintBody, say
-
-        say("lint", LintBody(folder=str(folder), findings=findings), code)
-    else:
-        _print_findings(findings, folder)
-    if code:
-        raise typer.Exit(code)
-
-
-def _print_findings(findings: Sequence[LintFinding], folder: Path) -> None:
-    console = Console(highlight=False, soft_wrap=True)
-    for found in findings:
-        mark = "[red]✗[/red]" if found.is_fault else "[yellow]?[/yellow]"
-        console.print(f"{mark} [bold]{found.check}[/bold] {escape(found.found)} [dim]{escape(found.engine)}[/dim]")
-    if not findings:
-        console.print(f"[green]✓[/green] {escape(str(folder))}: nothing found")
+    lines = [
+        f"{'[red]✗[/red]' if one.is_fault else '[yellow]?[/yellow]'} [bold]{one.check}[/bold] {escape(one.found)} "
+        f"[dim]{escape(one.engine)}[/dim]"
+        for one in findings
+    ]
+    code = int(any(one.is_fault for one in findings))
+    body = {"folder": str(folder), "findings": findings}
+    nothing = [f"[green]✓[/green] {escape(str(folder))}: nothing found"]
+    finish(as_json, "lint", body, code, lambda: print_lines(lines or nothing))

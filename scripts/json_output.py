@@ -12,39 +12,35 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter
 
 from ..common.atomic import write_atomically
 from ..common.digests import CHECKSUM
 from ..costs.training import Needs
-from ..distill.collect import Collection
-from ..distill.data_set import provenance
 from ..eval.pruning import VocabularyReport
-from ..eval.reports.figures import Interval
 from ..eval.reports.gate import GateResult
 from ..eval.reports.report import Baselines, Conditions, ContestantInfo, Figures, Report
 from ..eval.tuning import Tuning
 from ..formats.checkpoint_view import LintFinding
-from ..pair import Pair, ProbeResult
+from ..pair import Pair
 from ..pair.manifest import Figure, Lineage, Manifest
-from ..pair.registry import Entry, Registry, Version
+from ..pair.registry import Version
 from ..serving.diagnosis import ServedResult
 from ..serving.watching import WatchEvent
-from ..train import TrainResult
-from .output import tell
 
 VERSION: Final = 1
 
+Measured = Annotated[Figure, BeforeValidator(Figure.of)]  # made of an `Interval`
+
 
 class Body(BaseModel):
-    """What one verb answers, beside the envelope."""
+    """The fields that one verb answers beside the envelope, made of a mapping or of an object's attributes."""
 
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", from_attributes=True)
 
 
 class ErrorBody(Body):
@@ -58,9 +54,9 @@ class FindingBody(Body):
 
     temperature: float
     conclusion: str
-    tau_before: float | None
-    tau_after: float | None
-    ratio: Figure
+    tau_before: float | None = Field(validation_alias="before")
+    tau_after: float | None = Field(validation_alias="after")
+    ratio: Measured
     smallest_drop: float | None
     line: str
 
@@ -81,29 +77,10 @@ class GateBody(Body):
     @classmethod
     def of(cls, result: GateResult) -> GateBody:
         """Return the body of the gate's result."""
-        findings = [
-            FindingBody(
-                temperature=found.temperature,
-                conclusion=found.conclusion,
-                tau_before=_number(found.before),
-                tau_after=_number(found.after),
-                ratio=Figure.of(found.ratio),
-                smallest_drop=_number(found.smallest_drop),
-                line=found.line,
-            )
-            for found in result.findings
-        ]
-        return cls(
-            passed=result.passed,
-            label=result.label,
-            tolerance=result.tolerance,
-            confidence=result.confidence,
-            target=result.targets[0],
-            baseline_target=result.targets[1],
-            same_target=result.targets[0] == result.targets[1],
-            findings=findings,
-            remarks=result.remarks,
-        )
+        target, baseline = result.targets
+        plain = {"target": target, "baseline_target": baseline, "same_target": target == baseline}
+        names = ("passed", "label", "tolerance", "confidence", "findings", "remarks")
+        return cls.model_validate(plain | {name: getattr(result, name) for name in names})
 
 
 class ProbeBody(Body):
@@ -113,28 +90,13 @@ class ProbeBody(Body):
     target: str
     verdict: str
     certain: bool
-    ratio: Figure
-    tau: Figure
-    tau_baseline: Figure
-    tau_predicted: Figure
-    alpha: Figure
-    alpha_baseline: Figure
+    ratio: Measured
+    tau: Measured
+    tau_baseline: Measured
+    tau_predicted: Measured
+    alpha: Measured
+    alpha_baseline: Measured = Field(validation_alias="baseline")
     lines: list[str]
-
-    @classmethod
-    def of(cls, pair: Pair, target: str, found: ProbeResult) -> ProbeBody:
-        """Return the body of what a probe of `pair` found on the target with this digest."""
-        measured: dict[str, Interval] = {
-            "ratio": found.ratio,
-            "tau": found.tau,
-            "tau_baseline": found.tau_baseline,
-            "tau_predicted": found.tau_predicted,
-            "alpha": found.alpha,
-            "alpha_baseline": found.baseline,
-        }
-        figures = {name: Figure.of(interval) for name, interval in measured.items()}
-        said = {"verdict": found.verdict, "certain": found.certain, "lines": found.lines}
-        return cls.model_validate({"pair": pair.digest, "target": target, **said, **figures})
 
 
 class ReportBody(Body):
@@ -168,11 +130,6 @@ class DistillBody(Body):
     folder: str
     counts: dict[str, int | float]
 
-    @classmethod
-    def of(cls, folder: Path) -> DistillBody:
-        """Return the body of finished responses."""
-        return cls(folder=str(folder), counts=provenance(folder)["counts"])
-
 
 class SourceBody(Body):
     """What became of the rows of one source, by reason, with one example of each."""
@@ -194,12 +151,6 @@ class DataCheckBody(Body):
     sources: list[SourceBody]
     prompt_tokens: dict[str, int]
 
-    @classmethod
-    def of(cls, found: Collection, lengths: dict[str, int]) -> DataCheckBody:
-        """Return the body for prompts that were collected."""
-        sources = [SourceBody(**counts) for counts in found.by_source()]
-        return cls(prompts=len(found.prompts), sources=sources, prompt_tokens=lengths)
-
 
 class TrainBody(Body):
     """Where the trained drafter is; `adapter` is what its target was trained to, null without joint training."""
@@ -208,13 +159,6 @@ class TrainBody(Body):
     adapter: str | None
     steps: int
     metrics: dict[str, Any]
-
-    @classmethod
-    def of(cls, result: TrainResult) -> TrainBody:
-        """Return the body of a training's result."""
-        adapter = None if result.adapter_folder is None else str(result.adapter_folder)
-        metrics = {name: _number(value) for name, value in result.metrics.items()}
-        return cls(drafter=str(result.drafter_folder), adapter=adapter, steps=result.steps, metrics=metrics)
 
 
 class TauBody(Body):
@@ -240,17 +184,13 @@ class PairBody(Body):
     @classmethod
     def of(cls, pair: Pair) -> PairBody:
         """Return the body of a pair."""
-        manifest = pair.manifest
-        return cls(
-            folder=str(pair.folder),
-            name=pair.name,
-            version=pair.version,
-            digest=pair.digest,
-            target=manifest.target.fingerprint.digest,
-            drafter=manifest.drafter.type,
-            lineage=manifest.lineage,
-            headline=_headline(manifest),
-        )
+        return cls.model_validate({"folder": str(pair.folder), **_in_short(pair.manifest)})
+
+
+def _in_short(manifest: Manifest) -> dict[str, Any]:
+    facts = {name: getattr(manifest, name) for name in ("name", "version", "digest", "lineage")}
+    facts |= {"target": manifest.target.fingerprint.digest, "drafter": manifest.drafter.type}
+    return facts | {"headline": manifest.measurements.headline}
 
 
 class VerifyBody(Body):
@@ -271,17 +211,6 @@ class PushBody(Body):
     revision: int
     digest: str
 
-    @classmethod
-    def of(cls, registry: Registry, entry: Entry, pair: Pair) -> PushBody:
-        """Return the body of a push."""
-        return cls(
-            registry=registry.store.where,
-            name=entry.name,
-            version=entry.version,
-            revision=entry.revision,
-            digest=pair.digest,
-        )
-
 
 class VersionBody(Body):
     """A version in a registry."""
@@ -296,36 +225,18 @@ class VersionBody(Body):
     lineage: Lineage
     headline: list[TauBody]
 
+    @classmethod
+    def of(cls, version: Version) -> VersionBody:
+        """Return the body of a version."""
+        facts = {**_in_short(version.manifest), "created": version.manifest.created}
+        return cls.model_validate(facts | vars(version.entry))
+
 
 class LogBody(Body):
     """All versions of a registry, or of one pair in it."""
 
     registry: str
     versions: list[VersionBody]
-
-    @classmethod
-    def of(cls, registry: Registry, versions: Sequence[Version]) -> LogBody:
-        """Return the body of these versions."""
-        return cls(registry=registry.store.where, versions=[_version(version) for version in versions])
-
-
-def _version(version: Version) -> VersionBody:
-    manifest = version.manifest
-    return VersionBody(
-        name=version.entry.name,
-        version=version.entry.version,
-        revision=version.entry.revision,
-        digest=manifest.digest,
-        target=manifest.target.fingerprint.digest,
-        drafter=manifest.drafter.type,
-        created=manifest.created,
-        lineage=manifest.lineage,
-        headline=_headline(manifest),
-    )
-
-
-def _headline(manifest: Manifest) -> list[TauBody]:
-    return [TauBody(temperature=h.temperature, tau=h.tau, speedup=h.speedup) for h in manifest.measurements.headline]
 
 
 class DiffBody(Body):
@@ -341,11 +252,6 @@ class PlanBody(Needs):
     """What a training will need, and the most memory that one process uses at one time."""
 
     peak_memory: int = 0
-
-    @classmethod
-    def of(cls, needs: Needs) -> PlanBody:
-        """Return the body of a plan."""
-        return cls(**{f.name: getattr(needs, f.name) for f in fields(needs)}, peak_memory=needs.memory.peak)
 
 
 class LintBody(Body):
@@ -382,13 +288,8 @@ BODIES: dict[str, Any] = {
 }
 
 
-def say(kind: str, body: Any, exit_code: int = 0) -> None:
-    """Print the answer of a verb: the envelope, and the fields of `body` beside it."""
-    tell(json.dumps(answer(kind, body, exit_code), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
-
-
 def answer(kind: str, body: Any, exit_code: int = 0) -> dict[str, Any]:
-    """Return the answer of a verb as plain values. Numbers that do not exist are null."""
+    """Return a verb's answer as plain values, the envelope and the fields of `body`; numbers that are none are null."""
     form: TypeAdapter[Any] = TypeAdapter(BODIES[kind])
     whole = form.validate_python(body) if isinstance(body, dict) else body
     said = form.dump_python(whole, mode="json", warnings="error")
@@ -401,10 +302,7 @@ def answer(kind: str, body: Any, exit_code: int = 0) -> dict[str, Any]:
 def schema(kind: str) -> dict[str, Any]:
     """Return the JSON Schema of a verb's answer."""
     body = TypeAdapter(BODIES[kind]).json_schema(mode="serialization")
-    envelope = {
-        "schema": {"const": f"outrider.{kind}/{VERSION}"},
-        "exit_code": {"type": "integer", "minimum": 0},
-    }
+    envelope = {"schema": {"const": f"outrider.{kind}/{VERSION}"}, "exit_code": {"type": "integer", "minimum": 0}}
     fields = {"properties": envelope | body.get("properties", {})}
     fields["required"] = [*envelope, *body.get("required", [])]
     return {"$schema": "https://json-schema.org/draft/2020-12/schema"} | body | fields
@@ -418,22 +316,16 @@ def schemas() -> dict[str, dict[str, Any]]:
     return found | {"pair.json": Manifest.model_json_schema(), "report.json": report}
 
 
-def write_schemas(folder: Path) -> None:
-    """Write all schemas into `folder`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, value in schemas().items():
-        write_atomically(folder / name, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
-
-
-def _number(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _finite(inner) for key, inner in value.items()}
-    return [_finite(inner) for inner in value] if isinstance(value, list) else _number(value)
+    if isinstance(value, list):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 if __name__ == "__main__":
-    write_schemas(Path(sys.argv[1]))
+    folder = Path(sys.argv[1])
+    folder.mkdir(parents=True, exist_ok=True)
+    for file_name, content in schemas().items():
+        write_atomically(folder / file_name, json.dumps(content, indent=1, ensure_ascii=False) + "\n")

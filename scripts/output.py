@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from contextvars import ContextVar
-from typing import TextIO
+from typing import Any, TextIO
 
+import typer
 from rich.console import Console
+from rich.table import Table
 
 _answers: ContextVar[TextIO | None] = ContextVar("answers", default=None)
 
@@ -34,6 +37,35 @@ def tell(text: str) -> None:
     stdout.flush()
 
 
+def finish(as_json: bool, kind: str, body: Any, code: int = 0, show: Callable[[], None] | None = None) -> None:
+    """End a verb: answer a program with `body`, or show people what there is; then leave with the exit code."""
+    if as_json:
+        from .json_output import answer
+
+        tell(json.dumps(answer(kind, body, code), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+    elif show is not None:
+        show()
+    if code:
+        raise typer.Exit(code)
+
+
 def console_for(as_json: bool) -> Console:
     """Return the console that a verb speaks to people with."""
     return Console(stderr=as_json)
+
+
+def print_lines(lines: Iterable[str]) -> None:
+    """Print lines of markup as they are, however long."""
+    console = Console(highlight=False, soft_wrap=True)
+    for line in lines:
+        console.print(line)
+
+
+def print_facts(facts: Iterable[tuple[str, str]], console: Console) -> None:
+    """Print names, and beside them their values in markup; a long value goes on in the next line."""
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in facts:
+        table.add_row(name, value)
+    console.print(table)

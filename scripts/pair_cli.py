@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 from rich.tree import Tree
 
 from ..common import BadInputError
 from ..common.atomic import require_folder
 from .options import Adapter, AsJson, Overrides, PairFolder, RecipeName, recipe_of
-from .output import console_for, tell
+from .output import console_for, finish, print_facts, print_lines, tell
 
 if TYPE_CHECKING:
-    from ..eval.tuning import Tuning
     from ..pair import Pair
     from ..pair.comparison import Side, VersionNode
     from ..pair.manifest import Figure
@@ -27,22 +24,18 @@ if TYPE_CHECKING:
 RegistryPlace = Annotated[
     str | None,
     typer.Option(
-        "--registry",
-        envvar="OUTRIDER_REGISTRY",
-        help="A folder, hf://ORG/REPOSITORY or wandb://[ENTITY/]PROJECT.",
+        "--registry", envvar="OUTRIDER_REGISTRY", help="A folder, hf://ORG/REPOSITORY or wandb://[ENTITY/]PROJECT."
     ),
 ]
 
 
-def register(pair_app: typer.Typer) -> None:
-    """Add these verbs to `outrider pair`."""
-    for verb in (new, show, verify, sign, push, pull, log, diff):
-        pair_app.command(name=verb.__name__)(verb)
+pair_app = typer.Typer(no_args_is_help=True, help="Make, show and verify pairs.")
 
 
 # ------------------------------------------------------------ a pair
 
 
+@pair_app.command()
 def new(
     folder: Annotated[Path, typer.Argument(help="Where the pair goes.")],
     recipe: RecipeName,
@@ -60,7 +53,7 @@ def new(
     require_folder(folder, "the pair")
     from ..pair import new_pair
     from .eval_setup import load_target, report_folder, trained_drafter
-    from .json_output import PairBody, say
+    from .json_output import PairBody
 
     console = console_for(as_json)
     target = load_target(loaded)
@@ -74,10 +67,10 @@ def new(
         )
     made = new_pair(folder, target, bound, loaded, measured, console=console)
     print_pair(made, console)
-    if as_json:
-        say("pair-new", PairBody.of(made))
+    finish(as_json, "pair-new", PairBody.of(made))
 
 
+@pair_app.command()
 def show(
     folder: PairFolder,
     as_json: Annotated[bool, typer.Option("--json", help="The whole of pair.json, as it is.")] = False,
@@ -92,6 +85,7 @@ def show(
         print_pair(pair, Console())
 
 
+@pair_app.command()
 def verify(
     folder: PairFolder,
     target: Annotated[str | None, typer.Option(help="Compare this target's content too.")] = None,
@@ -107,7 +101,6 @@ def verify(
     """Recompute every digest, and check the signature. Exit code 1 if anything differs, and what."""
     from ..pair import Pair
     from ..pair import verify as altered_files
-    from .json_output import say
 
     differences = altered_files(folder)
     if target is not None and not differences:  # an altered pair.json cannot be asked how to load a target
@@ -119,18 +112,14 @@ def verify(
         signed_by, problem = check_signature(folder, signer, identity)
         found = None if signed_by is None else f"{signed_by.name}, {signed_by.fingerprint}"
         differences = [problem] if signed_by is None else []
-    code = 1 if differences else 0
-    if as_json:
-        body = {"folder": str(folder), "intact": not differences, "differences": differences, "signer": found}
-        say("pair-verify", body, code)
-    else:
-        console = Console(highlight=False, soft_wrap=True)
-        for line in differences or [f"{folder} is intact" + ("" if found is None else f", signed by {found}")]:
-            console.print(("[red]✗[/red] " if differences else "[green]✓[/green] ") + escape(line))
-    if code:
-        raise typer.Exit(code)
+    lines = [f"[red]✗[/red] {escape(line)}" for line in differences]
+    intact = f"{folder} is intact" + ("" if found is None else f", signed by {found}")
+    body = {"folder": str(folder), "intact": not differences, "differences": differences, "signer": found}
+    show_lines = lines or [f"[green]✓[/green] {escape(intact)}"]
+    finish(as_json, "pair-verify", body, int(bool(differences)), lambda: print_lines(show_lines))
 
 
+@pair_app.command()
 def sign(
     folder: PairFolder,
     key: Annotated[Path, typer.Option(help="A private key of OpenSSH, or the public half of one in ssh-agent.")],
@@ -143,8 +132,7 @@ def sign(
     altered = altered_files(folder)
     if altered:
         raise BadInputError(f"{folder} was altered after it was made, and is not signed: {'; '.join(altered)}.")
-    fingerprint = sign_pair(folder, key)
-    Console(highlight=False, soft_wrap=True).print(escape(f"signed with {fingerprint}: {folder / SIGNATURE}"))
+    print_lines([escape(f"signed with {sign_pair(folder, key)}: {folder / SIGNATURE}")])
 
 
 def print_pair(pair: Pair, console: Console) -> None:
@@ -162,22 +150,13 @@ def print_pair(pair: Pair, console: Console) -> None:
         "folder": str(pair.folder),
     }
     for headline in manifest.measurements.headline:
-        rows[f"temperature {headline.temperature:g}"] = (
-            f"τ {_figure(headline.tau)}   speedup {_figure(headline.speedup)}"
-        )
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in [*rows.items(), *_tuned_rows(manifest.tuning)]:
-        table.add_row(name, escape(value))
-    console.print(table)
-
-
-def _tuned_rows(tunings: list[Tuning]) -> Iterator[tuple[str, str]]:
-    for tuning in tunings:
+        figures = f"τ {_figure(headline.tau)}   speedup {_figure(headline.speedup)}"
+        rows[f"temperature {headline.temperature:g}"] = figures
+    facts = list(rows.items())
+    for tuning in manifest.tuning:
         where = f"temperature {tuning.temperature:g}, {tuning.dtype} on {tuning.device_name}, {tuning.created}"
-        for found in tuning.batches:
-            yield "tuned", f"batch {found.batch_size}, {found} ({where})"
+        facts += [("tuned", f"batch {found.batch_size}, {found} ({where})") for found in tuning.batches]
+    print_facts(((name, escape(value)) for name, value in facts), console)
 
 
 def _figure(figure: Figure) -> str:
@@ -187,19 +166,19 @@ def _figure(figure: Figure) -> str:
 # ------------------------------------------------------------ pairs in a registry
 
 
+@pair_app.command()
 def push(pair: PairFolder, registry: RegistryPlace = None, as_json: AsJson = False) -> None:
     """Add a pair to a registry, all of it or nothing; a second time changes nothing."""
     from ..pair import Pair
-    from .json_output import PushBody, say
 
     console = console_for(as_json)
     opened, loaded = _opened(registry), Pair.load(pair)
     entry = opened.push(loaded, console)
     console.print(f"[bold]{entry}[/bold] (revision {entry.revision}) is in {escape(opened.store.where)}")
-    if as_json:
-        say("pair-push", PushBody.of(opened, entry, loaded))
+    finish(as_json, "pair-push", {"registry": opened.store.where, "digest": loaded.digest, **vars(entry)})
 
 
+@pair_app.command()
 def pull(
     version: Annotated[str, typer.Argument(metavar="NAME[@VERSION]", help="The newest version, or that one.")],
     folder: Annotated[Path, typer.Argument(help="Where the pair goes.")],
@@ -208,15 +187,15 @@ def pull(
 ) -> None:
     """Write a version from a registry into a folder; every byte is verified."""
     from ..pair.registry import PairReference
-    from .json_output import PairBody, say
+    from .json_output import PairBody
 
     console = console_for(as_json)
     pair = _opened(registry).pull(PairReference.parse(version), folder.expanduser(), console)
     console.print(f"{pair.name} version {pair.version}: [bold]{escape(str(pair.folder))}[/bold], intact")
-    if as_json:
-        say("pair-pull", PairBody.of(pair))
+    finish(as_json, "pair-pull", PairBody.of(pair))
 
 
+@pair_app.command()
 def log(
     name: Annotated[str | None, typer.Argument(help="Only the pair of this name.")] = None,
     registry: RegistryPlace = None,
@@ -224,22 +203,22 @@ def log(
 ) -> None:
     """The versions in a registry, each after the one that it was made from, with their τ."""
     from ..pair.comparison import lineage
-    from .json_output import LogBody, say
+    from .json_output import VersionBody
 
     opened = _opened(registry)
     versions = opened.versions(name)
-    if as_json:
-        say("pair-log", LogBody.of(opened, versions))
-        return
-    console = Console(highlight=False)
-    tree = Tree(escape(opened.store.where))
-    for node in lineage([version.manifest for version in versions]):
-        _draw(node, tree)
-    console.print(tree)
-    if not versions:
-        console.print("no versions yet; `outrider pair push` adds one", style="dim")
+    if not as_json:
+        console, tree = Console(highlight=False), Tree(escape(opened.store.where))
+        for node in lineage([version.manifest for version in versions]):
+            _draw(node, tree)
+        console.print(tree)
+        if not versions:
+            console.print("no versions yet; `outrider pair push` adds one", style="dim")
+    body = {"registry": opened.store.where, "versions": [VersionBody.of(version) for version in versions]}
+    finish(as_json, "pair-log", body)
 
 
+@pair_app.command()
 def diff(
     one: Annotated[str, typer.Argument(metavar="A", help="A pair's folder, or NAME[@VERSION] of the registry.")],
     other: Annotated[str, typer.Argument(metavar="B", help="The same of the other pair.")],
@@ -248,19 +227,15 @@ def diff(
 ) -> None:
     """What differs between two pairs: target, tokenizer, drafter, recipe, data, τ."""
     from ..pair.comparison import compare
-    from .json_output import say
 
-    sides = [_side(reference, registry) for reference in (one, other)]
-    found = compare(*sides)
-    if as_json:
-        digests = [side.manifest.digest for side in sides]
-        say("pair-diff", {"one": digests[0], "other": digests[1], "differences": found})
-        return
-    console = Console(highlight=False, soft_wrap=True)
-    for part, lines in found.items():
-        console.print(f"[bold]{'τ' if part == 'tau' else part}[/bold]" + ("" if lines else " [dim]the same[/dim]"))
-        for line in lines:
-            console.print(f"  {escape(line)}")
+    first, second = (_side(reference, registry) for reference in (one, other))
+    found = compare(first, second)
+    lines = []
+    for part, differences in found.items():
+        same = "" if differences else " [dim]the same[/dim]"
+        lines += [f"[bold]{'τ' if part == 'tau' else part}[/bold]{same}", *(f"  {escape(d)}" for d in differences)]
+    body = {"one": first.manifest.digest, "other": second.manifest.digest, "differences": found}
+    finish(as_json, "pair-diff", body, show=lambda: print_lines(lines))
 
 
 def _opened(where: str | None) -> Registry:

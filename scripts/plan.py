@@ -8,7 +8,6 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table as Grid
 from rich.text import Text
 
 from ..common import BadInputError
@@ -18,6 +17,7 @@ from ..costs.hardware import BANDWIDTH, COMPUTE, GPUS, ROOM
 from ..costs.training import Needs
 from ..eval.reports.render import print_table
 from ..eval.reports.tables import Cell, Table, counted
+from .output import print_facts
 
 _WORDS = {
     "target_weights": "target's weights",
@@ -33,11 +33,7 @@ _WORDS = {
 
 
 def read_launch(file: Path) -> tuple[int, str]:
-    """Processes and sharding of an `accelerate config` file.
-
-    Raises:
-        BadInputError: no such file, or not one of accelerate's.
-    """
+    """Return the processes and the sharding of an `accelerate config` file. BadInputError: it is none."""
     try:
         values = parse_yaml(read_text(file, YAML.num_bytes), str(file))
     except (OSError, BadInputError) as error:
@@ -48,7 +44,15 @@ def read_launch(file: Path) -> tuple[int, str]:
         raise BadInputError(
             f"{file}: is no accelerate config (distributed_type is missing); `accelerate config` writes one."
         )
-    return _count(values, "num_processes", 1, file), _sharding(values, file)
+    processes, kind = _count(values, "num_processes", 1, file), str(values["distributed_type"]).upper()
+    if kind == "FSDP":
+        fsdp = values.get("fsdp_config")
+        if not isinstance(fsdp, dict) or _count(fsdp, "fsdp_version", 1, file) != 2:
+            raise BadInputError(f"{file}: only FSDP's version 2 is supported; set fsdp_version: 2 in its fsdp_config.")
+        return processes, "fsdp"
+    deepspeed: Any = values.get("deepspeed_config") if kind == "DEEPSPEED" else None
+    stage = _count(deepspeed, "zero_stage", 0, file) if isinstance(deepspeed, dict) else 0
+    return processes, f"zero{stage}" if stage else "none"
 
 
 def _count(values: dict[str, Any], name: str, otherwise: int, file: Path) -> int:
@@ -58,23 +62,9 @@ def _count(values: dict[str, Any], name: str, otherwise: int, file: Path) -> int
     return found
 
 
-def _sharding(values: dict[str, Any], file: Path) -> str:
-    kind = str(values["distributed_type"]).upper()
-    if kind == "FSDP":
-        fsdp = values.get("fsdp_config")
-        if not isinstance(fsdp, dict) or _count(fsdp, "fsdp_version", 1, file) != 2:
-            raise BadInputError(f"{file}: only FSDP's version 2 is supported; set fsdp_version: 2 in its fsdp_config.")
-        return "fsdp"
-    deepspeed = values.get("deepspeed_config")
-    stage = 0
-    if kind == "DEEPSPEED" and isinstance(deepspeed, dict):
-        stage = _count(deepspeed, "zero_stage", 0, file)
-    return f"zero{stage}" if stage else "none"
-
-
 def show(plan: Needs, console: Console) -> None:
-    """Sizes, memory of a process, and each named GPU."""
-    _print_lines(_sizes(plan), console)
+    """Print sizes, the memory of a process, and each named GPU."""
+    print_facts(((name, escape(value)) for name, value in _sizes(plan).items()), console)
     for table in (_memory(plan), _gpus(plan)):
         console.print()
         print_table(table, table.title, console)
@@ -88,16 +78,6 @@ def show(plan: Needs, console: Console) -> None:
     console.print(Text(assumed, style="dim"))
     for note in plan.notes:
         console.print(Text(f"Note: {note}", style="yellow"))
-
-
-def _print_lines(lines: dict[str, str], console: Console) -> None:
-    """Names and values; a long value goes on in the next line."""
-    grid = Grid(show_header=False, box=None, padding=(0, 2, 0, 0))
-    grid.add_column(style="bold", no_wrap=True)
-    grid.add_column(overflow="fold")
-    for name, value in lines.items():
-        grid.add_row(name, escape(value))
-    console.print(grid)
 
 
 def _sizes(plan: Needs) -> dict[str, str]:
@@ -125,11 +105,8 @@ def _sizes(plan: Needs) -> dict[str, str]:
 
 def _memory(plan: Needs) -> Table:
     parts = [[Cell(_WORDS[name]), Cell(readable_bytes(count))] for name, count in asdict(plan.memory).items() if count]
-    return Table(
-        "Memory of one process",
-        ["", ""],
-        [*parts, [Cell("at most at one time"), Cell(readable_bytes(plan.memory.peak))]],
-    )
+    most = [Cell("at most at one time"), Cell(readable_bytes(plan.memory.peak))]
+    return Table("Memory of one process", ["", ""], [*parts, most])
 
 
 def _gpus(plan: Needs) -> Table:
@@ -145,10 +122,9 @@ def _gpus(plan: Needs) -> Table:
 
 
 def _flops(count: float) -> str:
-    for unit, size in (("EFLOP", 1e18), ("PFLOP", 1e15), ("TFLOP", 1e12)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count / 1e9:.3g} GFLOP"
+    units = (("EFLOP", 1e18), ("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9))
+    unit, size = next((unit for unit in units if count >= unit[1]), units[-1])
+    return f"{count / size:.3g} {unit}"
 
 
 def _time(seconds: float) -> str:
@@ -156,10 +132,6 @@ def _time(seconds: float) -> str:
         return "< 1 s"
     if seconds < 120:
         return f"{seconds:.0f} s"
-    return (
-        f"{seconds / 60:.0f} min"
-        if seconds < 7200
-        else f"{seconds / 3600:.1f} h"
-        if seconds < 172_800
-        else f"{seconds / 86_400:.1f} days"
-    )
+    if seconds < 7200:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h" if seconds < 172_800 else f"{seconds / 86_400:.1f} days"

@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
@@ -38,7 +38,7 @@ from ..common import BadInputError, digests
 from ..common.atomic import replacing_folder
 from ..common.digests import read_sealed, write_json
 from ..common.locks import locked
-from ..costs.hardware import forecast, measure_pace
+from ..costs.hardware import Pace, forecast, measure_pace
 from ..distill import distill, provenance
 from ..distill.collect import recipe_prompts
 from ..distill.prompts import Prompt
@@ -57,14 +57,18 @@ from ..targets import Target, embedded_path
 from ..targets.fingerprint import digest_file
 from ..train import train
 from .eval_setup import tuned_contestant
-from .quickstart_size import QuickstartBudget, QuickstartSizes
 
 # Of the heads that Outrider trains, eagle1 had the highest τ after 180 s of training on two CPU cores: 3.29, against
 # 2.86 of eagle3 and less of the others (`outrider compare`; benchmarks/results/compare-cpu-fp32.json).
 RECIPE = "embedded-eagle1"
-
-
 STORY = "story.json"
+
+# What no part counts, as a factor: a whole story took 404 s where the parts came to 357.
+_UNCOUNTED = 1.13
+START = 30.0  # imports, loading, reports and checkpoints
+_PROMPT = 150  # tokens of a mean prompt
+_TUNE_TOKENS = 65  # requests of one tuning of three prompts per suite, in those of the plain target
+_MEASURED = 7.0  # times that the suites are completed, in those of the plain target
 
 
 def tell(out: Path, console: Console, budget: QuickstartBudget | None = None) -> bool:
@@ -87,11 +91,7 @@ def tell(out: Path, console: Console, budget: QuickstartBudget | None = None) ->
 
 
 class Workplace:
-    """One working folder, and what the stages find in it, loaded when it is first used.
-
-    Attributes:
-        sizes: how much of the story fits this machine; None until its first stage has measured it.
-    """
+    """One working folder, and what the stages find in it, loaded when it is first used."""
 
     def __init__(self, out: Path, console: Console, budget: QuickstartBudget):
         self.out, self.console, self.budget = out, console, budget
@@ -105,14 +105,12 @@ class Workplace:
 
     @property
     def measured(self) -> QuickstartSizes:
-        """The sizes that the first stage found."""
-        if self.sizes is None:
-            raise BadInputError("the story's first stage, which measures the machine, has not run.")
+        """The sizes, after the first stage."""
+        assert self.sizes is not None
         return self.sizes
 
     @cached_property
     def target(self) -> Target:
-        """The target as it ships."""
         return Target.load(**self.recipe.target.model_dump())
 
     @cached_property
@@ -122,24 +120,22 @@ class Workplace:
 
     @cached_property
     def pair(self) -> Pair:
-        """Version 1."""
         return Pair.load(self.out / "pair-v1")
 
     @cached_property
     def refreshed(self) -> Pair:
-        """Version 2."""
         return Pair.load(self.out / "refreshed" / "pair")
 
     @cached_property
     def verdict(self) -> GateResult:
-        """What the gate says of version 2 against version 1."""
+        """The gate's result for version 2 against version 1."""
         return gate_pairs(self.refreshed, self.pair, self.budget.tolerance, self.budget.confidence)
 
     @cached_property
     def tunings(self) -> list[Tuning]:
-        """What the tuner found, one temperature after the other."""
-        file = self.out / "tuning.json"
-        saved = read_sealed(file, f"Delete {self.out / STORY}, and the story is told again.")
+        """The tuner's results, one temperature after the other."""
+        advice = f"Delete {self.out / STORY}, and the story is told again."
+        saved = read_sealed(self.out / "tuning.json", advice)
         return [Tuning.model_validate(values) for values in saved["tunings"]]
 
     def suites(self, target: Target, first: int | None = None, last: int | None = None) -> list[Suite]:
@@ -194,15 +190,9 @@ def measure_all(place: Workplace) -> str:
 
 
 def bind(place: Workplace) -> str:
-    pair = new_pair(
-        place.out / "pair-v1",
-        place.target,
-        place.out / "drafter",
-        place.recipe,
-        place.out / "report",
-        calibration=unseen_prompts(place),
-        console=place.console,
-    )
+    folder, drafter, report = (place.out / name for name in ("pair-v1", "drafter", "report"))
+    prompts = unseen_prompts(place)
+    pair = new_pair(folder, place.target, drafter, place.recipe, report, calibration=prompts, console=place.console)
     for tuning in place.tunings:
         pair = pair.store_tuning(tuning)
     return f"{pair.digest[:12]}… in {pair.folder}"
@@ -237,21 +227,16 @@ def measure_stale(place: Workplace) -> str:
 
 
 def learn_again(place: Workplace) -> str:
-    changes = [
-        f"data.limit={place.measured.refresh_prompts}",
-        f"training.num_train_epochs={place.budget.epochs}",
-        "eval.baselines=[]",
-    ]
-    refresh(place.pair, place.changed, place.out / "refreshed", changes, place.console)
+    changes = [f"data.limit={place.measured.refresh_prompts}", f"training.num_train_epochs={place.budget.epochs}"]
+    refresh(place.pair, place.changed, place.out / "refreshed", [*changes, "eval.baselines=[]"], place.console)
     return newest_report(place.refreshed).sentence()
 
 
 def ask_the_gate(place: Workplace) -> str:
-    """Version 2 on the changed target against version 1 on its own: is serving as fast as before the fine-tune?
+    """Compare version 2 on the changed target with version 1 on its own: is serving as fast as before the fine-tune?
 
-    Both ran the same prompts. The two targets are not the same, though: what the fine-tune made easier or harder to
-    predict is in the ratio too. That is what a user of the pair feels, and what a gate in CI should see. How much of it
-    the refresh brought back is the other comparison, with the stale figure; the closing table shows both.
+    Both ran the same prompts, but the two targets are not the same: what the fine-tune made easier or harder to predict
+    is in the ratio too, as users of the pair feel it. The stale figure shows how much the refresh brought back.
     """
     return place.verdict.lines[1]
 
@@ -295,7 +280,15 @@ class Story:
     def __init__(self, place: Workplace):
         self.place, self.file = place, place.out / STORY
         self.done: dict[str, dict[str, Any]] = {}
-        self._open()
+        if self.file.is_file():
+            saved = read_sealed(self.file, "Delete it, and the story is told again.")
+            if saved["identity"] != self._identity:
+                raise BadInputError(
+                    f"{place.out} holds a quickstart that was run with another target, budget or version; delete it, "
+                    "or choose another --out."
+                )
+            self.done = dict(saved["stages"])
+            place.sizes = None if saved["sizes"] is None else QuickstartSizes.restored(saved["sizes"])
         self.reused = len(self.done)
 
     def run(self, number: int, title: str, work: Stage) -> None:
@@ -306,42 +299,14 @@ class Story:
             began = time.perf_counter()
             found = work(self.place)
             self.done[title] = {"seconds": round(time.perf_counter() - began, 1), "found": found}
-            self._save()
+            sizes = None if self.place.sizes is None else asdict(self.place.sizes)
+            write_json(self.file, {"identity": self._identity, "sizes": sizes, "stages": self.done})
         stage = self.done[title]
-        line = Table.grid(
-            Column(width=2, justify="right"),
-            Column(width=34),
-            Column(ratio=1),
-            Column(width=6, justify="right"),
-            padding=(0, 1),
-            expand=True,
-        )
+        columns = Column(width=2, justify="right"), Column(width=34), Column(ratio=1), Column(width=6, justify="right")
+        line = Table.grid(*columns, padding=(0, 1), expand=True)
         spent = f"[dim]{stage['seconds']:.0f} s[/dim]"
         line.add_row(str(number), f"[bold]{title}[/bold]", escape(stage["found"]), spent)
         console.print(line)
-
-    @property
-    def times(self) -> str:
-        """How long all stages took together."""
-        reused = f", of which {self.reused} stages were reused" if self.reused else ""
-        return f"{sum(stage['seconds'] for stage in self.done.values()):.0f} seconds in {len(self.done)} stages{reused}"
-
-    def _open(self) -> None:
-        if not self.file.is_file():
-            return
-        saved = read_sealed(self.file, "Delete it, and the story is told again.")
-        if saved["identity"] != self._identity:
-            raise BadInputError(
-                f"{self.place.out} holds a quickstart that was run with another target, budget or version; "
-                "delete it, or choose another --out."
-            )
-        self.done = dict(saved["stages"])
-        self.place.sizes = None if saved["sizes"] is None else QuickstartSizes.restored(saved["sizes"])
-
-    def _save(self) -> None:
-        sizes = None if self.place.sizes is None else asdict(self.place.sizes)
-        told = {"identity": self._identity, "sizes": sizes, "stages": self.done}
-        write_json(self.file, told)
 
     @cached_property
     def _identity(self) -> dict[str, Any]:
@@ -358,37 +323,31 @@ def conclude(story: Story) -> None:
     console.print(closing_table(place))
     for line in (place.verdict.lines[0], _estimate(place)):
         console.print(Text(line))
-    console.print(Text(story.times, style="dim"))
+    seconds, count = sum(stage["seconds"] for stage in story.done.values()), len(story.done)
+    reused = f", of which {story.reused} stages were reused" if story.reused else ""
+    console.print(Text(f"{seconds:.0f} seconds in {count} stages{reused}", style="dim"))
     pair, report = place.out / "refreshed" / "pair", place.out / "report" / "report.html"
     console.print(f'report: {report}   next: outrider generate {pair} "def "', highlight=False)
 
 
 def closing_table(place: Workplace) -> Table:
     """Return τ and speedup of everything that was measured, the tuned plan first."""
-    first, stale, second = (
-        Report.load(place.out / "report"),
-        Report.load(place.out / "stale"),
-        newest_report(place.refreshed),
+    first, stale, second = Report.load(place.out / "report"), Report.load(place.out / "stale"), place.refreshed
+    rows = [(f"v1: {c.label}", first.headline(c.name)) for c in first.contestants if c.kind == "drafter"]
+    rows += [("v1 on the changed target", stale.headline())]
+    rows += [("v2 on the changed target", newest_report(second).headline())]
+    budget = place.budget
+    conditions = (
+        f"{len(budget.suites) * budget.suite_prompts} prompts of {' and '.join(budget.suites)}, greedy, "
+        f"{place.measured.dtype}, batch 1, [95% interval over prompts]"
     )
-    drafting = [c for c in first.contestants if c.kind == "drafter"]
-    rows = [(f"v1: {c.label}", first.headline(c.name)) for c in drafting]
-    rows += [("v1 on the changed target", stale.headline()), ("v2 on the changed target", second.headline())]
-    table = Table(header_style="bold", caption=Text(_conditions(place)), caption_justify="left")
+    table = Table(header_style="bold", caption=Text(conditions), caption_justify="left")
     for heading in ("", "τ (tokens per round)", "speedup over the plain target"):
         table.add_column(heading, justify="left" if not heading else "right")
     for i, (name, figures) in enumerate(rows):
         tau = figures.tau.text() if figures.tau else "–"
         table.add_row(Text(name), tau, Text(figures.speedup.text(unit="×")), style="bold" if i == 0 else "")
     return table
-
-
-def _conditions(place: Workplace) -> str:
-    budget = place.budget
-    count = len(budget.suites) * budget.suite_prompts
-    return (
-        f"{count} prompts of {' and '.join(budget.suites)}, greedy, {place.measured.dtype}, batch 1, "
-        "[95% interval over prompts]"
-    )
 
 
 def _estimate(place: Workplace) -> str:
@@ -404,19 +363,16 @@ def _estimate(place: Workplace) -> str:
 
 
 def fine_tune(recipe: Recipe, budget: QuickstartBudget, folder: Path, console: Console) -> tuple[float, float]:
-    """Train a LoRA adapter for the recipe's target on the packaged prose, into `folder`.
-
-    Returns:
-        The mean loss of the first tenth of the steps and of the last one.
-    """
+    """Train a LoRA adapter on the packaged prose; return the mean losses of the first and last tenth of the steps."""
     target = Target.load(**recipe.target.model_dump() | {"dtype": "float32"})
     torch.manual_seed(recipe.data.sampling.seed)
     lora = LoraConfig(r=budget.lora_rank, lora_alpha=2 * budget.lora_rank, target_modules="all-linear")
     model = get_peft_model(target.model, lora)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=budget.lora_rate)
-    losses = []
-    for tokens in _tracked(prose_windows(target, budget), budget.lora_steps, console):
+    losses, windows = [], prose_windows(target, budget)
+    is_quiet = not console.is_terminal
+    for tokens in track(windows, "fine-tuning", budget.lora_steps, console=console, transient=True, disable=is_quiet):
         loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
@@ -442,5 +398,132 @@ def prose_windows(target: Target, budget: QuickstartBudget) -> Iterator[Tensor]:
         yield torch.stack([tokens[s : s + budget.lora_length] for s in starts.tolist()]).to(target.device)
 
 
-def _tracked(batches: Iterator[Tensor], total: int, console: Console) -> Iterator[Tensor]:
-    return iter(track(batches, "fine-tuning", total, console=console, transient=True, disable=not console.is_terminal))
+# ------------------------------------------------------------ how much of it there is, and how much fits the time
+
+
+@dataclass(frozen=True)
+class QuickstartBudget:
+    """Everything that decides how long the quickstart takes; how many prompts fit is measured (`QuickstartSizes`).
+
+    Attributes:
+        seconds: that the whole story may take.
+        prompts, least_prompts: of the first training, at most and at least.
+        refresh_share: the share of them that the refresh gets.
+        new_tokens: how long the target's responses to them are at most.
+        epochs: of each training.
+        suites, suite_prompts, suite_tokens, repeats: what is measured, each time.
+        tune_prompts, tune_tokens: what the plan is tuned on, per suite: its last prompts, which are not measured.
+        temperatures: that a plan is tuned for; the first is the one that is measured.
+        gate_prompts: what pair v1 remembers, so that probes repeat some and the gate counts all.
+        lora_steps, lora_rows, lora_length, lora_rate, lora_rank: the LoRA fine-tune that changes the target.
+        tolerance, confidence: of the gate. The tolerance is the smallest that so many prompts decide in 4 runs of 5 if
+            nothing fell: over 160 of them the ratio of two τ had a standard error of 2.3%, so over 240 one of 1.9%,
+            and a bound at 95% needs 2.5 times that. `pair gate` by itself takes 3%, for which 560 prompts are needed.
+    """
+
+    seconds: float = 360.0
+    prompts: int = 960
+    least_prompts: int = 200
+    refresh_share: float = 0.6
+    new_tokens: int = 64
+    epochs: int = 2
+    suites: tuple[str, ...] = ("code", "docs")
+    suite_prompts: int = 10
+    suite_tokens: int = 48
+    repeats: int = 1
+    depth: int = 4
+    baselines: tuple[str, ...] = ("ngram",)
+    tune_prompts: int = 2
+    tune_tokens: int = 32
+    temperatures: tuple[float, ...] = (0.0, 0.7)
+    gate_prompts: int = 240
+    lora_steps: int = 60
+    lora_rows: int = 4
+    lora_length: int = 128
+    lora_rate: float = 4e-3
+    lora_rank: int = 32
+    tolerance: float = 0.05
+    confidence: float = 0.95
+
+    def changes(self, output: Path, sizes: QuickstartSizes | None = None) -> list[str]:
+        """Return the overrides that fit the packaged recipe to this budget, and to what was measured once it was."""
+        values: dict[str, Any] = {
+            "output": str(output),
+            "data.max_new_tokens": self.new_tokens,
+            "training.num_train_epochs": self.epochs,
+            "training.logging_steps": 0.25,
+            "training.eval_steps": 0.5,
+            "eval.suites": list(self.suites),
+            "eval.limit": self.suite_prompts,
+            "eval.max_new_tokens": self.suite_tokens,
+            "eval.repeats": self.repeats,
+            "eval.depth": self.depth,
+            "eval.temperatures": [0.0],
+            "eval.baselines": list(self.baselines),
+        }
+        if sizes is not None:
+            values |= {"target.dtype": sizes.dtype, "training.bf16": sizes.bf16, "data.limit": sizes.prompts}
+        return [f"{key}={json.dumps(value)}" for key, value in values.items()]
+
+
+@dataclass(frozen=True)
+class QuickstartSizes:
+    """What was measured of the machine, and how much of the story fits its time there. story.json records it.
+
+    Attributes:
+        dtype: of the target. bf16: whether training multiplies in bfloat16.
+        prompts, refresh_prompts: that the target answers. temperatures: that a plan is tuned for.
+        seconds: that all of it should take. pace: seconds of each kind of work (`costs.hardware.Pace`).
+    """
+
+    dtype: str
+    bf16: bool
+    prompts: int
+    refresh_prompts: int
+    temperatures: tuple[float, ...]
+    seconds: float
+    pace: dict[str, Any]
+
+    @classmethod
+    def fitting(cls, budget: QuickstartBudget, pace: Pace) -> QuickstartSizes:
+        """Return the most that fits `budget.seconds` at this pace; the least where nothing does.
+
+        One temperature less is tuned for rather than train on fewer than half of the prompts.
+        """
+        fewest = min(budget.least_prompts, budget.prompts)
+        choices = [*range(budget.prompts, fewest, -20), fewest]
+
+        def fits(prompts: int, temperatures: tuple[float, ...]) -> bool:
+            return expected_seconds(budget, prompts, temperatures, pace) <= budget.seconds
+
+        half = [n for n in choices if n >= budget.prompts // 2]
+        tries = [(n, budget.temperatures) for n in half] + [(n, budget.temperatures[:1]) for n in choices]
+        prompts, temperatures = next((t for t in tries if fits(*t)), tries[-1])
+        refreshed = max(1, round(budget.refresh_share * prompts))
+        seconds = round(expected_seconds(budget, prompts, temperatures, pace))
+        return cls(pace.dtype, pace.bf16, prompts, refreshed, temperatures, seconds, pace.to_dict())
+
+    @classmethod
+    def restored(cls, values: dict[str, Any]) -> QuickstartSizes:
+        """Return the sizes that story.json recorded."""
+        return cls(**values | {"temperatures": tuple(values["temperatures"])})
+
+
+def expected_seconds(budget: QuickstartBudget, prompts: int, temperatures: Sequence[float], pace: Pace) -> float:
+    """Return the seconds of the story at this pace, from how often it does each kind of work.
+
+    The factors are counts where the code decides them, and rounded from a timed run where acceptance or a library does.
+    """
+    answered = prompts + budget.refresh_share * prompts
+    counted = 2 * budget.gate_prompts + 32  # prompts of probes and gates
+    per_count = 1.5 * (_PROMPT + budget.suite_tokens) + 2 * budget.suite_tokens
+    per_suite = budget.suite_prompts * budget.suite_tokens
+    fine_tuned = budget.lora_steps * budget.lora_rows * budget.lora_length
+    parts = pace.seconds(
+        prefills=_PROMPT * answered + per_count * counted + 4 * fine_tuned,
+        answers=(budget.new_tokens - 1) * answered + budget.suite_tokens / 4 * counted,
+        steps=0.25 * budget.epochs * answered,
+        tokens=_TUNE_TOKENS * len(temperatures) * budget.tune_tokens * (1 + budget.tune_prompts / 3)
+        + _MEASURED * len(budget.suites) * per_suite,
+    )
+    return _UNCOUNTED * (START + parts)

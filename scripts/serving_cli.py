@@ -6,7 +6,7 @@ import json
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,111 +15,56 @@ from rich.console import Console
 from rich.markup import escape
 
 from ..common import BadInputError
-from .options import PairFolder, grouped
-from .output import console_for, tell
+from .options import PairFolder
+from .output import console_for, finish, print_lines, tell
 
 if TYPE_CHECKING:
-    from ..pair import Pair
     from ..serving.changepoint import Chart, NormalDrafting, WatchLimits
-    from ..serving.diagnosis import ServedResult
-    from ..serving.reference_run import Trial
-    from ..serving.session import ServedSession
-    from ..serving.watching import EngineWatch, WatchEvent, WatchState
+    from ..serving.watching import EngineWatch, WatchEvent
 
-Words = list[str] | None
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """Which engine is asked: one that runs, or one that is started and stopped here."""
-
-    url: Annotated[str | None, typer.Option(help="Of a running engine that serves the pair.")] = None
-    plain_url: Annotated[str | None, typer.Option(help="Of the same engine without drafts: the speedup there.")] = None
-    start: Annotated[str | None, typer.Option(help="Start this engine here instead, and stop it again: vllm.")] = None
-    python: Annotated[Path | None, typer.Option(help="The engine's own environment, or its Python.")] = None
-    export: Annotated[Path | None, typer.Option(help="What `outrider export` wrote (default: it is made).")] = None
-    plain: Annotated[bool, typer.Option(help="Start the engine without drafts, too: the speedup there.")] = True
-    in_turns: Annotated[
-        bool | None,
-        typer.Option(
-            "--in-turns/--one-by-one",
-            help="Both at once, answering in turns, or one after the other (default: the second where there is a GPU).",
-        ),
-    ] = None
-
-    def check(self, arguments: Sequence[str]) -> None:
-        """Refuse what cannot be meant, before anything is loaded."""
-        if (self.url is None) == (self.start is None):
-            raise BadInputError("give either --url, of an engine that runs, or --start vllm.")
-        if self.start not in (None, "vllm"):
-            raise BadInputError(
-                f"--start knows how to start vllm, not {self.start!r}; start it yourself and give its --url."
-            )
-        if self.start and self.python is None:
-            raise BadInputError("--start needs --python, the environment that the engine is installed in.")
-        if arguments and not self.start:
-            raise BadInputError(
-                "arguments after -- are for an engine that --start starts; an engine at --url has its own."
-            )
-
-    def habits(self) -> str:
-        """Return the engine's name if drafting has habits of its own there; else ""."""
-        from ..serving.engine import Engine
-        from ..serving.reference_run import HABITS
-
-        name = "" if self.url is None else Engine(self.url).counters().engine
-        return name if name in HABITS else ""
-
-    def ask(self, session: ServedSession, tolerance: float, arguments: Sequence[str]) -> ServedResult:
-        """Compare the session's pair with what the engine does, started with more `arguments` of its own."""
-        from ..serving.engine import Engine
-        from ..serving.session import Start
-
-        if self.url is None:
-            assert self.python is not None
-            start = Start(self.python, self.export, tuple(arguments), plain=self.plain, in_turns=self.in_turns)
-            return session.start(start, tolerance)
-        return session.ask(Engine(self.url), Engine(self.plain_url) if self.plain_url else None, tolerance)
-
-
-@dataclass(frozen=True)
-class TrialOptions:
-    """What is asked of it."""
-
-    suite: Annotated[Words, typer.Option(help="A suite (default: the pair's); may be repeated.")] = None
-    limit: Annotated[int, typer.Option(min=1, help="Prompts per suite.")] = 12
-    depth: Annotated[
-        int | None, typer.Option(min=1, help="Draft tokens per round (default: as `outrider export` has it).")
-    ] = None
-    temperature: Annotated[list[float] | None, typer.Option(min=0, help="May be repeated (default: 0 and 1).")] = None
-    max_new_tokens: Annotated[int, typer.Option(min=2)] = 64
-    seeds: Annotated[int, typer.Option(min=1, help="Answers to each prompt above temperature 0.")] = 3
-
-    def trial(self, pair: Pair, export: Path | None, habits: str) -> Trial:
-        """Return the trial of a pair, at the depth of its export if there is one, for an engine with these habits."""
-        from ..serving.reference_run import Trial
-        from ..serving.session import depth_of
-
-        temperatures = tuple(self.temperature or (0.0, 1.0))
-        depth = depth_of(pair, export, self.depth)
-        return Trial(temperatures, depth, self.max_new_tokens, self.limit, self.seeds, habits)
-
-
-def add_verbs(app: typer.Typer) -> None:
-    """Add the verbs to the command."""
-    app.command(name="served", context_settings={"allow_extra_args": True})(grouped(served))
-    app.command(name="watch")(watch)
+EngineUrl = Annotated[str | None, typer.Option(help="Of a running engine that serves the pair.")]
+PlainUrl = Annotated[str | None, typer.Option(help="Of the same engine without drafts: the speedup there.")]
+StartEngine = Annotated[str | None, typer.Option(help="Start this engine here instead, and stop it again: vllm.")]
+Environment = Annotated[Path | None, typer.Option(help="The engine's own environment, or its Python.")]
+Exported = Annotated[Path | None, typer.Option(help="What `outrider export` wrote (default: it is made).")]
+WithPlain = Annotated[bool, typer.Option(help="Start the engine without drafts, too: the speedup there.")]
+InTurns = Annotated[
+    bool | None,
+    typer.Option(
+        "--in-turns/--one-by-one",
+        help="Both at once, answering in turns, or one after the other (default: the second where there is a GPU).",
+    ),
+]
+Suites = Annotated[list[str] | None, typer.Option(help="A suite (default: the pair's); may be repeated.")]
+Limit = Annotated[int, typer.Option(min=1, help="Prompts per suite.")]
+Depth = Annotated[
+    int | None, typer.Option(min=1, help="Draft tokens per round (default: as `outrider export` has it).")
+]
+Temperatures = Annotated[list[float] | None, typer.Option(min=0, help="May be repeated (default: 0 and 1).")]
+Seeds = Annotated[int, typer.Option(min=1, help="Answers to each prompt above temperature 0.")]
+Expected = Annotated[
+    Path | None, typer.Option(help="What our decoder does, as JSON: read if it is there, else written.")
+]
 
 
 def served(
     context: typer.Context,
     pair: PairFolder,
-    engine: EngineOptions,
-    asked: TrialOptions,
+    url: EngineUrl = None,
+    plain_url: PlainUrl = None,
+    start: StartEngine = None,
+    python: Environment = None,
+    export: Exported = None,
+    plain: WithPlain = True,
+    in_turns: InTurns = None,
+    suite: Suites = None,
+    limit: Limit = 12,
+    depth: Depth = None,
+    temperature: Temperatures = None,
+    max_new_tokens: Annotated[int, typer.Option(min=2)] = 64,
+    seeds: Seeds = 3,
     tolerance: Annotated[float, typer.Option(min=0, help="Of τ: a smaller difference is no finding.")] = 0.02,
-    expect: Annotated[
-        Path | None, typer.Option(help="What our decoder does, as JSON: read if it is there, else written.")
-    ] = None,
+    expect: Expected = None,
     explain: Annotated[bool, typer.Option(help="Try which mistake explains drafts that are not ours.")] = True,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Store nothing in the pair.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The whole result, for programs.")] = False,
@@ -128,40 +73,48 @@ def served(
 
     Exit code 1 if it does not, with what is probably wrong. Arguments after -- go to the engine that --start starts.
     """
-    engine.check(context.args)
+    _check_engine(url, start, python, context.args)
     from ..pair import Pair
-    from ..serving.reference_run import Expectation
-    from ..serving.session import ServedSession, record_of
-    from .json_output import say
+    from ..serving.diagnosis import lines
+    from ..serving.engine import Engine
+    from ..serving.reference_run import HABITS, Expectation, Trial
+    from ..serving.session import ServedSession, Start, depth_of, record_of
 
     console = Console(highlight=False, soft_wrap=True, stderr=as_json)
     loaded = Pair.load(pair)
-    trial = asked.trial(loaded, engine.export, engine.habits())
+    name = "" if url is None else Engine(url).counters().engine  # it may have habits of its own in drafting
+    temperatures, depth = tuple(temperature or (0.0, 1.0)), depth_of(loaded, export, depth)
+    trial = Trial(temperatures, depth, max_new_tokens, limit, seeds, name if name in HABITS else "")
     known = Expectation.load(expect) if expect is not None and expect.is_file() else None
-    session = ServedSession(loaded, trial, tuple(asked.suite or ()), known, console)
+    session = ServedSession(loaded, trial, tuple(suite or ()), known, console)
     session.explain = explain
     if expect is not None and known is None:
         session.expected.save(expect)
-    found = engine.ask(session, tolerance, context.args)
+    if url is not None:
+        found = session.ask(Engine(url), Engine(plain_url) if plain_url else None, tolerance)
+    else:
+        assert python is not None
+        found = session.start(Start(python, export, tuple(context.args), plain=plain, in_turns=in_turns), tolerance)
     if expect is not None:
         session.expected.save(expect)  # with the mistakes that were tried
     if not dry_run:
         loaded.store_served(record_of(found))
-    if as_json:
-        say("served", found, found.exit_code)
-    else:
-        _print(found, console)
-    if found.exit_code:
-        raise typer.Exit(found.exit_code)
+    verdict, *figures = map(escape, lines(found))
+    colour = "green" if found.agrees else "red"
+    told = [f"[{colour}]{verdict}[/{colour}]", *figures]
+    finish(as_json, "served", found, found.exit_code, lambda: print_lines(told))
 
 
-def _print(found: ServedResult, console: Console) -> None:
-    from ..serving.diagnosis import lines
-
-    verdict, *figures = lines(found)
-    console.print(escape(verdict), style="green" if found.agrees else "red")
-    for line in figures:
-        console.print(escape(line))
+def _check_engine(url: str | None, start: str | None, python: Path | None, arguments: Sequence[str]) -> None:
+    """Refuse what cannot be meant, before anything is loaded."""
+    if (url is None) == (start is None):
+        raise BadInputError("give either --url, of an engine that runs, or --start vllm.")
+    if start not in (None, "vllm"):
+        raise BadInputError(f"--start knows how to start vllm, not {start!r}; start it yourself and give its --url.")
+    if start and python is None:
+        raise BadInputError("--start needs --python, the environment that the engine is installed in.")
+    if arguments and not start:
+        raise BadInputError("arguments after -- are for an engine that --start starts; an engine at --url has its own.")
 
 
 STATE = Path("runs") / "watch.json"
@@ -187,62 +140,35 @@ def watch(
     """
     from ..pair import Pair
     from ..serving.changepoint import WatchLimits
-    from ..serving.watching import WatchState, baseline_of, kept_states, require_webhook
+    from ..serving.watching import EngineWatch, WatchState, baseline_of, kept_states, post, require_webhook
 
     baseline, limits = None, WatchLimits()
     if pair is not None:
         baseline, limits = baseline_of(Pair.load(pair))
     if webhook is not None:
         require_webhook(webhook)
-    told = _EventSink(as_json, webhook, stops_at_silence=once)
-    if once:
-        with kept_states(state, urls, baseline) as states:
-            told.all(states, limits, key, 0.0, 0.0)
-    else:
-        told.all([WatchState(url=url, baseline=baseline) for url in urls], limits, key, every, seconds)
-    if told.alarms:
-        raise typer.Exit(1)
-
-
-class _EventSink:
-    """Where a watch's events go: to the terminal or a program, and alarms to a webhook."""
-
-    def __init__(self, as_json: bool, webhook: str | None, stops_at_silence: bool):
-        self.as_json, self.webhook, self.stops_at_silence = as_json, webhook, stops_at_silence
-        self.console = console_for(as_json)
-        self.beside = Console(highlight=False, soft_wrap=True, stderr=True)
-        self.alarms = 0
-
-    def all(
-        self, states: list[WatchState], limits: WatchLimits, key: str | None, every: float, seconds: float | None
-    ) -> None:
-        """Say what the test promises, then every event."""
-        from ..serving.watching import EngineWatch
-
+    console, beside = console_for(as_json), Console(highlight=False, soft_wrap=True, stderr=True)
+    silent, alarms = None, 0
+    new = [] if once else [WatchState(url=url, baseline=baseline) for url in urls]
+    with kept_states(state, urls, baseline) if once else nullcontext(new) as states:
         watches = [EngineWatch(known, limits) for known in states]
         for line in promises(watches, limits):
-            self.beside.print(escape(line), style="dim")
-        silent = None
-        for event in _events(watches, key, every, seconds):
-            self.one(event)
+            beside.print(escape(line), style="dim")
+        for event in _events(watches, key, 0.0 if once else every, 0.0 if once else seconds):
+            if as_json:
+                from .json_output import answer
+
+                tell(json.dumps(answer("watch", event), ensure_ascii=False) + "\n")
+            else:
+                console.print(escape(str(event)))
             silent = event if event.kind == "silent" else silent
-        if silent is not None and self.stops_at_silence:
+            alarms += event.kind == "alarm"
+            if event.kind == "alarm" and webhook is not None and (problem := post(webhook, event)):
+                beside.print(escape(problem), style="red")
+        if once and silent is not None:
             raise BadInputError(f"{silent.url} does not answer: {silent.reason}")
-
-    def one(self, event: WatchEvent) -> None:
-        """Say one event."""
-        from ..serving.watching import post
-        from .json_output import answer
-
-        if self.as_json:
-            tell(json.dumps(answer("watch", event), ensure_ascii=False) + "\n")
-        else:
-            self.console.print(escape(str(event)))
-        if event.kind != "alarm":
-            return
-        self.alarms += 1
-        if self.webhook is not None and (problem := post(self.webhook, event)):
-            self.beside.print(escape(problem), style="red")
+    if alarms:
+        raise typer.Exit(1)
 
 
 def _events(watches: list[EngineWatch], key: str | None, every: float, seconds: float | None) -> Iterator[WatchEvent]:

@@ -25,7 +25,7 @@ REPLACEMENT = "\ufffd"
 
 
 class TextStream:
-    """Turns tokens into text as they come.
+    """The text of tokens as they come.
 
     A token may be a part of a character (byte-level BPE) and may look different after another one (leading spaces), so
     everything is decoded again and only what was added is given out. Bytes that are not a character yet wait.
@@ -40,12 +40,12 @@ class TextStream:
         return str(self.tokenizer.decode(self.tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def push(self, token: int) -> str:
-        """The text that `token` completes; "" while a character is unfinished."""
+        """Return the text that `token` completes; "" while a character is unfinished."""
         self.tokens.append(token)
         return self._advance(self._decode().rstrip(REPLACEMENT))
 
     def flush(self) -> str:
-        """What was held back, at the end."""
+        """Return what was held back, at the end."""
         return self._advance(self._decode())
 
     def _advance(self, text: str) -> str:
@@ -55,10 +55,9 @@ class TextStream:
 
 @dataclass
 class Tally:
-    """What a stream amounted to. The first event is the prefill's token, which belongs to no round.
+    """The counts and the time of a stream. The first event is the prefill's token, which belongs to no round.
 
-    Attributes:
-        seconds: spent generating, without the time that showing the text took.
+    Showing the text takes none of the `seconds`.
     """
 
     tokens: int = 0
@@ -74,10 +73,6 @@ class Tally:
     def tau(self) -> float:
         """1 + mean accepted drafts per round; nan without rounds."""
         return 1 + self.accepted / self.rounds if self.rounds else float("nan")
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.tokens / self.seconds if self.seconds else float("nan")
 
     def watch(self, events: Iterator[StreamEvent]) -> Iterator[StreamEvent]:
         """Pass `events` on, counting and timing them."""
@@ -107,42 +102,37 @@ class StreamedCompletion:
     template: Mapping[str, Any] = field(default_factory=dict)
 
     def stream(self, prompt: str, chat: bool = False) -> Iterator[tuple[str, bool]]:
-        """`(text, was it drafted)` as it comes."""
+        """Yield `(text, was it drafted)` as it comes."""
         tokenizer = self.target.require_tokenizer()
         self.prompt = prompt_tokens(tokenizer, prompt, chat, self.template)
         decoder = Decoder(self.target, self.drafter)
-        decoder.generate(
-            [self.prompt], min(8, self.max_new_tokens), self.sampling, self.plan
-        )  # first calls are slow: not part of the figures
+        # The first calls are slow, and no part of the figures.
+        decoder.generate([self.prompt], min(8, self.max_new_tokens), self.sampling, self.plan)
         events = decoder.stream(self.prompt, self.max_new_tokens, self.sampling, self.plan)
         yield from pieces(self.tally.watch(events), TextStream(tokenizer, self.prompt))
 
-    def show(self, prompt: str, chat: bool, console: Console) -> None:
-        """The same in two colours. A prompt that is continued stands before its continuation."""
+    def show(self, prompt: str, chat: bool, compare: bool, console: Console) -> None:
+        """Print it in two colours, a prompt that is continued before its continuation, and the figures.
+
+        `compare` runs the plain target on the same prompt for the speedup.
+        """
         console.print(Text("" if chat else harmless(prompt), style="dim"), end="")
         for piece, drafted in self.stream(prompt, chat):
             console.print(Text(harmless(piece), style=DRAFTED if drafted else OWN), end="")
         console.print()
-
-    def summary(self, compare: bool) -> str:
-        """The closing line; `compare` runs the plain target on the same prompt for the speedup."""
         tally = self.tally
-        line = (
-            f"τ {tally.tau:.2f} ({self.plan}) · {tally.tokens} tokens in {tally.rounds} rounds · "
-            f"{tally.tokens_per_second:.0f} tokens/s"
-        )
-        if not compare:
-            return line
-        plain = self._plain_tokens_per_second()
-        speedup = tally.tokens_per_second / plain
-        return f"{line} · plain {plain:.0f} tokens/s · {speedup:.2f}× (one run; `outrider eval` measures)"
-
-    def _plain_tokens_per_second(self) -> float:
-        return Decoder(self.target).generate([self.prompt], self.max_new_tokens, self.sampling).stats.tokens_per_second
+        rate = tally.tokens / tally.seconds if tally.seconds else float("nan")
+        rounds = f"{tally.tokens} tokens in {tally.rounds} rounds"
+        line = f"τ {tally.tau:.2f} ({self.plan}) · {rounds} · {rate:.0f} tokens/s"
+        if compare:
+            stats = Decoder(self.target).generate([self.prompt], self.max_new_tokens, self.sampling).stats
+            plain = stats.tokens_per_second
+            line += f" · plain {plain:.0f} tokens/s · {rate / plain:.2f}× (one run; `outrider eval` measures)"
+        console.print(line, style="dim")
 
 
 def pieces(events: Iterator[StreamEvent], text: TextStream) -> Iterator[tuple[str, bool]]:
-    """`(text, was it drafted)` in the order of the tokens."""
+    """Yield `(text, was it drafted)` in the order of the tokens."""
     for event in events:
         for i, token in enumerate(event.tokens):
             if new := text.push(token):
@@ -152,7 +142,7 @@ def pieces(events: Iterator[StreamEvent], text: TextStream) -> Iterator[tuple[st
 
 
 def harmless(text: str) -> str:
-    """Control characters shown instead of obeyed: a model's output must not steer the terminal."""
+    """Return a text whose control characters are shown, not obeyed: a model's output must not steer the terminal."""
     return "".join(c if c in "\n\t" or c.isprintable() else "\u00b7" for c in text)
 
 

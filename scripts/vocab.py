@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.text import Text
 from torch import Tensor
 
@@ -77,10 +78,7 @@ def study(
 
 
 def own_size(recipe: Recipe) -> int:
-    """Return the size of the draft vocabulary that the recipe's drafter asks for.
-
-    It is 0 for the whole one, and for drafters that have no such setting.
-    """
+    """Return the size of the draft vocabulary that the recipe's drafter asks for; 0 for the whole one."""
     values = {k: v for k, v in recipe.drafter.items() if k != "init"}
     return int(getattr(drafter_config(values)[1], "draft_vocab_size", 0)) if "type" in values else 0
 
@@ -93,8 +91,8 @@ def _batches(rows: Rows, console: Console | None) -> Iterator[tuple[Tensor, Tens
             advance(len(batch["index"]), "")
 
 
-def show(report: VocabularyReport, console: Console) -> None:
-    """Print the curve as a table, and under it what its columns mean."""
+def show(report: VocabularyReport, folder: Path, console: Console) -> None:
+    """Print the curve as a table, under it the meaning of its columns, and where it was kept."""
     rows = [
         [
             Cell(f"{s.size:,}" + (" *" if s.size == report.chosen else "")),
@@ -121,22 +119,22 @@ def show(report: VocabularyReport, console: Console) -> None:
             style="dim",
         )
     )
+    console.print(f"kept in [bold]{escape(str(folder))}[/bold]")
 
 
 def save(report: VocabularyReport, folder: Path) -> Path:
-    """vocabulary.json and vocabulary.svg, in a folder named after the counts: other counts are another folder."""
+    """Write vocabulary.json and vocabulary.svg, into a folder named after the counts; return that folder."""
     place = folder / report.counts_digest[:16]
     lines = {
         "response tokens covered": [(s.size, s.covered) for s in report.sizes],
         "acceptance of a perfect drafter at temperature 1": [(s.size, s.alpha_max) for s in report.sizes],
         "the same at temperature 0": [
-            (s.size, Interval(1 - s.lost_greedy.value, 1 - s.lost_greedy.high, 1 - s.lost_greedy.low))
+            (s.size, Interval(*(1 - lost for lost in (s.lost_greedy.value, s.lost_greedy.high, s.lost_greedy.low))))
             for s in report.sizes
         ],
     }
-    drawn = plots.standalone(
-        plots.shares_by_size(lines, f"Draft vocabularies of {report.recipe}", "tokens of the draft vocabulary")
-    )
+    curves = plots.shares_by_size(lines, f"Draft vocabularies of {report.recipe}", "tokens of the draft vocabulary")
+    drawn = plots.standalone(curves)
     with locked(folder, wait=_PATIENCE):
         place.mkdir(parents=True, exist_ok=True)
         write_atomically(place / "vocabulary.svg", drawn)

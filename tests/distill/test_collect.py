@@ -1,44 +1,41 @@
-"""Prompts come from many layouts in one deterministic order, and every row that is not used is counted."""
+"""Prompts come from many layouts in one deterministic order, and every row that is not used is counted.
+
+A recipe's are mixed by weight, read once, and never those that it measures.
+"""
 
 from __future__ import annotations
 
+import io
 import json
+import logging
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
-from transformers import PreTrainedTokenizerFast
+from rich.console import Console
+from tokenizers import processors
 
 from outrider.common import BadInputError
-from outrider.distill.collect import DigestSet, PromptReading, collect, read_prompts
+from outrider.decode import Decoder
+from outrider.distill import distill, load_responses, provenance
+from outrider.distill.collect import Collection, DigestSet, PromptReading, collect, read_prompts, recipe_prompts
 from outrider.distill.conversation import given_sequences
 from outrider.distill.prompts import digest_prompts
 from outrider.distill.sources import check_sources
+from outrider.recipes import Recipe
+from outrider.targets import Target
 
-Rows = Callable[..., str]
+from .conftest import Rows, Tokenizer, assistant, plain, user
 
-
-@pytest.fixture
-def rows(tmp_path: Path) -> Rows:
-    """`rows(name, *rows)`: a jsonl file of these rows."""
-
-    def write(name: str, *given: dict[str, Any]) -> str:
-        file = tmp_path / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text("".join(json.dumps(row) + "\n" for row in given))
-        return str(file)
-
-    return write
-
-
-def plain(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
-    """The same tokenizer without a chat template."""
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, eos_token="<|end|>")
-
-
+U, A, S = user("u"), assistant("a"), {"role": "system", "content": "s"}
 HELLO = "<|user|>hello<|end|><|assistant|>"
+
+
+def numbered(letter: str, count: int) -> list[dict[str, Any]]:
+    return [{"text": f"{letter}{i}"} for i in range(count)]
 
 
 @pytest.mark.parametrize(
@@ -46,89 +43,58 @@ HELLO = "<|user|>hello<|end|><|assistant|>"
     [
         ({"text": "def f():\n"}, "def f():\n"),
         ({"prompt": "def f():\n"}, "def f():\n"),
-        ({"prompt": [{"role": "user", "content": "hello"}]}, HELLO),
+        ({"prompt": [user("hello")]}, HELLO),
         ({"question": "hello", "answer": "42"}, HELLO),
         ({"question_id": 81, "category": "writing", "turns": ["hello", "again"]}, HELLO),
-        ({"messages": [{"role": "user", "content": "hello"}]}, HELLO),
+        ({"messages": [user("hello")]}, HELLO),
         ({"conversations": [{"from": "human", "value": "hello"}, {"from": "gpt", "value": "hi"}]}, HELLO),
-        (
-            {
-                "conversations": [
-                    {"role": "user", "content": "hello"},
-                    {"role": "assistant", "content": "a"},
-                    {"role": "assistant", "content": "b"},
-                ]
-            },
-            HELLO,
-        ),
+        ({"conversations": [user("hello"), A, assistant("b")]}, HELLO),
         ({"messages": None, "text": "raw", "question": None}, "raw"),
         (
-            {
-                "messages": [
-                    {"role": "system", "content": "s"},
-                    *[{"role": r, "content": c} for r, c in (("user", "a"), ("assistant", "b"), ("user", "c"))],
-                ]
-            },
+            {"messages": [S, user("a"), assistant("b"), user("c")]},
             "<|system|>s<|end|><|user|>a<|end|><|assistant|>b<|end|><|user|>c<|end|><|assistant|>",
         ),
     ],
 )
-def test_every_layout_is_understood(
-    rows: Rows, tiny_tokenizer: PreTrainedTokenizerFast, row: dict[str, Any], text: str
-) -> None:
-    [prompt] = read_prompts([rows("a.jsonl", row)], tiny_tokenizer)
+def test_every_layout_is_understood(rows: Rows, tokenizer: Tokenizer, row: dict[str, Any], text: str) -> None:
+    [prompt] = read_prompts([rows("a.jsonl", row)], tokenizer)
     assert prompt.text == text
-    assert tiny_tokenizer.decode(prompt.tokens) == text
+    assert tokenizer.decode(prompt.tokens) == text
     assert (prompt.messages is not None) == text.startswith("<|")
 
 
-def test_chat_tokens_are_those_of_the_librarys_own_template_call(
-    rows: Rows, tiny_tokenizer: PreTrainedTokenizerFast
-) -> None:
-    messages = [{"role": "user", "content": "sort these names"}]
-    [prompt] = read_prompts([rows("a.jsonl", {"messages": messages})], tiny_tokenizer)
-    expected = tiny_tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+def test_chat_tokens_are_those_of_the_librarys_own_template_call(rows: Rows, tokenizer: Tokenizer) -> None:
+    messages = [user("sort these names")]
+    [prompt] = read_prompts([rows("a.jsonl", {"messages": messages})], tokenizer)
+    expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
     assert list(prompt.tokens) == expected
 
 
-def test_a_question_is_raw_text_for_a_target_without_chat_template_but_a_chat_is_refused(
-    rows: Rows, tiny_tokenizer: PreTrainedTokenizerFast
-) -> None:
-    [prompt] = read_prompts([rows("a.jsonl", {"turns": ["hello"]})], plain(tiny_tokenizer))
+def test_without_a_chat_template_a_question_is_raw_text_and_a_chat_refused(rows: Rows, tokenizer: Tokenizer) -> None:
+    [prompt] = read_prompts([rows("a.jsonl", {"turns": ["hello"]})], plain(tokenizer))
     assert (prompt.text, prompt.messages) == ("hello", None)
     with pytest.raises(BadInputError, match=r"row 1: is a chat, but the target's tokenizer has no chat template"):
-        read_prompts([rows("b.jsonl", {"messages": [{"role": "user", "content": "hello"}]})], plain(tiny_tokenizer))
+        read_prompts([rows("b.jsonl", {"messages": [user("hello")]})], plain(tokenizer))
 
 
-def test_sources_are_read_in_turn_so_that_a_limit_leaves_a_mixture(
-    rows: Rows, tiny_tokenizer: PreTrainedTokenizerFast
-) -> None:
-    sources = [
-        rows("one.jsonl", *[{"text": f"a{i}"} for i in range(5)]),
-        rows("two.jsonl", {"text": "b0"}, {"text": "b1"}),
-    ]
-    assert [p.text for p in read_prompts(sources, tiny_tokenizer)] == ["a0", "b0", "a1", "b1", "a2", "a3", "a4"]
-    assert [p.text for p in read_prompts(sources, tiny_tokenizer, limit=3)] == ["a0", "b0", "a1"]
-    assert digest_prompts(read_prompts(sources, tiny_tokenizer)) == digest_prompts(
-        read_prompts(sources, tiny_tokenizer)
-    )
-    assert digest_prompts(read_prompts(sources, tiny_tokenizer)) != digest_prompts(
-        read_prompts(sources[::-1], tiny_tokenizer)
-    )
+def test_sources_are_read_in_turn_so_that_a_limit_leaves_a_mixture(rows: Rows, tokenizer: Tokenizer) -> None:
+    sources = [rows("one.jsonl", *numbered("a", 5)), rows("two.jsonl", *numbered("b", 2))]
+    assert [p.text for p in read_prompts(sources, tokenizer)] == ["a0", "b0", "a1", "b1", "a2", "a3", "a4"]
+    assert [p.text for p in read_prompts(sources, tokenizer, limit=3)] == ["a0", "b0", "a1"]
+    assert digest_prompts(read_prompts(sources, tokenizer)) == digest_prompts(read_prompts(sources, tokenizer))
+    assert digest_prompts(read_prompts(sources, tokenizer)) != digest_prompts(read_prompts(sources[::-1], tokenizer))
 
 
-def test_ids_are_the_rows_own_under_their_suite_and_unique(rows: Rows, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_ids_are_the_rows_own_under_their_suite_and_unique(rows: Rows, tokenizer: Tokenizer) -> None:
     first = rows("mt_bench/question.jsonl", {"question_id": 81, "turns": ["a"]}, {"question_id": 81, "turns": ["b"]})
     second = rows("code.jsonl", {"id": "code/x:1", "suite": "code", "text": "c"}, {"text": "d"})
-    found = read_prompts([first, second], tiny_tokenizer)
+    found = read_prompts([first, second], tokenizer)
     assert {p.id for p in found} == {"mt_bench/81", "mt_bench/81#2", "code/x:1", "code/2"}
     assert [p.suite for p in found] == ["mt_bench", "code", "mt_bench", "code"]
 
 
-def test_a_long_text_loses_its_beginning_and_keeps_its_bos(rows: Rows, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
-    from tokenizers import processors
-
-    with_bos = PreTrainedTokenizerFast(tokenizer_object=tiny_tokenizer.backend_tokenizer, bos_token="<|pad|>")
+def test_a_long_text_loses_its_beginning_and_keeps_its_bos(rows: Rows, tokenizer: Tokenizer) -> None:
+    with_bos = Tokenizer(tokenizer_object=tokenizer.backend_tokenizer, bos_token="<|pad|>")
     with_bos.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="<|pad|> $A", special_tokens=[("<|pad|>", with_bos.bos_token_id)]
     )
@@ -137,57 +103,32 @@ def test_a_long_text_loses_its_beginning_and_keeps_its_bos(rows: Rows, tiny_toke
     assert with_bos.decode(found.prompts[0].tokens) == "<|pad|>tsrq"
     assert found.prompts[0].text == "zyxwvutsrq"
     assert found.counts()["truncated"] == 1
-    assert plain(tiny_tokenizer).decode(read_prompts([file], plain(tiny_tokenizer), max_tokens=5)[0].tokens) == "utsrq"
+    assert plain(tokenizer).decode(read_prompts([file], plain(tokenizer), max_tokens=5)[0].tokens) == "utsrq"
 
 
-def test_long_chats_and_rows_that_ask_nothing_are_left_out_and_counted(
-    rows: Rows, tiny_tokenizer: PreTrainedTokenizerFast
-) -> None:
-    source = rows(
-        "a.jsonl",
-        {"question": "far too long a question"},
-        {"question": "hi"},
-        {"text": ""},
-        {"messages": [{"role": "system", "content": "s"}, {"role": "assistant", "content": "unasked"}]},
-    )
-    found = collect([source], tiny_tokenizer, reading=PromptReading(max_tokens=6))
-    assert found.counts() == {
-        "prompts": 1,
-        "rows": 4,
-        "truncated": 0,
-        "leaked": 0,
-        "too_long": 1,
-        "unanswerable": 2,
-        "unanswered": 0,
-        "duplicate": 0,
-        "malformed": 0,
-    }
+def test_long_chats_and_rows_that_ask_nothing_are_left_out_and_counted(rows: Rows, tokenizer: Tokenizer) -> None:
+    asked = [{"question": "far too long a question"}, {"question": "hi"}, {"text": ""}]
+    source = rows("a.jsonl", *asked, {"messages": [S, assistant("unasked")]})
+    found = collect([source], tokenizer, reading=PromptReading(max_tokens=6))
+    none = dict.fromkeys(("truncated", "leaked", "unanswered", "duplicate", "malformed"), 0)
+    assert found.counts() == {"prompts": 1, "rows": 4, "too_long": 1, "unanswerable": 2, **none}
 
 
-def test_tools_reach_the_template(rows: Rows, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
-    tokenizer = plain(tiny_tokenizer)
-    tokenizer.chat_template = (
-        "{% for t in tools or [] %}[{{ t.name }}]{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
-    )
-    [prompt] = read_prompts(
-        [rows("a.jsonl", {"tools": [{"name": "ls"}], "messages": [{"role": "user", "content": "x"}]})], tokenizer
-    )
+def test_tools_reach_the_template(rows: Rows, tokenizer: Tokenizer) -> None:
+    template = "{% for t in tools or [] %}[{{ t.name }}]{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
+    file = rows("a.jsonl", {"tools": [{"name": "ls"}], "messages": [user("x")]})
+    [prompt] = read_prompts([file], plain(tokenizer, template))
     assert prompt.text == "[ls]x"
 
 
-def test_json_parquet_and_text_files_hold_the_same_prompts(
-    tmp_path: Path, rows: Rows, tiny_tokenizer: PreTrainedTokenizerFast
-) -> None:
-    import pyarrow
-    import pyarrow.parquet
-
+def test_json_parquet_and_text_files_hold_the_same_prompts(tmp_path: Path, rows: Rows, tokenizer: Tokenizer) -> None:
     table = [{"text": "one"}, {"text": "two"}]
     (tmp_path / "a.json").write_text(json.dumps(table))
     (tmp_path / "a.txt").write_text("one\n\ntwo\n")
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(table), tmp_path / "a.parquet")
-    expected = [p.tokens for p in read_prompts([rows("a.jsonl", *table)], tiny_tokenizer)]
+    expected = [p.tokens for p in read_prompts([rows("a.jsonl", *table)], tokenizer)]
     for suffix in ("json", "txt", "parquet"):
-        assert [p.tokens for p in read_prompts([str(tmp_path / f"a.{suffix}")], tiny_tokenizer)] == expected
+        assert [p.tokens for p in read_prompts([str(tmp_path / f"a.{suffix}")], tokenizer)] == expected
 
 
 @pytest.mark.parametrize(
@@ -212,17 +153,17 @@ def test_json_parquet_and_text_files_hold_the_same_prompts(
     ],
 )
 def test_an_unusable_file_is_refused_with_its_place(
-    tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast, name: str, content: str, expected: str
+    tmp_path: Path, tokenizer: Tokenizer, name: str, content: str, expected: str
 ) -> None:
     (tmp_path / name).write_text(content)
     with pytest.raises(BadInputError, match=expected):
-        read_prompts([str(tmp_path / name)], tiny_tokenizer)
+        read_prompts([str(tmp_path / name)], tokenizer)
 
 
-def test_bytes_that_are_no_text_are_refused(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_bytes_that_are_no_text_are_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
     (tmp_path / "a.txt").write_bytes(b"abc\xff")
     with pytest.raises(BadInputError, match="not UTF-8 text"):
-        read_prompts([str(tmp_path / "a.txt")], tiny_tokenizer)
+        read_prompts([str(tmp_path / "a.txt")], tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -234,36 +175,32 @@ def test_a_source_that_cannot_exist_is_refused_before_anything_is_loaded(source:
         check_sources([source])
 
 
-def test_an_unknown_hub_name_is_refused(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_an_unknown_hub_name_is_refused(tokenizer: Tokenizer) -> None:
     check_sources(["some-org/no-such-data:train"])
-    with pytest.raises(
-        BadInputError, match=r"'some-org/no-such-data:train' is no file here, and the Hub gives no data set"
-    ):
-        read_prompts(["some-org/no-such-data:train"], tiny_tokenizer)
+    expected = "'some-org/no-such-data:train' is no file here, and the Hub gives no data set"
+    with pytest.raises(BadInputError, match=expected):
+        read_prompts(["some-org/no-such-data:train"], tokenizer)
 
 
-def test_a_template_that_refuses_a_conversation_is_quoted(rows: Rows, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
-    tokenizer = plain(tiny_tokenizer)
-    tokenizer.chat_template = "{{ raise_exception('System role not supported') }}"
-    with pytest.raises(
-        BadInputError,
-        match=r"row 1: the target's chat template refuses this conversation: System role not supported.*'user'",
-    ):
-        read_prompts([rows("a.jsonl", {"question": "x"})], tokenizer)
+def test_a_template_that_refuses_a_conversation_is_quoted(rows: Rows, tokenizer: Tokenizer) -> None:
+    refusing = plain(tokenizer, "{{ raise_exception('System role not supported') }}")
+    expected = r"row 1: the target's chat template refuses this conversation: System role not supported.*'user'"
+    with pytest.raises(BadInputError, match=expected):
+        read_prompts([rows("a.jsonl", {"question": "x"})], refusing)
 
 
 @pytest.mark.skipif("OUTRIDER_DATA" not in os.environ, reason="OUTRIDER_DATA names a folder of real prompt files")
-def test_real_prompt_files_are_readable(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_real_prompt_files_are_readable(tokenizer: Tokenizer) -> None:
     """Every .jsonl under $OUTRIDER_DATA gives a prompt for each of its rows, and what they answer is supervised."""
     reading = PromptReading(whole=True)
     for file in sorted(Path(os.environ["OUTRIDER_DATA"]).rglob("*.jsonl")):
-        found = collect([str(file)], tiny_tokenizer, reading=reading)
+        found = collect([str(file)], tokenizer, reading=reading)
         assert len(found.prompts) == sum(1 for line in file.open() if line.strip()), file
         assert len({p.id for p in found.prompts}) == len(found.prompts)
         for prompt in found.prompts[:200]:
             supervised = "".join(
-                tiny_tokenizer.decode([t for t, m in zip(tokens, mask, strict=True) if m])
-                for tokens, mask in (given_sequences(prompt, tiny_tokenizer) if prompt.given else ())
+                tokenizer.decode([t for t, m in zip(tokens, mask, strict=True) if m])
+                for tokens, mask in (given_sequences(prompt, tokenizer) if prompt.given else ())
             )
             for answer in prompt.given:
                 assert "".join(message["content"] for message in answer) in supervised
@@ -275,3 +212,165 @@ def test_a_digest_set_remembers_every_text() -> None:
     texts = [f"text {i % 5000}" for i in range(8000)]
     assert [known.add(text) for text in texts] == [True] * 5000 + [False] * 3000
     assert len(known) == 5000
+
+
+# ------------------------------------------------------------ the prompts of a recipe
+
+
+def recipe(prompts: list[Any], suites: list[str] | None = None, **data: Any) -> Recipe:
+    values = {"name": "t", "target": {"path": "unused"}, "drafter": {}, "data": {"prompts": prompts, **data}}
+    return Recipe.from_dict({**values, "eval": {"suites": suites or ["code"]}})
+
+
+def texts(found: Collection) -> list[str]:
+    return [prompt.text for prompt in found.prompts]
+
+
+def test_weights_hold_to_the_last_prompt(rows: Rows, tokenizer: Tokenizer) -> None:
+    one, other = rows("a.jsonl", *numbered("a", 50)), rows("b.jsonl", *numbered("b", 10))
+    found = recipe_prompts(recipe([{"path": one, "weight": 3}, {"path": other, "weight": 1.0}]), tokenizer)
+    letters = [text[0] for text in texts(found)]
+    assert letters[:8] == ["a", "a", "b", "a", "a", "a", "b", "a"]
+    assert (letters.count("a"), letters.count("b")) == (32, 10), "b ends, and so does the mixture"
+    limited = recipe_prompts(recipe([{"path": one, "weight": 3}, other], limit=12), tokenizer)
+    assert [text[0] for text in texts(limited)].count("a") == 9
+    assert len(recipe_prompts(recipe([one, other]), tokenizer).prompts) == 60, "without weights all of it is read"
+
+
+def test_three_sources_are_read_in_turn_after_one_has_ended(rows: Rows, tokenizer: Tokenizer) -> None:
+    sources = [rows(f"{letter}.jsonl", *numbered(letter, count)) for letter, count in (("a", 3), ("b", 1), ("c", 3))]
+    assert texts(collect(sources, tokenizer)) == ["a0", "b0", "c0", "a1", "c1", "a2", "c2"]
+
+
+def test_what_is_asked_twice_is_learnt_once(rows: Rows, tokenizer: Tokenizer) -> None:
+    source = rows(
+        "a.jsonl",
+        {"id": 1, "messages": [U, A]},
+        {"id": 2, "messages": [U, assistant("b")]},
+        {"id": 3, "question": "u"},
+        {"id": 4, "messages": [U, A, U]},
+        {"id": 5, "text": "u"},
+    )
+    found = recipe_prompts(recipe([source]), tokenizer)
+    assert [p.id for p in found.prompts] == ["a/1", "a/4", "a/5"]
+    assert found.counts()["duplicate"] == 2
+    given = recipe_prompts(recipe([source], answers="given"), tokenizer)
+    assert [p.id for p in given.prompts] == ["a/1", "a/2", "a/4"], "with another answer there is more to learn"
+    assert given.counts()["unanswered"] == 2
+
+
+def test_what_is_measured_is_not_learnt(rows: Rows, tokenizer: Tokenizer) -> None:
+    suite = rows("suite.jsonl", {"text": "other"}, {"question": "sort  the\nnames"})
+    leak = rows("chats.jsonl", {"messages": [user("sort the names "), A, U]}, {"messages": [U]})
+    expected = rf"{leak}, row 1 asks what the suite {suite}, row 2, measures: 'sort the names '.*data.allow_leaks=true"
+    with pytest.raises(BadInputError, match=expected):
+        recipe_prompts(recipe([leak], [suite]), tokenizer)
+    allowed = recipe_prompts(recipe([leak], [suite], allow_leaks=True), tokenizer)
+    assert (allowed.counts()["prompts"], allowed.counts()["leaked"]) == (2, 1)
+    late = rows("late.jsonl", {"messages": [U, A, user("sort the names")]})
+    assert len(recipe_prompts(recipe([late], [suite]), tokenizer).prompts) == 1, "in another conversation it is another"
+
+
+def test_only_the_prompts_that_are_measured_count(rows: Rows, tokenizer: Tokenizer) -> None:
+    suite, leak = rows("suite.jsonl", {"text": "a"}, {"text": "b"}), rows("data.jsonl", {"text": "b"})
+    asked = recipe([leak], [suite])
+    asked.eval.limit = 1
+    assert len(recipe_prompts(asked, tokenizer).prompts) == 1
+    asked.eval.limit = 2
+    with pytest.raises(BadInputError, match="row 2, measures"):
+        recipe_prompts(asked, tokenizer)
+
+
+def test_malformed_rows_end_the_run_or_are_counted(rows: Rows, tokenizer: Tokenizer) -> None:
+    source = rows("a.jsonl", {"text": "x"}, {"prompt": 5}, {"turns": [1]}, {"text": "y"})
+    with pytest.raises(BadInputError, match="row 2: `prompt` must be text, found 5"):
+        recipe_prompts(recipe([source]), tokenizer)
+    found = recipe_prompts(recipe([source], malformed="drop"), tokenizer)
+    assert (texts(found), found.counts()["malformed"]) == (["x", "y"], 2)
+    assert found.sources[0].examples["malformed"].endswith("row 2: `prompt` must be text, found 5.")
+
+
+def test_a_refused_chat_is_malformed(rows: Rows, tokenizer: Tokenizer) -> None:
+    refusing = "{% for m in messages if m.role == 'system' %}{{ raise_exception('no system') }}{% endfor %}"
+    source = rows("a.jsonl", {"messages": [S, U]}, {"messages": [U]})
+    template = refusing + "{% for m in messages %}{{ m.content }}{% endfor %}"
+    found = recipe_prompts(recipe([source], malformed="drop"), plain(tokenizer, template))
+    assert found.counts()["malformed"] == 1
+    assert "refuses this conversation: no system" in found.sources[0].examples["malformed"]
+
+
+def test_every_source_gets_a_line_and_losses_a_warning(
+    rows: Rows, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    fine = rows("fine.jsonl", *numbered("a", 60), {"text": "a1"})
+    lossy = rows("lossy.jsonl", *numbered("b", 30), {"messages": [user("long " * 99)]}, {"text": ""})
+    said = io.StringIO()
+    with caplog.at_level(logging.WARNING):
+        recipe_prompts(recipe([fine, lossy], max_prompt_tokens=20), tokenizer, Console(file=said))
+    first, second = said.getvalue().splitlines()
+    assert first == f"{fine}: text (key text); 60 of 61 rows; left out: 1 duplicates"
+    left_out = "left out: 1 too long, 1 with nothing to answer"
+    assert second == f"{lossy}: text (key text), messages (key messages); 30 of 32 rows; {left_out}"
+    [warning] = [record.getMessage() for record in caplog.records]
+    assert warning.startswith(f"{lossy}: 6.2% of the rows were left out")
+    assert "row 31: a chat of" in warning
+
+
+def test_conversations_are_asked_from_their_first_question_on(rows: Rows, tokenizer: Tokenizer) -> None:
+    source = rows("a.jsonl", {"messages": [U, A, user("v"), A]}, {"turns": ["one", "two", "three"]})
+    first, second = recipe_prompts(recipe([source]), tokenizer).prompts
+    assert first.text == "<|user|>u<|end|><|assistant|>"
+    assert (first.later, first.given) == (((user("v"),),), ((A,), (A,)))
+    assert [turn[0]["content"] for turn in second.later] == ["two", "three"]
+
+
+def test_arguments_reach_the_template(rows: Rows, tokenizer: Tokenizer) -> None:
+    template = "{{ messages[0].content }}{% if not enable_thinking %}<no thought>{% endif %}"
+    asked = recipe([rows("a.jsonl", {"question": "u"})])
+    asked.template = {"enable_thinking": False}
+    [prompt] = recipe_prompts(asked, plain(tokenizer, template)).prompts
+    assert prompt.text == "u<no thought>"
+    assert prompt.template == {"enable_thinking": False}
+
+
+def test_ids_of_one_name_are_numbered_in_linear_time(rows: Rows, tokenizer: Tokenizer) -> None:
+    source = rows("a.jsonl", *({"id": "x", "text": f"t{i}"} for i in range(4000)))
+    ids = [p.id for p in collect([source], tokenizer, reading=PromptReading()).prompts]
+    assert ids[:3] == ["a/x", "a/x#2", "a/x#3"]
+    assert len(set(ids)) == 4000
+
+
+def test_answers_that_came_with_the_rows_are_learnt_without_the_target(
+    rows: Rows, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Decoder, "generate", None)  # nobody may be asked
+    source = rows(
+        "pairs.jsonl",
+        {"prompt": "def f():", "completion": " pass"},
+        {"messages": [U, A, user("v"), assistant("b")]},
+        {"question": "nobody answered"},
+        {"question": "far", "answer": ""},
+    )
+    made = recipe([source], answers="given", max_prompt_tokens=40, max_new_tokens=20)
+    made.output = str(tmp_path / "run")
+    folder = distill(made, tiny_target)
+    tokenizer = tiny_target.require_tokenizer()
+    found = [
+        tokenizer.decode([t for t, m in zip(row["input_ids"], row["loss_mask"], strict=True) if m])
+        for row in load_responses(folder)
+    ]
+    assert found == [" pass<|end|>", "a<|end|>b<|end|>"]
+    counts = provenance(folder)["counts"]
+    assert (counts["unanswered"], counts["sequences"], counts["rows"]) == (2, 2, 4)
+    [told] = provenance(folder)["sources"]
+    assert (told["source"], told["kept"], told["dropped"]) == (source, 2, {"unanswered": 2})
+    assert distill(made, tiny_target) == folder, "a finished folder is used as it is"
+
+
+def test_a_source_whose_rows_all_repeat_another_adds_nothing(
+    rows: Rows, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = [rows("first.jsonl", {"text": "a"}, {"text": "b"}), rows("second.jsonl", {"text": "a"})]
+    found = recipe_prompts(recipe(files), tokenizer)
+    assert (len(found.prompts), found.counts()["duplicate"]) == (2, 1)
+    assert "second.jsonl: 100.0% of the rows were left out" in caplog.text

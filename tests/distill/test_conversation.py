@@ -12,12 +12,16 @@ import time
 from typing import Any
 
 import pytest
-from transformers import PreTrainedTokenizerFast
+import tokenizers
+import tokenizers.processors
 
 from outrider.common import BadInputError
 from outrider.distill.conversation import given_sequences, next_question, render, sequences, supervised_mask, why_ended
 from outrider.distill.layouts import Message
 from outrider.distill.prompts import Prompt
+
+from .conftest import Tokenizer, user
+from .conftest import assistant as answer
 
 SYSTEM = {"role": "system", "content": "be brief"}
 THINKING = (
@@ -29,22 +33,18 @@ THINKING = (
 )
 
 
-def user(text: str) -> Message:
-    return {"role": "user", "content": text}
-
-
-def ask(tokenizer: PreTrainedTokenizerFast, first: str, *later: str, **rest: Any) -> Prompt:
+def ask(tokenizer: Tokenizer, first: str, *later: str, **rest: Any) -> Prompt:
     messages = (SYSTEM, user(first))
     text = render(tokenizer, messages, "here", template=rest.get("template"))
     tokens = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
     return Prompt("p", "s", tokens, text, messages, tuple((user(t),) for t in later), **rest)
 
 
-def said(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
+def said(tokenizer: Tokenizer, text: str) -> list[int]:
     return [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
 
 
-def learnt(tokenizer: PreTrainedTokenizerFast, row: tuple[list[int], list[int]]) -> str:
+def learnt(tokenizer: Tokenizer, row: tuple[list[int], list[int]]) -> str:
     """The row's text, with what is supervised in brackets."""
     text, before = "", 0
     for token, now in [*zip(*row, strict=True), (None, 0)]:
@@ -53,8 +53,8 @@ def learnt(tokenizer: PreTrainedTokenizerFast, row: tuple[list[int], list[int]])
     return text
 
 
-def with_template(tokenizer: PreTrainedTokenizerFast, template: str) -> PreTrainedTokenizerFast:
-    return PreTrainedTokenizerFast(
+def with_template(tokenizer: Tokenizer, template: str, kind: type[Tokenizer] = Tokenizer) -> Tokenizer:
+    return kind(
         tokenizer_object=tokenizer.backend_tokenizer,
         eos_token="<|end|>",
         additional_special_tokens=["<|system|>", "<|user|>", "<|assistant|>"],
@@ -62,61 +62,57 @@ def with_template(tokenizer: PreTrainedTokenizerFast, template: str) -> PreTrain
     )
 
 
-def test_questions_follow_one_another_with_the_targets_own_answers(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
-    prompt = ask(tiny_tokenizer, "one", "two", "three")
+def test_questions_follow_one_another_with_the_targets_own_answers(tokenizer: Tokenizer) -> None:
+    prompt = ask(tokenizer, "one", "two", "three")
     answers: list[list[int]] = []
     texts = []
-    while (question := next_question(prompt, answers, tiny_tokenizer)) is not None:
-        texts.append(tiny_tokenizer.decode(question))
-        answers.append(said(tiny_tokenizer, f"answer {len(answers)}"))
+    while (question := next_question(prompt, answers, tokenizer)) is not None:
+        texts.append(tokenizer.decode(question))
+        answers.append(said(tokenizer, f"answer {len(answers)}"))
     start = "<|system|>be brief<|end|><|user|>one<|end|><|assistant|>"
     second = start + "answer 0<|end|><|user|>two<|end|><|assistant|>"
     assert texts == [start, second, second + "answer 1<|end|><|user|>three<|end|><|assistant|>"]
-    [row] = sequences(prompt, answers, tiny_tokenizer)
-    assert learnt(tiny_tokenizer, row) == (
+    [row] = sequences(prompt, answers, tokenizer)
+    assert learnt(tokenizer, row) == (
         "<|system|>be brief<|end|><|user|>one<|end|><|assistant|>[answer 0<|end|>]<|user|>two<|end|><|assistant|>"
         "[answer 1<|end|>]<|user|>three<|end|><|assistant|>[answer 2<|end|>]"
     )
 
 
-def test_raw_text_and_a_single_question_ask_once(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
-    for prompt in (Prompt("p", "s", (5, 6, 7), "abc"), ask(tiny_tokenizer, "one")):
-        assert next_question(prompt, [], tiny_tokenizer) == prompt.tokens
-        assert next_question(prompt, [[9]], tiny_tokenizer) is None
-        assert sequences(prompt, [[9, 1]], tiny_tokenizer) == [
-            ([*prompt.tokens, 9, 1], [0] * len(prompt.tokens) + [1, 1])
-        ]
+def test_raw_text_and_a_single_question_ask_once(tokenizer: Tokenizer) -> None:
+    for prompt in (Prompt("p", "s", (5, 6, 7), "abc"), ask(tokenizer, "one")):
+        assert next_question(prompt, [], tokenizer) == prompt.tokens
+        assert next_question(prompt, [[9]], tokenizer) is None
+        assert sequences(prompt, [[9, 1]], tokenizer) == [([*prompt.tokens, 9, 1], [0] * len(prompt.tokens) + [1, 1])]
 
 
-def test_an_answer_that_was_cut_short_is_followed_by_the_templates_end_marker(
-    tiny_tokenizer: PreTrainedTokenizerFast,
-) -> None:
-    prompt = ask(tiny_tokenizer, "one", "two")
-    answers = [said(tiny_tokenizer, "unfinished")[:-1], said(tiny_tokenizer, "b")]
-    [row] = sequences(prompt, answers, tiny_tokenizer)
-    assert "[unfinished]<|end|><|user|>two" in learnt(tiny_tokenizer, row)
+def test_an_answer_that_was_cut_short_is_followed_by_the_templates_end_marker(tokenizer: Tokenizer) -> None:
+    prompt = ask(tokenizer, "one", "two")
+    answers = [said(tokenizer, "unfinished")[:-1], said(tokenizer, "b")]
+    [row] = sequences(prompt, answers, tokenizer)
+    assert "[unfinished]<|end|><|user|>two" in learnt(tokenizer, row)
 
 
-def test_a_conversation_that_stopped_early_is_learnt_as_far_as_it_went(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
-    prompt = ask(tiny_tokenizer, "one", "two", "three")
-    [row] = sequences(prompt, [said(tiny_tokenizer, "a"), said(tiny_tokenizer, "b")], tiny_tokenizer)
-    assert learnt(tiny_tokenizer, row).endswith("<|user|>two<|end|><|assistant|>[b<|end|>]")
-    assert sequences(prompt, [], tiny_tokenizer) == []
+def test_a_conversation_that_stopped_early_is_learnt_as_far_as_it_went(tokenizer: Tokenizer) -> None:
+    prompt = ask(tokenizer, "one", "two", "three")
+    [row] = sequences(prompt, [said(tokenizer, "a"), said(tokenizer, "b")], tokenizer)
+    assert learnt(tokenizer, row).endswith("<|user|>two<|end|><|assistant|>[b<|end|>]")
+    assert sequences(prompt, [], tokenizer) == []
     with pytest.raises(ValueError, match="asks 3 questions, found 4 answers"):
-        sequences(prompt, [[1]] * 4, tiny_tokenizer)
+        sequences(prompt, [[1]] * 4, tokenizer)
 
 
-def test_a_conversation_ends_before_a_question_that_is_too_long(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
-    prompt, answers = ask(tiny_tokenizer, "one", "two"), [said(tiny_tokenizer, "a")]
-    second = next_question(prompt, answers, tiny_tokenizer)
+def test_a_conversation_ends_before_a_question_that_is_too_long(tokenizer: Tokenizer) -> None:
+    prompt, answers = ask(tokenizer, "one", "two"), [said(tokenizer, "a")]
+    second = next_question(prompt, answers, tokenizer)
     assert second is not None
-    assert next_question(prompt, answers, tiny_tokenizer, len(second)) == second
-    assert next_question(prompt, answers, tiny_tokenizer, len(second) - 1) is None
-    assert next_question(prompt, [], tiny_tokenizer, 1) == prompt.tokens, "the first one was measured when it was read"
+    assert next_question(prompt, answers, tokenizer, len(second)) == second
+    assert next_question(prompt, answers, tokenizer, len(second) - 1) is None
+    assert next_question(prompt, [], tokenizer, 1) == prompt.tokens, "the first one was measured when it was read"
 
 
-def test_a_template_that_drops_thoughts_gives_a_row_for_each_turn(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
-    tokenizer = with_template(tiny_tokenizer, THINKING)
+def test_a_template_that_drops_thoughts_gives_a_row_for_each_turn(tokenizer: Tokenizer) -> None:
+    tokenizer = with_template(tokenizer, THINKING)
     prompt = ask(tokenizer, "one", "two")
     answers = [said(tokenizer, "<think>hm</think>a"), said(tokenizer, "<think>ha</think>b")]
     first, second = sequences(prompt, answers, tokenizer)
@@ -126,57 +122,50 @@ def test_a_template_that_drops_thoughts_gives_a_row_for_each_turn(tiny_tokenizer
     )
 
 
-def test_the_templates_arguments_hold_for_every_turn(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
-    tokenizer = with_template(tiny_tokenizer, THINKING)
+def test_the_templates_arguments_hold_for_every_turn(tokenizer: Tokenizer) -> None:
+    tokenizer = with_template(tokenizer, THINKING)
     prompt = ask(tokenizer, "one", "two", template={"enable_thinking": False})
     second = next_question(prompt, [said(tokenizer, "a")], tokenizer)
     assert second is not None
     assert tokenizer.decode(second).endswith("<|user|>two<|end|><|assistant|><think></think>")
 
 
-def test_an_answer_that_reads_back_as_other_tokens_begins_a_new_row(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
-    prompt = ask(tiny_tokenizer, "one", "two")
-    letters = [tiny_tokenizer.convert_tokens_to_ids(letter) for letter in "for"]
-    assert len(tiny_tokenizer("for")["input_ids"]) == 1
-    rows = sequences(prompt, [[*letters, tiny_tokenizer.eos_token_id], said(tiny_tokenizer, "b")], tiny_tokenizer)
-    assert [learnt(tiny_tokenizer, row).partition("<|assistant|>")[2] for row in rows] == [
+def test_an_answer_that_reads_back_as_other_tokens_begins_a_new_row(tokenizer: Tokenizer) -> None:
+    prompt = ask(tokenizer, "one", "two")
+    letters = [tokenizer.convert_tokens_to_ids(letter) for letter in "for"]
+    assert len(tokenizer("for")["input_ids"]) == 1
+    rows = sequences(prompt, [[*letters, tokenizer.eos_token_id], said(tokenizer, "b")], tokenizer)
+    assert [learnt(tokenizer, row).partition("<|assistant|>")[2] for row in rows] == [
         "[for<|end|>]",
         "for<|end|><|user|>two<|end|><|assistant|>[b<|end|>]",
     ]
     assert letters == rows[0][0][-4:-1], "what the target wrote is learnt as it wrote it"
 
 
-def test_a_tokenizer_that_knows_its_models_answers_tells_thoughts_from_text(
-    tiny_tokenizer: PreTrainedTokenizerFast,
-) -> None:
+def test_a_tokenizer_that_knows_its_models_answers_tells_thoughts_from_text(tokenizer: Tokenizer) -> None:
     template = (
         "{% for m in messages %}<|{{ m.role }}|>{% if m.thinking and loop.last %}({{ m.thinking }}){% endif %}"
         "{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
-    tokenizer = with_template(tiny_tokenizer, template)
+    tokenizer = with_template(tokenizer, template)
     tokenizer.response_template = {
         "start_anchor": "<|assistant|>",
-        "fields": {
-            "thinking": {"open": "(", "close": ")"},
-            "content": {"close": ["<|end|>"]},
-        },
+        "fields": {"thinking": {"open": "(", "close": ")"}, "content": {"close": ["<|end|>"]}},
     }
     question = next_question(ask(tokenizer, "one", "two"), [said(tokenizer, "(hm)a")], tokenizer)
     assert question is not None
     assert "<|assistant|>a<|end|><|user|>two" in tokenizer.decode(question)
 
 
-def test_given_answers_are_learnt_in_their_places(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
-    given = tuple(({"role": "assistant", "content": text},) for text in "ab")
-    [row] = given_sequences(ask(tiny_tokenizer, "one", "two", given=given), tiny_tokenizer)
-    assert learnt(tiny_tokenizer, row).endswith("<|assistant|>[a<|end|>]<|user|>two<|end|><|assistant|>[b<|end|>]")
+def test_given_answers_are_learnt_in_their_places(tokenizer: Tokenizer) -> None:
+    given = tuple((answer(text),) for text in "ab")
+    [row] = given_sequences(ask(tokenizer, "one", "two", given=given), tokenizer)
+    assert learnt(tokenizer, row).endswith("<|assistant|>[a<|end|>]<|user|>two<|end|><|assistant|>[b<|end|>]")
 
 
-def test_given_thoughts_that_the_template_drops_later_are_learnt_where_they_stand(
-    tiny_tokenizer: PreTrainedTokenizerFast,
-) -> None:
-    tokenizer = with_template(tiny_tokenizer, THINKING)
-    given = tuple(({"role": "assistant", "content": f"<think>{text}</think>{text}"},) for text in "ab")
+def test_given_thoughts_that_the_template_drops_later_are_learnt_where_they_stand(tokenizer: Tokenizer) -> None:
+    tokenizer = with_template(tokenizer, THINKING)
+    given = tuple((answer(f"<think>{text}</think>{text}"),) for text in "ab")
     first, second = given_sequences(ask(tokenizer, "one", "two", given=given), tokenizer)
     assert learnt(tokenizer, first).endswith("<|assistant|>[<think>a</think>a<|end|>]")
     assert learnt(tokenizer, second).endswith(
@@ -184,23 +173,23 @@ def test_given_thoughts_that_the_template_drops_later_are_learnt_where_they_stan
     )
 
 
-def test_given_answers_that_are_too_long_lose_their_end(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
-    given = tuple(({"role": "assistant", "content": text},) for text in ("abc", "xyz"))
-    prompt = ask(tiny_tokenizer, "one", "two", given=given)
-    [(tokens, mask)] = given_sequences(prompt, tiny_tokenizer)
+def test_given_answers_that_are_too_long_lose_their_end(tokenizer: Tokenizer) -> None:
+    given = tuple((answer(text),) for text in ("abc", "xyz"))
+    prompt = ask(tokenizer, "one", "two", given=given)
+    [(tokens, mask)] = given_sequences(prompt, tokenizer)
     last = len(mask) - 1 - mask[::-1].index(1)
-    [(cut, cut_mask)] = given_sequences(prompt, tiny_tokenizer, last)
+    [(cut, cut_mask)] = given_sequences(prompt, tokenizer, last)
     assert (cut, cut_mask) == (tokens[:last], mask[:last])
-    assert given_sequences(prompt, tiny_tokenizer, mask.index(1)) == []
+    assert given_sequences(prompt, tokenizer, mask.index(1)) == []
 
 
-def test_a_given_completion_of_raw_text_ends_where_it_ends(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
-    tokens = tuple(tiny_tokenizer("def f():", add_special_tokens=False)["input_ids"])
-    prompt = Prompt("p", "s", tokens, "def f():", given=(({"role": "assistant", "content": " pass"},),))
-    [row] = given_sequences(prompt, tiny_tokenizer)
-    assert learnt(tiny_tokenizer, row) == "def f():[ pass<|end|>]"
+def test_a_given_completion_of_raw_text_ends_where_it_ends(tokenizer: Tokenizer) -> None:
+    tokens = tuple(tokenizer("def f():", add_special_tokens=False)["input_ids"])
+    prompt = Prompt("p", "s", tokens, "def f():", given=((answer(" pass"),),))
+    [row] = given_sequences(prompt, tokenizer)
+    assert learnt(tokenizer, row) == "def f():[ pass<|end|>]"
     with pytest.raises(ValueError, match="came without answers"):
-        given_sequences(Prompt("p", "s", (1,)), tiny_tokenizer)
+        given_sequences(Prompt("p", "s", (1,)), tokenizer)
 
 
 DISLIKING = (
@@ -210,10 +199,8 @@ DISLIKING = (
 )
 
 
-def test_a_conversation_ends_at_an_answer_that_the_template_dislikes_and_says_so(
-    tiny_tokenizer: PreTrainedTokenizerFast,
-) -> None:
-    tokenizer = with_template(tiny_tokenizer, DISLIKING)
+def test_a_conversation_ends_at_an_answer_that_the_template_dislikes_and_says_so(tokenizer: Tokenizer) -> None:
+    tokenizer = with_template(tokenizer, DISLIKING)
     prompt = ask(tokenizer, "one", "two", "three")
     answers = [said(tokenizer, "a"), said(tokenizer, "no")]
     assert next_question(prompt, answers[:1], tokenizer) is not None
@@ -225,11 +212,9 @@ def test_a_conversation_ends_at_an_answer_that_the_template_dislikes_and_says_so
     assert learnt(tokenizer, row).endswith("[a<|end|>]<|user|>two<|end|><|assistant|>[no<|end|>]"), "its turns stay"
 
 
-def test_an_answer_that_cannot_be_taken_apart_is_text(
-    tiny_tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_answer_that_cannot_be_taken_apart_is_text(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as a call of a tool that was cut off in the middle of its JSON."""
-    tokenizer = with_template(tiny_tokenizer, DISLIKING)
+    tokenizer = with_template(tokenizer, DISLIKING)
     tokenizer.response_template = {
         "start_anchor": "<|assistant|>",
         "fields": {"content": {"close": ["<|end|>"], "content": "json"}},
@@ -246,166 +231,137 @@ def test_an_answer_that_cannot_be_taken_apart_is_text(
 
 
 CHAT = [
-    {"role": "system", "content": "be brief"},
-    {"role": "user", "content": "sort the names"},
-    {"role": "assistant", "content": "sorted(names)"},
-    {"role": "user", "content": "and print them é"},
-    {"role": "assistant", "content": "for name in names:\n    print(name) é"},
+    SYSTEM,
+    user("sort the names"),
+    answer("sorted(names)"),
+    user("and print them é"),
+    answer("for name in names:\n    print(name) é"),
 ]
+BOTH = "sorted(names)<|end|>for name in names:\n    print(name) é<|end|>"
 
 
 def marked(tokenizer: Any, tokens: list[int], mask: list[bool]) -> str:
     return str(tokenizer.decode([t for t, m in zip(tokens, mask, strict=True) if m]))
 
 
-def test_the_mask_equals_the_templates_own_generation_markers(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
-    tokens, mask = supervised_mask(tiny_tokenizer, CHAT)
-    theirs = tiny_tokenizer.apply_chat_template(CHAT, return_assistant_tokens_mask=True, return_dict=True)
+def test_the_mask_equals_the_templates_own_generation_markers(tokenizer: Tokenizer) -> None:
+    tokens, mask = supervised_mask(tokenizer, CHAT)
+    theirs = tokenizer.apply_chat_template(CHAT, return_assistant_tokens_mask=True, return_dict=True)
     assert tokens == theirs["input_ids"]
     assert mask == [bool(m) for m in theirs["assistant_masks"]]
-    assert marked(tiny_tokenizer, tokens, mask) == "sorted(names)<|end|>for name in names:\n    print(name) é<|end|>"
+    assert marked(tokenizer, tokens, mask) == BOTH
 
 
-def test_a_template_without_markers_gives_the_same_mask(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
-    template = tiny_tokenizer.chat_template.replace("{% generation %}", "").replace("{% endgeneration %}", "")
-    assert supervised_mask(with_template(tiny_tokenizer, template), CHAT) == supervised_mask(tiny_tokenizer, CHAT)
+def test_a_template_without_markers_gives_the_same_mask(tokenizer: Tokenizer) -> None:
+    template = tokenizer.chat_template.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+    assert supervised_mask(with_template(tokenizer, template), CHAT) == supervised_mask(tokenizer, CHAT)
 
 
-def test_sharegpt_messages_are_understood(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_sharegpt_messages_are_understood(tokenizer: Tokenizer) -> None:
     sharegpt = [
         {"from": {"user": "human", "assistant": "gpt"}.get(m["role"], m["role"]), "value": m["content"]} for m in CHAT
     ]
-    assert supervised_mask(tiny_tokenizer, sharegpt) == supervised_mask(tiny_tokenizer, CHAT)
+    assert supervised_mask(tokenizer, sharegpt) == supervised_mask(tokenizer, CHAT)
 
 
-def test_a_token_that_straddles_the_boundary_is_not_supervised(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
-    """The generation prompt ends in "f", the answer begins with "or".
-
-    "for" is one token and belongs to neither side.
-    """
-    assert len(tiny_tokenizer("for")["input_ids"]) == 1
-    template = (
+MASKS = {
+    # "for" is one token: the generation prompt ends in "f", the answer begins with "or", and it belongs to neither.
+    "a token that straddles the boundary": (
         "{% for m in messages %}{{ 'f' if m.role == 'assistant' }}{{ m.content }}|{% endfor %}"
-        "{{ 'f' if add_generation_prompt }}"
-    )
-    tokenizer = with_template(tiny_tokenizer, template)
-    tokens, mask = supervised_mask(
-        tokenizer, [{"role": "user", "content": "q"}, {"role": "assistant", "content": "or x"}]
-    )
-    assert tokenizer.decode(tokens) == "q|for x|"
-    assert marked(tokenizer, tokens, mask) == " x|"
+        "{{ 'f' if add_generation_prompt }}",
+        [user("q"), answer("or x")],
+        "q|for x|",
+        " x|",
+    ),
+    "white space after the end marker": (
+        "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n \n{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>\n{% endif %}",
+        CHAT,
+        "<|assistant|>\nsorted",
+        BOTH,
+    ),
+    # Templates of reasoning models drop the thoughts of all turns but the last.
+    "an earlier turn that the template rewrites": (
+        "{% for m in messages %}<|{{ m.role }}|>{% if m.thoughts and loop.last %}({{ m.thoughts }}){% endif %}"
+        "{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}",
+        [dict(m, thoughts="hmm") if m["role"] == "assistant" else m for m in CHAT],
+        "<|assistant|>sorted",
+        "(hmm)for name in names:\n    print(name) é<|end|>",
+    ),
+    "what the markers leave out of a turn": (
+        "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}[quiet]{% generation %}{{ m.content }}"
+        "<|end|>{% endgeneration %}{% else %}{{ m.content }}<|end|>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}",
+        CHAT,
+        "<|assistant|>[quiet]sorted",
+        BOTH,
+    ),
+}
+
+
+@pytest.mark.parametrize(("template", "chat", "text", "expected"), MASKS.values(), ids=MASKS)
+def test_not_supervised_is(tokenizer: Tokenizer, template: str, chat: list[Message], text: str, expected: str) -> None:
+    assert len(tokenizer("for")["input_ids"]) == 1
+    tokenizer = with_template(tokenizer, template)
+    tokens, mask = supervised_mask(tokenizer, chat)
+    assert text in tokenizer.decode(tokens)
+    assert marked(tokenizer, tokens, mask) == expected
 
 
 @pytest.mark.parametrize("trim", [True, False])
-def test_a_space_that_the_tokenizer_leaves_out_of_its_offsets_still_straddles(
-    tiny_tokenizer: PreTrainedTokenizerFast, trim: bool
-) -> None:
+def test_a_space_that_the_tokenizer_leaves_out_of_its_offsets_still_straddles(tokenizer: Tokenizer, trim: bool) -> None:
     """The generation prompt ends in a space that the first word of the answer swallows."""
-    from tokenizers import Tokenizer, processors
-
-    assert len(tiny_tokenizer(" second")["input_ids"]) == 1
-    backend = Tokenizer.from_str(tiny_tokenizer.backend_tokenizer.to_str())
-    backend.post_processor = processors.ByteLevel(trim_offsets=trim)
-    template = (
-        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{{ 'assistant: ' if add_generation_prompt }}"
-    )
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>", chat_template=template)
-    tokens, mask = supervised_mask(
-        tokenizer, [{"role": "user", "content": "q"}, {"role": "assistant", "content": "second, or none"}]
-    )
+    assert len(tokenizer(" second")["input_ids"]) == 1
+    backend = tokenizers.Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    backend.post_processor = tokenizers.processors.ByteLevel(trim_offsets=trim)
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    template += "{{ 'assistant: ' if add_generation_prompt }}"
+    tokenizer = Tokenizer(tokenizer_object=backend, eos_token="<|end|>", chat_template=template)
+    tokens, mask = supervised_mask(tokenizer, [user("q"), answer("second, or none")])
     assert marked(tokenizer, tokens, mask) == ", or none\n"
 
 
-def test_white_space_after_the_end_marker_is_not_supervised(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
-    template = (
-        "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n \n{% endfor %}"
-        "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
-    )
-    tokenizer = with_template(tiny_tokenizer, template)
-    tokens, mask = supervised_mask(tokenizer, CHAT)
-    assert marked(tokenizer, tokens, mask) == "sorted(names)<|end|>for name in names:\n    print(name) é<|end|>"
-
-
-def test_an_earlier_turn_that_the_template_rewrites_is_not_supervised(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
-    """Templates of reasoning models drop the thoughts of all turns but the last."""
-    template = (
-        "{% for m in messages %}<|{{ m.role }}|>{% if m.thoughts and loop.last %}({{ m.thoughts }}){% endif %}{{ "
-        "m.content }}<|end|>{% endfor %}"
-        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-    )
-    tokenizer = with_template(tiny_tokenizer, template)
-    chat = [dict(m, thoughts="hmm") if m["role"] == "assistant" else m for m in CHAT]
-    tokens, mask = supervised_mask(tokenizer, chat)
-    assert marked(tokenizer, tokens, mask) == "(hmm)for name in names:\n    print(name) é<|end|>"
-
-
-def test_a_tokenizer_without_offsets_gives_the_same_mask(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
-    class Slow(PreTrainedTokenizerFast):
+def test_a_tokenizer_without_offsets_gives_the_same_mask(tokenizer: Tokenizer) -> None:
+    class Slow(Tokenizer):
         is_fast = False
 
         def __call__(self, *args: Any, return_offsets_mapping: bool = False, **kwargs: Any) -> Any:
             assert not return_offsets_mapping
             return super().__call__(*args, **kwargs)
 
-    slow = Slow(
-        tokenizer_object=tiny_tokenizer.backend_tokenizer,
-        eos_token="<|end|>",
-        additional_special_tokens=["<|system|>", "<|user|>", "<|assistant|>"],
-        chat_template=tiny_tokenizer.chat_template,
-    )
-    assert supervised_mask(slow, CHAT) == supervised_mask(tiny_tokenizer, CHAT)
+    slow = with_template(tokenizer, tokenizer.chat_template, Slow)
+    assert supervised_mask(slow, CHAT) == supervised_mask(tokenizer, CHAT)
 
 
-def test_nothing_to_supervise_is_an_error_that_shows_the_text(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_nothing_or_everything_to_supervise_is_an_error_that_shows_the_text(tokenizer: Tokenizer) -> None:
     with pytest.raises(BadInputError, match=r"no token .*roles: user.*As rendered: '<\|user\|>hello<\|end\|>'"):
-        supervised_mask(tiny_tokenizer, [{"role": "user", "content": "hello"}])
-
-
-def test_everything_supervised_is_an_error_that_shows_the_text(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
-    tokenizer = with_template(
-        tiny_tokenizer, "{% for m in messages if m.role == 'assistant' %}{{ m.content }}{% endfor %}"
-    )
+        supervised_mask(tokenizer, [user("hello")])
+    tokenizer = with_template(tokenizer, "{% for m in messages if m.role == 'assistant' %}{{ m.content }}{% endfor %}")
     with pytest.raises(BadInputError, match=r"every token .*As rendered: 'hi'"):
-        supervised_mask(tokenizer, [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}])
-
-
-def test_what_the_templates_markers_leave_out_of_a_turn_is_not_supervised(
-    tiny_tokenizer: PreTrainedTokenizerFast,
-) -> None:
-    template = (
-        "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}[quiet]{% generation %}{{ m.content }}"
-        "<|end|>{% endgeneration %}{% else %}{{ m.content }}<|end|>{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-    )
-    tokenizer = with_template(tiny_tokenizer, template)
-    tokens, mask = supervised_mask(tokenizer, CHAT)
-    assert "<|assistant|>[quiet]sorted" in tokenizer.decode(tokens)
-    assert marked(tokenizer, tokens, mask) == "sorted(names)<|end|>for name in names:\n    print(name) é<|end|>"
+        supervised_mask(tokenizer, [user("hello"), answer("hi")])
 
 
 # ------------------------------------------------------------ limits of a template
 
 
-ANSWERED = [{"role": "user", "content": "def add("}, {"role": "assistant", "content": "a, b):"}]
+ANSWERED = [user("def add("), answer("a, b):")]
 
 
-def test_a_template_is_rendered_as_the_library_does_and_leaves_no_limit(
-    tiny_tokenizer: PreTrainedTokenizerFast,
-) -> None:
+def test_a_template_is_rendered_as_the_library_does_and_leaves_no_limit(tokenizer: Tokenizer) -> None:
     before = resource.getrlimit(resource.RLIMIT_AS), sys.gettrace()
-    expected = tiny_tokenizer.apply_chat_template(ANSWERED, tokenize=False, add_generation_prompt=True)
-    assert render(tiny_tokenizer, ANSWERED, "here") == expected
+    expected = tokenizer.apply_chat_template(ANSWERED, tokenize=False, add_generation_prompt=True)
+    assert render(tokenizer, ANSWERED, "here") == expected
     assert (resource.getrlimit(resource.RLIMIT_AS), sys.gettrace()) == before
+
+
+TOO_SLOW = "longer than 3 seconds"
 
 
 @pytest.mark.parametrize(
     ("template", "said"),
     [
-        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "longer than 3 seconds"),
-        (
-            "{% macro m(n) %}{% if n %}{{ m(n-1) }}{{ m(n-1) }}{% endif %}{% endmacro %}{{ m(60) }}",
-            "longer than 3 seconds",
-        ),
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", TOO_SLOW),
+        ("{% macro m(n) %}{% if n %}{{ m(n-1) }}{{ m(n-1) }}{% endif %}{% endmacro %}{{ m(60) }}", TOO_SLOW),
         ("{{ 'x' * 100000000000 }}", "MemoryError"),
         ("{% set n = namespace(x='xx') %}{% for i in range(64) %}{% set n.x = n.x ~ n.x %}{% endfor %}", "MemoryError"),
         ("{{ 'x'.center(100000000000) }}", "MemoryError"),
@@ -417,12 +373,12 @@ def test_a_template_is_rendered_as_the_library_does_and_leaves_no_limit(
     ],
 )
 def test_a_template_that_asks_for_too_much_is_refused_in_a_sentence(
-    tiny_tokenizer: PreTrainedTokenizerFast, template: str, said: str, monkeypatch: pytest.MonkeyPatch
+    tokenizer: Tokenizer, template: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tiny_tokenizer, "chat_template", template)
+    monkeypatch.setattr(tokenizer, "chat_template", template)
     before, began = resource.getrlimit(resource.RLIMIT_AS), time.process_time()
     with pytest.raises(BadInputError, match="the target's chat template refuses this conversation") as refused:
-        render(tiny_tokenizer, ANSWERED, "here")
+        render(tokenizer, ANSWERED, "here")
     assert said in str(refused.value)
     assert time.process_time() - began < 10
     assert resource.getrlimit(resource.RLIMIT_AS) == before

@@ -1,36 +1,72 @@
-"""Stored hidden states are the target's own, are found again only under the same key, and survive interruption."""
+"""Stored hidden states are the target's own, are found again only under the same key, and survive interruption.
+
+A store is the same whoever wrote it and however often they were killed; it says how it rounds.
+"""
 
 from __future__ import annotations
 
+import os
 import pickle
 import shutil
-from collections import namedtuple
+import signal
+import time
+from collections import Counter, namedtuple
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors
 import torch
+from accelerate import PartialState, debug_launcher
 from datasets import Dataset
+from torch import distributed
 
 from outrider.common import BadInputError, IncompatibleError
 from outrider.distill import FeatureStore
+from outrider.distill.features import LEAST_BYTES, MOST_BYTES, FeatureStoreBuilder, precision_of, shard_size
+from outrider.distill.launch import launch_group
 from outrider.targets import Target
 
+from .conftest import killed
+
 LENGTHS = [5, 12, 3, 9, 12, 1, 7]
-TAPS = (2, 3, 5)
+TAPS, LAST_TAPS = (2, 3, 5), (2, 3, 6)  # tap 6 is the last state
 SMALL = 4 * 32 * 4 * 20  # bytes of 20 tokens with three taps: several shards
+SMALLER = 3 * 32 * 4 * 20  # the same with the last state among the taps: nine shards of `longer`
+
+Build = Callable[..., FeatureStore]
+
+
+def dataset_of(lengths: list[int]) -> Dataset:
+    generator = torch.Generator().manual_seed(0)
+    return Dataset.from_dict({"input_ids": [torch.randint(0, 64, (n,), generator=generator).tolist() for n in lengths]})
 
 
 @pytest.fixture
 def dataset() -> Dataset:
-    generator = torch.Generator().manual_seed(0)
-    return Dataset.from_dict({"input_ids": [torch.randint(0, 64, (n,), generator=generator).tolist() for n in LENGTHS]})
+    return dataset_of(LENGTHS)
+
+
+@pytest.fixture
+def longer() -> Dataset:
+    return dataset_of([5, 12, 3, 9, 12, 1, 7, 20, 4, 16, 11, 2, 18, 6, 13])
 
 
 @pytest.fixture
 def target(tiny_llama: Callable[..., Any]) -> Target:
     return Target(tiny_llama())
+
+
+@pytest.fixture
+def build(tmp_path: Path, target: Target, dataset: Dataset) -> Build:
+    """`build(taps, dtype, **changes)`: a store, of this target and data set if `changes` do not say otherwise."""
+
+    def made(taps: Any = TAPS, dtype: Any = "auto", **changes: Any) -> FeatureStore:
+        given = {"folder": tmp_path, "target": target, "dataset": dataset} | changes
+        return FeatureStore.build(taps=taps, dtype=dtype, **given)
+
+    return made
 
 
 def count_passes(monkeypatch: pytest.MonkeyPatch, fail_at: int | None = None) -> list[int]:
@@ -49,10 +85,10 @@ def count_passes(monkeypatch: pytest.MonkeyPatch, fail_at: int | None = None) ->
 
 
 def test_a_batch_is_what_the_target_computes_padded_with_zeros(
-    tmp_path: Path, target: Target, dataset: Dataset, monkeypatch: pytest.MonkeyPatch
+    build: Build, target: Target, dataset: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("outrider.distill.features.AT_ONCE", 3)
-    store = FeatureStore.build(tmp_path, target, dataset, TAPS, shard_bytes=SMALL)
+    store = build(shard_bytes=SMALL)
     assert len(store) == len(LENGTHS)
     indices = [4, 0, 6]
     hidden, last = store.batch(indices, 15)
@@ -66,119 +102,101 @@ def test_a_batch_is_what_the_target_computes_padded_with_zeros(
         assert not last[row, LENGTHS[i] :].any()
 
 
-def test_the_length_is_the_longest_rows_or_cuts(tmp_path: Path, target: Target, dataset: Dataset) -> None:
-    store = FeatureStore.build(tmp_path, target, dataset, TAPS)
+def test_the_length_is_the_longest_rows_or_cuts(build: Build) -> None:
+    store = build()
     assert store.batch([2, 3])[1].shape == (2, 9, 32)
     assert torch.equal(store.batch([2, 3], 4)[1], store.batch([2, 3])[1][:, :4])
 
 
-def test_without_taps_only_the_last_state_is_stored(tmp_path: Path, target: Target, dataset: Dataset) -> None:
-    store = FeatureStore.build(tmp_path, target, dataset, ())
+def test_without_taps_only_the_last_state_is_stored(build: Build) -> None:
+    store = build(())
     assert store.batch([0, 1])[0] is None
-    with_taps = FeatureStore.build(tmp_path, target, dataset, TAPS)
+    with_taps = build()
     torch.testing.assert_close(store.batch([0, 1])[1], with_taps.batch([0, 1])[1])
     assert store.num_bytes < with_taps.num_bytes / 3
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", torch.bfloat16])
-def test_states_are_rounded_to_the_dtype_that_was_asked_for(
-    tmp_path: Path, target: Target, dataset: Dataset, dtype: Any
-) -> None:
-    full, half = (
-        FeatureStore.build(tmp_path, target, dataset, TAPS),
-        FeatureStore.build(tmp_path, target, dataset, TAPS, dtype),
-    )
+def test_states_are_rounded_to_the_dtype_that_was_asked_for(build: Build, dtype: Any) -> None:
+    full, half = build(), build(TAPS, dtype)
     assert half.dtype == torch.bfloat16
     assert torch.equal(half.batch([1, 4])[1], full.batch([1, 4])[1].bfloat16())
     assert half.num_bytes < 0.6 * full.num_bytes
 
 
-def test_shards_hold_whole_sequences_of_about_the_size_asked_for(
-    tmp_path: Path, target: Target, dataset: Dataset
-) -> None:
+def test_shards_hold_whole_sequences_of_about_the_size_asked_for(build: Build) -> None:
     """20 tokens to a shard: 5+12+3 | 9 | 12+1+7."""
-    store = FeatureStore.build(tmp_path, target, dataset, TAPS, shard_bytes=SMALL)
+    store = build(shard_bytes=SMALL)
     assert len(list(store.folder.glob("*.safetensors"))) == 3
-    one_each = FeatureStore.build(tmp_path, target, dataset, TAPS, shard_bytes=1)
+    one_each = build(shard_bytes=1)
     assert len(list(one_each.folder.glob("*.safetensors"))) == len(LENGTHS)
     for i in range(len(LENGTHS)):
         torch.testing.assert_close(one_each.batch([i])[1], store.batch([i])[1], rtol=1e-5, atol=1e-5)
 
 
-def test_a_finished_store_is_reused(
-    tmp_path: Path, target: Target, dataset: Dataset, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = FeatureStore.build(tmp_path, target, dataset, TAPS)
+def test_a_finished_store_is_reused(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = build()
     passes = count_passes(monkeypatch)
-    assert FeatureStore.build(tmp_path, target, dataset, TAPS).folder == first.folder
+    assert build().folder == first.folder
     assert passes == []
 
 
 def test_another_target_data_set_taps_or_dtype_is_another_store(
-    tmp_path: Path, target: Target, dataset: Dataset, tiny_llama: Callable[..., Any]
+    build: Build, dataset: Dataset, tiny_llama: Callable[..., Any]
 ) -> None:
     other_target = Target(tiny_llama(seed=1))
     changed = dataset[:]["input_ids"]
     changed[3] = [*changed[3][:-1], (changed[3][-1] + 1) % 64]
-    stores = [
-        FeatureStore.build(tmp_path, target, dataset, TAPS),
-        FeatureStore.build(tmp_path, other_target, dataset, TAPS),
-        FeatureStore.build(tmp_path, target, Dataset.from_dict({"input_ids": changed}), TAPS),
-        FeatureStore.build(tmp_path, target, dataset, (1, 3, 6)),
-        FeatureStore.build(tmp_path, target, dataset, TAPS, "bfloat16"),
-    ]
+    stores = [build(), build(target=other_target), build(dataset=Dataset.from_dict({"input_ids": changed}))]
+    stores += [build((1, 3, 6)), build(TAPS, "bfloat16")]
     assert len({s.folder for s in stores}) == len(stores)
     assert not torch.equal(stores[0].batch([0])[1], stores[1].batch([0])[1])
 
 
-def test_an_interrupted_build_continues_with_the_missing_shards(
-    tmp_path: Path, target: Target, dataset: Dataset, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = FeatureStore.build(tmp_path / "whole", target, dataset, TAPS, shard_bytes=SMALL)
+def test_an_interrupted_build_is_continued(build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = build(folder=tmp_path / "whole", shard_bytes=SMALL)
     with monkeypatch.context() as patch:
         count_passes(patch, fail_at=1)
         with pytest.raises(KeyboardInterrupt):
-            FeatureStore.build(tmp_path / "cut", target, dataset, TAPS, shard_bytes=SMALL)
+            build(folder=tmp_path / "cut", shard_bytes=SMALL)
     [unfinished] = (tmp_path / "cut").iterdir()
     with pytest.raises(BadInputError, match="holds no finished feature store"):
         FeatureStore(unfinished)
     passes = count_passes(monkeypatch)
-    cut = FeatureStore.build(tmp_path / "cut", target, dataset, TAPS, shard_bytes=SMALL)
+    cut = build(folder=tmp_path / "cut", shard_bytes=SMALL)
     assert passes == [1, 3], "the first shard's three sequences are not computed again"
     everything = list(range(len(LENGTHS)))
     assert torch.equal(cut.batch(everything)[1], whole.batch(everything)[1])
 
 
-def test_a_disk_that_is_too_small_is_refused_before_any_pass(
-    tmp_path: Path, target: Target, dataset: Dataset, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def leave_room(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
     usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**6, 10**6 - 1000, 1000))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**6, 10**6 - free, free))
+
+
+def test_a_disk_that_is_too_small_is_refused_before_any_pass(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    leave_room(monkeypatch, 1000)
     passes = count_passes(monkeypatch)
     with pytest.raises(BadInputError, match=r"needs 25\.1 kB, but its disk has 1 kB free.*data\.features=online"):
-        FeatureStore.build(tmp_path, target, dataset, TAPS)
+        build()
     assert passes == []
 
 
-def test_a_disk_that_fills_while_writing_leaves_no_half_file(
-    tmp_path: Path, target: Target, dataset: Dataset, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import safetensors.torch
+def test_a_disk_that_fills_leaves_no_half_file(build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    error = 'Error while serializing: IoError(Os { code: 28, message: "No space left on device" })'
 
     def full(tensors: Any, file: Path, *args: Any) -> None:
         file.write_bytes(b"half")
-        raise safetensors.SafetensorError(
-            'Error while serializing: IoError(Os { code: 28, message: "No space left on device" })'
-        )
+        raise safetensors.SafetensorError(error)
 
     monkeypatch.setattr("outrider.distill.features.save_file", full)
     with pytest.raises(BadInputError, match=r"the disk that holds .* is full.*finished shards are kept"):
-        FeatureStore.build(tmp_path, target, dataset, TAPS)
+        build()
     assert not list(next(tmp_path.iterdir()).iterdir())
 
 
-def test_missing_and_damaged_shards_are_named(tmp_path: Path, target: Target, dataset: Dataset) -> None:
-    store = FeatureStore.build(tmp_path, target, dataset, TAPS, shard_bytes=SMALL)
+def test_missing_and_damaged_shards_are_named(build: Build) -> None:
+    store = build(shard_bytes=SMALL)
     shard = store.folder / "states-00001.safetensors"
     shard.write_bytes(shard.read_bytes()[:-8])
     with pytest.raises(BadInputError, match=r"states-00001\.safetensors: content differs .* only what is damaged"):
@@ -190,25 +208,23 @@ def test_missing_and_damaged_shards_are_named(tmp_path: Path, target: Target, da
         FeatureStore(store.folder)
 
 
+def flip(file: Path) -> None:
+    content = file.read_bytes()
+    file.write_bytes(content[:-9] + bytes([content[-9] ^ 4]) + content[-8:])
+
+
+def truncate(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-8])
+
+
 @pytest.mark.parametrize("alter", ["flip", "truncate", "remove", "forget", "index"])
-def test_a_damaged_shard_is_computed_again_and_said(
-    tmp_path: Path, target: Target, dataset: Dataset, alter: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    folder = FeatureStore.build(tmp_path, target, dataset, TAPS, shard_bytes=SMALL).folder
+def test_a_damaged_shard_is_computed_again_and_said(build: Build, alter: str, caplog: pytest.LogCaptureFixture) -> None:
+    folder = build(shard_bytes=SMALL).folder
     good = {f.name: f.read_bytes() for f in folder.iterdir()}
-    shard, content = folder / "states-00001.safetensors", good["states-00001.safetensors"]
-    if alter == "flip":
-        shard.write_bytes(content[:-9] + bytes([content[-9] ^ 4]) + content[-8:])
-    elif alter == "truncate":
-        shard.write_bytes(content[:-8])
-    elif alter == "remove":
-        shard.unlink()
-    elif alter == "forget":
-        (folder / "SHA256SUMS").unlink()
-    else:
-        (folder / "features.json").write_bytes(good["features.json"][:-1])
+    name = {"forget": "SHA256SUMS", "index": "features.json"}.get(alter, "states-00001.safetensors")
+    {"flip": flip, "truncate": truncate, "index": truncate}.get(alter, Path.unlink)(folder / name)
     times = (folder / "states-00000.safetensors").stat().st_mtime_ns
-    FeatureStore.build(tmp_path, target, dataset, TAPS, shard_bytes=SMALL)
+    build(shard_bytes=SMALL)
     assert {f.name: f.read_bytes() for f in folder.iterdir()} == good
     named = {"forget": "states-00000.safetensors: not in SHA256SUMS", "index": "features.json: content differs"}
     assert named.get(alter, "states-00001.safetensors: ") in caplog.text
@@ -216,16 +232,178 @@ def test_a_damaged_shard_is_computed_again_and_said(
     assert is_kept == (alter != "forget"), "the others are not computed again, where they are known to be whole"
 
 
-def test_a_store_travels_to_a_loaders_worker(tmp_path: Path, target: Target, dataset: Dataset) -> None:
-    store = FeatureStore.build(tmp_path, target, dataset, TAPS)
+def test_a_store_travels_to_a_loaders_worker(build: Build) -> None:
+    store = build()
     expected = store.batch([0, 1])[1]
     assert torch.equal(pickle.loads(pickle.dumps(store)).batch([0, 1])[1], expected)
 
 
-def test_wrong_input_is_refused(tmp_path: Path, target: Target, dataset: Dataset) -> None:
+def test_wrong_input_is_refused(build: Build) -> None:
     with pytest.raises(IncompatibleError, match=r"hidden_states\[9\], but this target has 6 layers"):
-        FeatureStore.build(tmp_path, target, dataset, (9,))
+        build((9,))
     with pytest.raises(BadInputError, match="the data set is empty"):
-        FeatureStore.build(tmp_path, target, Dataset.from_dict({"input_ids": []}), TAPS)
+        build(dataset=Dataset.from_dict({"input_ids": []}))
     with pytest.raises(BadInputError, match="cannot be stored as 'int8'; expected one of float32, bfloat16, float16"):
-        FeatureStore.build(tmp_path, target, dataset, TAPS, "int8")
+        build(TAPS, "int8")
+
+
+# ------------------------------------------------------------ several processes
+
+
+def build_together(folder: Path, target: Target, longer: Dataset) -> None:
+    PartialState(cpu=True)
+    torch.set_num_threads(1)
+    with launch_group(folder) as group:
+        FeatureStore.build(folder / "features", target, longer, LAST_TAPS, shard_bytes=SMALLER, group=group)
+
+
+@pytest.fixture
+def together(target: Target, longer: Dataset) -> Callable[..., None]:
+    """`together(folder, processes)`: a store that so many processes build."""
+
+    def build(folder: Path, processes: int = 1) -> None:
+        if processes == 1:
+            build_together(folder, target, longer)
+        else:
+            debug_launcher(build_together, (folder, target, longer), num_processes=processes)
+
+    return build
+
+
+def store_in(folder: Path) -> Path:
+    [found] = (path for path in (folder / "features").iterdir() if path.is_dir())
+    return found
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in store_in(folder).iterdir()}
+
+
+def places(folder: Path) -> dict[str, tuple[int, int]]:
+    """Which files there are: a file that is written again is another one."""
+    return {f.name: (f.stat().st_ino, f.stat().st_mtime_ns) for f in store_in(folder).glob("states-*")}
+
+
+def note_who_computes(monkeypatch: pytest.MonkeyPatch, notes: Path) -> None:
+    """Write down who computes each shard; process 1 takes a second for each."""
+    notes.mkdir()
+    compute = FeatureStoreBuilder._compute
+
+    def noted(self: FeatureStoreBuilder, shard: int) -> None:
+        rank = distributed.get_rank()
+        time.sleep(1.0 if rank == 1 else 0.1)
+        assert not (notes / str(shard)).exists(), "a shard is computed once"
+        (notes / str(shard)).write_text(str(rank))
+        compute(self, shard)
+
+    monkeypatch.setattr(FeatureStoreBuilder, "_compute", noted)
+
+
+def test_two_processes_leave_the_files_of_one_and_a_slow_one_holds_nobody_up(
+    tmp_path: Path, together: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    together(tmp_path / "one")
+    with monkeypatch.context() as patch:
+        note_who_computes(patch, tmp_path / "notes")
+        together(tmp_path / "two", 2)
+    assert content(tmp_path / "two") == content(tmp_path / "one")
+    done = Counter(file.read_text() for file in (tmp_path / "notes").iterdir())
+    assert 1 <= done["1"] <= 3 < done["0"]
+    assert sum(done.values()) == len(places(tmp_path / "one")) > 6
+    assert [p.name for p in (tmp_path / "two").iterdir()] == ["features"], "nothing is left beside it"
+
+
+def test_what_a_killed_build_has_finished_is_kept_also_by_two_processes(
+    tmp_path: Path, together: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is killed when it has begun the fourth shard."""
+    compute, begun, cut = FeatureStoreBuilder._compute, [], tmp_path / "cut"
+
+    def counted(self: FeatureStoreBuilder, shard: int) -> None:
+        begun.append(shard)
+        if len(begun) == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+        compute(self, shard)
+
+    together(tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        patch.setattr(FeatureStoreBuilder, "_compute", counted)
+        killed(lambda: together(cut))
+    kept = places(cut)
+    assert len(kept) == 3
+    together(cut, 2)
+    assert content(cut) == content(tmp_path / "whole"), "and no claim of the dead process is left"
+    assert kept.items() <= places(cut).items()
+    assert len(list((cut / "features").iterdir())) == 1, "nor its lock"
+
+
+@pytest.mark.parametrize("alter", [flip, truncate, Path.unlink])
+def test_two_processes_write_a_damaged_shard_again_and_leave_the_others_alone(
+    tmp_path: Path, together: Callable[..., None], alter: Callable[[Path], None]
+) -> None:
+    together(tmp_path)
+    good, before = content(tmp_path), places(tmp_path)
+    shard = store_in(tmp_path) / "states-00002.safetensors"
+    alter(shard)
+    together(tmp_path, 2)
+    assert content(tmp_path) == good
+    after = places(tmp_path)
+    assert {name for name in before if before[name] != after[name]} == {shard.name}
+
+
+# ------------------------------------------------------------ how much it takes
+
+
+def test_the_last_state_is_stored_once(build: Build, target: Target, longer: Dataset) -> None:
+    """Tap 6 of six layers is the last state: a batch has it, and the disk does not have it twice."""
+    store = build((6, 2), dataset=longer)
+    hidden, last = store.batch([3, 7])
+    assert hidden is not None
+    assert torch.equal(hidden[:, :, 0], last)
+    for row, i in enumerate((3, 7)):
+        live = target.forward(torch.tensor([longer[i]["input_ids"]]), taps=(6, 2), logits=False).hidden
+        torch.testing.assert_close(hidden[row, : len(longer[i]["input_ids"])], live[0], rtol=1e-5, atol=1e-5)
+    alone = build((2,), dataset=longer)
+    assert alone.folder == store.folder
+    assert torch.equal(alone.batch([3, 7])[0], hidden[:, :, 1:])
+    with pytest.raises(BadInputError, match=r"holds hidden_states\[2\] and the last, not \[3\]"):
+        FeatureStore(store.folder, (3,))
+
+
+def test_eight_bits_are_off_by_at_most_what_is_stated(build: Build, longer: Dataset) -> None:
+    """|x̂ − x| ≤ max(|x| / 16, m / 2^18), m the largest of the vector; a quarter of float32's bytes, and the scales."""
+    exact, rough = (build(LAST_TAPS, dtype, dataset=longer) for dtype in ("auto", "float8_e4m3fn"))
+    assert rough.dtype == torch.float32, "what a batch holds"
+    for true, found in zip(exact.batch([7, 3]), rough.batch([7, 3]), strict=True):
+        assert true is not None
+        assert found is not None
+        bound = torch.maximum(true.abs() / 16, true.abs().amax(-1, keepdim=True) / 2**18)
+        assert bool(((found - true).abs() <= bound * (1 + 1e-5)).all())
+        assert not torch.equal(found, true)
+        assert (found - true).norm() < 0.03 * true.norm()
+    assert rough.num_bytes < 0.32 * exact.num_bytes  # 32 numbers have a scale of four bytes; real ones are thousands
+
+
+def test_eight_bits_keep_zeros_and_what_is_no_number() -> None:
+    """So that a target that made no numbers is still found out."""
+    precision = precision_of("float8_e4m3fn", torch.float32)
+    states = torch.tensor([[0.0, 0.0], [1.0, float("inf")], [float("nan"), 1.0], [-3e38, 1e-38]])
+    parts = precision.kept("last", states)
+    found = precision.read([parts[name] for name in precision.names("last")], torch.float32)
+    assert found[0].tolist() == [0.0, 0.0]
+    assert not bool(found[1:3].isfinite().all(-1).any())
+    assert found[3].tolist() == [pytest.approx(-3e38), 0.0]
+
+
+def test_a_full_disk_is_told_what_would_fit(build: Build, longer: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    leave_room(monkeypatch, 9000)
+    less = r"bfloat16 takes 26\.7 kB, float16 takes 26\.7 kB, float8_e4m3fn takes 15 kB"
+    expected = rf"store less \(data\.features_dtype: {less}\), or .* \(data\.features=online\)"
+    with pytest.raises(BadInputError, match=rf"needs 53\.4 kB, but its disk has 9 kB free\. Free some, {expected}"):
+        build(LAST_TAPS, dataset=longer)
+
+
+def test_shards_suit_the_store_and_not_the_number_of_processes() -> None:
+    assert shard_size(1000) == LEAST_BYTES
+    assert shard_size(64 * 10**7) == 10**7
+    assert shard_size(10**12) == MOST_BYTES

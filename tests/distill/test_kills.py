@@ -23,10 +23,9 @@ from accelerate import PartialState
 
 from outrider.common import process_group
 from outrider.distill import distill, servers
-from outrider.recipes import Recipe
 from outrider.targets import Target
 
-from .conftest import Server, data_recipe, write_rows
+from .conftest import Place, Server
 
 KILLS, SEED = 30, 20261122
 TEXTS = [f"{text} {i}" for i in range(40) for text in ("def add(first, second):", "for name in", "class Stack:", "x")]
@@ -34,9 +33,9 @@ TEXTS = [f"{text} {i}" for i in range(40) for text in ("def add(first, second):"
 Process = Any
 
 
-def recipe(folder: Path, name: str, **data: Any) -> Recipe:
-    file = write_rows(folder / "texts.jsonl", ({"text": text} for text in TEXTS))
-    return data_recipe(folder / name, **{"prompts": [file], "max_new_tokens": 16, "batch_size": 4, **data})
+@pytest.fixture
+def place(tmp_path: Path, tiny_target: Target) -> Place:
+    return Place(tmp_path, tiny_target, [{"text": text} for text in TEXTS], {"max_new_tokens": 16, "batch_size": 4})
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -86,9 +85,9 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_processes_killed_at_random_end_as_one_that_is_not(tiny_target: Target, tmp_path: Path, size: int) -> None:
-    chance, made = random.Random(SEED + size), recipe(tmp_path, "killed", sampling={"temperature": 1.0})
-    whole = distill(recipe(tmp_path, "whole", sampling={"temperature": 1.0}), tiny_target)
+def test_processes_killed_at_random_end_as_one_that_is_not(place: Place, tiny_target: Target, size: int) -> None:
+    chance, made = random.Random(SEED + size), place.recipe("killed", sampling={"temperature": 1.0})
+    whole = distill(place.recipe("whole", sampling={"temperature": 1.0}), tiny_target)
     kills = before = 0
     while kills < KILLS:
         running = start(partial(distill, made, tiny_target), size)
@@ -105,7 +104,7 @@ def test_processes_killed_at_random_end_as_one_that_is_not(tiny_target: Target, 
         before = now
         if (made.output_folder / "data").exists():  # from the beginning, until there were as many kills
             assert content(made.output_folder / "data") == content(whole)
-            made, before = recipe(tmp_path, f"killed-{kills}", sampling={"temperature": 1.0}), 0
+            made, before = place.recipe(f"killed-{kills}", sampling={"temperature": 1.0}), 0
     for process in start(partial(distill, made, tiny_target), size):
         process.join(120)
         assert process.exitcode == 0
@@ -115,17 +114,14 @@ def test_processes_killed_at_random_end_as_one_that_is_not(tiny_target: Target, 
 
 @pytest.mark.slow
 def test_servers_and_those_who_ask_them_killed_at_random_answer_every_prompt_once(
-    tiny_target: Target,
-    start_server: Callable[..., Server],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    place: Place, tiny_target: Target, start_server: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, seconds in (("SECONDS_BETWEEN_FILES", 0.1), ("FIRST_DELAY", 0.02), ("LONGEST_DELAY", 0.2)):
         monkeypatch.setattr(servers, name, seconds)
     monkeypatch.setattr(openai._base_client, "INITIAL_RETRY_DELAY", 0.02)
     chance, fleet = random.Random(SEED), [start_server(), start_server()]
     asked = {"servers": [server.url for server in fleet], "requests": {"concurrency": 2, "patience": 20}}
-    made, whole = recipe(tmp_path, "killed", **asked), distill(recipe(tmp_path, "whole"), tiny_target)
+    made, whole = place.recipe("killed", **asked), distill(place.recipe("whole"), tiny_target)
     kills = before = 0
     while kills < KILLS:
         (running,) = start(partial(distill, made, tiny_target), 1)
@@ -144,6 +140,6 @@ def test_servers_and_those_who_ask_them_killed_at_random_answer_every_prompt_onc
         before = now
         if (made.output_folder / "data").exists():
             assert content(made.output_folder / "data") == content(whole)
-            made, before = recipe(tmp_path, f"killed-{kills}", **asked), 0
+            made, before = place.recipe(f"killed-{kills}", **asked), 0
     distill(made, tiny_target)
     assert content(made.output_folder / "data") == content(whole)

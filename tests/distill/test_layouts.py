@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import datetime
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import PreTrainedTokenizerFast
 
 from outrider.distill.collect import PromptReading, collect
 from outrider.distill.layouts import RowError, understand
 
-U, A, S = ({"role": role, "content": text} for role, text in (("user", "u"), ("assistant", "a"), ("system", "s")))
+from .conftest import Tokenizer, assistant, user, write_rows
+
+U, A, S = user("u"), assistant("a"), {"role": "system", "content": "s"}
+GPT = [{"from": "human", "value": "u"}, {"from": "gpt", "value": "a"}]
 CALL = {"type": "function", "function": {"name": "ls", "arguments": '{"path": "."}'}}
 
 
@@ -28,11 +29,7 @@ def said(turns: tuple[tuple[dict[str, Any], ...], ...]) -> list[str]:
         ({"messages": [U, A, U]}, "messages", (["u", "u"], ["a"])),
         ({"messages": [A, U, A, A]}, "messages", (["u"], ["a+a"])),
         ({"messages": [S, A, U]}, "messages", (["s+u"], [])),
-        (
-            {"conversations": [{"from": "human", "value": "u"}, {"from": "gpt", "value": "a"}]},
-            "messages",
-            (["u"], ["a"]),
-        ),
+        ({"conversations": GPT}, "messages", (["u"], ["a"])),
         ({"system": "s", "conversation": [U, A]}, "messages", (["s+u"], ["a"])),
         ({"prompt": [U], "completion": [A]}, "messages", (["u"], ["a"])),
         ({"turns": ["u", "v"], "reference": ["a", "b"]}, "turns", (["u", "v"], ["a", "b"])),
@@ -42,7 +39,7 @@ def said(turns: tuple[tuple[dict[str, Any], ...], ...]) -> list[str]:
         ({"instruction": "u", "input": "v", "output": "a"}, "question", (["u\n\nv"], ["a"])),
         ({"instruction": "u", "input": "", "output": "a"}, "question", (["u"], ["a"])),
         ({"messages": [S, A]}, "messages", ([""], [])),
-        ({"messages": [{"role": "user", "content": " "}, A]}, "messages", ([""], [])),
+        ({"messages": [user(" "), A]}, "messages", ([""], [])),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "u"}]}]}, "messages", (["u"], [])),
     ],
 )
@@ -81,22 +78,19 @@ def test_a_recipe_can_name_the_column() -> None:
     row = {"problem": "x", "text": "t", "answer": "y"}
     assert understand(row, "here", column="problem").text == "x"
     asked = understand(row, "here", "question", "problem")
-    assert (asked.layout, asked.key, said((asked.messages,)), said(asked.given)) == (
-        "question",
-        "problem",
-        ["x"],
-        ["y"],
-    )
+    assert (asked.layout, asked.key) == ("question", "problem")
+    assert (said((asked.messages,)), said(asked.given)) == (["x"], ["y"])
     assert understand({"dialogue": [U, A]}, "here", column="dialogue").layout == "messages"
     with pytest.raises(RowError, match=r"expected one of task \(data.prompts says column: task\); found problem"):
         understand(row, "here", "question", "task")
 
 
 def test_one_question_is_the_last_of_a_chat_and_the_first_of_turns() -> None:
-    chat = understand({"messages": [S, U, A, {"role": "user", "content": "v"}, A]}, "here").last_question()
+    chat = understand({"messages": [S, U, A, user("v"), A]}, "here").last_question()
     assert (said((chat.messages,)), chat.later, said(chat.given)) == (["s+u+a+v"], (), ["a"])
-    turns = understand({"turns": ["u", "v"]}, "here").last_question()
-    assert (said((turns.messages,)), turns.later) == (["u"], ())
+    for references, given in (({}, []), ({"reference": ["a", "b"]}, ["a"])):
+        turns = understand({"turns": ["u", "v"], **references}, "here").last_question()
+        assert (said((turns.messages,)), turns.later, said(turns.given)) == (["u"], (), given)
 
 
 def test_tool_calls_hold_objects_as_templates_expect_them_and_nulls_of_tables_are_gone() -> None:
@@ -128,6 +122,8 @@ def test_arguments_that_are_no_json_stay_as_the_model_wrote_them() -> None:
     assert found.given[0][0]["tool_calls"] == [broken]
 
 
+IMAGE: Any = [{"type": "image_url", "image_url": {"url": "x"}}]
+NEEDS = "a message needs `role` and `content`"
 FAULTS = [
     ({}, "expected one of text, prompt, question, messages, conversations, turns; found no keys."),
     ({"txet": "x"}, "found txet."),
@@ -144,20 +140,14 @@ FAULTS = [
     ({"messages": "x"}, 'expected a list of messages, found "x".'),
     ({"messages": ["x"]}, 'expected a list of messages, found ["x"].'),
     ({"messages": {"role": "user"}}, "expected a list of messages, found "),
-    (
-        {"messages": [{"text": "x"}]},
-        "a message needs `role` and `content` (or `from` and `value`); found the keys text.",
-    ),
-    ({"messages": [{"role": 3, "content": "x"}]}, "a message needs `role` and `content`"),
+    ({"messages": [{"text": "x"}]}, f"{NEEDS} (or `from` and `value`); found the keys text."),
+    ({"messages": [{"role": 3, "content": "x"}]}, NEEDS),
     ({"messages": [{"role": "usr", "content": "x"}]}, "a message has the role 'usr'; expected one of system, "),
     ({"messages": [{"role": "user", "content": None}]}, "the content of a message (user) must be text, found null."),
     ({"messages": [{"role": "user"}]}, "the content of a message (user) must be text, found null."),
     ({"messages": [U, {"role": "assistant", "content": None}]}, "a message (assistant) must be text, found null."),
     ({"messages": [{"role": "user", "content": 7}]}, "the content of a message (user) must be text, found 7."),
-    (
-        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-        "the content of a message (user) must be text, found [{",
-    ),
+    ({"messages": [user(IMAGE)]}, "the content of a message (user) must be text, found [{"),
     ({"messages": [U, {**A, "tool_calls": "ls"}]}, '`tool_calls` must be a list, found "ls".'),
     ({"messages": [U, {**A, "tool_calls": ["ls"]}]}, 'a tool call must be an object, found "ls".'),
     ({"messages": [U], "tools": "ls"}, "`tools` must be a list, or JSON of one: not valid JSON"),
@@ -171,16 +161,15 @@ FAULTS = [
 
 @pytest.mark.parametrize(("row", "expected"), FAULTS)
 def test_a_planted_fault_is_named_with_its_place(
-    tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast, row: dict[str, Any], expected: str
+    tmp_path: Path, tokenizer: Tokenizer, row: dict[str, Any], expected: str
 ) -> None:
     """In the third row of a real file, which is read as a recipe's is."""
-    file = tmp_path / "chats.jsonl"
-    file.write_text("".join(json.dumps(r) + "\n" for r in ({"text": "a"}, {"text": "b"}, row)))
+    file = write_rows(tmp_path / "chats.jsonl", [{"text": "a"}, {"text": "b"}, row])
     with pytest.raises(RowError) as caught:
-        collect([str(file)], tiny_tokenizer)
+        collect([file], tokenizer)
     assert str(caught.value).startswith(f"{file}, row 3: ")
     assert expected in str(caught.value)
-    found = collect([str(file)], tiny_tokenizer, reading=PromptReading(drop_malformed=True))
+    found = collect([file], tokenizer, reading=PromptReading(drop_malformed=True))
     assert (len(found.prompts), found.counts()["malformed"]) == (2, 1)
     assert expected in found.sources[0].examples["malformed"]
 
@@ -192,8 +181,3 @@ def test_what_no_template_reads_of_a_message_is_left_out() -> None:
     noted = understand({"messages": [{**U, **notes}, {**A, **kept, **notes}]}, "here")
     assert (noted.messages, noted.given) == ((U,), (({**A, **kept},),))
     assert noted.canonical(with_answers=True) == understand({"messages": [U, {**A, **kept}]}, "here").canonical(True)
-
-
-def test_one_question_of_turns_is_the_first_whether_or_not_there_are_references() -> None:
-    asked = understand({"turns": ["u", "v"], "reference": ["a", "b"]}, "here").last_question()
-    assert (said((asked.messages,)), asked.later, said(asked.given)) == (["u"], (), ["a"])

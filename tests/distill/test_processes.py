@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,27 +18,18 @@ from torch import distributed
 from outrider.decode import Decoder, Output
 from outrider.distill import distill, load_responses, prompts
 from outrider.distill.decoding import batches
-from outrider.distill.prompts import Prompt
 from outrider.recipes import Recipe
 from outrider.targets import Target
 
-from .conftest import data_recipe, write_rows
+from .conftest import Place, killed
 
 TEXTS = [f"{text} {i}" for i in range(6) for text in ("def add(first, second):", "for name in", "class Stack:", "x")]
 
-MakeRecipe = Callable[..., Recipe]
-
 
 @pytest.fixture
-def make_recipe(tmp_path: Path) -> MakeRecipe:
-    """`make_recipe(output="run", **data)`: a recipe over TEXTS."""
-    file = write_rows(tmp_path / "texts.jsonl", ({"text": text} for text in TEXTS))
-
-    def make(output: str, path: Path | str = "in memory", **data: Any) -> Recipe:
-        values = {"prompts": [file], "max_new_tokens": 8, "batch_size": 2, **data, "sampling": {"temperature": 1.0}}
-        return data_recipe(tmp_path / output, path, **values)
-
-    return make
+def place(tmp_path: Path, tiny_target: Target) -> Place:
+    data = {"max_new_tokens": 8, "batch_size": 2, "sampling": {"temperature": 1.0}}
+    return Place(tmp_path, tiny_target, [{"text": text} for text in TEXTS], data)
 
 
 def note_who_answers(monkeypatch: pytest.MonkeyPatch, notes: Path, slow_rank: str = "") -> None:
@@ -72,12 +61,12 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 def test_any_number_of_processes_gives_the_same_data_set_and_a_slow_one_holds_nobody_up(
-    make_recipe: MakeRecipe, tiny_target: Target, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    place: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    one = distill(make_recipe("one"), tiny_target)
+    one = place.distil("one")
     note_who_answers(monkeypatch, tmp_path / "notes", slow_rank="1")
-    several = make_recipe("several")
-    debug_launcher(distil_together, (several, tiny_target), num_processes=3)
+    several = place.recipe("several")
+    debug_launcher(distil_together, (several, place.target), num_processes=3)
     assert content(several.output_folder / "data") == content(one)
     answered = Counter(file.read_text() for file in (tmp_path / "notes").iterdir())
     assert set(answered) == {"0", "1", "2"}
@@ -85,23 +74,14 @@ def test_any_number_of_processes_gives_the_same_data_set_and_a_slow_one_holds_no
     assert [p.name for p in several.output_folder.iterdir()] == ["data"], "nothing is left beside it"
 
 
-def test_a_run_killed_while_it_reads_the_prompts_leaves_nothing_for_the_next(
-    make_recipe: MakeRecipe, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recipe = make_recipe("cut")
-
-    def killed(_: Prompt) -> dict[str, Any]:
-        os.kill(os.getpid(), signal.SIGKILL)
-        raise AssertionError
+def test_a_run_killed_while_reading_prompts_leaves_nothing(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = place.recipe("cut")
 
     with monkeypatch.context() as patch:
-        patch.setattr(prompts, "_row", killed)
-        child = multiprocessing.get_context("fork").Process(target=distill, args=(recipe, tiny_target))
-        child.start()
-        child.join(60)
-    assert child.exitcode == -signal.SIGKILL
+        patch.setattr(prompts, "_row", lambda prompt: os.kill(os.getpid(), signal.SIGKILL))
+        killed(lambda: distill(recipe, place.target))
     assert list(recipe.output_folder.iterdir()), "what it had begun to write"
-    distill(recipe, tiny_target)
+    distill(recipe, place.target)
     assert [p.name for p in recipe.output_folder.iterdir()] == ["data"]
 
 
@@ -115,10 +95,10 @@ def test_batches_become_smaller_towards_the_end_for_several_processes_only() -> 
 
 
 @pytest.fixture
-def checkpoint(tiny_target: Target, tmp_path: Path) -> Path:
+def checkpoint(place: Place, tmp_path: Path) -> Path:
     folder = tmp_path / "target"
-    tiny_target.model.save_pretrained(folder)
-    tiny_target.require_tokenizer().save_pretrained(folder)
+    place.target.model.save_pretrained(folder)
+    place.target.require_tokenizer().save_pretrained(folder)
     return folder
 
 
@@ -137,10 +117,10 @@ def launch(recipe: Recipe, tmp_path: Path, rank: int, size: int, port: int) -> s
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_process_that_is_killed_ends_the_others_and_the_next_run_takes_its_batches(
-    make_recipe: MakeRecipe, checkpoint: Path, tmp_path: Path, killed: int
+    place: Place, checkpoint: Path, tmp_path: Path, killed: int
 ) -> None:
     """Whichever of them it is, and however many there are afterwards."""
-    slow = make_recipe("cut", checkpoint, max_new_tokens=100, batch_size=1)
+    slow = place.recipe("cut", path=checkpoint, max_new_tokens=100, batch_size=1)
     running = [launch(slow, tmp_path, rank, 2, 29611 + killed) for rank in range(2)]
     partial = slow.output_folder / "data.partial"
     while not list(partial.glob("*.jsonl")):
@@ -156,17 +136,15 @@ def test_a_process_that_is_killed_ends_the_others_and_the_next_run_takes_its_bat
     assert 0 < len(kept) < len(TEXTS)
     again = [launch(slow, tmp_path, rank, 3, 29613 + killed) for rank in range(3)]
     assert [process.wait(120) for process in again] == [0, 0, 0]
-    whole = distill(make_recipe("whole", checkpoint, max_new_tokens=100, batch_size=8))
+    whole = distill(place.recipe("whole", path=checkpoint, max_new_tokens=100, batch_size=8))
     assert load_responses(slow.output_folder / "data")[:] == load_responses(whole)[:]
 
 
 @pytest.mark.slow
-def test_what_the_first_process_raises_ends_the_others_with_its_message(
-    make_recipe: MakeRecipe, checkpoint: Path, tmp_path: Path
-) -> None:
-    recipe = make_recipe("other", checkpoint)
+def test_an_error_of_the_first_process_ends_the_others_with_it(place: Place, checkpoint: Path, tmp_path: Path) -> None:
+    recipe = place.recipe("other", path=checkpoint)
     distill(recipe)
-    changed = make_recipe("other", checkpoint, max_new_tokens=9)
+    changed = place.recipe("other", path=checkpoint, max_new_tokens=9)
     running = [launch(changed, tmp_path, rank, 2, 29621) for rank in range(2)]
     said = [process.communicate(timeout=60)[1] for process in running]
     assert [process.returncode for process in running] == [2, 2]

@@ -12,8 +12,8 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,8 @@ from ..conftest import place_of
 from .conftest import data_recipe, write_rows
 
 NUM_PROMPTS, PORT = 120, 18741
+
+Server = AbstractContextManager[subprocess.Popen[bytes]]
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +69,7 @@ def rows(folder: Path) -> dict[str, list[int]]:
 
 @pytest.fixture(scope="module")
 def own(tmp_path_factory: pytest.TempPathFactory, prompts: Path, target: Target) -> dict[str, list[int]]:
-    """Return what our own decoder answers."""
+    """The answers of our own decoder."""
     return rows(distill(recipe(tmp_path_factory.mktemp("own"), prompts, None), target))
 
 
@@ -103,6 +105,22 @@ def answers(port: int) -> bool:
         return False
 
 
+def distil_though_killed(made: Recipe, target: Target, server: Callable[[], Server]) -> Path:
+    """Distil by a server that is killed half-way and started again."""
+    partial = made.output_folder / "data.partial"
+    with server() as first:
+        worker = threading.Thread(target=distill, args=(made, target))
+        worker.start()
+        while not list(partial.glob("*.jsonl")):
+            assert worker.is_alive(), "it ended by itself"
+            time.sleep(0.02)
+        kill(first)
+        assert worker.is_alive(), "the server was killed before the end"
+        with server():
+            worker.join(300)
+    return made.output_folder / "data"
+
+
 # ------------------------------------------------------------ vLLM
 
 
@@ -112,7 +130,7 @@ def launch() -> VllmLaunch:
     return VllmLaunch(python_of(environment), str(embedded_path()), "float32", environment={"OMP_NUM_THREADS": "1"})
 
 
-def vllm(launch: VllmLaunch, tmp_path: Path) -> Any:
+def vllm(launch: VllmLaunch, tmp_path: Path) -> Server:
     return running(launch.command(PORT), launch.variables(), PORT, tmp_path / "log")
 
 
@@ -120,25 +138,8 @@ def vllm(launch: VllmLaunch, tmp_path: Path) -> Any:
 def test_vllm_killed_half_way_and_restarted_gives_the_data_set_of_our_own_decoder(
     launch: VllmLaunch, tmp_path: Path, prompts: Path, target: Target, own: dict[str, list[int]]
 ) -> None:
-    made, done = recipe(tmp_path / "run", prompts, PORT), threading.Event()
-
-    def kill_half_way(server: subprocess.Popen[bytes]) -> None:
-        while not any(line for file in partial.glob("*.jsonl") for line in file.open()) and not done.is_set():
-            time.sleep(0.02)
-        kill(server)
-
-    partial = made.output_folder / "data.partial"
-    with vllm(launch, tmp_path) as first:
-        killer = threading.Thread(target=kill_half_way, args=(first,))
-        killer.start()
-        worker = threading.Thread(target=distill, args=(made, target))
-        worker.start()
-        killer.join()
-        assert worker.is_alive(), "the server was killed before the end"
-        with vllm(launch, tmp_path):
-            worker.join(120)
-    done.set()
-    assert rows(made.output_folder / "data") == own
+    made = recipe(tmp_path / "run", prompts, PORT)
+    assert rows(distil_though_killed(made, target, lambda: vllm(launch, tmp_path))) == own
 
 
 @pytest.mark.served
@@ -174,17 +175,8 @@ def test_transformers_serve_gives_what_our_own_decoder_gives_as_far_as_its_texts
     command += ["--port", str(PORT + 1), "--device", "cpu", "--dtype", "float32"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     made = recipe(tmp_path / "run", prompts, PORT + 1, model=str(embedded_path()), concurrency=2)
-    partial = made.output_folder / "data.partial"
-    with running(command, environment, PORT + 1, tmp_path / "log") as first:
-        worker = threading.Thread(target=distill, args=(made, target))
-        worker.start()
-        while not list(partial.glob("*.jsonl")):
-            assert worker.is_alive(), "it ended by itself"
-            time.sleep(0.02)
-        kill(first)
-        with running(command, environment, PORT + 1, tmp_path / "log"):
-            worker.join(300)
-    found, counts = rows(made.output_folder / "data"), provenance(made.output_folder / "data")["counts"]
+    folder = distil_though_killed(made, target, lambda: running(command, environment, PORT + 1, tmp_path / "log"))
+    found, counts = rows(folder), provenance(folder)["counts"]
     dropped = sum(count for name, count in counts.items() if name.endswith("_responses"))
     assert len(found) + dropped == NUM_PROMPTS
     assert dropped < 0.3 * NUM_PROMPTS

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +11,15 @@ import torch
 
 from outrider.common import BadInputError
 from outrider.decode import Decoder, Output
-from outrider.distill import distill, load_responses, provenance
+from outrider.distill import load_responses, provenance
 from outrider.distill.data_set import depths_of_answer, depths_of_rows, rounds_of
 from outrider.heads import Drafter, DraftModel, Ngram, load_drafter
-from outrider.recipes import Recipe
 from outrider.targets import Target
 
-from .conftest import data_recipe, write_rows
-from .test_responses import count_prompts, interrupt, rows
+from .conftest import Place, count_prompts, rows_of
 
 TEXTS = ["def add(first, second):", "for name in", "The target", "class Stack:", "print(name, len(name))", "x"]
 TURNS = [["hello", "and then"], ["one"], ["def add", "more", "again"]]
-
-MakeRecipe = Callable[..., Recipe]
 
 
 @pytest.fixture
@@ -34,9 +29,9 @@ def ngram(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def similar(tmp_path: Path, tiny_target: Target) -> str:
+def similar(tmp_path: Path, place: Place) -> str:
     """The folder of a draft model that is the target with some noise in it: some of its drafts are accepted."""
-    model = copy.deepcopy(tiny_target.model)
+    model = copy.deepcopy(place.target.model)
     torch.manual_seed(0)
     for parameter in model.parameters():
         parameter.data += 0.05 * parameter.std() * torch.randn_like(parameter)
@@ -45,16 +40,14 @@ def similar(tmp_path: Path, tiny_target: Target) -> str:
 
 
 @pytest.fixture
-def make_recipe(tmp_path: Path) -> MakeRecipe:
-    """`make_recipe(output="run", **data)`: a recipe over TEXTS."""
-    write_rows(tmp_path / "texts.jsonl", ({"text": text} for text in TEXTS))
-    write_rows(tmp_path / "turns.jsonl", ({"turns": turns} for turns in TURNS))
+def prompts() -> str:
+    return "texts"
 
-    def make(output: str = "run", prompts: str = "texts", **data: Any) -> Recipe:
-        values = {"prompts": [str(tmp_path / f"{prompts}.jsonl")], "max_new_tokens": 40, "batch_size": 2, **data}
-        return data_recipe(tmp_path / output, **values)
 
-    return make
+@pytest.fixture
+def place(tmp_path: Path, tiny_target: Target, prompts: str) -> Place:
+    given = [{"text": text} for text in TEXTS] if prompts == "texts" else [{"turns": turns} for turns in TURNS]
+    return Place(tmp_path, tiny_target, given, {"max_new_tokens": 40, "batch_size": 2})
 
 
 def watched(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, ...], list[int]]:
@@ -93,19 +86,14 @@ def test_depths_by_hand() -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("prompts", ["texts", "turns"])
 def test_stored_rounds_are_the_decoders_own_and_the_text_is_that_without_them(
-    make_recipe: MakeRecipe,
-    tiny_target: Target,
-    similar: str,
-    monkeypatch: pytest.MonkeyPatch,
-    temperature: float,
-    prompts: str,
+    place: Place, similar: str, monkeypatch: pytest.MonkeyPatch, temperature: float, prompts: str
 ) -> None:
     sampling = {"temperature": temperature, "seed": 3}
-    plain = distill(make_recipe("plain", prompts, sampling=sampling), tiny_target)
+    plain = place.distil("plain", sampling=sampling)
     played = watched(monkeypatch)
-    folder = distill(make_recipe("drafted", prompts, sampling=sampling, drafter=similar), tiny_target)
-    found = rows(folder)
-    assert [{k: v for k, v in row.items() if k != "depths"} for row in found] == rows(plain)
+    folder = place.distil("drafted", sampling=sampling, drafter=similar)
+    found = rows_of(folder)
+    assert [{k: v for k, v in row.items() if k != "depths"} for row in found] == rows_of(plain)
     answers = 0
     for row in found:
         assert len(row["depths"]) == len(row["input_ids"])
@@ -121,10 +109,10 @@ def test_stored_rounds_are_the_decoders_own_and_the_text_is_that_without_them(
     assert count == len(TEXTS if prompts == "texts" else TURNS)
 
 
-def test_rounds_are_as_deep_as_the_recipe_says(make_recipe: MakeRecipe, tiny_target: Target, tmp_path: Path) -> None:
+def test_rounds_are_as_deep_as_the_recipe_says(place: Place, tmp_path: Path) -> None:
     """A drafter that is the target has all accepted: rounds emit one token more than the depth."""
-    DraftModel(tiny_target.model).save(tmp_path / "itself")
-    found = rows(distill(make_recipe(drafter=str(tmp_path / "itself"), draft_depth=2, limit=2), tiny_target))
+    DraftModel(place.target.model).save(tmp_path / "itself")
+    found = rows_of(place.distil(drafter=str(tmp_path / "itself"), draft_depth=2, limit=2))
     for row in found:
         for begin, end in answers_of(row):
             assert row["depths"][begin:end] == [0, *[1, 2, 3] * 40][: end - begin]
@@ -132,52 +120,50 @@ def test_rounds_are_as_deep_as_the_recipe_says(make_recipe: MakeRecipe, tiny_tar
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_an_interrupted_run_keeps_its_rounds(
-    make_recipe: MakeRecipe, tiny_target: Target, ngram: str, monkeypatch: pytest.MonkeyPatch, temperature: float
+    place: Place, ngram: str, monkeypatch: pytest.MonkeyPatch, temperature: float
 ) -> None:
     """What was finished is not answered again, and its rounds are those of a run that was not interrupted."""
     data = {"sampling": {"temperature": temperature, "seed": 3}, "drafter": ngram}
-    whole = distill(make_recipe("whole", **data), tiny_target)
-    interrupt(make_recipe("cut", **data), tiny_target, after=2)
+    whole = place.distil("whole", **data)
+    place.interrupt("cut", after=2, **data)
     sizes = count_prompts(monkeypatch)
-    cut = distill(make_recipe("cut", **data, batch_size=1), tiny_target)
+    cut = place.distil("cut", **data, batch_size=1)
     assert sizes == [1, 1]
-    assert rows(cut) == rows(whole)
+    assert rows_of(cut) == rows_of(whole)
     assert rounds_of(cut) == rounds_of(whole)
 
 
-def test_responses_begun_without_a_drafter_may_be_finished_with_one(
-    make_recipe: MakeRecipe, tiny_target: Target, ngram: str, similar: str
-) -> None:
+def test_responses_begun_without_a_drafter_may_be_finished_with_one(place: Place, ngram: str, similar: str) -> None:
     """Or with another one. Their text is the same; who has no rounds says so, row by row; each drafter is named."""
-    whole = distill(make_recipe("whole"), tiny_target)
-    interrupt(make_recipe("cut"), tiny_target, after=2)
-    cut = distill(make_recipe("cut", drafter=ngram), tiny_target)
-    found = rows(cut)
-    assert [row["input_ids"] for row in found] == [row["input_ids"] for row in rows(whole)]
+    whole = place.distil("whole")
+    place.interrupt("cut", after=2)
+    cut = place.distil("cut", drafter=ngram)
+    found = rows_of(cut)
+    assert [row["input_ids"] for row in found] == [row["input_ids"] for row in rows_of(whole)]
     assert sum(row["depths"] is None for row in found) == 4
     assert list(rounds_of(cut).values()) == [2]
-    interrupt(make_recipe("both", drafter=ngram), tiny_target, after=2)
-    both = rounds_of(distill(make_recipe("both", drafter=similar), tiny_target))
+    place.interrupt("both", after=2, drafter=ngram)
+    both = rounds_of(place.distil("both", drafter=similar))
     assert {who.split()[0]: count for who, count in both.items()} == {"ngram": 4, "draft_model": 2}
     assert load_responses(cut).data.column("depths").null_count == 4
 
 
 def test_a_finished_data_set_is_that_of_any_drafter(
-    make_recipe: MakeRecipe, tiny_target: Target, ngram: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: Place, ngram: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The text does not depend on who drafts, so nothing is answered again; the rounds stay the first one's."""
-    first = distill(make_recipe(drafter=ngram), tiny_target)
+    first = place.distil(drafter=ngram)
     before = rounds_of(first)
-    DraftModel(tiny_target.model).save(tmp_path / "itself")
+    DraftModel(place.target.model).save(tmp_path / "itself")
     sizes = count_prompts(monkeypatch)
     for drafter in (str(tmp_path / "itself"), None):
-        assert distill(make_recipe(drafter=drafter), tiny_target) == first
+        assert place.distil(drafter=drafter) == first
     assert sizes == []
     assert rounds_of(first) == before
 
 
-def test_without_a_drafter_there_are_no_rounds(make_recipe: MakeRecipe, tiny_target: Target) -> None:
-    folder = distill(make_recipe(), tiny_target)
+def test_without_a_drafter_there_are_no_rounds(place: Place) -> None:
+    folder = place.distil()
     assert "depths" not in load_responses(folder).column_names
     with pytest.raises(
         BadInputError, match=r"data\.verified: the responses in .* without a drafter .*\(data\.drafter\)"
@@ -185,9 +171,7 @@ def test_without_a_drafter_there_are_no_rounds(make_recipe: MakeRecipe, tiny_tar
         rounds_of(folder)
 
 
-def test_rounds_name_the_drafter_by_content(
-    make_recipe: MakeRecipe, tiny_target: Target, ngram: str, tmp_path: Path
-) -> None:
-    folder = distill(make_recipe(drafter=ngram), tiny_target)
-    drafter: Drafter[Any] = load_drafter(ngram, tiny_target)
+def test_rounds_name_the_drafter_by_content(place: Place, ngram: str, tmp_path: Path) -> None:
+    folder = place.distil(drafter=ngram)
+    drafter: Drafter[Any] = load_drafter(ngram, place.target)
     assert rounds_of(folder) == {f"ngram {drafter.digest()[:16]}": len(TEXTS)}

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +20,12 @@ from outrider.distill.collect import Collection
 from outrider.distill.conversation import render
 from outrider.distill.journal import Answer, Journal
 from outrider.distill.prompts import Prompt
-from outrider.recipes import Recipe
 from outrider.targets import Target
 
-from .conftest import Server, data_recipe, write_rows
-from .faulty_proxy import FaultyProxy, running
+from .conftest import Place, Server
 
 TEXTS = [f"{text} {i}" for i in range(5) for text in ("def add(first, second):", "for name in", "class Stack:", "x")]
 
-MakeRecipe = Callable[..., Recipe]
 Start = Callable[..., Server]
 
 
@@ -43,16 +39,8 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def make_recipe(tmp_path: Path) -> MakeRecipe:
-    """`make_recipe(output, *servers, texts=TEXTS, chat=False, **data)`: a recipe that these servers answer."""
-
-    def make(output: str, *fleet: Any, rows: list[dict[str, Any]] | None = None, **data: Any) -> Recipe:
-        file = write_rows(tmp_path / f"{output}.jsonl", rows or [{"text": text} for text in TEXTS])
-        values: dict[str, Any] = {"prompts": [file], "max_new_tokens": 8, "batch_size": 3, **data}
-        urls = [server.url if isinstance(server, (Server, FaultyProxy)) else server for server in fleet]
-        return data_recipe(tmp_path / output, **values, servers=urls or None)
-
-    return make
+def place(tmp_path: Path, tiny_target: Target) -> Place:
+    return Place(tmp_path, tiny_target, [{"text": text} for text in TEXTS], {"max_new_tokens": 8, "batch_size": 3})
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
@@ -62,63 +50,43 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 CHATS = [{"messages": [{"role": "user", "content": text}]} for text in TEXTS]
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    ("how", "asked"),
-    [({}, "texts"), ({"completions": False}, "chats")],
-    ids=["token ids", "chat"],
-)
+@pytest.mark.parametrize(("kind", "stream"), [("token ids", False), ("token ids", True), ("chat", False)])
 def test_every_kind_of_server_gives_the_data_set_of_our_own_decoder(
-    make_recipe: MakeRecipe, tiny_target: Target, start_server: Start, how: dict[str, Any], asked: str, stream: bool
+    place: Place, start_server: Start, kind: str, stream: bool
 ) -> None:
-    if stream and asked == "chats":
-        pytest.skip("the test's server streams completions only")
-    given = None if asked == "texts" else CHATS
-    server = start_server(**how)
-    folder = distill(make_recipe("served", server, rows=given, requests={"stream": stream}), tiny_target)
-    assert rows(folder) == rows(distill(make_recipe("own", rows=given), tiny_target))
+    given = CHATS if kind == "chat" else None
+    server = start_server(completions=kind != "chat")
+    folder = place.distil("served", server, rows=given, requests={"stream": stream})
+    assert rows(folder) == rows(place.distil("own", rows=given))
     assert server.bodies[-1]["max_tokens"] == 8
 
 
-def test_of_a_server_of_texts_only_what_is_certain_is_kept(make_recipe: MakeRecipe, start_server: Start) -> None:
+def test_of_a_server_of_texts_only_what_is_certain_is_kept(place: Place, start_server: Start) -> None:
     """A text that has other tokens when it is read again is left out, never guessed."""
     target = Target.load("embedded", dtype="float32", device="cpu")
     server = start_server(target=target, ids=False)
-    folder = distill(make_recipe("served", server), target)
-    counts, kept, own = provenance(folder)["counts"], rows(folder), rows(distill(make_recipe("own"), target))
+    folder = distill(place.recipe("served", server), target)
+    counts, kept, own = provenance(folder)["counts"], rows(folder), rows(distill(place.recipe("own"), target))
     dropped = counts.get("other_tokens_responses", 0) + counts.get("unreadable_text_responses", 0)
     assert len(kept) == len(TEXTS) - dropped > 0.7 * len(TEXTS)
     assert all(row in own for row in kept)
     assert all(isinstance(body["prompt"], str) for body in server.bodies[-3:])
 
 
-def test_faults_of_every_kind_change_nothing(make_recipe: MakeRecipe, tiny_target: Target, start_server: Start) -> None:
-    server = start_server()
-    proxy = FaultyProxy(("127.0.0.1", server.port), share=0.4, seconds=1.0, seed=1)
-    with running(proxy):
-        requests = {"timeout": 0.6, "concurrency": 4, "retries": 50}
-        folder = distill(make_recipe("faulty", proxy, requests=requests), tiny_target)
-    assert set(proxy.faults) == {"time-out", "500", "cut"}
-    assert rows(folder) == rows(distill(make_recipe("own"), tiny_target))
+@pytest.mark.parametrize("stream", [False, True])
+def test_faults_of_every_kind_and_cut_streams_change_nothing(place: Place, start_server: Start, stream: bool) -> None:
+    kinds = ("cut",) if stream else ("time-out", "500", "cut")
+    server = start_server(faulty=0.4, kinds=kinds, seed=2 if stream else 1)
+    requests = {"stream": stream, "concurrency": 4, "retries": 50} | ({} if stream else {"timeout": 0.6})
+    folder = place.distil("faulty", server, requests=requests)
+    assert set(server.faults) == set(kinds)
+    assert not stream or server.faults["cut"] > 3
+    assert rows(folder) == rows(place.distil("own"))
 
 
-def test_streams_that_are_cut_are_asked_again(
-    make_recipe: MakeRecipe, tiny_target: Target, start_server: Start
-) -> None:
-    proxy = FaultyProxy(("127.0.0.1", start_server().port), share=0.4, kinds=("cut",), seed=2)
-    with running(proxy):
-        requests = {"stream": True, "concurrency": 4, "retries": 50}
-        folder = distill(make_recipe("cut", proxy, requests=requests), tiny_target)
-    assert proxy.faults["cut"] > 3
-    assert rows(folder) == rows(distill(make_recipe("own"), tiny_target))
-
-
-def test_each_server_works_on_no_more_than_its_own_number_of_requests(
-    make_recipe: MakeRecipe, tiny_target: Target, start_server: Start
-) -> None:
+def test_each_server_works_on_no_more_than_its_own_number_of_requests(place: Place, start_server: Start) -> None:
     first, second = start_server(seconds=0.05), start_server(seconds=0.05)
-    recipe = make_recipe("two", {"url": first.url, "concurrency": 2}, second, requests={"concurrency": 3})
-    distill(recipe, tiny_target)
+    place.distil("two", {"url": first.url, "concurrency": 2}, second, requests={"concurrency": 3})
     assert (first.most_at_once, second.most_at_once) == (2, 3)
     assert first.asked.total() > 2 < second.asked.total()
     answered = first.asked + second.asked
@@ -127,10 +95,10 @@ def test_each_server_works_on_no_more_than_its_own_number_of_requests(
 
 
 def test_a_server_that_dies_is_put_aside_and_used_again_when_it_is_back(
-    make_recipe: MakeRecipe, tiny_target: Target, start_server: Start, caplog: pytest.LogCaptureFixture
+    place: Place, start_server: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
     steady, other = start_server(seconds=0.1), start_server()
-    port, returned = other.port, threading.Event()
+    port = other.port
 
     def die_and_return() -> None:
         while other.asked.total() < 3:
@@ -141,24 +109,20 @@ def test_a_server_that_dies_is_put_aside_and_used_again_when_it_is_back(
         while "does not answer" not in caplog.text and time.monotonic() < deadline:
             time.sleep(0.01)
         other.start(port)
-        returned.set()
 
     thread = threading.Thread(target=die_and_return)
     thread.start()
     texts = [{"text": f"{text} {i}"} for i in range(4) for text in TEXTS]
-    recipe = make_recipe("dies", steady, other, rows=texts, requests={"concurrency": 1})
-    folder = distill(recipe, tiny_target)
+    folder = place.distil("dies", steady, other, rows=texts, requests={"concurrency": 1})
     thread.join()
     assert "does not answer" in caplog.text
     assert other.asked.total() > 3, "it is asked again"
     assert len(rows(folder)) == len(texts)
 
 
-def test_an_interrupted_run_asks_only_what_is_missing(
-    make_recipe: MakeRecipe, tiny_target: Target, start_server: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_run_asks_the_rest(place: Place, start_server: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     server = start_server(seconds=0.02)
-    recipe = make_recipe("cut", server, requests={"concurrency": 2})
+    recipe = place.recipe("cut", server, requests={"concurrency": 2})
     add = Journal.add
 
     def interrupted(self: Journal, number: int, answers: Iterable[Answer]) -> None:
@@ -169,32 +133,30 @@ def test_an_interrupted_run_asks_only_what_is_missing(
     with monkeypatch.context() as patch:
         patch.setattr(Journal, "add", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            distill(recipe, tiny_target)
+            distill(recipe, place.target)
     before = server.asked.total()
     assert 0 < before < len(TEXTS)
-    folder = distill(recipe, tiny_target)
+    folder = distill(recipe, place.target)
     assert server.asked.total() - len(TEXTS) <= 2 + 1 + 1, "what was being asked, and the greetings"
-    assert rows(folder) == rows(distill(make_recipe("own"), tiny_target))
+    assert rows(folder) == rows(place.distil("own"))
 
 
-def test_a_busy_server_is_left_alone_for_a_while(
-    make_recipe: MakeRecipe, tiny_target: Target, start_server: Start
-) -> None:
+def test_a_busy_server_is_left_alone_for_a_while(place: Place, start_server: Start) -> None:
     """One that wants to be left alone for a day is asked again earlier."""
-    server = start_server()
-    server.busy = 12
-    folder = distill(make_recipe("busy", server, requests={"concurrency": 2, "retries": 20}), tiny_target)
+    busy = iter([429] * 12)
+    server = start_server(status=lambda body: next(busy, 200))
+    folder = place.distil("busy", server, requests={"concurrency": 2, "retries": 20})
     assert len(rows(folder)) == len(TEXTS)
 
 
 def test_refused_prompts_and_other_texts_are_left_out_and_counted(
-    make_recipe: MakeRecipe, tiny_target: Target, start_server: Start, caplog: pytest.LogCaptureFixture
+    place: Place, start_server: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
     def spoil(choice: dict[str, Any]) -> None:
         if choice["token_ids"][0] % 2:
             choice["text"] += " and more"
 
-    folder = distill(make_recipe("r", start_server(refuses="Stack: 3", changed=spoil)), tiny_target)
+    folder = place.distil("r", start_server(refuses="Stack: 3", changed=spoil))
     counts = provenance(folder)["counts"]
     assert counts["refused_responses"] == 1
     assert counts["other_tokens_responses"] >= 1
@@ -203,42 +165,26 @@ def test_refused_prompts_and_other_texts_are_left_out_and_counted(
     assert "some are left out: " in caplog.text
 
 
-def test_a_server_with_another_template_is_found_out(
-    make_recipe: MakeRecipe, tiny_target: Target, start_server: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_template_is_found_out(place: Place, start_server: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     server = start_server(completions=False)
     monkeypatch.setattr(server, "_tokens", lambda body: [5, 6, 7])
-    with pytest.raises(BadInputError, match=r"cannot be asked in any way \(.*chat.*: other_prompt"):
-        distill(make_recipe("o", server, rows=CHATS), tiny_target)
+    place.refuses(r"cannot be asked in any way \(.*chat.*: other_prompt", "o", server, rows=CHATS)
 
 
-def test_prompts_that_nobody_answers_are_named_and_the_others_kept(
-    make_recipe: MakeRecipe, tiny_target: Target, start_server: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server = start_server()
-    answer = server.answer
-
-    def failing(path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        text = tiny_target.require_tokenizer().decode(body["prompt"])
-        return (500, {"error": {"message": "it crashed"}}) if text == TEXTS[7] else answer(path, body)
-
-    recipe = make_recipe("f", server, requests={"retries": 3, "concurrency": 2})
-    with monkeypatch.context() as patch:
-        patch.setattr(server, "answer", failing)
-        with pytest.raises(
-            BadInputError, match=r"1 prompts could not be answered in 3 attempts each\. The first is f/8"
-        ):
-            distill(recipe, tiny_target)
+def test_prompts_that_nobody_answers_are_named_and_the_others_kept(place: Place, start_server: Start) -> None:
+    unanswered = place.target.require_tokenizer()(TEXTS[7])["input_ids"]
+    server = start_server(status=lambda body: 500 if body["prompt"] == unanswered else 200)
+    requests = {"retries": 3, "concurrency": 2}
+    expected = r"1 prompts could not be answered in 3 attempts each\. The first is texts/8"
+    place.refuses(expected, "f", server, requests=requests)
+    server.status = lambda body: 200
     server.asked.clear()
-    assert len(rows(distill(recipe, tiny_target))) == len(TEXTS)
-    assert set(server.asked) == {tuple(tiny_target.require_tokenizer()(TEXTS[7])["input_ids"])}
+    assert len(rows(place.distil("f", server, requests=requests))) == len(TEXTS)
+    assert set(server.asked) == {tuple(unanswered)}
 
 
-def test_servers_that_are_not_there_are_an_error_at_once_and_later_after_patience(
-    make_recipe: MakeRecipe, tiny_target: Target, start_server: Start
-) -> None:
-    with pytest.raises(BadInputError, match=r"none of data\.servers answers: http://127\.0\.0\.1:9/v1: "):
-        distill(make_recipe("n", "http://127.0.0.1:9/v1"), tiny_target)
+def test_servers_that_are_gone_are_an_error_at_once_and_later_after_patience(place: Place, start_server: Start) -> None:
+    place.refuses(r"none of data\.servers answers: http://127\.0\.0\.1:9/v1: ", "n", "http://127.0.0.1:9/v1")
     server = start_server(seconds=0.05)
 
     def stop_after_a_while() -> None:
@@ -247,54 +193,45 @@ def test_servers_that_are_not_there_are_an_error_at_once_and_later_after_patienc
         server.stop()
 
     threading.Thread(target=stop_after_a_while).start()
-    recipe = make_recipe("gone", server, requests={"concurrency": 1, "patience": 0.5})
-    with pytest.raises(BadInputError, match=r"no server has answered for 0\.5 s .*kept in|no server has answered"):
-        distill(recipe, tiny_target)
+    expected = r"no server has answered for 0\.5 s .*kept in|no server has answered"
+    place.refuses(expected, "gone", server, requests={"concurrency": 1, "patience": 0.5})
     server.start(0)
 
 
 def test_the_key_comes_from_the_environment_and_is_written_nowhere(
-    make_recipe: MakeRecipe,
-    tiny_target: Target,
-    start_server: Start,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    place: Place, start_server: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
     server = start_server(key="sesame-1234")
-    recipe = make_recipe("k", server, requests={"key": "MY_KEY"})
+    requests = {"key": "MY_KEY"}
     monkeypatch.setenv("MY_KEY", "wrong-5678")
-    with pytest.raises(BadInputError, match=r"The key is read from \$MY_KEY, which is set") as refused:
-        distill(recipe, tiny_target)
-    assert "wrong-5678" not in str(refused.value)
+    said = place.refuses(r"The key is read from \$MY_KEY, which is set", "k", server, requests=requests)
+    assert "wrong-5678" not in said
     monkeypatch.setenv("MY_KEY", "sesame-1234")
-    folder = distill(recipe, tiny_target)
+    folder = place.distil("k", server, requests=requests)
     written = b"".join(file.read_bytes() for file in folder.parent.rglob("*") if file.is_file())
     assert b"sesame" not in written
     assert "sesame" not in caplog.text
     with pytest.raises(BadInputError, match="the name of an environment variable"):
-        make_recipe("k", server, requests={"key": "sesame-1234"})
+        place.recipe("k", server, requests={"key": "sesame-1234"})
 
 
-def test_what_our_decoder_began_servers_do_not_end(
-    make_recipe: MakeRecipe, tiny_target: Target, start_server: Start
-) -> None:
-    distill(make_recipe("same"), tiny_target)
-    with pytest.raises(BadInputError, match="who answers \\(was our own decoder, is a server's"):
-        distill(make_recipe("same", start_server()), tiny_target)
+def test_what_our_decoder_began_servers_do_not_end(place: Place, start_server: Start) -> None:
+    place.distil("same")
+    place.refuses("who answers \\(was our own decoder, is a server's", "same", start_server())
 
 
 @pytest.mark.parametrize("served", [False, True])
 def test_every_turn_of_a_conversation_is_answered_after_the_targets_own_earlier_ones(
-    make_recipe: MakeRecipe, tiny_target: Target, start_server: Start, monkeypatch: pytest.MonkeyPatch, served: bool
+    place: Place, start_server: Start, monkeypatch: pytest.MonkeyPatch, served: bool
 ) -> None:
-    tokenizer = tiny_target.require_tokenizer()
+    tokenizer = place.target.require_tokenizer()
     first, *later = ([{"role": "user", "content": text}] for text in ("first", "second", "third"))
     text = render(tokenizer, first, "here")
     prompt = Prompt("a/1", "a", tuple(tokenizer(text)["input_ids"]), text, tuple(first), tuple(map(tuple, later)))
     monkeypatch.setattr(responses, "recipe_prompts", lambda *_, **__: Collection([prompt]))
     fleet = [start_server()] if served else []
-    found = rows(distill(make_recipe("turns", *fleet, max_new_tokens=6), tiny_target))
+    found = rows(place.distil("turns", *fleet, max_new_tokens=6))
     learnt = sum(sum(row["loss_mask"]) for row in found)
     assert 12 < learnt <= 18
     text = "".join(tokenizer.decode(row["input_ids"]) for row in found)
@@ -302,37 +239,26 @@ def test_every_turn_of_a_conversation_is_answered_after_the_targets_own_earlier_
     for row in found:  # what is supervised is what our decoder writes after all that stands before it
         begins = [i for i, m in enumerate(row["loss_mask"]) if m and not row["loss_mask"][i - 1]]
         for begin in begins:
-            written = Decoder(tiny_target).generate([row["input_ids"][:begin]], 6).tokens[0]
+            written = Decoder(place.target).generate([row["input_ids"][:begin]], 6).tokens[0]
             assert row["input_ids"][begin : begin + len(written)] == written
 
 
 def test_no_half_of_the_key_reaches_a_message(
-    make_recipe: MakeRecipe,
-    tiny_target: Target,
-    start_server: Start,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    place: Place, start_server: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A server repeats the key where the message is cut, while it fails and while it refuses."""
-    server, key = start_server(), "sesame-1234567890"
+    key, statuses = "sesame-1234567890", iter([200, 500, 503, 400, 404, 500])
     monkeypatch.setenv("MY_KEY", f" {key}\n")
-    answer, statuses = server.answer, iter([200, 500, 503, 400, 404, 500])
-
-    def failing(path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        status = next(statuses, 200)
-        pad = "x" * (120 + server.asked.total() * 5)
-        return answer(path, body) if status == 200 else (status, {"error": {"message": f"{pad}{key} {key}"}})
-
-    monkeypatch.setattr(server, "answer", failing)
+    server = start_server(status=lambda body: next(statuses, 200))
+    server.complaint = lambda: f"{'x' * (120 + server.asked.total() * 5)}{key} {key}"
     monkeypatch.setattr(servers, "FAILURES_IN_A_ROW", 1)
     with caplog.at_level(logging.INFO, logger="outrider"):
-        distill(make_recipe("h", server, requests={"key": "MY_KEY", "concurrency": 1}), tiny_target)
+        place.distil("h", server, requests={"key": "MY_KEY", "concurrency": 1})
     assert "does not answer" in caplog.text
     assert "sesa" not in caplog.text
     monkeypatch.setenv("MY_KEY", "sesame\nsesame")
-    with pytest.raises(BadInputError, match=r"\$MY_KEY holds a key with line breaks") as refused:
-        distill(make_recipe("h2", server, requests={"key": "MY_KEY"}), tiny_target)
-    assert "sesame" not in str(refused.value)
+    said = place.refuses(r"\$MY_KEY holds a key with line breaks", "h2", server, requests={"key": "MY_KEY"})
+    assert "sesame" not in said
 
 
 @pytest.mark.parametrize(
@@ -349,113 +275,65 @@ def test_no_half_of_the_key_reaches_a_message(
     ],
     ids=str,
 )
-def test_an_odd_reply_is_a_failed_attempt(
-    make_recipe: MakeRecipe, tiny_target: Target, start_server: Start, spoilt: dict[str, Any]
-) -> None:
+def test_an_odd_reply_is_a_failed_attempt(place: Place, start_server: Start, spoilt: dict[str, Any]) -> None:
     left = [0, 1, 1, 0]
 
     def spoil(choice: dict[str, Any]) -> None:
         choice.update(spoilt if left and left.pop() else {})
 
     server = start_server(changed=spoil)
-    found = make_recipe("odd", server, rows=[{"text": text} for text in TEXTS[:4]], requests={"concurrency": 1})
-    assert len(rows(distill(found, tiny_target))) == 4
+    texts = [{"text": text} for text in TEXTS[:4]]
+    assert len(rows(place.distil("odd", server, rows=texts, requests={"concurrency": 1}))) == 4
 
 
 def test_counts_that_are_no_numbers_and_lists_of_models_that_are_no_json_are_failed_attempts(
-    make_recipe: MakeRecipe, tiny_target: Target, start_server: Start, monkeypatch: pytest.MonkeyPatch
+    place: Place, start_server: Start
 ) -> None:
-    server = start_server(ids=False)
-    completed, odd = server._completed, iter([False, False, True])
-
-    def spoil(*args: Any) -> dict[str, Any]:
-        body = completed(*args)
-        return body | ({"usage": {"prompt_tokens": "many", "completion_tokens": "some"}} if next(odd, False) else {})
-
-    monkeypatch.setattr(server, "_completed", spoil)
-    texts = [{"text": text} for text in TEXTS[:4]]
-    assert rows(distill(make_recipe("c", server, rows=texts, requests={"concurrency": 1}), tiny_target))
-    with ThreadingHTTPServer(("127.0.0.1", 0), _NoJson) as other:
-        threading.Thread(target=other.serve_forever, args=(0.02,), daemon=True).start()
-        url = f"http://127.0.0.1:{other.server_address[1]}"
-        with pytest.raises(BadInputError, match=r"none of data\.servers answers"):
-            distill(make_recipe("j", url, rows=texts), tiny_target)
-        other.shutdown()
+    odd, texts = iter([False, False, True]), [{"text": text} for text in TEXTS[:4]]
+    wrong = {"prompt_tokens": "many", "completion_tokens": "some"}
+    server = start_server(ids=False, counted=lambda usage: wrong if next(odd, False) else usage)
+    assert rows(place.distil("c", server, rows=texts, requests={"concurrency": 1}))
+    place.refuses(r"none of data\.servers answers", "j", start_server(models=b'{"data": '), rows=texts)
 
 
-class _NoJson(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", "9")
-        self.end_headers()
-        self.wfile.write(b'{"data": ')
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-
-def test_ids_that_the_target_does_not_have_are_found_out_at_once(
-    make_recipe: MakeRecipe, tiny_target: Target, start_server: Start
-) -> None:
+def test_ids_that_the_target_does_not_have_are_found_out_at_once(place: Place, start_server: Start) -> None:
     def spoil(choice: dict[str, Any]) -> None:
         if "message" in choice:
             choice["token_ids"] = [10**6]
 
     server = start_server(completions=False, changed=spoil)
-    requests = {"interface": "chat"}
-    sampling = {"temperature": 1.0, "top_k": 5}
-    with pytest.raises(BadInputError, match="foreign_tokens"):
-        distill(make_recipe("v", server, rows=CHATS, requests=requests, sampling=sampling), tiny_target)
+    data = {"requests": {"interface": "chat"}, "sampling": {"temperature": 1.0, "top_k": 5}}
+    place.refuses("foreign_tokens", "v", server, rows=CHATS, **data)
 
 
 @pytest.mark.parametrize("status", [404, 405])
-def test_a_server_that_lists_models_but_refuses_every_question_ends_the_run(
-    make_recipe: MakeRecipe, tiny_target: Target, start_server: Start, monkeypatch: pytest.MonkeyPatch, status: int
-) -> None:
+def test_a_server_that_refuses_every_question_ends_the_run(place: Place, start_server: Start, status: int) -> None:
     server = start_server()
-    answer = server.answer
-
-    def refusing(path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        return answer(path, body) if not server.asked else (status, {"error": {"message": "Not Found"}})
-
-    monkeypatch.setattr(server, "answer", refusing)
-    recipe = make_recipe("e", server, requests={"concurrency": 2, "patience": 0.3, "timeout": 5})
-    with pytest.raises(BadInputError, match=rf"no server has answered for 0\.3 s .*HTTP {status}"):
-        distill(recipe, tiny_target)
+    server.status = lambda body: status if server.asked else 200
+    requests = {"concurrency": 2, "patience": 0.3, "timeout": 5}
+    place.refuses(rf"no server has answered for 0\.3 s .*HTTP {status}", "e", server, requests=requests)
 
 
-def test_the_shortest_prompt_greets_the_servers(
-    make_recipe: MakeRecipe, tiny_target: Target, start_server: Start
-) -> None:
+def test_the_shortest_prompt_greets_the_servers(place: Place, start_server: Start) -> None:
     """A server that takes less than the longest prompt still tells how it is asked."""
     server = start_server(refuses="long long")
     texts = [{"text": "long " * 8}, *({"text": text} for text in TEXTS[:3])]
-    folder = distill(make_recipe("s", server, rows=texts), tiny_target)
+    folder = place.distil("s", server, rows=texts)
     assert provenance(folder)["counts"]["refused_responses"] == 1
     assert len(rows(folder)) == 3
 
 
 @pytest.mark.parametrize("how", [{"ids": False}, {"completions": False, "ids": False}], ids=["text", "chat"])
 def test_a_server_that_counts_no_tokens_is_not_believed_where_it_reads_text(
-    make_recipe: MakeRecipe,
-    tiny_target: Target,
-    start_server: Start,
-    monkeypatch: pytest.MonkeyPatch,
-    how: dict[str, Any],
+    place: Place, start_server: Start, how: dict[str, Any]
 ) -> None:
-    server = start_server(**how)
-    completed = server._completed
-    monkeypatch.setattr(server, "_completed", lambda *args: {**completed(*args), "usage": None})
-    with pytest.raises(BadInputError, match=r"cannot be asked in any way .*uncounted"):
-        distill(make_recipe("u", server, rows=CHATS), tiny_target)
+    server = start_server(**how, counted=lambda usage: None)
+    place.refuses(r"cannot be asked in any way .*uncounted", "u", server, rows=CHATS)
 
 
-def test_of_a_stream_the_tokens_are_always_counted(
-    make_recipe: MakeRecipe, tiny_target: Target, start_server: Start
-) -> None:
+def test_of_a_stream_the_tokens_are_always_counted(place: Place, start_server: Start) -> None:
     server = start_server(ids=False)
     with suppress(BadInputError):  # so small a target writes hardly a text that reads as the same tokens
-        distill(make_recipe("n", server, rows=[{"text": "x"}], requests={"stream": True}), tiny_target)
+        place.distil("n", server, rows=[{"text": "x"}], requests={"stream": True})
     assert server.bodies
     assert all(body["stream_options"] == {"include_usage": True} for body in server.bodies)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,9 @@ from outrider.distill import distill, provenance
 from outrider.recipes import Recipe
 from outrider.targets import Target, config_only
 
-from .conftest import Server
+from .conftest import Place, Server, assistant, user
 
+MakeRecipe = Callable[..., Recipe]
 TEXTS = ["def add(first, second):", "for name in", "class Stack:", "x"]
 
 
@@ -31,18 +31,11 @@ def saved(tiny_target: Target, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def recipe(saved: Path, tmp_path: Path, start_server: Callable[..., Server]) -> Callable[..., Recipe]:
+def recipe(saved: Path, tmp_path: Path, tiny_target: Target, start_server: Callable[..., Server]) -> MakeRecipe:
     """`recipe(output, **data)`: a recipe that a server answers, unless `data` says otherwise."""
-    rows = [{"messages": [{"role": "user", "content": t}, {"role": "assistant", "content": t[::-1]}]} for t in TEXTS]
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-    def make(output: str, **data: Any) -> Recipe:
-        data = {"servers": [start_server().url]} | data
-        data |= {"prompts": [str(tmp_path / "prompts.jsonl")], "max_new_tokens": 8}
-        values = {"name": "t", "target": {"path": str(saved)}, "drafter": {}, "data": data}
-        return Recipe.from_dict({**values, "output": str(tmp_path / output)})
-
-    return make
+    rows = [{"messages": [user(text), assistant(text[::-1])]} for text in TEXTS]
+    place = Place(tmp_path, tiny_target, rows, {"max_new_tokens": 8})
+    return lambda output, **data: place.recipe(output, path=saved, **{"servers": [start_server().url]} | data)
 
 
 @pytest.fixture
@@ -57,7 +50,7 @@ def unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("first", ["loaded", "absent"])
 def test_what_one_has_made_the_other_finds_finished(
-    recipe: Callable[..., Recipe], saved: Path, first: str, request: pytest.FixtureRequest
+    recipe: MakeRecipe, saved: Path, first: str, request: pytest.FixtureRequest
 ) -> None:
     whole, made = Target.load(saved, device="cpu"), recipe("run")
     request.getfixturevalue("unloaded")
@@ -71,7 +64,7 @@ def test_what_one_has_made_the_other_finds_finished(
     assert said["counts"]["sequences"] == len(TEXTS)
 
 
-def test_both_make_the_same_data_set(recipe: Callable[..., Recipe], saved: Path) -> None:
+def test_both_make_the_same_data_set(recipe: MakeRecipe, saved: Path) -> None:
     light, whole = distill(recipe("light")), distill(recipe("whole"), Target.load(saved, device="cpu"))
     assert provenance(light) == provenance(whole)
     names = [file.name for file in light.iterdir()]
@@ -86,7 +79,7 @@ def distil_together(recipe: Recipe) -> None:
 
 @pytest.mark.usefixtures("unloaded")
 def test_of_several_processes_the_first_alone_reads_the_weights(
-    recipe: Callable[..., Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recipe: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read, notes = config_only.load_causal_lm, tmp_path / "notes"
     notes.mkdir()
@@ -104,7 +97,7 @@ def test_of_several_processes_the_first_alone_reads_the_weights(
 
 
 @pytest.mark.usefixtures("unloaded")
-def test_a_changed_weight_is_another_target(recipe: Callable[..., Recipe], saved: Path) -> None:
+def test_a_changed_weight_is_another_target(recipe: MakeRecipe, saved: Path) -> None:
     made = recipe("run")
     distill(made)
     file = sorted(saved.glob("*.safetensors"))[0]
@@ -116,14 +109,12 @@ def test_a_changed_weight_is_another_target(recipe: Callable[..., Recipe], saved
 
 
 @pytest.mark.usefixtures("unloaded")
-def test_answers_that_came_with_the_prompts_and_finished_ones_need_no_weights_either(
-    recipe: Callable[..., Recipe],
-) -> None:
+def test_answers_that_came_with_the_prompts_and_finished_ones_need_no_weights_either(recipe: MakeRecipe) -> None:
     folder = distill(recipe("given", servers=None, answers="given"))
     assert provenance(folder)["counts"]["sequences"] == len(TEXTS)
     assert distill(recipe("again", servers=None, responses=str(folder))) == folder
 
 
-def test_our_own_decoder_has_them(recipe: Callable[..., Recipe], unloaded: None) -> None:
+def test_our_own_decoder_has_them(recipe: MakeRecipe, unloaded: None) -> None:
     with pytest.raises(AssertionError, match="was loaded"):
         distill(recipe("own", servers=None))

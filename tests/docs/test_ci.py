@@ -11,19 +11,23 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-import typer
 import yaml
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+from outrider.eval.measure import contestants, measure
+from outrider.eval.reports.render import write_report
+from outrider.eval.suites import load_suites
 from outrider.heads import Ngram
 from outrider.pair import Pair, new_pair
 from outrider.pair.registry import open_registry
 from outrider.recipes import load_recipe
-from outrider.scripts.cli import app
 from outrider.targets import Target
+
+from ..scripts.conftest import verb_of
 
 CI = Path(__file__).parents[2] / "docs" / "guides" / "ci"
 INSTALL = "pip install outrider"  # what is tested is this checkout
@@ -42,19 +46,14 @@ def workplace(
     tiny_tokenizer.save_pretrained(folder)
     rows = [{"id": f"p{i}", "text": f"def function_{i}(first, second):\n"} for i in range(24)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    values = {
+    values: dict[str, Any] = {
         "name": "mine",
         "target": {"path": str(folder)},
         "drafter": {"type": "ngram"},
         "data": {"prompts": [str(tmp_path / "prompts.jsonl")], "max_new_tokens": 8, "allow_leaks": True},
-        "eval": {
-            "suites": [str(tmp_path / "prompts.jsonl")],
-            "max_new_tokens": 24,
-            "repeats": 1,
-            "temperatures": [0.0],
-            "depth": 3,
-        },
+        "eval": {"max_new_tokens": 24, "repeats": 1, "temperatures": [0.0], "depth": 3},
     }
+    values["eval"]["suites"] = values["data"]["prompts"]
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(values))
     recipe = load_recipe(str(tmp_path / "mine.yaml"))
     target = Target.load(folder)
@@ -65,10 +64,6 @@ def workplace(
 
 
 def measured(place: Path, target: Target) -> Path:
-    from outrider.eval.measure import contestants, measure
-    from outrider.eval.reports.render import write_report
-    from outrider.eval.suites import load_suites
-
     settings = load_recipe(str(place / "mine.yaml")).eval
     suites = load_suites(settings.suites, target.require_tokenizer())
     return write_report(measure(target, contestants(target, Ngram(), settings), suites, settings), place / "report")
@@ -206,16 +201,12 @@ def test_gitlab_does_the_same(workplace: Path) -> None:
 
 
 def test_every_command_is_one_that_the_command_line_takes() -> None:
-    texts = [(CI / name).read_text() for name in ("github.yaml", "gitlab.yaml")]
-    lines = [
-        line for text in texts for line in re.findall(r"outrider ([a-z]+ .*?)(?: >|;|$)", text, flags=re.MULTILINE)
-    ]
+    text = "\n".join((CI / name).read_text() for name in ("github.yaml", "gitlab.yaml"))
+    lines = re.findall(r"outrider ([a-z]+ .*?)(?: >|;|$)", text, flags=re.MULTILINE)
     assert len(lines) == 2 * 5
     for line in lines:
-        command, words = typer.main.get_command(app), shlex.split(line.partition("#")[0])
-        while hasattr(command, "commands"):
-            command, words = command.commands[words[0]], words[1:]
-        command.make_context("outrider", words)
+        command, _, rest = verb_of(["outrider", *shlex.split(line.partition("#")[0])])
+        command.make_context("outrider", rest)
 
 
 def test_the_pages_name_the_files() -> None:

@@ -3,15 +3,66 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 import yaml
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
+from outrider.heads import Ngram
+from outrider.pair import new_pair
+from outrider.recipes import load_recipe
 from outrider.scripts.cli import app
+from outrider.targets import Target
+
+Command = Callable[..., Result]
+
+
+def succeeded(result: Result) -> Result:
+    assert result.exit_code == 0, (result.output, result.exception)
+    return result
+
+
+def words(result: Result) -> str:
+    """The words on stdout of a verb that succeeded."""
+    return " ".join(succeeded(result).stdout.replace("│", " ").split())
+
+
+def failed(result: Result, *said: str) -> None:
+    """Bad input was refused, and stderr says these things."""
+    assert result.exit_code == 2, result.output
+    stderr = " ".join(result.stderr.split())
+    assert [w for w in said if w not in stderr] == [], stderr
+
+
+def all_verbs() -> set[str]:
+    """The verbs of the command, such as "train" and "pair new"."""
+    groups = {name: getattr(one, "commands", {"": None}) for name, one in typer.main.get_command(app).commands.items()}
+    return {f"{name} {verb}".strip() for name, verbs in groups.items() for verb in verbs}
+
+
+def verb_of(line: list[str]) -> tuple[Any, list[str], list[str]]:
+    """Return the click command of an `outrider …` line, its path, and its arguments."""
+    command, path, rest = typer.main.get_command(app), [], line[1:]
+    while hasattr(command, "commands"):
+        assert rest, f"{' '.join(line)} ends before its verb"
+        assert rest[0] in command.commands, f"a verb that does not exist: {' '.join(line)}"
+        command, path, rest = command.commands[rest[0]], [*path, rest[0]], rest[1:]
+    return command, path, rest
+
+
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen | None, seconds: float = 180) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert process is None or process.poll() is None, ("it ended by itself", process.communicate())
+        assert time.monotonic() < until
+        time.sleep(0.02)
 
 
 @pytest.fixture(scope="session")
@@ -60,7 +111,24 @@ def recipe_file(tmp_path: Path, target_folder: Path) -> Path:
 
 
 @pytest.fixture
-def outrider() -> Callable[..., Result]:
+def changed_target(target_folder: Path, tmp_path: Path) -> Path:
+    """The target with other weights in one layer."""
+    target = Target.load(target_folder)
+    target.model.model.layers[0].mlp.down_proj.weight.data *= 1.5
+    target.model.save_pretrained(tmp_path / "changed")
+    target.require_tokenizer().save_pretrained(tmp_path / "changed")
+    return tmp_path / "changed"
+
+
+@pytest.fixture
+def ngram_pair(recipe_file: Path, tmp_path: Path, target_folder: Path) -> Path:
+    """A pair without weights, figures and calibration prompts."""
+    recipe = load_recipe(str(recipe_file), ["drafter={type: ngram}", "eval.baselines=[]"])
+    return new_pair(tmp_path / "pair", Target.load(target_folder), Ngram(), recipe, calibration=[]).folder
+
+
+@pytest.fixture
+def outrider() -> Command:
     """Run the command in this process."""
 
     def run(*arguments: object) -> Result:

@@ -6,24 +6,20 @@ import json
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-import typer
 from jsonschema import Draft202012Validator
 from typer.testing import Result
 
 from outrider.common.digests import CHECKSUM
-from outrider.scripts.cli import app
 from outrider.scripts.examples import EXAMPLES
 from outrider.scripts.json_output import BODIES, schemas
-from outrider.targets import Target
 
-Command = Callable[..., Result]
+from .conftest import Command, all_verbs, succeeded, verb_of
 
 
 @cache
@@ -58,16 +54,8 @@ def test_a_schema_refuses_what_is_no_answer() -> None:
     assert not schema.is_valid({k: v for k, v in good.items() if k != "intact"})
 
 
-def altered(source: Path, folder: Path) -> Path:
-    target = Target.load(source)
-    target.model.model.layers[0].mlp.down_proj.weight.data *= 1.5
-    target.model.save_pretrained(folder)
-    target.require_tokenizer().save_pretrained(folder)
-    return folder
-
-
 def test_every_verb_answers_as_its_schema_says(
-    outrider: Command, recipe_file: Path, tmp_path: Path, target_folder: Path
+    outrider: Command, recipe_file: Path, tmp_path: Path, changed_target: Path
 ) -> None:
     """The life of a pair, each verb with --json; what it says is what it left on disk."""
     run, pair = tmp_path / "run", tmp_path / "pair"
@@ -89,12 +77,11 @@ def test_every_verb_answers_as_its_schema_says(
 
     tuned = answer("tune", outrider("tune", pair, "--limit", 1, "--max-new-tokens", 4, "--dry-run", "--json"))
     assert not tuned["stored"]
-    changed = altered(target_folder, tmp_path / "changed")
-    probed = outrider("probe", pair, "--target", changed, "--json")
+    probed = outrider("probe", pair, "--target", changed_target, "--json")
     found = answer("probe", probed, probed.exit_code)
     assert (found["verdict"], found["pair"]) == ({0: "fresh", 1: "stale"}[probed.exit_code], made["digest"])
-    arguments = ["refresh", pair, "--target", changed, "--out", tmp_path / "next", "training.max_steps=1", "--json"]
-    assert answer("refresh", outrider(*arguments))["lineage"]["parent"]["digest"] == made["digest"]
+    arguments = ["--target", changed_target, "--out", tmp_path / "next", "training.max_steps=1", "--json"]
+    assert answer("refresh", outrider("refresh", pair, *arguments))["lineage"]["parent"]["digest"] == made["digest"]
 
     gated = outrider("gate", tmp_path / "next" / "pair", "--against", pair, "--json")
     verdict = answer("gate", gated, gated.exit_code)
@@ -141,8 +128,8 @@ def test_every_answer_is_shown_by_a_test() -> None:
 
 def test_the_gate_writes_junit_and_markdown(outrider: Command, recipe_file: Path, tmp_path: Path) -> None:
     """A failure is a failure there, too; what the files say is what the answer says."""
-    for words in (["train", recipe_file], ["eval", recipe_file]):
-        assert outrider(*words).exit_code == 0
+    for verb in ("train", "eval"):
+        succeeded(outrider(verb, recipe_file))
     good, bad = tmp_path / "run" / "report", tmp_path / "bad"
     bad.mkdir()
     report = json.loads((good / "report.json").read_text())
@@ -168,23 +155,13 @@ def test_the_gate_writes_junit_and_markdown(outrider: Command, recipe_file: Path
 # ------------------------------------------------------------ help and completion
 
 
-def verbs() -> dict[str, typer.models.CommandInfo]:
-    root = typer.main.get_command(app)
-    found: dict[str, Any] = {}
-    for name, command in root.commands.items():  # type: ignore[attr-defined]
-        inner = getattr(command, "commands", None)
-        found |= {name: command} if inner is None else {f"{name} {sub}": c for sub, c in inner.items()}
-    return found
-
-
 def test_every_verb_has_examples_that_the_command_line_takes() -> None:
-    known = verbs()
-    assert set(EXAMPLES) == set(known)
+    assert set(EXAMPLES) == all_verbs()
     for verb, lines in EXAMPLES.items():
         for line in lines:
-            words = shlex.split(line)
-            assert words[: 1 + len(verb.split())] == ["outrider", *verb.split()]
-            known[verb].make_context(verb, words[1 + len(verb.split()) :])  # type: ignore[attr-defined]
+            command, path, rest = verb_of(shlex.split(line))
+            assert (line.split()[0], path) == ("outrider", verb.split())
+            command.make_context(verb, rest)
 
 
 def test_help_shows_the_examples(outrider: Command) -> None:

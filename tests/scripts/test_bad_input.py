@@ -8,10 +8,9 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,7 +20,7 @@ from typer.testing import Result
 
 from outrider.common import IncompatibleError
 
-Command = Callable[..., Result]
+from .conftest import Command, wait_for
 
 
 def refused(result: Result, code: int, *words: str) -> None:
@@ -33,59 +32,40 @@ def refused(result: Result, code: int, *words: str) -> None:
     assert [w for w in words if w not in said] == [], said
 
 
-def test_an_unknown_recipe_key_suggests_the_right_one(outrider: Command, recipe_file: Path) -> None:
-    refused(
-        outrider("train", recipe_file, "data.max_tokens=5"), 2, "unknown key data.max_tokens", "did you mean data.max_"
-    )
-
-
-def test_an_unknown_training_argument_suggests_the_right_one(outrider: Command, recipe_file: Path) -> None:
-    refused(outrider("train", recipe_file, "training.learning_rat=1.0e-3"), 2, "learning_rate")
+@pytest.mark.parametrize(
+    ("verb", "change", "words"),
+    [
+        ("train", "data.max_tokens=5", ["unknown key data.max_tokens", "did you mean data.max_"]),
+        ("train", "training.learning_rat=1.0e-3", ["learning_rate"]),
+        ("distill", "data.limit=many", ["data.limit", "expected an integer", "'many'"]),
+        ("distill", "target.path=./nowhere", ["./nowhere", "does not exist"]),
+        ("distill", "data.prompts=[./nothing.jsonl]", ["nothing.jsonl"]),
+        ("distill", "data.prompts=[{here}/empty.jsonl]", ["empty.jsonl"]),
+    ],
+)
+def test_a_wrong_key_value_or_file_is_named_with_what_was_expected(
+    outrider: Command, recipe_file: Path, tmp_path: Path, verb: str, change: str, words: list[str]
+) -> None:
+    (tmp_path / "empty.jsonl").write_text("")
+    refused(outrider(verb, recipe_file, change.replace("{here}", str(tmp_path))), 2, *words)
 
 
 def test_a_missing_recipe_names_the_packaged_ones(outrider: Command) -> None:
     refused(outrider("distill", "embeded-eagle3"), 2, "embedded-eagle3")
 
 
-def test_a_value_of_the_wrong_type_says_what_was_expected(outrider: Command, recipe_file: Path) -> None:
-    refused(outrider("distill", recipe_file, "data.limit=many"), 2, "data.limit", "expected an integer", "'many'")
-
-
-def test_a_missing_target_says_what_to_give(outrider: Command, recipe_file: Path) -> None:
-    refused(outrider("distill", recipe_file, "target.path=./nowhere"), 2, "./nowhere", "does not exist")
-
-
-def test_a_missing_prompt_file_is_named(outrider: Command, recipe_file: Path) -> None:
-    refused(outrider("distill", recipe_file, "data.prompts=[./nothing.jsonl]"), 2, "nothing.jsonl")
-
-
-def test_empty_data_names_the_file(outrider: Command, recipe_file: Path, tmp_path: Path) -> None:
-    (tmp_path / "empty.jsonl").write_text("")
-    refused(outrider("distill", recipe_file, f"data.prompts=[{tmp_path}/empty.jsonl]"), 2, "empty.jsonl")
-
-
-def test_a_corrupted_target_is_refused(
+def test_a_damaged_target_is_refused_and_a_pickle_with_what_to_do(
     outrider: Command, recipe_file: Path, target_folder: Path, tmp_path: Path
 ) -> None:
     damaged = tmp_path / "damaged"
     shutil.copytree(target_folder, damaged)
-    (damaged / "model.safetensors").write_bytes((damaged / "model.safetensors").read_bytes()[:1000])
+    weights = damaged / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
     refused(outrider("distill", recipe_file, f"target.path={damaged}"), 2, "damaged", "safetensors")
-
-
-def test_a_pickle_checkpoint_is_refused_with_what_to_do(
-    outrider: Command, recipe_file: Path, target_folder: Path, tmp_path: Path
-) -> None:
-    pickled = tmp_path / "pickled"
-    shutil.copytree(target_folder, pickled)
-    (pickled / "model.safetensors").unlink()
-    torch.save({"weight": torch.zeros(2)}, pickled / "pytorch_model.bin")
-    refused(
-        outrider("distill", recipe_file, f"target.path={pickled}"),
-        2,
-        "pytorch_model.bin is a pickle",
-        "safetensors.torch.save_file",
-    )
+    weights.unlink()
+    torch.save({"weight": torch.zeros(2)}, damaged / "pytorch_model.bin")
+    advice = ["pytorch_model.bin is a pickle", "safetensors.torch.save_file"]
+    refused(outrider("distill", recipe_file, f"target.path={damaged}"), 2, *advice)
 
 
 def test_a_draft_model_with_another_tokenizer_is_incompatible(
@@ -110,15 +90,10 @@ def test_a_verb_without_its_input_says_what_to_run_first(outrider: Command, reci
 
 
 def test_usage_errors_end_with_2(outrider: Command) -> None:
-    for arguments in (
-        ["distil"],
-        ["distill"],
-        ["eval", "x", "--limit", "0"],
-        ["gate", "x"],
-        ["pair", "show", "x", "--jso"],
-    ):
-        result = outrider(*arguments)
-        assert result.exit_code == 2, (arguments, result.output)
+    lines = ("distil", "distill", "eval x --limit 0", "served x --limit 0", "gate x", "pair show x --jso")
+    for line in lines:
+        result = outrider(*line.split())
+        assert result.exit_code == 2, (line, result.output)
 
 
 @pytest.mark.parametrize("verb", ["distill", "train", "vocab", "compare", "eval", "pair new"])
@@ -145,48 +120,48 @@ def test_a_temperature_that_no_logits_can_be_divided_by_is_refused(outrider: Com
     assert "from 0.0001 to 10000" in " ".join(result.stderr.replace("│", "").split())
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        OSError(errno.ENOSPC, "No space left on device", "/somewhere/run/data/00001.jsonl"),
-        SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
-    ],
-)
-def test_a_full_disk_names_the_folder(
-    outrider: Command, recipe_file: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
+Raising = Callable[[Exception], Result]
+
+
+@pytest.fixture
+def raising(outrider: Command, recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> Raising:
+    """`raising(error)`: the result of a verb in which that is raised."""
+
+    def run(error: Exception) -> Result:
+        monkeypatch.setattr("outrider.distill.distill", Mock(side_effect=error))
+        return outrider("distill", recipe_file)
+
+    return run
+
+
+FULL = [
+    OSError(errno.ENOSPC, "No space left on device", "/somewhere/run/data/00001.jsonl"),
+    SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+]
+
+
+@pytest.mark.parametrize("error", FULL)
+def test_a_full_disk_names_the_folder(raising: Raising, error: Exception) -> None:
     """Reported by the system, or only in the words of a library, which do not say where: no other folder is named."""
-    raising(monkeypatch, error)
     place = "the disk that holds /somewhere/run/data is full" if isinstance(error, OSError) else "a disk is full"
-    result = outrider("distill", recipe_file)
+    result = raising(error)
     refused(result, 2, place, "No space left on device", "Free some space")
     assert str(Path.cwd()) not in result.stderr
 
 
-def test_a_fault_of_ours_is_not_mistaken_for_a_finding(
-    outrider: Command, recipe_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fault_of_ours_is_no_finding(raising: Raising) -> None:
     """An exception that nobody foresaw ends with 70 and its traceback: exit code 1 is for findings."""
-    raising(monkeypatch, KeyError("surprise"))
-    result = outrider("distill", recipe_file)
+    result = raising(KeyError("surprise"))
     assert result.exit_code == 70
     assert "Traceback" in result.stderr
     assert "please report" in result.stderr
 
 
-def test_debugging_shows_tracebacks(outrider: Command, recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_debugging_shows_tracebacks(raising: Raising, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUTRIDER_DEBUG", "1")
-    raising(monkeypatch, IncompatibleError("they do not fit"))
-    result = outrider("distill", recipe_file)
+    result = raising(IncompatibleError("they do not fit"))
     assert result.exit_code == 3
     assert "Traceback" in result.stderr
-
-
-def raising(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    def fail(*args: object, **kwargs: object) -> NoReturn:
-        raise error
-
-    monkeypatch.setattr("outrider.distill.distill", fail)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -208,11 +183,3 @@ def test_a_signal_ends_with_its_code_and_the_same_command_goes_on(
     assert 0 < len(kept) < 4
     assert outrider("distill", recipe_file, *longer).exit_code == 0
     assert (tmp_path / "run" / "data" / "provenance.json").is_file()
-
-
-def wait_for(condition: Callable[[], bool], process: subprocess.Popen) -> None:
-    until = time.monotonic() + 120
-    while not condition():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < until
-        time.sleep(0.02)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from typer.testing import Result
 
 from outrider.common import BadInputError
 from outrider.recipes import load_recipe
 from outrider.scripts.data_cli import _samples, _tokenizer, arguments
 
-Command = Callable[..., Result]
+from .conftest import Command
 
 CHAT = [{"role": "user", "content": "sort"}, {"role": "assistant", "content": "sorted"}]
 
@@ -71,11 +69,8 @@ def test_show_shows_answers_where_there_are_some(outrider: Command, recipe_file:
 
 def test_arguments_of_the_template_are_yaml() -> None:
     assert arguments(None) is None
-    assert arguments(["enable_thinking=false", "effort=low", "n=3"]) == {
-        "enable_thinking": False,
-        "effort": "low",
-        "n": 3,
-    }
+    expected = {"enable_thinking": False, "effort": "low", "n": 3}
+    assert arguments(["enable_thinking=false", "effort=low", "n=3"]) == expected
     with pytest.raises(BadInputError, match=r"--template 'thinking': expected KEY=VALUE"):
         arguments(["thinking"])
 

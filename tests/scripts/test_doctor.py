@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -11,6 +12,12 @@ from typer.testing import CliRunner
 
 from outrider.scripts import doctor
 from outrider.scripts.cli import app
+
+
+def rendered(found: dict[str, Any]) -> str:
+    text = io.StringIO()
+    doctor.render(found, Console(file=text, width=200))
+    return text.getvalue()
 
 
 def test_json_holds_versions_device_memory_disk_and_features() -> None:
@@ -25,24 +32,18 @@ def test_json_holds_versions_device_memory_disk_and_features() -> None:
 
 
 def test_a_missing_module_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        doctor,
-        "FEATURES",
-        (("flying (wings)", ("wings_that_do_not_exist", "json"), ("no-such-program",), "pip install 'x[wings]'"),),
-    )
+    wings = ("flying (wings)", ("wings_that_do_not_exist", "json"), ("no-such-program",), "pip install 'x[wings]'")
+    monkeypatch.setattr(doctor, "FEATURES", (wings,))
     found = doctor.examine()
     assert found["features"][0]["missing"] == ["wings_that_do_not_exist", "no-such-program"]
-    text = io.StringIO()
-    doctor.render(found, Console(file=text, width=200))
-    assert "not available: wings_that_do_not_exist, no-such-program missing (pip install 'x[wings]')" in text.getvalue()
+    line = "not available: wings_that_do_not_exist, no-such-program missing (pip install 'x[wings]')"
+    assert line in rendered(found)
 
 
 def test_a_gpu_is_shown_with_its_memory() -> None:
     found = doctor.examine()
     found["device"]["gpus"] = [{"name": "GPU [A]", "memory": 80_000_000_000, "capability": "9.0"}]
-    text = io.StringIO()
-    doctor.render(found, Console(file=text, width=200))
-    assert "GPU [A], 80.0 GB, compute capability 9.0" in text.getvalue()
+    assert "GPU [A], 80.0 GB, compute capability 9.0" in rendered(found)
 
 
 def test_the_fastest_passes_are_shown_with_those_that_were_slower() -> None:
@@ -54,7 +55,5 @@ def test_the_fastest_passes_are_shown_with_those_that_were_slower() -> None:
     ]
     about = {"device": "GPU [A]", "dtype": "bfloat16", "shape": "llama: hidden_size 4096", "taken": "kernels"}
     found["passes"] = [about | {"trials": trials}]
-    text = io.StringIO()
-    doctor.render(found, Console(file=text, width=200))
     line = "kernels (eager 7.50 ms, kernels 5.00 ms, compiled left out) for bfloat16 llama on GPU [A]"
-    assert line in text.getvalue()
+    assert line in rendered(found)

@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from typer.testing import Result
 
+from .conftest import Command, succeeded
 from .test_answers import answer
 
 
 @pytest.fixture
-def pair(recipe_file: Path, outrider: Callable[..., Result]) -> Path:
+def pair(recipe_file: Path, outrider: Command) -> Path:
     """A trained, measured pair."""
     taps, folder = "drafter.taps=[1,3,5]", recipe_file.parent / "pair"
     for verb in (("train",), ("eval",), ("pair", "new", folder)):
-        result = outrider(*verb, recipe_file, taps)
-        assert result.exit_code == 0, result.output
+        succeeded(outrider(*verb, recipe_file, taps))
     return folder
 
 
-def test_a_pair_is_exported_with_its_launch_and_its_expectations(pair: Path, outrider: Callable[..., Result]) -> None:
+def test_a_pair_is_exported_with_its_launch_and_its_expectations(pair: Path, outrider: Command) -> None:
     out = pair.parent / "vllm"
-    result = outrider("export", pair, "--to", "vllm", "--out", out)
-    assert result.exit_code == 0, result.output
+    result = succeeded(outrider("export", pair, "--to", "vllm", "--out", out))
     launch = json.loads((out / "launch.json").read_text())
     assert launch["settings"] == {
         "method": "eagle3",
@@ -45,24 +42,20 @@ def test_a_pair_is_exported_with_its_launch_and_its_expectations(pair: Path, out
     assert served["suites"] == json.loads((pair / "pair.json").read_text())["measurements"]["suites"]
 
 
-def test_what_was_exported_is_imported_as_a_pair_that_measures_and_probes(
-    pair: Path, target_folder: Path, outrider: Callable[..., Result]
+def test_an_export_is_imported_as_a_pair_that_verifies_and_probes(
+    pair: Path, target_folder: Path, outrider: Command
 ) -> None:
     out, back = pair.parent / "sglang", pair.parent / "back"
     assert outrider("export", pair, "--to", "sglang", "--out", out).exit_code == 0
-    result = outrider("import", out, "--target", target_folder, "--out", back, "--pair")
-    assert result.exit_code == 0, result.output
+    result = succeeded(outrider("import", out, "--target", target_folder, "--out", back, "--pair"))
     assert "pair of type eagle3, from the layout sglang" in result.output
     for verb in (("pair", "verify", back), ("probe", back, "--target", target_folder)):
-        result = outrider(*verb)
-        assert result.exit_code == 0, result.output
+        succeeded(outrider(*verb))
     weights = [folder / "drafter" / "model.safetensors" for folder in (pair, back)]
     assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
-def test_lint_says_nothing_of_a_good_export_and_ends_with_1_on_a_fault(
-    pair: Path, outrider: Callable[..., Result]
-) -> None:
+def test_lint_says_nothing_of_a_good_export_and_ends_with_1_on_a_fault(pair: Path, outrider: Command) -> None:
     out = pair.parent / "vllm"
     assert outrider("export", pair, "--to", "vllm", "--out", out).exit_code == 0
     good = outrider("lint", out)
@@ -74,9 +67,7 @@ def test_lint_says_nothing_of_a_good_export_and_ends_with_1_on_a_fault(
 
 
 @pytest.mark.parametrize("verb", ["train", "plan"])
-def test_a_drafter_that_its_engine_cannot_serve_is_refused_before_it_is_trained(
-    recipe_file: Path, outrider: Callable[..., Result], verb: str
-) -> None:
+def test_an_unservable_drafter_is_refused_before_it_is_trained(recipe_file: Path, outrider: Command, verb: str) -> None:
     changes = ("drafter.taps=[1,3,5]", "drafter.norm_before_residual=true")
     refused = outrider(verb, recipe_file, *changes, "--for", "sglang")
     assert refused.exit_code == 3

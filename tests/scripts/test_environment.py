@@ -80,14 +80,16 @@ def test_too_little_disk(checkout: Path) -> None:
     assert not (checkout / ".venv").exists()
 
 
-def test_no_network(checkout: Path) -> None:
-    fake_python(checkout, pip='echo "ERROR: Could not find a version that satisfies the requirement torch"; exit 1')
-    failed(quickstart(checkout), "is there a network")
-
-
-def test_a_disk_that_fills_up_while_installing(checkout: Path) -> None:
-    fake_python(checkout, pip='echo "ERROR: [Errno 28] No space left on device"; exit 1')
-    failed(quickstart(checkout), "the disk is full")
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        ("Could not find a version that satisfies the requirement torch", "is there a network"),
+        ("[Errno 28] No space left on device", "the disk is full"),
+    ],
+)
+def test_what_pip_cannot_do_is_explained(checkout: Path, error: str, said: str) -> None:
+    fake_python(checkout, pip=f'echo "ERROR: {error}"; exit 1')
+    failed(quickstart(checkout), said)
 
 
 def test_torch_comes_first_from_the_pins_and_a_second_run_installs_nothing(checkout: Path) -> None:

@@ -2,35 +2,17 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from jsonschema import Draft202012Validator
-from typer.testing import Result
 
 from outrider.heads import Ngram, NgramConfig
 from outrider.pair import Pair, new_pair, verify
 from outrider.recipes import load_recipe
-from outrider.scripts.json_output import schema
 from outrider.targets import Target
 
-Command = Callable[..., Result]
-
-
-def answer(kind: str, result: Result) -> dict[str, Any]:
-    assert result.exit_code == 0, (result.output, result.exception)
-    found: dict[str, Any] = json.loads(result.stdout)
-    Draft202012Validator(schema(kind)).validate(found)
-    assert found["schema"] == f"outrider.{kind}/1"
-    return found
-
-
-def words(result: Result) -> str:
-    assert result.exit_code == 0, (result.output, result.exception)
-    return " ".join(result.stdout.replace("│", " ").split())
+from .conftest import Command, words
+from .test_answers import answer
 
 
 @pytest.fixture

@@ -18,8 +18,7 @@ from outrider.common import BadInputError
 from outrider.costs.hardware import Pace
 from outrider.eval import tuner
 from outrider.pair import Pair
-from outrider.scripts.quickstart import tell
-from outrider.scripts.quickstart_size import QuickstartBudget, QuickstartSizes, expected_seconds
+from outrider.scripts.quickstart import QuickstartBudget, QuickstartSizes, expected_seconds, tell
 from outrider.targets import embedded_path
 
 TINY = QuickstartBudget(

@@ -13,16 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 import yaml
-from typer.testing import Result
+from accelerate.commands.launch import launch_command_parser
+from torch.distributed.run import get_args_parser
 
 from outrider.heads import HEADS, Ngram, drafter_config
 from outrider.pair import Pair, new_pair
 from outrider.recipes import Recipe, load_recipe, packaged_recipes
-from outrider.scripts.cli import app
 from outrider.targets import Target
 from outrider.train.arguments import check_training
+
+from .conftest import Command, all_verbs, verb_of
 
 ROOT = Path(__file__).parents[2]
 README, CONTRIBUTING = ROOT / "README.md", ROOT / "CONTRIBUTING.md"
@@ -34,6 +35,10 @@ QUICK = {"doctor"}
 
 def text_of(page: Path) -> str:
     return page.read_text(encoding="utf-8")
+
+
+def prose_of(page: Path) -> str:
+    return re.sub(r"^```.*?^```", "", text_of(page), flags=re.MULTILINE | re.DOTALL)
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -58,24 +63,8 @@ def shown(page: Path) -> str:
 # ------------------------------------------------------------ the outrider command
 
 
-def verb_of(words: list[str]) -> tuple[Any, list[str], list[str]]:
-    """Return the click command of an `outrider …` line, its path, and its arguments."""
-    command, path, rest = typer.main.get_command(app), [], words[1:]
-    while hasattr(command, "commands"):
-        assert rest, f"{' '.join(words)} ends before its verb"
-        assert rest[0] in command.commands, f"a page names a verb that does not exist: {' '.join(words)}"
-        command, path, rest = command.commands[rest[0]], [*path, rest[0]], rest[1:]
-    return command, path, rest
-
-
 def test_the_readme_shows_every_verb() -> None:
-    root = typer.main.get_command(app)
-    known = {
-        (name, *([sub] if sub else []))
-        for name, command in root.commands.items()  # type: ignore[attr-defined]
-        for sub in getattr(command, "commands", {"": None})
-    }
-    assert {tuple(verb_of(words)[1]) for words in commands(README) if words[0] == "outrider"} == known
+    assert {" ".join(verb_of(words)[1]) for words in commands(README) if words[0] == "outrider"} == all_verbs()
 
 
 def test_every_outrider_command_is_one_that_the_command_line_takes() -> None:
@@ -87,7 +76,7 @@ def test_every_outrider_command_is_one_that_the_command_line_takes() -> None:
 
 
 def test_verbs_and_options_named_in_the_text_exist() -> None:
-    verbs = set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+    verbs = {verb.split()[0] for verb in all_verbs()}
     for page in PAGES:
         for named in re.findall(r"`outrider\s+([^`]+)`", text_of(page)):
             words = shlex.split(named)
@@ -99,7 +88,7 @@ def test_verbs_and_options_named_in_the_text_exist() -> None:
                 assert [w for w in words if w.startswith("--") and w not in known] == [], shown(page)
 
 
-def test_the_quick_commands_run(outrider: Callable[..., Result]) -> None:
+def test_the_quick_commands_run(outrider: Command) -> None:
     for words in commands(README):
         if words[0] == "outrider":
             _, path, rest = verb_of(words)
@@ -130,8 +119,6 @@ def is_python(words: list[str]) -> None:
 
 
 def is_launch(words: list[str]) -> None:
-    from accelerate.commands.launch import launch_command_parser
-
     assert words[1] == "launch"
     asked = launch_command_parser().parse_args(words[2:])
     assert asked.module, words
@@ -143,8 +130,6 @@ def is_launch(words: list[str]) -> None:
 
 
 def is_torchrun(words: list[str]) -> None:
-    from torch.distributed.run import get_args_parser
-
     asked = get_args_parser().parse_args(words[1:])
     assert asked.module, words
     assert asked.training_script == "outrider.train"
@@ -216,12 +201,8 @@ def test_recipes_named_in_the_text_exist() -> None:
 @pytest.fixture
 def tiny_world(tiny_target: Target, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A tiny target in place of every target, and a pair of it where the pages have one."""
-    values = {
-        "name": "tiny",
-        "target": {"path": "tiny"},
-        "drafter": {"type": "ngram"},
-        "data": {"prompts": ["p.jsonl"]},
-    }
+    values: dict[str, Any] = {"name": "tiny", "target": {"path": "tiny"}, "drafter": {"type": "ngram"}}
+    values["data"] = {"prompts": ["p.jsonl"]}
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Target, "load", lambda *_, **__: tiny_target)
     pair = new_pair(tmp_path / "runs/pair-v1", tiny_target, Ngram(), Recipe.from_dict(values), calibration=[])
@@ -243,9 +224,7 @@ def test_the_python_examples_run(page: Path, tiny_world: None, capsys: pytest.Ca
 
 
 def anchors(page: Path) -> set[str]:
-    titles = re.findall(
-        r"^#+ (.+)$", re.sub(r"^```.*?^```", "", text_of(page), flags=re.MULTILINE | re.DOTALL), flags=re.MULTILINE
-    )
+    titles = re.findall(r"^#+ (.+)$", prose_of(page), flags=re.MULTILINE)
     return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
@@ -309,5 +288,5 @@ def test_the_readme_is_short_enough_to_be_read_to_its_end() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=shown)
 def test_lines_of_prose_fit_a_window(page: Path) -> None:
     """Tables and blocks of code may be wider."""
-    prose = re.sub(r"^```.*?^```", "", text_of(page), flags=re.MULTILINE | re.DOTALL).splitlines()
-    assert [line for line in prose if len(line) > 120 and not line.startswith(("|", "    "))] == []
+    lines = prose_of(page).splitlines()
+    assert [line for line in lines if len(line) > 120 and not line.startswith(("|", "    "))] == []

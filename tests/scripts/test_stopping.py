@@ -11,11 +11,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from typer.testing import Result
 
 from outrider.train import checkpoints as folders
 
-Command = Callable[..., Result]
+from .conftest import Command, succeeded, wait_for
 
 TRAINING = ["training.max_steps=300", "training.save_strategy=no", "training.eval_strategy=no"]
 CODES = {signal.SIGTERM: 143, signal.SIGHUP: 129}
@@ -41,14 +40,6 @@ def verb(name: str, *arguments: object) -> list[object]:
     return [sys.executable, "-m", "outrider.scripts.cli", name, *arguments]
 
 
-def wait_for(condition: Callable[[], bool], process: subprocess.Popen | None, seconds: float = 180) -> None:
-    until = time.monotonic() + seconds
-    while not condition():
-        assert process is None or process.poll() is None, "it ended by itself"
-        assert time.monotonic() < until
-        time.sleep(0.02)
-
-
 def trains(folder: Path) -> Callable[[], bool]:
     """Tell whether the loop runs: it has logged a line."""
     return lambda: "step 1 " in (folder / "said").read_text()
@@ -67,7 +58,7 @@ def weights(folder: Path) -> bytes:
 @pytest.fixture
 def whole(outrider: Command, recipe_file: Path, tmp_path: Path) -> bytes:
     """The weights of the same training, never asked to stop."""
-    assert outrider("train", recipe_file, *TRAINING, f"output={tmp_path / 'whole'}").exit_code == 0
+    succeeded(outrider("train", recipe_file, *TRAINING, f"output={tmp_path / 'whole'}"))
     return weights(tmp_path / "whole")
 
 
@@ -81,7 +72,7 @@ def test_train(outrider: Command, recipe_file: Path, tmp_path: Path, whole: byte
     said = (tmp_path / "said").read_text()
     assert f"stopped after step {reached(tmp_path / 'run')}; saved in" in said.replace("\n", " ")
     assert "Traceback" not in said
-    assert outrider("train", recipe_file, *TRAINING).exit_code == 0
+    succeeded(outrider("train", recipe_file, *TRAINING))
     assert weights(tmp_path / "run") == whole
 
 
@@ -96,7 +87,7 @@ def test_workers_that_load_data_leave_the_checkpoint_to_their_parent(
     os.killpg(process.pid, signal.SIGTERM)
     assert process.wait(GRACE) == 143, (tmp_path / "said").read_text()
     assert "saved in" in (tmp_path / "said").read_text()
-    assert outrider("train", recipe_file, *TRAINING).exit_code == 0
+    succeeded(outrider("train", recipe_file, *TRAINING))
     assert weights(tmp_path / "run") == whole
 
 
@@ -109,12 +100,10 @@ def test_workers_that_load_data_leave_the_checkpoint_to_their_parent(
         (["--multi_gpu", "--num_processes", "2", "--main_process_port", "29632"], "one of two"),
     ],
 )
-def test_under_accelerate_launch(
-    outrider: Command, recipe_file: Path, tmp_path: Path, launch: list[str], whom: str
-) -> None:
+def test_under_accelerate(outrider: Command, recipe_file: Path, tmp_path: Path, launch: list[str], whom: str) -> None:
     """Whoever gets the signal, all processes stop at the same step, with one checkpoint."""
     changes = [*TRAINING, "training.per_device_train_batch_size=1"]
-    assert outrider("distill", recipe_file, *changes).exit_code == 0
+    succeeded(outrider("distill", recipe_file, *changes))
     process = started([*LAUNCH, *launch, *TRAIN, recipe_file, *changes], tmp_path)
     wait_for(trains(tmp_path), process)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
@@ -134,22 +123,22 @@ def test_compare(outrider: Command, recipe_file: Path, tmp_path: Path) -> None:
     time.sleep(2)
     process.send_signal(signal.SIGTERM)
     assert process.wait(GRACE) == 143
-    assert outrider("compare", recipe_file, *budget, "--out", out).exit_code == 0
+    succeeded(outrider("compare", recipe_file, *budget, "--out", out))
 
 
 @pytest.mark.slow
 def test_refresh(outrider: Command, recipe_file: Path, tmp_path: Path, target_folder: Path) -> None:
     """The next version of a pair is the same, whether its making was stopped or not."""
     short = ["training.max_steps=20"]
-    assert outrider("train", recipe_file, *short).exit_code == 0
-    assert outrider("pair", "new", tmp_path / "pair", recipe_file, *short).exit_code == 0
+    succeeded(outrider("train", recipe_file, *short))
+    succeeded(outrider("pair", "new", tmp_path / "pair", recipe_file, *short))
     command = ["refresh", tmp_path / "pair", "--target", target_folder, "--out"]
     process = started(verb(*command, tmp_path / "stopped", *TRAINING), tmp_path)  # type: ignore[arg-type]
     wait_for(trains(tmp_path), process)
     process.send_signal(signal.SIGTERM)
     assert process.wait(GRACE) == 143
     for name in ("stopped", "whole"):
-        assert outrider(*command, tmp_path / name, *TRAINING).exit_code == 0
+        succeeded(outrider(*command, tmp_path / name, *TRAINING))
     assert weights(tmp_path / "stopped") == weights(tmp_path / "whole")
 
 
@@ -157,8 +146,8 @@ def test_refresh(outrider: Command, recipe_file: Path, tmp_path: Path, target_fo
 @pytest.mark.parametrize("name", ["eval", "tune"])
 def test_verbs_that_measure_write_nothing(outrider: Command, recipe_file: Path, tmp_path: Path, name: str) -> None:
     changes = ["training.max_steps=2"]
-    assert outrider("train", recipe_file, *changes).exit_code == 0
-    assert outrider("pair", "new", tmp_path / "pair", recipe_file, *changes).exit_code == 0
+    succeeded(outrider("train", recipe_file, *changes))
+    succeeded(outrider("pair", "new", tmp_path / "pair", recipe_file, *changes))
     before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
     subject = [tmp_path / "pair"] if name == "tune" else [recipe_file, "eval.repeats=1000"]
     process = started(verb(name, *subject), tmp_path)

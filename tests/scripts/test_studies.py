@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from typer.testing import Result
 
-Command = Callable[..., Result]
-
-
-def succeeded(result: Result) -> Result:
-    assert result.exit_code == 0, (result.output, result.exception)
-    return result
+from .conftest import Command, failed, succeeded
 
 
 @pytest.fixture
@@ -28,20 +21,14 @@ def medusa_file(recipe_file: Path) -> Path:
     return file
 
 
-def test_compare_trains_measures_and_shows(
-    outrider: Command, recipe_file: Path, medusa_file: Path, tmp_path: Path
-) -> None:
+def test_compare_trains_and_measures(outrider: Command, recipe_file: Path, medusa_file: Path, tmp_path: Path) -> None:
     """Changes after the recipes are for all of them; repeated, only the measuring is done again."""
     arguments = ["compare", recipe_file, medusa_file, "eval.limit=2", "--budget", "0.5", "--out", tmp_path / "out"]
     shown = succeeded(outrider(*arguments)).stdout
     for words in ("tiny", "heads", "ngram", "plain", "τ at 0", "parameters"):
         assert words in shown
-    assert {p.name for p in (tmp_path / "out" / "report").iterdir()} == {
-        "report.json",
-        "report.md",
-        "report.html",
-        "comparison.svg",
-    }
+    files = {"report.json", "report.md", "report.html", "comparison.svg"}
+    assert {p.name for p in (tmp_path / "out" / "report").iterdir()} == files
     before = (tmp_path / "out" / "tiny" / "provenance.json").stat().st_mtime_ns
     again = json.loads(succeeded(outrider(*arguments, "--json")).stdout)
     assert (tmp_path / "out" / "tiny" / "provenance.json").stat().st_mtime_ns == before
@@ -49,15 +36,11 @@ def test_compare_trains_measures_and_shows(
     assert again["conditions"]["suites"][0]["num_prompts"] == 2
 
 
-def test_compare_refuses_recipes_of_different_data(
-    outrider: Command, recipe_file: Path, medusa_file: Path, tmp_path: Path
-) -> None:
+def test_compare_refuses_other_data(outrider: Command, recipe_file: Path, medusa_file: Path, tmp_path: Path) -> None:
     values = yaml.safe_load(medusa_file.read_text())
     values["data"]["max_new_tokens"] = 9
     medusa_file.write_text(yaml.safe_dump(values))
-    result = outrider("compare", recipe_file, medusa_file, "--out", tmp_path / "out")
-    assert result.exit_code == 2
-    assert "data.max_new_tokens (8 and 9)" in " ".join(result.stderr.split())
+    failed(outrider("compare", recipe_file, medusa_file, "--out", tmp_path / "out"), "data.max_new_tokens (8 and 9)")
 
 
 def test_vocab_counts_what_the_trainer_counts(outrider: Command, recipe_file: Path, tmp_path: Path) -> None:
@@ -89,9 +72,7 @@ def test_a_draft_vocabulary_that_cannot_be_is_refused_before_the_target_answers(
     outrider: Command, recipe_file: Path, tmp_path: Path
 ) -> None:
     for wrong in (["--size", 100_000], ["drafter.draft_vocab_size=100000"]):
-        result = outrider("vocab", recipe_file, *wrong)
-        assert result.exit_code == 2
-        assert "found 100000" in result.stderr
+        failed(outrider("vocab", recipe_file, *wrong), "found 100000")
         assert not (tmp_path / "run").exists()
 
 
@@ -109,20 +90,13 @@ def test_plan_needs_no_weights(outrider: Command, recipe_file: Path, target_fold
 
 def test_plan_reads_an_accelerate_config(outrider: Command, recipe_file: Path, tmp_path: Path) -> None:
     file = tmp_path / "zero.yaml"
-    file.write_text(
-        yaml.safe_dump({"distributed_type": "DEEPSPEED", "num_processes": 8, "deepspeed_config": {"zero_stage": 2}})
-    )
-    found = json.loads(succeeded(outrider("plan", recipe_file, "--accelerate-config", file, "--json")).stdout)
-    assert (found["processes"], found["sharding"]) == (8, "zero2")
+    zero = {"distributed_type": "DEEPSPEED", "num_processes": 8, "deepspeed_config": {"zero_stage": 2}}
     sharded = {"distributed_type": "FSDP", "num_processes": 2, "fsdp_config": {"fsdp_version": 2}}
-    file.write_text(yaml.safe_dump(sharded))
-    found = json.loads(succeeded(outrider("plan", recipe_file, "--accelerate-config", file, "--json")).stdout)
-    assert (found["processes"], found["sharding"]) == (2, "fsdp")
+    for config, expected in ((zero, (8, "zero2")), (sharded, (2, "fsdp"))):
+        file.write_text(yaml.safe_dump(config))
+        found = json.loads(succeeded(outrider("plan", recipe_file, "--accelerate-config", file, "--json")).stdout)
+        assert (found["processes"], found["sharding"]) == expected
     file.write_text(yaml.safe_dump(sharded | {"fsdp_config": {}}))
-    result = outrider("plan", recipe_file, "--accelerate-config", file)
-    assert result.exit_code == 2
-    assert "set fsdp_version: 2" in " ".join(result.stderr.split())
+    failed(outrider("plan", recipe_file, "--accelerate-config", file), "set fsdp_version: 2")
     file.write_text("num_processes: 2\n")
-    result = outrider("plan", recipe_file, "--accelerate-config", file)
-    assert result.exit_code == 2
-    assert "is no accelerate config" in result.stderr
+    failed(outrider("plan", recipe_file, "--accelerate-config", file), "is no accelerate config")

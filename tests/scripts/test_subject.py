@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from typer.testing import Result
 
 from outrider.common.digests import CHECKSUM, seal
 from outrider.heads import Ngram
@@ -20,18 +18,7 @@ from outrider.recipes import load_recipe
 from outrider.scripts.eval_setup import EvalOptions, load_subject
 from outrider.targets import Target
 
-Command = Callable[..., Result]
-
-
-def succeeded(result: Result) -> Result:
-    assert result.exit_code == 0, (result.output, result.exception)
-    return result
-
-
-def refused(result: Result, *words: str) -> None:
-    assert result.exit_code == 2, result.output
-    said = " ".join(result.stderr.split())
-    assert [w for w in words if w not in said] == [], said
+from .conftest import Command, failed, succeeded
 
 
 @pytest.fixture
@@ -58,7 +45,7 @@ def adapter(tmp_path: Path, target_folder: Path) -> Path:
     "change", ["target.path=embedded", "drafter.depth=1", "data.limit=5", "eval.dtype=bfloat16", "name=x"]
 )
 def test_overrides_that_a_pair_cannot_follow_are_refused(outrider: Command, pair: Path, change: str) -> None:
-    refused(outrider("eval", pair, change), change, "a pair cannot follow", "--target")
+    failed(outrider("eval", pair, change), change, "a pair cannot follow", "--target")
 
 
 def test_overrides_of_eval_are_followed(pair: Path) -> None:
@@ -83,8 +70,8 @@ def test_a_pair_is_measured_on_a_changed_target(
 
 
 def test_an_adapter_needs_a_target(outrider: Command, pair: Path, adapter: Path, recipe_file: Path) -> None:
-    refused(outrider("eval", pair, "--adapter", adapter), "--target")
-    refused(outrider("eval", recipe_file, "--target", "embedded"), "is a recipe", "target.path")
+    failed(outrider("eval", pair, "--adapter", adapter), "--target")
+    failed(outrider("eval", recipe_file, "--target", "embedded"), "is a recipe", "target.path")
 
 
 def test_a_pair_needs_no_working_directory(
@@ -125,9 +112,7 @@ def trained(outrider: Command, recipe_file: Path) -> Path:
     return recipe_file
 
 
-def test_a_quick_look_never_takes_the_place_of_the_real_figures(
-    outrider: Command, trained: Path, tmp_path: Path
-) -> None:
+def test_a_quick_look_never_takes_the_place_of_real_figures(outrider: Command, trained: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     real = (run / "report" / "report.json").read_bytes()
     shutil.copytree(run / "drafter", tmp_path / "other")
@@ -157,7 +142,7 @@ def test_a_report_of_other_weights_is_refused(outrider: Command, trained: Path, 
     weights[name] = weights[name] + 0.5
     save_file(weights, drafter / "model.safetensors", metadata={"format": "pt"})
     seal(drafter)
-    refused(outrider("pair", "new", tmp_path / "pair", trained), "other weights", "Measure this one")
+    failed(outrider("pair", "new", tmp_path / "pair", trained), "other weights", "Measure this one")
     assert not (tmp_path / "pair").exists()
     report = tmp_path / "run" / "report" / "report.json"
     values = json.loads(report.read_text())
@@ -165,4 +150,4 @@ def test_a_report_of_other_weights_is_refused(outrider: Command, trained: Path, 
         contestant.pop("digest")
     del values[CHECKSUM]
     report.write_text(json.dumps(values))
-    refused(outrider("pair", "new", tmp_path / "pair", trained), "does not say which weights", "Measure again")
+    failed(outrider("pair", "new", tmp_path / "pair", trained), "does not say which weights", "Measure again")

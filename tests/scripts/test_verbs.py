@@ -6,20 +6,13 @@ import json
 import resource
 import subprocess
 import sys
-from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 
-import pytest
-from typer.testing import Result
-
+from outrider.decode import Decoder
 from outrider.targets import Target
 
-Command = Callable[..., Result]
-
-
-def succeeded(result: Result) -> Result:
-    assert result.exit_code == 0, (result.output, result.exception)
-    return result
+from .conftest import Command, failed, succeeded
 
 
 def test_help_takes_less_than_a_second() -> None:
@@ -30,29 +23,17 @@ def test_help_takes_less_than_a_second() -> None:
     ).stdout
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0
-    for verb in (
-        "distill",
-        "train",
-        "eval",
-        "tune",
-        "generate",
-        "pair",
-        "probe",
-        "refresh",
-        "gate",
-        "doctor",
-        "quickstart",
-    ):
-        assert verb in shown
+    verbs = ("distill", "train", "eval", "tune", "generate", "pair", "probe", "refresh", "gate", "doctor", "quickstart")
+    assert [verb for verb in verbs if verb not in shown] == []
 
 
 def test_version_is_the_installed_one(outrider: Command) -> None:
-    from importlib.metadata import version
-
     assert succeeded(outrider("--version")).stdout == f"outrider {version('outrider')}\n"
 
 
-def test_a_pairs_life(outrider: Command, recipe_file: Path, tmp_path: Path, target_folder: Path) -> None:
+def test_a_pairs_life(
+    outrider: Command, recipe_file: Path, tmp_path: Path, target_folder: Path, changed_target: Path
+) -> None:
     """Every verb works on what the one before it left, and a flipped bit is found.
 
     distill → train → eval → pair new → show → verify → generate → gate → probe → refresh → gate.
@@ -72,15 +53,13 @@ def test_a_pairs_life(outrider: Command, recipe_file: Path, tmp_path: Path, targ
     succeeded(outrider("eval", pair, "--depth", "1", "--limit", "1", "--out", tmp_path / "again"))
     assert json.loads((tmp_path / "again" / "report.json").read_text())["contestants"][0]["depth"] == 1
 
-    changed = tmp_path / "changed"
-    altered_target(target_folder, changed)
-    probed = outrider("probe", pair, "--target", changed)
+    probed = outrider("probe", pair, "--target", changed_target)
     assert probed.exit_code in (0, 1)
     assert probed.stdout.split()[-1]
-    refreshed = succeeded(
-        outrider("refresh", pair, "--target", changed, "--out", tmp_path / "next", "training.max_steps=1")
+    refreshed = outrider(
+        "refresh", pair, "--target", changed_target, "--out", tmp_path / "next", "training.max_steps=1"
     )
-    assert "version 2" in refreshed.stdout
+    assert "version 2" in succeeded(refreshed).stdout
     assert outrider("gate", tmp_path / "next" / "pair", "--against", pair).exit_code in (0, 1)
 
     weights = pair / "drafter" / "model.safetensors"
@@ -92,29 +71,10 @@ def test_a_pairs_life(outrider: Command, recipe_file: Path, tmp_path: Path, targ
     assert "drafter/model.safetensors: content differs" in " ".join(found.stdout.split())
 
 
-def altered_target(source: Path, folder: Path) -> None:
-    target = Target.load(source)
-    target.model.model.layers[0].mlp.down_proj.weight.data *= 1.5
-    target.model.save_pretrained(folder)
-    target.require_tokenizer().save_pretrained(folder)
-
-
-@pytest.fixture
-def ngram_pair(recipe_file: Path, tmp_path: Path, target_folder: Path) -> Path:
-    from outrider.heads import Ngram, NgramConfig
-    from outrider.pair import new_pair
-    from outrider.recipes import load_recipe
-
-    recipe = load_recipe(str(recipe_file), ["drafter={type: ngram}"])
-    return new_pair(tmp_path / "pair", Target.load(target_folder), Ngram(NgramConfig()), recipe, calibration=[]).folder
-
-
 def test_generate_streams_the_plain_targets_text(outrider: Command, ngram_pair: Path, target_folder: Path) -> None:
     """`--plain` gives the text and nothing else; without it prompt, text and a closing line with τ and speedup."""
     target = Target.load(target_folder)
     tokenizer, prompt = target.require_tokenizer(), "def add(first, second):\n    return first"
-    from outrider.decode import Decoder
-
     tokens = Decoder(target).generate([tokenizer(prompt)["input_ids"]], max_new_tokens=12).tokens[0]
     expected = tokenizer.decode(tokens, skip_special_tokens=True)
     arguments = ["generate", ngram_pair, prompt, "--max-new-tokens", 12]
@@ -126,6 +86,4 @@ def test_generate_streams_the_plain_targets_text(outrider: Command, ngram_pair: 
 
 
 def test_a_probe_without_a_baseline_says_so(outrider: Command, ngram_pair: Path, target_folder: Path) -> None:
-    result = outrider("probe", ngram_pair, "--target", target_folder)
-    assert result.exit_code == 2
-    assert "without calibration prompts" in " ".join(result.stderr.split())
+    failed(outrider("probe", ngram_pair, "--target", target_folder), "without calibration prompts")

@@ -66,6 +66,12 @@ class _GrownHead:
         self.target = Growth(Sizes.of(source.config), Sizes.of(grown.config))
         known = getattr(head.config, "draft_vocab_size", source.vocab_size)
         self.outputs = draft_vocab_size or (grown.vocab_size if known == source.vocab_size else known)
+        most = known + grown.vocab_size - source.vocab_size
+        if self.outputs > most:
+            raise IncompatibleError(
+                f"a draft vocabulary of {self.outputs:,} is more than the head's {known:,} and the {most - known:,} new "
+                f"tokens: at most {most:,}."
+            )
         self.config = replace(head.config, **self._settings())
         kind = next(head.parameters())
         self.weights = GrownWeights(self._layers(), kind.dtype, kind.device)

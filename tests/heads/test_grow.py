@@ -141,6 +141,8 @@ def test_a_draft_vocabulary_may_grow_to_a_size_of_its_own(grown):
 
 def test_what_cannot_be_grown_is_refused(grown):
     source, target = grown
+    with pytest.raises(IncompatibleError, match="at most 156"):
+        grow_drafter(made("eagle3, pruned", source), source, target, draft_vocab_size=157)
     fusion = HEADS["fusion"](HEADS["ngram"](), made("medusa", source))
     with pytest.raises(IncompatibleError, match="fusion: no drafter of this type"):
         grow_drafter(fusion, source, target)

@@ -69,8 +69,8 @@ class _GrownHead:
         most = known + grown.vocab_size - source.vocab_size
         if self.outputs > most:
             raise IncompatibleError(
-                f"a draft vocabulary of {self.outputs:,} is more than the head's {known:,} and the {most - known:,} new "
-                f"tokens: at most {most:,}."
+                f"a draft vocabulary of {self.outputs:,} is more than the head's {known:,} and the {most - known:,} "
+                f"new tokens: at most {most:,}."
             )
         self.config = replace(head.config, **self._settings())
         kind = next(head.parameters())

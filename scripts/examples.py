@@ -30,6 +30,8 @@ outrider export runs/pair-v1 --to sglang --out runs/sglang --depth 3
 outrider import path/to/head --target path/to/target --out runs/head-v1 --pair
 outrider lint path/to/head --target path/to/target
 outrider lint runs/vllm --json
+outrider grow embedded --like 0.4b --out runs/grown
+outrider grow path/to/target --like 8b --out runs/grown --drafter path/to/drafter num_hidden_layers=8
 outrider served runs/pair-v1 --start vllm --python path/to/venv
 outrider served runs/pair-v1 --url http://127.0.0.1:8000 --temperature 0 --json
 outrider watch http://127.0.0.1:8000 --pair runs/pair-v1 --json

@@ -26,7 +26,7 @@ from ..common.errors import reason
 from ..common.runtime import give_back_unused
 from ..common.safe_load import read_json
 from .fingerprint import Fingerprint, digest_tensor
-from .loading import folder_of, load_causal_lm, load_tokenizer_of, meta_causal_lm, target_path
+from .loading import folder_of, load_causal_lm, load_tokenizer_of, meta_causal_lm, split_shape, target_path
 from .model_folder import GENERATION_CONFIG
 from .target import Target
 
@@ -46,13 +46,14 @@ def config_only_target(
 ) -> Target:
     """Return a target without weights, whose fingerprint is that of the same target loaded by `Target.load`.
 
-    A merged adapter, quantised weights and a model's own code change the digests: such a target is loaded whole, into
-    main memory. Arguments and errors are those of `Target.load`; damaged weights show when the fingerprint is computed.
+    A merged adapter, quantised or grown weights and a model's own code change the digests: such a target is loaded
+    whole, into main memory. Arguments and errors are those of `Target.load`; damaged weights show when the fingerprint
+    is computed.
     """
     load = partial(Target.load, path, revision, adapter, dtype, "cpu", trust_remote_code, quantize=quantize)
-    if adapter is not None or quantize is not None:
-        return load()
     path = os.path.expanduser(path)
+    if adapter is not None or quantize is not None or split_shape(path)[1] is not None:
+        return load()
     name = target_path(path)
     folder = folder_of(name, dtype, revision, trust_remote_code)
     model = meta_causal_lm(name, dtype, revision, trust_remote_code)

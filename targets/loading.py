@@ -20,6 +20,7 @@ from ..common.safe_load import read_json
 from .adapters import ADAPTER_CONFIG
 from .attention import NAME as SPLIT_ATTENTION
 from .attention import register
+from .grow import ALIASES, SHAPES, grown_config, shape_config
 from .model_folder import (
     INDEX,
     MODEL_CONFIG,
@@ -130,8 +131,15 @@ def folder_of(name: str, dtype: str | torch.dtype, revision: str | None, trust_r
     return folder
 
 
+def split_shape(path: str) -> tuple[str, str | None]:
+    """Return the path of a model, and of `PATH@SHAPE` the shape that it is grown into (see `targets.grow`)."""
+    model, _, shape = path.rpartition("@")
+    return (model, shape) if model and shape in (*SHAPES, *ALIASES) else (path, None)
+
+
 def target_path(path: str) -> str:
-    """Return the path of a target: the folder of the one that ships with Outrider, or `path` as it is."""
+    """Return where a target's files are: the folder of the one that ships with Outrider, or `path`, without a shape."""
+    path = split_shape(path)[0]
     return str(embedded_path()) if path == EMBEDDED else path
 
 
@@ -169,11 +177,13 @@ def meta_causal_lm(
     float32 where it has none.
     """
     try:
-        folder = model_folder(name, revision, trust_remote_code, weights=False)
+        folder = model_folder(target_path(name), revision, trust_remote_code, weights=False)
         check_files(folder, trust_remote_code)
         with without_questions():
             config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except Refusal:
+        if (shape := split_shape(name)[1]) is not None:
+            config = grown_config(config, shape_config(shape))
+    except (IncompatibleError, Refusal):
         raise
     except Exception as error:
         raise BadInputError(

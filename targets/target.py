@@ -25,9 +25,10 @@ from .cache import RaggedCache
 from .cache_slots import Nodes
 from .fingerprint import Fingerprint
 from .footprint import Footprint, measure
+from .grow import grow, shape_config
 from .layer_kinds import CacheLayout, runtime_key
 from .layers import body_of, decoder_layers
-from .loading import load_causal_lm, load_tokenizer_of, quantise, target_path
+from .loading import load_causal_lm, load_tokenizer_of, quantise, split_shape, target_path
 from .sharding import all_processes, in_turn, processes, settle, share, split
 from .smoke_check import reads_ragged_rows, require_readable
 
@@ -84,6 +85,8 @@ class Target(Backbone):
     ) -> Target:
         """Load a target from a folder, the Hub, or `"embedded"` (the model that ships with Outrider).
 
+        `PATH@SHAPE`, such as `"embedded@8b"`, is that model grown into another shape (see `targets.grow`).
+
         Args:
             adapter: folder or Hub id of a PEFT adapter, which is merged into the weights, as it would be served.
             attention: one of the library's implementations, or "outrider" (see `targets.attention`).
@@ -104,7 +107,10 @@ class Target(Backbone):
         model = load_causal_lm(target_path(path), dtype, revision, trust_remote_code, attention)
         tokenizer = load_tokenizer_of(path, revision, trust_remote_code)
         model = model if adapter is None else merge_adapter(model, adapter)
-        cast(nn.Module, model).to(device or best_device()).eval().requires_grad_(False)
+        device = device or best_device()
+        if (shape := split_shape(path)[1]) is not None:
+            model = grow(model, shape_config(shape), device=device)
+        cast(nn.Module, model).to(device).eval().requires_grad_(False)
         if quantize is not None:
             quantise(model, quantize)
         source = {"path": path, "revision": revision, "adapter": adapter}

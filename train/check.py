@@ -191,7 +191,7 @@ def check_many_processes(recipe: Recipe, drafter_class: type[Drafter], args: Tra
             "packs want different numbers; leave out training.packing, or launch with --multi_gpu or ZeRO."
         )
     drafter, sharding = recipe.drafter, recipe.target.sharding
-    prunes = drafter.get("init") == "prune" or bool(drafter.get("prune"))
+    prunes = drafter.get("init") == "prune"
     needs_layers = prunes or drafter.get("type") == "self_speculative" or recipe.joint is not None
     if sharding != "none" and needs_layers:
         raise BadInputError(

@@ -18,8 +18,8 @@ from ..distill.responses import data_folder
 from ..distill.sources import count_rows
 from ..heads import Drafter
 from ..recipes import Recipe, SourceSpec
-from ..targets import Target, embedded_path
-from ..targets.loading import EMBEDDED, meta_causal_lm
+from ..targets import Target
+from ..targets.loading import meta_causal_lm
 from . import muon
 from .arguments import packing_of, training_arguments
 from .data import FIRST_LEARNED
@@ -57,8 +57,7 @@ def plan(recipe: Recipe, processes: int = 1, sharding: Sharding = "none", rows: 
 def sketch_target(recipe: Recipe) -> Target:
     """Return the recipe's target without contents."""
     spec = recipe.target
-    path = str(embedded_path()) if spec.path == EMBEDDED else spec.path
-    return Target(meta_causal_lm(path, spec.dtype, spec.revision, spec.trust_remote_code))
+    return Target(meta_causal_lm(spec.path, spec.dtype, spec.revision, spec.trust_remote_code))
 
 
 def sketch_drafter(recipe: Recipe, target: Target) -> Drafter:

@@ -203,11 +203,11 @@ class DFlash(LayerDrafter[C]):
         length = self._length(max_length, spare)
         layers = self.decoding_layers(length)
         assert isinstance(layers, CachedBlocks)
-        return self.session_class(self, target, self.new_cache(target, batch_size, length), layers)
+        return self.session(target, self.new_cache(target, batch_size, length), layers)
 
-    @property
-    def session_class(self) -> type[BlockSession]:
-        return BlockSession
+    def session(self, target: Target, cache: RaggedCache, layers: CachedBlocks) -> BlockSession:
+        """Return a session over its own `cache`."""
+        return BlockSession(self, target, cache, layers)
 
     def state_bytes(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> int:
         length = self._length(max_length, spare)

@@ -189,9 +189,8 @@ class DSpark(DFlash[DSparkConfig]):
     def abilities(self) -> Abilities:
         return replace(super().abilities, confident=self.confidence_head is not None)
 
-    @property
-    def session_class(self) -> type[BlockSession]:
-        return MarkovSession
+    def session(self, target: Target, cache: RaggedCache, layers: CachedBlocks) -> BlockSession:
+        return MarkovSession(self, target, cache, layers)
 
 
 class MarkovSession(BlockSession):

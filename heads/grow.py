@@ -215,6 +215,14 @@ def _sizes(config: Any, norms_heads: bool) -> Sizes:
     if layer := getattr(config, "layer", None):
         values = dict(layer)
         return replace(Sizes.of(AutoConfig.for_model(values.pop("model_type"), **values)), layers=1)
-    names = ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
-    heads = [getattr(config, name, 1) for name in names]
-    return Sizes(config.hidden_size, *heads, getattr(config, "rms_norm_eps", 1e-6), norms_heads)
+    counts: dict[str, int] = {
+        ours: getattr(config, theirs, 1)
+        for ours, theirs in (
+            ("heads", "num_attention_heads"),
+            ("groups", "num_key_value_heads"),
+            ("head", "head_dim"),
+            ("units", "intermediate_size"),
+        )
+    }
+    epsilon = getattr(config, "rms_norm_eps", 1e-6)
+    return Sizes(hidden=config.hidden_size, epsilon=epsilon, norms_heads=norms_heads, **counts)

@@ -22,7 +22,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Final, Self
+from typing import Any, Final, Self, cast
 
 import torch
 from accelerate import init_empty_weights
@@ -355,7 +355,8 @@ def grow(
             place(grown, name, _grown_weight(weights, name, parameter.shape, old, tied))
     grown.tie_weights()
     grown.generation_config = model.generation_config
-    return grown.to(device).eval()
+    cast(nn.Module, grown).to(device).eval()  # its buffers
+    return grown
 
 
 def grown_bytes(model: PreTrainedModel, like: PreTrainedConfig) -> int:
@@ -381,7 +382,7 @@ def place(module: nn.Module, name: str, weight: Tensor) -> None:
     setattr(module.get_submodule(owner), leaf, nn.Parameter(weight, requires_grad=False))
 
 
-def _grown_weight(weights: GrownWeights, name: str, shape: torch.Size, old: dict[str, Tensor], tied: bool) -> Tensor:
+def _grown_weight(weights: GrownWeights, name: str, shape: torch.Size, old: Mapping[str, Tensor], tied: bool) -> Tensor:
     if name == "model.embed_tokens.weight":
         return weights.embedding(shape, old[name], tied)
     if name == "lm_head.weight":
@@ -408,7 +409,8 @@ class GrownWeights:
     """Makes grown weights, one at a time, on the device where they stay."""
 
     def __init__(self, growth: Growth, dtype: torch.dtype, device: torch.device):
-        self.growth, self.kind = growth, {"dtype": dtype, "device": device}
+        self.growth = growth
+        self.kind: dict[str, Any] = {"dtype": dtype, "device": device}
         self.noise = torch.randn(2**20 + 7, generator=torch.Generator().manual_seed(0)).mul_(_NOISE).to(**self.kind)
         self.sink = max(_SINK, torch.finfo(dtype).min)
         residual, queries, keys, units = growth.residual, growth.queries, growth.keys, growth.units
@@ -424,7 +426,7 @@ class GrownWeights:
             "mlp.experts.down_proj": (residual, units),
         }
 
-    def of_layer(self, name: str, shape: torch.Size, old: dict[str, Tensor] | None) -> Tensor:
+    def of_layer(self, name: str, shape: torch.Size, old: Mapping[str, Tensor] | None) -> Tensor:
         """Return the weight of that name in a layer: of the old layer's weights, or None for one that adds nothing."""
         module = name.removesuffix(".weight").removesuffix(".bias")
         if name.endswith(".bias"):
@@ -524,7 +526,7 @@ class GrownWeights:
         wider = module == "self_attn.q_proj" and not self.growth.new.norms_heads
         return value * self.growth.wider if wider else value
 
-    def _bias(self, module: str, shape: torch.Size, old: dict[str, Tensor] | None) -> Tensor:
+    def _bias(self, module: str, shape: torch.Size, old: Mapping[str, Tensor] | None) -> Tensor:
         bias, rows = self.zeros(shape), self.axes[module][0]
         if old is None:
             return bias
@@ -536,7 +538,7 @@ class GrownWeights:
             bias[rows.places[:: self.growth.old.head] + _FIXED_PAIRS[module]] = _FIXED
         return bias
 
-    def _head_norm(self, module: str, shape: torch.Size, old: dict[str, Tensor] | None) -> Tensor:
+    def _head_norm(self, module: str, shape: torch.Size, old: Mapping[str, Tensor] | None) -> Tensor:
         """Return the weight of a norm over each head.
 
         Where the old model has none, a fixed number in each head is all that the norm sees: it divides by a constant.

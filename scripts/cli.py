@@ -28,7 +28,7 @@ from ..common.atomic import is_disk_full, require_folder, write_atomically
 from ..common.progress import say_retries_once
 from ..common.runtime import keep_large_blocks, remember_few_shapes
 from ..common.signals import how, number_of, stoppable
-from . import data_cli, export_cli, grow_cli, serving_cli
+from . import data_cli, export_cli, serving_cli
 from .examples import EXAMPLES
 from .options import (
     Adapter,
@@ -134,7 +134,7 @@ app.add_typer(data_cli.data_app, name="data")
 app.command("export")(export_cli.export)
 app.command("import")(export_cli.import_)
 app.command("lint")(export_cli.lint)
-app.command("grow")(grow_cli.grow)
+app.command("grow")(export_cli.grow)
 app.command("served", context_settings={"allow_extra_args": True})(serving_cli.served)
 app.command("watch")(serving_cli.watch)
 

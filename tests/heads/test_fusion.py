@@ -179,8 +179,10 @@ def test_in_a_batch_the_model_has_read_the_found_tokens_that_were_kept(target, m
         rounds = [([1, 40], [4, 1]), ([2, 41], [2, 3]), ([50, 42], None), ([51, 43], [1, 0])]
         texts = [list(REPEATED), list(FRESH)]
         play(fusion, target, texts, rounds)
+        before = copy.deepcopy(texts)
         found = play(fusion, target, [list(REPEATED), list(FRESH)], [*rounds, (last, [0, 0])])
         assert found == drafts(fusion, target, texts, last)
+        assert before == texts
 
 
 # ------------------------------------------------------------ through the decoder

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+from transformers import LlamaForCausalLM
 
 from outrider.common import BadInputError
 from outrider.distill.prompts import Prompt
@@ -15,6 +16,7 @@ from outrider.eval.reports.figures import PHASES, Baselines
 from outrider.eval.reports.report import Conditions, ContestantInfo, SuiteInfo
 from outrider.eval.suites import Suite, make_suite
 from outrider.eval.tuning import BatchTuning, Candidate, CostRecord, Tuning
+from outrider.targets import Target
 
 
 def refusal(call: Callable[..., object], *arguments: Any, **named: Any) -> str:
@@ -53,6 +55,11 @@ def make_tuning(depths: dict[int, int], **changes: object) -> Tuning:
         "batches": [BatchTuning(batch_size=n, candidates=[c], chosen=c, **found) for n, c in chosen.items()],
     }
     return Tuning.model_validate(known | changes)
+
+
+@pytest.fixture
+def target(tiny_llama: Callable[..., LlamaForCausalLM]) -> Target:
+    return Target(tiny_llama(layers=2))
 
 
 @pytest.fixture

@@ -15,11 +15,6 @@ from outrider.heads import DraftModel, Ngram
 from outrider.targets import Target
 
 
-@pytest.fixture
-def target(tiny_llama) -> Target:
-    return Target(tiny_llama(layers=2))
-
-
 def test_a_chains_tokens_by_hand() -> None:
     """Of a drafter that finds nothing in half of the rounds: alpha says nothing of that, what was kept does."""
     assert Acceptance((0.5, 0.5, 0.0), (0.25, 0.125, 0.0), (), 10).chain(2) == 1.375

@@ -20,11 +20,6 @@ from outrider.targets import Target
 
 
 @pytest.fixture
-def target(tiny_llama) -> Target:
-    return Target(tiny_llama(layers=2))
-
-
-@pytest.fixture
 def settings() -> EvalSpec:
     return EvalSpec(max_new_tokens=16, repeats=2, depth=3)
 
@@ -214,8 +209,6 @@ RECORDS = [
     record("generate", "code", "b", 8, 3.0, []),
     record("generate", "docs", "c", 5, 1.0, []),
 ]
-
-
 RULES = {("fast", 0.0): "greedy", ("plain", 0.0): "none", ("generate", 0.0): "none"}
 
 
@@ -226,9 +219,7 @@ def figures(contestant: str, suite: str) -> Figures:
 
 def test_tau_is_one_plus_mean_accepted_and_the_acceptance_rate_is_accepted_over_drafted() -> None:
     fast = figures("fast", "all")
-    assert fast.tau is not None
     assert fast.tau.value == pytest.approx(1 + 9 / 7)
-    assert fast.acceptance_rate is not None
     assert fast.acceptance_rate.value == pytest.approx(9 / 17)
 
 
@@ -253,7 +244,6 @@ def test_speed_is_a_ratio_of_sums() -> None:
     fast = figures("fast", "all")
     assert fast.tokens_per_second.value == pytest.approx(21 / 4)
     assert fast.speedup.value == pytest.approx(6 / 4)
-    assert fast.speedup_generate is not None
     assert fast.speedup_generate.value == pytest.approx(7 / 4)
     assert fast.milliseconds_per_token["total"].value == pytest.approx(4000 / 21)
 
@@ -261,23 +251,14 @@ def test_speed_is_a_ratio_of_sums() -> None:
 def test_each_suite_has_its_own_figures() -> None:
     docs = figures("fast", "docs")
     assert (docs.num_prompts, docs.num_rounds, docs.num_tokens) == (1, 2, 5)
-    assert docs.tau is not None
-    assert docs.tau.value == 1.5
-    assert docs.speedup.value == 2.0
+    assert (docs.tau.value, docs.speedup.value) == (1.5, 2.0)
 
 
-def test_identical_prompts_are_counted_where_they_were_compared() -> None:
-    assert figures("fast", "all").identical == 2
-    assert figures("plain", "all").identical is None
-
-
-def test_a_baseline_has_no_acceptance() -> None:
+def test_a_baseline_has_no_acceptance_and_is_not_compared_with_itself() -> None:
     plain, generate = figures("plain", "all"), figures("generate", "all")
-    assert plain.tau is not None
-    assert plain.tau.value == 1.0
+    assert (plain.tau.value, plain.speedup.value, generate.tau) == (1.0, 1.0, None)
     assert (plain.acceptance_rate, plain.alpha, plain.accepted) == (None, [], [])
-    assert generate.tau is None
-    assert plain.speedup.value == 1.0
+    assert (plain.identical, figures("fast", "all").identical) == (None, 2)
 
 
 def test_the_order_of_records_does_not_matter_even_if_suites_alternate() -> None:

@@ -27,11 +27,6 @@ from .conftest import make_tuning
 
 
 @pytest.fixture
-def target(tiny_llama) -> Target:
-    return Target(tiny_llama(layers=2))
-
-
-@pytest.fixture
 def settings() -> EvalSpec:
     return EvalSpec(max_new_tokens=12, repeats=1, temperatures=[0.0])
 
@@ -84,16 +79,11 @@ def test_passes_stay_inside_the_targets_context(tiny_llama, suites: list[Suite],
     assert batch.costs.widths == [0, 1, 2, 4, 8]
 
 
-class Shallow(DraftModel):
-    @property
-    def max_depth(self) -> int:
-        return 3
-
-
 def test_nothing_deeper_than_the_drafter_drafts_is_tried(
-    target: Target, suites: list[Suite], settings: EvalSpec
+    target: Target, suites: list[Suite], settings: EvalSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (batch,) = tune(target, Shallow(target.model), suites, settings).batches
+    monkeypatch.setattr(DraftModel, "max_depth", 3)
+    (batch,) = tune(target, DraftModel(target.model), suites, settings).batches
     assert len(batch.rates) == len(batch.ranks) == 3
     assert max(c.restored(batch.costs, batch.rates).depth for c in batch.candidates) == 3
 
@@ -142,16 +132,14 @@ def test_fusions_with_a_trained_drafter_are_weighed_too(
     assert Tuning.model_validate(json.loads(record.model_dump_json())) == record
 
 
-def test_a_drafter_without_weights_is_fused_with_nothing(target: Target) -> None:
+def test_a_trained_drafter_is_fused_once_with_each_kind_and_one_without_weights_with_nothing(target: Target) -> None:
     assert tuner._fusions(target, Ngram(), tuner.STATISTICAL) == []
-
-
-def test_one_kind_is_fused_once(target: Target, suites: list[Suite], settings: EvalSpec) -> None:
-    twice = [{"type": "ngram"}, {"type": "ngram", "min_match": 2}]
-    with pytest.raises(BadInputError, match="fused once; got ngram, ngram"):
-        tuner._fusions(target, DraftModel(target.model), twice)
-    with pytest.raises(BadInputError, match="no drafter without weights"):
-        tuner._fusions(target, DraftModel(target.model), [{"type": "eagle3"}])
+    for kinds, said in (
+        ([{"type": "ngram"}, {"type": "ngram", "min_match": 2}], "fused once; got ngram, ngram"),
+        ([{"type": "eagle3"}], "no drafter without weights"),
+    ):
+        with pytest.raises(BadInputError, match=said):
+            tuner._fusions(target, DraftModel(target.model), kinds)
 
 
 # ------------------------------------------------------------ what is predicted
@@ -190,7 +178,6 @@ def test_expensive_drafts_are_left_out_and_cheap_good_ones_go_deep(
 
 def test_where_width_is_free_a_tree_wins_and_where_it_is_not_no_tree_is_even_timed() -> None:
     first = predicted(0.001, 0.5, 1e-6, RANKS)[0]
-    assert first.plan.tree is not None
     assert first.tau == pytest.approx(first.plan.tree.value(RANKS))
     assert not any(o.plan.is_tree for o in predicted(0.001, 0.5, 0.005, RANKS))
 

@@ -89,7 +89,6 @@ def test_speculators_computes_our_logits_from_an_exported_head(
     assert isinstance(head, Eagle3)
     tokens = torch.randint(target.vocab_size, (1, LENGTH), generator=torch.Generator().manual_seed(1))
     hidden = target.forward(tokens, taps=head.taps).hidden
-    assert hidden is not None
     # It reads features beside the token that follows them, and so is one shorter.
     theirs = speculators(head, target, tmp_path, hidden=hidden[:, :-1].flatten(2), tokens=tokens[:, 1:])
     with torch.no_grad():
@@ -110,7 +109,6 @@ def test_speculators_computes_our_logits_from_an_exported_peagle(
     assert isinstance(head, PEagle)
     tokens = torch.randint(target.vocab_size - 1, (1, LENGTH), generator=torch.Generator().manual_seed(1))
     seen = target.forward(tokens, taps=head.taps)
-    assert seen.hidden is not None
     given = {"hidden": seen.hidden[:, :-1].flatten(2), "tokens": tokens[:, 1:], "last": seen.last[:, 1:]}
     theirs = speculators(head, target, tmp_path, **given)
     places, depths = theirs["places"].tolist(), theirs["depths"].tolist()

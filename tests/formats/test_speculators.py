@@ -170,7 +170,6 @@ def inputs(target: Target) -> tuple[Tensor, Tensor]:
     """Tokens `[1, 12]` and their hidden states."""
     tokens = torch.randint(VOCAB, (1, 12), generator=torch.Generator().manual_seed(5))
     hidden = target.forward(tokens, taps=TAPS).hidden
-    assert hidden is not None
     return tokens, hidden
 
 

@@ -73,7 +73,6 @@ def test_without_prompts_there_is_no_baseline(make_pair: MakePair) -> None:
 
 def test_the_baseline_is_measured_on_the_prompts_with_the_plan(make_pair: MakePair, prompts: list[Prompt]) -> None:
     baseline = make_pair("draft_model").manifest.measurements.baseline
-    assert baseline is not None
     assert (baseline.max_new_tokens, baseline.temperature, baseline.seed) == (16, 0.0, 0)
     assert [m.id for m in baseline.prompts] == [p.id for p in prompts]
     assert all(m.accepted >= 2 * m.rounds for m in baseline.prompts), "the target drafts for itself, at depth 3"
@@ -136,19 +135,22 @@ def test_without_a_report_the_plan_is_the_recipes(
 # ------------------------------------------------------------ drafters
 
 
-def test_only_what_a_drafter_is_made_of_is_copied(
+def test_only_what_a_drafter_is_made_of_is_copied_as_it_is(
     make_pair: MakePair, make_target: MakeTarget, make_drafter: MakeDrafter, tmp_path: Path
 ) -> None:
     saved = tmp_path / "saved"
-    make_drafter("ngram", make_target()).save(saved)
+    make_drafter("eagle3", make_target()).save(saved)
+    (saved / "optimizer.pt").write_bytes(b"not for shipping")
     (saved / "more" / "files").mkdir(parents=True)
     for name in ("a.json", "b.safetensors", "c.jinja", "d.model", "e.txt", "f.bin", "g.pt"):
         (saved / "more" / "files" / name).write_text("x")
     (saved / "folder.json").mkdir()
-    pair = make_pair("ngram", drafter=str(saved))
+    pair = make_pair("eagle3", drafter=str(saved))
     copied = [f"more/files/{name}" for name in ("a.json", "b.safetensors", "c.jinja", "d.model", "e.txt")]
-    assert names(pair.folder / "drafter") == ["config.json", "model.safetensors", *copied]
+    assert names(pair.drafter_folder) == ["config.json", "model.safetensors", *copied]
     assert sorted(pair.manifest.drafter.files) == ["config.json", "model.safetensors", *copied]
+    weights = (pair.drafter_folder / "model.safetensors").read_bytes()
+    assert weights == (saved / "model.safetensors").read_bytes()
 
 
 def test_a_folder_that_holds_no_drafter_is_refused_before_anything_is_written(
@@ -230,15 +232,19 @@ def test_a_report_of_the_same_day_gives_way_to_the_new_one_and_older_ones_stay(
     assert verify(pair.folder) == []
 
 
-def test_a_report_that_is_known_adds_nothing(
-    make_pair: MakePair, report_folder: Path, today: Callable[[str], None]
+@pytest.mark.parametrize("reported", [False, True])
+def test_the_same_pair_again_changes_nothing(
+    make_pair: MakePair, report_folder: Path, today: Callable[[str], None], reported: bool
 ) -> None:
+    report, kept = (report_folder, {"report.json", "report.md", "report.html"}) if reported else (None, set())
     today("2031-01-01")
-    first = make_pair("ngram", report_folder=report_folder)
+    first = make_pair("ngram", report_folder=report)
+    before = (first.folder / "pair.json").stat().st_mtime_ns
     today("2031-02-02")
-    assert {Path(name).name for name in first.manifest.reports} == {"report.json", "report.md", "report.html"}
-    assert make_pair("ngram", report_folder=report_folder) == first
-    assert [p.name for p in (first.folder / "reports").iterdir()] == ["2031-01-01"]
+    assert make_pair("ngram", report_folder=report) == first
+    assert {Path(name).name for name in first.manifest.reports} == kept
+    assert {p.parent.name for p in first.folder.glob("reports/*/*")} == ({"2031-01-01"} if reported else set())
+    assert (first.folder / "pair.json").stat().st_mtime_ns == before
 
 
 # ------------------------------------------------------------ what is there already
@@ -269,12 +275,17 @@ def test_another_pair_in_its_place_is_named(make_pair: MakePair, tmp_path: Path)
     assert [p.name for p in tmp_path.iterdir()] == ["pair"]
 
 
-def test_an_empty_folder_is_taken_and_a_file_is_not(make_pair: MakePair, tmp_path: Path) -> None:
+def test_an_empty_folder_is_taken_and_what_is_no_pair_is_never_overwritten(make_pair: MakePair, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     assert verify(make_pair("ngram", tmp_path / "empty").folder) == []
     (tmp_path / "file").write_text("mine")
-    said = f"'{tmp_path / 'file'}' exists and is not a pair; nothing was written. Choose a new folder."
-    assert refusal(make_pair, "ngram", tmp_path / "file") == said
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter.txt").write_text("years of work")
+    for name in ("file", "thesis"):
+        said = f"'{tmp_path / name}' exists and is not a pair; nothing was written. Choose a new folder."
+        assert refusal(make_pair, "ngram", tmp_path / name) == said
+    assert {p.name for p in tmp_path.iterdir()} == {"empty", "file", "thesis"}
+    assert names(tmp_path / "thesis") == ["chapter.txt"]
 
 
 def test_what_an_interrupted_attempt_left_does_not_get_into_the_pair(make_pair: MakePair, tmp_path: Path) -> None:

@@ -79,18 +79,17 @@ def test_analytic_tau_predicts_the_sampling_decoder(
     assert probe(pair, changed).tau.value == pytest.approx(out.stats.tau, rel=0.1)
 
 
-def test_another_vocabulary_is_incompatible_and_names_the_token(
-    make_pair: MakePair, make_target: MakeTarget, swapped_tokenizer: PreTrainedTokenizerFast
+@pytest.mark.parametrize("kind", ["another vocabulary", "missing taps"])
+def test_an_incompatible_target_is_named_with_what_does_not_fit(
+    make_pair: MakePair, make_target: MakeTarget, swapped_tokenizer: PreTrainedTokenizerFast, kind: str
 ) -> None:
-    result = probe(make_pair("ngram"), Target(make_target().model, swapped_tokenizer))
+    drafter, target, said = {
+        "another vocabulary": ("ngram", Target(make_target().model, swapped_tokenizer), "id 300 is"),
+        "missing taps": ("eagle3", make_target(layers=2), "hidden_states[3]"),
+    }[kind]
+    result = probe(make_pair(drafter), target)
     assert (result.verdict, result.exit_code) == ("incompatible", 3)
-    assert "id 300 is" in result.lines[0]
-
-
-def test_missing_taps_are_incompatible(make_pair: MakePair, make_target: MakeTarget) -> None:
-    result = probe(make_pair("eagle3"), make_target(layers=2))
-    assert result.verdict == "incompatible"
-    assert "hidden_states[3]" in result.lines[0]
+    assert said in result.lines[0]
 
 
 def test_a_changed_chat_template_asks_the_prompts_anew(

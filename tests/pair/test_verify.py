@@ -84,9 +84,12 @@ def test_a_truncated_a_missing_and_an_extra_file_are_named(pair: Pair) -> None:
     assert found[2] == "recipe.yaml: missing"
 
 
-def test_a_rewritten_number_breaks_the_checksum(pair: Pair) -> None:
+def test_a_rewritten_text_is_named_and_a_number_breaks_the_checksum(pair: Pair) -> None:
     file = pair.folder / "pair.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"version": 7}, indent=2) + "\n")
+    good = file.read_text()
+    file.write_text(good + "\n")
+    assert verify(pair.folder) == ["pair.json: its bytes differ from the form it was written in"]
+    file.write_text(json.dumps(json.loads(good) | {"version": 7}, indent=2) + "\n")
     assert any("checksum" in line for line in verify(pair.folder))
     with pytest.raises(BadInputError, match="checksum"):
         Pair.load(pair.folder)

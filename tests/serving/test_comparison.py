@@ -32,17 +32,15 @@ def drafted(alphas: tuple[float, ...], seed: int, depth: int = DEPTH) -> list[Dr
     return found
 
 
-def answers(counts: list[DraftCounts]) -> list[ServedAnswer]:
-    return [ServedAnswer(tokens=list(range(TOKENS)), ended=False, lengths=[TOKENS], counts=[c]) for c in counts]
+def answers(*seeds: list[DraftCounts]) -> list[ServedAnswer]:
+    """Return the answers to prompts, from the counts of each with one seed after the other."""
+    same = {"tokens": list(range(TOKENS)), "ended": False, "lengths": [TOKENS] * len(seeds)}
+    return [ServedAnswer(counts=list(counts), **same) for counts in zip(*seeds, strict=True)]
 
 
 def expectation(temperature: float = 0.0, one_hot: tuple[float, ...] | None = None) -> Expectation:
     def seeded(alphas: tuple[float, ...], first: int) -> list[ServedAnswer]:
-        seeds = [drafted(alphas, first + s) for s in range(3)]
-        return [
-            ServedAnswer(tokens=list(range(TOKENS)), ended=False, lengths=[TOKENS] * 3, counts=list(c))
-            for c in zip(*seeds, strict=True)
-        ]
+        return answers(*(drafted(alphas, first + s) for s in range(3)))
 
     key = f"{temperature:g}"
     return Expectation(
@@ -79,9 +77,7 @@ def kinds(*found: ServedComparison, exact: bool = False) -> list[str]:
 
 def test_the_same_acceptance_is_no_finding() -> None:
     found = compared(RIGHT)
-    assert kinds(found) == []
-    assert found.identical == PROMPTS
-    assert found.parts_at is None
+    assert (kinds(found), found.identical, found.parts_at) == ([], PROMPTS, None)
 
 
 def test_counts_of_rounds_are_those_of_an_engine() -> None:
@@ -101,8 +97,7 @@ def test_counts_of_rounds_are_those_of_an_engine() -> None:
 )
 def test_the_first_position_that_parts_names_the_suspicion(alphas: tuple[float, ...], kind: str, parts_at: int) -> None:
     found = compared(alphas)
-    assert kinds(found) == [kind]
-    assert found.parts_at == parts_at
+    assert (kinds(found), found.parts_at) == ([kind], parts_at)
 
 
 def test_another_depth_is_seen_in_the_drafts_themselves() -> None:
@@ -110,14 +105,13 @@ def test_another_depth_is_seen_in_the_drafts_themselves() -> None:
     assert kinds(compared(RIGHT, depth=3)) == ["depth"]
 
 
-def test_right_at_zero_and_low_above_it_is_the_engines_sampling() -> None:
-    right, low = compared(RIGHT), compared((0.1, 0.0, 0.0, 0.0), 1.0, one_hot=(0.45, 0.45, 0.45, 0.45))
-    assert kinds(right, low) == ["sampling"]
+PICKED = (0.45, 0.45, 0.45, 0.45)
 
 
-def test_picked_drafts_are_told_from_wrong_sampling() -> None:
-    picked = (0.45, 0.45, 0.45, 0.45)
-    assert kinds(compared(RIGHT), compared(picked, 1.0, one_hot=picked)) == ["one-hot"]
+@pytest.mark.parametrize(("served", "kind"), [((0.1, 0.0, 0.0, 0.0), "sampling"), (PICKED, "one-hot")])
+def test_picked_drafts_are_told_from_wrong_sampling(served: tuple[float, ...], kind: str) -> None:
+    """Right at zero and low above it is the engine's sampling, unless picked drafts would be as low."""
+    assert kinds(compared(RIGHT), compared(served, 1.0, one_hot=PICKED)) == [kind]
 
 
 def test_texts_that_end_early_are_a_finding_though_tau_is_right() -> None:
@@ -144,7 +138,6 @@ def test_an_engine_that_returns_text_alone_is_compared_by_text() -> None:
 def test_in_float32_other_drafts_are_a_finding_though_as_many_are_accepted() -> None:
     found = compared(RIGHT)
     assert found.agrees(0.02)
-    assert found.same_drafts is not None
     assert found.same_drafts < PROMPTS / 2
     assert kinds(found, exact=True) == ["first"]
 
@@ -153,7 +146,6 @@ def test_a_mistake_that_does_exactly_the_same_is_the_explanation() -> None:
     right, wrong, other = (drafted(RIGHT, seed) for seed in (1, 2, 3))
     tried = {"taps - 1": answers(other), "norm_output": answers(wrong)}
     found = explain(wrong, answers(right), tried)
-    assert found is not None
     assert (found.kind, found.same, found.remaining) == ("later", PROMPTS, 0.0)
     assert found.is_certain
     assert "norm_output" in str(found)
@@ -166,7 +158,6 @@ def test_mistakes_that_do_the_same_are_all_named() -> None:
     right, nothing = drafted(RIGHT, 1), drafted((-1.0,) * DEPTH, 2)
     tried = {"d2t as ids": answers(nothing), "norm_output": answers(right), "untrained": answers(nothing)}
     found = explain(nothing, answers(right), tried)
-    assert found is not None
     assert found.is_certain
     assert "ids instead of offsets, or weights that were never loaded" in str(found)
 

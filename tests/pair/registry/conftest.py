@@ -33,8 +33,7 @@ def versioned(pair: Pair, folder: Path, version: int, name: str, weights: bytes,
     lineage = Lineage(parent=ancestor, reason=reason)
     record = pair.manifest.drafter.model_copy(update={"files": files})
     values = {"name": name, "version": version, "drafter": record, "lineage": lineage}
-    made: Manifest = pair.manifest.model_copy(update=values)
-    made = made.model_copy(update={"digest": made.identity()}).sealed()
+    made: Manifest = pair.manifest.model_copy(update=values).identified().sealed()
     made.write(folder)
     return Pair(folder, made)
 
@@ -62,6 +61,12 @@ def make_version(first: Pair, tmp_path: Path) -> MakeVersion:
         return versioned(first, folder, version, name, content, parent)
 
     return make
+
+
+def retold(pair: Pair) -> Pair:
+    """Change what is known of a pair, but not what it is: its next revision."""
+    pair.manifest.model_copy(update={"created": "2040-01-01"}).sealed().write(pair.folder)
+    return Pair.load(pair.folder)
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import inspect
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -24,11 +25,6 @@ from outrider.pair.registry.layout import Entry
 from outrider.pair.signature import check_signature
 
 from .conftest import MakeVersion, Signed
-
-
-class Info:
-    def __init__(self, sha: str):
-        self.sha = sha
 
 
 class Repository(HfApi):
@@ -46,11 +42,11 @@ class Repository(HfApi):
         inspect.signature(HfApi.create_repo).bind(self, repo_id, **options)
         self.private = options["private"]
 
-    def model_info(self, repo_id: str, **options: Any) -> Info:
+    def model_info(self, repo_id: str, **options: Any) -> SimpleNamespace:
         inspect.signature(HfApi.model_info).bind(self, repo_id, **options)
         if not self.commits:
             raise RepositoryNotFoundError("404: no such repository", response=response(404))
-        return Info(self.commits[-1])
+        return SimpleNamespace(sha=self.commits[-1])
 
     def list_repo_files(self, repo_id: str, **options: Any) -> list[str]:
         inspect.signature(HfApi.list_repo_files).bind(self, repo_id, **options)

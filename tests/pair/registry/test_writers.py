@@ -25,7 +25,7 @@ from outrider.pair.registry import PairReference, open_registry
 from outrider.pair.registry.layout import BLOBS
 from outrider.targets.fingerprint import digest_file
 
-from .conftest import MakeVersion
+from .conftest import MakeVersion, retold
 
 FORK = multiprocessing.get_context("fork")  # an interpreter of its own would import for seconds before it writes
 
@@ -99,9 +99,7 @@ def pushed_by_many(
     assert (killed >= min(kills, 1), refused) == (True, 0)
     open_registry(str(root)).push(versions[0])
     check(root, expected, tmp_path)
-    retold = versions[0].manifest.model_copy(update={"created": "2040-01-01"}).sealed()
-    retold.write(versions[0].folder)
-    open_registry(str(root)).push(Pair.load(versions[0].folder))  # the next writer sweeps
+    open_registry(str(root)).push(retold(versions[0]))  # the next writer sweeps
     assert list(leftovers_within(root)) == []
     print(f"{num_writers} writers, {num_versions} versions, {killed} SIGKILLs: all whole, nothing left over")
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from transformers import LlamaForCausalLM
 
 from outrider.common import BadInputError
 from outrider.distill.prompts import Prompt
@@ -58,7 +57,7 @@ def make_tuning(depths: dict[int, int], **changes: object) -> Tuning:
 
 
 @pytest.fixture
-def target(tiny_llama: Callable[..., LlamaForCausalLM]) -> Target:
+def target(tiny_llama) -> Target:
     return Target(tiny_llama(layers=2))
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 from outrider.formats import LAYOUTS
-from outrider.heads import Drafter, drafter_config
+from outrider.heads import drafter_config
 from outrider.targets import Target
 
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "formats.md"
@@ -60,7 +59,7 @@ def row(to: str, kind: str, target: Target) -> str:
     return f"| {to} | {kind} | {layout.name} | {yes} | {no} |"
 
 
-def test_the_table_of_formats_is_what_the_layouts_say(target: Target, make_drafter: Callable[..., Drafter]) -> None:
+def test_the_table_of_formats_is_what_the_layouts_say(target, make_drafter):
     """With OUTRIDER_WRITE_TABLES=1 in the environment the table is written anew."""
     rows = [row(to, kind, target) for to, layouts in LAYOUTS.items() for kind in layouts]
     head = ["| `--to` | drafter | layout | serves, too | refused → nearest that is served |", "|---|---|---|---|---|"]

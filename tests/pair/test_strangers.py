@@ -11,11 +11,9 @@ from outrider.common import BadInputError, OutriderError
 from outrider.pair import Pair, verify
 from outrider.pair.manifest import read_manifest
 
-from .conftest import MakePair
-
 
 @pytest.mark.parametrize("kind", ["a link", "a pipe", "a device", "a link to a folder", "a link to nothing"])
-def test_what_is_no_regular_file_is_named_and_never_opened(make_pair: MakePair, kind: str) -> None:
+def test_what_is_no_regular_file_is_named_and_never_opened(make_pair, kind):
     pair = make_pair("ngram")
     place = pair.folder / "drafter" / "extra"
     goals = {"a link": pair.recipe_file, "a device": "/dev/zero", "a link to a folder": "/", "a link to nothing": "no"}
@@ -30,7 +28,7 @@ def test_what_is_no_regular_file_is_named_and_never_opened(make_pair: MakePair, 
 
 
 @pytest.mark.parametrize("name", ["../x", "/etc/passwd", "a/../../x", "a\\b", "C:/x", "./x", "", "a//b", "a\nb"])
-def test_a_name_that_leads_out_of_the_pair_is_refused(make_pair: MakePair, name: str) -> None:
+def test_a_name_that_leads_out_of_the_pair_is_refused(make_pair, name):
     pair = make_pair("ngram")
     values = json.loads((pair.folder / "pair.json").read_text())
     values["drafter"]["files"][name] = "0" * 64
@@ -39,7 +37,7 @@ def test_a_name_that_leads_out_of_the_pair_is_refused(make_pair: MakePair, name:
         read_manifest(pair.folder)
 
 
-def test_another_tokenizer_in_the_folder_is_another_pair(make_pair: MakePair) -> None:
+def test_another_tokenizer_in_the_folder_is_another_pair(make_pair):
     """Whoever seals pair.json again after changing the tokenizer has made another identity."""
     made = make_pair("ngram").manifest
     files = dict.fromkeys(made.target.tokenizer_files, "0" * 64)

@@ -14,11 +14,10 @@ from outrider.common.digests import file_digest
 from outrider.pair import Pair, verify
 
 from ..eval.conftest import refusal
-from .conftest import MakePair, MakeTarget
 
 
 @pytest.fixture
-def pair(make_pair: MakePair) -> Pair:
+def pair(make_pair) -> Pair:
     return make_pair("eagle3")
 
 
@@ -26,11 +25,11 @@ def files(pair: Pair) -> list[Path]:
     return sorted(p for p in pair.folder.rglob("*") if p.is_file())
 
 
-def test_a_new_pair_is_intact(pair: Pair, make_target: MakeTarget) -> None:
+def test_a_new_pair_is_intact(pair, make_target):
     assert verify(pair.folder, make_target()) == []
 
 
-def test_one_flipped_bit_in_any_file_is_found(pair: Pair) -> None:
+def test_one_flipped_bit_in_any_file_is_found(pair):
     generator = random.Random(0)
     own = {"pair.json", "model.safetensors", "config.json", "recipe.yaml", "calibration.jsonl", "tokenizer.json"}
     assert {f.name for f in files(pair)} >= own
@@ -49,7 +48,7 @@ def test_one_flipped_bit_in_any_file_is_found(pair: Pair) -> None:
     assert verify(pair.folder) == []
 
 
-def test_what_a_disk_altered_by_itself_is_found(pair: Pair) -> None:
+def test_what_a_disk_altered_by_itself_is_found(pair):
     """No time of the file tells of it, so that its digest is still known: all files are read again."""
     file = pair.folder / "drafter" / "model.safetensors"
     good, digest = file.read_bytes(), file_digest(file)
@@ -60,7 +59,7 @@ def test_what_a_disk_altered_by_itself_is_found(pair: Pair) -> None:
     assert any(file.name in line for line in verify(pair.folder))
 
 
-def test_no_bit_of_pair_json_is_free(make_pair: MakePair, tmp_path: Path) -> None:
+def test_no_bit_of_pair_json_is_free(make_pair, tmp_path):
     """Every byte of a small pair.json is covered: digits' case, white space and escapes, too."""
     folder = make_pair("ngram").folder
     good = (folder / "pair.json").read_bytes()
@@ -72,7 +71,7 @@ def test_no_bit_of_pair_json_is_free(make_pair: MakePair, tmp_path: Path) -> Non
         assert verify(folder), f"byte {place}: {good[max(0, place - 20) : place + 20]!r}"
 
 
-def test_a_truncated_a_missing_and_an_extra_file_are_named(pair: Pair) -> None:
+def test_a_truncated_a_missing_and_an_extra_file_are_named(pair):
     weights = pair.drafter_folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
     pair.recipe_file.unlink()
@@ -84,7 +83,7 @@ def test_a_truncated_a_missing_and_an_extra_file_are_named(pair: Pair) -> None:
     assert found[2] == "recipe.yaml: missing"
 
 
-def test_a_rewritten_text_is_named_and_a_number_breaks_the_checksum(pair: Pair) -> None:
+def test_a_rewritten_text_is_named_and_a_number_breaks_the_checksum(pair):
     file = pair.folder / "pair.json"
     good = file.read_text()
     file.write_text(good + "\n")
@@ -95,7 +94,7 @@ def test_a_rewritten_text_is_named_and_a_number_breaks_the_checksum(pair: Pair) 
         Pair.load(pair.folder)
 
 
-def test_a_forged_checksum_does_not_hide_another_drafter(pair: Pair) -> None:
+def test_a_forged_checksum_does_not_hide_another_drafter(pair):
     """Whoever changes a digest and seals the file again still has the identity against them."""
     drafter = pair.manifest.drafter
     other = drafter.model_copy(update={"files": dict.fromkeys(drafter.files, "0" * 64)})
@@ -113,26 +112,26 @@ def test_a_forged_checksum_does_not_hide_another_drafter(pair: Pair) -> None:
         ("\udcff", "utf-8"),
     ],
 )
-def test_a_pair_json_that_is_none_says_so(pair: Pair, text: str, message: str) -> None:
+def test_a_pair_json_that_is_none_says_so(pair, text, message):
     (pair.folder / "pair.json").write_text(text, encoding="utf-8", errors="surrogateescape")
     with pytest.raises(BadInputError, match=message):
         Pair.load(pair.folder)
     assert message in verify(pair.folder)[0]
 
 
-def test_an_unknown_key_is_refused(pair: Pair) -> None:
+def test_an_unknown_key_is_refused(pair):
     file = pair.folder / "pair.json"
     file.write_text(file.read_text().replace('"name": "tiny"', '"name": "tiny",\n  "nmae": "tiny"', 1))
     with pytest.raises(BadInputError, match="nmae"):
         Pair.load(pair.folder)
 
 
-def test_a_folder_without_a_pair_is_bad_input(tmp_path: Path) -> None:
+def test_a_folder_without_a_pair_is_bad_input(tmp_path):
     for call in (verify, Pair.load):
         assert refusal(call, tmp_path) == f"no pair at {str(tmp_path)!r}: pair.json is missing there."
 
 
-def test_every_file_is_read_whatever_was_found_before(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_file_is_read_whatever_was_found_before(pair, monkeypatch):
     """A disk that loses bits without changing any time is found out."""
     assert verify(pair.folder) == []
     read: list[str] = []

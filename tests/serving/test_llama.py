@@ -75,12 +75,12 @@ def target() -> Target:
 
 
 @pytest.fixture(scope="module")
-def suites(target: Target) -> list[Suite]:
+def suites(target) -> list[Suite]:
     return load_suites(["code", "docs"], target.require_tokenizer(), TRIAL.limit)
 
 
 @pytest.fixture(scope="module")
-def model(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(target, tmp_path_factory) -> Path:
     """Return the target as llama.cpp reads it."""
     file = tmp_path_factory.mktemp("gguf") / "target.gguf"
     write_gguf(target.model, target.require_tokenizer(), file)
@@ -98,9 +98,7 @@ def served(server: LlamaServer, expected: Expectation, target: Target, log: Path
         return survey.result(engine_facts(engine), text)
 
 
-def test_a_draft_model_drafts_there_as_it_does_here(
-    program: Path, target: Target, suites: list[Suite], model: Path, tmp_path: Path
-) -> None:
+def test_a_draft_model_drafts_there_as_it_does_here(program, target, suites, model, tmp_path):
     """Launched as its export says: text, τ and acceptance by position, at both temperatures."""
     torch.manual_seed(0)
     other = copy.deepcopy(target.model)
@@ -119,9 +117,7 @@ def test_a_draft_model_drafts_there_as_it_does_here(
     assert found.at(0.0).identical == found.at(0.0).num_prompts
 
 
-def test_n_grams_are_looked_up_there_in_another_way_that_is_known(
-    program: Path, target: Target, suites: list[Suite], model: Path, tmp_path: Path
-) -> None:
+def test_n_grams_are_looked_up_there_in_another_way_that_is_known(program, target, suites, model, tmp_path):
     drafter: Drafter = Ngram(NgramConfig(max_match=2, min_match=2))
     expected = expect(target, drafter, suites, TRIAL).never_drawn()
     known = expect_mistakes(target, mistaken(drafter), expected)

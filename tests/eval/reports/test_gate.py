@@ -29,7 +29,7 @@ def drawn(num_prompts: int, alpha: float, seed: int = 0, num_rounds: int = 30, *
     return make_report(rounds(num_prompts, alpha, seed, num_rounds), **more)
 
 
-def test_equal_reports_pass() -> None:
+def test_equal_reports_pass():
     report = drawn(40, 0.6, temperatures=(0.0, 1.0))
     result = gate(report, report)
     assert result.passed
@@ -38,7 +38,7 @@ def test_equal_reports_pass() -> None:
     assert [f.conclusion for f in gate(report, report, tolerance=0.0).findings] == ["passed"] * 2
 
 
-def test_a_clear_drop_fails_and_says_by_how_much() -> None:
+def test_a_clear_drop_fails_and_says_by_how_much():
     result = gate(drawn(40, 0.4, seed=1), drawn(40, 0.6))
     assert not result.passed
     assert result.lines[0].startswith("gate FAILED: draft, depth 4")
@@ -46,7 +46,7 @@ def test_a_clear_drop_fails_and_says_by_how_much() -> None:
     assert "failed: τ fell by more than 3.0%" in result.lines[1]
 
 
-def test_one_temperature_is_enough_to_fail() -> None:
+def test_one_temperature_is_enough_to_fail():
     good, bad = (drawn(40, alpha, seed, temperatures=(0.0, 1.0)) for alpha, seed in ((0.6, 0), (0.4, 1)))
     parts = {
         name: [f for r, t in ((good, 0.0), (bad, 1.0)) for f in getattr(r, name) if f.temperature == t]
@@ -57,14 +57,14 @@ def test_one_temperature_is_enough_to_fail() -> None:
     assert [f.conclusion for f in result.findings] == ["passed", "failed"]
 
 
-def test_a_drop_within_the_tolerance_passes_and_a_gain_does() -> None:
+def test_a_drop_within_the_tolerance_passes_and_a_gain_does():
     report, baseline = drawn(60, 0.55, seed=1), drawn(60, 0.6)
     assert not gate(report, baseline, tolerance=0.01).passed
     assert gate(report, baseline, tolerance=0.3).findings[0].conclusion == "passed"
     assert gate(drawn(40, 0.7, seed=1), drawn(40, 0.6)).passed, "a gain"
 
 
-def test_too_few_prompts_warn_and_say_how_many_would_do() -> None:
+def test_too_few_prompts_warn_and_say_how_many_would_do():
     result = gate(drawn(4, 0.58, seed=1, num_rounds=8), drawn(4, 0.6, num_rounds=8))
     assert result.passed
     assert result.findings[0].conclusion == "not enough data"
@@ -75,14 +75,14 @@ def test_too_few_prompts_warn_and_say_how_many_would_do() -> None:
     assert "measure at least 20" in result.lines[1], "one prompt"
 
 
-def test_records_are_paired_by_prompt_id_whatever_their_order() -> None:
+def test_records_are_paired_by_prompt_id_whatever_their_order():
     report = drawn(20, 0.6)
     shuffled = report.model_copy(update={"records": report.records[::-1]})
     (finding,) = gate(report, shuffled).findings
     assert (finding.ratio.low, finding.ratio.high) == (1.0, 1.0)
 
 
-def test_figures_without_records_are_compared_unpaired() -> None:
+def test_figures_without_records_are_compared_unpaired():
     """Wider than paired, since what the prompts share no longer cancels, and still able to fail."""
     report = drawn(40, 0.6)
     bare = drawn(40, 0.6, records=False)
@@ -92,7 +92,7 @@ def test_figures_without_records_are_compared_unpaired() -> None:
     assert not gate(drawn(40, 0.35, seed=1), bare).passed
 
 
-def test_false_alarms_are_as_rare_as_the_confidence_says() -> None:
+def test_false_alarms_are_as_rare_as_the_confidence_says():
     """Drafters that are equal in truth, tolerance 0: at 95% about 1 in 20 may fail."""
     failed = sum(
         not gate(drawn(25, 0.6, seed=2 * i), drawn(25, 0.6, seed=2 * i + 1), tolerance=0.0).passed for i in range(30)
@@ -109,7 +109,7 @@ def test_false_alarms_are_as_rare_as_the_confidence_says() -> None:
         ({"digest": "another"}, "suites: code"),
     ],
 )
-def test_other_conditions_are_refused_by_name(changes: dict[str, object], named: str) -> None:
+def test_other_conditions_are_refused_by_name(changes, named):
     accepted = [[a % 3 for a in row] for row in rounds(5, 0.6)]
     with pytest.raises(BadInputError, match=named):
         gate(make_report(accepted), make_report(accepted, **changes))
@@ -143,7 +143,7 @@ def against_2(ratio: float, spread: float, confidence: float = 0.95) -> Interval
     return Interval(2 * ratio, 2 * ratio * math.exp(-half), 2 * ratio * math.exp(half))
 
 
-def test_records_give_the_paired_bootstrap_of_their_sums() -> None:
+def test_records_give_the_paired_bootstrap_of_their_sums():
     """At 95% one-sided that is a two-sided interval of 90%, with the report's own seed."""
     new, old = rounds(20, 0.58, seed=1), rounds(20, 0.6)
     taus = [Ratio([sum(row) for row in rows], [len(row) for row in rows], offset=1.0) for rows in (new, old)]
@@ -153,7 +153,7 @@ def test_records_give_the_paired_bootstrap_of_their_sums() -> None:
         assert finding.temperature == 0.0
 
 
-def test_suites_are_drawn_again_each_by_itself() -> None:
+def test_suites_are_drawn_again_each_by_itself():
     new, old = rounds(20, 0.58, seed=1), rounds(20, 0.6)
 
     def in_two_suites(report: Report) -> Report:
@@ -172,7 +172,7 @@ def test_suites_are_drawn_again_each_by_itself() -> None:
 
 
 @pytest.mark.parametrize("confidence", [0.8, 0.95])
-def test_intervals_without_records_are_combined_as_independent_log_normals(confidence: float) -> None:
+def test_intervals_without_records_are_combined_as_independent_log_normals(confidence):
     new, old = Interval(2.2, 2.0, 2.5), Interval(2.0, 1.9, 2.1)
     (finding,) = gate(one(new), one(old), confidence=confidence).findings
     deviation = math.hypot(math.log(2.5 / 2.0), math.log(2.1 / 1.9)) / (2 * 1.959964)
@@ -182,7 +182,7 @@ def test_intervals_without_records_are_combined_as_independent_log_normals(confi
     assert finding.ratio.high == pytest.approx(1.1 * math.exp(spread), rel=1e-6)
 
 
-def test_the_lines_say_what_was_compared_and_what_came_out() -> None:
+def test_the_lines_say_what_was_compared_and_what_came_out():
     result = gate(one(against_2(1.05, 0.01)), one(EXACTLY_2), tolerance=0.015, confidence=0.9)
     assert result.lines[0] == "gate passed: draft, depth 4, τ may fall by 1.5%, 90% one-sided confidence"
     assert result.lines[1].startswith("temperature 0: τ 2.00 → 2.10, ratio 1.050 [1.0")
@@ -193,7 +193,7 @@ def test_the_lines_say_what_was_compared_and_what_came_out() -> None:
     assert len(result.lines) == 2
 
 
-def test_each_temperature_of_the_contestant_that_is_asked_for_is_judged_by_its_own_figures() -> None:
+def test_each_temperature_of_the_contestant_that_is_asked_for_is_judged_by_its_own_figures():
     names, heats = ("draft", "second"), (0.0, 1.0)
     new = {key: (against_2(0.97 + 0.01 * i, 0.1), 10 + i) for i, key in enumerate(product(names, heats))}
     old = dict.fromkeys(new, (EXACTLY_2, 10))
@@ -217,9 +217,7 @@ def test_each_temperature_of_the_contestant_that_is_asked_for_is_judged_by_its_o
     ],
     ids=["from above", "from below", "at the tolerance itself, a tenth of it", "without a tolerance, a thousandth"],
 )
-def test_the_prompts_that_would_do_shrink_the_interval_to_the_distance(
-    ratio, spread, tolerance, half, distance
-) -> None:
+def test_the_prompts_that_would_do_shrink_the_interval_to_the_distance(ratio, spread, tolerance, half, distance):
     """An interval shrinks with the square root of the prompts.
 
     The distance is that from the ratio to the tolerance, within limits.
@@ -229,14 +227,14 @@ def test_the_prompts_that_would_do_shrink_the_interval_to_the_distance(
     assert f"a drop to {1 - tolerance:.3f}; about {math.ceil(40 * (half / distance) ** 2)} would" in finding.line
 
 
-def test_more_prompts_than_there_were_are_asked_for_in_any_case() -> None:
+def test_more_prompts_than_there_were_are_asked_for_in_any_case():
     (finding,) = gate(one(against_2(0.9, 0.0755)), one(EXACTLY_2)).findings
     assert finding.ratio.high > 0.97
     assert "about 41 would" in finding.line
 
 
 @pytest.mark.parametrize("without", ["new", "old"])
-def test_a_report_without_rounds_cannot_be_judged(without: str) -> None:
+def test_a_report_without_rounds_cannot_be_judged(without):
     new, old = (one(None if without == which else EXACTLY_2) for which in ("new", "old"))
     (finding,) = gate(new, old).findings
     assert finding.conclusion == "not enough data"
@@ -246,7 +244,7 @@ def test_a_report_without_rounds_cannot_be_judged(without: str) -> None:
     assert finding.line.endswith("40 prompts give no interval; measure at least 20")
 
 
-def test_a_figure_without_an_interval_gives_a_ratio_without_one() -> None:
+def test_a_figure_without_an_interval_gives_a_ratio_without_one():
     (finding,) = gate(one(Interval(2.2, math.nan, math.nan)), one(EXACTLY_2)).findings
     assert finding.ratio.value == pytest.approx(1.1)
     assert math.isnan(finding.ratio.low)
@@ -254,7 +252,7 @@ def test_a_figure_without_an_interval_gives_a_ratio_without_one() -> None:
     assert finding.conclusion == "not enough data"
 
 
-def test_records_of_other_prompts_are_refused() -> None:
+def test_records_of_other_prompts_are_refused():
     report = drawn(5, 0.6)
     drafted = [r for r in report.records if r.contestant == "draft"]
     fewer = report.model_copy(update={"records": drafted[:3]})
@@ -264,13 +262,13 @@ def test_records_of_other_prompts_are_refused() -> None:
 
 
 @pytest.mark.parametrize(("tolerance", "confidence"), [(-0.01, 0.95), (1.0, 0.95), (0.03, 0.5), (0.03, 1.0)])
-def test_impossible_settings_are_refused_with_their_values(tolerance: float, confidence: float) -> None:
+def test_impossible_settings_are_refused_with_their_values(tolerance, confidence):
     report = drawn(5, 0.6)
     said = f"0 <= tolerance < 1 and 0.5 < confidence < 1, got {tolerance} and {confidence}."
     assert said in refusal(gate, report, report, tolerance, confidence)
 
 
-def test_a_report_without_the_contestant_or_any_drafter_is_refused() -> None:
+def test_a_report_without_the_contestant_or_any_drafter_is_refused():
     report = drawn(5, 0.6)
     with pytest.raises(BadInputError, match="no contestant 'medusa'"):
         gate(report, report, contestant="medusa")
@@ -279,7 +277,7 @@ def test_a_report_without_the_contestant_or_any_drafter_is_refused() -> None:
         gate(bare, report)
 
 
-def test_every_condition_that_differs_is_named() -> None:
+def test_every_condition_that_differs_is_named():
     shallow = [[min(a, 2) for a in row] for row in rounds(6, 0.6)]
     other = make_report(shallow, depth=2, temperatures=(0.7,), digest="0123456789abcdef", max_new_tokens=64)
     assert refusal(gate, drawn(5, 0.6, temperatures=(1.0, 0.0)), other) == (
@@ -292,7 +290,7 @@ def test_every_condition_that_differs_is_named() -> None:
     )
 
 
-def test_the_rule_that_counts_is_that_of_the_contestant() -> None:
+def test_the_rule_that_counts_is_that_of_the_contestant():
     report = told({("draft", 0.0): (EXACTLY_2, 40), ("second", 0.0): (EXACTLY_2, 40)})
     first, second = report.figures
     other = report.model_copy(update={"figures": [first, second.model_copy(update={"rule": "typical"})]})
@@ -301,7 +299,7 @@ def test_the_rule_that_counts_is_that_of_the_contestant() -> None:
     assert said in refusal(gate, report, other, contestant="second")
 
 
-def test_all_suites_are_named_where_one_differs() -> None:
+def test_all_suites_are_named_where_one_differs():
     def on(digest: str) -> Report:
         suites = [SuiteInfo(name=n, digest=d, num_prompts=5) for n, d in (("code", "a"), ("docs", digest))]
         return make_report(rounds(5, 0.6), suites=suites)
@@ -310,7 +308,7 @@ def test_all_suites_are_named_where_one_differs() -> None:
     assert said in refusal(gate, on("b"), on("c"))
 
 
-def test_remarks_name_what_may_move_tau_a_little() -> None:
+def test_remarks_name_what_may_move_tau_a_little():
     accepted = rounds(5, 0.6)
     result = gate(make_report(accepted), make_report(accepted, dtype="bfloat16", device="cuda", seed=1))
     assert result.passed
@@ -325,7 +323,7 @@ def counted(accepted: list[list[int]], start: int = 0, suite: str = "code") -> l
     return [Counted(suite, f"more {start + i}", sum(row), len(row)) for i, row in enumerate(accepted)]
 
 
-def test_prompts_that_were_only_counted_add_power() -> None:
+def test_prompts_that_were_only_counted_add_power():
     """A few timed prompts cannot tell; many counted ones beside them can, and say how many they are."""
     report = drawn(4, 0.58, seed=1, num_rounds=8)
     baseline = drawn(4, 0.6, num_rounds=8)
@@ -338,7 +336,7 @@ def test_prompts_that_were_only_counted_add_power() -> None:
     assert gate(report, baseline, beside=worse).findings[0].conclusion == "failed"
 
 
-def test_a_prompt_of_both_counts_once_in_any_order_and_none_at_another_temperature() -> None:
+def test_a_prompt_of_both_counts_once_in_any_order_and_none_at_another_temperature():
     report = drawn(20, 0.6)
     known = [Counted.of(r) for r in report.records_of("draft", 0.0)]
     more = counted(rounds(5, 0.6, seed=4), suite="docs")
@@ -348,13 +346,13 @@ def test_a_prompt_of_both_counts_once_in_any_order_and_none_at_another_temperatu
     assert "paired over 20 prompts)" in gate(report, report, beside=GateComparison(1.0, more, more)).lines[1]
 
 
-def test_both_sides_are_said_as_they_are() -> None:
+def test_both_sides_are_said_as_they_are():
     """τ = 1 + accepted / rounds, of all prompts together."""
     finding = gate(make_report([[2, 4], [3, 3]]), make_report([[1, 1], [2, 0]])).findings[0]
     assert (finding.before, finding.after) == (2.0, 4.0)
 
 
-def test_the_smallest_drop_is_found_in_four_runs_of_five() -> None:
+def test_the_smallest_drop_is_found_in_four_runs_of_five():
     """A drafter whose τ is lower by the drop that the verdict names fails in about as many runs as it says."""
     told = gate(drawn(60, 0.6), drawn(60, 0.6, seed=1)).findings[0].smallest_drop
     assert 0.03 < told < 0.12
@@ -367,7 +365,7 @@ def test_the_smallest_drop_is_found_in_four_runs_of_five() -> None:
     assert 24 <= failed <= 40  # P(fewer | 80%) = 0.1%
 
 
-def test_two_targets_are_named() -> None:
+def test_two_targets_are_named():
     """A refresh is gated against its parent on another target: that is said, and does not decide anything."""
     report, baseline = drawn(20, 0.6), drawn(20, 0.6)
     assert gate(report, baseline).remarks == []

@@ -104,17 +104,17 @@ def pushed_by_many(
     print(f"{num_writers} writers, {num_versions} versions, {killed} SIGKILLs: all whole, nothing left over")
 
 
-def test_two_writers_of_the_same_versions(make_version: MakeVersion, tmp_path: Path) -> None:
+def test_two_writers_of_the_same_versions(make_version, tmp_path):
     pushed_by_many(make_version, tmp_path, num_writers=2, num_versions=6, kills=2, seed=0)
 
 
 @pytest.mark.slow
-def test_eight_writers_of_two_hundred_versions_with_kills(make_version: MakeVersion, tmp_path: Path) -> None:
+def test_eight_writers_of_two_hundred_versions_with_kills(make_version, tmp_path):
     seed = int(os.environ.get("OUTRIDER_SEED", "0"))
     pushed_by_many(make_version, tmp_path, num_writers=8, num_versions=200, kills=60, seed=seed)
 
 
-def test_of_two_pairs_with_one_version_exactly_one_is_published(make_version: MakeVersion, tmp_path: Path) -> None:
+def test_of_two_pairs_with_one_version_exactly_one_is_published(make_version, tmp_path):
     """Processes race for the same names with other contents: each name has one winner, and the others are told."""
     rivals = [[make_version(n, "rival") for n in range(1, 5)] for _ in range(3)]
     jobs = [[str(pair.folder) for pair in versions] for versions in rivals]

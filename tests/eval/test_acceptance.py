@@ -58,10 +58,7 @@ def test_the_rank_is_that_of_the_child_that_was_kept(target, suites):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_rates_of_a_tree_give_the_tau_it_was_measured_with(target, suites, tiny_llama, temperature):
-    """An identity: of that very tree, in the same rounds.
-
-    The tokens that cut an answer off are still counted as accepted.
-    """
+    """An identity: of that very tree, in the same rounds; tokens that cut an answer off are counted as accepted."""
     drafter = DraftModel(tiny_llama(layers=1, initializer_range=0.1))
     jobs, sampling = make_jobs(suites), Sampling(temperature=temperature)
     ranks = acceptance.rank_rates(target, drafter, jobs, 40, sampling)

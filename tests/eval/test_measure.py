@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 from outrider.common import BadInputError
 from outrider.decode import Decoder, Plan, Round, Sampling
 from outrider.distill.prompts import Prompt
-from outrider.eval import Figures, Interval, PromptRecord, Report
+from outrider.eval import Figures, Interval, Report
 from outrider.eval.measure import GENERATE, Contestant, make_records, measure, summarise
 from outrider.eval.reports.figures import Baselines
 from outrider.eval.suites import PromptJob, TimedCompletion, make_jobs, make_suite, race
 from outrider.heads import DraftModel, Medusa, MedusaConfig, Ngram
 from outrider.recipes import EvalSpec
+
+from .conftest import record
 
 
 @pytest.fixture
@@ -84,10 +84,7 @@ def report(target, suites, settings) -> Report:
 
 
 def test_a_whole_measurement(report, target, suites, settings):
-    """A drafter that equals the target gives τ = k + 1 at both temperatures, and greedy text is the target's own.
-
-    Every figure says what it depends on.
-    """
+    """A drafter that equals the target gives τ = k + 1 at both temperatures, and greedy text is the target's own."""
     for temperature in (0.0, 1.0):
         figures = report.headline("self", temperature)
         assert figures.tau == Interval(4.0, 4.0, 4.0)
@@ -170,25 +167,6 @@ def test_bad_input_is_refused_before_any_work(target, suites, settings, plans, l
 BASELINES = Baselines(plain="plain", generate="generate")
 
 
-def record(
-    contestant: str, suite: str, prompt: str, tokens: int, seconds: float, rounds: list[tuple[int, int]], **more: Any
-) -> PromptRecord:
-    """`rounds`: (drafted, accepted) of each."""
-    return PromptRecord(
-        contestant=contestant,
-        temperature=0.0,
-        suite=suite,
-        prompt=prompt,
-        prompt_tokens=3,
-        tokens=tokens,
-        drafted=[d for d, _ in rounds],
-        accepted=[a for _, a in rounds],
-        seconds={"total": seconds},
-        repeats=[seconds],
-        **more,
-    )
-
-
 RECORDS = [
     record("fast", "code", "a", 8, 1.0, [(3, 3), (3, 0), (3, 1)], identical=True),
     record("fast", "code", "b", 8, 2.0, [(3, 2), (2, 2)], identical=False, diverges_at=5),
@@ -215,10 +193,7 @@ def test_tau_is_one_plus_mean_accepted_and_the_acceptance_rate_is_accepted_over_
 
 
 def test_alpha_counts_only_rounds_that_reached_and_drafted_the_depth():
-    """Depth 1 is drafted in 6 rounds and kept in 5, depth 2 reached in those 5 and kept in 3.
-
-    Depth 3 is drafted in 2 of those 3 and kept in 1.
-    """
+    """Depth 1 is drafted in 6 rounds and kept in 5, depth 2 kept in 3 of those, depth 3 drafted in 2 and kept in 1."""
     alpha = figures("fast", "all").alpha
     assert [(a.depth, a.reached, a.kept) for a in alpha] == [(1, 6, 5), (2, 5, 3), (3, 2, 1)]
     assert [a.alpha.value for a in alpha] == pytest.approx([5 / 6, 3 / 5, 1 / 2])

@@ -57,10 +57,7 @@ def test_sums_are_those_of_the_targets_distribution_position_by_position(target,
 
 
 def test_what_is_lost_is_what_a_perfect_drafter_on_that_vocabulary_misses(target, batches):
-    """A drafter that is the target renormalised on the kept tokens: its analytic alpha is 1 − lost, exactly.
-
-    Greedily it agrees where the best token was kept.
-    """
+    """A drafter that is the target renormalised on the kept tokens: its analytic alpha is 1 − lost, exactly."""
     sums, counts = measure_pruning(target, batches, ranks(COUNTS), [16])
     kept = COUNTS.argsort(descending=True)[:16].sort().values
     alphas, agreed = [], []

@@ -37,10 +37,7 @@ def quick(monkeypatch) -> None:
 
 
 def test_a_whole_tuning(target, suites, settings):
-    """A drafter equal to the target, at two batch sizes: everything is accepted.
-
-    The record says what was found under which conditions.
-    """
+    """A drafter equal to the target, at two batch sizes: everything is accepted."""
     text = io.StringIO()
     found = tune(target, DraftModel(target.model), suites, settings, [2, 1, 2], Console(file=text, width=120))
     assert [b.batch_size for b in found.batches] == [1, 2]

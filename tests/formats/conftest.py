@@ -12,9 +12,6 @@ from outrider.formats import Exported, export_drafter
 from outrider.heads import Drafter, DraftModel, drafter_config
 from outrider.targets import Target
 
-Make = Callable[..., Drafter]
-Export = Callable[..., Exported]
-
 
 @pytest.fixture(scope="session")
 def target(tiny_llama, tiny_tokenizer) -> Target:
@@ -31,7 +28,7 @@ def deep(tiny_llama, tmp_path_factory) -> Target:
 
 
 @pytest.fixture(scope="session")
-def make_drafter(target, tiny_llama) -> Make:
+def make_drafter(target, tiny_llama) -> Callable[..., Drafter]:
     """`make_drafter(type, on=target, **settings)`: weights are random, norms included, and the same each time."""
 
     def make(kind: str, on: Target | None = None, **settings: Any) -> Drafter:
@@ -54,7 +51,7 @@ def make_drafter(target, tiny_llama) -> Make:
 
 
 @pytest.fixture
-def export(target, make_drafter, tmp_path) -> Export:
+def export(target, make_drafter, tmp_path) -> Callable[..., Exported]:
     """`export(type, to="vllm", depth=3, **settings)`: a drafter that is written into `tmp_path / to`."""
 
     def made(kind: str, to: str = "vllm", depth: int = 3, **settings: Any) -> Exported:

@@ -19,11 +19,10 @@ from outrider.targets import Target
 from .faults import edit_config, edit_tensors, renamed
 
 Config = dict[str, Any]
-Export = Callable[[str, str], Path]
 
 
 @pytest.fixture
-def export(deep, make_drafter, tmp_path) -> Export:
+def export(deep, make_drafter, tmp_path) -> Callable[[str, str], Path]:
     """`export(layout, type)`: a drafter with the usual taps."""
 
     def make(to: str, kind: str) -> Path:

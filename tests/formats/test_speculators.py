@@ -104,10 +104,7 @@ def loaded(
 
 
 def reference(w: dict[str, Tensor], values: dict[str, Any], tokens: Tensor, hidden: Tensor) -> list[Tensor]:
-    """Logits `[T−1, V']` of each unrolled step, as that package's forward pass defines them.
-
-    Entries are pairs (x_{t+1}, g_t), positions start at 1.
-    """
+    """Logits `[T−1, V']` of each unrolled step in that package: of pairs (x_{t+1}, g_t), positions start at 1."""
     layer_config = values["transformer_layer_config"]
 
     def norm(x: Tensor, name: str) -> Tensor:
@@ -247,38 +244,26 @@ def test_options_that_our_head_does_not_have_are_named(target, tmp_path, changes
         loaded(target, tmp_path, config(**changes))
 
 
-def damaged(name: str, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors with one fault."""
-    if name == "missing":
-        return {n: t for n, t in weights.items() if n != "layers.0.hidden_norm.weight"}
-    changes = {
-        "unknown": {"layers.0.self_attn.q_norm.weight": torch.ones(D)},
-        "shape": {"fc.weight": torch.zeros(H, 2 * H)},
-        "another norm": {"input_norm.weight": torch.ones(3 * H)},
-        "embeddings": {"embed_tokens.weight": weights["embed_tokens.weight"].flip(0)},
-        # Ids instead of offsets: most of them exist.
-        "offsets": {"d2t": torch.arange(KEPT) + weights["d2t"] - 1},
-        "map": {"t2d": weights["t2d"].roll(1)},
-    }
-    return weights | changes[name]
-
-
 @pytest.mark.parametrize(
-    ("fault", "error", "words"),
+    ("name", "change", "error", "words"),
     [
-        ("missing", IncompatibleError, "missing layers.0.hidden_norm.weight"),
-        ("unknown", IncompatibleError, "unexpected layers.0.self_attn.q_norm.weight"),
-        ("shape", IncompatibleError, r"fc.weight is \(32, 64\), expected \(32, 96\)"),
-        ("another norm", IncompatibleError, "unexpected input_norm.weight"),
-        ("embeddings", IncompatibleError, "made for another target"),
-        ("offsets", BadInputError, "different tokens"),
-        ("map", BadInputError, "d2t and t2d name different tokens"),
+        ("layers.0.hidden_norm.weight", lambda _: None, IncompatibleError, "missing {}"),
+        ("layers.0.self_attn.q_norm.weight", lambda _: torch.ones(D), IncompatibleError, "unexpected {}"),
+        ("fc.weight", lambda _: torch.zeros(H, 2 * H), IncompatibleError, r"{} is \(32, 64\), expected \(32, 96\)"),
+        ("input_norm.weight", lambda _: torch.ones(3 * H), IncompatibleError, "unexpected {}"),
+        ("embed_tokens.weight", lambda own: own.flip(0), IncompatibleError, "made for another target"),
+        # Ids instead of offsets: most of them exist.
+        ("d2t", lambda own: torch.arange(KEPT) + own - 1, BadInputError, "different tokens"),
+        ("t2d", lambda own: own.roll(1), BadInputError, "d2t and t2d name different tokens"),
     ],
+    ids=["missing", "unknown", "shape", "another norm", "embeddings", "offsets", "map"],
 )
-def test_what_does_not_fit_is_refused(target, tmp_path, fault, error, words):
+def test_what_does_not_fit_is_refused(target, tmp_path, name, change, error, words):
     """Their own loader would fill these with random weights."""
-    with pytest.raises(error, match=words):
-        loaded(target, tmp_path, weights=damaged(fault, tensors(target)))
+    weights = tensors(target)
+    changed = weights | {name: change(weights.get(name))}
+    with pytest.raises(error, match=words.format(name)):
+        loaded(target, tmp_path, weights={n: t for n, t in changed.items() if t is not None})
 
 
 def test_rounded_embeddings_are_the_targets(target, tmp_path):

@@ -13,14 +13,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "guides" / "formats.md"
 BEGIN, END = "<!-- written by tests/formats/test_table.py -->\n", "<!-- end -->"
 # Settings that some engine cannot serve, by drafter: the table says which, and what it serves instead.
 UNUSUAL = {
-    "eagle3": [
-        {"norm_taps": True},
-        {"norm_output": True},
-        {"norm_before_fc": True},
-        {"norm_before_residual": True},
-        {"num_layers": 2},
-        {"taps": [3]},
-    ],
+    "eagle3": [{norm: True} for norm in ("norm_taps", "norm_output", "norm_before_fc", "norm_before_residual")]
+    + [{"num_layers": 2}, {"taps": [3]}],
     "eagle1": [{"fc_bias": True}, {"norm_inputs": True}, {"norm_first": True}, {"num_layers": 2}],
     "medusa": [
         {"bias": True},

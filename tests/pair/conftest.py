@@ -23,8 +23,6 @@ from outrider.recipes import Recipe
 from outrider.targets import Target
 
 MakePair = Callable[..., Pair]
-MakeTarget = Callable[..., Target]
-MakeDrafter = Callable[[str, Target], Drafter]
 
 TEXTS = [
     "def add(first, second):",
@@ -37,7 +35,7 @@ TEXTS = [
 
 
 @pytest.fixture(scope="session")
-def make_target(tiny_llama, tiny_tokenizer) -> MakeTarget:
+def make_target(tiny_llama, tiny_tokenizer) -> Callable[..., Target]:
     """`make_target(noise=0.0, source=None, **config)`: the same tiny target each time, its weights moved by `noise`."""
 
     def make(noise: float = 0.0, source: dict[str, Any] | None = None, **config: Any) -> Target:
@@ -83,7 +81,7 @@ def prompts(tiny_tokenizer) -> list[Prompt]:
 
 
 @pytest.fixture(scope="session")
-def make_drafter() -> MakeDrafter:
+def make_drafter() -> Callable[[str, Target], Drafter]:
     """`make_drafter(type, target)`; the draft model is the target itself, which accepts everything."""
 
     def make(kind: str, target: Target) -> Drafter:

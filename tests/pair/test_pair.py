@@ -12,7 +12,7 @@ import torch
 from outrider.common import IncompatibleError, Refusal
 from outrider.common.atomic import working_name
 from outrider.decode import Decoder, Plan
-from outrider.pair import Compatibility, Pair, StaleError, compatibility, new_pair, verify
+from outrider.pair import Compatibility, Pair, StaleError, compatibility, verify
 from outrider.pair import new as making
 from outrider.targets import Target
 
@@ -116,19 +116,6 @@ def test_a_failure_leaves_nothing_behind(make_pair, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_prompts_come_back_as_they_were(make_pair, prompts):
-    text = "two\u2028lines"
-    chat = dataclasses.replace(prompts[0], text=text, messages=({"role": "user", "content": text},))
-    assert make_pair("ngram", calibration=[chat, *prompts[1:]]).calibration() == [chat, *prompts[1:]]
-
-
-def test_without_a_tokenizer_a_pair_is_still_made(make_target, make_drafter, recipe, tmp_path):
-    target = Target(make_target().model)
-    pair = new_pair(tmp_path / "pair", target, make_drafter("ngram", target), recipe, calibration=[])
-    assert pair.tokenizer() is None
-    assert verify(pair.folder, target) == []
-
-
 # ------------------------------------------------------------ what is said
 
 
@@ -146,26 +133,28 @@ def test_a_pair_is_known_by_what_its_manifest_says(make_pair, monkeypatch, tmp_p
     assert Pair.load(".").digest == pair.digest
 
 
-def test_recipe_and_tokenizer_come_back(make_pair, recipe, tiny_tokenizer):
-    pair = make_pair("ngram")
+def test_recipe_tokenizer_and_prompts_come_back_as_they_were(make_pair, recipe, prompts, tiny_tokenizer):
+    text = "two\u2028lines"
+    chat = dataclasses.replace(prompts[0], text=text, messages=({"role": "user", "content": text},))
+    pair = make_pair("ngram", calibration=[chat, *prompts[1:]])
+    assert pair.calibration() == [chat, *prompts[1:]]
     assert pair.recipe() == recipe
     assert pair.tokenizer().get_vocab() == tiny_tokenizer.get_vocab()
 
 
-def test_vocabularies_are_compared_where_both_sides_have_a_tokenizer(make_pair, make_target, tmp_path):
+def test_a_target_without_a_tokenizer_makes_a_pair_and_vocabularies_are_not_compared(make_pair, make_target, tmp_path):
     named, bare = make_target(), Target(make_target().model)
     without = make_pair("ngram", tmp_path / "without", target=bare, calibration=[])
+    assert without.tokenizer() is None
+    assert verify(without.folder, bare) == []
     assert make_pair("ngram", tmp_path / "with").drafter_for(bare).name == "ngram"
     assert without.drafter_for(named).name == without.drafter_for(bare).name == "ngram"
 
 
-def test_a_target_that_was_given_in_memory_must_be_named(make_pair):
-    pair = make_pair("ngram")
+def test_a_recorded_target_that_cannot_be_loaded_is_named_with_the_pair(make_pair, make_target, tmp_path):
+    pair = make_pair("ngram", tmp_path / "in memory")
     said = "this pair's target was given in memory, so it cannot be loaded again; name the target."
     assert refusal(pair.load_target) == refusal(pair.open) == f"{pair.folder}: {said}"
-
-
-def test_a_recorded_target_that_is_gone_is_named_with_the_pair(make_pair, make_target, tmp_path):
     pair = make_pair("ngram", target=make_target(source={"path": str(tmp_path / "gone")}))
     said = refusal(pair.load_target)
     assert said.startswith(f"the target recorded in {pair.folder} cannot be loaded; name one that can. ")

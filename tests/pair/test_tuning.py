@@ -19,11 +19,9 @@ from outrider.pair.manifest import Manifest, ServedRecord
 from ..eval.conftest import make_tuning as tuning_of
 from .conftest import measured_at
 
-MakeTuning = Callable[..., Tuning]
-
 
 @pytest.fixture
-def make_tuning(make_target) -> MakeTuning:
+def make_tuning(make_target) -> Callable[..., Tuning]:
     """`make_tuning({batch size: depth}, **changes)`: controlled chains for this machine."""
     return partial(tuning_of, device_name=device_name(make_target().device))
 

@@ -31,11 +31,7 @@ def known(rounds: float = 100_000, parts: int = 30, **limits: float) -> Chart:
 def first_alarm(
     baseline: NormalDrafting, chart: Chart, generator: np.random.Generator, rate: float, windows: int, at_once: int = 1
 ) -> int:
-    """Return the number of windows until an alarm, 0 for none, on traffic of prompts.
-
-    Args:
-        at_once: usual windows that one look gathers.
-    """
+    """Return the number of windows, of `at_once` usual ones each, until an alarm on traffic of prompts; 0 for none."""
     sums, rounds, accepted = CusumState(), 0.0, 0.0
     number = 0
     while number < windows:
@@ -51,13 +47,22 @@ def first_alarm(
     return 0
 
 
-def test_quiet_traffic_raises_alarms_as_seldom_as_promised():
-    limits = WatchLimits(window=100, false_alarms=0.05, quiet=50)
-    alarmed = 0
+@pytest.mark.parametrize(
+    ("learned_from", "quiet", "at_once"), [("prompts", 50, 1), ("windows", 200, 1), ("windows", 200, 20)]
+)
+def test_quiet_traffic_raises_alarms_as_seldom_as_promised(learned_from, quiet, at_once):
+    """A busy engine counts many rounds between two looks, while its baseline was learned from as large windows."""
+    limits, alarmed = WatchLimits(window=100, false_alarms=0.05, quiet=quiet), 0
     for seed in range(60):
         generator = np.random.default_rng(seed)
-        baseline, chart = calibrated(generator, limits)
-        alarmed += first_alarm(baseline, chart, generator, 0.5, limits.quiet) > 0
+        if learned_from == "prompts":
+            baseline, chart = calibrated(generator, limits)
+        else:
+            gathered = [prompts(generator, 5 * at_once, 0.5) for _ in range(30)]
+            baseline = NormalDrafting.of([sum(r) for r, _ in gathered], [sum(a) for _, a in gathered], "learned")
+            assert baseline.parts == 30
+            chart = Chart.calibrated(baseline, limits)
+        alarmed += first_alarm(baseline, chart, generator, 0.5, limits.quiet // at_once, at_once) > 0
     assert alarmed <= 8, "the mean is 3; more than 8 has a probability below 0.003"
 
 
@@ -71,20 +76,6 @@ def test_a_fall_is_found_after_about_as_many_rounds_as_stated():
         assert found, "a fall by 30% is always found"
         delays.append(found * limits.window)
     assert 0.5 * stated <= np.median(delays) <= 2 * stated
-
-
-@pytest.mark.parametrize("at_once", [1, 20])
-def test_windows_larger_than_asked_for_raise_no_more_alarms(at_once):
-    """A busy engine counts many rounds between two looks, while its baseline was learned from as large windows."""
-    limits, alarmed = WatchLimits(window=100, false_alarms=0.05, quiet=200), 0
-    for seed in range(60):
-        generator = np.random.default_rng(seed)
-        gathered = [prompts(generator, 5 * at_once, 0.5) for _ in range(30)]
-        baseline = NormalDrafting.of([sum(r) for r, _ in gathered], [sum(a) for _, a in gathered], "learned")
-        assert baseline.parts == 30
-        chart = Chart.calibrated(baseline, limits)
-        alarmed += first_alarm(baseline, chart, generator, 0.5, limits.quiet // at_once, at_once) > 0
-    assert alarmed <= 8, "the mean is 3; more than 8 has a probability below 0.003"
 
 
 def test_a_fall_is_found_in_large_windows_after_as_many_rounds():

@@ -23,7 +23,7 @@ from outrider.pair import Pair, export_pair, new_pair
 from outrider.recipes import load_recipe
 from outrider.scripts.cli import app
 from outrider.serving.changepoint import WatchLimits
-from outrider.serving.diagnosis import TOLERANCE, ServedResult
+from outrider.serving.diagnosis import TOLERANCE
 from outrider.serving.engine import Engine
 from outrider.serving.launching import running
 from outrider.serving.reference_run import Trial, expect
@@ -94,10 +94,6 @@ def test_served_equals_measured(pairs, environment):
     unexplained = {name: [str(s) for s in f.suspicions if s.kind != "lookup"] for name, f in found.items()}
     assert {name: said for name, said in unexplained.items() if said} == {}
     assert all(f.drafter == "ngram" for f in found.values() if not f.agrees)
-    _no_text_differs(found)
-
-
-def _no_text_differs(found: dict[str, ServedResult]) -> None:
     for name, result in found.items():
         at_zero = result.at(0.0)
         assert at_zero.identical == at_zero.num_prompts, name
@@ -141,7 +137,6 @@ def tapped(pairs: dict[str, Path]) -> ServedSession:
 
 @pytest.fixture(scope="session")
 def served(session, environment, tmp_path_factory) -> Iterator[Engine]:
-    """Return a running engine of the pair."""
     place = tmp_path_factory.mktemp("watch")
     with ExitStack() as open_engine:
         yield open_engine.enter_context(running(session.launch(start(environment), place), place / "log"))
@@ -193,11 +188,8 @@ def test_another_domain_is_found_and_quiet_traffic_is_not(usual, then, served, s
 
 def test_a_restart_is_noticed_and_raises_no_alarm(session, environment, tmp_path):
     """Counters fall back to zero in the middle of a watch, and of a look from cron."""
-    watch, seen, state = (
-        EngineWatch(WatchState(url="http://engine"), WatchLimits(window=25)),
-        list[WatchEvent](),
-        tmp_path / "watch.json",
-    )
+    watch, state = EngineWatch(WatchState(url="http://engine"), WatchLimits(window=25)), tmp_path / "watch.json"
+    seen: list[WatchEvent] = []
     prompts = [asked.tokens for asked in session.expected.prompts]
     for number in range(2):
         place = tmp_path / str(number)

@@ -48,17 +48,14 @@ class LlamaServer:
     settings: Mapping[str, Any]
 
     def command(self, port: int) -> list[str]:
-        """Return the command line."""
         words = [str(self.program), "--model", str(self.model), "--host", "127.0.0.1", "--port", str(port), "--metrics"]
         words += ["--threads", "1", "--threads-batch", "1", "--ctx-size", "2048", "--parallel", "1", *EXACT]
         return words + [word for name, value in self.settings.items() for word in (f"--{name}", str(value))]
 
     def variables(self) -> dict[str, str]:
-        """Return the environment that it runs in."""
         return dict(os.environ)
 
     def version(self) -> str:
-        """Return what it says of itself."""
         said = subprocess.run([str(self.program), "--version"], capture_output=True, text=True, check=True)
         return (said.stdout + said.stderr).splitlines()[0]
 
@@ -81,7 +78,6 @@ def suites(target) -> list[Suite]:
 
 @pytest.fixture(scope="module")
 def model(target, tmp_path_factory) -> Path:
-    """Return the target as llama.cpp reads it."""
     file = tmp_path_factory.mktemp("gguf") / "target.gguf"
     write_gguf(target.model, target.require_tokenizer(), file)
     return file

@@ -33,7 +33,6 @@ from outrider.serving.watching import (
 from .conftest import Server, answer
 
 LIMITS = WatchLimits(window=100)
-Watched = tuple[Server, EngineWatch]
 
 
 def serve(server: Server, rate: float, requests: int, seed: int = 0) -> None:
@@ -53,7 +52,7 @@ def run(*arguments: object) -> Result:
 
 
 @pytest.fixture
-def watched(start_server) -> Watched:
+def watched(start_server) -> tuple[Server, EngineWatch]:
     """A server, and a watch that has learned how it usually does."""
     server = start_server()
     watch = EngineWatch(WatchState(url=server.url), LIMITS)
@@ -214,7 +213,6 @@ class Broken(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def broken() -> Iterator[str]:
-    """The URL of a broken server."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Broken)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_address[1]}"

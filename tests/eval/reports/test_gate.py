@@ -218,10 +218,7 @@ def test_each_temperature_of_the_contestant_that_is_asked_for_is_judged_by_its_o
     ids=["from above", "from below", "at the tolerance itself, a tenth of it", "without a tolerance, a thousandth"],
 )
 def test_the_prompts_that_would_do_shrink_the_interval_to_the_distance(ratio, spread, tolerance, half, distance):
-    """An interval shrinks with the square root of the prompts.
-
-    The distance is that from the ratio to the tolerance, within limits.
-    """
+    """An interval shrinks with the square root of the prompts; the distance is from the ratio to the tolerance."""
     (finding,) = gate(one(against_2(ratio, spread)), one(EXACTLY_2), tolerance=tolerance).findings
     assert finding.conclusion == "not enough data"
     assert f"a drop to {1 - tolerance:.3f}; about {math.ceil(40 * (half / distance) ** 2)} would" in finding.line

@@ -46,10 +46,7 @@ def test_an_offset_shifts_value_and_bounds_alike():
 @pytest.mark.parametrize("strata", [[2], [8], [3, 5], [40]], ids=str)
 @pytest.mark.parametrize("confidence", [0.9, 0.95])
 def test_intervals_are_percentiles_taken_further_out_for_few_prompts(strata, confidence):
-    """By the quantile of Student's t instead of the normal one, and by n / (n − 1) in the variance.
-
-    Less one for each suite.
-    """
+    """By Student's t instead of the normal quantile, and n / (n − 1) in the variance, less one for each suite."""
     num_prompts, freedom = sum(strata), sum(strata) - len(strata)
     numerators = np.arange(num_prompts) ** 2.0
     bootstrap = Bootstrap(strata, confidence=confidence)
@@ -102,14 +99,11 @@ def test_differences_between_suites_do_not_widen_the_interval():
     assert pooled.low < 5.0 < pooled.high
 
 
-def test_one_prompt_gives_a_value_without_an_interval():
+def test_one_prompt_or_an_event_that_few_prompts_carry_gives_a_value_without_an_interval():
     interval = Bootstrap([1]).ratio(Ratio([3], [2]))
     assert (interval.value, interval.known, interval.text()) == (1.5, False, "1.50")
     assert math.isnan(interval.low)
     assert math.isnan(interval.high)
-
-
-def test_an_event_that_few_prompts_carry_gets_no_interval():
     interval = Bootstrap([20]).ratio(Ratio([1] + [0] * 19, [2] + [0] * 19))
     assert (interval.value, interval.known) == (0.5, False)
 
@@ -143,21 +137,18 @@ def test_intervals_are_written_as_people_write_them():
     assert said == ("1.42× [1.38, 1.46]", "1.42 [1.38, 1.46]", "1.42", "[1.38, 1.46]")
 
 
-def test_an_interval_needs_its_value_and_both_ends():
-    for numbers in ((math.nan, 1.0, 2.0), (1.5, math.nan, 2.0), (1.5, 1.0, math.nan)):
-        assert not Interval(*numbers).known
-        assert not Interval(*numbers).excludes(3.0)
-
-
 def test_what_json_writes_as_null_is_not_a_number_again():
     assert math.isnan(TypeAdapter(Interval).validate_python({"value": 1.5, "low": None, "high": 2.0}).low)
 
 
-def test_an_interval_holds_its_ends():
+def test_an_interval_holds_its_ends_and_needs_them_and_its_value():
     assert Interval(1.42, 1.38, 1.46).excludes(1.0)
     assert not Interval(1.42, 1.38, 1.46).excludes(1.38)
     assert not Interval(1.42, 1.38, 1.46).excludes(1.46)
     assert not Interval(1.42, 0.9, 1.46).excludes(1.0)
+    for numbers in ((math.nan, 1.0, 2.0), (1.5, math.nan, 2.0), (1.5, 1.0, math.nan)):
+        assert not Interval(*numbers).known
+        assert not Interval(*numbers).excludes(3.0)
 
 
 def test_strata_are_the_suites_sizes_in_the_order_of_their_first_prompts():

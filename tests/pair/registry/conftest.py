@@ -16,7 +16,6 @@ from outrider.pair.signature import sign
 from outrider.targets.fingerprint import digest_files
 
 MakeVersion = Callable[..., Pair]
-Signed = Callable[[Pair], Path]
 
 
 def versioned(pair: Pair, folder: Path, version: int, name: str, weights: bytes, parent: Pair | None) -> Pair:
@@ -60,7 +59,7 @@ def retold(pair: Pair) -> Pair:
 
 
 @pytest.fixture
-def signed(tmp_path) -> Signed:
+def signed(tmp_path) -> Callable[[Pair], Path]:
     """`signed(pair)`: sign a pair's folder with a new key, and return the file of its public half."""
     if shutil.which("ssh-keygen") is None:
         pytest.skip("needs OpenSSH's ssh-keygen")

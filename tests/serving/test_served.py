@@ -293,20 +293,14 @@ def launch_of(folder: Path, script: str) -> VllmLaunch:
     return VllmLaunch(python_of(folder), "target", "float32")
 
 
-def answered() -> Expectation:
-    """What our decoder does, where it does what the small engine does."""
-    tokens, counts = [7, 8, 9, 10, 11, 12], DraftCounts(rounds=3, drafted=6, accepted=3, by_position=(3, 0))
-    answer = ServedAnswer(tokens=tokens, ended=False, lengths=[6], counts=[counts])
-    asked = [ServedPrompt(suite="code", id=str(i), tokens=[1, 2]) for i in range(3)]
-    return Expectation(
-        target="t", drafter="eagle3", depth=2, max_new_tokens=6, prompts=asked, answers={"0": [answer] * 3}
-    )
-
-
 @pytest.mark.parametrize("in_turns", [True, False])
 def test_engines_answer_in_turns_or_one_by_one(in_turns, small_engine, tmp_path):
     """One GPU holds one of them: the one with drafts ends before the plain one begins."""
-    survey = Survey(answered())
+    tokens, counts = [7, 8, 9, 10, 11, 12], DraftCounts(rounds=3, drafted=6, accepted=3, by_position=(3, 0))
+    own = {"0": [ServedAnswer(tokens=tokens, ended=False, lengths=[6], counts=[counts])] * 3}  # as the small engine
+    asked = [ServedPrompt(suite="code", id=str(i), tokens=[1, 2]) for i in range(3)]
+    expected = Expectation(target="t", drafter="eagle3", depth=2, max_new_tokens=6, prompts=asked, answers=own)
+    survey = Survey(expected)
     facts = survey.start(small_engine, replace(small_engine, speculation=None), tmp_path, in_turns)
     found = survey.result({"name": facts["name"]}, str)
     assert found.agrees

@@ -83,7 +83,7 @@ def report(target, suites, settings) -> Report:
     return measure(target, contestants, suites, settings)
 
 
-def test_a_whole_measurement(report, target, suites, settings):
+def test_a_whole_measurement(report):
     """A drafter that equals the target gives τ = k + 1 at both temperatures, and greedy text is the target's own."""
     for temperature in (0.0, 1.0):
         figures = report.headline("self", temperature)

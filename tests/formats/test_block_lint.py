@@ -143,7 +143,7 @@ def test_another_targets_embeddings_are_refused(deep, export, name):
         import_drafter(folder, deep)
 
 
-def test_config_and_names_are_those_of_published_files(deep, export):
+def test_config_and_names_are_those_of_published_files(export):
     """Held against the lists in public code, not only against our own reading."""
     z_lab, deepspec = export("z-lab", "dflash"), export("deepspec", "dspark")
     config = json.loads((z_lab / "config.json").read_text())

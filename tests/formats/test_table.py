@@ -53,7 +53,7 @@ def row(to: str, kind: str, target: Target) -> str:
     return f"| {to} | {kind} | {layout.name} | {yes} | {no} |"
 
 
-def test_the_table_of_formats_is_what_the_layouts_say(target, make_drafter):
+def test_the_table_of_formats_is_what_the_layouts_say(target):
     """With OUTRIDER_WRITE_TABLES=1 in the environment the table is written anew."""
     rows = [row(to, kind, target) for to, layouts in LAYOUTS.items() for kind in layouts]
     head = ["| `--to` | drafter | layout | serves, too | refused → nearest that is served |", "|---|---|---|---|---|"]

@@ -57,7 +57,7 @@ def test_what_a_disk_altered_by_itself_is_found(pair):
     assert any(file.name in line for line in verify(pair.folder))
 
 
-def test_no_bit_of_pair_json_is_free(make_pair, tmp_path):
+def test_no_bit_of_pair_json_is_free(make_pair):
     """Every byte of a small pair.json is covered: digits' case, white space and escapes, too."""
     folder = make_pair("ngram").folder
     good = (folder / "pair.json").read_bytes()

@@ -188,7 +188,7 @@ def test_a_baseline_of_too_few_rounds_is_refused_with_what_to_do():
     assert limits_for(few.model_copy(update={"rounds": 5_000})) == WatchLimits()
 
 
-def test_what_is_promised_is_said_and_what_is_not(start_server):
+def test_what_is_promised_is_said_and_what_is_not():
     limits, known = WatchLimits(), NormalDrafting(tau=1.99, spread=3.4, rounds=930, parts=32, source="a pair")
     states = [WatchState(url="http://x", baseline=known), WatchState(url="http://y")]
     quiet, seen, learns = promises([EngineWatch(state, limits) for state in states], limits)

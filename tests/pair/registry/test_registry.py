@@ -249,7 +249,7 @@ def test_links_and_special_files_are_refused_at_once(registry, pushed, tmp_path)
     refuses(registry, "tiny", tmp_path / "pulled")
 
 
-def test_huge_and_deep_entries_are_refused(registry, pushed, tmp_path):
+def test_huge_and_deep_entries_are_refused(registry, pushed):
     entry = Path(registry.store.where) / "pairs" / "tiny" / "1.1.json"
     entry.chmod(0o644)
     with entry.open("wb") as file:

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from outrider.common import BadInputError
 from outrider.decode import Plan, Sampling
 from outrider.eval import Interval
+from outrider.pair import Pair
 from outrider.pair.manifest import (
     DrafterRecord,
     Figure,
@@ -227,7 +228,8 @@ def test_many_problems_are_named_in_their_places_and_cut_short(tmp_path):
     values["plan"]["depth"], values["nmae"] = "3", 1
     (tmp_path / "pair.json").write_text(json.dumps(values))
     said = "(plan.depth: Input should be a valid integer; nmae: Extra inputs are not permitted)"
-    assert said in refusal(inspect_manifest, tmp_path)
+    for call in (inspect_manifest, Pair.load):
+        assert said in refusal(call, tmp_path)
     (tmp_path / "pair.json").write_text(json.dumps({f"unknown{i}": i for i in range(20)}))
     said = refusal(inspect_manifest, tmp_path)
     assert said.startswith(f"{tmp_path / 'pair.json'}: damaged or not a pair (")

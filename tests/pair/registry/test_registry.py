@@ -37,7 +37,7 @@ def pull(registry: Registry, reference: str, folder: Path) -> Pair:
     return registry.pull(PairReference.parse(reference), folder)
 
 
-def refuses(registry: Registry, reference: str, folder: Path, match: str = "") -> None:
+def refuses(registry: Registry, reference: str, folder: Path, match: str | None = None) -> None:
     """Check that a pull is refused, and that nothing is written."""
     with pytest.raises(BadInputError, match=match):
         pull(registry, reference, folder)

@@ -15,6 +15,7 @@ from outrider.eval.reports.figures import PHASES, Baselines
 from outrider.eval.reports.report import Conditions, ContestantInfo, SuiteInfo
 from outrider.eval.suites import Suite, make_suite
 from outrider.eval.tuning import BatchTuning, Candidate, CostRecord, Tuning
+from outrider.targets import Target
 
 
 def refusal(call: Callable[..., object], *arguments: Any, **named: Any) -> str:
@@ -56,6 +57,11 @@ def make_tuning(depths: dict[int, int], **changes: object) -> Tuning:
 
 
 @pytest.fixture
+def target(tiny_llama) -> Target:
+    return Target(tiny_llama(layers=2))
+
+
+@pytest.fixture
 def suites() -> list[Suite]:
     """Two suites of 3 and 2 short prompts over a vocabulary of 64."""
 
@@ -66,24 +72,22 @@ def suites() -> list[Suite]:
     return [make_suite("code", prompts("code", 3, 1)), make_suite("docs", prompts("docs", 2, 30))]
 
 
-def _record(
-    contestant: str, temperature: float, i: int, accepted: list[int], depth: int, seconds: float
+def record(
+    contestant: str, suite: str, prompt: str, tokens: int, seconds: float, rounds: list[tuple[int, int]], **more: Any
 ) -> PromptRecord:
-    compared = temperature == 0 and contestant != "plain"
-    return PromptRecord(
-        contestant=contestant,
-        temperature=temperature,
-        suite="code",
-        prompt=f"<p & {i}>",
-        prompt_tokens=5,
-        tokens=1 + sum(accepted) + len(accepted),
-        drafted=[depth] * len(accepted),
-        accepted=accepted,
-        repeats=[seconds],
-        seconds={phase: part * seconds for phase, part in zip(PHASES, (0.1, 0.2, 0.6, 0.1, 1.0), strict=True)},
-        identical=i != 0 if compared else None,
-        diverges_at=4 if compared and i == 0 else None,
-    )
+    """Return what one run gave; `rounds` are (drafted, accepted) of each."""
+    values = {"temperature": 0.0, "prompt_tokens": 5, "seconds": {"total": seconds}, "repeats": [seconds]}
+    values |= {"drafted": [d for d, _ in rounds], "accepted": [a for _, a in rounds]} | more
+    return PromptRecord(contestant=contestant, suite=suite, prompt=prompt, tokens=tokens, **values)
+
+
+def _timed(contestant: str, temperature: float, i: int, rounds: list[tuple[int, int]], seconds: float) -> PromptRecord:
+    shares = zip(PHASES, (0.1, 0.2, 0.6, 0.1, 1.0), strict=True)
+    more = {"temperature": temperature, "seconds": {phase: part * seconds for phase, part in shares}}
+    if temperature == 0 and contestant != "plain":
+        more |= {"identical": i != 0, "diverges_at": None if i else 4}
+    made = record(contestant, "code", f"<p & {i}>", 1 + sum(a + 1 for _, a in rounds), seconds, rounds)
+    return made.model_copy(update=more)
 
 
 def make_report(
@@ -94,14 +98,11 @@ def make_report(
     records: bool = True,
     **conditions: object,
 ) -> Report:
-    """Return a report of `draft` and `plain` on one suite.
-
-    Args:
-        accepted: per prompt the accepted drafts of each round.
-    """
-    rows = [_record("draft", t, i, a, depth, 0.5 + 0.01 * i) for t in temperatures for i, a in enumerate(accepted)]
-    alone = [[0] * (sum(a) + len(a)) for a in accepted]
-    rows += [_record("plain", t, i, a, 0, 1.0 + 0.02 * i) for t in temperatures for i, a in enumerate(alone)]
+    """Return a report of `draft` and `plain` on one suite; `accepted` are each prompt's accepted drafts by round."""
+    drafted = [[(depth, a) for a in row] for row in accepted]
+    alone = [[(0, 0)] * (sum(row) + len(row)) for row in accepted]
+    rows = [_timed("draft", t, i, row, 0.5 + 0.01 * i) for t in temperatures for i, row in enumerate(drafted)]
+    rows += [_timed("plain", t, i, row, 1.0 + 0.02 * i) for t in temperatures for i, row in enumerate(alone)]
     baselines = Baselines(plain="plain", generate=None)
     rules = {("plain", t): "none" for t in temperatures}
     rules |= {("draft", t): "greedy" if t == 0 else "rejection" for t in temperatures}

@@ -10,22 +10,16 @@ from torch import Tensor
 from outrider.decode import Decoder, Plan, Sampling, Tree
 from outrider.eval import acceptance
 from outrider.eval.acceptance import Acceptance
-from outrider.eval.suites import Suite, make_jobs
+from outrider.eval.suites import make_jobs
 from outrider.heads import DraftModel, Ngram
-from outrider.targets import Target
 
 
-@pytest.fixture
-def target(tiny_llama) -> Target:
-    return Target(tiny_llama(layers=2))
-
-
-def test_a_chains_tokens_by_hand() -> None:
+def test_a_chains_tokens_by_hand():
     """Of a drafter that finds nothing in half of the rounds: alpha says nothing of that, what was kept does."""
     assert Acceptance((0.5, 0.5, 0.0), (0.25, 0.125, 0.0), (), 10).chain(2) == 1.375
 
 
-def test_shares_by_rank_by_hand() -> None:
+def test_shares_by_rank_by_hand():
     """Nodes 0 1 2 are children of the root, 3 4 5 of node 0.
 
     Of ten rounds 2 kept nothing, 2 ended at 1, 1 at 0, 3 at 3, and 2 at 5.
@@ -54,7 +48,7 @@ def swapped(logits: Tensor) -> Tensor:
     return logits.scatter(-1, top.indices, top.values.flip(-1))
 
 
-def test_the_rank_is_that_of_the_child_that_was_kept(target: Target, suites: list[Suite]) -> None:
+def test_the_rank_is_that_of_the_child_that_was_kept(target, suites):
     jobs = make_jobs(suites)
     right = acceptance.rank_rates(target, DraftModel(target.model), jobs, 12, Sampling())
     assert right == ((1.0, *[0.0] * 5),) * 6
@@ -63,13 +57,8 @@ def test_the_rank_is_that_of_the_child_that_was_kept(target: Target, suites: lis
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_the_rates_of_a_tree_give_the_tau_it_was_measured_with(
-    target: Target, suites: list[Suite], tiny_llama, temperature: float
-) -> None:
-    """An identity: of that very tree, in the same rounds.
-
-    The tokens that cut an answer off are still counted as accepted.
-    """
+def test_the_rates_of_a_tree_give_the_tau_it_was_measured_with(target, suites, tiny_llama, temperature):
+    """An identity: of that very tree, in the same rounds; tokens that cut an answer off are counted as accepted."""
     drafter = DraftModel(tiny_llama(layers=1, initializer_range=0.1))
     jobs, sampling = make_jobs(suites), Sampling(temperature=temperature)
     ranks = acceptance.rank_rates(target, drafter, jobs, 40, sampling)
@@ -84,13 +73,13 @@ def test_the_rates_of_a_tree_give_the_tau_it_was_measured_with(
     assert tree.value(ranks) == pytest.approx(tau, abs=1e-4)
 
 
-def test_acceptance_of_chains(target: Target, suites: list[Suite]) -> None:
+def test_acceptance_of_chains(target, suites):
     drafter, jobs = DraftModel(target.model), make_jobs(suites)
     seen = acceptance.measure_acceptance(target, drafter, jobs, 19, Sampling(), trees=False)
     assert seen == Acceptance((1.0,) * 8, (1.0,) * 8, (), 19)
 
 
-def test_the_deepest_chain_is_predicted_as_it_was_measured(target: Target, suites: list[Suite]) -> None:
+def test_the_deepest_chain_is_predicted_as_it_was_measured(target, suites):
     """Also of a drafter that often finds nothing to draft."""
     jobs = make_jobs(suites)
     seen = acceptance.measure_acceptance(target, Ngram(), jobs, 40, Sampling(), trees=False)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -19,7 +16,7 @@ VOCAB, SIZES = 64, [1, 16, 40, 64]
 
 
 @pytest.fixture(scope="module")
-def target(tiny_llama: Callable[..., Any]) -> Target:
+def target(tiny_llama) -> Target:
     return Target(tiny_llama(layers=2, vocab=VOCAB, initializer_range=0.6))
 
 
@@ -36,9 +33,7 @@ def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
 COUNTS = torch.arange(VOCAB).roll(11)
 
 
-def test_sums_are_those_of_the_targets_distribution_position_by_position(
-    target: Target, batches: list[tuple[torch.Tensor, torch.Tensor]]
-) -> None:
+def test_sums_are_those_of_the_targets_distribution_position_by_position(target, batches):
     """Written out in double precision, without ranks, chunks or batches."""
     sums, counts = measure_pruning(target, batches, ranks(COUNTS), SIZES, chunk=5)
     expected = np.zeros((3, len(SIZES), 5))
@@ -61,13 +56,8 @@ def test_sums_are_those_of_the_targets_distribution_position_by_position(
     assert sums == pytest.approx(expected, abs=1e-5)
 
 
-def test_what_is_lost_is_what_a_perfect_drafter_on_that_vocabulary_misses(
-    target: Target, batches: list[tuple[torch.Tensor, torch.Tensor]]
-) -> None:
-    """A drafter that is the target renormalised on the kept tokens: its analytic alpha is 1 − lost, exactly.
-
-    Greedily it agrees where the best token was kept.
-    """
+def test_what_is_lost_is_what_a_perfect_drafter_on_that_vocabulary_misses(target, batches):
+    """A drafter that is the target renormalised on the kept tokens: its analytic alpha is 1 − lost, exactly."""
     sums, counts = measure_pruning(target, batches, ranks(COUNTS), [16])
     kept = COUNTS.argsort(descending=True)[:16].sort().values
     alphas, agreed = [], []
@@ -84,7 +74,7 @@ def test_what_is_lost_is_what_a_perfect_drafter_on_that_vocabulary_misses(
     assert found.lost.low < found.lost.value < found.lost.high
 
 
-def test_the_whole_vocabulary_loses_nothing(target: Target, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+def test_the_whole_vocabulary_loses_nothing(target, batches):
     sums, counts = measure_pruning(target, batches, ranks(COUNTS), SIZES)
     lost = [f.lost.value for f in size_figures(sums, counts, [(s, "d", 0.0) for s in SIZES])]
     assert lost == sorted(lost, reverse=True)

@@ -13,25 +13,25 @@ from outrider.eval.suites import load_suites, make_suite
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
+def file(tmp_path) -> Path:
     path = tmp_path / "mine.jsonl"
     path.write_text("".join(json.dumps({"id": f"p{i}", "text": f"def f{i}(x):"}) + "\n" for i in range(4)))
     return path
 
 
-def test_a_prompt_file_is_a_suite_named_after_it(file: Path, tiny_tokenizer) -> None:
+def test_a_prompt_file_is_a_suite_named_after_it(file, tiny_tokenizer):
     (suite,) = load_suites([str(file)], tiny_tokenizer)
     assert (suite.name, [p.id for p in suite.prompts]) == ("mine", ["mine/p0", "mine/p1", "mine/p2", "mine/p3"])
     assert list(suite.prompts[0].tokens) == tiny_tokenizer("def f0(x):")["input_ids"]
 
 
-def test_a_limit_takes_the_first_prompts_and_changes_the_digest(file: Path, tiny_tokenizer) -> None:
+def test_a_limit_takes_the_first_prompts_and_changes_the_digest(file, tiny_tokenizer):
     (whole,), (part,) = load_suites([str(file)], tiny_tokenizer), load_suites([str(file)], tiny_tokenizer, limit=2)
     assert part.prompts == whole.prompts[:2]
     assert part.digest != whole.digest
 
 
-def test_the_digest_depends_on_ids_tokens_and_order_only() -> None:
+def test_the_digest_depends_on_ids_tokens_and_order_only():
     one, two = Prompt("a", "s", (1, 2), text="x"), Prompt("b", "s", (3,))
     digest = make_suite("s", [one, two]).digest
     assert make_suite("other name", [Prompt("a", "s", (1, 2), text="y"), two]).digest == digest
@@ -43,12 +43,12 @@ def test_the_digest_depends_on_ids_tokens_and_order_only() -> None:
     ("name", "message"),
     [("cod", "did you mean 'code'"), ("nowhere.jsonl", "packaged suites: code, docs, prose")],
 )
-def test_an_unknown_suite_is_refused_with_what_there_is(name: str, message: str, tiny_tokenizer) -> None:
+def test_an_unknown_suite_is_refused_with_what_there_is(name, message, tiny_tokenizer):
     with pytest.raises(BadInputError, match=message):
         load_suites([name], tiny_tokenizer)
 
 
-def test_two_suites_of_one_name_are_refused(file: Path, tmp_path: Path, tiny_tokenizer) -> None:
+def test_two_suites_of_one_name_are_refused(file, tmp_path, tiny_tokenizer):
     (tmp_path / "sub").mkdir()
     other = tmp_path / "sub" / file.name
     other.write_text(file.read_text())
@@ -56,7 +56,7 @@ def test_two_suites_of_one_name_are_refused(file: Path, tmp_path: Path, tiny_tok
         load_suites([str(file), str(other)], tiny_tokenizer)
 
 
-def test_ids_that_repeat_empty_suites_and_the_name_all_are_refused() -> None:
+def test_ids_that_repeat_empty_suites_and_the_name_all_are_refused():
     one, other = (Prompt("a", "s", (i,)) for i in (1, 2))
     for name, prompts, message in (
         ("s", [one, other], "'a' occurs 2 times"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-from typing import Any
 
 import pytest
 from rich.console import Console
@@ -16,7 +15,6 @@ from outrider.eval import Ratio, tuner
 from outrider.eval.acceptance import Acceptance
 from outrider.eval.batches import BatchAnswer
 from outrider.eval.reports.statistics import Bootstrap
-from outrider.eval.suites import Suite
 from outrider.eval.tuner import MeasuredOption, Option, tune
 from outrider.eval.tuning import Tuning
 from outrider.heads import DraftModel, Ngram
@@ -27,27 +25,19 @@ from .conftest import make_tuning
 
 
 @pytest.fixture
-def target(tiny_llama) -> Target:
-    return Target(tiny_llama(layers=2))
-
-
-@pytest.fixture
 def settings() -> EvalSpec:
     return EvalSpec(max_new_tokens=12, repeats=1, temperatures=[0.0])
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick(monkeypatch) -> None:
     """Fewer sizes: what is measured is not the point."""
     monkeypatch.setattr(tuner, "WIDTHS", (0, 1, 2, 4, 8, 16))
     monkeypatch.setattr(tuner, "TREE_SIZES", (4, 8))
 
 
-def test_a_whole_tuning(target: Target, suites: list[Suite], settings: EvalSpec) -> None:
-    """A drafter equal to the target, at two batch sizes: everything is accepted.
-
-    The record says what was found under which conditions.
-    """
+def test_a_whole_tuning(target, suites, settings):
+    """A drafter equal to the target, at two batch sizes: everything is accepted."""
     text = io.StringIO()
     found = tune(target, DraftModel(target.model), suites, settings, [2, 1, 2], Console(file=text, width=120))
     assert [b.batch_size for b in found.batches] == [1, 2]
@@ -68,9 +58,7 @@ def test_a_whole_tuning(target: Target, suites: list[Suite], settings: EvalSpec)
     assert Tuning.model_validate(json.loads(found.model_dump_json())) == found
 
 
-def test_a_drafter_that_grows_no_trees_gets_chains_and_says_so(
-    target: Target, suites: list[Suite], settings: EvalSpec
-) -> None:
+def test_a_drafter_that_grows_no_trees_gets_chains_and_says_so(target, suites, settings):
     text = io.StringIO()
     (batch,) = tune(target, Ngram(), suites, settings, console=Console(file=text, width=120)).batches
     assert batch.ranks == []
@@ -78,22 +66,15 @@ def test_a_drafter_that_grows_no_trees_gets_chains_and_says_so(
     assert "no trees: ngram drafts chains only." in text.getvalue()
 
 
-def test_passes_stay_inside_the_targets_context(tiny_llama, suites: list[Suite], settings: EvalSpec) -> None:
+def test_passes_stay_inside_the_targets_context(tiny_llama, suites, settings):
     small = Target(tiny_llama(layers=2, max_position_embeddings=20))
     (batch,) = tune(small, Ngram(), suites, settings).batches
     assert batch.costs.widths == [0, 1, 2, 4, 8]
 
 
-class Shallow(DraftModel):
-    @property
-    def max_depth(self) -> int:
-        return 3
-
-
-def test_nothing_deeper_than_the_drafter_drafts_is_tried(
-    target: Target, suites: list[Suite], settings: EvalSpec
-) -> None:
-    (batch,) = tune(target, Shallow(target.model), suites, settings).batches
+def test_nothing_deeper_than_the_drafter_drafts_is_tried(target, suites, settings, monkeypatch):
+    monkeypatch.setattr(DraftModel, "max_depth", 3)
+    (batch,) = tune(target, DraftModel(target.model), suites, settings).batches
     assert len(batch.rates) == len(batch.ranks) == 3
     assert max(c.restored(batch.costs, batch.rates).depth for c in batch.candidates) == 3
 
@@ -108,26 +89,20 @@ def test_nothing_deeper_than_the_drafter_drafts_is_tried(
         ({"max_new_tokens": 600}, [1], "exceeds the target's context of 512"),
     ],
 )
-def test_bad_input_is_refused_before_any_work(
-    target: Target, suites: list[Suite], settings: EvalSpec, changes: dict[str, Any], sizes: list[int], message: str
-) -> None:
+def test_bad_input_is_refused_before_any_work(target, suites, settings, changes, sizes, message):
     with pytest.raises(BadInputError, match=message):
         tune(target, Ngram(), suites, settings.model_copy(update=changes), sizes)
     with pytest.raises(BadInputError, match="no prompts to tune on"):
         tune(target, Ngram(), [], settings)
 
 
-def test_answers_that_end_at_once_leave_nothing_to_tune(
-    target: Target, suites: list[Suite], settings: EvalSpec, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_answers_that_end_at_once_leave_nothing_to_tune(target, suites, settings, monkeypatch):
     monkeypatch.setattr(Target, "eos_ids", property(lambda _: tuple(range(64))))
     with pytest.raises(BadInputError, match="every answer ended with its first token"):
         tune(target, Ngram(), suites, settings)
 
 
-def test_fusions_with_a_trained_drafter_are_weighed_too(
-    target: Target, suites: list[Suite], settings: EvalSpec
-) -> None:
+def test_fusions_with_a_trained_drafter_are_weighed_too(target, suites, settings):
     """Their chains are predicted, the best two measured, and the record restores what was chosen."""
     (batch,) = tune(target, DraftModel(target.model), suites, settings, statistical=[{"type": "ngram"}]).batches
     fused = [c for c in batch.candidates if c.statistical is not None]
@@ -142,22 +117,20 @@ def test_fusions_with_a_trained_drafter_are_weighed_too(
     assert Tuning.model_validate(json.loads(record.model_dump_json())) == record
 
 
-def test_a_drafter_without_weights_is_fused_with_nothing(target: Target) -> None:
+def test_a_trained_drafter_is_fused_once_with_each_kind_and_one_without_weights_with_nothing(target):
     assert tuner._fusions(target, Ngram(), tuner.STATISTICAL) == []
-
-
-def test_one_kind_is_fused_once(target: Target, suites: list[Suite], settings: EvalSpec) -> None:
-    twice = [{"type": "ngram"}, {"type": "ngram", "min_match": 2}]
-    with pytest.raises(BadInputError, match="fused once; got ngram, ngram"):
-        tuner._fusions(target, DraftModel(target.model), twice)
-    with pytest.raises(BadInputError, match="no drafter without weights"):
-        tuner._fusions(target, DraftModel(target.model), [{"type": "eagle3"}])
+    for kinds, said in (
+        ([{"type": "ngram"}, {"type": "ngram", "min_match": 2}], "fused once; got ngram, ngram"),
+        ([{"type": "eagle3"}], "no drafter without weights"),
+    ):
+        with pytest.raises(BadInputError, match=said):
+            tuner._fusions(target, DraftModel(target.model), kinds)
 
 
 # ------------------------------------------------------------ what is predicted
 
 
-def test_what_rounds_take_is_read_off_whole_batches() -> None:
+def test_what_rounds_take_is_read_off_whole_batches():
     """3 rounds for the first row and 1 for the second are 3 passes, 4 of 6 row-rounds; the median of batches."""
     rounds = [[Round(1, 0, 1)] * 3, [Round(1, 0, 1)]]
     done = [BatchAnswer([[1] * 4, [1] * 2], rounds, 1.0, seconds) for seconds in (1.3, 1.6, 9.0)]
@@ -182,20 +155,17 @@ RANKS = ((0.5, 0.2, 0.1, 0.05),) * 4
     ("draft", "alpha", "wide", "expected"),
     [(0.012, 0.6, 0.0005, 0), (0.0001, 0.95, 0.0001, 8), (0.001, 0.5, 0.0001, 2)],
 )
-def test_expensive_drafts_are_left_out_and_cheap_good_ones_go_deep(
-    draft: float, alpha: float, wide: float, expected: int
-) -> None:
+def test_expensive_drafts_are_left_out_and_cheap_good_ones_go_deep(draft, alpha, wide, expected):
     assert predicted(draft, alpha, wide)[0].plan == Plan(expected)
 
 
-def test_where_width_is_free_a_tree_wins_and_where_it_is_not_no_tree_is_even_timed() -> None:
+def test_where_width_is_free_a_tree_wins_and_where_it_is_not_no_tree_is_even_timed():
     first = predicted(0.001, 0.5, 1e-6, RANKS)[0]
-    assert first.plan.tree is not None
     assert first.tau == pytest.approx(first.plan.tree.value(RANKS))
     assert not any(o.plan.is_tree for o in predicted(0.001, 0.5, 0.005, RANKS))
 
 
-def test_the_controlled_chain_may_go_a_little_deeper_than_the_best() -> None:
+def test_the_controlled_chain_may_go_a_little_deeper_than_the_best():
     seen, costs = Acceptance((0.5,) * 8, (), (), 100), Costs(((0, 0.01),))
     options = [Option(Plan(d), 1.5, RoundTimes(0, 0.01), speed) for d, speed in ((1, 50.0), (3, 80.0), (7, 60.0))]
     found = tuner.control_option(options, costs, seen, 8)
@@ -242,15 +212,13 @@ CONTROLLED = Plan(6, control=Control(Costs(((0, 0.01),)), (0.5,)))
         ),
     ],
 )
-def test_the_best_measured_plan_is_chosen(
-    fixed: list[MeasuredOption], controlled: MeasuredOption, expected: Plan, words: str
-) -> None:
+def test_the_best_measured_plan_is_chosen(fixed, controlled, expected, words):
     chosen, reason = tuner.choose([PLAIN, *fixed, controlled])
     assert chosen.option.plan == expected
     assert words in reason
 
 
-def test_speed_and_speedup_are_those_of_the_median_repeat() -> None:
+def test_speed_and_speedup_are_those_of_the_median_repeat():
     options = [Option(Plan(d), 2.0, RoundTimes(0, 0.01), 1.0) for d in (0, 2)]
     rounds = [[Round(2, 1, 2), Round(2, 2, 3)]]
     runs = {

@@ -12,7 +12,7 @@ from .conftest import make_tuning
 TREE = Plan(tree=Tree((-1, -1, 0)))
 
 
-def test_a_new_tuning_replaces_what_it_measured_again() -> None:
+def test_a_new_tuning_replaces_what_it_measured_again():
     known = [
         make_tuning({1: 1, 4: 4}),
         make_tuning({1: 1, 4: 4}, device_name="a GPU"),
@@ -28,7 +28,7 @@ def test_a_new_tuning_replaces_what_it_measured_again() -> None:
     assert len(merged(found[:1], make_tuning({1: 1, 2: 2}))) == 1
 
 
-def test_the_nearest_batch_size_below_is_used_and_then_the_nearest_temperature() -> None:
+def test_the_nearest_batch_size_below_is_used_and_then_the_nearest_temperature():
     known = [
         make_tuning({1: 1, 4: 4}),
         make_tuning({1: 1}, temperature=1.0),
@@ -46,7 +46,7 @@ def test_the_nearest_batch_size_below_is_used_and_then_the_nearest_temperature()
     assert nearest(known, ("a CPU", "bfloat16"), 8, 0.0) is None
 
 
-def test_the_stored_plan_is_the_one_that_was_measured() -> None:
+def test_the_stored_plan_is_the_one_that_was_measured():
     batch = make_tuning({3: 3}).batches[0]
     costs = Costs(((0, 0.0100001), (8, 0.02)), (0.0, 0.001), 0.0005)
     assert batch.plan == Plan(3, control=Control(costs, (0.5, 0.25), 16.0))

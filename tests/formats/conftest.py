@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedTokenizerFast
 
 from outrider.formats import Exported, export_drafter
 from outrider.heads import Drafter, DraftModel, drafter_config
 from outrider.targets import Target
 
-Make = Callable[..., Drafter]
-Export = Callable[..., Exported]
-
 
 @pytest.fixture(scope="session")
-def target(tiny_llama: Callable, tiny_tokenizer: PreTrainedTokenizerFast) -> Target:
+def target(tiny_llama, tiny_tokenizer) -> Target:
     return Target(tiny_llama(layers=6, vocab=len(tiny_tokenizer)), tiny_tokenizer)
 
 
 @pytest.fixture(scope="module")
-def deep(tiny_llama: Callable, tmp_path_factory: pytest.TempPathFactory) -> Target:
+def deep(tiny_llama, tmp_path_factory) -> Target:
     """A target with enough layers for the usual taps to be three different ones."""
     folder = tmp_path_factory.mktemp("target")
     model = tiny_llama(layers=8)
@@ -33,7 +28,7 @@ def deep(tiny_llama: Callable, tmp_path_factory: pytest.TempPathFactory) -> Targ
 
 
 @pytest.fixture(scope="session")
-def make_drafter(target: Target, tiny_llama: Callable) -> Make:
+def make_drafter(target, tiny_llama) -> Callable[..., Drafter]:
     """`make_drafter(type, on=target, **settings)`: weights are random, norms included, and the same each time."""
 
     def make(kind: str, on: Target | None = None, **settings: Any) -> Drafter:
@@ -56,7 +51,7 @@ def make_drafter(target: Target, tiny_llama: Callable) -> Make:
 
 
 @pytest.fixture
-def export(target: Target, make_drafter: Make, tmp_path: Path) -> Export:
+def export(target, make_drafter, tmp_path) -> Callable[..., Exported]:
     """`export(type, to="vllm", depth=3, **settings)`: a drafter that is written into `tmp_path / to`."""
 
     def made(kind: str, to: str = "vllm", depth: int = 3, **settings: Any) -> Exported:

@@ -21,8 +21,6 @@ TAPS = "eagle_aux_hidden_state_layer_ids"
 
 
 def edit_config(change: Callable[[dict[str, Any]], object], name: str = "config.json") -> Plant:
-    """Return a fault of a JSON file."""
-
     def plant(folder: Path) -> None:
         values = json.loads((folder / name).read_text())
         change(values)
@@ -45,7 +43,6 @@ def edit_tensors(change: Callable[[Tensors], object]) -> Plant:
 
 
 def renamed(name: Callable[[str], str]) -> Plant:
-    """Return the fault of other names of the same weights."""
     return edit_tensors(lambda tensors: {name(n): t for n, t in tensors.items()})
 
 

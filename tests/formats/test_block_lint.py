@@ -16,15 +16,13 @@ from outrider.formats import export_drafter, import_drafter
 from outrider.formats.lint import lint
 from outrider.targets import Target
 
-from .conftest import Make
 from .faults import edit_config, edit_tensors, renamed
 
 Config = dict[str, Any]
-Export = Callable[[str, str], Path]
 
 
 @pytest.fixture
-def export(deep: Target, make_drafter: Make, tmp_path: Path) -> Export:
+def export(deep, make_drafter, tmp_path) -> Callable[[str, str], Path]:
     """`export(layout, type)`: a drafter with the usual taps."""
 
     def make(to: str, kind: str) -> Path:
@@ -43,7 +41,7 @@ WRITTEN = [("speculators", "dflash"), ("speculators", "dspark"), ("z-lab", "dfla
 
 
 @pytest.mark.parametrize(("to", "kind"), WRITTEN)
-def test_nothing_is_found_in_what_was_just_exported(deep: Target, export: Export, to: str, kind: str) -> None:
+def test_nothing_is_found_in_what_was_just_exported(deep, export, to, kind):
     assert found_in(export(to, kind), deep) == set()
 
 
@@ -97,22 +95,20 @@ FAULTS: list[tuple[str, str, str, Callable[[Config], Any], str]] = [
 
 
 @pytest.mark.parametrize(("to", "kind", "plant", "check"), [fault[1:] for fault in FAULTS], ids=[f[0] for f in FAULTS])
-def test_planted_faults_are_named_by_the_files_alone(
-    deep: Target, export: Export, to: str, kind: str, plant: Callable[[Config], Any], check: str
-) -> None:
+def test_planted_faults_are_named_by_the_files_alone(deep, export, to, kind, plant, check):
     folder = export(to, kind)
     (folder / "written.json").unlink(missing_ok=True)
     edit_config(plant)(folder)
     assert check in found_in(folder, deep)
 
 
-def test_flat_names_of_heads_are_named(deep: Target, export: Export) -> None:
+def test_flat_names_of_heads_are_named(deep, export):
     folder = export("deepspec", "dspark")
     renamed(lambda n: n.replace("markov_head.", "").replace("confidence_head.proj", "confidence_proj"))(folder)
     assert {"head-names", "head-flag", "missing"} <= found_in(folder, deep)
 
 
-def test_other_names_of_the_same_tensors_are_read(deep: Target, make_drafter: Make, tmp_path: Path) -> None:
+def test_other_names_of_the_same_tensors_are_read(deep, make_drafter, tmp_path):
     """As SGLang reads them: below `model.`, and the fused context's as an encoder's."""
     drafter = make_drafter("dflash", on=deep, draft_vocab_size=0, mask_token_id=63)
     export_drafter(drafter, deep, "z-lab", tmp_path / "out", 3)
@@ -132,9 +128,7 @@ def test_other_names_of_the_same_tensors_are_read(deep: Target, make_drafter: Ma
         (lambda c: c[OWN].pop("mask_token_id"), "mask_token_id is missing"),
     ],
 )
-def test_what_would_have_to_be_guessed_is_refused(
-    deep: Target, export: Export, plant: Callable[[Config], Any], said: str
-) -> None:
+def test_what_would_have_to_be_guessed_is_refused(deep, export, plant, said):
     folder = export("z-lab", "dflash")
     edit_config(plant)(folder)
     with pytest.raises(OutriderError, match=said):
@@ -142,14 +136,14 @@ def test_what_would_have_to_be_guessed_is_refused(
 
 
 @pytest.mark.parametrize("name", ["embed_tokens.weight", "lm_head.weight"])
-def test_another_targets_embeddings_are_refused(deep: Target, export: Export, name: str) -> None:
+def test_another_targets_embeddings_are_refused(deep, export, name):
     folder = export("deepspec", "dspark")
     edit_tensors(lambda tensors: tensors | {name: tensors[name].roll(1, 0)})(folder)
     with pytest.raises(IncompatibleError, match="made for another target"):
         import_drafter(folder, deep)
 
 
-def test_config_and_names_are_those_of_published_files(deep: Target, export: Export) -> None:
+def test_config_and_names_are_those_of_published_files(export):
     """Held against the lists in public code, not only against our own reading."""
     z_lab, deepspec = export("z-lab", "dflash"), export("deepspec", "dspark")
     config = json.loads((z_lab / "config.json").read_text())

@@ -16,11 +16,9 @@ from outrider.formats import export_drafter, import_drafter
 from outrider.formats.lint import lint
 from outrider.targets import Target
 
-from .conftest import Make
-
 
 @pytest.fixture(scope="module")
-def exports(target: Target, make_drafter: Make, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def exports(target, make_drafter, tmp_path_factory) -> dict[str, Path]:
     """One folder of each layout with a config.json and tensors of a head."""
     root = tmp_path_factory.mktemp("exports")
     wanted = {"vllm": "eagle3", "sglang": "eagle3", "eagle": "eagle1", "medusa": "medusa"}
@@ -56,9 +54,7 @@ def read_under(config: dict[str, Any], folder: Path, out: Path, target: Target) 
 
 @pytest.mark.parametrize("values", [["many"], pytest.param(VALUES, marks=pytest.mark.slow)], ids=["nonsense", "all"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_whatever_a_config_says_is_read_or_refused(
-    exports: dict[str, Path], layout: str, values: list[Any], target: Target, tmp_path: Path
-) -> None:
+def test_whatever_a_config_says_is_read_or_refused(exports, layout, values, target, tmp_path):
     """Each field in turn is missing, of another type, or absurd: no other error, no endless work, no huge memory."""
     config = json.loads((exports[layout] / "config.json").read_text())
     for number, (part, name) in enumerate(places(config)):
@@ -72,14 +68,14 @@ def test_whatever_a_config_says_is_read_or_refused(
 
 
 @pytest.mark.parametrize("text", ["", "[]", "null", "3", '{"architectures": 7}', "{" * 10000])
-def test_what_is_no_config_is_refused(text: str, target: Target, tmp_path: Path) -> None:
+def test_what_is_no_config_is_refused(text, target, tmp_path):
     save_file({"fc.weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(BadInputError):
         import_drafter(tmp_path, target)
 
 
-def test_tensors_of_another_kind_are_refused(exports: dict[str, Path], target: Target, tmp_path: Path) -> None:
+def test_tensors_of_another_kind_are_refused(exports, target, tmp_path):
     tensors = load_file(exports["vllm"] / "model.safetensors")
     (tmp_path / "config.json").write_text((exports["vllm"] / "config.json").read_text())
     for name in ("d2t", "fc.weight", "norm.weight"):
@@ -90,7 +86,7 @@ def test_tensors_of_another_kind_are_refused(exports: dict[str, Path], target: T
             assert any(finding.is_fault for finding in lint(tmp_path))
 
 
-def test_only_pickles_are_named_and_not_opened(tmp_path: Path) -> None:
+def test_only_pickles_are_named_and_not_opened(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'exit 1'\ntR.")
     (finding,) = lint(tmp_path)

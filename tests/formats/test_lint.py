@@ -11,9 +11,7 @@ import torch
 
 from outrider.formats import export_drafter
 from outrider.formats.lint import lint
-from outrider.targets import Target
 
-from .conftest import Make
 from .faults import FAULTS, edit_config, edit_tensors, renamed
 
 # Faults that only the record of the export shows: nothing in the files themselves is unusual.
@@ -44,7 +42,7 @@ BY_FILES = {
 
 
 @pytest.fixture
-def export(deep: Target, make_drafter: Make, tmp_path: Path) -> Callable[..., Path]:
+def export(deep, make_drafter, tmp_path) -> Callable[..., Path]:
     """`export(engine, record=False)`: a head whose taps are the usual ones, written for it."""
 
     def make(to: str, record: bool = False) -> Path:
@@ -61,12 +59,12 @@ def export(deep: Target, make_drafter: Make, tmp_path: Path) -> Callable[..., Pa
 
 
 @pytest.mark.parametrize("to", ["vllm", "speculators", "sglang"])
-def test_nothing_is_found_in_what_was_just_exported(export: Callable[..., Path], to: str) -> None:
+def test_nothing_is_found_in_what_was_just_exported(export, to):
     assert lint(export(to, record=True)) == []
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_planted_faults_are_named(export: Callable[..., Path], fault: str) -> None:
+def test_planted_faults_are_named(export, fault):
     folder = export("vllm", record=True)
     FAULTS[fault](folder)
     assert (BY_FILES | BY_RECORD)[fault] in {finding.check for finding in lint(folder)}
@@ -79,9 +77,7 @@ def test_planted_faults_are_named(export: Callable[..., Path], fault: str) -> No
 
 
 @pytest.mark.parametrize(("start", "stands_for"), [("layers.0.", "midlayer."), ("model.", "")])
-def test_names_that_only_some_engines_read_are_no_fault(
-    export: Callable[..., Path], start: str, stands_for: str
-) -> None:
+def test_names_that_only_some_engines_read_are_no_fault(export, start, stands_for):
     """ModelOpt writes `layers.0.` for `midlayer.`, others put `model.` before everything; it is said who reads that."""
     folder = export("sglang")
     renamed(lambda n: f"{start}{n.removeprefix(stands_for)}" if n.startswith(stands_for) else n)(folder)
@@ -91,7 +87,7 @@ def test_names_that_only_some_engines_read_are_no_fault(
     assert "SGLang" in found.engine
 
 
-def test_a_tensor_that_is_missing_is_missed_under_any_name(export: Callable[..., Path]) -> None:
+def test_a_tensor_that_is_missing_is_missed_under_any_name(export):
     folder = export("sglang")
     renamed(lambda name: name.replace("midlayer.", "layers.0."))(folder)
     edit_tensors(lambda tensors: tensors.pop("layers.0.mlp.up_proj.weight"))(folder)
@@ -99,9 +95,7 @@ def test_a_tensor_that_is_missing_is_missed_under_any_name(export: Callable[...,
 
 
 @pytest.mark.parametrize("eagle_config", [None, {}, {"eagle_aux_hidden_state_layer_ids": []}])
-def test_a_flat_config_without_taps_is_unusual_and_no_fault(
-    export: Callable[..., Path], eagle_config: dict[str, list[int]] | None
-) -> None:
+def test_a_flat_config_without_taps_is_unusual_and_no_fault(export, eagle_config):
     """As the method's own repository has it: its heads read what engines tap by default."""
     folder = export("sglang")
     edit_config(lambda config: config.update(eagle_config=eagle_config))(folder)
@@ -109,7 +103,7 @@ def test_a_flat_config_without_taps_is_unusual_and_no_fault(
 
 
 @pytest.mark.parametrize(("to", "first"), [("speculators", "layers.0."), ("sglang", "midlayer.")])
-def test_layers_of_qwen3_are_no_fault(export: Callable[..., Path], to: str, first: str) -> None:
+def test_layers_of_qwen3_are_no_fault(export, to, first):
     """They are Llama's with norms of queries and keys; one that is missing is missed."""
     folder = export(to)
     config = json.loads((folder / "config.json").read_text())
@@ -122,7 +116,7 @@ def test_layers_of_qwen3_are_no_fault(export: Callable[..., Path], to: str, firs
     assert [f.check for f in lint(folder)] == ["missing"]
 
 
-def test_layers_that_outrider_does_not_have_are_no_fault_of_the_files(export: Callable[..., Path]) -> None:
+def test_layers_that_outrider_does_not_have_are_no_fault_of_the_files(export):
     folder = export("speculators")
     edit_config(lambda config: config["transformer_layer_config"].update(hidden_act="gelu"))(folder)
     (found,) = lint(folder)

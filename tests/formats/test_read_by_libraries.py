@@ -19,8 +19,6 @@ from outrider.heads import Drafter, Eagle3, PEagle, TargetBatch
 from outrider.heads.parallel.parallel_drafts import Rollouts
 from outrider.targets import Target
 
-from .conftest import Export, Make
-
 STEPS, LENGTH = 3, 16
 SPECULATORS = os.environ.get("OUTRIDER_SPECULATORS_PYTHON")
 needs_speculators = pytest.mark.skipif(
@@ -30,21 +28,21 @@ PROMPT = torch.tensor([[5, 9, 31, 77]])
 OPTIONS: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
 
 
-def test_generate_drafts_with_an_exported_draft_model(target: Target, export: Export) -> None:
+def test_generate_drafts_with_an_exported_draft_model(target, export):
     """Greedy text with it is the target's own."""
     assistant = AutoModelForCausalLM.from_pretrained(export("draft_model", "hf").folder)
     with_it = target.model.generate(PROMPT, assistant_model=assistant, **OPTIONS)
     assert torch.equal(with_it, target.model.generate(PROMPT, **OPTIONS))
 
 
-def test_generate_leaves_early_as_an_exported_target_says(target: Target, export: Export) -> None:
+def test_generate_leaves_early_as_an_exported_target_says(target, export):
     folder = export("self_speculative", "hf", exit_layer=2, num_blocks=0).folder
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert (model.generation_config.assistant_early_exit, model.generation_config.num_assistant_tokens) == (2, 3)
     assert torch.equal(model.generate(PROMPT, **OPTIONS), target.model.generate(PROMPT, **OPTIONS))
 
 
-def test_a_gguf_file_holds_the_targets_tokenizer(target: Target, export: Export) -> None:
+def test_a_gguf_file_holds_the_targets_tokenizer(target, export):
     found = GGUFReader(str(export("draft_model", "gguf").folder / "draft.gguf"))
     tokenizer = target.require_tokenizer()
     tokens = found.get_field("tokenizer.ggml.tokens").contents()
@@ -81,15 +79,12 @@ def speculators(head: Drafter, target: Target, folder: Path, **inputs: Tensor) -
     ],
     ids=str,
 )
-def test_speculators_computes_our_logits_from_an_exported_head(
-    target: Target, make_drafter: Make, tmp_path: Path, settings: dict[str, Any]
-) -> None:
+def test_speculators_computes_our_logits_from_an_exported_head(target, make_drafter, tmp_path, settings):
     """At every unrolled step; its loader fills what it misses with random weights, so only logits prove anything."""
     head = make_drafter("eagle3", steps=STEPS, **settings)
     assert isinstance(head, Eagle3)
     tokens = torch.randint(target.vocab_size, (1, LENGTH), generator=torch.Generator().manual_seed(1))
     hidden = target.forward(tokens, taps=head.taps).hidden
-    assert hidden is not None
     # It reads features beside the token that follows them, and so is one shorter.
     theirs = speculators(head, target, tmp_path, hidden=hidden[:, :-1].flatten(2), tokens=tokens[:, 1:])
     with torch.no_grad():
@@ -102,15 +97,12 @@ def test_speculators_computes_our_logits_from_an_exported_head(
 @pytest.mark.served
 @needs_speculators
 @pytest.mark.parametrize("settings", [{}, {"norm_taps": True, "num_layers": 1}, {"norm_before_fc": True}], ids=str)
-def test_speculators_computes_our_logits_from_an_exported_peagle(
-    target: Target, make_drafter: Make, tmp_path: Path, settings: dict[str, Any]
-) -> None:
+def test_speculators_computes_our_logits_from_an_exported_peagle(target, make_drafter, tmp_path, settings):
     """At every depth after every place, in its own training pass, fp32."""
     head = make_drafter("peagle", steps=STEPS, **settings)
     assert isinstance(head, PEagle)
     tokens = torch.randint(target.vocab_size - 1, (1, LENGTH), generator=torch.Generator().manual_seed(1))
     seen = target.forward(tokens, taps=head.taps)
-    assert seen.hidden is not None
     given = {"hidden": seen.hidden[:, :-1].flatten(2), "tokens": tokens[:, 1:], "last": seen.last[:, 1:]}
     theirs = speculators(head, target, tmp_path, **given)
     places, depths = theirs["places"].tolist(), theirs["depths"].tolist()

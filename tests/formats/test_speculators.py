@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ TAPS, STEPS = (1, 3, 5), 3
 
 
 @pytest.fixture
-def target(tiny_llama: Callable) -> Target:
+def target(tiny_llama) -> Target:
     return Target(tiny_llama(layers=6))
 
 
@@ -82,7 +81,7 @@ def tensors(target: Target, values: dict[str, Any] | None = None, ids: list[int]
     }
 
 
-def test_tensors_are_those_that_the_package_names(target: Target) -> None:
+def test_tensors_are_those_that_the_package_names(target):
     layer = [f"self_attn.{n}_proj" for n in "qkvo"] + [f"mlp.{n}_proj" for n in ("gate", "up", "down")]
     layer += ["input_layernorm", "post_attention_layernorm", "hidden_norm"]
     names = {f"layers.0.{name}.weight" for name in layer} | {"fc.weight", "norm.weight", "lm_head.weight"}
@@ -105,10 +104,7 @@ def loaded(
 
 
 def reference(w: dict[str, Tensor], values: dict[str, Any], tokens: Tensor, hidden: Tensor) -> list[Tensor]:
-    """Logits `[T−1, V']` of each unrolled step, as that package's forward pass defines them.
-
-    Entries are pairs (x_{t+1}, g_t), positions start at 1.
-    """
+    """Logits `[T−1, V']` of each unrolled step in that package: of pairs (x_{t+1}, g_t), positions start at 1."""
     layer_config = values["transformer_layer_config"]
 
     def norm(x: Tensor, name: str) -> Tensor:
@@ -161,7 +157,7 @@ def reference(w: dict[str, Tensor], values: dict[str, Any], tokens: Tensor, hidd
     ],
     ids=str,
 )
-def values(request: pytest.FixtureRequest) -> dict[str, Any]:
+def values(request) -> dict[str, Any]:
     return config(**request.param)
 
 
@@ -170,14 +166,11 @@ def inputs(target: Target) -> tuple[Tensor, Tensor]:
     """Tokens `[1, 12]` and their hidden states."""
     tokens = torch.randint(VOCAB, (1, 12), generator=torch.Generator().manual_seed(5))
     hidden = target.forward(tokens, taps=TAPS).hidden
-    assert hidden is not None
     return tokens, hidden
 
 
 @torch.no_grad()
-def test_an_imported_head_has_their_logits_at_every_unrolled_step(
-    target: Target, tmp_path: Path, values: dict[str, Any]
-) -> None:
+def test_an_imported_head_has_their_logits_at_every_unrolled_step(target, tmp_path, values):
     weights = tensors(target, values)
     head = loaded(target, tmp_path, values, weights)
     tokens, hidden = inputs(target)
@@ -190,7 +183,7 @@ def test_an_imported_head_has_their_logits_at_every_unrolled_step(
 
 
 @torch.no_grad()
-def test_the_reference_is_the_packages_own_forward_pass(target: Target, values: dict[str, Any]) -> None:
+def test_the_reference_is_the_packages_own_forward_pass(target, values):
     pytest.importorskip("speculators")
     from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 
@@ -208,7 +201,7 @@ def test_the_reference_is_the_packages_own_forward_pass(target: Target, values: 
         torch.testing.assert_close(found[: 11 - step], expected[: 11 - step], atol=1e-5, rtol=1e-5)
 
 
-def test_offsets_name_target_tokens_whatever_their_order(target: Target, tmp_path: Path) -> None:
+def test_offsets_name_target_tokens_whatever_their_order(target, tmp_path):
     """Logit i of theirs is the logit of target token i + d2t[i]; ours are ascending."""
     ids = [40, 2, 63, *range(5, 5 + KEPT - 3)]
     theirs = tensors(target, ids=ids)
@@ -218,7 +211,7 @@ def test_offsets_name_target_tokens_whatever_their_order(target: Target, tmp_pat
         assert torch.equal(head.lm_head.weight[sorted(ids).index(token)], theirs["lm_head.weight"][row])
 
 
-def test_an_imported_head_is_saved_as_ours_and_decodes_without_loss(target: Target, tmp_path: Path) -> None:
+def test_an_imported_head_is_saved_as_ours_and_decodes_without_loss(target, tmp_path):
     loaded(target, tmp_path).save(tmp_path / "ours")
     head = load_drafter(tmp_path / "ours", target)
     prompts = [[3, 1, 4, 1, 5], [2, 7]]
@@ -227,7 +220,7 @@ def test_an_imported_head_is_saved_as_ours_and_decodes_without_loss(target: Targ
     assert drafted == Decoder(target).generate(prompts, 12).tokens
 
 
-def test_a_full_draft_vocabulary_needs_no_map(target: Target, tmp_path: Path) -> None:
+def test_a_full_draft_vocabulary_needs_no_map(target, tmp_path):
     weights = {n: t for n, t in tensors(target).items() if n not in ("d2t", "t2d")}
     whole = weights | {"lm_head.weight": torch.randn(VOCAB, H)}
     assert loaded(target, tmp_path, config(draft_vocab_size=VOCAB), whole).output_ids is None
@@ -246,56 +239,40 @@ def test_a_full_draft_vocabulary_needs_no_map(target: Target, tmp_path: Path) ->
         ({"eagle_aux_hidden_state_layer_ids": [1, 3, 6]}, "tap 6, the target's last state before its final norm"),
     ],
 )
-def test_options_that_our_head_does_not_have_are_named(
-    target: Target, tmp_path: Path, changes: dict[str, Any], words: str
-) -> None:
+def test_options_that_our_head_does_not_have_are_named(target, tmp_path, changes, words):
     with pytest.raises(IncompatibleError, match=words):
         loaded(target, tmp_path, config(**changes))
 
 
-def damaged(name: str, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors with one fault."""
-    if name == "missing":
-        return {n: t for n, t in weights.items() if n != "layers.0.hidden_norm.weight"}
-    changes = {
-        "unknown": {"layers.0.self_attn.q_norm.weight": torch.ones(D)},
-        "shape": {"fc.weight": torch.zeros(H, 2 * H)},
-        "another norm": {"input_norm.weight": torch.ones(3 * H)},
-        "embeddings": {"embed_tokens.weight": weights["embed_tokens.weight"].flip(0)},
-        # Ids instead of offsets: most of them exist.
-        "offsets": {"d2t": torch.arange(KEPT) + weights["d2t"] - 1},
-        "map": {"t2d": weights["t2d"].roll(1)},
-    }
-    return weights | changes[name]
-
-
 @pytest.mark.parametrize(
-    ("fault", "error", "words"),
+    ("name", "change", "error", "words"),
     [
-        ("missing", IncompatibleError, "missing layers.0.hidden_norm.weight"),
-        ("unknown", IncompatibleError, "unexpected layers.0.self_attn.q_norm.weight"),
-        ("shape", IncompatibleError, r"fc.weight is \(32, 64\), expected \(32, 96\)"),
-        ("another norm", IncompatibleError, "unexpected input_norm.weight"),
-        ("embeddings", IncompatibleError, "made for another target"),
-        ("offsets", BadInputError, "different tokens"),
-        ("map", BadInputError, "d2t and t2d name different tokens"),
+        ("layers.0.hidden_norm.weight", lambda _: None, IncompatibleError, "missing {}"),
+        ("layers.0.self_attn.q_norm.weight", lambda _: torch.ones(D), IncompatibleError, "unexpected {}"),
+        ("fc.weight", lambda _: torch.zeros(H, 2 * H), IncompatibleError, r"{} is \(32, 64\), expected \(32, 96\)"),
+        ("input_norm.weight", lambda _: torch.ones(3 * H), IncompatibleError, "unexpected {}"),
+        ("embed_tokens.weight", lambda own: own.flip(0), IncompatibleError, "made for another target"),
+        # Ids instead of offsets: most of them exist.
+        ("d2t", lambda own: torch.arange(KEPT) + own - 1, BadInputError, "different tokens"),
+        ("t2d", lambda own: own.roll(1), BadInputError, "d2t and t2d name different tokens"),
     ],
+    ids=["missing", "unknown", "shape", "another norm", "embeddings", "offsets", "map"],
 )
-def test_what_does_not_fit_is_refused(
-    target: Target, tmp_path: Path, fault: str, error: type[Exception], words: str
-) -> None:
+def test_what_does_not_fit_is_refused(target, tmp_path, name, change, error, words):
     """Their own loader would fill these with random weights."""
-    with pytest.raises(error, match=words):
-        loaded(target, tmp_path, weights=damaged(fault, tensors(target)))
+    weights = tensors(target)
+    changed = weights | {name: change(weights.get(name))}
+    with pytest.raises(error, match=words.format(name)):
+        loaded(target, tmp_path, weights={n: t for n, t in changed.items() if t is not None})
 
 
-def test_rounded_embeddings_are_the_targets(target: Target, tmp_path: Path) -> None:
+def test_rounded_embeddings_are_the_targets(target, tmp_path):
     weights = {n: t.bfloat16() if t.is_floating_point() else t for n, t in tensors(target).items()}
     head = loaded(target, tmp_path, weights=weights)
     assert torch.equal(head.fc.weight, weights["fc.weight"].float())
 
 
-def test_another_kind_of_checkpoint_is_refused(target: Target, tmp_path: Path) -> None:
+def test_another_kind_of_checkpoint_is_refused(target, tmp_path):
     with pytest.raises(BadInputError, match="found 'mtp'"):
         loaded(target, tmp_path, config(speculators_model_type="mtp"))
     with pytest.raises(BadInputError, match=r"config\.json is missing"):

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 from outrider.formats import LAYOUTS
-from outrider.heads import Drafter, drafter_config
+from outrider.heads import drafter_config
 from outrider.targets import Target
 
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "formats.md"
 BEGIN, END = "<!-- written by tests/formats/test_table.py -->\n", "<!-- end -->"
 # Settings that some engine cannot serve, by drafter: the table says which, and what it serves instead.
 UNUSUAL = {
-    "eagle3": [
-        {"norm_taps": True},
-        {"norm_output": True},
-        {"norm_before_fc": True},
-        {"norm_before_residual": True},
-        {"num_layers": 2},
-        {"taps": [3]},
-    ],
+    "eagle3": [{norm: True} for norm in ("norm_taps", "norm_output", "norm_before_fc", "norm_before_residual")]
+    + [{"num_layers": 2}, {"taps": [3]}],
     "eagle1": [{"fc_bias": True}, {"norm_inputs": True}, {"norm_first": True}, {"num_layers": 2}],
     "medusa": [
         {"bias": True},
@@ -60,7 +53,7 @@ def row(to: str, kind: str, target: Target) -> str:
     return f"| {to} | {kind} | {layout.name} | {yes} | {no} |"
 
 
-def test_the_table_of_formats_is_what_the_layouts_say(target: Target, make_drafter: Callable[..., Drafter]) -> None:
+def test_the_table_of_formats_is_what_the_layouts_say(target):
     """With OUTRIDER_WRITE_TABLES=1 in the environment the table is written anew."""
     rows = [row(to, kind, target) for to, layouts in LAYOUTS.items() for kind in layouts]
     head = ["| `--to` | drafter | layout | serves, too | refused → nearest that is served |", "|---|---|---|---|---|"]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from outrider.decode import Plan
 from outrider.distill.prompts import Prompt
@@ -23,8 +23,6 @@ from outrider.recipes import Recipe
 from outrider.targets import Target
 
 MakePair = Callable[..., Pair]
-MakeTarget = Callable[..., Target]
-MakeDrafter = Callable[[str, Target], Drafter]
 
 TEXTS = [
     "def add(first, second):",
@@ -37,7 +35,7 @@ TEXTS = [
 
 
 @pytest.fixture(scope="session")
-def make_target(tiny_llama: Callable[..., LlamaForCausalLM], tiny_tokenizer: PreTrainedTokenizerFast) -> MakeTarget:
+def make_target(tiny_llama, tiny_tokenizer) -> Callable[..., Target]:
     """`make_target(noise=0.0, source=None, **config)`: the same tiny target each time, its weights moved by `noise`."""
 
     def make(noise: float = 0.0, source: dict[str, Any] | None = None, **config: Any) -> Target:
@@ -73,7 +71,7 @@ def measured_at(recipe: Recipe, **values: Any) -> Recipe:
 
 
 @pytest.fixture(scope="session")
-def prompts(tiny_tokenizer: PreTrainedTokenizerFast) -> list[Prompt]:
+def prompts(tiny_tokenizer) -> list[Prompt]:
     """Three prompts each of the suites `a` and `b`."""
     return [
         Prompt(f"{s}/{i}", s, tuple(tiny_tokenizer(TEXTS[i])["input_ids"]), TEXTS[i])
@@ -83,7 +81,7 @@ def prompts(tiny_tokenizer: PreTrainedTokenizerFast) -> list[Prompt]:
 
 
 @pytest.fixture(scope="session")
-def make_drafter() -> MakeDrafter:
+def make_drafter() -> Callable[[str, Target], Drafter]:
     """`make_drafter(type, target)`; the draft model is the target itself, which accepts everything."""
 
     def make(kind: str, target: Target) -> Drafter:
@@ -99,9 +97,7 @@ def make_drafter() -> MakeDrafter:
 
 
 @pytest.fixture
-def make_pair(
-    tmp_path: Path, make_target: MakeTarget, make_drafter: MakeDrafter, recipe: Recipe, prompts: list[Prompt]
-) -> MakePair:
+def make_pair(tmp_path, make_target, make_drafter, recipe, prompts) -> MakePair:
     """`make_pair(type, folder=tmp_path/type, **arguments of new_pair)`."""
 
     def make(kind: str, folder: Path | None = None, **changes: Any) -> Pair:
@@ -118,9 +114,7 @@ def make_pair(
 
 
 @pytest.fixture
-def report_folder(
-    tmp_path: Path, make_target: MakeTarget, make_drafter: MakeDrafter, recipe: Recipe, prompts: list[Prompt]
-) -> Path:
+def report_folder(tmp_path, make_target, make_drafter, recipe, prompts) -> Path:
     """A report of an n-gram drafter at depth 2, on two prompts each of two suites, greedy and sampled."""
     target = make_target()
     contestant = Contestant("ngram", make_drafter("ngram", target), Plan(2))
@@ -132,7 +126,7 @@ def report_folder(
 
 
 @pytest.fixture
-def lora(tmp_path: Path) -> Callable[..., Path]:
+def lora(tmp_path) -> Callable[..., Path]:
     """`lora(**config)`: a folder that looks like a PEFT adapter's."""
 
     def make(**config: Any) -> Path:
@@ -145,7 +139,7 @@ def lora(tmp_path: Path) -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="session")
-def swapped_tokenizer(tiny_tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+def swapped_tokenizer(tiny_tokenizer) -> PreTrainedTokenizerFast:
     """`tiny_tokenizer` with the tokens 300 and 310 in each other's place."""
     state = json.loads(tiny_tokenizer.backend_tokenizer.to_str())
     vocabulary = state["model"]["vocab"]

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 from peft import LoraConfig, get_peft_model
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from outrider.common import BadInputError
 from outrider.heads import Medusa, MedusaConfig
 from outrider.pair import export_pair, new_pair
 from outrider.pair.export import by_position, export_depth
-from outrider.recipes import Recipe
 from outrider.targets import Target
-
-from .conftest import MakePair, MakeTarget
 
 
 @pytest.fixture
-def adapted(
-    tmp_path: Path, tiny_llama: Callable[..., LlamaForCausalLM], tiny_tokenizer: PreTrainedTokenizerFast
-) -> Target:
+def adapted(tmp_path, tiny_llama, tiny_tokenizer) -> Target:
     """A target on disk with an adapter that changes it."""
     base, adapter = tmp_path / "base", tmp_path / "adapter"
     model = tiny_llama(vocab=len(tiny_tokenizer))
@@ -32,9 +23,7 @@ def adapted(
     return Target.load(base, adapter=adapter, device="cpu")
 
 
-def test_heads_that_were_trained_with_an_adapter_leave_with_the_target_that_has_it(
-    adapted: Target, recipe: Recipe, tmp_path: Path
-) -> None:
+def test_heads_that_were_trained_with_an_adapter_leave_with_the_target_that_has_it(adapted, recipe, tmp_path):
     drafter = Medusa.build(MedusaConfig(num_heads=2), adapted)
     pair = new_pair(tmp_path / "pair", adapted, drafter, recipe, calibration=[])
     made = export_pair(pair, "vllm", tmp_path / "out")
@@ -45,15 +34,13 @@ def test_heads_that_were_trained_with_an_adapter_leave_with_the_target_that_has_
     assert made.launch.settings == {"method": "medusa", "model": str(tmp_path / "out"), "num_speculative_tokens": 2}
 
 
-def test_an_engine_drafts_as_deep_as_the_pair_says_and_never_deeper_than_the_drafter(make_pair: MakePair) -> None:
+def test_an_engine_drafts_as_deep_as_the_pair_says_and_never_deeper_than_the_drafter(make_pair):
     pair = make_pair("eagle3")
     assert export_depth(pair, None) == pair.plan.depth == 3
     assert export_depth(pair, 2) == 2
 
 
-def test_a_target_that_is_only_in_memory_cannot_be_named_to_an_engine(
-    make_pair: MakePair, make_target: MakeTarget, tmp_path: Path
-) -> None:
+def test_a_target_that_is_only_in_memory_cannot_be_named_to_an_engine(make_pair, make_target, tmp_path):
     target = make_target()
     pair = make_pair("draft_model", target=target)
     with pytest.raises(BadInputError, match="given in memory"):
@@ -61,7 +48,7 @@ def test_a_target_that_is_only_in_memory_cannot_be_named_to_an_engine(
     assert not (tmp_path / "out").exists()
 
 
-def test_positions_are_counted_over_rounds() -> None:
+def test_positions_are_counted_over_rounds():
     """Of three rounds that kept 2, 0 and 1 drafts, two kept a first one, and one a second."""
     assert by_position([[2, 0], [1]]) == [2, 1]
     assert by_position([[]]) == []

@@ -5,32 +5,25 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
-from transformers import PreTrainedTokenizerFast
 
-from outrider.common import BadInputError, IncompatibleError, Refusal
+from outrider.common import IncompatibleError, Refusal
 from outrider.common.atomic import working_name
 from outrider.decode import Decoder, Plan
-from outrider.distill.prompts import Prompt
-from outrider.pair import Compatibility, Pair, StaleError, compatibility, new_pair, verify
+from outrider.pair import Compatibility, Pair, StaleError, compatibility, verify
 from outrider.pair import new as making
-from outrider.recipes import Recipe
 from outrider.targets import Target
 
 from ..eval.conftest import refusal
-from .conftest import MakeDrafter, MakePair, MakeTarget, measured_at
+from .conftest import measured_at
 
 KINDS = ("ngram", "draft_model", "eagle3")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_pair_opens_as_what_was_saved_and_generates_what_the_target_says(
-    kind: str, make_pair: MakePair, make_target: MakeTarget, prompts: list[Prompt]
-) -> None:
+def test_a_pair_opens_as_what_was_saved_and_generates_what_the_target_says(kind, make_pair, make_target, prompts):
     made = make_pair(kind)
     pair = Pair.load(made.folder)
     assert pair.manifest == made.manifest
@@ -41,9 +34,7 @@ def test_a_pair_opens_as_what_was_saved_and_generates_what_the_target_says(
     assert drafted.tokens == Decoder(target).generate(tokens, 12).tokens
 
 
-def test_the_recorded_source_is_loaded_in_the_recorded_dtype(
-    make_pair: MakePair, make_target: MakeTarget, tmp_path: Path
-) -> None:
+def test_the_recorded_source_is_loaded_in_the_recorded_dtype(make_pair, make_target, tmp_path):
     saved = make_target()
     saved.model.save_pretrained(tmp_path / "target")
     saved.tokenizer.save_pretrained(tmp_path / "target")
@@ -59,9 +50,7 @@ def test_the_recorded_source_is_loaded_in_the_recorded_dtype(
     ("base", "kept"),
     [("org/base", "org/base"), ("/models/base", None), ("~/base", None), ("models", None), (None, None)],
 )
-def test_the_kept_adapter_names_no_folder_of_the_machine_it_came_from(
-    make_pair: MakePair, make_target: MakeTarget, lora: Callable[..., Path], base: str | None, kept: str | None
-) -> None:
+def test_the_kept_adapter_names_no_folder_of_the_machine_it_came_from(make_pair, make_target, lora, base, kept):
     adapter = lora(base_model_name_or_path=base, r=4)
     pair = make_pair("ngram", target=make_target(source={"path": "org/base", "adapter": str(adapter)}))
     copied = pair.folder / "adapter"
@@ -70,30 +59,22 @@ def test_the_kept_adapter_names_no_folder_of_the_machine_it_came_from(
     assert verify(pair.folder) == []
 
 
-def test_the_identity_depends_on_content_alone(
-    make_pair: MakePair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    here = make_pair("eagle3", tmp_path / "here")
-    monkeypatch.setattr(making, "_today", lambda: "2031-01-01")
-    there = make_pair("eagle3", tmp_path / "deep" / "er" / "there")
-    assert there.digest == here.digest
-    assert there.manifest.created == "2031-01-01" != here.manifest.created
-
-
-def test_the_identity_depends_on_target_drafter_and_plan(
-    make_pair: MakePair, make_target: MakeTarget, recipe: Recipe, tmp_path: Path
-) -> None:
-    deeper = measured_at(recipe, depth=5)
-    pairs = [
-        make_pair("ngram", tmp_path / "1"),
-        make_pair("ngram", tmp_path / "2", target=make_target(noise=0.01)),
-        make_pair("eagle3", tmp_path / "3"),
-        make_pair("ngram", tmp_path / "4", recipe=deeper),
+def test_the_identity_depends_on_target_drafter_and_plan_alone(make_pair, make_target, recipe, tmp_path, monkeypatch):
+    here = make_pair("ngram", tmp_path / "here")
+    others = [
+        make_pair("ngram", tmp_path / "target", target=make_target(noise=0.01)),
+        make_pair("eagle3", tmp_path / "drafter"),
+        make_pair("ngram", tmp_path / "plan", recipe=measured_at(recipe, depth=5)),
     ]
-    assert len({p.digest for p in pairs}) == 4
+    assert len({here.digest, *(p.digest for p in others)}) == 4
+    monkeypatch.setattr(making, "_today", lambda: "2031-01-01")
+    for kind, made in (("ngram", here), ("eagle3", others[1])):
+        there = make_pair(kind, tmp_path / "deep" / "er" / kind)
+        assert there.digest == made.digest
+        assert there.manifest.created == "2031-01-01" != made.manifest.created
 
 
-def test_a_changed_target_is_stale_unless_asked_for(make_pair: MakePair, make_target: MakeTarget) -> None:
+def test_a_changed_target_is_stale_unless_asked_for(make_pair, make_target):
     pair, changed = make_pair("eagle3"), make_target(noise=0.01)
     differences = pair.fingerprint().differences(changed.fingerprint())
     assert "weights" in differences[0]
@@ -111,39 +92,21 @@ def test_a_changed_target_is_stale_unless_asked_for(make_pair: MakePair, make_ta
 
 
 def test_another_vocabulary_is_incompatible_and_the_first_differing_token_is_named(
-    make_pair: MakePair, make_target: MakeTarget, swapped_tokenizer: PreTrainedTokenizerFast
-) -> None:
+    make_pair, make_target, swapped_tokenizer
+):
     pair, target = make_pair("ngram"), Target(make_target().model, swapped_tokenizer)
     with pytest.raises(IncompatibleError, match=r"id 300 is '.*' in the pair 'tiny' and '.*' in the target") as caught:
         pair.open(target, check=False)
     assert caught.value.exit_code == 3
     assert compatibility(pair, target).status == "incompatible"
-
-
-def test_a_target_without_the_taps_is_incompatible(make_pair: MakePair, make_target: MakeTarget) -> None:
     shallow = make_target(layers=2)
-    assert "hidden_states[3]" in compatibility(make_pair("eagle3"), shallow).lines[0]
+    assert "hidden_states[3]" in compatibility(make_pair("eagle3"), shallow).lines[0], "a target without the taps"
 
 
 # ------------------------------------------------------------ making
 
 
-def test_the_same_pair_again_changes_nothing(make_pair: MakePair) -> None:
-    first = make_pair("ngram")
-    before = (first.folder / "pair.json").stat().st_mtime_ns
-    assert make_pair("ngram").manifest == first.manifest
-    assert (first.folder / "pair.json").stat().st_mtime_ns == before
-
-
-def test_a_folder_of_something_else_is_never_overwritten(make_pair: MakePair, tmp_path: Path) -> None:
-    (tmp_path / "thesis").mkdir()
-    (tmp_path / "thesis" / "chapter.txt").write_text("years of work")
-    with pytest.raises(BadInputError, match="not a pair"):
-        make_pair("ngram", tmp_path / "thesis")
-    assert [p.name for p in tmp_path.rglob("*")] == ["thesis", "chapter.txt"]
-
-
-def test_a_failure_leaves_nothing_behind(make_pair: MakePair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_leaves_nothing_behind(make_pair, tmp_path, monkeypatch):
     def full_disk(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -153,38 +116,10 @@ def test_a_failure_leaves_nothing_behind(make_pair: MakePair, tmp_path: Path, mo
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_saved_drafter_is_copied_as_it_is(
-    make_pair: MakePair, make_target: MakeTarget, make_drafter: MakeDrafter, tmp_path: Path
-) -> None:
-    make_drafter("eagle3", make_target()).save(tmp_path / "saved")
-    (tmp_path / "saved" / "optimizer.pt").write_bytes(b"not for shipping")
-    pair = make_pair("eagle3", drafter=tmp_path / "saved")
-    assert set(pair.manifest.drafter.files) == {"config.json", "model.safetensors"}
-    saved, copied = (folder / "model.safetensors" for folder in (tmp_path / "saved", pair.drafter_folder))
-    assert copied.read_bytes() == saved.read_bytes()
-
-
-def test_prompts_come_back_as_they_were(make_pair: MakePair, prompts: list[Prompt]) -> None:
-    text = "two\u2028lines"
-    chat = dataclasses.replace(prompts[0], text=text, messages=({"role": "user", "content": text},))
-    assert make_pair("ngram", calibration=[chat, *prompts[1:]]).calibration() == [chat, *prompts[1:]]
-
-
-def test_without_a_tokenizer_a_pair_is_still_made(
-    make_target: MakeTarget, make_drafter: Callable, recipe: Recipe, tmp_path: Path
-) -> None:
-    target = Target(make_target().model)
-    pair = new_pair(tmp_path / "pair", target, make_drafter("ngram", target), recipe, calibration=[])
-    assert pair.tokenizer() is None
-    assert verify(pair.folder, target) == []
-
-
 # ------------------------------------------------------------ what is said
 
 
-def test_a_pair_is_known_by_what_its_manifest_says(
-    make_pair: MakePair, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_pair_is_known_by_what_its_manifest_says(make_pair, monkeypatch, tmp_path):
     made = make_pair("ngram", tmp_path / "home" / "pair")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     pair = Pair.load("~/pair")
@@ -193,36 +128,33 @@ def test_a_pair_is_known_by_what_its_manifest_says(
     places = (made.folder, made.folder / "drafter", made.folder / "recipe.yaml")
     assert (pair.folder, pair.drafter_folder, pair.recipe_file) == places
     assert verify("~/pair") == []
+    monkeypatch.chdir(pair.folder)
+    assert verify(".") == []
+    assert Pair.load(".").digest == pair.digest
 
 
-def test_recipe_and_tokenizer_come_back(
-    make_pair: MakePair, recipe: Recipe, tiny_tokenizer: PreTrainedTokenizerFast
-) -> None:
-    pair = make_pair("ngram")
+def test_recipe_tokenizer_and_prompts_come_back_as_they_were(make_pair, recipe, prompts, tiny_tokenizer):
+    text = "two\u2028lines"
+    chat = dataclasses.replace(prompts[0], text=text, messages=({"role": "user", "content": text},))
+    pair = make_pair("ngram", calibration=[chat, *prompts[1:]])
+    assert pair.calibration() == [chat, *prompts[1:]]
     assert pair.recipe() == recipe
-    tokenizer = pair.tokenizer()
-    assert tokenizer is not None
-    assert tokenizer.get_vocab() == tiny_tokenizer.get_vocab()
+    assert pair.tokenizer().get_vocab() == tiny_tokenizer.get_vocab()
 
 
-def test_vocabularies_are_compared_where_both_sides_have_a_tokenizer(
-    make_pair: MakePair, make_target: MakeTarget, tmp_path: Path
-) -> None:
+def test_a_target_without_a_tokenizer_makes_a_pair_and_vocabularies_are_not_compared(make_pair, make_target, tmp_path):
     named, bare = make_target(), Target(make_target().model)
     without = make_pair("ngram", tmp_path / "without", target=bare, calibration=[])
+    assert without.tokenizer() is None
+    assert verify(without.folder, bare) == []
     assert make_pair("ngram", tmp_path / "with").drafter_for(bare).name == "ngram"
     assert without.drafter_for(named).name == without.drafter_for(bare).name == "ngram"
 
 
-def test_a_target_that_was_given_in_memory_must_be_named(make_pair: MakePair) -> None:
-    pair = make_pair("ngram")
+def test_a_recorded_target_that_cannot_be_loaded_is_named_with_the_pair(make_pair, make_target, tmp_path):
+    pair = make_pair("ngram", tmp_path / "in memory")
     said = "this pair's target was given in memory, so it cannot be loaded again; name the target."
     assert refusal(pair.load_target) == refusal(pair.open) == f"{pair.folder}: {said}"
-
-
-def test_a_recorded_target_that_is_gone_is_named_with_the_pair(
-    make_pair: MakePair, make_target: MakeTarget, tmp_path: Path
-) -> None:
     pair = make_pair("ngram", target=make_target(source={"path": str(tmp_path / "gone")}))
     said = refusal(pair.load_target)
     assert said.startswith(f"the target recorded in {pair.folder} cannot be loaded; name one that can. ")
@@ -230,9 +162,7 @@ def test_a_recorded_target_that_is_gone_is_named_with_the_pair(
 
 
 @pytest.mark.parametrize("named", [True, False])
-def test_how_a_target_is_loaded(
-    make_pair: MakePair, make_target: MakeTarget, monkeypatch: pytest.MonkeyPatch, named: bool
-) -> None:
+def test_how_a_target_is_loaded(make_pair, make_target, monkeypatch, named):
     """The one that is named, or the recorded one with revision and adapter; in the pair's dtype if none is asked."""
     source, asked = {"path": "org/base", "revision": "main", "adapter": "org/lora"}, []
     pair = make_pair("ngram", target=make_target(source=source))
@@ -243,16 +173,14 @@ def test_how_a_target_is_loaded(
     assert asked == [(where, {"dtype": "float32", "device": "cpu"}), (where, {"dtype": "bfloat16"})]
 
 
-def test_a_kept_adapter_is_loaded_from_the_pair(
-    make_pair: MakePair, make_target: MakeTarget, lora: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kept_adapter_is_loaded_from_the_pair(make_pair, make_target, lora, monkeypatch):
     pair, asked = make_pair("ngram", target=make_target(source={"path": "org/base", "adapter": str(lora())})), []
     monkeypatch.setattr(Target, "load", lambda *arguments, **options: asked.append(arguments))
     pair.load_target()
     assert asked == [("org/base", None, str(pair.folder / "adapter"))]
 
 
-def test_verify_says_what_differs_and_how(make_pair: MakePair, make_target: MakeTarget) -> None:
+def test_verify_says_what_differs_and_how(make_pair, make_target):
     pair, changed = make_pair("eagle3"), make_target(noise=0.1)
     config, weights = pair.drafter_folder / "config.json", pair.drafter_folder / "model.safetensors"
     recorded = pair.manifest.drafter.files["config.json"]
@@ -268,26 +196,10 @@ def test_verify_says_what_differs_and_how(make_pair: MakePair, make_target: Make
     assert verify(pair.folder) == ["drafter/model.safetensors: a link; a pair holds regular files only"]
 
 
-def test_verify_names_the_file_whose_text_was_altered(make_pair: MakePair) -> None:
-    pair = make_pair("ngram")
-    file = pair.folder / "pair.json"
-    file.write_text(file.read_text() + "\n")
-    assert verify(pair.folder) == ["pair.json: its bytes differ from the form it was written in"]
-
-
-def test_a_pair_is_found_from_inside(make_pair: MakePair, monkeypatch: pytest.MonkeyPatch) -> None:
-    pair = make_pair("ngram")
-    monkeypatch.chdir(pair.folder)
-    assert verify(".") == []
-    assert Pair.load(".").digest == pair.digest
-
-
 # ------------------------------------------------------------ altered, or written by many
 
 
-def test_a_pair_whose_files_were_altered_is_neither_loaded_nor_opened(
-    make_pair: MakePair, make_target: MakeTarget
-) -> None:
+def test_a_pair_whose_files_were_altered_is_neither_loaded_nor_opened(make_pair, make_target):
     target = make_target()
     pair = make_pair("eagle3", target=target)
     for name in sorted(pair.manifest.files()):
@@ -305,8 +217,9 @@ def test_a_pair_whose_files_were_altered_is_neither_loaded_nor_opened(
         Pair.load(pair.folder)
 
 
-def test_what_a_file_manager_or_git_left_alters_nothing_and_goes_nowhere(make_pair: MakePair, tmp_path: Path) -> None:
+def test_what_a_file_manager_git_or_a_killed_writer_left_alters_nothing_and_goes_nowhere(make_pair):
     pair = make_pair("ngram")
+    working_name(pair.folder / "pair.json", "tmp").touch()
     for name in (".DS_Store", "drafter/Thumbs.db", "reports/.nfs0000000000b80003", ".gitattributes"):
         (pair.folder / name).parent.mkdir(exist_ok=True)
         (pair.folder / name).write_text("left here")
@@ -316,16 +229,7 @@ def test_what_a_file_manager_or_git_left_alters_nothing_and_goes_nowhere(make_pa
     assert verify(pair.folder) == [".DS_Storage: not listed in pair.json"]
 
 
-def test_what_a_killed_writer_left_alters_nothing(make_pair: MakePair) -> None:
-    pair = make_pair("ngram")
-    working_name(pair.folder / "pair.json", "tmp").touch()
-    assert verify(pair.folder) == []
-    Pair.load(pair.folder)
-
-
-def test_the_recipe_names_the_kept_suites_by_their_files_and_the_others_as_they_are(
-    make_pair: MakePair, recipe: Recipe, tmp_path: Path
-) -> None:
+def test_the_recipe_names_the_kept_suites_by_their_files_and_the_others_as_they_are(make_pair, recipe, tmp_path):
     """A pair measures on what it was made for, wherever it lies."""
     mine = tmp_path / "mine" / "prompts.txt"
     mine.parent.mkdir()

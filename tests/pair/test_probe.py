@@ -6,29 +6,23 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-from pathlib import Path
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import PreTrainedTokenizerFast
 
 from outrider.decode import Decoder
-from outrider.distill.prompts import Prompt
 from outrider.eval.reports.figures import Interval
 from outrider.pair import probe
 from outrider.pair.probe import decide
-from outrider.recipes import Recipe
 from outrider.targets import Target
 
 from ..eval.conftest import refusal
-from .conftest import MakePair, MakeTarget, measured_at
+from .conftest import measured_at
 
 
 @pytest.mark.parametrize("kind", ["ngram", "draft_model", "eagle3"])
-def test_the_same_target_is_fresh_with_a_ratio_of_exactly_one(
-    kind: str, make_pair: MakePair, make_target: MakeTarget
-) -> None:
+def test_the_same_target_is_fresh_with_a_ratio_of_exactly_one(kind, make_pair, make_target):
     result = probe(make_pair(kind), make_target())
     assert (result.verdict, result.certain, result.exit_code) == ("fresh", True, 0)
     assert result.ratio == Interval(1.0, 1.0, 1.0)
@@ -37,9 +31,7 @@ def test_the_same_target_is_fresh_with_a_ratio_of_exactly_one(
 
 
 @pytest.mark.parametrize("temperatures", [[0.0], [1.0]], ids=["greedy", "sampled"])
-def test_a_strongly_changed_target_is_stale(
-    temperatures: list[float], make_pair: MakePair, make_target: MakeTarget, recipe: Recipe
-) -> None:
+def test_a_strongly_changed_target_is_stale(temperatures, make_pair, make_target, recipe):
     """The drafter is the old target itself: alpha was 1, τ was depth + 1."""
     measured = measured_at(recipe, temperatures=temperatures)
     result = probe(make_pair("draft_model", recipe=measured), make_target(noise=0.1))
@@ -50,15 +42,13 @@ def test_a_strongly_changed_target_is_stale(
     assert "stale" in result.lines[-1]
 
 
-def test_a_barely_changed_target_is_fresh(make_pair: MakePair, make_target: MakeTarget) -> None:
+def test_a_barely_changed_target_is_fresh(make_pair, make_target):
     result = probe(make_pair("draft_model"), make_target(noise=1e-5))
     assert result.verdict == "fresh"
     assert "weights" in result.lines[0]
 
 
-def test_tau_of_a_greedy_pair_is_the_decoders(
-    make_pair: MakePair, make_target: MakeTarget, prompts: list[Prompt]
-) -> None:
+def test_tau_of_a_greedy_pair_is_the_decoders(make_pair, make_target, prompts):
     pair, changed = make_pair("draft_model"), make_target(noise=0.03)
     target, drafter, plan = pair.open(changed, check=False)
     out = Decoder(target, drafter).generate(
@@ -68,9 +58,7 @@ def test_tau_of_a_greedy_pair_is_the_decoders(
     assert probe(pair, changed).tau.value == pytest.approx(out.stats.tau)
 
 
-def test_analytic_tau_predicts_the_sampling_decoder(
-    make_pair: MakePair, make_target: MakeTarget, recipe: Recipe, prompts: list[Prompt]
-) -> None:
+def test_analytic_tau_predicts_the_sampling_decoder(make_pair, make_target, recipe, prompts):
     sampled = measured_at(recipe, temperatures=[1.0], max_new_tokens=64)
     pair, changed = make_pair("draft_model", recipe=sampled), make_target(noise=0.03)
     target, drafter, plan = pair.open(changed, check=False)
@@ -79,23 +67,18 @@ def test_analytic_tau_predicts_the_sampling_decoder(
     assert probe(pair, changed).tau.value == pytest.approx(out.stats.tau, rel=0.1)
 
 
-def test_another_vocabulary_is_incompatible_and_names_the_token(
-    make_pair: MakePair, make_target: MakeTarget, swapped_tokenizer: PreTrainedTokenizerFast
-) -> None:
-    result = probe(make_pair("ngram"), Target(make_target().model, swapped_tokenizer))
+@pytest.mark.parametrize("kind", ["another vocabulary", "missing taps"])
+def test_an_incompatible_target_is_named_with_what_does_not_fit(make_pair, make_target, swapped_tokenizer, kind):
+    drafter, target, said = {
+        "another vocabulary": ("ngram", Target(make_target().model, swapped_tokenizer), "id 300 is"),
+        "missing taps": ("eagle3", make_target(layers=2), "hidden_states[3]"),
+    }[kind]
+    result = probe(make_pair(drafter), target)
     assert (result.verdict, result.exit_code) == ("incompatible", 3)
-    assert "id 300 is" in result.lines[0]
+    assert said in result.lines[0]
 
 
-def test_missing_taps_are_incompatible(make_pair: MakePair, make_target: MakeTarget) -> None:
-    result = probe(make_pair("eagle3"), make_target(layers=2))
-    assert result.verdict == "incompatible"
-    assert "hidden_states[3]" in result.lines[0]
-
-
-def test_a_changed_chat_template_asks_the_prompts_anew(
-    make_pair: MakePair, make_target: MakeTarget, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_changed_chat_template_asks_the_prompts_anew(make_pair, make_target, prompts, monkeypatch):
     target = make_target()
     chats = [dataclasses.replace(p, messages=({"role": "user", "content": p.text},)) for p in prompts]
     pair = make_pair("ngram", target=target, calibration=chats)
@@ -113,8 +96,8 @@ def test_a_changed_chat_template_asks_the_prompts_anew(
 
 
 def test_other_arguments_of_the_template_ask_the_prompts_anew_and_are_named(
-    make_pair: MakePair, make_target: MakeTarget, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    make_pair, make_target, prompts, monkeypatch
+):
     target = make_target()
     monkeypatch.setattr(target.tokenizer, "chat_template", "{{ messages[0]['content'] }}{{ ' ->' if thinking }}")
     chats = [dataclasses.replace(p, messages=({"role": "user", "content": p.text},)) for p in prompts]
@@ -124,7 +107,7 @@ def test_other_arguments_of_the_template_ask_the_prompts_anew_and_are_named(
     assert probe(pair, target, template={"thinking": True}).lines[0] == said
 
 
-def test_a_probe_of_two_prompts_knows_that_it_cannot_know(make_pair: MakePair, make_target: MakeTarget) -> None:
+def test_a_probe_of_two_prompts_knows_that_it_cannot_know(make_pair, make_target):
     result = probe(make_pair("draft_model"), make_target(noise=0.1), num_prompts=2)
     assert not result.certain
     assert "Uncertain" in result.lines[-1]
@@ -140,15 +123,11 @@ def test_a_probe_of_two_prompts_knows_that_it_cannot_know(make_pair: MakePair, m
         (Interval(0.97, float("nan"), float("nan")), ("fresh", False)),
     ],
 )
-def test_the_verdict_follows_the_interval_and_says_when_it_straddles(
-    interval: Interval, expected: tuple[str, bool]
-) -> None:
+def test_the_verdict_follows_the_interval_and_says_when_it_straddles(interval, expected):
     assert decide(interval, 0.95) == expected
 
 
-def test_another_response_length_and_a_pair_without_calibration_are_refused(
-    make_pair: MakePair, make_target: MakeTarget, tmp_path: Path
-) -> None:
+def test_another_response_length_and_a_pair_without_calibration_are_refused(make_pair, make_target, tmp_path):
     said = refusal(probe, make_pair("ngram"), make_target(), max_new_tokens=99)
     assert "up to 16 tokens, 99 were asked for" in said
     bare = make_pair("ngram", tmp_path / "bare", calibration=[])
@@ -156,7 +135,7 @@ def test_another_response_length_and_a_pair_without_calibration_are_refused(
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao")
-def test_a_quantised_target_is_probed_and_bound(make_pair: MakePair, make_target: MakeTarget, tmp_path: Path) -> None:
+def test_a_quantised_target_is_probed_and_bound(make_pair, make_target, tmp_path):
     """It is another target, for which the drafter is nearly as good; a pair of it is opened quantised again."""
     target = make_target()
     target.model.save_pretrained(tmp_path / "target")
@@ -171,7 +150,7 @@ def test_a_quantised_target_is_probed_and_bound(make_pair: MakePair, make_target
     assert bound.open()[0].fingerprint().digest == quantised.fingerprint().digest
 
 
-def test_a_merged_adapter_is_the_same_target(make_pair: MakePair, make_target: MakeTarget, tmp_path: Path) -> None:
+def test_a_merged_adapter_is_the_same_target(make_pair, make_target, tmp_path):
     """Loaded with its adapter or merged and saved, sharded or not: one target, and the pair is right for it."""
     base = make_target()
     base.model.save_pretrained(tmp_path / "base")

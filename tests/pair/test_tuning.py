@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 
 import pytest
 
@@ -16,25 +15,18 @@ from outrider.eval.tuning import Tuning
 from outrider.heads import Fusion
 from outrider.pair import Pair, verify
 from outrider.pair.manifest import Manifest, ServedRecord
-from outrider.recipes import Recipe
 
 from ..eval.conftest import make_tuning as tuning_of
-from .conftest import MakePair, MakeTarget, measured_at
-
-MakeTuning = Callable[..., Tuning]
+from .conftest import measured_at
 
 
 @pytest.fixture
-def make_tuning(make_target: MakeTarget) -> MakeTuning:
+def make_tuning(make_target) -> Callable[..., Tuning]:
     """`make_tuning({batch size: depth}, **changes)`: controlled chains for this machine."""
     return partial(tuning_of, device_name=device_name(make_target().device))
 
 
-def test_a_pair_that_was_never_tuned_does_not_mention_it(make_pair: MakePair) -> None:
-    assert "tuning" not in (make_pair("ngram").folder / "pair.json").read_text()
-
-
-def test_tuning_changes_neither_identity_nor_integrity(make_pair: MakePair, make_tuning: MakeTuning) -> None:
+def test_tuning_changes_neither_identity_nor_integrity(make_pair, make_tuning):
     pair = make_pair("ngram")
     tuned = pair.store_tuning(make_tuning({1: 4}))
     again = Pair.load(pair.folder)
@@ -44,54 +36,39 @@ def test_tuning_changes_neither_identity_nor_integrity(make_pair: MakePair, make
     assert verify(pair.folder) == []
 
 
-def test_an_altered_tuning_is_found(make_pair: MakePair, make_tuning: MakeTuning) -> None:
+def test_an_altered_tuning_is_found(make_pair, make_tuning):
     file = make_pair("ngram").store_tuning(make_tuning({1: 4})).folder / "pair.json"
     file.write_text(file.read_text().replace("0.0100001", "0.0100002"))
     assert any("checksum" in line for line in verify(file.parent))
 
 
-def test_the_plan_comes_back_for_this_machine_with_its_controller(
-    make_pair: MakePair, make_tuning: MakeTuning, make_target: MakeTarget
-) -> None:
+def test_the_plan_comes_back_for_this_machine_with_its_controller(make_pair, make_tuning, make_target):
     pair = make_pair("ngram").store_tuning(make_tuning({2: 4, 8: 3}))
     control = Control(Costs(((0, 0.0100001), (8, 0.02)), (0.0, 0.001), 0.0005), (0.5, 0.25), 16.0)
     plans = [Pair.load(pair.folder).tuned_plan(make_target(), size) for size in (1, 2, 7, 8, 64)]
     assert plans == [None, *[Plan(4, control=control)] * 2, *[Plan(3, control=control)] * 2]
 
 
-def test_another_machine_or_dtype_has_no_plan(
-    make_pair: MakePair, make_tuning: MakeTuning, make_target: MakeTarget
-) -> None:
+def test_another_machine_or_dtype_has_no_plan(make_pair, make_tuning, make_target):
     pair = make_pair("ngram").store_tuning(make_tuning({1: 4}, device_name="another"))
     pair = pair.store_tuning(make_tuning({1: 4}, dtype="bfloat16"))
     assert pair.tuned_plan(make_target()) is None
     assert len(pair.manifest.tuning) == 2
 
 
-def test_tuning_again_replaces_what_was_known(
-    make_pair: MakePair, make_tuning: MakeTuning, make_target: MakeTarget
-) -> None:
+def test_tuning_again_replaces_what_was_known(make_pair, make_tuning, make_target):
     pair = make_pair("ngram")
     for depths in ({1: 4, 8: 2}, {1: 6}):
         pair = Pair.load(pair.folder).store_tuning(make_tuning(depths))
     assert [[b.batch_size for b in t.batches] for t in pair.manifest.tuning] == [[8], [1]]
-    plan = pair.tuned_plan(make_target())
-    assert plan is not None
-    assert plan.depth == 6
-
-
-def test_two_tunings_at_once_keep_both(make_pair: MakePair, make_tuning: MakeTuning) -> None:
-    first, second = (make_pair("ngram") for _ in range(2))
-    first.store_tuning(make_tuning({1: 4}))
-    second.store_tuning(make_tuning({8: 2}))
-    assert len(Pair.load(first.folder).manifest.tuning) == 2
+    assert pair.tuned_plan(make_target()).depth == 6
 
 
 def served(engine: str, depth: int, agrees: bool = True) -> ServedRecord:
     return ServedRecord(created="2031-01-01", engine=engine, depth=depth, agrees=agrees, suspicions=[], figures=[])
 
 
-def test_what_an_engine_made_of_the_pair_is_kept_once_for_each_engine_and_depth(make_pair: MakePair) -> None:
+def test_what_an_engine_made_of_the_pair_is_kept_once_for_each_engine_and_depth(make_pair):
     pair = make_pair("ngram")
     for record in (served("vllm", 4), served("vllm", 2), served("llama.cpp", 4), served("vllm", 4, agrees=False)):
         stored = Pair.load(pair.folder).store_served(record)
@@ -103,9 +80,7 @@ def test_what_an_engine_made_of_the_pair_is_kept_once_for_each_engine_and_depth(
     assert verify(pair.folder) == []
 
 
-def test_a_manifest_that_somebody_else_wrote_meanwhile_is_never_replaced(
-    make_pair: MakePair, make_tuning: MakeTuning, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_manifest_that_somebody_else_wrote_meanwhile_is_never_replaced(make_pair, make_tuning, monkeypatch):
     """On a disk without locks the second writer notices when it writes."""
     pair = make_pair("ngram")
     other = Pair.load(pair.folder)
@@ -123,9 +98,7 @@ def test_a_manifest_that_somebody_else_wrote_meanwhile_is_never_replaced(
     assert [r.engine for r in Pair.load(pair.folder).manifest.served] == ["vllm"]
 
 
-def test_another_pair_in_the_same_folder_is_left_alone(
-    make_pair: MakePair, make_tuning: MakeTuning, tmp_path: Path
-) -> None:
+def test_another_pair_in_the_same_folder_is_left_alone(make_pair, make_tuning, tmp_path):
     first, other = make_pair("ngram"), make_pair("eagle3", tmp_path / "other")
     (first.folder / "pair.json").write_text((other.folder / "pair.json").read_text())
     with pytest.raises(BadInputError, match="another pair by now"):
@@ -133,25 +106,19 @@ def test_another_pair_in_the_same_folder_is_left_alone(
     assert Pair.load(first.folder, check=False).manifest.tuning == []
 
 
-def test_a_new_measurement_of_the_same_pair_keeps_the_tuning(
-    make_pair: MakePair, make_tuning: MakeTuning, recipe: Recipe
-) -> None:
+def test_a_new_measurement_of_the_same_pair_keeps_the_tuning(make_pair, make_tuning, recipe):
     make_pair("ngram").store_tuning(make_tuning({1: 4}))
     pair = make_pair("ngram", recipe=measured_at(recipe, repeats=2))
     assert len(pair.manifest.tuning) == 1
     assert verify(pair.folder) == []
 
 
-def test_a_recipes_static_tree_becomes_the_pairs_plan(make_pair: MakePair, recipe: Recipe) -> None:
-    values = recipe.model_dump() | {"eval": {**recipe.model_dump()["eval"], "tree": [-1, -1, 0]}}
-    pair = make_pair("draft_model", recipe=Recipe.from_dict(values), calibration=[])
-    assert pair.plan.tree is not None
+def test_a_recipes_static_tree_becomes_the_pairs_plan(make_pair, recipe):
+    pair = make_pair("draft_model", recipe=measured_at(recipe, tree=[-1, -1, 0]), calibration=[])
     assert (pair.plan.tree.parents, pair.plan.depth) == ((-1, -1, 0), 2)
 
 
-def test_a_tuned_fusion_is_opened_with_the_pairs_own_drafter(
-    make_pair: MakePair, make_tuning: MakeTuning, make_target: MakeTarget
-) -> None:
+def test_a_tuned_fusion_is_opened_with_the_pairs_own_drafter(make_pair, make_tuning, make_target):
     """The record says what drafts beside it; whoever opens the pair as tuned gets both, and the target's own text."""
     pair = make_pair("eagle3")
     assert pair.open_tuned(make_target())[1].name == "eagle3", "never tuned: as it is"
@@ -171,12 +138,14 @@ def test_a_tuned_fusion_is_opened_with_the_pairs_own_drafter(
     assert drafted.tokens == Decoder(target).generate(prompt, 12).tokens
 
 
-def test_a_plan_without_a_fusion_is_written_as_before(make_pair: MakePair, make_tuning: MakeTuning) -> None:
-    pair = make_pair("ngram").store_tuning(make_tuning({1: 4}))
-    assert "statistical" not in (pair.folder / "pair.json").read_text()
+def test_what_was_not_tuned_is_not_mentioned(make_pair, make_tuning):
+    pair = make_pair("ngram")
+    assert "tuning" not in (pair.folder / "pair.json").read_text()
+    pair.store_tuning(make_tuning({1: 4}))
+    assert "statistical" not in (pair.folder / "pair.json").read_text(), "a plan without a fusion is written as before"
 
 
-def test_many_stores_at_once_are_all_kept(make_pair: MakePair, make_tuning: MakeTuning) -> None:
+def test_many_stores_at_once_are_all_kept(make_pair, make_tuning):
     pair = make_pair("ngram")
     made = [make_tuning({1: 4}, device_name=f"machine {n}") for n in range(12)]
     with ThreadPoolExecutor(12) as threads:

@@ -87,7 +87,7 @@ def start_server() -> Iterator[Serve]:
 
 
 @pytest.fixture
-def start_engine(start_server: Serve) -> Serve:
+def start_engine(start_server) -> Serve:
     """`start_engine(target, drafter, depth)`: an engine that decodes with them (None: without drafts)."""
 
     def start(target: Target, drafter: Drafter | None, depth: int = 3) -> Server:

@@ -33,7 +33,6 @@ def page(started: float, tokens: float, counts: Sequence[float] = (), by_positio
 
 
 def completion(tokens: list[int], text: str, prompt: list[int], ended: bool = False) -> dict[str, Any]:
-    """Return the answer to a request."""
     reason = "stop" if ended else "length"
     choice = {"index": 0, "text": text, "finish_reason": reason, "logprobs": None, "token_ids": tokens}
     usage = {"prompt_tokens": len(prompt), "completion_tokens": len(tokens), "total_tokens": 0}

@@ -31,11 +31,7 @@ def known(rounds: float = 100_000, parts: int = 30, **limits: float) -> Chart:
 def first_alarm(
     baseline: NormalDrafting, chart: Chart, generator: np.random.Generator, rate: float, windows: int, at_once: int = 1
 ) -> int:
-    """Return the number of windows until an alarm, 0 for none, on traffic of prompts.
-
-    Args:
-        at_once: usual windows that one look gathers.
-    """
+    """Return the number of windows, of `at_once` usual ones each, until an alarm on traffic of prompts; 0 for none."""
     sums, rounds, accepted = CusumState(), 0.0, 0.0
     number = 0
     while number < windows:
@@ -51,17 +47,26 @@ def first_alarm(
     return 0
 
 
-def test_quiet_traffic_raises_alarms_as_seldom_as_promised() -> None:
-    limits = WatchLimits(window=100, false_alarms=0.05, quiet=50)
-    alarmed = 0
+@pytest.mark.parametrize(
+    ("learned_from", "quiet", "at_once"), [("prompts", 50, 1), ("windows", 200, 1), ("windows", 200, 20)]
+)
+def test_quiet_traffic_raises_alarms_as_seldom_as_promised(learned_from, quiet, at_once):
+    """A busy engine counts many rounds between two looks, while its baseline was learned from as large windows."""
+    limits, alarmed = WatchLimits(window=100, false_alarms=0.05, quiet=quiet), 0
     for seed in range(60):
         generator = np.random.default_rng(seed)
-        baseline, chart = calibrated(generator, limits)
-        alarmed += first_alarm(baseline, chart, generator, 0.5, limits.quiet) > 0
+        if learned_from == "prompts":
+            baseline, chart = calibrated(generator, limits)
+        else:
+            gathered = [prompts(generator, 5 * at_once, 0.5) for _ in range(30)]
+            baseline = NormalDrafting.of([sum(r) for r, _ in gathered], [sum(a) for _, a in gathered], "learned")
+            assert baseline.parts == 30
+            chart = Chart.calibrated(baseline, limits)
+        alarmed += first_alarm(baseline, chart, generator, 0.5, limits.quiet // at_once, at_once) > 0
     assert alarmed <= 8, "the mean is 3; more than 8 has a probability below 0.003"
 
 
-def test_a_fall_is_found_after_about_as_many_rounds_as_stated() -> None:
+def test_a_fall_is_found_after_about_as_many_rounds_as_stated():
     limits, delays, stated = WatchLimits(window=100), [], 0.0
     for seed in range(40):
         generator = np.random.default_rng(seed)
@@ -73,40 +78,26 @@ def test_a_fall_is_found_after_about_as_many_rounds_as_stated() -> None:
     assert 0.5 * stated <= np.median(delays) <= 2 * stated
 
 
-@pytest.mark.parametrize("at_once", [1, 20])
-def test_windows_larger_than_asked_for_raise_no_more_alarms(at_once: int) -> None:
-    """A busy engine counts many rounds between two looks, while its baseline was learned from as large windows."""
-    limits, alarmed = WatchLimits(window=100, false_alarms=0.05, quiet=200), 0
-    for seed in range(60):
-        generator = np.random.default_rng(seed)
-        gathered = [prompts(generator, 5 * at_once, 0.5) for _ in range(30)]
-        baseline = NormalDrafting.of([sum(r) for r, _ in gathered], [sum(a) for _, a in gathered], "learned")
-        assert baseline.parts == 30
-        chart = Chart.calibrated(baseline, limits)
-        alarmed += first_alarm(baseline, chart, generator, 0.5, limits.quiet // at_once, at_once) > 0
-    assert alarmed <= 8, "the mean is 3; more than 8 has a probability below 0.003"
-
-
-def test_a_fall_is_found_in_large_windows_after_as_many_rounds() -> None:
+def test_a_fall_is_found_in_large_windows_after_as_many_rounds():
     generator = np.random.default_rng(1)
     baseline, chart = calibrated(generator, WatchLimits(window=100))
     assert 1 <= first_alarm(baseline, chart, generator, 0.35, 100, at_once=20) <= 2
 
 
-def test_a_baseline_from_few_windows_makes_the_test_more_careful() -> None:
+def test_a_baseline_from_few_windows_makes_the_test_more_careful():
     delays = [known(rounds).delay(1.5) for rounds in (2_000, 10_000, 100_000)]
     assert delays == sorted(delays, reverse=True)
     assert delays[0] > delays[-1]
 
 
-def test_a_spread_known_from_few_prompts_makes_the_test_more_careful() -> None:
+def test_a_spread_known_from_few_prompts_makes_the_test_more_careful():
     """However many rounds each prompt has: the spread is between prompts."""
     thresholds = [known(parts=parts).threshold for parts in (5, 10, 100)]
     assert thresholds == sorted(thresholds, reverse=True)
     assert thresholds[0] > 1.5 * thresholds[-1]
 
 
-def test_an_uncertain_baseline_still_finds_a_deep_fall() -> None:
+def test_an_uncertain_baseline_still_finds_a_deep_fall():
     """As of a pair that was measured on 32 prompts: fewer rounds than five windows have."""
     baseline = NormalDrafting(tau=1.99, spread=3.4, rounds=930, parts=32, source="a pair")
     chart = Chart.calibrated(baseline, WatchLimits(window=200))
@@ -114,18 +105,18 @@ def test_an_uncertain_baseline_still_finds_a_deep_fall() -> None:
     assert chart.delay_in_rounds(baseline, 0.4) < 10_000
 
 
-def test_rare_false_alarms_are_simulated_often_enough() -> None:
+def test_rare_false_alarms_are_simulated_often_enough():
     often, seldom = (known(false_alarms=p, quiet=50).threshold for p in (0.02, 0.001))
     assert seldom > often + 1
 
 
-def test_a_change_too_small_to_be_found_is_said_to_be() -> None:
+def test_a_change_too_small_to_be_found_is_said_to_be():
     chart = known()
     assert chart.delay(0.0) > LONGEST
     assert chart.delay(1.0) < chart.delay(0.7)
 
 
-def test_falls_and_rises_are_told_apart_and_dated() -> None:
+def test_falls_and_rises_are_told_apart_and_dated():
     sums = CusumState()
     for score in (0.1, -0.2, 3.0, 3.0, 3.0):
         sums = sums.after(score)
@@ -134,6 +125,6 @@ def test_falls_and_rises_are_told_apart_and_dated() -> None:
     assert sums.after(-30.0).alarm(7.0) == "fall"
 
 
-def test_a_baseline_needs_more_than_a_few_prompts() -> None:
+def test_a_baseline_needs_more_than_a_few_prompts():
     with pytest.raises(BadInputError, match="too few"):
         NormalDrafting.of([10.0, 12.0], [4.0, 5.0], "a pair")

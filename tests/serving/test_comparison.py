@@ -32,17 +32,15 @@ def drafted(alphas: tuple[float, ...], seed: int, depth: int = DEPTH) -> list[Dr
     return found
 
 
-def answers(counts: list[DraftCounts]) -> list[ServedAnswer]:
-    return [ServedAnswer(tokens=list(range(TOKENS)), ended=False, lengths=[TOKENS], counts=[c]) for c in counts]
+def answers(*seeds: list[DraftCounts]) -> list[ServedAnswer]:
+    """Return the answers to prompts, from the counts of each with one seed after the other."""
+    same = {"tokens": list(range(TOKENS)), "ended": False, "lengths": [TOKENS] * len(seeds)}
+    return [ServedAnswer(counts=list(counts), **same) for counts in zip(*seeds, strict=True)]
 
 
 def expectation(temperature: float = 0.0, one_hot: tuple[float, ...] | None = None) -> Expectation:
     def seeded(alphas: tuple[float, ...], first: int) -> list[ServedAnswer]:
-        seeds = [drafted(alphas, first + s) for s in range(3)]
-        return [
-            ServedAnswer(tokens=list(range(TOKENS)), ended=False, lengths=[TOKENS] * 3, counts=list(c))
-            for c in zip(*seeds, strict=True)
-        ]
+        return answers(*(drafted(alphas, first + s) for s in range(3)))
 
     key = f"{temperature:g}"
     return Expectation(
@@ -77,14 +75,12 @@ def kinds(*found: ServedComparison, exact: bool = False) -> list[str]:
     return [s.kind for s in suspicions(found, 0.02, exact)]
 
 
-def test_the_same_acceptance_is_no_finding() -> None:
+def test_the_same_acceptance_is_no_finding():
     found = compared(RIGHT)
-    assert kinds(found) == []
-    assert found.identical == PROMPTS
-    assert found.parts_at is None
+    assert (kinds(found), found.identical, found.parts_at) == ([], PROMPTS, None)
 
 
-def test_counts_of_rounds_are_those_of_an_engine() -> None:
+def test_counts_of_rounds_are_those_of_an_engine():
     """Rounds in which nothing was drafted do not count, and a position counts the rounds that kept it."""
     found = DraftCounts.of([Round(4, 2, 3), Round(0, 0, 1), Round(4, 0, 1), Round(4, 4, 5)])
     assert (found.rounds, found.drafted, found.accepted, found.by_position) == (3, 12, 6, (2, 2, 1, 1))
@@ -99,33 +95,31 @@ def test_counts_of_rounds_are_those_of_an_engine() -> None:
         ((0.02, 0.6, 0.6, 0.6), "vocabulary", 1),
     ],
 )
-def test_the_first_position_that_parts_names_the_suspicion(alphas: tuple[float, ...], kind: str, parts_at: int) -> None:
+def test_the_first_position_that_parts_names_the_suspicion(alphas, kind, parts_at):
     found = compared(alphas)
-    assert kinds(found) == [kind]
-    assert found.parts_at == parts_at
+    assert (kinds(found), found.parts_at) == ([kind], parts_at)
 
 
-def test_another_depth_is_seen_in_the_drafts_themselves() -> None:
+def test_another_depth_is_seen_in_the_drafts_themselves():
     assert kinds(compared(RIGHT, depth=5)) == ["depth"]
     assert kinds(compared(RIGHT, depth=3)) == ["depth"]
 
 
-def test_right_at_zero_and_low_above_it_is_the_engines_sampling() -> None:
-    right, low = compared(RIGHT), compared((0.1, 0.0, 0.0, 0.0), 1.0, one_hot=(0.45, 0.45, 0.45, 0.45))
-    assert kinds(right, low) == ["sampling"]
+PICKED = (0.45, 0.45, 0.45, 0.45)
 
 
-def test_picked_drafts_are_told_from_wrong_sampling() -> None:
-    picked = (0.45, 0.45, 0.45, 0.45)
-    assert kinds(compared(RIGHT), compared(picked, 1.0, one_hot=picked)) == ["one-hot"]
+@pytest.mark.parametrize(("served", "kind"), [((0.1, 0.0, 0.0, 0.0), "sampling"), (PICKED, "one-hot")])
+def test_picked_drafts_are_told_from_wrong_sampling(served, kind):
+    """Right at zero and low above it is the engine's sampling, unless picked drafts would be as low."""
+    assert kinds(compared(RIGHT), compared(served, 1.0, one_hot=PICKED)) == [kind]
 
 
-def test_texts_that_end_early_are_a_finding_though_tau_is_right() -> None:
+def test_texts_that_end_early_are_a_finding_though_tau_is_right():
     found = compared(RIGHT, 1.0, lengths=[TOKENS - 7])
     assert kinds(compared(RIGHT), found) == ["sampling"]
 
 
-def test_other_texts_are_another_target_and_one_late_one_is_a_near_tie() -> None:
+def test_other_texts_are_another_target_and_one_late_one_is_a_near_tie():
     other = compared(RIGHT, tokens=[7, *range(1, TOKENS)])
     assert other.identical == 0
     assert kinds(other) == ["target"]
@@ -136,24 +130,22 @@ def test_other_texts_are_another_target_and_one_late_one_is_a_near_tie() -> None
     assert kinds(found) == ["tie"]
 
 
-def test_an_engine_that_returns_text_alone_is_compared_by_text() -> None:
+def test_an_engine_that_returns_text_alone_is_compared_by_text():
     answered = replies(drafted(RIGHT, 1), tokens=None, text=str(list(range(TOKENS))))
     assert compare(expectation(), answered, str).identical == PROMPTS
 
 
-def test_in_float32_other_drafts_are_a_finding_though_as_many_are_accepted() -> None:
+def test_in_float32_other_drafts_are_a_finding_though_as_many_are_accepted():
     found = compared(RIGHT)
     assert found.agrees(0.02)
-    assert found.same_drafts is not None
     assert found.same_drafts < PROMPTS / 2
     assert kinds(found, exact=True) == ["first"]
 
 
-def test_a_mistake_that_does_exactly_the_same_is_the_explanation() -> None:
+def test_a_mistake_that_does_exactly_the_same_is_the_explanation():
     right, wrong, other = (drafted(RIGHT, seed) for seed in (1, 2, 3))
     tried = {"taps - 1": answers(other), "norm_output": answers(wrong)}
     found = explain(wrong, answers(right), tried)
-    assert found is not None
     assert (found.kind, found.same, found.remaining) == ("later", PROMPTS, 0.0)
     assert found.is_certain
     assert "norm_output" in str(found)
@@ -161,23 +153,22 @@ def test_a_mistake_that_does_exactly_the_same_is_the_explanation() -> None:
     assert explain(drafted(RIGHT, 4), answers(right), tried) is None, "no mistake comes near"
 
 
-def test_mistakes_that_do_the_same_are_all_named() -> None:
+def test_mistakes_that_do_the_same_are_all_named():
     """With nothing accepted, ids in d2t look like weights that were never loaded."""
     right, nothing = drafted(RIGHT, 1), drafted((-1.0,) * DEPTH, 2)
     tried = {"d2t as ids": answers(nothing), "norm_output": answers(right), "untrained": answers(nothing)}
     found = explain(nothing, answers(right), tried)
-    assert found is not None
     assert found.is_certain
     assert "ids instead of offsets, or weights that were never loaded" in str(found)
 
 
-def test_a_paired_difference_is_surer_than_two_intervals() -> None:
+def test_a_paired_difference_is_surer_than_two_intervals():
     found = compared((0.55, 0.55, 0.55, 0.55))
     apart = found.served.high - found.served.low + found.own.high - found.own.low
     assert found.difference.high - found.difference.low < apart
 
 
-def test_what_an_engine_does_not_count_is_not_held_against_it() -> None:
+def test_what_an_engine_does_not_count_is_not_held_against_it():
     """Neither positions nor draft tokens: τ and texts are what can be compared."""
     counts = [DraftCounts(rounds=c.rounds, accepted=c.accepted) for c in drafted(RIGHT, 1)]
     found = compare(expectation(), replies(counts, uncounted=["drafted", "by_position"]))
@@ -188,7 +179,7 @@ def test_what_an_engine_does_not_count_is_not_held_against_it() -> None:
     assert kinds(wrong) == ["drafts"], "nobody can say at which position"
 
 
-def test_an_average_of_the_engines_own_is_compared_more_roughly() -> None:
+def test_an_average_of_the_engines_own_is_compared_more_roughly():
     uncounted = ["rounds", "drafted", "by_position"]
     own = [c.tau for c in drafted(RIGHT, 10)]
     for factor, said in ((0.95, []), (0.8, ["drafts"])):
@@ -197,7 +188,7 @@ def test_an_average_of_the_engines_own_is_compared_more_roughly() -> None:
         assert kinds(compare(expectation(), replies(counts, uncounted=uncounted))) == said
 
 
-def test_a_right_engine_is_seldom_accused() -> None:
+def test_a_right_engine_is_seldom_accused():
     """τ and the texts' length decide at one temperature; both together accuse a right engine in about 2 of 100."""
     accused = 0
     for seed in range(1, 121):

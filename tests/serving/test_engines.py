@@ -23,7 +23,7 @@ from outrider.pair import Pair, export_pair, new_pair
 from outrider.recipes import load_recipe
 from outrider.scripts.cli import app
 from outrider.serving.changepoint import WatchLimits
-from outrider.serving.diagnosis import TOLERANCE, ServedResult
+from outrider.serving.diagnosis import TOLERANCE
 from outrider.serving.engine import Engine
 from outrider.serving.launching import running
 from outrider.serving.reference_run import Trial, expect
@@ -50,7 +50,7 @@ def environment() -> Path:
 
 
 @pytest.fixture(scope="session")
-def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def pairs(tmp_path_factory) -> dict[str, Path]:
     """Return the pairs to serve, by name: those of OUTRIDER_SERVED_PAIRS, or one that is trained here."""
     if given := os.environ.get("OUTRIDER_SERVED_PAIRS"):
         return {file.parents[1].name: file.parent for file in sorted(Path(given).glob("*/pair/pair.json"))}
@@ -63,7 +63,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="session")
-def session(pairs: dict[str, Path]) -> ServedSession:
+def session(pairs) -> ServedSession:
     """Return the EAGLE-3 pair, with what our own decoder does."""
     return ServedSession(Pair.load(pairs["eagle3"]), SMALL, ("code", "docs"))
 
@@ -73,7 +73,7 @@ def start(environment: Path, mended: bool = True, **changes: object) -> Start:
     return Start(environment, variables=variables, plain=False, **changes)  # type: ignore[arg-type]
 
 
-def test_the_engine_as_it_is_raises_the_alarm_above_temperature_0(session: ServedSession, environment: Path) -> None:
+def test_the_engine_as_it_is_raises_the_alarm_above_temperature_0(session, environment):
     """The CPU build of vLLM 0.32 samples wrongly when it speculates; at temperature 0 all is right."""
     found = session.start(start(environment, mended=False), TOLERANCE)
     assert {(s.temperature, s.kind) for s in found.suspicions} == {(1.0, "sampling")}
@@ -82,7 +82,7 @@ def test_the_engine_as_it_is_raises_the_alarm_above_temperature_0(session: Serve
     assert found.at(1.0).parts_at == 1
 
 
-def test_served_equals_measured(pairs: dict[str, Path], environment: Path) -> None:
+def test_served_equals_measured(pairs, environment):
     """With the engine's fault mended: text, τ and acceptance by position, at both temperatures, for every pair.
 
     N-grams are looked up there in another way, which is known; with that way our decoder does the same.
@@ -94,16 +94,12 @@ def test_served_equals_measured(pairs: dict[str, Path], environment: Path) -> No
     unexplained = {name: [str(s) for s in f.suspicions if s.kind != "lookup"] for name, f in found.items()}
     assert {name: said for name, said in unexplained.items() if said} == {}
     assert all(f.drafter == "ngram" for f in found.values() if not f.agrees)
-    _no_text_differs(found)
-
-
-def _no_text_differs(found: dict[str, ServedResult]) -> None:
     for name, result in found.items():
         at_zero = result.at(0.0)
         assert at_zero.identical == at_zero.num_prompts, name
 
 
-def test_drafts_that_are_picked_are_told_apart(session: ServedSession, environment: Path) -> None:
+def test_drafts_that_are_picked_are_told_apart(session, environment):
     """An engine that is not asked for drawn drafts proposes the most probable ones."""
     arguments = ("--speculative-config.draft_sample_method", "greedy")
     found = session.start(start(environment, arguments=arguments), TOLERANCE)
@@ -111,12 +107,12 @@ def test_drafts_that_are_picked_are_told_apart(session: ServedSession, environme
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_planted_fault_is_found(
-    name: str, session: ServedSession, pairs: dict[str, Path], environment: Path, tmp_path: Path
-) -> None:
+def test_a_planted_fault_is_found(name, session, pairs, environment, tmp_path):
     """What each is suspected to be stands in test_faults.py, for answers that were recorded here."""
-    if name == "taps missing":
-        session = tapped(pairs)
+    if name == "taps missing":  # matters where a head's taps are not the engine's default ones
+        if "eagle3-taps" not in pairs:
+            pytest.skip("there is no pair eagle3-taps; without named taps the engine reads those of the other heads")
+        session = ServedSession(Pair.load(pairs["eagle3-taps"]), SMALL, ("code", "docs"))
     export = tmp_path / "export"
     export_pair(session.pair, "vllm", export, SMALL.depth, session.target)
     FAULTS[name](export)
@@ -131,19 +127,11 @@ def test_a_planted_fault_is_found(
     assert not found.agrees
 
 
-def tapped(pairs: dict[str, Path]) -> ServedSession:
-    """Return a head whose taps are not the engine's default ones, so that it matters whether they are named."""
-    if "eagle3-taps" not in pairs:
-        pytest.skip("there is no pair eagle3-taps; without named taps the engine reads those of the other heads")
-    return ServedSession(Pair.load(pairs["eagle3-taps"]), SMALL, ("code", "docs"))
-
-
 # ------------------------------------------------------------ watch
 
 
 @pytest.fixture(scope="session")
-def served(session: ServedSession, environment: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    """Return a running engine of the pair."""
+def served(session, environment, tmp_path_factory) -> Iterator[Engine]:
     place = tmp_path_factory.mktemp("watch")
     with ExitStack() as open_engine:
         yield open_engine.enter_context(running(session.launch(start(environment), place), place / "log"))
@@ -179,9 +167,7 @@ def acceptance(session: ServedSession, suite: str) -> float:
 
 
 @pytest.mark.parametrize(("usual", "then"), [("docs", "prose"), ("code", "prose"), ("prose", "docs")])
-def test_another_domain_is_found_and_quiet_traffic_is_not(
-    usual: str, then: str, served: Engine, session: ServedSession
-) -> None:
+def test_another_domain_is_found_and_quiet_traffic_is_not(usual, then, served, session):
     """The baseline is learned, ten quiet stretches raise no alarm, and the shift is found within 200 requests.
 
     Between code and docs nothing shifts: the drafter learned from both. (How small a shift can be: the results page.)
@@ -195,13 +181,10 @@ def test_another_domain_is_found_and_quiet_traffic_is_not(
     assert any(e.kind == "alarm" for sent in range(200) for e in traffic.send(then, 1, sent))
 
 
-def test_a_restart_is_noticed_and_raises_no_alarm(session: ServedSession, environment: Path, tmp_path: Path) -> None:
+def test_a_restart_is_noticed_and_raises_no_alarm(session, environment, tmp_path):
     """Counters fall back to zero in the middle of a watch, and of a look from cron."""
-    watch, seen, state = (
-        EngineWatch(WatchState(url="http://engine"), WatchLimits(window=25)),
-        list[WatchEvent](),
-        tmp_path / "watch.json",
-    )
+    watch, state = EngineWatch(WatchState(url="http://engine"), WatchLimits(window=25)), tmp_path / "watch.json"
+    seen: list[WatchEvent] = []
     prompts = [asked.tokens for asked in session.expected.prompts]
     for number in range(2):
         place = tmp_path / str(number)
@@ -219,7 +202,7 @@ def test_a_restart_is_noticed_and_raises_no_alarm(session: ServedSession, enviro
     assert "alarm" not in kinds
 
 
-def test_the_engines_page_is_read_in_full(served: Engine) -> None:
+def test_the_engines_page_is_read_in_full(served):
     before = served.counters()
     served.complete([5, 6, 7, 8], 24)
     found = served.settled(before, 24).since(before)

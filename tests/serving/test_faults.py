@@ -43,7 +43,7 @@ def judged(fault: str) -> list[Suspicion]:
 
 
 @pytest.mark.parametrize("fault", RECORDED["expected"])
-def test_a_planted_fault_is_found_with_the_right_suspicion(fault: str) -> None:
+def test_a_planted_fault_is_found_with_the_right_suspicion(fault):
     (found,) = judged(fault)
     kind, words = RECORDED["expected"][fault]
     assert found.kind == kind
@@ -51,6 +51,6 @@ def test_a_planted_fault_is_found_with_the_right_suspicion(fault: str) -> None:
 
 
 @pytest.mark.parametrize("fault", RECORDED["no effect"])
-def test_a_fault_without_an_effect_on_these_prompts_is_no_finding(fault: str) -> None:
+def test_a_fault_without_an_effect_on_these_prompts_is_no_finding(fault):
     """Every draft is accepted as it should be; only the files show what is wrong (`outrider lint`)."""
     assert judged(fault) == []

@@ -48,17 +48,14 @@ class LlamaServer:
     settings: Mapping[str, Any]
 
     def command(self, port: int) -> list[str]:
-        """Return the command line."""
         words = [str(self.program), "--model", str(self.model), "--host", "127.0.0.1", "--port", str(port), "--metrics"]
         words += ["--threads", "1", "--threads-batch", "1", "--ctx-size", "2048", "--parallel", "1", *EXACT]
         return words + [word for name, value in self.settings.items() for word in (f"--{name}", str(value))]
 
     def variables(self) -> dict[str, str]:
-        """Return the environment that it runs in."""
         return dict(os.environ)
 
     def version(self) -> str:
-        """Return what it says of itself."""
         said = subprocess.run([str(self.program), "--version"], capture_output=True, text=True, check=True)
         return (said.stdout + said.stderr).splitlines()[0]
 
@@ -75,13 +72,12 @@ def target() -> Target:
 
 
 @pytest.fixture(scope="module")
-def suites(target: Target) -> list[Suite]:
+def suites(target) -> list[Suite]:
     return load_suites(["code", "docs"], target.require_tokenizer(), TRIAL.limit)
 
 
 @pytest.fixture(scope="module")
-def model(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the target as llama.cpp reads it."""
+def model(target, tmp_path_factory) -> Path:
     file = tmp_path_factory.mktemp("gguf") / "target.gguf"
     write_gguf(target.model, target.require_tokenizer(), file)
     return file
@@ -98,9 +94,7 @@ def served(server: LlamaServer, expected: Expectation, target: Target, log: Path
         return survey.result(engine_facts(engine), text)
 
 
-def test_a_draft_model_drafts_there_as_it_does_here(
-    program: Path, target: Target, suites: list[Suite], model: Path, tmp_path: Path
-) -> None:
+def test_a_draft_model_drafts_there_as_it_does_here(program, target, suites, model, tmp_path):
     """Launched as its export says: text, τ and acceptance by position, at both temperatures."""
     torch.manual_seed(0)
     other = copy.deepcopy(target.model)
@@ -119,9 +113,7 @@ def test_a_draft_model_drafts_there_as_it_does_here(
     assert found.at(0.0).identical == found.at(0.0).num_prompts
 
 
-def test_n_grams_are_looked_up_there_in_another_way_that_is_known(
-    program: Path, target: Target, suites: list[Suite], model: Path, tmp_path: Path
-) -> None:
+def test_n_grams_are_looked_up_there_in_another_way_that_is_known(program, target, suites, model, tmp_path):
     drafter: Drafter = Ngram(NgramConfig(max_match=2, min_match=2))
     expected = expect(target, drafter, suites, TRIAL).never_drawn()
     known = expect_mistakes(target, mistaken(drafter), expected)

@@ -39,14 +39,19 @@ from outrider.serving.session import ServedSession, Start, Survey, depth_of
 from outrider.targets import RowLengths as Counted
 from outrider.targets import Target
 
-from .conftest import Serve, Server, answer
+from .conftest import Server, answer
 
 TEXTS = ["def add(first, second):", "for name in sorted(names):\n", "The target verifies", "class Stack:\n    def"]
 TRIAL = Trial(temperatures=(0.0,), depth=3, max_new_tokens=24)
 
 
+def prompts_for(target: Target) -> list[Prompt]:
+    tokenizer = target.require_tokenizer()
+    return [Prompt(f"{i}", "a", tuple(tokenizer(text)["input_ids"]), text) for i, text in enumerate(TEXTS)]
+
+
 @pytest.fixture
-def head(tiny_target: Target) -> Eagle3:
+def head(tiny_target) -> Eagle3:
     """A head that learned the target's own answers to the prompts by heart, for a second."""
     torch.manual_seed(3)
     made = Eagle3.build(Eagle3Config(steps=2, taps=(2, 4, 5), draft_vocab_size=0), tiny_target)
@@ -55,7 +60,7 @@ def head(tiny_target: Target) -> Eagle3:
 
 
 def learn_by_heart(made: Drafter, tiny_target: Target) -> None:
-    prompts = [tiny_target.require_tokenizer()(text)["input_ids"] for text in TEXTS]
+    prompts = [prompt.tokens for prompt in prompts_for(tiny_target)]
     written = Decoder(tiny_target).generate(prompts, 24, plan=Plan(depth=0), ignore_eos=True).tokens
     rows = [torch.tensor([[*prompt, *answer]]) for prompt, answer in zip(prompts, written, strict=True)]
     optimizer = torch.optim.AdamW(made.parameters(), lr=3e-3)
@@ -70,10 +75,8 @@ def learn_by_heart(made: Drafter, tiny_target: Target) -> None:
 
 
 @pytest.fixture
-def expected(tiny_target: Target, head: Drafter) -> Expectation:
-    tokenizer = tiny_target.require_tokenizer()
-    prompts = [Prompt(f"{i}", "a", tuple(tokenizer(text)["input_ids"]), text) for i, text in enumerate(TEXTS)]
-    return expect(tiny_target, head, [make_suite("a", prompts)], TRIAL)
+def expected(tiny_target, head) -> Expectation:
+    return expect(tiny_target, head, [make_suite("a", prompts_for(tiny_target))], TRIAL)
 
 
 def ask(expected: Expectation, server: Server) -> ServedResult:
@@ -82,20 +85,15 @@ def ask(expected: Expectation, server: Server) -> ServedResult:
     return survey.result({"name": "vllm"}, str)
 
 
-def test_an_engine_that_does_the_same_agrees(
-    tiny_target: Target, head: Drafter, expected: Expectation, start_engine: Serve
-) -> None:
+def test_an_engine_that_does_the_same_agrees(tiny_target, head, expected, start_engine):
     found = ask(expected, start_engine(tiny_target, head))
     assert found.agrees
     assert found.foreign == 0
     at_zero = found.at(0.0)
-    assert (at_zero.identical, at_zero.same_drafts) == (4, 4)
-    assert at_zero.difference.value == 0
+    assert (at_zero.identical, at_zero.same_drafts, at_zero.difference.value) == (4, 4, 0)
 
 
-def test_an_engine_with_a_mistake_is_found_and_the_mistake_is_named(
-    tiny_target: Target, head: Eagle3, expected: Expectation, start_engine: Serve
-) -> None:
+def test_an_engine_with_a_mistake_is_found_and_the_mistake_is_named(tiny_target, head, expected, start_engine):
     """The mistake that our own head does the same with is the explanation."""
     named = dict(mistaken(head))
     some = {name: named[name] for name in ("taps - 1", "norm_output", "gate and up")}
@@ -106,9 +104,7 @@ def test_an_engine_with_a_mistake_is_found_and_the_mistake_is_named(
     assert "taps that are one too low" in result.suspicions[0].suspect
 
 
-def test_an_engine_that_norms_all_context_by_the_first_layer_is_explained(
-    tiny_target: Target, expected: Expectation, start_engine: Serve
-) -> None:
+def test_an_engine_that_norms_all_context_by_the_first_layer_is_explained(tiny_target, expected, start_engine):
     """As vLLM 0.32 does on a CPU with the keys of a DFlash drafter of several layers."""
     torch.manual_seed(0)
     config = DFlashConfig(num_layers=2, block_size=4, taps=(2, 4), mask_token_id=7)
@@ -126,7 +122,7 @@ def test_an_engine_that_norms_all_context_by_the_first_layer_is_explained(
     assert "accepts the same in 4 of 4 prompts" in found.suspicions[0].suspect
 
 
-def test_an_engine_that_looks_n_grams_up_otherwise_is_explained(tiny_target: Target, start_engine: Serve) -> None:
+def test_an_engine_that_looks_n_grams_up_otherwise_is_explained(tiny_target, start_engine):
     """vLLM copies from the first place where the last tokens stood, ours from the latest: neither is wrong."""
     drafter, tokens = Ngram(NgramConfig(max_match=2, min_match=1)), [5, 6, 7, 5, 6, 8, 9, 5, 6, 7, 8, 5, 6]
     asked = [Prompt(f"{i}", "a", tuple(t + i for t in tokens), "") for i in range(8)]
@@ -143,7 +139,7 @@ def test_an_engine_that_looks_n_grams_up_otherwise_is_explained(tiny_target: Tar
     assert "accepts the same in 8 of 8 prompts" in found.suspicions[0].suspect
 
 
-def test_llama_cpp_copies_from_the_latest_place_and_only_what_is_long_enough(tiny_target: Target) -> None:
+def test_llama_cpp_copies_from_the_latest_place_and_only_what_is_long_enough(tiny_target):
     """By hand from its source: runs of one length, none at the very beginning, none as long as the whole text."""
 
     def copied(text: list[int], depth: int) -> list[int]:
@@ -158,7 +154,7 @@ def test_llama_cpp_copies_from_the_latest_place_and_only_what_is_long_enough(tin
     assert copied([9, 5, 6, 1, 5, 6], 3) == [], "the text is too short"
 
 
-def test_rounds_count_as_an_engine_counts_them_that_drafts_no_further_than_the_text_goes() -> None:
+def test_rounds_count_as_an_engine_counts_them_that_drafts_no_further_than_the_text_goes():
     """Of nine tokens after the first, the third round may draft one, and the last one none."""
     rounds = [Round(4, 2, 3), Round(4, 3, 4), Round(4, 4, 2)]
     whole, within = DraftCounts.of(rounds), DraftCounts.of(rounds, room=9)
@@ -173,11 +169,10 @@ def share_accepted(expected: Expectation, temperature: float) -> float:
     return sum(c.accepted for c in counts) / sum(c.drafted for c in counts)
 
 
-def test_an_engines_habit_narrows_draft_models_above_temperature_0_and_goes_again(tiny_target: Target) -> None:
+def test_an_engines_habit_narrows_draft_models_above_temperature_0_and_goes_again(tiny_target):
     """llama.cpp draws of ten tokens: fewer drafts are accepted; at temperature 0 the first is the first of all."""
     drafter = DraftModel(copy.deepcopy(tiny_target.model))
-    tokenizer = tiny_target.require_tokenizer()
-    suites = [make_suite("x", [Prompt(text, "x", tuple(tokenizer(text)["input_ids"]), text) for text in TEXTS])]
+    suites = [make_suite("a", prompts_for(tiny_target))]
     trial = Trial((0.0, 1.0), depth=3, max_new_tokens=24, seeds=2)
     own, llama, again = (expect(tiny_target, drafter, suites, replace(trial, habits=h)) for h in ("", "llama.cpp", ""))
     assert again == own
@@ -187,7 +182,7 @@ def test_an_engines_habit_narrows_draft_models_above_temperature_0_and_goes_agai
     assert [a.tokens for a in llama.at(0.0)] == [a.tokens for a in own.at(0.0)]
 
 
-def test_every_mistake_can_be_made_of_a_head_that_can_have_it(tiny_target: Target) -> None:
+def test_every_mistake_can_be_made_of_a_head_that_can_have_it(tiny_target):
     pruned = Eagle3.build(
         Eagle3Config(steps=3, taps=(2, 4, 5), draft_vocab_size=100, norm_taps=True),
         tiny_target,
@@ -198,9 +193,7 @@ def test_every_mistake_can_be_made_of_a_head_that_can_have_it(tiny_target: Targe
     assert all(head.config.draft_vocab_size == 100 for head in made.values())
 
 
-def test_traffic_of_others_is_counted_and_said(
-    tiny_target: Target, head: Drafter, expected: Expectation, start_engine: Serve
-) -> None:
+def test_traffic_of_others_is_counted_and_said(tiny_target, head, expected, start_engine):
     server = start_engine(tiny_target, head)
     page = server.metrics.page
 
@@ -212,9 +205,7 @@ def test_traffic_of_others_is_counted_and_said(
     assert ask(expected, server).foreign > 0
 
 
-def test_the_verb_compares_stores_and_says_it_in_json(
-    stored: Pair, head: Drafter, start_engine: Serve, tmp_path: Path
-) -> None:
+def test_the_verb_compares_stores_and_says_it_in_json(stored, head, start_engine, tmp_path):
     """What is stored leaves the pair intact, and a pair that was never served is written as before."""
     pair, target = stored, stored.load_target()
     assert "served" not in json.loads((pair.folder / "pair.json").read_text())
@@ -234,25 +225,24 @@ def test_the_verb_compares_stores_and_says_it_in_json(
 
 
 @pytest.fixture
-def stored(tiny_target: Target, head: Drafter, tmp_path: Path) -> Pair:
+def stored(tiny_target, head, tmp_path) -> Pair:
     """A pair on the disk, with its own prompts."""
     tiny_target.model.save_pretrained(str(tmp_path / "target"))
     tiny_target.require_tokenizer().save_pretrained(str(tmp_path / "target"))
     suite = tmp_path / "a.jsonl"
     suite.write_text("".join(json.dumps({"id": str(i), "prompt": text}) + "\n" for i, text in enumerate(TEXTS)))
-    recipe = Recipe.from_dict(
-        {
-            "name": "tiny",
-            "target": {"path": str(tmp_path / "target")},
-            "drafter": {"type": "eagle3"},
-            "data": {"prompts": [str(suite)]},
-            "eval": {"suites": [str(suite)], "depth": 3, "max_new_tokens": 16},
-        }
-    )
-    return new_pair(tmp_path / "pair", Target.load(str(tmp_path / "target")), head, recipe, calibration=[])
+    values = {
+        "name": "tiny",
+        "target": {"path": str(tmp_path / "target")},
+        "drafter": {"type": "eagle3"},
+        "data": {"prompts": [str(suite)]},
+        "eval": {"suites": [str(suite)], "depth": 3, "max_new_tokens": 16},
+    }
+    target = Target.load(str(tmp_path / "target"))
+    return new_pair(tmp_path / "pair", target, head, Recipe.from_dict(values), calibration=[])
 
 
-def test_an_expectation_of_something_else_is_refused(stored: Pair, tmp_path: Path) -> None:
+def test_an_expectation_of_something_else_is_refused(stored, tmp_path):
     """Other weights of the same drafter, another depth, fewer prompts: each is named."""
     trial = Trial(depth=3, max_new_tokens=8, limit=2, seeds=1)
     made = ServedSession(stored, trial).expected
@@ -274,7 +264,7 @@ def test_an_expectation_of_something_else_is_refused(stored: Pair, tmp_path: Pat
         ServedSession(stored, trial, (), known.model_copy(update={"drafter_digest": "0" * 64}))
 
 
-def test_an_export_is_expected_to_draft_as_deep_as_it_was_exported(stored: Pair, tmp_path: Path) -> None:
+def test_an_export_is_expected_to_draft_as_deep_as_it_was_exported(stored, tmp_path):
     """Its depth may be the tuned one, which is not that of the pair's plan."""
     export = tmp_path / "export"
     export_pair(stored, "vllm", export, depth=2)
@@ -287,30 +277,30 @@ def test_an_export_is_expected_to_draft_as_deep_as_it_was_exported(stored: Pair,
 
 
 @pytest.fixture
-def small_engine(tmp_path: Path) -> VllmLaunch:
+def small_engine(tmp_path) -> VllmLaunch:
     """How a server is started that stands in for vLLM; its diary is in `tmp_path`."""
-    python = tmp_path / "bin" / "python"
-    python.parent.mkdir()
     server = Path(__file__).with_name("small_engine.py")
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} {server} {tmp_path}/diary "$@"\n')
+    launch = launch_of(tmp_path, f'exec {sys.executable} {server} {tmp_path}/diary "$@"')
+    return replace(launch, speculation={"method": "eagle3"})
+
+
+def launch_of(folder: Path, script: str) -> VllmLaunch:
+    """Return how an engine is started whose Python is a script for the shell."""
+    python = folder / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text(f"#!/bin/sh\n{script}\n")
     python.chmod(0o755)
-    return VllmLaunch(python_of(tmp_path), "target", "float32", {"method": "eagle3"})
-
-
-def answered() -> Expectation:
-    """What our decoder does, where it does what the small engine does."""
-    tokens, counts = [7, 8, 9, 10, 11, 12], DraftCounts(rounds=3, drafted=6, accepted=3, by_position=(3, 0))
-    answer = ServedAnswer(tokens=tokens, ended=False, lengths=[6], counts=[counts])
-    asked = [ServedPrompt(suite="code", id=str(i), tokens=[1, 2]) for i in range(3)]
-    return Expectation(
-        target="t", drafter="eagle3", depth=2, max_new_tokens=6, prompts=asked, answers={"0": [answer] * 3}
-    )
+    return VllmLaunch(python_of(folder), "target", "float32")
 
 
 @pytest.mark.parametrize("in_turns", [True, False])
-def test_engines_answer_in_turns_or_one_by_one(in_turns: bool, small_engine: VllmLaunch, tmp_path: Path) -> None:
+def test_engines_answer_in_turns_or_one_by_one(in_turns, small_engine, tmp_path):
     """One GPU holds one of them: the one with drafts ends before the plain one begins."""
-    survey = Survey(answered())
+    tokens, counts = [7, 8, 9, 10, 11, 12], DraftCounts(rounds=3, drafted=6, accepted=3, by_position=(3, 0))
+    own = {"0": [ServedAnswer(tokens=tokens, ended=False, lengths=[6], counts=[counts])] * 3}  # as the small engine
+    asked = [ServedPrompt(suite="code", id=str(i), tokens=[1, 2]) for i in range(3)]
+    expected = Expectation(target="t", drafter="eagle3", depth=2, max_new_tokens=6, prompts=asked, answers=own)
+    survey = Survey(expected)
     facts = survey.start(small_engine, replace(small_engine, speculation=None), tmp_path, in_turns)
     found = survey.result({"name": facts["name"]}, str)
     assert found.agrees
@@ -332,19 +322,16 @@ with stoppable(), running(VllmLaunch(python_of(Path(sys.argv[1])), "target", "fl
 """
 
 
-def test_a_request_to_stop_ends_the_engine_too(small_engine: VllmLaunch, tmp_path: Path) -> None:
+def test_a_request_to_stop_ends_the_engine_too(small_engine, tmp_path):
     """It runs in a process session of its own, which a scheduler's signal does not reach."""
     waiting = subprocess.Popen([sys.executable, "-c", WAITS, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-    assert waiting.stdout is not None
     assert waiting.stdout.readline() == "answers\n"
     waiting.terminate()
     waiting.wait(20)
     assert (tmp_path / "diary").read_text().splitlines()[-1] == "plain ends"
 
 
-def test_a_session_starts_an_engine_and_tries_what_explains_it(
-    stored: Pair, small_engine: VllmLaunch, tmp_path: Path
-) -> None:
+def test_a_session_starts_an_engine_and_tries_what_explains_it(stored, small_engine, tmp_path):
     """The target's memory is free while the engine runs, and the target is there again to try mistakes on."""
     session = ServedSession(stored, Trial((0.0,), depth=2, max_new_tokens=6, limit=2))
     found = session.start(Start(tmp_path, in_turns=False), 0.02)
@@ -355,9 +342,7 @@ def test_a_session_starts_an_engine_and_tries_what_explains_it(
     assert (tmp_path / "diary").read_text().splitlines()[-1] == "plain ends"
 
 
-def test_an_engine_that_counts_less_is_not_accused(
-    tiny_target: Target, head: Drafter, expected: Expectation, start_engine: Serve
-) -> None:
+def test_an_engine_that_counts_less_is_not_accused(tiny_target, head, expected, start_engine):
     """Text Generation Inference counts rounds and accepted drafts alone."""
     server = start_engine(tiny_target, head)
 
@@ -383,17 +368,13 @@ ENDS = {
 
 
 @pytest.mark.parametrize(("said", "explained"), ENDS.items())
-def test_an_engine_that_cannot_start_says_why(tmp_path: Path, said: str, explained: str) -> None:
-    python = tmp_path / "bin" / "python"
-    python.parent.mkdir()
-    python.write_text(f"#!/bin/sh\necho '{said}'\nexit 3\n")
-    python.chmod(0o755)
-    launch = VllmLaunch(python_of(tmp_path), "target", "float32")
+def test_an_engine_that_cannot_start_says_why(tmp_path, said, explained):
+    launch = launch_of(tmp_path, f"echo '{said}'\nexit 3")
     with pytest.raises(BadInputError, match=rf"exit code 3(.|\n)*{explained}"), running(launch, tmp_path / "log"):
         pass
 
 
-def test_bad_words_are_refused_before_anything_starts(tmp_path: Path) -> None:
+def test_bad_words_are_refused_before_anything_starts(tmp_path):
     for words, said in (
         (["served", "x"], "either --url"),
         (["served", "x", "--start", "sglang"], "start it yourself"),
@@ -408,7 +389,7 @@ def test_bad_words_are_refused_before_anything_starts(tmp_path: Path) -> None:
     assert root_url("http://x:1/v1/") == root_url("http://x:1/metrics") == "http://x:1"
 
 
-def test_words_after_the_dashes_go_to_the_engine_and_settings_to_its_drafting() -> None:
+def test_words_after_the_dashes_go_to_the_engine_and_settings_to_its_drafting():
     words = ["--seed", "3", "--speculative-config.draft_sample_method", "greedy", "--speculative-config.k=4"]
     assert split_speculation(words) == ({"draft_sample_method": "greedy", "k": 4}, ("--seed", "3"))
     with pytest.raises(BadInputError, match="has no value"):

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -31,10 +30,9 @@ from outrider.serving.watching import (
     save_states,
 )
 
-from .conftest import Serve, Server, answer
+from .conftest import Server, answer
 
 LIMITS = WatchLimits(window=100)
-Watched = tuple[Server, EngineWatch]
 
 
 def serve(server: Server, rate: float, requests: int, seed: int = 0) -> None:
@@ -54,7 +52,7 @@ def run(*arguments: object) -> Result:
 
 
 @pytest.fixture
-def watched(start_server: Serve) -> Watched:
+def watched(start_server) -> tuple[Server, EngineWatch]:
     """A server, and a watch that has learned how it usually does."""
     server = start_server()
     watch = EngineWatch(WatchState(url=server.url), LIMITS)
@@ -62,20 +60,19 @@ def watched(start_server: Serve) -> Watched:
     for _ in range(LEARNED):
         serve(server, 0.6, 4)
         look(watch, server)
-    assert watch.state.baseline is not None
+    assert watch.state.baseline
     return server, watch
 
 
-def test_a_baseline_is_learned_from_the_first_windows(watched: Watched) -> None:
+def test_a_baseline_is_learned_from_the_first_windows(watched):
     server, watch = watched
     baseline = watch.state.baseline
-    assert baseline is not None
     assert baseline.tau == pytest.approx(server.metrics.counts.tau)
     assert baseline.rounds == LEARNED * LIMITS.window
     assert baseline.by_position[0] > baseline.by_position[1] > baseline.by_position[2]
 
 
-def test_a_fall_raises_an_alarm_that_names_the_position_and_the_moment(watched: Watched) -> None:
+def test_a_fall_raises_an_alarm_that_names_the_position_and_the_moment(watched):
     server, watch = watched
     for _ in range(8):
         serve(server, 0.6, 4)
@@ -86,12 +83,11 @@ def test_a_fall_raises_an_alarm_that_names_the_position_and_the_moment(watched: 
         seen += look(watch, server)
     alarm = next(e for e in seen if e.kind == "alarm")
     assert (alarm.change, alarm.position) == ("fall", 1)
-    assert alarm.since is not None
     assert alarm.since <= 8
     assert [e.kind for e in seen].index("alarm") <= 8, "a fall this deep is found in a few windows"
 
 
-def test_a_restart_is_noticed_and_raises_no_alarm(watched: Watched) -> None:
+def test_a_restart_is_noticed_and_raises_no_alarm(watched):
     server, watch = watched
     serve(server, 0.6, 2)
     assert look(watch, server) == []
@@ -101,7 +97,7 @@ def test_a_restart_is_noticed_and_raises_no_alarm(watched: Watched) -> None:
     assert watch.state.restarts == 1
 
 
-def test_what_was_counted_before_the_watch_began_is_nobodys_window(start_server: Serve) -> None:
+def test_what_was_counted_before_the_watch_began_is_nobodys_window(start_server):
     server = start_server()
     serve(server, 0.6, 40)
     watch = EngineWatch(WatchState(url=server.url), LIMITS)
@@ -109,7 +105,7 @@ def test_what_was_counted_before_the_watch_began_is_nobodys_window(start_server:
     assert watch.state.windows == 0
 
 
-def test_single_looks_find_the_same_as_one_long_watch(watched: Watched, tmp_path: Path, start_server: Serve) -> None:
+def test_single_looks_find_the_same_as_one_long_watch(watched, tmp_path, start_server):
     server, watch = watched
     file = tmp_path / "watch.json"
     save_states(file, [watch.state])
@@ -129,7 +125,7 @@ def test_single_looks_find_the_same_as_one_long_watch(watched: Watched, tmp_path
     assert json.loads(file.read_text())[0]["alarms"] == sum(codes)
 
 
-def test_a_pairs_baseline_needs_no_learning(start_server: Serve) -> None:
+def test_a_pairs_baseline_needs_no_learning(start_server):
     server = start_server()
     known = NormalDrafting(tau=2.2, spread=1.2, rounds=20_000, source="a pair")
     watch = EngineWatch(WatchState(url=server.url, baseline=known), LIMITS)
@@ -138,23 +134,14 @@ def test_a_pairs_baseline_needs_no_learning(start_server: Serve) -> None:
     assert {e.kind for e in look(watch, server)} == {"window", "alarm"}
 
 
-def test_an_engine_that_does_not_answer(start_server: Serve, tmp_path: Path) -> None:
-    """A long watch goes on; a single look says so and fails."""
-    once = run("http://127.0.0.1:9", "--once", "--state", tmp_path / "s.json")
-    assert once.exit_code == 2
-    long = run("http://127.0.0.1:9", start_server().url, "--seconds", 0.1, "--every", 0.05)
-    assert long.exit_code == 0
-    assert "no answer" in long.stdout
-
-
-def test_a_damaged_state_is_refused(tmp_path: Path) -> None:
+def test_a_damaged_state_is_refused(tmp_path):
     file = tmp_path / "watch.json"
     file.write_text('[{"url": 3}]')
     with pytest.raises(BadInputError, match="delete it"), kept_states(file, ["http://x"], None):
         pass
 
 
-def test_two_jobs_with_one_state_file_lose_nothing(start_server: Serve, tmp_path: Path) -> None:
+def test_two_jobs_with_one_state_file_lose_nothing(start_server, tmp_path):
     """Of two engines, looked at in turns; and one that does not answer takes nothing from the other."""
     file, servers = tmp_path / "watch.json", [start_server(), start_server()]
     for _ in range(3):
@@ -166,7 +153,7 @@ def test_two_jobs_with_one_state_file_lose_nothing(start_server: Serve, tmp_path
     assert [kept[server.url]["windows"] for server in servers] == [2, 2], "the first look is where a watch begins"
 
 
-def test_looks_with_one_state_file_follow_one_another(start_server: Serve, tmp_path: Path) -> None:
+def test_looks_with_one_state_file_follow_one_another(start_server, tmp_path):
     """Eight at once, of eight engines: each writes beside what the others wrote."""
     file, servers = tmp_path / "watch.json", [start_server() for _ in range(8)]
 
@@ -181,7 +168,7 @@ def test_looks_with_one_state_file_follow_one_another(start_server: Serve, tmp_p
     assert all(s["seen"] for s in kept)
 
 
-def test_another_baseline_begins_the_test_anew(tmp_path: Path) -> None:
+def test_another_baseline_begins_the_test_anew(tmp_path):
     file = tmp_path / "watch.json"
     old = NormalDrafting(tau=2.2, spread=1.2, rounds=20_000, source="version 1")
     new = old.model_copy(update={"tau": 2.6, "source": "version 2"})
@@ -194,14 +181,14 @@ def test_another_baseline_begins_the_test_anew(tmp_path: Path) -> None:
         assert state.baseline == new, "without --pair it goes on"
 
 
-def test_a_baseline_of_too_few_rounds_is_refused_with_what_to_do() -> None:
+def test_a_baseline_of_too_few_rounds_is_refused_with_what_to_do():
     few = NormalDrafting(tau=1.99, spread=3.4, rounds=100, parts=32, source="a pair")
     with pytest.raises(BadInputError, match="leave out --pair"):
         limits_for(few)
     assert limits_for(few.model_copy(update={"rounds": 5_000})) == WatchLimits()
 
 
-def test_what_is_promised_is_said_and_what_is_not(start_server: Serve) -> None:
+def test_what_is_promised_is_said_and_what_is_not():
     limits, known = WatchLimits(), NormalDrafting(tau=1.99, spread=3.4, rounds=930, parts=32, source="a pair")
     states = [WatchState(url="http://x", baseline=known), WatchState(url="http://y")]
     quiet, seen, learns = promises([EngineWatch(state, limits) for state in states], limits)
@@ -226,7 +213,6 @@ class Broken(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def broken() -> Iterator[str]:
-    """The URL of a broken server."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Broken)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_address[1]}"
@@ -234,23 +220,25 @@ def broken() -> Iterator[str]:
     server.server_close()
 
 
-def test_an_answer_that_is_no_http_ends_no_watch(broken: str, start_server: Serve) -> None:
-    found = run(broken, start_server().url, "--seconds", 0.1, "--every", 0.05)
-    assert found.exit_code == 0, found.exception
-    assert "no answer" in found.stdout
+def test_an_engine_that_does_not_answer_in_http_or_at_all(broken, start_server, tmp_path):
+    """A long watch goes on; a single look says so and fails."""
+    assert run("http://127.0.0.1:9", "--once", "--state", tmp_path / "s.json").exit_code == 2
+    for url in ("http://127.0.0.1:9", broken):
+        long = run(url, start_server().url, "--seconds", 0.1, "--every", 0.05)
+        assert long.exit_code == 0, long.exception
+        assert "no answer" in long.stdout
 
 
-def test_a_webhook_that_fails_ends_no_watch_and_stays_secret(broken: str) -> None:
+def test_a_webhook_that_fails_ends_no_watch_and_stays_secret(broken):
     alarm = WatchEvent(kind="alarm", url="http://engine", time="now")
     for webhook in (f"{broken}/hooks/s3cret", "http://127.0.0.1:9/hooks/s3cret", "http://x.invalid/s3cret"):
         said = post(webhook, alarm)
-        assert said is not None
         assert "s3cret" not in said
         assert "was not reached" in said
 
 
 @pytest.mark.parametrize("webhook", ["hooks/s3cret", "ftp://x/s3cret", "http:///s3cret", "http://x/s3cret here"])
-def test_what_is_no_webhook_is_refused_at_once(webhook: str, start_server: Serve) -> None:
+def test_what_is_no_webhook_is_refused_at_once(webhook, start_server):
     found = run(start_server().url, "--seconds", 0, "--webhook", webhook)
     assert found.exit_code == 2
     assert "--webhook" in found.output

@@ -10,7 +10,6 @@ import re
 import subprocess
 import sys
 from html.parser import HTMLParser
-from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -31,13 +30,13 @@ def report() -> Report:
     return make_report(ACCEPTED, temperatures=(0.0, 1.0))
 
 
-def test_a_saved_report_reads_back_equal(report: Report, tmp_path: Path) -> None:
+def test_a_saved_report_reads_back_equal(report, tmp_path):
     folder = write_report(report, tmp_path / "out")
     assert sorted(p.name for p in folder.iterdir()) == ["report.html", "report.json", "report.md"]
     assert Report.load(folder) == Report.load(folder / "report.json") == report
 
 
-def test_numbers_that_do_not_exist_are_null_in_valid_json(tmp_path: Path) -> None:
+def test_numbers_that_do_not_exist_are_null_in_valid_json(tmp_path):
     """One prompt gives values without intervals."""
     folder = write_report(make_report([[1, 2]]), tmp_path)
 
@@ -46,15 +45,12 @@ def test_numbers_that_do_not_exist_are_null_in_valid_json(tmp_path: Path) -> Non
 
     values = json.loads((folder / "report.json").read_text(), parse_constant=refuse)
     assert values["figures"][0]["tau"] == {"value": 2.5, "low": None, "high": None}
-    tau = Report.load(folder).headline().tau
-    assert tau is not None
-    assert not tau.known
+    assert not Report.load(folder).headline().tau.known
 
 
-def test_the_headline_is_about_the_first_drafter_over_all_suites(report: Report) -> None:
+def test_the_headline_is_about_the_first_drafter_over_all_suites(report):
     figures = report.headline()
     assert (figures.contestant, figures.temperature, figures.suite) == ("draft", 0.0, "all")
-    assert figures.tau is not None
     assert figures.tau.value == pytest.approx(1 + 19 / 12)
     assert re.fullmatch(
         r"draft, depth 4: τ 2\.58 \[\d\.\d\d, \d\.\d\d\], "
@@ -64,14 +60,14 @@ def test_the_headline_is_about_the_first_drafter_over_all_suites(report: Report)
     assert report.sentence(temperature=1.0).endswith("at temperature 1 (rejection)")
 
 
-def test_asking_for_what_was_not_measured_names_what_was(report: Report) -> None:
+def test_asking_for_what_was_not_measured_names_what_was(report):
     with pytest.raises(BadInputError, match="no contestant 'medusa'; it has: draft, plain"):
         report.headline("medusa")
     with pytest.raises(BadInputError, match=r"temperatures measured: 0\.0, 1\.0"):
         report.headline("draft", 0.7)
 
 
-def test_markdown_and_page_carry_definitions_conditions_and_divergences(report: Report, tmp_path: Path) -> None:
+def test_markdown_and_page_carry_definitions_conditions_and_divergences(report, tmp_path):
     folder = write_report(report, tmp_path)
     said = ("1 + mean accepted", "a CPU", "float32", "batch size 1", "draft 3/4", "first differing token", "rejection")
     for name in ("report.md", "report.html"):
@@ -97,11 +93,13 @@ class Page(HTMLParser):
 
 
 @pytest.fixture
-def html(report: Report, tmp_path: Path) -> str:
+def html(report, tmp_path) -> str:
     return (write_report(report, tmp_path) / "report.html").read_text(encoding="utf-8")
 
 
-def test_the_page_is_well_formed_and_asks_for_nothing_from_outside(html: str) -> None:
+def test_the_page_is_well_formed_escapes_what_it_is_given_and_asks_for_nothing_from_outside(html):
+    assert "&lt;p &amp; 0&gt;" in html
+    assert "<p & 0>" not in html
     page = Page()
     page.feed(html)
     assert page.open == []
@@ -112,7 +110,7 @@ def test_the_page_is_well_formed_and_asks_for_nothing_from_outside(html: str) ->
     assert set(re.findall(r"https?://[^\s\"'<]+", html)) <= {"http://www.w3.org/2000/svg"}
 
 
-def test_the_page_says_what_its_plots_show_and_follows_the_colour_scheme(html: str) -> None:
+def test_the_page_says_what_its_plots_show_and_follows_the_colour_scheme(html):
     page = Page()
     page.feed(html)
     plots = [attributes for tag, attributes in page.tags if tag == "svg" and attributes.get("role") == "img"]
@@ -124,12 +122,7 @@ def test_the_page_says_what_its_plots_show_and_follows_the_colour_scheme(html: s
         assert not re.search(r'(fill|stroke)="', svg)
 
 
-def test_what_comes_from_outside_is_escaped(html: str) -> None:
-    assert "&lt;p &amp; 0&gt;" in html
-    assert "<p & 0>" not in html
-
-
-def test_a_report_without_drafters_is_printed_without_plots(report: Report, tmp_path: Path) -> None:
+def test_a_report_without_drafters_is_printed_without_plots(report, tmp_path):
     figures = [f for f in report.figures if f.contestant == "plain"]
     plain = report.model_copy(update={"contestants": report.contestants[1:], "figures": figures, "records": []})
     text = (write_report(plain, tmp_path) / "report.html").read_text(encoding="utf-8")
@@ -138,7 +131,7 @@ def test_a_report_without_drafters_is_printed_without_plots(report: Report, tmp_
 
 
 @pytest.mark.parametrize("width", [60, 80, 140])
-def test_the_terminal_table_fits_its_width(report: Report, width: int) -> None:
+def test_the_terminal_table_fits_its_width(report, width):
     out = io.StringIO()
     print_report(report, Console(file=out, width=width))
     text = out.getvalue()
@@ -157,16 +150,14 @@ def test_the_terminal_table_fits_its_width(report: Report, width: int) -> None:
         ('{"schema_version": 1}', "conditions: field required"),
     ],
 )
-def test_what_is_not_a_report_is_refused_with_the_reason(content: str | None, message: str, tmp_path: Path) -> None:
+def test_what_is_not_a_report_is_refused_with_the_reason(content, message, tmp_path):
     if content is not None:
         (tmp_path / "report.json").write_text(content)
     with pytest.raises(BadInputError, match=message):
         Report.load(tmp_path)
 
 
-def test_an_interrupted_write_leaves_the_old_report_whole(
-    report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_write_leaves_the_old_report_whole(report, tmp_path, monkeypatch):
     write_report(report, tmp_path)
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
 
@@ -187,12 +178,9 @@ def loaded_by(module: str) -> list[str]:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
 
 
-def test_importing_the_room_loads_no_heavy_library() -> None:
-    assert loaded_by("outrider.eval") == []
-
-
-def test_what_shows_compares_and_draws_reports_loads_no_torch() -> None:
+def test_importing_the_room_loads_no_heavy_library_and_what_shows_reports_no_torch():
     """Every module of `eval.reports`; intervals need scipy."""
+    assert loaded_by("outrider.eval") == []
     modules = [f"outrider.eval.reports.{m.name}" for m in pkgutil.iter_modules(reports.__path__)]
     assert len(modules) >= 7
     assert loaded_by(", ".join(modules)) == ["scipy"]

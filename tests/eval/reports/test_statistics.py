@@ -14,30 +14,30 @@ from outrider.eval import Interval, Ratio
 from outrider.eval.reports.statistics import Bootstrap, strata_of
 
 
-def test_the_value_is_the_ratio_of_sums_not_the_mean_of_ratios() -> None:
-    interval = Bootstrap([2]).ratio(Ratio([1, 9], [1, 3]))
-    assert interval.value == 10 / 4
+def test_the_value_is_the_ratio_of_sums_not_the_mean_of_ratios():
+    assert Bootstrap([2]).ratio(Ratio([1, 9], [1, 3])).value == 10 / 4
+    assert Bootstrap([4]).ratio(Ratio([0.1, 0.2, 0.3, 0.4], [0.25] * 4)).known, "a sum of one is like any other"
 
 
-def test_two_thousand_resamples_give_a_95_percent_interval_if_nothing_else_is_asked_for() -> None:
+def test_two_thousand_resamples_give_a_95_percent_interval_if_nothing_else_is_asked_for():
     assert Bootstrap([3, 5]).weights.shape == (2000, 8)
     assert Bootstrap([3, 5]).tail == Bootstrap([3, 5], resamples=2000, confidence=0.95).tail
 
 
-def test_resamples_keep_the_number_of_prompts_of_every_suite() -> None:
+def test_resamples_keep_the_number_of_prompts_of_every_suite():
     weights = Bootstrap([3, 5], resamples=50).weights
     assert (weights[:, :3].sum(1) == 3).all()
     assert (weights[:, 3:].sum(1) == 5).all()
 
 
-def test_the_same_seed_gives_the_same_interval_and_another_seed_another() -> None:
+def test_the_same_seed_gives_the_same_interval_and_another_seed_another():
     ratio = Ratio([1, 2, 3, 5, 8], [1, 1, 2, 2, 2])
     assert Bootstrap([5], seed=1).ratio(ratio) == Bootstrap([5], seed=1).ratio(ratio)
     assert Bootstrap([5], seed=1).ratio(ratio) != Bootstrap([5], seed=2).ratio(ratio)
     assert Bootstrap([5]).ratio(ratio) == Bootstrap([5], seed=0).ratio(ratio)
 
 
-def test_an_offset_shifts_value_and_bounds_alike() -> None:
+def test_an_offset_shifts_value_and_bounds_alike():
     numerators, denominators = [1, 4, 2, 6], [2, 2, 2, 2]
     plain, shifted = (Bootstrap([4]).ratio(Ratio(numerators, denominators, offset)) for offset in (0.0, 1.0))
     assert (shifted.value, shifted.low, shifted.high) == pytest.approx((plain.value + 1, plain.low + 1, plain.high + 1))
@@ -45,11 +45,8 @@ def test_an_offset_shifts_value_and_bounds_alike() -> None:
 
 @pytest.mark.parametrize("strata", [[2], [8], [3, 5], [40]], ids=str)
 @pytest.mark.parametrize("confidence", [0.9, 0.95])
-def test_intervals_are_percentiles_taken_further_out_for_few_prompts(strata: list[int], confidence: float) -> None:
-    """By the quantile of Student's t instead of the normal one, and by n / (n − 1) in the variance.
-
-    Less one for each suite.
-    """
+def test_intervals_are_percentiles_taken_further_out_for_few_prompts(strata, confidence):
+    """By Student's t instead of the normal quantile, and n / (n − 1) in the variance, less one for each suite."""
     num_prompts, freedom = sum(strata), sum(strata) - len(strata)
     numerators = np.arange(num_prompts) ** 2.0
     bootstrap = Bootstrap(strata, confidence=confidence)
@@ -61,7 +58,7 @@ def test_intervals_are_percentiles_taken_further_out_for_few_prompts(strata: lis
 
 
 @pytest.mark.parametrize("num_prompts", [8, 30])
-def test_a_95_percent_interval_holds_the_truth_in_about_95_percent_of_experiments(num_prompts: int) -> None:
+def test_a_95_percent_interval_holds_the_truth_in_about_95_percent_of_experiments(num_prompts):
     """Prompts with their own acceptance and their own number of rounds; the truth is E[accepted] / E[rounds]."""
     generator = np.random.default_rng(0)
     held, experiments = 0, 600
@@ -73,7 +70,7 @@ def test_a_95_percent_interval_holds_the_truth_in_about_95_percent_of_experiment
     assert 0.91 <= held / experiments <= 0.985
 
 
-def test_a_comparison_is_paired_so_that_what_prompts_share_cancels() -> None:
+def test_a_comparison_is_paired_so_that_what_prompts_share_cancels():
     """Prompts differ tenfold in speed; the second is exactly 1.5 times as fast on every one of them."""
     seconds = np.array([1.0, 10.0, 3.0, 7.0, 2.0])
     slow, fast = Ratio([60] * 5, seconds), Ratio([60] * 5, seconds / 1.5)
@@ -83,7 +80,7 @@ def test_a_comparison_is_paired_so_that_what_prompts_share_cancels() -> None:
     assert single.high / single.low > 1.5
 
 
-def test_a_difference_is_paired_too() -> None:
+def test_a_difference_is_paired_too():
     accepted = np.array([1.0, 10.0, 3.0, 7.0, 2.0])
     one, other = Ratio(accepted + 0.5, [1] * 5), Ratio(accepted, [1] * 5)
     difference = Bootstrap([5]).difference(one, other)
@@ -93,7 +90,7 @@ def test_a_difference_is_paired_too() -> None:
     assert apart.low < apart.value < apart.high
 
 
-def test_differences_between_suites_do_not_widen_the_interval() -> None:
+def test_differences_between_suites_do_not_widen_the_interval():
     """Two suites with nothing random inside: their share of the whole is fixed, so there is nothing to be unsure of."""
     numerators, denominators = [1, 1, 1, 9, 9, 9], [1] * 6
     by_suite = Bootstrap([3, 3]).ratio(Ratio(numerators, denominators))
@@ -102,22 +99,16 @@ def test_differences_between_suites_do_not_widen_the_interval() -> None:
     assert pooled.low < 5.0 < pooled.high
 
 
-def test_one_prompt_gives_a_value_without_an_interval() -> None:
+def test_one_prompt_or_an_event_that_few_prompts_carry_gives_a_value_without_an_interval():
     interval = Bootstrap([1]).ratio(Ratio([3], [2]))
-    assert interval.value == 1.5
-    assert not interval.known
+    assert (interval.value, interval.known, interval.text()) == (1.5, False, "1.50")
     assert math.isnan(interval.low)
     assert math.isnan(interval.high)
-    assert interval.text() == "1.50"
-
-
-def test_an_event_that_few_prompts_carry_gets_no_interval() -> None:
     interval = Bootstrap([20]).ratio(Ratio([1] + [0] * 19, [2] + [0] * 19))
-    assert interval.value == 0.5
-    assert not interval.known
+    assert (interval.value, interval.known) == (0.5, False)
 
 
-def test_an_interval_needs_95_percent_of_the_resamples() -> None:
+def test_an_interval_needs_95_percent_of_the_resamples():
     """Of 20 resamples, those that draw neither of the first two prompts have nothing to divide by."""
     bootstraps = [Bootstrap([4], resamples=20, seed=seed) for seed in range(100)]
     empty = [int((b.weights[:, :2].sum(1) == 0).sum()) for b in bootstraps]
@@ -125,11 +116,7 @@ def test_an_interval_needs_95_percent_of_the_resamples() -> None:
     assert [known[n] for n in (0, 1, 2)] == [True, True, False]
 
 
-def test_a_sum_of_one_is_a_denominator_like_any_other() -> None:
-    assert Bootstrap([4]).ratio(Ratio([0.1, 0.2, 0.3, 0.4], [0.25] * 4)).known
-
-
-def test_resamples_without_the_event_raise_no_warnings() -> None:
+def test_resamples_without_the_event_raise_no_warnings():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         rare, never = Ratio([1, 0, 0], [1, 0, 0]), Ratio([0, 0, 0], [1, 1, 1])
@@ -138,36 +125,30 @@ def test_resamples_without_the_event_raise_no_warnings() -> None:
         assert math.isnan(Bootstrap([3]).quotient(never, never).value)
 
 
-def test_nothing_counted_gives_no_value() -> None:
+def test_nothing_counted_gives_no_value():
     interval = Bootstrap([3]).ratio(Ratio([0, 0, 0], [0, 0, 0]))
     assert math.isnan(interval.value)
     assert interval.text() == "–"
 
 
-def test_intervals_are_written_as_people_write_them() -> None:
-    assert Interval(1.4249, 1.38, 1.4649).text(unit="×") == "1.42× [1.38, 1.46]"
-    assert Interval(1.4249, 1.38, 1.4649).text() == "1.42 [1.38, 1.46]"
-    assert Interval(1.4249, 1.38, 1.4649).main() == "1.42"
-    assert Interval(1.4249, 1.38, 1.4649).bounds() == "[1.38, 1.46]"
+def test_intervals_are_written_as_people_write_them():
+    found = Interval(1.4249, 1.38, 1.4649)
+    said = (found.text(unit="×"), found.text(), found.main(), found.bounds())
+    assert said == ("1.42× [1.38, 1.46]", "1.42 [1.38, 1.46]", "1.42", "[1.38, 1.46]")
 
 
-def test_an_interval_needs_its_value_and_both_ends() -> None:
-    for numbers in ((math.nan, 1.0, 2.0), (1.5, math.nan, 2.0), (1.5, 1.0, math.nan)):
-        assert not Interval(*numbers).known
-        assert not Interval(*numbers).excludes(3.0)
-
-
-def test_what_json_writes_as_null_is_not_a_number_again() -> None:
-    assert math.isnan(TypeAdapter(Interval).validate_python({"value": 1.5, "low": None, "high": 2.0}).low)
-
-
-def test_an_interval_holds_its_ends() -> None:
+def test_an_interval_holds_its_ends_and_needs_them_and_its_value():
     assert Interval(1.42, 1.38, 1.46).excludes(1.0)
     assert not Interval(1.42, 1.38, 1.46).excludes(1.38)
     assert not Interval(1.42, 1.38, 1.46).excludes(1.46)
     assert not Interval(1.42, 0.9, 1.46).excludes(1.0)
+    for numbers in ((math.nan, 1.0, 2.0), (1.5, math.nan, 2.0), (1.5, 1.0, math.nan)):
+        assert not Interval(*numbers).known
+        assert not Interval(*numbers).excludes(3.0)
+    read = TypeAdapter(Interval).validate_python({"value": 1.5, "low": None, "high": 2.0})
+    assert math.isnan(read.low), "what JSON writes as null is not a number again"
 
 
-def test_strata_are_the_suites_sizes_in_the_order_of_their_first_prompts() -> None:
+def test_strata_are_the_suites_sizes_in_the_order_of_their_first_prompts():
     assert strata_of(["docs", "docs", "code", "docs"]) == [3, 1]
     assert strata_of([]) == []

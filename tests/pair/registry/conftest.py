@@ -10,17 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from outrider.distill.prompts import Prompt
 from outrider.pair import Pair, new_pair
 from outrider.pair.manifest import Lineage, Manifest, Parent
 from outrider.pair.signature import sign
-from outrider.recipes import Recipe
 from outrider.targets.fingerprint import digest_files
 
-from ..conftest import MakeDrafter, MakeTarget
-
 MakeVersion = Callable[..., Pair]
-Signed = Callable[[Pair], Path]
 
 
 def versioned(pair: Pair, folder: Path, version: int, name: str, weights: bytes, parent: Pair | None) -> Pair:
@@ -33,27 +28,20 @@ def versioned(pair: Pair, folder: Path, version: int, name: str, weights: bytes,
     lineage = Lineage(parent=ancestor, reason=reason)
     record = pair.manifest.drafter.model_copy(update={"files": files})
     values = {"name": name, "version": version, "drafter": record, "lineage": lineage}
-    made: Manifest = pair.manifest.model_copy(update=values)
-    made = made.model_copy(update={"digest": made.identity()}).sealed()
+    made: Manifest = pair.manifest.model_copy(update=values).identified().sealed()
     made.write(folder)
     return Pair(folder, made)
 
 
 @pytest.fixture(scope="session")
-def first(
-    tmp_path_factory: pytest.TempPathFactory,
-    make_target: MakeTarget,
-    make_drafter: MakeDrafter,
-    recipe: Recipe,
-    prompts: list[Prompt],
-) -> Pair:
+def first(tmp_path_factory, make_target, make_drafter, recipe, prompts) -> Pair:
     """One real pair, which the others are made from; nobody changes it."""
     target, folder = make_target(), tmp_path_factory.mktemp("first") / "pair"
     return new_pair(folder, target, make_drafter("ngram", target), recipe, calibration=prompts[:1])
 
 
 @pytest.fixture
-def make_version(first: Pair, tmp_path: Path) -> MakeVersion:
+def make_version(first, tmp_path) -> MakeVersion:
     """`make_version(version, name="tiny", parent=None, weights=None)`: a sealed pair in a folder of its own."""
 
     def make(version: int, name: str = "tiny", parent: Pair | None = None, weights: bytes | None = None) -> Pair:
@@ -64,8 +52,14 @@ def make_version(first: Pair, tmp_path: Path) -> MakeVersion:
     return make
 
 
+def retold(pair: Pair) -> Pair:
+    """Change what is known of a pair, but not what it is: its next revision."""
+    pair.manifest.model_copy(update={"created": "2040-01-01"}).sealed().write(pair.folder)
+    return Pair.load(pair.folder)
+
+
 @pytest.fixture
-def signed(tmp_path: Path) -> Signed:
+def signed(tmp_path) -> Callable[[Pair], Path]:
     """`signed(pair)`: sign a pair's folder with a new key, and return the file of its public half."""
     if shutil.which("ssh-keygen") is None:
         pytest.skip("needs OpenSSH's ssh-keygen")

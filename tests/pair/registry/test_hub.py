@@ -10,6 +10,7 @@ import inspect
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -22,13 +23,6 @@ from outrider.pair import verify
 from outrider.pair.registry import HubStore, PairReference, Registry
 from outrider.pair.registry.layout import Entry
 from outrider.pair.signature import check_signature
-
-from .conftest import MakeVersion, Signed
-
-
-class Info:
-    def __init__(self, sha: str):
-        self.sha = sha
 
 
 class Repository(HfApi):
@@ -46,11 +40,11 @@ class Repository(HfApi):
         inspect.signature(HfApi.create_repo).bind(self, repo_id, **options)
         self.private = options["private"]
 
-    def model_info(self, repo_id: str, **options: Any) -> Info:
+    def model_info(self, repo_id: str, **options: Any) -> SimpleNamespace:
         inspect.signature(HfApi.model_info).bind(self, repo_id, **options)
         if not self.commits:
             raise RepositoryNotFoundError("404: no such repository", response=response(404))
-        return Info(self.commits[-1])
+        return SimpleNamespace(sha=self.commits[-1])
 
     def list_repo_files(self, repo_id: str, **options: Any) -> list[str]:
         inspect.signature(HfApi.list_repo_files).bind(self, repo_id, **options)
@@ -84,7 +78,7 @@ def response(status: int) -> httpx.Response:
 
 
 @pytest.fixture
-def repository(tmp_path: Path) -> Repository:
+def repository(tmp_path) -> Repository:
     return Repository(tmp_path / "hub")
 
 
@@ -92,7 +86,7 @@ def registry(repository: Repository) -> Registry:
     return Registry(HubStore("org/pairs", repository))
 
 
-def test_versions_go_in_and_out(repository: Repository, make_version: MakeVersion, tmp_path: Path) -> None:
+def test_versions_go_in_and_out(repository, make_version, tmp_path):
     """The same files as in a folder, one commit for each version, equal ones once; the repository is private."""
     first, second = (make_version(n, weights=b"the same") for n in (1, 2))
     assert registry(repository).versions() == []
@@ -109,9 +103,7 @@ def test_versions_go_in_and_out(repository: Repository, make_version: MakeVersio
     assert verify(pulled.folder) == []
 
 
-def test_signatures_go_in_and_out(
-    repository: Repository, make_version: MakeVersion, signed: Signed, tmp_path: Path
-) -> None:
+def test_signatures_go_in_and_out(repository, make_version, signed, tmp_path):
     pair = make_version(1)
     signer = signed(pair)
     for _ in range(2):
@@ -121,7 +113,7 @@ def test_signatures_go_in_and_out(
     assert check_signature(pulled.folder, signer)[1] == ""
 
 
-def test_of_two_writers_one_follows_the_other(repository: Repository, make_version: MakeVersion) -> None:
+def test_of_two_writers_one_follows_the_other(repository, make_version):
     """The Hub refuses the commit that was outrun; it is made again after the other's."""
     first, second = make_version(1), make_version(2)
     registry(repository).push(make_version(3))
@@ -130,7 +122,7 @@ def test_of_two_writers_one_follows_the_other(repository: Repository, make_versi
     assert [v.entry.version for v in registry(repository).versions()] == [1, 2, 3]
 
 
-def test_of_two_pairs_with_one_version_the_later_is_refused(repository: Repository, make_version: MakeVersion) -> None:
+def test_of_two_pairs_with_one_version_the_later_is_refused(repository, make_version):
     registry(repository).push(make_version(1))
     rival = make_version(2)
     repository.before_commit = lambda: registry(repository).push(rival)  # type: ignore[assignment]
@@ -138,9 +130,7 @@ def test_of_two_pairs_with_one_version_the_later_is_refused(repository: Reposito
         registry(repository).push(make_version(2))
 
 
-def test_what_was_altered_on_the_hub_is_refused(
-    repository: Repository, make_version: MakeVersion, tmp_path: Path
-) -> None:
+def test_what_was_altered_on_the_hub_is_refused(repository, make_version, tmp_path):
     registry(repository).push(make_version(1))
     for name, file in repository.files(repository.commits[-1]).items():
         content = Path(file).read_bytes()
@@ -151,7 +141,7 @@ def test_what_was_altered_on_the_hub_is_refused(
         Path(file).write_bytes(content)
 
 
-def test_without_a_network_it_says_what_to_look_at(make_version: MakeVersion) -> None:
+def test_without_a_network_it_says_what_to_look_at(make_version):
     """By the real library, which is offline in the tests."""
     with pytest.raises(BadInputError, match=r"hf://org/pairs: .* Check the name, the network and your access"):
         Registry(HubStore("org/pairs")).push(make_version(1))

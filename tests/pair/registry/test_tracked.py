@@ -14,8 +14,6 @@ from outrider.pair.registry import FolderStore, PairReference, Registry, WandbSt
 from outrider.pair.registry.layout import Entry
 from outrider.pair.signature import check_signature
 
-from .conftest import MakeVersion, Signed
-
 wandb = pytest.importorskip("wandb")
 
 
@@ -43,7 +41,7 @@ class Project(WandbStore):
 
 
 @pytest.fixture
-def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
+def project(tmp_path, monkeypatch) -> Project:
     for name in ("WANDB_DIR", "WANDB_DATA_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR"):
         monkeypatch.setenv(name, str(tmp_path / "wandb"))
     (tmp_path / "wandb").mkdir()
@@ -62,9 +60,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
     return found
 
 
-def test_a_pair_is_an_artifact_with_the_layout_of_a_folder(
-    project: Project, make_version: MakeVersion, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pair_is_an_artifact_with_the_layout_of_a_folder(project, make_version, tmp_path, monkeypatch):
     pair = make_version(3)
     assert Registry(project).push(pair) == Entry("tiny", 3, 1)
     (artifact,) = project.logged
@@ -83,9 +79,7 @@ def test_a_pair_is_an_artifact_with_the_layout_of_a_folder(
     assert [v.entry for v in Registry(project).versions()] == [Entry("tiny", 3, 1)]
 
 
-def test_a_signature_is_a_version_of_the_artifact(
-    project: Project, make_version: MakeVersion, signed: Signed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signature_is_a_version_of_the_artifact(project, make_version, signed, tmp_path, monkeypatch):
     pair = make_version(3)
     signer = signed(pair)
     Registry(project).push(pair)
@@ -95,9 +89,7 @@ def test_a_signature_is_a_version_of_the_artifact(
     assert check_signature(pulled.folder, signer)[1] == ""
 
 
-def test_a_download_is_verified(
-    project: Project, make_version: MakeVersion, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_download_is_verified(project, make_version, tmp_path, monkeypatch):
     Registry(project).push(make_version(1))
     monkeypatch.setenv("WANDB_MODE", "online")
     entries = project.logged[0].manifest.entries

@@ -25,7 +25,7 @@ from outrider.pair.registry import PairReference, open_registry
 from outrider.pair.registry.layout import BLOBS
 from outrider.targets.fingerprint import digest_file
 
-from .conftest import MakeVersion
+from .conftest import MakeVersion, retold
 
 FORK = multiprocessing.get_context("fork")  # an interpreter of its own would import for seconds before it writes
 
@@ -99,24 +99,22 @@ def pushed_by_many(
     assert (killed >= min(kills, 1), refused) == (True, 0)
     open_registry(str(root)).push(versions[0])
     check(root, expected, tmp_path)
-    retold = versions[0].manifest.model_copy(update={"created": "2040-01-01"}).sealed()
-    retold.write(versions[0].folder)
-    open_registry(str(root)).push(Pair.load(versions[0].folder))  # the next writer sweeps
+    open_registry(str(root)).push(retold(versions[0]))  # the next writer sweeps
     assert list(leftovers_within(root)) == []
     print(f"{num_writers} writers, {num_versions} versions, {killed} SIGKILLs: all whole, nothing left over")
 
 
-def test_two_writers_of_the_same_versions(make_version: MakeVersion, tmp_path: Path) -> None:
+def test_two_writers_of_the_same_versions(make_version, tmp_path):
     pushed_by_many(make_version, tmp_path, num_writers=2, num_versions=6, kills=2, seed=0)
 
 
 @pytest.mark.slow
-def test_eight_writers_of_two_hundred_versions_with_kills(make_version: MakeVersion, tmp_path: Path) -> None:
+def test_eight_writers_of_two_hundred_versions_with_kills(make_version, tmp_path):
     seed = int(os.environ.get("OUTRIDER_SEED", "0"))
     pushed_by_many(make_version, tmp_path, num_writers=8, num_versions=200, kills=60, seed=seed)
 
 
-def test_of_two_pairs_with_one_version_exactly_one_is_published(make_version: MakeVersion, tmp_path: Path) -> None:
+def test_of_two_pairs_with_one_version_exactly_one_is_published(make_version, tmp_path):
     """Processes race for the same names with other contents: each name has one winner, and the others are told."""
     rivals = [[make_version(n, "rival") for n in range(1, 5)] for _ in range(3)]
     jobs = [[str(pair.folder) for pair in versions] for versions in rivals]

@@ -211,7 +211,7 @@ def _judge(attempt: Attempt, before: tuple[int, int], found: Found) -> None:
 
 
 @pytest.mark.slow
-def test_fifty_kills_in_all_phases_end_as_a_training_without_kills(tmp_path: Path) -> None:
+def test_fifty_kills_in_all_phases_end_as_a_training_without_kills(tmp_path):
     """Bit for bit: responses, hidden states, checkpoints, the drafter and all losses."""
     target = Target.load("embedded", dtype="float32", device="cpu")
     *_, found = attack(target, tmp_path, 50, seed=1)

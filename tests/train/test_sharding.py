@@ -57,8 +57,8 @@ def has_equal_passes(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", ["meta-llama/Llama-3.3-70B-Instruct", "Qwen/Qwen3-Next-80B-A3B-Instruct"])
 def test_each_process_holds_half_of_every_layer_and_passes_are_bit_for_bit_those_of_the_whole(
-    name: str, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast
-) -> None:
+    name, tmp_path, tiny_tokenizer
+):
     """Of the published architectures whose recipes split them."""
     write_checkpoint(name, tmp_path, tiny_tokenizer)
     debug_launcher(has_equal_passes, (tmp_path,), num_processes=2)
@@ -68,7 +68,7 @@ PRUNED = {"type": "draft_model", "init": "prune", "model": {"num_hidden_layers":
 
 
 @pytest.mark.parametrize("drafter", [PRUNED, {"type": "self_speculative", "exit_layer": 2}], ids=str)
-def test_what_needs_the_layers_themselves_is_refused(sharded: Callable[..., Recipe], drafter: dict[str, Any]) -> None:
+def test_what_needs_the_layers_themselves_is_refused(sharded, drafter):
     recipe = sharded("no").model_copy(update={"drafter": drafter})
     with pytest.raises(BadInputError, match=r"target.sharding is 'fsdp2', but .* whole layers"):
         train(recipe)
@@ -96,9 +96,7 @@ def sharded(folder: Path, tmp_path: Path) -> Callable[..., Recipe]:
 
 
 @pytest.mark.parametrize("features", ["online", "cached"])
-def test_two_processes_with_half_a_target_each_train_as_one_with_the_whole(
-    sharded: Callable[..., Recipe], features: str
-) -> None:
+def test_two_processes_with_half_a_target_each_train_as_one_with_the_whole(sharded, features):
     """The first answers, and computes what is cached, while the other takes part; they leave the same drafter."""
     one = sharded("one", per_device_train_batch_size=4, data={"features": features})
     two = sharded("two", per_device_train_batch_size=2, data={"features": features})

@@ -18,8 +18,9 @@ VOCAB = 64
 
 
 @pytest.fixture
-def target(tiny_llama) -> Target:
-    return Target(tiny_llama(layers=6))
+def target(request, tiny_llama) -> Target:
+    """A target of six layers, or of as many as a module's `LAYERS` says."""
+    return Target(tiny_llama(layers=getattr(request.module, "LAYERS", 6)))
 
 
 def sequences(rows: int = 3, length: int = 18, vocab: int = VOCAB) -> Tensor:

@@ -18,10 +18,7 @@ from outrider.targets import RowLengths, Target
 
 from .conftest import VOCAB, batch, check_metrics, sequences
 
-
-@pytest.fixture
-def target(tiny_llama) -> Target:
-    return Target(tiny_llama(layers=4))
+LAYERS = 4  # of the target
 
 
 @pytest.fixture

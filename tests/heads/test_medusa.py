@@ -18,6 +18,7 @@ from outrider.targets import RowLengths, Target
 
 from .conftest import VOCAB, batch, check_metrics, made, opened, sequences
 
+LAYERS = 4  # of the target
 KINDS: dict[str, type[Medusa]] = {"medusa": Medusa, "hydra": Hydra}
 VARIANTS = {
     "own outputs": {},
@@ -26,11 +27,6 @@ VARIANTS = {
 }
 CASES = list(product(KINDS, VARIANTS))
 HYDRAS = [*((kind, variant, {}) for kind, variant in CASES), ("hydra", "own outputs", {"norm_embeddings": True})]
-
-
-@pytest.fixture
-def target(tiny_llama) -> Target:
-    return Target(tiny_llama(layers=4))
 
 
 def build(target: Target, kind: str, new: bool = False, **changes) -> Medusa:

@@ -25,6 +25,7 @@ from outrider.targets import PeakBytes, RowLengths, Target
 from outrider.train.warmstart import make_drafter
 
 from ..conftest import few
+from ..decode.conftest import COMMON
 from .conftest import (
     VOCAB,
     assert_later_steps_are_those_of_whole_rows,
@@ -51,9 +52,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "layer": {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 48},
     },
 }
-LAYER = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": 128}
-LAYER |= {"num_attention_heads": 4, "num_key_value_heads": 2}
-ENDS = {"initializer_range": 0.2, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 EXPERTS = {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
 ROUTED = {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
 ROUTED |= EXPERTS
@@ -61,7 +59,6 @@ LATENT = dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_n
     "num_key_value_heads": 4
 }
 LINEAR = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
-LINEAR |= {"num_hidden_layers": 4}
 # By family: the config's class and fields, and how many MTP modules its checkpoint holds.
 FAMILIES: dict[str, tuple[str, dict[str, Any], int]] = {
     "deepseek_v3": ("DeepseekV3Config", {"num_hidden_layers": 3, "num_nextn_predict_layers": 2, **ROUTED, **LATENT}, 2),
@@ -186,7 +183,7 @@ class Family:
     def __init__(self, name: str, folder: Path, dtype: torch.dtype = torch.float32, shards: bool = False):
         kind, fields, self.depth = FAMILIES[name]
         self.folder, self.make = folder, getattr(transformers, kind)
-        self.config = self.make(**(LAYER | ENDS | fields))
+        self.config = self.make(**(COMMON | fields))
         torch.manual_seed(5)
         model = transformers.AutoModelForCausalLM.from_config(self.config, dtype=dtype)
         model.save_pretrained(folder)

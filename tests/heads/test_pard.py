@@ -8,7 +8,6 @@ from itertools import product
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from outrider.common import BadInputError
 from outrider.decode import Decoder, Plan
@@ -17,28 +16,17 @@ from outrider.heads.parallel.parallel_drafts import Rollouts
 from outrider.targets import Target
 
 from ..conftest import ALL_TOKENS, FEW_TOKENS, best_of_few, few
+from ..decode.conftest import random_model
 from .conftest import VOCAB, assert_told_from_text, batch, entries_of, every, leaves_no_mask, rolled
 from .conftest import sequences as tokens_of
 
+LAYERS = 4  # of the target
 LENGTH = 20
-SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
-SIZES |= {"num_key_value_heads": 2}
-
-
-@pytest.fixture
-def target(tiny_llama) -> Target:
-    return Target(tiny_llama(layers=4))
-
-
-def qwen3() -> Qwen3ForCausalLM:
-    torch.manual_seed(2)
-    config = Qwen3Config(**SIZES, num_hidden_layers=2, head_dim=8, initializer_range=0.2)
-    return Qwen3ForCausalLM(config).eval().requires_grad_(False)
 
 
 @pytest.fixture(params=["llama", "qwen3"])
-def drafter(request, tiny_llama) -> Pard:
-    model = tiny_llama(layers=2, seed=1) if request.param == "llama" else qwen3()
+def drafter(request) -> Pard:
+    model = random_model(request.param, {"num_hidden_layers": 2, "head_dim": 8})
     return Pard(model, PardConfig(steps=5, mask_token_id=63)).eval()
 
 
@@ -134,6 +122,6 @@ def test_memory_is_what_was_announced(target, drafter):
 
 
 def test_a_model_that_attends_to_a_window_is_refused(target):
-    windowed = MistralForCausalLM(MistralConfig(**SIZES, num_hidden_layers=1, sliding_window=8))
+    windowed = random_model("mistral", {"num_hidden_layers": 1, "sliding_window": 8})
     with pytest.raises(BadInputError, match="not of Llama's kind, with full attention"):
         Pard.build(PardConfig(mask_token_id=63), Target(windowed))

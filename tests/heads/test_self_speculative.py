@@ -21,6 +21,7 @@ from ..decode.conftest import library_texts, random_prompts, scaled
 from ..decode.test_greedy_identity import make, with_adapter
 from .conftest import VOCAB, batch, made, sequences
 
+LAYERS = 4  # of the target
 NEW = 14
 PROMPTS = random_prompts(5, 1, 9, 13, 2)
 PLANS = {
@@ -38,11 +39,6 @@ ARCHITECTURES = ["llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt2", "gpt_n
 def build(target: Target, new: bool = False, **changes: Any) -> SelfSpeculative:
     """With random weights, unless it shall be as new."""
     return made(SelfSpeculative, target, {} if new else {"": 0.1}, **changes)
-
-
-@pytest.fixture
-def target(tiny_llama) -> Target:
-    return Target(tiny_llama(layers=4))
 
 
 # ------------------------------------------------------------ part of a model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from outrider.decode import Output
 from outrider.heads import Drafter, Session, TargetBatch
+from outrider.heads.block.block_losses import Anchors
 from outrider.heads.parallel.parallel_drafts import Rollouts
 from outrider.targets import RowLengths, Target
 
@@ -143,6 +145,14 @@ def assert_sum_of_rows(drafter: Drafter, target: Target) -> None:
     assert abs(whole - loss(slice(0, 3), 30, step=1)) > 1e-3
 
 
+def assert_rounds_have(decoded: list[list[Tensor]], expected: Callable[[int, int, int], Tensor]) -> None:
+    """Compare `decoded_logits` with those of `expected(round, row, depth)`."""
+    for number, logits in enumerate(decoded):
+        for row, depth in product(range(len(logits[0])), range(len(logits))):
+            difference = float((logits[depth][row] - expected(number, row, depth)).abs().max())
+            assert difference < 1e-5, f"round {number}, row {row}, depth {depth + 1}: {difference:.1e}"
+
+
 def assert_later_steps_are_those_of_whole_rows(unroll: Callable[[Tensor], list[Tensor]], length: int) -> None:
     """Rows that begin at different places give what they give when unrolled whole."""
     whole = unroll(torch.tensor([0, 0, 0]))
@@ -172,6 +182,13 @@ def assert_reads_up_to(
 
 
 # ------------------------------------------------------------ drafts in one pass
+
+
+def anchored(places: list[list[int]]) -> Anchors:
+    """Return blocks at these places of each row."""
+    found = torch.tensor(places)
+    spans = tuple((min(column), max(column)) for column in zip(*places, strict=True))
+    return Anchors(found, torch.ones_like(found, dtype=torch.bool), spans)
 
 
 def rolled(places: list[tuple[int, int]], rows: int, size: int = 256) -> Rollouts:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from outrider.heads.divergences import DIVERGENCES
 from outrider.targets import RowLengths, Target
 
 from ..conftest import ALL_TOKENS, FEW_TOKENS, best_of_few, few
-from .conftest import VOCAB, assert_sum_of_rows, assert_told_from_text, batch, sequences
+from .conftest import VOCAB, anchored, assert_rounds_have, assert_sum_of_rows, assert_told_from_text, batch, sequences
 from .conftest import made as make
 
 LENGTH = 22
@@ -51,12 +50,6 @@ def taps(target: Target, drafter: DFlash, tokens: Tensor) -> Tensor:
     return hidden
 
 
-def anchored(places: list[list[int]]) -> Anchors:
-    found = torch.tensor(places)
-    spans = tuple((min(column), max(column)) for column in zip(*places, strict=True))
-    return Anchors(found, torch.ones_like(found, dtype=torch.bool), spans)
-
-
 def trained_logits(target: Target, drafter: DFlash, tokens: Tensor, hidden: Tensor, places: list[list[int]]) -> Tensor:
     """Logits of the blocks at `places`, `[B, n, k, V']`."""
     return target.lm_head(drafter.states(target, tokens, hidden, anchored(places)), drafter.output_ids)
@@ -71,10 +64,8 @@ def test_logits_in_training_are_the_decoders(target, drafter, decoded_logits):
     starts = [[1, 3, 4, 9, 10], [5, 6, 9, 12, 13], [2, 3, 6, 7, 15]]
     depth = drafter.max_depth
     trained = trained_logits(target, drafter, tokens, taps(target, drafter, tokens), starts)
-    for number, logits in enumerate(decoded_logits(drafter, target, tokens, starts, min(depth, 5))):
-        for row, d in product(range(3), range(min(depth, 5))):
-            difference = (logits[d][row] - trained[row, number, d]).abs().max()
-            assert difference < 1e-5, f"round {number}, row {row}, depth {d + 1}: {difference:.1e}"
+    decoded = decoded_logits(drafter, target, tokens, starts, min(depth, 5))
+    assert_rounds_have(decoded, lambda number, row, d: trained[row, number, d])
 
 
 def test_many_blocks_are_read_as_each_alone(target, drafter):

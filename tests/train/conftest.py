@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +92,20 @@ def halved(whole: TrainResult, *lost: str) -> None:
     shutil.copytree(output, half := output.with_name("half"))
     for name in lost or ("checkpoints/checkpoint-12",):
         shutil.rmtree(half / name)
+
+
+def train_alike(
+    one: Recipe,
+    others: Sequence[Recipe],
+    target: Target,
+    rel: float = 1e-5,
+    start: Callable[[Recipe, Target], Any] = train,
+) -> None:
+    """Train here, and the others as `start` does: all losses are the same."""
+    train(one, target)
+    for made in others:
+        start(made, target)
+        assert losses(made) == pytest.approx(losses(one), rel=rel)
 
 
 def train_in_two(recipe: Recipe, target: Target | None = None) -> None:

@@ -39,7 +39,7 @@ from outrider.train.data import (
 from outrider.train.planning import plan
 
 from ..conftest import drafter_in_training
-from .conftest import MakeRecipe, drafters_are_close, losses, of_stored, provenance, train_in_two
+from .conftest import MakeRecipe, drafters_are_close, losses, of_stored, provenance, train_alike, train_in_two
 
 
 def row(name: str, tokens: list[int], mask: list[int], content: str | None = None) -> dict[str, Any]:
@@ -244,10 +244,9 @@ def whole_batches(recipe: MakeRecipe, name: str, rows: int, data: dict[str, Any]
 
 
 def learn_alike(runs: list[Recipe], target: Target) -> None:
-    expected, *evaluated = [train(made, target).metrics["eval_loss"] for made in runs]
+    train_alike(runs[0], runs[1:], target)
+    expected, *evaluated = [provenance(made)["metrics"]["eval_loss"] for made in runs]
     assert evaluated == pytest.approx([expected] * len(evaluated), rel=1e-5)
-    for made in runs[1:]:
-        assert losses(made) == pytest.approx(losses(runs[0]), rel=1e-5)
 
 
 def test_packed_training_is_training(recipe, target):
@@ -269,9 +268,7 @@ def test_two_processes_with_packs_train_as_one(recipe, target):
     settings = {"packing": True, "max_length": 48, "max_steps": 6}
     one = recipe("one", KINDS["eagle3"], **settings | {"per_device_train_batch_size": 4})
     two = recipe("two", KINDS["eagle3"], **settings | {"per_device_train_batch_size": 2})
-    train(one, target)
-    train_in_two(two, target)
-    assert losses(two) == pytest.approx(losses(one), rel=1e-5)
+    train_alike(one, [two], target, start=train_in_two)
     assert drafters_are_close(one, two)
 
 

@@ -33,6 +33,7 @@ from .conftest import (
     killed_after,
     losses,
     of_stored,
+    train_alike,
     train_in_two,
     weights,
 )
@@ -205,17 +206,13 @@ def test_it_does_not_matter_how_a_batch_is_cut(recipe, target):
         recipe(f"{b}x{a}", DRAFT_MODEL, MIXED, per_device_train_batch_size=b, gradient_accumulation_steps=a)
         for b, a in ((8, 1), (1, 8))
     ]
-    for made in runs:
-        train(made, target)
+    train_alike(runs[0], runs[1:], target)
     assert len(losses(runs[0])) == 12
-    assert losses(runs[0]) == pytest.approx(losses(runs[1]), rel=1e-5)
 
 
 def test_two_processes_write_what_one_writes(recipe, target):
     one, two = recipe("one", DRAFT_MODEL, MIXED), recipe("two", DRAFT_MODEL, MIXED, per_device_train_batch_size=4)
-    train(one, target)
-    train_in_two(two, target)
-    assert losses(two) == pytest.approx(losses(one), rel=1e-5)
+    train_alike(one, [two], target, start=train_in_two)
     assert history(two, "on_policy") == pytest.approx(history(one, "on_policy"))
 
 

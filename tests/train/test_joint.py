@@ -27,7 +27,7 @@ from outrider.train import TrainResult, train
 from outrider.train.compare import check_comparable
 from outrider.train.joint import Adapter, JointBatches, JointModule, adapted
 
-from .conftest import DRAFT_MODEL, halved, history, losses, provenance, train_in_two, weights
+from .conftest import DRAFT_MODEL, halved, history, losses, provenance, train_alike, train_in_two, weights
 
 MEDUSA = {"type": "medusa", "num_heads": 3}
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
@@ -246,16 +246,12 @@ def test_eight_micro_batches_of_one_row_equal_one_batch_of_eight_rows(recipe, ta
         joined(recipe(f"{b}x{a}", MEDUSA, per_device_train_batch_size=b, gradient_accumulation_steps=a))
         for b, a in ((8, 1), (2, 4))
     )
-    train(whole, target)
-    train(cut, target)
-    assert losses(cut) == pytest.approx(losses(whole), rel=1e-4)
+    train_alike(whole, [cut], target, 1e-4)
 
 
 def test_two_processes_give_the_loss_curve_of_one(recipe, target):
     one, two = joined(recipe("one", MEDUSA)), joined(recipe("two", MEDUSA, per_device_train_batch_size=4))
-    train(one, target)
-    train_in_two(two, target)
-    assert losses(two) == pytest.approx(losses(one), rel=1e-4)
+    train_alike(one, [two], target, 1e-4, train_in_two)
     ours, theirs = (adapter_weights(r.output_folder / "adapter") for r in (one, two))
     assert all(torch.allclose(ours[name], theirs[name], atol=1e-3) for name in ours)
 

@@ -29,7 +29,7 @@ from outrider.recipes import Recipe
 from outrider.train import train
 from outrider.train.checkpoints import checkpoints, last_complete, step_of
 
-from .conftest import DRAFT_MODEL, EAGLE3, provenance
+from .conftest import DRAFT_MODEL, EAGLE3, provenance, train_alike
 
 pytestmark = pytest.mark.slow
 
@@ -91,9 +91,7 @@ def test_a_drafter_in_parts_learns_what_one_process_learns(launch, drafter, reci
     settings = {"optim": "adamw_torch", "weight_decay": 0.1}
     one = recipe("one", drafter, **settings)
     made = recipe("parts", drafter, per_device_train_batch_size=4, **settings)
-    train(one, target)
-    run(launch, made)
-    assert losses(made.output_folder) == pytest.approx(losses(one.output_folder), rel=1e-4)
+    train_alike(one, [made], target, 1e-4, lambda made, _: run(launch, made))
     ours, theirs = provenance(made), provenance(one)
     assert ours["metrics"]["eval_loss"] == pytest.approx(theirs["metrics"]["eval_loss"], rel=1e-4)
     assert ours["drafter"] == theirs["drafter"]
@@ -112,9 +110,7 @@ def test_packs_whose_texts_are_read_alone_want_other_numbers_of_passes_in_each_p
     settings = {"optim": "adamw_torch", "packing": True, "max_length": 64, "max_steps": 6, "eval_strategy": "no"}
     one = recipe("one", drafter, per_device_train_batch_size=4, **settings)
     made = recipe("packs", drafter, per_device_train_batch_size=2, **settings)
-    train(one, target)
-    run(launch, made)
-    assert losses(made.output_folder) == pytest.approx(losses(one.output_folder), rel=1e-4)
+    train_alike(one, [made], target, 1e-4, lambda made, _: run(launch, made))
 
 
 @pytest.mark.parametrize("launch", ENGINES)
@@ -148,9 +144,7 @@ def test_a_drafter_in_parts_learns_from_its_own_text_and_keeps_the_best_checkpoi
     data = {"on_policy": 0.5, "max_new_tokens": 8}
     one = recipe("one", DRAFT_MODEL, data, **settings)
     made = recipe("parts", DRAFT_MODEL, data, per_device_train_batch_size=4, **settings)
-    train(one, target)
-    run(launch, made)
-    assert losses(made.output_folder) == pytest.approx(losses(one.output_folder), rel=2e-3)
+    train_alike(one, [made], target, 2e-3, lambda made, _: run(launch, made))
     assert are_close(made.output_folder / "drafter", one.output_folder / "drafter")
 
 
@@ -164,9 +158,7 @@ def test_mixed_precision_is_that_of_one_process(launch, drafter, recipe, target,
     settings = {"optim": "adamw_torch", "bf16": True, "max_steps": 6, "save_steps": 6}
     one = recipe("one", drafter, **settings)
     made = recipe("parts", drafter, per_device_train_batch_size=4, **settings)
-    train(one, target)
-    run(launch, made)
-    assert losses(made.output_folder) == pytest.approx(losses(one.output_folder), rel=5e-3)
+    train_alike(one, [made], target, 5e-3, lambda made, _: run(launch, made))
     saved = tensors(made.output_folder / "drafter").values()
     assert {w.dtype for w in saved if w.is_floating_point()} == {torch.float32}
 

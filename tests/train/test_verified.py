@@ -22,7 +22,7 @@ from outrider.train.check import check
 from outrider.train.data import EMPTY, OnlineBatches, PackedBatches, Packs, Rows, collate, split
 
 from ..conftest import drafter_in_training
-from .conftest import EAGLE3, MakeRecipe, losses, make_rows, provenance, train_in_two, weights, write_data
+from .conftest import EAGLE3, MakeRecipe, losses, make_rows, provenance, train_alike, train_in_two, weights, write_data
 from .test_data import KINDS, are_near, learn_alike, lesson
 
 FOLLOW = {name: KINDS[name] for name in KINDS if HEADS[KINDS[name]["type"]].follows_rounds}
@@ -117,9 +117,7 @@ def test_trainings_follow_rounds_however_their_batches_are_made(follow, target):
 def test_two_processes_follow_rounds_as_one(follow, target):
     one = follow("one", 0.5, max_steps=3, per_device_train_batch_size=8)
     two = follow("two", 0.5, max_steps=3, per_device_train_batch_size=4)
-    train(one, target)
-    train_in_two(two, target)
-    assert losses(two) == pytest.approx(losses(one), rel=1e-5)
+    train_alike(one, [two], target, start=train_in_two)
 
 
 def test_without_a_share_a_training_is_bit_for_bit_that_without_rounds(recipe, follow, target):

@@ -276,16 +276,18 @@ def test_a_round_never_reads_a_tensor_on_the_host(tiny_llama, monkeypatch, plan,
                 state.session.update(tokens, torch.zeros(4, 9, len(drafter.taps), 32), counts)
                 for cache in (state.cache, *state.session.caches()):
                     cache.window = 256
-                for number in range(3):
+                for _ in range(3):
                     state, _ = stage.step(run.setup, state, run.setup.plan.depth)
-                    if number == 0:  # what depends on the plan alone is made once
-                        monkeypatch.setattr(torch, "tensor", forbidden)
-                        monkeypatch.setattr(torch, "as_tensor", forbidden)
+                    for name in ("tensor", "as_tensor"):  # what depends on the plan alone was made in the first round
+                        monkeypatch.setattr(torch, name, failing(AssertionError("a round makes a tensor on the host")))
             monkeypatch.undo()
 
 
-def forbidden(*args: Any, **kwargs: Any) -> Any:
-    raise AssertionError("a round makes a tensor on the host")
+def failing(error: Exception) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        raise error
+
+    return call
 
 
 # ------------------------------------------------------------ recorded once, replayed
@@ -484,10 +486,8 @@ def test_a_replay_that_forgets_an_input_is_noticed(target, replays, monkeypatch)
 
 
 def test_where_capture_fails_rounds_run_eagerly_and_say_so(target, replays, monkeypatch, caplog):
-    def broken(graph: Any, pool: Any = None, stream: Any = None) -> Any:
-        raise RuntimeError("operation not permitted when stream is capturing")
-
-    monkeypatch.setattr(torch.cuda, "graph", broken)
+    error = RuntimeError("operation not permitted when stream is capturing")
+    monkeypatch.setattr(torch.cuda, "graph", failing(error))
     same_as_usual(fixed(target, make_drafters(target)["draft_model"]), PROMPTS, 24, plan=Plan(3))
     assert "cannot be captured" in caplog.text
     assert len(caplog.records) == 1
@@ -495,11 +495,7 @@ def test_where_capture_fails_rounds_run_eagerly_and_say_so(target, replays, monk
 
 def test_too_little_memory_is_no_reason_to_run_eagerly(target, replays, monkeypatch):
     """It would not get better, and whoever asked must hear of it."""
-
-    def full(graph: Any, pool: Any = None, stream: Any = None) -> Any:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(torch.cuda, "graph", full)
+    monkeypatch.setattr(torch.cuda, "graph", failing(torch.OutOfMemoryError("CUDA out of memory")))
     with pytest.raises(torch.OutOfMemoryError):
         Decoder(target, make_drafters(target)["draft_model"], static=True).generate(PROMPTS, 24, plan=Plan(3))
 

@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from outrider.common import digests
-from outrider.heads import DrafterLoss, Eagle3, load_drafter
+from outrider.heads import DrafterLoss, Eagle3, drafter_config, load_drafter
 from outrider.recipes import Recipe
 from outrider.targets import Target
 from outrider.train import TrainResult, train
@@ -63,6 +63,11 @@ def write_data(folder: Path, rows: list[dict[str, Any]], target: Target, **prove
     (folder / "provenance.json").write_text(json.dumps(saved | provenance))
     digests.seal(folder)
     return folder
+
+
+def built(target: Target, **values: Any) -> Any:
+    drafter_class, config = drafter_config(values)
+    return drafter_class.build(config, target)
 
 
 def history(recipe: Recipe, key: str | None = None) -> list[Any]:

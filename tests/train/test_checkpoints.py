@@ -220,17 +220,17 @@ def ended(saved: MakeCheckpoint) -> Callable[[str | None], Path]:
     return make
 
 
-def test_the_best_checkpoint_is_found_beside_the_last_one_wherever_both_were_moved(ended):
-    last = ended("where/it/was/checkpoint-4")
-    assert folders.state_of(last).global_step == 8
-    assert folders.best_before(last) == last.with_name("checkpoint-4")
-
-
-@pytest.mark.parametrize("best", [None, "where/it/was/checkpoint-8"])
-def test_the_last_one_is_the_best_where_none_is_named_or_itself_is(ended, best):
+@pytest.mark.parametrize(
+    ("best", "found"),
+    [("where/it/was/checkpoint-4", 4), (None, 8), ("where/it/was/checkpoint-8", 8)],
+    ids=["beside the last one, wherever both were moved", "none is named", "the last one itself"],
+)
+def test_the_best_checkpoint_is_found(ended, best, found):
     last = ended(best)
-    (last / "optimizer.pt").unlink()  # it was checked before, and is not again
-    assert folders.best_before(last) == last
+    assert folders.state_of(last).global_step == 8
+    if found == 8:
+        (last / "optimizer.pt").unlink()  # it was checked before, and is not again
+    assert folders.best_before(last) == last.with_name(f"checkpoint-{found}")
 
 
 def test_a_damaged_best_one_is_named_and_the_last_one_taken(ended, caplog):

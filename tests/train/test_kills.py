@@ -46,9 +46,7 @@ class Found:
 
     kills: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PHASES, 0))  # that hit each phase
     ended: int = 0  # trainings that ran to their end after some
-    lost: list[int] = field(
-        default_factory=list
-    )  # steps since the last whole checkpoint, for each kill of the training
+    lost: list[int] = field(default_factory=list)  # steps since the last whole checkpoint, for each kill of a training
     failures: list[str] = field(default_factory=list)  # of what must hold, one line each
 
     @property

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from outrider.heads import DraftModel, Eagle3, drafter_config
-from outrider.targets import Target
+from outrider.heads import DraftModel, Eagle3
 from outrider.train import train
 from outrider.train.muon import MuonAdamW, split_parameters
 
-from .conftest import EAGLE3, halved, weights
+from .conftest import EAGLE3, built, halved, weights
 
 TIED = {"type": "draft_model", "model": {"num_hidden_layers": 1, "tie_word_embeddings": True}}
 
@@ -24,13 +22,8 @@ def names(model: nn.Module, parameters: list[nn.Parameter]) -> set[str]:
     return {known[id(p)] for p in parameters}
 
 
-def made(target: Target, **spec: Any) -> nn.Module:
-    head, config = drafter_config(spec)
-    return head.build(config, target)
-
-
 def test_the_matrices_are_those_inside_of_the_network(target):
-    head = made(target, type="eagle3", norm_taps=True)
+    head = built(target, type="eagle3", norm_taps=True)
     assert isinstance(head, Eagle3)
     matrices, others = (names(head, p) for p in split_parameters(head))
     layer = [*(f"self_attn.{x}" for x in "qkvo"), "mlp.gate", "mlp.up", "mlp.down"]
@@ -41,7 +34,7 @@ def test_the_matrices_are_those_inside_of_the_network(target):
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_embeddings_of_a_draft_model_are_not_matrices(target, tied):
-    model = made(target, type="draft_model", model={"num_hidden_layers": 1, "tie_word_embeddings": tied})
+    model = built(target, type="draft_model", model={"num_hidden_layers": 1, "tie_word_embeddings": tied})
     assert isinstance(model, DraftModel)
     matrices, others = (names(model, p) for p in split_parameters(model))
     assert matrices == {n for n, _ in model.named_parameters() if "_proj" in n}
@@ -50,7 +43,7 @@ def test_embeddings_of_a_draft_model_are_not_matrices(target, tied):
 
 
 def test_what_is_frozen_is_not_moved(target):
-    head = made(target, type="eagle3")
+    head = built(target, type="eagle3")
     head.fc.requires_grad_(False)
     assert not any(p is head.fc.weight for part in split_parameters(head) for p in part)
 

@@ -17,10 +17,9 @@ from outrider.train import optimizer_state
 from outrider.train.optimizer_state import WholeStates, is_named, read_schedule, read_state, remove_empty_groups
 from outrider.train.sharded_drafter import ShardedDrafter, WholeDrafter, _fit_fsdp, loss_of
 
-
-def built(target: Target, **values: Any) -> Drafter:
-    drafter_class, config = drafter_config(values)
-    return drafter_class.build(config, target)
+from ..heads.conftest import batch as all_of
+from ..heads.conftest import sequences
+from .conftest import built
 
 
 def head(target: Target, seed: int = 0, frequent_first: bool = False, size: int = 96) -> Eagle3:
@@ -33,10 +32,7 @@ def head(target: Target, seed: int = 0, frequent_first: bool = False, size: int 
 
 
 def batch(target: Target, drafter: Drafter) -> TargetBatch:
-    tokens = torch.randint(0, 64, (2, 12), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        out = target.forward(tokens, taps=drafter.taps)
-    return TargetBatch(target, tokens, torch.ones_like(tokens, dtype=torch.bool), out.hidden, out.last)
+    return all_of(target, drafter, sequences(2, 12))
 
 
 def test_the_loss_its_metrics_and_its_gradients_are_the_drafters(target):

@@ -21,7 +21,7 @@ from outrider.recipes import Recipe
 from outrider.targets import Target
 from outrider.train import train
 
-from .conftest import drafters_are_close, history, train_in_two
+from .conftest import MakeRecipe, drafters_are_close, history, of_stored, train_in_two
 from .test_recipes import write_checkpoint
 
 
@@ -75,22 +75,15 @@ def test_what_needs_the_layers_themselves_is_refused(sharded, drafter):
 
 
 @pytest.fixture
-def sharded(folder: Path, tmp_path: Path) -> Callable[..., Recipe]:
+def sharded(recipe: MakeRecipe, folder: Path, tmp_path: Path) -> MakeRecipe:
     prompts = tmp_path / "asked.txt"
     prompts.write_text("def add(\nclass Stack:\nfor name in\nreturn\nprint(\nThe target\n" * 2)
+    asked = {"prompts": [str(prompts)], "responses": None, "max_new_tokens": 12, "batch_size": 5, "holdout": 0.3}
 
-    def make(name: str, **changes: Any) -> Recipe:
-        values: dict[str, Any] = {
-            "name": name,
-            "target": {"path": str(folder), "dtype": "float32", "sharding": "fsdp2"},
-            "drafter": {"type": "eagle3", "steps": 2, "draft_vocab_size": 96},
-            "data": {"prompts": [str(prompts)], "max_new_tokens": 12, "batch_size": 5, "holdout": 0.3},
-            "training": {"max_steps": 4, "learning_rate": 3e-3, "logging_steps": 1, "eval_steps": 2},
-            "output": str(tmp_path / "{name}"),
-        }
-        values["data"] |= changes.pop("data", {})
-        values["training"] |= {"disable_tqdm": True} | changes
-        return Recipe.from_dict(values)
+    def make(name: str, data: dict[str, Any] | None = None, **training: Any) -> Recipe:
+        head = {"type": "eagle3", "steps": 2, "draft_vocab_size": 96}
+        made = of_stored(recipe(name, head, asked | (data or {}), max_steps=4, eval_steps=2, **training), folder)
+        return made.model_copy(update={"target": made.target.model_copy(update={"sharding": "fsdp2"})})
 
     return make
 

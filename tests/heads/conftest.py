@@ -36,6 +36,13 @@ def batch(target: Target, drafter: Drafter, tokens: Tensor, supervised: Tensor |
     return TargetBatch(target, tokens, learned, out.hidden, out.last)
 
 
+def features(target: Target, drafter: Drafter, tokens: Tensor) -> Tensor:
+    """Return the hidden states that a drafter reads."""
+    hidden = target.forward(tokens, taps=drafter.taps).hidden
+    assert hidden is not None
+    return hidden
+
+
 def part_of(data: TargetBatch, rows: slice, length: int | None = None, step: int = 0) -> TargetBatch:
     """Return rows of a batch, up to a length."""
     part = rows, slice(0, length)
@@ -145,10 +152,18 @@ def assert_sum_of_rows(drafter: Drafter, target: Target) -> None:
     assert abs(whole - loss(slice(0, 3), 30, step=1)) > 1e-3
 
 
-def assert_rounds_have(decoded: list[list[Tensor]], expected: Callable[[int, int, int], Tensor]) -> None:
+def assert_rounds_have(
+    expected: Callable[[int, int, int], Tensor],
+    drafter: Drafter,
+    target: Target,
+    tokens: Tensor,
+    starts: list[list[int]],
+    steps: int,
+) -> None:
     """Compare `decoded_logits` with those of `expected(round, row, depth)`."""
-    for number, logits in enumerate(decoded):
-        for row, depth in product(range(len(logits[0])), range(len(logits))):
+    for number, logits in enumerate(decoded_logits(drafter, target, tokens, starts, steps)):
+        assert len(logits) == steps
+        for row, depth in product(range(len(tokens)), range(steps)):
             difference = float((logits[depth][row] - expected(number, row, depth)).abs().max())
             assert difference < 1e-5, f"round {number}, row {row}, depth {depth + 1}: {difference:.1e}"
 
@@ -233,37 +248,32 @@ def leaves_no_mask(drafter: Drafter, target: Target) -> None:
 # ------------------------------------------------------------ rounds
 
 
-@pytest.fixture
-def decoded_logits() -> Callable[..., list[list[Tensor]]]:
-    """`decoded_logits(drafter, target, tokens, starts, steps)`: logits `[B, V']` by round and depth, teacher forced.
+def decoded_logits(
+    drafter: Drafter, target: Target, tokens: Tensor, starts: list[list[int]], steps: int
+) -> list[list[Tensor]]:
+    """Return logits `[B, V']` by round and depth, teacher forced.
 
     Row b's rounds begin after `starts[b][round]` absorbed tokens.
     """
+    rows, hidden = torch.arange(len(tokens)), target.forward(tokens, taps=drafter.taps).hidden
+    state, found = drafter.open(target, len(tokens), tokens.shape[1] + steps), []
+    committed = torch.zeros(len(tokens), dtype=torch.long)
+    for reached in torch.tensor(starts).T:
+        counts = reached - committed
+        # As in the decoder: rows are padded with drafts that were thrown away, here with another place's tokens.
+        width = int(counts.max()) + 1
+        where = (committed[:, None] + torch.arange(width)).clamp(max=tokens.shape[1] - 1)
+        states = None if hidden is None else hidden[rows[:, None], where]
+        state.update(tokens[rows[:, None], where], states, RowLengths.of(counts.tolist(), "cpu"))
+        logits: list[Tensor] = []
 
-    def decoded(
-        drafter: Drafter, target: Target, tokens: Tensor, starts: list[list[int]], steps: int
-    ) -> list[list[Tensor]]:
-        rows, hidden = torch.arange(len(tokens)), target.forward(tokens, taps=drafter.taps).hidden
-        state, found = drafter.open(target, len(tokens), tokens.shape[1] + steps), []
-        committed = torch.zeros(len(tokens), dtype=torch.long)
-        for reached in torch.tensor(starts).T:
-            counts = reached - committed
-            # As in the decoder: rows are padded with drafts that were thrown away, here with another place's tokens.
-            width = int(counts.max()) + 1
-            where = (committed[:, None] + torch.arange(width)).clamp(max=tokens.shape[1] - 1)
-            states = None if hidden is None else hidden[rows[:, None], where]
-            state.update(tokens[rows[:, None], where], states, RowLengths.of(counts.tolist(), "cpu"))
-            logits: list[Tensor] = []
+        def choose(
+            draft_logits: Tensor, token_ids: Tensor | None, reached: Tensor = reached, logits: list[Tensor] = logits
+        ) -> Tensor:
+            logits.append(draft_logits)
+            return tokens[rows, reached + len(logits)]
 
-            def choose(
-                draft_logits: Tensor, token_ids: Tensor | None, reached: Tensor = reached, logits: list[Tensor] = logits
-            ) -> Tensor:
-                logits.append(draft_logits)
-                return tokens[rows, reached + len(logits)]
-
-            state.propose(tokens[rows, reached], steps, choose)
-            found.append(logits)
-            committed = reached
-        return found
-
-    return decoded
+        state.propose(tokens[rows, reached], steps, choose)
+        found.append(logits)
+        committed = reached
+    return found

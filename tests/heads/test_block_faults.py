@@ -16,7 +16,7 @@ from outrider.heads.decoder_layer import normed, rotary_of
 from outrider.targets import Target
 from outrider.targets.cache_slots import Placement
 
-from .conftest import anchored, sequences
+from .conftest import anchored, decoded_logits, sequences
 from .conftest import made as make
 
 STARTS = [[4, 9], [6, 12], [3, 7]]
@@ -111,13 +111,13 @@ FAULTS += [rotary_has_a_default_base, context_is_normed_twice, layout_is_flipped
 FAULTS += [the_head_reads_the_token_before_the_last, block_entries_stay, block_is_causal]
 
 
-def test_without_a_fault_they_agree(target, decoded_logits):
+def test_without_a_fault_they_agree(target):
     drafter, tokens = made(target), sequences(3, 22)
     assert apart(decoded_logits(drafter, target, tokens, STARTS, 5), trained(target, drafter, tokens)) < 1e-5
 
 
 @pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)
-def test_a_planted_fault_is_found(target, decoded_logits, monkeypatch, plant):
+def test_a_planted_fault_is_found(target, monkeypatch, plant):
     """Training without the fault, decoding with it; where both share the code, the one as it was before."""
     drafter, tokens = made(target), sequences(3, 22)
     both = trained(target, drafter, tokens), decoded_logits(drafter, target, tokens, STARTS, 5)

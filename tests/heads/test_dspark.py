@@ -50,11 +50,10 @@ def block_logits(target: Target, drafter: DSpark, tokens: Tensor, row: int, plac
     return (logits if head is None else logits + head.bias(head.along(head.code(before), states)))[0]
 
 
-def test_logits_in_training_are_the_decoders(target, drafter, decoded_logits):
+def test_logits_in_training_are_the_decoders(target, drafter):
     tokens, starts, depth = sequences(3, LENGTH), [[1, 4, 9], [5, 6, 12], [2, 7, 15]], 5
     trained = [[block_logits(target, drafter, tokens, row, place) for place in starts[row]] for row in range(3)]
-    decoded = decoded_logits(drafter, target, tokens, starts, depth)
-    assert_rounds_have(decoded, lambda number, row, d: trained[row][number][d])
+    assert_rounds_have(lambda number, row, d: trained[row][number][d], drafter, target, tokens, starts, depth)
 
 
 def test_the_loss_is_the_papers(target, drafter):

@@ -29,6 +29,8 @@ from .conftest import (
     assert_rounds_have,
     batch,
     check_metrics,
+    decoded_logits,
+    features,
     made,
     sequences,
 )
@@ -79,26 +81,20 @@ def drafter(request, target) -> FeatureDrafter:
     return make(target, **changes)
 
 
-def features(target: Target, drafter: FeatureDrafter, tokens: Tensor) -> Tensor:
-    hidden = target.forward(tokens, taps=drafter.taps).hidden
-    assert hidden is not None
-    return hidden
-
-
 # ------------------------------------------------------------ training is decoding
 
 
-def test_unrolled_training_logits_are_the_decoders(target, drafter, decoded_logits):
+def test_unrolled_training_logits_are_the_decoders(target, drafter):
     """fp32, ragged rows, several rounds: logits of step i at t = logits at depth i of a round that begins there."""
     steps, tokens = 4, sequences()
     outputs = drafter.unroll(target, tokens, features(target, drafter, tokens))
     trained = [drafter.logits(output, target) for output in outputs]
     starts = [[1, 3, 4, 9, 10], [5, 6, 9, 12, 13], [2, 3, 6, 7, 11]]
-    decoded = decoded_logits(drafter, target, tokens, starts, steps)
-    assert_rounds_have(decoded, lambda number, row, step: trained[step][row, starts[row][number] - 1])
+    rounds = drafter, target, tokens, starts, steps
+    assert_rounds_have(lambda number, row, step: trained[step][row, starts[row][number] - 1], *rounds)
 
 
-def test_a_head_whose_weights_have_changed_decodes_with_the_new_ones(target, drafter, decoded_logits):
+def test_a_head_whose_weights_have_changed_decodes_with_the_new_ones(target, drafter):
     """Weights are put together once for all requests, until one of them changes."""
     tokens = sequences()
     hidden = features(target, drafter, tokens)

@@ -17,7 +17,7 @@ from outrider.heads.registry import drafter_config
 from outrider.targets import Target
 from outrider.targets.grow import grow
 
-from .conftest import batch
+from .conftest import batch, decoded_logits
 
 SIZES = {
     "vocab_size": 200,
@@ -81,7 +81,7 @@ def grown(request, tiny_llama) -> tuple[Target, Target]:
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_draft_logits_are_those_of_the_old_drafter(grown, name, decoded_logits):
+def test_draft_logits_are_those_of_the_old_drafter(grown, name):
     source, target = grown
     drafter = made(name, source)
     steps = min(3, drafter.max_depth or 3)

@@ -17,7 +17,7 @@ from outrider.targets import Target
 
 from ..conftest import ALL_TOKENS, FEW_TOKENS, best_of_few, few
 from ..decode.conftest import random_model
-from .conftest import VOCAB, assert_told_from_text, batch, entries_of, every, leaves_no_mask, rolled
+from .conftest import VOCAB, assert_told_from_text, batch, decoded_logits, entries_of, every, leaves_no_mask, rolled
 from .conftest import sequences as tokens_of
 
 LAYERS = 4  # of the target
@@ -51,7 +51,7 @@ def test_a_pass_says_what_as_many_passes_of_the_library_say(drafter):
 
 
 @torch.inference_mode()
-def test_the_decoder_says_the_same(target, drafter, decoded_logits):
+def test_the_decoder_says_the_same(target, drafter):
     tokens, starts = sequences(), [[1, 3, 4, 9], [5, 6, 9, 12], [2, 3, 6, 7]]
     for number, logits in enumerate(decoded_logits(drafter, target, tokens, starts, 5)):
         for row in range(3):

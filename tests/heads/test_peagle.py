@@ -46,7 +46,7 @@ def drafter(request, target) -> PEagle:
     return made(target, **VARIANTS[request.param])
 
 
-def test_logits_in_training_are_the_decoders(target, drafter, decoded_logits):
+def test_logits_in_training_are_the_decoders(target, drafter):
     """All rollouts of all places in one pass, in several parts, against ragged rounds that begin there; fp32."""
     tokens, starts, steps = sequences(3, LENGTH), [[1, 3, 4, 9], [5, 6, 9, 12], [2, 3, 6, 7]], drafter.max_depth
     data, masks = batch(target, drafter, tokens), every(LENGTH, steps)
@@ -59,7 +59,7 @@ def test_logits_in_training_are_the_decoders(target, drafter, decoded_logits):
         place = starts[row][number] - 1
         return trained[row, LENGTH + masks.index((place, d)) if d else place]
 
-    assert_rounds_have(decoded_logits(drafter, target, tokens, starts, steps), expected)
+    assert_rounds_have(expected, drafter, target, tokens, starts, steps)
 
 
 def test_what_was_dropped_changes_nothing_that_is_left(target, drafter):

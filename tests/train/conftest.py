@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, TrainingArguments
 
 from outrider.common import digests
 from outrider.heads import DrafterLoss, Eagle3, drafter_config, load_drafter
@@ -63,6 +63,10 @@ def write_data(folder: Path, rows: list[dict[str, Any]], target: Target, **prove
     (folder / "provenance.json").write_text(json.dumps(saved | provenance))
     digests.seal(folder)
     return folder
+
+
+def arguments(folder: Path, **values: Any) -> TrainingArguments:
+    return TrainingArguments(output_dir=str(folder), use_cpu=True, report_to="none", **values)
 
 
 def built(target: Target, **values: Any) -> Any:

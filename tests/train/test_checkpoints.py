@@ -9,12 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from transformers import TrainerState, TrainingArguments
+from transformers import TrainerState
 
 from outrider.common import BadInputError, Refusal, digest_cache, digests
 from outrider.common.atomic import CannotWriteError
 from outrider.train import checkpoints as folders
 from outrider.train.checkpoints import explain_write_errors
+
+from .conftest import arguments
 
 MakeCheckpoint = Callable[..., Path]
 
@@ -34,18 +36,6 @@ def saved(tmp_path: Path) -> MakeCheckpoint:
         return folder
 
     return make
-
-
-@pytest.fixture
-def deleted_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another process has always deleted a folder already."""
-    delete = shutil.rmtree
-
-    def late(folder: Path, ignore_errors: bool = False) -> None:
-        delete(folder)
-        delete(folder, ignore_errors=ignore_errors)
-
-    monkeypatch.setattr(shutil, "rmtree", late)
 
 
 def names(folder: Path) -> list[str]:
@@ -164,8 +154,15 @@ def test_the_best_one_is_known_by_any_path_to_it(saved, monkeypatch):
     assert names(made[0].parent) == ["checkpoint-100", "checkpoint-9"]
 
 
-@pytest.mark.usefixtures("deleted_meanwhile")
-def test_a_checkpoint_that_cannot_be_deleted_stops_nothing(saved):
+def test_a_checkpoint_that_cannot_be_deleted_stops_nothing(saved, monkeypatch):
+    """Another process has always deleted a folder already."""
+    delete = shutil.rmtree
+
+    def late(folder: Path, ignore_errors: bool = False) -> None:
+        delete(folder)
+        delete(folder, ignore_errors=ignore_errors)
+
+    monkeypatch.setattr(shutil, "rmtree", late)
     *_, last = (saved(step) for step in (9, 20, 100))
     parent = last.parent
     folders.rotate(parent, 1, None)
@@ -240,10 +237,6 @@ def test_a_damaged_best_one_is_named_and_the_last_one_taken(ended, caplog):
     with caplog.at_level(logging.WARNING):
         assert folders.best_before(last) == last
     assert f"{best}, the best checkpoint, is missing or damaged; {last} is taken." in caplog.messages
-
-
-def arguments(folder: Path, **values: object) -> TrainingArguments:
-    return TrainingArguments(output_dir=str(folder), use_cpu=True, report_to="none", **values)
 
 
 def test_what_is_kept_is_said(saved):

@@ -32,7 +32,7 @@ from outrider.train.planning import plan, sketch_drafter, sketch_target
 from outrider.train.trainer import DrafterTrainer, TrainData
 from outrider.train.warmstart import make_drafter
 
-from .conftest import write_data
+from .conftest import MakeRecipe, write_data
 
 PROMPT, RESPONSE, ROWS = 16, 80, 24
 DRAFTERS: dict[str, dict[str, Any]] = {
@@ -41,7 +41,6 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "hydra": {"type": "hydra", "num_heads": 2, "share_lm_head": True},
     "draft_model": {"type": "draft_model", "model": {"num_hidden_layers": 2}},
 }
-MakeRecipe = Callable[..., Recipe]
 
 
 @pytest.fixture(scope="module")

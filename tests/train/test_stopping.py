@@ -7,13 +7,11 @@ time budget the end, the learning rate and what an interruption keeps follow the
 from __future__ import annotations
 
 import signal
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from transformers import TrainingArguments
 
 from outrider.common import BadInputError
 from outrider.common.signals import StoppedError, stoppable
@@ -24,7 +22,7 @@ from outrider.train.checkpoints import checkpoints, last_complete
 from outrider.train.stopping import ENDLESS, NUM_CHECKPOINTS, Clock, TimeBudget, check_schedule, saved_clock
 from outrider.train.trainer import DrafterTrainer
 
-from .conftest import MakeRecipe, asked_in, history, provenance, weights
+from .conftest import MakeRecipe, arguments, asked_in, history, provenance, weights
 
 EIGHT_STEPS = {"max_steps": 8, "save_strategy": "no"}
 
@@ -115,10 +113,6 @@ def test_the_first_signal_raises_and_its_echoes_let_the_clean_up_finish():
     with pytest.raises(StoppedError) as raised, stoppable():
         signal.raise_signal(signal.SIGINT)
     assert raised.value.exit_code == 130
-
-
-def arguments(tmp_path: Path, **values: Any) -> TrainingArguments:
-    return TrainingArguments(output_dir=str(tmp_path), use_cpu=True, **values)
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from typing import Any
 
@@ -10,11 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.decode import Output
+from outrider.decode import Decoder, Output, Plan
 from outrider.heads import Drafter, Session, TargetBatch
 from outrider.heads.block.block_losses import Anchors
 from outrider.heads.parallel.parallel_drafts import Rollouts
 from outrider.targets import RowLengths, Target
+
+from ..conftest import few
 
 VOCAB = 64
 
@@ -123,10 +125,12 @@ def tau_of(alphas: Mapping[tuple[int, int, int], float], depths: int) -> tuple[f
 # ------------------------------------------------------------ properties of several drafters
 
 
-def assert_told_from_text(
-    prompts: list[list[int]], out: Output, depth: int, predict: Callable[[Tensor, int], Tensor]
-) -> None:
-    """Along the target's own text `predict(tokens, place)` gives the drafts, and so each round's length."""
+def told_from_text(
+    drafter: Drafter, target: Target, written: Sequence[int], new: int, predict: Callable[[Tensor, int], Tensor]
+) -> Output:
+    """Return texts of some tokens: along them `predict(tokens, place)` gives the drafts, and so each round's length."""
+    prompts, depth = [sequences(1, n, VOCAB - 1)[0].tolist() for n in (3, 6, 9)], drafter.max_depth
+    out = Decoder(target, drafter).generate(prompts, new, few(written), Plan(depth), ignore_eos=True)
     for prompt, text, rounds in zip(prompts, out.tokens, out.rounds, strict=True):
         tokens, place, told = torch.tensor([prompt + text]), len(prompt), []
         for one in rounds:
@@ -136,6 +140,7 @@ def assert_told_from_text(
             place += one.accepted + 1
         assert told[:-1] == [one.accepted for one in rounds][:-1]
         assert told[-1] >= min(rounds[-1].accepted, len(there)), "the last round may go on after the text's end"
+    return out
 
 
 def assert_sum_of_rows(drafter: Drafter, target: Target) -> None:

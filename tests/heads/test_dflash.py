@@ -17,16 +17,16 @@ from outrider.heads.block.dflash import default_taps
 from outrider.heads.divergences import DIVERGENCES
 from outrider.targets import RowLengths, Target
 
-from ..conftest import ALL_TOKENS, FEW_TOKENS, best_of_few, few
+from ..conftest import ALL_TOKENS, FEW_TOKENS, best_of_few
 from .conftest import (
     VOCAB,
     anchored,
     assert_rounds_have,
     assert_sum_of_rows,
-    assert_told_from_text,
     batch,
     features,
     sequences,
+    told_from_text,
 )
 from .conftest import made as make
 
@@ -317,18 +317,15 @@ def test_golden_pace_weights():
 def test_rounds_at_temperature_0_can_be_told_from_the_text(target, name, few_tokens):
     """From accepted end to accepted end along the target's own text, blocks of training give each round's length."""
     drafter = made(target, **VARIANTS[name])
-    prompts = [sequences(1, n)[0].tolist() for n in (3, 6, 9)]
-    depth = drafter.max_depth
     kept = FEW_TOKENS if drafter.output_ids is None else drafter.output_ids[-2:].tolist()
     written = kept if few_tokens else ALL_TOKENS
-    out = Decoder(target, drafter).generate(prompts, 40, few(written), Plan(depth), ignore_eos=True)
-    assert out.stats.tau > 1.05 or not few_tokens
 
     def predict(tokens: Tensor, place: int) -> Tensor:
         logits = trained_logits(target, drafter, tokens, features(target, drafter, tokens), [[place]])[0, 0]
         return best_of_few(logits, drafter.output_ids, written)
 
-    assert_told_from_text(prompts, out, depth, predict)
+    out = told_from_text(drafter, target, written, 40, predict)
+    assert out.stats.tau > 1.05 or not few_tokens
 
 
 # ------------------------------------------------------------ making

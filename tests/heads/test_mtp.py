@@ -42,17 +42,14 @@ from .conftest import (
 from .conftest import made as make
 
 LENGTH = 18
+NARROW = {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 48}
 VARIANTS: dict[str, dict[str, Any]] = {
     "one module": {"steps": 4},
     "pruned, raw output": {"steps": 4, "draft_vocab_size": 20, "norm_output": False},
     "hidden first": {"steps": 4, "hidden_first": True},
     "one per depth": {"recursive": False, "depth": 4},
     "one per depth, raw output": {"recursive": False, "depth": 4, "norm_output": False},
-    "another layer": {
-        "recursive": False,
-        "depth": 2,
-        "layer": {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 48},
-    },
+    "another layer": {"recursive": False, "depth": 2, "layer": NARROW},
 }
 EXPERTS = {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
 ROUTED = {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}

@@ -10,14 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from outrider.common import BadInputError
-from outrider.decode import Decoder, Plan
 from outrider.heads import DraftModel, DraftModelConfig, Pard, PardConfig, load_drafter
 from outrider.heads.parallel.parallel_drafts import Rollouts
 from outrider.targets import Target
 
-from ..conftest import ALL_TOKENS, FEW_TOKENS, best_of_few, few
+from ..conftest import ALL_TOKENS, FEW_TOKENS, best_of_few
 from ..decode.conftest import random_model
-from .conftest import VOCAB, assert_told_from_text, batch, decoded_logits, entries_of, every, leaves_no_mask, rolled
+from .conftest import VOCAB, batch, decoded_logits, entries_of, every, leaves_no_mask, rolled, told_from_text
 from .conftest import sequences as tokens_of
 
 LAYERS = 4  # of the target
@@ -88,16 +87,12 @@ def test_the_loss_is_a_mean_over_what_was_drawn(target, drafter):
 
 @pytest.mark.parametrize("written", [ALL_TOKENS, FEW_TOKENS], ids=["all tokens", "few tokens"])
 def test_rounds_at_temperature_0_can_be_told_from_the_text(target, drafter, written):
-    prompts = [tokens_of(1, n, VOCAB - 1)[0].tolist() for n in (3, 6, 9)]
-    out = Decoder(target, drafter).generate(prompts, 24, few(written), Plan(5), ignore_eos=True)
-    assert out.stats.tau > 1.1 or written == ALL_TOKENS
+    def predict(tokens: Tensor, place: int) -> Tensor:
+        return best_of_few(passes(drafter, tokens[0, : place + 1].tolist(), 5), tokens=written)
+
     with torch.inference_mode():
-        assert_told_from_text(
-            prompts,
-            out,
-            5,
-            lambda tokens, place: best_of_few(passes(drafter, tokens[0, : place + 1].tolist(), 5), tokens=written),
-        )
+        out = told_from_text(drafter, target, written, 24, predict)
+    assert out.stats.tau > 1.1 or written == ALL_TOKENS
 
 
 def test_no_mask_stays_in_the_cache(target, drafter):

@@ -8,16 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from outrider.decode import Decoder, Plan
 from outrider.heads import Eagle3, Eagle3Config, PEagle
 from outrider.heads.parallel.parallel_drafts import Rollouts, kept_counts
 from outrider.targets import Target
 
-from ..conftest import ALL_TOKENS, FEW_TOKENS, best_of_few, few
+from ..conftest import ALL_TOKENS, FEW_TOKENS, best_of_few
 from .conftest import (
     assert_rounds_have,
     assert_sum_of_rows,
-    assert_told_from_text,
     batch,
     entries_of,
     every,
@@ -25,6 +23,7 @@ from .conftest import (
     part_of,
     rolled,
     sequences,
+    told_from_text,
 )
 from .conftest import made as make
 
@@ -197,9 +196,6 @@ def test_a_batch_can_be_put_together_in_any_way(target):
 @pytest.mark.parametrize("written", [ALL_TOKENS, FEW_TOKENS], ids=["all tokens", "few tokens"])
 def test_rounds_at_temperature_0_can_be_told_from_the_text(target, written):
     drafter = made(target)
-    prompts = [sequences(1, n)[0].tolist() for n in (3, 6, 9)]
-    out = Decoder(target, drafter).generate(prompts, 32, few(written), Plan(5), ignore_eos=True)
-    assert out.stats.tau > 1.1 or written == ALL_TOKENS
 
     def predict(tokens: Tensor, place: int) -> Tensor:
         rollout = rolled([(place - 1, d) for d in range(1, 5)], 1)
@@ -207,7 +203,8 @@ def test_rounds_at_temperature_0_can_be_told_from_the_text(target, written):
         entries = [place - 1, *range(tokens.shape[1], tokens.shape[1] + 4)]
         return best_of_few(drafter.logits(output, target)[0, entries], tokens=written)
 
-    assert_told_from_text(prompts, out, 5, predict)
+    out = told_from_text(drafter, target, written, 32, predict)
+    assert out.stats.tau > 1.1 or written == ALL_TOKENS
 
 
 def test_no_mask_stays_in_the_cache(target, drafter):

@@ -28,7 +28,6 @@ from .conftest import (
     DRAFT_MODEL,
     MakeRecipe,
     asked_in,
-    halved,
     history,
     killed_after,
     losses,
@@ -225,14 +224,6 @@ def test_killed_and_resumed_writes_the_same_text_and_ends_with_the_same_weights(
     resumed, uninterrupted = train(killed), train(whole)
     assert resumed.steps == uninterrupted.steps == 40
     assert weights(resumed) == weights(uninterrupted)
-
-
-def test_a_run_that_lost_its_last_checkpoint_resumes_bit_for_bit(recipe, target):
-    """Within an epoch, with several micro-batches per step."""
-    shape = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
-    whole = train(recipe("whole", DRAFT_MODEL, MIXED, **shape), target)
-    halved(whole)
-    assert weights(train(recipe("half", DRAFT_MODEL, MIXED, **shape), target)) == weights(whole)
 
 
 def alpha_on_own_text(drafter: DraftModel, target: Target, rows: Rows) -> float:

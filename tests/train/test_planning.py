@@ -32,7 +32,7 @@ from outrider.train.planning import plan, sketch_drafter, sketch_target
 from outrider.train.trainer import DrafterTrainer, TrainData
 from outrider.train.warmstart import make_drafter
 
-from .conftest import MakeRecipe, write_data
+from .conftest import MakeRecipe, of_stored, write_data
 
 PROMPT, RESPONSE, ROWS = 16, 80, 24
 DRAFTERS: dict[str, dict[str, Any]] = {
@@ -72,21 +72,14 @@ def data(tmp_path_factory: pytest.TempPathFactory, target: Target) -> Path:
 
 
 @pytest.fixture
-def recipe(config: Path, data: Path, tmp_path: Path) -> MakeRecipe:
-    def make(drafter: str = "eagle3", **changes: Any) -> Recipe:
-        values = {"max_steps": 3, "per_device_train_batch_size": 4, "save_strategy": "no", "disable_tqdm": True}
-        values |= changes.pop("training", {})
-        settings = {"prompts": ["embedded:code"], "responses": str(data), "holdout": 0.0} | changes.pop("data", {})
-        return Recipe.from_dict(
-            {
-                "name": "r",
-                "target": {"path": str(config)},
-                "drafter": DRAFTERS[drafter],
-                "data": settings,
-                "training": values,
-                "output": str(tmp_path / "out"),
-            }
-        )
+def recipe(recipe: MakeRecipe, config: Path) -> MakeRecipe:
+    """`recipe(drafter, data={…}, training={…})`: the target is a config, and its model's weights are nowhere."""
+
+    def make(drafter: str = "eagle3", data: dict[str, Any] | None = None, training: Any = None) -> Recipe:
+        settings = {"max_steps": 3, "per_device_train_batch_size": 4, "save_strategy": "no"} | (training or {})
+        rows = {"prompts": ["embedded:code"], "holdout": 0.0} | (data or {})
+        made = recipe("out", DRAFTERS[drafter], rows, **settings)
+        return of_stored(made, config)
 
     return make
 

@@ -22,6 +22,7 @@ from outrider.train import checkpoints as folders
 from outrider.train.__main__ import main
 
 from .conftest import (
+    DRAFT_MODEL,
     asked_in,
     drafters_are_close,
     halved,
@@ -66,11 +67,19 @@ def test_ctrl_c_saves_a_checkpoint_and_continuing_equals_never_stopping(recipe, 
     assert weights(resumed) == weights(train(recipe("whole", **settings), target))
 
 
-def test_a_draft_model_resumes_bit_for_bit(recipe, target):
-    drafter = {"type": "draft_model", "model": {"num_hidden_layers": 1, "tie_word_embeddings": True}}
-    whole = train(recipe("whole", drafter), target)
+TIED = {"type": "draft_model", "model": {"num_hidden_layers": 1, "tie_word_embeddings": True}}
+ON_POLICY = (DRAFT_MODEL, {"on_policy": 0.5, "max_new_tokens": 8})
+PARTS = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+
+
+@pytest.mark.parametrize(
+    ("run", "shape"), [((TIED,), {}), (ON_POLICY, PARTS)], ids=["tied draft model", "on policy, several micro-batches"]
+)
+def test_a_run_that_lost_its_last_checkpoint_resumes_bit_for_bit(recipe, target, run, shape):
+    """Within an epoch."""
+    whole = train(recipe("whole", *run, **shape), target)
     halved(whole)
-    assert weights(train(recipe("half", drafter), target)) == weights(whole)
+    assert weights(train(recipe("half", *run, **shape), target)) == weights(whole)
 
 
 def test_a_finished_run_is_not_trained_further(recipe, target):

@@ -23,6 +23,7 @@ from outrider.decode import round as stage
 from outrider.decode.engine import Request
 from outrider.decode.static_batch import Graphs, StaticBatch, window_of
 from outrider.heads import (
+    HEADS,
     Drafter,
     DraftModel,
     DSpark,
@@ -257,30 +258,37 @@ def test_texts_longer_than_a_window(target):
 # ------------------------------------------------------------ nothing asks the host
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_a_round_never_reads_a_tensor_on_the_host(tiny_llama, monkeypatch, plan, sampling):
+TREES_TOO = ("chain", "static tree", "dynamic tree")
+ON_META = [(name, *case) for name in ("draft_model", "eagle3") for case in CASES]
+ON_META += [(name, plan, "sampled") for name in ("medusa", "hydra") for plan in (*TREES_TOO, "coupled")]
+ON_META += [("self_speculative", plan, "greedy") for plan in TREES_TOO]
+
+
+@pytest.mark.parametrize(("name", "plan", "sampling"), ON_META)
+def test_a_round_never_reads_a_tensor_on_the_host(tiny_llama, monkeypatch, name, plan, sampling):
     """On the meta device tensors have shapes and no values: whoever asks for one fails."""
-    if (plan, sampling) not in CASES:
-        pytest.skip("needs a temperature")
     with torch.device("meta"):
         target = Target(tiny_llama(layers=4).to("meta"))
-        head = Eagle3.build(Eagle3Config(taps=(1, 2, 3)), target).to("meta")
-        for drafter in (DraftModel(copy.deepcopy(target.model)), head):
-            request = Request(PROMPTS, 20, SAMPLINGS[sampling], PLANS[plan])
-            run = Decoder(target, drafter, static=True).run(request)
-            tokens = torch.zeros(4, 9, dtype=torch.long)
-            counts = RowLengths(torch.ones(4, dtype=torch.long), [len(p) for p in PROMPTS])
-            with torch.inference_mode():
-                state = run._open(tokens, counts)
-                state.session.update(tokens, torch.zeros(4, 9, len(drafter.taps), 32), counts)
-                for cache in (state.cache, *state.session.caches()):
-                    cache.window = 256
-                for _ in range(3):
-                    state, _ = stage.step(run.setup, state, run.setup.plan.depth)
-                    for name in ("tensor", "as_tensor"):  # what depends on the plan alone was made in the first round
-                        monkeypatch.setattr(torch, name, failing(AssertionError("a round makes a tensor on the host")))
-            monkeypatch.undo()
+        drafter = DraftModel(copy.deepcopy(target.model))
+        if name != "draft_model":
+            drafter = HEADS[name].build(HEADS[name].config_class(), target).to("meta")
+        run = Decoder(target, drafter, static=True).run(Request(PROMPTS, 20, SAMPLINGS[sampling], PLANS[plan]))
+        tokens = torch.zeros(4, 9, dtype=torch.long)
+        counts = RowLengths(torch.ones(4, dtype=torch.long), [len(p) for p in PROMPTS])
+        with torch.inference_mode():
+            state = run._open(tokens, counts)
+            state.session.update(tokens, torch.zeros(4, 9, len(drafter.taps), 32), counts)
+            for cache in (state.cache, *state.session.caches()):
+                cache.window = 256
+            shapes = [t.shape for t in state.session.carried()]
+            for _ in range(3):
+                state, _ = stage.step(run.setup, state, run.setup.plan.depth)
+                for function in ("tensor", "as_tensor"):  # what depends on the plan alone was made in the first round
+                    monkeypatch.setattr(torch, function, failing(AssertionError("a round makes a tensor on the host")))
+                if name in ("medusa", "hydra"):
+                    assert [t.shape for t in state.session.carried()] == shapes, "what is carried keeps its shape"
+    if name == "self_speculative":
+        assert state.session.caches() == state.session.carried() == [], "nothing is carried from round to round"
 
 
 def failing(error: Exception) -> Any:

@@ -11,7 +11,6 @@ from torch import Tensor
 from outrider.common import IncompatibleError
 from outrider.decode import Control, Costs, Decoder, Plan, Sampling, Tree, memory
 from outrider.decode import round as stage
-from outrider.decode.engine import Request
 from outrider.decode.memory import Load, budget
 from outrider.heads import Fusion, Ngram, SelfSpeculative, SelfSpeculativeConfig
 from outrider.heads.divergences import divergence
@@ -306,21 +305,6 @@ def agree(cache: RaggedCache, drafted: list[Tensor], verified: list[Tensor], rea
                 torch.testing.assert_close(after[row, :, place], before[row, :, origin], rtol=1e-4, atol=1e-4)
         count += len(pairs)
     return count
-
-
-@pytest.mark.parametrize("plan", SHAPES)
-def test_a_round_of_fixed_shape_never_reads_a_tensor_on_the_host(tiny_llama, plan):
-    """On the meta device tensors have shapes and no values. Nothing is carried from round to round."""
-    with torch.device("meta"), torch.inference_mode():
-        target = Target(tiny_llama(layers=4).to("meta"))
-        drafter = SelfSpeculative.build(SelfSpeculativeConfig(), target).to("meta")
-        run = Decoder(target, drafter, static=True).run(Request(PROMPTS, 20, plan=PLANS[plan]))
-        counts = RowLengths(torch.ones(5, dtype=torch.long), [len(p) for p in PROMPTS])
-        state = run._open(torch.zeros(5, 13, dtype=torch.long), counts)
-        state.cache.window = 256
-        for _ in range(3):
-            state, _ = stage.step(run.setup, state, run.setup.plan.depth)
-        assert state.session.caches() == state.session.carried() == []
 
 
 @pytest.mark.parametrize("static", [False, True])

@@ -10,7 +10,6 @@ import logging
 import os
 import sys
 
-import torch
 from accelerate import PartialState
 from rich.console import Console
 
@@ -19,6 +18,7 @@ from ..common.machine import best_device
 from ..common.runtime import keep_large_blocks, remember_few_shapes
 from ..common.signals import how, number_of, stop_with_launcher, stoppable
 from ..recipes import load_recipe
+from ..targets.sharding import leave_group
 from .responses import distill
 
 
@@ -42,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(given: argparse.Namespace, prefix: str) -> int:
-    asked = int(os.environ.get("WORLD_SIZE", "1"))
+    asked, ended_well = int(os.environ.get("WORLD_SIZE", "1")), False
     try:
         with stoppable():
             started = PartialState(cpu=asked > 1 and best_device().type == "cpu").num_processes
@@ -53,13 +53,13 @@ def _run(given: argparse.Namespace, prefix: str) -> int:
                 )
             recipe = load_recipe(given.recipe, given.overrides)
             folder = distill(recipe, console=None if prefix else Console(stderr=True))
+        ended_well = True
     except OutriderError as error:
         return _say(f"{prefix}error: {error}", error.exit_code)
     except KeyboardInterrupt as error:
         return _say(f"{prefix}{error or how(error)}; run the same command again.", 128 + number_of(error))
     finally:
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
+        leave_group(ended_well)
     processes = f" ({asked} processes)" if asked > 1 else ""
     return 0 if prefix else _say(f"responses: {folder}{processes}", 0)
 

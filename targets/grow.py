@@ -342,9 +342,10 @@ def grow(
     """
     config = grown_config(model.config, like)
     dtype, device = dtype or model.dtype, torch.device(device or model.device)
+    attention = model.config._attn_implementation
     with init_empty_weights(include_buffers=False):
         grown: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=model.config._attn_implementation
+            config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
         )
     weights = GrownWeights(Growth(Sizes.of(model.config), Sizes.of(config)), dtype, device)
     old = dict(model.named_parameters()) | {"lm_head.weight": model.get_output_embeddings().weight}
@@ -362,7 +363,7 @@ def grow(
 def grown_bytes(model: PreTrainedModel, like: PreTrainedConfig) -> int:
     """Return how many bytes the weights take that `grow` would make."""
     with init_empty_weights():
-        grown = AutoModelForCausalLM.from_config(grown_config(model.config, like))
+        grown = AutoModelForCausalLM.from_config(grown_config(model.config, like), trust_remote_code=False)
     return sum(weight.numel() for weight in grown.parameters()) * model.dtype.itemsize
 
 

@@ -7,6 +7,7 @@ for each of its passes. Embeddings stay whole in every process: drafters read th
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TypeVar
@@ -92,3 +93,16 @@ def _tell(target: Backbone, another: bool) -> bool:
     flag = torch.tensor(float(another), device=target.device)
     distributed.broadcast(flag, 0)
     return distributed.get_rank() != 0 and bool(flag.item())
+
+
+def leave_group(ended_well: bool) -> None:
+    """Leave the processes of the launch, if there are any; together if all ended well.
+
+    A process that ends while another still uses the group may be aborted at its exit, after all work is done.
+    """
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return
+    if ended_well:
+        distributed.barrier()
+    gc.collect()  # what still holds the group would end its threads too late
+    distributed.destroy_process_group()

@@ -7,7 +7,6 @@ import logging
 import os
 import sys
 
-import torch
 from datasets import disable_progress_bars as hide_bars_of_datasets
 from huggingface_hub.utils import disable_progress_bars as hide_bars_of_the_hub
 from rich.console import Console
@@ -18,6 +17,7 @@ from ..common.progress import say_retries_once
 from ..common.runtime import keep_large_blocks, remember_few_shapes
 from ..common.signals import how, number_of, stop_with_launcher, stoppable
 from ..recipes import load_recipe
+from ..targets.sharding import leave_group
 from .run import TrainingInterruptedError, train
 
 
@@ -47,6 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(given: argparse.Namespace, prefix: str) -> int:
+    ended_well = False
     try:
         with stoppable():
             result = train(
@@ -54,6 +55,7 @@ def _run(given: argparse.Namespace, prefix: str) -> int:
                 resume=not given.fresh,
                 console=None if prefix else Console(stderr=True),
             )
+        ended_well = True
     except OutriderError as error:
         return _say(f"{prefix}error: {error}", error.exit_code)
     except TrainingInterruptedError as stopped:
@@ -61,8 +63,7 @@ def _run(given: argparse.Namespace, prefix: str) -> int:
     except KeyboardInterrupt as error:
         return _say(f"{prefix}{how(error)}. Run the same command again.", 128 + number_of(error))
     finally:
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
+        leave_group(ended_well)
     tau = result.metrics.get("eval_tau")
     figures = f", held-out tau {tau:.2f} (analytic, 1 + mean accepted)" if tau else ""
     return _say(f"{result.steps} steps{figures}; the drafter is in {result.drafter_folder}", 0) if not prefix else 0

@@ -120,7 +120,7 @@ def test_a_process_that_is_killed_ends_the_others_and_the_next_run_takes_its_bat
     place: Place, checkpoint: Path, tmp_path: Path, killed: int
 ) -> None:
     """Whichever of them it is, and however many there are afterwards."""
-    slow = place.recipe("cut", path=checkpoint, max_new_tokens=100, batch_size=1)
+    slow = place.recipe("cut", path=checkpoint, max_new_tokens=300, batch_size=1)
     running = [launch(slow, tmp_path, rank, 2, 29611 + killed) for rank in range(2)]
     partial = slow.output_folder / "data.partial"
     while not list(partial.glob("*.jsonl")):
@@ -136,7 +136,7 @@ def test_a_process_that_is_killed_ends_the_others_and_the_next_run_takes_its_bat
     assert 0 < len(kept) < len(TEXTS)
     again = [launch(slow, tmp_path, rank, 3, 29613 + killed) for rank in range(3)]
     assert [process.wait(120) for process in again] == [0, 0, 0]
-    whole = distill(place.recipe("whole", path=checkpoint, max_new_tokens=100, batch_size=8))
+    whole = distill(place.recipe("whole", path=checkpoint, max_new_tokens=300, batch_size=8))
     assert load_responses(slow.output_folder / "data")[:] == load_responses(whole)[:]
 
 

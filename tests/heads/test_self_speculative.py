@@ -343,13 +343,14 @@ def test_a_refused_draft_that_stayed_would_be_noticed(target, monkeypatch):
     found = decoder.generate(PROMPTS, NEW, plan=Plan(3), ignore_eos=True).tokens
     assert found == texts, "wrong entries of drafts are overwritten"
     kind = type(target.new_cache(1, 1)._stores[0])
-    write = kind._write
+    update = kind.update
 
-    def lazy(store: Any, tensor: Tensor, new: Tensor) -> None:
-        if new.shape[2] != 4 or not tensor[:, :, store.cache.longest].any():  # 4 tokens: a verification
-            write(store, tensor, new)
+    def lazy(store: Any, keys: Tensor, values: Tensor, *more: Any, **named: Any) -> tuple[Tensor, Tensor]:
+        if keys.shape[2] != 4 or not store.keys[:, :, store.cache.longest].any():  # 4 tokens: a verification
+            return update(store, keys, values, *more, **named)
+        return store.keys[:, :, : store.cache.used], store.values[:, :, : store.cache.used]
 
-    monkeypatch.setattr(kind, "_write", lazy)
+    monkeypatch.setattr(kind, "update", lazy)
     assert decoder.generate(PROMPTS, NEW, plan=Plan(3), ignore_eos=True).tokens != texts
 
 

@@ -21,6 +21,7 @@ from outrider.heads import HEADS, Ngram, drafter_config
 from outrider.pair import Pair, new_pair
 from outrider.recipes import Recipe, load_recipe, packaged_recipes
 from outrider.targets import Target
+from outrider.targets.grow import SHAPES
 from outrider.train.arguments import check_training
 
 from .conftest import Command, all_verbs, verb_of
@@ -195,7 +196,7 @@ def test_recipes_named_in_the_text_exist() -> None:
     beginnings = "|".join({name.split("-")[0] for name in packaged_recipes()})
     for page in PAGES:
         named = set(re.findall(rf"`((?:{beginnings})-[\w.-]+)`", text_of(page)))
-        assert named <= set(packaged_recipes()), shown(page)
+        assert named <= {*packaged_recipes(), *SHAPES}, shown(page)
 
 
 @pytest.fixture

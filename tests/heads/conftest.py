@@ -129,7 +129,8 @@ def told_from_text(
     drafter: Drafter, target: Target, written: Sequence[int], new: int, predict: Callable[[Tensor, int], Tensor]
 ) -> Output:
     """Return texts of some tokens: along them `predict(tokens, place)` gives the drafts, and so each round's length."""
-    prompts, depth = [sequences(1, n, VOCAB - 1)[0].tolist() for n in (3, 6, 9)], drafter.max_depth
+    vocab, depth = drafter.config.mask_token_id or VOCAB, drafter.max_depth  # prompts without the mask
+    prompts = [sequences(1, n, vocab)[0].tolist() for n in (3, 6, 9)]
     out = Decoder(target, drafter).generate(prompts, new, few(written), Plan(depth), ignore_eos=True)
     for prompt, text, rounds in zip(prompts, out.tokens, out.rounds, strict=True):
         tokens, place, told = torch.tensor([prompt + text]), len(prompt), []

@@ -205,34 +205,20 @@ QUICK = [
     Case("candidates", "draft_model", "T=1", 3, "confident"),
     Case("coupled", "draft_model", "processors", 3, "confident"),
 ]
+IN_CHAINS = [(rule, "chain") for rule in ("rejection", "candidates", "coupled")]
+IN_SHORT_ONES = [(rule, "confident") for rule in ("rejection", "block", "candidates", "coupled")]
+OTHERWISE = [("block", "chain"), ("without_replacement", "static"), ("traversal", "static")]
+OTHERWISE += [("candidates", "dynamic"), ("coupled", "static")]
+TWO = ("draft_model", "eagle3 pruned")
 EVERY = [
-    Case(rule, drafter, sampling, 2 + number % 2)
-    for number, (rule, drafter, sampling) in enumerate(
-        product(("rejection", "candidates", "coupled"), ("draft_model", "eagle3", "eagle3 pruned", "ngram"), SAMPLINGS)
+    Case(rule, drafter, sampling, 3 if shape == "confident" else 2 + number % 2, shape)
+    for cases in (
+        product(IN_CHAINS, ("draft_model", "eagle3", "eagle3 pruned", "ngram"), SAMPLINGS),
+        product(OTHERWISE, TWO, ("T=1", "top_k", "top_p", "min_p", "penalty", "processors")),
+        product(IN_SHORT_ONES, TWO, ("T=1", "processors")),
     )
-    if not (rule == "rejection" and drafter == "ngram")  # that runs as candidates
-]
-EVERY += [
-    Case(rule, drafter, sampling, 2 + number % 2, shape)
-    for number, ((rule, shape), drafter, sampling) in enumerate(
-        product(
-            (
-                ("block", "chain"),
-                ("without_replacement", "static"),
-                ("traversal", "static"),
-                ("candidates", "dynamic"),
-                ("coupled", "static"),
-            ),
-            ("draft_model", "eagle3 pruned"),
-            ("T=1", "top_k", "top_p", "min_p", "penalty", "processors"),
-        )
-    )
-]
-EVERY += [
-    Case(*case, 3, "confident")
-    for case in product(
-        ("rejection", "block", "candidates", "coupled"), ("draft_model", "eagle3 pruned"), ("T=1", "processors")
-    )
+    for number, ((rule, shape), drafter, sampling) in enumerate(cases)
+    if (rule, drafter) != ("rejection", "ngram")  # that runs as candidates
 ]
 
 

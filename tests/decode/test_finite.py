@@ -71,7 +71,7 @@ def target(tiny_llama: Callable[..., LlamaForCausalLM]) -> Target:
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
-def test_a_targets_broken_weight_is_named(target: Target, value: float, temperature: float, static: bool) -> None:
+def test_a_targets_broken_weight_is_named(target, value, temperature, static):
     layer = target.model.model.layers[2].mlp.down_proj
     with broken(layer.weight, value), pytest.raises(BadInputError) as raised:
         Decoder(target, static=static).generate(PROMPTS, 8, Sampling(temperature=temperature))
@@ -95,7 +95,7 @@ def test_a_drafters_broken_weight_is_named(target, kind, shape, temperature, sta
         assert "the logits are not finite" in str(raised.value)
 
 
-def test_a_number_that_breaks_in_the_middle_is_noticed_there(target: Target) -> None:
+def test_a_number_that_breaks_in_the_middle_is_noticed_there(target):
     """An overflow depends on the text: the place in it is said. What was written until then was streamed."""
     whole = Decoder(target).generate(PROMPTS[:1], 12).tokens[0]
     last = max(whole[:-1], key=whole.index)
@@ -112,7 +112,7 @@ def test_a_number_that_breaks_in_the_middle_is_noticed_there(target: Target) -> 
     assert events == whole[: whole.index(last) + 1]
 
 
-def test_only_what_was_asked_for_is_looked_at(target: Target) -> None:
+def test_only_what_was_asked_for_is_looked_at(target):
     """Masked logits are minus infinity in many models, and processors make some: neither is a fault."""
     head = target.model.get_output_embeddings()
     hook = head.register_forward_hook(lambda _m, _i, out: out.index_fill(-1, torch.tensor([60, 61, 62]), -INF))

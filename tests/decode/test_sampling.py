@@ -114,28 +114,19 @@ def test_the_most_probable_token_survives_every_filter():
         assert torch.equal(probabilities(logits, sampling), torch.nn.functional.one_hot(logits.argmax(-1), 50).float())
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("temperature", -1),
-        ("temperature", 1e-38),
-        ("temperature", float("inf")),
-        ("temperature", float("nan")),
-        ("top_k", 0),
-        ("top_p", 0),
-        ("top_p", 1.5),
-        ("min_p", -0.1),
-        ("min_p", 1.1),
-        ("repetition_penalty", 0),
-        ("bad_words", (1, 2)),
-        ("bad_words", ((1, 2), ())),
-        ("bad_words", ((1, -2),)),
-        ("bad_words", ("ab",)),
-        ("min_new_tokens", -1),
-        ("suppress", (-1,)),
-        ("suppress", "ab"),
-    ],
-)
+IMPOSSIBLE: dict[str, tuple[Any, ...]] = {
+    "temperature": (-1, 1e-38, float("inf"), float("nan")),
+    "top_k": (0,),
+    "top_p": (0, 1.5),
+    "min_p": (-0.1, 1.1),
+    "repetition_penalty": (0,),
+    "bad_words": ((1, 2), ((1, 2), ()), ((1, -2),), ("ab",)),
+    "min_new_tokens": (-1,),
+    "suppress": ((-1,), "ab"),
+}
+
+
+@pytest.mark.parametrize(("field", "value"), [(f, value) for f, values in IMPOSSIBLE.items() for value in values])
 def test_impossible_settings_are_refused(field, value):
     with pytest.raises(BadInputError, match=field):
         Sampling(**{field: value})

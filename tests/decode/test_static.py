@@ -23,6 +23,7 @@ from outrider.decode import round as stage
 from outrider.decode.engine import Request
 from outrider.decode.static_batch import Graphs, StaticBatch, window_of
 from outrider.heads import (
+    HEADS,
     Drafter,
     DraftModel,
     DSpark,
@@ -257,35 +258,44 @@ def test_texts_longer_than_a_window(target):
 # ------------------------------------------------------------ nothing asks the host
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_a_round_never_reads_a_tensor_on_the_host(tiny_llama, monkeypatch, plan, sampling):
+TREES_TOO = ("chain", "static tree", "dynamic tree")
+ON_META = [(name, *case) for name in ("draft_model", "eagle3") for case in CASES]
+ON_META += [(name, plan, "sampled") for name in ("medusa", "hydra") for plan in (*TREES_TOO, "coupled")]
+ON_META += [("self_speculative", plan, "greedy") for plan in TREES_TOO]
+
+
+@pytest.mark.parametrize(("name", "plan", "sampling"), ON_META)
+def test_a_round_never_reads_a_tensor_on_the_host(tiny_llama, monkeypatch, name, plan, sampling):
     """On the meta device tensors have shapes and no values: whoever asks for one fails."""
-    if (plan, sampling) not in CASES:
-        pytest.skip("needs a temperature")
     with torch.device("meta"):
         target = Target(tiny_llama(layers=4).to("meta"))
-        head = Eagle3.build(Eagle3Config(taps=(1, 2, 3)), target).to("meta")
-        for drafter in (DraftModel(copy.deepcopy(target.model)), head):
-            request = Request(PROMPTS, 20, SAMPLINGS[sampling], PLANS[plan])
-            run = Decoder(target, drafter, static=True).run(request)
-            tokens = torch.zeros(4, 9, dtype=torch.long)
-            counts = RowLengths(torch.ones(4, dtype=torch.long), [len(p) for p in PROMPTS])
-            with torch.inference_mode():
-                state = run._open(tokens, counts)
-                state.session.update(tokens, torch.zeros(4, 9, len(drafter.taps), 32), counts)
-                for cache in (state.cache, *state.session.caches()):
-                    cache.window = 256
-                for number in range(3):
-                    state, _ = stage.step(run.setup, state, run.setup.plan.depth)
-                    if number == 0:  # what depends on the plan alone is made once
-                        monkeypatch.setattr(torch, "tensor", forbidden)
-                        monkeypatch.setattr(torch, "as_tensor", forbidden)
-            monkeypatch.undo()
+        drafter = DraftModel(copy.deepcopy(target.model))
+        if name != "draft_model":
+            drafter = HEADS[name].build(HEADS[name].config_class(), target).to("meta")
+        run = Decoder(target, drafter, static=True).run(Request(PROMPTS, 20, SAMPLINGS[sampling], PLANS[plan]))
+        tokens = torch.zeros(4, 9, dtype=torch.long)
+        counts = RowLengths(torch.ones(4, dtype=torch.long), [len(p) for p in PROMPTS])
+        with torch.inference_mode():
+            state = run._open(tokens, counts)
+            state.session.update(tokens, torch.zeros(4, 9, len(drafter.taps), 32), counts)
+            for cache in (state.cache, *state.session.caches()):
+                cache.window = 256
+            shapes = [t.shape for t in state.session.carried()]
+            for _ in range(3):
+                state, _ = stage.step(run.setup, state, run.setup.plan.depth)
+                for function in ("tensor", "as_tensor"):  # what depends on the plan alone was made in the first round
+                    monkeypatch.setattr(torch, function, failing(AssertionError("a round makes a tensor on the host")))
+                if name in ("medusa", "hydra"):
+                    assert [t.shape for t in state.session.carried()] == shapes, "what is carried keeps its shape"
+    if name == "self_speculative":
+        assert state.session.caches() == state.session.carried() == [], "nothing is carried from round to round"
 
 
-def forbidden(*args: Any, **kwargs: Any) -> Any:
-    raise AssertionError("a round makes a tensor on the host")
+def failing(error: Exception) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        raise error
+
+    return call
 
 
 # ------------------------------------------------------------ recorded once, replayed
@@ -484,10 +494,8 @@ def test_a_replay_that_forgets_an_input_is_noticed(target, replays, monkeypatch)
 
 
 def test_where_capture_fails_rounds_run_eagerly_and_say_so(target, replays, monkeypatch, caplog):
-    def broken(graph: Any, pool: Any = None, stream: Any = None) -> Any:
-        raise RuntimeError("operation not permitted when stream is capturing")
-
-    monkeypatch.setattr(torch.cuda, "graph", broken)
+    error = RuntimeError("operation not permitted when stream is capturing")
+    monkeypatch.setattr(torch.cuda, "graph", failing(error))
     same_as_usual(fixed(target, make_drafters(target)["draft_model"]), PROMPTS, 24, plan=Plan(3))
     assert "cannot be captured" in caplog.text
     assert len(caplog.records) == 1
@@ -495,11 +503,7 @@ def test_where_capture_fails_rounds_run_eagerly_and_say_so(target, replays, monk
 
 def test_too_little_memory_is_no_reason_to_run_eagerly(target, replays, monkeypatch):
     """It would not get better, and whoever asked must hear of it."""
-
-    def full(graph: Any, pool: Any = None, stream: Any = None) -> Any:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(torch.cuda, "graph", full)
+    monkeypatch.setattr(torch.cuda, "graph", failing(torch.OutOfMemoryError("CUDA out of memory")))
     with pytest.raises(torch.OutOfMemoryError):
         Decoder(target, make_drafters(target)["draft_model"], static=True).generate(PROMPTS, 24, plan=Plan(3))
 

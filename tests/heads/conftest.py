@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from outrider.decode import Output
+from outrider.decode import Decoder, Output, Plan
 from outrider.heads import Drafter, Session, TargetBatch
+from outrider.heads.block.block_losses import Anchors
 from outrider.heads.parallel.parallel_drafts import Rollouts
 from outrider.targets import RowLengths, Target
+
+from ..conftest import few
 
 VOCAB = 64
 
 
 @pytest.fixture
-def target(tiny_llama) -> Target:
-    return Target(tiny_llama(layers=6))
+def target(request, tiny_llama) -> Target:
+    """A target of six layers, or of as many as a module's `LAYERS` says."""
+    return Target(tiny_llama(layers=getattr(request.module, "LAYERS", 6)))
 
 
 def sequences(rows: int = 3, length: int = 18, vocab: int = VOCAB) -> Tensor:
@@ -31,6 +36,13 @@ def batch(target: Target, drafter: Drafter, tokens: Tensor, supervised: Tensor |
     out = target.forward(tokens, taps=drafter.taps)
     learned = torch.ones_like(tokens, dtype=torch.bool) if supervised is None else supervised
     return TargetBatch(target, tokens, learned, out.hidden, out.last)
+
+
+def features(target: Target, drafter: Drafter, tokens: Tensor) -> Tensor:
+    """Return the hidden states that a drafter reads."""
+    hidden = target.forward(tokens, taps=drafter.taps).hidden
+    assert hidden is not None
+    return hidden
 
 
 def part_of(data: TargetBatch, rows: slice, length: int | None = None, step: int = 0) -> TargetBatch:
@@ -113,10 +125,13 @@ def tau_of(alphas: Mapping[tuple[int, int, int], float], depths: int) -> tuple[f
 # ------------------------------------------------------------ properties of several drafters
 
 
-def assert_told_from_text(
-    prompts: list[list[int]], out: Output, depth: int, predict: Callable[[Tensor, int], Tensor]
-) -> None:
-    """Along the target's own text `predict(tokens, place)` gives the drafts, and so each round's length."""
+def told_from_text(
+    drafter: Drafter, target: Target, written: Sequence[int], new: int, predict: Callable[[Tensor, int], Tensor]
+) -> Output:
+    """Return texts of some tokens: along them `predict(tokens, place)` gives the drafts, and so each round's length."""
+    vocab, depth = drafter.config.mask_token_id or VOCAB, drafter.max_depth  # prompts without the mask
+    prompts = [sequences(1, n, vocab)[0].tolist() for n in (3, 6, 9)]
+    out = Decoder(target, drafter).generate(prompts, new, few(written), Plan(depth), ignore_eos=True)
     for prompt, text, rounds in zip(prompts, out.tokens, out.rounds, strict=True):
         tokens, place, told = torch.tensor([prompt + text]), len(prompt), []
         for one in rounds:
@@ -126,6 +141,7 @@ def assert_told_from_text(
             place += one.accepted + 1
         assert told[:-1] == [one.accepted for one in rounds][:-1]
         assert told[-1] >= min(rounds[-1].accepted, len(there)), "the last round may go on after the text's end"
+    return out
 
 
 def assert_sum_of_rows(drafter: Drafter, target: Target) -> None:
@@ -140,6 +156,22 @@ def assert_sum_of_rows(drafter: Drafter, target: Target) -> None:
     assert whole == pytest.approx(loss(slice(0, 1), 18) + loss(slice(1, 2), 27) + last, rel=1e-5)
     assert whole == pytest.approx(loss(slice(0, 2), 25) + last, rel=1e-5)
     assert abs(whole - loss(slice(0, 3), 30, step=1)) > 1e-3
+
+
+def assert_rounds_have(
+    expected: Callable[[int, int, int], Tensor],
+    drafter: Drafter,
+    target: Target,
+    tokens: Tensor,
+    starts: list[list[int]],
+    steps: int,
+) -> None:
+    """Compare `decoded_logits` with those of `expected(round, row, depth)`."""
+    for number, logits in enumerate(decoded_logits(drafter, target, tokens, starts, steps)):
+        assert len(logits) == steps
+        for row, depth in product(range(len(tokens)), range(steps)):
+            difference = float((logits[depth][row] - expected(number, row, depth)).abs().max())
+            assert difference < 1e-5, f"round {number}, row {row}, depth {depth + 1}: {difference:.1e}"
 
 
 def assert_later_steps_are_those_of_whole_rows(unroll: Callable[[Tensor], list[Tensor]], length: int) -> None:
@@ -171,6 +203,13 @@ def assert_reads_up_to(
 
 
 # ------------------------------------------------------------ drafts in one pass
+
+
+def anchored(places: list[list[int]]) -> Anchors:
+    """Return blocks at these places of each row."""
+    found = torch.tensor(places)
+    spans = tuple((min(column), max(column)) for column in zip(*places, strict=True))
+    return Anchors(found, torch.ones_like(found, dtype=torch.bool), spans)
 
 
 def rolled(places: list[tuple[int, int]], rows: int, size: int = 256) -> Rollouts:
@@ -215,37 +254,32 @@ def leaves_no_mask(drafter: Drafter, target: Target) -> None:
 # ------------------------------------------------------------ rounds
 
 
-@pytest.fixture
-def decoded_logits() -> Callable[..., list[list[Tensor]]]:
-    """`decoded_logits(drafter, target, tokens, starts, steps)`: logits `[B, V']` by round and depth, teacher forced.
+def decoded_logits(
+    drafter: Drafter, target: Target, tokens: Tensor, starts: list[list[int]], steps: int
+) -> list[list[Tensor]]:
+    """Return logits `[B, V']` by round and depth, teacher forced.
 
     Row b's rounds begin after `starts[b][round]` absorbed tokens.
     """
+    rows, hidden = torch.arange(len(tokens)), target.forward(tokens, taps=drafter.taps).hidden
+    state, found = drafter.open(target, len(tokens), tokens.shape[1] + steps), []
+    committed = torch.zeros(len(tokens), dtype=torch.long)
+    for reached in torch.tensor(starts).T:
+        counts = reached - committed
+        # As in the decoder: rows are padded with drafts that were thrown away, here with another place's tokens.
+        width = int(counts.max()) + 1
+        where = (committed[:, None] + torch.arange(width)).clamp(max=tokens.shape[1] - 1)
+        states = None if hidden is None else hidden[rows[:, None], where]
+        state.update(tokens[rows[:, None], where], states, RowLengths.of(counts.tolist(), "cpu"))
+        logits: list[Tensor] = []
 
-    def decoded(
-        drafter: Drafter, target: Target, tokens: Tensor, starts: list[list[int]], steps: int
-    ) -> list[list[Tensor]]:
-        rows, hidden = torch.arange(len(tokens)), target.forward(tokens, taps=drafter.taps).hidden
-        state, found = drafter.open(target, len(tokens), tokens.shape[1] + steps), []
-        committed = torch.zeros(len(tokens), dtype=torch.long)
-        for reached in torch.tensor(starts).T:
-            counts = reached - committed
-            # As in the decoder: rows are padded with drafts that were thrown away, here with another place's tokens.
-            width = int(counts.max()) + 1
-            where = (committed[:, None] + torch.arange(width)).clamp(max=tokens.shape[1] - 1)
-            states = None if hidden is None else hidden[rows[:, None], where]
-            state.update(tokens[rows[:, None], where], states, RowLengths.of(counts.tolist(), "cpu"))
-            logits: list[Tensor] = []
+        def choose(
+            draft_logits: Tensor, token_ids: Tensor | None, reached: Tensor = reached, logits: list[Tensor] = logits
+        ) -> Tensor:
+            logits.append(draft_logits)
+            return tokens[rows, reached + len(logits)]
 
-            def choose(
-                draft_logits: Tensor, token_ids: Tensor | None, reached: Tensor = reached, logits: list[Tensor] = logits
-            ) -> Tensor:
-                logits.append(draft_logits)
-                return tokens[rows, reached + len(logits)]
-
-            state.propose(tokens[rows, reached], steps, choose)
-            found.append(logits)
-            committed = reached
-        return found
-
-    return decoded
+        state.propose(tokens[rows, reached], steps, choose)
+        found.append(logits)
+        committed = reached
+    return found

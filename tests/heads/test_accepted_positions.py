@@ -60,7 +60,7 @@ def lesson(drafter: Drafter[Any], given: TargetBatch) -> list[Tensor]:
 # ------------------------------------------------------------ the arithmetic, by hand
 
 
-def test_the_share_moves_to_what_was_reached_by_the_weights_that_were_there() -> None:
+def test_the_share_moves_to_what_was_reached_by_the_weights_that_were_there():
     """Weights 4, 2, 1, 1 of one text, of which the second and the third were reached: half of 8 goes there, 2 : 1."""
     verified = AcceptedPositions(torch.tensor([[0, 1, 2, 1]]), 0.5)
     rows, places, depths = torch.zeros(4, dtype=torch.long), torch.tensor([1, 1, 2, 3]), torch.tensor([2, 1, 2, 2])
@@ -69,7 +69,7 @@ def test_the_share_moves_to_what_was_reached_by_the_weights_that_were_there() ->
     assert float(found.sum()) == pytest.approx(8)
 
 
-def test_a_whole_share_leaves_nothing_elsewhere_and_none_changes_nothing() -> None:
+def test_a_whole_share_leaves_nothing_elsewhere_and_none_changes_nothing():
     depths, weights = torch.tensor([[0, 1, 2]]), torch.tensor([[3.0, 1.0], [2.0, 5.0]])  # [S, P]
     arguments = weights, torch.zeros(2, dtype=torch.long), torch.tensor([1, 2]), torch.tensor([[1], [2]])
     found = AcceptedPositions(depths, 1.0).weighed(*arguments)
@@ -77,7 +77,7 @@ def test_a_whole_share_leaves_nothing_elsewhere_and_none_changes_nothing() -> No
     assert torch.equal(AcceptedPositions(depths, 0.0).weighed(*arguments), weights)
 
 
-def test_a_text_of_which_nothing_was_reached_keeps_its_weights() -> None:
+def test_a_text_of_which_nothing_was_reached_keeps_its_weights():
     """Of two texts of one row, and of two rows, only the one with rounds changes; each keeps its sum."""
     weights, places = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([0, 1, 2, 3])
     verified, ones = AcceptedPositions(torch.tensor([[0, 1, 0, 0]]), 0.5), torch.ones(4, dtype=torch.long)
@@ -90,7 +90,7 @@ def test_a_text_of_which_nothing_was_reached_keeps_its_weights() -> None:
 # ------------------------------------------------------------ the anchors of blocks
 
 
-def test_a_share_of_the_anchors_is_drawn_from_roots_and_the_others_as_always() -> None:
+def test_a_share_of_the_anchors_is_drawn_from_roots_and_the_others_as_always():
     """Of 10 anchors among 60 places, rounds of 4 tokens: 5 are roots; the other 5 are the first 5 of the usual draw."""
     tokens, eligible = torch.arange(64)[None], torch.zeros(1, 64, dtype=torch.bool)
     eligible[:, 3:63] = True
@@ -113,9 +113,7 @@ def test_a_share_of_the_anchors_is_drawn_from_roots_and_the_others_as_always() -
 
 
 @pytest.mark.parametrize("share", [0.3, 0.5, 0.9, 1.0])
-def test_blocks_weigh_what_a_texts_tokens_do_and_the_rest_is_spread_without_what_was_drawn_for_rounds(
-    target: Target, share: float
-) -> None:
+def test_blocks_weigh_what_a_texts_tokens_do_and_the_rest_is_spread_without_what_was_drawn_for_rounds(target, share):
     drafter = drafter_in_training(target, DFLASH | {"num_anchors": 2})
     assert isinstance(drafter, DFlash)
     given = batch(target, drafter, share)
@@ -137,7 +135,7 @@ def test_blocks_weigh_what_a_texts_tokens_do_and_the_rest_is_spread_without_what
 # ------------------------------------------------------------ the masks of rollouts
 
 
-def test_a_share_of_the_masks_follows_rounds_and_the_others_are_drawn_as_always() -> None:
+def test_a_share_of_the_masks_follows_rounds_and_the_others_are_drawn_as_always():
     """As many masks of each depth as without, none without those before it; half of them where rounds reached."""
     tokens, learned = torch.arange(80)[None], torch.ones(1, 80, dtype=torch.bool)
     depths = torch.tensor([[1, 2, 3, 4, 5] * 16])
@@ -166,7 +164,7 @@ def test_a_share_of_the_masks_follows_rounds_and_the_others_are_drawn_as_always(
 
 
 @pytest.mark.parametrize("share", [0.3, 1.0])
-def test_masks_weigh_what_a_rows_tokens_do(share: float) -> None:
+def test_masks_weigh_what_a_rows_tokens_do(share):
     """The rest is spread over what was drawn evenly, and over what the text itself says."""
     tokens, wanted = torch.arange(80)[None], torch.ones(1, 80, dtype=torch.bool)
     wanted[:, :1] = False
@@ -200,7 +198,7 @@ def compared(monkeypatch: pytest.MonkeyPatch, drafter: Drafter[Any], given: Targ
     return seen[0], seen[1]
 
 
-def test_each_step_learns_what_rounds_reached_at_its_depth(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_step_learns_what_rounds_reached_at_its_depth(target, monkeypatch):
     """With the whole share, step i has weights at the tokens of depth i + 1 and nowhere else, as decay has them."""
     drafter = drafter_in_training(target, {"type": "eagle3", "steps": 3, "decay": 0.5})
     weights, following = compared(monkeypatch, drafter, batch(target, drafter, 1.0))
@@ -213,7 +211,7 @@ def test_each_step_learns_what_rounds_reached_at_its_depth(target: Target, monke
 
 
 @pytest.mark.parametrize("values", KINDS.values(), ids=KINDS)
-def test_a_share_of_nothing_is_the_usual_loss_and_weights_stay_in_all(target: Target, values: dict[str, Any]) -> None:
+def test_a_share_of_nothing_is_the_usual_loss_and_weights_stay_in_all(target, values):
     """Bit for bit without a share. With one, gradients change where rounds are; a constant loss has the same total."""
     drafter = drafter_in_training(target, values)
     usual, none, half = (lesson(drafter, batch(target, drafter, share)) for share in (None, 0.0, 0.5))
@@ -223,7 +221,7 @@ def test_a_share_of_nothing_is_the_usual_loss_and_weights_stay_in_all(target: Ta
 
 
 @pytest.mark.parametrize("values", KINDS.values(), ids=KINDS)
-def test_the_loss_of_a_whole_share_is_that_of_drafts_in_served_places(target: Target, values: dict[str, Any]) -> None:
+def test_the_loss_of_a_whole_share_is_that_of_drafts_in_served_places(target, values):
     """Changing what follows the deepest round changes only what was never reached, and so nothing of such a loss."""
     drafter, losses = drafter_in_training(target, values), []
     for later in (5, 9):
@@ -237,5 +235,5 @@ def test_the_loss_of_a_whole_share_is_that_of_drafts_in_served_places(target: Ta
     assert losses[0] > 0
 
 
-def test_the_kinds_above_are_those_that_say_that_they_follow_rounds() -> None:
+def test_the_kinds_above_are_those_that_say_that_they_follow_rounds():
     assert {values["type"] for values in KINDS.values()} == {n for n, kind in HEADS.items() if kind.follows_rounds}

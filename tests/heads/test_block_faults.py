@@ -11,14 +11,13 @@ from torch import Tensor
 
 from outrider.heads import DFlash, DFlashConfig, DSpark
 from outrider.heads.block.block_layers import BlockMask, CachedBlocks
-from outrider.heads.block.block_losses import Anchors
 from outrider.heads.block.dflash import BlockSession
 from outrider.heads.decoder_layer import normed, rotary_of
 from outrider.targets import Target
 from outrider.targets.cache_slots import Placement
 
+from .conftest import anchored, decoded_logits, sequences
 from .conftest import made as make
-from .conftest import sequences
 
 STARTS = [[4, 9], [6, 12], [3, 7]]
 Plant = Callable[[pytest.MonkeyPatch, DFlash], None]
@@ -31,12 +30,9 @@ def made(target: Target) -> DSpark:
 
 def trained(target: Target, drafter: DSpark, tokens: Tensor) -> Tensor:
     """Logits of training, `[3, 2, k, V']`."""
-    places = torch.tensor(STARTS)
-    spans = tuple((min(column), max(column)) for column in zip(*STARTS, strict=True))
-    anchors = Anchors(places, torch.ones_like(places, dtype=torch.bool), spans)
     hidden = target.forward(tokens, taps=drafter.taps).hidden
-    states = drafter.states(target, tokens, hidden, anchors)
-    before = tokens.gather(1, (places[:, :, None] + torch.arange(5)).flatten(1)).view(3, 2, 5)
+    states = drafter.states(target, tokens, hidden, anchored(STARTS))
+    before = tokens.gather(1, (torch.tensor(STARTS)[:, :, None] + torch.arange(5)).flatten(1)).view(3, 2, 5)
     readings = drafter.markov_head.along(drafter.code(before).flatten(0, 1), states.flatten(0, 1))
     return target.lm_head(states, drafter.output_ids) + drafter.markov_head.bias(readings).view(3, 2, 5, -1)
 
@@ -115,13 +111,13 @@ FAULTS += [rotary_has_a_default_base, context_is_normed_twice, layout_is_flipped
 FAULTS += [the_head_reads_the_token_before_the_last, block_entries_stay, block_is_causal]
 
 
-def test_without_a_fault_they_agree(target, decoded_logits):
+def test_without_a_fault_they_agree(target):
     drafter, tokens = made(target), sequences(3, 22)
     assert apart(decoded_logits(drafter, target, tokens, STARTS, 5), trained(target, drafter, tokens)) < 1e-5
 
 
 @pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)
-def test_a_planted_fault_is_found(target, decoded_logits, monkeypatch, plant):
+def test_a_planted_fault_is_found(target, monkeypatch, plant):
     """Training without the fault, decoding with it; where both share the code, the one as it was before."""
     drafter, tokens = made(target), sequences(3, 22)
     both = trained(target, drafter, tokens), decoded_logits(drafter, target, tokens, STARTS, 5)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
 from typing import Any
 
 import pytest
@@ -18,8 +17,17 @@ from outrider.heads.block.dflash import default_taps
 from outrider.heads.divergences import DIVERGENCES
 from outrider.targets import RowLengths, Target
 
-from ..conftest import ALL_TOKENS, FEW_TOKENS, best_of_few, few
-from .conftest import VOCAB, assert_sum_of_rows, assert_told_from_text, batch, sequences
+from ..conftest import ALL_TOKENS, FEW_TOKENS, best_of_few
+from .conftest import (
+    VOCAB,
+    anchored,
+    assert_rounds_have,
+    assert_sum_of_rows,
+    batch,
+    features,
+    sequences,
+    told_from_text,
+)
 from .conftest import made as make
 
 LENGTH = 22
@@ -45,18 +53,6 @@ def drafter(request, target) -> DFlash:
     return made(target, **VARIANTS[request.param])
 
 
-def taps(target: Target, drafter: DFlash, tokens: Tensor) -> Tensor:
-    hidden = target.forward(tokens, taps=drafter.taps).hidden
-    assert hidden is not None
-    return hidden
-
-
-def anchored(places: list[list[int]]) -> Anchors:
-    found = torch.tensor(places)
-    spans = tuple((min(column), max(column)) for column in zip(*places, strict=True))
-    return Anchors(found, torch.ones_like(found, dtype=torch.bool), spans)
-
-
 def trained_logits(target: Target, drafter: DFlash, tokens: Tensor, hidden: Tensor, places: list[list[int]]) -> Tensor:
     """Logits of the blocks at `places`, `[B, n, k, V']`."""
     return target.lm_head(drafter.states(target, tokens, hidden, anchored(places)), drafter.output_ids)
@@ -65,22 +61,20 @@ def trained_logits(target: Target, drafter: DFlash, tokens: Tensor, hidden: Tens
 # ------------------------------------------------------------ training is decoding
 
 
-def test_logits_in_training_are_the_decoders(target, drafter, decoded_logits):
+def test_logits_in_training_are_the_decoders(target, drafter):
     """All anchors of padded rows at once, against rounds of ragged rows that begin there; fp32."""
     tokens = sequences(3, LENGTH)
     starts = [[1, 3, 4, 9, 10], [5, 6, 9, 12, 13], [2, 3, 6, 7, 15]]
     depth = drafter.max_depth
-    trained = trained_logits(target, drafter, tokens, taps(target, drafter, tokens), starts)
-    for number, logits in enumerate(decoded_logits(drafter, target, tokens, starts, min(depth, 5))):
-        for row, d in product(range(3), range(min(depth, 5))):
-            difference = (logits[d][row] - trained[row, number, d]).abs().max()
-            assert difference < 1e-5, f"round {number}, row {row}, depth {d + 1}: {difference:.1e}"
+    trained = trained_logits(target, drafter, tokens, features(target, drafter, tokens), starts)
+    rounds = drafter, target, tokens, starts, min(depth, 5)
+    assert_rounds_have(lambda number, row, d: trained[row, number, d], *rounds)
 
 
 def test_many_blocks_are_read_as_each_alone(target, drafter):
     """More than fit into one product, at every place of the text."""
     tokens = sequences(2, 80)
-    hidden = taps(target, drafter, tokens)
+    hidden = features(target, drafter, tokens)
     places = list(range(1, 79))
     together = trained_logits(target, drafter, tokens, hidden, [places, places])
     for place in (1, 2, 40, 41, 42, 77, 78):
@@ -94,7 +88,7 @@ def test_many_blocks_are_read_as_each_alone(target, drafter):
 def test_nothing_but_the_context_before_the_anchor_is_seen(target, drafter):
     """Taps from the anchor on, tokens other than the anchor's, other blocks and rows leave a block bit for bit."""
     tokens = sequences(3, LENGTH)
-    hidden, place = taps(target, drafter, tokens), 9
+    hidden, place = features(target, drafter, tokens), 9
     places = [[4, place, 15]] * 3
     before = trained_logits(target, drafter, tokens, hidden, places)[:, 1]
     changed, others = hidden.clone(), tokens.clone()
@@ -115,7 +109,7 @@ def test_nothing_but_the_context_before_the_anchor_is_seen(target, drafter):
 def test_the_token_and_the_state_just_before_are_seen(target, drafter):
     """The comparisons above are empty if nothing has an effect."""
     tokens = sequences(3, LENGTH)
-    hidden, place = taps(target, drafter, tokens), 9
+    hidden, place = features(target, drafter, tokens), 9
     before = trained_logits(target, drafter, tokens, hidden, [[place]] * 3)
     changed = hidden.clone()
     changed[:, place - 1] = torch.randn_like(changed[:, place - 1])
@@ -132,7 +126,7 @@ def test_a_window_reaches_as_far_as_its_convention_says(target, window_from, rea
     block = {"from_anchor": from_anchor, "block_size": 5 + (not from_anchor)}
     drafter = made(target, num_layers=1, sliding_window=6, window_from=window_from, causal=True, **block)
     tokens, place = sequences(1, LENGTH), 10
-    hidden = taps(target, drafter, tokens)
+    hidden = features(target, drafter, tokens)
     before = trained_logits(target, drafter, tokens, hidden, [[place]])
     first = [place] * drafter.max_depth
     for t in range(place):
@@ -151,7 +145,7 @@ def test_slots_of_a_block_see_each_other_as_the_config_says(target, causal):
     long, tokens = made(target, block_size=6, causal=causal), sequences(3, LENGTH)
     short = made(target, block_size=4, causal=causal)
     short.load_state_dict(long.state_dict())
-    hidden, places = taps(target, long, tokens), [[9]] * 3
+    hidden, places = features(target, long, tokens), [[9]] * 3
     first = trained_logits(target, long, tokens, hidden, places)[:, :, :3]
     cut = trained_logits(target, short, tokens, hidden, places)
     assert torch.allclose(first, cut, atol=1e-5) is causal
@@ -167,7 +161,7 @@ def entries(session: Any) -> list[tuple[Tensor, Tensor]]:
 def test_the_cache_holds_the_context_alone_whatever_happened(target, drafter):
     """After rounds that kept some drafts and plain ones it is what one pass over the text leaves."""
     tokens, rows = sequences(3, LENGTH), torch.arange(3)
-    hidden = taps(target, drafter, tokens)
+    hidden = features(target, drafter, tokens)
     session = drafter.open(target, 3, LENGTH + 8)
     committed = torch.zeros(3, dtype=torch.long)
     with torch.inference_mode():
@@ -323,18 +317,15 @@ def test_golden_pace_weights():
 def test_rounds_at_temperature_0_can_be_told_from_the_text(target, name, few_tokens):
     """From accepted end to accepted end along the target's own text, blocks of training give each round's length."""
     drafter = made(target, **VARIANTS[name])
-    prompts = [sequences(1, n)[0].tolist() for n in (3, 6, 9)]
-    depth = drafter.max_depth
     kept = FEW_TOKENS if drafter.output_ids is None else drafter.output_ids[-2:].tolist()
     written = kept if few_tokens else ALL_TOKENS
-    out = Decoder(target, drafter).generate(prompts, 40, few(written), Plan(depth), ignore_eos=True)
-    assert out.stats.tau > 1.05 or not few_tokens
 
     def predict(tokens: Tensor, place: int) -> Tensor:
-        logits = trained_logits(target, drafter, tokens, taps(target, drafter, tokens), [[place]])[0, 0]
+        logits = trained_logits(target, drafter, tokens, features(target, drafter, tokens), [[place]])[0, 0]
         return best_of_few(logits, drafter.output_ids, written)
 
-    assert_told_from_text(prompts, out, depth, predict)
+    out = told_from_text(drafter, target, written, 40, predict)
+    assert out.stats.tau > 1.05 or not few_tokens
 
 
 # ------------------------------------------------------------ making
@@ -368,7 +359,7 @@ def test_a_deeper_round_than_a_block_is_refused(target):
     drafter = made(target, block_size=3)
     session = drafter.open(target, 1, 30)
     tokens = sequences(1, 5)
-    session.update(tokens, taps(target, drafter, tokens), RowLengths.of([5], "cpu"))
+    session.update(tokens, features(target, drafter, tokens), RowLengths.of([5], "cpu"))
     session.prefill(torch.tensor([1]))
     session.decode(torch.tensor([[2]]))
     with pytest.raises(BadInputError, match="drafts 2 tokens at most; lower the depth"):
@@ -407,7 +398,7 @@ def test_logits_are_those_of_the_librarys_dflash(target, window):
         theirs = {"assistant_model": model, "speculation_type": "dflash"}
         text = target.model.generate(prompt, **theirs, max_new_tokens=24, do_sample=False)
         places = [place for place, _ in seen]
-        expected = trained_logits(target, drafter, text, taps(target, drafter, text), [places])[0]
+        expected = trained_logits(target, drafter, text, features(target, drafter, text), [places])[0]
         assert len(places) > 5
         for (place, output), mine in zip(seen, expected, strict=True):
             difference = float((target.lm_head(output[0, 1:]) - mine).abs().max())

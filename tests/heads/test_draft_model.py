@@ -8,20 +8,16 @@ from itertools import product
 
 import pytest
 import torch
-from torch import Tensor
 
 from outrider.common import BadInputError, IncompatibleError
 from outrider.decode import Decoder, Plan, Tree
 from outrider.heads import DraftModel, DraftModelConfig, load_drafter
 from outrider.heads.divergences import DIVERGENCES
-from outrider.targets import RowLengths, Target
+from outrider.targets import Target
 
-from .conftest import VOCAB, batch, check_metrics, sequences
+from .conftest import VOCAB, assert_rounds_have, batch, best, check_metrics, opened, sequences
 
-
-@pytest.fixture
-def target(tiny_llama) -> Target:
-    return Target(tiny_llama(layers=4))
+LAYERS = 4  # of the target
 
 
 @pytest.fixture
@@ -37,26 +33,10 @@ def drafter(tiny_llama) -> DraftModel:
 def test_proposals_are_the_plain_forward_pass(target, drafter, starts):
     """Under teacher forcing, over rounds that accept everything, something and nothing."""
     depth, tokens = 3, sequences(len(starts), 20)
-    rows, plain = torch.arange(len(starts)), drafter.model(tokens).logits
-    state, committed = drafter.open(target, len(starts), 40), torch.zeros(len(starts), dtype=torch.long)
-    for number, reached in enumerate(torch.tensor(starts).T):
-        counts = reached - committed
-        width = depth + 1 if number else int(counts.max())
-        where = (committed[:, None] + torch.arange(width)).clamp(max=19)
-        state.update(tokens[rows[:, None], where], None, RowLengths.of(counts.tolist(), "cpu"))
-        logits: list[Tensor] = []
-
-        def choose(
-            draft_logits: Tensor, token_ids: None, reached: Tensor = reached, logits: list[Tensor] = logits
-        ) -> Tensor:
-            logits.append(draft_logits)
-            return tokens[rows, reached + len(logits)]
-
-        proposal = state.propose(tokens[rows, reached], depth, choose)
-        assert proposal.parents is None
-        for row, step in product(range(len(starts)), range(depth)):
-            torch.testing.assert_close(logits[step][row], plain[row, reached[row] + step], rtol=1e-4, atol=1e-4)
-        committed = reached
+    plain = drafter.model(tokens).logits
+    rounds = drafter, target, tokens, starts, depth
+    assert_rounds_have(lambda number, row, step: plain[row, starts[row][number] + step], *rounds)
+    assert opened(drafter, target, [[1, 2]]).propose(torch.tensor([3]), depth, best).parents is None
 
 
 @pytest.mark.parametrize("loss", DIVERGENCES)

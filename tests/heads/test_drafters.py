@@ -19,21 +19,12 @@ from outrider.heads import (
     HEADS,
     Cascade,
     CascadeConfig,
-    DFlash,
     Drafter,
     DraftModel,
-    DSpark,
-    Eagle1,
-    Eagle3,
     Fusion,
-    Hydra,
-    Lookahead,
-    Medusa,
-    Mtp,
     Ngram,
     Pard,
     PardConfig,
-    PEagle,
     SelfSpeculative,
     SelfSpeculativeConfig,
     Suffix,
@@ -53,14 +44,17 @@ def model(llama: Callable) -> DraftModel:
     return DraftModel(llama(layers=2, seed=1))
 
 
-def built(kind: type[Drafter], **settings: Any) -> Maker:
-    """Return a function that makes a drafter, with random weights where new ones are zero in these kinds."""
+BEGIN_AT_ZERO = ("dspark", "medusa", "hydra", "self_speculative")
+
+
+def built(name: str, **settings: Any) -> Maker:
+    """Return a function that makes a drafter, with random weights where new ones are zero."""
 
     def make(target: Target, llama: Callable) -> Drafter:
         counts = torch.arange(64) if "draft_vocab_size" in settings else None
-        drafter = kind.build(kind.config_class(**settings), target, counts)
-        for name, weight in drafter.named_parameters() if kind in (DSpark, Medusa, Hydra, SelfSpeculative) else ():
-            if any(part in name for part in ("linear", "down", "markov_w2")):
+        drafter = HEADS[name].build(HEADS[name].config_class(**settings), target, counts)
+        for whole_name, weight in drafter.named_parameters() if name in BEGIN_AT_ZERO else ():
+            if any(part in whole_name for part in ("linear", "down", "markov_w2")):
                 torch.nn.init.normal_(weight, std=0.2)
         return drafter
 
@@ -75,35 +69,35 @@ SHALLOW = CascadeConfig(vertical=False, model_depth=2)
 MAKERS: dict[str, Maker] = {
     "cascade": lambda target, llama: Cascade(Ngram(), model(llama)),
     "cascade deeper": lambda target, llama: Cascade(Suffix(), model(llama), CascadeConfig(model_depth=2)),
-    "cascade eagle3": lambda target, llama: Cascade(Ngram(), built(Eagle3)(target, llama), SHALLOW),
-    "dflash": built(DFlash, **TWO),
-    "dflash causal": built(DFlash, num_layers=1, weighting="dpace", **WINDOW),
-    "dflash pruned": built(DFlash, num_layers=1, taps=(0, 6), sliding_window=8, window_from="anchor", **PRUNED),
+    "cascade eagle3": lambda target, llama: Cascade(Ngram(), built("eagle3")(target, llama), SHALLOW),
+    "dflash": built("dflash", **TWO),
+    "dflash causal": built("dflash", num_layers=1, weighting="dpace", **WINDOW),
+    "dflash pruned": built("dflash", num_layers=1, taps=(0, 6), sliding_window=8, window_from="anchor", **PRUNED),
     "draft_model": lambda target, llama: model(llama),
-    "dspark": built(DSpark, num_layers=1, markov_rank=8),
-    "dspark rnn": built(DSpark, num_layers=1, markov_rank=8, markov_head="rnn", causal=True, **PRUNED),
-    "eagle1": built(Eagle1),
-    "eagle1 two layers": built(Eagle1, steps=2, norm_inputs=True, norm_first=True, **TWO),
-    "eagle3": built(Eagle3, norm_taps=True, steps=2),
-    "eagle3 pruned": built(Eagle3, taps=(0, 6), **PRUNED),
-    "eagle3 two layers": built(Eagle3, **TWO, **NORMED),
-    "lookahead": built(Lookahead, window=3, ngram=3, guesses=2),
-    "medusa": built(Medusa, **TWO),
-    "medusa pruned": built(Medusa, share_lm_head=True, **PRUNED),
-    "mtp": built(Mtp, depth=4, recursive=False),
-    "mtp recursive": built(Mtp, steps=2, **PRUNED),
-    "hydra": built(Hydra),
-    "hydra pruned": built(Hydra, share_lm_head=True, **PRUNED),
-    "ngram": built(Ngram, max_match=3),
+    "dspark": built("dspark", num_layers=1, markov_rank=8),
+    "dspark rnn": built("dspark", num_layers=1, markov_rank=8, markov_head="rnn", causal=True, **PRUNED),
+    "eagle1": built("eagle1"),
+    "eagle1 two layers": built("eagle1", steps=2, norm_inputs=True, norm_first=True, **TWO),
+    "eagle3": built("eagle3", norm_taps=True, steps=2),
+    "eagle3 pruned": built("eagle3", taps=(0, 6), **PRUNED),
+    "eagle3 two layers": built("eagle3", **TWO, **NORMED),
+    "lookahead": built("lookahead", window=3, ngram=3, guesses=2),
+    "medusa": built("medusa", **TWO),
+    "medusa pruned": built("medusa", share_lm_head=True, **PRUNED),
+    "mtp": built("mtp", depth=4, recursive=False),
+    "mtp recursive": built("mtp", steps=2, **PRUNED),
+    "hydra": built("hydra"),
+    "hydra pruned": built("hydra", share_lm_head=True, **PRUNED),
+    "ngram": built("ngram", max_match=3),
     "pard": lambda target, llama: Pard(llama(layers=2, seed=1), PardConfig(steps=5, mask_token_id=63)),
-    "peagle": built(PEagle, steps=5, **TWO),
-    "peagle pruned": built(PEagle, num_layers=1, steps=4, mask_token_id=63, norm_taps=True, **PRUNED),
-    "self_speculative": built(SelfSpeculative, exit_layer=3),
-    "self_speculative pruned": built(SelfSpeculative, share_lm_head=False, num_blocks=2, **PRUNED),
-    "suffix": built(Suffix, max_match=3, tree_depth=5),
-    "suffix tree": built(Suffix, width=2),
+    "peagle": built("peagle", steps=5, **TWO),
+    "peagle pruned": built("peagle", num_layers=1, steps=4, mask_token_id=63, norm_taps=True, **PRUNED),
+    "self_speculative": built("self_speculative", exit_layer=3),
+    "self_speculative pruned": built("self_speculative", share_lm_head=False, num_blocks=2, **PRUNED),
+    "suffix": built("suffix", max_match=3, tree_depth=5),
+    "suffix tree": built("suffix", width=2),
     "fusion": lambda target, llama: Fusion(Suffix(), model(llama)),
-    "fusion eagle3": lambda target, llama: Fusion(Ngram(), built(Eagle3)(target, llama)),
+    "fusion eagle3": lambda target, llama: Fusion(Ngram(), built("eagle3")(target, llama)),
 }
 # A fusion's and a cascade's weights are their model's, in a folder below their own: they are not `trainable`.
 WITH_WEIGHTS = [name for name in MAKERS if HEADS[name.split()[0]].trainable]
@@ -454,7 +448,7 @@ def test_a_draft_model_with_another_tokenizer_is_refused(tiny_target, tiny_llama
 
 def test_configs_are_made_by_name():
     head, config = drafter_config({"type": "eagle3", "steps": 2, "taps": [1, 2, 3]})
-    assert head is Eagle3
+    assert head is HEADS["eagle3"]
     assert (config.steps, config.taps) == (2, (1, 2, 3))
 
 

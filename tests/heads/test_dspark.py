@@ -11,10 +11,9 @@ from torch import Tensor
 
 from outrider.decode import Decoder, Plan, Sampling
 from outrider.heads import DFlash, DFlashConfig, DSpark, DSparkConfig
-from outrider.heads.block.block_losses import Anchors
 from outrider.targets import Target
 
-from .conftest import VOCAB, batch, opened, sequences
+from .conftest import VOCAB, anchored, assert_rounds_have, batch, opened, sequences
 from .conftest import made as make
 
 LENGTH = 22
@@ -38,9 +37,8 @@ def drafter(request, target) -> DSpark:
 
 def block_states(target: Target, drafter: DSpark, tokens: Tensor, place: int) -> Tensor:
     """States of the drafts after one anchor, `[B, 1, k, H]`."""
-    places = torch.full((len(tokens), 1), place)
-    anchors = Anchors(places, torch.ones_like(places, dtype=torch.bool), ((place, place),))
-    return drafter.states(target, tokens, target.forward(tokens, taps=drafter.taps).hidden, anchors)
+    hidden = target.forward(tokens, taps=drafter.taps).hidden
+    return drafter.states(target, tokens, hidden, anchored([[place]] * len(tokens)))
 
 
 def block_logits(target: Target, drafter: DSpark, tokens: Tensor, row: int, place: int) -> Tensor:
@@ -52,12 +50,10 @@ def block_logits(target: Target, drafter: DSpark, tokens: Tensor, row: int, plac
     return (logits if head is None else logits + head.bias(head.along(head.code(before), states)))[0]
 
 
-def test_logits_in_training_are_the_decoders(target, drafter, decoded_logits):
+def test_logits_in_training_are_the_decoders(target, drafter):
     tokens, starts, depth = sequences(3, LENGTH), [[1, 4, 9], [5, 6, 12], [2, 7, 15]], 5
-    for number, logits in enumerate(decoded_logits(drafter, target, tokens, starts, depth)):
-        for row, d in product(range(3), range(depth)):
-            expected = block_logits(target, drafter, tokens, row, starts[row][number])[d]
-            assert float((logits[d][row] - expected).abs().max()) < 1e-5, f"round {number}, row {row}, depth {d + 1}"
+    trained = [[block_logits(target, drafter, tokens, row, place) for place in starts[row]] for row in range(3)]
+    assert_rounds_have(lambda number, row, d: trained[row][number][d], drafter, target, tokens, starts, depth)
 
 
 def test_the_loss_is_the_papers(target, drafter):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import operator
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from outrider.heads.registry import drafter_config
 from outrider.targets import Target
 from outrider.targets.grow import grow
 
-from .conftest import batch
+from .conftest import batch, decoded_logits
 
 SIZES = {
     "vocab_size": 200,
@@ -82,7 +81,7 @@ def grown(request, tiny_llama) -> tuple[Target, Target]:
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_draft_logits_are_those_of_the_old_drafter(grown, name, decoded_logits):
+def test_draft_logits_are_those_of_the_old_drafter(grown, name):
     source, target = grown
     drafter = made(name, source)
     steps = min(3, drafter.max_depth or 3)
@@ -90,9 +89,7 @@ def test_draft_logits_are_those_of_the_old_drafter(grown, name, decoded_logits):
     before = decoded_logits(drafter, source, TOKENS, starts, steps)
     larger = grow_drafter(drafter, source, target, like=AutoConfig.for_model("llama", **SIZES))
     after = decoded_logits(larger, target, TOKENS, starts, steps)
-    for old, new in zip(
-        functools.reduce(operator.iadd, before, []), functools.reduce(operator.iadd, after, []), strict=True
-    ):
+    for old, new in zip(chain.from_iterable(before), chain.from_iterable(after), strict=True):
         width = old.shape[-1]
         torch.testing.assert_close(new[..., :width], old, rtol=0, atol=1e-5)
         assert (new[..., width:] < old.min() - 30).all()

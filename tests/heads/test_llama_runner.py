@@ -10,26 +10,18 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaForCausalLM,
-)
+from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaForCausalLM
 
 from outrider.decode import Decoder, Plan, Tree
 from outrider.heads import DraftModel, decoder_layer
 from outrider.heads.draft_model import DraftModelSession, LlamaRunner, runs
 from outrider.targets import RowLengths, Target
 
+from ..decode.conftest import COMMON, random_model
 from .conftest import VOCAB
 
-SIZES: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
-SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
-SIZES |= {"initializer_range": 0.2, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+LAYERS = 4  # of the target
+SIZES = {"intermediate_size": 48, "num_hidden_layers": 3, "max_position_embeddings": 256}
 MIXED = {"layer_types": ["full_attention", "sliding_attention", "full_attention"], "sliding_window": 4}
 MIXED |= {"use_sliding_window": True}
 ROPES = {
@@ -57,9 +49,7 @@ def models(tiny_llama) -> dict[str, Any]:
         changes = MODELS[name]
         if name.startswith("llama"):
             return tiny_llama(layers=2, **changes)
-        torch.manual_seed(0)
-        config = AutoConfig.for_model(name.partition(",")[0], **SIZES | changes)
-        return AutoModelForCausalLM.from_config(config)
+        return random_model(name.partition(",")[0], SIZES | changes)
 
     return {name: partial(model, name) for name in MODELS}
 
@@ -152,11 +142,6 @@ def test_large_products_are_not_put_together(target, models, monkeypatch):
         assert [layer.gate_up for layer in drafter._kept.layers] == [None] * len(drafter.model.model.layers)
 
 
-@pytest.fixture
-def target(tiny_llama) -> Target:
-    return Target(tiny_llama(layers=4))
-
-
 @torch.no_grad()
 def test_in_half_precision_it_is_as_exact_as_the_library(target, models):
     """Measured against the same weights in fp32."""
@@ -179,8 +164,6 @@ def test_in_half_precision_it_is_as_exact_as_the_library(target, models):
 
 def test_other_models_are_left_to_the_library(target, models, tiny_llama):
     """Other architectures, other angles, and models that are not as they were made; they draft all the same."""
-    torch.manual_seed(0)
-    small = {"vocab_size": VOCAB, "bos_token_id": None, "eos_token_id": None}
 
     def hooked(register: str) -> Any:
         model = tiny_llama(layers=2)
@@ -206,8 +189,8 @@ def test_other_models_are_left_to_the_library(target, models, tiny_llama):
     longrope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64}
     longrope |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
     others = {
-        "gpt2": GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=256, **small)),
-        "gemma2": Gemma2ForCausalLM(Gemma2Config(**SIZES | {"num_hidden_layers": 2, "head_dim": 8})),
+        "gpt2": random_model("gpt2", {"num_hidden_layers": 2}),
+        "gemma2": Gemma2ForCausalLM(Gemma2Config(**COMMON | {"num_hidden_layers": 2, "head_dim": 8})),
         "dynamic": tiny_llama(layers=2, rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}),
         "longrope": tiny_llama(layers=2, rope_parameters=longrope),
         "gelu": tiny_llama(layers=2, hidden_act="gelu"),

@@ -12,12 +12,10 @@ from outrider.heads import DraftModel, Fusion, Lookahead, LookaheadConfig
 from outrider.heads.lookup.lookahead import LookaheadSession, Pool
 from outrider.targets import RowLengths, Target
 
+from ..decode.conftest import random_model
+
+LAYERS = 3  # of the target
 PROMPT = [3, 17, 5, 9, 17, 5, 40]
-
-
-@pytest.fixture
-def target(tiny_llama) -> Target:
-    return Target(tiny_llama(layers=3))
 
 
 def plain(
@@ -277,18 +275,10 @@ def test_rounds_without_drafts_leave_the_window_alone(target):
     assert state.propose(torch.tensor([5]), 2, None).tokens[0, :2].tolist() == before[0]
 
 
-@pytest.mark.parametrize("learned", [False, True], ids=["rotary", "learned positions"])
-def test_the_window_stays_inside_the_targets_context(tiny_llama, learned):
+@pytest.mark.parametrize("kind", ["llama", "gpt2"], ids=["rotary", "learned positions"])
+def test_the_window_stays_inside_the_targets_context(kind):
     """Up to the last position; a table of learned positions has no entry after it."""
-    if learned:
-        from transformers import GPT2Config, GPT2LMHeadModel
-
-        torch.manual_seed(0)
-        sizes = {"vocab_size": 64, "n_positions": 48, "n_embd": 32, "n_layer": 2, "n_head": 4}
-        config = GPT2Config(**sizes, initializer_range=0.2, bos_token_id=None, eos_token_id=None)
-        target = Target(GPT2LMHeadModel(config).eval())
-    else:
-        target = Target(tiny_llama(layers=2, max_position_embeddings=48))
+    target = Target(random_model(kind, {"num_hidden_layers": 2, "max_position_embeddings": 48}))
     prompts = [PROMPT, PROMPT[:2]]
     out = Decoder(target, Lookahead(LookaheadConfig(8, 4, 4))).generate(prompts, 41, plan=Plan(3), ignore_eos=True)
     assert out.tokens == plain(target, prompts, 41).tokens

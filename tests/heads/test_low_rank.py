@@ -35,13 +35,13 @@ def moved(drafter: LowRank) -> LowRank:
     return drafter
 
 
-def test_a_new_change_changes_nothing(saved: Path, tiny_target: Target) -> None:
+def test_a_new_change_changes_nothing(saved, tiny_target):
     base, changed = load_drafter(saved, tiny_target), LowRank.over(saved, tiny_target, 4)
     assert torch.equal(loss(tiny_target, base), loss(tiny_target, changed))
     assert LowRank.over(saved, tiny_target, 4).plain().digest() == base.digest()
 
 
-def test_only_the_change_learns(saved: Path, tiny_target: Target) -> None:
+def test_only_the_change_learns(saved, tiny_target):
     changed = moved(LowRank.over(saved, tiny_target, 4))
     loss(tiny_target, changed).backward()
     learning = {name for name, p in changed.named_parameters() if p.requires_grad}
@@ -50,7 +50,7 @@ def test_only_the_change_learns(saved: Path, tiny_target: Target) -> None:
     assert 2 * sum(p.numel() for p in changed.down) < sum(p.numel() for p in changed.base.parameters())
 
 
-def test_what_learns_is_what_drafts(saved: Path, tiny_target: Target, tmp_path: Path) -> None:
+def test_what_learns_is_what_drafts(saved, tiny_target, tmp_path):
     """Saved and loaded to draft it is a plain drafter of the base's type, with the same loss."""
     changed = moved(LowRank.over(saved, tiny_target, 4))
     expected = loss(tiny_target, changed)
@@ -63,14 +63,14 @@ def test_what_learns_is_what_drafts(saved: Path, tiny_target: Target, tmp_path: 
     assert all(torch.equal(w, again.state_dict()[n]) for n, w in changed.state_dict().items())
 
 
-def test_the_base_is_saved_as_it_was(saved: Path, tiny_target: Target, tmp_path: Path) -> None:
+def test_the_base_is_saved_as_it_was(saved, tiny_target, tmp_path):
     """So that a registry stores it once for all the changes of it."""
     moved(LowRank.over(saved, tiny_target, 4)).save(tmp_path / "changed")
     for file in saved.iterdir():
         assert (tmp_path / "changed" / "base" / file.name).read_bytes() == file.read_bytes()
 
 
-def test_peft_reads_it(saved: Path, tiny_target: Target, tmp_path: Path) -> None:
+def test_peft_reads_it(saved, tiny_target, tmp_path):
     """The same drafter comes of peft's own injection and merge."""
     moved(LowRank.over(saved, tiny_target, 4)).save(tmp_path / "changed")
     config = LoraConfig(**json.loads((tmp_path / "changed" / "adapter_config.json").read_text()))
@@ -90,9 +90,7 @@ def test_peft_reads_it(saved: Path, tiny_target: Target, tmp_path: Path) -> None
     assert all(torch.allclose(weight, ours[name], atol=1e-6) for name, weight in merged.items())
 
 
-def test_a_change_of_the_same_rank_goes_on_and_of_another_begins_anew(
-    saved: Path, tiny_target: Target, tmp_path: Path
-) -> None:
+def test_a_change_of_the_same_rank_goes_on_and_of_another_begins_anew(saved, tiny_target, tmp_path):
     moved(LowRank.over(saved, tiny_target, 4)).save(tmp_path / "changed")
     assert all(up.abs().sum() > 0 for up in LowRank.over(tmp_path / "changed", tiny_target, 4).up)
     other = LowRank.over(tmp_path / "changed", tiny_target, 2)
@@ -100,7 +98,7 @@ def test_a_change_of_the_same_rank_goes_on_and_of_another_begins_anew(
     assert other.base.digest() == restore_drafter(saved).digest()
 
 
-def test_what_cannot_be_changed_is_refused(saved: Path, tiny_target: Target, tmp_path: Path) -> None:
+def test_what_cannot_be_changed_is_refused(saved, tiny_target, tmp_path):
     with pytest.raises(BadInputError, match="rank must be at least 1"):
         LowRank.over(saved, tiny_target, 0)
     with pytest.raises(BadInputError, match="larger than rank"):

@@ -10,14 +10,13 @@ from torch import Tensor
 
 from outrider.common import BadInputError, IncompatibleError
 from outrider.decode import Control, Costs, Decoder, Plan, Sampling, Tree
-from outrider.decode import round as stage
-from outrider.decode.engine import Request
 from outrider.heads import Hydra, Medusa, MedusaConfig
 from outrider.heads.divergences import divergence
-from outrider.targets import RowLengths, Target
+from outrider.targets import Target
 
 from .conftest import VOCAB, batch, check_metrics, made, opened, sequences
 
+LAYERS = 4  # of the target
 KINDS: dict[str, type[Medusa]] = {"medusa": Medusa, "hydra": Hydra}
 VARIANTS = {
     "own outputs": {},
@@ -26,11 +25,6 @@ VARIANTS = {
 }
 CASES = list(product(KINDS, VARIANTS))
 HYDRAS = [*((kind, variant, {}) for kind, variant in CASES), ("hydra", "own outputs", {"norm_embeddings": True})]
-
-
-@pytest.fixture
-def target(tiny_llama) -> Target:
-    return Target(tiny_llama(layers=4))
 
 
 def build(target: Target, kind: str, new: bool = False, **changes) -> Medusa:
@@ -221,26 +215,6 @@ def test_rounds_of_fixed_shapes_write_the_same_text_in_the_same_rounds(target, k
         a, b = (decoder.generate(PROMPTS, 24, sampling, PLANS[plan]) for decoder in (usual, fixed))
         assert (b.tokens, b.rounds) == (a.tokens, a.rounds)
         assert len(set(map(len, a.tokens))) > 1
-
-
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_round_never_reads_a_tensor_on_the_host(tiny_llama, kind, plan):
-    """On the meta device tensors have shapes and no values: whoever asks for one fails."""
-    with torch.device("meta"):
-        target = Target(tiny_llama(layers=4).to("meta"))
-        drafter = KINDS[kind].build(KINDS[kind].config_class(), target).to("meta")
-        run = Decoder(target, drafter, static=True).run(Request(PROMPTS, 20, Sampling(1.0), PLANS[plan]))
-        tokens = torch.zeros(4, 9, dtype=torch.long)
-        counts = RowLengths(torch.ones(4, dtype=torch.long), [len(p) for p in PROMPTS])
-        with torch.inference_mode():
-            state = run._open(tokens, counts)
-            state.session.update(tokens, torch.zeros(4, 9, 1, 32), counts)
-            state.cache.window = 256
-            shapes = [t.shape for t in state.session.carried()]
-            for _ in range(2):
-                state, _ = stage.step(run.setup, state, run.setup.plan.depth)
-                assert [t.shape for t in state.session.carried()] == shapes, "what is carried keeps its shape"
 
 
 def test_heads_that_know_the_text_are_accepted_to_the_last(target):

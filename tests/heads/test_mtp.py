@@ -25,13 +25,16 @@ from outrider.targets import PeakBytes, RowLengths, Target
 from outrider.train.warmstart import make_drafter
 
 from ..conftest import few
+from ..decode.conftest import COMMON
 from .conftest import (
     VOCAB,
     assert_later_steps_are_those_of_whole_rows,
     assert_reads_up_to,
+    assert_rounds_have,
     batch,
     best,
     check_metrics,
+    decoded_logits,
     opened,
     proposed,
     sequences,
@@ -39,21 +42,15 @@ from .conftest import (
 from .conftest import made as make
 
 LENGTH = 18
+NARROW = {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 48}
 VARIANTS: dict[str, dict[str, Any]] = {
     "one module": {"steps": 4},
     "pruned, raw output": {"steps": 4, "draft_vocab_size": 20, "norm_output": False},
     "hidden first": {"steps": 4, "hidden_first": True},
     "one per depth": {"recursive": False, "depth": 4},
     "one per depth, raw output": {"recursive": False, "depth": 4, "norm_output": False},
-    "another layer": {
-        "recursive": False,
-        "depth": 2,
-        "layer": {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 48},
-    },
+    "another layer": {"recursive": False, "depth": 2, "layer": NARROW},
 }
-LAYER = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": 128}
-LAYER |= {"num_attention_heads": 4, "num_key_value_heads": 2}
-ENDS = {"initializer_range": 0.2, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 EXPERTS = {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
 ROUTED = {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
 ROUTED |= EXPERTS
@@ -61,7 +58,6 @@ LATENT = dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_n
     "num_key_value_heads": 4
 }
 LINEAR = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
-LINEAR |= {"num_hidden_layers": 4}
 # By family: the config's class and fields, and how many MTP modules its checkpoint holds.
 FAMILIES: dict[str, tuple[str, dict[str, Any], int]] = {
     "deepseek_v3": ("DeepseekV3Config", {"num_hidden_layers": 3, "num_nextn_predict_layers": 2, **ROUTED, **LATENT}, 2),
@@ -88,18 +84,15 @@ def made(target: Target, **changes) -> Mtp:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @torch.inference_mode()
-def test_training_logits_are_the_decoders(target, variant, decoded_logits):
+def test_training_logits_are_the_decoders(target, variant):
     """Logits of depth k at i are those of a round that begins there; ragged rows, some shorter than the modules."""
     drafter, tokens = made(target, **VARIANTS[variant]), sequences()
     steps = drafter.config.num_outputs
     outputs = drafter.unroll(target, tokens, target.forward(tokens).last)
     trained = [drafter.lm_head(target)(normed) for normed in outputs]
     starts = [[1, 3, 4, 9, 10], [5, 6, 9, 12, 13], [2, 3, 6, 7, 11]]
-    for number, logits in enumerate(decoded_logits(drafter, target, tokens, starts, steps)):
-        assert len(logits) == steps
-        for row, step in product(range(3), range(steps)):
-            difference = (logits[step][row] - trained[step][row, starts[row][number] - 1]).abs().max()
-            assert difference < 1e-5, f"round {number}, row {row}, step {step}: {difference:.1e}"
+    rounds = drafter, target, tokens, starts, steps
+    assert_rounds_have(lambda number, row, step: trained[step][row, starts[row][number] - 1], *rounds)
 
 
 @pytest.mark.parametrize("norm_output", [True, False])
@@ -186,7 +179,7 @@ class Family:
     def __init__(self, name: str, folder: Path, dtype: torch.dtype = torch.float32, shards: bool = False):
         kind, fields, self.depth = FAMILIES[name]
         self.folder, self.make = folder, getattr(transformers, kind)
-        self.config = self.make(**(LAYER | ENDS | fields))
+        self.config = self.make(**(COMMON | fields))
         torch.manual_seed(5)
         model = transformers.AutoModelForCausalLM.from_config(self.config, dtype=dtype)
         model.save_pretrained(folder)
@@ -336,7 +329,7 @@ def test_of_several_files_only_those_with_modules_are_written(tmp_path, dtype):
 
 
 @pytest.mark.parametrize("family", FAMILIES, indirect=True)
-def test_every_family_decodes_as_it_was_trained_and_loses_nothing(family, tmp_path, decoded_logits):
+def test_every_family_decodes_as_it_was_trained_and_loses_nothing(family, tmp_path):
     """Logits of each depth, then greedy text: latent attention, experts, zero-centred norms, gated attention."""
     target = family.target()
     drafter = native(family, target, steps=3).requires_grad_(False)

@@ -8,37 +8,24 @@ from itertools import product
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from outrider.common import BadInputError
-from outrider.decode import Decoder, Plan
 from outrider.heads import DraftModel, DraftModelConfig, Pard, PardConfig, load_drafter
 from outrider.heads.parallel.parallel_drafts import Rollouts
 from outrider.targets import Target
 
-from ..conftest import ALL_TOKENS, FEW_TOKENS, best_of_few, few
-from .conftest import VOCAB, assert_told_from_text, batch, entries_of, every, leaves_no_mask, rolled
+from ..conftest import ALL_TOKENS, FEW_TOKENS, best_of_few
+from ..decode.conftest import random_model
+from .conftest import VOCAB, batch, decoded_logits, entries_of, every, leaves_no_mask, rolled, told_from_text
 from .conftest import sequences as tokens_of
 
+LAYERS = 4  # of the target
 LENGTH = 20
-SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
-SIZES |= {"num_key_value_heads": 2}
-
-
-@pytest.fixture
-def target(tiny_llama) -> Target:
-    return Target(tiny_llama(layers=4))
-
-
-def qwen3() -> Qwen3ForCausalLM:
-    torch.manual_seed(2)
-    config = Qwen3Config(**SIZES, num_hidden_layers=2, head_dim=8, initializer_range=0.2)
-    return Qwen3ForCausalLM(config).eval().requires_grad_(False)
 
 
 @pytest.fixture(params=["llama", "qwen3"])
-def drafter(request, tiny_llama) -> Pard:
-    model = tiny_llama(layers=2, seed=1) if request.param == "llama" else qwen3()
+def drafter(request) -> Pard:
+    model = random_model(request.param, {"num_hidden_layers": 2, "head_dim": 8})
     return Pard(model, PardConfig(steps=5, mask_token_id=63)).eval()
 
 
@@ -63,7 +50,7 @@ def test_a_pass_says_what_as_many_passes_of_the_library_say(drafter):
 
 
 @torch.inference_mode()
-def test_the_decoder_says_the_same(target, drafter, decoded_logits):
+def test_the_decoder_says_the_same(target, drafter):
     tokens, starts = sequences(), [[1, 3, 4, 9], [5, 6, 9, 12], [2, 3, 6, 7]]
     for number, logits in enumerate(decoded_logits(drafter, target, tokens, starts, 5)):
         for row in range(3):
@@ -100,16 +87,12 @@ def test_the_loss_is_a_mean_over_what_was_drawn(target, drafter):
 
 @pytest.mark.parametrize("written", [ALL_TOKENS, FEW_TOKENS], ids=["all tokens", "few tokens"])
 def test_rounds_at_temperature_0_can_be_told_from_the_text(target, drafter, written):
-    prompts = [tokens_of(1, n, VOCAB - 1)[0].tolist() for n in (3, 6, 9)]
-    out = Decoder(target, drafter).generate(prompts, 24, few(written), Plan(5), ignore_eos=True)
-    assert out.stats.tau > 1.1 or written == ALL_TOKENS
+    def predict(tokens: Tensor, place: int) -> Tensor:
+        return best_of_few(passes(drafter, tokens[0, : place + 1].tolist(), 5), tokens=written)
+
     with torch.inference_mode():
-        assert_told_from_text(
-            prompts,
-            out,
-            5,
-            lambda tokens, place: best_of_few(passes(drafter, tokens[0, : place + 1].tolist(), 5), tokens=written),
-        )
+        out = told_from_text(drafter, target, written, 24, predict)
+    assert out.stats.tau > 1.1 or written == ALL_TOKENS
 
 
 def test_no_mask_stays_in_the_cache(target, drafter):
@@ -134,6 +117,6 @@ def test_memory_is_what_was_announced(target, drafter):
 
 
 def test_a_model_that_attends_to_a_window_is_refused(target):
-    windowed = MistralForCausalLM(MistralConfig(**SIZES, num_hidden_layers=1, sliding_window=8))
+    windowed = random_model("mistral", {"num_hidden_layers": 1, "sliding_window": 8})
     with pytest.raises(BadInputError, match="not of Llama's kind, with full attention"):
         Pard.build(PardConfig(mask_token_id=63), Target(windowed))

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from outrider.decode import Decoder, Plan
 from outrider.heads import Eagle3, Eagle3Config, PEagle
 from outrider.heads.parallel.parallel_drafts import Rollouts, kept_counts
 from outrider.targets import Target
 
-from ..conftest import ALL_TOKENS, FEW_TOKENS, best_of_few, few
+from ..conftest import ALL_TOKENS, FEW_TOKENS, best_of_few
 from .conftest import (
+    assert_rounds_have,
     assert_sum_of_rows,
-    assert_told_from_text,
     batch,
     entries_of,
     every,
@@ -25,6 +23,7 @@ from .conftest import (
     part_of,
     rolled,
     sequences,
+    told_from_text,
 )
 from .conftest import made as make
 
@@ -46,7 +45,7 @@ def drafter(request, target) -> PEagle:
     return made(target, **VARIANTS[request.param])
 
 
-def test_logits_in_training_are_the_decoders(target, drafter, decoded_logits):
+def test_logits_in_training_are_the_decoders(target, drafter):
     """All rollouts of all places in one pass, in several parts, against ragged rounds that begin there; fp32."""
     tokens, starts, steps = sequences(3, LENGTH), [[1, 3, 4, 9], [5, 6, 9, 12], [2, 3, 6, 7]], drafter.max_depth
     data, masks = batch(target, drafter, tokens), every(LENGTH, steps)
@@ -54,12 +53,12 @@ def test_logits_in_training_are_the_decoders(target, drafter, decoded_logits):
     assert len(rollouts.parts) == -(-len(masks) // rollouts.size)
     assert rollouts.real.all(), "the parts are full"
     trained = drafter.logits(drafter.roll(data, rollouts), target)
-    for number, logits in enumerate(decoded_logits(drafter, target, tokens, starts, steps)):
-        for row, d in product(range(3), range(steps)):
-            place = starts[row][number] - 1
-            entry = place if not d else LENGTH + masks.index((place, d))
-            difference = float((logits[d][row] - trained[row, entry]).abs().max())
-            assert difference < 1e-5, f"round {number}, row {row}, depth {d + 1}: {difference:.1e}"
+
+    def expected(number: int, row: int, d: int) -> Tensor:
+        place = starts[row][number] - 1
+        return trained[row, LENGTH + masks.index((place, d)) if d else place]
+
+    assert_rounds_have(expected, drafter, target, tokens, starts, steps)
 
 
 def test_what_was_dropped_changes_nothing_that_is_left(target, drafter):
@@ -197,9 +196,6 @@ def test_a_batch_can_be_put_together_in_any_way(target):
 @pytest.mark.parametrize("written", [ALL_TOKENS, FEW_TOKENS], ids=["all tokens", "few tokens"])
 def test_rounds_at_temperature_0_can_be_told_from_the_text(target, written):
     drafter = made(target)
-    prompts = [sequences(1, n)[0].tolist() for n in (3, 6, 9)]
-    out = Decoder(target, drafter).generate(prompts, 32, few(written), Plan(5), ignore_eos=True)
-    assert out.stats.tau > 1.1 or written == ALL_TOKENS
 
     def predict(tokens: Tensor, place: int) -> Tensor:
         rollout = rolled([(place - 1, d) for d in range(1, 5)], 1)
@@ -207,7 +203,8 @@ def test_rounds_at_temperature_0_can_be_told_from_the_text(target, written):
         entries = [place - 1, *range(tokens.shape[1], tokens.shape[1] + 4)]
         return best_of_few(drafter.logits(output, target)[0, entries], tokens=written)
 
-    assert_told_from_text(prompts, out, 5, predict)
+    out = told_from_text(drafter, target, written, 32, predict)
+    assert out.stats.tau > 1.1 or written == ALL_TOKENS
 
 
 def test_no_mask_stays_in_the_cache(target, drafter):

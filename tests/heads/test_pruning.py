@@ -7,31 +7,21 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from outrider.common import BadInputError, IncompatibleError
 from outrider.heads import DraftModel, DraftModelConfig, load_drafter
 from outrider.heads.pruning import chosen_layers, pruned
 from outrider.targets import Target
 
+from ..decode.conftest import random_model
 from .conftest import sequences
 
+LAYERS = 4  # of the target
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
-@pytest.fixture
-def target(tiny_llama) -> Target:
-    return Target(tiny_llama(layers=4))
-
-
 def make(kind: str, layers: int = 4, **changes: Any) -> Target:
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(kind, **SIZES, vocab_size=64, pad_token_id=0, num_hidden_layers=layers, **changes)
-    return Target(AutoModelForCausalLM.from_config(config).eval().requires_grad_(False))
-
-
-def gpt2(layers: int) -> Target:
-    return Target(GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=layers, n_head=4, vocab_size=64)).eval())
+    return Target(random_model(kind, SIZES | {"num_hidden_layers": layers} | changes))
 
 
 LLAMA_LIKE = {
@@ -50,7 +40,7 @@ def anything(request, tiny_llama) -> Target:
         biased = request.param.endswith("biased")
         model: Any = tiny_llama(layers=4, attention_bias=biased, mlp_bias=biased)
     else:
-        model = make(request.param.split()[0], **LLAMA_LIKE[request.param], initializer_range=0.2).model
+        model = make(request.param.split()[0], **LLAMA_LIKE[request.param]).model
     generator = torch.Generator().manual_seed(1)
     for name, parameter in model.named_parameters():
         if "norm" in name:
@@ -117,7 +107,7 @@ def test_layers_keep_head_sizes_of_their_own_and_what_the_config_says_of_each():
 
 def test_layers_are_taken_of_any_architecture():
     """Whose config names its sizes otherwise, too."""
-    target = gpt2(4)
+    target = make("gpt2")
     small = pruned(target, {"num_hidden_layers": 2})
     assert (small.config.n_layer, len(small.transformer.h)) == (2, 2)
     assert torch.equal(small.transformer.h[1].mlp.c_fc.weight, target.model.transformer.h[3].mlp.c_fc.weight)
@@ -238,7 +228,7 @@ OTHERS = {
     "more norms": lambda: make("gemma2", 2, head_dim=8),
     "norms over all heads": lambda: make("olmo2", 2),
     "norms that subtract": lambda: make("stablelm", 2),
-    "another family": lambda: gpt2(2),
+    "another family": lambda: make("gpt2", 2),
 }
 
 

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from outrider.common import IncompatibleError
 from outrider.decode import Control, Costs, Decoder, Plan, Sampling, Tree, memory
 from outrider.decode import round as stage
-from outrider.decode.engine import Request
 from outrider.decode.memory import Load, budget
 from outrider.heads import Fusion, Ngram, SelfSpeculative, SelfSpeculativeConfig
 from outrider.heads.divergences import divergence
 from outrider.targets import PeakBytes, RaggedCache, RowLengths, Target
 
+from ..decode.conftest import library_texts, random_prompts, scaled
+from ..decode.test_greedy_identity import make, with_adapter
 from .conftest import VOCAB, batch, made, sequences
 
+LAYERS = 4  # of the target
 NEW = 14
-PROMPTS = [torch.randint(0, VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (5, 1, 9, 13, 2)]
+PROMPTS = random_prompts(5, 1, 9, 13, 2)
 PLANS = {
     "chain": Plan(3),
     "one draft": Plan(1),
@@ -31,54 +31,13 @@ PLANS = {
     "dynamic tree": Plan(4, width=3, nodes=9),
     "control": Plan(3, control=Control(Costs(verify=((0, 1.0), (8, 1.1)), draft=(0.0, 0.4)), (0.5, 0.5, 0.5))),
 }
-COMMON: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4}
-COMMON |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
-COMMON |= {"initializer_range": 0.2, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 8, "tie_word_embeddings": False, "sliding_window": 3}
-SEEING = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-SEEING |= {"image_size": 28, "patch_size": 14}
 # The library's bodies differ in where they hold the layers, how they call the norm after them, and in their masks.
-ARCHITECTURES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "qwen3": {"head_dim": 8},
-    "mistral": {"sliding_window": 3},
-    "gemma2": {**GEMMA, "final_logit_softcapping": 3.0},
-    "gemma3": {
-        "text_config": {**COMMON, **GEMMA, "layer_types": ["sliding_attention", "full_attention"] * 2},
-        "vision_config": SEEING,
-        "mm_tokens_per_image": 4,
-        "tie_word_embeddings": False,
-    },
-    "gpt2": {},
-    "gpt_neox": {},
-}
-
-
-def make(name: str) -> PreTrainedModel:
-    changes = ARCHITECTURES[name]
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(name, **(changes if "text_config" in changes else COMMON | changes))
-    attention = "eager" if name == "gemma2" else None
-    return AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval().requires_grad_(False)
+ARCHITECTURES = ["llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt2", "gpt_neox"]
 
 
 def build(target: Target, new: bool = False, **changes: Any) -> SelfSpeculative:
     """With random weights, unless it shall be as new."""
     return made(SelfSpeculative, target, {} if new else {"": 0.1}, **changes)
-
-
-def reference(model: PreTrainedModel) -> list[list[int]]:
-    texts = []
-    for prompt in PROMPTS:
-        tokens = torch.tensor([prompt])
-        out = model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=NEW, do_sample=False)
-        texts.append(out[0, len(prompt) :].tolist())
-    return texts
-
-
-@pytest.fixture
-def target(tiny_llama) -> Target:
-    return Target(tiny_llama(layers=4))
 
 
 # ------------------------------------------------------------ part of a model
@@ -250,7 +209,7 @@ SHAPES = ["chain", "static tree", "dynamic tree"]
 def test_greedy_text_is_the_librarys(architecture, static):
     """A new exit agrees now and then: rounds that keep all, some and none, in every shape, ragged and alone."""
     model = make(architecture)
-    target, texts = Target(model), reference(model)
+    target, texts = Target(model), library_texts(model, PROMPTS, NEW)
     decoder = Decoder(target, build(target, new=True, exit_layer=3), static=static)
     accepted = 0
     for name in PLANS if architecture == "llama" else SHAPES:
@@ -292,15 +251,9 @@ def test_sampled_rounds_are_the_same_in_one_cache_and_in_two(target, static, mon
 @pytest.mark.parametrize("merged", [False, True])
 def test_greedy_text_is_the_librarys_with_a_peft_adapter(merged):
     """The adapter's layers draft too; those of an exit made before drafted with the target as it was."""
-    from peft import LoraConfig, get_peft_model
-
     for architecture in ("llama", "gemma3"):
-        plain = make(architecture)
-        torch.manual_seed(3)
-        config = LoraConfig(r=2, lora_alpha=1, target_modules="all-linear", init_lora_weights=False)
-        model = get_peft_model(plain, config).eval()
-        model = model.merge_and_unload() if merged else model
-        target, texts = Target(model), reference(model)
+        model = with_adapter(make(architecture), merged)
+        target, texts = Target(model), library_texts(model, PROMPTS, NEW)
         early, all_layers = (Decoder(target, build(target, new=True, exit_layer=count)) for count in (3, 4))
         for name in SHAPES:
             assert early.generate(PROMPTS, NEW, plan=PLANS[name], ignore_eos=True).tokens == texts
@@ -354,34 +307,6 @@ def agree(cache: RaggedCache, drafted: list[Tensor], verified: list[Tensor], rea
     return count
 
 
-@pytest.mark.parametrize("plan", SHAPES)
-def test_a_round_of_fixed_shape_never_reads_a_tensor_on_the_host(tiny_llama, plan):
-    """On the meta device tensors have shapes and no values. Nothing is carried from round to round."""
-    with torch.device("meta"), torch.inference_mode():
-        target = Target(tiny_llama(layers=4).to("meta"))
-        drafter = SelfSpeculative.build(SelfSpeculativeConfig(), target).to("meta")
-        run = Decoder(target, drafter, static=True).run(Request(PROMPTS, 20, plan=PLANS[plan]))
-        counts = RowLengths(torch.ones(5, dtype=torch.long), [len(p) for p in PROMPTS])
-        state = run._open(torch.zeros(5, 13, dtype=torch.long), counts)
-        state.cache.window = 256
-        for _ in range(3):
-            state, _ = stage.step(run.setup, state, run.setup.plan.depth)
-        assert state.session.caches() == state.session.carried() == []
-
-
-@pytest.fixture
-def caches(monkeypatch) -> list[RaggedCache]:
-    """Every cache that is made."""
-    found, honest = [], RaggedCache.__init__
-
-    def noted(self: RaggedCache, *args: Any, **named: Any) -> None:
-        found.append(self)
-        honest(self, *args, **named)
-
-    monkeypatch.setattr(RaggedCache, "__init__", noted)
-    return found
-
-
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("kind", ["self", "fusion"])
 def test_there_is_one_cache(target, caches, static, kind):
@@ -411,12 +336,8 @@ def test_the_state_takes_no_memory_and_the_budget_is_what_a_generation_allocates
 
 def test_a_refused_draft_that_stayed_would_be_noticed(target, monkeypatch):
     """The mutation: the verification leaves the drafts' entries, which a drafter of other weights has written."""
-    texts = reference(target.model)
-    other = copy.deepcopy(target.model)
-    with torch.no_grad():
-        for weight in other.parameters():
-            weight.mul_(1.05)
-    wrong, honest = Target(other), SelfSpeculative.open
+    texts = library_texts(target.model, PROMPTS, NEW)
+    wrong, honest = Target(scaled(target.model, 1.05)), SelfSpeculative.open
     monkeypatch.setattr(SelfSpeculative, "open", lambda self, _, *sizes: honest(self, wrong, *sizes))
     decoder = Decoder(target, build(target, new=True, exit_layer=3))
     found = decoder.generate(PROMPTS, NEW, plan=Plan(3), ignore_eos=True).tokens
@@ -444,8 +365,5 @@ def test_an_output_embedding_with_a_bias_can_only_be_shared(target):
 
 
 def test_a_recurrent_target_is_refused():
-    changes = {"layer_types": ["conv", "full_attention"] * 2, "block_auto_adjust_ff_dim": False}
-    config = AutoConfig.for_model("lfm2", **COMMON | changes)
-    target = Target(AutoModelForCausalLM.from_config(config).eval())
     with pytest.raises(IncompatibleError, match=r"Lfm2ForCausalLM has recurrent layers.*take another drafter"):
-        SelfSpeculative.build(SelfSpeculativeConfig(), target)
+        SelfSpeculative.build(SelfSpeculativeConfig(), Target(make("lfm2")))

@@ -37,17 +37,17 @@ def copied(texts: list[list[int]], roots: list[int], depth: int, **config: int) 
 # ------------------------------------------------------------ n-grams
 
 
-def test_the_longest_ngram_wins_over_a_later_shorter_one():
-    assert copied([[1, 2, 3, 4, 9, 3, 7, 1, 2]], [3], 2) == [[4, 9]]
-
-
-def test_of_equal_ngrams_the_last_occurrence_wins():
-    assert copied([[5, 1, 5, 2, 6]], [5], 1) == [[2]]
-
-
-def test_a_copy_that_reaches_the_end_goes_on_with_itself():
-    assert copied([[1, 2, 3, 1, 2]], [3], 7) == [[1, 2, 3, 1, 2, 3, 1]]
-    assert copied([[4, 4]], [4], 3) == [[4, 4, 4]]
+@pytest.mark.parametrize(
+    ("text", "root", "found"),
+    [
+        pytest.param([1, 2, 3, 4, 9, 3, 7, 1, 2], 3, [4, 9], id="the longest wins over a later shorter one"),
+        pytest.param([5, 1, 5, 2, 6], 5, [2], id="of equal ones the last wins"),
+        pytest.param([1, 2, 3, 1, 2], 3, [1, 2, 3, 1, 2, 3, 1], id="a copy that reaches the end goes on with itself"),
+        pytest.param([4, 4], 4, [4, 4, 4], id="a copy of one token goes on with itself"),
+    ],
+)
+def test_what_followed_an_ngram_is_copied(text, root, found):
+    assert copied([text], [root], len(found)) == [found]
 
 
 @pytest.mark.parametrize(("min_match", "found"), [(1, [[2, 3]]), (2, [[]])])
@@ -76,21 +76,18 @@ def test_rejected_drafts_are_forgotten_and_rows_can_be_dropped(drafter, found):
 # ------------------------------------------------------------ suffixes
 
 
-def test_the_longest_suffix_wins_over_a_more_frequent_shorter_one():
-    assert propose([[1, 2, 3, 4, 9, 3, 7, 3, 7, 1, 2]], [3], 2) == [[4, 9]]
-
-
-def test_the_most_frequent_continuation_wins_over_a_later_one():
-    assert propose([[5, 1, 6, 5, 1, 7, 5, 2, 8]], [5], 1) == [[1]]
-
-
-def test_of_equally_frequent_continuations_the_last_wins():
-    assert propose([[5, 1, 6, 5, 2, 7]], [5], 1) == [[2]]
-
-
-def test_a_continuation_that_reaches_the_end_goes_on_after_its_own_suffix():
-    assert propose([[1, 2, 3, 1, 2]], [3], 7, factor=9) == [[1, 2, 3, 1, 2, 3, 1]]
-    assert propose([[4, 4]], [4], 3, factor=9) == [[4, 4, 4]]
+@pytest.mark.parametrize(
+    ("text", "root", "found", "factor"),
+    [
+        pytest.param([1, 2, 3, 4, 9, 3, 7, 3, 7, 1, 2], 3, [4, 9], 4, id="the longest wins over a more frequent one"),
+        pytest.param([5, 1, 6, 5, 1, 7, 5, 2, 8], 5, [1], 4, id="the most frequent continuation over a later one"),
+        pytest.param([5, 1, 6, 5, 2, 7], 5, [2], 4, id="of equally frequent continuations the last"),
+        pytest.param([1, 2, 3, 1, 2], 3, [1, 2, 3, 1, 2, 3, 1], 9, id="at the end it goes on after its own suffix"),
+        pytest.param([4, 4], 4, [4, 4, 4], 9, id="of one token, too"),
+    ],
+)
+def test_what_followed_a_suffix_is_proposed(text, root, found, factor):
+    assert propose([text], [root], len(found), factor=factor) == [found]
 
 
 @pytest.mark.parametrize(("factor", "drafted"), [(0.5, 1), (1.0, 3), (2.0, 6), (9.0, 7)])

@@ -9,16 +9,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, TrainingArguments
 
 from outrider.common import digests
-from outrider.heads import DrafterLoss, Eagle3, load_drafter
+from outrider.heads import DrafterLoss, Eagle3, drafter_config, load_drafter
 from outrider.recipes import Recipe
 from outrider.targets import Target
 from outrider.train import TrainResult, train
@@ -65,6 +65,15 @@ def write_data(folder: Path, rows: list[dict[str, Any]], target: Target, **prove
     return folder
 
 
+def arguments(folder: Path, **values: Any) -> TrainingArguments:
+    return TrainingArguments(output_dir=str(folder), use_cpu=True, report_to="none", **values)
+
+
+def built(target: Target, **values: Any) -> Any:
+    drafter_class, config = drafter_config(values)
+    return drafter_class.build(config, target)
+
+
 def history(recipe: Recipe, key: str | None = None) -> list[Any]:
     """Return what the trainer logged up to the last whole checkpoint; of one key its values alone."""
     last = folders.last_complete(recipe.output_folder / "checkpoints")
@@ -92,6 +101,20 @@ def halved(whole: TrainResult, *lost: str) -> None:
     shutil.copytree(output, half := output.with_name("half"))
     for name in lost or ("checkpoints/checkpoint-12",):
         shutil.rmtree(half / name)
+
+
+def train_alike(
+    one: Recipe,
+    others: Sequence[Recipe],
+    target: Target,
+    rel: float = 1e-5,
+    start: Callable[[Recipe, Target], Any] = train,
+) -> None:
+    """Train here, and the others as `start` does: all losses are the same."""
+    train(one, target)
+    for made in others:
+        start(made, target)
+        assert losses(made) == pytest.approx(losses(one), rel=rel)
 
 
 def train_in_two(recipe: Recipe, target: Target | None = None) -> None:

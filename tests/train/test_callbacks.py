@@ -15,7 +15,6 @@ import pytest
 
 from outrider.common import BadInputError
 from outrider.recipes import Recipe
-from outrider.targets import Target
 from outrider.train import train
 
 from .conftest import MakeRecipe
@@ -28,16 +27,14 @@ from .conftest import MakeRecipe
         ("swanlab", r"training.report_to: swanlab cannot report here: .* Install its package \(pip install swanlab\)"),
     ],
 )
-def test_a_tracker_that_is_not_there_is_refused_before_any_work(
-    recipe: MakeRecipe, target: Target, name: str, said: str
-) -> None:
+def test_a_tracker_that_is_not_there_is_refused_before_any_work(recipe, target, name, said):
     made = recipe(report_to=name)
     with pytest.raises(BadInputError, match=said):
         train(made, target)
     assert not made.output_folder.exists()
 
 
-def test_wandb_without_an_account_is_refused_before_any_work(recipe: MakeRecipe, tmp_path: Path) -> None:
+def test_wandb_without_an_account_is_refused_before_any_work(recipe, tmp_path):
     """In a process of its own: wandb keeps what it learned of its environment."""
     pytest.importorskip("wandb")
     (tmp_path / "recipe.yaml").write_text(recipe(report_to="wandb").to_yaml())
@@ -58,9 +55,7 @@ def measuring(recipe: MakeRecipe, folder: Path, tracker: str) -> Recipe:
     return Recipe.from_dict(made | {"eval": spec})
 
 
-def test_an_offline_wandb_run_holds_everything(
-    recipe: MakeRecipe, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_offline_wandb_run_holds_everything(recipe, target, tmp_path, monkeypatch):
     """Read back from its file: settings, per-depth curves, a table of texts at each evaluation, and the report."""
     wandb: Any = pytest.importorskip("wandb")
     for name, value in (("MODE", "offline"), ("DIR", str(tmp_path)), ("SILENT", "true")):
@@ -122,9 +117,7 @@ def entries(log: bytes, header: int = 7, block: int = 32768) -> Iterator[bytes]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tracker", ["tensorboard", "trackio"])
-def test_other_trackers_get_the_texts_too(
-    recipe: MakeRecipe, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tracker: str
-) -> None:
+def test_other_trackers_get_the_texts_too(recipe, target, tmp_path, monkeypatch, tracker):
     pytest.importorskip(tracker)
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     made = measuring(recipe, tmp_path, tracker)

@@ -9,12 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from transformers import TrainerState, TrainingArguments
+from transformers import TrainerState
 
 from outrider.common import BadInputError, Refusal, digest_cache, digests
 from outrider.common.atomic import CannotWriteError
 from outrider.train import checkpoints as folders
 from outrider.train.checkpoints import explain_write_errors
+
+from .conftest import arguments
 
 MakeCheckpoint = Callable[..., Path]
 
@@ -36,32 +38,18 @@ def saved(tmp_path: Path) -> MakeCheckpoint:
     return make
 
 
-@pytest.fixture
-def deleted_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another process has always deleted a folder already."""
-    delete = shutil.rmtree
-
-    def late(folder: Path, ignore_errors: bool = False) -> None:
-        delete(folder)
-        delete(folder, ignore_errors=ignore_errors)
-
-    monkeypatch.setattr(shutil, "rmtree", late)
-
-
 def names(folder: Path) -> list[str]:
     return sorted(f.name for f in folder.iterdir())
 
 
-def test_the_marker_lists_every_file_with_its_digest(saved: MakeCheckpoint) -> None:
+def test_the_marker_lists_every_file_with_its_digest(saved):
     *files, last = (saved(1) / "SHA256SUMS").read_text(encoding="utf-8").splitlines()
     content = {"drafter/model.safetensors": b"weights", "empty": b"", "optimizer.pt": b"optimizer"}
     assert files == [f"{hashlib.sha256(data).hexdigest()}  {name}" for name, data in content.items()]
     assert last.startswith("# complete: 3 files, ")
 
 
-def test_one_altered_byte_makes_a_checkpoint_damaged_and_an_earlier_one_is_taken(
-    saved: MakeCheckpoint, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_one_altered_byte_makes_a_checkpoint_damaged_and_an_earlier_one_is_taken(saved, caplog):
     first, altered = saved(1), saved(20)
     (altered / "optimizer.pt").write_bytes(b"optimizes")
     with caplog.at_level(logging.WARNING):
@@ -71,9 +59,7 @@ def test_one_altered_byte_makes_a_checkpoint_damaged_and_an_earlier_one_is_taken
         folders.require_whole(altered)
 
 
-def test_a_checkpoint_that_was_just_written_is_not_read_again(
-    saved: MakeCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_that_was_just_written_is_not_read_again(saved, tmp_path, monkeypatch):
     """Neither by the process that wrote it, nor by those beside it: they find the digests of large files."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     digest_cache.forget()
@@ -90,7 +76,7 @@ def test_a_checkpoint_that_was_just_written_is_not_read_again(
     assert reads == []
 
 
-def test_a_checkpoint_is_whole_once_it_is_marked_and_whatever_comes_later(saved: MakeCheckpoint) -> None:
+def test_a_checkpoint_is_whole_once_it_is_marked_and_whatever_comes_later(saved):
     folder = saved(1, whole=False)
     assert digests.problems(folder)
     digests.seal(folder)
@@ -100,7 +86,7 @@ def test_a_checkpoint_is_whole_once_it_is_marked_and_whatever_comes_later(saved:
 
 
 @pytest.mark.parametrize("name", ["optimizer.pt", "empty", "drafter/model.safetensors"])
-def test_a_checkpoint_whose_file_has_another_size_or_is_gone_is_not_whole(saved: MakeCheckpoint, name: str) -> None:
+def test_a_checkpoint_whose_file_has_another_size_or_is_gone_is_not_whole(saved, name):
     folder = saved(1)
     for content in ((folder / name).read_bytes()[:-1] or b"1", (folder / name).read_bytes() + b"!"):
         (folder / name).write_bytes(content)
@@ -111,12 +97,12 @@ def test_a_checkpoint_whose_file_has_another_size_or_is_gone_is_not_whole(saved:
     assert digests.problems(folder), "a folder of that name is no file"
 
 
-def test_a_checkpoint_that_is_not_there_cannot_be_continued(tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_not_there_cannot_be_continued(tmp_path):
     with pytest.raises(Refusal, match=r"checkpoint-9 cannot be continued: the folder is missing\. Leave out"):
         folders.require_whole(tmp_path / "checkpoint-9")
 
 
-def test_checkpoints_come_by_step_and_nothing_else_counts(saved: MakeCheckpoint) -> None:
+def test_checkpoints_come_by_step_and_nothing_else_counts(saved):
     made = [saved(step, whole=step != 9) for step in (100, 9, 20)]
     parent = made[0].parent
     for other in ("checkpoint-best", "checkpoint-", "drafter"):
@@ -126,9 +112,7 @@ def test_checkpoints_come_by_step_and_nothing_else_counts(saved: MakeCheckpoint)
     assert [folders.step_of(f) for f in folders.checkpoints(parent)] == [9, 20, 100]
 
 
-def test_the_last_whole_checkpoint_is_found_and_later_ones_are_named(
-    saved: MakeCheckpoint, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_last_whole_checkpoint_is_found_and_later_ones_are_named(saved, caplog):
     saved(1)
     last, broken = saved(20), saved(100, whole=False)
     with caplog.at_level(logging.WARNING):
@@ -137,7 +121,7 @@ def test_the_last_whole_checkpoint_is_found_and_later_ones_are_named(
     assert caplog.records[0].name == "outrider.train.checkpoints"
 
 
-def test_without_a_whole_checkpoint_there_is_no_last_one(saved: MakeCheckpoint, tmp_path: Path) -> None:
+def test_without_a_whole_checkpoint_there_is_no_last_one(saved, tmp_path):
     assert folders.last_complete(saved(1, whole=False).parent) is None
     assert folders.last_complete(tmp_path / "nothing") is None
 
@@ -147,9 +131,7 @@ TWO = [(2, None, [20, 100]), (2, 9, [9, 100]), (1, 9, [9, 100]), (2, 100, [20, 1
 
 
 @pytest.mark.parametrize(("limit", "best", "left"), [*ALL, *TWO, (1, None, [100]), (1, 100, [100])])
-def test_the_oldest_go_and_the_last_and_the_best_stay(
-    saved: MakeCheckpoint, limit: int | None, best: int | None, left: list[int]
-) -> None:
+def test_the_oldest_go_and_the_last_and_the_best_stay(saved, limit, best, left):
     made = {step: saved(step) for step in (9, 20, 100)}
     parent = made[9].parent
     folders.rotate(parent, limit, None if best is None else str(made[best]))
@@ -157,14 +139,14 @@ def test_the_oldest_go_and_the_last_and_the_best_stay(
 
 
 @pytest.mark.parametrize("limit", [None, 2])
-def test_what_is_not_whole_goes_and_counts_for_nothing(saved: MakeCheckpoint, limit: int | None) -> None:
+def test_what_is_not_whole_goes_and_counts_for_nothing(saved, limit):
     made = [saved(step, whole=step not in (15, 200)) for step in (9, 15, 100, 200)]
     parent = made[0].parent
     folders.rotate(parent, limit, None)
     assert names(parent) == ["checkpoint-100", "checkpoint-9"]
 
 
-def test_the_best_one_is_known_by_any_path_to_it(saved: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_best_one_is_known_by_any_path_to_it(saved, monkeypatch):
     """The trainer keeps its name as it was given, which may have been a relative one."""
     made = [saved(step) for step in (9, 20, 100)]
     monkeypatch.chdir(made[0].parent)
@@ -172,8 +154,15 @@ def test_the_best_one_is_known_by_any_path_to_it(saved: MakeCheckpoint, monkeypa
     assert names(made[0].parent) == ["checkpoint-100", "checkpoint-9"]
 
 
-@pytest.mark.usefixtures("deleted_meanwhile")
-def test_a_checkpoint_that_cannot_be_deleted_stops_nothing(saved: MakeCheckpoint) -> None:
+def test_a_checkpoint_that_cannot_be_deleted_stops_nothing(saved, monkeypatch):
+    """Another process has always deleted a folder already."""
+    delete = shutil.rmtree
+
+    def late(folder: Path, ignore_errors: bool = False) -> None:
+        delete(folder)
+        delete(folder, ignore_errors=ignore_errors)
+
+    monkeypatch.setattr(shutil, "rmtree", late)
     *_, last = (saved(step) for step in (9, 20, 100))
     parent = last.parent
     folders.rotate(parent, 1, None)
@@ -183,9 +172,7 @@ def test_a_checkpoint_that_cannot_be_deleted_stops_nothing(saved: MakeCheckpoint
     assert not unfinished.exists()
 
 
-def test_checkpoints_of_an_earlier_run_are_set_aside_under_the_first_free_number(
-    saved: MakeCheckpoint, tmp_path: Path
-) -> None:
+def test_checkpoints_of_an_earlier_run_are_set_aside_under_the_first_free_number(saved, tmp_path):
     """A folder without any stays where it is."""
     (tmp_path / "checkpoints").mkdir()
     assert folders.set_aside(tmp_path / "checkpoints") is folders.set_aside(tmp_path / "nothing") is None
@@ -197,7 +184,7 @@ def test_checkpoints_of_an_earlier_run_are_set_aside_under_the_first_free_number
         assert names(folder.with_name(f"checkpoints.old-{number}")) == [f"checkpoint-{number}"]
 
 
-def test_what_cannot_be_continued_is_cleared_and_what_was_once_whole_is_kept(saved: MakeCheckpoint) -> None:
+def test_what_cannot_be_continued_is_cleared_and_what_was_once_whole_is_kept(saved):
     """A disk that cannot be read for a moment must not cost a checkpoint."""
     whole, damaged, unfinished = (saved(step) for step in (1, 2, 3))
     (damaged / "trainer_state.json").write_text("{}")
@@ -206,9 +193,7 @@ def test_what_cannot_be_continued_is_cleared_and_what_was_once_whole_is_kept(sav
     assert names(whole.parent) == ["checkpoint-1", "damaged-checkpoint-2-1"]
 
 
-def test_a_checkpoint_that_was_being_deleted_when_its_run_was_killed_is_not_whole(
-    saved: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_that_was_being_deleted_when_its_run_was_killed_is_not_whole(saved, monkeypatch):
     made = [saved(step) for step in (1, 2, 3)]
     monkeypatch.setattr(shutil, "rmtree", lambda folder, ignore_errors: None)  # as a kill leaves it
     folders.rotate(made[0].parent, 2, None)
@@ -232,26 +217,20 @@ def ended(saved: MakeCheckpoint) -> Callable[[str | None], Path]:
     return make
 
 
-def test_the_best_checkpoint_is_found_beside_the_last_one_wherever_both_were_moved(
-    ended: Callable[[str | None], Path],
-) -> None:
-    last = ended("where/it/was/checkpoint-4")
-    assert folders.state_of(last).global_step == 8
-    assert folders.best_before(last) == last.with_name("checkpoint-4")
-
-
-@pytest.mark.parametrize("best", [None, "where/it/was/checkpoint-8"])
-def test_the_last_one_is_the_best_where_none_is_named_or_itself_is(
-    ended: Callable[[str | None], Path], best: str | None
-) -> None:
+@pytest.mark.parametrize(
+    ("best", "found"),
+    [("where/it/was/checkpoint-4", 4), (None, 8), ("where/it/was/checkpoint-8", 8)],
+    ids=["beside the last one, wherever both were moved", "none is named", "the last one itself"],
+)
+def test_the_best_checkpoint_is_found(ended, best, found):
     last = ended(best)
-    (last / "optimizer.pt").unlink()  # it was checked before, and is not again
-    assert folders.best_before(last) == last
+    assert folders.state_of(last).global_step == 8
+    if found == 8:
+        (last / "optimizer.pt").unlink()  # it was checked before, and is not again
+    assert folders.best_before(last) == last.with_name(f"checkpoint-{found}")
 
 
-def test_a_damaged_best_one_is_named_and_the_last_one_taken(
-    ended: Callable[[str | None], Path], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_best_one_is_named_and_the_last_one_taken(ended, caplog):
     last = ended("checkpoint-4")
     best = last.with_name("checkpoint-4")
     (best / "optimizer.pt").write_bytes(b"optimizes")
@@ -260,11 +239,7 @@ def test_a_damaged_best_one_is_named_and_the_last_one_taken(
     assert f"{best}, the best checkpoint, is missing or damaged; {last} is taken." in caplog.messages
 
 
-def arguments(folder: Path, **values: object) -> TrainingArguments:
-    return TrainingArguments(output_dir=str(folder), use_cpu=True, report_to="none", **values)
-
-
-def test_what_is_kept_is_said(saved: MakeCheckpoint) -> None:
+def test_what_is_kept_is_said(saved):
     last = saved(4)
     assert folders.what_is_kept(arguments(last.parent)) == f"The last good checkpoint is {last}."
     (last / "SHA256SUMS").unlink()
@@ -273,7 +248,7 @@ def test_what_is_kept_is_said(saved: MakeCheckpoint) -> None:
     assert kept == "Nothing of the training was kept: training.save_strategy is 'no'."
 
 
-def test_a_checkpoint_is_continued_with_as_many_rows_in_a_step(saved: MakeCheckpoint) -> None:
+def test_a_checkpoint_is_continued_with_as_many_rows_in_a_step(saved):
     folder = saved(4)
     written = arguments(folder.parent, per_device_train_batch_size=3, gradient_accumulation_steps=4)
     folders.write_launch(folder, written)
@@ -288,9 +263,7 @@ def test_a_checkpoint_is_continued_with_as_many_rows_in_a_step(saved: MakeCheckp
 
 
 @pytest.mark.parametrize("has_good", [True, False])
-def test_a_checkpoint_that_cannot_be_written_leaves_nothing_and_names_the_last_good_one(
-    saved: MakeCheckpoint, has_good: bool
-) -> None:
+def test_a_checkpoint_that_cannot_be_written_leaves_nothing_and_names_the_last_good_one(saved, has_good):
     error = OSError(28, "No space left on device") if has_good else RuntimeError("unexpected pos 64 vs 0\nat a place")
     kept = f"The last good checkpoint is {saved(4)}." if has_good else "There is no earlier checkpoint."
     late = saved(8, whole=False)
@@ -301,7 +274,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_nothing_and_names_the_last_g
     assert kept in str(failed.value)
 
 
-def test_a_folder_that_is_gone_is_said(saved: MakeCheckpoint) -> None:
+def test_a_folder_that_is_gone_is_said(saved):
     folder = saved(8, whole=False)
     shutil.rmtree(folder.parent)
     with pytest.raises(CannotWriteError, match="No checkpoint is left"), explain_write_errors(folder):

@@ -65,9 +65,7 @@ def recipe(tmp_path: Path) -> MakeRecipe:
     return make
 
 
-def test_all_are_trained_for_the_same_time_on_the_same_responses_and_measured_together(
-    recipe: MakeRecipe, target: Target, tmp_path: Path
-) -> None:
+def test_all_are_trained_for_the_same_time_on_the_same_responses_and_measured_together(recipe, target, tmp_path):
     report = compare([recipe(name) for name in DRAFTERS], SECONDS, tmp_path / "out", target)
     assert [c.name for c in report.contestants] == [*DRAFTERS, "ngram", "plain", "transformers.generate"]
     for name in DRAFTERS:
@@ -86,9 +84,7 @@ def test_all_are_trained_for_the_same_time_on_the_same_responses_and_measured_to
     assert all(r.identical for r in report.records if r.temperature == 0.0 and r.contestant in DRAFTERS)
 
 
-def test_what_is_finished_is_not_done_again(
-    recipe: MakeRecipe, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_finished_is_not_done_again(recipe, target, tmp_path, monkeypatch):
     """An interruption in the second training: the first is kept, and so are the responses."""
     recipes = [recipe("heads"), recipe("small")]
     train, trained = module.train, []
@@ -121,15 +117,13 @@ def test_what_is_finished_is_not_done_again(
         ({"learning_rat": 1e-3}, "did you mean 'learning_rate'"),
     ],
 )
-def test_recipes_that_cannot_be_compared_are_refused_before_anything_is_spent(
-    recipe: MakeRecipe, target: Target, tmp_path: Path, change: dict[str, Any], said: str
-) -> None:
+def test_recipes_that_cannot_be_compared_are_refused_before_anything_is_spent(recipe, target, tmp_path, change, said):
     with pytest.raises(BadInputError, match=said):
         compare([recipe("heads"), recipe("small", **change)], SECONDS, tmp_path / "out", target)
     assert not (tmp_path / "out").exists()
 
 
-def test_only_drafter_training_and_output_may_differ(recipe: MakeRecipe) -> None:
+def test_only_drafter_training_and_output_may_differ(recipe):
     """And what a drafter writes for itself to learn from."""
     one, other = recipe("heads"), recipe("small", data={"on_policy": 0.5}, learning_rate=1e-3)
     assert differences(one, other) == []
@@ -137,9 +131,7 @@ def test_only_drafter_training_and_output_may_differ(recipe: MakeRecipe) -> None
     assert differences(one, moved) == ["target.path ('in memory' and 'elsewhere')"]
 
 
-def test_two_recipes_of_one_name_and_a_budget_of_nothing_are_refused(
-    recipe: MakeRecipe, target: Target, tmp_path: Path
-) -> None:
+def test_two_recipes_of_one_name_and_a_budget_of_nothing_are_refused(recipe, target, tmp_path):
     with pytest.raises(BadInputError, match="2 recipes are called 'heads'"):
         compare([recipe("heads"), recipe("heads")], SECONDS, tmp_path, target)
     for seconds in (0, -1, float("nan"), float("inf")):
@@ -147,9 +139,7 @@ def test_two_recipes_of_one_name_and_a_budget_of_nothing_are_refused(
             compare([recipe("heads")], seconds, tmp_path, target)
 
 
-def test_a_folder_of_another_budget_or_recipe_is_never_mixed_in(
-    recipe: MakeRecipe, target: Target, tmp_path: Path
-) -> None:
+def test_a_folder_of_another_budget_or_recipe_is_never_mixed_in(recipe, target, tmp_path):
     compare([recipe("heads")], 0.2, tmp_path / "out", target)
     said = r"trained for 0.2 seconds, now 3 seconds are asked for. Choose another --out"
     with pytest.raises(BadInputError, match=said):
@@ -158,9 +148,7 @@ def test_a_folder_of_another_budget_or_recipe_is_never_mixed_in(
         compare([recipe("heads", learning_rate=1e-4)], 0.2, tmp_path / "out", target)
 
 
-def test_the_report_shows_every_method_at_every_temperature_best_first(
-    recipe: MakeRecipe, target: Target, tmp_path: Path
-) -> None:
+def test_the_report_shows_every_method_at_every_temperature_best_first(recipe, target, tmp_path):
     report = compare([recipe("heads"), recipe("small")], 0.3, tmp_path / "out", target)
     for width in (200, 80):
         console = Console(width=width, record=True, file=io.StringIO())

@@ -16,12 +16,12 @@ def file(name: str) -> str:
     return str(FOLDER / f"{name}.yaml")
 
 
-def test_every_way_to_launch_has_a_config() -> None:
+def test_every_way_to_launch_has_a_config():
     assert {f.stem for f in FOLDER.glob("*.yaml")} == set(KINDS)
 
 
 @pytest.mark.parametrize(("name", "kind"), KINDS.items())
-def test_accelerate_reads_each(name: str, kind: str) -> None:
+def test_accelerate_reads_each(name, kind):
     """Its own loader refuses what it does not know."""
     found = load_config_from_file(file(name))
     assert str(found.distributed_type.value) == kind
@@ -35,7 +35,7 @@ def test_accelerate_reads_each(name: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in KINDS if name != "single"])
-def test_the_command_line_makes_a_config_one_of_several_machines(name: str) -> None:
+def test_the_command_line_makes_a_config_one_of_several_machines(name):
     """As the guide says; what stands on the command line counts more than the file."""
     several = ["--num_machines", "4", "--machine_rank", "2", "--num_processes", "32"]
     where = ["--main_process_ip", "10.0.0.1", "--main_process_port", "29500"]

@@ -9,7 +9,6 @@ import logging
 import shutil
 from collections import namedtuple
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,7 +39,7 @@ from outrider.train.data import (
 from outrider.train.planning import plan
 
 from ..conftest import drafter_in_training
-from .conftest import MakeRecipe, drafters_are_close, losses, of_stored, provenance, train_in_two
+from .conftest import MakeRecipe, drafters_are_close, losses, of_stored, provenance, train_alike, train_in_two
 
 
 def row(name: str, tokens: list[int], mask: list[int], content: str | None = None) -> dict[str, Any]:
@@ -51,7 +50,7 @@ def table(*rows: tuple[list[int], list[int]]) -> Dataset:
     return Dataset.from_list([row(f"row-{i}", tokens, mask) for i, (tokens, mask) in enumerate(rows)])
 
 
-def test_labels_are_the_response_tokens_and_padding_is_on_the_right() -> None:
+def test_labels_are_the_response_tokens_and_padding_is_on_the_right():
     """No head can predict a row's first two tokens, so no drafter counts them, even after a prompt of one token."""
     rows = Rows(table(([5, 6, 7, 8], [0, 0, 1, 1]), ([1, 2, 3], [0, 1, 1])), [0, 1])
     batch = collate([rows[0], rows[1]])
@@ -61,7 +60,7 @@ def test_labels_are_the_response_tokens_and_padding_is_on_the_right() -> None:
     assert rows[EMPTY] == {"index": EMPTY, "input_ids": [0, 0], "labels": [IGNORED, IGNORED]}
 
 
-def test_an_epoch_holds_every_row_once_and_is_filled_up_with_empty_rows() -> None:
+def test_an_epoch_holds_every_row_once_and_is_filled_up_with_empty_rows():
     order = Order(10, 4, seed=3)
     positions = list(order)
     assert sorted(positions[:10]) == list(range(10))
@@ -69,7 +68,7 @@ def test_an_epoch_holds_every_row_once_and_is_filled_up_with_empty_rows() -> Non
     assert len(order) == 12
 
 
-def test_the_order_is_a_function_of_seed_and_epoch_alone() -> None:
+def test_the_order_is_a_function_of_seed_and_epoch_alone():
     order, same = Order(50, 1, seed=3), Order(50, 8, seed=3)
     first = list(order)
     torch.rand(7)  # other randomness in between
@@ -79,7 +78,7 @@ def test_the_order_is_a_function_of_seed_and_epoch_alone() -> None:
     assert list(Order(50, 1, seed=4)) != first
 
 
-def test_held_out_rows_do_not_depend_on_the_order_or_on_other_rows() -> None:
+def test_held_out_rows_do_not_depend_on_the_order_or_on_other_rows():
     rows = table(*[([1, 2, 3], [0, 0, 1])] * 200)
     held, shuffled = split(rows, 0.1)[1], split(rows.select(range(199, 49, -1)), 0.1)[1]
     names = {held.table[i]["id"] for i in held.indices}
@@ -88,7 +87,7 @@ def test_held_out_rows_do_not_depend_on_the_order_or_on_other_rows() -> None:
     assert {shuffled.table[i]["id"] for i in shuffled.indices} == late
 
 
-def test_what_is_asked_decides_what_is_held_out_whatever_the_ids() -> None:
+def test_what_is_asked_decides_what_is_held_out_whatever_the_ids():
     rows = [row(f"a/{i}", [1, 2, 3], [0, 0, 1], f"question {i}") for i in range(100)]
     numbered_anew = [{**row, "id": f"a/{i}"} for i, row in enumerate([{**rows[0], "content": "new"}, *rows])]
     held, later = (split(Dataset.from_list(given), 0.2)[1] for given in (rows, numbered_anew))
@@ -97,7 +96,7 @@ def test_what_is_asked_decides_what_is_held_out_whatever_the_ids() -> None:
     assert {later.table[i]["content"] for i in later.indices} - {"new"} == asked
 
 
-def test_prompts_are_learned_on_request_but_never_held_out() -> None:
+def test_prompts_are_learned_on_request_but_never_held_out():
     """And no row is both trained on and held out."""
     training, held = split(table(*[([5, 6, 7, 8], [0, 0, 0, 1])] * 50), 0.3, prompts=True)
     assert sorted(training.indices + held.indices) == list(range(50))
@@ -106,19 +105,19 @@ def test_prompts_are_learned_on_request_but_never_held_out() -> None:
 
 
 @pytest.mark.parametrize("masks", [[0, 0, 0], [1, 1, 0]])
-def test_data_without_a_response_is_an_error_that_says_so(masks: list[int]) -> None:
+def test_data_without_a_response_is_an_error_that_says_so(masks):
     with pytest.raises(BadInputError, match="of 1 rows 0 have a response"):
         split(table(([1, 2, 3], masks)), 0.0)
 
 
-def test_token_counts_are_of_learned_tokens_only_and_those_beyond_the_vocabulary_are_refused() -> None:
+def test_token_counts_are_of_learned_tokens_only_and_those_beyond_the_vocabulary_are_refused():
     rows = table(([1, 1, 2, 3], [0, 0, 1, 1]), ([4, 4, 3], [0, 0, 1]), ([1, 1, 9], [0, 0, 1]))
     assert token_counts(Rows(rows, [0, 1]), 6).tolist() == [0, 0, 1, 2, 0, 0]
     with pytest.raises(IncompatibleError, match="token 9, the target's vocabulary has 6"):
         token_counts(Rows(rows, [2]), 6)
 
 
-def test_a_float32_target_may_run_in_less_its_output_embedding_never_does(target: Target) -> None:
+def test_a_float32_target_may_run_in_less_its_output_embedding_never_does(target):
     inputs = collate([{"index": 0, "input_ids": [1, 2, 3, 4], "labels": [IGNORED, IGNORED, 3, 4]}])
     own, less = OnlineBatches(target, (1,)).of(inputs), OnlineBatches(target, (1,), torch.bfloat16).of(inputs)
     assert own.hidden is not None
@@ -178,9 +177,7 @@ def are_near(ours: list[Tensor], theirs: list[Tensor]) -> None:
 
 
 @pytest.mark.parametrize("values", KINDS.values(), ids=KINDS)
-def test_packed_rows_have_the_loss_the_metrics_and_the_gradients_of_single_ones(
-    target: Target, learned: Rows, values: dict[str, Any]
-) -> None:
+def test_packed_rows_have_the_loss_the_metrics_and_the_gradients_of_single_ones(target, learned, values):
     """Packs of several texts, and an empty row beside them; without their documents it would be another loss."""
     drafter, packs = drafter_in_training(target, values), Packs(learned, 64)
     assert len(packs) < len(learned) / 2
@@ -194,17 +191,17 @@ def test_packed_rows_have_the_loss_the_metrics_and_the_gradients_of_single_ones(
     assert reads_its_own_place_alone or abs(float(drafter.loss(packed).total) - apart) > 1e-3
 
 
-def test_the_kinds_above_are_those_that_say_that_they_pack() -> None:
+def test_the_kinds_above_are_those_that_say_that_they_pack():
     assert {values["type"] for values in KINDS.values()} == {name for name, kind in HEADS.items() if kind.packs}
 
 
-def test_texts_are_placed_longest_first_each_in_the_fullest_pack_with_room() -> None:
+def test_texts_are_placed_longest_first_each_in_the_fullest_pack_with_room():
     """6 | 5 | 4, then 3 fits beside 5 and 2 beside 6."""
     assert packs_of([5, 3, 4, 2, 6], 8) == [[4, 3], [0, 1], [2]]
     assert packs_of([9, 1], 8) == [[0], [1]], "a longer text has a pack of its own"
 
 
-def test_packs_hold_every_text_once_and_are_nearly_full() -> None:
+def test_packs_hold_every_text_once_and_are_nearly_full():
     lengths = torch.randint(1, 400, (2000,), generator=torch.Generator().manual_seed(0)).tolist()
     packs = packs_of(lengths, 512)
     assert sorted(text for pack in packs for text in pack) == list(range(2000))
@@ -213,7 +210,7 @@ def test_packs_hold_every_text_once_and_are_nearly_full() -> None:
     assert sum(sizes) > 0.99 * 512 * len(packs)
 
 
-def test_labels_of_packs_are_those_of_their_texts(learned: Rows) -> None:
+def test_labels_of_packs_are_those_of_their_texts(learned):
     packs = Packs(learned)
     assert packs.size == max(len(learned[i]["input_ids"]) for i in range(len(learned)))
     labels = [label for i in range(len(packs)) for label in packs[i]["labels"]]
@@ -225,9 +222,7 @@ def test_labels_of_packs_are_those_of_their_texts(learned: Rows) -> None:
 @pytest.mark.parametrize(
     "values", [KINDS["eagle3 of two layers"], {**DFLASH, "num_anchors": 64}], ids=["eagle3", "dflash"]
 )
-def test_a_steps_memory_grows_with_the_length_of_packs_and_not_with_its_square(
-    target: Target, values: dict[str, Any]
-) -> None:
+def test_a_steps_memory_grows_with_the_length_of_packs_and_not_with_its_square(target, values):
     """From 1024 tokens to 2048 and 4096, in texts of 128: no scores and no mask of a whole row are ever in memory."""
     drafter, peaks = drafter_in_training(target, values), []
     rows = table(*(([i % 90] * 128, [0] * 20 + [1] * 108) for i in range(32)))
@@ -249,13 +244,12 @@ def whole_batches(recipe: MakeRecipe, name: str, rows: int, data: dict[str, Any]
 
 
 def learn_alike(runs: list[Recipe], target: Target) -> None:
-    expected, *evaluated = [train(made, target).metrics["eval_loss"] for made in runs]
+    train_alike(runs[0], runs[1:], target)
+    expected, *evaluated = [provenance(made)["metrics"]["eval_loss"] for made in runs]
     assert evaluated == pytest.approx([expected] * len(evaluated), rel=1e-5)
-    for made in runs[1:]:
-        assert losses(made) == pytest.approx(losses(runs[0]), rel=1e-5)
 
 
-def test_packed_training_is_training(recipe: MakeRecipe, target: Target) -> None:
+def test_packed_training_is_training(recipe, target):
     """Loss by loss (1e-5), with states from the loop or from disk, in accumulated batches, too; figures as well."""
     packed = {"packing": True, "max_length": 48}
     runs = [
@@ -270,17 +264,15 @@ def test_packed_training_is_training(recipe: MakeRecipe, target: Target) -> None
     assert "packs" not in facts[0]
 
 
-def test_two_processes_with_packs_train_as_one(recipe: MakeRecipe, target: Target) -> None:
+def test_two_processes_with_packs_train_as_one(recipe, target):
     settings = {"packing": True, "max_length": 48, "max_steps": 6}
     one = recipe("one", KINDS["eagle3"], **settings | {"per_device_train_batch_size": 4})
     two = recipe("two", KINDS["eagle3"], **settings | {"per_device_train_batch_size": 2})
-    train(one, target)
-    train_in_two(two, target)
-    assert losses(two) == pytest.approx(losses(one), rel=1e-5)
+    train_alike(one, [two], target, start=train_in_two)
     assert drafters_are_close(one, two)
 
 
-def test_a_plan_counts_packs_as_if_they_were_full(recipe: MakeRecipe, target: Target, stored: Path) -> None:
+def test_a_plan_counts_packs_as_if_they_were_full(recipe, target, stored):
     """A training takes a fifth more steps at most, or fewer: its share of held-out rows is what their contents say."""
     settings = {"packing": True, "max_length": 48, "per_device_train_batch_size": 2, "max_steps": -1}
     made = recipe("planned", KINDS["eagle3"], **settings | {"num_train_epochs": 2})
@@ -289,9 +281,7 @@ def test_a_plan_counts_packs_as_if_they_were_full(recipe: MakeRecipe, target: Ta
     assert 0.85 * planned.steps <= train(made, target).steps <= 1.2 * planned.steps
 
 
-def test_a_drafter_that_does_not_say_that_it_packs_is_refused(
-    recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_drafter_that_does_not_say_that_it_packs_is_refused(recipe, monkeypatch):
     monkeypatch.setattr(HEADS["medusa"], "packs", False)
     with pytest.raises(BadInputError, match=r"a medusa drafter's loss does not keep the texts .* eagle3"):
         check(recipe(drafter={"type": "medusa"}, packing=True))
@@ -302,7 +292,7 @@ NEAR = {"auto": 1e-6, "float32": 1e-6, "float16": 1e-3, "bfloat16": 1e-3, "float
 
 
 @pytest.mark.parametrize("dtype", NEAR)
-def test_losses_of_rounded_states_are_near_those_of_the_loop(recipe: MakeRecipe, target: Target, dtype: str) -> None:
+def test_losses_of_rounded_states_are_near_those_of_the_loop(recipe, target, dtype):
     online = recipe("online")
     cached = recipe(dtype, data_changes={"features": "cached", "features_dtype": dtype})
     train(online, target)
@@ -315,14 +305,8 @@ def test_losses_of_rounded_states_are_near_those_of_the_loop(recipe: MakeRecipe,
     ("features", "free", "is_named"), [("cached", 10**9, False), ("cached", 10**4, True), ("online", 0, False)]
 )
 def test_a_disk_on_which_states_may_not_fit_is_named_before_any_prompt_is_answered(
-    recipe: MakeRecipe,
-    target: Target,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    features: str,
-    free: int,
-    is_named: bool,
-) -> None:
+    recipe, target, monkeypatch, caplog, features, free, is_named
+):
     """Nothing is said where they are not stored."""
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**12, 10**12 - free, free))
@@ -334,7 +318,7 @@ def test_a_disk_on_which_states_may_not_fit_is_named_before_any_prompt_is_answer
     assert (said in caplog.text) == ("takes up to" in caplog.text) == is_named
 
 
-def test_a_plan_counts_states_as_they_are_stored(recipe: MakeRecipe, target: Target, stored: Path) -> None:
+def test_a_plan_counts_states_as_they_are_stored(recipe, target, stored):
     def planned(dtype: str) -> int:
         made = recipe("planned", data_changes={"features": "cached", "features_dtype": dtype})
         return plan(of_stored(made, stored)).feature_bytes

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +28,11 @@ from .conftest import (
     DRAFT_MODEL,
     MakeRecipe,
     asked_in,
-    halved,
     history,
     killed_after,
     losses,
     of_stored,
+    train_alike,
     train_in_two,
     weights,
 )
@@ -77,9 +76,7 @@ def alone(drafter: DraftModel, rows: Rows, index: int, step: int, end: int | Non
 
 
 @pytest.mark.parametrize("prompts", [False, True])
-def test_with_on_policy_one_every_row_is_a_prompt_and_the_drafters_own_sample(
-    table: Any, drafter: DraftModel, prompts: bool
-) -> None:
+def test_with_on_policy_one_every_row_is_a_prompt_and_the_drafters_own_sample(table, drafter, prompts):
     mine = policy(table, prompts=prompts)
     inputs, figures = mine.rewritten(batch_of(mine.rows, 0, 1, 2, EMPTY, 3), drafter, step=4)
     for row, index in enumerate(inputs["index"].tolist()):
@@ -97,7 +94,7 @@ def test_with_on_policy_one_every_row_is_a_prompt_and_the_drafters_own_sample(
     assert counts == {"on_policy": (4, 4), "written_tokens": (32, 1)}
 
 
-def test_text_depends_on_step_row_seed_and_weights_alone(table: Any, drafter: DraftModel) -> None:
+def test_text_depends_on_step_row_seed_and_weights_alone(table, drafter):
     """Not on what else is in the batch, nor on randomness elsewhere."""
     mine = policy(table)
     index = mine.rows.indices[2]
@@ -110,7 +107,7 @@ def test_text_depends_on_step_row_seed_and_weights_alone(table: Any, drafter: Dr
     assert mine.responses(drafter.writer(), [index], 4) != [together]
 
 
-def test_the_share_of_rows_is_drawn_anew_in_every_step(table: Any) -> None:
+def test_the_share_of_rows_is_drawn_anew_in_every_step(table):
     mine = policy(table, share=0.25)
     drawn = [mine.chosen([*mine.rows.indices, EMPTY], step) for step in range(40)]
     found = sum(map(len, drawn)) / (40 * len(mine.rows))
@@ -120,7 +117,7 @@ def test_the_share_of_rows_is_drawn_anew_in_every_step(table: Any) -> None:
     assert drawn[3] == [i for i in mine.rows.indices if i in mine.chosen([i], 3)], "whatever the others' lots"
 
 
-def test_a_row_that_is_not_chosen_keeps_the_targets_response(table: Any, drafter: DraftModel) -> None:
+def test_a_row_that_is_not_chosen_keeps_the_targets_response(table, drafter):
     mine = policy(table, share=0.5)
     inputs = batch_of(mine.rows, *range(8))
     indices = inputs["index"].tolist()
@@ -134,9 +131,7 @@ def test_a_row_that_is_not_chosen_keeps_the_targets_response(table: Any, drafter
         assert same == (index not in chosen)
 
 
-def test_a_response_ends_where_the_targets_would_and_is_the_most_probable_at_temperature_zero(
-    table: Any, drafter: DraftModel
-) -> None:
+def test_a_response_ends_where_the_targets_would_and_is_the_most_probable_at_temperature_zero(table, drafter):
     mine = policy(table, temperature=0.0)
     index = mine.rows.indices[0]
     whole = alone(drafter, mine.rows, index, 0)
@@ -146,7 +141,7 @@ def test_a_response_ends_where_the_targets_would_and_is_the_most_probable_at_tem
     assert mine.responses(drafter.writer(), [index], 3) == plain
 
 
-def test_writing_leaves_the_mode_and_the_gradients_as_they_were(table: Any, drafter: DraftModel) -> None:
+def test_writing_leaves_the_mode_and_the_gradients_as_they_were(table, drafter):
     drafter.requires_grad_(True).train()
     mine = policy(table)
     inputs, _ = mine.rewritten(batch_of(mine.rows, 0, 1), drafter, 0)
@@ -166,9 +161,7 @@ class Watched(DraftModel):
         return super().loss(batch)
 
 
-def test_each_step_learns_from_what_its_own_weights_write_and_the_target_scores(
-    recipe: MakeRecipe, target: Target, table: Any
-) -> None:
+def test_each_step_learns_from_what_its_own_weights_write_and_the_target_scores(recipe, target, table):
     """Also in the second micro-batch; the target's states are those of that text, and the loss counts its tokens."""
     torch.manual_seed(5)
     drafter = Watched.build(DraftModelConfig(model={"num_hidden_layers": 1}), target)
@@ -191,7 +184,7 @@ def test_each_step_learns_from_what_its_own_weights_write_and_the_target_scores(
     assert checked == 24
 
 
-def test_logs_say_how_much_was_written_and_what_it_cost(recipe: MakeRecipe, target: Target) -> None:
+def test_logs_say_how_much_was_written_and_what_it_cost(recipe, target):
     made, without = (
         recipe("run", DRAFT_MODEL, MIXED, max_steps=4),
         recipe("off", DRAFT_MODEL, max_steps=1, save_steps=1),
@@ -206,29 +199,23 @@ def test_logs_say_how_much_was_written_and_what_it_cost(recipe: MakeRecipe, targ
     assert not any({"on_policy", "written_tokens"} & entry.keys() for entry in history(without))
 
 
-def test_it_does_not_matter_how_a_batch_is_cut(recipe: MakeRecipe, target: Target) -> None:
+def test_it_does_not_matter_how_a_batch_is_cut(recipe, target):
     """Eight rows at once or eight times one: the same text and count. Only the order of sums differs: 1e-5."""
     runs = [
         recipe(f"{b}x{a}", DRAFT_MODEL, MIXED, per_device_train_batch_size=b, gradient_accumulation_steps=a)
         for b, a in ((8, 1), (1, 8))
     ]
-    for made in runs:
-        train(made, target)
+    train_alike(runs[0], runs[1:], target)
     assert len(losses(runs[0])) == 12
-    assert losses(runs[0]) == pytest.approx(losses(runs[1]), rel=1e-5)
 
 
-def test_two_processes_write_what_one_writes(recipe: MakeRecipe, target: Target) -> None:
+def test_two_processes_write_what_one_writes(recipe, target):
     one, two = recipe("one", DRAFT_MODEL, MIXED), recipe("two", DRAFT_MODEL, MIXED, per_device_train_batch_size=4)
-    train(one, target)
-    train_in_two(two, target)
-    assert losses(two) == pytest.approx(losses(one), rel=1e-5)
+    train_alike(one, [two], target, start=train_in_two)
     assert history(two, "on_policy") == pytest.approx(history(one, "on_policy"))
 
 
-def test_killed_and_resumed_writes_the_same_text_and_ends_with_the_same_weights(
-    recipe: MakeRecipe, stored: Path, tmp_path: Path
-) -> None:
+def test_killed_and_resumed_writes_the_same_text_and_ends_with_the_same_weights(recipe, stored, tmp_path):
     """A real SIGKILL of `python -m outrider.train`."""
     training = {"max_steps": 40, "save_steps": 5, "learning_rate": 1e-3, "logging_steps": 20}
     training["lr_scheduler_type"] = "cosine"
@@ -237,14 +224,6 @@ def test_killed_and_resumed_writes_the_same_text_and_ends_with_the_same_weights(
     resumed, uninterrupted = train(killed), train(whole)
     assert resumed.steps == uninterrupted.steps == 40
     assert weights(resumed) == weights(uninterrupted)
-
-
-def test_a_run_that_lost_its_last_checkpoint_resumes_bit_for_bit(recipe: MakeRecipe, target: Target) -> None:
-    """Within an epoch, with several micro-batches per step."""
-    shape = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
-    whole = train(recipe("whole", DRAFT_MODEL, MIXED, **shape), target)
-    halved(whole)
-    assert weights(train(recipe("half", DRAFT_MODEL, MIXED, **shape), target)) == weights(whole)
 
 
 def alpha_on_own_text(drafter: DraftModel, target: Target, rows: Rows) -> float:
@@ -257,7 +236,7 @@ def alpha_on_own_text(drafter: DraftModel, target: Target, rows: Rows) -> float:
     return (total / count).item()
 
 
-def test_reverse_kl_on_its_own_text_raises_acceptance_there(recipe: MakeRecipe, target: Target, table: Any) -> None:
+def test_reverse_kl_on_its_own_text_raises_acceptance_there(recipe, target, table):
     """A one-layer drafter of a random target.
 
     Far above untrained, and above what the same steps on the data's text give. (By 0.005 to 0.01 for every seed tried.)
@@ -273,19 +252,19 @@ def test_reverse_kl_on_its_own_text_raises_acceptance_there(recipe: MakeRecipe, 
     assert found["on"] > found["off"]
 
 
-def test_a_drafter_that_writes_no_text_is_refused_before_anything_is_loaded(recipe: MakeRecipe) -> None:
+def test_a_drafter_that_writes_no_text_is_refused_before_anything_is_loaded(recipe):
     said = r"data.on_policy is 0.5, but a drafter of type 'eagle3' writes no text of its own .* train a draft_model"
     with pytest.raises(BadInputError, match=said):
         train(recipe(data_changes=MIXED))  # its target does not exist
 
 
-def test_a_prompt_that_leaves_the_drafter_no_room_is_refused(recipe: MakeRecipe, target: Target) -> None:
+def test_a_prompt_that_leaves_the_drafter_no_room_is_refused(recipe, target):
     short = {"type": "draft_model", "model": {"num_hidden_layers": 1, "max_position_embeddings": 64}}
     with pytest.raises(BadInputError, match=r"data.max_new_tokens=60 it exceeds the drafter's context of 64"):
         train(recipe(drafter=short, data_changes={"on_policy": 0.5, "max_new_tokens": 60}), target)
 
 
-def test_a_row_without_a_prompt_is_refused(drafter: DraftModel, target: Target, recipe: MakeRecipe) -> None:
+def test_a_row_without_a_prompt_is_refused(drafter, target, recipe):
     from datasets import Dataset
 
     row = {"id": "r", "suite": "s", "input_ids": [5, 6, 7], "loss_mask": [1, 1, 1]}
@@ -311,7 +290,7 @@ def measuring(recipe: MakeRecipe, tmp_path: Path) -> MakeRecipe:
     return make
 
 
-def test_it_is_what_the_decoder_measures_of_the_checkpoint(measuring: MakeRecipe, target: Target) -> None:
+def test_it_is_what_the_decoder_measures_of_the_checkpoint(measuring, target):
     """At every evaluation; its distance from the held-out rows' analytic τ stands beside it."""
     made = measuring()
     result = train(made, target)
@@ -328,14 +307,12 @@ def test_it_is_what_the_decoder_measures_of_the_checkpoint(measuring: MakeRecipe
     assert result.metrics["eval_measured_tau"] == logged[-1]["eval_measured_tau"]
 
 
-def test_measuring_changes_nothing_of_what_is_learned(measuring: MakeRecipe, target: Target) -> None:
+def test_measuring_changes_nothing_of_what_is_learned(measuring, target):
     without = train(measuring("without", {"training_prompts": 0}), target)
     assert weights(train(measuring("with"), target)) == weights(without)
 
 
-def test_the_drafter_that_is_measured_is_one_copy_in_the_targets_precision(
-    measuring: MakeRecipe, tiny_llama: Callable[..., Any], target: Target
-) -> None:
+def test_the_drafter_that_is_measured_is_one_copy_in_the_targets_precision(measuring, tiny_llama, target):
     """At most two bytes for each weight are made; a copy that was gathered for this is not copied again."""
     half = Target(tiny_llama(vocab=target.vocab_size).bfloat16(), target.tokenizer)
     found = MeasuredTau.of(measuring(), half)
@@ -354,7 +331,7 @@ def test_the_drafter_that_is_measured_is_one_copy_in_the_targets_precision(
     assert made.peak <= 2.05 * numbers
 
 
-def test_patience_outlasts_a_stop(measuring: MakeRecipe, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_patience_outlasts_a_stop(measuring, target, monkeypatch):
     """Two evaluations without a better one, one of them before a signal and one after it."""
     made = measuring(spec={"patience": 2}, learning_rate=0.0, max_steps=30)
     with monkeypatch.context() as patch:
@@ -364,7 +341,7 @@ def test_patience_outlasts_a_stop(measuring: MakeRecipe, target: Target, monkeyp
     assert train(made, target).steps == 9
 
 
-def test_the_training_ends_when_it_is_not_better_and_keeps_the_best(measuring: MakeRecipe, target: Target) -> None:
+def test_the_training_ends_when_it_is_not_better_and_keeps_the_best(measuring, target):
     """Nothing can be learned at a rate of zero, so the second evaluation is no better than the first."""
     made = measuring(spec={"patience": 1}, learning_rate=0.0, max_steps=30)
     assert train(made, target).steps == 6
@@ -381,14 +358,12 @@ def test_the_training_ends_when_it_is_not_better_and_keeps_the_best(measuring: M
         ({"max_new_tokens": 5000}, {}, r"eval.training_prompts: the longest prompt .* context of 512"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(
-    measuring: MakeRecipe, target: Target, spec: dict[str, Any], training: dict[str, Any], said: str
-) -> None:
+def test_what_cannot_be_measured_is_refused(measuring, target, spec, training, said):
     with pytest.raises(BadInputError, match=said):
         train(measuring(spec=spec, **training), target)
 
 
-def test_a_text_is_divided_into_what_was_drafted_and_what_was_not() -> None:
+def test_a_text_is_divided_into_what_was_drafted_and_what_was_not():
     """The first token comes from the prefill; the second round was cut by the limit of new tokens."""
     rounds = [Round(drafted=3, accepted=2, emitted=3), Round(3, 0, 1), Round(drafted=3, accepted=3, emitted=2)]
     parts = [([1], False), ([2, 3], True), ([4], False), ([5], False), ([6, 7], True)]

@@ -127,7 +127,7 @@ def llama() -> LlamaForCausalLM:
 
 
 @pytest.mark.parametrize("package", TRIED)
-def test_the_installed_version_is_one_that_was_tried(package: str) -> None:
+def test_the_installed_version_is_one_that_was_tried(package):
     """And `pyproject.toml` allows exactly the range that `TRIED` names."""
     first, last = TRIED[package]
     major, minor = last.split(".")
@@ -137,9 +137,7 @@ def test_the_installed_version_is_one_that_was_tried(package: str) -> None:
     assert f"{package}>={first},<{major}.{int(minor) + 1}" in project["project"]["dependencies"]
 
 
-def test_the_order_of_rows_is_asked_for_and_without_one_the_base_class_has_its_own(
-    make: Callable[..., Probe], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_order_of_rows_is_asked_for_and_without_one_the_base_class_has_its_own(make, monkeypatch):
     """`_get_train_sampler`, `_get_eval_sampler`."""
     trainer = make(eval_strategy="steps", eval_steps=4, save_strategy="no")
     trainer.train()
@@ -149,7 +147,7 @@ def test_the_order_of_rows_is_asked_for_and_without_one_the_base_class_has_its_o
     assert sorted(make()._get_train_sampler()) == list(range(NUM_ROWS))
 
 
-def test_a_checkpoint_is_written_inside_and_no_older_one_is_deleted_meanwhile(make: Callable[..., Probe]) -> None:
+def test_a_checkpoint_is_written_inside_and_no_older_one_is_deleted_meanwhile(make):
     """`_save_checkpoint`, `_get_output_dir`, `_save`. The limit of one checkpoint holds again afterwards."""
     trainer = make()
     trainer.train()
@@ -161,7 +159,7 @@ def test_a_checkpoint_is_written_inside_and_no_older_one_is_deleted_meanwhile(ma
     assert not (folder / "training_args.bin").exists(), "no pickled arguments"
 
 
-def test_the_end_of_a_training_deletes_no_checkpoint(make: Callable[..., Probe]) -> None:
+def test_the_end_of_a_training_deletes_no_checkpoint(make):
     """`_finalize_training` would delete all but the best: also the one that a signal had just asked for."""
     trainer = make(**BEST, greater_is_better=True)
     trainer.train()
@@ -178,13 +176,13 @@ def test_the_end_of_a_training_deletes_no_checkpoint(make: Callable[..., Probe])
     ],
     ids=["a process that died", "no memory", "a damaged file"],
 )
-def test_only_a_damaged_checkpoint_is_called_one(error: Exception, raised: type[Exception]) -> None:
+def test_only_a_damaged_checkpoint_is_called_one(error, raised):
     with pytest.raises(raised) as found, refuse_unreadable_states("checkpoint-4"):
         raise error
     assert ("Remove this checkpoint" in str(found.value)) == (raised is Refusal)
 
 
-def test_weights_are_read_back_on_resuming_and_for_the_best_checkpoint(make: Callable[..., Probe]) -> None:
+def test_weights_are_read_back_on_resuming_and_for_the_best_checkpoint(make):
     """`_load_from_checkpoint`, `_load_best_model`."""
     make(max_steps=2).train()
     trainer = make(**BEST)
@@ -193,9 +191,7 @@ def test_weights_are_read_back_on_resuming_and_for_the_best_checkpoint(make: Cal
     assert len(trainer.of("weights")) == 2
 
 
-def test_a_model_in_parts_is_written_and_continued_in_our_way(
-    make: Callable[..., Probe], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_in_parts_is_written_and_continued_in_our_way(make, monkeypatch):
     """`_prepare_for_training`, `_save_optimizer_and_scheduler`, `_load_optimizer_and_scheduler`, `_load_scaler`.
 
     The base class writes and reads nothing of optimizer and schedule.
@@ -212,7 +208,7 @@ def test_a_model_in_parts_is_written_and_continued_in_our_way(
     assert set(again.of("weights")) == {"checkpoint-2"}
 
 
-def test_labels_of_the_whole_batch_are_counted(make: Callable[..., Probe]) -> None:
+def test_labels_of_the_whole_batch_are_counted(make):
     """`model_accepts_loss_kwargs`, `_signature_columns`: 2 rows in each of 2 micro-batches, with one label each."""
     trainer = make(gradient_accumulation_steps=2, max_steps=1, save_strategy="no", remove_unused_columns=True)
     trainer.count_labels(["index", "labels"])
@@ -220,7 +216,7 @@ def test_labels_of_the_whole_batch_are_counted(make: Callable[..., Probe]) -> No
     assert set(trainer.counts) == {4}
 
 
-def test_a_schedule_of_ours_is_used_and_saved(make: Callable[..., Probe], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_schedule_of_ours_is_used_and_saved(make, monkeypatch):
     """`_created_lr_scheduler`. As one that the base class made, it is made anew for a second training."""
 
     def create(self: Probe, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
@@ -238,7 +234,7 @@ def test_a_schedule_of_ours_is_used_and_saved(make: Callable[..., Probe], monkey
     assert (Path(trainer.args.output_dir or "") / "checkpoint-2" / "scheduler.pt").is_file()
 
 
-def test_the_model_for_evaluation_computes_the_same_before_and_after_training(make: Callable[..., Probe]) -> None:
+def test_the_model_for_evaluation_computes_the_same_before_and_after_training(make):
     """`accelerator._models`."""
     trainer = make(max_steps=1, save_strategy="no")
     index = torch.tensor([2.0])
@@ -248,7 +244,7 @@ def test_the_model_for_evaluation_computes_the_same_before_and_after_training(ma
     assert trainer.model_for_evaluation() is trainer.model
 
 
-def test_the_rows_of_a_batch_its_device_and_the_one_gpu_are_known(make: Callable[..., Probe]) -> None:
+def test_the_rows_of_a_batch_its_device_and_the_one_gpu_are_known(make):
     """`_train_batch_size`, `_prepare_inputs`, `_n_gpu`."""
     trainer = make(per_device_train_batch_size=3)
     assert trainer.rows_at_once() == 3
@@ -258,15 +254,13 @@ def test_the_rows_of_a_batch_its_device_and_the_one_gpu_are_known(make: Callable
     assert trainer.args.n_gpu == 1
 
 
-def test_the_layers_of_a_model_are_known(llama: LlamaForCausalLM) -> None:
+def test_the_layers_of_a_model_are_known(llama):
     """`_no_split_modules`."""
     assert block_classes(llama) == ["LlamaDecoderLayer"]
 
 
 @pytest.mark.parametrize("asked", [True, False])
-def test_activation_checkpointing_goes_to_the_model_and_leaves_the_arguments(
-    llama: LlamaForCausalLM, tmp_path: Path, asked: bool
-) -> None:
+def test_activation_checkpointing_goes_to_the_model_and_leaves_the_arguments(llama, tmp_path, asked):
     """`activation_checkpointing_enable`, once `gradient_checkpointing_enable`."""
     args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, gradient_checkpointing=asked)
     assert asks_for_checkpointing(args) == asked

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from outrider.train import TrainResult, train
 from outrider.train.compare import check_comparable
 from outrider.train.joint import Adapter, JointBatches, JointModule, adapted
 
-from .conftest import DRAFT_MODEL, MakeRecipe, halved, history, losses, provenance, train_in_two, weights
+from .conftest import DRAFT_MODEL, halved, history, losses, provenance, train_alike, train_in_two, weights
 
 MEDUSA = {"type": "medusa", "num_heads": 3}
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
@@ -62,7 +62,7 @@ def some_tokens(target: Target) -> Tensor:
     return torch.randint(0, target.vocab_size, (2, 9), generator=torch.Generator().manual_seed(1))
 
 
-def test_the_loss_and_its_gradient_are_the_papers(target: Target) -> None:
+def test_the_loss_and_its_gradient_are_the_papers(target):
     """L_target + λ0 · L_heads, by hand on whole logits.
 
     That is KL from the original to the adapted target, and the heads' soft cross-entropy with the adapted target's
@@ -106,7 +106,7 @@ def test_the_loss_and_its_gradient_are_the_papers(target: Target) -> None:
     assert 0 < same.float().mean() < 1, "an adapter of this size changes some of the choices"
 
 
-def test_without_the_adapter_a_target_is_the_original_and_with_a_new_one_too(target: Target) -> None:
+def test_without_the_adapter_a_target_is_the_original_and_with_a_new_one_too(target):
     tokens = some_tokens(target)
     before = target.forward(tokens).logits
     with adapted(target, JointSpec(lora=LORA, learning_rate=0.1), 0):
@@ -118,7 +118,7 @@ def test_without_the_adapter_a_target_is_the_original_and_with_a_new_one_too(tar
     assert torch.equal(target.forward(tokens).logits, before)
 
 
-def test_dropout_of_the_lora_is_on_in_training_alone(target: Target) -> None:
+def test_dropout_of_the_lora_is_on_in_training_alone(target):
     tokens, spec = some_tokens(target), JointSpec(lora=LORA, learning_rate=0.1)
     with changed(target, lora_dropout=0.5) as adapter:
         joint = JointModule(Medusa.build(MedusaConfig(num_heads=1), target), adapter, spec)
@@ -127,7 +127,7 @@ def test_dropout_of_the_lora_is_on_in_training_alone(target: Target) -> None:
             assert torch.equal(target.forward(tokens).logits, target.forward(tokens).logits) is same
 
 
-def test_the_drafter_learns_alone_first_and_then_both_do(recipe: MakeRecipe, target: Target) -> None:
+def test_the_drafter_learns_alone_first_and_then_both_do(recipe, target):
     """0.4 of 12 steps: the first five. Checkpoints are of steps 4, 8, 12."""
     made = joined(recipe(drafter=MEDUSA, save_total_limit=5))
     train(made, target)
@@ -142,9 +142,7 @@ def test_the_drafter_learns_alone_first_and_then_both_do(recipe: MakeRecipe, tar
     assert history(made, "eval_target_top1")[0] == 1.0 > history(made, "eval_target_top1")[-1]
 
 
-def test_at_a_learning_rate_of_zero_the_heads_are_medusa_1s_and_the_target_stays_bit_for_bit(
-    recipe: MakeRecipe, target: Target, stored: Path
-) -> None:
+def test_at_a_learning_rate_of_zero_the_heads_are_medusa_1s_and_the_target_stays_bit_for_bit(recipe, target, stored):
     plain = recipe("plain", MEDUSA, max_grad_norm=0)
     joint = joined(recipe("joint", MEDUSA, max_grad_norm=0), learning_rate=0.0, weight=1.0)
     one, two = train(plain, target), train(joint, target)
@@ -156,9 +154,7 @@ def test_at_a_learning_rate_of_zero_the_heads_are_medusa_1s_and_the_target_stays
 
 
 @pytest.mark.parametrize("optimizer", ["adamw_torch", "muon"])
-def test_heads_become_better_with_a_target_that_learns_with_them(
-    recipe: MakeRecipe, target: Target, optimizer: str
-) -> None:
+def test_heads_become_better_with_a_target_that_learns_with_them(recipe, target, optimizer):
     settings = {"max_steps": 28, "optim": optimizer, "save_steps": 28, "eval_strategy": "no"}
     plain = recipe("plain", MEDUSA, **settings)
     joint = joined(recipe("joint", MEDUSA, **settings), heads_first=0.2, learning_rate=1e-2, weight=1.0)
@@ -168,7 +164,7 @@ def test_heads_become_better_with_a_target_that_learns_with_them(
     assert together < 0.97 * alone
 
 
-def test_an_exits_loss_reaches_the_layers_that_draft_and_no_others(target: Target) -> None:
+def test_an_exits_loss_reaches_the_layers_that_draft_and_no_others(target):
     """LayerSkip (arXiv 2404.16710).
 
     A new adapter has nothing to make good: what holds the target has no gradient yet.
@@ -192,9 +188,7 @@ def test_an_exits_loss_reaches_the_layers_that_draft_and_no_others(target: Targe
 @pytest.mark.parametrize(
     "exit_", [{"num_blocks": 1}, {"num_blocks": 0}], ids=["with an exit of its own", "by the target's output alone"]
 )
-def test_a_targets_early_layers_learn_to_speak(
-    recipe: MakeRecipe, target: Target, stored: Path, exit_: dict[str, Any]
-) -> None:
+def test_a_targets_early_layers_learn_to_speak(recipe, target, stored, exit_):
     early = {"type": "self_speculative", "exit_layer": 2, "loss": "forward_kl", **exit_}
     made = recipe("joint", early, max_steps=28, save_steps=28, eval_strategy="no")
     made = joined(made, heads_first=0.0, learning_rate=1e-2, weight=1.0)
@@ -208,7 +202,7 @@ def test_a_targets_early_layers_learn_to_speak(
 
 
 @pytest.mark.parametrize("last", [4, 8], ids=["while the drafter learns alone", "while both learn"])
-def test_resumed_equals_never_interrupted_bit_for_bit(recipe: MakeRecipe, target: Target, last: int) -> None:
+def test_resumed_equals_never_interrupted_bit_for_bit(recipe, target, last):
     settings = {"drafter": MEDUSA, "save_total_limit": 5, "optim": "muon"}
     dropout = {"lora": LORA | {"lora_dropout": 0.1}}
     whole = train(joined(recipe("whole", **settings), **dropout), target)
@@ -218,7 +212,7 @@ def test_resumed_equals_never_interrupted_bit_for_bit(recipe: MakeRecipe, target
     assert outcome(resumed) == outcome(whole)
 
 
-def test_an_adapter_that_has_learned_goes_on_learning_in_a_longer_run(recipe: MakeRecipe, target: Target) -> None:
+def test_an_adapter_that_has_learned_goes_on_learning_in_a_longer_run(recipe, target):
     """Of 12 steps the heads learn alone in the first five, of 40 in 16; the longer run goes on from step 8."""
     output = train(joined(recipe(drafter=MEDUSA, save_total_limit=5)), target).drafter_folder.parent
     shutil.rmtree(output / "checkpoints" / "checkpoint-12")
@@ -229,7 +223,7 @@ def test_an_adapter_that_has_learned_goes_on_learning_in_a_longer_run(recipe: Ma
     assert len(history(longer, "target_loss")) == 40 - 5
 
 
-def test_a_finished_run_writes_the_same_again(recipe: MakeRecipe, target: Target) -> None:
+def test_a_finished_run_writes_the_same_again(recipe, target):
     """Another joint section is another run, and a checkpoint without its adapter is not continued."""
     made = joined(recipe(drafter=MEDUSA))
     first = train(made, target)
@@ -247,28 +241,22 @@ def test_a_finished_run_writes_the_same_again(recipe: MakeRecipe, target: Target
         train(made, target)
 
 
-def test_eight_micro_batches_of_one_row_equal_one_batch_of_eight_rows(recipe: MakeRecipe, target: Target) -> None:
+def test_eight_micro_batches_of_one_row_equal_one_batch_of_eight_rows(recipe, target):
     whole, cut = (
         joined(recipe(f"{b}x{a}", MEDUSA, per_device_train_batch_size=b, gradient_accumulation_steps=a))
         for b, a in ((8, 1), (2, 4))
     )
-    train(whole, target)
-    train(cut, target)
-    assert losses(cut) == pytest.approx(losses(whole), rel=1e-4)
+    train_alike(whole, [cut], target, 1e-4)
 
 
-def test_two_processes_give_the_loss_curve_of_one(recipe: MakeRecipe, target: Target) -> None:
+def test_two_processes_give_the_loss_curve_of_one(recipe, target):
     one, two = joined(recipe("one", MEDUSA)), joined(recipe("two", MEDUSA, per_device_train_batch_size=4))
-    train(one, target)
-    train_in_two(two, target)
-    assert losses(two) == pytest.approx(losses(one), rel=1e-4)
+    train_alike(one, [two], target, 1e-4, train_in_two)
     ours, theirs = (adapter_weights(r.output_folder / "adapter") for r in (one, two))
     assert all(torch.allclose(ours[name], theirs[name], atol=1e-3) for name in ours)
 
 
-def test_the_lent_target_is_what_it_was_even_after_a_failure(
-    recipe: MakeRecipe, target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_lent_target_is_what_it_was_even_after_a_failure(recipe, target, monkeypatch):
     before, names = target.fingerprint(), set(vars(target.model))
     train(joined(recipe(drafter=MEDUSA)), target)
 
@@ -283,9 +271,7 @@ def test_the_lent_target_is_what_it_was_even_after_a_failure(
     assert not any(weight.requires_grad for weight in target.model.parameters())
 
 
-def test_decoding_is_lossless_for_the_adapted_target_and_a_pair_keeps_it(
-    recipe: MakeRecipe, stored: Path, tmp_path: Path
-) -> None:
+def test_decoding_is_lossless_for_the_adapted_target_and_a_pair_keeps_it(recipe, stored, tmp_path):
     made = joined(recipe(drafter=MEDUSA), learning_rate=3e-2)
     made = made.model_copy(update={"target": made.target.model_copy(update={"path": str(stored)})})
     with pytest.raises(BadInputError, match="trains its target, too, and there is no adapter"):
@@ -345,9 +331,7 @@ def test_decoding_is_lossless_for_the_adapted_target_and_a_pair_keeps_it(
     ],
     ids=str,
 )
-def test_a_section_that_cannot_be_trained_is_refused(
-    recipe: MakeRecipe, target: Target, changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_section_that_cannot_be_trained_is_refused(recipe, target, changes, message, monkeypatch):
     """Before the target answers any prompt; and nothing of an adapter stays in it."""
     monkeypatch.setattr("outrider.train.run.distill", None)
     before = set(target.model.state_dict())
@@ -357,23 +341,19 @@ def test_a_section_that_cannot_be_trained_is_refused(
 
 
 @pytest.mark.parametrize("drafter", [DRAFT_MODEL, {"type": "eagle3"}], ids=["draft_model", "eagle3"])
-def test_a_drafter_that_does_not_train_its_target_is_refused(
-    recipe: MakeRecipe, target: Target, drafter: dict[str, Any]
-) -> None:
+def test_a_drafter_that_does_not_train_its_target_is_refused(recipe, target, drafter):
     said = r"does not train the target's hidden states; leave out joint, or take one of these: .*medusa"
     with pytest.raises(BadInputError, match=said):
         train(joined(recipe(drafter=drafter)), target)
 
 
-def test_methods_are_not_compared_on_targets_that_differ(recipe: MakeRecipe) -> None:
+def test_methods_are_not_compared_on_targets_that_differ(recipe):
     said = r"joint trains its target, too \(joint\), and a comparison has one target for all"
     with pytest.raises(BadInputError, match=said):
         check_comparable([recipe("plain", MEDUSA), joined(recipe("joint", MEDUSA))])
 
 
-def test_a_time_budget_and_targets_with_an_adapter_or_in_parts_are_refused(
-    recipe: MakeRecipe, target: Target, tiny_llama: Callable[..., Any]
-) -> None:
+def test_a_time_budget_and_targets_with_an_adapter_or_in_parts_are_refused(recipe, target, tiny_llama):
     with pytest.raises(BadInputError, match="cannot follow a time budget"):
         train(joined(recipe(drafter=MEDUSA)), target, seconds=5)
     merged = Target(target.model, target.tokenizer, {"path": "there", "adapter": "mine"})

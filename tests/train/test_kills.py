@@ -46,9 +46,7 @@ class Found:
 
     kills: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PHASES, 0))  # that hit each phase
     ended: int = 0  # trainings that ran to their end after some
-    lost: list[int] = field(
-        default_factory=list
-    )  # steps since the last whole checkpoint, for each kill of the training
+    lost: list[int] = field(default_factory=list)  # steps since the last whole checkpoint, for each kill of a training
     failures: list[str] = field(default_factory=list)  # of what must hold, one line each
 
     @property
@@ -211,7 +209,7 @@ def _judge(attempt: Attempt, before: tuple[int, int], found: Found) -> None:
 
 
 @pytest.mark.slow
-def test_fifty_kills_in_all_phases_end_as_a_training_without_kills(tmp_path: Path) -> None:
+def test_fifty_kills_in_all_phases_end_as_a_training_without_kills(tmp_path):
     """Bit for bit: responses, hidden states, checkpoints, the drafter and all losses."""
     target = Target.load("embedded", dtype="float32", device="cpu")
     *_, found = attack(target, tmp_path, 50, seed=1)

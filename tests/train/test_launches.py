@@ -26,11 +26,10 @@ from safetensors.torch import load_file
 from benchmarks.launches import Launch, losses
 from outrider.heads import load_drafter
 from outrider.recipes import Recipe
-from outrider.targets import Target
 from outrider.train import train
 from outrider.train.checkpoints import checkpoints, last_complete, step_of
 
-from .conftest import DRAFT_MODEL, EAGLE3, MakeRecipe, provenance
+from .conftest import DRAFT_MODEL, EAGLE3, provenance, train_alike
 
 pytestmark = pytest.mark.slow
 
@@ -84,9 +83,7 @@ def are_close(ours: Path, theirs: Path) -> bool:
 
 @pytest.mark.parametrize("launch", ENGINES)
 @pytest.mark.parametrize("drafter", [EAGLE3, TIED, MEDUSA], ids=["a head", "a tied draft model", "matrices alone"])
-def test_a_drafter_in_parts_learns_what_one_process_learns(
-    launch: Launch, drafter: dict[str, Any], recipe: MakeRecipe, target: Target, run: Run
-) -> None:
+def test_a_drafter_in_parts_learns_what_one_process_learns(launch, drafter, recipe, target, run):
     """The same losses in training (1e-4) and on held-out rows, the same weights in the result and in a checkpoint.
 
     With weight decay, and 61 rows, of which the last batch of an epoch leaves one process nothing.
@@ -94,9 +91,7 @@ def test_a_drafter_in_parts_learns_what_one_process_learns(
     settings = {"optim": "adamw_torch", "weight_decay": 0.1}
     one = recipe("one", drafter, **settings)
     made = recipe("parts", drafter, per_device_train_batch_size=4, **settings)
-    train(one, target)
-    run(launch, made)
-    assert losses(made.output_folder) == pytest.approx(losses(one.output_folder), rel=1e-4)
+    train_alike(one, [made], target, 1e-4, lambda made, _: run(launch, made))
     ours, theirs = provenance(made), provenance(one)
     assert ours["metrics"]["eval_loss"] == pytest.approx(theirs["metrics"]["eval_loss"], rel=1e-4)
     assert ours["drafter"] == theirs["drafter"]
@@ -109,22 +104,18 @@ def test_a_drafter_in_parts_learns_what_one_process_learns(
 @pytest.mark.parametrize("launch", ALL)
 @pytest.mark.parametrize("drafter", [MTP, PEAGLE, PARD], ids=["mtp", "peagle", "pard"])
 def test_packs_whose_texts_are_read_alone_want_other_numbers_of_passes_in_each_process(
-    launch: Launch, drafter: dict[str, Any], recipe: MakeRecipe, target: Target, run: Run
-) -> None:
+    launch, drafter, recipe, target, run
+):
     """The drafter is gathered as one for a step, so that nobody waits for a pass that another does not make."""
     settings = {"optim": "adamw_torch", "packing": True, "max_length": 64, "max_steps": 6, "eval_strategy": "no"}
     one = recipe("one", drafter, per_device_train_batch_size=4, **settings)
     made = recipe("packs", drafter, per_device_train_batch_size=2, **settings)
-    train(one, target)
-    run(launch, made)
-    assert losses(made.output_folder) == pytest.approx(losses(one.output_folder), rel=1e-4)
+    train_alike(one, [made], target, 1e-4, lambda made, _: run(launch, made))
 
 
 @pytest.mark.parametrize("launch", ENGINES)
 @pytest.mark.parametrize("drafter", [EAGLE3, MEDUSA], ids=["a head", "matrices alone"])
-def test_a_drafter_in_parts_continues_in_any_number_of_processes(
-    launch: Launch, drafter: dict[str, Any], recipe: MakeRecipe, target: Target, run: Run
-) -> None:
+def test_a_drafter_in_parts_continues_in_any_number_of_processes(launch, drafter, recipe, target, run):
     """From step 4 of two processes on: in two, in three under FSDP2, and in one with the whole drafter.
 
     And in two from step 4 of one. The losses are those of no stop; states are read without unpickling any code.
@@ -146,26 +137,20 @@ def test_a_drafter_in_parts_continues_in_any_number_of_processes(
 
 
 @pytest.mark.parametrize("launch", ENGINES)
-def test_a_drafter_in_parts_learns_from_its_own_text_and_keeps_the_best_checkpoint(
-    launch: Launch, recipe: MakeRecipe, target: Target, run: Run
-) -> None:
+def test_a_drafter_in_parts_learns_from_its_own_text_and_keeps_the_best_checkpoint(launch, recipe, target, run):
     """Text is written by a whole copy in each process: figures and the best checkpoint are those of one process."""
     settings = {"optim": "adamw_torch", "eval_steps": 4, "eval_strategy": "steps"}
     settings |= {"load_best_model_at_end": True, "metric_for_best_model": "tau", "greater_is_better": True}
     data = {"on_policy": 0.5, "max_new_tokens": 8}
     one = recipe("one", DRAFT_MODEL, data, **settings)
     made = recipe("parts", DRAFT_MODEL, data, per_device_train_batch_size=4, **settings)
-    train(one, target)
-    run(launch, made)
-    assert losses(made.output_folder) == pytest.approx(losses(one.output_folder), rel=2e-3)
+    train_alike(one, [made], target, 2e-3, lambda made, _: run(launch, made))
     assert are_close(made.output_folder / "drafter", one.output_folder / "drafter")
 
 
 @pytest.mark.parametrize("launch", ENGINES[1:])
 @pytest.mark.parametrize("drafter", [EAGLE3, TIED], ids=["a head", "a tied draft model"])
-def test_mixed_precision_is_that_of_one_process(
-    launch: Launch, drafter: dict[str, Any], recipe: MakeRecipe, target: Target, run: Run
-) -> None:
+def test_mixed_precision_is_that_of_one_process(launch, drafter, recipe, target, run):
     """In bfloat16 weights stay float32, so that losses differ only by rounding; checkpoints hold float32.
 
     (Not under FSDP2: transformers refuses bfloat16 where it is told of an accelerator that is not there.)
@@ -173,15 +158,13 @@ def test_mixed_precision_is_that_of_one_process(
     settings = {"optim": "adamw_torch", "bf16": True, "max_steps": 6, "save_steps": 6}
     one = recipe("one", drafter, **settings)
     made = recipe("parts", drafter, per_device_train_batch_size=4, **settings)
-    train(one, target)
-    run(launch, made)
-    assert losses(made.output_folder) == pytest.approx(losses(one.output_folder), rel=5e-3)
+    train_alike(one, [made], target, 5e-3, lambda made, _: run(launch, made))
     saved = tensors(made.output_folder / "drafter").values()
     assert {w.dtype for w in saved if w.is_floating_point()} == {torch.float32}
 
 
 @pytest.mark.parametrize("launch", ENGINES)
-def test_a_loss_that_is_not_finite_ends_a_training_in_parts(launch: Launch, recipe: MakeRecipe, run: Run) -> None:
+def test_a_loss_that_is_not_finite_ends_a_training_in_parts(launch, recipe, run):
     made = recipe("wild", optim="adamw_torch", learning_rate=1e30, max_grad_norm=0, per_device_train_batch_size=4)
     said = run(launch, made, ends=2).stderr
     assert "training stopped before step" in said
@@ -189,7 +172,7 @@ def test_a_loss_that_is_not_finite_ends_a_training_in_parts(launch: Launch, reci
 
 
 @pytest.mark.parametrize("launch", ALL)
-def test_muon_needs_whole_matrices(launch: Launch, recipe: MakeRecipe, run: Run) -> None:
+def test_muon_needs_whole_matrices(launch, recipe, run):
     made = recipe("muon", optim="muon", max_steps=2, per_device_train_batch_size=4)
     if launch.kind == "ddp":
         assert "find_unused_parameters" not in run(launch, made).stderr
@@ -218,9 +201,7 @@ def wait_for(said: Path, text: str, process: subprocess.Popen[bytes]) -> None:
 
 
 @pytest.mark.parametrize("launch", ALL)
-def test_a_worker_that_dies_ends_the_run_within_a_minute(
-    launch: Launch, recipe: MakeRecipe, run: Run, tmp_path: Path
-) -> None:
+def test_a_worker_that_dies_ends_the_run_within_a_minute(launch, recipe, run, tmp_path):
     """By SIGKILL, as from a machine without memory: the other one says what happened, and what is kept."""
     made = recipe("run", optim="adamw_torch", max_steps=5000, save_steps=5, per_device_train_batch_size=4)
     process = started(launch, made, tmp_path)
@@ -233,9 +214,7 @@ def test_a_worker_that_dies_ends_the_run_within_a_minute(
 
 
 @pytest.mark.parametrize("launch", ENGINES)
-def test_sigterm_saves_and_the_same_command_continues(
-    launch: Launch, recipe: MakeRecipe, run: Run, tmp_path: Path
-) -> None:
+def test_sigterm_saves_and_the_same_command_continues(launch, recipe, run, tmp_path):
     """One of two processes gets the signal; both stop after the same step, with a checkpoint."""
     made = recipe("run", optim="adamw_torch", max_steps=60, save_strategy="no", per_device_train_batch_size=4)
     process = started(launch, made, tmp_path)
@@ -249,9 +228,7 @@ def test_sigterm_saves_and_the_same_command_continues(
 
 
 @pytest.mark.parametrize("launch", ALL)
-def test_kills_of_all_processes_at_random_times_lose_no_more_than_an_interval(
-    launch: Launch, recipe: MakeRecipe, run: Run, tmp_path: Path
-) -> None:
+def test_kills_of_all_processes_at_random_times_lose_no_more_than_an_interval(launch, recipe, run, tmp_path):
     """Three times SIGKILL to the launcher and its processes; in the end the losses are those of no kill (1e-4)."""
     settings = {"optim": "adamw_torch", "max_steps": 240, "save_steps": 3, "per_device_train_batch_size": 4}
     whole, made, chance = recipe("whole", **settings), recipe("killed", **settings), random.Random(7)

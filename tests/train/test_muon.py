@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from outrider.heads import DraftModel, Eagle3, drafter_config
-from outrider.targets import Target
+from outrider.heads import DraftModel, Eagle3
 from outrider.train import train
 from outrider.train.muon import MuonAdamW, split_parameters
 
-from .conftest import EAGLE3, MakeRecipe, halved, weights
+from .conftest import EAGLE3, built, halved, weights
 
 TIED = {"type": "draft_model", "model": {"num_hidden_layers": 1, "tie_word_embeddings": True}}
 
@@ -24,13 +22,8 @@ def names(model: nn.Module, parameters: list[nn.Parameter]) -> set[str]:
     return {known[id(p)] for p in parameters}
 
 
-def made(target: Target, **spec: Any) -> nn.Module:
-    head, config = drafter_config(spec)
-    return head.build(config, target)
-
-
-def test_the_matrices_are_those_inside_of_the_network(target: Target) -> None:
-    head = made(target, type="eagle3", norm_taps=True)
+def test_the_matrices_are_those_inside_of_the_network(target):
+    head = built(target, type="eagle3", norm_taps=True)
     assert isinstance(head, Eagle3)
     matrices, others = (names(head, p) for p in split_parameters(head))
     layer = [*(f"self_attn.{x}" for x in "qkvo"), "mlp.gate", "mlp.up", "mlp.down"]
@@ -40,8 +33,8 @@ def test_the_matrices_are_those_inside_of_the_network(target: Target) -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_embeddings_of_a_draft_model_are_not_matrices(target: Target, tied: bool) -> None:
-    model = made(target, type="draft_model", model={"num_hidden_layers": 1, "tie_word_embeddings": tied})
+def test_embeddings_of_a_draft_model_are_not_matrices(target, tied):
+    model = built(target, type="draft_model", model={"num_hidden_layers": 1, "tie_word_embeddings": tied})
     assert isinstance(model, DraftModel)
     matrices, others = (names(model, p) for p in split_parameters(model))
     assert matrices == {n for n, _ in model.named_parameters() if "_proj" in n}
@@ -49,13 +42,13 @@ def test_embeddings_of_a_draft_model_are_not_matrices(target: Target, tied: bool
     assert {n for n in others if "norm" not in n} == ends
 
 
-def test_what_is_frozen_is_not_moved(target: Target) -> None:
-    head = made(target, type="eagle3")
+def test_what_is_frozen_is_not_moved(target):
+    head = built(target, type="eagle3")
     head.fc.requires_grad_(False)
     assert not any(p is head.fc.weight for part in split_parameters(head) for p in part)
 
 
-def test_each_part_moves_as_under_its_own_optimizer_and_a_schedule_reaches_both() -> None:
+def test_each_part_moves_as_under_its_own_optimizer_and_a_schedule_reaches_both():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
     apart = copy.deepcopy(model)
@@ -81,7 +74,7 @@ def test_each_part_moves_as_under_its_own_optimizer_and_a_schedule_reaches_both(
     assert [group["lr"] for group in both.param_groups] == pytest.approx([0.1 / 5] * 2)
 
 
-def test_its_state_is_saved_and_restored() -> None:
+def test_its_state_is_saved_and_restored():
     torch.manual_seed(0)
     model, x = nn.Linear(6, 8), torch.randn(16, 6)
 
@@ -104,7 +97,7 @@ def test_its_state_is_saved_and_restored() -> None:
 
 
 @pytest.mark.parametrize("drafter", [EAGLE3, TIED], ids=["eagle3", "draft_model"])
-def test_a_training_with_muon_resumes_bit_for_bit(recipe: MakeRecipe, target: Target, drafter: dict[str, Any]) -> None:
+def test_a_training_with_muon_resumes_bit_for_bit(recipe, target, drafter):
     whole = train(recipe("whole", drafter, optim="muon"), target)
     halved(whole)
     assert weights(train(recipe("half", drafter, optim="muon"), target)) == weights(whole)

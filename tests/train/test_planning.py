@@ -32,7 +32,7 @@ from outrider.train.planning import plan, sketch_drafter, sketch_target
 from outrider.train.trainer import DrafterTrainer, TrainData
 from outrider.train.warmstart import make_drafter
 
-from .conftest import write_data
+from .conftest import MakeRecipe, of_stored, write_data
 
 PROMPT, RESPONSE, ROWS = 16, 80, 24
 DRAFTERS: dict[str, dict[str, Any]] = {
@@ -41,7 +41,6 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "hydra": {"type": "hydra", "num_heads": 2, "share_lm_head": True},
     "draft_model": {"type": "draft_model", "model": {"num_hidden_layers": 2}},
 }
-MakeRecipe = Callable[..., Recipe]
 
 
 @pytest.fixture(scope="module")
@@ -73,26 +72,19 @@ def data(tmp_path_factory: pytest.TempPathFactory, target: Target) -> Path:
 
 
 @pytest.fixture
-def recipe(config: Path, data: Path, tmp_path: Path) -> MakeRecipe:
-    def make(drafter: str = "eagle3", **changes: Any) -> Recipe:
-        values = {"max_steps": 3, "per_device_train_batch_size": 4, "save_strategy": "no", "disable_tqdm": True}
-        values |= changes.pop("training", {})
-        settings = {"prompts": ["embedded:code"], "responses": str(data), "holdout": 0.0} | changes.pop("data", {})
-        return Recipe.from_dict(
-            {
-                "name": "r",
-                "target": {"path": str(config)},
-                "drafter": DRAFTERS[drafter],
-                "data": settings,
-                "training": values,
-                "output": str(tmp_path / "out"),
-            }
-        )
+def recipe(recipe: MakeRecipe, config: Path) -> MakeRecipe:
+    """`recipe(drafter, data={…}, training={…})`: the target is a config, and its model's weights are nowhere."""
+
+    def make(drafter: str = "eagle3", data: dict[str, Any] | None = None, training: Any = None) -> Recipe:
+        settings = {"max_steps": 3, "per_device_train_batch_size": 4, "save_strategy": "no"} | (training or {})
+        rows = {"prompts": ["embedded:code"], "holdout": 0.0} | (data or {})
+        made = recipe("out", DRAFTERS[drafter], rows, **settings)
+        return of_stored(made, config)
 
     return make
 
 
-def test_the_parameters_of_a_published_model_follow_from_its_config(tmp_path: Path) -> None:
+def test_the_parameters_of_a_published_model_follow_from_its_config(tmp_path):
     """Llama 3.1 8B has 8,030,261,248, on any machine, in a moment: none could hold its weights here."""
     sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
     LlamaConfig(vocab_size=128256, num_key_value_heads=8, dtype="bfloat16", **sizes).save_pretrained(tmp_path)
@@ -115,7 +107,7 @@ def test_the_parameters_of_a_published_model_follow_from_its_config(tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", [n for n in packaged_recipes() if n.startswith("embedded")])
-def test_every_packaged_recipe_is_planned_with_the_parameters_it_trains(name: str) -> None:
+def test_every_packaged_recipe_is_planned_with_the_parameters_it_trains(name):
     recipe = load_recipe(name)
     found = plan(recipe)
     assert found.drafter == recipe.drafter["type"]
@@ -127,7 +119,7 @@ def test_every_packaged_recipe_is_planned_with_the_parameters_it_trains(name: st
     assert found.stages[-1].flops > 0
 
 
-def test_a_config_out_of_reach_says_what_to_do(recipe: MakeRecipe) -> None:
+def test_a_config_out_of_reach_says_what_to_do(recipe):
     made = recipe()
     made = made.model_copy(update={"target": made.target.model_copy(update={"path": "org/nowhere"})})
     said = r"the config of 'org/nowhere' cannot be read.*give a folder that holds its config.json; weights are not"
@@ -144,21 +136,19 @@ def test_a_config_out_of_reach_says_what_to_do(recipe: MakeRecipe) -> None:
     ],
     ids=str,
 )
-def test_a_drafter_that_cannot_be_made_says_why(
-    recipe: MakeRecipe, values: dict[str, Any], error: type[Exception], said: str
-) -> None:
+def test_a_drafter_that_cannot_be_made_says_why(recipe, values, error, said):
     with pytest.raises(error, match=said):
         plan(recipe().model_copy(update={"drafter": {"type": "eagle3"} | values}))
 
 
-def test_an_unknown_number_of_prompts_is_asked_for(recipe: MakeRecipe) -> None:
+def test_an_unknown_number_of_prompts_is_asked_for(recipe):
     made = recipe(data={"prompts": ["org/set"], "responses": None})
     with pytest.raises(BadInputError, match=r"set data.limit, or say it with --rows"):
         plan(made)
     assert plan(made, rows=70).workload.sequences == 70
 
 
-def test_local_prompts_are_counted_and_limited(recipe: MakeRecipe, tmp_path: Path) -> None:
+def test_local_prompts_are_counted_and_limited(recipe, tmp_path):
     (tmp_path / "p.txt").write_text("one\ntwo\n\nthree\n")
     settings = {"prompts": [str(tmp_path / "p.txt")], "responses": None, "max_prompt_tokens": 10, "max_new_tokens": 30}
     work = plan(recipe(data=settings)).workload
@@ -168,7 +158,7 @@ def test_local_prompts_are_counted_and_limited(recipe: MakeRecipe, tmp_path: Pat
 
 @pytest.mark.parametrize("optim", ["adamw_torch", "muon", "sgd"])
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_memory_is_what_a_real_training_takes(drafter: str, optim: str, recipe: MakeRecipe, target: Target) -> None:
+def test_memory_is_what_a_real_training_takes(drafter, optim, recipe, target):
     """The trainer itself, every tensor counted, within 10%."""
     made = recipe(drafter, training={"optim": optim})
     with PeakBytes() as measured:
@@ -177,7 +167,7 @@ def test_memory_is_what_a_real_training_takes(drafter: str, optim: str, recipe: 
     assert found.peak == pytest.approx(found.target_weights + measured.peak, rel=0.10)
 
 
-def test_memory_counts_activations_in_their_precision(recipe: MakeRecipe, target: Target) -> None:
+def test_memory_counts_activations_in_their_precision(recipe, target):
     made = recipe(training={"bf16": True})
     with PeakBytes() as measured:
         train(made, target)
@@ -188,7 +178,7 @@ def test_memory_counts_activations_in_their_precision(recipe: MakeRecipe, target
 
 
 @pytest.mark.parametrize("optim", ["adamw_torch", "muon"])
-def test_optimizer_states_are_counted_to_the_byte(optim: str, recipe: MakeRecipe, target: Target) -> None:
+def test_optimizer_states_are_counted_to_the_byte(optim, recipe, target):
     made = recipe(training={"optim": optim})
     args = training_arguments(made)
     table = load_responses(made.data.responses)
@@ -211,15 +201,13 @@ def real_flops(made: Recipe, target: Target) -> float:
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_operations_are_those_that_torch_counts_in_a_real_step(
-    drafter: str, recipe: MakeRecipe, target: Target
-) -> None:
+def test_operations_are_those_that_torch_counts_in_a_real_step(drafter, recipe, target):
     """Within 3%: fused attention computes its scores again in the backward pass."""
     made = recipe(drafter, data={"learn_prompts": drafter == "eagle3"})  # of that one see the next test
     assert plan(made).stages[-1].flops == pytest.approx(3 * real_flops(made, target), rel=0.03)
 
 
-def test_attention_keeps_no_scores(recipe: MakeRecipe) -> None:
+def test_attention_keeps_no_scores(recipe):
     """Twice the length is twice the memory, as with fused attention; the masked half counts in operations."""
     made = recipe("draft_model")
     target = sketch_target(made)
@@ -230,7 +218,7 @@ def test_attention_keeps_no_scores(recipe: MakeRecipe) -> None:
     assert long.flops > 2.05 * short.flops
 
 
-def test_a_head_that_leaves_out_prompts_is_counted_at_its_most(recipe: MakeRecipe, target: Target) -> None:
+def test_a_head_that_leaves_out_prompts_is_counted_at_its_most(recipe, target):
     """EAGLE-3's later steps run after each row's prompt, here a sixth of it: how long it is, only contents tell."""
     made = recipe("eagle3")
     assert 1.0 < plan(made).stages[-1].flops / (3 * real_flops(made, target)) < 1.15
@@ -260,9 +248,7 @@ def counted() -> FlopCounterMode:
 
 
 @pytest.mark.parametrize("drafter", ["eagle3", "medusa", "draft_model"])
-def test_cached_features_are_counted_to_the_byte(
-    drafter: str, recipe: MakeRecipe, target: Target, tmp_path: Path
-) -> None:
+def test_cached_features_are_counted_to_the_byte(drafter, recipe, target, tmp_path):
     """Of the tensors; each file has a header of its own, too."""
     made = recipe(drafter, data={"features": "cached"})
     found = plan(made)
@@ -278,7 +264,7 @@ def test_cached_features_are_counted_to_the_byte(
     assert found.memory.target_pass == 0
 
 
-def test_checkpoints_take_what_a_real_run_leaves(recipe: MakeRecipe, target: Target) -> None:
+def test_checkpoints_take_what_a_real_run_leaves(recipe, target):
     saving = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2, "optim": "adamw_torch"}
     made = recipe("medusa", training=saving)
     train(made, target)
@@ -287,7 +273,7 @@ def test_checkpoints_take_what_a_real_run_leaves(recipe: MakeRecipe, target: Tar
     assert plan(made).checkpoint_bytes == pytest.approx(left, rel=0.02)
 
 
-def test_sharding_divides_what_it_says(recipe: MakeRecipe) -> None:
+def test_sharding_divides_what_it_says(recipe):
     ways = ((1, "none"), (4, "none"), (4, "zero2"), (4, "fsdp"))
     alone, parallel, two, three = (plan(recipe(), n, sharding).memory for n, sharding in ways)
     assert parallel.buffers == alone.gradients
@@ -299,14 +285,14 @@ def test_sharding_divides_what_it_says(recipe: MakeRecipe) -> None:
     assert {m.target_weights for m in (parallel, two, three)} == {alone.target_weights}, "the target is never split"
 
 
-def test_what_gathers_a_checkpoint_is_named(recipe: MakeRecipe) -> None:
+def test_what_gathers_a_checkpoint_is_named(recipe):
     assert any("the main process then holds a whole copy" in note for note in plan(recipe(), 2, "zero3").notes)
     assert not any("whole copy" in note for note in plan(recipe(), 2, "zero2").notes)
     with pytest.raises(BadInputError, match="one of none, zero1"):
         plan(recipe(), 2, "zero4")  # type: ignore[arg-type]
 
 
-def test_processes_share_steps_and_time(recipe: MakeRecipe) -> None:
+def test_processes_share_steps_and_time(recipe):
     settings = {"max_steps": -1, "num_train_epochs": 2, "gradient_accumulation_steps": 3}
     one, two = (plan(recipe(training=settings), n) for n in (1, 2))
     assert (one.steps, two.steps) == (4, 2)
@@ -315,7 +301,7 @@ def test_processes_share_steps_and_time(recipe: MakeRecipe) -> None:
         assert two.stages[-1].seconds[gpu.name] < one.stages[-1].seconds[gpu.name]
 
 
-def test_a_plan_is_json_and_every_trainable_head_is_known(recipe: MakeRecipe) -> None:
+def test_a_plan_is_json_and_every_trainable_head_is_known(recipe):
     assert json.loads(json.dumps(asdict(plan(recipe()))))["trained_parameters"] > 0
     assert {r["type"] for r in DRAFTERS.values()} <= {name for name, head in HEADS.items() if head.trainable}
     target = sketch_target(recipe())
@@ -356,9 +342,7 @@ def peak_of_step(drafter: Drafter, target: Target, tokens: Tensor, learned: Tens
     return memory.peak
 
 
-def test_parts_of_masks_save_memory_though_rows_are_uneven(
-    rolling: tuple[Drafter, Target], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parts_of_masks_save_memory_though_rows_are_uneven(rolling, monkeypatch):
     """All masks at once see all of the text and all other masks; the more there are, the more is hidden of that."""
     tokens, learned = uneven(MANY)
     in_parts = peak_of_step(*rolling, tokens, learned)
@@ -366,7 +350,7 @@ def test_parts_of_masks_save_memory_though_rows_are_uneven(
     assert in_parts < 0.75 * peak_of_step(*rolling, tokens, learned)
 
 
-def test_parts_form_in_ordinary_batches_and_what_they_see_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_form_in_ordinary_batches_and_what_they_see_is_small(monkeypatch):
     tokens, learned = uneven(MANY)
     drawn = Rollouts.drawn(learned, tokens, 8, 0.8, 0.2)
     monkeypatch.setattr(parallel_drafts, "_PART", 10**6)
@@ -378,7 +362,7 @@ def test_parts_form_in_ordinary_batches_and_what_they_see_is_small(monkeypatch: 
     assert seen[0] < 0.4 * seen[1]
 
 
-def test_a_plan_says_what_a_step_with_rollouts_takes(rolling: tuple[Drafter, Target]) -> None:
+def test_a_plan_says_what_a_step_with_rollouts_takes(rolling):
     """Within 20%."""
     drafter, target = rolling
     real = peak_of_step(drafter, target, *uneven())

@@ -126,17 +126,13 @@ def at_hand(name: str, published: Callable[[str], Path], folder: Path) -> Recipe
 
 
 @pytest.mark.parametrize("name", EMBEDDED)
-def test_two_steps_of_a_packaged_recipe_give_a_drafter_that_drafts_losslessly(
-    name: str, embedded: Target, tmp_path: Path
-) -> None:
+def test_two_steps_of_a_packaged_recipe_give_a_drafter_that_drafts_losslessly(name, embedded, tmp_path):
     recipe = load_recipe(name, [*SMALL, "data.max_prompt_tokens=24", f"output={tmp_path}"])
     trains_and_drafts(recipe, embedded, embedded)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_a_recipe_for_a_published_model_is_planned_trained_and_drafts_losslessly(
-    name: str, published: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_a_recipe_for_a_published_model_is_planned_trained_and_drafts_losslessly(name, published, tmp_path):
     recipe = at_hand(name, published, tmp_path)
     planned = plan(recipe)
     whole = Target.load(recipe.target.path, dtype="float32", device="cpu")  # in bfloat16 two tokens may tie
@@ -158,7 +154,7 @@ def trains_and_drafts(recipe: Recipe, target: Target | None, whole: Target) -> N
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_what_a_recipe_asks_of_the_trainer_is_what_it_gets(name: str, tmp_path: Path) -> None:
+def test_what_a_recipe_asks_of_the_trainer_is_what_it_gets(name, tmp_path):
     """A learning rate of "1e-4" as text, or warm-up in steps for a fraction, would go unnoticed for hours."""
     args = training_arguments(load_recipe(name, [f"output={tmp_path}"]))
     assert isinstance(args.learning_rate, float)

@@ -9,8 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,13 +17,12 @@ import torch
 from outrider.common import BadInputError
 from outrider.common.digests import LIST
 from outrider.heads import DrafterLoss, Eagle3, load_drafter
-from outrider.targets import Target
 from outrider.train import TrainingInterruptedError, train
 from outrider.train import checkpoints as folders
 from outrider.train.__main__ import main
 
 from .conftest import (
-    MakeRecipe,
+    DRAFT_MODEL,
     asked_in,
     drafters_are_close,
     halved,
@@ -34,12 +31,13 @@ from .conftest import (
     losses,
     of_stored,
     provenance,
+    train_alike,
     train_in_two,
     weights,
 )
 
 
-def test_killed_and_resumed_equals_never_killed_bit_for_bit(recipe: MakeRecipe, stored: Path, tmp_path: Path) -> None:
+def test_killed_and_resumed_equals_never_killed_bit_for_bit(recipe, stored, tmp_path):
     """A real SIGKILL of `python -m outrider.train`; beside its checkpoints one that a kill left half written."""
     training = {"max_steps": 120, "save_steps": 10, "learning_rate": 1e-3, "logging_steps": 50}
     training["lr_scheduler_type"] = "cosine"
@@ -56,9 +54,7 @@ def test_killed_and_resumed_equals_never_killed_bit_for_bit(recipe: MakeRecipe, 
 
 
 @pytest.mark.parametrize(("stop", "call"), [(7, 13), (10, 19)], ids=["at the end of an epoch", "within the second"])
-def test_ctrl_c_saves_a_checkpoint_and_continuing_equals_never_stopping(
-    recipe: MakeRecipe, target: Target, monkeypatch: pytest.MonkeyPatch, stop: int, call: int
-) -> None:
+def test_ctrl_c_saves_a_checkpoint_and_continuing_equals_never_stopping(recipe, target, monkeypatch, stop, call):
     settings: dict[str, Any] = {"max_steps": 12, "save_strategy": "no"}
     settings |= {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}
     said = rf"stopped after step {stop}; saved in .*checkpoint-{stop}\. Run the same command again"
@@ -71,14 +67,22 @@ def test_ctrl_c_saves_a_checkpoint_and_continuing_equals_never_stopping(
     assert weights(resumed) == weights(train(recipe("whole", **settings), target))
 
 
-def test_a_draft_model_resumes_bit_for_bit(recipe: MakeRecipe, target: Target) -> None:
-    drafter = {"type": "draft_model", "model": {"num_hidden_layers": 1, "tie_word_embeddings": True}}
-    whole = train(recipe("whole", drafter), target)
+TIED = {"type": "draft_model", "model": {"num_hidden_layers": 1, "tie_word_embeddings": True}}
+ON_POLICY = (DRAFT_MODEL, {"on_policy": 0.5, "max_new_tokens": 8})
+PARTS = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+
+
+@pytest.mark.parametrize(
+    ("run", "shape"), [((TIED,), {}), (ON_POLICY, PARTS)], ids=["tied draft model", "on policy, several micro-batches"]
+)
+def test_a_run_that_lost_its_last_checkpoint_resumes_bit_for_bit(recipe, target, run, shape):
+    """Within an epoch."""
+    whole = train(recipe("whole", *run, **shape), target)
     halved(whole)
-    assert weights(train(recipe("half", drafter), target)) == weights(whole)
+    assert weights(train(recipe("half", *run, **shape), target)) == weights(whole)
 
 
-def test_a_finished_run_is_not_trained_further(recipe: MakeRecipe, target: Target) -> None:
+def test_a_finished_run_is_not_trained_further(recipe, target):
     first = train(recipe(), target)
     before = weights(first)
     again = train(recipe(), target)
@@ -86,7 +90,7 @@ def test_a_finished_run_is_not_trained_further(recipe: MakeRecipe, target: Targe
     assert again.metrics["eval_tau"] == pytest.approx(first.metrics["eval_tau"], rel=1e-6)
 
 
-def test_a_finished_run_is_its_best_checkpoint_also_when_started_again(recipe: MakeRecipe, target: Target) -> None:
+def test_a_finished_run_is_its_best_checkpoint_also_when_started_again(recipe, target):
     """The best of the highest loss is the first. It stays beside the last one, which is what is continued from."""
     best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
     made = recipe(eval_steps=4, save_total_limit=1, **best)
@@ -98,7 +102,7 @@ def test_a_finished_run_is_its_best_checkpoint_also_when_started_again(recipe: M
     assert first == weights(saved / "checkpoint-4")
 
 
-def test_a_named_checkpoint_is_continued_with_the_rows_of_its_steps(recipe: MakeRecipe, target: Target) -> None:
+def test_a_named_checkpoint_is_continued_with_the_rows_of_its_steps(recipe, target):
     made = recipe(max_steps=4)
     train(made, target)
     named = str(made.output_folder / "checkpoints" / "checkpoint-4")
@@ -106,14 +110,14 @@ def test_a_named_checkpoint_is_continued_with_the_rows_of_its_steps(recipe: Make
         train(recipe("other", resume_from_checkpoint=named, per_device_train_batch_size=4), target)
 
 
-def test_resume_false_starts_over_and_keeps_the_old_checkpoints(recipe: MakeRecipe, target: Target) -> None:
+def test_resume_false_starts_over_and_keeps_the_old_checkpoints(recipe, target):
     train(recipe(), target)
     again = train(recipe(learning_rate=1e-4), target, resume=False)
     assert again.steps == 12
     assert (again.drafter_folder.parent / "checkpoints.old-1" / "checkpoint-12").is_dir()
 
 
-def test_the_rows_of_a_step_may_be_spread_in_another_way_and_stay_as_many(recipe: MakeRecipe, target: Target) -> None:
+def test_the_rows_of_a_step_may_be_spread_in_another_way_and_stay_as_many(recipe, target):
     """As another number of processes needs it; sums are ordered differently, and so losses differ by rounding."""
     steady = {"max_steps": 8, "lr_scheduler_type": "constant"}
     train(recipe("whole", **steady), target)
@@ -124,16 +128,14 @@ def test_the_rows_of_a_step_may_be_spread_in_another_way_and_stay_as_many(recipe
     assert losses(recipe()) == pytest.approx(losses(recipe("whole")), rel=1e-4)
 
 
-def test_a_run_may_be_made_longer_and_is_not_continued_with_another_recipe(recipe: MakeRecipe, target: Target) -> None:
+def test_a_run_may_be_made_longer_and_is_not_continued_with_another_recipe(recipe, target):
     train(recipe(), target)
     with pytest.raises(BadInputError, match=r"training.learning_rate \(was 0.003, is 0.001\)"):
         train(recipe(learning_rate=1e-3), target)
     assert train(recipe(max_steps=15), target).steps == 15
 
 
-def test_every_checkpoint_is_a_loadable_drafter_and_resuming_never_unpickles_code(
-    recipe: MakeRecipe, target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_checkpoint_is_a_loadable_drafter_and_resuming_never_unpickles_code(recipe, target, monkeypatch):
     made = recipe()
     train(made, target)
     found = folders.checkpoints(made.output_folder / "checkpoints")
@@ -164,13 +166,7 @@ def nan_gradient(result: DrafterLoss) -> DrafterLoss:
 
 
 @pytest.mark.parametrize(("act", "seen"), [(nan_loss, "the loss is nan"), (nan_gradient, "the gradient's norm is nan")])
-def test_a_loss_that_is_not_finite_stops_before_the_step(
-    recipe: MakeRecipe,
-    target: Target,
-    monkeypatch: pytest.MonkeyPatch,
-    act: Callable[[DrafterLoss], DrafterLoss],
-    seen: str,
-) -> None:
+def test_a_loss_that_is_not_finite_stops_before_the_step(recipe, target, monkeypatch, act, seen):
     in_loss(monkeypatch, 6, act)
     advice = r"training.learning_rate \(now 0.003\).*max_grad_norm.*checkpoint-4;"
     said = rf"before step 6, .*{seen}.* learned from the rows row-\d+, .*{advice}"
@@ -181,9 +177,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_step(
     assert all(p.isfinite().all() for p in kept.parameters())
 
 
-def test_a_target_whose_states_are_not_finite_is_blamed_for_the_loss(
-    recipe: MakeRecipe, target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_target_whose_states_are_not_finite_is_blamed_for_the_loss(recipe, target, monkeypatch):
     forward = target.forward
 
     def broken(*args: Any, **kwargs: Any) -> Any:
@@ -195,18 +189,14 @@ def test_a_target_whose_states_are_not_finite_is_blamed_for_the_loss(
         train(recipe(), target)
 
 
-def test_too_high_a_learning_rate_ends_with_exit_code_2(
-    recipe: MakeRecipe, stored: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_too_high_a_learning_rate_ends_with_exit_code_2(recipe, stored, tmp_path, capsys):
     file = tmp_path / "recipe.yaml"
     file.write_text(recipe(learning_rate=1e30, max_grad_norm=0).to_yaml())
     assert main([str(file), f"target.path={stored}"]) == 2
     assert "lower training.learning_rate (now 1e+30)" in capsys.readouterr().err
 
 
-def test_a_checkpoint_that_cannot_be_written_leaves_the_last_good_one(
-    recipe: MakeRecipe, target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_that_cannot_be_written_leaves_the_last_good_one(recipe, target, monkeypatch):
     """The operating system refuses files beyond a few kB from the second checkpoint on, as a full disk would."""
     made, soft_hard = recipe(), resource.getrlimit(resource.RLIMIT_FSIZE)
 
@@ -224,9 +214,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_last_good_one(
     assert train(recipe(), target).steps == 12
 
 
-def test_the_command_reports_bad_input_in_one_line(
-    recipe: MakeRecipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_reports_bad_input_in_one_line(recipe, tmp_path, capsys):
     assert main([str(tmp_path / "missing.yaml")]) == 2
     assert capsys.readouterr().err.startswith("error: no recipe at")
     file = tmp_path / "recipe.yaml"
@@ -235,16 +223,14 @@ def test_the_command_reports_bad_input_in_one_line(
     assert "did you mean 'learning_rate'" in capsys.readouterr().err
 
 
-def test_only_the_main_process_reports_success(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_only_the_main_process_reports_success(monkeypatch, capsys, caplog):
     caplog.set_level("INFO", logger="outrider")  # the command makes it ERROR, and later tests would see no warnings
     monkeypatch.setenv("RANK", "1")
     assert main(["missing.yaml"]) == 2
     assert capsys.readouterr().err.startswith("[process 1] error: no recipe at")
 
 
-def test_two_processes_give_the_loss_curve_of_one(recipe: MakeRecipe, target: Target) -> None:
+def test_two_processes_give_the_loss_curve_of_one(recipe, target):
     """The same global batches of 8 rows over two epochs, features cached by the main process.
 
     Only sums are ordered differently: 1e-5.
@@ -252,19 +238,15 @@ def test_two_processes_give_the_loss_curve_of_one(recipe: MakeRecipe, target: Ta
     features = {"features": "cached"}
     one = recipe("one", data_changes=features, max_steps=14)
     two = recipe("two", data_changes=features, max_steps=14, per_device_train_batch_size=4)
-    train(one, target)
-    train_in_two(two, target)
+    train_alike(one, [two], target, start=train_in_two)
     assert len(losses(two)) == 14
-    assert losses(two) == pytest.approx(losses(one), rel=1e-5)
     assert drafters_are_close(one, two)
     held_out = [provenance(made)["metrics"]["eval_loss"] for made in (one, two)]
     assert held_out[1] == pytest.approx(held_out[0], rel=1e-5)
 
 
 @pytest.mark.slow
-def test_torchrun_and_accelerate_launch_give_the_same_curve(
-    recipe: MakeRecipe, target: Target, stored: Path, tmp_path: Path
-) -> None:
+def test_torchrun_and_accelerate_launch_give_the_same_curve(recipe, target, stored, tmp_path):
     one = recipe("one")
     train(one, target)
     launchers = {
@@ -281,7 +263,7 @@ def test_torchrun_and_accelerate_launch_give_the_same_curve(
 
 
 @pytest.mark.slow
-def test_accelerate_launch_cpu_with_two_processes_says_what_to_use_instead(recipe: MakeRecipe, tmp_path: Path) -> None:
+def test_accelerate_launch_cpu_with_two_processes_says_what_to_use_instead(recipe, tmp_path):
     (tmp_path / "recipe.yaml").write_text(recipe().to_yaml())
     launcher = ["accelerate.commands.launch", "--cpu", "--num_processes", "2", "-m", "outrider.train"]
     command = [sys.executable, "-m", *launcher, str(tmp_path / "recipe.yaml")]

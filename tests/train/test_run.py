@@ -19,17 +19,14 @@ from outrider.common.locks import locked
 from outrider.distill import distill
 from outrider.heads import Eagle3, Ngram, drafter_config, load_drafter
 from outrider.recipes import Recipe, load_recipe
-from outrider.targets import Target
 from outrider.train import train
 from outrider.train.compare import compare
 
-from .conftest import DRAFT_MODEL, EAGLE3, MakeRecipe, history, losses, provenance, weights
+from .conftest import DRAFT_MODEL, EAGLE3, MakeRecipe, history, losses, provenance, train_alike, weights
 
 
 @pytest.mark.parametrize("drafter", [EAGLE3 | {"draft_vocab_size": 0}, DRAFT_MODEL], ids=["eagle3", "draft_model"])
-def test_training_lowers_the_loss_and_raises_tau_on_held_out_rows(
-    recipe: MakeRecipe, target: Target, drafter: dict[str, Any]
-) -> None:
+def test_training_lowers_the_loss_and_raises_tau_on_held_out_rows(recipe, target, drafter):
     made = recipe(drafter=drafter, max_steps=50, eval_steps=50, eval_on_start=True, save_steps=50)
     result = train(made, target)
     held_out = [entry for entry in history(made) if "eval_loss" in entry]
@@ -39,7 +36,7 @@ def test_training_lowers_the_loss_and_raises_tau_on_held_out_rows(
     assert result.steps == 50
 
 
-def test_every_log_holds_loss_agreement_and_acceptance_per_depth(recipe: MakeRecipe, target: Target) -> None:
+def test_every_log_holds_loss_agreement_and_acceptance_per_depth(recipe, target):
     made = recipe(max_steps=2, eval_steps=2)
     train(made, target)
     training, held_out = (next(e for e in history(made) if key in e) for key in ("loss", "eval_loss"))
@@ -51,7 +48,7 @@ def test_every_log_holds_loss_agreement_and_acceptance_per_depth(recipe: MakeRec
     assert 1 <= held_out["eval_tau"] <= 4
 
 
-def test_logged_metrics_are_means_over_all_positions_since_the_last_log(recipe: MakeRecipe, target: Target) -> None:
+def test_logged_metrics_are_means_over_all_positions_since_the_last_log(recipe, target):
     """With the learning rate 0 every step measures the same weights, so one log over 3 epochs of whole batches
     equals the mean of its steps by count.
     """
@@ -66,23 +63,18 @@ def test_logged_metrics_are_means_over_all_positions_since_the_last_log(recipe: 
 
 
 @pytest.mark.parametrize("drafter", [EAGLE3, DRAFT_MODEL], ids=["eagle3", "draft_model"])
-def test_eight_micro_batches_of_one_row_equal_one_batch_of_eight_rows(
-    recipe: MakeRecipe, target: Target, drafter: dict[str, Any]
-) -> None:
+def test_eight_micro_batches_of_one_row_equal_one_batch_of_eight_rows(recipe, target, drafter):
     """Over more than one epoch, whose last batch is a short one. Only the order of sums differs: 1e-5."""
     shapes = {"8x1": (8, 1), "1x8": (1, 8), "2x4": (2, 4)}
     whole, *cut = (
         recipe(name, drafter, per_device_train_batch_size=rows, gradient_accumulation_steps=batches)
         for name, (rows, batches) in shapes.items()
     )
-    train(whole, target)
+    train_alike(whole, cut, target)
     assert len(losses(whole)) == 12
-    for made in cut:
-        train(made, target)
-        assert losses(made) == pytest.approx(losses(whole), rel=1e-5)
 
 
-def test_the_target_is_neither_changed_nor_saved(recipe: MakeRecipe, target: Target) -> None:
+def test_the_target_is_neither_changed_nor_saved(recipe, target):
     before = target.fingerprint().digest
     result = train(recipe(weight_decay=0.1), target)
     assert target.fingerprint().digest == before
@@ -91,21 +83,19 @@ def test_the_target_is_neither_changed_nor_saved(recipe: MakeRecipe, target: Tar
     assert load_file(result.drafter_folder / "model.safetensors").keys() == built.state_dict().keys()
 
 
-def test_evaluating_more_often_trains_the_same_drafter(recipe: MakeRecipe, target: Target) -> None:
+def test_evaluating_more_often_trains_the_same_drafter(recipe, target):
     never = train(recipe("never", eval_strategy="no"), target)
     always = train(recipe("always", eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=2), target)
     assert weights(never) == weights(always)
 
 
-def test_loader_workers_do_not_change_the_order(recipe: MakeRecipe, target: Target) -> None:
+def test_loader_workers_do_not_change_the_order(recipe, target):
     alone = train(recipe("alone", max_steps=9), target)
     helped = train(recipe("helped", max_steps=9, dataloader_num_workers=2), target)
     assert weights(alone) == weights(helped)
 
 
-def test_mixed_precision_rounds_the_drafter_but_not_the_target(
-    recipe: MakeRecipe, target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mixed_precision_rounds_the_drafter_but_not_the_target(recipe, target, monkeypatch):
     seen, lm_head = set(), target.lm_head
 
     def watched(hidden: torch.Tensor, *rest: Any) -> torch.Tensor:
@@ -124,9 +114,7 @@ def test_mixed_precision_rounds_the_drafter_but_not_the_target(
     assert {t.dtype for t in saved if t.is_floating_point()} == {torch.float32}
 
 
-def test_a_pruned_draft_vocabulary_holds_the_most_frequent_learned_tokens(
-    recipe: MakeRecipe, target: Target, rows: list[dict[str, Any]]
-) -> None:
+def test_a_pruned_draft_vocabulary_holds_the_most_frequent_learned_tokens(recipe, target, rows):
     """Prompt tokens do not count, nor do held-out rows (here: none)."""
     made = recipe(drafter=EAGLE3 | {"draft_vocab_size": 20}, data_changes={"holdout": 0.0}, max_steps=1)
     result = train(made, target)
@@ -138,7 +126,7 @@ def test_a_pruned_draft_vocabulary_holds_the_most_frequent_learned_tokens(
     assert counts[kept].sum() == counts.sort(descending=True).values[:20].sum()
 
 
-def test_the_output_folder_says_what_was_trained_on_what(recipe: MakeRecipe, target: Target) -> None:
+def test_the_output_folder_says_what_was_trained_on_what(recipe, target):
     made = recipe(max_steps=2)
     result = train(made, target)
     assert load_recipe(made.output_folder / "recipe.yaml") == made
@@ -149,7 +137,7 @@ def test_the_output_folder_says_what_was_trained_on_what(recipe: MakeRecipe, tar
     assert load_drafter(result.drafter_folder, target).name == "eagle3"
 
 
-def test_the_best_checkpoint_becomes_the_drafter_if_asked(recipe: MakeRecipe, target: Target) -> None:
+def test_the_best_checkpoint_becomes_the_drafter_if_asked(recipe, target):
     """The learning rate explodes the weights after the first evaluation, so that the best ones are not the last."""
     best = {"load_best_model_at_end": True, "metric_for_best_model": "tau", "save_total_limit": 1}
     steps = {"max_steps": 6, "eval_steps": 2, "save_steps": 2}
@@ -161,7 +149,7 @@ def test_the_best_checkpoint_becomes_the_drafter_if_asked(recipe: MakeRecipe, ta
     assert result.metrics["eval_tau"] == pytest.approx(taus[best], rel=1e-5)
 
 
-def test_a_drafter_in_memory_is_trained_in_place(recipe: MakeRecipe, target: Target) -> None:
+def test_a_drafter_in_memory_is_trained_in_place(recipe, target):
     mine = Eagle3.build(drafter_config({"type": "eagle3", "steps": 2})[1], target)
     before = mine.fc.weight.detach().clone()
     train(recipe(max_steps=2, bf16=True), target, drafter=mine)
@@ -170,15 +158,13 @@ def test_a_drafter_in_memory_is_trained_in_place(recipe: MakeRecipe, target: Tar
     assert "forward" not in vars(mine), "mixed precision is still wrapped around it"
 
 
-def test_gradient_checkpointing_of_a_draft_model_gives_the_same_losses(recipe: MakeRecipe, target: Target) -> None:
+def test_gradient_checkpointing_of_a_draft_model_gives_the_same_losses(recipe, target):
     plain = recipe("plain", DRAFT_MODEL, max_steps=3)
     saving = recipe("saving", DRAFT_MODEL, max_steps=3, gradient_checkpointing=True)
-    train(plain, target)
-    train(saving, target)
-    assert losses(saving) == pytest.approx(losses(plain), rel=1e-6)
+    train_alike(plain, [saving], target, 1e-6)
 
 
-def test_a_warm_start_begins_where_the_saved_drafter_was(recipe: MakeRecipe, target: Target) -> None:
+def test_a_warm_start_begins_where_the_saved_drafter_was(recipe, target):
     first = train(recipe("first", max_steps=40), target)
     changed = EAGLE3 | {"init": str(first.drafter_folder.parent), "steps": 2, "loss": "tv"}
     result = train(recipe("again", changed, learning_rate=0.0, max_steps=1), target)
@@ -187,7 +173,7 @@ def test_a_warm_start_begins_where_the_saved_drafter_was(recipe: MakeRecipe, tar
     assert load_drafter(result.drafter_folder).config.steps == 2
 
 
-def test_a_warm_started_draft_model_is_the_saved_one(recipe: MakeRecipe, target: Target) -> None:
+def test_a_warm_started_draft_model_is_the_saved_one(recipe, target):
     first = train(recipe("first", DRAFT_MODEL, max_steps=4), target)
     warm = DRAFT_MODEL | {"init": str(first.drafter_folder)}
     assert weights(train(recipe("again", warm, learning_rate=0.0, max_steps=1), target)) == weights(first)
@@ -202,15 +188,13 @@ def test_a_warm_started_draft_model_is_the_saved_one(recipe: MakeRecipe, target:
         ({"init": "is/nowhere"}, r"drafter.init: no drafter at .*nowhere"),
     ],
 )
-def test_a_warm_start_from_nothing_or_against_the_saved_drafter_is_refused(
-    recipe: MakeRecipe, target: Target, changes: dict[str, Any], message: str
-) -> None:
+def test_a_warm_start_from_nothing_or_against_the_saved_drafter_is_refused(recipe, target, changes, message):
     first = train(recipe("first", max_steps=1), target)
     with pytest.raises(BadInputError, match=message):
         train(recipe("again", {"type": "eagle3", "init": str(first.drafter_folder)} | changes), target)
 
 
-def test_a_drafter_without_weights_is_refused(recipe: MakeRecipe, target: Target) -> None:
+def test_a_drafter_without_weights_is_refused(recipe, target):
     for made, given in ((recipe(drafter={"type": "ngram"}), None), (recipe(), Ngram())):
         with pytest.raises(BadInputError, match="nothing to train"):
             train(made, target, drafter=given)
@@ -233,8 +217,8 @@ def test_a_drafter_without_weights_is_refused(recipe: MakeRecipe, target: Target
     ids=str,
 )
 def test_a_drafter_that_cannot_be_made_is_refused_before_the_target_answers(
-    recipe: MakeRecipe, target: Target, drafter: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    recipe, target, drafter, message, monkeypatch
+):
     monkeypatch.setattr("outrider.train.run.distill", None)
     with pytest.raises((BadInputError, IncompatibleError), match=message):
         train(recipe(drafter=drafter, data_changes={"responses": None}), target)
@@ -243,9 +227,7 @@ def test_a_drafter_that_cannot_be_made_is_refused_before_the_target_answers(
         train(recipe(drafter=drafter), target)  # its responses are there
 
 
-def test_a_drafter_is_made_once_where_the_responses_are_there(
-    recipe: MakeRecipe, target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_drafter_is_made_once_where_the_responses_are_there(recipe, target, monkeypatch):
     made, honest = [], Eagle3.build
     monkeypatch.setattr(Eagle3, "build", lambda *args: made.append(honest(*args)) or made[-1])
     train(recipe(max_steps=1), target)
@@ -262,7 +244,7 @@ def held(recipe: MakeRecipe) -> Iterator[Recipe]:
         other.submit(lock.close).result()
 
 
-def test_a_second_writer_is_refused(held: Recipe, target: Target) -> None:
+def test_a_second_writer_is_refused(held, target):
     own = held.model_copy(update={"data": held.data.model_copy(update={"responses": None})})
     for work in (
         lambda: train(held, target),

@@ -5,7 +5,6 @@ What only real processes show is in test_launches.py.
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,10 +17,9 @@ from outrider.train import optimizer_state
 from outrider.train.optimizer_state import WholeStates, is_named, read_schedule, read_state, remove_empty_groups
 from outrider.train.sharded_drafter import ShardedDrafter, WholeDrafter, _fit_fsdp, loss_of
 
-
-def built(target: Target, **values: Any) -> Drafter:
-    drafter_class, config = drafter_config(values)
-    return drafter_class.build(config, target)
+from ..heads.conftest import batch as all_of
+from ..heads.conftest import sequences
+from .conftest import built
 
 
 def head(target: Target, seed: int = 0, frequent_first: bool = False, size: int = 96) -> Eagle3:
@@ -34,13 +32,10 @@ def head(target: Target, seed: int = 0, frequent_first: bool = False, size: int 
 
 
 def batch(target: Target, drafter: Drafter) -> TargetBatch:
-    tokens = torch.randint(0, 64, (2, 12), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        out = target.forward(tokens, taps=drafter.taps)
-    return TargetBatch(target, tokens, torch.ones_like(tokens, dtype=torch.bool), out.hidden, out.last)
+    return all_of(target, drafter, sequences(2, 12))
 
 
-def test_the_loss_its_metrics_and_its_gradients_are_the_drafters(target: Target) -> None:
+def test_the_loss_its_metrics_and_its_gradients_are_the_drafters(target):
     plain, spread = head(target), head(target)
     expected, found = plain(batch(target, plain)), loss_of(ShardedDrafter(spread)(batch(target, spread)))
     assert torch.equal(found.total, expected.total)
@@ -53,7 +48,7 @@ def test_the_loss_its_metrics_and_its_gradients_are_the_drafters(target: Target)
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), spread.parameters(), strict=True))
 
 
-def test_the_whole_drafter_is_a_copy_and_takes_the_weights_of_another(target: Target) -> None:
+def test_the_whole_drafter_is_a_copy_and_takes_the_weights_of_another(target):
     parts, other = ShardedDrafter(head(target)), head(target, seed=1, frequent_first=True)
     assert not torch.equal(parts.drafter.token_ids, other.token_ids)
     parts.take(other)
@@ -66,7 +61,7 @@ def test_the_whole_drafter_is_a_copy_and_takes_the_weights_of_another(target: Ta
     assert parts.sizes() == WholeDrafter(other).sizes()
 
 
-def test_layers_pass_on_what_autocast_gives_them(target: Target) -> None:
+def test_layers_pass_on_what_autocast_gives_them(target):
     """FSDP2 would round the residual stream to bfloat16 between the layers of a draft model."""
     plugin, drafter = SimpleNamespace(), built(target, type="draft_model", model={"num_hidden_layers": 2})
     _fit_fsdp(plugin, ShardedDrafter(drafter, torch.bfloat16))
@@ -75,26 +70,26 @@ def test_layers_pass_on_what_autocast_gives_them(target: Target) -> None:
     assert plugin.transformer_cls_names_to_wrap
 
 
-def test_a_loss_that_reads_weights_outside_of_their_layers_has_the_drafter_gathered_as_one(target: Target) -> None:
+def test_a_loss_that_reads_weights_outside_of_their_layers_has_the_drafter_gathered_as_one(target):
     plugin = SimpleNamespace()
     drafter = built(target, type="pard", model={"num_hidden_layers": 2}, mask_token_id=319)
     _fit_fsdp(plugin, ShardedDrafter(drafter))
     assert plugin.transformer_cls_names_to_wrap == []
 
 
-def test_tied_weights_stay_tied_in_a_copy(target: Target) -> None:
+def test_tied_weights_stay_tied_in_a_copy(target):
     sizes = {"num_hidden_layers": 1, "tie_word_embeddings": True}
     copied = ShardedDrafter(built(target, type="draft_model", model=sizes)).whole()
     assert isinstance(copied, DraftModel)
     assert copied.model.get_input_embeddings().weight is copied.model.get_output_embeddings().weight
 
 
-def test_weights_of_other_shapes_are_refused(target: Target) -> None:
+def test_weights_of_other_shapes_are_refused(target):
     with pytest.raises(RuntimeError, match=r"Other names or shapes: lm_head\.weight, token_ids"):
         ShardedDrafter(head(target)).take(head(target, size=64))
 
 
-def test_a_state_by_names_continues_a_whole_drafter(target: Target, tmp_path: Path) -> None:
+def test_a_state_by_names_continues_a_whole_drafter(target, tmp_path):
     """And one by numbers, as torch writes it, is what it was."""
     drafter, again = head(target), head(target)
     optimizer = stepped(drafter, target)
@@ -125,7 +120,7 @@ def grouped(drafter: Drafter) -> torch.optim.Optimizer:
     return torch.optim.AdamW([groups[0], groups[1] | {"weight_decay": 0.0}], lr=1e-3, weight_decay=0.1)
 
 
-def test_a_drafter_without_norms_and_biases_has_no_group_for_them_in_any_launch(target: Target, tmp_path: Path) -> None:
+def test_a_drafter_without_norms_and_biases_has_no_group_for_them_in_any_launch(target, tmp_path):
     """DeepSpeed keeps no group without weights: state, rates and schedule pass from launch to launch."""
     one, two = (built(target, type="medusa", num_heads=2).train() for _ in range(2))
     first, other = grouped(one), grouped(two)
@@ -145,7 +140,7 @@ def test_a_drafter_without_norms_and_biases_has_no_group_for_them_in_any_launch(
     assert all(torch.equal(a["exp_avg"], b["exp_avg"]) for a, b in zip(saved, found, strict=True))
 
 
-def test_settings_of_groups_follow_the_names_of_their_weights(target: Target) -> None:
+def test_settings_of_groups_follow_the_names_of_their_weights(target):
     """And not their places."""
     drafter = head(target)
     optimizer = grouped(drafter)

@@ -21,7 +21,7 @@ from outrider.recipes import Recipe
 from outrider.targets import Target
 from outrider.train import train
 
-from .conftest import drafters_are_close, history, train_in_two
+from .conftest import MakeRecipe, drafters_are_close, history, of_stored, train_in_two
 from .test_recipes import write_checkpoint
 
 
@@ -57,8 +57,8 @@ def has_equal_passes(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", ["meta-llama/Llama-3.3-70B-Instruct", "Qwen/Qwen3-Next-80B-A3B-Instruct"])
 def test_each_process_holds_half_of_every_layer_and_passes_are_bit_for_bit_those_of_the_whole(
-    name: str, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast
-) -> None:
+    name, tmp_path, tiny_tokenizer
+):
     """Of the published architectures whose recipes split them."""
     write_checkpoint(name, tmp_path, tiny_tokenizer)
     debug_launcher(has_equal_passes, (tmp_path,), num_processes=2)
@@ -68,37 +68,28 @@ PRUNED = {"type": "draft_model", "init": "prune", "model": {"num_hidden_layers":
 
 
 @pytest.mark.parametrize("drafter", [PRUNED, {"type": "self_speculative", "exit_layer": 2}], ids=str)
-def test_what_needs_the_layers_themselves_is_refused(sharded: Callable[..., Recipe], drafter: dict[str, Any]) -> None:
+def test_what_needs_the_layers_themselves_is_refused(sharded, drafter):
     recipe = sharded("no").model_copy(update={"drafter": drafter})
     with pytest.raises(BadInputError, match=r"target.sharding is 'fsdp2', but .* whole layers"):
         train(recipe)
 
 
 @pytest.fixture
-def sharded(folder: Path, tmp_path: Path) -> Callable[..., Recipe]:
+def sharded(recipe: MakeRecipe, folder: Path, tmp_path: Path) -> MakeRecipe:
     prompts = tmp_path / "asked.txt"
     prompts.write_text("def add(\nclass Stack:\nfor name in\nreturn\nprint(\nThe target\n" * 2)
+    asked = {"prompts": [str(prompts)], "responses": None, "max_new_tokens": 12, "batch_size": 5, "holdout": 0.3}
 
-    def make(name: str, **changes: Any) -> Recipe:
-        values: dict[str, Any] = {
-            "name": name,
-            "target": {"path": str(folder), "dtype": "float32", "sharding": "fsdp2"},
-            "drafter": {"type": "eagle3", "steps": 2, "draft_vocab_size": 96},
-            "data": {"prompts": [str(prompts)], "max_new_tokens": 12, "batch_size": 5, "holdout": 0.3},
-            "training": {"max_steps": 4, "learning_rate": 3e-3, "logging_steps": 1, "eval_steps": 2},
-            "output": str(tmp_path / "{name}"),
-        }
-        values["data"] |= changes.pop("data", {})
-        values["training"] |= {"disable_tqdm": True} | changes
-        return Recipe.from_dict(values)
+    def make(name: str, data: dict[str, Any] | None = None, **training: Any) -> Recipe:
+        head = {"type": "eagle3", "steps": 2, "draft_vocab_size": 96}
+        made = of_stored(recipe(name, head, asked | (data or {}), max_steps=4, eval_steps=2, **training), folder)
+        return made.model_copy(update={"target": made.target.model_copy(update={"sharding": "fsdp2"})})
 
     return make
 
 
 @pytest.mark.parametrize("features", ["online", "cached"])
-def test_two_processes_with_half_a_target_each_train_as_one_with_the_whole(
-    sharded: Callable[..., Recipe], features: str
-) -> None:
+def test_two_processes_with_half_a_target_each_train_as_one_with_the_whole(sharded, features):
     """The first answers, and computes what is cached, while the other takes part; they leave the same drafter."""
     one = sharded("one", per_device_train_batch_size=4, data={"features": features})
     two = sharded("two", per_device_train_batch_size=2, data={"features": features})

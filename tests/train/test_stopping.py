@@ -7,13 +7,11 @@ time budget the end, the learning rate and what an interruption keeps follow the
 from __future__ import annotations
 
 import signal
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from transformers import TrainingArguments
 
 from outrider.common import BadInputError
 from outrider.common.signals import StoppedError, stoppable
@@ -24,7 +22,7 @@ from outrider.train.checkpoints import checkpoints, last_complete
 from outrider.train.stopping import ENDLESS, NUM_CHECKPOINTS, Clock, TimeBudget, check_schedule, saved_clock
 from outrider.train.trainer import DrafterTrainer
 
-from .conftest import MakeRecipe, asked_in, history, provenance, weights
+from .conftest import MakeRecipe, arguments, asked_in, history, provenance, weights
 
 EIGHT_STEPS = {"max_steps": 8, "save_strategy": "no"}
 
@@ -51,8 +49,8 @@ def whole(recipe: MakeRecipe, target: Target) -> bytes:
     ids=["SIGTERM", "SIGHUP", "in the last step", "in an evaluation"],
 )
 def test_a_signal_saves_a_checkpoint_and_continuing_equals_never_stopping(
-    recipe: MakeRecipe, target: Target, monkeypatch: pytest.MonkeyPatch, whole: bytes, numbers: Any, when: Any
-) -> None:
+    recipe, target, monkeypatch, whole, numbers, when
+):
     """A launcher and a scheduler both pass it on: the second one changes nothing.
 
     An evaluation is cut short: one that takes longer than the grace would cost the checkpoint.
@@ -69,9 +67,7 @@ def test_a_signal_saves_a_checkpoint_and_continuing_equals_never_stopping(
     assert signal.getsignal(numbers[0]) is signal.SIG_DFL
 
 
-def test_the_checkpoint_that_was_asked_for_stays_beside_the_best_one(
-    recipe: MakeRecipe, target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_checkpoint_that_was_asked_for_stays_beside_the_best_one(recipe, target, monkeypatch):
     """With room for one checkpoint: the highest loss, here the best one, is the first."""
     best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
     made = recipe("stopped", max_steps=8, eval_steps=2, save_steps=2, save_total_limit=1, **best)
@@ -81,7 +77,7 @@ def test_the_checkpoint_that_was_asked_for_stays_beside_the_best_one(
     assert {f.name for f in (made.output_folder / "checkpoints").iterdir()} == {"checkpoint-2", "checkpoint-5"}
 
 
-def test_nothing_kept_is_said(recipe: MakeRecipe, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_kept_is_said(recipe, target, monkeypatch):
     """After the loop, in the last evaluation, no step is left to save after."""
     asked_in(monkeypatch, 1, signal.SIGTERM, training=False)
     said = r"stopped by SIGTERM\. Nothing of the training was kept"
@@ -89,9 +85,7 @@ def test_nothing_kept_is_said(recipe: MakeRecipe, target: Target, monkeypatch: p
         train(recipe("stopped", **EIGHT_STEPS, eval_strategy="no"), target)
 
 
-def test_nohup_keeps_its_meaning(
-    recipe: MakeRecipe, target: Target, monkeypatch: pytest.MonkeyPatch, whole: bytes
-) -> None:
+def test_nohup_keeps_its_meaning(recipe, target, monkeypatch, whole):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         asked_in(monkeypatch, 3, signal.SIGHUP)
@@ -101,7 +95,7 @@ def test_nohup_keeps_its_meaning(
         signal.signal(signal.SIGHUP, before)
 
 
-def test_the_first_signal_raises_and_its_echoes_let_the_clean_up_finish() -> None:
+def test_the_first_signal_raises_and_its_echoes_let_the_clean_up_finish():
     cleaned = []
 
     def work() -> None:
@@ -121,10 +115,6 @@ def test_the_first_signal_raises_and_its_echoes_let_the_clean_up_finish() -> Non
     assert raised.value.exit_code == 130
 
 
-def arguments(tmp_path: Path, **values: Any) -> TrainingArguments:
-    return TrainingArguments(output_dir=str(tmp_path), use_cpu=True, **values)
-
-
 @pytest.fixture
 def ticking(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A clock in the place of the machine's: `ticking.now` seconds, and `ticking.step` more whenever it is asked."""
@@ -138,14 +128,14 @@ def ticking(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return state
 
 
-def test_the_learning_rate_is_a_function_of_the_time_spent(tmp_path: Path) -> None:
+def test_the_learning_rate_is_a_function_of_the_time_spent(tmp_path):
     clock = Clock(200.0, arguments(tmp_path, lr_scheduler_type="linear"))
     for spent, factor in ((0, 1.0), (50, 0.75), (150, 0.25), (200, 0.0), (201, 0.0)):
         clock.spent = spent
         assert clock(7) == pytest.approx(factor), "whatever the step"
 
 
-def test_a_warm_up_of_steps_stays_one_and_a_share_becomes_a_share_of_the_time(tmp_path: Path) -> None:
+def test_a_warm_up_of_steps_stays_one_and_a_share_becomes_a_share_of_the_time(tmp_path):
     counted = Clock(100.0, arguments(tmp_path, lr_scheduler_type="constant", warmup_steps=4))
     assert [counted(step) for step in (0, 1, 4, 9)] == [0.0, 0.25, 1.0, 1.0]
     shared = Clock(100.0, arguments(tmp_path, lr_scheduler_type="linear", warmup_steps=0.1))
@@ -154,7 +144,7 @@ def test_a_warm_up_of_steps_stays_one_and_a_share_becomes_a_share_of_the_time(tm
         assert shared(3) == pytest.approx(factor, abs=1e-3)
 
 
-def test_only_the_time_is_saved_with_a_scheduler(tmp_path: Path) -> None:
+def test_only_the_time_is_saved_with_a_scheduler(tmp_path):
     """The schedule's functions cannot be loaded without unpickling code, and the continuing run has its own."""
     clock = Clock(10.0, arguments(tmp_path))
     clock.spent = 4.0
@@ -162,7 +152,7 @@ def test_only_the_time_is_saved_with_a_scheduler(tmp_path: Path) -> None:
     assert saved["lr_lambdas"] == [{"seconds": 10.0, "spent": 4.0}]
 
 
-def test_every_process_has_the_clock_of_all(tmp_path: Path, ticking: SimpleNamespace) -> None:
+def test_every_process_has_the_clock_of_all(tmp_path, ticking):
     """Otherwise their learning rates, and so their weights, would part."""
     budget = TimeBudget(10.0, arguments(tmp_path), mean=lambda own: own + 2.0)
     control: Any = SimpleNamespace(should_training_stop=False, should_save=False)
@@ -172,15 +162,13 @@ def test_every_process_has_the_clock_of_all(tmp_path: Path, ticking: SimpleNames
     assert budget.clock.spent == 3.0
 
 
-def test_a_schedule_that_ignores_how_much_is_over_is_refused(tmp_path: Path) -> None:
+def test_a_schedule_that_ignores_how_much_is_over_is_refused(tmp_path):
     said = r"lr_scheduler_type: inverse_sqrt cannot follow a time budget; use one of: linear, cosine"
     with pytest.raises(BadInputError, match=said):
         check_schedule(arguments(tmp_path, lr_scheduler_type="inverse_sqrt"))
 
 
-def test_a_training_ends_when_its_time_is_up_and_its_learning_rate_with_it(
-    recipe: MakeRecipe, target: Target, ticking: SimpleNamespace
-) -> None:
+def test_a_training_ends_when_its_time_is_up_and_its_learning_rate_with_it(recipe, target, ticking):
     """One second per step, 20 of them, whatever `max_steps` says; checkpoints at each fifth of the time.
 
     Twice as slow a machine takes half the steps, on the same schedule.
@@ -200,9 +188,7 @@ def test_a_training_ends_when_its_time_is_up_and_its_learning_rate_with_it(
     assert history(slow, "learning_rate")[5] == pytest.approx(1.5e-3)
 
 
-def test_evaluation_and_checkpoints_take_none_of_the_time(
-    recipe: MakeRecipe, target: Target, ticking: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_evaluation_and_checkpoints_take_none_of_the_time(recipe, target, ticking, monkeypatch):
     save = DrafterTrainer._save_checkpoint
 
     def slow(*args: Any) -> None:
@@ -213,9 +199,7 @@ def test_evaluation_and_checkpoints_take_none_of_the_time(
     assert train(recipe(), target, seconds=20).steps == 20
 
 
-def test_a_continued_training_has_the_time_that_was_left_and_the_same_weights(
-    recipe: MakeRecipe, target: Target, ticking: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_continued_training_has_the_time_that_was_left_and_the_same_weights(recipe, target, ticking, monkeypatch):
     """The time between does not count, and the learning rate goes on where it was."""
     whole = train(recipe("whole"), target, seconds=20)
     with monkeypatch.context() as patch:
@@ -228,9 +212,7 @@ def test_a_continued_training_has_the_time_that_was_left_and_the_same_weights(
     assert weights(parts) == weights(whole)
 
 
-def test_a_training_whose_time_was_up_trains_no_further(
-    recipe: MakeRecipe, target: Target, ticking: SimpleNamespace
-) -> None:
+def test_a_training_whose_time_was_up_trains_no_further(recipe, target, ticking):
     made = recipe()
     train(made, target, seconds=5)
     last = last_complete(made.output_folder / "checkpoints")
@@ -249,9 +231,7 @@ def test_a_training_whose_time_was_up_trains_no_further(
         (None, 5, "with no time budget"),
     ],
 )
-def test_a_run_is_not_continued_with_another_budget(
-    recipe: MakeRecipe, target: Target, ticking: SimpleNamespace, first: float | None, then: float | None, said: str
-) -> None:
+def test_a_run_is_not_continued_with_another_budget(recipe, target, ticking, first, then, said):
     train(recipe(max_steps=4), target, seconds=first)
     with pytest.raises(BadInputError, match=said):
         train(recipe(max_steps=4), target, seconds=then)

@@ -22,7 +22,7 @@ from outrider.train.check import check
 from outrider.train.data import EMPTY, OnlineBatches, PackedBatches, Packs, Rows, collate, split
 
 from ..conftest import drafter_in_training
-from .conftest import EAGLE3, MakeRecipe, losses, make_rows, provenance, train_in_two, weights, write_data
+from .conftest import EAGLE3, MakeRecipe, losses, make_rows, provenance, train_alike, train_in_two, weights, write_data
 from .test_data import KINDS, are_near, learn_alike, lesson
 
 FOLLOW = {name: KINDS[name] for name in KINDS if HEADS[KINDS[name]["type"]].follows_rounds}
@@ -65,7 +65,7 @@ def given(batches: Any, inputs: dict[str, Tensor], share: float = 0.5) -> Target
 
 
 @pytest.mark.parametrize("values", FOLLOW.values(), ids=FOLLOW)
-def test_packed_rows_follow_rounds_as_single_ones_do(target: Target, served: Path, values: dict[str, Any]) -> None:
+def test_packed_rows_follow_rounds_as_single_ones_do(target, served, values):
     """The same loss and the same gradients, beside a text without rounds and an empty row; and not the usual ones."""
     drafter = drafter_in_training(target, values)
     rows = Rows(load_responses(served), range(14), depths=True)
@@ -78,7 +78,7 @@ def test_packed_rows_follow_rounds_as_single_ones_do(target: Target, served: Pat
 
 
 @pytest.mark.parametrize("values", FOLLOW.values(), ids=FOLLOW)
-def test_what_a_row_teaches_does_not_depend_on_its_batch(target: Target, served: Path, values: dict[str, Any]) -> None:
+def test_what_a_row_teaches_does_not_depend_on_its_batch(target, served, values):
     drafter, rows = drafter_in_training(target, values), Rows(load_responses(served), range(8), depths=True)
     online = OnlineBatches(target, drafter.taps)
     whole = lesson(drafter, given(online, collate([rows[i] for i in range(8)])))[0]
@@ -86,7 +86,7 @@ def test_what_a_row_teaches_does_not_depend_on_its_batch(target: Target, served:
     torch.testing.assert_close(whole, torch.stack(apart).sum(), rtol=2e-5, atol=0)
 
 
-def test_rows_have_depths_only_if_they_are_asked_for(served: Path) -> None:
+def test_rows_have_depths_only_if_they_are_asked_for(served):
     table = load_responses(served)
     training, held_out = split(table, 0.1, depths=True)
     assert training[0]["depths"] == table[training.indices[0]]["depths"]
@@ -96,7 +96,7 @@ def test_rows_have_depths_only_if_they_are_asked_for(served: Path) -> None:
     assert training[EMPTY]["depths"] == [0, 0]
 
 
-def test_trainings_follow_rounds_however_their_batches_are_made(follow: MakeRecipe, target: Target) -> None:
+def test_trainings_follow_rounds_however_their_batches_are_made(follow, target):
     """Loss by loss (1e-5): with states from the loop or from disk, in packs, and in accumulated batches."""
     steps = {"max_steps": 3, "save_steps": 3, "per_device_eval_batch_size": 4}
     packed = {"packing": True, "max_length": 48}
@@ -114,24 +114,18 @@ def test_trainings_follow_rounds_however_their_batches_are_made(follow: MakeReci
 
 
 @pytest.mark.slow
-def test_two_processes_follow_rounds_as_one(follow: MakeRecipe, target: Target) -> None:
+def test_two_processes_follow_rounds_as_one(follow, target):
     one = follow("one", 0.5, max_steps=3, per_device_train_batch_size=8)
     two = follow("two", 0.5, max_steps=3, per_device_train_batch_size=4)
-    train(one, target)
-    train_in_two(two, target)
-    assert losses(two) == pytest.approx(losses(one), rel=1e-5)
+    train_alike(one, [two], target, start=train_in_two)
 
 
-def test_without_a_share_a_training_is_bit_for_bit_that_without_rounds(
-    recipe: MakeRecipe, follow: MakeRecipe, target: Target
-) -> None:
+def test_without_a_share_a_training_is_bit_for_bit_that_without_rounds(recipe, follow, target):
     runs = follow("rounds", 0.0, max_steps=4), recipe("none", max_steps=4)
     assert weights(train(runs[0], target)) == weights(train(runs[1], target))
 
 
-def test_held_out_rows_are_judged_as_always(
-    follow: MakeRecipe, target: Target, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_held_out_rows_are_judged_as_always(follow, target, caplog):
     """Of one drafter the figures are the same whatever the share; and who has no rounds is said."""
     still = {"learning_rate": 0.0, "max_steps": 1, "warmup_steps": 0}
     usual, followed = (train(follow(f"s{share}", share, **still), target).metrics for share in (0.0, 1.0))
@@ -141,7 +135,7 @@ def test_held_out_rows_are_judged_as_always(
     assert "of 61 rows 8 were written without a drafter" in caplog.text
 
 
-def test_a_training_is_continued_with_its_own_share(follow: MakeRecipe, target: Target) -> None:
+def test_a_training_is_continued_with_its_own_share(follow, target):
     """Interrupted half-way, it ends bit for bit as one that was not; with another share it is refused."""
     settings = {"max_steps": 4, "save_steps": 2}
     before = weights(train(follow("run", 0.5, **settings), target))
@@ -151,9 +145,7 @@ def test_a_training_is_continued_with_its_own_share(follow: MakeRecipe, target: 
     assert weights(train(follow("run", 0.5, **settings), target)) == before
 
 
-def test_a_recipe_trains_on_rounds_that_it_lets_the_decoder_play(
-    recipe: MakeRecipe, target: Target, tmp_path: Path
-) -> None:
+def test_a_recipe_trains_on_rounds_that_it_lets_the_decoder_play(recipe, target, tmp_path):
     """Depth and root mean in training what they mean in decoding.
 
     The drafter's own drafts at the depths that were reached are right up to the last of a round, and wrong there.
@@ -183,14 +175,12 @@ def test_a_recipe_trains_on_rounds_that_it_lets_the_decoder_play(
 
 
 @pytest.mark.parametrize("drafter", [{"type": "draft_model"}, {"type": "self_speculative"}], ids=["lm", "self"])
-def test_a_drafter_that_cannot_tell_depths_apart_is_refused_before_anything_is_loaded(
-    follow: MakeRecipe, drafter: dict[str, Any]
-) -> None:
+def test_a_drafter_that_cannot_tell_depths_apart_is_refused_before_anything_is_loaded(follow, drafter):
     with pytest.raises(BadInputError, match=r"data\.verified is 0\.5, but a .* has nothing to weigh.* eagle3"):
         check(follow("run", 0.5, drafter))
 
 
-def test_a_change_of_a_drafter_follows_rounds_if_that_does(follow: MakeRecipe, target: Target, tmp_path: Path) -> None:
+def test_a_change_of_a_drafter_follows_rounds_if_that_does(follow, target, tmp_path):
     for name, works in (("eagle3", True), ("draft_model", False)):
         drafter_in_training(target, KINDS[name]).save(tmp_path / name)
         drafter = LowRank.over(tmp_path / name, target, 2)
@@ -202,14 +192,12 @@ def test_a_change_of_a_drafter_follows_rounds_if_that_does(follow: MakeRecipe, t
                 check(follow("run", 0.5), drafter)
 
 
-def test_responses_without_rounds_are_refused_before_anything_is_loaded(recipe: MakeRecipe, data: Path) -> None:
+def test_responses_without_rounds_are_refused_before_anything_is_loaded(recipe, data):
     with pytest.raises(BadInputError, match=rf"the responses in {data} were written without a drafter .* delete that"):
         check(recipe("run", data_changes={"verified": 0.5}))
 
 
-def test_responses_that_were_finished_without_a_drafter_are_refused_when_they_are_there(
-    recipe: MakeRecipe, target: Target, tmp_path: Path
-) -> None:
+def test_responses_that_were_finished_without_a_drafter_are_refused_when_they_are_there(recipe, target, tmp_path):
     """The drafter came too late: all batches but the writing of the data set were done."""
     Ngram().save(tmp_path / "ngram")
     (tmp_path / "prompts.txt").write_text("def add(a, b):\nfor name in\n")

@@ -8,24 +8,14 @@ import pickle
 import shutil
 import zipfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from world import reseal
+from world import Attempt, reseal
 
 MARK = "IT-RAN"
 
 Commands = list[list[str]]
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """A change to a world, and the commands that then read it."""
-
-    name: str
-    plant: Callable[[Path], None]
-    commands: Commands
 
 
 def of_world(plant: Callable[..., None]) -> Callable[..., Callable[[Path], None]]:

@@ -21,7 +21,7 @@ SIZES = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
-
+NO_IDS: dict[str, Any] = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
 
 # A vision tower beside a text model: as deep as that.
 VISION = {name: SIZES[name] for name in SIZES if name not in ("vocab_size", "num_key_value_heads")}

@@ -13,17 +13,9 @@ from outrider.targets import Target, config_only_target
 from outrider.targets.grow import ALIASES, SHAPES, Growth, Sizes, grow, grown_bytes, grown_config, shape_config
 from outrider.targets.loading import meta_causal_lm, split_shape
 
-BASE = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "head_dim": 8,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "eos_token_id": 5,
-    "bos_token_id": None,
-}
+from .small_models import SIZES
+
+BASE = SIZES | {"intermediate_size": 48, "num_hidden_layers": 3, "head_dim": 8, "eos_token_id": 5, "bos_token_id": None}
 EVERYTHING = {
     "vocab_size": 200,
     "hidden_size": 128,

@@ -18,7 +18,7 @@ from outrider.targets import Backbone, Fingerprint, RowLengths, Target, load_cau
 from outrider.targets.layer_kinds import attention_masks
 
 from .conftest import keep_in_cache
-from .small_models import SIZES, VISION, small_model, tokens
+from .small_models import NO_IDS, SIZES, VISION, small_model, tokens
 
 # Each has something of its own between hidden states and logits, or in how its embeddings enter the layers.
 KINDS = {
@@ -409,8 +409,7 @@ def test_a_fingerprint_survives_json(tiny_target):
 
 
 def test_taps_are_the_text_models_where_a_vision_tower_is_as_deep():
-    no_ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-    config = Gemma3Config(text_config=SIZES | {"head_dim": 8} | no_ids, vision_config=VISION, mm_tokens_per_image=4)
+    config = Gemma3Config(text_config=SIZES | {"head_dim": 8} | NO_IDS, vision_config=VISION, mm_tokens_per_image=4)
     target = Target(Gemma3ForConditionalGeneration(config).eval())
     out = target.forward(torch.tensor([[1, 2, 3]]), taps=(0, 2, 4))
     assert out.hidden.shape == (1, 3, 3, 32)

@@ -25,8 +25,7 @@ from .. import small_models
 
 VOCAB = 48
 SIZES: dict[str, Any] = small_models.SIZES | {"vocab_size": VOCAB, "hidden_size": 40, "intermediate_size": 56}
-SIZES |= {"num_hidden_layers": 2, "head_dim": 16, "max_position_embeddings": 256}
-SIZES |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+SIZES |= {"num_hidden_layers": 2, "head_dim": 16, "max_position_embeddings": 256} | small_models.NO_IDS
 KINDS: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama with biases": {"attention_bias": True},

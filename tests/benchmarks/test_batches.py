@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from xml.etree import ElementTree
 
 import pytest
@@ -31,7 +30,7 @@ def jobs() -> list[PromptJob]:
     ]
 
 
-def test_a_whole_measurement(tiny_llama: Callable, jobs: list[PromptJob]) -> None:
+def test_a_whole_measurement(tiny_llama, jobs):
     """The target as its own drafter keeps everything, whatever the batch.
 
     Text is the plain target's; rows leave as they end.
@@ -57,7 +56,7 @@ def test_a_whole_measurement(tiny_llama: Callable, jobs: list[PromptJob]) -> Non
     assert (shown["contestant"], shown["size"]) == ("self", 4)
 
 
-def test_figures_by_hand() -> None:
+def test_figures_by_hand():
     """Two batches of two: 8 tokens in 2 s and 4 in 2 s, beside the plain target's in 4 s each."""
     none, one = Round(1, 0, 1), Round(1, 1, 2)
     own = [
@@ -78,7 +77,7 @@ def test_figures_by_hand() -> None:
     assert room._point("plain", "plain", 2, {"own": own, "plain": base}, [0, 1]).tau is None
 
 
-def test_the_plain_target_must_take_part(tiny_llama: Callable, jobs: list[PromptJob]) -> None:
+def test_the_plain_target_must_take_part(tiny_llama, jobs):
     target = Target(tiny_llama(layers=1))
     with pytest.raises(BadInputError, match="the plain target must take part"):
         measure_batches(target, [Contestant("self", DraftModel(target.model), Plan(2))], jobs, [1], EvalSpec())
@@ -89,7 +88,7 @@ def make_point(name: str, size: int, value: float, known: bool = True) -> BatchP
     return BatchPoint(name, size, 8, 8, 80, interval, interval, None if name == "plain" else interval, 1.0, 8)
 
 
-def test_the_plot_has_a_line_and_a_label_for_each_contestant_and_a_mark_for_each_size() -> None:
+def test_the_plot_has_a_line_and_a_label_for_each_contestant_and_a_mark_for_each_size():
     points = [
         make_point("plain", 1, 1.0),
         *(make_point(name, size, 1.5, known=size > 1) for name in ("a & b", "c") for size in (4, 1, 2)),

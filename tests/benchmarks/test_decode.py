@@ -50,9 +50,7 @@ def texts_of(target: Target, count: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("kind", ["eagle3", "draft_model"])
-def test_forced_drafts_are_accepted_as_the_script_says_and_the_text_stays(
-    target: Target, tiny_llama: Callable, kind: str, static: bool
-) -> None:
+def test_forced_drafts_are_accepted_as_the_script_says_and_the_text_stays(target, tiny_llama, kind, static):
     head = kind == "eagle3"
     inner: Drafter = Eagle3.build(Eagle3Config(), target) if head else DraftModel(tiny_llama(layers=1, seed=1))
     texts = texts_of(target, 40)
@@ -70,7 +68,7 @@ def test_forced_drafts_are_accepted_as_the_script_says_and_the_text_stays(
                 place += accepted + 1
 
 
-def test_a_forced_drafter_really_drafts(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forced_drafter_really_drafts(target, monkeypatch):
     """All its passes are made, and they read the tokens that are proposed."""
     inner = Eagle3.build(Eagle3Config(), target)
     honest, read = inner.open, []
@@ -90,7 +88,7 @@ def test_a_forced_drafter_really_drafts(target: Target, monkeypatch: pytest.Monk
     assert read == ["begin", *text[start + 1 : start + 3], "begin", *text[start + 5 : start + 7]]
 
 
-def test_shares_are_met() -> None:
+def test_shares_are_met():
     texts = [[7] * 20_000]
     for share in (0.0, 0.3, 1.0):
         right = (make_script(texts, share, 64) == 7).float().mean()
@@ -98,9 +96,7 @@ def test_shares_are_met() -> None:
 
 
 @pytest.mark.parametrize("share", [1.0, 0.5])
-def test_transformers_assistant_is_forced_by_the_same_script(
-    target: Target, tiny_llama: Callable, share: float
-) -> None:
+def test_transformers_assistant_is_forced_by_the_same_script(target, tiny_llama, share):
     """Their loop takes as many rounds as ours, give or take the ends.
 
     It has no token from the prompt, and drafts less before the last one.
@@ -119,7 +115,7 @@ def test_transformers_assistant_is_forced_by_the_same_script(
 # ------------------------------------------------------------ loops
 
 
-def test_the_steady_part_leaves_out_the_first_step(target: Target) -> None:
+def test_the_steady_part_leaves_out_the_first_step(target):
     done = Ours("self", Decoder(target, DraftModel(target.model)), Plan(3), 14)(PROMPTS)
     # 1 from the prompt, then rounds of 4: 1 + 4 | 4 + 4 + 1.
     assert (done.rounds, done.steady_rounds, done.steady_tokens, done.tau) == (4, 3, 3 * 9, 4.0)
@@ -129,11 +125,11 @@ def test_the_steady_part_leaves_out_the_first_step(target: Target) -> None:
     assert (plain.rounds, plain.steady_rounds, plain.steady_tokens, plain.tau) == (14, 13, 3 * 13, 1.0)
 
 
-def test_prompt_lookup_writes_the_same_text(target: Target) -> None:
+def test_prompt_lookup_writes_the_same_text(target):
     assert Theirs("lookup", target, 12, lookup=3)(PROMPTS[:1]).tokens == written(target, 12, PROMPTS[:1])
 
 
-def test_transformers_loops_keep_the_librarys_attention(target: Target) -> None:
+def test_transformers_loops_keep_the_librarys_attention(target):
     target.use_split_attention()
     kinds: list[str] = []
     target.model.register_forward_pre_hook(lambda model, _: kinds.append(model.config._attn_implementation))
@@ -143,7 +139,7 @@ def test_transformers_loops_keep_the_librarys_attention(target: Target) -> None:
     assert done.tokens == written(target, 3)
 
 
-def test_marks_tell_when_the_prompt_was_read_and_each_token(target: Target) -> None:
+def test_marks_tell_when_the_prompt_was_read_and_each_token(target):
     for loop in (Ours("plain", Decoder(target), Plan(0), 5), Theirs("generate", target, 5)):
         seen: list[int] = []
         loop(PROMPTS, seen.append)
@@ -170,7 +166,7 @@ def passes_made(target: Target, run: Callable[[], object], monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("drafted", [False, True])
-def test_bare_passes_are_those_of_the_loop(target: Target, drafted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bare_passes_are_those_of_the_loop(target, drafted, monkeypatch):
     """The same roots, widths, contexts and taps; rows that end leave; each round of the drafter's too."""
     inner = Eagle3.build(Eagle3Config(), target)
     script = make_script(texts_of(target, 40), 0.6, 64) if drafted else None
@@ -191,7 +187,7 @@ def test_bare_passes_are_those_of_the_loop(target: Target, drafted: bool, monkey
     assert passes_made(target, bare, monkeypatch) == looped
 
 
-def test_overhead_is_what_the_loop_takes_beside_its_passes(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overhead_is_what_the_loop_takes_beside_its_passes(target, monkeypatch):
     """A decoder that sleeps 20 ms per round, beside passes of 1 ms.
 
     It is measured in turns with one that does not sleep; the fastest runs count, since the machine may be busy.
@@ -215,29 +211,29 @@ def test_overhead_is_what_the_loop_takes_beside_its_passes(target: Target, monke
     assert found.to_dict()["of_processor_time"]["share"] == round(found.processor.value, 5)
 
 
-def test_overhead_needs_more_than_one_round(target: Target) -> None:
+def test_overhead_needs_more_than_one_round(target):
     with pytest.raises(BadInputError, match="two rounds at least"):
         loop_overhead(Ours("plain", Decoder(target), Plan(0), 2), [PROMPTS], 1)
 
 
-def test_overhead_of_parts() -> None:
+def test_overhead_of_parts():
     assert Overhead.of_parts(1.1, [0.2, 0.8]).to_dict()["share"] == pytest.approx(0.1)
 
 
 # ------------------------------------------------------------ gaps
 
 
-def test_overlapping_spans_become_one() -> None:
+def test_overlapping_spans_become_one():
     assert merged([(5, 6), (0, 2), (1, 3), (3, 4)]) == [(0, 4), (5, 6)]
 
 
-def test_a_wait_counts_once_and_only_if_a_mark_stands_in_it() -> None:
+def test_a_wait_counts_once_and_only_if_a_mark_stands_in_it():
     busy = [(0.0, 1.0), (3.0, 4.0), (5.0, 6.0), (9.0, 10.0)]
     assert waits(busy, [2.0, 2.5, 6.0]) == [2.0, 3.0]
     assert waits(busy, [0.5, 11.0, -1.0]) == []
 
 
-def test_a_trace_by_hand() -> None:
+def test_a_trace_by_hand():
     """Two rounds in 20 µs: kernels for 8 and 6, and in between the host reads and waits for 4."""
     kernels = [("kernel", 0, 5), ("kernel", 4, 4), ("gpu_memcpy", 12, 2), ("kernel", 14, 4), ("kernel", 19, 1)]
     events = [{"ph": "X", "cat": cat, "name": "k", "ts": ts, "dur": dur} for cat, ts, dur in kernels]
@@ -261,7 +257,7 @@ def test_a_trace_by_hand() -> None:
 
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen3-8b"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_random_targets_say_what_is_known_beforehand(name: str, dtype: torch.dtype) -> None:
+def test_random_targets_say_what_is_known_beforehand(name, dtype):
     target = build_target(shape_of(name, layers=4, hidden=64, vocab=512), dtype, "cpu")
     assert (target.dtype, target.num_layers, target.hidden_size, target.vocab_size) == (dtype, 4, 64, 512)
     (prompt,) = random_prompts(512, [60], ahead=20)
@@ -277,7 +273,7 @@ def test_random_targets_say_what_is_known_beforehand(name: str, dtype: torch.dty
         assert out.tokens == [wanted[1:7]]
 
 
-def test_real_shapes_are_those_that_were_published() -> None:
+def test_real_shapes_are_those_that_were_published():
     llama, qwen = shape_of("llama-3.1-8b"), shape_of("qwen3-8b")
     sizes = ("hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size", "head_dim")
     assert [llama[size] for size in sizes] == [4096, 32, 14336, 128256, 128]
@@ -288,11 +284,11 @@ def test_real_shapes_are_those_that_were_published() -> None:
         shape_of("gpt-5")
 
 
-def test_joined_prompts_have_the_lengths_asked_for() -> None:
+def test_joined_prompts_have_the_lengths_asked_for():
     assert joined_prompts([[1, 2], [3]], [4, 3, 5]) == [[1, 2, 3, 1], [3, 1, 2], [1, 2, 3, 1, 2]]
 
 
-def test_prompts_too_short_to_hold_what_follows_are_refused() -> None:
+def test_prompts_too_short_to_hold_what_follows_are_refused():
     with pytest.raises(BadInputError, match="at least 23"):
         random_prompts(64, [30, 22], ahead=20)
 
@@ -300,7 +296,7 @@ def test_prompts_too_short_to_hold_what_follows_are_refused() -> None:
 # ------------------------------------------------------------ commands
 
 
-def test_too_little_memory_is_written_down() -> None:
+def test_too_little_memory_is_written_down():
     def fail(error: Exception) -> None:
         raise error
 
@@ -312,14 +308,14 @@ def test_too_little_memory_is_written_down() -> None:
         guarded(lambda: fail(KeyError("a mistake of ours")))
 
 
-def test_a_users_mistake_is_one_line(capsys: pytest.CaptureFixture) -> None:
+def test_a_users_mistake_is_one_line(capsys):
     assert command(lambda: decode.main(["--shape", "gpt-5"])) == 2
     said = capsys.readouterr().err
     assert said.startswith("error: no shape 'gpt-5'; known: llama-3.1-8b, qwen3-8b.")
     assert said.count("\n") == 1
 
 
-def test_shapes_run_on_a_cpu(tmp_path: Path) -> None:
+def test_shapes_run_on_a_cpu(tmp_path):
     """The whole benchmark runs with random weights, tiny: every figure is there, and all loops write one text.
 
     Forced figures say so.
@@ -357,7 +353,7 @@ def prompts_file(tmp_path: Path) -> Path:
     return file
 
 
-def test_suites_and_cells_of_a_saved_target(target_folder: Path, prompts_file: Path, tmp_path: Path) -> None:
+def test_suites_and_cells_of_a_saved_target(target_folder, prompts_file, tmp_path):
     """The old keys stay: what reads earlier results reads these."""
     drafters, out = tmp_path / "drafters", tmp_path / "found.json"
     target = Target.load(target_folder)
@@ -381,12 +377,12 @@ def test_suites_and_cells_of_a_saved_target(target_folder: Path, prompts_file: P
     assert cell["loops"]["draft_model, forced 1"]["forced acceptance"] is True
 
 
-def test_a_drafter_of_another_kind_is_refused(target_folder: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_drafter_of_another_kind_is_refused(target_folder, capsys):
     assert command(lambda: decode.main(["--target", str(target_folder), "--eagle3", str(target_folder)])) == 2
     assert "expected a drafter of type eagle3, found draft_model" in capsys.readouterr().err
 
 
-def test_batches_write_figures_and_a_plot(target_folder: Path, prompts_file: Path, tmp_path: Path) -> None:
+def test_batches_write_figures_and_a_plot(target_folder, prompts_file, tmp_path):
     out = tmp_path / "batches.json"
     given = ["--target", str(target_folder), "--suites", str(prompts_file), "--out", str(out)]
     given += ["--max-new-tokens", "6", "--drafter", "ngram", "--sizes", "1", "2", "--depths", "2", "--groups", "2"]

@@ -22,7 +22,7 @@ MAKERS = {
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_tables_are_made_from_the_figures(name: str) -> None:
+def test_tables_are_made_from_the_figures(name):
     if name in ("compiled", "kernels"):
         pytest.importorskip("triton")
     made = importlib.import_module(f"benchmarks.{name}").tables

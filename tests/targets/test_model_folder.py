@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -57,7 +56,7 @@ def adapter(model: Path, tmp_path: Path) -> Path:
 # ------------------------------------------------------------ code
 
 
-def test_every_loading_call_says_whether_code_may_run() -> None:
+def test_every_loading_call_says_whether_code_may_run():
     silent = []
     rooms = [p for p in ROOT.iterdir() if (p / "py.typed").is_file()]
     for file in sorted(f for room in rooms for f in room.rglob("*.py")):
@@ -71,9 +70,7 @@ def test_every_loading_call_says_whether_code_may_run() -> None:
 
 
 @pytest.mark.parametrize("stdin", ["y\nyes\n1\n", "", None])
-def test_code_beside_a_tokenizer_never_runs_whatever_stdin_holds(
-    model: Path, tmp_path: Path, stdin: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_code_beside_a_tokenizer_never_runs_whatever_stdin_holds(model, tmp_path, stdin, monkeypatch):
     monkeypatch.setattr(sys, "stdin", None if stdin is None else io.StringIO(stdin))
     (model / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Evil: pass\n")
     edit(model / "tokenizer_config.json", auto_map={"AutoTokenizer": ["evil.Evil", "evil.Evil"]})
@@ -85,9 +82,7 @@ def test_code_beside_a_tokenizer_never_runs_whatever_stdin_holds(
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_tokenizer_that_loads_two_others_asks_nobody_and_is_refused(
-    model: Path, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tokenizer_that_loads_two_others_asks_nobody_and_is_refused(model, tmp_path, tiny_tokenizer, monkeypatch):
     """The library's own call for them says nothing about code: it would ask on stdin."""
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\ny\ny\n"))
     folder = tmp_path / "tokenizer"
@@ -122,9 +117,7 @@ def test_a_tokenizer_that_loads_two_others_asks_nobody_and_is_refused(
         ({"_attn_implementation": "evil/kernel"}, "names code of the Hub"),
     ],
 )
-def test_a_config_that_asks_for_more_than_its_weights_is_refused_at_once(
-    model: Path, changes: dict[str, Any], said: str
-) -> None:
+def test_a_config_that_asks_for_more_than_its_weights_is_refused_at_once(model, changes, said):
     edit(model / "config.json", **changes)
     began = time.process_time()
     with pytest.raises(OutriderError, match=said):
@@ -132,7 +125,7 @@ def test_a_config_that_asks_for_more_than_its_weights_is_refused_at_once(
     assert time.process_time() - began < 5
 
 
-def test_weights_relabelled_as_integers_are_refused(model: Path) -> None:
+def test_weights_relabelled_as_integers_are_refused(model):
     file = model / "model.safetensors"
     content = file.read_bytes()
     file.write_bytes(content.replace(b'"dtype":"F32"', b'"dtype":"I32"', 1))
@@ -144,9 +137,7 @@ LARGE_SIZES = [{"num_layers": 10**7}, {"intermediate_size": 10**9}, {"draft_voca
 
 
 @pytest.mark.parametrize("changes", LARGE_SIZES)
-def test_a_drafters_sizes_are_compared_with_its_file_before_memory_is_taken(
-    tiny_target: Target, tmp_path: Path, changes: dict[str, int]
-) -> None:
+def test_a_drafters_sizes_are_compared_with_its_file_before_memory_is_taken(tiny_target, tmp_path, changes):
     Eagle3.build(Eagle3Config(steps=2), tiny_target).save(tmp_path / "drafter")
     config = tmp_path / "drafter" / "config.json"
     if not changes.keys() <= json.loads(config.read_text()).keys():
@@ -156,7 +147,7 @@ def test_a_drafters_sizes_are_compared_with_its_file_before_memory_is_taken(
         load_drafter(tmp_path / "drafter", tiny_target)
 
 
-def test_a_drafters_integers_in_the_place_of_weights_are_refused(tiny_target: Target, tmp_path: Path) -> None:
+def test_a_drafters_integers_in_the_place_of_weights_are_refused(tiny_target, tmp_path):
     Eagle3.build(Eagle3Config(steps=2), tiny_target).save(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     name = next(n for n, w in weights.items() if w.dtype == torch.float32)
@@ -166,14 +157,14 @@ def test_a_drafters_integers_in_the_place_of_weights_are_refused(tiny_target: Ta
 
 
 @pytest.mark.parametrize("length", [0, 1, 2**20, 2**33, 2**64 - 1])
-def test_a_header_of_another_length_is_refused(model: Path, length: int) -> None:
+def test_a_header_of_another_length_is_refused(model, length):
     file = model / "model.safetensors"
     file.write_bytes(struct.pack("<Q", length) + file.read_bytes()[8:])
     with pytest.raises(Refusal, match="damaged or not a safetensors file"):
         stored_tensors(file)
 
 
-def test_an_index_that_leads_out_of_its_folder_is_refused(model: Path) -> None:
+def test_an_index_that_leads_out_of_its_folder_is_refused(model):
     weights = load_file(model / "model.safetensors")
     (model / "model.safetensors").rename(model / "one.safetensors")
     index = {"weight_map": dict.fromkeys(weights, "../model/one.safetensors")}
@@ -183,13 +174,13 @@ def test_an_index_that_leads_out_of_its_folder_is_refused(model: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["the Hub", "a folder"])
-def test_a_pipe_among_a_models_files_is_refused_and_never_waited_for(model: Path, hub: Path, place: str) -> None:
+def test_a_pipe_among_a_models_files_is_refused_and_never_waited_for(model, hub, place):
     os.mkfifo(keep_in_cache(model, hub) / "vocab.json" if place == "the Hub" else model / "generation_config.json.pipe")
     with pytest.raises(Refusal, match="a pipe"):
         Target.load(NAME if place == "the Hub" else model)
 
 
-def test_an_adapter_in_a_models_folder_is_not_applied_without_a_word(model: Path, adapter: Path) -> None:
+def test_an_adapter_in_a_models_folder_is_not_applied_without_a_word(model, adapter):
     (model / "adapter_config.json").write_bytes((adapter / "adapter_config.json").read_bytes())
     with pytest.raises(Refusal, match="Give the adapter as such"):
         Target.load(model)
@@ -221,9 +212,7 @@ def test_an_adapter_in_a_models_folder_is_not_applied_without_a_word(model: Path
         ({"target_modules": []}, "adapter"),
     ],
 )
-def test_an_adapter_that_asks_for_more_than_merging_is_refused_at_once(
-    model: Path, adapter: Path, changes: dict[str, Any], said: str
-) -> None:
+def test_an_adapter_that_asks_for_more_than_merging_is_refused_at_once(model, adapter, changes, said):
     edit(adapter / "adapter_config.json", **changes)
     began = time.process_time()
     with pytest.raises(OutriderError, match=said):
@@ -240,12 +229,12 @@ PATTERNS = [
 
 
 @pytest.mark.parametrize("modules", PATTERNS)
-def test_patterns_that_people_write_are_read(model: Path, adapter: Path, modules: str | list[str]) -> None:
+def test_patterns_that_people_write_are_read(model, adapter, modules):
     edit(adapter / "adapter_config.json", target_modules=modules)
     Target.load(model, adapter=adapter)
 
 
-def test_an_adapter_without_some_of_its_weights_is_refused(model: Path, adapter: Path) -> None:
+def test_an_adapter_without_some_of_its_weights_is_refused(model, adapter):
     weights = load_file(adapter / "adapter_model.safetensors")
     dropped, _ = weights.popitem()
     save_file(weights, adapter / "adapter_model.safetensors")
@@ -253,14 +242,14 @@ def test_an_adapter_without_some_of_its_weights_is_refused(model: Path, adapter:
         Target.load(model, adapter=adapter)
 
 
-def test_what_real_models_configs_hold_is_read(tmp_path: Path) -> None:
+def test_what_real_models_configs_hold_is_read(tmp_path):
     """Gemma 3n's vocabulary per layer is no number of layers, and Mamba's configs hold an Infinity."""
     text = '{"vocab_size_per_layer_input": 262144, "num_hidden_layers": 30, "time_step_limit": [0.0, Infinity]}'
     (tmp_path / "config.json").write_text(text)
     check_files(tmp_path, trust_remote_code=False)
 
 
-def test_a_list_that_somebody_made_by_sha256sum_is_none_of_ours(model: Path) -> None:
+def test_a_list_that_somebody_made_by_sha256sum_is_none_of_ours(model):
     (model / "SHA256SUMS").write_text("0" * 64 + "  model.safetensors\n")
     assert Target.load(model, device="cpu").num_layers > 0
 
@@ -268,7 +257,7 @@ def test_a_list_that_somebody_made_by_sha256sum_is_none_of_ours(model: Path) -> 
 # ------------------------------------------------------------ the Hub's cache
 
 
-def test_a_model_of_the_hub_is_the_one_that_its_folder_holds(model: Path, hub: Path) -> None:
+def test_a_model_of_the_hub_is_the_one_that_its_folder_holds(model, hub):
     keep_in_cache(model, hub)
     ours, theirs = Target.load(model, device="cpu"), Target.load(NAME, device="cpu")
     assert theirs.fingerprint() == ours.fingerprint()
@@ -276,7 +265,7 @@ def test_a_model_of_the_hub_is_the_one_that_its_folder_holds(model: Path, hub: P
     assert theirs.model.config.name_or_path == NAME, "where the cache is, nobody needs to know"
 
 
-def test_a_revision_is_the_one_that_was_asked_for(model: Path, hub: Path) -> None:
+def test_a_revision_is_the_one_that_was_asked_for(model, hub):
     keep_in_cache(model, hub, commit="a" * 40)
     edit(model / "config.json", rms_norm_eps=1e-3)
     keep_in_cache(model, hub)
@@ -284,7 +273,7 @@ def test_a_revision_is_the_one_that_was_asked_for(model: Path, hub: Path) -> Non
     assert older.config.rms_norm_eps != newer.config.rms_norm_eps == 1e-3
 
 
-def test_weights_in_several_files_are_found_by_their_index(model: Path, hub: Path) -> None:
+def test_weights_in_several_files_are_found_by_their_index(model, hub):
     whole = LlamaForCausalLM.from_pretrained(model)
     (model / "model.safetensors").unlink()
     whole.save_pretrained(model, max_shard_size="20KB")
@@ -306,9 +295,7 @@ def test_weights_in_several_files_are_found_by_their_index(model: Path, hub: Pat
         ("model.safetensors.index.json", {"weight_map": {"lm_head.weight": "../x.safetensors"}}, "no plain weight_map"),
     ],
 )
-def test_what_a_folder_is_refused_for_a_model_of_the_hub_is_refused_for(
-    model: Path, hub: Path, tmp_path: Path, file: str, changes: dict[str, Any], said: str
-) -> None:
+def test_what_a_folder_is_refused_for_a_model_of_the_hub_is_refused_for(model, hub, tmp_path, file, changes, said):
     (model / "e.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass E: pass\n")
     edit(model / file, **changes)
     if file == "model.safetensors.index.json":
@@ -322,7 +309,7 @@ def test_what_a_folder_is_refused_for_a_model_of_the_hub_is_refused_for(
 
 
 @pytest.mark.parametrize("place", ["the Hub", "a folder"])
-def test_a_tokenizer_alone_is_looked_at_too(model: Path, hub: Path, place: str) -> None:
+def test_a_tokenizer_alone_is_looked_at_too(model, hub, place):
     """As the verbs read it that need no weights."""
     edit(model / "tokenizer_config.json", attn_implementation="evil/kernel")
     keep_in_cache(model, hub)
@@ -330,14 +317,14 @@ def test_a_tokenizer_alone_is_looked_at_too(model: Path, hub: Path, place: str) 
         load_tokenizer_of(NAME if place == "the Hub" else str(model), None, False)
 
 
-def test_only_pickles_are_refused(model: Path, hub: Path) -> None:
+def test_only_pickles_are_refused(model, hub):
     (model / "model.safetensors").rename(model / "pytorch_model.bin")
     keep_in_cache(model, hub)
     with pytest.raises(BadInputError, match="is a pickle"):
         Target.load(NAME)
 
 
-def test_a_shape_without_contents_needs_no_weights_and_is_looked_at(model: Path, hub: Path) -> None:
+def test_a_shape_without_contents_needs_no_weights_and_is_looked_at(model, hub):
     (model / "model.safetensors").unlink()
     snapshot = keep_in_cache(model, hub)
     with torch.device("meta"):
@@ -349,7 +336,7 @@ def test_a_shape_without_contents_needs_no_weights_and_is_looked_at(model: Path,
             load_causal_lm(NAME)
 
 
-def test_what_the_cache_does_not_hold_is_said(model: Path, hub: Path, tiny_target: Target) -> None:
+def test_what_the_cache_does_not_hold_is_said(model, hub, tiny_target):
     with pytest.raises(BadInputError, match=r"'someone/else' cannot be loaded: .* your access to it"):
         Target.load("someone/else")
     snapshot = keep_in_cache(model, hub)
@@ -358,7 +345,7 @@ def test_what_the_cache_does_not_hold_is_said(model: Path, hub: Path, tiny_targe
         Target.load(NAME)
 
 
-def test_a_partly_cached_model_that_has_what_is_needed_is_read(model: Path, hub: Path) -> None:
+def test_a_partly_cached_model_that_has_what_is_needed_is_read(model, hub):
     """The Hub's own list says that a file is missing; no library asks for it."""
     snapshot = keep_in_cache(model, hub)
     (snapshot.parents[1] / "trees").mkdir()
@@ -368,9 +355,7 @@ def test_a_partly_cached_model_that_has_what_is_needed_is_read(model: Path, hub:
     assert Target.load(NAME, device="cpu").num_layers > 0
 
 
-def test_a_draft_model_of_the_hub_comes_with_its_tokenizer(
-    model: Path, hub: Path, tiny_tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_a_draft_model_of_the_hub_comes_with_its_tokenizer(model, hub, tiny_tokenizer):
     keep_in_cache(model, hub)
     target = Target.load(model, device="cpu")
     drafter = DraftModel.build(DraftModelConfig(path=NAME), target)
@@ -381,7 +366,7 @@ def test_a_draft_model_of_the_hub_comes_with_its_tokenizer(
         DraftModel.build(DraftModelConfig(path=NAME), other)
 
 
-def test_the_command_reads_the_cache_that_the_environment_names(model: Path, tmp_path: Path) -> None:
+def test_the_command_reads_the_cache_that_the_environment_names(model, tmp_path):
     keep_in_cache(model, tmp_path / "home" / "hub")
     script = "import sys; from outrider.targets import Target; print(Target.load(sys.argv[1], device='cpu').num_layers)"
     cached = {**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}

@@ -8,9 +8,7 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -31,12 +29,12 @@ def folder(tiny_target: Target, tmp_path: Path) -> Path:
     return tmp_path / "target"
 
 
-def test_an_unknown_kind_is_refused_with_the_known_ones(folder: Path) -> None:
+def test_an_unknown_kind_is_refused_with_the_known_ones(folder):
     with pytest.raises(BadInputError, match="expected one of int8, int8-dynamic, found 'int3'"):
         Target.load(folder, quantize="int3")
 
 
-def test_without_torchao_it_says_what_to_install(folder: Path) -> None:
+def test_without_torchao_it_says_what_to_install(folder):
     script = (
         "import sys; sys.modules['torchao'] = None; from outrider.targets import Target; "
         f"Target.load({str(folder)!r}, quantize='int8')"
@@ -47,7 +45,7 @@ def test_without_torchao_it_says_what_to_install(folder: Path) -> None:
 
 @installed
 @pytest.mark.parametrize("kind", ["int8", "int8-dynamic"])
-def test_it_says_nearly_the_same(folder: Path, kind: str) -> None:
+def test_it_says_nearly_the_same(folder, kind):
     tokens = torch.randint(5, 300, (2, 16), generator=torch.Generator().manual_seed(0))
     plain, quantised = (Target.load(folder, quantize=q).forward(tokens).logits for q in (None, kind))
     assert plain is not None
@@ -56,7 +54,7 @@ def test_it_says_nearly_the_same(folder: Path, kind: str) -> None:
 
 
 @installed
-def test_its_identity_is_its_own_and_stable(folder: Path) -> None:
+def test_its_identity_is_its_own_and_stable(folder):
     kinds = (None, "int8", "int8-dynamic")
     first, again = ([Target.load(folder, quantize=kind).fingerprint() for kind in kinds] for _ in range(2))
     assert [f.digest for f in first] == [f.digest for f in again]
@@ -71,7 +69,7 @@ def test_its_identity_is_its_own_and_stable(folder: Path) -> None:
 
 
 @installed
-def test_the_output_embedding_stays_as_it_is(folder: Path) -> None:
+def test_the_output_embedding_stays_as_it_is(folder):
     plain, quantised = (Target.load(folder, quantize=kind) for kind in (None, "int8"))
     heads = [target.model.get_output_embeddings().weight for target in (plain, quantised)]
     assert torch.equal(*heads)
@@ -88,9 +86,7 @@ LIBRARIES = {
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_one_whose_library_is_missing_is_refused_with_another_way(
-    tiny_llama: Callable[..., Any], tiny_tokenizer: Any, tmp_path: Path, library: str
-) -> None:
+def test_one_whose_library_is_missing_is_refused_with_another_way(tiny_llama, tiny_tokenizer, tmp_path, library):
     if importlib.util.find_spec(library) is not None:
         pytest.skip(f"{library} is installed here")
     tiny_llama(vocab=len(tiny_tokenizer)).save_pretrained(tmp_path)

@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from outrider.common import IncompatibleError
 from outrider.heads import DraftModel, DraftModelConfig, load_drafter
-from outrider.targets import Target, TokenDifference, first_difference, require_same_vocabulary
+from outrider.targets import TokenDifference, first_difference, require_same_vocabulary
 
 
 class Vocabulary:
@@ -32,13 +32,11 @@ class Vocabulary:
         pytest.param(Vocabulary("a"), Vocabulary("a", "<new>"), TokenDifference(1, None, "<new>"), id="an added token"),
     ],
 )
-def test_the_lowest_differing_id_is_found(
-    first: Vocabulary, second: Vocabulary, difference: TokenDifference | None
-) -> None:
+def test_the_lowest_differing_id_is_found(first, second, difference):
     assert first_difference(first, second) == difference
 
 
-def test_a_refusal_names_id_and_both_tokens() -> None:
+def test_a_refusal_names_id_and_both_tokens():
     with pytest.raises(IncompatibleError, match="id 1 is 'b' in mine and missing in the target") as caught:
         require_same_vocabulary(Vocabulary("a", "b"), Vocabulary("a"), "mine")
     assert caught.value.exit_code == 3
@@ -56,9 +54,7 @@ def draft_folder(
     return tmp_path / "draft"
 
 
-def test_a_draft_model_with_another_tokenizer_is_refused_when_it_meets_a_target(
-    draft_folder: Path, tiny_target: Target
-) -> None:
+def test_a_draft_model_with_another_tokenizer_is_refused_when_it_meets_a_target(draft_folder, tiny_target):
     named = rf"id {len(tiny_target.require_tokenizer())} is '<other>' in the draft model"
     with pytest.raises(IncompatibleError, match=named):
         load_drafter(draft_folder, tiny_target)
@@ -66,6 +62,6 @@ def test_a_draft_model_with_another_tokenizer_is_refused_when_it_meets_a_target(
         DraftModel.build(DraftModelConfig(path=str(draft_folder)), tiny_target)
 
 
-def test_a_draft_model_with_the_targets_tokenizer_loads(draft_folder: Path, tiny_target: Target) -> None:
+def test_a_draft_model_with_the_targets_tokenizer_loads(draft_folder, tiny_target):
     tiny_target.require_tokenizer().save_pretrained(draft_folder)
     assert load_drafter(draft_folder, tiny_target).name == "draft_model"

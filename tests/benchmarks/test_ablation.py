@@ -1,7 +1,4 @@
-"""What benchmarks that time nothing make of rounds.
-
-Two of them have no file of their own: variants of a recipe, and shapes.
-"""
+"""What benchmarks that time nothing make of rounds, with variants of a recipe and shapes."""
 
 from __future__ import annotations
 
@@ -39,10 +36,7 @@ def test_tau_and_alpha_of_rounds_by_hand():
 
 
 def test_a_difference_is_paired():
-    """The interval of the difference has no width, those of the figures have.
-
-    Prompts differ widely, the two figures always by a tenth.
-    """
+    """Prompts differ widely, the two figures always by a tenth: only the interval of the difference has no width."""
     ones, values = [1.0] * 12, np.arange(12.0)
     bootstrap = Bootstrap([12])
     found = bootstrap.difference(Ratio(values + 0.1, ones), Ratio(values, ones))

@@ -31,10 +31,7 @@ def jobs() -> list[PromptJob]:
 
 
 def test_a_whole_measurement(tiny_llama, jobs):
-    """The target as its own drafter keeps everything, whatever the batch.
-
-    Text is the plain target's; rows leave as they end.
-    """
+    """The target as its own drafter keeps everything and writes the plain text; rows leave as they end."""
     target = Target(tiny_llama(layers=2, eos_token_id=5))
     contestants = [Contestant("plain", None, Plan(0)), Contestant("self", DraftModel(target.model), Plan(2))]
     ticks: list[None] = []

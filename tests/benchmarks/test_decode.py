@@ -1,7 +1,4 @@
-"""Benchmarks measure what they say, and every command runs.
-
-Forced acceptance really drafts, bare passes are the loop's own, and gaps are read right.
-"""
+"""Forced acceptance really drafts, bare passes are the loop's own, gaps are read right, and every command runs."""
 
 from __future__ import annotations
 
@@ -97,10 +94,7 @@ def test_shares_are_met():
 
 @pytest.mark.parametrize("share", [1.0, 0.5])
 def test_transformers_assistant_is_forced_by_the_same_script(target, tiny_llama, share):
-    """Their loop takes as many rounds as ours, give or take the ends.
-
-    It has no token from the prompt, and drafts less before the last one.
-    """
+    """Their loop, which has no token from the prompt and drafts less at the end, takes about as many rounds as ours."""
     assistant, texts = tiny_llama(layers=1, seed=1), texts_of(target, 60)[:1]
     script = make_script(texts, share, 64)
     forced = partial(forced_assistant, assistant, script)
@@ -188,10 +182,7 @@ def test_bare_passes_are_those_of_the_loop(target, drafted, monkeypatch):
 
 
 def test_overhead_is_what_the_loop_takes_beside_its_passes(target, monkeypatch):
-    """A decoder that sleeps 20 ms per round, beside passes of 1 ms.
-
-    It is measured in turns with one that does not sleep; the fastest runs count, since the machine may be busy.
-    """
+    """A decoder that sleeps 20 ms per round, in turns with one that does not, beside passes of 1 ms."""
     verify, pause = stage.verify_and_commit, 0.0
     monkeypatch.setattr(stage, "verify_and_commit", lambda *arguments: (time.sleep(pause), verify(*arguments))[1])
     loop, prompts = Ours("plain", Decoder(target), Plan(0), 6), [[p] for p in PROMPTS]
@@ -316,10 +307,7 @@ def test_a_users_mistake_is_one_line(capsys):
 
 
 def test_shapes_run_on_a_cpu(tmp_path):
-    """The whole benchmark runs with random weights, tiny: every figure is there, and all loops write one text.
-
-    Forced figures say so.
-    """
+    """With tiny random weights every figure is there, all loops write one text, and forced figures say so."""
     out = tmp_path / "found.json"
     given = ["--shape", "llama-3.1-8b", "--layers", "1", "--hidden", "64", "--vocab", "512", "--context", "80"]
     given += ["--batch", "1", "2", "--quick"]

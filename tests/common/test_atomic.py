@@ -1,7 +1,4 @@
-"""A file or folder is replaced as a whole, or stays as it was; a sentence says why nothing can be written.
-
-Before the work, or, during it, with what was kept.
-"""
+"""A file or folder is replaced as a whole or stays as it was; a sentence says what cannot be written."""
 
 from __future__ import annotations
 

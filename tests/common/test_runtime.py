@@ -1,7 +1,4 @@
-"""How a process holds memory: what malloc keeps, what it gives back, and what oneDNN remembers.
-
-Each in a process of its own.
-"""
+"""What malloc keeps and gives back, and what oneDNN remembers: each in a process of its own."""
 
 from __future__ import annotations
 
@@ -86,10 +83,7 @@ def said(program: str, *arguments: str) -> list[str]:
 
 @glibc_only
 def test_large_blocks_are_kept_for_the_next_request():
-    """20 blocks of 48 MB, one after the other, are 12,288 pages each.
-
-    Fresh every time by default, the same ones if kept.
-    """
+    """20 blocks of 48 MB are 12,288 pages each: fresh every time by default, the same ones if kept."""
     (was_kept, fresh), (is_kept, reused) = (said(PAGES_OF_LARGE_BLOCKS, how) for how in ("default", "kept"))
     assert (was_kept, is_kept) == ("False", "True")
     assert int(reused) < 0.05 * int(fresh)

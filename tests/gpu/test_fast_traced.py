@@ -1,7 +1,4 @@
-"""The fast pass launches seven kernels for a layer, where the library's modules launch dozens.
-
-Counted on the CUDA device that computes nothing, from passes of models that differ by one layer.
-"""
+"""The fast pass launches seven kernels for a layer, the library's modules dozens: counted on a device that is faked."""
 
 from __future__ import annotations
 

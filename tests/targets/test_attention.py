@@ -55,10 +55,7 @@ def test_parts_are_equal_and_aligned_and_not_too_small(blocks, length, parts):
 
 
 def efficient_kernel(query, key, value, mask, scale):
-    """What CUDA's memory-efficient kernel computes, as its source says: in base 2, in which the mask may overflow.
-
-    A part in which nothing is seen then has a logarithm of 0.
-    """
+    """What CUDA's memory-efficient kernel computes: in base 2, in which the mask may overflow; nothing seen gives 0."""
     assert mask.stride(-2) % 8 == 0, "its rows begin at multiples of 16 bytes"
     to_base_2 = 1.4426950408889634
     scores = ((query.float() @ key.float().transpose(-1, -2)) * scale + mask) * to_base_2

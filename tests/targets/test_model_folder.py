@@ -1,7 +1,4 @@
-"""Folders of strangers: no code runs, no pattern hangs, and no memory is taken for sizes that the weights do not have.
-
-Models of the Hub are checked like folders before any library opens them: here in its cache, as it lays it out.
-"""
+"""Folders of strangers, and models in the Hub's cache: no code runs, no pattern hangs, and no size takes memory."""
 
 from __future__ import annotations
 

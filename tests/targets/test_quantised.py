@@ -1,7 +1,4 @@
-"""A quantised target is another target with nearly the same words; its own identity is stable.
-
-A checkpoint that was quantised elsewhere is loaded by that library, or refused with what to do instead.
-"""
+"""A quantised target says nearly the same, with its own identity; what another library quantised needs that one."""
 
 from __future__ import annotations
 

@@ -95,10 +95,7 @@ def noted_widths(target: Target) -> list[int]:
 
 
 def states(target: Target, text: list[int]) -> list[Tensor]:
-    """Return the library's states of one text read alone, of every layer that keeps some.
-
-    Of convolutions' inputs only those are returned that the next token sees.
-    """
+    """Return the library's states of one text read alone; of convolutions' inputs those that the next token sees."""
     cache = DynamicCache(config=target.config)
     target.model(torch.tensor([text]), past_key_values=cache)
     kept = [layer for layer in cache.layers if hasattr(layer, "conv_states")]

@@ -196,10 +196,7 @@ def test_a_loaded_target_is_the_saved_one(tiny_target, saved):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_merged_weights_are_rounded_once(tiny_target, saved, tmp_path, dtype):
-    """Each weight is what the exact sum of its products rounds to: the products are summed in fp64.
-
-    A digest of the weights must not depend on how a library sums B A.
-    """
+    """Each weight is what the exact sum of its products rounds to: a digest must not depend on how a library sums."""
     config = LoraConfig(r=24, lora_alpha=17, target_modules=["q_proj", "down_proj"])
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(saved), config)
     lora = {name: parameter for name, parameter in model.named_parameters() if "lora_" in name}
@@ -271,10 +268,7 @@ def test_an_adapter_of_the_hub_is_read_from_its_cache(adapter, cached, saved):
 
 
 def test_a_pickled_adapter_is_refused_and_never_opened(adapter, cached, saved, tmp_path, monkeypatch):
-    """In a folder and on the Hub, where peft would take it.
-
-    A safetensors file of another name beside it changes nothing.
-    """
+    """In a folder and on the Hub, where peft would take it, with a safetensors file of another name beside it."""
 
     def never(*_, **__):
         raise AssertionError("a pickle was opened")

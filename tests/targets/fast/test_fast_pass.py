@@ -1,7 +1,4 @@
-"""The fast pass gives what the library's modules give, wherever a pass stands, and decoding through it stays lossless.
-
-Its kernels are interpreted here; models have one or two layers.
-"""
+"""The fast pass gives what the library's modules give, and decoding through it is lossless; kernels are interpreted."""
 
 from __future__ import annotations
 

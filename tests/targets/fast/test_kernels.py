@@ -1,7 +1,4 @@
-"""Every kernel of the fast pass computes what sums in float64 give, up to rounding.
-
-On a CPU they are interpreted. `benchmarks/kernels.py` has more cases, and runs on a GPU.
-"""
+"""Every kernel of the fast pass, interpreted, gives what sums in float64 give; benchmarks/kernels.py has more cases."""
 
 from __future__ import annotations
 
@@ -43,10 +40,8 @@ def test_attention_in_as_many_parts_as_fill_a_gpu(case):
 
 
 def test_entries_may_lie_where_32_bits_do_not_reach(monkeypatch):
-    """One tensor holds the entries of all rows and layers: at 70B shapes far more than 2^31 numbers.
-
-    Only the pages that are touched take memory. The interpreter would copy all of them onto themselves.
-    """
+    """One tensor holds the entries of all rows and layers: at 70B shapes far more than 2^31 numbers."""
+    # Only the pages that are touched take memory; the interpreter would copy all of them onto themselves.
     monkeypatch.setattr(interpreter.GridExecutor, "_restore_args_dev", lambda *given: None)
     room, apart = 16, 2**30
     near = torch.zeros(2, 3, 1, room, 16, dtype=torch.bfloat16)  # keys and values

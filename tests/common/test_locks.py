@@ -33,7 +33,6 @@ def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(tmp_path / "out")], stdout=subprocess.PIPE, text=True, cwd=tmp_path
     )
-    assert process.stdout is not None
     assert process.stdout.readline() == "held\n"
     yield process
     process.kill()
@@ -166,27 +165,29 @@ def test_locks_that_dead_processes_left_inside_go_and_held_ones_stay(holder, tmp
 # ------------------------------------------------------------ leftovers
 
 
-def dead_process() -> int:
-    process = subprocess.Popen([sys.executable, "-c", ""])
-    process.wait()
-    return process.pid
-
-
 def left(place: Path, kind: str, process: int) -> Path:
     name = working_name(place, kind).name.replace(f"-{os.getpid()}-", f"-{process}-", 1)
     return place.with_name(name)
 
 
 def test_what_dead_processes_left_is_removed(tmp_path):
-    out, dead = tmp_path / "out", dead_process()
+    """What somebody else may have made stays: a backup of one file, and others without a mark of ours."""
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    out, dead = tmp_path / "out", ended.pid
     (out / "features" / "key").mkdir(parents=True)
-    (out / "kept").touch()
+    (out / "data").mkdir()
+    kept = ["kept", f".data.{dead}.old", f".features.{dead}.old", f".recipe.yaml.{dead}.tmp"]
+    for name in kept:
+        (out / name).touch()
     for file in (out / "recipe.yaml", out / "features" / "key" / "states", out):
         left(file, "tmp", dead).touch()
     left(out, "tmp", dead).mkdir()
     take(out)
     left_over = sorted(f.relative_to(tmp_path).as_posix() for f in tmp_path.rglob("*"))
-    assert left_over == ["out", "out/features", "out/features/key", "out/kept"]
+    assert left_over == sorted(
+        ["out", "out/data", "out/features", "out/features/key", *(f"out/{name}" for name in kept)]
+    )
 
 
 def test_what_living_processes_write_stays(tmp_path):
@@ -206,14 +207,3 @@ def test_what_living_processes_write_stays(tmp_path):
 def test_other_hidden_files_are_nobodys_leftovers():
     for name in (".out.lock", ".git", ".x.tmp", "x.12.tmp", ".x.12.part", ".x.123.old", ".x.123-1a2b3c4d-0.tmp"):
         assert Leftover.at(Path(name)) is None, name
-
-
-def test_what_may_be_somebody_elses_stays(tmp_path):
-    """A backup that a person made of one file, and others without a mark of ours."""
-    out, dead = tmp_path / "out", dead_process()
-    (out / "data").mkdir(parents=True)
-    kept = [out / f".data.{dead}.old", out / f".features.{dead}.old", out / f".recipe.yaml.{dead}.tmp"]
-    for file in kept:
-        file.touch()
-    take(out)
-    assert all(file.exists() for file in kept)

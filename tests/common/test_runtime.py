@@ -99,17 +99,16 @@ def test_what_is_kept_is_given_back_on_demand():
 
 @pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
 def test_commands_set_it_up_when_they_start_and_not_when_they_are_imported(command):
-    program = WHAT_A_COMMAND_SETS.format(command=command)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    program = [sys.executable, "-c", WHAT_A_COMMAND_SETS.format(command=command)]
+    done = subprocess.run(program, capture_output=True, text=True)
     assert done.stdout.splitlines()[-1] == "blocks shapes"
 
 
-def test_a_user_who_has_set_malloc_up_keeps_that(monkeypatch):
+@pytest.mark.parametrize("name", ["MALLOC_ARENA_MAX", "GLIBC_TUNABLES"])
+def test_a_user_who_has_set_malloc_up_keeps_that(monkeypatch, name):
     monkeypatch.setattr(runtime, "_glibc", lambda function: pytest.fail("asked"))
-    for name in ("MALLOC_ARENA_MAX", "GLIBC_TUNABLES"):
-        with monkeypatch.context() as patched:
-            patched.setenv(name, "glibc.malloc.arena_max=2")
-            assert not keep_large_blocks()
+    monkeypatch.setenv(name, "glibc.malloc.arena_max=2")
+    assert not keep_large_blocks()
 
 
 def test_another_c_library_is_left_alone(monkeypatch):

@@ -45,8 +45,6 @@ def test_without_torchao_it_says_what_to_install(folder):
 def test_it_says_nearly_the_same(folder, kind):
     tokens = torch.randint(5, 300, (2, 16), generator=torch.Generator().manual_seed(0))
     plain, quantised = (Target.load(folder, quantize=q).forward(tokens).logits for q in (None, kind))
-    assert plain is not None
-    assert quantised is not None
     assert 0 < (plain - quantised).abs().mean() < 0.1 * plain.abs().mean()
 
 

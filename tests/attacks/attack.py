@@ -49,7 +49,7 @@ def attack(attempts: list[Attempt], world: Path, folder: Path, whole: str) -> di
 def _require_alarm(world: Path, folder: Path) -> None:
     """Show that code which runs is noticed: with the user's word, a target's own code does."""
     copied(world, folder)
-    next(a for a in all_attempts() if a.name == "auto_map both in target").plant(folder)
+    next(a for a in all_attempts() if a.name == "code as both in target").plant(folder)
     outcome = runner.run(["distill", "eagle.yaml", "output=new", "target.trust_remote_code=true"], folder)
     if not (folder / MARK).exists():
         raise RuntimeError(f"code that was trusted left no mark: {outcome.said}")

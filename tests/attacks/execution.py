@@ -104,12 +104,9 @@ def _auto_map() -> Iterator[Attempt]:
         "adapter": ADAPTED,
     }
     for folder, commands in folders.items():
-        for variant in ("tokenizer", "tokenizer_class", "config", "model_type", "elsewhere", "both"):
-            yield Attempt(f"auto_map {variant} in {folder}", _planted(folder, variant), commands)
-    for name in ("target", "pair-draft/drafter"):
-        commands = folders[name]
-        yield Attempt(f"custom_generate in {name}", _custom_generate(name), commands)
-        yield Attempt(f"processor in {name}", _processor(name), commands)
+        more = ("custom_generate", "processor") if folder in ("target", "pair-draft/drafter") else ()
+        for variant in ("tokenizer", "tokenizer_class", "config", "model_type", "elsewhere", "both", *more):
+            yield Attempt(f"code as {variant} in {folder}", _planted(folder, variant), commands)
     yield Attempt("auto_map in an MTP layer", _mtp_layer, read_pair("pair-mtp"))
     for name, commands in {"target": READ_TARGET, "pair-eagle/tokenizer": read_pair("pair-eagle")}.items():
         for place in ("question_encoder_tokenizer", "generator_tokenizer"):
@@ -128,28 +125,18 @@ def _planted(world: Path, folder: str, variant: str) -> None:
     if variant in ("config", "model_type", "elsewhere", "both"):
         kind = {"model_type": "evil", "architectures": ["Evil"]} if variant == "model_type" else {}
         edit(here / "config.json", auto_map=maps["config"] | maps["tokenizer"], **kind)
+    if variant == "custom_generate":
+        (here / variant).mkdir()
+        (here / variant / "generate.py").write_text(code(world))
+        (here / variant / "requirements.txt").write_text("")
+    for name in ("processor", "preprocessor", "video_preprocessor") if variant == "processor" else ():
+        edit(here / f"{name}_config.json", auto_map={"AutoProcessor": "evil.Evil"}, processor_class="Evil")
     _resealed(world, folder)
 
 
 def _resealed(world: Path, folder: str) -> None:
     if folder.startswith("pair-"):
         reseal(world / folder.partition("/")[0])
-
-
-@of_world
-def _custom_generate(world: Path, folder: str) -> None:
-    (world / folder / "custom_generate").mkdir()
-    (world / folder / "custom_generate" / "generate.py").write_text(code(world))
-    (world / folder / "custom_generate" / "requirements.txt").write_text("")
-    _resealed(world, folder)
-
-
-@of_world
-def _processor(world: Path, folder: str) -> None:
-    (world / folder / "evil.py").write_text(code(world))
-    for name in ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"):
-        edit(world / folder / name, auto_map={"AutoProcessor": "evil.Evil"}, processor_class="Evil")
-    _resealed(world, folder)
 
 
 @of_world

@@ -50,6 +50,20 @@ def require_librarys(logits: Tensor, target: Target, texts: list[list[int]], new
         torch.testing.assert_close(logits[row], expected, rtol=tolerance, atol=tolerance)
 
 
+def require_offsets(target: Target, length: int, kept: list[int], tolerance: float, again_from: int = 0) -> None:
+    """Passes from the last entry (offset −1), or after an uncommitted one (1), give what one pass over all does."""
+    text, cache = tokens(2, length + 3), target.new_cache(2, 20)
+    target.forward(text[:, :length], cache)
+    cache.advance(RowLengths.of(kept, "cpu"))
+    rows, starts = torch.arange(2)[:, None], torch.tensor(kept)[:, None]
+    again = target.forward(text[rows, starts - 1 + torch.arange(2)], cache, offset=-1).logits
+    after = target.forward(text[rows, starts + 1], cache, offset=1).logits
+    for row, n in enumerate(kept):
+        expected = target.model(text[row : row + 1, : n + 2]).logits[0, n - 1 :]
+        torch.testing.assert_close(again[row, again_from:], expected[again_from:2], rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(after[row, 0], expected[2], rtol=tolerance, atol=tolerance)
+
+
 @contextmanager
 def allocated(target: Target, rows: int, length: int) -> Iterator[tuple[Target, Any]]:
     """Give a target's new cache, which takes exactly what was announced, and as much after the passes inside."""

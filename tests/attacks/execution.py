@@ -194,23 +194,19 @@ def _pickles() -> Iterator[Attempt]:
 
 @of_world
 def _pickle_in(world: Path, place: str, packed: bool, instead_of: str | None = None, unseal: bool = False) -> None:
+    from outrider.common.digests import seal
+
     for file in list(world.glob(place)) or [world / place.replace("*", "x")]:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.unlink(missing_ok=True)
         torch_zip(file, pickled(world)) if packed else file.write_bytes(pickled(world))
         if unseal:  # a stranger leaves the list of digests out, or writes it anew
             for listed in (file.parent / "SHA256SUMS", world / "run-eagle" / "data" / "SHA256SUMS"):
-                _seal_again(listed)
+                if listed.exists():
+                    seal(listed.parent)
     if instead_of is not None:
         (world / instead_of).unlink()
     _resealed(world, place)
-
-
-def _seal_again(listed: Path) -> None:
-    from outrider.common.digests import seal
-
-    if listed.exists():
-        seal(listed.parent)
 
 
 # ------------------------------------------------------------ YAML

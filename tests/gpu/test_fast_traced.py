@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -38,7 +36,7 @@ def launched(kind: str, layers: int, tokens: int, fast: bool, tree: bool = False
     return traced
 
 
-def per_layer(kind: str, *how: Any) -> int:
+def per_layer(kind: str, *how: int) -> int:
     two, three = (launched(kind, layers, *how).kernels.total() for layers in (2, 3))
     return three - two
 

@@ -185,14 +185,9 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_made(monkeypatch):
         grow(source(), shape)
 
 
-@pytest.fixture
-def small_shape(monkeypatch) -> str:
-    sizes = ("llama", 512, 13, 8, 4, 64, 768, 5000, 4096, {})
-    monkeypatch.setitem(SHAPES, "small", sizes)
-    return "embedded@small"
-
-
-def test_a_target_may_be_named_with_its_shape(small_shape):
+def test_a_target_may_be_named_with_its_shape(monkeypatch):
+    small_shape = "embedded@small"
+    monkeypatch.setitem(SHAPES, "small", ("llama", 512, 13, 8, 4, 64, 768, 5000, 4096, {}))
     grown, source = (Target.load(path, device="cpu", dtype="float32") for path in (small_shape, "embedded"))
     assert (grown.hidden_size, grown.num_layers, grown.vocab_size) == (512, 13, 5000)
     assert grown.source["path"] == small_shape

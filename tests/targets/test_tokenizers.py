@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
@@ -14,22 +16,17 @@ from outrider.heads import DraftModel, DraftModelConfig, load_drafter
 from outrider.targets import TokenDifference, first_difference, require_same_vocabulary
 
 
-class Vocabulary:
-    """The one method of a tokenizer that a comparison needs."""
-
-    def __init__(self, *tokens: str, **placed: int):
-        self.tokens = {t: i for i, t in enumerate(tokens)} | placed
-
-    def get_vocab(self) -> dict[str, int]:
-        return self.tokens
+def vocabulary(*tokens: str, **placed: int) -> Any:
+    """Return the one method of a tokenizer that a comparison needs."""
+    return SimpleNamespace(get_vocab=lambda: {t: i for i, t in enumerate(tokens)} | placed)
 
 
 @pytest.mark.parametrize(
     ("first", "second", "difference"),
     [
-        pytest.param(Vocabulary("a", "b"), Vocabulary(b=1, a=0), None, id="none"),
-        pytest.param(Vocabulary(*"abcd"), Vocabulary(*"aBCd"), TokenDifference(1, "b", "B"), id="the lowest"),
-        pytest.param(Vocabulary("a"), Vocabulary("a", "<new>"), TokenDifference(1, None, "<new>"), id="an added token"),
+        pytest.param(vocabulary("a", "b"), vocabulary(b=1, a=0), None, id="none"),
+        pytest.param(vocabulary(*"abcd"), vocabulary(*"aBCd"), TokenDifference(1, "b", "B"), id="the lowest"),
+        pytest.param(vocabulary("a"), vocabulary("a", "<new>"), TokenDifference(1, None, "<new>"), id="an added token"),
     ],
 )
 def test_the_lowest_differing_id_is_found(first, second, difference):
@@ -38,7 +35,7 @@ def test_the_lowest_differing_id_is_found(first, second, difference):
 
 def test_a_refusal_names_id_and_both_tokens():
     with pytest.raises(IncompatibleError, match="id 1 is 'b' in mine and missing in the target") as caught:
-        require_same_vocabulary(Vocabulary("a", "b"), Vocabulary("a"), "mine")
+        require_same_vocabulary(vocabulary("a", "b"), vocabulary("a"), "mine")
     assert caught.value.exit_code == 3
 
 

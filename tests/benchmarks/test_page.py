@@ -1,7 +1,8 @@
-"""The results page is the one that its command makes from the result files, their tables and their notes."""
+"""The results page is made from the result files, their notes, and the tables that benchmarks make of them."""
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 
@@ -9,6 +10,29 @@ import pytest
 
 from benchmarks import page
 from benchmarks.report import interval, publish, table
+
+MAKERS = {
+    "ablation": "ablation-*",
+    "batches": "batches-*",
+    "compiled": "kernels-sm90",
+    "decode": "decode-*",
+    "identity": "identity-*",
+    "kernels": "kernels-interpreted",
+    "launches": "launches-*",
+    "shapes": "[rs][uh]*s-cpu-fp32",
+}
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_tables_are_made_from_the_figures(name):
+    if name in ("compiled", "kernels"):
+        pytest.importorskip("triton")
+    made = importlib.import_module(f"benchmarks.{name}").tables
+    files = sorted((page.FOLDER / "results").glob(f"{MAKERS[name]}.json"))
+    assert files
+    for file in files:
+        tables = "\n\n".join(made(json.loads(file.read_text(encoding="utf-8")))) + "\n"
+        assert tables == file.with_suffix(".md").read_text(encoding="utf-8"), file.name
 
 
 def test_the_committed_page_is_what_its_command_makes():

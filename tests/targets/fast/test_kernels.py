@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from triton.runtime import interpreter
@@ -74,3 +79,15 @@ def test_products(name, kind):
 def test_heads(normed, size):
     for dtype, limit in LIMITS.items():
         assert heads_error(normed, size, dtype, CPU) < limit
+
+
+@pytest.mark.parametrize("tilings", ["one", pytest.param("every", marks=pytest.mark.slow)])
+def test_kernels_compile_for_an_h200_that_is_not_there(tmp_path, tilings):
+    """They need no more than it has, and spill nothing."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    words = [sys.executable, "-m", "benchmarks.compiled", *(["--few"] if tilings == "one" else [])]
+    words += ["--out", str(tmp_path / "kernels.json")]
+    done = subprocess.run(words, capture_output=True, text=True, env=environment, cwd=Path(__file__).parents[3])
+    assert done.returncode == 0, done.stdout + done.stderr
+    for kernel in ("multiply_vector", "multiply_tokens", "gate", "place_heads", "attend_parts", "merge_parts"):
+        assert kernel in done.stdout

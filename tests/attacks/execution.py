@@ -85,9 +85,6 @@ def attempts() -> Iterator[Attempt]:
         yield from attack()
 
 
-# ------------------------------------------------------------ code beside a config
-
-
 _MAPS: dict[str, dict[str, Any]] = {
     "config": {"AutoConfig": "evil.EvilConfig", "AutoModelForCausalLM": "evil.Evil", "AutoModel": "evil.Evil"},
     "tokenizer": {"AutoTokenizer": ["evil.EvilTokenizer", "evil.EvilTokenizer"]},
@@ -164,9 +161,6 @@ def _mtp_layer(world: Path) -> None:
     reseal(world / "pair-mtp")
 
 
-# ------------------------------------------------------------ pickles
-
-
 def _pickles() -> Iterator[Attempt]:
     """Pickles under every name that a library looks for, plain and as torch packs them, and in the place of weights."""
     weights = {
@@ -209,9 +203,6 @@ def _pickle_in(world: Path, place: str, packed: bool, instead_of: str | None = N
     _resealed(world, place)
 
 
-# ------------------------------------------------------------ YAML
-
-
 def _tags() -> Iterator[Attempt]:
     values = [
         "!!python/object/apply:os.system ['touch {mark}']",
@@ -247,9 +238,6 @@ def _tagged(world: Path, place: str, value: str) -> None:
         with (world / name).open("a") as opened:
             opened.write(line)
     _resealed(world, name)
-
-
-# ------------------------------------------------------------ templates
 
 
 _PAYLOADS = [
@@ -290,9 +278,6 @@ def _templated(world: Path, folder: str, place: str, payload: str) -> None:
     else:
         (world / folder / "chat_template.jinja").write_text(text)
     _resealed(world, folder)
-
-
-# ------------------------------------------------------------ adapters
 
 
 def _adapters() -> Iterator[Attempt]:
@@ -342,9 +327,6 @@ def _adapted(world: Path, place: str, change: dict[str, Any]) -> None:
     if place == "beside":
         for file in (world / "adapter").iterdir():
             shutil.copy(file, world / "target")
-
-
-# ------------------------------------------------------------ names that somebody may import, open or evaluate
 
 
 def _names() -> Iterator[Attempt]:
@@ -423,9 +405,6 @@ def _modules() -> Iterator[Attempt]:
 def _module(world: Path, name: str) -> None:
     (world / f"{name}.py").write_text(code(world))
     (world / "target" / f"{name}.py").write_text(code(world))
-
-
-# ------------------------------------------------------------ prompts and reports
 
 
 def _rows() -> Iterator[Attempt]:

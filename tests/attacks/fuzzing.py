@@ -96,9 +96,6 @@ def _plant(file: str, change: Callable[..., bytes], seed: str, resealed: bool, w
             reseal(world / file.partition("/")[0])
 
 
-# ------------------------------------------------------------ texts: any file
-
-
 def _flip(text: bytes, draw: random.Random) -> bytes:
     place = draw.randrange(max(1, len(text)))
     return text[:place] + bytes([text[place] ^ 1 << draw.randrange(8)]) + text[place + 1 :]
@@ -164,9 +161,6 @@ JINJA: dict[str, Callable[[bytes, random.Random], bytes]] = {
         ]
     ),
 }
-
-
-# ------------------------------------------------------------ values: JSON and YAML
 
 
 NASTY: list[Any] = [None, True, False, -1, 0, 1, 2**31, 2**63, -(2**63), 10**9, 10**12, 10**30]
@@ -271,9 +265,6 @@ VALUES: dict[str, Callable[[Any, random.Random], Any]] = {
     "a value wrapped": _wrapped,
     "several changes": _several,
 }
-
-
-# ------------------------------------------------------------ headers of safetensors files
 
 
 def _header(content: bytes) -> tuple[dict[str, Any], bytes]:

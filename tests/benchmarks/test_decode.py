@@ -42,9 +42,6 @@ def texts_of(target: Target, count: int) -> list[list[int]]:
     return [p + t for p, t in zip(PROMPTS, written(target, count), strict=True)]
 
 
-# ------------------------------------------------------------ forced acceptance
-
-
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("kind", ["eagle3", "draft_model"])
 def test_forced_drafts_are_accepted_as_the_script_says_and_the_text_stays(target, tiny_llama, kind, static):
@@ -105,9 +102,6 @@ def test_transformers_assistant_is_forced_by_the_same_script(target, tiny_llama,
     assert not assistant._forward_hooks
 
 
-# ------------------------------------------------------------ loops
-
-
 def test_the_steady_part_leaves_out_the_first_step(target):
     done = Ours("self", Decoder(target, DraftModel(target.model)), Plan(3), 14)(PROMPTS)
     # 1 from the prompt, then rounds of 4: 1 + 4 | 4 + 4 + 1.
@@ -137,9 +131,6 @@ def test_marks_tell_when_the_prompt_was_read_and_each_token(target):
         seen: list[int] = []
         loop(PROMPTS, seen.append)
         assert seen == [1, 2, 3, 4, 5]
-
-
-# ------------------------------------------------------------ overhead
 
 
 def passes_made(target: Target, run: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
@@ -209,9 +200,6 @@ def test_overhead_of_parts():
     assert Overhead.of_parts(1.1, [0.2, 0.8]).to_dict()["share"] == pytest.approx(0.1)
 
 
-# ------------------------------------------------------------ gaps
-
-
 def test_overlapping_spans_become_one():
     assert merged([(5, 6), (0, 2), (1, 3), (3, 4)]) == [(0, 4), (5, 6)]
 
@@ -238,9 +226,6 @@ def test_a_trace_by_hand():
     shown = gaps.to_dict(round_seconds=9e-6)
     assert shown["idle_seconds_without_profiler"] == pytest.approx(1.5e-6)
     assert read_trace({"traceEvents": events[-2:]}, "cuda", rounds=2) is None
-
-
-# ------------------------------------------------------------ random weights
 
 
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen3-8b"])
@@ -279,9 +264,6 @@ def test_joined_prompts_have_the_lengths_asked_for():
 def test_prompts_too_short_to_hold_what_follows_are_refused():
     with pytest.raises(BadInputError, match="at least 23"):
         random_prompts(64, [30, 22], ahead=20)
-
-
-# ------------------------------------------------------------ commands
 
 
 def test_too_little_memory_is_written_down():

@@ -65,9 +65,6 @@ def test_a_block_that_removes_its_folder_changes_nothing(folder):
     assert tree(folder.parent) == ["there", "there/old"]
 
 
-# ------------------------------------------------------------ killed in between
-
-
 def killed_before(name: str, number: int, folder: Path, exchange: bool) -> bool:
     """Replace `folder` in a process that is killed before its `number`-th call of `name`; tell whether it was."""
     script = f"""
@@ -109,9 +106,6 @@ def test_a_kill_at_any_moment_leaves_the_old_or_the_new_one(folder, exchange):
             found.append(tree(folder))
     assert ["old"] in found
     assert ["new"] in found
-
-
-# ------------------------------------------------------------ other disks
 
 
 @pytest.fixture
@@ -198,9 +192,6 @@ def test_a_folder_of_a_containers_image_is_replaced_and_moved_aside(folder, tmp_
     assert ran.stdout.splitlines() == ["['new'] ['there']", "['aside'] ['new']"]
 
 
-# ------------------------------------------------------------ small and read-only disks
-
-
 def command_works(*command: object) -> bool:
     try:
         return subprocess.run(list(map(str, command)), capture_output=True, timeout=20).returncode == 0
@@ -218,9 +209,6 @@ def mounted(folder: Path, *options: str) -> Iterator[Path]:
         yield folder
     finally:
         subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
-# ------------------------------------------------------------ before the work
 
 
 @pytest.mark.parametrize("depth", ["there", "missing", "far/away/missing"])
@@ -256,9 +244,6 @@ def test_a_folder_without_permission_is_refused(tmp_path):
             require_folder(locked / "run")
     finally:
         command_works("chattr", "-i", locked)
-
-
-# ------------------------------------------------------------ during the work
 
 
 def write_text(folder: Path) -> None:

@@ -92,9 +92,6 @@ def test_a_folder_grows_file_by_file_and_a_torn_line_counts_not(tmp_path):
     assert len(problems(tmp_path)) == 1
 
 
-# ------------------------------------------------------------ the second reading
-
-
 def settle() -> None:
     """Make files look as if they had not been changed for long; the time of their status cannot be set."""
     time.sleep(2.1)

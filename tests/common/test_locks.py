@@ -162,9 +162,6 @@ def test_locks_that_dead_processes_left_inside_go_and_held_ones_stay(holder, tmp
     assert "is being written" in refusal(tmp_path / "out")
 
 
-# ------------------------------------------------------------ leftovers
-
-
 def left(place: Path, kind: str, process: int) -> Path:
     name = working_name(place, kind).name.replace(f"-{os.getpid()}-", f"-{process}-", 1)
     return place.with_name(name)

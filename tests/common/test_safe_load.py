@@ -31,9 +31,6 @@ plain = st.recursive(
 )
 
 
-# ------------------------------------------------------------ properties
-
-
 @given(plain)
 def test_json_that_was_written_is_read_back(value):
     assert parse_json(json.dumps(value), "here") == value
@@ -68,9 +65,6 @@ def test_any_bytes_are_text_or_refused(read):
         assert decoded(read, "here").encode() in (read, read[3:])
 
 
-# ------------------------------------------------------------ JSON
-
-
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
@@ -102,9 +96,6 @@ def test_what_is_just_within_the_limits_is_read():
     assert parse_json("[" * 101 + "]" * 101, "here") is not None
     assert parse_json("9" * 40, "here") == int("9" * 40)
     assert parse_json(r'"\ud83d\ude00"', "here") == "😀"
-
-
-# ------------------------------------------------------------ YAML
 
 
 def bomb(line: str, levels: int) -> str:
@@ -154,9 +145,6 @@ def test_a_date_is_text_and_a_number_with_an_exponent_a_number():
     assert values == {"a": "2026-11-22", "b": 0.003, "c": "2001-99-99"}
 
 
-# ------------------------------------------------------------ files
-
-
 def test_a_pipe_and_a_device_are_refused_and_never_waited_for(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to("/dev/zero")
@@ -201,8 +189,6 @@ def test_a_missing_file_and_an_impossible_name_are_told_apart(tmp_path):
     with pytest.raises(Unreadable):
         read_json(tmp_path / "a\0b")
 
-
-# ------------------------------------------------------------ long JSON lists
 
 ENTRIES = [{"a": 'é\\"]}', "b": [1, {"c": None}]}, {"a": "x" * 50}, [], "text", -1.5, True, {}]
 

@@ -68,9 +68,6 @@ def save(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> Save:
     return make
 
 
-# ------------------------------------------------------------ who it is
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_is_the_loaded_target_in_every_type(save, kind):
     folder = save(kind)
@@ -157,9 +154,6 @@ def test_a_model_that_computes_with_its_weights_on_loading_is_loaded_whole_for_i
     assert "the target is loaded whole: its weights cannot be read one at a time" in caplog.text
 
 
-# ------------------------------------------------------------ what it takes
-
-
 def test_other_threads_make_modules_meanwhile_as_ever(save, monkeypatch):
     made: list[nn.Module] = []
     target = config_only_target(save())
@@ -223,9 +217,6 @@ def test_memory_holds_a_few_weights_at_a_time(save, tmp_path, tiny_tokenizer, ki
     told = subprocess.run([sys.executable, "-c", MEASURED, *folders], capture_output=True, text=True, check=True)
     kept_by_malloc, at_once = 64, 3 if kind == "llama" else 5
     assert float(told.stdout) < kept_by_malloc + at_once * max(sizes)
-
-
-# ------------------------------------------------------------ what is refused
 
 
 def test_weights_that_cannot_be_had_are_refused_at_once(save):

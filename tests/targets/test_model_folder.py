@@ -42,9 +42,6 @@ def adapter(saved: Path, tmp_path: Path) -> Path:
     return tmp_path / "adapter"
 
 
-# ------------------------------------------------------------ code
-
-
 def test_every_loading_call_says_whether_code_may_run():
     silent = []
     rooms = [p for p in ROOT.iterdir() if (p / "py.typed").is_file()]
@@ -88,9 +85,6 @@ def test_a_tokenizer_that_loads_two_others_asks_nobody_and_is_refused(saved, tmp
     with pytest.raises(OutriderError):
         load_tokenizer(folder)
     assert not (tmp_path / "ran").exists()
-
-
-# ------------------------------------------------------------ sizes
 
 
 @pytest.mark.parametrize(
@@ -174,9 +168,6 @@ def test_an_adapter_in_a_models_folder_is_not_applied_without_a_word(saved, adap
         Target.load(saved)
 
 
-# ------------------------------------------------------------ adapters
-
-
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -240,9 +231,6 @@ def test_what_real_models_configs_hold_is_read(tmp_path):
 def test_a_list_that_somebody_made_by_sha256sum_is_none_of_ours(saved):
     (saved / "SHA256SUMS").write_text("0" * 64 + "  model.safetensors\n")
     assert Target.load(saved, device="cpu").num_layers > 0
-
-
-# ------------------------------------------------------------ the Hub's cache
 
 
 def test_a_model_of_the_hub_is_the_one_that_its_folder_holds(saved, hub):

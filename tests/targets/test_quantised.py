@@ -63,9 +63,6 @@ def test_the_output_embedding_stays_as_it_is(saved):
     assert quantised.source["quantize"] == "int8"
 
 
-# ------------------------------------------------------------ checkpoints that were quantised elsewhere
-
-
 LIBRARIES = {
     "bitsandbytes": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
     "gptqmodel": {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True},

@@ -36,9 +36,6 @@ def make(kind: str) -> Target:
     return Target(small_model(kind, "eager", initializer_range=0.2, **KINDS[kind]))
 
 
-# ------------------------------------------------------------ passes
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_taps_are_the_librarys_hidden_states(kind):
     """By HF index: 0 is what enters the first layer, N//2 the middle, N comes after the final norm."""
@@ -158,9 +155,6 @@ def test_a_peft_wrapper_is_looked_through():
     assert (target.vocab_size, target.num_layers, target.hidden_size) == (64, 4, 32)
 
 
-# ------------------------------------------------------------ facts
-
-
 def test_end_tokens_come_from_the_generation_config_first(tiny_target):
     assert tiny_target.eos_ids == (1,)
     tiny_target.model.generation_config.eos_token_id = [5, 6]
@@ -173,9 +167,6 @@ def test_end_tokens_come_from_the_generation_config_first(tiny_target):
 def test_a_target_without_a_tokenizer_says_so(tiny_llama):
     with pytest.raises(BadInputError, match=r"no tokenizer; pass one: Target\(model, tokenizer\)"):
         Target(tiny_llama(layers=1)).require_tokenizer()
-
-
-# ------------------------------------------------------------ loading
 
 
 def test_a_loaded_target_is_the_saved_one(tiny_target, saved):
@@ -338,9 +329,6 @@ def test_unknown_keys_get_a_suggestion_or_the_list():
         refuse_unknown_keys(["steps", "stpes"], ["steps", "taps"], "recipe")
     with pytest.raises(BadInputError, match="unknown key 'xyz'; known keys: steps, taps"):
         refuse_unknown_keys(["xyz"], ["taps", "steps"], "recipe")
-
-
-# ------------------------------------------------------------ identity
 
 
 def test_a_fingerprint_is_a_function_of_content(tiny_target, tiny_llama):

@@ -191,9 +191,6 @@ def _good(workshop: Workshop, subject: Subject) -> Path:
     return kept
 
 
-# ------------------------------------------------------------ what is done to a file
-
-
 def _flip(data: bytes, chance: random.Random) -> bytes:
     place, bit = chance.randrange(len(data)), 1 << chance.randrange(8)
     return data[:place] + bytes([data[place] ^ bit]) + data[place + 1 :]
@@ -226,9 +223,6 @@ def _altered(file: Path, kind: str, chance: random.Random) -> str:
         assert changed != data
         file.write_bytes(changed)
     return file.name
-
-
-# ------------------------------------------------------------ what came of it
 
 
 def _judge(found: Alterations, outcome: Outcome, what: str, named: list[str], whole: bool) -> None:

@@ -93,9 +93,6 @@ def _act(action: Callable[[], object], writing: int, kill_before: int | None) ->
     os._exit(code)
 
 
-# ------------------------------------------------------------ what is on the disk
-
-
 def names(folder: Path) -> set[str]:
     """Return the paths of all files and empty folders in `folder`."""
     found = (p for p in folder.rglob("*") if not p.is_dir() or not any(p.iterdir()))

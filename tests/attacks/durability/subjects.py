@@ -104,8 +104,6 @@ class Workshop:
             values["joint"] = {"lora": lora, "learning_rate": 1e-3, "heads_first": 0.4}
         return Recipe.from_dict(values)
 
-    # ------------------------------------------------------------ the verbs
-
     def distill(self) -> None:
         distill(self.recipe(), self.target)
 

@@ -95,9 +95,6 @@ def test_a_pass_of_fixed_shape_reads_nothing_after_its_entries():
             cache.advance(RowLengths(torch.tensor([length])))
 
 
-# ------------------------------------------------------------ weights
-
-
 def test_merged_weights_are_the_librarys_own():
     """Nothing takes memory twice, and what is written to a module is what the next pass reads."""
     target = build("qwen2", num_hidden_layers=1)
@@ -228,9 +225,6 @@ def test_ways_are_tried_for_few_numbers_of_tokens(tried):
     assert len(trials) == 4 * 4
 
 
-# ------------------------------------------------------------ where it is refused
-
-
 def test_other_models_are_refused_with_the_reason(monkeypatch):
     for said, sizes in {"biases in its MLPs": {"mlp_bias": True}, "heads of 24 numbers": {"head_dim": 24}}.items():
         with pytest.raises(IncompatibleError, match=said):
@@ -295,9 +289,6 @@ def test_a_kernel_that_is_wrong_on_a_device_is_found_before_it_is_used(part, fau
     with pytest.raises(IncompatibleError, match="other numbers"):
         use_fast_pass(target)
     assert target.fast is None
-
-
-# ------------------------------------------------------------ lossless
 
 
 PROMPTS = [[3, 7, 11, 5], [9]]

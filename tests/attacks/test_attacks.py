@@ -21,8 +21,8 @@ needs_cc = pytest.mark.skipif(
 
 
 def attacked(tmp_path: Path, program: str, name: str, *options: str) -> Any:
-    program, out = Path(__file__).with_name(program), tmp_path / "found.json"
-    done = subprocess.run([sys.executable, program, name, *options, "--out", out], capture_output=True, text=True)
+    script, out = Path(__file__).parent / program, tmp_path / "found.json"
+    done = subprocess.run([sys.executable, script, name, *options, "--out", out], capture_output=True, text=True)
     assert out.is_file(), done.stdout[-2000:] + done.stderr[-2000:]
     return json.loads(out.read_text())
 

@@ -1,4 +1,4 @@
-"""A file or folder is replaced as a whole or stays as it was; a sentence says what cannot be written."""
+"""A file or folder is replaced as a whole or stays as it was; a sentence says why nothing can be written."""
 
 from __future__ import annotations
 

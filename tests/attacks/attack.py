@@ -20,60 +20,39 @@ from pathlib import Path
 from typing import Any
 
 import runner
-from world import copied, make_world
+from execution import MARK
+from execution import attempts as all_attempts
+from fuzzing import damaged
+from world import Attempt, copied, make_world
 
 
-def execution(world: Path, folder: Path, only: str) -> dict[str, Any]:
-    """Try every attempt to run code; return counts, and what ran or ended as no command may."""
-    from execution import MARK, attempts
-
-    _require_alarm(world, folder)
+def attack(attempts: list[Attempt], world: Path, folder: Path, whole: str) -> dict[str, Any]:
+    """Make every attempt; return counts, and what ran or ended as no command may."""
     ran, odd, codes = [], [], Counter[int]()
-    chosen = [a for a in attempts() if only in a.name]
-    for attempt in chosen:
+    most = {"cpu": 0.0, "seconds": 0.0, "gigabytes": 0.0}
+    for attempt in attempts:
         copied(world, folder)
         attempt.plant(folder)
         for command in attempt.commands:
-            outcome = _run(attempt.name, command, folder, "ODD" if only else "")
+            outcome, what = _run(attempt.name, command, folder, whole), {"attempt": attempt.name, "command": command}
             codes[outcome.code] += 1
+            most = {name: max(value, getattr(outcome, name)) for name, value in most.items()}
             if not outcome.held:
-                odd.append({"attempt": attempt.name, "command": command, **asdict(outcome)})
+                odd.append(what | asdict(outcome))
             if (folder / MARK).exists():
-                ran.append({"attempt": attempt.name, "command": command})
+                ran.append(what)
                 (folder / MARK).unlink()
-    return {"attempts": len(chosen), "commands": sum(codes.values()), "ran": ran, "codes": dict(codes), "odd": odd}
+    counts = {"codes": dict(codes), "files": dict(Counter(a.file for a in attempts)), "most": most}
+    return {"attempts": len(attempts), "commands": sum(codes.values()), "ran": ran, **counts, "odd": odd}
 
 
 def _require_alarm(world: Path, folder: Path) -> None:
     """Show that code which runs is noticed: with the user's word, a target's own code does."""
-    from execution import MARK, attempts
-
     copied(world, folder)
-    next(a for a in attempts() if a.name == "auto_map both in target").plant(folder)
+    next(a for a in all_attempts() if a.name == "code as both in target").plant(folder)
     outcome = runner.run(["distill", "eagle.yaml", "output=new", "target.trust_remote_code=true"], folder)
     if not (folder / MARK).exists():
         raise RuntimeError(f"code that was trusted left no mark: {outcome.said}")
-
-
-def fuzz(world: Path, folder: Path, count: int, seed: int, numbers: list[int]) -> dict[str, Any]:
-    """Damage one file at a time in `count` ways; return counts and what ended as no command may."""
-    from fuzzing import damaged
-
-    odd, codes, kinds = [], Counter[int](), Counter[str]()
-    most = {"cpu": 0.0, "seconds": 0.0, "gigabytes": 0.0}
-    for case in damaged(count, seed):
-        if numbers and int(case.name.partition(":")[0]) not in numbers:
-            continue
-        copied(world, folder)
-        case.plant(folder)
-        outcome = _run(case.name, case.command, folder, "all" if numbers else "")
-        codes[outcome.code] += 1
-        kinds[case.file] += 1
-        most = {name: max(value, getattr(outcome, name)) for name, value in most.items()}
-        if not outcome.held:
-            odd.append({"case": case.name, "command": case.command, **asdict(outcome)})
-    counts = {"codes": dict(codes), "files": dict(kinds), "most": most}
-    return {"cases": sum(codes.values()), "seed": seed, **counts, "odd": odd}
 
 
 def _run(name: str, command: list[str], folder: Path, whole: str) -> runner.Outcome:
@@ -111,15 +90,19 @@ def main() -> int:
         make_world(folder)  # pairs say where their target is: every copy lies where the first world was
         folder.rename(world)
         if given.program == "execution":
-            found = execution(world, folder, given.only)
+            _require_alarm(world, folder)
+            chosen, whole = [a for a in all_attempts() if given.only in a.name], "ODD" if given.only else ""
         else:
-            found = fuzz(world, folder, given.count, given.seed, given.numbers)
+            drawn = enumerate(damaged(given.count, given.seed))
+            chosen = [a for number, a in drawn if not given.numbers or number in given.numbers]
+            whole = "all" if given.numbers else ""
+        found = {"seed": given.seed} | attack(chosen, world, folder, whole)
     found["minutes"] = round((time.monotonic() - began) / 60, 1)
     text = json.dumps(found, indent=1)
     if given.out:
         given.out.write_text(text + "\n")
     print(text)
-    return int(bool(found["odd"] or found.get("ran")))
+    return int(bool(found["odd"] or found["ran"]))
 
 
 if __name__ == "__main__":

@@ -8,24 +8,14 @@ import pickle
 import shutil
 import zipfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from world import reseal
+from world import Attempt, reseal
 
 MARK = "IT-RAN"
 
 Commands = list[list[str]]
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """A change to a world, and the commands that then read it."""
-
-    name: str
-    plant: Callable[[Path], None]
-    commands: Commands
 
 
 def of_world(plant: Callable[..., None]) -> Callable[..., Callable[[Path], None]]:
@@ -95,9 +85,6 @@ def attempts() -> Iterator[Attempt]:
         yield from attack()
 
 
-# ------------------------------------------------------------ code beside a config
-
-
 _MAPS: dict[str, dict[str, Any]] = {
     "config": {"AutoConfig": "evil.EvilConfig", "AutoModelForCausalLM": "evil.Evil", "AutoModel": "evil.Evil"},
     "tokenizer": {"AutoTokenizer": ["evil.EvilTokenizer", "evil.EvilTokenizer"]},
@@ -114,12 +101,9 @@ def _auto_map() -> Iterator[Attempt]:
         "adapter": ADAPTED,
     }
     for folder, commands in folders.items():
-        for variant in ("tokenizer", "tokenizer_class", "config", "model_type", "elsewhere", "both"):
-            yield Attempt(f"auto_map {variant} in {folder}", _planted(folder, variant), commands)
-    for name in ("target", "pair-draft/drafter"):
-        commands = folders[name]
-        yield Attempt(f"custom_generate in {name}", _custom_generate(name), commands)
-        yield Attempt(f"processor in {name}", _processor(name), commands)
+        more = ("custom_generate", "processor") if folder in ("target", "pair-draft/drafter") else ()
+        for variant in ("tokenizer", "tokenizer_class", "config", "model_type", "elsewhere", "both", *more):
+            yield Attempt(f"code as {variant} in {folder}", _planted(folder, variant), commands)
     yield Attempt("auto_map in an MTP layer", _mtp_layer, read_pair("pair-mtp"))
     for name, commands in {"target": READ_TARGET, "pair-eagle/tokenizer": read_pair("pair-eagle")}.items():
         for place in ("question_encoder_tokenizer", "generator_tokenizer"):
@@ -138,28 +122,18 @@ def _planted(world: Path, folder: str, variant: str) -> None:
     if variant in ("config", "model_type", "elsewhere", "both"):
         kind = {"model_type": "evil", "architectures": ["Evil"]} if variant == "model_type" else {}
         edit(here / "config.json", auto_map=maps["config"] | maps["tokenizer"], **kind)
+    if variant == "custom_generate":
+        (here / variant).mkdir()
+        (here / variant / "generate.py").write_text(code(world))
+        (here / variant / "requirements.txt").write_text("")
+    for name in ("processor", "preprocessor", "video_preprocessor") if variant == "processor" else ():
+        edit(here / f"{name}_config.json", auto_map={"AutoProcessor": "evil.Evil"}, processor_class="Evil")
     _resealed(world, folder)
 
 
 def _resealed(world: Path, folder: str) -> None:
     if folder.startswith("pair-"):
         reseal(world / folder.partition("/")[0])
-
-
-@of_world
-def _custom_generate(world: Path, folder: str) -> None:
-    (world / folder / "custom_generate").mkdir()
-    (world / folder / "custom_generate" / "generate.py").write_text(code(world))
-    (world / folder / "custom_generate" / "requirements.txt").write_text("")
-    _resealed(world, folder)
-
-
-@of_world
-def _processor(world: Path, folder: str) -> None:
-    (world / folder / "evil.py").write_text(code(world))
-    for name in ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"):
-        edit(world / folder / name, auto_map={"AutoProcessor": "evil.Evil"}, processor_class="Evil")
-    _resealed(world, folder)
 
 
 @of_world
@@ -185,9 +159,6 @@ def _mtp_layer(world: Path) -> None:
     values["layer"] |= {"auto_map": _MAPS["config"], "_name_or_path": str(file.parent)}
     file.write_text(json.dumps(values))
     reseal(world / "pair-mtp")
-
-
-# ------------------------------------------------------------ pickles
 
 
 def _pickles() -> Iterator[Attempt]:
@@ -217,26 +188,19 @@ def _pickles() -> Iterator[Attempt]:
 
 @of_world
 def _pickle_in(world: Path, place: str, packed: bool, instead_of: str | None = None, unseal: bool = False) -> None:
+    from outrider.common.digests import seal
+
     for file in list(world.glob(place)) or [world / place.replace("*", "x")]:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.unlink(missing_ok=True)
         torch_zip(file, pickled(world)) if packed else file.write_bytes(pickled(world))
         if unseal:  # a stranger leaves the list of digests out, or writes it anew
             for listed in (file.parent / "SHA256SUMS", world / "run-eagle" / "data" / "SHA256SUMS"):
-                _seal_again(listed)
+                if listed.exists():
+                    seal(listed.parent)
     if instead_of is not None:
         (world / instead_of).unlink()
     _resealed(world, place)
-
-
-def _seal_again(listed: Path) -> None:
-    from outrider.common.digests import seal
-
-    if listed.exists():
-        seal(listed.parent)
-
-
-# ------------------------------------------------------------ YAML
 
 
 def _tags() -> Iterator[Attempt]:
@@ -274,9 +238,6 @@ def _tagged(world: Path, place: str, value: str) -> None:
         with (world / name).open("a") as opened:
             opened.write(line)
     _resealed(world, name)
-
-
-# ------------------------------------------------------------ templates
 
 
 _PAYLOADS = [
@@ -317,9 +278,6 @@ def _templated(world: Path, folder: str, place: str, payload: str) -> None:
     else:
         (world / folder / "chat_template.jinja").write_text(text)
     _resealed(world, folder)
-
-
-# ------------------------------------------------------------ adapters
 
 
 def _adapters() -> Iterator[Attempt]:
@@ -369,9 +327,6 @@ def _adapted(world: Path, place: str, change: dict[str, Any]) -> None:
     if place == "beside":
         for file in (world / "adapter").iterdir():
             shutil.copy(file, world / "target")
-
-
-# ------------------------------------------------------------ names that somebody may import, open or evaluate
 
 
 def _names() -> Iterator[Attempt]:
@@ -450,9 +405,6 @@ def _modules() -> Iterator[Attempt]:
 def _module(world: Path, name: str) -> None:
     (world / f"{name}.py").write_text(code(world))
     (world / "target" / f"{name}.py").write_text(code(world))
-
-
-# ------------------------------------------------------------ prompts and reports
 
 
 def _rows() -> Iterator[Attempt]:

@@ -7,19 +7,17 @@ import random
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
-from world import reseal
+from world import Attempt, reseal
 
 SHORT = ["--max-new-tokens", "4", "--no-compare"]
-GENERATE = ["generate", "pair-eagle", "def", *SHORT]
-GENERATE_DRAFT = ["generate", "pair-draft", "def", *SHORT]
-GENERATE_MEDUSA = ["generate", "pair-medusa", "def", *SHORT]
-GENERATE_MTP = ["generate", "pair-mtp", "def", *SHORT]
+GENERATE, GENERATE_DRAFT, GENERATE_MEDUSA, GENERATE_MTP = (
+    ["generate", f"pair-{name}", "def", *SHORT] for name in ("eagle", "draft", "medusa", "mtp")
+)
 CHAT = ["generate", "pair-eagle", "def", "--chat", *SHORT]
 VERIFY = ["pair", "verify", "pair-eagle"]
 SHOW = ["pair", "show", "pair-eagle"]
@@ -67,18 +65,8 @@ WEIGHTS: dict[str, list[list[str]]] = {
 }
 
 
-@dataclass(frozen=True)
-class Case:
-    """One damaged file, and the command that reads it."""
-
-    name: str
-    file: str
-    plant: Callable[[Path], None]
-    command: list[str]
-
-
-def damaged(count: int, seed: int) -> Iterator[Case]:
-    """Yield `count` cases; the same ones for the same seed."""
+def damaged(count: int, seed: int) -> Iterator[Attempt]:
+    """Yield `count` attempts of one damaged file and one command; the same ones for the same seed."""
     files, weights = list(FILES), [FILES[name][0] for name in FILES]
     for number in range(count):
         draw = random.Random(f"{seed}/{number}")
@@ -93,7 +81,7 @@ def damaged(count: int, seed: int) -> Iterator[Case]:
             if kind in VALUES:
                 change = _of_values(file, change)
         plant = partial(_plant, file, change, f"{seed}/{number}", draw.random() < 0.5)
-        yield Case(f"{number}: {kind} in {file}", file, plant, command)
+        yield Attempt(f"{number}: {kind} in {file}", plant, [command], file)
 
 
 def _plant(file: str, change: Callable[..., bytes], seed: str, resealed: bool, world: Path) -> None:
@@ -106,9 +94,6 @@ def _plant(file: str, change: Callable[..., bytes], seed: str, resealed: bool, w
     if resealed and file.startswith("pair-"):
         with suppress(ValueError, KeyError, TypeError, RecursionError, AttributeError):  # nothing is left to seal
             reseal(world / file.partition("/")[0])
-
-
-# ------------------------------------------------------------ texts: any file
 
 
 def _flip(text: bytes, draw: random.Random) -> bytes:
@@ -176,9 +161,6 @@ JINJA: dict[str, Callable[[bytes, random.Random], bytes]] = {
         ]
     ),
 }
-
-
-# ------------------------------------------------------------ values: JSON and YAML
 
 
 NASTY: list[Any] = [None, True, False, -1, 0, 1, 2**31, 2**63, -(2**63), 10**9, 10**12, 10**30]
@@ -283,9 +265,6 @@ VALUES: dict[str, Callable[[Any, random.Random], Any]] = {
     "a value wrapped": _wrapped,
     "several changes": _several,
 }
-
-
-# ------------------------------------------------------------ headers of safetensors files
 
 
 def _header(content: bytes) -> tuple[dict[str, Any], bytes]:

@@ -18,9 +18,7 @@ _YES = b"y\nyes\nY\n1\n" * 50
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one command: its exit code (negative: a signal), seconds of processor and of the wall's clock,
-    the most memory it held, and the last it said.
-    """
+    """How one command ended: exit code (negative: a signal), seconds, the most memory it held, its last words."""
 
     code: int
     cpu: float

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,6 @@ TEMPLATE = (
 SIZES = {
     "hidden_size": 32,
     "intermediate_size": 64,
-    "num_hidden_layers": 6,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
@@ -29,13 +30,25 @@ SIZES = {
 }
 
 
+@dataclass(frozen=True)
+class Attempt:
+    """A change to a world, the commands that then read it, and the file that was changed, if it is one."""
+
+    name: str
+    plant: Callable[[Path], None]
+    commands: list[list[str]]
+    file: str = ""
+
+
 def make_world(folder: Path) -> None:
     """Write everything into `folder`; relative paths in it hold in any copy."""
     from runner import run
 
-    tokenizer = _tokenizer()
-    _model(tokenizer, folder / "target", 0)
-    _model(tokenizer, folder / "small", 1, num_hidden_layers=1)
+    special = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
+    tokenizer = make_tokenizer(TEXT, 300, special, chat_template=TEMPLATE)
+    for seed, (name, layers) in enumerate({"target": 6, "small": 1}.items()):
+        make_llama(tokenizer, seed, num_hidden_layers=layers).save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
     _adapter(folder)
     rows = [{"id": f"p{i}", "text": text} for i, text in enumerate(TEXT * 2)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -100,32 +113,28 @@ def _write_recipe(file: Path, name: str, drafter: dict[str, Any]) -> None:
     file.write_text(yaml.safe_dump(recipe))
 
 
-def _tokenizer() -> Any:
+def make_tokenizer(texts: list[str], size: int, special: list[str], **more: Any) -> Any:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    special = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+        vocab_size=size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
-    tokenizer.train_from_iterator(TEXT * 4, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|pad|>", chat_template=TEMPLATE
-    )
+    tokenizer.train_from_iterator(texts * 4, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|pad|>", **more)
 
 
-def _model(tokenizer: Any, folder: Path, seed: int, **changes: Any) -> None:
+def make_llama(tokenizer: Any, seed: int, **changes: Any) -> Any:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
     values = SIZES | {"vocab_size": len(tokenizer), "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
-    LlamaForCausalLM(LlamaConfig(**values | changes)).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    return LlamaForCausalLM(LlamaConfig(**values | changes))
 
 
 def _adapter(folder: Path) -> None:

@@ -1,12 +1,8 @@
-"""What benchmarks that time nothing make of rounds.
-
-Two of them have no file of their own: variants of a recipe, and shapes.
-"""
+"""What benchmarks that time nothing make of rounds, with variants of a recipe and shapes."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,7 +21,7 @@ def rounds(*accepted: int, drafted: int = 3) -> list[Round]:
     return [Round(drafted=drafted, accepted=a, emitted=a + 1) for a in accepted]
 
 
-def test_tau_and_alpha_of_rounds_by_hand() -> None:
+def test_tau_and_alpha_of_rounds_by_hand():
     """Nobody reaches a depth: an alpha without a value, not an error."""
     found = [rounds(0, 3, 1), rounds(2), []]
     assert tau(found) == Ratio([4, 2, 0], [3, 1, 0], offset=1.0)
@@ -39,11 +35,8 @@ def test_tau_and_alpha_of_rounds_by_hand() -> None:
     assert np.isnan(Bootstrap([3]).ratio(alpha(found, 4)).value)
 
 
-def test_a_difference_is_paired() -> None:
-    """The interval of the difference has no width, those of the figures have.
-
-    Prompts differ widely, the two figures always by a tenth.
-    """
+def test_a_difference_is_paired():
+    """Prompts differ widely, the two figures always by a tenth: only the interval of the difference has no width."""
     ones, values = [1.0] * 12, np.arange(12.0)
     bootstrap = Bootstrap([12])
     found = bootstrap.difference(Ratio(values + 0.1, ones), Ratio(values, ones))
@@ -52,17 +45,14 @@ def test_a_difference_is_paired() -> None:
     assert alone.high - alone.low > 3
 
 
-def test_over_seeds_is_students_t() -> None:
+def test_over_seeds_is_students_t():
     """Of two values one apart: the mean ± 12.706 times their standard error, a half."""
     found = over_seeds([1.0, 2.0])
-    assert found is not None
     assert list(found.values()) == pytest.approx([1.5, 1.5 - 6.353, 1.5 + 6.353], abs=1e-3)
     assert over_seeds([1.3]) is None
 
 
-def test_variants_are_trained_once_and_compared_with_the_first(
-    recipe_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_variants_are_trained_once_and_compared_with_the_first(recipe_file, tmp_path, capsys):
     """The same loss by another name differs by exactly nothing; half of the training differs."""
     out, work = tmp_path / "found.json", tmp_path / "work"
     suite = str(recipe_file.parent / "prompts.jsonl")
@@ -99,16 +89,12 @@ def test_variants_are_trained_once_and_compared_with_the_first(
         ("drafter.steps=2", "drafter.steps=2", "two or more different variants"),
     ],
 )
-def test_variants_share_target_and_data(
-    recipe_file: Path, capsys: pytest.CaptureFixture[str], one: str, other: str, said: str
-) -> None:
+def test_variants_share_target_and_data(recipe_file, capsys, one, other, said):
     assert command(lambda: ablation.main([str(recipe_file), "--vary", one, "--vary", other])) == 2
     assert said in capsys.readouterr().err
 
 
-def test_shapes_and_rules_are_compared_on_the_same_prompts(
-    recipe_file: Path, target_folder: Path, tmp_path: Path
-) -> None:
+def test_shapes_and_rules_are_compared_on_the_same_prompts(recipe_file, target_folder, tmp_path):
     out = tmp_path / "found.json"
     Eagle3.build(Eagle3Config(), Target.load(target_folder)).save(tmp_path / "head")
     suite = str(recipe_file.parent / "prompts.jsonl")

@@ -1,7 +1,4 @@
-"""Benchmarks measure what they say, and every command runs.
-
-Forced acceptance really drafts, bare passes are the loop's own, and gaps are read right.
-"""
+"""Forced acceptance really drafts, bare passes are the loop's own, gaps are read right, and every command runs."""
 
 from __future__ import annotations
 
@@ -45,14 +42,9 @@ def texts_of(target: Target, count: int) -> list[list[int]]:
     return [p + t for p, t in zip(PROMPTS, written(target, count), strict=True)]
 
 
-# ------------------------------------------------------------ forced acceptance
-
-
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("kind", ["eagle3", "draft_model"])
-def test_forced_drafts_are_accepted_as_the_script_says_and_the_text_stays(
-    target: Target, tiny_llama: Callable, kind: str, static: bool
-) -> None:
+def test_forced_drafts_are_accepted_as_the_script_says_and_the_text_stays(target, tiny_llama, kind, static):
     head = kind == "eagle3"
     inner: Drafter = Eagle3.build(Eagle3Config(), target) if head else DraftModel(tiny_llama(layers=1, seed=1))
     texts = texts_of(target, 40)
@@ -61,7 +53,6 @@ def test_forced_drafts_are_accepted_as_the_script_says_and_the_text_stays(
         script = make_script(texts, share, target.vocab_size, seed=3)
         done = Ours("forced", decoder, Plan(3), 24, script=script)(PROMPTS)
         assert done.tokens == written(target, 24)
-        assert done.accepted is not None
         for row, (prompt, kept) in enumerate(zip(PROMPTS, done.accepted, strict=True)):
             place = len(prompt)  # of the root
             for accepted in kept[:-1]:
@@ -70,7 +61,7 @@ def test_forced_drafts_are_accepted_as_the_script_says_and_the_text_stays(
                 place += accepted + 1
 
 
-def test_a_forced_drafter_really_drafts(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forced_drafter_really_drafts(target, monkeypatch):
     """All its passes are made, and they read the tokens that are proposed."""
     inner = Eagle3.build(Eagle3Config(), target)
     honest, read = inner.open, []
@@ -90,7 +81,7 @@ def test_a_forced_drafter_really_drafts(target: Target, monkeypatch: pytest.Monk
     assert read == ["begin", *text[start + 1 : start + 3], "begin", *text[start + 5 : start + 7]]
 
 
-def test_shares_are_met() -> None:
+def test_shares_are_met():
     texts = [[7] * 20_000]
     for share in (0.0, 0.3, 1.0):
         right = (make_script(texts, share, 64) == 7).float().mean()
@@ -98,13 +89,8 @@ def test_shares_are_met() -> None:
 
 
 @pytest.mark.parametrize("share", [1.0, 0.5])
-def test_transformers_assistant_is_forced_by_the_same_script(
-    target: Target, tiny_llama: Callable, share: float
-) -> None:
-    """Their loop takes as many rounds as ours, give or take the ends.
-
-    It has no token from the prompt, and drafts less before the last one.
-    """
+def test_transformers_assistant_is_forced_by_the_same_script(target, tiny_llama, share):
+    """Their loop, which has no token from the prompt and drafts less at the end, takes about as many rounds as ours."""
     assistant, texts = tiny_llama(layers=1, seed=1), texts_of(target, 60)[:1]
     script = make_script(texts, share, 64)
     forced = partial(forced_assistant, assistant, script)
@@ -116,10 +102,7 @@ def test_transformers_assistant_is_forced_by_the_same_script(
     assert not assistant._forward_hooks
 
 
-# ------------------------------------------------------------ loops
-
-
-def test_the_steady_part_leaves_out_the_first_step(target: Target) -> None:
+def test_the_steady_part_leaves_out_the_first_step(target):
     done = Ours("self", Decoder(target, DraftModel(target.model)), Plan(3), 14)(PROMPTS)
     # 1 from the prompt, then rounds of 4: 1 + 4 | 4 + 4 + 1.
     assert (done.rounds, done.steady_rounds, done.steady_tokens, done.tau) == (4, 3, 3 * 9, 4.0)
@@ -129,11 +112,11 @@ def test_the_steady_part_leaves_out_the_first_step(target: Target) -> None:
     assert (plain.rounds, plain.steady_rounds, plain.steady_tokens, plain.tau) == (14, 13, 3 * 13, 1.0)
 
 
-def test_prompt_lookup_writes_the_same_text(target: Target) -> None:
+def test_prompt_lookup_writes_the_same_text(target):
     assert Theirs("lookup", target, 12, lookup=3)(PROMPTS[:1]).tokens == written(target, 12, PROMPTS[:1])
 
 
-def test_transformers_loops_keep_the_librarys_attention(target: Target) -> None:
+def test_transformers_loops_keep_the_librarys_attention(target):
     target.use_split_attention()
     kinds: list[str] = []
     target.model.register_forward_pre_hook(lambda model, _: kinds.append(model.config._attn_implementation))
@@ -143,14 +126,11 @@ def test_transformers_loops_keep_the_librarys_attention(target: Target) -> None:
     assert done.tokens == written(target, 3)
 
 
-def test_marks_tell_when_the_prompt_was_read_and_each_token(target: Target) -> None:
+def test_marks_tell_when_the_prompt_was_read_and_each_token(target):
     for loop in (Ours("plain", Decoder(target), Plan(0), 5), Theirs("generate", target, 5)):
         seen: list[int] = []
         loop(PROMPTS, seen.append)
         assert seen == [1, 2, 3, 4, 5]
-
-
-# ------------------------------------------------------------ overhead
 
 
 def passes_made(target: Target, run: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
@@ -170,7 +150,7 @@ def passes_made(target: Target, run: Callable[[], object], monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("drafted", [False, True])
-def test_bare_passes_are_those_of_the_loop(target: Target, drafted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bare_passes_are_those_of_the_loop(target, drafted, monkeypatch):
     """The same roots, widths, contexts and taps; rows that end leave; each round of the drafter's too."""
     inner = Eagle3.build(Eagle3Config(), target)
     script = make_script(texts_of(target, 40), 0.6, 64) if drafted else None
@@ -179,7 +159,6 @@ def test_bare_passes_are_those_of_the_loop(target: Target, drafted: bool, monkey
     loop(PROMPTS)  # a target may look at itself first
     known: list[Timed] = []
     looped = passes_made(target, lambda: known.append(loop(PROMPTS)), monkeypatch)
-    assert known[0].accepted is not None
     assert (len({len(kept) for kept in known[0].accepted}) > 1) == drafted  # rows end at different times
     passes = Passes.of(loop, PROMPTS, known[0])
 
@@ -191,11 +170,8 @@ def test_bare_passes_are_those_of_the_loop(target: Target, drafted: bool, monkey
     assert passes_made(target, bare, monkeypatch) == looped
 
 
-def test_overhead_is_what_the_loop_takes_beside_its_passes(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A decoder that sleeps 20 ms per round, beside passes of 1 ms.
-
-    It is measured in turns with one that does not sleep; the fastest runs count, since the machine may be busy.
-    """
+def test_overhead_is_what_the_loop_takes_beside_its_passes(target, monkeypatch):
+    """A decoder that sleeps 20 ms per round, in turns with one that does not, beside passes of 1 ms."""
     verify, pause = stage.verify_and_commit, 0.0
     monkeypatch.setattr(stage, "verify_and_commit", lambda *arguments: (time.sleep(pause), verify(*arguments))[1])
     loop, prompts = Ours("plain", Decoder(target), Plan(0), 6), [[p] for p in PROMPTS]
@@ -215,29 +191,26 @@ def test_overhead_is_what_the_loop_takes_beside_its_passes(target: Target, monke
     assert found.to_dict()["of_processor_time"]["share"] == round(found.processor.value, 5)
 
 
-def test_overhead_needs_more_than_one_round(target: Target) -> None:
+def test_overhead_needs_more_than_one_round(target):
     with pytest.raises(BadInputError, match="two rounds at least"):
         loop_overhead(Ours("plain", Decoder(target), Plan(0), 2), [PROMPTS], 1)
 
 
-def test_overhead_of_parts() -> None:
+def test_overhead_of_parts():
     assert Overhead.of_parts(1.1, [0.2, 0.8]).to_dict()["share"] == pytest.approx(0.1)
 
 
-# ------------------------------------------------------------ gaps
-
-
-def test_overlapping_spans_become_one() -> None:
+def test_overlapping_spans_become_one():
     assert merged([(5, 6), (0, 2), (1, 3), (3, 4)]) == [(0, 4), (5, 6)]
 
 
-def test_a_wait_counts_once_and_only_if_a_mark_stands_in_it() -> None:
+def test_a_wait_counts_once_and_only_if_a_mark_stands_in_it():
     busy = [(0.0, 1.0), (3.0, 4.0), (5.0, 6.0), (9.0, 10.0)]
     assert waits(busy, [2.0, 2.5, 6.0]) == [2.0, 3.0]
     assert waits(busy, [0.5, 11.0, -1.0]) == []
 
 
-def test_a_trace_by_hand() -> None:
+def test_a_trace_by_hand():
     """Two rounds in 20 µs: kernels for 8 and 6, and in between the host reads and waits for 4."""
     kernels = [("kernel", 0, 5), ("kernel", 4, 4), ("gpu_memcpy", 12, 2), ("kernel", 14, 4), ("kernel", 19, 1)]
     events = [{"ph": "X", "cat": cat, "name": "k", "ts": ts, "dur": dur} for cat, ts, dur in kernels]
@@ -248,7 +221,6 @@ def test_a_trace_by_hand() -> None:
         {"ph": "M", "name": "meta"},
     ]
     gaps = read_trace({"traceEvents": events}, "cuda", rounds=2)
-    assert gaps is not None
     assert (gaps.window, gaps.busy, gaps.between) == (pytest.approx(10e-6), pytest.approx(7.5e-6), pytest.approx(4e-6))
     assert gaps.idle_share == pytest.approx(0.25)
     shown = gaps.to_dict(round_seconds=9e-6)
@@ -256,12 +228,9 @@ def test_a_trace_by_hand() -> None:
     assert read_trace({"traceEvents": events[-2:]}, "cuda", rounds=2) is None
 
 
-# ------------------------------------------------------------ random weights
-
-
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen3-8b"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_random_targets_say_what_is_known_beforehand(name: str, dtype: torch.dtype) -> None:
+def test_random_targets_say_what_is_known_beforehand(name, dtype):
     target = build_target(shape_of(name, layers=4, hidden=64, vocab=512), dtype, "cpu")
     assert (target.dtype, target.num_layers, target.hidden_size, target.vocab_size) == (dtype, 4, 64, 512)
     (prompt,) = random_prompts(512, [60], ahead=20)
@@ -277,7 +246,7 @@ def test_random_targets_say_what_is_known_beforehand(name: str, dtype: torch.dty
         assert out.tokens == [wanted[1:7]]
 
 
-def test_real_shapes_are_those_that_were_published() -> None:
+def test_real_shapes_are_those_that_were_published():
     llama, qwen = shape_of("llama-3.1-8b"), shape_of("qwen3-8b")
     sizes = ("hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size", "head_dim")
     assert [llama[size] for size in sizes] == [4096, 32, 14336, 128256, 128]
@@ -288,19 +257,16 @@ def test_real_shapes_are_those_that_were_published() -> None:
         shape_of("gpt-5")
 
 
-def test_joined_prompts_have_the_lengths_asked_for() -> None:
+def test_joined_prompts_have_the_lengths_asked_for():
     assert joined_prompts([[1, 2], [3]], [4, 3, 5]) == [[1, 2, 3, 1], [3, 1, 2], [1, 2, 3, 1, 2]]
 
 
-def test_prompts_too_short_to_hold_what_follows_are_refused() -> None:
+def test_prompts_too_short_to_hold_what_follows_are_refused():
     with pytest.raises(BadInputError, match="at least 23"):
         random_prompts(64, [30, 22], ahead=20)
 
 
-# ------------------------------------------------------------ commands
-
-
-def test_too_little_memory_is_written_down() -> None:
+def test_too_little_memory_is_written_down():
     def fail(error: Exception) -> None:
         raise error
 
@@ -312,18 +278,15 @@ def test_too_little_memory_is_written_down() -> None:
         guarded(lambda: fail(KeyError("a mistake of ours")))
 
 
-def test_a_users_mistake_is_one_line(capsys: pytest.CaptureFixture) -> None:
+def test_a_users_mistake_is_one_line(capsys):
     assert command(lambda: decode.main(["--shape", "gpt-5"])) == 2
     said = capsys.readouterr().err
     assert said.startswith("error: no shape 'gpt-5'; known: llama-3.1-8b, qwen3-8b.")
     assert said.count("\n") == 1
 
 
-def test_shapes_run_on_a_cpu(tmp_path: Path) -> None:
-    """The whole benchmark runs with random weights, tiny: every figure is there, and all loops write one text.
-
-    Forced figures say so.
-    """
+def test_shapes_run_on_a_cpu(tmp_path):
+    """With tiny random weights every figure is there, all loops write one text, and forced figures say so."""
     out = tmp_path / "found.json"
     given = ["--shape", "llama-3.1-8b", "--layers", "1", "--hidden", "64", "--vocab", "512", "--context", "80"]
     given += ["--batch", "1", "2", "--quick"]
@@ -357,7 +320,7 @@ def prompts_file(tmp_path: Path) -> Path:
     return file
 
 
-def test_suites_and_cells_of_a_saved_target(target_folder: Path, prompts_file: Path, tmp_path: Path) -> None:
+def test_suites_and_cells_of_a_saved_target(target_folder, prompts_file, tmp_path):
     """The old keys stay: what reads earlier results reads these."""
     drafters, out = tmp_path / "drafters", tmp_path / "found.json"
     target = Target.load(target_folder)
@@ -381,12 +344,12 @@ def test_suites_and_cells_of_a_saved_target(target_folder: Path, prompts_file: P
     assert cell["loops"]["draft_model, forced 1"]["forced acceptance"] is True
 
 
-def test_a_drafter_of_another_kind_is_refused(target_folder: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_drafter_of_another_kind_is_refused(target_folder, capsys):
     assert command(lambda: decode.main(["--target", str(target_folder), "--eagle3", str(target_folder)])) == 2
     assert "expected a drafter of type eagle3, found draft_model" in capsys.readouterr().err
 
 
-def test_batches_write_figures_and_a_plot(target_folder: Path, prompts_file: Path, tmp_path: Path) -> None:
+def test_batches_write_figures_and_a_plot(target_folder, prompts_file, tmp_path):
     out = tmp_path / "batches.json"
     given = ["--target", str(target_folder), "--suites", str(prompts_file), "--out", str(out)]
     given += ["--max-new-tokens", "6", "--drafter", "ngram", "--sizes", "1", "2", "--depths", "2", "--groups", "2"]

@@ -1,7 +1,8 @@
-"""The results page is the one that its command makes from the result files, their tables and their notes."""
+"""The results page is made from the result files, their notes, and the tables that benchmarks make of them."""
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 
@@ -10,14 +11,37 @@ import pytest
 from benchmarks import page
 from benchmarks.report import interval, publish, table
 
+MAKERS = {
+    "ablation": "ablation-*",
+    "batches": "batches-*",
+    "compiled": "kernels-sm90",
+    "decode": "decode-*",
+    "identity": "identity-*",
+    "kernels": "kernels-interpreted",
+    "launches": "launches-*",
+    "shapes": "[rs][uh]*s-cpu-fp32",
+}
 
-def test_the_committed_page_is_what_its_command_makes() -> None:
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_tables_are_made_from_the_figures(name):
+    if name in ("compiled", "kernels"):
+        pytest.importorskip("triton")
+    made = importlib.import_module(f"benchmarks.{name}").tables
+    files = sorted((page.FOLDER / "results").glob(f"{MAKERS[name]}.json"))
+    assert files
+    for file in files:
+        tables = "\n\n".join(made(json.loads(file.read_text(encoding="utf-8")))) + "\n"
+        assert tables == file.with_suffix(".md").read_text(encoding="utf-8"), file.name
+
+
+def test_the_committed_page_is_what_its_command_makes():
     """If this fails: python -m benchmarks.page."""
     assert (page.FOLDER / page.PAGE).read_text(encoding="utf-8") == page.page(page.FOLDER)
     assert page.main(["--check"]) == 0
 
 
-def test_every_result_has_a_section_with_its_machine_and_date() -> None:
+def test_every_result_has_a_section_with_its_machine_and_date():
     made = page.page(page.FOLDER)
     for entry in page.entries(page.FOLDER):
         section = made.split(f"## {entry.title}\n")[1].split("\n## ")[0]
@@ -26,7 +50,7 @@ def test_every_result_has_a_section_with_its_machine_and_date() -> None:
         assert "| --- |" in section
 
 
-def test_notes_speak_of_files_that_exist_and_of_no_title_twice() -> None:
+def test_notes_speak_of_files_that_exist_and_of_no_title_twice():
     notes = page.yaml.safe_load((page.FOLDER / "results/notes.yaml").read_text(encoding="utf-8"))
     entries = page.entries(page.FOLDER)
     assert set(notes) == {entry.file.stem for entry in entries}
@@ -34,7 +58,7 @@ def test_notes_speak_of_files_that_exist_and_of_no_title_twice() -> None:
     assert len(set(titles)) == len(titles)
 
 
-def test_every_archived_study_has_a_line_about_its_commit() -> None:
+def test_every_archived_study_has_a_line_about_its_commit():
     """A script of the archive runs at the commit that it was last run at, and its folder says which."""
     for folder in (page.FOLDER / "archive").iterdir():
         assert "Ran at commit `" in (folder / "README.md").read_text(encoding="utf-8"), folder.name
@@ -55,7 +79,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_section_holds_the_figures_and_says_what_was_not_recorded(folder: Path) -> None:
+def test_a_section_holds_the_figures_and_says_what_was_not_recorded(folder):
     made = page.page(folder)
     noted, bare = (entry.section() for entry in page.entries(folder))
     assert noted.startswith(
@@ -68,9 +92,7 @@ def test_a_section_holds_the_figures_and_says_what_was_not_recorded(folder: Path
     assert page.NO_GPU not in made
 
 
-def test_a_page_that_is_out_of_date_is_a_finding(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_page_that_is_out_of_date_is_a_finding(folder, monkeypatch, capsys):
     monkeypatch.setattr(page, "FOLDER", folder)
     assert page.main(["--check"]) == 1
     assert "run python -m benchmarks.page" in capsys.readouterr().err
@@ -78,12 +100,12 @@ def test_a_page_that_is_out_of_date_is_a_finding(
     assert page.main(["--check"]) == 0
 
 
-def test_a_result_is_written_with_its_tables_beside_it(folder: Path) -> None:
+def test_a_result_is_written_with_its_tables_beside_it(folder):
     assert json.loads((folder / "results/a.json").read_text())["conditions"]["threads"] == 2
     assert (folder / "results/a.md").read_text(encoding="utf-8").splitlines()[0] == "|  | τ |"
 
 
-def test_tables_and_intervals() -> None:
+def test_tables_and_intervals():
     assert table(["a", "b"], [["x|y", "2"]]) == "| a | b |\n| --- | --- |\n| x\\|y | 2 |"
     assert interval({"value": -0.0456, "low": -0.1, "high": 0.0}, sign="+") == "-0.05 [-0.10, +0.00]"
     assert interval(None) == interval({"value": None, "low": None, "high": None}) == "–"

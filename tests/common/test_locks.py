@@ -33,7 +33,6 @@ def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(tmp_path / "out")], stdout=subprocess.PIPE, text=True, cwd=tmp_path
     )
-    assert process.stdout is not None
     assert process.stdout.readline() == "held\n"
     yield process
     process.kill()
@@ -56,15 +55,13 @@ def refusal(folder: Path, wait: float = 0.0) -> str:
     return str(caught.value)
 
 
-def test_a_second_process_is_refused_with_the_name_of_the_first(holder: subprocess.Popen[str], tmp_path: Path) -> None:
+def test_a_second_process_is_refused_with_the_name_of_the_first(holder, tmp_path):
     said = refusal(tmp_path / "out")
     assert f"is being written by process {holder.pid} (-c " in said
     assert f"on {os.uname().nodename}, since 20" in said
 
 
-def test_who_has_just_taken_the_lock_and_not_signed_yet_is_waited_for_and_named(
-    holder: subprocess.Popen[str], tmp_path: Path
-) -> None:
+def test_who_has_just_taken_the_lock_and_not_signed_yet_is_waited_for_and_named(holder, tmp_path):
     """Of many that begin at once, the refused ones read the name in the moment in which it is being written."""
     file = lock_file(tmp_path / "out")
     signed = file.read_text()
@@ -75,7 +72,7 @@ def test_who_has_just_taken_the_lock_and_not_signed_yet_is_waited_for_and_named(
     signing.join()
 
 
-def test_a_killed_process_holds_nothing(holder: subprocess.Popen[str], tmp_path: Path) -> None:
+def test_a_killed_process_holds_nothing(holder, tmp_path):
     holder.send_signal(signal.SIGKILL)
     holder.wait()
     assert names(tmp_path) == [".out.lock"]
@@ -83,7 +80,7 @@ def test_a_killed_process_holds_nothing(holder: subprocess.Popen[str], tmp_path:
     assert names(tmp_path) == []
 
 
-def test_a_second_thread_is_refused_and_the_same_one_may_ask_again(tmp_path: Path) -> None:
+def test_a_second_thread_is_refused_and_the_same_one_may_ask_again(tmp_path):
     found: list[str] = []
     with locked(tmp_path / "out"):
         take(tmp_path / "other" / ".." / "out")
@@ -93,7 +90,7 @@ def test_a_second_thread_is_refused_and_the_same_one_may_ask_again(tmp_path: Pat
     assert f"process {os.getpid()}" in found[0]
 
 
-def test_whoever_waits_gets_the_lock_when_the_other_is_done(tmp_path: Path) -> None:
+def test_whoever_waits_gets_the_lock_when_the_other_is_done(tmp_path):
     order: list[str] = []
     refused = threading.Event()
 
@@ -114,7 +111,7 @@ def test_whoever_waits_gets_the_lock_when_the_other_is_done(tmp_path: Path) -> N
     assert order == ["first", "second"]
 
 
-def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
+def test_a_forked_child_does_not_keep_the_lock(tmp_path):
     """A data loader's worker may live longer than the training that started it."""
     with locked(tmp_path / "out"):
         child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(30,))
@@ -124,7 +121,7 @@ def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
     child.join()
 
 
-def test_many_processes_take_turns(tmp_path: Path) -> None:
+def test_many_processes_take_turns(tmp_path):
     """No turn is lost, although each reads, waits, and writes what it read plus one."""
     script = """
 import sys, time
@@ -145,20 +142,18 @@ for _ in range(10):
     assert names(tmp_path) == ["out"]
 
 
-def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+def test_a_place_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "file").touch()
     assert "Choose a folder that you may write to" in refusal(tmp_path / "file" / "out")
 
 
-def test_the_lock_of_a_mount_point_lies_inside(tmp_path: Path) -> None:
+def test_the_lock_of_a_mount_point_lies_inside(tmp_path):
     """Two containers share what is mounted, not what stands beside it."""
     assert lock_file(Path("/proc")) == Path("/proc/.lock")
     assert lock_file(tmp_path) == tmp_path.with_name(f".{tmp_path.name}.lock")
 
 
-def test_locks_that_dead_processes_left_inside_go_and_held_ones_stay(
-    holder: subprocess.Popen[str], tmp_path: Path
-) -> None:
+def test_locks_that_dead_processes_left_inside_go_and_held_ones_stay(holder, tmp_path):
     (tmp_path / ".other.lock").write_text("another program's")
     left = tmp_path / ".dead.lock"
     left.write_text((tmp_path / ".out.lock").read_text())
@@ -167,33 +162,32 @@ def test_locks_that_dead_processes_left_inside_go_and_held_ones_stay(
     assert "is being written" in refusal(tmp_path / "out")
 
 
-# ------------------------------------------------------------ leftovers
-
-
-def dead_process() -> int:
-    process = subprocess.Popen([sys.executable, "-c", ""])
-    process.wait()
-    return process.pid
-
-
 def left(place: Path, kind: str, process: int) -> Path:
     name = working_name(place, kind).name.replace(f"-{os.getpid()}-", f"-{process}-", 1)
     return place.with_name(name)
 
 
-def test_what_dead_processes_left_is_removed(tmp_path: Path) -> None:
-    out, dead = tmp_path / "out", dead_process()
+def test_what_dead_processes_left_is_removed(tmp_path):
+    """What somebody else may have made stays: a backup of one file, and others without a mark of ours."""
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    out, dead = tmp_path / "out", ended.pid
     (out / "features" / "key").mkdir(parents=True)
-    (out / "kept").touch()
+    (out / "data").mkdir()
+    kept = ["kept", f".data.{dead}.old", f".features.{dead}.old", f".recipe.yaml.{dead}.tmp"]
+    for name in kept:
+        (out / name).touch()
     for file in (out / "recipe.yaml", out / "features" / "key" / "states", out):
         left(file, "tmp", dead).touch()
     left(out, "tmp", dead).mkdir()
     take(out)
     left_over = sorted(f.relative_to(tmp_path).as_posix() for f in tmp_path.rglob("*"))
-    assert left_over == ["out", "out/features", "out/features/key", "out/kept"]
+    assert left_over == sorted(
+        ["out", "out/data", "out/features", "out/features/key", *(f"out/{name}" for name in kept)]
+    )
 
 
-def test_what_living_processes_write_stays(tmp_path: Path) -> None:
+def test_what_living_processes_write_stays(tmp_path):
     (tmp_path / "out").mkdir()
     mine, parents = working_name(tmp_path / "out" / "file", "tmp"), left(tmp_path / "out" / "file", "tmp", os.getppid())
     foreign = mine.with_name(".file.outrider-1-00000000-0.tmp")
@@ -207,17 +201,6 @@ def test_what_living_processes_write_stays(tmp_path: Path) -> None:
     assert [file.exists() for file in (mine, parents, foreign)] == [True, False, False]
 
 
-def test_other_hidden_files_are_nobodys_leftovers() -> None:
+def test_other_hidden_files_are_nobodys_leftovers():
     for name in (".out.lock", ".git", ".x.tmp", "x.12.tmp", ".x.12.part", ".x.123.old", ".x.123-1a2b3c4d-0.tmp"):
         assert Leftover.at(Path(name)) is None, name
-
-
-def test_what_may_be_somebody_elses_stays(tmp_path: Path) -> None:
-    """A backup that a person made of one file, and others without a mark of ours."""
-    out, dead = tmp_path / "out", dead_process()
-    (out / "data").mkdir(parents=True)
-    kept = [out / f".data.{dead}.old", out / f".features.{dead}.old", out / f".recipe.yaml.{dead}.tmp"]
-    for file in kept:
-        file.touch()
-    take(out)
-    assert all(file.exists() for file in kept)

@@ -41,22 +41,11 @@ def test_a_container_that_sees_its_own_group_as_the_root_is_limited_by_it(tmp_pa
     (tmp_path / "own").write_text("0::/somewhere/else\n")
     group(tmp_path, "900", 200, 0)
     assert cgroup_rooms(tmp_path, tmp_path / "own") == [700]
+    assert cgroup_rooms(tmp_path, tmp_path / "missing") == [], "without control groups nothing limits"
 
 
-def test_without_control_groups_nothing_limits(tmp_path):
-    assert cgroup_rooms(tmp_path, tmp_path / "missing") == []
-
-
-def test_the_free_memory_of_this_machine_is_less_than_it_has():
-    found = free_bytes(torch.device("cpu"))
-    assert found is not None
-    assert 0 < found <= psutil.virtual_memory().total
-
-
-def test_the_smallest_limit_decides(monkeypatch):
+def test_free_memory_is_less_than_there_is_and_the_smallest_limit_decides(monkeypatch):
+    assert 0 < free_bytes(torch.device("cpu")) <= psutil.virtual_memory().total
     monkeypatch.setattr(machine, "cgroup_rooms", lambda: [10**30, 12345])
     assert free_bytes(torch.device("cpu")) == 12345
-
-
-def test_of_a_device_that_says_nothing_nothing_is_known():
-    assert free_bytes(torch.device("meta")) is None
+    assert free_bytes(torch.device("meta")) is None, "of a device that says nothing, nothing is known"

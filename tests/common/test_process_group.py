@@ -78,9 +78,7 @@ def stop(_: LaunchGroup) -> None:
         (stop, StoppedError, "process 1 of 3 ended: stopped by SIGTERM"),
     ],
 )
-def test_whoever_waits_hears_at_once_of_one_that_is_gone(
-    folder: Path, act: Act, error: type[Exception], message: str
-) -> None:
+def test_whoever_waits_hears_at_once_of_one_that_is_gone(folder, act, error, message):
     others = [start(folder, 1, 3, act), start(folder, 2, 3, wait)]
     here, began = LaunchGroup(folder, 0, 3), time.monotonic()
     with pytest.raises(error, match=message), joined(here):
@@ -93,30 +91,27 @@ def test_whoever_waits_hears_at_once_of_one_that_is_gone(
     assert list(folder.parent.iterdir()) == [], "the next run removes what is left"
 
 
-def test_all_hear_what_the_first_found(folder: Path) -> None:
-
-    def listen(here: LaunchGroup) -> None:
-        assert here.on_main("found", lambda: "not asked") == "42"
+def test_all_hear_what_the_first_found(folder):
+    def listen(here: LaunchGroup, own: str = "not asked") -> None:
+        assert here.on_main("found", lambda: own) == "42"
         here.barrier("there")
 
-    other = start(folder, 1, 2, listen)
-    here = LaunchGroup(folder, 0, 2)
+    other, here = start(folder, 1, 2, listen), LaunchGroup(folder, 0, 2)
     with joined(here):
-        assert here.on_main("found", lambda: "42") == "42"
-        here.barrier("there")
+        listen(here, "42")
     other.join(30)
     assert other.exitcode == 0
     assert not folder.exists()
 
 
-def test_one_alone_waits_for_nobody() -> None:
+def test_one_alone_waits_for_nobody():
     alone = LaunchGroup()
     alone.barrier("there")
     alone.check_peers()
     assert alone.on_main("found", lambda: "42") == "42"
 
 
-def test_a_process_in_a_collective_is_ended_with_the_message(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_process_in_a_collective_is_ended_with_the_message(folder, capfd):
     """It waits where no exception reaches it."""
 
     def blocked(here: LaunchGroup) -> None:
@@ -131,7 +126,7 @@ def test_a_process_in_a_collective_is_ended_with_the_message(folder: Path, capfd
     assert "error: process 0 of 2 ended: the disk is full." in capfd.readouterr().err
 
 
-def test_a_folder_that_not_all_see_is_told_as_that(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_not_all_see_is_told_as_that(folder, monkeypatch):
     monkeypatch.setattr(process_group, "SECONDS_UNTIL_SEEN", 0.1)
     with (
         pytest.raises(BadInputError, match=r"process 0 of 2 does not see .*alive-1.*a disk that all machines share"),
@@ -140,7 +135,7 @@ def test_a_folder_that_not_all_see_is_told_as_that(folder: Path, monkeypatch: py
         pass
 
 
-def test_a_full_disk_does_not_hide_why_a_process_ended(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_does_not_hide_why_a_process_ended(folder, monkeypatch):
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 

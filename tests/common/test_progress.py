@@ -19,7 +19,7 @@ def tries() -> Iterator[logging.Logger]:
     logger.filters[:] = before
 
 
-def test_two_dozen_lines_become_one(tries: logging.Logger, caplog: pytest.LogCaptureFixture) -> None:
+def test_two_dozen_lines_become_one(tries, caplog):
     """As huggingface_hub writes them; other warnings of it stay."""
     say_retries_once()
     say_retries_once()

@@ -1,7 +1,4 @@
-"""How a process holds memory: what malloc keeps, what it gives back, and what oneDNN remembers.
-
-Each in a process of its own.
-"""
+"""What malloc keeps and gives back, and what oneDNN remembers: each in a process of its own."""
 
 from __future__ import annotations
 
@@ -85,18 +82,15 @@ def said(program: str, *arguments: str) -> list[str]:
 
 
 @glibc_only
-def test_large_blocks_are_kept_for_the_next_request() -> None:
-    """20 blocks of 48 MB, one after the other, are 12,288 pages each.
-
-    Fresh every time by default, the same ones if kept.
-    """
+def test_large_blocks_are_kept_for_the_next_request():
+    """20 blocks of 48 MB are 12,288 pages each: fresh every time by default, the same ones if kept."""
     (was_kept, fresh), (is_kept, reused) = (said(PAGES_OF_LARGE_BLOCKS, how) for how in ("default", "kept"))
     assert (was_kept, is_kept) == ("False", "True")
     assert int(reused) < 0.05 * int(fresh)
 
 
 @glibc_only
-def test_what_is_kept_is_given_back_on_demand() -> None:
+def test_what_is_kept_is_given_back_on_demand():
     """256 MB are freed: still held, then not."""
     kept, given_back = map(float, said(MEMORY_THAT_IS_GIVEN_BACK))
     assert kept < 10
@@ -104,21 +98,20 @@ def test_what_is_kept_is_given_back_on_demand() -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
-def test_commands_set_it_up_when_they_start_and_not_when_they_are_imported(command: str) -> None:
-    program = WHAT_A_COMMAND_SETS.format(command=command)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+def test_commands_set_it_up_when_they_start_and_not_when_they_are_imported(command):
+    program = [sys.executable, "-c", WHAT_A_COMMAND_SETS.format(command=command)]
+    done = subprocess.run(program, capture_output=True, text=True)
     assert done.stdout.splitlines()[-1] == "blocks shapes"
 
 
-def test_a_user_who_has_set_malloc_up_keeps_that(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["MALLOC_ARENA_MAX", "GLIBC_TUNABLES"])
+def test_a_user_who_has_set_malloc_up_keeps_that(monkeypatch, name):
     monkeypatch.setattr(runtime, "_glibc", lambda function: pytest.fail("asked"))
-    for name in ("MALLOC_ARENA_MAX", "GLIBC_TUNABLES"):
-        with monkeypatch.context() as patched:
-            patched.setenv(name, "glibc.malloc.arena_max=2")
-            assert not keep_large_blocks()
+    monkeypatch.setenv(name, "glibc.malloc.arena_max=2")
+    assert not keep_large_blocks()
 
 
-def test_another_c_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_c_library_is_left_alone(monkeypatch):
     for name in [name for name in os.environ if name.startswith(("MALLOC_", "GLIBC_"))]:
         monkeypatch.delenv(name)
     monkeypatch.setattr(runtime, "_glibc", lambda function: None)
@@ -126,13 +119,13 @@ def test_another_c_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     runtime.give_back_unused()
 
 
-def test_many_shapes_of_products_take_little_memory() -> None:
+def test_many_shapes_of_products_take_little_memory():
     """600 of them: 450 MB if all are remembered, 100 if a few are; where a machine remembers none, both are little."""
     (all_of_them,), (few,) = (said(MEMORY_OF_MANY_SHAPES, how) for how in ("all", "few"))
     assert float(few) < max(0.5 * float(all_of_them), 50)
 
 
-def test_a_users_own_capacities_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_users_own_capacities_stay(monkeypatch):
     name, other = FEW_SHAPES
     monkeypatch.setenv(name, "7")
     monkeypatch.setenv(other, "")

@@ -6,8 +6,8 @@ import json
 import os
 import time
 import tracemalloc
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -15,20 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.common import BadInputError, safe_load
-from outrider.common.safe_load import (
-    FileLimits,
-    Unreadable,
-    decoded,
-    parse_json,
-    parse_yaml,
-    read_bytes,
-    read_json,
-    read_json_items,
-    read_json_lines,
-    read_lines,
-    read_text,
-    yaml_text,
-)
+from outrider.common.safe_load import FileLimits, Unreadable, decoded, parse_json, parse_yaml, read_json
 
 plain = st.recursive(
     st.none()
@@ -44,53 +31,38 @@ plain = st.recursive(
 )
 
 
-# ------------------------------------------------------------ properties
-
-
 @given(plain)
-def test_json_that_was_written_is_read_back(value: Any) -> None:
+def test_json_that_was_written_is_read_back(value):
     assert parse_json(json.dumps(value), "here") == value
     assert parse_json(json.dumps(value, ensure_ascii=False), "here") == value
 
 
 @given(st.text() | st.text(alphabet='[]{}",:0123456789.eE+-truefalsn\\ud8'))
 @settings(max_examples=300)
-def test_any_text_is_json_as_the_library_reads_it_or_refused(text: str) -> None:
-    try:
-        found = parse_json(text, "here")
-    except Unreadable:
-        return
-    assert found == json.loads(text)
+def test_any_text_is_json_as_the_library_reads_it_or_refused(text):
+    with suppress(Unreadable):
+        assert parse_json(text, "here") == json.loads(text)
 
 
 @given(st.binary() | st.text(alphabet="[]{}&*<:?|>!-\n ab1.'\"\\#%").map(str.encode))
 @settings(max_examples=300, deadline=None)
-def test_any_bytes_are_plain_yaml_or_refused(read: bytes) -> None:
-    try:
-        found = parse_yaml(decoded(read, "here"), "here")
-    except Unreadable:
-        return
-    json.dumps(found)
+def test_any_bytes_are_plain_yaml_or_refused(read):
+    with suppress(Unreadable):
+        json.dumps(parse_yaml(decoded(read, "here"), "here"))
 
 
 @given(plain.filter(lambda value: isinstance(value, dict | list)))
 @settings(deadline=None)
-def test_yaml_that_was_written_is_read_back(value: Any) -> None:
+def test_yaml_that_was_written_is_read_back(value):
     read = yaml.safe_load(yaml.safe_dump(value, allow_unicode=True))
-    assert parse_yaml(yaml_text(value), "here") == read
+    assert parse_yaml(safe_load.yaml_text(value), "here") == read
 
 
 @given(st.binary(max_size=300))
 @settings(deadline=None)
-def test_any_bytes_are_text_or_refused(read: bytes) -> None:
-    try:
-        found = decoded(read, "here")
-    except Unreadable:
-        return
-    assert found.encode() in (read, read[3:])
-
-
-# ------------------------------------------------------------ JSON
+def test_any_bytes_are_text_or_refused(read):
+    with suppress(Unreadable):
+        assert decoded(read, "here").encode() in (read, read[3:])
 
 
 @pytest.mark.parametrize(
@@ -111,7 +83,7 @@ def test_any_bytes_are_text_or_refused(read: bytes) -> None:
         ("\ufeff{}", "not valid JSON"),
     ],
 )
-def test_json_beyond_the_limits_is_refused_in_a_sentence(text: str, reason: str) -> None:
+def test_json_beyond_the_limits_is_refused_in_a_sentence(text, reason):
     limits = FileLimits(containers=3) if text == "[[],[],[]]" else FileLimits()
     with pytest.raises(Unreadable) as refused:
         parse_json(text, "there", limits)
@@ -120,13 +92,10 @@ def test_json_beyond_the_limits_is_refused_in_a_sentence(text: str, reason: str)
     assert isinstance(refused.value, BadInputError)
 
 
-def test_what_is_just_within_the_limits_is_read() -> None:
+def test_what_is_just_within_the_limits_is_read():
     assert parse_json("[" * 101 + "]" * 101, "here") is not None
     assert parse_json("9" * 40, "here") == int("9" * 40)
     assert parse_json(r'"\ud83d\ude00"', "here") == "😀"
-
-
-# ------------------------------------------------------------ YAML
 
 
 def bomb(line: str, levels: int) -> str:
@@ -146,7 +115,7 @@ def bomb(line: str, levels: int) -> str:
         ("a: " + "9" * 5000, "an integer of 5000 digits"),
         ("a: 0x" + "f" * 5000, "an integer of 5002 digits"),
         ("a: " + ":".join(["59"] * 2000), "an integer of 5999 digits"),
-        ("a: " + ":".join(["59"] * 20) + ".5", "not valid YAML"),
+        ("a: " + ":".join(["59"] * 200) + ".5", "not valid YAML"),
         ('a: "\\ud800"', "a lone surrogate"),
         ("? [a]\n: b", "a key must be plain text"),
         ("? {a: 1}\n: b", "a key must be plain text"),
@@ -158,9 +127,7 @@ def bomb(line: str, levels: int) -> str:
         ("x" * 300_000, "longer than the 262 kB"),
     ],
 )
-def test_yaml_beyond_the_limits_is_refused_in_a_sentence_and_at_once(text: str, reason: str) -> None:
-    if "59" in text and ".5" in text:
-        text = text.replace(":".join(["59"] * 20), ":".join(["59"] * 200))
+def test_yaml_beyond_the_limits_is_refused_in_a_sentence_and_at_once(text, reason):
     began = time.process_time()
     with pytest.raises(Unreadable) as refused:
         parse_yaml(text, "there")
@@ -168,38 +135,36 @@ def test_yaml_beyond_the_limits_is_refused_in_a_sentence_and_at_once(text: str, 
     assert time.process_time() - began < 3
 
 
-def test_anchors_that_people_write_are_read() -> None:
+def test_anchors_that_people_write_are_read():
     text = "base: &base {x: 1, y: 2}\nmore: {<<: *base, y: 3}\nagain: [*base, *base]\n"
     assert parse_yaml(text, "here")["more"] == {"x": 1, "y": 3}
 
 
-def test_a_date_is_text_and_a_number_with_an_exponent_a_number() -> None:
+def test_a_date_is_text_and_a_number_with_an_exponent_a_number():
     values = parse_yaml("a: 2026-11-22\nb: 3e-3\nc: 2001-99-99", "here")
     assert values == {"a": "2026-11-22", "b": 0.003, "c": "2001-99-99"}
 
 
-# ------------------------------------------------------------ files
-
-
-def test_a_pipe_and_a_device_are_refused_and_never_waited_for(tmp_path: Path) -> None:
+def test_a_pipe_and_a_device_are_refused_and_never_waited_for(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to("/dev/zero")
     for name, kind in {"pipe": "a pipe", "link": "a device"}.items():
-        for read in (read_bytes, read_text, read_json, lambda file: list(read_lines(file))):
+        readers = (safe_load.read_bytes, safe_load.read_text, read_json, lambda file: list(safe_load.read_lines(file)))
+        for read in readers:
             with pytest.raises(Unreadable, match=f"expected a regular file, found {kind}"):
                 read(tmp_path / name)
 
 
-def test_a_file_that_is_too_large_is_refused_without_reading_it(tmp_path: Path) -> None:
+def test_a_file_that_is_too_large_is_refused_without_reading_it(tmp_path):
     with (tmp_path / "large").open("wb") as opened:
         opened.truncate(2**40)
     with pytest.raises(Unreadable, match="larger than the 32 MB"):
         read_json(tmp_path / "large")
     with pytest.raises(Unreadable, match="line 1: longer than 32 MB"):
-        list(read_json_lines(tmp_path / "large"))
+        list(safe_load.read_json_lines(tmp_path / "large"))
 
 
-def test_another_encoding_is_named(tmp_path: Path) -> None:
+def test_another_encoding_is_named(tmp_path):
     (tmp_path / "a").write_bytes("{}".encode("utf-16"))
     with pytest.raises(Unreadable, match="UTF-16; save it as UTF-8"):
         read_json(tmp_path / "a")
@@ -207,25 +172,23 @@ def test_another_encoding_is_named(tmp_path: Path) -> None:
     assert read_json(tmp_path / "a") == {"a": 1}
 
 
-def test_lines_are_numbered_and_only_line_feeds_end_them(tmp_path: Path) -> None:
+def test_lines_are_numbered_and_only_line_feeds_end_them(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"a": "x\u2028y"}\n\n[1]\n{', encoding="utf-8")
-    found = read_json_lines(tmp_path / "a.jsonl")
+    found = safe_load.read_json_lines(tmp_path / "a.jsonl")
     assert next(found) == (1, {"a": "x\u2028y"})
     assert next(found) == (3, [1])
     with pytest.raises(Unreadable, match="line 4: not valid JSON"):
         next(found)
 
 
-def test_a_missing_file_and_an_impossible_name_are_told_apart(tmp_path: Path) -> None:
+def test_a_missing_file_and_an_impossible_name_are_told_apart(tmp_path):
     with pytest.raises(FileNotFoundError):
-        read_text(tmp_path / "none")
+        safe_load.read_text(tmp_path / "none")
     with pytest.raises(Unreadable, match="No such file"):
         read_json(tmp_path / "none")
     with pytest.raises(Unreadable):
         read_json(tmp_path / "a\0b")
 
-
-# ------------------------------------------------------------ long JSON lists
 
 ENTRIES = [{"a": 'é\\"]}', "b": [1, {"c": None}]}, {"a": "x" * 50}, [], "text", -1.5, True, {}]
 
@@ -238,13 +201,11 @@ def write(tmp_path: Path, text: str | bytes) -> Path:
 
 @pytest.mark.parametrize("piece", [1, 2, 3, 7, 64, 2**20])
 @pytest.mark.parametrize("indent", [None, 2])
-def test_entries_are_those_of_the_whole_list(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece: int, indent: int | None
-) -> None:
+def test_entries_are_those_of_the_whole_list(tmp_path, monkeypatch, piece, indent):
     monkeypatch.setattr(safe_load, "MEGABYTE", piece)
     text = "\ufeff " + json.dumps(ENTRIES, indent=indent, ensure_ascii=False) + "\n"
-    assert list(read_json_items(write(tmp_path, text))) == ENTRIES
-    assert list(read_json_items(write(tmp_path, " [ ] "))) == []
+    assert list(safe_load.read_json_items(write(tmp_path, text))) == ENTRIES
+    assert list(safe_load.read_json_items(write(tmp_path, " [ ] "))) == []
 
 
 @pytest.mark.parametrize(
@@ -263,18 +224,18 @@ def test_entries_are_those_of_the_whole_list(
         ('["' + "x" * 3000 + '"]', "entry 1: longer than 0.00190735 MB"),
     ],
 )
-def test_what_is_no_list_is_refused_with_its_place(tmp_path: Path, text: str | bytes, expected: str) -> None:
+def test_what_is_no_list_is_refused_with_its_place(tmp_path, text, expected):
     file = write(tmp_path, text)
     with pytest.raises(Unreadable) as caught:
-        list(read_json_items(file, FileLimits(num_bytes=2000)))
+        list(safe_load.read_json_items(file, FileLimits(num_bytes=2000)))
     assert expected in str(caught.value)
 
 
-def test_memory_does_not_grow_with_the_list(tmp_path: Path) -> None:
+def test_memory_does_not_grow_with_the_list(tmp_path):
     entry = json.dumps({"text": "x" * 1000})
     file = write(tmp_path, "[" + ",".join([entry] * 30_000) + "]")
     tracemalloc.start()
-    assert sum(1 for _ in read_json_items(file)) == 30_000
+    assert sum(1 for _ in safe_load.read_json_items(file)) == 30_000
     most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert most < 12_000_000 < file.stat().st_size

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -32,16 +33,13 @@ namespace { C10_REGISTER_GUARD_IMPL(CUDA, c10::impl::NoOpDeviceGuardImpl<c10::De
 _NO_KERNEL = ("empty", "new_empty", "lift_fresh", "detach", "_unsafe_view", "set_", "resize_", "sym_size")
 
 
-def can_fake_cuda() -> bool:
-    """Tell whether there is a compiler for the three lines, or a build of torch that needs none."""
-    return torch.version.cuda is not None or shutil.which("g++") is not None
-
-
 def make_guard(folder: Path) -> None:
     """Let this process name CUDA devices, though it has none."""
     if torch.version.cuda is not None:
         torch._C._ensureCUDADeviceGuardSet()
         return
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++, or a CUDA build of torch")
     source, library, torch_folder = folder / "guard.cpp", folder / "guard.so", Path(torch.__file__).parent
     source.write_text(_GUARD)
     flags = ["-O0", "-shared", "-fPIC", "-std=c++20", f"-I{torch_folder / 'include'}"]
@@ -58,7 +56,7 @@ def fake_cuda() -> Iterator[None]:
         made = make(data, *arguments, **options)
         if device is None or torch.device(device).type != "cuda":
             return made
-        Trace.copied_in(data)
+        assert Trace.active is None, f"a round copies values from the host to the device: {str(data)[:80]}"
         return torch.empty(made.shape, dtype=made.dtype, device=device)
 
     with FakeTensorMode(), torch.inference_mode(), patch.object(torch, "tensor", tensor):
@@ -72,11 +70,8 @@ def on_fake_cuda(*modules: nn.Module | None) -> None:
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
                 if tensor is not None:
-                    tensors[name] = moved.setdefault(id(tensor), tensor if _is_fake(tensor) else _moved(tensor))
-
-
-def _is_fake(tensor: Tensor) -> bool:
-    return tensor.device.type == "cuda"
+                    is_there = tensor.device.type == "cuda"
+                    tensors[name] = moved.setdefault(id(tensor), tensor if is_there else _moved(tensor))
 
 
 def _moved(tensor: Tensor) -> Tensor:
@@ -106,12 +101,6 @@ class Trace(TorchDispatchMode):
         Trace.active = None
         super().__exit__(*error)
 
-    @classmethod
-    def copied_in(cls, data: Any) -> None:
-        """Note that a tensor was made of values that the host has."""
-        if cls.active is not None:
-            raise AssertionError(f"a round copies values from the host to the device: {str(data)[:80]}")
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         before = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
@@ -130,8 +119,3 @@ class Trace(TorchDispatchMode):
             return True
         memory = {t.untyped_storage()._cdata for t in before}
         return any(t.untyped_storage()._cdata not in memory for t in after)
-
-    @property
-    def launches(self) -> int:
-        """How many kernels there were."""
-        return sum(self.kernels.values())

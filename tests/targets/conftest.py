@@ -1,4 +1,4 @@
-"""Folders of models: edited, and laid out as the Hub's cache does."""
+"""Folders of models: saved, edited, and laid out as the Hub's cache does."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from outrider.targets import Target
 
 COMMIT = "c" * 40
 NAME = "someone/model"
@@ -32,6 +34,14 @@ def keep_in_cache(folder: Path, hub: Path, name: str = NAME, commit: str = COMMI
         shutil.copyfile(file, blobs / f"{commit[0]}{number}")
         (snapshot / file.name).symlink_to(f"../../blobs/{commit[0]}{number}")
     return snapshot
+
+
+@pytest.fixture
+def saved(tiny_target: Target, tmp_path: Path) -> Path:
+    """The folder of a small target."""
+    for part in (tiny_target.model, tiny_target.tokenizer):
+        part.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ SIZES = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
-
+NO_IDS: dict[str, Any] = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
 
 # A vision tower beside a text model: as deep as that.
 VISION = {name: SIZES[name] for name in SIZES if name not in ("vocab_size", "num_key_value_heads")}
@@ -48,6 +48,20 @@ def require_librarys(logits: Tensor, target: Target, texts: list[list[int]], new
     for row, text in enumerate(texts):
         expected = target.model(torch.tensor([text + new[row].tolist()])).logits[0, len(text) :]
         torch.testing.assert_close(logits[row], expected, rtol=tolerance, atol=tolerance)
+
+
+def require_offsets(target: Target, length: int, kept: list[int], tolerance: float, again_from: int = 0) -> None:
+    """Passes from the last entry (offset −1), or after an uncommitted one (1), give what one pass over all does."""
+    text, cache = tokens(2, length + 3), target.new_cache(2, 20)
+    target.forward(text[:, :length], cache)
+    cache.advance(RowLengths.of(kept, "cpu"))
+    rows, starts = torch.arange(2)[:, None], torch.tensor(kept)[:, None]
+    again = target.forward(text[rows, starts - 1 + torch.arange(2)], cache, offset=-1).logits
+    after = target.forward(text[rows, starts + 1], cache, offset=1).logits
+    for row, n in enumerate(kept):
+        expected = target.model(text[row : row + 1, : n + 2]).logits[0, n - 1 :]
+        torch.testing.assert_close(again[row, again_from:], expected[again_from:2], rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(after[row, 0], expected[2], rtol=tolerance, atol=tolerance)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from outrider.targets import Target, attention, load_causal_lm
 from outrider.targets.layer_kinds import float_mask
 
 from ..conftest import few
-from .small_models import small_model
+from .small_models import NO_IDS, small_model
 
 PROMPTS = [torch.randint(0, 64, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (5, 1, 9, 3)]
 PLANS = [Plan(3), Plan(tree=Tree((-1, -1, 0, 0, 1, 2)))]
@@ -55,10 +55,7 @@ def test_parts_are_equal_and_aligned_and_not_too_small(blocks, length, parts):
 
 
 def efficient_kernel(query, key, value, mask, scale):
-    """What CUDA's memory-efficient kernel computes, as its source says: in base 2, in which the mask may overflow.
-
-    A part in which nothing is seen then has a logarithm of 0.
-    """
+    """What CUDA's memory-efficient kernel computes: in base 2, in which the mask may overflow; nothing seen gives 0."""
     assert mask.stride(-2) % 8 == 0, "its rows begin at multiples of 16 bytes"
     to_base_2 = 1.4426950408889634
     scores = ((query.float() @ key.float().transpose(-1, -2)) * scale + mask) * to_base_2
@@ -119,9 +116,8 @@ def test_modes_of_compile_that_capture_graphs_are_refused(tiny_llama, mode):
 def make(kind: str, tiny_llama) -> Target:
     if kind == "llama":
         return Target(tiny_llama(layers=4))
-    no_ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     sizes = {"head_dim": 8, "sliding_window": 8, "sliding_window_pattern": 2, "max_position_embeddings": 512}
-    return Target(small_model("gemma3_text", "sdpa", **sizes, **no_ids))
+    return Target(small_model("gemma3_text", "sdpa", **sizes, **NO_IDS))
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)

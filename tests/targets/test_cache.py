@@ -11,7 +11,7 @@ from transformers import DynamicCache
 
 from outrider.targets import Nodes, RaggedCache, RowLengths, Target
 
-from .small_models import VOCAB, allocated, prefilled, require_librarys, small_model, tokens
+from .small_models import VOCAB, allocated, prefilled, require_librarys, require_offsets, small_model, tokens
 
 
 @pytest.fixture
@@ -76,19 +76,7 @@ def test_nothing_is_committed_until_it_is_advanced(target):
 
 @pytest.mark.parametrize("lengths", [[3, 3], [1, 1], [3, 1]])
 def test_a_pass_can_start_before_or_after_the_committed_entries(target, lengths):
-    """Offset −1 writes the last entry again; offset 1 goes on after an uncommitted one. Either way as in one pass."""
-    text = tokens(2, 8)
-    cache = target.new_cache(2, 20)
-    target.forward(text[:, :3], cache)
-    cache.advance(RowLengths.of(lengths, "cpu"))
-    rows = torch.arange(2)[:, None]
-    starts = torch.tensor(lengths)[:, None]
-    again = target.forward(text[rows, starts - 1 + torch.arange(2)], cache, offset=-1).logits
-    behind = target.forward(text[rows, starts + 1], cache, offset=1).logits
-    for row, n in enumerate(lengths):
-        expected = target.model(text[row : row + 1, : n + 2]).logits[0]
-        torch.testing.assert_close(again[row], expected[n - 1 : n + 1], rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(behind[row, 0], expected[n + 1], rtol=1e-4, atol=1e-4)
+    require_offsets(target, 3, lengths, 1e-4)
 
 
 # Per row the parents of six nodes after a root; both rows have a path of three.
@@ -159,23 +147,17 @@ def test_a_full_cache_says_what_is_needed():
 
 
 # Layers that differ in heads and sizes, keys and values that do, layers that keep nothing, and the plain case.
+SLIDING = {"head_dim": 8, "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 6}
 SIZES: dict[str, dict[str, Any]] = {
     "llama": {},
-    "gemma3_text": {
-        "head_dim": 8,
-        "query_pre_attn_scalar": 8,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "sliding_window": 6,
-    },
+    "gemma3_text": SLIDING | {"query_pre_attn_scalar": 8},
     "gemma4_text": {
-        "head_dim": 8,
         "global_head_dim": 16,
         "num_global_key_value_heads": 1,
         "num_kv_shared_layers": 2,
         "hidden_size_per_layer_input": 8,
         "vocab_size_per_layer_input": VOCAB,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "sliding_window": 6,
+        **SLIDING,
     },
     "deepseek_v3": {
         "num_key_value_heads": 4,
@@ -202,9 +184,12 @@ def addresses(cache: RaggedCache) -> list[int]:
     return [t.data_ptr() for layer in cache.layers for t in (layer.keys, layer.values) if t is not None]
 
 
-def test_memory_is_known_before_it_is_allocated(target):
-    expected = 3 * 2 * (2 * 2 * 10 * 8) * 4  # layers, keys and values, [B, heads, L, D], fp32
-    assert target.cache_bytes(2, 10) == target.new_cache(2, 10).num_bytes() == expected
+def test_memory_is_known_before_it_is_allocated_in_any_dtype(target):
+    """A model may be cast after it was wrapped."""
+    for size, dtype in ((4, torch.float32), (2, torch.bfloat16)):
+        expected = 3 * 2 * (2 * 2 * 10 * 8) * size  # layers, keys and values, [B, heads, L, D]
+        target.model.to(dtype)
+        assert target.cache_bytes(2, 10) == target.new_cache(2, 10).num_bytes() == expected
 
 
 @pytest.mark.parametrize("kind", SIZES)
@@ -224,14 +209,6 @@ def test_layers_of_different_sizes_are_told_apart():
     assert shared == [None, None], "layers that read another's keys and values keep none"
     latent = sized("deepseek_v3").cache_layout().shapes[0]
     assert (latent.keys.size, latent.values.size) == (16, 8)
-
-
-def test_what_layers_keep_follows_the_dtype(tiny_llama):
-    """A model may be cast after it was wrapped."""
-    target = Target(tiny_llama(layers=3))
-    before = target.cache_bytes(2, 10)
-    target.model.to(torch.bfloat16)
-    assert target.cache_bytes(2, 10) == target.new_cache(2, 10).num_bytes() == before // 2
 
 
 def test_looking_at_a_layer_once_leaves_nothing_behind(tiny_target):

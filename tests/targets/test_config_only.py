@@ -68,23 +68,20 @@ def save(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> Save:
     return make
 
 
-# ------------------------------------------------------------ who it is
-
-
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_is_the_loaded_target_in_every_type(save: Save, kind: str) -> None:
+def test_it_is_the_loaded_target_in_every_type(save, kind):
     folder = save(kind)
     assert len(list(folder.glob("*.safetensors"))) > 1
     for dtype in ("auto", "float32", "bfloat16", "float16"):
         require_same(folder, dtype=dtype)
 
 
-def test_it_is_the_loaded_target_that_ships_with_outrider() -> None:
+def test_it_is_the_loaded_target_that_ships_with_outrider():
     require_same("embedded")
     require_same("embedded", dtype="bfloat16")
 
 
-def test_a_stored_type_that_the_config_does_not_name_is_found(save: Save) -> None:
+def test_a_stored_type_that_the_config_does_not_name_is_found(save):
     folder = save()
     for file in folder.glob("*.safetensors"):
         tensors = {name: tensor.half() for name, tensor in load_file(file).items()}
@@ -95,7 +92,7 @@ def test_a_stored_type_that_the_config_does_not_name_is_found(save: Save) -> Non
 
 
 @pytest.mark.parametrize("factor", [1.0, 2.0])
-def test_tied_embeddings_that_are_both_stored_count_as_they_are_loaded(save: Save, factor: float) -> None:
+def test_tied_embeddings_that_are_both_stored_count_as_they_are_loaded(save, factor):
     """Equal ones are tied, and others are not, whatever the config says."""
     folder = save(tie_word_embeddings=False)
     edit(folder / "config.json", tie_word_embeddings=True)
@@ -107,7 +104,7 @@ def test_tied_embeddings_that_are_both_stored_count_as_they_are_loaded(save: Sav
     require_same(folder)
 
 
-def test_weights_of_a_model_without_an_output_embedding_get_their_prefix(save: Save) -> None:
+def test_weights_of_a_model_without_an_output_embedding_get_their_prefix(save):
     folder = save()
     whole = AutoModelForCausalLM.from_pretrained(folder)
     for file in folder.glob("model*"):
@@ -117,7 +114,7 @@ def test_weights_of_a_model_without_an_output_embedding_get_their_prefix(save: S
     require_same(folder)
 
 
-def test_a_text_model_inside_another_is_itself(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_text_model_inside_another_is_itself(tmp_path, tiny_tokenizer):
     text = SIZES | {"head_dim": 8, "vocab_size": len(tiny_tokenizer)}
     config = Gemma3Config(text_config=text, vision_config=small_models.VISION, mm_tokens_per_image=4)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
@@ -125,7 +122,7 @@ def test_a_text_model_inside_another_is_itself(tmp_path: Path, tiny_tokenizer: P
     require_same(tmp_path)
 
 
-def test_end_tokens_are_those_of_the_generation_config(save: Save) -> None:
+def test_end_tokens_are_those_of_the_generation_config(save):
     folder = save()
     edit(folder / "generation_config.json", eos_token_id=[3, 7])
     assert config_only_target(folder).eos_ids == (3, 7)
@@ -134,7 +131,7 @@ def test_end_tokens_are_those_of_the_generation_config(save: Save) -> None:
     require_same(folder)
 
 
-def test_what_cannot_be_known_from_the_files_alone_is_loaded_whole(save: Save, tmp_path: Path) -> None:
+def test_what_cannot_be_known_from_the_files_alone_is_loaded_whole(save, tmp_path):
     folder = save()
     base = LlamaForCausalLM.from_pretrained(folder)
     lora = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
@@ -143,8 +140,8 @@ def test_what_cannot_be_known_from_the_files_alone_is_loaded_whole(save: Save, t
 
 
 def test_a_model_that_computes_with_its_weights_on_loading_is_loaded_whole_for_its_fingerprint(
-    save: Save, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+    save, monkeypatch, caplog
+):
     tie = LlamaForCausalLM.tie_weights
 
     def computing(self: LlamaForCausalLM, missing_keys: Any = None, recompute_mapping: bool = True) -> None:
@@ -157,10 +154,7 @@ def test_a_model_that_computes_with_its_weights_on_loading_is_loaded_whole_for_i
     assert "the target is loaded whole: its weights cannot be read one at a time" in caplog.text
 
 
-# ------------------------------------------------------------ what it takes
-
-
-def test_other_threads_make_modules_meanwhile_as_ever(save: Save, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_threads_make_modules_meanwhile_as_ever(save, monkeypatch):
     made: list[nn.Module] = []
     target = config_only_target(save())
 
@@ -209,9 +203,7 @@ LARGE = {
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc tells a process' own memory")
 @pytest.mark.parametrize("kind", ["llama", pytest.param("mixtral", marks=pytest.mark.slow)])
-def test_memory_holds_a_few_weights_at_a_time(
-    save: Save, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast, kind: str
-) -> None:
+def test_memory_holds_a_few_weights_at_a_time(save, tmp_path, tiny_tokenizer, kind):
     """The largest has 16 MiB in fp32, and the models 200 and 400. Experts are read before they are put together."""
     sizes = SIZES | LARGE[kind] | {"vocab_size": len(tiny_tokenizer)}
     config = AutoConfig.for_model(kind, **sizes, dtype="bfloat16")
@@ -227,10 +219,7 @@ def test_memory_holds_a_few_weights_at_a_time(
     assert float(told.stdout) < kept_by_malloc + at_once * max(sizes)
 
 
-# ------------------------------------------------------------ what is refused
-
-
-def test_weights_that_cannot_be_had_are_refused_at_once(save: Save) -> None:
+def test_weights_that_cannot_be_had_are_refused_at_once(save):
     folder = save()
     edit(folder / "config.json", intermediate_size=10**9)
     with pytest.raises(IncompatibleError, match="do not fit its config"):
@@ -243,7 +232,7 @@ def test_weights_that_cannot_be_had_are_refused_at_once(save: Save) -> None:
         config_only_target(folder / "missing")
 
 
-def test_a_missing_weight_is_refused_and_never_random(save: Save) -> None:
+def test_a_missing_weight_is_refused_and_never_random(save):
     folder = save(tie_word_embeddings=False)
     file = next(f for f in folder.glob("*.safetensors") if "model.norm.weight" in load_file(f))
     tensors = load_file(file)
@@ -253,7 +242,7 @@ def test_a_missing_weight_is_refused_and_never_random(save: Save) -> None:
         config_only_target(folder).fingerprint()
 
 
-def test_code_beside_a_model_never_runs(save: Save, tmp_path: Path) -> None:
+def test_code_beside_a_model_never_runs(save, tmp_path):
     folder = save()
     (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     edit(folder / "config.json", model_type="evil", auto_map={"AutoConfig": "evil.E", "AutoModelForCausalLM": "evil.E"})
@@ -262,7 +251,7 @@ def test_code_beside_a_model_never_runs(save: Save, tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_damaged_file_is_refused(save: Save) -> None:
+def test_a_damaged_file_is_refused(save):
     folder = save()
     file = sorted(folder.glob("*.safetensors"))[0]
     file.write_bytes(file.read_bytes()[:-100])

@@ -13,17 +13,9 @@ from outrider.targets import Target, config_only_target
 from outrider.targets.grow import ALIASES, SHAPES, Growth, Sizes, grow, grown_bytes, grown_config, shape_config
 from outrider.targets.loading import meta_causal_lm, split_shape
 
-BASE = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "head_dim": 8,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "eos_token_id": 5,
-    "bos_token_id": None,
-}
+from .small_models import SIZES
+
+BASE = SIZES | {"intermediate_size": 48, "num_hidden_layers": 3, "head_dim": 8, "eos_token_id": 5, "bos_token_id": None}
 EVERYTHING = {
     "vocab_size": 200,
     "hidden_size": 128,
@@ -193,14 +185,9 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_made(monkeypatch):
         grow(source(), shape)
 
 
-@pytest.fixture
-def small_shape(monkeypatch) -> str:
-    sizes = ("llama", 512, 13, 8, 4, 64, 768, 5000, 4096, {})
-    monkeypatch.setitem(SHAPES, "small", sizes)
-    return "embedded@small"
-
-
-def test_a_target_may_be_named_with_its_shape(small_shape):
+def test_a_target_may_be_named_with_its_shape(monkeypatch):
+    small_shape = "embedded@small"
+    monkeypatch.setitem(SHAPES, "small", ("llama", 512, 13, 8, 4, 64, 768, 5000, 4096, {}))
     grown, source = (Target.load(path, device="cpu", dtype="float32") for path in (small_shape, "embedded"))
     assert (grown.hidden_size, grown.num_layers, grown.vocab_size) == (512, 13, 5000)
     assert grown.source["path"] == small_shape

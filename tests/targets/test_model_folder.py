@@ -1,7 +1,4 @@
-"""Folders of strangers: no code runs, no pattern hangs, and no memory is taken for sizes that the weights do not have.
-
-Models of the Hub are checked like folders before any library opens them: here in its cache, as it lays it out.
-"""
+"""Folders of strangers, and models in the Hub's cache: no code runs, no pattern hangs, and no size takes memory."""
 
 from __future__ import annotations
 
@@ -14,9 +11,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -41,23 +36,13 @@ WITHOUT_CODE = ("PeftModel", "made")
 
 
 @pytest.fixture
-def model(tmp_path: Path, tiny_llama: Callable[..., LlamaForCausalLM], tiny_tokenizer: PreTrainedTokenizerFast) -> Path:
-    tiny_llama(vocab=len(tiny_tokenizer)).save_pretrained(tmp_path / "model")
-    tiny_tokenizer.save_pretrained(tmp_path / "model")
-    return tmp_path / "model"
-
-
-@pytest.fixture
-def adapter(model: Path, tmp_path: Path) -> Path:
-    base = LlamaForCausalLM.from_pretrained(model)
+def adapter(saved: Path, tmp_path: Path) -> Path:
+    base = LlamaForCausalLM.from_pretrained(saved)
     get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "v_proj"])).save_pretrained(tmp_path / "adapter")
     return tmp_path / "adapter"
 
 
-# ------------------------------------------------------------ code
-
-
-def test_every_loading_call_says_whether_code_may_run() -> None:
+def test_every_loading_call_says_whether_code_may_run():
     silent = []
     rooms = [p for p in ROOT.iterdir() if (p / "py.typed").is_file()]
     for file in sorted(f for room in rooms for f in room.rglob("*.py")):
@@ -71,23 +56,19 @@ def test_every_loading_call_says_whether_code_may_run() -> None:
 
 
 @pytest.mark.parametrize("stdin", ["y\nyes\n1\n", "", None])
-def test_code_beside_a_tokenizer_never_runs_whatever_stdin_holds(
-    model: Path, tmp_path: Path, stdin: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_code_beside_a_tokenizer_never_runs_whatever_stdin_holds(saved, tmp_path, stdin, monkeypatch):
     monkeypatch.setattr(sys, "stdin", None if stdin is None else io.StringIO(stdin))
-    (model / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Evil: pass\n")
-    edit(model / "tokenizer_config.json", auto_map={"AutoTokenizer": ["evil.Evil", "evil.Evil"]})
-    load_tokenizer(model)
-    edit(model / "tokenizer_config.json", tokenizer_class="Evil")
+    (saved / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Evil: pass\n")
+    edit(saved / "tokenizer_config.json", auto_map={"AutoTokenizer": ["evil.Evil", "evil.Evil"]})
+    load_tokenizer(saved)
+    edit(saved / "tokenizer_config.json", tokenizer_class="Evil")
     for load in (load_tokenizer, Target.load):
         with pytest.raises(BadInputError, match="custom code"):
-            load(model)
+            load(saved)
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_tokenizer_that_loads_two_others_asks_nobody_and_is_refused(
-    model: Path, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tokenizer_that_loads_two_others_asks_nobody_and_is_refused(saved, tmp_path, tiny_tokenizer, monkeypatch):
     """The library's own call for them says nothing about code: it would ask on stdin."""
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\ny\ny\n"))
     folder = tmp_path / "tokenizer"
@@ -106,9 +87,6 @@ def test_a_tokenizer_that_loads_two_others_asks_nobody_and_is_refused(
     assert not (tmp_path / "ran").exists()
 
 
-# ------------------------------------------------------------ sizes
-
-
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -122,31 +100,26 @@ def test_a_tokenizer_that_loads_two_others_asks_nobody_and_is_refused(
         ({"_attn_implementation": "evil/kernel"}, "names code of the Hub"),
     ],
 )
-def test_a_config_that_asks_for_more_than_its_weights_is_refused_at_once(
-    model: Path, changes: dict[str, Any], said: str
-) -> None:
-    edit(model / "config.json", **changes)
+def test_a_config_that_asks_for_more_than_its_weights_is_refused_at_once(saved, changes, said):
+    edit(saved / "config.json", **changes)
     began = time.process_time()
     with pytest.raises(OutriderError, match=said):
-        Target.load(model)
+        Target.load(saved)
     assert time.process_time() - began < 5
 
 
-def test_weights_relabelled_as_integers_are_refused(model: Path) -> None:
-    file = model / "model.safetensors"
+def test_weights_relabelled_as_integers_are_refused(saved):
+    file = saved / "model.safetensors"
     content = file.read_bytes()
     file.write_bytes(content.replace(b'"dtype":"F32"', b'"dtype":"I32"', 1))
     with pytest.raises(IncompatibleError, match="is I32, expected floating-point numbers"):
-        Target.load(model)
+        Target.load(saved)
 
 
-LARGE_SIZES = [{"num_layers": 10**7}, {"intermediate_size": 10**9}, {"draft_vocab_size": 2**31 - 1}]
-
-
-@pytest.mark.parametrize("changes", LARGE_SIZES)
-def test_a_drafters_sizes_are_compared_with_its_file_before_memory_is_taken(
-    tiny_target: Target, tmp_path: Path, changes: dict[str, int]
-) -> None:
+@pytest.mark.parametrize(
+    "changes", [{"num_layers": 10**7}, {"intermediate_size": 10**9}, {"draft_vocab_size": 2**31 - 1}]
+)
+def test_a_drafters_sizes_are_compared_with_its_file_before_memory_is_taken(tiny_target, tmp_path, changes):
     Eagle3.build(Eagle3Config(steps=2), tiny_target).save(tmp_path / "drafter")
     config = tmp_path / "drafter" / "config.json"
     if not changes.keys() <= json.loads(config.read_text()).keys():
@@ -156,7 +129,7 @@ def test_a_drafters_sizes_are_compared_with_its_file_before_memory_is_taken(
         load_drafter(tmp_path / "drafter", tiny_target)
 
 
-def test_a_drafters_integers_in_the_place_of_weights_are_refused(tiny_target: Target, tmp_path: Path) -> None:
+def test_a_drafters_integers_in_the_place_of_weights_are_refused(tiny_target, tmp_path):
     Eagle3.build(Eagle3Config(steps=2), tiny_target).save(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     name = next(n for n, w in weights.items() if w.dtype == torch.float32)
@@ -166,36 +139,33 @@ def test_a_drafters_integers_in_the_place_of_weights_are_refused(tiny_target: Ta
 
 
 @pytest.mark.parametrize("length", [0, 1, 2**20, 2**33, 2**64 - 1])
-def test_a_header_of_another_length_is_refused(model: Path, length: int) -> None:
-    file = model / "model.safetensors"
+def test_a_header_of_another_length_is_refused(saved, length):
+    file = saved / "model.safetensors"
     file.write_bytes(struct.pack("<Q", length) + file.read_bytes()[8:])
     with pytest.raises(Refusal, match="damaged or not a safetensors file"):
         stored_tensors(file)
 
 
-def test_an_index_that_leads_out_of_its_folder_is_refused(model: Path) -> None:
-    weights = load_file(model / "model.safetensors")
-    (model / "model.safetensors").rename(model / "one.safetensors")
+def test_an_index_that_leads_out_of_its_folder_is_refused(saved):
+    weights = load_file(saved / "model.safetensors")
+    (saved / "model.safetensors").rename(saved / "one.safetensors")
     index = {"weight_map": dict.fromkeys(weights, "../model/one.safetensors")}
-    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    (saved / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(Refusal, match="no plain weight_map"):
-        Target.load(model)
+        Target.load(saved)
 
 
 @pytest.mark.parametrize("place", ["the Hub", "a folder"])
-def test_a_pipe_among_a_models_files_is_refused_and_never_waited_for(model: Path, hub: Path, place: str) -> None:
-    os.mkfifo(keep_in_cache(model, hub) / "vocab.json" if place == "the Hub" else model / "generation_config.json.pipe")
+def test_a_pipe_among_a_models_files_is_refused_and_never_waited_for(saved, hub, place):
+    os.mkfifo(keep_in_cache(saved, hub) / "vocab.json" if place == "the Hub" else saved / "generation_config.json.pipe")
     with pytest.raises(Refusal, match="a pipe"):
-        Target.load(NAME if place == "the Hub" else model)
+        Target.load(NAME if place == "the Hub" else saved)
 
 
-def test_an_adapter_in_a_models_folder_is_not_applied_without_a_word(model: Path, adapter: Path) -> None:
-    (model / "adapter_config.json").write_bytes((adapter / "adapter_config.json").read_bytes())
+def test_an_adapter_in_a_models_folder_is_not_applied_without_a_word(saved, adapter):
+    (saved / "adapter_config.json").write_bytes((adapter / "adapter_config.json").read_bytes())
     with pytest.raises(Refusal, match="Give the adapter as such"):
-        Target.load(model)
-
-
-# ------------------------------------------------------------ adapters
+        Target.load(saved)
 
 
 @pytest.mark.parametrize(
@@ -221,13 +191,11 @@ def test_an_adapter_in_a_models_folder_is_not_applied_without_a_word(model: Path
         ({"target_modules": []}, "adapter"),
     ],
 )
-def test_an_adapter_that_asks_for_more_than_merging_is_refused_at_once(
-    model: Path, adapter: Path, changes: dict[str, Any], said: str
-) -> None:
+def test_an_adapter_that_asks_for_more_than_merging_is_refused_at_once(saved, adapter, changes, said):
     edit(adapter / "adapter_config.json", **changes)
     began = time.process_time()
     with pytest.raises(OutriderError, match=said):
-        Target.load(model, adapter=adapter)
+        Target.load(saved, adapter=adapter)
     assert time.process_time() - began < 10
 
 
@@ -240,56 +208,53 @@ PATTERNS = [
 
 
 @pytest.mark.parametrize("modules", PATTERNS)
-def test_patterns_that_people_write_are_read(model: Path, adapter: Path, modules: str | list[str]) -> None:
+def test_patterns_that_people_write_are_read(saved, adapter, modules):
     edit(adapter / "adapter_config.json", target_modules=modules)
-    Target.load(model, adapter=adapter)
+    Target.load(saved, adapter=adapter)
 
 
-def test_an_adapter_without_some_of_its_weights_is_refused(model: Path, adapter: Path) -> None:
+def test_an_adapter_without_some_of_its_weights_is_refused(saved, adapter):
     weights = load_file(adapter / "adapter_model.safetensors")
     dropped, _ = weights.popitem()
     save_file(weights, adapter / "adapter_model.safetensors")
     with pytest.raises(IncompatibleError, match=f"missing {dropped}"):
-        Target.load(model, adapter=adapter)
+        Target.load(saved, adapter=adapter)
 
 
-def test_what_real_models_configs_hold_is_read(tmp_path: Path) -> None:
+def test_what_real_models_configs_hold_is_read(tmp_path):
     """Gemma 3n's vocabulary per layer is no number of layers, and Mamba's configs hold an Infinity."""
     text = '{"vocab_size_per_layer_input": 262144, "num_hidden_layers": 30, "time_step_limit": [0.0, Infinity]}'
     (tmp_path / "config.json").write_text(text)
     check_files(tmp_path, trust_remote_code=False)
 
 
-def test_a_list_that_somebody_made_by_sha256sum_is_none_of_ours(model: Path) -> None:
-    (model / "SHA256SUMS").write_text("0" * 64 + "  model.safetensors\n")
-    assert Target.load(model, device="cpu").num_layers > 0
+def test_a_list_that_somebody_made_by_sha256sum_is_none_of_ours(saved):
+    (saved / "SHA256SUMS").write_text("0" * 64 + "  model.safetensors\n")
+    assert Target.load(saved, device="cpu").num_layers > 0
 
 
-# ------------------------------------------------------------ the Hub's cache
-
-
-def test_a_model_of_the_hub_is_the_one_that_its_folder_holds(model: Path, hub: Path) -> None:
-    keep_in_cache(model, hub)
-    ours, theirs = Target.load(model, device="cpu"), Target.load(NAME, device="cpu")
+def test_a_model_of_the_hub_is_the_one_that_its_folder_holds(saved, hub):
+    keep_in_cache(saved, hub)
+    ours, theirs = Target.load(saved, device="cpu"), Target.load(NAME, device="cpu")
     assert theirs.fingerprint() == ours.fingerprint()
     assert theirs.source["path"] == NAME
     assert theirs.model.config.name_or_path == NAME, "where the cache is, nobody needs to know"
 
 
-def test_a_revision_is_the_one_that_was_asked_for(model: Path, hub: Path) -> None:
-    keep_in_cache(model, hub, commit="a" * 40)
-    edit(model / "config.json", rms_norm_eps=1e-3)
-    keep_in_cache(model, hub)
+def test_a_revision_is_the_one_that_was_asked_for(saved, hub):
+    keep_in_cache(saved, hub, commit="a" * 40)
+    edit(saved / "config.json", rms_norm_eps=1e-3)
+    keep_in_cache(saved, hub)
     older, newer = (load_causal_lm(NAME, revision=revision) for revision in ("a" * 40, None))
     assert older.config.rms_norm_eps != newer.config.rms_norm_eps == 1e-3
 
 
-def test_weights_in_several_files_are_found_by_their_index(model: Path, hub: Path) -> None:
-    whole = LlamaForCausalLM.from_pretrained(model)
-    (model / "model.safetensors").unlink()
-    whole.save_pretrained(model, max_shard_size="20KB")
-    assert (model / "model.safetensors.index.json").exists()
-    keep_in_cache(model, hub)
+def test_weights_in_several_files_are_found_by_their_index(saved, hub):
+    whole = LlamaForCausalLM.from_pretrained(saved)
+    (saved / "model.safetensors").unlink()
+    whole.save_pretrained(saved, max_shard_size="20KB")
+    assert (saved / "model.safetensors.index.json").exists()
+    keep_in_cache(saved, hub)
     found = load_causal_lm(NAME)
     assert all(torch.equal(found.state_dict()[name], weight) for name, weight in whole.state_dict().items())
 
@@ -306,14 +271,12 @@ def test_weights_in_several_files_are_found_by_their_index(model: Path, hub: Pat
         ("model.safetensors.index.json", {"weight_map": {"lm_head.weight": "../x.safetensors"}}, "no plain weight_map"),
     ],
 )
-def test_what_a_folder_is_refused_for_a_model_of_the_hub_is_refused_for(
-    model: Path, hub: Path, tmp_path: Path, file: str, changes: dict[str, Any], said: str
-) -> None:
-    (model / "e.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass E: pass\n")
-    edit(model / file, **changes)
+def test_what_a_folder_is_refused_for_a_model_of_the_hub_is_refused_for(saved, hub, tmp_path, file, changes, said):
+    (saved / "e.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass E: pass\n")
+    edit(saved / file, **changes)
     if file == "model.safetensors.index.json":
-        (model / "model.safetensors").unlink()
-    keep_in_cache(model, hub)
+        (saved / "model.safetensors").unlink()
+    keep_in_cache(saved, hub)
     for load in (Target.load, load_causal_lm):
         if load is Target.load or file != "tokenizer_config.json":
             with pytest.raises(OutriderError, match=said):
@@ -322,45 +285,45 @@ def test_what_a_folder_is_refused_for_a_model_of_the_hub_is_refused_for(
 
 
 @pytest.mark.parametrize("place", ["the Hub", "a folder"])
-def test_a_tokenizer_alone_is_looked_at_too(model: Path, hub: Path, place: str) -> None:
+def test_a_tokenizer_alone_is_looked_at_too(saved, hub, place):
     """As the verbs read it that need no weights."""
-    edit(model / "tokenizer_config.json", attn_implementation="evil/kernel")
-    keep_in_cache(model, hub)
+    edit(saved / "tokenizer_config.json", attn_implementation="evil/kernel")
+    keep_in_cache(saved, hub)
     with pytest.raises(Refusal, match="names code of the Hub"):
-        load_tokenizer_of(NAME if place == "the Hub" else str(model), None, False)
+        load_tokenizer_of(NAME if place == "the Hub" else str(saved), None, False)
 
 
-def test_only_pickles_are_refused(model: Path, hub: Path) -> None:
-    (model / "model.safetensors").rename(model / "pytorch_model.bin")
-    keep_in_cache(model, hub)
+def test_only_pickles_are_refused(saved, hub):
+    (saved / "model.safetensors").rename(saved / "pytorch_model.bin")
+    keep_in_cache(saved, hub)
     with pytest.raises(BadInputError, match="is a pickle"):
         Target.load(NAME)
 
 
-def test_a_shape_without_contents_needs_no_weights_and_is_looked_at(model: Path, hub: Path) -> None:
-    (model / "model.safetensors").unlink()
-    snapshot = keep_in_cache(model, hub)
+def test_a_shape_without_contents_needs_no_weights_and_is_looked_at(saved, hub):
+    (saved / "model.safetensors").unlink()
+    snapshot = keep_in_cache(saved, hub)
     with torch.device("meta"):
         assert load_causal_lm(NAME).config.hidden_size > 0
         (snapshot / "config.json").unlink()
-        edit(model / "config.json", num_hidden_layers=10**7)
-        shutil.copyfile(model / "config.json", snapshot / "config.json")
+        edit(saved / "config.json", num_hidden_layers=10**7)
+        shutil.copyfile(saved / "config.json", snapshot / "config.json")
         with pytest.raises(Refusal, match="at most 1000"):
             load_causal_lm(NAME)
 
 
-def test_what_the_cache_does_not_hold_is_said(model: Path, hub: Path, tiny_target: Target) -> None:
+def test_what_the_cache_does_not_hold_is_said(saved, hub, tiny_target):
     with pytest.raises(BadInputError, match=r"'someone/else' cannot be loaded: .* your access to it"):
         Target.load("someone/else")
-    snapshot = keep_in_cache(model, hub)
+    snapshot = keep_in_cache(saved, hub)
     (snapshot / "model.safetensors").unlink()
     with pytest.raises(BadInputError, match=r"no \*\.safetensors file"):
         Target.load(NAME)
 
 
-def test_a_partly_cached_model_that_has_what_is_needed_is_read(model: Path, hub: Path) -> None:
+def test_a_partly_cached_model_that_has_what_is_needed_is_read(saved, hub):
     """The Hub's own list says that a file is missing; no library asks for it."""
-    snapshot = keep_in_cache(model, hub)
+    snapshot = keep_in_cache(saved, hub)
     (snapshot.parents[1] / "trees").mkdir()
     names = [*os.listdir(snapshot), "results.json"]
     entry = TreeCacheEntry(size=1, blob_id="0" * 40, lfs_sha256=None, lfs_size=None, xet_hash=None)
@@ -368,21 +331,19 @@ def test_a_partly_cached_model_that_has_what_is_needed_is_read(model: Path, hub:
     assert Target.load(NAME, device="cpu").num_layers > 0
 
 
-def test_a_draft_model_of_the_hub_comes_with_its_tokenizer(
-    model: Path, hub: Path, tiny_tokenizer: PreTrainedTokenizerFast
-) -> None:
-    keep_in_cache(model, hub)
-    target = Target.load(model, device="cpu")
+def test_a_draft_model_of_the_hub_comes_with_its_tokenizer(saved, hub, tiny_tokenizer):
+    keep_in_cache(saved, hub)
+    target = Target.load(saved, device="cpu")
     drafter = DraftModel.build(DraftModelConfig(path=NAME), target)
     assert drafter.model.config.vocab_size == target.vocab_size
-    other = Target(target.model, PreTrainedTokenizerFast.from_pretrained(model))
+    other = Target(target.model, PreTrainedTokenizerFast.from_pretrained(saved))
     other.require_tokenizer().add_tokens(["new"])
     with pytest.raises(IncompatibleError, match="different vocabularies"):
         DraftModel.build(DraftModelConfig(path=NAME), other)
 
 
-def test_the_command_reads_the_cache_that_the_environment_names(model: Path, tmp_path: Path) -> None:
-    keep_in_cache(model, tmp_path / "home" / "hub")
+def test_the_command_reads_the_cache_that_the_environment_names(saved, tmp_path):
+    keep_in_cache(saved, tmp_path / "home" / "hub")
     script = "import sys; from outrider.targets import Target; print(Target.load(sys.argv[1], device='cpu').num_layers)"
     cached = {**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
     ran = subprocess.run([sys.executable, "-c", script, NAME], env=cached, capture_output=True, text=True, timeout=120)

@@ -1,16 +1,10 @@
-"""A quantised target is another target with nearly the same words; its own identity is stable.
-
-A checkpoint that was quantised elsewhere is loaded by that library, or refused with what to do instead.
-"""
+"""A quantised target says nearly the same, with its own identity; what another library quantised needs that one."""
 
 from __future__ import annotations
 
 import importlib.util
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,22 +18,15 @@ from .conftest import edit
 installed = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao")
 
 
-@pytest.fixture
-def folder(tiny_target: Target, tmp_path: Path) -> Path:
-    tiny_target.model.save_pretrained(tmp_path / "target")
-    tiny_target.require_tokenizer().save_pretrained(tmp_path / "target")
-    return tmp_path / "target"
-
-
-def test_an_unknown_kind_is_refused_with_the_known_ones(folder: Path) -> None:
+def test_an_unknown_kind_is_refused_with_the_known_ones(saved):
     with pytest.raises(BadInputError, match="expected one of int8, int8-dynamic, found 'int3'"):
-        Target.load(folder, quantize="int3")
+        Target.load(saved, quantize="int3")
 
 
-def test_without_torchao_it_says_what_to_install(folder: Path) -> None:
+def test_without_torchao_it_says_what_to_install(saved):
     script = (
         "import sys; sys.modules['torchao'] = None; from outrider.targets import Target; "
-        f"Target.load({str(folder)!r}, quantize='int8')"
+        f"Target.load({str(saved)!r}, quantize='int8')"
     )
     shown = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stderr
     assert shown.splitlines()[-1].endswith("quantised targets need torchao: pip install 'outrider[quantised]'.")
@@ -47,23 +34,21 @@ def test_without_torchao_it_says_what_to_install(folder: Path) -> None:
 
 @installed
 @pytest.mark.parametrize("kind", ["int8", "int8-dynamic"])
-def test_it_says_nearly_the_same(folder: Path, kind: str) -> None:
+def test_it_says_nearly_the_same(saved, kind):
     tokens = torch.randint(5, 300, (2, 16), generator=torch.Generator().manual_seed(0))
-    plain, quantised = (Target.load(folder, quantize=q).forward(tokens).logits for q in (None, kind))
-    assert plain is not None
-    assert quantised is not None
+    plain, quantised = (Target.load(saved, quantize=q).forward(tokens).logits for q in (None, kind))
     assert 0 < (plain - quantised).abs().mean() < 0.1 * plain.abs().mean()
 
 
 @installed
-def test_its_identity_is_its_own_and_stable(folder: Path) -> None:
+def test_its_identity_is_its_own_and_stable(saved):
     kinds = (None, "int8", "int8-dynamic")
-    first, again = ([Target.load(folder, quantize=kind).fingerprint() for kind in kinds] for _ in range(2))
+    first, again = ([Target.load(saved, quantize=kind).fingerprint() for kind in kinds] for _ in range(2))
     assert [f.digest for f in first] == [f.digest for f in again]
     assert len({f.digest for f in first}) == 3
     changed = first[0].differences(first[1])
     assert changed[0].startswith(f"{6 * 7} of ")
-    quantised = Target.load(folder, quantize="int8")
+    quantised = Target.load(saved, quantize="int8")
     linear = quantised.model.model.layers[0].mlp.down_proj
     assert isinstance(linear, nn.Linear)
     linear.weight.qdata[0, 0] += 1
@@ -71,14 +56,11 @@ def test_its_identity_is_its_own_and_stable(folder: Path) -> None:
 
 
 @installed
-def test_the_output_embedding_stays_as_it_is(folder: Path) -> None:
-    plain, quantised = (Target.load(folder, quantize=kind) for kind in (None, "int8"))
+def test_the_output_embedding_stays_as_it_is(saved):
+    plain, quantised = (Target.load(saved, quantize=kind) for kind in (None, "int8"))
     heads = [target.model.get_output_embeddings().weight for target in (plain, quantised)]
     assert torch.equal(*heads)
     assert quantised.source["quantize"] == "int8"
-
-
-# ------------------------------------------------------------ checkpoints that were quantised elsewhere
 
 
 LIBRARIES = {
@@ -88,13 +70,9 @@ LIBRARIES = {
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_one_whose_library_is_missing_is_refused_with_another_way(
-    tiny_llama: Callable[..., Any], tiny_tokenizer: Any, tmp_path: Path, library: str
-) -> None:
+def test_one_whose_library_is_missing_is_refused_with_another_way(saved, library):
     if importlib.util.find_spec(library) is not None:
         pytest.skip(f"{library} is installed here")
-    tiny_llama(vocab=len(tiny_tokenizer)).save_pretrained(tmp_path)
-    tiny_tokenizer.save_pretrained(tmp_path)
-    edit(tmp_path / "config.json", quantization_config=LIBRARIES[library])
+    edit(saved / "config.json", quantization_config=LIBRARIES[library])
     with pytest.raises(BadInputError, match=r"cannot be loaded: .*Install what it asks for; .* target\.quantize: int8"):
-        Target.load(tmp_path, device="cpu")
+        Target.load(saved, device="cpu")

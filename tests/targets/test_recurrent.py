@@ -15,7 +15,7 @@ from outrider.targets import Nodes, RowLengths, Target
 from outrider.targets.recurrent import MODELS, UNREAD, RecurrentCache
 
 from .conftest import edit
-from .small_models import SIZES, allocated, prefilled, require_librarys, small_model, tokens
+from .small_models import SIZES, allocated, prefilled, require_librarys, require_offsets, small_model, tokens
 
 COMMON = SIZES | {"initializer_range": 0.2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 LINEAR = {
@@ -95,10 +95,7 @@ def noted_widths(target: Target) -> list[int]:
 
 
 def states(target: Target, text: list[int]) -> list[Tensor]:
-    """Return the library's states of one text read alone, of every layer that keeps some.
-
-    Of convolutions' inputs only those are returned that the next token sees.
-    """
+    """Return the library's states of one text read alone; of convolutions' inputs those that the next token sees."""
     cache = DynamicCache(config=target.config)
     target.model(torch.tensor([text]), past_key_values=cache)
     kept = [layer for layer in cache.layers if hasattr(layer, "conv_states")]
@@ -182,18 +179,8 @@ def test_a_full_row_leaves_room_for_what_others_read_again():
 
 @pytest.mark.parametrize("lengths", [[6, 6], [6, 3]])
 def test_a_pass_can_start_before_or_after_the_committed_entries(lengths):
-    """A draft model's passes do so: the last token again and one more, then one after an uncommitted one."""
-    target = make("qwen3_next")
-    text, cache = tokens(2, 9), target.new_cache(2, 20)
-    target.forward(text[:, :6], cache)
-    cache.advance(RowLengths.of(lengths, "cpu"))
-    rows, starts = torch.arange(2)[:, None], torch.tensor(lengths)[:, None]
-    again = target.forward(text[rows, starts - 1 + torch.arange(2)], cache, offset=-1).logits
-    behind = target.forward(text[rows, starts + 1], cache, offset=1).logits
-    for row, n in enumerate(lengths):
-        expected = target.model(text[row : row + 1, : n + 2]).logits[0]
-        torch.testing.assert_close(again[row, 1], expected[n], rtol=1e-3, atol=1e-3)
-        torch.testing.assert_close(behind[row, 0], expected[n + 1], rtol=1e-3, atol=1e-3)
+    """A draft model's passes do so; of the tokens that are read again, the logits of the last one count."""
+    require_offsets(make("qwen3_next"), 6, lengths, 1e-3, again_from=1)
 
 
 def test_what_a_pass_left_behind_is_not_taken_up_later():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
@@ -11,36 +13,29 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from outrider.common import IncompatibleError
 from outrider.heads import DraftModel, DraftModelConfig, load_drafter
-from outrider.targets import Target, TokenDifference, first_difference, require_same_vocabulary
+from outrider.targets import TokenDifference, first_difference, require_same_vocabulary
 
 
-class Vocabulary:
-    """The one method of a tokenizer that a comparison needs."""
-
-    def __init__(self, *tokens: str, **placed: int):
-        self.tokens = {t: i for i, t in enumerate(tokens)} | placed
-
-    def get_vocab(self) -> dict[str, int]:
-        return self.tokens
+def vocabulary(*tokens: str, **placed: int) -> Any:
+    """Return the one method of a tokenizer that a comparison needs."""
+    return SimpleNamespace(get_vocab=lambda: {t: i for i, t in enumerate(tokens)} | placed)
 
 
 @pytest.mark.parametrize(
     ("first", "second", "difference"),
     [
-        pytest.param(Vocabulary("a", "b"), Vocabulary(b=1, a=0), None, id="none"),
-        pytest.param(Vocabulary(*"abcd"), Vocabulary(*"aBCd"), TokenDifference(1, "b", "B"), id="the lowest"),
-        pytest.param(Vocabulary("a"), Vocabulary("a", "<new>"), TokenDifference(1, None, "<new>"), id="an added token"),
+        pytest.param(vocabulary("a", "b"), vocabulary(b=1, a=0), None, id="none"),
+        pytest.param(vocabulary(*"abcd"), vocabulary(*"aBCd"), TokenDifference(1, "b", "B"), id="the lowest"),
+        pytest.param(vocabulary("a"), vocabulary("a", "<new>"), TokenDifference(1, None, "<new>"), id="an added token"),
     ],
 )
-def test_the_lowest_differing_id_is_found(
-    first: Vocabulary, second: Vocabulary, difference: TokenDifference | None
-) -> None:
+def test_the_lowest_differing_id_is_found(first, second, difference):
     assert first_difference(first, second) == difference
 
 
-def test_a_refusal_names_id_and_both_tokens() -> None:
+def test_a_refusal_names_id_and_both_tokens():
     with pytest.raises(IncompatibleError, match="id 1 is 'b' in mine and missing in the target") as caught:
-        require_same_vocabulary(Vocabulary("a", "b"), Vocabulary("a"), "mine")
+        require_same_vocabulary(vocabulary("a", "b"), vocabulary("a"), "mine")
     assert caught.value.exit_code == 3
 
 
@@ -56,9 +51,7 @@ def draft_folder(
     return tmp_path / "draft"
 
 
-def test_a_draft_model_with_another_tokenizer_is_refused_when_it_meets_a_target(
-    draft_folder: Path, tiny_target: Target
-) -> None:
+def test_a_draft_model_with_another_tokenizer_is_refused_when_it_meets_a_target(draft_folder, tiny_target):
     named = rf"id {len(tiny_target.require_tokenizer())} is '<other>' in the draft model"
     with pytest.raises(IncompatibleError, match=named):
         load_drafter(draft_folder, tiny_target)
@@ -66,6 +59,6 @@ def test_a_draft_model_with_another_tokenizer_is_refused_when_it_meets_a_target(
         DraftModel.build(DraftModelConfig(path=str(draft_folder)), tiny_target)
 
 
-def test_a_draft_model_with_the_targets_tokenizer_loads(draft_folder: Path, tiny_target: Target) -> None:
+def test_a_draft_model_with_the_targets_tokenizer_loads(draft_folder, tiny_target):
     tiny_target.require_tokenizer().save_pretrained(draft_folder)
     assert load_drafter(draft_folder, tiny_target).name == "draft_model"

@@ -81,10 +81,6 @@ def _features(workshop: Workshop) -> None:
     FeatureStore.build(workshop.out / "features", workshop.target, table, (2,), shard_bytes=SHARD_BYTES)
 
 
-def _adapter(workshop: Workshop) -> None:
-    require_result(workshop.out, "adapter")
-
-
 def _drafter(workshop: Workshop) -> None:
     trained_drafter(workshop.recipe(), workshop.target)
 
@@ -131,7 +127,7 @@ SUBJECTS = [
     Subject("recipe.yaml of a run", "train", 20, _is("out/recipe.yaml"), _TRAIN, None, _before_the_last),
     Subject("drafter", "train", 50, _TRAINED, _drafter),
     Subject("provenance.json of a run", "train", 25, _is("out/provenance.json"), _drafter),
-    Subject("adapter", "train jointly", 40, _in("out/adapter"), _adapter),
+    Subject("adapter", "train jointly", 40, _in("out/adapter"), lambda w: require_result(w.out, "adapter")),
     Subject("report.json", "eval", 40, _is("report/report.json"), lambda w: Report.load(w.work / "report")),
 ]
 
@@ -195,9 +191,6 @@ def _good(workshop: Workshop, subject: Subject) -> Path:
     return kept
 
 
-# ------------------------------------------------------------ what is done to a file
-
-
 def _flip(data: bytes, chance: random.Random) -> bytes:
     place, bit = chance.randrange(len(data)), 1 << chance.randrange(8)
     return data[:place] + bytes([data[place] ^ bit]) + data[place + 1 :]
@@ -230,9 +223,6 @@ def _altered(file: Path, kind: str, chance: random.Random) -> str:
         assert changed != data
         file.write_bytes(changed)
     return file.name
-
-
-# ------------------------------------------------------------ what came of it
 
 
 def _judge(found: Alterations, outcome: Outcome, what: str, named: list[str], whole: bool) -> None:

@@ -7,14 +7,12 @@ import hashlib
 import io
 import logging
 import os
-import select
 import signal
 import subprocess
 import sys
-import time
+import threading
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,7 +58,14 @@ def attempt(action: Callable[[], object], kill_before: int | None = None, kill_a
         os.close(reading)
         _act(action, writing, kill_before)
     os.close(writing)
-    said = _heard(reading, child, kill_after)
+    timer = threading.Timer(kill_after or 0.0, os.kill, (child, signal.SIGKILL))
+    if kill_after is not None:
+        timer.start()
+    with os.fdopen(reading, encoding="utf-8", errors="replace") as pipe:
+        said = pipe.read()
+    if kill_after is not None:
+        timer.cancel()
+        timer.join()
     _, status = os.waitpid(child, 0)
     text, _, count = said.partition("\n# operations ")
     return Outcome(os.waitstatus_to_exitcode(status), text, int(count or 0))
@@ -86,26 +91,6 @@ def _act(action: Callable[[], object], writing: int, kill_before: int | None) ->
     if kill_before is not None:
         print(f"\n# operations {shim.attack_count()}", end="")
     os._exit(code)
-
-
-def _heard(reading: int, child: int, kill_after: float | None) -> str:
-    """Return all that the child says; kill it when its time is up."""
-    parts, deadline = [], None if kill_after is None else time.monotonic() + kill_after
-    while True:
-        left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        if left is not None and not select.select([reading], [], [], left)[0]:
-            with suppress(ProcessLookupError):
-                os.kill(child, signal.SIGKILL)
-            deadline = None
-            continue
-        part = os.read(reading, 65536)
-        if not part:
-            os.close(reading)
-            return b"".join(parts).decode(errors="replace")
-        parts.append(part)
-
-
-# ------------------------------------------------------------ what is on the disk
 
 
 def names(folder: Path) -> set[str]:

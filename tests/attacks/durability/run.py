@@ -18,6 +18,7 @@ from pathlib import Path
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # for the world that all attacks share
 
 from harness import under_interposition
 

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from world import make_llama, make_tokenizer
 
 from outrider.distill import distill
 from outrider.distill.prompts import Prompt
@@ -42,39 +41,11 @@ TEXTS = [
 
 def tiny_target(noise: float = 0.0) -> Target:
     """Return a random Llama with a tokenizer of 320 entries, the same each time."""
-    tokenizer = tiny_tokenizer()
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=4096,
-        initializer_range=0.2,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    model = LlamaForCausalLM(config).eval().requires_grad_(False)
+    tokenizer = make_tokenizer(TEXTS, 320, ["<|pad|>", "<|end|>"])
+    model = make_llama(tokenizer, 0, num_hidden_layers=4, max_position_embeddings=4096).eval().requires_grad_(False)
     for weight in model.parameters():
         weight += noise * torch.randn(weight.shape)
     return Target(model, tokenizer)
-
-
-def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=320,
-        special_tokens=["<|pad|>", "<|end|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(TEXTS * 4, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|pad|>")
 
 
 @dataclass
@@ -132,8 +103,6 @@ class Workshop:
             lora = {"r": 2, "lora_alpha": 4, "target_modules": "all-linear"}
             values["joint"] = {"lora": lora, "learning_rate": 1e-3, "heads_first": 0.4}
         return Recipe.from_dict(values)
-
-    # ------------------------------------------------------------ the verbs
 
     def distill(self) -> None:
         distill(self.recipe(), self.target)

@@ -1,7 +1,4 @@
-"""The fast pass gives what the library's modules give, wherever a pass stands, and decoding through it stays lossless.
-
-Its kernels are interpreted here; models have one or two layers.
-"""
+"""The fast pass gives what the library's modules give, and decoding through it is lossless; kernels are interpreted."""
 
 from __future__ import annotations
 
@@ -25,8 +22,7 @@ from .. import small_models
 
 VOCAB = 48
 SIZES: dict[str, Any] = small_models.SIZES | {"vocab_size": VOCAB, "hidden_size": 40, "intermediate_size": 56}
-SIZES |= {"num_hidden_layers": 2, "head_dim": 16, "max_position_embeddings": 256}
-SIZES |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+SIZES |= {"num_hidden_layers": 2, "head_dim": 16, "max_position_embeddings": 256} | small_models.NO_IDS
 KINDS: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama with biases": {"attention_bias": True},
@@ -97,9 +93,6 @@ def test_a_pass_of_fixed_shape_reads_nothing_after_its_entries():
                     entries[:, :, int(cache.lengths) :] = float("nan")
             assert target.forward(torch.ones(1, length, dtype=torch.long), cache).logits.isfinite().all()
             cache.advance(RowLengths(torch.tensor([length])))
-
-
-# ------------------------------------------------------------ weights
 
 
 def test_merged_weights_are_the_librarys_own():
@@ -232,9 +225,6 @@ def test_ways_are_tried_for_few_numbers_of_tokens(tried):
     assert len(trials) == 4 * 4
 
 
-# ------------------------------------------------------------ where it is refused
-
-
 def test_other_models_are_refused_with_the_reason(monkeypatch):
     for said, sizes in {"biases in its MLPs": {"mlp_bias": True}, "heads of 24 numbers": {"head_dim": 24}}.items():
         with pytest.raises(IncompatibleError, match=said):
@@ -299,9 +289,6 @@ def test_a_kernel_that_is_wrong_on_a_device_is_found_before_it_is_used(part, fau
     with pytest.raises(IncompatibleError, match="other numbers"):
         use_fast_pass(target)
     assert target.fast is None
-
-
-# ------------------------------------------------------------ lossless
 
 
 PROMPTS = [[3, 7, 11, 5], [9]]

@@ -1,9 +1,11 @@
-"""Every kernel of the fast pass computes what sums in float64 give, up to rounding.
-
-On a CPU they are interpreted. `benchmarks/kernels.py` has more cases, and runs on a GPU.
-"""
+"""Every kernel of the fast pass, interpreted, gives what sums in float64 give; benchmarks/kernels.py has more cases."""
 
 from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -43,10 +45,8 @@ def test_attention_in_as_many_parts_as_fill_a_gpu(case):
 
 
 def test_entries_may_lie_where_32_bits_do_not_reach(monkeypatch):
-    """One tensor holds the entries of all rows and layers: at 70B shapes far more than 2^31 numbers.
-
-    Only the pages that are touched take memory. The interpreter would copy all of them onto themselves.
-    """
+    """One tensor holds the entries of all rows and layers: at 70B shapes far more than 2^31 numbers."""
+    # Only the pages that are touched take memory; the interpreter would copy all of them onto themselves.
     monkeypatch.setattr(interpreter.GridExecutor, "_restore_args_dev", lambda *given: None)
     room, apart = 16, 2**30
     near = torch.zeros(2, 3, 1, room, 16, dtype=torch.bfloat16)  # keys and values
@@ -79,3 +79,15 @@ def test_products(name, kind):
 def test_heads(normed, size):
     for dtype, limit in LIMITS.items():
         assert heads_error(normed, size, dtype, CPU) < limit
+
+
+@pytest.mark.parametrize("tilings", ["one", pytest.param("every", marks=pytest.mark.slow)])
+def test_kernels_compile_for_an_h200_that_is_not_there(tmp_path, tilings):
+    """They need no more than it has, and spill nothing."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    words = [sys.executable, "-m", "benchmarks.compiled", *(["--few"] if tilings == "one" else [])]
+    words += ["--out", str(tmp_path / "kernels.json")]
+    done = subprocess.run(words, capture_output=True, text=True, env=environment, cwd=Path(__file__).parents[3])
+    assert done.returncode == 0, done.stdout + done.stderr
+    for kernel in ("multiply_vector", "multiply_tokens", "gate", "place_heads", "attend_parts", "merge_parts"):
+        assert kernel in done.stdout

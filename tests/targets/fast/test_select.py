@@ -22,8 +22,7 @@ from outrider.targets.fast.select import CANDIDATES, EAGER, PassCandidate, PassS
 class Clock:
     """A clock that passes move on."""
 
-    def __init__(self) -> None:
-        self.seconds = 0.0
+    seconds = 0.0
 
     def __call__(self) -> float:
         return self.seconds
@@ -43,9 +42,6 @@ class TimedPass:
             states, tapped = self.target.run(inputs, cache, taps, offset, nodes)
         self.clock.seconds += self.seconds
         return states * self.factor, tapped
-
-    def shallow(self, count: int) -> Any:
-        raise NotImplementedError
 
 
 @pytest.fixture(autouse=True)

@@ -84,7 +84,7 @@ def open_client(num_bytes: int) -> httpx.AsyncClient:
 
     async def limit(response: httpx.Response) -> None:
         if response.headers.get("content-encoding", "identity").lower() != "identity":
-            raise _refused("is compressed, which was not asked for", "a compressed answer")
+            raise BadAnswerError("is compressed, which was not asked for", "a compressed answer")
         response.stream = _LimitedStream(response.stream, num_bytes)
 
     return httpx.AsyncClient(
@@ -127,16 +127,16 @@ async def _ask(url: str, body: bytes | None, headers: dict[str, str], limits: An
         async with client.stream(method, url, content=body, headers=headers) as response:
             if response.has_redirect_location:
                 to = printable_urls(response.headers.get("location", ""))[:200]
-                raise _refused(
+                raise BadAnswerError(
                     f"redirects to {to!a}; give the URL of the server itself", f"HTTP {response.status_code}"
                 )
             content = await response.aread()
             status, kind = response.status_code, response.headers.get("content-type", "").partition(";")[0].strip()
     if not 200 <= status < 300:
-        raise _refused(f"answers with HTTP status {status}{_beginning(content)}", f"HTTP status {status}")
+        raise BadAnswerError(f"answers with HTTP status {status}{_beginning(content)}", f"HTTP status {status}")
     if limits.kinds and kind and kind.lower() not in limits.kinds:
         message = f"answers with {kind[:80]!a} where {limits.kinds[0]} is expected{_beginning(content)}"
-        raise _refused(message, "another content type")
+        raise BadAnswerError(message, "another content type")
     return content
 
 
@@ -151,10 +151,6 @@ def read_answer(model: type[Model], content: bytes, where: str) -> Model:
         reason = f"{'.'.join(map(str, first['loc'])) or 'the whole'}: {first['msg'].partition(' or instance of')[0]}"
     where = printable_urls(where)
     raise BadAnswerError(f"{where} answers what cannot be used ({reason}){_beginning(content)}.", reason) from None
-
-
-def _refused(message: str, reason: str) -> BadAnswerError:
-    return BadAnswerError(message, reason)
 
 
 def _beginning(content: bytes) -> str:
@@ -180,7 +176,7 @@ class _LimitedStream(_STREAM):
             left -= len(part)
             if left < 0:
                 message = f"sends more than the {self.num_bytes / MEGABYTE:.3g} MB that such an answer may have"
-                raise _refused(message, "a body that is too large")
+                raise BadAnswerError(message, "a body that is too large")
             yield part
 
     async def aclose(self) -> None:

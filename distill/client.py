@@ -267,8 +267,8 @@ class Client:
         message = f"HTTP {error.status_code}, {self.line(error)}"
         if error.status_code in _OUR_FAULT:
             return BadInputError(f"the server refuses us: {message}")
-        if 300 <= error.status_code < 400:
-            to = printable_urls(error.response.headers.get("location", ""))[:200]
+        if error.response.has_redirect_location:
+            to = printable_urls(error.response.headers["location"])[:200]
             return BadInputError(f"the server redirects to {to!a}, which is not followed; give the URL itself.")
         if error.status_code in _PASSING or error.status_code >= 500:
             return PassingError(message)

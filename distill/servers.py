@@ -148,7 +148,7 @@ class _Server:
                 answer = await self.api.with_options(max_retries=0).models.with_raw_response.list()
             return read_answer(ModelList, answer.content, f"{self.url}/v1/models").data[0].id
         except openai.APIStatusError as error:
-            if 300 <= error.status_code < 400:
+            if error.response.has_redirect_location:
                 raise BadInputError(f"{self.url}: {self.client.of_status(error)}") from None
             if error.status_code in (401, 403):
                 line = self.client.line(error)

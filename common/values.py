@@ -1,7 +1,8 @@
-"""Checks of settings: a value as a recipe or a config.json gives it, against the type of its field."""
+"""Checks of settings: a value as a recipe or a config.json gives it, against the type of its field; and of URLs."""
 
 from __future__ import annotations
 
+import re
 import types
 import typing
 from collections.abc import Sequence
@@ -89,3 +90,17 @@ def _in_words(hint: Any) -> str:
     name = getattr(origin or hint, "__name__", str(hint))
     inner = [words for kind, words in ((int, " of integers"), (float, " of numbers")) if kind in members]
     return _WORDS.get(name, name) + "".join(inner)
+
+
+# ------------------------------------------------------------ URLs
+
+
+def printable_urls(text: str) -> str:
+    """Return a URL, or a text with URLs, without users, passwords, queries and fragments: they may be secrets."""
+    text = re.sub(r"(?<=://)[^\"'<>\n]*@", "", text)  # a password may hold anything, "/" and "://" included
+    return re.sub(r"(?<=://)([^\s\"'?#]*)[?#][^\s\"']*", r"\1", text)
+
+
+def is_server_address(url: str) -> bool:
+    """Tell whether a text is the http or https URL of a server, without user, password, query and fragment."""
+    return re.fullmatch(r"https?://([\w.-]+|\[[0-9A-Fa-f:.]+\])(:\d{1,5})?(/[^\s@?#]*)?", url) is not None

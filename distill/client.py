@@ -16,7 +16,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from ..common import BadInputError
+from ..common import BadInputError, http_client
+from ..common.safe_load import MEGABYTE
+from ..common.values import printable_urls
 from ..recipes import DataSpec
 from .conversation import next_messages
 from .journal import Tokens
@@ -32,6 +34,8 @@ _PASSING = {408, 409, 425, 429}
 _OUR_FAULT = {401, 402, 403}
 _ABOUT_QUESTION = {400, 413, 422}
 _LARGEST_SEED = 2**31 - 1
+# An answer of ids and text, twice, with the ids of a long prompt; streamed, each token stands in a part of its own.
+_BYTES_AT_LEAST, _BYTES_OF_A_TOKEN = 8 * MEGABYTE, 1024
 
 
 class PassingError(Exception):
@@ -60,19 +64,15 @@ class DroppedError(Exception):
 
 def require_client() -> None:
     """Raise BadInputError if the client of servers is not installed."""
-    if openai is None:
-        raise BadInputError("data.servers needs the package openai; install it with `pip install 'outrider[serving]'`.")
+    if openai is None or http_client.httpx is None:
+        raise BadInputError(
+            "data.servers needs the packages openai and httpx; install them with `pip install 'outrider[serving]'`."
+        )
 
 
 def read_key(variable: str) -> str:
     """Return the key in an environment variable, stripped; "" for none. BadInputError: no header can carry it."""
-    key = os.environ.get(variable, "").strip()
-    if not key.isascii() or not key.isprintable():
-        raise BadInputError(
-            f"${variable} holds a key with line breaks, control characters or letters outside ASCII, which no request "
-            "can carry. Set it to the key alone."
-        )
-    return key
+    return http_client.require_key(os.environ.get(variable, ""), f"${variable}")
 
 
 @dataclass(frozen=True)
@@ -168,6 +168,15 @@ class Client:
         self.num_ids = num_ids
         self.key = read_key(spec.requests.key)
 
+    def connection(self, base_url: str, tries: int) -> openai.AsyncOpenAI:
+        """Return the connection to a server, which tries so often again what fails for a moment."""
+        num_bytes = _BYTES_AT_LEAST + _BYTES_OF_A_TOKEN * self.spec.max_new_tokens
+        limited: Any = http_client.open_client(num_bytes)  # newer ones of openai's clients are typed for httpx2
+        timeout = self.spec.requests.timeout
+        return openai.AsyncOpenAI(
+            base_url=base_url, api_key=self.key or "none", timeout=timeout, max_retries=tries, http_client=limited
+        )
+
     def line(self, error: BaseException) -> str:
         """Return the first line of an error, without the key, which some servers repeat."""
         # The key goes first: half of it would stay where the line is cut.
@@ -215,7 +224,7 @@ class Client:
         except TimeoutError:
             raise PassingError(f"no answer within {timeout:g} s") from None
         except openai.APIStatusError as error:
-            raise self._of_status(error) from None
+            raise self.of_status(error) from None
         except openai.APIConnectionError as error:
             raise PassingError(self.line(error.__cause__ or error), unreachable=_is_unreachable(error)) from None
         except (openai.APIError, ValueError, TypeError, AttributeError) as error:  # not what the interface promises
@@ -254,10 +263,13 @@ class Client:
                 return text
         raise DroppedError("unwritable_prompt", about_form=True)
 
-    def _of_status(self, error: openai.APIStatusError) -> Exception:
+    def of_status(self, error: openai.APIStatusError) -> Exception:
         message = f"HTTP {error.status_code}, {self.line(error)}"
         if error.status_code in _OUR_FAULT:
             return BadInputError(f"the server refuses us: {message}")
+        if error.response.has_redirect_location:
+            to = printable_urls(error.response.headers["location"])[:200]
+            return BadInputError(f"the server redirects to {to!a}, which is not followed; give the URL itself.")
         if error.status_code in _PASSING or error.status_code >= 500:
             return PassingError(message)
         return RefusedError(message, error.status_code in _ABOUT_QUESTION)

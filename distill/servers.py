@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from ..common import BadInputError
+from ..common.http_client import ModelList, read_answer
 from ..common.progress import Advance
 from ..recipes import DataSpec
 from ..targets import Target
@@ -28,6 +29,7 @@ from .prompts import Prompt
 SECONDS_BETWEEN_FILES, ANSWERS_OF_A_FILE = 5.0, 256
 FIRST_DELAY, LONGEST_DELAY = 0.25, 30.0  # before a server that was put aside is asked again
 FAILURES_IN_A_ROW = 8  # after which a server is put aside; at once, if it cannot be reached
+_SECONDS_TO_LIST = 30.0  # its models
 _TRIES = 2  # that the client makes beside the first, of what fails for a moment, before an attempt counts as failed
 
 _log = logging.getLogger(__name__)
@@ -70,9 +72,7 @@ class _Server:
         self.url, self.concurrency, self.client = url.rstrip("/"), concurrency, client
         requests = client.spec.requests
         base = self.url if self.url.endswith("/v1") else f"{self.url}/v1"
-        self.api = openai.AsyncOpenAI(
-            base_url=base, api_key=client.key or "none", timeout=requests.timeout, max_retries=_TRIES
-        )
+        self.api = client.connection(base, _TRIES)
         self.model = requests.model or ""
         self.form: Form | None = None
         self.is_up, self.last_answer, self.failures, self.last_error = False, time.monotonic(), 0, ""
@@ -144,15 +144,20 @@ class _Server:
     async def _first_model(self) -> str:
         """Return the first model that the server lists."""
         try:
-            models = await self.api.with_options(max_retries=0, timeout=30.0).models.list()
-            return str(models.data[0].id)
+            async with asyncio.timeout(_SECONDS_TO_LIST):
+                answer = await self.api.with_options(max_retries=0).models.with_raw_response.list()
+            return read_answer(ModelList, answer.content, f"{self.url}/v1/models").data[0].id
         except openai.APIStatusError as error:
+            if error.response.has_redirect_location:
+                raise BadInputError(f"{self.url}: {self.client.of_status(error)}") from None
             if error.status_code in (401, 403):
                 line = self.client.line(error)
                 raise BadInputError(f"{self.url} refuses us: {line}. {self._about_key()}") from None
             raise PassingError(f"HTTP {error.status_code}") from None
-        except (openai.APIError, LookupError, AttributeError, TypeError, ValueError) as error:  # no JSON, for example
-            raise PassingError(self.client.line(error), unreachable=True) from None
+        except TimeoutError:
+            raise PassingError(f"no list of models within {_SECONDS_TO_LIST:g} s", unreachable=True) from None
+        except Exception as error:  # a broken connection raises what its libraries raise
+            raise PassingError(self.client.line(error.__cause__ or error), unreachable=True) from None
 
     def _about_key(self) -> str:
         variable = self.client.spec.requests.key
@@ -226,10 +231,8 @@ class _ServerRun:
             since = time.monotonic() - max(server.last_answer for server in servers)
             # One that is not put aside may still be at work on an answer, for as long as that may take.
             if since > patience + timeout * any(server.is_up for server in servers):
-                raise BadInputError(
-                    f"no server has answered for {patience:g} s (data.requests.patience): "
-                    f"{'; '.join(f'{server.url}: {server.last_error}' for server in servers)}."
-                )
+                said = "; ".join(f"{server.url}: {server.last_error or 'no answer'}" for server in servers)
+                raise BadInputError(f"no server has answered for {patience:g} s (data.requests.patience): {said}.")
 
     # ------------------------------------------------------------ one request at a time
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..common import BadInputError
 from ..common.safe_load import YAML, parse_yaml, read_text
+from ..common.values import printable_urls
 from .schema import DataSpec, EvalSpec, JointSpec, Recipe, SamplingSpec, SourceSpec, TargetSpec
 
 __all__ = [
@@ -91,10 +92,11 @@ def _read(file: Path) -> dict[str, Any]:
 def _override(values: dict[str, Any], override: str) -> None:
     """Set one `key.path=value` in place."""
     path, equals, text = override.partition("=")
+    shown = printable_urls(repr(override))
     keys = path.strip().split(".")
     if not equals or not all(keys):
         raise BadInputError(
-            f"cannot use the override {override!r}: expected key.path=value, for example training.max_steps=100."
+            f"cannot use the override {shown}: expected key.path=value, for example training.max_steps=100."
         )
     here: Any = values
     for depth, key in enumerate(keys[:-1], 1):
@@ -102,7 +104,6 @@ def _override(values: dict[str, Any], override: str) -> None:
             here[key] = {}
         here = here[key]
         if not isinstance(here, dict):
-            raise BadInputError(
-                f"cannot use the override {override!r}: {'.'.join(keys[:depth])} is {here!r}, not a mapping."
-            )
-    here[keys[-1]] = parse_yaml(text, f"override {override!r}")
+            found = printable_urls(repr(here))
+            raise BadInputError(f"cannot use the override {shown}: {'.'.join(keys[:depth])} is {found}, not a mapping.")
+    here[keys[-1]] = parse_yaml(text, f"override {shown}")

@@ -29,7 +29,7 @@ from pydantic import (
 
 from ..common import BadInputError
 from ..common.safe_load import yaml_text
-from ..common.values import checked_temperature, tree_depths
+from ..common.values import checked_temperature, is_server_address, printable_urls, tree_depths
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Positive = Annotated[int, Field(ge=1)]
@@ -87,13 +87,11 @@ class ServerSpec(Section):
     @classmethod
     def _is_an_address_alone(cls, url: str) -> str:
         """Refuse whatever may hold a secret; the message does not repeat it, for it would reach the log."""
-        if "@" in url.partition("://")[2].partition("/")[0] or "?" in url or "#" in url:
+        if not is_server_address(url):
             raise ValueError(
-                "a server's address holds no user, no password, no `?` and no `#`; a key is read from the environment "
-                "variable that data.requests.key names"
+                "the address of a server is expected here, such as http://gpu1:8000/v1, with no user, no password, no "
+                "`?` and no `#`; a key is read from the environment variable that data.requests.key names"
             )
-        if not re.fullmatch(r"https?://([\w.-]+|\[[0-9A-Fa-f:.]+\])(:\d{1,5})?(/\S*)?", url):
-            raise ValueError("the address of a server is expected here, such as http://gpu1:8000/v1")
         return url
 
 
@@ -383,7 +381,7 @@ class Recipe(Section):
             return cls.model_validate(values)
         except ValidationError as error:
             lines = [_explain(e) for e in error.errors(include_url=False)]
-            raise BadInputError("\n".join(f"{where}: {line}" for line in lines)) from None
+            raise BadInputError("\n".join(f"{printable_urls(where)}: {line}" for line in lines)) from None
 
     @property
     def output_folder(self) -> Path:
@@ -430,7 +428,7 @@ def _explain(error: Any) -> str:
         expected = f"a value {_BOUNDS[kind]} {bound}"
     else:
         expected = _EXPECTED.get(kind) or _words(_annotation(path))
-    text = repr(error["input"])
+    text = printable_urls(repr(error["input"]))
     return f"{name}: expected {expected}, found {text if len(text) <= 80 else text[:77] + '...'}."
 
 

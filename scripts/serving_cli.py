@@ -76,10 +76,13 @@ def served(
     _check_engine(url, start, python, context.args)
     from ..pair import Pair
     from ..serving.diagnosis import lines
-    from ..serving.engine import Engine
+    from ..serving.engine import Engine, require_clients, root_url
     from ..serving.reference_run import HABITS, Expectation, Trial
     from ..serving.session import ServedSession, Start, depth_of, record_of
 
+    require_clients()
+    for given in filter(None, (url, plain_url)):
+        root_url(given)  # refused before anything is loaded
     console = Console(highlight=False, soft_wrap=True, stderr=as_json)
     loaded = Pair.load(pair)
     name = "" if url is None else Engine(url).counters().engine  # it may have habits of its own in drafting
@@ -140,8 +143,11 @@ def watch(
     """
     from ..pair import Pair
     from ..serving.changepoint import WatchLimits
+    from ..serving.engine import require_clients, root_url
     from ..serving.watching import EngineWatch, WatchState, baseline_of, kept_states, post, require_webhook
 
+    require_clients()
+    urls = [root_url(url) for url in urls]
     baseline, limits = None, WatchLimits()
     if pair is not None:
         baseline, limits = baseline_of(Pair.load(pair))

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-import http.client
+import json
 import time
-import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from openai import APIConnectionError, APIStatusError, OpenAI
-from prometheus_client.parser import text_string_to_metric_families
-from pydantic import ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 from pydantic.dataclasses import dataclass as checked_dataclass
 
-from ..common import BadInputError
+from ..common import BadInputError, http_client
+from ..common.http_client import METRICS_TYPES, AnswerLimits, ModelList, ask, read_answer
+from ..common.safe_load import MEGABYTE
+from ..common.values import is_server_address, printable_urls
 from .reference_run import DraftCounts
 
+try:
+    from prometheus_client.parser import text_string_to_metric_families
+except ImportError:  # it comes with the extra `serving`
+    text_string_to_metric_families = None  # type: ignore[assignment]
+
+LOOK_SECONDS, COMPLETION_SECONDS = 10.0, 600.0  # that an engine may take to answer
+BYTES_OF_A_TOKEN = 1024  # as text, as an id, and in fields beside them
+# A page of metrics has some thousand samples of some ten labels; a round has some ten drafts at most.
+MOST_SAMPLES, LONGEST_LINE, MOST_POSITIONS, LARGEST_COUNT = 50_000, 4096, 1024, 2**53
 SETTLE_SECONDS = 5.0  # how long an engine may take to count what it has already answered
 
 
@@ -46,15 +55,12 @@ class Engine:
 
     def __init__(self, url: str, key: str | None = None):
         self.url, self.key = root_url(url), key
-        self._client = OpenAI(base_url=f"{self.url}/v1", api_key=key or "none", timeout=600.0, max_retries=0)
 
     @cached_property
     def model(self) -> str:
         """The name under which the engine serves its target: the first one that it lists."""
-        try:
-            return self._client.models.list().data[0].id
-        except (APIConnectionError, APIStatusError) as error:
-            raise self._unreachable(error) from error
+        place = f"{self.url}/v1/models"
+        return read_answer(ModelList, ask(place, key=self.key, limits=AnswerLimits(LOOK_SECONDS)), place).data[0].id
 
     def counters(self) -> Counters:
         """Return the engine's counters since it started.
@@ -68,24 +74,20 @@ class Engine:
         """Complete one prompt, given as token ids.
 
         Raises:
-            BadInputError: the engine cannot be reached, or refuses the request.
+            BadInputError: the engine cannot be reached, refuses the request, or gives an answer that cannot be used.
         """
+        body = {"model": self.model, "prompt": list(tokens), "max_tokens": max_new_tokens, "temperature": temperature}
+        body |= {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}  # not the target's own defaults
+        body |= {"return_token_ids": True}
+        place, num_bytes = f"{self.url}/v1/completions", MEGABYTE + BYTES_OF_A_TOKEN * (max_new_tokens + len(tokens))
         began = time.perf_counter()
-        try:
-            answer = self._client.completions.create(
-                model=self.model,
-                prompt=list(tokens),
-                max_tokens=max_new_tokens,
-                temperature=temperature,
-                top_p=1.0,  # this and the others undo the target's own defaults
-                extra_body={"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "return_token_ids": True},
-            )
-        except (APIConnectionError, APIStatusError) as error:
-            raise self._unreachable(error) from error
+        content = ask(place, json.dumps(body).encode(), self.key, AnswerLimits(COMPLETION_SECONDS, num_bytes))
         seconds = time.perf_counter() - began
-        choice = answer.choices[0]
-        ids = getattr(choice, "token_ids", None)
+        answer = read_answer(_Completion, content, place)
+        ids, choice = answer.choices[0].token_ids, answer.choices[0]
         count = answer.usage.completion_tokens if answer.usage else len(ids or ())
+        if max(count, len(ids or ())) > max_new_tokens:
+            raise BadInputError(f"{place} answers with {count} tokens to a request for {max_new_tokens} at most.")
         return EngineCompletion(choice.text, None if ids is None else tuple(ids), count, seconds)
 
     def settled(self, earlier: Counters, tokens: int) -> Counters:
@@ -97,8 +99,30 @@ class Engine:
                 return now
             time.sleep(0.02)
 
-    def _unreachable(self, error: Exception) -> BadInputError:
-        return BadInputError(f"the engine at {self.url} does not answer as it should ({error}). Is it running there?")
+
+class _Choice(BaseModel):
+    text: str
+    token_ids: list[Annotated[int, Field(ge=0, lt=2**31)]] | None = None
+
+
+class _Usage(BaseModel):
+    completion_tokens: int = Field(ge=0)
+
+
+class _Completion(BaseModel):
+    """The answer of `/v1/completions`."""
+
+    choices: list[_Choice] = Field(min_length=1)
+    usage: _Usage | None = None
+
+
+def require_clients() -> None:
+    """Raise BadInputError if the packages that talk to engines are not installed."""
+    if http_client.httpx is None or text_string_to_metric_families is None:
+        raise BadInputError(
+            "engines are asked with the packages httpx and prometheus_client; install them with `pip install "
+            "'outrider[serving]'`."
+        )
 
 
 def root_url(url: str) -> str:
@@ -106,20 +130,21 @@ def root_url(url: str) -> str:
     root = url.rstrip("/")
     for ending in ("/metrics", "/v1"):
         root = root.removesuffix(ending)
-    if not root.startswith(("http://", "https://")):
-        raise BadInputError(f"{url!r} is not the URL of a server; it begins with http:// or https://.")
+    if not is_server_address(root):
+        raise BadInputError(
+            f"{printable_urls(url)!a} is not the URL of a server: it begins with http:// or https://, and holds no "
+            "user, no password, no `?` and no `#`; a key has an option of its own."
+        )
     return root
 
 
-def read_metrics(url: str, key: str | None = None, timeout: float = 10.0) -> str:
+def read_metrics(url: str, key: str | None = None) -> str:
     """Return the text of a server's page of metrics; BadInputError if it cannot be read."""
-    page = f"{root_url(url)}/metrics"
-    request = urllib.request.Request(page, headers={"Authorization": f"Bearer {key}"} if key else {})
+    limits = AnswerLimits(LOOK_SECONDS, kinds=METRICS_TYPES)
     try:
-        with urllib.request.urlopen(request, timeout=timeout) as answer:
-            return str(answer.read().decode("utf-8"))
-    except (OSError, http.client.HTTPException, ValueError) as error:
-        raise BadInputError(f"{page} cannot be read ({error}). Is the engine running, with its metrics on?") from error
+        return ask(f"{root_url(url)}/metrics", key=key, limits=limits).decode("utf-8", "replace")
+    except http_client.BadAnswerError as error:
+        raise BadInputError(f"{error} Is the engine running, with its metrics on?") from error
 
 
 COUNTED = ("rounds", "drafted", "by_position")  # counted by some engines, and not by others
@@ -170,20 +195,37 @@ class Page:
 
     @classmethod
     def parsed(cls, text: str) -> Page:
-        """Read the text of a page; BadInputError if it is no page of metrics."""
+        """Read the text of a page; BadInputError if it is no page of metrics, or too large a one."""
+        lines = text.split("\n")
+        if len(lines) > MOST_SAMPLES or max(map(len, lines)) > LONGEST_LINE:
+            raise BadInputError(
+                f"this page of metrics has {len(lines)} lines, the longest of {max(map(len, lines))} letters; expected "
+                f"at most {MOST_SAMPLES} lines of {LONGEST_LINE} letters. Give an engine's URL."
+            )
         samples: dict[str, list[tuple[dict[str, str], float]]] = {}
         try:
             for family in text_string_to_metric_families(text):
                 for sample in family.samples:
                     samples.setdefault(sample.name.replace(":", "_"), []).append((sample.labels, sample.value))
-        except ValueError as error:
-            raise BadInputError(f"this is no page of Prometheus metrics ({error}); give an engine's URL.") from error
+        except Exception as error:  # the parser checks little: on odd text it fails in any way
+            raise BadInputError(
+                f"this is no page of Prometheus metrics ({type(error).__name__}); it begins with {text[:80]!a}. Give "
+                "an engine's URL."
+            ) from error
         return cls(samples)
 
     def values(self, name: str) -> list[tuple[dict[str, str], float]]:
-        """Return the labels and values of a metric, whose name may end with `_total`; [] if it is not there."""
+        """Return the labels and values of a metric, whose name may end with `_total`; [] if it is not there.
+
+        Raises:
+            BadInputError: no engine counts to such a value.
+        """
         plain = name.replace(":", "_")
-        return self.samples.get(f"{plain}_total") or self.samples.get(plain, [])
+        found = self.samples.get(f"{plain}_total") or self.samples.get(plain, [])
+        for _, value in found:
+            if not 0 <= value <= LARGEST_COUNT:  # NaN is neither
+                raise BadInputError(f"the metric {name} is {value:g}; expected a number from 0 to {LARGEST_COUNT:g}.")
+        return found
 
     def total(self, name: str) -> float:
         """Return a metric summed over all labels (engines, models); 0 if it is not there."""
@@ -198,7 +240,10 @@ class Page:
         """Return a counter by its label `position`, the first position first."""
         sums: dict[int, float] = {}
         for labels, value in self.values(name):
-            position = int(labels["position"])
+            text = labels.get("position", "")
+            position = int(text) if text.isascii() and text.isdecimal() and len(text) <= 4 else MOST_POSITIONS
+            if position >= MOST_POSITIONS:
+                raise BadInputError(f"{name} has the position {text[:40]!a}; expected one below {MOST_POSITIONS}.")
             sums[position] = sums.get(position, 0.0) + value
         return tuple(sums.get(i, 0.0) for i in range(max(sums, default=-1) + 1))
 

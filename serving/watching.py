@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import math
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -19,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 
 from ..common import BadInputError
 from ..common.atomic import write_atomically
+from ..common.http_client import AnswerLimits, BadAnswerError, ask
 from ..common.locks import locked
 from ..pair import Pair
 from .changepoint import DEEP, Chart, CusumState, NormalDrafting, WatchLimits
@@ -240,26 +238,22 @@ def require_webhook(webhook: str) -> None:
     try:
         place = urlsplit(webhook)
         is_url = place.scheme in ("http", "https") and bool(place.hostname) and (place.port or 1) > 0
-        urllib.request.Request(webhook)
     except ValueError:
         is_url = False
     if not is_url or not webhook.isprintable() or " " in webhook:
         raise BadInputError("--webhook: this is no URL to post alarms to; it begins with http:// or https://.")
 
 
-def post(webhook: str, event: WatchEvent, timeout: float = 10.0) -> str | None:
+def post(webhook: str, event: WatchEvent) -> str | None:
     """Send an event as JSON, and return the failure in a sentence, if any; a watch outlives its webhook.
 
     The sentence names the webhook's host alone: its path is a secret.
     """
-    body = (event.model_dump_json(exclude_none=True)).encode()
-    request = urllib.request.Request(webhook, body, {"Content-Type": "application/json"})
     try:
-        with urllib.request.urlopen(request, timeout=timeout):
-            return None
-    except (OSError, http.client.HTTPException, ValueError) as error:
-        reason = f"HTTP status {error.code}" if isinstance(error, urllib.error.HTTPError) else type(error).__name__
-        return f"the webhook at {urlsplit(webhook).hostname} was not reached ({reason}); this alarm was not sent"
+        ask(webhook, event.model_dump_json(exclude_none=True).encode(), limits=AnswerLimits(kinds=()))
+    except BadAnswerError as error:
+        return f"the webhook at {urlsplit(webhook).hostname} was not reached ({error.reason}); this alarm was not sent"
+    return None
 
 
 class WatchEvent(BaseModel, extra="forbid", ser_json_inf_nan="null"):

@@ -1,0 +1,154 @@
+"""Whatever a server answers, `watch` and `served` end soon with one sentence, and no key or password goes anywhere."""
+
+from __future__ import annotations
+
+import ast
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from outrider.common import BadInputError, http_client
+from outrider.common.http_client import AnswerLimits, ask
+from outrider.common.values import printable_urls
+from outrider.recipes import load_recipe
+from outrider.scripts.cli import app
+from outrider.serving import engine
+from outrider.serving.engine import Engine, read_counters, read_metrics
+from outrider.serving.watching import WatchEvent, post
+
+from .hostile_server import ANSWERS, VLLM, Answer, Hostile, plain
+from .small_engine import TOKENS
+
+
+@pytest.fixture
+def hostile(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hostile]:
+    monkeypatch.setattr(engine, "LOOK_SECONDS", 1.0)
+    monkeypatch.setattr(engine, "COMPLETION_SECONDS", 1.0)
+    server = Hostile()
+    yield server
+    server.http.shutdown()
+    server.http.server_close()
+
+
+@pytest.mark.parametrize(("path", "answer"), [a[1:] for a in ANSWERS], ids=[f"{p}: {n}" for n, p, _ in ANSWERS])
+def test_a_hostile_answer_is_one_sentence_soon(hostile: Hostile, path: str, answer: Answer) -> None:
+    hostile.answers[path] = answer
+    began = time.monotonic()
+    asked = Engine(hostile.url, "k3y-k3y")
+    with pytest.raises(BadInputError) as refused:
+        asked.counters() if path == "/metrics" else asked.complete([1, 2], 64)
+    assert time.monotonic() - began < 5
+    said = str(refused.value)
+    assert len(said) < 700
+    assert said.isprintable(), "no escapes of the server's reach the terminal"
+    assert "k3y-k3y" not in said
+
+
+def test_a_server_that_answers_as_it_should_is_understood(hostile: Hostile) -> None:
+    asked = Engine(hostile.url, "k3y")
+    assert asked.counters().by_position == (3, 0)
+    assert asked.complete([1, 2], 64).tokens == tuple(TOKENS)
+    assert {path: headers["Authorization"] for path, headers in hostile.seen} == dict.fromkeys(
+        hostile.answers, "Bearer k3y"
+    )
+
+
+def test_the_verbs_end_with_exit_code_2_and_the_first_bytes(hostile: Hostile, tmp_path: Path) -> None:
+    hostile.answers["/metrics"] = plain(b"\x1b[31mnonsense 1 2 3", "text/plain")
+    found = CliRunner().invoke(app, ["watch", hostile.url, "--once", "--state", str(tmp_path / "s.json")])
+    assert (found.exit_code, "nonsense" in found.output, "\x1b[31m" in found.output) == (2, True, False)
+
+
+def test_no_key_follows_a_redirect(hostile: Hostile, tmp_path: Path) -> None:
+    other = Hostile()
+    location = f"{other.url.replace('127.0.0.1', 'u:s3cret@localhost')}/metrics?token=s3cret"
+    for path in hostile.answers:
+        hostile.answers[path] = f"HTTP/1.1 302 Found\r\nLocation: {location}\r\nContent-Length: 0\r\n\r\n".encode()
+    words = ["watch", hostile.url, "--once", "--state", str(tmp_path / "s.json"), "--key", "k3y"]
+    found = CliRunner().invoke(app, words)
+    assert found.exit_code == 2
+    assert "redirects to" in found.output
+    assert "s3cret" not in found.output
+    with pytest.raises(BadInputError, match="redirects to"):
+        Engine(hostile.url, "k3y").complete([1], 4)
+    alarm = WatchEvent(kind="alarm", url="http://engine", time="now")
+    assert "HTTP 302" in (post(f"{hostile.url}/metrics", alarm) or "")
+    assert other.seen == []
+    other.http.shutdown()
+    other.http.server_close()
+
+
+def test_a_key_that_no_header_can_carry_is_not_repeated(hostile: Hostile) -> None:
+    for key in ("s3cret\ns3cret", "s3crét"):
+        with pytest.raises(BadInputError, match="no request can carry") as refused:
+            read_metrics(hostile.url, key)
+        assert "s3cr" not in str(refused.value)
+    hostile.answers["/metrics"] = plain(b"the key s3cret is wrong", "text/plain", "401 Unauthorized")
+    with pytest.raises(BadInputError, match="HTTP status 401: it begins with b'the key …") as refused:
+        read_metrics(hostile.url, "s3cret")
+
+
+SECRET = [
+    "http://u:s3cret@127.0.0.1:9",
+    "http://s3cret@127.0.0.1:9/v1",
+    "http://u:s3cret/s3cret@127.0.0.1:9",
+    "http://u:s3cret#s3cret@127.0.0.1:9",
+    "http://u:s3cret@s3cret@127.0.0.1:9",
+    "http://127.0.0.1:9/metrics?token=s3cret",
+    "http://127.0.0.1:9/v1#s3cret",
+    "https://u:s3cret s3cret@127.0.0.1:9/?a=s3cret",
+]
+
+
+@pytest.mark.parametrize("url", SECRET)
+def test_no_secret_of_a_url_is_printed_or_stored(url: str, tmp_path: Path) -> None:
+    assert "s3cret" not in printable_urls(url)
+    assert "127.0.0.1:9" in printable_urls(url)
+    state = tmp_path / "s.json"
+    for words in (["watch", url, "--once", "--state", str(state)], ["served", "x", "--url", url]):
+        found = CliRunner().invoke(app, words)
+        assert found.exit_code == 2
+        assert "s3cret" not in found.output
+        assert "127.0.0.1:9" in found.output
+    assert not state.exists()
+    for override in (f"['{url}']", f"'{url}'", f"[{{url: '{url}', concurrency: many}}]", f"{'x' * 60} {url}"):
+        with pytest.raises(BadInputError) as refused:
+            load_recipe("embedded-eagle3", [f"data.servers={override}"])
+        assert "s3cr" not in str(refused.value)
+
+
+def test_without_the_extra_the_verbs_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_client, "httpx", None)
+    for words in (["watch", "http://127.0.0.1:9"], ["served", "x", "--url", "http://127.0.0.1:9"]):
+        found = CliRunner().invoke(app, words)
+        assert (found.exit_code, "outrider[serving]" in found.output) == (2, True)
+
+
+def test_what_is_within_the_limits_is_read_whole(hostile: Hostile) -> None:
+    hostile.answers["/x"] = plain(b"y" * 1000)
+    assert ask(f"{hostile.url}/x", limits=AnswerLimits(num_bytes=1000)) == b"y" * 1000
+    with pytest.raises(BadInputError, match="sends more than"):
+        ask(f"{hostile.url}/x", limits=AnswerLimits(num_bytes=999))
+    many = "".join(f'vllm:x{{a="{i}"}} 1\n' for i in range(20_000))
+    assert read_counters(VLLM + many).tokens == 5
+
+
+GOES_ROUND = {"http.client", "urllib.request", "urllib3", "requests", "aiohttp", "httpx", "httpx2"}
+
+
+def test_nothing_goes_round_the_one_client() -> None:
+    """A second one would have limits of its own, or none. (The Hub and wandb are talked to by their own libraries.)"""
+    root = Path(engine.__file__).resolve().parents[1]
+    shipped = [f for room in root.iterdir() if (room / "py.typed").is_file() for f in room.rglob("*.py")]
+    assert len(shipped) > 100
+    importing = {
+        file.relative_to(root).as_posix()
+        for file in shipped
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        and GOES_ROUND & {getattr(node, "module", None), *(name.name for name in node.names)}
+    }
+    assert importing == {"common/http_client.py"}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -78,7 +78,7 @@ def measure(
             the target's dtype is not the one asked for. All before the first measurement.
         IncompatibleError: a drafter cannot draft for this target.
     """
-    entrants = list(contestants)
+    entrants = [replace(c, plan=c.plan.within(settings.max_new_tokens)) for c in contestants]
     if all(c.drafter is not None for c in entrants):
         entrants.append(Contestant(PLAIN, None, Plan(depth=0)))
     jobs = make_jobs(suites, settings.limit)

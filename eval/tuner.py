@@ -447,7 +447,7 @@ def measured_options(
     measured = []
     for own in racing:
         batches = done[own.name]
-        tau = 1 + sum(c.num_accepted for c in batches) / max(1, sum(c.num_rounds for c in batches))
+        tau = sum(c.num_emitted for c in batches) / max(1, sum(c.num_rounds for c in batches))
         measured.append(MeasuredOption(own, tau, batch_speed(batches), plain, bootstrap))
     return measured
 

@@ -194,5 +194,7 @@ def _calibration(new: Pair, old: Pair) -> GateComparison | None:
         return None
     if after.model_copy(update={"prompts": []}) != before.model_copy(update={"prompts": []}):
         return None
-    counts = ([Counted(m.suite, m.id, m.accepted, m.rounds) for m in side.prompts] for side in (after, before))
+    counts = (
+        [Counted(m.suite, m.id, m.accepted + m.rounds, m.rounds) for m in side.prompts] for side in (after, before)
+    )
     return GateComparison(after.temperature, *counts)

@@ -180,7 +180,7 @@ def _figures(
     if baseline.temperature == 0:
         how = "greedy, in the decoder"
     lines = [
-        f"τ = 1 + mean accepted ({how}; {num_prompts} prompts, up to {baseline.max_new_tokens} new tokens): "
+        f"τ, tokens emitted per round ({how}; {num_prompts} prompts, up to {baseline.max_new_tokens} new tokens): "
         f"{result.tau.text()}, was {result.tau_baseline.text()}",
         f"ratio on the same prompts: {result.ratio.text(3)}",
     ]

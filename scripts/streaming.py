@@ -61,7 +61,6 @@ class Tally:
     """
 
     tokens: int = 0
-    accepted: int = 0
     events: int = 0
     seconds: float = 0.0
 
@@ -71,8 +70,8 @@ class Tally:
 
     @property
     def tau(self) -> float:
-        """1 + mean accepted drafts per round; nan without rounds."""
-        return 1 + self.accepted / self.rounds if self.rounds else float("nan")
+        """Mean tokens that a round emitted; nan without rounds."""
+        return (self.tokens - 1) / self.rounds if self.rounds else float("nan")
 
     def watch(self, events: Iterator[StreamEvent]) -> Iterator[StreamEvent]:
         """Pass `events` on, counting and timing them."""
@@ -84,7 +83,6 @@ class Tally:
                 return
             self.events += 1
             self.tokens += len(event.tokens)
-            self.accepted += event.accepted
             yield event
 
 

@@ -87,7 +87,8 @@ class PromptRecord(ReportModel):
 
     Attributes:
         prompt: its id in the suite. prompt_tokens: its length.
-        tokens: new tokens. drafted, accepted: draft tokens of each round, and how many of them were kept.
+        tokens: new tokens; rounds emitted all but the first, which comes from reading the prompt.
+        drafted, accepted: draft tokens of each round, and how many of them were kept.
         tried: the depth that the drafts of each round reached along the kept path; None for `drafted` (chains).
         seconds: wall time by phase, of the median repeat; `total` is the whole request, both prefills included.
         repeats: total seconds of every repeat, in the order they ran.
@@ -169,8 +170,8 @@ class Baselines(ReportModel):
 
 
 def tau_ratio(records: Sequence[PromptRecord]) -> Ratio:
-    """Return τ over the records: 1 + Σ accepted / Σ rounds."""
-    return Ratio([sum(r.accepted) for r in records], [len(r.accepted) for r in records], offset=1.0)
+    """Return τ over the records: Σ tokens that rounds emitted / Σ rounds."""
+    return Ratio([r.tokens - 1 for r in records], [len(r.accepted) for r in records])
 
 
 def speed_ratio(records: Sequence[PromptRecord]) -> Ratio:

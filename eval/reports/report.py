@@ -20,8 +20,8 @@ _LIMITS = FileLimits(num_bytes=64 * MEGABYTE)
 
 DEFINITIONS = {
     "τ (tau)": (
-        "mean tokens emitted per round, with the target's own bonus or correction token: 1 + mean accepted. "
-        "A round is one draft and one verification."
+        "mean tokens emitted per round, with the target's own bonus or correction token. "
+        "A round is one draft and one verification; what was drafted past the limit of new tokens is not emitted."
     ),
     "acceptance rate": "accepted ÷ drafted tokens. It falls with depth: compare it only at equal depth.",
     "alpha at depth d": (

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import math
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from outrider.decode import Decoder
 from outrider.distill.prompts import Prompt
 from outrider.eval.reports.figures import Interval
 from outrider.pair import probe
-from outrider.pair.probe import decide
+from outrider.pair.probe import decide, predict
 from outrider.recipes import Recipe
 from outrider.targets import Target
 
@@ -66,6 +67,14 @@ def test_tau_of_a_greedy_pair_is_the_decoders(
     )
     assert 1 < out.stats.tau < 4
     assert probe(pair, changed).tau.value == pytest.approx(out.stats.tau)
+
+
+def test_a_predicted_tau_is_never_below_one() -> None:
+    """Nor is its interval, which a drafter that knows nothing of the target would take there."""
+    assert predict(1.1, Interval(0.9, 0.8, 1.2)) == Interval(1.0, 1.0, 1.1 * 1.2)
+    assert predict(2.0, Interval(0.9, 0.8, 1.2)) == Interval(1.8, 1.6, 2.4)
+    single = predict(1.1, Interval(0.9, math.nan, math.nan))
+    assert (single.value, single.known) == (1.0, False)
 
 
 def test_analytic_tau_predicts_the_sampling_decoder(

@@ -18,6 +18,7 @@ from ..common.progress import say_retries_once
 from ..common.runtime import keep_large_blocks, remember_few_shapes
 from ..common.signals import how, number_of, stop_with_launcher, stoppable
 from ..recipes import load_recipe
+from .callbacks import held_out_taus
 from .run import TrainingInterruptedError, train
 
 
@@ -63,9 +64,8 @@ def _run(given: argparse.Namespace, prefix: str) -> int:
     finally:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
-    tau = result.metrics.get("eval_tau")
-    figures = f", held-out tau {tau:.2f} (analytic, 1 + mean accepted)" if tau else ""
-    return _say(f"{result.steps} steps{figures}; the drafter is in {result.drafter_folder}", 0) if not prefix else 0
+    made = f"drafter after {result.steps} steps: {result.drafter_folder}{held_out_taus(result.metrics)}"
+    return _say(made, 0) if not prefix else 0
 
 
 def _say(line: str, code: int) -> int:

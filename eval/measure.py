@@ -15,6 +15,7 @@ from rich.console import Console
 from transformers import GenerationConfig
 
 from ..common import BadInputError
+from ..common.digests import digest_json
 from ..common.machine import clock, device_name
 from ..common.progress import progress
 from ..common.runtime import versions
@@ -278,6 +279,7 @@ def _record(
         repeats=[round(t, 6) for t in times],
         identical=None if reference is None else diverges_at is None,
         diverges_at=diverges_at,
+        answer=digest_json(first.tokens)[:12],
     )
 
 
@@ -289,6 +291,7 @@ def _info(contestant: Contestant) -> ContestantInfo:
         kind="drafter",
         drafter=contestant.drafter.name,
         digest=contestant.drafter.digest(),
+        trained_depth=contestant.drafter.trained_depth,
         **contestant.plan.to_dict(),
         shape=str(contestant.plan),
         parameters=sum(p.numel() for p in contestant.drafter.parameters()),

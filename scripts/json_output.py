@@ -22,6 +22,7 @@ from ..common.atomic import write_atomically
 from ..common.digests import CHECKSUM
 from ..costs.training import Needs
 from ..eval.pruning import VocabularyReport
+from ..eval.reports.advice import remarks
 from ..eval.reports.gate import GateResult
 from ..eval.reports.report import Baselines, Conditions, ContestantInfo, Figures, Report
 from ..eval.tuning import Tuning
@@ -100,7 +101,7 @@ class ProbeBody(Body):
 
 
 class ReportBody(Body):
-    """A report without its prompts, and the folder that holds all of it."""
+    """A report without its prompts, remarks on figures that mislead, and the folder that holds all of it."""
 
     folder: str
     created: str
@@ -108,12 +109,14 @@ class ReportBody(Body):
     contestants: list[ContestantInfo]
     baselines: Baselines
     figures: list[Figures]
+    remarks: list[str]
 
     @classmethod
     def of(cls, report: Report, folder: Path) -> ReportBody:
         """Return the body of the report that was written to `folder`."""
         names = ("created", "conditions", "contestants", "baselines", "figures")
-        return cls(folder=str(folder), **{name: getattr(report, name) for name in names})
+        values = {name: getattr(report, name) for name in names}
+        return cls(folder=str(folder), remarks=remarks(report), **values)
 
 
 class TuneBody(Body):

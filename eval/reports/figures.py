@@ -94,6 +94,7 @@ class PromptRecord(ReportModel):
         repeats: total seconds of every repeat, in the order they ran.
         identical: whether the tokens equal the plain target's (temperature 0 only).
         diverges_at: index of the first new token that differs from the plain target's; None if none does.
+        answer: a digest of the new tokens, by which equal answers are known.
     """
 
     contestant: str
@@ -109,6 +110,7 @@ class PromptRecord(ReportModel):
     repeats: list[float]
     identical: bool | None = None
     diverges_at: int | None = None
+    answer: str | None = None
 
 
 class DepthFigure(ReportModel):

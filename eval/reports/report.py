@@ -73,6 +73,7 @@ class ContestantInfo(ReportModel):
         kind: drafter, plain or generate.
         digest: the drafter's identity by content; None for the target alone.
         verify: the rule that was asked for. shape: the plan in words.
+        trained_depth: the depth up to which the drafter learned to draft; None for any.
     """
 
     name: str
@@ -87,6 +88,7 @@ class ContestantInfo(ReportModel):
     confidence: float = 0.0
     control: dict[str, Any] | None = None
     shape: str | None = None
+    trained_depth: int | None = None
     parameters: int | None = None
     training: TrainingInfo | None = None
 

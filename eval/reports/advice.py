@@ -1,0 +1,71 @@
+"""Remarks on figures that are easily misread, and the decision that a report ends with."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+from .figures import Figures, Interval
+from .report import ContestantInfo, Report
+
+_ENOUGH = 10  # rounds that reached a depth before its alpha is judged
+
+
+def remarks(report: Report) -> list[str]:
+    """Return a sentence for each figure that does not say what it seems to say."""
+    drafters = [c for c in report.contestants if c.kind == "drafter"]
+    found = [_cut(c, report.conditions.max_new_tokens) for c in drafters]
+    for temperature in report.conditions.temperatures:
+        found.append(_alike(report, temperature))
+        for f in report.overall(temperature):
+            if (info := report.contestant(f.contestant)) in drafters:
+                lost = collapse([d.alpha.value for d in f.alpha if d.reached >= _ENOUGH], info.trained_depth)
+                found += [f"{f.contestant} at temperature {temperature:g}: {part}" for part in (_flat(f), lost) if part]
+    return [remark for remark in found if remark]
+
+
+def collapse(rates: Sequence[float], trained: int | None) -> str:
+    """Return a sentence on alphas (`rates`, by depth) that more than halve after the depth a drafter was trained at.
+
+    "" if they do not, or if nothing is drafted after it.
+    """
+    if trained is None or not 0 < trained < len(rates) or rates[trained] >= rates[trained - 1] / 2:
+        return ""
+    return (
+        f"alpha falls from {rates[trained - 1]:.2f} at depth {trained}, the last it was trained at, to "
+        f"{rates[trained]:.2f} at depth {trained + 1}; draft no deeper than {trained}, or train it with more steps."
+    )
+
+
+def _cut(info: ContestantInfo, max_new_tokens: int) -> str:
+    most = max_new_tokens - 1
+    if info.depth is None or info.depth < most:
+        return ""
+    return f"{info.label}: of {max_new_tokens} new tokens a round can emit {most}; a deeper plan is cut to that."
+
+
+def _alike(report: Report, temperature: float) -> str:
+    """Return a sentence if more than half of the target's answers are the same."""
+    answers = [r.answer for r in report.records_of(report.baselines.plain, temperature) if r.answer]
+    most = max(Counter(answers).values(), default=0)
+    if most < 2 or 2 * most <= len(answers):
+        return ""
+    return (
+        f"{most} of {len(answers)} answers alike at temperature {temperature:g}: the intervals take prompts for "
+        "independent; measure prompts whose answers differ."
+    )
+
+
+def _flat(figures: Figures) -> str:
+    """Return a sentence on the figures whose interval has no width."""
+    rates = (("τ", figures.tau), ("acceptance rate", figures.acceptance_rate))
+    names = [name for name, interval in rates if _has_no_width(interval)]
+    depths = [str(d.depth) for d in figures.alpha if _has_no_width(d.alpha)]
+    names += [f"alpha at depth {', '.join(depths)}"] if depths else []
+    same = f"all {figures.num_prompts} prompts gave the same {', '.join(names)}"
+    return f"{same}; an interval without width says nothing about other prompts." if names else ""
+
+
+def _has_no_width(interval: Interval | None) -> bool:
+    return interval is not None and interval.known and math.isclose(interval.low, interval.high, rel_tol=1e-9)

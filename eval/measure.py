@@ -46,11 +46,12 @@ PLAIN, GENERATE = "plain", "transformers.generate"
 
 @dataclass
 class Contestant:
-    """The target with a drafter (None: alone) under a plan."""
+    """The target with a drafter (None: alone) under a plan, perhaps the tuner's."""
 
     name: str
     drafter: Drafter | None
     plan: Plan
+    tuned: bool = False
 
     @classmethod
     def of(cls, name: str, drafter: Drafter, plan: Plan) -> Contestant:
@@ -292,6 +293,7 @@ def _info(contestant: Contestant) -> ContestantInfo:
         drafter=contestant.drafter.name,
         digest=contestant.drafter.digest(),
         trained_depth=contestant.drafter.trained_depth,
+        tuned=contestant.tuned,
         **contestant.plan.to_dict(),
         shape=str(contestant.plan),
         parameters=sum(p.numel() for p in contestant.drafter.parameters()),

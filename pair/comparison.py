@@ -162,6 +162,15 @@ def headline_text(headline: Headline) -> str:
     return f"τ {headline.tau.text('–')}{faster} at temperature {headline.temperature:g}"
 
 
+def tuned_plans(manifest: Manifest) -> list[str]:
+    """Return the tuned plans in words, each with its speedup, batch size and machine."""
+    plans = []
+    for tuning in manifest.tuning:
+        where = f"temperature {tuning.temperature:g}, {tuning.dtype} on {tuning.device_name}, {tuning.created}"
+        plans += [f"batch {found.batch_size}, {found} ({where})" for found in tuning.batches]
+    return plans
+
+
 def gate_pairs(new: Pair, old: Pair, tolerance: float = 0.03, confidence: float = 0.95) -> GateResult:
     """Tell whether τ of `new` fell beyond the tolerance below that of `old`, with confidence; see `eval.reports.gate`.
 

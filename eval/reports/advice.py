@@ -10,6 +10,7 @@ from .figures import Figures, Interval
 from .report import ContestantInfo, Report
 
 _ENOUGH = 10  # rounds that reached a depth before its alpha is judged
+_KNOWS = 0.5  # alpha at depth 1 below which a drafter is not worth another plan
 
 
 def remarks(report: Report) -> list[str]:
@@ -69,3 +70,52 @@ def _flat(figures: Figures) -> str:
 
 def _has_no_width(interval: Interval | None) -> bool:
     return interval is not None and interval.known and math.isclose(interval.low, interval.high, rel_tol=1e-9)
+
+
+# ------------------------------------------------------------ what to do
+
+
+def decision(report: Report) -> str:
+    """Return what to serve, at the first temperature, and what to do next; "" for a report without a drafter.
+
+    `Serve with: eagle3 + ngram tuned, depth 7, 2.33× [1.70, 3.35]. eagle3, depth 4: no gain shown. Next: …`
+    """
+    if report.primary is None:
+        return ""
+    heat, own = report.conditions.temperatures[0], report.headline()
+    drafting = [f for f in report.overall(heat) if report.contestant(f.contestant).kind == "drafter"]
+    best = max(filter(_gains, drafting), key=lambda f: f.speedup.value, default=None)
+    parts = ["Serve the plain target."]
+    if best is not None:
+        lossy = ", lossy" if "lossy" in best.rule else ""
+        parts = [f"Serve with: {report.contestant(best.contestant).label}, {best.speedup.text(unit='×')}{lossy}."]
+    if best is not own:
+        parts.append(f"{report.contestant(own.contestant).label}: {_verdict(own)}.")
+    return " ".join([*parts, _next_step(report, own)]).strip()
+
+
+def _gains(figures: Figures) -> bool:
+    return figures.speedup.excludes(1) and figures.speedup.value > 1
+
+
+def _verdict(figures: Figures) -> str:
+    speedup = figures.speedup
+    if not speedup.known:
+        return f"{speedup.main(unit='×')} without an interval, too few prompts"
+    return speedup.text(unit="×") if speedup.excludes(1) else f"no gain shown, {speedup.text(unit='×')}"
+
+
+def _next_step(report: Report, own: Figures) -> str:
+    """Return what would help the first drafter most."""
+    info, rates = report.contestant(own.contestant), [d.alpha.value for d in own.alpha if d.reached >= _ENOUGH]
+    if not own.speedup.known:
+        return "Next: measure more prompts."
+    if collapse(rates, info.trained_depth):
+        return f"Next: depth {info.trained_depth}, or more steps in training."
+    if not _gains(own) and rates and rates[0] < _KNOWS:
+        return f"Next: more data or training, since {rates[0]:.0%} of its first drafts are accepted."
+    if not _gains(own) and own.speedup.value > 1:
+        return "Next: more prompts, since the interval holds 1."
+    if any(c.tuned for c in report.contestants):
+        return "" if _gains(own) else "Next: more data or training, since no plan makes up for it."
+    return "Next: `outrider tune` finds the fastest plan."

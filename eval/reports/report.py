@@ -73,7 +73,7 @@ class ContestantInfo(ReportModel):
         kind: drafter, plain or generate.
         digest: the drafter's identity by content; None for the target alone.
         verify: the rule that was asked for. shape: the plan in words.
-        trained_depth: the depth up to which the drafter learned to draft; None for any.
+        trained_depth: the depth up to which the drafter learned to draft; None for any. tuned: the plan is the tuner's.
     """
 
     name: str
@@ -89,6 +89,7 @@ class ContestantInfo(ReportModel):
     control: dict[str, Any] | None = None
     shape: str | None = None
     trained_depth: int | None = None
+    tuned: bool = False
     parameters: int | None = None
     training: TrainingInfo | None = None
 

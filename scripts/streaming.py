@@ -121,7 +121,7 @@ class StreamedCompletion:
         tally = self.tally
         rate = tally.tokens / tally.seconds if tally.seconds else float("nan")
         rounds = f"{tally.tokens} tokens in {tally.rounds} rounds"
-        line = f"τ {tally.tau:.2f} ({self.plan}) · {rounds} · {rate:.0f} tokens/s"
+        line = f"τ {tally.tau:.2f} ({self.plan.within(self.max_new_tokens)}) · {rounds} · {rate:.0f} tokens/s"
         if compare:
             stats = Decoder(self.target).generate([self.prompt], self.max_new_tokens, self.sampling).stats
             plain = stats.tokens_per_second

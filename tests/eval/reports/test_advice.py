@@ -110,7 +110,7 @@ def told(
 ) -> str:
     """The decision on contestants of these speedups: the head `draft` first, whose alphas are `rates`."""
     report = make_report(USUAL)
-    (head, plain), (drafter, alone) = report.figures, report.contestants
+    head, plain, (drafter, alone) = report.headline(), report.headline("plain"), report.contestants
     alpha = [DepthFigure(depth=d, reached=20, kept=10, alpha=Interval(a, 0, 1)) for d, a in enumerate(rates, 1)]
     names = ["draft", *(f"other {i}" for i in range(1, len(speedups)))]
     figures = [

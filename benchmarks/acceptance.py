@@ -32,7 +32,7 @@ def pooled(runs: Sequence[Rounds]) -> Rounds:
 
 
 def tau(rounds: Rounds) -> Ratio:
-    return Ratio([sum(r.accepted for r in each) for each in rounds], [len(each) for each in rounds], offset=1.0)
+    return Ratio([sum(r.emitted for r in each) for each in rounds], [len(each) for each in rounds])
 
 
 def alpha(rounds: Rounds, depth: int) -> Ratio:

@@ -45,7 +45,7 @@ class BatchPoint:
 
     Attributes:
         speedup: tokens/s ÷ tokens/s of the plain target in the same batches; the interval is over batches.
-        tau: mean tokens per round and sequence, with the target's own: 1 + mean accepted; None for the plain target.
+        tau: mean tokens per round and sequence, with the target's own; None for the plain target.
         rows: mean rows that were still running, over all rounds: the batch as the device saw it.
         identical: sequences whose tokens equal the plain target's, of `sequences`.
     """
@@ -114,7 +114,7 @@ def _point(name: str, plain: str, size: int, done: dict[str, list[BatchAnswer]],
     own, base = [done[name][i] for i in groups], [done[plain][i] for i in groups]
     bootstrap = Bootstrap([len(groups)])
     passes = sum(c.passes for c in own)
-    tau = Ratio([c.num_accepted for c in own], [c.num_rounds for c in own], offset=1.0)
+    tau = Ratio([c.num_emitted for c in own], [c.num_rounds for c in own])
     return BatchPoint(
         contestant=name,
         size=size,
@@ -202,7 +202,7 @@ def main(given: Sequence[str] | None = None) -> int:
             timing="whole requests, prefills included; contestants take turns on each batch",
             batches="random, ragged; a size whose prompts fill fewer than --groups batches draws prompts again",
             intervals="95%, bootstrap over batches",
-            tau="mean tokens per round and sequence, 1 + mean accepted",
+            tau="mean tokens emitted per round and sequence",
         )
     result = {"conditions": about, "points": [p.to_dict() for p in points]}
     publish(result, arguments.out, tables(result))

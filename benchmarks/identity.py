@@ -59,7 +59,7 @@ def compare(decoder: Decoder, plan: Plan, asked: list[Asked], batch: int, count:
         got += out.tokens
         for one, rounds in zip(group, out.rounds, strict=True):
             for suite in (one.suite, "all"):
-                emitted[suite] += [r.accepted + 1 for r in rounds]
+                emitted[suite] += [r.emitted for r in rounds]
     different = [i for i, (tokens, one) in enumerate(zip(got, asked, strict=True)) if tokens != one.wanted]
     taus = {suite: round(sum(tokens) / max(1, len(tokens)), 4) for suite, tokens in emitted.items()}
     return {"identical": len(asked) - len(different), "prompts": len(asked), "different": different, "tau": taus}

@@ -116,6 +116,7 @@ class Decoder:
 
     def run(self, request: Request) -> Run:
         """Prepare one generation; iterating over its `steps` runs it."""
+        request = replace(request, plan=request.plan.within(request.max_new_tokens))
         return Run(self.target, self.drafter, request, self.static_batches)
 
 

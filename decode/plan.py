@@ -115,6 +115,10 @@ class Plan:
             return self
         return replace(self, depth=depth, tree=self.tree and self.tree.up_to(depth))
 
+    def within(self, max_new_tokens: int) -> Plan:
+        """Return this plan cut to the drafts that a round can emit: the first of the new tokens belongs to none."""
+        return self.up_to(max(1, max_new_tokens - 1))
+
     @property
     def max_nodes(self) -> int:
         """Most draft tokens of one verification pass."""

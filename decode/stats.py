@@ -13,7 +13,7 @@ class Round:
 
     A round that an end-of-sequence token cuts short counts as drafted and accepted what stood before that token, so
     that 1 + accepted is what it emitted; one cut by `max_new_tokens` keeps its full counts, since the drafter did that
-    work.
+    work: they are acceptance, and τ counts `emitted`.
 
     Attributes:
         drafted: draft tokens that were verified, all nodes of a tree. accepted: how many of them were kept.
@@ -59,8 +59,8 @@ class DecodeStats:
 
     @property
     def tau(self) -> float:
-        """Mean tokens per round with the target's own token: 1 + mean accepted; nan without rounds."""
-        return float(1 + np.mean([r.accepted for r in self._all()])) if self._all() else float("nan")
+        """Mean tokens that a round emitted, the target's own included; nan without rounds."""
+        return float(np.mean([r.emitted for r in self._all()])) if self._all() else float("nan")
 
     @property
     def acceptance_rate(self) -> float:

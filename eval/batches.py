@@ -40,9 +40,9 @@ class BatchAnswer:
         return sum(map(len, self.rounds))
 
     @property
-    def num_accepted(self) -> int:
-        """Accepted drafts of all sequences."""
-        return sum(r.accepted for rounds in self.rounds for r in rounds)
+    def num_emitted(self) -> int:
+        """Tokens that the rounds of all sequences emitted."""
+        return sum(r.emitted for rounds in self.rounds for r in rounds)
 
 
 def make_groups(jobs: Sequence[PromptJob], size: int, least: int, seed: int = 0) -> list[list[PromptJob]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from rich.console import Console
 from transformers import GenerationConfig
 
 from ..common import BadInputError
+from ..common.digests import digest_json
 from ..common.machine import clock, device_name
 from ..common.progress import progress
 from ..common.runtime import versions
@@ -45,11 +46,12 @@ PLAIN, GENERATE = "plain", "transformers.generate"
 
 @dataclass
 class Contestant:
-    """The target with a drafter (None: alone) under a plan."""
+    """The target with a drafter (None: alone) under a plan, perhaps the tuner's."""
 
     name: str
     drafter: Drafter | None
     plan: Plan
+    tuned: bool = False
 
     @classmethod
     def of(cls, name: str, drafter: Drafter, plan: Plan) -> Contestant:
@@ -78,7 +80,7 @@ def measure(
             the target's dtype is not the one asked for. All before the first measurement.
         IncompatibleError: a drafter cannot draft for this target.
     """
-    entrants = list(contestants)
+    entrants = [replace(c, plan=c.plan.within(settings.max_new_tokens)) for c in contestants]
     if all(c.drafter is not None for c in entrants):
         entrants.append(Contestant(PLAIN, None, Plan(depth=0)))
     jobs = make_jobs(suites, settings.limit)
@@ -278,6 +280,7 @@ def _record(
         repeats=[round(t, 6) for t in times],
         identical=None if reference is None else diverges_at is None,
         diverges_at=diverges_at,
+        answer=digest_json(first.tokens)[:12],
     )
 
 
@@ -289,6 +292,8 @@ def _info(contestant: Contestant) -> ContestantInfo:
         kind="drafter",
         drafter=contestant.drafter.name,
         digest=contestant.drafter.digest(),
+        trained_depth=contestant.drafter.trained_depth,
+        tuned=contestant.tuned,
         **contestant.plan.to_dict(),
         shape=str(contestant.plan),
         parameters=sum(p.numel() for p in contestant.drafter.parameters()),

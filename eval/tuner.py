@@ -38,6 +38,7 @@ from ..targets import Target
 from .acceptance import Acceptance, deepest, measure_acceptance
 from .batches import BatchAnswer, BatchRacer, batch_speed, make_groups, median_repeat
 from .measure import suite_info
+from .reports.advice import collapse
 from .reports.figures import Interval, Ratio
 from .reports.statistics import Bootstrap, strata_of
 from .suites import PromptJob, Suite, check_lengths, make_jobs, race
@@ -198,6 +199,7 @@ class _Tuner:
         racing = [options[0], *best(options[1:]), *best(trees), *best(fused), controlled]
         measured = self._race(racing, groups, size)
         chosen, reason = choose(measured)
+        reason = " ".join(part for part in (reason, collapse(self.seen.rates, self.drafter.trained_depth)) if part)
         others = [_candidate(option, None) for option in (*options, *trees, *fused) if option not in racing]
         return BatchTuning(
             batch_size=size,
@@ -447,7 +449,7 @@ def measured_options(
     measured = []
     for own in racing:
         batches = done[own.name]
-        tau = 1 + sum(c.num_accepted for c in batches) / max(1, sum(c.num_rounds for c in batches))
+        tau = sum(c.num_emitted for c in batches) / max(1, sum(c.num_rounds for c in batches))
         measured.append(MeasuredOption(own, tau, batch_speed(batches), plain, bootstrap))
     return measured
 

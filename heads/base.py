@@ -128,6 +128,11 @@ class Drafter(SavedDrafter[C]):
         """The largest depth of its drafts, to which the decoder cuts deeper plans; None for any."""
         return None
 
+    @property
+    def trained_depth(self) -> int | None:
+        """The depth up to which it learned to draft; None for any."""
+        return self.max_depth
+
     def max_nodes(self, depth: int) -> int:
         """Return the most draft tokens, up to this depth, of a proposal that its session makes itself."""
         return depth

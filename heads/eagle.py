@@ -74,6 +74,10 @@ class FeatureDrafter(LayerDrafter):
     abilities = Abilities(reads_nodes=True, fixed_shapes=True)
     config: FeatureConfig
 
+    @property
+    def trained_depth(self) -> int:
+        return self.config.steps
+
     def fuse(self, hidden: Tensor, first: FusedLayer | None = None) -> Tensor:
         """Return the first step's hidden input `[B, T, H]` of taps `[B, T, K, H]`; `first` may have its product."""
         raise NotImplementedError

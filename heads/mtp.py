@@ -144,6 +144,10 @@ class Mtp(HeadDrafter[MtpConfig]):
     def max_depth(self) -> int | None:
         return None if self.config.recursive else self.config.depth
 
+    @property
+    def trained_depth(self) -> int:
+        return self.config.num_outputs
+
     @classmethod
     def build(cls, config: MtpConfig, target: Target, token_counts: Tensor | None = None) -> Self:
         drafter = super().build(config, target, token_counts)

@@ -97,8 +97,8 @@ def calibrate(
 ) -> list[PromptMeasure]:
     """Return the figures of `drafter` on each prompt under the settings of `baseline`.
 
-    The decoder writes the target's own response, counting accepted tokens and rounds; then one teacher-forced pass over
-    each response gives the analytic figures.
+    The decoder writes the target's own response, counting rounds and the drafts they emitted; then one teacher-forced
+    pass over each response gives the analytic figures.
     """
     if not prompts:
         raise BadInputError("there are no calibration prompts to measure on.")
@@ -111,7 +111,7 @@ def calibrate(
             output = decoder.generate([p.tokens for p in part], room, sampling, plan, sequence_ids=places)
             for prompt, response, rounds in zip(part, output.tokens, output.rounds, strict=True):
                 figures = _analytic(target, drafter, prompt.tokens, response) if drafter.trainable else _counted(rounds)
-                counts = {"accepted": sum(r.accepted for r in rounds), "rounds": len(rounds)}
+                counts = {"accepted": sum(r.emitted - 1 for r in rounds), "rounds": len(rounds)}
                 measured.append(PromptMeasure(id=prompt.id, suite=prompt.suite, **counts, **figures))
             advance(len(part), "")
     return measured
@@ -121,7 +121,7 @@ def _counted(rounds: Sequence[Round]) -> dict[str, Any]:
     """Return counts in place of analytic figures, for a drafter without a distribution."""
     drafted = sum(r.drafted > 0 for r in rounds)
     kept = float(sum(r.accepted > 0 for r in rounds))
-    emitted = float(sum(1 + r.accepted for r in rounds))
+    emitted = float(sum(r.emitted for r in rounds))
     return {"alpha": kept, "top1": kept, "positions": drafted, "analytic_tau": emitted, "chains": len(rounds)}
 
 

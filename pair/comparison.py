@@ -162,6 +162,15 @@ def headline_text(headline: Headline) -> str:
     return f"τ {headline.tau.text('–')}{faster} at temperature {headline.temperature:g}"
 
 
+def tuned_plans(manifest: Manifest) -> list[str]:
+    """Return the tuned plans in words, each with its speedup, batch size and machine."""
+    plans = []
+    for tuning in manifest.tuning:
+        where = f"temperature {tuning.temperature:g}, {tuning.dtype} on {tuning.device_name}, {tuning.created}"
+        plans += [f"batch {found.batch_size}, {found} ({where})" for found in tuning.batches]
+    return plans
+
+
 def gate_pairs(new: Pair, old: Pair, tolerance: float = 0.03, confidence: float = 0.95) -> GateResult:
     """Tell whether τ of `new` fell beyond the tolerance below that of `old`, with confidence; see `eval.reports.gate`.
 
@@ -194,5 +203,7 @@ def _calibration(new: Pair, old: Pair) -> GateComparison | None:
         return None
     if after.model_copy(update={"prompts": []}) != before.model_copy(update={"prompts": []}):
         return None
-    counts = ([Counted(m.suite, m.id, m.accepted, m.rounds) for m in side.prompts] for side in (after, before))
+    counts = (
+        [Counted(m.suite, m.id, m.accepted + m.rounds, m.rounds) for m in side.prompts] for side in (after, before)
+    )
     return GateComparison(after.temperature, *counts)

@@ -153,7 +153,7 @@ class PromptMeasure(Part):
     """The drafter's figures on one calibration prompt.
 
     Attributes:
-        accepted, rounds: of the decoder; tau = 1 + accepted / rounds.
+        accepted, rounds: of the decoder, of emitted tokens; tau = 1 + accepted / rounds.
         alpha, top1: sums over `positions` at depth 1 of Σ min(p, q) and of top-1 agreement. For drafters without a loss
             both are the accepted first drafts, and `positions` counts the rounds that drafted.
         analytic_tau: sum over `chains` starting positions of 1 + Σ_d Π alpha_i.

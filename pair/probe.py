@@ -155,11 +155,16 @@ def _judge(
     # The interval of the prediction is the ratio's, since the suites stay the same.
     headline = pair.manifest.measurements.headline
     tau = next((h.tau.value for h in headline if h.temperature == baseline.temperature), None)
-    predicted = _UNKNOWN if tau is None else Interval(tau * ratio.value, tau * ratio.low, tau * ratio.high)
+    predicted = _UNKNOWN if tau is None else predict(tau, ratio)
     result = ProbeResult(*decide(ratio, 1 - tolerance), ratio, *both(_ALPHA), *both(deciding), predicted)
     changed = f"the target changed: {', '.join(changes)}" if changes else "the target is the one this pair was made for"
     top1 = both(_TOP1) if HEADS[pair.manifest.drafter.type].trainable else None
     return replace(result, lines=[changed, *_figures(result, baseline, len(new), top1), _conclusion(result, tolerance)])
+
+
+def predict(tau: float, ratio: Interval) -> Interval:
+    """Return the τ that `ratio` makes of `tau`: never below 1, since a round emits the target's own token at least."""
+    return Interval(*(max(tau * part, 1.0) for part in (ratio.value, ratio.low, ratio.high)))
 
 
 def decide(ratio: Interval, bound: float) -> tuple[Literal["fresh", "stale"], bool]:
@@ -180,7 +185,7 @@ def _figures(
     if baseline.temperature == 0:
         how = "greedy, in the decoder"
     lines = [
-        f"τ = 1 + mean accepted ({how}; {num_prompts} prompts, up to {baseline.max_new_tokens} new tokens): "
+        f"τ, tokens emitted per round ({how}; {num_prompts} prompts, up to {baseline.max_new_tokens} new tokens): "
         f"{result.tau.text()}, was {result.tau_baseline.text()}",
         f"ratio on the same prompts: {result.ratio.text(3)}",
     ]

@@ -194,11 +194,13 @@ def train(
     loaded = recipe_of(recipe, changes)
     export_cli.check_servable(loaded, engine)
     from ..train import train as run
+    from ..train.callbacks import held_out_taus
 
     console = console_for(as_json)
     result = run(loaded, resume=not fresh, console=console)
     adapter = None if result.adapter_folder is None else str(result.adapter_folder)
-    console.print(f"drafter after {result.steps} steps: [bold]{result.drafter_folder}[/bold]")
+    taus = escape(held_out_taus(result.metrics))
+    console.print(f"drafter after {result.steps} steps: [bold]{result.drafter_folder}[/bold]{taus}")
     if adapter is not None:
         console.print(f"for the target with the adapter [bold]{escape(adapter)}[/bold], which it was trained with")
     made = {"drafter": str(result.drafter_folder), "adapter": adapter, "steps": result.steps}

@@ -184,7 +184,7 @@ def _key(change: str) -> str:
 def tuned_contestant(found: BatchTuning, drafter: Drafter) -> Contestant:
     """Return the tuned plan of `drafter`, or of its fusion with the drafter without weights that the tuner chose."""
     kind = "" if found.statistical is None else f" + {found.statistical['type']}"
-    return Contestant(f"{drafter.name}{kind} tuned", tuned_drafter(found, drafter), found.plan)
+    return Contestant(f"{drafter.name}{kind} tuned", tuned_drafter(found, drafter), found.plan, tuned=True)
 
 
 def load_target(recipe: Recipe) -> Target:

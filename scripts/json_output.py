@@ -22,11 +22,13 @@ from ..common.atomic import write_atomically
 from ..common.digests import CHECKSUM
 from ..costs.training import Needs
 from ..eval.pruning import VocabularyReport
+from ..eval.reports.advice import decision, remarks
 from ..eval.reports.gate import GateResult
 from ..eval.reports.report import Baselines, Conditions, ContestantInfo, Figures, Report
 from ..eval.tuning import Tuning
 from ..formats.checkpoint_view import LintFinding
 from ..pair import Pair
+from ..pair.comparison import tuned_plans
 from ..pair.manifest import Figure, Lineage, Manifest
 from ..pair.registry import Version
 from ..serving.diagnosis import ServedResult
@@ -100,7 +102,7 @@ class ProbeBody(Body):
 
 
 class ReportBody(Body):
-    """A report without its prompts, and the folder that holds all of it."""
+    """A report without its prompts, remarks on them, what to do, and the folder that holds all of it."""
 
     folder: str
     created: str
@@ -108,12 +110,15 @@ class ReportBody(Body):
     contestants: list[ContestantInfo]
     baselines: Baselines
     figures: list[Figures]
+    remarks: list[str]
+    decision: str
 
     @classmethod
     def of(cls, report: Report, folder: Path) -> ReportBody:
         """Return the body of the report that was written to `folder`."""
         names = ("created", "conditions", "contestants", "baselines", "figures")
-        return cls(folder=str(folder), **{name: getattr(report, name) for name in names})
+        values = {name: getattr(report, name) for name in names}
+        return cls(folder=str(folder), remarks=remarks(report), decision=decision(report), **values)
 
 
 class TuneBody(Body):
@@ -224,11 +229,13 @@ class VersionBody(Body):
     created: str
     lineage: Lineage
     headline: list[TauBody]
+    tuned: list[str]
 
     @classmethod
     def of(cls, version: Version) -> VersionBody:
         """Return the body of a version."""
-        facts = {**_in_short(version.manifest), "created": version.manifest.created}
+        manifest = version.manifest
+        facts = {**_in_short(manifest), "created": manifest.created, "tuned": tuned_plans(manifest)}
         return cls.model_validate(facts | vars(version.entry))
 
 

@@ -135,6 +135,8 @@ def sign(
 
 
 def print_pair(pair: Pair, console: Console) -> None:
+    from ..pair.comparison import tuned_plans
+
     manifest = pair.manifest
     source, parent = manifest.target.source, manifest.lineage.parent
     rows = {
@@ -152,9 +154,7 @@ def print_pair(pair: Pair, console: Console) -> None:
         tau, speedup = (figure.text("not measured") for figure in (headline.tau, headline.speedup))
         rows[f"temperature {headline.temperature:g}"] = f"τ {tau}   speedup {speedup}"
     facts = list(rows.items())
-    for tuning in manifest.tuning:
-        where = f"temperature {tuning.temperature:g}, {tuning.dtype} on {tuning.device_name}, {tuning.created}"
-        facts += [("tuned", f"batch {found.batch_size}, {found} ({where})") for found in tuning.batches]
+    facts += [("tuned", plan) for plan in tuned_plans(manifest)]
     print_facts(((name, escape(value)) for name, value in facts), console)
 
 
@@ -260,7 +260,7 @@ def _text(file: Path) -> str:
 
 
 def _draw(node: VersionNode, tree: Tree) -> None:
-    from ..pair.comparison import headline_text
+    from ..pair.comparison import headline_text, tuned_plans
 
     waiting = [(node, tree)]
     while waiting:
@@ -270,5 +270,6 @@ def _draw(node: VersionNode, tree: Tree) -> None:
         parent = f"; from {here.missing}, which is not here" if here.missing else ""
         line = f"[bold]{escape(manifest.name)}@{manifest.version}[/bold] {escape(figures)}"
         why = f"{manifest.drafter.type}, {manifest.lineage.reason}{parent}; {manifest.created}, {manifest.digest[:12]}…"
-        grown = branch.add(f"{line}\n[dim]{escape(why)}[/dim]")
+        plans = "".join(f"\n  tuned: {escape(plan)}" for plan in tuned_plans(manifest))
+        grown = branch.add(f"{line}{plans}\n[dim]{escape(why)}[/dim]")
         waiting += [(child, grown) for child in here.children]

@@ -61,7 +61,6 @@ class Tally:
     """
 
     tokens: int = 0
-    accepted: int = 0
     events: int = 0
     seconds: float = 0.0
 
@@ -71,8 +70,8 @@ class Tally:
 
     @property
     def tau(self) -> float:
-        """1 + mean accepted drafts per round; nan without rounds."""
-        return 1 + self.accepted / self.rounds if self.rounds else float("nan")
+        """Mean tokens that a round emitted; nan without rounds."""
+        return (self.tokens - 1) / self.rounds if self.rounds else float("nan")
 
     def watch(self, events: Iterator[StreamEvent]) -> Iterator[StreamEvent]:
         """Pass `events` on, counting and timing them."""
@@ -84,7 +83,6 @@ class Tally:
                 return
             self.events += 1
             self.tokens += len(event.tokens)
-            self.accepted += event.accepted
             yield event
 
 
@@ -123,7 +121,7 @@ class StreamedCompletion:
         tally = self.tally
         rate = tally.tokens / tally.seconds if tally.seconds else float("nan")
         rounds = f"{tally.tokens} tokens in {tally.rounds} rounds"
-        line = f"τ {tally.tau:.2f} ({self.plan}) · {rounds} · {rate:.0f} tokens/s"
+        line = f"τ {tally.tau:.2f} ({self.plan.within(self.max_new_tokens)}) · {rounds} · {rate:.0f} tokens/s"
         if compare:
             stats = Decoder(self.target).generate([self.prompt], self.max_new_tokens, self.sampling).stats
             plain = stats.tokens_per_second

@@ -18,6 +18,7 @@ from ..common.runtime import keep_large_blocks, remember_few_shapes
 from ..common.signals import how, number_of, stop_with_launcher, stoppable
 from ..recipes import load_recipe
 from ..targets.sharding import leave_group
+from .callbacks import held_out_taus
 from .run import TrainingInterruptedError, train
 
 
@@ -64,9 +65,8 @@ def _run(given: argparse.Namespace, prefix: str) -> int:
         return _say(f"{prefix}{how(error)}. Run the same command again.", 128 + number_of(error))
     finally:
         leave_group(ended_well)
-    tau = result.metrics.get("eval_tau")
-    figures = f", held-out tau {tau:.2f} (analytic, 1 + mean accepted)" if tau else ""
-    return _say(f"{result.steps} steps{figures}; the drafter is in {result.drafter_folder}", 0) if not prefix else 0
+    made = f"drafter after {result.steps} steps: {result.drafter_folder}{held_out_taus(result.metrics)}"
+    return _say(made, 0) if not prefix else 0
 
 
 def _say(line: str, code: int) -> int:

@@ -12,7 +12,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from transformers.trainer_callback import ProgressCallback
 
 from ..common.signals import ECHO, StoppedError, listening
 from ..recipes import Recipe
+from .arguments import MEASURED
 from .data import Order
 from .decoding import Sample
 from .provenance import PROVENANCE, RECIPE
@@ -101,17 +102,33 @@ class LogLines(TrainerCallback):
 
 
 def log_line(logs: dict[str, Any], step: int) -> str:
-    """Return a line such as `step 120  loss 1.83  tau 2.10  alpha 0.71 0.58  lr 2.9e-03`; "" for other logs."""
+    """Return a line such as `step 120  loss 1.83  analytic tau 2.10 (T=1)  alpha 0.71 0.58`; "" for other logs."""
     prefix = "eval_" if "eval_loss" in logs else ""
     if f"{prefix}loss" not in logs:
         return ""
     parts = [f"step {step}" + (" held out" if prefix else ""), f"loss {logs[f'{prefix}loss']:.4g}"]
-    if f"{prefix}tau" in logs:
-        parts.append(f"tau {logs[f'{prefix}tau']:.2f}")
+    parts += taus(logs, prefix)
     depths = sorted((int(m[1]), v) for k, v in logs.items() if (m := re.fullmatch(rf"{prefix}alpha_d(\d+)", k)))
     parts += ["alpha " + " ".join(f"{value:.2f}" for _, value in depths)] if depths else []
     parts += [f"lr {logs['learning_rate']:.1e}"] if "learning_rate" in logs else []
     return "  ".join(parts)
+
+
+def taus(metrics: Mapping[str, Any], prefix: str) -> list[str]:
+    """Return the figures called τ, each by its own name.
+
+    The analytic one is an expectation at temperature 1, over the depths that are trained; the measured one is the
+    decoder's, at the temperature and depth of `eval`, as in reports.
+    """
+    known = (("tau", "analytic tau {:.2f} (T=1)"), (MEASURED, "measured tau {:.2f}"))
+    return [words.format(metrics[prefix + name]) for name, words in known if prefix + name in metrics]
+
+
+def held_out_taus(metrics: Mapping[str, Any]) -> str:
+    """Return the end of a training's last line: the figures called τ on held-out rows; "" without any."""
+    found = taus(metrics, "eval_")
+    unmeasured = "" if f"eval_{MEASURED}" in metrics else "; `outrider eval` measures it"
+    return f"; held out: {', '.join(found)}{unmeasured}" if found else ""
 
 
 TABLE = "drafted"

@@ -27,6 +27,7 @@ from ..heads import load_drafter
 from ..recipes import Recipe
 from ..targets import Target
 from .arguments import check_training
+from .callbacks import held_out_taus
 from .provenance import PROVENANCE, check_same_run, read_provenance, require_result
 from .run import train
 from .warmstart import check_drafter, check_makes
@@ -158,9 +159,7 @@ def _train(recipe: Recipe, seconds: float, target: Target, is_done: bool, consol
         _log.warning("%s: trained before, in %s", recipe.name, recipe.output_folder)
         return
     result = train(recipe, target, console=console, seconds=seconds)
-    tau = result.metrics.get("eval_tau")
-    figures = f", held-out tau {tau:.2f} (analytic)" if tau else ""
-    _log.info("%s: %d steps in %g seconds%s", recipe.name, result.steps, seconds, figures)
+    _log.info("%s: %d steps in %g seconds%s", recipe.name, result.steps, seconds, held_out_taus(result.metrics))
 
 
 def _how(recipe: Recipe) -> TrainingInfo:

@@ -191,7 +191,7 @@ class MeasuredTau:
         out = decoder.generate(prompts, self.max_new_tokens, self.sampling, self.plan, sequence_ids=list(places))
         self.samples = [self._sample(prompt, out, row) for row, prompt in enumerate(prompts)]
         rounds = [r for sequence in out.rounds for r in sequence]
-        return torch.tensor([float(sum(1 + r.accepted for r in rounds)), float(len(rounds))])
+        return torch.tensor([float(sum(r.emitted for r in rounds)), float(len(rounds))])
 
     def ready(self, drafter: Drafter, is_copy: bool = False) -> Drafter:
         """Return the drafter as it is served, in the target's dtype: a copy made in it at once, or `is_copy` itself."""
@@ -209,7 +209,7 @@ class MeasuredTau:
             return str(self.target.require_tokenizer().decode(list(part)))
 
         tokens, rounds = out.tokens[row], out.rounds[row]
-        tau = sum(1 + r.accepted for r in rounds) / len(rounds) if rounds else float("nan")
+        tau = sum(r.emitted for r in rounds) / len(rounds) if rounds else float("nan")
         parts = drafted_parts(tokens, rounds)
         marked = "".join(f"[{text(part)}]" if was_drafted else text(part) for part, was_drafted in parts)
         return Sample(text(prompt), text(tokens), marked, tau)

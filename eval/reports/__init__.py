@@ -1,5 +1,5 @@
 """The report of a measurement as values, tables, plots and pages. Nothing here imports torch.
 
 `figures` are the values, `report` holds them with their conditions; `statistics` makes intervals, `gate` compares two
-reports; `tables` and `plots` show one, `render` writes and prints it.
+reports; `tables`, `plots` and `advice` show one, `render` writes and prints it.
 """

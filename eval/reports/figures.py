@@ -87,12 +87,14 @@ class PromptRecord(ReportModel):
 
     Attributes:
         prompt: its id in the suite. prompt_tokens: its length.
-        tokens: new tokens. drafted, accepted: draft tokens of each round, and how many of them were kept.
+        tokens: new tokens; rounds emitted all but the first, which comes from reading the prompt.
+        drafted, accepted: draft tokens of each round, and how many of them were kept.
         tried: the depth that the drafts of each round reached along the kept path; None for `drafted` (chains).
         seconds: wall time by phase, of the median repeat; `total` is the whole request, both prefills included.
         repeats: total seconds of every repeat, in the order they ran.
         identical: whether the tokens equal the plain target's (temperature 0 only).
         diverges_at: index of the first new token that differs from the plain target's; None if none does.
+        answer: a digest of the new tokens, by which equal answers are known.
     """
 
     contestant: str
@@ -108,6 +110,7 @@ class PromptRecord(ReportModel):
     repeats: list[float]
     identical: bool | None = None
     diverges_at: int | None = None
+    answer: str | None = None
 
 
 class DepthFigure(ReportModel):
@@ -169,8 +172,8 @@ class Baselines(ReportModel):
 
 
 def tau_ratio(records: Sequence[PromptRecord]) -> Ratio:
-    """Return τ over the records: 1 + Σ accepted / Σ rounds."""
-    return Ratio([sum(r.accepted) for r in records], [len(r.accepted) for r in records], offset=1.0)
+    """Return τ over the records: Σ tokens that rounds emitted / Σ rounds."""
+    return Ratio([r.tokens - 1 for r in records], [len(r.accepted) for r in records])
 
 
 def speed_ratio(records: Sequence[PromptRecord]) -> Ratio:

@@ -49,17 +49,17 @@ class GateFinding:
 
 @dataclass(frozen=True)
 class Counted:
-    """A drafter's accepted drafts and rounds on one prompt, without the time they took: τ = 1 + accepted / rounds."""
+    """The rounds on one prompt and the tokens they emitted, without the time they took: τ = emitted / rounds."""
 
     suite: str
     prompt: str
-    accepted: int
+    emitted: int
     rounds: int
 
     @classmethod
     def of(cls, record: PromptRecord) -> Counted:
         """Return the counts of a report's record."""
-        return cls(record.suite, record.prompt, sum(record.accepted), len(record.accepted))
+        return cls(record.suite, record.prompt, record.tokens - 1, len(record.accepted))
 
 
 @dataclass(frozen=True)
@@ -222,7 +222,7 @@ def _compared(
         more = [c for c in beside.new if (c.suite, c.prompt) not in known]
         new, old = [*new, *more], [*old, *_aligned(beside.old, beside.new, {(c.suite, c.prompt) for c in more})]
         how = f"paired over {len(new)} prompts, {len(more)} of them calibration prompts"
-    before, after = (1 + sum(c.accepted for c in s) / max(1, sum(c.rounds for c in s)) for s in (old, new))
+    before, after = (sum(c.emitted for c in s) / max(1, sum(c.rounds for c in s)) for s in (old, new))
     return _Compared(_paired(new, old, confidence, report.conditions.seed), how, len(new), before, after)
 
 
@@ -249,7 +249,7 @@ def _paired(new: Sequence[Counted], old: Sequence[Counted], confidence: float, s
 
 
 def _tau(counted: Sequence[Counted]) -> Ratio:
-    return Ratio([c.accepted for c in counted], [c.rounds for c in counted], offset=1.0)
+    return Ratio([c.emitted for c in counted], [c.rounds for c in counted])
 
 
 def _unpaired(new: Interval | None, old: Interval | None, confidence: float) -> Interval:

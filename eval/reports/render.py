@@ -16,6 +16,7 @@ from rich.text import Text
 from ...common.atomic import write_atomically
 from ...common.locks import locked
 from . import plots, tables
+from .advice import decision, remarks
 from .figures import ALL
 from .report import REPORT_FILE, Report
 from .tables import Table
@@ -59,6 +60,7 @@ def print_report(report: Report, console: Console) -> None:
         table = fitted(tables.summary(report, temperature), console.width, _DROPPED)
         print_table(table, f"temperature {temperature:g}", console)
     console.print(Text(_brief(report), style="dim"))
+    _print_advice(report, console)
 
 
 def print_comparison(report: Report, console: Console) -> None:
@@ -67,6 +69,14 @@ def print_comparison(report: Report, console: Console) -> None:
     for part in [table] if _width(table) <= console.width else table.split("speedup"):
         print_table(part, None, console)
     console.print(Text(f"{tables.rules_line(report)} {_brief(report)}", style="dim"))
+    _print_advice(report, console)
+
+
+def _print_advice(report: Report, console: Console) -> None:
+    for remark in remarks(report):
+        console.print(Text(f"note: {remark}", style="yellow"))
+    if todo := decision(report):
+        console.print(Text(todo, style="bold"))
 
 
 def print_table(table: Table, title: str | None, console: Console) -> None:
@@ -109,6 +119,8 @@ def _brief(report: Report) -> str:
 def markdown(report: Report) -> str:
     """Return report.md."""
     parts = ["# Outrider report", f"**{report.sentence()}**"]
+    parts += [f"**{todo}**"] if (todo := decision(report)) else []
+    parts += [f"> {remark}" for remark in remarks(report)]
     if report.is_comparison:
         table = tables.comparison(report)
         parts += [f"## {table.title}", _markdown_table(table), tables.rules_line(report)]
@@ -161,6 +173,8 @@ def html(report: Report) -> str:
         identity=identity_sentence(report),
         headline=_unbroken(report.sentence()),
         brief=_brief(report),
+        decision=decision(report),
+        remarks=remarks(report),
         legend=[(Markup(marker), label) for marker, label in plots.legend(report)],
     )
 

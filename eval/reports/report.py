@@ -20,8 +20,8 @@ _LIMITS = FileLimits(num_bytes=64 * MEGABYTE)
 
 DEFINITIONS = {
     "τ (tau)": (
-        "mean tokens emitted per round, with the target's own bonus or correction token: 1 + mean accepted. "
-        "A round is one draft and one verification."
+        "mean tokens emitted per round, with the target's own bonus or correction token. "
+        "A round is one draft and one verification; what was drafted past the limit of new tokens is not emitted."
     ),
     "acceptance rate": "accepted ÷ drafted tokens. It falls with depth: compare it only at equal depth.",
     "alpha at depth d": (
@@ -73,6 +73,7 @@ class ContestantInfo(ReportModel):
         kind: drafter, plain or generate.
         digest: the drafter's identity by content; None for the target alone.
         verify: the rule that was asked for. shape: the plan in words.
+        trained_depth: the depth up to which the drafter learned to draft; None for any. tuned: the plan is the tuner's.
     """
 
     name: str
@@ -87,6 +88,8 @@ class ContestantInfo(ReportModel):
     confidence: float = 0.0
     control: dict[str, Any] | None = None
     shape: str | None = None
+    trained_depth: int | None = None
+    tuned: bool = False
     parameters: int | None = None
     training: TrainingInfo | None = None
 

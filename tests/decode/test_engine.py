@@ -409,8 +409,19 @@ def test_an_end_token_that_is_the_targets_own_changes_no_count(target):
 
 
 def test_a_round_cut_by_max_new_tokens_keeps_what_the_drafter_did(target, itself):
-    out = Decoder(target, itself).generate([PROMPTS[0]], 3, plan=Plan(5), ignore_eos=True)
-    assert out.rounds == [[Round(drafted=5, accepted=5, emitted=2)]]
+    """The figures of acceptance have all of it, and τ only what was emitted."""
+    out = Decoder(target, itself).generate([PROMPTS[0]], 7, plan=Plan(4), ignore_eos=True)
+    assert out.rounds == [[Round(4, 4, 5), Round(drafted=4, accepted=4, emitted=1)]]
+    assert (out.stats.tau, out.stats.acceptance_rate) == (6 / 2, 1)
+
+
+@pytest.mark.parametrize(("new", "depth"), [(2, 1), (3, 2), (6, 5), (7, 5)])
+def test_no_more_is_drafted_than_the_new_tokens_can_use(target, itself, new, depth):
+    for plan in (Plan(5), Plan(tree=Tree((-1, 0, 1, 2, 3)))):
+        out = Decoder(target, itself).generate([PROMPTS[0]], new, plan=plan, ignore_eos=True)
+        assert out.tokens == [plain_text(target, new)]
+        assert out.rounds[0][0].drafted == depth
+        assert out.stats.tau == new - 1
 
 
 def test_depth_counts_of_ragged_rounds():

@@ -58,6 +58,14 @@ def test_a_whole_tuning(target, suites, settings):
     assert Tuning.model_validate(json.loads(found.model_dump_json())) == found
 
 
+def test_acceptance_that_collapses_after_the_trained_depth_is_part_of_the_reason(target, suites, settings, monkeypatch):
+    seen = Acceptance((0.8, 0.63, *[0.0] * 6), (0.8, 0.5, *[0.0] * 6), (), 12)
+    monkeypatch.setattr(tuner, "measure_acceptance", lambda *_, **__: seen)
+    monkeypatch.setattr(Ngram, "trained_depth", 2)
+    (batch,) = tune(target, Ngram(), suites, settings).batches
+    assert "alpha falls from 0.63 at depth 2, the last it was trained at, to 0.00 at depth 3" in batch.reason
+
+
 def test_a_drafter_that_grows_no_trees_gets_chains_and_says_so(target, suites, settings):
     text = io.StringIO()
     (batch,) = tune(target, Ngram(), suites, settings, console=Console(file=text, width=120)).batches

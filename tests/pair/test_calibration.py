@@ -103,7 +103,7 @@ def test_a_drafter_without_a_loss_is_counted(make_target, make_drafter, recipe, 
     output = Decoder(target, drafter).generate(tokens, 60, sampling, Plan(3), sequence_ids=range(len(prompts)))
     assert [(m.id, m.suite) for m in found] == [(p.id, p.suite) for p in prompts]
     for measure, rounds in zip(found, output.rounds, strict=True):
-        assert (measure.accepted, measure.rounds) == (sum(r.accepted for r in rounds), len(rounds))
+        assert (measure.accepted, measure.rounds) == (sum(r.emitted - 1 for r in rounds), len(rounds))
         kept = sum(r.accepted > 0 for r in rounds)
         assert (measure.alpha, measure.top1, measure.positions) == (kept, kept, sum(r.drafted > 0 for r in rounds))
         assert (measure.analytic_tau, measure.chains) == (len(rounds) + measure.accepted, len(rounds))

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import math
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from peft import LoraConfig, get_peft_model
 from outrider.decode import Decoder
 from outrider.eval.reports.figures import Interval
 from outrider.pair import probe
-from outrider.pair.probe import decide
+from outrider.pair.probe import decide, predict
 from outrider.targets import Target
 
 from ..eval.conftest import refusal
@@ -56,6 +57,14 @@ def test_tau_of_a_greedy_pair_is_the_decoders(make_pair, make_target, prompts):
     )
     assert 1 < out.stats.tau < 4
     assert probe(pair, changed).tau.value == pytest.approx(out.stats.tau)
+
+
+def test_a_predicted_tau_is_never_below_one():
+    """Nor is its interval, which a drafter that knows nothing of the target would take there."""
+    assert predict(1.1, Interval(0.9, 0.8, 1.2)) == Interval(1.0, 1.0, 1.1 * 1.2)
+    assert predict(2.0, Interval(0.9, 0.8, 1.2)) == Interval(1.8, 1.6, 2.4)
+    single = predict(1.1, Interval(0.9, math.nan, math.nan))
+    assert (single.value, single.known) == (1.0, False)
 
 
 def test_analytic_tau_predicts_the_sampling_decoder(make_pair, make_target, recipe, prompts):

@@ -38,7 +38,7 @@ def test_a_pair_is_exported_with_its_launch_and_its_expectations(pair: Path, out
     records = [r for r in report["records"] if r["contestant"] == "eagle3"]
     accepted = [a for r in records for a in r["accepted"]]
     assert expected["accepted_at"] == [n for n in (sum(a > d for a in accepted) for d in range(2)) if n]
-    assert expected["tau"]["value"] == pytest.approx(1 + sum(accepted) / len(accepted))
+    assert expected["tau"]["value"] == pytest.approx(sum(r["tokens"] - 1 for r in records) / len(accepted))
     assert served["suites"] == json.loads((pair / "pair.json").read_text())["measurements"]["suites"]
 
 

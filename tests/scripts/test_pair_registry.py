@@ -11,6 +11,7 @@ from outrider.pair import Pair, new_pair, verify
 from outrider.recipes import load_recipe
 from outrider.targets import Target
 
+from ..eval.conftest import make_tuning
 from .conftest import Command, words
 from .test_answers import answer
 
@@ -57,6 +58,16 @@ def test_log_draws_the_lineage(outrider: Command, pairs: list[Pair], tmp_path: P
     assert [(v["version"], v["digest"]) for v in listed] == [(1, pairs[0].digest), (2, pairs[1].digest)]
     assert listed[1]["lineage"]["parent"]["digest"] == pairs[0].digest
     assert answer("pair-log", outrider("pair", "log", "other", *place, "--json"))["versions"] == []
+
+
+def test_log_shows_tuned_plans(outrider: Command, pairs: list[Pair], tmp_path: Path) -> None:
+    place = ["--registry", tmp_path / "registry"]
+    pairs[0].store_tuning(make_tuning({1: 5}))
+    outrider("pair", "push", pairs[0].folder, *place)
+    said = "batch 1, depth up to 5: 1.50× the plain target's speed (temperature 0, float32 on a CPU, 2031-01-01)"
+    assert f"tuned: {said}" in words(outrider("pair", "log", *place))
+    (listed,) = answer("pair-log", outrider("pair", "log", *place, "--json"))["versions"]
+    assert listed["tuned"] == [said]
 
 
 def test_diff_says_what_differs(outrider: Command, pairs: list[Pair], tmp_path: Path) -> None:

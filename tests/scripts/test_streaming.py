@@ -67,9 +67,9 @@ def test_pieces_say_which_tokens_were_drafted(tiny_tokenizer: PreTrainedTokenize
 
 
 def test_tau_counts_the_bonus_token_and_leaves_the_prefill_out() -> None:
-    """By hand: a prefill and two rounds that accept 3 and 1 drafts: 1 + (3 + 1) / 2 = 3."""
+    """By hand: a prefill and two rounds that emit 4 and 2 tokens, the second cut by the limit: (4 + 2) / 2 = 3."""
     tally = Tally()
-    events = [StreamEvent([1], 0, 0), StreamEvent([1, 2, 3, 4], 3, 4), StreamEvent([1, 2], 1, 4)]
+    events = [StreamEvent([1], 0, 0), StreamEvent([1, 2, 3, 4], 3, 4), StreamEvent([1, 2], 2, 4)]
     assert list(tally.watch(iter(events))) == events
     assert (tally.tau, tally.rounds, tally.tokens) == (3.0, 2, 7)
     assert math.isnan(Tally().tau)

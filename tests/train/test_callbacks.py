@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import struct
@@ -15,7 +16,9 @@ import pytest
 
 from outrider.common import BadInputError
 from outrider.recipes import Recipe
-from outrider.train import train
+from outrider.train import TrainResult, train
+from outrider.train import __main__ as entry
+from outrider.train.callbacks import held_out_taus, log_line
 
 from .conftest import MakeRecipe
 
@@ -46,6 +49,26 @@ def test_wandb_without_an_account_is_refused_before_any_work(recipe, tmp_path):
     assert done.returncode == 2, done.stderr
     assert "training.report_to: wandb cannot log in" in done.stderr
     assert "set WANDB_MODE=offline" in done.stderr
+
+
+def test_the_analytic_tau_and_the_measured_one_have_names_of_their_own(
+    recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """In the log, and at the end of a training: only the measured one can be compared with a report's."""
+    logs = {"eval_loss": 1.5, "eval_tau": 3.474, "eval_alpha_d1": 0.7}
+    assert log_line(logs, 20) == "step 20 held out  loss 1.5  analytic tau 3.47 (T=1)  alpha 0.70"
+    assert "analytic tau 2.10 (T=1)  alpha" in log_line({"loss": 2.0, "tau": 2.1, "alpha_d1": 0.6}, 1)
+    measured = logs | {"eval_measured_tau": 1.65}
+    assert "analytic tau 3.47 (T=1)  measured tau 1.65  alpha" in log_line(measured, 20)
+    assert held_out_taus({"train_loss": 1.0}) == ""
+    (tmp_path / "recipe.yaml").write_text(recipe().to_yaml())
+    for metrics, said in ((logs, "; `outrider eval` measures it"), (measured, ", measured tau 1.65")):
+        result = TrainResult(Path("here"), metrics, 7)
+        monkeypatch.setattr(entry, "train", lambda *_, result=result, **__: result)
+        given = argparse.Namespace(recipe=str(tmp_path / "recipe.yaml"), overrides=[], fresh=False)
+        assert entry._run(given, "") == 0
+        line = f"drafter after 7 steps: here; held out: analytic tau 3.47 (T=1){said}\n"
+        assert capsys.readouterr().err == line
 
 
 def measuring(recipe: MakeRecipe, folder: Path, tracker: str) -> Recipe:

@@ -146,7 +146,7 @@ def against_2(ratio: float, spread: float, confidence: float = 0.95) -> Interval
 def test_records_give_the_paired_bootstrap_of_their_sums():
     """At 95% one-sided that is a two-sided interval of 90%, with the report's own seed."""
     new, old = rounds(20, 0.58, seed=1), rounds(20, 0.6)
-    taus = [Ratio([sum(row) for row in rows], [len(row) for row in rows], offset=1.0) for rows in (new, old)]
+    taus = [Ratio([sum(row) + len(row) for row in rows], [len(row) for row in rows]) for rows in (new, old)]
     for seed, confidence in ((0, 0.95), (3, 0.95), (0, 0.8)):
         (finding,) = gate(make_report(new, seed=seed), make_report(old), confidence=confidence).findings
         assert finding.ratio == Bootstrap([20], confidence=2 * confidence - 1, seed=seed).quotient(*taus)
@@ -162,7 +162,7 @@ def test_suites_are_drawn_again_each_by_itself():
 
     def by_suite(rows: list[list[int]]) -> Ratio:
         rows = rows[::2] + rows[1::2]
-        return Ratio([sum(row) for row in rows], [len(row) for row in rows], offset=1.0)
+        return Ratio([sum(row) + len(row) for row in rows], [len(row) for row in rows])
 
     (finding,) = gate(in_two_suites(make_report(new)), in_two_suites(make_report(old))).findings
     apart = Bootstrap([10, 10], confidence=0.9).quotient(by_suite(new), by_suite(old))
@@ -317,7 +317,7 @@ def test_remarks_name_what_may_move_tau_a_little():
 
 
 def counted(accepted: list[list[int]], start: int = 0, suite: str = "code") -> list[Counted]:
-    return [Counted(suite, f"more {start + i}", sum(row), len(row)) for i, row in enumerate(accepted)]
+    return [Counted(suite, f"more {start + i}", sum(row) + len(row), len(row)) for i, row in enumerate(accepted)]
 
 
 def test_prompts_that_were_only_counted_add_power():
@@ -344,7 +344,7 @@ def test_a_prompt_of_both_counts_once_in_any_order_and_none_at_another_temperatu
 
 
 def test_both_sides_are_said_as_they_are():
-    """τ = 1 + accepted / rounds, of all prompts together."""
+    """τ = emitted / rounds, of all prompts together."""
     finding = gate(make_report([[2, 4], [3, 3]]), make_report([[1, 1], [2, 0]])).findings[0]
     assert (finding.before, finding.after) == (2.0, 4.0)
 

@@ -69,7 +69,15 @@ def test_asking_for_what_was_not_measured_names_what_was(report):
 
 def test_markdown_and_page_carry_definitions_conditions_and_divergences(report, tmp_path):
     folder = write_report(report, tmp_path)
-    said = ("1 + mean accepted", "a CPU", "float32", "batch size 1", "draft 3/4", "first differing token", "rejection")
+    said = (
+        "tokens emitted per round",
+        "a CPU",
+        "float32",
+        "batch size 1",
+        "draft 3/4",
+        "first differing token",
+        "rejection",
+    )
     for name in ("report.md", "report.html"):
         text = (folder / name).read_text(encoding="utf-8")
         assert [wanted for wanted in said if wanted not in text] == [], name

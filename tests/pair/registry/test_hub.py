@@ -11,11 +11,12 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
 from huggingface_hub import CommitOperationAdd, HfApi
-from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
+from huggingface_hub.errors import HfHubHTTPError, HTTPError, RepositoryNotFoundError
 
 from outrider.common import BadInputError
 from outrider.pair import verify
@@ -157,3 +158,10 @@ def test_without_a_network_it_says_what_to_look_at(make_version: MakeVersion) ->
         Registry(HubStore("org/pairs")).push(make_version(1))
     with pytest.raises(BadInputError, match=r"hf://not a name/x"):
         Registry(HubStore("not a name/x")).versions()
+
+
+def test_a_network_that_resolves_no_name_is_no_fault_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library passes the errors of its client of HTTP on as they are."""
+    monkeypatch.setattr(HfApi, "model_info", Mock(side_effect=HTTPError("[Errno -2] Name or service not known")))
+    with pytest.raises(BadInputError, match=r"hf://org/pairs: \[Errno -2\] Name .* Check the name, the network"):
+        Registry(HubStore("org/pairs")).versions()

@@ -293,6 +293,18 @@ class Manifest(SparsePart):
         others = [r for r in self.served if (r.engine, r.depth) != (record.engine, record.depth)]
         return self.model_copy(update={"served": [*others, record]}).sealed()
 
+    def measured(self) -> set[str]:
+        """Return the names of the measurements that this manifest holds, for people."""
+        found = {f"the figures at temperature {one.temperature:g}" for one in self.measurements.headline}
+        found |= {f"the figures of {one.engine} at depth {one.depth}" for one in self.served}
+        if self.measurements.baseline is not None:
+            found.add("the baseline of probes")
+        return found | {
+            f"the tuning for batch {batch.batch_size} at temperature {one.temperature:g} ({', '.join(one.machine)})"
+            for one in self.tuning
+            for batch in one.batches
+        }
+
     def files(self) -> dict[str, str]:
         """Return the SHA-256 of every file of the pair but pair.json, by path inside the folder."""
         files = {RECIPE: self.recipe} | _placed(REPORTS, self.reports)

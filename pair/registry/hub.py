@@ -46,6 +46,10 @@ class HubStore:
     def where(self) -> str:
         return f"hf://{self.repository}"
 
+    def exists(self) -> bool:
+        self._files()
+        return self._head is not None
+
     def entries(self) -> Sequence[str]:
         return [path for path in self._files() if path.startswith(f"{PAIRS}/")]
 

@@ -42,7 +42,8 @@ class Registry:
         The same one a second time changes nothing.
 
         Raises:
-            BadInputError: the pair is altered, or another pair has its name and version.
+            BadInputError: the pair is altered, another pair has its name and version, or the registry has measurements
+                of this version that the folder lacks.
         """
         if altered := verify(pair.folder):
             raise BadInputError(
@@ -110,7 +111,11 @@ class Registry:
         raise BadInputError(f"{self.store.where} has no pair called {reference.name!r}; there are: {names}.")
 
     def versions(self, name: str | None = None) -> list[Version]:
-        """Return all versions of all pairs, or of one, in the order of their numbers."""
+        """Return all versions of all pairs, or of one, in the order of their numbers.
+
+        Raises:
+            BadInputError: there is no registry.
+        """
         return [self._read(entry) for entry in self._newest() if name in (None, entry.name)]
 
     def text(self, version: Version, name: str) -> str:
@@ -156,17 +161,24 @@ class Registry:
     def _place(self, manifest: Manifest, content: bytes) -> tuple[Entry, bool]:
         """Return the entry of a pair.json, and whether it is there already."""
         where, name, version = self.store.where, manifest.name, manifest.version
-        there = [e for e in self._entries() if (e.name, e.version) == (name, version)]
+        there, held = [e for e in self._entries() if (e.name, e.version) == (name, version)], manifest
         for entry in there:
             known = self.store.read(entry.path)
             if known == content:
                 return entry, True
-            if (digest := read_entry(entry, known, where).digest) != manifest.digest:
+            held = read_entry(entry, known, where)
+            if held.digest != manifest.digest:
                 raise BadInputError(
-                    f"{where} has another {name} version {version}: {digest[:12]}…, this one is "
+                    f"{where} has another {name} version {version}: {held.digest[:12]}…, this one is "
                     f"{manifest.digest[:12]}…. Nothing was pushed; give one of them another name (`name` in the "
                     "recipe), or refresh from the newest version."
                 )
+        if lost := sorted(held.measured() - manifest.measured()):
+            raise BadInputError(
+                f"{where} has measurements of {name} version {version} that this folder lacks, and the newest push is "
+                f"what others see: {', '.join(lost[:4])}. Nothing was pushed; pull that version (`outrider pair pull "
+                f"{name}@{version} FOLDER`), measure or tune it there, and push that folder."
+            )
         return Entry(name, version, 1 + max((e.revision for e in there), default=0)), False
 
     def _read(self, entry: Entry) -> Version:
@@ -176,8 +188,13 @@ class Registry:
         return sorted(entry for path in self.store.entries() if (entry := Entry.at(path)) is not None)
 
     def _newest(self) -> Iterable[Entry]:
-        """Return the newest revision of each version."""
-        return {(entry.name, entry.version): entry for entry in self._entries()}.values()
+        """Return the newest revision of each version; BadInputError where there is no registry at all."""
+        newest = {(entry.name, entry.version): entry for entry in self._entries()}
+        if not newest and not self.store.exists():
+            raise BadInputError(
+                f"there is no registry at {self.store.where}: check the place. `outrider pair push` makes a new one."
+            )
+        return newest.values()
 
 
 def _existing(folder: Path, wanted: Manifest) -> Pair | None:

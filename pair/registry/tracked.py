@@ -42,6 +42,9 @@ class WandbStore:
     def where(self) -> str:
         return f"wandb://{self.entity}/{self.project}" if self.entity else f"wandb://{self.project}"
 
+    def exists(self) -> bool:
+        return True  # a project is made by its first run
+
     def entries(self) -> Sequence[str]:
         """Return the entries of all artifacts; [] where wandb is offline."""
         if os.environ.get("WANDB_MODE", "online") in ("offline", "dryrun", "disabled"):

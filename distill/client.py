@@ -17,6 +17,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from ..common import BadInputError
+from ..common.runtime import require_extra
 from ..recipes import DataSpec
 from .conversation import next_messages
 from .journal import Tokens
@@ -60,8 +61,7 @@ class DroppedError(Exception):
 
 def require_client() -> None:
     """Raise BadInputError if the client of servers is not installed."""
-    if openai is None:
-        raise BadInputError("data.servers needs the package openai; install it with `pip install 'outrider[serving]'`.")
+    require_extra("serving", "data.servers")
 
 
 def read_key(variable: str) -> str:

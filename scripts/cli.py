@@ -535,12 +535,22 @@ def _find_report(folder: Path) -> Report:
 
 
 @app.command()
-def doctor(as_json: AsJson = False) -> None:
-    """Versions, device, memory, and what is missing for which feature."""
-    from .doctor import examine, render
+def doctor(
+    wanted: Annotated[
+        str | None, typer.Option("--for", metavar="WORD", help="Only features with this word, such as served or wandb.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Versions, device, memory, and what is missing for which feature. With --for, exit code 1 if something is."""
+    from .doctor import examine, features, render
 
-    found = examine()
-    finish(as_json, "doctor", found, show=lambda: render(found, Console()))
+    if wanted is None:
+        found = examine()
+        finish(as_json, "doctor", found, show=lambda: render(found, Console()))
+        return
+    asked = {"features": features(wanted)}
+    lacking = any(feature["missing"] for feature in asked["features"])
+    finish(as_json, "doctor", asked, FINDING if lacking else 0, lambda: render(asked, Console()))
 
 
 @app.command()

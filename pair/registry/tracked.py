@@ -17,6 +17,7 @@ from typing import Any
 
 from ...common import BadInputError
 from ...common.errors import Refusal
+from ...common.runtime import require_extra
 from .folder import FolderStore
 from .layout import blob_path, published_at
 
@@ -112,7 +113,5 @@ def _explained(where: str) -> Iterator[None]:
 
 def _library() -> Any:
     """Return the wandb package; BadInputError where this extra is not installed."""
-    try:
-        return importlib.import_module("wandb")
-    except ImportError as error:
-        raise BadInputError("wandb is not installed: pip install 'outrider[wandb]'.") from error
+    require_extra("wandb", "a registry in wandb")
+    return importlib.import_module("wandb")

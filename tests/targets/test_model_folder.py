@@ -349,10 +349,18 @@ def test_a_shape_without_contents_needs_no_weights_and_is_looked_at(model: Path,
             load_causal_lm(NAME)
 
 
-def test_what_the_cache_does_not_hold_is_said(model: Path, hub: Path, tiny_target: Target) -> None:
-    with pytest.raises(BadInputError, match=r"'someone/else' cannot be loaded: .* your access to it"):
+def test_what_the_cache_does_not_hold_is_said(
+    model: Path, hub: Path, tiny_target: Target, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A mistyped folder looks like a Hub id: that is said before the Hub is asked, which may take a minute."""
+    caplog.set_level("INFO", logger="outrider")
+    with pytest.raises(BadInputError, match=r"'someone/else' cannot be loaded: no such folder is .* your access to it"):
         Target.load("someone/else")
+    assert caplog.messages == ["no folder someone/else here; read as a Hub id"]
+    caplog.clear()
     snapshot = keep_in_cache(model, hub)
+    load_tokenizer_of(NAME, None, False)
+    assert caplog.messages == []
     (snapshot / "model.safetensors").unlink()
     with pytest.raises(BadInputError, match=r"no \*\.safetensors file"):
         Target.load(NAME)

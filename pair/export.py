@@ -22,7 +22,7 @@ from ..common.atomic import replacing_folder, write_atomically
 from ..decode import Plan
 from ..eval.reports.figures import ALL
 from ..eval.reports.report import ContestantInfo, Report
-from ..formats import EngineLaunch, Exported, export_drafter, launch
+from ..formats import EngineLaunch, Exported, export_drafter, launch, layout_of
 from ..formats.early_exit import save_target
 from ..formats.export import require_new
 from ..heads.registry import restore_drafter
@@ -63,11 +63,12 @@ def export_pair(
         BadInputError, IncompatibleError: as `outrider.formats.export_drafter` does.
         StaleError: the target's content is not that of the pair's target.
     """
+    layout_of(to, pair.manifest.drafter.type)  # before the target is loaded
+    folder = Path(folder or Path("runs") / "exports" / f"{pair.name}-v{pair.version}-{to}").expanduser()
+    require_new(folder)
     target, drafter, _ = pair.open(target)
     drafter = restore_drafter(pair.drafter_folder, target).to(target.device).eval()  # in the precision it was saved in
     depth = depth or export_depth(pair, drafter.max_depth)
-    folder = Path(folder or Path("runs") / "exports" / f"{pair.name}-v{pair.version}-{to}").expanduser()
-    require_new(folder)
     started = launch(to, drafter.name, served_path(target, folder), str(folder), depth, pair.dtype)
     with replacing_folder(folder) as building:
         exported = export_drafter(drafter, target, to, building, depth)

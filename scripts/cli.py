@@ -517,6 +517,8 @@ def gate(
         result = run(_find_report(pair), _find_report(against), tolerance=tolerance, confidence=confidence)
     for file, text in ((junit, to_junit), (markdown, to_markdown)):
         if file is not None:
+            require_folder(file.parent, file.name)
+            file.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(file, text(result))
     colour = "green" if result.passed else "red"
     lines = [f"[{colour}]{escape(result.lines[0])}[/{colour}]", *map(escape, result.lines[1:])]

@@ -138,7 +138,7 @@ def test_the_gate_writes_junit_and_markdown(outrider: Command, recipe_file: Path
             record["accepted"] = [accepted + 4 for accepted in record["accepted"]]
     del report[CHECKSUM]
     (bad / "report.json").write_text(json.dumps(report))
-    junit, markdown = tmp_path / "gate.xml", tmp_path / "gate.md"
+    junit, markdown = tmp_path / "new" / "gate.xml", tmp_path / "gate.md"
     for against, failures in ((good, 0), (bad, 1)):
         result = outrider("gate", good, "--against", against, "--junit", junit, "--markdown", markdown, "--json")
         verdict = answer("gate", result, failures)

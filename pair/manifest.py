@@ -13,14 +13,14 @@ from typing import Annotated, Any, Final, Literal, NoReturn
 
 from pydantic import AfterValidator, Field, ValidationError
 
+from .. import decode
 from ..common import BadInputError
 from ..common.atomic import write_atomically
+from ..common.digests import digest_json
 from ..common.safe_load import Unreadable, parse_json, read_bytes
-from ..decode import Plan, Sampling
 from ..eval.reports.figures import Interval
 from ..eval.tuning import Part, SparsePart, Tuning, merged
-from ..targets import Fingerprint
-from ..targets.fingerprint import digest_json
+from ..targets.fingerprint import Fingerprint
 
 MANIFEST, RECIPE, CALIBRATION = "pair.json", "recipe.yaml", "calibration.jsonl"
 SIGNATURE = "pair.json.sig"
@@ -110,8 +110,8 @@ class PlanRecord(SparsePart):
     confidence: float = 0.0
     control: dict[str, Any] | None = None
 
-    def restored(self) -> Plan:
-        return Plan.from_dict(self.model_dump())
+    def restored(self) -> decode.Plan:
+        return decode.Plan.from_dict(self.model_dump())
 
 
 class Figure(Part):
@@ -178,8 +178,8 @@ class ProbeBaseline(Part):
     seed: int
     prompts: list[PromptMeasure]
 
-    def sampling(self) -> Sampling:
-        return Sampling(temperature=self.temperature, seed=self.seed)
+    def sampling(self) -> decode.Sampling:
+        return decode.Sampling(temperature=self.temperature, seed=self.seed)
 
 
 class Measurements(Part):

@@ -98,11 +98,12 @@ def verify(
     as_json: AsJson = False,
 ) -> None:
     """Recompute every digest, and check the signature. Exit code 1 if anything differs, and what."""
-    from ..pair import Pair
     from ..pair import verify as altered_files
 
     differences = altered_files(folder)
     if target is not None and not differences:  # an altered pair.json cannot be asked how to load a target
+        from ..pair import Pair
+
         differences = altered_files(folder, Pair.load(folder).load_target(target, adapter=adapter))
     found: str | None = None
     if signer is not None and not differences:

@@ -32,6 +32,7 @@ from .loading import load_causal_lm, load_tokenizer_of, quantise, split_shape, t
 from .model_folder import is_local
 from .sharding import all_processes, in_turn, processes, settle, share, split
 from .smoke_check import reads_ragged_rows, require_readable
+from .weights import digest_tensor
 
 
 @dataclass
@@ -159,7 +160,9 @@ class Target(Backbone):
 
     def fingerprint(self) -> Fingerprint:
         """Return the target's identity by content: digests of weights, config, tokenizer and chat template."""
-        return Fingerprint.of(self.model, self.tokenizer) if self._fingerprint is None else self._fingerprint()
+        if self._fingerprint is not None:
+            return self._fingerprint()
+        return Fingerprint.of(self.model, self.tokenizer, digest_tensor)
 
     def footprint(self) -> Footprint:
         """Return the memory that passes work with; measured once for each device and dtype."""

@@ -14,7 +14,7 @@ from ...common import BadInputError
 from ...common.atomic import replacing_folder, write_atomically
 from ...common.locks import locked
 from ...common.progress import progress
-from ..contents import verify
+from ..folder import verify
 from ..manifest import MANIFEST, SIGNATURE, Manifest
 from ..pair import Pair
 from .layout import Entry, PairReference, RegistryStore, Seal, check_digests, check_name, check_seal, read_entry

@@ -17,7 +17,7 @@ from outrider.decode import Decoder
 from outrider.distill.prompts import Prompt
 from outrider.eval.reports.figures import Interval
 from outrider.pair import probe
-from outrider.pair.probe import decide
+from outrider.pair.probing import decide
 from outrider.recipes import Recipe
 from outrider.targets import Target
 

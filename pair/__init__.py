@@ -7,7 +7,7 @@ from ..common.lazy import lazily
 if TYPE_CHECKING:
     from .comparison import gate_pairs, newest_report
     from .export import PairExport, export_pair
-    from .folder import PairFolder, verify
+    from .folder import PairFiles, verify
     from .manifest import Manifest
     from .new import new_pair
     from .pair import Compatibility, Pair, StaleError, compatibility
@@ -20,7 +20,7 @@ __all__ = [
     "Manifest",
     "Pair",
     "PairExport",
-    "PairFolder",
+    "PairFiles",
     "ProbeResult",
     "StaleError",
     "compatibility",

@@ -12,7 +12,7 @@ from ..common import BadInputError
 from ..common.safe_load import parse_yaml
 from ..eval.reports.gate import Counted, GateComparison, GateResult, gate
 from ..eval.reports.report import Report
-from .folder import PairFolder
+from .folder import PairFiles
 from .manifest import RECIPE, REPORTS, TOKENIZER, Figure, Headline, Manifest
 
 _TOKENS = f"{TOKENIZER}/tokenizer.json"
@@ -162,7 +162,7 @@ def headline_text(headline: Headline) -> str:
     return f"τ {headline.tau.text('–')}{faster} at temperature {headline.temperature:g}"
 
 
-def gate_pairs(new: PairFolder, old: PairFolder, tolerance: float = 0.03, confidence: float = 0.95) -> GateResult:
+def gate_pairs(new: PairFiles, old: PairFiles, tolerance: float = 0.03, confidence: float = 0.95) -> GateResult:
     """Tell whether τ of `new` fell beyond the tolerance below that of `old`, with confidence; see `eval.reports.gate`.
 
     A refresh keeps its parent's calibration prompts, so both versions have figures on the same ones. They count beside
@@ -176,7 +176,7 @@ def gate_pairs(new: PairFolder, old: PairFolder, tolerance: float = 0.03, confid
     return gate(report, newest_report(old), tolerance, confidence, name, _calibration(new, old))
 
 
-def newest_report(pair: PairFolder) -> Report:
+def newest_report(pair: PairFiles) -> Report:
     """Return the pair's last report; BadInputError if it has none."""
     dated = sorted(p for p in (pair.folder / REPORTS).glob("*") if p.is_dir())
     if not dated:
@@ -186,7 +186,7 @@ def newest_report(pair: PairFolder) -> Report:
     return Report.load(dated[-1])
 
 
-def _calibration(new: PairFolder, old: PairFolder) -> GateComparison | None:
+def _calibration(new: PairFiles, old: PairFiles) -> GateComparison | None:
     """Return the counts of both drafters on the calibration prompts; None if these, plan or settings differ."""
     after, before = (pair.manifest.measurements.baseline for pair in (new, old))
     same = (new.manifest.calibration, new.manifest.plan) == (old.manifest.calibration, old.manifest.plan)

@@ -15,14 +15,14 @@ from ..eval.tuning import Tuning
 from ..recipes import Recipe, load_recipe
 from ..targets import Fingerprint, load_tokenizer
 from .calibration import read_calibration
-from .folder import PairFolder
+from .folder import PairFiles
 from .manifest import CALIBRATION, DRAFTER, RECIPE, SUITES, TOKENIZER, Manifest, ServedRecord, read_manifest
 
 _PATIENCE = 600.0  # seconds that a tuning, the work of minutes, waits for another writer
 
 
 @dataclass(frozen=True)
-class PairContents(PairFolder):
+class PairContents(PairFiles):
     """A pair's folder, and what its files hold."""
 
     @property

@@ -37,7 +37,7 @@ _MAX_FILES, _MAX_DEPTH = 10_000, 20  # of a pair, folders inside each other
 
 
 @dataclass(frozen=True)
-class PairFolder:
+class PairFiles:
     """A pair's folder: its manifest and its files."""
 
     folder: Path

@@ -508,11 +508,11 @@ def gate(
     """For CI: exit code 1 if τ fell beyond the tolerance, with confidence."""
     from ..eval.reports.gate import gate as run
     from ..eval.reports.gate import to_junit, to_markdown
-    from ..pair import PairFolder, gate_pairs
+    from ..pair import PairFiles, gate_pairs
     from .json_output import GateBody
 
     if all((folder / "pair.json").is_file() for folder in (pair, against)):
-        result = gate_pairs(PairFolder.load(pair), PairFolder.load(against), tolerance, confidence)
+        result = gate_pairs(PairFiles.load(pair), PairFiles.load(against), tolerance, confidence)
     else:
         result = run(_find_report(pair), _find_report(against), tolerance=tolerance, confidence=confidence)
     for file, text in ((junit, to_junit), (markdown, to_markdown)):
@@ -528,9 +528,9 @@ def gate(
 def _find_report(folder: Path) -> Report:
     """Return the report in `folder`, or the newest one of the pair in `folder`."""
     from ..eval import Report
-    from ..pair import PairFolder, newest_report
+    from ..pair import PairFiles, newest_report
 
-    return newest_report(PairFolder.load(folder)) if (folder / "pair.json").is_file() else Report.load(folder)
+    return newest_report(PairFiles.load(folder)) if (folder / "pair.json").is_file() else Report.load(folder)
 
 
 # ------------------------------------------------------------ this machine, and the whole story

@@ -25,7 +25,7 @@ from ..eval.tuning import Tuning
 from ..pair.manifest import Figure, Lineage, Manifest
 
 if TYPE_CHECKING:
-    from ..pair import Pair
+    from ..pair import PairFiles
     from ..pair.registry import Version
 
 VERSION: Final = 1
@@ -178,7 +178,7 @@ class PairBody(Body):
     headline: list[TauBody]
 
     @classmethod
-    def of(cls, pair: Pair) -> PairBody:
+    def of(cls, pair: PairFiles) -> PairBody:
         """Return the body of a pair."""
         return cls.model_validate({"folder": str(pair.folder), **_in_short(pair.manifest)})
 

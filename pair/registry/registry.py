@@ -14,9 +14,8 @@ from ...common import BadInputError
 from ...common.atomic import replacing_folder, write_atomically
 from ...common.locks import locked
 from ...common.progress import progress
-from ..folder import verify
+from ..folder import PairFiles, verify
 from ..manifest import MANIFEST, SIGNATURE, Manifest
-from ..pair import Pair
 from .layout import Entry, PairReference, RegistryStore, Seal, check_digests, check_name, check_seal, read_entry
 
 _ATTEMPTS = 100  # at an entry's name, each lost to another writer
@@ -36,7 +35,7 @@ class Registry:
     def __init__(self, store: RegistryStore):
         self.store = store
 
-    def push(self, pair: Pair, console: Console | None = None) -> Entry:
+    def push(self, pair: PairFiles, console: Console | None = None) -> Entry:
         """Add a pair, with its signature if it has one, and return its name, version and revision here.
 
         The same one a second time changes nothing.
@@ -63,7 +62,7 @@ class Registry:
                     return entry
         raise BadInputError(f"{self.store.where}: others publish {pair.name} all the time; try again later.")
 
-    def pull(self, reference: PairReference, folder: Path, console: Console | None = None) -> Pair:
+    def pull(self, reference: PairReference, folder: Path, console: Console | None = None) -> PairFiles:
         """Write a version into `folder`, which appears whole or not at all.
 
         Raises:
@@ -90,7 +89,7 @@ class Registry:
             write_atomically(building / MANIFEST, content)  # as it was signed
             if signature is not None:
                 write_atomically(building / SIGNATURE, signature)
-        return Pair.load(folder)
+        return PairFiles.load(folder)
 
     def version(self, reference: PairReference) -> Version:
         """Return a version, the newest one if the reference names none.
@@ -129,7 +128,7 @@ class Registry:
 
     # ------------------------------------------------------------ signatures
 
-    def _seal(self, pair: Pair, content: bytes) -> None:
+    def _seal(self, pair: PairFiles, content: bytes) -> None:
         """Add the pair's signature over `content`, its pair.json, if it has one that is not the newest here."""
         file = pair.folder / SIGNATURE
         if not file.is_file() or file.is_symlink():
@@ -197,12 +196,12 @@ class Registry:
         return newest.values()
 
 
-def _existing(folder: Path, wanted: Manifest) -> Pair | None:
+def _existing(folder: Path, wanted: Manifest) -> PairFiles | None:
     """Return the pair that is in `folder` already, whole; BadInputError for anything else."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return None
     if (folder / MANIFEST).is_file():
-        pair = Pair.load(folder)
+        pair = PairFiles.load(folder)
         if pair.manifest == wanted and not verify(folder):
             return pair
     raise BadInputError(

@@ -67,6 +67,8 @@ def test_a_pairs_life(
     assert "is intact" in succeeded(outrider("pair", "verify", pair, "--target", target_folder)).stdout
     succeeded(outrider("gate", pair, "--against", run / "report"))
     runs_without_torch("pair", "verify", pair, "--json")
+    for verb in (("push", pair), ("log", "--json"), ("diff", pair, pair), ("pull", "tiny", tmp_path / "pulled")):
+        runs_without_torch("pair", *verb, "--registry", tmp_path / "registry")
     runs_without_torch("gate", pair, "--against", pair)
     runs_without_torch("gate", pair, "--against", pair, "--json", "--junit", tmp_path / "gate.xml")
     succeeded(outrider("eval", pair, "--depth", "1", "--limit", "1", "--out", tmp_path / "again"))

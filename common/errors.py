@@ -44,10 +44,14 @@ def refuse_unknown_keys(found: Iterable[str], known: Iterable[str], where: str) 
     for key in found:
         if key in known:
             continue
-        near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
         keys = f"known keys: {', '.join(known)}." if known else "there are no settings."
-        hint = f"did you mean {near[0]!r}?" if near else keys
-        raise BadInputError(f"{where}: unknown key {str(key)!r}; {hint}")
+        raise BadInputError(f"{where}: unknown key {str(key)!r}; {did_you_mean(str(key), known).strip() or keys}")
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return the question whether the nearest of the `known` names is meant, and a space; "" if none is near."""
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"did you mean {near[0]!r}? " if near else ""
 
 
 # What torch, transformers and peft raise. (Outrider's own errors are among them.)

@@ -1,4 +1,5 @@
-"""The process that work runs in: its software's versions, and how it holds memory, which commands set before any work.
+"""The process that work runs in: its software's versions, the extras that it has, and how it holds memory, which
+commands set before any work.
 
 It imports nothing heavy.
 """
@@ -8,8 +9,13 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import shutil
+from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+
+from .errors import BadInputError
 
 # What a measurement or a training depends on.
 _PACKAGES = ("outrider", "torch", "transformers", "accelerate", "datasets")
@@ -20,6 +26,41 @@ _NEVER, _OLDER_GLIBC = 2**31 - 1, 2**25
 
 # How many shapes of products oneDNN remembers, and torch in front of it.
 FEW_SHAPES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "16"}
+
+
+@dataclass(frozen=True)
+class Extra:
+    """An extra of the package: what it is for, and the modules and programs that this needs."""
+
+    feature: str
+    modules: tuple[str, ...]
+    programs: tuple[str, ...] = ()
+
+    def missing(self) -> list[str]:
+        """Return the modules and programs that are not installed here."""
+        modules = [name for name in self.modules if find_spec(name) is None]
+        return modules + [name for name in self.programs if shutil.which(name) is None]
+
+
+# By the name that pip knows: pip install 'outrider[NAME]'.
+EXTRAS = {
+    "serving": Extra("served, watch and data.servers (real engines)", ("openai", "httpx", "prometheus_client")),
+    "wandb": Extra("wandb (training.report_to: wandb, --registry wandb://…)", ("wandb",)),
+    "tensorboard": Extra("tensorboard (training.report_to: tensorboard)", ("tensorboard",)),
+    "trackio": Extra("trackio (training.report_to: trackio)", ("trackio", "pandas")),
+    "deepspeed": Extra("ZeRO training (accelerate launch --use_deepspeed)", ("deepspeed",), ("ninja", "g++")),
+    "quantised": Extra("targets of eight bits (--quantize, target.quantize)", ("torchao",)),
+    "fast": Extra("kernels of the fast pass, on CUDA", ("triton",)),
+    "liger": Extra("losses in fewer passes, on CUDA", ("liger_kernel",)),
+    "dev": Extra("the tests (./scripts/test)", ("pytest", "xdist", "ruff", "mypy")),
+    "mutation": Extra("tests of the tests (tests/mutation)", ("mutmut",)),
+}
+
+
+def require_extra(name: str, feature: str) -> None:
+    """Raise BadInputError if a module of the extra `name`, which `feature` needs, is not installed."""
+    if missing := EXTRAS[name].missing():
+        raise BadInputError(f"{feature} needs {' and '.join(missing)}: pip install 'outrider[{name}]'.")
 
 
 def installed_version(name: str) -> str | None:

@@ -1,11 +1,18 @@
 """How drafter and target run together, losslessly."""
 
-from .control import Control, Controller, Costs, Schedule, expected_tokens
-from .engine import Decoder
-from .plan import Plan, Tree, best_tree
-from .rules import LOSSLESS, LOSSY
-from .sampling import Sampling
-from .stats import DecodeStats, Output, Round, StreamEvent, depth_counts
+from typing import TYPE_CHECKING
+
+from ..common.lazy import lazily
+
+if TYPE_CHECKING:
+    from .control import Control, Controller, Costs, Schedule, expected_tokens
+    from .engine import Decoder
+    from .plan import Plan, Tree, best_tree
+    from .rules import LOSSLESS, LOSSY
+    from .sampling import Sampling
+    from .stats import DecodeStats, Output, Round, StreamEvent, depth_counts
+else:
+    __getattr__ = lazily(__name__, __file__)
 
 __all__ = [
     "LOSSLESS",

@@ -17,6 +17,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from ..common import BadInputError, http_client
+from ..common.runtime import require_extra
 from ..common.safe_load import MEGABYTE
 from ..common.values import printable_urls
 from ..recipes import DataSpec
@@ -64,10 +65,7 @@ class DroppedError(Exception):
 
 def require_client() -> None:
     """Raise BadInputError if the client of servers is not installed."""
-    if openai is None or http_client.httpx is None:
-        raise BadInputError(
-            "data.servers needs the packages openai and httpx; install them with `pip install 'outrider[serving]'`."
-        )
+    require_extra("serving", "data.servers")
 
 
 def read_key(variable: str) -> str:

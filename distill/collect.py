@@ -158,6 +158,10 @@ class RowCounts:
         parts += [f"{self.leaked:,} are measured, too (data.allow_leaks)"] if self.leaked else []
         return "; ".join(parts)
 
+    def example(self) -> str:
+        """Return a sentence about a row that was left out for the most frequent reason; "" if none was."""
+        return "".join(f" For example, {self.examples[name].rstrip('.')}." for name, _ in self.dropped.most_common(1))
+
     def left_out(self) -> str:
         """Return the numbers of rows that were left out, by reason."""
         return ", ".join(f"{number:,} {_REASONS[reason][1]}" for reason, number in self.dropped.most_common())
@@ -218,11 +222,11 @@ def recipe_prompts(
         dropped = counts.dropped.total()
         if warn and dropped > ACCEPTABLE * counts.rows:
             _log.warning(
-                "%s: %.1f%% of the rows were left out (%s). For example, %s. `outrider data check` shows more.",
+                "%s: %.1f%% of the rows were left out (%s).%s `outrider data check` shows more.",
                 counts.source,
                 100 * dropped / counts.rows,
                 counts.left_out(),
-                counts.examples[counts.dropped.most_common(1)[0][0]].removesuffix("."),
+                counts.example(),
             )
     return collection
 
@@ -320,7 +324,7 @@ class _Reader:
             words = {reason: texts[2].format(self.reading.max_tokens) for reason, texts in _REASONS.items()}
             dropped = ", ".join(f"{counts.dropped[name]} {words[name]}" for name in words if counts.dropped[name])
             why = f"none of its {counts.rows} rows can be used. Left out: {dropped}." if counts.rows else "it is empty."
-            raise BadInputError(f"no prompts in {source.path!r}: {why}")
+            raise BadInputError(f"no prompts in {source.path!r}: {why}{counts.example()}")
 
     def _unnamed(self, row: Row | RowError, where: str, source: SourceSpec, counts: RowCounts) -> Prompt | None:
         """Return the prompt of one row, without its id and suite; None (and a count) if it is left out."""

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..decode import Control, Costs, Plan
+from .. import decode
 
 
 class Part(BaseModel):
@@ -45,14 +45,14 @@ class CostRecord(Part):
     host: float
 
     @classmethod
-    def of(cls, costs: Costs) -> CostRecord:
+    def of(cls, costs: decode.Costs) -> CostRecord:
         """Return the record of `costs`."""
         widths, times = zip(*costs.verify, strict=True)
         return cls(widths=list(widths), verify=list(times), draft=list(costs.draft), host=costs.host)
 
-    def restored(self) -> Costs:
+    def restored(self) -> decode.Costs:
         """Return the costs that were recorded."""
-        return Costs(tuple(zip(self.widths, self.verify, strict=True)), tuple(self.draft), self.host)
+        return decode.Costs(tuple(zip(self.widths, self.verify, strict=True)), tuple(self.draft), self.host)
 
 
 class Candidate(SparsePart):
@@ -84,10 +84,10 @@ class Candidate(SparsePart):
     high: float | None = None
     statistical: dict[str, Any] | None = None
 
-    def restored(self, costs: CostRecord, rates: Sequence[float]) -> Plan:
+    def restored(self, costs: CostRecord, rates: Sequence[float]) -> decode.Plan:
         """Return the plan; its controller, if it has one, decides by `costs` and `rates`."""
-        control = None if self.weight is None else Control(costs.restored(), tuple(rates), self.weight)
-        return Plan.from_dict(self.plan | {"control": control and control.to_dict()})
+        control = None if self.weight is None else decode.Control(costs.restored(), tuple(rates), self.weight)
+        return decode.Plan.from_dict(self.plan | {"control": control and control.to_dict()})
 
 
 class BatchTuning(Part):
@@ -110,7 +110,7 @@ class BatchTuning(Part):
     reason: str
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> decode.Plan:
         """The chosen plan."""
         return self.chosen.restored(self.costs, self.rates)
 
@@ -130,7 +130,7 @@ class BatchTuning(Part):
         return f"{self.name(best)}{speed if self.plan.depth else ''}"
 
 
-def plan_words(plan: Plan, statistical: dict[str, Any] | None = None) -> str:
+def plan_words(plan: decode.Plan, statistical: dict[str, Any] | None = None) -> str:
     """Return `plain`, `depth 4`, or of a fusion `depth 4, fused with ngram`."""
     words = str(plan) if plan.depth else "plain"
     return words if statistical is None else f"{words}, fused with {statistical['type']}"

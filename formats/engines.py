@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..common import BadInputError, IncompatibleError
+from ..common.errors import did_you_mean
 from ..heads import DrafterConfig, head_class
 from .blocks import SpeculatorsBlocks
 from .draft_models import FILE as GGUF_FILE
@@ -56,6 +57,7 @@ LAYOUTS: dict[str, dict[str, ExportLayout]] = {
     "eagle": {"eagle1": EagleLayout("eagle")},
     "gguf": {"draft_model": Gguf()},
 }
+_OTHER_NAMES = {"llama.cpp": "gguf"}  # the engine's, and that of its format
 
 
 # Every layout once, in the order in which they are tried on a config.json: whatever is nothing else is a draft model.
@@ -97,8 +99,10 @@ def layout_of(to: str, drafter: str) -> ExportLayout:
         BadInputError: `to` is unknown.
         IncompatibleError: it has no layout for this type; those that it has are named.
     """
+    to = _OTHER_NAMES.get(to, to)
     if to not in LAYOUTS:
-        raise BadInputError(f"unknown format or engine {to!r}; known: {', '.join(LAYOUTS)}.")
+        known = [*LAYOUTS, *_OTHER_NAMES]
+        raise BadInputError(f"unknown format or engine {to!r}; {did_you_mean(to, known)}known: {', '.join(known)}.")
     if not head_class(drafter).trainable:
         raise IncompatibleError(
             f"a {drafter} drafter has no weights to export: it is a setting of the engine (vLLM: "
@@ -135,6 +139,7 @@ def launch(to: str, drafter: str, target: str, folder: str, depth: int, dtype: s
         depth: draft tokens of a round, in our counting.
         dtype: of the target's weights, as it was measured.
     """
+    to = _OTHER_NAMES.get(to, to)
     if to == "vllm":
         return _vllm(drafter, target, folder, depth, dtype)
     if to == "sglang":

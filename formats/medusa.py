@@ -54,7 +54,7 @@ class MedusaRepository(ExportLayout):
         values = {
             "medusa_num_heads": config.num_heads,
             "medusa_num_layers": config.num_layers,
-            "base_model_name_or_path": target.source.get("path") or "",
+            "base_model_name_or_path": target.place,
         }
         return DrafterFiles(values, tensors)
 

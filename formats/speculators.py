@@ -228,7 +228,7 @@ def written_config(
         fields: the settings of this kind.
     """
     method = {"proposal_type": "greedy", "speculative_tokens": depth, "verifier_accept_k": 1, "accept_tolerance": 0.0}
-    verifier = {"name_or_path": target.source.get("path") or "", "architectures": [type(target.model).__name__]}
+    verifier = {"name_or_path": target.place, "architectures": [type(target.model).__name__]}
     return {
         "architectures": [architecture],
         "model_type": "speculators",

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..common import BadInputError, digests
+from ..common.errors import did_you_mean
 from ..targets import Target
 from .base import Drafter
 from .saved import DrafterConfig, read_config
@@ -24,7 +25,8 @@ FORMS: dict[str, type[Drafter]] = {}
 def head_class(name: str) -> type[Drafter]:
     """Return the drafter class of that name."""
     if name not in list(HEADS):  # a recipe may say anything, a list too
-        raise BadInputError(f"unknown drafter type {name!r}; known: {', '.join(sorted(HEADS))}.")
+        near = did_you_mean(str(name), HEADS)
+        raise BadInputError(f"unknown drafter type {name!r}; {near}known: {', '.join(sorted(HEADS))}.")
     return HEADS[name]
 
 

@@ -17,9 +17,9 @@ from ..common.atomic import replacing, write_atomically
 from ..common.safe_load import read_json
 from ..common.values import checked_value
 from ..targets import Target
-from ..targets.fingerprint import digest_json, digest_tensor
+from ..targets.fingerprint import digest_json
 from ..targets.model_folder import check_config, check_regular
-from ..targets.weights import WEIGHTS, restored
+from ..targets.weights import WEIGHTS, digest_tensor, restored
 
 CONFIG = "config.json"
 _MAX_SIZE = 2**31 - 1  # of any length or count

@@ -1,18 +1,26 @@
 """Pairs, which ship drafter, target and figures as one version; probes and refreshes for when the target changes."""
 
-from .comparison import gate_pairs, newest_report
-from .contents import verify
-from .export import PairExport, export_pair
-from .manifest import Manifest
-from .new import new_pair
-from .pair import Compatibility, Pair, StaleError, compatibility
-from .probe import ProbeResult, probe
+from typing import TYPE_CHECKING
+
+from ..common.lazy import lazily
+
+if TYPE_CHECKING:
+    from .comparison import gate_pairs, newest_report
+    from .export import PairExport, export_pair
+    from .folder import PairFiles, verify
+    from .manifest import Manifest
+    from .new import new_pair
+    from .pair import Compatibility, Pair, StaleError, compatibility
+    from .probing import ProbeResult, probe
+else:
+    __getattr__ = lazily(__name__, __file__)
 
 __all__ = [
     "Compatibility",
     "Manifest",
     "Pair",
     "PairExport",
+    "PairFiles",
     "ProbeResult",
     "StaleError",
     "compatibility",

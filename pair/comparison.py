@@ -12,8 +12,8 @@ from ..common import BadInputError
 from ..common.safe_load import parse_yaml
 from ..eval.reports.gate import Counted, GateComparison, GateResult, gate
 from ..eval.reports.report import Report
+from .folder import PairFiles
 from .manifest import RECIPE, REPORTS, TOKENIZER, Figure, Headline, Manifest
-from .pair import Pair
 
 _TOKENS = f"{TOKENIZER}/tokenizer.json"
 _DATA = ("data.", "eval.suites")
@@ -171,7 +171,7 @@ def tuned_plans(manifest: Manifest) -> list[str]:
     return plans
 
 
-def gate_pairs(new: Pair, old: Pair, tolerance: float = 0.03, confidence: float = 0.95) -> GateResult:
+def gate_pairs(new: PairFiles, old: PairFiles, tolerance: float = 0.03, confidence: float = 0.95) -> GateResult:
     """Tell whether τ of `new` fell beyond the tolerance below that of `old`, with confidence; see `eval.reports.gate`.
 
     A refresh keeps its parent's calibration prompts, so both versions have figures on the same ones. They count beside
@@ -185,7 +185,7 @@ def gate_pairs(new: Pair, old: Pair, tolerance: float = 0.03, confidence: float 
     return gate(report, newest_report(old), tolerance, confidence, name, _calibration(new, old))
 
 
-def newest_report(pair: Pair) -> Report:
+def newest_report(pair: PairFiles) -> Report:
     """Return the pair's last report; BadInputError if it has none."""
     dated = sorted(p for p in (pair.folder / REPORTS).glob("*") if p.is_dir())
     if not dated:
@@ -195,10 +195,10 @@ def newest_report(pair: Pair) -> Report:
     return Report.load(dated[-1])
 
 
-def _calibration(new: Pair, old: Pair) -> GateComparison | None:
+def _calibration(new: PairFiles, old: PairFiles) -> GateComparison | None:
     """Return the counts of both drafters on the calibration prompts; None if these, plan or settings differ."""
     after, before = (pair.manifest.measurements.baseline for pair in (new, old))
-    same = (new.manifest.calibration, new.plan) == (old.manifest.calibration, old.plan)
+    same = (new.manifest.calibration, new.manifest.plan) == (old.manifest.calibration, old.manifest.plan)
     if after is None or before is None or not same:
         return None
     if after.model_copy(update={"prompts": []}) != before.model_copy(update={"prompts": []}):

@@ -22,12 +22,11 @@ from ..common.atomic import replacing_folder, write_atomically
 from ..decode import Plan
 from ..eval.reports.figures import ALL
 from ..eval.reports.report import ContestantInfo, Report
-from ..formats import EngineLaunch, Exported, export_drafter, launch
+from ..formats import EngineLaunch, Exported, export_drafter, launch, layout_of
 from ..formats.early_exit import save_target
 from ..formats.export import require_new
 from ..heads.registry import restore_drafter
-from ..targets import Target, embedded_path
-from ..targets.loading import EMBEDDED
+from ..targets import Target
 from .comparison import newest_report
 from .manifest import Figure
 from .pair import Pair
@@ -63,12 +62,13 @@ def export_pair(
         BadInputError, IncompatibleError: as `outrider.formats.export_drafter` does.
         StaleError: the target's content is not that of the pair's target.
     """
+    layout_of(to, pair.manifest.drafter.type)  # before the target is loaded
+    folder = Path(folder or Path("runs") / "exports" / f"{pair.name}-v{pair.version}-{to}").expanduser()
+    require_new(folder)
     target, drafter, _ = pair.open(target)
     drafter = restore_drafter(pair.drafter_folder, target).to(target.device).eval()  # in the precision it was saved in
     depth = depth or export_depth(pair, drafter.max_depth)
-    folder = Path(folder or Path("runs") / "exports" / f"{pair.name}-v{pair.version}-{to}").expanduser()
-    require_new(folder)
-    started = launch(to, drafter.name, served_path(target, folder), str(folder), depth, pair.dtype)
+    started = launch(to, drafter.name, served_path(target, folder), str(folder.absolute()), depth, pair.dtype)
     with replacing_folder(folder) as building:
         exported = export_drafter(drafter, target, to, building, depth)
         if target.source.get("adapter") is not None:
@@ -87,12 +87,14 @@ def export_depth(pair: Pair, max_depth: int | None) -> int:
 
 def served_path(target: Target, folder: Path | None = None) -> str:
     """Return the target's path for an engine; a target with an adapter goes merged into the export's `folder`."""
-    path = target.source.get("path")
     if folder is not None and target.source.get("adapter") is not None:
-        return str(folder / TARGET)
-    if path is None:
-        raise BadInputError("this target was given in memory; load it from a folder that the engine can read, too.")
-    return str(embedded_path()) if path == EMBEDDED else path
+        return str(folder.absolute() / TARGET)
+    if not target.place:
+        raise BadInputError(
+            "this target was given in memory, or grown while it was loaded (`outrider grow` writes it); load it from a "
+            "folder that the engine can read, too."
+        )
+    return target.place
 
 
 # ------------------------------------------------------------ its expected figures

@@ -13,14 +13,14 @@ from typing import Annotated, Any, Final, Literal, NoReturn
 
 from pydantic import AfterValidator, Field, ValidationError
 
+from .. import decode
 from ..common import BadInputError
 from ..common.atomic import write_atomically
+from ..common.digests import digest_json
 from ..common.safe_load import Unreadable, parse_json, read_bytes
-from ..decode import Plan, Sampling
 from ..eval.reports.figures import Interval
 from ..eval.tuning import Part, SparsePart, Tuning, merged
-from ..targets import Fingerprint
-from ..targets.fingerprint import digest_json
+from ..targets.fingerprint import Fingerprint
 
 MANIFEST, RECIPE, CALIBRATION = "pair.json", "recipe.yaml", "calibration.jsonl"
 SIGNATURE = "pair.json.sig"
@@ -110,8 +110,8 @@ class PlanRecord(SparsePart):
     confidence: float = 0.0
     control: dict[str, Any] | None = None
 
-    def restored(self) -> Plan:
-        return Plan.from_dict(self.model_dump())
+    def restored(self) -> decode.Plan:
+        return decode.Plan.from_dict(self.model_dump())
 
 
 class Figure(Part):
@@ -178,8 +178,8 @@ class ProbeBaseline(Part):
     seed: int
     prompts: list[PromptMeasure]
 
-    def sampling(self) -> Sampling:
-        return Sampling(temperature=self.temperature, seed=self.seed)
+    def sampling(self) -> decode.Sampling:
+        return decode.Sampling(temperature=self.temperature, seed=self.seed)
 
 
 class Measurements(Part):
@@ -292,6 +292,18 @@ class Manifest(SparsePart):
         """Return this manifest, sealed, with `record` in place of an earlier one of the same engine and depth."""
         others = [r for r in self.served if (r.engine, r.depth) != (record.engine, record.depth)]
         return self.model_copy(update={"served": [*others, record]}).sealed()
+
+    def measured(self) -> set[str]:
+        """Return the names of the measurements that this manifest holds, for people."""
+        found = {f"the figures at temperature {one.temperature:g}" for one in self.measurements.headline}
+        found |= {f"the figures of {one.engine} at depth {one.depth}" for one in self.served}
+        if self.measurements.baseline is not None:
+            found.add("the baseline of probes")
+        return found | {
+            f"the tuning for batch {batch.batch_size} at temperature {one.temperature:g} ({', '.join(one.machine)})"
+            for one in self.tuning
+            for batch in one.batches
+        }
 
     def files(self) -> dict[str, str]:
         """Return the SHA-256 of every file of the pair but pair.json, by path inside the folder."""

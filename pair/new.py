@@ -30,7 +30,7 @@ from ..targets.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from ..targets.fingerprint import digest_file, digest_files
 from ..targets.model_folder import is_local
 from .calibration import calibrate, choose_prompts, settings, write_calibration
-from .contents import verify
+from .folder import verify
 from .manifest import (
     ADAPTER,
     CALIBRATION,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ..common import BadInputError
+from ..common.errors import did_you_mean
 from ..common.safe_load import YAML, parse_yaml, read_text
 from ..common.values import printable_urls
 from .schema import DataSpec, EvalSpec, JointSpec, Recipe, SamplingSpec, SourceSpec, TargetSpec
@@ -74,9 +74,8 @@ def _find(name: str) -> Path:
         raise BadInputError(
             f"{name!r} is a folder; a recipe is a YAML file, for example {name.rstrip('/')}/recipe.yaml."
         )
-    near = difflib.get_close_matches(file.stem, packaged, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    raise BadInputError(f"no recipe at {name!r}: there is no such file; {hint}packaged recipes: {', '.join(packaged)}.")
+    near = did_you_mean(file.stem, packaged)
+    raise BadInputError(f"no recipe at {name!r}: there is no such file; {near}packaged recipes: {', '.join(packaged)}.")
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -510,15 +510,17 @@ def gate(
     """For CI: exit code 1 if τ fell beyond the tolerance, with confidence."""
     from ..eval.reports.gate import gate as run
     from ..eval.reports.gate import to_junit, to_markdown
-    from ..pair import Pair, gate_pairs
+    from ..pair import PairFiles, gate_pairs
     from .json_output import GateBody
 
     if all((folder / "pair.json").is_file() for folder in (pair, against)):
-        result = gate_pairs(Pair.load(pair), Pair.load(against), tolerance, confidence)
+        result = gate_pairs(PairFiles.load(pair), PairFiles.load(against), tolerance, confidence)
     else:
         result = run(_find_report(pair), _find_report(against), tolerance=tolerance, confidence=confidence)
     for file, text in ((junit, to_junit), (markdown, to_markdown)):
         if file is not None:
+            require_folder(file.parent, file.name)
+            file.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(file, text(result))
     colour = "green" if result.passed else "red"
     lines = [f"[{colour}]{escape(result.lines[0])}[/{colour}]", *map(escape, result.lines[1:])]
@@ -528,21 +530,31 @@ def gate(
 def _find_report(folder: Path) -> Report:
     """Return the report in `folder`, or the newest one of the pair in `folder`."""
     from ..eval import Report
-    from ..pair import Pair, newest_report
+    from ..pair import PairFiles, newest_report
 
-    return newest_report(Pair.load(folder)) if (folder / "pair.json").is_file() else Report.load(folder)
+    return newest_report(PairFiles.load(folder)) if (folder / "pair.json").is_file() else Report.load(folder)
 
 
 # ------------------------------------------------------------ this machine, and the whole story
 
 
 @app.command()
-def doctor(as_json: AsJson = False) -> None:
-    """Versions, device, memory, and what is missing for which feature."""
-    from .doctor import examine, render
+def doctor(
+    wanted: Annotated[
+        str | None, typer.Option("--for", metavar="WORD", help="Only features with this word, such as served or wandb.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Versions, device, memory, and what is missing for which feature. With --for, exit code 1 if something is."""
+    from .doctor import examine, features, render
 
-    found = examine()
-    finish(as_json, "doctor", found, show=lambda: render(found, Console()))
+    if wanted is None:
+        found = examine()
+        finish(as_json, "doctor", found, show=lambda: render(found, Console()))
+        return
+    asked = {"features": features(wanted)}
+    lacking = any(feature["missing"] for feature in asked["features"])
+    finish(as_json, "doctor", asked, FINDING if lacking else 0, lambda: render(asked, Console()))
 
 
 @app.command()

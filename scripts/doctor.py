@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import platform
 import shutil
@@ -16,27 +15,15 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 
+from ..common import BadInputError
 from ..common.machine import cpu_multiplies_bfloat16, cpu_name
-from ..common.runtime import installed_version
+from ..common.runtime import EXTRAS, Extra, installed_version
 from ..targets import embedded_path
 from ..targets.fast.select import remembered
 from .output import print_facts
 
 _LIBRARIES = ("torch", "transformers", "accelerate", "peft", "datasets", "safetensors", "huggingface_hub")
 PACKAGES = ("outrider", *_LIBRARIES, "numpy", "scipy")
-
-# What each optional feature needs: (feature, modules, programs, how to get it).
-FEATURES = (
-    ("tracking with wandb (report_to: wandb)", ("wandb",), (), "pip install 'outrider[wandb]'"),
-    (
-        "ZeRO training (accelerate launch --use_deepspeed)",
-        ("deepspeed",),
-        ("ninja", "g++"),
-        "pip install 'outrider[deepspeed]', and a C++ compiler",
-    ),
-    ("losses in fewer passes, on CUDA", ("liger_kernel",), (), "pip install 'outrider[liger]'"),
-    ("the tests (./scripts/test)", ("pytest", "xdist", "ruff", "mypy"), (), "pip install 'outrider[dev]'"),
-)
 
 
 def examine() -> dict[str, Any]:
@@ -51,7 +38,7 @@ def examine() -> dict[str, Any]:
         "disk": {"folder": str(Path.cwd()), "free": shutil.disk_usage(Path.cwd()).free},
         "embedded_target": {"present": is_there, "bytes": weights.stat().st_size if weights.is_file() else 0},
         "passes": [asdict(selection) for selection in remembered().values()],
-        "features": [_feature(*feature) for feature in FEATURES],
+        "features": features(),
     }
 
 
@@ -71,21 +58,35 @@ def _device() -> dict[str, Any]:
     }
 
 
-def _feature(name: str, modules: tuple[str, ...], programs: tuple[str, ...], remedy: str) -> dict[str, Any]:
-    missing = [m for m in modules if importlib.util.find_spec(m) is None]
-    missing += [p for p in programs if shutil.which(p) is None]
-    return {"feature": name, "missing": missing, "remedy": remedy if missing else None}
+def features(word: str = "") -> list[dict[str, Any]]:
+    """Return the optional features whose description or extra holds `word`, with what each lacks here.
+
+    Raises BadInputError if there is none.
+    """
+    named = {name: extra for name, extra in EXTRAS.items() if word in f"{name} {extra.feature}"}
+    if not named:
+        raise BadInputError(
+            f"no extra is for {word!r}: the plain installation holds all of it. The extras: {', '.join(EXTRAS)}."
+        )
+    return [_feature(*one) for one in named.items()]
+
+
+def _feature(name: str, extra: Extra) -> dict[str, Any]:
+    missing = extra.missing()
+    remedy = f"pip install 'outrider[{name}]'" + (" and a C++ compiler" if "g++" in missing else "")
+    return {"feature": extra.feature, "missing": missing, "remedy": remedy if missing else None}
 
 
 # ------------------------------------------------------------ for people
 
 
 def render(found: dict[str, Any], console: Console) -> None:
-    """Print what `examine` returned."""
-    print_facts(_facts(found), console)
+    """Print what `examine` returned, or its features alone."""
+    machine = _machine(found) if "device" in found else ()
+    print_facts([*machine, *map(_feature_line, found["features"])], console)
 
 
-def _facts(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _machine(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     device, disk, memory = found["device"], found["disk"], found["memory"]
     versions = (f"{name} {number or '[red]missing[/red]'}" for name, number in found["versions"].items())
     yield "versions", "  ".join(versions)
@@ -103,10 +104,12 @@ def _facts(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "embedded target", "present" if is_there else missing
     for selection in found["passes"]:
         yield "fastest passes", _passes_line(selection)
-    for feature in found["features"]:
-        lacks = f"[yellow]not available[/yellow]: {', '.join(feature['missing'])} missing"
-        state = f"{lacks} ({escape(feature['remedy'])})" if feature["missing"] else "[green]ready[/green]"
-        yield feature["feature"].partition(" (")[0], state
+
+
+def _feature_line(feature: dict[str, Any]) -> tuple[str, str]:
+    lacks = f"[yellow]not available[/yellow]: {', '.join(feature['missing'])} missing"
+    state = f"{lacks} ({escape(str(feature['remedy']))})" if feature["missing"] else "[green]ready[/green]"
+    return feature["feature"].partition(" (")[0], state
 
 
 def _passes_line(selection: dict[str, Any]) -> str:

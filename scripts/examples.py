@@ -37,6 +37,7 @@ outrider served runs/pair-v1 --url http://127.0.0.1:8000 --temperature 0 --json
 outrider watch http://127.0.0.1:8000 --pair runs/pair-v1 --json
 outrider watch http://127.0.0.1:8000 --once --state watch.json
 outrider doctor --json
+outrider doctor --for served
 outrider quickstart --out quickstart
 outrider pair new runs/pair-v1 embedded-eagle3
 outrider pair new runs/other embedded-eagle3 --drafter path/to/drafter --report path/to/report

@@ -38,7 +38,8 @@ def check_servable(recipe: Recipe, engine: str | None) -> None:
 def export(
     pair: PairFolder,
     to: Annotated[
-        str, typer.Option("--to", help="vllm, speculators, sglang, hf, medusa, eagle, z-lab, deepspec or gguf.")
+        str,
+        typer.Option("--to", help="vllm, speculators, sglang, hf, medusa, eagle, z-lab, deepspec or llama.cpp (gguf)."),
     ],
     out: Annotated[Path | None, typer.Option(help="A new folder (default: runs/exports/NAME-vVERSION-TO).")] = None,
     depth: Annotated[
@@ -92,6 +93,7 @@ def lint(
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
     """What is wrong or unusual in a drafter's files, and what an engine would do with it. Exit code 1 for a fault."""
+    from ..formats import recognised
     from ..formats.lint import lint as run
 
     findings = run(folder, target)
@@ -102,8 +104,12 @@ def lint(
     ]
     code = int(any(one.is_fault for one in findings))
     body = {"folder": str(folder), "findings": findings}
-    nothing = [f"[green]✓[/green] {escape(str(folder))}: nothing found"]
-    finish(as_json, "lint", body, code, lambda: print_lines(lines or nothing))
+    if not findings:
+        layout = recognised(folder)
+        whole = ", a whole model, of which only config.json was read" if layout.is_model else ""
+        kind = f"read as a drafter of type {layout.drafter} in the layout {layout.name}{whole}"
+        lines = [f"[green]✓[/green] {escape(str(folder))}: nothing found; {kind}"]
+    finish(as_json, "lint", body, code, lambda: print_lines(lines))
 
 
 def grow(

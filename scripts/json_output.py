@@ -12,27 +12,23 @@ from __future__ import annotations
 import json
 import math
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter
 
 from ..common.atomic import write_atomically
 from ..common.digests import CHECKSUM
-from ..costs.training import Needs
-from ..eval.pruning import VocabularyReport
 from ..eval.reports.advice import decision, remarks
 from ..eval.reports.gate import GateResult
 from ..eval.reports.report import Baselines, Conditions, ContestantInfo, Figures, Report
 from ..eval.tuning import Tuning
-from ..formats.checkpoint_view import LintFinding
-from ..pair import Pair
 from ..pair.comparison import tuned_plans
 from ..pair.manifest import Figure, Lineage, Manifest
-from ..pair.registry import Version
-from ..serving.diagnosis import ServedResult
-from ..serving.watching import WatchEvent
+
+if TYPE_CHECKING:
+    from ..pair import PairFiles
+    from ..pair.registry import Version
 
 VERSION: Final = 1
 
@@ -187,7 +183,7 @@ class PairBody(Body):
     headline: list[TauBody]
 
     @classmethod
-    def of(cls, pair: Pair) -> PairBody:
+    def of(cls, pair: PairFiles) -> PairBody:
         """Return the body of a pair."""
         return cls.model_validate({"folder": str(pair.folder), **_in_short(pair.manifest)})
 
@@ -254,28 +250,12 @@ class DiffBody(Body):
     differences: dict[str, list[str]]
 
 
-@dataclass(frozen=True)
-class PlanBody(Needs):
-    """What a training will need, and the most memory that one process uses at one time."""
-
-    peak_memory: int = 0
-
-
-class LintBody(Body):
-    """What lint found in a drafter's files; a fault is surely wrong, anything else unusual."""
-
-    folder: str
-    findings: list[LintFinding]
-
-
-# The body of every answer, by the verb that gives it.
+# The body of every answer that needs no torch, by the verb that gives it; `json_measured` has the others.
 BODIES: dict[str, Any] = {
     "error": ErrorBody,
     "distill": DistillBody,
     "data-check": DataCheckBody,
     "train": TrainBody,
-    "vocab": VocabularyReport,
-    "plan": PlanBody,
     "eval": ReportBody,
     "compare": ReportBody,
     "tune": TuneBody,
@@ -288,16 +268,22 @@ BODIES: dict[str, Any] = {
     "probe": ProbeBody,
     "refresh": PairBody,
     "gate": GateBody,
-    "lint": LintBody,
-    "served": ServedResult,
-    "watch": WatchEvent,
     "doctor": dict[str, Any],
 }
 
 
+def body_of(kind: str) -> Any:
+    """Return the type of the body of a verb's answer."""
+    if kind in BODIES:
+        return BODIES[kind]
+    from .json_measured import MEASURED
+
+    return MEASURED[kind]
+
+
 def answer(kind: str, body: Any, exit_code: int = 0) -> dict[str, Any]:
     """Return a verb's answer as plain values, the envelope and the fields of `body`; numbers that are none are null."""
-    form: TypeAdapter[Any] = TypeAdapter(BODIES[kind])
+    form: TypeAdapter[Any] = TypeAdapter(body_of(kind))
     whole = form.validate_python(body) if isinstance(body, dict) else body
     said = form.dump_python(whole, mode="json", warnings="error")
     return {"schema": f"outrider.{kind}/{VERSION}", "exit_code": exit_code, **_finite(said)}
@@ -308,7 +294,7 @@ def answer(kind: str, body: Any, exit_code: int = 0) -> dict[str, Any]:
 
 def schema(kind: str) -> dict[str, Any]:
     """Return the JSON Schema of a verb's answer."""
-    body = TypeAdapter(BODIES[kind]).json_schema(mode="serialization")
+    body = TypeAdapter(body_of(kind)).json_schema(mode="serialization")
     envelope = {"schema": {"const": f"outrider.{kind}/{VERSION}"}, "exit_code": {"type": "integer", "minimum": 0}}
     fields = {"properties": envelope | body.get("properties", {})}
     fields["required"] = [*envelope, *body.get("required", [])]
@@ -317,7 +303,9 @@ def schema(kind: str) -> dict[str, Any]:
 
 def schemas() -> dict[str, dict[str, Any]]:
     """Return all schemas by their files' names: one for each answer, those of pair.json and of report.json."""
-    found = {f"{kind}.json": schema(kind) for kind in BODIES}
+    from .json_measured import MEASURED
+
+    found = {f"{kind}.json": schema(kind) for kind in (*BODIES, *MEASURED)}
     report = Report.model_json_schema()
     report["properties"][CHECKSUM] = {"type": "string", "pattern": "^[0-9a-f]{64}$"}  # of everything else in the file
     return found | {"pair.json": Manifest.model_json_schema(), "report.json": report}

@@ -98,11 +98,12 @@ def verify(
     as_json: AsJson = False,
 ) -> None:
     """Recompute every digest, and check the signature. Exit code 1 if anything differs, and what."""
-    from ..pair import Pair
     from ..pair import verify as altered_files
 
     differences = altered_files(folder)
     if target is not None and not differences:  # an altered pair.json cannot be asked how to load a target
+        from ..pair import Pair
+
         differences = altered_files(folder, Pair.load(folder).load_target(target, adapter=adapter))
     found: str | None = None
     if signer is not None and not differences:
@@ -164,10 +165,10 @@ def print_pair(pair: Pair, console: Console) -> None:
 @pair_app.command()
 def push(pair: PairFolder, registry: RegistryPlace = None, as_json: AsJson = False) -> None:
     """Add a pair to a registry, all of it or nothing; a second time changes nothing."""
-    from ..pair import Pair
+    from ..pair import PairFiles
 
     console = console_for(as_json)
-    opened, loaded = _opened(registry), Pair.load(pair)
+    opened, loaded = _opened(registry), PairFiles.load(pair)
     entry = opened.push(loaded, console)
     console.print(f"[bold]{entry}[/bold] (revision {entry.revision}) is in {escape(opened.store.where)}")
     finish(as_json, "pair-push", {"registry": opened.store.where, "digest": loaded.digest, **vars(entry)})
@@ -243,13 +244,13 @@ def _opened(where: str | None) -> Registry:
 
 def _side(reference: str, where: str | None) -> Side:
     """Return the pair in a folder, or a version of the registry."""
-    from ..pair import Pair
+    from ..pair import PairFiles
     from ..pair.comparison import Side
     from ..pair.registry import PairReference
 
     folder = Path(reference).expanduser()
     if folder.is_dir() or where is None:
-        return Side(Pair.load(folder).manifest, lambda name: _text(folder / name))
+        return Side(PairFiles.load(folder).manifest, lambda name: _text(folder / name))
     opened = _opened(where)
     version = opened.version(PairReference.parse(reference))
     return Side(version.manifest, lambda name: opened.text(version, name))

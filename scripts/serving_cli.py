@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from ..common import BadInputError
+from ..common.runtime import require_extra
 from .options import PairFolder
 from .output import console_for, finish, print_lines, tell
 
@@ -74,6 +75,7 @@ def served(
     Exit code 1 if it does not, with what is probably wrong. Arguments after -- go to the engine that --start starts.
     """
     _check_engine(url, start, python, context.args)
+    require_extra("serving", "outrider served")
     from ..pair import Pair
     from ..serving.diagnosis import lines
     from ..serving.engine import Engine, require_clients, root_url
@@ -141,6 +143,7 @@ def watch(
 
     Exit code 1 if there was an alarm. An engine may be started anew meanwhile.
     """
+    require_extra("serving", "outrider watch")
     from ..pair import Pair
     from ..serving.changepoint import WatchLimits
     from ..serving.engine import require_clients, root_url

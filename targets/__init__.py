@@ -1,15 +1,22 @@
 """The model being accelerated."""
 
-from .backbone import Backbone
-from .cache import LayerShape, RaggedCache, RowLengths, TensorShape
-from .cache_slots import Nodes
-from .config_only import config_only_target
-from .fingerprint import Fingerprint
-from .footprint import Footprint, PeakBytes
-from .layers import decoder_layers
-from .loading import embedded_path, load_causal_lm
-from .target import Target, TargetOutput
-from .tokenizers import TokenDifference, first_difference, load_tokenizer, require_same_vocabulary
+from typing import TYPE_CHECKING
+
+from ..common.lazy import lazily
+
+if TYPE_CHECKING:
+    from .backbone import Backbone
+    from .cache import LayerShape, RaggedCache, RowLengths, TensorShape
+    from .cache_slots import Nodes
+    from .config_only import config_only_target
+    from .fingerprint import Fingerprint
+    from .footprint import Footprint, PeakBytes
+    from .layers import decoder_layers
+    from .loading import embedded_path, load_causal_lm
+    from .target import Target, TargetOutput
+    from .tokenizers import TokenDifference, first_difference, load_tokenizer, require_same_vocabulary
+else:
+    __getattr__ = lazily(__name__, __file__)
 
 __all__ = [
     "Backbone",

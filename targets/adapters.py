@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from ..common.errors import BadInputError, IncompatibleError, OutriderError, Refusal, reason
 from ..common.safe_load import read_json
-from .model_folder import is_local
+from .model_folder import is_local, say_if_downloaded
 from .weights import misfits, no_more_than, stored_tensors
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -173,6 +173,7 @@ def _adapter_folder(adapter: str) -> Path:
             "like 'org/name'."
         )
     if not folder.exists():
+        say_if_downloaded(adapter, ADAPTER_CONFIG)
         folder = Path(snapshot_download(adapter, allow_patterns=[ADAPTER_CONFIG, ADAPTER_WEIGHTS]))
     if not (folder / ADAPTER_WEIGHTS).is_file():
         raise BadInputError(

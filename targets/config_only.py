@@ -25,10 +25,11 @@ from ..common import BadInputError
 from ..common.errors import reason
 from ..common.runtime import give_back_unused
 from ..common.safe_load import read_json
-from .fingerprint import Fingerprint, digest_tensor
+from .fingerprint import Fingerprint
 from .loading import folder_of, load_causal_lm, load_tokenizer_of, meta_causal_lm, split_shape, target_path
 from .model_folder import GENERATION_CONFIG
 from .target import Target
+from .weights import digest_tensor
 
 _ENOUGH = 2**26  # bytes of dropped weights, after which their memory, which malloc keeps, is given back
 _IN_ADVANCE = "HF_DEACTIVATE_ASYNC_LOAD"  # the library reads all weights in advance unless this is set

@@ -1,18 +1,21 @@
-"""Identity by content: digests of all that changes a target's texts, and of no paths, dates or machines."""
+"""Identity by content: digests of all that changes a target's texts, and of no paths, dates or machines.
+
+It needs no torch, so that a pair can be compared with its digests in a moment.
+"""
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
-
-import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from ..common.digests import LIST, digest_json, file_digest, is_harmless
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 # Config fields about where or with what a model was saved, not about what it computes.
 _INCIDENTAL = {
@@ -47,10 +50,10 @@ class Fingerprint:
         cls,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase | None,
-        digest: Callable[[torch.Tensor], str] | None = None,
+        digest: Callable[[torch.Tensor], str],
     ) -> Fingerprint:
-        """Return the fingerprint of a model with its tokenizer; every weight is read once, by `digest_tensor`."""
-        template, digest = getattr(tokenizer, "chat_template", None), digest or digest_tensor
+        """Return the fingerprint of a model with its tokenizer; every weight is read once, by `digest`."""
+        template = getattr(tokenizer, "chat_template", None)
         return cls(
             tensors={name: digest(tensor) for name, tensor in sorted(model.state_dict(keep_vars=True).items())},
             config=digest_json(plain_config(model)),
@@ -81,19 +84,6 @@ def _changed_weights(own: dict[str, str], others: dict[str, str]) -> list[str]:
     words = [f"{len(changed)} of {len(shared)} weights (first: {changed[0]})"] if changed else []
     words += [f"{len(missing)} missing weights (first: {missing[0]})"] if missing else []
     return words + ([f"{len(new)} additional weights (first: {new[0]})"] if new else [])
-
-
-def digest_tensor(tensor: torch.Tensor) -> str:
-    """Return the SHA-256 of a tensor's dtype, shape and contents; a quantised one's are those of its parts."""
-    if hasattr(tensor, "__tensor_flatten__"):
-        names, rest = tensor.__tensor_flatten__()
-        inner = {name: getattr(tensor, name) for name in sorted(names)}
-        digests = {name: digest_tensor(part) for name, part in inner.items() if part is not None}
-        return digest_json([str(tensor.dtype), list(tensor.shape), digests, str(rest)])
-    data = tensor.detach().cpu().contiguous()
-    digest = hashlib.sha256(f"{data.dtype}{tuple(data.shape)}".encode())
-    digest.update(data.reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
 
 
 def digest_file(path: Path) -> str:

@@ -5,6 +5,7 @@ A folder may be a stranger's: it must hold regular files and safetensors, name n
 
 from __future__ import annotations
 
+import logging
 import re
 import stat
 from collections.abc import Iterator
@@ -45,6 +46,8 @@ PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _DOWNLOADED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")  # configs, tokenizers, templates
 _CODE = "*.py"
 
+_log = logging.getLogger(__name__)
+
 
 def is_local(name: str) -> bool:
     """Return whether `name` is a folder rather than a Hub id: it exists, or does not look like org/name."""
@@ -66,12 +69,22 @@ def model_folder(name: str, revision: str | None = None, trust_remote_code: bool
     """
     if is_local(name):
         return Path(name).expanduser()
+    say_if_downloaded(name, MODEL_CONFIG, revision)
     folder = _snapshot(name, revision, [*_DOWNLOADED, *([_CODE] if trust_remote_code else [])])
     if weights:
         index = folder / INDEX
         files = sorted(set(plain_weight_map(index).values())) if index.exists() else [SINGLE]
         folder = _snapshot(name, folder.name, files)  # of the same commit, whatever was pushed since
     return folder
+
+
+def say_if_downloaded(name: str, file: str, revision: str | None = None) -> None:
+    """Log that no folder `name` is here before the Hub is asked for it; nothing if its cache holds `file` of it.
+
+    A path with one slash, mistyped, looks like a Hub id, and where the Hub does not answer its retries take a minute.
+    """
+    if not isinstance(try_to_load_from_cache(name, file, revision=revision), str):
+        _log.info("no folder %s here; read as a Hub id", name)
 
 
 def _snapshot(name: str, revision: str | None, files: list[str]) -> Path:
@@ -88,7 +101,8 @@ def _snapshot(name: str, revision: str | None, files: list[str]) -> Path:
 
 def _unreachable(name: str, error: Exception) -> BadInputError:
     return BadInputError(
-        f"the model {name!r} cannot be loaded: {reason(error)} Check the path, or the Hub id and your access to it."
+        f"the model {name!r} cannot be loaded: no such folder is here, and read as a Hub id: {reason(error)} Check the "
+        "path, or the Hub id and your access to it."
     )
 
 

@@ -29,8 +29,10 @@ from .grow import grow, shape_config
 from .layer_kinds import CacheLayout, runtime_key
 from .layers import body_of, decoder_layers
 from .loading import load_causal_lm, load_tokenizer_of, quantise, split_shape, target_path
+from .model_folder import is_local
 from .sharding import all_processes, in_turn, processes, settle, share, split
 from .smoke_check import reads_ragged_rows, require_readable
+from .weights import digest_tensor
 
 
 @dataclass
@@ -69,6 +71,18 @@ class Target(Backbone):
         self._ragged: bool | None = None  # whether rows of different lengths can be read together, once it was tried
 
     # ------------------------------------------------------------ loading
+
+    @property
+    def place(self) -> str:
+        """The Hub id or the absolute folder under which other programs find this target, wherever they are started.
+
+        "" for a target given in memory, or grown while it was loaded.
+        """
+        path = self.source.get("path") or ""
+        if not path or split_shape(path)[1] is not None:
+            return ""
+        path = target_path(path)
+        return str(Path(path).expanduser().absolute()) if is_local(path) else path
 
     @classmethod
     def load(
@@ -146,7 +160,9 @@ class Target(Backbone):
 
     def fingerprint(self) -> Fingerprint:
         """Return the target's identity by content: digests of weights, config, tokenizer and chat template."""
-        return Fingerprint.of(self.model, self.tokenizer) if self._fingerprint is None else self._fingerprint()
+        if self._fingerprint is not None:
+            return self._fingerprint()
+        return Fingerprint.of(self.model, self.tokenizer, digest_tensor)
 
     def footprint(self) -> Footprint:
         """Return the memory that passes work with; measured once for each device and dtype."""

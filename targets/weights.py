@@ -5,6 +5,7 @@ A stranger's config may ask for sizes that no machine has: nothing is made that 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+from ..common.digests import digest_json
 from ..common.errors import BadInputError, IncompatibleError, Refusal
 from ..common.safe_load import MEGABYTE, open_regular
 from .layers import Tap
@@ -174,3 +176,19 @@ def _adapters(module: nn.Module) -> tuple[Hashable, ...]:
     if not isinstance(chosen, (list, tuple)):
         return ()
     return tuple(chosen), bool(getattr(module, "disable_adapters", False)), bool(getattr(module, "merged", False))
+
+
+# ------------------------------------------------------------ identity
+
+
+def digest_tensor(tensor: torch.Tensor) -> str:
+    """Return the SHA-256 of a tensor's dtype, shape and contents; a quantised one's are those of its parts."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, rest = tensor.__tensor_flatten__()
+        inner = {name: getattr(tensor, name) for name in sorted(names)}
+        digests = {name: digest_tensor(part) for name, part in inner.items() if part is not None}
+        return digest_json([str(tensor.dtype), list(tensor.shape), digests, str(rest)])
+    data = tensor.detach().cpu().contiguous()
+    digest = hashlib.sha256(f"{data.dtype}{tuple(data.shape)}".encode())
+    digest.update(data.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()

@@ -36,6 +36,9 @@ class FolderStore:
     def where(self) -> str:
         return str(self.folder)
 
+    def exists(self) -> bool:
+        return self.folder.is_dir()
+
     def entries(self) -> Sequence[str]:
         files = (file for kind in ("json", "sig") for file in self.folder.glob(f"{PAIRS}/*/*.{kind}"))
         return [file.relative_to(self.folder).as_posix() for file in files]

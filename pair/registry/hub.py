@@ -16,6 +16,7 @@ from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
     HFValidationError,
+    HTTPError,  # of the client that it speaks HTTP with, for a network that is not there
     LocalEntryNotFoundError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
@@ -44,6 +45,10 @@ class HubStore:
     @property
     def where(self) -> str:
         return f"hf://{self.repository}"
+
+    def exists(self) -> bool:
+        self._files()
+        return self._head is not None
 
     def entries(self) -> Sequence[str]:
         return [path for path in self._files() if path.startswith(f"{PAIRS}/")]
@@ -104,7 +109,7 @@ def _explained(where: str) -> Iterator[None]:
     """Turn the errors of the Hub's library into one sentence."""
     try:
         yield
-    except (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, OSError) as error:
+    except (HTTPError, HFValidationError, OfflineModeIsEnabled, OSError) as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         first = (lines[0] if lines else type(error).__name__).rstrip(".") + "."
         if isinstance(error, (EntryNotFoundError, LocalEntryNotFoundError)):

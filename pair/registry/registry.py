@@ -14,9 +14,8 @@ from ...common import BadInputError
 from ...common.atomic import replacing_folder, write_atomically
 from ...common.locks import locked
 from ...common.progress import progress
-from ..contents import verify
+from ..folder import PairFiles, verify
 from ..manifest import MANIFEST, SIGNATURE, Manifest
-from ..pair import Pair
 from .layout import Entry, PairReference, RegistryStore, Seal, check_digests, check_name, check_seal, read_entry
 
 _ATTEMPTS = 100  # at an entry's name, each lost to another writer
@@ -36,13 +35,14 @@ class Registry:
     def __init__(self, store: RegistryStore):
         self.store = store
 
-    def push(self, pair: Pair, console: Console | None = None) -> Entry:
+    def push(self, pair: PairFiles, console: Console | None = None) -> Entry:
         """Add a pair, with its signature if it has one, and return its name, version and revision here.
 
         The same one a second time changes nothing.
 
         Raises:
-            BadInputError: the pair is altered, or another pair has its name and version.
+            BadInputError: the pair is altered, another pair has its name and version, or the registry has measurements
+                of this version that the folder lacks.
         """
         if altered := verify(pair.folder):
             raise BadInputError(
@@ -62,7 +62,7 @@ class Registry:
                     return entry
         raise BadInputError(f"{self.store.where}: others publish {pair.name} all the time; try again later.")
 
-    def pull(self, reference: PairReference, folder: Path, console: Console | None = None) -> Pair:
+    def pull(self, reference: PairReference, folder: Path, console: Console | None = None) -> PairFiles:
         """Write a version into `folder`, which appears whole or not at all.
 
         Raises:
@@ -89,7 +89,7 @@ class Registry:
             write_atomically(building / MANIFEST, content)  # as it was signed
             if signature is not None:
                 write_atomically(building / SIGNATURE, signature)
-        return Pair.load(folder)
+        return PairFiles.load(folder)
 
     def version(self, reference: PairReference) -> Version:
         """Return a version, the newest one if the reference names none.
@@ -110,7 +110,11 @@ class Registry:
         raise BadInputError(f"{self.store.where} has no pair called {reference.name!r}; there are: {names}.")
 
     def versions(self, name: str | None = None) -> list[Version]:
-        """Return all versions of all pairs, or of one, in the order of their numbers."""
+        """Return all versions of all pairs, or of one, in the order of their numbers.
+
+        Raises:
+            BadInputError: there is no registry.
+        """
         return [self._read(entry) for entry in self._newest() if name in (None, entry.name)]
 
     def text(self, version: Version, name: str) -> str:
@@ -124,7 +128,7 @@ class Registry:
 
     # ------------------------------------------------------------ signatures
 
-    def _seal(self, pair: Pair, content: bytes) -> None:
+    def _seal(self, pair: PairFiles, content: bytes) -> None:
         """Add the pair's signature over `content`, its pair.json, if it has one that is not the newest here."""
         file = pair.folder / SIGNATURE
         if not file.is_file() or file.is_symlink():
@@ -156,17 +160,24 @@ class Registry:
     def _place(self, manifest: Manifest, content: bytes) -> tuple[Entry, bool]:
         """Return the entry of a pair.json, and whether it is there already."""
         where, name, version = self.store.where, manifest.name, manifest.version
-        there = [e for e in self._entries() if (e.name, e.version) == (name, version)]
+        there, held = [e for e in self._entries() if (e.name, e.version) == (name, version)], manifest
         for entry in there:
             known = self.store.read(entry.path)
             if known == content:
                 return entry, True
-            if (digest := read_entry(entry, known, where).digest) != manifest.digest:
+            held = read_entry(entry, known, where)
+            if held.digest != manifest.digest:
                 raise BadInputError(
-                    f"{where} has another {name} version {version}: {digest[:12]}…, this one is "
+                    f"{where} has another {name} version {version}: {held.digest[:12]}…, this one is "
                     f"{manifest.digest[:12]}…. Nothing was pushed; give one of them another name (`name` in the "
                     "recipe), or refresh from the newest version."
                 )
+        if lost := sorted(held.measured() - manifest.measured()):
+            raise BadInputError(
+                f"{where} has measurements of {name} version {version} that this folder lacks, and the newest push is "
+                f"what others see: {', '.join(lost[:4])}. Nothing was pushed; pull that version (`outrider pair pull "
+                f"{name}@{version} FOLDER`), measure or tune it there, and push that folder."
+            )
         return Entry(name, version, 1 + max((e.revision for e in there), default=0)), False
 
     def _read(self, entry: Entry) -> Version:
@@ -176,16 +187,21 @@ class Registry:
         return sorted(entry for path in self.store.entries() if (entry := Entry.at(path)) is not None)
 
     def _newest(self) -> Iterable[Entry]:
-        """Return the newest revision of each version."""
-        return {(entry.name, entry.version): entry for entry in self._entries()}.values()
+        """Return the newest revision of each version; BadInputError where there is no registry at all."""
+        newest = {(entry.name, entry.version): entry for entry in self._entries()}
+        if not newest and not self.store.exists():
+            raise BadInputError(
+                f"there is no registry at {self.store.where}: check the place. `outrider pair push` makes a new one."
+            )
+        return newest.values()
 
 
-def _existing(folder: Path, wanted: Manifest) -> Pair | None:
+def _existing(folder: Path, wanted: Manifest) -> PairFiles | None:
     """Return the pair that is in `folder` already, whole; BadInputError for anything else."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return None
     if (folder / MANIFEST).is_file():
-        pair = Pair.load(folder)
+        pair = PairFiles.load(folder)
         if pair.manifest == wanted and not verify(folder):
             return pair
     raise BadInputError(

@@ -17,6 +17,7 @@ from typing import Any
 
 from ...common import BadInputError
 from ...common.errors import Refusal
+from ...common.runtime import require_extra
 from .folder import FolderStore
 from .layout import blob_path, published_at
 
@@ -41,6 +42,9 @@ class WandbStore:
     @property
     def where(self) -> str:
         return f"wandb://{self.entity}/{self.project}" if self.entity else f"wandb://{self.project}"
+
+    def exists(self) -> bool:
+        return True  # a project is made by its first run
 
     def entries(self) -> Sequence[str]:
         """Return the entries of all artifacts; [] where wandb is offline."""
@@ -109,7 +113,5 @@ def _explained(where: str) -> Iterator[None]:
 
 def _library() -> Any:
     """Return the wandb package; BadInputError where this extra is not installed."""
-    try:
-        return importlib.import_module("wandb")
-    except ImportError as error:
-        raise BadInputError("wandb is not installed: pip install 'outrider[wandb]'.") from error
+    require_extra("wandb", "a registry in wandb")
+    return importlib.import_module("wandb")

@@ -122,7 +122,7 @@ def test_a_folder_that_holds_something_is_left_alone(target, make_drafter, tmp_p
 
 
 def test_an_unknown_engine_and_an_unserved_drafter_are_refused_with_what_is_known(export):
-    with pytest.raises(BadInputError, match="unknown format or engine 'vlm'; known: vllm"):
+    with pytest.raises(BadInputError, match="unknown format or engine 'vlm'; did you mean 'vllm'"):
         export("eagle3", "vlm")
     with pytest.raises(IncompatibleError, match="no weights to export: it is a setting of the engine"):
         export("ngram")
@@ -147,7 +147,7 @@ def test_taps_are_written_in_each_engines_own_counting(export):
     [
         ("vllm", "eagle3", {"draft_sample_method": "probabilistic"}),
         ("vllm", "draft_model", {"draft_sample_method": "probabilistic"}),
-        ("gguf", "draft_model", {"spec-draft-sampling": "probabilistic", "spec-draft-p-min": 0.0}),
+        ("llama.cpp", "draft_model", {"spec-draft-sampling": "probabilistic", "spec-draft-p-min": 0.0}),
     ],
 )
 def test_a_launch_asks_for_drawn_drafts_where_the_engine_would_pick_them(to, drafter, asked):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from peft import LoraConfig, get_peft_model
 
@@ -9,7 +11,7 @@ from outrider.common import BadInputError
 from outrider.heads import Medusa, MedusaConfig
 from outrider.pair import export_pair, new_pair
 from outrider.pair.export import by_position, export_depth
-from outrider.targets import Target
+from outrider.targets import Target, embedded_path
 
 
 @pytest.fixture
@@ -32,6 +34,22 @@ def test_heads_that_were_trained_with_an_adapter_leave_with_the_target_that_has_
     assert str(tmp_path / "out" / "target") in str(made.launch.command)
     assert made.depth == 2  # as deep as the heads draft, though the plan says more
     assert made.launch.settings == {"method": "medusa", "model": str(tmp_path / "out"), "num_speculative_tokens": 2}
+
+
+def test_what_an_engine_is_told_is_found_from_any_folder(make_target, make_drafter, recipe, tmp_path, monkeypatch):
+    """Relative folders, and the name of the target that ships with Outrider, mean nothing to another program."""
+    monkeypatch.chdir(tmp_path)
+    target = make_target()
+    target.model.save_pretrained("base")
+    target.source = {"path": "base"}
+    pair = new_pair("pair", target, make_drafter("eagle3", target), recipe, calibration=[])
+    made = export_pair(pair, "vllm", "out", target=target)
+    assert made.launch.settings["model"] == str(tmp_path / "out")
+    assert f" {tmp_path / 'base'} " in str(made.launch.command)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["speculators_config"]["verifier"]["name_or_path"] == str(tmp_path / "base")
+    places = {"embedded": str(embedded_path()), "org/name": "org/name", "embedded@1b": "", None: ""}
+    assert {path: Target(target.model, source={"path": path}).place for path in places} == places
 
 
 def test_an_engine_drafts_as_deep_as_the_pair_says_and_never_deeper_than_the_drafter(make_pair):

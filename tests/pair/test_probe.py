@@ -15,7 +15,7 @@ from peft import LoraConfig, get_peft_model
 from outrider.decode import Decoder
 from outrider.eval.reports.figures import Interval
 from outrider.pair import probe
-from outrider.pair.probe import decide, predict
+from outrider.pair.probing import decide, predict
 from outrider.targets import Target
 
 from ..eval.conftest import refusal

@@ -17,6 +17,7 @@ from typer.testing import Result
 
 from outrider.common.digests import CHECKSUM
 from outrider.scripts.examples import EXAMPLES
+from outrider.scripts.json_measured import MEASURED
 from outrider.scripts.json_output import BODIES, schemas
 
 from .conftest import Command, all_verbs, succeeded, verb_of
@@ -120,7 +121,7 @@ def test_every_answer_is_shown_by_a_test() -> None:
     beside = [Path(__file__).with_name(f"test_{name}.py") for name in ("pair_registry", "doors")]
     files = [Path(__file__), *beside, *sorted(serving.glob("test_*.py"))]
     source = "".join(file.read_text(encoding="utf-8") for file in files)
-    assert [kind for kind in BODIES if f'answer("{kind}"' not in source] == []
+    assert [kind for kind in (*BODIES, *MEASURED) if f'answer("{kind}"' not in source] == []
 
 
 # ------------------------------------------------------------ the gate's files
@@ -138,7 +139,7 @@ def test_the_gate_writes_junit_and_markdown(outrider: Command, recipe_file: Path
             record["tokens"] *= 5
     del report[CHECKSUM]
     (bad / "report.json").write_text(json.dumps(report))
-    junit, markdown = tmp_path / "gate.xml", tmp_path / "gate.md"
+    junit, markdown = tmp_path / "new" / "gate.xml", tmp_path / "gate.md"
     for against, failures in ((good, 0), (bad, 1)):
         result = outrider("gate", good, "--against", against, "--junit", junit, "--markdown", markdown, "--json")
         verdict = answer("gate", result, failures)

@@ -11,7 +11,7 @@ from outrider.common import BadInputError
 from outrider.recipes import load_recipe
 from outrider.scripts.data_cli import _samples, _tokenizer, arguments
 
-from .conftest import Command
+from .conftest import Command, failed
 
 CHAT = [{"role": "user", "content": "sort"}, {"role": "assistant", "content": "sorted"}]
 
@@ -37,6 +37,13 @@ def test_check_counts_what_is_left_out_and_why(outrider: Command, recipe_file: P
     shown = " ".join(outrider("data", "check", recipe_file, f"data.prompts=[{chats}]").stdout.split())
     assert "row 3: `prompt` must be text, found 5." in shown
     assert "2 prompts; tokens of a prompt: median" in shown
+
+
+def test_a_file_without_any_good_row_says_why(outrider: Command, recipe_file: Path, chats: Path) -> None:
+    """A wrong key in every row: the first mistake of most."""
+    chats.write_text('{"q": "one"}\n{"q": "two"}\n')
+    result = outrider("data", "check", recipe_file, f"data.prompts=[{chats}]")
+    failed(result, "none of its 2 rows can be used. Left out: 2 malformed rows. For example,", "row 1:", "found q.")
 
 
 def test_check_finds_prompts_that_are_measured(outrider: Command, recipe_file: Path) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import io
 import json
+import tomllib
+from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from outrider.common.runtime import EXTRAS, Extra
 from outrider.scripts import doctor
 from outrider.scripts.cli import app
 
@@ -32,12 +35,35 @@ def test_json_holds_versions_device_memory_disk_and_features() -> None:
 
 
 def test_a_missing_module_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    wings = ("flying (wings)", ("wings_that_do_not_exist", "json"), ("no-such-program",), "pip install 'x[wings]'")
-    monkeypatch.setattr(doctor, "FEATURES", (wings,))
+    wings = Extra("flying (wings)", ("wings_that_do_not_exist", "json"), ("no-such-program",))
+    monkeypatch.setattr(doctor, "EXTRAS", {"wings": wings})
     found = doctor.examine()
     assert found["features"][0]["missing"] == ["wings_that_do_not_exist", "no-such-program"]
-    line = "not available: wings_that_do_not_exist, no-such-program missing (pip install 'x[wings]')"
+    line = "not available: wings_that_do_not_exist, no-such-program missing (pip install 'outrider[wings]')"
     assert line in rendered(found)
+
+
+def test_every_extra_of_the_package_is_listed() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    assert set(project["project"]["optional-dependencies"]) == set(EXTRAS)
+
+
+def test_one_feature_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--for served`: only what that needs; exit code 1 if it lacks something."""
+    asked = lambda word: CliRunner().invoke(app, ["doctor", "--for", word, "--json"])  # noqa: E731
+    assert [one["feature"] for one in json.loads(asked("served").stdout)["features"]] == [EXTRAS["serving"].feature]
+    monkeypatch.setitem(EXTRAS, "serving", Extra("served", ("a_client_that_does_not_exist",)))
+    assert (asked("served").exit_code, asked("flying").exit_code) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    "verb", [["served", "nowhere", "--url", "http://127.0.0.1:1"], ["watch", "http://127.0.0.1:1"]]
+)
+def test_a_verb_without_its_extra_names_it(monkeypatch: pytest.MonkeyPatch, verb: list[str]) -> None:
+    monkeypatch.setitem(EXTRAS, "serving", Extra("served", ("a_client_that_does_not_exist",)))
+    result = CliRunner().invoke(app, verb)
+    assert result.exit_code == 2
+    assert "needs a_client_that_does_not_exist: pip install 'outrider[serving]'." in " ".join(result.stderr.split())
 
 
 def test_a_gpu_is_shown_with_its_memory() -> None:

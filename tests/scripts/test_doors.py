@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import Command, succeeded
+from .conftest import Command, failed, succeeded, words
 from .test_answers import answer
 
 
@@ -59,11 +59,24 @@ def test_lint_says_nothing_of_a_good_export_and_ends_with_1_on_a_fault(pair: Pat
     out = pair.parent / "vllm"
     assert outrider("export", pair, "--to", "vllm", "--out", out).exit_code == 0
     good = outrider("lint", out)
-    assert (good.exit_code, "nothing found" in good.output) == (0, True)
+    assert "nothing found; read as a drafter of type eagle3 in the layout speculators" in words(good)
     config = json.loads((out / "config.json").read_text())
     (out / "config.json").write_text(json.dumps({k: v for k, v in config.items() if not k.startswith("eagle_aux")}))
     found = answer("lint", outrider("lint", out, "--json"), 1)
     assert "taps-missing" in [finding["check"] for finding in found["findings"]]
+
+
+def test_lint_of_a_whole_model_says_that_its_weights_were_not_read(target_folder: Path, outrider: Command) -> None:
+    shown = words(outrider("lint", target_folder))
+    assert "read as a drafter of type draft_model in the layout hf, a whole model, of which only config.json" in shown
+
+
+def test_an_engine_that_is_unknown_is_refused_before_the_target_is_loaded(
+    pair: Path, outrider: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outrider.targets.Target.load", lambda *_, **__: pytest.fail("the target was loaded"))
+    failed(outrider("export", pair, "--to", "lama.cpp"), "did you mean 'llama.cpp'?")
+    assert outrider("export", pair, "--to", "llama.cpp").exit_code == 3
 
 
 @pytest.mark.parametrize("verb", ["train", "plan"])

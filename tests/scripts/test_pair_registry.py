@@ -12,7 +12,7 @@ from outrider.recipes import load_recipe
 from outrider.targets import Target
 
 from ..eval.conftest import make_tuning
-from .conftest import Command, words
+from .conftest import Command, failed, words
 from .test_answers import answer
 
 
@@ -45,6 +45,8 @@ def test_versions_go_in_and_out(outrider: Command, pairs: list[Pair], tmp_path: 
 def test_log_draws_the_lineage(outrider: Command, pairs: list[Pair], tmp_path: Path) -> None:
     """A version stands below the one that it was made from; where that is missing, it says so."""
     place = ["--registry", tmp_path / "registry"]
+    failed(outrider("pair", "log", *place), "there is no registry at")
+    (tmp_path / "registry").mkdir()
     assert "no versions yet" in words(outrider("pair", "log", *place))
     outrider("pair", "push", pairs[1].folder, *place)
     assert "from tiny version 1, which is not here" in words(outrider("pair", "log", *place))

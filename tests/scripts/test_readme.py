@@ -89,6 +89,16 @@ def test_verbs_and_options_named_in_the_text_exist() -> None:
                 assert [w for w in words if w.startswith("--") and w not in known] == [], shown(page)
 
 
+def test_every_verb_stands_in_the_table_of_what_it_trusts() -> None:
+    table = [line.split("|")[1] for line in text_of(ROOT / "docs" / "security.md").splitlines() if "| `" in line]
+    assert [verb for verb in sorted(all_verbs()) if not any(f"`{verb}`" in row for row in table)] == []
+
+
+def test_the_guide_names_every_recipe_that_comes_with_the_package() -> None:
+    guide = text_of(ROOT / "docs" / "guides" / "your-own-target.md")
+    assert [name for name in packaged_recipes() if f"`{name}`" not in guide] == []
+
+
 def test_the_quick_commands_run(outrider: Command) -> None:
     for words in commands(README):
         if words[0] == "outrider":

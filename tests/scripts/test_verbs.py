@@ -27,6 +27,22 @@ def test_help_takes_less_than_a_second() -> None:
     assert [verb for verb in verbs if verb not in shown] == []
 
 
+_LIGHT = """
+import sys
+from outrider.scripts.cli import app
+try:
+    app(sys.argv[1:])
+except SystemExit as end:
+    assert not end.code, end.code
+assert not {"torch", "transformers", "datasets"} & sys.modules.keys()
+"""
+
+
+def runs_without_torch(*arguments: object) -> None:
+    """In a process of its own: with torch a verb takes six seconds of processor time, without it half of one."""
+    subprocess.run([sys.executable, "-c", _LIGHT, *map(str, arguments)], check=True, capture_output=True)
+
+
 def test_version_is_the_installed_one(outrider: Command) -> None:
     assert succeeded(outrider("--version")).stdout == f"outrider {version('outrider')}\n"
 
@@ -52,6 +68,11 @@ def test_a_pairs_life(
     assert "is intact" in succeeded(outrider("pair", "verify", pair)).stdout
     assert "is intact" in succeeded(outrider("pair", "verify", pair, "--target", target_folder)).stdout
     succeeded(outrider("gate", pair, "--against", run / "report"))
+    runs_without_torch("pair", "verify", pair, "--json")
+    for verb in (("push", pair), ("log", "--json"), ("diff", pair, pair), ("pull", "tiny", tmp_path / "pulled")):
+        runs_without_torch("pair", *verb, "--registry", tmp_path / "registry")
+    runs_without_torch("gate", pair, "--against", pair)
+    runs_without_torch("gate", pair, "--against", pair, "--json", "--junit", tmp_path / "gate.xml")
     succeeded(outrider("eval", pair, "--depth", "1", "--limit", "1", "--out", tmp_path / "again"))
     assert json.loads((tmp_path / "again" / "report.json").read_text())["contestants"][0]["depth"] == 1
 

@@ -312,10 +312,16 @@ def test_a_shape_without_contents_needs_no_weights_and_is_looked_at(saved, hub):
             load_causal_lm(NAME)
 
 
-def test_what_the_cache_does_not_hold_is_said(saved, hub, tiny_target):
-    with pytest.raises(BadInputError, match=r"'someone/else' cannot be loaded: .* your access to it"):
+def test_what_the_cache_does_not_hold_is_said(saved, hub, tiny_target, caplog):
+    """A mistyped folder looks like a Hub id: that is said before the Hub is asked, which may take a minute."""
+    caplog.set_level("INFO", logger="outrider")
+    with pytest.raises(BadInputError, match=r"'someone/else' cannot be loaded: no such folder is .* your access to it"):
         Target.load("someone/else")
+    assert caplog.messages == ["no folder someone/else here; read as a Hub id"]
+    caplog.clear()
     snapshot = keep_in_cache(saved, hub)
+    load_tokenizer_of(NAME, None, False)
+    assert caplog.messages == []
     (snapshot / "model.safetensors").unlink()
     with pytest.raises(BadInputError, match=r"no \*\.safetensors file"):
         Target.load(NAME)

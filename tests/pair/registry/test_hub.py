@@ -12,11 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
 from huggingface_hub import CommitOperationAdd, HfApi
-from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
+from huggingface_hub.errors import HfHubHTTPError, HTTPError, RepositoryNotFoundError
 
 from outrider.common import BadInputError
 from outrider.pair import verify
@@ -89,7 +90,8 @@ def registry(repository: Repository) -> Registry:
 def test_versions_go_in_and_out(repository, make_version, tmp_path):
     """The same files as in a folder, one commit for each version, equal ones once; the repository is private."""
     first, second = (make_version(n, weights=b"the same") for n in (1, 2))
-    assert registry(repository).versions() == []
+    with pytest.raises(BadInputError, match="there is no registry at hf://org/pairs: check the place"):
+        registry(repository).versions()
     for pair in (first, second):
         registry(repository).push(pair)
     assert (len(repository.commits), repository.private) == (2, True)
@@ -147,3 +149,10 @@ def test_without_a_network_it_says_what_to_look_at(make_version):
         Registry(HubStore("org/pairs")).push(make_version(1))
     with pytest.raises(BadInputError, match=r"hf://not a name/x"):
         Registry(HubStore("not a name/x")).versions()
+
+
+def test_a_network_that_resolves_no_name_is_no_fault_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library passes the errors of its client of HTTP on as they are."""
+    monkeypatch.setattr(HfApi, "model_info", Mock(side_effect=HTTPError("[Errno -2] Name or service not known")))
+    with pytest.raises(BadInputError, match=r"hf://org/pairs: \[Errno -2\] Name .* Check the name, the network"):
+        Registry(HubStore("org/pairs")).versions()

@@ -97,6 +97,17 @@ def test_more_known_of_a_version_is_its_next_revision(registry, pushed, tmp_path
     assert len(registry.versions()) == 1
 
 
+def test_a_folder_that_knows_less_does_not_hide_figures(registry, pushed, tmp_path):
+    """The same identity without the probe's baseline: the newest revision is what is gated, so nothing may get lost."""
+    poorer = shutil.copytree(pushed.folder, tmp_path / "poorer")
+    measurements = pushed.manifest.measurements.model_copy(update={"baseline": None})
+    pushed.manifest.model_copy(update={"measurements": measurements}).sealed().write(poorer)
+    before = tree(registry)
+    with pytest.raises(BadInputError, match=r"that this folder lacks.*: the baseline of probes\. Nothing was pushed"):
+        registry.push(Pair.load(poorer))
+    assert tree(registry) == before
+
+
 def test_another_pair_of_the_same_name_and_version_is_refused(registry, make_version):
     registry.push(make_version(3))
     before = tree(registry)
@@ -114,6 +125,11 @@ def test_an_altered_pair_is_not_pushed(registry, make_version):
 
 
 def test_what_is_not_there_is_named(registry, make_version, tmp_path):
+    for ask in (registry.versions, lambda: pull(registry, "tiny", tmp_path / "pulled")):
+        with pytest.raises(BadInputError, match=r"there is no registry at .*registry: check the place"):
+            ask()
+    Path(registry.store.where).mkdir()
+    assert registry.versions() == []
     with pytest.raises(BadInputError, match="no pair called 'tiny'; there are: none"):
         pull(registry, "tiny", tmp_path / "pulled")
     registry.push(make_version(1))

@@ -22,6 +22,7 @@ from ..common.atomic import replacing_folder, write_atomically
 from ..decode import Plan
 from ..eval.reports.figures import ALL
 from ..eval.reports.report import ContestantInfo, Report
+from ..eval.reports.tables import markdown_text
 from ..formats import EngineLaunch, Exported, export_drafter, launch
 from ..formats.early_exit import save_target
 from ..formats.export import require_new
@@ -167,7 +168,7 @@ def _write_beside(pair: Pair, made: PairExport, folder: Path) -> None:
 
 def _readme(pair: Pair, made: PairExport, expected: list[dict[str, Any]]) -> str:
     lines = [
-        f"# {pair.name} version {pair.version}, for {made.launch.engine}",
+        f"# {markdown_text(pair.name)} version {pair.version}, for {made.launch.engine}",
         "",
         f"A speculative drafter of type {pair.manifest.drafter.type}, written by Outrider in the layout "
         f"`{made.exported.layout}`. Read back as the engine reads it, its logits are the drafter's own (largest "

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
 from ..common import BadInputError
+from ..common.terminal import VisibleConsole
 from .options import PairFolder
 from .output import console_for, finish, print_lines, tell
 
@@ -80,7 +80,7 @@ def served(
     from ..serving.reference_run import HABITS, Expectation, Trial
     from ..serving.session import ServedSession, Start, depth_of, record_of
 
-    console = Console(highlight=False, soft_wrap=True, stderr=as_json)
+    console = VisibleConsole(highlight=False, soft_wrap=True, stderr=as_json)
     loaded = Pair.load(pair)
     name = "" if url is None else Engine(url).counters().engine  # it may have habits of its own in drafting
     temperatures, depth = tuple(temperature or (0.0, 1.0)), depth_of(loaded, export, depth)
@@ -147,7 +147,7 @@ def watch(
         baseline, limits = baseline_of(Pair.load(pair))
     if webhook is not None:
         require_webhook(webhook)
-    console, beside = console_for(as_json), Console(highlight=False, soft_wrap=True, stderr=True)
+    console, beside = console_for(as_json), VisibleConsole(highlight=False, soft_wrap=True, stderr=True)
     silent, alarms = None, 0
     new = [] if once else [WatchState(url=url, baseline=baseline) for url in urls]
     with kept_states(state, urls, baseline) if once else nullcontext(new) as states:

@@ -348,7 +348,7 @@ def is_disk_full(error: BaseException | None) -> bool:
     Libraries in C++ and Rust (safetensors, torch) report it in words only, and often as the cause of another error.
     """
     while error is not None:
-        if getattr(error, "errno", None) in _FULL or "No space left on device" in str(error):
+        if _system_number(error) in _FULL or "No space left on device" in str(error):
             return True
         error = error.__cause__ or error.__context__
     return False
@@ -363,12 +363,17 @@ def _was_filled(error: Exception, folder: Path) -> bool:
 
 def _error_number(error: Exception, place: Path) -> int | None:
     """Return the system's number of an error that `place` is the reason of; None for any other."""
-    said = _IN_WORDS.search(str(error))
-    number = error.errno if isinstance(error, OSError) else int(said[1]) if said else None
+    number = _system_number(error)
     named = getattr(error, "filename", None)
     if isinstance(named, (str, os.PathLike)) and not Path(named).absolute().is_relative_to(place.absolute().parent):
         return None
     return number if number in _REFUSED else None
+
+
+def _system_number(error: BaseException) -> int | None:
+    """Return the system's number of an error, which libraries in Rust say in words only."""
+    said = _IN_WORDS.search(str(error))
+    return error.errno if isinstance(error, OSError) else int(said[1]) if said else None
 
 
 def free_bytes(folder: Path) -> int:

@@ -11,11 +11,12 @@ import hashlib
 import os
 import stat
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
 from ...common import BadInputError
-from ...common.atomic import leftovers_within, replacing, sync, working_name
+from ...common.atomic import leftovers_within, replacing, sync, working_name, writing
 from ...common.digests import problem_of
 from ...common.errors import Refusal
 from ...common.locks import locked
@@ -42,7 +43,10 @@ class FolderStore:
 
     def read(self, path: str) -> bytes:
         with self._opened(path, MAX_ENTRY) as file:
-            return file.read(MAX_ENTRY + 1)
+            try:
+                return file.read(MAX_ENTRY + 1)
+            except OSError as error:
+                raise Refusal.of(self.folder / path, str(error.strerror), "a readable file", "Try again.") from error
 
     def add(self, blobs: dict[str, Path], entry: str, content: bytes) -> bool:
         try:
@@ -78,13 +82,15 @@ class FolderStore:
         place.parent.mkdir(parents=True, exist_ok=True)
         temporary = working_name(place, "tmp")
         try:
-            temporary.write_bytes(content)
-            temporary.chmod(0o444)
-            sync(temporary)
-            published = _linked(temporary, place)
+            with writing(place):
+                temporary.write_bytes(content)
+                temporary.chmod(0o444)
+                sync(temporary)
+                published = _linked(temporary, place)
+                sync(place.parent)
         finally:
-            temporary.unlink(missing_ok=True)
-        sync(place.parent)
+            with suppress(OSError):  # a later push removes it
+                temporary.unlink(missing_ok=True)
         return published
 
     # ------------------------------------------------------------ reading

@@ -46,7 +46,8 @@ class WandbStore:
         """Return the entries of all artifacts; [] where wandb is offline."""
         if os.environ.get("WANDB_MODE", "online") in ("offline", "dryrun", "disabled"):
             return []
-        self._versions = {path: version for version in self._artifacts() if (path := version.metadata.get("entry"))}
+        found = ((version.metadata.get("entry"), version) for version in self._artifacts())
+        self._versions = {path: version for path, version in found if isinstance(path, str)}  # anybody may write others
         return list(self._versions)
 
     def read(self, path: str) -> bytes:

@@ -147,9 +147,15 @@ def test_an_engine_that_does_not_answer(start_server: Serve, tmp_path: Path) -> 
     assert "no answer" in long.stdout
 
 
-def test_a_damaged_state_is_refused(tmp_path: Path) -> None:
+NO_ROUNDS = '[{"url": "http://x", "baseline": {"tau": 2, "spread": 1, "rounds": 0, "source": ""}}]'
+
+
+@pytest.mark.parametrize(
+    "content", ['[{"url": 3}]', "5", "[" * 100_000, '[{"url": "http://x", "sums": {"fall": NaN}}]', NO_ROUNDS]
+)
+def test_a_damaged_state_is_refused(tmp_path: Path, content: str) -> None:
     file = tmp_path / "watch.json"
-    file.write_text('[{"url": 3}]')
+    file.write_text(content)
     with pytest.raises(BadInputError, match="delete it"), kept_states(file, ["http://x"], None):
         pass
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -287,6 +288,25 @@ def test_huge_and_deep_entries_are_refused(registry: Registry, pushed: Pair, tmp
         entry.write_text(text, errors="surrogatepass")
         with pytest.raises(BadInputError):
             registry.versions()
+
+
+def test_a_disk_that_fails_ends_a_push_in_one_sentence(
+    registry: Registry, make_version: MakeVersion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel says EIO of a descriptor, without a name; what was begun is gone, and a second push goes through."""
+
+    def fails(path: Path) -> None:
+        if path.parent.name == "tiny":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    pair = make_version(1)
+    monkeypatch.setattr("outrider.pair.registry.folder.sync", fails)
+    with pytest.raises(BadInputError, match=r"1\.1\.json could not be written: Input/output error"):
+        registry.push(pair)
+    assert not [name for name in tree(registry) if name.startswith("pairs/")]
+    monkeypatch.undo()
+    registry.push(pair)
+    assert len(registry.versions()) == 1
 
 
 def test_files_that_are_no_entries_are_left_alone(registry: Registry, pushed: Pair) -> None:

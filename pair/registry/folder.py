@@ -59,8 +59,8 @@ class FolderStore:
         except PermissionError as error:
             raise BadInputError(f"{self.folder}: cannot be written ({error.strerror}: {error.filename}).") from error
 
-    def fetch(self, digest: str, to: Path) -> None:
-        copy_blob(self._opened(blob_path(digest)), to, digest, self.folder / blob_path(digest))
+    def fetch(self, digest: str, to: Path, size: int) -> None:
+        copy_blob(self._opened(blob_path(digest), size), to, digest, self.folder / blob_path(digest))
 
     # ------------------------------------------------------------ writing
 
@@ -95,7 +95,7 @@ class FolderStore:
 
     # ------------------------------------------------------------ reading
 
-    def _opened(self, path: str, limit: int | None = None) -> BinaryIO:
+    def _opened(self, path: str, limit: int) -> BinaryIO:
         """Open a file of the registry: a regular one, reached without any link."""
         place = self.folder / path
         if place.parent.resolve() != self.folder.resolve() / Path(path).parent:
@@ -111,7 +111,7 @@ class FolderStore:
             ) from error
         status = os.fstat(opened.fileno())
         is_file = stat.S_ISREG(status.st_mode)
-        if not is_file or (limit is not None and status.st_size > limit):
+        if not is_file or status.st_size > limit:
             opened.close()
             wrong = f"{status.st_size} bytes" if is_file else "no regular file"
             raise Refusal.of(place, wrong, f"a regular file of at most {limit} bytes", "Nothing was taken from it.")

@@ -59,11 +59,11 @@ class WandbStore:
         self._pulled.append(FolderStore(place))
         return self._pulled[-1].read(path)
 
-    def fetch(self, digest: str, to: Path) -> None:
+    def fetch(self, digest: str, to: Path, size: int) -> None:
         holding = [store for store in self._pulled if (store.folder / blob_path(digest)).exists()]
         if not holding:
             raise Refusal.of(f"{self.where}/{blob_path(digest)}", "nothing", "a file of the pair", "Push it again.")
-        holding[-1].fetch(digest, to)
+        holding[-1].fetch(digest, to, size)
 
     def add(self, blobs: dict[str, Path], entry: str, content: bytes) -> bool:
         """Log an entry and its blobs as a version of its pair's artifact, in a run of its own.

@@ -34,6 +34,7 @@ def versioned(pair: Pair, folder: Path, version: int, name: str, weights: bytes,
     record = pair.manifest.drafter.model_copy(update={"files": files})
     values = {"name": name, "version": version, "drafter": record, "lineage": lineage}
     made: Manifest = pair.manifest.model_copy(update=values)
+    made = made.model_copy(update={"sizes": {name: (folder / name).stat().st_size for name in made.files()}})
     made = made.model_copy(update={"digest": made.identity()}).sealed()
     made.write(folder)
     return Pair(folder, made)

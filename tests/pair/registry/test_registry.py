@@ -228,6 +228,37 @@ def test_digests_that_are_none_are_refused(
     assert not (tmp_path / "pulled").exists()
 
 
+def test_a_huge_file_is_refused_before_it_is_copied(
+    registry: Registry, pushed: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outrider.pair.registry.folder._CHUNK", None)  # nothing can be read
+    blob = Path(registry.store.where) / blob_path(pushed.manifest.drafter.files["model.safetensors"])
+    blob.chmod(0o644)
+    with blob.open("r+b") as file:
+        file.truncate(40 << 30)  # as much as a disk holds, and takes no room
+    size = pushed.manifest.sizes["drafter/model.safetensors"]
+    with pytest.raises(BadInputError, match=rf"{40 << 30} bytes; expected a regular file of at most {size} bytes"):
+        registry.store.fetch(pushed.manifest.drafter.files["model.safetensors"], tmp_path / "copy", size)
+    monkeypatch.undo()
+    with pytest.raises(BadInputError, match="expected a regular file of at most"):
+        pull(registry, "tiny", tmp_path / "pulled")
+    assert not (tmp_path / "pulled").exists()
+
+
+def test_a_pair_larger_than_the_disk_is_refused_first(
+    registry: Registry, make_version: MakeVersion, tmp_path: Path
+) -> None:
+    pair = make_version(1)
+    sizes = pair.manifest.sizes
+    forge(registry, pair, sizes={**sizes, "recipe.yaml": 10**18})
+    with pytest.raises(BadInputError, match="its disk has"):
+        pull(registry, "tiny", tmp_path / "pulled")
+    other = make_version(1, name="other")
+    forge(registry, other, sizes={name: size for name, size in sizes.items() if name != "recipe.yaml"})
+    with pytest.raises(BadInputError, match=r"no size of 'recipe\.yaml'; expected one of each file"):
+        pull(registry, "other", tmp_path / "pulled")
+
+
 def test_an_entry_in_anothers_place_is_refused(registry: Registry, pushed: Pair, tmp_path: Path) -> None:
     """A stranger cannot hand out version 1 as version 2, nor one pair under another's name."""
     root = Path(registry.store.where) / "pairs"

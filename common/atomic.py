@@ -199,6 +199,11 @@ class Leftover:
             return None
         return cls(path, path.with_name(match["name"]), int(match["process"]), match["machine"], match["kind"])
 
+    def destination(self) -> Path:
+        """Return the place that it was meant for in the end, if it was built for what is itself a leftover."""
+        outer = Leftover.at(self.place)
+        return self.place if outer is None else outer.destination()
+
     def changed(self) -> float:
         """Return the time of the last change; 0 if it is gone."""
         try:
@@ -226,7 +231,7 @@ class Leftover:
 
 def recover(folder: Path) -> None:
     """Finish or remove the leftovers of dead processes beside `folder` and in it. Call it with the folder's lock."""
-    _settle(leftover for leftover in _leftovers_in(folder.parent) if leftover.place == folder)
+    _settle(leftover for leftover in _leftovers_in(folder.parent) if leftover.destination() == folder)
     _settle(leftovers_within(folder))
 
 
@@ -234,7 +239,7 @@ def _settle(leftovers: Iterable[Leftover]) -> None:
     """Put finished folders in their places, the newest last, and remove all else that no process works on."""
     dead = [leftover for leftover in leftovers if not leftover.in_work()]
     for leftover in sorted(dead, key=Leftover.changed):
-        if leftover.kind == "ready":
+        if leftover.kind == "ready" and leftover.place == leftover.destination():
             _finish(leftover.path, leftover.place)
         else:
             leftover.remove()

@@ -19,6 +19,7 @@ from typing import Any
 
 from ..common import BadInputError
 from ..common.atomic import replacing_folder, write_atomically
+from ..common.locks import locked
 from ..decode import Plan
 from ..eval.reports.figures import ALL
 from ..eval.reports.report import ContestantInfo, Report
@@ -61,16 +62,16 @@ def export_pair(
         target: the pair's target; None loads it.
 
     Raises:
-        BadInputError, IncompatibleError: as `outrider.formats.export_drafter` does.
+        BadInputError, IncompatibleError: as `outrider.formats.export_drafter` does; another process writes there.
         StaleError: the target's content is not that of the pair's target.
     """
     target, drafter, _ = pair.open(target)
     drafter = restore_drafter(pair.drafter_folder, target).to(target.device).eval()  # in the precision it was saved in
     depth = depth or export_depth(pair, drafter.max_depth)
     folder = Path(folder or Path("runs") / "exports" / f"{pair.name}-v{pair.version}-{to}").expanduser()
-    require_new(folder)
     started = launch(to, drafter.name, served_path(target, folder), str(folder), depth, pair.dtype)
-    with replacing_folder(folder) as building:
+    with locked(folder), replacing_folder(folder) as building:
+        require_new(folder)
         exported = export_drafter(drafter, target, to, building, depth)
         if target.source.get("adapter") is not None:
             save_target(target, building / TARGET)

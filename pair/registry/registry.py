@@ -65,15 +65,19 @@ class Registry:
         """Write a version into `folder`, which appears whole or not at all.
 
         Raises:
-            BadInputError: there is no such version, something else is in `folder`, or a file is missing or damaged.
+            BadInputError: there is no such version, something else is in `folder`, another process writes there, or a
+                file is missing or damaged.
         """
         version = self.version(reference)
+        with locked(folder):
+            return self._pulled(version, folder, console)
+
+    def _pulled(self, version: Version, folder: Path, console: Console | None) -> Pair:
         content = self.store.read(version.entry.path)
         signature = self._signature(version.entry.name, content)
         if (existing := _existing(folder, version.manifest)) is not None:
             if signature is not None:
-                with locked(folder):
-                    write_atomically(folder / SIGNATURE, signature)
+                write_atomically(folder / SIGNATURE, signature)
             return existing
         files, sizes = version.manifest.files(), version.manifest.sizes
         require_space(folder, sum(sizes.values()), "Choose another disk.")

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import importlib
 import os
+import shutil
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,13 +30,15 @@ class WandbStore:
 
     Args:
         project: `ENTITY/PROJECT`, or `PROJECT` of the user's own.
-        folder: for the files of pushes and downloads (default: a temporary one).
+        folder: for the files of pushes and downloads (default: a temporary one, which goes with the store).
     """
 
     def __init__(self, project: str, folder: Path | None = None):
         entity, _, name = project.rpartition("/")
         self.entity, self.project = entity or None, name
         self.folder = folder or Path(mkdtemp(prefix="outrider-wandb-"))
+        if folder is None:
+            weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
         self._versions: dict[str, Any] = {}
         self._pulled: list[FolderStore] = []
 

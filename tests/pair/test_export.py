@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from outrider.common import BadInputError
+from outrider.common.locks import locked
 from outrider.heads import Medusa, MedusaConfig
 from outrider.pair import export_pair, new_pair
 from outrider.pair.export import by_position, export_depth
@@ -43,6 +45,18 @@ def test_heads_that_were_trained_with_an_adapter_leave_with_the_target_that_has_
     assert str(tmp_path / "out" / "target") in str(made.launch.command)
     assert made.depth == 2  # as deep as the heads draft, though the plan says more
     assert made.launch.settings == {"method": "medusa", "model": str(tmp_path / "out"), "num_speculative_tokens": 2}
+
+
+def test_of_two_exports_into_one_folder_the_second_is_refused(adapted: Target, recipe: Recipe, tmp_path: Path) -> None:
+    drafter = Medusa.build(MedusaConfig(num_heads=2), adapted)
+    pair = new_pair(tmp_path / "pair", adapted, drafter, recipe, calibration=[])
+    out = tmp_path / "out"
+    with ThreadPoolExecutor(1) as other, locked(out), pytest.raises(BadInputError, match="is being written by"):
+        other.submit(export_pair, pair, "vllm", out, target=adapted).result()
+    assert not out.exists()
+    export_pair(pair, "vllm", out, target=adapted)
+    with pytest.raises(BadInputError, match="is not empty; nothing was written"):
+        export_pair(pair, "vllm", out, target=adapted)
 
 
 def test_an_engine_drafts_as_deep_as_the_pair_says_and_never_deeper_than_the_drafter(make_pair: MakePair) -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from outrider.common import BadInputError
 from outrider.common.atomic import working_name
+from outrider.common.locks import locked
 from outrider.pair import Pair, verify
 from outrider.pair.manifest import SIGNATURE
 from outrider.pair.registry import FolderStore, PairReference, Registry, open_registry
@@ -130,6 +133,21 @@ def test_a_pull_never_takes_the_place_of_something_else(
     with pytest.raises(BadInputError, match="nothing was written"):
         pull(registry, "tiny@2", pulled.folder)
     assert contents(pulled.folder) == contents(pair.folder)
+
+
+def test_a_pull_waits_for_nobody_and_clears_what_a_killed_one_left(
+    registry: Registry, pushed: Pair, tmp_path: Path
+) -> None:
+    place = tmp_path / "pulled"
+    working_name(place, "tmp").mkdir()
+    [unfinished] = tmp_path.glob(".pulled.*")
+    dead = unfinished.rename(unfinished.with_name(re.sub(r"outrider-\d+", "outrider-4194999", unfinished.name)))
+    with ThreadPoolExecutor(1) as other, locked(place), pytest.raises(BadInputError, match="is being written by"):
+        other.submit(pull, registry, "tiny", place).result()
+    assert not place.exists()
+    dead.mkdir(exist_ok=True)
+    pull(registry, "tiny", place)
+    assert not list(tmp_path.glob(".pulled*"))
 
 
 @pytest.mark.parametrize("text", ["", "@1", "a b", "../x", "tiny@", "tiny@one", "tiny@-1", "tiny@1@2", ".x", "x" * 200])

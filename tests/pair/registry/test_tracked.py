@@ -111,3 +111,11 @@ def test_a_download_is_verified(
         project.logged[0].metadata["entry"] = entry
         assert Registry(project).versions() == []
     assert json.dumps(project.where) == '"wandb://team/drafters"'
+
+
+def test_a_stores_temporary_folder_goes_with_it() -> None:
+    store = WandbStore("team/drafters")
+    folder = store.folder
+    assert folder.is_dir()
+    del store
+    assert not folder.exists()

@@ -159,9 +159,9 @@ def test_a_change_at_once_after_the_seal_is_found_whatever_times_it_gets(tmp_pat
 def test_the_cache_is_written_once_for_a_folder_and_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path.parent / f"{tmp_path.name}-cache"))  # nobody else writes there
     writes, loads = [], []
-    write, load = digest_cache._write, digest_cache.json.loads
+    write, load = digest_cache._write, digest_cache.read_json
     monkeypatch.setattr(digest_cache, "_write", lambda entries: (writes.append(len(entries)), write(entries)))
-    monkeypatch.setattr(digest_cache.json, "loads", lambda text: (loads.append(text), load(text))[1])
+    monkeypatch.setattr(digest_cache, "read_json", lambda file: (loads.append(file), load(file))[1])
     for number in range(30):
         (tmp_path / f"{number}").write_bytes(bytes(1_000_000))
     seal(tmp_path)

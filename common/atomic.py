@@ -199,6 +199,11 @@ class Leftover:
             return None
         return cls(path, path.with_name(match["name"]), int(match["process"]), match["machine"], match["kind"])
 
+    def destination(self) -> Path:
+        """Return the place that it was meant for in the end, if it was built for what is itself a leftover."""
+        outer = Leftover.at(self.place)
+        return self.place if outer is None else outer.destination()
+
     def changed(self) -> float:
         """Return the time of the last change; 0 if it is gone."""
         try:
@@ -226,7 +231,7 @@ class Leftover:
 
 def recover(folder: Path) -> None:
     """Finish or remove the leftovers of dead processes beside `folder` and in it. Call it with the folder's lock."""
-    _settle(leftover for leftover in _leftovers_in(folder.parent) if leftover.place == folder)
+    _settle(leftover for leftover in _leftovers_in(folder.parent) if leftover.destination() == folder)
     _settle(leftovers_within(folder))
 
 
@@ -234,7 +239,7 @@ def _settle(leftovers: Iterable[Leftover]) -> None:
     """Put finished folders in their places, the newest last, and remove all else that no process works on."""
     dead = [leftover for leftover in leftovers if not leftover.in_work()]
     for leftover in sorted(dead, key=Leftover.changed):
-        if leftover.kind == "ready":
+        if leftover.kind == "ready" and leftover.place == leftover.destination():
             _finish(leftover.path, leftover.place)
         else:
             leftover.remove()
@@ -348,7 +353,7 @@ def is_disk_full(error: BaseException | None) -> bool:
     Libraries in C++ and Rust (safetensors, torch) report it in words only, and often as the cause of another error.
     """
     while error is not None:
-        if getattr(error, "errno", None) in _FULL or "No space left on device" in str(error):
+        if _system_number(error) in _FULL or "No space left on device" in str(error):
             return True
         error = error.__cause__ or error.__context__
     return False
@@ -363,12 +368,17 @@ def _was_filled(error: Exception, folder: Path) -> bool:
 
 def _error_number(error: Exception, place: Path) -> int | None:
     """Return the system's number of an error that `place` is the reason of; None for any other."""
-    said = _IN_WORDS.search(str(error))
-    number = error.errno if isinstance(error, OSError) else int(said[1]) if said else None
+    number = _system_number(error)
     named = getattr(error, "filename", None)
     if isinstance(named, (str, os.PathLike)) and not Path(named).absolute().is_relative_to(place.absolute().parent):
         return None
     return number if number in _REFUSED else None
+
+
+def _system_number(error: BaseException) -> int | None:
+    """Return the system's number of an error, which libraries in Rust say in words only."""
+    said = _IN_WORDS.search(str(error))
+    return error.errno if isinstance(error, OSError) else int(said[1]) if said else None
 
 
 def free_bytes(folder: Path) -> int:

@@ -16,6 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from .atomic import machine_tag, replacing, working_name
+from .safe_load import read_json
 
 Entries = dict[str, tuple[str, float]]  # digest and time of reading, by key
 
@@ -112,14 +113,14 @@ def _saved() -> Entries:
         status, now = cache_file().stat(), time.time()
         saved = _parsed(cache_file(), (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns))
         return {key: entry for key, entry in saved.items() if 0 <= now - entry[1] < KEPT_SECONDS}
-    except (OSError, ValueError, TypeError, AttributeError, RuntimeError):
+    except (OSError, ValueError, TypeError, RuntimeError):
         return {}
 
 
 @lru_cache(maxsize=1)
 def _parsed(file: Path, version: tuple[int, ...]) -> Entries:  # noqa: ARG001 (a part of the key)
     """Return the contents of the cache file, which is read again only when another version of it is there."""
-    saved = json.loads(file.read_text(encoding="utf-8"))
+    saved = read_json(file)
     return {key: (str(digest), float(read)) for key, (digest, read) in saved.items()}
 
 

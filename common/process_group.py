@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +25,7 @@ from .atomic import write_atomically
 from .errors import BadInputError, OutriderError
 from .locks import claiming
 from .signals import STOPPING, StoppedError, how, number_of
+from .terminal import print_to_stderr
 
 PREFIX = ".launch-"
 POLL_SECONDS, SECONDS_BETWEEN_CHECKS = 0.1, 0.5  # what 64 processes ask of a shared disk adds up
@@ -213,8 +213,7 @@ class LaunchGroup:
                 self.check_peers()
             except (PeerError, StoppedError) as error:
                 if not done.is_set():
-                    sys.stderr.write(f"error: {error}\n")
-                    sys.stderr.flush()
+                    print_to_stderr(f"error: {error}")
                     os._exit(error.exit_code)
 
 

@@ -21,10 +21,10 @@ def progress(
         yield lambda *_: None
         return
     columns = [
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("{task.fields[note]}"),
+        TextColumn("{task.fields[note]}", markup=False),
         TimeRemainingColumn(),
     ]
     with Progress(*columns, console=console, transient=transient) as bar:

@@ -12,13 +12,14 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ..common import BadInputError
-from ..common.errors import LIBRARY_ERRORS
+from ..common.errors import LIBRARY_ERRORS, reason
 from ..common.machine import clock
 from ..heads import Abilities, Drafter, NoDraftSession, Session
 from ..targets import RowLengths, Target
@@ -133,6 +134,11 @@ class Request:
     sequence_ids: Sequence[int] | None = None
     speculate: bool | Sequence[bool] = True
 
+    @cached_property
+    def rows(self) -> list[Tensor]:
+        """The prompts as tensors `[T]`; BadInputError for anything but whole numbers."""
+        return [_whole_numbers(prompt, f"prompt {i}") for i, prompt in enumerate(self.prompts)]
+
     @property
     def ids(self) -> list[int]:
         """The key of each prompt's randomness."""
@@ -149,7 +155,8 @@ class Request:
         count, new = len(self.prompts), self.max_new_tokens
         if not count:
             raise BadInputError("there are no prompts to complete.")
-        if len(self.ids) != count:
+        rows = self.rows
+        if len(_whole_numbers(self.ids, "sequence_ids")) != count:
             raise BadInputError(f"{count} prompts, but {len(self.ids)} sequence ids.")
         if len(self.drafts) != count:
             raise BadInputError(f"{count} prompts, but {len(self.drafts)} flags for speculate.")
@@ -158,7 +165,7 @@ class Request:
         if self.sampling.min_new_tokens > new:
             raise BadInputError(f"min_new_tokens is {self.sampling.min_new_tokens}, more than max_new_tokens ({new}).")
         limit = target.max_context
-        for i, prompt in enumerate(self.prompts):
+        for i, prompt in enumerate(rows):
             if len(prompt) == 0:
                 raise BadInputError(f"prompt {i} is empty; give at least one token (for example the BOS token).")
             if limit is not None and len(prompt) + new > limit:
@@ -173,13 +180,24 @@ class Request:
         Raises:
             BadInputError: a token outside the vocabulary.
         """
-        rows = [torch.as_tensor(prompt, dtype=torch.long, device="cpu") for prompt in self.prompts]
-        tokens = pad_sequence(rows, batch_first=True)
+        tokens = pad_sequence(self.rows, batch_first=True)
         least, most = int(tokens.min()), int(tokens.max())
         if least < 0 or most >= vocab:
             outside = least if least < 0 else most
             raise BadInputError(f"a prompt holds token {outside}, outside the target's vocabulary of {vocab}.")
-        return tokens, [len(prompt) for prompt in self.prompts]
+        return tokens, [len(row) for row in self.rows]
+
+
+def _whole_numbers(values: Sequence[int], what: str) -> Tensor:
+    """Return a sequence of ids as a tensor `[T]`; BadInputError for text, fractions, and numbers beyond 64 bits."""
+    try:
+        ids = torch.as_tensor(values, device="cpu") if len(values) else torch.zeros(0, dtype=torch.long)
+        if ids.ndim == 1 and ids.dtype != torch.bool and not ids.is_floating_point() and not ids.is_complex():
+            return ids.long()
+        problem = f"{ids.dtype} in {ids.ndim} dimensions"
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        problem = reason(error)
+    raise BadInputError(f"{what}: expected a sequence of ids, whole numbers of at most 64 bits; found {problem}.")
 
 
 @dataclass

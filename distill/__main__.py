@@ -8,15 +8,14 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import sys
 
 from accelerate import PartialState
-from rich.console import Console
 
 from ..common import BadInputError, OutriderError
 from ..common.machine import best_device
 from ..common.runtime import keep_large_blocks, remember_few_shapes
 from ..common.signals import how, number_of, stop_with_launcher, stoppable
+from ..common.terminal import VisibleConsole, log_to_stderr, print_to_stderr
 from ..recipes import load_recipe
 from ..targets.sharding import leave_group
 from .responses import distill
@@ -33,8 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     given = parser.parse_intermixed_args(arguments)
     rank = os.environ.get("RANK", "0")
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    logging.getLogger("outrider").setLevel(logging.INFO if rank == "0" else logging.ERROR)
+    log_to_stderr(logging.INFO if rank == "0" else logging.ERROR)
     keep_large_blocks()
     remember_few_shapes()
     stop_with_launcher()
@@ -52,7 +50,7 @@ def _run(given: argparse.Namespace, prefix: str) -> int:
                     "launch --multi_gpu` or torchrun."
                 )
             recipe = load_recipe(given.recipe, given.overrides)
-            folder = distill(recipe, console=None if prefix else Console(stderr=True))
+            folder = distill(recipe, console=None if prefix else VisibleConsole(stderr=True))
         ended_well = True
     except OutriderError as error:
         return _say(f"{prefix}error: {error}", error.exit_code)
@@ -65,7 +63,7 @@ def _run(given: argparse.Namespace, prefix: str) -> int:
 
 
 def _say(line: str, code: int) -> int:
-    sys.stderr.write(line + "\n")
+    print_to_stderr(line)
     return code
 
 

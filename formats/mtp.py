@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ..common import BadInputError, IncompatibleError, OutriderError
 from ..common.atomic import replacing
+from ..common.terminal import print_to_stderr
 from ..heads import Drafter, DrafterConfig
 from ..heads.mtp import Mtp, MtpConfig
 from ..heads.mtp_checkpoint import KEPT, LAYER, SINGLE, Checkpoint, folder_of, places_in, plain_body
@@ -182,7 +183,7 @@ def main(arguments: list[str] | None = None) -> int:
             )
         files = save_native(drafter, given.checkpoint, given.out)
     except OutriderError as error:
-        sys.stderr.write(f"{error}\n")
+        print_to_stderr(str(error))
         return error.exit_code
     sys.stdout.write("".join(f"{file}\n" for file in files))
     return 0

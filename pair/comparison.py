@@ -80,7 +80,7 @@ def _vocabulary(text: str) -> dict[str, int]:
 
 
 def _recipe(one: Side, other: Side) -> Iterator[str]:
-    before, after = (dict(_flat(parse_yaml(side.read(RECIPE), RECIPE) or {})) for side in (one, other))
+    before, after = (dict(_flat(_settings(side))) for side in (one, other))
     for key in sorted(before.keys() | after.keys()):
         if before.get(key) != after.get(key):
             both = (
@@ -88,6 +88,17 @@ def _recipe(one: Side, other: Side) -> Iterator[str]:
                 for v in (before, after)
             )
             yield f"{key}: {' → '.join(both)}"
+
+
+def _settings(side: Side) -> dict[str, Any]:
+    """Return a pair's recipe, {} without one; BadInputError where it holds anything but settings."""
+    values = parse_yaml(side.read(RECIPE), RECIPE) or {}
+    if not isinstance(values, dict):
+        raise BadInputError(
+            f"{RECIPE} of {side.manifest.name} version {side.manifest.version} is a {type(values).__name__}; expected "
+            "a mapping of settings. Take a good copy of the pair."
+        )
+    return values
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -19,9 +19,11 @@ from typing import Any
 
 from ..common import BadInputError
 from ..common.atomic import replacing_folder, write_atomically
+from ..common.locks import locked
 from ..decode import Plan
 from ..eval.reports.figures import ALL
 from ..eval.reports.report import ContestantInfo, Report
+from ..eval.reports.tables import markdown_text
 from ..formats import EngineLaunch, Exported, export_drafter, launch, layout_of
 from ..formats.early_exit import save_target
 from ..formats.export import require_new
@@ -59,7 +61,7 @@ def export_pair(
         target: the pair's target; None loads it.
 
     Raises:
-        BadInputError, IncompatibleError: as `outrider.formats.export_drafter` does.
+        BadInputError, IncompatibleError: as `outrider.formats.export_drafter` does; another process writes there.
         StaleError: the target's content is not that of the pair's target.
     """
     layout_of(to, pair.manifest.drafter.type)  # before the target is loaded
@@ -69,7 +71,8 @@ def export_pair(
     drafter = restore_drafter(pair.drafter_folder, target).to(target.device).eval()  # in the precision it was saved in
     depth = depth or export_depth(pair, drafter.max_depth)
     started = launch(to, drafter.name, served_path(target, folder), str(folder.absolute()), depth, pair.dtype)
-    with replacing_folder(folder) as building:
+    with locked(folder), replacing_folder(folder) as building:
+        require_new(folder)
         exported = export_drafter(drafter, target, to, building, depth)
         if target.source.get("adapter") is not None:
             save_target(target, building / TARGET)
@@ -169,7 +172,7 @@ def _write_beside(pair: Pair, made: PairExport, folder: Path) -> None:
 
 def _readme(pair: Pair, made: PairExport, expected: list[dict[str, Any]]) -> str:
     lines = [
-        f"# {pair.name} version {pair.version}, for {made.launch.engine}",
+        f"# {markdown_text(pair.name)} version {pair.version}, for {made.launch.engine}",
         "",
         f"A speculative drafter of type {pair.manifest.drafter.type}, written by Outrider in the layout "
         f"`{made.exported.layout}`. Read back as the engine reads it, its logits are the drafter's own (largest "

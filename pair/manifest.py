@@ -243,11 +243,12 @@ class Manifest(SparsePart):
 
     Attributes:
         suites: prompt files that the pair is measured on and that no package ships.
+        sizes: bytes of each of `files`, by which a registry's files are judged before they are copied.
         tuning: the fastest plans by machine. served: the latest record of each engine. No part of the identity, since
             they depend on machines.
     """
 
-    OPTIONAL = ("tuning", "served", "suites")
+    OPTIONAL = ("tuning", "served", "suites", "sizes")
 
     schema_version: Literal[1]
     name: str
@@ -264,6 +265,7 @@ class Manifest(SparsePart):
     lineage: Lineage
     created: str
     outrider_version: str
+    sizes: dict[InsideName, Annotated[int, Field(ge=0)]] = Field(default={})
     tuning: list[Tuning] = Field(default=[])
     served: list[ServedRecord] = Field(default=[])
     checksum: str = ""

@@ -116,7 +116,9 @@ def new_pair(
             measures = calibrate(target, saved, prompts, under, manifest.plan.restored(), console)
             baseline = under.model_copy(update={"prompts": measures})
         changes["measurements"] = _measurements(report, saved, baseline)
-        manifest = manifest.model_copy(update=changes).sealed()
+        manifest = manifest.model_copy(update=changes)
+        sizes = {name: (partial / name).stat().st_size for name in manifest.files()}
+        manifest = manifest.model_copy(update={"sizes": sizes}).sealed()
         manifest.write(partial)
     return Pair(final, manifest)
 

@@ -8,7 +8,6 @@ Exit codes: 0 fine · 1 a finding (the gate failed, the pair is stale or altered
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import traceback
@@ -19,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from typer.core import TyperGroup
 
@@ -28,6 +26,7 @@ from ..common.atomic import is_disk_full, require_folder, write_atomically
 from ..common.progress import say_retries_once
 from ..common.runtime import keep_large_blocks, remember_few_shapes
 from ..common.signals import how, number_of, stoppable
+from ..common.terminal import VisibleConsole, log_to_stderr, print_to_stderr, visible
 from . import data_cli, export_cli, serving_cli
 from .examples import EXAMPLES
 from .options import (
@@ -75,9 +74,9 @@ class Verbs(TyperGroup):
             if code is None:
                 raise
             if os.environ.get("OUTRIDER_DEBUG"):
-                traceback.print_exc()
+                print_to_stderr(traceback.format_exc())
             elif code == FAULT:
-                traceback.print_exc()
+                print_to_stderr(traceback.format_exc())
                 _complain("this is a fault in Outrider, please report it with the lines above.", label="fault: ")
             else:
                 _complain(said(error))
@@ -117,7 +116,7 @@ def said(error: Exception) -> str:
 
 
 def _complain(message: str, label: str = "error: ") -> None:
-    Console(stderr=True, highlight=False, soft_wrap=True).print(f"[red]{label}{escape(message)}[/red]")
+    VisibleConsole(stderr=True, highlight=False, soft_wrap=True).print(f"[red]{label}{escape(message)}[/red]")
 
 
 app = typer.Typer(
@@ -153,8 +152,7 @@ def _every_verb(
 ) -> None:
     # Libraries read these at import; the user's own settings win. Their warnings are for programmers, not for users.
     warnings.filterwarnings("ignore", category=FutureWarning)
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    logging.getLogger("outrider").setLevel(logging.INFO)
+    log_to_stderr()
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -200,7 +198,7 @@ def train(
     result = run(loaded, resume=not fresh, console=console)
     adapter = None if result.adapter_folder is None else str(result.adapter_folder)
     taus = escape(held_out_taus(result.metrics))
-    console.print(f"drafter after {result.steps} steps: [bold]{result.drafter_folder}[/bold]{taus}")
+    console.print(f"drafter after {result.steps} steps: [bold]{escape(str(result.drafter_folder))}[/bold]{taus}")
     if adapter is not None:
         console.print(f"for the target with the adapter [bold]{escape(adapter)}[/bold], which it was trained with")
     made = {"drafter": str(result.drafter_folder), "adapter": adapter, "steps": result.steps}
@@ -255,7 +253,7 @@ def plan(
     launched = read_launch(accelerate_config) if accelerate_config else (1, "none")
     found = run(loaded, processes or launched[0], sharding or launched[1], rows)  # type: ignore[arg-type]
     body = vars(found) | {"peak_memory": found.memory.peak}
-    finish(as_json, "plan", body, show=lambda: show(found, Console()))
+    finish(as_json, "plan", body, show=lambda: show(found, VisibleConsole()))
 
 
 # ------------------------------------------------------------ measuring
@@ -375,8 +373,8 @@ def tune(
     console = console_for(as_json)
     tuning = load_subject(str(pair), asked).tune(batch or [1], console)
     console.print(
-        f"{tuning.num_prompts} prompts ({', '.join(tuning.suites)}), temperature {temperature:g}, "
-        f"{tuning.dtype} on {tuning.device_name}",
+        f"{tuning.num_prompts} prompts ({escape(', '.join(tuning.suites))}), temperature {temperature:g}, "
+        f"{tuning.dtype} on {escape(tuning.device_name)}",
         style="dim",
     )
     if not dry_run:
@@ -426,10 +424,10 @@ def generate(
     completion.template = loaded.recipe().template | (arguments or {})
     if plain:
         for piece, _ in completion.stream(text, chat):
-            sys.stdout.write(piece)
+            sys.stdout.write(visible(piece) if sys.stdout.isatty() else piece)
             sys.stdout.flush()
     else:
-        completion.show(text, chat, compare, Console(highlight=False, soft_wrap=True))
+        completion.show(text, chat, compare, VisibleConsole(highlight=False, soft_wrap=True))
 
 
 # ------------------------------------------------------------ the life after
@@ -550,11 +548,11 @@ def doctor(
 
     if wanted is None:
         found = examine()
-        finish(as_json, "doctor", found, show=lambda: render(found, Console()))
+        finish(as_json, "doctor", found, show=lambda: render(found, VisibleConsole()))
         return
     asked = {"features": features(wanted)}
     lacking = any(feature["missing"] for feature in asked["features"])
-    finish(as_json, "doctor", asked, FINDING if lacking else 0, lambda: render(asked, Console()))
+    finish(as_json, "doctor", asked, FINDING if lacking else 0, lambda: render(asked, VisibleConsole()))
 
 
 @app.command()
@@ -567,7 +565,7 @@ def quickstart(
     from .quickstart import tell
 
     require_folder(out)
-    if not tell(out, Console()):
+    if not tell(out, VisibleConsole()):
         raise typer.Exit(FINDING)
 
 

@@ -7,11 +7,11 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
 from ..common import BadInputError
+from ..common.terminal import VisibleConsole
 from .options import AsJson, Overrides, RecipeName, recipe_of
 from .output import finish, print_lines
 
@@ -59,7 +59,7 @@ def show(
     """A sample of what is learnt: [green]what is supervised[/green], and what is only read. Of the finished responses
     where there are some, else of the rows' own answers, else of the prompts.
     """
-    loaded, console = recipe_of(recipe, changes), Console(highlight=False, soft_wrap=True)
+    loaded, console = recipe_of(recipe, changes), VisibleConsole(highlight=False, soft_wrap=True)
     for name, pieces in _samples(loaded, _tokenizer(loaded), count):
         console.rule(escape(name), align="left", style=READ)
         console.print(Text.assemble(*pieces))
@@ -140,11 +140,9 @@ def _asked(prompt: Prompt) -> list[Piece]:
 
 
 def _piece(text: str, style: str) -> Piece:
-    from .streaming import harmless
-
     if style == READ and len(text) > _LONGEST:
         text = f"{text[: _LONGEST // 2]} […] {text[-_LONGEST // 2 :]}"
-    return harmless(text), style
+    return text, style
 
 
 # ------------------------------------------------------------ counts

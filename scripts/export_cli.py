@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
+from ..common.terminal import VisibleConsole
 from .options import PairFolder
 from .output import finish, print_lines
 
@@ -76,7 +76,7 @@ def import_(
 
     loaded = Target.load(target, adapter=adapter)
     layout, drafter = recognised(folder), import_drafter(folder, loaded)
-    console = Console(highlight=False, soft_wrap=True)
+    console = VisibleConsole(highlight=False, soft_wrap=True)
     if as_pair:
         paired(out, loaded, drafter, console=console)
     else:

@@ -13,6 +13,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from ..common.terminal import VisibleConsole, visible
+
 _answers: ContextVar[TextIO | None] = ContextVar("answers", default=None)
 
 
@@ -33,7 +35,7 @@ def answering(as_json: bool) -> Iterator[None]:
 def tell(text: str) -> None:
     """Write an answer for a program to stdout."""
     stdout = _answers.get() or sys.stdout
-    stdout.write(text)
+    stdout.write(visible(text))
     stdout.flush()
 
 
@@ -51,12 +53,12 @@ def finish(as_json: bool, kind: str, body: Any, code: int = 0, show: Callable[[]
 
 def console_for(as_json: bool) -> Console:
     """Return the console that a verb speaks to people with."""
-    return Console(stderr=as_json)
+    return VisibleConsole(stderr=as_json)
 
 
 def print_lines(lines: Iterable[str]) -> None:
     """Print lines of markup as they are, however long."""
-    console = Console(highlight=False, soft_wrap=True)
+    console = VisibleConsole(highlight=False, soft_wrap=True)
     for line in lines:
         console.print(line)
 

@@ -12,6 +12,7 @@ from rich.tree import Tree
 
 from ..common import BadInputError
 from ..common.atomic import require_folder
+from ..common.terminal import VisibleConsole
 from .options import Adapter, AsJson, Overrides, PairFolder, RecipeName, recipe_of
 from .output import console_for, finish, print_facts, print_lines, tell
 
@@ -81,7 +82,7 @@ def show(
     if as_json:
         tell(pair.manifest.to_text())
     else:
-        print_pair(pair, Console())
+        print_pair(pair, VisibleConsole())
 
 
 @pair_app.command()
@@ -170,7 +171,7 @@ def push(pair: PairFolder, registry: RegistryPlace = None, as_json: AsJson = Fal
     console = console_for(as_json)
     opened, loaded = _opened(registry), PairFiles.load(pair)
     entry = opened.push(loaded, console)
-    console.print(f"[bold]{entry}[/bold] (revision {entry.revision}) is in {escape(opened.store.where)}")
+    console.print(f"[bold]{escape(str(entry))}[/bold] (revision {entry.revision}) is in {escape(opened.store.where)}")
     finish(as_json, "pair-push", {"registry": opened.store.where, "digest": loaded.digest, **vars(entry)})
 
 
@@ -187,7 +188,7 @@ def pull(
 
     console = console_for(as_json)
     pair = _opened(registry).pull(PairReference.parse(version), folder.expanduser(), console)
-    console.print(f"{pair.name} version {pair.version}: [bold]{escape(str(pair.folder))}[/bold], intact")
+    console.print(f"{escape(pair.name)} version {pair.version}: [bold]{escape(str(pair.folder))}[/bold], intact")
     finish(as_json, "pair-pull", PairBody.of(pair))
 
 
@@ -204,7 +205,7 @@ def log(
     opened = _opened(registry)
     versions = opened.versions(name)
     if not as_json:
-        console, tree = Console(highlight=False), Tree(escape(opened.store.where))
+        console, tree = VisibleConsole(highlight=False), Tree(escape(opened.store.where))
         for node in lineage([version.manifest for version in versions]):
             _draw(node, tree)
         console.print(tree)

@@ -327,7 +327,7 @@ def conclude(story: Story) -> None:
     reused = f", of which {story.reused} stages were reused" if story.reused else ""
     console.print(Text(f"{seconds:.0f} seconds in {count} stages{reused}", style="dim"))
     pair, report = place.out / "refreshed" / "pair", place.out / "report" / "report.html"
-    console.print(f'report: {report}   next: outrider generate {pair} "def "', highlight=False)
+    console.print(Text(f'report: {report}   next: outrider generate {pair} "def "'))
 
 
 def closing_table(place: Workplace) -> Table:

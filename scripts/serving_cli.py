@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
 from ..common import BadInputError
 from ..common.runtime import require_extra
+from ..common.terminal import VisibleConsole
 from .options import PairFolder
 from .output import console_for, finish, print_lines, tell
 
@@ -85,7 +85,7 @@ def served(
     require_clients()
     for given in filter(None, (url, plain_url)):
         root_url(given)  # refused before anything is loaded
-    console = Console(highlight=False, soft_wrap=True, stderr=as_json)
+    console = VisibleConsole(highlight=False, soft_wrap=True, stderr=as_json)
     loaded = Pair.load(pair)
     name = "" if url is None else Engine(url).counters().engine  # it may have habits of its own in drafting
     temperatures, depth = tuple(temperature or (0.0, 1.0)), depth_of(loaded, export, depth)
@@ -156,7 +156,7 @@ def watch(
         baseline, limits = baseline_of(Pair.load(pair))
     if webhook is not None:
         require_webhook(webhook)
-    console, beside = console_for(as_json), Console(highlight=False, soft_wrap=True, stderr=True)
+    console, beside = console_for(as_json), VisibleConsole(highlight=False, soft_wrap=True, stderr=True)
     silent, alarms = None, 0
     new = [] if once else [WatchState(url=url, baseline=baseline) for url in urls]
     with kept_states(state, urls, baseline) if once else nullcontext(new) as states:

@@ -114,9 +114,9 @@ class StreamedCompletion:
 
         `compare` runs the plain target on the same prompt for the speedup.
         """
-        console.print(Text("" if chat else harmless(prompt), style="dim"), end="")
+        console.print(Text("" if chat else prompt, style="dim"), end="")
         for piece, drafted in self.stream(prompt, chat):
-            console.print(Text(harmless(piece), style=DRAFTED if drafted else OWN), end="")
+            console.print(Text(piece, style=DRAFTED if drafted else OWN), end="")
         console.print()
         tally = self.tally
         rate = tally.tokens / tally.seconds if tally.seconds else float("nan")
@@ -126,7 +126,7 @@ class StreamedCompletion:
             stats = Decoder(self.target).generate([self.prompt], self.max_new_tokens, self.sampling).stats
             plain = stats.tokens_per_second
             line += f" · plain {plain:.0f} tokens/s · {rate / plain:.2f}× (one run; `outrider eval` measures)"
-        console.print(line, style="dim")
+        console.print(Text(line, style="dim"))
 
 
 def pieces(events: Iterator[StreamEvent], text: TextStream) -> Iterator[tuple[str, bool]]:
@@ -137,11 +137,6 @@ def pieces(events: Iterator[StreamEvent], text: TextStream) -> Iterator[tuple[st
                 yield new, i < event.accepted
     if rest := text.flush():
         yield rest, False
-
-
-def harmless(text: str) -> str:
-    """Return a text whose control characters are shown, not obeyed: a model's output must not steer the terminal."""
-    return "".join(c if c in "\n\t" or c.isprintable() else "\u00b7" for c in text)
 
 
 def prompt_tokens(

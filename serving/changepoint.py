@@ -20,7 +20,7 @@ from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from ..common import BadInputError
 
@@ -35,7 +35,7 @@ LONGEST = 400  # windows after which a simulated change counts as not found
 Floats = NDArray[np.float64]
 
 
-class NormalDrafting(BaseModel, extra="forbid"):
+class NormalDrafting(BaseModel, extra="forbid", allow_inf_nan=False):
     """The baseline of a watch: usual drafting.
 
     Attributes:
@@ -47,10 +47,10 @@ class NormalDrafting(BaseModel, extra="forbid"):
         source: its origin, for messages.
     """
 
-    tau: float
-    spread: float
-    rounds: float
-    parts: int = 30
+    tau: float = Field(ge=1)
+    spread: float = Field(ge=0)
+    rounds: float = Field(gt=0)
+    parts: int = Field(30, ge=2)
     by_position: tuple[float, ...] = ()
     source: str
 
@@ -132,7 +132,7 @@ class Chart:
         return self.delay(shift) * self.limits.window
 
 
-class CusumState(BaseModel, extra="forbid"):
+class CusumState(BaseModel, extra="forbid", allow_inf_nan=False):
     """The sums of a test, of falls and of rises.
 
     Attributes:

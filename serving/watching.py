@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from ..common import BadInputError
 from ..common.atomic import write_atomically
 from ..common.http_client import AnswerLimits, BadAnswerError, ask
 from ..common.locks import locked
+from ..common.safe_load import parse_json, read_text
 from ..pair import Pair
 from .changepoint import DEEP, Chart, CusumState, NormalDrafting, WatchLimits
 from .engine import Counters
@@ -218,8 +219,8 @@ def _known(file: Path) -> dict[str, WatchState]:
     if not file.is_file():
         return {}
     try:
-        return {s["url"]: WatchState.model_validate(s) for s in json.loads(file.read_text(encoding="utf-8"))}
-    except (OSError, ValueError, KeyError, TypeError, ValidationError) as error:
+        return {s["url"]: WatchState.model_validate(s) for s in parse_json(read_text(file), str(file))}
+    except (OSError, ValueError, KeyError, TypeError) as error:  # also pydantic's
         raise BadInputError(f"{file}: cannot be read as the state of a watch ({error}); delete it.") from error
 
 

@@ -5,17 +5,16 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import sys
 
 from datasets import disable_progress_bars as hide_bars_of_datasets
 from huggingface_hub.utils import disable_progress_bars as hide_bars_of_the_hub
-from rich.console import Console
 from transformers.utils import logging as transformers_logging
 
 from ..common import OutriderError
 from ..common.progress import say_retries_once
 from ..common.runtime import keep_large_blocks, remember_few_shapes
 from ..common.signals import how, number_of, stop_with_launcher, stoppable
+from ..common.terminal import VisibleConsole, log_to_stderr, print_to_stderr
 from ..recipes import load_recipe
 from ..targets.sharding import leave_group
 from .callbacks import held_out_taus
@@ -34,8 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--fresh", action="store_true", help=fresh)
     given = parser.parse_intermixed_args(arguments)
     rank = os.environ.get("RANK", "0")
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    logging.getLogger("outrider").setLevel(logging.INFO if rank == "0" else logging.ERROR)
+    log_to_stderr(logging.INFO if rank == "0" else logging.ERROR)
     say_retries_once()
     if os.environ.get("WORLD_SIZE", "1") != "1":  # bars of several processes would run through the lines of the log
         hide_bars_of_datasets()
@@ -54,7 +52,7 @@ def _run(given: argparse.Namespace, prefix: str) -> int:
             result = train(
                 load_recipe(given.recipe, given.overrides),
                 resume=not given.fresh,
-                console=None if prefix else Console(stderr=True),
+                console=None if prefix else VisibleConsole(stderr=True),
             )
         ended_well = True
     except OutriderError as error:
@@ -70,7 +68,7 @@ def _run(given: argparse.Namespace, prefix: str) -> int:
 
 
 def _say(line: str, code: int) -> int:
-    sys.stderr.write(line + "\n")
+    print_to_stderr(line)
     return code
 
 

@@ -22,7 +22,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..common import BadInputError, Refusal, digests
 from ..common.atomic import CannotWriteError, failure, move, readable_bytes, write_atomically
-from ..common.safe_load import read_json
+from ..common.errors import LIBRARY_ERRORS
+from ..common.safe_load import FileLimits, read_json
 from ..heads import restore_drafter
 from .hooks import CheckpointIO, HookedTrainer
 from .joint import ADAPTER, JointModule
@@ -64,6 +65,21 @@ def state_of(folder: Path) -> TrainerState:
     return TrainerState.load_from_json(str(folder / STATE))
 
 
+def require_own_state(folder: Path) -> None:
+    """Refuse a checkpoint whose trainer_state.json is none, or is of another step than its name says."""
+    found = "no state of a training"
+    try:
+        read_json(folder / STATE, FileLimits(infinite=True))
+        state = state_of(folder)
+        found = f"step {state.global_step} of {state.max_steps}"
+        fits = folder.name == f"{PREFIX}{state.global_step}" and 0 <= state.global_step <= state.max_steps
+    except LIBRARY_ERRORS:
+        fits = False
+    if not fits:
+        expected = f"that of {folder.name}"
+        raise Refusal.of(folder / STATE, found, expected, "Remove this checkpoint, or start over (--fresh).")
+
+
 def best_before(folder: Path) -> Path:
     """Return the best checkpoint of the training that a checkpoint ended, wherever both were moved; else that one."""
     named = state_of(folder).best_model_checkpoint
@@ -76,7 +92,7 @@ def best_before(folder: Path) -> Path:
 
 def checkpoints(folder: Path) -> list[Path]:
     """Return all checkpoint folders in `folder`, whole or not, by step."""
-    folders = (f for f in folder.glob(f"{PREFIX}*") if f.is_dir() and f.name.removeprefix(PREFIX).isdigit())
+    folders = (f for f in folder.glob(f"{PREFIX}*") if f.is_dir() and f.name.removeprefix(PREFIX).isdecimal())
     return sorted(folders, key=step_of)
 
 

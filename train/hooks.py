@@ -137,10 +137,24 @@ class HookedTrainer(Trainer, ABC):
                 self.checkpoint_io.load_states(Path(checkpoint))
             else:
                 super()._load_optimizer_and_scheduler(checkpoint)
+                self._require_states_of(checkpoint)
+
+    def _require_states_of(self, checkpoint: str | None) -> None:
+        """Raise ValueError if the optimizer has taken other steps than the checkpoint says by its name."""
+        if checkpoint is None or self.optimizer is None or getattr(self.accelerator, "scaler", None) is not None:
+            return  # float16 skips steps
+        taken = [int(state["step"]) for state in self.optimizer.state.values() if "step" in state]
+        if taken and PREFIX_CHECKPOINT_DIR + f"-{max(taken)}" != Path(checkpoint).name:
+            raise ValueError(f"the optimizer has taken {max(taken)} steps")
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         with refuse_unreadable_states(checkpoint):
             super()._load_rng_state(checkpoint)
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        if getattr(self.accelerator, "scaler", None) is not None:  # of float16 alone; any other training has none
+            with refuse_unreadable_states(checkpoint):
+                super()._load_scaler(checkpoint)
 
     def _load_best_model(self) -> None:
         self.checkpoint_io.load_weights(Path(self.state.best_model_checkpoint or ""))

@@ -156,6 +156,7 @@ def _starting_point(recipe: Recipe, args: TrainingArguments, resume: bool, secon
         if is_main and (aside := checkpoints.set_aside(folder)):
             _log.warning("starting over; the earlier checkpoints are now in %s", aside)
     elif start is not None:
+        checkpoints.require_own_state(start)
         checkpoints.check_same_rows(start, args)
     if resume and not args.resume_from_checkpoint:
         if start is not None:

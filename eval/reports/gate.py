@@ -17,9 +17,11 @@ from xml.etree import ElementTree
 from scipy.special import ndtri
 
 from ...common import BadInputError
+from ...common.terminal import visible
 from .figures import Interval, PromptRecord, Ratio
 from .report import Report
 from .statistics import Bootstrap
+from .tables import markdown_text
 
 PASSED, FAILED, UNDECIDED = "passed", "failed", "not enough data"
 _MOVING = ("dtype", "device", "seed")  # conditions that may move τ a little
@@ -307,7 +309,7 @@ def to_junit(result: GateResult) -> str:
     if result.remarks:
         ElementTree.SubElement(suite, "system-out").text = "\n".join(result.remarks)
     ElementTree.indent(suites)
-    return ElementTree.tostring(suites, encoding="unicode", xml_declaration=True) + "\n"
+    return visible(ElementTree.tostring(suites, encoding="unicode", xml_declaration=True)) + "\n"
 
 
 def to_markdown(result: GateResult) -> str:
@@ -320,7 +322,7 @@ def to_markdown(result: GateResult) -> str:
         rows.append(f"| {finding.temperature:g} | {figures} | {mark} {finding.conclusion} | {drop} |")
     return "\n".join(
         [
-            f"### {'✅ gate passed' if result.passed else '❌ gate failed'}: {result.label}",
+            f"### {'✅ gate passed' if result.passed else '❌ gate failed'}: {markdown_text(result.label)}",
             "",
             f"τ is the mean number of tokens per round, the target's own included. It may fall by "
             f"{result.tolerance:.1%}; a fall beyond that fails with {result.confidence:.0%} one-sided confidence.",
@@ -328,7 +330,7 @@ def to_markdown(result: GateResult) -> str:
             "| temperature | τ before | τ now | ratio | conclusion | smallest drop found in 4 runs of 5 |",
             "|---|---|---|---|---|---|",
             *rows,
-            *(["", *(f"- {line}" for line in result.remarks)] if result.remarks else []),
+            *(["", *(f"- {markdown_text(line)}" for line in result.remarks)] if result.remarks else []),
             "",
         ]
     )

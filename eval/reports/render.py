@@ -118,20 +118,23 @@ def _brief(report: Report) -> str:
 
 def markdown(report: Report) -> str:
     """Return report.md."""
-    parts = ["# Outrider report", f"**{report.sentence()}**"]
-    parts += [f"**{todo}**"] if (todo := decision(report)) else []
-    parts += [f"> {remark}" for remark in remarks(report)]
+    parts = ["# Outrider report", f"**{tables.markdown_text(report.sentence())}**"]
+    parts += [f"**{tables.markdown_text(todo)}**"] if (todo := decision(report)) else []
+    parts += [f"> {tables.markdown_text(remark)}" for remark in remarks(report)]
     if report.is_comparison:
         table = tables.comparison(report)
-        parts += [f"## {table.title}", _markdown_table(table), tables.rules_line(report)]
+        parts += [f"## {table.title}", _markdown_table(table), tables.markdown_text(tables.rules_line(report))]
     for temperature in report.conditions.temperatures:
         parts.append(f"## Temperature {temperature:g}")
         for make in (tables.summary, *tables.DETAILS):
             parts += _markdown_section(make(report, temperature))
-    parts += ["## Same text as the plain target", identity_sentence(report)]
+    parts += ["## Same text as the plain target", tables.markdown_text(identity_sentence(report))]
     parts += _markdown_section(tables.divergences(report))
     parts += ["## Conditions", _markdown_table(tables.conditions(report))]
-    parts += ["## Definitions", "\n".join(f"- **{word}**: {meaning}" for word, meaning in report.definitions.items())]
+    meanings = (
+        f"- **{tables.markdown_text(word)}**: {tables.markdown_text(m)}" for word, m in report.definitions.items()
+    )
+    parts += ["## Definitions", "\n".join(meanings)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -141,7 +144,7 @@ def _markdown_section(table: Table) -> list[str]:
 
 def _markdown_table(table: Table) -> str:
     rule = [":--" if i < table.labels else "--:" for i in range(len(table.headers))]
-    rows = [[str(cell).replace("|", "\\|") for cell in row] for row in table.rows]
+    rows = [[tables.markdown_text(str(cell)) for cell in row] for row in table.rows]
     return "\n".join("| " + " | ".join(row) + " |" for row in [table.headers, rule, *rows])
 
 

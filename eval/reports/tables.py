@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ...common.terminal import visible
 from .figures import ALL, PHASES, Figures, Interval
 from .report import Report
+
+
+def markdown_text(text: str) -> str:
+    """Return a text as one line of Markdown, in which no HTML, link, code block or table cell begins."""
+    line = visible(" ".join(text.splitlines())).replace("<", "&lt;").replace("|", "\\|")
+    return re.sub(r"\](?=[(\[:])", r"]\\", re.sub("`{3,}", "`", line))
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,12 @@ import hashlib
 import os
 import stat
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
 from ...common import BadInputError
-from ...common.atomic import leftovers_within, replacing, sync, working_name
+from ...common.atomic import leftovers_within, replacing, sync, working_name, writing
 from ...common.digests import problem_of
 from ...common.errors import Refusal
 from ...common.locks import locked
@@ -45,7 +46,10 @@ class FolderStore:
 
     def read(self, path: str) -> bytes:
         with self._opened(path, MAX_ENTRY) as file:
-            return file.read(MAX_ENTRY + 1)
+            try:
+                return file.read(MAX_ENTRY + 1)
+            except OSError as error:
+                raise Refusal.of(self.folder / path, str(error.strerror), "a readable file", "Try again.") from error
 
     def add(self, blobs: dict[str, Path], entry: str, content: bytes) -> bool:
         try:
@@ -58,8 +62,8 @@ class FolderStore:
         except PermissionError as error:
             raise BadInputError(f"{self.folder}: cannot be written ({error.strerror}: {error.filename}).") from error
 
-    def fetch(self, digest: str, to: Path) -> None:
-        copy_blob(self._opened(blob_path(digest)), to, digest, self.folder / blob_path(digest))
+    def fetch(self, digest: str, to: Path, size: int) -> None:
+        copy_blob(self._opened(blob_path(digest), size), to, digest, self.folder / blob_path(digest))
 
     # ------------------------------------------------------------ writing
 
@@ -81,18 +85,20 @@ class FolderStore:
         place.parent.mkdir(parents=True, exist_ok=True)
         temporary = working_name(place, "tmp")
         try:
-            temporary.write_bytes(content)
-            temporary.chmod(0o444)
-            sync(temporary)
-            published = _linked(temporary, place)
+            with writing(place):
+                temporary.write_bytes(content)
+                temporary.chmod(0o444)
+                sync(temporary)
+                published = _linked(temporary, place)
+                sync(place.parent)
         finally:
-            temporary.unlink(missing_ok=True)
-        sync(place.parent)
+            with suppress(OSError):  # a later push removes it
+                temporary.unlink(missing_ok=True)
         return published
 
     # ------------------------------------------------------------ reading
 
-    def _opened(self, path: str, limit: int | None = None) -> BinaryIO:
+    def _opened(self, path: str, limit: int) -> BinaryIO:
         """Open a file of the registry: a regular one, reached without any link."""
         place = self.folder / path
         if place.parent.resolve() != self.folder.resolve() / Path(path).parent:
@@ -108,7 +114,7 @@ class FolderStore:
             ) from error
         status = os.fstat(opened.fileno())
         is_file = stat.S_ISREG(status.st_mode)
-        if not is_file or (limit is not None and status.st_size > limit):
+        if not is_file or status.st_size > limit:
             opened.close()
             wrong = f"{status.st_size} bytes" if is_file else "no regular file"
             raise Refusal.of(place, wrong, f"a regular file of at most {limit} bytes", "Nothing was taken from it.")

@@ -21,6 +21,7 @@ from huggingface_hub.errors import (
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
 )
+from huggingface_hub.hf_api import RepoFile
 
 from ...common import BadInputError
 from ...common.errors import Refusal
@@ -81,8 +82,14 @@ class HubStore:
                 raise
         return True
 
-    def fetch(self, digest: str, to: Path) -> None:
+    def fetch(self, digest: str, to: Path, size: int) -> None:
         path = blob_path(digest)
+        with _explained(self.where):
+            found = self.api.get_paths_info(self.repository, [path], revision=self._head)
+        if larger := [file.size for file in found if isinstance(file, RepoFile) and file.size > size]:
+            raise Refusal.of(
+                f"{self.where}/{path}", f"{larger[0]} bytes", f"at most {size}", "Nothing was taken from it."
+            )
         copy_blob(self._downloaded(path).open("rb"), to, digest, f"{self.where}/{path}")
 
     # ------------------------------------------------------------ the Hub

@@ -49,8 +49,11 @@ class RegistryStore(Protocol):
     def add(self, blobs: dict[str, Path], entry: str, content: bytes) -> bool:
         """Publish an entry (or a seal) with its blobs (files by digest), all or nothing; False if its path is taken."""
 
-    def fetch(self, digest: str, to: Path) -> None:
-        """Write the blob with this digest to the new file `to`; Refusal if it is missing, irregular or damaged."""
+    def fetch(self, digest: str, to: Path, size: int) -> None:
+        """Write the blob with this digest to the new file `to`.
+
+        Raises Refusal if it is missing, irregular, larger than `size` bytes (before anything is copied), or damaged.
+        """
 
 
 @dataclass(frozen=True, order=True)
@@ -156,7 +159,7 @@ def read_entry(entry: Entry, content: bytes, where: str) -> Manifest:
     if (manifest.name, manifest.version) != (entry.name, entry.version):
         other = f"{manifest.name} version {manifest.version}"
         raise Refusal.of(place, other, f"{entry.name} version {entry.version}", _NOTHING)
-    check_digests(manifest.files(), place)
+    check_files(manifest, place)
     return manifest
 
 
@@ -174,8 +177,11 @@ def check_name(name: str) -> None:
         raise Refusal(f"the pair's name is {name!r}; expected up to 128 letters, digits, '.', '_' and '-'.")
 
 
-def check_digests(files: dict[str, str], place: Path) -> None:
-    """Refuse digests that are none; the names are those of a pair, by the schema of its manifest."""
+def check_files(manifest: Manifest, place: Path) -> None:
+    """Refuse digests that are none, and missing sizes; the names are those of a pair, by the manifest's schema."""
+    files = manifest.files()
+    if without := files.keys() - manifest.sizes.keys():
+        raise Refusal.of(place, f"no size of {min(without)!r}", "one of each file", "Make the pair again (`pair new`).")
     for name, digest in files.items():
         if not _DIGEST.fullmatch(digest):
             raise Refusal.of(place, f"{digest!r} for {name!r}", "a SHA-256", _NOTHING)

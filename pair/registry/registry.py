@@ -11,12 +11,12 @@ from tempfile import TemporaryDirectory
 from rich.console import Console
 
 from ...common import BadInputError
-from ...common.atomic import replacing_folder, write_atomically
+from ...common.atomic import replacing_folder, require_space, write_atomically
 from ...common.locks import locked
 from ...common.progress import progress
 from ..folder import PairFiles, verify
 from ..manifest import MANIFEST, SIGNATURE, Manifest
-from .layout import Entry, PairReference, RegistryStore, Seal, check_digests, check_name, check_seal, read_entry
+from .layout import Entry, PairReference, RegistryStore, Seal, check_files, check_name, check_seal, read_entry
 
 _ATTEMPTS = 100  # at an entry's name, each lost to another writer
 
@@ -50,9 +50,8 @@ class Registry:
             )
         check_name(pair.name)
         content = (pair.folder / MANIFEST).read_bytes()
-        files = pair.manifest.files()
-        check_digests(files, pair.folder / MANIFEST)
-        blobs = {digest: pair.folder / name for name, digest in files.items()}
+        check_files(pair.manifest, pair.folder / MANIFEST)
+        blobs = {digest: pair.folder / name for name, digest in pair.manifest.files().items()}
         with progress(console, "pushing", 1, transient=True):
             self._place(pair.manifest, content)  # a refused pair leaves no signature
             self._seal(pair, content)  # before the entry, which is never seen without it
@@ -66,17 +65,22 @@ class Registry:
         """Write a version into `folder`, which appears whole or not at all.
 
         Raises:
-            BadInputError: there is no such version, something else is in `folder`, or a file is missing or damaged.
+            BadInputError: there is no such version, something else is in `folder`, another process writes there, or a
+                file is missing or damaged.
         """
         version = self.version(reference)
+        with locked(folder):
+            return self._pulled(version, folder, console)
+
+    def _pulled(self, version: Version, folder: Path, console: Console | None) -> PairFiles:
         content = self.store.read(version.entry.path)
         signature = self._signature(version.entry.name, content)
         if (existing := _existing(folder, version.manifest)) is not None:
             if signature is not None:
-                with locked(folder):
-                    write_atomically(folder / SIGNATURE, signature)
+                write_atomically(folder / SIGNATURE, signature)
             return existing
-        files = version.manifest.files()
+        files, sizes = version.manifest.files(), version.manifest.sizes
+        require_space(folder, sum(sizes.values()), "Choose another disk.")
         with (
             replacing_folder(folder) as building,
             progress(console, f"pulling {version.entry}", len(files), transient=True) as advance,
@@ -84,7 +88,7 @@ class Registry:
             for name, digest in files.items():
                 place = building / PurePosixPath(name)
                 place.parent.mkdir(parents=True, exist_ok=True)
-                self.store.fetch(digest, place)
+                self.store.fetch(digest, place, sizes[name])
                 advance(1, name)
             write_atomically(building / MANIFEST, content)  # as it was signed
             if signature is not None:
@@ -123,7 +127,7 @@ class Registry:
         if digest is None:
             return ""
         with TemporaryDirectory() as temporary:
-            self.store.fetch(digest, Path(temporary) / "text")
+            self.store.fetch(digest, Path(temporary) / "text", version.manifest.sizes[name])
             return (Path(temporary) / "text").read_text(encoding="utf-8", errors="replace")
 
     # ------------------------------------------------------------ signatures

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import importlib
 import os
+import shutil
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,13 +31,15 @@ class WandbStore:
 
     Args:
         project: `ENTITY/PROJECT`, or `PROJECT` of the user's own.
-        folder: for the files of pushes and downloads (default: a temporary one).
+        folder: for the files of pushes and downloads (default: a temporary one, which goes with the store).
     """
 
     def __init__(self, project: str, folder: Path | None = None):
         entity, _, name = project.rpartition("/")
         self.entity, self.project = entity or None, name
         self.folder = folder or Path(mkdtemp(prefix="outrider-wandb-"))
+        if folder is None:
+            weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
         self._versions: dict[str, Any] = {}
         self._pulled: list[FolderStore] = []
 
@@ -50,7 +54,8 @@ class WandbStore:
         """Return the entries of all artifacts; [] where wandb is offline."""
         if os.environ.get("WANDB_MODE", "online") in ("offline", "dryrun", "disabled"):
             return []
-        self._versions = {path: version for version in self._artifacts() if (path := version.metadata.get("entry"))}
+        found = ((version.metadata.get("entry"), version) for version in self._artifacts())
+        self._versions = {path: version for path, version in found if isinstance(path, str)}  # anybody may write others
         return list(self._versions)
 
     def read(self, path: str) -> bytes:
@@ -62,11 +67,11 @@ class WandbStore:
         self._pulled.append(FolderStore(place))
         return self._pulled[-1].read(path)
 
-    def fetch(self, digest: str, to: Path) -> None:
+    def fetch(self, digest: str, to: Path, size: int) -> None:
         holding = [store for store in self._pulled if (store.folder / blob_path(digest)).exists()]
         if not holding:
             raise Refusal.of(f"{self.where}/{blob_path(digest)}", "nothing", "a file of the pair", "Push it again.")
-        holding[-1].fetch(digest, to)
+        holding[-1].fetch(digest, to, size)
 
     def add(self, blobs: dict[str, Path], entry: str, content: bytes) -> bool:
         """Log an entry and its blobs as a version of its pair's artifact, in a run of its own.

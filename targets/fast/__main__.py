@@ -9,6 +9,7 @@ import argparse
 import sys
 
 from ...common.errors import OutriderError
+from ...common.terminal import print_to_stderr
 from ..target import Target
 from .select import measure, remember
 
@@ -23,7 +24,7 @@ def main() -> int:
         target = Target.load(arguments.model, dtype=arguments.dtype)
         selection = measure(target, seconds=arguments.seconds)
     except OutriderError as error:
-        sys.stderr.write(f"error: {error}\n")
+        print_to_stderr(f"error: {error}")
         return error.exit_code
     remember(selection)
     sys.stdout.write(f"{selection.device}, {selection.dtype}, {selection.shape}\n")

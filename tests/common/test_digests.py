@@ -142,9 +142,9 @@ def test_a_change_at_once_after_the_seal_is_found_whatever_times_it_gets(tmp_pat
 def test_the_cache_is_written_once_for_a_folder_and_read_once(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path.parent / f"{tmp_path.name}-cache"))  # nobody else writes there
     writes, loads = [], []
-    write, load = digest_cache._write, digest_cache.json.loads
+    write, load = digest_cache._write, digest_cache.read_json
     monkeypatch.setattr(digest_cache, "_write", lambda entries: (writes.append(len(entries)), write(entries)))
-    monkeypatch.setattr(digest_cache.json, "loads", lambda text: (loads.append(text), load(text))[1])
+    monkeypatch.setattr(digest_cache, "read_json", lambda file: (loads.append(file), load(file))[1])
     for number in range(30):
         (tmp_path / f"{number}").write_bytes(bytes(1_000_000))
     seal(tmp_path)
@@ -183,7 +183,11 @@ def test_a_damaged_cache_refuses_nothing(folder):
     digest_cache.forget()
     assert file_digest(big) == wrong, "the cache was asked"
     assert problems(folder) == []
-    for content in ("", "[]", "{", '{"a": 1}'):
+    for content in ("", "[]", "{", '{"a": 1}', f'{{"a": ["", {"9" * 400}]}}'):
         kept.write_text(content)
         digest_cache.forget()
         assert problems(folder) == []
+    kept.unlink()
+    os.mkfifo(kept)  # nobody writes into it: a reader would wait for ever
+    digest_cache.forget()
+    assert problems(folder) == []

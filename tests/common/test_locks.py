@@ -180,6 +180,8 @@ def test_what_dead_processes_left_is_removed(tmp_path):
     for file in (out / "recipe.yaml", out / "features" / "key" / "states", out):
         left(file, "tmp", dead).touch()
     left(out, "tmp", dead).mkdir()
+    for kind in ("tmp", "ready"):  # built for what was itself being built
+        left(left(out, "tmp", dead), kind, dead).mkdir()
     take(out)
     left_over = sorted(f.relative_to(tmp_path).as_posix() for f in tmp_path.rglob("*"))
     assert left_over == sorted(

@@ -220,6 +220,12 @@ def test_a_draft_model_with_a_shorter_context_is_refused_before_it_is_exceeded(t
         ([[1], []], {}, "prompt 1 is empty"),
         ([[1, 64]], {}, "token 64, outside the target's vocabulary of 64"),
         ([[1, -1]], {}, "token -1, outside"),
+        ([[1, 2**70]], {}, "prompt 0: expected a sequence of ids, whole numbers of at most 64 bits"),
+        ([[1], ["text"]], {}, "prompt 1: expected a sequence of ids"),
+        (["text"], {}, "prompt 0: expected a sequence of ids"),
+        ([[1.5]], {}, "prompt 0: expected a sequence of ids"),
+        ([1, 2], {}, "prompt 0: expected a sequence of ids"),
+        ([[1]], {"sequence_ids": [2**70]}, "sequence_ids: expected a sequence of ids"),
         ([[1] * 600], {}, "exceeds the target's context of 512"),
         ([[1]], {"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
         (

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from peft import LoraConfig, get_peft_model
 
 from outrider.common import BadInputError
+from outrider.common.locks import locked
 from outrider.heads import Medusa, MedusaConfig
 from outrider.pair import export_pair, new_pair
 from outrider.pair.export import by_position, export_depth
@@ -50,6 +52,18 @@ def test_what_an_engine_is_told_is_found_from_any_folder(make_target, make_draft
     assert config["speculators_config"]["verifier"]["name_or_path"] == str(tmp_path / "base")
     places = {"embedded": str(embedded_path()), "org/name": "org/name", "embedded@1b": "", None: ""}
     assert {path: Target(target.model, source={"path": path}).place for path in places} == places
+
+
+def test_of_two_exports_into_one_folder_the_second_is_refused(adapted, recipe, tmp_path):
+    drafter = Medusa.build(MedusaConfig(num_heads=2), adapted)
+    pair = new_pair(tmp_path / "pair", adapted, drafter, recipe, calibration=[])
+    out = tmp_path / "out"
+    with ThreadPoolExecutor(1) as other, locked(out), pytest.raises(BadInputError, match="is being written by"):
+        other.submit(export_pair, pair, "vllm", out, target=adapted).result()
+    assert not out.exists()
+    export_pair(pair, "vllm", out, target=adapted)
+    with pytest.raises(BadInputError, match="is not empty; nothing was written"):
+        export_pair(pair, "vllm", out, target=adapted)
 
 
 def test_an_engine_drafts_as_deep_as_the_pair_says_and_never_deeper_than_the_drafter(make_pair):

@@ -137,6 +137,7 @@ def raising(outrider: Command, recipe_file: Path, monkeypatch: pytest.MonkeyPatc
 FULL = [
     OSError(errno.ENOSPC, "No space left on device", "/somewhere/run/data/00001.jsonl"),
     SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+    SafetensorError(f"Error while serializing: I/O error: Disk quota exceeded (os error {errno.EDQUOT})"),
 ]
 
 
@@ -145,7 +146,8 @@ def test_a_full_disk_names_the_folder(raising: Raising, error: Exception) -> Non
     """Reported by the system, or only in the words of a library, which do not say where: no other folder is named."""
     place = "the disk that holds /somewhere/run/data is full" if isinstance(error, OSError) else "a disk is full"
     result = raising(error)
-    refused(result, 2, place, "No space left on device", "Free some space")
+    said = "Disk quota exceeded" if "quota" in str(error) else "No space left on device"
+    refused(result, 2, place, said, "Free some space")
     assert str(Path.cwd()) not in result.stderr
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,17 @@ def test_diff_says_what_differs(outrider: Command, pairs: list[Pair], tmp_path: 
     assert "training.max_steps: 2 → 9" in shown
     same = answer("pair-diff", outrider("pair", "diff", pairs[0].folder, pairs[0].folder, "--json"))["differences"]
     assert not any(lines for part, lines in same.items() if part != "tau")
+
+
+@pytest.mark.parametrize("recipe", ["- a\n- list\n", "5\n", "text\n"])
+def test_a_recipe_that_is_none_cannot_be_compared(
+    outrider: Command, pairs: list[Pair], tmp_path: Path, recipe: str
+) -> None:
+    altered = shutil.copytree(pairs[0].folder, tmp_path / "altered")
+    (altered / "recipe.yaml").write_text(recipe)
+    result = outrider("pair", "diff", altered, pairs[1].folder)
+    assert result.exit_code == 2
+    assert "recipe.yaml of tiny version 1 is a" in " ".join(result.stderr.split())
 
 
 def test_a_registry_is_asked_for_or_taken_from_the_environment(

@@ -134,9 +134,15 @@ def test_a_pairs_baseline_needs_no_learning(start_server):
     assert {e.kind for e in look(watch, server)} == {"window", "alarm"}
 
 
-def test_a_damaged_state_is_refused(tmp_path):
+NO_ROUNDS = '[{"url": "http://x", "baseline": {"tau": 2, "spread": 1, "rounds": 0, "source": ""}}]'
+
+
+@pytest.mark.parametrize(
+    "content", ['[{"url": 3}]', "5", "[" * 100_000, '[{"url": "http://x", "sums": {"fall": NaN}}]', NO_ROUNDS]
+)
+def test_a_damaged_state_is_refused(tmp_path, content):
     file = tmp_path / "watch.json"
-    file.write_text('[{"url": 3}]')
+    file.write_text(content)
     with pytest.raises(BadInputError, match="delete it"), kept_states(file, ["http://x"], None):
         pass
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import resource
 import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from outrider.common import BadInputError
-from outrider.common.digests import LIST
+from outrider.common.digests import LIST, problems, seal
 from outrider.heads import DrafterLoss, Eagle3, load_drafter
 from outrider.train import TrainingInterruptedError, train
 from outrider.train import checkpoints as folders
@@ -100,6 +102,56 @@ def test_a_finished_run_is_its_best_checkpoint_also_when_started_again(recipe, t
     again = train(made, target)
     assert (again.steps, weights(again)) == (12, first)
     assert first == weights(saved / "checkpoint-4")
+
+
+def another_step(last: Path) -> None:
+    state = json.loads((last / folders.STATE).read_text())
+    (last / folders.STATE).write_text(json.dumps(state | {"global_step": -3}))
+
+
+def no_state(last: Path) -> None:
+    (last / folders.STATE).write_text('{"surprise": []}')
+
+
+def another_name(last: Path) -> None:
+    last.rename(last.with_name("checkpoint-99999999999999999999"))
+
+
+def another_optimizer(last: Path) -> None:
+    shutil.copy(last.with_name("checkpoint-4") / "optimizer.pt", last)
+
+
+@pytest.mark.parametrize(
+    ("alter", "message"),
+    [
+        (another_step, r"trainer_state\.json: step -3 of 12; expected that of checkpoint-8"),
+        (no_state, r"trainer_state\.json: no state of a training; expected that of checkpoint-8"),
+        (another_name, r"trainer_state\.json: step 8 of 12; expected that of checkpoint-9999"),
+        (another_optimizer, "the optimizer has taken 4 steps"),
+    ],
+)
+def test_a_sealed_checkpoint_of_another_step_is_refused(recipe, target, alter, message):
+    """A seal tells what was altered later, not what was sealed: whoever can write the folder can seal it."""
+    made = recipe(save_steps=4, logging_steps=4)
+    train(made, target)
+    saved = made.output_folder / "checkpoints"
+    shutil.rmtree(saved / "checkpoint-12")
+    alter(saved / "checkpoint-8")
+    seal(last := folders.checkpoints(saved)[-1])
+    assert not problems(last)
+    with pytest.raises(BadInputError, match=message):
+        train(made, target)
+
+
+def test_a_scale_that_no_training_in_float32_has_changes_nothing(recipe, target):
+    whole = train(recipe("whole", save_steps=4), target)
+    made = recipe("more", save_steps=4)
+    train(made, target)
+    last = made.output_folder / "checkpoints" / "checkpoint-8"
+    shutil.rmtree(last.with_name("checkpoint-12"))
+    torch.save({"scale": 3.0}, last / "scaler.pt")
+    seal(last)
+    assert weights(train(made, target)) == weights(whole)
 
 
 def test_a_named_checkpoint_is_continued_with_the_rows_of_its_steps(recipe, target):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from itertools import product
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -12,7 +13,8 @@ from scipy import stats
 
 from outrider.common import BadInputError
 from outrider.eval import Interval, Ratio, Report
-from outrider.eval.reports.gate import Counted, GateComparison, gate
+from outrider.eval.reports.gate import Counted, GateComparison, GateResult, gate, to_junit, to_markdown
+from outrider.eval.reports.render import markdown
 from outrider.eval.reports.report import SuiteInfo
 from outrider.eval.reports.statistics import Bootstrap
 
@@ -375,3 +377,24 @@ def test_two_targets_are_named():
         "note: the two reports are about different targets (fedcba987654… here, 0123456789ab… in the "
         "baseline): what their difference made easier or harder to predict is in the ratio, too"
     ]
+
+
+def test_names_from_outside_make_no_xml_and_no_markdown() -> None:
+    label = "x\x1b]0;\x07</testsuite> <img src=//h>](http://h) | ``` \ud800\n# heading"
+    result = GateResult(True, ["passed", f"note: {label}"], [], label)
+    assert ElementTree.fromstring(to_junit(result))[0].tag == "testsuite"  # a control character is no XML
+    page = to_markdown(result)
+    assert not any(forbidden in page for forbidden in ("\x1b", "<img", "](http", "```", "\ud800", "\n# heading"))
+    assert "&lt;img src=//h>]\\(http://h) \\|" in page
+
+
+def test_reports_of_strangers_make_no_markdown() -> None:
+    hostile = "<script>](http://h)\n\n# heading"
+    report = drawn(5, 0.6)
+    suites = [suite.model_copy(update={"name": hostile}) for suite in report.conditions.suites]
+    meant = {hostile: hostile}
+    strange = report.model_copy(
+        update={"conditions": report.conditions.model_copy(update={"suites": suites}), "definitions": meant}
+    )
+    page = markdown(strange)
+    assert not any(forbidden in page for forbidden in ("<script", "](http", "\n# heading"))

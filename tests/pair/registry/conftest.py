@@ -28,7 +28,9 @@ def versioned(pair: Pair, folder: Path, version: int, name: str, weights: bytes,
     lineage = Lineage(parent=ancestor, reason=reason)
     record = pair.manifest.drafter.model_copy(update={"files": files})
     values = {"name": name, "version": version, "drafter": record, "lineage": lineage}
-    made: Manifest = pair.manifest.model_copy(update=values).identified().sealed()
+    made: Manifest = pair.manifest.model_copy(update=values)
+    made = made.model_copy(update={"sizes": {name: (folder / name).stat().st_size for name in made.files()}})
+    made = made.identified().sealed()
     made.write(folder)
     return Pair(folder, made)
 

@@ -18,6 +18,7 @@ import httpx
 import pytest
 from huggingface_hub import CommitOperationAdd, HfApi
 from huggingface_hub.errors import HfHubHTTPError, HTTPError, RepositoryNotFoundError
+from huggingface_hub.hf_api import RepoFile
 
 from outrider.common import BadInputError
 from outrider.pair import verify
@@ -68,6 +69,11 @@ class Repository(HfApi):
             there[operation.path_in_repo] = str(place / str(number))
         (place / "tree.json").write_text(json.dumps(there))
         self.commits.append(revision)
+
+    def get_paths_info(self, repo_id: str, paths: list[str], **options: Any) -> list[RepoFile]:
+        inspect.signature(HfApi.get_paths_info).bind(self, repo_id, paths, **options)
+        known = {path: Path(file) for path, file in self.files(options["revision"]).items() if path in paths}
+        return [RepoFile(path=path, size=file.stat().st_size, oid="") for path, file in known.items()]
 
     def hf_hub_download(self, repo_id: str, filename: str, **options: Any) -> str:
         inspect.signature(HfApi.hf_hub_download).bind(self, repo_id, filename, **options)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from outrider.common import BadInputError
 from outrider.common.atomic import working_name
+from outrider.common.locks import locked
 from outrider.pair import Pair, verify
 from outrider.pair.manifest import SIGNATURE
 from outrider.pair.registry import FolderStore, PairReference, Registry, open_registry
@@ -147,6 +151,21 @@ def test_a_pull_never_takes_the_place_of_something_else(registry, make_version, 
     assert contents(pulled.folder) == contents(pair.folder)
 
 
+def test_a_pull_waits_for_nobody_and_clears_what_a_killed_one_left(
+    registry: Registry, pushed: Pair, tmp_path: Path
+) -> None:
+    place = tmp_path / "pulled"
+    working_name(place, "tmp").mkdir()
+    [unfinished] = tmp_path.glob(".pulled.*")
+    dead = unfinished.rename(unfinished.with_name(re.sub(r"outrider-\d+", "outrider-4194999", unfinished.name)))
+    with ThreadPoolExecutor(1) as other, locked(place), pytest.raises(BadInputError, match="is being written by"):
+        other.submit(pull, registry, "tiny", place).result()
+    assert not place.exists()
+    dead.mkdir(exist_ok=True)
+    pull(registry, "tiny", place)
+    assert not list(tmp_path.glob(".pulled*"))
+
+
 @pytest.mark.parametrize("text", ["", "@1", "a b", "../x", "tiny@", "tiny@one", "tiny@-1", "tiny@1@2", ".x", "x" * 200])
 def test_references_that_are_none_are_refused(text):
     with pytest.raises(BadInputError, match="names no pair"):
@@ -231,6 +250,33 @@ def test_digests_that_are_none_are_refused(registry, make_version, tmp_path, dig
     refuses(registry, "tiny", tmp_path / "pulled")
 
 
+def test_a_huge_file_is_refused_before_it_is_copied(registry, pushed, tmp_path, monkeypatch):
+    monkeypatch.setattr("outrider.pair.registry.folder._CHUNK", None)  # nothing can be read
+    blob = Path(registry.store.where) / blob_path(pushed.manifest.drafter.files["model.safetensors"])
+    blob.chmod(0o644)
+    with blob.open("r+b") as file:
+        file.truncate(40 << 30)  # as much as a disk holds, and takes no room
+    size = pushed.manifest.sizes["drafter/model.safetensors"]
+    with pytest.raises(BadInputError, match=rf"{40 << 30} bytes; expected a regular file of at most {size} bytes"):
+        registry.store.fetch(pushed.manifest.drafter.files["model.safetensors"], tmp_path / "copy", size)
+    monkeypatch.undo()
+    with pytest.raises(BadInputError, match="expected a regular file of at most"):
+        pull(registry, "tiny", tmp_path / "pulled")
+    assert not (tmp_path / "pulled").exists()
+
+
+def test_a_pair_larger_than_the_disk_is_refused_first(registry, make_version, tmp_path):
+    pair = make_version(1)
+    sizes = pair.manifest.sizes
+    forge(registry, pair, sizes={**sizes, "recipe.yaml": 10**18})
+    with pytest.raises(BadInputError, match="its disk has"):
+        pull(registry, "tiny", tmp_path / "pulled")
+    other = make_version(1, name="other")
+    forge(registry, other, sizes={name: size for name, size in sizes.items() if name != "recipe.yaml"})
+    with pytest.raises(BadInputError, match=r"no size of 'recipe\.yaml'; expected one of each file"):
+        pull(registry, "other", tmp_path / "pulled")
+
+
 def test_an_entry_in_anothers_place_is_refused(registry, pushed, tmp_path):
     """A stranger cannot hand out version 1 as version 2, nor one pair under another's name."""
     root = Path(registry.store.where) / "pairs"
@@ -284,6 +330,23 @@ def test_huge_and_deep_entries_are_refused(registry, pushed):
         entry.write_text(text, errors="surrogatepass")
         with pytest.raises(BadInputError):
             registry.versions()
+
+
+def test_a_disk_that_fails_ends_a_push_in_one_sentence(registry, make_version, monkeypatch):
+    """The kernel says EIO of a descriptor, without a name; what was begun is gone, and a second push goes through."""
+
+    def fails(path: Path) -> None:
+        if path.parent.name == "tiny":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    pair = make_version(1)
+    monkeypatch.setattr("outrider.pair.registry.folder.sync", fails)
+    with pytest.raises(BadInputError, match=r"1\.1\.json could not be written: Input/output error"):
+        registry.push(pair)
+    assert not [name for name in tree(registry) if name.startswith("pairs/")]
+    monkeypatch.undo()
+    registry.push(pair)
+    assert len(registry.versions()) == 1
 
 
 def test_files_that_are_no_entries_are_left_alone(registry, pushed):

@@ -99,6 +99,15 @@ def test_a_download_is_verified(project, make_version, tmp_path, monkeypatch):
     staged.write_bytes(b"altered")
     with pytest.raises(BadInputError, match="expected"):
         Registry(project).pull(PairReference.parse("tiny"), tmp_path / "pulled")
-    project.logged[0].metadata["entry"] = "pairs/../../escaped/1.1.json"
-    assert Registry(project).versions() == []
+    for entry in ("pairs/../../escaped/1.1.json", 5, {"a": 1}, None):
+        project.logged[0].metadata["entry"] = entry
+        assert Registry(project).versions() == []
     assert json.dumps(project.where) == '"wandb://team/drafters"'
+
+
+def test_a_stores_temporary_folder_goes_with_it() -> None:
+    store = WandbStore("team/drafters")
+    folder = store.folder
+    assert folder.is_dir()
+    del store
+    assert not folder.exists()

@@ -1,0 +1,58 @@
+"""The way to the terminal: text that came from outside is shown there, and never obeyed.
+
+Names, messages and texts of folders, manifests, servers and models may hold escapes that move the cursor, set the
+window's title, or turn letters round. Everything that a command prints passes `visible`; `rich`'s markup is the other
+half, and is escaped where text is put into it.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+
+# C0 and C1 controls but for tab and line feed, what turns the direction of text, halves of surrogates, and what XML
+# cannot hold.
+_OBEYED = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]"
+)
+
+
+def visible(text: str) -> str:
+    r"""Return a text whose control characters are written out, as in `\u001b`: in JSON, too, the same text."""
+    return _OBEYED.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+class VisibleConsole(Console):
+    """A console on which only its own styles and cursor movements are obeyed, and no `:name:` becomes a picture."""
+
+    def __init__(self, **settings: Any):
+        super().__init__(emoji=False, **settings)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(visible(segment.text), segment.style)
+
+
+class _VisibleFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return visible(super().format(record))
+
+
+def log_to_stderr(level: int = logging.INFO) -> None:
+    """Write warnings of all libraries, and Outrider's messages of `level` and above, to stderr. For commands."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(_VisibleFormatter("%(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    logging.getLogger("outrider").setLevel(level)
+
+
+def print_to_stderr(line: str) -> None:
+    """Write a line to stderr."""
+    sys.stderr.write(visible(line) + "\n")
+    sys.stderr.flush()

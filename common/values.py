@@ -103,4 +103,4 @@ def printable_urls(text: str) -> str:
 
 def is_server_address(url: str) -> bool:
     """Tell whether a text is the http or https URL of a server, without user, password, query and fragment."""
-    return re.fullmatch(r"https?://([\w.-]+|\[[0-9A-Fa-f:.]+\])(:\d{1,5})?(/[^\s@?#]*)?", url) is not None
+    return re.fullmatch(r"https?://([\w.-]+|\[[0-9A-Fa-f:.]+\])(:\d{1,5})?(/[^\s?#]*)?", url) is not None

@@ -11,6 +11,7 @@ from outrider.heads import Ngram, NgramConfig
 from outrider.pair import Pair, new_pair, verify
 from outrider.recipes import load_recipe
 from outrider.targets import Target
+from outrider.targets.fingerprint import digest_file
 
 from ..eval.conftest import make_tuning
 from .conftest import Command, failed, words
@@ -99,6 +100,8 @@ def test_a_recipe_that_is_none_cannot_be_compared(
 ) -> None:
     altered = shutil.copytree(pairs[0].folder, tmp_path / "altered")
     (altered / "recipe.yaml").write_text(recipe)
+    manifest = pairs[0].manifest.model_copy(update={"recipe": digest_file(altered / "recipe.yaml")})
+    manifest.sealed().write(altered)
     result = outrider("pair", "diff", altered, pairs[1].folder)
     assert result.exit_code == 2
     assert "recipe.yaml of tiny version 1 is a" in " ".join(result.stderr.split())

@@ -132,7 +132,7 @@ def another_optimizer(last: Path) -> None:
 )
 def test_a_sealed_checkpoint_of_another_step_is_refused(recipe, target, alter, message):
     """A seal tells what was altered later, not what was sealed: whoever can write the folder can seal it."""
-    made = recipe(save_steps=4, logging_steps=4)
+    made = recipe(save_steps=4, logging_steps=4, save_total_limit=3)
     train(made, target)
     saved = made.output_folder / "checkpoints"
     shutil.rmtree(saved / "checkpoint-12")

@@ -92,13 +92,15 @@ def test_whoever_waits_hears_at_once_of_one_that_is_gone(folder, act, error, mes
 
 
 def test_all_hear_what_the_first_found(folder):
-    def listen(here: LaunchGroup, own: str = "not asked") -> None:
-        assert here.on_main("found", lambda: own) == "42"
+    def listen(here: LaunchGroup) -> None:
+        assert here.on_main("found", lambda: "not asked") == "42"
         here.barrier("there")
 
-    other, here = start(folder, 1, 2, listen), LaunchGroup(folder, 0, 2)
+    other = start(folder, 1, 2, listen)
+    here = LaunchGroup(folder, 0, 2)
     with joined(here):
-        listen(here, "42")
+        assert here.on_main("found", lambda: "42") == "42"
+        here.barrier("there")
     other.join(30)
     assert other.exitcode == 0
     assert not folder.exists()

@@ -44,8 +44,8 @@ from outrider.eval.suites import PromptJob, Racer, TimedCompletion, load_suites,
 from outrider.heads import Drafter, DraftModel, Ngram, load_drafter
 from outrider.recipes import EvalSpec
 from outrider.targets import Target
-from outrider.targets.attention import steady_kernels
 from outrider.targets.fast import use_fastest_pass
+from outrider.targets.split_attention import steady_kernels
 
 from . import random_targets as models
 from .ceilings import bandwidth

@@ -19,7 +19,7 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 from outrider.common.machine import clock
 from outrider.decode import Decoder, Plan
 from outrider.targets import Target
-from outrider.targets.attention import steady_kernels
+from outrider.targets.split_attention import steady_kernels
 
 from .forced import Forced
 

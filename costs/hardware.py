@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from ..decode import Decoder, Plan
-from ..distill.collect import PromptReading, collect
 from ..distill.prompts import Prompt
+from ..distill.recipe_prompts import PromptReading, collect
 from ..heads import Drafter, TargetBatch, drafter_config
 from ..recipes import Recipe
 from ..targets import Target

@@ -31,7 +31,7 @@ from ..decode.sampling import highest
 from ..decode.static_batch import margin, window_of
 from ..heads import Drafter
 from ..targets import RaggedCache, RowLengths, Target
-from ..targets.attention import steady_kernels
+from ..targets.split_attention import steady_kernels
 from .timing import CapturedReplay, captured, medians, timed, turns
 
 _GROWTH = 64  # a text that is drafted from gets this much longer before it begins again

@@ -23,8 +23,8 @@ from ..common.errors import LIBRARY_ERRORS, reason
 from ..common.machine import clock
 from ..heads import Abilities, Drafter, NoDraftSession, Session
 from ..targets import RowLengths, Target
-from ..targets.attention import steady_kernels
 from ..targets.fast import by_library, use_fast_pass, use_fastest_pass
+from ..targets.split_attention import steady_kernels
 from .control import Controller, Schedule
 from .drafting import SamplerConfig
 from .finite import NonFiniteTracer

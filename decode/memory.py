@@ -1,7 +1,7 @@
 """The memory that a generation needs, before any of it is allocated.
 
 It is the target's cache and the drafter's state, both to the byte, and what the largest step works with: the passes as
-measured on a few tokens (`targets.footprint`), and the tensors that the rules make of the logits.
+measured on a few tokens (`targets.pass_memory`), and the tensors that the rules make of the logits.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """What a drafter learns from: prompts, the target's responses, loss masks, hidden states."""
 
-from .collect import read_prompts
 from .conversation import supervised_mask
 from .data_set import load_responses, provenance
 from .features import FeatureStore
 from .prompts import Prompt, digest_prompts
+from .recipe_prompts import read_prompts
 from .responses import distill
 
 __all__ = [

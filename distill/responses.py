@@ -30,13 +30,13 @@ from ..recipes import DataSpec, Recipe
 from ..targets import Fingerprint, Target, config_only_target
 from ..targets.sharding import processes
 from .client import read_key, require_client
-from .collect import Collection, recipe_prompts
 from .conversation import Supervised, given_sequences, sequences, why_ended
 from .data_set import ROUNDS, SCHEMA_VERSION, TrainingRow, depths_of_rows, provenance, require_whole, save_data_set
 from .decoding import Responder, answer_all, batches
 from .journal import Answer, Answers, Identity, Journal, RemainingWork
 from .launch import launch_group, one_leads
 from .prompts import Prompt, PromptTable, digest_prompts
+from .recipe_prompts import Collection, recipe_prompts
 from .servers import answer_by_servers
 from .sources import check_sources
 

@@ -24,7 +24,7 @@ from ..decode import Decoder, Plan, Round, Sampling, Tree, depth_counts
 from ..heads import Drafter, drafter_config
 from ..recipes import EvalSpec
 from ..targets import Target
-from ..targets.attention import steady_kernels
+from ..targets.split_attention import steady_kernels
 from .reports.figures import (
     ALL,
     PHASES,

@@ -17,8 +17,8 @@ from transformers import PreTrainedTokenizerBase
 from ..common import BadInputError
 from ..costs.timing import rotated
 from ..decode import Round
-from ..distill.collect import read_prompts
 from ..distill.prompts import Prompt, digest_prompts
+from ..distill.recipe_prompts import read_prompts
 from ..recipes import EvalSpec
 from ..recipes.suites import PACKAGED, find_suite
 from ..targets import Target

@@ -26,9 +26,9 @@ from ..common import IncompatibleError
 from ..heads import DFlash, DFlashConfig, Drafter, DrafterConfig, DSpark, DSparkConfig
 from ..targets import Target
 from .drafter_files import DrafterFiles, fill
+from .engine_logits import Layers, ProbeSequence, Weights, output_table
 from .layout import ExportLayout, Unsupported
 from .llama import layer_sizes, llama_config, require_fields, shapes_of
-from .reading import Layers, ProbeSequence, Weights, output_table
 from .speculators import draft_ids, taps_lacking, vocabulary_maps, written_config
 
 TAPS = "aux_hidden_state_layer_ids"

@@ -23,8 +23,8 @@ from ..common import BadInputError, IncompatibleError
 from ..heads import Drafter, DraftModel
 from ..targets import Target, load_causal_lm
 from .drafter_files import DrafterFiles
+from .engine_logits import ProbeSequence, model_logits
 from .layout import ExportLayout
-from .reading import ProbeSequence, model_logits
 
 FILE = "draft.gguf"
 _ARCHITECTURES = {

@@ -19,8 +19,8 @@ from ..common.safe_load import read_json
 from ..heads import Drafter, DrafterConfig, SelfSpeculative, SelfSpeculativeConfig
 from ..targets import Target, load_causal_lm
 from .drafter_files import DrafterFiles
+from .engine_logits import ProbeSequence, model_logits
 from .layout import ExportLayout, Unsupported
-from .reading import ProbeSequence, model_logits
 
 GENERATION, EXIT = "generation_config.json", "assistant_early_exit"
 

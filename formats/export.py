@@ -10,8 +10,8 @@ from ..common.atomic import replacing_folder
 from ..heads import Drafter
 from ..targets import Target
 from .checkpoint_view import write_record
+from .engine_logits import passage_of, require_same, session_logits
 from .engines import require_served
-from .reading import passage_of, require_same, session_logits
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from ..heads import Drafter, DrafterConfig
 from ..heads.saved import read_config
 from ..targets import Target
 from .drafter_files import DrafterFiles
-from .reading import ProbeSequence
+from .engine_logits import ProbeSequence
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,9 @@ from ..common import BadInputError, IncompatibleError
 from ..heads import Drafter, DrafterConfig, Medusa, MedusaConfig
 from ..targets import Target
 from .drafter_files import DrafterFiles, fill
+from .engine_logits import ProbeSequence, medusa_logits, output_table
 from .layout import ExportLayout, Unsupported
 from .llama import require_same_rows
-from .reading import ProbeSequence, medusa_logits, output_table
 
 FILE = "medusa_lm_head.safetensors"
 

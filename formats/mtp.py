@@ -30,8 +30,8 @@ from ..heads.mtp_checkpoint import KEPT, LAYER, SINGLE, Checkpoint, folder_of, p
 from ..heads.registry import load_drafter
 from ..targets import Target
 from .drafter_files import DrafterFiles
+from .engine_logits import ProbeSequence, session_logits
 from .layout import ExportLayout, Unsupported
-from .reading import ProbeSequence, session_logits
 
 # Files of the target's folder that an export brings along.
 _COPIED = {".json", ".safetensors", ".jinja", ".model", ".txt"}

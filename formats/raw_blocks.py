@@ -27,9 +27,9 @@ from .blocks import (
     require_servable,
 )
 from .drafter_files import DrafterFiles, with_prefix
+from .engine_logits import embedding_table, output_table
 from .layout import Unsupported
 from .llama import EMBEDDINGS, check_embeddings, require_fields, require_same_rows
-from .reading import embedding_table, output_table
 from .speculators import tapped_embeddings, taps_lacking
 
 TAPS = "target_layer_ids"

@@ -27,9 +27,9 @@ from ..common.runtime import versions
 from ..heads import DFlash, Drafter, DrafterConfig, Eagle3, Eagle3Config, PEagle, PEagleConfig
 from ..targets import Target
 from .drafter_files import DrafterFiles, fill, with_prefix
+from .engine_logits import Flags, ProbeSequence, eagle3_logits, embedding_table, peagle_logits
 from .layout import ExportLayout, Unsupported
 from .llama import EMBEDDINGS, check_embeddings, layer_sizes, llama_config, require_fields, shapes_of
-from .reading import Flags, ProbeSequence, eagle3_logits, embedding_table, peagle_logits
 
 TAPS, MASK = "eagle_aux_hidden_state_layer_ids", "mask_token_id"
 # How names of the taps' norms begin in the format, and ours; all other names are the same.

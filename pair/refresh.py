@@ -43,7 +43,7 @@ class How:
     """How a refresh trains.
 
     Attributes:
-        rank: of a low-rank change that is learnt instead of all weights (`heads.low_rank`); None for all of them.
+        rank: of a low-rank change that is learnt instead of all weights (`heads.lora_drafter`); None for all of them.
         seconds: of training, instead of the recipe's steps; None for those.
         until: the condition for ending before the last step, if any.
     """

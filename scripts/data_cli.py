@@ -18,8 +18,8 @@ from .output import finish, print_lines
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ..distill.collect import Collection
     from ..distill.prompts import Prompt
+    from ..distill.recipe_prompts import Collection
     from ..recipes import Recipe
 
 FINDING = 1
@@ -70,7 +70,7 @@ def check(recipe: RecipeName, changes: Overrides = None, as_json: AsJson = False
     """Read all of a recipe's data and count what is kept and left out, and why. Exit code 1 for rows that cannot be
     read, and for prompts that the recipe measures.
     """
-    from ..distill.collect import recipe_prompts
+    from ..distill.recipe_prompts import recipe_prompts
 
     loaded = recipe_of(recipe, changes)
     tolerant = loaded.data.model_copy(update={"malformed": "drop", "allow_leaks": True})
@@ -95,9 +95,9 @@ Piece = tuple[str, str]  # text and its style
 
 def _samples(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, count: int) -> Iterator[tuple[str, list[Piece]]]:
     """Yield the names and the coloured texts of some rows."""
-    from ..distill.collect import recipe_prompts
     from ..distill.conversation import given_sequences
     from ..distill.data_set import load_responses
+    from ..distill.recipe_prompts import recipe_prompts
     from ..distill.responses import data_folder
 
     folder = data_folder(recipe)

@@ -40,8 +40,8 @@ from ..common.digests import read_sealed, write_json
 from ..common.locks import locked
 from ..costs.hardware import Pace, forecast, measure_pace
 from ..distill import distill, provenance
-from ..distill.collect import recipe_prompts
 from ..distill.prompts import Prompt
+from ..distill.recipe_prompts import recipe_prompts
 from ..eval import Figures, Report
 from ..eval.measure import Contestant, contestants, measure
 from ..eval.reports.gate import GateResult

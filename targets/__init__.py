@@ -10,9 +10,9 @@ if TYPE_CHECKING:
     from .cache_slots import Nodes
     from .config_only import config_only_target
     from .fingerprint import Fingerprint
-    from .footprint import Footprint, PeakBytes
     from .layers import decoder_layers
     from .loading import embedded_path, load_causal_lm
+    from .pass_memory import Footprint, PeakBytes
     from .target import Target, TargetOutput
     from .tokenizers import TokenDifference, first_difference, load_tokenizer, require_same_vocabulary
 else:

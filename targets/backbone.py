@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..common.errors import BadInputError, IncompatibleError
-from .attention import NAME as SPLIT_ATTENTION
-from .attention import register
 from .cache import RaggedCache
 from .cache_slots import Nodes
 from .layer_kinds import CacheLayout, attention_masks, check_layers, needs_mask, runtime_key
 from .layers import TapReader, body_of, decoder_layers, find_final_norm, first_layers
 from .recurrent import RecurrentCache, has_states
+from .split_attention import NAME as SPLIT_ATTENTION
+from .split_attention import register
 
 _CAPTURING = ("reduce-overhead", "max-autotune")  # modes of torch.compile
 
@@ -123,7 +123,7 @@ class Backbone:
             self.model.set_attn_implementation("sdpa")
 
     def use_split_attention(self) -> None:
-        """Attend as `targets.attention` does, which is made for decoding on a GPU.
+        """Attend as `targets.split_attention` does, which is made for decoding on a GPU.
 
         Raises IncompatibleError if the model does not attend by SDPA (its scores are capped, or have sinks).
         """

@@ -14,10 +14,10 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..common.errors import IncompatibleError
-from .attention import NAME as SPLIT_ATTENTION
 from .cache import EntryShape, RaggedCache
 from .cache_slots import Nodes
 from .recurrent import HYBRID, KINDS, MODELS, OVERWRITING, RecurrentCache, has_states
+from .split_attention import NAME as SPLIT_ATTENTION
 
 ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}  # kinds of layers that masks serve
 _NOTHING = {"mlp", "moe"}  # kinds of layers that keep nothing of a text

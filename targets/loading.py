@@ -18,8 +18,6 @@ from ..common import digests
 from ..common.errors import BadInputError, IncompatibleError, OutriderError, Refusal, first_line, reason
 from ..common.safe_load import read_json
 from .adapters import ADAPTER_CONFIG
-from .attention import NAME as SPLIT_ATTENTION
-from .attention import register
 from .grow import ALIASES, SHAPES, grown_config, shape_config
 from .model_folder import (
     INDEX,
@@ -31,6 +29,8 @@ from .model_folder import (
     refuse_pickles,
     without_questions,
 )
+from .split_attention import NAME as SPLIT_ATTENTION
+from .split_attention import register
 from .tokenizers import tokenizer_of
 from .weights import misfits, no_more_than, stored_tensors
 

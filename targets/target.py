@@ -24,12 +24,12 @@ from .backbone import Backbone, at_places
 from .cache import RaggedCache
 from .cache_slots import Nodes
 from .fingerprint import Fingerprint
-from .footprint import Footprint, measure
 from .grow import grow, shape_config
 from .layer_kinds import CacheLayout, runtime_key
 from .layers import body_of, decoder_layers
 from .loading import load_causal_lm, load_tokenizer_of, quantise, split_shape, target_path
 from .model_folder import is_local
+from .pass_memory import Footprint, measure
 from .sharding import all_processes, in_turn, processes, settle, share, split
 from .smoke_check import reads_ragged_rows, require_readable
 from .weights import digest_tensor
@@ -103,7 +103,7 @@ class Target(Backbone):
 
         Args:
             adapter: folder or Hub id of a PEFT adapter, which is merged into the weights, as it would be served.
-            attention: one of the library's implementations, or "outrider" (see `targets.attention`).
+            attention: one of the library's implementations, or "outrider" (see `targets.split_attention`).
             sharding: "fsdp2" splits the layers over the processes, if there are several (see `targets.sharding`), which
                 load the target one after the other, into main memory first.
             quantize: "int8" or "int8-dynamic" (see `targets.loading.quantise`); None leaves the weights as they are.

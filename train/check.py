@@ -27,12 +27,12 @@ from ..heads.divergences import divergence
 from ..recipes import Recipe
 from ..targets import Target
 from .arguments import MEASURED, packing_of, training_arguments
+from .drafter_init import check_drafter, check_makes
 from .hooks import asks_for_checkpointing
 from .joint import adapted, lora_config
-from .launch import check_kind_of_processes, check_number_of_processes, check_sharding, kind_of_processes
 from .planning import sketch_drafter, sketch_target, workload
+from .processes import check_kind_of_processes, check_number_of_processes, check_sharding, kind_of_processes
 from .stopping import check_schedule
-from .warmstart import check_drafter, check_makes
 
 _log = logging.getLogger(__name__)
 

@@ -27,7 +27,6 @@ from ..common.safe_load import FileLimits, read_json
 from ..heads import restore_drafter
 from .hooks import CheckpointIO, HookedTrainer
 from .joint import ADAPTER, JointModule
-from .launch import is_lost_peer
 from .optimizer_state import (
     FsdpStates,
     States,
@@ -38,6 +37,7 @@ from .optimizer_state import (
     read_state,
     write_states,
 )
+from .processes import is_lost_peer
 from .sharded_drafter import ShardedDrafter, WholeDrafter
 
 PREFIX = f"{PREFIX_CHECKPOINT_DIR}-"

@@ -28,9 +28,9 @@ from ..recipes import Recipe
 from ..targets import Target
 from .arguments import check_training
 from .callbacks import held_out_taus
+from .drafter_init import check_drafter, check_makes
 from .provenance import PROVENANCE, check_same_run, read_provenance, require_result
 from .run import train
-from .warmstart import check_drafter, check_makes
 
 _SHARED = ("target", "data", "eval")  # sections in which the recipes must say the same, but for a method's own data:
 _METHOD = ("data.on_policy", "data.on_policy_temperature", "data.verified")

@@ -34,7 +34,7 @@ from ..recipes import DataSpec, EvalSpec, Recipe
 from ..targets import Target
 from ..targets.sharding import follow, leading
 from .data import EMPTY, Rows, collate
-from .launch import Processes
+from .processes import Processes
 
 # ------------------------------------------------------------ on-policy responses
 

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 
 from ..common.errors import Refusal, reason
-from .launch import is_lost_peer
+from .processes import is_lost_peer
 
 # The first and the last version that all tests passed with.
 TRIED = {"transformers": ("5.17", "5.23"), "accelerate": ("1.10", "1.15")}

@@ -23,7 +23,7 @@ from ..targets.loading import meta_causal_lm
 from . import muon
 from .arguments import packing_of, training_arguments
 from .data import FIRST_LEARNED
-from .warmstart import check_drafter, make_drafter
+from .drafter_init import check_drafter, make_drafter
 
 
 def plan(recipe: Recipe, processes: int = 1, sharding: Sharding = "none", rows: int | None = None) -> Needs:

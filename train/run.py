@@ -43,12 +43,12 @@ from .callbacks import Reports, finish_reports
 from .check import check, check_recomputes, check_with_target
 from .data import Batches, CachedBatches, OnlineBatches, PackedBatches, Packs, Rows, split, token_counts
 from .decoding import MeasuredTau, OnPolicy
+from .drafter_init import made_for
 from .hooks import enable_checkpointing
 from .joint import ADAPTER, Adapter, JointBatches, JointModule, adapted
-from .launch import PeerLostError, alone_in, is_lost_peer, peak_bytes
+from .processes import PeerLostError, alone_in, is_lost_peer, peak_bytes
 from .stopping import Patience, Until, check_same_budget, follow_clock, saved_clock
 from .trainer import DrafterTrainer, TrainData
-from .warmstart import made_for
 
 _log = logging.getLogger(__name__)
 

@@ -33,8 +33,8 @@ from .data import IGNORED, Batches, Order, Packs, Rows, collate
 from .decoding import MeasuredTau, OnPolicy
 from .hooks import HookedTrainer
 from .joint import JointModule, Stages
-from .launch import Processes, check_engine, is_sharded
 from .optimizer_state import remove_empty_groups
+from .processes import Processes, check_engine, is_sharded
 from .sharded_drafter import ShardedDrafter, WholeDrafter, fit_engine, gradient_norm, loss_of
 from .stopping import Patience, TauWatch, TimeBudget, Until, saved_clock
 

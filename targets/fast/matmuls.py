@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from . import operations
 from .operations import Tiles
-from .probe import captured
+from .trial_passes import captured
 
 _MOST_TOKENS = 64  # of a product by our kernels; larger ones are not bound by reading weights
 _REPEATS = 5

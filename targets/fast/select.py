@@ -25,11 +25,11 @@ from ...common.digest_cache import cache_file
 from ...common.errors import IncompatibleError, reason
 from ...common.machine import clock, device_name
 from ...common.runtime import installed_version
-from ..attention import steady_kernels
 from ..backbone import Backbone
 from ..layers import is_of_llama_kind
+from ..split_attention import steady_kernels
 from ..target import Target
-from .probe import PASS_TOLERANCE, PassProbe
+from .trial_passes import PASS_TOLERANCE, PassProbe
 
 try:
     from . import runner, validate

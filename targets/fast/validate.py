@@ -14,8 +14,8 @@ from ..cache import RaggedCache, RowLengths
 from ..cache_slots import Nodes, Placement
 from ..target import Target
 from .operations import Split, attend
-from .probe import PASS_TOLERANCE, PassProbe, distance
 from .runner import TritonRunner
+from .trial_passes import PASS_TOLERANCE, PassProbe, distance
 
 _LENGTHS = (0, 3, 150)  # committed entries of the rows
 _PARENTS = ((-1, -1, 0, 2), (-1, 0, 0, 1), (-1, 0, 1, 2))

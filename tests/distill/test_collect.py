@@ -18,9 +18,9 @@ from tokenizers import processors
 from outrider.common import BadInputError
 from outrider.decode import Decoder
 from outrider.distill import distill, load_responses, provenance
-from outrider.distill.collect import Collection, DigestSet, PromptReading, collect, read_prompts, recipe_prompts
 from outrider.distill.conversation import given_sequences
 from outrider.distill.prompts import digest_prompts
+from outrider.distill.recipe_prompts import Collection, DigestSet, PromptReading, collect, read_prompts, recipe_prompts
 from outrider.distill.sources import check_sources
 from outrider.recipes import Recipe
 from outrider.targets import Target

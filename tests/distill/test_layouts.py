@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from outrider.distill.collect import PromptReading, collect
 from outrider.distill.layouts import RowError, understand
+from outrider.distill.recipe_prompts import PromptReading, collect
 
 from .conftest import Tokenizer, assistant, user, write_rows
 

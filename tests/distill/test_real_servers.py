@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from outrider.distill import distill, load_responses, provenance, servers
-from outrider.distill.collect import read_prompts
+from outrider.distill.recipe_prompts import read_prompts
 from outrider.recipes import Recipe
 from outrider.serving.launching import VllmLaunch, python_of
 from outrider.targets import Target, embedded_path

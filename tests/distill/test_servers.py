@@ -16,10 +16,10 @@ import pytest
 from outrider.common import BadInputError
 from outrider.decode import Decoder
 from outrider.distill import distill, load_responses, provenance, responses, servers
-from outrider.distill.collect import Collection
 from outrider.distill.conversation import render
 from outrider.distill.journal import Answer, Journal
 from outrider.distill.prompts import Prompt
+from outrider.distill.recipe_prompts import Collection
 from outrider.targets import Target
 
 from .conftest import Place, Server

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 
 from outrider.common import BadInputError, IncompatibleError
 from outrider.formats import LAYOUTS, export_drafter, import_drafter, launch
+from outrider.formats.engine_logits import passage_of, session_logits
 from outrider.formats.lint import lint
-from outrider.formats.reading import passage_of, session_logits
 
 from .faults import edit_config, edit_tensors
 

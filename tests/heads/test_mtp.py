@@ -22,7 +22,7 @@ from outrider.heads import Mtp, MtpConfig, load_drafter
 from outrider.heads.divergences import DIVERGENCES
 from outrider.heads.mtp_checkpoint import plain_body
 from outrider.targets import PeakBytes, RowLengths, Target
-from outrider.train.warmstart import make_drafter
+from outrider.train.drafter_init import make_drafter
 
 from ..conftest import few
 from ..decode.conftest import COMMON

@@ -14,7 +14,7 @@ from outrider.common import BadInputError
 from outrider.targets import Target
 from outrider.train import train
 from outrider.train.arguments import check_training, training_arguments
-from outrider.train.launch import check_engine, check_kind_of_processes, check_number_of_processes, check_sharding
+from outrider.train.processes import check_engine, check_kind_of_processes, check_number_of_processes, check_sharding
 
 
 @pytest.mark.parametrize(

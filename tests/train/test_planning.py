@@ -28,9 +28,9 @@ from outrider.targets import PeakBytes, Target
 from outrider.train import train
 from outrider.train.arguments import training_arguments
 from outrider.train.data import OnlineBatches, collate, split
+from outrider.train.drafter_init import make_drafter
 from outrider.train.planning import plan, sketch_drafter, sketch_target
 from outrider.train.trainer import DrafterTrainer, TrainData
-from outrider.train.warmstart import make_drafter
 
 from .conftest import MakeRecipe, of_stored, write_data
 

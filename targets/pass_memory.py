@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from .attention import NAME as SPLIT_ATTENTION
 from .backbone import Backbone
 from .layer_kinds import masked_kinds
 from .recurrent import UNREAD
+from .split_attention import NAME as SPLIT_ATTENTION
 
 
 class PeakBytes(TorchDispatchMode):

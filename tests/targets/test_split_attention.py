@@ -10,7 +10,7 @@ import torch
 from outrider.common import BadInputError, IncompatibleError
 from outrider.decode import Decoder, Plan, Sampling, Tree
 from outrider.heads import Eagle3, Eagle3Config
-from outrider.targets import Target, attention, load_causal_lm
+from outrider.targets import Target, load_causal_lm, split_attention
 from outrider.targets.layer_kinds import float_mask
 
 from ..conftest import few
@@ -22,7 +22,7 @@ PLANS = [Plan(3), Plan(tree=Tree((-1, -1, 0, 0, 1, 2)))]
 
 @pytest.fixture
 def many_parts(monkeypatch):
-    monkeypatch.setattr(attention, "_LEAST_PART", 16)
+    monkeypatch.setattr(split_attention, "_LEAST_PART", 16)
 
 
 def library(query, keys, values, mask=None):
@@ -41,8 +41,8 @@ def test_split_attention_equals_the_librarys(many_parts, rows, group, shared, qu
     seen = (torch.rand(rows, 1, queries, length) < 0.3) & (torch.arange(length) < length // 2)
     seen[..., 3] = True
     mask = torch.zeros(seen.shape).masked_fill_(~seen, torch.finfo(torch.float32).min)
-    assert attention.num_parts(rows * shared, length) == length // 16
-    found, _ = attention.split_attention(torch.nn.Module(), query, keys, values, mask)
+    assert split_attention.num_parts(rows * shared, length) == length // 16
+    found, _ = split_attention.split_attention(torch.nn.Module(), query, keys, values, mask)
     torch.testing.assert_close(found, library(query, keys, values, mask), rtol=1e-5, atol=1e-6)
 
 
@@ -51,7 +51,7 @@ def test_split_attention_equals_the_librarys(many_parts, rows, group, shared, qu
     [(8, 1024, 8), (8, 8192, 32), (64, 1024, 4), (256, 8192, 1), (8, 384, 2), (1, 100, 1), (8, 1040, 1), (8, 1056, 2)],
 )
 def test_parts_are_equal_and_aligned_and_not_too_small(blocks, length, parts):
-    assert attention.num_parts(blocks, length) == parts
+    assert split_attention.num_parts(blocks, length) == parts
 
 
 def efficient_kernel(query, key, value, mask, scale):
@@ -74,15 +74,15 @@ def test_parts_in_which_nothing_is_seen_weigh_nothing_on_a_gpu(monkeypatch, seen
     keys, values = torch.randn(2, 1, 2, 1536, 16, dtype=dtype)
     query = -4 * keys[:, :, :1].repeat_interleave(4, 1)
     mask = float_mask((torch.arange(1536) < seen)[None, None], dtype)
-    monkeypatch.setattr(attention, "attend", efficient_kernel)
-    found, _ = attention.split_attention(torch.nn.Module(), query, keys, values, mask)
+    monkeypatch.setattr(split_attention, "attend", efficient_kernel)
+    found, _ = split_attention.split_attention(torch.nn.Module(), query, keys, values, mask)
     expected = library(query.double(), keys[:, :, :seen], values[:, :, :seen])
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=2e-2 if dtype == torch.bfloat16 else 1e-5)
 
 
 def test_whoever_leaves_last_puts_the_choice_of_kernels_back():
     """Threads that decode at once leave in any order."""
-    first, second = attention.steady_kernels(), attention.steady_kernels()
+    first, second = split_attention.steady_kernels(), split_attention.steady_kernels()
     assert torch.backends.cuda.cudnn_sdp_enabled()
     first.__enter__()
     second.__enter__()
@@ -144,8 +144,8 @@ def test_a_model_that_does_not_attend_by_sdpa_is_refused(tiny_llama):
 
 def test_split_attention_can_be_asked_for_by_name(tiny_llama, tmp_path):
     tiny_llama(layers=4).save_pretrained(tmp_path)
-    attention.register()
-    assert load_causal_lm(str(tmp_path), attention=attention.NAME).config._attn_implementation == "outrider"
+    split_attention.register()
+    assert load_causal_lm(str(tmp_path), attention=split_attention.NAME).config._attn_implementation == "outrider"
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -178,6 +178,6 @@ def test_split_attention_on_a_gpu(dtype, seen, length):
     keys, values = torch.randn(2, 2, 8, 1200, 128, device="cuda", dtype=dtype)[:, :, :, :length]
     query = torch.randn(2, 32, 5, 128, device="cuda", dtype=dtype)
     mask = float_mask((torch.arange(length, device="cuda") < seen).expand(2, 5, -1), dtype)
-    found, _ = attention.split_attention(torch.nn.Module(), query, keys, values, mask)
+    found, _ = split_attention.split_attention(torch.nn.Module(), query, keys, values, mask)
     expected = library(query.double(), keys, values, mask.double())
     torch.testing.assert_close(found.double(), expected, rtol=1e-2, atol=2e-2 if dtype == torch.bfloat16 else 1e-4)

@@ -114,8 +114,6 @@ class Cell:
         release([loop])
         return found
 
-    # ------------------------------------------------------------ parts of a round
-
     def _verify(self) -> list[dict[str, Any]]:
         """Return T_verify(n) / T_verify(1), n tokens per row: the root and n − 1 drafts."""
         widths = sorted({0, self.settings.depth, *self.settings.widths})
@@ -137,8 +135,6 @@ class Cell:
             return floor.to_dict()
         shares = {"at_copy": floor.at_copy, "at_read": floor.at_read, "with_cache_at_read": floor.with_cache}
         return floor.to_dict() | {f"share_{name}": seconds / round_seconds for name, seconds in shares.items()}
-
-    # ------------------------------------------------------------ whole loops
 
     def _loops(self, continuation: Texts) -> Iterator[Loop]:
         """Yield all contestants, the plain target first; forced ones propose `continuation`."""
@@ -194,8 +190,6 @@ class Cell:
         runs = guarded(lambda: [loop(self.prompts) for _ in range(1 + self.settings.repeats)])
         release([loop])
         return runs if isinstance(runs, dict) else _figures(runs[1:], plain)
-
-    # ------------------------------------------------------------ around the passes
 
     def _overheads(self, loops: Sequence[Loop], found: dict[str, Any]) -> dict[str, Any]:
         """Return the overhead of loops whose rounds are all alike: plain, and full acceptance."""
@@ -264,9 +258,6 @@ def free_memory() -> None:
     if torch.cuda.is_available():
         gc.collect()
         torch.cuda.empty_cache()
-
-
-# ------------------------------------------------------------ what a profiler sees of a loop
 
 
 @dataclass(frozen=True)

@@ -78,9 +78,6 @@ class Drafting:
         return TimedCompletion(out[0, tokens.shape[1] :].tolist(), {"total": clock(self.target.device) - began})
 
 
-# ------------------------------------------------------------ suites
-
-
 def load_drafters(target: Target, arguments: argparse.Namespace) -> dict[str, Drafter]:
     folders = {"eagle3": arguments.eagle3, "draft_model": arguments.draft_model}
     found = {name: load_drafter(folder, target) for name, folder in folders.items() if folder}
@@ -145,9 +142,6 @@ def measure_overheads(
     loops = [Ours("plain", Decoder(target), Plan(0), count)]
     loops += [Ours(name, Decoder(target, drafter), plan, count) for name, drafter in drafters.items()]
     return {loop.name: loop_overhead(loop, batches, arguments.repeats).to_dict() for loop in loops}
-
-
-# ------------------------------------------------------------ cells
 
 
 def cell_settings(arguments: argparse.Namespace) -> CellSettings:
@@ -222,9 +216,6 @@ def random_models(arguments: argparse.Namespace) -> tuple[Target, dict[str, Draf
     return target, drafters, described
 
 
-# ------------------------------------------------------------ what is printed
-
-
 def tables(result: dict[str, Any]) -> list[str]:
     """Return the tables of the race on the suites."""
     head = ["a round's overhead", "processor time", "wall time", "ms per round", "ms of its passes alone"]
@@ -295,9 +286,6 @@ def _loop_cells(cell: dict[str, Any], name: str, row: dict[str, Any]) -> list[st
     texts = [NOTHING if figure is None else way.format(figure) for way, figure in zip(ways, figures, strict=True)]
     shares = (overhead.get("share"), gaps.get("idle_share"))
     return [name, *texts, *(NOTHING if share is None else f"{share:.1%}" for share in shares)]
-
-
-# ------------------------------------------------------------ the command
 
 
 def parse(given: Sequence[str] | None) -> argparse.Namespace:

@@ -124,9 +124,6 @@ def largest_error(found: Tensor, right: Tensor) -> float:
     return ((found - right).norm(dim=1) / right.norm(dim=1)).max().item()
 
 
-# ------------------------------------------------------------ products
-
-
 def product_error(
     way: Matmul, tokens: int, kind: str, dtype: torch.dtype, device: torch.device, width: int = 96
 ) -> float:
@@ -156,9 +153,6 @@ def exact_product(x: Tensor, matrix: Matrix, onto: Tensor | None) -> Tensor:
         left, right = found.chunk(2, 1)
         found = torch.nn.functional.silu(left) * right
     return found if onto is None else found + onto.double()
-
-
-# ------------------------------------------------------------ heads
 
 
 def heads_error(normed: bool, size: int, dtype: torch.dtype, device: torch.device) -> float:
@@ -198,9 +192,6 @@ def exact_heads(
     return found[0], found[1]
 
 
-# ------------------------------------------------------------ Triton's interpreter, put right
-
-
 def multiply_bfloat16() -> None:
     """Let products of bfloat16 be products of the numbers, for the rest of the process.
 
@@ -220,8 +211,6 @@ def _numbers(given: Any) -> Any:
         return (given.data.astype(np.uint32) << 16).view(np.float32)
     return given.data
 
-
-# ------------------------------------------------------------ all of them
 
 WAYS: dict[str, tuple[Matmul, tuple[int, ...]]] = {
     "multiply_vector": (TritonMatmul(Tiles(0, 32, 64)), (1,)),

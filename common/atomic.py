@@ -155,8 +155,6 @@ def sync_tree(folder: Path) -> None:
         sync(Path(inner))
 
 
-# ------------------------------------------------------------ what dead processes left
-
 # How deep below a locked folder leftovers are looked for: <output>/features/<key>/<file>, and one more.
 _DEPTH = 4
 # After so many seconds without a change, what another machine was writing counts as left behind.
@@ -259,8 +257,6 @@ def _leftovers_in(folder: Path) -> list[Leftover]:
     paths = sorted(folder.glob(".*")) if folder.is_dir() else []
     return [leftover for path in paths if (leftover := Leftover.at(path)) is not None]
 
-
-# ------------------------------------------------------------ disks that cannot be written
 
 _AGAIN = "then run the same command again."
 _NEARLY_FULL = 2**20  # bytes that are left

@@ -63,9 +63,6 @@ def is_harmless(file: Path) -> bool:
     return any(fnmatchcase(file.name, name) for name in _HARMLESS)
 
 
-# ------------------------------------------------------------ one file
-
-
 def file_digest(file: Path, again: bool = False) -> str:
     """Return the SHA-256 of a file's contents; one that was read before, and has not changed, is only read `again`.
 
@@ -107,9 +104,6 @@ def _problem_of(file: Path, expected: str, again: bool = False) -> str | None:
     except Refusal:
         return "no regular file"
     return None if digest == expected else f"content differs (SHA-256 {digest[:12]}…, recorded {expected[:12]}…)"
-
-
-# ------------------------------------------------------------ the list of a folder
 
 
 def seal(folder: Path) -> None:
@@ -213,9 +207,6 @@ def _digest_of_text(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-# ------------------------------------------------------------ JSON
-
-
 def digest_json(value: Any) -> str:
     """Return the SHA-256 of a value as canonical JSON."""
     return _digest_of_text(canonical_json(value))
@@ -257,9 +248,6 @@ def unsealed(file: Path, values: dict[str, Any], advice: str, required: bool = T
 def read_sealed(file: Path, advice: str, required: bool = True) -> dict[str, Any]:
     """Return the values that `write_json` wrote into `file`; raises BadInputError and Refusal as `unsealed` does."""
     return unsealed(file, read_json(file), advice, required)
-
-
-# ------------------------------------------------------------ text
 
 
 def sealed_text(text: str) -> str:

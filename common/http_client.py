@@ -65,9 +65,6 @@ class ModelList(BaseModel):
     data: list[_Model] = Field(min_length=1)
 
 
-# ------------------------------------------------------------ requests
-
-
 def require_key(key: str, where: str) -> str:
     """Return the key without spaces around it. BadInputError, which names where it is from: no header can carry it."""
     key = key.strip()

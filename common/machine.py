@@ -49,9 +49,6 @@ def clock(device: torch.device) -> float:
     return time.perf_counter()
 
 
-# ------------------------------------------------------------ memory
-
-
 def free_bytes(device: torch.device) -> int | None:
     """Return how many bytes can still be allocated on `device`; None where that is unknown."""
     if device.type == "cuda":

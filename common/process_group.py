@@ -62,8 +62,6 @@ class LaunchGroup:
     def _file(self, topic: str, rank: int) -> Path:
         return self.folder / f"{topic}-{rank}"
 
-    # ------------------------------------------------------------ exchange
-
     def publish(self, topic: str, text: str = "") -> None:
         """Let the others read `text`."""
         if self.size > 1:
@@ -120,8 +118,6 @@ class LaunchGroup:
             if left:
                 self.check_peers()
                 time.sleep(POLL_SECONDS)
-
-    # ------------------------------------------------------------ failures
 
     def check_peers(self) -> None:
         """Raise PeerError if a process failed, or died, and StoppedError if one was asked to stop."""

@@ -57,9 +57,6 @@ JSON = FileLimits()
 YAML = FileLimits(num_bytes=MEGABYTE // 4, containers=20_000, depth=40)  # its parser reads 200 kB in a second
 
 
-# ------------------------------------------------------------ files and text
-
-
 def read_bytes(file: Path, limit: int = JSON.num_bytes) -> bytes:
     """Return the content of a regular file of at most `limit` bytes. A pipe or a device is refused, never waited for.
 
@@ -122,9 +119,6 @@ def decoded(read: bytes, where: str) -> str:
         return read.removeprefix(_MARK).decode("utf-8")
     except UnicodeDecodeError as error:
         raise Unreadable(where, f"cannot be read: not UTF-8 text ({error.reason} at byte {error.start})") from error
-
-
-# ------------------------------------------------------------ JSON
 
 
 def read_json(file: Path, limits: FileLimits = JSON) -> dict[str, Any]:
@@ -215,9 +209,6 @@ def _require_shallow(values: Any, depth: int) -> None:
         if not level:
             return
     raise RecursionError
-
-
-# ------------------------------------------------------------ YAML
 
 
 def parse_yaml(text: str, where: str, limits: FileLimits = YAML) -> Any:
@@ -333,8 +324,6 @@ def yaml_text(values: Any) -> str:
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
-# ------------------------------------------------------------ long JSON lists
-
 _PLAIN = json.JSONDecoder()
 _SOMETHING = re.compile(r"[^ \t\r\n]")
 _AFTER = tuple(",] \t\r\n")
@@ -406,8 +395,6 @@ class _TextWindow:
         self.text, self.place = self.text[self.place :] + piece, 0
         return bool(piece)
 
-
-# ------------------------------------------------------------ limits of work
 
 try:
     import resource

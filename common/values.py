@@ -92,9 +92,6 @@ def _in_words(hint: Any) -> str:
     return _WORDS.get(name, name) + "".join(inner)
 
 
-# ------------------------------------------------------------ URLs
-
-
 def printable_urls(text: str) -> str:
     """Return a URL, or a text with URLs, without users, passwords, queries and fragments: they may be secrets."""
     text = re.sub(r"(?<=://)[^\"'<>\n]*@", "", text)  # a password may hold anything, "/" and "://" included

@@ -179,9 +179,6 @@ def _top(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return torch.cat([best, others], -1), top.values
 
 
-# ------------------------------------------------------------ chains
-
-
 class ChainDraft:
     """A chain that a session is drafting, and the distributions of its tokens so far.
 
@@ -269,9 +266,6 @@ def propose_confidently(session: NodeSession, root: Tensor, depth: int, chain: C
     return Proposal.chain(torch.stack(drafted, 1))
 
 
-# ------------------------------------------------------------ static trees
-
-
 @dataclass(frozen=True)
 class Level:
     """One pass of a static tree's growth."""
@@ -353,9 +347,6 @@ def grow_static(session: NodeSession, root: Tensor, layout: StaticTree, sampler:
     known = torch.cat(drawn, 1)
     probs = known.new_zeros(rows, 1 + count, known.shape[-1]).index_copy(1, layout.places, known)
     return Draft(proposal, probs, [*peaks, probs[:, :, 0]])
-
-
-# ------------------------------------------------------------ dynamic trees
 
 
 @dataclass

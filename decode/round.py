@@ -222,9 +222,6 @@ def first_tokens(setup: RoundSetup, state: RoundState, logits: Tensor | None, ke
     return commit(state, state.root[:, None][:, :0], verdict, nothing, nothing)
 
 
-# ------------------------------------------------------------ draft
-
-
 def no_draft(root: Tensor) -> Draft:
     """Return a draft of nothing: plain decoding."""
     return Draft(Proposal.chain(root[:, None][:, :0]))
@@ -274,9 +271,6 @@ def _shortened(draft: Draft) -> Draft:
     tokens, real = proposal.tokens[:, :longest], proposal.real[:, :longest]
     chain = Proposal(tokens, real, longest, deterministic=proposal.deterministic)
     return Draft(chain, None if probs is None or not longest else probs[:, :longest], draft.peaks)
-
-
-# ------------------------------------------------------------ verify
 
 
 @dataclass(frozen=True)
@@ -377,9 +371,6 @@ def _tried(proposal: Proposal, verdict: Verdict) -> Tensor:
         return proposal.lengths
     end = pad(path, (1, 0), value=-1).gather(1, accepted[:, None])
     return accepted + ((proposal.parents == end) & proposal.real).any(1)
-
-
-# ------------------------------------------------------------ commit
 
 
 def commit(

@@ -107,9 +107,6 @@ class VerifyInputs:
         return uniforms(self.keys.seed, CORRECT, self.keys.sequences, self.keys.first)
 
 
-# ------------------------------------------------------------ judges
-
-
 def _greedy(case: VerifyInputs) -> Verdict:
     """Keep the drafts that the target itself would have written."""
     return _matched(case.proposal, case.best)
@@ -166,9 +163,6 @@ def _typical(case: VerifyInputs) -> Verdict:
     parents = chain if proposal.parents is None else proposal.parents
     accepted, path, following = typical(proposal.tokens, parents, proposal.real, probs, proposal.depth)
     return Verdict(accepted, None if proposal.parents is None else path, following)
-
-
-# ------------------------------------------------------------ the table
 
 
 @dataclass(frozen=True)
@@ -232,9 +226,6 @@ def choose_rule(name: str, shape: DraftShape, temperature: float, deterministic:
         return AT_ZERO
     name = BY_SHAPE[shape] if name == "auto" else name
     return NOT_DRAWN if RULES[name].samples and (deterministic or shape is DraftShape.DYNAMIC) else name
-
-
-# ------------------------------------------------------------ chains
 
 
 def match(drafts: Tensor, lengths: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
@@ -325,9 +316,6 @@ def _leading(kept: Tensor, lengths: Tensor) -> Tensor:
     """Return how many entries from the left are kept before the first that is not, `[B]`."""
     proposed = torch.arange(kept.shape[1], device=kept.device) < lengths[:, None]
     return (kept & proposed).cumprod(1).sum(1)
-
-
-# ------------------------------------------------------------ trees
 
 
 Walk = tuple[Tensor, Tensor, Tensor]  # accepted, path, following (or the place at the path's end)

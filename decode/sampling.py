@@ -78,9 +78,6 @@ def _are_tokens(values: object) -> bool:
     return isinstance(values, (tuple, list)) and all(isinstance(t, int) and t >= 0 for t in values)
 
 
-# ------------------------------------------------------------ processors
-
-
 @dataclass(frozen=True)
 class Context:
     """The part of the text before a token that the processors use, at Q places of every row."""
@@ -206,9 +203,6 @@ def _last(recent: Tensor, tokens: Tensor, path: Tensor) -> Tensor:
     return whole.gather(2, order.topk(width).indices.flip(2))
 
 
-# ------------------------------------------------------------ filters
-
-
 def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
     """Return the distribution after temperature, top-k, top-p and min-p, `[..., V]` fp32 (fp64 stays)."""
     logits = logits if logits.dtype == torch.float64 else logits.float()
@@ -231,9 +225,6 @@ def _nucleus(logits: Tensor, top_p: float) -> Tensor:
     outside = ascending.softmax(-1).cumsum(-1) <= 1 - top_p
     outside[..., -1] = False
     return logits.masked_fill(outside.scatter(-1, order, outside), _NEVER)
-
-
-# ------------------------------------------------------------ draws
 
 
 class Highest(NamedTuple):

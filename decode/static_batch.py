@@ -255,9 +255,6 @@ class StaticBatches:
         return 0 if batch is None else batch.num_bytes()
 
 
-# ------------------------------------------------------------ captured work
-
-
 class GraphTensors(Protocol):
     """Tensors by name, which may be moved to other places in memory."""
 

@@ -198,8 +198,6 @@ class Client:
         seed = (self.spec.sampling.seed * 1_000_003 + index * 1_009 + len(turns)) % _LARGEST_SEED
         return Question(prompt, tokens, next_messages(prompt, turns, self.tokenizer), seed)
 
-    # ------------------------------------------------------------ requests
-
     async def complete(self, api: openai.AsyncOpenAI, model: str, form: Form, question: Question) -> Completion:
         """Return the answer to one request, which `api` tries again after short faults.
 
@@ -271,8 +269,6 @@ class Client:
         if error.status_code in _PASSING or error.status_code >= 500:
             return PassingError(message)
         return RefusedError(message, error.status_code in _ABOUT_QUESTION)
-
-    # ------------------------------------------------------------ answers
 
     def tokens(self, completion: Completion, question: Question, form: Form) -> Tokens:
         """Return an answer's tokens, with the end token where the target ended it. DroppedError: they are uncertain."""

@@ -38,9 +38,6 @@ Span = tuple[int, int]  # characters of the rendered text, end excluded
 _log = logging.getLogger(__name__)
 
 
-# ------------------------------------------------------------ templates, rendered within limits
-
-
 class RefusedChatError(BadInputError):
     """A conversation that a chat template does not take; `reason` is the sentence without its place."""
 
@@ -97,9 +94,6 @@ def _require_plain(template: str) -> None:
         if kind == "operator" and text == "**" and before not in ("(", ","):  # not the ** of a call
             raise ValueError("it computes powers (**), which no conversation needs")
         before = before if kind == "whitespace" else text
-
-
-# ------------------------------------------------------------ loss masks of whole conversations
 
 
 def supervised_mask(
@@ -229,9 +223,6 @@ def _marked(chat: _Chat, tokens: list[int], mask: list[bool]) -> list[bool]:
     if not any(markers) or list(rendered["input_ids"]) != tokens:
         return mask
     return [own and bool(marked) for own, marked in zip(mask, markers, strict=True)]
-
-
-# ------------------------------------------------------------ the target's own turns
 
 
 def next_question(

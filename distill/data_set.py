@@ -143,9 +143,6 @@ def save_data_set(
             enable_progress_bars()
 
 
-# ------------------------------------------------------------ depths
-
-
 def depths_of_answer(emitted: Sequence[int]) -> Iterator[int]:
     """Yield the depth of each token of an answer, from the numbers of tokens that its rounds emitted."""
     yield 0
@@ -163,9 +160,6 @@ def depths_of_rows(masks: Sequence[Sequence[int]], rounds: Sequence[Sequence[int
         raise ValueError(f"{count} tokens were answered, and rounds emitted {len(waiting)}.")
     left = iter(waiting)
     return [[next(left) if answered else 0 for answered in mask] for mask in masks]
-
-
-# ------------------------------------------------------------ draft vocabularies
 
 
 @dataclass(frozen=True)

@@ -56,9 +56,6 @@ _SCALE = "_scale"  # ends the name of the factors of a tensor's vectors
 _log = logging.getLogger(__name__)
 
 
-# ------------------------------------------------------------ shards
-
-
 def shard_file(folder: Path, number: int) -> Path:
     """Return where shard `number` of the store in `folder` lies."""
     return folder / f"states-{number:05d}.safetensors"
@@ -151,9 +148,6 @@ def stored_taps(taps: Sequence[int], num_layers: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys(tap for tap in taps if tap != num_layers))
 
 
-# ------------------------------------------------------------ making a store
-
-
 @dataclass(frozen=True)
 class FeatureStoreBuilder:
     """A store in the making. The `sequences` lie on the disk until they are read; `taps` are without the last state."""
@@ -184,8 +178,6 @@ class FeatureStoreBuilder:
                 self._compute_all(missing, LaunchGroup() if self.target.sharded else group, advance)
         group.barrier(f"{topic}-computed")
         group.on_main(f"{topic}-sealed", self._seal)
-
-    # ------------------------------------------------------------ the main process alone
 
     def _open(self) -> str:
         """Return the work that is left, once it is known that there is room for it."""
@@ -235,8 +227,6 @@ class FeatureStoreBuilder:
             with claiming(claim):
                 pass
         return ""
-
-    # ------------------------------------------------------------ every process
 
     def _compute_all(self, missing: list[int], group: LaunchGroup, advance: Advance) -> None:
         """Compute shards that no other process computes, until all `missing` ones are there."""
@@ -292,9 +282,6 @@ def _digest(sequences: Dataset, at_once: int = 1000) -> tuple[str, list[int]]:
             data.update(len(tokens).to_bytes(8, "little") + tokens.tobytes())
             lengths.append(len(tokens))
     return data.hexdigest(), lengths
-
-
-# ------------------------------------------------------------ reading a store
 
 
 class FeatureStore:

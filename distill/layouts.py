@@ -135,9 +135,6 @@ def chat_messages(turns: Any, where: str) -> list[Message]:
     return [_message(turn, where) for turn in turns]
 
 
-# ------------------------------------------------------------ which layout
-
-
 def _recognised(row: Row, where: str, layout: str | None, columns: tuple[str, ...] | None) -> tuple[str, str]:
     """Return the layout of a row and the key that shows it; a recipe may name both."""
     asked = None if layout is None and columns is None else columns or _FORCED[layout or "text"]
@@ -151,9 +148,6 @@ def _recognised(row: Row, where: str, layout: str | None, columns: tuple[str, ..
     expected = _EXPECTED if asked is None else f"{', '.join(asked)} (data.prompts says {setting})"
     present = ", ".join(f"{key} (null)" if value is None else str(key) for key, value in row.items())
     raise RowError(where, f"expected one of {expected}; found {present or 'no keys'}.")
-
-
-# ------------------------------------------------------------ the layouts
 
 
 def _question(row: Row, key: str, where: str) -> RowPrompt:
@@ -228,9 +222,6 @@ def _tools(row: Row, where: str) -> list[Any] | None:
         if not isinstance(tool, dict):
             raise RowError(where, f"`tools` must hold objects; its entry {number} is {_shown(tool)}.")
     return _without_nulls(tools) or None
-
-
-# ------------------------------------------------------------ messages
 
 
 def _message(turn: Message, where: str) -> Message:

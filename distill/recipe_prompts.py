@@ -49,9 +49,6 @@ DROPPED = tuple(_REASONS)
 _log = logging.getLogger(__name__)
 
 
-# ------------------------------------------------------------ the prompts that are measured
-
-
 @dataclass(frozen=True)
 class SuitePrompts:
     """The places of suites' prompts, by the digest of the user's texts; if `allowed`, rows that ask them count."""
@@ -94,9 +91,6 @@ def _digests(texts: Iterable[str]) -> Iterator[bytes]:
     for text in texts:
         digest.update(" ".join(text.split()).encode() + b"\0")
         yield digest.digest()
-
-
-# ------------------------------------------------------------ how rows are read, and what became of them
 
 
 @dataclass(frozen=True)
@@ -183,9 +177,6 @@ class Collection:
     def by_source(self) -> list[dict[str, Any]]:
         """Return the counts of each source as plain values."""
         return [{k: dict(v) if isinstance(v, dict) else v for k, v in vars(s).items()} for s in self.sources]
-
-
-# ------------------------------------------------------------ collecting
 
 
 def recipe_prompts(

@@ -125,8 +125,6 @@ class _ResponsesBuilder:
             self.group.barrier("answered")
             self.group.on_main("written", self._write)
 
-    # ------------------------------------------------------------ what is there
-
     def _open(self) -> str:
         """Return the work that is left; "" if the data set is there. One made differently is never overwritten."""
         digest = digest_prompts(self.prompts, self.is_given)
@@ -169,8 +167,6 @@ class _ResponsesBuilder:
         if not self.journal.files():
             return "No responses were kept."
         return f"The responses finished so far are kept in {self.journal.folder}."
-
-    # ------------------------------------------------------------ answers, and the data set of them
 
     def _answer(self, work: RemainingWork, console: Console | None) -> None:
         left = sum(map(len, work.batches))

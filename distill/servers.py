@@ -234,8 +234,6 @@ class _ServerRun:
                 said = "; ".join(f"{server.url}: {server.last_error or 'no answer'}" for server in servers)
                 raise BadInputError(f"no server has answered for {patience:g} s (data.requests.patience): {said}.")
 
-    # ------------------------------------------------------------ one request at a time
-
     async def _work(self, server: _Server, greeting: Question) -> None:
         """Ask the server one prompt after the other, for ever."""
         while True:
@@ -271,8 +269,6 @@ class _ServerRun:
             self._write()
         self.tokens += sum(map(len, answer.turns))
         self.advance(1, f"{self.tokens / (time.perf_counter() - self.started):,.0f} tokens/s")
-
-    # ------------------------------------------------------------ to the disk
 
     async def _write_often(self) -> None:
         while True:

@@ -161,9 +161,6 @@ def _split_name(file: Path, folder: Path) -> str | None:
     return None
 
 
-# ------------------------------------------------------------ rows
-
-
 def _jsonl_rows(file: Path) -> Iterator[Row | RowError]:
     for number, line in enumerate(read_byte_lines(file), 1):
         where = f"{file}: line {number}"

@@ -94,9 +94,6 @@ def fit(sample: ConfidenceSample, grid: Sequence[float] = GRID) -> Calibration:
     return Calibration(tuple(temperatures), before, after, len(sample.odds))
 
 
-# ------------------------------------------------------------ rounds
-
-
 def collect(
     target: Target, drafter: Drafter, prompts: Sequence[list[int]], max_new_tokens: int, sampling: Sampling
 ) -> ConfidenceSample:

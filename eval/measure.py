@@ -129,9 +129,6 @@ def _race_at_each(
     return records, rules
 
 
-# ------------------------------------------------------------ before
-
-
 def contestants(target: Target, drafter: Drafter, settings: EvalSpec, plan: Plan | None = None) -> list[Contestant]:
     """Return `drafter`, then the baselines that `settings` names, all under one plan (None: the settings')."""
     plan = plan or plan_of(settings)
@@ -181,9 +178,6 @@ def _check(target: Target, entrants: Sequence[Contestant], jobs: Sequence[Prompt
                 f"but temperature {hot[0]} is to be measured too; use 'auto'."
             )
     check_lengths(target, jobs, settings)
-
-
-# ------------------------------------------------------------ during
 
 
 class DecoderRacer:
@@ -239,9 +233,6 @@ class GenerateRacer:
             pad_token_id=eos[0] if eos else 0,
             **sampled,
         )
-
-
-# ------------------------------------------------------------ records
 
 
 def make_records(
@@ -327,9 +318,6 @@ def suite_info(suite: Suite, limit: int | None) -> SuiteInfo:
     """Return the name, digest and size of a suite's first `limit` prompts: a limit makes it another suite."""
     used = suite if limit is None else make_suite(suite.name, suite.prompts[:limit])
     return SuiteInfo(name=suite.name, digest=used.digest, num_prompts=len(used.prompts))
-
-
-# ------------------------------------------------------------ figures
 
 
 def summarise(

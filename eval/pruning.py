@@ -65,9 +65,6 @@ def _positions(logits: Tensor, following: Tensor, ranks: Tensor, sizes: Sequence
     return torch.stack([inside, tail[:, limits[:, 0]].T, best_outside])
 
 
-# ------------------------------------------------------------ figures
-
-
 class SizeFigures(ReportModel):
     """The figures of a pruned vocabulary of one size.
 

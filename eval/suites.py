@@ -84,9 +84,6 @@ def make_suite(name: str, prompts: Sequence[Prompt]) -> Suite:
     return Suite(name, list(prompts), digest_prompts(prompts))
 
 
-# ------------------------------------------------------------ jobs
-
-
 @dataclass(frozen=True)
 class PromptJob:
     """One prompt to complete; `sequence` keys its randomness, which other prompts do not change."""
@@ -112,8 +109,6 @@ def check_lengths(target: Target, jobs: Sequence[PromptJob], settings: EvalSpec)
             "Lower eval.max_new_tokens or leave that prompt out."
         )
 
-
-# ------------------------------------------------------------ turns
 
 # A racer's job, and its result.
 Job = TypeVar("Job", contravariant=True)

@@ -58,9 +58,6 @@ Bars = Callable[[str, int], AbstractContextManager[Advance]]  # progress of a ta
 STATISTICAL: tuple[dict[str, Any], ...] = ({"type": "ngram", "min_match": 2}, {"type": "suffix", "min_match": 4})
 
 
-# ------------------------------------------------------------ the whole
-
-
 def tune(
     target: Target,
     drafter: Drafter,
@@ -317,9 +314,6 @@ def _candidate(option: Option, measured: MeasuredOption | None) -> Candidate:
     )
 
 
-# ------------------------------------------------------------ predicted
-
-
 def round_times(done: Sequence[BatchAnswer]) -> RoundTimes:
     """Return the times of rounds: the median over batches that had some."""
     timed = [c for c in done if c.passes]
@@ -403,9 +397,6 @@ def control_option(chains: Sequence[Option], costs: Costs, seen: Acceptance, mos
     fixed = best(chains, 1)[0]
     control = Control(costs, seen.rates, CONTROL_WEIGHT)
     return replace(fixed, plan=Plan(min(most, fixed.plan.depth + 2), control=control))
-
-
-# ------------------------------------------------------------ measured and chosen
 
 
 @dataclass(frozen=True)

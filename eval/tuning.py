@@ -190,8 +190,6 @@ def nearest(
     return max(fitting, key=lambda found: found[:2])[2] if fitting else None
 
 
-# ------------------------------------------------------------ for people
-
 _SHOWN = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256)  # drafts of the passes that are printed
 
 

@@ -78,9 +78,6 @@ def _file(folder: Path) -> Path:
     return files[0]
 
 
-# ------------------------------------------------------------ reading
-
-
 def read_gguf(file: Path) -> Any:
     """Return the model in `file`, in fp32, as `transformers` reads it.
 
@@ -103,9 +100,6 @@ def _require_same_tokens(file: Path, tokenizer: PreTrainedTokenizerBase) -> None
         if index >= len(theirs) or theirs[index] != token:
             other = theirs[index] if index < len(theirs) else "nothing"
             raise IncompatibleError(f"{file}: token {index} is {other!r} there, the target's is {token!r}.")
-
-
-# ------------------------------------------------------------ writing
 
 
 def write_gguf(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, file: Path) -> None:
@@ -187,9 +181,6 @@ def _write_tensor(writer: gguf.GGUFWriter, name: str, tensor: Tensor) -> None:
         raise IncompatibleError(f"gguf: {name} is of {tensor.dtype}; float32, bfloat16 and float16 are written.")
     values: np.ndarray = tensor.detach().float().cpu().contiguous().numpy()
     writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
-
-
-# ------------------------------------------------------------ the tokenizer
 
 
 def _write_tokenizer(writer: gguf.GGUFWriter, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:

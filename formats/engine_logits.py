@@ -186,9 +186,6 @@ def rotary_config(config: Mapping[str, Any], size: int) -> LlamaConfig:
     )
 
 
-# ------------------------------------------------------------ EAGLE-3
-
-
 @torch.no_grad()
 def eagle3_logits(
     tensors: Mapping[str, Tensor], layer: Mapping[str, Any], flags: Flags, passage: ProbeSequence
@@ -253,9 +250,6 @@ def peagle_logits(
     return weights.over_target(weights.linear(normed, "lm_head"), len(passage.table))
 
 
-# ------------------------------------------------------------ EAGLE
-
-
 @torch.no_grad()
 def eagle1_logits(tensors: Mapping[str, Tensor], config: Mapping[str, Any], passage: ProbeSequence) -> Tensor:
     """Return the draft logits of an EAGLE head at each depth, `[k, V]`.
@@ -275,9 +269,6 @@ def eagle1_logits(tensors: Mapping[str, Tensor], config: Mapping[str, Any], pass
     return torch.cat(logits)
 
 
-# ------------------------------------------------------------ Medusa
-
-
 @torch.no_grad()
 def medusa_logits(tensors: Mapping[str, Tensor], config: Mapping[str, Any], passage: ProbeSequence) -> Tensor:
     """Return the logits of Medusa's heads at their depths, `[k, V]`, as vLLM names and computes them."""
@@ -294,9 +285,6 @@ def medusa_logits(tensors: Mapping[str, Tensor], config: Mapping[str, Any], pass
         is_whole = logits.shape[-1] == len(passage.table)
         every.append(over_target(logits, None if is_whole else tensors.get("token_map"), len(passage.table)))
     return torch.cat(every)
-
-
-# ------------------------------------------------------------ whole models, our own drafters, and the comparison
 
 
 @torch.no_grad()

@@ -127,9 +127,6 @@ def require_served(to: str, drafter: str, config: DrafterConfig, num_layers: int
     return layout
 
 
-# ------------------------------------------------------------ how they are started
-
-
 def launch(to: str, drafter: str, target: str, folder: str, depth: int, dtype: str = "auto") -> EngineLaunch:
     """Return the launch of `to` with a drafter of this type.
 

@@ -120,9 +120,6 @@ def frequencies(view: CheckpointView) -> Findings:
             yield LintFinding("rope-frequencies", what, engine, rounded)
 
 
-# ------------------------------------------------------------ changes since the export
-
-
 def changed_tensors(view: CheckpointView) -> Findings:
     """Find tensors that differ from those that were exported."""
     recorded: dict[str, str] = (view.record or {}).get("tensors", {})
@@ -159,9 +156,6 @@ def _flat(values: dict[str, Any], before: str = "") -> dict[str, Any]:
     for name, value in values.items():
         flat |= _flat(value, f"{before}{name}.") if isinstance(value, dict) and value else {f"{before}{name}": value}
     return flat
-
-
-# ------------------------------------------------------------ depth, rotary positions, embeddings
 
 
 def depths(view: CheckpointView) -> Findings:
@@ -225,9 +219,6 @@ def embeddings(view: CheckpointView) -> Findings:
         yield fault("embeddings", f"{EMBEDDINGS} differs from the target's embeddings.", engine)
 
 
-# ------------------------------------------------------------ taps, of EAGLE-3 and of block drafters
-
-
 def _is_block(view: CheckpointView) -> bool:
     return view.layout.drafter in BLOCKS
 
@@ -280,9 +271,6 @@ def _counted_taps(view: CheckpointView, name: str, taps: list[int], layers: int)
         counted = "outputs of layers" if shift else "hidden states, 0 for the embeddings"
         what = f"{name} is {taps}: the usual {usual}, off by one (this layout counts {counted})."
         yield fault("taps-off-by-one", what, "The drafter reads neighbouring layers: drafts are much worse, silently.")
-
-
-# ------------------------------------------------------------ EAGLE-3
 
 
 def _in_speculators(view: CheckpointView) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -368,9 +356,6 @@ def _are_ids(ids: Tensor, t2d: Tensor | None, vocab: int) -> bool:
     if len(ids) < 2 or not are_tokens(ids, vocab):
         return False
     return bool((ids.diff() > 0).all()) if t2d is None else torch.equal(t2d.bool(), kept_tokens(ids, len(t2d)))
-
-
-# ------------------------------------------------------------ block drafters
 
 
 def target_layers(view: CheckpointView) -> Findings:
@@ -485,8 +470,6 @@ def dspark_heads(view: CheckpointView) -> Findings:
         engine = "vLLM serves the vanilla head only; SGLang all three."
         yield unusual("markov-kind", f"markov_head_type is {kind!r}.", engine)
 
-
-# ------------------------------------------------------------ all checks
 
 Check = Callable[[CheckpointView], Findings]
 EVERY: tuple[Check, ...] = (

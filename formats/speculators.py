@@ -276,9 +276,6 @@ def their_name(name: str, config: Eagle3Config) -> str:
     return with_prefix(name, ours, theirs)
 
 
-# ------------------------------------------------------------ the draft vocabulary
-
-
 def vocabulary_maps(ids: Tensor, vocab_size: int) -> dict[str, Tensor]:
     """Return `d2t` `[V']` and `t2d` `[V]` of a draft vocabulary's target ids `[V']`; none for the whole vocabulary."""
     if len(ids) == vocab_size:

@@ -137,8 +137,6 @@ class Drafter(SavedDrafter[C]):
         """Return the most draft tokens, up to this depth, of a proposal that its session makes itself."""
         return depth
 
-    # ------------------------------------------------------------ making
-
     @classmethod
     def build(cls, config: C, target: Target, token_counts: Tensor | None = None) -> Self:
         """Make a new, untrained drafter for `target`; `token_counts` `[V]` are those of the training data."""
@@ -158,8 +156,6 @@ class Drafter(SavedDrafter[C]):
         """Raise IncompatibleError if this drafter cannot draft for `target`."""
         target.check_taps(self.taps)
 
-    # ------------------------------------------------------------ training
-
     def writer(self) -> Target:
         """Return the language model that this drafter is, for on-policy training; only where `writes_text`."""
         raise NotImplementedError(f"{self.name} writes no text of its own")
@@ -170,8 +166,6 @@ class Drafter(SavedDrafter[C]):
 
     def forward(self, batch: TargetBatch) -> DrafterLoss:
         return self.loss(batch)
-
-    # ------------------------------------------------------------ decoding
 
     @property
     def abilities(self) -> Abilities:
@@ -199,9 +193,6 @@ class Drafter(SavedDrafter[C]):
     def state_bytes(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> int:
         """Return how many bytes `open` will allocate."""
         return 0
-
-
-# ------------------------------------------------------------ drafters that are trained
 
 
 class TrainedConfig(DrafterConfig):

@@ -173,8 +173,6 @@ class Layer(nn.Module):
         self.mlp = LlamaMLP(config.llama())
 
 
-# ------------------------------------------------------------ what a layer computes
-
 # Two products of more weights than this take no longer than one of both: together they would cost memory for nothing.
 _SMALL = 2**22
 
@@ -305,9 +303,6 @@ class FusedLayer:
             return hidden + self.layer.mlp(x)
         gate, up = self.gate_up(x).chunk(2, -1)
         return hidden + self.mlp_output(nn.functional.silu(gate) * up)
-
-
-# ------------------------------------------------------------ how its queries attend
 
 
 class UnrolledLayers:

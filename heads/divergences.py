@@ -230,8 +230,6 @@ def own_precision(device: torch.device) -> AbstractContextManager[Any]:
     return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
-# ------------------------------------------------------------ kernels of liger-kernel
-
 _KERNEL_DEVICES = {"cuda"}  # of devices
 
 

@@ -124,8 +124,6 @@ class _GrownHead:
             raise IncompatibleError(f"this {self.head.name} cannot be grown: {'; '.join(problems)}.")
         return Growth(*sizes)
 
-    # ------------------------------------------------------------ weights
-
     def _weight(self, name: str, shape: torch.Size) -> Tensor:
         """Return the grown weight of that name."""
         path, weights = name.split("."), self.weights

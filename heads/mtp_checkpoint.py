@@ -255,8 +255,6 @@ def _check_shared(checkpoint: Checkpoint, place: Place, target: Target) -> None:
                 )
 
 
-# ------------------------------------------------------------ a layer of the target's architecture
-
 # Settings that leave one layer of a config; the place where experts begin is counted from the first.
 _ALONE: dict[str, Any] = {"layer_types": ["full_attention"], "mlp_only_layers": [], "use_sliding_window": False}
 _ALONE |= dict.fromkeys(("num_hidden_layers", "vocab_size", "decoder_sparse_step"), 1)

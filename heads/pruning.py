@@ -154,9 +154,6 @@ def _copy_layers(target: Target, model: PreTrainedModel) -> None:
         ) from error
 
 
-# ------------------------------------------------------------ inside the layers
-
-
 def _require_llama_like(target: Target) -> None:
     """Raise IncompatibleError unless `_cut` knows every tensor, and every norm is x / rms(x) · weight."""
     strange = next(_strange(target), None)
@@ -254,9 +251,6 @@ def _cut_layer(theirs: nn.Module, own: nn.Module, axes: dict[str, Tensor], scale
             for dimension, kind in enumerate(_PROJECTIONS[module][: weight.dim()]):
                 weight = weight.index_select(dimension, axes[kind])
             parameter.copy_(weight)
-
-
-# ------------------------------------------------------------ importance
 
 
 def _best(worth: Tensor, count: int) -> Tensor:

@@ -277,9 +277,6 @@ class TextSession(Session):
         """Return its proposals, of up to `depth` tokens, after each row's text and its tail, root first."""
 
 
-# ------------------------------------------------------------ ragged inputs, and deferred ones
-
-
 T = TypeVar("T")
 
 
@@ -382,9 +379,6 @@ class DeferredPrefillSession(NodeSession):
             cache.select(rows)
         if (unread := self.unread) is not None:
             self.unread = PendingInputs(unread.tokens[rows], unread.hidden[rows], unread.counts.select(rows))
-
-
-# ------------------------------------------------------------ the nodes of a round
 
 
 class TreeMask:

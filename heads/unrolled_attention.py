@@ -111,9 +111,6 @@ def _seen_in(spans: Sequence[Span], q: Tensor) -> tuple[Tensor, Tensor]:
     return earliest.to(q.device), last.to(q.device)
 
 
-# ------------------------------------------------------------ kernels
-
-
 @dataclass(frozen=True)
 class Kernel:
     """A fused attention of queries `[B, N, Q, D]` over keys and values `[B, N, K, D]`: all, or up to its own index.
@@ -333,9 +330,6 @@ class _Merged(torch.autograd.Function):
             slopes[0].addcmul_(slope, key)
             others += [slope * q, weight * gradient]
         return None, *slopes, *others
-
-
-# ------------------------------------------------------------ where steps run
 
 
 class Places(ABC):

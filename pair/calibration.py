@@ -137,9 +137,6 @@ def _analytic(target: Target, drafter: Drafter, prompt: Sequence[int], response:
     return figures | {"analytic_tau": tau[0], "chains": int(tau[1])}
 
 
-# ------------------------------------------------------------ calibration.jsonl
-
-
 def write_calibration(file: Path, prompts: Sequence[Prompt]) -> None:
     """Write a line for each prompt; tools are written only where there are some."""
     names = ("id", "suite", "tokens", "text", "messages")

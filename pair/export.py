@@ -100,9 +100,6 @@ def served_path(target: Target, folder: Path | None = None) -> str:
     return target.place
 
 
-# ------------------------------------------------------------ its expected figures
-
-
 def _expectations(pair: Pair) -> list[dict[str, Any]]:
     """Return the figures of the pair's newest report, by plan and temperature; [] without one."""
     if not pair.manifest.reports:
@@ -146,9 +143,6 @@ def by_position(counts: list[list[int]]) -> list[int]:
     """Return the number of rounds that counted at least 1, 2, … drafts."""
     every = [count for prompt in counts for count in prompt]
     return [sum(count > position for count in every) for position in range(max(every, default=0))]
-
-
-# ------------------------------------------------------------ the files beside the weights
 
 
 def _write_beside(pair: Pair, made: PairExport, folder: Path) -> None:

@@ -80,9 +80,6 @@ class PairFiles:
         return self.manifest.digest
 
 
-# ------------------------------------------------------------ verification
-
-
 def verify(folder: str | Path, target: Target | None = None) -> list[str]:
     """Recompute every digest of a pair, compare `target` with its own, and return the differences, one line each.
 

@@ -123,9 +123,6 @@ def new_pair(
     return Pair(final, manifest)
 
 
-# ------------------------------------------------------------ the folder
-
-
 def _existing(final: Path) -> Pair | None:
     """Return the pair that is already there; BadInputError for anything else."""
     if (final / MANIFEST).exists():
@@ -245,9 +242,6 @@ def _today() -> str:
     return datetime.now(UTC).date().isoformat()
 
 
-# ------------------------------------------------------------ the manifest
-
-
 def _identified(
     partial: Path, target: Target, drafter: Drafter, recipe: Recipe, plan: PlanRecord, parent: Pair | None
 ) -> Manifest:
@@ -298,9 +292,6 @@ def _source(target: Target) -> Source:
         if (value := values[name]) is not None and Path(value).exists():
             values[name] = str(Path(value).resolve())
     return Source(**values)
-
-
-# ------------------------------------------------------------ measurements
 
 
 def _measurements(report: Report | None, drafter: Drafter, baseline: ProbeBaseline | None) -> Measurements:

@@ -119,9 +119,6 @@ def probe(
     return _judge(pair, baseline, changes, measured, [known[m.id] for m in measured], tolerance, seed)
 
 
-# ------------------------------------------------------------ the verdict
-
-
 # Numerator, denominator and offset of each figure, a ratio over prompts.
 _DECODER_TAU, _ANALYTIC_TAU = ("accepted", "rounds", 1.0), ("analytic_tau", "chains", 0.0)
 _ALPHA, _TOP1 = ("alpha", "positions", 0.0), ("top1", "positions", 0.0)
@@ -172,9 +169,6 @@ def decide(ratio: Interval, bound: float) -> tuple[Literal["fresh", "stale"], bo
     verdict: Literal["fresh", "stale"] = "fresh" if ratio.value > bound else "stale"
     certain = ratio.known and (ratio.low > bound or ratio.high < bound)
     return verdict, certain
-
-
-# ------------------------------------------------------------ in words
 
 
 def _figures(

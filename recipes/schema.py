@@ -392,8 +392,6 @@ class Recipe(Section):
         return yaml_text(self.model_dump(mode="json"))
 
 
-# ------------------------------------------------------------ pydantic's errors, in our words
-
 _BOUNDS = {"greater_than_equal": ">=", "greater_than": ">", "less_than_equal": "<=", "less_than": "<"}
 _EXPECTED = {
     "too_short": "at least one entry",

@@ -161,9 +161,6 @@ def _every_verb(
     remember_few_shapes()
 
 
-# ------------------------------------------------------------ the pipeline
-
-
 @app.command()
 def distill(recipe: RecipeName, changes: Overrides = None, as_json: AsJson = False) -> None:
     """Let the target answer the recipe's prompts: the data a drafter learns from."""
@@ -254,9 +251,6 @@ def plan(
     found = run(loaded, processes or launched[0], sharding or launched[1], rows)  # type: ignore[arg-type]
     body = vars(found) | {"peak_memory": found.memory.peak}
     finish(as_json, "plan", body, show=lambda: show(found, VisibleConsole()))
-
-
-# ------------------------------------------------------------ measuring
 
 
 @app.command(name="eval")
@@ -385,9 +379,6 @@ def tune(
     finish(as_json, "tune", {"folder": str(pair), "stored": not dry_run, "tuning": tuning})
 
 
-# ------------------------------------------------------------ generating
-
-
 @app.command()
 def generate(
     pair: PairFolder,
@@ -428,9 +419,6 @@ def generate(
             sys.stdout.flush()
     else:
         completion.show(text, chat, compare, VisibleConsole(highlight=False, soft_wrap=True))
-
-
-# ------------------------------------------------------------ the life after
 
 
 @app.command()
@@ -531,9 +519,6 @@ def _find_report(folder: Path) -> Report:
     from ..pair import PairFiles, newest_report
 
     return newest_report(PairFiles.load(folder)) if (folder / "pair.json").is_file() else Report.load(folder)
-
-
-# ------------------------------------------------------------ this machine, and the whole story
 
 
 @app.command()

@@ -88,8 +88,6 @@ def _tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
     return load_tokenizer_of(spec.path, spec.revision, spec.trust_remote_code)
 
 
-# ------------------------------------------------------------ a sample
-
 Piece = tuple[str, str]  # text and its style
 
 
@@ -143,9 +141,6 @@ def _piece(text: str, style: str) -> Piece:
     if style == READ and len(text) > _LONGEST:
         text = f"{text[: _LONGEST // 2]} […] {text[-_LONGEST // 2 :]}"
     return text, style
-
-
-# ------------------------------------------------------------ counts
 
 
 def _lengths(found: Collection) -> dict[str, int]:

@@ -77,9 +77,6 @@ def _feature(name: str, extra: Extra) -> dict[str, Any]:
     return {"feature": extra.feature, "missing": missing, "remedy": remedy if missing else None}
 
 
-# ------------------------------------------------------------ for people
-
-
 def render(found: dict[str, Any], console: Console) -> None:
     """Print what `examine` returned, or its features alone."""
     machine = _machine(found) if "device" in found else ()

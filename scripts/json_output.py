@@ -289,9 +289,6 @@ def answer(kind: str, body: Any, exit_code: int = 0) -> dict[str, Any]:
     return {"schema": f"outrider.{kind}/{VERSION}", "exit_code": exit_code, **_finite(said)}
 
 
-# ------------------------------------------------------------ schemas
-
-
 def schema(kind: str) -> dict[str, Any]:
     """Return the JSON Schema of a verb's answer."""
     body = TypeAdapter(body_of(kind)).json_schema(mode="serialization")

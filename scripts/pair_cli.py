@@ -32,9 +32,6 @@ RegistryPlace = Annotated[
 pair_app = typer.Typer(no_args_is_help=True, help="Make, show and verify pairs.")
 
 
-# ------------------------------------------------------------ a pair
-
-
 @pair_app.command()
 def new(
     folder: Annotated[Path, typer.Argument(help="Where the pair goes.")],
@@ -158,9 +155,6 @@ def print_pair(pair: Pair, console: Console) -> None:
     facts = list(rows.items())
     facts += [("tuned", plan) for plan in tuned_plans(manifest)]
     print_facts(((name, escape(value)) for name, value in facts), console)
-
-
-# ------------------------------------------------------------ pairs in a registry
 
 
 @pair_app.command()

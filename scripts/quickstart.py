@@ -87,9 +87,6 @@ def tell(out: Path, console: Console, budget: QuickstartBudget | None = None) ->
     return place.verdict.passed
 
 
-# ------------------------------------------------------------ what the stages share
-
-
 class Workplace:
     """One working folder, and what the stages find in it, loaded when it is first used."""
 
@@ -142,9 +139,6 @@ class Workplace:
         """Return the suites with their `first` prompts, or their `last` ones."""
         found = load_suites(self.budget.suites, target.require_tokenizer(), first)
         return [make_suite(s.name, s.prompts[-last:]) for s in found] if last else found
-
-
-# ------------------------------------------------------------ the stages
 
 
 def look_at_the_machine(place: Workplace) -> str:
@@ -271,9 +265,6 @@ STAGES: list[tuple[str, Stage]] = [
 ]
 
 
-# ------------------------------------------------------------ telling
-
-
 class Story:
     """What story.json holds: the stages that are done, and the sizes that the first one found."""
 
@@ -359,9 +350,6 @@ def _estimate(place: Workplace) -> str:
     return forecast(head, shares).line(costs.draft[1] / (costs.verify[0] + costs.host))
 
 
-# ------------------------------------------------------------ the fine-tune
-
-
 def fine_tune(recipe: Recipe, budget: QuickstartBudget, folder: Path, console: Console) -> tuple[float, float]:
     """Train a LoRA adapter on the packaged prose; return the mean losses of the first and last tenth of the steps."""
     target = Target.load(**recipe.target.model_dump() | {"dtype": "float32"})
@@ -396,9 +384,6 @@ def prose_windows(target: Target, budget: QuickstartBudget) -> Iterator[Tensor]:
     for _ in range(budget.lora_steps):
         starts = torch.randint(len(tokens) - budget.lora_length, (budget.lora_rows,), generator=generator)
         yield torch.stack([tokens[s : s + budget.lora_length] for s in starts.tolist()]).to(target.device)
-
-
-# ------------------------------------------------------------ how much of it there is, and how much fits the time
 
 
 @dataclass(frozen=True)

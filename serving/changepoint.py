@@ -162,9 +162,6 @@ class CusumState(BaseModel, extra="forbid", allow_inf_nan=False):
         return "fall" if self.fall >= self.rise else "rise"
 
 
-# ------------------------------------------------------------ simulation
-
-
 @lru_cache(maxsize=8)
 def _noise(length: int, runs: int) -> Floats:
     """Return standard normal numbers `[W, R]`."""

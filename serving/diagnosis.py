@@ -196,9 +196,6 @@ class ServedResult(BaseModel, extra="forbid"):
         return next(c for c in self.comparisons if c.temperature == temperature)
 
 
-# ------------------------------------------------------------ for people
-
-
 _UNKNOWN = {
     "rounds": "its rounds (its τ is its own average of the latest ones, so only differences above 10% count)",
     "drafted": "its draft tokens (so it may draft to another depth)",

@@ -184,9 +184,6 @@ class Counters(DraftCounts):
         return replace(new, rounds=rounds, accepted=new.tokens - rounds)
 
 
-# ------------------------------------------------------------ one page
-
-
 @dataclass(frozen=True)
 class Page:
     """The samples of one page of metrics, by name; `:` and `_` are the same letter, as exporters exchange them."""
@@ -246,9 +243,6 @@ class Page:
                 raise BadInputError(f"{name} has the position {text[:40]!a}; expected one below {MOST_POSITIONS}.")
             sums[position] = sums.get(position, 0.0) + value
         return tuple(sums.get(i, 0.0) for i in range(max(sums, default=-1) + 1))
-
-
-# ------------------------------------------------------------ the engines
 
 
 def _spec_decode(page: Page, engine: str, prefix: str, tokens: str) -> Counters:

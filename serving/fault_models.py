@@ -117,9 +117,6 @@ def mistaken(drafter: Drafter) -> Iterator[tuple[str, Drafter]]:
             yield name, made
 
 
-# ------------------------------------------------------------ how mistakes are made
-
-
 def _made(
     settings: Callable[[Any], dict[str, Any] | None] = lambda _: {},
     weights: Callable[[State, Any], State] = lambda state, _: state,

@@ -175,9 +175,6 @@ class ServedSession:
         return launch("vllm", drafter, served_path(self.target, folder), str(folder), depth, self.pair.dtype).settings
 
 
-# ------------------------------------------------------------ the settings, and expectations that were saved
-
-
 def depth_of(pair: Pair, export: Path | None = None, asked: int | None = None) -> int:
     """Return the draft tokens of an engine's round: as asked for, as the export has it, or as one would have it.
 
@@ -224,9 +221,6 @@ def _require_same(expected: Expectation, pair: Pair, trial: Trial, suites: Seque
             f"the expectation was made for something else: {'; '.join(differing)}. Ask for the same, or delete the "
             "file, so that it is made again."
         )
-
-
-# ------------------------------------------------------------ into the pair
 
 
 def record_of(result: ServedResult) -> ServedRecord:

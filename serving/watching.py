@@ -149,9 +149,6 @@ def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-# ------------------------------------------------------------ baselines
-
-
 def learned(windows: Sequence[Counters], url: str) -> NormalDrafting:
     """Return the baseline of an engine's own first windows."""
     source = f"the first {len(windows)} windows of {url}"
@@ -189,9 +186,6 @@ def limits_for(baseline: NormalDrafting) -> WatchLimits:
         f"{baseline.source}: a baseline from {baseline.rounds:.0f} rounds is too uncertain: not even a fall of the "
         f"accepted drafts by {DEEP:.0%} would be found. Let the watch learn a baseline (leave out --pair)."
     )
-
-
-# ------------------------------------------------------------ between runs, and elsewhere
 
 
 @contextmanager

@@ -67,8 +67,6 @@ class Backbone:
         self._final_norm: nn.Module | None = None
         self.fast: PassRunner | None = None
 
-    # ------------------------------------------------------------ facts
-
     @property
     def config(self) -> PreTrainedConfig:
         """The text model's config. Kept, because passes ask for it often and the library looks for it each time."""
@@ -103,8 +101,6 @@ class Backbone:
     def rewinds(self) -> bool:
         """Whether drafts can be taken back by position alone; else there are no passes of fixed shape, and no trees."""
         return not has_states(self.config)
-
-    # ------------------------------------------------------------ how it runs
 
     @property
     def pass_backend(self) -> str:
@@ -154,8 +150,6 @@ class Backbone:
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
         self._compiled = torch.compile(self.body, dynamic=False, fullgraph=True, **options)
 
-    # ------------------------------------------------------------ caches
-
     def new_cache(self, batch_size: int, max_length: int, joined: bool = False) -> RaggedCache:
         """Make a cache for `batch_size` rows of up to `max_length` entries, allocated whole: `cache_bytes` of memory.
 
@@ -193,8 +187,6 @@ class Backbone:
                 "back; take another target."
             )
         return replace(blank, shapes=cache.shapes)
-
-    # ------------------------------------------------------------ passes
 
     def run(
         self,
@@ -247,8 +239,6 @@ class Backbone:
         positions = cache.place(num_new, offset, nodes)
         mask = attention_masks(self.config, cache, self.dtype) if masked else None
         return {"use_cache": True, "past_key_values": cache, "position_ids": positions, "attention_mask": mask}
-
-    # ------------------------------------------------------------ parts of it
 
     def shallow(self, num_layers: int) -> Self:
         """Return the same model cut after its first `num_layers` layers; it shares all modules, and may share caches.

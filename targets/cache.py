@@ -307,8 +307,6 @@ class RaggedCache(Cache):
         """Return the bytes that the layers have allocated."""
         return sum(store.num_bytes() for store in self._stores)
 
-    # ------------------------------------------------------------ passes
-
     def place(self, num_new: int, offset: int = 0, nodes: Nodes | None = None) -> Tensor:
         """Place the next pass in `num_new` slots of each row after `lengths + offset`; return its positions, `[B, Q]`.
 
@@ -353,8 +351,6 @@ class RaggedCache(Cache):
     def visible(self) -> Tensor:
         """Return the slots that each token of the placed pass may see, `[B, Q, used]` bool."""
         return self.placed.visible(self.first)
-
-    # ------------------------------------------------------------ commitment
 
     def keep(self, path: Tensor) -> None:
         """Move the uncommitted entries `path` `[B, N]` to the front of their row, in this order; −1 moves none.

@@ -91,9 +91,6 @@ def shape_config(like: str, **changes: Any) -> PreTrainedConfig:
         raise BadInputError(f"the shape {name} with {changes}: {reason(error)}") from error
 
 
-# ------------------------------------------------------------ where old numbers stand
-
-
 @dataclass(frozen=True)
 class Axis:
     """Where the entries of one space of the old model stand in the grown one.
@@ -273,9 +270,6 @@ class Growth:
         return self.layers[tap - 1] + 1 if tap else 0
 
 
-# ------------------------------------------------------------ what can be grown
-
-
 def grown_config(old: PreTrainedConfig, like: PreTrainedConfig) -> PreTrainedConfig:
     """Return the config of the grown model: sizes and class of `like`, and everything else that decides its text.
 
@@ -318,9 +312,6 @@ def _problems(old: PreTrainedConfig, like: PreTrainedConfig) -> list[str]:
 
 def _has_bias(config: PreTrainedConfig) -> bool:
     return config.model_type == "qwen2" or bool(getattr(config, "attention_bias", False))
-
-
-# ------------------------------------------------------------ weights
 
 
 @torch.no_grad()

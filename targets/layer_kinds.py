@@ -107,9 +107,6 @@ def check_layers(model: PreTrainedModel, body: PreTrainedModel, config: PreTrain
         )
 
 
-# ------------------------------------------------------------ masks
-
-
 def needs_mask(config: PreTrainedConfig, cache: RaggedCache, num_new: int, offset: int, nodes: Nodes | None) -> bool:
     """Return whether a pass of `num_new` tokens needs a mask of ours, before the cache places the tokens.
 

@@ -95,9 +95,6 @@ def _with_part(module: nn.Module, path: list[str], part: nn.Module) -> nn.Module
     return copied
 
 
-# ------------------------------------------------------------ taps
-
-
 @dataclass(frozen=True)
 class Tap:
     """A hook that records a layer's output, or its input if `before`, in `seen` under `index`, and changes nothing."""
@@ -162,9 +159,6 @@ class TapReader:
                 f"layers of {type(self._body).__name__} hand on states of shape {others[0]}, and a drafter reads "
                 f"{list(last.shape)}; take a drafter that reads the last one only, or none."
             )
-
-
-# ------------------------------------------------------------ unmodified Llamas
 
 
 def is_of_llama_kind(model: Any) -> bool:

@@ -160,9 +160,6 @@ def _load_error(name: str, error: Exception) -> BadInputError:
     return BadInputError(f"the model {name!r} cannot be loaded: {first_line(error)} {hint}")
 
 
-# ------------------------------------------------------------ without weights
-
-
 def on_meta_device() -> bool:
     """Return whether models made now get no contents: inside `with torch.device("meta")`."""
     return torch.get_default_device().type == "meta"
@@ -237,9 +234,6 @@ def check_sizes(folder: Path, dtype: str | torch.dtype = "auto") -> None:
                 f"the weights in {str(folder)!r} do not fit its config.json: {name} is {stored[name].dtype}, expected "
                 "floating-point numbers."
             )
-
-
-# ------------------------------------------------------------ weights of eight bits
 
 
 def quantise(model: PreTrainedModel, kind: str) -> None:

@@ -54,9 +54,6 @@ def is_local(name: str) -> bool:
     return Path(name).expanduser().exists() or name.startswith((".", "/", "~")) or name.count("/") != 1
 
 
-# ------------------------------------------------------------ the Hub
-
-
 def model_folder(name: str, revision: str | None = None, trust_remote_code: bool = False, weights: bool = True) -> Path:
     """Return the folder that holds a model: `name` itself, or the download of a Hub id.
 
@@ -104,9 +101,6 @@ def _unreachable(name: str, error: Exception) -> BadInputError:
         f"the model {name!r} cannot be loaded: no such folder is here, and read as a Hub id: {reason(error)} Check the "
         "path, or the Hub id and your access to it."
     )
-
-
-# ------------------------------------------------------------ what a folder may hold
 
 
 @contextmanager

@@ -263,8 +263,6 @@ class RecurrentCache(RaggedCache):
     def num_bytes(self) -> int:
         return super().num_bytes() + self.tokens.numel() * self.tokens.element_size()
 
-    # ------------------------------------------------------------ passes
-
     def write(self, tokens: Tensor, offset: int) -> None:
         """Note the tokens `[B, Q]` that follow each row's committed ones plus `offset`."""
         self._offset = offset
@@ -314,8 +312,6 @@ class RecurrentCache(RaggedCache):
 
     def _states(self) -> Iterator[StateStore]:
         return (store for store in self._stores if isinstance(store, StateStore))
-
-    # ------------------------------------------------------------ commitment
 
     def advance(self, counts: RowLengths) -> None:
         super().advance(counts)

@@ -70,8 +70,6 @@ class Target(Backbone):
         self._footprints: dict[Hashable, Footprint] = {}
         self._ragged: bool | None = None  # whether rows of different lengths can be read together, once it was tried
 
-    # ------------------------------------------------------------ loading
-
     @property
     def place(self) -> str:
         """The Hub id or the absolute folder under which other programs find this target, wherever they are started.
@@ -130,8 +128,6 @@ class Target(Backbone):
         source = {"path": path, "revision": revision, "adapter": adapter}
         return cls(model, tokenizer, source if quantize is None else source | {"quantize": quantize})
 
-    # ------------------------------------------------------------ facts
-
     @property
     def vocab_size(self) -> int:
         """Rows of the output embedding. By padding there may be more than the tokenizer has tokens."""
@@ -171,8 +167,6 @@ class Target(Backbone):
             self._footprints[now] = measure(self, self.lm_head, self.vocab_size)
         return self._footprints[now]
 
-    # ------------------------------------------------------------ checks for a drafter
-
     def check_taps(self, taps: Sequence[int]) -> None:
         """Raise IncompatibleError if one of these hidden states does not exist."""
         for tap in taps:
@@ -204,8 +198,6 @@ class Target(Backbone):
         why = why if self.rewinds else "has recurrent layers, whose states have no branches"
         if why is not None:
             raise IncompatibleError(f"{type(self.model).__name__} {why}, so it cannot verify trees; draft chains.")
-
-    # ------------------------------------------------------------ passes
 
     @torch.no_grad()
     def _look_at_a_token(self) -> CacheLayout:

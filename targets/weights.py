@@ -36,9 +36,6 @@ _FLOATING = ("F", "BF")  # F64, F32, F16, F8_E4M3, BF16, …
 M = TypeVar("M", bound=nn.Module)
 
 
-# ------------------------------------------------------------ what a file holds
-
-
 @dataclass(frozen=True)
 class TensorInfo:
     """A tensor in a file: its type as safetensors names it ("F32", "BF16", "I64"), and its shape."""
@@ -120,9 +117,6 @@ def no_more_than(num_tensors: int, what: str) -> Iterator[None]:
             hook.remove()
 
 
-# ------------------------------------------------------------ a module's weights
-
-
 def restored(make: Callable[[], M], folder: Path) -> M:
     """Return the module that `make` builds, filled with the weights in `folder`: equal names, shapes and kinds.
 
@@ -149,9 +143,6 @@ def restored(make: Callable[[], M], folder: Path) -> M:
     return module
 
 
-# ------------------------------------------------------------ changes
-
-
 def weight_versions(weights: Iterable[Tensor]) -> list[tuple[int, int]]:
     """Return a value that changes when any of the weights is moved or written to.
 
@@ -176,9 +167,6 @@ def _adapters(module: nn.Module) -> tuple[Hashable, ...]:
     if not isinstance(chosen, (list, tuple)):
         return ()
     return tuple(chosen), bool(getattr(module, "disable_adapters", False)), bool(getattr(module, "merged", False))
-
-
-# ------------------------------------------------------------ identity
 
 
 def digest_tensor(tensor: torch.Tensor) -> str:

@@ -128,9 +128,6 @@ class Order(Sampler[int]):
         yield from [EMPTY] * (len(self) - self.length)
 
 
-# ------------------------------------------------------------ which rows
-
-
 def split(table: datasets.Dataset, holdout: float, prompts: bool = False, depths: bool = False) -> tuple[Rows, Rows]:
     """Return (training rows, held-out rows): a hash of a row's question decides, whatever its id and place.
 
@@ -170,9 +167,6 @@ def token_counts(rows: Rows, vocab_size: int) -> Tensor:
             )
         counts += torch.bincount(learned, minlength=vocab_size)
     return counts
-
-
-# ------------------------------------------------------------ batches with the target's hidden states
 
 
 class Batches(Protocol):
@@ -225,9 +219,6 @@ def _fitted(stored: Tensor, tokens: Tensor) -> Tensor:
     fitted = stored.new_zeros(*tokens.shape, *stored.shape[2:], device=tokens.device)
     fitted[: stored.shape[0], : stored.shape[1]] = stored.to(tokens.device)
     return fitted
-
-
-# ------------------------------------------------------------ packing
 
 
 def packs_of(lengths: Sequence[int], size: int) -> list[list[int]]:

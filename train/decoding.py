@@ -36,8 +36,6 @@ from ..targets.sharding import follow, leading
 from .data import EMPTY, Rows, collate
 from .processes import Processes
 
-# ------------------------------------------------------------ on-policy responses
-
 _WHICH = 0  # a stream of randomness that the decoder draws nothing from
 
 
@@ -127,9 +125,6 @@ class OnPolicy:
             return self.rows.labelled(index, row["input_ids"], row["loss_mask"])
         prompt = self.rows.prompt(index)
         return self.rows.labelled(index, prompt + response, [0] * len(prompt) + [1] * len(response))
-
-
-# ------------------------------------------------------------ measured τ
 
 
 @dataclass(frozen=True)

@@ -80,8 +80,6 @@ class HookedTrainer(Trainer, ABC):
         """Whether an engine spreads the model, or the states of its optimizer, over the processes."""
         return self.is_fsdp_enabled or self.is_deepspeed_enabled
 
-    # ------------------------------------------------------------ the hooks
-
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler[int] | None:
         order = self.training_order()
         return super()._get_train_sampler(train_dataset) if order is None else order
@@ -159,8 +157,6 @@ class HookedTrainer(Trainer, ABC):
     def _load_best_model(self) -> None:
         self.checkpoint_io.load_weights(Path(self.state.best_model_checkpoint or ""))
 
-    # ------------------------------------------------------------ what it sets
-
     def norm_of_last_step(self) -> float:
         """Return the norm of all gradients of the step that DeepSpeed has just taken."""
         engine: Any = self.deepspeed
@@ -202,9 +198,6 @@ def block_classes(model: PreTrainedModel) -> list[str]:
 def train_on_one_gpu(args: TrainingArguments) -> None:
     """Make one process use one GPU. Several would mean torch's DataParallel, which cannot carry a TargetBatch."""
     args._n_gpu = 1
-
-
-# ------------------------------------------------------------ activation checkpointing, which transformers 5.23 renamed
 
 
 def asks_for_checkpointing(args: TrainingArguments) -> bool:

@@ -159,9 +159,6 @@ def _shell(drafter: Drafter) -> tuple[Drafter]:
     return (copy.deepcopy(drafter, bare),)
 
 
-# ------------------------------------------------------------ engines
-
-
 def fit_engine(parts: ShardedDrafter, accelerator: Accelerator) -> None:
     """Set how the engine of a training spreads `parts`, before it does."""
     fsdp: Any = getattr(accelerator.state, "fsdp_plugin", None)
@@ -194,9 +191,6 @@ def gradient_norm(model: nn.Module) -> Tensor:
     norm: Any = nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
     whole: Tensor = norm.full_tensor() if isinstance(norm, DTensor) else norm
     return whole
-
-
-# ------------------------------------------------------------ one weight
 
 
 def is_zero3(parameter: Tensor) -> bool:

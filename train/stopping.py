@@ -133,9 +133,6 @@ class TauWatch(TrainerCallback):
         return {"curve": [asdict(point) for point in self.curve], "ended": self.reason or "the last step"}
 
 
-# ------------------------------------------------------------ a time budget
-
-
 def check_schedule(args: TrainingArguments) -> None:
     """Raise BadInputError for a schedule that is no function of how much of the training is over."""
     kind = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)

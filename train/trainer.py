@@ -218,8 +218,6 @@ class DrafterTrainer(HookedTrainer):
         """The drafter in training; of a sharded one, the shard of this process."""
         return self.form.drafter
 
-    # ------------------------------------------------------------ optimizer
-
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Return the optimizer that the recipe names; the adapter of joint training is a group of its own."""
         args, is_new = self.args, self.optimizer is None
@@ -243,8 +241,6 @@ class DrafterTrainer(HookedTrainer):
         if self.budget is not None and self.lr_scheduler is None and scheduled is not None:
             self.use_scheduler(LambdaLR(scheduled, self.budget.clock))
         return super().create_scheduler(num_training_steps, optimizer)
-
-    # ------------------------------------------------------------ order and text
 
     def training_order(self) -> Sampler[int] | None:
         """Return our order of the training rows, the same for any number of processes, if the recipe shuffles them."""
@@ -296,8 +292,6 @@ class DrafterTrainer(HookedTrainer):
             self._sums.add(figures)
             yield inputs
 
-    # ------------------------------------------------------------ loss
-
     def compute_loss(
         self,
         model: nn.Module,
@@ -337,8 +331,6 @@ class DrafterTrainer(HookedTrainer):
             return torch.as_tensor(self.norm_of_last_step())
         assert isinstance(self.model, nn.Module)
         return gradient_norm(self.model)
-
-    # ------------------------------------------------------------ logging and evaluation
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the per-depth means since the last log to a training log; all reports (wandb, …) get them."""

@@ -72,9 +72,6 @@ def _has_no_width(interval: Interval | None) -> bool:
     return interval is not None and interval.known and math.isclose(interval.low, interval.high, rel_tol=1e-9)
 
 
-# ------------------------------------------------------------ what to do
-
-
 def decision(report: Report) -> str:
     """Return what to serve, at the first temperature, and what to do next; "" for a report without a drafter.
 

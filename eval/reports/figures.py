@@ -73,9 +73,6 @@ class Ratio:
     offset: float = 0.0
 
 
-# ------------------------------------------------------------ parts of a report
-
-
 class ReportModel(BaseModel):
     """A part of report.json: unknown keys are refused, and nan is written as null."""
 

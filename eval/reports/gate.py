@@ -289,9 +289,6 @@ def _remarks(report: Report, baseline: Report, new: str, old: str) -> list[str]:
     return [note] * (new != old) + warnings
 
 
-# ------------------------------------------------------------ for other programs
-
-
 def to_junit(result: GateResult) -> str:
     """Return JUnit's XML with one test case per temperature, which says in its output why it failed or passed."""
     failures = sum(finding.conclusion == FAILED for finding in result.findings)

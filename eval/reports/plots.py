@@ -231,9 +231,6 @@ def legend(report: Report) -> list[tuple[str, str]]:
     return entries
 
 
-# ------------------------------------------------------------ marks
-
-
 def _curve(svg: ElementTree.Element, points: Sequence[tuple[float, Interval]], y: Scale, colour: str) -> None:
     """Draw a line through points, each with its interval."""
     ElementTree.SubElement(
@@ -286,9 +283,6 @@ def _axes(
     _text(svg, (LEFT + WIDTH - RIGHT) / 2, HEIGHT - 5, axis, "axis", "middle")
 
 
-# ------------------------------------------------------------ elements
-
-
 def _svg(height: float, title: str, description: str) -> ElementTree.Element:
     svg = ElementTree.Element(
         "svg", {"viewBox": f"0 0 {WIDTH} {height:g}", "role": "img", "aria-label": f"{title}: {description}."}
@@ -318,9 +312,6 @@ def _string(svg: ElementTree.Element) -> str:
     return ElementTree.tostring(svg, encoding="unicode")
 
 
-# ------------------------------------------------------------ scales
-
-
 def _scale(low: float, high: float, start: float, end: float) -> Scale:
     return lambda value: start + (value - low) / (high - low) * (end - start)
 
@@ -340,9 +331,6 @@ def _step(limit: float) -> float:
     raw = limit / 4
     magnitude = 10 ** math.floor(math.log10(raw))
     return next(m * magnitude for m in (1, 2, 2.5, 5, 10) if m * magnitude >= raw * 0.999)
-
-
-# ------------------------------------------------------------ limits and names
 
 
 def _top(interval: Interval) -> float:

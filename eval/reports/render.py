@@ -50,9 +50,6 @@ def write_report(report: Report, folder: str | Path) -> Path:
     return place
 
 
-# ------------------------------------------------------------ in the terminal
-
-
 def print_report(report: Report, console: Console) -> None:
     """Print the headline, and the table over all suites for each temperature."""
     console.print(Text(report.sentence(), style="bold"))
@@ -113,9 +110,6 @@ def _brief(report: Report) -> str:
     )
 
 
-# ------------------------------------------------------------ as Markdown
-
-
 def markdown(report: Report) -> str:
     """Return report.md."""
     parts = ["# Outrider report", f"**{tables.markdown_text(report.sentence())}**"]
@@ -155,9 +149,6 @@ def identity_sentence(report: Report) -> str:
         return "Not checked: temperature 0 was not measured."
     line = ", ".join(f"{f.contestant} {f.identical}/{f.num_prompts}" for f in judged)
     return f"Prompts with exactly the plain target's tokens at temperature 0: {line}."
-
-
-# ------------------------------------------------------------ as a page
 
 
 def html(report: Report) -> str:

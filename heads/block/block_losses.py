@@ -209,9 +209,6 @@ def kept(values: Tensor, real: Tensor) -> Tensor:
     return values.flatten(0, 1)[chosen]
 
 
-# ------------------------------------------------------------ weights
-
-
 def default_gamma(drafts: int) -> float:
     """Return DFlash's decay length γ of blocks of so many drafts."""
     return {15: 7.0, 9: 5.0, 7: 4.0}.get(drafts, 1 + 3 * drafts / 7)

@@ -65,8 +65,6 @@ class FolderStore:
     def fetch(self, digest: str, to: Path, size: int) -> None:
         copy_blob(self._opened(blob_path(digest), size), to, digest, self.folder / blob_path(digest))
 
-    # ------------------------------------------------------------ writing
-
     def _keep(self, digest: str, source: Path) -> None:
         """Copy a file to its blob unless it is there already, whole."""
         blob = self.folder / blob_path(digest)
@@ -95,8 +93,6 @@ class FolderStore:
             with suppress(OSError):  # a later push removes it
                 temporary.unlink(missing_ok=True)
         return published
-
-    # ------------------------------------------------------------ reading
 
     def _opened(self, path: str, limit: int) -> BinaryIO:
         """Open a file of the registry: a regular one, reached without any link."""

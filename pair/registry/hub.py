@@ -92,8 +92,6 @@ class HubStore:
             )
         copy_blob(self._downloaded(path).open("rb"), to, digest, f"{self.where}/{path}")
 
-    # ------------------------------------------------------------ the Hub
-
     def _files(self) -> list[str]:
         """Return all files of the newest commit, which is the one to read and follow from now on; [] without one."""
         with _explained(self.where):

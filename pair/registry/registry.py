@@ -130,8 +130,6 @@ class Registry:
             self.store.fetch(digest, Path(temporary) / "text", version.manifest.sizes[name])
             return (Path(temporary) / "text").read_text(encoding="utf-8", errors="replace")
 
-    # ------------------------------------------------------------ signatures
-
     def _seal(self, pair: PairFiles, content: bytes) -> None:
         """Add the pair's signature over `content`, its pair.json, if it has one that is not the newest here."""
         file = pair.folder / SIGNATURE
@@ -158,8 +156,6 @@ class Registry:
         """Return the signatures over a pair.json, the newest last."""
         seals, of = map(Seal.at, self.store.entries()), (name, hashlib.sha256(content).hexdigest())
         return sorted(seal for seal in seals if seal is not None and (seal.name, seal.digest) == of)
-
-    # ------------------------------------------------------------ entries
 
     def _place(self, manifest: Manifest, content: bytes) -> tuple[Entry, bool]:
         """Return the entry of a pair.json, and whether it is there already."""

@@ -39,9 +39,6 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
         kernel[grid](*arguments, **options)
 
 
-# ------------------------------------------------------------ products
-
-
 @custom_op("outrider::product", mutates_args={"out"})
 def product(
     x: Tensor,
@@ -89,9 +86,6 @@ def _(both: Tensor) -> Tensor:
     return both.new_empty(both.shape[0], both.shape[1] // 2)
 
 
-# ------------------------------------------------------------ entries
-
-
 @custom_op("outrider::place_heads", mutates_args={"keys", "values"})
 def place_heads(
     joined: Tensor,  # [M, heads + 2 kv_heads, D]
@@ -127,9 +121,6 @@ def place_heads(
 @place_heads.register_fake
 def _(joined: Tensor, norms: Any, frequencies: Any, positions: Any, slots: Any, keys: Tensor, *rest: Any) -> Tensor:
     return joined.new_empty(joined.shape[0], joined.shape[1] - 2 * keys.shape[1], joined.shape[2])
-
-
-# ------------------------------------------------------------ attention
 
 
 @dataclass(frozen=True)

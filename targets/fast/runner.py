@@ -141,9 +141,6 @@ def _tap(hidden: Tensor, tapped: Tensor | None, taps: Sequence[int], index: int)
             tapped[:, :, place] = hidden.view(*tapped.shape[:2], -1)
 
 
-# ------------------------------------------------------------ weights
-
-
 def why_not(model: Any) -> str | None:
     """Return the part of a Llama-like model that the kernels do not compute; None if they compute all of it."""
     attention, mlp = model.model.layers[0].self_attn, model.model.layers[0].mlp

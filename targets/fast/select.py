@@ -44,9 +44,6 @@ _SOFTWARE = ("outrider", "torch", "triton", "transformers")
 _log = logging.getLogger("outrider")
 
 
-# ------------------------------------------------------------ our kernels
-
-
 def use_fast_pass(target: Target) -> None:
     """Let a target read a few tokens at a time by kernels of our own; prompts stay the library's.
 
@@ -89,9 +86,6 @@ def by_library(target: Backbone) -> Iterator[None]:
         yield
     finally:
         target.fast = fast
-
-
-# ------------------------------------------------------------ candidates
 
 
 @dataclass(frozen=True)
@@ -155,9 +149,6 @@ class PassSelection:
             timed = ", ".join(f"{time:.3f} ms for {tokens}" for tokens, time in passes.items())
             rows.append((name, "yes" if timed else "left out", timed or trial.problem))
         return rows
-
-
-# ------------------------------------------------------------ choosing
 
 
 def use_fastest_pass(target: Target, candidates: Sequence[PassCandidate] = CANDIDATES) -> None:
@@ -246,9 +237,6 @@ def _take(name: str, target: Target, candidates: Sequence[PassCandidate]) -> boo
             _log.debug("%s failed, though it was fastest before: %s", name, error)
     target.run_eagerly()
     return False
-
-
-# ------------------------------------------------------------ memory
 
 
 _selections: dict[tuple[str, ...], PassSelection] = {}  # of this process

@@ -71,8 +71,6 @@ def test_logs_and_complaints_are_written_out(capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().err == f"found {SHOWN}\n{SHOWN}\n"
 
 
-# ------------------------------------------------------------ nothing goes round it
-
 OWN = {
     "colour",
     "title",

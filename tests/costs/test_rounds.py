@@ -129,8 +129,6 @@ def test_sizes_out_of_range_are_refused(target):
         draft_times(target, Ngram(), -1)
 
 
-# ------------------------------------------------------------ whole rounds
-
 CURVE = {0: 0.010, 1: 0.011, 4: 0.014, 8: 0.018, 64: 0.074}
 
 

@@ -93,9 +93,6 @@ def markov_session(target: Target, kind: str = "vanilla"):
     return session
 
 
-# ------------------------------------------------------------ laws
-
-
 def drafted(session, depth: int = 3) -> Trees:
     """All chains that a session can draft, with its law of each draft."""
     tokens = paths(3, depth)
@@ -182,9 +179,6 @@ def test_planted_faults_of_scoring_are_what_they_were_in_the_field(drawn, emitte
     assert law.tolist() == pytest.approx(emitted, abs=1e-12)
 
 
-# ------------------------------------------------------------ trees
-
-
 def reached(nodes: set[tuple[int, ...]]) -> Fraction:
     """The mean number of nodes that the target's own draws walk through."""
     return sum((math.prod(law_of(n[:i])[n[i]] for i in range(len(n))) for n in nodes), Fraction(0))
@@ -221,9 +215,6 @@ def test_a_tree_of_width_one_is_the_chain(target):
     for session in (marginal_session(target), markov_session(target)):
         (path,) = [n for n in grown(session, 3, 1) if len(n) == 3]
         assert path == tuple(drafted_rows(session, path).argmax(1).tolist())
-
-
-# ------------------------------------------------------------ confidences
 
 
 @dataclass(frozen=True)

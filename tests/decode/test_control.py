@@ -31,9 +31,6 @@ def controller(
     return Controller(Control(costs, rates, weight=4), sequences, range(1, depths + 1), range(1, depths + 1))
 
 
-# ------------------------------------------------------------ costs
-
-
 def test_costs_between_and_beyond_what_was_measured():
     costs = Costs(verify=((0, 1.0), (4, 2.0), (8, 2.5)), draft=(0.0, 0.3, 0.5), host=0.1)
     assert costs.verify_time(2) == pytest.approx(1.5)
@@ -110,9 +107,6 @@ def test_a_schedule_knows_costs_by_the_shape_of_the_batch():
 
 def test_expected_tokens_is_the_closed_form_of_a_constant_rate():
     assert expected_tokens([0.7] * 4) == pytest.approx((1 - 0.7**5) / (1 - 0.7))
-
-
-# ------------------------------------------------------------ what is expected
 
 
 def expected_rates(prior: list[float], weight: float, rounds: list[tuple[int, int]]) -> list[float]:
@@ -193,9 +187,6 @@ def test_goodput_is_expected_tokens_per_second_of_a_round_with_all_its_nodes():
 def test_every_depth_needs_its_number_of_nodes():
     with pytest.raises(ValueError, match="zip"):
         Controller(Control(CHEAP, (0.5,)), 1, [1, 2], [1])
-
-
-# ------------------------------------------------------------ what is chosen
 
 
 def by_hand(costs: Costs, rate: float, depths: int) -> int:
@@ -299,9 +290,6 @@ def test_a_drafter_measured_as_useless_is_not_drafted_with_at_first():
     assert controller(rates=(0.0,) * 6).choose([0]) == 0
 
 
-# ------------------------------------------------------------ through the decoder
-
-
 def drafters(target: Target, itself: DraftModel, useless: DraftModel) -> dict[str, Drafter]:
     torch.manual_seed(0)
     return {
@@ -351,9 +339,6 @@ def test_every_draft_is_still_right_after_plain_rounds(target, itself):
         assert all(r.accepted == r.drafted for r in rounds)
 
 
-# ------------------------------------------------------------ confidence
-
-
 def test_a_chain_ends_after_the_first_uncertain_token_not_before_it(target, tiny_llama, monkeypatch):
     """Every token but the last of a round was certain; the last was not, or the chain was full. All were verified."""
     drafter, threshold = DraftModel(tiny_llama(layers=4, seed=0, initializer_range=0.3)), 0.1
@@ -392,9 +377,6 @@ def test_rows_of_a_batch_end_their_chains_each_where_it_is_uncertain(target, tin
 def test_at_the_threshold_of_one_a_chain_is_one_draft(target, useless):
     out = Decoder(target, useless).generate(PROMPTS, 30, Sampling(1.0), Plan(4, confidence=1.0))
     assert {r.drafted for rounds in out.rounds for r in rounds} == {1}
-
-
-# ------------------------------------------------------------ the switch
 
 
 @pytest.mark.parametrize("plan", [Plan(3), Plan(3, width=2, nodes=4), PLANS["chain"]], ids=str)

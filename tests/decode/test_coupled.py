@@ -62,9 +62,6 @@ def drafters(tiny_llama, target) -> dict[str, Drafter | None]:
     }
 
 
-# ------------------------------------------------------------ what is expected
-
-
 @cache
 @torch.inference_mode()
 def expected(model: LlamaForCausalLM, prompt: tuple[int, ...], sampling: Sampling, sequence: int) -> list[int]:
@@ -76,9 +73,6 @@ def expected(model: LlamaForCausalLM, prompt: tuple[int, ...], sampling: Samplin
         noise = shared_gumbel(sampling.seed, torch.tensor([sequence]), torch.tensor([len(text)]), VOCAB)
         text.append(int((log_probs + noise).argmax()))
     return text[len(prompt) :]
-
-
-# ------------------------------------------------------------ the property
 
 
 def random_tree(rng: random.Random) -> Tree:

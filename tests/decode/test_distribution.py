@@ -76,9 +76,6 @@ SAMPLINGS = {
 }
 
 
-# ------------------------------------------------------------ what is expected
-
-
 def expected_law(target: Target, sampling: Sampling) -> np.ndarray:
     """The law of LENGTH tokens after the prompt, `[VOCAB ** LENGTH]`."""
     steps = library_steps(sampling, len(PROMPT), ENDS)
@@ -138,9 +135,6 @@ def rollouts(
         codes = texts @ VOCAB ** np.arange(LENGTH - 1, -1, -1)
         counts += np.bincount(codes, minlength=VOCAB**LENGTH)
     return counts
-
-
-# ------------------------------------------------------------ the rules
 
 
 @dataclass(frozen=True)
@@ -286,8 +280,6 @@ def test_some_drafts_are_kept_and_some_refused(target, drafters):
         assert 0.05 < out.stats.acceptance_rate < 0.95, str(case)
         assert case.shape != "confident" or len({r.drafted for rounds in out.rounds for r in rounds}) > 1, str(case)
 
-
-# ------------------------------------------------------------ planted bugs
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 

@@ -28,8 +28,6 @@ VOCAB = 64
 PROMPTS = random_prompts(5, 1, 9, 3)
 
 
-# ------------------------------------------------------------ what is scored is what was drawn from
-
 CELLS = 20_000
 LOGITS = torch.tensor([1.3, 0.21, -0.4, 0.87, 0.33, -1.7])
 
@@ -95,8 +93,6 @@ def test_children_in_a_tree_are_drawn_from_the_law_that_they_are_scored_with(sam
     assert not torch.equal(tokens, rounded), "a law in bf16 would draw others now and then"
 
 
-# ------------------------------------------------------------ the same processors and filters on both sides
-
 ENDS = list(range(0, VOCAB, 5))
 SETTINGS: dict[str, dict[str, Any]] = {
     "temperature": {"temperature": 0.5},
@@ -158,9 +154,6 @@ def the_drafter_ignores(kind: str, patch: pytest.MonkeyPatch) -> None:
 def test_a_setting_that_the_drafter_ignores_is_noticed(target, kind, shape, monkeypatch):
     the_drafter_ignores(kind, monkeypatch)
     assert refused(target, kind, shape)
-
-
-# ------------------------------------------------------------ dynamic trees
 
 
 @dataclass(frozen=True)

@@ -51,9 +51,6 @@ def plain_text(target: Target, length: int) -> list[int]:
     return Decoder(target).generate([PROMPTS[0]], length, ignore_eos=True).tokens[0]
 
 
-# ------------------------------------------------------------ the text depends on the seed and the target alone
-
-
 def drafters(target: Target) -> dict[str, Drafter | None]:
     torch.manual_seed(0)
     counts = torch.arange(VOCAB)
@@ -89,9 +86,6 @@ def test_seeds_and_sequence_ids_change_the_text(target):
 
     assert text(0, 0) == text(0, 0)
     assert len({tuple(text(s, i)) for s in (0, 1, 2**62) for i in (0, 1)}) == 6
-
-
-# ------------------------------------------------------------ ends
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -188,9 +182,6 @@ def test_a_stop_string_ends_each_text_at_the_token_that_completes_it(tiny_target
         assert [1 + sum(r.emitted for r in rounds) for rounds in out.rounds] == [len(t) for t in expected]
 
 
-# ------------------------------------------------------------ limits
-
-
 @pytest.mark.parametrize("plan", [Plan(1), Plan(5), SHAPES["static tree"], SHAPES["dynamic tree"]], ids=str)
 def test_the_context_can_be_filled_to_its_last_position(plan):
     """GPT-2 has learned positions: one token too far would be an index error."""
@@ -265,8 +256,6 @@ def test_a_drafter_of_another_target_is_refused(tiny_llama, target):
         with pytest.raises(IncompatibleError, match=message):
             Decoder(target, drafter)
 
-
-# ------------------------------------------------------------ extreme distributions
 
 BRANCHES = Tree((-1, -1, 0, 0, 1, 2))
 PLANS = [
@@ -368,9 +357,6 @@ def test_a_dead_end_behind_drafts_is_an_error_under_every_rule(target, itself, p
             Decoder(target, itself).generate(PROMPTS, 8, replace(sampling, seed=seed), plan, ignore_eos=True)
 
 
-# ------------------------------------------------------------ figures
-
-
 def test_rounds_and_figures_by_hand(target):
     """Drafts are scripted on the known text: 2 of 3, 0 of 3, nothing proposed, 3 of 3."""
     text = plain_text(target, 10)
@@ -440,9 +426,6 @@ def test_seconds_add_up(target, itself):
     seconds = Decoder(target, itself).generate(PROMPTS, 12, plan=Plan(3), ignore_eos=True).stats.seconds
     assert min(seconds.prefill, seconds.draft, seconds.verify) > 0
     assert seconds.prefill + seconds.draft + seconds.verify + seconds.host == pytest.approx(seconds.total)
-
-
-# ------------------------------------------------------------ streaming and reuse
 
 
 def test_a_stream_is_the_generation_in_pieces(target, itself):

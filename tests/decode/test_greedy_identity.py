@@ -327,9 +327,6 @@ def test_a_target_that_breaks_ties_the_other_way_is_noticed(monkeypatch):
     assert differing(Target(model), texts, {"ngram": ["depth 3"]}) != []
 
 
-# ------------------------------------------------------------ planted bugs
-
-
 def refused_drafts_stay(patch: pytest.MonkeyPatch) -> None:
     honest = RaggedCache.advance
 
@@ -414,9 +411,6 @@ def test_a_bug_planted_in_the_cache_is_noticed(bug, monkeypatch):
     assert decoder.generate(PROMPTS, NEW, plan=plan, ignore_eos=True).tokens == texts
     plant(monkeypatch)
     assert decoder.generate(PROMPTS, NEW, plan=plan, ignore_eos=True).tokens != texts
-
-
-# ------------------------------------------------------------ processors
 
 
 def processed(texts: list[list[int]]) -> dict[str, Sampling]:

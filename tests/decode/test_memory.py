@@ -44,9 +44,6 @@ def prompts(rows: int, length: int) -> list[list[int]]:
     return [[i % 7 for i in range(length)] for _ in range(rows)]
 
 
-# ------------------------------------------------------------ how large
-
-
 @pytest.mark.parametrize("name", ["ngram", "draft_model", "eagle3"])
 def test_the_state_of_a_drafter_is_announced_to_the_byte(name):
     target = Target(llama())
@@ -127,9 +124,6 @@ def test_a_cache_of_the_engine_is_as_large_as_the_budget_says(monkeypatch):
     target.body.register_forward_pre_hook(lambda *_: order.append(("pass", 0)))
     Decoder(target, drafter).generate(prompts(2, 9), 6, plan=Plan(5))
     assert order[:3] == [("cache", announced.target), ("cache", announced.drafter), ("pass", 0)]
-
-
-# ------------------------------------------------------------ too large
 
 
 @pytest.fixture

@@ -89,8 +89,6 @@ def test_the_engine_writes_the_references_text_in_the_same_rounds(name, shape, s
         assert any(one.accepted for rounds in out.rounds for one in rounds), "or little is shown"
 
 
-# ------------------------------------------------------------ the reference itself
-
 P = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.6, 0.3], [0.25, 0.25, 0.5]])  # of the next token, by the last one
 Q = torch.tensor([[0.2, 0.5, 0.3], [0.4, 0.2, 0.4], [0.6, 0.3, 0.1]])
 WRITTEN, TEXTS = 2, 500

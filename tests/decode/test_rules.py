@@ -109,9 +109,6 @@ def after(target: Tensor, length: int) -> Tensor:
     return law
 
 
-# ------------------------------------------------------------ enumeration
-
-
 @dataclass(frozen=True)
 class Trees:
     """All trees of one shape that a drafter can draw.
@@ -294,9 +291,6 @@ def shape_for(name: str, tree: str) -> list[int]:
     return SHAPES["chain of 3" if name in CHAIN_RULES else tree]
 
 
-# ------------------------------------------------------------ every rule is lossless
-
-
 LARGE = [("four symbols", shape) for shape in SHAPES if len(SHAPES[shape]) > 4]  # hundreds of trees
 
 
@@ -406,9 +400,6 @@ def test_a_certain_draft_stays_where_rounding_leaves_no_residual_behind_it(rule)
     trees = Trees([-1, 0], nodes[:, 1:], torch.ones(1), target[nodes], drafter[nodes])
     accepted, _, _ = trees.verify(rule, torch.tensor([0]), torch.full((1, 2), 1 - 1e-9, dtype=torch.float64))
     assert accepted.tolist() == [1]
-
-
-# ------------------------------------------------------------ shapes that depend on the drafts, and on earlier rounds
 
 
 def staying(tokens: Tensor, parents: Tensor, q: Tensor, threshold: float, dropped: bool = False) -> Tensor:
@@ -572,9 +563,6 @@ def test_a_depth_that_looks_at_the_drafts_it_leaves_out_is_caught(name):
     assert distance(law, after(SOURCES["three symbols"][0], 5)[-1]) > 0.01
 
 
-# ------------------------------------------------------------ candidates, coupled and greedy trees, round after round
-
-
 def texts_by_matching(
     target: Tensor, drafter: Tensor | None, parents: list[int], coupled: bool = False, threshold: float = 0.0
 ) -> tuple[Tensor, set[int]]:
@@ -676,9 +664,6 @@ def test_the_greedy_rule_keeps_exactly_the_targets_own_path(shape):
         assert count == max((len(nodes) for nodes in held if nodes == text[: len(nodes)]), default=0)
 
 
-# ------------------------------------------------------------ golden figures
-
-
 def mean_accepted(rule: Rule, parents: list[int], target: Tensor, drafter: Tensor, replaced: bool = False) -> float:
     return enumerate_round(rule, Trees.drawn(parents, target, drafter, replaced)).mean_accepted()
 
@@ -759,9 +744,6 @@ def test_two_tries_with_one_residual_are_caught():
     assert law.view(3, 3).sum(1).tolist() == pytest.approx([7 / 20, 39 / 100, 13 / 50], abs=EXACT)
 
 
-# ------------------------------------------------------------ which rule accepts more
-
-
 @pytest.mark.parametrize("seed", range(8))
 def test_a_block_accepts_no_less_than_token_by_token(seed):
     target, drafter = random_source(3, seed), random_source(3, 100 + seed)
@@ -804,9 +786,6 @@ def test_not_even_a_uniform_of_zero_keeps_a_token_that_the_target_excludes(rule)
     trees = Trees([-1], nodes[:, 1:], torch.ones(1), target[nodes], drafter[nodes])
     accepted, _, following = trees.verify(rule, torch.tensor([0]), torch.zeros(1, 1, dtype=torch.float64))
     assert (accepted.tolist(), following.tolist()) == ([0], [1])
-
-
-# ------------------------------------------------------------ properties
 
 
 @dataclass(frozen=True)
@@ -979,9 +958,6 @@ def test_a_proposal_without_drafts_emits_one_token_of_the_target(name):
     assert (accepted.tolist(), path.shape, following.tolist()) == ([0, 0], (2, 0), [1, 2])
 
 
-# ------------------------------------------------------------ typical acceptance
-
-
 def test_typical_acceptance_is_known_to_be_lossy():
     assert "typical" in LOSSY
     assert not set(LOSSY) & set(LOSSLESS)
@@ -1026,8 +1002,6 @@ def test_the_longest_typical_path_wins_and_of_those_the_most_probable():
     accepted, path, following = typical(tokens, parents, torch.tensor([[True, True, True, False, True]]), places, 3)
     assert (accepted.tolist(), path.tolist(), following.tolist()) == ([2], [[0, 2, -1]], [2])
 
-
-# ------------------------------------------------------------ planted bugs
 
 BOTH = [
     "p is not updated between siblings",
@@ -1246,9 +1220,6 @@ def test_drawing_and_accepting_with_the_same_uniforms_is_caught(k):
         law = joint(target, chains, accepted, following, torch.ones(len(chains)).double() / len(chains))
         found = distance(law, after(target, k + 1)[-1])
         assert found > 0.01 if shared else found < EXACT
-
-
-# ------------------------------------------------------------ what the rules are told is not what was done
 
 
 def at_temperature(law: Tensor, temperature: float) -> Tensor:

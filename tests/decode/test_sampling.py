@@ -35,9 +35,6 @@ from .conftest import library_steps
 NEVER = 1e-6  # p-values below this do not happen by chance in a lifetime of this suite
 
 
-# ------------------------------------------------------------ filters
-
-
 @pytest.mark.parametrize(
     ("temperature", "top_k", "top_p", "min_p", "penalty"),
     list(product([1.0, 0.7], [None, 5, 40], [None, 0.8], [None, 0.2], [1.0, 1.3])),
@@ -158,8 +155,6 @@ def test_probabilities_keep_double_precision_and_compute_half_in_single():
     assert torch.equal(probabilities(logits, Sampling(0.7)), (logits / 0.7).softmax(-1))
     assert torch.equal(probabilities(logits.bfloat16(), Sampling(0.7)), (logits.bfloat16().float() / 0.7).softmax(-1))
 
-
-# ------------------------------------------------------------ processors
 
 VOCAB, EOS = 6, (2, 5)
 WORDS = ((3,), (2,), (0, 1), (1, 1, 4), (4, 0, 0), (1, 2), (0, 1, 0, 1, 3))  # (2,) alone is an end token: no bad word
@@ -294,9 +289,6 @@ def test_a_place_where_nothing_is_left_is_seen():
     assert nothing_left(processors(torch.zeros(1, 2, VOCAB), context)).tolist() == [[True, False]]
 
 
-# ------------------------------------------------------------ draws
-
-
 def test_a_draw_follows_its_distribution_exactly():
     """Counts are the probabilities, for tenths against the midpoints of tenths.
 
@@ -343,9 +335,6 @@ def test_the_highest_logit_is_argmaxs_and_no_number_where_one_is_none(dtype, voc
         found = highest(logits)
         assert torch.equal(found.token, logits.argmax(-1))
         assert torch.equal(found.logit.isfinite(), logits.isfinite().all(-1))
-
-
-# ------------------------------------------------------------ counter-based uniforms
 
 
 def uniform_by_hand(seed: int, stream: int, *keys: int) -> float:

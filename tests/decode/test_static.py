@@ -92,9 +92,6 @@ def test_windows_come_in_few_sizes(needed, window):
     assert window_of(needed) == window
 
 
-# ------------------------------------------------------------ the same text
-
-
 def ahead(target: Target, drafter: Drafter | None) -> Decoder:
     """Return a decoder that launches each round before it reads the one before it, as on a GPU."""
     decoder = Decoder(target, drafter, static=True)
@@ -255,9 +252,6 @@ def test_texts_longer_than_a_window(target):
         same_as_usual(fixed(target, drafter), PROMPTS[:2], 300, plan=Plan(3))
 
 
-# ------------------------------------------------------------ nothing asks the host
-
-
 TREES_TOO = ("chain", "static tree", "dynamic tree")
 ON_META = [(name, *case) for name in ("draft_model", "eagle3") for case in CASES]
 ON_META += [(name, plan, "sampled") for name in ("medusa", "hydra") for plan in (*TREES_TOO, "coupled")]
@@ -296,9 +290,6 @@ def failing(error: Exception) -> Any:
         raise error
 
     return call
-
-
-# ------------------------------------------------------------ recorded once, replayed
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
@@ -521,9 +512,6 @@ def test_python_frees_nothing_during_a_capture(target, replays, monkeypatch):
     Decoder(target, static=True).generate(PROMPTS, 24)
     assert enabled == [False]
     assert gc.isenabled()
-
-
-# ------------------------------------------------------------ on a GPU
 
 
 @pytest.mark.gpu

@@ -193,9 +193,6 @@ def test_a_digest_set_remembers_every_text() -> None:
     assert len(known) == 5000
 
 
-# ------------------------------------------------------------ the prompts of a recipe
-
-
 def recipe(prompts: list[Any], suites: list[str] | None = None, **data: Any) -> Recipe:
     values = {"name": "t", "target": {"path": "unused"}, "drafter": {}, "data": {"prompts": prompts, **data}}
     return Recipe.from_dict({**values, "eval": {"suites": suites or ["code"]}})

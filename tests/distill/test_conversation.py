@@ -221,9 +221,6 @@ def test_an_answer_that_cannot_be_taken_apart_is_text(tokenizer: Tokenizer, monk
     assert '<|assistant|>{"name":' in tokenizer.decode(question)
 
 
-# ------------------------------------------------------------ masks
-
-
 CHAT = [
     SYSTEM,
     user("sort the names"),
@@ -333,9 +330,6 @@ def test_nothing_or_everything_to_supervise_is_an_error_that_shows_the_text(toke
     tokenizer = with_template(tokenizer, "{% for m in messages if m.role == 'assistant' %}{{ m.content }}{% endfor %}")
     with pytest.raises(BadInputError, match=r"every token .*As rendered: 'hi'"):
         supervised_mask(tokenizer, [user("hello"), answer("hi")])
-
-
-# ------------------------------------------------------------ limits of a template
 
 
 ANSWERED = [user("def add("), answer("a, b):")]

@@ -247,9 +247,6 @@ def test_wrong_input_is_refused(build: Build) -> None:
         build(TAPS, "int8")
 
 
-# ------------------------------------------------------------ several processes
-
-
 def build_together(folder: Path, target: Target, longer: Dataset) -> None:
     PartialState(cpu=True)
     torch.set_num_threads(1)
@@ -349,9 +346,6 @@ def test_two_processes_write_a_damaged_shard_again_and_leave_the_others_alone(
     assert content(tmp_path) == good
     after = places(tmp_path)
     assert {name for name in before if before[name] != after[name]} == {shard.name}
-
-
-# ------------------------------------------------------------ how much it takes
 
 
 def test_the_last_state_is_stored_once(build: Build, target: Target, longer: Dataset) -> None:

@@ -121,9 +121,6 @@ def distil_though_killed(made: Recipe, target: Target, server: Callable[[], Serv
     return made.output_folder / "data"
 
 
-# ------------------------------------------------------------ vLLM
-
-
 @pytest.fixture(scope="session")
 def launch() -> VllmLaunch:
     environment = place_of("OUTRIDER_VLLM_PYTHON", "the environment of a vLLM")
@@ -160,9 +157,6 @@ def test_killed_half_way_and_started_again_every_prompt_is_answered_once(
         assert 0 < kept < NUM_PROMPTS
         distill(made, target)
     assert rows(made.output_folder / "data") == own
-
-
-# ------------------------------------------------------------ transformers serve
 
 
 @pytest.mark.slow

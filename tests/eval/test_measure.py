@@ -165,8 +165,6 @@ def test_bad_input_is_refused_before_any_work(target, suites, settings, plans, l
         measure(target, contestants, measured, settings.model_copy(update=changes))
 
 
-# ------------------------------------------------------------ from records to figures
-
 BASELINES = Baselines(plain="plain", generate="generate")
 
 

@@ -135,9 +135,6 @@ def test_a_trained_drafter_is_fused_once_with_each_kind_and_one_without_weights_
             tuner._fusions(target, DraftModel(target.model), kinds)
 
 
-# ------------------------------------------------------------ what is predicted
-
-
 def test_what_rounds_take_is_read_off_whole_batches():
     """3 rounds for the first row and 1 for the second are 3 passes, 4 of 6 row-rounds; the median of batches."""
     rounds = [[Round(1, 0, 1)] * 3, [Round(1, 0, 1)]]
@@ -182,8 +179,6 @@ def test_the_controlled_chain_may_go_a_little_deeper_than_the_best():
     assert tuner.control_option(options[2:], costs, seen, 8).plan.depth == 8
     assert tuner.control_option(options[:2], costs, seen, 4).plan.depth == 4
 
-
-# ------------------------------------------------------------ what is chosen
 
 BOOTSTRAP = Bootstrap([6])
 

@@ -73,9 +73,6 @@ def test_planted_faults_are_named(export, fault):
     assert (BY_FILES[fault] in alone) if fault in BY_FILES else not alone
 
 
-# ------------------------------------------------------------ other programs' habits
-
-
 @pytest.mark.parametrize(("start", "stands_for"), [("layers.0.", "midlayer."), ("model.", "")])
 def test_names_that_only_some_engines_read_are_no_fault(export, start, stands_for):
     """ModelOpt writes `layers.0.` for `midlayer.`, others put `model.` before everything; it is said who reads that."""

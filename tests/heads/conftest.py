@@ -122,9 +122,6 @@ def tau_of(alphas: Mapping[tuple[int, int, int], float], depths: int) -> tuple[f
     return sum(1 + float(chain.cumprod(0).sum()) for chain in chains), len(chains)
 
 
-# ------------------------------------------------------------ properties of several drafters
-
-
 def told_from_text(
     drafter: Drafter, target: Target, written: Sequence[int], new: int, predict: Callable[[Tensor, int], Tensor]
 ) -> Output:
@@ -202,9 +199,6 @@ def assert_reads_up_to(
         assert changed.tolist()[:here] == [t + reach >= at for t in range(here)]
 
 
-# ------------------------------------------------------------ drafts in one pass
-
-
 def anchored(places: list[list[int]]) -> Anchors:
     """Return blocks at these places of each row."""
     found = torch.tensor(places)
@@ -249,9 +243,6 @@ def leaves_no_mask(drafter: Drafter, target: Target) -> None:
     for mine, alone in zip(*(session.cache._stores for session in sessions), strict=True):
         torch.testing.assert_close(mine.keys[:, :, :9], alone.keys[:, :, :9], rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(mine.values[:, :, :9], alone.values[:, :, :9], rtol=1e-5, atol=1e-5)
-
-
-# ------------------------------------------------------------ rounds
 
 
 def decoded_logits(

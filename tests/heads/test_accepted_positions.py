@@ -57,9 +57,6 @@ def lesson(drafter: Drafter[Any], given: TargetBatch) -> list[Tensor]:
     return [found.total.detach(), found.count, *(p.grad.clone() for p in drafter.parameters() if p.grad is not None)]
 
 
-# ------------------------------------------------------------ the arithmetic, by hand
-
-
 def test_the_share_moves_to_what_was_reached_by_the_weights_that_were_there():
     """Weights 4, 2, 1, 1 of one text, of which the second and the third were reached: half of 8 goes there, 2 : 1."""
     verified = AcceptedPositions(torch.tensor([[0, 1, 2, 1]]), 0.5)
@@ -85,9 +82,6 @@ def test_a_text_of_which_nothing_was_reached_keeps_its_weights():
     assert found.tolist() == [0.5, 2.5, 3.0, 4.0]
     found = AcceptedPositions(torch.tensor([[0, 1], [0, 0]]), 0.5).weighed(weights, places // 2, places % 2, ones)
     assert found.tolist() == [0.5, 2.5, 3.0, 4.0]
-
-
-# ------------------------------------------------------------ the anchors of blocks
 
 
 def test_a_share_of_the_anchors_is_drawn_from_roots_and_the_others_as_always():
@@ -130,9 +124,6 @@ def test_blocks_weigh_what_a_texts_tokens_do_and_the_rest_is_spread_without_what
         unreached = (lessons.rows == 0)[:, None] & ~reached & lessons.counts
         assert bool((weights[unreached & ~lessons.usual[:, None]] == 0).all())
         assert float(weights[unreached].sum()) <= (1 - share) * 7 + 1e-5
-
-
-# ------------------------------------------------------------ the masks of rollouts
 
 
 def test_a_share_of_the_masks_follows_rounds_and_the_others_are_drawn_as_always():
@@ -179,9 +170,6 @@ def test_masks_weigh_what_a_rows_tokens_do(share):
     assert bool(reached[~drafts.usual].all())
     rest = float(weights[~reached].sum())
     assert rest == pytest.approx(0, abs=1e-5) if share == 1 else 0.5 * 79 < rest < 0.7 * 79
-
-
-# ------------------------------------------------------------ in the losses of drafters
 
 
 def compared(monkeypatch: pytest.MonkeyPatch, drafter: Drafter[Any], given: TargetBatch) -> tuple[Tensor, Tensor]:

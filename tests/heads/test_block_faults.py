@@ -44,9 +44,6 @@ def apart(found: list[list[Tensor]], expected: Tensor) -> float:
     )
 
 
-# ------------------------------------------------------------ faults
-
-
 def context_holds_the_anchor(patch: pytest.MonkeyPatch, drafter: DFlash) -> None:
     honest = BlockMask.context
     patch.setattr(BlockMask, "context", lambda sight, anchors, *more: honest(sight, anchors + 1, *more))

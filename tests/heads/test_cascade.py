@@ -69,8 +69,6 @@ def passes(model: DraftModel, monkeypatch) -> list[int]:
     return widths
 
 
-# ------------------------------------------------------------ vertical
-
 SAMPLINGS = [Sampling(), Sampling(1.0), Sampling(0.8, top_p=0.9, seed=3), Sampling(0.7, repetition_penalty=1.3)]
 
 
@@ -227,9 +225,6 @@ def test_a_chain_of_nodes_is_what_growing_them_one_by_one_gives():
     assert isinstance(chain, Nodes)
 
 
-# ------------------------------------------------------------ horizontal
-
-
 @torch.inference_mode()
 def test_after_the_models_tokens_the_statistical_drafter_goes_on(target, model):
     """From the text and the model's drafts together."""
@@ -334,9 +329,6 @@ def test_a_model_of_few_heads_is_gone_on_from_where_it_ends(target):
     out = Decoder(target, cascade).generate([REPEATED], 30, plan=Plan(7), ignore_eos=True)
     assert max(r.drafted for r in out.rounds[0]) == 7
     assert out.tokens == Decoder(target).generate([REPEATED], 30, ignore_eos=True).tokens
-
-
-# ------------------------------------------------------------ making and saving
 
 
 @pytest.mark.parametrize(

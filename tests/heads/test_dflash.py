@@ -58,9 +58,6 @@ def trained_logits(target: Target, drafter: DFlash, tokens: Tensor, hidden: Tens
     return target.lm_head(drafter.states(target, tokens, hidden, anchored(places)), drafter.output_ids)
 
 
-# ------------------------------------------------------------ training is decoding
-
-
 def test_logits_in_training_are_the_decoders(target, drafter):
     """All anchors of padded rows at once, against rounds of ragged rows that begin there; fp32."""
     tokens = sequences(3, LENGTH)
@@ -80,9 +77,6 @@ def test_many_blocks_are_read_as_each_alone(target, drafter):
     for place in (1, 2, 40, 41, 42, 77, 78):
         alone = trained_logits(target, drafter, tokens, hidden, [[place]] * 2)
         torch.testing.assert_close(together[:, place - 1], alone[:, 0], rtol=1e-5, atol=1e-5)
-
-
-# ------------------------------------------------------------ what a block sees
 
 
 def test_nothing_but_the_context_before_the_anchor_is_seen(target, drafter):
@@ -151,9 +145,6 @@ def test_slots_of_a_block_see_each_other_as_the_config_says(target, causal):
     assert torch.allclose(first, cut, atol=1e-5) is causal
 
 
-# ------------------------------------------------------------ the cache
-
-
 def entries(session: Any) -> list[tuple[Tensor, Tensor]]:
     return [(layer.keys, layer.values) for layer in session.cache._stores]
 
@@ -201,9 +192,6 @@ def test_memory_is_what_was_announced(target, drafter):
     held = sum(t.numel() * t.element_size() for t in session.layers.tensors())
     assert told == session.cache.num_bytes() + held + head
     assert drafter.state_bytes(target, 3, 50, 2) == session.cache.num_bytes() + head
-
-
-# ------------------------------------------------------------ the loss
 
 
 @pytest.mark.parametrize("weighting", ["decay", "dpace", "overlap"])
@@ -309,9 +297,6 @@ def test_golden_pace_weights():
     torch.testing.assert_close(cut, torch.tensor([[1.4, 0.6, 0.0]], dtype=torch.float64))
 
 
-# ------------------------------------------------------------ replay
-
-
 @pytest.mark.parametrize("name", ["infill", "from anchor, causal, window", "one layer, pruned vocabulary"])
 @pytest.mark.parametrize("few_tokens", [False, True])
 def test_rounds_at_temperature_0_can_be_told_from_the_text(target, name, few_tokens):
@@ -326,9 +311,6 @@ def test_rounds_at_temperature_0_can_be_told_from_the_text(target, name, few_tok
 
     out = told_from_text(drafter, target, written, 40, predict)
     assert out.stats.tau > 1.05 or not few_tokens
-
-
-# ------------------------------------------------------------ making
 
 
 @pytest.mark.parametrize(
@@ -364,9 +346,6 @@ def test_a_deeper_round_than_a_block_is_refused(target):
     session.decode(torch.tensor([[2]]))
     with pytest.raises(BadInputError, match="drafts 2 tokens at most; lower the depth"):
         session.decode(torch.tensor([[3]]))
-
-
-# ------------------------------------------------------------ peers
 
 
 @pytest.mark.parametrize("window", [7, 512])

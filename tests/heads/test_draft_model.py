@@ -83,9 +83,6 @@ def test_what_cannot_be_built_is_refused(target, tiny_llama):
         DraftModel(tiny_llama(layers=1, vocab=32)).check(target)
 
 
-# ------------------------------------------------------------ where it begins
-
-
 def test_init_says_where_the_first_weights_come_from(target, tmp_path):
     """`pretrained` is what a path means, `random` what nothing means; the words may be left out or said."""
     DraftModel(target.model).save(tmp_path)
@@ -97,8 +94,6 @@ def test_init_says_where_the_first_weights_come_from(target, tmp_path):
         assert config.init == "random"
         assert not torch.equal(DraftModel.build(config, target).model(tokens).logits, target.model(tokens).logits)
 
-
-# ------------------------------------------------------------ vocabularies that are padded differently
 
 # Of target and draft model; their tokenizer's ids end at 319 or below.
 PADDINGS = {"narrower": (352, 336), "wider": (336, 352)}

@@ -138,9 +138,6 @@ def first_predicted(name: str) -> int:
     return 1 if name.split()[0] in ("draft_model", "pard", "self_speculative") else 2
 
 
-# ------------------------------------------------------------ the contract
-
-
 def test_the_table_covers_the_registry():
     assert {name.split()[0] for name in MAKERS} == set(HEADS)
     assert all(cls.name == name for name, cls in HEADS.items())
@@ -338,9 +335,6 @@ def path_of(parents: list[int], node: int) -> list[int]:
     return [] if node < 0 else [*path_of(parents, parents[node]), node]
 
 
-# ------------------------------------------------------------ strict loading
-
-
 DAMAGED: dict[str, tuple[Callable[[dict[str, Tensor]], Any], tuple[type[Exception], ...], str]] = {
     "missing": (lambda weights: weights.pop(sorted(weights)[-1]), (IncompatibleError,), r"missing \S+"),
     "unexpected": (lambda weights: weights.update(surprise=torch.ones(2)), (IncompatibleError,), "unexpected surprise"),
@@ -441,9 +435,6 @@ def test_a_draft_model_with_another_tokenizer_is_refused(tiny_target, tiny_llama
     (tmp_path / "tokenizer.json").write_text(json.dumps(state))
     with pytest.raises(IncompatibleError, match="id 40 is"):
         load_drafter(tmp_path, tiny_target)
-
-
-# ------------------------------------------------------------ configs
 
 
 def test_configs_are_made_by_name():

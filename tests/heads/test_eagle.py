@@ -81,9 +81,6 @@ def drafter(request, target) -> FeatureDrafter:
     return make(target, **changes)
 
 
-# ------------------------------------------------------------ training is decoding
-
-
 def test_unrolled_training_logits_are_the_decoders(target, drafter):
     """fp32, ragged rows, several rounds: logits of step i at t = logits at depth i of a round that begins there."""
     steps, tokens = 4, sequences()
@@ -155,9 +152,6 @@ def test_memory_is_what_is_allocated(target, drafter):
     session = drafter.open(target, 3, 50, 2)
     assert told == session.cache.num_bytes() + sum(t.untyped_storage().nbytes() for t in session.layers.tensors())
     assert drafter.state_bytes(target, 3, 50, 2) == session.cache.num_bytes()
-
-
-# ------------------------------------------------------------ layers
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
@@ -232,9 +226,6 @@ def test_of_eagle_3s_layers_only_the_first_reads_embeddings(target):
     torch.testing.assert_close(normed(both.unroll(target, tokens, hidden)[0]), expected, rtol=1e-4, atol=1e-5)
 
 
-# ------------------------------------------------------------ loss
-
-
 def test_gradients_reach_every_weight_and_not_the_target(target, drafter):
     drafter.requires_grad_(True).train()
     drafter.loss(batch(target, drafter, sequences())).mean.backward()
@@ -252,9 +243,6 @@ def test_heads_of_attention_need_not_divide_the_hidden_size(name):
     prompts = [row[:n].tolist() for row, n in zip(sequences(2), (5, 9), strict=True)]
     expected = Decoder(target).generate(prompts, 8).tokens
     assert Decoder(target, drafter.eval()).generate(prompts, 8, plan=Plan(3)).tokens == expected
-
-
-# ------------------------------------------------------------ EAGLE as in the paper
 
 
 def test_the_true_feature_is_what_the_targets_output_embedding_reads(target):
@@ -337,9 +325,6 @@ def test_the_weights_have_the_published_names(target):
     head = made(Eagle1, target)
     assert set(head.state_dict()) == {"fc.weight", *LAYER, "layers.0.post_attention_layernorm.weight"}
     assert head.fc.weight.shape == (32, 64)
-
-
-# ------------------------------------------------------------ EAGLE-3 as in the paper
 
 
 @pytest.mark.parametrize("pruned", [0, 20])

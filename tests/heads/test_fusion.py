@@ -45,9 +45,6 @@ def drafts(drafter: Drafter, target: Target, texts: list[list[int]], roots: list
     return proposed(opened(drafter, target, texts), roots, 4, best)
 
 
-# ------------------------------------------------------------ whose tokens
-
-
 @torch.inference_mode()
 def test_a_row_proposes_what_was_found_and_else_what_the_model_says(target, model):
     """In a batch with both; where the found tokens end, the model goes on as if it had drafted them itself."""
@@ -77,9 +74,6 @@ def test_a_row_alone_needs_no_model_where_something_was_found(target, model, mon
 def test_a_match_that_is_too_short_or_promises_too_little_is_left_to_the_model(target, model, config):
     fusion = Fusion(Suffix(SuffixConfig(**config)), model)
     assert drafts(fusion, target, [REPEATED], [1]) == drafts(model, target, [REPEATED], [1])
-
-
-# ------------------------------------------------------------ what the sampler knows
 
 
 def chain(texts: list[list[int]], sampling: Sampling, confidence: float = 0.0) -> ChainDraft:
@@ -128,9 +122,6 @@ def test_a_found_token_is_not_doubted_by_the_model(target, model):
     opened(fusion, target, [REPEATED, FRESH]).propose(torch.tensor([1, 40]), 5, picks.next_token)
     assert picks.lengths is not None
     assert picks.lengths.tolist() == [4, 1], "three were found, and each row's first of the model's own is uncertain"
-
-
-# ------------------------------------------------------------ the model's state
 
 
 def play(
@@ -185,9 +176,6 @@ def test_in_a_batch_the_model_has_read_the_found_tokens_that_were_kept(target, m
         assert before == texts
 
 
-# ------------------------------------------------------------ through the decoder
-
-
 @pytest.mark.parametrize(
     "sampling", [Sampling(), Sampling(1.0), Sampling(0.7, repetition_penalty=1.3)], ids=["greedy", "sampled", "penalty"]
 )
@@ -224,9 +212,6 @@ def test_above_temperature_0_the_model_proposes_its_most_probable_tokens(target)
     expected = Decoder(target, model).generate([FRESH], 30, plan=Plan(3, verify="candidates"), **arguments)
     assert sum(r.accepted for r in expected.rounds[0]) > 5
     assert Decoder(target, fusion).generate([FRESH], 30, plan=Plan(3), **arguments).rounds == expected.rounds
-
-
-# ------------------------------------------------------------ making and saving
 
 
 @pytest.mark.parametrize(

@@ -66,9 +66,6 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return called
 
 
-# ------------------------------------------------------------ who takes them
-
-
 def served(name: divergences.LossName, kind: str = "cpu") -> bool:
     return divergences.kernels_serve(divergence(name), kind)
 
@@ -130,9 +127,6 @@ def test_a_kernel_that_fails_or_computes_something_else_is_not_used(stand_ins, m
     assert served("soft_ce")
     (record,) = caplog.records
     assert re.search(message, record.getMessage())
-
-
-# ------------------------------------------------------------ what they compute
 
 
 def example(kept: Tensor | None, positions: int = 7, vocab: int = 70) -> tuple[TargetDistribution, Tensor]:

@@ -159,9 +159,6 @@ def test_in_half_precision_it_is_as_exact_as_the_library(target, models):
         assert 0 < off[0] < 1.3 * off[1], name
 
 
-# ------------------------------------------------------------ which models
-
-
 def test_other_models_are_left_to_the_library(target, models, tiny_llama):
     """Other architectures, other angles, and models that are not as they were made; they draft all the same."""
 
@@ -225,9 +222,6 @@ def test_a_model_that_is_changed_later_is_left_to_the_library_from_then_on(targe
     assert drafter.open(target, 1, 20).fused is not None
 
 
-# ------------------------------------------------------------ weights
-
-
 @torch.no_grad()
 def test_every_weight_that_changes_is_noticed(target, models):
     """One after the other, written to in place, or replaced."""
@@ -279,9 +273,6 @@ def test_memory_is_what_is_allocated_and_nothing_of_it_is_saved(target, models, 
     assert told == state.cache.num_bytes() + sum(t.untyped_storage().nbytes() for t in copies)
     assert drafter.state_bytes(target, 2, 30, 5) == state.cache.num_bytes()
     assert list(drafter.state_dict()) == saved
-
-
-# ------------------------------------------------------------ whole generations
 
 
 @pytest.mark.parametrize("static", [False, True])

@@ -24,8 +24,6 @@ def plain(
     return Decoder(target).generate(prompts, length, sampling, plan or Plan(0), ignore_eos=True)
 
 
-# ------------------------------------------------------------ the iteration, written out
-
 State = tuple[list[list[int]], dict[int, list[tuple[int, ...]]]]  # the window, and the pool
 
 
@@ -161,9 +159,6 @@ def test_what_is_counted_as_drafted_is_what_was_proposed(target, monkeypatch, de
         assert found.accepted <= limit
 
 
-# ------------------------------------------------------------ the pool
-
-
 def test_the_pool_keeps_the_latest_ngrams_and_never_more_than_it_may():
     pool = Pool(LookaheadConfig(guesses=2, max_ngrams=3))
     for first, rest in ((1, (5, 6)), (1, (5, 7)), (1, (5, 6)), (1, (5, 8))):
@@ -197,9 +192,6 @@ def test_requests_share_what_they_remember_only_if_asked_to(target):
         drafter.reset_history()
         assert not drafter.pool.known
     assert rounds[False][0] == rounds[False][1] == rounds[True][0] > rounds[True][1]
-
-
-# ------------------------------------------------------------ through the decoder
 
 
 @pytest.mark.parametrize(
@@ -282,9 +274,6 @@ def test_the_window_stays_inside_the_targets_context(kind):
     prompts = [PROMPT, PROMPT[:2]]
     out = Decoder(target, Lookahead(LookaheadConfig(8, 4, 4))).generate(prompts, 41, plan=Plan(3), ignore_eos=True)
     assert out.tokens == plain(target, prompts, 41).tokens
-
-
-# ------------------------------------------------------------ bad input
 
 
 def test_a_target_that_cannot_verify_trees_is_refused(target, monkeypatch):

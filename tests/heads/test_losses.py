@@ -47,8 +47,6 @@ def logits(probs: np.ndarray) -> Tensor:
     return log(probs) + torch.arange(len(probs), dtype=torch.float32)[:, None]
 
 
-# ------------------------------------------------------------ values
-
 SCIPY = {
     "forward_kl": lambda p, q: stats.entropy(p, q, axis=-1),
     "reverse_kl": lambda p, q: stats.entropy(q, p, axis=-1),
@@ -144,8 +142,6 @@ def test_a_loss_that_makes_no_sense_is_refused(name, message):
         divergence(name)
 
 
-# ------------------------------------------------------------ gradients
-
 NAIVE = {
     "forward_kl": lambda p, q: (p * (p / q).log()).sum(-1),
     "reverse_kl": lambda p, q: (q * (q / p).log()).sum(-1),
@@ -209,9 +205,6 @@ def test_a_very_certain_target_gives_finite_losses_and_gradients(name):
     loss = DIVERGENCES[name](torch.tensor([[200.0, 0.0, -200.0]]).log_softmax(-1), draft.log_softmax(-1))
     loss.sum().backward()
     assert bool(loss.isfinite().all() and draft.grad.isfinite().all())
-
-
-# ------------------------------------------------------------ chunks and pruned vocabularies
 
 
 def heads(kept: Tensor | None, vocab: int = 12) -> tuple[torch.nn.Linear, torch.nn.Linear]:
@@ -428,9 +421,6 @@ def test_mixed_precision_is_for_the_drafter_alone():
     assert torch.equal(exact, target_head(target_hidden))
     expected = divergence("tv")(TargetDistribution.of(target_head(target_hidden)), drafted.log_softmax(-1))
     torch.testing.assert_close(found.loss, expected.detach())
-
-
-# ------------------------------------------------------------ metrics
 
 
 @pytest.mark.parametrize(

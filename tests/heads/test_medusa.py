@@ -39,9 +39,6 @@ def drafted_logits(drafter: Medusa, target: Target, text: list[int], drafts: lis
     return found + [state.decode(torch.tensor([[token]]))[0, 0] for token in drafts]
 
 
-# ------------------------------------------------------------ new heads
-
-
 def own_logits(target: Target, text: list[int], kept: Tensor | None = None) -> Tensor:
     """Return the target's after the token before the root, as a product of that shape rounds."""
     return target.lm_head(target.forward(torch.tensor([text[:-1]]), logits=False).last[:, -1], kept)[0]
@@ -69,9 +66,6 @@ def test_shared_outputs_are_the_targets_and_are_neither_trained_nor_saved(target
     own, shared = build(target, "medusa"), build(target, "medusa", share_lm_head=True)
     assert {name for name in own.state_dict() if "lm_head" in name} == {f"heads.{k}.lm_head.weight" for k in range(4)}
     assert not [name for name in shared.state_dict() if "lm_head" in name]
-
-
-# ------------------------------------------------------------ training is decoding
 
 
 def by_definition(drafter: Medusa, target: Target, tokens: Tensor, row: int, t: int, k: int) -> Tensor:
@@ -115,9 +109,6 @@ def test_hydra_reads_the_root_and_the_drafts_and_medusa_does_not(target):
             found = drafted_logits(drafter, target, root, drafts)
             moved = [not torch.equal(a, b) for a, b in zip(plain, found, strict=True)]
             assert moved == [differs and k > place for k in range(4)]
-
-
-# ------------------------------------------------------------ loss
 
 
 @pytest.mark.parametrize("name", ["hard_ce", "forward_kl"])
@@ -165,8 +156,6 @@ def test_a_head_learns_nothing_from_another_heads_loss(target):
     learned = [name for name, weight in drafter.named_parameters() if weight.grad is not None and weight.grad.any()]
     assert {name.split(".")[1] for name in learned} == {"0"}
 
-
-# ------------------------------------------------------------ decoding
 
 PROMPTS = [sequences(1, n)[0].tolist() for n in (5, 1, 9, 3)]
 DEEP = {
@@ -231,9 +220,6 @@ def test_heads_that_know_the_text_are_accepted_to_the_last(target):
         out = Decoder(target, drafter).generate(PROMPTS[:1], 40, plan=Plan(4), ignore_eos=True)
         assert out.tokens[0] == text
         assert out.stats.tau > 4.5
-
-
-# ------------------------------------------------------------ making
 
 
 def test_a_targets_output_with_a_bias_is_shared_or_refused(target):

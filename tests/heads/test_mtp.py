@@ -79,9 +79,6 @@ def made(target: Target, **changes) -> Mtp:
     return make(Mtp, target, **changes)
 
 
-# ------------------------------------------------------------ training is decoding
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 @torch.inference_mode()
 def test_training_logits_are_the_decoders(target, variant):
@@ -127,9 +124,6 @@ def test_what_is_not_learned_is_only_attended_to(target, variant):
     assert_later_steps_are_those_of_whole_rows(lambda begins: drafter.unroll(target, tokens, last, begins), LENGTH)
 
 
-# ------------------------------------------------------------ loss
-
-
 @pytest.mark.parametrize("variant", ["one module", "pruned, raw output", "one per depth"])
 @pytest.mark.parametrize("prompt", [0, 6])
 def test_the_loss_is_a_weighted_mean_over_depths_of_sums_over_supervised_positions(target, variant, prompt):
@@ -168,9 +162,6 @@ def test_mixed_precision_trains(target):
         mixed = drafter.loss(batch(target, drafter, sequences())).mean
     mixed.backward()
     assert mixed.item() == pytest.approx(drafter.loss(batch(target, drafter, sequences())).mean.item(), rel=0.02)
-
-
-# ------------------------------------------------------------ families
 
 
 class Family:
@@ -348,9 +339,6 @@ def test_every_family_decodes_as_it_was_trained_and_loses_nothing(family, tmp_pa
     assert Decoder(target, again).generate(prompts, 12, plan=Plan(3), ignore_eos=True).rounds == out.rounds
 
 
-# ------------------------------------------------------------ parity with transformers' modules
-
-
 def oracle(target: Target) -> tuple[Any, Any]:
     """transformers' own modules for this target, from its checkpoint, and a cache for them; skips where it has none."""
     layers = pytest.importorskip("transformers.modeling_layers")
@@ -406,9 +394,6 @@ def test_rounds_propose_what_transformers_candidate_generator_does(family, monke
     with torch.inference_mode():
         for before, candidates in seen:
             assert proposed(opened(drafter, target, [before[:-1]]), before[-1:], family.depth, best) == [candidates]
-
-
-# ------------------------------------------------------------ what is refused
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next"], indirect=True)
@@ -491,9 +476,6 @@ def test_one_module_per_depth_drafts_no_deeper(target):
         state.decode(tokens[:, :1])
         with pytest.raises(BadInputError, match="2 modules, so it drafts no deeper"):
             state.decode(tokens[:, :1])
-
-
-# ------------------------------------------------------------ in the decoder
 
 
 @pytest.mark.parametrize("plan", [Plan(4), Plan(4, width=3)], ids=["chain", "tree"])

@@ -151,9 +151,6 @@ def test_gradients_reach_the_masks(target):
         assert float(p.grad.abs().sum()) > 0, name
 
 
-# ------------------------------------------------------------ what is drawn
-
-
 def test_golden_counts():
     """(n − d)·max(r^d, r_min): 8, 4, 2, 1 of 8 at r = .7 and r_min = .2."""
     assert kept_counts(8, 4, 0.7, 0.2) == [8, 4, 2, 1]
@@ -188,9 +185,6 @@ def test_without_drops_everything_is_drawn():
 
 def test_a_batch_can_be_put_together_in_any_way(target):
     assert_sum_of_rows(made(target).train(), target)
-
-
-# ------------------------------------------------------------ decoding
 
 
 @pytest.mark.parametrize("written", [ALL_TOKENS, FEW_TOKENS], ids=["all tokens", "few tokens"])

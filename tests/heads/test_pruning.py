@@ -67,9 +67,6 @@ def zero(parameter: Tensor, rows: slice | list[int]) -> None:
     parameter.data[rows] = 0
 
 
-# ------------------------------------------------------------ whole layers
-
-
 @pytest.mark.parametrize(
     ("of", "count", "expected"),
     [(12, 1, [11]), (12, 2, [0, 11]), (12, 3, [0, 6, 11]), (4, 4, [0, 1, 2, 3]), (1, 1, [0])],
@@ -111,9 +108,6 @@ def test_layers_are_taken_of_any_architecture():
     small = pruned(target, {"num_hidden_layers": 2})
     assert (small.config.n_layer, len(small.transformer.h)) == (2, 2)
     assert torch.equal(small.transformer.h[1].mlp.c_fc.weight, target.model.transformer.h[3].mlp.c_fc.weight)
-
-
-# ------------------------------------------------------------ inside the layers
 
 
 def whole(target: Target, **changes: int) -> dict[str, int]:
@@ -201,9 +195,6 @@ def test_the_target_stays_as_it_was(target):
     assert target.fingerprint().digest == before
     hooks = [m for m in target.model.modules() if m._forward_hooks or m._forward_pre_hooks]
     assert not hooks
-
-
-# ------------------------------------------------------------ what is refused
 
 
 @pytest.mark.parametrize(

@@ -40,9 +40,6 @@ def build(target: Target, new: bool = False, **changes: Any) -> SelfSpeculative:
     return made(SelfSpeculative, target, {} if new else {"": 0.1}, **changes)
 
 
-# ------------------------------------------------------------ part of a model
-
-
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_the_first_layers_are_a_model_of_their_own_and_the_target_stays_as_it_is(architecture):
     """They give what the whole model's layer gave, normed; nothing is copied, and the model still runs all layers."""
@@ -75,9 +72,6 @@ def test_a_target_without_a_norm_after_its_layers_is_refused(target):
     drafter = build(target, exit_layer=2)
     with pytest.raises(IncompatibleError, match="LlamaForCausalLM has no single norm after its last layer"):
         drafter.loss(batch(target, drafter, sequences(3, 12)))
-
-
-# ------------------------------------------------------------ drafts
 
 
 @pytest.mark.parametrize(
@@ -135,9 +129,6 @@ def test_without_a_lent_cache_it_keeps_one_of_its_own_and_drafts_the_same(target
     assert (lent.caches(), len(alone.caches())) == ([], 1)
 
 
-# ------------------------------------------------------------ loss
-
-
 @pytest.mark.parametrize("pruned", [0, 20])
 def test_the_loss_is_the_divergence_at_supervised_tokens(target, pruned):
     drafter, tokens = build(target, exit_layer=2, loss="forward_kl", draft_vocab_size=pruned), sequences(2, 8)
@@ -180,9 +171,6 @@ def test_the_loss_trains_the_hidden_states_that_the_exit_reads_and_not_those_it_
     assert seen.last.grad is None
 
 
-# ------------------------------------------------------------ the whole target
-
-
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("rule", ["rejection", "coupled", "block"])
 def test_all_layers_of_the_target_have_tau_k_plus_1(temperature, rule):
@@ -197,8 +185,6 @@ def test_all_layers_of_the_target_have_tau_k_plus_1(temperature, rule):
                 assert out.stats.tau == depth + 1
                 assert out.stats.histogram() == [0] * depth + [3 * len(prompts)]
 
-
-# ------------------------------------------------------------ one cache
 
 SHAPES = ["chain", "static tree", "dynamic tree"]
 
@@ -352,9 +338,6 @@ def test_a_refused_draft_that_stayed_would_be_noticed(target, monkeypatch):
 
     monkeypatch.setattr(kind, "update", lazy)
     assert decoder.generate(PROMPTS, NEW, plan=Plan(3), ignore_eos=True).tokens != texts
-
-
-# ------------------------------------------------------------ refused
 
 
 def test_an_output_embedding_with_a_bias_can_only_be_shared(target):

@@ -34,9 +34,6 @@ def copied(texts: list[list[int]], roots: list[int], depth: int, **config: int) 
     return looked_up(Ngram(NgramConfig(**config)), texts, roots, depth)
 
 
-# ------------------------------------------------------------ n-grams
-
-
 @pytest.mark.parametrize(
     ("text", "root", "found"),
     [
@@ -71,9 +68,6 @@ def test_rejected_drafts_are_forgotten_and_rows_can_be_dropped(drafter, found):
     assert state.propose(torch.tensor([8]), 3, None).tokens.tolist() == [found]
     row = state.rows[0]
     assert (row.tokens if drafter.name == "ngram" else row.text.tokens) == [3, 4, 8, 9, 1]
-
-
-# ------------------------------------------------------------ suffixes
 
 
 @pytest.mark.parametrize(
@@ -116,9 +110,6 @@ def test_a_tree_holds_the_continuations_with_the_highest_products():
     found = tree_of(text, SuffixConfig(factor=4, width=2)).draft([5], 5)
     assert (found.tokens, found.parents) == ([1, 6, 2, 7], [-1, 0, -1, 0])
     assert found.score == pytest.approx((6 + 4 + 3 + 2) / 9)
-
-
-# ------------------------------------------------------------ against counting
 
 
 class Counted:
@@ -263,8 +254,6 @@ def test_a_history_holds_no_more_than_it_was_given_room_for():
     assert max(sizes) <= 50 * config.tree_depth + 1
     assert max(sizes[-100:]) <= 1.2 * max(sizes[:100])
 
-
-# ------------------------------------------------------------ through the decoder
 
 PROMPTS = [[7, 8, 9, 7, 8], [3] * 6, [11], [5, 6, 5, 6, 7, 5, 6]]
 CONFIGS = [

@@ -102,8 +102,6 @@ def test_queries_that_mean_nothing_are_finite_and_change_nothing():
         assert all(gradient.isfinite().all() for gradient in gradients)
 
 
-# ------------------------------------------------------------ packed rows
-
 KEPT = 50
 # Two texts in the first row, one and padding in the second, nothing in the third.
 SPANS = [
@@ -162,9 +160,6 @@ def test_later_steps_run_from_before_the_first_learned_token_of_each_text():
     assert places.cut(numbers, 1)[0, :, 0].tolist() == [3, 4, 5, 6, 7, 8, 9, 10, 10]
 
 
-# ------------------------------------------------------------ in training
-
-
 def batch(target: Target, drafter: FeatureDrafter, rows: int, length: int, begins: tuple[int, ...]) -> TargetBatch:
     """Random features; row b is learned from `begins[b]` on."""
     generator = torch.Generator().manual_seed(2)
@@ -208,9 +203,6 @@ def test_a_steps_memory_grows_with_the_length_of_rows_and_not_with_its_square(ta
         drafter.zero_grad()
         peaks.append(made.peak)
     assert all(after < 2.1 * before for before, after in pairwise(peaks)), peaks
-
-
-# ------------------------------------------------------------ kernels
 
 
 CPU = unrolled_attention._KERNELS["cpu"]

@@ -88,9 +88,6 @@ MODULES = {
 }
 
 
-# ------------------------------------------------------------ the run
-
-
 _NO_CACHES = shutil.ignore_patterns("__pycache__", "mutation")
 _PLAIN = ["-p", "no:cacheprovider", "-p", "no:xdist"]  # of pytest
 
@@ -170,9 +167,6 @@ def _sampled(copy: Path, module: Module, count: int) -> list[str]:
     return random.Random(0).sample(names, min(count, len(names)))
 
 
-# ------------------------------------------------------------ faults planted by hand
-
-
 def plant(name: str) -> None:
     """Try every fault of `planted.yaml` in one module; says which went unnoticed."""
     copy = WORK / "planted"
@@ -201,9 +195,6 @@ def _quiet(packages: Path) -> dict[str, str]:
         "PYTHONPATH": str(packages),
         "PYTHONDONTWRITEBYTECODE": "1",
     }
-
-
-# ------------------------------------------------------------ the results
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,6 @@ from outrider.targets import Target
 from ..eval.conftest import refusal
 from .conftest import measured_at
 
-# ------------------------------------------------------------ what is measured
-
 
 @pytest.mark.parametrize(("temperatures", "expected"), [([0.7, 0.0], 0.0), ([0.7, 1.0], 0.7)])
 def test_a_calibration_is_greedy_where_the_recipe_is_and_short(recipe, temperatures, expected):
@@ -87,9 +85,6 @@ def test_prompts_of_messages_are_asked_as_the_targets_template_asks_them(make_ta
     assert beginning("Why?")["input_ids"][0] == 0
     (again,) = rendered([chat], Target(target.model, beginning), {})
     assert again.tokens == asked.tokens, "a template writes its own first token"
-
-
-# ------------------------------------------------------------ what is counted
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -154,9 +149,6 @@ def test_nothing_to_measure_on_is_refused(make_target, make_drafter, recipe):
     target = make_target()
     with pytest.raises(BadInputError, match=r"^there are no calibration prompts to measure on\."):
         calibrate(target, make_drafter("ngram", target), [], settings(recipe), Plan(3))
-
-
-# ------------------------------------------------------------ calibration.jsonl
 
 
 def test_prompts_are_written_one_a_line_as_people_read_them(prompts, tmp_path):

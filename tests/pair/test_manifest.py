@@ -65,9 +65,6 @@ def manifest(**changes: Any) -> Manifest:
     return Manifest(**values | changes).identified().sealed()
 
 
-# ------------------------------------------------------------ what is written
-
-
 def test_what_a_pair_does_not_use_is_not_written():
     """So that a pair reads as it did before these fields were invented."""
     written = manifest().model_dump()
@@ -142,9 +139,6 @@ def test_every_file_of_a_pair_is_listed_by_its_place():
     }
 
 
-# ------------------------------------------------------------ what protects it
-
-
 def test_the_identity_is_of_target_drafter_and_plan():
     others = [
         manifest(target=target(dtype="bfloat16")),
@@ -189,9 +183,6 @@ def test_each_kind_of_alteration_is_named_and_all_at_once(tmp_path):
         "the identity digest does not match target, drafter and plan. "
         "Take a good copy of the pair, or look closer with `outrider pair verify`."
     )
-
-
-# ------------------------------------------------------------ what is damaged
 
 
 @pytest.mark.parametrize(

@@ -32,9 +32,6 @@ def names(folder: Path) -> list[str]:
     return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
 
 
-# ------------------------------------------------------------ what is written
-
-
 def test_pair_json_says_what_the_pair_is(make_pair, make_target, recipe, today):
     today("2031-01-01")
     pair = make_pair("ngram")
@@ -118,9 +115,6 @@ def test_without_a_report_the_plan_is_the_recipes(make_target, make_drafter, rec
     assert plan.model_dump() == {"verify": "auto"} | changes
 
 
-# ------------------------------------------------------------ drafters
-
-
 def test_only_what_a_drafter_is_made_of_is_copied_as_it_is(make_pair, make_target, make_drafter, tmp_path):
     saved = tmp_path / "saved"
     make_drafter("eagle3", make_target()).save(saved)
@@ -142,9 +136,6 @@ def test_a_folder_that_holds_no_drafter_is_refused_before_anything_is_written(ma
     with pytest.raises(BadInputError):
         make_pair("ngram", drafter=tmp_path / "saved")
     assert [p.name for p in tmp_path.iterdir()] == ["saved"]
-
-
-# ------------------------------------------------------------ reports
 
 
 def test_a_report_is_kept_with_its_figures_and_conditions(make_pair, report_folder, today):
@@ -219,9 +210,6 @@ def test_the_same_pair_again_changes_nothing(make_pair, report_folder, today, re
     assert {Path(name).name for name in first.manifest.reports} == kept
     assert {p.parent.name for p in first.folder.glob("reports/*/*")} == ({"2031-01-01"} if reported else set())
     assert (first.folder / "pair.json").stat().st_mtime_ns == before
-
-
-# ------------------------------------------------------------ what is there already
 
 
 def test_another_recipe_of_the_same_pair_takes_its_place(make_pair, recipe, tmp_path):

@@ -103,9 +103,6 @@ def test_another_vocabulary_is_incompatible_and_the_first_differing_token_is_nam
     assert "hidden_states[3]" in compatibility(make_pair("eagle3"), shallow).lines[0], "a target without the taps"
 
 
-# ------------------------------------------------------------ making
-
-
 def test_a_failure_leaves_nothing_behind(make_pair, tmp_path, monkeypatch):
     def full_disk(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -114,9 +111,6 @@ def test_a_failure_leaves_nothing_behind(make_pair, tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space"):
         make_pair("ngram")
     assert list(tmp_path.iterdir()) == []
-
-
-# ------------------------------------------------------------ what is said
 
 
 def test_a_pair_is_known_by_what_its_manifest_says(make_pair, monkeypatch, tmp_path):
@@ -194,9 +188,6 @@ def test_verify_says_what_differs_and_how(make_pair, make_target):
     assert "weights" in found[2]
     weights.symlink_to("nowhere")
     assert verify(pair.folder) == ["drafter/model.safetensors: a link; a pair holds regular files only"]
-
-
-# ------------------------------------------------------------ altered, or written by many
 
 
 def test_a_pair_whose_files_were_altered_is_neither_loaded_nor_opened(make_pair, make_target):

@@ -57,9 +57,6 @@ def ssh_keygen_verifies(folder: Path, signers: Path, name: str = "ci@example.com
     return subprocess.run(list(map(str, command)), input=manifest, capture_output=True).returncode == 0
 
 
-# ------------------------------------------------------------ both ways with ssh-keygen
-
-
 @pytest.mark.parametrize("passphrase", ["", "correct horse"])
 def test_ssh_keygen_verifies_a_signed_pair(folder, tmp_path, passphrase, monkeypatch):
     key = made(tmp_path / "key", passphrase=passphrase)
@@ -80,9 +77,6 @@ def test_what_ssh_keygen_signed_is_verified(folder, key):
     theirs = (folder / SIGNATURE).read_text()
     assert sign(folder, key) == signer.fingerprint
     assert (folder / SIGNATURE).read_text() == theirs, "the same bytes: Ed25519 leaves nothing to chance"
-
-
-# ------------------------------------------------------------ what does not count
 
 
 def test_every_flipped_bit_is_found(folder, key):
@@ -132,9 +126,6 @@ def test_anything_else_in_its_place_is_a_finding(folder, key, text):
     assert "no signature of" in problem
 
 
-# ------------------------------------------------------------ signers
-
-
 @pytest.mark.parametrize(
     ("options", "name", "counts"),
     [
@@ -178,9 +169,6 @@ def test_keys_that_cannot_sign_are_refused_with_what_can(folder, tmp_path, key, 
     with pytest.raises(BadInputError, match="incorrect passphrase"):
         sign(folder, made(tmp_path / "locked", passphrase="right one"))
     assert not (folder / SIGNATURE).exists()
-
-
-# ------------------------------------------------------------ the command
 
 
 def test_the_command_signs_and_verifies(make_pair, key, tmp_path):

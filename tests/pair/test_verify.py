@@ -132,9 +132,6 @@ def test_every_file_is_read_whatever_was_found_before(pair, monkeypatch):
     assert sorted(read) == sorted(f.name for f in files(pair) if f.name != "pair.json")
 
 
-# ------------------------------------------------------------ a stranger's pair
-
-
 @pytest.mark.parametrize("kind", ["a link", "a pipe", "a device", "a link to a folder", "a link to nothing"])
 def test_what_is_no_regular_file_is_named_and_never_opened(make_pair, kind):
     pair = make_pair("ngram")

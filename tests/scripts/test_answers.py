@@ -124,9 +124,6 @@ def test_every_answer_is_shown_by_a_test() -> None:
     assert [kind for kind in (*BODIES, *MEASURED) if f'answer("{kind}"' not in source] == []
 
 
-# ------------------------------------------------------------ the gate's files
-
-
 def test_the_gate_writes_junit_and_markdown(outrider: Command, recipe_file: Path, tmp_path: Path) -> None:
     """A failure is a failure there, too; what the files say is what the answer says."""
     for verb in ("train", "eval"):
@@ -151,9 +148,6 @@ def test_the_gate_writes_junit_and_markdown(outrider: Command, recipe_file: Path
         text = markdown.read_text(encoding="utf-8")
         assert text.startswith("### ❌ gate failed" if failures else "### ✅ gate passed")
         assert f"{verdict['findings'][0]['tau_after']:.2f}" in text
-
-
-# ------------------------------------------------------------ help and completion
 
 
 def test_every_verb_has_examples_that_the_command_line_takes() -> None:

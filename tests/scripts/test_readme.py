@@ -61,9 +61,6 @@ def shown(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
-# ------------------------------------------------------------ the outrider command
-
-
 def test_the_readme_shows_every_verb() -> None:
     assert {" ".join(verb_of(words)[1]) for words in commands(README) if words[0] == "outrider"} == all_verbs()
 
@@ -105,9 +102,6 @@ def test_the_quick_commands_run(outrider: Command) -> None:
             _, path, rest = verb_of(words)
             assert path[0] not in QUICK or outrider(*path, *rest).exit_code == 0
             assert outrider(*path, "--help").exit_code == 0
-
-
-# ------------------------------------------------------------ other commands
 
 
 def is_script(words: list[str]) -> None:
@@ -175,9 +169,6 @@ def test_every_other_command_is_one_that_would_start(capsys: pytest.CaptureFixtu
             KINDS[kind](words)
 
 
-# ------------------------------------------------------------ recipes and examples
-
-
 def test_every_recipe_and_override_shown_is_valid() -> None:
     seen = 0
     for words in all_commands():
@@ -229,9 +220,6 @@ def test_the_python_examples_run(page: Path, tiny_world: None, capsys: pytest.Ca
         exec(compile(block, shown(page), "exec"), defined)
     if page == README:
         assert "alpha by depth" in capsys.readouterr().out
-
-
-# ------------------------------------------------------------ links, files, figures
 
 
 def anchors(page: Path) -> set[str]:

@@ -38,9 +38,6 @@ def adapter(tmp_path: Path, target_folder: Path) -> Path:
     return tmp_path / "lora"
 
 
-# ------------------------------------------------------------ a pair
-
-
 @pytest.mark.parametrize(
     "change", ["target.path=embedded", "drafter.depth=1", "data.limit=5", "eval.dtype=bfloat16", "name=x"]
 )
@@ -100,9 +97,6 @@ def test_a_pair_needs_no_working_directory(
     assert verify("next/pair") == []
     (elsewhere / "pair" / "suites" / "mine" / "test.jsonl").write_text("{}")
     assert verify("pair")[0].startswith("suites/mine/test.jsonl: content differs")
-
-
-# ------------------------------------------------------------ a recipe
 
 
 @pytest.fixture

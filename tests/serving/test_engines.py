@@ -127,9 +127,6 @@ def test_a_planted_fault_is_found(name, session, pairs, environment, tmp_path):
     assert not found.agrees
 
 
-# ------------------------------------------------------------ watch
-
-
 @pytest.fixture(scope="session")
 def served(session, environment, tmp_path_factory) -> Iterator[Engine]:
     place = tmp_path_factory.mktemp("watch")

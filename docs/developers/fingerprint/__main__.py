@@ -47,8 +47,6 @@ from parts import (
 )
 from torch import Tensor, nn
 
-# ------------------------------------------------------------ decode: tokens, rounds, and the products behind them
-
 NO_TREES = WITHOUT_WEIGHTS | {"plain", "dflash", "pard", "peagle"}
 PROMPTS = [torch.randint(0, 64, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (5, 1, 9, 3)]
 FEW = (3, 11, 50, 51)  # heads that keep the last 20 of 64 tokens have two of them
@@ -130,9 +128,6 @@ def decode_families(cases: Cases) -> None:
         cases.note(f"{case}/products", multiplied, *how)
 
 
-# ------------------------------------------------------------ losses, saved drafters, trainings
-
-
 def loss(cases: Cases) -> None:
     """Losses, metrics and gradients of every drafter that is trained; what each drafter saves, and reads again."""
     target = at.Target(model())
@@ -196,9 +191,6 @@ def two_steps(cases: Cases, case: str, recipe: str, asked: list[str], target: An
     return " ".join(value for value, *_ in passes)
 
 
-# ------------------------------------------------------------ exports
-
-
 def export(cases: Cases) -> None:
     """Every drafter that an engine or a format takes: its files, what lint finds in them, and the drafter read back."""
     narrow = narrow_target(at.Target.load("embedded", dtype="float32", device="cpu"))
@@ -224,9 +216,6 @@ def exported(cases: Cases, target: Any, folder: Path, kind: str, settings: dict[
         cases.files(case, folder)
         cases.note(f"{case}/lint", lambda: [(one.check, one.is_fault) for one in at.lint(folder)])
         cases.note(f"{case}/read back", lambda: at.import_drafter(folder, target).digest())
-
-
-# ------------------------------------------------------------ pure functions, and the command line
 
 
 def pure(cases: Cases) -> None:
@@ -299,8 +288,6 @@ def cli(cases: Cases) -> None:
     shown = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"TERM": "dumb"}, check=False)
     cases.add("cli/verbs", re.findall(r"^│ ([a-z][a-z-]*) ", shown.stdout, re.MULTILINE) or "missing: verbs in --help")
 
-
-# ------------------------------------------------------------ taking and comparing
 
 SECTIONS = {"decode": decode, "loss": loss, "train": train, "export": export, "pure": pure, "cli": cli}
 

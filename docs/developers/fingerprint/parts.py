@@ -61,9 +61,6 @@ class Package:
 at = Package()
 
 
-# ------------------------------------------------------------ digests and cases
-
-
 def bits(value: Any) -> Iterator[bytes]:
     """Yield the exact bits of a nested value, without the names of its classes and fields."""
     if isinstance(value, Tensor):
@@ -152,8 +149,6 @@ def differences(before: dict[str, Any], after: dict[str, Any], renamed: Sequence
         if old != new:
             yield f"{name}\n  - {old}\n  + {new}"
 
-
-# ------------------------------------------------------------ models
 
 WITHOUT_WEIGHTS = {"cascade", "fusion", "lookahead", "ngram", "suffix"}  # of their own
 

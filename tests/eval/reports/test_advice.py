@@ -102,9 +102,6 @@ def test_remarks_stand_in_every_form_of_a_report(tmp_path: Path) -> None:
     assert ReportBody.of(report, tmp_path).remarks == [said]
 
 
-# ------------------------------------------------------------ what to do
-
-
 def told(
     *speedups: Interval, rates: tuple[float, ...] = (0.7, 0.6, 0.5), tuned: bool = False, depth: int | None = None
 ) -> str:

@@ -117,9 +117,6 @@ def test_other_conditions_are_refused_by_name(changes, named):
         gate(make_report(accepted), make_report(accepted, **changes))
 
 
-# ------------------------------------------------------------ by hand
-
-
 def told(taus: dict[tuple[str, float], tuple[Interval | None, int]], **conditions: object) -> Report:
     """A report without records: of each drafter at each temperature τ and the number of prompts."""
     names, heats = (tuple(dict.fromkeys(part)) for part in zip(*taus, strict=True))

@@ -56,9 +56,6 @@ def tree(registry: Registry) -> dict[str, bytes]:
     return contents(Path(registry.store.where))
 
 
-# ------------------------------------------------------------ there and back
-
-
 def test_what_is_pulled_is_what_was_pushed(registry, make_version, tmp_path):
     pair = make_version(1)
     assert registry.push(pair) == Entry("tiny", 1, 1)
@@ -178,9 +175,6 @@ def test_places_that_are_no_registry_are_refused(where):
         open_registry(where)
 
 
-# ------------------------------------------------------------ damage
-
-
 def test_every_byte_is_verified(registry, pushed, tmp_path):
     """One flipped bit, a cut, or a missing file, in every blob and in the entry: refused, and nothing is written."""
     root, good = Path(registry.store.where), tree(registry)
@@ -215,9 +209,6 @@ def test_what_a_dead_writer_left_is_swept_and_what_a_living_one_writes_is_not(re
         file.write_bytes(b"half")
     registry.push(pair)
     assert (dead.exists(), living.exists()) == (False, True)
-
-
-# ------------------------------------------------------------ a stranger's registry
 
 
 def forge(registry: Registry, pair: Pair, **changes: object) -> None:
@@ -354,9 +345,6 @@ def test_files_that_are_no_entries_are_left_alone(registry, pushed):
     for name in ("README.md", "01.1.json", "1.json", "1.0.json", "x.1.json", ".1.2.json.123.tmp", "1.1.json.bak"):
         (place / name).write_text("mine")
     assert [v.entry.version for v in registry.versions()] == [1]
-
-
-# ------------------------------------------------------------ signatures
 
 
 def test_a_signature_goes_with_its_pair(registry, make_version, signed, tmp_path):

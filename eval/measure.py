@@ -216,8 +216,8 @@ class GenerateRacer:
         with torch.random.fork_rng(devices), torch.inference_mode(), steady_kernels():
             torch.manual_seed(self.settings.seed * 1_000_003 + job.sequence)
             began = clock(self.target.device)
-            everything = torch.ones_like(tokens)
-            out = self.target.model.generate(tokens, attention_mask=everything, generation_config=config)  # type: ignore[operator]
+            settings = {"attention_mask": torch.ones_like(tokens), "generation_config": config}
+            out = self.target.model.generate(tokens, **settings)  # type: ignore[operator]
             new = out[0, tokens.shape[1] :].tolist()
             return TimedCompletion(new, {"total": clock(self.target.device) - began})
 

@@ -135,15 +135,7 @@ class HookedTrainer(Trainer, ABC):
                 self.checkpoint_io.load_states(Path(checkpoint))
             else:
                 super()._load_optimizer_and_scheduler(checkpoint)
-                self._require_states_of(checkpoint)
-
-    def _require_states_of(self, checkpoint: str | None) -> None:
-        """Raise ValueError if the optimizer has taken other steps than the checkpoint says by its name."""
-        if checkpoint is None or self.optimizer is None or getattr(self.accelerator, "scaler", None) is not None:
-            return  # float16 skips steps
-        taken = [int(state["step"]) for state in self.optimizer.state.values() if "step" in state]
-        if taken and PREFIX_CHECKPOINT_DIR + f"-{max(taken)}" != Path(checkpoint).name:
-            raise ValueError(f"the optimizer has taken {max(taken)} steps")
+                _require_steps_of(self, checkpoint)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         with refuse_unreadable_states(checkpoint):
@@ -156,11 +148,6 @@ class HookedTrainer(Trainer, ABC):
 
     def _load_best_model(self) -> None:
         self.checkpoint_io.load_weights(Path(self.state.best_model_checkpoint or ""))
-
-    def norm_of_last_step(self) -> float:
-        """Return the norm of all gradients of the step that DeepSpeed has just taken."""
-        engine: Any = self.deepspeed
-        return float(engine.get_global_grad_norm() or 0.0)
 
     def count_labels(self, columns: list[str]) -> None:
         """Let the base class count the labels of a global batch, whose `columns` all reach the collator."""
@@ -187,6 +174,21 @@ class HookedTrainer(Trainer, ABC):
         if self.accelerator._models or self.is_sharded:
             return cast(nn.Module, self.model)
         return cast(nn.Module, self.accelerator.prepare_model(self.model, evaluation_mode=True))
+
+
+def norm_of_last_step(trainer: Trainer) -> float:
+    """Return the norm of all gradients of the step that DeepSpeed has just taken."""
+    engine: Any = trainer.deepspeed
+    return float(engine.get_global_grad_norm() or 0.0)
+
+
+def _require_steps_of(trainer: Trainer, checkpoint: str | None) -> None:
+    """Raise ValueError if the optimizer has taken other steps than the checkpoint says by its name."""
+    if checkpoint is None or trainer.optimizer is None or getattr(trainer.accelerator, "scaler", None) is not None:
+        return  # float16 skips steps
+    taken = [int(state["step"]) for state in trainer.optimizer.state.values() if "step" in state]
+    if taken and PREFIX_CHECKPOINT_DIR + f"-{max(taken)}" != Path(checkpoint).name:
+        raise ValueError(f"the optimizer has taken {max(taken)} steps")
 
 
 def block_classes(model: PreTrainedModel) -> list[str]:

@@ -31,7 +31,7 @@ from .callbacks import EpochOrder, GracefulStop, LogLines, Progress
 from .checkpoints import DrafterCheckpointIO
 from .data import IGNORED, Batches, Order, Packs, Rows, collate
 from .decoding import MeasuredTau, OnPolicy
-from .hooks import HookedTrainer
+from .hooks import HookedTrainer, norm_of_last_step
 from .joint import JointModule, Stages
 from .optimizer_state import remove_empty_groups
 from .processes import Processes, check_engine, is_sharded
@@ -328,7 +328,7 @@ class DrafterTrainer(HookedTrainer):
         if getattr(self.accelerator, "scaler", None) is not None:  # which expects and skips overflowing steps itself
             return torch.zeros(())
         if self.is_deepspeed_enabled:
-            return torch.as_tensor(self.norm_of_last_step())
+            return torch.as_tensor(norm_of_last_step(self))
         assert isinstance(self.model, nn.Module)
         return gradient_norm(self.model)
 

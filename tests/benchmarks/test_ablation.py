@@ -24,7 +24,7 @@ def rounds(*accepted: int, drafted: int = 3) -> list[Round]:
 def test_tau_and_alpha_of_rounds_by_hand():
     """Nobody reaches a depth: an alpha without a value, not an error."""
     found = [rounds(0, 3, 1), rounds(2), []]
-    assert tau(found) == Ratio([4, 2, 0], [3, 1, 0], offset=1.0)
+    assert tau(found) == Ratio([7, 3, 0], [3, 1, 0])
     assert [alpha(found, d) for d in (1, 2, 3)] == [
         Ratio([2, 1, 0], [3, 1, 0]),
         Ratio([1, 1, 0], [2, 1, 0]),

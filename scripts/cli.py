@@ -194,8 +194,10 @@ def train(
     console = console_for(as_json)
     result = run(loaded, resume=not fresh, console=console)
     adapter = None if result.adapter_folder is None else str(result.adapter_folder)
-    taus = escape(held_out_taus(result.metrics))
-    console.print(f"drafter after {result.steps} steps: [bold]{escape(str(result.drafter_folder))}[/bold]{taus}")
+    console.print(
+        f"drafter after {result.steps} steps: [bold]{escape(str(result.drafter_folder))}[/bold]"
+        f"{escape(held_out_taus(result.metrics))}"
+    )
     if adapter is not None:
         console.print(f"for the target with the adapter [bold]{escape(adapter)}[/bold], which it was trained with")
     made = {"drafter": str(result.drafter_folder), "adapter": adapter, "steps": result.steps}

@@ -266,6 +266,6 @@ def _draw(node: VersionNode, tree: Tree) -> None:
         parent = f"; from {here.missing}, which is not here" if here.missing else ""
         line = f"[bold]{escape(manifest.name)}@{manifest.version}[/bold] {escape(figures)}"
         why = f"{manifest.drafter.type}, {manifest.lineage.reason}{parent}; {manifest.created}, {manifest.digest[:12]}…"
-        plans = "".join(f"\n  tuned: {escape(plan)}" for plan in tuned_plans(manifest))
-        grown = branch.add(f"{line}{plans}\n[dim]{escape(why)}[/dim]")
+        plans = "".join(f"\n  tuned: {plan}" for plan in tuned_plans(manifest))
+        grown = branch.add(f"{line}{escape(plans)}\n[dim]{escape(why)}[/dim]")
         waiting += [(child, grown) for child in here.children]

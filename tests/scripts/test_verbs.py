@@ -56,9 +56,7 @@ def test_a_pairs_life(
     """
     run, pair = tmp_path / "run", tmp_path / "pair"
     assert "responses:" in succeeded(outrider("distill", recipe_file)).stdout
-    said = succeeded(outrider("train", recipe_file)).stdout
-    assert "drafter after 2 steps" in said
-    assert "held out: analytic tau" in " ".join(said.split())
+    assert "drafter after 2 steps" in succeeded(outrider("train", recipe_file)).stdout
     assert "eagle3" in succeeded(outrider("eval", recipe_file)).stdout
     assert (run / "report" / "report.html").is_file()
 

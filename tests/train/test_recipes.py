@@ -148,8 +148,9 @@ def trains_and_drafts(recipe: Recipe, target: Target | None, whole: Target) -> N
     assert result.steps == 2
     assert drafter.name == recipe.drafter["type"]
     prompt = [whole.require_tokenizer().encode("def add(first, second):\n")]
-    out = Decoder(whole, drafter).generate(prompt, 12, plan=Plan(recipe.eval.depth), ignore_eos=True)
-    assert out.tokens == Decoder(whole).generate(prompt, 12, ignore_eos=True).tokens
+    length = max(12, 1 + recipe.eval.depth)  # no round drafts more than the new tokens can use
+    out = Decoder(whole, drafter).generate(prompt, length, plan=Plan(recipe.eval.depth), ignore_eos=True)
+    assert out.tokens == Decoder(whole).generate(prompt, length, ignore_eos=True).tokens
     assert max(r.drafted for r in out.rounds[0]) == recipe.eval.depth, "it drafts as deep as it is measured"
 
 

@@ -151,7 +151,7 @@ class _GrownHead:
             if is_bias:
                 return weights.vector(shape, old)
             residual = self.target.residual
-            return self._with_constant(module, weights.matrix(shape, residual, _repeated(residual, several), old))
+            return self._with_constant(module, weights.matrix(shape, residual, residual.repeated(several), old))
         if is_bias:
             return old.clone()
         rows, columns = self._axes(path, old, shape)
@@ -162,7 +162,7 @@ class _GrownHead:
         residual, rows = self.target.residual, Axis.first(len(old), shape[0])
         if path[-2] == "gate_up":
             half = Axis.first(len(old) // 2, shape[0] // 2)
-            return Axis.joined(half, half), residual
+            return half.repeated(2), residual
         if path[-2] == "down":
             return residual, Axis.first(old.shape[1], shape[1])
         rank = Axis.first(*[getattr(self.config, "markov_rank", 0)] * 2)
@@ -202,10 +202,6 @@ class _GrownHead:
         elif name.endswith("o_proj.weight"):
             weight[constant, old.groups * (new.heads // new.groups) * new.head] = 1
         return weight
-
-
-def _repeated(axis: Axis, times: int) -> Axis:
-    return Axis.joined(*[axis] * times)
 
 
 def _sizes(config: Any, norms_heads: bool) -> Sizes:

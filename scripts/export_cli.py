@@ -129,6 +129,8 @@ def grow(
 ) -> None:
     """Grow a small model into one of a real size: the same text and the same drafts, at the real cost of a pass."""
     from ..common.atomic import replacing_folder, require_space
+    from ..common.locks import locked
+    from ..formats.export import require_new
     from ..heads import load_drafter
     from ..heads.grow import grow_drafter
     from ..targets import Target
@@ -136,14 +138,17 @@ def grow(
     from ..targets.grow import grown_bytes, shape_config
 
     shape = shape_config(like, **_sizes(changes or []))
+    require_new(out)
     small = Target.load(source, dtype=dtype, device="cpu")
     require_space(out, grown_bytes(small.model, shape), "Take a smaller shape, or another disk.")
     large = Target(grow_model(small.model, shape), small.tokenizer)
-    with replacing_folder(out) as building:
+    head = None if drafter is None else grow_drafter(load_drafter(drafter, small), small, large, draft_vocab)
+    with locked(out), replacing_folder(out) as building:
+        require_new(out)
         large.model.save_pretrained(building)
         small.require_tokenizer().save_pretrained(building)
-        if drafter is not None:
-            grow_drafter(load_drafter(drafter, small), small, large, draft_vocab).save(building / "drafter")
+        if head is not None:
+            head.save(building / "drafter")
     count = sum(weight.numel() for weight in large.model.parameters())
     lines = [f"[green]✓[/green] {escape(str(out))}: {type(large.model).__name__} of {count / 1e9:.2f}B parameters"]
     if drafter is not None:

@@ -83,7 +83,7 @@ class Engine:
         began = time.perf_counter()
         content = ask(place, json.dumps(body).encode(), self.key, AnswerLimits(COMPLETION_SECONDS, num_bytes))
         seconds = time.perf_counter() - began
-        answer = read_answer(_Completion, content, place)
+        answer = read_answer(_CompletionBody, content, place)
         ids, choice = answer.choices[0].token_ids, answer.choices[0]
         count = answer.usage.completion_tokens if answer.usage else len(ids or ())
         if max(count, len(ids or ())) > max_new_tokens:
@@ -109,7 +109,7 @@ class _Usage(BaseModel):
     completion_tokens: int = Field(ge=0)
 
 
-class _Completion(BaseModel):
+class _CompletionBody(BaseModel):
     """The answer of `/v1/completions`."""
 
     choices: list[_Choice] = Field(min_length=1)

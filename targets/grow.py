@@ -130,6 +130,10 @@ class Axis:
 
         return cls(sum(axis.size for axis in axes), *map(each, ("places", "copies", "silent", "filled")))
 
+    def repeated(self, times: int) -> Axis:
+        """Return the axis of such spaces, `times` in a row."""
+        return Axis.joined(*[self] * times)
+
     @property
     def written(self) -> list[Tensor]:
         """Every place of the old entries, `[n]` each."""
@@ -340,11 +344,10 @@ def grow(
         )
     weights = GrownWeights(Growth(Sizes.of(model.config), Sizes.of(config)), dtype, device)
     old = dict(model.named_parameters()) | {"lm_head.weight": model.get_output_embeddings().weight}
-    tied = config.tie_word_embeddings
-    _require_memory(grown, dtype, device)
+    grown.tie_weights()  # so that a tied weight is counted, and made, once
+    _require_memory(_weight_bytes(grown, dtype), dtype, device)
     for name, parameter in list(grown.named_parameters()):
-        if not (tied and name == "lm_head.weight"):
-            place(grown, name, _grown_weight(weights, name, parameter.shape, old, tied))
+        place(grown, name, _grown_weight(weights, name, parameter.shape, old, config.tie_word_embeddings))
     grown.tie_weights()
     grown.generation_config = model.generation_config
     cast(nn.Module, grown).to(device).eval()  # its buffers
@@ -355,11 +358,15 @@ def grown_bytes(model: PreTrainedModel, like: PreTrainedConfig) -> int:
     """Return how many bytes the weights take that `grow` would make."""
     with init_empty_weights():
         grown = AutoModelForCausalLM.from_config(grown_config(model.config, like), trust_remote_code=False)
-    return sum(weight.numel() for weight in grown.parameters()) * model.dtype.itemsize
+    grown.tie_weights()
+    return _weight_bytes(grown, model.dtype)
 
 
-def _require_memory(grown: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> None:
-    needed = sum(weight.numel() for weight in grown.parameters()) * dtype.itemsize
+def _weight_bytes(model: PreTrainedModel, dtype: torch.dtype) -> int:
+    return sum(weight.numel() for weight in model.parameters()) * dtype.itemsize
+
+
+def _require_memory(needed: int, dtype: torch.dtype, device: torch.device) -> None:
     free = free_bytes(device)
     if free is not None and needed > free:
         raise BadInputError(
@@ -414,7 +421,7 @@ class GrownWeights:
             "mlp.gate_proj": (units, residual),
             "mlp.up_proj": (units, residual),
             "mlp.down_proj": (residual, units),
-            "mlp.experts.gate_up_proj": (Axis.joined(units, units), residual),
+            "mlp.experts.gate_up_proj": (units.repeated(2), residual),
             "mlp.experts.down_proj": (residual, units),
         }
 
@@ -434,7 +441,7 @@ class GrownWeights:
             return self.zeros(shape) if rows is self.growth.residual else self.random(shape)
         weight = torch.cat([old[f"{part}.weight"] for part in _EXPERTS.get(module, [module])])
         several = weight.shape[1] // len(columns.places)  # some first layers of drafters read two vectors
-        return self.matrix(shape, rows, Axis.joined(*[columns] * several), self._scaled(module, weight))
+        return self.matrix(shape, rows, columns.repeated(several), self._scaled(module, weight))
 
     def matrix(self, shape: torch.Size, rows: Axis, columns: Axis, old: Tensor) -> Tensor:
         """Return a product's weight `[..., rows, columns]`, alike in all experts if it has a dimension more."""
@@ -450,7 +457,7 @@ class GrownWeights:
         Args:
             constant: its number in the constant channel, of the first if there are several.
         """
-        axis, vector = Axis.joined(*[self.growth.residual] * several), self.zeros(shape)
+        axis, vector = self.growth.residual.repeated(several), self.zeros(shape)
         for places in axis.written:
             vector[..., places] = old.to(**self.kind)
         if self.growth.constant is not None:
@@ -468,7 +475,7 @@ class GrownWeights:
         weight = torch.ones(shape, **self.kind)
         if old is None:
             return weight
-        residual = Axis.joined(*[self.growth.residual] * several)
+        residual = self.growth.residual.repeated(several)
         for places in residual.written:
             weight[places] = old.to(**self.kind) * math.sqrt(self.growth.share)
         if final:

@@ -51,3 +51,9 @@ def test_target_and_drafter_are_read_again_and_compute_the_same(outrider: Comman
 def test_bad_shapes_are_refused_before_anything_is_made(outrider: Command, tmp_path, options, words):
     failed(outrider("grow", "embedded", "--out", str(tmp_path / "grown"), *options), words)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_holds_something_is_left_alone(outrider: Command, tmp_path):
+    (tmp_path / "mine").write_text("kept")
+    failed(outrider("grow", "embedded", "--like", "0.4b", "--out", str(tmp_path)), "is not empty; nothing was written")
+    assert [file.name for file in tmp_path.iterdir()] == ["mine"]

@@ -78,11 +78,10 @@ def served(
     require_extra("serving", "outrider served")
     from ..pair import Pair
     from ..serving.diagnosis import lines
-    from ..serving.engine import Engine, require_clients, root_url
+    from ..serving.engine import Engine, root_url
     from ..serving.reference_run import HABITS, Expectation, Trial
     from ..serving.session import ServedSession, Start, depth_of, record_of
 
-    require_clients()
     for given in filter(None, (url, plain_url)):
         root_url(given)  # refused before anything is loaded
     console = VisibleConsole(highlight=False, soft_wrap=True, stderr=as_json)
@@ -146,10 +145,9 @@ def watch(
     require_extra("serving", "outrider watch")
     from ..pair import Pair
     from ..serving.changepoint import WatchLimits
-    from ..serving.engine import require_clients, root_url
+    from ..serving.engine import root_url
     from ..serving.watching import EngineWatch, WatchState, baseline_of, kept_states, post, require_webhook
 
-    require_clients()
     urls = [root_url(url) for url in urls]
     baseline, limits = None, WatchLimits()
     if pair is not None:

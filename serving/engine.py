@@ -116,15 +116,6 @@ class _CompletionBody(BaseModel):
     usage: _Usage | None = None
 
 
-def require_clients() -> None:
-    """Raise BadInputError if the packages that talk to engines are not installed."""
-    if http_client.httpx is None or text_string_to_metric_families is None:
-        raise BadInputError(
-            "engines are asked with the packages httpx and prometheus_client; install them with `pip install "
-            "'outrider[serving]'`."
-        )
-
-
 def root_url(url: str) -> str:
     """Return a server's URL without `/`, `/v1` or `/metrics` at its end."""
     root = url.rstrip("/")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from outrider.common import BadInputError, http_client
+from outrider.common import BadInputError, runtime
 from outrider.common.http_client import AnswerLimits, ask
 from outrider.common.values import printable_urls
 from outrider.recipes import load_recipe
@@ -121,8 +121,8 @@ def test_no_secret_of_a_url_is_printed_or_stored(url: str, tmp_path: Path) -> No
 
 
 def test_without_the_extra_the_verbs_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_client, "httpx", None)
-    for words in (["watch", "http://127.0.0.1:9"], ["served", "x", "--url", "http://127.0.0.1:9"]):
+    monkeypatch.setattr(runtime, "find_spec", lambda name: None)
+    for words in (["watch", "http://127.0.0.1:9", "--once"], ["served", "x", "--url", "http://127.0.0.1:9"]):
         found = CliRunner().invoke(app, words)
         assert (found.exit_code, "outrider[serving]" in found.output) == (2, True)
 

@@ -30,7 +30,8 @@ from outrider.eval.batches import BatchAnswer, BatchRacer, batch_speed, make_gro
 from outrider.eval.measure import Contestant
 from outrider.eval.reports.plots import speedup_by_size, standalone
 from outrider.eval.reports.statistics import Bootstrap
-from outrider.eval.suites import PromptJob, load_suites, make_jobs, race
+from outrider.eval.suites import PromptJob, load_suites, make_jobs
+from outrider.eval.turns import race
 from outrider.pair import Pair
 from outrider.recipes import EvalSpec
 from outrider.targets import Target

@@ -40,7 +40,8 @@ from outrider.decode import Decoder, Plan
 from outrider.eval.measure import GENERATE, Contestant, DecoderRacer, GenerateRacer, make_records, summarise
 from outrider.eval.reports.figures import Baselines, Figures, PromptRecord, speed_ratio
 from outrider.eval.reports.statistics import Bootstrap, strata_of
-from outrider.eval.suites import PromptJob, Racer, TimedCompletion, load_suites, make_jobs, race
+from outrider.eval.suites import PromptJob, load_suites, make_jobs
+from outrider.eval.turns import Racer, TimedCompletion, race
 from outrider.heads import Drafter, DraftModel, Ngram, load_drafter
 from outrider.recipes import EvalSpec
 from outrider.targets import Target

@@ -2,7 +2,7 @@
 
 Bytes are exact where the code decides them (weights, gradients, optimizer states, features) and rehearsed without
 contents where a step does (`costs.counting`). Seconds are the work by the share of a device's best that is assumed to
-be reached (`costs.hardware`).
+be reached (`costs.machine_speed`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..heads import Drafter
 from ..recipes import Recipe
 from ..targets import Target, decoder_layers
 from .counting import OptimizerBytes, RehearsedStep, pass_flops, rehearse, rehearse_optimizer, weight_bytes
-from .hardware import GPUS, Gpu
+from .machine_speed import GPUS, Gpu
 
 Sharding = Literal["none", "zero1", "zero2", "zero3", "fsdp"]
 SPLIT_WEIGHTS = ("zero3", "fsdp")

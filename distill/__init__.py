@@ -3,7 +3,7 @@
 from .conversation import supervised_mask
 from .data_set import load_responses, provenance
 from .features import FeatureStore
-from .prompts import Prompt, digest_prompts
+from .prompt_table import Prompt, digest_prompts
 from .recipe_prompts import read_prompts
 from .responses import distill
 

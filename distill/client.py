@@ -23,7 +23,7 @@ from ..common.values import printable_urls
 from ..recipes import DataSpec
 from .conversation import next_messages
 from .journal import Tokens
-from .prompts import Prompt
+from .prompt_table import Prompt
 
 try:
     import openai

@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerBase
 from ..common import BadInputError
 from ..common.safe_load import MEGABYTE, limited
 from .layouts import Message, chat_messages
-from .prompts import Prompt
+from .prompt_table import Prompt
 
 SECONDS, MEMORY, _LONGEST = 3.0, 512 * MEGABYTE, MEGABYTE
 _COMPILED = "<template>"  # what jinja calls the code that it makes of one

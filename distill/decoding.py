@@ -24,7 +24,7 @@ from ..recipes import DataSpec
 from ..targets import Target
 from .conversation import next_question
 from .journal import Answer, Journal, RemainingWork, Tokens, claim_of
-from .prompts import Prompt
+from .prompt_table import Prompt
 
 
 @dataclass(frozen=True)

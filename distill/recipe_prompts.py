@@ -25,7 +25,7 @@ from ..recipes import Recipe, SourceSpec
 from ..recipes.suites import find_suite
 from .conversation import RefusedChatError, render
 from .layouts import Row, RowError, RowPrompt, understand
-from .prompts import Prompt, PromptTable
+from .prompt_table import Prompt, PromptTable
 from .sources import as_specs, rows_of, title
 
 ACCEPTABLE = 0.02  # share of a source's rows that may be left out without a warning

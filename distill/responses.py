@@ -3,7 +3,7 @@
 A run is identified by what decides its text (target, prompts, sampling, length), not by how it was batched or by how
 many processes answered. Each finished batch becomes one file in `<folder>.partial/` (`journal`), so that an interrupted
 run continues; the finished data set (`data_set`) appears at once. Our own decoder answers (`decoding`), or servers do
-(`servers`).
+(`server_pool`).
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from .data_set import ROUNDS, SCHEMA_VERSION, TrainingRow, depths_of_rows, prove
 from .decoding import Responder, answer_all, batches
 from .journal import Answer, Answers, Identity, Journal, RemainingWork
 from .launch import launch_group, one_leads
-from .prompts import Prompt, PromptTable, digest_prompts
+from .prompt_table import Prompt, PromptTable, digest_prompts
 from .recipe_prompts import Collection, recipe_prompts
-from .servers import answer_by_servers
+from .server_pool import answer_by_servers
 from .sources import check_sources
 
 _EMPTY = "empty"  # the target ended at once

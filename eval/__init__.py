@@ -1,8 +1,9 @@
 """Measurements: suites, statistics, reports, the gate, and the tuner.
 
 Importing this package loads saved reports (`reports`) only, neither torch nor scipy. Measurements are imported from
-their modules: `measure` (whole reports), `acceptance`, `pruning`, `confidence` and `tuner`; `suites` holds the prompts,
-`batches` batches of them. The costs of rounds are in `outrider.costs.rounds`.
+their modules: `measure` (whole reports), `acceptance`, `pruning`, `confidence_calibration` and `tuner`; `suites` holds
+the prompts, `batches` batches of them, and `turns` lets contestants take turns. The costs of rounds are in
+`outrider.costs.rounds`.
 """
 
 from .reports.figures import ALL, Figures, Interval, PromptRecord, Ratio

@@ -1,4 +1,4 @@
-"""Measure drafters against the plain target and `transformers.generate`, all in one run, in turns (`eval.suites.race`).
+"""Measure drafters against the plain target and `transformers.generate`, all in one run, in turns (`eval.turns`).
 
 Shapes: N prompts.
 """
@@ -39,7 +39,8 @@ from .reports.figures import (
 )
 from .reports.report import Conditions, ContestantInfo, Report, SuiteInfo
 from .reports.statistics import Bootstrap, strata_of
-from .suites import PromptJob, Racer, Suite, TimedCompletion, check_lengths, make_jobs, make_suite, race
+from .suites import PromptJob, Suite, check_lengths, make_jobs, make_suite
+from .turns import Racer, TimedCompletion, race
 
 PLAIN, GENERATE = "plain", "transformers.generate"
 

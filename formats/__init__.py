@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .drafter_files import DrafterFiles
+from .engine_files import DrafterFiles
 from .engines import LAYOUTS, EngineLaunch, launch, layout_of, require_served
 from .export import Exported, export_drafter
 from .import_ import import_drafter, recognised

@@ -25,7 +25,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from ..common import IncompatibleError
 from ..heads import DFlash, DFlashConfig, Drafter, DrafterConfig, DSpark, DSparkConfig
 from ..targets import Target
-from .drafter_files import DrafterFiles, fill
+from .engine_files import DrafterFiles, fill
 from .engine_logits import Layers, ProbeSequence, Weights, output_table
 from .layout import ExportLayout, Unsupported
 from .llama import layer_sizes, llama_config, require_fields, shapes_of

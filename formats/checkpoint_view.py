@@ -22,7 +22,7 @@ from ..common.atomic import write_atomically
 from ..common.safe_load import read_json
 from ..targets import embedded_path
 from ..targets.loading import EMBEDDED
-from .drafter_files import DrafterFiles
+from .engine_files import DrafterFiles
 from .layout import ExportLayout
 
 RECORD = "written.json"

@@ -18,7 +18,7 @@ from ..common.atomic import write_atomically
 from ..common.safe_load import read_json
 from ..heads import Drafter, DrafterConfig, SelfSpeculative, SelfSpeculativeConfig
 from ..targets import Target, load_causal_lm
-from .drafter_files import DrafterFiles
+from .engine_files import DrafterFiles
 from .engine_logits import ProbeSequence, model_logits
 from .layout import ExportLayout, Unsupported
 

@@ -17,8 +17,8 @@ from ..common import BadInputError, OutriderError
 from ..heads import Drafter
 from ..heads.saved import read_config
 from ..targets import Target
-from .drafter_files import header_names
 from .early_exit import early_exit_of
+from .engine_files import header_names
 from .engines import KNOWN, LAYOUTS
 from .layout import ExportLayout
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..common import BadInputError, IncompatibleError
 from ..heads import Drafter, DrafterConfig, Medusa, MedusaConfig
 from ..targets import Target
-from .drafter_files import DrafterFiles, fill
+from .engine_files import DrafterFiles, fill
 from .engine_logits import ProbeSequence, medusa_logits, output_table
 from .layout import ExportLayout, Unsupported
 from .llama import require_same_rows

@@ -29,7 +29,7 @@ from ..heads.mtp import Mtp, MtpConfig
 from ..heads.mtp_checkpoint import KEPT, LAYER, SINGLE, Checkpoint, folder_of, places_in, plain_body
 from ..heads.registry import load_drafter
 from ..targets import Target
-from .drafter_files import DrafterFiles
+from .engine_files import DrafterFiles
 from .engine_logits import ProbeSequence, session_logits
 from .layout import ExportLayout, Unsupported
 

@@ -26,7 +26,7 @@ from .blocks import (
     own_tensors,
     require_servable,
 )
-from .drafter_files import DrafterFiles, with_prefix
+from .engine_files import DrafterFiles, with_prefix
 from .engine_logits import embedding_table, output_table
 from .layout import Unsupported
 from .llama import EMBEDDINGS, check_embeddings, require_fields, require_same_rows

@@ -24,7 +24,7 @@ from ..common.progress import progress
 from ..common.safe_load import read_json_lines
 from ..decode import Decoder, Plan, Round
 from ..distill.conversation import render
-from ..distill.prompts import Prompt
+from ..distill.prompt_table import Prompt
 from ..eval.suites import load_suites
 from ..heads import Drafter, TargetBatch
 from ..recipes import Recipe

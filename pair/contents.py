@@ -10,8 +10,8 @@ from typing import Any, Self
 from ..common import BadInputError
 from ..common.locks import locked
 from ..decode import Plan
-from ..distill.prompts import Prompt
-from ..eval.tuning import Tuning
+from ..distill.prompt_table import Prompt
+from ..eval.tuning_record import Tuning
 from ..recipes import Recipe, load_recipe
 from ..targets import Fingerprint, load_tokenizer
 from .calibration import read_calibration

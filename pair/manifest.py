@@ -19,7 +19,7 @@ from ..common.atomic import write_atomically
 from ..common.digests import digest_json
 from ..common.safe_load import Unreadable, parse_json, read_bytes
 from ..eval.reports.figures import Interval
-from ..eval.tuning import Part, SparsePart, Tuning, merged
+from ..eval.tuning_record import Part, SparsePart, Tuning, merged
 from ..targets.fingerprint import Fingerprint
 
 MANIFEST, RECIPE, CALIBRATION = "pair.json", "recipe.yaml", "calibration.jsonl"

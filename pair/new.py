@@ -20,7 +20,7 @@ from ..common.atomic import replacing_folder, write_atomically
 from ..common.digests import listed_problems
 from ..common.locks import locked
 from ..common.safe_load import read_json
-from ..distill.prompts import Prompt
+from ..distill.prompt_table import Prompt
 from ..eval.reports.report import ContestantInfo, Report
 from ..heads import Drafter, Fusion, load_drafter
 from ..recipes import Recipe

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from ..common import BadInputError, IncompatibleError, OutriderError
 from ..common.machine import device_name
 from ..decode import Plan
-from ..eval.tuning import BatchTuning, nearest
+from ..eval.tuning_record import BatchTuning, nearest
 from ..heads import Drafter, fuse, load_drafter
 from ..targets import Target, require_same_vocabulary
 from .contents import PairContents

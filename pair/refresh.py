@@ -19,7 +19,7 @@ from rich.console import Console
 from ..common import BadInputError
 from ..common.atomic import write_atomically
 from ..common.locks import locked
-from ..distill.prompts import Prompt
+from ..distill.prompt_table import Prompt
 from ..eval.measure import contestants, measure
 from ..eval.reports.render import write_report
 from ..eval.suites import load_suites

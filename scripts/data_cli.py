@@ -18,7 +18,7 @@ from .output import finish, print_lines
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ..distill.prompts import Prompt
+    from ..distill.prompt_table import Prompt
     from ..distill.recipe_prompts import Collection
     from ..recipes import Recipe
 

@@ -19,7 +19,7 @@ from ..eval import Report
 from ..eval.measure import Contestant, contestants, measure, plan_of
 from ..eval.suites import Suite, load_suites
 from ..eval.tuner import tune
-from ..eval.tuning import BatchTuning, Tuning
+from ..eval.tuning_record import BatchTuning, Tuning
 from ..heads import Drafter, load_drafter
 from ..pair import Pair
 from ..pair.pair import tuned_drafter

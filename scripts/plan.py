@@ -13,7 +13,7 @@ from rich.text import Text
 from ..common import BadInputError
 from ..common.atomic import readable_bytes
 from ..common.safe_load import YAML, parse_yaml, read_text
-from ..costs.hardware import BANDWIDTH, COMPUTE, GPUS, ROOM
+from ..costs.machine_speed import BANDWIDTH, COMPUTE, GPUS, ROOM
 from ..costs.training import Needs
 from ..eval.reports.render import print_table
 from ..eval.reports.tables import Cell, Table, counted

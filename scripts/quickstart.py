@@ -38,9 +38,9 @@ from ..common import BadInputError, digests
 from ..common.atomic import replacing_folder
 from ..common.digests import read_sealed, write_json
 from ..common.locks import locked
-from ..costs.hardware import Pace, forecast, measure_pace
+from ..costs.machine_speed import Pace, forecast, measure_pace
 from ..distill import distill, provenance
-from ..distill.prompts import Prompt
+from ..distill.prompt_table import Prompt
 from ..distill.recipe_prompts import recipe_prompts
 from ..eval import Figures, Report
 from ..eval.measure import Contestant, contestants, measure
@@ -48,7 +48,7 @@ from ..eval.reports.gate import GateResult
 from ..eval.reports.render import write_report
 from ..eval.suites import Suite, load_suites, make_suite
 from ..eval.tuner import tune
-from ..eval.tuning import Tuning
+from ..eval.tuning_record import Tuning
 from ..heads import load_drafter
 from ..pair import Pair, gate_pairs, new_pair, newest_report, probe, verify
 from ..pair.refresh import refresh
@@ -458,7 +458,7 @@ class QuickstartSizes:
     Attributes:
         dtype: of the target. bf16: whether training multiplies in bfloat16.
         prompts, refresh_prompts: that the target answers. temperatures: that a plan is tuned for.
-        seconds: that all of it should take. pace: seconds of each kind of work (`costs.hardware.Pace`).
+        seconds: that all of it should take. pace: seconds of each kind of work (`costs.machine_speed.Pace`).
     """
 
     dtype: str

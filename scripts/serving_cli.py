@@ -79,8 +79,8 @@ def served(
     from ..pair import Pair
     from ..serving.diagnosis import lines
     from ..serving.engine import Engine, root_url
+    from ..serving.engine_measurement import ServedSession, Start, depth_of, record_of
     from ..serving.reference_run import HABITS, Expectation, Trial
-    from ..serving.session import ServedSession, Start, depth_of, record_of
 
     for given in filter(None, (url, plain_url)):
         root_url(given)  # refused before anything is loaded

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from .comparison import ServedComparison
+from .engine_vs_decoder import ServedComparison
 from .fault_models import Explanation
 
 SAME = 0.75  # of the prompts whose drafts must be ours, in float32 at temperature 0

@@ -11,7 +11,7 @@ from .folder import FolderStore
 from .hub import HubStore
 from .layout import Entry, PairReference, RegistryStore
 from .registry import Registry, Version
-from .tracked import WandbStore
+from .wandb_store import WandbStore
 
 __all__ = [
     "Entry",

@@ -32,7 +32,7 @@ from ..target import Target
 from .trial_passes import PASS_TOLERANCE, PassProbe
 
 try:
-    from . import runner, validate
+    from . import triton_runner, validate
 except ImportError as error:  # Triton is not installed everywhere
     _no_kernels: ImportError | None = error
 else:
@@ -53,7 +53,7 @@ def use_fast_pass(target: Target) -> None:
     if (why := why_no_kernels(target)) is not None:
         raise IncompatibleError(f"the fast pass does not serve {name}: {why}.")
     with by_library(target):
-        fast = runner.TritonRunner(target.model)
+        fast = triton_runner.TritonRunner(target.model)
         difference = validate.differs(fast, target)
     if difference is not None:
         raise IncompatibleError(
@@ -75,7 +75,7 @@ def why_no_kernels(target: Target) -> str | None:
         return f"its kernels need Triton, which cannot be imported ({reason(_no_kernels)}); pip install triton"
     if weight.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return f"its kernels run on a GPU, and the model is on {weight.device}"
-    return runner.why_not(model)
+    return triton_runner.why_not(model)
 
 
 @contextmanager

@@ -14,8 +14,8 @@ from ..cache import RaggedCache, RowLengths
 from ..cache_slots import Nodes, Placement
 from ..target import Target
 from .operations import Split, attend
-from .runner import TritonRunner
 from .trial_passes import PASS_TOLERANCE, PassProbe, distance
+from .triton_runner import TritonRunner
 
 _LENGTHS = (0, 3, 150)  # committed entries of the rows
 _PARENTS = ((-1, -1, 0, 2), (-1, 0, 0, 1), (-1, 0, 1, 2))

@@ -10,7 +10,7 @@ from benchmarks import batches as room
 from benchmarks.batches import BatchPoint, measure_batches, speedup_lines
 from outrider.common import BadInputError
 from outrider.decode import Plan, Round
-from outrider.distill.prompts import Prompt
+from outrider.distill.prompt_table import Prompt
 from outrider.eval import Interval
 from outrider.eval.batches import BatchAnswer
 from outrider.eval.measure import Contestant

@@ -19,7 +19,7 @@ from outrider.common import BadInputError
 from outrider.decode import Decoder
 from outrider.distill import distill, load_responses, provenance
 from outrider.distill.conversation import given_sequences
-from outrider.distill.prompts import digest_prompts
+from outrider.distill.prompt_table import digest_prompts
 from outrider.distill.recipe_prompts import Collection, DigestSet, PromptReading, collect, read_prompts, recipe_prompts
 from outrider.distill.sources import check_sources
 from outrider.recipes import Recipe

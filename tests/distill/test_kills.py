@@ -22,7 +22,7 @@ import pytest
 from accelerate import PartialState
 
 from outrider.common import process_group
-from outrider.distill import distill, servers
+from outrider.distill import distill, server_pool
 from outrider.targets import Target
 
 from .conftest import Place, Server
@@ -117,7 +117,7 @@ def test_servers_and_those_who_ask_them_killed_at_random_answer_every_prompt_onc
     place: Place, tiny_target: Target, start_server: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, seconds in (("SECONDS_BETWEEN_FILES", 0.1), ("FIRST_DELAY", 0.02), ("LONGEST_DELAY", 0.2)):
-        monkeypatch.setattr(servers, name, seconds)
+        monkeypatch.setattr(server_pool, name, seconds)
     monkeypatch.setattr(openai._base_client, "INITIAL_RETRY_DELAY", 0.02)
     chance, fleet = random.Random(SEED), [start_server(), start_server()]
     asked = {"servers": [server.url for server in fleet], "requests": {"concurrency": 2, "patience": 20}}

@@ -16,7 +16,7 @@ from accelerate import PartialState, debug_launcher
 from torch import distributed
 
 from outrider.decode import Decoder, Output
-from outrider.distill import distill, load_responses, prompts
+from outrider.distill import distill, load_responses, prompt_table
 from outrider.distill.decoding import batches
 from outrider.recipes import Recipe
 from outrider.targets import Target
@@ -78,7 +78,7 @@ def test_a_run_killed_while_reading_prompts_leaves_nothing(place: Place, monkeyp
     recipe = place.recipe("cut")
 
     with monkeypatch.context() as patch:
-        patch.setattr(prompts, "_row", lambda prompt: os.kill(os.getpid(), signal.SIGKILL))
+        patch.setattr(prompt_table, "_row", lambda prompt: os.kill(os.getpid(), signal.SIGKILL))
         killed(lambda: distill(recipe, place.target))
     assert list(recipe.output_folder.iterdir()), "what it had begun to write"
     distill(recipe, place.target)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from outrider.common.digests import digest_json
-from outrider.distill.prompts import Prompt, PromptTable, digest_prompts
+from outrider.distill.prompt_table import Prompt, PromptTable, digest_prompts
 
 USER = {"role": "user", "content": "u"}
 PROMPTS = [

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from outrider.distill import distill, load_responses, provenance, servers
+from outrider.distill import distill, load_responses, provenance, server_pool
 from outrider.distill.recipe_prompts import read_prompts
 from outrider.recipes import Recipe
 from outrider.serving.launching import VllmLaunch, python_of
@@ -36,7 +36,7 @@ Server = AbstractContextManager[subprocess.Popen[bytes]]
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half-way comes soon."""
-    monkeypatch.setattr(servers, "SECONDS_BETWEEN_FILES", 0.5)
+    monkeypatch.setattr(server_pool, "SECONDS_BETWEEN_FILES", 0.5)
 
 
 @pytest.fixture(scope="module")

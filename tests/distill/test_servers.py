@@ -15,10 +15,10 @@ import pytest
 
 from outrider.common import BadInputError
 from outrider.decode import Decoder
-from outrider.distill import distill, load_responses, provenance, responses, servers
+from outrider.distill import distill, load_responses, provenance, responses, server_pool
 from outrider.distill.conversation import render
 from outrider.distill.journal import Answer, Journal
-from outrider.distill.prompts import Prompt
+from outrider.distill.prompt_table import Prompt
 from outrider.distill.recipe_prompts import Collection
 from outrider.targets import Target
 
@@ -31,9 +31,9 @@ Start = Callable[..., Server]
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(servers, "FIRST_DELAY", 0.01)
-    monkeypatch.setattr(servers, "LONGEST_DELAY", 0.2)
-    monkeypatch.setattr(servers, "SECONDS_BETWEEN_FILES", 0.05)
+    monkeypatch.setattr(server_pool, "FIRST_DELAY", 0.01)
+    monkeypatch.setattr(server_pool, "LONGEST_DELAY", 0.2)
+    monkeypatch.setattr(server_pool, "SECONDS_BETWEEN_FILES", 0.05)
     monkeypatch.setattr(openai._base_client, "INITIAL_RETRY_DELAY", 0.01)
     monkeypatch.setattr(openai._base_client, "MAX_RETRY_DELAY", 0.05)
 
@@ -251,7 +251,7 @@ def test_no_half_of_the_key_reaches_a_message(
     monkeypatch.setenv("MY_KEY", f" {key}\n")
     server = start_server(status=lambda body: next(statuses, 200))
     server.complaint = lambda: f"{'x' * (120 + server.asked.total() * 5)}{key} {key}"
-    monkeypatch.setattr(servers, "FAILURES_IN_A_ROW", 1)
+    monkeypatch.setattr(server_pool, "FAILURES_IN_A_ROW", 1)
     with caplog.at_level(logging.INFO, logger="outrider"):
         place.distil("h", server, requests={"key": "MY_KEY", "concurrency": 1})
     assert "does not answer" in caplog.text

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from outrider.common import BadInputError
-from outrider.distill.prompts import Prompt
+from outrider.distill.prompt_table import Prompt
 from outrider.eval.batches import make_groups
 from outrider.eval.suites import PromptJob
 

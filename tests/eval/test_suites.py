@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from outrider.common import BadInputError
-from outrider.distill.prompts import Prompt
+from outrider.distill.prompt_table import Prompt
 from outrider.eval.suites import load_suites, make_suite
 
 

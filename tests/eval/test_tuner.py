@@ -16,7 +16,7 @@ from outrider.eval.acceptance import Acceptance
 from outrider.eval.batches import BatchAnswer
 from outrider.eval.reports.statistics import Bootstrap
 from outrider.eval.tuner import MeasuredOption, Option, tune
-from outrider.eval.tuning import Tuning
+from outrider.eval.tuning_record import Tuning
 from outrider.heads import DraftModel, Ngram
 from outrider.recipes import EvalSpec
 from outrider.targets import Target

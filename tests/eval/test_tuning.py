@@ -5,7 +5,7 @@ from __future__ import annotations
 from outrider.costs.rounds import RoundTimes
 from outrider.decode import Control, Costs, Plan, Tree
 from outrider.eval.tuner import Option
-from outrider.eval.tuning import merged, nearest
+from outrider.eval.tuning_record import merged, nearest
 
 from .conftest import make_tuning
 

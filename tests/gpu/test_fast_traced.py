@@ -11,7 +11,7 @@ from ..targets.small_models import NO_IDS, small_model
 from .fake_cuda import Trace, fake_cuda, on_fake_cuda
 
 pytest.importorskip("triton")
-from outrider.targets.fast.runner import TritonRunner
+from outrider.targets.fast.triton_runner import TritonRunner
 
 BEFORE = {"llama": 40, "qwen3": 56}
 GOAL = {"llama": 9, "qwen3": 11}

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from outrider.decode import Plan
-from outrider.distill.prompts import Prompt
+from outrider.distill.prompt_table import Prompt
 from outrider.eval.measure import Contestant, measure
 from outrider.eval.reports.render import write_report
 from outrider.eval.suites import make_suite

@@ -14,7 +14,7 @@ from tokenizers.processors import TemplateProcessing
 
 from outrider.common import BadInputError
 from outrider.decode import Decoder, Plan, Sampling
-from outrider.distill.prompts import Prompt
+from outrider.distill.prompt_table import Prompt
 from outrider.eval.suites import Suite, make_suite
 from outrider.heads import TargetBatch
 from outrider.pair import calibration

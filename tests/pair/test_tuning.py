@@ -11,7 +11,7 @@ import pytest
 from outrider.common import BadInputError
 from outrider.common.machine import device_name
 from outrider.decode import Control, Costs, Decoder, Plan
-from outrider.eval.tuning import Tuning
+from outrider.eval.tuning_record import Tuning
 from outrider.heads import Fusion
 from outrider.pair import Pair, verify
 from outrider.pair.manifest import Manifest, ServedRecord

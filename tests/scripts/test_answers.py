@@ -17,8 +17,8 @@ from typer.testing import Result
 
 from outrider.common.digests import CHECKSUM
 from outrider.scripts.examples import EXAMPLES
-from outrider.scripts.json_measured import MEASURED
 from outrider.scripts.json_output import BODIES, schemas
+from outrider.scripts.json_output_torch import MEASURED
 
 from .conftest import Command, all_verbs, succeeded, verb_of
 

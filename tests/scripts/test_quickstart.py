@@ -15,7 +15,7 @@ from rich.console import Console
 
 import outrider.recipes
 from outrider.common import BadInputError
-from outrider.costs.hardware import Pace
+from outrider.costs.machine_speed import Pace
 from outrider.eval import tuner
 from outrider.pair import Pair
 from outrider.scripts.quickstart import QuickstartBudget, QuickstartSizes, expected_seconds, tell

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from outrider.decode import Round
-from outrider.serving.comparison import Replies, Reply, ServedComparison, compare
 from outrider.serving.diagnosis import suspicions
+from outrider.serving.engine_vs_decoder import Replies, Reply, ServedComparison, compare
 from outrider.serving.fault_models import explain
 from outrider.serving.reference_run import DraftCounts, Expectation, ServedAnswer, ServedPrompt
 

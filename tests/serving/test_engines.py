@@ -25,9 +25,9 @@ from outrider.scripts.cli import app
 from outrider.serving.changepoint import WatchLimits
 from outrider.serving.diagnosis import TOLERANCE
 from outrider.serving.engine import Engine
+from outrider.serving.engine_measurement import ServedSession, Start
 from outrider.serving.launching import running
 from outrider.serving.reference_run import Trial, expect
-from outrider.serving.session import ServedSession, Start
 from outrider.serving.watching import EngineWatch, WatchEvent, WatchState
 from outrider.targets import Target
 from outrider.train import train

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from outrider.serving.comparison import Replies, Reply, compare
 from outrider.serving.diagnosis import Suspicion, suspicions
+from outrider.serving.engine_vs_decoder import Replies, Reply, compare
 from outrider.serving.fault_models import explain
 from outrider.serving.reference_run import DraftCounts, Expectation, ServedAnswer, ServedPrompt
 

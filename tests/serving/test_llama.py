@@ -21,10 +21,10 @@ from outrider.formats import export_drafter, launch
 from outrider.formats.draft_models import FILE, write_gguf
 from outrider.heads import Drafter, DraftModel, Ngram, NgramConfig
 from outrider.serving.diagnosis import ServedResult
+from outrider.serving.engine_measurement import Survey, engine_facts
 from outrider.serving.fault_models import mistaken
 from outrider.serving.launching import running
 from outrider.serving.reference_run import Expectation, Trial, expect, expect_mistakes
-from outrider.serving.session import Survey, engine_facts
 from outrider.targets import Target
 
 from ..conftest import place_of

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from outrider.common import BadInputError
 from outrider.decode import Decoder, Plan, Round
-from outrider.distill.prompts import Prompt
+from outrider.distill.prompt_table import Prompt
 from outrider.eval.suites import make_suite
 from outrider.heads import DFlash, DFlashConfig, Drafter, DraftModel, Eagle3, Eagle3Config, Ngram, NgramConfig
 from outrider.heads.base import TargetBatch
@@ -24,6 +24,7 @@ from outrider.recipes import Recipe
 from outrider.scripts.cli import app
 from outrider.serving.diagnosis import ServedResult, lines
 from outrider.serving.engine import Engine, root_url
+from outrider.serving.engine_measurement import ServedSession, Start, Survey, depth_of
 from outrider.serving.fault_models import BLOCK_HYPOTHESES, HYPOTHESES, FirstPlace, WholeCopy, mistaken
 from outrider.serving.launching import VllmLaunch, python_of, running, split_speculation
 from outrider.serving.reference_run import (
@@ -35,7 +36,6 @@ from outrider.serving.reference_run import (
     expect,
     expect_mistakes,
 )
-from outrider.serving.session import ServedSession, Start, Survey, depth_of
 from outrider.targets import RowLengths as Counted
 from outrider.targets import Target
 

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 
 from outrider.common import BadInputError, IncompatibleError
 from outrider.costs.counting import active_weights, rehearse, weight_bytes
-from outrider.costs.hardware import GPUS
+from outrider.costs.machine_speed import GPUS
 from outrider.distill import FeatureStore, load_responses
 from outrider.heads import HEADS, Drafter, Pard, PardConfig, PEagle, PEagleConfig, TargetBatch
 from outrider.heads.parallel import parallel_drafts

@@ -14,12 +14,12 @@ import torch
 from world import make_llama, make_tokenizer
 
 from outrider.distill import distill
-from outrider.distill.prompts import Prompt
+from outrider.distill.prompt_table import Prompt
 from outrider.eval import Report
 from outrider.eval.measure import contestants, measure
 from outrider.eval.reports.render import write_report
 from outrider.eval.suites import make_suite
-from outrider.eval.tuning import BatchTuning, Candidate, CostRecord, Tuning
+from outrider.eval.tuning_record import BatchTuning, Candidate, CostRecord, Tuning
 from outrider.pair import Pair, new_pair
 from outrider.pair.refresh import refresh
 from outrider.recipes import Recipe

@@ -12,7 +12,7 @@ from markupsafe import escape
 from rich.console import Console
 
 from outrider.decode import Plan
-from outrider.distill.prompts import Prompt
+from outrider.distill.prompt_table import Prompt
 from outrider.eval import Interval, Report
 from outrider.eval.measure import Contestant, measure
 from outrider.eval.reports.advice import collapse, decision, remarks

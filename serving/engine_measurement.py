@@ -27,9 +27,9 @@ from ..pair.export import LAUNCH, SERVED, export_depth, served_path
 from ..pair.manifest import Figure, ServedFigures, ServedRecord
 from ..targets import Target
 from ..targets.fingerprint import digest_json
-from .comparison import Replies, Reply, Write, compare
 from .diagnosis import TOLERANCE, ServedResult, drafts_differ, suspicions
 from .engine import Counters, Engine, EngineCompletion
+from .engine_vs_decoder import Replies, Reply, Write, compare
 from .fault_models import Explanation, explain, mistaken
 from .launching import VllmLaunch, python_of, running, split_speculation
 from .reference_run import Expectation, Trial, expect, expect_mistakes

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from ..decode import Decoder, Plan
-from ..distill.prompts import Prompt
+from ..distill.prompt_table import Prompt
 from ..distill.recipe_prompts import PromptReading, collect
 from ..heads import Drafter, TargetBatch, drafter_config
 from ..recipes import Recipe

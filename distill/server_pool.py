@@ -24,7 +24,7 @@ from .client import Client, DroppedError, Form, PassingError, Question, RefusedE
 from .conversation import next_question
 from .decoding import longest_question
 from .journal import Answer, Journal, RemainingWork, Tokens
-from .prompts import Prompt
+from .prompt_table import Prompt
 
 SECONDS_BETWEEN_FILES, ANSWERS_OF_A_FILE = 5.0, 256
 FIRST_DELAY, LONGEST_DELAY = 0.25, 30.0  # before a server that was put aside is asked again

@@ -2,8 +2,9 @@
 
 python read_by_speculators.py KIND FOLDER INPUTS OUT STEPS
 
-Of an EAGLE-3 head (eagle3) the logits of each step; of a P-EAGLE head (peagle) those of all depths of all places,
-without dropping any, with the place and depth of each.
+Of an EAGLE-3 head (eagle3) the logits of each step, or what its training gives (eagle3-gradient): the gradient of each
+parameter. Of a P-EAGLE head (peagle) the logits of all depths of all places, without dropping any, with the place and
+depth of each.
 """
 
 import sys
@@ -19,6 +20,28 @@ def eagle3(folder: str, given: dict, steps: int) -> dict:
     head.lm_head.register_forward_hook(lambda module, inputs, output: logits.append(output[0].float()))
     head(given["hidden"], given["tokens"], torch.zeros_like(given["tokens"]), ttt_steps=steps)
     return {str(step): one for step, one in enumerate(logits)}
+
+
+def eagle3_gradient(folder: str, given: dict, steps: int) -> dict:
+    from speculators.losses import resolve_loss_config
+    from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
+
+    head = load(Eagle3DraftModel, Eagle3SpeculatorConfig, folder).train()
+    head.verifier_norm = torch.nn.Identity()  # the states that are given are normed
+    head.verifier_lm_head.weight.data = given["output"]
+    with torch.enable_grad():
+        loss = head(
+            given["hidden"],
+            given["tokens"],
+            torch.zeros_like(given["tokens"]),
+            loss_mask=given["learned"].bool(),
+            verifier_last_hidden_states=given["last"],
+            loss_config=resolve_loss_config("kl_div", "eager"),
+            ttt_steps=steps,
+            ttt_step_loss_decay=float(given["decay"]),
+        )[1]
+        loss.backward()
+    return {name: value.grad for name, value in head.named_parameters() if value.grad is not None}
 
 
 def peagle(folder: str, given: dict, steps: int) -> dict:
@@ -55,7 +78,8 @@ def load(model: type, config_class: type, folder: str):
 
 @torch.no_grad()
 def main(kind: str, folder: str, inputs: str, out: str, steps: str) -> None:
-    found = {"eagle3": eagle3, "peagle": peagle}[kind](folder, load_file(inputs), int(steps))
+    kinds = {"eagle3": eagle3, "eagle3-gradient": eagle3_gradient, "peagle": peagle}
+    found = kinds[kind](folder, load_file(inputs), int(steps))
     save_file({name: tensor.contiguous() for name, tensor in found.items()}, out)
 
 

@@ -53,14 +53,16 @@ def test_a_gguf_file_holds_the_targets_tokenizer(target, export):
     assert control == set(tokenizer.all_special_ids)
 
 
-def speculators(head: Drafter, target: Target, folder: Path, **inputs: Tensor) -> dict[str, Tensor]:
-    """Return the logits that the package computes of inputs, from the export of `head`."""
+def speculators(
+    head: Drafter, target: Target, folder: Path, kind: str | None = None, **inputs: Tensor
+) -> dict[str, Tensor]:
+    """Return the logits that the package computes of inputs, from the export of `head`; or what `kind` names."""
     target.model.save_pretrained(folder / "target")
     target.require_tokenizer().save_pretrained(str(folder / "target"))
     named = Target(target.model, target.tokenizer, {"path": str(folder / "target")})
     export_drafter(head, named, "speculators", folder / "out", STEPS)
     save_file({name: tensor.contiguous() for name, tensor in inputs.items()}, folder / "inputs")
-    words = [str(SPECULATORS), str(Path(__file__).with_name("read_by_speculators.py")), head.name]
+    words = [str(SPECULATORS), str(Path(__file__).with_name("read_by_speculators.py")), kind or head.name]
     words += [str(folder / name) for name in ("out", "inputs", "logits")]
     done = subprocess.run([*words, str(STEPS)], capture_output=True, text=True, env=os.environ, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -92,6 +94,35 @@ def test_speculators_computes_our_logits_from_an_exported_head(target, make_draf
     for step, logits in enumerate(ours):
         count = LENGTH - 1 - step
         torch.testing.assert_close(theirs[str(step)][:count], logits[:count], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.served
+@needs_speculators
+def test_speculators_and_we_train_an_equal_head_by_the_same_gradient(target, make_drafter, tmp_path):
+    """Both learn the same tokens from the same states, with the same weights of steps; its output embedding may be frozen."""
+    head = make_drafter("eagle3", steps=STEPS, norm_taps=True)
+    assert isinstance(head, Eagle3)
+    tokens = torch.randint(target.vocab_size, (1, 30), generator=torch.Generator().manual_seed(1))
+    seen = target.forward(tokens, taps=head.taps)
+    learned = torch.arange(30)[None] >= 10
+    head.train().loss(TargetBatch(target, tokens, learned, seen.hidden, seen.last)).mean.backward()
+    theirs = speculators(
+        head,
+        target,
+        tmp_path,
+        "eagle3-gradient",
+        hidden=seen.hidden[:, :-1].flatten(2),
+        tokens=tokens[:, 1:],
+        last=seen.last[:, 1:],
+        # Its mask names the token that an entry reads, ours the one that is predicted after it.
+        learned=torch.nn.functional.pad(learned[:, 2:], (0, 1)).long(),
+        output=target.model.lm_head.weight[head.token_ids].detach(),
+        decay=torch.tensor(head.config.decay),
+    )
+    ours = {name.replace("tap_norms", "fc_norm"): p.grad for name, p in head.named_parameters() if p.grad is not None}
+    assert ours.keys() - theirs.keys() <= {"lm_head.weight"}
+    for name in ours.keys() & theirs.keys():
+        torch.testing.assert_close(theirs[name], ours[name], rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.served

@@ -319,7 +319,10 @@ def _smaller(config: Any, changes: dict[str, Any]) -> Any:
     values = config.to_dict()
     refuse_unknown_keys(changes, values, "drafter.model")
     dropped = ("architectures", "layer_types", "dtype", "torch_dtype")
-    values = {k: v for k, v in values.items() if k not in dropped} | changes
+    values = {k: v for k, v in values.items() if k not in dropped}
+    if config.is_heterogeneous:  # whose class makes layers differ by itself
+        values["per_layer_config"] = {}
+    values |= changes
     if "num_attention_heads" in changes:
         values["num_key_value_heads"] = changes.get("num_key_value_heads", changes["num_attention_heads"])
     if "head_dim" not in changes and values.get("head_dim") and {"hidden_size", "num_attention_heads"} & set(changes):

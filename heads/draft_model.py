@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ..common import BadInputError, IncompatibleError, refuse_unknown_keys
+from ..common.errors import LIBRARY_ERRORS, reason
 from ..targets import Nodes, RaggedCache, RowLengths, Target, load_causal_lm, load_tokenizer, require_same_vocabulary
 from ..targets.fingerprint import plain_config
 from ..targets.layers import is_of_llama_kind, layer_windows
@@ -327,7 +328,10 @@ def _smaller(config: Any, changes: dict[str, Any]) -> Any:
         values["num_key_value_heads"] = changes.get("num_key_value_heads", changes["num_attention_heads"])
     if "head_dim" not in changes and values.get("head_dim") and {"hidden_size", "num_attention_heads"} & set(changes):
         values["head_dim"] = values["hidden_size"] // values["num_attention_heads"]
-    return type(config)(**values)
+    try:
+        return type(config)(**values)
+    except LIBRARY_ERRORS as error:
+        raise BadInputError(f"drafter.model: {reason(error)}") from error
 
 
 def runs(model: Any) -> bool:

@@ -63,7 +63,7 @@ def print_report(report: Report, console: Console) -> None:
 def print_comparison(report: Report, console: Console) -> None:
     """Print every contestant at every temperature in one table (two on a narrow terminal), its rules and conditions."""
     table = tables.comparison(report)
-    for part in [table] if _width(table) <= console.width else table.split("speedup"):
+    for part in [table] if _width(table) <= console.width else table.split("τ"):
         print_table(part, None, console)
     console.print(Text(f"{tables.rules_line(report)} {_brief(report)}", style="dim"))
     _print_advice(report, console)

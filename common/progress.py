@@ -1,24 +1,37 @@
-"""A progress bar for long work, on a terminal; nothing elsewhere."""
+"""The progress of long work: a bar on a terminal, and a plain line every ten seconds in a log."""
 
 from __future__ import annotations
 
 import logging
+import os
+import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from .terminal import print_to_stderr
+
 Advance = Callable[[int, str], None]
+
+EVERY = 10.0  # seconds from one plain line to the next
 
 
 @contextmanager
 def progress(
     console: Console | None, description: str, total: int, done: int = 0, transient: bool = False
 ) -> Iterator[Advance]:
-    """Yield `advance(count, note)`; `note`, such as a rate, stands after the bar. `transient` removes it at the end."""
+    """Yield `advance(count, note)`; `note`, such as a rate, stands after the bar. `transient` removes it at the end.
+
+    Where the console is no terminal there are `plain_lines` instead, and nothing where it is None.
+    """
     if console is None or not console.is_terminal:
-        yield lambda *_: None
+        with plain_lines(console, description, total, done) as advance:
+            yield advance
         return
     columns = [
         TextColumn("{task.description}", markup=False),
@@ -30,6 +43,81 @@ def progress(
     with Progress(*columns, console=console, transient=transient) as bar:
         task = bar.add_task(description, total=total, completed=done, note="")
         yield lambda count, note: bar.update(task, advance=count, note=note)
+
+
+@dataclass(eq=False)
+class _Task:
+    """Work that is being done: `done` of `total` parts, 0 where nobody counts them."""
+
+    description: str
+    total: int
+    done: int
+    note: str = ""
+    new: int = 0  # parts since it began
+    began: float = field(default_factory=time.monotonic)
+
+    def advance(self, count: int, note: str) -> None:
+        self.done, self.new, self.note = self.done + count, self.new + count, note
+
+    def line(self) -> str:
+        seconds = time.monotonic() - self.began
+        parts = [f"{self.done:,} of {self.total:,}"] if self.total else []
+        parts += [self.note] if self.note else []
+        left = (self.total - self.done) * seconds / self.new if self.new else 0.0
+        parts.append(f"about {_duration(left)} left" if left > 0 else f"{_duration(seconds)} so far")
+        return f"{self.description}: {', '.join(parts)}"
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+
+
+_tasks: list[_Task] = []  # from the outermost to the innermost
+
+
+@contextmanager
+def plain_lines(console: Console | None, description: str, total: int = 0, done: int = 0) -> Iterator[Advance]:
+    """Yield `advance(count, note)`, and write a line about the innermost work to stderr every ten seconds.
+
+    Nothing is written for a console that is a terminal, or None.
+    """
+    if console is None or console.is_terminal:
+        yield lambda *_: None
+        return
+    task, ended = _Task(description, total, done), threading.Event()
+    _tasks.append(task)
+    clock = threading.Thread(target=_tell, args=(ended,), daemon=True) if _tasks[0] is task else None
+    if clock is not None:
+        clock.start()
+    try:
+        yield task.advance
+    finally:
+        ended.set()
+        if clock is not None:
+            clock.join()
+        _tasks.remove(task)
+
+
+def _tell(ended: threading.Event) -> None:
+    with suppress(OSError, ValueError):  # stderr was closed: nobody reads
+        while not ended.wait(EVERY):
+            print_to_stderr(_tasks[-1].line())
+
+
+def hide_library_bars() -> None:
+    """Turn off the bars that libraries draw, unless one process draws them on a terminal. For commands.
+
+    A log would hold them as one endless line, and several processes' would run through each other.
+    """
+    if os.environ.get("WORLD_SIZE", "1") == "1" and sys.stderr.isatty():
+        return
+    from datasets import disable_progress_bars as hide_bars_of_datasets
+    from huggingface_hub.utils import disable_progress_bars as hide_bars_of_the_hub
+    from transformers.utils import logging as transformers_logging
+
+    hide_bars_of_datasets()
+    hide_bars_of_the_hub()
+    transformers_logging.disable_progress_bar()
 
 
 _RETRYING = "huggingface_hub.utils._http"  # writes two lines for each try, to two handlers

@@ -24,6 +24,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from ..common import BadInputError
 from ..heads import Drafter, TargetBatch
 from ..targets import PeakBytes, Target
+from ..targets.layers import usual_layer
 
 aten = torch.ops.aten
 _FUSED_ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu  # the one that also runs without contents
@@ -69,10 +70,12 @@ def active_weights(model: Any, config: Any) -> int:
 def pass_flops(target: Target, rows: int, length: int) -> float:
     """Return the operations of a pass of the target's layers over whole rows, the masked half of attention included."""
     config, kinds = target.config, getattr(target.config, "layer_types", None) or ["full_attention"] * target.num_layers
-    heads = int(getattr(config, "num_attention_heads", 0))
-    size = int(getattr(config, "head_dim", None) or target.hidden_size // max(heads, 1))
-    attending = sum(kind in ("full_attention", "sliding_attention") for kind in kinds)
-    return rows * length * (2 * active_weights(target.model, config) + attending * 4 * length * heads * size)
+    width = 0  # of the queries of all layers that attend
+    for kind, layer in zip(kinds, config.per_layer_config, strict=True):
+        if kind in ("full_attention", "sliding_attention"):
+            heads = int(getattr(layer, "num_attention_heads", 0))
+            width += heads * int(getattr(layer, "head_dim", None) or target.hidden_size // max(heads, 1))
+    return rows * length * (2 * active_weights(target.model, usual_layer(config)) + 4 * length * width)
 
 
 class Flops(TorchDispatchMode):

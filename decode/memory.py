@@ -121,7 +121,7 @@ def _bounds(target: Target, drafter: Drafter | None, load: Load) -> tuple[int, i
     least = target.cache_bytes(load.rows, load.target_length) + states * 64 + logits * 16
     if least < SMALL:
         return least, least
-    scores = int(target.config.num_attention_heads) * 16
+    scores = max(int(layer.num_attention_heads) for layer in target.config.per_layer_config) * 16
     eager = getattr(target.config, "_attn_implementation", None) == "eager"
     pairs = load.rows * (load.prompt**2 * (scores if eager else 16) + _places(None, load) * load.length * (scores + 16))
     entries = load.rows * load.length * target.hidden_size * 64

@@ -13,6 +13,7 @@ from accelerate import PartialState
 
 from ..common import BadInputError, OutriderError
 from ..common.machine import best_device
+from ..common.progress import hide_library_bars, plain_lines
 from ..common.runtime import keep_large_blocks, remember_few_shapes
 from ..common.signals import how, number_of, stop_with_launcher, stoppable
 from ..common.terminal import VisibleConsole, log_to_stderr, print_to_stderr
@@ -33,6 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_intermixed_args(arguments)
     rank = os.environ.get("RANK", "0")
     log_to_stderr(logging.INFO if rank == "0" else logging.ERROR)
+    hide_library_bars()
     keep_large_blocks()
     remember_few_shapes()
     stop_with_launcher()
@@ -41,8 +43,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _run(given: argparse.Namespace, prefix: str) -> int:
     asked, ended_well = int(os.environ.get("WORLD_SIZE", "1")), False
+    console = None if prefix else VisibleConsole(stderr=True)
     try:
-        with stoppable():
+        with stoppable(), plain_lines(console, "distill"):
             started = PartialState(cpu=asked > 1 and best_device().type == "cpu").num_processes
             if started != asked:
                 raise BadInputError(
@@ -50,7 +53,7 @@ def _run(given: argparse.Namespace, prefix: str) -> int:
                     "launch --multi_gpu` or torchrun."
                 )
             recipe = load_recipe(given.recipe, given.overrides)
-            folder = distill(recipe, console=None if prefix else VisibleConsole(stderr=True))
+            folder = distill(recipe, console=console)
         ended_well = True
     except OutriderError as error:
         return _say(f"{prefix}error: {error}", error.exit_code)

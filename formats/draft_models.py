@@ -16,6 +16,7 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
+import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -79,14 +80,17 @@ def _file(folder: Path) -> Path:
 
 
 def read_gguf(file: Path) -> Any:
-    """Return the model in `file`, in fp32, as `transformers` reads it.
+    """Return the model in `file`, in fp32, as `transformers` reads it, which may be saved as any other.
 
     Raises:
         BadInputError: it cannot be read.
     """
+    # Newer versions leave weights packed unless told otherwise, and then cannot save the model.
+    asked: Any = getattr(transformers, "GgufConfig", None)
+    unpacked = {} if asked is None else {"quantization_config": asked(dequantize=True)}
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            str(file.parent), gguf_file=file.name, dtype=torch.float32, trust_remote_code=False
+            str(file.parent), gguf_file=file.name, dtype=torch.float32, trust_remote_code=False, **unpacked
         )
     except (OSError, ValueError, KeyError) as error:
         raise BadInputError(f"{file}: cannot be read as GGUF ({str(error).splitlines()[0]}).") from error

@@ -16,11 +16,12 @@ from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, repeat_kv
 
 from ..common import BadInputError, IncompatibleError
 from ..targets import LayerShape, RaggedCache, Target, TensorShape
+from ..targets.layers import usual_layer
 from ..targets.weights import weight_versions
 from .base import HeadConfig, HeadDrafter
 from .unrolled_attention import Entry, Places
@@ -59,8 +60,8 @@ class LayerConfig(HeadConfig):
             )
 
     def sizes(self, target: Target) -> dict[str, Any]:
-        theirs = target.config
-        _check_widths(target, bool(self.num_attention_heads))
+        theirs = usual_layer(target.config)
+        _check_widths(target, theirs, bool(self.num_attention_heads))
         heads = self.num_attention_heads or theirs.num_attention_heads
         width = getattr(theirs, "intermediate_size", None) or 0
         width = max(width) if isinstance(width, (list, tuple)) else width  # some have one for each layer
@@ -86,7 +87,7 @@ class LayerConfig(HeadConfig):
         )
 
 
-def _check_widths(target: Target, heads_given: bool) -> None:
+def _check_widths(target: Target, theirs: PreTrainedConfig, heads_given: bool) -> None:
     """Raise IncompatibleError if the output embedding does not read hidden states, or the config names no heads."""
     name, width = type(target.model).__name__, target.model.get_output_embeddings().weight.shape[1]
     if width != target.hidden_size:
@@ -94,7 +95,7 @@ def _check_widths(target: Target, heads_given: bool) -> None:
             f"{name} has hidden states of {target.hidden_size} numbers, and an output embedding that reads {width}: no "
             "head can be trained on them; take a draft model."
         )
-    if not heads_given and not hasattr(target.config, "num_attention_heads"):
+    if not heads_given and not hasattr(theirs, "num_attention_heads"):
         raise IncompatibleError(f"{name} has no attention heads whose number a head could take; take a draft model.")
 
 

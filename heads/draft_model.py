@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ..common import BadInputError, IncompatibleError, refuse_unknown_keys
+from ..common.errors import LIBRARY_ERRORS, reason
 from ..targets import Nodes, RaggedCache, RowLengths, Target, load_causal_lm, load_tokenizer, require_same_vocabulary
 from ..targets.fingerprint import plain_config
 from ..targets.layers import is_of_llama_kind, layer_windows
@@ -319,12 +320,18 @@ def _smaller(config: Any, changes: dict[str, Any]) -> Any:
     values = config.to_dict()
     refuse_unknown_keys(changes, values, "drafter.model")
     dropped = ("architectures", "layer_types", "dtype", "torch_dtype")
-    values = {k: v for k, v in values.items() if k not in dropped} | changes
+    values = {k: v for k, v in values.items() if k not in dropped}
+    if config.is_heterogeneous:  # whose class makes layers differ by itself
+        values["per_layer_config"] = {}
+    values |= changes
     if "num_attention_heads" in changes:
         values["num_key_value_heads"] = changes.get("num_key_value_heads", changes["num_attention_heads"])
     if "head_dim" not in changes and values.get("head_dim") and {"hidden_size", "num_attention_heads"} & set(changes):
         values["head_dim"] = values["hidden_size"] // values["num_attention_heads"]
-    return type(config)(**values)
+    try:
+        return type(config)(**values)
+    except LIBRARY_ERRORS as error:
+        raise BadInputError(f"drafter.model: {reason(error)}") from error
 
 
 def runs(model: Any) -> bool:

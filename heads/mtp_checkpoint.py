@@ -269,11 +269,15 @@ _OF_A_CHECKPOINT |= {"transformers_version"}
 
 def layer_values(target: Target, changes: dict[str, Any]) -> dict[str, Any]:
     """Return the config of a model of one layer like the target's last, with these `changes`."""
-    values = target.config.to_dict()
+    values, alone = target.config.to_dict(), dict(_ALONE)
+    if target.config.is_heterogeneous:  # such a class makes layers differ by itself, and wants a window
+        last, names = target.config.per_layer_config[-1], target.config.per_layer_attributes or ()
+        values |= {name: getattr(last, name) for name in names} | {"per_layer_config": {}}
+        del alone["sliding_window"]
     refuse_unknown_keys(changes, values, "drafter.layer")
     values = {k: v for k, v in values.items() if k not in _OF_A_CHECKPOINT}
     values |= {k: v[-1:] for k, v in values.items() if isinstance(v, list) and len(v) == target.num_layers}
-    values |= {k: v for k, v in _ALONE.items() if values.get(k) is not None}
+    values |= {k: v for k, v in alone.items() if values.get(k) is not None}
     try:
         made = type(target.config)(**(values | changes))
     except LIBRARY_ERRORS as error:
@@ -299,6 +303,8 @@ def plain_body(values: dict[str, Any]) -> Any:
     except LIBRARY_ERRORS as error:
         cause = reason(error)
         raise IncompatibleError(f"mtp: transformers cannot make a layer of a {kind!r} model ({cause}).") from error
+    if getattr(config, "hidden_size_per_layer_input", 0):
+        raise IncompatibleError(f"mtp: a layer of a {kind!r} model reads tokens, too; take another drafter.")
     if not isinstance(getattr(body, "norm", None), nn.Module) or not hasattr(body, "layers"):
         raise IncompatibleError(
             f"mtp: {type(body).__name__} is not a stack of layers with one norm after them; take another drafter."

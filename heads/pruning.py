@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ..common import BadInputError, IncompatibleError
 from ..targets import RowLengths, Target, decoder_layers
+from ..targets.layers import usual_layer
 from .session import required
 
 LAYERS, HIDDEN, NEURONS = "num_hidden_layers", "hidden_size", "intermediate_size"
@@ -47,7 +48,7 @@ _ROWS, _TOKENS, _SEED = 16, 64, 0
 def _kept_sizes(target: Target, model: dict[str, Any]) -> dict[str, int]:
     """Return the target's sizes, with those that `model` names instead; heads and their groups imply each other."""
     check_names(model)
-    own = {name: int(getattr(target.config, name, None) or 0) for name in SIZES}
+    own = {name: int(getattr(usual_layer(target.config), name, None) or 0) for name in SIZES}
     own[GROUPS] = own[GROUPS] or own[HEADS]
     for name, size in model.items():
         if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= own[name]:
@@ -117,6 +118,9 @@ def _config(target: Target, sizes: dict[str, int], narrower: bool) -> Any:
     for name, value in values.items():
         if isinstance(value, list) and len(value) == target.num_layers:
             values[name] = [value[i] for i in kept]
+    if differing := values.get("per_layer_config"):
+        by_layer = {int(i): sizes_there for i, sizes_there in differing.items()}
+        values["per_layer_config"] = {new: by_layer[old] for new, old in enumerate(kept) if old in by_layer}
     values = {k: v for k, v in values.items() if k not in ("architectures", "dtype", "torch_dtype")}
     values[getattr(target.config, "attribute_map", {}).get(LAYERS, LAYERS)] = sizes[LAYERS]
     if narrower:

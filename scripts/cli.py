@@ -23,7 +23,7 @@ from typer.core import TyperGroup
 
 from ..common import OutriderError
 from ..common.atomic import is_disk_full, require_folder, write_atomically
-from ..common.progress import say_retries_once
+from ..common.progress import plain_lines, say_retries_once
 from ..common.runtime import keep_large_blocks, remember_few_shapes
 from ..common.signals import how, number_of, stoppable
 from ..common.terminal import VisibleConsole, log_to_stderr, print_to_stderr, visible
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 FINDING, BAD_INPUT, FAULT = 1, 2, 70
 # Verbs that keep what is finished when they are asked to stop.
 RESUMED = ("distill", "train", "compare", "refresh", "quickstart")
+SPEAKING = ("generate", "watch")  # what they write comes as it is made
 GOES_ON = "what was done is kept, and the same command goes on from there."
 
 
@@ -62,8 +63,10 @@ class Verbs(TyperGroup):
             return self._invoke(ctx, as_json)
 
     def _invoke(self, ctx: Any, as_json: bool) -> Any:
+        verb = ctx.invoked_subcommand or " ".join(ctx._protected_args[:1])
+        console = None if verb in SPEAKING else console_for(as_json)
         try:
-            with stoppable():
+            with stoppable(), plain_lines(console, verb):
                 return super().invoke(ctx)
         except KeyboardInterrupt as error:
             after = GOES_ON if ctx.invoked_subcommand in RESUMED else "nothing was written; run the same command again."
@@ -155,6 +158,7 @@ def _every_verb(
     log_to_stderr()
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TQDM_DISABLE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     say_retries_once()
     keep_large_blocks()

@@ -140,7 +140,7 @@ def print_pair(pair: Pair, console: Console) -> None:
     source, parent = manifest.target.source, manifest.lineage.parent
     rows = {
         "pair": f"{pair.name} version {pair.version}",
-        "identity": pair.digest,
+        "identity": f"{pair.digest[:12]}… (whole: pair show --json)",
         "target": " + ".join(filter(None, (source.path or "given in memory", source.adapter)))
         + f" ({pair.dtype}, {pair.fingerprint().digest[:12]}…)",
         "drafter": f"{manifest.drafter.type}, {pair.plan}, rule {pair.plan.verify}",

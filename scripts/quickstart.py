@@ -29,7 +29,6 @@ import torch
 from peft import LoraConfig, get_peft_model
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import track
 from rich.table import Column, Table
 from rich.text import Text
 from torch import Tensor
@@ -38,6 +37,7 @@ from ..common import BadInputError, digests
 from ..common.atomic import replacing_folder
 from ..common.digests import read_sealed, write_json
 from ..common.locks import locked
+from ..common.progress import progress
 from ..costs.machine_speed import Pace, forecast, measure_pace
 from ..distill import distill, provenance
 from ..distill.prompt_table import Prompt
@@ -359,14 +359,15 @@ def fine_tune(recipe: Recipe, budget: QuickstartBudget, folder: Path, console: C
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=budget.lora_rate)
     losses, windows = [], prose_windows(target, budget)
-    is_quiet = not console.is_terminal
-    for tokens in track(windows, "fine-tuning", budget.lora_steps, console=console, transient=True, disable=is_quiet):
-        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(trained, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    with progress(console, "fine-tuning", budget.lora_steps, transient=True) as advance:
+        for tokens in windows:
+            loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(trained, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            advance(1, "")
     with replacing_folder(folder) as building:
         model.save_pretrained(str(building))
         digests.seal(building)

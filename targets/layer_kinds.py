@@ -98,6 +98,11 @@ def check_layers(model: PreTrainedModel, body: PreTrainedModel, config: PreTrain
             f"{', '.join(sorted(ATTENTION))}, and recurrent layers of {', '.join(MODELS)}. Take a target of these "
             "kinds."
         )
+    if windows := sorted({"sliding_window", "attention_chunk_size"} & set(config.per_layer_attributes or ())):
+        raise IncompatibleError(
+            f"{type(model).__name__} has layers that differ in their {windows[0]}; the decoder masks all layers of a "
+            "kind alike. Take a target whose layers have one."
+        )
     limits = {tuple(getattr(layer, "time_step_limit", None) or _NO_LIMIT) for layer in body.modules()}
     if limit := min(limits - {_NO_LIMIT}, default=None):
         raise IncompatibleError(

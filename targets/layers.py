@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.activations import SiLUActivation
 
 from ..common.errors import IncompatibleError
@@ -188,6 +188,15 @@ def is_as_made(module: nn.Module) -> bool:
         return False
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     return all(isinstance(hook, Tap) for hook in hooks)
+
+
+def usual_layer(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return a config that has one value for each size: of layers that differ, that of the commonest kind."""
+    if not config.is_heterogeneous:
+        return config
+    layers, names = list(config.per_layer_config), sorted(config.per_layer_attributes or ())
+    kinds = [repr([getattr(layer, name, None) for name in names]) for layer in layers]
+    return layers[kinds.index(max(kinds, key=kinds.count))]
 
 
 def layer_windows(model: Any) -> list[int]:

@@ -135,7 +135,8 @@ def _score_bytes(backbone: Backbone) -> tuple[int, int]:
     Eager attention writes scores down twice, or once and in fp32; split attention repeats masks for its heads.
     """
     config = backbone.config
-    kind, heads = getattr(config, "_attn_implementation", None), int(config.num_attention_heads)
+    kind = getattr(config, "_attn_implementation", None)
+    heads = max(int(layer.num_attention_heads) for layer in config.per_layer_config)
     masks = len(masked_kinds(config))
     repeated = heads if kind == SPLIT_ATTENTION else 0
     return heads * 8 if kind == "eager" else 0, (masks + repeated) * backbone.dtype.itemsize

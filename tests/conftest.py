@@ -15,7 +15,8 @@ from typing import Any
 # Read once, at import, by the libraries: so they stand above their imports. Subprocesses of tests inherit them.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OUTRIDER_TEST_THREADS", "1")
+os.environ.setdefault("OMP_NUM_THREADS", os.environ["OUTRIDER_TEST_THREADS"])
 os.environ.setdefault("WANDB_MODE", "offline")
 # The others are written for a CPU: training would move what they share to a GPU. (Workers inherit what was decided
 # here.)
@@ -58,8 +59,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
-    """Tiny models run fastest on one thread, and sums are made in one order."""
-    torch.set_num_threads(1)
+    """Tiny models run fastest on one thread, and sums are made in one order; two stand for other machines."""
+    torch.set_num_threads(int(os.environ["OUTRIDER_TEST_THREADS"]))
 
 
 @pytest.fixture(scope="session", autouse=True)

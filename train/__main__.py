@@ -6,12 +6,8 @@ import argparse
 import logging
 import os
 
-from datasets import disable_progress_bars as hide_bars_of_datasets
-from huggingface_hub.utils import disable_progress_bars as hide_bars_of_the_hub
-from transformers.utils import logging as transformers_logging
-
 from ..common import OutriderError
-from ..common.progress import say_retries_once
+from ..common.progress import hide_library_bars, plain_lines, say_retries_once
 from ..common.runtime import keep_large_blocks, remember_few_shapes
 from ..common.signals import how, number_of, stop_with_launcher, stoppable
 from ..common.terminal import VisibleConsole, log_to_stderr, print_to_stderr
@@ -35,10 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
     rank = os.environ.get("RANK", "0")
     log_to_stderr(logging.INFO if rank == "0" else logging.ERROR)
     say_retries_once()
-    if os.environ.get("WORLD_SIZE", "1") != "1":  # bars of several processes would run through the lines of the log
-        hide_bars_of_datasets()
-        hide_bars_of_the_hub()
-        transformers_logging.disable_progress_bar()
+    hide_library_bars()
     keep_large_blocks()
     remember_few_shapes()
     stop_with_launcher()
@@ -46,14 +39,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(given: argparse.Namespace, prefix: str) -> int:
-    ended_well = False
+    ended_well, console = False, None if prefix else VisibleConsole(stderr=True)
     try:
-        with stoppable():
-            result = train(
-                load_recipe(given.recipe, given.overrides),
-                resume=not given.fresh,
-                console=None if prefix else VisibleConsole(stderr=True),
-            )
+        with stoppable(), plain_lines(console, "train"):
+            result = train(load_recipe(given.recipe, given.overrides), resume=not given.fresh, console=console)
         ended_well = True
     except OutriderError as error:
         return _say(f"{prefix}error: {error}", error.exit_code)

@@ -12,14 +12,15 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_callback import ProgressCallback
 
+from ..common.progress import Advance, progress
 from ..common.signals import ECHO, StoppedError, listening
 from ..recipes import Recipe
 from .arguments import MEASURED
@@ -81,24 +82,39 @@ class GracefulStop(TrainerCallback):
         control.should_save = control.should_training_stop = True
 
 
-class Progress(ProgressCallback):
-    """A progress bar, transformers' own, where what is logged becomes one line that fits a terminal."""
+class StepLines(TrainerCallback):
+    """A callback that counts the steps taken for `progress`, and prints the lines of `log_line`, or logs them."""
 
-    def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **_: Any
-    ) -> None:
-        line = log_line(logs, state.global_step)
-        if line and state.is_world_process_zero and self.training_bar is not None:
-            self.training_bar.write(line)
+    def __init__(self) -> None:
+        self._console: Console | None = None
+        self._name, self._counted = "", 0
+        self._shown = ExitStack()
+        self._advance: Advance = lambda _count, _note: None
 
+    @contextmanager
+    def watched(self, console: Console | None, name: str) -> Iterator[None]:
+        """Show the steps of the training inside, where there is a console."""
+        self._console, self._name = console, name
+        with self._shown:
+            yield
 
-class LogLines(TrainerCallback):
-    """A callback that logs the lines of `log_line` without a bar (`disable_tqdm`)."""
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._counted = state.global_step
+        shown = progress(self._console, self._name, state.max_steps, self._counted, transient=True)
+        self._advance = self._shown.enter_context(shown)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._advance(state.global_step - self._counted, "")
+        self._counted = state.global_step
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         line = log_line(kwargs["logs"], state.global_step)
-        if line and state.is_world_process_zero:
+        if not line or not state.is_world_process_zero:
+            return
+        if self._console is None:
             _log.info("%s", line)
+        else:
+            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def log_line(logs: dict[str, Any], step: int) -> str:

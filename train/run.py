@@ -15,7 +15,7 @@ import logging
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from transformers import PreTrainedModel, TrainingArguments, set_seed
 from ..common.atomic import keeping
 from ..common.digests import save_whole
 from ..common.signals import StoppedError, how, number_of
+from ..common.terminal import VisibleConsole
 from ..distill.data_set import DEPTHS, load_responses, rounds_of
 from ..distill.features import FeatureStore
 from ..distill.launch import launch_group
@@ -275,8 +276,10 @@ class _Training:
             return checkpoints.step_of(start), {}
         if start is not None:
             _log.warning("continuing from %s", start)
-        bar = budget.watched(self.console, f"training {self.recipe.name}") if budget is not None else nullcontext()
-        with trainer.stop.listening(), bar:
+        name, shown = f"training {self.recipe.name}", self.console or VisibleConsole(stderr=True)
+        has_bar = self.args.process_index == 0 and not self.args.disable_tqdm
+        steps = trainer.steps.watched(shown if has_bar else None, name)
+        with trainer.stop.listening(), steps if budget is None else budget.watched(self.console, name):
             result = trainer.train(resume_from_checkpoint=None if start is None else str(start))
         if trainer.stop.stopped_at is not None:
             raise TrainingInterruptedError(

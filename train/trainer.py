@@ -27,7 +27,7 @@ from ..distill.data_set import DEPTHS
 from ..heads import AcceptedPositions, Drafter, DrafterLoss
 from . import checkpoints, muon
 from .arguments import GAP, MEASURED
-from .callbacks import EpochOrder, GracefulStop, LogLines, Progress
+from .callbacks import EpochOrder, GracefulStop, StepLines
 from .checkpoints import DrafterCheckpointIO
 from .data import IGNORED, Batches, Order, Packs, Rows, collate
 from .decoding import MeasuredTau, OnPolicy
@@ -186,6 +186,7 @@ class DrafterTrainer(HookedTrainer):
         self.budget = None if seconds is None else TimeBudget(seconds, args, self.processes.mean)
         self.watch = None if until is None else TauWatch(until, self.tokens_trained, len(data.held_out) > 0)
         self._tokens = torch.zeros((), dtype=torch.long, device=args.device)
+        self.steps = StepLines()
         self._add_callbacks()
 
     def _add_callbacks(self) -> None:
@@ -201,9 +202,8 @@ class DrafterTrainer(HookedTrainer):
             self.remove_callback(PrinterCallback)
             return
         # Lines that fit a terminal, in place of the base class's bar, or its printed dictionaries.
-        has_bar = not self.args.disable_tqdm
-        self.remove_callback(ProgressCallback if has_bar else PrinterCallback)
-        self.add_callback(Progress if has_bar else LogLines)
+        self.remove_callback(PrinterCallback if self.args.disable_tqdm else ProgressCallback)
+        self.add_callback(self.steps)
         for name in ("logging_steps", "eval_steps", "save_steps"):
             share = getattr(self.args, name)
             if share is not None and 0 < share < 1:  # as a fraction it would seem changed on every resume

@@ -8,7 +8,7 @@ from importlib import resources
 from pathlib import Path
 
 from jinja2 import Environment, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 from rich.console import Console
 from rich.table import Table as Grid
 from rich.text import Text
@@ -63,7 +63,7 @@ def print_report(report: Report, console: Console) -> None:
 def print_comparison(report: Report, console: Console) -> None:
     """Print every contestant at every temperature in one table (two on a narrow terminal), its rules and conditions."""
     table = tables.comparison(report)
-    for part in [table] if _width(table) <= console.width else table.split("speedup"):
+    for part in [table] if _width(table) <= console.width else table.split("τ"):
         print_table(part, None, console)
     console.print(Text(f"{tables.rules_line(report)} {_brief(report)}", style="dim"))
     _print_advice(report, console)
@@ -77,12 +77,13 @@ def _print_advice(report: Report, console: Console) -> None:
 
 
 def print_table(table: Table, title: str | None, console: Console) -> None:
-    """Print a table: figures right-aligned, intervals and counts dimmed."""
+    """Print a table: figures right-aligned, intervals and counts dimmed; below them where the line is too short."""
+    apart = " " if _width(table) <= console.width else "\n"
     grid = Grid(title=title, title_justify="left", title_style="", box=None, pad_edge=False, header_style="dim")
     for i, header in enumerate(table.headers):
         grid.add_column(header, justify="left" if i < table.labels else "right", no_wrap=True)
     for row in table.rows:
-        grid.add_row(*(Text.assemble(cell.main, (f" {cell.extra}" if cell.extra else "", "dim")) for cell in row))
+        grid.add_row(*(Text.assemble(cell.main, (f"{apart}{cell.extra}" if cell.extra else "", "dim")) for cell in row))
     console.print(grid)
 
 
@@ -169,6 +170,7 @@ def html(report: Report) -> str:
         brief=_brief(report),
         decision=decision(report),
         remarks=remarks(report),
+        advice=lambda text: Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(_unbroken(text))))),
         legend=[(Markup(marker), label) for marker, label in plots.legend(report)],
     )
 

@@ -69,7 +69,7 @@ def comparison(report: Report) -> Table:
     """Return one row per contestant, over all suites at every temperature, the highest τ first, and its training."""
     heats = report.conditions.temperatures
     taus, speedups = [f"τ at {t:g}" for t in heats], [f"speedup at {t:g}" for t in heats]
-    headers = ["contestant", *taus, "parameters", *speedups, "trained", "steps"]
+    headers = ["contestant", *speedups, *taus, "parameters", "trained", "steps"]  # on a telephone the first are seen
     rows = [_comparison_row(report, name) for name in report.ranked()]
     return _without_empty(Table("At the same training time", headers, rows))
 
@@ -148,6 +148,7 @@ def conditions(report: Report) -> Table:
     """Return everything the figures depend on, as name and value."""
     c = report.conditions
     target = {k.replace("_", " "): v for k, v in c.target.items() if v is not None}
+    target |= {k: f"{v}"[:12] + "…" for k, v in target.items() if k == "fingerprint"}  # report.json holds all digits
     values = {
         "target": ", ".join(f"{k} {v:,}" if isinstance(v, int) else str(v) for k, v in target.items()),
         "contestants": "; ".join(_described(report, i.name) for i in report.contestants),
@@ -218,9 +219,9 @@ def _comparison_row(report: Report, name: str) -> list[Cell]:
     taus = [Cell("1") if plain else Cell.of(f.tau) for f in figures]
     speedups = [Cell("1×") if plain else Cell.of(f.speedup, unit="×") for f in figures]
     if training is None:
-        return [Cell(name), *taus, Cell("–"), *speedups, Cell("–"), Cell("–")]
-    trained = [Cell(f"{training.seconds:.0f} s"), Cell(str(training.steps))]
-    return [Cell(name), *taus, Cell(f"{training.parameters:,}"), *speedups, *trained]
+        return [Cell(name), *speedups, *taus, Cell("–"), Cell("–"), Cell("–")]
+    trained = [Cell(f"{training.parameters:,}"), Cell(f"{training.seconds:.0f} s"), Cell(str(training.steps))]
+    return [Cell(name), *speedups, *taus, *trained]
 
 
 def _without_empty(table: Table) -> Table:

@@ -26,7 +26,7 @@ from ...common.errors import IncompatibleError, reason
 from ...common.machine import clock, device_name
 from ...common.runtime import installed_version
 from ..backbone import Backbone
-from ..layers import is_of_llama_kind
+from ..layers import is_of_llama_kind, usual_layer
 from ..split_attention import steady_kernels
 from ..target import Target
 from .trial_passes import PASS_TOLERANCE, PassProbe
@@ -268,7 +268,7 @@ def remember(selection: PassSelection) -> None:
 
 def _key(target: Target, candidates: Sequence[PassCandidate]) -> tuple[str, str, str, str, str]:
     """Return everything that a selection depends on, as `PassSelection.key` has it."""
-    config = target.config
+    config = usual_layer(target.config)
     sizes = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
     shape = ", ".join(f"{name} {getattr(config, name, None)}" for name in (*sizes, "head_dim", "vocab_size"))
     serving = ", ".join(candidate.name for candidate in candidates if candidate.why_not(target) is None)

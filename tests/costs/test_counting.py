@@ -29,6 +29,7 @@ def test_a_step_reads_all_weights_but_an_untied_embedding_table(tiny_llama: Call
         ("llama", {}),
         ("qwen3_moe", {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}),
         ("gemma3_text", {"head_dim": 32, "query_pre_attn_scalar": 32}),
+        ("gemma4_unified_text", {"head_dim": 32, "global_head_dim": 64, "num_key_value_heads": 4}),
     ],
 )
 def test_a_targets_pass_is_what_torch_counts(kind: str, changes: dict[str, Any]) -> None:

@@ -11,9 +11,11 @@ import torch
 from safetensors.torch import load_file
 
 from outrider.common import BadInputError, IncompatibleError
+from outrider.common.digests import save_whole
 from outrider.formats import LAYOUTS, export_drafter, import_drafter, launch
 from outrider.formats.engine_logits import passage_of, session_logits
 from outrider.formats.lint import lint
+from outrider.heads import load_drafter
 
 from .faults import edit_config, edit_tensors
 
@@ -66,7 +68,9 @@ CASES = [
 def test_what_leaves_is_read_as_it_was_measured_and_comes_back_bit_for_bit(
     target, make_drafter, tmp_path, to, kind, settings
 ):
-    """Where an engine lacks a setting, nothing is written, and the message says what it would serve."""
+    """It can be saved as one of ours. Where an engine lacks a setting, nothing is written, and the message says what
+    it would serve.
+    """
     drafter, out = make_drafter(kind, **settings), tmp_path / "out"
     if LAYOUTS[to][kind].lacks(drafter.config, target.num_layers):
         with pytest.raises(IncompatibleError, match="nearest that can be served"):
@@ -76,7 +80,9 @@ def test_what_leaves_is_read_as_it_was_measured_and_comes_back_bit_for_bit(
     assert export_drafter(drafter, target, to, out, 3).difference < 1e-4
     back, passage = import_drafter(out, target), passage_of(target, drafter.max_depth)
     assert type(back) is type(drafter)
-    assert torch.equal(session_logits(back, target, passage), session_logits(drafter, target, passage))
+    save_whole(back, tmp_path / "kept")
+    for other in (back, load_drafter(tmp_path / "kept", target)):
+        assert torch.equal(session_logits(other, target, passage), session_logits(drafter, target, passage))
 
 
 @pytest.mark.parametrize(("taps", "nearest"), [([4, 2, 1], [1, 2, 4]), ([1, 3, 6], [1, 3, 5])], ids=str)

@@ -79,6 +79,8 @@ def test_a_new_draft_model_is_the_targets_config_with_changes(tiny_llama):
 def test_what_cannot_be_built_is_refused(target, tiny_llama):
     with pytest.raises(BadInputError, match="unknown key 'num_layers'; did you mean 'num"):
         DraftModel.build(DraftModelConfig(model={"num_layers": 1}), target)
+    with pytest.raises(BadInputError, match=r"drafter.model: .*hidden size \(30\)"):
+        DraftModel.build(DraftModelConfig(model={"hidden_size": 30}), target)
     with pytest.raises(IncompatibleError, match="vocabulary has 32 entries, the target's 64"):
         DraftModel(tiny_llama(layers=1, vocab=32)).check(target)
 

@@ -35,6 +35,7 @@ from outrider.heads import (
 from outrider.targets import RowLengths, Target
 
 from ..conftest import FEW_TOKENS, few
+from ..targets.small_models import NO_IDS, small_model
 from .conftest import batch, best, opened, ragged, sequences
 
 Maker = Callable[[Target, Callable], Drafter]
@@ -105,6 +106,36 @@ WITH_WEIGHTS = [name for name in MAKERS if HEADS[name.split()[0]].trainable]
 SLOW = ("dflash causal", "dflash pruned", "dspark rnn", "peagle pruned")
 KNOWN = ", ".join(sorted(HEADS))
 PROMPTS = [torch.randint(0, 64, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (5, 1, 9, 3)]
+
+
+# For a target whose layers have heads of two sizes, of which the first is the commoner one.
+UNEVEN = {"head_dim": 8, "global_head_dim": 16, "num_global_key_value_heads": 1, "sliding_window": 6}
+UNEVEN_LAYERS = ["sliding_attention"] * 3 + ["full_attention"]
+MASKED: dict[str, Any] = {"mask_token_id": 63}
+ON_UNEVEN: dict[str, dict[str, Any]] = {
+    **{name: {} for name in ("eagle1", "eagle3", "hydra", "medusa", "mtp")},
+    **dict.fromkeys(("dflash", "dspark", "peagle"), MASKED),
+    "self_speculative": {"exit_layer": 2},
+    "draft_model": {"model": {"num_hidden_layers": 2}},
+    "draft_model pruned": {"init": "prune", "model": {"num_hidden_layers": 3}},
+}
+
+
+@pytest.fixture(scope="module")
+def uneven() -> Target:
+    return Target(small_model("gemma4_unified_text", layer_types=UNEVEN_LAYERS, **UNEVEN, **NO_IDS))
+
+
+@pytest.mark.parametrize("name", ON_UNEVEN)
+def test_a_target_whose_layers_differ_takes_every_head(uneven, name):
+    """A head takes the sizes of the layers of which there are most. (PARD wants models of Llama's kind.)"""
+    assert {key.split()[0] for key in ON_UNEVEN} == {kind for kind, head in HEADS.items() if head.trainable} - {"pard"}
+    head, config = drafter_config({"type": name.split()[0]} | ON_UNEVEN[name])
+    drafter = head.build(config, uneven)
+    sizes = drafter.config.to_dict()
+    assert (sizes.get("head_dim", 8), sizes.get("num_key_value_heads", 2)) == (8, 2)
+    texts = [Decoder(uneven, one).generate(PROMPTS, 8, plan=Plan(depth=2)).tokens for one in (None, drafter)]
+    assert texts[0] == texts[1]
 
 
 @pytest.fixture(params=MAKERS)

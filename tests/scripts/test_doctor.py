@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from outrider.common import progress
 from outrider.common.runtime import EXTRAS, Extra
 from outrider.scripts import doctor
 from outrider.scripts.cli import app
@@ -32,6 +33,17 @@ def test_json_holds_versions_device_memory_disk_and_features() -> None:
     assert 0 < found["memory"]["available"] <= found["memory"]["total"]
     assert found["disk"]["free"] > 0
     assert {"feature", "missing", "remedy"} == set(found["features"][0])
+
+
+@pytest.mark.parametrize(("said", "terminal"), [("doctor: ", False), ("", True)], ids=["a log", "a terminal"])
+def test_a_verb_that_takes_long_says_so_in_a_log(monkeypatch: pytest.MonkeyPatch, said: str, terminal: bool) -> None:
+    """Whatever it does meanwhile, a line comes every ten seconds, beside the answer."""
+    monkeypatch.setattr(progress, "EVERY", 0.001)
+    monkeypatch.setenv("FORCE_COLOR", "1" if terminal else "")
+    result = CliRunner().invoke(app, ["doctor", "--json"])
+    assert json.loads(result.stdout)["versions"]
+    assert result.stderr.startswith(said)
+    assert bool(result.stderr) == bool(said)
 
 
 def test_a_missing_module_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 import subprocess
 import sys
@@ -61,8 +62,11 @@ def test_a_pairs_life(
     assert (run / "report" / "report.html").is_file()
 
     succeeded(outrider("pair", "new", pair, recipe_file))
-    assert "version 1" in succeeded(outrider("pair", "show", pair)).stdout
-    assert json.loads(succeeded(outrider("pair", "show", pair, "--json")).stdout)["version"] == 1
+    shown, whole = outrider("pair", "show", pair).stdout, json.loads(outrider("pair", "show", pair, "--json").stdout)
+    assert "version 1" in shown
+    assert f"{whole['digest'][:12]}…" in shown
+    assert not re.search("[0-9a-f]{20}", shown), "a digest of 64 digits would wrap"
+    assert whole["version"] == 1
     assert "is intact" in succeeded(outrider("pair", "verify", pair)).stdout
     assert "is intact" in succeeded(outrider("pair", "verify", pair, "--target", target_folder)).stdout
     succeeded(outrider("gate", pair, "--against", run / "report"))

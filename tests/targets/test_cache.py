@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from outrider.common import IncompatibleError
 from outrider.targets import Nodes, RaggedCache, RowLengths, Target
 
 from .small_models import VOCAB, allocated, prefilled, require_librarys, require_offsets, small_model, tokens
@@ -209,6 +210,13 @@ def test_layers_of_different_sizes_are_told_apart():
     assert shared == [None, None], "layers that read another's keys and values keep none"
     latent = sized("deepseek_v3").cache_layout().shapes[0]
     assert (latent.keys.size, latent.values.size) == (16, 8)
+
+
+def test_layers_with_windows_of_their_own_are_refused():
+    model = small_model("mistral", sliding_window=6)
+    model.config.per_layer_config = {1: {"sliding_window": 3}}
+    with pytest.raises(IncompatibleError, match=r"layers that differ in their sliding_window.*Take a target"):
+        Target(model).new_cache(1, 4)
 
 
 def test_looking_at_a_layer_once_leaves_nothing_behind(tiny_target):

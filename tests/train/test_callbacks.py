@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -13,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
-from outrider.common import BadInputError
+from outrider.common import BadInputError, progress
 from outrider.recipes import Recipe
 from outrider.train import TrainResult, train
 from outrider.train import __main__ as entry
@@ -69,6 +72,17 @@ def test_the_analytic_tau_and_the_measured_one_have_names_of_their_own(
         assert entry._run(given, "") == 0
         line = f"drafter after 7 steps: here; held out: analytic tau 3.47 (T=1){said}\n"
         assert capsys.readouterr().err == line
+
+
+def test_a_training_whose_output_is_kept_writes_lines(recipe, target, monkeypatch, capfd):
+    """One for each log, and one every ten seconds of how far it is; no bar, which a file holds as one endless line."""
+    monkeypatch.setattr(progress, "EVERY", 0.001)
+    out = io.StringIO()
+    train(recipe(max_steps=3, disable_tqdm=False), target, console=Console(file=out, width=20))
+    written = capfd.readouterr()
+    assert {"step 1", "step 2", "step 3"} <= {line.partition("  ")[0] for line in out.getvalue().splitlines()}
+    assert re.search(r"^training run: \d of 3, .* (left|so far)$", written.err, re.MULTILINE)
+    assert "\r" not in written.err + written.out + out.getvalue()
 
 
 def measuring(recipe: MakeRecipe, folder: Path, tracker: str) -> Recipe:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -158,9 +159,11 @@ def test_the_report_shows_every_method_at_every_temperature_best_first(recipe, t
         for words in (*columns, "heads", "small", "ngram", "plain", "rejection (heads, small)"):
             assert words in shown, (width, words)
         assert "…" not in shown
+        assert shown.index("speedup at 0") < shown.index("τ at 0"), "what a telephone shows first decides"
     page = (tmp_path / "out" / "report" / "report.html").read_text()
     assert "At the same training time" in page
     assert "0.3 s each on the same" in page
+    assert not re.search("[0-9a-f]{20}", page), "a digest of 64 digits breaks lines"
     drawn = (tmp_path / "out" / "report" / "comparison.svg").read_text()
     assert drawn.count("<polygon") == 2 * 3 + 2, "two temperatures of three drafters, and the legend"
     taus = {name: report.headline(name).tau for name in ("heads", "small", "ngram")}

@@ -108,6 +108,7 @@ def html(report, tmp_path) -> str:
 def test_the_page_is_well_formed_escapes_what_it_is_given_and_asks_for_nothing_from_outside(html):
     assert "&lt;p &amp; 0&gt;" in html
     assert "<p & 0>" not in html
+    assert "<code>outrider tune</code>" in html
     page = Page()
     page.feed(html)
     assert page.open == []

@@ -212,7 +212,7 @@ class Leftover:
     def in_work(self) -> bool:
         """Tell whether the process that began it may still be at work on it."""
         if self.machine != machine_tag():
-            return time.time() - self.changed() < _FOREIGN_AGE
+            return abs(time.time() - self.changed()) < _FOREIGN_AGE  # one of the future: its clock, or ours, was wrong
         try:
             return psutil.Process(self.process).create_time() <= self.changed() + 1.0  # a later one has its number only
         except psutil.NoSuchProcess:

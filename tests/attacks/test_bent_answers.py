@@ -26,7 +26,7 @@ from outrider.serving.engine import Engine, read_counters
 from ..serving.hostile_server import METRICS, PAGES, Hostile, plain
 from ..serving.small_engine import MODELS, TOKENS, completion
 
-FEW, MANY = 40, 20_000
+FEW, MANY = 40, 4000
 LETTERS = 'ab1 -+.eE{}=",:_#\\\n\0\x1b\x7fé³\u202e\ud800'
 COMPLETION = completion(TOKENS, "text", [1, 2])
 MESSAGE = {"role": "assistant", "content": "text", "tool_calls": None}

@@ -53,6 +53,16 @@ def attack(attempts: list[Attempt], world: Path, folder: Path, whole: str) -> di
     return {"attempts": len(attempts), "commands": sum(codes.values()), "ran": ran, **counts, "odd": odd}
 
 
+def _require_obeyed(folder: Path) -> None:
+    """Show that text which is obeyed is noticed."""
+    folder.mkdir()
+    (folder / ".said").write_text(f"\x1b[31m {escapes.SECRET}")
+    (folder / "gate.md").write_text("a [link](http://evil)")
+    (folder / "gate.xml").write_text("<testsuites><evil/></testsuites>")
+    if len(seen := escapes.obeyed(folder)) != 4:
+        raise RuntimeError(f"of four things that are obeyed these were seen: {seen}")
+
+
 def _require_alarm(world: Path, folder: Path) -> None:
     """Show that code which runs is noticed: with the user's word, a target's own code does."""
     copied(world, folder)
@@ -71,7 +81,8 @@ def _run(name: str, command: list[str], folder: Path, whole: str) -> runner.Outc
     outcome = runner.run(command, folder)
     odd = "" if outcome.held else " ODD"
     last = (outcome.said.strip().splitlines() or [""])[-1][:150]
-    line = f"{outcome.code} {outcome.cpu} s {outcome.gigabytes} GB{odd} · {name} · {' '.join(command[:3])} · {last}"
+    took = f"{outcome.cpu} s of {outcome.seconds} s, {outcome.gigabytes} GB"
+    line = f"{outcome.code} {took}{odd} · {name} · {' '.join(command[:3])} · {last}"
     print(line, file=sys.stderr, flush=True)
     if whole == "all" or (whole and odd):
         print(outcome.said, file=sys.stderr)
@@ -100,6 +111,7 @@ def main() -> int:
             _require_alarm(world, folder)
             chosen, whole = [a for a in all_attempts() if given.only in a.name], "ODD" if given.only else ""
         elif given.program == "escapes":
+            _require_obeyed(folder)
             chosen, whole = [a for a in escapes.attempts(given.seed) if given.only in a.name], "ODD"
         elif given.program == "servers":
             url = running.enter_context(servers.serving(folder))

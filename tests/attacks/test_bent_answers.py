@@ -80,9 +80,9 @@ def bent(draw: st.DrawFn, good: Any) -> Any:
         if how == "leave out" and len(path) > 1:
             del holder[path[-1]]
         elif how in ("wrap", "repeat"):
-            holder[path[-1]] = [holder[path[-1]]] * (1 if how == "wrap" else 3)
+            holder[path[-1]] = [copy.deepcopy(holder[path[-1]]) for _ in range(1 if how == "wrap" else 3)]
         else:
-            holder[path[-1]] = draw(values)
+            holder[path[-1]] = copy.deepcopy(draw(values))  # bent again, maybe
     return answer[0]
 
 

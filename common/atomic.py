@@ -33,18 +33,26 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # fcntl.h, linux/fs.h
 
 
 @contextmanager
-def replacing(file: Path) -> Iterator[Path]:
-    """Yield a temporary file that takes the place of `file` when the block ends well: all of it or nothing."""
-    temporary = working_name(file, "tmp")
+def replacing(file: Path, beside: bool = False) -> Iterator[Path]:
+    """Yield a temporary file that takes the place of `file` when the block ends well: all of it or nothing.
+
+    Args:
+        beside: its writer makes files of its own beside it, as safetensors does: it gets a folder for them, which is
+            cleared as a whole if the process dies.
+    """
+    working = working_name(file, "tmp")
+    temporary = working / file.name if beside else working
     try:
         with writing(file):
+            if beside:
+                working.mkdir()
             yield temporary
             sync(temporary)
             temporary.replace(file)
             sync(file.parent)
     finally:
         with suppress(OSError):  # what cannot be written, cannot be tidied either
-            temporary.unlink(missing_ok=True)
+            shutil.rmtree(working) if beside else working.unlink(missing_ok=True)
 
 
 def write_atomically(file: Path, content: str | bytes) -> None:
@@ -212,7 +220,7 @@ class Leftover:
     def in_work(self) -> bool:
         """Tell whether the process that began it may still be at work on it."""
         if self.machine != machine_tag():
-            return time.time() - self.changed() < _FOREIGN_AGE
+            return abs(time.time() - self.changed()) < _FOREIGN_AGE  # one of the future: its clock, or ours, was wrong
         try:
             return psutil.Process(self.process).create_time() <= self.changed() + 1.0  # a later one has its number only
         except psutil.NoSuchProcess:

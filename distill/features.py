@@ -244,7 +244,7 @@ class FeatureStoreBuilder:
 
     def _compute(self, shard: int) -> None:
         file, states = shard_file(self.folder, shard), self._states(self.layout.shards[shard])
-        with replacing(file) as temporary:
+        with replacing(file, beside=True) as temporary:
             save_file(states, temporary)
         list_file(self.folder, file.name)
 

@@ -29,7 +29,7 @@ from .prompt_table import Prompt
 SECONDS_BETWEEN_FILES, ANSWERS_OF_A_FILE = 5.0, 256
 FIRST_DELAY, LONGEST_DELAY = 0.25, 30.0  # before a server that was put aside is asked again
 FAILURES_IN_A_ROW = 8  # after which a server is put aside; at once, if it cannot be reached
-_SECONDS_TO_LIST = 30.0  # its models
+_SECONDS_TO_LIST = 10.0  # its models, at most: data.requests.timeout may be shorter
 _TRIES = 2  # that the client makes beside the first, of what fails for a moment, before an attempt counts as failed
 
 _log = logging.getLogger(__name__)
@@ -143,8 +143,9 @@ class _Server:
 
     async def _first_model(self) -> str:
         """Return the first model that the server lists."""
+        seconds = min(_SECONDS_TO_LIST, self.client.spec.requests.timeout)
         try:
-            async with asyncio.timeout(_SECONDS_TO_LIST):
+            async with asyncio.timeout(seconds):
                 answer = await self.api.with_options(max_retries=0).models.with_raw_response.list()
             return read_answer(ModelList, answer.content, f"{self.url}/v1/models").data[0].id
         except openai.APIStatusError as error:
@@ -155,7 +156,7 @@ class _Server:
                 raise BadInputError(f"{self.url} refuses us: {line}. {self._about_key()}") from None
             raise PassingError(f"HTTP {error.status_code}") from None
         except TimeoutError:
-            raise PassingError(f"no list of models within {_SECONDS_TO_LIST:g} s", unreachable=True) from None
+            raise PassingError(f"no list of models within {seconds:g} s", unreachable=True) from None
         except Exception as error:  # a broken connection raises what its libraries raise
             raise PassingError(self.client.line(error.__cause__ or error), unreachable=True) from None
 

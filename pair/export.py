@@ -66,13 +66,17 @@ def export_pair(
     """
     layout_of(to, pair.manifest.drafter.type)  # before the target is loaded
     folder = Path(folder or Path("runs") / "exports" / f"{pair.name}-v{pair.version}-{to}").expanduser()
-    require_new(folder)
+    with locked(folder):  # from here on: a refused run, too, clears what a dead one left
+        require_new(folder)
+        return _exported(pair, to, folder, depth, target)
+
+
+def _exported(pair: Pair, to: str, folder: Path, depth: int | None, target: Target | None) -> PairExport:
     target, drafter, _ = pair.open(target)
     drafter = restore_drafter(pair.drafter_folder, target).to(target.device).eval()  # in the precision it was saved in
     depth = depth or export_depth(pair, drafter.max_depth)
     started = launch(to, drafter.name, served_path(target, folder), str(folder.absolute()), depth, pair.dtype)
-    with locked(folder), replacing_folder(folder) as building:
-        require_new(folder)
+    with replacing_folder(folder) as building:
         exported = export_drafter(drafter, target, to, building, depth)
         if target.source.get("adapter") is not None:
             save_target(target, building / TARGET)

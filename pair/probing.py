@@ -87,7 +87,7 @@ def probe(
         template: arguments that the chat template gets now; None for the pair's own.
 
     Raises:
-        BadInputError: the pair has no baseline, or another response length is asked for.
+        BadInputError: the pair has no baseline, or one of other prompts; or another response length is asked for.
     """
     baseline = pair.manifest.measurements.baseline
     if baseline is None:
@@ -106,6 +106,11 @@ def probe(
         return ProbeResult("incompatible", lines=[str(error)])
     changes = pair.fingerprint().differences(target.fingerprint())
     prompts = first_of_each_suite(pair.calibration(), num_prompts)
+    known = {m.id: m for m in baseline.prompts}
+    if unknown := [p.id for p in prompts if p.id not in known]:
+        raise BadInputError(
+            f"{pair.folder}: its baseline has no figures of the calibration prompt {unknown[0]!r}; make the pair again."
+        )
     own = pair.recipe().template
     now = own if template is None else dict(template)
     if "chat_template" in changes or now != own:
@@ -115,7 +120,6 @@ def probe(
             was, is_now = (repr(given[name]) if name in given else "not given" for given in (own, now))
             changes.append(f"the chat template's argument {name} (was {was}, is {is_now})")
     measured = calibrate(target, drafter, prompts, baseline, pair.plan, console)
-    known = {m.id: m for m in baseline.prompts}
     return _judge(pair, baseline, changes, measured, [known[m.id] for m in measured], tolerance, seed)
 
 

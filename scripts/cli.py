@@ -21,7 +21,7 @@ import typer
 from rich.markup import escape
 from typer.core import TyperGroup
 
-from ..common import OutriderError
+from ..common import BadInputError, OutriderError
 from ..common.atomic import is_disk_full, require_folder, write_atomically
 from ..common.progress import plain_lines, say_retries_once
 from ..common.runtime import keep_large_blocks, remember_few_shapes
@@ -410,12 +410,16 @@ def generate(
     from .streaming import StreamedCompletion
 
     loaded = Pair.load(pair)
+    try:
+        text = sys.stdin.read() if prompt == "-" else prompt
+        text.encode()  # an argument that is no UTF-8 has halves of surrogates
+    except UnicodeError as error:
+        raise BadInputError(f"the prompt is no text in UTF-8 ({error.reason}).") from None
     if depth is None:
         target, drafter, plan = loaded.open_tuned(temperature=temperature)
     else:
         target, drafter, plan = loaded.open()
         plan = replace(plan, depth=depth, tree=None)
-    text = sys.stdin.read() if prompt == "-" else prompt
     sampling, arguments = Sampling(temperature=temperature, seed=seed), data_cli.arguments(template)
     completion = StreamedCompletion(target, drafter, plan, sampling, max_new_tokens)
     completion.template = loaded.recipe().template | (arguments or {})

@@ -212,7 +212,8 @@ class Page:
         found = self.samples.get(f"{plain}_total") or self.samples.get(plain, [])
         for _, value in found:
             if not 0 <= value <= LARGEST_COUNT:  # NaN is neither
-                raise BadInputError(f"the metric {name} is {value:g}; expected a number from 0 to {LARGEST_COUNT:g}.")
+                shown = str(value)[:40]  # the parser returns integers of any length
+                raise BadInputError(f"the metric {name} is {shown}; expected a number from 0 to {LARGEST_COUNT:g}.")
         return found
 
     def total(self, name: str) -> float:

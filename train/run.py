@@ -241,7 +241,7 @@ class _Training:
 
     def finish(self, trainer: DrafterTrainer, data: Path, start: Path | None) -> TrainResult:
         """Train from the checkpoint `start` to the end, evaluate, and write the result."""
-        began = time.time()
+        began = time.monotonic()
         steps, metrics = self._train(trainer, start)
         metrics |= self._held_out(trainer, steps)
         folder = self.recipe.output_folder / "drafter"
@@ -253,7 +253,7 @@ class _Training:
                 save_whole(trainer.joint.adapter, adapter)
                 trainer.joint.adapter.remove()  # from the target: its own weights name it
             save_whole(drafter, folder)
-            facts = self._facts(trainer, steps, time.time() - began) | {"metrics": metrics}
+            facts = self._facts(trainer, steps, time.monotonic() - began) | {"metrics": metrics}
             facts["training"]["peak_bytes"] = peaks
             if adapter is not None:
                 facts["adapter"] = {"files": digest_files(adapter)}

@@ -13,7 +13,8 @@ from .report import Report
 
 def markdown_text(text: str) -> str:
     """Return a text as one line of Markdown, in which no HTML, link, code block or table cell begins."""
-    line = visible(" ".join(text.splitlines())).replace("<", "&lt;").replace("|", "\\|")
+    # Not `\|`: after a backslash of the text's own it would end the cell.
+    line = visible(" ".join(text.splitlines())).replace("<", "&lt;").replace("|", "&#124;")
     return re.sub(r"\](?=[(\[:])", r"]\\", re.sub("`{3,}", "`", line))
 
 

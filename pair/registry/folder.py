@@ -51,11 +51,14 @@ class FolderStore:
             except OSError as error:
                 raise Refusal.of(self.folder / path, str(error.strerror), "a readable file", "Try again.") from error
 
+    def tidy(self) -> None:
+        for leftover in leftovers_within(self.folder):
+            if not leftover.in_work():
+                with suppress(OSError):  # a later push removes it
+                    leftover.remove()
+
     def add(self, blobs: dict[str, Path], entry: str, content: bytes) -> bool:
         try:
-            for leftover in leftovers_within(self.folder):
-                if not leftover.in_work():  # its writer died
-                    leftover.remove()
             for digest, source in blobs.items():
                 self._keep(digest, source)
             return self._publish(self.folder / entry, content)

@@ -57,6 +57,9 @@ class HubStore:
     def read(self, path: str) -> bytes:
         return self._downloaded(path).read_bytes()
 
+    def tidy(self) -> None:
+        """Remove nothing: a commit is whole or not there."""
+
     def add(self, blobs: dict[str, Path], entry: str, content: bytes) -> bool:
         there = set(self._files())
         if entry in there:

@@ -46,6 +46,9 @@ class RegistryStore(Protocol):
     def read(self, path: str) -> bytes:
         """Return the content of the entry at `path`."""
 
+    def tidy(self) -> None:
+        """Remove the leftovers of writers that died, where they can leave any."""
+
     def add(self, blobs: dict[str, Path], entry: str, content: bytes) -> bool:
         """Publish an entry (or a seal) with its blobs (files by digest), all or nothing; False if its path is taken."""
 

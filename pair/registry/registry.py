@@ -53,6 +53,7 @@ class Registry:
         check_files(pair.manifest, pair.folder / MANIFEST)
         blobs = {digest: pair.folder / name for name, digest in pair.manifest.files().items()}
         with progress(console, "pushing", 1, transient=True):
+            self.store.tidy()  # also where nothing is left to push: a writer may have died after its entry appeared
             self._place(pair.manifest, content)  # a refused pair leaves no signature
             self._seal(pair, content)  # before the entry, which is never seen without it
             for _ in range(_ATTEMPTS):

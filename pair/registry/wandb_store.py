@@ -73,6 +73,9 @@ class WandbStore:
             raise Refusal.of(f"{self.where}/{blob_path(digest)}", "nothing", "a file of the pair", "Push it again.")
         holding[-1].fetch(digest, to, size)
 
+    def tidy(self) -> None:
+        """Remove nothing: its runs are wandb's own."""
+
     def add(self, blobs: dict[str, Path], entry: str, content: bytes) -> bool:
         """Log an entry and its blobs as a version of its pair's artifact, in a run of its own.
 

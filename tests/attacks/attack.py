@@ -5,6 +5,10 @@ python tests/attacks/attack.py execution
 
 # 1000 damaged and hostile files, and what became of each command
 python tests/attacks/attack.py fuzz --count 1000 --seed 0 --out figures.json
+
+# 300 hostile and bent answers of a server; text that a terminal or a page would obey, in every place
+python tests/attacks/attack.py servers --count 300 --seed 0
+python tests/attacks/attack.py escapes --seed 0
 """
 
 from __future__ import annotations
@@ -15,11 +19,14 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import escapes
 import runner
+import servers
 from execution import MARK
 from execution import attempts as all_attempts
 from fuzzing import damaged
@@ -37,13 +44,23 @@ def attack(attempts: list[Attempt], world: Path, folder: Path, whole: str) -> di
             outcome, what = _run(attempt.name, command, folder, whole), {"attempt": attempt.name, "command": command}
             codes[outcome.code] += 1
             most = {name: max(value, getattr(outcome, name)) for name, value in most.items()}
-            if not outcome.held:
-                odd.append(what | asdict(outcome))
+            if not outcome.held or (seen := escapes.obeyed(folder)):
+                odd.append(what | asdict(outcome) | ({} if not outcome.held else {"obeyed": seen}))
             if (folder / MARK).exists():
                 ran.append(what)
                 (folder / MARK).unlink()
     counts = {"codes": dict(codes), "files": dict(Counter(a.file for a in attempts)), "most": most}
     return {"attempts": len(attempts), "commands": sum(codes.values()), "ran": ran, **counts, "odd": odd}
+
+
+def _require_obeyed(folder: Path) -> None:
+    """Show that text which is obeyed is noticed."""
+    folder.mkdir()
+    (folder / ".said").write_text(f"\x1b[31m {escapes.SECRET}")
+    (folder / "gate.md").write_text("a [link](http://evil)")
+    (folder / "gate.xml").write_text("<testsuites><evil/></testsuites>")
+    if len(seen := escapes.obeyed(folder)) != 4:
+        raise RuntimeError(f"of four things that are obeyed these were seen: {seen}")
 
 
 def _require_alarm(world: Path, folder: Path) -> None:
@@ -64,7 +81,8 @@ def _run(name: str, command: list[str], folder: Path, whole: str) -> runner.Outc
     outcome = runner.run(command, folder)
     odd = "" if outcome.held else " ODD"
     last = (outcome.said.strip().splitlines() or [""])[-1][:150]
-    line = f"{outcome.code} {outcome.cpu} s {outcome.gigabytes} GB{odd} · {name} · {' '.join(command[:3])} · {last}"
+    took = f"{outcome.cpu} s of {outcome.seconds} s, {outcome.gigabytes} GB"
+    line = f"{outcome.code} {took}{odd} · {name} · {' '.join(command[:3])} · {last}"
     print(line, file=sys.stderr, flush=True)
     if whole == "all" or (whole and odd):
         print(outcome.said, file=sys.stderr)
@@ -74,8 +92,8 @@ def _run(name: str, command: list[str], folder: Path, whole: str) -> runner.Outc
 def main() -> int:
     """Run one program; the exit code is 1 if anything did not hold."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("program", choices=("execution", "fuzz"))
-    parser.add_argument("--count", type=int, default=1000, help="files to damage")
+    parser.add_argument("program", choices=("execution", "fuzz", "servers", "escapes"))
+    parser.add_argument("--count", type=int, default=1000, help="files to damage, or answers to give")
     parser.add_argument("--seed", type=int, default=0)
     numbers = "only these damaged files, with all they say"
     parser.add_argument("--numbers", type=int, nargs="*", default=[], help=numbers)
@@ -84,7 +102,7 @@ def main() -> int:
     given = parser.parse_args()
     runner.prepare()
     began = time.monotonic()
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory() as scratch, ExitStack() as running:
         world, folder = Path(scratch) / "world", Path(scratch) / "attacked"
         folder.mkdir()
         make_world(folder)  # pairs say where their target is: every copy lies where the first world was
@@ -92,6 +110,13 @@ def main() -> int:
         if given.program == "execution":
             _require_alarm(world, folder)
             chosen, whole = [a for a in all_attempts() if given.only in a.name], "ODD" if given.only else ""
+        elif given.program == "escapes":
+            _require_obeyed(folder)
+            chosen, whole = [a for a in escapes.attempts(given.seed) if given.only in a.name], "ODD"
+        elif given.program == "servers":
+            url = running.enter_context(servers.serving(folder))
+            drawn = servers.attempts(given.count, given.seed, url)
+            chosen, whole = [a for a in drawn if given.only in a.name], "ODD"
         else:
             drawn = enumerate(damaged(given.count, given.seed))
             chosen = [a for number, a in drawn if not given.numbers or number in given.numbers]

@@ -43,12 +43,33 @@ def test_damaged_files_end_with_an_exit_code_in_time_and_memory(tmp_path):
     assert found["ran"] == found["odd"] == []
 
 
+def test_no_answer_of_a_server_ends_a_command_otherwise(tmp_path):
+    found = attacked(tmp_path, "attack.py", "servers", "--count", "300", "--seed", "0")
+    assert found["attempts"] == 300
+    assert found["odd"] == []
+
+
+def test_no_text_from_outside_is_obeyed_by_a_terminal_or_a_page(tmp_path):
+    found = attacked(tmp_path, "attack.py", "escapes", "--seed", "0")
+    assert found["attempts"] >= 100
+    assert found["odd"] == []
+
+
+@needs_cc
+def test_a_disk_that_fails_loses_nothing_and_leaves_nothing_behind(tmp_path):
+    rows = attacked_durability(tmp_path, "faults", "--share", "0.2")
+    assert [row["failures"] for row in rows] == [[]] * len(rows)
+    assert {row["verb"] for row in rows} == {"pair push", "pair pull", "export", "refresh", "quickstart"}
+    assert sum(sum(row["struck"].values()) for row in rows) >= 40
+
+
 @needs_cc
 def test_whatever_is_killed_loses_nothing_and_leaves_nothing_behind(tmp_path):
     rows = attacked_durability(tmp_path, "kills", "--share", "0.2")
     assert [row["failures"] for row in rows] == [[]] * len(rows)
     assert sum(row["kills"] for row in rows) >= 30
     assert {row["verb"] for row in rows} >= {"distill", "train", "pair new, in place of one", "tune", "refresh", "eval"}
+    assert {row["verb"] for row in rows} >= {"pair push", "pair pull", "export", "quickstart"}
 
 
 @needs_cc

@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from outrider.common import BadInputError
-from outrider.distill import distill, server_pool
+from outrider.distill import distill
 from outrider.targets import Target
 
 from ..serving.hostile_server import ANSWERS, Answer, Hostile
@@ -21,7 +21,6 @@ TOLD = [a for a in ANSWERS if a[1] != "/metrics"]
 
 @pytest.fixture
 def hostile(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hostile]:
-    monkeypatch.setattr(server_pool, "_SECONDS_TO_LIST", 0.5)
     monkeypatch.setattr(openai._base_client, "INITIAL_RETRY_DELAY", 0.01)
     monkeypatch.setattr(openai._base_client, "MAX_RETRY_DELAY", 0.05)
     server = Hostile()

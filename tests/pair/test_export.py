@@ -9,7 +9,7 @@ import pytest
 from peft import LoraConfig, get_peft_model
 
 from outrider.common import BadInputError
-from outrider.common.locks import locked
+from outrider.common.locks import lock_file, locked
 from outrider.heads import Medusa, MedusaConfig
 from outrider.pair import export_pair, new_pair
 from outrider.pair.export import by_position, export_depth
@@ -62,8 +62,10 @@ def test_of_two_exports_into_one_folder_the_second_is_refused(adapted, recipe, t
         other.submit(export_pair, pair, "vllm", out, target=adapted).result()
     assert not out.exists()
     export_pair(pair, "vllm", out, target=adapted)
+    lock_file(out).write_text("{}")  # of a process that was killed after its last step
     with pytest.raises(BadInputError, match="is not empty; nothing was written"):
         export_pair(pair, "vllm", out, target=adapted)
+    assert not lock_file(out).exists()
 
 
 def test_an_engine_drafts_as_deep_as_the_pair_says_and_never_deeper_than_the_drafter(make_pair):

@@ -14,7 +14,7 @@ from peft import LoraConfig, get_peft_model
 
 from outrider.decode import Decoder
 from outrider.eval.reports.figures import Interval
-from outrider.pair import probe
+from outrider.pair import Pair, probe
 from outrider.pair.probing import decide, predict
 from outrider.targets import Target
 
@@ -136,10 +136,14 @@ def test_the_verdict_follows_the_interval_and_says_when_it_straddles(interval, e
     assert decide(interval, 0.95) == expected
 
 
-def test_another_response_length_and_a_pair_without_calibration_are_refused(make_pair, make_target, tmp_path):
+def test_another_response_length_and_other_or_no_calibration_are_refused(make_pair, make_target, tmp_path, monkeypatch):
     said = refusal(probe, make_pair("ngram"), make_target(), max_new_tokens=99)
     assert "up to 16 tokens, 99 were asked for" in said
     bare = make_pair("ngram", tmp_path / "bare", calibration=[])
+    other = make_pair("ngram", tmp_path / "other")
+    strange = [dataclasses.replace(prompt, id="?") for prompt in other.calibration()]
+    monkeypatch.setattr(Pair, "calibration", lambda pair: strange)
+    assert "no figures of the calibration prompt '?'" in refusal(probe, other, make_target())
     assert "without calibration prompts" in refusal(probe, bare, make_target())
 
 

@@ -16,9 +16,10 @@ import pytest
 import torch
 from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerFast
-from typer.testing import Result
+from typer.testing import CliRunner, Result
 
 from outrider.common import IncompatibleError
+from outrider.scripts import cli
 
 from .conftest import Command, wait_for
 
@@ -87,6 +88,15 @@ def test_a_verb_without_its_input_says_what_to_run_first(outrider: Command, reci
     refused(outrider("eval", recipe_file), 2, "there is no trained drafter", "outrider train")
     refused(outrider("generate", tmp_path, "text"), 2, "pair.json is missing")
     refused(outrider("gate", tmp_path, "--against", tmp_path), 2, "no report")
+
+
+def test_a_prompt_that_is_no_text_is_refused(
+    outrider: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The shell passes on any bytes, as an argument and on stdin."""
+    monkeypatch.setattr("outrider.pair.Pair.load", lambda folder: None)
+    refused(outrider("generate", tmp_path, "a\udc80"), 2, "no text in UTF-8")
+    refused(CliRunner().invoke(cli.app, ["generate", str(tmp_path), "-"], input=b"a\xff"), 2, "no text in UTF-8")
 
 
 def test_usage_errors_end_with_2(outrider: Command) -> None:

@@ -89,6 +89,7 @@ PAGES: dict[str, str] = {
     "Inf": VLLM.replace("5", "+Inf"),
     "negative": VLLM.replace("5", "-1"),
     "too many": VLLM.replace("5", "1e300"),
+    "an integer that is no float": VLLM.replace("5", "9" * 400),
     "mean is NaN": "sglang:generation_tokens 5\nsglang:spec_accept_length NaN\n",
     "start is Inf": VLLM + "process_start_time_seconds Inf\n",
     "200,000 labels": "vllm:generation_tokens{" + ",".join(f'l{i}="1"' for i in range(200_000)) + "} 1\n",

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from harness import Outcome, attempt, contents
+from harness import Fault, Outcome, attempt, contents
 from kills import _copy, _must_end
 from subjects import Workshop, template, verb
 
@@ -180,10 +180,10 @@ def _good(workshop: Workshop, subject: Subject) -> Path:
     act: Callable[[], object] = (lambda: _features(workshop)) if is_store else (lambda: maker.act(workshop))
     start = template(workshop, verb("train") if is_store else maker, _must_end)
     _copy(start, workshop.work)
-    operations = attempt(act, kill_before=0).operations
+    operations = attempt(act, Fault(0)).operations
     for place in range(operations, 0, -3) if subject.until is not None else ():
         _copy(start, workshop.work)
-        was_killed = attempt(act, kill_before=place).code == -signal.SIGKILL
+        was_killed = attempt(act, Fault(place)).code == -signal.SIGKILL
         if was_killed and subject.until is not None and subject.until(workshop.work):
             break
     kept.parent.mkdir(exist_ok=True)

@@ -11,24 +11,41 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from outrider.common import OutriderError
+from outrider.scripts import cli
 
 HERE = Path(__file__).resolve().parent
-FAULT = 70
+PATIENCE = 300.0  # seconds, after which an attempt counts as hanging
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens at an operation on a file: SIGKILL (0), half of a write (-1), or an error by its number.
+
+    Attributes:
+        place: the number of that operation; 0 only counts. lasting: the error comes back at every later one, too.
+    """
+
+    place: int
+    kind: int = 0
+    lasting: bool = False
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an attempt ended: its exit code (negative for a signal), what it said, what it counted."""
+    """How an attempt ended: its exit code (negative for a signal), what it said, and what it counted and took."""
 
     code: int
     said: str
     operations: int = 0
+    struck: bool = False
+    seconds: float = 0.0
+    gigabytes: float = 0.0
 
     @property
     def is_refusal(self) -> bool:
@@ -45,51 +62,49 @@ def under_interposition(folder: Path) -> None:
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
-def attempt(action: Callable[[], object], kill_before: int | None = None, kill_after: float | None = None) -> Outcome:
+def attempt(action: Callable[[], object], fault: Fault | None = None, kill_after: float | None = None) -> Outcome:
     """Run `action` in a forked process.
 
     Args:
-        kill_before: SIGKILL before this operation on a file; 0 only counts them.
+        fault: strikes in it; None counts nothing.
         kill_after: SIGKILL after so many seconds.
     """
+    began = time.monotonic()
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(reading)
-        _act(action, writing, kill_before)
+        _act(action, writing, fault)
     os.close(writing)
-    timer = threading.Timer(kill_after or 0.0, os.kill, (child, signal.SIGKILL))
-    if kill_after is not None:
-        timer.start()
+    timer = threading.Timer(PATIENCE if kill_after is None else kill_after, os.kill, (child, signal.SIGKILL))
+    timer.start()
     with os.fdopen(reading, encoding="utf-8", errors="replace") as pipe:
         said = pipe.read()
-    if kill_after is not None:
-        timer.cancel()
-        timer.join()
-    _, status = os.waitpid(child, 0)
-    text, _, count = said.partition("\n# operations ")
-    return Outcome(os.waitstatus_to_exitcode(status), text, int(count or 0))
+    _, status, used = os.wait4(child, 0)
+    timer.cancel()
+    timer.join()
+    text, _, counts = said.partition("\n# operations ")
+    operations, struck = map(int, counts.split()) if counts else (0, 0)
+    took = round(time.monotonic() - began, 2), round(used.ru_maxrss / 2**20, 2)
+    return Outcome(os.waitstatus_to_exitcode(status), text, operations, bool(struck), *took)
 
 
-def _act(action: Callable[[], object], writing: int, kill_before: int | None) -> None:
+def _act(action: Callable[[], object], writing: int, fault: Fault | None) -> None:
     """Run the action as the command line would, tell what it says, and leave without any cleaning up."""
     for descriptor in (1, 2):
         os.dup2(writing, descriptor)
     sys.stdout = sys.stderr = io.TextIOWrapper(io.FileIO(writing, "w"), write_through=True)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr, force=True)
     code, shim = 0, ctypes.CDLL(None)
-    if kill_before is not None:
-        shim.attack_arm(ctypes.c_long(kill_before))
+    if fault is not None:
+        shim.attack_arm(ctypes.c_long(fault.place), fault.kind, int(fault.lasting))
     try:
         action()
-    except OutriderError as error:
-        print(f"error: {error}")
-        code = error.exit_code
-    except BaseException:
-        traceback.print_exc()
-        code = FAULT
-    if kill_before is not None:
-        print(f"\n# operations {shim.attack_count()}", end="")
+    except BaseException as error:
+        code = (cli.exit_code(error) if isinstance(error, Exception) else None) or cli.FAULT
+        traceback.print_exc() if code == cli.FAULT else print(f"error: {cli.said(error)}")
+    if fault is not None:
+        print(f"\n# operations {shim.attack_count()} {shim.attack_struck()}", end="")
     os._exit(code)
 
 

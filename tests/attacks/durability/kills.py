@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
-from harness import Outcome, attempt, contents, names
+from harness import Fault, Outcome, attempt, contents, names
 from subjects import VERBS, Verb, Workshop, template
 
 from outrider.pair import verify
@@ -53,7 +53,7 @@ def _attack(workshop: Workshop, verb: Verb, chance: random.Random, count: int) -
     start, found = template(workshop, verb, _must_end), Kills(verb.name)
     _copy(start, workshop.work)
     began = time.monotonic()
-    whole = attempt(lambda: verb.act(workshop), kill_before=0)
+    whole = attempt(lambda: verb.act(workshop), Fault(0))
     seconds = time.monotonic() - began
     assert whole.code == 0, whole.said
     found.operations = whole.operations
@@ -76,7 +76,7 @@ def _places(chance: random.Random, operations: int, count: int) -> list[int]:
 
 
 def _kill(workshop: Workshop, verb: Verb, place: int | float, expected: Left, found: Kills) -> None:
-    moment = {"kill_after": place} if isinstance(place, float) else {"kill_before": place}
+    moment = {"kill_after": place} if isinstance(place, float) else {"fault": Fault(place)}
     first = attempt(lambda: verb.act(workshop), **moment)
     if first.code != -signal.SIGKILL:
         found.missed += 1
@@ -87,10 +87,10 @@ def _kill(workshop: Workshop, verb: Verb, place: int | float, expected: Left, fo
     if verb.intact and (lines := verify(workshop.pair)):
         found.failures.append(f"{place}: the pair is not whole: {lines}")
     second = attempt(lambda: verb.act(workshop))
-    found.failures += [f"{place}: {line}" for line in _differences(workshop, verb, second, expected)]
+    found.failures += [f"{place}: {line}" for line in differences(workshop, verb, second, expected)]
 
 
-def _differences(workshop: Workshop, verb: Verb, second: Outcome, expected: Left) -> list[str]:
+def differences(workshop: Workshop, verb: Verb, second: Outcome, expected: Left) -> list[str]:
     """Return what the run after a kill left that an uninterrupted one does not, or the other way round."""
     if second.code:
         return [f"the second run ended with {second.code}: {second.said[-800:]}"]

@@ -25,7 +25,7 @@ from harness import under_interposition
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("attacks", nargs="+", choices=["kills", "alterations", "writers"])
+    parser.add_argument("attacks", nargs="+", choices=["kills", "faults", "alterations", "writers"])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--share", type=float, default=1.0, help="of the usual number of attempts")
     parser.add_argument("--only", action="append", help="a verb or a subject; may be repeated")
@@ -56,12 +56,13 @@ def attack(name: str, root: Path, given: argparse.Namespace) -> list[dict]:
     import datasets
     import torch
     from alterations import run_alterations
+    from faults import run_faults
     from kills import run_kills
     from writers import run_writers
 
     torch.set_num_threads(1)
     datasets.disable_progress_bars()
-    run = {"kills": run_kills, "alterations": run_alterations}.get(name)
+    run = {"kills": run_kills, "faults": run_faults, "alterations": run_alterations}.get(name)
     rows = run(root, given.seed, given.share, given.only) if run else run_writers(root)
     return [{"seed": given.seed} | asdict(row) for row in rows]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -11,22 +12,46 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from world import make_llama, make_tokenizer
 
+import outrider.recipes
+import outrider.targets.loading
+from outrider.common import BadInputError
+from outrider.common.atomic import replacing_folder
+from outrider.common.terminal import VisibleConsole
 from outrider.distill import distill
 from outrider.distill.prompt_table import Prompt
-from outrider.eval import Report
+from outrider.eval import Report, tuner
 from outrider.eval.measure import contestants, measure
 from outrider.eval.reports.render import write_report
 from outrider.eval.suites import make_suite
 from outrider.eval.tuning_record import BatchTuning, Candidate, CostRecord, Tuning
-from outrider.pair import Pair, new_pair
+from outrider.pair import Pair, PairFiles, export_pair, new_pair
 from outrider.pair.refresh import refresh
+from outrider.pair.registry import FolderStore, PairReference, Registry
 from outrider.recipes import Recipe
+from outrider.scripts import quickstart
 from outrider.targets import Target
 from outrider.train import train
 from outrider.train.compare import compare
 
+STORY = quickstart.QuickstartBudget(
+    prompts=8,
+    least_prompts=8,
+    refresh_share=0.75,
+    new_tokens=8,
+    epochs=1,
+    suite_prompts=2,
+    suite_tokens=6,
+    depth=2,
+    gate_prompts=14,
+    tune_tokens=6,
+    temperatures=(0.0,),
+    lora_steps=2,
+    lora_rows=2,
+    lora_length=16,
+)
 TEXTS = [
     "def add(first, second):",
     "for name in sorted(names):\n",
@@ -139,11 +164,54 @@ class Workshop:
     def refresh(self) -> None:
         refresh(Pair.load(self.pair), self.changed, self.work / "refreshed", ["eval.suites=[code]", "eval.limit=1"])
 
+    def push(self) -> None:
+        Registry(FolderStore(self.work / "registry")).push(PairFiles.load(self.pair))
+
+    def pull(self) -> None:
+        Registry(FolderStore(self.work / "registry")).pull(PairReference.parse("tiny"), self.work / "pulled")
+
+    def export(self) -> None:
+        """Export; that it was done before is no failure."""
+        target = Target(self.target.model, self.target.tokenizer, {"path": str(self.root / "target")})
+        is_done = (self.work / "exported").exists()
+        try:
+            export_pair(Pair.load(self.pair), "vllm", self.work / "exported", 2, target)
+        except BadInputError:
+            if not is_done:
+                raise
+
+    def quickstart(self) -> None:
+        """Tell a story of two steps, on a tiny target, prompts and recipe where the package has its own."""
+        here = self.root / "recipes"
+        if not here.exists():
+            with replacing_folder(here) as building:
+                _write_recipes(building, self.target)
+        outrider.recipes._HERE = here
+        tuner.WIDTHS, tuner.TREE_SIZES = (0, 1, 2, 4, 8), (4,)  # type: ignore[misc]
+        for module in (outrider.targets, outrider.targets.loading, quickstart):
+            module.embedded_path = lambda: here / "embedded" / "target"  # type: ignore[attr-defined]
+        quickstart.tell(self.work / "story", VisibleConsole(), STORY)
+
     def compare(self) -> None:
         recipes = [self.recipe(name, disable_tqdm=True) for name in ("one", "two")]
         for recipe in recipes:
             recipe.eval.suites, recipe.eval.limit = ["code"], 1
         compare(recipes, 0.3, self.work / "compared", self.target)
+
+
+def _write_recipes(folder: Path, target: Target) -> None:
+    inside = folder / "embedded"
+    target.model.save_pretrained(inside / "target")
+    target.require_tokenizer().save_pretrained(inside / "target")
+    for kind in ("suites", "prompts", "texts"):
+        (inside / kind).mkdir()
+        for suite in ("code", "docs", "prose"):
+            texts = (f"for {suite}_{i} in {kind}:\n    print({i})\n" for i in range(6))
+            rows = [json.dumps({"id": f"{kind}/{suite}/{i}", "text": text}) for i, text in enumerate(texts)]
+            (inside / kind / f"{suite}.jsonl").write_text("\n".join(rows) + "\n")
+    recipe = yaml.safe_load(outrider.recipes.packaged_recipes()[quickstart.RECIPE].read_text())
+    recipe["training"] |= {"disable_tqdm": True, "use_cpu": True}
+    (folder / f"{quickstart.RECIPE}.yaml").write_text(yaml.safe_dump(recipe))
 
 
 def tuning(depth: int, machine: str = "a machine") -> Tuning:
@@ -161,7 +229,7 @@ def tuning(depth: int, machine: str = "a machine") -> Tuning:
 
 @dataclass(frozen=True)
 class Verb:
-    """A verb that writes: what it does, where it starts from, and how many kills it gets.
+    """A verb that writes: what it does, where it starts from, and how many kills and faults it gets.
 
     Attributes:
         after: verbs that were run before, in a folder that is kept for all attempts.
@@ -177,6 +245,7 @@ class Verb:
     varies: Callable[[str], bool] = lambda name: False
     intact: bool = False
     wanders: Callable[[str], bool] = lambda name: False
+    faults: int = 0
 
 
 def timed(name: str) -> bool:
@@ -191,6 +260,16 @@ def measured(name: str) -> bool:
     return timed(name) or "/reports/" in name or name.endswith("pair.json") or "/report/" in name
 
 
+def told(name: str) -> bool:
+    """Tell whether a file of a story holds measured times, or follows from them: its plans are this machine's."""
+    return "/data/" not in name and "/features/" not in name
+
+
+def _by_content(name: str) -> bool:
+    """Tell whether a path holds a digest of what is measured."""
+    return "/features/" in name or "/reports/" in name
+
+
 VERBS = [
     Verb("distill", Workshop.distill, (), 30),
     Verb("train", Workshop.train, ("distill",), 50, timed),
@@ -200,7 +279,11 @@ VERBS = [
     Verb("tune", Workshop.store, ("distill", "train", "pair new"), 30, intact=True),
     Verb("measure", Workshop.measure, ("distill", "train"), 0, lambda name: True),
     Verb("eval", Workshop.report, ("distill", "train", "measure"), 25),
-    Verb("refresh", Workshop.refresh, ("distill", "train", "pair new"), 12, measured, intact=True),
+    Verb("refresh", Workshop.refresh, ("distill", "train", "pair new"), 12, measured, intact=True, faults=16),
+    Verb("pair push", Workshop.push, ("distill", "train", "pair new"), 30, intact=True, faults=80),
+    Verb("pair pull", Workshop.pull, ("distill", "train", "pair new", "pair push"), 30, intact=True, faults=80),
+    Verb("export", Workshop.export, ("distill", "train", "pair new"), 30, intact=True, faults=80),
+    Verb("quickstart", Workshop.quickstart, (), 12, told, wanders=_by_content, faults=16),
     # Its time budget gives other checkpoints, and so other weights, in every run.
     Verb("compare", Workshop.compare, (), 20, lambda n: "/data/" not in n, wanders=lambda n: "/checkpoint-" in n),
 ]

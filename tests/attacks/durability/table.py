@@ -11,18 +11,36 @@ from typing import Any
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "security" / "durability.md"
 FIGURES = PAGE.with_suffix(".json")
+_FAULTS = ("EIO, ENOSPC, EDQUOT (once, and for ever), EINTR, short writes", "operations on files", "faults")
 BEGIN, END = "## Tried\n\n", "The tables are of "
 
 
 def tables(found: dict[str, list[dict[str, Any]]]) -> str:
     """Return the tables in Markdown."""
-    kills, altered, writers, costs = (found[name] for name in ("kills", "alterations", "writers", "costs"))
+    kills, faults, altered, writers, costs = (
+        found[name] for name in ("kills", "faults", "alterations", "writers", "costs")
+    )
     lines = [
         "| killed (SIGKILL) while it ran | operations on files | kills | lost, left behind or different |",
         _rule(4),
     ]
     lines += [_row(f"{r['verb']}, seed {r['seed']}", r["operations"], r["kills"], len(r["failures"])) for r in kills]
     lines += [_row("**together**", "", sum(r["kills"] for r in kills), sum(len(r["failures"]) for r in kills)), ""]
+    lines += ["| " + " | ".join([*_FAULTS, "ended well all the same", "refused", "anything else"]) + " |", _rule(6)]
+    lines += [
+        _row(
+            f"{r['verb']}, seed {r['seed']}",
+            r["operations"],
+            sum(r["struck"].values()),
+            r["held"],
+            r["refused"],
+            len(r["failures"]),
+        )
+        for r in faults
+    ]
+    counts = [sum(sum(r["struck"].values()) for r in faults), sum(r["held"] for r in faults)]
+    counts += [sum(r["refused"] for r in faults), sum(len(r["failures"]) for r in faults)]
+    lines += [_row("**together**", "", *counts), ""]
     lines += [
         "| altered, cut short or removed | attempts | refused | repaired | silent, traceback or crash |",
         _rule(5),

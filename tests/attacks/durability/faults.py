@@ -1,0 +1,103 @@
+"""Disks and quotas that are full, errors of the disk, signals that interrupt, and writes that take half of their bytes.
+
+An attempt ends well, with the same result, or with exit code 2 and one sentence. Then the same verb runs again, without
+a fault: it must end well, leave what an uninterrupted run leaves, and nothing beside it.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import random
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from harness import Fault, Outcome, attempt, contents, names
+from kills import Left, _copy, _must_end, differences
+from subjects import VERBS, Verb, Workshop, template
+
+from outrider.pair import verify
+
+SHORT, SECONDS, GIGABYTES = -1, 10.0, 1.0
+# By name: the fault's kind, and whether it lasts. A call that is always interrupted never ends, in any program.
+KINDS = {
+    "EIO": (errno.EIO, False),
+    "EIO for ever": (errno.EIO, True),
+    "ENOSPC": (errno.ENOSPC, False),
+    "ENOSPC for ever": (errno.ENOSPC, True),
+    "EDQUOT": (errno.EDQUOT, False),
+    "EDQUOT for ever": (errno.EDQUOT, True),
+    "EINTR": (errno.EINTR, False),
+    "short writes": (SHORT, True),
+}
+_HARMLESS = ("EINTR", "short writes")
+
+
+@dataclass
+class Faults:
+    """What the faults of one verb came to.
+
+    Attributes:
+        operations: on files, of an uninterrupted run.
+        struck: faults by kind. held: runs that ended well all the same, and refused: those that said why not.
+        failures: of what must hold, one line each.
+    """
+
+    verb: str
+    operations: int = 0
+    struck: dict[str, int] = field(default_factory=dict)
+    held: int = 0
+    refused: int = 0
+    seconds: float = 0.0
+    gigabytes: float = 0.0
+    failures: list[str] = field(default_factory=list)
+
+
+def run_faults(root: Path, seed: int, share: float = 1.0, only: list[str] | None = None) -> list[Faults]:
+    """Attack every verb with its number of faults, times `share`."""
+    workshop = Workshop(root)
+    _ = workshop.target, workshop.changed, workshop.prompts
+    chosen = [v for v in VERBS if v.faults and (not only or v.name in only)]
+    return [_attack(workshop, v, random.Random(f"{seed} {v.name}"), max(1, round(v.faults * share))) for v in chosen]
+
+
+def _attack(workshop: Workshop, verb: Verb, chance: random.Random, count: int) -> Faults:
+    start, rows = template(workshop, verb, _must_end), Faults(verb.name)
+    _copy(start, workshop.work)
+    whole = attempt(lambda: verb.act(workshop), Fault(0))
+    assert whole.code == 0, whole.said
+    rows.operations, struck = whole.operations, Counter[str]()
+    expected = names(workshop.work), contents(workshop.work, verb.varies)
+    limit = max(SECONDS, 5 * whole.seconds)
+    for number in range(count):
+        kind = list(KINDS)[number % len(KINDS)]
+        place = chance.randrange(1, whole.operations + 1)
+        _copy(start, workshop.work)
+        outcome = attempt(lambda: verb.act(workshop), Fault(place, *KINDS[kind]))
+        if not outcome.struck:
+            continue
+        struck[kind] += 1
+        rows.struck = dict(struck)
+        rows.failures += [
+            f"{kind} at {place}: {line}" for line in _judge(workshop, verb, kind, outcome, expected, rows)
+        ]
+        rows.seconds, rows.gigabytes = max(rows.seconds, outcome.seconds), max(rows.gigabytes, outcome.gigabytes)
+        if outcome.seconds > limit or outcome.gigabytes > GIGABYTES:
+            rows.failures.append(f"{kind} at {place}: {outcome.seconds} s, {outcome.gigabytes} GB")
+        print(json.dumps(asdict(rows)), flush=True)
+    return rows
+
+
+def _judge(workshop: Workshop, verb: Verb, kind: str, first: Outcome, expected: Left, rows: Faults) -> list[str]:
+    """Return what did not hold of an attempt with a fault, and of the run after it."""
+    lines, is_refused = [], first.is_refusal and "Traceback" not in first.said
+    if verb.intact:
+        lines += [f"the pair is not whole: {line}" for line in verify(workshop.pair)]
+    if first.code and (not is_refused or kind in _HARMLESS):
+        lines.append(f"ended with {first.code}: {first.said[-700:]}")
+    elif first.code == 0 and "for ever" not in kind:
+        lines += [f"said nothing, and {line}" for line in differences(workshop, verb, first, expected)]
+    rows.held, rows.refused = rows.held + (first.code == 0), rows.refused + is_refused
+    second = attempt(lambda: verb.act(workshop))
+    return lines + differences(workshop, verb, second, expected)

@@ -56,7 +56,14 @@ class AnswerLimits:
 
 
 class _Model(BaseModel):
+    """One model of a server; `root` is what it serves, `parent` the model that it adapts, where the server tells."""
+
     id: str = Field(min_length=1, max_length=1000)
+    root: str | None = None
+    parent: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.id[:80]!a} (an adapter of {self.parent[:80]!a})" if self.parent else f"{self.id[:80]!a}"
 
 
 class ModelList(BaseModel):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .engine_files import DrafterFiles
-from .engines import LAYOUTS, EngineLaunch, launch, layout_of, require_served
+from .engines import LAYOUTS, EngineLaunch, launch, layout_of, oldest_version, require_served
 from .export import Exported, export_drafter
 from .import_ import import_drafter, recognised
 from .layout import ExportLayout, Unsupported
@@ -21,6 +21,7 @@ __all__ = [
     "launch",
     "layout_of",
     "load_speculators",
+    "oldest_version",
     "recognised",
     "require_served",
 ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,11 +86,15 @@ class EngineLaunch:
         engine: its name.
         command: one line for a shell; None for a layout that several programs read.
         settings: the part of it that configures drafting, as the engine takes it.
+        oldest: the first version of the engine that reads the export as it is meant; None where none is known.
+        adapter: of a target that is served as a LoRA module: its `name`, by which requests ask, `path` and `rank`.
     """
 
     engine: str
     command: str | None
     settings: dict[str, Any]
+    oldest: str | None = None
+    adapter: dict[str, Any] | None = None
 
 
 def layout_of(to: str, drafter: str) -> ExportLayout:
@@ -127,6 +132,22 @@ def require_served(to: str, drafter: str, config: DrafterConfig, num_layers: int
     return layout
 
 
+def oldest_version(to: str, drafter: str, config: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return the first version of an engine that reads a drafter of these settings, and why older ones do not.
+
+    None where none is known. SGLang's were found in its packages, 0.5.9 to 0.5.23.
+    """
+    is_plain = not config.get("norm_taps") and not config.get("norm_output") and len(config.get("taps", ())) == 3
+    known = {
+        "eagle3": ("0.5.12", "older copies drop fc_norm and norm_output without a word, and read three taps"),
+        "dflash": ("0.5.11", "older copies know no dflash"),
+        "dspark": ("0.5.16", "older copies know no dspark"),
+    }
+    if drafter == "dflash" and config.get("causal"):
+        known[drafter] = ("0.5.17", "older copies read every block whole, whatever is_causal says")
+    return known.get(drafter) if to == "sglang" and not (drafter == "eagle3" and is_plain) else None
+
+
 def launch(to: str, drafter: str, target: str, folder: str, depth: int, dtype: str = "auto") -> EngineLaunch:
     """Return the launch of `to` with a drafter of this type.
 
@@ -159,6 +180,16 @@ _SGLANG_ALGORITHMS = {
     "dflash": "DFLASH",
     "dspark": "DSPARK",
 }
+
+
+_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM knows
+
+
+def lora_words(adapter: Mapping[str, Any]) -> list[str]:
+    """Return the words by which a vLLM serves an adapter as a LoRA module."""
+    rank = next((r for r in _LORA_RANKS if r >= adapter["rank"]), adapter["rank"])
+    module = {name: adapter[name] for name in ("name", "path")}
+    return ["--enable-lora", "--max-lora-rank", str(rank), "--lora-modules", json.dumps(module)]
 
 
 def _vllm(drafter: str, target: str, folder: str, depth: int, dtype: str) -> EngineLaunch:

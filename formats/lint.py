@@ -405,6 +405,12 @@ def _raw_slots(view: CheckpointView) -> Findings:
     if view.layout.drafter == "dflash" and "causal" not in own and "is_causal" not in own:
         engine = "Engines take it from layer_types: causal where these are sliding_attention, else not."
         yield unusual("causal-missing", "dflash_config has no causal.", engine)
+    if len({bool(c) for c in (own.get("causal"), config.get("is_causal")) if c is not None}) > 1:
+        engine = "vLLM goes by the first, SGLang by the second."
+        yield fault("causal", "dflash_config.causal and is_causal contradict each other.", engine)
+    elif own.get("causal") and "is_causal" not in config:
+        engine = "SGLang reads no other: it reads each block whole."
+        yield unusual("causal-missing", "config.json has no is_causal beside dflash_config.causal.", engine)
     if own.get("shift_label"):
         engine = "Engines read DFlash's first slot as the root alone: every draft is one late."
         yield fault("layout", "dflash_config.shift_label is true: its first slot drafts, too.", engine)

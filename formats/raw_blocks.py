@@ -87,7 +87,9 @@ class ZLab(RawBlocks):
         require_servable(drafter, depth)
         config = drafter.config
         values = _flat(drafter, target, "DFlashDraftModel") | {
-            # Engines guess a missing `causal` from the kind of the layers, each in its own way.
+            # Engines guess a missing one from the kind of the layers, each in its own way. SGLang reads `is_causal`
+            # beside the layers' sizes, vLLM `causal` within.
+            "is_causal": config.causal,
             "dflash_config": {
                 "mask_token_id": config.mask_token_id,
                 TAPS: [tap - 1 for tap in config.taps],
@@ -114,7 +116,7 @@ class ZLab(RawBlocks):
             mask=int(own["mask_token_id"]),
             slots=int(slots),
             from_anchor=bool(own.get("shift_label", False)),
-            causal=bool(own.get("causal", own.get("is_causal", False))),
+            causal=bool(own.get("causal", own.get("is_causal", config.get("is_causal", False)))),
             window=None,
         )
 

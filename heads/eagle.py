@@ -249,6 +249,8 @@ class Eagle1Config(FeatureConfig):
         loss: of the tokens; the paper's is a tenth of the soft cross-entropy.
         feature_loss: weight of SmoothL1 between drafted and true feature.
         noise: half the width of the uniform noise on true features, in training only.
+        embedding_scale: by which embeddings are multiplied before fc; an export has it in fc's weights. A new fc takes
+            long to learn from embeddings that are much smaller than the features.
         norm_inputs: a norm on embedding and feature before fc (vLLM's `add_para_norm`): many targets' embeddings are
             much smaller than their features, and a new fc takes long to learn from them.
         norm_first: a norm before the first layer's attention; published heads of the paper's form have none.
@@ -260,6 +262,7 @@ class Eagle1Config(FeatureConfig):
     loss: LossName = field(default_factory=lambda: {"soft_ce": 0.1})
     feature_loss: float = 1.0
     noise: float = 0.1
+    embedding_scale: float = 1.0
     norm_inputs: bool = False
     norm_first: bool = False
     fc_bias: bool = False
@@ -295,6 +298,10 @@ class Eagle1(FeatureDrafter):
         )
         self.rotary = rotary_of(config)
 
+    def identity_settings(self) -> dict[str, Any]:
+        settings = super().identity_settings()
+        return {k: v for k, v in settings.items() if (k, v) != ("embedding_scale", 1)}  # older heads have no such thing
+
     @property
     def input_projection(self) -> InputProjection:
         return InputProjection(self.fc, list(self.input_norms or ()))
@@ -309,7 +316,8 @@ class Eagle1(FeatureDrafter):
         return hidden + noise * _scale(hidden).to(hidden.dtype)
 
     def read(self, embedded: Tensor, first: FusedLayer) -> Tensor:
-        return embedded
+        scale = self.config.embedding_scale
+        return embedded if scale == 1 else embedded * scale
 
     def enter(self, read: Tensor, hidden: Tensor, first: FusedLayer) -> tuple[Tensor, Tensor]:
         hidden = first.project(torch.cat([read, hidden], -1))

@@ -8,11 +8,14 @@
 | written.json | the config as it was written, and a digest of every tensor, for `outrider lint` |
 | README.md | the same for people |
 | target/ | the target with its adapter merged, where it has one |
+| adapter/ | the adapter itself instead, where the target is served as a LoRA module |
 """
 
 from __future__ import annotations
 
 import json
+import shlex
+import shutil
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,13 +27,15 @@ from ..decode import Plan
 from ..eval.reports.figures import ALL
 from ..eval.reports.report import ContestantInfo, Report
 from ..eval.reports.tables import markdown_text
-from ..formats import EngineLaunch, Exported, export_drafter, launch, layout_of
+from ..formats import EngineLaunch, Exported, export_drafter, launch, layout_of, oldest_version
 from ..formats.early_exit import save_target
+from ..formats.engines import lora_words
 from ..formats.export import require_new
 from ..heads.registry import restore_drafter
 from ..targets import Target
+from ..targets.adapters import ADAPTER_CONFIG, checked_config
 from .comparison import newest_report
-from .manifest import Figure
+from .manifest import ADAPTER, Figure
 from .pair import Pair
 
 LAUNCH, SERVED, README, TARGET = "launch.json", "served.json", "README.md", "target"
@@ -50,7 +55,12 @@ class PairExport:
 
 
 def export_pair(
-    pair: Pair, to: str, folder: str | Path | None = None, depth: int | None = None, target: Target | None = None
+    pair: Pair,
+    to: str,
+    folder: str | Path | None = None,
+    depth: int | None = None,
+    target: Target | None = None,
+    lora: bool = False,
 ) -> PairExport:
     """Write a pair's drafter for an engine, with all that it needs for serving.
 
@@ -59,6 +69,7 @@ def export_pair(
         folder: where it goes; None for `runs/exports/NAME-vVERSION-TO`.
         depth: draft tokens of a round; None for the tuned plan's, else the pair's.
         target: the pair's target; None loads it.
+        lora: serve the target's adapter as a LoRA module beside its base, in place of a target with it merged.
 
     Raises:
         BadInputError, IncompatibleError: as `outrider.formats.export_drafter` does; another process writes there.
@@ -68,21 +79,41 @@ def export_pair(
     folder = Path(folder or Path("runs") / "exports" / f"{pair.name}-v{pair.version}-{to}").expanduser()
     with locked(folder):  # from here on: a refused run, too, clears what a dead one left
         require_new(folder)
-        return _exported(pair, to, folder, depth, target)
+        return _exported(pair, to, folder, depth, target, lora)
 
 
-def _exported(pair: Pair, to: str, folder: Path, depth: int | None, target: Target | None) -> PairExport:
+def _exported(pair: Pair, to: str, folder: Path, depth: int | None, target: Target | None, lora: bool) -> PairExport:
+    adapter = _lora_of(pair, to, folder) if lora else None
     target, drafter, _ = pair.open(target)
     drafter = restore_drafter(pair.drafter_folder, target).to(target.device).eval()  # in the precision it was saved in
     depth = depth or export_depth(pair, drafter.max_depth)
-    started = launch(to, drafter.name, served_path(target, folder), str(folder.absolute()), depth, pair.dtype)
+    place = target.place if lora else served_path(target, folder)
+    started = launch(to, drafter.name, place, str(folder.absolute()), depth, pair.dtype)
+    if needed := oldest_version(started.engine, drafter.name, drafter.config.to_dict()):
+        started = replace(started, oldest=": ".join(needed))
+    if adapter is not None:
+        started = replace(started, command=f"{started.command} {shlex.join(lora_words(adapter))}", adapter=adapter)
     with replacing_folder(folder) as building:
         exported = export_drafter(drafter, target, to, building, depth)
-        if target.source.get("adapter") is not None:
+        if lora:
+            shutil.copytree(str(pair.adapter), building / ADAPTER)
+        elif target.source.get("adapter") is not None:
             save_target(target, building / TARGET)
         made = PairExport(replace(exported, folder=folder), started, depth)
         _write_beside(pair, made, building)
     return made
+
+
+def _lora_of(pair: Pair, to: str, folder: Path) -> dict[str, Any]:
+    """Return the name, the future place and the rank of a target's adapter, as vLLM is told."""
+    place = Path(pair.adapter or "")
+    settings = vars(checked_config(place, [])) if pair.adapter and (place / ADAPTER_CONFIG).is_file() else {}
+    is_plain = settings.get("peft_type") == "LORA" and not settings["use_dora"] and not settings["modules_to_save"]
+    if to != "vllm" or not is_plain:
+        why = f"only vLLM's launch is known, not that of {to}" if is_plain else "it has no plain LoRA on this machine"
+        raise BadInputError(f"the target cannot be served as a LoRA module: {why}. Leave --lora out.")
+    rank = max(settings["r"], *settings["rank_pattern"].values(), 1)
+    return {"name": pair.name, "path": str((folder / ADAPTER).absolute()), "rank": rank}
 
 
 def export_depth(pair: Pair, max_depth: int | None) -> int:
@@ -180,6 +211,10 @@ def _readme(pair: Pair, made: PairExport, expected: list[dict[str, Any]]) -> str
     ]
     if made.launch.command is not None:
         lines += ["", "```sh", made.launch.command, "```"]
+    if made.launch.adapter is not None:
+        lines += ["", f"Ask for the model `{markdown_text(made.launch.adapter['name'])}`: the base has another text."]
+    if made.launch.oldest is not None:
+        lines += ["", f"It needs {made.launch.engine} {made.launch.oldest}."]
     lines += ["", f"It drafts {made.depth} tokens a round. Measured by Outrider, τ being the mean number of tokens "]
     lines[-1] += "emitted per round, with the target's own:" if expected else "emitted per round: nothing yet."
     lines += [""] * bool(expected)

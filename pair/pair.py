@@ -51,6 +51,12 @@ class Pair(PairContents):
         tuning = self.tuned(target, batch_size, temperature)
         return None if tuning is None else tuning.plan
 
+    @property
+    def adapter(self) -> str | None:
+        """The place of the target's adapter: the pair's own copy, else where it came from; None without one."""
+        kept = bool(self.manifest.target.adapter_files)
+        return str(self.folder / ADAPTER) if kept else self.manifest.target.source.adapter
+
     def load_target(self, path: str | None = None, **options: Any) -> Target:
         """Return a target in the pair's dtype: the one at `path` (`options` as for `Target.load`), or the recorded one.
 
@@ -64,10 +70,9 @@ class Pair(PairContents):
             raise BadInputError(
                 f"{self.folder}: this pair's target was given in memory, so it cannot be loaded again; name the target."
             )
-        adapter = str(self.folder / ADAPTER) if self.manifest.target.adapter_files else source.adapter
         recorded = {"dtype": self.dtype} | ({} if source.quantize is None else {"quantize": source.quantize})
         try:
-            return Target.load(source.path, source.revision, adapter, **recorded | options)
+            return Target.load(source.path, source.revision, self.adapter, **recorded | options)
         except BadInputError as error:
             raise BadInputError(
                 f"the target recorded in {self.folder} cannot be loaded; name one that can. {error}"

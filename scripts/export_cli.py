@@ -9,7 +9,7 @@ import typer
 from rich.markup import escape
 
 from ..common.terminal import VisibleConsole
-from .options import PairFolder
+from .options import PairFolder, TargetNow
 from .output import finish, print_lines
 
 if TYPE_CHECKING:
@@ -45,18 +45,26 @@ def export(
     depth: Annotated[
         int | None, typer.Option(min=1, help="Draft tokens of a round (default: the tuned plan's, else the pair's).")
     ] = None,
-    target: Annotated[str | None, typer.Option(help="Where the target is now (default: where the pair says).")] = None,
+    target: TargetNow = None,
+    lora: Annotated[
+        bool, typer.Option("--lora", help="Serve the target's adapter as a LoRA module of its base, not merged.")
+    ] = False,
 ) -> None:
     """Write a pair's drafter as another engine reads it; read it back, compare its logits, and say how to start it."""
     from ..pair import Pair, export_pair
 
     loaded = Pair.load(pair)
-    made = export_pair(loaded, to, out, depth, None if target is None else loaded.load_target(target))
+    loaded_target = None if target is None else loaded.load_target(target, adapter=loaded.adapter)
+    made = export_pair(loaded, to, out, depth, loaded_target, lora)
     line = (
         f"[green]✓[/green] {escape(str(made.folder))}: layout {made.exported.layout}, read back with the drafter's own "
         f"logits (largest difference {made.exported.difference:.1e} of their spread)"
     )
-    print_lines([line] if made.launch.command is None else [line, escape(made.launch.command)])
+    command, oldest, adapter = made.launch.command, made.launch.oldest, made.launch.adapter
+    more = [] if command is None else [command]
+    more += [] if oldest is None else [f"it needs {made.launch.engine} {oldest}"]
+    more += [] if adapter is None else [f"requests ask for the model {adapter['name']}"]
+    print_lines([line, *map(escape, more)])
 
 
 def import_(

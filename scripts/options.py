@@ -19,6 +19,9 @@ Overrides = Annotated[
 ]
 PairFolder = Annotated[Path, typer.Argument(metavar="PAIR", help="A pair's folder.")]
 NewTarget = Annotated[str, typer.Option("--target", help="The changed target: a folder, a Hub id, or 'embedded'.")]
+TargetNow = Annotated[
+    str | None, typer.Option("--target", help="Where the target is now (default: where the pair says).")
+]
 Adapter = Annotated[str | None, typer.Option(help="A PEFT adapter that changed the target.")]
 Quantize = Annotated[
     str | None, typer.Option(help="int8 or int8-dynamic: the target's weights are quantised so, by torchao.")

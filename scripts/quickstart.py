@@ -59,7 +59,8 @@ from ..train import train
 from .eval_setup import tuned_contestant
 
 # Of the heads that Outrider trains, eagle1 had the highest τ after 180 s of training on two CPU cores: 3.29, against
-# 2.86 of eagle3 and less of the others (`outrider compare`; benchmarks/results/compare-cpu-fp32.json).
+# 2.86 of eagle3 and less of the others (`outrider compare`; benchmarks/results/compare-cpu-fp32.json). It normed its
+# inputs then; now it scales its embeddings, so that every engine that serves EAGLE-1 takes it.
 RECIPE = "embedded-eagle1"
 STORY = "story.json"
 
@@ -319,6 +320,7 @@ def conclude(story: Story) -> None:
     console.print(Text(f"{seconds:.0f} seconds in {count} stages{reused}", style="dim"))
     pair, report = place.out / "refreshed" / "pair", place.out / "report" / "report.html"
     console.print(Text(f'report: {report}   next: outrider generate {pair} "def "'))
+    console.print(Text(f"serve it: outrider export {pair} --to vllm   (or sglang; the target goes along, merged)"))
 
 
 def closing_table(place: Workplace) -> Table:

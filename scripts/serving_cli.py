@@ -16,7 +16,7 @@ from rich.markup import escape
 from ..common import BadInputError
 from ..common.runtime import require_extra
 from ..common.terminal import VisibleConsole
-from .options import PairFolder
+from .options import PairFolder, TargetNow
 from .output import console_for, finish, print_lines, tell
 
 if TYPE_CHECKING:
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from ..serving.watching import EngineWatch, WatchEvent
 
 EngineUrl = Annotated[str | None, typer.Option(help="Of a running engine that serves the pair.")]
+ModelName = Annotated[
+    str | None, typer.Option("--model", help="The target's name on a server of several models: a LoRA module's, say.")
+]
 PlainUrl = Annotated[str | None, typer.Option(help="Of the same engine without drafts: the speedup there.")]
 StartEngine = Annotated[str | None, typer.Option(help="Start this engine here instead, and stop it again: vllm.")]
 Environment = Annotated[Path | None, typer.Option(help="The engine's own environment, or its Python.")]
@@ -43,6 +46,7 @@ Depth = Annotated[
 ]
 Temperatures = Annotated[list[float] | None, typer.Option(min=0, help="May be repeated (default: 0 and 1).")]
 Seeds = Annotated[int, typer.Option(min=1, help="Answers to each prompt above temperature 0.")]
+FirstSeed = Annotated[int, typer.Option("--seed", min=0, help="Our decoder's first one; the others follow.")]
 Expected = Annotated[
     Path | None, typer.Option(help="What our decoder does, as JSON: read if it is there, else written.")
 ]
@@ -52,10 +56,12 @@ def served(
     context: typer.Context,
     pair: PairFolder,
     url: EngineUrl = None,
+    model: ModelName = None,
     plain_url: PlainUrl = None,
     start: StartEngine = None,
     python: Environment = None,
     export: Exported = None,
+    target: TargetNow = None,
     plain: WithPlain = True,
     in_turns: InTurns = None,
     suite: Suites = None,
@@ -64,6 +70,7 @@ def served(
     temperature: Temperatures = None,
     max_new_tokens: Annotated[int, typer.Option(min=2)] = 64,
     seeds: Seeds = 3,
+    seed: FirstSeed = 0,
     tolerance: Annotated[float, typer.Option(min=0, help="Of τ: a smaller difference is no finding.")] = 0.02,
     expect: Expected = None,
     explain: Annotated[bool, typer.Option(help="Try which mistake explains drafts that are not ours.")] = True,
@@ -75,6 +82,8 @@ def served(
     Exit code 1 if it does not, with what is probably wrong. Arguments after -- go to the engine that --start starts.
     """
     _check_engine(url, start, python, context.args)
+    if model and url is None:
+        raise BadInputError("--model names a model of an engine at --url; one that --start starts needs no name.")
     require_extra("serving", "outrider served")
     from ..pair import Pair
     from ..serving.diagnosis import lines
@@ -86,16 +95,18 @@ def served(
         root_url(given)  # refused before anything is loaded
     console = VisibleConsole(highlight=False, soft_wrap=True, stderr=as_json)
     loaded = Pair.load(pair)
-    name = "" if url is None else Engine(url).counters().engine  # it may have habits of its own in drafting
+    engines = [Engine(given, name=model) for given in (url, plain_url) if given]
+    asked = [engine.model for engine in engines]  # refused before our decoder answers anything
+    name = engines[0].counters().engine if asked else ""  # it may have habits of its own in drafting
     temperatures, depth = tuple(temperature or (0.0, 1.0)), depth_of(loaded, export, depth)
-    trial = Trial(temperatures, depth, max_new_tokens, limit, seeds, name if name in HABITS else "")
+    trial = Trial(temperatures, depth, max_new_tokens, limit, seeds, seed, name if name in HABITS else "")
     known = Expectation.load(expect) if expect is not None and expect.is_file() else None
-    session = ServedSession(loaded, trial, tuple(suite or ()), known, console)
+    session = ServedSession(loaded, trial, tuple(suite or ()), known, console, target)
     session.explain = explain
     if expect is not None and known is None:
         session.expected.save(expect)
     if url is not None:
-        found = session.ask(Engine(url), Engine(plain_url) if plain_url else None, tolerance)
+        found = session.ask(engines[0], engines[1] if plain_url else None, tolerance)
     else:
         assert python is not None
         found = session.start(Start(python, export, tuple(context.args), plain=plain, in_turns=in_turns), tolerance)
@@ -155,7 +166,7 @@ def watch(
     if webhook is not None:
         require_webhook(webhook)
     console, beside = console_for(as_json), VisibleConsole(highlight=False, soft_wrap=True, stderr=True)
-    silent, alarms = None, 0
+    alarms = 0
     new = [] if once else [WatchState(url=url, baseline=baseline) for url in urls]
     with kept_states(state, urls, baseline) if once else nullcontext(new) as states:
         watches = [EngineWatch(known, limits) for known in states]
@@ -168,12 +179,11 @@ def watch(
                 tell(json.dumps(answer("watch", event), ensure_ascii=False) + "\n")
             else:
                 console.print(escape(str(event)))
-            silent = event if event.kind == "silent" else silent
             alarms += event.kind == "alarm"
             if event.kind == "alarm" and webhook is not None and (problem := post(webhook, event)):
                 beside.print(escape(problem), style="red")
-        if once and silent is not None:
-            raise BadInputError(f"{silent.url} does not answer: {silent.reason}")
+        if once and (silent := [known for known in states if known.silence]):
+            raise BadInputError(f"{silent[-1].url} does not answer: {silent[-1].silence}")
     if alarms:
         raise typer.Exit(1)
 
@@ -188,7 +198,7 @@ def _events(watches: list[EngineWatch], key: str | None, every: float, seconds: 
             try:
                 yield from one.look(read_counters(read_metrics(one.state.url, key)))
             except BadInputError as error:
-                yield one.silent(str(error))
+                yield from one.silent(str(error))
         if seconds is not None and time.monotonic() - began + every > seconds:
             return
         time.sleep(every)

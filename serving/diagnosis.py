@@ -21,18 +21,20 @@ class Suspicion(BaseModel, extra="forbid"):
     """A probable fault.
 
     Attributes:
-        kind: target, tie, depth, drafts, lookup, vocabulary, first, later, one-hot or sampling.
-        temperature: at which it shows.
+        kind: target, tie, depth, drafts, lookup, vocabulary, first, later, one-hot or sampling; of the server itself
+            version, tokenizer or template.
+        temperature: at which it shows; None for what the server says of itself.
         because: the difference. suspect: its usual cause.
     """
 
     kind: str
-    temperature: float
+    temperature: float | None
     because: str
     suspect: str
 
     def __str__(self) -> str:
-        return f"temperature {self.temperature:g}: {self.because}. Suspect {self.suspect}."
+        where = "" if self.temperature is None else f"temperature {self.temperature:g}: "
+        return f"{where}{self.because}. Suspect {self.suspect}."
 
 
 SUSPECTS = {
@@ -62,6 +64,9 @@ SUSPECTS = {
         "the engine's sampling when it speculates: temperatures, top-k or top-p of a request that do not reach its "
         "verification"
     ),
+    "version": "a copy too old for this export: install a newer one",
+    "tokenizer": "the server's tokenizer files, or its --tokenizer: the target sees other tokens of a user's text",
+    "template": "the server's chat template (its --chat-template, or the target's own that changed)",
 }
 
 
@@ -212,6 +217,8 @@ def lines(result: ServedResult) -> list[str]:
         text += _figures(c)
     if uncounted := sorted({u for c in result.comparisons for u in c.uncounted}):
         text.append(f"{name or 'this engine'} does not count {', '.join(_UNKNOWN[u] for u in uncounted)}")
+    if unchecked := result.engine.get("unchecked"):
+        text.append(f"not checked: {unchecked}")
     if result.foreign:
         text.append(f"{result.foreign} tokens of others were counted too: measure on an engine that nobody else uses")
     return text + [str(s) for s in result.suspicions]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Annotated, ClassVar
@@ -13,10 +14,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from ..common import BadInputError, http_client
-from ..common.http_client import METRICS_TYPES, AnswerLimits, ModelList, ask, read_answer
+from ..common.http_client import METRICS_TYPES, AnswerLimits, BadAnswerError, ModelList, ask, read_answer
 from ..common.safe_load import MEGABYTE
 from ..common.values import is_server_address, printable_urls
-from .reference_run import DraftCounts
+from .reference_run import DraftCounts, SentText
 
 try:
     from prometheus_client.parser import text_string_to_metric_families
@@ -28,6 +29,8 @@ BYTES_OF_A_TOKEN = 1024  # as text, as an id, and in fields beside them
 # A page of metrics has some thousand samples of some ten labels; a round has some ten drafts at most.
 MOST_SAMPLES, LONGEST_LINE, MOST_POSITIONS, LARGEST_COUNT = 50_000, 4096, 1024, 2**53
 SETTLE_SECONDS = 5.0  # how long an engine may take to count what it has already answered
+
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 @dataclass(frozen=True)
@@ -51,16 +54,39 @@ class Engine:
     Args:
         url: of the server, with or without its `/v1`.
         key: sent as the bearer token.
+        name: of the model that is asked; needed where the server has several.
     """
 
-    def __init__(self, url: str, key: str | None = None):
-        self.url, self.key = root_url(url), key
+    def __init__(self, url: str, key: str | None = None, name: str | None = None):
+        self.url, self.key, self.name = root_url(url), key, name
 
     @cached_property
     def model(self) -> str:
-        """The name under which the engine serves its target: the first one that it lists."""
+        """The name under which the engine serves its target; BadInputError if it has another one, or several."""
         place = f"{self.url}/v1/models"
-        return read_answer(ModelList, ask(place, key=self.key, limits=AnswerLimits(LOOK_SECONDS)), place).data[0].id
+        models = read_answer(ModelList, self._look(place), place).data
+        different = {m.root or m.id for m in models}  # one may have several names
+        if self.name not in [m.id for m in models] if self.name else len(different) > 1:
+            listed = ", ".join(map(str, models[:8]))
+            which = f"no model {self.name!r}" if self.name else "several models"
+            raise BadInputError(f"{self.url} serves {which}; it has {listed}. Name the pair's target with --model.")
+        return self.name or models[0].id
+
+    def tokenize(self, sent: SentText) -> list[int]:
+        """Return a text's or a chat's tokens by the server's own tokenizer; BadInputError if it tells none."""
+        place, num_bytes = f"{self.url}/tokenize", MEGABYTE + BYTES_OF_A_TOKEN * len(sent.tokens)
+        body = json.dumps({"model": self.model} | sent.request).encode()
+        return read_answer(_Tokens, ask(place, body, self.key, AnswerLimits(LOOK_SECONDS, num_bytes)), place).tokens
+
+    def about(self, engine: str) -> ServerFacts:
+        """Return what the server says of itself; nothing known where it says nothing. `engine`: as counters name it."""
+        for page in ABOUT.get(engine, ()):
+            with suppress(BadAnswerError):
+                return read_answer(ServerFacts, self._look(f"{self.url}{page}"), f"{self.url}{page}")
+        return ServerFacts()
+
+    def _look(self, place: str) -> bytes:
+        return ask(place, key=self.key, limits=AnswerLimits(LOOK_SECONDS))
 
     def counters(self) -> Counters:
         """Return the engine's counters since it started.
@@ -100,9 +126,26 @@ class Engine:
             time.sleep(0.02)
 
 
+# Pages on which a server describes itself, newer ones first.
+ABOUT = {"vllm": ("/version",), "sglang": ("/server_info", "/get_server_info")}
+
+
+class ServerFacts(BaseModel):
+    """A server's description of itself; `drafted`: the tokens that SGLang verifies a round, with the root."""
+
+    version: str | None = Field(default=None, max_length=100)
+    drafted: int | None = Field(default=None, alias="speculative_num_draft_tokens")
+
+
+class _Tokens(BaseModel):
+    """The answer of `/tokenize`."""
+
+    tokens: list[TokenId]
+
+
 class _Choice(BaseModel):
     text: str
-    token_ids: list[Annotated[int, Field(ge=0, lt=2**31)]] | None = None
+    token_ids: list[TokenId] | None = None
 
 
 class _Usage(BaseModel):

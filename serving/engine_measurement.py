@@ -19,20 +19,22 @@ from ..common import BadInputError
 from ..common.progress import Advance, progress
 from ..common.safe_load import read_json
 from ..eval.suites import load_suites
-from ..formats import launch
+from ..formats import launch, oldest_version
 from ..formats.early_exit import save_target
 from ..heads import Ngram
+from ..heads.saved import read_config
 from ..pair import Pair, export_pair
 from ..pair.export import LAUNCH, SERVED, export_depth, served_path
-from ..pair.manifest import Figure, ServedFigures, ServedRecord
+from ..pair.manifest import ADAPTER, Figure, ServedFigures, ServedRecord
 from ..targets import Target
 from ..targets.fingerprint import digest_json
-from .diagnosis import TOLERANCE, ServedResult, drafts_differ, suspicions
+from .diagnosis import TOLERANCE, ServedResult, Suspicion, drafts_differ, suspicions
 from .engine import Counters, Engine, EngineCompletion
 from .engine_vs_decoder import Replies, Reply, Write, compare
 from .fault_models import Explanation, explain, mistaken
 from .launching import VllmLaunch, python_of, running, split_speculation
 from .reference_run import Expectation, Trial, expect, expect_mistakes
+from .server_checks import Oldest, check_server
 
 # Drafters whose proposals engines never draw: above temperature 0 ours are their most probable drafts, too.
 NEVER_DRAWN = ("medusa", "ngram")
@@ -66,6 +68,7 @@ class ServedSession:
     Args:
         suites: of prompts; () for those of the pair's recipe.
         expected: our decoder's answers, if they are known already.
+        target: where the target is now; None for where the pair says.
 
     Attributes:
         explain: try mistakes on our own head where the engine's drafts are not ours.
@@ -78,9 +81,10 @@ class ServedSession:
         suites: tuple[str, ...] = (),
         expected: Expectation | None = None,
         console: Console | None = None,
+        target: str | None = None,
     ):
         self.pair, self.trial, self.console = pair, trial, console
-        self.suites, self.explain = suites, True
+        self.suites, self.target_path, self.explain = suites, target, True
         if expected is not None:
             _require_same(expected, pair, trial, self._suite_names)
             self.expected = expected
@@ -88,7 +92,8 @@ class ServedSession:
     @cached_property
     def target(self) -> Target:
         """The pair's target, in Outrider."""
-        return self.pair.load_target()
+        options = {} if self.target_path is None else {"adapter": self.pair.adapter}
+        return self.pair.load_target(self.target_path, **options)
 
     @cached_property
     def expected(self) -> Expectation:
@@ -106,13 +111,13 @@ class ServedSession:
 
     def ask(self, engine: Engine, plain: Engine | None, tolerance: float) -> ServedResult:
         """Compare with engines that run already, the second one without drafts."""
-        survey = Survey(self.expected, self.console)
+        survey = Survey(self.expected, self.console, self._oldest)
         survey.ask(engine, plain)
         return self._result(survey, engine_facts(engine, url=engine.url), tolerance)
 
     def start(self, start: Start, tolerance: float) -> ServedResult:
         """Start the engine with the pair's drafter, and if wanted without; compare, and stop it."""
-        survey = Survey(self.expected, self.console)
+        survey = Survey(self.expected, self.console, self._oldest)
         in_turns = not torch.cuda.is_available() if start.in_turns is None else start.in_turns
         with TemporaryDirectory(prefix="outrider-served-") as folder:
             place = Path(folder)
@@ -124,6 +129,13 @@ class ServedSession:
                 torch.cuda.empty_cache()
             facts = survey.start(drafting, plain, place, in_turns)
         return self._result(survey, facts | {"in_turns": in_turns and start.plain}, tolerance)
+
+    @property
+    def _oldest(self) -> Oldest:
+        """The first version of each engine that reads this drafter, by the engine's name."""
+        kind = self.pair.manifest.drafter.type
+        config = read_config(self.pair.drafter_folder)
+        return {engine: needed for engine in ("sglang",) if (needed := oldest_version(engine, kind, config))}
 
     def _result(self, survey: Survey, facts: dict[str, Any], tolerance: float) -> ServedResult:
         """Return the result; where drafts differ, the mistakes that could explain it are tried first."""
@@ -138,9 +150,11 @@ class ServedSession:
         """Return the launch of the engine with the pair's drafter; the export is made in `place` if none is given."""
         longest = max(len(p.tokens) for p in self.expected.prompts) + self.expected.max_new_tokens
         settings, arguments = split_speculation(start.arguments)
+        adapter = _lora_of(start.export)
         return VllmLaunch(
             python=python_of(start.environment),
-            target=self._served_target(place),
+            target=self._served_target(place) if adapter is None else self.target.place,
+            adapter=adapter,
             dtype=self.pair.dtype,
             speculation=self._speculation(start, place) | settings,
             max_length=longest + self.expected.depth + 16,
@@ -175,6 +189,14 @@ class ServedSession:
         return launch("vllm", drafter, served_path(self.target, folder), str(folder), depth, self.pair.dtype).settings
 
 
+def _lora_of(export: Path | None) -> dict[str, Any] | None:
+    """Return the adapter that an export serves as a LoRA module, where it lies now; None without one."""
+    if export is None or not (export / LAUNCH).is_file():
+        return None
+    adapter = read_json(export / LAUNCH).get("adapter")
+    return adapter and adapter | {"path": str((export / ADAPTER).absolute())}
+
+
 def depth_of(pair: Pair, export: Path | None = None, asked: int | None = None) -> int:
     """Return the draft tokens of an engine's round: as asked for, as the export has it, or as one would have it.
 
@@ -199,6 +221,7 @@ def _asked(pair: Pair, trial: Trial, suites: Sequence[str]) -> dict[str, Any]:
         "suites": list(suites),
         "limit": trial.limit,
         "seeds_above_0": trial.seeds,
+        "first_seed": trial.first_seed,
         "habits": trial.habits,
     }
 
@@ -259,8 +282,10 @@ def _reply(answers: Sequence[EngineCompletion], counts: Counters) -> Reply:
 class Survey:
     """The replies of a drafting engine and, for the speedup there, of the same engine without drafts."""
 
-    def __init__(self, expected: Expectation, console: Console | None = None):
-        self.expected, self.console = expected, console
+    def __init__(self, expected: Expectation, console: Console | None = None, oldest: Oldest | None = None):
+        self.expected, self.console, self.oldest = expected, console, oldest or {}
+        self.facts: dict[str, Any] = {}
+        self.faults: list[Suspicion] = []
         self.drafting: dict[float, list[Reply]] = {}
         self.plain: dict[float, list[Reply]] = {}
         self.foreign = 0
@@ -287,6 +312,8 @@ class Survey:
         total = len(self.expected.prompts) * len(self.expected.temperatures)
         asked = [(e, into) for e, into in ((engine, self.drafting), (plain, self.plain)) if e is not None]
         label = "the engine without drafts" if engine is None else "the engine"
+        if engine is not None:
+            self.facts, self.faults = check_server(engine, self.expected, self.oldest)
         with progress(self.console, label, total, transient=True) as advance:
             for temperature in self.expected.temperatures:
                 replies = self._ask([e for e, _ in asked], temperature, advance)
@@ -349,14 +376,14 @@ class Survey:
         expected = self.expected
         return ServedResult(
             created=datetime.now(UTC).isoformat(timespec="seconds"),
-            engine=engine,
+            engine=engine | self.facts,
             target=expected.target,
             drafter=expected.drafter,
             depth=expected.depth,
             max_new_tokens=expected.max_new_tokens,
             tolerance=tolerance,
             comparisons=comparisons,
-            suspicions=suspicions(comparisons, tolerance, self.exact, self._explanation()),
+            suspicions=[*self.faults, *suspicions(comparisons, tolerance, self.exact, self._explanation())],
             foreign=self.foreign,
         )
 

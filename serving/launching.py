@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..common import BadInputError
+from ..formats.engines import lora_words
 from .engine import Engine
 
 START_SECONDS, STOP_SECONDS = 600.0, 30.0
@@ -34,6 +35,10 @@ class Command(Protocol):
     def variables(self) -> dict[str, str]:
         """Return the environment that it runs in."""
 
+    @property
+    def asked_as(self) -> str | None:
+        """The name of the model that is asked; None for the only one."""
+
 
 @dataclass(frozen=True)
 class VllmLaunch:
@@ -43,6 +48,7 @@ class VllmLaunch:
         python: of the environment that vLLM is installed in: the user's, never ours.
         target: folder or Hub id of the target. dtype: of its weights.
         speculation: its `--speculative-config`; None serves the plain target.
+        adapter: the target's, served as a LoRA module that requests ask for; see `formats.EngineLaunch`.
         max_length: tokens of a prompt and its answer together.
         arguments: more of the server's own.
         environment: more environment variables.
@@ -52,6 +58,7 @@ class VllmLaunch:
     target: str
     dtype: str
     speculation: Mapping[str, Any] | None = None
+    adapter: Mapping[str, Any] | None = None
     max_length: int = 1024
     arguments: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -63,7 +70,13 @@ class VllmLaunch:
         words += ["--max-model-len", str(self.max_length), "--max-num-seqs", "4", "--enforce-eager"]
         if self.speculation is not None:
             words += ["--speculative-config", json.dumps(dict(self.speculation))]
+        words += [] if self.adapter is None else lora_words(self.adapter)
         return [*words, *self.arguments]
+
+    @property
+    def asked_as(self) -> str | None:
+        """The name by which requests ask for the target; None for the only one."""
+        return None if self.adapter is None else str(self.adapter["name"])
 
     def variables(self) -> dict[str, str]:
         """Return the environment that the server runs in; the user's own settings win."""
@@ -134,7 +147,7 @@ def running(launch: Command, log: Path) -> Iterator[Engine]:
             start_new_session=True,  # so that its workers can be stopped together with it
         )
     try:
-        yield _answering(server, f"http://127.0.0.1:{port}")
+        yield _answering(server, f"http://127.0.0.1:{port}", launch.asked_as)
     except BadInputError as error:
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
         raise BadInputError(f"{error}{_beyond_vocabulary(lines)}\nThe engine's last lines:\n{_last(lines)}") from error
@@ -142,13 +155,13 @@ def running(launch: Command, log: Path) -> Iterator[Engine]:
         _stop(server)
 
 
-def _answering(server: subprocess.Popen[bytes], url: str) -> Engine:
+def _answering(server: subprocess.Popen[bytes], url: str, model: str | None) -> Engine:
     limit = time.monotonic() + START_SECONDS
     while time.monotonic() < limit:
         if server.poll() is not None:
             raise BadInputError(f"the engine ended with exit code {server.returncode} as it started.")
         try:
-            engine = Engine(url)
+            engine = Engine(url, name=model)
             engine.counters()
             return engine
         except BadInputError:

@@ -6,26 +6,30 @@ It is JSON, so that it can be made where the target runs in Outrider and compare
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.dataclasses import dataclass as checked_dataclass
 from rich.console import Console
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
 
 from ..common import BadInputError
 from ..common.atomic import write_atomically
 from ..common.progress import Advance, progress
 from ..decode import Decoder, Plan, Round, Sampling
+from ..distill.conversation import render
+from ..distill.prompt_table import Prompt
 from ..eval.suites import Suite
 from ..heads import Drafter, DraftModel
 from ..targets import Target
 
 BATCH = 16  # prompts that our decoder answers at once
+LONGEST_TEXT = 50_000  # letters of a suite that are compared as tokens
 
 
 @checked_dataclass(frozen=True, config=ConfigDict(extra="forbid"))
@@ -92,6 +96,14 @@ class ServedPrompt(BaseModel, extra="forbid"):
     tokens: list[int]
 
 
+class SentText(BaseModel, extra="forbid"):
+    """A suite's text or chat, as `/tokenize` of vLLM and SGLang is asked, and the tokens that we make of it."""
+
+    name: str
+    request: dict[str, Any]
+    tokens: list[int]
+
+
 class ServedAnswer(BaseModel, extra="forbid"):
     """Our decoder's answer to one prompt at one temperature.
 
@@ -111,7 +123,8 @@ class Expectation(BaseModel, extra="forbid"):
 
     Attributes:
         target: the digest of the target's content. drafter: the drafter's type. drafter_digest: of its files.
-        suites, limit, seeds_above_0, habits: see `Trial`.
+        suites, limit, seeds_above_0, first_seed, habits: see `Trial`.
+        texts: of the suites, to be compared as tokens; [] where the target has no tokenizer.
         answers: by temperature (as text, for JSON), in the order of the prompts.
         one_hot: the same with the most probable drafts proposed instead of drawn ones; engines differ in that.
         mistakes: the answers at temperature 0 of a drafter that an engine reads wrongly, by the mistake's name in
@@ -126,8 +139,10 @@ class Expectation(BaseModel, extra="forbid"):
     suites: list[str] = []
     limit: int | None = None
     seeds_above_0: int = 1
+    first_seed: int = 0
     habits: str = ""
     prompts: list[ServedPrompt]
+    texts: list[SentText] = []
     dtype: str = "float32"
     answers: dict[str, list[ServedAnswer]] = {}
     one_hot: dict[str, list[ServedAnswer]] = {}
@@ -203,6 +218,7 @@ class Trial:
     Attributes:
         depth: draft tokens per round. limit: prompts per suite, None for all.
         seeds: answers to each prompt above temperature 0: more of them narrow our side's interval.
+        first_seed: the seed of the first of them; the others follow.
         habits: the engine of `HABITS` whose habits our decoder takes over; "" for its own.
     """
 
@@ -211,6 +227,7 @@ class Trial:
     max_new_tokens: int = 64
     limit: int | None = 12
     seeds: int = 3
+    first_seed: int = 0
     habits: str = ""
 
 
@@ -233,6 +250,7 @@ def expect(
         dtype=str(target.dtype).removeprefix("torch."),
         habits=trial.habits,
         prompts=asked,
+        texts=list(sent_texts(suites, target.tokenizer, trial.limit)),
     )
     writer = _Writer(target, drafter, trial, asked)
     total = len(asked) * sum(1 if t == 0 else 2 * trial.seeds for t in trial.temperatures)
@@ -243,6 +261,42 @@ def expect(
             if temperature > 0:
                 expected.one_hot[key] = writer.answer(temperature, "candidates", advance)
     return expected
+
+
+def sent_texts(
+    suites: Sequence[Suite], tokenizer: PreTrainedTokenizerBase | None, limit: int | None
+) -> Iterator[SentText]:
+    """Yield what each suite sends to a server: all its texts in one, or its first chat.
+
+    Where no suite is of chats, the first text is asked as one, too: users come through the chat template.
+    """
+    if tokenizer is None:
+        return
+    first = next((p for s in suites for p in s.prompts if p.text), None)
+    has_chats = False
+    for suite in suites:
+        chat = next((p for p in suite.prompts if p.messages is not None), None)
+        has_chats |= chat is not None
+        texts = "\n".join(p.text for p in suite.prompts[:limit])[:LONGEST_TEXT]
+        if chat is not None:
+            yield _sent_chat(suite.name, chat)
+        elif texts.strip():
+            request = {"prompt": texts, "add_special_tokens": True}
+            yield SentText(name=suite.name, request=request, tokens=tokenizer(texts)["input_ids"])
+    if has_chats or first is None or not tokenizer.chat_template:
+        return
+    messages = [{"role": "user", "content": first.text}]
+    with suppress(BadInputError):  # a template may want other roles
+        text = render(tokenizer, messages, "the first prompt as a chat", template=first.template)
+        tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+        yield _sent_chat(first.suite, replace(first, messages=tuple(messages), tokens=tuple(tokens)))
+
+
+def _sent_chat(name: str, chat: Prompt) -> SentText:
+    request = {"messages": list(chat.messages or ()), "add_generation_prompt": True, "add_special_tokens": False}
+    request |= {"tools": chat.tools} if chat.tools else {}
+    request |= {"chat_template_kwargs": dict(chat.template)} if chat.template else {}
+    return SentText(name=name, request=request, tokens=list(chat.tokens))
 
 
 def expect_mistakes(
@@ -267,7 +321,7 @@ class _Writer:
 
     def answer(self, temperature: float, rule: str, advance: Advance) -> list[ServedAnswer]:
         """Answer every prompt with each seed (at temperature 0 all seeds are the same)."""
-        seeds = range(self.trial.seeds if temperature else 1)
+        seeds = range(self.trial.first_seed, self.trial.first_seed + (self.trial.seeds if temperature else 1))
         with self.habits.of(self.drafter):
             texts = [list(self._seed(Sampling(temperature=temperature, seed=s), rule, advance)) for s in seeds]
         # The first token is emitted by no round.

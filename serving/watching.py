@@ -36,6 +36,7 @@ class WatchState(BaseModel, extra="forbid"):
         seen: the counters at the last look. open: those of the window that is not full yet.
         windows: the number of full ones. learned: those that the baseline is learned from.
         sums: of the test. restarts, alarms: the number of each.
+        silence: why it did not answer at the last look; "" if it did. is_idle: the last window accepted nothing.
     """
 
     url: str
@@ -47,6 +48,8 @@ class WatchState(BaseModel, extra="forbid"):
     sums: CusumState = CusumState()
     restarts: int = 0
     alarms: int = 0
+    silence: str = ""
+    is_idle: bool = False
 
 
 class EngineWatch:
@@ -71,6 +74,9 @@ class EngineWatch:
     def look(self, now: Counters) -> Iterator[WatchEvent]:
         """Update the watch with the engine's counters, and yield its events."""
         seen, self.state.seen = self.state.seen, now
+        if self.state.silence:
+            self.state.silence = ""
+            yield self._event("back", now)
         if seen is None:
             return  # earlier counts belong to no window
         if now.restarted(seen):
@@ -85,9 +91,11 @@ class EngineWatch:
         self.state.windows += 1
         yield from self._judge(window)
 
-    def silent(self, reason: str) -> WatchEvent:
-        """Return the event of an engine that does not answer."""
-        return WatchEvent(kind="silent", url=self.state.url, time=_now(), reason=reason)
+    def silent(self, reason: str) -> Iterator[WatchEvent]:
+        """Yield the event of an engine that does not answer, unless it did not at the last look either."""
+        before, self.state.silence = self.state.silence, reason
+        if not before:
+            yield WatchEvent(kind="silent", url=self.state.url, time=_now(), reason=reason)
 
     def _judge(self, window: Counters) -> Iterator[WatchEvent]:
         state, chart = self.state, self.chart
@@ -103,7 +111,11 @@ class EngineWatch:
         state.sums = sums = state.sums.after(score, window.rounds / self.limits.window, chart.slack)
         figures = positions | {"threshold": chart.threshold, "score": score}
         yield self._event("window", window, **figures, fall=sums.fall, rise=sums.rise)
-        if (change := sums.alarm(chart.threshold)) is not None:
+        change, was_idle = sums.alarm(chart.threshold), state.is_idle
+        # After an alarm the sums begin anew; that drafting has ceased altogether is said at once all the same.
+        state.is_idle = not window.accepted and score <= -SURE
+        if change is not None or (state.is_idle and not was_idle):
+            change = change or "fall"
             since = sums.fallen if change == "fall" else sums.risen
             state.sums = CusumState()  # the next alarm is about later windows
             state.alarms += 1
@@ -111,7 +123,7 @@ class EngineWatch:
             yield self._event("alarm", window, **figures, change=change, since=since, position=position)
 
     def _event(
-        self, kind: Literal["window", "learned", "alarm", "restart"], counters: Counters, **figures: Any
+        self, kind: Literal["window", "learned", "alarm", "restart", "back"], counters: Counters, **figures: Any
     ) -> WatchEvent:
         state, baseline = self.state, self.state.baseline
         return WatchEvent(
@@ -255,13 +267,13 @@ class WatchEvent(BaseModel, extra="forbid", ser_json_inf_nan="null"):
     """One line of a watch.
 
     Attributes:
-        kind: window, learned, alarm, restart or silent (the engine did not answer).
+        kind: window, learned, alarm, restart, silent (the engine does not answer any more) or back (it does again).
         tau, by_position: of the window; positions are conditional on the draft before.
         score: spreads above the baseline. fall, rise: the test's sums, and threshold: their alarm.
         change: "fall" or "rise". since: windows ago that the change began. position: the first that differs.
     """
 
-    kind: Literal["window", "learned", "alarm", "restart", "silent"]
+    kind: Literal["window", "learned", "alarm", "restart", "silent", "back"]
     url: str
     time: str
     engine: str | None = None
@@ -285,6 +297,8 @@ class WatchEvent(BaseModel, extra="forbid", ser_json_inf_nan="null"):
     def _text(self) -> str:
         if self.kind == "silent":
             return f"no answer: {self.reason}"
+        if self.kind == "back":
+            return f"the engine ({self.engine}) answers again"
         if self.kind == "restart":
             return f"the engine ({self.engine}) was started anew"
         if self.kind == "learned":
@@ -293,6 +307,8 @@ class WatchEvent(BaseModel, extra="forbid", ser_json_inf_nan="null"):
             score = "learning" if self.score is None else f"{self.score:+.1f} spreads from {self.baseline:.3f}"
             return f"τ {self.tau:.3f} in {self.rounds:.0f} rounds ({score})"
         where = f", from position {self.position} on" if self.position else ""
+        if self.tau == 1:
+            return f"ALARM: nothing is accepted any more, τ 1.000 instead of {self.baseline:.3f}"
         return (
             f"ALARM: acceptance {'fell' if self.change == 'fall' else 'rose'} {self.since} windows ago, "
             f"τ {self.tau:.3f} instead of {self.baseline:.3f}{where}"

@@ -80,6 +80,7 @@ FAULTS: list[tuple[str, str, str, Callable[[Config], Any], str]] = [
     ("layout of DSpark", "speculators", "dflash", put(sample_from_anchor=True), "layout"),
     ("layout of Domino", "z-lab", "dflash", put(OWN, shift_label=True), "layout"),
     ("causal missing", "z-lab", "dflash", lambda c: c[OWN].pop("causal"), "causal-missing"),
+    ("causal in one place", "z-lab", "dflash", put(OWN, causal=True), "causal"),
     ("two sizes", "z-lab", "dflash", put(OWN, block_size=9), "block-size"),
     ("no size", "z-lab", "dflash", lambda c: c.pop("block_size"), "block-size-missing"),
     ("a window", "z-lab", "dflash", put(OWN, use_swa=True), "window"),
@@ -148,6 +149,7 @@ def test_config_and_names_are_those_of_published_files(export):
     z_lab, deepspec = export("z-lab", "dflash"), export("deepspec", "dspark")
     config = json.loads((z_lab / "config.json").read_text())
     assert config["dflash_config"] == {"mask_token_id": 63, "target_layer_ids": [1, 3, 5], "causal": False}
+    assert config["is_causal"] is False, "SGLang reads it here, and nowhere else"
     assert (config["architectures"], config["model_type"]) == (["DFlashDraftModel"], "qwen3")
     assert {"block_size", "num_target_layers", "head_dim", "rope_theta", "layer_types"} <= config.keys()
     layer = [f"self_attn.{n}.weight" for n in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")]

@@ -29,7 +29,13 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {"taps": [1, 4], "norm_output": True, "num_attention_heads": 2, "head_dim": 16},
         {"rope_parameters": LINEAR_ROPE},
     ],
-    "eagle1": [{}, {"fc_bias": True}, {"num_layers": 2}, {"norm_inputs": True}, {"norm_first": True}],
+    "eagle1": [
+        {},
+        {"fc_bias": True, "embedding_scale": 16.0},
+        {"num_layers": 2},
+        {"norm_inputs": True},
+        {"norm_first": True},
+    ],
     "medusa": [
         {},
         {"bias": True, "num_layers": 2, "num_heads": 2},

@@ -15,7 +15,13 @@ BEGIN, END = "<!-- written by tests/formats/test_table.py -->\n", "<!-- end -->"
 UNUSUAL = {
     "eagle3": [{norm: True} for norm in ("norm_taps", "norm_output", "norm_before_fc", "norm_before_residual")]
     + [{"num_layers": 2}, {"taps": [3]}],
-    "eagle1": [{"fc_bias": True}, {"norm_inputs": True}, {"norm_first": True}, {"num_layers": 2}],
+    "eagle1": [
+        {"embedding_scale": 16},
+        {"fc_bias": True},
+        {"norm_inputs": True},
+        {"norm_first": True},
+        {"num_layers": 2},
+    ],
     "medusa": [
         {"bias": True},
         {"share_lm_head": True},

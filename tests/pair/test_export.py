@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -10,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 
 from outrider.common import BadInputError
 from outrider.common.locks import lock_file, locked
-from outrider.heads import Medusa, MedusaConfig
+from outrider.heads import Eagle3, Eagle3Config, Medusa, MedusaConfig
 from outrider.pair import export_pair, new_pair
 from outrider.pair.export import by_position, export_depth
 from outrider.targets import Target, embedded_path
@@ -36,6 +37,41 @@ def test_heads_that_were_trained_with_an_adapter_leave_with_the_target_that_has_
     assert str(tmp_path / "out" / "target") in str(made.launch.command)
     assert made.depth == 2  # as deep as the heads draft, though the plan says more
     assert made.launch.settings == {"method": "medusa", "model": str(tmp_path / "out"), "num_speculative_tokens": 2}
+
+
+def test_an_adapter_leaves_as_a_lora_module_that_requests_ask_for(adapted, recipe, tmp_path):
+    pair = new_pair(
+        tmp_path / "pair", adapted, Medusa.build(MedusaConfig(num_heads=2), adapted), recipe, calibration=[]
+    )
+    made = export_pair(pair, "vllm", tmp_path / "out", lora=True)
+    adapter = {"name": "tiny", "path": str(tmp_path / "out" / "adapter"), "rank": 2}
+    assert json.loads((tmp_path / "out" / "launch.json").read_text())["adapter"] == adapter
+    words = shlex.split(str(made.launch.command))
+    assert words[2] == str(tmp_path / "base")
+    assert words[-5:-1] == ["--enable-lora", "--max-lora-rank", "8", "--lora-modules"]
+    assert json.loads(words[-1]) == {"name": "tiny", "path": adapter["path"]}
+    assert "Ask for the model `tiny`" in (tmp_path / "out" / "README.md").read_text()
+    assert not (tmp_path / "out" / "target").exists()
+    served = Target.load(tmp_path / "base", adapter=tmp_path / "out" / "adapter", device="cpu")
+    assert served.fingerprint().digest == pair.fingerprint().digest
+    with pytest.raises(BadInputError, match="only vLLM"):
+        export_pair(pair, "medusa", tmp_path / "medusa", lora=True)
+
+
+def test_a_target_without_an_adapter_has_no_lora_module(make_pair, tmp_path):
+    with pytest.raises(BadInputError, match="no plain LoRA"):
+        export_pair(make_pair("eagle3"), "vllm", tmp_path / "out", lora=True)
+
+
+def test_an_export_says_the_oldest_version_that_reads_it(make_target, recipe, tmp_path):
+    """Older SGLang drops what it does not know, without a word."""
+    target = make_target(source={"path": "org/name"})
+    drafter = Eagle3.build(Eagle3Config(draft_vocab_size=0, norm_taps=True), target)
+    pair = new_pair(tmp_path / "pair", target, drafter, recipe, calibration=[])
+    made = export_pair(pair, "sglang", tmp_path / "out", target=target)
+    assert str(made.launch.oldest).startswith("0.5.12: older copies drop fc_norm")
+    assert "It needs sglang 0.5.12" in (tmp_path / "out" / "README.md").read_text()
+    assert export_pair(pair, "vllm", tmp_path / "vllm", target=target).launch.oldest is None
 
 
 def test_what_an_engine_is_told_is_found_from_any_folder(make_target, make_drafter, recipe, tmp_path, monkeypatch):

@@ -17,6 +17,7 @@ import outrider.recipes
 from outrider.common import BadInputError
 from outrider.costs.machine_speed import Pace
 from outrider.eval import tuner
+from outrider.formats import LAYOUTS
 from outrider.pair import Pair
 from outrider.scripts.quickstart import QuickstartBudget, QuickstartSizes, expected_seconds, tell
 from outrider.targets import embedded_path
@@ -62,12 +63,17 @@ def test_the_story_runs_and_a_second_run_reuses_every_stage(tmp_path: Path, monk
     for line in ("v1: eagle1", "v1: ngram", "v1 on the changed target", "v2 on the changed target", "report.html"):
         assert line in text
     assert "estimate, not measured" in text
+    assert "serve it: outrider export" in text
     assert " tuned" in text
     first, second = Pair.load(out / "pair-v1"), Pair.load(out / "refreshed" / "pair")
     assert second.manifest.lineage.parent is not None
     assert second.manifest.lineage.parent.digest == first.digest
     assert first.fingerprint().digest != second.fingerprint().digest
     assert first.tuned(first.load_target()) is not None
+    _, drafter, _ = second.open()
+    taking = {to: layouts["eagle1"] for to, layouts in LAYOUTS.items() if "eagle1" in layouts}
+    assert taking.keys() >= {"vllm", "sglang"}
+    assert [lack for layout in taking.values() for lack in layout.lacks(drafter.config, 6)] == []
     assert first.plan.control is None, "what depends on a machine is no part of a pair's identity"
     sizes = json.loads((out / "story.json").read_text())["sizes"]
     assert (sizes["prompts"], sizes["refresh_prompts"]) == (8, 6)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator
+from transformers import PreTrainedTokenizerBase
 
 from outrider.decode import Decoder, Plan, Sampling
 from outrider.heads import Drafter
@@ -47,23 +48,40 @@ class Metrics:
         return page(self.started, self.tokens, sums, counts.by_position)
 
 
+def tokens_of(tokenizer: PreTrainedTokenizerBase, body: dict[str, Any]) -> list[int]:
+    """Return what a vLLM's `/tokenize` makes of a request."""
+    text = body.get("prompt") or tokenizer.apply_chat_template(
+        body["messages"],
+        tokenize=False,
+        add_generation_prompt=body["add_generation_prompt"],
+        **body.get("chat_template_kwargs", {}),
+    )
+    return list(tokenizer(text, add_special_tokens=body["add_special_tokens"])["input_ids"])
+
+
 class Server:
     """A server of one engine.
 
     Attributes:
         posted: the bodies of requests that are no prompts, such as those to a webhook.
+        pages: what it answers to paths other than that of its metrics.
+        tokenizer: of its `/tokenize`; without one that answers nothing.
     """
 
     def __init__(self, complete: Complete | None = None):
         self.metrics, self.posted = Metrics(), list[Any]()
+        self.pages: dict[str, Any] = {}
+        self.tokenizer: PreTrainedTokenizerBase | None = None
 
         def reply(path: str, body: Any) -> Any:
             if path.endswith("/completions") and complete is not None:
                 return complete(body)
             self.posted.append(body)
+            if path == "/tokenize" and self.tokenizer is not None:
+                return {"tokens": tokens_of(self.tokenizer, body)}
             return {}
 
-        self.http = serve(lambda: self.metrics.page(), reply)
+        self.http = serve(lambda: self.metrics.page(), reply, pages=self.pages)
         self.url = f"http://127.0.0.1:{self.http.server_address[1]}"
         threading.Thread(target=self.http.serve_forever, daemon=True).start()
 

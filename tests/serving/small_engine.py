@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -40,12 +40,20 @@ def completion(tokens: list[int], text: str, prompt: list[int], ended: bool = Fa
     return answer | {"choices": [choice], "usage": usage}
 
 
-def serve(metrics: Callable[[], str], answer: Callable[[str, Any], Any], port: int = 0) -> ThreadingHTTPServer:
-    """Return a server with the page `metrics()`, which answers a body posted to a path with `answer(path, body)`."""
+def serve(
+    metrics: Callable[[], str],
+    answer: Callable[[str, Any], Any],
+    port: int = 0,
+    pages: Mapping[str, Any] | None = None,
+) -> ThreadingHTTPServer:
+    """Return a server with the page `metrics()`, which answers a body posted to a path with `answer(path, body)`.
+
+    `pages`: what it answers to other paths; its list of models by default.
+    """
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self._answer(metrics() if self.path == "/metrics" else json.dumps(MODELS))
+            self._answer(metrics() if self.path == "/metrics" else json.dumps((pages or {}).get(self.path, MODELS)))
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

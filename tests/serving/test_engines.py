@@ -6,7 +6,9 @@ head is trained here, for some minutes. docs/guides/served.md says how the envir
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -14,11 +16,14 @@ from itertools import cycle, islice
 from pathlib import Path
 
 import pytest
+import torch
+from peft import LoraConfig, get_peft_model
 from typer.testing import CliRunner
 
 from outrider.common import BadInputError
 from outrider.distill import distill
 from outrider.eval.suites import load_suites
+from outrider.heads import load_drafter
 from outrider.pair import Pair, export_pair, new_pair
 from outrider.recipes import load_recipe
 from outrider.scripts.cli import app
@@ -29,7 +34,7 @@ from outrider.serving.engine_measurement import ServedSession, Start
 from outrider.serving.launching import running
 from outrider.serving.reference_run import Trial, expect
 from outrider.serving.watching import EngineWatch, WatchEvent, WatchState
-from outrider.targets import Target
+from outrider.targets import Target, embedded_path
 from outrider.train import train
 
 from ..conftest import place_of
@@ -104,6 +109,48 @@ def test_drafts_that_are_picked_are_told_apart(session, environment):
     arguments = ("--speculative-config.draft_sample_method", "greedy")
     found = session.start(start(environment, arguments=arguments), TOLERANCE)
     assert [(s.temperature, s.kind) for s in found.suspicions] == [(1.0, "one-hot")]
+
+
+def fewer_merges(folder: Path) -> tuple[str, ...]:
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(embedded_path() / file, folder)
+    state = json.loads((folder / "tokenizer.json").read_text())
+    state["model"]["merges"] = state["model"]["merges"][:-300]
+    (folder / "tokenizer.json").write_text(json.dumps(state))
+    return ("--tokenizer", str(folder))
+
+
+def other_template(folder: Path) -> tuple[str, ...]:
+    (folder / "other.jinja").write_text("Be kind. " + (embedded_path() / "chat_template.jinja").read_text())
+    return ("--chat-template", str(folder / "other.jinja"))
+
+
+@pytest.mark.parametrize(("change", "kind"), [(fewer_merges, "tokenizer"), (other_template, "template")])
+def test_a_changed_tokenizer_or_template_is_found(change, kind, session, environment, tmp_path):
+    """Its text and drafts are ours all the same, since prompts go as ids."""
+    greedy = session.expected.model_copy(update={"answers": {"0": session.expected.at(0.0)}, "one_hot": {}})
+    one = ServedSession(session.pair, replace(SMALL, temperatures=(0.0,)), ("code", "docs"), greedy)
+    found = one.start(start(environment, arguments=change(tmp_path)), TOLERANCE)
+    assert [s.kind for s in found.suspicions] == [kind]
+
+
+def test_an_adapter_is_served_beside_its_base_and_asked_by_name(session, environment, tmp_path):
+    base = session.pair.load_target()
+    torch.manual_seed(0)
+    names = ["q_proj", "v_proj", "down_proj"]
+    adapted = get_peft_model(base.model, LoraConfig(r=4, target_modules=names, init_lora_weights=False))
+    adapted.save_pretrained(str(tmp_path / "adapter"))
+    target = Target.load(base.place, adapter=str(tmp_path / "adapter"), dtype="float32")
+    drafter = load_drafter(session.pair.drafter_folder, target)
+    pair = new_pair(tmp_path / "pair", target, drafter, session.pair.recipe(), calibration=[])
+    export_pair(pair, "vllm", tmp_path / "export", SMALL.depth, target, lora=True)
+    one = ServedSession(pair, replace(SMALL, temperatures=(0.0,)), ("code", "docs"))
+    with running(one.launch(start(environment, export=tmp_path / "export"), tmp_path), tmp_path / "log") as engine:
+        with pytest.raises(BadInputError, match="serves several models"):
+            _ = Engine(engine.url).model
+        found = {name: one.ask(Engine(engine.url, name=name), None, TOLERANCE) for name in ("target", engine.model)}
+    assert [s.kind for s in found["target"].suspicions][:1] == ["target"], "the base"
+    assert found[pair.name].agrees
 
 
 @pytest.mark.parametrize("name", FAULTS)

@@ -52,6 +52,8 @@ class LlamaServer:
         words += ["--threads", "1", "--threads-batch", "1", "--ctx-size", "2048", "--parallel", "1", *EXACT]
         return words + [word for name, value in self.settings.items() for word in (f"--{name}", str(value))]
 
+    asked_as = None
+
     def variables(self) -> dict[str, str]:
         return dict(os.environ)
 

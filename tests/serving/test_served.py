@@ -254,6 +254,7 @@ def test_an_expectation_of_something_else_is_refused(stored, tmp_path):
         (replace(trial, limit=3), "limit is 2 there and 3 here"),
         (replace(trial, temperatures=(0.0,)), "temperatures"),
         (replace(trial, seeds=2), "seeds"),
+        (replace(trial, first_seed=4), "first_seed is 0 there and 4 here"),
         (replace(trial, max_new_tokens=9), "max_new_tokens"),
     ):
         with pytest.raises(BadInputError, match=said):
@@ -262,6 +263,25 @@ def test_an_expectation_of_something_else_is_refused(stored, tmp_path):
         ServedSession(stored, trial, ("code",), known)
     with pytest.raises(BadInputError, match="the drafter has other weights"):
         ServedSession(stored, trial, (), known.model_copy(update={"drafter_digest": "0" * 64}))
+
+
+def test_the_seeds_of_our_own_answers_can_be_chosen(stored):
+    """Two seeds from 1 on share one with two from 0 on; at temperature 0 all are the same."""
+    trial = Trial(depth=3, max_new_tokens=8, limit=2, seeds=2)
+    first, second = (ServedSession(stored, replace(trial, first_seed=s)).expected for s in (0, 1))
+    assert first.at(0.0) == second.at(0.0)
+    for one, other in zip(first.at(1.0), second.at(1.0), strict=True):
+        assert one.counts[1] == other.counts[0]
+        assert one.tokens != other.tokens
+
+
+def test_a_target_that_lies_elsewhere_is_named(stored, tmp_path):
+    moved = tmp_path / "moved"
+    (tmp_path / "target").rename(moved)
+    trial = Trial((0.0,), depth=3, max_new_tokens=8, limit=1)
+    with pytest.raises(BadInputError):
+        _ = ServedSession(stored, trial).expected
+    assert ServedSession(stored, trial, target=str(moved)).expected.target == stored.fingerprint().digest
 
 
 def test_an_export_is_expected_to_draft_as_deep_as_it_was_exported(stored, tmp_path):
@@ -361,6 +381,21 @@ def test_an_engine_that_counts_less_is_not_accused(tiny_target, head, expected, 
     assert any("does not count" in line and "by position" in line for line in lines(found))
 
 
+def test_an_adapter_beside_its_base_is_started_as_exported_and_asked_by_name(stored, small_engine, tmp_path):
+    """Where the export lies now, wherever it was made."""
+    export = tmp_path / "export"
+    export.mkdir()
+    launched = {"settings": {"method": "eagle3"}, "adapter": {"name": "tiny", "path": "/elsewhere", "rank": 20}}
+    (export / "launch.json").write_text(json.dumps(launched))
+    session = ServedSession(stored, Trial((0.0,), depth=2, max_new_tokens=6, limit=1))
+    launch = session.launch(Start(tmp_path, export), tmp_path)
+    words = launch.command(1)
+    assert launch.asked_as == "tiny"
+    assert words[words.index("--max-lora-rank") + 1] == "32"
+    assert json.loads(words[words.index("--lora-modules") + 1])["path"] == str(export / "adapter")
+    assert small_engine.asked_as is None
+
+
 ENDS = {
     "ImportError: no engine here": r"started\.\nThe(.|\n)*ImportError: no engine here",
     "IndexError: index 98 is out of bounds for dimension 0 with size 96": r"row 98 of 96\..*d2t must hold offsets",
@@ -379,6 +414,7 @@ def test_bad_words_are_refused_before_anything_starts(tmp_path):
         (["served", "x"], "either --url"),
         (["served", "x", "--start", "sglang"], "start it yourself"),
         (["served", "x", "--start", "vllm"], "--python"),
+        (["served", "x", "--start", "vllm", "--python", "x", "--model", "lora"], "--model names"),
     ):
         found = CliRunner().invoke(app, words)
         assert (found.exit_code, said in found.output) == (2, True), found.output

@@ -87,6 +87,31 @@ def test_a_fall_raises_an_alarm_that_names_the_position_and_the_moment(watched):
     assert [e.kind for e in seen].index("alarm") <= 8, "a fall this deep is found in a few windows"
 
 
+def test_drafting_that_ceases_after_an_alarm_raises_one_more(watched):
+    """The sums begin anew after an alarm: two windows without any accepted draft were needed, or more."""
+    server, watch = watched
+    while not watch.state.alarms:
+        serve(server, 0.4, 4)
+        look(watch, server)
+    seen = []
+    for _ in range(2):
+        serve(server, 0.0, 4)
+        seen.append([e for e in look(watch, server) if e.kind == "alarm"])
+    assert len(seen[0]) == 1
+    assert "nothing is accepted any more" in str(seen[0][0])
+    assert seen[1] == [], "it is said once"
+
+
+def test_an_engine_that_goes_away_is_said_once_and_once_that_it_is_back(start_server):
+    server = start_server()
+    watch = EngineWatch(WatchState(url=server.url), LIMITS)
+    seen = [*look(watch, server), *watch.silent("gone"), *watch.silent("gone still")]
+    watch = EngineWatch(WatchState.model_validate(watch.state.model_dump(mode="json")), LIMITS)  # the next cron job
+    seen += [*watch.silent("gone still"), *look(watch, server), *look(watch, server)]
+    assert [e.kind for e in seen] == ["silent", "back"]
+    assert ["no answer: gone" in str(seen[0]), "answers again" in str(seen[1])] == [True, True]
+
+
 def test_a_restart_is_noticed_and_raises_no_alarm(watched):
     server, watch = watched
     serve(server, 0.6, 2)

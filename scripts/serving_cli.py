@@ -86,7 +86,7 @@ def served(
         root_url(given)  # refused before anything is loaded
     console = VisibleConsole(highlight=False, soft_wrap=True, stderr=as_json)
     loaded = Pair.load(pair)
-    name = "" if url is None else Engine(url).counters().engine  # it may have habits of its own in drafting
+    name = start or Engine(url or "").counters().engine  # it may have habits of its own in drafting
     temperatures, depth = tuple(temperature or (0.0, 1.0)), depth_of(loaded, export, depth)
     trial = Trial(temperatures, depth, max_new_tokens, limit, seeds, name if name in HABITS else "")
     known = Expectation.load(expect) if expect is not None and expect.is_file() else None

@@ -172,12 +172,10 @@ def test_the_target_says_how_sure_it_is_and_how_probable_texts_are(tiny_target):
     assert margin_at(tiny_target, prompt, text, 2) == pytest.approx(first - second, abs=1e-5)
 
     def mean(temperature: float) -> float:
-        drawn = [
-            Decoder(tiny_target).generate([prompt], 100, Sampling(temperature, seed=s)).tokens[0] for s in range(4)
-        ]
-        return sum(surprise(tiny_target, prompt, t, 1.0) for t in drawn) / sum(len(t) for t in drawn)
+        drawn = Decoder(tiny_target).generate([prompt] * 4, 60, Sampling(temperature, seed=1)).tokens
+        return sum(surprise(tiny_target, prompt, text, 1.0) for text in drawn) / sum(map(len, drawn))
 
-    assert abs(mean(1.0)) < 0.1
+    assert abs(mean(1.0)) < 0.15
     assert mean(0.3) < -0.2
 
 

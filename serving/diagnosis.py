@@ -46,7 +46,10 @@ _SAMPLING = (
 )
 _SCALE = "the size of the drafter's logits (lm_head, the final norm), or how the engine draws drafts"
 SUSPECTS = {
-    "target": "another target: its weights, adapter or special tokens",
+    "target": (
+        "another target (its weights, dtype or adapter), or requests that are changed on their way (special tokens, a "
+        "limit, penalties)"
+    ),
     "dtype": "another dtype than the pair's: no text parts where the target is surer than rounding",
     "end": "where texts end: the target's end-of-text tokens (generation_config.json), or a limit of the server",
     "depth": "num_speculative_tokens, which each engine counts in its own way",
@@ -55,12 +58,12 @@ SUSPECTS = {
         "more (`outrider lint` looks at the files)"
     ),
     "vocabulary": (
-        "the draft vocabulary (d2t must hold offsets, not ids), weights that were never loaded, or a transposed or "
-        "permuted tensor"
+        "the draft vocabulary (d2t must hold offsets, not ids), weights or embeddings that are others or were never "
+        "loaded, or a transposed or permuted tensor"
     ),
     "first": (
         "what the first draft reads: taps (their numbering), the norms of the taps or of the input, embeddings, the "
-        "weights' order in fc or attention, rotary embeddings"
+        "weights' order in fc or attention, rotary embeddings; or weights that are others, rounded or lost in part"
     ),
     "later": (
         "what only later drafts read: norm_output and norm_before_residual, the positions and the rotary embeddings of "
@@ -158,9 +161,10 @@ def _drawn(compared: ServedComparison, tolerance: float) -> Iterator[Suspicion]:
     texts, length, surprise = [], compared.length, compared.surprise
     if _differs(length, TOKENS):
         texts.append(f"texts are {length.value:+.1f} tokens longer than ours {length.bounds(1)}")
-    if surprise is not None and _differs(surprise, NATS):
-        less = f"{surprise.value:+.3f} {surprise.bounds(3)}"
-        texts.append(f"texts are less probable than draws from our target by {less} nats per token")
+    # Beside another τ the smallest certain surprise tells that the texts are others.
+    if surprise is not None and _differs(surprise, NATS if compared.agrees(tolerance) else 0.0):
+        more = f"{surprise.value:+.3f} {surprise.bounds(3)}"
+        texts.append(f"texts surprise our target by {more} nats per token more than its own draws would")
     tau = [] if compared.agrees(tolerance) else [_seen(compared)]
     if depth := _depth(compared):
         yield depth

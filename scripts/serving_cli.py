@@ -97,7 +97,7 @@ def served(
     loaded = Pair.load(pair)
     engines = [Engine(given, name=model) for given in (url, plain_url) if given]
     asked = [engine.model for engine in engines]  # refused before our decoder answers anything
-    name = engines[0].counters().engine if asked else ""  # it may have habits of its own in drafting
+    name = engines[0].counters().engine if asked else start or ""  # it may have habits of its own in drafting
     temperatures, depth = tuple(temperature or (0.0, 1.0)), depth_of(loaded, export, depth)
     trial = Trial(temperatures, depth, max_new_tokens, limit, seeds, seed, name if name in HABITS else "")
     known = Expectation.load(expect) if expect is not None and expect.is_file() else None

@@ -1,6 +1,6 @@
 """The probable faults of an engine, from the figures that differ from ours.
 
-A suspicion is no proof: it names the kind of mistake that shows in this way, and so where to begin to look.
+A suspicion says what the evidence separates, and no more: faults that show in the same way are named together.
 """
 
 from __future__ import annotations
@@ -10,21 +10,25 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from .engine_vs_decoder import ServedComparison
-from .fault_models import Explanation
+from ..eval.reports.figures import Interval
+from .engine_vs_decoder import Divergence, ServedComparison
+from .fault_models import OTHER, OWN, together
 
-SAME = 0.75  # of the prompts whose drafts must be ours, in float32 at temperature 0
+SAME = 0.95  # of the prompts whose text is ours: so many must have our drafts, in float32 at temperature 0
 NONE_ACCEPTED = 0.25  # of our acceptance at the first position: below it, drafts are as good as random
+# By how much a target may prefer its own token, in logits, where another order of sums decides otherwise.
+TIES = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.5}
+PLACES = ("vocabulary", "first", "later")  # kinds of faults in the drafts, before mistakes were tried
+TOKENS, NATS = 1.0, 0.05  # texts that are longer, or less probable a token, by no more than this are ours
 
 
 class Suspicion(BaseModel, extra="forbid"):
     """A probable fault.
 
     Attributes:
-        kind: target, tie, depth, drafts, lookup, vocabulary, first, later, one-hot or sampling; of the server itself
-            version, tokenizer or template.
+        kind: a key of `SUSPECTS`, or lookup.
         temperature: at which it shows; None for what the server says of itself.
-        because: the difference. suspect: its usual cause.
+        because: the difference. suspect: its usual causes.
     """
 
     kind: str
@@ -37,96 +41,116 @@ class Suspicion(BaseModel, extra="forbid"):
         return f"{where}{self.because}. Suspect {self.suspect}."
 
 
+_SAMPLING = (
+    "the engine's sampling when it speculates: temperatures, top-k or top-p of a request that do not reach its "
+    "verification"
+)
+_SCALE = "the size of the drafter's logits (lm_head, the final norm), or how the engine draws drafts"
 SUSPECTS = {
-    "target": "another target: its weights, dtype, adapter, chat template or special tokens",
-    "tie": "a near-tie that another order of sums decides otherwise (float32 on both sides would show)",
+    "target": (
+        "another target (its weights, dtype or adapter), or requests that are changed on their way (special tokens, a "
+        "limit, penalties)"
+    ),
+    "dtype": "another dtype than the pair's: no text parts where the target is surer than rounding",
+    "end": "where texts end: the target's end-of-text tokens (generation_config.json), or a limit of the server",
     "depth": "num_speculative_tokens, which each engine counts in its own way",
     "drafts": (
         "what the drafter reads or its weights; this engine does not count acceptance by position, which would tell "
         "more (`outrider lint` looks at the files)"
     ),
     "vocabulary": (
-        "the draft vocabulary (d2t must hold offsets, not ids), weights that were never loaded, or a transposed or "
-        "permuted tensor"
+        "the draft vocabulary (d2t must hold offsets, not ids), weights or embeddings that are others or were never "
+        "loaded, or a transposed or permuted tensor"
     ),
     "first": (
         "what the first draft reads: taps (their numbering), the norms of the taps or of the input, embeddings, the "
-        "weights' order in fc or attention, rotary embeddings"
+        "weights' order in fc or attention, rotary embeddings; or weights that are others, rounded or lost in part"
     ),
     "later": (
         "what only later drafts read: norm_output and norm_before_residual, the positions and the rotary embeddings of "
         "drafted tokens, the drafter's cache after a rejection"
     ),
     "one-hot": (
-        "drafts that are picked, not drawn: ask the engine for drawn ones (vLLM: draft_sample_method 'probabilistic')"
-    ),
-    "sampling": (
-        "the engine's sampling when it speculates: temperatures, top-k or top-p of a request that do not reach its "
-        "verification"
+        "drafts that are picked, not drawn: ask the engine for drawn ones (vLLM: draft_sample_method 'probabilistic'), "
+        "or drafter's logits that are much too large"
     ),
     "version": "a copy too old for this export: install a newer one",
     "tokenizer": "the server's tokenizer files, or its --tokenizer: the target sees other tokens of a user's text",
     "template": "the server's chat template (its --chat-template, or the target's own that changed)",
+    "sampling": _SAMPLING,
+    "scale": f"{_SCALE}: the texts are as probable as they should be, so the target's part is right",
+    "either": f"{_SAMPLING}; or {_SCALE}: without the target's probabilities these cannot be told apart",
 }
 
 
-def suspicions(
-    comparisons: Sequence[ServedComparison],
-    tolerance: float,
-    exact: bool = True,
-    explanation: Explanation | None = None,
-) -> list[Suspicion]:
+def suspicions(comparisons: Sequence[ServedComparison], tolerance: float, dtype: str = "float32") -> list[Suspicion]:
     """Return the probable faults; [] if the engine does the same as our decoder.
 
     Args:
-        exact: both sides compute in float32, in which they should accept the same drafts one by one.
-        explanation: the mistake that explains the engine's acceptance at temperature 0, if there is one.
+        dtype: the pair's. In float32 both sides should accept the same drafts one by one.
     """
-    wrong = [c for c in comparisons if c.temperature == 0 and drafts_differ(c, tolerance, exact)]
-    return [s for c in comparisons for s in _of(c, tolerance, exact, not wrong, explanation)]
+    greedy = [s for c in comparisons if c.temperature == 0 for s in _greedy(c, tolerance, dtype)]
+    # The same fault shows above temperature 0, too, where it tells less.
+    return greedy or [s for c in comparisons if c.temperature > 0 for s in _drawn(c, tolerance)]
 
 
-def drafts_differ(compared: ServedComparison, tolerance: float, exact: bool) -> bool:
-    """Tell whether the engine's drafts are not ours: more or fewer are accepted, or other ones."""
-    others = exact and compared.same_drafts is not None and compared.same_drafts < SAME * compared.num_prompts
-    return not compared.agrees(tolerance) or (others and not compared.divergences)
+def _greedy(compared: ServedComparison, tolerance: float, dtype: str) -> Iterator[Suspicion]:
+    parted = [d for d in compared.divergences if not _is_tie(d, dtype)]
+    if parted:
+        kind = "dtype" if all(_is_tie(d, "bfloat16") for d in parted) else "target"
+        yield _suspicion("end" if all(d.ending for d in parted) else kind, compared, _texts(compared, parted))
+    if depth := _depth(compared):
+        yield depth
+    elif compared.identical and _drafts_differ(compared, tolerance, dtype == "float32"):
+        kind, suspect = _explained(compared)
+        yield Suspicion(kind=kind, temperature=0.0, because=_seen(compared), suspect=suspect)
 
 
-def _of(
-    compared: ServedComparison, tolerance: float, exact: bool, greedy_is_right: bool, explanation: Explanation | None
-) -> Iterator[Suspicion]:
-    yield from _text(compared)
-    depth = compared.drafted_served
-    # Where nothing was drafted the difference is nan, and not small either.
-    if depth is not None and not abs(depth - compared.drafted_own) <= 0.3:
-        because = f"{depth:.2f} draft tokens per round, {compared.drafted_own:.2f} expected"
-        yield _suspicion("depth", compared, because)
-    elif compared.temperature == 0 and explanation is not None and not greedy_is_right:
-        yield Suspicion(kind=explanation.kind, temperature=0.0, because=_seen(compared), suspect=str(explanation))
-    elif compared.temperature == 0 and drafts_differ(compared, tolerance, exact):
-        yield _suspicion(_drafts(compared), compared, _seen(compared))
-    elif not compared.agrees(tolerance):
-        kind = _sampled(compared, tolerance) if greedy_is_right else _drafts(compared)
-        yield _suspicion(kind, compared, _seen(compared))
-    elif compared.temperature > 0 and compared.length.excludes(0.0) and abs(compared.length.value) > 1:
-        because = f"texts are {compared.length.value:+.1f} tokens longer than ours {compared.length.bounds(1)}"
-        yield _suspicion("sampling", compared, because)
+def _drafts_differ(compared: ServedComparison, tolerance: float, exact: bool) -> bool:
+    """Tell whether the engine's drafts at temperature 0 are not ours: more, fewer, or other ones are accepted."""
+    if exact and compared.same_drafts is not None:
+        return compared.same_drafts < SAME * (compared.identical or 0)
+    return not compared.agrees(tolerance)
 
 
-def _text(compared: ServedComparison) -> Iterator[Suspicion]:
-    if not compared.divergences:
-        return
-    early = [d for d in compared.divergences if d.index < d.length / 4]
-    kind = "target" if 2 * len(compared.divergences) > compared.num_prompts or len(early) > 2 else "tie"
-    first = min(compared.divergences, key=lambda d: d.index)
-    because = (
+def _is_tie(divergence: Divergence, dtype: str) -> bool:
+    return divergence.margin is not None and divergence.margin <= TIES.get(dtype, TIES["bfloat16"])
+
+
+def _texts(compared: ServedComparison, parted: Sequence[Divergence]) -> str:
+    first = min(parted, key=lambda d: d.index)
+    text = (
         f"{len(compared.divergences)} of {compared.num_prompts} texts are not ours, "
         f"the first from token {first.index} on ({first.suite}/{first.prompt})"
     )
-    yield _suspicion(kind, compared, because)
+    margins = [d.margin for d in parted if d.margin is not None]
+    return f"{text}; our target prefers its own tokens there by up to {max(margins):.3g} logits" if margins else text
 
 
-def _drafts(compared: ServedComparison) -> str:
+def _depth(compared: ServedComparison) -> Suspicion | None:
+    there, own = compared.drafted_served, compared.drafted_own
+    if there is None or abs(there - own) <= 0.3:  # where nothing was drafted the difference is nan, and not small
+        return None
+    return _suspicion("depth", compared, f"{there:.2f} draft tokens per round, {own:.2f} expected")
+
+
+def _explained(compared: ServedComparison) -> tuple[str, str]:
+    """Return the kind of fault in the drafts, and its suspects: the mistakes that cannot be told apart."""
+    place, candidates = _place(compared), compared.candidates
+    if not candidates:
+        return place, SUSPECTS[place]
+    likely = together(candidates)
+    nearest = next(c for c in candidates if c.says != OTHER)
+    equal = f"the same drafts in {nearest.same} of {compared.identical} prompts"
+    if nearest not in likely or nearest.says == OWN:
+        none = f"None of the {len(candidates) - 2} mistakes that were tried does the same: the nearest is"
+        return place, f"{SUSPECTS[place]}. {none} {nearest.says}, {equal}"
+    if len(likely) == 1:
+        return nearest.kind, f"{nearest.says}: with that mistake our decoder accepts {equal}"
+    return nearest.kind, f"one of these, which cannot be told apart here ({equal}): {'; '.join(c.says for c in likely)}"
+
+
+def _place(compared: ServedComparison) -> str:
     """Return the kind of fault in the drafts themselves, by the first position that differs."""
     if "by_position" in compared.uncounted:
         return "drafts"
@@ -136,26 +160,48 @@ def _drafts(compared: ServedComparison) -> str:
     return "vocabulary" if first is not None and first.served < NONE_ACCEPTED * first.own else "first"
 
 
-def _sampled(compared: ServedComparison, tolerance: float) -> str:
-    """Return the kind of fault above temperature 0 where all is right at temperature 0."""
+def _drawn(compared: ServedComparison, tolerance: float) -> Iterator[Suspicion]:
+    """Yield what differs above temperature 0 alone."""
+    texts, length, surprise = [], compared.length, compared.surprise
+    if _differs(length, TOKENS):
+        texts.append(f"texts are {length.value:+.1f} tokens longer than ours {length.bounds(1)}")
+    # Beside another τ the smallest certain surprise tells that the texts are others.
+    if surprise is not None and _differs(surprise, NATS if compared.agrees(tolerance) else 0.0):
+        more = f"{surprise.value:+.3f} {surprise.bounds(3)}"
+        texts.append(f"texts surprise our target by {more} nats per token more than its own draws would")
+    tau = [] if compared.agrees(tolerance) else [_seen(compared)]
+    if depth := _depth(compared):
+        yield depth
+    elif texts or tau:
+        yield _suspicion("sampling" if texts else _drawn_drafts(compared, tolerance), compared, "; ".join(tau + texts))
+
+
+def _differs(interval: Interval, least: float) -> bool:
+    return interval.excludes(0.0) and abs(interval.value) > least
+
+
+def _drawn_drafts(compared: ServedComparison, tolerance: float) -> str:
+    """Return the kind of fault that shows only above temperature 0, and in acceptance alone."""
     near = compared.one_hot_difference
-    if near is not None and compared.one_hot is not None:
-        is_near = not near.excludes(0.0) or abs(near.value) <= tolerance * compared.one_hot.value
-        if is_near and not compared.length.excludes(0.0):
-            return "one-hot"
-    return "sampling"
+    if near is not None and compared.one_hot is not None and not _differs(near, tolerance * compared.one_hot.value):
+        return "one-hot"
+    return "either" if compared.surprise is None else "scale"
 
 
 def _seen(compared: ServedComparison) -> str:
     where = f", from position {compared.parts_at} on" if compared.parts_at else ""
     if "rounds" in compared.uncounted:
         where += "; the engine shows its own average of its latest rounds"
-    if compared.same_drafts is not None:
-        where += f"; the same drafts are accepted in {compared.same_drafts} of {compared.num_prompts} prompts"
     return (
         f"τ is {compared.served.text(3)} there and {compared.own.text(3)} here, "
-        f"a difference of {compared.difference.value:+.3f} {compared.difference.bounds(3)}{where}"
+        f"a difference of {compared.difference.value:+.3f} {compared.difference.bounds(3)}{where}{_same(compared)}"
     )
+
+
+def _same(compared: ServedComparison) -> str:
+    """Return how many prompts have our drafts, of those with our text; "" where that is not known."""
+    same = compared.same_drafts
+    return "" if same is None else f"; the same drafts are accepted in {same} of {compared.identical} prompts"
 
 
 def _suspicion(kind: str, compared: ServedComparison, because: str) -> Suspicion:
@@ -229,7 +275,7 @@ def _figures(c: ServedComparison) -> list[str]:
     speed = "" if c.speedup is None else f"; {c.speedup.text(unit='×')} the speed of that engine without drafts"
     first = (
         f"temperature {c.temperature:g}: τ {c.served.text(3)} there, {c.own.text(3)} here, "
-        f"difference {c.difference.value:+.3f} {c.difference.bounds(3)}{texts}{speed}"
+        f"difference {c.difference.value:+.3f} {c.difference.bounds(3)}{texts}{_same(c)}{speed}"
     )
     positions = ", ".join(f"{p.position}: {p.served:.2f} / {p.own:.2f}{' !' if p.parted else ''}" for p in c.positions)
     return [first, f"  accepted by position, there / here: {positions}"] if positions else [first]

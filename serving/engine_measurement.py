@@ -28,12 +28,12 @@ from ..pair.export import LAUNCH, SERVED, export_depth, served_path
 from ..pair.manifest import ADAPTER, Figure, ServedFigures, ServedRecord
 from ..targets import Target
 from ..targets.fingerprint import digest_json
-from .diagnosis import TOLERANCE, ServedResult, Suspicion, drafts_differ, suspicions
+from .diagnosis import PLACES, TOLERANCE, ServedResult, Suspicion, suspicions
 from .engine import Counters, Engine, EngineCompletion
 from .engine_vs_decoder import Replies, Reply, Write, compare
-from .fault_models import Explanation, explain, mistaken
+from .fault_models import mistaken
 from .launching import VllmLaunch, python_of, running, split_speculation
-from .reference_run import Expectation, Trial, expect, expect_mistakes
+from .reference_run import HABITS, Expectation, Trial, expect, expect_mistakes
 from .server_checks import Oldest, check_server
 
 # Drafters whose proposals engines never draw: above temperature 0 ours are their most probable drafts, too.
@@ -138,13 +138,16 @@ class ServedSession:
         return {engine: needed for engine in ("sglang",) if (needed := oldest_version(engine, kind, config))}
 
     def _result(self, survey: Survey, facts: dict[str, Any], tolerance: float) -> ServedResult:
-        """Return the result; where drafts differ, the mistakes that could explain it are tried first."""
-        wanted = self.explain and survey.counts_all and not self.expected.mistakes
-        if wanted and survey.differs(tolerance):
+        """Return the result; where the engine differs, our target is asked, and the mistakes of a drafter are tried."""
+        result = survey.result(facts, self.write, tolerance, self.__dict__.get("target"))
+        if result.agrees or not self.explain:
+            return result
+        if not self.expected.mistakes and any(s.temperature == 0 and s.kind in PLACES for s in result.suspicions):
             _, drafter, _ = self.pair.open(self.target)
+            drafter = HABITS[self.trial.habits].imitate(drafter)
             self.expected = expect_mistakes(self.target, mistaken(drafter), self.expected, self.console)
             survey.expected = self.expected
-        return survey.result(facts, self.write, tolerance)
+        return survey.result(facts, self.write, tolerance, self.target)
 
     def launch(self, start: Start, place: Path) -> VllmLaunch:
         """Return the launch of the engine with the pair's drafter; the export is made in `place` if none is given."""
@@ -272,6 +275,7 @@ def _reply(answers: Sequence[EngineCompletion], counts: Counters) -> Reply:
     return Reply(
         text=answers[0].text,
         tokens=answers[0].tokens,
+        drawn=[answer.tokens for answer in answers if answer.tokens is not None],
         lengths=[answer.num_tokens for answer in answers],
         seconds=sum(answer.seconds for answer in answers),
         counts=counts,
@@ -344,33 +348,12 @@ class Survey:
             advance(1, "")
         return replies
 
-    @property
-    def exact(self) -> bool:
-        """Whether both sides compute in float32."""
-        return self.expected.dtype == "float32"
-
-    @property
-    def counts_all(self) -> bool:
-        """Whether the engine counts everything that tells mistakes apart."""
-        return not any(reply.uncounted for replies in self.drafting.values() for reply in replies)
-
-    def differs(self, tolerance: float) -> bool:
-        """Tell whether the engine's drafts at temperature 0 are not ours."""
-        drafting = self.drafting.get(0.0)
-        if drafting is None:
-            return False
-        return drafts_differ(compare(self.expected, Replies(temperature=0.0, drafting=drafting)), tolerance, self.exact)
-
-    def _explanation(self) -> Explanation | None:
-        drafting = self.drafting.get(0.0)
-        if drafting is None or not self.counts_all:
-            return None
-        return explain([r.counts for r in drafting], self.expected.at(0.0), self.expected.mistakes)
-
-    def result(self, engine: dict[str, Any], write: Write, tolerance: float = TOLERANCE) -> ServedResult:
-        """Return the comparison of both sides, and the probable faults."""
+    def result(
+        self, engine: dict[str, Any], write: Write, tolerance: float = TOLERANCE, target: Target | None = None
+    ) -> ServedResult:
+        """Return the comparison of both sides, and the probable faults; `target`: see `compare`."""
         comparisons = [
-            compare(self.expected, Replies(temperature=t, drafting=replies, plain=self.plain.get(t)), write)
+            compare(self.expected, Replies(temperature=t, drafting=replies, plain=self.plain.get(t)), write, target)
             for t, replies in self.drafting.items()
         ]
         expected = self.expected
@@ -383,7 +366,7 @@ class Survey:
             max_new_tokens=expected.max_new_tokens,
             tolerance=tolerance,
             comparisons=comparisons,
-            suspicions=[*self.faults, *suspicions(comparisons, tolerance, self.exact, self._explanation())],
+            suspicions=[*self.faults, *suspicions(comparisons, tolerance, expected.dtype)],
             foreign=self.foreign,
         )
 

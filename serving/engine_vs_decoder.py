@@ -17,8 +17,9 @@ from pydantic import BaseModel
 
 from ..eval.reports.figures import Interval, Ratio
 from ..eval.reports.statistics import Bootstrap, strata_of
-from .fault_models import is_same
-from .reference_run import DraftCounts, Expectation, ServedAnswer
+from ..targets import Target
+from .fault_models import Candidate, explain, is_same
+from .reference_run import DraftCounts, Expectation, ServedAnswer, margin_at, surprise
 
 # Several positions, and τ and the texts' length at several temperatures, each decide whether an engine differs: each
 # must be surer than one figure alone, or one correct engine in ten would be suspected.
@@ -38,12 +39,14 @@ class Reply(ResultModel):
 
     Attributes:
         text: of the first answer. tokens: its new token ids; None where the engine returns text alone.
+        drawn: the new token ids of every answer, above temperature 0; [] where the engine returns text alone.
         lengths: new tokens of every answer. seconds, counts: of all of them.
         uncounted: see `engine.COUNTED`.
     """
 
     text: str
     tokens: Sequence[int] | None
+    drawn: Sequence[Sequence[int]] = ()
     lengths: list[int]
     seconds: float
     counts: DraftCounts
@@ -71,13 +74,17 @@ class Position(ResultModel):
 class Divergence(ResultModel):
     """A text that is not ours: the index of the first new token that differs, of `length` of ours.
 
-    Where an engine returns text alone, both count characters.
+    Attributes:
+        ending: one text is the beginning of the other.
+        margin: by how much more the target's logits prefer our token there than any other; None where that is unknown.
     """
 
     suite: str
     prompt: str
     index: int
     length: int
+    ending: bool
+    margin: float | None = None
 
 
 class ServedComparison(ResultModel):
@@ -91,9 +98,12 @@ class ServedComparison(ResultModel):
             own average of its latest rounds.
         rounds: of the engine. by_position: rounds of the engine that kept the draft at each position.
         identical: prompts whose text is ours (at temperature 0; None above it). divergences: the others.
-        same_drafts: prompts in whose rounds the engine accepted exactly as many drafts as our decoder (at temperature
-            0): with float32 on both sides nearly all of them. None where an engine does not count by position.
+        same_drafts: those of them in whose rounds the engine accepted exactly as many drafts as our decoder: with
+            float32 on both sides nearly all. None where an engine does not count by position.
+        candidates: the mistakes that were tried, the most probable ones first.
         length: new tokens per prompt, served − own: texts of the same distribution are equally long.
+        surprise: by how much less probable the engine's texts are than draws from our target, in nats per token: 0 on
+            average if the engine samples rightly. None where that is unknown.
         one_hot: τ of our decoder proposing the most probable drafts; None at temperature 0.
         tokens_per_second: of whole requests, one after the other. plain: of the engine without drafts.
         speedup: their ratio; None without the plain engine.
@@ -113,7 +123,9 @@ class ServedComparison(ResultModel):
     identical: int | None = None
     divergences: list[Divergence] = []
     same_drafts: int | None = None
+    candidates: list[Candidate] = []
     length: Interval
+    surprise: Interval | None = None
     one_hot: Interval | None = None
     one_hot_difference: Interval | None = None
     tokens_per_second: Interval
@@ -149,11 +161,14 @@ class Replies(ResultModel):
     plain: list[Reply] | None = None
 
 
-def compare(expected: Expectation, replies: Replies, write: Write = str) -> ServedComparison:
+def compare(
+    expected: Expectation, replies: Replies, write: Write = str, target: Target | None = None
+) -> ServedComparison:
     """Compare the engine's replies with our decoder's answers, prompt by prompt.
 
     Args:
         write: turns token ids into text.
+        target: asked how probable the engine's texts are; None leaves that open.
     """
     temperature, answers = replies.temperature, expected.at(replies.temperature)
     own, served = [_mean(a.counts) for a in answers], [r.counts for r in replies.drafting]
@@ -162,8 +177,13 @@ def compare(expected: Expectation, replies: Replies, write: Write = str) -> Serv
     depth = max((len(c.by_position) for c in [*own, *served]), default=0)
     strata = strata_of([p.suite for p in expected.prompts])
     resampled, surer = Bootstrap(strata), Bootstrap(strata, confidence=CONFIDENCE_OF_DIFFERENCES)
-    differing = list(divergences(expected, replies, write)) if temperature == 0 else []
-    same = sum(is_same(s, o) for s, o in zip(served, own, strict=True))
+    parted = [] if temperature else list(divergences(expected, replies, write, target))
+    differing = [divergence for divergence in parted if divergence is not None]
+    ours = [i for i, divergence in enumerate(parted) if divergence is None]  # prompts whose text is ours
+    known = {} if "by_position" in uncounted else expected.mistakes
+    mistakes = {name: [tried[i] for i in ours] for name, tried in known.items()}
+    same = sum(is_same(served[i], answers[i]) for i in ours)
+    surprises = None if target is None or not temperature else _surprise(expected, replies, target)
     speed, plain = _speed(replies.drafting), None if replies.plain is None else _speed(replies.plain)
     return ServedComparison(
         temperature=temperature,
@@ -180,7 +200,11 @@ def compare(expected: Expectation, replies: Replies, write: Write = str) -> Serv
         identical=None if temperature else len(expected.prompts) - len(differing),
         divergences=differing,
         same_drafts=None if temperature or "by_position" in uncounted else same,
+        candidates=explain(
+            [served[i] for i in ours], [answers[i] for i in ours], mistakes, expected.dtype == "float32"
+        ),
         length=surer.difference(_length(replies.drafting), _length(answers)),
+        surprise=None if surprises is None else surer.ratio(surprises),
         one_hot=resampled.ratio(_tau(one_hot)) if one_hot else None,
         one_hot_difference=surer.difference(_tau(served), _tau(one_hot)) if one_hot else None,
         tokens_per_second=resampled.ratio(speed),
@@ -231,12 +255,36 @@ def _drafted(counts: Sequence[DraftCounts]) -> float:
     return sum(c.drafted for c in counts) / rounds if rounds else math.nan
 
 
-def divergences(expected: Expectation, replies: Replies, write: Write) -> Iterator[Divergence]:
-    """Yield the texts that are not ours, each with the place where it differs first."""
+def divergences(
+    expected: Expectation, replies: Replies, write: Write, target: Target | None = None
+) -> Iterator[Divergence | None]:
+    """Yield the place where each text differs from ours first; None for one that is ours."""
     for asked, own, reply in zip(expected.prompts, expected.at(replies.temperature), replies.drafting, strict=True):
         mine: Sequence[int] | str = own.tokens if reply.tokens is not None else write(own.tokens)
         theirs: Sequence[int] | str = reply.tokens if reply.tokens is not None else reply.text
-        if list(mine) != list(theirs):
-            pairs = enumerate(zip(mine, theirs, strict=False))
-            index = next((i for i, (a, b) in pairs if a != b), min(len(mine), len(theirs)))
-            yield Divergence(suite=asked.suite, prompt=asked.id, index=index, length=len(mine))
+        shorter = min(len(mine), len(theirs))
+        pairs = enumerate(zip(mine, theirs, strict=False))
+        index = next((i for i, (a, b) in pairs if a != b), shorter)
+        if index == len(mine) == len(theirs):
+            yield None
+            continue
+        ending = index == shorter
+        if reply.tokens is None:  # from characters to tokens
+            index = next(
+                (i for i in range(len(own.tokens)) if len(write(own.tokens[: i + 1])) > index), len(own.tokens)
+            )
+        margin = None if target is None or ending else margin_at(target, asked.tokens, own.tokens, index)
+        yield Divergence(
+            suite=asked.suite, prompt=asked.id, index=index, length=len(own.tokens), ending=ending, margin=margin
+        )
+
+
+def _surprise(expected: Expectation, replies: Replies, target: Target) -> Ratio | None:
+    """Return the surprise of all drawn texts over their tokens; None where an engine returns text alone."""
+    if not all(reply.drawn for reply in replies.drafting):
+        return None
+    sums = [
+        sum(surprise(target, asked.tokens, drawn, replies.temperature) for drawn in reply.drawn)
+        for asked, reply in zip(expected.prompts, replies.drafting, strict=True)
+    ]
+    return Ratio(sums, [sum(len(drawn) for drawn in reply.drawn) for reply in replies.drafting])

@@ -1,14 +1,16 @@
 """The mistakes that could explain an engine's acceptance, each tried on our own drafter, in our own decoder.
 
 At temperature 0 a head drafts the same whenever it runs. So an engine that reads a head wrongly accepts, prompt by
-prompt, exactly as many drafts as our decoder does with a head that was made wrong in the same way.
+prompt, exactly as many drafts as our decoder does with a head that was made wrong in the same way. `explain` turns that
+into a likelihood: a mistake that is equal in all prompts leaves no doubt, and equal mistakes stay together.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from pydantic import BaseModel
@@ -16,13 +18,12 @@ from torch import Tensor
 
 from ..heads import DFlash, Drafter, Eagle3, Eagle3Config, Ngram, NgramConfig
 from ..heads.block.block_layers import CachedBlocks
-from ..heads.decoder_layer import FusedLayer
-from ..heads.lookup.ngram import NgramSession
-from ..targets import RaggedCache, RowLengths, Target
-from .reference_run import DraftCounts, ServedAnswer
+from .reference_run import DraftCounts, FirstPlace, ServedAnswer, WholeCopy
 
-CERTAIN = 0.75  # of the prompts must be the same for a certain explanation
-LIKELY = 0.5  # of the distance to the correct head may remain for a likely one
+# The probabilities that a prompt is equal: with the engine's own mistake, and with another one. In float32 little but
+# another order of sums, which decides a draft here and there, parts the first from 1.
+EQUAL, EQUAL_IF_ROUNDED = (0.98, 0.5), (0.5, 0.2)
+APART = 20.0  # times as probable as another candidate: only then are the two told apart
 
 State = dict[str, Tensor]
 Made = Callable[[Any], Drafter | None]
@@ -43,76 +44,75 @@ class Hypothesis:
     kind: str = "first"
 
 
-class Explanation(BaseModel, extra="forbid"):
-    """The mistake that explains an engine's acceptance best.
+OWN, OTHER = "no mistake at all", "something that was not tried"
+
+
+class Candidate(BaseModel, extra="forbid"):
+    """A possible explanation of an engine's acceptance.
 
     Attributes:
-        same: prompts in which our decoder, with the mistake, accepts exactly as many drafts as the engine.
-        remaining: its distance from the engine's counts, as a share of the correct head's distance.
+        says: the mistake; `OWN` for our own head as it is, `OTHER` for everything that was not tried.
+        kind: of the suspicion; "" for those two.
+        odds: how probable the engine's counts are with it, as a share of the best candidate's probability.
+        same: prompts in which our decoder, with the mistake, accepts exactly as many drafts as the engine; None for
+            `OTHER`.
     """
 
-    kind: str
     says: str
-    same: int
-    num_prompts: int
-    remaining: float
-
-    @property
-    def is_certain(self) -> bool:
-        return self.same >= CERTAIN * self.num_prompts
-
-    def __str__(self) -> str:
-        if self.is_certain:
-            seen = f"our decoder accepts the same in {self.same} of {self.num_prompts} prompts with that mistake"
-        else:
-            seen = f"of the mistakes that were tried it comes nearest, {1 - self.remaining:.0%} of the way"
-        return f"{self.says} ({seen})"
+    kind: str
+    odds: float
+    same: int | None
 
 
 def explain(
-    served: Sequence[DraftCounts], own: Sequence[ServedAnswer], tried: dict[str, list[ServedAnswer]]
-) -> Explanation | None:
-    """Return the mistake that comes nearest to an engine's counts; None if none comes near.
+    served: Sequence[DraftCounts],
+    own: Sequence[ServedAnswer],
+    tried: dict[str, list[ServedAnswer]],
+    exact: bool = True,
+) -> list[Candidate]:
+    """Return the candidates, the most probable ones first; [] if none was tried.
 
     Args:
         served: the engine's counts. own: the correct head's answers. tried: those of each mistaken head, by its name.
             All at temperature 0, prompt by prompt.
+        exact: both sides compute in float32.
     """
-    right = _distance(served, own)
-    if not right or not tried:
-        return None
-    apart = {name: _distance(served, answers) for name, answers in tried.items()}
-    nearest = [name for name, distance in apart.items() if distance == min(apart.values())]
-    same = sum(is_same(s, a.counts[0]) for s, a in zip(served, tried[nearest[0]], strict=True))
-    explanation = Explanation(
-        kind=_KNOWN[nearest[0]].kind,
-        # Mistakes with equal counts, such as those with which nothing is accepted, cannot be told apart.
-        says=", or ".join(dict.fromkeys(_KNOWN[name].says for name in nearest)),
-        same=same,
-        num_prompts=len(served),
-        remaining=apart[nearest[0]] / right,
-    )
-    return explanation if explanation.is_certain or explanation.remaining <= LIKELY else None
+    if not tried or not served:
+        return []
+    right, chance = EQUAL if exact else EQUAL_IF_ROUNDED
+    same = {name: sum(map(is_same, served, answers)) for name, answers in {OWN: own, **tried}.items()}
+    missed, hit = math.log((1 - right) / (1 - chance)), math.log(right / chance)
+    fits = {name: hit * count + missed * (len(served) - count) for name, count in same.items()}
+    # Whatever breaks a drafter altogether is equal where nothing is accepted.
+    fits[OTHER] = 0.0 if any(c.accepted for c in served) else max(fits.values())
+    highest, candidates = max(fits.values()), dict[str, Candidate]()
+    for name, fit in sorted(fits.items(), key=lambda item: -item[1]):
+        says, kind = (_KNOWN[name].says, _KNOWN[name].kind) if name in _KNOWN else (name, "")
+        # Of mistakes that differ in a number alone, the best one.
+        candidates.setdefault(says, Candidate(says=says, kind=kind, odds=math.exp(fit - highest), same=same.get(name)))
+    return list(candidates.values())
 
 
-def is_same(one: DraftCounts, other: DraftCounts) -> bool:
-    """Tell whether both have as many rounds, and accepted as much in them at every position."""
-    return _apart(one, other) == 0
+def together(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Return those that the engine's counts cannot tell from the most probable one, which is the first."""
+    return [c for c in candidates if c.odds * APART >= 1]
 
 
-def _distance(served: Sequence[DraftCounts], answers: Sequence[ServedAnswer]) -> float:
-    return sum(_apart(s, a.counts[0]) for s, a in zip(served, answers, strict=True))
+def is_same(served: DraftCounts, answer: ServedAnswer) -> bool:
+    """Tell whether both have as many rounds, and accepted as much in them at every position.
 
-
-def _apart(one: DraftCounts, other: DraftCounts) -> float:
-    depth = max(len(one.by_position), len(other.by_position))
-    return abs(one.rounds - other.rounds) + sum(abs(one.at(i) - other.at(i)) for i in range(depth))
+    The round that an end-of-text token cuts short counts in full in an engine, and in our decoder up to that token.
+    """
+    own, spare = answer.counts[0], int(answer.ended)
+    depth = max(len(served.by_position), len(own.by_position))
+    more = [served.rounds - own.rounds, *(served.at(i) - own.at(i) for i in range(depth))]
+    return all(0 <= m <= spare for m in more)
 
 
 def mistaken(drafter: Drafter) -> Iterator[tuple[str, Drafter]]:
     """Yield the drafter with each mistake that it can have; nothing for drafters of which no mistakes are known."""
-    known = {Eagle3: HYPOTHESES, DFlash: BLOCK_HYPOTHESES, Ngram: NGRAM_HYPOTHESES}
-    for name, hypothesis in known.get(type(drafter), {}).items():
+    known = {Eagle3.name: HYPOTHESES, DFlash.name: BLOCK_HYPOTHESES, Ngram.name: NGRAM_HYPOTHESES}
+    for name, hypothesis in known.get(drafter.name, {}).items():
         if (made := hypothesis.made(drafter)) is not None:
             yield name, made
 
@@ -159,8 +159,19 @@ def _base(theta: float) -> Made:
     return _made(settings)
 
 
-def _replaced(name: str, change: Callable[[Tensor, Eagle3Config], Tensor]) -> Made:
-    return _made(weights=lambda w, config: w | {name: change(w[name], config)})
+def _replaced(change: Callable[[Tensor, Eagle3Config], Tensor], *names: str) -> Made:
+    """Return a mistake in these weights, which a head without them cannot have."""
+    made = _made(weights=lambda w, config: w | {name: change(w[name], config) for name in names})
+    return lambda head: made(head) if set(names) <= set(head.state_dict()) else None
+
+
+def _lost(name: str) -> Made:
+    return _replaced(lambda w, _: torch.ones_like(w), name)
+
+
+def _attention(change: Callable[[Tensor, Eagle3Config], Tensor], names: str) -> Made:
+    """Return a mistake in the projections of these letters."""
+    return _replaced(change, *(f"layers.0.self_attn.{name}_proj.weight" for name in names))
 
 
 def _exchanged(one: str, other: str) -> Made:
@@ -169,7 +180,7 @@ def _exchanged(one: str, other: str) -> Made:
 
 
 def _columns(shift: int) -> Made:
-    return _replaced("fc.weight", lambda fc, config: fc.roll(shift * fc.shape[1] // len(config.taps), 1))
+    return _replaced(lambda fc, config: fc.roll(shift * fc.shape[1] // len(config.taps), 1), "fc.weight")
 
 
 def _ids(shift: Callable[[Tensor, int], Tensor]) -> Made:
@@ -180,26 +191,19 @@ def _ids(shift: Callable[[Tensor, int], Tensor]) -> Made:
     )
 
 
-def _interleaved(weights: State, config: Eagle3Config) -> State:
-    def turned(weight: Tensor) -> Tensor:
-        heads = weight.view(-1, 2, config.head_dim // 2, weight.shape[1])
-        return heads.transpose(1, 2).reshape(weight.shape)
+def _interleaved(weight: Tensor, config: Eagle3Config) -> Tensor:
+    heads = weight.view(-1, 2, config.head_dim // 2, weight.shape[1])
+    return heads.transpose(1, 2).reshape(weight.shape)
 
-    names = ("q_proj.weight", "k_proj.weight")
-    return weights | {n: turned(t) for n, t in weights.items() if n.endswith(names)}
+
+def _other_heads(weight: Tensor, config: Eagle3Config) -> Tensor:
+    return weight.view(-1, config.head_dim, weight.shape[1]).flip(0).reshape(weight.shape)
 
 
 def _random(weights: State, _: Eagle3Config) -> State:
     generator = torch.Generator().manual_seed(0)
     drawn = {n: t for n, t in weights.items() if t.is_floating_point() and t.dim() > 1}
     return weights | {n: 0.02 * torch.randn(t.shape, generator=generator) for n, t in drawn.items()}
-
-
-class _Elsewhere(Eagle3):
-    """A head that reads the embeddings of another model: here the target's, their entries in another order."""
-
-    def read(self, embedded: Tensor, first: FusedLayer) -> Tensor:
-        return super().read(embedded.flip(-1), first)
 
 
 _NO_NORMS = {"norm_taps": False, "norm_before_fc": False}
@@ -228,7 +232,7 @@ HYPOTHESES: dict[str, Hypothesis] = {
         for theta in (1e2, 1e4, 5e5, 1e6)
     },
     "rope interleaved": Hypothesis(
-        "rotary embeddings of the other form (interleaved, not halves)", _made(weights=_interleaved)
+        "rotary embeddings of the other form (interleaved, not halves)", _attention(_interleaved, "qk")
     ),
     "gate and up": Hypothesis("gate_proj and up_proj, exchanged", _exchanged("mlp.gate_proj", "mlp.up_proj")),
     "first norms": Hypothesis(
@@ -241,13 +245,34 @@ HYPOTHESES: dict[str, Hypothesis] = {
             lambda w, _: w | {_O_PROJ: w[_O_PROJ].T},
         ),
     ),
-    "final norm": Hypothesis(
-        "the final norm, whose weights are lost", _replaced("norm.weight", lambda w, _: torch.ones_like(w))
+    "query heads": Hypothesis("the order of the query heads (q_proj)", _attention(_other_heads, "q")),
+    "key heads": Hypothesis("the order of the key and value heads", _attention(_other_heads, "kv")),
+    "halves": Hypothesis(
+        "the order of embedding and hidden state in the attention's input",
+        _attention(lambda w, _: w.roll(w.shape[1] // 2, 1), "qkv"),
+    ),
+    "final norm": Hypothesis("the final norm, whose weights are lost", _lost("norm.weight")),
+    **{
+        f"{name} lost": Hypothesis(f"{name}, whose weights are lost", _lost(f"layers.0.{name}.weight"))
+        for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")
+    },
+    **{
+        f"fc_norm {i}": Hypothesis(
+            f"the norm of tap {i + 1} (fc_norm.{i}), whose weights are lost", _lost(f"tap_norms.{i}.weight")
+        )
+        for i in range(5)
+    },
+    "rounded": Hypothesis(
+        "weights that were rounded to bfloat16",
+        _made(weights=lambda w, _: {n: t.bfloat16().float() if t.is_floating_point() else t for n, t in w.items()}),
     ),
     "lm_head": Hypothesis(
-        "the rows of lm_head, which are shifted", _replaced("lm_head.weight", lambda w, _: w.roll(1, 0)), "vocabulary"
+        "the rows of lm_head, which are shifted", _replaced(lambda w, _: w.roll(1, 0), "lm_head.weight"), "vocabulary"
     ),
-    "embeddings": Hypothesis("embeddings that are not the target's", _made(kind=_Elsewhere)),
+    "no embeddings": Hypothesis(  # their norm is then zero, too
+        "embeddings that were never loaded",
+        _replaced(lambda w, _: torch.zeros_like(w), "layers.0.input_layernorm.weight"),
+    ),
     "untrained": Hypothesis("weights that were never loaded", _made(weights=_random), "vocabulary"),
 }
 
@@ -278,73 +303,42 @@ BLOCK_HYPOTHESES: dict[str, Hypothesis] = {
 }
 
 
-class _FirstPlaceSession(NgramSession):
-    """A session that keeps the texts `texts` and searches them from their beginnings."""
-
-    def __init__(self, config: NgramConfig, batch_size: int):
-        super().__init__(config, batch_size)
-        self.texts: list[list[int]] = [[] for _ in range(batch_size)]
-
-    def update(self, tokens: Tensor, hidden: Tensor | None, counts: RowLengths, path: Tensor | None = None) -> None:
-        for text, new, count in zip(self.texts, tokens.tolist(), counts.values, strict=True):
-            text += new[:count]
-
-    def continuations(self, tails: list[list[int]], depth: int) -> list[list[int]]:
-        return [self._copied([*text, *tail], depth) for text, tail in zip(self.texts, tails, strict=True)]
-
-    def _copied(self, text: list[int], depth: int) -> list[int]:
-        for n in range(min(self.config.max_match, len(text) - 1), self.config.min_match - 1, -1):
-            ends = (i + n for i in range(len(text) - n) if text[i : i + n] == text[-n:])
-            if (end := next(ends, None)) is not None:
-                return text[end : end + depth]
-        return []
-
-    def select(self, rows: list[int]) -> None:
-        self.texts = [self.texts[row] for row in rows]
+def _looked_up(kind: type[Ngram]) -> Made:
+    return lambda drafter: None if type(drafter) is kind else kind(drafter.config)
 
 
-class _WholeCopySession(_FirstPlaceSession):
-    """A session that searches its texts from their ends."""
+def _sizes(longer: int, shorter: int) -> Made:
+    def made(drafter: Ngram) -> Drafter | None:
+        most, least = drafter.config.max_match + longer, drafter.config.min_match - shorter
+        return type(drafter)(NgramConfig(max_match=most, min_match=least)) if 1 <= least <= most else None
 
-    def _copied(self, text: list[int], depth: int) -> list[int]:
-        size, known = self.config.max_match, len(text) - 1  # without the last token, as it counts them
-        if known <= size + depth + 1:
-            return []
-        places = (at for at in range(known - size - 1, 0, -1) if text[at : at + size] == text[-size:])
-        at = next(places, None)
-        copied = [] if at is None else text[at + size : min(at + size + depth, known)]
-        return copied if len(copied) >= size else []
+    return made
 
 
-class FirstPlace(Ngram):
-    """A drafter that copies from the first place where the last tokens stood."""
-
-    session_class: ClassVar[type[_FirstPlaceSession]] = _FirstPlaceSession
-
-    def open(
-        self, target: Target, batch_size: int, max_length: int, spare: int = 0, cache: RaggedCache | None = None
-    ) -> NgramSession:
-        return self.session_class(self.config, batch_size)
-
-
-class WholeCopy(FirstPlace):
-    """A drafter that copies as llama.cpp's `ngram-simple` does: runs of one length, `max_match`."""
-
-    session_class = _WholeCopySession
-
-
+_LOOKS_UP = "how the engine looks up what follows: it copies"
 NGRAM_HYPOTHESES: dict[str, Hypothesis] = {
+    "latest place": Hypothesis(
+        f"{_LOOKS_UP} from the latest place where the last tokens stood, and goes on beyond the text",
+        _looked_up(Ngram),
+        "lookup",
+    ),
     "first place": Hypothesis(
-        "how the engine looks up what follows: it copies from the first place where the last tokens stood, and no "
-        "further than the text goes, where ours takes the latest place, and goes on",
-        lambda drafter: FirstPlace(drafter.config),
+        f"{_LOOKS_UP} from the first place where the last tokens stood, and no further than the text goes",
+        _looked_up(FirstPlace),
         "lookup",
     ),
     "whole copy": Hypothesis(
-        "how the engine looks up what follows: it copies after the longest match alone, no further than the text goes "
-        "and not less than that match, where ours also tries shorter ones, and goes on",
-        lambda drafter: WholeCopy(drafter.config),
+        f"{_LOOKS_UP} after the longest match alone, no further than the text goes and not less than that match",
+        _looked_up(WholeCopy),
         "lookup",
     ),
+    **{
+        f"sizes {longer:+d} {shorter:+d}": Hypothesis(
+            "the lengths of the runs that are looked up (prompt_lookup_max, prompt_lookup_min)",
+            _sizes(longer, shorter),
+            "lookup",
+        )
+        for longer, shorter in ((1, 0), (-1, 0), (0, 1), (0, -1))
+    },
 }
 _KNOWN = HYPOTHESES | BLOCK_HYPOTHESES | NGRAM_HYPOTHESES

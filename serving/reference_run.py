@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.dataclasses import dataclass as checked_dataclass
 from rich.console import Console
@@ -25,8 +26,9 @@ from ..decode import Decoder, Plan, Round, Sampling
 from ..distill.conversation import render
 from ..distill.prompt_table import Prompt
 from ..eval.suites import Suite
-from ..heads import Drafter, DraftModel
-from ..targets import Target
+from ..heads import Drafter, DraftModel, Ngram, NgramConfig
+from ..heads.lookup.ngram import NgramSession
+from ..targets import RaggedCache, RowLengths, Target
 
 BATCH = 16  # prompts that our decoder answers at once
 LONGEST_TEXT = 50_000  # letters of a suite that are compared as tokens
@@ -177,6 +179,61 @@ class Expectation(BaseModel, extra="forbid"):
             raise BadInputError(f"{file}: cannot be read as an expectation ({error}). Make it again.") from error
 
 
+class _FirstPlaceSession(NgramSession):
+    """A session that keeps the texts `texts` and searches them from their beginnings."""
+
+    def __init__(self, config: NgramConfig, batch_size: int):
+        super().__init__(config, batch_size)
+        self.texts: list[list[int]] = [[] for _ in range(batch_size)]
+
+    def update(self, tokens: Tensor, hidden: Tensor | None, counts: RowLengths, path: Tensor | None = None) -> None:
+        for text, new, count in zip(self.texts, tokens.tolist(), counts.values, strict=True):
+            text += new[:count]
+
+    def continuations(self, tails: list[list[int]], depth: int) -> list[list[int]]:
+        return [self._copied([*text, *tail], depth) for text, tail in zip(self.texts, tails, strict=True)]
+
+    def _copied(self, text: list[int], depth: int) -> list[int]:
+        for n in range(min(self.config.max_match, len(text) - 1), self.config.min_match - 1, -1):
+            ends = (i + n for i in range(len(text) - n) if text[i : i + n] == text[-n:])
+            if (end := next(ends, None)) is not None:
+                return text[end : end + depth]
+        return []
+
+    def select(self, rows: list[int]) -> None:
+        self.texts = [self.texts[row] for row in rows]
+
+
+class _WholeCopySession(_FirstPlaceSession):
+    """A session that searches its texts from their ends."""
+
+    def _copied(self, text: list[int], depth: int) -> list[int]:
+        size, known = self.config.max_match, len(text) - 1  # without the last token, as it counts them
+        if known <= size + depth + 1:
+            return []
+        places = (at for at in range(known - size - 1, 0, -1) if text[at : at + size] == text[-size:])
+        at = next(places, None)
+        copied = [] if at is None else text[at + size : min(at + size + depth, known)]
+        return copied if len(copied) >= size else []
+
+
+class FirstPlace(Ngram):
+    """A drafter that copies from the first place where the last tokens stood."""
+
+    session_class: ClassVar[type[_FirstPlaceSession]] = _FirstPlaceSession
+
+    def open(
+        self, target: Target, batch_size: int, max_length: int, spare: int = 0, cache: RaggedCache | None = None
+    ) -> NgramSession:
+        return self.session_class(self.config, batch_size)
+
+
+class WholeCopy(FirstPlace):
+    """A drafter that copies as llama.cpp's `ngram-simple` does: runs of one length, `max_match`."""
+
+    session_class = _WholeCopySession
+
+
 @dataclass(frozen=True)
 class Habits:
     """The ways in which an engine's drafting differs from ours though it reads the drafter as we do.
@@ -184,10 +241,16 @@ class Habits:
     Attributes:
         within: it drafts no more tokens than the text still has room for.
         most_probable: it draws from so many of a draft model's most probable tokens; None for all.
+        lookup: the class of n-grams that copies as it does.
     """
 
     within: bool = False
     most_probable: int | None = None
+    lookup: type[Ngram] = Ngram
+
+    def imitate(self, drafter: Drafter) -> Drafter:
+        """Return a drafter that copies as the engine does; other drafters as they are."""
+        return self.lookup(drafter.config) if isinstance(drafter, Ngram) else drafter
 
     @contextmanager
     def of(self, drafter: Drafter) -> Iterator[None]:
@@ -207,8 +270,13 @@ def _most_probable(count: int, _head: nn.Module, _inputs: object, logits: Tensor
     return logits.masked_fill(logits < logits.topk(count).values[..., -1:], float("-inf"))
 
 
-# By the engine's name. llama.cpp (11434): `get_n_draft_max` of its server, `spec_retune` of its speculative.cpp.
-HABITS = {"llama.cpp": Habits(within=True, most_probable=10)}
+# By the engine's name. vLLM (0.32): `ngram_proposer.py`. llama.cpp (11434): `get_n_draft_max` of its server,
+# `spec_retune` of its speculative.cpp, `ngram-simple`.
+HABITS = {
+    "": Habits(),
+    "vllm": Habits(lookup=FirstPlace),
+    "llama.cpp": Habits(within=True, most_probable=10, lookup=WholeCopy),
+}
 
 
 @dataclass(frozen=True)
@@ -252,7 +320,7 @@ def expect(
         prompts=asked,
         texts=list(sent_texts(suites, target.tokenizer, trial.limit)),
     )
-    writer = _Writer(target, drafter, trial, asked)
+    writer = _Writer(target, HABITS[trial.habits].imitate(drafter), trial, asked)
     total = len(asked) * sum(1 if t == 0 else 2 * trial.seeds for t in trial.temperatures)
     with progress(console, "our own decoder", total, transient=True) as advance:
         for temperature in trial.temperatures:
@@ -311,13 +379,37 @@ def expect_mistakes(
     return expected.model_copy(update={"mistakes": mistakes})
 
 
+@torch.no_grad()
+def _log_probabilities(target: Target, prompt: Sequence[int], text: Sequence[int], temperature: float) -> Tensor:
+    """Return the target's log-probabilities of every token at each place of a text after a prompt, `[T, V]`."""
+    tokens = torch.tensor([[*prompt, *text]], device=target.device)
+    places = torch.arange(len(prompt) - 1, tokens.shape[1] - 1, device=target.device)
+    logits = target.forward(tokens, at=places[None]).logits
+    assert logits is not None
+    return (logits[0].float() / temperature).log_softmax(-1)
+
+
+def margin_at(target: Target, prompt: Sequence[int], text: Sequence[int], index: int) -> float:
+    """Return by how much the target's largest logit at a place of a text exceeds the next one."""
+    first, second = _log_probabilities(target, prompt, text[: index + 1], 1.0)[-1].topk(2).values.tolist()
+    return float(first - second)
+
+
+def surprise(target: Target, prompt: Sequence[int], text: Sequence[int], temperature: float) -> float:
+    """Return by how much less probable a text is than draws from the target at its places, in nats."""
+    drawn = _log_probabilities(target, prompt, text, temperature)
+    chosen = drawn.gather(1, torch.tensor(text, device=drawn.device)[:, None])
+    entropy = -(drawn.exp() * drawn.clamp(min=-1e4)).sum()  # 0 · log 0 is 0
+    return float(-chosen.sum() - entropy)
+
+
 class _Writer:
     """Our decoder, answering the prompts in batches; text and rounds do not depend on the rest of a batch."""
 
     def __init__(self, target: Target, drafter: Drafter, trial: Trial, asked: Sequence[ServedPrompt]):
         self.trial, self.asked, self.eos = trial, asked, set(target.eos_ids)
         self.decoder, self.drafter = Decoder(target, drafter), drafter
-        self.habits = HABITS.get(trial.habits, Habits())
+        self.habits = HABITS[trial.habits]
 
     def answer(self, temperature: float, rule: str, advance: Advance) -> list[ServedAnswer]:
         """Answer every prompt with each seed (at temperature 0 all seeds are the same)."""

@@ -99,7 +99,7 @@ def test_speculators_computes_our_logits_from_an_exported_head(target, make_draf
 @pytest.mark.served
 @needs_speculators
 def test_speculators_and_we_train_an_equal_head_by_the_same_gradient(target, make_drafter, tmp_path):
-    """Both learn the same tokens from the same states, with the same weights of steps; its output embedding may be frozen."""
+    """Both learn the same tokens from the same states by the same weights of steps; its output may be frozen."""
     head = make_drafter("eagle3", steps=STEPS, norm_taps=True)
     assert isinstance(head, Eagle3)
     tokens = torch.randint(target.vocab_size, (1, 30), generator=torch.Generator().manual_seed(1))

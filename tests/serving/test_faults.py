@@ -15,7 +15,6 @@ import pytest
 
 from outrider.serving.diagnosis import Suspicion, suspicions
 from outrider.serving.engine_vs_decoder import Replies, Reply, compare
-from outrider.serving.fault_models import explain
 from outrider.serving.reference_run import DraftCounts, Expectation, ServedAnswer, ServedPrompt
 
 RECORDED: dict[str, Any] = json.loads((Path(__file__).parent / "recorded" / "faults.json").read_text())
@@ -36,10 +35,9 @@ def judged(fault: str) -> list[Suspicion]:
     own, served = answers(RECORDED["own"]), counts(RECORDED["served"][fault])
     asked = [ServedPrompt(suite="code", id=str(i), tokens=[1]) for i in range(len(own))]
     expected = Expectation(target="t", drafter="eagle3", depth=4, max_new_tokens=48, prompts=asked, answers={"0": own})
+    expected.mistakes = {name: answers(rows) for name, rows in RECORDED["mistakes"].items()}
     replies = [Reply(text="", tokens=TEXT, lengths=[48], seconds=1.0, counts=c) for c in served]
-    found = compare(expected, Replies(temperature=0.0, drafting=replies))
-    tried = {name: answers(rows) for name, rows in RECORDED["mistakes"].items()}
-    return suspicions([found], 0.02, True, explain(served, own, tried))
+    return suspicions([compare(expected, Replies(temperature=0.0, drafting=replies))], 0.02)
 
 
 @pytest.mark.parametrize("fault", RECORDED["expected"])

@@ -14,7 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 from outrider.common import BadInputError
-from outrider.decode import Decoder, Plan, Round
+from outrider.decode import Decoder, Plan, Round, Sampling
 from outrider.distill.prompt_table import Prompt
 from outrider.eval.suites import make_suite
 from outrider.heads import DFlash, DFlashConfig, Drafter, DraftModel, Eagle3, Eagle3Config, Ngram, NgramConfig
@@ -25,21 +25,27 @@ from outrider.scripts.cli import app
 from outrider.serving.diagnosis import ServedResult, lines
 from outrider.serving.engine import Engine, root_url
 from outrider.serving.engine_measurement import ServedSession, Start, Survey, depth_of
-from outrider.serving.fault_models import BLOCK_HYPOTHESES, HYPOTHESES, FirstPlace, WholeCopy, mistaken
+from outrider.serving.fault_models import BLOCK_HYPOTHESES, HYPOTHESES, mistaken
 from outrider.serving.launching import VllmLaunch, python_of, running, split_speculation
 from outrider.serving.reference_run import (
+    HABITS,
     DraftCounts,
     Expectation,
+    FirstPlace,
     ServedAnswer,
     ServedPrompt,
     Trial,
+    WholeCopy,
     expect,
     expect_mistakes,
+    margin_at,
+    surprise,
 )
 from outrider.targets import RowLengths as Counted
 from outrider.targets import Target
 
 from .conftest import Server, answer
+from .small_engine import TOKENS
 
 TEXTS = ["def add(first, second):", "for name in sorted(names):\n", "The target verifies", "class Stack:\n    def"]
 TRIAL = Trial(temperatures=(0.0,), depth=3, max_new_tokens=24)
@@ -119,24 +125,27 @@ def test_an_engine_that_norms_all_context_by_the_first_layer_is_explained(tiny_t
     assert found.at(0.0).own.value > 1.5
     assert not found.agrees
     assert "k_norm" in found.suspicions[0].suspect
-    assert "accepts the same in 4 of 4 prompts" in found.suspicions[0].suspect
+    assert "the same drafts in 4 of 4 prompts" in found.suspicions[0].suspect
 
 
-def test_an_engine_that_looks_n_grams_up_otherwise_is_explained(tiny_target, start_engine):
+def test_a_known_way_to_look_n_grams_up_is_no_finding_and_another_one_is(tiny_target, start_engine):
     """vLLM copies from the first place where the last tokens stood, ours from the latest: neither is wrong."""
     drafter, tokens = Ngram(NgramConfig(max_match=2, min_match=1)), [5, 6, 7, 5, 6, 8, 9, 5, 6, 7, 8, 5, 6]
-    asked = [Prompt(f"{i}", "a", tuple(t + i for t in tokens), "") for i in range(8)]
-    expected = expect(tiny_target, drafter, [make_suite("a", asked)], replace(TRIAL, max_new_tokens=40))
-    known = expect_mistakes(tiny_target, mistaken(drafter), expected)
+    suites = [make_suite("a", [Prompt(f"{i}", "a", tuple(t + i for t in tokens), "") for i in range(8)])]
+    trial = replace(TRIAL, max_new_tokens=40, habits="vllm")
+    expected = expect(tiny_target, drafter, suites, trial)
     other = FirstPlace(drafter.config)
     session = other.open(tiny_target, 1, 64)
     session.update(torch.tensor([tokens[:-1]]), None, Counted.of([len(tokens) - 1], torch.device("cpu")))
     assert session.continuations([[6]], 4) == [[7, 5, 6, 8]]
     assert session.continuations([[8]], 9) == [[9, 5, 6, 7, 8, 5, 8]], "no further than the text goes"
-    found = ask(known, start_engine(tiny_target, other))
-    assert found.at(0.0).identical == 8
+    found = ask(expected, start_engine(tiny_target, other))
+    assert (found.agrees, found.at(0.0).same_drafts) == (True, 8)
+    known = expect_mistakes(tiny_target, mistaken(HABITS["vllm"].imitate(drafter)), expected)
+    found = ask(known, start_engine(tiny_target, drafter))
     assert [s.kind for s in found.suspicions] == ["lookup"]
-    assert "accepts the same in 8 of 8 prompts" in found.suspicions[0].suspect
+    assert "from the latest place" in found.suspicions[0].suspect
+    assert "the same drafts in 8 of 8 prompts" in found.suspicions[0].suspect
 
 
 def test_llama_cpp_copies_from_the_latest_place_and_only_what_is_long_enough(tiny_target):
@@ -152,6 +161,22 @@ def test_llama_cpp_copies_from_the_latest_place_and_only_what_is_long_enough(tin
     assert copied([9, 1, 2, 3, 5, 6, 5, 6], 2) == [], "one token is less than the match"
     assert copied([5, 6, 1, 2, 3, 4, 5, 6], 2) == [], "the beginning of the text counts as no place"
     assert copied([9, 5, 6, 1, 5, 6], 3) == [], "the text is too short"
+
+
+def test_the_target_says_how_sure_it_is_and_how_probable_texts_are(tiny_target):
+    """Draws at a temperature are as probable as its entropy says; draws at a lower one are more probable."""
+    prompt = [5, 6, 7]
+    (text,) = Decoder(tiny_target).generate([prompt], 4, plan=Plan(depth=0), ignore_eos=True).tokens
+    logits = tiny_target.forward(torch.tensor([prompt + text])).logits[0]
+    first, second = logits[4].topk(2).values.tolist()
+    assert margin_at(tiny_target, prompt, text, 2) == pytest.approx(first - second, abs=1e-5)
+
+    def mean(temperature: float) -> float:
+        drawn = Decoder(tiny_target).generate([prompt] * 4, 60, Sampling(temperature, seed=1)).tokens
+        return sum(surprise(tiny_target, prompt, text, 1.0) for text in drawn) / sum(map(len, drawn))
+
+    assert abs(mean(1.0)) < 0.15
+    assert mean(0.3) < -0.2
 
 
 def test_rounds_count_as_an_engine_counts_them_that_drafts_no_further_than_the_text_goes():
@@ -189,7 +214,8 @@ def test_every_mistake_can_be_made_of_a_head_that_can_have_it(tiny_target):
         torch.randperm(tiny_target.vocab_size),
     )
     made = dict(mistaken(pruned))
-    assert made.keys() == HYPOTHESES.keys() - {"rope 10000"}, "its own base is no mistake"
+    others = {"rope 10000", "fc_norm 3", "fc_norm 4"}
+    assert made.keys() == HYPOTHESES.keys() - others, "its own base is no mistake, and it has three taps"
     assert all(head.config.draft_vocab_size == 100 for head in made.values())
 
 
@@ -354,9 +380,11 @@ def test_a_request_to_stop_ends_the_engine_too(small_engine, tmp_path):
 def test_a_session_starts_an_engine_and_tries_what_explains_it(stored, small_engine, tmp_path):
     """The target's memory is free while the engine runs, and the target is there again to try mistakes on."""
     session = ServedSession(stored, Trial((0.0,), depth=2, max_new_tokens=6, limit=2))
+    for own in session.expected.at(0.0):
+        own.tokens = TOKENS  # the small engine writes a text of its own
     found = session.start(Start(tmp_path, in_turns=False), 0.02)
     assert not found.agrees
-    assert found.suspicions[0].kind == "target", "the small engine writes a text of its own"
+    assert found.comparisons[0].candidates
     assert (found.engine["name"], found.engine["in_turns"]) == ("vllm", False)
     assert session.expected.mistakes
     assert (tmp_path / "diary").read_text().splitlines()[-1] == "plain ends"

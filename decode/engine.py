@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -160,8 +161,8 @@ class Request:
             raise BadInputError(f"{count} prompts, but {len(self.ids)} sequence ids.")
         if len(self.drafts) != count:
             raise BadInputError(f"{count} prompts, but {len(self.drafts)} flags for speculate.")
-        if new < 1:
-            raise BadInputError(f"max_new_tokens must be at least 1, got {new}.")
+        if not isinstance(new, Integral) or new < 1:
+            raise BadInputError(f"max_new_tokens must be at least 1, got {new!r}.")
         if self.sampling.min_new_tokens > new:
             raise BadInputError(f"min_new_tokens is {self.sampling.min_new_tokens}, more than max_new_tokens ({new}).")
         limit = target.max_context

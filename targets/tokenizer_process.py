@@ -28,7 +28,7 @@ from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
-from typing import IO, TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..common import digest_cache
 from ..common.digests import file_digest
@@ -79,8 +79,7 @@ class Rendered(NamedTuple):
 def try_tokenizer(folder: Path) -> None:
     """Open the tokenizer in a folder that was checked, and let it read and write, where it can do no harm.
 
-    Raises BadInputError if that takes too much, or fails. What it says when it cannot be opened is left to who opens it
-    here.
+    Raises BadInputError if that takes too much, or fails. Who opens it here says why it cannot be opened.
     """
     if folder.resolve() == _EMBEDDED:
         return
@@ -291,7 +290,7 @@ def _parse(template: dict[str, Any], text: str, before: str) -> dict[str, Any]:
 
 def _serve() -> None:
     """Answer requests, one on each line, until there are no more."""
-    requests, answers = os.fdopen(os.dup(0), encoding="ascii"), os.fdopen(os.dup(1), "w", encoding="ascii")
+    requests, answers = os.fdopen(os.dup(0), encoding="ascii"), os.fdopen(os.dup(1), "w", 1, encoding="ascii")
     os.dup2(os.open(os.devnull, os.O_RDWR), 0)  # libraries that ask or print must not do it there
     os.dup2(2, 1)
     for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # a signal to the whole group is for the parent
@@ -303,7 +302,7 @@ def _serve() -> None:
     works: dict[str, Any] = {"try": _try, "render": _render, "parse": _parse}
     if resource is not None:
         _lower(resource.RLIMIT_CORE, 0)
-    _say(answers, "{}")
+    answers.write("{}\n")
     for line in requests:
         work, values, seconds, memory = json.loads(line)
         try:
@@ -313,12 +312,7 @@ def _serve() -> None:
             answer = json.dumps({"error": ""})
         except BaseException as error:  # a panic of Rust is no Exception
             answer = json.dumps({"error": (str(error) or type(error).__name__)[:_LONGEST_ERROR]})
-        _say(answers, answer)
-
-
-def _say(answers: IO[str], answer: str) -> None:
-    answers.write(f"{answer}\n")
-    answers.flush()
+        answers.write(f"{answer}\n")
 
 
 @contextmanager

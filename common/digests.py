@@ -25,7 +25,7 @@ from typing import Any, Protocol
 from . import digest_cache
 from .atomic import replacing_folder, sync, sync_tree, write_atomically
 from .errors import Refusal
-from .safe_load import open_regular, read_json
+from .safe_load import Unreadable, open_regular, read_bytes, read_json
 
 LIST = "SHA256SUMS"
 _SEAL_BEGIN = "# complete: "
@@ -148,7 +148,7 @@ def listed(folder: Path) -> dict[str, str]:
 def _text(folder: Path) -> str:
     """Return the list of `folder`, or "" without one; a byte that is no text makes a line that is none of ours."""
     try:
-        return (folder / LIST).read_text(encoding="utf-8", errors="replace")
+        return read_bytes(folder / LIST).decode("utf-8", "replace")
     except FileNotFoundError:
         return ""
 
@@ -258,9 +258,11 @@ def sealed_text(text: str) -> str:
 def seal_problem(file: Path) -> str | None:
     """Return the problem with a file of `sealed_text`, in words; None if it is as it was written."""
     try:
-        text = file.read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
+        text = read_bytes(file).decode("utf-8", "replace")
+    except FileNotFoundError as error:
         return f"it cannot be read ({error.strerror})"
+    except Unreadable as error:
+        return error.reason
     body, begin, rest = text.rpartition(_TEXT_SEAL_BEGIN)
     match = _TEXT_SEAL.fullmatch(begin + rest)
     if match is None:

@@ -12,11 +12,13 @@ import logging
 import os
 import platform
 import shlex
+import shutil
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 
@@ -28,6 +30,7 @@ from .errors import BadInputError
 _COMMAND_LENGTH = 200
 _WITHIN = (".*.lock", "*/.*.lock", "*/*/.*.lock")  # the folders in a folder that have locks of their own
 _SIGNING_TRIES, _SIGNING_PAUSE = 20, 0.1  # how often, after how many seconds, a holder's name is looked for
+_SCRATCH_LOCK = ".scratch.lock"
 _NO_LOCKS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK}
 
 _log = logging.getLogger(__name__)
@@ -85,6 +88,27 @@ def claiming(file: Path, wait: float = 0.0) -> Iterator[bool | None]:
         yield True
     finally:
         _release(lock)
+
+
+@contextmanager
+def scratch_folder(purpose: str) -> Iterator[Path]:
+    """Yield an empty folder in the system's place for temporary files, which goes afterwards.
+
+    What killed processes left there for the same purpose goes first: each holds a lock in its own.
+    """
+    prefix = f"outrider-{purpose}-"
+    for left in Path(tempfile.gettempdir()).glob(f"{prefix}*/{_SCRATCH_LOCK}"):
+        with suppress(OSError), claiming(left) as abandoned:  # another user's stays
+            if abandoned:
+                shutil.rmtree(left.parent, ignore_errors=True)
+    with ExitStack() as held:
+        folder = Path(tempfile.mkdtemp(prefix=prefix))
+        while held.enter_context(claiming(folder / _SCRATCH_LOCK)) is False:  # it was just taken for a dead one's
+            folder = Path(tempfile.mkdtemp(prefix=prefix))
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def lock_file(folder: Path) -> Path:

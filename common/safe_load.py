@@ -12,15 +12,11 @@ import json
 import os
 import re
 import stat
-import sys
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn, TextIO
 
 import yaml
@@ -394,54 +390,3 @@ class _TextWindow:
             raise Unreadable(self.where, f"cannot be read: not UTF-8 text ({error.reason})") from error
         self.text, self.place = self.text[self.place :] + piece, 0
         return bool(piece)
-
-
-try:
-    import resource
-except ImportError:  # Windows, whose limits are set from outside
-    resource = None  # type: ignore[assignment]
-
-_one_at_a_time = threading.RLock()
-_OWN_SIZES = Path("/proc/self/statm")
-
-
-class OverBudgetError(Exception):
-    """Work that took longer than it may."""
-
-
-@contextmanager
-def limited(seconds: float, num_bytes: int, code: str) -> Iterator[None]:
-    """Run the block with at most so much of the processor's time and so much more memory than the process has now.
-
-    Lines of the file `code` look at the clock; of other code only calls do. Raises OverBudgetError or MemoryError.
-    """
-    tracing, until = sys.gettrace(), time.thread_time() + seconds
-
-    def look(frame: FrameType, *_: object) -> Any:
-        if time.thread_time() > until:
-            raise OverBudgetError(f"it takes longer than {seconds:g} seconds")
-        return look if frame.f_code.co_filename == code else None
-
-    with _limited_memory(num_bytes):
-        sys.settrace(look)
-        try:
-            yield
-        finally:
-            sys.settrace(tracing)
-
-
-@contextmanager
-def _limited_memory(num_bytes: int) -> Iterator[None]:
-    """Let the process allocate at most `num_bytes` more inside; no limit where the system knows none."""
-    if resource is None or not _OWN_SIZES.exists():
-        yield
-        return
-    with _one_at_a_time:  # the limit is the process's: of two that overlap the later would leave the other's behind
-        before = resource.getrlimit(resource.RLIMIT_AS)
-        now = int(_OWN_SIZES.read_text(encoding="ascii").split()[0]) * os.sysconf("SC_PAGE_SIZE")
-        most = [limit for limit in before if limit != resource.RLIM_INFINITY]
-        resource.setrlimit(resource.RLIMIT_AS, (min([now + num_bytes, *most]), before[1]))
-        try:
-            yield
-        finally:
-            resource.setrlimit(resource.RLIMIT_AS, before)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -117,7 +118,9 @@ class Decoder:
 
     def run(self, request: Request) -> Run:
         """Prepare one generation; iterating over its `steps` runs it."""
-        request = replace(request, plan=request.plan.within(request.max_new_tokens))
+        if not isinstance(new := request.max_new_tokens, Integral) or new < 1:
+            raise BadInputError(f"max_new_tokens must be at least 1, got {new!r}.")
+        request = replace(request, plan=request.plan.within(new))
         return Run(self.target, self.drafter, request, self.static_batches)
 
 
@@ -164,8 +167,6 @@ class Request:
             raise BadInputError(f"{count} prompts, but {len(self.ids)} sequence ids.")
         if len(self.drafts) != count:
             raise BadInputError(f"{count} prompts, but {len(self.drafts)} flags for speculate.")
-        if new < 1:
-            raise BadInputError(f"max_new_tokens must be at least 1, got {new}.")
         if self.sampling.min_new_tokens > new:
             raise BadInputError(f"min_new_tokens is {self.sampling.min_new_tokens}, more than max_new_tokens ({new}).")
         limit = target.max_context

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import NamedTuple
 
 import torch
@@ -25,6 +26,9 @@ DRAFT, ACCEPT, CORRECT, COUPLED = 1, 2, 3, 4
 _NEVER = float("-inf")
 _NO_TOKEN, _ANY_TOKEN = -1, -2
 _BELOW_ONE = 1 - 2.0**-53
+
+
+_WHOLE, _MAY_BE_NONE = ("top_k", "seed", "min_new_tokens"), ("top_k", "top_p", "min_p")
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,10 @@ class Sampling:
     suppress: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "min_new_tokens"):
+            value, kind = getattr(self, name), Integral if name in _WHOLE else Real
+            if not isinstance(value, kind) and not (value is None and name in _MAY_BE_NONE):
+                raise BadInputError(f"sampling: {name} must be a {'whole ' * (kind is Integral)}number, got {value!r}.")
         checks = [
             (is_temperature(self.temperature), f"temperature must be {TEMPERATURES}", self.temperature),
             (self.top_k is None or self.top_k >= 1, "top_k must be >= 1", self.top_k),

@@ -3,8 +3,8 @@
 Every turn of the assistant is the target's own. The next question is rendered by the chat template from the target's
 earlier answers, as an engine would render it. Learnt are the tokens that the target wrote, after those that it read.
 
-A template is a stranger's program. The library runs it in a sandbox; `safe_load.limited` keeps it from running for ever
-and from filling the memory.
+A template is a stranger's program. It runs in a process with limits (`targets.tokenizer_process`), and one that exceeds
+them ends the work: on the next row it would do so again.
 
 Shapes: T tokens of a row.
 """
@@ -12,24 +12,17 @@ Shapes: T tokens of a row.
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import chain
 from typing import Any
 
-from jinja2 import Environment
 from transformers import PreTrainedTokenizerBase
 
 from ..common import BadInputError
-from ..common.safe_load import MEGABYTE, limited
+from ..targets.tokenizer_process import OverBudgetError, Rendered, parse_response, render_chat
 from .layouts import Message, chat_messages
 from .prompt_table import Prompt
-
-SECONDS, MEMORY, _LONGEST = 3.0, 512 * MEGABYTE, MEGABYTE
-_COMPILED = "<template>"  # what jinja calls the code that it makes of one
-_MARKERS = re.compile(r"\{%-?\s*generation\b")
 
 Tokens = Sequence[int]
 Supervised = tuple[list[int], list[int]]  # input_ids `[T]`, and a loss mask `[T]`: 1 where the target wrote
@@ -62,38 +55,33 @@ def render(
 
     Raises:
         RefusedChatError: the template does not take this conversation.
-        BadInputError: there is no template.
+        BadInputError: there is no template, or it takes too much time or memory.
     """
+    return _render(tokenizer, messages, where, tools, answer, template).text
+
+
+def _render(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[dict[str, Any]],
+    where: str,
+    tools: Any,
+    answer: bool,
+    template: Mapping[str, Any] | None,
+) -> Rendered:
+    """Return the chat as `render` does, with the places that the template marks as generated."""
     if not getattr(tokenizer, "chat_template", None):
         raise BadInputError(
             f"{where}: is a chat, but the target's tokenizer has no chat template; use raw text (`text`), or set "
             "tokenizer.chat_template."
         )
-    kinds, arguments = tokenizer.chat_template, template or {}
     try:
-        for text in kinds.values() if isinstance(kinds, dict) else [kinds]:
-            _require_plain(str(text))
-        with limited(SECONDS, MEMORY, _COMPILED):
-            rendered = tokenizer.apply_chat_template(
-                list(messages), tools=tools, tokenize=False, add_generation_prompt=answer, **arguments
-            )
-        return str(rendered)
+        return render_chat(tokenizer, messages, tools, answer, template or {})
+    except OverBudgetError as error:
+        raise BadInputError(f"{where}: the target's chat template cannot be used: {error}.") from error
     except Exception as error:  # templates raise what they like: TemplateError, UndefinedError, TypeError
         what = str(error) or type(error).__name__
         roles = [m["role"] for m in messages]
         raise RefusedChatError(where, f"the target's chat template refuses this conversation: {what}", roles) from error
-
-
-@lru_cache(maxsize=16)
-def _require_plain(template: str) -> None:
-    """Raise ValueError for a template that is too long, or has powers: 9 ** 9 ** 9 takes hours in a single step."""
-    if len(template) > _LONGEST:
-        raise ValueError(f"it is longer than {_LONGEST // MEGABYTE} MB")
-    before = ""
-    for _, kind, text in Environment().lex(template):
-        if kind == "operator" and text == "**" and before not in ("(", ","):  # not the ** of a call
-            raise ValueError("it computes powers (**), which no conversation needs")
-        before = before if kind == "whitespace" else text
 
 
 def supervised_mask(
@@ -149,9 +137,9 @@ class _Chat:
     tools: Any
     template: Mapping[str, Any] | None
 
-    def rendered(self, count: int, answer: bool = False) -> str:
+    def rendered(self, count: int, answer: bool = False) -> Rendered:
         messages = self.messages[:count]
-        return render(self.tokenizer, messages, "this conversation", self.tools, answer, self.template)
+        return _render(self.tokenizer, messages, "this conversation", self.tools, answer, self.template)
 
     def answering(self) -> list[int]:
         """Return the places of the assistant's messages that answer something."""
@@ -160,9 +148,9 @@ class _Chat:
 
 def _assistant_spans(chat: _Chat) -> Iterator[tuple[int, Span]]:
     """Yield the places of the assistant's messages, and the spans of those that the whole text still holds."""
-    text = chat.rendered(len(chat.messages))
+    text = chat.rendered(len(chat.messages)).text
     for i in chat.answering():
-        before, after = chat.rendered(i, answer=True), chat.rendered(i + 1)
+        before, after = chat.rendered(i, answer=True).text, chat.rendered(i + 1).text
         if text.startswith(before) and text.startswith(after) and len(before) < len(after):
             yield i, (len(before), len(after))
 
@@ -170,11 +158,16 @@ def _assistant_spans(chat: _Chat) -> Iterator[tuple[int, Span]]:
 def _masked(chat: _Chat, spans: Sequence[Span]) -> tuple[list[int], list[bool]]:
     """Return the tokens of a conversation, and a mask of those in `spans`. BadInputError: none of them, or all."""
     tokenizer = chat.tokenizer
-    tokens, ends = _encode(tokenizer, chat.rendered(len(chat.messages)))
-    mask = [any(begin <= b and e <= end for begin, end in spans) for b, e in zip([0, *ends[:-1]], ends, strict=True)]
+    rendered = chat.rendered(len(chat.messages))
+    tokens, ends = _encode(tokenizer, rendered.text)
+    places = list(zip([0, *ends[:-1]], ends, strict=True))
+    mask = [any(begin <= b and e <= end for begin, end in spans) for b, e in places]
     mask = _without_trailing_space(tokenizer, tokens, mask)
-    if _MARKERS.search(str(tokenizer.chat_template)):
-        mask = _marked(chat, tokens, mask)
+    if rendered.generated:  # as the library marks them: a token counts that lies inside in part
+        mask = [
+            m and any(begin < e and b < end for begin, end in rendered.generated)
+            for m, (b, e) in zip(mask, places, strict=True)
+        ]
     if any(mask) and not all(mask):
         return tokens, mask
     sample = tokenizer.decode(tokens)
@@ -208,21 +201,6 @@ def _without_trailing_space(tokenizer: PreTrainedTokenizerBase, tokens: list[int
         if mask[i] and tokens[i] in special:
             kept[i + 1 : last + 1] = [False] * (last - i)
     return kept
-
-
-def _marked(chat: _Chat, tokens: list[int], mask: list[bool]) -> list[bool]:
-    """Return the mask without the parts that a template's own `{% generation %}` markers leave out."""
-    if not chat.tokenizer.is_fast:
-        return mask
-    messages, arguments = list(chat.messages), chat.template or {}
-    with limited(SECONDS, MEMORY, _COMPILED):
-        rendered: Any = chat.tokenizer.apply_chat_template(
-            messages, tools=chat.tools, return_dict=True, return_assistant_tokens_mask=True, **arguments
-        )
-    markers = rendered["assistant_masks"]
-    if not any(markers) or list(rendered["input_ids"]) != tokens:
-        return mask
-    return [own and bool(marked) for own, marked in zip(mask, markers, strict=True)]
 
 
 def next_question(
@@ -341,7 +319,9 @@ def _answer(prompt: Prompt, messages: Sequence[Message], answer: Tokens, tokeniz
     if getattr(tokenizer, "response_template", None):
         before = _rendered(prompt, messages, tokenizer)
         try:
-            return {"role": "assistant", **tokenizer.parse_response(list(answer), prefix=before)}
+            return {"role": "assistant", **parse_response(tokenizer, str(tokenizer.decode(list(answer))), before)}
+        except OverBudgetError as error:
+            raise BadInputError(f"{prompt.id}: the target's response template cannot be used: {error}.") from error
         except Exception as error:  # parsers raise what they like: ValueError, JSONDecodeError, KeyError
             _log.debug("an answer to %s cannot be parsed (%s)", prompt.id, error)
     kept, special = list(answer), set(tokenizer.all_special_ids)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from hashlib import sha256
 from itertools import islice
@@ -22,6 +22,7 @@ import pyarrow
 
 from ..common.atomic import working_name
 from ..common.digests import canonical_json, digest_json
+from ..common.locks import scratch_folder
 from .layouts import Message, Turn
 
 _ROWS_AT_ONCE = 1024  # of one batch of the file
@@ -89,22 +90,19 @@ class PromptTable(Sequence[Prompt]):
     ):
         """Write down `prompts`, which are read once and share a `template`, into a file in `folder`.
 
-        None for the system's place for temporary files; in a folder, a run that is killed leaves what the next clears.
+        None for the system's place for temporary files. A run that is killed leaves what the next one clears.
         """
         self._template = dict(template or {})
-        if folder is None:
-            handle, name = tempfile.mkstemp(suffix=_FILE)
-            os.close(handle)
-        else:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            name = str(working_name(Path(folder) / _FILE, "tmp"))
-        try:
-            self.lengths = _write(iter(prompts), name)
-            reader = pyarrow.ipc.open_file(pyarrow.memory_map(name))
-            self._batches = [reader.get_batch(number) for number in range(reader.num_record_batches)]
-        finally:
-            if os.name == "posix":
-                Path(name).unlink(missing_ok=True)
+        with scratch_folder("prompts") if folder is None else nullcontext(Path(folder)) as place:
+            place.mkdir(parents=True, exist_ok=True)
+            file = working_name(place / _FILE, "tmp")
+            try:
+                self.lengths = _write(iter(prompts), str(file))
+                reader = pyarrow.ipc.open_file(pyarrow.memory_map(str(file)))
+                self._batches = [reader.get_batch(number) for number in range(reader.num_record_batches)]
+            finally:
+                if os.name == "posix":
+                    file.unlink(missing_ok=True)
         self._ends = np.cumsum([batch.num_rows for batch in self._batches]).tolist()
 
     def __len__(self) -> int:

@@ -13,7 +13,6 @@ import argparse
 import re
 import shutil
 import sys
-import tempfile
 from collections.abc import Set
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from ..common import BadInputError, IncompatibleError, OutriderError
 from ..common.atomic import replacing
+from ..common.locks import scratch_folder
 from ..common.terminal import print_to_stderr
 from ..heads import Drafter, DrafterConfig
 from ..heads.mtp import Mtp, MtpConfig
@@ -147,9 +147,9 @@ def _unstacked(values: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, 
     """Return a layer's tensors as `transformers` saves them."""
     body = plain_body(values)
     body.layers[0].load_state_dict(tensors)
-    with tempfile.TemporaryDirectory() as folder:
+    with scratch_folder("mtp") as folder:
         body.save_pretrained(folder, max_shard_size="1TB")
-        saved = load_file(Path(folder) / SINGLE)
+        saved = load_file(folder / SINGLE)
     return {match[1]: t for n, t in saved.items() if (match := re.fullmatch(r"(?:model\.)?layers\.0\.(.+)", n))}
 
 

@@ -13,6 +13,7 @@ import torch
 from ..common import BadInputError, digests
 from ..common.errors import did_you_mean
 from ..targets import Target
+from ..targets.weights import overflow_of
 from .base import Drafter
 from .saved import DrafterConfig, read_config
 
@@ -74,6 +75,8 @@ def load_drafter(path: str | Path, target: Target | None = None, dtype: torch.dt
         dtype = dtype or (target.dtype if target.dtype.is_floating_point else None)
     if dtype is not None:
         drafter.cast(dtype)
+    if overflow := overflow_of(drafter):
+        raise BadInputError(f"the drafter at {str(path)!r} cannot be used. {overflow}Take a good copy of the weights.")
     return drafter.eval()
 
 

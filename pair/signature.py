@@ -12,13 +12,13 @@ import os
 import re
 import shutil
 import subprocess
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..common import BadInputError
 from ..common.atomic import write_atomically
-from ..common.locks import locked
+from ..common.locks import locked, scratch_folder
+from ..common.safe_load import read_bytes
 from .manifest import MANIFEST, SIGNATURE
 
 NAMESPACE, PASSPHRASE = "outrider-pair", "OUTRIDER_KEY_PASSPHRASE"
@@ -45,9 +45,9 @@ def sign(folder: Path, key: Path) -> str:
     """
     if not key.is_file():
         raise BadInputError(f"{key}: there is no such file; `ssh-keygen -t ed25519 -f FILE` makes a key.")
-    with locked(folder), tempfile.TemporaryDirectory() as scratch:
-        manifest = (folder / MANIFEST).read_bytes()
-        made = _ssh_keygen("sign", manifest, "-f", str(key), scratch=Path(scratch))
+    with locked(folder), scratch_folder("signature") as scratch:
+        manifest = read_bytes(folder / MANIFEST)
+        made = _ssh_keygen("sign", manifest, "-f", str(key), scratch=scratch)
         if made.returncode:
             raise BadInputError(
                 f"{key}: cannot sign with it ({_reason(made)}); expected a private key in OpenSSH's format "
@@ -72,7 +72,7 @@ def check_signature(folder: Path, signers: Path, identity: str | None = None) ->
         return None, f"{SIGNATURE}: missing; the pair is not signed"
     if signature.stat().st_size > _LARGEST:
         return None, f"{SIGNATURE}: no signature of a pair (larger than {_LARGEST:,} bytes)"
-    manifest = (folder / MANIFEST).read_bytes()
+    manifest = read_bytes(folder / MANIFEST)
     valid = _ssh_keygen("check-novalidate", manifest, "-s", str(signature))
     if valid.returncode:
         return None, (
@@ -80,8 +80,8 @@ def check_signature(folder: Path, signers: Path, identity: str | None = None) ->
             "altered, or tuned, after it was signed"
         )
     fingerprint = _fingerprint(valid)
-    with tempfile.TemporaryDirectory() as scratch:
-        allowed = Path(scratch) / "allowed_signers"
+    with scratch_folder("signature") as scratch:
+        allowed = scratch / "allowed_signers"
         allowed.write_text(_allowed_signers(signers), encoding="utf-8")
         named = _ssh_keygen("find-principals", b"", "-s", str(signature), "-f", str(allowed))
         names = [identity] if identity is not None else named.stdout.splitlines()

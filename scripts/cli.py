@@ -72,7 +72,7 @@ class Verbs(TyperGroup):
             after = GOES_ON if ctx.invoked_subcommand in RESUMED else "nothing was written; run the same command again."
             _complain(str(error) or f"{how(error)}; {after}", label="")
             raise typer.Exit(128 + number_of(error)) from None
-        except Exception as error:
+        except BaseException as error:
             code = exit_code(error)
             if code is None:
                 raise
@@ -86,8 +86,10 @@ class Verbs(TyperGroup):
             finish(as_json, "error", {"error": said(error)}, code)
 
 
-def exit_code(error: Exception) -> int | None:
+def exit_code(error: BaseException) -> int | None:
     """Return the exit code of a verb that raised; None for what typer handles (usage, exits, closed pipes)."""
+    if not isinstance(error, Exception):
+        return BAD_INPUT if _is_panic(error) else None
     if isinstance(error, OutriderError):
         return int(error.exit_code)
     module = type(error).__module__.partition(".")[0]
@@ -99,8 +101,14 @@ def exit_code(error: Exception) -> int | None:
     return BAD_INPUT if is_users or isinstance(error, MemoryError) or is_disk_full(error) else FAULT
 
 
-def said(error: Exception) -> str:
+def _is_panic(error: BaseException) -> bool:
+    return type(error).__name__ == "PanicException"  # of libraries in Rust, which do not export it
+
+
+def said(error: BaseException) -> str:
     """Return the sentence about an error that a user can do something about."""
+    if _is_panic(error):
+        return f"a library broke off ({error}), as tokenizers do whose patterns do not fit a text. Take another one."
     if isinstance(error, OutriderError):
         return str(error)
     if isinstance(error, MemoryError):

@@ -12,6 +12,7 @@ from rich.tree import Tree
 
 from ..common import BadInputError
 from ..common.atomic import require_folder
+from ..common.safe_load import MEGABYTE, read_bytes
 from ..common.terminal import VisibleConsole
 from .options import Adapter, AsJson, Overrides, PairFolder, RecipeName, recipe_of
 from .output import console_for, finish, print_facts, print_lines, tell
@@ -252,7 +253,7 @@ def _side(reference: str, where: str | None) -> Side:
 
 
 def _text(file: Path) -> str:
-    return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
+    return read_bytes(file, 128 * MEGABYTE).decode("utf-8", "replace") if file.is_file() else ""
 
 
 def _draw(node: VersionNode, tree: Tree) -> None:

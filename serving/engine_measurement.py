@@ -9,13 +9,13 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property, reduce
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from rich.console import Console
 
 from ..common import BadInputError
+from ..common.locks import scratch_folder
 from ..common.progress import Advance, progress
 from ..common.safe_load import read_json
 from ..eval.suites import load_suites
@@ -119,8 +119,7 @@ class ServedSession:
         """Start the engine with the pair's drafter, and if wanted without; compare, and stop it."""
         survey = Survey(self.expected, self.console, self._oldest)
         in_turns = not torch.cuda.is_available() if start.in_turns is None else start.in_turns
-        with TemporaryDirectory(prefix="outrider-served-") as folder:
-            place = Path(folder)
+        with scratch_folder("served") as place:
             drafting = self.launch(start, place)
             plain = replace(drafting, speculation=None) if start.plain else None
             # An engine on the same GPU needs the target's memory; the target is loaded again if it is needed again.

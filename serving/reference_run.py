@@ -21,7 +21,9 @@ from transformers import PreTrainedTokenizerBase
 
 from ..common import BadInputError
 from ..common.atomic import write_atomically
+from ..common.errors import Refusal
 from ..common.progress import Advance, progress
+from ..common.safe_load import read_text
 from ..decode import Decoder, Plan, Round, Sampling
 from ..distill.conversation import render
 from ..distill.prompt_table import Prompt
@@ -174,8 +176,8 @@ class Expectation(BaseModel, extra="forbid"):
     def load(cls, file: Path) -> Expectation:
         """Read one that was saved; BadInputError if it cannot be read."""
         try:
-            return cls.model_validate_json(file.read_text(encoding="utf-8"))
-        except (OSError, ValidationError) as error:
+            return cls.model_validate_json(read_text(file, 2**30))
+        except (OSError, Refusal, ValidationError) as error:
             raise BadInputError(f"{file}: cannot be read as an expectation ({error}). Make it again.") from error
 
 

@@ -10,10 +10,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..common.errors import IncompatibleError, OutriderError, first_line
+from ..common.errors import BadInputError, IncompatibleError, OutriderError, first_line
 from .backbone import Backbone
 from .cache import RowLengths
 from .layer_kinds import CacheLayout
+from .weights import overflow_of
 
 _TRIED = 8  # tokens
 
@@ -71,6 +72,11 @@ def _check_logits(target: Backbone, lm_head: Callable[[Tensor], Tensor]) -> None
     # Several tokens: the embedding of padding may be nothing.
     tokens = torch.arange(min(_TRIED, int(target.config.vocab_size)), device=target.device)[None]
     own, ours = target.model(input_ids=tokens, use_cache=False).logits, lm_head(target.run(tokens)[0])
+    if own.shape[-1] > 1 and (own == own[..., :1]).all():
+        raise BadInputError(
+            f"the target's logits are the same for every token, so it can say nothing. {overflow_of(target.model)}"
+            "Take a good copy of the weights."
+        )
     if own.shape != ours.shape or differ(own, ours):
         raise IncompatibleError(
             f"{type(target.model).__name__} does not make its logits of its last hidden state by its output embedding "

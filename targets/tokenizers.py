@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from ..common.errors import BadInputError, IncompatibleError
-from .model_folder import check_files, without_questions
+from ..common.errors import BadInputError, IncompatibleError, OutriderError
+from .model_folder import check_files
+from .tokenizer_process import open_tokenizer, try_tokenizer
 
 _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
@@ -47,17 +48,20 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
     check_files(folder)
     try:
         return tokenizer_of(folder)
+    except OutriderError:
+        raise
     except Exception as error:
         raise BadInputError(f"the tokenizer in {str(folder)!r} cannot be loaded: {error}") from error
 
 
 def tokenizer_of(folder: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Return the tokenizer in a folder that was checked; raises the library's errors, and IncompatibleError."""
-    with without_questions():
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    if not isinstance(tokenizer, PreTrainedTokenizerBase):
-        raise IncompatibleError(f"{type(tokenizer).__name__} is no tokenizer of one language model.")
-    return tokenizer
+    """Return the tokenizer in a folder whose files were checked, after it was tried in a process of its own.
+
+    Raises the library's errors, IncompatibleError, and BadInputError if reading or writing takes too much.
+    """
+    if not trust_remote_code and folder.is_dir():
+        try_tokenizer(folder)
+    return open_tokenizer(folder, trust_remote_code)
 
 
 def _by_id(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:

@@ -169,6 +169,20 @@ def _adapters(module: nn.Module) -> tuple[Hashable, ...]:
     return tuple(chosen), bool(getattr(module, "disable_adapters", False)), bool(getattr(module, "merged", False))
 
 
+def overflow_of(module: nn.Module) -> str:
+    """Return a sentence about a weight so large that its square overflows; "" if there is none.
+
+    A norm divides by such squares, and what it writes is 0: finite, and the same for every text.
+    """
+    largest = torch.finfo(torch.float32).max ** 0.5
+    for name, weight in module.named_parameters():
+        if weight.dtype in (torch.float32, torch.bfloat16, torch.float64) and weight.numel() and not weight.is_meta:
+            most = max(abs(float(end)) for end in weight.detach().aminmax())
+            if largest < most < float("inf"):
+                return f"Its {name} holds {most:.1e}, the square of which no float32 can hold. "
+    return ""
+
+
 def digest_tensor(tensor: torch.Tensor) -> str:
     """Return the SHA-256 of a tensor's dtype, shape and contents; a quantised one's are those of its parts."""
     if hasattr(tensor, "__tensor_flatten__"):

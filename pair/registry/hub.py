@@ -25,6 +25,7 @@ from huggingface_hub.hf_api import RepoFile
 
 from ...common import BadInputError
 from ...common.errors import Refusal
+from ...common.safe_load import read_bytes
 from .folder import copy_blob
 from .layout import PAIRS, blob_path, published_at
 
@@ -55,7 +56,7 @@ class HubStore:
         return [path for path in self._files() if path.startswith(f"{PAIRS}/")]
 
     def read(self, path: str) -> bytes:
-        return self._downloaded(path).read_bytes()
+        return read_bytes(self._downloaded(path))
 
     def tidy(self) -> None:
         """Remove nothing: a commit is whole or not there."""

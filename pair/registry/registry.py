@@ -6,14 +6,14 @@ import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from tempfile import TemporaryDirectory
 
 from rich.console import Console
 
 from ...common import BadInputError
 from ...common.atomic import replacing_folder, require_space, write_atomically
-from ...common.locks import locked
+from ...common.locks import locked, scratch_folder
 from ...common.progress import progress
+from ...common.safe_load import MEGABYTE, read_bytes
 from ..folder import PairFiles, verify
 from ..manifest import MANIFEST, SIGNATURE, Manifest
 from .layout import Entry, PairReference, RegistryStore, Seal, check_files, check_name, check_seal, read_entry
@@ -49,7 +49,7 @@ class Registry:
                 f"{pair.folder} was altered: {'; '.join(altered[:3])}. Nothing was pushed; take a good copy."
             )
         check_name(pair.name)
-        content = (pair.folder / MANIFEST).read_bytes()
+        content = read_bytes(pair.folder / MANIFEST)
         check_files(pair.manifest, pair.folder / MANIFEST)
         blobs = {digest: pair.folder / name for name, digest in pair.manifest.files().items()}
         with progress(console, "pushing", 1, transient=True):
@@ -127,16 +127,16 @@ class Registry:
         digest = version.manifest.files().get(name)
         if digest is None:
             return ""
-        with TemporaryDirectory() as temporary:
-            self.store.fetch(digest, Path(temporary) / "text", version.manifest.sizes[name])
-            return (Path(temporary) / "text").read_text(encoding="utf-8", errors="replace")
+        with scratch_folder("registry") as scratch:
+            self.store.fetch(digest, scratch / "text", version.manifest.sizes[name])
+            return read_bytes(scratch / "text", 128 * MEGABYTE).decode("utf-8", "replace")
 
     def _seal(self, pair: PairFiles, content: bytes) -> None:
         """Add the pair's signature over `content`, its pair.json, if it has one that is not the newest here."""
         file = pair.folder / SIGNATURE
         if not file.is_file() or file.is_symlink():
             return
-        signature = check_seal(file.read_bytes(), str(file))
+        signature = check_seal(read_bytes(file), str(file))
         for _ in range(_ATTEMPTS):
             seals = self._seals(pair.name, content)
             if seals and self.store.read(seals[-1].path) == signature:

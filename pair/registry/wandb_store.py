@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import importlib
 import os
-import shutil
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 from ...common import BadInputError
 from ...common.errors import Refusal
+from ...common.locks import scratch_folder
 from ...common.runtime import require_extra
 from .folder import FolderStore
 from .layout import blob_path, published_at
@@ -37,9 +36,9 @@ class WandbStore:
     def __init__(self, project: str, folder: Path | None = None):
         entity, _, name = project.rpartition("/")
         self.entity, self.project = entity or None, name
-        self.folder = folder or Path(mkdtemp(prefix="outrider-wandb-"))
-        if folder is None:
-            weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
+        scratch = ExitStack()
+        self.folder = folder or scratch.enter_context(scratch_folder("wandb"))
+        weakref.finalize(self, scratch.close)
         self._versions: dict[str, Any] = {}
         self._pulled: list[FolderStore] = []
 

@@ -25,6 +25,7 @@ from ...common.digest_cache import cache_file
 from ...common.errors import IncompatibleError, reason
 from ...common.machine import clock, device_name
 from ...common.runtime import installed_version
+from ...common.safe_load import parse_json, read_text
 from ..backbone import Backbone
 from ..layers import is_of_llama_kind, usual_layer
 from ..split_attention import steady_kernels
@@ -250,7 +251,7 @@ def selections_file() -> Path:
 def remembered() -> dict[tuple[str, ...], PassSelection]:
     """Return the selections of this process and of earlier ones, by their keys."""
     try:
-        saved = json.loads(selections_file().read_text(encoding="utf-8"))
+        saved = parse_json(read_text(selections_file()), str(selections_file()))
         kept = {selection.key: selection for selection in map(PassSelection.from_dict, saved)}
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError):  # none, damaged, or foreign
         kept = {}

@@ -16,7 +16,7 @@ import pytest
 
 from outrider.common import BadInputError
 from outrider.common.atomic import Leftover, working_name
-from outrider.common.locks import lock_file, locked
+from outrider.common.locks import lock_file, locked, scratch_folder
 
 HOLD = """
 import sys, time
@@ -206,3 +206,23 @@ def test_what_living_processes_write_stays(tmp_path):
 def test_other_hidden_files_are_nobodys_leftovers():
     for name in (".out.lock", ".git", ".x.tmp", "x.12.tmp", ".x.12.part", ".x.123.old", ".x.123-1a2b3c4d-0.tmp"):
         assert Leftover.at(Path(name)) is None, name
+
+
+KILLED = """
+import os, sys
+from outrider.common.locks import scratch_folder
+with scratch_folder("test") as folder:
+    (folder / "file").write_text("half")
+    os.kill(os.getpid(), 9)
+"""
+
+
+def test_what_a_killed_process_left_among_temporary_files_goes_and_a_living_ones_stays(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    with scratch_folder("test") as living:
+        assert subprocess.run([sys.executable, "-c", KILLED]).returncode == -signal.SIGKILL
+        assert len(list(tmp_path.iterdir())) == 2
+        with scratch_folder("test") as next_one:
+            assert {*tmp_path.iterdir()} == {living, next_one}
+    assert not list(tmp_path.iterdir())

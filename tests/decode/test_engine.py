@@ -219,6 +219,8 @@ def test_a_draft_model_with_a_shorter_context_is_refused_before_it_is_exceeded(t
         ([[1]], {"sequence_ids": [2**70]}, "sequence_ids: expected a sequence of ids"),
         ([[1] * 600], {}, "exceeds the target's context of 512"),
         ([[1]], {"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
+        ([[1]], {"max_new_tokens": "a"}, "max_new_tokens must be at least 1, got 'a'"),
+        ([[1]], {"max_new_tokens": 1.5}, r"max_new_tokens must be at least 1, got 1\.5"),
         (
             [[1]],
             {"max_new_tokens": 4, "sampling": Sampling(min_new_tokens=5)},

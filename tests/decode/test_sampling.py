@@ -112,8 +112,9 @@ def test_the_most_probable_token_survives_every_filter():
 
 
 IMPOSSIBLE: dict[str, tuple[Any, ...]] = {
-    "temperature": (-1, 1e-38, float("inf"), float("nan")),
-    "top_k": (0,),
+    "seed": ("a", 1.5, None),
+    "temperature": ("a", None, -1, 1e-38, float("inf"), float("nan")),
+    "top_k": (0, "a"),
     "top_p": (0, 1.5),
     "min_p": (-0.1, 1.1),
     "repetition_penalty": (0,),

@@ -7,9 +7,6 @@ out. A template runs within limits of time and memory, and renders what the libr
 from __future__ import annotations
 
 import re
-import resource
-import sys
-import time
 from typing import Any
 
 import pytest
@@ -335,38 +332,6 @@ def test_nothing_or_everything_to_supervise_is_an_error_that_shows_the_text(toke
 ANSWERED = [user("def add("), answer("a, b):")]
 
 
-def test_a_template_is_rendered_as_the_library_does_and_leaves_no_limit(tokenizer: Tokenizer) -> None:
-    before = resource.getrlimit(resource.RLIMIT_AS), sys.gettrace()
+def test_a_template_is_rendered_as_the_library_does(tokenizer: Tokenizer) -> None:
     expected = tokenizer.apply_chat_template(ANSWERED, tokenize=False, add_generation_prompt=True)
     assert render(tokenizer, ANSWERED, "here") == expected
-    assert (resource.getrlimit(resource.RLIMIT_AS), sys.gettrace()) == before
-
-
-TOO_SLOW = "longer than 3 seconds"
-
-
-@pytest.mark.parametrize(
-    ("template", "said"),
-    [
-        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", TOO_SLOW),
-        ("{% macro m(n) %}{% if n %}{{ m(n-1) }}{{ m(n-1) }}{% endif %}{% endmacro %}{{ m(60) }}", TOO_SLOW),
-        ("{{ 'x' * 100000000000 }}", "MemoryError"),
-        ("{% set n = namespace(x='xx') %}{% for i in range(64) %}{% set n.x = n.x ~ n.x %}{% endfor %}", "MemoryError"),
-        ("{{ 'x'.center(100000000000) }}", "MemoryError"),
-        ("{{ 9 ** 9 ** 9 }}", "computes powers"),
-        ("{{ 'x' * 2 }}{# " + "x" * 2**20 + " #}", "longer than 1 MB"),
-        ("{{ ''.__class__.__mro__ }}", "unsafe"),
-        ("{{ messages[9].content.x.y }}", "no element 9"),
-        ("{% for", "refuses this conversation"),
-    ],
-)
-def test_a_template_that_asks_for_too_much_is_refused_in_a_sentence(
-    tokenizer: Tokenizer, template: str, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tokenizer, "chat_template", template)
-    before, began = resource.getrlimit(resource.RLIMIT_AS), time.process_time()
-    with pytest.raises(BadInputError, match="the target's chat template refuses this conversation") as refused:
-        render(tokenizer, ANSWERED, "here")
-    assert said in str(refused.value)
-    assert time.process_time() - began < 10
-    assert resource.getrlimit(resource.RLIMIT_AS) == before

@@ -130,14 +130,14 @@ def test_a_temperature_that_no_logits_can_be_divided_by_is_refused(outrider: Com
     assert "from 0.0001 to 10000" in " ".join(result.stderr.replace("│", "").split())
 
 
-Raising = Callable[[Exception], Result]
+Raising = Callable[[BaseException], Result]
 
 
 @pytest.fixture
 def raising(outrider: Command, recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> Raising:
     """`raising(error)`: the result of a verb in which that is raised."""
 
-    def run(error: Exception) -> Result:
+    def run(error: BaseException) -> Result:
         monkeypatch.setattr("outrider.distill.distill", Mock(side_effect=error))
         return outrider("distill", recipe_file)
 
@@ -167,6 +167,14 @@ def test_a_fault_of_ours_is_no_finding(raising: Raising) -> None:
     assert result.exit_code == 70
     assert "Traceback" in result.stderr
     assert "please report" in result.stderr
+
+
+class PanicException(BaseException):
+    """As libraries in Rust raise it: no Exception."""
+
+
+def test_a_library_that_panics_is_no_finding_and_no_fault_of_ours(raising: Raising) -> None:
+    refused(raising(PanicException("Onig: retry-limit-in-match over")), 2, "a library broke off (Onig: retry-limit")
 
 
 def test_debugging_shows_tracebacks(raising: Raising, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -134,21 +133,3 @@ def test_what_is_within_the_limits_is_read_whole(hostile: Hostile) -> None:
         ask(f"{hostile.url}/x", limits=AnswerLimits(num_bytes=999))
     many = "".join(f'vllm:x{{a="{i}"}} 1\n' for i in range(20_000))
     assert read_counters(VLLM + many).tokens == 5
-
-
-GOES_ROUND = {"http.client", "urllib.request", "urllib3", "requests", "aiohttp", "httpx", "httpx2"}
-
-
-def test_nothing_goes_round_the_one_client() -> None:
-    """A second one would have limits of its own, or none. (The Hub and wandb are talked to by their own libraries.)"""
-    root = Path(engine.__file__).resolve().parents[1]
-    shipped = [f for room in root.iterdir() if (room / "py.typed").is_file() for f in room.rglob("*.py")]
-    assert len(shipped) > 100
-    importing = {
-        file.relative_to(root).as_posix()
-        for file in shipped
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Import | ast.ImportFrom)
-        and GOES_ROUND & {getattr(node, "module", None), *(name.name for name in node.names)}
-    }
-    assert importing == {"common/http_client.py"}

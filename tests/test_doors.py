@@ -1,0 +1,147 @@
+"""The three doors of docs/security.md, and that nothing goes round them: each is the one place with limits."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import outrider.common
+
+HOUSE = Path(outrider.common.__file__).resolve().parents[1]
+
+
+@cache
+def shipped() -> dict[str, set[str]]:
+    """Return what each file of the package calls and imports."""
+    rooms = [room for room in HOUSE.iterdir() if (room / "py.typed").is_file() or room.name in ("recipes", "scripts")]
+    files = [file for room in rooms for file in room.rglob("*.py")]
+    assert len(files) > 100
+    return {file.relative_to(HOUSE).as_posix(): set(used(file.read_text(encoding="utf-8"))) for file in files}
+
+
+def used(source: str) -> Iterator[str]:
+    """Yield the functions that are called, as they are written; a method also without its object, as `.read_text`.
+
+    Of imports, yield the names as `import httpx`.
+    """
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            module = getattr(node, "module", None) or ""
+            for name in node.names:
+                yield from (f"import {module}", f"import {name.name}", f"import {module}.{name.name}")
+        elif isinstance(node, ast.Call):
+            name = dotted(node.func)
+            yield name
+            if isinstance(node.func, ast.Attribute):
+                yield f".{node.func.attr}"
+            if not any(keyword.arg == "weights_only" for keyword in node.keywords):
+                yield f"{name} without weights_only"
+
+
+def dotted(node: ast.AST) -> str:
+    """Return the name of what is called, such as `json.loads`; "?" stands for what has none."""
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else "?"
+
+
+CLIENTS = ["http.client", "urllib.request", "urllib3", "requests", "aiohttp", "httpx", "httpx2", "openai", "socket"]
+JSON = ("json.loads", "json.load", ".model_validate_json")
+PLAIN = (".read_text", ".read_bytes")
+PICKLES = ("pickle.load", "pickle.loads", "torch.load without weights_only", "np.load", "marshal.loads", "joblib.load")
+PROGRAMS = ("AutoTokenizer.from_pretrained", ".apply_chat_template", ".parse_response", "render_jinja_template")
+
+# What would go round a door, and the files that may: the door, and those that read what Outrider itself wrote, or
+# what the system says.
+DOORS: dict[str, tuple[Sequence[str], dict[str, str]]] = {
+    "bytes from a server": (
+        [f"import {name}" for name in CLIENTS],
+        {
+            "common/http_client.py": "the door",
+            "distill/client.py": "openai, through the door's transport",
+            "distill/server_pool.py": "openai's errors",
+            "serving/launching.py": "looks for a free port",
+        },
+    ),
+    "JSON from a stranger": (
+        JSON,
+        {
+            "common/safe_load.py": "the door",
+            "common/digests.py": "what was just written as JSON",
+            "common/locks.py": "of a process on this machine",
+            "common/process_group.py": "of a process of the launch",
+            "distill/features.py": "of a process of the launch",
+            "distill/responses.py": "of a process of the launch",
+            "distill/journal.py": "a run's own lines, compared with their digests",
+            "distill/prompt_table.py": "a file that has no name",
+            "eval/reports/report.py": "what was just written as JSON",
+            "formats/draft_models.py": "of a tokenizer that was loaded",
+            "heads/mtp_checkpoint.py": "of a config that was loaded",
+            "pair/comparison.py": "a tokenizer's text, read within limits; its vocabulary alone is used",
+            "scripts/quickstart.py": "what ships with Outrider",
+            "scripts/vocab.py": "what was just written as JSON",
+            "serving/launching.py": "words of the command line",
+            "serving/reference_run.py": "read within limits, and checked by its types",
+            "targets/fingerprint.py": "of a tokenizer that was loaded",
+            "targets/tokenizer_process.py": "of the child process, and what it is asked",
+        },
+    ),
+    "files from a stranger": (
+        PLAIN,
+        {
+            "common/atomic.py": "of the system",
+            "common/lazy.py": "source code",
+            "common/locks.py": "of a process on this machine",
+            "common/machine.py": "of the system",
+            "common/process_group.py": "of a process of the launch",
+            "eval/reports/render.py": "what ships with Outrider",
+            "pair/refresh.py": "a run's own file",
+            "scripts/quickstart.py": "what ships with Outrider",
+            "serving/launching.py": "the log of an engine that was started here",
+            "targets/tokenizer_process.py": "what ships with Outrider",
+            "train/processes.py": "of the system",
+        },
+    ),
+    "pickles": (PICKLES, {}),
+    "a stranger's programs": (
+        PROGRAMS,
+        {"targets/tokenizer_process.py": "the door"},
+    ),
+    "pages": (("Environment", "jinja2.Environment", "Template"), {"eval/reports/render.py": "the door"}),
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_nothing_goes_round_a_door(door: str) -> None:
+    """What is read elsewhere has other limits, or none; a reason that no file needs any more is taken out.
+
+    (The Hub and wandb are talked to by their own libraries; text on its way out: tests/common/test_terminal.py.)
+    """
+    names, may = DOORS[door]
+    assert {file for file, all_of_it in shipped().items() if not all_of_it.isdisjoint(names)} == set(may)
+
+
+def test_pages_escape_what_is_put_into_them() -> None:
+    source = (HOUSE / "eval/reports/render.py").read_text(encoding="utf-8")
+    assert source.count("Environment(") == source.count("Environment(autoescape=True") == 1
+    page = (HOUSE / "eval/reports/report.html.jinja").read_text(encoding="utf-8")
+    assert page.count("|safe") == page.count("| safe") == 0
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("from urllib import request", "import urllib.request"),
+        ("import httpx", "import httpx"),
+        ("x = json.loads(answer.text)", "json.loads"),
+        ("text = Path(file).read_text()", ".read_text"),
+        ("torch.load(file)", "torch.load without weights_only"),
+        ("tokenizer.apply_chat_template(chat)", ".apply_chat_template"),
+    ],
+)
+def test_the_look_finds_what_goes_round(source: str, name: str) -> None:
+    assert name in set(used(source))

@@ -9,7 +9,7 @@ import typer
 from rich.markup import escape
 
 from ..common.terminal import VisibleConsole
-from .options import PairFolder
+from .options import PairFolder, pair_of
 from .output import finish, print_lines
 
 if TYPE_CHECKING:
@@ -48,9 +48,9 @@ def export(
     target: Annotated[str | None, typer.Option(help="Where the target is now (default: where the pair says).")] = None,
 ) -> None:
     """Write a pair's drafter as another engine reads it; read it back, compare its logits, and say how to start it."""
-    from ..pair import Pair, export_pair
+    loaded = pair_of(pair)
+    from ..pair import export_pair
 
-    loaded = Pair.load(pair)
     made = export_pair(loaded, to, out, depth, None if target is None else loaded.load_target(target))
     line = (
         f"[green]✓[/green] {escape(str(made.folder))}: layout {made.exported.layout}, read back with the drafter's own "

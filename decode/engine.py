@@ -139,6 +139,11 @@ class Request:
         """The prompts as tensors `[T]`; BadInputError for anything but whole numbers."""
         return [_whole_numbers(prompt, f"prompt {i}") for i, prompt in enumerate(self.prompts)]
 
+    @cached_property
+    def lengths(self) -> list[int]:
+        """The number of tokens of each prompt."""
+        return [row.numel() for row in self.rows]
+
     @property
     def ids(self) -> list[int]:
         """The key of each prompt's randomness."""
@@ -155,7 +160,6 @@ class Request:
         count, new = len(self.prompts), self.max_new_tokens
         if not count:
             raise BadInputError("there are no prompts to complete.")
-        rows = self.rows
         if len(_whole_numbers(self.ids, "sequence_ids")) != count:
             raise BadInputError(f"{count} prompts, but {len(self.ids)} sequence ids.")
         if len(self.drafts) != count:
@@ -165,12 +169,12 @@ class Request:
         if self.sampling.min_new_tokens > new:
             raise BadInputError(f"min_new_tokens is {self.sampling.min_new_tokens}, more than max_new_tokens ({new}).")
         limit = target.max_context
-        for i, prompt in enumerate(rows):
-            if len(prompt) == 0:
+        for i, length in enumerate(self.lengths):
+            if length == 0:
                 raise BadInputError(f"prompt {i} is empty; give at least one token (for example the BOS token).")
-            if limit is not None and len(prompt) + new > limit:
+            if limit is not None and length + new > limit:
                 raise BadInputError(
-                    f"prompt {i} has {len(prompt)} tokens; with {new} new ones it exceeds the target's context of "
+                    f"prompt {i} has {length} tokens; with {new} new ones it exceeds the target's context of "
                     f"{limit}. Shorten the prompt or lower max_new_tokens."
                 )
 
@@ -185,7 +189,7 @@ class Request:
         if least < 0 or most >= vocab:
             outside = least if least < 0 else most
             raise BadInputError(f"a prompt holds token {outside}, outside the target's vocabulary of {vocab}.")
-        return tokens, [len(row) for row in self.rows]
+        return tokens, self.lengths
 
 
 def _whole_numbers(values: Sequence[int], what: str) -> Tensor:

@@ -316,8 +316,12 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-if __name__ == "__main__":
-    folder = Path(sys.argv[1])
+def write_schemas(folder: Path) -> None:
+    """Write all schemas into `folder`, one file each."""
     folder.mkdir(parents=True, exist_ok=True)
     for file_name, content in schemas().items():
         write_atomically(folder / file_name, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+
+
+if __name__ == "__main__":
+    write_schemas(Path(sys.argv[1]))

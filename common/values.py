@@ -42,7 +42,7 @@ def checked_value(where: str, value: Any, hint: Any) -> Any:
     except PydanticSchemaGenerationError:
         return value  # not a plain type: its owner checks it
     except ValidationError:
-        raise BadInputError(f"{where}: expected {_in_words(hint)}, found {value!r}.") from None
+        raise BadInputError(f"{where}: expected {in_words(hint)}, found {value!r}.") from None
 
 
 def accepts(hint: Any, kind: type) -> bool:
@@ -83,10 +83,11 @@ def _no_bool(value: Any) -> Any:
     return value
 
 
-def _in_words(hint: Any) -> str:
+def in_words(hint: Any) -> str:
+    """Return a type as messages name it."""
     origin, members = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
-        return " or ".join(dict.fromkeys(map(_in_words, members)))
+        return " or ".join(dict.fromkeys(map(in_words, members)))
     name = getattr(origin or hint, "__name__", str(hint))
     inner = [words for kind, words in ((int, " of integers"), (float, " of numbers")) if kind in members]
     return _WORDS.get(name, name) + "".join(inner)

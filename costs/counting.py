@@ -27,6 +27,7 @@ from ..targets import PeakBytes, Target
 from ..targets.layers import usual_layer
 
 aten = torch.ops.aten
+_EXPERTS = "transformers.grouped_mm_fallback"  # the same product in dtypes that torch has none for
 _FUSED_ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu  # the one that also runs without contents
 _FUSED_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward
 _INDEXED = {
@@ -92,7 +93,9 @@ class Flops(TorchDispatchMode):
         packet = func._overloadpacket
         if packet in flop_registry:
             self.total += flop_registry[packet](*args, **(kwargs or {}), out_val=made)
-        elif packet is aten._grouped_mm:  # tokens by their experts: weights [experts, in, out], or their gradient
+        elif (
+            packet is aten._grouped_mm or str(packet) == _EXPERTS
+        ):  # tokens by their experts: weights [experts, in, out], or their gradient
             self.total += 2 * math.prod(args[0].shape) * args[1].shape[-1]
         elif packet is _FUSED_ATTENTION:
             self.total += sdpa_flop_count(*(t.shape for t in args[:3]))

@@ -66,6 +66,8 @@ GPUS = (
 )
 
 
+HERE = "this machine"
+
 _REALLY_FASTER = 0.95  # bfloat16 must take less than this part of what float32 takes
 _ROUNDS, _WIDTHS, _REPEATS = 6, (0, 4), 7
 _OPTIMIZER = 1.25  # of a step: what the optimizer and the trainer around it add

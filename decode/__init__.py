@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from .control import Control, Controller, Costs, Schedule, expected_tokens
     from .engine import Decoder
     from .plan import Plan, Tree, best_tree
-    from .rules import LOSSLESS, LOSSY
+    from .rule_table import LOSSLESS, LOSSY
     from .sampling import Sampling
     from .stats import DecodeStats, Output, Round, StreamEvent, depth_counts
 else:

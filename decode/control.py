@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor, nn
 
 from ..common import BadInputError
+
+if TYPE_CHECKING:  # a plan is read without torch
+    import torch
+    from torch import Tensor
 
 _FORGET = 0.95  # per round: what a sequence did long ago predicts less
 _ENTER, _SWITCH = 1.03, 1.02  # gains below these are noise: they change nothing
@@ -126,12 +128,14 @@ class Schedule(Control):
         Args:
             reach: how probable each draft is to be reached and accepted; it falls along a row, `[B, N]`.
         """
+        from torch import nn, zeros_like
+
         rows, drafts = reach.shape
         sure, order = reach.flatten().double().sort(descending=True, stable=True)
         gained = nn.functional.pad(sure.cumsum(0), (1, 0)) + rows
         speed = gained / self._seconds(rows, drafts, reach.device)
         rising = (speed[1:] > speed[:-1]).long().cumprod(0).bool()
-        taken = torch.zeros_like(rising).scatter(0, order, rising)
+        taken = zeros_like(rising).scatter(0, order, rising)
         return taken.view(rows, drafts).sum(1)
 
     def _seconds(self, rows: int, drafts: int, device: torch.device) -> Tensor:
@@ -139,6 +143,8 @@ class Schedule(Control):
 
         Made once: a round of fixed shapes may not copy from the host.
         """
+        import torch
+
         key = rows, drafts, device
         if key not in self._made:
             seconds = [self.costs.round_time(drafts, m / rows) for m in range(rows * drafts + 1)]

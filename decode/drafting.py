@@ -21,7 +21,7 @@ from ..heads import NodeSession, Proposal
 from ..targets import Nodes
 from .hashing import uniforms
 from .plan import Tree
-from .rules import DraftPolicy, Rule
+from .rule_table import DraftPolicy, Rule
 from .sampling import (
     DRAFT,
     Context,

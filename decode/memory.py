@@ -18,7 +18,7 @@ from ..common.machine import free_bytes
 from ..heads import Drafter, NodeSession
 from ..targets import PeakBytes, RowLengths, Target
 from .plan import Plan
-from .rules import AT_ZERO, NOT_DRAWN, RULES, DraftPolicy, Rule
+from .rule_table import AT_ZERO, NOT_DRAWN, RULES, DraftPolicy, Rule
 from .sampling import Sampling
 from .static_batch import margin, window_of
 

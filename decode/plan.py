@@ -13,7 +13,7 @@ from typing import Any
 from ..common import BadInputError
 from ..common.values import tree_depths
 from .control import Control
-from .rules import AT_ZERO, LOSSLESS, LOSSY, RULES, DraftShape, choose_rule, fitting_rules
+from .rule_table import AT_ZERO, LOSSLESS, LOSSY, RULES, DraftShape, choose_rule, fitting_rules
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Plan:
             verified.
         nodes: how many nodes of a dynamic tree are verified; None for `width * depth`.
         tree: a static tree instead; it decides the depth.
-        verify: "auto", or the name of a rule (`decode.rules.RULES`); see `choose_rule`.
+        verify: "auto", or the name of a rule (`decode.rule_table.RULES`); see `choose_rule`.
         confidence: a chain ends after the first draft that the drafter gives less probability than this; 0 for never.
             With a drafter that has a confidence before it draws (`Abilities.confident`) it ends before the first draft
             that is expected to be reached and accepted with less than this.

@@ -34,7 +34,8 @@ from .drafting import (
 from .finite import are_finite
 from .hashing import Seed
 from .plan import Plan
-from .rules import LOSSY, RULES, DraftShape, Verdict, VerifyInputs
+from .rule_table import LOSSY, RULES, DraftShape
+from .rules import JUDGES, Verdict, VerifyInputs
 from .sampling import Context, Keys, nothing_left
 
 _NOTHING_LEFT, _NOT_FINITE = -1, -2  # in place of a token that follows; see `RoundRow`
@@ -331,7 +332,7 @@ def judge(
         logits = config.processors(logits, state.context.then(proposal.tokens, proposal.nodes.sees[:, :, 1:]))
     inputs = VerifyInputs(proposal, logits, draft.probs, config.sampling, keys)
     best = inputs.best if setup.abilities.observes and proposal.tokens.shape[1] else None
-    verdict = RULES[setup.rule(proposal.deterministic)].judge(inputs)
+    verdict = JUDGES[setup.rule(proposal.deterministic)](inputs)
     if setup.on_verdict is not None:
         setup.on_verdict(verdict)
     if config.processors is None:

@@ -116,10 +116,12 @@ def _race_at_each(
     """Return the records of a race at each temperature, and the rule by (contestant, temperature)."""
     rules: dict[tuple[str, float], str] = {}
     records: list[PromptRecord] = []
-    with progress(console, "measuring", len(temperatures) * len(jobs) * repeats, transient=True) as advance:
+    answers_in_all = len(temperatures) * len(racers) * (1 + len(jobs) * repeats)
+    with progress(console, "measuring", answers_in_all, transient=True) as advance:
         for temperature in temperatures:
             for racer in racers:
                 racer(jobs[0], temperature)  # first calls are slow
+                advance(1, "")
         for temperature in temperatures:
             answers = race(racers, jobs, temperature, repeats, lambda: advance(1, ""))
             records += make_records(answers, jobs, temperature, plain)

@@ -55,5 +55,5 @@ def race(
         for repeat in range(repeats):
             for racer in rotated(racers, i * repeats + repeat):
                 done[racer.name][i].append(racer(job, temperature))
-            tick()
+                tick()
     return done

@@ -47,6 +47,11 @@ class TargetSpec(Section):
     """The model being accelerated; the fields are those of `Target.load`.
 
     Attributes:
+        path: a folder, a Hub id, `embedded`, or `embedded@1b`, grown to that size.
+        revision: a branch, tag or commit on the Hub; null for its main branch.
+        adapter: folder or Hub id of a PEFT adapter, which is merged as it would be served.
+        dtype: of the weights; `auto` as the config says.
+        trust_remote_code: whether code that comes with the model may run.
         sharding: `fsdp2` splits a target that is too large for one GPU over the processes of a training. (The drafter
             is not split.)
         quantize: `int8` (weights) or `int8-dynamic` (products, too), by torchao, after the adapter was merged.
@@ -62,7 +67,16 @@ class TargetSpec(Section):
 
 
 class SamplingSpec(Section):
-    """How the target's responses are drawn; each field means what it means in `outrider.decode.Sampling`."""
+    """How the target's responses are drawn; each field means what it means in `outrider.decode.Sampling`.
+
+    Attributes:
+        temperature: 0 (greedy), or from 0.0001 to 10000.
+        top_k: only so many tokens, the most probable ones; null for all.
+        top_p: only the most probable tokens, until they have so much probability together; null for all.
+        min_p: only tokens with this share of the most probable one's probability; null for all.
+        repetition_penalty: divides the logits of tokens that stand in the text already; 1 for none.
+        seed: of the draws.
+    """
 
     temperature: Temperature = 0.0
     top_k: Positive | None = None
@@ -170,6 +184,7 @@ class DataSpec(Section):
         malformed: whether a row that cannot be read ends the run (`refuse`) or is counted and left out (`drop`).
         allow_leaks: take prompts that are measured in `eval.suites`, too; otherwise they are an error.
         max_new_tokens: length limit of a response.
+        sampling: how a response is drawn; sample as you will serve.
         batch_size: prompts the target answers at once.
         features: whether hidden states are computed while training ("online") or once, to disk ("cached").
         features_dtype: how cached ones are stored: "auto" as the target computes them; float8_e4m3fn with a scale for
@@ -281,11 +296,16 @@ class EvalSpec(Section):
         suites: `code`, `docs`, `prose`, or prompt files.
         depth: draft tokens per round, in a tree on its longest path.
         width, nodes: more than 1 drafts dynamic trees of that many nodes; see `outrider.decode.Plan`.
+            Without nodes a tree has width × depth of them.
         tree: a static tree instead, the parent of each node as in `outrider.decode.Tree`; it decides the depth.
+        temperatures: each is measured; the first decides what is tuned.
+        max_new_tokens: length limit of a completion.
         limit: prompts per suite; null for all.
         repeats: timed passes over each suite; contestants are interleaved.
+        seed: of the draws above temperature 0, and of the intervals.
         baselines: drafters without weights that are measured beside the trained one.
         threads: of torch while measuring, on a CPU; null leaves its own choice.
+        dtype: of the target while measuring; `auto` as the target's own setting says.
         training_prompts: on so many prompts of the suites, taken from them in turn, the decoder measures τ at each
             evaluation of the training (training.eval_steps), at the first of the temperatures. It is logged as
             `measured_tau`, and with `tau_gap`: what the held-out rows' analytic τ is above it.
@@ -338,6 +358,10 @@ class Recipe(Section):
     """Everything about one training.
 
     Attributes:
+        name: of the run, of its folder and of the pair that is made of it.
+        target: the model being accelerated.
+        data: what the drafter learns from.
+        eval: what is measured, and how.
         drafter: `type` and the fields of that drafter's config; `init: <folder>` starts from a saved drafter. (A draft
             model's `init` may also be random, pretrained or prune.)
         training: fields of `transformers.TrainingArguments`.
@@ -418,14 +442,14 @@ def _explain(error: Any) -> str:
     if kind == "value_error":
         return f"{name}: {context['error']}."
     if kind in ("extra_forbidden", "invalid_key"):
-        return f"unknown key {name}; {_suggestion(path)}"
+        return f"unknown key {name}; {nearest_key(path)}"
     if kind == "missing":
-        return f"{name} is missing; expected {_words(_annotation(path))}."
+        return f"{name} is missing; expected {in_words(_annotation(path))}."
     if kind in _BOUNDS:
         (bound,) = context.values()
         expected = f"a value {_BOUNDS[kind]} {bound}"
     else:
-        expected = _EXPECTED.get(kind) or _words(_annotation(path))
+        expected = _EXPECTED.get(kind) or in_words(_annotation(path))
     text = printable_urls(repr(error["input"]))
     return f"{name}: expected {expected}, found {text if len(text) <= 80 else text[:77] + '...'}."
 
@@ -434,11 +458,11 @@ def _annotation(path: tuple[str | int, ...]) -> Any:
     """Return the declared type at a path of the recipe."""
     here: Any = Recipe
     for part in path:
-        forms = [a for a in _alternatives(here) if a is not type(None)]
-        form = next(filter(_is_section, forms), forms[0])
+        forms = [a for a in alternatives(here) if a is not type(None)]
+        form = next(filter(is_section, forms), forms[0])
         if part == "[key]":  # pydantic's name for the key itself
             here = str
-        elif _is_section(form):
+        elif is_section(form):
             field = form.model_fields.get(str(part))
             here = field.annotation if field else Any
         else:
@@ -446,32 +470,32 @@ def _annotation(path: tuple[str | int, ...]) -> Any:
     return here
 
 
-def _is_section(annotation: Any) -> TypeGuard[type[BaseModel]]:
+def is_section(annotation: Any) -> TypeGuard[type[BaseModel]]:
     return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
-def _alternatives(annotation: Any) -> tuple[Any, ...]:
+def alternatives(annotation: Any) -> tuple[Any, ...]:
     """Return the members of a union, with constraints taken off."""
     if get_origin(annotation) is Annotated:
-        return _alternatives(get_args(annotation)[0])
+        return alternatives(get_args(annotation)[0])
     if get_origin(annotation) in (Union, types.UnionType):
-        return tuple(a for member in get_args(annotation) for a in _alternatives(member))
+        return tuple(a for member in get_args(annotation) for a in alternatives(member))
     return (annotation,)
 
 
-def _words(annotation: Any) -> str:
+def in_words(annotation: Any) -> str:
     words = []
-    for form in _alternatives(annotation):
+    for form in alternatives(annotation):
         if get_origin(form) is Literal:
             words.append("one of " + ", ".join(repr(v) for v in get_args(form)))
-        elif _is_section(form):
+        elif is_section(form):
             words.append(f"a mapping with the keys {', '.join(form.model_fields)}")
         else:
             words.append(_WORDS.get(get_origin(form) or form, str(form)))
     return " or ".join(words)
 
 
-def _suggestion(path: tuple[str | int, ...]) -> str:
+def nearest_key(path: tuple[str | int, ...]) -> str:
     """Return the nearest known key: among its neighbours first, then one of that name elsewhere in the recipe."""
     key, parents = str(path[-1]), path[:-1]
     known = _known_keys(Recipe)
@@ -488,8 +512,8 @@ def _known_keys(section: type[BaseModel], prefix: str = "") -> list[str]:
     """Return every typed key of the recipe by dotted path, outermost first."""
     keys = [prefix + name for name in section.model_fields]
     for name, field in section.model_fields.items():
-        forms = _alternatives(field.annotation)
-        entries = [a for form in forms if get_origin(form) is list for a in _alternatives(get_args(form)[0])]
-        for member in filter(_is_section, [*forms, *entries]):
+        forms = alternatives(field.annotation)
+        entries = [a for form in forms if get_origin(form) is list for a in alternatives(get_args(form)[0])]
+        for member in filter(is_section, [*forms, *entries]):
             keys += _known_keys(member, f"{prefix}{name}.")
     return keys

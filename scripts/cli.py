@@ -27,7 +27,7 @@ from ..common.progress import plain_lines, say_retries_once
 from ..common.runtime import keep_large_blocks, remember_few_shapes
 from ..common.signals import how, number_of, stoppable
 from ..common.terminal import VisibleConsole, log_to_stderr, print_to_stderr, visible
-from . import data_cli, export_cli, serving_cli
+from . import data_cli, export_cli, recipe_keys, serving_cli, starter
 from .examples import EXAMPLES
 from .options import (
     Adapter,
@@ -39,6 +39,7 @@ from .options import (
     RecipeName,
     Temperature,
     checked_temperatures,
+    pair_of,
     recipe_of,
 )
 from .output import answering, console_for, finish, print_lines
@@ -141,6 +142,8 @@ app = typer.Typer(
 )
 app.add_typer(pair_app, name="pair")
 app.add_typer(data_cli.data_app, name="data")
+app.command("init")(starter.init)
+app.command("recipe")(recipe_keys.recipe)
 app.command("export")(export_cli.export)
 app.command("import")(export_cli.import_)
 app.command("lint")(export_cli.lint)
@@ -252,17 +255,22 @@ def plan(
     ] = None,
     accelerate_config: Annotated[Path | None, typer.Option(help="A file written by `accelerate config`.")] = None,
     rows: Annotated[int | None, typer.Option(min=1, help="Prompts, where the recipe's sources do not tell.")] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Load the target, and measure this machine's own times, too.")
+    ] = False,
     engine: export_cli.Engine = None,
     as_json: AsJson = False,
 ) -> None:
-    """Before anything is spent: parameters, memory, disk, operations and time on named GPUs, from the configs alone."""
+    """Before anything is spent: parameters, memory, disk, operations and time on named GPUs, from the configs and the
+    lengths of local prompts.
+    """
     loaded = recipe_of(recipe, changes)
     export_cli.check_servable(loaded, engine)
     from ..train.planning import plan as run
     from .plan import read_launch, show
 
     launched = read_launch(accelerate_config) if accelerate_config else (1, "none")
-    found = run(loaded, processes or launched[0], sharding or launched[1], rows)  # type: ignore[arg-type]
+    found = run(loaded, processes or launched[0], sharding or launched[1], rows, measure)  # type: ignore[arg-type]
     body = vars(found) | {"peak_memory": found.memory.peak}
     finish(as_json, "plan", body, show=lambda: show(found, VisibleConsole()))
 
@@ -294,10 +302,16 @@ def evaluate(
         list[float] | None, typer.Option(callback=checked_temperatures, help="May be repeated.")
     ] = None,
     tuned: Annotated[bool, typer.Option("--tuned", help="Measure a pair's tuned plan too, beside its own.")] = False,
+    quick: Annotated[
+        bool,
+        typer.Option("--quick", help="A first look: one temperature, one repeat, without transformers.generate."),
+    ] = False,
     out: Annotated[Path | None, typer.Option(help="Folder of the report.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure τ, acceptance and speedup with confidence intervals, beside n-gram drafting and plain decoding."""
+    if not (Path(name).expanduser() / "pair.json").is_file():
+        recipe_of(name, changes)  # refused at once
     from ..common.locks import locked
     from ..eval.reports.render import print_report, write_report
     from .eval_setup import EvalOptions, load_subject
@@ -307,7 +321,7 @@ def evaluate(
         require_folder(out, "the report")
     given = {"suites": suite, "limit": limit, "depth": depth, "width": width, "nodes": nodes}
     settings = {name: value for name, value in (given | {"temperatures": temperature}).items() if value}
-    subject = load_subject(name, EvalOptions(changes or [], settings, drafter, target, adapter, quantize, tuned))
+    subject = load_subject(name, EvalOptions(changes or [], settings, drafter, target, adapter, quantize, tuned, quick))
     folder = out or subject.report_folder
     require_folder(folder, "the report")
     console = console_for(as_json)
@@ -370,10 +384,9 @@ def tune(
     """Find the fastest depth or tree for this machine, by costs and acceptance, then by measurement; the pair
     keeps it.
     """
-    from ..pair import Pair
+    loaded = pair_of(pair)
     from .eval_setup import EvalOptions, load_subject
 
-    loaded = Pair.load(pair)
     if not dry_run:
         require_folder(pair, "the tuned plan")
     settings = {"limit": limit, "temperatures": [temperature], "max_new_tokens": max_new_tokens, "repeats": 2}
@@ -413,16 +426,15 @@ def generate(
     template: data_cli.Template = None,
 ) -> None:
     """Stream a completion: [green]accepted draft tokens[/green] and [magenta]the target's own[/magenta]."""
+    loaded = pair_of(pair)
     from ..decode import Sampling
-    from ..pair import Pair
     from .streaming import StreamedCompletion
 
-    loaded = Pair.load(pair)
     try:
         text = sys.stdin.read() if prompt == "-" else prompt
         text.encode()  # an argument that is no UTF-8 has halves of surrogates
     except UnicodeError as error:
-        raise BadInputError(f"the prompt is no text in UTF-8 ({error.reason}).") from None
+        raise BadInputError(f"the prompt is no text in UTF-8 ({error}).") from None
     if depth is None:
         target, drafter, plan = loaded.open_tuned(temperature=temperature)
     else:
@@ -449,10 +461,9 @@ def probe(
     as_json: AsJson = False,
 ) -> None:
     """Is the pair still right for a changed target? Exit code 0: fresh, 1: stale, 3: incompatible."""
-    from ..pair import Pair
+    loaded, asked = pair_of(pair), data_cli.arguments(template)
     from ..pair import probe as run
 
-    loaded, asked = Pair.load(pair), data_cli.arguments(template)
     console = console_for(as_json)
     changed = loaded.load_target(target, adapter=adapter, quantize=quantize)
     arguments = None if asked is None else loaded.recipe().template | asked
@@ -485,13 +496,12 @@ def refresh(
     as_json: AsJson = False,
 ) -> None:
     """Train the drafter on for a changed target, from where it is, and write the next version."""
-    from ..pair import Pair
+    loaded = pair_of(pair)
     from ..pair.refresh import How
     from ..pair.refresh import refresh as run
     from ..train.stopping import Until
     from .json_output import PairBody
 
-    loaded = Pair.load(pair)
     require_folder(out)
     console = console_for(as_json)
     until = None if tokens is None and until_flat is None else Until(tokens, until_flat)

@@ -70,9 +70,9 @@ def check(recipe: RecipeName, changes: Overrides = None, as_json: AsJson = False
     """Read all of a recipe's data and count what is kept and left out, and why. Exit code 1 for rows that cannot be
     read, and for prompts that the recipe measures.
     """
+    loaded = recipe_of(recipe, changes)
     from ..distill.recipe_prompts import recipe_prompts
 
-    loaded = recipe_of(recipe, changes)
     tolerant = loaded.data.model_copy(update={"malformed": "drop", "allow_leaks": True})
     found = recipe_prompts(loaded.model_copy(update={"data": tolerant}), _tokenizer(loaded), warn=False)
     code = FINDING if any(s.leaked or s.dropped["malformed"] for s in found.sources) else 0

@@ -11,15 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
 from rich.console import Console
 from rich.markup import escape
 
 from ..common import BadInputError
-from ..common.machine import cpu_multiplies_bfloat16, cpu_name
 from ..common.runtime import EXTRAS, Extra, installed_version
-from ..targets import embedded_path
-from ..targets.fast.select import remembered
 from .output import print_facts
 
 _LIBRARIES = ("torch", "transformers", "accelerate", "peft", "datasets", "safetensors", "huggingface_hub")
@@ -28,6 +24,9 @@ PACKAGES = ("outrider", *_LIBRARIES, "numpy", "scipy")
 
 def examine() -> dict[str, Any]:
     """Return everything as plain values, for people and for `--json`. Sizes are bytes."""
+    from ..targets import embedded_path
+    from ..targets.fast.select import remembered
+
     memory, folder = psutil.virtual_memory(), embedded_path()
     weights = folder / "model.safetensors"
     is_there = weights.is_file() and (folder / "tokenizer.json").is_file()
@@ -43,6 +42,10 @@ def examine() -> dict[str, Any]:
 
 
 def _device() -> dict[str, Any]:
+    import torch  # `features` does without
+
+    from ..common.machine import cpu_multiplies_bfloat16, cpu_name
+
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     return {
         "cpu": cpu_name(),

@@ -36,6 +36,7 @@ class Subject:
     Attributes:
         report_folder: the usual place of a report. Never inside a pair, whose files are sealed.
         tuned: the tuner's result, to be measured beside the first: another plan, perhaps of a fusion.
+        with_generate: whether `transformers.generate` is measured, too.
     """
 
     target: Target
@@ -44,13 +45,15 @@ class Subject:
     settings: EvalSpec
     report_folder: Path
     tuned: BatchTuning | None = None
+    with_generate: bool = True
     template: Mapping[str, Any] = field(default_factory=dict)
 
     def measure(self, console: Console | None = None) -> Report:
         """Measure the drafter beside its baselines and the plain target."""
         first, *others = contestants(self.target, self.drafter, self.settings, self.plan)
         tuned = [] if self.tuned is None else [tuned_contestant(self.tuned, self.drafter)]
-        return measure(self.target, [first, *tuned, *others], self._suites(), self.settings, console=console)
+        entrants = [first, *tuned, *others]
+        return measure(self.target, entrants, self._suites(), self.settings, self.with_generate, console)
 
     def tune(self, batch_sizes: Sequence[int], console: Console | None = None) -> Tuning:
         """Return the fastest plan for each batch size."""
@@ -71,6 +74,7 @@ class EvalOptions:
         drafter: a saved drafter to take instead.
         target, adapter, quantize: a changed target to measure a pair on.
         tuned: whether a pair's tuned plan is measured too.
+        quick: one temperature (the first), one repeat, and no `transformers.generate` beside.
     """
 
     changes: Sequence[str] = ()
@@ -80,6 +84,7 @@ class EvalOptions:
     adapter: str | None = None
     quantize: str | None = None
     tuned: bool = False
+    quick: bool = False
 
     def other_shape(self) -> bool:
         """Tell whether another shape of drafts than the recipe's is asked for."""
@@ -89,7 +94,9 @@ class EvalOptions:
     def settings_of(self, recipe: Recipe) -> EvalSpec:
         """Return the recipe's settings with what is asked for."""
         shape = {"tree": None} if _SHAPE & set(self.settings) else {}
-        return recipe.eval.model_copy(update=self.settings | shape)
+        asked = recipe.eval.model_copy(update=self.settings | shape)
+        fewer = {"temperatures": asked.temperatures[:1], "repeats": 1} if self.quick else {}
+        return asked.model_copy(update=fewer)
 
 
 _SHAPE = {"depth", "width", "nodes"}
@@ -121,8 +128,11 @@ def _of_recipe(name: str, asked: EvalOptions) -> Subject:
     settings = asked.settings_of(recipe)
     target = load_target(recipe)
     drafter = trained_drafter(recipe, target, asked.drafter)
-    folder = report_folder(name, asked.changes, settings, None if asked.drafter is None else drafter)
-    return Subject(target, drafter, plan_of(settings), settings, folder, template=recipe.template)
+    folder = recipe.output_folder / "reports" / "quick"  # never where `pair new` looks
+    if not asked.quick:
+        folder = report_folder(name, asked.changes, settings, None if asked.drafter is None else drafter)
+    subject = Subject(target, drafter, plan_of(settings), settings, folder, template=recipe.template)
+    return replace(subject, with_generate=not asked.quick)
 
 
 def report_folder(
@@ -159,8 +169,10 @@ def _of_pair(folder: Path, asked: EvalOptions) -> Subject:
             f"--tuned: this pair was not tuned for this machine and dtype; run `outrider tune {folder}` first."
         )
     report = f"{pair.name}-v{pair.version}" + (f"-on-{target.fingerprint().digest[:12]}" if changed else "")
+    report += "-quick" if asked.quick else ""
     drafter = load_drafter(asked.drafter, target) if asked.drafter else own
-    return Subject(target, drafter, plan, settings, Path("runs") / "reports" / report, found, recipe.template)
+    place = Path("runs") / "reports" / report
+    return Subject(target, drafter, plan, settings, place, found, not asked.quick, recipe.template)
 
 
 def _refuse_unfollowed(asked: EvalOptions) -> None:

@@ -12,8 +12,14 @@ outrider data check my.yaml data.limit=1000 --json
 outrider train embedded-eagle3
 outrider train my.yaml training.max_steps=100 --fresh
 outrider vocab embedded-eagle3 --size 1024 --size 2048
+outrider init path/to/target --out my.yaml
+outrider init embedded --prompts prompts.jsonl --out my.yaml
+outrider recipe --explain eval.repeats
+outrider recipe embedded-eagle3 data.limit=500
 outrider plan llama-3.1-8b-eagle3 --processes 8 --sharding zero2
+outrider plan my.yaml --measure
 outrider eval embedded-eagle3
+outrider eval embedded-eagle3 --quick
 outrider eval runs/pair-v1 --suite code --limit 10 --depth 6
 outrider eval runs/pair-v1 --target path/to/target --adapter path/to/lora
 outrider compare embedded-eagle3 embedded-eagle1 --budget 180

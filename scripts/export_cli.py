@@ -9,7 +9,7 @@ import typer
 from rich.markup import escape
 
 from ..common.terminal import VisibleConsole
-from .options import PairFolder, TargetNow
+from .options import PairFolder, TargetNow, pair_of
 from .output import finish, print_lines
 
 if TYPE_CHECKING:
@@ -51,9 +51,9 @@ def export(
     ] = False,
 ) -> None:
     """Write a pair's drafter as another engine reads it; read it back, compare its logits, and say how to start it."""
-    from ..pair import Pair, export_pair
+    loaded = pair_of(pair)
+    from ..pair import export_pair
 
-    loaded = Pair.load(pair)
     loaded_target = None if target is None else loaded.load_target(target, adapter=loaded.adapter)
     made = export_pair(loaded, to, out, depth, loaded_target, lora)
     line = (

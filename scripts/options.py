@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
+    from ..pair import Pair
     from ..recipes import Recipe
 
 RecipeName = Annotated[
@@ -47,3 +48,13 @@ def recipe_of(name: str, changes: list[str] | None) -> Recipe:
     from ..recipes import load_recipe
 
     return load_recipe(name, changes or [])
+
+
+def pair_of(folder: Path) -> Pair:
+    """Return the pair in a folder; what is none is refused at once, before the seconds that importing torch takes."""
+    from ..pair import PairFiles
+
+    PairFiles.load(folder)
+    from ..pair import Pair
+
+    return Pair.load(folder)

@@ -14,11 +14,11 @@ from ..common import BadInputError
 from ..common.atomic import require_folder
 from ..common.safe_load import MEGABYTE, read_bytes
 from ..common.terminal import VisibleConsole
-from .options import Adapter, AsJson, Overrides, PairFolder, RecipeName, recipe_of
+from .options import Adapter, AsJson, Overrides, PairFolder, RecipeName, pair_of, recipe_of
 from .output import console_for, finish, print_facts, print_lines, tell
 
 if TYPE_CHECKING:
-    from ..pair import Pair
+    from ..pair import PairFiles
     from ..pair.comparison import Side, VersionNode
     from ..pair.registry import Registry
 
@@ -74,9 +74,9 @@ def show(
     as_json: Annotated[bool, typer.Option("--json", help="The whole of pair.json, as it is.")] = False,
 ) -> None:
     """What a pair is, where it comes from, and what it achieved."""
-    from ..pair import Pair
+    from ..pair import PairFiles
 
-    pair = Pair.load(folder)
+    pair = PairFiles.load(folder)
     if as_json:
         tell(pair.manifest.to_text())
     else:
@@ -101,9 +101,7 @@ def verify(
 
     differences = altered_files(folder)
     if target is not None and not differences:  # an altered pair.json cannot be asked how to load a target
-        from ..pair import Pair
-
-        differences = altered_files(folder, Pair.load(folder).load_target(target, adapter=adapter))
+        differences = altered_files(folder, pair_of(folder).load_target(target, adapter=adapter))
     found: str | None = None
     if signer is not None and not differences:
         from ..pair.signature import check_signature
@@ -134,17 +132,18 @@ def sign(
     print_lines([escape(f"signed with {sign_pair(folder, key)}: {folder / SIGNATURE}")])
 
 
-def print_pair(pair: Pair, console: Console) -> None:
+def print_pair(pair: PairFiles, console: Console) -> None:
     from ..pair.comparison import tuned_plans
 
     manifest = pair.manifest
     source, parent = manifest.target.source, manifest.lineage.parent
+    fingerprint, plan = manifest.target.fingerprint, manifest.plan.restored()
     rows = {
         "pair": f"{pair.name} version {pair.version}",
         "identity": f"{pair.digest[:12]}… (whole: pair show --json)",
         "target": " + ".join(filter(None, (source.path or "given in memory", source.adapter)))
-        + f" ({pair.dtype}, {pair.fingerprint().digest[:12]}…)",
-        "drafter": f"{manifest.drafter.type}, {pair.plan}, rule {pair.plan.verify}",
+        + f" ({fingerprint.dtype}, {fingerprint.digest[:12]}…)",
+        "drafter": f"{manifest.drafter.type}, {plan}, rule {plan.verify}",
         "lineage": manifest.lineage.reason
         + (f" (parent: version {parent.version}, {parent.digest[:12]}…)" if parent else ""),
         "made": f"{manifest.created} with outrider {manifest.outrider_version}",

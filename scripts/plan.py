@@ -13,7 +13,7 @@ from rich.text import Text
 from ..common import BadInputError
 from ..common.atomic import readable_bytes
 from ..common.safe_load import YAML, parse_yaml, read_text
-from ..costs.machine_speed import BANDWIDTH, COMPUTE, GPUS, ROOM
+from ..costs.machine_speed import BANDWIDTH, COMPUTE, ROOM
 from ..costs.training import Needs
 from ..eval.reports.render import print_table
 from ..eval.reports.tables import Cell, Table, counted
@@ -112,11 +112,11 @@ def _memory(plan: Needs) -> Table:
 def _gpus(plan: Needs) -> Table:
     rows = [
         [
-            Cell(gpu.name),
-            Cell("yes" if plan.fits[gpu.name] else "no"),
-            *(Cell(_time(stage.seconds[gpu.name])) for stage in plan.stages),
+            Cell(name),
+            Cell("yes" if fits else "no"),
+            *(Cell(_time(stage.seconds[name]) if name in stage.seconds else "--measure") for stage in plan.stages),
         ]
-        for gpu in GPUS
+        for name, fits in plan.fits.items()
     ]
     return Table("Estimated time", ["GPU", "fits", *(stage.name for stage in plan.stages)], rows)
 

@@ -16,7 +16,7 @@ from rich.markup import escape
 from ..common import BadInputError
 from ..common.runtime import require_extra
 from ..common.terminal import VisibleConsole
-from .options import PairFolder, TargetNow
+from .options import PairFolder, TargetNow, pair_of
 from .output import console_for, finish, print_lines, tell
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def served(
     if model and url is None:
         raise BadInputError("--model names a model of an engine at --url; one that --start starts needs no name.")
     require_extra("serving", "outrider served")
-    from ..pair import Pair
+    loaded = pair_of(pair)
     from ..serving.diagnosis import lines
     from ..serving.engine import Engine, root_url
     from ..serving.engine_measurement import ServedSession, Start, depth_of, record_of
@@ -94,7 +94,6 @@ def served(
     for given in filter(None, (url, plain_url)):
         root_url(given)  # refused before anything is loaded
     console = VisibleConsole(highlight=False, soft_wrap=True, stderr=as_json)
-    loaded = Pair.load(pair)
     engines = [Engine(given, name=model) for given in (url, plain_url) if given]
     asked = [engine.model for engine in engines]  # refused before our decoder answers anything
     name = engines[0].counters().engine if asked else start or ""  # it may have habits of its own in drafting
@@ -154,7 +153,7 @@ def watch(
     Exit code 1 if there was an alarm. An engine may be started anew meanwhile.
     """
     require_extra("serving", "outrider watch")
-    from ..pair import Pair
+    from ..pair import PairFiles
     from ..serving.changepoint import WatchLimits
     from ..serving.engine import root_url
     from ..serving.watching import EngineWatch, WatchState, baseline_of, kept_states, post, require_webhook
@@ -162,7 +161,7 @@ def watch(
     urls = [root_url(url) for url in urls]
     baseline, limits = None, WatchLimits()
     if pair is not None:
-        baseline, limits = baseline_of(Pair.load(pair))
+        baseline, limits = baseline_of(PairFiles.load(pair))
     if webhook is not None:
         require_webhook(webhook)
     console, beside = console_for(as_json), VisibleConsole(highlight=False, soft_wrap=True, stderr=True)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.dataclasses import dataclass as checked_dataclass
@@ -17,7 +17,9 @@ from ..common import BadInputError, http_client
 from ..common.http_client import METRICS_TYPES, AnswerLimits, BadAnswerError, ModelList, ask, read_answer
 from ..common.safe_load import MEGABYTE
 from ..common.values import is_server_address, printable_urls
-from .reference_run import DraftCounts, SentText
+
+if TYPE_CHECKING:
+    from ..decode import Round
 
 try:
     from prometheus_client.parser import text_string_to_metric_families
@@ -31,6 +33,70 @@ MOST_SAMPLES, LONGEST_LINE, MOST_POSITIONS, LARGEST_COUNT = 50_000, 4096, 1024, 
 SETTLE_SECONDS = 5.0  # how long an engine may take to count what it has already answered
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+@checked_dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class DraftCounts:
+    """The drafting of one prompt, as an engine counts it: rounds in which nothing was drafted do not count.
+
+    Attributes:
+        rounds: verified proposals. drafted, accepted: draft tokens in them, and those that were kept.
+        by_position: rounds that kept the draft at each position, the first one first; () if it is not counted.
+    """
+
+    sums: ClassVar[tuple[str, ...]] = ("rounds", "drafted", "accepted")
+    rounds: float = 0.0
+    drafted: float = 0.0
+    accepted: float = 0.0
+    by_position: tuple[float, ...] = ()
+
+    @classmethod
+    def of(cls, rounds: Sequence[Round], room: int | None = None) -> DraftCounts:
+        """Return the counts of one prompt's rounds in our decoder.
+
+        Args:
+            room: how many tokens these rounds may emit, for an engine that drafts no more than that: each round must
+                leave room for the target's own token.
+        """
+        kept: list[tuple[int, int]] = []
+        for one in rounds:
+            drafted = one.drafted if room is None else min(one.drafted, room - 1)
+            room = None if room is None else room - one.emitted
+            kept += [(drafted, min(one.accepted, drafted))] if drafted else []
+        deepest = max((drafted for drafted, _ in kept), default=0)
+        return cls(
+            rounds=len(kept),
+            drafted=sum(drafted for drafted, _ in kept),
+            accepted=sum(accepted for _, accepted in kept),
+            by_position=tuple(sum(accepted > i for _, accepted in kept) for i in range(deepest)),
+        )
+
+    def at(self, index: int) -> float:
+        """Return the rounds that kept the draft at `index`, from 0 on."""
+        return self.by_position[index] if index < len(self.by_position) else 0.0
+
+    def reached(self, index: int) -> float:
+        """Return the rounds that kept all drafts before `index`."""
+        return self.at(index - 1) if index else self.rounds
+
+    def plus(self, other: DraftCounts, sign: int = 1) -> Self:
+        """Return the sum of both, as if one engine had counted them; their difference for `sign` −1."""
+        depth = max(len(self.by_position), len(other.by_position))
+        sums = {name: getattr(self, name) + sign * getattr(other, name) for name in self.sums}
+        return replace(self, **sums, by_position=tuple(self.at(i) + sign * other.at(i) for i in range(depth)))
+
+    @property
+    def tau(self) -> float:
+        """Mean tokens per round, with the target's own token; nan without rounds."""
+        return 1 + self.accepted / self.rounds if self.rounds else float("nan")
+
+
+class SentText(BaseModel, extra="forbid"):
+    """A suite's text or chat, as `/tokenize` of vLLM and SGLang is asked, and the tokens that we make of it."""
+
+    name: str
+    request: dict[str, Any]
+    tokens: list[int]
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import ClassVar
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
-from pydantic.dataclasses import dataclass as checked_dataclass
+from pydantic import BaseModel, ValidationError
 from rich.console import Console
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
@@ -31,65 +30,10 @@ from ..eval.suites import Suite
 from ..heads import Drafter, DraftModel, Ngram, NgramConfig
 from ..heads.lookup.ngram import NgramSession
 from ..targets import RaggedCache, RowLengths, Target
+from .engine import DraftCounts, SentText
 
 BATCH = 16  # prompts that our decoder answers at once
 LONGEST_TEXT = 50_000  # letters of a suite that are compared as tokens
-
-
-@checked_dataclass(frozen=True, config=ConfigDict(extra="forbid"))
-class DraftCounts:
-    """The drafting of one prompt, as an engine counts it: rounds in which nothing was drafted do not count.
-
-    Attributes:
-        rounds: verified proposals. drafted, accepted: draft tokens in them, and those that were kept.
-        by_position: rounds that kept the draft at each position, the first one first; () if it is not counted.
-    """
-
-    sums: ClassVar[tuple[str, ...]] = ("rounds", "drafted", "accepted")
-    rounds: float = 0.0
-    drafted: float = 0.0
-    accepted: float = 0.0
-    by_position: tuple[float, ...] = ()
-
-    @classmethod
-    def of(cls, rounds: Sequence[Round], room: int | None = None) -> DraftCounts:
-        """Return the counts of one prompt's rounds in our decoder.
-
-        Args:
-            room: how many tokens these rounds may emit, for an engine that drafts no more than that: each round must
-                leave room for the target's own token.
-        """
-        kept: list[tuple[int, int]] = []
-        for one in rounds:
-            drafted = one.drafted if room is None else min(one.drafted, room - 1)
-            room = None if room is None else room - one.emitted
-            kept += [(drafted, min(one.accepted, drafted))] if drafted else []
-        deepest = max((drafted for drafted, _ in kept), default=0)
-        return cls(
-            rounds=len(kept),
-            drafted=sum(drafted for drafted, _ in kept),
-            accepted=sum(accepted for _, accepted in kept),
-            by_position=tuple(sum(accepted > i for _, accepted in kept) for i in range(deepest)),
-        )
-
-    def at(self, index: int) -> float:
-        """Return the rounds that kept the draft at `index`, from 0 on."""
-        return self.by_position[index] if index < len(self.by_position) else 0.0
-
-    def reached(self, index: int) -> float:
-        """Return the rounds that kept all drafts before `index`."""
-        return self.at(index - 1) if index else self.rounds
-
-    def plus(self, other: DraftCounts, sign: int = 1) -> Self:
-        """Return the sum of both, as if one engine had counted them; their difference for `sign` −1."""
-        depth = max(len(self.by_position), len(other.by_position))
-        sums = {name: getattr(self, name) + sign * getattr(other, name) for name in self.sums}
-        return replace(self, **sums, by_position=tuple(self.at(i) + sign * other.at(i) for i in range(depth)))
-
-    @property
-    def tau(self) -> float:
-        """Mean tokens per round, with the target's own token; nan without rounds."""
-        return 1 + self.accepted / self.rounds if self.rounds else float("nan")
 
 
 class ServedPrompt(BaseModel, extra="forbid"):
@@ -97,14 +41,6 @@ class ServedPrompt(BaseModel, extra="forbid"):
 
     suite: str
     id: str
-    tokens: list[int]
-
-
-class SentText(BaseModel, extra="forbid"):
-    """A suite's text or chat, as `/tokenize` of vLLM and SGLang is asked, and the tokens that we make of it."""
-
-    name: str
-    request: dict[str, Any]
     tokens: list[int]
 
 

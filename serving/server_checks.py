@@ -11,8 +11,8 @@ from typing import Any
 
 from ..common.http_client import BadAnswerError
 from .diagnosis import SUSPECTS, Suspicion
-from .engine import ABOUT, Engine
-from .reference_run import Expectation, SentText
+from .engine import ABOUT, Engine, SentText
+from .reference_run import Expectation
 
 Oldest = Mapping[str, tuple[str, str]]  # by the engine's name, see `formats.oldest_version`
 

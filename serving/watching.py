@@ -19,7 +19,7 @@ from ..common.atomic import write_atomically
 from ..common.http_client import AnswerLimits, BadAnswerError, ask
 from ..common.locks import locked
 from ..common.safe_load import parse_json, read_text
-from ..pair import Pair
+from ..pair import PairFiles
 from .changepoint import DEEP, Chart, CusumState, NormalDrafting, WatchLimits
 from .engine import Counters
 
@@ -169,7 +169,7 @@ def learned(windows: Sequence[Counters], url: str) -> NormalDrafting:
     return baseline.model_copy(update={"by_position": tuple(kept / total.rounds for kept in total.by_position)})
 
 
-def baseline_of(pair: Pair) -> tuple[NormalDrafting, WatchLimits]:
+def baseline_of(pair: PairFiles) -> tuple[NormalDrafting, WatchLimits]:
     """Return the drafting of the pair on its own target, the baseline of its probes, and the limits that it can watch.
 
     Raises:

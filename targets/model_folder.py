@@ -15,7 +15,6 @@ from typing import Any, cast
 
 from huggingface_hub import snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import IncompleteSnapshotError
-from transformers import dynamic_module_utils
 
 from ..common.errors import BadInputError, Refusal, reason
 from ..common.safe_load import MEGABYTE, FileLimits, Unreadable, kind_of, read_json
@@ -109,6 +108,8 @@ def without_questions() -> Iterator[None]:
 
     Each of our loading calls says whether it may; some of them load other models in turn, and do not pass it on.
     """
+    from transformers import dynamic_module_utils  # seconds of imports, which reading a config does without
+
     seconds = dynamic_module_utils.TIME_OUT_REMOTE_CODE
     dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
     try:

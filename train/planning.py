@@ -2,37 +2,51 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import torch
+from torch.overrides import TorchFunctionMode
 from transformers import Trainer, TrainingArguments
 
 from ..common import BadInputError, OutriderError
 from ..common.errors import LIBRARY_ERRORS, reason
+from ..common.machine import best_device, free_bytes
+from ..costs.machine_speed import HERE, ROOM, measure_pace
 from ..costs.training import Needs, Sharding, TrainingEstimate, Workload
 from ..distill.data_set import load_responses
+from ..distill.layouts import Message
+from ..distill.recipe_prompts import PromptReading, collect
 from ..distill.responses import data_folder
-from ..distill.sources import count_rows
+from ..distill.sources import as_specs, count_rows, is_hub
 from ..heads import Drafter
 from ..recipes import Recipe, SourceSpec
-from ..targets import Target
-from ..targets.loading import meta_causal_lm
+from ..targets import Target, load_tokenizer
+from ..targets.loading import meta_causal_lm, target_path
+from ..targets.model_folder import model_folder
 from . import muon
 from .arguments import packing_of, training_arguments
 from .data import FIRST_LEARNED
 from .drafter_init import check_drafter, make_drafter
 
+_SAMPLE = 1000  # prompts whose lengths stand for those of all
+_BYTES = 4  # of a token, where no tokenizer tells
 
-def plan(recipe: Recipe, processes: int = 1, sharding: Sharding = "none", rows: int | None = None) -> Needs:
-    """Return the needs of training this recipe, by configs, and the lengths of finished responses if there are some.
+
+def plan(
+    recipe: Recipe, processes: int = 1, sharding: Sharding = "none", rows: int | None = None, measured: bool = False
+) -> Needs:
+    """Return the needs of training this recipe, by configs, and the lengths of finished responses or local prompts.
 
     Args:
         processes: one device each.
         sharding: of the drafter's training, as the accelerate config says.
         rows: prompts, where neither `data.limit` nor local files tell.
+        measured: also load the target, and measure how fast this machine answers and trains.
 
     Raises:
         BadInputError: a config that cannot be read, a drafter that cannot be trained, or an unknown number of prompts.
@@ -51,7 +65,39 @@ def plan(recipe: Recipe, processes: int = 1, sharding: Sharding = "none", rows: 
     packing = packing_of(recipe.training)
     pack = 0 if packing is None else packing.max_length or work.longest
     make = partial(_optimizer, drafter, args)
-    return TrainingEstimate(recipe, args, target, drafter, work, pack, make, processes, sharding).needs()
+    with _ExpertsOfAnyDtype():
+        needs = TrainingEstimate(recipe, args, target, drafter, work, pack, make, processes, sharding).needs()
+    return _here(needs, recipe, measured)
+
+
+class _ExpertsOfAnyDtype(TorchFunctionMode):
+    """Products of experts without contents: torch knows their shapes for bfloat16 alone, the library for all."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch._grouped_mm and args[0].is_meta and args[0].dtype != torch.bfloat16:
+            return torch.ops.transformers.grouped_mm_fallback(args[0], args[1], (kwargs or {})["offs"])
+        return function(*args, **(kwargs or {}))
+
+
+def _here(needs: Needs, recipe: Recipe, measured: bool) -> Needs:
+    """Return the needs with this machine beside the named GPUs: whether they fit, and its own measured times."""
+    room = free_bytes(best_device())
+    needs = replace(needs, fits=needs.fits if room is None else {HERE: needs.memory.peak <= ROOM * room, **needs.fits})
+    if not measured:
+        return needs
+    if needs.processes > 1:
+        raise BadInputError("--measure: this machine is measured with one process; leave out --processes.")
+    pace, work = measure_pace(recipe), needs.workload
+    times = {
+        "responses": pace.seconds(prefills=work.prompt_tokens, answers=work.tokens - work.prompt_tokens),
+        "features": pace.seconds(prefills=work.tokens),
+        "training": pace.seconds(steps=needs.steps * int(recipe.training.get("gradient_accumulation_steps", 1))),
+    }
+    stages = [replace(stage, seconds={HERE: times[stage.name], **stage.seconds}) for stage in needs.stages]
+    note = f"this machine was measured, with the target in {pace.dtype}" + (
+        " and training in bfloat16." if pace.bf16 else "."
+    )
+    return replace(needs, stages=stages, notes=[*needs.notes, note])
 
 
 def sketch_target(recipe: Recipe) -> Target:
@@ -102,11 +148,13 @@ def _optimizer(drafter: Drafter, args: TrainingArguments) -> tuple[torch.optim.O
 
 
 def workload(recipe: Recipe, rows: int | None = None) -> Workload:
-    """Return the lengths of finished responses; else as many sequences as prompts, each as long as it may be."""
+    """Return the lengths of finished responses, else of local prompts with answers as long as allowed, else at most."""
     spec = recipe.data
     finished = data_folder(recipe)
     if finished.is_dir() and rows is None:
         return _of_responses(finished, spec.learn_prompts)
+    if rows is None and not any(is_hub(source.path) for source in as_specs(spec.prompts)):
+        return _of_prompts(recipe)
     count = rows or _count(spec.prompts, spec.limit)
     longest = spec.max_prompt_tokens + spec.max_new_tokens
     share = (longest - FIRST_LEARNED if spec.learn_prompts else spec.max_new_tokens) / longest
@@ -120,6 +168,68 @@ def _of_responses(folder: Path, learn_prompts: bool) -> Workload:
     learned = sum(max(0, len(m) - FIRST_LEARNED) if learn_prompts else sum(m[FIRST_LEARNED:]) for m in masks)
     prompts, source = tokens - sum(map(sum, masks)), f"the responses in {folder}"
     return Workload(source, len(lengths), tokens, max(lengths), learned / tokens, prompts)
+
+
+def _of_prompts(recipe: Recipe) -> Workload:
+    """Return the lengths of local prompts, in the target's tokens; of many rows the first ones stand for all.
+
+    Without a tokenizer beside the target's config a token is assumed to have `_BYTES` bytes.
+    """
+    spec, tokenizer = recipe.data, _tokenizer(recipe)
+    how = f"; no tokenizer is there: {_BYTES} bytes are taken for a token" if isinstance(tokenizer, _BytesOnly) else ""
+    given = spec.answers == "given"
+    reading = PromptReading(spec.max_prompt_tokens, recipe.template, True, given, drop_malformed=True, once=True)
+    read = collect(spec.prompts, tokenizer, min(_SAMPLE, spec.limit or _SAMPLE), reading)
+    questions = [[len(prompt.tokens), *(_length(tokenizer, turn) for turn in prompt.later)] for prompt in read.prompts]
+    answers = [
+        [min(spec.max_new_tokens, _length(tokenizer, turn)) for turn in prompt.given]
+        if given
+        else [spec.max_new_tokens] * len(asked)
+        for prompt, asked in zip(read.prompts, questions, strict=True)
+    ]
+    lengths = [sum(asked) + sum(said) for asked, said in zip(questions, answers, strict=True)]
+    count = sampled = len(lengths)
+    if sampled == _SAMPLE != spec.limit:  # there may be more rows
+        share = sampled / sum(source.rows for source in read.sources)
+        count = max(sampled, min(round(share * _count(spec.prompts, None)), spec.limit or 2**63))
+    scale, prompted = count / sampled, sum(map(sum, questions))
+    learned = sum(lengths) - sampled * FIRST_LEARNED if spec.learn_prompts else sum(map(sum, answers))
+    longest = (
+        max(lengths) if count == sampled and not how else max(spec.max_prompt_tokens + spec.max_new_tokens, *lengths)
+    )
+    words = (
+        f"{count:,} prompts of {min(map(sum, questions)):,} to {max(map(sum, questions)):,} tokens"
+        + (f", the first {sampled:,} of them read" if count > sampled else "")
+        + (", with answers of their own" if given else f", answered with {spec.max_new_tokens} at most")
+        + how
+    )
+    return Workload(words, count, round(scale * sum(lengths)), longest, learned / sum(lengths), round(scale * prompted))
+
+
+def _tokenizer(recipe: Recipe) -> Any:
+    """Return the tokenizer beside the target's config, else what counts bytes."""
+    spec = recipe.target
+    try:
+        return load_tokenizer(model_folder(target_path(spec.path), spec.revision, weights=False)) or _BytesOnly()
+    except BadInputError:  # it needs code of its own, for example
+        return _BytesOnly()
+
+
+def _length(tokenizer: Any, turn: Sequence[Message]) -> int:
+    texts = [str(message.get("content") or "") for message in turn]
+    return sum(len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts)
+
+
+class _BytesOnly:
+    """What stands for a target's tokenizer where there is none: as many tokens as a text's bytes make."""
+
+    chat_template, bos_token_id = "plain", None
+
+    def __call__(self, text: str, add_special_tokens: bool = False) -> dict[str, range]:
+        return {"input_ids": range(math.ceil(len(text.encode(errors="replace")) / _BYTES))}
+
+    def apply_chat_template(self, messages: Sequence[Message], **_: Any) -> str:
+        return "".join(str(message.get("content") or "") for message in messages)
 
 
 def _count(sources: Sequence[str | SourceSpec], limit: int | None) -> int:

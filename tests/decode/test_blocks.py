@@ -24,7 +24,8 @@ from outrider.decode.drafting import (
     grow_dynamic,
     propose_confidently,
 )
-from outrider.decode.rules import RULES, block, rejection
+from outrider.decode.rule_table import RULES
+from outrider.decode.rules import block, rejection
 from outrider.decode.sampling import Keys
 from outrider.heads import DFlash, DFlashConfig, DSpark, DSparkConfig
 from outrider.targets import Target

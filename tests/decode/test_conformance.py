@@ -20,7 +20,7 @@ from transformers import LlamaForCausalLM
 from outrider.decode import Decoder, Plan, Sampling, Tree
 from outrider.decode import round as stage
 from outrider.decode.engine import Run
-from outrider.decode.rules import RULES as RULE_TABLE
+from outrider.decode.rule_table import RULES as RULE_TABLE
 from outrider.decode.sampling import probabilities
 from outrider.heads import HEADS, Drafter, TargetBatch
 from outrider.heads.session import Abilities

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from outrider.decode import Decoder, Plan, Sampling, Tree, drafting
 from outrider.decode import round as stage
 from outrider.decode.drafting import Draft, DraftSampler, SamplerConfig, grow_dynamic
-from outrider.decode.rules import RULES
+from outrider.decode.rule_table import RULES
 from outrider.decode.sampling import DRAFT, Context, Keys, Processors, draw, gumbel, probabilities, shared_gumbel
 from outrider.heads import DraftModel, Proposal
 from outrider.targets import Target

@@ -11,7 +11,7 @@ import torch
 from outrider.common import BadInputError, IncompatibleError
 from outrider.decode import Decoder, Plan, Sampling
 from outrider.decode.drafting import ChainDraft, DraftSampler, SamplerConfig
-from outrider.decode.rules import RULES
+from outrider.decode.rule_table import RULES
 from outrider.decode.sampling import Keys, Processors
 from outrider.heads import (
     Cascade,

@@ -12,6 +12,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from outrider.common.digests import CHECKSUM, seal
+from outrider.eval import Report
 from outrider.heads import Ngram
 from outrider.pair import Pair, new_pair, verify
 from outrider.recipes import load_recipe
@@ -110,12 +111,20 @@ def test_a_quick_look_never_takes_the_place_of_real_figures(outrider: Command, t
     run = tmp_path / "run"
     real = (run / "report" / "report.json").read_bytes()
     shutil.copytree(run / "drafter", tmp_path / "other")
-    for words in (["--limit", 1], ["--drafter", tmp_path / "other"], ["eval.limit=2"], ["--depth", 1]):
+    for words in (["--limit", 1], ["--drafter", tmp_path / "other"], ["eval.limit=2"], ["--depth", 1], ["--quick"]):
         succeeded(outrider("eval", trained, *words))
         assert (run / "report" / "report.json").read_bytes() == real, words
-    assert len(list((run / "reports").iterdir())) == 4
+    assert len(list((run / "reports").iterdir())) == 5
     succeeded(outrider("pair", "new", tmp_path / "pair", trained))
     assert next((tmp_path / "pair" / "reports").glob("*/report.json")).read_bytes() == real
+
+
+def test_a_quick_look_is_at_one_temperature_once(outrider: Command, trained: Path, tmp_path: Path) -> None:
+    quick = ["--quick", "eval.temperatures=[0.5, 1.0]", "eval.repeats=3", "--limit", 1]
+    succeeded(outrider("eval", trained, *quick))
+    report = Report.load(tmp_path / "run" / "reports" / "quick")
+    assert (report.conditions.temperatures, report.conditions.repeats) == ([0.5], 1)
+    assert (report.baselines.generate, {len(record.repeats) for record in report.records}) == (None, {1})
 
 
 def test_pair_new_takes_the_report_of_what_it_binds(outrider: Command, trained: Path, tmp_path: Path) -> None:

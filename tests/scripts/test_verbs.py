@@ -11,9 +11,11 @@ from importlib.metadata import version
 from pathlib import Path
 
 from outrider.decode import Decoder
+from outrider.pair import Pair
 from outrider.targets import Target
 
-from .conftest import Command, failed, succeeded
+from ..eval.conftest import make_tuning
+from .conftest import Command, all_verbs, failed, succeeded
 
 
 def test_help_takes_less_than_a_second() -> None:
@@ -29,19 +31,45 @@ def test_help_takes_less_than_a_second() -> None:
 
 
 _LIGHT = """
-import sys
+import json, sys
+from typer.testing import CliRunner
 from outrider.scripts.cli import app
-try:
-    app(sys.argv[1:])
-except SystemExit as end:
-    assert not end.code, end.code
-assert not {"torch", "transformers", "datasets"} & sys.modules.keys()
+for code, words in json.loads(sys.argv[1]):
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == code, (words, result.exit_code, result.output, result.stderr)
+    assert not {"torch", "transformers", "datasets"} & sys.modules.keys(), words
 """
 
 
-def runs_without_torch(*arguments: object) -> None:
-    """In a process of its own: with torch a verb takes six seconds of processor time, without it half of one."""
-    subprocess.run([sys.executable, "-c", _LIGHT, *map(str, arguments)], check=True, capture_output=True)
+def run_without_torch(*lines: tuple[int, list[object]]) -> None:
+    """In one process of their own: with torch a verb takes six seconds of processor time, without it half of one."""
+    told = json.dumps([(code, [str(word) for word in words]) for code, words in lines])
+    done = subprocess.run([sys.executable, "-c", _LIGHT, told], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_reads_no_model_imports_no_torch(tmp_path: Path, target_folder: Path) -> None:
+    """Every verb's help, what is refused at once, and the verbs about recipes and configs."""
+    none = str(tmp_path / "nope")
+    refused: list[list[object]] = [
+        *([verb, none] for verb in ("distill", "train", "eval", "plan", "vocab", "tune", "compare")),
+        *([*verb, none] for verb in (["data", "check"], ["data", "show"], ["pair", "new", tmp_path / "p"])),
+        *([verb, none, "--target", "x"] for verb in ("probe",)),
+        ["refresh", none, "--target", "x", "--out", tmp_path / "p"],
+        ["generate", none, "text"],
+        ["export", none, "--to", "vllm"],
+        ["served", none, "--url", "http://127.0.0.1:9"],
+        ["watch", "http://127.0.0.1:9", "--once", "--state", tmp_path / "watch.json"],
+        ["recipe", "--explain", "eval.repeat"],
+    ]
+    done: list[list[object]] = [
+        *([*verb.split(), "--help"] for verb in sorted(all_verbs())),
+        ["recipe", "embedded-eagle3"],
+        ["recipe", "--explain", "eval.repeats"],
+        ["init", target_folder, "--out", tmp_path / "my.yaml"],
+        ["doctor", "--for", "served"],
+    ]
+    run_without_torch(*((0, words) for words in done), *((2, words) for words in refused))
 
 
 def test_version_is_the_installed_one(outrider: Command) -> None:
@@ -70,11 +98,15 @@ def test_a_pairs_life(
     assert "is intact" in succeeded(outrider("pair", "verify", pair)).stdout
     assert "is intact" in succeeded(outrider("pair", "verify", pair, "--target", target_folder)).stdout
     succeeded(outrider("gate", pair, "--against", run / "report"))
-    runs_without_torch("pair", "verify", pair, "--json")
-    for verb in (("push", pair), ("log", "--json"), ("diff", pair, pair), ("pull", "tiny", tmp_path / "pulled")):
-        runs_without_torch("pair", *verb, "--registry", tmp_path / "registry")
-    runs_without_torch("gate", pair, "--against", pair)
-    runs_without_torch("gate", pair, "--against", pair, "--json", "--junit", tmp_path / "gate.xml")
+    Pair.load(pair).store_tuning(make_tuning({1: 5}))
+    place = ["--registry", tmp_path / "registry"]
+    run_without_torch(
+        *((0, ["pair", *words]) for words in (["show", pair], ["show", pair, "--json"], ["verify", pair, "--json"])),
+        *((0, ["pair", *verb, *place]) for verb in (["push", pair], ["log"], ["log", "--json"], ["diff", pair, pair])),
+        (0, ["pair", "pull", "tiny", tmp_path / "pulled", *place]),
+        (0, ["gate", pair, "--against", pair]),
+        (0, ["gate", pair, "--against", pair, "--json", "--junit", tmp_path / "gate.xml"]),
+    )
     succeeded(outrider("eval", pair, "--depth", "1", "--limit", "1", "--out", tmp_path / "again"))
     assert json.loads((tmp_path / "again" / "report.json").read_text())["contestants"][0]["depth"] == 1
 

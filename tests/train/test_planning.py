@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import struct
 from collections.abc import Callable
 from dataclasses import asdict
@@ -14,18 +15,19 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from outrider.common import BadInputError, IncompatibleError
 from outrider.costs.counting import active_weights, rehearse, weight_bytes
-from outrider.costs.machine_speed import GPUS
+from outrider.costs.machine_speed import GPUS, HERE, Pace
+from outrider.costs.training import Workload
 from outrider.distill import FeatureStore, load_responses
 from outrider.heads import HEADS, Drafter, Pard, PardConfig, PEagle, PEagleConfig, TargetBatch
 from outrider.heads.parallel import parallel_drafts
 from outrider.heads.parallel.parallel_drafts import Rollouts
 from outrider.recipes import Recipe, load_recipe, packaged_recipes
 from outrider.targets import PeakBytes, Target
-from outrider.train import train
+from outrider.train import planning, train
 from outrider.train.arguments import training_arguments
 from outrider.train.data import OnlineBatches, collate, split
 from outrider.train.drafter_init import make_drafter
@@ -152,8 +154,54 @@ def test_local_prompts_are_counted_and_limited(recipe, tmp_path):
     (tmp_path / "p.txt").write_text("one\ntwo\n\nthree\n")
     settings = {"prompts": [str(tmp_path / "p.txt")], "responses": None, "max_prompt_tokens": 10, "max_new_tokens": 30}
     work = plan(recipe(data=settings)).workload
-    assert (work.sequences, work.tokens, work.longest, work.supervised) == (3, 120, 40, 0.75)
+    assert (work.sequences, work.tokens, work.prompt_tokens, work.longest) == (3, 94, 4, 40), "four bytes to a token"
+    assert "no tokenizer is there: 4 bytes are taken for a token" in work.source
     assert plan(recipe(data=settings | {"limit": 2})).workload.sequences == 2
+
+
+def test_local_prompts_are_as_long_as_the_targets_tokenizer_says(
+    recipe: MakeRecipe, config: Path, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast, monkeypatch
+) -> None:
+    """Of many rows the first ones are read, and stand for the others; answers of their own count as they are."""
+    shutil.copytree(config, tmp_path / "target")
+    tiny_tokenizer.save_pretrained(tmp_path / "target")
+    texts = [f"def function_{number}(first):\n" * (number % 3 + 1) for number in range(30)]
+    rows = [{"prompt": text, "response": "return first"} for text in texts]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = {"prompts": [str(tmp_path / "p.jsonl")], "responses": None, "max_new_tokens": 30}
+
+    def planned(**changes: Any) -> Workload:
+        made = of_stored(recipe(data=settings | changes), tmp_path / "target")
+        return planning.workload(made)
+
+    lengths = [len(tiny_tokenizer(text)["input_ids"]) for text in texts]
+    work, answer = planned(), len(tiny_tokenizer("return first", add_special_tokens=False)["input_ids"])
+    assert (work.sequences, work.prompt_tokens, work.tokens) == (30, sum(lengths), sum(lengths) + 30 * 30)
+    assert work.longest == max(lengths) + 30
+    given = planned(answers="given")
+    assert given.tokens - given.prompt_tokens == 30 * answer
+    assert given.supervised == pytest.approx(30 * answer / given.tokens)
+    monkeypatch.setattr(planning, "_SAMPLE", 6)
+    sampled = planned()
+    assert (sampled.sequences, sampled.prompt_tokens) == (30, 5 * sum(lengths[:6]))
+    assert sampled.longest == 2048 + 30
+    assert "the first 6 of them read" in sampled.source
+
+
+def test_this_machine_has_a_row_and_its_own_times_if_asked(recipe, monkeypatch) -> None:
+    monkeypatch.setattr(planning, "free_bytes", lambda _: 10)
+    assert not plan(recipe()).fits[HERE]
+    monkeypatch.setattr(planning, "free_bytes", lambda _: 10**12)
+    needs = plan(recipe())
+    assert needs.fits[HERE]
+    assert HERE not in needs.stages[-1].seconds
+    pace = Pace("float32", False, prefill=0.001, answer=0.01, step=2.0, token=0.1)
+    monkeypatch.setattr(planning, "measure_pace", lambda _: pace)
+    measured = plan(recipe(training={"gradient_accumulation_steps": 3}), measured=True)
+    assert measured.stages[-1].seconds[HERE] == measured.steps * 3 * 2.0
+    assert measured.stages[-1].seconds["H100"] > 0
+    with pytest.raises(BadInputError, match="with one process"):
+        plan(recipe(), 2, measured=True)
 
 
 @pytest.mark.parametrize("optim", ["adamw_torch", "muon", "sgd"])

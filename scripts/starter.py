@@ -1,0 +1,216 @@
+"""`outrider init`: a commented starter recipe for a model, made from its config.json alone.
+
+The method and its settings follow from the target's size, depth and vocabulary, as the packaged recipes of published
+models have them (docs/guides/choosing-a-method.md). No weights are read, and torch is not imported.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from ..common import BadInputError
+from ..common.atomic import require_folder, write_atomically
+from ..common.safe_load import parse_yaml, read_json
+from ..recipes import Recipe, embedded_file
+from .output import print_lines
+
+SMALL = 5e8  # parameters, below which a run is minutes of one machine
+_TOKENS, _FEW = 64_000, 4  # tokens from which a vocabulary is pruned; layers below which there are no three taps
+_GPUS = ("/dev/nvidia0", "/dev/kfd")
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What a model's config.json says of it; 0 for what it does not say."""
+
+    hidden: int
+    layers: int
+    width: int  # of a dense layer's MLP, or of one expert where there is nothing else
+    experts: int
+    expert_width: int
+    vocabulary: int
+    context: int
+    dtype: str
+    draws: dict[str, Any]  # how it advises to be sampled
+    has_template: bool  # for chats
+    has_mtp: bool
+    is_recurrent: bool
+
+    @classmethod
+    def of(cls, folder: Path) -> ModelFacts:
+        """Return the facts about the model in `folder`. BadInputError: it holds no config of a language model."""
+        from ..targets.model_folder import GENERATION_CONFIG, MODEL_CONFIG, check_files
+
+        if not (folder / MODEL_CONFIG).is_file():
+            raise BadInputError(f"no model at {str(folder)!r}: config.json is missing there.")
+        check_files(folder, trust_remote_code=True)  # nothing of it is run
+        whole = read_json(folder / MODEL_CONFIG)
+        values = whole | (whole["text_config"] if isinstance(whole.get("text_config"), dict) else {})
+
+        def number(*names: str) -> int:
+            said = next((values[name] for name in names if values.get(name)), 0)
+            said = max(said) if isinstance(said, list) and said else said  # some have one for each layer
+            return said if isinstance(said, int) else 0
+
+        asked = read_json(folder / GENERATION_CONFIG) if (folder / GENERATION_CONFIG).is_file() else {}
+        draws = {name: asked[name] for name in ("temperature", "top_p", "top_k") if asked.get(name)}
+        dtype = str(values.get("dtype") or values.get("torch_dtype") or "float32")
+        facts = cls(
+            hidden=number("hidden_size", "n_embd", "d_model"),
+            layers=number("num_hidden_layers", "n_layer", "n_layers"),
+            width=number("intermediate_size", "n_inner"),
+            experts=number("num_experts", "num_local_experts", "n_routed_experts"),
+            expert_width=number("moe_intermediate_size", "intermediate_size"),
+            vocabulary=number("vocab_size"),
+            context=number("max_position_embeddings", "n_positions"),
+            dtype=dtype if dtype in ("bfloat16", "float16", "float32") else "auto",
+            draws=draws if asked.get("do_sample") else {},
+            has_template=(folder / "chat_template.jinja").exists() or "chat_template" in _tokenizer_config(folder),
+            has_mtp=bool(number("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")),
+            is_recurrent=not {"linear_attention", "mamba", "conv", "recurrent"}.isdisjoint(
+                values.get("layer_types") or ()
+            ),
+        )
+        if not (facts.hidden and facts.layers and facts.vocabulary):
+            raise BadInputError(
+                f"{folder / MODEL_CONFIG}: names no hidden size, layers and vocabulary of a language model."
+            )
+        return facts
+
+    @property
+    def parameters(self) -> float:
+        """About as many as it has."""
+        dense = 3 * self.hidden * (self.width or 4 * self.hidden)
+        mlp = 3 * self.hidden * self.expert_width * self.experts if self.experts else dense
+        return float(self.layers * (4 * self.hidden**2 + mlp) + 2 * self.vocabulary * self.hidden)
+
+
+# Lines whose place is filled with nothing are left out.
+_RECIPE = """\
+# A first recipe for a target of about {about} parameters; written on a machine {here}.
+# What each key means: outrider recipe --explain data.limit. What it will need: outrider plan FILE.
+{mtp}
+{recurrent}
+name: {name}-{kind}
+target:
+  path: {path}
+  dtype: {dtype}
+drafter:
+  type: {kind} # reads the target's hidden states: the most τ for its cost (docs/guides/choosing-a-method.md)
+  steps: {depth} # unrolled in training; behind them acceptance falls, so as many as eval.depth
+  {norm_taps}
+  {draft_vocab_size}
+  {intermediate_size}
+data:
+  prompts: {prompts}
+  limit: {limit} # more is better: τ grows with them
+  max_prompt_tokens: {asked}
+  max_new_tokens: {answered} # at most {room:,} together, the target's context
+  sampling: {sampling}
+training: # any field of transformers.TrainingArguments
+  {training}
+  warmup_steps: 0.05 # of the run
+  lr_scheduler_type: cosine
+  report_to: none # or wandb, tensorboard, trackio; `outrider doctor` says which are installed
+eval:
+  suites: [code, {beside}] # or files of your own prompts, which training must not see
+  depth: {depth} # `outrider tune` finds the best one
+  max_new_tokens: {measured}
+"""
+_SHORT = """num_train_epochs: 1
+  per_device_train_batch_size: 4 # small: so short a run needs many steps
+  optim: muon # Muon for the matrices, AdamW for the rest
+  learning_rate: 1.0e-2 # high for a language model, right for one fresh layer"""
+_LONG = """num_train_epochs: 2
+  per_device_train_batch_size: 1
+  optim: adamw_torch
+  learning_rate: 1.0e-4
+  bf16: true"""
+
+
+def starter(target: str, prompts: list[str] | None = None) -> str:
+    """Return a recipe for `target`, a folder, a Hub id or "embedded", as YAML with comments; nothing is loaded."""
+    facts, name = ModelFacts.of(_folder(target)), re.sub(r"[^A-Za-z0-9_.-]+", "-", Path(target).name).strip("-_.")
+    small, room = facts.parameters < SMALL, facts.context or 4096
+    kind, beside = "eagle3" if facts.layers >= _FEW else "eagle1", "docs" if facts.has_template else "prose"
+    asked = min(256 if small else 1024, room // 2)
+    here = "with a GPU" if any(Path(device).exists() for device in _GPUS) else "without a GPU"
+    own = f"[embedded:code, embedded:{beside}] # FILL IN your own: .jsonl, .parquet or .txt, a folder, org/data:split"
+    pruned, norm = facts.vocabulary >= _TOKENS and kind == "eagle3", small and kind == "eagle3"
+    filled = _RECIPE.format(
+        about=f"{facts.parameters / 1e6:.3g}M" if small else f"{facts.parameters / 1e9:.2g}B",
+        here=here if small or "out" not in here else f"{here}: take another one for the training",
+        mtp="# Its config names MTP modules: {type: mtp, init: native} starts from them." if facts.has_mtp else "",
+        recurrent="# It has recurrent layers, which draft chains: leave eval.width at 1." if facts.is_recurrent else "",
+        name=name or "my-target",
+        kind=kind,
+        path=json.dumps(target),
+        dtype="float32 # exact enough to compare runs" if small else facts.dtype,
+        depth=3 if small else 5,
+        norm_taps="norm_taps: true # a fresh layer hears them at once, whatever their scale" if norm else "",
+        draft_vocab_size=f"draft_vocab_size: 32000 # of {facts.vocabulary:,}; `outrider vocab` measures it"
+        if pruned
+        else "",
+        intermediate_size=f"intermediate_size: {4 * facts.hidden} # its layer is dense, the target's experts smaller"
+        if facts.experts and facts.width < 2 * facts.hidden
+        else "",
+        prompts=json.dumps(prompts) if prompts else own,
+        limit=2000 if small else 20_000,
+        asked=asked,
+        answered=min(128 if small else 1024, room - asked),
+        room=room,
+        sampling=f"{json.dumps(facts.draws)} # its generation_config.json's"
+        if facts.draws
+        else "{temperature: 0.0} # sample as you will serve",
+        training=_SHORT if small else _LONG,
+        beside=beside,
+        measured=min(128, room - asked),
+    )
+    text = "".join(line for line in filled.splitlines(keepends=True) if line.strip())
+    Recipe.from_dict(parse_yaml(text, "the starter recipe"), "the starter recipe")
+    return text
+
+
+def _tokenizer_config(folder: Path) -> dict[str, Any]:
+    file = folder / "tokenizer_config.json"
+    return read_json(file) if file.is_file() else {}
+
+
+def _folder(target: str) -> Path:
+    """Return the folder with the config.json of a target; of a Hub id, that and its tokenizer are downloaded."""
+    if target == "embedded":
+        return embedded_file("target/config.json").parent
+    from ..targets.model_folder import model_folder
+
+    folder = model_folder(target, weights=False)
+    if not folder.is_dir():
+        raise BadInputError(
+            f"no model at {target!r}: the folder does not exist. Give a folder, a Hub id or 'embedded'."
+        )
+    return folder
+
+
+def init(
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="A model: a folder, a Hub id, or 'embedded'.")],
+    out: Annotated[Path, typer.Option(help="The new file.")] = Path("recipe.yaml"),
+    prompts: Annotated[
+        list[str] | None, typer.Option(help="A source for data.prompts; may be repeated (default: a line to fill in).")
+    ] = None,
+) -> None:
+    """A commented starter recipe for a model, by its config alone: method, sizes, lengths, dtype."""
+    if out.exists():
+        raise BadInputError(f"{out} is there already; give another --out, or move it away.")
+    require_folder(out.parent, out.name)
+    text = starter(target, prompts)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(out, text)
+    fill = "" if prompts else "fill in data.prompts, then "
+    verbs = ", ".join(f"`outrider {verb.format(out)}`" for verb in ("plan {}", "train {}", "eval {} --quick"))
+    print_lines([f"[green]✓[/green] {escape(f'{out}: {fill}{verbs}')}"])

@@ -1,0 +1,68 @@
+"""Every key of a recipe is explained: by the command, and on the page, which is made from the schema."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from outrider.recipes import load_recipe
+from outrider.scripts.recipe_keys import page, typed_keys
+
+from .conftest import Command, failed, words
+
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "recipe-keys.md"
+
+
+def test_the_page_is_the_schemas() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page(), "python -m outrider.scripts.recipe_keys writes it anew"
+
+
+def test_every_typed_key_has_a_meaning() -> None:
+    assert [key.path for key in typed_keys() if not key.meaning] == []
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ("eval.repeats", "eval.repeats: an integer ≥ 1, default 3 timed passes over each suite"),
+        ("target.dtype", "one of 'auto', 'float32', 'bfloat16', 'float16', default \"auto\""),
+        ("data.sampling.top_p", "a number or null > 0 ≤ 1, default null"),
+        ("data.prompts", "data.prompts: a list, required"),
+        ("data.prompts", "data.prompts.weight: a number or null > 0"),
+        ("joint", "joint.heads_first: a number ≥ 0 < 1, default 0.5"),
+        ("eval", "eval.max_new_tokens: an integer ≥ 1, default 128 length limit"),
+        ("drafter.type", "'eagle3'"),
+        ("drafter.block_size", "dflash.block_size: an integer, default 8 slots of a block"),
+        ("training.warmup_steps", "linear warmup"),
+    ],
+)
+def test_a_key_is_explained(outrider: Command, key: str, said: str) -> None:
+    assert said in words(outrider("recipe", "--explain", key))
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ("eval.repeat", "unknown key eval.repeat; did you mean eval.repeats?"),
+        ("drafter.stepz", "did you mean 'steps'?"),
+        ("training.warmup", "did you mean 'warmup_"),
+    ],
+)
+def test_an_unknown_key_has_a_neighbour(outrider: Command, key: str, said: str) -> None:
+    failed(outrider("recipe", "--explain", key), said)
+
+
+def test_a_recipe_is_printed_with_every_default(outrider: Command) -> None:
+    """The same text is a pair's recipe.yaml: each key of each section that is there."""
+    printed = outrider("recipe", "embedded-eagle3", "data.limit=5").stdout
+    values = yaml.safe_load(printed)
+    assert printed.rstrip() == load_recipe("embedded-eagle3", ["data.limit=5"]).to_yaml().rstrip()
+    for key in typed_keys():
+        *sections, name = key.path.split(".")
+        here = values
+        for section in sections:
+            here = here[section] if isinstance(here, dict) else None
+        assert not isinstance(here, dict) or name in here, key.path
+    failed(outrider("recipe"), "which recipe?")

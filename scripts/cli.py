@@ -21,7 +21,7 @@ import typer
 from rich.markup import escape
 from typer.core import TyperGroup
 
-from ..common import OutriderError
+from ..common import BadInputError, OutriderError
 from ..common.atomic import is_disk_full, require_folder, write_atomically
 from ..common.progress import say_retries_once
 from ..common.runtime import keep_large_blocks, remember_few_shapes
@@ -411,7 +411,7 @@ def generate(
     else:
         target, drafter, plan = loaded.open()
         plan = replace(plan, depth=depth, tree=None)
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = _read_stdin() if prompt == "-" else prompt
     sampling, arguments = Sampling(temperature=temperature, seed=seed), data_cli.arguments(template)
     completion = StreamedCompletion(target, drafter, plan, sampling, max_new_tokens)
     completion.template = loaded.recipe().template | (arguments or {})
@@ -421,6 +421,13 @@ def generate(
             sys.stdout.flush()
     else:
         completion.show(text, chat, compare, VisibleConsole(highlight=False, soft_wrap=True))
+
+
+def _read_stdin() -> str:
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise BadInputError(f"stdin is not UTF-8 text ({error.reason} at byte {error.start}).") from error
 
 
 @app.command()

@@ -16,9 +16,10 @@ import pytest
 import torch
 from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerFast
-from typer.testing import Result
+from typer.testing import CliRunner, Result
 
 from outrider.common import IncompatibleError
+from outrider.scripts.cli import app
 
 from .conftest import Command, wait_for
 
@@ -41,12 +42,17 @@ def refused(result: Result, code: int, *words: str) -> None:
         ("distill", "target.path=./nowhere", ["./nowhere", "does not exist"]),
         ("distill", "data.prompts=[./nothing.jsonl]", ["nothing.jsonl"]),
         ("distill", "data.prompts=[{here}/empty.jsonl]", ["empty.jsonl"]),
+        ("distill", "data.prompts=[{here}/itself.jsonl]", ["itself.jsonl", "does not exist"]),
+        ("distill", "target.path={here}/empty.jsonl", ["no model at", "it is a file"]),
+        ("train", "eval.baselines=[ngrams]", ["unknown drafter type 'ngrams'", "did you mean 'ngram'"]),
+        ("train", 'output="a\\0b"', ["cannot be written into", "null byte", "Choose another folder"]),
     ],
 )
 def test_a_wrong_key_value_or_file_is_named_with_what_was_expected(
     outrider: Command, recipe_file: Path, tmp_path: Path, verb: str, change: str, words: list[str]
 ) -> None:
     (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "itself.jsonl").symlink_to("itself.jsonl")
     refused(outrider(verb, recipe_file, change.replace("{here}", str(tmp_path))), 2, *words)
 
 
@@ -87,6 +93,11 @@ def test_a_verb_without_its_input_says_what_to_run_first(outrider: Command, reci
     refused(outrider("eval", recipe_file), 2, "there is no trained drafter", "outrider train")
     refused(outrider("generate", tmp_path, "text"), 2, "pair.json is missing")
     refused(outrider("gate", tmp_path, "--against", tmp_path), 2, "no report")
+
+
+def test_stdin_that_is_no_text_is_refused(ngram_pair: Path) -> None:
+    result = CliRunner().invoke(app, ["generate", str(ngram_pair), "-"], input=b"caf\xe9")
+    refused(result, 2, "stdin is not UTF-8 text (unexpected end of data at byte 3)")
 
 
 def test_usage_errors_end_with_2(outrider: Command) -> None:

@@ -35,6 +35,7 @@ from .hooks import asks_for_checkpointing
 from .joint import adapted, lora_config
 from .planning import sketch_drafter, sketch_target, workload
 from .processes import check_kind_of_processes, check_number_of_processes, check_sharding, kind_of_processes
+from .provenance import RECIPE
 from .stopping import check_schedule
 
 _log = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ def check(recipe: Recipe, drafter: Drafter | None = None, seconds: float | None 
     args = training_arguments(recipe)
     if args.process_index == 0:
         require_folder(recipe.output_folder)
-        _require_own(recipe.output_folder / "drafter")
+        _require_own(recipe.output_folder)
     check_reports(args)
     check_measures(recipe, args)
     check_number_of_processes(args)
@@ -86,9 +87,11 @@ def check_with_target(recipe: Recipe, args: TrainingArguments, target: Target, d
             warn_of_features(recipe, target, drafter)
 
 
-def _require_own(folder: Path) -> None:
-    """Refuse to replace, by what is trained, a folder that no training wrote."""
-    if folder.is_dir() and any(folder.iterdir()) and not has_seal(folder):
+def _require_own(output: Path) -> None:
+    """Refuse an output whose `drafter`, which what is trained will replace, no training wrote."""
+    folder = output / "drafter"
+    is_own = has_seal(folder) or (output / RECIPE).is_file()
+    if folder.is_dir() and any(folder.iterdir()) and not is_own:
         raise BadInputError(
             f"{folder} holds what no training wrote, and what is trained would take its place. Choose another output, "
             "or move it."

@@ -57,7 +57,7 @@ def test_an_export_is_imported_as_a_pair_that_verifies_and_probes(
 
 def test_an_import_never_takes_the_place_of_what_is_there(pair: Path, target_folder: Path, outrider: Command) -> None:
     """`--out` by mistake the target itself: it would be gone, tokenizer and all."""
-    out, before = pair.parent / "vllm", sorted(target_folder.iterdir())
+    out, before = pair.parent / "taken", sorted(target_folder.iterdir())
     assert outrider("export", pair, "--to", "vllm", "--out", out).exit_code == 0
     result = outrider("import", out, "--target", target_folder, "--out", target_folder)
     assert result.exit_code == 2

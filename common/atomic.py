@@ -298,8 +298,9 @@ def require_folder(folder: Path, what: str = "the output") -> None:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(b"?")
-    except OSError as error:
-        raise CannotWriteError(f"{what} cannot be written into {folder}: {error.strerror}.", advice=choose) from error
+    except (OSError, ValueError) as error:  # ValueError: a name that no system takes, with a zero byte
+        said = error.strerror if isinstance(error, OSError) else error
+        raise CannotWriteError(f"{what} cannot be written into {folder}: {said}.", advice=choose) from error
     finally:
         for place in made:
             if place.is_dir():

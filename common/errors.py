@@ -65,5 +65,6 @@ def reason(error: Exception) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of an error's message, or the error's kind where it has none."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    """Return the first line of an error's message and what it announces, or the error's kind where it has none."""
+    first, *others = filter(None, map(str.strip, (str(error).strip() or type(error).__name__).splitlines()))
+    return f"{first} {others[0]}" if first.endswith(":") and others else first

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..common import BadInputError
 from ..recipes import Recipe, SourceSpec
-from ..recipes.suites import find_suite
+from ..recipes.suites import find_suites
 from .conversation import RefusedChatError, render
 from .layouts import Row, RowError, RowPrompt, understand
 from .prompt_table import Prompt, PromptTable
@@ -60,8 +60,7 @@ class SuitePrompts:
     def of(cls, suites: Sequence[str], limit: int | None = None, allowed: bool = False) -> SuitePrompts:
         """Return the prompts of suites, the first `limit` of each. BadInputError: no such suite, or a malformed row."""
         places: dict[bytes, str] = {}
-        for name in suites:
-            file = find_suite(name)[1]
+        for name, (_, file) in zip(suites, find_suites(suites), strict=True):
             for number, row in enumerate(islice(rows_of(SourceSpec(path=str(file))), limit), 1):
                 if isinstance(row, RowError):
                     raise row
@@ -323,7 +322,8 @@ class _Reader:
             if isinstance(row, RowError):
                 raise row
             asked = understand(row, where, source.layout, source.column)
-            counts.layouts[f"{asked.layout} (key {asked.key})"] += 1
+            how = ", as raw text: no chat template" if self._lacks_template(asked) else ""
+            counts.layouts[f"{asked.layout} (key {asked.key}){how}"] += 1
             return self._prompt(asked if self.reading.whole else asked.last_question(), where, counts)
         except (RowError, RefusedChatError) as error:
             if not self.reading.drop_malformed:
@@ -331,8 +331,11 @@ class _Reader:
             counts.drop("malformed", str(error))
             return None
 
+    def _lacks_template(self, asked: RowPrompt) -> bool:
+        return asked.layout in ("question", "turns") and not getattr(self.tokenizer, "chat_template", None)
+
     def _prompt(self, asked: RowPrompt, where: str, counts: RowCounts) -> Prompt | None:
-        if asked.layout in ("question", "turns") and not getattr(self.tokenizer, "chat_template", None):
+        if self._lacks_template(asked):
             asked = asked.as_text()
         text, is_raw = asked.text, asked.text is not None
         if not is_raw and asked.messages:

@@ -79,7 +79,7 @@ def title(source: str) -> str:
         return source.removeprefix(EMBEDDED)
     if is_hub(source):
         return source.partition(":")[0].split("/")[-1]
-    file = Path(source).expanduser().resolve()
+    file = Path(os.path.realpath(Path(source).expanduser()))  # also of a link to itself, which reading refuses
     return file.parent.name if file.stem in _NONDESCRIPT else file.stem
 
 

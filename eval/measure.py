@@ -21,7 +21,7 @@ from ..common.progress import progress
 from ..common.runtime import versions
 from ..costs.timing import threads
 from ..decode import Decoder, Plan, Round, Sampling, Tree, depth_counts
-from ..heads import Drafter, drafter_config
+from ..heads import Drafter, DrafterConfig, drafter_config
 from ..recipes import EvalSpec
 from ..targets import Target
 from ..targets.split_attention import steady_kernels
@@ -146,7 +146,13 @@ def plan_of(settings: EvalSpec) -> Plan:
 
 
 def baseline(name: str, target: Target) -> Drafter:
-    """Return a drafter without weights, by its registered name.
+    """Return a drafter without weights, by its registered name."""
+    head, config = baseline_config(name)
+    return head.build(config, target)
+
+
+def baseline_config(name: str) -> tuple[type[Drafter], DrafterConfig]:
+    """Return the class and the settings of a drafter without weights.
 
     Raises:
         BadInputError: an unknown name, or a drafter that has to be trained.
@@ -156,7 +162,7 @@ def baseline(name: str, target: Target) -> Drafter:
         raise BadInputError(
             f"eval.baselines: {name!r} has to be trained first; a baseline is a drafter without weights, such as ngram."
         )
-    return head.build(config, target)
+    return head, config
 
 
 def _check(target: Target, entrants: Sequence[Contestant], jobs: Sequence[PromptJob], settings: EvalSpec) -> None:

@@ -14,7 +14,7 @@ from ..common import BadInputError
 from ..distill.prompt_table import Prompt, digest_prompts
 from ..distill.recipe_prompts import read_prompts
 from ..recipes import EvalSpec
-from ..recipes.suites import PACKAGED, find_suite
+from ..recipes.suites import PACKAGED, find_suites
 from ..targets import Target
 from .reports.figures import ALL
 
@@ -45,16 +45,10 @@ def load_suites(
     """
     if not names:
         raise BadInputError(f"no suites were given; packaged ones: {', '.join(PACKAGED)}.")
-    files = [find_suite(name) for name in names]
-    suites = [
-        make_suite(title, read_prompts([str(file)], tokenizer, limit=limit, template=template)) for title, file in files
+    return [
+        make_suite(title, read_prompts([str(file)], tokenizer, limit=limit, template=template))
+        for title, file in find_suites(names)
     ]
-    for name, count in Counter(s.name for s in suites).items():
-        if count > 1:
-            raise BadInputError(
-                f"{count} suites are called {name!r}; figures are reported by name, so give each file another one."
-            )
-    return suites
 
 
 def make_suite(name: str, prompts: Sequence[Prompt]) -> Suite:

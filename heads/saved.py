@@ -23,6 +23,8 @@ from ..targets.weights import WEIGHTS, digest_tensor, restored
 
 CONFIG = "config.json"
 _MAX_SIZE = 2**31 - 1  # of any length or count
+_MAX_MODULES = 1024  # of these, each of which is built by itself: a million of them would take an hour, and no memory
+_MODULES = ("num_layers", "num_heads", "num_blocks", "depth")
 
 
 @dataclass
@@ -63,8 +65,9 @@ class DrafterConfig:
         for name, value in checked.items():
             if isinstance(value, int | float) and not 0 <= value < math.inf:
                 raise BadInputError(f"{where}.{name}: expected 0 or more, found {value}.")
-            if isinstance(value, int) and value > _MAX_SIZE:
-                raise BadInputError(f"{where}.{name}: expected at most {_MAX_SIZE}, found {value}.")
+            most = _MAX_MODULES if name in _MODULES else _MAX_SIZE
+            if isinstance(value, int) and value > most:
+                raise BadInputError(f"{where}.{name}: expected at most {most}, found {value}.")
         return cls(**checked)
 
     def to_dict(self) -> dict[str, Any]:

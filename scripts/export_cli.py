@@ -79,9 +79,12 @@ def import_(
     """Read a drafter that another program wrote, as one of ours: nothing is guessed, and nothing is dropped."""
     from ..common.digests import save_whole
     from ..formats import import_drafter, recognised
+    from ..formats.export import require_new
     from ..pair.new import paired
     from ..targets import Target
 
+    if not as_pair:  # a pair looks for itself
+        require_new(out)
     loaded = Target.load(target, adapter=adapter)
     layout, drafter = recognised(folder), import_drafter(folder, loaded)
     console = VisibleConsole(highlight=False, soft_wrap=True)

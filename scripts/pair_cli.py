@@ -204,7 +204,9 @@ def log(
             _draw(node, tree)
         console.print(tree)
         if not versions:
-            console.print("no versions yet; `outrider pair push` adds one", style="dim")
+            there = sorted({version.manifest.name for version in opened.versions()})
+            lacking = f"no pair called {name!r}; there are {', '.join(there)}" if there else "no versions yet"
+            console.print(escape(f"{lacking}; `outrider pair push` adds one"), style="dim")
     body = {"registry": opened.store.where, "versions": [VersionBody.of(version) for version in versions]}
     finish(as_json, "pair-log", body)
 

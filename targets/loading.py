@@ -6,6 +6,7 @@ A config is compared with the weights beside it before memory is taken, by a mod
 from __future__ import annotations
 
 import importlib
+import logging
 from importlib import resources
 from pathlib import Path
 from typing import Any, Final, Literal, cast, get_args
@@ -36,6 +37,8 @@ from .weights import misfits, no_more_than, stored_tensors
 
 EMBEDDED = "embedded"
 _PACKED = 32  # parameters of a quantised model in one element of its files, at most
+
+_log = logging.getLogger(__name__)
 
 QuantisationKind = Literal["int8", "int8-dynamic"]
 # torchao's config for each: of weights alone, or also of the inputs of each product, row by row.
@@ -89,6 +92,7 @@ def load_causal_lm(
                 attn_implementation=attention,
                 trust_remote_code=trust_remote_code,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are refused below, where both sizes can be said
             )
     except OutriderError:
         raise
@@ -96,11 +100,21 @@ def load_causal_lm(
         raise _load_error(name, error) from error
     model, info = cast(tuple[PreTrainedModel, dict[str, Any]], loaded)
     problems = [f"missing {key}" for key in info["missing_keys"]]
-    problems += [f"another shape: {mismatch[0]}" for mismatch in info["mismatched_keys"]]
-    problems += [f"unexpected {key}" for key in info["unexpected_keys"]] if strict else []
+    shapes = [(key, tuple(stored), tuple(wanted)) for key, stored, wanted in info["mismatched_keys"]]
+    problems += [f"{key} is {stored}, expected {wanted}" for key, stored, wanted in shapes]
+    unexpected = sorted(info["unexpected_keys"])
+    problems += [f"unexpected {key}" for key in unexpected] if strict else []
     if problems:
         raise IncompatibleError(
             f"the weights in {name!r} do not fit its config.json: {'; '.join(sorted(problems)[:4])}."
+        )
+    if unexpected:
+        _log.warning(
+            "%s holds %d tensors that its config.json has no place for, %s the first: they are left out. Look whether "
+            "the config is that of these weights.",
+            name,
+            len(unexpected),
+            unexpected[0],
         )
     model.name_or_path = model.config.name_or_path = name  # not where the Hub's cache keeps it
     return model
@@ -110,9 +124,8 @@ def folder_of(name: str, dtype: str | torch.dtype, revision: str | None, trust_r
     """Return the folder of a model with its weights, after all checks that do not open them; raises their errors."""
     folder = model_folder(name, revision, trust_remote_code)
     if not folder.is_dir():
-        raise BadInputError(
-            f"no model at {name!r}: the folder does not exist. Give a folder, a Hub id like 'org/name', or 'embedded'."
-        )
+        lacking = "it is a file" if folder.is_file() else "the folder does not exist"
+        raise BadInputError(f"no model at {name!r}: {lacking}. Give a folder, a Hub id like 'org/name', or 'embedded'.")
     if not (folder / MODEL_CONFIG).exists():
         raise BadInputError(f"no model at {name!r}: the folder has no config.json.")
     refuse_pickles(folder)

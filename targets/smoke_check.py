@@ -5,10 +5,11 @@ A model that fails would silently write another text than its own `generate`, an
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..common.errors import BadInputError, IncompatibleError, OutriderError, first_line
 from .backbone import Backbone
@@ -26,19 +27,26 @@ _TOLERANCE = 0.1
 def require_readable(target: Backbone, lm_head: Callable[[Tensor], Tensor], layout: CacheLayout) -> None:
     """Raise IncompatibleError for a target whose text would differ from its own `generate`'s, or whose passes fail."""
     _check_frozen(target)
-    try:
+    with refusing(target.model):
         _check_causal(target)
         _check_logits(target, lm_head)
         cache = layout.allocate(1, 3, target.device)
         for count in (1, 2):  # a token, and then two at once
             target.run(torch.zeros(1, count, dtype=torch.long, device=target.device), cache)
             cache.advance(RowLengths.of([count], target.device))
+
+
+@contextmanager
+def refusing(model: nn.Module) -> Iterator[None]:
+    """Raise IncompatibleError where a pass of the model fails: its class cannot do it, or its config makes no sense."""
+    try:
+        yield
     except (OutriderError, torch.OutOfMemoryError):
         raise
     except Exception as error:
         raise IncompatibleError(
-            f"{type(target.model).__name__} cannot be read piece by piece over a cache, as decoding does: "
-            f"{first_line(error)}. Take another target."
+            f"{type(model).__name__} cannot be read piece by piece over a cache, as decoding does: "
+            f"{first_line(error)}. Check its config.json, or take another target."
         ) from error
 
 

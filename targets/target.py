@@ -31,7 +31,7 @@ from .loading import load_causal_lm, load_tokenizer_of, quantise, split_shape, t
 from .model_folder import is_local
 from .pass_memory import Footprint, measure
 from .sharding import all_processes, in_turn, processes, settle, share, split
-from .smoke_check import reads_ragged_rows, require_readable
+from .smoke_check import reads_ragged_rows, refusing, require_readable
 from .weights import digest_tensor
 
 
@@ -201,7 +201,8 @@ class Target(Backbone):
 
     @torch.no_grad()
     def _look_at_a_token(self) -> CacheLayout:
-        layout = super()._look_at_a_token()
+        with refusing(self.model):
+            layout = super()._look_at_a_token()
         whole = self.body is body_of(self.model)  # not cut by `shallow`
         if whole and not self.sharded and self.device.type != "meta":
             require_readable(self, self.lm_head, layout)

@@ -42,6 +42,12 @@ _RANGES: dict[str, tuple[int, float]] = {
     "adam_beta1": (0, 1),
     "adam_beta2": (0, 1),
     "adam_epsilon": (0, math.inf),
+    "max_grad_norm": (0, math.inf),
+    "seed": (0, 2**32),
+    "data_seed": (0, 2**32),
+    "dataloader_num_workers": (0, math.inf),
+    "eval_steps": (0, math.inf),
+    "save_steps": (0, math.inf),
     "max_length": (1, math.inf),
 }
 
@@ -84,6 +90,10 @@ def check_training(values: dict[str, Any]) -> dict[str, Any]:
         if checked.get(name) is not None and not low <= checked[name] < high:
             below = "" if high == math.inf else f" and less than {high}"
             raise BadInputError(f"training.{name}: expected {low} or more{below}, found {checked[name]:g}.")
+    for name, unset in (("num_train_epochs", None), ("max_steps", -1)):  # an untrained drafter would look trained
+        value = checked.get(name)
+        if value not in (None, unset) and not 0 < value < math.inf:
+            raise BadInputError(f"training.{name}: expected more than 0, found {value:g}: a drafter needs steps.")
     if checked.get("optim") == muon.NAME and checked.get("optim_args"):
         raise BadInputError("training.optim_args: muon takes none here; leave it out.")
     if checked.get("max_length") is not None and not checked.get("packing"):

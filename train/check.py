@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel, TrainingArguments
@@ -17,10 +18,12 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from ..common import BadInputError, refuse_unknown_keys
 from ..common.atomic import free_bytes, readable_bytes, require_folder
+from ..common.digests import has_seal
 from ..common.errors import reason
 from ..costs.training import features_bytes
 from ..distill.data_set import rounds_of
 from ..distill.responses import data_folder
+from ..eval.measure import baseline_config
 from ..formats import require_served
 from ..heads import HEADS, Drafter, LowRank
 from ..heads.divergences import divergence
@@ -32,6 +35,7 @@ from .hooks import asks_for_checkpointing
 from .joint import adapted, lora_config
 from .planning import sketch_drafter, sketch_target, workload
 from .processes import check_kind_of_processes, check_number_of_processes, check_sharding, kind_of_processes
+from .provenance import RECIPE
 from .stopping import check_schedule
 
 _log = logging.getLogger(__name__)
@@ -47,9 +51,12 @@ def check(recipe: Recipe, drafter: Drafter | None = None, seconds: float | None 
     _check_abilities(recipe, drafter_class, type(drafter.base) if isinstance(drafter, LowRank) else drafter_class)
     if recipe.data.verified and (answered := data_folder(recipe)).is_dir():
         rounds_of(answered)  # refuses finished responses without a record of the tokens that rounds reached
+    for name in recipe.eval.baselines:
+        baseline_config(name)  # what will be measured after the training
     args = training_arguments(recipe)
     if args.process_index == 0:
         require_folder(recipe.output_folder)
+        _require_own(recipe.output_folder)
     check_reports(args)
     check_measures(recipe, args)
     check_number_of_processes(args)
@@ -78,6 +85,17 @@ def check_with_target(recipe: Recipe, args: TrainingArguments, target: Target, d
         check_recomputes(drafter, args)
         if not is_answered and args.process_index == 0:  # else the store says exactly what it needs
             warn_of_features(recipe, target, drafter)
+
+
+def _require_own(output: Path) -> None:
+    """Refuse an output whose `drafter`, which what is trained will replace, no training wrote."""
+    folder = output / "drafter"
+    is_own = has_seal(folder) or (output / RECIPE).is_file()
+    if folder.is_dir() and any(folder.iterdir()) and not is_own:
+        raise BadInputError(
+            f"{folder} holds what no training wrote, and what is trained would take its place. Choose another output, "
+            "or move it."
+        )
 
 
 def _check_abilities(recipe: Recipe, drafter_class: type[Drafter], followed: type[Drafter]) -> None:

@@ -68,8 +68,9 @@ def test_chat_tokens_are_those_of_the_librarys_own_template_call(rows: Rows, tok
 
 
 def test_without_a_chat_template_a_question_is_raw_text_and_a_chat_refused(rows: Rows, tokenizer: Tokenizer) -> None:
-    [prompt] = read_prompts([rows("a.jsonl", {"turns": ["hello"]})], plain(tokenizer))
-    assert (prompt.text, prompt.messages) == ("hello", None)
+    read = collect([rows("a.jsonl", {"turns": ["hello"]})], plain(tokenizer))
+    assert [(prompt.text, prompt.messages) for prompt in read.prompts] == [("hello", None)]
+    assert dict(read.sources[0].layouts) == {"turns (key turns), as raw text: no chat template": 1}
     with pytest.raises(BadInputError, match=r"row 1: is a chat, but the target's tokenizer has no chat template"):
         read_prompts([rows("b.jsonl", {"messages": [user("hello")]})], plain(tokenizer))
 

@@ -9,6 +9,7 @@ import pytest
 
 from outrider.common import BadInputError
 from outrider.distill.prompt_table import Prompt
+from outrider.distill.recipe_prompts import SuitePrompts
 from outrider.eval.suites import load_suites, make_suite
 
 
@@ -48,12 +49,23 @@ def test_an_unknown_suite_is_refused_with_what_there_is(name, message, tiny_toke
         load_suites([name], tiny_tokenizer)
 
 
-def test_two_suites_of_one_name_are_refused(file, tmp_path, tiny_tokenizer):
+def test_two_suites_of_one_name_are_refused_also_before_a_prompt_is_answered(file, tmp_path, tiny_tokenizer):
     (tmp_path / "sub").mkdir()
     other = tmp_path / "sub" / file.name
     other.write_text(file.read_text())
-    with pytest.raises(BadInputError, match="2 suites are called 'mine'"):
-        load_suites([str(file), str(other)], tiny_tokenizer)
+    for read in (lambda names: load_suites(names, tiny_tokenizer), SuitePrompts.of):
+        with pytest.raises(BadInputError, match="2 suites are called 'mine'"):
+            read([str(file), str(other)])
+
+
+def test_a_file_that_all_call_question_has_its_folders_name(file, tmp_path, tiny_tokenizer, monkeypatch):
+    """Spec-Bench's and EAGLE's suites, beside one another; also where the path does not name the folder."""
+    for folder in ("gsm8k", "mt_bench"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "question.jsonl").write_text(file.read_text())
+    monkeypatch.chdir(tmp_path / "gsm8k")
+    suites = load_suites(["question.jsonl", "../mt_bench/question.jsonl"], tiny_tokenizer)
+    assert [suite.name for suite in suites] == ["gsm8k", "mt_bench"]
 
 
 def test_ids_that_repeat_empty_suites_and_the_name_all_are_refused():

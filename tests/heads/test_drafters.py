@@ -603,6 +603,7 @@ def test_settings_that_make_no_sense_are_refused(target, name, settings, message
         ({"type": "dflash", "num_layers": "3.5"}, r"drafter\.num_layers: expected an integer, found '3\.5'\."),
         ({"type": "self_speculative", "num_blocks": 1.5}, r"drafter\.num_blocks: expected an integer, found 1\.5\."),
         ({"type": "self_speculative", "num_blocks": True}, r"drafter\.num_blocks: expected an integer, found True\."),
+        ({"type": "eagle3", "num_layers": 10**6}, r"drafter\.num_layers: expected at most 1024, found 1000000\."),
         ({"type": "self_speculative", "depths": -3}, r"drafter\.depths: expected 0 or more, found -3\."),
         ({"type": "mtp", "draft_vocab_size": -5}, r"drafter\.draft_vocab_size: expected 0 or more, found -5\."),
         ({"type": "mtp", "init": "native", "path": 5}, r"drafter\.path: expected text or null, found 5\."),

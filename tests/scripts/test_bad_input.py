@@ -42,12 +42,17 @@ def refused(result: Result, code: int, *words: str) -> None:
         ("distill", "target.path=./nowhere", ["./nowhere", "does not exist"]),
         ("distill", "data.prompts=[./nothing.jsonl]", ["nothing.jsonl"]),
         ("distill", "data.prompts=[{here}/empty.jsonl]", ["empty.jsonl"]),
+        ("distill", "data.prompts=[{here}/itself.jsonl]", ["itself.jsonl", "does not exist"]),
+        ("distill", "target.path={here}/empty.jsonl", ["no model at", "it is a file"]),
+        ("train", "eval.baselines=[ngrams]", ["unknown drafter type 'ngrams'", "did you mean 'ngram'"]),
+        ("train", 'output="a\\0b"', ["cannot be written into", "null byte", "Choose another folder"]),
     ],
 )
 def test_a_wrong_key_value_or_file_is_named_with_what_was_expected(
     outrider: Command, recipe_file: Path, tmp_path: Path, verb: str, change: str, words: list[str]
 ) -> None:
     (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "itself.jsonl").symlink_to("itself.jsonl")
     refused(outrider(verb, recipe_file, change.replace("{here}", str(tmp_path))), 2, *words)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,16 @@ def test_an_export_is_imported_as_a_pair_that_verifies_and_probes(
         succeeded(outrider(*verb))
     weights = [folder / "drafter" / "model.safetensors" for folder in (pair, back)]
     assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+def test_an_import_never_takes_the_place_of_what_is_there(
+    target_folder: Path, tmp_path: Path, outrider: Command
+) -> None:
+    """`--out` is a model by mistake: it would be gone, tokenizer and all."""
+    mine = Path(shutil.copytree(target_folder, tmp_path / "mine"))
+    before = sorted(mine.iterdir())
+    failed(outrider("import", target_folder, "--target", target_folder, "--out", mine), "exists and is not empty")
+    assert sorted(mine.iterdir()) == before
 
 
 def test_lint_says_nothing_of_a_good_export_and_ends_with_1_on_a_fault(pair: Path, outrider: Command) -> None:

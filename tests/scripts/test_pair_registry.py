@@ -62,6 +62,7 @@ def test_log_draws_the_lineage(outrider: Command, pairs: list[Pair], tmp_path: P
     assert [(v["version"], v["digest"]) for v in listed] == [(1, pairs[0].digest), (2, pairs[1].digest)]
     assert listed[1]["lineage"]["parent"]["digest"] == pairs[0].digest
     assert answer("pair-log", outrider("pair", "log", "other", *place, "--json"))["versions"] == []
+    assert "no pair called 'other'; there are tiny" in words(outrider("pair", "log", "other", *place))
 
 
 def test_log_shows_tuned_plans(outrider: Command, pairs: list[Pair], tmp_path: Path) -> None:

@@ -93,6 +93,8 @@ def test_a_tokenizer_that_loads_two_others_asks_nobody_and_is_refused(saved, tmp
         ({"intermediate_size": 10**9}, "do not fit its config.json"),
         ({"hidden_size": 2**20}, "do not fit its config.json"),
         ({"vocab_size": 10**9}, "do not fit its config.json"),
+        ({"vocab_size": 100}, r"embed_tokens\.weight is \(\d+, \d+\), expected \(100, "),
+        ({"eos_token_id": "one"}, "eos_token_id': TypeError: .* expected int"),
         ({"num_hidden_layers": 999}, "asks for a network of more than"),
         ({"num_hidden_layers": 10**7}, "at most 1000"),
         ({"num_hidden_layers": 10**12}, "at most 1000"),
@@ -106,6 +108,13 @@ def test_a_config_that_asks_for_more_than_its_weights_is_refused_at_once(saved, 
     with pytest.raises(OutriderError, match=said):
         Target.load(saved)
     assert time.process_time() - began < 5
+
+
+def test_weights_that_the_config_has_no_place_for_are_named(saved, caplog):
+    """A config of another model of the same sizes, with fewer layers: its text would be another one, without a word."""
+    edit(saved / "config.json", num_hidden_layers=1)
+    Target.load(saved)
+    assert "tensors that its config.json has no place for, model.layers.1.input_layernorm.weight" in caplog.text
 
 
 def test_weights_relabelled_as_integers_are_refused(saved):

@@ -144,6 +144,12 @@ def test_a_tap_outside_the_model_is_refused(tiny_target, tap):
         tiny_target.check_taps((2, tap))
 
 
+def test_a_config_whose_first_pass_fails_is_refused():
+    sizes = {"num_experts": 4, "num_experts_per_tok": 9, "moe_intermediate_size": 32}
+    with pytest.raises(IncompatibleError, match=r"index k out of range\. Check its config\.json"):
+        Target(small_model("qwen3_moe", **sizes)).cache_layout()
+
+
 def test_a_peft_wrapper_is_looked_through():
     plain = make("llama")
     model = get_peft_model(plain.model, LoraConfig(r=2, target_modules=["q_proj", "lm_head"], init_lora_weights=False))

@@ -31,6 +31,11 @@ from outrider.train.processes import check_engine, check_kind_of_processes, chec
         ({"gradient_accumulation_steps": -2}, r"training.gradient_accumulation_steps: expected 1 or more, found -2"),
         ({"learning_rate": -1.0}, r"training.learning_rate: expected 0 or more, found -1"),
         ({"learning_rate": float("nan")}, r"training.learning_rate: expected 0 or more, found nan"),
+        ({"max_steps": -1, "num_train_epochs": 0}, r"training.num_train_epochs: expected more than 0, found 0:"),
+        ({"num_train_epochs": float("inf")}, r"training.num_train_epochs: expected more than 0, found inf"),
+        ({"max_steps": 0}, r"training.max_steps: expected more than 0, found 0: a drafter needs steps\."),
+        ({"seed": 2**64}, r"training.seed: expected 0 or more and less than 4294967296, found 1.84467e\+19\."),
+        ({"dataloader_num_workers": -1}, r"training.dataloader_num_workers: expected 0 or more, found -1"),
         ({"adam_beta2": 1.0}, r"training.adam_beta2: expected 0 or more and less than 1, found 1\."),
         ({"label_smoothing_factor": 0.1}, r"training.label_smoothing_factor: leave it out"),
         ({"use_liger_kernel": True}, r"training.use_liger_kernel: leave it out: .* by themselves where it is"),
@@ -44,6 +49,16 @@ def test_a_wrong_setting_is_refused_before_anything_is_loaded(recipe, monkeypatc
     monkeypatch.setattr(Target, "load", None)
     with pytest.raises(BadInputError, match=message):
         train(recipe(**values))
+
+
+def test_a_folder_that_no_training_wrote_is_not_replaced(recipe, monkeypatch):
+    monkeypatch.setattr(Target, "load", None)
+    mine = recipe().output_folder / "drafter" / "mine.txt"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("mine")
+    with pytest.raises(BadInputError, match=r"holds what no training wrote, .* Choose another output, or move it"):
+        train(recipe(), resume=False)
+    assert mine.exists()
 
 
 @pytest.mark.parametrize(

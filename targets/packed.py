@@ -1,0 +1,180 @@
+"""Linear layers whose weights are packed for products with few rows on a CPU.
+
+A product with few rows reads every weight once, so memory bounds it. From a plain weight torch reads at half of the
+memory's speed for one row, and at a quarter for five in float32: verifying drafts costs twice a pass over one token.
+oneDNN, which torch brings along, reads weights in blocks of its own at the same speed for one row and for eight. So
+does what torch's compiler makes of frozen weights; here nothing is compiled.
+
+A packed weight is a copy, and takes as much memory as the plain one, which prompts and training go on to read.
+
+Shapes: M rows, N outputs, K inputs.
+"""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import sys
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..common.errors import IncompatibleError
+from .layers import body_of, decoder_layers, first_layers, is_as_made
+from .weights import weight_versions
+
+M = TypeVar("M", bound=nn.Module)
+
+_MOST_ROWS = 64
+_ROWS = 8  # oneDNN chooses one layout for all products of several rows, and in float32 another one for a single row
+_HUGE, _COLLAPSE = 2**21, 25  # bytes of a page; MADV_COLLAPSE, of Linux 6.1 and later
+_KINDS = (torch.float32, torch.bfloat16)
+_LEAST = 2**14  # numbers of a weight; smaller ones lie in the processor's cache
+
+
+class PackedLinear(nn.Module):
+    """A linear layer that multiplies few rows by a packed copy of its weight, and many by the weight itself.
+
+    Packing is repeated where the weight has changed since.
+    """
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__()
+        self.linear = linear
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self._versions: list[tuple[int, int]] | None = None
+        self._packed: Any = None
+
+    @classmethod
+    def of(cls, weight: Tensor) -> PackedLinear:
+        """Return a layer without a bias that has `weight` `[N, K]`."""
+        linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+        linear.weight = nn.Parameter(weight, requires_grad=False)
+        return cls(linear)
+
+    @property
+    def weight(self) -> Tensor:
+        return self.linear.weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.linear.bias
+
+    def forward(self, x: Tensor) -> Tensor:  # [..., K]
+        linear = self.linear
+        many = x.numel() > _MOST_ROWS * linear.in_features
+        if many or torch.is_grad_enabled() or x.dtype != linear.weight.dtype or torch.is_autocast_enabled("cpu"):
+            return linear(x)
+        return torch.ops.mkldnn._linear_pointwise(x, self._weight(), linear.bias, "none", [], "")
+
+    def _weight(self) -> Any:
+        """Return the packed weight, `[N, K]` in a layout that only oneDNN reads."""
+        now = weight_versions([self.linear.weight])
+        if self._versions != now:
+            self._versions, self._packed = now, torch.ops.mkldnn._reorder_linear_weight(self.linear.weight, _ROWS)
+            _use_huge_pages(torch.ops.mkldnn.data_ptr(self._packed), torch.ops.mkldnn._nbytes(self._packed))
+        return self._packed
+
+
+def _use_huge_pages(address: int, num_bytes: int) -> None:
+    """Ask Linux to keep memory in huge pages, from which products read a tenth faster; it may decline."""
+    advise = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux" else None
+    begin, end = -(-address // _HUGE) * _HUGE, (address + num_bytes) // _HUGE * _HUGE
+    if advise is not None and begin < end:
+        advise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _COLLAPSE)
+
+
+def packable(module: nn.Module) -> nn.Linear | None:
+    """Return a module that is a linear layer as torch made it, on a CPU, and worth packing; None for others."""
+    if type(module) is not nn.Linear or not is_as_made(module):
+        return None
+    weight = module.weight
+    plain = type(weight) is nn.Parameter and type(weight.data) is Tensor and weight.dtype in _KINDS
+    return module if plain and weight.device.type == "cpu" and weight.numel() >= _LEAST else None
+
+
+def packable_weights(module: nn.Module) -> list[Tensor]:
+    """Return the weights that packing a module copies."""
+    linears = [linear for part in module.modules() if (linear := packable(part)) is not None]
+    return list({id(linear.weight): linear.weight for linear in linears}.values())
+
+
+def why_not(module: nn.Module) -> str | None:
+    """Return why nothing in a module can be packed; None if something can."""
+    if not torch.backends.mkldnn.is_available():
+        return "torch was built without oneDNN"
+    weights = packable_weights(module)
+    if not weights:
+        return "it has no linear layers of bfloat16 or float32 on a CPU, as torch makes them"
+    if weights[0].dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return "this processor has no products of bfloat16"
+    return None
+
+
+class PackedCopies:
+    """Copies of modules in which linear layers are packed, and which share everything else with the originals.
+
+    Args:
+        passed: a type of modules that are shared whole.
+    """
+
+    def __init__(self, passed: type[nn.Module] | tuple[()] = ()):
+        self.passed = passed
+        self._packed: dict[nn.Linear, PackedLinear] = {}
+        self._parts: list[tuple[dict[str, nn.Module | None], str, nn.Module]] = []
+
+    def are_current(self) -> bool:
+        """Return whether the originals still have the layers that were packed, and nothing hooks these."""
+        return all(held.get(name) is part and is_as_made(part) for held, name, part in self._parts)
+
+    def of(self, module: M) -> M:
+        """Return a copy of a module; the module itself if there is nothing in it to pack.
+
+        Raises IncompatibleError if its forward, or that of a part, is bound to the original.
+        """
+        if (linear := packable(module)) is not None:
+            return cast(M, self._packed.setdefault(linear, PackedLinear(linear)))
+        if isinstance(module, self.passed):
+            return module
+        parts = {name: part if part is None else self.of(part) for name, part in module._modules.items()}
+        replaced = [(name, part) for name, part in module._modules.items() if parts[name] is not part]
+        if not replaced:
+            return module
+        if "forward" in vars(module):
+            raise IncompatibleError(
+                f"the forward of {type(module).__name__} was replaced (by accelerate's hooks, for example): its linear "
+                "layers cannot be packed."
+            )
+        self._parts += [(module._modules, name, cast(nn.Module, part)) for name, part in replaced]
+        copied = copy.copy(module)
+        copied._modules = parts
+        return copied
+
+
+def packed_copy(module: M) -> M:
+    """Return a copy of a drafter in which linear layers are packed; models of the library in it stay as they are."""
+    return PackedCopies(PreTrainedModel).of(module)
+
+
+class PackedModel:
+    """A model with packed weights. Raises IncompatibleError if it cannot be packed.
+
+    Attributes:
+        body: a copy of the model's body. head: of its output embedding; None if it has none.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        if (why := why_not(model)) is not None:
+            raise IncompatibleError(f"{type(model).__name__} cannot be packed: {why}.")
+        copies, head = PackedCopies(), model.get_output_embeddings()
+        self.body = copies.of(body_of(model))
+        self.head: Any = None if head is None else copies.of(head)
+        self.serves = copies.are_current
+
+    def shallow(self, layers: int, count: int) -> PackedModel:
+        """Return the same with only the first `count` of its `layers`."""
+        cut = copy.copy(self)
+        cut.body = first_layers(self.body, decoder_layers(self.body, layers), count)
+        return cut

@@ -21,7 +21,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, Lla
 
 from ..common import BadInputError, IncompatibleError
 from ..targets import LayerShape, RaggedCache, Target, TensorShape
-from ..targets.packed import PackedLinear
+from ..targets.packed import PackedLinear, PackedWeight
 from ..targets.weights import weight_versions
 from .base import HeadConfig, HeadDrafter
 from .unrolled_attention import Entry, Places
@@ -205,7 +205,7 @@ class FusedLinear:
         biases = [linear.bias for linear in linears if linear.bias is not None]
         self.bias = _together(biases) if biases else None
         packs = all(isinstance(linear, PackedLinear) for linear in linears)
-        self.packed = [PackedLinear.of(part) for part in self.weights] if packs else []
+        self.packed = [PackedWeight(part) for part in self.weights] if packs else []
 
     def __call__(self, x: Tensor, part: int = 0) -> Tensor:
         """Return the product of the input, or of that part of it; those of all parts add up to the whole."""
@@ -214,7 +214,7 @@ class FusedLinear:
             x = torch.rms_norm(parts, parts.shape[-1:], None, self.norms[0].variance_epsilon).view(x.shape)
         bias = None if part else self.bias
         if self.packed:
-            return self.packed[part](x) if bias is None else self.packed[part](x) + bias
+            return self.packed[part].product(x, bias)
         return nn.functional.linear(x, self.weights[part], bias)
 
     def tensors(self) -> list[Tensor]:

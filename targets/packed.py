@@ -34,48 +34,42 @@ _KINDS = (torch.float32, torch.bfloat16)
 _LEAST = 2**14  # numbers of a weight; smaller ones lie in the processor's cache
 
 
-class PackedLinear(nn.Module):
-    """A linear layer that multiplies few rows by a packed copy of its weight, and many by the weight itself.
+class PackedWeight:
+    """A weight `[N, K]` and its packed copy, which is made anew where the weight has changed since."""
 
-    Packing is repeated where the weight has changed since.
-    """
-
-    def __init__(self, linear: nn.Linear):
-        super().__init__()
-        self.linear = linear
-        self.in_features, self.out_features = linear.in_features, linear.out_features
+    def __init__(self, weight: Tensor):
+        self.weight = weight
         self._versions: list[tuple[int, int]] | None = None
-        self._packed: Any = None
+        self._packed: Any = None  # in a layout that only oneDNN reads
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the linear layer's output `[..., N]` for inputs `[..., K]`; many rows are multiplied by the weight."""
+        weight = self.weight
+        many = x.numel() > _MOST_ROWS * weight.shape[1]
+        if many or torch.is_grad_enabled() or x.dtype != weight.dtype or torch.is_autocast_enabled("cpu"):
+            return nn.functional.linear(x, weight, bias)
+        if self._versions != (now := weight_versions([weight])):
+            self._versions, self._packed = now, torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS)
+            _use_huge_pages(torch.ops.mkldnn.data_ptr(self._packed), torch.ops.mkldnn._nbytes(self._packed))
+        return cast(Tensor, torch.ops.mkldnn._linear_pointwise(x, self._packed, bias, "none", [], ""))
+
+
+class PackedLinear(nn.Linear):
+    """A linear layer that multiplies by a `PackedWeight`."""
+
+    _kept: PackedWeight | None = None
 
     @classmethod
-    def of(cls, weight: Tensor) -> PackedLinear:
-        """Return a layer without a bias that has `weight` `[N, K]`."""
-        linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-        linear.weight = nn.Parameter(weight, requires_grad=False)
-        return cls(linear)
+    def of(cls, linear: nn.Linear) -> PackedLinear:
+        """Return a layer that has the parameters of `linear`."""
+        packed = cls.__new__(cls)
+        packed.__dict__.update(linear.__dict__)
+        return packed
 
-    @property
-    def weight(self) -> Tensor:
-        return self.linear.weight
-
-    @property
-    def bias(self) -> Tensor | None:
-        return self.linear.bias
-
-    def forward(self, x: Tensor) -> Tensor:  # [..., K]
-        linear = self.linear
-        many = x.numel() > _MOST_ROWS * linear.in_features
-        if many or torch.is_grad_enabled() or x.dtype != linear.weight.dtype or torch.is_autocast_enabled("cpu"):
-            return linear(x)
-        return torch.ops.mkldnn._linear_pointwise(x, self._weight(), linear.bias, "none", [], "")
-
-    def _weight(self) -> Any:
-        """Return the packed weight, `[N, K]` in a layout that only oneDNN reads."""
-        now = weight_versions([self.linear.weight])
-        if self._versions != now:
-            self._versions, self._packed = now, torch.ops.mkldnn._reorder_linear_weight(self.linear.weight, _ROWS)
-            _use_huge_pages(torch.ops.mkldnn.data_ptr(self._packed), torch.ops.mkldnn._nbytes(self._packed))
-        return self._packed
+    def forward(self, x: Tensor) -> Tensor:
+        if self._kept is None or self._kept.weight is not self.weight:
+            self._kept = PackedWeight(self.weight)
+        return self._kept.product(x, self.bias)
 
 
 def _use_huge_pages(address: int, num_bytes: int) -> None:
@@ -135,7 +129,7 @@ class PackedCopies:
         Raises IncompatibleError if its forward, or that of a part, is bound to the original.
         """
         if (linear := packable(module)) is not None:
-            return cast(M, self._packed.setdefault(linear, PackedLinear(linear)))
+            return cast(M, self._packed.setdefault(linear, PackedLinear.of(linear)))
         if isinstance(module, self.passed):
             return module
         parts = {name: part if part is None else self.of(part) for name, part in module._modules.items()}
@@ -159,19 +153,19 @@ def packed_copy(module: M) -> M:
 
 
 class PackedModel:
-    """A model with packed weights. Raises IncompatibleError if it cannot be packed.
-
-    Attributes:
-        body: a copy of the model's body. head: of its output embedding; None if it has none.
-    """
+    """A model with packed weights: `body` is a copy of the model's. Raises IncompatibleError if it cannot be packed."""
 
     def __init__(self, model: PreTrainedModel):
         if (why := why_not(model)) is not None:
             raise IncompatibleError(f"{type(model).__name__} cannot be packed: {why}.")
-        copies, head = PackedCopies(), model.get_output_embeddings()
-        self.body = copies.of(body_of(model))
-        self.head: Any = None if head is None else copies.of(head)
-        self.serves = copies.are_current
+        copies = PackedCopies()
+        self.body, self.serves = copies.of(body_of(model)), copies.are_current
+        self._head = model.get_output_embeddings()
+        self._packed_head = None if self._head is None else copies.of(self._head)
+
+    def head(self, head: Any) -> Any:
+        """Return the packed copy of the output embedding `head`, or `head` if it is another one than was packed."""
+        return self._packed_head if head is self._head and is_as_made(head) else head
 
     def shallow(self, layers: int, count: int) -> PackedModel:
         """Return the same with only the first `count` of its `layers`."""

@@ -40,7 +40,7 @@ def target(tiny_llama) -> Target:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_packed_product_is_the_plain_one_and_follows_its_weight(dtype):
     linear = nn.Linear(48, 40).to(dtype).requires_grad_(False)
-    layer, x = PackedLinear(linear), torch.randn(2, 70, 48).to(dtype)
+    layer, x = PackedLinear.of(linear), torch.randn(2, 70, 48).to(dtype)
     with torch.no_grad():
         for count in (1, 5, 70):
             torch.testing.assert_close(layer(x[:, :count]), linear(x[:, :count]))

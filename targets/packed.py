@@ -31,7 +31,6 @@ _MOST_ROWS = 64
 _ROWS = 8  # oneDNN chooses one layout for all products of several rows, and in float32 another one for a single row
 _HUGE, _COLLAPSE = 2**21, 25  # bytes of a page; MADV_COLLAPSE, of Linux 6.1 and later
 _KINDS = (torch.float32, torch.bfloat16)
-_LEAST = 2**14  # numbers of a weight; smaller ones lie in the processor's cache
 
 
 class PackedWeight:
@@ -81,12 +80,12 @@ def _use_huge_pages(address: int, num_bytes: int) -> None:
 
 
 def packable(module: nn.Module) -> nn.Linear | None:
-    """Return a module that is a linear layer as torch made it, on a CPU, and worth packing; None for others."""
+    """Return a module that is a linear layer as torch made it, in bfloat16 or float32 on a CPU; None for others."""
     if type(module) is not nn.Linear or not is_as_made(module):
         return None
     weight = module.weight
     plain = type(weight) is nn.Parameter and type(weight.data) is Tensor and weight.dtype in _KINDS
-    return module if plain and weight.device.type == "cpu" and weight.numel() >= _LEAST else None
+    return module if plain and weight.device.type == "cpu" else None
 
 
 def packable_weights(module: nn.Module) -> list[Tensor]:

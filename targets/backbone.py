@@ -142,7 +142,7 @@ class Backbone:
         They take as much memory again as the weights of the linear layers. Raises IncompatibleError where nothing can
         be packed.
         """
-        self.packed = PackedModel(self.model)
+        self.packed, self._compiled = PackedModel(self.model), None
 
     def compile(self, **options: Any) -> None:
         """Let `torch.compile` fuse the passes of rounds of fixed shapes (`Decoder(static=True)`).
@@ -161,7 +161,7 @@ class Backbone:
             self.use_split_attention()
         # There is one compilation per number of tokens, rows, and window, each of the whole model.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
-        self._compiled = torch.compile(self.body, dynamic=False, fullgraph=True, **options)
+        self._compiled, self.packed = torch.compile(self.body, dynamic=False, fullgraph=True, **options), None
 
     def new_cache(self, batch_size: int, max_length: int, joined: bool = False) -> RaggedCache:
         """Make a cache for `batch_size` rows of up to `max_length` entries, allocated whole: `cache_bytes` of memory.

@@ -10,6 +10,7 @@ from outrider.common.errors import IncompatibleError
 from outrider.decode import Decoder, Plan, Sampling
 from outrider.heads.eagle import Eagle1, Eagle1Config, Eagle3, Eagle3Config
 from outrider.heads.medusa import Medusa, MedusaConfig
+from outrider.heads.self_speculative import SelfSpeculative, SelfSpeculativeConfig
 from outrider.targets import Target
 from outrider.targets.fast import select, use_fastest_pass
 from outrider.targets.packed import PackedLinear
@@ -20,6 +21,7 @@ HEADS = (
     (Eagle1, Eagle1Config()),
     (Eagle3, Eagle3Config(taps=(1, 2, 3))),
     (Medusa, MedusaConfig(num_heads=3)),
+    (SelfSpeculative, SelfSpeculativeConfig(exit_layer=2)),
 )
 
 

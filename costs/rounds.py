@@ -134,7 +134,7 @@ def draft_times(
         raise BadInputError(f"draft_times: depth must be 0 or more, got {depth}.")
     _check(target, batch, context, repeats, ahead=_first(context) + _grown(depth) + depth + 1 - context)
     drafter.check(target)
-    drafter.to(target.device).eval()
+    drafter = drafter.to(target.device).eval().packed_as(target)
     with torch.inference_mode(), steady_kernels():
         if _is_fixed(target) and drafter.abilities.fixed_shapes:
             return [0.0, *(_captured_draft(target, drafter, d, batch, context, repeats) for d in range(1, depth + 1))]

@@ -49,7 +49,8 @@ class Decoder:
         static: rounds of fixed shapes, captured as CUDA graphs on a GPU (see `decode.static_batch`). None for on a GPU,
             where drafter and target allow it.
         fast: whether the target reads few tokens at a time by kernels of our own. None for the way that is right and
-            fastest on its device (see `targets.fast`); a target that has taken another way keeps it.
+            fastest on its device (see `targets.fast`): on a CPU a large target's weights, and the drafter's, are packed
+            if that is faster. A target that has taken another way keeps it.
 
     Raises:
         IncompatibleError: the drafter cannot draft for this target (taps, sizes, vocabulary), or the fast pass is asked
@@ -66,9 +67,11 @@ class Decoder:
         elif fast is None:
             use_fastest_pass(target)
         self.static_batches = StaticBatches(target, on_gpu if static is None else static)
+        self._drafts = drafter  # as it drafts
         if drafter is not None:
             drafter.check(target)
             drafter.to(target.device).eval()
+            self._drafts = drafter.packed_as(target)
 
     def generate(
         self,
@@ -121,7 +124,7 @@ class Decoder:
         if not isinstance(new := request.max_new_tokens, Integral) or new < 1:
             raise BadInputError(f"max_new_tokens must be at least 1, got {new!r}.")
         request = replace(request, plan=request.plan.within(new))
-        return Run(self.target, self.drafter, request, self.static_batches)
+        return Run(self.target, self._drafts, request, self.static_batches)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ..common import BadInputError, IncompatibleError
 from ..targets import RaggedCache, Target
 from ..targets.documents import Documents
+from ..targets.packed import packed_copy
 from .accepted_positions import AcceptedPositions
 from .divergences import LossName, divergence
 from .losses import Head, LossSettings, PositionLosses, acceptance_metrics, ahead, chunked_compare
@@ -145,6 +146,10 @@ class Drafter(SavedDrafter[C]):
     def plain(self) -> Drafter[Any]:
         """Return the drafter in the form that drafts: itself, unless it was saved as a change of another."""
         return self
+
+    def packed_as(self, target: Target) -> Self:
+        """Return the drafter as it drafts for `target`: a copy with packed weights where the target's are packed."""
+        return self if target.packed is None else packed_copy(self)
 
     def cast(self, dtype: torch.dtype) -> Self:
         """Cast the parameters and return the drafter. Unlike `to`, it keeps rotary frequencies, which need fp32."""

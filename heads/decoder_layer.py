@@ -22,6 +22,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, Lla
 from ..common import BadInputError, IncompatibleError
 from ..targets import LayerShape, RaggedCache, Target, TensorShape
 from ..targets.layers import usual_layer
+from ..targets.packed import PackedLinear, PackedWeight
 from ..targets.weights import weight_versions
 from .base import HeadConfig, HeadDrafter
 from .unrolled_attention import Entry, Places
@@ -204,13 +205,18 @@ class FusedLinear:
         self.weights = [part.contiguous() for part in weight.split(width or weight.shape[1], 1)]
         biases = [linear.bias for linear in linears if linear.bias is not None]
         self.bias = _together(biases) if biases else None
+        packs = all(isinstance(linear, PackedLinear) for linear in linears)
+        self.packed = [PackedWeight(part) for part in self.weights] if packs else []
 
     def __call__(self, x: Tensor, part: int = 0) -> Tensor:
         """Return the product of the input, or of that part of it; those of all parts add up to the whole."""
         if self.norms:
             parts = x.reshape(*x.shape[:-1], len(self.norms), -1)
             x = torch.rms_norm(parts, parts.shape[-1:], None, self.norms[0].variance_epsilon).view(x.shape)
-        return nn.functional.linear(x, self.weights[part], None if part else self.bias)
+        bias = None if part else self.bias
+        if self.packed:
+            return self.packed[part].product(x, bias)
+        return nn.functional.linear(x, self.weights[part], bias)
 
     def tensors(self) -> list[Tensor]:
         return self.weights if self.bias is None else [*self.weights, self.bias]

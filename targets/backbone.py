@@ -19,6 +19,7 @@ from .cache import RaggedCache
 from .cache_slots import Nodes
 from .layer_kinds import CacheLayout, attention_masks, check_layers, needs_mask, runtime_key
 from .layers import TapReader, body_of, decoder_layers, find_final_norm, first_layers
+from .packed import PackedModel
 from .recurrent import RecurrentCache, has_states
 from .split_attention import NAME as SPLIT_ATTENTION
 from .split_attention import register
@@ -54,6 +55,7 @@ class Backbone:
         model: the unmodified `transformers` model, with or without an output embedding. body: the same without it.
         fast: runs passes over few tokens in place of the modules; None for the modules. The cost of such passes
             depends on a cache's entries, not on its window.
+        packed: the model with weights packed for few tokens, on a CPU; None for the plain ones.
     """
 
     def __init__(self, model: PreTrainedModel, reads_embeddings: bool = False):
@@ -64,6 +66,7 @@ class Backbone:
         self._taps = TapReader(self.body, self.num_layers)
         self._layouts: dict[Hashable, CacheLayout] = {}
         self._compiled: Callable[..., Any] | None = None
+        self.packed: PackedModel | None = None
         self._final_norm: nn.Module | None = None
         self.fast: PassRunner | None = None
 
@@ -104,9 +107,11 @@ class Backbone:
 
     @property
     def pass_backend(self) -> str:
-        """The way in which passes of rounds run: "kernels", "compiled", "split attention" or "eager"."""
+        """The way in which passes of rounds run: "kernels", "compiled", "packed", "split attention" or "eager"."""
         if self.fast is not None:
             return "kernels"
+        if self.packed is not None:
+            return "packed"
         if self._compiled is not None:
             return "compiled"
         splits = getattr(self.config, "_attn_implementation", None) == SPLIT_ATTENTION
@@ -114,7 +119,7 @@ class Backbone:
 
     def run_eagerly(self) -> None:
         """Run all passes by the library's modules again, with the library's own attention."""
-        self.fast, self._compiled = None, None
+        self.fast = self._compiled = self.packed = None
         if self.pass_backend == "split attention":
             self.model.set_attn_implementation("sdpa")
 
@@ -130,6 +135,14 @@ class Backbone:
             )
         register()
         self.model.set_attn_implementation(SPLIT_ATTENTION)
+
+    def pack(self) -> None:
+        """Read few tokens at a time by weights that are packed for it, which a CPU reads faster (see `targets.packed`).
+
+        They take as much memory again as the weights of the linear layers. Raises IncompatibleError where nothing can
+        be packed.
+        """
+        self.packed, self._compiled = PackedModel(self.model), None
 
     def compile(self, **options: Any) -> None:
         """Let `torch.compile` fuse the passes of rounds of fixed shapes (`Decoder(static=True)`).
@@ -148,7 +161,7 @@ class Backbone:
             self.use_split_attention()
         # There is one compilation per number of tokens, rows, and window, each of the whole model.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
-        self._compiled = torch.compile(self.body, dynamic=False, fullgraph=True, **options)
+        self._compiled, self.packed = torch.compile(self.body, dynamic=False, fullgraph=True, **options), None
 
     def new_cache(self, batch_size: int, max_length: int, joined: bool = False) -> RaggedCache:
         """Make a cache for `batch_size` rows of up to `max_length` entries, allocated whole: `cache_bytes` of memory.
@@ -222,7 +235,11 @@ class Backbone:
         places = self._places(inputs.shape[1], cache, offset, nodes)
         self._taps.watch(taps)
         fixed = cache is not None and cache.window is not None
-        body = self._compiled if fixed and self._compiled is not None else self.body
+        body: Callable[..., Any] = self.body
+        if fixed and self._compiled is not None:
+            body = self._compiled
+        elif cache is not None and self.packed is not None and self.packed.serves():
+            body = self.packed.body
         last = body(**_read(inputs), **places).last_hidden_state
         hidden = self._taps.collect(taps, last)
         if asked is None:
@@ -253,6 +270,7 @@ class Backbone:
         cut.body = first_layers(self.body, decoder_layers(self.body, self.num_layers), num_layers)
         cut._config = self.model.config, config
         cut._taps, cut._compiled = TapReader(cut.body, num_layers), None
+        cut.packed = None if self.packed is None else self.packed.shallow(self.num_layers, num_layers)
         cut.fast = None if self.fast is None else self.fast.shallow(num_layers)
         return cut
 

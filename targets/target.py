@@ -241,7 +241,7 @@ class Target(Backbone):
         head = self.model.get_output_embeddings()
         hidden = hidden.to(head.weight.dtype)  # cached features may be stored in less
         if token_ids is None:
-            logits = head(hidden)
+            logits = (head if self.packed is None else self.packed.head(head))(hidden)
         else:
             bias = None if head.bias is None else head.bias[token_ids]
             logits = nn.functional.linear(hidden, head.weight[token_ids], bias)

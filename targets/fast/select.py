@@ -1,9 +1,10 @@
 """Choosing how a target's passes over few tokens run: the way that is right and fastest on its device.
 
 On a GPU in bfloat16 a target tries all `CANDIDATES` at first use: each must give the hidden states of the library's
-modules on the real weights, and those that do are timed. The fastest is taken, and remembered by device, dtype and the
-model's shape in this process and in a small file, which is safe to delete. Another target of that shape proves the
-remembered one right on its own weights, and times nothing. A user's choice wins.
+modules on the real weights, and those that do are timed. On a CPU a large target tries packed weights. The fastest is
+taken, and remembered by device, dtype and the model's shape in this process and in a small file, which is safe to
+delete. Another target of that shape proves the remembered one right on its own weights, and times nothing. A user's
+choice wins.
 """
 
 from __future__ import annotations
@@ -23,14 +24,15 @@ import torch
 from ...common.atomic import write_atomically
 from ...common.digest_cache import cache_file
 from ...common.errors import IncompatibleError, reason
-from ...common.machine import clock, device_name
+from ...common.machine import clock, device_name, free_bytes
 from ...common.runtime import installed_version
 from ...common.safe_load import parse_json, read_text
+from .. import packed
 from ..backbone import Backbone
 from ..layers import is_of_llama_kind, usual_layer
 from ..split_attention import steady_kernels
 from ..target import Target
-from .trial_passes import PASS_TOLERANCE, PassProbe
+from .trial_passes import PassProbe, tolerance
 
 try:
     from . import triton_runner, validate
@@ -41,6 +43,7 @@ else:
 
 _TREE = ((-1, -1, 0, 2, 1, 0, 4),)  # with its root as many tokens as a round of seven drafts
 _SECONDS = 1.0
+_LARGE = 2**28  # bytes of weights
 _SOFTWARE = ("outrider", "torch", "triton", "transformers")
 _log = logging.getLogger("outrider")
 
@@ -79,14 +82,27 @@ def why_no_kernels(target: Target) -> str | None:
     return triton_runner.why_not(model)
 
 
+def why_not_packed(target: Target) -> str | None:
+    """Return why packed weights do not serve a target; None if they do."""
+    if (why := packed.why_not(target.model)) is not None:
+        return why
+    free, needed = free_bytes(target.device), _packed_bytes(target)
+    return None if free is None or 2 * needed < free else f"packed weights need {needed:,} bytes, {free:,} are free"
+
+
+def _packed_bytes(target: Target) -> int:
+    return sum(weight.nbytes for weight in packed.packable_weights(target.model))
+
+
 @contextmanager
 def by_library(target: Backbone) -> Iterator[None]:
     """Run all passes inside by the library's modules."""
-    fast, target.fast = target.fast, None
+    fast, packed = target.fast, target.packed
+    target.fast = target.packed = None
     try:
         yield
     finally:
-        target.fast = fast
+        target.fast, target.packed = fast, packed
 
 
 @dataclass(frozen=True)
@@ -99,10 +115,12 @@ class PassCandidate:
 
 
 EAGER = PassCandidate("eager", Target.run_eagerly)
+PACKED = PassCandidate("packed", Target.pack, why_not_packed)
 # The library's modules come first: all others must give their numbers.
 CANDIDATES = (
     EAGER,
     PassCandidate("split attention", Target.use_split_attention),
+    PACKED,
     PassCandidate("compiled", Target.compile),
     PassCandidate("kernels", use_fast_pass, why_no_kernels),
 )
@@ -152,10 +170,17 @@ class PassSelection:
         return rows
 
 
-def use_fastest_pass(target: Target, candidates: Sequence[PassCandidate] = CANDIDATES) -> None:
-    """Let a target in bfloat16 on a GPU run its passes in the fastest right way, unless its user has chosen one."""
-    if target.device.type == "cuda" and target.dtype == torch.bfloat16 and _is_left_open(target):
-        choose(target, candidates)
+def use_fastest_pass(target: Target) -> None:
+    """Let a target run its passes in the fastest right way, unless its user has chosen one.
+
+    That is for targets in bfloat16 on a GPU, and on a CPU for those whose weights no cache holds.
+    """
+    if not _is_left_open(target):
+        return
+    if target.device.type == "cuda" and target.dtype == torch.bfloat16:
+        choose(target)
+    elif target.device.type == "cpu" and _packed_bytes(target) >= _LARGE:
+        choose(target, (EAGER, PACKED))
 
 
 def _is_left_open(target: Target) -> bool:
@@ -209,7 +234,7 @@ def _try(
     counts = (1, probe.num_nodes)
     try:
         candidate.build(target)
-        if (difference := probe.error(target)) > PASS_TOLERANCE:
+        if (difference := probe.error(target)) > tolerance(target.dtype):
             return _left_out(candidate, f"its hidden states are off by {difference:.2g} of their size")
         times = {str(n): probe.milliseconds(target, n, seconds / len(counts), now) for n in counts}
         return PassTrial(candidate.name, times)
@@ -232,7 +257,7 @@ def _take(name: str, target: Target, candidates: Sequence[PassCandidate]) -> boo
         probe = PassProbe(target, _TREE, (0,))
         try:
             next(candidate for candidate in candidates if candidate.name == name).build(target)
-            if probe.error(target) <= PASS_TOLERANCE:
+            if probe.error(target) <= tolerance(target.dtype):
                 return True
         except Exception as error:
             _log.debug("%s failed, though it was fastest before: %s", name, error)

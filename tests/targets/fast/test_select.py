@@ -150,20 +150,22 @@ def test_what_was_fastest_and_is_wrong_on_other_weights_is_measured_anew(tiny_ll
     assert other.fast.seconds == 0.3
 
 
-def test_on_a_cpu_nothing_is_tried(target, monkeypatch):
+def test_on_a_cpu_a_small_target_tries_nothing(target, monkeypatch):
     monkeypatch.setattr(select, "choose", lambda *given: pytest.fail("no trial was asked for"))
     use_fastest_pass(target)
     Decoder(target)
     assert target.pass_backend == "eager"
 
 
-@pytest.mark.parametrize("choice", ["kernels", "compiled", "split attention"])
+@pytest.mark.parametrize("choice", ["kernels", "compiled", "packed", "split attention"])
 def test_a_users_choice_is_left_alone(target, choice, monkeypatch):
     assert select._is_left_open(target)
     if choice == "kernels":
         target.fast = TimedPass(target, Clock(), 0)
     elif choice == "compiled":
         target.compile(backend="eager")
+    elif choice == "packed":
+        target.pack()
     else:
         target.use_split_attention()
     assert target.pass_backend == choice

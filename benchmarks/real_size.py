@@ -1,0 +1,267 @@
+"""What drafters buy on a target of real size, by plain and by packed weights, and what their costs allow.
+
+    python -m benchmarks.real_size --shape 1b --dtype bfloat16 --drafter eagle1=runs/embedded-eagle1/drafter ngram \\
+        --fusion eagle1 --depths 2 4 6 --out benchmarks/results/real-size-1b-cpu-bf16.json
+    python -m benchmarks.real_size --shape 0.4b --limit 1 --max-new-tokens 24 --repeats 1 --depths 4
+
+The embedded target is grown into `--shape` (`targets.grow`), and drafters that were trained for the small one grow
+with it: texts and accepted drafts are real, and so is what they cost. On the suites, batch 1, whole requests: every
+drafter at every depth, in turns by the library's modules ("plain weights") and by packed ones (`targets.packed`). Every
+speedup is over the target alone by the same weights, with a bootstrap interval over prompts.
+
+Beside it what bounds them: the bytes of a pass over the bandwidth that is measured here (the floor), passes over
+several tokens, and the time of drafting. "Allowed" is τ · T(1) / (draft(d) + T(d + 1)): the speedup if rounds cost
+nothing but their passes.
+
+Drafters come from `outrider train embedded-eagle1` (embedded-eagle3, embedded-medusa, embedded-hydra, …: three to six
+minutes each on two cores, in runs/NAME/drafter), or all from `outrider compare embedded-eagle1 embedded-eagle3 …
+--budget 360`, with the same data and training time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from outrider.common import BadInputError
+from outrider.costs.counting import pass_bytes
+from outrider.costs.rounds import draft_times, verify_times
+from outrider.costs.timing import threads
+from outrider.decode import Decoder, Plan
+from outrider.eval.measure import Contestant, DecoderRacer, make_records, summarise
+from outrider.eval.reports.figures import Baselines, Figures, PromptRecord, speed_ratio
+from outrider.eval.reports.statistics import Bootstrap, strata_of
+from outrider.eval.suites import PromptJob, load_suites, make_jobs
+from outrider.eval.turns import TimedCompletion, race
+from outrider.heads import Drafter, Fusion, Ngram
+from outrider.heads.grow import grow_drafter
+from outrider.recipes import EvalSpec
+from outrider.targets import Target
+
+from .ceilings import bandwidth
+from .identity import load_contestants
+from .report import NOTHING, command, conditions, interval, number, options, publish, shown, table, write
+
+PLAIN, WEIGHTS = "plain", ("plain weights", "packed weights")
+
+
+@contextmanager
+def weights(target: Target, packed: Any) -> Iterator[None]:
+    """Let a target run its passes inside by `packed` weights, None for the library's modules."""
+    before, target.packed = target.packed, packed
+    try:
+        yield
+    finally:
+        target.packed = before
+
+
+class WeightedRacer(DecoderRacer):
+    """A contestant that completes prompts by one kind of weights."""
+
+    def __init__(self, target: Target, contestant: Contestant, settings: EvalSpec, kind: str, packed: Any):
+        self.name, self.plan, self.settings = f"{kind}: {contestant.name}", contestant.plan, settings
+        self.target, self.packed = target, packed
+        with weights(target, packed):
+            self.decoder = Decoder(target, contestant.drafter, fast=False)
+
+    def __call__(self, job: PromptJob, temperature: float) -> TimedCompletion:
+        with weights(self.target, self.packed):
+            return super().__call__(job, temperature)
+
+
+def grown_drafters(arguments: argparse.Namespace, target: Target) -> dict[str, Drafter]:
+    """Return the drafters that are asked for, grown for `target`."""
+    source = Target.load(arguments.target, dtype=arguments.dtype, device=target.device)
+    named = {name: drafter for name, drafter in load_contestants(arguments.drafter, source).items() if drafter}
+    grown = {name: grow_drafter(drafter, source, target) for name, drafter in named.items()}
+    for drafter in grown.values():
+        drafter.cast(target.dtype)
+    if arguments.fusion:
+        if arguments.fusion not in grown:
+            raise BadInputError(f"--fusion {arguments.fusion}: name one of --drafter ({', '.join(grown) or 'none'}).")
+        grown["fusion"] = Fusion(Ngram(), grown[arguments.fusion])
+    return grown
+
+
+def entrants(drafters: dict[str, Drafter], arguments: argparse.Namespace) -> list[Contestant]:
+    """Return the target alone, and every drafter as chains of every depth, and as trees if they are asked for."""
+    found = [Contestant(PLAIN, None, Plan(0))]
+    for name, drafter in drafters.items():
+        found += [Contestant.of(f"{name}, depth {depth}", drafter, Plan(depth)) for depth in arguments.depths]
+        if arguments.nodes and drafter.abilities.reads_nodes:
+            plan = Plan(max(arguments.depths), arguments.width, arguments.nodes)
+            found.append(Contestant.of(f"{name}, {arguments.nodes} nodes", drafter, plan))
+    return found
+
+
+def measure_costs(target: Target, packed: Any, drafters: dict[str, Drafter], arguments: argparse.Namespace) -> Any:
+    """Return the seconds of passes and of drafting by both kinds of weights: the least of turns, as others may run."""
+    widths, depth = sorted({0, 1, *arguments.depths, 7, 15}), max(arguments.depths)
+    costs: dict[str, Any] = {kind: {"verify": {}, "draft": {}} for kind in WEIGHTS}
+    for _ in range(arguments.cost_turns):
+        for kind, which in zip(WEIGHTS, (None, packed), strict=True):
+            with weights(target, which):
+                passes = verify_times(target, widths, context=arguments.context, repeats=arguments.cost_repeats)
+                _keep_least(costs[kind]["verify"], {str(n + 1): seconds for n, seconds in passes.items()})
+                for name, drafter in drafters.items():
+                    if drafter.abilities.deterministic:
+                        continue  # its time depends on the text
+                    deepest = min(depth, drafter.max_depth or depth)
+                    steps = draft_times(
+                        target, drafter, deepest, context=arguments.context, repeats=arguments.cost_repeats, whole=True
+                    )
+                    kept = costs[kind]["draft"].setdefault(name, {})
+                    _keep_least(kept, {str(d): seconds for d, seconds in enumerate(steps)})
+    return costs
+
+
+def _keep_least(kept: dict[str, float], seconds: dict[str, float]) -> None:
+    kept |= {key: min(value, kept.get(key, value)) for key, value in seconds.items()}
+
+
+def race_weights(
+    target: Target, packed: Any, contestants: Sequence[Contestant], jobs: list[PromptJob], settings: EvalSpec
+) -> tuple[dict[str, list[Figures]], dict[str, Any]]:
+    """Return every contestant's figures by each kind of weights, and the quotient of the target's own speeds."""
+    racers = [
+        WeightedRacer(target, contestant, settings, kind, which)
+        for contestant in contestants
+        for kind, which in zip(WEIGHTS, (None, packed), strict=True)
+    ]
+    records: dict[str, list[PromptRecord]] = {kind: [] for kind in WEIGHTS}
+    rules: dict[tuple[str, float], str] = {}
+    for temperature in settings.temperatures:
+        for racer in racers:
+            racer(jobs[0], temperature)  # first calls are slow
+        answers = race(racers, jobs, temperature, settings.repeats)
+        for kind in WEIGHTS:
+            own = {name.removeprefix(f"{kind}: "): done for name, done in answers.items() if name.startswith(kind)}
+            records[kind] += make_records(own, jobs, temperature, PLAIN)
+            rules |= {(name, temperature): done[0][0].rule for name, done in own.items()}
+    figures = {kind: summarise(records[kind], rules, Baselines(plain=PLAIN, generate=None)) for kind in WEIGHTS}
+    alone = [
+        sorted((r for r in records[kind] if r.contestant == PLAIN and not r.temperature), key=lambda r: r.suite)
+        for kind in reversed(WEIGHTS)
+    ]
+    bootstrap = Bootstrap(strata_of([r.suite for r in alone[0]]))
+    return figures, shown(bootstrap.quotient(*map(speed_ratio, alone)))
+
+
+def rows_of(figures: dict[str, list[Figures]], contestants: Sequence[Contestant], result: dict[str, Any]) -> Any:
+    """Return one row for each contestant, temperature and kind of weights."""
+    plans = {contestant.name: contestant.plan for contestant in contestants}
+    rows = []
+    for kind, all_figures in figures.items():
+        for f in (f for f in all_figures if f.suite == "all"):
+            row = {"weights": kind, "contestant": f.contestant, "temperature": f.temperature, "rule": f.rule}
+            row |= {"tau": f.tau and shown(f.tau), "speedup": shown(f.speedup), "identical": f.identical}
+            row |= {"tokens_per_second": shown(f.tokens_per_second), "prompts": f.num_prompts}
+            costs, plan = result["costs"][kind], plans[f.contestant]
+            draft = costs["draft"].get(f.contestant.partition(",")[0], {}).get(str(plan.depth))
+            if f.tau and draft is not None and not plan.is_tree:
+                seconds = draft + costs["verify"][str(plan.depth + 1)]
+                row["allowed"] = number(f.tau.value * costs["verify"]["1"] / seconds)
+            rows.append(row)
+    return rows
+
+
+def tables(result: dict[str, Any]) -> list[str]:
+    """Return passes, drafting, and the race."""
+    floor, costs = result["floor_seconds"], result["costs"]
+    passes = [
+        [kind, tokens, f"{1000 * seconds:.1f}", f"{seconds / own['verify']['1']:.2f}", f"{floor / seconds:.0%}"]
+        for kind, own in costs.items()
+        for tokens, seconds in own["verify"].items()
+    ]
+    drafts = [
+        [kind, name, depth, f"{1000 * seconds:.1f}", f"{seconds / own['verify']['1']:.2f}"]
+        for kind, own in costs.items()
+        for name, steps in own["draft"].items()
+        for depth, seconds in steps.items()
+        if depth != "0"
+    ]
+    race_rows = [
+        [
+            row["contestant"],
+            row["weights"],
+            f"{row['temperature']:g}",
+            interval(row["tau"]),
+            interval(row["tokens_per_second"], 1),
+            interval(row["speedup"]),
+            f"{row['allowed']:.2f}" if "allowed" in row else NOTHING,
+            NOTHING if row["identical"] is None else f"{row['identical']} of {row['prompts']}",
+        ]
+        for row in result["figures"]
+    ]
+    quotient = interval(result["packed_over_plain"])
+    return [
+        f"The target alone, packed over plain weights: {quotient}. A pass over one token reads "
+        f"{result['pass_bytes'] / 1e9:.2f} GB; at {result['read_bytes_per_second'] / 1e9:.1f} GB/s that is "
+        f"{1000 * floor:.1f} ms, the floor.",
+        table(["passes", "tokens", "ms", "over one token", "of the floor"], passes),
+        table(["drafting", "drafter", "depth", "ms", "over a pass"], drafts),
+        table(["", "weights", "T", "τ", "tokens/s", "speedup", "allowed", "text of the plain target"], race_rows),
+    ]
+
+
+def parse(given: Sequence[str] | None) -> argparse.Namespace:
+    common = ("target", "suites", "threads")
+    parser = options(__doc__, *common, limit=8, max_new_tokens=96, repeats=3)
+    parser.add_argument("--shape", default="1b", help="0.4b, 1b, 8b, … (`outrider grow --help`)")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
+    parser.add_argument("--drafter", nargs="*", default=["ngram"], help="NAME=FOLDER, for the small target, or ngram")
+    parser.add_argument("--fusion", help="the NAME of a drafter that goes on where n-grams find nothing")
+    parser.add_argument("--depths", nargs="+", type=int, default=[2, 4], help="of chains")
+    parser.add_argument("--width", type=int, default=4, help="of dynamic trees, as deep as the deepest chain")
+    parser.add_argument("--nodes", type=int, default=0, help="of dynamic trees; 0 for none")
+    parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0])
+    parser.add_argument("--context", type=int, default=256, help="tokens before the passes that are timed alone")
+    parser.add_argument("--cost-repeats", type=int, default=5, help="of single passes, in each turn")
+    parser.add_argument("--cost-turns", type=int, default=3)
+    return parser.parse_args(given)
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    arguments = parse(given)
+    with threads(arguments.threads):
+        target = Target.load(f"{arguments.target}@{arguments.shape}", dtype=arguments.dtype)
+        drafters = grown_drafters(arguments, target)
+        target.pack()
+        packed, target.packed = target.packed, None
+        contestants = entrants(drafters, arguments)
+        jobs = make_jobs(load_suites(arguments.suites, target.require_tokenizer()), arguments.limit)
+        settings = EvalSpec(
+            max_new_tokens=arguments.max_new_tokens, repeats=arguments.repeats, temperatures=arguments.temperatures
+        )
+        read = bandwidth(target.device).read
+        result: dict[str, Any] = {
+            "conditions": conditions(
+                target,
+                target=f"{arguments.target}@{arguments.shape}",
+                drafters=arguments.drafter,
+                max_new_tokens=arguments.max_new_tokens,
+                repeats=arguments.repeats,
+                suites=arguments.suites,
+                prompts=len(jobs),
+                context=arguments.context,
+                timing="whole requests, prefills included; contestants take turns on each prompt; passes alone: the "
+                f"least of {arguments.cost_turns} medians",
+                intervals="95%, bootstrap over prompts",
+            ),
+            "read_bytes_per_second": read,
+            "pass_bytes": pass_bytes(target),
+            "floor_seconds": pass_bytes(target) / read,
+            "costs": measure_costs(target, packed, drafters, arguments),
+        }
+        write(result, arguments.out)
+        figures, result["packed_over_plain"] = race_weights(target, packed, contestants, jobs, settings)
+    result["figures"] = rows_of(figures, contestants, result)
+    publish(result, arguments.out, tables(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(command(main))

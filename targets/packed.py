@@ -1,0 +1,173 @@
+"""Linear layers whose weights are packed for products with few rows on a CPU.
+
+A product with few rows reads every weight once, so memory bounds it. From a plain weight torch reads at half of the
+memory's speed for one row, and at a quarter for five in float32: verifying drafts costs twice a pass over one token.
+oneDNN, which torch brings along, reads weights in blocks of its own at the same speed for one row and for eight. So
+does what torch's compiler makes of frozen weights; here nothing is compiled.
+
+A packed weight is a copy, and takes as much memory as the plain one, which prompts and training go on to read.
+
+Shapes: M rows, N outputs, K inputs.
+"""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import sys
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..common.errors import IncompatibleError
+from .layers import body_of, decoder_layers, first_layers, is_as_made
+from .weights import weight_versions
+
+M = TypeVar("M", bound=nn.Module)
+
+_MOST_ROWS = 64
+_ROWS = 8  # oneDNN chooses one layout for all products of several rows, and in float32 another one for a single row
+_HUGE, _COLLAPSE = 2**21, 25  # bytes of a page; MADV_COLLAPSE, of Linux 6.1 and later
+_KINDS = (torch.float32, torch.bfloat16)
+
+
+class PackedWeight:
+    """A weight `[N, K]` and its packed copy, which is made anew where the weight has changed since."""
+
+    def __init__(self, weight: Tensor):
+        self.weight = weight
+        self._versions: list[tuple[int, int]] | None = None
+        self._packed: Any = None  # in a layout that only oneDNN reads
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the linear layer's output `[..., N]` for inputs `[..., K]`; many rows are multiplied by the weight."""
+        weight = self.weight
+        many = x.numel() > _MOST_ROWS * weight.shape[1]
+        if many or torch.is_grad_enabled() or x.dtype != weight.dtype or torch.is_autocast_enabled("cpu"):
+            return nn.functional.linear(x, weight, bias)
+        if self._versions != (now := weight_versions([weight])):
+            self._versions, self._packed = now, torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS)
+            _use_huge_pages(torch.ops.mkldnn.data_ptr(self._packed), torch.ops.mkldnn._nbytes(self._packed))
+        return cast(Tensor, torch.ops.mkldnn._linear_pointwise(x, self._packed, bias, "none", [], ""))
+
+
+class PackedLinear(nn.Linear):
+    """A linear layer that multiplies by a `PackedWeight`."""
+
+    _kept: PackedWeight | None = None
+
+    @classmethod
+    def of(cls, linear: nn.Linear) -> PackedLinear:
+        """Return a layer that has the parameters of `linear`."""
+        packed = cls.__new__(cls)
+        packed.__dict__.update(linear.__dict__)
+        return packed
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self._kept is None or self._kept.weight is not self.weight:
+            self._kept = PackedWeight(self.weight)
+        return self._kept.product(x, self.bias)
+
+
+def _use_huge_pages(address: int, num_bytes: int) -> None:
+    """Ask Linux to keep memory in huge pages, from which products read a tenth faster; it may decline."""
+    advise = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux" else None
+    begin, end = -(-address // _HUGE) * _HUGE, (address + num_bytes) // _HUGE * _HUGE
+    if advise is not None and begin < end:
+        advise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _COLLAPSE)
+
+
+def packable(module: nn.Module) -> nn.Linear | None:
+    """Return a module that is a linear layer as torch made it, in bfloat16 or float32 on a CPU; None for others."""
+    if type(module) is not nn.Linear or not is_as_made(module):
+        return None
+    weight = module.weight
+    plain = type(weight) is nn.Parameter and type(weight.data) is Tensor and weight.dtype in _KINDS
+    return module if plain and weight.device.type == "cpu" else None
+
+
+def packable_weights(module: nn.Module) -> list[Tensor]:
+    """Return the weights that packing a module copies."""
+    linears = [linear for part in module.modules() if (linear := packable(part)) is not None]
+    return list({id(linear.weight): linear.weight for linear in linears}.values())
+
+
+def why_not(module: nn.Module) -> str | None:
+    """Return why nothing in a module can be packed; None if something can."""
+    if not torch.backends.mkldnn.is_available():
+        return "torch was built without oneDNN"
+    weights = packable_weights(module)
+    if not weights:
+        return "it has no linear layers of bfloat16 or float32 on a CPU, as torch makes them"
+    if weights[0].dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return "this processor has no products of bfloat16"
+    return None
+
+
+class PackedCopies:
+    """Copies of modules in which linear layers are packed, and which share everything else with the originals.
+
+    Args:
+        passed: a type of modules that are shared whole.
+    """
+
+    def __init__(self, passed: type[nn.Module] | tuple[()] = ()):
+        self.passed = passed
+        self._packed: dict[nn.Linear, PackedLinear] = {}
+        self._parts: list[tuple[dict[str, nn.Module | None], str, nn.Module]] = []
+
+    def are_current(self) -> bool:
+        """Return whether the originals still have the layers that were packed, and nothing hooks these."""
+        return all(held.get(name) is part and is_as_made(part) for held, name, part in self._parts)
+
+    def of(self, module: M) -> M:
+        """Return a copy of a module; the module itself if there is nothing in it to pack.
+
+        Raises IncompatibleError if its forward, or that of a part, is bound to the original.
+        """
+        if (linear := packable(module)) is not None:
+            return cast(M, self._packed.setdefault(linear, PackedLinear.of(linear)))
+        if isinstance(module, self.passed):
+            return module
+        parts = {name: part if part is None else self.of(part) for name, part in module._modules.items()}
+        replaced = [(name, part) for name, part in module._modules.items() if parts[name] is not part]
+        if not replaced:
+            return module
+        if "forward" in vars(module):
+            raise IncompatibleError(
+                f"the forward of {type(module).__name__} was replaced (by accelerate's hooks, for example): its linear "
+                "layers cannot be packed."
+            )
+        self._parts += [(module._modules, name, cast(nn.Module, part)) for name, part in replaced]
+        copied = copy.copy(module)
+        copied._modules = parts
+        return copied
+
+
+def packed_copy(module: M) -> M:
+    """Return a copy of a drafter in which linear layers are packed; models of the library in it stay as they are."""
+    return PackedCopies(PreTrainedModel).of(module)
+
+
+class PackedModel:
+    """A model with packed weights: `body` is a copy of the model's. Raises IncompatibleError if it cannot be packed."""
+
+    def __init__(self, model: PreTrainedModel):
+        if (why := why_not(model)) is not None:
+            raise IncompatibleError(f"{type(model).__name__} cannot be packed: {why}.")
+        copies = PackedCopies()
+        self.body, self.serves = copies.of(body_of(model)), copies.are_current
+        self._head = model.get_output_embeddings()
+        self._packed_head = None if self._head is None else copies.of(self._head)
+
+    def head(self, head: Any) -> Any:
+        """Return the packed copy of the output embedding `head`, or `head` if it is another one than was packed."""
+        return self._packed_head if head is self._head and is_as_made(head) else head
+
+    def shallow(self, layers: int, count: int) -> PackedModel:
+        """Return the same with only the first `count` of its `layers`."""
+        cut = copy.copy(self)
+        cut.body = first_layers(self.body, decoder_layers(self.body, layers), count)
+        return cut

@@ -1,0 +1,52 @@
+"""A target of real size is measured by both kinds of weights, in turns, and compared with itself by the same ones."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+import pytest
+
+from benchmarks import real_size
+from benchmarks.real_size import WEIGHTS
+from outrider.common import BadInputError
+from outrider.distill.prompt_table import Prompt
+from outrider.eval.suites import PromptJob
+from outrider.heads import DraftModel, Ngram
+from outrider.recipes import EvalSpec
+from outrider.targets import Target
+
+
+def test_a_whole_measurement(tiny_llama):
+    """The target as its own drafter keeps everything, by either weights."""
+    target = Target(tiny_llama(layers=2))
+    drafters = {"own": DraftModel(target.model), "ngram": Ngram()}
+    target.pack()
+    packed, target.packed = target.packed, None
+    arguments = Namespace(depths=[2], width=2, nodes=4, context=8, cost_repeats=1, cost_turns=1)
+    contestants = real_size.entrants(drafters, arguments)
+    assert [c.name for c in contestants] == ["plain", "own, depth 2", "own, 4 nodes", "ngram, depth 2"]
+    jobs = [PromptJob("code", Prompt(f"p{i}", "code", (1, 2 + i, 3)), i) for i in range(2)]
+    settings = EvalSpec(max_new_tokens=6, repeats=1, temperatures=[0.0, 1.0])
+    costs = real_size.measure_costs(target, packed, drafters, arguments)
+    assert set(costs[WEIGHTS[0]]["verify"]) == {"1", "2", "3", "8", "16"}
+    result = {"costs": costs, "floor_seconds": 1e-6, "pass_bytes": 10**6, "read_bytes_per_second": 1e12}
+    figures, result["packed_over_plain"] = real_size.race_weights(target, packed, contestants, jobs, settings)
+    result["figures"] = rows = real_size.rows_of(figures, contestants, result)
+    assert len(rows) == len(WEIGHTS) * len(contestants) * len(settings.temperatures)
+    for row in rows:
+        if row["contestant"] == "plain":
+            assert row["speedup"]["value"] == 1.0
+        if row["contestant"] == "own, depth 2":
+            assert row["tau"]["value"] > 2
+            assert row["allowed"] > 0
+        assert row["identical"] in (None, 2)
+    assert target.pass_backend == "eager"
+    assert "packed over plain weights" in "\n".join(real_size.tables(result))
+
+
+def test_a_fusion_of_a_drafter_that_is_not_there_is_refused(tiny_llama, monkeypatch):
+    target = Target(tiny_llama(layers=1))
+    monkeypatch.setattr(Target, "load", lambda *given, **named: target)
+    arguments = Namespace(target="tiny", dtype="float32", drafter=["ngram"], fusion="eagle1")
+    with pytest.raises(BadInputError, match="name one of --drafter"):
+        real_size.grown_drafters(arguments, target)

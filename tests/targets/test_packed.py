@@ -1,0 +1,111 @@
+"""Packed weights give the same hidden states, text and drafts, and follow the weights that they are copies of."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from outrider.common.errors import IncompatibleError
+from outrider.decode import Decoder, Plan, Sampling
+from outrider.heads.eagle import Eagle1, Eagle1Config, Eagle3, Eagle3Config
+from outrider.heads.medusa import Medusa, MedusaConfig
+from outrider.heads.self_speculative import SelfSpeculative, SelfSpeculativeConfig
+from outrider.targets import Target
+from outrider.targets.fast import select, use_fastest_pass
+from outrider.targets.packed import PackedLinear
+
+PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6]]
+WAYS = ((Sampling(), Plan(3)), (Sampling(temperature=1.0, seed=1), Plan(3)), (Sampling(), Plan(3, 2, 6)))
+HEADS = (
+    (Eagle1, Eagle1Config()),
+    (Eagle3, Eagle3Config(taps=(1, 2, 3))),
+    (Medusa, MedusaConfig(num_heads=3)),
+    (SelfSpeculative, SelfSpeculativeConfig(exit_layer=2)),
+)
+
+
+@pytest.fixture(autouse=True)
+def nothing_remembered(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(select, "_selections", {})
+
+
+@pytest.fixture
+def target(tiny_llama) -> Target:
+    return Target(tiny_llama(layers=4))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_packed_product_is_the_plain_one_and_follows_its_weight(dtype):
+    linear = nn.Linear(48, 40).to(dtype).requires_grad_(False)
+    layer, x = PackedLinear.of(linear), torch.randn(2, 70, 48).to(dtype)
+    near = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.02}
+    with torch.no_grad():
+        for count in (1, 5, 70):
+            torch.testing.assert_close(layer(x[:, :count]), linear(x[:, :count]), **near)
+        linear.weight.mul_(2)
+        torch.testing.assert_close(layer(x[:, :2]), linear(x[:, :2]), **near)
+    linear.requires_grad_(True)
+    layer(x[:, :2]).sum().backward()
+    assert linear.weight.grad is not None, "training reads the weight itself"
+
+
+@pytest.mark.parametrize(("kind", "config"), HEADS)
+def test_packed_rounds_write_the_same_text_and_accept_the_same_drafts(target, kind, config):
+    torch.manual_seed(0)
+    head = kind.build(config, target)
+    expected = [Decoder(target, head).generate(PROMPTS, 12, *way) for way in WAYS]
+    target.pack()
+    assert target.pass_backend == "packed"
+    decoder = Decoder(target, head)
+    for way, usual in zip(WAYS, expected, strict=True):
+        output = decoder.generate(PROMPTS, 12, *way)
+        assert output.tokens == usual.tokens
+        assert output.rounds == usual.rounds
+    assert any(isinstance(part, PackedLinear) for part in decoder._drafts.modules())
+    assert not any(isinstance(part, PackedLinear) for part in [*target.model.modules(), *head.modules()])
+
+
+def test_a_target_that_changes_is_read_as_it_is(target):
+    target.pack()
+    before, plan = Decoder(target).generate(PROMPTS, 20, plan=Plan(0)).tokens, Plan(0)
+    with torch.no_grad():
+        target.model.lm_head.weight.copy_(target.model.lm_head.weight.flip(0))
+    flipped = Decoder(target).generate(PROMPTS, 20, plan=plan).tokens
+    assert flipped != before
+    target.run_eagerly()
+    assert flipped == Decoder(target).generate(PROMPTS, 20, plan=plan).tokens
+    target.pack()
+    layer = target.model.model.layers[0]
+    layer.mlp.down_proj = nn.Linear(layer.mlp.down_proj.in_features, target.hidden_size, bias=False)
+    assert not target.packed.serves(), "another layer stands where one was packed"
+    exchanged = Decoder(target).generate(PROMPTS, 20, plan=plan).tokens
+    target.run_eagerly()
+    assert exchanged == Decoder(target).generate(PROMPTS, 20, plan=plan).tokens
+
+
+def test_a_large_target_is_packed_where_that_is_right_and_faster(target, monkeypatch):
+    monkeypatch.setattr(select, "_LARGE", 1)
+    tried = []
+    monkeypatch.setattr(select, "choose", lambda *given: tried.append(given[1:]))
+    use_fastest_pass(target)
+    assert tried == [((select.EAGER, select.PACKED),)]
+    selection = select.measure(target, (select.EAGER, select.PACKED), seconds=0.01)
+    assert [trial.problem for trial in selection.trials] == ["", ""]
+    assert target.pass_backend == selection.taken
+    monkeypatch.setattr(select, "free_bytes", lambda device: 100)
+    target.run_eagerly()
+    assert "are free" in select.PACKED.why_not(target)
+
+
+def test_what_cannot_be_packed_is_refused_with_the_reason(tiny_llama, monkeypatch):
+    with pytest.raises(IncompatibleError, match="no linear layers of bfloat16 or float32"):
+        Target(tiny_llama(layers=1).half()).pack()
+    replaced = tiny_llama(layers=1)
+    replaced.model.layers[0].forward = replaced.model.layers[0].forward
+    with pytest.raises(IncompatibleError, match="was replaced"):
+        Target(replaced).pack()
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    with pytest.raises(IncompatibleError, match="without oneDNN"):
+        Target(tiny_llama(layers=1)).pack()

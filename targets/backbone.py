@@ -136,14 +136,6 @@ class Backbone:
         register()
         self.model.set_attn_implementation(SPLIT_ATTENTION)
 
-    def pack(self) -> None:
-        """Read few tokens at a time by weights that are packed for it, which a CPU reads faster (see `targets.packed`).
-
-        They take as much memory again as the weights of the linear layers. Raises IncompatibleError where nothing can
-        be packed.
-        """
-        self.packed, self._compiled = PackedModel(self.model), None
-
     def compile(self, **options: Any) -> None:
         """Let `torch.compile` fuse the passes of rounds of fixed shapes (`Decoder(static=True)`).
 

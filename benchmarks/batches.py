@@ -26,12 +26,12 @@ from outrider.common.progress import progress
 from outrider.costs.timing import threads
 from outrider.decode import Decoder, Plan
 from outrider.eval import Interval, Ratio
-from outrider.eval.batches import BatchAnswer, BatchRacer, batch_speed, make_groups, median_repeat
+from outrider.eval.batch_timing import BatchAnswer, BatchRacer, batch_speed, make_groups, median_repeat
+from outrider.eval.interleaved_runs import race
 from outrider.eval.measure import Contestant
 from outrider.eval.reports.plots import speedup_by_size, standalone
 from outrider.eval.reports.statistics import Bootstrap
 from outrider.eval.suites import PromptJob, load_suites, make_jobs
-from outrider.eval.turns import race
 from outrider.pair import Pair
 from outrider.recipes import EvalSpec
 from outrider.targets import Target

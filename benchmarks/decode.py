@@ -37,11 +37,11 @@ from outrider.common.machine import best_device, clock
 from outrider.costs.rounds import check_context, ragged_lengths
 from outrider.costs.timing import threads
 from outrider.decode import Decoder, Plan
+from outrider.eval.interleaved_runs import Racer, TimedCompletion, race
 from outrider.eval.measure import GENERATE, Contestant, DecoderRacer, GenerateRacer, make_records, summarise
 from outrider.eval.reports.figures import Baselines, Figures, PromptRecord, speed_ratio
 from outrider.eval.reports.statistics import Bootstrap, strata_of
 from outrider.eval.suites import PromptJob, load_suites, make_jobs
-from outrider.eval.turns import Racer, TimedCompletion, race
 from outrider.heads import Drafter, DraftModel, Ngram, load_drafter
 from outrider.recipes import EvalSpec
 from outrider.targets import Target

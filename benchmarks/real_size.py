@@ -31,11 +31,11 @@ from outrider.costs.counting import pass_bytes
 from outrider.costs.rounds import draft_times, verify_times
 from outrider.costs.timing import threads
 from outrider.decode import Decoder, Plan
+from outrider.eval.interleaved_runs import TimedCompletion, race
 from outrider.eval.measure import Contestant, DecoderRacer, make_records, summarise
 from outrider.eval.reports.figures import Baselines, Figures, PromptRecord, speed_ratio
 from outrider.eval.reports.statistics import Bootstrap, strata_of
 from outrider.eval.suites import PromptJob, load_suites, make_jobs
-from outrider.eval.turns import TimedCompletion, race
 from outrider.heads import Drafter, Fusion, Ngram
 from outrider.heads.grow import grow_drafter
 from outrider.recipes import EvalSpec

@@ -31,8 +31,8 @@ from .drafting import (
     grow_static,
     propose_confidently,
 )
-from .finite import are_finite
 from .hashing import Seed
+from .nonfinite import are_finite
 from .plan import Plan
 from .rule_table import LOSSY, RULES, DraftShape
 from .rules import JUDGES, Verdict, VerifyInputs

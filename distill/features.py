@@ -36,8 +36,8 @@ from torch import Tensor
 
 from ..common import BadInputError, digests
 from ..common.atomic import keeping, readable_bytes, replacing, require_space, write_atomically, writing
+from ..common.launch_group import LaunchGroup
 from ..common.locks import claiming, locked
-from ..common.process_group import LaunchGroup
 from ..common.progress import Advance, progress
 from ..common.safe_load import read_json
 from ..targets import Target

@@ -22,8 +22,8 @@ from rich.console import Console
 from ..common import BadInputError, IncompatibleError
 from ..common.atomic import keeping, writing
 from ..common.digests import digest_json
+from ..common.launch_group import LaunchGroup
 from ..common.locks import locked
-from ..common.process_group import LaunchGroup
 from ..common.progress import progress
 from ..common.runtime import versions
 from ..recipes import DataSpec, Recipe

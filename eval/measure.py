@@ -1,4 +1,4 @@
-"""Measure drafters against the plain target and `transformers.generate`, all in one run, in turns (`eval.turns`).
+"""Measure drafters against the plain target and `transformers.generate`, all in one run, in turns (`interleaved_runs`).
 
 Shapes: N prompts.
 """
@@ -25,6 +25,7 @@ from ..heads import Drafter, DrafterConfig, drafter_config
 from ..recipes import EvalSpec
 from ..targets import Target
 from ..targets.split_attention import steady_kernels
+from .interleaved_runs import Racer, TimedCompletion, race
 from .reports.figures import (
     ALL,
     PHASES,
@@ -40,7 +41,6 @@ from .reports.figures import (
 from .reports.report import Conditions, ContestantInfo, Report, SuiteInfo
 from .reports.statistics import Bootstrap, strata_of
 from .suites import PromptJob, Suite, check_lengths, make_jobs, make_suite
-from .turns import Racer, TimedCompletion, race
 
 PLAIN, GENERATE = "plain", "transformers.generate"
 

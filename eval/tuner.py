@@ -36,14 +36,14 @@ from ..heads import Drafter, fuse
 from ..recipes import EvalSpec
 from ..targets import Target
 from .acceptance import Acceptance, deepest, measure_acceptance
-from .batches import BatchAnswer, BatchRacer, batch_speed, make_groups, median_repeat
+from .batch_timing import BatchAnswer, BatchRacer, batch_speed, make_groups, median_repeat
+from .interleaved_runs import race
 from .measure import suite_info
 from .reports.advice import collapse
 from .reports.figures import Interval, Ratio
 from .reports.statistics import Bootstrap, strata_of
 from .suites import PromptJob, Suite, check_lengths, make_jobs
 from .tuning_record import BatchTuning, Candidate, CostRecord, Tuning, plan_words, print_batch
-from .turns import race
 
 WIDTHS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 _WIDEST_ON_CPU = 64  # the largest tree that is tried; a wider pass would be timed for nothing, and is slow there

@@ -33,7 +33,7 @@ from ..formats.engines import lora_words
 from ..formats.export import require_new
 from ..heads.registry import restore_drafter
 from ..targets import Target
-from ..targets.adapters import ADAPTER_CONFIG, checked_config
+from ..targets.peft_adapters import ADAPTER_CONFIG, checked_config
 from .comparison import newest_report
 from .manifest import ADAPTER, Figure
 from .pair import Pair

@@ -26,10 +26,9 @@ from ..heads import Drafter, Fusion, load_drafter
 from ..recipes import Recipe
 from ..recipes.suites import PACKAGED
 from ..targets import Target
-from ..targets.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from ..targets.fingerprint import digest_file, digest_files
 from ..targets.model_folder import is_local
-from .calibration import calibrate, choose_prompts, settings, write_calibration
+from ..targets.peft_adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from .folder import verify
 from .manifest import (
     ADAPTER,
@@ -55,6 +54,7 @@ from .manifest import (
     TargetRecord,
 )
 from .pair import Pair
+from .probe_baseline import calibrate, choose_prompts, settings, write_calibration
 
 _COPIED = {".json", ".safetensors", ".jinja", ".model", ".txt"}
 _log = logging.getLogger(__name__)

@@ -28,7 +28,7 @@ from ..common.runtime import keep_large_blocks, remember_few_shapes
 from ..common.signals import how, number_of, stoppable
 from ..common.terminal import VisibleConsole, log_to_stderr, print_to_stderr, visible
 from . import data_cli, export_cli, recipe_keys, serving_cli, starter
-from .examples import EXAMPLES
+from .help_examples import EXAMPLES
 from .options import (
     Adapter,
     AsJson,
@@ -234,7 +234,7 @@ def vocab(
     """
     loaded = recipe_of(recipe, changes)
     require_folder(loaded.output_folder / "vocabulary")
-    from .vocab import save, show, study
+    from .vocabulary_study import save, show, study
 
     console = console_for(as_json)
     report = study(loaded, size or (), limit, console=console)

@@ -250,7 +250,7 @@ class DiffBody(Body):
     differences: dict[str, list[str]]
 
 
-# The body of every answer that needs no torch, by the verb that gives it; `json_output_torch` has the others.
+# The body of every answer that needs no torch, by the verb that gives it; `json_schemas_torch` has the others.
 BODIES: dict[str, Any] = {
     "error": ErrorBody,
     "distill": DistillBody,
@@ -276,7 +276,7 @@ def body_of(kind: str) -> Any:
     """Return the type of the body of a verb's answer."""
     if kind in BODIES:
         return BODIES[kind]
-    from .json_output_torch import MEASURED
+    from .json_schemas_torch import MEASURED
 
     return MEASURED[kind]
 
@@ -300,7 +300,7 @@ def schema(kind: str) -> dict[str, Any]:
 
 def schemas() -> dict[str, dict[str, Any]]:
     """Return all schemas by their files' names: one for each answer, those of pair.json and of report.json."""
-    from .json_output_torch import MEASURED
+    from .json_schemas_torch import MEASURED
 
     found = {f"{kind}.json": schema(kind) for kind in (*BODIES, *MEASURED)}
     report = Report.model_json_schema()

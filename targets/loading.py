@@ -18,7 +18,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 from ..common import digests
 from ..common.errors import BadInputError, IncompatibleError, OutriderError, Refusal, first_line, reason
 from ..common.safe_load import read_json
-from .adapters import ADAPTER_CONFIG
 from .grow import ALIASES, SHAPES, grown_config, shape_config
 from .model_folder import (
     INDEX,
@@ -30,6 +29,7 @@ from .model_folder import (
     refuse_pickles,
     without_questions,
 )
+from .peft_adapters import ADAPTER_CONFIG
 from .split_attention import NAME as SPLIT_ATTENTION
 from .split_attention import register
 from .tokenizers import tokenizer_of

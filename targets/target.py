@@ -19,7 +19,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..common.errors import BadInputError, IncompatibleError
 from ..common.machine import best_device
-from .adapters import merge_adapter
 from .backbone import Backbone, at_places
 from .cache import RaggedCache
 from .cache_slots import Nodes
@@ -31,6 +30,7 @@ from .loading import load_causal_lm, load_tokenizer_of, quantise, split_shape, t
 from .model_folder import is_local
 from .packed import PackedModel
 from .pass_memory import Footprint, measure
+from .peft_adapters import merge_adapter
 from .sharding import all_processes, in_turn, processes, settle, share, split
 from .smoke_check import reads_ragged_rows, refusing, require_readable
 from .weights import digest_tensor

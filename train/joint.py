@@ -34,8 +34,8 @@ from ..heads.divergences import divergence, own_precision
 from ..heads.losses import LossSettings, chunked_compare
 from ..recipes import JointSpec
 from ..targets import Target
-from ..targets.adapters import ADAPTER_WEIGHTS
 from ..targets.model_folder import refuse_pickles
+from ..targets.peft_adapters import ADAPTER_WEIGHTS
 from .data import IGNORED, OnlineBatches
 
 ADAPTER = "adapter"

@@ -12,7 +12,7 @@ from outrider.common import BadInputError
 from outrider.decode import Plan, Round
 from outrider.distill.prompt_table import Prompt
 from outrider.eval import Interval
-from outrider.eval.batches import BatchAnswer
+from outrider.eval.batch_timing import BatchAnswer
 from outrider.eval.measure import Contestant
 from outrider.eval.reports.plots import speedup_by_size, standalone
 from outrider.eval.suites import PromptJob

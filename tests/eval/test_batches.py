@@ -6,7 +6,7 @@ import pytest
 
 from outrider.common import BadInputError
 from outrider.distill.prompt_table import Prompt
-from outrider.eval.batches import make_groups
+from outrider.eval.batch_timing import make_groups
 from outrider.eval.suites import PromptJob
 
 

@@ -9,10 +9,10 @@ from outrider.common import BadInputError
 from outrider.decode import Decoder, Plan, Round, Sampling
 from outrider.distill.prompt_table import Prompt
 from outrider.eval import Figures, Interval, Report
+from outrider.eval.interleaved_runs import TimedCompletion, race
 from outrider.eval.measure import GENERATE, Contestant, make_records, measure, summarise
 from outrider.eval.reports.figures import Baselines
 from outrider.eval.suites import PromptJob, make_jobs, make_suite
-from outrider.eval.turns import TimedCompletion, race
 from outrider.heads import DraftModel, Medusa, MedusaConfig, Ngram
 from outrider.recipes import EvalSpec
 

@@ -13,7 +13,7 @@ from outrider.costs.rounds import RoundTimes, costs_in_loop
 from outrider.decode import Control, Costs, Plan, Round, Tree
 from outrider.eval import Ratio, tuner
 from outrider.eval.acceptance import Acceptance
-from outrider.eval.batches import BatchAnswer
+from outrider.eval.batch_timing import BatchAnswer
 from outrider.eval.reports.statistics import Bootstrap
 from outrider.eval.tuner import MeasuredOption, Option, tune
 from outrider.eval.tuning_record import Tuning

@@ -14,7 +14,7 @@ from torch import Tensor
 from outrider.common import BadInputError
 from outrider.distill import distill, load_responses
 from outrider.heads import HEADS, AcceptedPositions, Ngram, TargetBatch, load_drafter
-from outrider.heads.lora_drafter import LowRank
+from outrider.heads.low_rank import LowRank
 from outrider.recipes import Recipe
 from outrider.targets import Target
 from outrider.train import train

@@ -27,7 +27,7 @@ from ..common import BadInputError, IncompatibleError
 from ..common.atomic import replacing, write_atomically
 from ..common.digests import LIST
 from ..targets import Target
-from ..targets.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from ..targets.peft_adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from .base import Drafter, DrafterLoss, TargetBatch
 from .registry import restore_drafter
 from .saved import CONFIG, DrafterConfig, read_config

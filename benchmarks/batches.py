@@ -185,7 +185,8 @@ def main(given: Sequence[str] | None = None) -> int:
     jobs = make_jobs(load_suites(arguments.suites, target.require_tokenizer()), arguments.limit)
     contestants = build_contestants(target, arguments)
     settings = EvalSpec(max_new_tokens=arguments.max_new_tokens, repeats=arguments.repeats, seed=arguments.seed)
-    total = sum(len(make_groups(jobs, size, arguments.groups)) for size in arguments.sizes) * arguments.repeats
+    groups = sum(len(make_groups(jobs, size, arguments.groups)) for size in arguments.sizes)
+    total = groups * arguments.repeats * len(contestants)
     with threads(arguments.threads), progress(Console(stderr=True), "measuring", total, transient=True) as advance:
         points = measure_batches(
             target, contestants, jobs, arguments.sizes, settings, arguments.groups, lambda: advance(1, "")

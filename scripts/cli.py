@@ -426,15 +426,15 @@ def generate(
     template: data_cli.Template = None,
 ) -> None:
     """Stream a completion: [green]accepted draft tokens[/green] and [magenta]the target's own[/magenta]."""
-    loaded = pair_of(pair)
-    from ..decode import Sampling
-    from .streaming import StreamedCompletion
-
     try:
         text = sys.stdin.read() if prompt == "-" else prompt
         text.encode()  # an argument that is no UTF-8 has halves of surrogates
     except UnicodeError as error:
         raise BadInputError(f"the prompt is no text in UTF-8 ({error}).") from None
+    loaded = pair_of(pair)
+    from ..decode import Sampling
+    from .streaming import StreamedCompletion
+
     if depth is None:
         target, drafter, plan = loaded.open_tuned(temperature=temperature)
     else:

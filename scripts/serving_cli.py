@@ -85,14 +85,15 @@ def served(
     if model and url is None:
         raise BadInputError("--model names a model of an engine at --url; one that --start starts needs no name.")
     require_extra("serving", "outrider served")
-    loaded = pair_of(pair)
-    from ..serving.diagnosis import lines
     from ..serving.engine import Engine, root_url
-    from ..serving.engine_measurement import ServedSession, Start, depth_of, record_of
-    from ..serving.reference_run import HABITS, Expectation, Trial
 
     for given in filter(None, (url, plain_url)):
         root_url(given)  # refused before anything is loaded
+    loaded = pair_of(pair)
+    from ..serving.diagnosis import lines
+    from ..serving.engine_measurement import ServedSession, Start, depth_of, record_of
+    from ..serving.reference_run import HABITS, Expectation, Trial
+
     console = VisibleConsole(highlight=False, soft_wrap=True, stderr=as_json)
     engines = [Engine(given, name=model) for given in (url, plain_url) if given]
     asked = [engine.model for engine in engines]  # refused before our decoder answers anything

@@ -39,7 +39,7 @@ def test_a_whole_measurement(tiny_llama, jobs):
     points = measure_batches(target, contestants, jobs, [1, 4], settings, 3, lambda: ticks.append(None))
     assert [(p.contestant, p.size) for p in points] == [("plain", 1), ("self", 1), ("plain", 4), ("self", 4)]
     assert [(p.groups, p.sequences) for p in points[1::2]] == [(10, 10), (3, 12)]
-    assert len(ticks) == 13
+    assert len(ticks) == 2 * 13
     for plain, own in zip(points[::2], points[1::2], strict=True):
         assert (plain.speedup.value, plain.tau) == (1.0, None)
         assert own.identical == own.sequences

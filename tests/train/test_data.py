@@ -314,7 +314,7 @@ def test_a_disk_on_which_states_may_not_fit_is_named_before_any_prompt_is_answer
     made = recipe(data_changes=data)
     with caplog.at_level(logging.WARNING):
         check_with_target(made, training_arguments(made), target)
-    said = "data.features: cached takes up to 51.2 kB on the disk of"  # 100 tokens of 3 taps and the last state
+    said = "data.features: cached takes up to 32.8 kB on the disk of"  # 4 + 60 tokens of 3 taps and the last state
     assert (said in caplog.text) == ("takes up to" in caplog.text) == is_named
 
 

@@ -149,17 +149,17 @@ def grow(
     from ..targets.grow import grown_bytes, shape_config
 
     shape = shape_config(like, **_sizes(changes or []))
-    require_new(out)
-    small = Target.load(source, dtype=dtype, device="cpu")
-    require_space(out, grown_bytes(small.model, shape), "Take a smaller shape, or another disk.")
-    large = Target(grow_model(small.model, shape), small.tokenizer)
-    head = None if drafter is None else grow_drafter(load_drafter(drafter, small), small, large, draft_vocab)
-    with locked(out), replacing_folder(out) as building:
+    with locked(out):  # from here on: a refused run, too, clears what a dead one left
         require_new(out)
-        large.model.save_pretrained(building)
-        small.require_tokenizer().save_pretrained(building)
-        if head is not None:
-            head.save(building / "drafter")
+        small = Target.load(source, dtype=dtype, device="cpu")
+        require_space(out, grown_bytes(small.model, shape), "Take a smaller shape, or another disk.")
+        large = Target(grow_model(small.model, shape), small.tokenizer)
+        head = None if drafter is None else grow_drafter(load_drafter(drafter, small), small, large, draft_vocab)
+        with replacing_folder(out) as building:
+            large.model.save_pretrained(building)
+            small.require_tokenizer().save_pretrained(building)
+            if head is not None:
+                head.save(building / "drafter")
     count = sum(weight.numel() for weight in large.model.parameters())
     lines = [f"[green]✓[/green] {escape(str(out))}: {type(large.model).__name__} of {count / 1e9:.2f}B parameters"]
     if drafter is not None:

@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 
+from outrider.common.locks import lock_file
 from outrider.heads import Eagle3, Eagle3Config, load_drafter
 from outrider.targets import Target
 
@@ -54,6 +55,11 @@ def test_bad_shapes_are_refused_before_anything_is_made(outrider: Command, tmp_p
 
 
 def test_a_folder_that_holds_something_is_left_alone(outrider: Command, tmp_path):
-    (tmp_path / "mine").write_text("kept")
-    failed(outrider("grow", "embedded", "--like", "0.4b", "--out", str(tmp_path)), "is not empty; nothing was written")
-    assert [file.name for file in tmp_path.iterdir()] == ["mine"]
+    """What a dead process left beside it goes."""
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "mine").write_text("kept")
+    lock_file(own).touch()
+    failed(outrider("grow", "embedded", "--like", "0.4b", "--out", str(own)), "is not empty; nothing was written")
+    assert [file.name for file in own.iterdir()] == ["mine"]
+    assert list(tmp_path.iterdir()) == [own]

@@ -49,8 +49,8 @@ class Decoder:
         static: rounds of fixed shapes, captured as CUDA graphs on a GPU (see `decode.static_batch`). None for on a GPU,
             where drafter and target allow it.
         fast: whether the target reads few tokens at a time by kernels of our own. None for the way that is right and
-            fastest on its device (see `targets.fast`): on a CPU a large target's weights, and the drafter's, are packed
-            if that is faster. A target that has taken another way keeps it.
+            fastest on its device (see `targets.fast`). A target that has taken another way keeps it: with one that is
+            packed (`Target.pack`), the drafter is, too.
 
     Raises:
         IncompatibleError: the drafter cannot draft for this target (taps, sizes, vocabulary), or the fast pass is asked
@@ -124,7 +124,8 @@ class Decoder:
         if not isinstance(new := request.max_new_tokens, Integral) or new < 1:
             raise BadInputError(f"max_new_tokens must be at least 1, got {new!r}.")
         request = replace(request, plan=request.plan.within(new))
-        return Run(self.target, self._drafts, request, self.static_batches)
+        drafter = self.drafter if self.target.packed is None else self._drafts
+        return Run(self.target, drafter, request, self.static_batches)
 
 
 @dataclass(frozen=True)

@@ -288,7 +288,7 @@ class _Tuner:
         # First calls are slow; the largest one first, so that the decoder asks for memory once.
         for racer in sorted(racers, key=lambda r: -r.plan.max_nodes):
             racer(longest, self.sampling.temperature)
-        with self.bars(what, len(groups) * repeats) as advance:
+        with self.bars(what, len(racers) * len(groups) * repeats) as advance:
             return race(racers, groups, self.sampling.temperature, repeats, lambda: advance(1, ""))
 
 

@@ -108,12 +108,13 @@ def _lora_of(pair: Pair, to: str, folder: Path) -> dict[str, Any]:
     """Return the name, the future place and the rank of a target's adapter, as vLLM is told."""
     place = Path(pair.adapter or "")
     settings = vars(checked_config(place, [])) if pair.adapter and (place / ADAPTER_CONFIG).is_file() else {}
-    is_plain = settings.get("peft_type") == "LORA" and not settings["use_dora"] and not settings["modules_to_save"]
+    # vLLM scales all modules by lora_alpha / r, and knows none of these.
+    more = ("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern")
+    is_plain = settings.get("peft_type") == "LORA" and not any(settings[name] for name in more)
     if to != "vllm" or not is_plain:
         why = f"only vLLM's launch is known, not that of {to}" if is_plain else "it has no plain LoRA on this machine"
         raise BadInputError(f"the target cannot be served as a LoRA module: {why}. Leave --lora out.")
-    rank = max(settings["r"], *settings["rank_pattern"].values(), 1)
-    return {"name": pair.name, "path": str((folder / ADAPTER).absolute()), "rank": rank}
+    return {"name": pair.name, "path": str((folder / ADAPTER).absolute()), "rank": settings["r"]}
 
 
 def export_depth(pair: Pair, max_depth: int | None) -> int:

@@ -58,19 +58,19 @@ class Pair(PairContents):
         return str(self.folder / ADAPTER) if kept else self.manifest.target.source.adapter
 
     def load_target(self, path: str | None = None, **options: Any) -> Target:
-        """Return a target in the pair's dtype: the one at `path` (`options` as for `Target.load`), or the recorded one.
+        """Return a target in the pair's dtype and quantisation: at `path`, loaded with `options`, or the recorded one.
 
         Raises:
             BadInputError: it cannot be loaded, or no source is recorded.
         """
-        if path is not None:
-            return Target.load(path, **{"dtype": self.dtype} | options)
         source = self.manifest.target.source
+        recorded = {"dtype": self.dtype} | ({} if source.quantize is None else {"quantize": source.quantize})
+        if path is not None:
+            return Target.load(path, **recorded | options)
         if source.path is None:
             raise BadInputError(
                 f"{self.folder}: this pair's target was given in memory, so it cannot be loaded again; name the target."
             )
-        recorded = {"dtype": self.dtype} | ({} if source.quantize is None else {"quantize": source.quantize})
         try:
             return Target.load(source.path, source.revision, self.adapter, **recorded | options)
         except BadInputError as error:

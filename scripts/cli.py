@@ -59,12 +59,12 @@ class Verbs(TyperGroup):
     """Verbs whose errors become one line on stderr, an exit code, and an answer in JSON if a program asked."""
 
     def invoke(self, ctx: Any) -> Any:
-        as_json = "--json" in [*ctx.args, *getattr(ctx, "_protected_args", [])]
+        given = [*getattr(ctx, "_protected_args", []), *ctx.args]  # the verb comes first
+        as_json = "--json" in given
         with answering(as_json):
-            return self._invoke(ctx, as_json)
+            return self._invoke(ctx, as_json, " ".join(given[:1]))
 
-    def _invoke(self, ctx: Any, as_json: bool) -> Any:
-        verb = ctx.invoked_subcommand or " ".join(ctx._protected_args[:1])
+    def _invoke(self, ctx: Any, as_json: bool, verb: str) -> Any:
         console = None if verb in SPEAKING else console_for(as_json)
         try:
             with stoppable(), plain_lines(console, verb):

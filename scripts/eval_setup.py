@@ -95,8 +95,10 @@ class EvalOptions:
         """Return the recipe's settings with what is asked for."""
         shape = {"tree": None} if _SHAPE & set(self.settings) else {}
         asked = recipe.eval.model_copy(update=self.settings | shape)
-        fewer = {"temperatures": asked.temperatures[:1], "repeats": 1} if self.quick else {}
-        return asked.model_copy(update=fewer)
+        if not self.quick:
+            return asked
+        first = {} if "temperatures" in self.settings else {"temperatures": asked.temperatures[:1]}
+        return asked.model_copy(update=first | {"repeats": 1})
 
 
 _SHAPE = {"depth", "width", "nodes"}

@@ -25,6 +25,8 @@ SMALL = 5e8  # parameters, below which a run is minutes of one machine
 _TOKENS, _FEW = 64_000, 4  # tokens from which a vocabulary is pruned; layers below which there are no three taps
 _GPUS = ("/dev/nvidia0", "/dev/kfd")
 
+_RECURRENT = ("linear_attention", "mamba", "conv", "recurrent")  # kinds of layers
+
 
 @dataclass(frozen=True)
 class ModelFacts:
@@ -56,7 +58,8 @@ class ModelFacts:
 
         def number(*names: str) -> int:
             said = next((values[name] for name in names if values.get(name)), 0)
-            said = max(said) if isinstance(said, list) and said else said  # some have one for each layer
+            if isinstance(said, list):  # some have one for each layer
+                said = max((one for one in said if isinstance(one, int)), default=0)
             return said if isinstance(said, int) else 0
 
         asked = read_json(folder / GENERATION_CONFIG) if (folder / GENERATION_CONFIG).is_file() else {}
@@ -74,9 +77,7 @@ class ModelFacts:
             draws=draws if asked.get("do_sample") else {},
             has_template=(folder / "chat_template.jinja").exists() or "chat_template" in _tokenizer_config(folder),
             has_mtp=bool(number("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")),
-            is_recurrent=not {"linear_attention", "mamba", "conv", "recurrent"}.isdisjoint(
-                values.get("layer_types") or ()
-            ),
+            is_recurrent=any(f'"{kind}"' in json.dumps(values.get("layer_types")) for kind in _RECURRENT),
         )
         if not (facts.hidden and facts.layers and facts.vocabulary):
             raise BadInputError(
@@ -151,7 +152,7 @@ def starter(target: str, prompts: list[str] | None = None) -> str:
         recurrent="# It has recurrent layers, which draft chains: leave eval.width at 1." if facts.is_recurrent else "",
         name=name or "my-target",
         kind=kind,
-        path=json.dumps(target),
+        path=json.dumps(target, ensure_ascii=False),
         dtype="float32 # exact enough to compare runs" if small else facts.dtype,
         depth=3 if small else 5,
         norm_taps="norm_taps: true # a fresh layer hears them at once, whatever their scale" if norm else "",
@@ -161,7 +162,7 @@ def starter(target: str, prompts: list[str] | None = None) -> str:
         intermediate_size=f"intermediate_size: {4 * facts.hidden} # its layer is dense, the target's experts smaller"
         if facts.experts and facts.width < 2 * facts.hidden
         else "",
-        prompts=json.dumps(prompts) if prompts else own,
+        prompts=json.dumps(prompts, ensure_ascii=False) if prompts else own,
         limit=2000 if small else 20_000,
         asked=asked,
         answered=min(128 if small else 1024, room - asked),

@@ -101,7 +101,7 @@ def _greedy(compared: ServedComparison, tolerance: float, dtype: str) -> Iterato
         yield _suspicion("end" if all(d.ending for d in parted) else kind, compared, _texts(compared, parted))
     if depth := _depth(compared):
         yield depth
-    elif compared.identical and _drafts_differ(compared, tolerance, dtype == "float32"):
+    elif (compared.identical or not parted) and _drafts_differ(compared, tolerance, dtype == "float32"):
         kind, suspect = _explained(compared)
         yield Suspicion(kind=kind, temperature=0.0, because=_seen(compared), suspect=suspect)
 

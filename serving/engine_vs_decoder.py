@@ -280,8 +280,14 @@ def divergences(
 
 
 def _surprise(expected: Expectation, replies: Replies, target: Target) -> Ratio | None:
-    """Return the surprise of all drawn texts over their tokens; None where an engine returns text alone."""
-    if not all(reply.drawn for reply in replies.drafting):
+    """Return the surprise of all drawn texts over their tokens; None where an engine returns text alone.
+
+    None, too, where a text is empty or has tokens that our target does not know: then there is nothing to weigh.
+    """
+    drawn = [text for reply in replies.drafting for text in reply.drawn]
+    if not all(reply.drawn for reply in replies.drafting) or not all(text for text in drawn):
+        return None
+    if max(map(max, drawn)) >= target.vocab_size:
         return None
     sums = [
         sum(surprise(target, asked.tokens, drawn, replies.temperature) for drawn in reply.drawn)

@@ -336,7 +336,7 @@ def margin_at(target: Target, prompt: Sequence[int], text: Sequence[int], index:
 def surprise(target: Target, prompt: Sequence[int], text: Sequence[int], temperature: float) -> float:
     """Return by how much less probable a text is than draws from the target at its places, in nats."""
     drawn = _log_probabilities(target, prompt, text, temperature)
-    chosen = drawn.gather(1, torch.tensor(text, device=drawn.device)[:, None])
+    chosen = drawn.gather(1, torch.tensor(text, dtype=torch.long, device=drawn.device)[:, None])
     entropy = -(drawn.exp() * drawn.clamp(min=-1e4)).sum()  # 0 · log 0 is 0
     return float(-chosen.sum() - entropy)
 

@@ -214,7 +214,7 @@ def kept_states(file: Path, urls: Sequence[str], baseline: NormalDrafting | None
         states = [known.get(url, WatchState(url=url, baseline=baseline)) for url in urls]
         for i, state in enumerate(states):
             if baseline is not None and state.baseline != baseline:
-                states[i] = WatchState(url=state.url, baseline=baseline, seen=state.seen)
+                states[i] = WatchState(url=state.url, baseline=baseline, seen=state.seen, silence=state.silence)
         try:
             yield states
         finally:  # an engine that does not answer takes nothing from the others

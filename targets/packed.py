@@ -18,6 +18,7 @@ import sys
 from typing import Any, TypeVar, cast
 
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -41,11 +42,16 @@ class PackedWeight:
         self._versions: list[tuple[int, int]] | None = None
         self._packed: Any = None  # in a layout that only oneDNN reads
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> PackedWeight:
+        """Return a packed weight of the copied one: torch cannot copy oneDNN's tensors."""
+        return PackedWeight(copy.deepcopy(self.weight, memo))
+
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Return the linear layer's output `[..., N]` for inputs `[..., K]`; many rows are multiplied by the weight."""
         weight = self.weight
         many = x.numel() > _MOST_ROWS * weight.shape[1]
-        if many or torch.is_grad_enabled() or x.dtype != weight.dtype or torch.is_autocast_enabled("cpu"):
+        moved = weight.device.type != "cpu" or weight.dtype not in _KINDS or x.dtype != weight.dtype
+        if many or moved or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
             return nn.functional.linear(x, weight, bias)
         if self._versions != (now := weight_versions([weight])):
             self._versions, self._packed = now, torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS)
@@ -98,6 +104,8 @@ def why_not(module: nn.Module) -> str | None:
     """Return why nothing in a module can be packed; None if something can."""
     if not torch.backends.mkldnn.is_available():
         return "torch was built without oneDNN"
+    if any(isinstance(part, BaseTunerLayer) for part in module.modules()):
+        return "it has adapters, which may be exchanged; merge them"
     weights = packable_weights(module)
     if not weights:
         return "it has no linear layers of bfloat16 or float32 on a CPU, as torch makes them"

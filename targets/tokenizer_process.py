@@ -22,7 +22,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from hashlib import sha256
 from importlib.metadata import version
@@ -161,6 +161,8 @@ class _LimitedProcess:
         """Return the result of a kind of work; raises OverBudgetError, and BrokenOffError with a library's words."""
         request = json.dumps([work, values, SECONDS[work], MEMORY])
         with self._lock:
+            if self._running is not None and self._running.poll() is not None:  # something ended it while it was idle
+                self.end()
             child, self._running = self._running or _started(), None
             try:
                 answer = _exchanged(child, request)
@@ -229,7 +231,9 @@ def _exchanged(child: subprocess.Popen[str], request: str | None = None) -> dict
 def _ended(child: subprocess.Popen[str]) -> int:
     """End a child, which may have ended itself, and return its exit code."""
     child.kill()
-    with child:  # closes the pipes, and waits
+    with suppress(OSError):  # of a request that the child did not read to its end
+        child.stdin.close()  # type: ignore[union-attr]
+    with child:  # closes the other pipe, and waits
         return child.wait()
 
 
@@ -304,8 +308,8 @@ def _serve() -> None:
         _lower(resource.RLIMIT_CORE, 0)
     answers.write("{}\n")
     for line in requests:
-        work, values, seconds, memory = json.loads(line)
         try:
+            work, values, seconds, memory = json.loads(line)
             with _limited(seconds, memory):
                 answer = json.dumps({"value": works[work](**values)})
         except MemoryError:

@@ -1,10 +1,9 @@
 """Choosing how a target's passes over few tokens run: the way that is right and fastest on its device.
 
 On a GPU in bfloat16 a target tries all `CANDIDATES` at first use: each must give the hidden states of the library's
-modules on the real weights, and those that do are timed. On a CPU a large target tries packed weights. The fastest is
-taken, and remembered by device, dtype and the model's shape in this process and in a small file, which is safe to
-delete. Another target of that shape proves the remembered one right on its own weights, and times nothing. A user's
-choice wins.
+modules on the real weights, and those that do are timed. The fastest is taken, and remembered by device, dtype and the
+model's shape in this process and in a small file, which is safe to delete. Another target of that shape proves the
+remembered one right on its own weights, and times nothing. A user's choice wins.
 """
 
 from __future__ import annotations
@@ -43,7 +42,6 @@ else:
 
 _TREE = ((-1, -1, 0, 2, 1, 0, 4),)  # with its root as many tokens as a round of seven drafts
 _SECONDS = 1.0
-_LARGE = 2**28  # bytes of weights
 _SOFTWARE = ("outrider", "torch", "triton", "transformers")
 _log = logging.getLogger("outrider")
 
@@ -173,14 +171,10 @@ class PassSelection:
 def use_fastest_pass(target: Target) -> None:
     """Let a target run its passes in the fastest right way, unless its user has chosen one.
 
-    That is for targets in bfloat16 on a GPU, and on a CPU for those whose weights no cache holds.
+    That is for targets in bfloat16 on a GPU. On a CPU its user asks for `target.pack()`, a second copy of the weights.
     """
-    if not _is_left_open(target):
-        return
-    if target.device.type == "cuda" and target.dtype == torch.bfloat16:
+    if target.device.type == "cuda" and target.dtype == torch.bfloat16 and _is_left_open(target):
         choose(target)
-    elif target.device.type == "cpu" and _packed_bytes(target) >= _LARGE:
-        choose(target, (EAGER, PACKED))
 
 
 def _is_left_open(target: Target) -> bool:

@@ -51,14 +51,15 @@ def test_a_starter_recipe_can_be_planned(kind: str, outrider: Command, tmp_path:
         ({"num_experts": 64, "moe_intermediate_size": 512, "intermediate_size": None}, ["intermediate_size: 16384"]),
         ({"mtp_num_hidden_layers": 1}, ["{type: mtp, init: native}"]),
         ({"layer_types": ["linear_attention", "full_attention"]}, ["leave eval.width at 1"]),
+        ({"layer_types": 5, "num_experts": [1, "x"], "num_local_experts": 2}, ["eagle3"]),
     ],
     ids=str,
 )
 def test_settings_follow_from_the_config(changes: dict[str, Any], said: list[str], tmp_path: Path) -> None:
     sizes = {"hidden_size": 4096, "num_hidden_layers": 36, "intermediate_size": 12288, "vocab_size": 151936}
     (tmp_path / "config.json").write_text(json.dumps(sizes | {"dtype": "bfloat16"} | changes))
-    text = starter(str(tmp_path), ["mine.jsonl", "org/set:train"])
-    assert 'prompts: ["mine.jsonl", "org/set:train"]' in text
+    text = starter(str(tmp_path), ["mine😀.jsonl", "org/set:train"])
+    assert 'prompts: ["mine😀.jsonl", "org/set:train"]' in text
     assert [part for part in said if (part.removeprefix("!") in text) == part.startswith("!")] == [], text
 
 

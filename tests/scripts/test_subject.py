@@ -125,6 +125,8 @@ def test_a_quick_look_is_at_one_temperature_once(outrider: Command, trained: Pat
     report = Report.load(tmp_path / "run" / "reports" / "quick")
     assert (report.conditions.temperatures, report.conditions.repeats) == ([0.5], 1)
     assert (report.baselines.generate, {len(record.repeats) for record in report.records}) == (None, {1})
+    succeeded(outrider("eval", trained, *quick, "--temperature", 1, "--temperature", 0))
+    assert Report.load(tmp_path / "run" / "reports" / "quick").conditions.temperatures == [1.0, 0.0]
 
 
 def test_pair_new_takes_the_report_of_what_it_binds(outrider: Command, trained: Path, tmp_path: Path) -> None:

@@ -197,3 +197,16 @@ def test_a_template_that_takes_too_much_ends_the_work_and_others_refuse_one_chat
         render(tiny_tokenizer, [{"role": "user", "content": "hello"}], "here")
     assert isinstance(refused.value, RefusedChatError) is not TEMPLATES[template]
     assert len(str(refused.value)) < 600
+
+
+def test_a_process_that_something_ended_is_started_again() -> None:
+    """By the kernel that needs its memory, for example: the next chat is not refused for that."""
+    ask = tokenizer_process._process.ask
+    values: dict[str, Any] = {"messages": [], "tools": None, "arguments": {}}
+    assert ask("render", template="a", **values)[0] == "a"
+    child = tokenizer_process._process._running
+    assert child is not None
+    child.kill()
+    child.wait()
+    assert ask("render", template="b", **values)[0] == "b"
+    assert tokenizer_process._process._running is not child

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from outrider.common.errors import IncompatibleError
@@ -12,7 +15,7 @@ from outrider.heads.eagle import Eagle1, Eagle1Config, Eagle3, Eagle3Config
 from outrider.heads.medusa import Medusa, MedusaConfig
 from outrider.heads.self_speculative import SelfSpeculative, SelfSpeculativeConfig
 from outrider.targets import Target
-from outrider.targets.fast import select, use_fastest_pass
+from outrider.targets.fast import select
 from outrider.targets.packed import PackedLinear
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6]]
@@ -85,12 +88,7 @@ def test_a_target_that_changes_is_read_as_it_is(target):
     assert exchanged == Decoder(target).generate(PROMPTS, 20, plan=plan).tokens
 
 
-def test_a_large_target_is_packed_where_that_is_right_and_faster(target, monkeypatch):
-    monkeypatch.setattr(select, "_LARGE", 1)
-    tried = []
-    monkeypatch.setattr(select, "choose", lambda *given: tried.append(given[1:]))
-    use_fastest_pass(target)
-    assert tried == [((select.EAGER, select.PACKED),)]
+def test_packed_passes_are_right_and_timed_beside_eager_ones(target, monkeypatch):
     selection = select.measure(target, (select.EAGER, select.PACKED), seconds=0.01)
     assert [trial.problem for trial in selection.trials] == ["", ""]
     assert target.pass_backend == selection.taken
@@ -106,6 +104,19 @@ def test_what_cannot_be_packed_is_refused_with_the_reason(tiny_llama, monkeypatc
     replaced.model.layers[0].forward = replaced.model.layers[0].forward
     with pytest.raises(IncompatibleError, match="was replaced"):
         Target(replaced).pack()
+    adapted = get_peft_model(tiny_llama(layers=1), LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(IncompatibleError, match="adapters, which may be exchanged"):
+        Target(adapted.base_model.model).pack()
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     with pytest.raises(IncompatibleError, match="without oneDNN"):
         Target(tiny_llama(layers=1)).pack()
+
+
+def test_a_packed_target_may_be_cast_or_copied(target):
+    """Torch can neither pack other dtypes nor copy what oneDNN has packed."""
+    target.pack()
+    Decoder(target).generate(PROMPTS, 4)
+    copied = copy.deepcopy(target)
+    assert Decoder(copied).generate(PROMPTS, 4).tokens == Decoder(target).generate(PROMPTS, 4).tokens
+    target.model.double()
+    assert len(Decoder(target).generate(PROMPTS, 4).tokens) == len(PROMPTS)

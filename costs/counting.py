@@ -93,9 +93,8 @@ class Flops(TorchDispatchMode):
         packet = func._overloadpacket
         if packet in flop_registry:
             self.total += flop_registry[packet](*args, **(kwargs or {}), out_val=made)
-        elif (
-            packet is aten._grouped_mm or str(packet) == _EXPERTS
-        ):  # tokens by their experts: weights [experts, in, out], or their gradient
+        elif packet is aten._grouped_mm or str(packet) == _EXPERTS:
+            # Tokens by their experts: weights [experts, in, out], or their gradient.
             self.total += 2 * math.prod(args[0].shape) * args[1].shape[-1]
         elif packet is _FUSED_ATTENTION:
             self.total += sdpa_flop_count(*(t.shape for t in args[:3]))

@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from ..eval.reports.figures import Interval, Ratio
 from ..eval.reports.statistics import Bootstrap, strata_of
 from ..targets import Target
-from .fault_models import Candidate, explain, is_same
+from .fault_models import FaultCandidate, explain, is_same
 from .reference_run import DraftCounts, Expectation, ServedAnswer, margin_at, surprise
 
 # Several positions, and τ and the texts' length at several temperatures, each decide whether an engine differs: each
@@ -123,7 +123,7 @@ class ServedComparison(ResultModel):
     identical: int | None = None
     divergences: list[Divergence] = []
     same_drafts: int | None = None
-    candidates: list[Candidate] = []
+    candidates: list[FaultCandidate] = []
     length: Interval
     surprise: Interval | None = None
     one_hot: Interval | None = None

@@ -47,7 +47,7 @@ class Hypothesis:
 OWN, OTHER = "no mistake at all", "something that was not tried"
 
 
-class Candidate(BaseModel, extra="forbid"):
+class FaultCandidate(BaseModel, extra="forbid"):
     """A possible explanation of an engine's acceptance.
 
     Attributes:
@@ -69,7 +69,7 @@ def explain(
     own: Sequence[ServedAnswer],
     tried: dict[str, list[ServedAnswer]],
     exact: bool = True,
-) -> list[Candidate]:
+) -> list[FaultCandidate]:
     """Return the candidates, the most probable ones first; [] if none was tried.
 
     Args:
@@ -85,15 +85,17 @@ def explain(
     fits = {name: hit * count + missed * (len(served) - count) for name, count in same.items()}
     # Whatever breaks a drafter altogether is equal where nothing is accepted.
     fits[OTHER] = 0.0 if any(c.accepted for c in served) else max(fits.values())
-    highest, candidates = max(fits.values()), dict[str, Candidate]()
+    highest, candidates = max(fits.values()), dict[str, FaultCandidate]()
     for name, fit in sorted(fits.items(), key=lambda item: -item[1]):
         says, kind = (_KNOWN[name].says, _KNOWN[name].kind) if name in _KNOWN else (name, "")
         # Of mistakes that differ in a number alone, the best one.
-        candidates.setdefault(says, Candidate(says=says, kind=kind, odds=math.exp(fit - highest), same=same.get(name)))
+        candidates.setdefault(
+            says, FaultCandidate(says=says, kind=kind, odds=math.exp(fit - highest), same=same.get(name))
+        )
     return list(candidates.values())
 
 
-def together(candidates: Sequence[Candidate]) -> list[Candidate]:
+def together(candidates: Sequence[FaultCandidate]) -> list[FaultCandidate]:
     """Return those that the engine's counts cannot tell from the most probable one, which is the first."""
     return [c for c in candidates if c.odds * APART >= 1]
 

@@ -5,7 +5,7 @@ chat template and a response template. A library's call that takes hours, or all
 a process can. It is started when it is first needed, and ends itself at its limits, or when this process is gone.
 
 A folder's tokenizer is tried there before it is opened here, on texts that hold what its own programs look for; one
-that passed is not tried again for a day. Every chat is rendered there, except by the template that ships with Outrider,
+that passed is not tried again. Every chat is rendered there, except by the template that ships with Outrider,
 and by tokenizers that have code of their own for it: a stranger's is trusted, or it would not be there.
 """
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from harness import Fault, Outcome, attempt, contents, names
 from kills import Left, _copy, _must_end, differences
-from subjects import VERBS, Verb, Workshop, template
+from subjects import VERBS, Verb, Workshop, attack_each, template
 
 from outrider.pair import verify
 
@@ -56,10 +56,9 @@ class Faults:
 
 def run_faults(root: Path, seed: int, share: float = 1.0, only: list[str] | None = None) -> list[Faults]:
     """Attack every verb with its number of faults, times `share`."""
-    workshop = Workshop(root)
-    _ = workshop.target, workshop.changed, workshop.prompts
-    chosen = [v for v in VERBS if v.faults and (not only or v.name in only)]
-    return [_attack(workshop, v, random.Random(f"{seed} {v.name}"), max(1, round(v.faults * share))) for v in chosen]
+    return attack_each(
+        Workshop(root), {v: round(v.faults * share) or 1 for v in VERBS if v.faults}, seed, only, _attack
+    )
 
 
 def _attack(workshop: Workshop, verb: Verb, chance: random.Random, count: int) -> Faults:

@@ -16,7 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from harness import Fault, Outcome, attempt, contents, names
-from subjects import VERBS, Verb, Workshop, template
+from subjects import VERBS, Verb, Workshop, attack_each, template
 
 from outrider.pair import verify
 
@@ -43,10 +43,7 @@ class Kills:
 
 def run_kills(root: Path, seed: int, share: float = 1.0, only: list[str] | None = None) -> list[Kills]:
     """Attack every verb with its number of kills, times `share`."""
-    workshop = Workshop(root)
-    _ = workshop.target, workshop.changed, workshop.prompts
-    chosen = [v for v in VERBS if v.kills and (not only or v.name in only)]
-    return [_attack(workshop, v, random.Random(f"{seed} {v.name}"), max(1, round(v.kills * share))) for v in chosen]
+    return attack_each(Workshop(root), {v: round(v.kills * share) or 1 for v in VERBS if v.kills}, seed, only, _attack)
 
 
 def _attack(workshop: Workshop, verb: Verb, chance: random.Random, count: int) -> Kills:

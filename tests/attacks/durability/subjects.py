@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import yaml
@@ -227,6 +228,9 @@ def tuning(depth: int, machine: str = "a machine") -> Tuning:
     return Tuning.model_validate(values)
 
 
+T = TypeVar("T")
+
+
 @dataclass(frozen=True)
 class Verb:
     """A verb that writes: what it does, where it starts from, and how many kills and faults it gets.
@@ -291,6 +295,19 @@ VERBS = [
 
 def verb(name: str) -> Verb:
     return next(v for v in VERBS if v.name == name)
+
+
+def attack_each(
+    workshop: Workshop,
+    counts: dict[Verb, int],
+    seed: int,
+    only: list[str] | None,
+    attack: Callable[[Workshop, Verb, random.Random, int], T],
+) -> list[T]:
+    """Attack verbs, each so many times and with chances of its own; of `only` some, if it names any."""
+    _ = workshop.target, workshop.changed, workshop.prompts
+    chosen = [(v, count) for v, count in counts.items() if not only or v.name in only]
+    return [attack(workshop, v, random.Random(f"{seed} {v.name}"), count) for v, count in chosen]
 
 
 def template(workshop: Workshop, wanted: Verb, run: Callable[[Callable[[], object]], None]) -> Path:

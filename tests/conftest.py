@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 import weakref
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -47,14 +48,34 @@ CHAT_TEMPLATE = (
 )
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as slow what a module's `SLOW` names: rows of a table of parameters that is used in many tests."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--sample", type=int, metavar="N", help="of each test's parameters, run at most N")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+    """Mark as slow what a module's `SLOW` names; keep a sample of what other plugins left, if one is asked for."""
     for item in items:
         if isinstance(item, pytest.Function) and (slow := getattr(item.module, "SLOW", ())):
             values = item.callspec.params.values() if hasattr(item, "callspec") else ()
             if any(value in slow for value in values if isinstance(value, str)):
                 item.add_marker(pytest.mark.slow)
+    yield
+    if config.option.sample:
+        kept = sample(items, config.option.sample)
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = [item for item in items if item in kept]
+
+
+def sample(items: Sequence[pytest.Item], most: int) -> set[pytest.Item]:
+    """Return `most` items of each test, or all that it has: always the same, whatever rows its table gains elsewhere.
+
+    The checksum of an item's name decides, so that a sample crosses all columns of a table of parameters.
+    """
+    tests: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    return {item for own in tests.values() for item in sorted(own, key=lambda i: zlib.crc32(i.nodeid.encode()))[:most]}
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -21,7 +21,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, Lla
 
 from ..common import BadInputError, IncompatibleError
 from ..targets import LayerShape, RaggedCache, Target, TensorShape
-from ..targets.layers import decoder_layers, usual_layer
+from ..targets.layers import usual_layer
 from ..targets.packed import PackedLinear, PackedWeight
 from ..targets.weights import weight_versions
 from .base import HeadConfig, HeadDrafter
@@ -173,31 +173,6 @@ class Layer(nn.Module):
         self.self_attn = Attention(config, width or config.hidden_size)
         self.post_attention_layernorm = norm_of(config)
         self.mlp = LlamaMLP(config.llama())
-
-    def source_of(self, name: str) -> str | None:
-        """Return from which weight of a library's layer `begin_as` copies this one; None leaves it as it was made."""
-        return name
-
-    @torch.no_grad()
-    def begin_as(self, target: Target, number: int) -> None:
-        """Copy the weights of a layer of the target, counted from 1; of a wider attention, its last inputs' weights.
-
-        Raises:
-            BadInputError: the target has no such layer, or one of other sizes.
-        """
-        if number > target.num_layers:
-            raise BadInputError(f"drafter.first_layer {number}: the target has {target.num_layers} layers.")
-        theirs = decoder_layers(target.body, target.num_layers)[number - 1].state_dict()
-        for name, own in self.state_dict().items():
-            if (source := self.source_of(name)) is None:
-                continue
-            part = own if own.ndim == 1 or source not in theirs else own[:, -theirs[source].shape[1] :]
-            if source not in theirs or part.shape != theirs[source].shape:
-                raise BadInputError(
-                    f"drafter.first_layer {number}: that layer of the target has no {source} of {list(part.shape)}; "
-                    "leave it out."
-                )
-            part.copy_(theirs[source])
 
 
 # Two products of more weights than this take no longer than one of both: together they would cost memory for nothing.

@@ -58,7 +58,6 @@ class FeatureConfig(LayerConfig):
             units of the latter's root mean square, so that it means the same for every target.
         feature_fade: share of the training over which that weight falls to 0; 0 keeps it.
         num_layers: decoder layers; the first reads embedding and hidden state.
-        first_layer: the first layer begins with the weights of this layer of the target, counted from 1; 0 draws them.
     """
 
     least: ClassVar = {"num_layers": 1, "steps": 1}
@@ -72,7 +71,6 @@ class FeatureConfig(LayerConfig):
     weighting: str = "decay"
     feature_loss: float = 0.0
     feature_fade: float = 0.0
-    first_layer: int = 0
 
     @property
     def feeds_finished(self) -> bool:
@@ -91,7 +89,7 @@ class FeatureConfig(LayerConfig):
 
 
 # Settings that older heads have not; without an effect they are no part of a head's digest.
-_LATER = [("grow_steps", 0.0), ("weighting", "decay"), ("feature_fade", 0.0), ("first_layer", 0)]
+_LATER = [("grow_steps", 0.0), ("weighting", "decay"), ("feature_fade", 0.0)]
 
 
 class FeatureDrafter(LayerDrafter):
@@ -101,13 +99,6 @@ class FeatureDrafter(LayerDrafter):
     follows_rounds = True
     abilities = Abilities(reads_nodes=True, fixed_shapes=True)
     config: FeatureConfig
-
-    @classmethod
-    def build(cls, config: Any, target: Target, token_counts: Tensor | None = None) -> Self:
-        head = super().build(config, target, token_counts)
-        if head.config.first_layer:
-            head.own_layers[0].begin_as(target, head.config.first_layer)
-        return head
 
     def identity_settings(self) -> dict[str, Any]:
         settings = super().identity_settings()
@@ -382,8 +373,8 @@ class Eagle3Config(FeatureConfig):
             step reads.
         norm_before_fc: one norm on all taps together instead.
         norm_before_residual: the first layer's output is added to the normed hidden state.
-        init_from_target: start the output embedding from the target's.
-        norm_from_target: start the norm before it from the target's, too.
+        init_from_target: start the output embedding from the target's; with a loss on features, the norm before it,
+            too, so that both read features alike.
     """
 
     taps: tuple[int, ...] = ()
@@ -394,7 +385,6 @@ class Eagle3Config(FeatureConfig):
     norm_before_fc: bool = False
     norm_before_residual: bool = False
     init_from_target: bool = True
-    norm_from_target: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -428,9 +418,6 @@ class _FirstLayer(Layer):
         super().__init__(config, 2 * config.hidden_size)
         self.hidden_norm = norm_of(config)
 
-    def source_of(self, name: str) -> str | None:
-        return {"hidden_norm.weight": "input_layernorm.weight", "input_layernorm.weight": None}.get(name, name)
-
 
 class Eagle3(FeatureDrafter):
     """The EAGLE-3 head: decoder layers on the target's features at three depths, fused (arXiv 2503.01840).
@@ -459,14 +446,14 @@ class Eagle3(FeatureDrafter):
     @classmethod
     def build(cls, config: Any, target: Target, token_counts: Tensor | None = None) -> Self:
         head = super().build(config, target, token_counts)
-        if config.norm_from_target:
+        if config.init_from_target and config.feature_loss:
             ones = torch.ones(target.hidden_size, dtype=target.dtype, device=target.device)
             head.norm.weight.data.copy_(target.final_norm(ones))  # of ones: the factors that it multiplies by
         return head
 
     def identity_settings(self) -> dict[str, Any]:
         settings = super().identity_settings()
-        return {k: v for k, v in settings.items() if (k, v) not in [("feature_loss", 0.0), ("norm_from_target", False)]}
+        return {k: v for k, v in settings.items() if (k, v) != ("feature_loss", 0.0)}
 
     @property
     def taps(self) -> tuple[int, ...]:

@@ -332,24 +332,16 @@ def test_steps_grow_and_the_loss_on_features_fades_as_training_goes_on(target):
         torch.testing.assert_close(*slopes, rtol=0, atol=0)
 
 
-def test_a_head_may_begin_with_a_layer_of_the_target(target):
-    """Of a first layer that also reads embeddings, what reads the hidden state."""
-    theirs = target.model.model.layers[4].state_dict()
-    for make in BOTH.values():
-        own, drawn = (make(target, first_layer=number).layers[0].state_dict() for number in (5, 0))
-        for name, weight in theirs.items():
-            if "norm" not in name:  # `made` draws those anew
-                width = weight.shape[1]
-                assert torch.equal(own[name][:, -width:], weight)
-                assert torch.equal(own[name][:, :-width], drawn[name][:, :-width])
-    head = Eagle3.build(Eagle3Config(norm_from_target=True), target)
-    torch.testing.assert_close(head.norm.weight, target.model.model.norm.weight)
-    with pytest.raises(BadInputError, match=r"first_layer 7: the target has 6 layers"):
-        Eagle3.build(Eagle3Config(first_layer=7), target)
+def test_with_a_loss_on_features_the_norm_before_the_output_begins_as_the_targets(target):
+    torch.nn.init.uniform_(norm := target.model.model.norm.weight, 0.5, 1.5)
+    settings = {"feature_loss": 1.0}, {}, {"feature_loss": 1.0, "init_from_target": False}
+    begun, *others = (Eagle3.build(Eagle3Config(**changes), target).norm.weight for changes in settings)
+    torch.testing.assert_close(begun, norm)
+    assert all(torch.equal(other, torch.ones(32)) for other in others)
 
 
 def test_settings_without_effect_leave_the_digest_of_a_head(target):
-    assert made(Eagle3, target).identity_settings().keys().isdisjoint({"weighting", "first_layer", "feature_loss"})
+    assert made(Eagle3, target).identity_settings().keys().isdisjoint({"weighting", "grow_steps", "feature_loss"})
     assert made(Eagle3, target, weighting="reach").identity_settings()["weighting"] == "reach"
 
 

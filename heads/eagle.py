@@ -446,7 +446,7 @@ class Eagle3(FeatureDrafter):
     @classmethod
     def build(cls, config: Any, target: Target, token_counts: Tensor | None = None) -> Self:
         head = super().build(config, target, token_counts)
-        if config.init_from_target and config.feature_loss:
+        if config.init_from_target and config.feature_loss and not head.norm.weight.is_meta:
             ones = torch.ones(target.hidden_size, dtype=target.dtype, device=target.device)
             head.norm.weight.data.copy_(target.final_norm(ones))  # of ones: the factors that it multiplies by
         return head

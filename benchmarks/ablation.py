@@ -167,7 +167,7 @@ def main(given: Sequence[str] | None = None) -> int:
             unanswered = first.data.model_copy(update={"responses": None})
             distill(first.model_copy(update={"output": str(arguments.work), "data": unanswered}), target)
         if arguments.seconds is not None:
-            TimeBudget.now = staticmethod(time.process_time)  # type: ignore[method-assign,assignment]
+            TimeBudget.now = time.process_time  # type: ignore[method-assign]
         shapes: list[tuple[float, Plan]] = [(t, Plan(arguments.depth)) for t in arguments.temperatures]
         if arguments.nodes:
             shapes.append((0.0, Plan(TREE_DEPTH, TREE_WIDTH, arguments.nodes)))

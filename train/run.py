@@ -210,10 +210,9 @@ class _Training:
         drafter.to(self.args.device).float()
         on_policy = OnPolicy.of(recipe.data, training, self.target, drafter, self.args.seed)
         measured = MeasuredTau.of(recipe, self.target)
-        now = TimeBudget.now if recipe.data.features == "cached" else float  # others have no passes before the loop
-        began = now()
+        began = TimeBudget.now() if recipe.data.features == "cached" else None
         batches, packs = self._batches(drafter, table, adapter), None
-        prepared = now() - began
+        prepared = 0.0 if began is None else TimeBudget.now() - began  # without a cache no pass precedes the loop
         if (packing := packing_of(recipe.training)) is not None:
             batches, packs = PackedBatches(batches), Packs(training, packing.max_length)
             _log.info("%s", packs.summary())

@@ -7,8 +7,12 @@
 
 Each --vary is one variant, one or more settings; the first is what the others are compared with. All learn the same
 responses for the same number of steps: seed s sets the first weights and the order of the rows, and is also the seed
-of sampling at temperature 1. Drafts are chains; prompts run in batches, nothing is timed. What is trained in --work
-is not trained again.
+of sampling at temperature 1. Prompts run in batches, nothing is timed. What is trained in --work is not trained again.
+
+    python -m benchmarks.ablation embedded-eagle3 --seconds 180 --nodes 16 --vary … --vary recipe=embedded-eagle1
+
+With --seconds they learn for the same *processor* time of the training process instead, which other work on the machine
+does not change much; `recipe=NAME` in a variant is another recipe. Drafts are chains, and with --nodes trees, too.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -34,21 +39,26 @@ from outrider.recipes import Recipe, load_recipe
 from outrider.targets import Target
 from outrider.train import train
 from outrider.train.provenance import PROVENANCE, check_same_run
+from outrider.train.stopping import TimeBudget
 
 from .acceptance import Rounds, alpha, over_seeds, pooled, rounds_of, tau
 from .report import command, conditions, interval, number, options, publish, shown, table, write
 
+_RECIPE = "recipe="
+TREE_DEPTH, TREE_WIDTH = 7, 4
 Runs = dict[str, list[Rounds]]  # of each variant, seed by seed
 
 
 def _answered(recipe: Recipe) -> object:
     """Return the settings that decide the responses of a recipe: not how much of the loss follows their rounds."""
-    return recipe.target, recipe.data.model_copy(update={"verified": 0.0})
+    return recipe.target, recipe.data.model_copy(
+        update={"verified": 0.0, "features": "online", "features_dtype": "auto"}
+    )
 
 
 def recipes_of(arguments: argparse.Namespace) -> dict[str, Recipe]:
     """Return the recipe of each variant, all on one folder of responses."""
-    found = {" ".join(vary): load_recipe(arguments.recipe, [*arguments.changes, *vary]) for vary in arguments.vary}
+    found = {" ".join(vary): _recipe(arguments, vary) for vary in arguments.vary}
     if len(found) < 2:
         raise BadInputError("there is nothing to compare: give two or more different variants, --vary key=value each.")
     first, *others = found.values()
@@ -64,20 +74,33 @@ def recipes_of(arguments: argparse.Namespace) -> dict[str, Recipe]:
     }
 
 
-def trained(recipe: Recipe, variant: str, seed: int, target: Target, work: Path) -> tuple[Drafter, int]:
-    """Return a variant of that seed, and the number of steps it took."""
+def _recipe(arguments: argparse.Namespace, vary: Sequence[str]) -> Recipe:
+    """Return the recipe of one variant."""
+    named = [change.removeprefix(_RECIPE) for change in vary if change.startswith(_RECIPE)]
+    changes = [change for change in vary if not change.startswith(_RECIPE)]
+    return load_recipe((named or [arguments.recipe])[-1], [*arguments.changes, *changes])
+
+
+def trained(
+    recipe: Recipe, variant: str, seed: int, target: Target, work: Path, seconds: float | None
+) -> tuple[Drafter, dict[str, Any]]:
+    """Return a variant of that seed, and the facts of its training."""
     output = work / f"{recipe.name}-{re.sub(r'[^A-Za-z0-9.=_-]+', '-', variant)}-seed-{seed}"
     one = recipe.model_copy(update={"training": recipe.training | {"seed": seed}, "output": str(output)})
     check_same_run(one, output)
     if not ((output / PROVENANCE).is_file() and (output / "drafter").is_dir()):
-        train(one, target)
-    return load_drafter(output / "drafter", target), read_json(output / PROVENANCE)["training"]["steps"]
+        train(one, target, seconds=seconds)
+    return load_drafter(output / "drafter", target), read_json(output / PROVENANCE)["training"]
 
 
-def compare(runs: Runs, strata: Sequence[int], depth: int) -> dict[str, Any]:
-    """Return τ and alpha by depth of each variant over all seeds, and how much more they are than the first one's."""
-    bootstrap, (base, *others) = Bootstrap(strata), runs
+def compare(runs: Runs, suites: dict[str, int], depth: int) -> dict[str, Any]:
+    """Return τ, of each suite, too, and alpha by depth of each variant over all seeds, and how much more than the
+    first one's. `suites`: how many prompts each has."""
+    bootstrap, (base, *others) = Bootstrap(list(suites.values())), runs
     figures: dict[str, Callable[[Rounds], Ratio]] = {"tau": tau}
+    begin = 0
+    for name, count in suites.items():
+        figures[f"tau {name}"] = partial(_tau_within, prompts=range(begin, begin := begin + count))
     figures |= {f"alpha_d{d}": partial(alpha, depth=d) for d in range(1, depth + 1)}
     together = {name: pooled(each) for name, each in runs.items()}
     found: dict[str, Any] = {
@@ -96,6 +119,11 @@ def compare(runs: Runs, strata: Sequence[int], depth: int) -> dict[str, Any]:
                 "over_seeds": None if mean is None else {side: number(value) for side, value in mean.items()},
             }
     return found
+
+
+def _tau_within(rounds: Rounds, prompts: range) -> Ratio:
+    """Return τ of those prompts alone."""
+    return tau([each if number in prompts else [] for number, each in enumerate(rounds)])
 
 
 def tables(result: dict[str, Any]) -> list[str]:
@@ -121,6 +149,8 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--vary", **variant, help="a variant; the first one is the reference")
     parser.add_argument("--work", type=Path, default=Path("runs/ablation"), help="responses and trainings")
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0])
+    parser.add_argument("--seconds", type=float, help="processor time of each training, instead of the recipe's steps")
+    parser.add_argument("--nodes", type=int, default=0, help="of dynamic trees at temperature 0, four wide")
     return parser.parse_args(given)
 
 
@@ -132,19 +162,23 @@ def main(given: Sequence[str] | None = None) -> int:
         target = Target.load(**first.target.model_dump())
         suites = load_suites(arguments.suites, target.require_tokenizer(), arguments.limit)
         prompts = [list(p.tokens) for s in suites for p in s.prompts]
-        strata = [len(s.prompts) for s in suites]
+        counts = {s.name: len(s.prompts) for s in suites}
         if first.data.responses == str(arguments.work / "data"):
             unanswered = first.data.model_copy(update={"responses": None})
             distill(first.model_copy(update={"output": str(arguments.work), "data": unanswered}), target)
-        runs: dict[float, Runs] = {t: {name: [] for name in recipes} for t in arguments.temperatures}
-        steps: set[int] = set()
+        if arguments.seconds is not None:
+            TimeBudget.now = time.process_time  # type: ignore[method-assign]
+        shapes: list[tuple[float, Plan]] = [(t, Plan(arguments.depth)) for t in arguments.temperatures]
+        if arguments.nodes:
+            shapes.append((0.0, Plan(TREE_DEPTH, TREE_WIDTH, arguments.nodes)))
+        runs: list[Runs] = [{name: [] for name in recipes} for _ in shapes]
+        steps: dict[str, list[int]] = {name: [] for name in recipes}
         for seed in range(arguments.seeds):
             for name, recipe in recipes.items():
-                drafter, taken = trained(recipe, name, seed, target, arguments.work)
-                steps.add(taken)
-                decoder = Decoder(target, drafter)
-                plan, count = Plan(arguments.depth), arguments.max_new_tokens
-                for t, by_name in runs.items():
+                drafter, facts = trained(recipe, name, seed, target, arguments.work, arguments.seconds)
+                steps[name].append(facts["steps"])
+                decoder, count = Decoder(target, drafter), arguments.max_new_tokens
+                for (t, plan), by_name in zip(shapes, runs, strict=True):
                     sampling = Sampling(t, seed=seed)
                     by_name[name].append(rounds_of(decoder, prompts, count, sampling, plan, arguments.batch))
             # Where the responses lie is a place on this machine.
@@ -154,7 +188,8 @@ def main(given: Sequence[str] | None = None) -> int:
                 recipe=first.name,
                 changes=changes,
                 variants=list(recipes),
-                training_steps=sorted(steps),
+                training_steps=steps,
+                processor_seconds=arguments.seconds,
                 seeds=seed + 1,
                 depth=arguments.depth,
                 batch=arguments.batch,
@@ -164,8 +199,10 @@ def main(given: Sequence[str] | None = None) -> int:
                 intervals="95%, bootstrap over prompts within suites, rounds of all seeds; "
                 "differences on the same prompts and seeds; over_seeds: Student's t",
             )
-            result = {f"temperature {t:g}": compare(by_name, strata, arguments.depth) for t, by_name in runs.items()}
-            result = {"conditions": told} | result
+            result: dict[str, Any] = {"conditions": told}
+            for (t, plan), by_name in zip(shapes, runs, strict=True):
+                shape = f", tree of {plan.nodes}" if plan.nodes else ""
+                result[f"temperature {t:g}{shape}"] = compare(by_name, counts, 0 if shape else arguments.depth)
             write(result, arguments.out)
         publish(result, arguments.out, tables(result))
     return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from ..targets import Target
 from .checkpoint_view import write_record
 from .engine_logits import passage_of, require_same, session_logits
 from .engines import require_served
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,15 @@ def export_drafter(drafter: Drafter, target: Target, to: str, folder: str | Path
     layout = require_served(to, drafter.name, drafter.config, target.num_layers)
     final = Path(folder).expanduser()
     require_new(final)
+    limit = getattr(drafter.config, "max_position_embeddings", 0)
+    if limit and target.max_context is not None and limit < target.max_context:
+        _log.warning(
+            "the drafter's max_position_embeddings is %d, the target's context %d: beyond %d tokens an engine's drafts "
+            "are wrong (vLLM: token 0), and nothing says so.",
+            limit,
+            target.max_context,
+            limit,
+        )
     passage = passage_of(target, drafter.max_depth)
     with replacing_folder(final) as partial:
         layout.save(drafter, target, partial, depth)

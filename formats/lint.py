@@ -204,6 +204,16 @@ def rotary_positions(view: CheckpointView) -> Findings:
         yield unusual("rope-base", what, "If the head was trained with the target's, later drafts are wrong.")
 
 
+def context(view: CheckpointView) -> Findings:
+    """Find a drafter that ends before its target does."""
+    layer = view.config.get("transformer_layer_config") or view.config
+    own = layer.get("max_position_embeddings")
+    theirs = None if view.target is None else view.target.config.get("max_position_embeddings")
+    if None not in (own, theirs) and own < theirs:
+        what = f"max_position_embeddings is {own}, the target's {theirs}."
+        yield unusual("context", what, "Beyond that an engine's drafts are wrong (vLLM: token 0), and nothing says so.")
+
+
 def embeddings(view: CheckpointView) -> Findings:
     """Find copies of embeddings that are not the target's."""
     own = view.tensors.get(EMBEDDINGS)
@@ -487,6 +497,7 @@ EVERY: tuple[Check, ...] = (
     changed_config,
     depths,
     rotary_positions,
+    context,
     embeddings,
 )
 _EAGLE3: tuple[Check, ...] = (taps, norm_flags, draft_vocabulary, tied_embeddings)

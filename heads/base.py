@@ -41,6 +41,7 @@ class TargetBatch:
         last: the target's last hidden state, `[B, T, H]`; `target.lm_head(last)` are its logits.
         step: seeds a loss's draws from a row, beside the row's text: so neither batch nor process changes them.
         documents: the texts of each row, where rows hold several; None where each holds one. For drafters that `pack`.
+        progress: which share of the training is over before this step, from 0 to 1.
         verified: the positions that rounds of decoding reached, on which a share of the loss lies; None for a loss
             without it. For drafters that `follow_rounds`.
     """
@@ -51,6 +52,7 @@ class TargetBatch:
     hidden: Tensor | None
     last: Tensor
     step: int = 0
+    progress: float = 1.0
     documents: Documents | None = None
     verified: AcceptedPositions | None = None
 
@@ -222,6 +224,7 @@ def compare_drafts(
     head: Head | Sequence[Head],
     parameters: Sequence[Tensor] = (),
     weights: Tensor | None = None,  # [P] or [S, P]
+    after: Tensor | None = None,  # [P]
 ) -> PositionLosses:
     """Compare a drafter's distributions of the tokens at `places` of `rows` with the target's, by the drafter's loss.
 
@@ -229,10 +232,11 @@ def compare_drafts(
         drafted: the input of `head`, which returns draft logits.
         parameters: the weights that `head` trains.
         weights: of each loss in the total; 1 if None.
+        after: see `chunked_compare`.
     """
     rule = divergence(drafter.config.loss)
     settings = LossSettings(batch.target.lm_head, head, rule, drafter.output_ids, parameters)
-    return chunked_compare(batch.last[rows, places - 1], drafted, settings, weights, batch.tokens[rows, places])
+    return chunked_compare(batch.last[rows, places - 1], drafted, settings, weights, batch.tokens[rows, places], after)
 
 
 def teacher_forced_loss(

@@ -68,6 +68,11 @@ def negative_log_acceptance(log_p: Tensor, log_q: Tensor) -> Tensor:
     return -torch.minimum(log_p, log_q).logsumexp(-1)
 
 
+def renyi_half(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """−2 log Σ √(p q) per position, `[P]`: Rényi's divergence of order ½, symmetric (D-PARD, SpecForge)."""
+    return -2 * (0.5 * (log_p + log_q)).logsumexp(-1)
+
+
 def hybrid_acceptance(log_p: Tensor, log_q: Tensor, eta: float = 3.0) -> Tensor:
     """λ KL(p || q) + (1−λ) TV(p, q) per position, `[P]` (LK losses, arXiv 2602.23881): KL far from p, TV near it.
 
@@ -105,6 +110,7 @@ DIVERGENCES: dict[str, Divergence] = {
     "jsd": jensen_shannon,
     "tv": total_variation,
     "lk_nla": negative_log_acceptance,
+    "renyi_half": renyi_half,
     "lk_hybrid": hybrid_acceptance,
 }
 HARD = "hard_ce"

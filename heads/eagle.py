@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -50,20 +50,46 @@ class FeatureConfig(LayerConfig):
 
     Attributes:
         steps: unrolled steps S in training.
+        grow_steps: share of the training over which the unrolled steps grow from 1 to S; 0 for S from its beginning.
         decay: weight of step i is `decay ** i`.
+        weighting: `decay` alone, or `reach`: times the probability that a round gets to that step, by the analytic
+            acceptance of the steps before it.
+        feature_loss: weight of SmoothL1 between what the output embedding reads and the target's last hidden state, in
+            units of the latter's root mean square, so that it means the same for every target.
+        feature_fade: share of the training over which that weight falls to 0; 0 keeps it.
         num_layers: decoder layers; the first reads embedding and hidden state.
     """
 
     least: ClassVar = {"num_layers": 1, "steps": 1}
+    shares: ClassVar = ("grow_steps", "feature_fade")
+    words: ClassVar = {"weighting": ("decay", "reach")}
 
     steps: int = 1
     decay: float = 0.8
     loss: LossName = "soft_ce"
+    grow_steps: float = 0.0
+    weighting: str = "decay"
+    feature_loss: float = 0.0
+    feature_fade: float = 0.0
 
     @property
     def feeds_finished(self) -> bool:
         """Whether a step reads the last one's output after `FeatureDrafter.finish`, and not the output itself."""
         return False
+
+    def steps_at(self, progress: float) -> int:
+        """Return how many steps are unrolled when this share of the training is over."""
+        if progress >= self.grow_steps:
+            return self.steps
+        return 1 + int((self.steps - 1) * progress / self.grow_steps)
+
+    def feature_weight(self, progress: float) -> float:
+        """Return the weight of the loss on features when this share of the training is over."""
+        return self.feature_loss * (max(0.0, 1 - progress / self.feature_fade) if self.feature_fade else 1.0)
+
+
+# Settings that older heads have not; without an effect they are no part of a head's digest.
+_LATER = [("grow_steps", 0.0), ("weighting", "decay"), ("feature_fade", 0.0)]
 
 
 class FeatureDrafter(LayerDrafter):
@@ -73,6 +99,10 @@ class FeatureDrafter(LayerDrafter):
     follows_rounds = True
     abilities = Abilities(reads_nodes=True, fixed_shapes=True)
     config: FeatureConfig
+
+    def identity_settings(self) -> dict[str, Any]:
+        settings = super().identity_settings()
+        return {name: value for name, value in settings.items() if (name, value) not in _LATER}
 
     @property
     def trained_depth(self) -> int:
@@ -111,12 +141,13 @@ class FeatureDrafter(LayerDrafter):
         """Return the weights of `finish` and `embed_output`; by default none."""
         return []
 
-    def feature_loss(self, outputs: Tensor, features: Tensor) -> Tensor | None:
-        """Return a loss of the last layer's outputs `[S, P, H]` themselves, `[S, P]`; None for none.
+    def feature_loss(self, outputs: Tensor, features: Tensor) -> Tensor:
+        """Return how far the last layer's outputs `[S, P, H]` are from the true last hidden states `[P, H]`, `[S, P]`.
 
-        `features`: the true last hidden states there, `[P, H]`.
+        Both as an output embedding reads them.
         """
-        return None
+        scale = _scale(features)
+        return smooth_l1(features / scale, self.finish(outputs) / scale)
 
     def logits(self, output: Tensor, target: Target) -> Tensor:
         """Return draft logits `[..., V']` of the last layer's output `[..., H]`."""
@@ -130,9 +161,10 @@ class FeatureDrafter(LayerDrafter):
         assert batch.hidden is not None
         wanted = batch.supervised.clone()  # [B, T]
         wanted[:, :2] = False
+        steps = self.config.steps_at(batch.progress)
         # Later steps run where something is learned: from S + 1 before a text's first such token, index 0 from here on.
-        places = places_of(wanted, 1 + self.config.steps, batch.documents)
-        outputs = self.unroll(batch.target, batch.tokens, batch.hidden, places=places)  # S times [B, T', H]
+        places = places_of(wanted, 1 + steps, batch.documents)
+        outputs = self.unroll(batch.target, batch.tokens, batch.hidden, places, steps)  # S times [B, T', H]
         wanted = nn.functional.pad(wanted, (0, places.width)).gather(1, places.at)  # [B, T']
         rows, learned = wanted.nonzero()[:, 0], places.at[wanted]  # [P], where the learned tokens stand
         # Index t of step i has read the tokens up to x_{t+1+i} and predicts x_{t+2+i}: all stands at that one here.
@@ -141,25 +173,32 @@ class FeatureDrafter(LayerDrafter):
         )  # [S, P, H]
         within = places.within.expand_as(wanted)[wanted]
         here = torch.stack([within >= 2 + i for i in range(len(outputs))])  # [S, P]
-        steps = torch.arange(len(outputs), device=wanted.device)[:, None]
-        weights = self.config.decay**steps * here  # [S, P]
+        index = torch.arange(len(outputs), device=wanted.device)[:, None]
+        weights = self.config.decay**index * here  # [S, P]
         if batch.verified is not None:  # step i predicts the draft at depth i + 1 of the root that it began with
-            weights = batch.verified.weighed(weights, rows, learned, steps + 1, batch.documents)
+            weights = batch.verified.weighed(weights, rows, learned, index + 1, batch.documents)
+        after = None
+        if self.config.weighting == "reach":  # the draft before stands at the position before, if that is learned
+            after = nn.functional.pad((rows.diff() == 0) & (learned.diff() == 1) & (within.diff() == 1), (1, 0))
         head = partial(self.logits, target=batch.target)
-        result = compare_drafts(self, batch, rows, learned, predicted, head, self.output_weights(), weights)
+        result = compare_drafts(self, batch, rows, learned, predicted, head, self.output_weights(), weights, after)
         total, metrics = result.total, metrics_by_depth(result, wanted, here)
-        if (lost := self.feature_loss(predicted, batch.last[rows, learned - 1])) is not None:
-            total = total + (lost * weights).sum()
+        if weight := self.config.feature_weight(batch.progress):
+            lost = weight * self.feature_loss(predicted, batch.last[rows, learned - 1])
+            total = total + (lost * result.weights).sum()
             metrics |= {
                 f"feature_d{i + 1}": (lost[i][known].sum().detach(), known.sum()) for i, known in enumerate(here)
             }
         return DrafterLoss(total, wanted.sum(), metrics)
 
-    def unroll(self, target: Target, tokens: Tensor, hidden: Tensor, places: Places | None = None) -> list[Tensor]:
+    def unroll(
+        self, target: Target, tokens: Tensor, hidden: Tensor, places: Places | None = None, steps: int = 0
+    ) -> list[Tensor]:
         """Return the last layer's output at each of the S steps of a training-time test, `[B, T', H]` each.
 
         Index j of row b and step i stands for t = places.at[b, j] and the pair whose token is x_{t+1+i}; where a text
-        has no such token, it is arbitrary. Without `places` rows are one text each, and t = j.
+        has no such token, it is arbitrary. Without `places` rows are one text each, and t = j; without `steps` there
+        are as many as the config says.
         """
         places = places or WholeRows([0] * len(tokens), tokens.shape[1], tokens.device)
         layers = UnrolledLayers(self.own_layers, self.config, self.input_projection, places)
@@ -168,7 +207,7 @@ class FeatureDrafter(LayerDrafter):
         read = self.read(target.embed(tokens).to(state.dtype), first)
         rotary = angles(self.rotary, state, places.positions)
         outputs = [layers.forward(*self.enter(read.roll(-1, 1), state, first), rotary)]  # [B, T', H]
-        for i in range(1, self.config.steps):
+        for i in range(1, steps or self.config.steps):
             rotary = angles(self.rotary, outputs[-1], places.positions_of(i))
             state = self.finish(outputs[-1]) if self.config.feeds_finished else outputs[-1]
             entered = self.enter(places.cut(read, 1 + i), state, first)
@@ -242,13 +281,10 @@ class FeatureSession(DeferredPrefillSession):
 class Eagle1Config(FeatureConfig):
     """Settings of an EAGLE head; zeros mean "as the target".
 
-    Noise and feature loss are in units of the true feature's root mean square, so that they mean the same for every
-    target.
-
     Attributes:
         loss: of the tokens; the paper's is a tenth of the soft cross-entropy.
-        feature_loss: weight of SmoothL1 between drafted and true feature.
-        noise: half the width of the uniform noise on true features, in training only.
+        noise: half the width of the uniform noise on true features, in units of their root mean square, in training
+            only.
         embedding_scale: by which embeddings are multiplied before fc; an export has it in fc's weights. A new fc takes
             long to learn from embeddings that are much smaller than the features.
         norm_inputs: a norm on embedding and feature before fc (vLLM's `add_para_norm`): many targets' embeddings are
@@ -257,7 +293,7 @@ class Eagle1Config(FeatureConfig):
         fc_bias: published heads differ in it.
     """
 
-    least: ClassVar = {**FeatureConfig.least, "feature_loss": 0, "noise": 0}
+    least: ClassVar = {**FeatureConfig.least, "noise": 0}
 
     loss: LossName = field(default_factory=lambda: {"soft_ce": 0.1})
     feature_loss: float = 1.0
@@ -300,7 +336,7 @@ class Eagle1(FeatureDrafter):
 
     def identity_settings(self) -> dict[str, Any]:
         settings = super().identity_settings()
-        return {k: v for k, v in settings.items() if (k, v) != ("embedding_scale", 1)}  # older heads have no such thing
+        return {k: v for k, v in settings.items() if (k, v) != ("embedding_scale", 1)}
 
     @property
     def input_projection(self) -> InputProjection:
@@ -326,12 +362,6 @@ class Eagle1(FeatureDrafter):
     def embed_output(self, finished: Tensor, target: Target) -> Tensor:
         return target.lm_head(finished)
 
-    def feature_loss(self, outputs: Tensor, features: Tensor) -> Tensor | None:
-        if not self.config.feature_loss:
-            return None
-        scale = _scale(features)
-        return self.config.feature_loss * smooth_l1(features / scale, outputs / scale)
-
 
 @dataclass
 class Eagle3Config(FeatureConfig):
@@ -343,7 +373,8 @@ class Eagle3Config(FeatureConfig):
             step reads.
         norm_before_fc: one norm on all taps together instead.
         norm_before_residual: the first layer's output is added to the normed hidden state.
-        init_from_target: start the output embedding from the target's.
+        init_from_target: start the output embedding from the target's; with a loss on features, the norm before it,
+            too, so that both read features alike.
     """
 
     taps: tuple[int, ...] = ()
@@ -411,6 +442,18 @@ class Eagle3(FeatureDrafter):
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
         self.layers.extend(Layer(config) for _ in range(config.num_layers - 1))  # drawn last
         self.rotary = rotary_of(config)
+
+    @classmethod
+    def build(cls, config: Any, target: Target, token_counts: Tensor | None = None) -> Self:
+        head = super().build(config, target, token_counts)
+        if config.init_from_target and config.feature_loss and not head.norm.weight.is_meta:
+            ones = torch.ones(target.hidden_size, dtype=target.dtype, device=target.device)
+            head.norm.weight.data.copy_(target.final_norm(ones))  # of ones: the factors that it multiplies by
+        return head
+
+    def identity_settings(self) -> dict[str, Any]:
+        settings = super().identity_settings()
+        return {k: v for k, v in settings.items() if (k, v) != ("feature_loss", 0.0)}
 
     @property
     def taps(self) -> tuple[int, ...]:

@@ -48,7 +48,7 @@ from .drafter_init import made_for
 from .hooks import enable_checkpointing
 from .joint import ADAPTER, Adapter, JointBatches, JointModule, adapted
 from .processes import PeerLostError, alone_in, is_lost_peer, peak_bytes
-from .stopping import Patience, Until, check_same_budget, follow_clock, saved_clock
+from .stopping import Patience, TimeBudget, Until, check_same_budget, follow_clock, saved_clock
 from .trainer import DrafterTrainer, TrainData
 
 _log = logging.getLogger(__name__)
@@ -210,7 +210,9 @@ class _Training:
         drafter.to(self.args.device).float()
         on_policy = OnPolicy.of(recipe.data, training, self.target, drafter, self.args.seed)
         measured = MeasuredTau.of(recipe, self.target)
+        began = TimeBudget.now() if recipe.data.features == "cached" else None
         batches, packs = self._batches(drafter, table, adapter), None
+        prepared = 0.0 if began is None else TimeBudget.now() - began  # without a cache no pass precedes the loop
         if (packing := packing_of(recipe.training)) is not None:
             batches, packs = PackedBatches(batches), Packs(training, packing.max_length)
             _log.info("%s", packs.summary())
@@ -219,6 +221,8 @@ class _Training:
         if isinstance(inner := getattr(drafter, "model", None), PreTrainedModel):
             enable_checkpointing(inner, self.args)
         trainer = DrafterTrainer(drafter, self.args, train_data, self.seconds, joint, self.until)
+        if trainer.budget is not None:
+            trainer.budget.clock.start(trainer.processes.mean(prepared))
         trainer.add_callback(Reports(recipe, lambda: [] if measured is None else measured.samples))
         if recipe.eval.patience is not None:
             trainer.add_callback(Patience(recipe.eval.patience))

@@ -4,8 +4,8 @@
 are those that the drafter has been trained to predict.
 
 A time budget replaces the number of steps: the end, the learning rate and the checkpoints follow the clock. The time is
-that of training alone: batches, the target's passes, steps. Evaluation, checkpoints, and the time between an
-interruption and its continuation do not count.
+that of training alone: batches, the target's passes (those of cached features, too), steps. Evaluation, checkpoints,
+and the time between an interruption and its continuation do not count.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def follow_clock(args: TrainingArguments) -> None:
 
 
 class Clock:
-    """The factor of the learning rate, by the time spent.
+    """The factor of the learning rate, by the time spent; of it `begun` went by before the first step.
 
     Torch saves and restores the attributes of such an object with its scheduler: so the time survives an interruption.
     """
@@ -158,7 +158,7 @@ class Clock:
     __slots__ = ("__dict__", "_shape", "_warmup_steps")  # attributes in slots are not saved
 
     def __init__(self, seconds: float, args: TrainingArguments):
-        self.seconds, self.spent = seconds, 0.0
+        self.seconds, self.spent, self.begun = seconds, 0.0, 0.0
         counted, specific = args.warmup_steps >= 1, cast(Any, args.lr_scheduler_kwargs)
         self._warmup_steps = float(args.warmup_steps) if counted else 0.0
         nothing = torch.optim.SGD([torch.zeros(1)], lr=args.learning_rate)
@@ -166,10 +166,19 @@ class Clock:
         scheduler: Any = get_scheduler(args.lr_scheduler_type, nothing, warm, RESOLUTION, specific)
         self._shape: Callable[[int], float] = scheduler.lr_lambdas[0]
 
+    @property
+    def share(self) -> float:
+        """Which share of the time for steps is over, from 0 to 1."""
+        return min(1.0, (self.spent - self.begun) / (self.seconds - self.begun)) if self.begun < self.seconds else 1.0
+
+    def start(self, begun: float) -> None:
+        """Say how much time went by before the first step."""
+        self.spent = self.begun = begun
+
     def __call__(self, step: int) -> float:
         """Return the factor of the step after `step` others: a warm-up that is given in steps stays one."""
         warm = min(1.0, step / self._warmup_steps) if self._warmup_steps else 1.0
-        return warm * self._shape(round(RESOLUTION * min(1.0, self.spent / self.seconds)))
+        return warm * self._shape(round(RESOLUTION * self.share))
 
 
 class TimeBudget(TrainerCallback):
@@ -179,6 +188,11 @@ class TimeBudget(TrainerCallback):
         seconds: of training.
         mean: of a number over all processes, which must hold the same clock: it decides their learning rates.
     """
+
+    @staticmethod
+    def now() -> float:
+        """Return the seconds of the clock, which is the wall's."""
+        return time.perf_counter()
 
     def __init__(self, seconds: float, args: TrainingArguments, mean: Callable[[float], float]):
         self.clock = Clock(seconds, args)
@@ -193,14 +207,14 @@ class TimeBudget(TrainerCallback):
             yield
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self._since, self._part = time.perf_counter(), self._current_part()
+        self._since, self._part = self.now(), self._current_part()
         self._advance(int(self.clock.spent), "")
 
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Read the clock, because the scheduler is called next."""
-        now, before = time.perf_counter(), int(self.clock.spent)
+        now, before = self.now(), int(self.clock.spent)
         self.clock.spent += self.mean(now - self._since)
         self._since = now
         self._advance(min(int(self.clock.spent), round(self.clock.seconds)) - before, f"step {state.global_step + 1}")
@@ -215,7 +229,7 @@ class TimeBudget(TrainerCallback):
         return int(min(1.0, self.clock.spent / self.clock.seconds) * NUM_CHECKPOINTS)
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._since = time.perf_counter()
+        self._since = self.now()
 
     on_save = on_evaluate
 

@@ -15,6 +15,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from ...common import BadInputError
 from ...targets import RaggedCache, RowLengths, Target
 from ..base import DrafterLoss, TargetBatch
 from ..decoder_layer import CachedLayers, FusedLayer
@@ -44,6 +45,14 @@ class PEagleConfig(Eagle3Config):
     keep_ratio: float = 0.8
     keep_least: float = 0.2
     mask_token_id: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.feature_loss or self.grow_steps or self.weighting != "decay":
+            raise BadInputError(
+                "peagle: feature_loss, grow_steps and weighting are of heads that read their own outputs; leave them "
+                "out."
+            )
 
     def sizes(self, target: Target) -> dict[str, Any]:
         mask = unused_token(target) if self.mask_token_id is None else self.mask_token_id

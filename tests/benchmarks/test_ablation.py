@@ -62,7 +62,7 @@ def test_variants_are_trained_once_and_compared_with_the_first(recipe_file, tmp_
     assert command(lambda: ablation.main(given)) == 0
     result = json.loads(out.read_text())
     assert result["conditions"]["seeds"] == 2
-    assert result["conditions"]["training_steps"] == [1, 2]
+    assert [*result["conditions"]["training_steps"].values()] == [[2, 2], [2, 2], [1, 1]]
     for temperature in ("temperature 0", "temperature 1"):
         first, same, other = result[temperature].values()
         assert first["tau"] == same["tau"]

@@ -119,3 +119,13 @@ def test_layers_that_outrider_does_not_have_are_no_fault_of_the_files(export):
     (found,) = lint(folder)
     assert (found.check, found.is_fault) == ("config", False)
     assert "gelu" in found.found
+
+
+@pytest.mark.parametrize("to", ["vllm", "speculators"])
+def test_a_drafter_that_ends_before_its_target_is_unusual(export, to):
+    folder = export(to)
+    shorter = {"max_position_embeddings": 64}
+    edit_config(lambda config: config.get("transformer_layer_config", config).update(shorter))(folder)
+    (found,) = lint(folder)
+    assert (found.check, found.is_fault) == ("context", False)
+    assert "is 64, the target's" in found.found

@@ -297,6 +297,18 @@ def test_golden_pace_weights():
     torch.testing.assert_close(cut, torch.tensor([[1.4, 0.6, 0.0]], dtype=torch.float64))
 
 
+def test_lk_nla_weighed_by_overlap_without_a_floor_learns_the_expected_length():
+    """Its gradient is that of −Σ_m Π_{i≤m} α_i, the drafts that a round accepts (AngelSpec's end-to-end loss)."""
+    target = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(1)).log_softmax(-1)
+    start = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(2), requires_grad=True)
+    alpha = torch.minimum(target, start.log_softmax(-1)).exp().sum(-1)  # [A, k]
+    weights = pace_weights(alpha.detach(), torch.ones(2, 3, dtype=torch.bool), floor=0.0)
+    lost = DIVERGENCES["lk_nla"](target.flatten(0, 1), start.log_softmax(-1).flatten(0, 1)).view(2, 3)
+    (found,) = torch.autograd.grad((weights * lost).sum(), start)
+    (expected,) = torch.autograd.grad(-alpha.cumprod(1).sum(), start)
+    torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize("name", ["infill", "from anchor, causal, window", "one layer, pruned vocabulary"])
 @pytest.mark.parametrize("few_tokens", [False, True])
 def test_rounds_at_temperature_0_can_be_told_from_the_text(target, name, few_tokens):

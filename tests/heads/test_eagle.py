@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -14,7 +15,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, repea
 
 from outrider.common import BadInputError
 from outrider.decode import Decoder, Plan, Sampling, Tree
-from outrider.heads import Eagle1, Eagle3, Eagle3Config, decoder_layer, load_drafter
+from outrider.heads import Eagle1, Eagle3, Eagle3Config, decoder_layer, load_drafter, losses
 from outrider.heads.decoder_layer import FusedLayer
 from outrider.heads.divergences import DIVERGENCES
 from outrider.heads.eagle import FeatureDrafter
@@ -282,6 +283,66 @@ def test_the_loss_is_the_weighted_sum_of_features_and_tokens(target, tokens_weig
         assert [result.metrics[f"feature_d{i}"][0].item() for i in (1, 2)] == pytest.approx(lost, rel=1e-4)
     else:
         assert "feature_d1" not in result.metrics
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_a_step_weighs_what_the_probability_that_a_round_gets_there_is(target, name, monkeypatch):
+    """decay^i · Π_{d<i} α_d of the round that began at t, written as loops: a constant, whatever the chunks."""
+    monkeypatch.setattr(losses, "CHUNK", 4)
+    drafter = BOTH[name](target, steps=3, decay=0.5, weighting="reach", loss="soft_ce", feature_loss=0.5)
+    tokens = sequences(2, 14)
+    supervised = torch.zeros_like(tokens, dtype=torch.bool)
+    supervised[0, 4:] = True
+    supervised[1, [3, 4, 5, 6, 9, 10, 11]] = True
+    data = batch(target, drafter, tokens, supervised)
+    drafter.requires_grad_(True)
+    weight = drafter.layers[0].mlp.down_proj.weight
+    (found,) = torch.autograd.grad(total := drafter.loss(data).total, weight)
+    outputs, expected = drafter.unroll(target, tokens, data.hidden), torch.zeros(())
+    target_logits = target.model(tokens).logits
+    for row, t in product(range(2), range(14)):
+        reached = 1.0
+        for step in (step for step in range(3) if t + 2 + step < 14):
+            place = t + 2 + step
+            if not supervised[row, place]:
+                reached = 1.0  # nothing is known of it
+                continue
+            p = target_logits[row, place - 1].softmax(-1)
+            q = drafter.logits(outputs[step][row, t], target).softmax(-1)
+            feature = drafter.feature_loss(outputs[step][row, t][None, None], data.last[row, place - 1][None])
+            expected = expected + reached * 0.5**step * (0.5 * feature.sum() - (p * q.log()).sum())
+            reached *= torch.minimum(p, q).sum().item()
+    assert total.item() == pytest.approx(expected.item(), rel=1e-5)
+    torch.testing.assert_close(found, torch.autograd.grad(expected, weight)[0], rtol=1e-3, atol=1e-5)
+
+
+def test_steps_grow_and_the_loss_on_features_fades_as_training_goes_on(target):
+    """By hand; and each share of the training has the loss and gradient of a head with those settings."""
+    settings = {"steps": 4, "grow_steps": 0.6, "feature_loss": 2.0, "feature_fade": 0.5}
+    drafter = made(Eagle3, target, **settings).requires_grad_(True)
+    shares = [0.0, 0.19, 0.2, 0.25, 0.4, 0.59, 0.6, 1.0]
+    assert [drafter.config.steps_at(share) for share in shares] == [1, 1, 2, 2, 3, 3, 4, 4]
+    assert [drafter.config.feature_weight(share) for share in shares[3:]] == pytest.approx([1, 0.4, 0, 0, 0])
+    data = batch(target, drafter, sequences())
+    for share, steps, weight in ((0.0, 1, 2.0), (0.25, 2, 1.0), (0.5, 3, 0.0), (1.0, 4, 0.0)):
+        alone = made(Eagle3, target, steps=steps, feature_loss=weight).requires_grad_(True)
+        found, expected = drafter.loss(replace(data, progress=share)), alone.loss(data)
+        assert found.metrics.keys() == expected.metrics.keys()
+        slopes = [torch.autograd.grad(x.total, list(d.parameters())) for x, d in ((found, drafter), (expected, alone))]
+        torch.testing.assert_close(*slopes, rtol=0, atol=0)
+
+
+def test_with_a_loss_on_features_the_norm_before_the_output_begins_as_the_targets(target):
+    torch.nn.init.uniform_(norm := target.model.model.norm.weight, 0.5, 1.5)
+    settings = {"feature_loss": 1.0}, {}, {"feature_loss": 1.0, "init_from_target": False}
+    begun, *others = (Eagle3.build(Eagle3Config(**changes), target).norm.weight for changes in settings)
+    torch.testing.assert_close(begun, norm)
+    assert all(torch.equal(other, torch.ones(32)) for other in others)
+
+
+def test_settings_without_effect_leave_the_digest_of_a_head(target):
+    assert made(Eagle3, target).identity_settings().keys().isdisjoint({"weighting", "grow_steps", "feature_loss"})
+    assert made(Eagle3, target, weighting="reach").identity_settings()["weighting"] == "reach"
 
 
 def test_the_papers_settings_are_the_default(target):

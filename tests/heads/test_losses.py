@@ -55,6 +55,7 @@ SCIPY = {
     "tv": lambda p, q: np.abs(p - q).sum(-1) / 2,
     "lk_nla": lambda p, q: -np.log(1 - np.abs(p - q).sum(-1) / 2),
     "lk_hybrid": lambda p, q: hybrid(p, q, 3),
+    "renyi_half": lambda p, q: -2 * np.log(np.sqrt(p * q).sum(-1)),
 }
 
 
@@ -150,6 +151,7 @@ NAIVE = {
     "tv": lambda p, q: 1 - torch.minimum(p, q).sum(-1),
     "lk_nla": lambda p, q: -torch.minimum(p, q).sum(-1).log(),
     "lk_hybrid": lambda p, q: naive_hybrid(p, q, torch.minimum(p, q).sum(-1).detach()),
+    "renyi_half": lambda p, q: -2 * (p * q).sqrt().sum(-1).log(),
 }
 
 
@@ -189,6 +191,13 @@ def test_the_gradient_of_lk_nla_is_that_of_tv_divided_by_the_acceptance_rate():
     slopes = [torch.autograd.grad(loss, start)[0] for loss in losses]
     alpha = torch.minimum(target.exp(), start.softmax(-1)).sum().item()
     torch.testing.assert_close(slopes[0], slopes[1] / alpha)
+
+
+def test_golden_renyi_half():
+    """p = (1/2, 1/2) and q = (1/5, 4/5): (Σ √(p q))² = (√(1/10) + √(2/5))² = 9/10."""
+    p, q = torch.tensor([[0.5, 0.5]]), torch.tensor([[0.2, 0.8]])
+    for one, other in ((p, q), (q, p)):
+        assert DIVERGENCES["renyi_half"](one.log(), other.log()).exp().item() == pytest.approx(10 / 9)
 
 
 def test_the_gradient_of_hard_cross_entropy_is_pytorchs_and_zero_for_tokens_that_cannot_be_said():
@@ -447,7 +456,7 @@ def test_metrics_by_depth_follow_each_chain_from_its_start():
     here = torch.tensor([[True] * 6, [False, True, True, True, False, True]])
     numbers = torch.arange(1.0, 13.0).view(2, 6) / 12
     alpha, loss, top1 = numbers, 10 + numbers, 1 - numbers
-    found = metrics_by_depth(PositionLosses(loss.sum(), loss, alpha, top1), wanted, here)
+    found = metrics_by_depth(PositionLosses(loss.sum(), loss, alpha, top1, torch.ones_like(loss)), wanted, here)
     values = {name: [round(part.item(), 5) for part in pair] for name, pair in found.items()}
     assert list(values) == ["loss_d1", "top1_d1", "loss_d2", "top1_d2", "alpha_d1", "alpha_d2", "tau"]
     assert values["loss_d1"] == [round(60 + 21 / 12, 5), 6]

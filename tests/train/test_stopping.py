@@ -149,7 +149,7 @@ def test_only_the_time_is_saved_with_a_scheduler(tmp_path):
     clock = Clock(10.0, arguments(tmp_path))
     clock.spent = 4.0
     saved = torch.optim.lr_scheduler.LambdaLR(torch.optim.SGD([torch.zeros(1)], lr=1.0), clock).state_dict()
-    assert saved["lr_lambdas"] == [{"seconds": 10.0, "spent": 4.0}]
+    assert saved["lr_lambdas"] == [{"seconds": 10.0, "spent": 4.0, "begun": 0.0}]
 
 
 def test_every_process_has_the_clock_of_all(tmp_path, ticking):
@@ -197,6 +197,14 @@ def test_evaluation_and_checkpoints_take_none_of_the_time(recipe, target, tickin
 
     monkeypatch.setattr(DrafterTrainer, "_save_checkpoint", slow)
     assert train(recipe(), target, seconds=20).steps == 20
+
+
+def test_passes_for_cached_features_take_their_part_of_the_time_and_none_of_the_schedule(recipe, target, ticking):
+    """Of 20 seconds one, between two looks at this clock; the first step still has the whole learning rate."""
+    made = recipe("cached", data_changes={"features": "cached"}, lr_scheduler_type="linear")
+    assert train(made, target, seconds=20).steps == 19
+    seen = history(made, "learning_rate")
+    assert (seen[0], seen[-1]) == pytest.approx((3e-3, 3e-3 / 19))
 
 
 def test_a_continued_training_has_the_time_that_was_left_and_the_same_weights(recipe, target, ticking, monkeypatch):

@@ -3,9 +3,8 @@
     python -m benchmarks.decode --eagle3 runs/embedded-eagle3/drafter \\
         --draft-model runs/embedded-draft-model/drafter \\
         --dtype bfloat16 --out benchmarks/results/decode-cpu-bf16.json
-    python -m benchmarks.decode --shape llama-3.1-8b --out benchmarks/results/decode-llama-3.1-8b.json
-    python -m benchmarks.decode --shape qwen3-8b --layers 1 --hidden 64 --vocab 512 \\
-        --context 96 --batch 1 2 --quick
+    python -m benchmarks.decode --target embedded@8b --eagle3 runs/embedded-eagle3/drafter --draft-like 1b \\
+        --context 1024 8192 --batch 1 4 16 64 --out benchmarks/results/decode-llama-3.1-8b.json
 
 On the suites, batch 1: the plain target and the drafters in our engine, `transformers.generate`, transformers'
 assisted generation with the same draft model and its prompt lookup at the same k. Every quotient is one of tokens/s
@@ -13,11 +12,12 @@ on the same prompts, with a bootstrap interval over prompts. Beside them what ou
 the models (`overhead.py`).
 
 At each --context and --batch: T_verify(n) / T_verify(1), the time of drafting, plain tokens/s and its share of the
-memory-bandwidth floor, tokens/s of all loops at forced acceptance (`forced.py`; labelled so), the loop's overhead,
-and how long the device waits for the host (`cells.py`).
+memory-bandwidth floor, tokens/s of all loops, the loop's overhead, and how long the device waits for the host
+(`cells.py`).
 
---shape takes a target of that shape with random weights (`random_targets.py`), an untrained EAGLE-3 head and a random
-draft model for it; --layers, --hidden and --vocab shrink them for a try on a CPU. There are no suites then.
+A target that was grown (`grown.py`) has drafters that were trained for the small one and grow with it. --untrained
+takes a head that learned nothing in place of --eagle3, for cells; --draft-like grows the small target into a smaller
+shape, as a draft model that is always right.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from typing import Any
 import torch
 
 from outrider.common import BadInputError
-from outrider.common.machine import best_device, clock
+from outrider.common.machine import clock
 from outrider.costs.rounds import check_context, ragged_lengths
 from outrider.costs.timing import threads
 from outrider.decode import Decoder, Plan
@@ -48,9 +48,9 @@ from outrider.targets import Target
 from outrider.targets.fast import use_fastest_pass
 from outrider.targets.split_attention import steady_kernels
 
-from . import random_targets as models
 from .ceilings import bandwidth
 from .cells import Cell, CellSettings
+from .grown import Grown
 from .loops import Ours, Texts, assist
 from .overhead import loop_overhead
 from .report import NOTHING, command, conditions, interval, options, shown, table, write
@@ -79,14 +79,20 @@ class Drafting:
         return TimedCompletion(out[0, tokens.shape[1] :].tolist(), {"total": clock(self.target.device) - began})
 
 
-def load_drafters(target: Target, arguments: argparse.Namespace) -> dict[str, Drafter]:
+def load_drafters(grown: Grown, arguments: argparse.Namespace) -> dict[str, Drafter]:
+    """Return the drafters that are asked for, by kind."""
     folders = {"eagle3": arguments.eagle3, "draft_model": arguments.draft_model}
-    found = {name: load_drafter(folder, target) for name, folder in folders.items() if folder}
+    found = {name: load_drafter(folder, grown.source) for name, folder in folders.items() if folder}
     for name, drafter in found.items():
         if drafter.name != name:
             raise BadInputError(
                 f"--{name.replace('_', '-')} {folders[name]}: expected a drafter of type {name}, found {drafter.name}."
             )
+    found = {name: grown.drafter(drafter) for name, drafter in found.items()}
+    if arguments.untrained:
+        found.setdefault("eagle3", grown.untrained().cast(grown.target.dtype))
+    if arguments.draft_like:
+        found.setdefault("draft_model", grown.draft_model(arguments.draft_like))
     return found
 
 
@@ -148,7 +154,6 @@ def measure_overheads(
 def cell_settings(arguments: argparse.Namespace) -> CellSettings:
     settings = CellSettings(
         arguments.depth,
-        tuple(arguments.shares),
         arguments.cell_tokens,
         arguments.repeats,
         arguments.cost_repeats,
@@ -157,9 +162,7 @@ def cell_settings(arguments: argparse.Namespace) -> CellSettings:
     if not arguments.quick:
         return settings
     widths = (0, 1, settings.depth)
-    return CellSettings(
-        settings.depth, settings.forced_shares[:1], new_tokens=12, repeats=1, cost_repeats=2, widths=widths
-    )
+    return CellSettings(settings.depth, new_tokens=12, repeats=1, cost_repeats=2, widths=widths)
 
 
 def check_room(target: Target, arguments: argparse.Namespace) -> None:
@@ -181,40 +184,16 @@ def joined_prompts(texts: Sequence[Sequence[int]], lengths: Sequence[int]) -> Te
 
 
 def make_cells(
-    target: Target, drafters: dict[str, Drafter], texts: Texts | None, arguments: argparse.Namespace
+    target: Target, drafters: dict[str, Drafter], texts: Texts, arguments: argparse.Namespace
 ) -> Iterator[Cell]:
-    """Yield cells, the shortest context and smallest batch first; prompts are joined from `texts`, or random."""
+    """Yield cells, the shortest context and smallest batch first; prompts are joined from `texts`."""
     settings = cell_settings(arguments)
     use_fastest_pass(target)  # single passes are timed before the first decoder is made
     measured = bandwidth(target.device, arguments.bandwidth_bytes)
     for context in arguments.context:
         for batch in arguments.batch:
-            lengths = ragged_lengths(batch, context)
-            if texts is None:
-                prompts = models.random_prompts(target.vocab_size, lengths, settings.new_tokens + settings.depth)
-            else:
-                prompts = joined_prompts(texts, lengths)
-            yield Cell(target, drafters, prompts, texts is None, settings, measured, lookup=not arguments.no_lookup)
-
-
-def random_models(arguments: argparse.Namespace) -> tuple[Target, dict[str, Drafter], dict[str, Any]]:
-    """Return a target of --shape, its drafters, and the words for it in the conditions."""
-    shape = models.shape_of(arguments.shape, arguments.layers, arguments.hidden, arguments.vocab)
-    target = models.build_target(shape, getattr(torch, arguments.dtype), best_device())
-    drafters: dict[str, Drafter] = {"eagle3": models.build_eagle3(target)}
-    if not arguments.no_draft_model:
-        drafters["draft_model"] = models.build_draft_model(arguments.shape, target, arguments.layers, arguments.hidden)
-    weights = (
-        f"random; output embedding = input embedding moved by {models.STEP} rows, "
-        f"input embeddings of standard deviation {models.EMBEDDING:g}: "
-        f"greedy text is known, and no near-tie of bf16 can end a forced acceptance"
-    )
-    sizes = {name: sum(p.numel() for p in d.parameters()) for name, d in drafters.items()}
-    described = {
-        "target": {"shape": arguments.shape, "config": shape, "weights": weights},
-        "drafters": {name: {"parameters": size, "weights": "random"} for name, size in sizes.items()},
-    }
-    return target, drafters, described
+            prompts = joined_prompts(texts, ragged_lengths(batch, context))
+            yield Cell(target, drafters, prompts, settings, measured, lookup=not arguments.no_lookup)
 
 
 def tables(result: dict[str, Any]) -> list[str]:
@@ -290,21 +269,21 @@ def _loop_cells(cell: dict[str, Any], name: str, row: dict[str, Any]) -> list[st
 
 
 def parse(given: Sequence[str] | None) -> argparse.Namespace:
-    common = ("target", "suites", "limit", "depth", "threads")
-    parser = options(__doc__, *common, max_new_tokens=128, repeats=3, shape=None)
+    common = ("target", "shape", "suites", "limit", "depth", "threads")
+    parser = options(__doc__, *common, max_new_tokens=128, repeats=3)
     parser.add_argument("--eagle3", help="folder of an eagle3 drafter")
     parser.add_argument("--draft-model", help="folder of a draft model")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: float32; of a --shape bfloat16")
+    parser.add_argument("--untrained", action="store_true", help="an EAGLE-3 head that learned nothing")
+    parser.add_argument("--draft-like", help="the shape of a draft model, such as 1b, that is grown as the target is")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--width", type=int, default=4, help="of the dynamic tree, which is one deeper than chains")
     parser.add_argument("--nodes", type=int, default=12, help="of the dynamic tree")
     parser.add_argument("--cells-only", action="store_true", help="use the suites as text for the cells only")
     parser.add_argument("--overhead-prompts", type=int, default=4, help="per suite, for the overhead of the loop")
     cells = parser.add_argument_group("cells of context and batch size")
-    cells.add_argument("--context", nargs="*", type=int, help="default: 256; of a --shape 1024 8192")
-    cells.add_argument("--batch", nargs="*", type=int, help="default: 1; of a --shape 1 4 16 64")
+    cells.add_argument("--context", nargs="*", type=int, default=[256])
+    cells.add_argument("--batch", nargs="*", type=int, default=[1])
     known = CellSettings()
-    acceptance = "forced acceptance at each depth, given the one before"
-    cells.add_argument("--shares", nargs="+", type=float, default=known.forced_shares, help=acceptance)
     tokens = "new tokens of each row: 1 + a multiple of depth + 1 ends with a full round"
     cells.add_argument("--cell-tokens", type=int, default=known.new_tokens, help=tokens)
     cells.add_argument("--cost-repeats", type=int, default=known.cost_repeats, help="of single passes")
@@ -315,15 +294,7 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
     cells.add_argument("--compile", action="store_true", help="Target.compile")
     cells.add_argument("--no-lookup", action="store_true", help="without n-gram and prompt lookup")
     cells.add_argument("--quick", action="store_true", help="few repeats: to see that it runs")
-    parser.add_argument("--no-draft-model", action="store_true", help="of a --shape")
-    arguments = parser.parse_args(given)
-    of_shape = {"dtype": "bfloat16", "context": [1024, 8192], "batch": [1, 4, 16, 64]}
-    of_folder = {"dtype": "float32", "context": [256], "batch": [1]}
-    for name, value in (of_folder if arguments.shape is None else of_shape).items():
-        if getattr(arguments, name) is None:
-            setattr(arguments, name, value)
-    arguments.suites = arguments.suites if arguments.shape is None else []
-    return arguments
+    return parser.parse_args(given)
 
 
 def told(arguments: argparse.Namespace, prompts: int, raced: bool) -> dict[str, Any]:
@@ -352,20 +323,17 @@ def told(arguments: argparse.Namespace, prompts: int, raced: bool) -> dict[str, 
 def main(given: Sequence[str] | None = None) -> int:
     arguments = parse(given)
     with threads(arguments.threads):
-        if arguments.shape:
-            target, drafters, described = random_models(arguments)
-        else:
-            target = Target.load(arguments.target, dtype=arguments.dtype)
-            drafters, described = load_drafters(target, arguments), {}
+        grown = Grown.load(arguments, arguments.dtype)
+        target, drafters = grown.target, load_drafters(grown, arguments)
         if arguments.split_attention:
             target.use_split_attention()
         if arguments.compile:
             target.compile()
         check_room(target, arguments)
-        suites = load_suites(arguments.suites, target.require_tokenizer()) if arguments.suites else []
-        jobs = make_jobs(suites, arguments.limit)
-        raced = bool(jobs) and not arguments.cells_only
-        result: dict[str, Any] = {"conditions": conditions(target, **described, **told(arguments, len(jobs), raced))}
+        jobs = make_jobs(load_suites(arguments.suites, target.require_tokenizer()), arguments.limit)
+        raced = not arguments.cells_only
+        about = conditions(target, target=grown.words, **told(arguments, len(jobs), raced))
+        result: dict[str, Any] = {"conditions": about}
         if raced:
             compared, figures = race_suites(target, drafters, jobs, arguments)
             overheads = measure_overheads(target, drafters, jobs, arguments) if target.device.type == "cpu" else {}
@@ -377,7 +345,7 @@ def main(given: Sequence[str] | None = None) -> int:
             write(result, arguments.out, tables(result))
             print("\n\n".join(tables(result)), flush=True)
         result["cells"] = []
-        for cell in make_cells(target, drafters, [list(j.prompt.tokens) for j in jobs] or None, arguments):
+        for cell in make_cells(target, drafters, [list(j.prompt.tokens) for j in jobs], arguments):
             found = cell.measure()
             show_cell(found)
             result["cells"].append(found)

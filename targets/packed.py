@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import sys
+import weakref
 from typing import Any, TypeVar, cast
 
 import torch
@@ -77,6 +78,19 @@ class PackedLinear(nn.Linear):
         return self._kept.product(x, self.bias)
 
 
+# One packed copy of each linear layer, for as long as a target or a decoder holds it.
+_COPIES: weakref.WeakKeyDictionary[nn.Linear, weakref.ref[PackedLinear]] = weakref.WeakKeyDictionary()
+
+
+def _shared_copy(linear: nn.Linear) -> PackedLinear:
+    known = _COPIES.get(linear)
+    packed = None if known is None else known()
+    if packed is None:
+        packed = PackedLinear.of(linear)
+        _COPIES[linear] = weakref.ref(packed)
+    return packed
+
+
 def _use_huge_pages(address: int, num_bytes: int) -> None:
     """Ask Linux to keep memory in huge pages, from which products read a tenth faster; it may decline."""
     advise = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux" else None
@@ -123,7 +137,6 @@ class PackedCopies:
 
     def __init__(self, passed: type[nn.Module] | tuple[()] = ()):
         self.passed = passed
-        self._packed: dict[nn.Linear, PackedLinear] = {}
         self._parts: list[tuple[dict[str, nn.Module | None], str, nn.Module]] = []
 
     def are_current(self) -> bool:
@@ -136,7 +149,7 @@ class PackedCopies:
         Raises IncompatibleError if its forward, or that of a part, is bound to the original.
         """
         if (linear := packable(module)) is not None:
-            return cast(M, self._packed.setdefault(linear, PackedLinear.of(linear)))
+            return cast(M, _shared_copy(linear))
         if isinstance(module, self.passed):
             return module
         parts = {name: part if part is None else self.of(part) for name, part in module._modules.items()}

@@ -1,82 +1,42 @@
-"""Speed of the decoder against transformers' own loops, interleaved in one run, greedy.
+"""The decoder's rounds against transformers' own loops, by context and batch size, greedy.
 
     python -m benchmarks.decode --eagle3 runs/embedded-eagle3/drafter \\
-        --draft-model runs/embedded-draft-model/drafter \\
-        --dtype bfloat16 --out benchmarks/results/decode-cpu-bf16.json
+        --draft-model runs/embedded-draft-model/drafter --dtype bfloat16
     python -m benchmarks.decode --target embedded@8b --eagle3 runs/embedded-eagle3/drafter --draft-like 1b \\
-        --context 1024 8192 --batch 1 4 16 64 --out benchmarks/results/decode-llama-3.1-8b.json
+        --dtype bfloat16 --context 1024 8192 --batch 1 4 16 64 --out benchmarks/results/decode-llama-3.1-8b.json
 
-On the suites, batch 1: the plain target and the drafters in our engine, `transformers.generate`, transformers'
-assisted generation with the same draft model and its prompt lookup at the same k. Every quotient is one of tokens/s
-on the same prompts, with a bootstrap interval over prompts. Beside them what our loop costs over the bare passes of
-the models (`overhead.py`).
-
-At each --context and --batch: T_verify(n) / T_verify(1), the time of drafting, plain tokens/s and its share of the
-memory-bandwidth floor, tokens/s of all loops, the loop's overhead, and how long the device waits for the host
-(`cells.py`).
+At each --context and --batch, on prompts joined from those of the suites: T_verify(n) / T_verify(1), the time of
+drafting, plain tokens/s and its share of the memory-bandwidth floor, tokens/s of the plain target and the drafters in
+our engine, of `transformers.generate`, its assisted generation with the same draft model and its prompt lookup at the
+same k, the loop's overhead (`overhead.py`), and how long the device waits for the host (`cells.py`).
 
 A target that was grown (`grown.py`) has drafters that were trained for the small one and grow with it. --untrained
-takes a head that learned nothing in place of --eagle3, for cells; --draft-like grows the small target into a smaller
-shape, as a draft model that is always right.
+takes a head that learned nothing in place of --eagle3; --draft-like grows the small target into a smaller shape, as a
+draft model that is always right.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import cycle, islice
 from typing import Any
 
-import torch
-
 from outrider.common import BadInputError
-from outrider.common.machine import clock
 from outrider.costs.rounds import check_context, ragged_lengths
 from outrider.costs.timing import threads
-from outrider.decode import Decoder, Plan
-from outrider.eval.interleaved_runs import Racer, TimedCompletion, race
-from outrider.eval.measure import GENERATE, Contestant, DecoderRacer, GenerateRacer, make_records, summarise
-from outrider.eval.reports.figures import Baselines, Figures, PromptRecord, speed_ratio
-from outrider.eval.reports.statistics import Bootstrap, strata_of
-from outrider.eval.suites import PromptJob, load_suites, make_jobs
-from outrider.heads import Drafter, DraftModel, Ngram, load_drafter
-from outrider.recipes import EvalSpec
+from outrider.eval.suites import load_suites, make_jobs
+from outrider.heads import Drafter, load_drafter
 from outrider.targets import Target
 from outrider.targets.fast import use_fastest_pass
-from outrider.targets.split_attention import steady_kernels
 
 from .ceilings import bandwidth
 from .cells import Cell, CellSettings
 from .grown import Grown
-from .loops import Ours, Texts, assist
-from .overhead import loop_overhead
-from .report import NOTHING, command, conditions, interval, options, shown, table, write
-
-ASSISTED, LOOKUP = "transformers.assisted", "transformers.prompt_lookup"
-OURS = [("eagle3", "plain"), ("eagle3 tree", "plain"), ("eagle3 tree", "eagle3"), ("draft_model", "plain")]
-THEIRS = [("plain", GENERATE), ("draft_model", ASSISTED), ("ngram", LOOKUP), ("eagle3", GENERATE)]
-QUOTIENTS = [*OURS, ("ngram", "plain"), *THEIRS]  # of tokens/s
-
-
-class Drafting:
-    """`transformers.generate` that drafts, with an assistant or by prompt lookup, on one job of a race."""
-
-    def __init__(self, name: str, target: Target, max_new_tokens: int, **options: Any):
-        self.name, self.target, self.max_new_tokens, self.options = name, target, max_new_tokens, options
-
-    def __call__(self, job: PromptJob, temperature: float) -> TimedCompletion:
-        tokens = torch.tensor([job.prompt.tokens], device=self.target.device)
-        mask = torch.ones_like(tokens)
-        began = clock(self.target.device)
-        model: Any = self.target.model
-        with torch.inference_mode(), steady_kernels():
-            out = model.generate(
-                tokens, attention_mask=mask, max_new_tokens=self.max_new_tokens, do_sample=False, **self.options
-            )
-        return TimedCompletion(out[0, tokens.shape[1] :].tolist(), {"total": clock(self.target.device) - began})
+from .loops import Texts
+from .report import NOTHING, command, conditions, options, table, write
 
 
 def load_drafters(grown: Grown, arguments: argparse.Namespace) -> dict[str, Drafter]:
@@ -94,61 +54,6 @@ def load_drafters(grown: Grown, arguments: argparse.Namespace) -> dict[str, Draf
     if arguments.draft_like:
         found.setdefault("draft_model", grown.draft_model(arguments.draft_like))
     return found
-
-
-def build_racers(target: Target, drafters: dict[str, Drafter], arguments: argparse.Namespace) -> list[Racer]:
-    depth, count = arguments.depth, arguments.max_new_tokens
-    settings = EvalSpec(max_new_tokens=count, seed=0)
-    plan, tree = Plan(depth), Plan(depth + 1, arguments.width, arguments.nodes)
-    found = [Contestant("plain", None, Plan(depth=0)), Contestant("ngram", Ngram(), plan)]
-    racers: list[Racer] = [Drafting(LOOKUP, target, count, prompt_lookup_num_tokens=depth)]
-    for name, drafter in drafters.items():
-        found.append(Contestant(name, drafter, plan))
-        if name == "eagle3":
-            found.append(Contestant("eagle3 tree", drafter, tree))
-        if isinstance(drafter, DraftModel):
-            racers.append(Drafting(ASSISTED, target, count, assistant_model=assist(drafter.model, depth)))
-    return [*(DecoderRacer(target, c, settings) for c in found), GenerateRacer(target, settings), *racers]
-
-
-def quotients(records: dict[str, list[PromptRecord]]) -> dict[str, Any]:
-    """Return tokens/s of one contestant over another's, on the same prompts."""
-    bootstrap = Bootstrap(strata_of([r.suite for r in records["plain"]]))
-    return {
-        f"{above} / {below}": shown(bootstrap.quotient(speed_ratio(records[above]), speed_ratio(records[below])))
-        for above, below in QUOTIENTS
-        if above in records and below in records
-    }
-
-
-def race_suites(
-    target: Target, drafters: dict[str, Drafter], jobs: list[PromptJob], arguments: argparse.Namespace
-) -> tuple[dict[str, Any], list[Figures]]:
-    """Return quotients of tokens/s, and every contestant's figures."""
-    racers = build_racers(target, drafters, arguments)
-    for racer in racers:
-        racer(jobs[0], 0.0)
-    records = make_records(race(racers, jobs, 0.0, arguments.repeats), jobs, 0.0, "plain")
-    rules = {(r.name, 0.0): "greedy" for r in racers}
-    by_name: dict[str, list[PromptRecord]] = {}
-    for record in sorted(records, key=lambda r: r.suite):
-        by_name.setdefault(record.contestant, []).append(record)
-    return quotients(by_name), summarise(records, rules, Baselines(plain="plain", generate=GENERATE))
-
-
-def measure_overheads(
-    target: Target, drafters: dict[str, Drafter], jobs: list[PromptJob], arguments: argparse.Namespace
-) -> dict[str, Any]:
-    """Return the overhead of plain rounds and of each drafter's, on prompts of the suites, at the acceptance there."""
-    batches = [
-        [list(job.prompt.tokens)]
-        for suite in dict.fromkeys(j.suite for j in jobs)
-        for job in [j for j in jobs if j.suite == suite][: arguments.overhead_prompts]
-    ]
-    plan, count = Plan(arguments.depth), arguments.max_new_tokens
-    loops = [Ours("plain", Decoder(target), Plan(0), count)]
-    loops += [Ours(name, Decoder(target, drafter), plan, count) for name, drafter in drafters.items()]
-    return {loop.name: loop_overhead(loop, batches, arguments.repeats).to_dict() for loop in loops}
 
 
 def cell_settings(arguments: argparse.Namespace) -> CellSettings:
@@ -196,57 +101,6 @@ def make_cells(
             yield Cell(target, drafters, prompts, settings, measured, lookup=not arguments.no_lookup)
 
 
-def tables(result: dict[str, Any]) -> list[str]:
-    """Return the tables of the race on the suites."""
-    head = ["a round's overhead", "processor time", "wall time", "ms per round", "ms of its passes alone"]
-    return [
-        table(["tokens/s", "quotient"], ([n, interval(r)] for n, r in result["tokens_per_second_ratios"].items())),
-        table(head, ([name, *_overhead_cells(row)] for name, row in result["loop_overhead"].items())),
-        _overall(result["figures"]),
-        _by_suite(result["figures"]),
-    ]
-
-
-def _overhead_cells(row: dict[str, Any]) -> list[str]:
-    shares = (row["of_processor_time"], row)
-    percents = [
-        f"{100 * s['share']:+.1f}%" + ("" if s["low"] is None else f" [{100 * s['low']:+.1f}, {100 * s['high']:+.1f}]")
-        for s in shares
-    ]
-    return percents + [f"{1000 * row[key]:.2f}" for key in ("loop_seconds_per_round", "bare_seconds_per_round")]
-
-
-def _overall(figures: Sequence[dict[str, Any]]) -> str:
-    head = ["all suites", "shape", "T", "rule", "τ", "acceptance by depth", "tokens/s", "speedup"]
-    rows = [
-        [
-            f["contestant"],
-            NOTHING,
-            f"{f['temperature']:g}",
-            f["rule"],
-            interval(f["tau"]),
-            ", ".join(f"{a['alpha']['value']:.2f}" for a in f["alpha"]) or NOTHING,
-            interval(f["tokens_per_second"], 0),
-            interval(f["speedup"]),
-            NOTHING if f["identical"] is None else f"{f['identical']} of {f['num_prompts']} prompts",
-        ]
-        for f in figures
-        if f["suite"] == "all"
-    ]
-    return table([*head, "text of the plain target"], rows)
-
-
-def _by_suite(figures: Sequence[dict[str, Any]]) -> str:
-    suites = list(dict.fromkeys(f["suite"] for f in figures if f["suite"] != "all"))
-    cells = {(f["contestant"], f["temperature"], f["suite"]): f for f in figures}
-    rows = []
-    for contestant, temperature in dict.fromkeys((c, t) for c, t, _ in cells):
-        of_suites = [cells.get((contestant, temperature, suite)) for suite in suites]
-        texts = [f"{interval(f['tau'])}; {interval(f['speedup'])}" if f else NOTHING for f in of_suites]
-        rows.append([contestant, f"{temperature:g}", *texts])
-    return table(["τ; speedup", "T", *suites], rows)
-
-
 def show_cell(cell: dict[str, Any]) -> None:
     """Print the loops of a cell; all else that was measured is in the file."""
     head = [f"context {cell['context']}, batch {cell['batch']}", "tokens/s", "steady", "a round", "τ"]
@@ -270,16 +124,12 @@ def _loop_cells(cell: dict[str, Any], name: str, row: dict[str, Any]) -> list[st
 
 def parse(given: Sequence[str] | None) -> argparse.Namespace:
     common = ("target", "shape", "suites", "limit", "depth", "threads")
-    parser = options(__doc__, *common, max_new_tokens=128, repeats=3)
+    parser = options(__doc__, *common, repeats=3)
     parser.add_argument("--eagle3", help="folder of an eagle3 drafter")
     parser.add_argument("--draft-model", help="folder of a draft model")
     parser.add_argument("--untrained", action="store_true", help="an EAGLE-3 head that learned nothing")
     parser.add_argument("--draft-like", help="the shape of a draft model, such as 1b, that is grown as the target is")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--width", type=int, default=4, help="of the dynamic tree, which is one deeper than chains")
-    parser.add_argument("--nodes", type=int, default=12, help="of the dynamic tree")
-    parser.add_argument("--cells-only", action="store_true", help="use the suites as text for the cells only")
-    parser.add_argument("--overhead-prompts", type=int, default=4, help="per suite, for the overhead of the loop")
     cells = parser.add_argument_group("cells of context and batch size")
     cells.add_argument("--context", nargs="*", type=int, default=[256])
     cells.add_argument("--batch", nargs="*", type=int, default=[1])
@@ -297,29 +147,6 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(given)
 
 
-def told(arguments: argparse.Namespace, prompts: int, raced: bool) -> dict[str, Any]:
-    """Return the settings of the race on the suites, if there is one, and those of the cells."""
-    race = {
-        "batch": 1,
-        "temperature": 0,
-        "depth": arguments.depth,
-        "tree": {"depth": arguments.depth + 1, "width": arguments.width, "nodes": arguments.nodes},
-        "max_new_tokens": arguments.max_new_tokens,
-        "repeats": arguments.repeats,
-        "suites": arguments.suites,
-        "prompts": prompts,
-    }
-    cells = asdict(cell_settings(arguments)) | {
-        "context": arguments.context,
-        "batch": arguments.batch,
-        "temperature": 0,
-        "compiled": arguments.compile,
-        "timing": "medians; steady: all steps but the first, which reads the prompt; "
-        "loops take turns where there is memory for all of them",
-    }
-    return (race if raced else {}) | {"cells": cells}
-
-
 def main(given: Sequence[str] | None = None) -> int:
     arguments = parse(given)
     with threads(arguments.threads):
@@ -331,20 +158,16 @@ def main(given: Sequence[str] | None = None) -> int:
             target.compile()
         check_room(target, arguments)
         jobs = make_jobs(load_suites(arguments.suites, target.require_tokenizer()), arguments.limit)
-        raced = not arguments.cells_only
-        about = conditions(target, target=grown.words, **told(arguments, len(jobs), raced))
-        result: dict[str, Any] = {"conditions": about}
-        if raced:
-            compared, figures = race_suites(target, drafters, jobs, arguments)
-            overheads = measure_overheads(target, drafters, jobs, arguments) if target.device.type == "cpu" else {}
-            result |= {
-                "tokens_per_second_ratios": compared,
-                "loop_overhead": overheads,
-                "figures": [json.loads(f.model_dump_json()) for f in figures],
-            }
-            write(result, arguments.out, tables(result))
-            print("\n\n".join(tables(result)), flush=True)
-        result["cells"] = []
+        about = conditions(target, target=grown.words, suites=arguments.suites, cells=asdict(cell_settings(arguments)))
+        about["cells"] |= {
+            "context": arguments.context,
+            "batch": arguments.batch,
+            "temperature": 0,
+            "compiled": arguments.compile,
+            "timing": "medians; steady: all steps but the first, which reads the prompt; "
+            "loops take turns where there is memory for all of them",
+        }
+        result: dict[str, Any] = {"conditions": about, "cells": []}
         for cell in make_cells(target, drafters, [list(j.prompt.tokens) for j in jobs], arguments):
             found = cell.measure()
             show_cell(found)

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from outrider.common import OutriderError
+from outrider.common.machine import clock
 from outrider.costs.timing import threads
 from outrider.decode import Plan
 from outrider.eval.interleaved_runs import Racer, TimedCompletion, race
@@ -39,11 +40,11 @@ from outrider.recipes import EvalSpec
 from outrider.serving.engine import Engine
 from outrider.serving.launching import Command, VllmLaunch, python_of, running
 from outrider.targets import Target
+from outrider.targets.split_attention import steady_kernels
 
-from .decode import LOOKUP, Drafting
 from .report import NOTHING, command, conditions, interval, options, publish, shown, table
 
-PLAIN = "plain"
+PLAIN, LOOKUP = "plain", "transformers.prompt_lookup"
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,24 @@ class LlamaServer:
         """Return what it says of itself."""
         said = subprocess.run([str(self.program), "--version"], capture_output=True, text=True, check=True)
         return (said.stdout + said.stderr).splitlines()[0]
+
+
+class Drafting:
+    """`transformers.generate` that drafts by options of its own, such as prompt lookup, on one job of a race."""
+
+    def __init__(self, name: str, target: Target, max_new_tokens: int, **options: Any):
+        self.name, self.target, self.max_new_tokens, self.options = name, target, max_new_tokens, options
+
+    def __call__(self, job: PromptJob, temperature: float) -> TimedCompletion:
+        tokens = torch.tensor([job.prompt.tokens], device=self.target.device)
+        mask = torch.ones_like(tokens)
+        began = clock(self.target.device)
+        model: Any = self.target.model
+        with torch.inference_mode(), steady_kernels():
+            out = model.generate(
+                tokens, attention_mask=mask, max_new_tokens=self.max_new_tokens, do_sample=False, **self.options
+            )
+        return TimedCompletion(out[0, tokens.shape[1] :].tolist(), {"total": clock(self.target.device) - began})
 
 
 class EngineRacer:
@@ -210,5 +229,4 @@ def main(given: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    torch.set_grad_enabled(False)
     sys.exit(command(main))

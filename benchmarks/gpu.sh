@@ -67,14 +67,14 @@ step() {
 bench() { echo "$python -m benchmarks.$1"; }
 
 llama=(--target embedded@8b) qwen=(--target embedded@qwen3-8b) floor=() numbers=(--dtypes bfloat16 float32)
-context=(--context 1024 8192) lengths=(--lengths 1024 2048 4096) chunks=() suite=() repeats=() quick=(--limit 2) interpret=0
+context=(--context 1024 8192) lengths=(--lengths 1024 2048 4096) chunks=() suite=() repeats=() quick=(--limit 4) interpret=0
 draft=(--draft-like 1b)
 if [ -n "$tiny" ]; then
     [ "$model" = embedded@8b ] && model=embedded
     small=(hidden_size=512 num_hidden_layers=12 intermediate_size=1024 vocab_size=4352)
     llama+=(--shape "${small[@]}") qwen+=(--shape "${small[@]}") floor=(--bytes 1000000) numbers=(--dtypes float32)
     context=(--context 160) lengths=(--lengths 32 --rows 2) chunks=(--chunks 16 512) draft=()
-    suite=(--max-new-tokens 8) repeats=(--repeats 2) quick=(--quick --limit 2 --max-new-tokens 16) interpret=1
+    suite=(--max-new-tokens 8) repeats=(--repeats 2) quick=(--quick --limit 2) interpret=1
 fi
 runners=(--runners eager kernels "split attention")
 
@@ -94,7 +94,7 @@ runners=(--runners eager kernels "split attention")
         "${repeats[@]}" "${floor[@]}" "${runners[@]}" --out "$out/passes-qwen3.json.part"
     step candidates 300 candidates.txt "$python" -m outrider.targets.fast "$model"
     step head 420 head.txt "$root/benchmarks/gpu_head.sh" "$python" "$out" "$tiny"
-    head=(--untrained --cells-only) # a head that learned nothing shows what its rounds cost
+    head=(--untrained) # a head that learned nothing shows what its rounds cost
     [ -d "$out/head/drafter" ] && head=(--eagle3 "$out/head/drafter")
     decoding=("${head[@]}" "${draft[@]}" "${quick[@]}" --dtype bfloat16 --batch 1 --widths 0 7 63)
     step decode-llama 420 decode-llama.json $(bench decode) "${llama[@]}" "${context[@]:0:2}" "${decoding[@]}" \

@@ -44,12 +44,13 @@ class Grown:
             BadInputError: sizes are given for a target that is not grown, or are no sizes.
         """
         path, shape = split_shape(arguments.target)
+        if shape is None and arguments.shape:
+            raise BadInputError(f"--shape changes sizes of a grown target, such as embedded@8b, not {path!r}.")
+        like = None if shape is None else shape_config(shape, **(least | _sizes(arguments.shape)))
         source = Target.load(path, dtype=dtype, device=device or best_device())
-        if shape is None:
-            if arguments.shape:
-                raise BadInputError(f"--shape changes sizes of a grown target, such as embedded@8b, not {path!r}.")
+        if like is None:
             return cls(source, source)
-        model = grow(source.model, shape_config(shape, **(least | _sizes(arguments.shape))))
+        model = grow(source.model, like)
         return cls(Target(model.requires_grad_(False), source.tokenizer, {"path": arguments.target}), source)
 
     def drafter(self, drafter: Drafter) -> Drafter:

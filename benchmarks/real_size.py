@@ -321,7 +321,8 @@ def main(given: Sequence[str] | None = None) -> int:
         write(result, arguments.out)
         contestants = {kind: list(entered) for kind in kinds}
         if arguments.control:
-            for kind, more in controlled(grown, entered, jobs, result["costs"], arguments).items():
+            costs = {kind: result["costs"][kind] for kind in kinds}
+            for kind, more in controlled(grown, entered, jobs, costs, arguments).items():
                 contestants[kind] += more
         figures, result["packed_over_plain"] = race_weights(target, kinds, contestants, jobs, settings)
     everyone = next(iter(contestants.values()))

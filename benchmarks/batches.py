@@ -212,12 +212,14 @@ def controlled_racers(
 
 def tables(result: dict[str, Any]) -> list[str]:
     """Return speed and τ of each contestant at each batch size."""
+    told = all("drafted" in p for p in result["points"])
     rows = []
     for p in result["points"]:
         figures = [interval(p["tokens_per_second"], 0), interval(p["speedup"]), interval(p["tau"])]
-        figures += [f"{p['drafted']:.1f}", f"{p['identical']} of {p['sequences']}"]
-        rows.append([p["contestant"], str(p["size"]), *figures])
-    return [table(["", "batch", "tokens/s", "speedup", "τ", "drafts a round", "text of the plain target"], rows)]
+        figures += [f"{p['drafted']:.1f}"] if told else []
+        rows.append([p["contestant"], str(p["size"]), *figures, f"{p['identical']} of {p['sequences']}"])
+    head = ["", "batch", "tokens/s", "speedup", "τ", *(["drafts a round"] if told else []), "text of the plain target"]
+    return [table(head, rows)]
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -91,11 +91,18 @@ def read_gguf(file: Path) -> Any:
     asked: Any = getattr(transformers, "GgufConfig", None)
     unpacked = {} if asked is None else {"quantization_config": asked(dequantize=True)}
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            str(file.parent), gguf_file=file.name, dtype=torch.float32, trust_remote_code=False, **unpacked
+        model, info = AutoModelForCausalLM.from_pretrained(
+            str(file.parent),
+            gguf_file=file.name,
+            dtype=torch.float32,
+            trust_remote_code=False,
+            output_loading_info=True,
+            **unpacked,
         )
     except (OSError, ValueError, KeyError) as error:
         raise BadInputError(f"{file}: cannot be read as GGUF ({str(error).splitlines()[0]}).") from error
+    if misfits := sorted(str(name) for name, *_ in info["mismatched_keys"]):  # which the library fills at random
+        raise BadInputError(f"{file}: the sizes that transformers reads there do not fit {misfits[0]}.")
     return model.eval().requires_grad_(False)
 
 

@@ -57,7 +57,7 @@ def test_a_gguf_file_holds_the_targets_tokenizer(target, export):
 def test_experts_in_a_gguf_file_are_the_models(target, tmp_path):
     sizes = {"vocab_size": target.vocab_size, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": False}
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 768, "norm_topk_prob": True}
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", **sizes | heads | experts)).eval()
     write_gguf(model, target.require_tokenizer(), tmp_path / "experts.gguf")

@@ -28,7 +28,7 @@ from rich.console import Console
 from outrider.common import BadInputError
 from outrider.common.atomic import write_atomically
 from outrider.common.progress import progress
-from outrider.costs.rounds import draft_times, verify_times
+from outrider.costs.rounds import verify_times
 from outrider.costs.timing import threads
 from outrider.decode import Control, Costs, Decoder, Plan, Sampling
 from outrider.eval import Interval, Ratio
@@ -45,7 +45,7 @@ from outrider.recipes import EvalSpec
 from outrider.targets import Target
 
 from .decode import joined_prompts
-from .grown import Grown
+from .grown import Grown, draft_seconds
 from .report import command, conditions, interval, options, publish, shown, table
 
 
@@ -100,9 +100,7 @@ def controlled(
     found = {}
     for size in sizes:
         passes = verify_times(target, range(plan.depth + 1), size, context, repeats)
-        steps = [0.0]
-        if not drafter.abilities.deterministic:
-            steps = draft_times(target, drafter, plan.depth, size, context, repeats, whole=True)
+        steps = draft_seconds(target, drafter, plan.depth, size, context, repeats)
         costs = Costs(tuple(passes.items()), tuple(steps))
         found[size] = replace(plan, control=Control(costs, tuple(rates), CONTROL_WEIGHT))
     return found

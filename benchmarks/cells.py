@@ -62,7 +62,7 @@ class Cell:
 
     Attributes:
         prompts: of the rows.
-        drafters: that grow, by name. lookup: whether n-gram and prompt lookup take part.
+        drafters: that grow, by name; n-grams and prompt lookup take part beside them.
     """
 
     target: Target
@@ -70,7 +70,6 @@ class Cell:
     prompts: Texts
     settings: CellSettings
     bandwidth: Bandwidth
-    lookup: bool = True
 
     @property
     def batch(self) -> int:
@@ -121,16 +120,14 @@ class Cell:
         yield Ours("plain", Decoder(target), Plan(0), new)
         for name, drafter in self.drafters.items():
             yield Ours(name, Decoder(target, drafter), plan, new)
-        if self.lookup:
-            yield Ours("ngram", Decoder(target, Ngram()), plan, new)
+        yield Ours("ngram", Decoder(target, Ngram()), plan, new)
         yield Theirs("transformers.generate", target, new)
         if self.batch > 1:
             return  # transformers drafts for one row only
         for drafter in self.drafters.values():
             if isinstance(drafter, DraftModel):
                 yield Theirs("transformers.assisted", target, new, assist(drafter.model, self.settings.depth))
-        if self.lookup:
-            yield Theirs("transformers.prompt_lookup", target, new, lookup=self.settings.depth)
+        yield Theirs("transformers.prompt_lookup", target, new, lookup=self.settings.depth)
 
     def _race(self, loops: Sequence[Loop]) -> dict[str, Any]:
         """Return figures by loop; all take turns if there is memory for what each keeps, else one after the other."""

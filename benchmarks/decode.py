@@ -1,8 +1,8 @@
 """The decoder's rounds against transformers' own loops, by context and batch size, greedy.
 
-    python -m benchmarks.decode --eagle3 runs/embedded-eagle3/drafter \\
-        --draft-model runs/embedded-draft-model/drafter --dtype bfloat16
-    python -m benchmarks.decode --target embedded@8b --eagle3 runs/embedded-eagle3/drafter --draft-like 1b \\
+    python -m benchmarks.decode --dtype bfloat16 --drafter eagle3=runs/embedded-eagle3/drafter \\
+        draft_model=runs/embedded-draft-model/drafter
+    python -m benchmarks.decode --target embedded@8b --drafter eagle3=runs/embedded-eagle3/drafter --draft-like 1b \\
         --dtype bfloat16 --context 1024 8192 --batch 1 4 16 64 --out benchmarks/results/decode-llama-3.1-8b.json
 
 At each --context and --batch, on prompts joined from those of the suites: T_verify(n) / T_verify(1), the time of
@@ -11,8 +11,8 @@ our engine, of `transformers.generate`, its assisted generation with the same dr
 same k, the loop's overhead (`overhead.py`), and how long the device waits for the host (`cells.py`).
 
 A target that was grown (`grown.py`) has drafters that were trained for the small one and grow with it. --untrained
-takes a head that learned nothing in place of --eagle3; --draft-like grows the small target into a smaller shape, as a
-draft model that is always right.
+takes an EAGLE-3 head that learned nothing; --draft-like grows the small target into a smaller shape, as a draft model
+that is always right.
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ from dataclasses import asdict
 from itertools import cycle, islice
 from typing import Any
 
-from outrider.common import BadInputError
 from outrider.costs.rounds import check_context, ragged_lengths
 from outrider.costs.timing import threads
 from outrider.eval.suites import load_suites, make_jobs
-from outrider.heads import Drafter, load_drafter
+from outrider.heads import Drafter
 from outrider.targets import Target
 from outrider.targets.fast import use_fastest_pass
 
@@ -40,19 +39,12 @@ from .report import NOTHING, command, conditions, options, table, write
 
 
 def load_drafters(grown: Grown, arguments: argparse.Namespace) -> dict[str, Drafter]:
-    """Return the drafters that are asked for, by kind."""
-    folders = {"eagle3": arguments.eagle3, "draft_model": arguments.draft_model}
-    found = {name: load_drafter(folder, grown.source) for name, folder in folders.items() if folder}
-    for name, drafter in found.items():
-        if drafter.name != name:
-            raise BadInputError(
-                f"--{name.replace('_', '-')} {folders[name]}: expected a drafter of type {name}, found {drafter.name}."
-            )
-    found = {name: grown.drafter(drafter) for name, drafter in found.items()}
+    """Return the drafters that are asked for, by name."""
+    found = grown.drafters(arguments.drafter)
     if arguments.untrained:
-        found.setdefault("eagle3", grown.untrained().cast(grown.target.dtype))
+        found["eagle3"] = grown.untrained().cast(grown.target.dtype)
     if arguments.draft_like:
-        found.setdefault("draft_model", grown.draft_model(arguments.draft_like))
+        found["draft_model"] = grown.draft_model(arguments.draft_like)
     return found
 
 
@@ -98,7 +90,7 @@ def make_cells(
     for context in arguments.context:
         for batch in arguments.batch:
             prompts = joined_prompts(texts, ragged_lengths(batch, context))
-            yield Cell(target, drafters, prompts, settings, measured, lookup=not arguments.no_lookup)
+            yield Cell(target, drafters, prompts, settings, measured)
 
 
 def show_cell(cell: dict[str, Any]) -> None:
@@ -125,8 +117,7 @@ def _loop_cells(cell: dict[str, Any], name: str, row: dict[str, Any]) -> list[st
 def parse(given: Sequence[str] | None) -> argparse.Namespace:
     common = ("target", "shape", "suites", "limit", "depth", "threads")
     parser = options(__doc__, *common, repeats=3)
-    parser.add_argument("--eagle3", help="folder of an eagle3 drafter")
-    parser.add_argument("--draft-model", help="folder of a draft model")
+    parser.add_argument("--drafter", nargs="*", default=[], help="NAME=FOLDER, for the small target")
     parser.add_argument("--untrained", action="store_true", help="an EAGLE-3 head that learned nothing")
     parser.add_argument("--draft-like", help="the shape of a draft model, such as 1b, that is grown as the target is")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
@@ -142,7 +133,6 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
     attention = "Target.use_split_attention; transformers' loops keep their own"
     cells.add_argument("--split-attention", action="store_true", help=attention)
     cells.add_argument("--compile", action="store_true", help="Target.compile")
-    cells.add_argument("--no-lookup", action="store_true", help="without n-gram and prompt lookup")
     cells.add_argument("--quick", action="store_true", help="few repeats: to see that it runs")
     return parser.parse_args(given)
 

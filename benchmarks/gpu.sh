@@ -95,7 +95,7 @@ runners=(--runners eager kernels "split attention")
     step candidates 300 candidates.txt "$python" -m outrider.targets.fast "$model"
     step head 420 head.txt "$root/benchmarks/gpu_head.sh" "$python" "$out" "$tiny"
     head=(--untrained) # a head that learned nothing shows what its rounds cost
-    [ -d "$out/head/drafter" ] && head=(--eagle3 "$out/head/drafter")
+    [ -d "$out/head/drafter" ] && head=(--drafter "eagle3=$out/head/drafter")
     decoding=("${head[@]}" "${draft[@]}" "${quick[@]}" --dtype bfloat16 --batch 1 --widths 0 7 63)
     step decode-llama 420 decode-llama.json $(bench decode) "${llama[@]}" "${context[@]:0:2}" "${decoding[@]}" \
         --out "$out/decode-llama.json.part"

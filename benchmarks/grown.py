@@ -15,6 +15,7 @@ import torch
 
 from outrider.common import BadInputError
 from outrider.common.machine import best_device
+from outrider.costs.rounds import draft_times
 from outrider.heads import Drafter, DraftModel, Eagle3, Eagle3Config, Ngram, load_drafter
 from outrider.heads.grow import grow_drafter
 from outrider.targets import Target
@@ -85,6 +86,13 @@ class Grown:
             return None
         sizes = self.target.config.to_diff_dict()
         return {"path": self.target.source["path"], "config": {k: v for k, v in sizes.items() if isinstance(v, int)}}
+
+
+def draft_seconds(target: Target, drafter: Drafter, depth: int, batch: int, context: int, repeats: int) -> list[float]:
+    """Return the seconds of drafting 0, 1, …, `depth` tokens; of a copied text, which is short, none."""
+    if drafter.abilities.deterministic:
+        return [0.0]
+    return draft_times(target, drafter, depth, batch, context, repeats, whole=True)
 
 
 def _sizes(changes: Sequence[str]) -> dict[str, int]:

@@ -32,7 +32,7 @@ from torch import nn
 
 from outrider.common import BadInputError
 from outrider.costs.counting import pass_bytes
-from outrider.costs.rounds import draft_times, verify_times
+from outrider.costs.rounds import verify_times
 from outrider.costs.timing import threads
 from outrider.decode import Control, Costs
 from outrider.decode.control import Controller, expected_tokens
@@ -41,7 +41,7 @@ from outrider.targets import Target
 from outrider.targets.fast.select import CANDIDATES
 
 from .ceilings import Floor, bandwidth
-from .grown import Grown
+from .grown import Grown, draft_seconds
 from .report import NOTHING, command, conditions, options, table, write
 
 RUNNERS = {candidate.name: candidate for candidate in CANDIDATES}
@@ -125,9 +125,7 @@ def gains(
 ) -> dict[str, Any]:
     """Return what drafting costs beside these passes of one batch and context, and what a controller makes of it."""
     batch, context = passes[0]["batch"], passes[0]["context"]
-    steps = [0.0]
-    if not drafter.abilities.deterministic:  # of the others the time depends on the text, and is short
-        steps = draft_times(target, drafter, max(depths), batch, context, repeats, whole=True)
+    steps = draft_seconds(target, drafter, max(depths), batch, context, repeats)
     costs = Costs(tuple((row["tokens"] - 1, row["seconds"]) for row in passes), tuple(steps))
     controller, rows = Controller(Control(costs, tuple(rates)), batch, depths, depths), range(batch)
     chosen, speeds = controller.choose(rows), controller.goodput(rows)

@@ -13,7 +13,6 @@ answer the repeats of a prompt without reading it. Every speed is also shown ove
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
@@ -78,11 +77,6 @@ class LlamaServer:
     def variables(self) -> dict[str, str]:
         """Return the environment that it runs in."""
         return dict(os.environ)
-
-    def version(self) -> str:
-        """Return what it says of itself."""
-        said = subprocess.run([str(self.program), "--version"], capture_output=True, text=True, check=True)
-        return (said.stdout + said.stderr).splitlines()[0]
 
 
 class Drafting:

@@ -205,7 +205,6 @@ def parse(given: Sequence[str] | None) -> Namespace:
     parser.add_argument("--runners", nargs="+", choices=RUNNERS, default=list(RUNNERS))
     parser.add_argument("--drafter", nargs="*", default=[], help="NAME=FOLDER, for the small target, or ngram")
     parser.add_argument("--depths", type=int, nargs="+", default=[1, 2, 3, 4], help="of chains")
-    parser.add_argument("--most", type=int, default=2**17, help="largest batch times context")
     parser.add_argument("--bytes", type=int, help="that are read to measure the bandwidth")
     return parser.parse_args(given)
 
@@ -231,8 +230,6 @@ def main(given: Sequence[str] | None = None) -> int:
                 RUNNERS[name].build(target)
                 found = result["runners"][name] = {"passes": [], "drafters": {each: [] for each in drafters}}
                 for batch, context in ((b, c) for c in arguments.context for b in arguments.batch):
-                    if batch * context > arguments.most:
-                        continue
                     rows = measure(target, batch, context, arguments.widths, arguments.repeats, floor)
                     found["passes"] += rows
                     for each, drafter in drafters.items():

@@ -31,6 +31,7 @@ M = TypeVar("M", bound=nn.Module)
 
 _MOST_ROWS = 64
 _ROWS = 8  # oneDNN chooses one layout for all products of several rows, and in float32 another one for a single row
+_FEWEST = 4  # its products of one and two rows read the same weight slower than one of four
 _HUGE, _COLLAPSE = 2**21, 25  # bytes of a page; MADV_COLLAPSE, of Linux 6.1 and later
 _KINDS = (torch.float32, torch.bfloat16)
 
@@ -57,7 +58,11 @@ class PackedWeight:
         if self._versions != (now := weight_versions([weight])):
             self._versions, self._packed = now, torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS)
             _use_huge_pages(torch.ops.mkldnn.data_ptr(self._packed), torch.ops.mkldnn._nbytes(self._packed))
-        return cast(Tensor, torch.ops.mkldnn._linear_pointwise(x, self._packed, bias, "none", [], ""))
+        rows = x.reshape(-1, weight.shape[1])
+        if (missing := _FEWEST - len(rows)) > 0:
+            rows = nn.functional.pad(rows, (0, 0, 0, missing))
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._packed, bias, "none", [], "")
+        return product[: len(product) - max(0, missing)].view(*x.shape[:-1], -1)
 
 
 class PackedLinear(nn.Linear):

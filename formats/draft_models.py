@@ -178,8 +178,6 @@ def _named(model: PreTrainedModel, architecture: Any) -> Iterator[tuple[str, Ten
         theirs = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if theirs is None:
             raise IncompatibleError(f"gguf: {name} has no name there.")
-        if "qwen3" in config.model_type and name.endswith("_proj.bias"):
-            raise IncompatibleError(f"gguf: {name}: llama.cpp's {config.model_type} has no biases there.")
         theirs += "" if theirs.endswith((".weight", ".bias")) else ".weight"
         if architecture is gguf.MODEL_ARCH.LLAMA and ".self_attn." in name:
             tensor = _interleaved(name, tensor, config)

@@ -178,6 +178,10 @@ def _named(model: PreTrainedModel, architecture: Any) -> Iterator[tuple[str, Ten
         theirs = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if theirs is None:
             raise IncompatibleError(f"gguf: {name} has no name there.")
+        if "qwen3" in config.model_type and name.endswith("o_proj.bias"):
+            if tensor.any():
+                raise IncompatibleError(f"gguf: {name}: llama.cpp's {config.model_type} has no place for it.")
+            continue  # one of zeros, as grown models have it, adds nothing
         theirs += "" if theirs.endswith((".weight", ".bias")) else ".weight"
         if architecture is gguf.MODEL_ARCH.LLAMA and ".self_attn." in name:
             tensor = _interleaved(name, tensor, config)

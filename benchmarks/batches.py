@@ -3,19 +3,24 @@
     python -m benchmarks.batches --drafter eagle3=runs/embedded-eagle3/drafter --sizes 1 2 4 8 16 32 64 \\
         --out benchmarks/results/batches-cpu-fp32.json
 
+    python -m benchmarks.batches --target embedded@0.4b --dtype bfloat16 --pack --sizes 1 8 32 --drafter ngram \\
+        eagle1=runs/embedded-eagle1/drafter --control
+
 Writes the figures to --out and the plot beside it, as .svg. Prompts of the suites in random batches, ragged, each
 completed by the plain target and by every drafter at every depth (and by a pair under its own plan, --pair) in turns;
 rows are freed as their sequences end. Every speedup is over the plain target in the same batches, with a bootstrap
-interval over batches.
+interval over batches. With --control each drafter also takes part with the depth decided round by round, up to the
+deepest, by costs that are measured at each size, and acceptance that is measured on the small target.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
+import statistics
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rich.console import Console
@@ -23,20 +28,24 @@ from rich.console import Console
 from outrider.common import BadInputError
 from outrider.common.atomic import write_atomically
 from outrider.common.progress import progress
+from outrider.costs.rounds import verify_times
 from outrider.costs.timing import threads
-from outrider.decode import Decoder, Plan
+from outrider.decode import Control, Costs, Decoder, Plan, Sampling
 from outrider.eval import Interval, Ratio
+from outrider.eval.acceptance import measure_acceptance
 from outrider.eval.batch_timing import BatchAnswer, BatchRacer, batch_speed, make_groups, median_repeat
 from outrider.eval.interleaved_runs import race
 from outrider.eval.measure import Contestant
 from outrider.eval.reports.plots import speedup_by_size, standalone
 from outrider.eval.reports.statistics import Bootstrap
 from outrider.eval.suites import PromptJob, load_suites, make_jobs
+from outrider.eval.tuner import CONTROL_WEIGHT
 from outrider.pair import Pair
 from outrider.recipes import EvalSpec
 from outrider.targets import Target
 
-from .identity import load_contestants
+from .decode import joined_prompts
+from .grown import Grown, draft_seconds
 from .report import command, conditions, interval, options, publish, shown, table
 
 
@@ -48,6 +57,7 @@ class BatchPoint:
         speedup: tokens/s ÷ tokens/s of the plain target in the same batches; the interval is over batches.
         tau: mean tokens per round and sequence, with the target's own; None for the plain target.
         rows: mean rows that were still running, over all rounds: the batch as the device saw it.
+        drafted: mean drafts of a round and sequence.
         identical: sequences whose tokens equal the plain target's, of `sequences`.
     """
 
@@ -60,12 +70,40 @@ class BatchPoint:
     speedup: Interval
     tau: Interval | None
     rows: float
+    drafted: float
     identical: int
 
     def to_dict(self) -> dict[str, Any]:
         """Return the figures as JSON holds them; an interval that does not exist is null."""
         intervals = {"tokens_per_second": self.tokens_per_second, "speedup": self.speedup, "tau": self.tau}
         return asdict(self) | {name: each and shown(each) for name, each in intervals.items()}
+
+
+class ControlledRacer(BatchRacer):
+    """A racer that follows another plan at each batch size, in `plans`."""
+
+    def __init__(self, name: str, decoder: Decoder, plans: dict[int, Plan], settings: EvalSpec):
+        super().__init__(name, decoder, next(iter(plans.values())), settings)
+        self.plans = plans
+
+    def __call__(self, job: Sequence[PromptJob], temperature: float) -> BatchAnswer:
+        self.plan = self.plans[len(job)]
+        return super().__call__(job, temperature)
+
+
+def controlled(
+    target: Target, contestant: Contestant, rates: Sequence[float], sizes: Sequence[int], context: int, repeats: int
+) -> dict[int, Plan]:
+    """Return the contestant's plan with a controller, by batch size; its costs are measured here, after `context`."""
+    drafter, plan = contestant.drafter, contestant.plan
+    assert drafter is not None
+    found = {}
+    for size in sizes:
+        passes = verify_times(target, range(plan.depth + 1), size, context, repeats)
+        steps = draft_seconds(target, drafter, plan.depth, size, context, repeats)
+        costs = Costs(tuple(passes.items()), tuple(steps))
+        found[size] = replace(plan, control=Control(costs, tuple(rates), CONTROL_WEIGHT))
+    return found
 
 
 def measure_batches(
@@ -76,6 +114,7 @@ def measure_batches(
     settings: EvalSpec,
     least: int = 8,
     tick: Callable[[], None] = lambda: None,
+    more: Sequence[BatchRacer] = (),
 ) -> list[BatchPoint]:
     """Complete batches of every size with every contestant, greedily.
 
@@ -86,6 +125,7 @@ def measure_batches(
         settings: `max_new_tokens`, `repeats` and `seed` are used.
         least: batches of each size; see `make_groups`.
         tick: called after each batch.
+        more: contestants beside these.
 
     Raises:
         BadInputError: a size below 1 or above the number of prompts, or no baseline.
@@ -97,7 +137,7 @@ def measure_batches(
         )
     groups = [(size, group) for size in dict.fromkeys(sizes) for group in make_groups(jobs, size, least, settings.seed)]
     random.Random(settings.seed).shuffle(groups)
-    racers = [BatchRacer(c.name, Decoder(target, c.drafter), c.plan, settings) for c in contestants]
+    racers = [*(BatchRacer(c.name, Decoder(target, c.drafter), c.plan, settings) for c in contestants), *more]
     largest = max((group for _, group in groups), key=len)
     for racer in racers:
         racer(largest, 0.0)  # first calls are slow
@@ -127,6 +167,9 @@ def _point(name: str, plain: str, size: int, done: dict[str, list[BatchAnswer]],
         tau=None if name == plain else bootstrap.ratio(tau),
         # Rounds of all sequences over the rounds of each batch's longest one.
         rows=round(sum(c.num_rounds for c in own) / passes, 2) if passes else 0.0,
+        drafted=round(
+            sum(r.drafted for c in own for each in c.rounds for r in each) / max(1, sum(c.num_rounds for c in own)), 2
+        ),
         identical=sum(a == b for c, p in zip(own, base, strict=True) for a, b in zip(c.tokens, p.tokens, strict=True)),
     )
 
@@ -140,32 +183,49 @@ def speedup_lines(points: Sequence[BatchPoint]) -> dict[str, list[tuple[int, Int
     return lines
 
 
-def build_contestants(target: Target, arguments: argparse.Namespace) -> list[Contestant]:
+def build_contestants(grown: Grown, arguments: argparse.Namespace) -> list[Contestant]:
     """The plain target, every drafter as chains of every depth, and the pair under its plan."""
-    found = []
-    for name, drafter in load_contestants(arguments.drafter, target).items():
-        if drafter is None:
-            found.append(Contestant(name, None, Plan(0)))
-        else:
-            found += [Contestant(f"{name}, depth {depth}", drafter, Plan(depth)) for depth in arguments.depths]
+    found = [Contestant("plain", None, Plan(0))]
+    for name, drafter in grown.drafters(arguments.drafter).items():
+        found += [Contestant(f"{name}, depth {depth}", drafter, Plan(depth)) for depth in arguments.depths]
     if arguments.pair:
-        _, drafter, plan = Pair.load(arguments.pair).open(target)
+        _, drafter, plan = Pair.load(arguments.pair).open(grown.target)
         found.append(Contestant(f"pair, {plan}", drafter, plan))
     return found
 
 
+def controlled_racers(
+    grown: Grown, contestants: Sequence[Contestant], jobs: Sequence[PromptJob], arguments: argparse.Namespace
+) -> Iterator[ControlledRacer]:
+    """Yield each drafter with its depth decided round by round, by costs and acceptance that are measured first."""
+    settings = EvalSpec(max_new_tokens=arguments.max_new_tokens, seed=arguments.seed)
+    context = statistics.median(len(j.prompt.tokens) for j in jobs) + arguments.max_new_tokens // 2
+    small = Grown(grown.source, grown.source).drafters(arguments.drafter)
+    for name, drafter in small.items():
+        rates = measure_acceptance(grown.source, drafter, jobs, settings.max_new_tokens, Sampling(), trees=False).rates
+        deepest = next(c for c in contestants if c.name == f"{name}, depth {max(arguments.depths)}")
+        plans = controlled(grown.target, deepest, rates, arguments.sizes, int(context), repeats=3)
+        yield ControlledRacer(f"{name}, controlled", Decoder(grown.target, deepest.drafter), plans, settings)
+
+
 def tables(result: dict[str, Any]) -> list[str]:
     """Return speed and τ of each contestant at each batch size."""
+    told = all("drafted" in p for p in result["points"])
     rows = []
     for p in result["points"]:
         figures = [interval(p["tokens_per_second"], 0), interval(p["speedup"]), interval(p["tau"])]
+        figures += [f"{p['drafted']:.1f}"] if told else []
         rows.append([p["contestant"], str(p["size"]), *figures, f"{p['identical']} of {p['sequences']}"])
-    return [table(["", "batch", "tokens/s", "speedup", "τ", "text of the plain target"], rows)]
+    head = ["", "batch", "tokens/s", "speedup", "τ", *(["drafts a round"] if told else []), "text of the plain target"]
+    return [table(head, rows)]
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = options(__doc__, "target", "suites", "limit", "threads", max_new_tokens=96, repeats=1)
-    parser.add_argument("--drafter", action="append", default=[], help="NAME=FOLDER, or ngram; repeatable")
+    parser = options(__doc__, "target", "shape", "suites", "limit", "threads", max_new_tokens=96, repeats=1)
+    parser.add_argument("--drafter", nargs="*", default=[], help="NAME=FOLDER, or ngram")
+    parser.add_argument("--control", action="store_true", help="also with the depth decided round by round")
+    parser.add_argument("--pack", action="store_true", help="Target.pack")
+    parser.add_argument("--context", type=int, help="tokens of every prompt, joined from those of the suites")
     parser.add_argument("--pair", help="folder of a pair, run under its own plan")
     parser.add_argument("--sizes", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--depths", nargs="+", type=int, default=[2, 4], help="of chains")
@@ -175,24 +235,45 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def load(arguments: argparse.Namespace) -> Grown:
+    """Return the target of the pair, or the one that is asked for."""
+    if not arguments.pair:
+        return Grown.load(arguments, arguments.dtype or "float32")
+    dtype = {"dtype": arguments.dtype} if arguments.dtype else {}
+    target = Pair.load(arguments.pair).load_target(arguments.target, **dtype)
+    return Grown(target, target)
+
+
+def make_prompts(target: Target, arguments: argparse.Namespace) -> list[PromptJob]:
+    """Return the prompts of the suites, or as many of the length that is asked for."""
+    jobs = make_jobs(load_suites(arguments.suites, target.require_tokenizer()), arguments.limit)
+    if arguments.context is None:
+        return jobs
+    texts = joined_prompts([list(j.prompt.tokens) for j in jobs], [arguments.context] * len(jobs))
+    return [replace(job, prompt=replace(job.prompt, tokens=tuple(text))) for job, text in zip(jobs, texts, strict=True)]
+
+
 def main(given: Sequence[str] | None = None) -> int:
     arguments = parse(given)
-    if arguments.pair:
-        dtype = {"dtype": arguments.dtype} if arguments.dtype else {}
-        target = Pair.load(arguments.pair).load_target(arguments.target, **dtype)
-    else:
-        target = Target.load(arguments.target, dtype=arguments.dtype or "float32")
-    jobs = make_jobs(load_suites(arguments.suites, target.require_tokenizer()), arguments.limit)
-    contestants = build_contestants(target, arguments)
+    grown = load(arguments)
+    target = grown.target
+    if arguments.pack:
+        target.pack()
+    jobs = make_prompts(target, arguments)
+    contestants = build_contestants(grown, arguments)
     settings = EvalSpec(max_new_tokens=arguments.max_new_tokens, repeats=arguments.repeats, seed=arguments.seed)
     groups = sum(len(make_groups(jobs, size, arguments.groups)) for size in arguments.sizes)
-    total = groups * arguments.repeats * len(contestants)
+    total = groups * arguments.repeats * (len(contestants) + arguments.control * len(arguments.drafter))
     with threads(arguments.threads), progress(Console(stderr=True), "measuring", total, transient=True) as advance:
+        more = list(controlled_racers(grown, contestants, jobs, arguments)) if arguments.control else []
         points = measure_batches(
-            target, contestants, jobs, arguments.sizes, settings, arguments.groups, lambda: advance(1, "")
+            target, contestants, jobs, arguments.sizes, settings, arguments.groups, lambda: advance(1, ""), more
         )
         about = conditions(
             target,
+            target=grown.words,
+            passes=target.pass_backend,
+            context=arguments.context,
             temperature=0,
             sizes=arguments.sizes,
             depths=arguments.depths,

@@ -1,8 +1,7 @@
 """Everything that one context length and one batch size show: parts of a round, whole loops in turns, overhead, gaps.
 
-All rows are ragged by up to 3 tokens, and all loops write the same tokens: the plain target's own. Drafters propose
-them by force (`forced.py`), so that their speed is known at any acceptance. What does not fit in memory is written
-down as that, and the rest goes on.
+All rows are ragged by up to 3 tokens, and all loops write the same tokens: the plain target's own. What does not fit in
+memory is written down as that, and the rest goes on.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 from torch.profiler import ProfilerActivity, record_function
 
 from outrider.common import BadInputError
@@ -31,7 +29,6 @@ from outrider.heads import Drafter, DraftModel, Ngram
 from outrider.targets import Target
 
 from .ceilings import Bandwidth, Floor
-from .forced import Forced, forced_assistant, make_script
 from .loops import Loop, Ours, Texts, Theirs, Timed, assist
 from .overhead import Overhead, loop_overhead
 
@@ -46,19 +43,17 @@ class CellSettings:
     """Settings of the measurement in every cell.
 
     Attributes:
-        depth: of chains. forced_shares: acceptances that are forced, at each depth given the one before.
+        depth: of chains.
         new_tokens: of each row; one from the prompt, and 13 full rounds of depth 4. repeats: turns of the loops.
             cost_repeats: turns of single passes.
-        widths: drafts beside the root in a pass of the target. seed: of what is accepted.
+        widths: drafts beside the root in a pass of the target.
     """
 
     depth: int = 4
-    forced_shares: tuple[float, ...] = (1.0, 0.7)
     new_tokens: int = 66
     repeats: int = 3
     cost_repeats: int = 20
     widths: tuple[int, ...] = (0, 1, 2, 3, 4, 6, 8, 12, 16)
-    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -66,18 +61,15 @@ class Cell:
     """One context length and batch size.
 
     Attributes:
-        prompts: of the rows. repeated: whether they hold what follows them, so that a lookup finds it: acceptance
-            forced through the prompt.
-        drafters: that grow, by name. lookup: whether n-gram and prompt lookup take part.
+        prompts: of the rows.
+        drafters: that grow, by name; n-grams and prompt lookup take part beside them.
     """
 
     target: Target
     drafters: dict[str, Drafter]
     prompts: Texts
-    repeated: bool
     settings: CellSettings
     bandwidth: Bandwidth
-    lookup: bool = True
 
     @property
     def batch(self) -> int:
@@ -92,26 +84,12 @@ class Cell:
         found: dict[str, Any] = {"context": self.context, "batch": self.batch}
         found["verify"] = guarded(self._verify)
         found["draft_seconds"] = {name: guarded(partial(self._draft, each)) for name, each in self.drafters.items()}
-        known = guarded(self._continuation)
-        if isinstance(known, dict):
-            return found | {"loops": known}
-        loops = list(self._loops(known))
-        found |= self._race(loops, [tokens[: self.settings.new_tokens] for tokens in known])
+        loops = list(self._loops())
+        found |= self._race(loops)
         found["floor"] = self._floor(found["loops"]["plain"].get("seconds_per_round"))
         found["loop_overhead"] = self._overheads(loops, found)
-        found["gaps"] = {  # one acceptance of each kind is enough for a profile
-            loop.name: self._gaps(loop, found["loops"][loop.name])
-            for loop in loops
-            if loop.told.get("share", 1.0) == 1.0
-        }
+        found["gaps"] = {loop.name: self._gaps(loop, found["loops"][loop.name]) for loop in loops}
         release(loops)
-        return found
-
-    def _continuation(self) -> Texts:
-        """Return the target's text, past the end of the last round."""
-        loop = Ours("plain", Decoder(self.target), Plan(0), self.settings.new_tokens + self.settings.depth + 1)
-        found = loop(self.prompts).tokens
-        release([loop])
         return found
 
     def _verify(self) -> list[dict[str, Any]]:
@@ -136,43 +114,22 @@ class Cell:
         shares = {"at_copy": floor.at_copy, "at_read": floor.at_read, "with_cache_at_read": floor.with_cache}
         return floor.to_dict() | {f"share_{name}": seconds / round_seconds for name, seconds in shares.items()}
 
-    def _loops(self, continuation: Texts) -> Iterator[Loop]:
-        """Yield all contestants, the plain target first; forced ones propose `continuation`."""
+    def _loops(self) -> Iterator[Loop]:
+        """Yield all contestants, the plain target first."""
         target, new, plan = self.target, self.settings.new_tokens, Plan(self.settings.depth)
-        texts = [list(prompt) + tokens for prompt, tokens in zip(self.prompts, continuation, strict=True)]
-        shares, vocab = self.settings.forced_shares, target.vocab_size
-        scripts = {share: make_script(texts, share, vocab, self.settings.seed) for share in shares}
         yield Ours("plain", Decoder(target), Plan(0), new)
         for name, drafter in self.drafters.items():
-            decoder = Decoder(target, Forced(drafter))
-            for share, script in scripts.items():
-                forced = {"forced acceptance": True, "share": share}
-                yield Ours(f"{name}, forced {share:g}", decoder, plan, new, forced, script)
-        told: dict[str, Any] = {"forced acceptance": self.repeated}
-        if self.repeated:
-            told["through"] = "the prompt holds what follows it"
-        if self.lookup:
-            yield Ours("ngram", Decoder(target, Ngram()), plan, new, told)
+            yield Ours(name, Decoder(target, drafter), plan, new)
+        yield Ours("ngram", Decoder(target, Ngram()), plan, new)
         yield Theirs("transformers.generate", target, new)
         if self.batch > 1:
             return  # transformers drafts for one row only
         for drafter in self.drafters.values():
             if isinstance(drafter, DraftModel):
-                yield from (self._assisted(drafter, share, script) for share, script in scripts.items())
-        if self.lookup:
-            yield Theirs("transformers.prompt_lookup", target, new, lookup=self.settings.depth, told=told)
+                yield Theirs("transformers.assisted", target, new, assist(drafter.model, self.settings.depth))
+        yield Theirs("transformers.prompt_lookup", target, new, lookup=self.settings.depth)
 
-    def _assisted(self, drafter: DraftModel, share: float, script: Tensor) -> Theirs:
-        return Theirs(
-            f"transformers.assisted, forced {share:g}",
-            self.target,
-            self.settings.new_tokens,
-            assist(drafter.model, self.settings.depth),
-            around=partial(forced_assistant, drafter.model, script),
-            told={"forced acceptance": True, "share": share},
-        )
-
-    def _race(self, loops: Sequence[Loop], plain: Texts) -> dict[str, Any]:
+    def _race(self, loops: Sequence[Loop]) -> dict[str, Any]:
         """Return figures by loop; all take turns if there is memory for what each keeps, else one after the other."""
         tried = [guarded(partial(loop, self.prompts)) for loop in loops]
         if together := not any(isinstance(t, dict) for t in tried):
@@ -180,10 +137,12 @@ class Cell:
             for turn in range(self.settings.repeats):
                 for loop in rotated(loops, turn):
                     runs[loop.name].append(loop(self.prompts))
-            found = {loop.name: loop.told | _figures(runs[loop.name], plain) for loop in loops}
+            plain = runs["plain"][0].tokens
+            found = {loop.name: _figures(runs[loop.name], plain) for loop in loops}
         else:
             release(loops)
-            found = {loop.name: loop.told | self._alone(loop, plain) for loop in loops}
+            plain = next((t.tokens for t in tried if not isinstance(t, dict)), [])
+            found = {loop.name: self._alone(loop, plain) for loop in loops}
         return {"interleaved": together, "loops": found}
 
     def _alone(self, loop: Loop, plain: Texts) -> dict[str, Any]:
@@ -192,10 +151,8 @@ class Cell:
         return runs if isinstance(runs, dict) else _figures(runs[1:], plain)
 
     def _overheads(self, loops: Sequence[Loop], found: dict[str, Any]) -> dict[str, Any]:
-        """Return the overhead of loops whose rounds are all alike: plain, and full acceptance."""
-        alike: list[Ours] = [
-            loop for loop in loops if isinstance(loop, Ours) and (loop.name == "plain" or loop.told.get("share") == 1.0)
-        ]
+        """Return the overhead of loops whose passes can be told: plain, and drafters that read nodes."""
+        alike = [loop for loop in loops if isinstance(loop, Ours) and loop.name != "ngram"]
         if self.target.device.type == "cuda":
             return {loop.name: self._of_parts(loop, found) for loop in alike}
         return {loop.name: guarded(partial(self._overhead, loop)) for loop in alike}
@@ -205,7 +162,7 @@ class Cell:
 
     def _of_parts(self, loop: Ours, found: dict[str, Any]) -> dict[str, Any] | None:
         depth, seconds = loop.plan.depth, found["loops"][loop.name].get("seconds_per_round")
-        drafts = found["draft_seconds"].get(loop.name.partition(",")[0], [0.0])
+        drafts = found["draft_seconds"].get(loop.name, [0.0])
         passes = {row["tokens"]: row["seconds"] for row in found["verify"]} if isinstance(found["verify"], list) else {}
         if seconds is None or isinstance(drafts, dict) or 1 + depth not in passes:
             return None

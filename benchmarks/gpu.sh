@@ -4,7 +4,10 @@
 # Each step ends in a file of the output folder ($OUT, or build/gpu); a step whose file is there is skipped, so the same
 # call goes on where the last one was cut off. A step that fails or runs past its limit leaves NAME.failed, and the
 # others go on. Last comes summary.md, one page. --tiny runs all of it at small shapes, on a CPU if there is no GPU.
-# --model is a target, a folder or a name in the Hub's cache, for which `candidates` tries every way of running passes.
+# --model is the target for which `candidates` tries every way of running passes.
+#
+# Targets are the one that ships with Outrider, grown into the shapes of real models (`outrider grow`), and so is the
+# head that is trained for it first: texts and accepted drafts are real. Nothing is downloaded.
 #
 # It needs torch >= 2.11, transformers >= 5.17 and Python >= 3.11, of $PYTHON or python3; the checkout need not be
 # installed. Packages that are missing can be brought as wheels (--wheels): pydantic with pydantic-core,
@@ -14,7 +17,7 @@ set -uo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-python3}
 out=${OUT:-$root/build/gpu}
-tiny="" wheels="" model=embedded wanted=()
+tiny="" wheels="" model=embedded@8b wanted=()
 while [ $# -gt 0 ]; do
     case $1 in
         --out) out=$2 && shift ;;
@@ -63,12 +66,15 @@ step() {
 }
 bench() { echo "$python -m benchmarks.$1"; }
 
-llama=(--shape llama-3.1-8b) qwen=(--shape qwen3-8b) scale=() floor=() numbers=(--dtypes bfloat16 float32)
-context=(--context 1024 8192) lengths=(--lengths 1024 2048 4096) chunks=() suite=() repeats=() quick=() interpret=0
+llama=(--target embedded@8b) qwen=(--target embedded@qwen3-8b) floor=() numbers=(--dtypes bfloat16 float32)
+context=(--context 1024 8192) lengths=(--lengths 1024 2048 4096) chunks=() suite=() repeats=() quick=(--limit 4) interpret=0
+draft=(--draft-like 1b)
 if [ -n "$tiny" ]; then
-    scale=(--layers 2 --hidden 64 --vocab 512) floor=(--bytes 1000000) numbers=(--dtypes float32)
-    context=(--context 64) lengths=(--lengths 32 --rows 2 --hidden 64 --vocab 512) chunks=(--chunks 16 512)
-    suite=(--max-new-tokens 8) repeats=(--repeats 2) quick=(--quick) interpret=1
+    [ "$model" = embedded@8b ] && model=embedded
+    small=(hidden_size=512 num_hidden_layers=12 intermediate_size=1024 vocab_size=4352)
+    llama+=(--shape "${small[@]}") qwen+=(--shape "${small[@]}") floor=(--bytes 1000000) numbers=(--dtypes float32)
+    context=(--context 160) lengths=(--lengths 32 --rows 2) chunks=(--chunks 16 512) draft=()
+    suite=(--max-new-tokens 8) repeats=(--repeats 2) quick=(--quick --limit 2) interpret=1
 fi
 runners=(--runners eager kernels "split attention")
 
@@ -82,22 +88,25 @@ runners=(--runners eager kernels "split attention")
         step kernels 240 kernels.json $(bench kernels) "${numbers[@]}" --out "$out/kernels.json.part"
     fi
     step ceilings 90 ceilings.json $(bench ceilings) "${floor[@]}" --out "$out/ceilings.json.part"
-    step passes-llama 300 passes-llama.json $(bench passes) "${llama[@]}" "${scale[@]}" "${context[@]}" \
+    step passes-llama 300 passes-llama.json $(bench passes) "${llama[@]}" "${context[@]}" \
         "${repeats[@]}" "${floor[@]}" "${runners[@]}" --out "$out/passes-llama.json.part"
-    step passes-qwen3 300 passes-qwen3.json $(bench passes) "${qwen[@]}" "${scale[@]}" "${context[@]}" \
+    step passes-qwen3 300 passes-qwen3.json $(bench passes) "${qwen[@]}" "${context[@]}" \
         "${repeats[@]}" "${floor[@]}" "${runners[@]}" --out "$out/passes-qwen3.json.part"
     step candidates 300 candidates.txt "$python" -m outrider.targets.fast "$model"
-    step decode-llama 420 decode-llama.json $(bench decode) "${llama[@]}" "${scale[@]}" "${context[@]:0:2}" \
-        --batch 1 --widths 0 7 63 "${quick[@]}" --out "$out/decode-llama.json.part"
+    step head 420 head.txt "$root/benchmarks/gpu_head.sh" "$python" "$out" "$tiny"
+    head=(--untrained) # a head that learned nothing shows what its rounds cost
+    [ -d "$out/head/drafter" ] && head=(--drafter "eagle3=$out/head/drafter")
+    decoding=("${head[@]}" "${draft[@]}" "${quick[@]}" --dtype bfloat16 --batch 1 --widths 0 7 63)
+    step decode-llama 420 decode-llama.json $(bench decode) "${llama[@]}" "${context[@]:0:2}" "${decoding[@]}" \
+        --out "$out/decode-llama.json.part"
     step training 300 training.json $(bench training) "${llama[@]}" "${lengths[@]}" "${chunks[@]}" \
         "${repeats[@]}" --out "$out/training.json.part"
-    step decode-qwen3 420 decode-qwen3.json $(bench decode) "${qwen[@]}" "${scale[@]}" "${context[@]:0:2}" \
-        --batch 1 --widths 0 7 63 "${quick[@]}" --out "$out/decode-qwen3.json.part"
+    step decode-qwen3 420 decode-qwen3.json $(bench decode) "${qwen[@]}" "${context[@]:0:2}" "${decoding[@]}" \
+        --out "$out/decode-qwen3.json.part"
     step tests 420 tests.txt "$python" -m pytest -q -n 0 -m gpu
     step identity 300 identity.json $(bench identity) --drafter ngram --suites code "${suite[@]}" \
         --out "$out/identity.json.part"
-    step head 420 head.txt "$root/benchmarks/gpu_head.sh" "$python" "$work" "$tiny"
-    step compiled 420 compiled.json $(bench passes) "${llama[@]}" "${scale[@]}" "${context[@]:0:2}" "${repeats[@]}" \
+    step compiled 420 compiled.json $(bench passes) "${llama[@]}" "${context[@]:0:2}" "${repeats[@]}" \
         "${floor[@]}" --runners compiled --out "$out/compiled.json.part"
     if [ "$("$python" -c 'import torch; print(torch.cuda.device_count())' 2>/dev/null)" -gt 1 ] 2>/dev/null; then
         step scaling 420 scaling.json "$python" -m torch.distributed.run --nproc-per-node gpu \

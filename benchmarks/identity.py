@@ -18,19 +18,11 @@ import torch
 
 from outrider.decode import Decoder, Plan
 from outrider.eval.suites import load_suites
-from outrider.heads import Drafter, Ngram, load_drafter
+from outrider.heads import Drafter
 from outrider.targets import Target
 
+from .grown import Grown
 from .report import command, conditions, options, publish, table
-
-
-def load_contestants(names: list[str], target: Target) -> dict[str, Drafter | None]:
-    """Return drafters by name: `name=folder` loads one, `ngram` needs none. The plain target is always there."""
-    found: dict[str, Drafter | None] = {"plain": None}
-    for entry in names:
-        name, _, folder = entry.partition("=")
-        found[name] = load_drafter(folder, target) if folder else Ngram()
-    return found
 
 
 @dataclass(frozen=True)
@@ -95,7 +87,8 @@ def main() -> int:
     prompts = [(suite.name, list(prompt.tokens)) for suite in suites for prompt in suite.prompts]
     asked = [Asked(suite, prompt, reference(target, prompt, count)) for suite, prompt in prompts]
     results = {}
-    for name, drafter in load_contestants(arguments.drafter, target).items():
+    drafters = {"plain": None} | Grown(target, target).drafters(arguments.drafter)
+    for name, drafter in drafters.items():
         for (shape, plan), batch in product(plans(drafter, arguments).items(), (1, 8)):
             decoder = Decoder(target, drafter)
             results[f"{name}, {shape}, batch {batch}"] = compare(decoder, plan, asked, batch, count)

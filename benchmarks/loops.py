@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -20,8 +20,6 @@ from outrider.common.machine import clock
 from outrider.decode import Decoder, Plan
 from outrider.targets import Target
 from outrider.targets.split_attention import steady_kernels
-
-from .forced import Forced
 
 Texts = list[list[int]]
 Mark = Callable[[int], None]
@@ -50,10 +48,9 @@ class Timed:
 
 
 class Loop(Protocol):
-    """A loop that takes turns in a cell; `told` are conditions of its own, written beside its figures."""
+    """A loop that takes turns in a cell."""
 
     name: str
-    told: dict[str, Any]
 
     def release(self) -> None:
         """Free what is kept from call to call."""
@@ -64,26 +61,17 @@ class Loop(Protocol):
 
 @dataclass
 class Ours:
-    """The decoder of this package.
-
-    Attributes:
-        script: what a forced drafter is to propose; see `forced.Forced`.
-    """
+    """The decoder of this package."""
 
     name: str
     decoder: Decoder
     plan: Plan
     new_tokens: int
-    told: dict[str, Any] = field(default_factory=dict)
-    script: torch.Tensor | None = None
 
     def release(self) -> None:
         self.decoder.static_batches.kept.clear()
 
     def __call__(self, prompts: Sequence[Sequence[int]], mark: Mark = lambda _: None) -> Timed:
-        if isinstance(self.decoder.drafter, Forced):
-            assert self.script is not None
-            self.decoder.drafter.script = self.script
         device = self.decoder.target.device
         watch = _FirstRow(mark)
         began = clock(device)
@@ -126,7 +114,7 @@ class Theirs:
     """`transformers.generate`, also with an assistant or with prompt lookup: these take one row.
 
     Attributes:
-        assistant: a causal LM that drafts; see `assist`. around: what holds while it runs.
+        assistant: a causal LM that drafts; see `assist`.
         lookup: tokens that prompt lookup proposes.
     """
 
@@ -135,8 +123,6 @@ class Theirs:
     new_tokens: int
     assistant: Any = None
     lookup: int | None = None
-    around: Callable[[], AbstractContextManager[None]] = nullcontext
-    told: dict[str, Any] = field(default_factory=dict)
 
     def release(self) -> None:
         """Nothing is kept."""
@@ -146,7 +132,7 @@ class Theirs:
         steps = _steps(mark, tokens.shape[1], self.target.device)
         options = {} if self.assistant is None else {"assistant_model": self.assistant}
         passes = self.target.model.register_forward_hook(steps.see)
-        with torch.inference_mode(), steady_kernels(), library_attention(self.target), self.around(), passes:
+        with torch.inference_mode(), steady_kernels(), library_attention(self.target), passes:
             began = clock(self.target.device)
             out = self.target.model.generate(  # type: ignore[operator]
                 tokens,

@@ -32,7 +32,6 @@ from outrider.eval.reports.statistics import Bootstrap
 from outrider.heads import Drafter, NodeSession
 from outrider.targets import RowLengths, Target
 
-from .forced import Forced
 from .loops import Ours, Texts, Timed
 from .report import shown
 
@@ -181,7 +180,7 @@ class Passes:
         drafter, depth = loop.decoder.drafter, loop.plan.depth
         if drafter is None or depth == 0:
             return cls(loop.decoder.target, None, 0, prompts, known)
-        inner = drafter.inner if isinstance(drafter, Forced) else drafter
+        inner = drafter.packed_as(loop.decoder.target)
         return cls(loop.decoder.target, inner, min(depth, inner.max_depth or depth), prompts, known)
 
     @torch.inference_mode()

@@ -23,11 +23,8 @@ from outrider.targets import Target
 
 NOTHING = "–"
 _COMMON: dict[str, dict[str, Any]] = {
-    "target": {"default": "embedded"},
-    "shape": {"default": "llama-3.1-8b", "help": "of random weights; --layers, --hidden and --vocab make it smaller"},
-    "layers": {"type": int},
-    "hidden": {"type": int},
-    "vocab": {"type": int},
+    "target": {"default": "embedded", "help": "a folder, or one grown into a shape: embedded@8b (`outrider grow`)"},
+    "shape": {"nargs": "*", "default": [], "metavar": "KEY=VALUE", "help": "sizes of that shape: num_hidden_layers=16"},
     "suites": {"nargs": "*", "default": ["code", "docs", "prose"]},
     "limit": {"type": int, "help": "prompts per suite"},
     "max_new_tokens": {"type": int},
@@ -40,13 +37,9 @@ _COMMON: dict[str, dict[str, Any]] = {
 
 
 def options(doc: str | None, *names: str, **defaults: Any) -> ArgumentParser:
-    """Return a parser with --out and the common options of these names, or with a default of their own.
-
-    `shape` brings --layers, --hidden and --vocab along.
-    """
+    """Return a parser with --out and the common options of these names, or with a default of their own."""
     parser = ArgumentParser(description=doc, formatter_class=RawDescriptionHelpFormatter)
-    names = (*names, *defaults)
-    for name in (*names, *(("layers", "hidden", "vocab") if "shape" in names else ())):
+    for name in (*names, *defaults):
         settings = _COMMON[name] | ({"default": defaults[name]} if name in defaults else {})
         parser.add_argument(f"--{name.replace('_', '-')}", **settings)
     parser.add_argument("--out", type=Path, help="JSON file for the figures; their tables go beside it, as .md")

@@ -1,10 +1,10 @@
 """Training a head in several processes: tokens/s with the target whole in each, or split over them (FSDP2).
 
     for n in 1 2 4 8; do
-        torchrun --nproc-per-node $n -m benchmarks.scaling --shape llama-3.1-8b --out scaling-$n.json
+        torchrun --nproc-per-node $n -m benchmarks.scaling --target embedded@8b --out scaling-$n.json
     done
-    ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 -m benchmarks.scaling --hidden 64 --vocab 512 \\
-        --layers 4 --lengths 32 --rows 2 --repeats 2
+    ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 -m benchmarks.scaling --target embedded \\
+        --lengths 32 --rows 2 --repeats 2
 
 A step reads a batch with the target, since a split one cannot be left out, and takes a whole step of an EAGLE-3 head on
 what it gave, data parallel (DDP). Each process has rows of its own; tokens are counted over all of them. A quotient of
@@ -29,9 +29,9 @@ from outrider.targets import Target
 from outrider.targets.layers import decoder_layers
 from outrider.targets.sharding import all_processes, split
 
-from .random_targets import build_target, shape_of
+from .grown import Grown
 from .report import command, conditions, options, write
-from .training import Training, build_head, optimizer_of
+from .training import Training, optimizer_of
 
 WARM_UP = 2
 
@@ -54,10 +54,11 @@ def read(target: Target, head: Eagle3, tokens: torch.Tensor) -> TargetBatch:
     return TargetBatch(target, tokens, torch.ones_like(tokens, dtype=torch.bool), out.hidden, out.last)
 
 
-def measure(target: Target, rows: int, length: int, repeats: int) -> dict[str, Any]:
+def measure(grown: Grown, rows: int, length: int, repeats: int) -> dict[str, Any]:
     """Return time, speed and memory of a step of all processes; each waits for all."""
+    target = grown.target
     device = torch.device("cuda", torch.cuda.current_device()) if target.device.type == "cuda" else target.device
-    head = build_head(target, steps=3)
+    head = grown.untrained(steps=3).train()
     wrapped = DistributedDataParallel(head, device_ids=[device] if device.type == "cuda" else None)
     generator = torch.Generator().manual_seed(distributed.get_rank())
     tokens = torch.randint(target.vocab_size, (rows, length), generator=generator).to(device)
@@ -78,17 +79,17 @@ def measure(target: Target, rows: int, length: int, repeats: int) -> dict[str, A
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    parser = options(__doc__, "shape", repeats=5)
+    parser = options(__doc__, "shape", target="embedded@8b", repeats=5)
     parser.add_argument("--rows", type=int, default=4, help="of each process")
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048])
     parser.add_argument("--sharding", nargs="+", choices=["none", "fsdp2"], default=["none", "fsdp2"])
     arguments = parser.parse_args(given)
     device = join()
-    shape = shape_of(arguments.shape, arguments.layers, arguments.hidden, arguments.vocab)
-    target = build_target(shape, torch.bfloat16, device)
+    grown = Grown.load(arguments, torch.bfloat16, device)
+    target = grown.target
     first = distributed.get_rank() == 0
     result: dict[str, Any] = {
-        "conditions": conditions(target, target={"shape": arguments.shape, "config": shape}, rows=arguments.rows),
+        "conditions": conditions(target, target=grown.words, rows=arguments.rows),
         "processes": distributed.get_world_size(),
         "steps": [],
     }
@@ -97,7 +98,7 @@ def main(given: Sequence[str] | None = None) -> int:
             split(target.model, decoder_layers(target.body, target.num_layers), device, all_processes(device))
             target.sharded = True
         for length in arguments.lengths:
-            row = measure(target, arguments.rows, length, arguments.repeats)
+            row = measure(grown, arguments.rows, length, arguments.repeats)
             result["steps"].append({"sharding": sharding, "length": length} | row)
             if first:
                 print(f"{sharding:6} length {length:6} {row['tokens_per_second']:10.0f} tokens/s", flush=True)

@@ -1,12 +1,13 @@
 """A head's training step: tokens/s, MFU and peak memory, by length and by how many positions have logits at a time.
 
-    python -m benchmarks.training --shape llama-3.1-8b --lengths 1024 2048 4096 --out training.json
-    python -m benchmarks.training --hidden 64 --vocab 512 --lengths 64 --rows 2 --repeats 2
+    python -m benchmarks.training --target embedded@8b --lengths 1024 2048 4096 --out training.json
+    python -m benchmarks.training --target embedded --lengths 64 --rows 2 --repeats 2
 
-An EAGLE-3 head with random weights on random hidden states of a target of that shape, whose layers take no part: mixed
-precision in bfloat16, AdamW, whole steps with their optimizer. MFU is the operations of matrix products and attention,
-counted in a step, over the time of a step and the rate of large products that is measured here; --peak-tflops gives
-another rate, such as a data sheet's. With several processes (`torchrun`), see `scaling.py`.
+An EAGLE-3 head with random weights on random hidden states of a target of that shape (`grown.py`), whose layers take no
+part and are as few as it can have: mixed precision in bfloat16, AdamW, whole steps with their optimizer. MFU is the
+operations of matrix products and attention, counted in a step, over the time of a step and the rate of large products
+that is measured here; --peak-tflops gives another rate, such as a data sheet's. With several processes (`torchrun`),
+see `scaling.py`.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from torch import nn
 from outrider.common.machine import best_device
 from outrider.costs.counting import Flops
 from outrider.costs.timing import timed
-from outrider.heads import Eagle3, Eagle3Config, TargetBatch, losses
+from outrider.heads import Eagle3, TargetBatch, losses
 from outrider.targets import Target
 
 from .ceilings import product_rate, product_size
-from .random_targets import PRUNED, build_target, shape_of
+from .grown import Grown
 from .report import command, conditions, options, write
 
-LAYERS = 4  # of the target: three taps want as many, and a step runs none of them
+LAYERS = 12  # of a grown target: the small one has as many, and a step runs none of them
 WARM_UP = 3
 
 
@@ -62,14 +63,6 @@ class Training:
     def tokens(self) -> int:
         """The number of tokens of a step."""
         return self.batch.tokens.numel()
-
-
-def build_head(target: Target, steps: int) -> Eagle3:
-    """Return an untrained head with as many outputs as published ones have."""
-    torch.manual_seed(0)
-    config = Eagle3Config(draft_vocab_size=min(PRUNED, target.vocab_size), steps=steps)
-    head = Eagle3.build(config, target, torch.arange(target.vocab_size).float())
-    return head.float().to(target.device).train()
 
 
 def random_batch(target: Target, head: Eagle3, rows: int, length: int) -> TargetBatch:
@@ -107,7 +100,7 @@ def measure(training: Training, repeats: int, rate: float) -> dict[str, Any]:
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    parser = options(__doc__, "shape", repeats=10)
+    parser = options(__doc__, "shape", target="embedded@8b", repeats=10)
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048])
     parser.add_argument("--chunks", type=int, nargs="+", default=[512, 2048, 4096])
@@ -115,18 +108,18 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--peak-tflops", type=float)
     arguments = parser.parse_args(given)
     device = best_device()
-    shape = shape_of(arguments.shape, LAYERS, arguments.hidden, arguments.vocab)
-    target = build_target(shape, torch.bfloat16, device)
+    grown = Grown.load(arguments, torch.bfloat16, device, num_hidden_layers=LAYERS)
+    target = grown.target
     rate = product_rate(device, product_size(device))
     rate = rate if arguments.peak_tflops is None else arguments.peak_tflops * 1e12
     settings = {"rows": arguments.rows, "unrolled_steps": arguments.steps, "flops_per_second_of_products": rate}
-    result: dict[str, Any] = {"conditions": conditions(target, target=arguments.shape, **settings), "steps": []}
+    result: dict[str, Any] = {"conditions": conditions(target, target=grown.words, **settings), "steps": []}
     for length in arguments.lengths:
         for chunk in arguments.chunks:
             row: dict[str, Any] = {"length": length, "chunk": chunk}
             losses.CHUNKS[device.type] = chunk
             try:
-                head = build_head(target, arguments.steps)
+                head = grown.untrained(steps=arguments.steps).train()
                 batch = random_batch(target, head, arguments.rows, length)
                 row |= measure(Training(head, optimizer_of(head, device), batch), arguments.repeats, rate)
                 memory = "" if row["peak_bytes"] is None else f"  {row['peak_bytes'] / 2**30:.1f} GiB"

@@ -45,12 +45,23 @@ def weight_bytes(model: nn.Module) -> int:
 
 
 def pass_bytes(target: Target) -> int:
-    """Return the bytes of weights that a plain step reads: all but an input embedding that is not the output's too."""
+    """Return the bytes of weights that a plain step reads.
+
+    These are all but an input embedding that is not the output's too, and of experts those that one token meets.
+    """
     table, head = target.model.get_input_embeddings(), target.model.get_output_embeddings()
-    read = {id(p): p for module in (target.body, head) for p in module.parameters()}
+    read = {id(p): (name, p) for module in (target.body, head) for name, p in module.named_parameters()}
     if table.weight is not head.weight:
         read.pop(id(table.weight), None)
-    return sum(p.nbytes for p in read.values())
+    share = _share_of_experts(usual_layer(target.config))
+    return round(sum(p.nbytes * (share if ".experts." in name else 1) for name, p in read.values()))
+
+
+def _share_of_experts(config: Any) -> float:
+    """Return the share of a layer's experts that one token meets."""
+    counts = (getattr(config, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts"))
+    experts = next(filter(None, counts), 1)
+    return float((getattr(config, "num_experts_per_tok", None) or experts) / experts)
 
 
 def active_weights(model: Any, config: Any) -> int:
@@ -58,10 +69,7 @@ def active_weights(model: Any, config: Any) -> int:
     embeddings = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
     output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     embeddings |= {id(p) for p in output.parameters()} if output is not None else set()
-    counts = (getattr(config, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts"))
-    experts = next(filter(None, counts), 1)
-    share = (getattr(config, "num_experts_per_tok", None) or experts) / experts
-    total = 0.0
+    share, total = _share_of_experts(config), 0.0
     for name, parameter in model.named_parameters():
         if parameter.dim() >= 2 and id(parameter) not in embeddings:
             total += parameter.numel() * (share if ".experts." in name else 1)

@@ -33,6 +33,8 @@ _ARCHITECTURES = {
     "mistral": gguf.MODEL_ARCH.LLAMA,
     "qwen2": gguf.MODEL_ARCH.QWEN2,
     "qwen3": gguf.MODEL_ARCH.QWEN3,
+    "mixtral": gguf.MODEL_ARCH.LLAMA,
+    "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
 }
 # llama.cpp's names of pre-tokenizers, by the beginning of their regular expression; without one it is GPT-2's own.
 _PRE_TOKENIZERS = {
@@ -89,11 +91,18 @@ def read_gguf(file: Path) -> Any:
     asked: Any = getattr(transformers, "GgufConfig", None)
     unpacked = {} if asked is None else {"quantization_config": asked(dequantize=True)}
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            str(file.parent), gguf_file=file.name, dtype=torch.float32, trust_remote_code=False, **unpacked
+        model, info = AutoModelForCausalLM.from_pretrained(
+            str(file.parent),
+            gguf_file=file.name,
+            dtype=torch.float32,
+            trust_remote_code=False,
+            output_loading_info=True,
+            **unpacked,
         )
     except (OSError, ValueError, KeyError) as error:
         raise BadInputError(f"{file}: cannot be read as GGUF ({str(error).splitlines()[0]}).") from error
+    if misfits := sorted(str(name) for name, *_ in info["mismatched_keys"]):  # which the library fills at random
+        raise BadInputError(f"{file}: the sizes that transformers reads there do not fit {misfits[0]}.")
     return model.eval().requires_grad_(False)
 
 
@@ -144,6 +153,10 @@ def _write_sizes(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_value_length(size)
     writer.add_rope_dimension_count(size)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if experts := getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None):
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(getattr(config, "moe_intermediate_size", config.intermediate_size))
     rope = dict(config.rope_parameters)
     writer.add_rope_freq_base(float(rope.get("rope_theta", 10000.0)))
     kind = rope.get("rope_type", "default")
@@ -159,15 +172,30 @@ def _named(model: PreTrainedModel, architecture: Any) -> Iterator[tuple[str, Ten
     config: Any = model.config
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
     tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
-    for name, tensor in model.state_dict().items():
+    for name, tensor in _separate_experts(model.state_dict()):
         if name == "lm_head.weight" and tied:
             continue
         theirs = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if theirs is None:
             raise IncompatibleError(f"gguf: {name} has no name there.")
+        if "qwen3" in config.model_type and name.endswith("o_proj.bias"):
+            if tensor.any():
+                raise IncompatibleError(f"gguf: {name}: llama.cpp's {config.model_type} has no place for it.")
+            continue  # one of zeros, as grown models have it, adds nothing
+        theirs += "" if theirs.endswith((".weight", ".bias")) else ".weight"
         if architecture is gguf.MODEL_ARCH.LLAMA and ".self_attn." in name:
             tensor = _interleaved(name, tensor, config)
         yield theirs, tensor
+
+
+def _separate_experts(weights: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield weights in which the gates and ups of experts `[E, 2U, H]` are apart."""
+    for name, tensor in weights.items():
+        if name.endswith("experts.gate_up_proj"):
+            for part, half in zip(("gate_proj", "up_proj"), tensor.chunk(2, 1), strict=True):
+                yield name.replace("gate_up_proj", part), half
+        else:
+            yield name, tensor
 
 
 def _interleaved(name: str, tensor: Tensor, config: Any) -> Tensor:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import sys
+import weakref
 from typing import Any, TypeVar, cast
 
 import torch
@@ -30,6 +31,7 @@ M = TypeVar("M", bound=nn.Module)
 
 _MOST_ROWS = 64
 _ROWS = 8  # oneDNN chooses one layout for all products of several rows, and in float32 another one for a single row
+_FEWEST = 4  # its products of one and two rows read the same weight slower than one of four
 _HUGE, _COLLAPSE = 2**21, 25  # bytes of a page; MADV_COLLAPSE, of Linux 6.1 and later
 _KINDS = (torch.float32, torch.bfloat16)
 
@@ -56,7 +58,11 @@ class PackedWeight:
         if self._versions != (now := weight_versions([weight])):
             self._versions, self._packed = now, torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS)
             _use_huge_pages(torch.ops.mkldnn.data_ptr(self._packed), torch.ops.mkldnn._nbytes(self._packed))
-        return cast(Tensor, torch.ops.mkldnn._linear_pointwise(x, self._packed, bias, "none", [], ""))
+        rows = x.reshape(-1, weight.shape[1])
+        if (missing := _FEWEST - len(rows)) > 0:
+            rows = nn.functional.pad(rows, (0, 0, 0, missing))
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._packed, bias, "none", [], "")
+        return product[: len(product) - max(0, missing)].view(*x.shape[:-1], -1)
 
 
 class PackedLinear(nn.Linear):
@@ -75,6 +81,19 @@ class PackedLinear(nn.Linear):
         if self._kept is None or self._kept.weight is not self.weight:
             self._kept = PackedWeight(self.weight)
         return self._kept.product(x, self.bias)
+
+
+# One packed copy of each linear layer, for as long as a target or a decoder holds it.
+_COPIES: weakref.WeakKeyDictionary[nn.Linear, weakref.ref[PackedLinear]] = weakref.WeakKeyDictionary()
+
+
+def _shared_copy(linear: nn.Linear) -> PackedLinear:
+    known = _COPIES.get(linear)
+    packed = None if known is None else known()
+    if packed is None:
+        packed = PackedLinear.of(linear)
+        _COPIES[linear] = weakref.ref(packed)
+    return packed
 
 
 def _use_huge_pages(address: int, num_bytes: int) -> None:
@@ -123,7 +142,6 @@ class PackedCopies:
 
     def __init__(self, passed: type[nn.Module] | tuple[()] = ()):
         self.passed = passed
-        self._packed: dict[nn.Linear, PackedLinear] = {}
         self._parts: list[tuple[dict[str, nn.Module | None], str, nn.Module]] = []
 
     def are_current(self) -> bool:
@@ -136,7 +154,7 @@ class PackedCopies:
         Raises IncompatibleError if its forward, or that of a part, is bound to the original.
         """
         if (linear := packable(module)) is not None:
-            return cast(M, self._packed.setdefault(linear, PackedLinear.of(linear)))
+            return cast(M, _shared_copy(linear))
         if isinstance(module, self.passed):
             return module
         parts = {name: part if part is None else self.of(part) for name, part in module._modules.items()}

@@ -80,7 +80,7 @@ def test_the_plain_target_must_take_part(tiny_llama, jobs):
 
 def make_point(name: str, size: int, value: float, known: bool = True) -> BatchPoint:
     interval = Interval(value, value - 0.1, value + 0.1) if known else Interval(value, float("nan"), float("nan"))
-    return BatchPoint(name, size, 8, 8, 80, interval, interval, None if name == "plain" else interval, 1.0, 8)
+    return BatchPoint(name, size, 8, 8, 80, interval, interval, None if name == "plain" else interval, 1.0, 2.0, 8)
 
 
 def test_the_plot_has_a_line_and_a_label_for_each_contestant_and_a_mark_for_each_size():

@@ -84,7 +84,7 @@ def test_the_page_says_goals_figures_and_failures(tmp_path):
     ]
     runners = {"kernels": {"passes": passes}, "compiled": {"error": "RuntimeError: no compiler"}}
     (tmp_path / "passes-llama.json").write_text(json.dumps({"floor": {"weight_bytes": 15e9}, "runners": runners}))
-    rounds = {"plain": 0.004, "transformers.generate": 0.018, "eagle3, forced 1": 0.005}
+    rounds = {"plain": 0.004, "transformers.generate": 0.018, "eagle3": 0.005}
     loops = {name: {"seconds_per_round": time, "steady_tokens_per_second": 1 / time} for name, time in rounds.items()}
     cell = {"loops": loops, "gaps": {"plain": {"between": 0.00004}}}
     (tmp_path / "decode-llama.json").write_text(json.dumps({"cells": [cell]}))

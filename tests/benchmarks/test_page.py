@@ -15,10 +15,11 @@ MAKERS = {
     "ablation": "ablation-*",
     "batches": "batches-*",
     "compiled": "kernels-sm90",
-    "decode": "decode-*",
     "identity": "identity-*",
     "kernels": "kernels-interpreted",
     "launches": "launches-*",
+    "passes": "passes-*",
+    "real_size": "real-size-*",
     "shapes": "[rs][uh]*s-cpu-fp32",
 }
 

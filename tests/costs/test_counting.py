@@ -23,6 +23,15 @@ def test_a_step_reads_all_weights_but_an_untied_embedding_table(tiny_llama: Call
     assert pass_bytes(Target(model.bfloat16())) == 2 * (everything - (0 if tied else 64 * 32))
 
 
+def test_a_step_reads_the_experts_that_one_token_meets() -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = AutoConfig.for_model("mixtral", **sizes | heads, num_local_experts=8, num_experts_per_tok=2)
+    model: Any = AutoModelForCausalLM.from_config(config)
+    everything = sum(p.numel() for p in model.parameters())
+    assert pass_bytes(Target(model)) == 4 * (everything - 64 * 32 - 2 * 6 * 3 * 32 * 48)
+
+
 @pytest.mark.parametrize(
     ("kind", "changes"),
     [

@@ -12,9 +12,10 @@ import torch
 from gguf import GGUFReader
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from outrider.formats import export_drafter
+from outrider.formats.draft_models import read_gguf, write_gguf
 from outrider.heads import Drafter, Eagle3, PEagle, TargetBatch
 from outrider.heads.parallel.parallel_drafts import Rollouts
 from outrider.targets import Target
@@ -51,6 +52,17 @@ def test_a_gguf_file_holds_the_targets_tokenizer(target, export):
     types = found.get_field("tokenizer.ggml.token_type").contents()
     control = {i for i, kind in enumerate(types) if kind == 3}
     assert control == set(tokenizer.all_special_ids)
+
+
+def test_experts_in_a_gguf_file_are_the_models(target, tmp_path):
+    sizes = {"vocab_size": target.vocab_size, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": False}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 768, "norm_topk_prob": True}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", **sizes | heads | experts)).eval()
+    write_gguf(model, target.require_tokenizer(), tmp_path / "experts.gguf")
+    with torch.no_grad():
+        torch.testing.assert_close(read_gguf(tmp_path / "experts.gguf")(PROMPT).logits, model(PROMPT).logits)
 
 
 def speculators(

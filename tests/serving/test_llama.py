@@ -6,16 +6,13 @@ docs/guides/served.md says how it is built.
 from __future__ import annotations
 
 import copy
-import os
-import subprocess
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
+from benchmarks.engines import LlamaServer
 from outrider.eval.suites import Suite, load_suites
 from outrider.formats import export_drafter, launch
 from outrider.formats.draft_models import FILE, write_gguf
@@ -30,35 +27,6 @@ from ..conftest import place_of
 
 pytestmark = pytest.mark.served
 TRIAL = Trial(depth=4, max_new_tokens=48, limit=8, seeds=2, habits="llama.cpp")
-EXACT = ("--cache-type-k", "f32", "--cache-type-v", "f32", "--flash-attn", "off", "--no-cache-prompt")
-
-
-@dataclass(frozen=True)
-class LlamaServer:
-    """A llama-server, and how it is started.
-
-    Attributes:
-        program: llama-server. model: of the target, as a GGUF file.
-        settings: its drafting, by the names of its options; {} for none.
-    """
-
-    program: Path
-    model: Path
-    settings: Mapping[str, Any]
-
-    def command(self, port: int) -> list[str]:
-        words = [str(self.program), "--model", str(self.model), "--host", "127.0.0.1", "--port", str(port), "--metrics"]
-        words += ["--threads", "1", "--threads-batch", "1", "--ctx-size", "2048", "--parallel", "1", *EXACT]
-        return words + [word for name, value in self.settings.items() for word in (f"--{name}", str(value))]
-
-    asked_as = None
-
-    def variables(self) -> dict[str, str]:
-        return dict(os.environ)
-
-    def version(self) -> str:
-        said = subprocess.run([str(self.program), "--version"], capture_output=True, text=True, check=True)
-        return (said.stdout + said.stderr).splitlines()[0]
 
 
 @pytest.fixture(scope="module")

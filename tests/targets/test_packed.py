@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -120,3 +122,20 @@ def test_a_packed_target_may_be_cast_or_copied(target):
     assert Decoder(copied).generate(PROMPTS, 4).tokens == Decoder(target).generate(PROMPTS, 4).tokens
     target.model.double()
     assert len(Decoder(target).generate(PROMPTS, 4).tokens) == len(PROMPTS)
+
+
+def test_decoders_share_one_packed_copy_which_goes_with_the_last_of_them(target):
+    head = Eagle1.build(Eagle1Config(), target)
+    target.pack()
+    first, second = Decoder(target, head), Decoder(target, head)
+    texts = [decoder.generate(PROMPTS, 6, plan=Plan(2)).tokens for decoder in (first, second)]
+    assert texts[0] == texts[1]
+    copies = [[part for part in d._drafts.modules() if isinstance(part, PackedLinear)] for d in (first, second)]
+    assert copies[0]
+    assert all(one is other for one, other in zip(*copies, strict=True))
+    left = weakref.ref(copies[0][0])
+    del first, copies
+    assert left() is not None
+    del second
+    gc.collect()
+    assert left() is None

@@ -55,7 +55,7 @@ def embedded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target_folder: Pat
     monkeypatch.setattr(tuner, "TREE_SIZES", (4,))
     monkeypatch.setattr(outrider.recipes, "_HERE", here)
     double = ("llama", 128, 8, 8, 4, 32, 512, 1024, 4096, {})
-    shapes = {"double": double, "huge": (*double[:6], 2**32, *double[7:])}
+    shapes = {"double": double, "huge": (*double[:6], 2**24, *double[7:])}
     monkeypatch.setattr(grow, "SHAPES", shapes)
     monkeypatch.setattr(quickstart, "measure_weights", partial(measure_weights, width=64))
     for place in ("outrider.targets", "outrider.targets.loading", "outrider.scripts.quickstart"):

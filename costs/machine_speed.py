@@ -6,6 +6,7 @@ one row, products with weights of real size. Nothing is concluded from a process
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -23,7 +24,7 @@ from ..recipes import Recipe
 from ..targets import Target
 from ..targets.packed import packed_copy, why_not
 from .rounds import verify_times
-from .timing import medians, threads, timed
+from .timing import threads, timed, turns
 
 # Shares of a device's best that are assumed to be reached, and of its memory that can be used.
 COMPUTE, BANDWIDTH, ROOM = 0.4, 0.6, 0.9
@@ -155,12 +156,12 @@ def _training_step(target: Target, drafter: Drafter, tokens: Tensor, bf16: bool)
     return work
 
 
-_LAYERS, _WIDTH, _PROMPT = 8, 4096, 128
+_LAYERS, _WIDTH, _PROMPT, _TURNS = 8, 4096, 128, 6
 
 
 @dataclass(frozen=True)
 class WeightPace:
-    """How fast products of real size are, by the kind of weights that is fastest for one token.
+    """How fast products of real size are, by one kind of weights.
 
     Attributes:
         dtype: of the weights. packed: whether they are packed (`targets.packed`).
@@ -179,7 +180,10 @@ class WeightPace:
 
 @torch.no_grad()
 def measure_weights(device: torch.device, width: int = _WIDTH) -> WeightPace:
-    """Measure which weights products with one token read fastest, on layers that no cache holds; on a GPU bfloat16."""
+    """Measure which kind of weights answers a request soonest, on layers that no cache holds; on a GPU bfloat16.
+
+    Times are the least of several turns: what else the machine does only adds.
+    """
     kinds = []
     for dtype in (torch.bfloat16,) if device.type == "cuda" else (torch.float32, torch.bfloat16):
         skipped = [
@@ -192,9 +196,12 @@ def measure_weights(device: torch.device, width: int = _WIDTH) -> WeightPace:
         works = {("plain", n): partial(layers, x) for n, x in rows.items()}
         if why_not(layers) is None:
             works["packed", 1] = partial(packed_copy(layers), rows[1])
-        seconds = medians(works, device, repeats=3)
+        seconds = dict.fromkeys(works, math.inf)
+        for key, counts in turns(list(works), _TURNS):
+            spent = timed(works[key], device)
+            seconds[key] = min(seconds[key], spent if counts else math.inf)
         kind = min((key for key in works if key[1] == 1), key=lambda key: seconds[key])
         weights = _LAYERS * width**2
         prompt = seconds["plain", _PROMPT] / _PROMPT / weights
         kinds.append(WeightPace(dtype, kind[0] == "packed", seconds[kind] / weights, prompt))
-    return min(kinds, key=lambda kind: kind.token)
+    return min(kinds, key=lambda kind: kind.request(1, _PROMPT, _PROMPT / 4))

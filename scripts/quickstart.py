@@ -419,7 +419,7 @@ class QuickstartBudget:
 
     seconds: float = 350.0
     prompts: int = 960
-    least_prompts: int = 400
+    least_prompts: int = 320
     refresh_share: float = 0.3
     new_tokens: int = 48
     train_seconds: float = 90.0
@@ -430,9 +430,9 @@ class QuickstartBudget:
     repeats: int = 1
     baselines: tuple[str, ...] = ("ngram",)
     tune_prompts: int = 2
-    tune_tokens: int = 28
+    tune_tokens: int = 24
     gate_prompts: int = 80
-    lora_steps: int = 50
+    lora_steps: int = 75
     lora_rows: int = 4
     lora_length: int = 128
     lora_rate: float = 4e-3
@@ -441,7 +441,7 @@ class QuickstartBudget:
     confidence: float = 0.95
     shapes: tuple[str, ...] = ("8b", "1b", "0.4b")
     grown_seconds: float = 60.0
-    grown_tokens: int = 40
+    grown_tokens: int = 32
 
     def changes(self, output: Path, sizes: QuickstartSizes | None = None) -> list[str]:
         """Return the overrides that fit the packaged recipe to this budget, and to what was measured once it was."""

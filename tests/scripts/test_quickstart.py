@@ -8,7 +8,7 @@ import shutil
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -55,8 +55,8 @@ def embedded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target_folder: Pat
     monkeypatch.setattr(tuner, "TREE_SIZES", (4,))
     monkeypatch.setattr(outrider.recipes, "_HERE", here)
     double = ("llama", 128, 8, 8, 4, 32, 512, 1024, 4096, {})
-    shapes = {"double": double, "huge": (*double[:6], 2**24, *double[7:])}
-    monkeypatch.setattr(grow, "SHAPES", shapes)
+    for name, sizes in {"double": double, "huge": (*double[:6], 2**24, *double[7:])}.items():
+        monkeypatch.setitem(cast(dict[str, Any], grow.SHAPES), name, sizes)
     monkeypatch.setattr(quickstart, "measure_weights", partial(measure_weights, width=64))
     for place in ("outrider.targets", "outrider.targets.loading", "outrider.scripts.quickstart"):
         monkeypatch.setattr(f"{place}.embedded_path", lambda: here / "embedded" / "target")

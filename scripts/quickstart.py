@@ -248,16 +248,15 @@ def verify_both(place: Workplace) -> str:
 
 def grow_to_real_size(place: Workplace) -> str:
     """Measure target and head of version 1 at the largest size whose memory and measurement fit."""
-    began, budget = time.perf_counter(), place.budget
+    until, budget = time.perf_counter() + place.budget.grown_seconds, place.budget
     head, suites = load_drafter(place.out / "drafter", place.target), place.suites(place.target, budget.suite_prompts)
     pace = measure_weights(place.target.device)
-    tokens = _PROMPT, budget.grown_tokens
-    least = LEAST_PROMPTS * len(suites)
-    fitting = fitting_shape(place.target, budget.shapes, budget.grown_seconds, least, tokens, pace)
+    tokens, least, left = (_PROMPT, budget.grown_tokens), LEAST_PROMPTS * len(suites), until - time.perf_counter()
+    fitting = fitting_shape(place.target, budget.shapes, left, least, tokens, pace)
     if fitting is None:
         return f"no size of {', '.join(budget.shapes) or 'none'} fits the memory here"
     settings = place.recipe.eval.model_copy(update={"max_new_tokens": budget.grown_tokens})
-    found, until = place.tuning.batches[0], began + budget.grown_seconds
+    found = place.tuning.batches[0]
     run = measure_grown(*fitting, pace, place.target, head, found, suites, settings, until, place.console)
     write_report(run.report, place.out / "grown")
     write_json(place.out / "grown.json", run.to_dict())

@@ -33,10 +33,10 @@ from ..targets import Target
 from ..targets.grow import grown_bytes, shape_config
 
 LEAST_PROMPTS = 2  # of each suite
-_GROWING = 80  # passes over one token, in whose time the weights are made and packed, and passes and drafting timed
+_GROWING = 120  # passes over one token, in whose time the weights are made and packed, and passes and drafting timed
 _DRAFTED = 1.2  # requests with the head, and with n-grams beside it, in the time of a plain one
 _SPARE = 1.2  # of the weights' memory: caches, and what passes work with
-_WIDTHS, _REPEATS = (0, 1, 2, 4, 8, 16), 5
+_WIDTHS, _DEPTH, _REPEATS = (0, 1, 2, 4, 8, 16), 4, 5
 _TREES = (4, 6, 8, 12, 16)
 
 
@@ -150,9 +150,9 @@ def measure_grown(
     grown.cast(target.dtype)
     if pace.packed:
         target.pack()
-    context, depth = int(sum(map(_tokens, suites)) / len(suites)), len(found.rates)
+    context = int(sum(map(_tokens, suites)) / len(suites))
     passes = verify_times(target, _WIDTHS, context=context, repeats=_REPEATS, taps=grown.taps)
-    drafting = draft_times(target, grown, depth, context=context, repeats=_REPEATS, whole=True)
+    drafting = draft_times(target, grown, min(_DEPTH, len(found.rates)), context=context, repeats=_REPEATS, whole=True)
     costs = Costs(tuple(passes.items()), tuple(drafting))
     plans = best_plans(found, costs)
     entrants = [

@@ -1,19 +1,20 @@
-"""How fast machines are: GPUs by their data sheets, this one by measurement, and what a drafter would reach on others.
+"""How fast machines are: GPUs by their data sheets, this one by measurement.
 
 What is measured here is the work itself in small: answers of the target in one batch, a step of training, a pass for
-one row. Nothing is concluded from a processor's description of itself.
+one row, products with weights of real size. Nothing is concluded from a processor's description of itself.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig
+from torch import Tensor, nn
 
 from ..decode import Decoder, Plan
 from ..distill.prompt_table import Prompt
@@ -21,9 +22,9 @@ from ..distill.recipe_prompts import PromptReading, collect
 from ..heads import Drafter, TargetBatch, drafter_config
 from ..recipes import Recipe
 from ..targets import Target
-from .counting import pass_bytes
+from ..targets.packed import packed_copy, why_not
 from .rounds import verify_times
-from .timing import threads, timed
+from .timing import threads, timed, turns
 
 # Shares of a device's best that are assumed to be reached, and of its memory that can be used.
 COMPUTE, BANDWIDTH, ROOM = 0.4, 0.6, 0.9
@@ -155,76 +156,52 @@ def _training_step(target: Target, drafter: Drafter, tokens: Tensor, bf16: bool)
     return work
 
 
-SHOWN = ("L40S", "A100-80G", "H100", "B200")
+_LAYERS, _WIDTH, _PROMPT, _TURNS = 8, 4096, 128, 6
 
 
 @dataclass(frozen=True)
-class Forecast:
-    """The estimate for a large target."""
+class WeightPace:
+    """How fast products of real size are, by one kind of weights.
 
-    ratio: float  # what a draft step costs, in passes of the target
-    depth: int  # of the chain that is best at that ratio, by the measured rounds
-    tau: float  # of that chain
-    tokens_per_second: dict[str, tuple[float, float]]  # by GPU, without the drafter and with it
-
-    @property
-    def speedup(self) -> float:
-        """Over the plain target: τ tokens in the time of one pass and `depth` draft steps."""
-        return self.tau / (1 + self.depth * self.ratio)
-
-    def line(self, here: float) -> str:
-        """Return it in words; `here` is what a draft step costs on this machine, in passes of its small target."""
-        speeds = ", ".join(f"{gpu} {alone:.0f} → {ours:.0f}" for gpu, (alone, ours) in self.tokens_per_second.items())
-        return (
-            f"estimate, not measured: a draft step costs {_part(here)} of a pass here and {_part(self.ratio)} of an 8B "
-            f"target's (bytes read, bfloat16, batch 1); there τ {self.tau:.2f} at depth {self.depth} would give "
-            f"{self.speedup:.1f}×: {speeds} tokens/s"
-        )
-
-
-def forecast(head: Drafter, shares: dict[int, float]) -> Forecast:
-    """Estimate what measured rounds would give at an 8B target's costs, with a head of the kind of `head`.
-
-    At batch 1 a GPU waits for its memory, so a pass takes the time of reading its weights, whether it checks one token
-    or five. A draft step reads the head and the output embedding that it borrows. Acceptance is taken as measured on
-    the small target; a head for a large one accepts other drafts, so this is no promise.
-
-    Args:
-        shares: of the rounds that accepted so many drafts.
+    Attributes:
+        dtype: of the weights. packed: whether they are packed (`targets.packed`).
+        token, prompt: seconds per weight of a pass over one token, and over each token of a prompt.
     """
-    target = _large_target()
-    with torch.device("meta"):
-        values = {k: v for k, v in head.config.to_dict().items() if k in ("norm_inputs",)}
-        large = type(head).build(type(head).config_class.from_dict(values), target)
-    weights = pass_bytes(target)
-    borrowed = target.model.get_output_embeddings().weight.numel() * 2
-    ratio = (2 * sum(p.numel() for p in large.parameters()) + borrowed) / weights
-    reached = [sum(share for count, share in shares.items() if count >= d) for d in range(1, max(1, *shares) + 1)]
-    chains = [(depth, 1 + sum(reached[:depth])) for depth in range(1, len(reached) + 1)]
-    depth, tau = max(chains, key=lambda chain: chain[1] / (1 + chain[0] * ratio))
-    speedup = tau / (1 + depth * ratio)
-    alone = {gpu.name: gpu.bytes_per_second / weights for gpu in GPUS if gpu.name in SHOWN}
-    return Forecast(ratio, depth, tau, {name: (speed, speedup * speed) for name, speed in alone.items()})
+
+    dtype: torch.dtype
+    packed: bool
+    token: float
+    prompt: float
+
+    def request(self, weights: int, prompt: int, passes: float) -> float:
+        """Return the seconds of a prompt of so many tokens and `passes` passes, of a model with so many weights."""
+        return weights * (prompt * self.prompt + passes * self.token)
 
 
-def _large_target() -> Target:
-    """Return a model of Llama-3.1-8B's shape in bfloat16, without contents."""
-    config = LlamaConfig(
-        vocab_size=128_256,
-        hidden_size=4096,
-        intermediate_size=14_336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        tie_word_embeddings=False,
-    )
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
-    return Target(model.eval().requires_grad_(False))
+@torch.no_grad()
+def measure_weights(device: torch.device, width: int = _WIDTH) -> WeightPace:
+    """Measure which kind of weights answers a request soonest, on layers that no cache holds; on a GPU bfloat16.
 
-
-def _part(share: float) -> str:
-    """Return a share of a pass in words such as `1/10`."""
-    if share < 0.001:  # less than a clock tells, in a run of a few prompts
-        return "less than 1/1000"
-    return f"1/{round(1 / share)}" if share < 0.75 else f"{share:.1f}"
+    Times are the least of several turns: what else the machine does only adds.
+    """
+    kinds = []
+    for dtype in (torch.bfloat16,) if device.type == "cuda" else (torch.float32, torch.bfloat16):
+        skipped = [
+            nn.utils.skip_init(nn.Linear, width, width, bias=False, device=device, dtype=dtype) for _ in range(_LAYERS)
+        ]
+        layers = nn.Sequential(*skipped)
+        for weight in layers.parameters():
+            nn.init.constant_(weight, 1 / width)
+        rows = {n: torch.ones(n, width, device=device, dtype=dtype) for n in (1, _PROMPT)}
+        works = {("plain", n): partial(layers, x) for n, x in rows.items()}
+        if why_not(layers) is None:
+            works["packed", 1] = partial(packed_copy(layers), rows[1])
+        seconds = dict.fromkeys(works, math.inf)
+        for key, counts in turns(list(works), _TURNS):
+            spent = timed(works[key], device)
+            seconds[key] = min(seconds[key], spent if counts else math.inf)
+        kind = min((key for key in works if key[1] == 1), key=lambda key: seconds[key])
+        weights = _LAYERS * width**2
+        prompt = seconds["plain", _PROMPT] / _PROMPT / weights
+        kinds.append(WeightPace(dtype, kind[0] == "packed", seconds[kind] / weights, prompt))
+    return min(kinds, key=lambda kind: kind.request(1, _PROMPT, _PROMPT / 4))

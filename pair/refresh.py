@@ -64,6 +64,7 @@ def refresh(
     overrides: Sequence[str] = (),
     console: Console | None = None,
     how: How | None = None,
+    generate_baseline: bool = True,
 ) -> Pair:
     """Train the pair's drafter on for `target`, measure it, and write the next version to `out`/pair.
 
@@ -73,6 +74,7 @@ def refresh(
         out: a folder outside of the pair's own.
         overrides: changes to the pair's recipe, `key.path=value`; they win over those of the refresh itself.
         how: all weights for the recipe's steps by default.
+        generate_baseline: whether `transformers.generate` is measured beside it, too.
 
     Raises:
         IncompatibleError: the drafter cannot be warm-started for this target (tokenizer, vocabulary, taps).
@@ -88,7 +90,7 @@ def refresh(
     with locked(folder):
         drafter_folder = _trained(pair, recipe, target, console, how or How())
         drafter = load_drafter(drafter_folder, target)
-        report_folder = _measured(recipe, target, drafter, drafter_folder, console)
+        report_folder = _measured(recipe, target, drafter, drafter_folder, generate_baseline, console)
         prompts = _calibration(pair, target, recipe.template)
         return new_pair(folder / "pair", target, drafter_folder, recipe, report_folder, pair, prompts, console)
 
@@ -141,14 +143,16 @@ def _trained(pair: Pair, recipe: Recipe, target: Target, console: Console | None
     return train(recipe, target, drafter, console=console, seconds=how.seconds, until=how.until).drafter_folder
 
 
-def _measured(recipe: Recipe, target: Target, drafter: Drafter, drafter_folder: Path, console: Console | None) -> Path:
+def _measured(
+    recipe: Recipe, target: Target, drafter: Drafter, drafter_folder: Path, generate: bool, console: Console | None
+) -> Path:
     """Measure the drafter beside the recipe's baselines; a finished measurement of the same thing is used again."""
     suites = load_suites(recipe.eval.suites, target.require_tokenizer(), recipe.eval.limit, recipe.template)
     digests = [s.digest for s in suites]
     subject = [target.fingerprint().digest, digest_files(drafter_folder), recipe.eval.model_dump(), digests]
     folder = recipe.output_folder / "reports" / digest_json(subject)[:12]
     if not (folder / "report.json").exists():
-        report = measure(target, contestants(target, drafter, recipe.eval), suites, recipe.eval, console=console)
+        report = measure(target, contestants(target, drafter, recipe.eval), suites, recipe.eval, generate, console)
         write_report(report, folder)
     return folder
 

@@ -9,8 +9,8 @@ reuses it.
     report/                 what the tuned plan, the head alone and n-grams alone achieve
     pair-v1/                target, drafter, plans and report, bound together
     adapter/                the target changes: a LoRA fine-tune on another domain
-    stale/                  what the old drafter achieves on the changed target
     refreshed/              the same as above for the changed target; refreshed/pair is version 2
+    grown/, grown.json      target and head at real size, with the same text
     story.json              how fast this machine is, which stages are done, how long each took, and what it found
 """
 
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from importlib.metadata import version
@@ -38,25 +38,27 @@ from ..common.atomic import replacing_folder
 from ..common.digests import read_sealed, write_json
 from ..common.locks import locked
 from ..common.progress import progress
-from ..costs.machine_speed import Pace, forecast, measure_pace
+from ..costs.machine_speed import Pace, measure_pace, measure_weights
+from ..decode import Plan
 from ..distill import distill, provenance
 from ..distill.prompt_table import Prompt
 from ..distill.recipe_prompts import recipe_prompts
-from ..eval import Figures, Report
-from ..eval.measure import Contestant, contestants, measure
+from ..eval import Report
+from ..eval.measure import contestants, measure
 from ..eval.reports.gate import GateResult
 from ..eval.reports.render import write_report
 from ..eval.suites import Suite, load_suites, make_suite
-from ..eval.tuner import tune
+from ..eval.tuner import STATISTICAL, tune
 from ..eval.tuning_record import Tuning
 from ..heads import load_drafter
 from ..pair import Pair, gate_pairs, new_pair, newest_report, probe, verify
-from ..pair.refresh import refresh
+from ..pair.refresh import How, refresh
 from ..recipes import Recipe, embedded_file, load_recipe
 from ..targets import Target, embedded_path
 from ..targets.fingerprint import digest_file
 from ..train import train
 from .eval_setup import tuned_contestant
+from .quickstart_grown import LEAST_PROMPTS, fitting_shape, measure_grown
 
 # Of the heads that Outrider trains, eagle1 had the highest τ after 180 s of training on two CPU cores: 3.29, against
 # 2.86 of eagle3 and less of the others (`outrider compare`; benchmarks/results/compare-cpu-fp32.json). It normed its
@@ -64,12 +66,10 @@ from .eval_setup import tuned_contestant
 RECIPE = "embedded-eagle1"
 STORY = "story.json"
 
-# What no part counts, as a factor: a whole story took 404 s where the parts came to 357.
-_UNCOUNTED = 1.13
-START = 30.0  # imports, loading, reports and checkpoints
+START = 25.0  # imports, loading, reports, checkpoints, and the pace itself
 _PROMPT = 150  # tokens of a mean prompt
-_TUNE_TOKENS = 65  # requests of one tuning of three prompts per suite, in those of the plain target
-_MEASURED = 7.0  # times that the suites are completed, in those of the plain target
+_TUNE_TOKENS = 85  # requests of one tuning of three prompts per suite, in those of the plain target
+_MEASURED = 5.0  # times that the suites are completed, in those of the plain target
 
 
 def tell(out: Path, console: Console, budget: QuickstartBudget | None = None) -> bool:
@@ -130,11 +130,19 @@ class Workplace:
         return gate_pairs(self.refreshed, self.pair, self.budget.tolerance, self.budget.confidence)
 
     @cached_property
-    def tunings(self) -> list[Tuning]:
-        """The tuner's results, one temperature after the other."""
+    def tuning(self) -> Tuning:
+        """The tuner's result."""
         advice = f"Delete {self.out / STORY}, and the story is told again."
-        saved = read_sealed(self.out / "tuning.json", advice)
-        return [Tuning.model_validate(values) for values in saved["tunings"]]
+        return Tuning.model_validate(read_sealed(self.out / "tuning.json", advice)["tuning"])
+
+    @property
+    def depth(self) -> int:
+        """The depth of the head's chains that the tuner predicts to be the fastest."""
+        found = self.tuning.batches[0].candidates
+        chains = [
+            c for c in found if c.plan.keys() == {"depth"} and c.plan["depth"] and not (c.statistical or c.weight)
+        ]
+        return int(max(chains, key=lambda c: c.predicted).plan["depth"])
 
     def suites(self, target: Target, first: int | None = None, last: int | None = None) -> list[Suite]:
         """Return the suites with their `first` prompts, or their `last` ones."""
@@ -158,28 +166,29 @@ def distil(place: Workplace) -> str:
 
 
 def train_head(place: Workplace) -> str:
-    return f"{train(place.recipe, place.target, console=place.console).steps} steps"
+    result = train(place.recipe, place.target, console=place.console, seconds=place.budget.train_seconds)
+    return f"{result.steps} steps in {place.budget.train_seconds:.0f} seconds"
 
 
 def tune_plans(place: Workplace) -> str:
-    """Find the fastest plan on prompts that are not measured later, at each temperature."""
+    """Find the fastest plan on prompts that are not measured later."""
     head = load_drafter(place.out / "drafter", place.target)
     suites = place.suites(place.target, last=place.budget.tune_prompts)
     settings = place.recipe.eval.model_copy(update={"limit": None, "max_new_tokens": place.budget.tune_tokens})
-    found = [
-        tune(place.target, head, suites, settings.model_copy(update={"temperatures": [t]}))
-        for t in place.measured.temperatures
-    ]
-    write_json(place.out / "tuning.json", {"tunings": [t.model_dump() for t in found]}, indent=1)
-    return "; ".join(f"at temperature {t.temperature:g}: {t.batches[0]}" for t in found)
+    found = tune(place.target, head, suites, settings, statistical=STATISTICAL[:1])
+    write_json(place.out / "tuning.json", {"tuning": found.model_dump()}, indent=1)
+    return str(found.batches[0])
 
 
 def measure_all(place: Workplace) -> str:
     """Measure the tuned plan, the head alone, the baselines and the plain target, all in one run."""
-    head = load_drafter(place.out / "drafter", place.target)
-    found = place.tunings[0].batches[0]
-    entrants = contestants(place.target, head, place.recipe.eval)
-    report = _measure(place, place.target, [tuned_contestant(found, head), *entrants], generate=True)
+    head, settings = load_drafter(place.out / "drafter", place.target), place.recipe.eval
+    entrants = [
+        tuned_contestant(place.tuning.batches[0], head),
+        *contestants(place.target, head, settings, Plan(place.depth)),
+    ]
+    suites = place.suites(place.target, first=place.budget.suite_prompts)
+    report = measure(place.target, entrants, suites, settings, generate_baseline=False, console=place.console)
     write_report(report, place.out / "report")
     return report.sentence()
 
@@ -188,8 +197,7 @@ def bind(place: Workplace) -> str:
     folder, drafter, report = (place.out / name for name in ("pair-v1", "drafter", "report"))
     prompts = unseen_prompts(place)
     pair = new_pair(folder, place.target, drafter, place.recipe, report, calibration=prompts, console=place.console)
-    for tuning in place.tunings:
-        pair = pair.store_tuning(tuning)
+    pair = pair.store_tuning(place.tuning)
     return f"{pair.digest[:12]}… in {pair.folder}"
 
 
@@ -213,17 +221,11 @@ def ask_the_probe(place: Workplace) -> str:
     return f"{result.verdict}: τ on its own prompts {result.tau_baseline.text()} → {result.tau.text()}"
 
 
-def measure_stale(place: Workplace) -> str:
-    settings = place.recipe.eval.model_copy(update={"baselines": []})
-    entrants = contestants(place.changed, place.pair.drafter_for(place.changed), settings)
-    report = _measure(place, place.changed, entrants, generate=False)
-    write_report(report, place.out / "stale")
-    return report.sentence()
-
-
 def learn_again(place: Workplace) -> str:
-    changes = [f"data.limit={place.measured.refresh_prompts}", f"training.num_train_epochs={place.budget.epochs}"]
-    refresh(place.pair, place.changed, place.out / "refreshed", [*changes, "eval.baselines=[]"], place.console)
+    budget = place.budget
+    changes = [f"data.limit={place.measured.refresh_prompts}", f"eval.depth={place.depth}", "eval.baselines=[]"]
+    how = How(seconds=budget.refresh_seconds)
+    refresh(place.pair, place.changed, place.out / "refreshed", changes, place.console, how, generate_baseline=False)
     return newest_report(place.refreshed).sentence()
 
 
@@ -231,7 +233,7 @@ def ask_the_gate(place: Workplace) -> str:
     """Compare version 2 on the changed target with version 1 on its own: is serving as fast as before the fine-tune?
 
     Both ran the same prompts, but the two targets are not the same: what the fine-tune made easier or harder to predict
-    is in the ratio too, as users of the pair feel it. The stale figure shows how much the refresh brought back.
+    is in the ratio too, as users of the pair feel it. The probe shows how much the refresh brought back.
     """
     return place.verdict.lines[1]
 
@@ -244,9 +246,21 @@ def verify_both(place: Workplace) -> str:
     return child if not differences else f"{child}; differs: {'; '.join(differences)}"
 
 
-def _measure(place: Workplace, target: Target, entrants: Sequence[Contestant], generate: bool) -> Report:
-    suites, settings = place.suites(target, first=place.budget.suite_prompts), place.recipe.eval
-    return measure(target, entrants, suites, settings, generate_baseline=generate, console=place.console)
+def grow_to_real_size(place: Workplace) -> str:
+    """Measure target and head of version 1 at the largest size whose memory and measurement fit."""
+    until, budget = time.perf_counter() + place.budget.grown_seconds, place.budget
+    head, suites = load_drafter(place.out / "drafter", place.target), place.suites(place.target, budget.suite_prompts)
+    pace = measure_weights(place.target.device)
+    tokens, least, left = (_PROMPT, budget.grown_tokens), LEAST_PROMPTS * len(suites), until - time.perf_counter()
+    fitting = fitting_shape(place.target, budget.shapes, left, least, tokens, pace)
+    if fitting is None:
+        return f"no size of {', '.join(budget.shapes) or 'none'} fits the memory here"
+    settings = place.recipe.eval.model_copy(update={"max_new_tokens": budget.grown_tokens})
+    found = place.tuning.batches[0]
+    run = measure_grown(*fitting, pace, place.target, head, found, suites, settings, until, place.console)
+    write_report(run.report, place.out / "grown")
+    write_json(place.out / "grown.json", run.to_dict())
+    return run.sentence()
 
 
 Stage = Callable[[Workplace], str]
@@ -259,10 +273,10 @@ STAGES: list[tuple[str, Stage]] = [
     ("pair v1", bind),
     ("the target changes: LoRA on prose", change_the_target),
     ("probe: does v1 still fit?", ask_the_probe),
-    ("v1 on the changed target", measure_stale),
     ("refresh: learn from the new target", learn_again),
     ("gate: v2 against v1", ask_the_gate),
     ("pair v2", verify_both),
+    ("at real size, the same text", grow_to_real_size),
 ]
 
 
@@ -280,7 +294,7 @@ class Story:
                     "or choose another --out."
                 )
             self.done = dict(saved["stages"])
-            place.sizes = None if saved["sizes"] is None else QuickstartSizes.restored(saved["sizes"])
+            place.sizes = None if saved["sizes"] is None else QuickstartSizes(**saved["sizes"])
         self.reused = len(self.done)
 
     def run(self, number: int, title: str, work: Stage) -> None:
@@ -310,11 +324,10 @@ class Story:
 
 
 def conclude(story: Story) -> None:
-    """Print what came of it: the figures side by side, the gate's verdict, the estimate, and where to look next."""
+    """Print what came of it: the figures side by side, the gate's verdict, and where to look next."""
     place, console = story.place, story.place.console
     console.print(closing_table(place))
-    for line in (place.verdict.lines[0], _estimate(place)):
-        console.print(Text(line))
+    console.print(Text(place.verdict.lines[0]))
     seconds, count = sum(stage["seconds"] for stage in story.done.values()), len(story.done)
     reused = f", of which {story.reused} stages were reused" if story.reused else ""
     console.print(Text(f"{seconds:.0f} seconds in {count} stages{reused}", style="dim"))
@@ -325,31 +338,24 @@ def conclude(story: Story) -> None:
 
 def closing_table(place: Workplace) -> Table:
     """Return τ and speedup of everything that was measured, the tuned plan first."""
-    first, stale, second = Report.load(place.out / "report"), Report.load(place.out / "stale"), place.refreshed
+    first, second = Report.load(place.out / "report"), place.refreshed
     rows = [(f"v1: {c.label}", first.headline(c.name)) for c in first.contestants if c.kind == "drafter"]
-    rows += [("v1 on the changed target", stale.headline())]
     rows += [("v2 on the changed target", newest_report(second).headline())]
-    budget = place.budget
-    conditions = (
-        f"{len(budget.suites) * budget.suite_prompts} prompts of {' and '.join(budget.suites)}, greedy, "
-        f"{place.measured.dtype}, batch 1, [95% interval over prompts]"
-    )
-    table = Table(header_style="bold", caption=Text(conditions), caption_justify="left")
+    budget, conditions = place.budget, first.conditions
+    note = f"{sum(s.num_prompts for s in conditions.suites)} prompts of {' and '.join(budget.suites)}, greedy"
+    note += f", {place.measured.dtype}, batch 1, [95% interval over prompts]"
+    if (place.out / "grown").is_dir():
+        grown = Report.load(place.out / "grown")
+        size = str(grown.conditions.target["path"]).rpartition("@")[2].upper()
+        rows += [(f"v1 at {size}: {c.label}", grown.headline(c.name)) for c in grown.contestants if c.kind == "drafter"]
+        note += f"; at {size} {sum(s.num_prompts for s in grown.conditions.suites)} of them, {grown.conditions.dtype}"
+    table = Table(header_style="bold", caption=Text(note), caption_justify="left")
     for heading in ("", "τ (tokens per round)", "speedup over the plain target"):
         table.add_column(heading, justify="left" if not heading else "right")
     for i, (name, figures) in enumerate(rows):
         tau = figures.tau.text() if figures.tau else "–"
         table.add_row(Text(name), tau, Text(figures.speedup.text(unit="×")), style="bold" if i == 0 else "")
     return table
-
-
-def _estimate(place: Workplace) -> str:
-    """Return what the head's measured rounds would give at an 8B target's costs."""
-    head = load_drafter(place.out / "drafter")
-    figures: Figures = Report.load(place.out / "report").headline(head.name)
-    costs = place.tunings[0].batches[0].costs
-    shares = {a.accepted: a.share.value for a in figures.accepted}
-    return forecast(head, shares).line(costs.draft[1] / (costs.verify[0] + costs.host))
 
 
 def fine_tune(recipe: Recipe, budget: QuickstartBudget, folder: Path, console: Console) -> tuple[float, float]:
@@ -398,54 +404,54 @@ class QuickstartBudget:
         prompts, least_prompts: of the first training, at most and at least.
         refresh_share: the share of them that the refresh gets.
         new_tokens: how long the target's responses to them are at most.
-        epochs: of each training.
+        train_seconds, refresh_seconds: of each training.
         suites, suite_prompts, suite_tokens, repeats: what is measured, each time.
         tune_prompts, tune_tokens: what the plan is tuned on, per suite: its last prompts, which are not measured.
-        temperatures: that a plan is tuned for; the first is the one that is measured.
         gate_prompts: what pair v1 remembers, so that probes repeat some and the gate counts all.
         lora_steps, lora_rows, lora_length, lora_rate, lora_rank: the LoRA fine-tune that changes the target.
         tolerance, confidence: of the gate. The tolerance is the smallest that so many prompts decide in 4 runs of 5 if
-            nothing fell: over 160 of them the ratio of two τ had a standard error of 2.3%, so over 240 one of 1.9%,
+            nothing fell: over 100 of them the ratio of two τ had a standard error of 2.3%, so over 80 one of 2.6%,
             and a bound at 95% needs 2.5 times that. `pair gate` by itself takes 3%, for which 560 prompts are needed.
+        shapes, grown_seconds, grown_tokens: real sizes, the largest first; the time that measuring one may take, and
+            how long its answers are.
     """
 
-    seconds: float = 360.0
+    seconds: float = 350.0
     prompts: int = 960
-    least_prompts: int = 200
-    refresh_share: float = 0.6
-    new_tokens: int = 64
-    epochs: int = 2
+    least_prompts: int = 320
+    refresh_share: float = 0.3
+    new_tokens: int = 48
+    train_seconds: float = 90.0
+    refresh_seconds: float = 30.0
     suites: tuple[str, ...] = ("code", "docs")
-    suite_prompts: int = 10
-    suite_tokens: int = 48
+    suite_prompts: int = 9
+    suite_tokens: int = 40
     repeats: int = 1
-    depth: int = 4
     baselines: tuple[str, ...] = ("ngram",)
     tune_prompts: int = 2
-    tune_tokens: int = 32
-    temperatures: tuple[float, ...] = (0.0, 0.7)
-    gate_prompts: int = 240
-    lora_steps: int = 60
+    tune_tokens: int = 24
+    gate_prompts: int = 80
+    lora_steps: int = 75
     lora_rows: int = 4
     lora_length: int = 128
     lora_rate: float = 4e-3
     lora_rank: int = 32
-    tolerance: float = 0.05
+    tolerance: float = 0.07
     confidence: float = 0.95
+    shapes: tuple[str, ...] = ("8b", "1b", "0.4b")
+    grown_seconds: float = 60.0
+    grown_tokens: int = 32
 
     def changes(self, output: Path, sizes: QuickstartSizes | None = None) -> list[str]:
         """Return the overrides that fit the packaged recipe to this budget, and to what was measured once it was."""
         values: dict[str, Any] = {
             "output": str(output),
             "data.max_new_tokens": self.new_tokens,
-            "training.num_train_epochs": self.epochs,
-            "training.logging_steps": 0.25,
-            "training.eval_steps": 0.5,
+            "training.logging_steps": 25,
             "eval.suites": list(self.suites),
             "eval.limit": self.suite_prompts,
             "eval.max_new_tokens": self.suite_tokens,
             "eval.repeats": self.repeats,
-            "eval.depth": self.depth,
             "eval.temperatures": [0.0],
             "eval.baselines": list(self.baselines),
         }
@@ -460,7 +466,7 @@ class QuickstartSizes:
 
     Attributes:
         dtype: of the target. bf16: whether training multiplies in bfloat16.
-        prompts, refresh_prompts: that the target answers. temperatures: that a plan is tuned for.
+        prompts, refresh_prompts: that the target answers.
         seconds: that all of it should take. pace: seconds of each kind of work (`costs.machine_speed.Pace`).
     """
 
@@ -468,50 +474,35 @@ class QuickstartSizes:
     bf16: bool
     prompts: int
     refresh_prompts: int
-    temperatures: tuple[float, ...]
     seconds: float
     pace: dict[str, Any]
 
     @classmethod
     def fitting(cls, budget: QuickstartBudget, pace: Pace) -> QuickstartSizes:
-        """Return the most that fits `budget.seconds` at this pace; the least where nothing does.
-
-        One temperature less is tuned for rather than train on fewer than half of the prompts.
-        """
+        """Return the most that fits `budget.seconds` at this pace; the least where nothing does."""
         fewest = min(budget.least_prompts, budget.prompts)
         choices = [*range(budget.prompts, fewest, -20), fewest]
-
-        def fits(prompts: int, temperatures: tuple[float, ...]) -> bool:
-            return expected_seconds(budget, prompts, temperatures, pace) <= budget.seconds
-
-        half = [n for n in choices if n >= budget.prompts // 2]
-        tries = [(n, budget.temperatures) for n in half] + [(n, budget.temperatures[:1]) for n in choices]
-        prompts, temperatures = next((t for t in tries if fits(*t)), tries[-1])
+        prompts = next((n for n in choices if expected_seconds(budget, n, pace) <= budget.seconds), fewest)
         refreshed = max(1, round(budget.refresh_share * prompts))
-        seconds = round(expected_seconds(budget, prompts, temperatures, pace))
-        return cls(pace.dtype, pace.bf16, prompts, refreshed, temperatures, seconds, pace.to_dict())
-
-    @classmethod
-    def restored(cls, values: dict[str, Any]) -> QuickstartSizes:
-        """Return the sizes that story.json recorded."""
-        return cls(**values | {"temperatures": tuple(values["temperatures"])})
+        seconds = round(expected_seconds(budget, prompts, pace))
+        return cls(pace.dtype, pace.bf16, prompts, refreshed, seconds, pace.to_dict())
 
 
-def expected_seconds(budget: QuickstartBudget, prompts: int, temperatures: Sequence[float], pace: Pace) -> float:
+def expected_seconds(budget: QuickstartBudget, prompts: int, pace: Pace) -> float:
     """Return the seconds of the story at this pace, from how often it does each kind of work.
 
     The factors are counts where the code decides them, and rounded from a timed run where acceptance or a library does.
     """
     answered = prompts + budget.refresh_share * prompts
     counted = 2 * budget.gate_prompts + 32  # prompts of probes and gates
-    per_count = 1.5 * (_PROMPT + budget.suite_tokens) + 2 * budget.suite_tokens
+    per_count = 2.5 * (_PROMPT + budget.suite_tokens) + 2 * budget.suite_tokens
     per_suite = budget.suite_prompts * budget.suite_tokens
     fine_tuned = budget.lora_steps * budget.lora_rows * budget.lora_length
     parts = pace.seconds(
-        prefills=_PROMPT * answered + per_count * counted + 4 * fine_tuned,
+        prefills=_PROMPT * answered + per_count * counted + 1.6 * fine_tuned,
         answers=(budget.new_tokens - 1) * answered + budget.suite_tokens / 4 * counted,
-        steps=0.25 * budget.epochs * answered,
-        tokens=_TUNE_TOKENS * len(temperatures) * budget.tune_tokens * (1 + budget.tune_prompts / 3)
+        tokens=_TUNE_TOKENS * budget.tune_tokens * (1 + budget.tune_prompts / 3)
         + _MEASURED * len(budget.suites) * per_suite,
     )
-    return _UNCOUNTED * (START + parts)
+    given = budget.train_seconds + budget.refresh_seconds + budget.grown_seconds
+    return START + parts + given

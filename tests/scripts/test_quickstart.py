@@ -6,25 +6,33 @@ import io
 import json
 import shutil
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
+import torch
 import yaml
 from rich.console import Console
 
 import outrider.recipes
 from outrider.common import BadInputError
-from outrider.costs.machine_speed import Pace
-from outrider.eval import tuner
+from outrider.costs.machine_speed import Pace, WeightPace, measure_weights
+from outrider.decode import Costs
+from outrider.eval import Report, tuner
+from outrider.eval.tuning_record import BatchTuning, Candidate, CostRecord
 from outrider.formats import LAYOUTS
 from outrider.pair import Pair
+from outrider.scripts import quickstart
 from outrider.scripts.quickstart import QuickstartBudget, QuickstartSizes, expected_seconds, tell
-from outrider.targets import embedded_path
+from outrider.scripts.quickstart_grown import best_plans, fitting_shape
+from outrider.targets import Target, embedded_path, grow
 
-TRAINED: dict[str, Any] = {"prompts": 8, "least_prompts": 8, "refresh_share": 0.75, "new_tokens": 8, "epochs": 1}
-MEASURED: dict[str, Any] = {"suite_prompts": 2, "suite_tokens": 6, "repeats": 1, "depth": 2, "gate_prompts": 14}
-TUNED: dict[str, Any] = {"tune_prompts": 2, "tune_tokens": 6, "temperatures": (0.0,)}
+TRAINED: dict[str, Any] = {"prompts": 8, "least_prompts": 8, "refresh_share": 0.75, "new_tokens": 8}
+TRAINED |= {"train_seconds": 0.3, "refresh_seconds": 0.2}
+MEASURED: dict[str, Any] = {"suite_prompts": 2, "suite_tokens": 6, "repeats": 1, "gate_prompts": 14}
+MEASURED |= {"shapes": ("huge", "double"), "grown_tokens": 6}
+TUNED: dict[str, Any] = {"tune_prompts": 2, "tune_tokens": 6}
 CHANGED: dict[str, Any] = {"lora_steps": 2, "lora_rows": 2, "lora_length": 16}
 TINY = QuickstartBudget(**TRAINED, **MEASURED, **TUNED, **CHANGED)
 
@@ -46,6 +54,10 @@ def embedded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target_folder: Pat
     monkeypatch.setattr(tuner, "WIDTHS", (0, 1, 2, 4, 8))
     monkeypatch.setattr(tuner, "TREE_SIZES", (4,))
     monkeypatch.setattr(outrider.recipes, "_HERE", here)
+    double = ("llama", 128, 8, 8, 4, 32, 512, 1024, 4096, {})
+    for name, sizes in {"double": double, "huge": (*double[:6], 2**24, *double[7:])}.items():
+        monkeypatch.setitem(cast(dict[str, Any], grow.SHAPES), name, sizes)
+    monkeypatch.setattr(quickstart, "measure_weights", partial(measure_weights, width=64))
     for place in ("outrider.targets", "outrider.targets.loading", "outrider.scripts.quickstart"):
         monkeypatch.setattr(f"{place}.embedded_path", lambda: here / "embedded" / "target")
 
@@ -60,9 +72,10 @@ def test_the_story_runs_and_a_second_run_reuses_every_stage(tmp_path: Path, monk
     out = tmp_path / "story"
     passed, text = told(out, TINY)
     assert isinstance(passed, bool)
-    for line in ("v1: eagle1", "v1: ngram", "v1 on the changed target", "v2 on the changed target", "report.html"):
+    for line in ("v1: eagle1", "v1: ngram", "v2 on the changed target", "v1 at DOUBLE: eagle1", "report.html"):
         assert line in text
-    assert "estimate, not measured" in text
+    grown = Report.load(out / "grown")
+    assert all(f.identical in (None, f.num_prompts) for f in grown.figures)
     assert "serve it: outrider export" in text
     assert " tuned" in text
     first, second = Pair.load(out / "pair-v1"), Pair.load(out / "refreshed" / "pair")
@@ -106,8 +119,47 @@ def test_a_slow_machine_gets_fewer_prompts_and_no_machine_fewer_than_the_least()
         pace = replace(fast, **{n: factor * getattr(fast, n) for n in ("prefill", "answer", "step", "token")})
         sizes = QuickstartSizes.fitting(budget, pace)
         taken.append(sizes.prompts)
-        assert QuickstartSizes.restored(json.loads(json.dumps(asdict(sizes)))) == sizes
+        assert QuickstartSizes(**json.loads(json.dumps(asdict(sizes)))) == sizes
         if sizes.prompts > budget.least_prompts:
-            assert expected_seconds(budget, sizes.prompts, sizes.temperatures, pace) <= budget.seconds
+            assert expected_seconds(budget, sizes.prompts, pace) <= budget.seconds
     assert taken == sorted(taken, reverse=True)
     assert (taken[0], taken[-1]) == (budget.prompts, budget.least_prompts)
+
+
+def test_the_largest_size_that_fits_is_grown_and_the_last_one_may_take_longer(target_folder: Path) -> None:
+    """Ten times slower products take a smaller size; what has no memory is left out."""
+    target = Target.load(target_folder, device="cpu")
+    quick = WeightPace(torch.float32, False, token=1e-13, prompt=1e-15)
+
+    def taken(pace: WeightPace, shapes: tuple[str, ...] = ("llama-3.1-70b", "8b", "1b", "0.4b")) -> str | None:
+        found = fitting_shape(target, shapes, 60, prompts=4, tokens=(150, 40), pace=pace)
+        return found and found[0]
+
+    assert taken(quick, ("1b", "0.4b")) == "1b"
+    slow = replace(quick, token=4e-10)
+    assert taken(slow, ("1b", "0.4b")) == "0.4b"
+    assert taken(replace(slow, token=1.0), ("1b", "0.4b")) == "0.4b"
+    assert taken(quick, ("llama-3.1-70b",)) is None, "280 GB"
+    assert taken(quick, ()) is None
+
+
+def test_plans_follow_what_passes_and_drafting_cost_at_that_size() -> None:
+    """Cheap drafting takes deep chains, cheap passes trees, and dear drafting one draft; fusions are chosen apart."""
+    candidate = {"predicted_tau": 3.0, "round_seconds": 1.0, "predicted": 1.0}
+    fused = [
+        Candidate(plan={"depth": depth}, statistical={"type": "ngram"}, **candidate | {"predicted_tau": tau})
+        for depth, tau in ((1, 1.9), (4, 2.9))
+    ]
+    rates, ranks = [0.8, 0.8, 0.8, 0.8], [[0.8, 0.15]] * 4
+    record = CostRecord(widths=[0], verify=[1.0], draft=[0.0], host=0.0)
+    values = {"batch_size": 1, "context": 8, "rates": rates, "costs": record, "reason": ""}
+    found = BatchTuning(ranks=ranks, candidates=fused, chosen=fused[0], **values)
+    chains = found.model_copy(update={"ranks": []})
+
+    def plans(found: BatchTuning, verify: float, draft: float) -> list[str]:
+        costs = Costs(((0, 1.0), (16, 1.0 + 16 * verify)), (0.0, draft, 2 * draft))
+        return [f"{plan} {fused and fused['type']}" for plan, fused in best_plans(found, costs)]
+
+    assert plans(chains, 0.01, 0.01) == ["depth 4 None", "depth 4 ngram"]
+    assert plans(chains, 0.01, 2.0) == ["depth 1 None", "depth 1 ngram"]
+    assert plans(found, 0.001, 0.01)[0].startswith("static tree"), plans(found, 0.001, 0.01)

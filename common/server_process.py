@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -68,7 +69,7 @@ def running_server(
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # so that its workers can be stopped together with it
-            preexec_fn=_end_with_parent,
+            preexec_fn=_ending_with_parent(),
         )
     try:
         yield _answering(server, f"http://127.0.0.1:{port}", answers, seconds)
@@ -79,10 +80,11 @@ def running_server(
         _stop(server)
 
 
-def _end_with_parent() -> None:
-    """Let the kernel end this process when the one that started it is killed; Linux alone can."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+def _ending_with_parent() -> Callable[[], object] | None:
+    """Return what a new process calls so that the kernel ends it with the thread that started it; Linux alone can."""
+    if sys.platform != "linux":
+        return None
+    return partial(ctypes.CDLL(None).prctl, _PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _answering(server: subprocess.Popen[bytes], url: str, answers: Callable[[str], T], seconds: float) -> T:

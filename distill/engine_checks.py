@@ -10,7 +10,7 @@ Shapes: T tokens, K taps without the last, H hidden size, V vocabulary, N layers
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final, Literal
 
 import torch
@@ -240,11 +240,6 @@ def check_template(theirs: Sequence[int], ours: Sequence[int]) -> None:
             f"it makes {len(theirs)} tokens of a chat of which target.path makes {len(ours)}. Start it without "
             "--chat-template and --tokenizer of its own.",
         )
-
-
-def renewed(facts: Facts) -> Facts:
-    """Return the facts without the start that they are of, to compare two of them."""
-    return replace(facts, instance="")
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -34,7 +34,7 @@ from ..common.http_client import AnswerLimits, BadAnswerError, ModelList, ask, r
 from ..common.locks import locked
 from ..common.machine import free_bytes
 from ..common.runtime import require_extra
-from ..common.safe_load import MEGABYTE, parse_json
+from ..common.safe_load import MEGABYTE, parse_json, read_text
 from ..common.server_process import CPU_ENVIRONMENT, python_of, running_server
 from ..recipes import DataSpec, EngineSpec, Recipe, ServerSpec
 from ..targets import Target
@@ -52,14 +52,13 @@ from .engine_checks import (
     check_next_token,
     check_template,
     check_tokens,
-    renewed,
 )
 from .engine_connector import FAILED, NAME, SUFFIX, Facts
 from .features import stored_taps
 
 CHECKED_ROWS = 2  # of each start of an engine, at every position
 _MODULE, _SERVED_AS = "engine_connector", "target"
-_BYTES_OF_A_TOKEN, _TRIES = 2048, 6
+_BYTES_OF_A_TOKEN, _MOST_FAILURES = 2048, 5
 _ROOM_OF_A_FORWARD = 0.5  # of the free memory, which the whole target may take for the comparison
 
 _log = logging.getLogger(__name__)
@@ -89,10 +88,10 @@ def states_words(spec: EngineSpec, layers: Sequence[int], folder: str) -> list[s
         layers: HF `hidden_states` indices, in order, the number of layers for the last state before the norm.
         folder: for the states, as the engine sees it.
     """
-    drafting = {"method": "extract_hidden_states", "num_speculative_tokens": 1}
+    drafting: dict[str, Any] = {"method": "extract_hidden_states", "num_speculative_tokens": 1}
     drafting |= {"draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(layers)}}}
     extra = {"shared_storage_path": folder, "disk_budget": int(spec.disk_gb * 1e9)}
-    connector = {"kv_connector": NAME, "kv_connector_module_path": _MODULE, "kv_role": "kv_producer"}
+    connector: dict[str, Any] = {"kv_connector": NAME, "kv_connector_module_path": _MODULE, "kv_role": "kv_producer"}
     connector |= {"kv_connector_extra_config": extra}
     words = ["--enforce-eager", "--no-enable-prefix-caching", "--no-enable-chunked-prefill"]
     words += ["--max-num-seqs", str(spec.concurrency)]
@@ -161,7 +160,7 @@ class EngineStates:
         require_extra("serving", "target.engine")
         self.spec, self.recipe, self.target, self.layers = spec, recipe, target, tuple(layers)
         self.folder = Path(spec.folder or recipe.output_folder / "engine").expanduser().absolute()
-        self.url, self._stack, self._lock, self._starts = "", ExitStack(), threading.RLock(), 0
+        self.url, self._stack, self._lock = "", ExitStack(), threading.Lock()
         self._trusted: Facts | None = None
         self._ended: set[str] = set()  # instances
         self._probes: list[list[int]] = []
@@ -202,21 +201,25 @@ class EngineStates:
         for left in self.folder.glob("*"):  # of a run that was killed
             if left.suffix in (SUFFIX, FAILED, ".part"):
                 left.unlink(missing_ok=True)
-        self._starts += 1
         if self.spec.url is not None:
             self.url = self.spec.url.rstrip("/").removesuffix("/v1")
             _models(self.url)
         else:
             self.url = self._stack.enter_context(self._own_server())
         self._check_template()
-        whole = self._whole()
+        self._compare()
+
+    def _compare(self) -> None:
+        """Trust this start of the engine, once its states of the probes are right."""
+        whole, row = self._whole(), None
         for tokens in self._probes:
             row = self._asked(tokens, probe=True)
-            if self._trusted is not None and renewed(row.facts) != renewed(self._trusted):
-                check_facts(row.facts, self.expected, self._trusted)
             check_logits(self.target, row)
             if whole is not None:
                 check_forward(whole, row, self.expected)
+        if row is not None:
+            self._ended |= set() if self._trusted is None else {self._trusted.instance}
+            self._trusted = row.facts
         _log.info("the engine's states were compared on %d rows: trusted", len(self._probes))
 
     def _own_server(self) -> AbstractContextManager[str]:
@@ -246,54 +249,65 @@ class EngineStates:
         room, own = free_bytes(torch.device("cpu")), self.recipe.target
         folder = folder_of(target_path(own.path), own.dtype, own.revision, own.trust_remote_code)
         size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-        if self.spec.check == "logits" or (self.spec.check == "auto" and size > _ROOM_OF_A_FORWARD * (room or 0)):
+        if (
+            self.spec.check == "logits"
+            or self.expected.quantization
+            or (self.spec.check == "auto" and size > _ROOM_OF_A_FORWARD * (room or 0))
+        ):
             _log.info("the target is not loaded for a plain forward: taps before the last are checked by their names")
             return None
         return Target.load(**own.to_load(), device="cpu")
 
     def of(self, rows: Mapping[int, np.ndarray]) -> Iterator[tuple[int, Tensor | None, Tensor]]:
-        """Yield number, taps `[T, K, H]` (None without taps) and last state after the norm `[T, H]` of each row."""
-        with ThreadPoolExecutor(self.spec.concurrency) as pool:
-            asked = {i: pool.submit(self._row, tokens.tolist()) for i, tokens in rows.items()}
+        """Yield number, taps `[T, K, H]` (None without taps) and last state after the norm `[T, H]` of each row.
+
+        An engine that ended, or is away, is started again, or waited for.
+        """
+        left, failures = dict(rows), 0
+        while left:
             try:
-                for i, future in asked.items():
-                    row = future.result()
+                for i, row in self._answers(left):
                     with torch.inference_mode():
                         last = self.target.final_norm(row.states[:, -1].to(self.target.device)).cpu()
+                    del left[i]
                     yield i, row.states[:, :-1] if self.layers else None, last
+            except BadAnswerError as error:
+                failures += 1
+                if failures > _MOST_FAILURES or error.reason.startswith("HTTP status 4"):  # it would say so again
+                    raise
+                self._mend(error)
+
+    def _answers(self, rows: Mapping[int, np.ndarray]) -> Iterator[tuple[int, EngineRow]]:
+        """Yield each row, checked, in order, while others are asked."""
+        with ThreadPoolExecutor(self.spec.concurrency) as pool:
+            asked = [(i, pool.submit(self._row, tokens.tolist())) for i, tokens in rows.items()]
+            try:
+                for i, future in asked:
+                    yield i, future.result()
             finally:
-                for future in asked.values():
+                for _, future in asked:
                     future.cancel()
 
     def _row(self, tokens: list[int]) -> EngineRow:
-        """Return a row, checked; an engine that ended or is away is waited for, or started again."""
-        for left in reversed(range(_TRIES)):
-            start = self._starts
-            try:
-                row = self._asked(tokens)
-                check_next_token(self.target, row)
-                return row
-            except BadAnswerError as error:
-                if not left:
-                    raise
-                self._mend(start, error)
-        raise AssertionError("the last try returned or raised")
-
-    def _mend(self, start: int, error: BadAnswerError) -> None:
-        """Bring the engine back, once for all the requests that failed with it."""
+        row = self._asked(tokens)
         with self._lock:
-            if start != self._starts:
-                return
-            _log.warning("the engine failed (%s); it is asked again", error.reason)
-            self._stack.close()
-            limit = time.monotonic() + self.spec.start_seconds
-            while True:
-                try:
-                    return self._start()
-                except BadAnswerError:
-                    if self.spec.url is None or time.monotonic() > limit:
-                        raise
-                    time.sleep(2)
+            if self._trusted is not None and row.facts.instance not in {self._trusted.instance, *self._ended}:
+                self._compare()  # the user's engine was started again, between two rows
+        check_next_token(self.target, row)
+        return row
+
+    def _mend(self, error: BadAnswerError) -> None:
+        """Bring the engine back, in the thread that lives as long as it: the kernel ends it with its thread."""
+        _log.warning("the engine failed (%s); it is asked again", error.reason)
+        self._stack.close()
+        limit = time.monotonic() + self.spec.start_seconds
+        while True:
+            try:
+                return self._start()
+            except BadAnswerError:
+                if self.spec.url is None or time.monotonic() > limit:
+                    raise
+                time.sleep(2)
 
     @cached_property
     def _name(self) -> str:
@@ -301,6 +315,7 @@ class EngineStates:
 
     def _asked(self, tokens: list[int], probe: bool = False) -> EngineRow:
         """Return an engine's row of these tokens, with its facts and tokens checked."""
+        ended = frozenset(self._ended)  # before this request: an answer may come from an engine that ends meanwhile
         body = {"model": self._name, "prompt": tokens, "max_tokens": 1, "temperature": 0.0, "logprobs": 0}
         body |= {"return_token_ids": True, "add_special_tokens": False}
         body |= {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -315,12 +330,8 @@ class EngineStates:
                 "prints the command)."
             )
         row = self._read(self.folder / Path(named).name, answer.choices[0])
-        check_facts(row.facts, self.expected, self._trusted, frozenset(self._ended))
+        check_facts(row.facts, self.expected, self._trusted, ended)
         check_tokens(row, torch.tensor(tokens), self.expected)
-        if self._trusted is None or row.facts.instance != self._trusted.instance:
-            if self._trusted is not None:
-                self._ended.add(self._trusted.instance)
-            self._trusted = row.facts
         return row
 
     def _read(self, file: Path, choice: _Choice) -> EngineRow:
@@ -328,7 +339,7 @@ class EngineStates:
         limit, failed = time.monotonic() + self.spec.timeout, file.with_suffix(FAILED)
         while not file.exists():
             if failed.exists():
-                raise BadInputError(f"the engine could not write hidden states: {failed.read_text()[:500]}")
+                raise BadInputError(f"the engine could not write hidden states: {read_text(failed)[:500]}")
             if time.monotonic() > limit:
                 raise BadInputError(
                     f"the engine answered, and no hidden states are in {self.folder} after {self.spec.timeout:g} s. "

@@ -255,10 +255,10 @@ def test_a_target_that_does_not_fit_is_checked_by_the_engines_own_logits(lab: La
     assert refused.value.fault == fault
 
 
-def test_another_template_is_refused(lab: Lab) -> None:
+def test_another_template_is_refused(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = lab.server.target.require_tokenizer()
-    tokenizer.chat_template = (tokenizer.chat_template or "").replace("<|assistant|>{% endif %}", "{% endif %}")
-    assert "<|assistant|>{% generation" in tokenizer.chat_template
+    other = str(tokenizer.chat_template).replace("<|assistant|>{% endif %}", "{% endif %}")
+    monkeypatch.setattr(tokenizer, "chat_template", other)
     with pytest.raises(UntrustedStatesError) as refused:
         lab.build()
     assert refused.value.fault == "another template"

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..common.errors import IncompatibleError
 from ..targets import Target
-from .engine_connector import VERSION, Facts
+from .engine_connector import VERSION, EngineFacts
 
 Fault = Literal[
     "connector version",
@@ -63,15 +63,15 @@ class EngineRow:
 
     states: Tensor
     token_ids: Tensor
-    facts: Facts
+    facts: EngineFacts
     next_token: int
     logprob: float | None = None
     prompt_logprobs: Tensor | None = None
 
 
 @dataclass(frozen=True)
-class Expected:
-    """What the facts must be: `layers` without the last, and the others as in `Facts`."""
+class ExpectedFacts:
+    """What the facts must be: `layers` without the last, and the others as in `EngineFacts`."""
 
     layers: tuple[int, ...]
     num_layers: int
@@ -80,7 +80,9 @@ class Expected:
     weights: str
 
 
-def check_facts(facts: Facts, expected: Expected, trusted: Facts | None, stale: frozenset[str] = frozenset()) -> None:
+def check_facts(
+    facts: EngineFacts, expected: ExpectedFacts, trusted: EngineFacts | None, stale: frozenset[str] = frozenset()
+) -> None:
     """Refuse an engine that was started otherwise than it must be; `trusted` are the facts of an earlier start.
 
     `stale` are instances that ended, whose files must not be read any more.
@@ -120,7 +122,7 @@ def check_facts(facts: Facts, expected: Expected, trusted: Facts | None, stale: 
         raise UntrustedStatesError("cached prefix", "it caches prefixes or reads prompts in chunks; switch both off.")
 
 
-def check_tokens(row: EngineRow, asked: Tensor, expected: Expected) -> None:
+def check_tokens(row: EngineRow, asked: Tensor, expected: ExpectedFacts) -> None:
     """Refuse states that are not of all tokens `asked` `[T]`, one for each, in the precision that was said."""
     said, count = row.token_ids, row.states.shape[0]
     if len(said) != count:
@@ -198,7 +200,7 @@ def _explained(target: Target, row: EngineRow, fits: Sequence[bool]) -> Untruste
 
 
 @torch.inference_mode()
-def check_forward(whole: Target, row: EngineRow, expected: Expected) -> None:
+def check_forward(whole: Target, row: EngineRow, expected: ExpectedFacts) -> None:
     """Refuse a row whose taps are not those of a plain forward of the `whole` target, and say which ones they are."""
     tokens, every = row.token_ids[None].long().to(whole.device), range(whole.num_layers)
     out = whole.forward(tokens, taps=tuple(every), logits=False)

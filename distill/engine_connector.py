@@ -7,7 +7,7 @@ A file `<request>.safetensors` appears whole or not at all. It holds
 
     hidden_states   [T, K, H], in the engine's own dtype, taps in the order of `layers`; the last one before the norm
     token_ids       [T]
-    outrider        in its metadata, JSON: `Facts`, and the digest of the two tensors
+    outrider        in its metadata, JSON: `EngineFacts`, and the digest of the two tensors
 
 The first process of a tensor-parallel group writes, in threads. Files that wait to be read take `disk_budget` bytes at
 most: then the engine itself waits, so that neither memory nor the disk fills.
@@ -20,6 +20,8 @@ import json
 import os
 import time
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -41,7 +43,7 @@ _WAIT_SECONDS, _POLL_SECONDS = 120.0, 0.05  # for room on the disk
 
 
 @dataclass(frozen=True)
-class Facts:
+class EngineFacts:
     """What an engine says of the states that it writes.
 
     Attributes:
@@ -95,13 +97,20 @@ def checkpoint_digest(folder: str | Path) -> str:
     return digest.hexdigest()
 
 
-def write_states(file: Path, hidden_states: torch.Tensor, token_ids: torch.Tensor, facts: Facts) -> None:
+@contextmanager
+def _replacing(file: Path) -> Iterator[Path]:
+    """Yield a file that takes the place of `file` when the block ends well."""
+    part = file.with_name(f".{file.name}.part")
+    yield part
+    os.replace(part, file)
+
+
+def write_states(file: Path, hidden_states: torch.Tensor, token_ids: torch.Tensor, facts: EngineFacts) -> None:
     """Write a request's file, all of it or nothing."""
     tensors = {"hidden_states": hidden_states.contiguous(), "token_ids": token_ids.contiguous()}
     said = json.dumps({**asdict(facts), "digest": tensors_digest(**tensors)})
-    part = file.with_name(f".{file.name}.part")
-    save_file(tensors, part, metadata={"outrider": said})
-    os.replace(part, file)
+    with _replacing(file) as part:
+        save_file(tensors, part, metadata={"outrider": said})
 
 
 def waiting_bytes(folder: Path) -> int:
@@ -144,7 +153,7 @@ def _model_folder(config: Any) -> str:
     return str(snapshot_download(config.model, revision=config.revision, local_files_only=True))
 
 
-def _facts(config: Any) -> Facts:
+def _facts(config: Any) -> EngineFacts:
     """Return the facts of an engine with this `VllmConfig`; ValueError: it would leave tokens out."""
     drafting = config.speculative_config.draft_model_config.hf_config
     model, scheduler = config.model_config, config.scheduler_config
@@ -153,7 +162,7 @@ def _facts(config: Any) -> Facts:
         raise ValueError("hidden states of a cached prefix are not computed: start with --no-enable-prefix-caching")
     if chunked:
         raise ValueError("hidden states need whole prompts: start with --no-enable-chunked-prefill")
-    return Facts(
+    return EngineFacts(
         version=VERSION,
         engine=vllm_version,
         instance=uuid.uuid4().hex,
@@ -175,7 +184,7 @@ class OutriderHiddenStates(object if theirs is None else theirs.ExampleHiddenSta
         settings = self._kv_transfer_config.kv_connector_extra_config
         self.use_lock = False  # a file is there when it is whole
         self._budget = int(settings["disk_budget"])
-        self._said: Facts | None = _facts(vllm_config) if role.name == "WORKER" else None
+        self._said: EngineFacts | None = _facts(vllm_config) if role.name == "WORKER" else None
         os.makedirs(self._storage_path, exist_ok=True)
 
     def _submit_async_write(self, pending: Any) -> None:
@@ -219,6 +228,5 @@ class OutriderHiddenStates(object if theirs is None else theirs.ExampleHiddenSta
 
 def _say_failed(file: Path, why: str) -> None:
     """Leave a sentence where the states would be, for the client that waits for them."""
-    part = file.with_name(f".{file.name}.part")
-    part.write_text(why[:1000], encoding="utf-8")
-    os.replace(part, file.with_suffix(FAILED))
+    with _replacing(file.with_suffix(FAILED)) as part:
+        part.write_text(why[:1000], encoding="utf-8")

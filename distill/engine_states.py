@@ -44,7 +44,7 @@ from . import engine_connector
 from .conversation import render
 from .engine_checks import (
     EngineRow,
-    Expected,
+    ExpectedFacts,
     UntrustedStatesError,
     check_facts,
     check_forward,
@@ -53,7 +53,7 @@ from .engine_checks import (
     check_template,
     check_tokens,
 )
-from .engine_connector import FAILED, NAME, SUFFIX, Facts
+from .engine_connector import FAILED, NAME, SUFFIX, EngineFacts
 from .features import stored_taps
 
 CHECKED_ROWS = 2  # of each start of an engine, at every position
@@ -64,20 +64,20 @@ _ROOM_OF_A_FORWARD = 0.5  # of the free memory, which the whole target may take 
 _log = logging.getLogger(__name__)
 
 
-class _Choice(BaseModel):
+class _PrefilledRow(BaseModel):
     token_ids: list[int] = Field(min_length=1)
     logprobs: Any = None
     prompt_logprobs: list[dict[str, Any] | None] | None = None
 
 
-class _Answer(BaseModel):
+class _PrefillAnswer(BaseModel):
     """The answer of `/v1/completions`, with the place of the states."""
 
-    choices: list[_Choice] = Field(min_length=1, max_length=1)
+    choices: list[_PrefilledRow] = Field(min_length=1, max_length=1)
     kv_transfer_params: dict[str, Any] | None = None
 
 
-class _Tokens(BaseModel):
+class _TokenizedChat(BaseModel):
     tokens: list[int]
 
 
@@ -161,7 +161,7 @@ class EngineStates:
         self.spec, self.recipe, self.target, self.layers = spec, recipe, target, tuple(layers)
         self.folder = Path(spec.folder or recipe.output_folder / "engine").expanduser().absolute()
         self.url, self._stack, self._lock = "", ExitStack(), threading.Lock()
-        self._trusted: Facts | None = None
+        self._trusted: EngineFacts | None = None
         self._ended: set[str] = set()  # instances
         self._probes: list[list[int]] = []
 
@@ -171,14 +171,14 @@ class EngineStates:
         return None if recipe.target.engine is None else cls(recipe, target, stored_taps(taps, target.num_layers))
 
     @cached_property
-    def expected(self) -> Expected:
+    def expected(self) -> ExpectedFacts:
         """What the engine must say of itself; the checkpoint's digest is made when it is first asked for."""
         spec, target = self.recipe.target, self.target
         folder = folder_of(target_path(spec.path), spec.dtype, spec.revision, spec.trust_remote_code)
         quantised = getattr(target.model.config, "quantization_config", None) or {}
         method = quantised.get("quant_method", "") if isinstance(quantised, dict) else str(quantised.quant_method)
         digest = engine_connector.checkpoint_digest(folder)
-        return Expected(self.layers, target.num_layers, target.dtype, str(method or ""), digest)
+        return ExpectedFacts(self.layers, target.num_layers, target.dtype, str(method or ""), digest)
 
     @property
     def identity(self) -> list[Any]:
@@ -241,7 +241,7 @@ class EngineStates:
         body = {"model": self._name, "messages": messages, "add_generation_prompt": True}
         body |= {"add_special_tokens": False, "chat_template_kwargs": dict(self.recipe.template)}
         place = f"{self.url}/tokenize"
-        theirs = read_answer(_Tokens, ask(place, json.dumps(body).encode()), place).tokens
+        theirs = read_answer(_TokenizedChat, ask(place, json.dumps(body).encode()), place).tokens
         check_template(theirs, tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _whole(self) -> Target | None:
@@ -322,7 +322,7 @@ class EngineStates:
         body |= {"prompt_logprobs": 0} if probe else {}
         limits = AnswerLimits(self.spec.timeout, MEGABYTE + _BYTES_OF_A_TOKEN * len(tokens))
         place = f"{self.url}/v1/completions"
-        answer = read_answer(_Answer, ask(place, json.dumps(body).encode(), limits=limits), place)
+        answer = read_answer(_PrefillAnswer, ask(place, json.dumps(body).encode(), limits=limits), place)
         named = str((answer.kv_transfer_params or {}).get("hidden_states_path", ""))
         if not named.endswith(SUFFIX):
             raise BadInputError(
@@ -334,7 +334,7 @@ class EngineStates:
         check_tokens(row, torch.tensor(tokens), self.expected)
         return row
 
-    def _read(self, file: Path, choice: _Choice) -> EngineRow:
+    def _read(self, file: Path, choice: _PrefilledRow) -> EngineRow:
         """Return the row in a file, as soon as it is there, and remove it."""
         limit, failed = time.monotonic() + self.spec.timeout, file.with_suffix(FAILED)
         while not file.exists():
@@ -354,7 +354,7 @@ class EngineStates:
         return EngineRow(states, token_ids, facts, choice.token_ids[0], logprob[0] if logprob else None, given)
 
 
-def read_states(file: Path) -> tuple[Facts, Tensor, Tensor]:
+def read_states(file: Path) -> tuple[EngineFacts, Tensor, Tensor]:
     """Return the facts, the states `[T, K, H]` and the tokens `[T]` in a connector's file.
 
     Raises:
@@ -366,7 +366,7 @@ def read_states(file: Path) -> tuple[Facts, Tensor, Tensor]:
             said = parse_json((opened.metadata() or {}).get("outrider", ""), str(file))
             states, token_ids = (opened.get_tensor(name) for name in ("hidden_states", "token_ids"))
         digest = said.pop("digest")
-        facts = Facts(**{**said, "layers": tuple(said["layers"])})
+        facts = EngineFacts(**{**said, "layers": tuple(said["layers"])})
     except (BadInputError, SafetensorError, OSError, KeyError, TypeError, AttributeError) as error:
         raise UntrustedStatesError("altered file", f"{file.name} cannot be read ({type(error).__name__}).") from error
     if names != {"hidden_states", "token_ids"} or digest != engine_connector.tensors_digest(states, token_ids):

@@ -102,6 +102,7 @@ DOORS: dict[str, tuple[Sequence[str], dict[str, str]]] = {
             "pair/refresh.py": "a run's own file",
             "scripts/quickstart.py": "what ships with Outrider",
             "common/server_process.py": "the log of an engine that was started here",
+            "distill/engine_connector.py": "runs in an engine, on the checkpoint that this one has loaded",
             "targets/tokenizer_process.py": "what ships with Outrider",
             "train/processes.py": "of the system",
         },

@@ -24,6 +24,7 @@ ALLOWED = {
     "pair/signature.py",  # a list of signers and a passphrase's helper, in a temporary folder
     "pair/registry/folder.py",  # publishes by links, with names of `common`, which its sweep knows
     "train/optimizer_state.py",  # into a checkpoint, which counts only when its list is sealed
+    "distill/engine_connector.py",  # runs in an engine, without `common`: a part beside its place, then a rename
     "common/server_process.py",  # the log of an engine that it starts
 }
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from outrider.common import BadInputError, IncompatibleError
 from outrider.distill import FeatureStore
 from outrider.distill.engine_checks import UntrustedStatesError
-from outrider.distill.engine_connector import VERSION, Facts, checkpoint_digest, wait_for_room, write_states
+from outrider.distill.engine_connector import VERSION, EngineFacts, checkpoint_digest, wait_for_room, write_states
 from outrider.distill.engine_states import EngineStates
 from outrider.recipes import Recipe
 from outrider.targets import Target
@@ -40,7 +40,7 @@ class StatesServer(Server):
     """An engine with the connector: `written` are what a file will hold and the facts, which `change` may spoil."""
 
     folder: Path = Path()
-    facts: Facts | None = None
+    facts: EngineFacts | None = None
     change: Change = lambda server, written: None
     after: Callable[[Path], object] = lambda file: None  # what happens to a file that is there
     requests: int = 0
@@ -128,7 +128,7 @@ def lab(tmp_path: Path, tiny_target: Target) -> Any:
     tiny_target.require_tokenizer().save_pretrained(tmp_path / "target")
     spool = tmp_path / "spool"
     spool.mkdir()
-    facts = Facts(
+    facts = EngineFacts(
         VERSION, "0", "first", (2, 4, 6), 6, "float32", "", checkpoint_digest(tmp_path / "target"), False, False
     )
     server = StatesServer(tiny_target, folder=spool, facts=facts)

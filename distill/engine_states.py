@@ -218,8 +218,9 @@ class EngineStates:
             if whole is not None:
                 check_forward(whole, row, self.expected)
         if row is not None:
-            self._ended |= set() if self._trusted is None else {self._trusted.instance}
-            self._trusted = row.facts
+            before, self._trusted = self._trusted, row.facts
+            if before is not None and before.instance != row.facts.instance:
+                self._ended.add(before.instance)
         _log.info("the engine's states were compared on %d rows: trusted", len(self._probes))
 
     def _own_server(self) -> AbstractContextManager[str]:

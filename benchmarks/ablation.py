@@ -159,7 +159,7 @@ def main(given: Sequence[str] | None = None) -> int:
     recipes = recipes_of(arguments)
     first = next(iter(recipes.values()))
     with threads(arguments.threads):
-        target = Target.load(**first.target.model_dump())
+        target = Target.load(**first.target.to_load())
         suites = load_suites(arguments.suites, target.require_tokenizer(), arguments.limit)
         prompts = [list(p.tokens) for s in suites for p in s.prompts]
         counts = {s.name: len(s.prompts) for s in suites}

@@ -155,7 +155,7 @@ def with_responses(recipe: Recipe, work: Path, steps: int) -> Recipe:
 
 
 def _answered(recipe: Recipe, work: Path) -> Path:
-    target = Target.load(**recipe.target.model_dump())
+    target = Target.load(**recipe.target.to_load())
     return distill(recipe.model_copy(update={"output": str(work / "asked")}), target).resolve()
 
 
@@ -225,7 +225,7 @@ def main() -> int:
         name, found = "memory", memory(recipe, work, given.rows)
     else:
         name, found = "launches", equality(recipe, work, given.steps, given.rows, LAUNCHES)
-    target, rows = Target.load(**recipe.target.model_dump()), list[Row]()
+    target, rows = Target.load(**recipe.target.to_load()), list[Row]()
     changes = " ".join(given.overrides)
     settings = conditions(
         target, recipe=recipe.name, changes=changes, rows_in_a_step=given.rows, optimizer="adamw_torch"

@@ -114,7 +114,7 @@ def measure_pace(recipe: Recipe) -> Pace:
 
 
 def _load_target(recipe: Recipe, dtype: str) -> Target:
-    return Target.load(**recipe.target.model_dump() | {"dtype": dtype})
+    return Target.load(**recipe.target.to_load() | {"dtype": dtype})
 
 
 def _measure_pace(recipe: Recipe, target: Target, prompts: Sequence[Prompt], bf16: bool) -> Pace:

@@ -16,10 +16,12 @@ from typing import Literal
 import torch
 from transformers import TrainingArguments
 
+from ..common.atomic import readable_bytes
 from ..distill.features import precision_of, stored_taps
 from ..heads import Drafter
 from ..recipes import Recipe
 from ..targets import Target, decoder_layers
+from ..targets.without_layers import around_layers
 from .counting import OptimizerBytes, RehearsedStep, pass_flops, rehearse, rehearse_optimizer, weight_bytes
 from .machine_speed import GPUS, Gpu
 
@@ -229,7 +231,10 @@ class TrainingEstimate:
         """Return the bytes in one process.
 
         Of a sharded target: a part of each layer, the rest, and two layers gathered, the one in use and the last one.
+        Of one in an engine: what is around its layers.
         """
+        if self.recipe.target.engine is not None:
+            return sum(parameter.nbytes for parameter in around_layers(self.target.model))
         whole = weight_bytes(self.target.model)
         if self.recipe.target.sharding == "none" or self.processes == 1:
             return whole
@@ -308,6 +313,12 @@ class TrainingEstimate:
                 self.recipe.joint is not None,
                 "joint training's adapter, its second pass of the target and the pass back through it are in neither "
                 "memory, operations nor time.",
+            ),
+            (
+                self.recipe.target.engine is not None,
+                f"the target's {readable_bytes(weight_bytes(self.target.model))} of weights are in the engine, whose "
+                "time for responses and features is that of one such GPU; its states wait in a folder of "
+                f"{getattr(self.recipe.target.engine, 'disk_gb', 0):g} GB at most before they are stored.",
             ),
             (
                 self.recipe.target.adapter,

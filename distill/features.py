@@ -19,12 +19,12 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -148,6 +148,41 @@ def stored_taps(taps: Sequence[int], num_layers: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys(tap for tap in taps if tap != num_layers))
 
 
+class StatesSource(Protocol):
+    """An engine that makes hidden states in the target's place."""
+
+    @property
+    def identity(self) -> list[Any]:
+        """The settings that decide its states, beside the target's own identity."""
+
+    def running(self, probes: Sequence[Sequence[int]]) -> AbstractContextManager[Any]:
+        """Have it ready inside, after it was checked by rows of tokens."""
+
+    def of(self, rows: Mapping[int, np.ndarray]) -> Iterator[tuple[int, Tensor | None, Tensor]]:
+        """Yield number, taps `[T, K, H]` (None without taps) and last state `[T, H]` of each row."""
+
+
+@dataclass(frozen=True)
+class TargetPasses:
+    """Hidden states by passes of a loaded target, `AT_ONCE` rows at a time; `taps` are without the last state."""
+
+    target: Target
+    taps: tuple[int, ...]
+
+    @torch.inference_mode()
+    def of(self, rows: Mapping[int, np.ndarray]) -> Iterator[tuple[int, Tensor | None, Tensor]]:
+        """Yield number, taps `[T, K, H]` (None without taps) and last state `[T, H]` of each row."""
+        order = sorted(rows, key=lambda i: len(rows[i]))  # equal lengths side by side: little padding
+        for begin in range(0, len(order), AT_ONCE):
+            batch = order[begin : begin + AT_ONCE]
+            tokens = [torch.from_numpy(rows[i]).long() for i in batch]
+            padded = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True).to(self.target.device)
+            out = self.target.forward(padded, taps=self.taps, logits=False)
+            for row, i in enumerate(batch):
+                count = len(rows[i])
+                yield i, None if out.hidden is None else out.hidden[row, :count], out.last[row, :count]
+
+
 @dataclass(frozen=True)
 class FeatureStoreBuilder:
     """A store in the making. The `sequences` lie on the disk until they are read; `taps` are without the last state."""
@@ -159,6 +194,7 @@ class FeatureStoreBuilder:
     taps: tuple[int, ...]
     precision: Precision
     layout: ShardIndex
+    engine: StatesSource | None = None
 
     def run(self, group: LaunchGroup, console: Console | None) -> None:
         """Compute the shards that are missing or damaged, with the other processes; a finished store stays as it is."""
@@ -173,9 +209,11 @@ class FeatureStoreBuilder:
             return
         missing = opened["missing"]
         total, left = len(self.layout.lengths), sum(len(self.layout.shards[i]) for i in missing)
+        one_computes = self.target.sharded or self.engine is not None
         with one_leads(group, self.target), progress(console, "hidden states", total, total - left) as advance:
-            if not self.target.sharded or group.is_main:
-                self._compute_all(missing, LaunchGroup() if self.target.sharded else group, advance)
+            if not one_computes or group.is_main:
+                with nullcontext() if self.engine is None else self.engine.running(self._probes()):
+                    self._compute_all(missing, LaunchGroup() if one_computes else group, advance)
         group.barrier(f"{topic}-computed")
         group.on_main(f"{topic}-sealed", self._seal)
 
@@ -248,22 +286,21 @@ class FeatureStoreBuilder:
             save_file(states, temporary)
         list_file(self.folder, file.name)
 
-    @torch.inference_mode()
+    def _probes(self) -> list[list[int]]:
+        """Return the first rows, and the longest one, by which an engine is checked."""
+        longest = max(range(len(self.layout.lengths)), key=self.layout.lengths.__getitem__)
+        chosen = dict.fromkeys([longest, *range(min(8, len(self.layout.lengths)))])
+        return [tokens.tolist() for i in chosen for tokens in _rows(self.sequences, range(i, i + 1))]
+
     def _states(self, members: range) -> dict[str, Tensor]:
         """Return the states of these sequences, end to end: last `[N, H]` and, with taps, hidden `[N, K, H]`."""
-        tokens_of = dict(zip(members, _rows(self.sequences, members), strict=True))
-        order = sorted(members, key=lambda i: len(tokens_of[i]))  # equal lengths side by side: little padding
+        rows = dict(zip(members, _rows(self.sequences, members), strict=True))
+        source = TargetPasses(self.target, self.taps) if self.engine is None else self.engine
         states: dict[int, dict[str, Tensor]] = {}
-        for begin in range(0, len(order), AT_ONCE):
-            batch = order[begin : begin + AT_ONCE]
-            rows = [torch.from_numpy(tokens_of[i]).long() for i in batch]
-            tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(self.target.device)
-            out = self.target.forward(tokens, taps=self.taps, logits=False)
-            for row, i in enumerate(batch):
-                count = len(tokens_of[i])
-                states[i] = self.precision.kept("last", out.last[row, :count])
-                if out.hidden is not None:
-                    states[i] |= self.precision.kept("hidden", out.hidden[row, :count])
+        for i, hidden, last in source.of(rows):
+            states[i] = self.precision.kept("last", last)
+            if hidden is not None:
+                states[i] |= self.precision.kept("hidden", hidden)
         return {name: torch.cat([states[i][name] for i in members]) for name in states[members.start]}
 
 
@@ -332,6 +369,7 @@ class FeatureStore:
         console: Console | None = None,
         shard_bytes: int | None = None,
         group: LaunchGroup | None = None,
+        engine: StatesSource | None = None,
     ) -> FeatureStore:
         """Return the store for this target, data set (its `input_ids`) and taps under `folder`, opened or made.
 
@@ -339,9 +377,10 @@ class FeatureStore:
             dtype: of the stored states, a name of `PRECISIONS`; "auto" for the target's own.
             shard_bytes: sequences are gathered into files of about this size; None for one that suits all of them.
             group: the processes that make it, all of which call this together; None for this one alone.
+            engine: makes the states in the target's place, for the first process.
 
         Raises:
-            IncompatibleError: a tap the target does not have.
+            IncompatibleError: a tap the target does not have, or an engine's states that are not the target's.
             BadInputError: no sequences, or too little space on the disk (known before any work).
             PeerError: another process failed; the message is its own.
         """
@@ -354,9 +393,10 @@ class FeatureStore:
         digest, lengths = _digest(sequences)
         bytes_per_token = precision.bytes_per_token(len(stored) + 1, target.hidden_size)
         shard_bytes = shard_bytes or shard_size(sum(lengths) * bytes_per_token)
-        key = digest_json([target.fingerprint().digest, digest, list(stored), str(precision.dtype), shard_bytes])
+        decides = [target.fingerprint().digest, digest, list(stored), str(precision.dtype), shard_bytes]
+        key = digest_json(decides + ([] if engine is None else engine.identity))
         layout, place = ShardIndex.of(lengths, bytes_per_token, shard_bytes), Path(folder) / key[:16]
-        builder = FeatureStoreBuilder(place, key, target, sequences, stored, precision, layout)
+        builder = FeatureStoreBuilder(place, key, target, sequences, stored, precision, layout, engine)
         alone = locked(place) if group.is_main else nullcontext()
         with alone, keeping(lambda: "The finished shards are kept there."), writing(place):
             builder.run(group, console)

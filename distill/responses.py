@@ -16,6 +16,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import PartialState
 from rich.console import Console
 
@@ -26,13 +27,15 @@ from ..common.launch_group import LaunchGroup
 from ..common.locks import locked
 from ..common.progress import progress
 from ..common.runtime import versions
-from ..recipes import DataSpec, Recipe
+from ..recipes import Recipe, TargetSpec
 from ..targets import Fingerprint, Target, config_only_target
 from ..targets.sharding import processes
+from ..targets.without_layers import target_without_layers
 from .client import read_key, require_client
 from .conversation import Supervised, given_sequences, sequences, why_ended
 from .data_set import ROUNDS, SCHEMA_VERSION, TrainingRow, depths_of_rows, provenance, require_whole, save_data_set
 from .decoding import Responder, answer_all, batches
+from .engine_states import answering
 from .journal import Answer, Answers, Identity, Journal, RemainingWork
 from .launch import launch_group, one_leads
 from .prompt_table import Prompt, PromptTable, digest_prompts
@@ -79,17 +82,24 @@ def distill(recipe: Recipe, target: Target | None = None, console: Console | Non
             recipe, target.require_tokenizer(), console, recipe.output_folder, warn=group.is_main
         )
         with locked(recipe.output_folder) if group.is_main else nullcontext():
-            _ResponsesBuilder(folder, spec, target, collected, group).make(console)
+            _ResponsesBuilder(folder, recipe, target, collected, group).make(console)
     return folder
 
 
 def _target_of(recipe: Recipe) -> Target:
     """Return the recipe's target: on the device where it answers, or without weights where others answer."""
-    spec, values = recipe.data, recipe.target.model_dump()
+    spec, values = recipe.data, recipe.target.to_load()
+    if recipe.target.engine is not None:
+        return target_in_engine(recipe.target)
     if spec.servers is None and spec.answers == "target" and spec.responses is None:
         return Target.load(**values, device=PartialState().device if processes() > 1 else None)
     del values["sharding"]  # there is nothing to share
     return config_only_target(**values)
+
+
+def target_in_engine(spec: TargetSpec, device: torch.device | str = "cpu") -> Target:
+    """Return a target that lives in an engine, without its layers."""
+    return target_without_layers(spec.path, spec.revision, spec.dtype, spec.trust_remote_code, device)
 
 
 def data_folder(recipe: Recipe) -> Path:
@@ -101,7 +111,8 @@ def data_folder(recipe: Recipe) -> Path:
 class _ResponsesBuilder:
     """A data set in the making."""
 
-    def __init__(self, folder: Path, spec: DataSpec, target: Target, collected: Collection, group: LaunchGroup):
+    def __init__(self, folder: Path, recipe: Recipe, target: Target, collected: Collection, group: LaunchGroup):
+        spec, self.recipe = recipe.data, recipe
         self.folder, self.journal = folder, Journal(folder.with_name(folder.name + ".partial"))
         self.spec, self.target, self.collected, self.group = spec, target, collected, group
         self.prompts: Sequence[Prompt] = collected.prompts
@@ -129,6 +140,8 @@ class _ResponsesBuilder:
         """Return the work that is left; "" if the data set is there. One made differently is never overwritten."""
         digest = digest_prompts(self.prompts, self.is_given)
         model = None if self.spec.servers is None else {"model": self.spec.requests.model}
+        if self.spec.servers is None and (engine := self.recipe.target.engine) is not None:
+            model = {"engine": engine.kind}
         answered_by = {"given": True} if self.is_given else model
         self.identity = Identity(self.target.fingerprint(), digest, self._sampling(), answered_by)
         if self.folder.exists():
@@ -172,9 +185,10 @@ class _ResponsesBuilder:
         left = sum(map(len, work.batches))
         total = len(self.prompts)
         with one_leads(self.group, self.target), progress(console, "target answers", total, total - left) as advance:
-            if self.spec.servers is not None:
+            if self.spec.servers is not None or self.recipe.target.engine is not None:
                 if self.group.is_main:
-                    answer_by_servers(self.target, self.prompts, self.spec, work, self.journal, advance)
+                    with answering(self.recipe, self.target) as spec:
+                        answer_by_servers(self.target, self.prompts, spec, work, self.journal, advance)
             elif not self.target.sharded or self.group.is_main:
                 group = LaunchGroup() if self.target.sharded else self.group
                 responder = Responder.of(self.target, self.prompts, self.spec)

@@ -111,7 +111,7 @@ def refresh_recipe(pair: Pair, target: Target, out: Path, overrides: Sequence[st
     if target.source.get("path"):
         source = {k: target.source.get(k) for k in ("path", "revision", "adapter", "quantize")}
         dtype = {"dtype": str(target.dtype).removeprefix("torch.")}
-        safe = {"trust_remote_code": False}  # a pair does not decide that for its users
+        safe = {"trust_remote_code": False, "engine": None}  # a pair decides for nobody what programs run
         changes["target"] = recipe.target.model_dump() | source | dtype | safe
     if recipe.data.verified:  # from now on this drafter's rounds are served
         changes["data.drafter"] = drafter

@@ -10,14 +10,16 @@ from ..common import BadInputError
 from ..common.errors import did_you_mean
 from ..common.safe_load import YAML, parse_yaml, read_text
 from ..common.values import printable_urls
-from .schema import DataSpec, EvalSpec, JointSpec, Recipe, SamplingSpec, SourceSpec, TargetSpec
+from .schema import DataSpec, EngineSpec, EvalSpec, JointSpec, Recipe, SamplingSpec, ServerSpec, SourceSpec, TargetSpec
 
 __all__ = [
     "DataSpec",
+    "EngineSpec",
     "EvalSpec",
     "JointSpec",
     "Recipe",
     "SamplingSpec",
+    "ServerSpec",
     "SourceSpec",
     "TargetSpec",
     "embedded_file",

@@ -43,8 +43,46 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
+class EngineSpec(Section):
+    """An engine that holds the target, and makes its hidden states.
+
+    Attributes:
+        kind: of the engine.
+        url: of one that runs with Outrider's connector; null to start one on this machine.
+        python: the environment that vLLM is installed in (its folder, or its Python), to start one.
+        arguments: more words of its command line, such as `--tensor-parallel-size=8`.
+        folder: that it writes hidden states into, as this machine sees it; null for `<output>/engine`.
+        disk_gb: bytes, in 10^9, that states may take there before they are read; then the engine waits.
+        concurrency: rows that it works on at once. With 1 a row's states do not depend on its neighbours.
+        timeout: seconds for a row. start_seconds: for the start of an engine, or until one that is away is back.
+        check: `forward` compares all taps with a plain forward of the loaded target, `logits` only what the last state
+            gives with the engine's own log-probabilities; `auto` is forward where the target fits this machine.
+    """
+
+    kind: Literal["vllm"] = "vllm"
+    url: str | None = None
+    python: str | None = None
+    arguments: list[str] = Field(default_factory=list)
+    folder: str | None = None
+    disk_gb: Annotated[float, Field(gt=0)] = 8.0
+    concurrency: Positive = 1
+    timeout: Annotated[float, Field(gt=0)] = 600.0
+    start_seconds: Annotated[float, Field(gt=0)] = 1800.0
+    check: Literal["auto", "forward", "logits"] = "auto"
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> EngineSpec:
+        if (self.url is None) == (self.python is None):
+            raise ValueError("give either url, of an engine that runs, or python, of the environment to start one")
+        if self.url is not None and not is_server_address(self.url):
+            raise ValueError("url: an address is expected, such as http://gpu1:8000, without a user or a key")
+        if self.url is not None and (self.arguments or self.folder is None):
+            raise ValueError("an engine at a url has its own arguments, and needs folder: where it writes the states")
+        return self
+
+
 class TargetSpec(Section):
-    """The model being accelerated; the fields are those of `Target.load`.
+    """The model being accelerated; the fields are those of `Target.load`, and its engine.
 
     Attributes:
         path: a folder, a Hub id, `embedded`, or `embedded@1b`, grown to that size.
@@ -55,6 +93,7 @@ class TargetSpec(Section):
         sharding: `fsdp2` splits a target that is too large for one GPU over the processes of a training. (The drafter
             is not split.)
         quantize: `int8` (weights) or `int8-dynamic` (products, too), by torchao, after the adapter was merged.
+        engine: holds the target in our place: its layers are not loaded, and `data.features: cached` are its states.
     """
 
     path: str
@@ -64,6 +103,20 @@ class TargetSpec(Section):
     trust_remote_code: bool = False
     sharding: Literal["none", "fsdp2"] = "none"
     quantize: Literal["int8", "int8-dynamic"] | None = None
+    engine: EngineSpec | None = None
+
+    @model_validator(mode="after")
+    def _is_whole_in_engine(self) -> TargetSpec:
+        if self.engine is not None and (self.adapter or self.quantize or self.sharding != "none"):
+            raise ValueError(
+                "engine serves the files in path as they are; merge the adapter, or name the quantised model, and "
+                "leave out adapter, quantize and sharding"
+            )
+        return self
+
+    def to_load(self) -> dict[str, Any]:
+        """Return the arguments of `Target.load`."""
+        return self.model_dump(exclude={"engine"})
 
 
 class SamplingSpec(Section):
@@ -387,6 +440,13 @@ class Recipe(Section):
                 "joint training changes the target's hidden states from step to step, so they cannot be cached; leave "
                 "out data.features: cached"
             )
+        if self.target.engine is not None and (self.joint or self.eval.training_prompts):
+            raise ValueError(
+                "target.engine leaves the target's layers on the disk, and joint and eval.training_prompts run them; "
+                "leave them out"
+            )
+        if self.target.engine is not None and self.data.features != "cached":
+            raise ValueError("target.engine makes hidden states before the training; set data.features: cached")
         if self.joint is not None and self.target.adapter is not None:
             raise ValueError(
                 f"joint trains a new adapter, and target.adapter is {self.target.adapter!r}; a run's target has one. "

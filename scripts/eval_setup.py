@@ -203,7 +203,7 @@ def tuned_contestant(found: BatchTuning, drafter: Drafter) -> Contestant:
 
 def load_target(recipe: Recipe) -> Target:
     """Return the recipe's target in the dtype that is measured, with the adapter that joint training gave it."""
-    spec = recipe.target.model_dump()
+    spec = recipe.target.to_load()
     if recipe.joint is not None:
         adapter = recipe.output_folder / "adapter"
         if not adapter.is_dir():

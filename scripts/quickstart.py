@@ -109,12 +109,12 @@ class Workplace:
 
     @cached_property
     def target(self) -> Target:
-        return Target.load(**self.recipe.target.model_dump())
+        return Target.load(**self.recipe.target.to_load())
 
     @cached_property
     def changed(self) -> Target:
         """The target after its fine-tune: the adapter is merged, as it would be served."""
-        return Target.load(**self.recipe.target.model_dump() | {"adapter": str(self.out / "adapter")})
+        return Target.load(**self.recipe.target.to_load() | {"adapter": str(self.out / "adapter")})
 
     @cached_property
     def pair(self) -> Pair:
@@ -360,7 +360,7 @@ def closing_table(place: Workplace) -> Table:
 
 def fine_tune(recipe: Recipe, budget: QuickstartBudget, folder: Path, console: Console) -> tuple[float, float]:
     """Train a LoRA adapter on the packaged prose; return the mean losses of the first and last tenth of the steps."""
-    target = Target.load(**recipe.target.model_dump() | {"dtype": "float32"})
+    target = Target.load(**recipe.target.to_load() | {"dtype": "float32"})
     torch.manual_seed(recipe.data.sampling.seed)
     lora = LoraConfig(r=budget.lora_rank, lora_alpha=2 * budget.lora_rank, target_modules="all-linear")
     model = get_peft_model(target.model, lora)

@@ -50,7 +50,7 @@ def study(
         BadInputError: a size that is none, or responses without a token to learn.
     """
     own = own_size(recipe)
-    target = target or Target.load(**recipe.target.model_dump())
+    target = target or Target.load(**recipe.target.to_load())
     wanted = [size for size in (*sizes, own) if size]
     for size in wanted:
         check_size(size, target.vocab_size)

@@ -18,6 +18,7 @@ from ..common import BadInputError
 from ..common.locks import scratch_folder
 from ..common.progress import Advance, progress
 from ..common.safe_load import read_json
+from ..common.server_process import python_of
 from ..eval.suites import load_suites
 from ..formats import launch, oldest_version
 from ..formats.early_exit import save_target
@@ -32,7 +33,7 @@ from .diagnosis import PLACES, TOLERANCE, ServedResult, Suspicion, suspicions
 from .engine import Counters, Engine, EngineCompletion
 from .engine_vs_decoder import Replies, Reply, Write, compare
 from .fault_models import mistaken
-from .launching import VllmLaunch, python_of, running, split_speculation
+from .launching import VllmLaunch, running, split_speculation
 from .reference_run import HABITS, Expectation, Trial, expect, expect_mistakes
 from .server_checks import Oldest, check_server
 

@@ -5,10 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
-import socket
-import subprocess
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,14 +12,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..common import BadInputError
+from ..common.server_process import CPU_ENVIRONMENT, running_server
 from ..formats.engines import lora_words
 from .engine import Engine
-
-START_SECONDS, STOP_SECONDS = 600.0, 30.0
-LAST_LINES = 12  # of an engine's log, in the message that it did not start
-
-# On a CPU vLLM wants to be told how much memory its cache may take, and binds threads to cores that it may not have.
-CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
 class Command(Protocol):
@@ -113,19 +104,6 @@ def split_speculation(arguments: Sequence[str]) -> tuple[dict[str, Any], tuple[s
     return settings, tuple(others)
 
 
-def python_of(environment: Path) -> Path:
-    """Return the Python of a virtual environment, given as its folder or as the interpreter itself.
-
-    Raises:
-        BadInputError: there is none.
-    """
-    python = environment.expanduser()
-    python = python / "bin" / "python" if python.is_dir() else python
-    if not python.is_file():
-        raise BadInputError(f"there is no Python at {python}; give the folder of the environment that has the engine.")
-    return python.absolute()  # not resolved: the link's place makes it that environment's
-
-
 @contextmanager
 def running(launch: Command, log: Path) -> Iterator[Engine]:
     """Start a server, yield a client of it as soon as it answers, and stop it at the end.
@@ -136,62 +114,14 @@ def running(launch: Command, log: Path) -> Iterator[Engine]:
     Raises:
         BadInputError: it ended, did not answer in time, or refused a request; with its last lines.
     """
-    port = _free_port()
-    with log.open("wb") as output:
-        server = subprocess.Popen(
-            launch.command(port),
-            env=launch.variables(),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # so that its workers can be stopped together with it
-        )
-    try:
-        yield _answering(server, f"http://127.0.0.1:{port}", launch.asked_as)
-    except BadInputError as error:
-        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-        raise BadInputError(f"{error}{_beyond_vocabulary(lines)}\nThe engine's last lines:\n{_last(lines)}") from error
-    finally:
-        _stop(server)
 
+    def answers(url: str) -> Engine:
+        engine = Engine(url, name=launch.asked_as)
+        engine.counters()
+        return engine
 
-def _answering(server: subprocess.Popen[bytes], url: str, model: str | None) -> Engine:
-    limit = time.monotonic() + START_SECONDS
-    while time.monotonic() < limit:
-        if server.poll() is not None:
-            raise BadInputError(f"the engine ended with exit code {server.returncode} as it started.")
-        try:
-            engine = Engine(url, name=model)
-            engine.counters()
-            return engine
-        except BadInputError:
-            time.sleep(0.5)
-    raise BadInputError(f"the engine did not answer within {START_SECONDS:g} s.")
-
-
-def _stop(server: subprocess.Popen[bytes]) -> None:
-    """End the server and its workers: politely first, then by force."""
-    for sign, patience in ((signal.SIGTERM, STOP_SECONDS), (signal.SIGKILL, STOP_SECONDS)):
-        try:
-            os.killpg(server.pid, sign)
-        except ProcessLookupError:
-            break
-        try:
-            server.wait(patience)
-        except subprocess.TimeoutExpired:
-            continue
-
-
-def _free_port() -> int:
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        return int(bound.getsockname()[1])
-
-
-def _last(lines: Sequence[str]) -> str:
-    """Return the last lines of a log that name errors, each with the line after it; without any, the last ones."""
-    told = {place for i, line in enumerate(lines) if "Error" in line for place in (i, i + 1)}
-    return "\n".join(([line for i, line in enumerate(lines) if i in told] or lines)[-LAST_LINES:])
+    with running_server(launch.command, launch.variables(), log, answers, _beyond_vocabulary) as engine:
+        yield engine
 
 
 def _beyond_vocabulary(lines: Sequence[str]) -> str:

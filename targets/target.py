@@ -129,6 +129,10 @@ class Target(Backbone):
         source = {"path": path, "revision": revision, "adapter": adapter}
         return cls(model, tokenizer, source if quantize is None else source | {"quantize": quantize})
 
+    def move_to(self, device: torch.device) -> None:
+        """Move the model to a device, frozen."""
+        cast(nn.Module, self.model).to(device).eval().requires_grad_(False)
+
     @property
     def vocab_size(self) -> int:
         """Rows of the output embedding. By padding there may be more than the tokenizer has tokens."""

@@ -64,7 +64,7 @@ DOORS: dict[str, tuple[Sequence[str], dict[str, str]]] = {
             "common/http_client.py": "the door",
             "distill/client.py": "openai, through the door's transport",
             "distill/server_pool.py": "openai's errors",
-            "serving/launching.py": "looks for a free port",
+            "common/server_process.py": "looks for a free port",
         },
     ),
     "JSON from a stranger": (
@@ -101,7 +101,8 @@ DOORS: dict[str, tuple[Sequence[str], dict[str, str]]] = {
             "eval/reports/render.py": "what ships with Outrider",
             "pair/refresh.py": "a run's own file",
             "scripts/quickstart.py": "what ships with Outrider",
-            "serving/launching.py": "the log of an engine that was started here",
+            "common/server_process.py": "the log of an engine that was started here",
+            "distill/engine_connector.py": "runs in an engine, on the checkpoint that this one has loaded",
             "targets/tokenizer_process.py": "what ships with Outrider",
             "train/processes.py": "of the system",
         },

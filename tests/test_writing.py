@@ -24,7 +24,8 @@ ALLOWED = {
     "pair/signature.py",  # a list of signers and a passphrase's helper, in a temporary folder
     "pair/registry/folder.py",  # publishes by links, with names of `common`, which its sweep knows
     "train/optimizer_state.py",  # into a checkpoint, which counts only when its list is sealed
-    "serving/launching.py",  # the log of an engine that it starts
+    "distill/engine_connector.py",  # runs in an engine, without `common`: a part beside its place, then a rename
+    "common/server_process.py",  # the log of an engine that it starts
 }
 
 

@@ -77,7 +77,7 @@ def _compare(
         moved.append(recipe.model_copy(update={"data": data, "output": str(place / recipe.name)}))
     finished = [_finished(recipe, seconds) for recipe in moved]
     first, given = moved[0], target
-    target = given or Target.load(**first.target.model_dump())
+    target = given or Target.load(**first.target.to_load())
     suites = load_suites(first.eval.suites, target.require_tokenizer(), first.eval.limit, first.template)
     baselines = [baseline(name, target) for name in first.eval.baselines]
     for recipe in (r for r, is_done in zip(moved, finished, strict=True) if not is_done):
@@ -86,7 +86,7 @@ def _compare(
     for recipe, is_done in zip(moved, finished, strict=True):
         _train(recipe, seconds, target, is_done, console)
     if given is None and first.eval.dtype not in ("auto", first.target.dtype):
-        target = Target.load(**first.target.model_dump() | {"dtype": first.eval.dtype})
+        target = Target.load(**first.target.to_load() | {"dtype": first.eval.dtype})
     plan = plan_of(first.eval)
     drafters = [(r.name, load_drafter(require_result(r.output_folder, "drafter"), target)) for r in moved]
     drafters += [(b.name, b) for b in baselines]

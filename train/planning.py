@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,6 +20,8 @@ from ..common.machine import best_device, free_bytes
 from ..costs.machine_speed import HERE, ROOM, measure_pace
 from ..costs.training import Needs, Sharding, TrainingEstimate, Workload
 from ..distill.data_set import load_responses
+from ..distill.engine_states import states_words
+from ..distill.features import stored_taps
 from ..distill.layouts import Message
 from ..distill.recipe_prompts import PromptReading, collect
 from ..distill.responses import data_folder
@@ -67,6 +70,13 @@ def plan(
     make = partial(_optimizer, drafter, args)
     with _ExpertsOfAnyDtype():
         needs = TrainingEstimate(recipe, args, target, drafter, work, pack, make, processes, sharding).needs()
+    if recipe.target.engine is not None:
+        folder = recipe.target.engine.folder or str(recipe.output_folder / "engine")
+        layers = (*stored_taps(drafter.taps, target.num_layers), target.num_layers)
+        words = shlex.join(states_words(recipe.target.engine, layers, folder))
+        needs = replace(
+            needs, notes=[*needs.notes, f"a vLLM that writes this drafter's states is started with {words}"]
+        )
     return _here(needs, recipe, measured)
 
 

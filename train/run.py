@@ -23,7 +23,6 @@ from typing import Any
 import datasets
 import torch
 from rich.console import Console
-from torch import nn
 from transformers import PreTrainedModel, TrainingArguments, set_seed
 
 from ..common.atomic import keeping
@@ -31,9 +30,10 @@ from ..common.digests import save_whole
 from ..common.signals import StoppedError, how, number_of
 from ..common.terminal import VisibleConsole
 from ..distill.data_set import DEPTHS, load_responses, rounds_of
+from ..distill.engine_states import EngineStates
 from ..distill.features import FeatureStore
 from ..distill.launch import launch_group
-from ..distill.responses import distill
+from ..distill.responses import distill, target_in_engine
 from ..heads import Drafter
 from ..recipes import Recipe
 from ..targets import Target
@@ -110,9 +110,10 @@ def train(
         if seconds is not None:
             follow_clock(args)
         start = _starting_point(recipe, args, resume, seconds)
-        target = target or Target.load(**recipe.target.model_dump(), device=args.device)
-        module: nn.Module = target.model
-        module.to(args.device).eval().requires_grad_(False)
+        if target is None and recipe.target.engine is not None:
+            target = target_in_engine(recipe.target, args.device)
+        target = target or Target.load(**recipe.target.to_load(), device=args.device)
+        target.move_to(args.device)
         check_with_target(recipe, args, target, drafter)
         training = _Training(recipe, args, target, console, seconds, until)
         data = distill(recipe, target, console)
@@ -240,7 +241,10 @@ class _Training:
         output, dtype = self.recipe.output_folder, self.recipe.data.features_dtype
         with launch_group(output) as group:
             folder = output / "features"
-            store = FeatureStore.build(folder, target, table, drafter.taps, dtype, self.console, group=group)
+            engine = EngineStates.of_recipe(self.recipe, target, drafter.taps)
+            store = FeatureStore.build(
+                folder, target, table, drafter.taps, dtype, self.console, group=group, engine=engine
+            )
         return CachedBatches(target, drafter.taps, store)
 
     def finish(self, trainer: DrafterTrainer, data: Path, start: Path | None) -> TrainResult:

@@ -107,7 +107,7 @@ def test_a_static_tree_decides_the_depth_and_reads_back(tmp_path: Path) -> None:
         (
             "target.xyz=1",
             "unknown key target.xyz; known keys here: path, revision, adapter, dtype, trust_remote_code, sharding, "
-            "quantize.",
+            "quantize, engine.",
         ),
         ("data.limit=many", "data.limit: expected an integer or null, found 'many'."),
         ("data.limit=true", "data.limit: expected an integer or null, found True."),
@@ -148,6 +148,13 @@ def test_a_static_tree_decides_the_depth_and_reads_back(tmp_path: Path) -> None:
         ("joint={lora: {}}", "joint.learning_rate is missing; expected a number"),
         (f"{JOINT} & joint.wieght=1.0", "unknown key joint.wieght; did you mean joint.weight"),
         (f"{JOINT} & target.adapter=mine", "target.adapter is 'mine'"),
+        (
+            "target.engine={python: /opt/vllm}",
+            "target.engine makes hidden states before the training; set data.features",
+        ),
+        ("target.engine={}", "target.engine: give either url, of an engine that runs, or python"),
+        ("target.engine={url: http://gpu1:8000}", "needs folder: where it writes the states"),
+        ("target.engine={python: /opt/vllm} & target.adapter=mine", "merge the adapter, or name the quantised model"),
         (f"{JOINT} & data.features=cached", "cannot be cached; leave out data.features: cached"),
         ("data.limit", "expected key.path=value"),
         ("data..limit=3", "expected key.path=value"),

@@ -61,7 +61,7 @@ def pairs(tmp_path_factory) -> dict[str, Path]:
         return {file.parents[1].name: file.parent for file in sorted(Path(given).glob("*/pair/pair.json"))}
     folder = tmp_path_factory.mktemp("served")
     recipe = load_recipe("embedded-eagle3", [f"output={folder}/run", "data.limit=320", "training.save_steps=1000"])
-    target = Target.load(**recipe.target.model_dump())
+    target = Target.load(**recipe.target.to_load())
     distill(recipe, target)
     head = train(recipe, target).drafter_folder
     return {"eagle3": new_pair(folder / "pair", target, head, recipe).folder}

@@ -14,6 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 from outrider.common import BadInputError
+from outrider.common.server_process import python_of
 from outrider.decode import Decoder, Plan, Round, Sampling
 from outrider.distill.prompt_table import Prompt
 from outrider.eval.suites import make_suite
@@ -26,7 +27,7 @@ from outrider.serving.diagnosis import ServedResult, lines
 from outrider.serving.engine import Engine, root_url
 from outrider.serving.engine_measurement import ServedSession, Start, Survey, depth_of
 from outrider.serving.fault_models import BLOCK_HYPOTHESES, HYPOTHESES, mistaken
-from outrider.serving.launching import VllmLaunch, python_of, running, split_speculation
+from outrider.serving.launching import VllmLaunch, running, split_speculation
 from outrider.serving.reference_run import (
     HABITS,
     DraftCounts,
@@ -361,7 +362,8 @@ import sys, time
 from pathlib import Path
 from outrider.common.signals import stoppable
 from outrider.serving.fault_models import FirstPlace
-from outrider.serving.launching import VllmLaunch, python_of, running
+from outrider.common.server_process import python_of
+from outrider.serving.launching import VllmLaunch, running
 with stoppable(), running(VllmLaunch(python_of(Path(sys.argv[1])), "target", "float32"), Path(sys.argv[1]) / "log"):
     print("answers", flush=True)
     time.sleep(60)

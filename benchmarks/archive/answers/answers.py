@@ -26,7 +26,8 @@ from outrider.common.atomic import write_atomically
 from outrider.distill import distill, load_responses, provenance
 from outrider.distill.collect import read_prompts
 from outrider.recipes import Recipe
-from outrider.serving.launching import VllmLaunch, python_of, running
+from outrider.common.server_process import python_of
+from outrider.serving.launching import VllmLaunch, running
 from outrider.targets import Target, embedded_path
 
 from . import faults

@@ -18,7 +18,8 @@ from outrider.eval.suites import Suite
 from outrider.formats import export_drafter, launch
 from outrider.formats.early_exit import save_target
 from outrider.pair import Pair
-from outrider.serving.launching import VllmLaunch, python_of, running
+from outrider.common.server_process import python_of
+from outrider.serving.launching import VllmLaunch, running
 from outrider.serving.reference_run import Trial, expect
 from outrider.serving.result import TOLERANCE, ServedResult
 from outrider.serving.served import Survey, engine_facts

@@ -67,7 +67,7 @@ def work(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     state = PartialState(cpu=True)
     made = recipe(arguments.work, arguments.limit, arguments.new_tokens, arguments.batch_size)
-    target = Target.load(**made.target.model_dump(), device="cpu")
+    target = Target.load(**made.target.to_load(), device="cpu")
     target.fingerprint()
     state.wait_for_everyone()
     began = time.perf_counter()

@@ -1,0 +1,248 @@
+"""Hidden states of an engine, trusted only after they were compared: each fault is named before anything is learnt.
+
+Of every row: the facts that the connector tells, the digest, the tokens, their number, and the logits at its last
+position against the engine's own next token. Of some rows of each start of an engine: the logits at every position,
+and all taps against a plain forward where the target fits this machine.
+
+Shapes: T tokens, K taps without the last, H hidden size, V vocabulary, N layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import torch
+from torch import Tensor
+
+from ..common.errors import IncompatibleError
+from ..targets import Target
+from .engine_connector import VERSION, EngineFacts
+
+Fault = Literal[
+    "connector version",
+    "layer numbering",
+    "order of taps",
+    "normed last state",
+    "precision",
+    "quantised target",
+    "cached prefix",
+    "missing first token",
+    "truncated row",
+    "another request's states",
+    "altered file",
+    "stale states",
+    "another checkpoint",
+    "another template",
+    "engine restarted with other weights",
+]
+
+# What rounding may do: to log-probabilities (in the mean over a row), and to states, relative to their norm.
+LOGPROB_TOLERANCE: Final = {torch.float32: 2e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
+STATE_TOLERANCE: Final = {torch.float32: 1e-3, torch.bfloat16: 0.06, torch.float16: 0.02}
+
+
+class UntrustedStatesError(IncompatibleError):
+    """Hidden states of an engine that nothing may be learnt from; `fault` names why."""
+
+    def __init__(self, fault: Fault, message: str):
+        super().__init__(f"the engine's hidden states are refused ({fault}): {message}")
+        self.fault = fault
+
+
+@dataclass(frozen=True)
+class EngineRow:
+    """A row as an engine read it.
+
+    Attributes:
+        states: `[T, K + 1, H]`, the last one before the final norm. token_ids: `[T]`.
+        next_token, logprob: the engine's own next token, and its log-probability; None where it tells none.
+        prompt_logprobs: `[T − 1]`, of each token after the first one; None where they were not asked for.
+    """
+
+    states: Tensor
+    token_ids: Tensor
+    facts: EngineFacts
+    next_token: int
+    logprob: float | None = None
+    prompt_logprobs: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class ExpectedFacts:
+    """What the facts must be: `layers` without the last, and the others as in `EngineFacts`."""
+
+    layers: tuple[int, ...]
+    num_layers: int
+    dtype: torch.dtype
+    quantization: str
+    weights: str
+
+
+def check_facts(
+    facts: EngineFacts, expected: ExpectedFacts, trusted: EngineFacts | None, stale: frozenset[str] = frozenset()
+) -> None:
+    """Refuse an engine that was started otherwise than it must be; `trusted` are the facts of an earlier start.
+
+    `stale` are instances that ended, whose files must not be read any more.
+    """
+    if facts.instance in stale:
+        raise UntrustedStatesError("stale states", "they are of an engine that has ended. Clear its folder.")
+    if facts.version != VERSION:
+        raise UntrustedStatesError(
+            "connector version",
+            f"the engine runs version {facts.version} of the connector, this is {VERSION}. Copy engine_connector.py "
+            "again, and restart the engine.",
+        )
+    if facts.weights != expected.weights:
+        if trusted is not None and trusted.weights == expected.weights:
+            raise UntrustedStatesError(
+                "engine restarted with other weights",
+                "after a restart its checkpoint is another one. Start it with the target's again.",
+            )
+        raise UntrustedStatesError("another checkpoint", "its files are not those of target.path.")
+    if facts.quantization != expected.quantization:
+        raise UntrustedStatesError(
+            "quantised target",
+            f"it serves weights quantised as {facts.quantization or 'none'!r}, target.path holds "
+            f"{expected.quantization or 'none'!r}. A quantised target is another target: name that one.",
+        )
+    wanted = (*expected.layers, expected.num_layers)
+    if facts.num_layers != expected.num_layers or facts.layers != wanted:
+        fault: Fault = "order of taps" if sorted(facts.layers) == sorted(wanted) else "layer numbering"
+        raise UntrustedStatesError(
+            fault,
+            f"it writes hidden_states{list(facts.layers)} of {facts.num_layers} layers, {list(wanted)} of "
+            f"{expected.num_layers} are needed. Start it with those (outrider plan prints the command).",
+        )
+    if facts.dtype != _name(expected.dtype):
+        raise UntrustedStatesError("precision", f"it computes in {facts.dtype}, the target is {_name(expected.dtype)}.")
+    if facts.prefix_caching or facts.chunked_prefill:
+        raise UntrustedStatesError("cached prefix", "it caches prefixes or reads prompts in chunks; switch both off.")
+
+
+def check_tokens(row: EngineRow, asked: Tensor, expected: ExpectedFacts) -> None:
+    """Refuse states that are not of all tokens `asked` `[T]`, one for each, in the precision that was said."""
+    said, count = row.token_ids, row.states.shape[0]
+    if len(said) != count:
+        raise UntrustedStatesError("truncated row", f"{count} states for {len(said)} tokens.")
+    if len(said) < len(asked) and torch.equal(said, asked[len(asked) - len(said) :]):
+        missing = len(asked) - len(said)
+        fault: Fault = "missing first token" if missing == 1 else "cached prefix"
+        raise UntrustedStatesError(fault, f"the states of the first {missing} of {len(asked)} tokens are not there.")
+    if len(said) < len(asked) and torch.equal(said, asked[: len(said)]):
+        raise UntrustedStatesError("truncated row", f"{len(said)} of {len(asked)} tokens have states.")
+    if not torch.equal(said, asked):
+        raise UntrustedStatesError(
+            "another request's states", f"they are of {len(said)} other tokens than the {len(asked)} that were asked."
+        )
+    if row.states.shape[1] != len(expected.layers) + 1:
+        raise UntrustedStatesError(
+            "layer numbering", f"{row.states.shape[1]} states of each token, {len(expected.layers) + 1} are expected."
+        )
+    if row.states.dtype != expected.dtype or (
+        row.states.dtype == torch.float32 and torch.equal(row.states, row.states.bfloat16().float())
+    ):
+        held = _name(row.states.dtype) if row.states.dtype != expected.dtype else "float32 with bfloat16's digits"
+        raise UntrustedStatesError("precision", f"they are {held}, expected {_name(expected.dtype)}.")
+    if not torch.isfinite(row.states).all():
+        raise UntrustedStatesError("altered file", "they hold numbers that are not finite.")
+
+
+@torch.no_grad()
+def check_next_token(target: Target, row: EngineRow) -> None:
+    """Refuse a row whose last state does not give the engine's own next token."""
+    logits = _logprobs(target, row.states[-1:, -1])[0]
+    room = LOGPROB_TOLERANCE[row.states.dtype]
+    given = row.logprob if row.logprob is not None else float(logits.max())
+    if abs(float(logits[row.next_token]) - given) > 4 * room or float(logits.max() - logits[row.next_token]) > 4 * room:
+        raise _explained(target, row, [False])
+
+
+@torch.no_grad()
+def check_logits(target: Target, row: EngineRow) -> None:
+    """Refuse a row whose last states do not give the log-probabilities that the engine itself has for its tokens."""
+    if row.prompt_logprobs is not None:
+        fits = _fits(target, row, row.states[:-1, -1])
+        if not all(fits):
+            raise _explained(target, row, fits)
+    check_next_token(target, row)
+
+
+def _fits(target: Target, row: EngineRow, last: Tensor, norm: bool = True) -> list[bool]:
+    """Return for each position of `last` `[T − 1, H]` whether its logits give the engine's log-probability."""
+    assert row.prompt_logprobs is not None
+    own = _logprobs(target, last, norm).gather(1, row.token_ids[1:, None].to(target.device))[:, 0].cpu()
+    apart = (own - row.prompt_logprobs).abs()
+    # One position may differ by more than rounding does in the mean, where the probability is very small.
+    return (apart <= LOGPROB_TOLERANCE[row.states.dtype] * (4 + row.prompt_logprobs.abs())).tolist()
+
+
+def _logprobs(target: Target, states: Tensor, norm: bool = True) -> Tensor:
+    """Return the log-probabilities `[T, V]` of states before the final norm."""
+    states = states.to(target.device)
+    return target.lm_head(target.final_norm(states) if norm else states).float().log_softmax(-1)
+
+
+def _explained(target: Target, row: EngineRow, fits: Sequence[bool]) -> UntrustedStatesError:
+    """Return the error that says why logits differ at the positions that do not fit."""
+    if row.prompt_logprobs is not None and all(_fits(target, row, row.states[:-1, -1], norm=False)):
+        return UntrustedStatesError("normed last state", "the last ones are after the final norm, which is ours to do.")
+    if len(fits) > 2 and fits[-1] and not fits[0]:
+        first = list(fits).index(True)
+        return UntrustedStatesError("cached prefix", f"the first {first} of {len(fits)} positions hold other states.")
+    return UntrustedStatesError(
+        "another checkpoint",
+        f"final norm and output projection of target.path give other logits than the engine has, at "
+        f"{fits.count(False)} of {len(fits)} positions. Does it serve this target, unquantised, without an adapter?",
+    )
+
+
+@torch.inference_mode()
+def check_forward(whole: Target, row: EngineRow, expected: ExpectedFacts) -> None:
+    """Refuse a row whose taps are not those of a plain forward of the `whole` target, and say which ones they are."""
+    tokens, every = row.token_ids[None].long().to(whole.device), range(whole.num_layers)
+    out = whole.forward(tokens, taps=tuple(every), logits=False)
+    assert out.hidden is not None
+    hidden, room = out.hidden[0].float().cpu(), STATE_TOLERANCE[row.states.dtype]
+    for place, layer in enumerate(expected.layers):
+        apart = [_apart(row.states[:, place].float(), hidden[:, i]) for i in every]  # each [T]
+        fits = (apart[layer] <= room).tolist()
+        if all(fits):
+            continue
+        nearest = min(every, key=lambda i: float(apart[i].mean()))
+        if nearest != layer and float(apart[nearest].mean()) <= room:
+            fault: Fault = "order of taps" if nearest in expected.layers else "layer numbering"
+            raise UntrustedStatesError(fault, f"what it says is hidden_states[{layer}] is hidden_states[{nearest}].")
+        if len(fits) > 2 and fits[-1] and not fits[0]:
+            raise UntrustedStatesError("cached prefix", f"the first {fits.index(True)} positions hold other states.")
+        raise UntrustedStatesError(
+            "another checkpoint",
+            f"hidden_states[{layer}] differs from a plain forward of target.path by {float(apart[layer].mean()):.1e} "
+            f"(relative, in the mean; {room:g} is rounding).",
+        )
+    normed = whole.final_norm(row.states[:, -1].to(whole.device)).float().cpu()
+    if not bool((_apart(normed, out.last[0].float().cpu()) <= room).all()):
+        is_normed = bool((_apart(row.states[:, -1].float(), out.last[0].float().cpu()) <= room).all())
+        fault = "normed last state" if is_normed else "another checkpoint"
+        raise UntrustedStatesError(fault, "the last states differ from a plain forward of target.path.")
+
+
+def _apart(one: Tensor, other: Tensor) -> Tensor:
+    """Return how far states `[T, H]` differ, relative to the norm of `other`, `[T]`."""
+    return (one - other).norm(dim=-1) / other.norm(dim=-1).clamp(min=1e-6)
+
+
+def check_template(theirs: Sequence[int], ours: Sequence[int]) -> None:
+    """Refuse an engine that reads a chat as other tokens than the target's own template makes."""
+    if list(theirs) != list(ours):
+        raise UntrustedStatesError(
+            "another template",
+            f"it makes {len(theirs)} tokens of a chat of which target.path makes {len(ours)}. Start it without "
+            "--chat-template and --tokenizer of its own.",
+        )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

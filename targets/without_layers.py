@@ -1,0 +1,199 @@
+"""A target without its layers: input embedding, final norm and output projection, for states that an engine makes.
+
+Of its weights only these are read, from the shards that hold them. So a checkpoint of any size is opened at once, in
+the memory of two or three matrices, and also one whose layers nothing here can run.
+
+Shapes: T tokens, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from ..common.errors import BadInputError, IncompatibleError
+from ..common.safe_load import read_json
+from .config_only import config_only_target
+from .fingerprint import Fingerprint, digest_tokenizer, plain_config
+from .layers import decoder_layers
+from .loading import folder_of, load_tokenizer_of, meta_causal_lm, split_shape, target_path
+from .model_folder import GENERATION_CONFIG, INDEX, SINGLE, plain_weight_map
+from .target import Target
+from .weights import digest_json, digest_tensor, stored_tensors
+
+
+class TargetWithoutLayers(Target):
+    """A target whose layers stay on the disk: it embeds, and gives logits of hidden states; it makes no passes."""
+
+    def __init__(self, model: PreTrainedModel, *args: Any, norm: nn.Module):
+        super().__init__(model, *args)
+        self._final_norm = norm
+
+    @property
+    def device(self) -> torch.device:
+        return cast(torch.device, self.model.get_output_embeddings().weight.device)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return cast(torch.dtype, self.model.get_output_embeddings().weight.dtype)
+
+    def move_to(self, device: torch.device) -> None:
+        for part in _parts(self.model, cast(nn.Module, self._final_norm)):
+            part.to(device)
+
+    def run(self, *_: Any, **__: Any) -> NoReturn:
+        raise IncompatibleError(
+            "this target was opened without its layers (target.engine), and what was asked for needs a pass through "
+            "them. Leave out target.engine where the target fits this machine."
+        )
+
+    cache_layout = run
+
+    def final_norm(self, hidden: Tensor) -> Tensor:
+        """Apply the norm after the last layer to `hidden` `[..., H]`."""
+        return cast(nn.Module, self._final_norm)(hidden)
+
+
+def target_without_layers(
+    path: str | Path,
+    revision: str | None = None,
+    dtype: str | torch.dtype = "auto",
+    trust_remote_code: bool = False,
+    device: torch.device | str = "cpu",
+) -> TargetWithoutLayers:
+    """Return the target in a folder or on the Hub, as its engine loads it, with the parts around its layers alone.
+
+    Its fingerprint is that of the same target loaded by `Target.load`, computed when it is asked for, with one weight
+    in memory at a time. Of a checkpoint that came quantised, which would be loaded whole for that, the stored tensors
+    are digested instead.
+
+    Raises:
+        BadInputError: the folder is missing, has no config, or holds only pickled weights.
+        IncompatibleError: a part is missing or has other sizes, or the norm after the layers is not one module.
+    """
+    path = str(Path(path).expanduser()) if Path(path).expanduser().is_dir() else str(path)
+    if split_shape(path)[1] is not None:
+        raise BadInputError(f"target.engine: {path!r} is grown while it is loaded; save it (outrider grow) first.")
+    folder = folder_of(target_path(path), dtype, revision, trust_remote_code)
+    model = meta_causal_lm(path, dtype, revision, trust_remote_code)
+    if model.can_generate() and (folder / GENERATION_CONFIG).exists():
+        model.generation_config = GenerationConfig.from_dict(read_json(folder / GENERATION_CONFIG))
+    norm = norm_after_layers(model)
+    _fill(model, _parts(model, norm), folder, torch.device(device))
+    tokenizer = load_tokenizer_of(path, revision, trust_remote_code)
+    source = {"path": path, "revision": revision, "adapter": None}
+    whole = cache(lambda: _fingerprint(model, tokenizer, folder, path, revision, dtype, trust_remote_code))
+    return TargetWithoutLayers(model, tokenizer, source, whole, norm=norm)
+
+
+def norm_after_layers(model: PreTrainedModel) -> nn.Module:
+    """Return the norm after a model's last layer, found by its place and size, without a pass.
+
+    Raises IncompatibleError if that is not one module.
+    """
+    config = model.config.get_text_config()
+    layers = decoder_layers(model, config.num_hidden_layers)
+    parent = next(m for m in model.modules() if any(child is layers for child in m.children()))
+    after, found = False, []
+    for child in parent.children():
+        after |= child is layers
+        sizes = [tuple(p.shape) for p in child.parameters()]
+        if after and child is not layers and sizes and set(sizes) == {(config.hidden_size,)}:
+            found.append(child)
+    if len(found) != 1:
+        raise IncompatibleError(
+            f"{type(model).__name__} has {len(found)} modules after its layers that could be its final norm, one is "
+            "needed to read an engine's hidden states; take features of the loaded target (data.features: cached)."
+        )
+    return found[0]
+
+
+def around_layers(model: PreTrainedModel) -> list[nn.Parameter]:
+    """Return the weights that such a target reads, each once: also of a model without contents."""
+    parts = (parameter for part in _parts(model, norm_after_layers(model)) for parameter in part.parameters())
+    return list({id(parameter): parameter for parameter in parts}.values())
+
+
+def _parts(model: PreTrainedModel, norm: nn.Module) -> list[nn.Module]:
+    return [model.get_input_embeddings(), norm, model.get_output_embeddings()]
+
+
+@torch.no_grad()
+def _fill(model: PreTrainedModel, parts: Sequence[nn.Module], folder: Path, device: torch.device) -> None:
+    """Give these parts of a model on the meta device their weights, each read from the file that holds it."""
+    names = {id(module): name for name, module in model.named_modules()}
+    index = folder / INDEX
+    files = plain_weight_map(index) if index.exists() and not (folder / SINGLE).exists() else {}
+    read: dict[int, nn.Parameter] = {}  # by the one on the meta device: those that are tied stay so
+    for part in parts:
+        for own, buffer in list(part.named_buffers(recurse=False)):
+            setattr(part, own, torch.empty_like(buffer, device=device))
+        model._init_weights(part)  # of these weights none is there yet: it computes buffers, such as Gemma's scale
+        for own, parameter in list(part.named_parameters(recurse=False)):
+            if id(parameter) not in read:
+                stored = _stored(f"{names[id(part)]}.{own}", files, folder, model)
+                if stored.shape != parameter.shape:
+                    raise IncompatibleError(
+                        f"{folder}: {names[id(part)]}.{own} is {tuple(stored.shape)}, expected "
+                        f"{tuple(parameter.shape)}. Take a good copy of the model."
+                    )
+                read[id(parameter)] = nn.Parameter(stored.to(device, parameter.dtype), requires_grad=False)
+            setattr(part, own, read[id(parameter)])
+
+
+def _stored(name: str, files: dict[str, str], folder: Path, model: PreTrainedModel) -> Tensor:
+    """Return the tensor of that name from its file. A tied output has the name of the input embedding."""
+    tied = next((n for n, p in model.named_parameters() if p is model.get_parameter(name)), name)
+    wanted = [n for n in (name, tied, *_older(name)) if not files or n in files]
+    for candidate in wanted:
+        file = folder / files.get(candidate, SINGLE)
+        if candidate in stored_tensors(file):
+            with safe_open(file, framework="pt") as opened:
+                return cast(Tensor, opened.get_tensor(candidate))
+    raise IncompatibleError(
+        f"{folder} holds no tensor {name}, which is read without loading the layers. Take a checkpoint with the "
+        "library's own names, or features of the loaded target (data.features: cached)."
+    )
+
+
+def _older(name: str) -> list[str]:
+    """Return names that older checkpoints have for the same tensor: without the body's name, or of a language model."""
+    body, _, rest = name.partition(".")
+    return [rest, name.replace("model.language_model.", "language_model.model."), f"language_model.{body}.{rest}"]
+
+
+def _fingerprint(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    path: str,
+    *load: Any,
+) -> Fingerprint:
+    """Return the fingerprint of the whole target, or of a quantised one's files."""
+    revision, dtype, trust_remote_code = load
+    if getattr(model.config, "quantization_config", None) is None:
+        return config_only_target(path, revision, None, dtype, trust_remote_code).fingerprint()
+    template = getattr(tokenizer, "chat_template", None)
+    return Fingerprint(
+        tensors=dict(_digests(folder)),
+        config=digest_json(plain_config(model)),
+        tokenizer=digest_tokenizer(tokenizer),
+        chat_template=None if template is None else digest_json(template),
+        dtype=str(model.get_output_embeddings().weight.dtype).removeprefix("torch."),
+    )
+
+
+def _digests(folder: Path) -> list[tuple[str, str]]:
+    """Return the digest of each tensor in a folder's files, by name; one is in memory at a time."""
+    digests = []
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as opened:
+            digests += [(name, digest_tensor(opened.get_tensor(name))) for name in opened.keys()]  # noqa: SIM118
+    return sorted(digests)

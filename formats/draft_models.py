@@ -91,7 +91,7 @@ def read_gguf(file: Path) -> Any:
     asked: Any = getattr(transformers, "GgufConfig", None)
     unpacked = {} if asked is None else {"quantization_config": asked(dequantize=True)}
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             str(file.parent),
             gguf_file=file.name,
             dtype=torch.float32,
@@ -101,6 +101,7 @@ def read_gguf(file: Path) -> Any:
         )
     except (OSError, ValueError, KeyError) as error:
         raise BadInputError(f"{file}: cannot be read as GGUF ({str(error).splitlines()[0]}).") from error
+    model, info = loaded
     if misfits := sorted(str(name) for name, *_ in info["mismatched_keys"]):  # which the library fills at random
         raise BadInputError(f"{file}: the sizes that transformers reads there do not fit {misfits[0]}.")
     return model.eval().requires_grad_(False)

@@ -209,7 +209,7 @@ def context(view: CheckpointView) -> Findings:
     layer = view.config.get("transformer_layer_config") or view.config
     own = layer.get("max_position_embeddings")
     theirs = None if view.target is None else view.target.config.get("max_position_embeddings")
-    if None not in (own, theirs) and own < theirs:
+    if own is not None and theirs is not None and own < theirs:
         what = f"max_position_embeddings is {own}, the target's {theirs}."
         yield unusual("context", what, "Beyond that an engine's drafts are wrong (vLLM: token 0), and nothing says so.")
 

@@ -142,7 +142,8 @@ def chunked_compare(
     total = slopes.attach((results[0] * weights).sum())
     if draft_hidden.ndim < 3:
         results, weights = results[:, 0], weights[0]
-    return PositionLosses(total, *results, weights)
+    loss, alpha, top1 = results
+    return PositionLosses(total, loss, alpha, top1, weights)
 
 
 class ChunkedSlopes:

@@ -517,6 +517,10 @@ def gate(
     against: Annotated[Path, typer.Option(help="The baseline: a pair's or a report's folder.")],
     tolerance: Annotated[float, typer.Option(min=0, max=1, help="How far τ may fall, as a fraction.")] = 0.03,
     confidence: Annotated[float, typer.Option(min=0.5, max=0.999)] = 0.95,
+    sequential: Annotated[
+        bool,
+        typer.Option("--sequential", help="Decide at the first prompt that allows it; may be asked again with more."),
+    ] = False,
     junit: Annotated[Path | None, typer.Option(help="Also write a JUnit XML report to this file.")] = None,
     markdown: Annotated[Path | None, typer.Option(help="Also write Markdown for a pull request to this file.")] = None,
     as_json: AsJson = False,
@@ -528,9 +532,9 @@ def gate(
     from .json_output import GateBody
 
     if all((folder / "pair.json").is_file() for folder in (pair, against)):
-        result = gate_pairs(PairFiles.load(pair), PairFiles.load(against), tolerance, confidence)
+        result = gate_pairs(PairFiles.load(pair), PairFiles.load(against), tolerance, confidence, sequential)
     else:
-        result = run(_find_report(pair), _find_report(against), tolerance=tolerance, confidence=confidence)
+        result = run(_find_report(pair), _find_report(against), tolerance, confidence, sequential=sequential)
     for file, text in ((junit, to_junit), (markdown, to_markdown)):
         if file is not None:
             require_folder(file.parent, file.name)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from xml.etree import ElementTree
 
@@ -20,12 +20,12 @@ from ...common import BadInputError
 from ...common.terminal import visible
 from .figures import Interval, PromptRecord, Ratio
 from .report import Report
+from .sequential import FIRST_LOOK, POWER, looks
 from .statistics import Bootstrap
 from .tables import markdown_text
 
 PASSED, FAILED, UNDECIDED = "passed", "failed", "not enough data"
 _MOVING = ("dtype", "device", "seed")  # conditions that may move τ a little
-POWER = 0.8  # share of such comparisons that detect the smallest drop named in a finding
 
 
 @dataclass(frozen=True)
@@ -105,6 +105,7 @@ def gate(
     confidence: float = 0.95,
     contestant: str | None = None,
     beside: GateComparison | None = None,
+    sequential: bool = False,
 ) -> GateResult:
     """Compare τ on all suites together, at every temperature.
 
@@ -115,6 +116,8 @@ def gate(
         tolerance: the relative drop that is allowed.
         contestant: which one; the report's first drafter if not given.
         beside: more prompts; those that the reports hold, too, count once.
+        sequential: whether the verdict falls at the first prompt that allows one, by bounds that hold at every prompt
+            (`sequential`), so that the gate may be asked again with more prompts.
 
     Raises:
         BadInputError: the reports were made under different conditions, or one lacks the contestant.
@@ -127,7 +130,7 @@ def gate(
     if name is None:
         raise BadInputError("the report holds no drafter; there is nothing to gate.")
     _same_conditions(report, baseline, name)
-    judge = partial(_judge, report, baseline, name, tolerance, confidence)
+    judge = partial(_judge, report, baseline, name, tolerance, confidence, sequential)
     temperatures = report.conditions.temperatures
     findings = [judge(t, beside if beside is not None and beside.temperature == t else None) for t in temperatures]
     passed = all(f.conclusion != FAILED for f in findings)
@@ -170,11 +173,15 @@ def _judge(
     name: str,
     tolerance: float,
     confidence: float,
+    sequential: bool,
     temperature: float,
     beside: GateComparison | None,
 ) -> GateFinding:
     compared = _compared(report, baseline, name, temperature, confidence, beside)
-    ratio, floor = compared.ratio, 1 - tolerance
+    floor = 1 - tolerance
+    if sequential:
+        compared = _at_first_verdict(compared, floor, confidence)
+    ratio = compared.ratio
     if ratio.known and ratio.high < floor:
         conclusion, why = FAILED, f"τ fell by more than {tolerance:.1%}"
     elif ratio.known and ratio.low >= floor:
@@ -207,6 +214,23 @@ class _Compared:
     num_prompts: int
     before: float
     after: float
+    new: Sequence[Counted] = ()
+    old: Sequence[Counted] = ()
+
+
+def _at_first_verdict(compared: _Compared, floor: float, confidence: float) -> _Compared:
+    """Return the comparison after the first prompt that decides it, else after all; bounds hold at every prompt."""
+    seen = looks(_tau(compared.new), _tau(compared.old), [c.suite for c in compared.new], confidence)
+    if not seen:
+        raise BadInputError(
+            f"a sequential gate needs prompt records of both sides, and at least {FIRST_LOOK} prompts; "
+            f"there are {len(compared.new)}."
+        )
+    first = next((look for look in seen if look.ratio.high < floor or look.ratio.low >= floor), None)
+    if first is None:
+        return replace(compared, ratio=seen[-1].ratio, how=f"{compared.how}, bounds for every look")
+    saved = f"{first.prompts} of {compared.num_prompts} prompts decide it, bounds for every look"
+    return replace(compared, ratio=first.ratio, how=saved, num_prompts=first.prompts)
 
 
 def _compared(
@@ -225,7 +249,8 @@ def _compared(
         new, old = [*new, *more], [*old, *_aligned(beside.old, beside.new, {(c.suite, c.prompt) for c in more})]
         how = f"paired over {len(new)} prompts, {len(more)} of them calibration prompts"
     before, after = (sum(c.emitted for c in s) / max(1, sum(c.rounds for c in s)) for s in (old, new))
-    return _Compared(_paired(new, old, confidence, report.conditions.seed), how, len(new), before, after)
+    ratio = _paired(new, old, confidence, report.conditions.seed)
+    return _Compared(ratio, how, len(new), before, after, new, old)
 
 
 def _aligned(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup, escape
 from rich.console import Console
 from rich.table import Table as Grid
@@ -118,14 +118,14 @@ def markdown(report: Report) -> str:
     parts += [f"> {tables.markdown_text(remark)}" for remark in remarks(report)]
     if report.is_comparison:
         table = tables.comparison(report)
-        parts += [f"## {table.title}", _markdown_table(table), tables.markdown_text(tables.rules_line(report))]
+        parts += [f"## {table.title}", markdown_table(table), tables.markdown_text(tables.rules_line(report))]
     for temperature in report.conditions.temperatures:
         parts.append(f"## Temperature {temperature:g}")
         for make in (tables.summary, *tables.DETAILS):
             parts += _markdown_section(make(report, temperature))
     parts += ["## Same text as the plain target", tables.markdown_text(identity_sentence(report))]
     parts += _markdown_section(tables.divergences(report))
-    parts += ["## Conditions", _markdown_table(tables.conditions(report))]
+    parts += ["## Conditions", markdown_table(tables.conditions(report))]
     meanings = (
         f"- **{tables.markdown_text(word)}**: {tables.markdown_text(m)}" for word, m in report.definitions.items()
     )
@@ -134,10 +134,11 @@ def markdown(report: Report) -> str:
 
 
 def _markdown_section(table: Table) -> list[str]:
-    return [f"### {table.title}", _markdown_table(table)] if table.rows else []
+    return [f"### {table.title}", markdown_table(table)] if table.rows else []
 
 
-def _markdown_table(table: Table) -> str:
+def markdown_table(table: Table) -> str:
+    """Return a table in Markdown."""
     rule = [":--" if i < table.labels else "--:" for i in range(len(table.headers))]
     rows = [[tables.markdown_text(str(cell)) for cell in row] for row in table.rows]
     return "\n".join("| " + " | ".join(row) + " |" for row in [table.headers, rule, *rows])
@@ -154,10 +155,9 @@ def identity_sentence(report: Report) -> str:
 
 def html(report: Report) -> str:
     """Return report.html: no scripts, no external files."""
-    source = resources.files(__package__).joinpath("report.html.jinja").read_text(encoding="utf-8")
-    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
     drawn = _COMPARISON_PLOTS if report.is_comparison else ()
-    return environment.from_string(source).render(
+    return page(
+        "report.html.jinja",
         comparison=tables.comparison(report) if report.is_comparison else None,
         comparison_plots=[(title, Markup(plot(report))) for title, plot in drawn],
         rules=tables.rules_line(report),
@@ -173,6 +173,16 @@ def html(report: Report) -> str:
         advice=lambda text: Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(_unbroken(text))))),
         legend=[(Markup(marker), label) for marker, label in plots.legend(report)],
     )
+
+
+def page(template: str, **values: object) -> str:
+    """Return a page of this package's templates, with `values` in it."""
+    files = resources.files(__package__)
+    loader = FunctionLoader(lambda name: files.joinpath(name).read_text(encoding="utf-8"))
+    environment = Environment(
+        loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
+    )
+    return environment.get_template(template).render(**values)
 
 
 def _section(report: Report, temperature: float) -> dict[str, object]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from .passport import conditional, survival
 
@@ -29,7 +30,8 @@ class Claims:
         k: drafts per round. length: mean tokens per round, with the target's own; `by_k` by K.
         per_request: the mean of the requests' lengths; `requests` are these.
         marginal, conditional: rates at depth 1, 2, ….
-        histogram: rounds that kept 0, 1, … drafts. rounds, accepted, drafted: sums. rate: accepted ÷ drafted.
+        histogram: rounds that kept 0, 1, … drafts; `empty` emitted nothing, not even the target's token.
+        rounds, accepted, drafted: sums. rate: accepted ÷ drafted.
         forced: drafts kept per round, without the target's token.
         tolerance: what rounding can change.
     """
@@ -43,6 +45,7 @@ class Claims:
     marginal: Sequence[float] | None = None
     conditional: Sequence[float] | None = None
     histogram: Sequence[int] | None = None
+    empty: int = 0
     rounds: float | None = None
     accepted: float | None = None
     drafted: float | None = None
@@ -74,6 +77,8 @@ def _impossible(c: Claims) -> Iterator[tuple[str, str]]:
             yield "truncated rates", f"{len(listed)} {name} rates stand beside K={c.k}"
     if c.k is not None and c.histogram is not None and sum(c.histogram[c.k + 1 :]):
         yield "truncated rates", f"the histogram has rounds that kept more than K={c.k} drafts"
+    if c.empty:
+        yield "histogram by drafts", f"{c.empty} rounds have the length 0, which counts drafts and not tokens"
     lengths = c.by_k | ({c.k: c.length} if c.length is not None and c.k is not None else {})
     for k, length in sorted(lengths.items()):
         if length < 1 - c.tolerance:
@@ -112,7 +117,7 @@ def _rates(c: Claims) -> Iterator[tuple[str, str]]:
             mistaken = _alike(c.marginal, conditional(marginal), c.tolerance)
             name = "conditional read as marginal" if mistaken else "marginal rates and histogram"
             yield name, f"the marginal rates {_shown(c.marginal)} are not the histogram's {_shown(marginal)}"
-        elif any(later > before + c.tolerance for before, later in zip(c.marginal, c.marginal[1:], strict=False)):
+        elif any(later > before + c.tolerance for before, later in pairwise(c.marginal)):
             yield "rising marginal rates", f"marginal rates cannot rise with depth: {_shown(c.marginal)}"
     known = c.marginal if marginal is None else marginal
     if c.conditional is not None and known is not None:
@@ -122,7 +127,7 @@ def _rates(c: Claims) -> Iterator[tuple[str, str]]:
             name = "marginal read as conditional" if mistaken else "conditional and marginal rates"
             if c.marginal is not None and marginal is None and _alike(c.marginal, c.conditional, c.tolerance):
                 name = "one vector as both rates"
-            yield name, f"the conditional rates {_shown(c.conditional)} do not follow from the others: "
+            yield name, f"the conditional rates {_shown(c.conditional)} do not follow from the others"
 
 
 def _lengths(c: Claims) -> Iterator[tuple[str, str]]:
@@ -142,7 +147,7 @@ def _lengths(c: Claims) -> Iterator[tuple[str, str]]:
             name = "mean of rounds as mean of requests" if by_round else "mean of requests"
             yield name, f"the mean of requests {c.per_request:g} is not that of their lengths, {mean:.4g}"
     steps = sorted(c.by_k.items())
-    for (k, length), (next_k, longer) in zip(steps, steps[1:], strict=False):
+    for (k, length), (next_k, longer) in pairwise(steps):
         if longer - length > next_k - k + c.tolerance:
             yield "length beyond one token per draft", f"from K={k} to {next_k} the length grows by {longer - length:g}"
 

@@ -84,12 +84,13 @@ def _lengths(histogram: Sequence[int]) -> dict[str, int]:
     return {str(kept + 1): rounds for kept, rounds in enumerate(histogram) if rounds}
 
 
-def _kept(histogram: dict[str, int] | None) -> list[int] | None:
-    """Return the rounds that kept 0, 1, … drafts, from a histogram by tokens per round (0: one by drafts)."""
-    if not histogram:
-        return None
-    by_length = {int(length): rounds for length, rounds in histogram.items()}
-    return [by_length.get(length, 0) for length in range(min(1, *by_length), max(by_length) + 1)]
+def _kept(histogram: dict[str, int] | None) -> dict[str, Any]:
+    """Return the claims of a histogram by tokens per round: rounds that kept 0, 1, … drafts, and those of length 0."""
+    by_length = {int(length): rounds for length, rounds in (histogram or {}).items()}
+    if not by_length:
+        return {}
+    kept = [by_length.get(length, 0) for length in range(1, max(by_length) + 1)]
+    return {"histogram": kept, "empty": by_length.get(0, 0)}
 
 
 def _request_length(record: PromptRecord) -> float:
@@ -150,19 +151,18 @@ def _read_modelopt(file: Path) -> list[Claims]:
     values = _object(file)
     if "marginal_accept_rates" not in values:
         return []
-    histogram, k = _kept(values.get("acceptance_length_histogram")), values["num_speculative_tokens"]
     by_k = {int(depth): float(length) for depth, length in (values.get("accept_length_by_k") or {}).items()}
     return [
         Claims(
             "ModelOpt's speculation profile",
-            k=k,
+            k=values["num_speculative_tokens"],
             length=values["mean_accept_length"],
             by_k=by_k,
             per_request=values.get("mean_accept_length_per_request"),
             marginal=values["marginal_accept_rates"],
             conditional=values.get("conditional_accept_rates"),
-            histogram=histogram,
             tolerance=0.001,
+            **_kept(values.get("acceptance_length_histogram")),
         )
     ]
 
@@ -222,11 +222,11 @@ def _read_speed_bench(file: Path) -> list[Claims]:
     values = _object(file)
     if "Acceptance_Length_Histogram" not in values:
         return []
-    histogram = _kept(values["Acceptance_Length_Histogram"])
-    deepest = len(histogram or [])
+    counted = _kept(values["Acceptance_Length_Histogram"])
+    deepest = len(counted.get("histogram", []))
     rates = [values.get(name) or {} for name in ("Joint_Acceptance_Rate", "Conditional_Acceptance_Rate")]
     # A length that never occurred is left out; then the conditional rates are of other steps than depths.
-    dense = histogram is not None and all(histogram) and all(len(r) == deepest for r in rates)
+    dense = all(counted.get("histogram", [0])) and all(len(r) == deepest for r in rates)
     joint, given = ([float(r[str(n)]) for n in range(2, deepest + 1)] if dense else None for r in rates)
     lengths = [length for own in values["Request_AL"].values() for length in _turns(own)]
     return [
@@ -236,8 +236,8 @@ def _read_speed_bench(file: Path) -> list[Claims]:
             requests=lengths,
             marginal=joint,
             conditional=given,
-            histogram=histogram,
             tolerance=0.001,
+            **counted,
         )
     ]
 
@@ -381,9 +381,7 @@ def _write_card(p: Passport) -> str:
     metrics = {"mean_acceptance_length": length.value, "speedup": speedup.value}
     results = [EvalResult(**shared, metric_type=name, metric_value=round(v, 4)) for name, v in metrics.items()]
     model = f"{p.info.drafter} drafter"
-    data = ModelCardData(
-        model_name=model, eval_results=results, library_name="outrider", tags=["speculative-decoding"]
-    )
+    data = ModelCardData(model_name=model, eval_results=results, library_name="outrider", tags=["speculative-decoding"])
     return f"---\n{data.to_yaml()}\n---\n\n# {model}\n\n{_write_markdown(p)}"
 
 

@@ -47,9 +47,6 @@ from .output import answering, console_for, finish, print_lines
 from .pair_cli import pair_app, print_pair
 from .report_cli import find_report, report
 
-if TYPE_CHECKING:
-    pass
-
 FINDING, BAD_INPUT, FAULT = 1, 2, 70
 # Verbs that keep what is finished when they are asked to stop.
 RESUMED = ("distill", "train", "compare", "refresh", "quickstart")

@@ -17,7 +17,6 @@ from ...common.atomic import write_atomically
 from ...common.locks import locked
 from . import plots, tables
 from .advice import decision, remarks
-from .figures import ALL
 from .report import REPORT_FILE, Report
 from .tables import Table
 
@@ -146,11 +145,22 @@ def markdown_table(table: Table) -> str:
 
 def identity_sentence(report: Report) -> str:
     """Return the number of prompts that each contestant completed exactly as the plain target did, in words."""
-    judged = [f for f in report.figures if f.suite == ALL and f.identical is not None]
-    if not judged:
-        return "Not checked: temperature 0 was not measured."
-    line = ", ".join(f"{f.contestant} {f.identical}/{f.num_prompts}" for f in judged)
-    return f"Prompts with exactly the plain target's tokens at temperature 0: {line}."
+    lines = []
+    for temperature in report.conditions.temperatures:
+        drafting = [f for f in report.overall(temperature) if f.contestant != report.baselines.plain]
+        judged = [f"{f.contestant} {f.identical}/{f.num_prompts}" for f in drafting if f.identical is not None]
+        drawn = [f"{f.contestant} ({f.rule})" for f in drafting if f.identical is None and f.rule != "none"]
+        if judged:
+            said = (
+                f"Prompts with exactly the plain target's tokens at temperature {temperature:g}: {', '.join(judged)}."
+            )
+            lines.append(said)
+        if drawn:
+            lines.append(
+                f"At temperature {temperature:g} another draw of the same distribution, not the same text, unless the "
+                f"rule is lossy: {', '.join(drawn)}."
+            )
+    return " ".join(lines) or "Not checked: nothing was drafted."
 
 
 def html(report: Report) -> str:

@@ -32,7 +32,7 @@ DEFINITIONS = {
         "sums over prompts, paired by prompt."
     ),
     "identical": (
-        "prompts whose tokens equal the plain target's at temperature 0. "
+        "prompts whose tokens equal the plain target's, at temperature 0 and for drafters without chance. "
         "In bfloat16 or float16 a near-tie can be decided differently by another order of sums."
     ),
     "[low, high]": (

@@ -405,7 +405,7 @@ def test_a_sequential_gate_says_how_many_prompts_decide_it_and_needs_few_for_a_c
     assert "12 of 120 prompts decide it, bounds for every look" in failed.line
     fixed = gate(drawn(120, 0.6, seed=1), drawn(120, 0.6)).findings[0].ratio
     wider = open_still.ratio
-    assert (wider.low < fixed.low) and (fixed.high < wider.high)
+    assert wider.low < fixed.low < fixed.high < wider.high
     assert wider.value == pytest.approx(fixed.value)
     said = "needs prompt records of both sides, and at least 12 prompts; there are 5."
     assert said in refusal(gate, drawn(5, 0.6), drawn(5, 0.6), sequential=True)

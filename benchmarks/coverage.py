@@ -13,6 +13,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,13 @@ PROMPTS = (12, 24, 60, 120)
 DEPTH, TOKENS, STALLS = 4, 96, 0.03
 LEVELS = {1: (0.6,), 3: (1.2, 0.3, -0.2)}  # mean logit of acceptance of each suite, by the number of suites
 TOLERANCE, CONFIDENCE = 0.03, 0.95
+
+_SHARED = 20  # repeats that share one set of resamples, which take longer to draw than everything else
+
+
+@lru_cache(maxsize=4)
+def _bootstrap(strata: tuple[int, ...], confidence: float, seed: int) -> Bootstrap:
+    return Bootstrap(strata, confidence=confidence, seed=seed)
 
 
 @dataclass(frozen=True)
@@ -81,6 +89,7 @@ def _decoded(generator: np.random.Generator, alpha: Floats) -> tuple[Floats, Flo
     return emitted, rounds
 
 
+@lru_cache
 def truth(suites: int, spread: float, noise: float) -> dict[str, float]:
     """Return the figures of 200,000 prompts of each suite."""
     s = draw(np.random.default_rng(999), 200_000, suites, spread, noise)
@@ -94,7 +103,7 @@ def covered(num_prompts: int, suites: int, spread: float, noise: float, repeats:
     counts = {name: np.zeros(3) for name in known}
     for seed in range(repeats):
         sample = draw(np.random.default_rng((num_prompts, suites, seed)), per_suite, suites, spread, noise)
-        for name, found in sample.figures(Bootstrap([per_suite] * suites, seed=seed)).items():
+        for name, found in sample.figures(_bootstrap((per_suite,) * suites, 0.95, seed // _SHARED)).items():
             counts[name] += (not found.excludes(known[name]), known[name] < found.low, known[name] > found.high)
     return {n: dict(zip(("held", "above", "below"), map(float, c / repeats), strict=True)) for n, c in counts.items()}
 
@@ -113,7 +122,7 @@ def gated(num_prompts: int, drop: float, repeats: int, suites: int = 3) -> dict[
         # A change of the tokens changes the ratio of τ by itself, to what the drop shall be.
         new = Ratio(sample.emitted * (1 - drop) / unscaled, sample.other)
         old = Ratio(sample.emitted, sample.rounds)
-        bootstrap = Bootstrap([per_suite] * suites, confidence=2 * CONFIDENCE - 1, seed=seed)
+        bootstrap = _bootstrap((per_suite,) * suites, 2 * CONFIDENCE - 1, seed // _SHARED)
         fixed += bootstrap.quotient(new, old).high < floor
         seen = looks(new, old, names, CONFIDENCE)
         first = next((x for x in seen if x.ratio.high < floor or x.ratio.low >= floor), None)

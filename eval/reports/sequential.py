@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.special import ndtri
+from scipy.special import ndtr, ndtri, stdtrit
 
 from .figures import Interval, Ratio
 from .statistics import Floats
@@ -51,7 +51,7 @@ def looks(above: Ratio, below: Ratio, suites: Sequence[str], confidence: float) 
         if not math.isfinite(value) or freedom < 1:
             continue
         spread = math.sqrt(_within(influences, labels) / freedom)
-        width = spread * _boundary(t, 1 - confidence)
+        width = spread * _boundary(t, 1 - confidence, freedom)
         found.append(Look(t, Interval(math.exp(value), math.exp(value - width), math.exp(value + width))))
     return found
 
@@ -80,11 +80,15 @@ def _within(values: Floats, labels: Floats) -> float:
     return float(sum(((own := values[labels == name]) - own.mean()) @ (own - own.mean()) for name in set(labels)))
 
 
-def _boundary(t: int, error: float) -> float:
-    """Return the width of a one-sided bound after t prompts, in standard deviations of one."""
+def _boundary(t: int, error: float, freedom: int) -> float:
+    """Return the width of a one-sided bound after t prompts, in standard deviations of one.
+
+    The bound is taken further out by what Student's t makes of its quantile, for the deviation is estimated, too.
+    """
     rho = (-2 * math.log(error) + math.log(-2 * math.log(error)) + 1) / _TIGHTEST
     inner = t * rho + 1
-    return math.sqrt(2 * inner / (t * t * rho) * math.log(1 + math.sqrt(inner) / (2 * error)))
+    quantile = math.sqrt(2 * inner / (t * rho) * math.log(1 + math.sqrt(inner) / (2 * error)))
+    return -float(stdtrit(freedom, ndtr(-quantile))) / math.sqrt(t)
 
 
 def prompts_needed(interval: Interval, num_prompts: int, difference: float, confidence: float = 0.95) -> int:

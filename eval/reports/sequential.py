@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.special import ndtr, ndtri, stdtrit
 
-from .figures import Interval, Ratio
+from .figures import CONFIDENCE, Interval, Ratio
 from .statistics import Floats
 
 FIRST_LOOK = 12  # prompts, before which variances are not to be trusted
@@ -91,23 +91,17 @@ def _boundary(t: int, error: float, freedom: int) -> float:
     return -float(stdtrit(freedom, ndtr(-quantile))) / math.sqrt(t)
 
 
-def prompts_needed(interval: Interval, num_prompts: int, difference: float, confidence: float = 0.95) -> int:
-    """Return the prompts with which four of five runs find a relative difference, from the interval of a first look.
-
-    Args:
-        interval: of a figure, two-sided at `confidence`, from `num_prompts`.
-    """
-    if not interval.known or interval.low <= 0:
+def prompts_needed(interval: Interval, num_prompts: int, difference: float) -> int:
+    """Return the prompts with which four of five runs find a relative difference, by the interval of `num_prompts`."""
+    if math.isnan(found := detectable(interval, num_prompts, num_prompts)):
         return 10 * num_prompts  # nothing is known of the noise yet
-    quantile = float(ndtri(0.5 + confidence / 2))
-    error = math.log(interval.high / interval.low) / (2 * quantile)
-    return max(2, math.ceil(num_prompts * (error * (quantile + float(ndtri(POWER))) / math.log1p(difference)) ** 2))
+    return max(2, math.ceil(num_prompts * (math.log1p(found) / math.log1p(difference)) ** 2))
 
 
-def detectable(interval: Interval, num_prompts: int, prompts: int, confidence: float = 0.95) -> float:
-    """Return the relative difference that four of five runs with so many `prompts` find; see `prompts_needed`."""
+def detectable(interval: Interval, num_prompts: int, prompts: int) -> float:
+    """Return the relative difference that four of five runs with `prompts` find, by the interval of `num_prompts`."""
     if not interval.known or interval.low <= 0:
         return math.nan
-    quantile = float(ndtri(0.5 + confidence / 2))
+    quantile = float(ndtri(0.5 + CONFIDENCE / 2))
     error = math.log(interval.high / interval.low) / (2 * quantile) * math.sqrt(num_prompts / prompts)
     return math.expm1(error * (quantile + float(ndtri(POWER))))

@@ -268,28 +268,25 @@ def _write_vllm(p: Passport) -> str:
     return "\n".join(lines) + "\n"
 
 
+_VLLM = {  # our names of its fields
+    "k": "num_spec_tokens",
+    "length": "mean_acceptance_length",
+    "histogram": "acceptance_histogram",
+    "rounds": "num_spec_steps",
+    "accepted": "num_accepted_draft_tokens",
+    "drafted": "num_draft_tokens",
+    "rate": "draft_acceptance_rate",
+}
+
+
 def _read_vllm(file: Path) -> list[Claims]:
     found = []
     for number, line in read_json_lines(file):
         body = line.get("metrics", {}).get("speculative_decoding", line)
-        histogram = list(body["acceptance_histogram"])
-        steps = body.get("per_step_accepted")
-        if steps is not None:
-            counted = [steps.count(kept) for kept in range(len(histogram))]
-            histogram = counted if histogram != counted and sum(counted) != sum(histogram) else histogram
-        found.append(
-            Claims(
-                f"vLLM's metrics, line {number}",
-                k=body["num_spec_tokens"],
-                length=body["mean_acceptance_length"] if body["num_spec_steps"] else None,
-                histogram=histogram,
-                rounds=body["num_spec_steps"],
-                accepted=body["num_accepted_draft_tokens"],
-                drafted=body["num_draft_tokens"],
-                rate=body["draft_acceptance_rate"],
-                tolerance=0.001,
-            )
-        )
+        said = {ours: body[theirs] for ours, theirs in _VLLM.items()}
+        if not said["rounds"]:  # a length of nothing
+            said["length"] = None
+        found.append(Claims(f"vLLM's metrics, line {number}", tolerance=0.001, **said))
     return found
 
 

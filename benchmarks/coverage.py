@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -99,11 +100,16 @@ def truth(suites: int, spread: float, noise: float) -> dict[str, float]:
 
 def covered(num_prompts: int, suites: int, spread: float, noise: float, repeats: int) -> dict[str, dict[str, float]]:
     """Return the shares of repeats whose interval holds the truth, lies above it, and lies below it, by figure."""
-    known, per_suite = truth(suites, spread, noise), num_prompts // suites
+    known, per_suite = dict(truth(suites, spread, noise)), num_prompts // suites
+    known["percentiles"] = known["tau"]
     counts = {name: np.zeros(3) for name in known}
     for seed in range(repeats):
         sample = draw(np.random.default_rng((num_prompts, suites, seed)), per_suite, suites, spread, noise)
-        for name, found in sample.figures(_bootstrap((per_suite,) * suites, 0.95, seed // _SHARED)).items():
+        bootstrap = _bootstrap((per_suite,) * suites, 0.95, seed // _SHARED)
+        plain = copy(bootstrap)
+        plain.tail = 0.025  # percentiles that are not taken further out for few prompts
+        found_all = sample.figures(bootstrap) | {"percentiles": plain.ratio(Ratio(sample.emitted, sample.rounds))}
+        for name, found in found_all.items():
             counts[name] += (not found.excludes(known[name]), known[name] < found.low, known[name] > found.high)
     return {n: dict(zip(("held", "above", "below"), map(float, c / repeats), strict=True)) for n, c in counts.items()}
 
@@ -152,8 +158,8 @@ def simulated(repeats: int) -> tuple[dict[str, Any], list[str]]:
 
 
 def _coverage_table(cells: Sequence[dict[str, Any]]) -> str:
-    figures = ("tau", "speedup", "ratio")
-    head = ["spread", "noise", "suites", "prompts", "τ", "speedup", "ratio of two τ"]
+    figures = ("tau", "speedup", "ratio", "percentiles")
+    head = ["spread", "noise", "suites", "prompts", "τ", "speedup", "ratio of two τ", "τ by plain percentiles"]
     rows = [
         [f"{c[name]:g}" for name in ("spread", "noise", "suites", "prompts")]
         + [f"{c[f]['held']:.1%} ({c[f]['above']:.1%} above, {c[f]['below']:.1%} below)" for f in figures]

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.special import ndtr, ndtri, stdtrit
 
 from .figures import CONFIDENCE, Interval, Ratio
@@ -75,7 +76,7 @@ def _log_ratio(above: Floats, above_of: Floats, below: Floats, below_of: Floats)
     return value, parts[0] - parts[1] - parts[2] + parts[3]
 
 
-def _within(values: Floats, labels: Floats) -> float:
+def _within(values: Floats, labels: NDArray[np.str_]) -> float:
     """Return the sum of squares around the mean of each suite."""
     return float(sum(((own := values[labels == name]) - own.mean()) @ (own - own.mean()) for name in set(labels)))
 

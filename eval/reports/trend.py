@@ -52,27 +52,27 @@ def differences(before: VersionFigures, after: VersionFigures) -> list[str]:
 
 
 def moves(versions: Sequence[VersionFigures]) -> list[str]:
-    """Return of each version whether τ left the interval of the one before; "" for the first."""
+    """Return of each version whether its interval of τ overlaps that of the one before; "" for the first."""
     said = [""]
     for before, after in pairwise(versions):
         if before.tau is None or after.tau is None or not (before.tau.known and after.tau.known):
-            said.append("not comparable")
+            said.append("no interval")
         elif before.conditions.get("data") != after.conditions.get("data"):
             said.append("other prompts")
         elif after.tau.low > before.tau.high or after.tau.high < before.tau.low:
             said.append("τ rose" if after.tau.value > before.tau.value else "τ fell")
         else:
-            said.append("intervals overlap")
+            said.append("overlap")
     return said
 
 
 def table_of(versions: Sequence[VersionFigures]) -> Table:
     """Return one row per version, in the order given."""
     rows = [
-        [Cell(v.label), Cell(v.created[:10]), Cell.of(v.tau), Cell.of(v.speedup, unit="×"), Cell(move)]
+        [Cell(v.label), Cell.of(v.tau), Cell.of(v.speedup, unit="×"), Cell(move), Cell(v.created[:10])]
         for v, move in zip(versions, moves(versions), strict=True)
     ]
-    return Table("Versions", ["version", "measured", "τ", "speedup", "beside the one before"], rows, labels=2)
+    return Table("Versions", ["version", "τ", "speedup", "vs before", "measured"], rows)
 
 
 def trend_markdown(versions: Sequence[VersionFigures]) -> str:

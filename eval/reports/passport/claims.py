@@ -69,8 +69,9 @@ def _alike(one: Sequence[float], other: Sequence[float], tolerance: float) -> bo
 
 
 def _impossible(c: Claims) -> Iterator[tuple[str, str]]:
-    for name, rates in (("marginal", c.marginal), ("conditional", c.conditional), ("draft", c.rate)):
-        listed = [] if rates is None else list(rates) if isinstance(rates, Sequence) else [rates]
+    stated = {"marginal": c.marginal, "conditional": c.conditional, "draft": None if c.rate is None else [c.rate]}
+    for name, rates in stated.items():
+        listed = rates or []
         if any(not 0 <= rate <= 1 for rate in listed):
             yield "percent", f"{name} rates are shares from 0 to 1, got {max(listed):g}: percent, or counts?"
         if c.k is not None and name != "draft" and listed and len(listed) != c.k:

@@ -373,7 +373,7 @@ def _write_card(p: Passport) -> str:
     from huggingface_hub import EvalResult, ModelCardData  # takes a second, and only this form needs it
 
     speedup, length = p.figures.speedup, p.length()
-    shared = {"task_type": "text-generation", "dataset_type": "outrider-suites"}
+    shared: dict[str, Any] = {"task_type": "text-generation", "dataset_type": "outrider-suites"}
     shared["dataset_name"] = ", ".join(s.name for s in p.conditions.suites)
     metrics = {"mean_acceptance_length": length.value, "speedup": speedup.value}
     results = [EvalResult(**shared, metric_type=name, metric_value=round(v, 4)) for name, v in metrics.items()]

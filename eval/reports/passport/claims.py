@@ -9,6 +9,10 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Annotated
+
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass as checked_dataclass
 
 from .passport import conditional, survival
 
@@ -21,9 +25,15 @@ class Contradiction:
     line: str
 
 
-@dataclass(frozen=True)
+_DEEPEST = 1024  # drafts of a round, in files of others
+Depth = Annotated[int, Field(ge=1, le=_DEEPEST)]
+Rates = Annotated[list[float], Field(max_length=_DEEPEST)]
+Counts = Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=_DEEPEST + 1)]
+
+
+@checked_dataclass(frozen=True, config=ConfigDict(allow_inf_nan=False))
 class Claims:
-    """The statements of one file, or of one part of it; None where it says nothing.
+    """The statements of one file, or of one part of it, of the right types; None where it says nothing.
 
     Attributes:
         where: the file's form, and the part of it.
@@ -37,14 +47,14 @@ class Claims:
     """
 
     where: str
-    k: int | None = None
+    k: Depth | None = None
     length: float | None = None
-    by_k: dict[int, float] = field(default_factory=dict)
+    by_k: dict[Depth, float] = field(default_factory=dict)
     per_request: float | None = None
-    requests: Sequence[float] = ()
-    marginal: Sequence[float] | None = None
-    conditional: Sequence[float] | None = None
-    histogram: Sequence[int] | None = None
+    requests: list[float] = field(default_factory=list)
+    marginal: Rates | None = None
+    conditional: Rates | None = None
+    histogram: Counts | None = None
     empty: int = 0
     rounds: float | None = None
     accepted: float | None = None

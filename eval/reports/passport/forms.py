@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import ValidationError
 
 from ....common import BadInputError
 from ....common.safe_load import Unreadable, parse_json, parse_yaml, read_json_lines, read_text, yaml_text
@@ -62,9 +63,9 @@ def read_claims(file: Path) -> list[Claims]:
     except Unreadable as error:
         raise BadInputError(f"{error} It is in none of the forms that can be checked.") from None
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise BadInputError(
-            f"{file}: a field is missing or of another type ({type(error).__name__}: {error})."
-        ) from None
+        what = error.errors()[0] if isinstance(error, ValidationError) else None
+        said = f"{type(error).__name__}: {error}" if what is None else f"{what['loc'][0]}: {what['msg']}"
+        raise BadInputError(f"{file}: a field is missing or of another type ({said}).") from None
     known = ", ".join(f"{name} ({form.file})" for name, form in FORMS.items())
     raise BadInputError(f"{file} is in none of the forms that can be checked: {known}.")
 
@@ -89,7 +90,7 @@ def _kept(histogram: dict[str, int] | None) -> dict[str, Any]:
     by_length = {int(length): rounds for length, rounds in (histogram or {}).items()}
     if not by_length:
         return {}
-    kept = [by_length.get(length, 0) for length in range(1, max(by_length) + 1)]
+    kept = [by_length.get(length, 0) for length in range(1, min(max(by_length), 2000) + 1)]  # longer ones are refused
     return {"histogram": kept, "empty": by_length.get(0, 0)}
 
 

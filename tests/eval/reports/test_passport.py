@@ -128,9 +128,21 @@ def test_files_in_no_form_are_bad_input_with_the_forms_that_there_are(tmp_path):
         (tmp_path / name).write_text(text)
         with pytest.raises(BadInputError, match=r"in none of the forms.*speculation_profile.json|another type"):
             read_claims(tmp_path / name)
-    (tmp_path / "f.json").write_text('{"marginal_accept_rates": "many"}')
-    with pytest.raises(BadInputError, match="a field is missing or of another type"):
-        read_claims(tmp_path / "f.json")
+    whole = {"marginal_accept_rates": [0.5], "num_speculative_tokens": 1, "mean_accept_length": 1.5}
+    (tmp_path / "f.json").write_text(json.dumps(whole))
+    assert len(read_claims(tmp_path / "f.json")) == 1
+    for change in (
+        {"marginal_accept_rates": "many"},
+        {"marginal_accept_rates": [[]]},
+        {"num_speculative_tokens": 10**9},
+        {"num_speculative_tokens": None, "mean_accept_length": {}},
+        {"acceptance_length_histogram": {"1000000000": 1}},
+        {"acceptance_length_histogram": {"1": -1}},
+        {"acceptance_length_histogram": [1, 2]},
+    ):
+        (tmp_path / "f.json").write_text(json.dumps(whole | change))
+        with pytest.raises(BadInputError, match="a field is missing or of another type"):
+            read_claims(tmp_path / "f.json")
     (tmp_path / "g.json").write_text('{"marginal_accept_rates": NaN}')
     with pytest.raises(BadInputError, match="none of the forms"):
         read_claims(tmp_path / "g.json")

@@ -188,10 +188,8 @@ def html(report: Report) -> str:
 def page(template: str, **values: object) -> str:
     """Return a page of this package's templates, with `values` in it."""
     files = resources.files(__package__)
-    loader = FunctionLoader(lambda name: files.joinpath(name).read_text(encoding="utf-8"))
-    environment = Environment(
-        loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
-    )
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
+    environment.loader = FunctionLoader(lambda name: files.joinpath(name).read_text(encoding="utf-8"))
     return environment.get_template(template).render(**values)
 
 

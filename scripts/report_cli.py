@@ -90,7 +90,7 @@ def _write_forms(subject: str, names: list[str], temperature: float | None, out:
     for name, file in written.items():
         write_atomically(file, FORMS[name].write(passport))
     body = {"files": {name: str(file) for name, file in written.items()}, "conventions": passport.conventions()}
-    lines = [f"{name}: [bold]{escape(str(file))}[/bold]" for name, file in written.items()]
+    lines = [f"{escape(name)}: [bold]{escape(str(file))}[/bold]" for name, file in written.items()]
     finish(as_json, "report-forms", body, show=lambda: print_lines([*lines, escape(passport.conventions())]))
 
 

@@ -11,6 +11,7 @@ from outrider.eval.reports.render import write_report
 from outrider.scripts.cli import app
 
 from ..eval.conftest import make_report
+from .test_answers import answer
 
 
 def outrider(*words: object) -> Result:
@@ -20,16 +21,14 @@ def outrider(*words: object) -> Result:
 def test_forms_are_written_checked_and_believed_no_longer_when_they_contradict_themselves(tmp_path: Path) -> None:
     folder = write_report(make_report([[0, 1, 4], [2, 3]] * 6), tmp_path / "report")
     made = outrider("report", folder, "--to", "modelopt", "--to", "vllm", "--out", tmp_path / "forms", "--json")
-    answer = json.loads(made.stdout)
-    assert (answer["schema"], sorted(answer["files"])) == ("outrider.report-forms/1", ["modelopt", "vllm"])
-    files = list(answer["files"].values())
+    by_form = answer("report-forms", made)["files"]
+    assert sorted(by_form) == ["modelopt", "vllm"]
+    files = list(by_form.values())
     checks = [word for file in files for word in ("--check", file)]
     assert outrider("report", *checks).exit_code == 0
-    profile = json.loads(Path(answer["files"]["modelopt"]).read_text())
+    profile = json.loads(Path(by_form["modelopt"]).read_text())
     Path(files[0]).write_text(json.dumps(profile | {"mean_accept_length": profile["mean_accept_length"] - 1}))
-    found = outrider("report", *checks, "--json")
-    assert found.exit_code == 1
-    said = json.loads(found.stdout)["files"]
+    said = answer("report-check", outrider("report", *checks, "--json"), code=1)["files"]
     assert [[c["name"] for c in said[file]] for file in files] == [["length without the bonus"], []]
 
 
@@ -38,7 +37,7 @@ def test_versions_are_drawn_with_what_changed_between_them(tmp_path: Path) -> No
     reports = [make_report(rows), make_report([[0, 0, 1]] * 12, device_name="<another> CPU")]
     folders = [write_report(report, tmp_path / f"v{i}") for i, report in enumerate(reports)]
     made = outrider("report", *folders, "--out", tmp_path / "trend", "--json")
-    first, second = json.loads(made.stdout)["versions"]
+    first, second = answer("report-trend", made)["versions"]
     assert (first["version"], first["changes"]) == ("v0", [])
     assert any(line.startswith("machine: float32 on a CPU") for line in second["changes"])
     page = (tmp_path / "trend" / "trend.html").read_text()

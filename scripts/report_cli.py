@@ -42,6 +42,8 @@ def report(
     as_json: AsJson = False,
 ) -> None:
     """Write a measurement in the forms that others read, check such files, or draw versions over time."""
+    if any(Path(subject).expanduser().is_dir() for subject in subjects or ()):
+        registry = None  # of the environment, perhaps; these are folders
     if check:
         _check(check, as_json)
     elif to and subjects and len(subjects) == 1:

@@ -190,7 +190,7 @@ def _judge(
         conclusion, why = UNDECIDED, _needed(ratio, floor, compared.num_prompts)
     word = "passed, with a warning" if conclusion == UNDECIDED else conclusion
     drop, power = math.nan, ""
-    if ratio.known:  # taking ln of the ratio to be normal
+    if ratio.known and not sequential:  # taking ln of the ratio to be normal
         error = math.log(ratio.high / ratio.low) / (2 * float(ndtri(confidence)))
         drop = 1 - floor * math.exp(-error * float(ndtri(confidence) + ndtri(POWER)))
         power = f"; a drop of {drop:.1%} would have failed in 4 runs of 5"

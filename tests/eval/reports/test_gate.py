@@ -403,6 +403,7 @@ def test_a_sequential_gate_says_how_many_prompts_decide_it_and_needs_few_for_a_c
     (failed,), (open_still,) = clear.findings, close.findings
     assert (failed.conclusion, open_still.conclusion) == ("failed", "not enough data")
     assert "12 of 120 prompts decide it, bounds for every look" in failed.line
+    assert math.isnan(failed.smallest_drop), "which is told of fixed numbers of prompts"
     fixed = gate(drawn(120, 0.6, seed=1), drawn(120, 0.6), 0.0).findings[0].ratio
     wider = open_still.ratio
     assert wider.low < fixed.low < fixed.high < wider.high

@@ -14,12 +14,15 @@ import sys
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.common.machine import cpu_name
+from outrider.common.runtime import versions
 from outrider.eval.reports.figures import Interval, Ratio
 from outrider.eval.reports.sequential import looks
 from outrider.eval.reports.statistics import Bootstrap
@@ -154,7 +157,10 @@ def simulated(repeats: int) -> tuple[dict[str, Any], list[str]]:
     gates = [
         {"prompts": n, "drop": drop, **gated(n, drop, repeats)} for n in PROMPTS for drop in (TOLERANCE, 0.0, 0.06, 0.1)
     ]
-    return {"repeats": repeats, "coverage": coverage, "gate": gates}, [_coverage_table(coverage), _gate_table(gates)]
+    about = {"device": "cpu", "device_name": cpu_name(), "dtype": "float64", "repeats": repeats}
+    about |= {"created": datetime.now(UTC).date().isoformat(), "versions": versions()}
+    tables = [_coverage_table(coverage), _gate_table(gates)]
+    return {"conditions": about, "coverage": coverage, "gate": gates}, tables
 
 
 def _coverage_table(cells: Sequence[dict[str, Any]]) -> str:

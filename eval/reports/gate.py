@@ -20,7 +20,7 @@ from ...common import BadInputError
 from ...common.terminal import visible
 from .figures import Interval, PromptRecord, Ratio
 from .report import Report
-from .sequential import FIRST_LOOK, POWER, looks
+from .sequential import FIRST_LOOK, POWER, looks, prompts_to_decide
 from .statistics import Bootstrap
 from .tables import markdown_text
 
@@ -37,7 +37,8 @@ class GateFinding:
         ratio: τ_new / τ_old; the interval's ends are one-sided bounds.
         line: the finding in words.
         before, after: τ of the baseline, and now; nan where a report has none.
-        smallest_drop: relative, the smallest that four of five such comparisons detect; nan without an interval.
+        smallest_drop: relative, the smallest that four of five such comparisons detect; nan without an interval, and
+            of a sequential verdict, whose number of prompts is no choice.
     """
 
     temperature: float
@@ -116,8 +117,8 @@ def gate(
         tolerance: the relative drop that is allowed.
         contestant: which one; the report's first drafter if not given.
         beside: more prompts; those that the reports hold, too, count once.
-        sequential: whether the verdict falls at the first prompt that allows one, by bounds that hold at every prompt
-            (`sequential`), so that the gate may be asked again with more prompts.
+        sequential: whether the verdict falls at the first prompt that allows one, by bounds that hold after every
+            prompt of these reports at once (`sequential`).
 
     Raises:
         BadInputError: the reports were made under different conditions, or one lacks the contestant.
@@ -187,7 +188,7 @@ def _judge(
     elif ratio.known and ratio.low >= floor:
         conclusion, why = PASSED, "no drop beyond the tolerance"
     else:
-        conclusion, why = UNDECIDED, _needed(ratio, floor, compared.num_prompts)
+        conclusion, why = UNDECIDED, _needed(ratio, floor, compared.num_prompts, confidence if sequential else None)
     word = "passed, with a warning" if conclusion == UNDECIDED else conclusion
     drop, power = math.nan, ""
     if ratio.known and not sequential:  # taking ln of the ratio to be normal
@@ -220,17 +221,24 @@ class _Compared:
 
 def _at_first_verdict(compared: _Compared, floor: float, confidence: float) -> _Compared:
     """Return the comparison after the first prompt that decides it, else after all; bounds hold at every prompt."""
-    seen = looks(_tau(compared.new), _tau(compared.old), [c.suite for c in compared.new], confidence)
+    suites, prompts = [c.suite for c in compared.new], [c.prompt for c in compared.new]
+    seen = looks(_tau(compared.new), _tau(compared.old), suites, prompts, confidence)
     if not seen:
         raise BadInputError(
             f"a sequential gate needs prompt records of both sides, and at least {FIRST_LOOK} prompts; "
             f"there are {len(compared.new)}."
         )
-    first = next((look for look in seen if look.ratio.high < floor or look.ratio.low >= floor), None)
-    if first is None:
-        return replace(compared, ratio=seen[-1].ratio, how=f"{compared.how}, bounds for every look")
-    saved = f"{first.prompts} of {compared.num_prompts} prompts decide it, bounds for every look"
-    return replace(compared, ratio=first.ratio, how=saved, num_prompts=first.prompts)
+    last = seen[-1]
+    first = next((look for look in seen if look.quotient.high < floor or look.quotient.low >= floor), last)
+    how = f"{compared.how}, bounds for every look"
+    if first is not last:
+        how = (
+            f"{first.prompts} of {compared.num_prompts} prompts decide it, bounds for every look; "
+            f"all of them: {last.quotient.text(3)}"
+        )
+    return replace(
+        compared, ratio=first.quotient, how=how, num_prompts=first.prompts, before=first.below, after=first.above
+    )
 
 
 def _compared(
@@ -290,13 +298,20 @@ def _unpaired(new: Interval | None, old: Interval | None, confidence: float) -> 
     return Interval(value, value * math.exp(-spread), value * math.exp(spread))
 
 
-def _needed(ratio: Interval, floor: float, num_prompts: int) -> str:
-    """Return why there is no verdict, and how many prompts would give one: an interval shrinks with their root."""
+def _needed(ratio: Interval, floor: float, num_prompts: int, at_every_look: float | None) -> str:
+    """Return why there is no verdict, and how many prompts would give one.
+
+    An interval shrinks with their root; bounds that hold at every look, with this confidence, shrink more slowly.
+    """
     if not ratio.known:
         return f"{num_prompts} prompts give no interval; measure at least 20"
     half = (ratio.high - ratio.low) / 2
     distance = max(abs(ratio.value - floor), (1 - floor) / 10, 1e-3)
-    needed = math.ceil(num_prompts * (half / distance) ** 2)
+    needed = (
+        math.ceil(num_prompts * (half / distance) ** 2)
+        if at_every_look is None
+        else prompts_to_decide(half, num_prompts, distance, at_every_look)
+    )
     return (
         f"not enough data, {num_prompts} prompts cannot tell it from a drop to {floor:.3f}; "
         f"about {max(needed, num_prompts + 1)} would"

@@ -247,9 +247,17 @@ class GenerateRacer:
 def make_records(
     answers: dict[str, list[list[TimedCompletion]]], jobs: Sequence[PromptJob], temperature: float, plain: str
 ) -> list[PromptRecord]:
-    """Return the records of a race; at temperature 0 all tokens are compared with those of the contestant `plain`."""
+    """Return the records of a race; all tokens are compared with those of `plain` where these are what it has to write.
+
+    That is so at temperature 0, and above it under the rule `candidates`: the target's own draw at each place depends
+    on seed, prompt and place alone, with drafts as without.
+    """
+
+    def comparable(name: str, repeats: list[TimedCompletion]) -> bool:
+        return name != plain and (temperature == 0 or repeats[0].rule == "candidates")
+
     return [
-        _record(name, temperature, job, repeats, None if temperature > 0 or name == plain else reference[0].tokens)
+        _record(name, temperature, job, repeats, reference[0].tokens if comparable(name, repeats) else None)
         for name, per_job in answers.items()
         for job, repeats, reference in zip(jobs, per_job, answers[plain], strict=True)
     ]

@@ -182,7 +182,9 @@ def tuned_plans(manifest: Manifest) -> list[str]:
     return plans
 
 
-def gate_pairs(new: PairFiles, old: PairFiles, tolerance: float = 0.03, confidence: float = 0.95) -> GateResult:
+def gate_pairs(
+    new: PairFiles, old: PairFiles, tolerance: float = 0.03, confidence: float = 0.95, sequential: bool = False
+) -> GateResult:
     """Tell whether τ of `new` fell beyond the tolerance below that of `old`, with confidence; see `eval.reports.gate`.
 
     A refresh keeps its parent's calibration prompts, so both versions have figures on the same ones. They count beside
@@ -193,7 +195,7 @@ def gate_pairs(new: PairFiles, old: PairFiles, tolerance: float = 0.03, confiden
     """
     report, kind = newest_report(new), new.manifest.drafter.type
     name = kind if any(c.name == kind for c in report.contestants) else None
-    return gate(report, newest_report(old), tolerance, confidence, name, _calibration(new, old))
+    return gate(report, newest_report(old), tolerance, confidence, name, _calibration(new, old), sequential)
 
 
 def newest_report(pair: PairFiles) -> Report:

@@ -127,10 +127,13 @@ class Figure(Part):
         numbers = {name: getattr(interval, name, None) for name in ("value", "low", "high")}
         return cls(**{k: float(v) if v is not None and math.isfinite(v) else None for k, v in numbers.items()})
 
+    def interval(self) -> Interval:
+        """Return the interval; nan for numbers that were not measured."""
+        return Interval(*(math.nan if v is None else v for v in (self.value, self.low, self.high)))
+
     def text(self, missing: str, decimals: int = 2) -> str:
         """Return `2.41 [2.33, 2.49]`, the value alone without an interval, `missing` without a value."""
-        value, low, high = (math.nan if v is None else v for v in (self.value, self.low, self.high))
-        return missing if self.value is None else Interval(value, low, high).text(decimals)
+        return missing if self.value is None else self.interval().text(decimals)
 
 
 class Headline(Part):

@@ -15,7 +15,7 @@ import warnings
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -41,12 +41,11 @@ from .options import (
     checked_temperatures,
     pair_of,
     recipe_of,
+    share,
 )
 from .output import answering, console_for, finish, print_lines
 from .pair_cli import pair_app, print_pair
-
-if TYPE_CHECKING:
-    from ..eval import Report
+from .report_cli import find_report, report
 
 FINDING, BAD_INPUT, FAULT = 1, 2, 70
 # Verbs that keep what is finished when they are asked to stop.
@@ -148,6 +147,7 @@ app.command("export")(export_cli.export)
 app.command("import")(export_cli.import_)
 app.command("lint")(export_cli.lint)
 app.command("grow")(export_cli.grow)
+app.command("report")(report)
 app.command("served", context_settings={"allow_extra_args": True})(serving_cli.served)
 app.command("watch")(serving_cli.watch)
 
@@ -306,6 +306,10 @@ def evaluate(
         bool,
         typer.Option("--quick", help="A first look: one temperature, one repeat, without transformers.generate."),
     ] = False,
+    detect: Annotated[
+        float | None,
+        typer.Option(parser=share, metavar="SHARE", help="Take as many prompts as find this difference, such as 3%."),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the report.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -317,6 +321,8 @@ def evaluate(
     from .eval_setup import EvalOptions, load_subject
     from .json_output import ReportBody
 
+    if detect is not None and (limit is not None or quick):
+        raise BadInputError("--detect chooses how many prompts are measured; leave --limit and --quick out.")
     if out is not None:
         require_folder(out, "the report")
     given = {"suites": suite, "limit": limit, "depth": depth, "width": width, "nodes": nodes}
@@ -325,6 +331,9 @@ def evaluate(
     folder = out or subject.report_folder
     require_folder(folder, "the report")
     console = console_for(as_json)
+    if detect is not None:
+        subject, why = subject.sized(detect, console)
+        console.print(escape(why))
     with locked(folder):
         report = subject.measure(console)
         write_report(report, folder)
@@ -517,6 +526,10 @@ def gate(
     against: Annotated[Path, typer.Option(help="The baseline: a pair's or a report's folder.")],
     tolerance: Annotated[float, typer.Option(min=0, max=1, help="How far τ may fall, as a fraction.")] = 0.03,
     confidence: Annotated[float, typer.Option(min=0.5, max=0.999)] = 0.95,
+    sequential: Annotated[
+        bool,
+        typer.Option("--sequential", help="Decide at the first prompt that allows it; may be asked again with more."),
+    ] = False,
     junit: Annotated[Path | None, typer.Option(help="Also write a JUnit XML report to this file.")] = None,
     markdown: Annotated[Path | None, typer.Option(help="Also write Markdown for a pull request to this file.")] = None,
     as_json: AsJson = False,
@@ -528,9 +541,9 @@ def gate(
     from .json_output import GateBody
 
     if all((folder / "pair.json").is_file() for folder in (pair, against)):
-        result = gate_pairs(PairFiles.load(pair), PairFiles.load(against), tolerance, confidence)
+        result = gate_pairs(PairFiles.load(pair), PairFiles.load(against), tolerance, confidence, sequential)
     else:
-        result = run(_find_report(pair), _find_report(against), tolerance=tolerance, confidence=confidence)
+        result = run(find_report(pair), find_report(against), tolerance, confidence, sequential=sequential)
     for file, text in ((junit, to_junit), (markdown, to_markdown)):
         if file is not None:
             require_folder(file.parent, file.name)
@@ -539,14 +552,6 @@ def gate(
     colour = "green" if result.passed else "red"
     lines = [f"[{colour}]{escape(result.lines[0])}[/{colour}]", *map(escape, result.lines[1:])]
     finish(as_json, "gate", GateBody.of(result), 0 if result.passed else FINDING, lambda: print_lines(lines))
-
-
-def _find_report(folder: Path) -> Report:
-    """Return the report in `folder`, or the newest one of the pair in `folder`."""
-    from ..eval import Report
-    from ..pair import PairFiles, newest_report
-
-    return newest_report(PairFiles.load(folder)) if (folder / "pair.json").is_file() else Report.load(folder)
 
 
 @app.command()

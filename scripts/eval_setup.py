@@ -17,6 +17,7 @@ from ..common import BadInputError
 from ..decode import Plan
 from ..eval import Report
 from ..eval.measure import Contestant, contestants, measure, plan_of
+from ..eval.reports.sequential import detectable, prompts_needed
 from ..eval.suites import Suite, load_suites
 from ..eval.tuner import tune
 from ..eval.tuning_record import BatchTuning, Tuning
@@ -27,6 +28,8 @@ from ..recipes import EvalSpec, Recipe, load_recipe
 from ..targets import Target
 from ..targets.fingerprint import digest_json
 from ..train.provenance import require_result
+
+_FIRST_LOOK = 8  # prompts of each suite, that tell how many `Subject.sized` takes
 
 
 @dataclass
@@ -53,7 +56,33 @@ class Subject:
         first, *others = contestants(self.target, self.drafter, self.settings, self.plan)
         tuned = [] if self.tuned is None else [tuned_contestant(self.tuned, self.drafter)]
         entrants = [first, *tuned, *others]
-        return measure(self.target, entrants, self._suites(), self.settings, self.with_generate, console)
+        report = measure(self.target, entrants, self._suites(), self.settings, self.with_generate, console)
+        report.conditions.template = dict(self.template)
+        return report
+
+    def sized(self, difference: float, console: Console | None = None) -> tuple[Subject, str]:
+        """Return this subject with the prompts that four of five runs need to find a relative difference, and why.
+
+        A first look at a few prompts of each suite tells how far τ and the speedup differ between prompts.
+        """
+        settings = self.settings
+        quick = {"limit": _FIRST_LOOK, "temperatures": settings.temperatures[:1], "repeats": 1, "baselines": []}
+        look = replace(self, settings=settings.model_copy(update=quick), tuned=None, with_generate=False)
+        figures, sizes = look.measure(console).headline(), [len(suite.prompts) for suite in self._suites()]
+        intervals = [interval for interval in (figures.tau, figures.speedup) if interval is not None]
+        noisiest = max(intervals, key=lambda i: prompts_needed(i, figures.num_prompts, difference))
+        needed = prompts_needed(noisiest, figures.num_prompts, difference)
+        limit = next((n for n in range(1, max(sizes) + 1) if sum(min(n, size) for size in sizes) >= needed), max(sizes))
+        taken = sum(min(limit, size) for size in sizes)
+        said = (
+            f"a difference of {difference:.1%} needs about {needed} prompts, by a first look at {figures.num_prompts}"
+        )
+        if taken < needed:
+            least = detectable(noisiest, figures.num_prompts, taken)
+            said += f"; there are too few: with all {taken}, one of {least:.1%} is found in 4 runs of 5"
+        else:
+            said += f"; measuring {taken}, {limit} of each suite"
+        return replace(self, settings=settings.model_copy(update={"limit": limit})), said
 
     def tune(self, batch_sizes: Sequence[int], console: Console | None = None) -> Tuning:
         """Return the fastest plan for each batch size."""

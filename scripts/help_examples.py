@@ -18,6 +18,7 @@ outrider recipe --explain eval.repeats
 outrider recipe embedded-eagle3 data.limit=500
 outrider plan llama-3.1-8b-eagle3 --processes 8 --sharding zero2
 outrider plan my.yaml --measure
+outrider eval embedded-eagle3 --detect 3%
 outrider eval embedded-eagle3
 outrider eval embedded-eagle3 --quick
 outrider eval runs/pair-v1 --suite code --limit 10 --depth 6
@@ -31,6 +32,10 @@ outrider probe runs/pair-v1 --target path/to/target --adapter path/to/lora --jso
 outrider refresh runs/pair-v1 --target path/to/target --out runs/v2
 outrider gate runs/v2/pair --against runs/pair-v1
 outrider gate runs/v2/pair --against runs/pair-v1 --tolerance 0.05 --junit gate.xml --markdown gate.md
+outrider gate runs/v2/pair --against runs/pair-v1 --sequential
+outrider report runs/pair-v1 --to modelopt --to vllm --out runs/forms
+outrider report --check runs/forms/speculation_profile.json
+outrider report runs/pair-v1 runs/v2/pair --out runs/trend
 outrider export runs/pair-v1 --to vllm --out runs/vllm
 outrider export runs/pair-v1 --to sglang --out runs/sglang --depth 3
 outrider import path/to/head --target path/to/target --out runs/head-v1 --pair

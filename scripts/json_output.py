@@ -251,6 +251,43 @@ class DiffBody(Body):
 
 
 # The body of every answer that needs no torch, by the verb that gives it; `json_schemas_torch` has the others.
+class ContradictionBody(Body):
+    """Two statements of a file that cannot both hold: the mistake's name, and what stands there."""
+
+    name: str
+    line: str
+
+
+class ReportCheckBody(Body):
+    """The contradictions of each file that was checked."""
+
+    files: dict[str, list[ContradictionBody]]
+
+
+class ReportFormsBody(Body):
+    """The files that were written, by form, and the conventions of what they say."""
+
+    files: dict[str, str]
+    conventions: str
+
+
+class TrendVersionBody(Body):
+    """One version over time, and what changed since the one before."""
+
+    version: str
+    created: str
+    tau: Measured
+    speedup: Measured
+    changes: list[str]
+
+
+class ReportTrendBody(Body):
+    """The folder of the page, and the versions in their order."""
+
+    folder: str
+    versions: list[TrendVersionBody]
+
+
 BODIES: dict[str, Any] = {
     "error": ErrorBody,
     "distill": DistillBody,
@@ -268,6 +305,9 @@ BODIES: dict[str, Any] = {
     "probe": ProbeBody,
     "refresh": PairBody,
     "gate": GateBody,
+    "report-check": ReportCheckBody,
+    "report-forms": ReportFormsBody,
+    "report-trend": ReportTrendBody,
     "doctor": dict[str, Any],
 }
 

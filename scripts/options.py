@@ -40,6 +40,17 @@ def checked_temperatures(asked: Any) -> Any:
     return asked
 
 
+def share(text: str) -> float:
+    """Return the number of a share between 0 and 1, written as `3%` or `0.03`."""
+    try:
+        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1:
+        raise typer.BadParameter(f"expected a share such as 3% or 0.03, found {text!r}.")
+    return value
+
+
 Temperature = Annotated[float, typer.Option(callback=checked_temperatures)]
 
 

@@ -163,7 +163,7 @@ def push(pair: PairFolder, registry: RegistryPlace = None, as_json: AsJson = Fal
     from ..pair import PairFiles
 
     console = console_for(as_json)
-    opened, loaded = _opened(registry), PairFiles.load(pair)
+    opened, loaded = opened_registry(registry), PairFiles.load(pair)
     entry = opened.push(loaded, console)
     console.print(f"[bold]{escape(str(entry))}[/bold] (revision {entry.revision}) is in {escape(opened.store.where)}")
     finish(as_json, "pair-push", {"registry": opened.store.where, "digest": loaded.digest, **vars(entry)})
@@ -181,7 +181,7 @@ def pull(
     from .json_output import PairBody
 
     console = console_for(as_json)
-    pair = _opened(registry).pull(PairReference.parse(version), folder.expanduser(), console)
+    pair = opened_registry(registry).pull(PairReference.parse(version), folder.expanduser(), console)
     console.print(f"{escape(pair.name)} version {pair.version}: [bold]{escape(str(pair.folder))}[/bold], intact")
     finish(as_json, "pair-pull", PairBody.of(pair))
 
@@ -196,7 +196,7 @@ def log(
     from ..pair.comparison import lineage
     from .json_output import VersionBody
 
-    opened = _opened(registry)
+    opened = opened_registry(registry)
     versions = opened.versions(name)
     if not as_json:
         console, tree = VisibleConsole(highlight=False), Tree(escape(opened.store.where))
@@ -221,7 +221,7 @@ def diff(
     """What differs between two pairs: target, tokenizer, drafter, recipe, data, τ."""
     from ..pair.comparison import compare
 
-    first, second = (_side(reference, registry) for reference in (one, other))
+    first, second = (side_of(reference, registry) for reference in (one, other))
     found = compare(first, second)
     lines = []
     for part, differences in found.items():
@@ -231,7 +231,8 @@ def diff(
     finish(as_json, "pair-diff", body, show=lambda: print_lines(lines))
 
 
-def _opened(where: str | None) -> Registry:
+def opened_registry(where: str | None) -> Registry:
+    """Return the registry at a place; BadInputError if none is named."""
     from ..pair.registry import open_registry
 
     if where is None:
@@ -239,7 +240,7 @@ def _opened(where: str | None) -> Registry:
     return open_registry(where)
 
 
-def _side(reference: str, where: str | None) -> Side:
+def side_of(reference: str, where: str | None) -> Side:
     """Return the pair in a folder, or a version of the registry."""
     from ..pair import PairFiles
     from ..pair.comparison import Side
@@ -248,7 +249,7 @@ def _side(reference: str, where: str | None) -> Side:
     folder = Path(reference).expanduser()
     if folder.is_dir() or where is None:
         return Side(PairFiles.load(folder).manifest, lambda name: _text(folder / name))
-    opened = _opened(where)
+    opened = opened_registry(where)
     version = opened.version(PairReference.parse(reference))
     return Side(version.manifest, lambda name: opened.text(version, name))
 

@@ -89,7 +89,7 @@ class PromptRecord(ReportModel):
         tried: the depth that the drafts of each round reached along the kept path; None for `drafted` (chains).
         seconds: wall time by phase, of the median repeat; `total` is the whole request, both prefills included.
         repeats: total seconds of every repeat, in the order they ran.
-        identical: whether the tokens equal the plain target's (temperature 0 only).
+        identical: whether the tokens equal the plain target's; None where it draws other ones (above temperature 0).
         diverges_at: index of the first new token that differs from the plain target's; None if none does.
         answer: a digest of the new tokens, by which equal answers are known.
     """
@@ -139,7 +139,7 @@ class Figures(ReportModel):
         speedup: tokens/s ÷ tokens/s of the plain target in the same engine and run. speedup_generate: the same against
             `transformers.generate`; None if it did not run.
         seconds: summed over prompts, by phase. milliseconds_per_token: the same per new token.
-        identical: prompts whose tokens equal the plain target's (temperature 0 only).
+        identical: prompts whose tokens equal the plain target's; None where they are other draws.
     """
 
     contestant: str

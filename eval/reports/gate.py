@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from xml.etree import ElementTree
 
@@ -20,12 +20,12 @@ from ...common import BadInputError
 from ...common.terminal import visible
 from .figures import Interval, PromptRecord, Ratio
 from .report import Report
+from .sequential import FIRST_LOOK, POWER, looks, prompts_to_decide
 from .statistics import Bootstrap
 from .tables import markdown_text
 
 PASSED, FAILED, UNDECIDED = "passed", "failed", "not enough data"
 _MOVING = ("dtype", "device", "seed")  # conditions that may move τ a little
-POWER = 0.8  # share of such comparisons that detect the smallest drop named in a finding
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,8 @@ class GateFinding:
         ratio: τ_new / τ_old; the interval's ends are one-sided bounds.
         line: the finding in words.
         before, after: τ of the baseline, and now; nan where a report has none.
-        smallest_drop: relative, the smallest that four of five such comparisons detect; nan without an interval.
+        smallest_drop: relative, the smallest that four of five such comparisons detect; nan without an interval, and
+            of a sequential verdict, whose number of prompts is no choice.
     """
 
     temperature: float
@@ -105,6 +106,7 @@ def gate(
     confidence: float = 0.95,
     contestant: str | None = None,
     beside: GateComparison | None = None,
+    sequential: bool = False,
 ) -> GateResult:
     """Compare τ on all suites together, at every temperature.
 
@@ -115,6 +117,8 @@ def gate(
         tolerance: the relative drop that is allowed.
         contestant: which one; the report's first drafter if not given.
         beside: more prompts; those that the reports hold, too, count once.
+        sequential: whether the verdict falls at the first prompt that allows one, by bounds that hold after every
+            prompt of these reports at once (`sequential`).
 
     Raises:
         BadInputError: the reports were made under different conditions, or one lacks the contestant.
@@ -127,7 +131,7 @@ def gate(
     if name is None:
         raise BadInputError("the report holds no drafter; there is nothing to gate.")
     _same_conditions(report, baseline, name)
-    judge = partial(_judge, report, baseline, name, tolerance, confidence)
+    judge = partial(_judge, report, baseline, name, tolerance, confidence, sequential)
     temperatures = report.conditions.temperatures
     findings = [judge(t, beside if beside is not None and beside.temperature == t else None) for t in temperatures]
     passed = all(f.conclusion != FAILED for f in findings)
@@ -170,20 +174,24 @@ def _judge(
     name: str,
     tolerance: float,
     confidence: float,
+    sequential: bool,
     temperature: float,
     beside: GateComparison | None,
 ) -> GateFinding:
     compared = _compared(report, baseline, name, temperature, confidence, beside)
-    ratio, floor = compared.ratio, 1 - tolerance
+    floor = 1 - tolerance
+    if sequential:
+        compared = _at_first_verdict(compared, floor, confidence)
+    ratio = compared.ratio
     if ratio.known and ratio.high < floor:
         conclusion, why = FAILED, f"τ fell by more than {tolerance:.1%}"
     elif ratio.known and ratio.low >= floor:
         conclusion, why = PASSED, "no drop beyond the tolerance"
     else:
-        conclusion, why = UNDECIDED, _needed(ratio, floor, compared.num_prompts)
+        conclusion, why = UNDECIDED, _needed(ratio, floor, compared.num_prompts, confidence if sequential else None)
     word = "passed, with a warning" if conclusion == UNDECIDED else conclusion
     drop, power = math.nan, ""
-    if ratio.known:  # taking ln of the ratio to be normal
+    if ratio.known and not sequential:  # taking ln of the ratio to be normal
         error = math.log(ratio.high / ratio.low) / (2 * float(ndtri(confidence)))
         drop = 1 - floor * math.exp(-error * float(ndtri(confidence) + ndtri(POWER)))
         power = f"; a drop of {drop:.1%} would have failed in 4 runs of 5"
@@ -207,6 +215,30 @@ class _Compared:
     num_prompts: int
     before: float
     after: float
+    new: Sequence[Counted] = ()
+    old: Sequence[Counted] = ()
+
+
+def _at_first_verdict(compared: _Compared, floor: float, confidence: float) -> _Compared:
+    """Return the comparison after the first prompt that decides it, else after all; bounds hold at every prompt."""
+    suites, prompts = [c.suite for c in compared.new], [c.prompt for c in compared.new]
+    seen = looks(_tau(compared.new), _tau(compared.old), suites, prompts, confidence)
+    if not seen:
+        raise BadInputError(
+            f"a sequential gate needs prompt records of both sides, and at least {FIRST_LOOK} prompts; "
+            f"there are {len(compared.new)}."
+        )
+    last = seen[-1]
+    first = next((look for look in seen if look.quotient.high < floor or look.quotient.low >= floor), last)
+    how = f"{compared.how}, bounds for every look"
+    if first is not last:
+        how = (
+            f"{first.prompts} of {compared.num_prompts} prompts decide it, bounds for every look; "
+            f"all of them: {last.quotient.text(3)}"
+        )
+    return replace(
+        compared, ratio=first.quotient, how=how, num_prompts=first.prompts, before=first.below, after=first.above
+    )
 
 
 def _compared(
@@ -225,7 +257,8 @@ def _compared(
         new, old = [*new, *more], [*old, *_aligned(beside.old, beside.new, {(c.suite, c.prompt) for c in more})]
         how = f"paired over {len(new)} prompts, {len(more)} of them calibration prompts"
     before, after = (sum(c.emitted for c in s) / max(1, sum(c.rounds for c in s)) for s in (old, new))
-    return _Compared(_paired(new, old, confidence, report.conditions.seed), how, len(new), before, after)
+    ratio = _paired(new, old, confidence, report.conditions.seed)
+    return _Compared(ratio, how, len(new), before, after, new, old)
 
 
 def _aligned(
@@ -265,13 +298,20 @@ def _unpaired(new: Interval | None, old: Interval | None, confidence: float) -> 
     return Interval(value, value * math.exp(-spread), value * math.exp(spread))
 
 
-def _needed(ratio: Interval, floor: float, num_prompts: int) -> str:
-    """Return why there is no verdict, and how many prompts would give one: an interval shrinks with their root."""
+def _needed(ratio: Interval, floor: float, num_prompts: int, at_every_look: float | None) -> str:
+    """Return why there is no verdict, and how many prompts would give one.
+
+    An interval shrinks with their root; bounds that hold at every look, with this confidence, shrink more slowly.
+    """
     if not ratio.known:
         return f"{num_prompts} prompts give no interval; measure at least 20"
     half = (ratio.high - ratio.low) / 2
     distance = max(abs(ratio.value - floor), (1 - floor) / 10, 1e-3)
-    needed = math.ceil(num_prompts * (half / distance) ** 2)
+    needed = (
+        math.ceil(num_prompts * (half / distance) ** 2)
+        if at_every_look is None
+        else prompts_to_decide(half, num_prompts, distance, at_every_look)
+    )
     return (
         f"not enough data, {num_prompts} prompts cannot tell it from a drop to {floor:.3f}; "
         f"about {max(needed, num_prompts + 1)} would"

@@ -193,6 +193,23 @@ def _by_size(
     return _string(svg)
 
 
+def by_version(title: str, labels: Sequence[str], values: Sequence[Interval | None], least: float, unit: str) -> str:
+    """Draw one figure over versions, in their order, with intervals; a dashed line is at 1."""
+    shown = {i: value for i, value in enumerate(values) if value is not None and math.isfinite(value.value)}
+    most = max(least + 0.5, _nice_limit(max([1.0, *(_top(value) for value in shown.values())])))
+    x, y = _scale(-0.5, len(labels) - 0.5, LEFT, WIDTH - RIGHT), _scale(least, most, HEIGHT - BOTTOM, TOP)
+    words = "; ".join(f"{labels[i]} {value.text(unit=unit)}" for i, value in shown.items())
+    svg = _svg(HEIGHT, title, words)
+    every = 1 + len(labels) // 6
+    named = {x(i): _shortened(label, max(4, 48 * every // len(labels))) for i, label in enumerate(labels)}
+    across = {place: text for i, (place, text) in enumerate(named.items()) if i % every == 0}
+    ticks = [tick for tick in _ticks(most) if tick >= least]
+    _axes(svg, y, ticks, lambda v: f"{v:g}{unit}", across, "version")
+    _line(svg, LEFT, y(1), WIDTH - RIGHT, y(1), "reference")
+    _curve(svg, [(x(i), value) for i, value in shown.items()], y, "c0")
+    return _string(svg)
+
+
 _LIGHT = ("#1f5fae", "#b4530a", "#1d7a57", "#7a3fb0", "#a8265f", "#6b6a12", "#007c9e")
 _DARK = ("#6ea8ef", "#f0a05a", "#5fc79d", "#bf94ee", "#f08bb4", "#cfcb5e", "#5cc6e0")
 _SHAPE_RULES = (

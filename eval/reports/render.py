@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup, escape
 from rich.console import Console
 from rich.table import Table as Grid
@@ -17,7 +17,6 @@ from ...common.atomic import write_atomically
 from ...common.locks import locked
 from . import plots, tables
 from .advice import decision, remarks
-from .figures import ALL
 from .report import REPORT_FILE, Report
 from .tables import Table
 
@@ -118,14 +117,14 @@ def markdown(report: Report) -> str:
     parts += [f"> {tables.markdown_text(remark)}" for remark in remarks(report)]
     if report.is_comparison:
         table = tables.comparison(report)
-        parts += [f"## {table.title}", _markdown_table(table), tables.markdown_text(tables.rules_line(report))]
+        parts += [f"## {table.title}", markdown_table(table), tables.markdown_text(tables.rules_line(report))]
     for temperature in report.conditions.temperatures:
         parts.append(f"## Temperature {temperature:g}")
         for make in (tables.summary, *tables.DETAILS):
             parts += _markdown_section(make(report, temperature))
     parts += ["## Same text as the plain target", tables.markdown_text(identity_sentence(report))]
     parts += _markdown_section(tables.divergences(report))
-    parts += ["## Conditions", _markdown_table(tables.conditions(report))]
+    parts += ["## Conditions", markdown_table(tables.conditions(report))]
     meanings = (
         f"- **{tables.markdown_text(word)}**: {tables.markdown_text(m)}" for word, m in report.definitions.items()
     )
@@ -134,10 +133,11 @@ def markdown(report: Report) -> str:
 
 
 def _markdown_section(table: Table) -> list[str]:
-    return [f"### {table.title}", _markdown_table(table)] if table.rows else []
+    return [f"### {table.title}", markdown_table(table)] if table.rows else []
 
 
-def _markdown_table(table: Table) -> str:
+def markdown_table(table: Table) -> str:
+    """Return a table in Markdown."""
     rule = [":--" if i < table.labels else "--:" for i in range(len(table.headers))]
     rows = [[tables.markdown_text(str(cell)) for cell in row] for row in table.rows]
     return "\n".join("| " + " | ".join(row) + " |" for row in [table.headers, rule, *rows])
@@ -145,19 +145,29 @@ def _markdown_table(table: Table) -> str:
 
 def identity_sentence(report: Report) -> str:
     """Return the number of prompts that each contestant completed exactly as the plain target did, in words."""
-    judged = [f for f in report.figures if f.suite == ALL and f.identical is not None]
-    if not judged:
-        return "Not checked: temperature 0 was not measured."
-    line = ", ".join(f"{f.contestant} {f.identical}/{f.num_prompts}" for f in judged)
-    return f"Prompts with exactly the plain target's tokens at temperature 0: {line}."
+    lines = []
+    for temperature in report.conditions.temperatures:
+        drafting = [f for f in report.overall(temperature) if f.contestant != report.baselines.plain]
+        judged = [f"{f.contestant} {f.identical}/{f.num_prompts}" for f in drafting if f.identical is not None]
+        drawn = [f"{f.contestant} ({f.rule})" for f in drafting if f.identical is None and f.rule != "none"]
+        if judged:
+            said = (
+                f"Prompts with exactly the plain target's tokens at temperature {temperature:g}: {', '.join(judged)}."
+            )
+            lines.append(said)
+        if drawn:
+            lines.append(
+                f"At temperature {temperature:g} another draw of the same distribution, not the same text, unless the "
+                f"rule is lossy: {', '.join(drawn)}."
+            )
+    return " ".join(lines) or "Not checked: nothing was drafted."
 
 
 def html(report: Report) -> str:
     """Return report.html: no scripts, no external files."""
-    source = resources.files(__package__).joinpath("report.html.jinja").read_text(encoding="utf-8")
-    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
     drawn = _COMPARISON_PLOTS if report.is_comparison else ()
-    return environment.from_string(source).render(
+    return page(
+        "report.html.jinja",
         comparison=tables.comparison(report) if report.is_comparison else None,
         comparison_plots=[(title, Markup(plot(report))) for title, plot in drawn],
         rules=tables.rules_line(report),
@@ -173,6 +183,14 @@ def html(report: Report) -> str:
         advice=lambda text: Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(_unbroken(text))))),
         legend=[(Markup(marker), label) for marker, label in plots.legend(report)],
     )
+
+
+def page(template: str, **values: object) -> str:
+    """Return a page of this package's templates, with `values` in it."""
+    files = resources.files(__package__)
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
+    environment.loader = FunctionLoader(lambda name: files.joinpath(name).read_text(encoding="utf-8"))
+    return environment.get_template(template).render(**values)
 
 
 def _section(report: Report, temperature: float) -> dict[str, object]:

@@ -32,7 +32,7 @@ DEFINITIONS = {
         "sums over prompts, paired by prompt."
     ),
     "identical": (
-        "prompts whose tokens equal the plain target's at temperature 0. "
+        "prompts whose tokens equal the plain target's, at temperature 0 and for drafters without chance. "
         "In bfloat16 or float16 a near-tie can be decided differently by another order of sums."
     ),
     "[low, high]": (
@@ -105,6 +105,7 @@ class Conditions(ReportModel):
         target: its source, model type, number of parameters, and fingerprint.
         timing: how the seconds of a prompt are measured. excluded: work that no figure contains.
         pass_backend: of the target's passes in rounds, such as "eager" or "kernels" (see `targets.fast`).
+        template: arguments that the chat template was given.
     """
 
     target: dict[str, Any]
@@ -114,6 +115,7 @@ class Conditions(ReportModel):
     threads: int
     attention: str
     pass_backend: str | None = None
+    template: dict[str, Any] = Field(default_factory=dict)
     batch_size: int = 1
     max_new_tokens: int
     temperatures: list[float]

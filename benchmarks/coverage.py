@@ -1,0 +1,238 @@
+"""Do the 95% intervals hold the truth as often as they say, and how often does the gate err?
+
+    python -m benchmarks.coverage --out coverage.json             # simulated drafters: their τ and speed are known
+    python -m benchmarks.coverage --real --out coverage-real.json # A/A on the embedded target: one drafter as two
+
+A simulated prompt has its own acceptance (a normal spread of its logit), so that its rounds resemble each other; chains
+of 4; a request ends at 96 tokens or, as likely, before. Seconds are work times noise: a drift that all contestants of
+a prompt share, noise of each repeat, and in 3% of them a stall; the median of three counts, as in reports.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.common.machine import cpu_name
+from outrider.common.runtime import versions
+from outrider.eval.reports.figures import Interval, Ratio
+from outrider.eval.reports.sequential import looks
+from outrider.eval.reports.statistics import Bootstrap
+
+from .report import command, options, publish, table
+
+Floats = NDArray[np.float64]
+PROMPTS = (12, 24, 60, 120)
+DEPTH, TOKENS, STALLS = 4, 96, 0.03
+LEVELS = {1: (0.6,), 3: (1.2, 0.3, -0.2)}  # mean logit of acceptance of each suite, by the number of suites
+TOLERANCE, CONFIDENCE = 0.03, 0.95
+
+_SHARED = 20  # repeats that share one set of resamples, which take longer to draw than everything else
+
+
+@lru_cache(maxsize=4)
+def _bootstrap(strata: tuple[int, ...], confidence: float, seed: int) -> Bootstrap:
+    return Bootstrap(strata, confidence=confidence, seed=seed)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Prompts as they were measured, `[N]` each: emitted tokens, rounds, seconds with drafts and without, and the
+    rounds of a second drafter."""
+
+    emitted: Floats
+    rounds: Floats
+    seconds: Floats
+    plain: Floats
+    other: Floats
+
+    def figures(self, bootstrap: Bootstrap) -> dict[str, Interval]:
+        """Return τ, the speedup, and the ratio of the two drafters' τ, with their intervals."""
+        tokens = self.emitted + 1
+        own, alone = Ratio(tokens, self.seconds), Ratio(tokens, self.plain)
+        first, second = Ratio(self.emitted, self.rounds), Ratio(self.emitted, self.other)
+        return {
+            "tau": bootstrap.ratio(first),
+            "speedup": bootstrap.quotient(own, alone),
+            "ratio": bootstrap.quotient(second, first),
+        }
+
+
+def draw(generator: np.random.Generator, per_suite: int, suites: int, spread: float, noise: float) -> Sample:
+    """Return prompts of each suite, as many of each."""
+    logits = np.concatenate([level + spread * generator.standard_normal(per_suite) for level in LEVELS[suites]])  # [N]
+    emitted, rounds = _decoded(generator, 1 / (1 + np.exp(-logits)))
+    drift = 0.1 * generator.standard_normal(len(rounds))
+
+    def timed(work: Floats) -> Floats:
+        shape = (3, len(work))
+        stalled = np.where(generator.random(shape) < STALLS, 1.5, 1.0)
+        return np.median(work * stalled * np.exp(drift + noise * generator.standard_normal(shape)), 0)
+
+    other = np.maximum(1, np.round(rounds * np.exp(0.08 * generator.standard_normal(len(rounds)))))
+    return Sample(emitted, rounds, timed(8 + 1.5 * rounds), timed(5 + emitted), other)
+
+
+def _decoded(generator: np.random.Generator, alpha: Floats) -> tuple[Floats, Floats]:
+    """Return the tokens that rounds emitted and the rounds, of each prompt."""
+    shape = alpha.shape
+    wanted = np.where(generator.random(shape) < 0.5, TOKENS, generator.integers(12, TOKENS, shape)) - 1
+    emitted, rounds = np.zeros(shape), np.zeros(shape)
+    while (going := emitted < wanted).any():
+        kept = np.minimum(np.log(1 - generator.random(shape)) // np.log(alpha), DEPTH)
+        emitted = np.where(going, np.minimum(emitted + kept + 1, wanted), emitted)
+        rounds += going
+    return emitted, rounds
+
+
+@lru_cache
+def truth(suites: int, spread: float, noise: float) -> dict[str, float]:
+    """Return the figures of 200,000 prompts of each suite."""
+    s = draw(np.random.default_rng(999), 200_000, suites, spread, noise)
+    tau = s.emitted.sum() / s.rounds.sum()
+    return {"tau": tau, "speedup": s.plain.sum() / s.seconds.sum(), "ratio": s.rounds.sum() / s.other.sum()}
+
+
+def covered(num_prompts: int, suites: int, spread: float, noise: float, repeats: int) -> dict[str, dict[str, float]]:
+    """Return the shares of repeats whose interval holds the truth, lies above it, and lies below it, by figure."""
+    known, per_suite = dict(truth(suites, spread, noise)), num_prompts // suites
+    known["percentiles"] = known["tau"]
+    counts = {name: np.zeros(3) for name in known}
+    for seed in range(repeats):
+        sample = draw(np.random.default_rng((num_prompts, suites, seed)), per_suite, suites, spread, noise)
+        bootstrap = _bootstrap((per_suite,) * suites, 0.95, seed // _SHARED)
+        plain = copy(bootstrap)
+        plain.tail = 0.025  # percentiles that are not taken further out for few prompts
+        found_all = sample.figures(bootstrap) | {"percentiles": plain.ratio(Ratio(sample.emitted, sample.rounds))}
+        for name, found in found_all.items():
+            counts[name] += (not found.excludes(known[name]), known[name] < found.low, known[name] > found.high)
+    return {n: dict(zip(("held", "above", "below"), map(float, c / repeats), strict=True)) for n, c in counts.items()}
+
+
+def gated(num_prompts: int, drop: float, repeats: int, suites: int = 3) -> dict[str, float]:
+    """Return how often either gate fails a second drafter whose τ is lower by `drop`, and the prompts that it took.
+
+    At a drop of the tolerance itself every failure is a false alarm.
+    """
+    unscaled = truth(suites, 0.5, 0.05)["ratio"]
+    per_suite, floor = num_prompts // suites, 1 - TOLERANCE
+    names = [str(suite) for suite in range(suites) for _ in range(per_suite)]
+    fixed = sequential = wrong_passes = taken = 0.0
+    for seed in range(repeats):
+        sample = draw(np.random.default_rng((num_prompts, 7, seed)), per_suite, suites, 0.5, 0.05)
+        # A change of the tokens changes the ratio of τ by itself, to what the drop shall be.
+        new = Ratio(sample.emitted * (1 - drop) / unscaled, sample.other)
+        old = Ratio(sample.emitted, sample.rounds)
+        bootstrap = _bootstrap((per_suite,) * suites, 2 * CONFIDENCE - 1, seed // _SHARED)
+        fixed += bootstrap.quotient(new, old).high < floor
+        seen = looks(new, old, names, CONFIDENCE)
+        first = next((x for x in seen if x.ratio.high < floor or x.ratio.low >= floor), None)
+        sequential += first is not None and first.ratio.high < floor
+        wrong_passes += first is not None and first.ratio.low >= floor
+        taken += num_prompts if first is None else first.prompts
+    shares = {"fixed_failed": fixed, "sequential_failed": sequential, "sequential_passed": wrong_passes}
+    return {name: value / repeats for name, value in shares.items()} | {"mean_prompts": taken / repeats}
+
+
+def simulated(repeats: int) -> tuple[dict[str, Any], list[str]]:
+    """Return the coverage of all cells and the gate's errors, and their tables."""
+    cells = [
+        (spread, noise, s, n)
+        for spread, noise in ((0.5, 0.05), (1.2, 0.05), (0.5, 0.25))
+        for s in LEVELS
+        for n in PROMPTS
+    ]
+    coverage = [
+        {"spread": spread, "noise": noise, "suites": s, "prompts": n, **covered(n, s, spread, noise, repeats)}
+        for spread, noise, s, n in cells
+    ]
+    gates = [
+        {"prompts": n, "drop": drop, **gated(n, drop, repeats)} for n in PROMPTS for drop in (TOLERANCE, 0.0, 0.06, 0.1)
+    ]
+    about = {"device": "cpu", "device_name": cpu_name(), "dtype": "float64", "repeats": repeats}
+    about |= {"created": datetime.now(UTC).date().isoformat(), "versions": versions()}
+    tables = [_coverage_table(coverage), _gate_table(gates)]
+    return {"conditions": about, "coverage": coverage, "gate": gates}, tables
+
+
+def _coverage_table(cells: Sequence[dict[str, Any]]) -> str:
+    figures = ("tau", "speedup", "ratio", "percentiles")
+    head = ["spread", "noise", "suites", "prompts", "τ", "speedup", "ratio of two τ", "τ by plain percentiles"]
+    rows = [
+        [f"{c[name]:g}" for name in ("spread", "noise", "suites", "prompts")]
+        + [f"{c[f]['held']:.1%} ({c[f]['above']:.1%} above, {c[f]['below']:.1%} below)" for f in figures]
+        for c in cells
+    ]
+    return table(head, rows)
+
+
+def _gate_table(cells: Sequence[dict[str, Any]]) -> str:
+    head = ["prompts", "drop of τ", "fixed: failed", "sequential: failed", "sequential: passed", "prompts it took"]
+    return table(
+        head,
+        [
+            [f"{c['prompts']}", f"{c['drop']:.0%}"]
+            + [f"{c[name]:.1%}" for name in ("fixed_failed", "sequential_failed", "sequential_passed")]
+            + [f"{c['mean_prompts']:.0f}"]
+            for c in cells
+        ],
+    )
+
+
+def real(repeats: int, limit: int, tokens: int) -> tuple[dict[str, Any], list[str]]:
+    """Return in how many of `repeats` measurements of one drafter as two their speeds' ratio holds 1."""
+    from outrider.decode import Plan
+    from outrider.eval.interleaved_runs import race
+    from outrider.eval.measure import Contestant, DecoderRacer, make_records
+    from outrider.eval.reports.figures import speed_ratio
+    from outrider.eval.reports.statistics import strata_of
+    from outrider.eval.suites import load_suites, make_jobs
+    from outrider.heads import Ngram
+    from outrider.recipes import EvalSpec
+    from outrider.targets import Target
+
+    from .report import conditions, shown
+
+    target = Target.load("embedded")
+    settings = EvalSpec(max_new_tokens=tokens, repeats=1)
+    suites = load_suites(["code", "docs", "prose"], target.require_tokenizer(), limit)
+    jobs = make_jobs(suites, limit)
+    racers = [DecoderRacer(target, Contestant(name, Ngram(), Plan(depth=4)), settings) for name in ("a", "b")]
+    found, strata = [], strata_of([job.suite for job in jobs])
+    for seed in range(repeats):
+        answers = race(racers, jobs, 0.0, 1)
+        records = make_records(answers, jobs, 0.0, "a")
+        own, same = ([r for r in records if r.contestant == name] for name in ("a", "b"))
+        found.append(Bootstrap(strata, seed=seed).quotient(speed_ratio(own), speed_ratio(same)))
+    held = sum(not interval.excludes(1) for interval in found)
+    widths = sorted((i.high - i.low) / 2 for i in found)
+    about = conditions(target, drafter="ngram", prompts=len(jobs), max_new_tokens=tokens, repeats=repeats)
+    result = {"conditions": about, "held": held, "median_half_width": round(widths[len(widths) // 2], 4)}
+    row = [f"{repeats}", f"{len(jobs)}", f"{held}", f"±{100 * result['median_half_width']:.1f}%"]
+    tables = [table(["runs", "prompts", "held 1", "median interval"], [row])]
+    return result | {"ratios": [shown(i) for i in found]}, tables
+
+
+def main() -> int:
+    parser = options(__doc__, limit=8, max_new_tokens=32)
+    parser.add_argument("--repeats", type=int)
+    parser.add_argument("--real", action="store_true", help="A/A on the embedded target instead")
+    asked = parser.parse_args()
+    if asked.real:
+        result, tables = real(asked.repeats or 100, asked.limit, asked.max_new_tokens)
+    else:
+        result, tables = simulated(asked.repeats or 1000)
+    publish(result, asked.out, tables)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(command(main))

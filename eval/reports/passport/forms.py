@@ -1,0 +1,394 @@
+"""The forms of others: each written from a `Passport`, and read back as `Claims`.
+
+The layouts are from their own sources:
+
+- ModelOpt's `speculation_profile.json`, schema 1.0: `examples/specdec_bench/specdec_bench/speculation_profile.py` of
+  NVIDIA/Model-Optimizer at edf879d3daf7879acdeb2dab9f54a591837da7b0, the branch of its open pull request 2247.
+- InferenceX's golden YAML: `golden_al_distribution/` of SemiAnalysisAI/InferenceX at
+  843c6254ff69b567f772f6a5fd97675af3d04431.
+- SPEED-Bench's matrix, `specbench_results.json`: `specdec_bench/metrics/acceptance_rate.py` and `specbench.py` of
+  NVIDIA/Model-Optimizer at a2fbac7bad8ab446d3f8783dadb0c3366eb0ad73.
+- vLLM's per-request metrics: `docs/features/speculative_decoding/acceptance_metrics.md` as vllm-project/vllm's pull
+  request 48915 merged it.
+- TensorRT-LLM's `decoding_stats`: `tensorrt_llm/bench/dataclasses/reporting.py` of NVIDIA/TensorRT-LLM at
+  0249976575050d2c624a5f285683c66de311a3b7; its `TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS` counts drafts alone.
+- The Hub's model card: metadata as `huggingface_hub` writes and reads it.
+
+MLPerf prescribes drafters and defines no file of acceptance, so it has no form here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import ValidationError
+
+from ....common import BadInputError
+from ....common.safe_load import Unreadable, parse_json, parse_yaml, read_json_lines, read_text, yaml_text
+from ..figures import PromptRecord
+from ..tables import markdown_text
+from .claims import Claims
+from .passport import Passport, conditional, histogram_of, survival
+
+FORCED = "TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS"
+# Methods whose K drafts are the first K of K + 1, so that one measurement tells the lengths of all below.
+_CHAIN_METHODS = ("eagle1", "eagle3", "draft_model", "mtp")
+
+
+@dataclass(frozen=True)
+class Form:
+    """One form: its file's usual name, how it is written, and how what it claims is read."""
+
+    file: str
+    write: Callable[[Passport], str]
+    read: Callable[[Path], list[Claims]]
+
+
+def read_claims(file: Path) -> list[Claims]:
+    """Return what a file in any of the forms claims.
+
+    Raises:
+        BadInputError: it cannot be read, or is in none of them.
+    """
+    try:
+        for form in FORMS.values():
+            if Path(form.file).suffix == file.suffix and (claims := form.read(file)):
+                return claims
+    except Unreadable as error:
+        raise BadInputError(f"{error} It is in none of the forms that can be checked.") from None
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        what = error.errors()[0] if isinstance(error, ValidationError) else None
+        said = f"{type(error).__name__}: {error}" if what is None else f"{what['loc'][0]}: {what['msg']}"
+        raise BadInputError(f"{file}: a field is missing or of another type ({said}).") from None
+    known = ", ".join(f"{name} ({form.file})" for name, form in FORMS.items())
+    raise BadInputError(f"{file} is in none of the forms that can be checked: {known}.")
+
+
+def _json(values: Any) -> str:
+    return json.dumps(values, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _object(file: Path) -> dict[str, Any]:
+    values = parse_json(read_text(file), str(file))
+    values = values[-1] if isinstance(values, list) and values else values  # specdec_bench adds a run to a list
+    return values if isinstance(values, dict) else {}
+
+
+def _lengths(histogram: Sequence[int]) -> dict[str, int]:
+    """Return a histogram keyed by tokens per round, the target's own included, as specdec_bench's is."""
+    return {str(kept + 1): rounds for kept, rounds in enumerate(histogram) if rounds}
+
+
+def _kept(histogram: dict[str, int] | None) -> dict[str, Any]:
+    """Return the claims of a histogram by tokens per round: rounds that kept 0, 1, … drafts, and those of length 0."""
+    by_length = {int(length): rounds for length, rounds in (histogram or {}).items()}
+    if not by_length:
+        return {}
+    kept = [by_length.get(length, 0) for length in range(1, min(max(by_length), 2000) + 1)]  # longer ones are refused
+    return {"histogram": kept, "empty": by_length.get(0, 0)}
+
+
+def _request_length(record: PromptRecord) -> float:
+    return 1 + sum(record.accepted) / len(record.accepted)
+
+
+def _requests(passport: Passport) -> dict[str, float]:
+    return {f"{r.suite}/{r.prompt}": round(_request_length(r), 6) for r in passport.records if r.accepted}
+
+
+def _write_modelopt(p: Passport) -> str:
+    histogram, requests = p.histogram(), _requests(p)
+    marginal, length = survival(histogram), round(p.length().value, 6)
+    c = p.conditions
+    return _json(
+        {
+            "schema_version": "1.0",
+            "measured": True,
+            "method": p.info.drafter,
+            "draft_checkpoint": {"digest": p.identity.get("drafter")},
+            "target_model": {"digest": p.identity["target"], "model_type": c.target.get("model_type")},
+            "num_speculative_tokens": p.k,
+            "block_size": None,
+            "max_supported_k": p.info.trained_depth or p.k,
+            "verification_method": "block" if p.figures.rule == "block" else "longest_prefix",
+            "conditional_accept_rates": [round(rate, 6) for rate in conditional(marginal)],
+            "marginal_accept_rates": [round(rate, 6) for rate in marginal],
+            "mean_accept_length": length,
+            "mean_accept_length_per_request": round(sum(requests.values()) / len(requests), 6),
+            "accept_length_model": "chain_analytic" if _extrapolates(p) else "measured_per_k",
+            "accept_length_by_k": {str(p.k): length},
+            "acceptance_length_histogram": _lengths(histogram),
+            "per_category": {s: {"mean_accept_length": round(_mean(r), 6)} for s, r in p.by_suite().items()},
+            "measurement_conditions": {
+                "dataset": [s.name for s in c.suites],
+                "num_samples": len(p.records),
+                "osl": c.max_new_tokens,
+                "temperature": p.figures.temperature,
+                "concurrency": c.batch_size,
+                "engine": "outrider",
+                "device": c.device_name,
+            },
+            "validation": None,
+            "outrider": p.seal(),
+        }
+    )
+
+
+def _mean(records: Sequence[PromptRecord]) -> float:
+    return 1 + sum(sum(r.accepted) for r in records) / max(1, sum(len(r.accepted) for r in records))
+
+
+def _extrapolates(p: Passport) -> bool:
+    return p.is_chain and p.info.drafter in _CHAIN_METHODS and p.info.control is None
+
+
+def _read_modelopt(file: Path) -> list[Claims]:
+    values = _object(file)
+    if "marginal_accept_rates" not in values:
+        return []
+    by_k = {int(depth): float(length) for depth, length in (values.get("accept_length_by_k") or {}).items()}
+    return [
+        Claims(
+            "ModelOpt's speculation profile",
+            k=values["num_speculative_tokens"],
+            length=values["mean_accept_length"],
+            by_k=by_k,
+            per_request=values.get("mean_accept_length_per_request"),
+            marginal=values["marginal_accept_rates"],
+            conditional=values.get("conditional_accept_rates"),
+            tolerance=0.001,
+            **_kept(values.get("acceptance_length_histogram")),
+        )
+    ]
+
+
+def _write_inferencex(p: Passport) -> str:
+    """The curve below the measured K follows from the rates by depth, for chains; a comment says so."""
+    marginal = survival(p.histogram(idle=False))
+    depths = range(1, p.k + 1) if _extrapolates(p) else [p.k]
+    lengths = {k: round(1 + sum(marginal[:k]), 2) for k in depths}
+    mode = "thinking_on" if p.conditions.template.get("enable_thinking") else "thinking_off"
+    length, c = p.length(idle=False), p.conditions
+    name = str(c.target.get("path") or c.target.get("model_type") or "target").rstrip("/").rpartition("/")[2]
+    lines = [
+        "Acceptance Length (AL) reference values.",
+        f"dataset: {', '.join(s.name for s in c.suites)} | output_len: {c.max_new_tokens}",
+        f"{mode}: temperature={p.figures.temperature:g}, chat_template_kwargs: {json.dumps(c.template)}",
+        f"Measured at K={p.k}: AL {length.text(3)}; "
+        + ("lengths at smaller K follow from its rates by depth." if len(lengths) > 1 else "no other K was measured."),
+        p.conventions(idle=False),
+        "key = num_speculative_tokens; value = golden AL",
+    ]
+    comments = "".join(f"# {' '.join(line.split())}\n" for line in lines)
+    return comments + yaml_text({name: {mode: lengths}})
+
+
+def _read_inferencex(file: Path) -> list[Claims]:
+    values = parse_yaml(read_text(file), str(file))
+    found = []
+    for model, modes in (values if isinstance(values, dict) else {}).items():
+        curves = modes if any(str(key).startswith("thinking") for key in modes) else {"": modes}
+        for mode, curve in curves.items():
+            levels = {k: al for level in curve for k, al in level.items()} if isinstance(curve, list) else curve
+            lengths = {int(k): float(length) for k, length in levels.items() if length != "N/A"}
+            found.append(Claims(f"InferenceX, {model} {mode}".strip(), by_k=lengths, tolerance=0.011))
+    return found
+
+
+def _write_speed_bench(p: Passport) -> str:
+    requests, histogram = _requests(p), p.histogram()
+    marginal = [1.0, *survival(histogram)]  # by tokens per round, from 1 on
+    per_suite = {s: [_request_length(r) for r in own if r.accepted] for s, own in p.by_suite().items()}
+    by_length = {str(length): rate for length, rate in enumerate(marginal, 1)}
+    given = {str(length): rate for length, rate in enumerate([1.0, *conditional(marginal[1:])], 1)}
+    body = {
+        "Request_AL": requests,
+        "Category_AL": {s: round(sum(own) / len(own), 6) for s, own in per_suite.items() if own},
+        "Average_AL": round(sum(requests.values()) / len(requests), 6),
+        "Acceptance_Length_Histogram": _lengths(histogram),
+        "Conditional_Acceptance_Rate": given,
+        "Joint_Acceptance_Rate": by_length,
+        "outrider": p.seal(averaged="requests (Average_AL, Category_AL) and rounds (the rates)"),
+    }
+    return _json(body)
+
+
+def _read_speed_bench(file: Path) -> list[Claims]:
+    values = _object(file)
+    if "Acceptance_Length_Histogram" not in values:
+        return []
+    counted = _kept(values["Acceptance_Length_Histogram"])
+    deepest = len(counted.get("histogram", []))
+    rates = [values.get(name) or {} for name in ("Joint_Acceptance_Rate", "Conditional_Acceptance_Rate")]
+    # A length that never occurred is left out; then the conditional rates are of other steps than depths.
+    dense = all(counted.get("histogram", [0])) and all(len(r) == deepest for r in rates)
+    joint, given = ([float(r[str(n)]) for n in range(2, deepest + 1)] if dense else None for r in rates)
+    lengths = [length for own in values["Request_AL"].values() for length in _turns(own)]
+    return [
+        Claims(
+            "SPEED-Bench's matrix",
+            per_request=values["Average_AL"],
+            requests=lengths,
+            marginal=joint,
+            conditional=given,
+            tolerance=0.001,
+            **counted,
+        )
+    ]
+
+
+def _turns(own: float | dict[str, float]) -> list[float]:
+    return list(own.values()) if isinstance(own, dict) else [own]
+
+
+def _write_vllm(p: Passport) -> str:
+    lines = []
+    for record in p.records:
+        rounds = [(d, a) for d, a in zip(record.drafted, record.accepted, strict=True) if d]
+        drafted, accepted = sum(d for d, _ in rounds), sum(a for _, a in rounds)
+        metrics = {
+            "mean_acceptance_length": 1 + accepted / len(rounds) if rounds else 1.0,
+            "draft_acceptance_rate": accepted / drafted if drafted else 0.0,
+            "acceptance_histogram": histogram_of([record], p.k, idle=False),
+            "num_spec_steps": len(rounds),
+            "num_accepted_draft_tokens": accepted,
+            "num_draft_tokens": drafted,
+            "num_spec_tokens": p.k,
+            "per_step_accepted": [a for _, a in rounds],
+            "per_step_drafted": [d for d, _ in rounds],
+        }
+        usage = {"prompt_tokens": record.prompt_tokens, "completion_tokens": record.tokens}
+        own = {"id": f"{record.suite}/{record.prompt}", "usage": usage, "metrics": {"speculative_decoding": metrics}}
+        lines.append(json.dumps(own | {"outrider": p.conventions(idle=False, averaged="the rounds of a request")}))
+    return "\n".join(lines) + "\n"
+
+
+_VLLM = {  # our names of its fields
+    "k": "num_spec_tokens",
+    "length": "mean_acceptance_length",
+    "histogram": "acceptance_histogram",
+    "rounds": "num_spec_steps",
+    "accepted": "num_accepted_draft_tokens",
+    "drafted": "num_draft_tokens",
+    "rate": "draft_acceptance_rate",
+}
+
+
+def _read_vllm(file: Path) -> list[Claims]:
+    found = []
+    for number, line in read_json_lines(file):
+        body = line.get("metrics", {}).get("speculative_decoding", line)
+        said = {ours: body[theirs] for ours, theirs in _VLLM.items()}
+        if not said["rounds"]:  # a length of nothing
+            said["length"] = None
+        found.append(Claims(f"vLLM's metrics, line {number}", tolerance=0.001, **said))
+    return found
+
+
+def _percentiles(values: Sequence[float]) -> dict[str, float]:
+    """Return TensorRT-LLM's `PercentileStats`."""
+    parts = {f"p{q}": float(np.percentile(values, q)) for q in (50, 90, 95, 99)}
+    ends = {"minimum": float(min(values)), "maximum": float(max(values)), "average": float(np.mean(values))}
+    return parts | ends
+
+
+def _write_tensorrt_llm(p: Passport) -> str:
+    records = [r for r in p.records if r.accepted]
+    rates = [sum(r.accepted) / sum(r.drafted) for r in records if sum(r.drafted)]
+    stats = {
+        "mode": p.info.drafter,
+        "num_draft_tokens_percentiles": _percentiles([sum(r.drafted) for r in records]),
+        "num_accepted_draft_tokens_percentiles": _percentiles([sum(r.accepted) for r in records]),
+        "draft_acceptance_rate_percentiles": _percentiles(rates),
+        "acceptance_length_percentiles": _percentiles([_request_length(r) for r in records]),
+    }
+    length, averaged = p.length().value, "requests (percentiles) and rounds (acceptance_length)"
+    body = {"decoding_stats": stats, "acceptance_length": length, "environment": {FORCED: f"{length - 1:.4f}"}}
+    return _json(body | {"num_speculative_tokens": p.k, "outrider": p.seal(averaged=averaged)})
+
+
+def _read_tensorrt_llm(file: Path) -> list[Claims]:
+    values = _object(file)
+    if "decoding_stats" not in values:
+        return []
+    stats, forced = values["decoding_stats"], values.get("environment", {}).get(FORCED)
+    averages = {name: part["average"] for name, part in stats.items() if isinstance(part, dict)}
+    return [
+        Claims(
+            "TensorRT-LLM's statistics",
+            k=values.get("num_speculative_tokens"),
+            length=values.get("acceptance_length", averages.get("acceptance_length_percentiles")),
+            per_request=averages.get("acceptance_length_percentiles"),
+            accepted=averages.get("num_accepted_draft_tokens_percentiles"),
+            drafted=averages.get("num_draft_tokens_percentiles"),
+            forced=None if forced is None else float(forced),
+            tolerance=0.001,
+        )
+    ]
+
+
+def _write_markdown(p: Passport) -> str:
+    length, histogram, figures = p.length(), p.histogram(), p.figures
+    rounds = sum(histogram)
+    rows = zip(range(1, p.k + 1), survival(histogram), conditional(survival(histogram)), strict=True)
+    lines = [
+        f"### Acceptance of {markdown_text(p.info.label)}",
+        "",
+        f"Mean acceptance length {length.text(4)} at K={p.k}; speedup {figures.speedup.text(unit='×')} over the plain "
+        f"target in the same engine and run; {len(p.records)} prompts, {rounds} rounds.",
+        "",
+        "| depth | marginal rate | conditional rate |",
+        "|--:|--:|--:|",
+        *(f"| {depth} | {marginal:.4f} | {given:.4f} |" for depth, marginal, given in rows),
+        "",
+        "| drafts kept | rounds |",
+        "|--:|--:|",
+        *(f"| {kept} | {count} |" for kept, count in enumerate(histogram)),
+        "",
+        f"Conventions: {markdown_text(p.conventions())}.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _read_markdown(file: Path) -> list[Claims]:
+    text = read_text(file)
+    said = re.search(r"Mean acceptance length (\S+)[^;\n]* at K=(\d+);", text)
+    if said is None:
+        return []
+    rates = re.findall(r"^\| \d+ \| ([\d.]+) \| ([\d.]+) \|$", text, re.MULTILINE)
+    counts = re.findall(r"^\| \d+ \| (\d+) \|$", text, re.MULTILINE)
+    marginal, given = ([float(rate[i]) for rate in rates] for i in (0, 1))
+    kept = [int(count) for count in counts]
+    where, k = "Markdown", int(said[2])
+    return [Claims(where, k, float(said[1]), marginal=marginal, conditional=given, histogram=kept, tolerance=0.001)]
+
+
+def _write_card(p: Passport) -> str:
+    from huggingface_hub import EvalResult, ModelCardData  # takes a second, and only this form needs it
+
+    speedup, length = p.figures.speedup, p.length()
+    shared: dict[str, Any] = {"task_type": "text-generation", "dataset_type": "outrider-suites"}
+    shared["dataset_name"] = ", ".join(s.name for s in p.conditions.suites)
+    metrics = {"mean_acceptance_length": length.value, "speedup": speedup.value}
+    results = [EvalResult(**shared, metric_type=name, metric_value=round(v, 4)) for name, v in metrics.items()]
+    model = f"{p.info.drafter} drafter"
+    data = ModelCardData(model_name=model, eval_results=results, library_name="outrider", tags=["speculative-decoding"])
+    return f"---\n{data.to_yaml()}\n---\n\n# {model}\n\n{_write_markdown(p)}"
+
+
+FORMS = {
+    "modelopt": Form("speculation_profile.json", _write_modelopt, _read_modelopt),
+    "speed-bench": Form("specbench_results.json", _write_speed_bench, _read_speed_bench),
+    "tensorrt-llm": Form("decoding_stats.json", _write_tensorrt_llm, _read_tensorrt_llm),
+    "inferencex": Form("golden_al.yaml", _write_inferencex, _read_inferencex),
+    "vllm": Form("requests.jsonl", _write_vllm, _read_vllm),
+    "markdown": Form("acceptance.md", _write_markdown, _read_markdown),
+    "card": Form("README.md", _write_card, _read_markdown),
+}

@@ -1,0 +1,137 @@
+"""Comparisons that may be looked at after every prompt, and how many prompts a comparison needs.
+
+A confidence sequence bounds a ratio after every prompt at once, so that a decision may be taken at the first look that
+allows one. Its bounds are those of the normal mixture for a mean of influences (Waudby-Smith, Arbour, Sinha, Kennedy
+and Ramdas, "Time-uniform central limit theory and asymptotic confidence sequences", arXiv 2103.06476, its one-sided
+form): they are asymptotic, as those of a bootstrap are; `benchmarks.coverage` counts their errors from 12 prompts on.
+
+Every look estimates one quantity, that of all prompts together: suites are weighted by their shares of all prompts.
+
+Shapes: N prompts, S suites, 4 sums of a ratio of ratios.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+
+import numpy as np
+from scipy.special import ndtr, ndtri, stdtrit
+
+from .figures import CONFIDENCE, Interval, Ratio
+from .statistics import Floats
+
+FIRST_LOOK = 12  # prompts, before which variances are not to be trusted
+_TIGHTEST = 60  # prompts at which the bounds are the closest to those of a fixed test
+_UNSEEN = 0.3  # influence of one prompt of each suite that is like none before it: equal prompts are no certainty
+POWER = 0.8  # share of comparisons that detect the difference that they were planned for
+
+
+@dataclass(frozen=True)
+class Look:
+    """The two ratios after `prompts` of them, and their quotient with one-sided bounds that hold at every look."""
+
+    prompts: int
+    above: float
+    below: float
+    quotient: Interval
+
+
+def looks(above: Ratio, below: Ratio, suites: Sequence[str], prompts: Sequence[str], confidence: float) -> list[Look]:
+    """Return `above / below` after every number of prompts from the first look on at which every suite has any.
+
+    Args:
+        suites, prompts: of each prompt, its suite and its name, which give the order.
+        confidence: of each one-sided bound, at all looks together.
+    """
+    order, names = looking_order(suites, prompts), np.unique(suites)
+    columns = [np.asarray(part, float)[order] for r in (above, below) for part in (r.numerators, r.denominators)]
+    values = np.stack(columns, 1)  # [N, 4]
+    member = (np.asarray(suites)[order][:, None] == names).astype(float)  # [N, S]
+    seen = member.cumsum(0)
+    first = max(FIRST_LOOK - 1, int((seen == 0).any(1).sum()))
+    sums = np.einsum("ns,nc->nsc", member, values).cumsum(0)[first:]
+    squares = np.einsum("ns,nc,nd->nscd", member, values, values).cumsum(0)[first:]
+    seen, shares = seen[first:], member.mean(0)
+    means = sums / seen[..., None]
+    total = np.einsum("s,nsc->nc", shares, means)  # of the weighted suites
+    usable = (total > 0).all(1)
+    slopes = np.array([1, -1, -1, 1]) / np.where(total > 0, total, 1)  # of ln of the quotient
+    around = squares - seen[..., None, None] * means[..., None] * means[..., None, :]
+    degrees = np.maximum(seen - 1, 1)
+    variance = np.maximum(np.einsum("nc,nscd,nd->ns", slopes, around, slopes) / degrees, _UNSEEN**2 / seen)
+    parts = shares**2 * variance / seen  # [n, S], of the estimate's variance
+    freedom = parts.sum(1) ** 2 / (parts**2 / degrees).sum(1)  # Welch and Satterthwaite's
+    counts = np.arange(first + 1, len(values) + 1)
+    widths = np.sqrt(parts.sum(1) * counts) * _boundary(counts, 1 - confidence, freedom)
+    return [
+        _look(int(t), sums_of, float(width))
+        for t, sums_of, width, known in zip(counts, total, widths, usable, strict=True)
+        if known
+    ]
+
+
+def _look(prompts: int, total: Floats, width: float) -> Look:
+    above, below = float(total[0] / total[1]), float(total[2] / total[3])
+    value = above / below
+    return Look(prompts, above, below, Interval(value, value * math.exp(-width), value * math.exp(width)))
+
+
+def looking_order(suites: Sequence[str], prompts: Sequence[str]) -> list[int]:
+    """Return the places of the prompts: each suite by hashes of their names, suites in proportion to their sizes.
+
+    A file's own order is often that of its topics; every first part of this one is like the whole.
+    """
+    by_suite: dict[str, list[tuple[bytes, int]]] = {}
+    for i, (suite, prompt) in enumerate(zip(suites, prompts, strict=True)):
+        by_suite.setdefault(suite, []).append((sha256(prompt.encode()).digest(), i))
+    places = [
+        ((turn + 0.5) / len(own), suite, i)
+        for suite, own in by_suite.items()
+        for turn, (_, i) in enumerate(sorted(own))
+    ]
+    return [i for *_, i in sorted(places)]
+
+
+def _boundary(prompts: Floats, error: float, freedom: Floats) -> Floats:
+    """Return the widths of one-sided bounds after so many prompts, in standard deviations of one.
+
+    They are taken further out by what Student's t makes of the quantile, for the deviation is estimated, too.
+    """
+    rho = (-2 * math.log(error) + math.log(-2 * math.log(error)) + 1) / _TIGHTEST
+    inner = prompts * rho + 1
+    quantile = np.sqrt(2 * inner / (prompts * rho) * np.log(1 + np.sqrt(inner) / (2 * error)))
+    widths: Floats = -stdtrit(freedom, ndtr(-quantile)) / np.sqrt(prompts)
+    return widths
+
+
+def prompts_to_decide(width: float, num_prompts: int, distance: float, confidence: float) -> int:
+    """Return about how many prompts bring the width that a look has after `num_prompts` down to a distance."""
+
+    def narrowed(prompts: int) -> float:
+        sizes = np.array([prompts, num_prompts], float)
+        now, then = _boundary(sizes, 1 - confidence, sizes)
+        return width * float(now / then)
+
+    needed = num_prompts
+    while narrowed(needed) > distance:
+        needed = math.ceil(1.05 * needed)
+    return needed
+
+
+def prompts_needed(interval: Interval, num_prompts: int, difference: float) -> int:
+    """Return the prompts with which four of five runs find a relative difference, by the interval of `num_prompts`."""
+    if math.isnan(found := detectable(interval, num_prompts, num_prompts)):
+        return 10 * num_prompts  # nothing is known of the noise yet
+    return max(2, math.ceil(num_prompts * (math.log1p(found) / math.log1p(difference)) ** 2))
+
+
+def detectable(interval: Interval, num_prompts: int, prompts: int) -> float:
+    """Return the relative difference that four of five runs with `prompts` find, by the interval of `num_prompts`."""
+    if not interval.known or interval.low <= 0:
+        return math.nan
+    quantile = float(ndtri(0.5 + CONFIDENCE / 2))
+    error = math.log(interval.high / interval.low) / (2 * quantile) * math.sqrt(num_prompts / prompts)
+    return math.expm1(error * (quantile + float(ndtri(POWER))))

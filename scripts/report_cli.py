@@ -1,0 +1,172 @@
+"""`outrider report`: measurements in the forms of others, files of others checked, versions over time."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.markup import escape
+
+from ..common import BadInputError
+from ..common.atomic import require_folder, write_atomically
+from .options import AsJson
+from .output import console_for, finish, print_lines
+from .pair_cli import RegistryPlace, opened_registry, side_of
+
+if TYPE_CHECKING:
+    from ..eval import Report
+    from ..eval.reports.trend import VersionFigures
+    from ..pair.comparison import Side
+
+_FINDING = 1
+
+
+def report(
+    subjects: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[PAIR|REPORT]...", help="Folders; with --registry, NAME of a pair there."),
+    ] = None,
+    to: Annotated[
+        list[str] | None,
+        typer.Option(help="modelopt, speed-bench, tensorrt-llm, inferencex, vllm, markdown or card; may be repeated."),
+    ] = None,
+    check: Annotated[
+        list[Path] | None,
+        typer.Option(help="A file in one of these forms; exit code 1 if it contradicts itself."),
+    ] = None,
+    temperature: Annotated[float | None, typer.Option(help="Default: the first that was measured.")] = None,
+    registry: RegistryPlace = None,
+    out: Annotated[Path, typer.Option(help="Folder of what is written.")] = Path("runs/reports"),
+    as_json: AsJson = False,
+) -> None:
+    """Write a measurement in the forms that others read, check such files, or draw versions over time."""
+    if any(Path(subject).expanduser().is_dir() for subject in subjects or ()):
+        registry = None  # of the environment, perhaps; these are folders
+    if check:
+        _check(check, as_json)
+    elif to and subjects and len(subjects) == 1:
+        _write_forms(subjects[0], to, temperature, out, as_json)
+    elif subjects and not to and (len(subjects) > 1 or registry):
+        _write_trend(subjects, temperature, registry, out, as_json)
+    else:
+        raise BadInputError(
+            "say what is wanted: PAIR --to FORM writes a form, --check FILE checks one, and two or more pairs or "
+            "reports (or NAME with --registry) give a page over time."
+        )
+
+
+def find_report(folder: Path) -> Report:
+    """Return the report in `folder`, or the newest one of the pair in `folder`."""
+    from ..eval import Report
+    from ..pair import PairFiles, newest_report
+
+    return newest_report(PairFiles.load(folder)) if (folder / "pair.json").is_file() else Report.load(folder)
+
+
+def _check(files: list[Path], as_json: bool) -> None:
+    from ..eval.reports.passport import contradictions, read_claims
+
+    found = {str(file): [c for claims in read_claims(file) for c in contradictions(claims)] for file in files}
+    lines = []
+    for file, wrong in found.items():
+        lines += [f"[red]✗[/red] {escape(f'{file}: {c.name}: {c.line}')}" for c in wrong]
+        lines += [] if wrong else [f"[green]✓[/green] {escape(file)}: what it says holds together"]
+    body = {"files": {file: [vars(c) for c in wrong] for file, wrong in found.items()}}
+    finish(as_json, "report-check", body, _FINDING * any(found.values()), lambda: print_lines(lines))
+
+
+def _write_forms(subject: str, names: list[str], temperature: float | None, out: Path, as_json: bool) -> None:
+    from ..eval.reports.passport import FORMS, Passport
+
+    unknown = [name for name in names if name not in FORMS]
+    if unknown:
+        raise BadInputError(f"--to {unknown[0]}: no such form; there are {', '.join(FORMS)}.")
+    require_folder(out, "the forms")
+    folder = Path(subject).expanduser()
+    pair = side_of(subject, None).manifest.digest if (folder / "pair.json").is_file() else None
+    passport = Passport.of(find_report(folder), temperature, pair=pair)
+    written = {name: out / FORMS[name].file for name in names}
+    out.mkdir(parents=True, exist_ok=True)
+    for name, file in written.items():
+        write_atomically(file, FORMS[name].write(passport))
+    body = {"files": {name: str(file) for name, file in written.items()}, "conventions": passport.conventions()}
+    lines = [f"{escape(name)}: [bold]{escape(str(file))}[/bold]" for name, file in written.items()]
+    finish(as_json, "report-forms", body, show=lambda: print_lines([*lines, escape(passport.conventions())]))
+
+
+def _write_trend(
+    subjects: list[str], temperature: float | None, registry: str | None, out: Path, as_json: bool
+) -> None:
+    from ..eval.reports.render import print_table
+    from ..eval.reports.trend import differences, table_of, trend_html, trend_markdown
+
+    require_folder(out, "the page")
+    versions = _versions(subjects, temperature, registry)
+    files = {"trend.md": trend_markdown(versions), "trend.html": trend_html(versions)}
+    out.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        write_atomically(out / name, text)
+    changes = [[], *(differences(before, after) for before, after in pairwise(versions))]
+    rows = [
+        {"version": v.label, "created": v.created, "tau": v.tau, "speedup": v.speedup, "changes": own}
+        for v, own in zip(versions, changes, strict=True)
+    ]
+    console = console_for(as_json)
+    print_table(table_of(versions), None, console)
+    console.print(f"report: [bold]{escape(str(out / 'trend.html'))}[/bold]")
+    finish(as_json, "report-trend", {"folder": str(out), "versions": rows})
+
+
+def _versions(subjects: list[str], temperature: float | None, registry: str | None) -> list[VersionFigures]:
+    """Return the versions in the folders, or those of a registry's pair; what pairs differ in comes from the pairs."""
+    from dataclasses import replace
+
+    from ..eval.reports.trend import VersionFigures
+    from ..pair.comparison import compare
+
+    if registry is not None:
+        sides: list[Side | None] = _sides_in(registry, subjects)
+        found = [_of_manifest(side, temperature) for side in sides if side is not None]
+    else:
+        folders = [Path(subject).expanduser() for subject in subjects]
+        found = [VersionFigures.of(find_report(f), f.name, temperature) for f in folders]
+        sides = [side_of(str(f), None) if (f / "pair.json").is_file() else None for f in folders]
+    for i, (one, other) in enumerate(pairwise(sides), 1):
+        if one is not None and other is not None:
+            told = [(part, line) for part, lines in compare(one, other).items() if part != "tau" for line in lines]
+            kept = {k: v for k, v in found[i].conditions.items() if k not in ("target", "drafter")}
+            changes = tuple(f"{part}: {line}" for part, line in told)
+            found[i] = replace(found[i], conditions=kept, changes=changes)
+    return found
+
+
+def _sides_in(registry: str, names: list[str]) -> list[Side | None]:
+    from functools import partial
+
+    from ..pair.comparison import Side
+
+    opened = opened_registry(registry)
+    versions = [version for name in names for version in opened.versions(name)]
+    if not versions:
+        raise BadInputError(
+            f"{registry} holds no versions of {', '.join(names)}; `outrider pair log` lists what it has."
+        )
+    ordered = sorted(versions, key=lambda v: (v.manifest.name, v.manifest.version))
+    return [Side(version.manifest, partial(opened.text, version)) for version in ordered]
+
+
+def _of_manifest(side: Side, temperature: float | None) -> VersionFigures:
+    from ..eval.reports.trend import VersionFigures
+
+    manifest = side.manifest
+    for headline in manifest.measurements.headline:
+        if temperature in (None, headline.temperature):
+            conditions = {
+                "data": manifest.measurements.suites,
+                "machine": manifest.measurements.conditions.get("device_name"),
+            }
+            tau, speedup = headline.tau.interval(), headline.speedup.interval()
+            return VersionFigures(f"v{manifest.version}", manifest.created, tau, speedup, conditions)
+    raise BadInputError(f"{manifest.name}@{manifest.version} was not measured at that temperature.")

@@ -77,6 +77,11 @@ def load_responses(folder: str | Path) -> Dataset:
     return dataset
 
 
+def learnt_questions(folder: str | Path) -> set[str]:
+    """Return the first 16 digits of the digest of every question in a data set (`Prompt.content`); none without one."""
+    return {c[:16] for c in load_responses(folder)["content"]} if (Path(folder) / PROVENANCE).is_file() else set()
+
+
 def provenance(folder: str | Path) -> dict[str, Any]:
     """Return the provenance of a data folder: target fingerprint, prompts, sampling, versions, counts."""
     file = Path(folder) / PROVENANCE

@@ -34,6 +34,7 @@ _SCHEMA = pyarrow.schema(
         ("tokens", pyarrow.list_(pyarrow.int32())),
         ("text", pyarrow.string()),
         ("chat", pyarrow.string()),  # JSON of `_CHAT`; null where all of them are empty
+        ("category", pyarrow.string()),
     ]
 )
 _CHAT = ("messages", "later", "given", "tools")
@@ -51,6 +52,7 @@ class Prompt:
         given: the answers that came with the row, one to each question, each as the assistant's messages; () for none.
         tools: the tools that the chat template lists.
         template: further arguments of the chat template, such as `enable_thinking`.
+        category: of the row in its suite, such as "math" or "translation"; "" for none.
     """
 
     id: str
@@ -62,6 +64,7 @@ class Prompt:
     given: tuple[Turn, ...] = ()
     tools: Any = None
     template: Mapping[str, Any] = field(default_factory=dict)
+    category: str = ""
 
     @property
     def content(self) -> str:
@@ -131,7 +134,7 @@ class PromptTable(Sequence[Prompt]):
         later, given = (tuple(map(tuple, chat.get(name, ()))) for name in ("later", "given"))
         messages = tuple(chat["messages"]) if "messages" in chat else None
         rest = (messages, later, given, chat.get("tools"), self._template)
-        return Prompt(row["id"], row["suite"], tuple(row["tokens"]), row["text"], *rest)
+        return Prompt(row["id"], row["suite"], tuple(row["tokens"]), row["text"], *rest, row["category"])
 
 
 def _write(prompts: Iterator[Prompt], file: str) -> np.ndarray:
@@ -146,5 +149,5 @@ def _write(prompts: Iterator[Prompt], file: str) -> np.ndarray:
 
 def _row(prompt: Prompt) -> dict[str, Any]:
     chat = {name: value for name in _CHAT if (value := getattr(prompt, name))}
-    plain = {name: getattr(prompt, name) for name in ("id", "suite", "tokens", "text")}
+    plain = {name: getattr(prompt, name) for name in ("id", "suite", "tokens", "text", "category")}
     return plain | {"chat": json.dumps(chat) if chat else None}

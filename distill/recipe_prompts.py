@@ -60,8 +60,8 @@ class SuitePrompts:
     def of(cls, suites: Sequence[str], limit: int | None = None, allowed: bool = False) -> SuitePrompts:
         """Return the prompts of suites, the first `limit` of each. BadInputError: no such suite, or a malformed row."""
         places: dict[bytes, str] = {}
-        for name, (_, file) in zip(suites, find_suites(suites), strict=True):
-            for number, row in enumerate(islice(rows_of(SourceSpec(path=str(file))), limit), 1):
+        for name, (_, source) in zip(suites, find_suites(suites), strict=True):
+            for number, row in enumerate(islice(rows_of(SourceSpec(path=source)), limit), 1):
                 if isinstance(row, RowError):
                     raise row
                 where = f"the suite {name}, row {number}"
@@ -105,6 +105,8 @@ class PromptReading:
         drop_malformed: count a row that cannot be read, and leave it out; otherwise it is an error.
         once: leave out rows that ask what another has asked.
         measured: prompts that must not be learnt.
+        suite: the rows are a suite's, which are measured: of `turns` every one is asked, an empty one is an error, and
+            so is an id that occurs twice.
     """
 
     max_tokens: int | None = None
@@ -114,6 +116,7 @@ class PromptReading:
     drop_malformed: bool = False
     once: bool = False
     measured: SuitePrompts = field(default_factory=SuitePrompts)
+    suite: bool = False
 
 
 @dataclass
@@ -309,7 +312,7 @@ class _Reader:
             prompt = self._unnamed(row, f"{source.path}, row {number}", source, counts)
             if prompt is not None:
                 counts.kept += 1
-                yield self._named(prompt, row, number, name)
+                yield self._named(prompt, row, number, name, source.path)
         if not counts.kept and (source.weight is not None or not counts.dropped["duplicate"]):
             words = {reason: texts[2].format(self.reading.max_tokens) for reason, texts in _REASONS.items()}
             dropped = ", ".join(f"{counts.dropped[name]} {words[name]}" for name in words if counts.dropped[name])
@@ -324,6 +327,10 @@ class _Reader:
             asked = understand(row, where, source.layout, source.column)
             how = ", as raw text: no chat template" if self._lacks_template(asked) else ""
             counts.layouts[f"{asked.layout} (key {asked.key}){how}"] += 1
+            if self.reading.suite and asked.layout == "turns":
+                if empty := [n for n, turn in enumerate(row[asked.key], 1) if not turn.strip()]:
+                    raise RowError(where, f"turn {empty[0]} of `{asked.key}` is empty; write what is asked there.")
+                return self._prompt(asked, where, counts)
             return self._prompt(asked if self.reading.whole else asked.last_question(), where, counts)
         except (RowError, RefusedChatError) as error:
             if not self.reading.drop_malformed:
@@ -375,7 +382,7 @@ class _Reader:
         first = tokens[:1] if tokens[0] == self.tokenizer.bos_token_id and length > 1 else []
         return first + tokens[len(tokens) - length + len(first) :]
 
-    def _named(self, prompt: Prompt, row: Row | RowError, number: int, name: str) -> Prompt:
+    def _named(self, prompt: Prompt, row: Row | RowError, number: int, name: str, path: str) -> Prompt:
         """Return a prompt with the row's own id under its suite's name, or its number; a repeated one is numbered."""
         own = row if isinstance(row, dict) else {}
         suite = str(own.get("suite") or name)
@@ -383,9 +390,15 @@ class _Reader:
         first = str(given) if str(given).startswith(f"{suite}/") else f"{suite}/{given}"
         unique = first
         while not self.ids.add(unique):
+            if self.reading.suite:
+                raise BadInputError(
+                    f"{path}, row {number}: the id {given!r} stands in an earlier row, too; reports are compared "
+                    "prompt by prompt, so give each row an id of its own."
+                )
             self.repeated[first] = self.repeated.get(first, 1) + 1
             unique = f"{first}#{self.repeated[first]}"
-        return replace(prompt, id=unique, suite=suite)
+        category = own.get("category")
+        return replace(prompt, id=unique, suite=suite, category=category if isinstance(category, str) else "")
 
 
 def _in_turn(streams: Sequence[Iterator[Prompt]]) -> Iterator[Prompt]:

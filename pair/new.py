@@ -20,7 +20,9 @@ from ..common.atomic import replacing_folder, write_atomically
 from ..common.digests import listed_problems
 from ..common.locks import locked
 from ..common.safe_load import read_json
+from ..distill.data_set import learnt_questions
 from ..distill.prompt_table import Prompt
+from ..distill.responses import data_folder
 from ..eval.reports.report import ContestantInfo, Report
 from ..heads import Drafter, Fusion, load_drafter
 from ..recipes import Recipe
@@ -34,6 +36,7 @@ from .manifest import (
     ADAPTER,
     CALIBRATION,
     DRAFTER,
+    LEARNT,
     MANIFEST,
     RECIPE,
     REPORTS,
@@ -108,6 +111,10 @@ def new_pair(
             older = existing.manifest
             manifest = manifest.model_copy(update={"tuning": older.tuning, "served": older.served})
         changes: dict[str, Any] = {"reports": digest_files(partial / REPORTS)}
+        learnt = learnt_questions(data_folder(recipe)) | (set() if parent is None else parent.learnt())
+        if learnt:
+            write_atomically(partial / LEARNT, "".join(f"{digest}\n" for digest in sorted(learnt)))
+            changes["learnt"] = digest_file(partial / LEARNT)
         baseline = None
         if prompts := choose_prompts(recipe, target) if calibration is None else calibration:
             write_calibration(partial / CALIBRATION, prompts)

@@ -15,7 +15,7 @@ import warnings
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.markup import escape
@@ -287,9 +287,20 @@ def evaluate(
     adapter: Adapter = None,
     quantize: Quantize = None,
     suite: Annotated[
-        list[str] | None, typer.Option(help="code, docs, prose, or a prompt file; may be repeated.")
+        list[str] | None,
+        typer.Option(help="code, docs, prose, a prompt file, or org/name on the Hub; may be repeated."),
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Prompts per suite.")] = None,
+    context: Annotated[
+        list[int] | None, typer.Option(min=1, help="Fill prompts up to so many tokens; may be repeated.")
+    ] = None,
+    batch: Annotated[
+        list[int] | None, typer.Option(min=1, help="Also measure ragged batches of so many prompts; may be repeated.")
+    ] = None,
+    sampling: Annotated[
+        Literal["temperatures", "served"] | None,
+        typer.Option(help="served: as the target's own generation_config.json says, penalties included."),
+    ] = None,
     depth: Annotated[int | None, typer.Option(min=1, help="Draft tokens per round.")] = None,
     width: Annotated[
         int | None,
@@ -320,7 +331,8 @@ def evaluate(
     if out is not None:
         require_folder(out, "the report")
     given = {"suites": suite, "limit": limit, "depth": depth, "width": width, "nodes": nodes}
-    settings = {name: value for name, value in (given | {"temperatures": temperature}).items() if value}
+    given |= {"temperatures": temperature, "contexts": context, "batch_sizes": batch, "sampling": sampling}
+    settings = {name: value for name, value in given.items() if value}
     subject = load_subject(name, EvalOptions(changes or [], settings, drafter, target, adapter, quantize, tuned, quick))
     folder = out or subject.report_folder
     require_folder(folder, "the report")

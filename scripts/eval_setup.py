@@ -15,17 +15,22 @@ from rich.console import Console
 
 from ..common import BadInputError
 from ..decode import Plan
+from ..distill.data_set import learnt_questions
+from ..distill.responses import data_folder
 from ..eval import Report
 from ..eval.measure import Contestant, contestants, measure, plan_of
-from ..eval.suites import Suite, load_suites
+from ..eval.served_sampling import sampled_settings
+from ..eval.suites import Suite, require_unlearnt, suites_of
 from ..eval.tuner import tune
 from ..eval.tuning_record import BatchTuning, Tuning
 from ..heads import Drafter, load_drafter
 from ..pair import Pair
+from ..pair.manifest import LEARNT
 from ..pair.pair import tuned_drafter
 from ..recipes import EvalSpec, Recipe, load_recipe
-from ..targets import Target
+from ..targets import Target, config_only_target
 from ..targets.fingerprint import digest_json
+from ..targets.loading import split_shape
 from ..train.provenance import require_result
 
 
@@ -35,6 +40,7 @@ class Subject:
 
     Attributes:
         report_folder: the usual place of a report. Never inside a pair, whose files are sealed.
+        suites: read before the target's weights were loaded, so that a bad one costs nothing.
         tuned: the tuner's result, to be measured beside the first: another plan, perhaps of a fusion.
         with_generate: whether `transformers.generate` is measured, too.
     """
@@ -44,24 +50,20 @@ class Subject:
     plan: Plan
     settings: EvalSpec
     report_folder: Path
+    suites: list[Suite]
     tuned: BatchTuning | None = None
     with_generate: bool = True
-    template: Mapping[str, Any] = field(default_factory=dict)
 
     def measure(self, console: Console | None = None) -> Report:
         """Measure the drafter beside its baselines and the plain target."""
         first, *others = contestants(self.target, self.drafter, self.settings, self.plan)
         tuned = [] if self.tuned is None else [tuned_contestant(self.tuned, self.drafter)]
         entrants = [first, *tuned, *others]
-        return measure(self.target, entrants, self._suites(), self.settings, self.with_generate, console)
+        return measure(self.target, entrants, self.suites, self.settings, self.with_generate, console)
 
     def tune(self, batch_sizes: Sequence[int], console: Console | None = None) -> Tuning:
         """Return the fastest plan for each batch size."""
-        return tune(self.target, self.drafter, self._suites(), self.settings, batch_sizes, console)
-
-    def _suites(self) -> list[Suite]:
-        tokenizer = self.target.require_tokenizer()
-        return load_suites(self.settings.suites, tokenizer, self.settings.limit, self.template)
+        return tune(self.target, self.drafter, self.suites, self.settings, batch_sizes, console)
 
 
 @dataclass(frozen=True)
@@ -127,13 +129,16 @@ def _of_recipe(name: str, asked: EvalOptions) -> Subject:
             "target.adapter=… instead."
         )
     recipe = load_recipe(name, asked.changes)
-    settings = asked.settings_of(recipe)
+    settings, place = asked.settings_of(recipe), recipe.target
+    suites = readable_suites(settings, recipe.template, place.path, place.revision, place.trust_remote_code)
+    if not recipe.data.allow_leaks and asked.drafter is None:
+        require_unlearnt(suites, learnt_questions(data_folder(recipe)), f"the responses in {data_folder(recipe)}")
     target = load_target(recipe)
     drafter = trained_drafter(recipe, target, asked.drafter)
     folder = recipe.output_folder / "reports" / "quick"  # never where `pair new` looks
     if not asked.quick:
         folder = report_folder(name, asked.changes, settings, None if asked.drafter is None else drafter)
-    subject = Subject(target, drafter, plan_of(settings), settings, folder, template=recipe.template)
+    subject = Subject(target, drafter, plan_of(settings), settings, folder, suites)
     return replace(subject, with_generate=not asked.quick)
 
 
@@ -157,13 +162,17 @@ def report_folder(
 def _of_pair(folder: Path, asked: EvalOptions) -> Subject:
     _refuse_unfollowed(asked)
     pair = Pair.load(folder)
+    # The pair's target has the pair's dtype, whatever the recipe once asked for.
+    recipe, source = pair.recipe(asked.changes), pair.manifest.target.source
+    settings = asked.settings_of(recipe).model_copy(update={"dtype": "auto"})
+    place = (asked.target, None) if asked.target is not None else (source.path, source.revision)
+    suites = readable_suites(settings, recipe.template, *place)
+    if not recipe.data.allow_leaks and asked.drafter is None:
+        require_unlearnt(suites, pair.learnt(), f"the training data of the pair {pair.name!r} ({LEARNT})")
     changed = asked.target is not None
     options = {"adapter": asked.adapter, "quantize": asked.quantize}
     target = pair.load_target(asked.target, **options) if changed else pair.load_target()
     target, own, plan = pair.open(target, check=not changed)
-    # The pair's target has the pair's dtype, whatever the recipe once asked for.
-    recipe = pair.recipe(asked.changes)
-    settings = asked.settings_of(recipe).model_copy(update={"dtype": "auto"})
     plan = replace(plan_of(settings), verify=plan.verify) if asked.other_shape() else plan
     found = pair.tuned(target, temperature=settings.temperatures[0]) if asked.tuned else None
     if asked.tuned and found is None:
@@ -173,8 +182,27 @@ def _of_pair(folder: Path, asked: EvalOptions) -> Subject:
     report = f"{pair.name}-v{pair.version}" + (f"-on-{target.fingerprint().digest[:12]}" if changed else "")
     report += "-quick" if asked.quick else ""
     drafter = load_drafter(asked.drafter, target) if asked.drafter else own
-    place = Path("runs") / "reports" / report
-    return Subject(target, drafter, plan, settings, place, found, not asked.quick, recipe.template)
+    reports = Path("runs") / "reports" / report
+    return Subject(target, drafter, plan, settings, reports, suites, found, not asked.quick)
+
+
+def readable_suites(
+    settings: EvalSpec,
+    template: Mapping[str, Any],
+    path: str | None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> list[Suite]:
+    """Return the suites as the target at `path` is asked them, before its weights are loaded.
+
+    Raises:
+        BadInputError: as `suites_of`, or `eval.sampling: served` asks for what our decoder does not do.
+    """
+    if path is None:
+        raise BadInputError("the pair's target was given in memory, so it cannot be loaded again; name one (--target).")
+    outline = config_only_target(split_shape(path)[0], revision, trust_remote_code=trust_remote_code)
+    sampled_settings(outline, settings)
+    return suites_of(outline, settings, template)
 
 
 def _refuse_unfollowed(asked: EvalOptions) -> None:

@@ -87,7 +87,13 @@ def suites_of(target: Target, settings: EvalSpec, template: Mapping[str, Any] | 
         suites = [filled(suite, length) for suite in suites for length in settings.contexts]
     if settings.max_prompt_tokens is not None:
         suites = [_without_long(suite, settings.max_prompt_tokens) for suite in suites]
-    check_lengths(target, make_jobs(suites), settings)
+    jobs = make_jobs(suites)
+    check_lengths(target, jobs, settings)
+    if settings.batch_sizes and max(settings.batch_sizes) > len(jobs):
+        raise BadInputError(
+            f"eval.batch_sizes: a batch is between 1 and the number of prompts, {len(jobs)}; got "
+            f"{max(settings.batch_sizes)}. Take more prompts or smaller batches."
+        )
     return suites
 
 

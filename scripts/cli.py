@@ -27,7 +27,7 @@ from ..common.progress import plain_lines, say_retries_once
 from ..common.runtime import keep_large_blocks, remember_few_shapes
 from ..common.signals import how, number_of, stoppable
 from ..common.terminal import VisibleConsole, log_to_stderr, print_to_stderr, visible
-from . import data_cli, export_cli, recipe_keys, serving_cli, starter
+from . import capacity_cli, data_cli, export_cli, recipe_keys, serving_cli, starter
 from .help_examples import EXAMPLES
 from .options import (
     Adapter,
@@ -148,6 +148,7 @@ app.command("export")(export_cli.export)
 app.command("import")(export_cli.import_)
 app.command("lint")(export_cli.lint)
 app.command("grow")(export_cli.grow)
+app.command("capacity")(capacity_cli.capacity)
 app.command("served", context_settings={"allow_extra_args": True})(serving_cli.served)
 app.command("watch")(serving_cli.watch)
 

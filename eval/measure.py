@@ -21,7 +21,7 @@ from ..common.machine import clock, device_name
 from ..common.progress import progress
 from ..common.runtime import versions
 from ..costs.timing import threads
-from ..decode import Decoder, Plan, Round, Tree, depth_counts
+from ..decode import Decoder, Plan, Round, Sampling, Tree, depth_counts
 from ..heads import Drafter, DrafterConfig, drafter_config
 from ..recipes import EvalSpec
 from ..targets import Target
@@ -344,7 +344,7 @@ def _conditions(
     settings: EvalSpec,
     temperatures: list[float],
 ) -> Conditions:
-    sampling = asdict(base_sampling(target, settings)) if settings.sampling == "served" else {}
+    sampling, usual = asdict(base_sampling(target, settings)), asdict(Sampling(seed=settings.seed))
     later = Counter(job.suite for job in jobs if job.turn > 1)
     return Conditions(
         target={
@@ -361,7 +361,7 @@ def _conditions(
         pass_backend=target.pass_backend,
         max_new_tokens=settings.max_new_tokens,
         temperatures=temperatures,
-        sampling={k: v for k, v in sampling.items() if k not in ("temperature", "seed") and v not in (None, 0, ())},
+        sampling={k: v for k, v in sampling.items() if k != "temperature" and v != usual[k]},
         repeats=settings.repeats,
         seed=settings.seed,
         suites=[suite_info(s, settings.limit, later[s.name]) for s in suites],

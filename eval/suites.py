@@ -86,7 +86,7 @@ def suites_of(target: Target, settings: EvalSpec, template: Mapping[str, Any] | 
     if settings.contexts:
         suites = [filled(suite, length) for suite in suites for length in settings.contexts]
     if settings.max_prompt_tokens is not None:
-        suites = [_without_long(suite, settings.max_prompt_tokens) for suite in suites]
+        suites = [_without_long(suite, settings.max_prompt_tokens, "eval.max_prompt_tokens") for suite in suites]
     jobs = make_jobs(suites)
     check_lengths(target, jobs, settings)
     if settings.batch_sizes and max(settings.batch_sizes) > len(jobs):
@@ -113,13 +113,13 @@ def require_unlearnt(suites: Sequence[Suite], learnt: Collection[str], data: str
                 )
 
 
-def _without_long(suite: Suite, longest: int) -> Suite:
+def _without_long(suite: Suite, longest: int, key: str) -> Suite:
     """Return the suite without the prompts of more than `longest` tokens, counted."""
     kept = [prompt for prompt in suite.prompts if len(prompt.tokens) <= longest]
     if not kept:
         raise BadInputError(
             f"suite {suite.name!r}: all of its {len(suite.prompts)} prompts have more than {longest} tokens; raise "
-            "eval.max_prompt_tokens."
+            f"{key}."
         )
     left_out = suite.left_out + len(suite.prompts) - len(kept)
     return replace(make_suite(suite.name, kept), left_out=left_out)
@@ -129,8 +129,8 @@ def filled(suite: Suite, length: int) -> Suite:
     """Return the suite `name@length`, in which texts of its other prompts stand before each prompt, `length` tokens
     in all. Longer prompts are left out, and of a conversation only the first turn is asked.
     """
-    fitting = _without_long(suite, length)
-    texts = [prompt.tokens for prompt in suite.prompts]
+    fitting = _without_long(suite, length, "eval.contexts")
+    texts = [prompt.tokens for prompt in fitting.prompts]
 
     def fill(place: int, prompt: Prompt) -> Prompt:
         others = [*texts[place + 1 :], *texts[:place]] or texts

@@ -334,6 +334,8 @@ def evaluate(
     given = {"suites": suite, "limit": limit, "depth": depth, "width": width, "nodes": nodes}
     given |= {"temperatures": temperature, "contexts": context, "batch_sizes": batch, "sampling": sampling}
     settings = {name: value for name, value in given.items() if value}
+    if sampling == "served" and temperature:
+        raise BadInputError("--sampling served measures at the target's own temperature; leave out --temperature.")
     subject = load_subject(name, EvalOptions(changes or [], settings, drafter, target, adapter, quantize, tuned, quick))
     folder = out or subject.report_folder
     require_folder(folder, "the report")

@@ -1,4 +1,4 @@
-"""Every kind of bad suite has its message before a model is loaded: this target has no weights to load."""
+"""Every kind of bad suite has its message before the target's weights are loaded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from outrider.common import BadInputError
-from outrider.scripts.eval_setup import EvalOptions, load_subject
+from outrider.scripts import eval_setup
 
 GOOD = {"question_id": 1, "category": "math", "turns": ["What is 1 + 1?", "And 2 + 2?"]}
 MUCH = {"text": "x" * 40 * 2**20}
@@ -65,25 +65,25 @@ BAD: list[tuple[str, bytes | None, str, dict[str, Any]]] = [
 ]
 
 
-@pytest.fixture(scope="module")
-def weightless(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Callable[..., Any], tiny_tokenizer: Any) -> Path:
-    folder = tmp_path_factory.mktemp("weightless")
-    tiny_llama(vocab=len(tiny_tokenizer), eos_token_id=1, pad_token_id=0).config.save_pretrained(folder)
-    tiny_tokenizer.save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture
-def refused(weightless: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+def refused(
+    tiny_llama: Callable[..., Any], tiny_tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., str]:
+    def no_weights(_recipe: Any) -> None:
+        raise BadInputError("now the weights are loaded")
+
+    target = tmp_path / "target"
+    tiny_llama(vocab=len(tiny_tokenizer), eos_token_id=1, pad_token_id=0).save_pretrained(target)
+    tiny_tokenizer.save_pretrained(target)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(eval_setup, "load_target", no_weights)
 
     def refuse(suites: list[str], **settings: Any) -> str:
-        recipe = {"name": "x", "target": {"path": str(weightless)}, "drafter": {"type": "ngram"}}
+        recipe = {"name": "x", "target": {"path": str(target)}, "drafter": {"type": "ngram"}}
         recipe |= {"data": {"prompts": ["embedded:code"]}, "eval": {"suites": suites, "max_new_tokens": 8} | settings}
         (tmp_path / "x.yaml").write_text(yaml.safe_dump(recipe))
         with pytest.raises(BadInputError) as error:
-            load_subject(str(tmp_path / "x.yaml"), EvalOptions())
+            eval_setup.load_subject(str(tmp_path / "x.yaml"))
         return str(error.value)
 
     return refuse
@@ -111,4 +111,4 @@ def test_a_pipe_is_refused_and_never_waited_for(refused: Callable[..., str], tmp
 
 def test_a_good_suite_comes_as_far_as_the_weights(refused: Callable[..., str], tmp_path: Path) -> None:
     (tmp_path / "s.jsonl").write_bytes(lines(GOOD))
-    assert "weights" in refused(["s.jsonl"])
+    assert refused(["s.jsonl"]) == "now the weights are loaded"

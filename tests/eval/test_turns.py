@@ -45,7 +45,7 @@ def settings(file: Path) -> EvalSpec:
 
 @pytest.fixture
 def report(tiny_target: Target, settings: EvalSpec) -> Report:
-    entrants = [Contestant("ngram", Ngram(min_match=1), Plan(2))]
+    entrants = [Contestant("ngram", Ngram(), Plan(2))]
     return measure(tiny_target, entrants, suites_of(tiny_target, settings), settings, generate_baseline=False)
 
 
@@ -149,7 +149,7 @@ def test_the_targets_own_sampling_is_taken_and_what_we_cannot_do_is_refused(tiny
 def test_a_penalised_measurement_writes_the_plain_targets_text(tiny_target: Target, settings: EvalSpec) -> None:
     tiny_target.model.generation_config = GenerationConfig(repetition_penalty=1.3, eos_token_id=1)
     asked = settings.model_copy(update={"sampling": "served", "temperatures": [1.0], "batch_sizes": []})
-    entrants = [Contestant("ngram", Ngram(min_match=1), Plan(2))]
+    entrants = [Contestant("ngram", Ngram(), Plan(2))]
     made = measure(tiny_target, entrants, suites_of(tiny_target, asked), asked)
     assert made.conditions.temperatures == [0.0]
     assert made.conditions.sampling == {"repetition_penalty": 1.3}

@@ -111,10 +111,7 @@ def new_pair(
             older = existing.manifest
             manifest = manifest.model_copy(update={"tuning": older.tuning, "served": older.served})
         changes: dict[str, Any] = {"reports": digest_files(partial / REPORTS)}
-        learnt = learnt_questions(data_folder(recipe)) | (set() if parent is None else parent.learnt())
-        if learnt:
-            write_atomically(partial / LEARNT, "".join(f"{digest}\n" for digest in sorted(learnt)))
-            changes["learnt"] = digest_file(partial / LEARNT)
+        changes |= _keep_learnt(partial, recipe, parent)
         baseline = None
         if prompts := choose_prompts(recipe, target) if calibration is None else calibration:
             write_calibration(partial / CALIBRATION, prompts)
@@ -210,6 +207,15 @@ def _keep_suites(recipe: Recipe, partial: Path) -> Recipe:
             shutil.copyfile(file, partial / copy)
             names[i] = copy.as_posix()
     return recipe.model_copy(update={"eval": recipe.eval.model_copy(update={"suites": names})})
+
+
+def _keep_learnt(partial: Path, recipe: Recipe, parent: Pair | None) -> dict[str, str]:
+    """Write down what the drafter and its parents learned from, and return the manifest's field; none if unknown."""
+    learnt = learnt_questions(data_folder(recipe)) | (set() if parent is None else parent.learnt())
+    if not learnt:
+        return {}
+    write_atomically(partial / LEARNT, "".join(f"{digest}\n" for digest in sorted(learnt)))
+    return {"learnt": digest_file(partial / LEARNT)}
 
 
 def _leads_out(file: Path, folder: Path) -> bool:

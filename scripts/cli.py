@@ -15,7 +15,7 @@ import warnings
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -32,11 +32,14 @@ from .help_examples import EXAMPLES
 from .options import (
     Adapter,
     AsJson,
+    Batches,
+    Contexts,
     NewTarget,
     Overrides,
     PairFolder,
     Quantize,
     RecipeName,
+    SamplingSource,
     Temperature,
     checked_temperatures,
     pair_of,
@@ -292,16 +295,9 @@ def evaluate(
         typer.Option(help="code, docs, prose, a prompt file, or org/name on the Hub; may be repeated."),
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Prompts per suite.")] = None,
-    context: Annotated[
-        list[int] | None, typer.Option(min=1, help="Fill prompts up to so many tokens; may be repeated.")
-    ] = None,
-    batch: Annotated[
-        list[int] | None, typer.Option(min=1, help="Also measure ragged batches of so many prompts; may be repeated.")
-    ] = None,
-    sampling: Annotated[
-        Literal["temperatures", "served"] | None,
-        typer.Option(help="served: as the target's own generation_config.json says, penalties included."),
-    ] = None,
+    context: Contexts = None,
+    batch: Batches = None,
+    sampling: SamplingSource = None,
     depth: Annotated[int | None, typer.Option(min=1, help="Draft tokens per round.")] = None,
     width: Annotated[
         int | None,
@@ -334,8 +330,6 @@ def evaluate(
     given = {"suites": suite, "limit": limit, "depth": depth, "width": width, "nodes": nodes}
     given |= {"temperatures": temperature, "contexts": context, "batch_sizes": batch, "sampling": sampling}
     settings = {name: value for name, value in given.items() if value}
-    if sampling == "served" and temperature:
-        raise BadInputError("--sampling served measures at the target's own temperature; leave out --temperature.")
     subject = load_subject(name, EvalOptions(changes or [], settings, drafter, target, adapter, quantize, tuned, quick))
     folder = out or subject.report_folder
     require_folder(folder, "the report")

@@ -97,6 +97,8 @@ class EvalOptions:
         """Return the recipe's settings with what is asked for."""
         shape = {"tree": None} if _SHAPE & set(self.settings) else {}
         asked = recipe.eval.model_copy(update=self.settings | shape)
+        if asked.sampling == "served" and "temperatures" in self.settings:
+            raise BadInputError("eval.sampling: served measures at the target's own temperature; leave out another.")
         if not self.quick:
             return asked
         first = {} if "temperatures" in self.settings else {"temperatures": asked.temperatures[:1]}

@@ -23,7 +23,7 @@ import pyarrow
 from ..common.atomic import working_name
 from ..common.digests import canonical_json, digest_json
 from ..common.locks import scratch_folder
-from .layouts import Message, Turn
+from .layouts import Message, Turn, question_digests, users_texts
 
 _ROWS_AT_ONCE = 1024  # of one batch of the file
 _FILE = "prompts.arrow"
@@ -71,6 +71,11 @@ class Prompt:
         """SHA-256 of the question, whatever the tokenizer, the row's place and its id."""
         asked = self.text or list(self.tokens) if self.messages is None else [self.messages, self.later, self.tools]
         return digest_json(asked)
+
+    def asked_digests(self) -> list[str]:
+        """Return 16 digits of the digests of the user's first text, of the first two, …; none without a text."""
+        texts = [self.text] * bool(self.text) if self.messages is None else users_texts([self.messages, *self.later])
+        return [digest.hex()[:16] for digest in question_digests(texts)]
 
 
 def digest_prompts(prompts: Iterable[Prompt], given: bool = False) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -24,7 +24,7 @@ from ..common import BadInputError
 from ..recipes import Recipe, SourceSpec
 from ..recipes.suites import find_suites
 from .conversation import RefusedChatError, render
-from .layouts import Row, RowError, RowPrompt, understand
+from .layouts import Row, RowError, RowPrompt, question_digests, understand
 from .prompt_table import Prompt, PromptTable
 from .sources import as_specs, rows_of, title
 
@@ -65,14 +65,14 @@ class SuitePrompts:
                 if isinstance(row, RowError):
                     raise row
                 where = f"the suite {name}, row {number}"
-                *_, whole = [b"", *_digests(understand(row, where).last_question().users_texts())]
+                *_, whole = [b"", *question_digests(understand(row, where).last_question().users_texts())]
                 places.setdefault(whole, where)
         return cls(places, allowed)
 
     def leak(self, asked: RowPrompt, where: str) -> str | None:
         """Return a sentence about the suite that measures this row, if that is allowed; None if none measures it."""
         texts = asked.users_texts() if self.places else []
-        place = next((self.places[digest] for digest in _digests(texts) if digest in self.places), None)
+        place = next((self.places[digest] for digest in question_digests(texts) if digest in self.places), None)
         if place is None:
             return None
         sentence = f"{where} asks what {place}, measures: {texts[0][:60]!r}."
@@ -82,14 +82,6 @@ class SuitePrompts:
             f"{sentence} A drafter that learns what it is measured on looks better than it is: take the row out of one "
             "of them, or go on with data.allow_leaks=true."
         )
-
-
-def _digests(texts: Iterable[str]) -> Iterator[bytes]:
-    """Yield a digest of the first text, of the first two, …: a longer conversation has asked these, too."""
-    digest = hashlib.blake2b(digest_size=16)
-    for text in texts:
-        digest.update(" ".join(text.split()).encode() + b"\0")
-        yield digest.digest()
 
 
 @dataclass(frozen=True)
@@ -129,6 +121,7 @@ class RowCounts:
         dropped: rows that were left out, by reason: `too_long` chats (a chat cannot be cut without breaking its
             template), `unanswerable`, `unanswered` (with `answers: given`), `duplicate` and `malformed` ones.
         leaked: rows that are measured, too, and were allowed.
+        unasked: later turns that a target without a chat template is not asked.
         examples: a sentence about the first row of each reason, and about the first one that is leaked.
     """
 
@@ -137,6 +130,7 @@ class RowCounts:
     kept: int = 0
     truncated: int = 0
     leaked: int = 0
+    unasked: int = 0
     layouts: Counter[str] = field(default_factory=Counter)
     dropped: Counter[str] = field(default_factory=Counter)
     examples: dict[str, str] = field(default_factory=dict)
@@ -343,6 +337,7 @@ class _Reader:
 
     def _prompt(self, asked: RowPrompt, where: str, counts: RowCounts) -> Prompt | None:
         if self._lacks_template(asked):
+            counts.unasked += len(asked.later)
             asked = asked.as_text()
         text, is_raw = asked.text, asked.text is not None
         if not is_raw and asked.messages:

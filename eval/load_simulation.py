@@ -32,6 +32,8 @@ POLICIES: tuple[Policy, ...] = ("plain", "fixed", "controlled")
 FULL = 0.9  # share of a replica's greatest rate that it is given: beyond it queues grow long
 _WARM_UP = 0.1  # share of the requests, the first ones, whose latencies do not count
 _MOST_REPLICAS = 4096
+_TURNOVERS = 20  # a rate is steady after so many answers of each row, and latencies after so many mean ones
+_MOST_REQUESTS = 200_000
 
 
 @dataclass(frozen=True)
@@ -151,6 +153,7 @@ class LoadResult:
     """What became of a load.
 
     Attributes:
+        seconds: from the start to the last token, simulated.
         busy: share of the time in which replicas had a row to work on.
         rows: of a mean round. tau: tokens per round and row; depth: drafted by a mean round.
         latency: from arrival to the last token. first_token: to the first. per_token: of those after it, a mean of each
@@ -161,6 +164,7 @@ class LoadResult:
     arrivals: float | None
     replicas: int
     requests: int
+    seconds: float
     tokens_per_second: float
     requests_per_second: float
     busy: float
@@ -269,6 +273,11 @@ def simulate(workload: Workload, times: StepTimes, load: Load, policy: Policy) -
     Raises:
         BadInputError: simpy is not installed.
     """
+    return _result(*_run(workload, times, load, policy))
+
+
+def _run(workload: Workload, times: StepTimes, load: Load, policy: Policy) -> tuple[_Server, list[_Request]]:
+    """Return the replicas and the requests of a load that was run to its end."""
     require_extra("capacity", "a simulation of a load")
     import simpy
 
@@ -296,20 +305,51 @@ def simulate(workload: Workload, times: StepTimes, load: Load, policy: Policy) -
     for _ in range(load.clients if load.arrivals is None else 1):
         env.process(client() if load.arrivals is None else source())
     env.run()
-    return _result(server, made, policy)
+    return server, made
 
 
-def _result(server: _Server, made: Sequence[_Request], policy: Policy) -> LoadResult:
+def full_rate(workload: Workload, times: StepTimes, load: Load, policy: Policy) -> float:
+    """Return the requests per second that one replica answers while all of its rows are taken.
+
+    It is that of the middle half of the answers: filling and emptying the rows do not count.
+    """
+    requests = max(load.requests, _TURNOVERS * load.max_rows)
+    closed = replace(load, requests=requests, arrivals=None, clients=load.max_rows, replicas=1)
+    finished = sorted(request.finished for request in _run(workload, times, closed, policy)[1])
+    first, last = requests // 4, 3 * requests // 4
+    return (last - first) / (finished[last] - finished[first])
+
+
+def steady(workload: Workload, times: StepTimes, load: Load) -> Load:
+    """Return the load with as many requests as last for several answers: until then queues are only filling.
+
+    An answer takes at most as long as in a replica whose rows are all taken (Little's law), in plain rounds.
+
+    Raises:
+        BadInputError: too many requests would have to be simulated.
+    """
+    seconds = load.max_rows / full_rate(workload, times, load, "plain")
+    needed = math.ceil(_TURNOVERS * (load.arrivals or 0) * seconds)
+    if needed > _MOST_REQUESTS:
+        raise BadInputError(
+            f"{load.arrivals:g} requests per second, of which each takes up to {seconds:.3g} s, are steady after "
+            f"{needed:,}; at most {_MOST_REQUESTS:,} are simulated. Ask for a part of the load, and multiply replicas."
+        )
+    return replace(load, requests=max(load.requests, needed))
+
+
+def _result(server: _Server, made: Sequence[_Request]) -> LoadResult:
     load = server.load
     counted = made[int(_WARM_UP * len(made)) :]
     rows, depths, emitted = (np.array(column) for column in zip(*(server.rounds or [(1, 0, 1)]), strict=True))
     window = max(r.finished for r in made)
     several = [r for r in counted if r.emitted > 1] or counted
     return LoadResult(
-        policy=policy,
+        policy=server.policy,
         arrivals=load.arrivals,
         replicas=load.replicas,
         requests=len(made),
+        seconds=float(window),
         tokens_per_second=float(sum(r.emitted for r in made) / window),
         requests_per_second=float(len(made) / window),
         busy=float(server.busy / load.replicas / window),
@@ -336,8 +376,8 @@ def replicas_for(
     def run(count: int) -> LoadResult:
         return simulate(workload, times, replace(load, replicas=count), policy)
 
-    full = simulate(workload, times, replace(load, arrivals=None, clients=load.max_rows, replicas=1), policy)
-    low = max(1, math.ceil((load.arrivals or 0) / (FULL * full.requests_per_second))) - 1
+    full = full_rate(workload, times, load, policy)
+    low = max(1, math.ceil((load.arrivals or 0) / (FULL * full))) - 1
     count, found = low + 1, run(low + 1)
     while latency is not None and found.latency.p95 > latency:
         if count >= max(_MOST_REPLICAS, load.requests):

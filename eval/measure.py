@@ -99,7 +99,7 @@ def measure(
         racers.append(GenerateRacer(target, settings))
     temperatures = list(dict.fromkeys(settings.temperatures))
     with threads(settings.threads):
-        jobs = with_later_turns(target, jobs, settings.max_new_tokens)
+        jobs = with_later_turns(target, jobs, settings.max_new_tokens, settings.max_prompt_tokens)
         records, rules = _race_at_each(temperatures, racers, jobs, plain, settings.repeats, console)
         batches = [b for t in temperatures for b in _in_batches(target, entrants, jobs, t, settings, console)]
         conditions = _conditions(target, suites, jobs, settings, temperatures)
@@ -382,7 +382,7 @@ def suite_info(suite: Suite, limit: int | None, later_turns: int | None = None) 
         num_prompts=len(used.prompts),
         left_out=suite.left_out,
         later_turns=asked,
-        unasked_turns=0 if later_turns is None else of - asked,
+        unasked_turns=0 if later_turns is None else of - asked + suite.unasked,
     )
 
 
@@ -464,18 +464,21 @@ def _bootstrap(records: Sequence[PromptRecord], seed: int) -> Bootstrap:
 
 
 MT_BENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
+SPEC_BENCH = {"translation", "summarization", "qa", "math_reasoning", "rag"}  # its tasks beside MT-Bench
+_ONLY_SPEC_BENCH = {"translation", "math_reasoning"}
 
 
 def groups_of(record: PromptRecord, categories: set[str]) -> dict[str, str]:
     """Return the groups that a record belongs to, by kind, in a suite of these categories.
 
-    A category of MT-Bench's, in a suite that has others, too, is a part of the task "mt_bench": so Spec-Bench counts
-    its six (arXiv 2401.07851, its own evaluation).
+    In Spec-Bench a category of MT-Bench's is a part of the task "mt_bench": so it counts its six tasks (arXiv
+    2401.07851, its own evaluation). It is recognised by a task that other suites with such categories do not have.
     """
     found = {"turn": f"turn {record.turn}"}
     if record.category is not None:
         found["category"] = record.category
-        if categories & MT_BENCH and categories - MT_BENCH:
+        is_spec_bench = categories <= MT_BENCH | SPEC_BENCH and not categories.isdisjoint(_ONLY_SPEC_BENCH)
+        if is_spec_bench and categories & MT_BENCH:
             found["task"] = "mt_bench" if record.category in MT_BENCH else record.category
     return found
 

@@ -8,7 +8,8 @@ from ..recipes import EvalSpec
 from ..targets import Target
 
 # Keys of a generation config that change no distribution: lengths, ends, caches, outputs, how `generate` drafts.
-_HARMLESS = ("assistant_", "bos_", "cache_", "compile_", "continuous_", "decoder_start", "disable_compile", "do_sample")
+_HARMLESS: tuple[str, ...] = ("assistant_", "bos_", "cache_", "compile_", "continuous_", "decoder_start", "do_sample")
+_HARMLESS += ("disable_compile",)
 _HARMLESS += ("eos_", "length_penalty", "max_", "num_assistant", "num_return", "output_", "pad_", "prefill_chunk")
 _HARMLESS += ("prompt_lookup", "remove_invalid", "renormalize", "return_dict", "transformers_version", "use_", "_from")
 _NEUTRAL = {"num_beams": 1, "num_beam_groups": 1, "typical_p": 1, "encoder_repetition_penalty": 1, "guidance_scale": 1}

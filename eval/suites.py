@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import chain, cycle, islice
 from typing import Any
@@ -30,13 +30,15 @@ from .reports.figures import ALL
 class Suite:
     """A named list of prompts; the digest is a SHA-256 over their ids, tokens and later turns, in order.
 
-    `left_out`: prompts that were read and are longer than they may be.
+    `left_out`: prompts that were read and are longer than they may be. `unasked`: later turns that are not asked, since
+    there is no chat template or a context is filled.
     """
 
     name: str
     prompts: list[Prompt]
     digest: str
     left_out: int = 0
+    unasked: int = 0
 
 
 def load_suites(
@@ -60,12 +62,12 @@ def load_suites(
     """
     if not names:
         raise BadInputError(f"no suites were given; packaged ones: {', '.join(PACKAGED)}.")
-    return [make_suite(title, _read(source, tokenizer, limit, template)) for title, source in find_suites(names)]
+    return [_read(title, source, tokenizer, limit, template) for title, source in find_suites(names)]
 
 
 def _read(
-    source: str, tokenizer: PreTrainedTokenizerBase, limit: int | None, template: Mapping[str, Any] | None
-) -> Sequence[Prompt]:
+    title: str, source: str, tokenizer: PreTrainedTokenizerBase, limit: int | None, template: Mapping[str, Any] | None
+) -> Suite:
     found = collect([source], tokenizer, limit, PromptReading(template=template or {}, suite=True))
     [counts] = found.sources
     if counts.dropped:
@@ -73,20 +75,36 @@ def _read(
             f"the suite {source} has {counts.left_out()}.{counts.example()} What is measured leaves no row out by "
             "itself: mend the row, or remove it."
         )
-    return found.prompts
+    return replace(make_suite(title, found.prompts), unasked=counts.unasked)
 
 
-def suites_of(target: Target, settings: EvalSpec, template: Mapping[str, Any] | None = None) -> list[Suite]:
+def suites_of(
+    target: Target,
+    settings: EvalSpec,
+    template: Mapping[str, Any] | None = None,
+    learnt: Set[str] = frozenset(),
+    data: str = "",
+) -> list[Suite]:
     """Return the suites of a recipe's `eval` as `target` will be asked them; it needs no weights yet.
 
+    Args:
+        learnt, data: see `require_unlearnt`.
+
     Raises:
-        BadInputError: as `load_suites`; a prompt leaves no room for an answer; every prompt is too long.
+        BadInputError: as `load_suites`; a prompt leaves no room for an answer; every prompt is too long, or was learnt.
     """
     suites = load_suites(settings.suites, target.require_tokenizer(), settings.limit, template)
-    if settings.contexts:
-        suites = [filled(suite, length) for suite in suites for length in settings.contexts]
+    require_unlearnt(suites, learnt, data)
     if settings.max_prompt_tokens is not None:
         suites = [_without_long(suite, settings.max_prompt_tokens, "eval.max_prompt_tokens") for suite in suites]
+    most = None if target.max_context is None else target.max_context - settings.max_new_tokens
+    if most is not None and (long := [length for length in settings.contexts if length > most]):
+        raise BadInputError(
+            f"eval.contexts: {long[0]} tokens and {settings.max_new_tokens} new ones exceed the target's context of "
+            f"{target.max_context}; take at most {most}."
+        )
+    if settings.contexts:
+        suites = [filled(suite, length) for suite in suites for length in settings.contexts]
     jobs = make_jobs(suites)
     check_lengths(target, jobs, settings)
     if settings.batch_sizes and max(settings.batch_sizes) > len(jobs):
@@ -97,15 +115,15 @@ def suites_of(target: Target, settings: EvalSpec, template: Mapping[str, Any] | 
     return suites
 
 
-def require_unlearnt(suites: Sequence[Suite], learnt: Collection[str], data: str) -> None:
-    """Raise BadInputError for a prompt that the drafter learned from.
+def require_unlearnt(suites: Sequence[Suite], learnt: Set[str], data: str) -> None:
+    """Raise BadInputError for a prompt whose questions the drafter learned from, perhaps with others after them.
 
     Args:
-        learnt: digests of questions, see `learnt_questions`. data: the name of that training data, for people.
+        learnt: digests of questions, as `Prompt.asked_digests`. data: the name of that training data, for people.
     """
     for suite in suites if learnt else ():
         for prompt in suite.prompts:
-            if not {p.content[:16] for p in (prompt, replace(prompt, later=()))}.isdisjoint(learnt):
+            if not learnt.isdisjoint(replace(prompt, later=()).asked_digests()[-1:]):
                 raise BadInputError(
                     f"the suite {suite.name} asks in {prompt.id!r} what the drafter learned from {data}: "
                     f"{prompt.text[:60]!r}. A drafter that is measured on what it learned looks better than it is: "
@@ -122,7 +140,7 @@ def _without_long(suite: Suite, longest: int, key: str) -> Suite:
             f"{key}."
         )
     left_out = suite.left_out + len(suite.prompts) - len(kept)
-    return replace(make_suite(suite.name, kept), left_out=left_out)
+    return replace(make_suite(suite.name, kept), left_out=left_out, unasked=suite.unasked)
 
 
 def filled(suite: Suite, length: int) -> Suite:
@@ -138,7 +156,8 @@ def filled(suite: Suite, length: int) -> Suite:
         return replace(prompt, tokens=(*before, *prompt.tokens), later=())
 
     made = make_suite(f"{suite.name}@{length}", [fill(i, prompt) for i, prompt in enumerate(fitting.prompts)])
-    return replace(made, left_out=fitting.left_out)
+    unasked = fitting.unasked + sum(len(prompt.later) for prompt in fitting.prompts)
+    return replace(made, left_out=fitting.left_out, unasked=unasked)
 
 
 def make_suite(name: str, prompts: Sequence[Prompt]) -> Suite:
@@ -190,13 +209,17 @@ def _job(suite: str, prompt: Prompt, turn: int = 1) -> PromptJob:
     return PromptJob(suite, prompt, zlib.crc32(key.encode()), turn)
 
 
-def with_later_turns(target: Target, jobs: Sequence[PromptJob], max_new_tokens: int) -> list[PromptJob]:
+def with_later_turns(
+    target: Target, jobs: Sequence[PromptJob], max_new_tokens: int, max_prompt_tokens: int | None = None
+) -> list[PromptJob]:
     """Return `jobs`, each followed by the later turns of its conversation, after the plain target's greedy answers.
 
-    A conversation ends before a question that leaves no room for its answer, or that the chat template refuses.
+    A conversation ends before a question that leaves no room for its answer, that is longer than `max_prompt_tokens`,
+    or that the chat template refuses.
     """
     decoder, tokenizer = Decoder(target), target.require_tokenizer() if any(j.prompt.later for j in jobs) else None
-    room = None if target.max_context is None else target.max_context - max_new_tokens
+    rooms = [] if target.max_context is None else [target.max_context - max_new_tokens]
+    room = min(rooms + ([] if max_prompt_tokens is None else [max_prompt_tokens]), default=None)
     turns = {number: [job] for number, job in enumerate(jobs)}
     answers: dict[int, list[list[int]]] = {number: [] for number in turns}
     asked = [number for number, job in enumerate(jobs) if job.prompt.later]
@@ -208,10 +231,10 @@ def with_later_turns(target: Target, jobs: Sequence[PromptJob], max_new_tokens: 
             ):
                 answers[number].append(answer)
         following = {n: next_question(turns[n][0].prompt, answers[n], tokenizer, room) for n in asked}
-        asked = [number for number, tokens in following.items() if tokens is not None]
-        for number in asked:
-            first, tokens = turns[number][0], following[number]
-            turns[number].append(_job(first.suite, replace(first.prompt, tokens=tokens), 1 + len(turns[number])))
+        for number, tokens in following.items():
+            if tokens is not None:
+                first = turns[number][0]
+                turns[number].append(_job(first.suite, replace(first.prompt, tokens=tokens), 1 + len(turns[number])))
         asked = [number for number in asked if len(turns[number]) <= len(turns[number][0].prompt.later)]
     return [job for conversation in turns.values() for job in conversation]
 

@@ -9,8 +9,8 @@ from typing import Any, Self
 
 from ..common import BadInputError
 from ..common.locks import locked
-from ..common.safe_load import read_text
 from ..decode import Plan
+from ..distill.data_set import read_digests
 from ..distill.prompt_table import Prompt
 from ..eval.tuning_record import Tuning
 from ..recipes import Recipe, load_recipe
@@ -91,8 +91,8 @@ class PairContents(PairFiles):
         return load_tokenizer(self.folder / TOKENIZER)
 
     def learnt(self) -> set[str]:
-        """Return the digests of the questions that the drafter learned from, as `learnt_questions`; none if unknown."""
-        return set(read_text(self.folder / LEARNT).split()) if self.manifest.learnt is not None else set()
+        """Return digests of the questions that the drafter learned from (`Prompt.asked_digests`); none if unknown."""
+        return read_digests(self.folder / LEARNT) if self.manifest.learnt is not None else set()
 
     def calibration(self) -> list[Prompt]:
         """Return the prompts that the baseline was measured on; [] if there were none."""

@@ -111,7 +111,7 @@ def new_pair(
             older = existing.manifest
             manifest = manifest.model_copy(update={"tuning": older.tuning, "served": older.served})
         changes: dict[str, Any] = {"reports": digest_files(partial / REPORTS)}
-        changes |= _keep_learnt(partial, recipe, parent)
+        changes |= _keep_learnt(partial, recipe, [parent, existing])
         baseline = None
         if prompts := choose_prompts(recipe, target) if calibration is None else calibration:
             write_calibration(partial / CALIBRATION, prompts)
@@ -209,9 +209,11 @@ def _keep_suites(recipe: Recipe, partial: Path) -> Recipe:
     return recipe.model_copy(update={"eval": recipe.eval.model_copy(update={"suites": names})})
 
 
-def _keep_learnt(partial: Path, recipe: Recipe, parent: Pair | None) -> dict[str, str]:
-    """Write down what the drafter and its parents learned from, and return the manifest's field; none if unknown."""
-    learnt = learnt_questions(data_folder(recipe)) | (set() if parent is None else parent.learnt())
+def _keep_learnt(partial: Path, recipe: Recipe, earlier: Sequence[Pair | None]) -> dict[str, str]:
+    """Write down what the drafter and `earlier` ones learned from, and return the manifest's field; none if unknown."""
+    learnt = learnt_questions(data_folder(recipe)).union(
+        *(pair.learnt() for pair in earlier if pair is not None and (pair.folder / LEARNT).is_file())
+    )
     if not learnt:
         return {}
     write_atomically(partial / LEARNT, "".join(f"{digest}\n" for digest in sorted(learnt)))

@@ -30,7 +30,7 @@ def capacity(
         float | None, typer.Option(min=0, help="As many replicas as answer 95 of 100 requests within so many seconds.")
     ] = None,
     max_rows: Annotated[int, typer.Option("--max-batch", min=1, help="Most requests that a replica works on.")] = 32,
-    requests: Annotated[int, typer.Option(min=20, help="Requests of each simulation.")] = 500,
+    requests: Annotated[int, typer.Option(min=20, help="Requests of each simulation, at least.")] = 500,
     report: Annotated[Path | None, typer.Option(help="Take prompts and acceptance from this report.")] = None,
     seed: int = 0,
     as_json: AsJson = False,
@@ -39,7 +39,17 @@ def capacity(
     simulated from the pair's tuning and report.
     """
     from ..eval import Report
-    from ..eval.load_simulation import POLICIES, Capacity, Load, StepTimes, Workload, gains, replicas_for, simulate
+    from ..eval.load_simulation import (
+        POLICIES,
+        Capacity,
+        Load,
+        StepTimes,
+        Workload,
+        gains,
+        replicas_for,
+        simulate,
+        steady,
+    )
     from ..pair import PairFiles, newest_report
 
     if latency is not None and replicas is not None:
@@ -50,7 +60,7 @@ def capacity(
     times = StepTimes.of(tuning.batches)
     loads = []
     for rate in arrivals:
-        load = Load(requests, rate, max_rows=max_rows, seed=seed, replicas=replicas or 1)
+        load = steady(workload, times, Load(requests, rate, max_rows=max_rows, seed=seed, replicas=replicas or 1))
         for policy in POLICIES:
             asked = (workload, times, load, policy)
             loads.append(replicas_for(*asked, latency) if replicas is None else simulate(*asked))
@@ -106,10 +116,12 @@ def _show(body: Capacity, console: VisibleConsole) -> None:
             *(Cell(f"{v:.3g}") for v in (r.latency.p50, r.latency.p95, r.latency.p99, r.first_token.p95)),
             Cell(f"{r.rows:.1f}"),
             Cell(f"{r.depth:.1f}"),
+            Cell(f"{r.requests} · {r.seconds:.3g}"),
         ]
         for r in body.loads
     ]
     headers = ["arrivals", "drafting", "replicas", "tokens/s each", "p50", "p95", "p99", "first p95", "rows", "depth"]
+    headers.append("requests · s")
     print_table(Table("", headers, rows, labels=2), "seconds from arrival (simulated)", console)
     console.print(
         f"{body.contestant} at temperature {body.temperature:g}; rounds as timed on {body.device_name}, {body.dtype}, "

@@ -327,7 +327,7 @@ def evaluate(
 
     if out is not None:
         require_folder(out, "the report")
-    given = {"suites": suite, "limit": limit, "depth": depth, "width": width, "nodes": nodes}
+    given: dict[str, Any] = {"suites": suite, "limit": limit, "depth": depth, "width": width, "nodes": nodes}
     given |= {"temperatures": temperature, "contexts": context, "batch_sizes": batch, "sampling": sampling}
     settings = {name: value for name, value in given.items() if value}
     subject = load_subject(name, EvalOptions(changes or [], settings, drafter, target, adapter, quantize, tuned, quick))

@@ -6,7 +6,7 @@ It comes from a recipe's run or from a pair. The target is loaded in the dtype t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,11 @@ from ..distill.responses import data_folder
 from ..eval import Report
 from ..eval.measure import Contestant, contestants, measure, plan_of
 from ..eval.served_sampling import sampled_settings
-from ..eval.suites import Suite, require_unlearnt, suites_of
+from ..eval.suites import Suite, suites_of
 from ..eval.tuner import tune
 from ..eval.tuning_record import BatchTuning, Tuning
-from ..heads import Drafter, load_drafter
+from ..heads import Drafter, head_class, load_drafter
 from ..pair import Pair
-from ..pair.manifest import LEARNT
 from ..pair.pair import tuned_drafter
 from ..recipes import EvalSpec, Recipe, load_recipe
 from ..targets import Target, config_only_target
@@ -97,7 +96,9 @@ class EvalOptions:
         """Return the recipe's settings with what is asked for."""
         shape = {"tree": None} if _SHAPE & set(self.settings) else {}
         asked = recipe.eval.model_copy(update=self.settings | shape)
-        if asked.sampling == "served" and "temperatures" in self.settings:
+        if asked.sampling == "served" and (
+            "temperatures" in self.settings or "eval.temperatures" in map(_key, self.changes)
+        ):
             raise BadInputError("eval.sampling: served measures at the target's own temperature; leave out another.")
         if not self.quick:
             return asked
@@ -132,15 +133,18 @@ def _of_recipe(name: str, asked: EvalOptions) -> Subject:
         )
     recipe = load_recipe(name, asked.changes)
     settings, place = asked.settings_of(recipe), recipe.target
-    suites = readable_suites(settings, recipe.template, place.path, place.revision, place.trust_remote_code)
-    if not recipe.data.allow_leaks and asked.drafter is None:
-        require_unlearnt(suites, learnt_questions(data_folder(recipe)), f"the responses in {data_folder(recipe)}")
+    outline = target_outline(place.path, place.revision, place.trust_remote_code)
+    used = sampled_settings(outline, settings)
+    kind = recipe.drafter.get("type")
+    learns = asked.drafter is None and (kind is None or head_class(kind).trainable)
+    learnt = learnt_questions(data_folder(recipe)) if learns and not recipe.data.allow_leaks else set()
+    suites = suites_of(outline, used, recipe.template, learnt, f"the responses in {data_folder(recipe)}")
     target = load_target(recipe)
     drafter = trained_drafter(recipe, target, asked.drafter)
     folder = recipe.output_folder / "reports" / "quick"  # never where `pair new` looks
     if not asked.quick:
         folder = report_folder(name, asked.changes, settings, None if asked.drafter is None else drafter)
-    subject = Subject(target, drafter, plan_of(settings), settings, folder, suites)
+    subject = Subject(target, drafter, plan_of(used), used, folder, suites)
     return replace(subject, with_generate=not asked.quick)
 
 
@@ -168,9 +172,10 @@ def _of_pair(folder: Path, asked: EvalOptions) -> Subject:
     recipe, source = pair.recipe(asked.changes), pair.manifest.target.source
     settings = asked.settings_of(recipe).model_copy(update={"dtype": "auto"})
     place = (asked.target, None) if asked.target is not None else (source.path, source.revision)
-    suites = readable_suites(settings, recipe.template, *place)
-    if not recipe.data.allow_leaks and asked.drafter is None:
-        require_unlearnt(suites, pair.learnt(), f"the training data of the pair {pair.name!r} ({LEARNT})")
+    outline = target_outline(*place)
+    settings = sampled_settings(outline, settings)
+    learnt = set() if recipe.data.allow_leaks or asked.drafter is not None else pair.learnt()
+    suites = suites_of(outline, settings, recipe.template, learnt, f"the training data of the pair {pair.name!r}")
     changed = asked.target is not None
     options = {"adapter": asked.adapter, "quantize": asked.quantize}
     target = pair.load_target(asked.target, **options) if changed else pair.load_target()
@@ -188,23 +193,15 @@ def _of_pair(folder: Path, asked: EvalOptions) -> Subject:
     return Subject(target, drafter, plan, settings, reports, suites, found, not asked.quick)
 
 
-def readable_suites(
-    settings: EvalSpec,
-    template: Mapping[str, Any],
-    path: str | None,
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-) -> list[Suite]:
-    """Return the suites as the target at `path` is asked them, before its weights are loaded.
+def target_outline(path: str | None, revision: str | None = None, trust_remote_code: bool = False) -> Target:
+    """Return the target at `path` as far as suites and sampling need it, before its weights are loaded.
 
     Raises:
-        BadInputError: as `suites_of`, or `eval.sampling: served` asks for what our decoder does not do.
+        BadInputError: there is no path, or nothing readable there.
     """
     if path is None:
         raise BadInputError("the pair's target was given in memory, so it cannot be loaded again; name one (--target).")
-    outline = config_only_target(split_shape(path)[0], revision, trust_remote_code=trust_remote_code)
-    sampled_settings(outline, settings)
-    return suites_of(outline, settings, template)
+    return config_only_target(split_shape(path)[0], revision, trust_remote_code=trust_remote_code)
 
 
 def _refuse_unfollowed(asked: EvalOptions) -> None:

@@ -24,8 +24,15 @@ from .tables import Table
 _PATIENCE = 60.0  # seconds that a finished report waits for another one in the same folder
 
 # The columns of a summary that a narrow terminal loses, in this order.
-_DROPPED = ("rule", "acceptance", "vs generate", "tokens/s")
-_DROPPED += ("prompts · rounds · tokens", "batches · prompts", "rows running")
+_DROPPED = (
+    "rule",
+    "acceptance",
+    "vs generate",
+    "tokens/s",
+    "prompts · rounds · tokens",
+    "batches · prompts",
+    "rows running",
+)
 _PLOTS = (
     ("Speedup over the plain target", plots.speedup),
     ("Alpha by depth", plots.alpha),

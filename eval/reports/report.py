@@ -56,8 +56,8 @@ class SuiteInfo(ReportModel):
 
     Attributes:
         left_out: prompts longer than `eval.max_prompt_tokens`, which were not asked.
-        later_turns: turns of conversations after the first that were asked. unasked_turns: those for which there was no
-            room, or which the chat template refused.
+        later_turns: turns of conversations after the first that were asked. unasked_turns: those that were not: there
+            was no room or no chat template, it refused them, or a context was filled.
     """
 
     name: str

@@ -57,7 +57,12 @@ BAD: list[tuple[str, bytes | None, str, dict[str, Any]]] = [
     ("s.jsonl", lines({"text": "word " * 600}), "exceeds the target's context of 512.*max_prompt_tokens=504", {}),
     ("s.jsonl", lines(GOOD), "all of its 1 prompts have more than 2 tokens", {"max_prompt_tokens": 2}),
     ("s.jsonl", lines(GOOD), "all of its 1 prompts have more than 3 tokens", {"contexts": [3]}),
-    ("s.jsonl", lines(GOOD), "exceeds the target's context of 512", {"contexts": [510]}),
+    (
+        "s.jsonl",
+        lines(GOOD),
+        "eval.contexts: 510 tokens and 8 new ones exceed .* 512; take at most 504",
+        {"contexts": [510]},
+    ),
     ("s.jsonl", lines(GOOD), "between 1 and the number of prompts, 1; got 4", {"batch_sizes": [4]}),
     ("s.json", b'{"text": "x"', "s.json.*not valid JSON|s.json.*One object per line", {}),
     ("s.parquet", b"PAR1 and no more", "not a readable parquet file", {}),

@@ -15,9 +15,11 @@ from outrider.eval.load_simulation import (
     RequestRecord,
     StepTimes,
     Workload,
+    full_rate,
     gains,
     replicas_for,
     simulate,
+    steady,
 )
 
 from .conftest import make_report, make_tuning
@@ -81,7 +83,7 @@ def test_gains_and_break_even_follow_from_the_costs() -> None:
 def test_replicas_are_as_few_as_keep_up_and_as_answer_in_time() -> None:
     load = Load(200, arrivals=200.0, max_rows=8)
     few = replicas_for(ALWAYS, TIMES, load, "plain")
-    full = simulate(ALWAYS, TIMES, Load(200, clients=8, max_rows=8), "plain").requests_per_second
+    full = full_rate(ALWAYS, TIMES, load, "plain")
     assert (few.replicas - 1) * FULL * full < 200 <= few.replicas * FULL * full
     fewer = replicas_for(ALWAYS, TIMES, load, "fixed")
     assert fewer.replicas < few.replicas
@@ -91,6 +93,18 @@ def test_replicas_are_as_few_as_keep_up_and_as_answer_in_time() -> None:
     assert simulate(ALWAYS, TIMES, replace(load, replicas=quick.replicas - 1), "plain").latency.p95 > bound
     with pytest.raises(BadInputError, match=r"replicas answer 95 of 100 requests within .*0\.001 s were asked for"):
         replicas_for(ALWAYS, TIMES, load, "plain", 0.001)
+
+
+def test_rates_and_latencies_are_those_of_a_steady_load() -> None:
+    """More requests than are taken move neither; as many as rows, which only fill and empty them, would move both."""
+    mixed = Workload((RequestRecord(5, 13, (2, 0)), RequestRecord(5, 90, (1,))), 2, (0.8, 0.5))
+    load = Load(20, arrivals=60.0, max_rows=64)
+    rate, twice = (full_rate(mixed, TIMES, replace(load, requests=n), "plain") for n in (20, 2 * 20 * 64))
+    assert rate == pytest.approx(twice, rel=0.02)
+    enough = steady(mixed, TIMES, load)
+    assert enough.requests / 60.0 == pytest.approx(20 * 64 / rate, rel=0.01)
+    with pytest.raises(BadInputError, match="at most 200,000 are simulated"):
+        steady(mixed, TIMES, replace(load, arrivals=1e6))
 
 
 def test_what_a_load_lacks_is_said() -> None:

@@ -13,6 +13,7 @@ from transformers import GenerationConfig
 from outrider.common import BadInputError
 from outrider.decode import Decoder, Plan, Sampling
 from outrider.distill.conversation import next_question
+from outrider.distill.recipe_prompts import PromptReading, collect
 from outrider.eval import Report
 from outrider.eval.measure import Contestant, GenerateRacer, groups_of, measure
 from outrider.eval.reports.render import markdown
@@ -99,10 +100,12 @@ def test_the_turns_of_one_conversation_are_drawn_again_together(report: Report) 
     assert (apart.tau.low, apart.tau.high) != (together.tau.low, together.tau.high)
 
 
-def test_mt_benchs_categories_are_a_task_only_beside_others(report: Report) -> None:
+def test_mt_benchs_categories_are_a_task_in_spec_bench_alone(report: Report) -> None:
     record = report.records[0]
     assert groups_of(record, {"writing", "math"}) == {"turn": "turn 1", "category": "writing"}
-    assert groups_of(record, {"writing", "qa"})["task"] == "mt_bench"
+    assert groups_of(record, {"writing", "translation"})["task"] == "mt_bench"
+    others = [{"writing", "sql"}, {"coding", "math", "writing", "qa", "rag", "summarization", "multilingual"}]
+    assert not any("task" in groups_of(record, categories) for categories in others)  # SPEED-Bench's, for one
 
 
 def test_longer_prompts_are_left_out_and_counted_and_contexts_filled(tiny_target: Target, settings: EvalSpec) -> None:
@@ -125,8 +128,23 @@ def test_what_a_drafter_learned_is_no_suite(tiny_target: Target, file: Path) -> 
     learnt = suites[0].prompts[1]
     for known in (learnt, replace(learnt, later=())):  # the whole conversation, or its first question
         with pytest.raises(BadInputError, match=r"spec_bench asks in 'spec_bench/82' what .* learned from the data:"):
-            require_unlearnt(suites, {known.content[:16]}, "the data")
+            require_unlearnt(suites, set(known.asked_digests()), "the data")
     require_unlearnt(suites, {"0" * 16}, "the data")
+
+
+def test_the_very_file_that_was_learned_is_no_suite(tiny_target: Target, tmp_path: Path) -> None:
+    """Learnt is a chat from its first question on, and asked is its last one, after the chat's own answers."""
+    path, tokenizer = tmp_path / "chats.jsonl", tiny_target.require_tokenizer()
+    said = [{"role": role, "content": text} for role, text in (("user", "One?"), ("assistant", "1"), ("user", "Two?"))]
+    path.write_text(json.dumps({"messages": said}))
+    [learnt] = collect([str(path)], tokenizer, None, PromptReading(whole=True)).prompts
+    [again] = load_suites([str(path)], tokenizer)
+    assert learnt.content != again.prompts[0].content
+    with pytest.raises(BadInputError, match="asks in 'chats/1' what the drafter learned"):
+        require_unlearnt([again], set(learnt.asked_digests()), "the data")
+    path.write_text(json.dumps({"messages": [{"role": "system", "content": "Be brief."}, *said[:1]]}))
+    with pytest.raises(BadInputError, match="asks in 'chats/1' what the drafter learned"):
+        require_unlearnt(load_suites([str(path)], tokenizer), set(learnt.asked_digests()), "the data")
 
 
 def test_the_targets_own_sampling_is_taken_and_what_we_cannot_do_is_refused(tiny_target: Target) -> None:

@@ -129,13 +129,22 @@ def measure_batches(
     groups = [(size, group) for size in sizes for group in make_groups(jobs, size, least, settings.seed)]
     random.Random(settings.seed).shuffle(groups)
     racers = [BatchRacer(name, decoder, plan, settings) for name, decoder, plan in decoders]
-    largest = max((group for _, group in groups), key=len)
-    for racer in racers:
-        racer(largest, temperature)  # first calls are slow
+    for size in sizes:
+        widest = max((own for of, own in groups if of == size), key=lambda own: max(len(j.prompt.tokens) for j in own))
+        for racer in racers:
+            racer(widest, temperature)  # the first calls of a size are slow
     answers = race(racers, [group for _, group in groups], temperature, settings.repeats, tick)
     done = {name: [median_repeat(repeats) for repeats in per_group] for name, per_group in answers.items()}
     return [
-        batch_figures(name, plain, size, temperature, done, [i for i, (own, _) in enumerate(groups) if own == size])
+        batch_figures(
+            name,
+            plain,
+            size,
+            temperature,
+            done,
+            [i for i, (own, _) in enumerate(groups) if own == size],
+            apart=2 * size <= len(jobs),
+        )
         for size in sizes
         for name in done
     ]
@@ -148,10 +157,14 @@ def batch_figures(
     temperature: float,
     done: dict[str, list[BatchAnswer]],
     groups: Sequence[int],
+    apart: bool = True,
 ) -> BatchFigures:
-    """Return the figures over the batches at the indices `groups`."""
+    """Return the figures over the batches at the indices `groups`.
+
+    apart: whether several hold other prompts. Otherwise all have nearly the same ones, and count as one: no interval.
+    """
     own, base = [done[name][i] for i in groups], [done[plain][i] for i in groups]
-    bootstrap = Bootstrap([len(groups)])
+    bootstrap = Bootstrap([len(groups)]) if apart else Bootstrap([1], clusters=[0] * len(groups))
     passes = sum(c.passes for c in own)
     tau = Ratio([c.num_emitted for c in own], [c.num_rounds for c in own])
     same = sum(a == b for c, p in zip(own, base, strict=True) for a, b in zip(c.tokens, p.tokens, strict=True))

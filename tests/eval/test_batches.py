@@ -85,6 +85,8 @@ def test_figures_by_hand():
     assert point.rows == round(5 / 3, 2)
     assert (point.tokens, point.sequences, point.identical) == (12, 4, 3)
     assert batch_figures("plain", "plain", 2, 0.0, {"own": own, "plain": base}, [0, 1]).tau is None
+    together = batch_figures("own", "plain", 2, 0.0, {"own": own, "plain": base}, [0, 1], apart=False)
+    assert (together.tau.value, together.tau.known) == (point.tau.value, False)  # the same prompts twice are one draw
 
 
 def test_the_plain_target_must_take_part(tiny_llama, jobs):

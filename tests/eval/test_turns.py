@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from outrider.decode import Decoder, Plan, Sampling
 from outrider.distill.conversation import next_question
 from outrider.distill.recipe_prompts import PromptReading, collect
 from outrider.eval import Report
-from outrider.eval.measure import Contestant, GenerateRacer, groups_of, measure
+from outrider.eval.measure import Contestant, GenerateRacer, groups_of, measure, suite_info
 from outrider.eval.reports.render import markdown
 from outrider.eval.served_sampling import base_sampling
 from outrider.eval.suites import load_suites, make_jobs, require_unlearnt, suites_of, with_later_turns
@@ -121,6 +122,19 @@ def test_longer_prompts_are_left_out_and_counted_and_contexts_filled(tiny_target
         for before, after in zip(whole.prompts, suite.prompts, strict=True):
             assert after.tokens[-len(before.tokens) :] == before.tokens
             assert not after.later
+        assert suite.unasked == 2
+
+
+def test_turns_that_are_not_asked_are_counted(tiny_target: Target, settings: EvalSpec) -> None:
+    tokenizer = copy.deepcopy(tiny_target.require_tokenizer())
+    tokenizer.chat_template = None
+    [suite] = load_suites(settings.suites, tokenizer)
+    assert suite_info(suite, None, 0).unasked_turns == suite.unasked == 2
+    [suite] = suites_of(tiny_target, settings)
+    longest = max(len(p.tokens) for p in suite.prompts)
+    asked = with_later_turns(tiny_target, make_jobs([suite]), 12, longest)
+    assert suite_info(suite, None, len(asked) - 4).unasked_turns == 2 - (len(asked) - 4)
+    assert max(len(job.prompt.tokens) for job in asked) == longest
 
 
 def test_what_a_drafter_learned_is_no_suite(tiny_target: Target, file: Path) -> None:

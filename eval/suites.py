@@ -230,12 +230,13 @@ def with_later_turns(
                 some, decoder.generate(prompts, max_new_tokens, Sampling(), Plan(0)).tokens, strict=True
             ):
                 answers[number].append(answer)
-        following = {n: next_question(turns[n][0].prompt, answers[n], tokenizer, room) for n in asked}
-        for number, tokens in following.items():
+        answered, asked = asked, []
+        for number in answered:
+            first = turns[number][0]
+            tokens = next_question(first.prompt, answers[number], tokenizer, room)
             if tokens is not None:
-                first = turns[number][0]
                 turns[number].append(_job(first.suite, replace(first.prompt, tokens=tokens), 1 + len(turns[number])))
-        asked = [number for number in asked if len(turns[number]) <= len(turns[number][0].prompt.later)]
+                asked += [number] * (len(turns[number]) <= len(first.prompt.later))
     return [job for conversation in turns.values() for job in conversation]
 
 

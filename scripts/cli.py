@@ -385,7 +385,10 @@ def tune(
         typer.Option(help="code, docs, prose, or a prompt file; may be repeated (default: the pair's)."),
     ] = None,
     limit: Annotated[int, typer.Option(min=1, help="Prompts per suite.")] = 6,
-    temperature: Temperature = 0.0,
+    temperature: Annotated[
+        float | None,
+        typer.Option(callback=checked_temperatures, help="Default: 0, or the target's own with eval.sampling: served."),
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 96,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Store nothing in the pair.")] = False,
     as_json: AsJson = False,
@@ -398,12 +401,14 @@ def tune(
 
     if not dry_run:
         require_folder(pair, "the tuned plan")
-    settings = {"limit": limit, "temperatures": [temperature], "max_new_tokens": max_new_tokens, "repeats": 2}
+    settings: dict[str, Any] = {"limit": limit, "max_new_tokens": max_new_tokens, "repeats": 2}
+    if temperature is not None or loaded.recipe().eval.sampling != "served":
+        settings["temperatures"] = [temperature or 0.0]
     asked = EvalOptions(settings=settings | ({"suites": suite} if suite else {}))
     console = console_for(as_json)
     tuning = load_subject(str(pair), asked).tune(batch or [1], console)
     console.print(
-        f"{tuning.num_prompts} prompts ({escape(', '.join(tuning.suites))}), temperature {temperature:g}, "
+        f"{tuning.num_prompts} prompts ({escape(', '.join(tuning.suites))}), temperature {tuning.temperature:g}, "
         f"{tuning.dtype} on {escape(tuning.device_name)}",
         style="dim",
     )

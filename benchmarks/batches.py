@@ -16,28 +16,25 @@ deepest, by costs that are measured at each size, and acceptance that is measure
 from __future__ import annotations
 
 import argparse
-import random
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
 
-from outrider.common import BadInputError
 from outrider.common.atomic import write_atomically
 from outrider.common.progress import progress
 from outrider.costs.rounds import verify_times
 from outrider.costs.timing import threads
 from outrider.decode import Control, Costs, Decoder, Plan, Sampling
-from outrider.eval import Interval, Ratio
+from outrider.eval import Interval
 from outrider.eval.acceptance import measure_acceptance
-from outrider.eval.batch_timing import BatchAnswer, BatchRacer, batch_speed, make_groups, median_repeat
-from outrider.eval.interleaved_runs import race
+from outrider.eval.batch_timing import BatchAnswer, BatchRacer, batch_count, measure_batches
 from outrider.eval.measure import Contestant
+from outrider.eval.reports.figures import BatchFigures
 from outrider.eval.reports.plots import speedup_by_size, standalone
-from outrider.eval.reports.statistics import Bootstrap
 from outrider.eval.suites import PromptJob, load_suites, make_jobs
 from outrider.eval.tuner import CONTROL_WEIGHT
 from outrider.pair import Pair
@@ -46,37 +43,7 @@ from outrider.targets import Target
 
 from .decode import joined_prompts
 from .grown import Grown, draft_seconds
-from .report import command, conditions, interval, options, publish, shown, table
-
-
-@dataclass(frozen=True)
-class BatchPoint:
-    """The figures of one contestant at one batch size.
-
-    Attributes:
-        speedup: tokens/s ÷ tokens/s of the plain target in the same batches; the interval is over batches.
-        tau: mean tokens per round and sequence, with the target's own; None for the plain target.
-        rows: mean rows that were still running, over all rounds: the batch as the device saw it.
-        drafted: mean drafts of a round and sequence.
-        identical: sequences whose tokens equal the plain target's, of `sequences`.
-    """
-
-    contestant: str
-    size: int
-    groups: int
-    sequences: int
-    tokens: int
-    tokens_per_second: Interval
-    speedup: Interval
-    tau: Interval | None
-    rows: float
-    drafted: float
-    identical: int
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the figures as JSON holds them; an interval that does not exist is null."""
-        intervals = {"tokens_per_second": self.tokens_per_second, "speedup": self.speedup, "tau": self.tau}
-        return asdict(self) | {name: each and shown(each) for name, each in intervals.items()}
+from .report import command, conditions, interval, options, publish, table
 
 
 class ControlledRacer(BatchRacer):
@@ -106,75 +73,7 @@ def controlled(
     return found
 
 
-def measure_batches(
-    target: Target,
-    contestants: Sequence[Contestant],
-    jobs: Sequence[PromptJob],
-    sizes: Sequence[int],
-    settings: EvalSpec,
-    least: int = 8,
-    tick: Callable[[], None] = lambda: None,
-    more: Sequence[BatchRacer] = (),
-) -> list[BatchPoint]:
-    """Complete batches of every size with every contestant, greedily.
-
-    The batches of all sizes come in a random order, and each is completed by all contestants in turns.
-
-    Args:
-        contestants: one of them without a drafter: the baseline.
-        settings: `max_new_tokens`, `repeats` and `seed` are used.
-        least: batches of each size; see `make_groups`.
-        tick: called after each batch.
-        more: contestants beside these.
-
-    Raises:
-        BadInputError: a size below 1 or above the number of prompts, or no baseline.
-    """
-    plain = next((c.name for c in contestants if c.drafter is None), None)
-    if plain is None:
-        raise BadInputError(
-            "batches: the plain target must take part; every speedup is over it. Add a contestant without a drafter."
-        )
-    groups = [(size, group) for size in dict.fromkeys(sizes) for group in make_groups(jobs, size, least, settings.seed)]
-    random.Random(settings.seed).shuffle(groups)
-    racers = [*(BatchRacer(c.name, Decoder(target, c.drafter), c.plan, settings) for c in contestants), *more]
-    largest = max((group for _, group in groups), key=len)
-    for racer in racers:
-        racer(largest, 0.0)  # first calls are slow
-    answers = race(racers, [group for _, group in groups], 0.0, settings.repeats, tick)
-    done = {name: [median_repeat(repeats) for repeats in per_group] for name, per_group in answers.items()}
-    return [
-        _point(name, plain, size, done, [i for i, (own, _) in enumerate(groups) if own == size])
-        for size in dict.fromkeys(sizes)
-        for name in done
-    ]
-
-
-def _point(name: str, plain: str, size: int, done: dict[str, list[BatchAnswer]], groups: Sequence[int]) -> BatchPoint:
-    """Return the figures over the batches at the indices `groups`."""
-    own, base = [done[name][i] for i in groups], [done[plain][i] for i in groups]
-    bootstrap = Bootstrap([len(groups)])
-    passes = sum(c.passes for c in own)
-    tau = Ratio([c.num_emitted for c in own], [c.num_rounds for c in own])
-    return BatchPoint(
-        contestant=name,
-        size=size,
-        groups=len(groups),
-        sequences=sum(len(c.tokens) for c in own),
-        tokens=sum(c.num_tokens for c in own),
-        tokens_per_second=bootstrap.ratio(batch_speed(own)),
-        speedup=bootstrap.quotient(batch_speed(own), batch_speed(base)),
-        tau=None if name == plain else bootstrap.ratio(tau),
-        # Rounds of all sequences over the rounds of each batch's longest one.
-        rows=round(sum(c.num_rounds for c in own) / passes, 2) if passes else 0.0,
-        drafted=round(
-            sum(r.drafted for c in own for each in c.rounds for r in each) / max(1, sum(c.num_rounds for c in own)), 2
-        ),
-        identical=sum(a == b for c, p in zip(own, base, strict=True) for a, b in zip(c.tokens, p.tokens, strict=True)),
-    )
-
-
-def speedup_lines(points: Sequence[BatchPoint]) -> dict[str, list[tuple[int, Interval]]]:
+def speedup_lines(points: Sequence[BatchFigures]) -> dict[str, list[tuple[int, Interval]]]:
     """Return speedups by contestant, as `plots.speedup_by_size` draws them; the plain target is not among them."""
     lines: dict[str, list[tuple[int, Interval]]] = {}
     for point in sorted(points, key=lambda p: p.size):
@@ -261,14 +160,18 @@ def main(given: Sequence[str] | None = None) -> int:
         target.pack()
     jobs = make_prompts(target, arguments)
     contestants = build_contestants(grown, arguments)
-    settings = EvalSpec(max_new_tokens=arguments.max_new_tokens, repeats=arguments.repeats, seed=arguments.seed)
-    groups = sum(len(make_groups(jobs, size, arguments.groups)) for size in arguments.sizes)
-    total = groups * arguments.repeats * (len(contestants) + arguments.control * len(arguments.drafter))
+    settings = EvalSpec(
+        max_new_tokens=arguments.max_new_tokens,
+        repeats=arguments.repeats,
+        seed=arguments.seed,
+        batch_sizes=arguments.sizes,
+    )
+    racing = len(contestants) + arguments.control * len(arguments.drafter)
+    total = batch_count(jobs, settings, arguments.groups) * arguments.repeats * racing
+    decoders = [(c.name, Decoder(target, c.drafter), c.plan) for c in contestants]
     with threads(arguments.threads), progress(Console(stderr=True), "measuring", total, transient=True) as advance:
         more = list(controlled_racers(grown, contestants, jobs, arguments)) if arguments.control else []
-        points = measure_batches(
-            target, contestants, jobs, arguments.sizes, settings, arguments.groups, lambda: advance(1, ""), more
-        )
+        points = measure_batches(decoders, jobs, settings, 0.0, arguments.groups, lambda: advance(1, ""), more)
         about = conditions(
             target,
             target=grown.words,

@@ -49,6 +49,7 @@ EXTRAS = {
     "tensorboard": Extra("tensorboard (training.report_to: tensorboard)", ("tensorboard",)),
     "trackio": Extra("trackio (training.report_to: trackio)", ("trackio", "pandas")),
     "deepspeed": Extra("ZeRO training (accelerate launch --use_deepspeed)", ("deepspeed",), ("ninja", "g++")),
+    "capacity": Extra("capacity (loads of servers, simulated)", ("simpy",)),
     "quantised": Extra("targets of eight bits (--quantize, target.quantize)", ("torchao",)),
     "fast": Extra("kernels of the fast pass, on CUDA", ("triton",)),
     "liger": Extra("losses in fewer passes, on CUDA", ("liger_kernel",)),

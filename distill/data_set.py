@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -29,10 +30,12 @@ from torch import Tensor
 
 from ..common import BadInputError, digests
 from ..common.atomic import replacing_folder, working_name, write_atomically
-from ..common.safe_load import read_json
+from ..common.safe_load import read_json, read_text
 from ..heads.vocabulary import by_frequency, most_frequent
 
 PROVENANCE = "provenance.json"
+LEARNT = "learnt.txt"  # digests of the questions, one in a line
+_LARGEST = 2**30  # bytes of such a file: 60 million questions
 SCHEMA_VERSION = 2
 _TYPES = {"id": Value("string"), "suite": Value("string"), "input_ids": List(Value("int32"))}
 _NEEDED = Features(**_TYPES, loss_mask=List(Value("int8")))
@@ -48,7 +51,8 @@ class TrainingRow:
     """A row that a drafter learns from: tokens `[T]`, and a mask that is 1 on those that the target wrote `[T]`.
 
     `content` is a digest of the question: it decides which rows are held out, whatever their ids and places. `depths`
-    are those at which rounds of decoding reached each token `[T]`, 0 where none did; None without a drafter.
+    are those at which rounds of decoding reached each token `[T]`, 0 where none did; None without a drafter. `asked`
+    are digests of its questions (`Prompt.asked_digests`).
     """
 
     id: str
@@ -57,6 +61,7 @@ class TrainingRow:
     loss_mask: list[int]
     content: str
     depths: list[int] | None = None
+    asked: Sequence[str] = ()
 
 
 def load_responses(folder: str | Path) -> Dataset:
@@ -75,6 +80,17 @@ def load_responses(folder: str | Path) -> Dataset:
             f"{folder}: the columns {', '.join(missing)} are missing; found {', '.join(dataset.column_names)}."
         )
     return dataset
+
+
+def learnt_questions(folder: str | Path) -> set[str]:
+    """Return the digests of all questions in a data set (`Prompt.asked_digests`); none without one."""
+    file = Path(folder) / LEARNT
+    return read_digests(file) if file.is_file() else set()
+
+
+def read_digests(file: Path) -> set[str]:
+    """Return the digests of questions in a file, one in a line."""
+    return set(read_text(file, _LARGEST).split())
 
 
 def provenance(folder: str | Path) -> dict[str, Any]:
@@ -126,19 +142,26 @@ def save_data_set(
     """
     features = Features(**_FEATURES, **({DEPTHS: List(Value("int16"))} if with_depths else {}))
     stream = working_name(workplace / "rows.arrow", "tmp")  # by which the next run clears what a kill leaves
+    learnt = working_name(workplace / LEARNT, "tmp")
     was_quiet = are_progress_bars_disabled()
     disable_progress_bars()  # the library's own would run through ours
     try:
-        with ArrowWriter(path=str(stream), features=features) as writer:
+        with (
+            ArrowWriter(path=str(stream), features=features) as writer,
+            learnt.open("w", encoding="ascii") as questions,
+        ):
             for row in rows:
+                questions.writelines(f"{digest}\n" for digest in row.asked)
                 writer.write({column: value for column, value in vars(row).items() if column in features})
             writer.finalize()
         with replacing_folder(folder) as building:
             Dataset(MemoryMappedTable.from_file(str(stream)), fingerprint=name).save_to_disk(str(building))
+            shutil.copyfile(learnt, building / LEARNT)
             write_atomically(building / PROVENANCE, json.dumps(describe(), indent=2) + "\n")
             digests.seal(building)
     finally:
         stream.unlink(missing_ok=True)
+        learnt.unlink(missing_ok=True)
         if not was_quiet:
             enable_progress_bars()
 

@@ -13,7 +13,9 @@ A row may bring its own answers: the assistant's turns of a chat, or `answer`, `
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
@@ -89,8 +91,7 @@ class RowPrompt:
         """Return the texts of the user, turn by turn; of raw text the text."""
         if self.text is not None:
             return [self.text]
-        turns = [message for turn in (self.messages, *self.later) for message in turn]
-        return [str(message["content"]) for message in turns if message["role"] == "user"]
+        return users_texts((self.messages, *self.later))
 
     def as_text(self) -> RowPrompt:
         """Return a single question as raw text, for a target without a chat template."""
@@ -105,6 +106,19 @@ class RowPrompt:
         for answer, following in zip(self.given, self.later, strict=False):
             messages += [*answer, *following]
         return replace(self, messages=tuple(messages), later=(), given=self.given[len(self.later) :])
+
+
+def users_texts(turns: Iterable[Turn]) -> list[str]:
+    """Return the texts of the user in all turns."""
+    return [str(message["content"]) for turn in turns for message in turn if message["role"] == "user"]
+
+
+def question_digests(texts: Iterable[str]) -> Iterator[bytes]:
+    """Yield a digest of the first text, of the first two, …: a longer conversation has asked these, too."""
+    digest = hashlib.blake2b(digest_size=16)
+    for text in texts:
+        digest.update(" ".join(text.split()).encode() + b"\0")
+        yield digest.digest()
 
 
 def understand(row: Row, where: str, layout: str | None = None, column: str | None = None) -> RowPrompt:

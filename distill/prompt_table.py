@@ -23,7 +23,7 @@ import pyarrow
 from ..common.atomic import working_name
 from ..common.digests import canonical_json, digest_json
 from ..common.locks import scratch_folder
-from .layouts import Message, Turn
+from .layouts import Message, Turn, question_digests, users_texts
 
 _ROWS_AT_ONCE = 1024  # of one batch of the file
 _FILE = "prompts.arrow"
@@ -34,6 +34,7 @@ _SCHEMA = pyarrow.schema(
         ("tokens", pyarrow.list_(pyarrow.int32())),
         ("text", pyarrow.string()),
         ("chat", pyarrow.string()),  # JSON of `_CHAT`; null where all of them are empty
+        ("category", pyarrow.string()),
     ]
 )
 _CHAT = ("messages", "later", "given", "tools")
@@ -51,6 +52,7 @@ class Prompt:
         given: the answers that came with the row, one to each question, each as the assistant's messages; () for none.
         tools: the tools that the chat template lists.
         template: further arguments of the chat template, such as `enable_thinking`.
+        category: of the row in its suite, such as "math" or "translation"; "" for none.
     """
 
     id: str
@@ -62,12 +64,18 @@ class Prompt:
     given: tuple[Turn, ...] = ()
     tools: Any = None
     template: Mapping[str, Any] = field(default_factory=dict)
+    category: str = ""
 
     @property
     def content(self) -> str:
         """SHA-256 of the question, whatever the tokenizer, the row's place and its id."""
         asked = self.text or list(self.tokens) if self.messages is None else [self.messages, self.later, self.tools]
         return digest_json(asked)
+
+    def asked_digests(self) -> list[str]:
+        """Return 16 digits of the digests of the user's first text, of the first two, …; none without a text."""
+        texts = [self.text] * bool(self.text) if self.messages is None else users_texts([self.messages, *self.later])
+        return [digest.hex()[:16] for digest in question_digests(texts)]
 
 
 def digest_prompts(prompts: Iterable[Prompt], given: bool = False) -> str:
@@ -131,7 +139,7 @@ class PromptTable(Sequence[Prompt]):
         later, given = (tuple(map(tuple, chat.get(name, ()))) for name in ("later", "given"))
         messages = tuple(chat["messages"]) if "messages" in chat else None
         rest = (messages, later, given, chat.get("tools"), self._template)
-        return Prompt(row["id"], row["suite"], tuple(row["tokens"]), row["text"], *rest)
+        return Prompt(row["id"], row["suite"], tuple(row["tokens"]), row["text"], *rest, row["category"])
 
 
 def _write(prompts: Iterator[Prompt], file: str) -> np.ndarray:
@@ -146,5 +154,5 @@ def _write(prompts: Iterator[Prompt], file: str) -> np.ndarray:
 
 def _row(prompt: Prompt) -> dict[str, Any]:
     chat = {name: value for name in _CHAT if (value := getattr(prompt, name))}
-    plain = {name: getattr(prompt, name) for name in ("id", "suite", "tokens", "text")}
+    plain = {name: getattr(prompt, name) for name in ("id", "suite", "tokens", "text", "category")}
     return plain | {"chat": json.dumps(chat) if chat else None}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -24,7 +24,7 @@ from ..common import BadInputError
 from ..recipes import Recipe, SourceSpec
 from ..recipes.suites import find_suites
 from .conversation import RefusedChatError, render
-from .layouts import Row, RowError, RowPrompt, understand
+from .layouts import Row, RowError, RowPrompt, question_digests, understand
 from .prompt_table import Prompt, PromptTable
 from .sources import as_specs, rows_of, title
 
@@ -60,19 +60,19 @@ class SuitePrompts:
     def of(cls, suites: Sequence[str], limit: int | None = None, allowed: bool = False) -> SuitePrompts:
         """Return the prompts of suites, the first `limit` of each. BadInputError: no such suite, or a malformed row."""
         places: dict[bytes, str] = {}
-        for name, (_, file) in zip(suites, find_suites(suites), strict=True):
-            for number, row in enumerate(islice(rows_of(SourceSpec(path=str(file))), limit), 1):
+        for name, (_, source) in zip(suites, find_suites(suites), strict=True):
+            for number, row in enumerate(islice(rows_of(SourceSpec(path=source)), limit), 1):
                 if isinstance(row, RowError):
                     raise row
                 where = f"the suite {name}, row {number}"
-                *_, whole = [b"", *_digests(understand(row, where).last_question().users_texts())]
+                *_, whole = [b"", *question_digests(understand(row, where).last_question().users_texts())]
                 places.setdefault(whole, where)
         return cls(places, allowed)
 
     def leak(self, asked: RowPrompt, where: str) -> str | None:
         """Return a sentence about the suite that measures this row, if that is allowed; None if none measures it."""
         texts = asked.users_texts() if self.places else []
-        place = next((self.places[digest] for digest in _digests(texts) if digest in self.places), None)
+        place = next((self.places[digest] for digest in question_digests(texts) if digest in self.places), None)
         if place is None:
             return None
         sentence = f"{where} asks what {place}, measures: {texts[0][:60]!r}."
@@ -82,14 +82,6 @@ class SuitePrompts:
             f"{sentence} A drafter that learns what it is measured on looks better than it is: take the row out of one "
             "of them, or go on with data.allow_leaks=true."
         )
-
-
-def _digests(texts: Iterable[str]) -> Iterator[bytes]:
-    """Yield a digest of the first text, of the first two, …: a longer conversation has asked these, too."""
-    digest = hashlib.blake2b(digest_size=16)
-    for text in texts:
-        digest.update(" ".join(text.split()).encode() + b"\0")
-        yield digest.digest()
 
 
 @dataclass(frozen=True)
@@ -105,6 +97,8 @@ class PromptReading:
         drop_malformed: count a row that cannot be read, and leave it out; otherwise it is an error.
         once: leave out rows that ask what another has asked.
         measured: prompts that must not be learnt.
+        suite: the rows are a suite's, which are measured: of `turns` every one is asked, an empty one is an error, and
+            so is an id that occurs twice.
     """
 
     max_tokens: int | None = None
@@ -114,6 +108,7 @@ class PromptReading:
     drop_malformed: bool = False
     once: bool = False
     measured: SuitePrompts = field(default_factory=SuitePrompts)
+    suite: bool = False
 
 
 @dataclass
@@ -126,6 +121,7 @@ class RowCounts:
         dropped: rows that were left out, by reason: `too_long` chats (a chat cannot be cut without breaking its
             template), `unanswerable`, `unanswered` (with `answers: given`), `duplicate` and `malformed` ones.
         leaked: rows that are measured, too, and were allowed.
+        unasked: later turns that a target without a chat template is not asked.
         examples: a sentence about the first row of each reason, and about the first one that is leaked.
     """
 
@@ -134,6 +130,7 @@ class RowCounts:
     kept: int = 0
     truncated: int = 0
     leaked: int = 0
+    unasked: int = 0
     layouts: Counter[str] = field(default_factory=Counter)
     dropped: Counter[str] = field(default_factory=Counter)
     examples: dict[str, str] = field(default_factory=dict)
@@ -309,7 +306,7 @@ class _Reader:
             prompt = self._unnamed(row, f"{source.path}, row {number}", source, counts)
             if prompt is not None:
                 counts.kept += 1
-                yield self._named(prompt, row, number, name)
+                yield self._named(prompt, row, number, name, source.path)
         if not counts.kept and (source.weight is not None or not counts.dropped["duplicate"]):
             words = {reason: texts[2].format(self.reading.max_tokens) for reason, texts in _REASONS.items()}
             dropped = ", ".join(f"{counts.dropped[name]} {words[name]}" for name in words if counts.dropped[name])
@@ -324,6 +321,10 @@ class _Reader:
             asked = understand(row, where, source.layout, source.column)
             how = ", as raw text: no chat template" if self._lacks_template(asked) else ""
             counts.layouts[f"{asked.layout} (key {asked.key}){how}"] += 1
+            if self.reading.suite and asked.layout == "turns":
+                if empty := [n for n, turn in enumerate(row[asked.key], 1) if not turn.strip()]:
+                    raise RowError(where, f"turn {empty[0]} of `{asked.key}` is empty; write what is asked there.")
+                return self._prompt(asked, where, counts)
             return self._prompt(asked if self.reading.whole else asked.last_question(), where, counts)
         except (RowError, RefusedChatError) as error:
             if not self.reading.drop_malformed:
@@ -336,6 +337,7 @@ class _Reader:
 
     def _prompt(self, asked: RowPrompt, where: str, counts: RowCounts) -> Prompt | None:
         if self._lacks_template(asked):
+            counts.unasked += len(asked.later)
             asked = asked.as_text()
         text, is_raw = asked.text, asked.text is not None
         if not is_raw and asked.messages:
@@ -375,7 +377,7 @@ class _Reader:
         first = tokens[:1] if tokens[0] == self.tokenizer.bos_token_id and length > 1 else []
         return first + tokens[len(tokens) - length + len(first) :]
 
-    def _named(self, prompt: Prompt, row: Row | RowError, number: int, name: str) -> Prompt:
+    def _named(self, prompt: Prompt, row: Row | RowError, number: int, name: str, path: str) -> Prompt:
         """Return a prompt with the row's own id under its suite's name, or its number; a repeated one is numbered."""
         own = row if isinstance(row, dict) else {}
         suite = str(own.get("suite") or name)
@@ -383,9 +385,15 @@ class _Reader:
         first = str(given) if str(given).startswith(f"{suite}/") else f"{suite}/{given}"
         unique = first
         while not self.ids.add(unique):
+            if self.reading.suite:
+                raise BadInputError(
+                    f"{path}, row {number}: the id {given!r} stands in an earlier row, too; reports are compared "
+                    "prompt by prompt, so give each row an id of its own."
+                )
             self.repeated[first] = self.repeated.get(first, 1) + 1
             unique = f"{first}#{self.repeated[first]}"
-        return replace(prompt, id=unique, suite=suite)
+        category = own.get("category")
+        return replace(prompt, id=unique, suite=suite, category=category if isinstance(category, str) else "")
 
 
 def _in_turn(streams: Sequence[Iterator[Prompt]]) -> Iterator[Prompt]:

@@ -219,11 +219,12 @@ class _ResponsesBuilder:
             depths: Sequence[list[int] | None] = [None] * len(rows)
             if rows and answer.rounds:
                 depths = depths_of_rows([mask for _, mask in rows], answer.rounds)
+            asked = prompt.asked_digests()
             for (tokens, mask), row_depths in zip(rows, depths, strict=True):
                 counts["sequences"] += 1
                 counts["response_tokens"] += sum(mask)
                 counts["prompt_tokens"] += len(mask) - sum(mask)
-                yield TrainingRow(prompt.id, prompt.suite, tokens, mask, prompt.content, row_depths)
+                yield TrainingRow(prompt.id, prompt.suite, tokens, mask, prompt.content, row_depths, asked)
         self._report_dropped(counts)
 
     def _learnt(self, prompt: Prompt, answer: Answer) -> tuple[str, list[Supervised]]:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ..common import BadInputError
 from ..common.machine import clock
-from ..decode import Decoder, Plan, Round, Sampling
+from ..decode import Decoder, Plan, Round
 from ..recipes import EvalSpec
-from .reports.figures import Ratio
+from .interleaved_runs import race
+from .reports.figures import BatchFigures, Ratio
+from .reports.statistics import Bootstrap
+from .served_sampling import base_sampling
 from .suites import PromptJob
+
+LEAST_GROUPS = 8  # batches of each size: fewer give no useful interval
 
 
 @dataclass(frozen=True)
@@ -68,10 +73,11 @@ class BatchRacer:
 
     def __init__(self, name: str, decoder: Decoder, plan: Plan, settings: EvalSpec):
         self.name, self.decoder, self.plan, self.settings = name, decoder, plan, settings
+        self.sampling = base_sampling(decoder.target, settings)
 
     def __call__(self, job: Sequence[PromptJob], temperature: float) -> BatchAnswer:
         prompts, ids = [j.prompt.tokens for j in job], [j.sequence for j in job]
-        sampling = Sampling(temperature=temperature, seed=self.settings.seed)
+        sampling = replace(self.sampling, temperature=temperature)
         began = clock(self.decoder.target.device)
         out = self.decoder.generate(prompts, self.settings.max_new_tokens, sampling, self.plan, sequence_ids=ids)
         seconds = clock(self.decoder.target.device) - began
@@ -86,3 +92,96 @@ def median_repeat(repeats: Sequence[BatchAnswer]) -> BatchAnswer:
 def batch_speed(done: Sequence[BatchAnswer]) -> Ratio:
     """Return tokens per second over batches."""
     return Ratio([c.num_tokens for c in done], [c.seconds for c in done])
+
+
+def batch_count(jobs: Sequence[PromptJob], settings: EvalSpec, least: int = LEAST_GROUPS) -> int:
+    """Return how many batches are run of all sizes. BadInputError: a size above the number of prompts."""
+    return sum(len(make_groups(jobs, size, least, settings.seed)) for size in dict.fromkeys(settings.batch_sizes))
+
+
+def measure_batches(
+    decoders: Sequence[tuple[str, Decoder, Plan]],
+    jobs: Sequence[PromptJob],
+    settings: EvalSpec,
+    temperature: float = 0.0,
+    least: int = LEAST_GROUPS,
+    tick: Callable[[], None] = lambda: None,
+    more: Sequence[BatchRacer] = (),
+) -> list[BatchFigures]:
+    """Complete batches of every size with every contestant: its name, decoder and plan.
+
+    The batches of all sizes come in a random order, and each is completed by all contestants in turns.
+
+    Args:
+        decoders: one of them without a drafter: the baseline.
+        settings: `batch_sizes`, `max_new_tokens`, `repeats`, `sampling` and `seed` are used.
+        least: batches of each size; see `make_groups`.
+        tick: called after each batch. more: contestants beside these.
+
+    Raises:
+        BadInputError: a size below 1 or above the number of prompts, or no baseline.
+    """
+    plain = next((name for name, decoder, _ in decoders if decoder.drafter is None), None)
+    if plain is None:
+        raise BadInputError(
+            "batches: the plain target must take part; every speedup is over it. Add a contestant without a drafter."
+        )
+    sizes = list(dict.fromkeys(settings.batch_sizes))
+    groups = [(size, group) for size in sizes for group in make_groups(jobs, size, least, settings.seed)]
+    random.Random(settings.seed).shuffle(groups)
+    racers = [*(BatchRacer(name, decoder, plan, settings) for name, decoder, plan in decoders), *more]
+    for size in sizes:
+        widest = max((own for of, own in groups if of == size), key=lambda own: max(len(j.prompt.tokens) for j in own))
+        for racer in racers:
+            racer(widest, temperature)  # the first calls of a size are slow
+    answers = race(racers, [group for _, group in groups], temperature, settings.repeats, tick)
+    done = {name: [median_repeat(repeats) for repeats in per_group] for name, per_group in answers.items()}
+    return [
+        batch_figures(
+            name,
+            plain,
+            size,
+            temperature,
+            done,
+            [i for i, (own, _) in enumerate(groups) if own == size],
+            apart=2 * size <= len(jobs),
+        )
+        for size in sizes
+        for name in done
+    ]
+
+
+def batch_figures(
+    name: str,
+    plain: str,
+    size: int,
+    temperature: float,
+    done: dict[str, list[BatchAnswer]],
+    groups: Sequence[int],
+    apart: bool = True,
+) -> BatchFigures:
+    """Return the figures over the batches at the indices `groups`.
+
+    apart: whether several hold other prompts. Otherwise all have nearly the same ones, and count as one: no interval.
+    """
+    own, base = [done[name][i] for i in groups], [done[plain][i] for i in groups]
+    bootstrap = Bootstrap([len(groups)]) if apart else Bootstrap([1], clusters=[0] * len(groups))
+    passes = sum(c.passes for c in own)
+    tau = Ratio([c.num_emitted for c in own], [c.num_rounds for c in own])
+    drafted = sum(r.drafted for c in own for each in c.rounds for r in each)
+    same = sum(a == b for c, p in zip(own, base, strict=True) for a, b in zip(c.tokens, p.tokens, strict=True))
+    return BatchFigures(
+        contestant=name,
+        temperature=temperature,
+        size=size,
+        groups=len(groups),
+        sequences=sum(len(c.tokens) for c in own),
+        tokens=sum(c.num_tokens for c in own),
+        tokens_per_second=bootstrap.ratio(batch_speed(own)),
+        speedup=bootstrap.quotient(batch_speed(own), batch_speed(base)),
+        tau=None if name == plain else bootstrap.ratio(tau),
+        # Rounds of all sequences over the rounds of each batch's longest one.
+        rows=round(sum(c.num_rounds for c in own) / passes, 2) if passes else 0.0,
+        drafted=round(drafted / max(1, sum(c.num_rounds for c in own)), 2),
+        identical=None if temperature > 0 else same,
+    )

@@ -6,8 +6,9 @@ Shapes: N prompts.
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 import torch
@@ -25,14 +26,17 @@ from ..heads import Drafter, DrafterConfig, drafter_config
 from ..recipes import EvalSpec
 from ..targets import Target
 from ..targets.split_attention import steady_kernels
+from .batch_timing import batch_count, measure_batches
 from .interleaved_runs import Racer, TimedCompletion, race
 from .reports.figures import (
     ALL,
     PHASES,
     AcceptedFigure,
     Baselines,
+    BatchFigures,
     DepthFigure,
     Figures,
+    GroupFigures,
     PromptRecord,
     Ratio,
     speed_ratio,
@@ -40,7 +44,8 @@ from .reports.figures import (
 )
 from .reports.report import Conditions, ContestantInfo, Report, SuiteInfo
 from .reports.statistics import Bootstrap, strata_of
-from .suites import PromptJob, Suite, check_lengths, make_jobs, make_suite
+from .served_sampling import base_sampling, sampled_settings
+from .suites import PromptJob, Suite, check_lengths, make_jobs, make_suite, with_later_turns
 
 PLAIN, GENERATE = "plain", "transformers.generate"
 
@@ -68,11 +73,12 @@ def measure(
     generate_baseline: bool = True,
     console: Console | None = None,
 ) -> Report:
-    """Complete every prompt with every contestant, at every temperature, at batch size 1.
+    """Complete every prompt with every contestant, at every temperature, at batch size 1, and in batches if asked to.
 
     Args:
         contestants: the drafters; the headline is about the first. The plain target is added unless it is among them.
-        settings: `temperatures`, `max_new_tokens`, `repeats`, `threads` and `seed` are used; `limit` cuts each suite.
+        settings: `temperatures` (or the target's own `sampling`), `max_new_tokens`, `repeats`, `threads`, `seed` and
+            `batch_sizes` are used; `limit` cuts each suite.
         generate_baseline: whether `transformers.generate` takes part too.
         console: shows progress there.
 
@@ -84,7 +90,7 @@ def measure(
     entrants = [replace(c, plan=c.plan.within(settings.max_new_tokens)) for c in contestants]
     if all(c.drafter is not None for c in entrants):
         entrants.append(Contestant(PLAIN, None, Plan(depth=0)))
-    jobs = make_jobs(suites, settings.limit)
+    settings, jobs = sampled_settings(target, settings), make_jobs(suites, settings.limit)
     _check(target, entrants, jobs, settings)
     plain = next(c.name for c in entrants if c.drafter is None)
     baselines = Baselines(plain=plain, generate=GENERATE if generate_baseline else None)
@@ -93,16 +99,37 @@ def measure(
         racers.append(GenerateRacer(target, settings))
     temperatures = list(dict.fromkeys(settings.temperatures))
     with threads(settings.threads):
+        jobs = with_later_turns(target, jobs, settings.max_new_tokens, settings.max_prompt_tokens)
         records, rules = _race_at_each(temperatures, racers, jobs, plain, settings.repeats, console)
-        conditions = _conditions(target, suites, settings, temperatures)
+        batches = [b for t in temperatures for b in _in_batches(target, entrants, jobs, t, settings, console)]
+        conditions = _conditions(target, suites, jobs, settings, temperatures)
     generate = [ContestantInfo(name=GENERATE, kind="generate")] * generate_baseline
     return Report(
         conditions=conditions,
         contestants=[_info(c) for c in entrants] + generate,
         baselines=baselines,
         figures=summarise(records, rules, baselines, settings.seed),
+        groups=summarise_groups(records, baselines, settings.seed),
+        batches=batches,
         records=records,
     )
+
+
+def _in_batches(
+    target: Target,
+    entrants: Sequence[Contestant],
+    jobs: Sequence[PromptJob],
+    temperature: float,
+    settings: EvalSpec,
+    console: Console | None,
+) -> list[BatchFigures]:
+    """Return the figures of ragged batches, if `settings.batch_sizes` asks for some."""
+    if not settings.batch_sizes:
+        return []
+    decoders = [(c.name, Decoder(target, c.drafter), c.plan) for c in entrants]
+    total = batch_count(jobs, settings) * len(decoders) * settings.repeats
+    with progress(console, "measuring batches", total, transient=True) as advance:
+        return measure_batches(decoders, jobs, settings, temperature, tick=lambda: advance(1, ""))
 
 
 def _race_at_each(
@@ -187,6 +214,9 @@ def _check(target: Target, entrants: Sequence[Contestant], jobs: Sequence[Prompt
                 f"but temperature {hot[0]} is to be measured too; use 'auto'."
             )
     check_lengths(target, jobs, settings)
+    base_sampling(target, settings)
+    if settings.batch_sizes:
+        batch_count(jobs, settings)
 
 
 class DecoderRacer:
@@ -194,11 +224,11 @@ class DecoderRacer:
 
     def __init__(self, target: Target, contestant: Contestant, settings: EvalSpec):
         self.name, self.plan, self.settings = contestant.name, contestant.plan, settings
-        self.target = target
+        self.target, self.sampling = target, base_sampling(target, settings)
         self.decoder = Decoder(target, contestant.drafter)
 
     def __call__(self, job: PromptJob, temperature: float) -> TimedCompletion:
-        sampling = Sampling(temperature=temperature, seed=self.settings.seed)
+        sampling = replace(self.sampling, temperature=temperature)
         began = clock(self.target.device)
         out = self.decoder.generate(
             [job.prompt.tokens], self.settings.max_new_tokens, sampling, self.plan, sequence_ids=[job.sequence]
@@ -216,7 +246,7 @@ class GenerateRacer:
     name = GENERATE
 
     def __init__(self, target: Target, settings: EvalSpec):
-        self.target, self.settings = target, settings
+        self.target, self.settings, self.sampling = target, settings, base_sampling(target, settings)
 
     def __call__(self, job: PromptJob, temperature: float) -> TimedCompletion:
         tokens = torch.tensor([job.prompt.tokens], device=self.target.device)
@@ -233,14 +263,18 @@ class GenerateRacer:
     def _config(self, temperature: float) -> GenerationConfig:
         """Return a config that sets all that the model's own might set otherwise."""
         eos = list(self.target.eos_ids)
-        sampled = {"temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
+        own = self.sampling
+        sampled = {"temperature": temperature, "top_k": own.top_k or 0, "top_p": own.top_p or 1.0, "min_p": own.min_p}
         return GenerationConfig(
             do_sample=temperature > 0,
             max_new_tokens=self.settings.max_new_tokens,
-            repetition_penalty=1.0,
+            min_new_tokens=own.min_new_tokens or None,
+            repetition_penalty=own.repetition_penalty,
+            suppress_tokens=list(own.suppress) or None,
+            bad_words_ids=list(map(list, own.bad_words)) or None,
             eos_token_id=eos or None,
             pad_token_id=eos[0] if eos else 0,
-            **sampled,
+            **(sampled if temperature else {}),
         )
 
 
@@ -278,7 +312,7 @@ def _record(
         contestant=name,
         temperature=temperature,
         suite=job.suite,
-        prompt=job.prompt.id,
+        prompt=job.request,
         prompt_tokens=len(job.prompt.tokens),
         tokens=len(first.tokens),
         drafted=[r.drafted for r in first.rounds],
@@ -289,6 +323,9 @@ def _record(
         identical=None if reference is None else diverges_at is None,
         diverges_at=diverges_at,
         answer=digest_json(first.tokens)[:12],
+        category=job.prompt.category or None,
+        conversation=job.prompt.id if job.prompt.later else None,
+        turn=job.turn,
     )
 
 
@@ -308,7 +345,15 @@ def _info(contestant: Contestant) -> ContestantInfo:
     )
 
 
-def _conditions(target: Target, suites: Sequence[Suite], settings: EvalSpec, temperatures: list[float]) -> Conditions:
+def _conditions(
+    target: Target,
+    suites: Sequence[Suite],
+    jobs: Sequence[PromptJob],
+    settings: EvalSpec,
+    temperatures: list[float],
+) -> Conditions:
+    sampling, usual = asdict(base_sampling(target, settings)), asdict(Sampling(seed=settings.seed))
+    later = Counter(job.suite for job in jobs if job.turn > 1)
     return Conditions(
         target={
             **target.source,
@@ -324,17 +369,29 @@ def _conditions(target: Target, suites: Sequence[Suite], settings: EvalSpec, tem
         pass_backend=target.pass_backend,
         max_new_tokens=settings.max_new_tokens,
         temperatures=temperatures,
+        sampling={k: v for k, v in sampling.items() if k != "temperature" and v != usual[k]},
         repeats=settings.repeats,
         seed=settings.seed,
-        suites=[suite_info(s, settings.limit) for s in suites],
+        suites=[suite_info(s, settings.limit, later[s.name]) for s in suites],
         versions=versions(),
     )
 
 
-def suite_info(suite: Suite, limit: int | None) -> SuiteInfo:
-    """Return the name, digest and size of a suite's first `limit` prompts: a limit makes it another suite."""
+def suite_info(suite: Suite, limit: int | None, later_turns: int | None = None) -> SuiteInfo:
+    """Return the name, digest and size of a suite's first `limit` prompts: a limit makes it another suite.
+
+    `later_turns`: of its conversations, that were asked; None if only first turns are.
+    """
     used = suite if limit is None else make_suite(suite.name, suite.prompts[:limit])
-    return SuiteInfo(name=suite.name, digest=used.digest, num_prompts=len(used.prompts))
+    asked, of = later_turns or 0, sum(len(p.later) for p in used.prompts)
+    return SuiteInfo(
+        name=suite.name,
+        digest=used.digest,
+        num_prompts=len(used.prompts),
+        left_out=suite.left_out,
+        later_turns=asked,
+        unasked_turns=0 if later_turns is None else of - asked + suite.unasked,
+    )
 
 
 def summarise(
@@ -372,7 +429,7 @@ def _figures_of(
         entries.setdefault(record.contestant, []).append(record)
     plain = entries[baselines.plain]
     generate = speed_ratio(entries[baselines.generate]) if baselines.generate else None
-    bootstrap = Bootstrap(strata_of([r.suite for r in plain]), seed=seed)
+    bootstrap = _bootstrap(plain, seed)
 
     def figures(name: str, own: list[PromptRecord]) -> Figures:
         drafted = [sum(r.drafted) for r in own]
@@ -405,6 +462,75 @@ def _figures_of(
         )
 
     return [figures(name, own) for name, own in entries.items()]
+
+
+def _bootstrap(records: Sequence[PromptRecord], seed: int) -> Bootstrap:
+    """Return resamples of prompts, suite by suite; the turns of a conversation are drawn together."""
+    asked = [(r.suite, r.conversation or r.prompt) for r in records]
+    places = {one: place for place, one in enumerate(dict.fromkeys(asked))}
+    return Bootstrap(strata_of([suite for suite, _ in places]), seed=seed, clusters=[places[one] for one in asked])
+
+
+MT_BENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
+SPEC_BENCH = {"translation", "summarization", "qa", "math_reasoning", "rag"}  # its tasks beside MT-Bench
+_ONLY_SPEC_BENCH = {"translation", "math_reasoning"}
+
+
+def groups_of(record: PromptRecord, categories: set[str]) -> dict[str, str]:
+    """Return the groups that a record belongs to, by kind, in a suite of these categories.
+
+    In Spec-Bench a category of MT-Bench's is a part of the task "mt_bench": so it counts its six tasks (arXiv
+    2401.07851, its own evaluation). It is recognised by a task that other suites with such categories do not have.
+    """
+    found = {"turn": f"turn {record.turn}"}
+    if record.category is not None:
+        found["category"] = record.category
+        is_spec_bench = categories <= MT_BENCH | SPEC_BENCH and not categories.isdisjoint(_ONLY_SPEC_BENCH)
+        if is_spec_bench and categories & MT_BENCH:
+            found["task"] = "mt_bench" if record.category in MT_BENCH else record.category
+    return found
+
+
+def summarise_groups(records: Sequence[PromptRecord], baselines: Baselines, seed: int = 0) -> list[GroupFigures]:
+    """Return the figures by task, category and turn, of suites that have several."""
+    found = []
+    for suite, temperature in dict.fromkeys((r.suite, r.temperature) for r in records):
+        own = [r for r in records if (r.suite, r.temperature) == (suite, temperature)]
+        categories = {r.category for r in own if r.category is not None}
+        for by in ("task", "category", "turn"):
+            names = list(dict.fromkeys(groups_of(r, categories).get(by) for r in own))
+            parts = {name: [r for r in own if groups_of(r, categories).get(by) == name] for name in names if name}
+            if len(parts) > 1:
+                found += [f for name, part in parts.items() for f in _group(part, by, name, baselines.plain, seed)]
+    return found
+
+
+def _group(records: Sequence[PromptRecord], by: str, group: str, plain: str, seed: int) -> list[GroupFigures]:
+    """Return the figures of all contestants on one part of a suite."""
+    entries: dict[str, list[PromptRecord]] = {}
+    for record in records:
+        entries.setdefault(record.contestant, []).append(record)
+    bootstrap, made = _bootstrap(entries[plain], seed), []
+    for name, own in entries.items():
+        judged = [r.identical for r in own if r.identical is not None]
+        num_rounds = sum(len(r.accepted) for r in own)
+        made.append(
+            GroupFigures(
+                contestant=name,
+                temperature=own[0].temperature,
+                suite=own[0].suite,
+                by=by,
+                group=group,
+                num_prompts=len(own),
+                num_rounds=num_rounds,
+                num_tokens=sum(r.tokens for r in own),
+                tau=bootstrap.ratio(tau_ratio(own)) if num_rounds else None,
+                tokens_per_second=bootstrap.ratio(speed_ratio(own)),
+                speedup=bootstrap.quotient(speed_ratio(own), speed_ratio(entries[plain])),
+                identical=sum(judged) if judged else None,
+            )
+        )
+    return made
 
 
 def _alpha(records: Sequence[PromptRecord], bootstrap: Bootstrap) -> list[DepthFigure]:

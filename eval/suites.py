@@ -1,18 +1,25 @@
-"""The prompts that a measurement runs on, and their identity by content."""
+"""The prompts that a measurement runs on, and their identity by content.
+
+A row of `turns` is a conversation: each later turn is asked after the plain target's own greedy answers to those before
+it. All contestants, at all temperatures, get this one history, so that they are compared on the same prompts.
+"""
 
 from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from itertools import chain, cycle, islice
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from ..common import BadInputError
+from ..decode import Decoder, Plan, Sampling
+from ..distill.conversation import next_question
 from ..distill.prompt_table import Prompt, digest_prompts
-from ..distill.recipe_prompts import read_prompts
+from ..distill.recipe_prompts import PromptReading, collect
 from ..recipes import EvalSpec
 from ..recipes.suites import PACKAGED, find_suites
 from ..targets import Target
@@ -21,11 +28,17 @@ from .reports.figures import ALL
 
 @dataclass(frozen=True)
 class Suite:
-    """A named list of prompts; the digest is a SHA-256 over their ids and tokens, in order."""
+    """A named list of prompts; the digest is a SHA-256 over their ids, tokens and later turns, in order.
+
+    `left_out`: prompts that were read and are longer than they may be. `unasked`: later turns that are not asked, since
+    there is no chat template or a context is filled.
+    """
 
     name: str
     prompts: list[Prompt]
     digest: str
+    left_out: int = 0
+    unasked: int = 0
 
 
 def load_suites(
@@ -34,21 +47,117 @@ def load_suites(
     limit: int | None = None,
     template: Mapping[str, Any] | None = None,
 ) -> list[Suite]:
-    """Read suites: `code`, `docs` and `prose` ship with Outrider, anything else is a prompt file.
+    """Read suites: `code`, `docs` and `prose` ship with Outrider, anything else is a prompt file or on the Hub.
+
+    A file's layout is recognised by its keys, as that of training data is (`distill.layouts`). Of a chat the last
+    question is asked, after its own answers; of `turns` every one (see `with_later_turns`).
 
     Args:
         limit: the first so many prompts of each; None for all.
         template: arguments of the chat template (`template` in a recipe).
 
     Raises:
-        BadInputError: no such suite or file, an empty one, a suite given twice, or two prompts with one id.
+        BadInputError: no such suite or file, an empty one, a suite given twice, a row that cannot be asked, or two
+            prompts with one id.
     """
     if not names:
         raise BadInputError(f"no suites were given; packaged ones: {', '.join(PACKAGED)}.")
-    return [
-        make_suite(title, read_prompts([str(file)], tokenizer, limit=limit, template=template))
-        for title, file in find_suites(names)
-    ]
+    return [_read(title, source, tokenizer, limit, template) for title, source in find_suites(names)]
+
+
+def _read(
+    title: str, source: str, tokenizer: PreTrainedTokenizerBase, limit: int | None, template: Mapping[str, Any] | None
+) -> Suite:
+    found = collect([source], tokenizer, limit, PromptReading(template=template or {}, suite=True))
+    [counts] = found.sources
+    if counts.dropped:
+        raise BadInputError(
+            f"the suite {source} has {counts.left_out()}.{counts.example()} What is measured leaves no row out by "
+            "itself: mend the row, or remove it."
+        )
+    return replace(make_suite(title, found.prompts), unasked=counts.unasked)
+
+
+def suites_of(
+    target: Target,
+    settings: EvalSpec,
+    template: Mapping[str, Any] | None = None,
+    learnt: Set[str] = frozenset(),
+    data: str = "",
+) -> list[Suite]:
+    """Return the suites of a recipe's `eval` as `target` will be asked them; it needs no weights yet.
+
+    Args:
+        learnt, data: see `require_unlearnt`.
+
+    Raises:
+        BadInputError: as `load_suites`; a prompt leaves no room for an answer; every prompt is too long, or was learnt.
+    """
+    suites = load_suites(settings.suites, target.require_tokenizer(), settings.limit, template)
+    require_unlearnt(suites, learnt, data)
+    if settings.max_prompt_tokens is not None:
+        suites = [_without_long(suite, settings.max_prompt_tokens, "eval.max_prompt_tokens") for suite in suites]
+    most = None if target.max_context is None else target.max_context - settings.max_new_tokens
+    if most is not None and (long := [length for length in settings.contexts if length > most]):
+        raise BadInputError(
+            f"eval.contexts: {long[0]} tokens and {settings.max_new_tokens} new ones exceed the target's context of "
+            f"{target.max_context}; take at most {most}."
+        )
+    if settings.contexts:
+        suites = [filled(suite, length) for suite in suites for length in settings.contexts]
+    jobs = make_jobs(suites)
+    check_lengths(target, jobs, settings)
+    if settings.batch_sizes and max(settings.batch_sizes) > len(jobs):
+        raise BadInputError(
+            f"eval.batch_sizes: a batch is between 1 and the number of prompts, {len(jobs)}; got "
+            f"{max(settings.batch_sizes)}. Take more prompts or smaller batches."
+        )
+    return suites
+
+
+def require_unlearnt(suites: Sequence[Suite], learnt: Set[str], data: str) -> None:
+    """Raise BadInputError for a prompt whose questions the drafter learned from, perhaps with others after them.
+
+    Args:
+        learnt: digests of questions, as `Prompt.asked_digests`. data: the name of that training data, for people.
+    """
+    for suite in suites if learnt else ():
+        for prompt in suite.prompts:
+            if not learnt.isdisjoint(replace(prompt, later=()).asked_digests()[-1:]):
+                raise BadInputError(
+                    f"the suite {suite.name} asks in {prompt.id!r} what the drafter learned from {data}: "
+                    f"{prompt.text[:60]!r}. A drafter that is measured on what it learned looks better than it is: "
+                    "measure on other prompts, or train with data.allow_leaks=true."
+                )
+
+
+def _without_long(suite: Suite, longest: int, key: str) -> Suite:
+    """Return the suite without the prompts of more than `longest` tokens, counted."""
+    kept = [prompt for prompt in suite.prompts if len(prompt.tokens) <= longest]
+    if not kept:
+        raise BadInputError(
+            f"suite {suite.name!r}: all of its {len(suite.prompts)} prompts have more than {longest} tokens; raise "
+            f"{key}."
+        )
+    left_out = suite.left_out + len(suite.prompts) - len(kept)
+    return replace(make_suite(suite.name, kept), left_out=left_out, unasked=suite.unasked)
+
+
+def filled(suite: Suite, length: int) -> Suite:
+    """Return the suite `name@length`, in which texts of its other prompts stand before each prompt, `length` tokens
+    in all. Longer prompts are left out, and of a conversation only the first turn is asked.
+    """
+    fitting = _without_long(suite, length, "eval.contexts")
+    texts = [prompt.tokens for prompt in fitting.prompts]
+
+    def fill(place: int, prompt: Prompt) -> Prompt:
+        others = [*texts[place + 1 :], *texts[:place]] or texts
+        before = tuple(islice(chain.from_iterable(cycle(others)), length - len(prompt.tokens)))
+        return replace(prompt, tokens=(*before, *prompt.tokens), later=())
+
+    made = make_suite(f"{suite.name}@{length}", [fill(i, prompt) for i, prompt in enumerate(fitting.prompts)])
+    unasked = fitting.unasked + sum(len(prompt.later) for prompt in fitting.prompts)
+    return replace(made, left_out=fitting.left_out, unasked=unasked)
 
 
 def make_suite(name: str, prompts: Sequence[Prompt]) -> Suite:
@@ -74,16 +183,67 @@ def make_suite(name: str, prompts: Sequence[Prompt]) -> Suite:
 
 @dataclass(frozen=True)
 class PromptJob:
-    """One prompt to complete; `sequence` keys its randomness, which other prompts do not change."""
+    """One prompt to complete; `sequence` keys its randomness, which other prompts do not change.
+
+    `turn`: its place in the conversation, from 1.
+    """
 
     suite: str
     prompt: Prompt
     sequence: int
+    turn: int = 1
+
+    @property
+    def request(self) -> str:
+        """The prompt's id, and its turn if that is not the first."""
+        return self.prompt.id if self.turn == 1 else f"{self.prompt.id}, turn {self.turn}"
 
 
 def make_jobs(suites: Sequence[Suite], limit: int | None = None) -> list[PromptJob]:
     """Return the first `limit` prompts of each suite, suite by suite."""
-    return [PromptJob(s.name, p, zlib.crc32(f"{s.name}/{p.id}".encode())) for s in suites for p in s.prompts[:limit]]
+    return [_job(s.name, p) for s in suites for p in s.prompts[:limit]]
+
+
+def _job(suite: str, prompt: Prompt, turn: int = 1) -> PromptJob:
+    key = f"{suite}/{prompt.id}" + (f"/{turn}" if turn > 1 else "")
+    return PromptJob(suite, prompt, zlib.crc32(key.encode()), turn)
+
+
+def with_later_turns(
+    target: Target, jobs: Sequence[PromptJob], max_new_tokens: int, max_prompt_tokens: int | None = None
+) -> list[PromptJob]:
+    """Return `jobs`, each followed by the later turns of its conversation, after the plain target's greedy answers.
+
+    A conversation ends before a question that leaves no room for its answer, that is longer than `max_prompt_tokens`,
+    or that the chat template refuses.
+    """
+    decoder, tokenizer = Decoder(target), target.require_tokenizer() if any(j.prompt.later for j in jobs) else None
+    rooms = [] if target.max_context is None else [target.max_context - max_new_tokens]
+    room = min(rooms + ([] if max_prompt_tokens is None else [max_prompt_tokens]), default=None)
+    turns = {number: [job] for number, job in enumerate(jobs)}
+    answers: dict[int, list[list[int]]] = {number: [] for number in turns}
+    asked = [number for number, job in enumerate(jobs) if job.prompt.later]
+    while asked and tokenizer is not None:
+        for some in batches_by_length({number: turns[number][-1] for number in asked}):
+            prompts = [turns[number][-1].prompt.tokens for number in some]
+            for number, answer in zip(
+                some, decoder.generate(prompts, max_new_tokens, Sampling(), Plan(0)).tokens, strict=True
+            ):
+                answers[number].append(answer)
+        answered, asked = asked, []
+        for number in answered:
+            first = turns[number][0]
+            tokens = next_question(first.prompt, answers[number], tokenizer, room)
+            if tokens is not None:
+                turns[number].append(_job(first.suite, replace(first.prompt, tokens=tokens), 1 + len(turns[number])))
+                asked += [number] * (len(turns[number]) <= len(first.prompt.later))
+    return [job for conversation in turns.values() for job in conversation]
+
+
+def batches_by_length(jobs: Mapping[int, PromptJob], at_once: int = 8) -> Iterator[list[int]]:
+    """Yield the keys of jobs in batches of prompts of similar lengths."""
+    ordered = sorted(jobs, key=lambda key: len(jobs[key].prompt.tokens))
+    yield from (ordered[i : i + at_once] for i in range(0, len(ordered), at_once))
 
 
 def check_lengths(target: Target, jobs: Sequence[PromptJob], settings: EvalSpec) -> None:
@@ -94,5 +254,6 @@ def check_lengths(target: Target, jobs: Sequence[PromptJob], settings: EvalSpec)
         raise BadInputError(
             f"prompt {longest.prompt.id!r} has {len(longest.prompt.tokens)} tokens; with {settings.max_new_tokens} "
             f"new ones it exceeds the target's context of {target.max_context}. "
-            "Lower eval.max_new_tokens or leave that prompt out."
+            "Lower eval.max_new_tokens, or leave such prompts out with eval.max_prompt_tokens="
+            f"{max(1, target.max_context - settings.max_new_tokens)}."
         )

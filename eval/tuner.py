@@ -42,6 +42,7 @@ from .measure import suite_info
 from .reports.advice import collapse
 from .reports.figures import Interval, Ratio
 from .reports.statistics import Bootstrap, strata_of
+from .served_sampling import base_sampling
 from .suites import PromptJob, Suite, check_lengths, make_jobs
 from .tuning_record import BatchTuning, Candidate, CostRecord, Tuning, plan_words, print_batch
 
@@ -93,7 +94,7 @@ def tune(
     if console is not None and reason is not None:
         console.print(Text(f"no trees: {reason}", style="dim"))
     with threads(settings.threads):
-        sampling = Sampling(temperature=float(settings.temperatures[0]), seed=settings.seed)
+        sampling = replace(base_sampling(target, settings), temperature=float(settings.temperatures[0]))
         with bars("acceptance", 1):
             seen = measure_acceptance(target, drafter, jobs, settings.max_new_tokens, sampling, trees=reason is None)
         fusions = _fusions(target, drafter, statistical)

@@ -10,12 +10,13 @@ from typing import Any, Self
 from ..common import BadInputError
 from ..common.locks import locked
 from ..decode import Plan
+from ..distill.data_set import read_digests
 from ..distill.prompt_table import Prompt
 from ..eval.tuning_record import Tuning
 from ..recipes import Recipe, load_recipe
 from ..targets import Fingerprint, load_tokenizer
 from .folder import PairFiles
-from .manifest import CALIBRATION, DRAFTER, RECIPE, SUITES, TOKENIZER, Manifest, ServedRecord, read_manifest
+from .manifest import CALIBRATION, DRAFTER, LEARNT, RECIPE, SUITES, TOKENIZER, Manifest, ServedRecord, read_manifest
 from .probe_baseline import read_calibration
 
 _PATIENCE = 600.0  # seconds that a tuning, the work of minutes, waits for another writer
@@ -88,6 +89,10 @@ class PairContents(PairFiles):
     def tokenizer(self) -> Any | None:
         """Return the tokenizer of the pair's target; None if that had none."""
         return load_tokenizer(self.folder / TOKENIZER)
+
+    def learnt(self) -> set[str]:
+        """Return digests of the questions that the drafter learned from (`Prompt.asked_digests`); none if unknown."""
+        return read_digests(self.folder / LEARNT) if self.manifest.learnt is not None else set()
 
     def calibration(self) -> list[Prompt]:
         """Return the prompts that the baseline was measured on; [] if there were none."""

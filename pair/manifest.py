@@ -22,7 +22,7 @@ from ..eval.reports.figures import Interval
 from ..eval.tuning_record import Part, SparsePart, Tuning, merged
 from ..targets.fingerprint import Fingerprint
 
-MANIFEST, RECIPE, CALIBRATION = "pair.json", "recipe.yaml", "calibration.jsonl"
+MANIFEST, RECIPE, CALIBRATION, LEARNT = "pair.json", "recipe.yaml", "calibration.jsonl", "learnt.txt"
 SIGNATURE = "pair.json.sig"
 DRAFTER, TOKENIZER, REPORTS, ADAPTER, SUITES = "drafter", "tokenizer", "reports", "adapter", "suites"
 SCHEMA_VERSION: Final = 1
@@ -245,13 +245,15 @@ class Manifest(SparsePart):
     """The whole of pair.json.
 
     Attributes:
+        learnt: SHA-256 of the file with the digests of the questions that the drafter learned from; None if the
+            responses were not there when the pair was made.
         suites: prompt files that the pair is measured on and that no package ships.
         sizes: bytes of each of `files`, by which a registry's files are judged before they are copied.
         tuning: the fastest plans by machine. served: the latest record of each engine. No part of the identity, since
             they depend on machines.
     """
 
-    OPTIONAL = ("tuning", "served", "suites", "sizes")
+    OPTIONAL = ("tuning", "served", "suites", "sizes", "learnt")
 
     schema_version: Literal[1]
     name: str
@@ -261,6 +263,7 @@ class Manifest(SparsePart):
     drafter: DrafterRecord
     recipe: str
     calibration: str | None
+    learnt: str | None = None
     reports: dict[InsideName, str]
     suites: dict[InsideName, str] = Field(default={})
     plan: PlanRecord
@@ -315,6 +318,8 @@ class Manifest(SparsePart):
         files = {RECIPE: self.recipe} | _placed(REPORTS, self.reports)
         if self.calibration is not None:
             files[CALIBRATION] = self.calibration
+        if self.learnt is not None:
+            files[LEARNT] = self.learnt
         return files | _placed(DRAFTER, self.drafter.files) | _placed(SUITES, self.suites) | self.target.kept_files()
 
     def to_text(self) -> str:

@@ -20,7 +20,9 @@ from ..common.atomic import replacing_folder, write_atomically
 from ..common.digests import listed_problems
 from ..common.locks import locked
 from ..common.safe_load import read_json
+from ..distill.data_set import learnt_questions
 from ..distill.prompt_table import Prompt
+from ..distill.responses import data_folder
 from ..eval.reports.report import ContestantInfo, Report
 from ..heads import Drafter, Fusion, load_drafter
 from ..recipes import Recipe
@@ -34,6 +36,7 @@ from .manifest import (
     ADAPTER,
     CALIBRATION,
     DRAFTER,
+    LEARNT,
     MANIFEST,
     RECIPE,
     REPORTS,
@@ -108,6 +111,7 @@ def new_pair(
             older = existing.manifest
             manifest = manifest.model_copy(update={"tuning": older.tuning, "served": older.served})
         changes: dict[str, Any] = {"reports": digest_files(partial / REPORTS)}
+        changes |= _keep_learnt(partial, recipe, [parent, existing])
         baseline = None
         if prompts := choose_prompts(recipe, target) if calibration is None else calibration:
             write_calibration(partial / CALIBRATION, prompts)
@@ -203,6 +207,17 @@ def _keep_suites(recipe: Recipe, partial: Path) -> Recipe:
             shutil.copyfile(file, partial / copy)
             names[i] = copy.as_posix()
     return recipe.model_copy(update={"eval": recipe.eval.model_copy(update={"suites": names})})
+
+
+def _keep_learnt(partial: Path, recipe: Recipe, earlier: Sequence[Pair | None]) -> dict[str, str]:
+    """Write down what the drafter and `earlier` ones learned from, and return the manifest's field; none if unknown."""
+    learnt = learnt_questions(data_folder(recipe)).union(
+        *(pair.learnt() for pair in earlier if pair is not None and (pair.folder / LEARNT).is_file())
+    )
+    if not learnt:
+        return {}
+    write_atomically(partial / LEARNT, "".join(f"{digest}\n" for digest in sorted(learnt)))
+    return {"learnt": digest_file(partial / LEARNT)}
 
 
 def _leads_out(file: Path, folder: Path) -> bool:

@@ -22,7 +22,7 @@ from ..common.locks import locked
 from ..distill.prompt_table import Prompt
 from ..eval.measure import contestants, measure
 from ..eval.reports.render import write_report
-from ..eval.suites import load_suites
+from ..eval.suites import suites_of
 from ..heads import HEADS, Drafter, LowRank, load_drafter
 from ..recipes import Recipe
 from ..targets import Target
@@ -147,7 +147,7 @@ def _measured(
     recipe: Recipe, target: Target, drafter: Drafter, drafter_folder: Path, generate: bool, console: Console | None
 ) -> Path:
     """Measure the drafter beside the recipe's baselines; a finished measurement of the same thing is used again."""
-    suites = load_suites(recipe.eval.suites, target.require_tokenizer(), recipe.eval.limit, recipe.template)
+    suites = suites_of(target, recipe.eval, recipe.template)
     digests = [s.digest for s in suites]
     subject = [target.fingerprint().digest, digest_files(drafter_folder), recipe.eval.model_dump(), digests]
     folder = recipe.output_folder / "reports" / digest_json(subject)[:12]

@@ -346,7 +346,8 @@ class EvalSpec(Section):
     """What is measured, and how.
 
     Attributes:
-        suites: `code`, `docs`, `prose`, or prompt files.
+        suites: `code`, `docs`, `prose`, prompt files (Spec-Bench, MT-Bench, SPEED-Bench, …), or org/name[:split] on the
+            Hub.
         depth: draft tokens per round, in a tree on its longest path.
         width, nodes: more than 1 drafts dynamic trees of that many nodes; see `outrider.decode.Plan`.
             Without nodes a tree has width × depth of them.
@@ -354,6 +355,11 @@ class EvalSpec(Section):
         temperatures: each is measured; the first decides what is tuned.
         max_new_tokens: length limit of a completion.
         limit: prompts per suite; null for all.
+        max_prompt_tokens: longer prompts are left out, and counted; null: one that does not fit the target's context
+            is an error.
+        contexts: every prompt is filled up to these lengths, in tokens, by the suite's other prompts; [] leaves them.
+        batch_sizes: ragged batches of so many prompts are measured, too.
+        sampling: `temperatures` alone, or `served` as the target's own generation_config.json says.
         repeats: timed passes over each suite; contestants are interleaved.
         seed: of the draws above temperature 0, and of the intervals.
         baselines: drafters without weights that are measured beside the trained one.
@@ -374,6 +380,10 @@ class EvalSpec(Section):
     temperatures: Annotated[list[Temperature], Field(min_length=1)] = Field(default_factory=lambda: [0.0, 1.0])
     max_new_tokens: Positive = 128
     limit: Positive | None = None
+    max_prompt_tokens: Positive | None = None
+    contexts: list[Positive] = Field(default_factory=list)
+    batch_sizes: list[Positive] = Field(default_factory=list)
+    sampling: Literal["temperatures", "served"] = "temperatures"
     repeats: Positive = 3
     seed: int = 0
     baselines: list[str] = Field(default_factory=lambda: ["ngram"])

@@ -27,16 +27,19 @@ from ..common.progress import plain_lines, say_retries_once
 from ..common.runtime import keep_large_blocks, remember_few_shapes
 from ..common.signals import how, number_of, stoppable
 from ..common.terminal import VisibleConsole, log_to_stderr, print_to_stderr, visible
-from . import data_cli, export_cli, recipe_keys, serving_cli, starter
+from . import capacity_cli, data_cli, export_cli, recipe_keys, serving_cli, starter
 from .help_examples import EXAMPLES
 from .options import (
     Adapter,
     AsJson,
+    Batches,
+    Contexts,
     NewTarget,
     Overrides,
     PairFolder,
     Quantize,
     RecipeName,
+    SamplingSource,
     Temperature,
     checked_temperatures,
     pair_of,
@@ -148,6 +151,7 @@ app.command("import")(export_cli.import_)
 app.command("lint")(export_cli.lint)
 app.command("grow")(export_cli.grow)
 app.command("report")(report)
+app.command("capacity")(capacity_cli.capacity)
 app.command("served", context_settings={"allow_extra_args": True})(serving_cli.served)
 app.command("watch")(serving_cli.watch)
 
@@ -287,9 +291,13 @@ def evaluate(
     adapter: Adapter = None,
     quantize: Quantize = None,
     suite: Annotated[
-        list[str] | None, typer.Option(help="code, docs, prose, or a prompt file; may be repeated.")
+        list[str] | None,
+        typer.Option(help="code, docs, prose, a prompt file, or org/name on the Hub; may be repeated."),
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Prompts per suite.")] = None,
+    context: Contexts = None,
+    batch: Batches = None,
+    sampling: SamplingSource = None,
     depth: Annotated[int | None, typer.Option(min=1, help="Draft tokens per round.")] = None,
     width: Annotated[
         int | None,
@@ -325,8 +333,9 @@ def evaluate(
         raise BadInputError("--detect chooses how many prompts are measured; leave --limit and --quick out.")
     if out is not None:
         require_folder(out, "the report")
-    given = {"suites": suite, "limit": limit, "depth": depth, "width": width, "nodes": nodes}
-    settings = {name: value for name, value in (given | {"temperatures": temperature}).items() if value}
+    given: dict[str, Any] = {"suites": suite, "limit": limit, "depth": depth, "width": width, "nodes": nodes}
+    given |= {"temperatures": temperature, "contexts": context, "batch_sizes": batch, "sampling": sampling}
+    settings = {name: value for name, value in given.items() if value} | ({} if detect is None else {"limit": None})
     subject = load_subject(name, EvalOptions(changes or [], settings, drafter, target, adapter, quantize, tuned, quick))
     folder = out or subject.report_folder
     require_folder(folder, "the report")
@@ -385,7 +394,10 @@ def tune(
         typer.Option(help="code, docs, prose, or a prompt file; may be repeated (default: the pair's)."),
     ] = None,
     limit: Annotated[int, typer.Option(min=1, help="Prompts per suite.")] = 6,
-    temperature: Temperature = 0.0,
+    temperature: Annotated[
+        float | None,
+        typer.Option(callback=checked_temperatures, help="Default: 0, or the target's own with eval.sampling: served."),
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 96,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Store nothing in the pair.")] = False,
     as_json: AsJson = False,
@@ -398,12 +410,14 @@ def tune(
 
     if not dry_run:
         require_folder(pair, "the tuned plan")
-    settings = {"limit": limit, "temperatures": [temperature], "max_new_tokens": max_new_tokens, "repeats": 2}
+    settings: dict[str, Any] = {"limit": limit, "max_new_tokens": max_new_tokens, "repeats": 2}
+    if temperature is not None or loaded.recipe().eval.sampling != "served":
+        settings["temperatures"] = [temperature or 0.0]
     asked = EvalOptions(settings=settings | ({"suites": suite} if suite else {}))
     console = console_for(as_json)
     tuning = load_subject(str(pair), asked).tune(batch or [1], console)
     console.print(
-        f"{tuning.num_prompts} prompts ({escape(', '.join(tuning.suites))}), temperature {temperature:g}, "
+        f"{tuning.num_prompts} prompts ({escape(', '.join(tuning.suites))}), temperature {tuning.temperature:g}, "
         f"{tuning.dtype} on {escape(tuning.device_name)}",
         style="dim",
     )

@@ -15,18 +15,22 @@ from rich.console import Console
 
 from ..common import BadInputError
 from ..decode import Plan
+from ..distill.data_set import learnt_questions
+from ..distill.responses import data_folder
 from ..eval import Report
 from ..eval.measure import Contestant, contestants, measure, plan_of
 from ..eval.reports.sequential import detectable, prompts_needed
-from ..eval.suites import Suite, load_suites
+from ..eval.served_sampling import sampled_settings
+from ..eval.suites import Suite, suites_of
 from ..eval.tuner import tune
 from ..eval.tuning_record import BatchTuning, Tuning
-from ..heads import Drafter, load_drafter
+from ..heads import Drafter, head_class, load_drafter
 from ..pair import Pair
 from ..pair.pair import tuned_drafter
 from ..recipes import EvalSpec, Recipe, load_recipe
-from ..targets import Target
+from ..targets import Target, config_only_target
 from ..targets.fingerprint import digest_json
+from ..targets.loading import split_shape
 from ..train.provenance import require_result
 
 _FIRST_LOOK = 8  # prompts of each suite, that tell how many `Subject.sized` takes
@@ -38,6 +42,7 @@ class Subject:
 
     Attributes:
         report_folder: the usual place of a report. Never inside a pair, whose files are sealed.
+        suites: read before the target's weights were loaded, so that a bad one costs nothing.
         tuned: the tuner's result, to be measured beside the first: another plan, perhaps of a fusion.
         with_generate: whether `transformers.generate` is measured, too.
     """
@@ -47,6 +52,7 @@ class Subject:
     plan: Plan
     settings: EvalSpec
     report_folder: Path
+    suites: list[Suite]
     tuned: BatchTuning | None = None
     with_generate: bool = True
     template: Mapping[str, Any] = field(default_factory=dict)
@@ -56,7 +62,7 @@ class Subject:
         first, *others = contestants(self.target, self.drafter, self.settings, self.plan)
         tuned = [] if self.tuned is None else [tuned_contestant(self.tuned, self.drafter)]
         entrants = [first, *tuned, *others]
-        report = measure(self.target, entrants, self._suites(), self.settings, self.with_generate, console)
+        report = measure(self.target, entrants, self.suites, self.settings, self.with_generate, console)
         report.conditions.template = dict(self.template)
         return report
 
@@ -68,7 +74,7 @@ class Subject:
         settings = self.settings
         quick = {"limit": _FIRST_LOOK, "temperatures": settings.temperatures[:1], "repeats": 1, "baselines": []}
         look = replace(self, settings=settings.model_copy(update=quick), tuned=None, with_generate=False)
-        figures, sizes = look.measure(console).headline(), [len(suite.prompts) for suite in self._suites()]
+        figures, sizes = look.measure(console).headline(), [len(suite.prompts) for suite in self.suites]
         intervals = [interval for interval in (figures.tau, figures.speedup) if interval is not None]
         noisiest = max(intervals, key=lambda i: prompts_needed(i, figures.num_prompts, difference))
         needed = prompts_needed(noisiest, figures.num_prompts, difference)
@@ -86,11 +92,7 @@ class Subject:
 
     def tune(self, batch_sizes: Sequence[int], console: Console | None = None) -> Tuning:
         """Return the fastest plan for each batch size."""
-        return tune(self.target, self.drafter, self._suites(), self.settings, batch_sizes, console)
-
-    def _suites(self) -> list[Suite]:
-        tokenizer = self.target.require_tokenizer()
-        return load_suites(self.settings.suites, tokenizer, self.settings.limit, self.template)
+        return tune(self.target, self.drafter, self.suites, self.settings, batch_sizes, console)
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,10 @@ class EvalOptions:
         """Return the recipe's settings with what is asked for."""
         shape = {"tree": None} if _SHAPE & set(self.settings) else {}
         asked = recipe.eval.model_copy(update=self.settings | shape)
+        if asked.sampling == "served" and (
+            "temperatures" in self.settings or "eval.temperatures" in map(_key, self.changes)
+        ):
+            raise BadInputError("eval.sampling: served measures at the target's own temperature; leave out another.")
         if not self.quick:
             return asked
         first = {} if "temperatures" in self.settings else {"temperatures": asked.temperatures[:1]}
@@ -156,14 +162,20 @@ def _of_recipe(name: str, asked: EvalOptions) -> Subject:
             "target.adapter=… instead."
         )
     recipe = load_recipe(name, asked.changes)
-    settings = asked.settings_of(recipe)
+    settings, place = asked.settings_of(recipe), recipe.target
+    outline = target_outline(place.path, place.revision, place.trust_remote_code)
+    used = sampled_settings(outline, settings)
+    kind = recipe.drafter.get("type")
+    learns = asked.drafter is None and (kind is None or head_class(kind).trainable)
+    learnt = learnt_questions(data_folder(recipe)) if learns and not recipe.data.allow_leaks else set()
+    suites = suites_of(outline, used, recipe.template, learnt, f"the responses in {data_folder(recipe)}")
     target = load_target(recipe)
     drafter = trained_drafter(recipe, target, asked.drafter)
     folder = recipe.output_folder / "reports" / "quick"  # never where `pair new` looks
     if not asked.quick:
         folder = report_folder(name, asked.changes, settings, None if asked.drafter is None else drafter)
-    subject = Subject(target, drafter, plan_of(settings), settings, folder, template=recipe.template)
-    return replace(subject, with_generate=not asked.quick)
+    subject = Subject(target, drafter, plan_of(used), used, folder, suites)
+    return replace(subject, with_generate=not asked.quick, template=recipe.template)
 
 
 def report_folder(
@@ -186,13 +198,18 @@ def report_folder(
 def _of_pair(folder: Path, asked: EvalOptions) -> Subject:
     _refuse_unfollowed(asked)
     pair = Pair.load(folder)
+    # The pair's target has the pair's dtype, whatever the recipe once asked for.
+    recipe, source = pair.recipe(asked.changes), pair.manifest.target.source
+    settings = asked.settings_of(recipe).model_copy(update={"dtype": "auto"})
+    place = (asked.target, None) if asked.target is not None else (source.path, source.revision)
+    outline = target_outline(*place)
+    settings = sampled_settings(outline, settings)
+    learnt = set() if recipe.data.allow_leaks or asked.drafter is not None else pair.learnt()
+    suites = suites_of(outline, settings, recipe.template, learnt, f"the training data of the pair {pair.name!r}")
     changed = asked.target is not None
     options = {"adapter": asked.adapter, "quantize": asked.quantize}
     target = pair.load_target(asked.target, **options) if changed else pair.load_target()
     target, own, plan = pair.open(target, check=not changed)
-    # The pair's target has the pair's dtype, whatever the recipe once asked for.
-    recipe = pair.recipe(asked.changes)
-    settings = asked.settings_of(recipe).model_copy(update={"dtype": "auto"})
     plan = replace(plan_of(settings), verify=plan.verify) if asked.other_shape() else plan
     found = pair.tuned(target, temperature=settings.temperatures[0]) if asked.tuned else None
     if asked.tuned and found is None:
@@ -202,8 +219,19 @@ def _of_pair(folder: Path, asked: EvalOptions) -> Subject:
     report = f"{pair.name}-v{pair.version}" + (f"-on-{target.fingerprint().digest[:12]}" if changed else "")
     report += "-quick" if asked.quick else ""
     drafter = load_drafter(asked.drafter, target) if asked.drafter else own
-    place = Path("runs") / "reports" / report
-    return Subject(target, drafter, plan, settings, place, found, not asked.quick, recipe.template)
+    reports = Path("runs") / "reports" / report
+    return Subject(target, drafter, plan, settings, reports, suites, found, not asked.quick, recipe.template)
+
+
+def target_outline(path: str | None, revision: str | None = None, trust_remote_code: bool = False) -> Target:
+    """Return the target at `path` as far as suites and sampling need it, before its weights are loaded.
+
+    Raises:
+        BadInputError: there is no path, or nothing readable there.
+    """
+    if path is None:
+        raise BadInputError("the pair's target was given in memory, so it cannot be loaded again; name one (--target).")
+    return config_only_target(split_shape(path)[0], revision, trust_remote_code=trust_remote_code)
 
 
 def _refuse_unfollowed(asked: EvalOptions) -> None:

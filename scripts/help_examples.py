@@ -22,10 +22,13 @@ outrider eval embedded-eagle3 --detect 3%
 outrider eval embedded-eagle3
 outrider eval embedded-eagle3 --quick
 outrider eval runs/pair-v1 --suite code --limit 10 --depth 6
+outrider eval runs/pair-v1 --suite path/to/question.jsonl --batch 1 --batch 8 --sampling served
 outrider eval runs/pair-v1 --target path/to/target --adapter path/to/lora
 outrider compare embedded-eagle3 embedded-eagle1 --budget 180
 outrider tune runs/pair-v1 --batch 1 --batch 8
 outrider tune runs/pair-v1 --temperature 1 --dry-run
+outrider capacity runs/pair-v1 --arrivals 2 --arrivals 20
+outrider capacity runs/pair-v1 --arrivals 20 --latency 1.5 --max-batch 64 --json
 outrider generate runs/pair-v1 "def read_lines(path):"
 outrider generate runs/pair-v1 - --plain --max-new-tokens 64
 outrider probe runs/pair-v1 --target path/to/target --adapter path/to/lora --json

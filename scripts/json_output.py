@@ -20,6 +20,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter
 from ..common.atomic import write_atomically
 from ..common.digests import CHECKSUM
 from ..eval.reports.advice import decision, remarks
+from ..eval.reports.figures import BatchFigures, GroupFigures
 from ..eval.reports.gate import GateResult
 from ..eval.reports.report import Baselines, Conditions, ContestantInfo, Figures, Report
 from ..eval.tuning_record import Tuning
@@ -106,13 +107,15 @@ class ReportBody(Body):
     contestants: list[ContestantInfo]
     baselines: Baselines
     figures: list[Figures]
+    groups: list[GroupFigures]
+    batches: list[BatchFigures]
     remarks: list[str]
     decision: str
 
     @classmethod
     def of(cls, report: Report, folder: Path) -> ReportBody:
         """Return the body of the report that was written to `folder`."""
-        names = ("created", "conditions", "contestants", "baselines", "figures")
+        names = ("created", "conditions", "contestants", "baselines", "figures", "groups", "batches")
         values = {name: getattr(report, name) for name in names}
         return cls(folder=str(folder), remarks=remarks(report), decision=decision(report), **values)
 

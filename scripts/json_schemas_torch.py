@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from ..costs.training import Needs
+from ..eval.load_simulation import Capacity
 from ..eval.pruning import VocabularyReport
 from ..formats.checkpoint_view import LintFinding
 from ..serving.diagnosis import ServedResult
@@ -31,6 +32,7 @@ class LintBody(BaseModel, extra="forbid"):
 # By the verb that gives it, as in `json_output`.
 MEASURED: dict[str, Any] = {
     "vocab": VocabularyReport,
+    "capacity": Capacity,
     "plan": PlanBody,
     "lint": LintBody,
     "served": ServedResult,

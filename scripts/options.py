@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -26,6 +26,14 @@ TargetNow = Annotated[
 Adapter = Annotated[str | None, typer.Option(help="A PEFT adapter that changed the target.")]
 Quantize = Annotated[
     str | None, typer.Option(help="int8 or int8-dynamic: the target's weights are quantised so, by torchao.")
+]
+Contexts = Annotated[list[int] | None, typer.Option(min=1, help="Fill prompts up to so many tokens; may be repeated.")]
+Batches = Annotated[
+    list[int] | None, typer.Option(min=1, help="Also measure ragged batches of so many prompts; may be repeated.")
+]
+SamplingSource = Annotated[
+    Literal["temperatures", "served"] | None,
+    typer.Option(help="served: as the target's own generation_config.json says, penalties included."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, for programs.")]
 

@@ -22,7 +22,7 @@ from ..eval import Report
 from ..eval.measure import Contestant, baseline, measure, plan_of
 from ..eval.reports.render import write_report
 from ..eval.reports.report import TrainingInfo
-from ..eval.suites import load_suites
+from ..eval.suites import suites_of
 from ..heads import load_drafter
 from ..recipes import Recipe
 from ..targets import Target
@@ -78,7 +78,7 @@ def _compare(
     finished = [_finished(recipe, seconds) for recipe in moved]
     first, given = moved[0], target
     target = given or Target.load(**first.target.to_load())
-    suites = load_suites(first.eval.suites, target.require_tokenizer(), first.eval.limit, first.template)
+    suites = suites_of(target, first.eval, first.template)
     baselines = [baseline(name, target) for name in first.eval.baselines]
     for recipe in (r for r, is_done in zip(moved, finished, strict=True) if not is_done):
         check_makes(recipe, target)

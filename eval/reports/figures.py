@@ -92,6 +92,8 @@ class PromptRecord(ReportModel):
         identical: whether the tokens equal the plain target's; None where it draws other ones (above temperature 0).
         diverges_at: index of the first new token that differs from the plain target's; None if none does.
         answer: a digest of the new tokens, by which equal answers are known.
+        category: of the prompt in its suite; None for none. conversation: the id that the turns of one conversation
+            share, and turn: the place of this one, from 1.
     """
 
     contestant: str
@@ -108,6 +110,9 @@ class PromptRecord(ReportModel):
     identical: bool | None = None
     diverges_at: int | None = None
     answer: str | None = None
+    category: str | None = None
+    conversation: str | None = None
+    turn: int = 1
 
 
 class DepthFigure(ReportModel):
@@ -158,6 +163,54 @@ class Figures(ReportModel):
     speedup_generate: Interval | None
     seconds: dict[str, float]
     milliseconds_per_token: dict[str, Interval]
+    identical: int | None
+
+
+class GroupFigures(ReportModel):
+    """The figures of one contestant on a part of a suite at one temperature.
+
+    Attributes:
+        by: what tells the parts apart: category, task (Spec-Bench's six), or turn of the conversation.
+        tau: None where there are no rounds. speedup: as in `Figures`.
+    """
+
+    contestant: str
+    temperature: float
+    suite: str
+    by: str
+    group: str
+    num_prompts: int
+    num_rounds: int
+    num_tokens: int
+    tau: Interval | None
+    tokens_per_second: Interval
+    speedup: Interval
+    identical: int | None
+
+
+class BatchFigures(ReportModel):
+    """The figures of one contestant at one batch size: ragged batches, whose rows are freed as they end.
+
+    Attributes:
+        groups: batches. sequences: their prompts, in all. tokens: new ones.
+        speedup: tokens/s ÷ tokens/s of the plain target in the same batches; the interval is over batches.
+        tau: mean tokens per round and sequence, with the target's own; None for the plain target.
+        rows: mean rows that were still running, over all rounds: the batch as the device saw it.
+        drafted: mean drafts of a round and sequence.
+        identical: sequences whose tokens equal the plain target's (temperature 0 only).
+    """
+
+    contestant: str
+    temperature: float = 0.0
+    size: int
+    groups: int
+    sequences: int
+    tokens: int
+    tokens_per_second: Interval
+    speedup: Interval
+    tau: Interval | None
+    rows: float
+    drafted: float
     identical: int | None
 
 

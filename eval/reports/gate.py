@@ -62,7 +62,19 @@ class Counted:
     @classmethod
     def of(cls, record: PromptRecord) -> Counted:
         """Return the counts of a report's record."""
-        return cls(record.suite, record.prompt, record.tokens - 1, len(record.accepted))
+        prompt = record.conversation or record.prompt
+        return cls(record.suite, prompt, record.tokens - 1, len(record.accepted))
+
+    @classmethod
+    def conversations(cls, records: Sequence[PromptRecord]) -> list[Counted]:
+        """Return the sums over the turns of each conversation: these are drawn again together."""
+        sums: dict[tuple[str, str], Counted] = {}
+        for one in map(cls.of, records):
+            known = sums.get((one.suite, one.prompt), replace(one, emitted=0, rounds=0))
+            sums[one.suite, one.prompt] = replace(
+                one, emitted=known.emitted + one.emitted, rounds=known.rounds + one.rounds
+            )
+        return list(sums.values())
 
 
 @dataclass(frozen=True)
@@ -244,7 +256,7 @@ def _at_first_verdict(compared: _Compared, floor: float, confidence: float) -> _
 def _compared(
     report: Report, baseline: Report, name: str, temperature: float, confidence: float, beside: GateComparison | None
 ) -> _Compared:
-    new, old = ([Counted.of(r) for r in which.records_of(name, temperature)] for which in (report, baseline))
+    new, old = (Counted.conversations(which.records_of(name, temperature)) for which in (report, baseline))
     if not (new and old):
         now, then = (r.headline(name, temperature) for r in (report, baseline))
         before, after = (figures.tau.value if figures.tau else math.nan for figures in (then, now))

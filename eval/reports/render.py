@@ -23,7 +23,15 @@ from .tables import Table
 _PATIENCE = 60.0  # seconds that a finished report waits for another one in the same folder
 
 # The columns of a summary that a narrow terminal loses, in this order.
-_DROPPED = ("rule", "acceptance", "vs generate", "tokens/s")
+_DROPPED = (
+    "rule",
+    "acceptance",
+    "vs generate",
+    "tokens/s",
+    "prompts · rounds · tokens",
+    "batches · prompts",
+    "rows running",
+)
 _PLOTS = (
     ("Speedup over the plain target", plots.speedup),
     ("Alpha by depth", plots.alpha),
@@ -55,6 +63,9 @@ def print_report(report: Report, console: Console) -> None:
     for temperature in report.conditions.temperatures:
         table = fitted(tables.summary(report, temperature), console.width, _DROPPED)
         print_table(table, f"temperature {temperature:g}", console)
+        for make in (tables.by_group, tables.by_batch):
+            if (found := make(report, temperature)).rows:
+                print_table(fitted(found, console.width, _DROPPED), found.title, console)
     console.print(Text(_brief(report), style="dim"))
     _print_advice(report, console)
 

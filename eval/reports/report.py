@@ -12,7 +12,17 @@ from pydantic import Field, ValidationError
 from ...common import BadInputError, refuse_unknown_keys
 from ...common.digests import CHECKSUM, digest_json, unsealed
 from ...common.safe_load import MEGABYTE, FileLimits, Unreadable, parse_json, read_text
-from .figures import ALL, CONFIDENCE, RESAMPLES, Baselines, Figures, PromptRecord, ReportModel
+from .figures import (
+    ALL,
+    CONFIDENCE,
+    RESAMPLES,
+    Baselines,
+    BatchFigures,
+    Figures,
+    GroupFigures,
+    PromptRecord,
+    ReportModel,
+)
 
 SCHEMA_VERSION = 1
 REPORT_FILE = "report.json"
@@ -42,11 +52,20 @@ DEFINITIONS = {
 
 
 class SuiteInfo(ReportModel):
-    """The prompts that were used; the digest covers their ids and tokens, in order."""
+    """The prompts that were used; the digest covers their ids, tokens and later turns, in order.
+
+    Attributes:
+        left_out: prompts longer than `eval.max_prompt_tokens`, which were not asked.
+        later_turns: turns of conversations after the first that were asked. unasked_turns: those that were not: there
+            was no room or no chat template, it refused them, or a context was filled.
+    """
 
     name: str
     digest: str
     num_prompts: int
+    left_out: int = 0
+    later_turns: int = 0
+    unasked_turns: int = 0
 
 
 class TrainingInfo(ReportModel):
@@ -106,6 +125,7 @@ class Conditions(ReportModel):
         timing: how the seconds of a prompt are measured. excluded: work that no figure contains.
         pass_backend: of the target's passes in rounds, such as "eager" or "kernels" (see `targets.fast`).
         template: arguments that the chat template was given.
+        sampling: beside the temperature, under `eval.sampling: served`.
     """
 
     target: dict[str, Any]
@@ -119,6 +139,7 @@ class Conditions(ReportModel):
     batch_size: int = 1
     max_new_tokens: int
     temperatures: list[float]
+    sampling: dict[str, Any] = Field(default_factory=dict)
     repeats: int
     timing: str = (
         "whole requests, both prefills included; per prompt the median of the repeats "
@@ -138,6 +159,7 @@ class Report(ReportModel):
     Attributes:
         contestants: in the order they were given; the headline is about the first drafter.
         figures: per contestant, temperature and suite ("all" first). records: per prompt, to make the figures from.
+        groups: the figures by category, task and turn, where a suite has several. batches: by batch size.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -147,6 +169,8 @@ class Report(ReportModel):
     contestants: list[ContestantInfo]
     baselines: Baselines
     figures: list[Figures]
+    groups: list[GroupFigures] = Field(default_factory=list)
+    batches: list[BatchFigures] = Field(default_factory=list)
     records: list[PromptRecord] = Field(default_factory=list)
 
     @property

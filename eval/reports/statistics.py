@@ -28,6 +28,8 @@ class Bootstrap:
         strata: how many prompts each suite has, in the order of the values that will be given. Each suite is drawn
             again by itself: its share of the whole is a choice, not chance.
         confidence: of the two-sided intervals.
+        clusters: the conversation of each value, counted from 0 over all suites, where turns of one are several values;
+            `strata` then counts conversations, which are drawn again as a whole. None: each value stands for itself.
 
     The intervals are expanded percentile intervals (Hesterberg, "What Teachers Should Know About the Bootstrap", 2015):
     percentiles of the resamples, taken further out by what Student's t makes of so few prompts, and by the variance
@@ -36,11 +38,17 @@ class Bootstrap:
     """
 
     def __init__(
-        self, strata: Sequence[int], resamples: int = RESAMPLES, confidence: float = CONFIDENCE, seed: int = 0
+        self,
+        strata: Sequence[int],
+        resamples: int = RESAMPLES,
+        confidence: float = CONFIDENCE,
+        seed: int = 0,
+        clusters: Sequence[int] | None = None,
     ):
         generator = np.random.default_rng(seed)
         drawn = [generator.multinomial(n, np.full(n, 1 / n), size=resamples) for n in strata if n]
         self.weights: Floats = np.concatenate(drawn, axis=1).astype(np.float64)  # [R, N]
+        self.weights = self.weights if clusters is None else self.weights[:, list(clusters)]
         self.freedom = sum(strata) - len(drawn)
         self.tail = self._tail(sum(strata), (1 - confidence) / 2)
 

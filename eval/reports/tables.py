@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ...common.terminal import visible
 from .figures import ALL, PHASES, Figures, Interval
-from .report import Report
+from .report import Report, SuiteInfo
 
 
 def markdown_text(text: str) -> str:
@@ -155,7 +155,8 @@ def conditions(report: Report) -> Table:
         "contestants": "; ".join(_described(report, i.name) for i in report.contestants),
         "dtype": f"{c.dtype}, attention {c.attention}" + (f", passes {c.pass_backend}" if c.pass_backend else ""),
         "device": f"{c.device}: {c.device_name}, {counted(c.threads, 'thread')}",
-        "prompts": ", ".join(f"{s.name} {s.num_prompts} (sha256 {s.digest[:12]})" for s in c.suites),
+        "prompts": "; ".join(map(_asked, c.suites)),
+        "sampling": ", ".join(f"{k} {v}" for k, v in c.sampling.items()),
         "requests": (
             f"batch size {c.batch_size}, at most {c.max_new_tokens} new tokens, {counted(c.repeats, 'repeat')}, "
             f"seed {c.seed}"
@@ -198,6 +199,53 @@ def _training(report: Report) -> str:
 def counted(count: int, what: str, plural: str = "s") -> str:
     """Return `1 thread`, `2 threads`."""
     return f"{count} {what}{'' if count == 1 else plural}"
+
+
+def by_group(report: Report, temperature: float) -> Table:
+    """Return one row per task, category or turn, and contestant that drafts."""
+    rows = [
+        [
+            Cell(f.suite),
+            Cell(f.group),
+            Cell(f.contestant),
+            Cell.of(f.tau),
+            _speed(f.tokens_per_second),
+            Cell.of(f.speedup, unit="×"),
+            Cell(f"{f.num_prompts} · {f.num_rounds} · {f.num_tokens}"),
+        ]
+        for f in report.groups
+        if f.temperature == temperature and report.contestant(f.contestant).kind == "drafter"
+    ]
+    headers = ["suite", "part", "contestant", "τ", "tokens/s", "speedup", "prompts · rounds · tokens"]
+    return Table("By task, category and turn", headers, rows, labels=3)
+
+
+def by_batch(report: Report, temperature: float) -> Table:
+    """Return one row per batch size and contestant."""
+    rows = [
+        [
+            Cell(str(f.size)),
+            Cell(f.contestant),
+            Cell.of(f.tau),
+            Cell.of(f.speedup, unit="×"),
+            _speed(f.tokens_per_second),
+            Cell(f"{f.rows:.2f}"),
+            Cell("–" if f.identical is None else f"{f.identical}/{f.sequences}"),
+            Cell(f"{f.groups} · {f.sequences}"),
+        ]
+        for f in report.batches
+        if f.temperature == temperature
+    ]
+    headers = ["batch", "contestant", "τ", "speedup", "tokens/s", "rows running", "identical", "batches · prompts"]
+    return Table("By batch size", headers, rows, labels=2)
+
+
+def _asked(suite: SuiteInfo) -> str:
+    """Return a suite's identity in words, with what was left out."""
+    words = f"{suite.name} {suite.num_prompts} (sha256 {suite.digest[:12]})"
+    words += f" and {counted(suite.later_turns, 'later turn')}" if suite.later_turns else ""
+    words += f", without {counted(suite.left_out, 'longer prompt')}" if suite.left_out else ""
+    return words + (f", without {counted(suite.unasked_turns, 'later turn')}" if suite.unasked_turns else "")
 
 
 def _summary_row(report: Report, f: Figures) -> list[Cell]:
@@ -244,4 +292,4 @@ def _described(report: Report, name: str) -> str:
 
 
 TemperatureTable = Callable[[Report, float], Table]
-DETAILS: tuple[TemperatureTable, ...] = (by_suite, alpha, accepted, phases)
+DETAILS: tuple[TemperatureTable, ...] = (by_suite, by_group, by_batch, alpha, accepted, phases)

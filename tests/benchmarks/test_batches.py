@@ -1,4 +1,4 @@
-"""Speedup by batch size: what is counted, and what is drawn."""
+"""Speedup by batch size: what is drawn."""
 
 from __future__ import annotations
 
@@ -6,81 +6,27 @@ from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks import batches as room
-from benchmarks.batches import BatchPoint, measure_batches, speedup_lines
-from outrider.common import BadInputError
-from outrider.decode import Plan, Round
-from outrider.distill.prompt_table import Prompt
+from benchmarks.batches import speedup_lines
 from outrider.eval import Interval
-from outrider.eval.batch_timing import BatchAnswer
-from outrider.eval.measure import Contestant
+from outrider.eval.reports.figures import BatchFigures
 from outrider.eval.reports.plots import speedup_by_size, standalone
-from outrider.eval.suites import PromptJob
-from outrider.heads import DraftModel
-from outrider.recipes import EvalSpec
-from outrider.targets import Target
 
 
-@pytest.fixture
-def jobs() -> list[PromptJob]:
-    """Ten ragged prompts over a vocabulary of 64."""
-    return [
-        PromptJob("code", Prompt(f"p{i}", "code", tuple((7 * i + 3 * j) % 64 for j in range(3 + i % 4))), i)
-        for i in range(10)
-    ]
-
-
-def test_a_whole_measurement(tiny_llama, jobs):
-    """The target as its own drafter keeps everything and writes the plain text; rows leave as they end."""
-    target = Target(tiny_llama(layers=2, eos_token_id=5))
-    contestants = [Contestant("plain", None, Plan(0)), Contestant("self", DraftModel(target.model), Plan(2))]
-    ticks: list[None] = []
-    settings = EvalSpec(max_new_tokens=12, repeats=1)
-    points = measure_batches(target, contestants, jobs, [1, 4], settings, 3, lambda: ticks.append(None))
-    assert [(p.contestant, p.size) for p in points] == [("plain", 1), ("self", 1), ("plain", 4), ("self", 4)]
-    assert [(p.groups, p.sequences) for p in points[1::2]] == [(10, 10), (3, 12)]
-    assert len(ticks) == 2 * 13
-    for plain, own in zip(points[::2], points[1::2], strict=True):
-        assert (plain.speedup.value, plain.tau) == (1.0, None)
-        assert own.identical == own.sequences
-        assert own.tokens == plain.tokens
-        assert own.tau.value > 2  # 3, but for the rounds that an end token cuts
-    assert points[0].rows == 1.0
-    assert 1.0 < points[2].rows <= 4.0
-    shown = points[3].to_dict()
-    assert shown["speedup"]["low"] is not None
-    assert (shown["contestant"], shown["size"]) == ("self", 4)
-
-
-def test_figures_by_hand():
-    """Two batches of two: 8 tokens in 2 s and 4 in 2 s, beside the plain target's in 4 s each."""
-    none, one = Round(1, 0, 1), Round(1, 1, 2)
-    own = [
-        BatchAnswer([[1] * 5, [1] * 3], [[one, one], [one]], 0.1, 2.0),
-        BatchAnswer([[1] * 2, [2] * 2], [[none], [none]], 0.1, 2.0),
-    ]
-    base = [
-        BatchAnswer([[1] * 5, [1] * 3], [[none] * 4, [none] * 2], 0.1, 4.0),
-        BatchAnswer([[1] * 2, [1] * 2], [[none], [none]], 0.1, 4.0),
-    ]
-    point = room._point("own", "plain", 2, {"own": own, "plain": base}, [0, 1])
-    assert point.tokens_per_second.value == 3.0
-    assert point.speedup.value == 2.0
-    assert point.tau.value == 1 + 3 / 5
-    assert point.rows == round(5 / 3, 2)
-    assert (point.tokens, point.sequences, point.identical) == (12, 4, 3)
-    assert room._point("plain", "plain", 2, {"own": own, "plain": base}, [0, 1]).tau is None
-
-
-def test_the_plain_target_must_take_part(tiny_llama, jobs):
-    target = Target(tiny_llama(layers=1))
-    with pytest.raises(BadInputError, match="the plain target must take part"):
-        measure_batches(target, [Contestant("self", DraftModel(target.model), Plan(2))], jobs, [1], EvalSpec())
-
-
-def make_point(name: str, size: int, value: float, known: bool = True) -> BatchPoint:
+def make_point(name: str, size: int, value: float, known: bool = True) -> BatchFigures:
     interval = Interval(value, value - 0.1, value + 0.1) if known else Interval(value, float("nan"), float("nan"))
-    return BatchPoint(name, size, 8, 8, 80, interval, interval, None if name == "plain" else interval, 1.0, 2.0, 8)
+    return BatchFigures(
+        contestant=name,
+        size=size,
+        groups=8,
+        sequences=8,
+        tokens=80,
+        tokens_per_second=interval,
+        speedup=interval,
+        tau=None if name == "plain" else interval,
+        rows=1.0,
+        drafted=2.0,
+        identical=8,
+    )
 
 
 def test_the_plot_has_a_line_and_a_label_for_each_contestant_and_a_mark_for_each_size():

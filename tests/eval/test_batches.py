@@ -1,13 +1,17 @@
-"""Which batches of prompts are run."""
+"""Which batches of prompts are run, and what is counted."""
 
 from __future__ import annotations
 
 import pytest
 
 from outrider.common import BadInputError
+from outrider.decode import Decoder, Plan, Round
 from outrider.distill.prompt_table import Prompt
-from outrider.eval.batch_timing import make_groups
+from outrider.eval.batch_timing import BatchAnswer, batch_figures, make_groups, measure_batches
 from outrider.eval.suites import PromptJob
+from outrider.heads import DraftModel
+from outrider.recipes import EvalSpec
+from outrider.targets import Target
 
 
 @pytest.fixture
@@ -40,3 +44,52 @@ def test_sizes_without_a_full_batch_are_refused(jobs):
             make_groups(jobs, size, 1)
     with pytest.raises(BadInputError, match="at least one batch"):
         make_groups(jobs, 1, 0)
+
+
+def test_a_whole_measurement(tiny_llama, jobs):
+    """The target as its own drafter keeps everything and writes the plain text; rows leave as they end."""
+    target = Target(tiny_llama(layers=2, eos_token_id=5))
+    own = Decoder(target, DraftModel(target.model))
+    decoders = [("plain", Decoder(target), Plan(0)), ("self", own, Plan(2))]
+    ticks: list[None] = []
+    settings = EvalSpec(max_new_tokens=12, repeats=1, batch_sizes=[1, 4])
+    points = measure_batches(decoders, jobs, settings, 0.0, 3, lambda: ticks.append(None))
+    assert [(p.contestant, p.size) for p in points] == [("plain", 1), ("self", 1), ("plain", 4), ("self", 4)]
+    assert [(p.groups, p.sequences) for p in points[1::2]] == [(10, 10), (3, 12)]
+    assert len(ticks) == 2 * 13
+    for plain, own in zip(points[::2], points[1::2], strict=True):
+        assert (plain.speedup.value, plain.tau) == (1.0, None)
+        assert own.identical == own.sequences
+        assert own.tokens == plain.tokens
+        assert own.tau.value > 2  # 3, but for the rounds that an end token cuts
+    assert points[0].rows == 1.0
+    assert 1.0 < points[2].rows <= 4.0
+    assert points[3].speedup.known
+
+
+def test_figures_by_hand():
+    """Two batches of two: 8 tokens in 2 s and 4 in 2 s, beside the plain target's in 4 s each."""
+    none, one = Round(1, 0, 1), Round(1, 1, 2)
+    own = [
+        BatchAnswer([[1] * 5, [1] * 3], [[one, one], [one]], 0.1, 2.0),
+        BatchAnswer([[1] * 2, [2] * 2], [[none], [none]], 0.1, 2.0),
+    ]
+    base = [
+        BatchAnswer([[1] * 5, [1] * 3], [[none] * 4, [none] * 2], 0.1, 4.0),
+        BatchAnswer([[1] * 2, [1] * 2], [[none], [none]], 0.1, 4.0),
+    ]
+    point = batch_figures("own", "plain", 2, 0.0, {"own": own, "plain": base}, [0, 1])
+    assert point.tokens_per_second.value == 3.0
+    assert point.speedup.value == 2.0
+    assert point.tau.value == 1 + 3 / 5
+    assert point.rows == round(5 / 3, 2)
+    assert (point.tokens, point.sequences, point.identical) == (12, 4, 3)
+    assert batch_figures("plain", "plain", 2, 0.0, {"own": own, "plain": base}, [0, 1]).tau is None
+    together = batch_figures("own", "plain", 2, 0.0, {"own": own, "plain": base}, [0, 1], apart=False)
+    assert (together.tau.value, together.tau.known) == (point.tau.value, False)  # the same prompts twice are one draw
+
+
+def test_the_plain_target_must_take_part(tiny_llama, jobs):
+    target = Target(tiny_llama(layers=1))
+    with pytest.raises(BadInputError, match="the plain target must take part"):
+        measure_batches([("self", Decoder(target, DraftModel(target.model)), Plan(2))], jobs, EvalSpec(batch_sizes=[1]))

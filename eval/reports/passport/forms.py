@@ -112,10 +112,10 @@ def _write_modelopt(p: Passport) -> str:
             "measured": True,
             "method": p.info.drafter,
             "draft_checkpoint": {"digest": p.identity.get("drafter")},
-            "target_model": {"digest": p.identity["target"], "model_type": c.target.get("model_type")},
+            "target_model": {"digest": p.identity.get("target"), "model_type": c.target.get("model_type")},
             "num_speculative_tokens": p.k,
             "block_size": None,
-            "max_supported_k": p.info.trained_depth or p.k,
+            "max_supported_k": max(p.info.trained_depth or 0, p.k),
             "verification_method": "block" if p.figures.rule == "block" else "longest_prefix",
             "conditional_accept_rates": [round(rate, 6) for rate in conditional(marginal)],
             "marginal_accept_rates": [round(rate, 6) for rate in marginal],
@@ -145,7 +145,9 @@ def _mean(records: Sequence[PromptRecord]) -> float:
 
 
 def _extrapolates(p: Passport) -> bool:
-    return p.is_chain and p.info.drafter in _CHAIN_METHODS and p.info.control is None
+    # Block verification keeps drafts whose prefix alone would have been refused: rates by depth do not add up.
+    chain = p.is_chain and p.figures.rule != "block"
+    return chain and p.info.drafter in _CHAIN_METHODS and p.info.control is None
 
 
 def _read_modelopt(file: Path) -> list[Claims]:
@@ -193,11 +195,14 @@ def _read_inferencex(file: Path) -> list[Claims]:
     values = parse_yaml(read_text(file), str(file))
     found = []
     for model, modes in (values if isinstance(values, dict) else {}).items():
+        if str(model).startswith("_"):  # such as _metadata
+            continue
         curves = modes if any(str(key).startswith("thinking") for key in modes) else {"": modes}
         for mode, curve in curves.items():
             levels = {k: al for level in curve for k, al in level.items()} if isinstance(curve, list) else curve
             lengths = {int(k): float(length) for k, length in levels.items() if length != "N/A"}
-            found.append(Claims(f"InferenceX, {model} {mode}".strip(), by_k=lengths, tolerance=0.011))
+            if lengths:
+                found.append(Claims(f"InferenceX, {model} {mode}".strip(), by_k=lengths, tolerance=0.011))
     return found
 
 
@@ -283,7 +288,10 @@ _VLLM = {  # our names of its fields
 def _read_vllm(file: Path) -> list[Claims]:
     found = []
     for number, line in read_json_lines(file):
-        body = line.get("metrics", {}).get("speculative_decoding", line)
+        metrics = line.get("metrics", {"speculative_decoding": line})
+        body = metrics and metrics.get("speculative_decoding")
+        if body is None:  # not told, as of requests with several answers
+            continue
         said = {ours: body[theirs] for ours, theirs in _VLLM.items()}
         if not said["rounds"]:  # a length of nothing
             said["length"] = None
@@ -359,7 +367,7 @@ def _write_markdown(p: Passport) -> str:
 
 def _read_markdown(file: Path) -> list[Claims]:
     text = read_text(file)
-    said = re.search(r"Mean acceptance length (\S+)[^;\n]* at K=(\d+);", text)
+    said = re.search(r"Mean acceptance length (\S{1,32})[^;\n]{0,64} at K=(\d{1,4});", text)
     if said is None:
         return []
     rates = re.findall(r"^\| \d+ \| ([\d.]+) \| ([\d.]+) \|$", text, re.MULTILINE)
@@ -378,7 +386,7 @@ def _write_card(p: Passport) -> str:
     shared["dataset_name"] = ", ".join(s.name for s in p.conditions.suites)
     metrics = {"mean_acceptance_length": length.value, "speedup": speedup.value}
     results = [EvalResult(**shared, metric_type=name, metric_value=round(v, 4)) for name, v in metrics.items()]
-    model = f"{p.info.drafter} drafter"
+    model = f"{markdown_text(str(p.info.drafter))} drafter"
     data = ModelCardData(model_name=model, eval_results=results, library_name="outrider", tags=["speculative-decoding"])
     return f"---\n{data.to_yaml()}\n---\n\n# {model}\n\n{_write_markdown(p)}"
 

@@ -89,8 +89,6 @@ def _impossible(c: Claims) -> Iterator[tuple[str, str]]:
     if c.empty:
         yield "histogram by drafts", f"{c.empty} rounds have the length 0, which counts drafts and not tokens"
     lengths = c.by_k | ({c.k: c.length} if c.length is not None and c.k is not None else {})
-    if c.k in c.by_k and c.length is not None and not _near(c.by_k[c.k], c.length, c.tolerance):
-        yield "two lengths", f"a length of {c.by_k[c.k]:g} at K={c.k} stands beside one of {c.length:g}"
     for k, length in sorted(lengths.items()):
         if length < 1 - c.tolerance:
             yield "length without the bonus", f"a length of {length:g} at K={k} leaves out the target's own token"
@@ -153,6 +151,8 @@ def _lengths(c: Claims) -> Iterator[tuple[str, str]]:
             by_round = expected is not None and _near(c.per_request, expected, c.tolerance)
             name = "mean of rounds as mean of requests" if by_round else "mean of requests"
             yield name, f"the mean of requests {c.per_request:g} is not that of their lengths, {mean:.4g}"
+    if c.k in c.by_k and c.length is not None and not _near(c.by_k[c.k], c.length, c.tolerance):
+        yield "two lengths", f"a length of {c.by_k[c.k]:g} at K={c.k} stands beside one of {c.length:g}"
     steps = sorted(c.by_k.items())
     for (k, length), (next_k, longer) in pairwise(steps):
         if longer - length > next_k - k + c.tolerance:

@@ -145,14 +145,14 @@ def _lengths(c: Claims) -> Iterator[tuple[str, str]]:
         expected, source = 1 + c.accepted / c.rounds, "1 + accepted / rounds"
     if c.length is not None and expected is not None and not _near(c.length, expected, c.tolerance):
         yield _misread_length(c, expected), f"the length {c.length:g} is not {expected:.4g}, {source}"
+    elif c.k in c.by_k and c.length is not None and not _near(c.by_k[c.k], c.length, c.tolerance):
+        yield "two lengths", f"a length of {c.by_k[c.k]:g} at K={c.k} stands beside one of {c.length:g}"
     if c.requests and c.per_request is not None:
         mean = sum(c.requests) / len(c.requests)
         if not _near(c.per_request, mean, c.tolerance):
             by_round = expected is not None and _near(c.per_request, expected, c.tolerance)
             name = "mean of rounds as mean of requests" if by_round else "mean of requests"
             yield name, f"the mean of requests {c.per_request:g} is not that of their lengths, {mean:.4g}"
-    if c.k in c.by_k and c.length is not None and not _near(c.by_k[c.k], c.length, c.tolerance):
-        yield "two lengths", f"a length of {c.by_k[c.k]:g} at K={c.k} stands beside one of {c.length:g}"
     steps = sorted(c.by_k.items())
     for (k, length), (next_k, longer) in pairwise(steps):
         if longer - length > next_k - k + c.tolerance:

@@ -542,7 +542,7 @@ def gate(
     confidence: Annotated[float, typer.Option(min=0.5, max=0.999)] = 0.95,
     sequential: Annotated[
         bool,
-        typer.Option("--sequential", help="Decide at the first prompt that allows it; may be asked again with more."),
+        typer.Option("--sequential", help="Decide at the first prompt that allows it."),
     ] = False,
     junit: Annotated[Path | None, typer.Option(help="Also write a JUnit XML report to this file.")] = None,
     markdown: Annotated[Path | None, typer.Option(help="Also write Markdown for a pull request to this file.")] = None,

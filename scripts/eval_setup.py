@@ -33,7 +33,7 @@ from ..targets.fingerprint import digest_json
 from ..targets.loading import split_shape
 from ..train.provenance import require_result
 
-_FIRST_LOOK = 8  # prompts of each suite, that tell how many `Subject.sized` takes
+_TRIED = 8  # prompts of each suite, that tell how many `Subject.sized` takes
 
 
 @dataclass
@@ -72,19 +72,21 @@ class Subject:
         A first look at a few prompts of each suite tells how far τ and the speedup differ between prompts.
         """
         settings = self.settings
-        quick = {"limit": _FIRST_LOOK, "temperatures": settings.temperatures[:1], "repeats": 1, "baselines": []}
+        quick = {"limit": _TRIED, "temperatures": settings.temperatures[:1], "repeats": 1, "baselines": []}
         look = replace(self, settings=settings.model_copy(update=quick), tuned=None, with_generate=False)
-        figures, sizes = look.measure(console).headline(), [len(suite.prompts) for suite in self.suites]
+        whole = replace(self, settings=settings.model_copy(update={"limit": None}))
+        figures, sizes = look.measure(console).headline(), [len(suite.prompts) for suite in whole.suites]
         intervals = [interval for interval in (figures.tau, figures.speedup) if interval is not None]
-        noisiest = max(intervals, key=lambda i: prompts_needed(i, figures.num_prompts, difference))
-        needed = prompts_needed(noisiest, figures.num_prompts, difference)
-        limit = next((n for n in range(1, max(sizes) + 1) if sum(min(n, size) for size in sizes) >= needed), max(sizes))
+        seen = figures.num_prompts
+        known = [(n, i) for i in intervals if (n := prompts_needed(i, seen, difference)) is not None]
+        if len(known) < len(intervals) or not known:
+            return whole, f"a first look at {seen} prompts tells nothing of the noise; measuring all {sum(sizes)}"
+        needed, noisiest = max(known, key=lambda pair: pair[0])
+        limit = next((n for n in range(2, max(sizes) + 1) if sum(min(n, size) for size in sizes) >= needed), max(sizes))
         taken = sum(min(limit, size) for size in sizes)
-        said = (
-            f"a difference of {difference:.1%} needs about {needed} prompts, by a first look at {figures.num_prompts}"
-        )
+        said = f"a difference of {difference:.1%} from a fixed number needs about {needed} prompts, by a look at {seen}"
         if taken < needed:
-            least = detectable(noisiest, figures.num_prompts, taken)
+            least = detectable(noisiest, seen, taken)
             said += f"; there are too few: with all {taken}, one of {least:.1%} is found in 4 runs of 5"
         else:
             said += f"; measuring {taken}, {limit} of each suite"

@@ -30,7 +30,7 @@ def report(
     ] = None,
     to: Annotated[
         list[str] | None,
-        typer.Option(help="modelopt, speed-bench, tensorrt-llm, inferencex, vllm, markdown or card; may be repeated."),
+        typer.Option(help="modelopt, speed-bench, inferencex, vllm, markdown or card; may be repeated."),
     ] = None,
     check: Annotated[
         list[Path] | None,

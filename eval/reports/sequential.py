@@ -121,11 +121,15 @@ def prompts_to_decide(width: float, num_prompts: int, distance: float, confidenc
     return needed
 
 
-def prompts_needed(interval: Interval, num_prompts: int, difference: float) -> int:
-    """Return the prompts with which four of five runs find a relative difference, by the interval of `num_prompts`."""
-    if math.isnan(found := detectable(interval, num_prompts, num_prompts)):
-        return 10 * num_prompts  # nothing is known of the noise yet
-    return max(2, math.ceil(num_prompts * (math.log1p(found) / math.log1p(difference)) ** 2))
+def prompts_needed(interval: Interval, num_prompts: int, difference: float) -> int | None:
+    """Return the prompts with which four of five runs tell a ratio from a fixed number, so far away; None: unknown.
+
+    The noise is that of the interval of `num_prompts`; where it has no width, nothing is known of it.
+    """
+    found = detectable(interval, num_prompts, num_prompts)
+    if math.isnan(found) or found == 0:
+        return None
+    return max(FIRST_LOOK, math.ceil(num_prompts * (math.log1p(found) / math.log1p(difference)) ** 2))
 
 
 def detectable(interval: Interval, num_prompts: int, prompts: int) -> float:

@@ -42,7 +42,6 @@ class Claims:
         marginal, conditional: rates at depth 1, 2, ….
         histogram: rounds that kept 0, 1, … drafts; `empty` emitted nothing, not even the target's token.
         rounds, accepted, drafted: sums. rate: accepted ÷ drafted.
-        forced: drafts kept per round, without the target's token.
         tolerance: what rounding can change.
     """
 
@@ -60,7 +59,6 @@ class Claims:
     accepted: float | None = None
     drafted: float | None = None
     rate: float | None = None
-    forced: float | None = None
     tolerance: float = 0.006
 
 
@@ -96,10 +94,6 @@ def _impossible(c: Claims) -> Iterator[tuple[str, str]]:
             yield "length without the bonus", f"a length of {length:g} at K={k} leaves out the target's own token"
         elif length > k + 1 + c.tolerance:
             yield "length beyond K + 1", f"a length of {length:g} is more than the {k + 1} tokens of a round at K={k}"
-    if c.forced is not None and c.length is not None and not _near(c.forced, c.length - 1, c.tolerance):
-        with_bonus = _near(c.forced, c.length, c.tolerance)
-        name = "bonus counted where it is left out" if with_bonus else "forced length"
-        yield name, f"{c.forced:g} forced drafts a round stand beside a length of {c.length:g}; it is length − 1"
 
 
 def _counters(c: Claims) -> Iterator[tuple[str, str]]:
@@ -151,6 +145,8 @@ def _lengths(c: Claims) -> Iterator[tuple[str, str]]:
         expected, source = 1 + c.accepted / c.rounds, "1 + accepted / rounds"
     if c.length is not None and expected is not None and not _near(c.length, expected, c.tolerance):
         yield _misread_length(c, expected), f"the length {c.length:g} is not {expected:.4g}, {source}"
+    elif c.k in c.by_k and c.length is not None and not _near(c.by_k[c.k], c.length, c.tolerance):
+        yield "two lengths", f"a length of {c.by_k[c.k]:g} at K={c.k} stands beside one of {c.length:g}"
     if c.requests and c.per_request is not None:
         mean = sum(c.requests) / len(c.requests)
         if not _near(c.per_request, mean, c.tolerance):

@@ -10,11 +10,10 @@ The layouts are from their own sources:
   NVIDIA/Model-Optimizer at a2fbac7bad8ab446d3f8783dadb0c3366eb0ad73.
 - vLLM's per-request metrics: `docs/features/speculative_decoding/acceptance_metrics.md` as vllm-project/vllm's pull
   request 48915 merged it.
-- TensorRT-LLM's `decoding_stats`: `tensorrt_llm/bench/dataclasses/reporting.py` of NVIDIA/TensorRT-LLM at
-  0249976575050d2c624a5f285683c66de311a3b7; its `TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS` counts drafts alone.
 - The Hub's model card: metadata as `huggingface_hub` writes and reads it.
 
-MLPerf prescribes drafters and defines no file of acceptance, so it has no form here.
+MLPerf defines no file of acceptance, and trtllm-bench derives its figures from iterations that a report does not hold
+(`tensorrt_llm/bench/dataclasses/reporting.py`), so neither has a form here.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from pydantic import ValidationError
 
 from ....common import BadInputError
@@ -36,7 +34,6 @@ from ..tables import markdown_text
 from .claims import Claims
 from .passport import Passport, conditional, histogram_of, survival
 
-FORCED = "TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS"
 # Methods whose K drafts are the first K of K + 1, so that one measurement tells the lengths of all below.
 _CHAIN_METHODS = ("eagle1", "eagle3", "draft_model", "mtp")
 
@@ -112,10 +109,10 @@ def _write_modelopt(p: Passport) -> str:
             "measured": True,
             "method": p.info.drafter,
             "draft_checkpoint": {"digest": p.identity.get("drafter")},
-            "target_model": {"digest": p.identity["target"], "model_type": c.target.get("model_type")},
+            "target_model": {"digest": p.identity.get("target"), "model_type": c.target.get("model_type")},
             "num_speculative_tokens": p.k,
             "block_size": None,
-            "max_supported_k": p.info.trained_depth or p.k,
+            "max_supported_k": max(p.info.trained_depth or 0, p.k),
             "verification_method": "block" if p.figures.rule == "block" else "longest_prefix",
             "conditional_accept_rates": [round(rate, 6) for rate in conditional(marginal)],
             "marginal_accept_rates": [round(rate, 6) for rate in marginal],
@@ -145,7 +142,9 @@ def _mean(records: Sequence[PromptRecord]) -> float:
 
 
 def _extrapolates(p: Passport) -> bool:
-    return p.is_chain and p.info.drafter in _CHAIN_METHODS and p.info.control is None
+    # Block verification keeps drafts whose prefix alone would have been refused: rates by depth do not add up.
+    chain = p.is_chain and p.figures.rule != "block"
+    return chain and p.info.drafter in _CHAIN_METHODS and p.info.control is None
 
 
 def _read_modelopt(file: Path) -> list[Claims]:
@@ -173,31 +172,35 @@ def _write_inferencex(p: Passport) -> str:
     marginal = survival(p.histogram(idle=False))
     depths = range(1, p.k + 1) if _extrapolates(p) else [p.k]
     lengths = {k: round(1 + sum(marginal[:k]), 2) for k in depths}
-    mode = "thinking_on" if p.conditions.template.get("enable_thinking") else "thinking_off"
+    asked = [p.conditions.template[key] for key in ("enable_thinking", "thinking") if key in p.conditions.template]
+    mode = ("thinking_on" if asked[0] else "thinking_off") if asked else ""  # which is the template's own, unknown here
     length, c = p.length(idle=False), p.conditions
     name = str(c.target.get("path") or c.target.get("model_type") or "target").rstrip("/").rpartition("/")[2]
     lines = [
         "Acceptance Length (AL) reference values.",
         f"dataset: {', '.join(s.name for s in c.suites)} | output_len: {c.max_new_tokens}",
-        f"{mode}: temperature={p.figures.temperature:g}, chat_template_kwargs: {json.dumps(c.template)}",
+        f"{mode or 'template'}: temperature={p.figures.temperature:g}, chat_template_kwargs: {json.dumps(c.template)}",
         f"Measured at K={p.k}: AL {length.text(3)}; "
         + ("lengths at smaller K follow from its rates by depth." if len(lengths) > 1 else "no other K was measured."),
         p.conventions(idle=False),
         "key = num_speculative_tokens; value = golden AL",
     ]
     comments = "".join(f"# {' '.join(line.split())}\n" for line in lines)
-    return comments + yaml_text({name: {mode: lengths}})
+    return comments + yaml_text({name: {mode: lengths} if mode else lengths})
 
 
 def _read_inferencex(file: Path) -> list[Claims]:
     values = parse_yaml(read_text(file), str(file))
     found = []
     for model, modes in (values if isinstance(values, dict) else {}).items():
+        if str(model).startswith("_"):  # such as _metadata
+            continue
         curves = modes if any(str(key).startswith("thinking") for key in modes) else {"": modes}
         for mode, curve in curves.items():
             levels = {k: al for level in curve for k, al in level.items()} if isinstance(curve, list) else curve
             lengths = {int(k): float(length) for k, length in levels.items() if length != "N/A"}
-            found.append(Claims(f"InferenceX, {model} {mode}".strip(), by_k=lengths, tolerance=0.011))
+            if lengths:
+                found.append(Claims(f"InferenceX, {model} {mode}".strip(), by_k=lengths, tolerance=0.011))
     return found
 
 
@@ -283,54 +286,15 @@ _VLLM = {  # our names of its fields
 def _read_vllm(file: Path) -> list[Claims]:
     found = []
     for number, line in read_json_lines(file):
-        body = line.get("metrics", {}).get("speculative_decoding", line)
+        metrics = line.get("metrics", {"speculative_decoding": line})
+        body = metrics and metrics.get("speculative_decoding")
+        if body is None:  # not told, as of requests with several answers
+            continue
         said = {ours: body[theirs] for ours, theirs in _VLLM.items()}
         if not said["rounds"]:  # a length of nothing
             said["length"] = None
         found.append(Claims(f"vLLM's metrics, line {number}", tolerance=0.001, **said))
     return found
-
-
-def _percentiles(values: Sequence[float]) -> dict[str, float]:
-    """Return TensorRT-LLM's `PercentileStats`."""
-    parts = {f"p{q}": float(np.percentile(values, q)) for q in (50, 90, 95, 99)}
-    ends = {"minimum": float(min(values)), "maximum": float(max(values)), "average": float(np.mean(values))}
-    return parts | ends
-
-
-def _write_tensorrt_llm(p: Passport) -> str:
-    records = [r for r in p.records if r.accepted]
-    rates = [sum(r.accepted) / sum(r.drafted) for r in records if sum(r.drafted)]
-    stats = {
-        "mode": p.info.drafter,
-        "num_draft_tokens_percentiles": _percentiles([sum(r.drafted) for r in records]),
-        "num_accepted_draft_tokens_percentiles": _percentiles([sum(r.accepted) for r in records]),
-        "draft_acceptance_rate_percentiles": _percentiles(rates),
-        "acceptance_length_percentiles": _percentiles([_request_length(r) for r in records]),
-    }
-    length, averaged = p.length().value, "requests (percentiles) and rounds (acceptance_length)"
-    body = {"decoding_stats": stats, "acceptance_length": length, "environment": {FORCED: f"{length - 1:.4f}"}}
-    return _json(body | {"num_speculative_tokens": p.k, "outrider": p.seal(averaged=averaged)})
-
-
-def _read_tensorrt_llm(file: Path) -> list[Claims]:
-    values = _object(file)
-    if "decoding_stats" not in values:
-        return []
-    stats, forced = values["decoding_stats"], values.get("environment", {}).get(FORCED)
-    averages = {name: part["average"] for name, part in stats.items() if isinstance(part, dict)}
-    return [
-        Claims(
-            "TensorRT-LLM's statistics",
-            k=values.get("num_speculative_tokens"),
-            length=values.get("acceptance_length", averages.get("acceptance_length_percentiles")),
-            per_request=averages.get("acceptance_length_percentiles"),
-            accepted=averages.get("num_accepted_draft_tokens_percentiles"),
-            drafted=averages.get("num_draft_tokens_percentiles"),
-            forced=None if forced is None else float(forced),
-            tolerance=0.001,
-        )
-    ]
 
 
 def _write_markdown(p: Passport) -> str:
@@ -359,7 +323,7 @@ def _write_markdown(p: Passport) -> str:
 
 def _read_markdown(file: Path) -> list[Claims]:
     text = read_text(file)
-    said = re.search(r"Mean acceptance length (\S+)[^;\n]* at K=(\d+);", text)
+    said = re.search(r"Mean acceptance length (\S{1,32})[^;\n]{0,64} at K=(\d{1,4});", text)
     if said is None:
         return []
     rates = re.findall(r"^\| \d+ \| ([\d.]+) \| ([\d.]+) \|$", text, re.MULTILINE)
@@ -378,7 +342,7 @@ def _write_card(p: Passport) -> str:
     shared["dataset_name"] = ", ".join(s.name for s in p.conditions.suites)
     metrics = {"mean_acceptance_length": length.value, "speedup": speedup.value}
     results = [EvalResult(**shared, metric_type=name, metric_value=round(v, 4)) for name, v in metrics.items()]
-    model = f"{p.info.drafter} drafter"
+    model = f"{markdown_text(str(p.info.drafter))} drafter"
     data = ModelCardData(model_name=model, eval_results=results, library_name="outrider", tags=["speculative-decoding"])
     return f"---\n{data.to_yaml()}\n---\n\n# {model}\n\n{_write_markdown(p)}"
 
@@ -386,7 +350,6 @@ def _write_card(p: Passport) -> str:
 FORMS = {
     "modelopt": Form("speculation_profile.json", _write_modelopt, _read_modelopt),
     "speed-bench": Form("specbench_results.json", _write_speed_bench, _read_speed_bench),
-    "tensorrt-llm": Form("decoding_stats.json", _write_tensorrt_llm, _read_tensorrt_llm),
     "inferencex": Form("golden_al.yaml", _write_inferencex, _read_inferencex),
     "vllm": Form("requests.jsonl", _write_vllm, _read_vllm),
     "markdown": Form("acceptance.md", _write_markdown, _read_markdown),

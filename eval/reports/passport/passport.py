@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from ....common import BadInputError
@@ -56,7 +57,7 @@ class Passport:
                 f"the report holds no rounds of {info.name} at temperature {figures.temperature:g}, from which its "
                 "acceptance could be told; measure it with `outrider eval`."
             )
-        target = str(report.conditions.target.get("fingerprint"))
+        target = report.conditions.target.get("fingerprint")
         identity = {"drafter": info.digest, "target": target, "pair": pair}
         known = {name: digest for name, digest in identity.items() if digest}
         suites = {f"suite {s.name}": s.digest for s in report.conditions.suites}
@@ -123,8 +124,8 @@ def histogram_of(records: Sequence[PromptRecord], k: int, idle: bool = True) -> 
 
 def survival(histogram: Sequence[int]) -> list[float]:
     """Return the share of rounds that kept at least 1, 2, … drafts: the marginal rates."""
-    rounds = sum(histogram)
-    return [sum(histogram[d:]) / rounds if rounds else 0.0 for d in range(1, len(histogram))]
+    deeper = list(accumulate(reversed(histogram)))[::-1]  # rounds that kept at least 0, 1, …
+    return [kept / deeper[0] if deeper[0] else 0.0 for kept in deeper[1:]]
 
 
 def conditional(marginal: Sequence[float]) -> list[float]:

@@ -97,5 +97,7 @@ def test_the_prompts_that_a_difference_needs_are_those_that_find_it():
     needed = prompts_needed(look, 30, 0.03)
     assert needed == pytest.approx(30 * (2.8016 * 0.05 / np.log(1.03)) ** 2, rel=0.01)
     assert detectable(look, 30, needed) == pytest.approx(0.03, rel=0.01)
-    assert prompts_needed(Interval(2.0, np.nan, np.nan), 30, 0.03) == 300
+    assert prompts_needed(look, 30, 0.9) == 12, "fewer give no interval"
+    assert prompts_needed(Interval(2.0, np.nan, np.nan), 30, 0.03) is None
+    assert prompts_needed(Interval(2.0, 2.0, 2.0), 30, 0.03) is None
     assert np.isnan(detectable(Interval(2.0, np.nan, np.nan), 30, 60))

@@ -21,6 +21,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import torch
 from datasets import Dataset, Features, List, Value, load_from_disk
 from datasets.arrow_writer import ArrowWriter
@@ -148,10 +149,10 @@ def save_data_set(
     try:
         with (
             ArrowWriter(path=str(stream), features=features) as writer,
-            learnt.open("w", encoding="ascii") as questions,
+            pyarrow.OSFile(str(learnt), "wb") as questions,
         ):
             for row in rows:
-                questions.writelines(f"{digest}\n" for digest in row.asked)
+                questions.write("".join(f"{digest}\n" for digest in row.asked).encode())
                 writer.write({column: value for column, value in vars(row).items() if column in features})
             writer.finalize()
         with replacing_folder(folder) as building:

@@ -78,8 +78,11 @@ def test_every_verb_answers_as_its_schema_says(
     assert [h["tau"] for h in made["headline"]] == [h["tau"] for h in manifest["measurements"]["headline"]]
     assert answer("pair-verify", outrider("pair", "verify", pair, "--json"))["intact"]
 
-    tuned = answer("tune", outrider("tune", pair, "--limit", 1, "--max-new-tokens", 4, "--dry-run", "--json"))
-    assert not tuned["stored"]
+    arguments = ["--limit", 2, "--batch", 1, "--batch", 2, "--max-new-tokens", 4]
+    tuned = answer("tune", outrider("tune", pair, *arguments, "--json"))
+    assert tuned["stored"]
+    load = answer("capacity", outrider("capacity", pair, "--arrivals", 2, "--requests", 20, "--json"))
+    assert [one["policy"] for one in load["loads"]] == ["plain", "fixed", "controlled"]
     probed = outrider("probe", pair, "--target", changed_target, "--json")
     found = answer("probe", probed, probed.exit_code)
     assert (found["verdict"], found["pair"]) == ({0: "fresh", 1: "stale"}[probed.exit_code], made["digest"])

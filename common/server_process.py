@@ -26,7 +26,7 @@ LAST_LINES = 12  # of a server's log, in the message that it did not start
 CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 # What a launcher of several processes tells its own. A server that believed it would look for the others.
-_OF_LAUNCHERS = re.compile(r"(TORCHELASTIC|ACCELERATE|GROUP|ROLE)_\w+|((LOCAL_)?(RANK|WORLD_SIZE))|MASTER_(ADDR|PORT)")
+_OF_LAUNCHERS = re.compile(r"(TORCHELASTIC|ACCELERATE|GROUP|ROLE)_\w+|(LOCAL_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)")
 _MOST_OF_A_LOG = 2**20  # bytes
 
 T = TypeVar("T")

@@ -285,6 +285,7 @@ class TrainingEstimate:
 
     def _notes(self) -> list[str]:
         whole, several = self.recipe.target.sharding == "none", self.processes > 1
+        engine = self.recipe.target.engine
         quantized = getattr(self.target.model.config, "quantization_config", None) or {}
         values = quantized if isinstance(quantized, dict) else vars(quantized)
         notes = (

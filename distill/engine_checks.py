@@ -41,7 +41,9 @@ Fault = Literal[
 # What rounding may do at a position: to a log-probability, and to a state, relative to its norm.
 LOGPROB_TOLERANCE: Final = {torch.float32: 2e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
 STATE_TOLERANCE: Final = {torch.float32: 1e-3, torch.bfloat16: 0.06, torch.float16: 0.02}
-_SHARE = 0.9  # of a row's positions that must fit: two implementations round some of a mixture's tokens to other experts
+_SHARE = (
+    0.9  # of a row's positions that must fit: two implementations round some of a mixture's tokens to other experts
+)
 _AT_ONCE = 256  # positions whose logits are in memory
 
 

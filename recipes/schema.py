@@ -452,13 +452,13 @@ class Recipe(Section):
             )
         if self.target.engine is not None and self.data.features != "cached":
             raise ValueError("target.engine makes hidden states before the training; set data.features: cached")
-        if self.target.engine is not None and self.target.engine.url is not None:
-            if self.data.servers is None and self.data.responses is None and self.data.answers != "given":
-                raise ValueError(
-                    "target.engine.url makes hidden states, and writes them for every answer, too; name who answers "
-                    "(data.servers), take responses that are finished (data.responses), or let Outrider start the "
-                    "engine (target.engine.python)"
-                )
+        answered = self.data.servers or self.data.responses or self.data.answers == "given"
+        if self.target.engine is not None and self.target.engine.url is not None and not answered:
+            raise ValueError(
+                "target.engine.url makes hidden states, and writes them for every answer, too; name who answers "
+                "(data.servers), take responses that are finished (data.responses), or let Outrider start the engine "
+                "(target.engine.python)"
+            )
         if self.joint is not None and self.target.adapter is not None:
             raise ValueError(
                 f"joint trains a new adapter, and target.adapter is {self.target.adapter!r}; a run's target has one. "

@@ -26,7 +26,7 @@ LAST_LINES = 12  # of a server's log, in the message that it did not start
 CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 # What a launcher of several processes tells its own. A server that believed it would look for the others.
-_OF_LAUNCHERS = re.compile(r"(TORCHELASTIC|ACCELERATE|GROUP|ROLE)_\w+|(LOCAL_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)")
+_LAUNCHER = re.compile(r"(TORCHELASTIC|ACCELERATE|GROUP|ROLE)_\w+|(LOCAL_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)")
 _MOST_OF_A_LOG = 2**20  # bytes
 
 T = TypeVar("T")
@@ -38,7 +38,7 @@ def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in environment.items()
-        if not _OF_LAUNCHERS.fullmatch(name) and not (launched and name == "OMP_NUM_THREADS")  # it sets one thread
+        if not _LAUNCHER.fullmatch(name) and not (launched and name == "OMP_NUM_THREADS")  # it sets one thread
     }
 
 

@@ -37,7 +37,7 @@ from ..common.http_client import AnswerLimits, BadAnswerError, ModelList, ask, r
 from ..common.locks import locked
 from ..common.machine import free_bytes
 from ..common.runtime import require_extra
-from ..common.safe_load import MEGABYTE, Unreadable, parse_json, read_bytes, read_text
+from ..common.safe_load import MEGABYTE, parse_json, read_bytes, read_text
 from ..common.server_process import CPU_ENVIRONMENT, python_of, running_server
 from ..recipes import DataSpec, EngineSpec, Recipe, ServerSpec
 from ..targets import Target
@@ -386,7 +386,7 @@ class EngineStates:
         looked = begin
         while file.name not in (names := os.listdir(self.folder)):  # a disk of the network caches that one is not there
             if failed.name in names:
-                raise BadInputError(f"the engine wrote no hidden states: {read_text(failed, MEGABYTE)[:500]}")
+                raise BadInputError(f"the engine wrote no states: {read_text(failed, MEGABYTE)[:500]}")
             if time.monotonic() > looked + 1:
                 _first_model(self.url)  # one that ended after its answer writes nothing more
                 looked = time.monotonic()
@@ -439,8 +439,9 @@ def read_states(file: Path, most: int) -> tuple[EngineFacts, Tensor, Tensor]:
         states, token_ids = tensors["hidden_states"], tensors["token_ids"]
         digest = said.pop("digest")
         facts = EngineFacts(**{**said, "layers": tuple(int(layer) for layer in said["layers"])})
+    except UntrustedStatesError:
+        raise
     except (
-        Unreadable,
         BadInputError,
         SafetensorError,
         OSError,

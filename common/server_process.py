@@ -69,7 +69,8 @@ def running_server(
     Args:
         command: the command line for a port.
         environment: of the server; what a launcher of several processes added is left out.
-        log: the file of the server's output, to which it adds. advice: what its lines tell, for the message that it failed.
+        log: the file of the server's output, to which it adds.
+        advice: what the output's lines tell, for the message that it failed.
         answers: raises BadInputError as long as the server is not ready.
         seconds: that it may take to start.
 

@@ -361,7 +361,7 @@ class EngineStates:
         return _first_model(self.url)
 
     def _asked(self, tokens: list[int], probe: bool = False, before: EngineFacts | None = None) -> EngineRow:
-        """Return an engine's row of these tokens, with its facts and tokens checked, `before` those of another start."""
+        """Return an engine's row, with its facts and tokens checked; `before` are the facts of its last start."""
         body = {"model": self._name, "prompt": tokens, "max_tokens": 1, "temperature": 0.0, "logprobs": 0}
         body |= {"return_token_ids": True, "add_special_tokens": False}
         body |= {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}

@@ -311,7 +311,7 @@ def test_an_engine_that_fails_is_asked_again_and_the_store_is_the_same(lab: Lab)
     lab.server.fails = {asked + 5: 500, asked + 8: 503}
     again = lab.build("again")
     assert contents(again) == contents(whole)
-    assert lab.server.requests == 2 * asked + 2  # an engine that lives is not compared anew
+    assert lab.server.requests <= 2 * asked + 4  # not compared anew; of each failure a row may be asked for already
     assert lab.build("eighths", "float8_e4m3fn").precision.has_scale
 
 
@@ -319,7 +319,7 @@ def test_a_request_that_the_engine_refuses_is_not_repeated(lab: Lab) -> None:
     lab.server.fails = {5: 400}
     with pytest.raises(BadInputError, match="HTTP status 400"):
         lab.build()
-    assert lab.server.requests == 5
+    assert lab.server.requests <= 6  # the next row may be asked for already
 
 
 def test_an_engine_that_was_started_again_is_compared_again(lab: Lab) -> None:
@@ -333,7 +333,7 @@ def test_an_engine_that_was_started_again_is_compared_again(lab: Lab) -> None:
 
     lab.server.change = second
     assert contents(lab.build("again")) == whole
-    assert lab.server.requests == 2 * asked + 1 + 3
+    assert 2 * asked + 4 <= lab.server.requests <= 2 * asked + 5  # the next row may be asked for already
 
 
 def test_an_engine_that_ended_before_it_wrote_is_known_before_the_time_is_over(lab: Lab) -> None:
@@ -385,8 +385,8 @@ def test_layers_that_change_little_are_still_told_apart(tiny_target: Target) -> 
     few = replace(right, states=right.states.clone())
     few.states[3] += 1  # a position that another expert computed
     check_forward(small, few, facts)  # type: ignore[arg-type]
+    shifted = replace(row, states=torch.cat([near[:, [3, 4]], row.states[:, -1:]], 1))
     with pytest.raises(UntrustedStatesError, match="layer numbering"):
-        shifted = replace(row, states=torch.cat([near[:, [3, 4]], row.states[:, -1:]], 1))
         check_forward(small, shifted, facts)  # type: ignore[arg-type]
 
 

@@ -209,7 +209,8 @@ class OutriderHiddenStates(object if theirs is None else theirs.ExampleHiddenSta
         settings = self._kv_transfer_config.kv_connector_extra_config
         self.use_lock = False  # a file is there when it is whole
         self._budget = int(settings["disk_budget"])
-        self._config, self._said = vllm_config, None
+        self._config = vllm_config
+        self._said: EngineFacts | None = None
         self._patience = _WAIT_SECONDS
         self._queued, self._counting = 0, threading.Lock()  # bytes that threads have still to write
         os.makedirs(self._storage_path, exist_ok=True)

@@ -74,9 +74,9 @@ def plan(
         folder = recipe.target.engine.folder or str(recipe.output_folder / "engine")
         layers = (*stored_taps(drafter.taps, target.num_layers), target.num_layers)
         words = ["--model", recipe.target.path, *plain_words(recipe, target, work.longest)]
-        words = shlex.join([*words, *states_words(recipe.target.engine, layers, folder)])
+        words += states_words(recipe.target.engine, layers, folder)
         needs = replace(
-            needs, notes=[*needs.notes, f"a vLLM that writes this drafter's states is started with {words}"]
+            needs, notes=[*needs.notes, f"a vLLM that writes this drafter's states is started with {shlex.join(words)}"]
         )
     return _here(needs, recipe, measured)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -24,7 +25,21 @@ LAST_LINES = 12  # of a server's log, in the message that it did not start
 # On a CPU vLLM wants to be told how much memory its cache may take, and binds threads to cores that it may not have.
 CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
+# What a launcher of several processes tells its own. A server that believed it would look for the others.
+_LAUNCHER = re.compile(r"(TORCHELASTIC|ACCELERATE|GROUP|ROLE)_\w+|(LOCAL_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)")
+_MOST_OF_A_LOG = 2**20  # bytes
+
 T = TypeVar("T")
+
+
+def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment without what torchrun or accelerate said of their processes, for a server of its own."""
+    launched = "TORCHELASTIC_RUN_ID" in environment
+    return {
+        name: value
+        for name, value in environment.items()
+        if not _LAUNCHER.fullmatch(name) and not (launched and name == "OMP_NUM_THREADS")  # it sets one thread
+    }
 
 
 def python_of(environment: Path) -> Path:
@@ -53,7 +68,9 @@ def running_server(
 
     Args:
         command: the command line for a port.
-        log: the file of the server's output. advice: what its lines tell, for the message that it failed.
+        environment: of the server; what a launcher of several processes added is left out.
+        log: the file of the server's output, to which it adds.
+        advice: what the output's lines tell, for the message that it failed.
         answers: raises BadInputError as long as the server is not ready.
         seconds: that it may take to start.
 
@@ -61,10 +78,11 @@ def running_server(
         BadInputError: it ended, did not answer in time, or refused a request; with its last lines.
     """
     port = _free_port()
-    with log.open("wb") as output:
+    with log.open("ab") as output:
+        before = output.tell()
         server = subprocess.Popen(
             command(port),
-            env=environment,
+            env=without_launcher(environment),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -74,7 +92,9 @@ def running_server(
     try:
         yield _answering(server, f"http://127.0.0.1:{port}", answers, seconds)
     except BadInputError as error:
-        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+        with log.open("rb") as output:
+            output.seek(max(before, log.stat().st_size - _MOST_OF_A_LOG))
+            lines = output.read().decode("utf-8", errors="replace").splitlines()
         raise BadInputError(f"{error}{advice(lines)}\nThe engine's last lines:\n{_last(lines)}") from error
     finally:
         _stop(server)

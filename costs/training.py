@@ -285,6 +285,7 @@ class TrainingEstimate:
 
     def _notes(self) -> list[str]:
         whole, several = self.recipe.target.sharding == "none", self.processes > 1
+        engine = self.recipe.target.engine
         quantized = getattr(self.target.model.config, "quantization_config", None) or {}
         values = quantized if isinstance(quantized, dict) else vars(quantized)
         notes = (
@@ -315,10 +316,10 @@ class TrainingEstimate:
                 "memory, operations nor time.",
             ),
             (
-                self.recipe.target.engine is not None,
+                engine is not None,
                 f"the target's {readable_bytes(weight_bytes(self.target.model))} of weights are in the engine, whose "
                 "time for responses and features is that of one such GPU; its states wait in a folder of "
-                f"{getattr(self.recipe.target.engine, 'disk_gb', 0):g} GB at most before they are stored.",
+                f"{0 if engine is None else engine.disk_gb:g} GB at most before they are stored.",
             ),
             (
                 self.recipe.target.adapter,

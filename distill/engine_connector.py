@@ -18,10 +18,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
+import threading
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,10 +31,10 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-try:
+if "vllm" in sys.modules:  # which imports this file; on our side vLLM is not imported, even where it is installed
     from vllm import __version__ as vllm_version
     from vllm.distributed.kv_transfer.kv_connector.v1 import example_hidden_states_connector as theirs
-except ImportError:  # read by our side
+else:
     vllm_version, theirs = "", None
 
 VERSION = 1  # of the file's format and of what its facts mean
@@ -48,10 +50,10 @@ class EngineFacts:
 
     Attributes:
         version: of the connector. engine: its version of vLLM. instance: of this start of it, never the same twice.
-        layers: HF `hidden_states` indices of the taps, in order. num_layers: of the target.
-        dtype: of the states. quantization: of the weights as they are served; "" for none.
+        layers: HF `hidden_states` indices of the taps, ascending, as vLLM writes them. num_layers: of the target.
+        dtype: of the states.
+        quantization: of the weights as they are served, by the checkpoint's own name for it; "" for none.
         weights: `checkpoint_digest` of the target's folder as the engine started.
-        prefix_caching, chunked_prefill: whether a request's prompt may be read in part, or not at all.
     """
 
     version: int
@@ -62,8 +64,6 @@ class EngineFacts:
     dtype: str
     quantization: str
     weights: str
-    prefix_caching: bool
-    chunked_prefill: bool
 
 
 def tensors_digest(hidden_states: torch.Tensor, token_ids: torch.Tensor) -> str:
@@ -79,11 +79,18 @@ def tensors_digest(hidden_states: torch.Tensor, token_ids: torch.Tensor) -> str:
 def checkpoint_digest(folder: str | Path) -> str:
     """Return a digest of a checkpoint's files that is made in seconds whatever their size.
 
-    It covers their names, sizes and headers, config.json, and blocks of 4 KB at 1024 places of each file: a model that
-    was trained further has another one. It tells copies apart that were mixed up, not ones that were forged.
+    It covers names, sizes and headers of the files that the index names (of all of them without an index), config.json,
+    and blocks of 4 KB at 1024 places of each file: a model that was trained further has another one. It tells copies
+    apart that were mixed up, not ones that were forged.
     """
-    digest = hashlib.sha256()
-    for file in sorted(Path(folder).glob("*.safetensors")):
+    digest, index = hashlib.sha256(), Path(folder) / "model.safetensors.index.json"
+    files = sorted(Path(folder).glob("*.safetensors"))
+    if (single := Path(folder) / "model.safetensors").exists():
+        files = [single]
+    elif index.exists():
+        named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        files = [file for file in files if file.name in named]
+    for file in files:
         size = file.stat().st_size
         digest.update(f"{file.name} {size}\n".encode())
         with open(file, "rb") as opened:
@@ -114,9 +121,11 @@ def write_states(file: Path, hidden_states: torch.Tensor, token_ids: torch.Tenso
 
 
 def waiting_bytes(folder: Path) -> int:
-    """Return the size of the files in `folder` that nobody has read yet."""
+    """Return the size of the states in `folder` that nobody has read yet."""
     total = 0
     for entry in os.scandir(folder):
+        if not entry.name.endswith((SUFFIX, ".part")):
+            continue
         try:
             total += entry.stat().st_size
         except FileNotFoundError:  # just read
@@ -153,26 +162,41 @@ def _model_folder(config: Any) -> str:
     return str(snapshot_download(config.model, revision=config.revision, local_files_only=True))
 
 
-def _facts(config: Any) -> EngineFacts:
-    """Return the facts of an engine with this `VllmConfig`; ValueError: it would leave tokens out."""
-    drafting = config.speculative_config.draft_model_config.hf_config
-    model, scheduler = config.model_config, config.scheduler_config
-    prefix, chunked = bool(config.cache_config.enable_prefix_caching), bool(scheduler.enable_chunked_prefill)
-    if prefix:
+def require_plain(config: Any) -> None:
+    """Raise ValueError if an engine with this `VllmConfig` leaves tokens out, or computes what its files do not say."""
+    if config.cache_config.enable_prefix_caching:
         raise ValueError("hidden states of a cached prefix are not computed: start with --no-enable-prefix-caching")
-    if chunked:
+    if config.scheduler_config.enable_chunked_prefill:
         raise ValueError("hidden states need whole prompts: start with --no-enable-chunked-prefill")
+    if config.model_config.hf_overrides:
+        raise ValueError("it would serve another model than its files: start without --hf-overrides")
+    if config.lora_config is not None:
+        raise ValueError("an adapter makes other states than its files: start without --enable-lora; merge it instead")
+    if config.parallel_config.data_parallel_size > 1:
+        raise ValueError("states are trusted of one engine: start without --data-parallel-size")
+
+
+def quantization_of(model: Any) -> str:
+    """Return the checkpoint's own name for its quantisation; if it has none, that of the engine's. "" for none."""
+    for config in (model.hf_config, model.hf_text_config):
+        if found := getattr(config, "quantization_config", None):
+            method = found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", None)
+            return str(getattr(method, "value", method) or "")
+    return str(getattr(model, "quantization", None) or "")
+
+
+def _facts(config: Any) -> EngineFacts:
+    """Return the facts of an engine with this `VllmConfig`."""
+    drafting, model = config.speculative_config.draft_model_config.hf_config, config.model_config
     return EngineFacts(
         version=VERSION,
         engine=vllm_version,
         instance=uuid.uuid4().hex,
-        layers=tuple(drafting.eagle_aux_hidden_state_layer_ids),
+        layers=tuple(sorted(set(drafting.eagle_aux_hidden_state_layer_ids))),
         num_layers=int(model.hf_text_config.num_hidden_layers),
         dtype=str(model.dtype).removeprefix("torch."),
-        quantization=str(model.quantization or ""),
+        quantization=quantization_of(model),
         weights=checkpoint_digest(_model_folder(model)),
-        prefix_caching=prefix,
-        chunked_prefill=chunked,
     )
 
 
@@ -180,12 +204,21 @@ class OutriderHiddenStates(object if theirs is None else theirs.ExampleHiddenSta
     """A KV connector that writes hidden states, on a CPU or a GPU. Extra settings: `disk_budget`, in bytes."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None):
+        require_plain(vllm_config)
         super().__init__(vllm_config, role, kv_cache_config)
         settings = self._kv_transfer_config.kv_connector_extra_config
         self.use_lock = False  # a file is there when it is whole
         self._budget = int(settings["disk_budget"])
-        self._said: EngineFacts | None = _facts(vllm_config) if role.name == "WORKER" else None
+        self._config = vllm_config
+        self._said: EngineFacts | None = None
+        self._patience = _WAIT_SECONDS
+        self._queued, self._counting = 0, threading.Lock()  # bytes that threads have still to write
         os.makedirs(self._storage_path, exist_ok=True)
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        super().register_kv_caches(kv_caches)
+        if self._is_tp_rank_zero:  # which alone writes, and so alone reads the checkpoint
+            self._said = _facts(self._config)
 
     def _submit_async_write(self, pending: Any) -> None:
         """Copy a finished request's states out of the cache, and have a thread write them."""
@@ -193,7 +226,10 @@ class OutriderHiddenStates(object if theirs is None else theirs.ExampleHiddenSta
             return
         states, copied = self._copied(pending)
         file = Path(pending.filename)
-        if wait_for_room(file.parent, states.nbytes, self._budget):
+        has_room = wait_for_room(file.parent, self._queued + states.nbytes, self._budget, self._patience)
+        self._patience = _WAIT_SECONDS if has_room else 0.0  # several rows wait as long as one: vLLM has its own limit
+        if has_room:
+            self._count(states.nbytes)
             future = self._executor.submit(self._write, file, states, pending.token_ids.clone(), copied)
             self._req_futures[pending.req_id] = future
             future.add_done_callback(lambda done: self._on_write_done(pending.req_id, done))
@@ -224,9 +260,15 @@ class OutriderHiddenStates(object if theirs is None else theirs.ExampleHiddenSta
         except Exception as error:
             _say_failed(file, repr(error))
             raise
+        finally:
+            self._count(-states.nbytes)
+
+    def _count(self, num_bytes: int) -> None:
+        with self._counting:
+            self._queued += num_bytes
 
 
 def _say_failed(file: Path, why: str) -> None:
     """Leave a sentence where the states would be, for the client that waits for them."""
-    with _replacing(file.with_suffix(FAILED)) as part:
+    with suppress(OSError), _replacing(file.with_suffix(FAILED)) as part:  # without a disk the client's time runs out
         part.write_text(why[:1000], encoding="utf-8")

@@ -15,17 +15,20 @@ import os
 import shutil
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cached_property
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from pydantic import BaseModel, Field
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load
 from torch import Tensor
 
 from ..common import BadInputError
@@ -34,7 +37,7 @@ from ..common.http_client import AnswerLimits, BadAnswerError, ModelList, ask, r
 from ..common.locks import locked
 from ..common.machine import free_bytes
 from ..common.runtime import require_extra
-from ..common.safe_load import MEGABYTE, parse_json, read_text
+from ..common.safe_load import MEGABYTE, parse_json, read_bytes, read_text
 from ..common.server_process import CPU_ENVIRONMENT, python_of, running_server
 from ..recipes import DataSpec, EngineSpec, Recipe, ServerSpec
 from ..targets import Target
@@ -53,12 +56,14 @@ from .engine_checks import (
     check_template,
     check_tokens,
 )
-from .engine_connector import FAILED, NAME, SUFFIX, EngineFacts
+from .engine_connector import FAILED, NAME, SUFFIX, VERSION, EngineFacts
 from .features import stored_taps
 
-CHECKED_ROWS = 2  # of each start of an engine, at every position
+CHECKED_ROWS, CHECKED_TOKENS = 2, 512  # of each start of an engine, at every position, from the first one on
 _MODULE, _SERVED_AS = "engine_connector", "target"
 _BYTES_OF_A_TOKEN, _MOST_FAILURES = 2048, 5
+_RESTARTED = "another instance"
+_REQUEST = "cmpl-"  # how vLLM's names of requests begin, and so those of their files
 _ROOM_OF_A_FORWARD = 0.5  # of the free memory, which the whole target may take for the comparison
 
 _log = logging.getLogger(__name__)
@@ -85,11 +90,11 @@ def states_words(spec: EngineSpec, layers: Sequence[int], folder: str) -> list[s
     """Return what a vLLM's command line says so that it writes hidden states.
 
     Args:
-        layers: HF `hidden_states` indices, in order, the number of layers for the last state before the norm.
+        layers: HF `hidden_states` indices, the number of layers for the last state before the norm. vLLM sorts them.
         folder: for the states, as the engine sees it.
     """
     drafting: dict[str, Any] = {"method": "extract_hidden_states", "num_speculative_tokens": 1}
-    drafting |= {"draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(layers)}}}
+    drafting |= {"draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": sorted(set(layers))}}}
     extra = {"shared_storage_path": folder, "disk_budget": int(spec.disk_gb * 1e9)}
     connector: dict[str, Any] = {"kv_connector": NAME, "kv_connector_module_path": _MODULE, "kv_role": "kv_producer"}
     connector |= {"kv_connector_extra_config": extra}
@@ -98,16 +103,21 @@ def states_words(spec: EngineSpec, layers: Sequence[int], folder: str) -> list[s
     return [*words, "--speculative-config", json.dumps(drafting), "--kv-transfer-config", json.dumps(connector)]
 
 
-def _plain_words(recipe: Recipe, target: Target) -> list[str]:
-    """Return the words of a vLLM server of the target, after its Python."""
-    data, own, spec = recipe.data, recipe.target, recipe.target.engine
-    longest = data.max_prompt_tokens + data.max_new_tokens + 1
+def plain_words(recipe: Recipe, target: Target, longest: int = 0) -> list[str]:
+    """Return what a vLLM's command line says of the recipe's target, whose `longest` row has that many tokens."""
+    data, spec = recipe.data, recipe.target.engine
+    longest = max(longest, data.max_prompt_tokens + data.max_new_tokens) + 1
     longest = min(longest, target.max_context or longest)
-    folder = folder_of(target_path(own.path), own.dtype, own.revision, own.trust_remote_code)
-    words = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--served-model-name", _SERVED_AS]
-    words += ["--dtype", str(target.dtype).removeprefix("torch."), "--max-model-len", str(longest)]
-    words += ["--max-num-batched-tokens", str(max(longest, 2048))]
+    words = ["--served-model-name", _SERVED_AS, "--dtype", str(target.dtype).removeprefix("torch.")]
+    words += ["--max-model-len", str(longest), "--max-num-batched-tokens", str(max(longest, 2048))]
+    words += ["--trust-remote-code"] * recipe.target.trust_remote_code
     return [*words, *([] if spec is None else spec.arguments)]
+
+
+def _folder_of(recipe: Recipe) -> Path:
+    """Return the folder of the target's files."""
+    own = recipe.target
+    return folder_of(target_path(own.path), own.dtype, own.revision, own.trust_remote_code)
 
 
 def _started(recipe: Recipe, words: Sequence[str], more: Mapping[str, str]) -> AbstractContextManager[str]:
@@ -116,33 +126,25 @@ def _started(recipe: Recipe, words: Sequence[str], more: Mapping[str, str]) -> A
     assert spec is not None
     python = str(python_of(Path(spec.python or "")))
     environment = CPU_ENVIRONMENT | {"HF_HUB_OFFLINE": "1"} | dict(os.environ) | dict(more)
+    server = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(_folder_of(recipe))]
     log = recipe.output_folder / "engine.log"
     _log.info("starting the target's engine; its output is in %s", log)
 
     def command(port: int) -> list[str]:
-        return [python, *words, "--host", "127.0.0.1", "--port", str(port)]
+        access = ["--disable-uvicorn-access-log", "--host", "127.0.0.1", "--port", str(port)]
+        return [*server, *access, *words]
 
-    return running_server(command, environment, log, _models, seconds=spec.start_seconds)
+    return running_server(command, environment, log, _answers_at, seconds=spec.start_seconds)
 
 
 @contextmanager
 def answering(recipe: Recipe, target: Target) -> Iterator[DataSpec]:
-    """Yield the recipe's data with the servers that answer: its own, or the target's engine, started without states.
-
-    Raises BadInputError if the engine is not ours to start, and nobody else answers.
-    """
-    spec = recipe.target.engine
-    if recipe.data.servers is not None or spec is None:
+    """Yield the recipe's data with the servers that answer: its own, or the target's engine, started without states."""
+    if recipe.data.servers is not None or recipe.target.engine is None:
         yield recipe.data
         return
-    if spec.url is not None:
-        raise BadInputError(
-            "target.engine.url makes hidden states, and writes them for every answer, too: name who answers "
-            "(data.servers), take responses that are finished (data.responses), or let Outrider start the engine "
-            "(target.engine.python)."
-        )
     require_extra("serving", "target.engine")
-    with _started(recipe, _plain_words(recipe, target), {}) as url:
+    with _started(recipe, plain_words(recipe, target), {}) as url:
         yield recipe.data.model_copy(update={"servers": [ServerSpec(url=f"{url}/v1")]})
 
 
@@ -150,7 +152,8 @@ class EngineStates:
     """The hidden states of rows, from one engine.
 
     Attributes:
-        target: with its final norm and output embedding. layers: the taps without the last state.
+        target: with its final norm and output embedding. layers: the taps without the last state, in the drafter's
+            order; the engine's are ascending.
         expected: what the engine must say of itself.
     """
 
@@ -160,8 +163,8 @@ class EngineStates:
         require_extra("serving", "target.engine")
         self.spec, self.recipe, self.target, self.layers = spec, recipe, target, tuple(layers)
         self.folder = Path(spec.folder or recipe.output_folder / "engine").expanduser().absolute()
-        self.url, self._stack, self._lock = "", ExitStack(), threading.Lock()
-        self._trusted: EngineFacts | None = None
+        self.url, self._stack, self._stopped = "", ExitStack(), threading.Event()
+        self._trusted: EngineFacts | None = None  # like the next one, only the thread that starts the engine changes it
         self._ended: set[str] = set()  # instances
         self._probes: list[list[int]] = []
 
@@ -173,12 +176,16 @@ class EngineStates:
     @cached_property
     def expected(self) -> ExpectedFacts:
         """What the engine must say of itself; the checkpoint's digest is made when it is first asked for."""
-        spec, target = self.recipe.target, self.target
-        folder = folder_of(target_path(spec.path), spec.dtype, spec.revision, spec.trust_remote_code)
-        quantised = getattr(target.model.config, "quantization_config", None) or {}
-        method = quantised.get("quant_method", "") if isinstance(quantised, dict) else str(quantised.quant_method)
-        digest = engine_connector.checkpoint_digest(folder)
-        return ExpectedFacts(self.layers, target.num_layers, target.dtype, str(method or ""), digest)
+        target, config = self.target, self.target.model.config
+        configs = SimpleNamespace(hf_config=config, hf_text_config=config.get_text_config())
+        return ExpectedFacts(
+            tuple(sorted(self.layers)),
+            target.num_layers,
+            target.hidden_size,
+            target.dtype,
+            engine_connector.quantization_of(configs),
+            engine_connector.checkpoint_digest(_folder_of(self.recipe)),
+        )
 
     @property
     def identity(self) -> list[Any]:
@@ -187,48 +194,65 @@ class EngineStates:
 
     @contextmanager
     def running(self, probes: Sequence[Sequence[int]]) -> Iterator[EngineStates]:
-        """Have the engine ready inside, and trusted: `probes` are rows by which each start of it is checked."""
-        self._probes = [list(tokens) for tokens in probes if len(tokens) > 2][:CHECKED_ROWS]
+        """Have the engine ready inside, and trusted: by `probes`, of which the first one is the longest of all rows."""
+        self._probes = [list(tokens) for tokens in probes if len(tokens) > 2]
         with writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
         with locked(self.folder), self._stack:
             self._start()
             yield self
-        self.url = ""
+            self._clear()
 
     def _start(self) -> None:
         """Start the engine, or look for the user's, and trust it, or not."""
-        for left in self.folder.glob("*"):  # of a run that was killed
-            if left.suffix in (SUFFIX, FAILED, ".part"):
-                left.unlink(missing_ok=True)
+        self._clear()
         if self.spec.url is not None:
             self.url = self.spec.url.rstrip("/").removesuffix("/v1")
-            _models(self.url)
+            _first_model(self.url)
         else:
             self.url = self._stack.enter_context(self._own_server())
         self._check_template()
         self._compare()
 
+    def _clear(self) -> None:
+        """Remove what an engine wrote for a run that was killed, and nothing else.
+
+        Raises BadInputError if there are weights of anything else: it is no folder for states.
+        """
+        ours = [file for file in self.folder.glob(f"{_REQUEST}*{SUFFIX}") if _is_states(file)]
+        if others := sorted(set(self.folder.glob(f"*{SUFFIX}")) - set(ours)):
+            raise BadInputError(
+                f"{self.folder} holds {others[0].name}, which no engine wrote there; name a folder for states alone "
+                "(target.engine.folder)."
+            )
+        parts = self.folder.glob(f".{_REQUEST}*{SUFFIX}.part")
+        for left in (*ours, *parts, *self.folder.glob(f"{_REQUEST}*{FAILED}")):
+            left.unlink(missing_ok=True)
+
     def _compare(self) -> None:
         """Trust this start of the engine, once its states of the probes are right."""
-        whole, row = self._whole(), None
-        for tokens in self._probes:
-            row = self._asked(tokens, probe=True)
+        before, self._trusted = self._trusted, None
+        whole = self._whole()
+        for i, tokens in enumerate([*self._probes[:1], *(t[:CHECKED_TOKENS] for t in self._probes[:CHECKED_ROWS])]):
+            # The longest row is asked for without the logits of all its tokens, which may need more than there is.
+            row = self._asked(tokens, probe=i > 0, before=before)
+            if self._trusted is not None and row.facts.instance != self._trusted.instance:
+                raise BadAnswerError(f"{self.url} was started again while it was compared.", _RESTARTED)
+            self._trusted = row.facts
             check_logits(self.target, row)
-            if whole is not None:
+            if whole is not None and i > 0:
                 check_forward(whole, row, self.expected)
-        if row is not None:
-            before, self._trusted = self._trusted, row.facts
-            if before is not None and before.instance != row.facts.instance:
-                self._ended.add(before.instance)
-        _log.info("the engine's states were compared on %d rows: trusted", len(self._probes))
+        if before is not None and self._trusted is not None and before.instance != self._trusted.instance:
+            self._ended.add(before.instance)
+        _log.info("the engine's states were compared on %d rows: trusted", len(self._probes[:CHECKED_ROWS]))
 
     def _own_server(self) -> AbstractContextManager[str]:
         """Return the context of a server with the connector, on this machine."""
         module = self.folder / f"{_MODULE}.py"
         shutil.copyfile(engine_connector.__file__, module)
         layers = (*self.layers, self.target.num_layers)
-        words = _plain_words(self.recipe, self.target) + states_words(self.spec, layers, str(self.folder))
+        longest = max(map(len, self._probes), default=0)
+        words = plain_words(self.recipe, self.target, longest) + states_words(self.spec, layers, str(self.folder))
         path = os.pathsep.join(filter(None, [str(module.parent), os.environ.get("PYTHONPATH")]))
         return _started(self.recipe, words, {"PYTHONPATH": path})
 
@@ -248,8 +272,7 @@ class EngineStates:
     def _whole(self) -> Target | None:
         """Return the whole target for a plain forward, if it fits beside everything else; the check ends its life."""
         room, own = free_bytes(torch.device("cpu")), self.recipe.target
-        folder = folder_of(target_path(own.path), own.dtype, own.revision, own.trust_remote_code)
-        size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+        size = sum(file.stat().st_size for file in _folder_of(self.recipe).glob("*.safetensors"))
         if (
             self.spec.check == "logits"
             or self.expected.quantization
@@ -257,7 +280,7 @@ class EngineStates:
         ):
             _log.info("the target is not loaded for a plain forward: taps before the last are checked by their names")
             return None
-        return Target.load(**own.to_load(), device="cpu")
+        return Target.load(**own.model_copy(update={"engine": None}).to_load(), device="cpu")
 
     def of(self, rows: Mapping[int, np.ndarray]) -> Iterator[tuple[int, Tensor | None, Tensor]]:
         """Yield number, taps `[T, K, H]` (None without taps) and last state after the norm `[T, H]` of each row.
@@ -265,58 +288,80 @@ class EngineStates:
         An engine that ended, or is away, is started again, or waited for.
         """
         left, failures = dict(rows), 0
+        place = {layer: i for i, layer in enumerate(self.expected.layers)}
+        order = [place[layer] for layer in self.layers]  # the engine's taps are ascending, the drafter's may not be
         while left:
             try:
                 for i, row in self._answers(left):
                     with torch.inference_mode():
                         last = self.target.final_norm(row.states[:, -1].to(self.target.device)).cpu()
                     del left[i]
-                    yield i, row.states[:, :-1] if self.layers else None, last
+                    yield i, row.states[:, order] if self.layers else None, last
             except BadAnswerError as error:
-                failures += 1
-                if failures > _MOST_FAILURES or error.reason.startswith("HTTP status 4"):  # it would say so again
-                    raise
-                self._mend(error)
+                failures = self._repaired(error, failures + 1)
+
+    def _repaired(self, error: BadAnswerError, failures: int) -> int:
+        """Return the number of failures once the engine can be asked again; one that lives is not started anew.
+
+        It is started in the thread that lives as long as it: the kernel ends it with its thread.
+        """
+        while True:
+            if failures > _MOST_FAILURES or error.reason.startswith("HTTP status 4"):  # it would say so again
+                raise error
+            _log.warning("the engine failed (%s); it is asked again", error.reason)
+            time.sleep(0.1 * 2**failures)
+            try:
+                if error.reason != _RESTARTED:
+                    _first_model(self.url)
+                    return failures
+            except BadAnswerError:
+                self._wait_for_return()
+            try:
+                self._start()
+            except BadAnswerError as again:
+                error, failures = again, failures + 1
+            else:
+                return failures
+
+    def _wait_for_return(self) -> None:
+        """End the engine that is ours and does not answer; wait until the user's is back, or its time is over."""
+        self._stack.close()
+        limit = time.monotonic() + self.spec.start_seconds
+        while self.spec.url is not None and time.monotonic() < limit:
+            try:
+                _first_model(self.url)
+            except BadAnswerError:
+                time.sleep(2)
+            else:
+                return
 
     def _answers(self, rows: Mapping[int, np.ndarray]) -> Iterator[tuple[int, EngineRow]]:
         """Yield each row, checked, in order, while others are asked."""
         with ThreadPoolExecutor(self.spec.concurrency) as pool:
-            asked = [(i, pool.submit(self._row, tokens.tolist())) for i, tokens in rows.items()]
+            self._stopped.clear()
+            asked = deque((i, pool.submit(self._row, tokens.tolist())) for i, tokens in rows.items())
             try:
-                for i, future in asked:
+                while asked:
+                    i, future = asked.popleft()  # so that a row that was stored is not kept
                     yield i, future.result()
             finally:
+                self._stopped.set()
                 for _, future in asked:
                     future.cancel()
 
     def _row(self, tokens: list[int]) -> EngineRow:
-        row = self._asked(tokens)
-        with self._lock:
-            if self._trusted is not None and row.facts.instance not in {self._trusted.instance, *self._ended}:
-                self._compare()  # the user's engine was started again, between two rows
+        row = self._asked(tokens, before=self._trusted)
+        if self._trusted is not None and row.facts.instance != self._trusted.instance:
+            raise BadAnswerError(f"{self.url} was started again between two rows.", _RESTARTED)
         check_next_token(self.target, row)
         return row
 
-    def _mend(self, error: BadAnswerError) -> None:
-        """Bring the engine back, in the thread that lives as long as it: the kernel ends it with its thread."""
-        _log.warning("the engine failed (%s); it is asked again", error.reason)
-        self._stack.close()
-        limit = time.monotonic() + self.spec.start_seconds
-        while True:
-            try:
-                return self._start()
-            except BadAnswerError:
-                if self.spec.url is None or time.monotonic() > limit:
-                    raise
-                time.sleep(2)
-
     @cached_property
     def _name(self) -> str:
-        return _models(self.url, name=True)
+        return _first_model(self.url)
 
-    def _asked(self, tokens: list[int], probe: bool = False) -> EngineRow:
-        """Return an engine's row of these tokens, with its facts and tokens checked."""
-        ended = frozenset(self._ended)  # before this request: an answer may come from an engine that ends meanwhile
+    def _asked(self, tokens: list[int], probe: bool = False, before: EngineFacts | None = None) -> EngineRow:
+        """Return an engine's row, with its facts and tokens checked; `before` are the facts of its last start."""
         body = {"model": self._name, "prompt": tokens, "max_tokens": 1, "temperature": 0.0, "logprobs": 0}
         body |= {"return_token_ids": True, "add_special_tokens": False}
         body |= {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -330,24 +375,31 @@ class EngineStates:
                 f"{place} names no file of hidden states: start the engine with Outrider's connector (outrider plan "
                 "prints the command)."
             )
-        row = self._read(self.folder / Path(named).name, answer.choices[0])
-        check_facts(row.facts, self.expected, self._trusted, ended)
+        row = self._read(self.folder / Path(named).name, answer.choices[0], len(tokens))
+        check_facts(row.facts, self.expected, before, self._ended)
         check_tokens(row, torch.tensor(tokens), self.expected)
         return row
 
-    def _read(self, file: Path, choice: _PrefilledRow) -> EngineRow:
-        """Return the row in a file, as soon as it is there, and remove it."""
-        limit, failed = time.monotonic() + self.spec.timeout, file.with_suffix(FAILED)
-        while not file.exists():
-            if failed.exists():
-                raise BadInputError(f"the engine could not write hidden states: {read_text(failed)[:500]}")
-            if time.monotonic() > limit:
+    def _read(self, file: Path, choice: _PrefilledRow, count: int) -> EngineRow:
+        """Return the row of `count` tokens in a file, as soon as it is there, and remove it."""
+        begin, failed, pause = time.monotonic(), file.with_suffix(FAILED), 0.002
+        looked = begin
+        while file.name not in (names := os.listdir(self.folder)):  # a disk of the network caches that one is not there
+            if failed.name in names:
+                raise BadInputError(f"the engine wrote no states: {read_text(failed, MEGABYTE)[:500]}")
+            if time.monotonic() > looked + 1:
+                _first_model(self.url)  # one that ended after its answer writes nothing more
+                looked = time.monotonic()
+            if self._stopped.wait(pause):
+                raise BadInputError("the others of these rows failed.")
+            pause = min(2 * pause, 0.05)
+            if time.monotonic() > begin + self.spec.timeout:
                 raise BadInputError(
                     f"the engine answered, and no hidden states are in {self.folder} after {self.spec.timeout:g} s. "
                     "Do this machine and the engine's see the same folder (target.engine.folder)?"
                 )
-            time.sleep(0.002)
-        facts, states, token_ids = read_states(file)
+        numbers = count * (len(self.layers) + 1) * self.target.hidden_size
+        facts, states, token_ids = read_states(file, 4 * numbers + 8 * count + MEGABYTE)
         file.unlink(missing_ok=True)
         logprob = (choice.logprobs or {}).get("token_logprobs") if isinstance(choice.logprobs, dict) else None
         told = [_logprob(one, int(t)) for one, t in zip(choice.prompt_logprobs or [], token_ids, strict=False)][1:]
@@ -355,20 +407,49 @@ class EngineStates:
         return EngineRow(states, token_ids, facts, choice.token_ids[0], logprob[0] if logprob else None, given)
 
 
-def read_states(file: Path) -> tuple[EngineFacts, Tensor, Tensor]:
-    """Return the facts, the states `[T, K, H]` and the tokens `[T]` in a connector's file.
+def _is_states(file: Path) -> bool:
+    """Return whether the connector wrote a file, by its header."""
+    try:
+        stored_tensors(file)
+        with safe_open(file, framework="pt") as opened:
+            return "outrider" in (opened.metadata() or {})
+    except (BadInputError, SafetensorError, OSError):
+        return False
+
+
+def read_states(file: Path, most: int) -> tuple[EngineFacts, Tensor, Tensor]:
+    """Return the facts, the states `[T, K, H]` and the tokens `[T]` in a connector's file of at most `most` bytes.
+
+    They are copies: the file's place on the disk is free once it is removed.
 
     Raises:
-        UntrustedStatesError: it is damaged, or no connector's.
+        UntrustedStatesError: it is damaged, or no connector's, or another version's.
     """
     try:
         names = set(stored_tensors(file))
         with safe_open(file, framework="pt") as opened:
             said = parse_json((opened.metadata() or {}).get("outrider", ""), str(file))
-            states, token_ids = (opened.get_tensor(name) for name in ("hidden_states", "token_ids"))
+        if said["version"] != VERSION:
+            raise UntrustedStatesError(
+                "connector version",
+                f"the engine runs version {said['version']!r} of the connector, this is {VERSION}. Copy "
+                "engine_connector.py again, and restart the engine.",
+            )
+        tensors = load(read_bytes(file, most))
+        states, token_ids = tensors["hidden_states"], tensors["token_ids"]
         digest = said.pop("digest")
-        facts = EngineFacts(**{**said, "layers": tuple(said["layers"])})
-    except (BadInputError, SafetensorError, OSError, KeyError, TypeError, AttributeError) as error:
+        facts = EngineFacts(**{**said, "layers": tuple(int(layer) for layer in said["layers"])})
+    except UntrustedStatesError:
+        raise
+    except (
+        BadInputError,
+        SafetensorError,
+        OSError,
+        KeyError,
+        TypeError,
+        ValueError,
+        AttributeError,
+    ) as error:
         raise UntrustedStatesError("altered file", f"{file.name} cannot be read ({type(error).__name__}).") from error
     if names != {"hidden_states", "token_ids"} or digest != engine_connector.tensors_digest(states, token_ids):
         raise UntrustedStatesError("altered file", f"{file.name} is not what the connector wrote.")
@@ -381,8 +462,13 @@ def _logprob(one: dict[str, Any] | None, token: int) -> float | None:
     return float(entry["logprob"]) if isinstance(entry, dict) and "logprob" in entry else None
 
 
-def _models(url: str, name: bool = False) -> str:
-    """Return the URL of a server that answers, or the name of its first model."""
+def _answers_at(url: str) -> str:
+    """Return the URL of a server that answers; BadAnswerError if none does."""
+    _first_model(url)
+    return url
+
+
+def _first_model(url: str) -> str:
+    """Return the name of a server's first model."""
     place = f"{url}/v1/models"
-    first = read_answer(ModelList, ask(place), place).data[0].id
-    return first if name else url
+    return read_answer(ModelList, ask(place), place).data[0].id

@@ -211,7 +211,7 @@ class FeatureStoreBuilder:
         total, left = len(self.layout.lengths), sum(len(self.layout.shards[i]) for i in missing)
         one_computes = self.target.sharded or self.engine is not None
         with one_leads(group, self.target), progress(console, "hidden states", total, total - left) as advance:
-            if not one_computes or group.is_main:
+            if missing and (not one_computes or group.is_main):
                 with nullcontext() if self.engine is None else self.engine.running(self._probes()):
                     self._compute_all(missing, LaunchGroup() if one_computes else group, advance)
         group.barrier(f"{topic}-computed")
@@ -393,7 +393,11 @@ class FeatureStore:
         digest, lengths = _digest(sequences)
         bytes_per_token = precision.bytes_per_token(len(stored) + 1, target.hidden_size)
         shard_bytes = shard_bytes or shard_size(sum(lengths) * bytes_per_token)
-        decides = [target.fingerprint().digest, digest, list(stored), str(precision.dtype), shard_bytes]
+        if engine is None:
+            identity = target.fingerprint().digest
+        else:  # of a target whose files may be too large for each process to read
+            identity = group.on_main(f"features-target-{digest[:8]}", lambda: target.fingerprint().digest)
+        decides = [identity, digest, list(stored), str(precision.dtype), shard_bytes]
         key = digest_json(decides + ([] if engine is None else engine.identity))
         layout, place = ShardIndex.of(lengths, bytes_per_token, shard_bytes), Path(folder) / key[:16]
         builder = FeatureStoreBuilder(place, key, target, sequences, stored, precision, layout, engine)

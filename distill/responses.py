@@ -88,9 +88,9 @@ def distill(recipe: Recipe, target: Target | None = None, console: Console | Non
 
 def _target_of(recipe: Recipe) -> Target:
     """Return the recipe's target: on the device where it answers, or without weights where others answer."""
-    spec, values = recipe.data, recipe.target.to_load()
     if recipe.target.engine is not None:
         return target_in_engine(recipe.target)
+    spec, values = recipe.data, recipe.target.to_load()
     if spec.servers is None and spec.answers == "target" and spec.responses is None:
         return Target.load(**values, device=PartialState().device if processes() > 1 else None)
     del values["sharding"]  # there is nothing to share
@@ -186,7 +186,7 @@ class _ResponsesBuilder:
         total = len(self.prompts)
         with one_leads(self.group, self.target), progress(console, "target answers", total, total - left) as advance:
             if self.spec.servers is not None or self.recipe.target.engine is not None:
-                if self.group.is_main:
+                if self.group.is_main and left:
                     with answering(self.recipe, self.target) as spec:
                         answer_by_servers(self.target, self.prompts, spec, work, self.journal, advance)
             elif not self.target.sharded or self.group.is_main:

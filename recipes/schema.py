@@ -115,7 +115,12 @@ class TargetSpec(Section):
         return self
 
     def to_load(self) -> dict[str, Any]:
-        """Return the arguments of `Target.load`."""
+        """Return the arguments of `Target.load`; BadInputError for a target that lives in an engine."""
+        if self.engine is not None:
+            raise BadInputError(
+                "the target lives in an engine (target.engine), and this would load all of it: leave target.engine out "
+                "where it fits this machine, or measure its pair by the engine (outrider served)."
+            )
         return self.model_dump(exclude={"engine"})
 
 
@@ -457,6 +462,13 @@ class Recipe(Section):
             )
         if self.target.engine is not None and self.data.features != "cached":
             raise ValueError("target.engine makes hidden states before the training; set data.features: cached")
+        answered = self.data.servers or self.data.responses or self.data.answers == "given"
+        if self.target.engine is not None and self.target.engine.url is not None and not answered:
+            raise ValueError(
+                "target.engine.url makes hidden states, and writes them for every answer, too; name who answers "
+                "(data.servers), take responses that are finished (data.responses), or let Outrider start the engine "
+                "(target.engine.python)"
+            )
         if self.joint is not None and self.target.adapter is not None:
             raise ValueError(
                 f"joint trains a new adapter, and target.adapter is {self.target.adapter!r}; a run's target has one. "

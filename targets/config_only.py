@@ -58,7 +58,7 @@ def config_only_target(
     name = target_path(path)
     folder = folder_of(name, dtype, revision, trust_remote_code)
     model = meta_causal_lm(name, dtype, revision, trust_remote_code)
-    if not _is_plain(model):
+    if not is_plain(model):
         return load()
     if model.can_generate() and (folder / GENERATION_CONFIG).exists():  # the tokens that end a text
         model.generation_config = GenerationConfig.from_dict(read_json(folder / GENERATION_CONFIG))
@@ -68,7 +68,7 @@ def config_only_target(
     return Target(model, tokenizer, source, lambda: _fingerprint(read, tokenizer, load))
 
 
-def _is_plain(model: PreTrainedModel) -> bool:
+def is_plain(model: PreTrainedModel) -> bool:
     """Return whether the library's own code reads a model, from weights that are not quantised."""
     configs = (model.config, model.config.get_text_config())
     quantised = any(getattr(config, "quantization_config", None) is not None for config in configs)

@@ -20,7 +20,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from ..common.errors import BadInputError, IncompatibleError
 from ..common.safe_load import read_json
-from .config_only import config_only_target
+from .config_only import config_only_target, is_plain
 from .fingerprint import Fingerprint, digest_tokenizer, plain_config
 from .layers import decoder_layers
 from .loading import folder_of, load_tokenizer_of, meta_causal_lm, split_shape, target_path
@@ -71,8 +71,8 @@ def target_without_layers(
     """Return the target in a folder or on the Hub, as its engine loads it, with the parts around its layers alone.
 
     Its fingerprint is that of the same target loaded by `Target.load`, computed when it is asked for, with one weight
-    in memory at a time. Of a checkpoint that came quantised, which would be loaded whole for that, the stored tensors
-    are digested instead.
+    in memory at a time. Of a checkpoint that came quantised, or with code of its own, which would be loaded whole for
+    that, the stored tensors are digested instead: the same target, loaded, has another one.
 
     Raises:
         BadInputError: the folder is missing, has no config, or holds only pickled weights.
@@ -176,9 +176,9 @@ def _fingerprint(
     path: str,
     *load: Any,
 ) -> Fingerprint:
-    """Return the fingerprint of the whole target, or of a quantised one's files."""
+    """Return the fingerprint of the whole target, or of the files of one that the library would have to load whole."""
     revision, dtype, trust_remote_code = load
-    if getattr(model.config, "quantization_config", None) is None:
+    if is_plain(model):
         return config_only_target(path, revision, None, dtype, trust_remote_code).fingerprint()
     template = getattr(tokenizer, "chat_template", None)
     return Fingerprint(

@@ -20,7 +20,7 @@ from ..common.machine import best_device, free_bytes
 from ..costs.machine_speed import HERE, ROOM, measure_pace
 from ..costs.training import Needs, Sharding, TrainingEstimate, Workload
 from ..distill.data_set import load_responses
-from ..distill.engine_states import states_words
+from ..distill.engine_states import plain_words, states_words
 from ..distill.features import stored_taps
 from ..distill.layouts import Message
 from ..distill.recipe_prompts import PromptReading, collect
@@ -73,9 +73,10 @@ def plan(
     if recipe.target.engine is not None:
         folder = recipe.target.engine.folder or str(recipe.output_folder / "engine")
         layers = (*stored_taps(drafter.taps, target.num_layers), target.num_layers)
-        words = shlex.join(states_words(recipe.target.engine, layers, folder))
+        words = ["--model", recipe.target.path, *plain_words(recipe, target, work.longest)]
+        words += states_words(recipe.target.engine, layers, folder)
         needs = replace(
-            needs, notes=[*needs.notes, f"a vLLM that writes this drafter's states is started with {words}"]
+            needs, notes=[*needs.notes, f"a vLLM that writes this drafter's states is started with {shlex.join(words)}"]
         )
     return _here(needs, recipe, measured)
 

@@ -83,6 +83,7 @@ def _deciding_settings(recipe: Recipe) -> dict[str, Any]:
     free = {f"training.{name}" for name in _FREE}
     # A target may be moved: the responses it wrote are compared with it by content. Of given ones the path counts.
     free |= set() if recipe.data.responses else {"target.path"}
+    free |= {"target.engine"}  # its states are compared with the target's
     return {key: value for key, value in flat.items() if key not in free}
 
 

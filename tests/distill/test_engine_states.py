@@ -7,20 +7,32 @@ asks a real one.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from datasets import Dataset
+from safetensors.torch import save_file
 from torch import Tensor
 
 from outrider.common import BadInputError, IncompatibleError
+from outrider.common.server_process import without_launcher
 from outrider.distill import FeatureStore
-from outrider.distill.engine_checks import UntrustedStatesError
-from outrider.distill.engine_connector import VERSION, EngineFacts, checkpoint_digest, wait_for_room, write_states
+from outrider.distill.engine_checks import EngineRow, ExpectedFacts, UntrustedStatesError, check_forward
+from outrider.distill.engine_connector import (
+    VERSION,
+    EngineFacts,
+    checkpoint_digest,
+    quantization_of,
+    require_plain,
+    wait_for_room,
+    write_states,
+)
 from outrider.distill.engine_states import EngineStates
 from outrider.recipes import Recipe
 from outrider.targets import Target
@@ -44,7 +56,7 @@ class StatesServer(Server):
     change: Change = lambda server, written: None
     after: Callable[[Path], object] = lambda file: None  # what happens to a file that is there
     requests: int = 0
-    fails: set[int] = field(default_factory=set)  # requests that are answered by an error
+    fails: dict[int, int] = field(default_factory=dict)  # requests that are answered by an error, and its status
     last_written: dict[str, Any] = field(default_factory=dict)
 
     def answer(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
@@ -53,7 +65,7 @@ class StatesServer(Server):
         with self.lock:
             self.requests += 1
             if self.requests in self.fails:
-                return 500, {}
+                return self.fails[self.requests], {}
             return 200, self._written(body["prompt"], "prompt_logprobs" in body)
 
     def _written(self, tokens: list[int], probe: bool) -> dict[str, Any]:
@@ -69,7 +81,7 @@ class StatesServer(Server):
         assert self.facts is not None
         written = {
             "every": every,
-            "hidden_states": every[:, list(self.facts.layers)],
+            "hidden_states": every[:, sorted(self.facts.layers)],  # as vLLM does, whatever it was asked
             "token_ids": torch.tensor(tokens),
             "facts": self.facts,
             "normed": out.last[0],
@@ -108,17 +120,27 @@ class Lab:
     def recipe(self, **engine: Any) -> Recipe:
         values = {"url": self.server.url, "folder": str(self.server.folder), "timeout": 5, "check": self.check}
         target = {"path": str(self.folder / "target"), "dtype": "float32", "engine": {**values, **engine}}
-        data = {"prompts": ["unused"], "features": "cached"}
+        data = {"prompts": ["unused"], "features": "cached", "responses": "unused"}
         drafter = {"type": "eagle3"}
         return Recipe.from_dict(
             {"name": "t", "target": target, "drafter": drafter, "data": data, "output": str(self.folder / "run")}
         )
 
-    def build(self, output: str = "features", dtype: str = "auto", **engine: Any) -> FeatureStore:
+    def build(
+        self, output: str = "features", dtype: str = "auto", taps: tuple[int, ...] = TAPS, **engine: Any
+    ) -> FeatureStore:
         target, recipe = self.target, self.recipe(**engine)
-        states = EngineStates.of_recipe(recipe, target, TAPS)
+        states = EngineStates.of_recipe(recipe, target, taps)
         size = 4 * 32 * 3 * 40  # three shards or so
-        return FeatureStore.build(self.folder / output, target, self.rows, TAPS, dtype, shard_bytes=size, engine=states)
+        return FeatureStore.build(self.folder / output, target, self.rows, taps, dtype, shard_bytes=size, engine=states)
+
+
+def plain_row(target: Target) -> EngineRow:
+    """A row whose last state is any, before the norm."""
+    tokens = torch.randint(5, 300, (20,), generator=torch.Generator().manual_seed(3))
+    states = torch.randn(20, 3, target.hidden_size)
+    facts = EngineFacts(VERSION, "0", "first", (2, 4, 6), 6, "float32", "", "")
+    return EngineRow(states, tokens, facts, next_token=0)
 
 
 @pytest.fixture
@@ -128,25 +150,24 @@ def lab(tmp_path: Path, tiny_target: Target) -> Any:
     tiny_target.require_tokenizer().save_pretrained(tmp_path / "target")
     spool = tmp_path / "spool"
     spool.mkdir()
-    facts = EngineFacts(
-        VERSION, "0", "first", (2, 4, 6), 6, "float32", "", checkpoint_digest(tmp_path / "target"), False, False
-    )
+    facts = EngineFacts(VERSION, "0", "first", (2, 4, 6), 6, "float32", "", checkpoint_digest(tmp_path / "target"))
     server = StatesServer(tiny_target, folder=spool, facts=facts)
     server.start()
     yield Lab(tmp_path, server)
     server.stop()
 
 
-def test_a_store_of_an_engine_is_that_of_the_loaded_target(lab: Lab) -> None:
-    """Format and numbers; and nothing is left in the folder that the engine writes into."""
-    own = FeatureStore.build(lab.folder / "own", Target.load(lab.folder / "target", device="cpu"), lab.rows, TAPS)
-    made = lab.build()
+@pytest.mark.parametrize("taps", [TAPS, (4, 2, 6)])
+def test_a_store_of_an_engine_is_that_of_the_loaded_target(lab: Lab, taps: tuple[int, ...]) -> None:
+    """Format and numbers, in the drafter's order; and nothing is left in the folder that the engine writes into."""
+    own = FeatureStore.build(lab.folder / "own", Target.load(lab.folder / "target", device="cpu"), lab.rows, taps)
+    made = lab.build(taps=taps)
     for index in range(len(LENGTHS)):
         for ours, theirs in zip(own.batch([index]), made.batch([index]), strict=True):
             torch.testing.assert_close(theirs, ours, rtol=1e-5, atol=1e-5)
     assert not list(lab.server.folder.iterdir())
     asked = lab.server.requests
-    lab.build()  # it is found again, and no engine is asked
+    lab.build(taps=taps)  # it is found again, and no engine is asked
     assert lab.server.requests == asked
 
 
@@ -177,7 +198,7 @@ def swapped(server: StatesServer, written: dict[str, Any]) -> None:
 
 def swapped_unsaid(server: StatesServer, written: dict[str, Any]) -> None:
     """Two rows' states are exchanged, and their tokens are not."""
-    if server.requests > 2 and (before := server.last_written):
+    if server.requests > 3 and (before := server.last_written):
         count = min(len(before["every"]), len(written["every"]))
         mixed = written["hidden_states"].clone()
         mixed[-count:] = before["every"][-count:, [2, 4, 6]]
@@ -190,8 +211,8 @@ def restarted(server: StatesServer, written: dict[str, Any]) -> None:
 
 
 def ended(server: StatesServer, written: dict[str, Any]) -> None:
-    """It was started again, which is checked by two rows; and then a file of its first start appears."""
-    if server.requests in (4, 5, 6):
+    """It was started again, which is checked by three rows; and then a file of its first start appears."""
+    if server.requests in (4, 5, 6, 7):
         written["facts"] = replace(written["facts"], instance="second")
 
 
@@ -286,14 +307,136 @@ def contents(store: FeatureStore) -> dict[str, bytes]:
 def test_an_engine_that_fails_is_asked_again_and_the_store_is_the_same(lab: Lab) -> None:
     """Whatever is interrupted, whoever reads it cannot tell."""
     whole = lab.build("whole")
-    lab.server.fails = {lab.server.requests + 3, lab.server.requests + 6}
+    asked = lab.server.requests
+    lab.server.fails = {asked + 5: 500, asked + 8: 503}
     again = lab.build("again")
     assert contents(again) == contents(whole)
+    assert lab.server.requests <= 2 * asked + 4  # not compared anew; of each failure a row may be asked for already
     assert lab.build("eighths", "float8_e4m3fn").precision.has_scale
 
 
+def test_a_request_that_the_engine_refuses_is_not_repeated(lab: Lab) -> None:
+    lab.server.fails = {5: 400}
+    with pytest.raises(BadInputError, match="HTTP status 400"):
+        lab.build()
+    assert lab.server.requests <= 6  # the next row may be asked for already
+
+
+def test_an_engine_that_was_started_again_is_compared_again(lab: Lab) -> None:
+    """By the same rows as at first; and from then on its states are right."""
+    whole = contents(lab.build("whole"))
+    asked = lab.server.requests
+
+    def second(server: StatesServer, written: dict[str, Any]) -> None:
+        if server.requests > asked + 5:
+            written["facts"] = replace(written["facts"], instance="second")
+
+    lab.server.change = second
+    assert contents(lab.build("again")) == whole
+    assert 2 * asked + 4 <= lab.server.requests <= 2 * asked + 5  # the next row may be asked for already
+
+
+def test_an_engine_that_ended_before_it_wrote_is_known_before_the_time_is_over(lab: Lab) -> None:
+    def ends(file: Path) -> None:
+        file.unlink()
+        threading.Thread(target=lab.server.stop).start()
+
+    lab.server.after = ends
+    began = time.monotonic()
+    with pytest.raises(BadInputError, match="does not answer"):
+        lab.build(timeout=600, start_seconds=0.1)
+    assert time.monotonic() - began < 60
+
+
+def test_only_states_are_removed_from_the_folder(lab: Lab) -> None:
+    """Those of a run that was killed; a folder with weights in it is refused, and they stay."""
+    left = lab.server.folder / "cmpl-9.safetensors"
+    assert lab.server.facts is not None
+    write_states(left, torch.zeros(2, 3, 32), torch.tensor([1, 2]), lab.server.facts)
+    lab.build()
+    assert not left.exists()
+    for name in ("model.safetensors", "cmpl-1.safetensors"):
+        foreign = lab.server.folder / name
+        save_file({"weight": torch.ones(2)}, foreign)
+        with pytest.raises(BadInputError, match="name a folder for states alone"):
+            lab.build("other")
+        assert foreign.exists()
+        foreign.unlink()
+
+
+def test_layers_that_change_little_are_still_told_apart(tiny_target: Target) -> None:
+    """Each is within rounding of the next one, so only which one is nearest tells."""
+    row, expected = plain_row(tiny_target), (2, 4)
+    every = range(tiny_target.num_layers)
+    hidden = tiny_target.forward(row.token_ids[None], taps=tuple(every), logits=False).hidden[0]
+    small = SimpleNamespace(
+        device="cpu",
+        num_layers=6,
+        final_norm=tiny_target.final_norm,
+        forward=lambda *_, **__: SimpleNamespace(
+            hidden=(hidden[:, :1] + 1e-5 * (hidden - hidden[:, :1]))[None],
+            last=tiny_target.final_norm(row.states[:, -1])[None],
+        ),
+    )
+    near = small.forward().hidden[0]
+    facts = ExpectedFacts(expected, 6, 32, torch.float32, "", "")
+    right = replace(row, states=torch.cat([near[:, [2, 4]], row.states[:, -1:]], 1))
+    check_forward(small, right, facts)  # type: ignore[arg-type]
+    few = replace(right, states=right.states.clone())
+    few.states[3] += 1  # a position that another expert computed
+    check_forward(small, few, facts)  # type: ignore[arg-type]
+    shifted = replace(row, states=torch.cat([near[:, [3, 4]], row.states[:, -1:]], 1))
+    with pytest.raises(UntrustedStatesError, match="layer numbering"):
+        check_forward(small, shifted, facts)  # type: ignore[arg-type]
+
+
+def test_the_connector_refuses_what_its_files_do_not_say() -> None:
+    """Overrides, adapters and replicas compute other states under the same digest of the files."""
+    plain = SimpleNamespace(
+        cache_config=SimpleNamespace(enable_prefix_caching=False),
+        scheduler_config=SimpleNamespace(enable_chunked_prefill=False),
+        model_config=SimpleNamespace(hf_overrides={}),
+        lora_config=None,
+        parallel_config=SimpleNamespace(data_parallel_size=1),
+    )
+    require_plain(plain)
+    for changed, option in (
+        ({"model_config": SimpleNamespace(hf_overrides={"rope_theta": 1.0})}, "--hf-overrides"),
+        ({"lora_config": object()}, "--enable-lora"),
+        ({"parallel_config": SimpleNamespace(data_parallel_size=2)}, "--data-parallel-size"),
+        ({"cache_config": SimpleNamespace(enable_prefix_caching=True)}, "--no-enable-prefix-caching"),
+    ):
+        with pytest.raises(ValueError, match=option):
+            require_plain(SimpleNamespace(**{**vars(plain), **changed}))
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "engine", "name"),
+    [({"quant_method": "gptq"}, "auto_gptq", "gptq"), (None, "fp8", "fp8"), (None, None, ""),
+     ({"quant_method": "mxfp4"}, "gpt_oss_mxfp4", "mxfp4")],
+)  # fmt: skip
+def test_quantisation_has_the_checkpoints_name(checkpoint: Any, engine: Any, name: str) -> None:
+    """The engine's own names for the same weights differ."""
+    config = SimpleNamespace(quantization_config=checkpoint)
+    assert quantization_of(SimpleNamespace(hf_config=config, hf_text_config=config, quantization=engine)) == name
+
+
+def test_a_server_of_a_launched_process_is_none_of_the_launch() -> None:
+    launched = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "none", "RANK": "0", "LOCAL_RANK": "0"}
+    launched |= {
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+        "ACCELERATE_MIXED_PRECISION": "no",
+    }
+    kept = {"PATH": "/usr/bin", "CUDA_VISIBLE_DEVICES": "0"}
+    assert without_launcher(launched | kept | {"OMP_NUM_THREADS": "1"}) == kept
+    assert without_launcher({"OMP_NUM_THREADS": "4"}) == {"OMP_NUM_THREADS": "4"}
+
+
 def test_an_engine_waits_while_its_budget_of_disk_is_full(tmp_path: Path) -> None:
-    """One file always has room, however large; more have not, until somebody reads."""
+    """One file always has room, however large; more have not, until somebody reads. The connector's own takes none."""
+    (tmp_path / "engine_connector.py").write_text("it lies beside them")
     assert wait_for_room(tmp_path, 10**12, budget=1)
     (tmp_path / "waiting.safetensors").write_bytes(b"0" * 100)
     assert wait_for_room(tmp_path, 50, budget=150)

@@ -16,11 +16,14 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 import yaml
 from safetensors.torch import load_file
+from torch import Tensor
 
 from outrider.distill import distill
 from outrider.distill.engine_checks import UntrustedStatesError
+from outrider.distill.features import TargetPasses
 from outrider.recipes import Recipe, load_recipe
 from outrider.targets import Target, embedded_path
 from outrider.train import train
@@ -65,13 +68,33 @@ def from_engine(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Recipe:
     return recipe
 
 
-def test_losses_from_an_engine_are_those_from_a_plain_forward(tmp_path: Path, data: Path, from_engine: Recipe) -> None:
-    """Over 100 steps, in float32, within 1e-5; the states themselves within 1e-5 of their norm."""
+def test_losses_from_an_engine_are_those_from_a_plain_forward(
+    tmp_path: Path, data: Path, from_engine: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """States within 1e-5 of their norm, the first losses within 1e-5, and all as near as rounding lets them be.
+
+    Adam amplifies what sums in another order leave: a plain training whose states get noise of the engine's size (6e-7)
+    parts from itself alike, which is the measure of the later losses.
+    """
     plain = made(tmp_path / "run", data)
     train(plain, Target.load("embedded", dtype="float32", device="cpu"))
-    theirs, ours = losses(from_engine), losses(plain)
+    noisy, passes = made(tmp_path / "noisy", data), TargetPasses.of
+    generator = torch.Generator().manual_seed(1)
+
+    def rounded(states: Tensor | None) -> Any:
+        return None if states is None else states * (1 + 6e-7 * torch.randn(states.shape, generator=generator))
+
+    def with_noise(self: TargetPasses, rows: Any) -> Any:
+        return ((i, rounded(hidden), rounded(last)) for i, hidden, last in passes(self, rows))
+
+    monkeypatch.setattr(TargetPasses, "of", with_noise)
+    train(noisy, Target.load("embedded", dtype="float32", device="cpu"))
+    theirs, ours, control = (torch.tensor(losses(recipe)) for recipe in (from_engine, plain, noisy))
     assert len(ours) == STEPS
-    assert max(abs(a - b) for a, b in zip(theirs, ours, strict=True)) < 1e-5
+    assert theirs[:2].tolist() == pytest.approx(ours[:2].tolist(), abs=1e-5)
+    apart, alone = (float(((one - ours) / ours).abs().max()) for one in (theirs, control))
+    print(f"over {STEPS} steps: {apart:.1e} from an engine, {alone:.1e} from noise")
+    assert 0 < apart <= 5 * alone
     for name in ("last", "hidden"):
         one, other = (
             load_file(next((o / "features").glob("*/states-00000.safetensors")))[name]

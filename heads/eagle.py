@@ -178,14 +178,15 @@ class FeatureDrafter(LayerDrafter):
         if batch.verified is not None:  # step i predicts the draft at depth i + 1 of the root that it began with
             weights = batch.verified.weighed(weights, rows, learned, index + 1, batch.documents)
         after = None
-        if self.config.weighting == "reach":  # the draft before stands at the position before, if that is learned
+        # The draft before stands at the position before, if that is learned. Held-out losses stay comparable.
+        if self.config.weighting == "reach" and self.training:
             after = nn.functional.pad((rows.diff() == 0) & (learned.diff() == 1) & (within.diff() == 1), (1, 0))
         head = partial(self.logits, target=batch.target)
         result = compare_drafts(self, batch, rows, learned, predicted, head, self.output_weights(), weights, after)
         total, metrics = result.total, metrics_by_depth(result, wanted, here)
         if weight := self.config.feature_weight(batch.progress):
-            lost = weight * self.feature_loss(predicted, batch.last[rows, learned - 1])
-            total = total + (lost * result.weights).sum()
+            lost = self.feature_loss(predicted, batch.last[rows, learned - 1])
+            total = total + weight * (lost * result.weights).sum()
             metrics |= {
                 f"feature_d{i + 1}": (lost[i][known].sum().detach(), known.sum()) for i, known in enumerate(here)
             }
@@ -447,8 +448,10 @@ class Eagle3(FeatureDrafter):
     def build(cls, config: Any, target: Target, token_counts: Tensor | None = None) -> Self:
         head = super().build(config, target, token_counts)
         if config.init_from_target and config.feature_loss and not head.norm.weight.is_meta:
-            ones = torch.ones(target.hidden_size, dtype=target.dtype, device=target.device)
-            head.norm.weight.data.copy_(target.final_norm(ones))  # of ones: the factors that it multiplies by
+            signs = torch.ones(target.hidden_size, dtype=target.dtype, device=target.device)
+            signs[1::2] = -1  # of mean 0 and variance 1: a norm of any kind leaves its factors, and perhaps a bias
+            factors = signs * (target.final_norm(signs) - target.final_norm(-signs)) / 2
+            head.norm.weight.data.copy_(factors)
         return head
 
     def identity_settings(self) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from rich.table import Column, Table
 from rich.text import Text
 from torch import Tensor
 
-from ..common import BadInputError, digests
+from ..common import BadInputError, OutriderError, digests
 from ..common.atomic import replacing_folder
 from ..common.digests import read_sealed, write_json
 from ..common.locks import locked
@@ -257,7 +257,10 @@ def grow_to_real_size(place: Workplace) -> str:
         return f"no size of {', '.join(budget.shapes) or 'none'} fits the memory here"
     settings = place.recipe.eval.model_copy(update={"max_new_tokens": budget.grown_tokens})
     found = place.tuning.batches[0]
-    run = measure_grown(*fitting, pace, place.target, head, found, suites, settings, until, place.console)
+    try:
+        run = measure_grown(*fitting, pace, place.target, head, found, suites, settings, until, place.console)
+    except (OutriderError, RuntimeError) as error:  # what came before stands; torch's lack of memory is the latter, too
+        return f"{fitting[0]} could not be measured: {str(error).splitlines()[0]}"
     write_report(run.report, place.out / "grown")
     write_json(place.out / "grown.json", run.to_dict())
     return run.sentence()

@@ -62,7 +62,7 @@ class PackedWeight:
         if (missing := _FEWEST - len(rows)) > 0:
             rows = nn.functional.pad(rows, (0, 0, 0, missing))
         product: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._packed, bias, "none", [], "")
-        return product[: len(product) - max(0, missing)].view(*x.shape[:-1], -1)
+        return product[: len(product) - max(0, missing)].view(*x.shape[:-1], product.shape[-1])
 
 
 class PackedLinear(nn.Linear):

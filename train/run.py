@@ -25,6 +25,7 @@ import torch
 from rich.console import Console
 from transformers import PreTrainedModel, TrainingArguments, set_seed
 
+from ..common import BadInputError
 from ..common.atomic import keeping
 from ..common.digests import save_whole
 from ..common.signals import StoppedError, how, number_of
@@ -223,7 +224,13 @@ class _Training:
             enable_checkpointing(inner, self.args)
         trainer = DrafterTrainer(drafter, self.args, train_data, self.seconds, joint, self.until)
         if trainer.budget is not None:
-            trainer.budget.clock.start(trainer.processes.mean(prepared))
+            prepared = trainer.processes.mean(prepared)
+            if prepared >= trainer.budget.clock.seconds:
+                raise BadInputError(
+                    f"the features took {prepared:.0f} s of a budget of {trainer.budget.clock.seconds:.0f} s: nothing "
+                    "would be learned. Give more seconds, or take data.features=online."
+                )
+            trainer.budget.clock.start(prepared)
         trainer.add_callback(Reports(recipe, lambda: [] if measured is None else measured.samples))
         if recipe.eval.patience is not None:
             trainer.add_callback(Patience(recipe.eval.patience))

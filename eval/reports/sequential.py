@@ -64,7 +64,7 @@ def looks(above: Ratio, below: Ratio, suites: Sequence[str], prompts: Sequence[s
     variance = np.maximum(np.einsum("nc,nscd,nd->ns", slopes, around, slopes) / degrees, _UNSEEN**2 / seen)
     parts = shares**2 * variance / seen  # [n, S], of the estimate's variance
     freedom = parts.sum(1) ** 2 / (parts**2 / degrees).sum(1)  # Welch and Satterthwaite's
-    counts = np.arange(first + 1, len(values) + 1)
+    counts = np.arange(first + 1, len(values) + 1, dtype=float)
     widths = np.sqrt(parts.sum(1) * counts) * _boundary(counts, 1 - confidence, freedom)
     return [
         _look(int(t), sums_of, float(width))

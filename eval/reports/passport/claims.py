@@ -84,7 +84,7 @@ def _impossible(c: Claims) -> Iterator[tuple[str, str]]:
             yield "percent", f"{name} rates are shares from 0 to 1, got {max(listed):g}: percent, or counts?"
         if c.k is not None and name != "draft" and listed and len(listed) != c.k:
             yield "truncated rates", f"{len(listed)} {name} rates stand beside K={c.k}"
-    if c.k is not None and c.histogram is not None and sum(c.histogram[c.k + 1 :]):
+    if c.k is not None and c.histogram is not None and any(c.histogram[c.k + 1 :]):
         yield "truncated rates", f"the histogram has rounds that kept more than K={c.k} drafts"
     if c.empty:
         yield "histogram by drafts", f"{c.empty} rounds have the length 0, which counts drafts and not tokens"
@@ -137,7 +137,7 @@ def _rates(c: Claims) -> Iterator[tuple[str, str]]:
 
 def _lengths(c: Claims) -> Iterator[tuple[str, str]]:
     expected = None
-    if c.histogram is not None and sum(c.histogram):
+    if c.histogram is not None and any(c.histogram):
         expected, source = 1 + sum(survival(c.histogram)), "the histogram's mean with the target's token"
     elif c.marginal is not None:
         expected, source = 1 + sum(c.marginal), "1 + the sum of the marginal rates"

@@ -16,6 +16,7 @@ deepest, by costs that are measured at each size, and acceptance that is measure
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
@@ -190,7 +191,7 @@ def main(given: Sequence[str] | None = None) -> int:
             intervals="95%, bootstrap over batches",
             tau="mean tokens emitted per round and sequence",
         )
-    result = {"conditions": about, "points": [p.to_dict() for p in points]}
+    result = {"conditions": about, "points": [json.loads(p.model_dump_json()) for p in points]}
     publish(result, arguments.out, tables(result))
     if arguments.out and (drawn := speedup_lines(points)):
         write_atomically(arguments.out.with_suffix(".svg"), standalone(speedup_by_size(drawn, "batch size")))

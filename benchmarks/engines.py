@@ -26,6 +26,7 @@ import torch
 
 from outrider.common import OutriderError
 from outrider.common.machine import clock
+from outrider.common.server_process import python_of
 from outrider.costs.timing import threads
 from outrider.decode import Plan
 from outrider.eval.interleaved_runs import Racer, TimedCompletion, race
@@ -37,7 +38,7 @@ from outrider.formats.draft_models import write_gguf
 from outrider.heads import Drafter, Fusion, Ngram, load_drafter
 from outrider.recipes import EvalSpec
 from outrider.serving.engine import Engine
-from outrider.serving.launching import Command, VllmLaunch, python_of, running
+from outrider.serving.launching import Command, VllmLaunch, running
 from outrider.targets import Target
 from outrider.targets.split_attention import steady_kernels
 

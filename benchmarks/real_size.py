@@ -38,6 +38,7 @@ from outrider.eval.interleaved_runs import TimedCompletion, race
 from outrider.eval.measure import Contestant, DecoderRacer, make_records, summarise
 from outrider.eval.reports.figures import Baselines, Figures, PromptRecord, speed_ratio
 from outrider.eval.reports.statistics import Bootstrap, strata_of
+from outrider.eval.served_sampling import base_sampling
 from outrider.eval.suites import PromptJob, load_suites, make_jobs
 from outrider.eval.tuner import CONTROL_WEIGHT
 from outrider.heads import Drafter, Fusion, Ngram
@@ -69,7 +70,7 @@ class WeightedRacer(DecoderRacer):
 
     def __init__(self, target: Target, contestant: Contestant, settings: EvalSpec, kind: str, packed: Any):
         self.name, self.plan, self.settings = f"{kind}: {contestant.name}", contestant.plan, settings
-        self.target, self.packed = target, packed
+        self.target, self.packed, self.sampling = target, packed, base_sampling(target, settings)
         with weights(target, packed):
             self.decoder = Decoder(target, contestant.drafter, fast=False)
 

@@ -60,7 +60,7 @@ class FeatureConfig(LayerConfig):
         num_layers: decoder layers; the first reads embedding and hidden state.
     """
 
-    least: ClassVar = {"num_layers": 1, "steps": 1}
+    least: ClassVar = {"num_layers": 1, "steps": 1, "feature_loss": 0}
     shares: ClassVar = ("grow_steps", "feature_fade")
     words: ClassVar = {"weighting": ("decay", "reach")}
 

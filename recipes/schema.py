@@ -54,7 +54,8 @@ class EngineSpec(Section):
         folder: that it writes hidden states into, as this machine sees it; null for `<output>/engine`.
         disk_gb: bytes, in 10^9, that states may take there before they are read; then the engine waits.
         concurrency: rows that it works on at once. With 1 a row's states do not depend on its neighbours.
-        timeout: seconds for a row. start_seconds: for the start of an engine, or until one that is away is back.
+        timeout: seconds for a row.
+        start_seconds: for the start of an engine, or until one that is away is back.
         check: `forward` compares all taps with a plain forward of the loaded target, `logits` only what the last state
             gives with the engine's own log-probabilities; `auto` is forward where the target fits this machine.
     """

@@ -91,6 +91,8 @@ def _tuning(files: PairFiles, temperature: float) -> Tuning:
 
 
 def _show(body: Capacity, console: VisibleConsole) -> None:
+    from rich.text import Text
+
     from ..eval.reports.render import print_table
     from ..eval.reports.tables import Cell, Table
 
@@ -123,9 +125,9 @@ def _show(body: Capacity, console: VisibleConsole) -> None:
     headers = ["arrivals", "drafting", "replicas", "tokens/s each", "p50", "p95", "p99", "first p95", "rows", "depth"]
     headers.append("requests · s")
     print_table(Table("", headers, rows, labels=2), "seconds from arrival (simulated)", console)
-    console.print(
+    conditions = (
         f"{body.contestant} at temperature {body.temperature:g}; rounds as timed on {body.device_name}, {body.dtype}, "
         f"at batch sizes {', '.join(map(str, body.batch_sizes))} after {body.context} tokens, beyond them "
-        f"extrapolated; at most {body.max_rows} rows in a replica",
-        style="dim",
+        f"extrapolated; at most {body.max_rows} rows in a replica"
     )
+    console.print(Text(conditions, style="dim"))

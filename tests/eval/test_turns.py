@@ -15,9 +15,10 @@ from outrider.common import BadInputError
 from outrider.decode import Decoder, Plan, Sampling
 from outrider.distill.conversation import next_question
 from outrider.distill.recipe_prompts import PromptReading, collect
-from outrider.eval import Report
+from outrider.eval import Ratio, Report
 from outrider.eval.measure import Contestant, GenerateRacer, groups_of, measure, suite_info
 from outrider.eval.reports.render import markdown
+from outrider.eval.reports.statistics import Bootstrap
 from outrider.eval.served_sampling import base_sampling
 from outrider.eval.suites import load_suites, make_jobs, require_unlearnt, suites_of, with_later_turns
 from outrider.heads import Ngram
@@ -89,16 +90,12 @@ def test_turns_categories_tasks_and_batches_are_in_the_report(report: Report) ->
     assert Report.model_validate_json(report.model_dump_json()).groups == report.groups
 
 
-def test_the_turns_of_one_conversation_are_drawn_again_together(report: Report) -> None:
-    """Were they prompts of their own, the interval of τ would be that of six, not of four."""
-    alone = [r.model_copy(update={"conversation": None}) for r in report.records]
-    from outrider.eval.measure import summarise
-
-    rules = {("ngram", 0.0): "greedy", ("plain", 0.0): "none"}
-    apart = next(f for f in summarise(alone, rules, report.baselines, 0) if f.contestant == "ngram")
-    together = report.headline("ngram")
-    assert apart.tau.value == together.tau.value
-    assert (apart.tau.low, apart.tau.high) != (together.tau.low, together.tau.high)
+def test_the_turns_of_one_conversation_are_drawn_again_together() -> None:
+    """Four conversations of two equal turns say as much as four prompts, not as eight."""
+    values = Ratio([1, 1, 3, 3, 2, 2, 4, 4], [1] * 8)
+    alone, together = Bootstrap([8]).ratio(values), Bootstrap([8], clusters=[0, 0, 1, 1, 2, 2, 3, 3]).ratio(values)
+    assert alone.value == together.value == 2.5
+    assert together.high - together.low > 1.3 * (alone.high - alone.low)
 
 
 def test_mt_benchs_categories_are_a_task_in_spec_bench_alone(report: Report) -> None:

@@ -86,7 +86,7 @@ def test_without_liger_torch_is_taken_and_nothing_is_said(monkeypatch, caplog):
 
 def test_a_loss_with_a_part_that_has_no_kernel_takes_torch(stand_ins):
     assert all(map(served, SERVED))
-    assert {name for name in (*DIVERGENCES, HARD) if not served(name)} == {"lk_nla", "lk_hybrid"}
+    assert {name for name in (*DIVERGENCES, HARD) if not served(name)} == {"lk_nla", "lk_hybrid", "renyi_half"}
     assert not served({"soft_ce": 1.0, "lk_nla": 0.1})
 
 

@@ -12,11 +12,12 @@ import torch
 from typer.testing import CliRunner
 
 from benchmarks.engines import LlamaServer
+from outrider.common.server_process import python_of
 from outrider.decode import Decoder
 from outrider.eval.suites import load_suites
 from outrider.formats.draft_models import write_gguf
 from outrider.scripts.cli import app
-from outrider.serving.launching import VllmLaunch, python_of, running
+from outrider.serving.launching import VllmLaunch, running
 from outrider.targets import Target
 
 from ..conftest import place_of

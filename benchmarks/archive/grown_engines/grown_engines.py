@@ -23,7 +23,8 @@ from outrider.decode import Decoder
 from outrider.eval.suites import load_suites
 from outrider.formats.draft_models import write_gguf
 from outrider.scripts.cli import app
-from outrider.serving.launching import VllmLaunch, python_of, running
+from outrider.common.server_process import python_of
+from outrider.serving.launching import VllmLaunch, running
 from outrider.targets import Target
 
 from .engines import LlamaServer

@@ -28,7 +28,7 @@ from outrider.heads import Drafter
 from outrider.recipes import EvalSpec
 from outrider.targets import Target
 
-from .identity import load_contestants
+from .grown import Grown
 from .report import command, conditions, options, publish, shown, table
 
 
@@ -99,8 +99,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def main(given: list[str] | None = None) -> int:
     arguments = parse(given)
     target = Target.load(arguments.target, dtype=arguments.dtype)
-    name, drafter = list(load_contestants([arguments.drafter], target).items())[-1]
-    assert drafter is not None
+    ((name, drafter),) = Grown(target, target).drafters([arguments.drafter]).items()
     with threads(arguments.threads):
         found = predicted_beside_measured(target, drafter, arguments, Console(stderr=True))
         about = {k: v for k, v in vars(arguments).items() if k not in ("out", "target", "drafter", "dtype", "threads")}

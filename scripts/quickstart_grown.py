@@ -36,7 +36,6 @@ LEAST_PROMPTS = 2  # of each suite
 _GROWING = 120  # passes over one token, in whose time the weights are made and packed, and passes and drafting timed
 _DRAFTED = 1.2  # requests with the head, and with n-grams beside it, in the time of a plain one
 _SPARE = 1.2  # of the weights' memory: caches, and what passes work with
-_RACES = 2  # of each prompt: the faster time counts, so that one disturbed answer decides nothing
 _WIDTHS, _DEPTH, _REPEATS = (0, 1, 2, 4, 8, 16), 4, 5
 _TREES = (4, 6, 8, 12, 16)
 
@@ -96,7 +95,7 @@ def fitting_shape(
         needed = _SPARE * weights * pace.dtype.itemsize * (1 + pace.packed)
         growing = _GROWING * weights * pace.token
         each = 3 * pace.request(weights, tokens[0], 0) + (1 + _DRAFTED) * pace.request(weights, 0, tokens[1])
-        quick = growing + (1 + _RACES * prompts) * each <= seconds or shape == shapes[-1]
+        quick = growing + (1 + prompts) * each <= seconds or shape == shapes[-1]
         if quick and (room is None or needed <= room):
             return shape, weights
     return None
@@ -163,9 +162,9 @@ def measure_grown(
         for plan, fused in plans
     ]
     each = (1 + len(plans)) * pace.request(weights, context, 0) + (1 + _DRAFTED) * settings.max_new_tokens * passes[0]
-    fitting = int(((until - time.perf_counter()) / each - 1) / _RACES) // len(suites)  # one to warm up
+    fitting = int((until - time.perf_counter()) / each - 1) // len(suites)  # one to warm up
     limit = max(LEAST_PROMPTS, min(fitting, *(len(s.prompts) for s in suites)))
-    settings = settings.model_copy(update={"limit": limit, "repeats": _RACES, "dtype": "auto", "threads": None})
+    settings = settings.model_copy(update={"limit": limit, "dtype": "auto", "threads": None})
     report = measure(target, entrants, suites, settings, generate_baseline=False, console=console)
     return GrownRun(shape, weights, pace, costs, report)
 

@@ -27,7 +27,7 @@ from rich.console import Console
 
 from outrider.common.atomic import write_atomically
 from outrider.common.progress import progress
-from outrider.costs.rounds import verify_times
+from outrider.costs.round_timing import verify_times
 from outrider.costs.timing import threads
 from outrider.decode import Control, Costs, Decoder, Plan, Sampling
 from outrider.eval import Interval

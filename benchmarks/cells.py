@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, record_function
 
 from outrider.common import BadInputError
 from outrider.costs.counting import pass_bytes
-from outrider.costs.rounds import draft_times, verify_times
+from outrider.costs.round_timing import draft_times, verify_times
 from outrider.costs.timing import rotated
 from outrider.decode import Decoder, Plan
 from outrider.heads import Drafter, DraftModel, Ngram

@@ -29,8 +29,8 @@ from triton.compiler import ASTSource
 from outrider.common import BadInputError
 from outrider.targets.cache_slots import Nodes, Placement
 from outrider.targets.fast import matmuls, operations
+from outrider.targets.fast.custom_ops import Split
 from outrider.targets.fast.matmuls import TritonMatmul
-from outrider.targets.fast.operations import Split
 
 from .report import command, options, publish, table, write
 

@@ -24,7 +24,7 @@ from dataclasses import asdict
 from itertools import cycle, islice
 from typing import Any
 
-from outrider.costs.rounds import check_context, ragged_lengths
+from outrider.costs.round_timing import check_context, ragged_lengths
 from outrider.costs.timing import threads
 from outrider.eval.suites import load_suites, make_jobs
 from outrider.heads import Drafter

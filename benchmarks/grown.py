@@ -15,9 +15,9 @@ import torch
 
 from outrider.common import BadInputError
 from outrider.common.machine import best_device
-from outrider.costs.rounds import draft_times
+from outrider.costs.round_timing import draft_times
 from outrider.heads import Drafter, DraftModel, Eagle3, Eagle3Config, Ngram, load_drafter
-from outrider.heads.grow import grow_drafter
+from outrider.heads.grow_with_target import grow_drafter
 from outrider.targets import Target
 from outrider.targets.grow import grow, shape_config
 from outrider.targets.loading import split_shape

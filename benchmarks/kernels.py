@@ -26,8 +26,8 @@ from outrider.common.machine import best_device, device_name
 from outrider.common.runtime import versions
 from outrider.targets.cache_slots import Nodes, Placement
 from outrider.targets.fast import operations
+from outrider.targets.fast.custom_ops import Split, Tiles
 from outrider.targets.fast.matmuls import Matmul, Matrix, TorchMatmul, TritonMatmul
-from outrider.targets.fast.operations import Split, Tiles
 from outrider.targets.fast.validate import exact_attention
 
 from .report import command, options, publish, table, write

@@ -32,7 +32,7 @@ from torch import nn
 
 from outrider.common import BadInputError
 from outrider.costs.counting import pass_bytes
-from outrider.costs.rounds import verify_times
+from outrider.costs.round_timing import verify_times
 from outrider.costs.timing import threads
 from outrider.decode import Control, Costs
 from outrider.decode.control import Controller, expected_tokens

@@ -5,10 +5,10 @@
     python -m benchmarks.real_size --target embedded@0.4b --limit 1 --max-new-tokens 24 --repeats 1 --depths 4
 
 Target and drafters are grown (`grown.py`). On the suites, batch 1, whole requests: trained drafters at every depth,
-others at the deepest, by the library's modules ("plain weights"), by packed ones (`targets.packed`), or both in turns.
-Every speedup is over the target alone by the same weights, with a bootstrap interval over prompts. With --control each
-drafter also runs with its depth decided round by round, up to the deepest, by the costs that are measured here and the
-acceptance that is measured on the small target.
+others at the deepest, by the library's modules ("plain weights"), by packed ones (`targets.packed_weights`), or both in
+turns. Every speedup is over the target alone by the same weights, with a bootstrap interval over prompts. With
+--control each drafter also runs with its depth decided round by round, up to the deepest, by the costs that are
+measured here and the acceptance that is measured on the small target.
 
 Beside it what bounds them: the bytes of a pass over the bandwidth that is measured here (the floor), passes over
 several tokens, the time of drafting, and what the loop takes beside its passes (`overhead.py`). "Allowed" is τ · T(1) /
@@ -30,7 +30,7 @@ from typing import Any
 
 from outrider.common import BadInputError
 from outrider.costs.counting import pass_bytes
-from outrider.costs.rounds import draft_times, verify_times
+from outrider.costs.round_timing import draft_times, verify_times
 from outrider.costs.timing import threads
 from outrider.decode import Control, Costs, Decoder, Plan, Sampling
 from outrider.eval.acceptance import measure_acceptance

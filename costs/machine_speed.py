@@ -22,8 +22,8 @@ from ..distill.recipe_prompts import PromptReading, collect
 from ..heads import Drafter, TargetBatch, drafter_config
 from ..recipes import Recipe
 from ..targets import Target
-from ..targets.packed import packed_copy, why_not
-from .rounds import verify_times
+from ..targets.packed_weights import packed_copy, why_not
+from .round_timing import verify_times
 from .timing import threads, timed, turns
 
 # Shares of a device's best that are assumed to be reached, and of its memory that can be used.
@@ -164,7 +164,7 @@ class WeightPace:
     """How fast products of real size are, by one kind of weights.
 
     Attributes:
-        dtype: of the weights. packed: whether they are packed (`targets.packed`).
+        dtype: of the weights. packed: whether they are packed (`targets.packed_weights`).
         token, prompt: seconds per weight of a pass over one token, and over each token of a prompt.
     """
 

@@ -21,7 +21,7 @@ from ..distill.features import precision_of, stored_taps
 from ..heads import Drafter
 from ..recipes import Recipe
 from ..targets import Target, decoder_layers
-from ..targets.without_layers import around_layers
+from ..targets.embeddings_and_head import around_layers
 from .counting import OptimizerBytes, RehearsedStep, pass_flops, rehearse, rehearse_optimizer, weight_bytes
 from .machine_speed import GPUS, Gpu
 

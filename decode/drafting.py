@@ -19,8 +19,8 @@ from torch import Tensor
 from ..common import BadInputError
 from ..heads import NodeSession, Proposal
 from ..targets import Nodes
-from .hashing import uniforms
 from .plan import Tree
+from .rng import uniforms
 from .rule_table import DraftPolicy, Rule
 from .sampling import (
     DRAFT,

@@ -28,10 +28,10 @@ from ..targets.fast import by_library, use_fast_pass, use_fastest_pass
 from ..targets.split_attention import steady_kernels
 from .control import Controller, Schedule
 from .drafting import SamplerConfig
-from .hashing import Seed, seed_on
 from .memory import Load, require_memory
 from .nonfinite import NonFiniteTracer
 from .plan import Plan
+from .rng import Seed, seed_on
 from .round import PendingRound, RoundRow, RoundSetup, RoundState, first_tokens, step
 from .sampling import Keys, Processors, Sampling
 from .static_batch import StaticBatch, StaticBatches

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .hashing import uniforms
 from .plan import Tree
+from .rng import uniforms
 from .sampling import ACCEPT, CORRECT, DRAFT
 
 

@@ -31,9 +31,9 @@ from .drafting import (
     grow_static,
     propose_confidently,
 )
-from .hashing import Seed
 from .nonfinite import are_finite
 from .plan import Plan
+from .rng import Seed
 from .rule_table import LOSSY, RULES, DraftShape
 from .rules import JUDGES, Verdict, VerifyInputs
 from .sampling import Context, Keys, nothing_left

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from ..heads import Proposal
-from .hashing import uniforms
+from .rng import uniforms
 from .sampling import ACCEPT, CORRECT, Highest, Keys, Sampling, draw, highest, probabilities, shared_gumbel
 
 

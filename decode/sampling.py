@@ -1,6 +1,6 @@
 """How a token is drawn: from logits to a distribution, and from that with randomness that belongs to its place.
 
-Each uniform is a hash of (seed, sequence, position, stream, token), see `hashing`.
+Each uniform is a hash of (seed, sequence, position, stream, token), see `rng`.
 
 Shapes: B rows, Q places, N tokens that may stand before them (drafts), W tokens that bad words look back on,
 V vocabulary.
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..common import BadInputError
 from ..common.values import TEMPERATURES, is_temperature
-from .hashing import Seed, uniforms
+from .rng import Seed, uniforms
 
 # Streams keep draws for different purposes independent of each other.
 DRAFT, ACCEPT, CORRECT, COUPLED = 1, 2, 3, 4

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..common import BadInputError
 from ..targets.tokenizer_process import OverBudgetError, Rendered, parse_response, render_chat
-from .layouts import Message, chat_messages
+from .dataset_formats import Message, chat_messages
 from .prompt_table import Prompt
 
 Tokens = Sequence[int]

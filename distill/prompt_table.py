@@ -23,7 +23,7 @@ import pyarrow
 from ..common.atomic import working_name
 from ..common.digests import canonical_json, digest_json
 from ..common.locks import scratch_folder
-from .layouts import Message, Turn, question_digests, users_texts
+from .dataset_formats import Message, Turn, question_digests, users_texts
 
 _ROWS_AT_ONCE = 1024  # of one batch of the file
 _FILE = "prompts.arrow"

@@ -24,7 +24,7 @@ from ..common import BadInputError
 from ..recipes import Recipe, SourceSpec
 from ..recipes.suites import find_suites
 from .conversation import RefusedChatError, render
-from .layouts import Row, RowError, RowPrompt, question_digests, understand
+from .dataset_formats import Row, RowError, RowPrompt, question_digests, understand
 from .prompt_table import Prompt, PromptTable
 from .sources import as_specs, rows_of, title
 

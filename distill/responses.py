@@ -29,8 +29,8 @@ from ..common.progress import progress
 from ..common.runtime import versions
 from ..recipes import Recipe, TargetSpec
 from ..targets import Fingerprint, Target, config_only_target
+from ..targets.embeddings_and_head import target_without_layers
 from ..targets.sharding import processes
-from ..targets.without_layers import target_without_layers
 from .client import read_key, require_client
 from .conversation import Supervised, given_sequences, sequences, why_ended
 from .data_set import ROUNDS, SCHEMA_VERSION, TrainingRow, depths_of_rows, provenance, require_whole, save_data_set

@@ -28,7 +28,7 @@ from ..common.safe_load import (
     require_regular,
 )
 from ..recipes import SourceSpec, embedded_file
-from .layouts import Row, RowError
+from .dataset_formats import Row, RowError
 
 EMBEDDED = "embedded:"
 SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow", ".txt")

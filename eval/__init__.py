@@ -3,7 +3,7 @@
 Importing this package loads saved reports (`reports`) only, neither torch nor scipy. Measurements are imported from
 their modules: `measure` (whole reports), `acceptance`, `pruning`, `confidence_calibration` and `tuner`; `suites` holds
 the prompts, `batch_timing` times batches of them, and `interleaved_runs` lets contestants take turns. The costs are in
-`outrider.costs.rounds`.
+`outrider.costs.round_timing`.
 """
 
 from .reports.figures import ALL, Figures, Interval, PromptRecord, Ratio

@@ -49,8 +49,8 @@ def load_suites(
 ) -> list[Suite]:
     """Read suites: `code`, `docs` and `prose` ship with Outrider, anything else is a prompt file or on the Hub.
 
-    A file's layout is recognised by its keys, as that of training data is (`distill.layouts`). Of a chat the last
-    question is asked, after its own answers; of `turns` every one (see `with_later_turns`).
+    A file's format is recognised by its keys, as that of training data is (`distill.dataset_formats`). Of a chat the
+    last question is asked, after its own answers; of `turns` every one (see `with_later_turns`).
 
     Args:
         limit: the first so many prompts of each; None for all.

@@ -4,10 +4,10 @@ The costs of rounds and the acceptance of drafts are measured, and from them the
 best predicted plans are measured beside the plain target in turns, and the best *measured* one is chosen.
 
 Rounds are timed in the decoder's own loop, on whole requests, with its caches and captured graphs. The price of each
-draft more in a pass is measured by itself (`costs.rounds.verify_times`); drafting is the rest of a round.
+draft more in a pass is measured by itself (`costs.round_timing.verify_times`); drafting is the rest of a round.
 
 τ is predicted as 1 + Σ_d P(d drafts are accepted) for a chain, and for a tree as 1 + Σ over nodes of the product of the
-rates on the way to it; `costs.rounds` has the speed that follows from it.
+rates on the way to it; `costs.round_timing` has the speed that follows from it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ..common import BadInputError, IncompatibleError
 from ..common.machine import device_name
 from ..common.progress import Advance, progress
 from ..common.runtime import versions
-from ..costs.rounds import RoundTimes, costs_in_loop, verify_times
+from ..costs.round_timing import RoundTimes, costs_in_loop, verify_times
 from ..costs.timing import threads
 from ..decode import Control, Costs, Decoder, Plan, Sampling, Tree, best_tree
 from ..heads import Drafter, fuse

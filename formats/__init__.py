@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from .engine_files import DrafterFiles
+from .base_layout import ExportLayout, Unsupported
+from .drafter_files import DrafterFiles
 from .engines import LAYOUTS, EngineLaunch, launch, layout_of, oldest_version, require_served
 from .export import Exported, export_drafter
 from .import_ import import_drafter, recognised
-from .layout import ExportLayout, Unsupported
 from .speculators import load_speculators
 
 __all__ = [

@@ -25,9 +25,9 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from ..common import IncompatibleError
 from ..heads import DFlash, DFlashConfig, Drafter, DrafterConfig, DSpark, DSparkConfig
 from ..targets import Target
-from .engine_files import DrafterFiles, fill
+from .base_layout import ExportLayout, Unsupported
+from .drafter_files import DrafterFiles, fill
 from .engine_logits import Layers, ProbeSequence, Weights, output_table
-from .layout import ExportLayout, Unsupported
 from .llama import layer_sizes, llama_config, require_fields, shapes_of
 from .speculators import draft_ids, taps_lacking, vocabulary_maps, written_config
 

@@ -22,8 +22,8 @@ from ..common.atomic import write_atomically
 from ..common.safe_load import read_json
 from ..targets import embedded_path
 from ..targets.loading import EMBEDDED
-from .engine_files import DrafterFiles
-from .layout import ExportLayout
+from .base_layout import ExportLayout
+from .drafter_files import DrafterFiles
 
 RECORD = "written.json"
 

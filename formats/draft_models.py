@@ -23,9 +23,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from ..common import BadInputError, IncompatibleError
 from ..heads import Drafter, DraftModel
 from ..targets import Target, load_causal_lm
-from .engine_files import DrafterFiles
+from .base_layout import ExportLayout
+from .drafter_files import DrafterFiles
 from .engine_logits import ProbeSequence, model_logits
-from .layout import ExportLayout
 
 FILE = "draft.gguf"
 _ARCHITECTURES = {

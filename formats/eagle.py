@@ -21,9 +21,9 @@ from torch import Tensor
 
 from ..heads import Drafter, DrafterConfig, Eagle1, Eagle1Config, Eagle3, Eagle3Config
 from ..targets import Target
-from .engine_files import DrafterFiles, fill, with_prefix
+from .base_layout import ExportLayout, Unsupported
+from .drafter_files import DrafterFiles, fill, with_prefix
 from .engine_logits import Flags, ProbeSequence, eagle1_logits, eagle3_logits, embedding_table
-from .layout import ExportLayout, Unsupported
 from .llama import EMBEDDINGS, check_embeddings, layer_sizes, llama_config, shapes_of
 from .speculators import BESIDE, TAPS, Speculators, tapped_embeddings, taps_lacking
 

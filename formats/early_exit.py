@@ -18,9 +18,9 @@ from ..common.atomic import write_atomically
 from ..common.safe_load import read_json
 from ..heads import Drafter, DrafterConfig, SelfSpeculative, SelfSpeculativeConfig
 from ..targets import Target, load_causal_lm
-from .engine_files import DrafterFiles
+from .base_layout import ExportLayout, Unsupported
+from .drafter_files import DrafterFiles
 from .engine_logits import ProbeSequence, model_logits
-from .layout import ExportLayout, Unsupported
 
 GENERATION, EXIT = "generation_config.json", "assistant_early_exit"
 

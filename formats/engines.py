@@ -15,12 +15,12 @@ from typing import Any
 from ..common import BadInputError, IncompatibleError
 from ..common.errors import did_you_mean
 from ..heads import DrafterConfig, head_class
+from .base_layout import ExportLayout
 from .blocks import SpeculatorsBlocks
 from .draft_models import FILE as GGUF_FILE
 from .draft_models import Gguf, Plain
 from .eagle import EagleLayout, Sglang
 from .early_exit import EarlyExit
-from .layout import ExportLayout
 from .medusa import MedusaRepository, MedusaVllm
 from .mtp import NativeMtp
 from .raw_blocks import DeepSpec, ZLab

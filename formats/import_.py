@@ -17,10 +17,10 @@ from ..common import BadInputError, OutriderError
 from ..heads import Drafter
 from ..heads.saved import read_config
 from ..targets import Target
+from .base_layout import ExportLayout
+from .drafter_files import header_names
 from .early_exit import early_exit_of
-from .engine_files import header_names
 from .engines import KNOWN, LAYOUTS
-from .layout import ExportLayout
 
 # The errors that reading a config that makes no sense ends with, in our code and in the library's.
 NONSENSE: tuple[type[Exception], ...] = (

@@ -20,9 +20,9 @@ from torch import Tensor
 from ..common import BadInputError, IncompatibleError
 from ..heads import Drafter, DrafterConfig, Medusa, MedusaConfig
 from ..targets import Target
-from .engine_files import DrafterFiles, fill
+from .base_layout import ExportLayout, Unsupported
+from .drafter_files import DrafterFiles, fill
 from .engine_logits import ProbeSequence, medusa_logits, output_table
-from .layout import ExportLayout, Unsupported
 from .llama import require_same_rows
 
 FILE = "medusa_lm_head.safetensors"

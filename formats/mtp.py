@@ -29,9 +29,9 @@ from ..heads.mtp import Mtp, MtpConfig
 from ..heads.mtp_checkpoint import KEPT, LAYER, SINGLE, Checkpoint, folder_of, places_in, plain_body
 from ..heads.registry import load_drafter
 from ..targets import Target
-from .engine_files import DrafterFiles
+from .base_layout import ExportLayout, Unsupported
+from .drafter_files import DrafterFiles
 from .engine_logits import ProbeSequence, session_logits
-from .layout import ExportLayout, Unsupported
 
 # Files of the target's folder that an export brings along.
 _COPIED = {".json", ".safetensors", ".jinja", ".model", ".txt"}

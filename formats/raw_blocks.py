@@ -16,6 +16,7 @@ from typing import Any
 from ..common import IncompatibleError
 from ..heads import DFlash, DFlashConfig, Drafter, DrafterConfig, DSparkConfig
 from ..targets import Target
+from .base_layout import Unsupported
 from .blocks import (
     DRAFTS_FROM_ANCHOR,
     NO_MARKOV_HEAD,
@@ -26,9 +27,8 @@ from .blocks import (
     own_tensors,
     require_servable,
 )
-from .engine_files import DrafterFiles, with_prefix
+from .drafter_files import DrafterFiles, with_prefix
 from .engine_logits import embedding_table, output_table
-from .layout import Unsupported
 from .llama import EMBEDDINGS, check_embeddings, require_fields, require_same_rows
 from .speculators import tapped_embeddings, taps_lacking
 

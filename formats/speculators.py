@@ -26,9 +26,9 @@ from ..common import BadInputError, IncompatibleError
 from ..common.runtime import versions
 from ..heads import DFlash, Drafter, DrafterConfig, Eagle3, Eagle3Config, PEagle, PEagleConfig
 from ..targets import Target
-from .engine_files import DrafterFiles, fill, with_prefix
+from .base_layout import ExportLayout, Unsupported
+from .drafter_files import DrafterFiles, fill, with_prefix
 from .engine_logits import Flags, ProbeSequence, eagle3_logits, embedding_table, peagle_logits
-from .layout import ExportLayout, Unsupported
 from .llama import EMBEDDINGS, check_embeddings, layer_sizes, llama_config, require_fields, shapes_of
 
 TAPS, MASK = "eagle_aux_hidden_state_layer_ids", "mask_token_id"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from .accepted_positions import AcceptedPositions
 from .base import Drafter, DrafterLoss, TargetBatch
 from .block.dflash import DFlash, DFlashConfig
 from .block.dspark import DSpark, DSparkConfig
@@ -12,6 +11,7 @@ from .lookup.fusion import Cascade, CascadeConfig, Fusion, FusionConfig, fuse
 from .lookup.lookahead import Lookahead, LookaheadConfig
 from .lookup.ngram import Ngram, NgramConfig
 from .lookup.suffix import Suffix, SuffixConfig
+from .loss_weights import AcceptedPositions
 from .low_rank import LowRank, LowRankConfig
 from .medusa import Hydra, HydraConfig, Medusa, MedusaConfig
 from .mtp import Mtp, MtpConfig

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from ..common import BadInputError, IncompatibleError
 from ..targets import RaggedCache, Target
-from ..targets.documents import Documents
-from ..targets.packed import packed_copy
-from .accepted_positions import AcceptedPositions
+from ..targets.packed_weights import packed_copy
+from ..targets.sequence_packing import Documents
 from .divergences import LossName, divergence
+from .loss_weights import AcceptedPositions
 from .losses import Head, LossSettings, PositionLosses, acceptance_metrics, ahead, chunked_compare
 from .saved import C, DrafterConfig, SavedDrafter
 from .session import Abilities, Session

@@ -22,7 +22,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, Lla
 from ..common import BadInputError, IncompatibleError
 from ..targets import LayerShape, RaggedCache, Target, TensorShape
 from ..targets.layers import usual_layer
-from ..targets.packed import PackedLinear, PackedWeight
+from ..targets.packed_weights import PackedLinear, PackedWeight
 from ..targets.weights import weight_versions
 from .base import HeadConfig, HeadDrafter
 from .unrolled_attention import Entry, Places

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..targets.documents import Documents
+from ..targets.sequence_packing import Documents
 
 Entry = tuple[Tensor, Tensor]  # keys and values
 Inputs = tuple[Tensor, Tensor, Tensor]  # queries, keys and values

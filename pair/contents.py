@@ -15,9 +15,9 @@ from ..distill.prompt_table import Prompt
 from ..eval.tuning_record import Tuning
 from ..recipes import Recipe, load_recipe
 from ..targets import Fingerprint, load_tokenizer
+from .calibration import read_calibration
 from .folder import PairFiles
 from .manifest import CALIBRATION, DRAFTER, LEARNT, RECIPE, SUITES, TOKENIZER, Manifest, ServedRecord, read_manifest
-from .probe_baseline import read_calibration
 
 _PATIENCE = 600.0  # seconds that a tuning, the work of minutes, waits for another writer
 

@@ -31,6 +31,7 @@ from ..targets import Target
 from ..targets.fingerprint import digest_file, digest_files
 from ..targets.model_folder import is_local
 from ..targets.peft_adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from .calibration import calibrate, choose_prompts, settings, write_calibration
 from .folder import verify
 from .manifest import (
     ADAPTER,
@@ -57,7 +58,6 @@ from .manifest import (
     TargetRecord,
 )
 from .pair import Pair
-from .probe_baseline import calibrate, choose_prompts, settings, write_calibration
 
 _COPIED = {".json", ".safetensors", ".jinja", ".model", ".txt"}
 _log = logging.getLogger(__name__)

@@ -27,9 +27,9 @@ from ..eval.reports.figures import Interval, Ratio
 from ..eval.reports.statistics import Bootstrap
 from ..heads import HEADS
 from ..targets import Target
+from .calibration import NUM_PROMPTS, calibrate, first_of_each_suite, rendered
 from .manifest import ProbeBaseline, PromptMeasure
 from .pair import Pair
-from .probe_baseline import NUM_PROMPTS, calibrate, first_of_each_suite, rendered
 
 TOLERANCE = 0.05
 Verdict = Literal["fresh", "stale", "incompatible"]

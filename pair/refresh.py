@@ -29,9 +29,9 @@ from ..targets import Target
 from ..targets.fingerprint import digest_files, digest_json
 from ..train import train
 from ..train.stopping import Until
+from .calibration import rendered
 from .new import new_pair
 from .pair import Pair
-from .probe_baseline import rendered
 
 BUDGET = 0.4  # of the first training's length: the drafter starts from one for almost the same target
 HOW = "refresh.json"  # the settings of the refresh, in its working folder

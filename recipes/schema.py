@@ -209,7 +209,7 @@ class SourceSpec(Section):
     Attributes:
         path: as in `data.prompts`.
         weight: share of this source in the mixture, relative to the others; without any weights each is read whole.
-        layout: how a row is read, where its keys do not say what it is; see `outrider.distill.layouts`.
+        layout: how a row is read, where its keys do not say what it is; see `outrider.distill.dataset_formats`.
         column: the key that holds what is asked, where it is none of the known ones.
         split: of a folder or a Hub data set; `train` if it has one.
         limit: the first so many rows.

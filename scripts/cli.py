@@ -270,7 +270,7 @@ def plan(
     """
     loaded = recipe_of(recipe, changes)
     export_cli.check_servable(loaded, engine)
-    from ..train.planning import plan as run
+    from ..train.resource_estimate import plan as run
     from .plan import read_launch, show
 
     launched = read_launch(accelerate_config) if accelerate_config else (1, "none")
@@ -327,7 +327,7 @@ def evaluate(
     from ..common.locks import locked
     from ..eval.reports.render import print_report, write_report
     from .eval_setup import EvalOptions, load_subject
-    from .json_output import ReportBody
+    from .json_schemas import ReportBody
 
     if detect is not None and (limit is not None or quick):
         raise BadInputError("--detect chooses how many prompts are measured; leave --limit and --quick out.")
@@ -373,7 +373,7 @@ def compare(
     require_folder(out)
     from ..eval.reports.render import print_comparison
     from ..train.compare import compare as run
-    from .json_output import ReportBody
+    from .json_schemas import ReportBody
 
     console = console_for(as_json)
     report = run(loaded, budget, out, console=console)
@@ -523,7 +523,7 @@ def refresh(
     from ..pair.refresh import How
     from ..pair.refresh import refresh as run
     from ..train.stopping import Until
-    from .json_output import PairBody
+    from .json_schemas import PairBody
 
     require_folder(out)
     console = console_for(as_json)
@@ -552,7 +552,7 @@ def gate(
     from ..eval.reports.gate import gate as run
     from ..eval.reports.gate import to_junit, to_markdown
     from ..pair import PairFiles, gate_pairs
-    from .json_output import GateBody
+    from .json_schemas import GateBody
 
     if all((folder / "pair.json").is_file() for folder in (pair, against)):
         result = gate_pairs(PairFiles.load(pair), PairFiles.load(against), tolerance, confidence, sequential)

@@ -143,7 +143,7 @@ def grow(
     from ..common.locks import locked
     from ..formats.export import require_new
     from ..heads import load_drafter
-    from ..heads.grow import grow_drafter
+    from ..heads.grow_with_target import grow_drafter
     from ..targets import Target
     from ..targets.grow import grow as grow_model
     from ..targets.grow import grown_bytes, shape_config

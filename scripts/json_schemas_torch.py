@@ -1,4 +1,4 @@
-"""The answers whose fields are those of rooms that need torch; see `json_output`."""
+"""The answers whose fields are those of rooms that need torch; see `json_schemas`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class LintBody(BaseModel, extra="forbid"):
     findings: list[LintFinding]
 
 
-# By the verb that gives it, as in `json_output`.
+# By the verb that gives it, as in `json_schemas`.
 MEASURED: dict[str, Any] = {
     "vocab": VocabularyReport,
     "capacity": Capacity,

@@ -42,7 +42,7 @@ def tell(text: str) -> None:
 def finish(as_json: bool, kind: str, body: Any, code: int = 0, show: Callable[[], None] | None = None) -> None:
     """End a verb: answer a program with `body`, or show people what there is; then leave with the exit code."""
     if as_json:
-        from .json_output import answer
+        from .json_schemas import answer
 
         tell(json.dumps(answer(kind, body, code), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
     elif show is not None:

@@ -51,7 +51,7 @@ def new(
     require_folder(folder, "the pair")
     from ..pair import new_pair
     from .eval_setup import load_target, report_folder, trained_drafter
-    from .json_output import PairBody
+    from .json_schemas import PairBody
 
     console = console_for(as_json)
     target = load_target(loaded)
@@ -178,7 +178,7 @@ def pull(
 ) -> None:
     """Write a version from a registry into a folder; every byte is verified."""
     from ..pair.registry import PairReference
-    from .json_output import PairBody
+    from .json_schemas import PairBody
 
     console = console_for(as_json)
     pair = opened_registry(registry).pull(PairReference.parse(version), folder.expanduser(), console)
@@ -194,7 +194,7 @@ def log(
 ) -> None:
     """The versions in a registry, each after the one that it was made from, with their τ."""
     from ..pair.comparison import lineage
-    from .json_output import VersionBody
+    from .json_schemas import VersionBody
 
     opened = opened_registry(registry)
     versions = opened.versions(name)

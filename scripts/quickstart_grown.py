@@ -19,7 +19,7 @@ from rich.console import Console
 from ..common import BadInputError
 from ..common.machine import free_bytes
 from ..costs.machine_speed import WeightPace
-from ..costs.rounds import draft_times, verify_times
+from ..costs.round_timing import draft_times, verify_times
 from ..decode import Costs, Plan, best_tree
 from ..decode.control import expected_tokens
 from ..eval.measure import Contestant, measure
@@ -27,7 +27,7 @@ from ..eval.reports.report import Report
 from ..eval.suites import Suite
 from ..eval.tuning_record import BatchTuning
 from ..heads import Drafter, fuse
-from ..heads.grow import grow_drafter
+from ..heads.grow_with_target import grow_drafter
 from ..recipes import EvalSpec
 from ..targets import Target
 from ..targets.grow import grown_bytes, shape_config

@@ -174,7 +174,7 @@ def watch(
             beside.print(escape(line), style="dim")
         for event in _events(watches, key, 0.0 if once else every, 0.0 if once else seconds):
             if as_json:
-                from .json_output import answer
+                from .json_schemas import answer
 
                 tell(json.dumps(answer("watch", event), ensure_ascii=False) + "\n")
             else:

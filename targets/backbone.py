@@ -16,10 +16,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..common.errors import BadInputError, IncompatibleError
 from .cache import RaggedCache
+from .cache_and_masks import CacheLayout, attention_masks, check_layers, needs_mask, runtime_key
 from .cache_slots import Nodes
-from .layer_kinds import CacheLayout, attention_masks, check_layers, needs_mask, runtime_key
 from .layers import TapReader, body_of, decoder_layers, find_final_norm, first_layers
-from .packed import PackedModel
+from .packed_weights import PackedModel
 from .recurrent import RecurrentCache, has_states
 from .split_attention import NAME as SPLIT_ATTENTION
 from .split_attention import register

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from .backbone import Backbone
-from .layer_kinds import masked_kinds
+from .cache_and_masks import masked_kinds
 from .recurrent import UNREAD
 from .split_attention import NAME as SPLIT_ATTENTION
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..common.errors import BadInputError, IncompatibleError, OutriderError, first_line
 from .backbone import Backbone
 from .cache import RowLengths
-from .layer_kinds import CacheLayout
+from .cache_and_masks import CacheLayout
 from .weights import overflow_of
 
 _TRIED = 8  # tokens

@@ -21,14 +21,14 @@ from ..common.errors import BadInputError, IncompatibleError
 from ..common.machine import best_device
 from .backbone import Backbone, at_places
 from .cache import RaggedCache
+from .cache_and_masks import CacheLayout, runtime_key
 from .cache_slots import Nodes
 from .fingerprint import Fingerprint
 from .grow import grow, shape_config
-from .layer_kinds import CacheLayout, runtime_key
 from .layers import body_of, decoder_layers
 from .loading import load_causal_lm, load_tokenizer_of, quantise, split_shape, target_path
 from .model_folder import is_local
-from .packed import PackedModel
+from .packed_weights import PackedModel
 from .pass_memory import Footprint, measure
 from .peft_adapters import merge_adapter
 from .sharding import all_processes, in_turn, processes, settle, share, split
@@ -205,7 +205,7 @@ class Target(Backbone):
             raise IncompatibleError(f"{type(self.model).__name__} {why}, so it cannot verify trees; draft chains.")
 
     def pack(self) -> None:
-        """Read few tokens at a time by weights that are packed for it, which a CPU reads faster (see `targets.packed`).
+        """Read few tokens at a time by weights that are packed for it, which a CPU reads faster (see `packed_weights`).
 
         They take as much memory again as the weights of the linear layers. Raises IncompatibleError where nothing can
         be packed.

@@ -33,9 +33,9 @@ from .arguments import MEASURED, packing_of, training_arguments
 from .drafter_init import check_drafter, check_makes
 from .hooks import asks_for_checkpointing
 from .joint import adapted, lora_config
-from .planning import sketch_drafter, sketch_target, workload
 from .processes import check_kind_of_processes, check_number_of_processes, check_sharding, kind_of_processes
 from .provenance import RECIPE
+from .resource_estimate import sketch_drafter, sketch_target, workload
 from .stopping import check_schedule
 
 _log = logging.getLogger(__name__)

@@ -6,8 +6,9 @@ Global batches are the same rows whatever the number of processes, accumulation 
 function of (seed, epoch) alone, and the last batch of an epoch is filled with empty rows instead of repeated ones.
 
 Packing: rows of about the same number of tokens, each made of several texts, hardly any of it padding. The drafter
-keeps the texts of a row apart (targets/documents.py). The target reads each text as a row of its own, so its hidden
-states are those of the text alone. Which texts share a pack is decided by their lengths, once for the whole training.
+keeps the texts of a row apart (targets/sequence_packing.py). The target reads each text as a row of its own, so its
+hidden states are those of the text alone. Which texts share a pack is decided by their lengths, once for the whole
+training.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from ..distill.data_set import DEPTHS
 from ..distill.features import FeatureStore
 from ..heads import TargetBatch
 from ..targets import Target
-from ..targets.documents import Documents
+from ..targets.sequence_packing import Documents
 
 IGNORED = -100  # the label of a token that is not predicted, as in transformers
 EMPTY = -1  # the position of an empty row

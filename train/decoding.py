@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from ..common import BadInputError
 from ..decode import Decoder, Output, Plan, Round, Sampling
-from ..decode.hashing import uniforms
+from ..decode.rng import uniforms
 from ..eval.measure import plan_of
 from ..eval.suites import load_suites
 from ..heads import Drafter

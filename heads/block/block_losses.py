@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...targets.documents import Documents
-from ..accepted_positions import AcceptedPositions
+from ...targets.sequence_packing import Documents
 from ..base import Drafter, DrafterLoss, TargetBatch
 from ..divergences import TargetDistribution, divergence, own_precision
+from ..loss_weights import AcceptedPositions
 from ..losses import ChunkedSlopes, acceptance_metrics, compare
 
 FIRST = 1  # an anchor has at least one token before it: a root always follows a prompt

@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import repeat_kv
 
 from ...targets import Nodes, RaggedCache, RowLengths
-from ..accepted_positions import AcceptedPositions
 from ..base import Drafter, DrafterLoss, TargetBatch, compare_drafts
 from ..decoder_layer import FusedLayer, angles
+from ..loss_weights import AcceptedPositions
 from ..losses import Head, PositionLosses, acceptance_metrics
 from ..session import DeferredPrefillSession, OnePassDrafts, PendingInputs
 

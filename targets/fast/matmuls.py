@@ -13,8 +13,8 @@ import torch
 import triton
 from torch import Tensor, nn
 
-from . import operations
-from .operations import Tiles
+from . import custom_ops
+from .custom_ops import Tiles
 from .trial_passes import captured
 
 _MOST_TOKENS = 64  # of a product by our kernels; larger ones are not bound by reading weights
@@ -48,7 +48,7 @@ class TritonMatmul:
     def __call__(self, x: Tensor, matrix: Matrix, onto: Tensor | None = None) -> Tensor:
         out = x.new_empty(len(x), matrix.outputs) if onto is None else onto
         how = list(astuple(self.tiles))
-        operations.product(
+        custom_ops.product(
             x, matrix.weight, matrix.norm, matrix.bias, out, matrix.eps, matrix.gated, onto is not None, how
         )
         return out
@@ -65,7 +65,7 @@ class TorchMatmul:
             onto = onto if matrix.bias is None else onto.add_(matrix.bias)
             return onto.addmm_(x, matrix.weight.T)
         product = nn.functional.linear(x, matrix.weight, matrix.bias)
-        return operations.gate(product) if matrix.gated else product
+        return custom_ops.gate(product) if matrix.gated else product
 
 
 Matmul = TritonMatmul | TorchMatmul

@@ -26,7 +26,7 @@ from ...common.errors import IncompatibleError, reason
 from ...common.machine import clock, device_name, free_bytes
 from ...common.runtime import installed_version
 from ...common.safe_load import parse_json, read_text
-from .. import packed
+from .. import packed_weights
 from ..backbone import Backbone
 from ..layers import is_of_llama_kind, usual_layer
 from ..split_attention import steady_kernels
@@ -82,14 +82,14 @@ def why_no_kernels(target: Target) -> str | None:
 
 def why_not_packed(target: Target) -> str | None:
     """Return why packed weights do not serve a target; None if they do."""
-    if (why := packed.why_not(target.model)) is not None:
+    if (why := packed_weights.why_not(target.model)) is not None:
         return why
     free, needed = free_bytes(target.device), _packed_bytes(target)
     return None if free is None or 2 * needed < free else f"packed weights need {needed:,} bytes, {free:,} are free"
 
 
 def _packed_bytes(target: Target) -> int:
-    return sum(weight.nbytes for weight in packed.packable_weights(target.model))
+    return sum(weight.nbytes for weight in packed_weights.packable_weights(target.model))
 
 
 @contextmanager

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from ..cache import AttentionStore, LayerShape, RaggedCache, TensorShape
 from ..cache_slots import Nodes
 from ..layers import is_as_made, layer_windows
-from . import operations
+from . import custom_ops
+from .custom_ops import Split
 from .matmuls import Matrix, TunedMatmuls
-from .operations import Split
 
 MOST_TOKENS = 64  # of a row in one pass
 
@@ -124,12 +124,12 @@ class TritonRunner:
         rotary, multiply = self.body.rotary_emb, self.matmuls.multiply
         qkv = multiply("qkv_proj", layer, hidden).view(len(hidden), -1, heads.size)
         turning = (rotary.inv_freq, placed.positions, placed.slots)
-        query = operations.place_heads(
+        query = custom_ops.place_heads(
             qkv, list(heads.norms), *turning, keys, values, heads.eps, float(rotary.attention_scaling)
         )
         rows, queries = placed.slots.shape
         split = Split.of(rows, heads.shared, heads.count // heads.shared * queries, cache.max_length)
-        mixed = operations.attend(query, keys, values, placed, heads.scale, heads.window, split)
+        mixed = custom_ops.attend(query, keys, values, placed, heads.scale, heads.window, split)
         multiply("o_proj", layer, mixed.view(len(hidden), -1), onto=hidden)
         multiply("down_proj", layer, multiply("gate_up_proj", layer, hidden), onto=hidden)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..cache import RaggedCache, RowLengths
 from ..cache_slots import Nodes, Placement
 from ..target import Target
-from .operations import Split, attend
+from .custom_ops import Split, attend
 from .trial_passes import PASS_TOLERANCE, PassProbe, distance
 from .triton_runner import TritonRunner
 

@@ -43,7 +43,7 @@ def prepare() -> None:
     import outrider.pair.refresh
     import outrider.scripts.cli
     import outrider.scripts.eval_setup
-    import outrider.train.planning  # noqa: F401
+    import outrider.train.resource_estimate  # noqa: F401
 
 
 def run(arguments: list[str], folder: Path) -> Outcome:

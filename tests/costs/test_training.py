@@ -1,4 +1,4 @@
-"""What a training takes adds up. Against real trainings it is held in tests/train/test_planning.py."""
+"""What a training takes adds up. Against real trainings it is held in tests/train/test_resource_estimate.py."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ import tokenizers.processors
 
 from outrider.common import BadInputError
 from outrider.distill.conversation import given_sequences, next_question, render, sequences, supervised_mask, why_ended
-from outrider.distill.layouts import Message
+from outrider.distill.dataset_formats import Message
 from outrider.distill.prompt_table import Prompt
 
 from .conftest import Tokenizer, user

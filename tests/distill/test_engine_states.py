@@ -36,7 +36,7 @@ from outrider.distill.engine_connector import (
 from outrider.distill.engine_states import EngineStates
 from outrider.recipes import Recipe
 from outrider.targets import Target
-from outrider.targets.without_layers import target_without_layers
+from outrider.targets.embeddings_and_head import target_without_layers
 
 from ..conftest import make_llama
 from .conftest import Server

@@ -13,7 +13,7 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 from outrider.common import BadInputError
-from outrider.distill.layouts import RowError
+from outrider.distill.dataset_formats import RowError
 from outrider.distill.recipe_prompts import read_prompts
 from outrider.distill.sources import check_sources, count_rows, rows_of, title
 from outrider.recipes import SourceSpec

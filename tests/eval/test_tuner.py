@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from outrider.common import BadInputError
-from outrider.costs.rounds import RoundTimes, costs_in_loop
+from outrider.costs.round_timing import RoundTimes, costs_in_loop
 from outrider.decode import Control, Costs, Plan, Round, Tree
 from outrider.eval import Ratio, tuner
 from outrider.eval.acceptance import Acceptance

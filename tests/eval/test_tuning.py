@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outrider.costs.rounds import RoundTimes
+from outrider.costs.round_timing import RoundTimes
 from outrider.decode import Control, Costs, Plan, Tree
 from outrider.eval.tuner import Option
 from outrider.eval.tuning_record import merged, nearest

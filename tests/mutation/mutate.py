@@ -69,7 +69,7 @@ MODULES = {
         ("tests/heads/test_drafters.py", "tests/decode/test_conformance.py", "tests/decode/test_static.py"),
     ),
     "sampling": Module("decode/sampling.py", ("tests/decode/test_sampling.py",)),
-    "hashing": Module("decode/hashing.py", ("tests/decode/test_sampling.py", "tests/decode/test_hashing.py")),
+    "rng": Module("decode/rng.py", ("tests/decode/test_sampling.py", "tests/decode/test_rng.py")),
     "control": Module("decode/control.py", ("tests/decode/test_control.py",)),
     "statistics": Module("eval/reports/statistics.py", ("tests/eval/reports/test_statistics.py",)),
     "figures": Module("eval/reports/figures.py", ("tests/eval/reports/test_statistics.py",)),
@@ -83,7 +83,7 @@ MODULES = {
     "folder": Module("pair/folder.py", ("tests/pair/test_pair.py", "tests/pair/test_verify.py")),
     "manifest": Module("pair/manifest.py", ("tests/pair/test_manifest.py", "tests/pair/test_tuning.py")),
     "tuning": Module("eval/tuning_record.py", ("tests/eval/test_tuning.py", "tests/pair/test_manifest.py")),
-    "calibration": Module("pair/probe_baseline.py", ("tests/pair/test_calibration.py",)),
+    "calibration": Module("pair/calibration.py", ("tests/pair/test_calibration.py",)),
     "new": Module("pair/new.py", ("tests/pair/test_new.py", "tests/pair/test_pair.py")),
 }
 

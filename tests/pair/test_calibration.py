@@ -17,8 +17,8 @@ from outrider.decode import Decoder, Plan, Sampling
 from outrider.distill.prompt_table import Prompt
 from outrider.eval.suites import Suite, make_suite
 from outrider.heads import TargetBatch
-from outrider.pair import probe_baseline
-from outrider.pair.probe_baseline import (
+from outrider.pair import calibration
+from outrider.pair.calibration import (
     calibrate,
     choose_prompts,
     first_of_each_suite,
@@ -53,7 +53,7 @@ def test_each_suite_gives_its_share_of_prompts_that_leave_room(recipe, make_targ
             for name, counts in lengths.items()
         ]
 
-    monkeypatch.setattr(probe_baseline, "load_suites", suites)
+    monkeypatch.setattr(calibration, "load_suites", suites)
     three = measured_at(recipe, suites=["one", "two", "three"])
     chosen = [(p.id, p.suite) for p in choose_prompts(three, target)]
     assert chosen == [("one/3", "one"), ("one/496", "one"), ("two/5", "two")]
@@ -134,13 +134,13 @@ def test_prompts_are_measured_some_at_a_time_with_the_same_figures(
         assert (description, total) == ("calibration prompts", 5)
         yield lambda count, note: steps.append(count)
 
-    monkeypatch.setattr(probe_baseline, "progress", noted)
+    monkeypatch.setattr(calibration, "progress", noted)
     target = make_target()
     drafter, under = make_drafter("ngram", target), settings(measured_at(recipe, temperatures=[1.0]))
     at_once = calibrate(target, drafter, prompts[:5], under, Plan(3))
     assert steps == [5]
     steps.clear()
-    monkeypatch.setattr(probe_baseline, "_AT_ONCE", 2)
+    monkeypatch.setattr(calibration, "_AT_ONCE", 2)
     assert calibrate(target, drafter, prompts[:5], under, Plan(3)) == at_once
     assert steps == [2, 2, 1]
 

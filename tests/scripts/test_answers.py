@@ -17,7 +17,7 @@ from typer.testing import Result
 
 from outrider.common.digests import CHECKSUM
 from outrider.scripts.help_examples import EXAMPLES
-from outrider.scripts.json_output import BODIES, schemas, write_schemas
+from outrider.scripts.json_schemas import BODIES, schemas, write_schemas
 from outrider.scripts.json_schemas_torch import MEASURED
 
 from .conftest import Command, all_verbs, succeeded, verb_of

@@ -11,7 +11,7 @@ from transformers import AutoConfig
 
 from outrider.recipes import load_recipe
 from outrider.scripts.starter import starter
-from outrider.train.planning import plan
+from outrider.train.resource_estimate import plan
 
 from ..targets.small_models import SIZES, VISION
 from .conftest import Command, failed, words

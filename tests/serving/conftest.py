@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from outrider.decode import Decoder, Plan, Sampling
 from outrider.heads import Drafter
-from outrider.scripts.json_output import schema
+from outrider.scripts.json_schemas import schema
 from outrider.serving.reference_run import DraftCounts
 from outrider.targets import Target
 

@@ -11,7 +11,7 @@ from outrider.common import BadInputError, IncompatibleError
 from outrider.decode import Decoder, Plan, Sampling, Tree
 from outrider.heads import Eagle3, Eagle3Config
 from outrider.targets import Target, load_causal_lm, split_attention
-from outrider.targets.layer_kinds import float_mask
+from outrider.targets.cache_and_masks import float_mask
 
 from ..conftest import few
 from .small_models import NO_IDS, small_model

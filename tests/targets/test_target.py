@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config, Gemma3F
 
 from outrider.common import BadInputError, IncompatibleError, refuse_unknown_keys
 from outrider.targets import Backbone, Fingerprint, RowLengths, Target, load_causal_lm
-from outrider.targets.layer_kinds import attention_masks
+from outrider.targets.cache_and_masks import attention_masks
 
 from .conftest import keep_in_cache
 from .small_models import NO_IDS, SIZES, VISION, small_model, tokens

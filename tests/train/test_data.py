@@ -36,7 +36,7 @@ from outrider.train.data import (
     split,
     token_counts,
 )
-from outrider.train.planning import plan
+from outrider.train.resource_estimate import plan
 
 from ..conftest import drafter_in_training
 from .conftest import MakeRecipe, drafters_are_close, losses, of_stored, provenance, train_alike, train_in_two

@@ -30,7 +30,7 @@ from outrider.recipes import Recipe, load_recipe, packaged_recipes
 from outrider.targets import Target
 from outrider.train import train
 from outrider.train.arguments import training_arguments
-from outrider.train.planning import plan
+from outrider.train.resource_estimate import plan
 
 TRAINING = ["training.max_steps=2", "training.disable_tqdm=true"]
 SMALL = ["data.limit=6", "data.holdout=0", "data.max_new_tokens=8", *TRAINING]

@@ -36,7 +36,7 @@ PLACES = {
     "decode": "Decoder Plan Sampling best_tree",
     "decode.verify decode.rules": "match rejection block",
     "decode.verify_tree decode.rules": "match_tree without_replacement traversal typical",
-    "decode.hashing": "uniforms",
+    "decode.rng": "uniforms",
     "decode.sampling": "draw probabilities penalize shared_gumbel",
     "recipes": "load_recipe packaged_recipes",
     "train": "train",

@@ -21,7 +21,7 @@ from outrider.eval.reports.render import html, markdown, print_report
 from outrider.eval.suites import make_suite
 from outrider.heads import DraftModel
 from outrider.recipes import EvalSpec
-from outrider.scripts.json_output import ReportBody
+from outrider.scripts.json_schemas import ReportBody
 from outrider.targets import Target
 
 from ..conftest import make_report

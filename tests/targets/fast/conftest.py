@@ -10,9 +10,9 @@ if find_spec("triton") is None:
     collect_ignore_glob = ["test_*.py"]
 else:
     from benchmarks.kernels import multiply_bfloat16
-    from outrider.targets.fast import matmuls, operations
+    from outrider.targets.fast import custom_ops, matmuls
+    from outrider.targets.fast.custom_ops import Tiles
     from outrider.targets.fast.matmuls import TritonMatmul
-    from outrider.targets.fast.operations import Tiles
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +20,7 @@ def few_programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     """Cut work into as few programs as still show how parts fit together."""
     if request.node.get_closest_marker("gpu"):
         return
-    monkeypatch.setattr(operations, "_PROGRAMS", 4)
+    monkeypatch.setattr(custom_ops, "_PROGRAMS", 4)
     monkeypatch.setattr(matmuls, "candidates", lambda tokens: [TritonMatmul(Tiles(0 if tokens == 1 else 16, 128, 64))])
 
 

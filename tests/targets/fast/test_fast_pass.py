@@ -16,7 +16,7 @@ from outrider.decode import Decoder, Plan, Sampling, Tree
 from outrider.decode.rules import rejection
 from outrider.heads import DraftModel, Eagle3, Eagle3Config
 from outrider.targets import Nodes, RowLengths, Target
-from outrider.targets.fast import by_library, matmuls, operations, use_fast_pass, use_fastest_pass, validate
+from outrider.targets.fast import by_library, custom_ops, matmuls, use_fast_pass, use_fastest_pass, validate
 
 from .. import small_models
 
@@ -181,8 +181,8 @@ def test_a_batch_of_any_size_is_gated():
     """A grid is long in its first dimension only: the others end at 65,535."""
     grids: list[tuple[int, ...]] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(operations, "launch", lambda kernel, grid, *_, **__: grids.append(grid))
-        operations.gate(torch.empty(70_000, 32))
+        patch.setattr(custom_ops, "launch", lambda kernel, grid, *_, **__: grids.append(grid))
+        custom_ops.gate(torch.empty(70_000, 32))
     assert max(grids[0][1:]) < 2**16
 
 
@@ -282,8 +282,8 @@ def wrong_in_large_blocks(found: Any, given: Any) -> Any:
     ],
 )
 def test_a_kernel_that_is_wrong_on_a_device_is_found_before_it_is_used(part, fault, monkeypatch):
-    right = getattr(operations, part)
-    monkeypatch.setattr(operations, part, lambda *given: fault(right(*given), given))
+    right = getattr(custom_ops, part)
+    monkeypatch.setattr(custom_ops, part, lambda *given: fault(right(*given), given))
     monkeypatch.setattr(validate, "differs", PROOF)
     target = build("llama", num_hidden_layers=1)
     with pytest.raises(IncompatibleError, match="other numbers"):

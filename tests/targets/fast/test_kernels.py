@@ -13,8 +13,8 @@ from triton.runtime import interpreter
 
 from benchmarks.kernels import ATTENTION, WAYS, attention_error, heads_error, product_error
 from outrider.targets.cache_slots import Placement
-from outrider.targets.fast import operations
-from outrider.targets.fast.operations import Split
+from outrider.targets.fast import custom_ops
+from outrider.targets.fast.custom_ops import Split
 
 CPU = torch.device("cpu")
 LIMITS = {torch.float32: 2e-6, torch.bfloat16: 0.008}  # the interpreter cuts bfloat16 off, where a GPU rounds
@@ -58,8 +58,8 @@ def test_entries_may_lie_where_32_bits_do_not_reach(monkeypatch):
     placed = Placement(lengths, room, slots, slots, (torch.arange(3)[:, None], slots))
     found = []
     for keys, values in (near, far):
-        query = operations.place_heads(joined, [], frequencies, slots, slots, keys, values, 0, 1)
-        found.append(operations.attend(query, keys, values, placed, 0.25, 0, Split(2, 16)))
+        query = custom_ops.place_heads(joined, [], frequencies, slots, slots, keys, values, 0, 1)
+        found.append(custom_ops.attend(query, keys, values, placed, 0.25, 0, Split(2, 16)))
     assert torch.equal(near, far)
     assert near[:, 2].any()
     assert torch.equal(*found)

@@ -13,7 +13,7 @@ from outrider.heads.block.block_losses import Anchors, BlockLearning, BlockTarge
 from outrider.heads.losses import PositionLosses
 from outrider.heads.parallel.parallel_drafts import RolledDrafts, Rollouts, Served, kept_counts
 from outrider.targets import Target
-from outrider.targets.documents import Documents
+from outrider.targets.sequence_packing import Documents
 
 from ..conftest import drafter_in_training
 from .conftest import batch as all_of

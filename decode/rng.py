@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 try:
-    from . import hashing_kernel
+    from . import rng_kernel
 except ImportError:  # without Triton torch computes them
-    hashing_kernel = None  # type: ignore[assignment]
+    rng_kernel = None  # type: ignore[assignment]
 
 Seed = int | Tensor  # a tensor [] where a captured graph must serve every seed
 
@@ -63,7 +63,7 @@ def _by_kernel(keys: tuple[Tensor, ...]) -> bool:
     """Return whether the kernel serves these keys. Its results are checked once, and never during a capture."""
     device = keys[0].device
     fitting = len(keys) <= _MOST_KEYS and all(k.dtype == torch.long and k.ndim <= _MOST_DIMENSIONS for k in keys)
-    if not fitting or hashing_kernel is None:
+    if not fitting or rng_kernel is None:
         return False
     if isinstance(keys[0], torch._subclasses.FakeTensor):
         return True
@@ -98,5 +98,5 @@ def differs(device: torch.device) -> str:
 
 
 def _kernel(seed: Seed, stream: int, keys: tuple[Tensor, ...]) -> Tensor:
-    numbers: Tensor = hashing_kernel.uniforms(seed_on(keys[0].device, seed), stream, list(keys))
+    numbers: Tensor = rng_kernel.uniforms(seed_on(keys[0].device, seed), stream, list(keys))
     return numbers

@@ -4,7 +4,7 @@
 
 The schemas, with those of pair.json and report.json, are generated:
 
-    python -m outrider.scripts.json_output FOLDER
+    python -m outrider.scripts.json_schemas FOLDER
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from transformers import AutoConfig
 from outrider.common import IncompatibleError
 from outrider.decode import Decoder, Plan
 from outrider.heads import HEADS, Drafter
-from outrider.heads.grow import grow_drafter
+from outrider.heads.grow_with_target import grow_drafter
 from outrider.heads.registry import drafter_config
 from outrider.targets import Target
 from outrider.targets.grow import grow

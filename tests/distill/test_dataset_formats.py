@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from outrider.distill.layouts import RowError, understand
+from outrider.distill.dataset_formats import RowError, understand
 from outrider.distill.recipe_prompts import PromptReading, collect
 
 from .conftest import Tokenizer, assistant, user, write_rows

@@ -27,11 +27,11 @@ from outrider.heads.parallel import parallel_drafts
 from outrider.heads.parallel.parallel_drafts import Rollouts
 from outrider.recipes import Recipe, load_recipe, packaged_recipes
 from outrider.targets import PeakBytes, Target
-from outrider.train import planning, train
+from outrider.train import resource_estimate, train
 from outrider.train.arguments import training_arguments
 from outrider.train.data import OnlineBatches, collate, split
 from outrider.train.drafter_init import make_drafter
-from outrider.train.planning import plan, sketch_drafter, sketch_target
+from outrider.train.resource_estimate import plan, sketch_drafter, sketch_target
 from outrider.train.trainer import DrafterTrainer, TrainData
 
 from .conftest import MakeRecipe, of_stored, write_data
@@ -172,7 +172,7 @@ def test_local_prompts_are_as_long_as_the_targets_tokenizer_says(
 
     def planned(**changes: Any) -> Workload:
         made = of_stored(recipe(data=settings | changes), tmp_path / "target")
-        return planning.workload(made)
+        return resource_estimate.workload(made)
 
     lengths = [len(tiny_tokenizer(text)["input_ids"]) for text in texts]
     work, answer = planned(), len(tiny_tokenizer("return first", add_special_tokens=False)["input_ids"])
@@ -181,7 +181,7 @@ def test_local_prompts_are_as_long_as_the_targets_tokenizer_says(
     given = planned(answers="given")
     assert given.tokens - given.prompt_tokens == 30 * answer
     assert given.supervised == pytest.approx(30 * answer / given.tokens)
-    monkeypatch.setattr(planning, "_SAMPLE", 6)
+    monkeypatch.setattr(resource_estimate, "_SAMPLE", 6)
     sampled = planned()
     assert (sampled.sequences, sampled.prompt_tokens) == (30, 5 * sum(lengths[:6]))
     assert sampled.longest == 2048 + 30
@@ -189,14 +189,14 @@ def test_local_prompts_are_as_long_as_the_targets_tokenizer_says(
 
 
 def test_this_machine_has_a_row_and_its_own_times_if_asked(recipe, monkeypatch) -> None:
-    monkeypatch.setattr(planning, "free_bytes", lambda _: 10)
+    monkeypatch.setattr(resource_estimate, "free_bytes", lambda _: 10)
     assert not plan(recipe()).fits[HERE]
-    monkeypatch.setattr(planning, "free_bytes", lambda _: 10**12)
+    monkeypatch.setattr(resource_estimate, "free_bytes", lambda _: 10**12)
     needs = plan(recipe())
     assert needs.fits[HERE]
     assert HERE not in needs.stages[-1].seconds
     pace = Pace("float32", False, prefill=0.001, answer=0.01, step=2.0, token=0.1)
-    monkeypatch.setattr(planning, "measure_pace", lambda _: pace)
+    monkeypatch.setattr(resource_estimate, "measure_pace", lambda _: pace)
     measured = plan(recipe(training={"gradient_accumulation_steps": 3}), measured=True)
     assert measured.stages[-1].seconds[HERE] == measured.steps * 3 * 2.0
     assert measured.stages[-1].seconds["H100"] > 0

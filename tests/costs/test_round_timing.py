@@ -9,8 +9,8 @@ import pytest
 from torch import Tensor
 
 from outrider.common import BadInputError
-from outrider.costs import rounds
-from outrider.costs.rounds import RoundTimes, costs_in_loop, draft_times, verify_times
+from outrider.costs import round_timing
+from outrider.costs.round_timing import RoundTimes, costs_in_loop, draft_times, verify_times
 from outrider.heads import Drafter, DraftModel, Eagle3, Eagle3Config, Ngram
 from outrider.heads.session import Session
 from outrider.targets import RowLengths, Target
@@ -52,8 +52,8 @@ def drafters(target: Target, tiny_llama: Callable) -> list[Drafter]:
 @pytest.mark.parametrize("batch", [1, 3])
 def test_every_depth_is_drafted_by_every_drafter(target, tiny_llama, batch, monkeypatch):
     """Also past the point where the text is begun anew, and in pieces."""
-    monkeypatch.setattr(rounds, "_GROWTH", 8)
-    monkeypatch.setattr(rounds, "_CHUNK", 7)
+    monkeypatch.setattr(round_timing, "_GROWTH", 8)
+    monkeypatch.setattr(round_timing, "_CHUNK", 7)
     for drafter in drafters(target, tiny_llama):
         times = draft_times(target, drafter, 3, batch=batch, context=20, repeats=4)
         assert times[0] == 0.0
@@ -90,7 +90,7 @@ def test_what_is_timed_follows_a_round_of_the_same_depth(target, monkeypatch):
 
 def test_rounds_of_fixed_shapes_read_a_window_of_the_cache(target, tiny_llama, monkeypatch):
     """As on a GPU, where they are captured besides."""
-    monkeypatch.setattr(rounds, "_is_fixed", lambda target: True)
+    monkeypatch.setattr(round_timing, "_is_fixed", lambda target: True)
     used = set()
     forward = target.forward
 

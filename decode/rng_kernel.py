@@ -1,4 +1,4 @@
-"""The hash of `hashing` in one launch (Triton); the keys are broadcast to `[A, B, C]`.
+"""The hash of `rng` in one launch (Triton); the keys are broadcast to `[A, B, C]`.
 
 Composed of torch's operations a hash of three keys takes 60 launches, and a round of a sampled chain of three drafts
 needs five of them.
@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import custom_op
 
-from ..targets.fast import operations
+from ..targets.fast import custom_ops
 
 _BLOCK = 256
 _FIRST = tl.constexpr(0xBF58476D1CE4E5B9)  # splitmix64's two multipliers
@@ -81,7 +81,7 @@ def hash_keys(
 
 @custom_op("outrider::uniforms", mutates_args=())
 def uniforms(seed: Tensor, stream: int, keys: Sequence[Tensor]) -> Tensor:
-    """Return the uniforms of one to four keys of at most three dimensions; see `hashing.uniforms`."""
+    """Return the uniforms of one to four keys of at most three dimensions; see `rng.uniforms`."""
     shape = torch.broadcast_shapes(*(key.shape for key in keys))
     a, b, c = (1,) * (3 - len(shape)) + shape
     views = [key.expand(a, b, c) for key in keys]
@@ -90,7 +90,7 @@ def uniforms(seed: Tensor, stream: int, keys: Sequence[Tensor]) -> Tensor:
     if out.numel():
         grid = (triton.cdiv(c, _BLOCK), b, a)
         every = (seed, *views, *[seed] * (4 - len(views)), out, stream, c, *(step for key in strides for step in key))
-        operations.launch(hash_keys, grid, *every, KEYS=len(views), BLOCK=_BLOCK)
+        custom_ops.launch(hash_keys, grid, *every, KEYS=len(views), BLOCK=_BLOCK)
     return out
 
 

@@ -18,7 +18,7 @@ from outrider.heads.medusa import Medusa, MedusaConfig
 from outrider.heads.self_speculative import SelfSpeculative, SelfSpeculativeConfig
 from outrider.targets import Target
 from outrider.targets.fast import select
-from outrider.targets.packed import PackedLinear
+from outrider.targets.packed_weights import PackedLinear
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6]]
 WAYS = ((Sampling(), Plan(3)), (Sampling(temperature=1.0, seed=1), Plan(3)), (Sampling(), Plan(3, 2, 6)))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..targets.documents import Documents
+from ..targets.sequence_packing import Documents
 
 
 @dataclass(frozen=True)

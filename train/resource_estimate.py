@@ -20,9 +20,9 @@ from ..common.machine import best_device, free_bytes
 from ..costs.machine_speed import HERE, ROOM, measure_pace
 from ..costs.training import Needs, Sharding, TrainingEstimate, Workload
 from ..distill.data_set import load_responses
+from ..distill.dataset_formats import Message
 from ..distill.engine_states import plain_words, states_words
 from ..distill.features import stored_taps
-from ..distill.layouts import Message
 from ..distill.recipe_prompts import PromptReading, collect
 from ..distill.responses import data_folder
 from ..distill.sources import as_specs, count_rows, is_hub

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..heads import Drafter, DrafterConfig
 from ..heads.saved import read_config
 from ..targets import Target
-from .engine_files import DrafterFiles
+from .drafter_files import DrafterFiles
 from .engine_logits import ProbeSequence
 
 

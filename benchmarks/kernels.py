@@ -25,7 +25,7 @@ from triton.runtime import interpreter
 from outrider.common.machine import best_device, device_name
 from outrider.common.runtime import versions
 from outrider.targets.cache_slots import Nodes, Placement
-from outrider.targets.fast import operations
+from outrider.targets.fast import custom_ops
 from outrider.targets.fast.custom_ops import Split, Tiles
 from outrider.targets.fast.matmuls import Matmul, Matrix, TorchMatmul, TritonMatmul
 from outrider.targets.fast.validate import exact_attention
@@ -94,7 +94,7 @@ def attention_error(case: Attention, dtype: torch.dtype, device: torch.device, p
     split = Split.of(rows, shared, case.group * case.queries, room)
     split = split if parts is None else Split(parts, split.block)
     scale = case.size**-0.5
-    found = operations.attend(query, keys, values, placed, scale, case.window, split)
+    found = custom_ops.attend(query, keys, values, placed, scale, case.window, split)
     right = exact_attention(query, keys.nan_to_num(), values.nan_to_num(), placed, scale, case.window)
     return largest_error(found, right)
 
@@ -168,7 +168,7 @@ def heads_error(normed: bool, size: int, dtype: torch.dtype, device: torch.devic
     positions = torch.tensor([[5, 6, 6], [1000, 1001, 1002]], device=device)
     slots = torch.tensor([[5, 6, 7], [1, 2, 3]], device=device)
     keys, values = (joined.new_zeros(rows, shared, 12, size) for _ in range(2))
-    query = operations.place_heads(joined, norms, frequencies, positions, slots, keys, values, 1e-6, 1.0)
+    query = custom_ops.place_heads(joined, norms, frequencies, positions, slots, keys, values, 1e-6, 1.0)
     right_query, right_keys = exact_heads(joined, norms, frequencies, positions.flatten(), heads, shared)
     at = torch.arange(rows, device=device)[:, None]
     found_keys, found_values = (entries[at, :, slots].flatten(0, 1) for entries in (keys, values))

@@ -103,18 +103,22 @@ def calibrate(
     if not prompts:
         raise BadInputError("there are no calibration prompts to measure on.")
     decoder, sampling, room = Decoder(target, drafter), baseline.sampling(), baseline.max_new_tokens
-    measured: list[PromptMeasure] = []
+    order = sorted(
+        range(len(prompts)), key=lambda place: len(prompts[place].tokens)
+    )  # a batch is as wide as its longest
+    measured: dict[int, PromptMeasure] = {}
     with progress(console, "calibration prompts", len(prompts), transient=True) as advance:
         for start in range(0, len(prompts), _AT_ONCE):
-            part = prompts[start : start + _AT_ONCE]
-            places = range(start, start + len(part))
-            output = decoder.generate([p.tokens for p in part], room, sampling, plan, sequence_ids=places)
-            for prompt, response, rounds in zip(part, output.tokens, output.rounds, strict=True):
+            places = order[start : start + _AT_ONCE]
+            tokens = [prompts[place].tokens for place in places]
+            output = decoder.generate(tokens, room, sampling, plan, sequence_ids=places)
+            for place, response, rounds in zip(places, output.tokens, output.rounds, strict=True):
+                prompt = prompts[place]
                 figures = _analytic(target, drafter, prompt.tokens, response) if drafter.trainable else _counted(rounds)
                 counts = {"accepted": sum(r.emitted - 1 for r in rounds), "rounds": len(rounds)}
-                measured.append(PromptMeasure(id=prompt.id, suite=prompt.suite, **counts, **figures))
-            advance(len(part), "")
-    return measured
+                measured[place] = PromptMeasure(id=prompt.id, suite=prompt.suite, **counts, **figures)
+            advance(len(places), "")
+    return [measured[place] for place in range(len(prompts))]
 
 
 def _counted(rounds: Sequence[Round]) -> dict[str, Any]:

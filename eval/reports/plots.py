@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from xml.etree import ElementTree
 
-from .figures import Figures, Interval
+from .figures import BatchFigures, Figures, Interval
 from .report import Report
 
 WIDTH = 360
@@ -147,15 +148,16 @@ def accepted(report: Report, temperature: float) -> str:
     return _string(svg)
 
 
-def speedup_by_size(lines: Lines, axis: str, when: str = "") -> str:
-    """Draw speedup over the plain target against sizes (on a log scale), one line per contestant.
-
-    Args:
-        axis: the name of the sizes. when: the end of the title.
-    """
+def speedup_by_batch(batches: Sequence[BatchFigures], temperature: float) -> str:
+    """Draw speedup over the plain target against batch sizes (on a log scale), one line per drafter."""
+    lines: dict[str, list[tuple[int, Interval]]] = {}
+    for f in sorted(batches, key=lambda f: f.size):
+        if f.temperature == temperature and f.tau is not None:
+            lines.setdefault(f.contestant, []).append((f.size, f.speedup))
     most = _nice_limit(max([1.0, *(_top(interval) for line in lines.values() for _, interval in line)]))
-    title = f"Speedup over the plain target by {axis}{when}"
-    return _by_size(lines, title, axis, 0, most, lambda v: f"{v:g}×", lambda i: i.text(unit="×"), reference=1)
+    title = f"Speedup over the plain target by batch size at temperature {temperature:g}"
+    words = partial(Interval.text, unit="×")
+    return _by_size(lines, title, "batch size", 0, most, lambda v: f"{v:g}×", words, reference=1)
 
 
 def shares_by_size(lines: Lines, title: str, axis: str) -> str:

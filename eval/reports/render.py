@@ -207,11 +207,14 @@ def page(template: str, **values: object) -> str:
 def _section(report: Report, temperature: float) -> dict[str, object]:
     """Return the page's section about one temperature."""
     details = [make(report, temperature) for make in tables.DETAILS]
+    drawn = [(title, Markup(plot(report, temperature))) for title, plot in _PLOTS] if report.primary else []
+    if any(f.temperature == temperature and f.tau is not None for f in report.batches):
+        drawn.append(("Speedup by batch size", Markup(plots.speedup_by_batch(report.batches, temperature))))
     return {
         "temperature": f"{temperature:g}",
         "sentence": _unbroken(report.sentence(temperature=temperature)),
         "summary": tables.summary(report, temperature),
-        "plots": [(title, Markup(plot(report, temperature))) for title, plot in _PLOTS] if report.primary else [],
+        "plots": drawn,
         "details": [table for table in details if table.rows],
     }
 

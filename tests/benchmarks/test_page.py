@@ -13,7 +13,6 @@ from benchmarks.report import interval, publish, table
 
 MAKERS = {
     "ablation": "ablation-*",
-    "batches": "batches-*",
     "compiled": "kernels-sm90",
     "identity": "identity-*",
     "kernels": "kernels-interpreted",

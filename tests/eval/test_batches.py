@@ -1,13 +1,18 @@
-"""Which batches of prompts are run, and what is counted."""
+"""Which batches of prompts are run, what is counted, and what is drawn."""
 
 from __future__ import annotations
+
+from xml.etree import ElementTree
 
 import pytest
 
 from outrider.common import BadInputError
 from outrider.decode import Decoder, Plan, Round
 from outrider.distill.prompt_table import Prompt
+from outrider.eval import Interval
 from outrider.eval.batch_timing import BatchAnswer, batch_figures, make_groups, measure_batches
+from outrider.eval.reports.figures import BatchFigures
+from outrider.eval.reports.plots import speedup_by_batch, standalone
 from outrider.eval.suites import PromptJob
 from outrider.heads import DraftModel
 from outrider.recipes import EvalSpec
@@ -93,3 +98,38 @@ def test_the_plain_target_must_take_part(tiny_llama, jobs):
     target = Target(tiny_llama(layers=1))
     with pytest.raises(BadInputError, match="the plain target must take part"):
         measure_batches([("self", Decoder(target, DraftModel(target.model)), Plan(2))], jobs, EvalSpec(batch_sizes=[1]))
+
+
+def make_point(name: str, size: int, value: float, known: bool = True) -> BatchFigures:
+    interval = Interval(value, value - 0.1, value + 0.1) if known else Interval(value, float("nan"), float("nan"))
+    return BatchFigures(
+        contestant=name,
+        size=size,
+        groups=8,
+        sequences=8,
+        tokens=80,
+        tokens_per_second=interval,
+        speedup=interval,
+        tau=None if name == "plain" else interval,
+        rows=1.0,
+        drafted=2.0,
+        identical=8,
+    )
+
+
+def test_the_plot_has_a_line_and_a_label_for_each_contestant_and_a_mark_for_each_size():
+    points = [
+        make_point("plain", 1, 1.0),
+        *(make_point(name, size, 1.5, known=size > 1) for name in ("a & b", "c") for size in (4, 1, 2)),
+    ]
+    svg = ElementTree.fromstring(standalone(speedup_by_batch(points, 0.0)))
+    space = "{http://www.w3.org/2000/svg}"
+    words = [t.text for t in svg.iter(f"{space}text")]
+    assert {"a & b", "c", "1", "2", "4", "batch size"} <= set(words)
+    curves = list(svg.iter(f"{space}polyline"))
+    assert [len((c.get("points") or "").split()) for c in curves] == [3, 3]
+    spread = [line for line in svg.iter(f"{space}line") if (line.get("class") or "").startswith("spread")]
+    assert len(spread) == 4  # none where there is no interval
+    assert "1: 1.50×" in (svg.get("aria-label") or "")
+    across = [float(p.split(",")[0]) for p in (curves[0].get("points") or "").split()]
+    assert across[1] - across[0] == pytest.approx(across[2] - across[1], abs=0.2)  # sizes stand on a log scale

@@ -28,7 +28,7 @@ from triton.compiler import ASTSource
 
 from outrider.common import BadInputError
 from outrider.targets.cache_slots import Nodes, Placement
-from outrider.targets.fast import matmuls, operations
+from outrider.targets.fast import custom_ops, matmuls
 from outrider.targets.fast.custom_ops import Split
 from outrider.targets.fast.matmuls import TritonMatmul
 
@@ -79,7 +79,7 @@ def launches(work: Any) -> list[Launch]:
     def note(kernel: Any, _: Any, *arguments: Any, **options: Any) -> None:
         found.append(Launch(kernel, arguments, options))
 
-    with patch.object(operations, "launch", note):
+    with patch.object(custom_ops, "launch", note):
         work()
     return found
 

@@ -64,18 +64,19 @@ class Documents:
         """Return how many tokens of its document stand before each place, `[B, T]`."""
         return torch.arange(self.width, device=device) - self.starts(device)
 
-    def passes(self, device: torch.device, together: bool = False) -> Iterator[list[int]]:
+    def passes(self, device: torch.device, together: bool = False, most: int = 0) -> Iterator[list[int]]:
         """Yield the numbers of the documents in parts of about one length, the longest first, or all `together`.
 
-        A part has as many tokens as make a pass on `device` worth its while, if there are so many.
-
-        A model that reads each part as rows of their own needs no mask, whatever its layers are, and little padding.
+        A part has as many tokens as make a pass on `device` worth its while, if there are so many; and `most` documents
+        (0: any number). A model that reads each part as rows of their own needs no mask, whatever its layers are, and
+        little padding.
         """
         sizes, enough = [len(document.places) for document in self], _PASS_TOKENS.get(device.type, _CPU_TOKENS)
         part: list[int] = []
         for number in sorted(range(len(sizes)), key=lambda n: -sizes[n]):
             longest = sizes[part[0]] if part else 0
-            if not together and len(part) * longest >= enough and sizes[number] < _ALIKE * longest:
+            is_whole = len(part) * longest >= enough and sizes[number] < _ALIKE * longest
+            if part and not together and (is_whole or len(part) == most):
                 yield part
                 part = []
             part.append(number)

@@ -42,6 +42,7 @@ from ..common.progress import Advance, progress
 from ..common.safe_load import read_json
 from ..targets import Target
 from ..targets.fingerprint import digest_json
+from ..targets.sequence_packing import Documents
 from .journal import claim_of, list_file
 from .launch import one_leads
 
@@ -172,9 +173,9 @@ class TargetPasses:
     @torch.inference_mode()
     def of(self, rows: Mapping[int, np.ndarray]) -> Iterator[tuple[int, Tensor | None, Tensor]]:
         """Yield number, taps `[T, K, H]` (None without taps) and last state `[T, H]` of each row."""
-        order = sorted(rows, key=lambda i: len(rows[i]))  # equal lengths side by side: little padding
-        for begin in range(0, len(order), AT_ONCE):
-            batch = order[begin : begin + AT_ONCE]
+        numbers, lengths = list(rows), [[len(row)] for row in rows.values()]
+        for part in Documents(lengths, max(lengths)[0]).passes(self.target.device, most=AT_ONCE):
+            batch = [numbers[n] for n in part]
             tokens = [torch.from_numpy(rows[i]).long() for i in batch]
             padded = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True).to(self.target.device)
             out = self.target.forward(padded, taps=self.taps, logits=False)

@@ -61,7 +61,7 @@ class TargetBatch:
         if self.documents is None:
             yield self
             return
-        for numbers in self.documents.passes():
+        for numbers in self.documents.passes(self.tokens.device):
             alone = partial(self.documents.alone, numbers=numbers)
             texts = replace(self, tokens=alone(self.tokens), supervised=alone(self.supervised), documents=None)
             texts.last, texts.hidden = alone(self.last), None if self.hidden is None else alone(self.hidden)

@@ -196,20 +196,27 @@ class TargetDistribution:
 
     Attributes:
         probs: p on the drafter's vocabulary, `[P, V']`; sums to less than 1 where that one is pruned.
-        log_probs: log p renormalised on the drafter's vocabulary (EAGLE-3's target), `[P, V']`.
+        logits: the target's there, `[P, V']`.
         best: index of the target's most probable token in the drafter's vocabulary, -1 where it is not there, `[P]`.
         following: index there of the token that followed, `[P]`; None where no loss needs it.
+        pruned: whether the drafter's vocabulary is.
     """
 
     probs: Tensor
-    log_probs: Tensor
+    logits: Tensor
     best: Tensor
     following: Tensor | None = None
+    pruned: bool = False
+
+    @cached_property
+    def log_probs(self) -> Tensor:
+        """log p renormalised on the drafter's vocabulary (EAGLE-3's target), `[P, V']`."""
+        return self.logits.log_softmax(-1, dtype=torch.float32)
 
     @cached_property
     def renormalised(self) -> Tensor:
         """p on the drafter's vocabulary alone, `[P, V']`; sums to 1."""
-        return self.log_probs.softmax(-1)
+        return self.logits.softmax(-1, dtype=torch.float32) if self.pruned else self.probs
 
     @classmethod
     def of(cls, logits: Tensor, kept: Tensor | None = None, following: Tensor | None = None) -> TargetDistribution:
@@ -219,16 +226,14 @@ class TargetDistribution:
             kept: the token ids of a pruned draft vocabulary, `[V']`.
             following: the target's own tokens, `[P]`.
         """
-        best, log_probs = logits.argmax(-1), logits.float().log_softmax(-1)
+        best, probs = logits.argmax(-1), logits.softmax(-1, dtype=torch.float32)
         if kept is None:
-            return cls(log_probs.exp(), log_probs, best, following)
+            return cls(probs, logits, best, following)
         place = torch.full((logits.shape[-1],), -1, device=kept.device).scatter(
             0, kept, torch.arange(len(kept), device=kept.device)
         )
-        log_probs = log_probs.index_select(-1, kept)
-        return cls(
-            log_probs.exp(), log_probs.log_softmax(-1), place[best], None if following is None else place[following]
-        )
+        probs, logits = probs.index_select(-1, kept), logits.index_select(-1, kept)
+        return cls(probs, logits, place[best], None if following is None else place[following], True)
 
 
 def own_precision(device: torch.device) -> AbstractContextManager[Any]:

@@ -56,12 +56,11 @@ class FeatureConfig(LayerConfig):
             acceptance of the steps before it.
         feature_loss: weight of SmoothL1 between what the output embedding reads and the target's last hidden state, in
             units of the latter's root mean square, so that it means the same for every target.
-        feature_fade: share of the training over which that weight falls to 0; 0 keeps it.
         num_layers: decoder layers; the first reads embedding and hidden state.
     """
 
     least: ClassVar = {"num_layers": 1, "steps": 1, "feature_loss": 0}
-    shares: ClassVar = ("grow_steps", "feature_fade")
+    shares: ClassVar = ("grow_steps",)
     words: ClassVar = {"weighting": ("decay", "reach")}
 
     steps: int = 1
@@ -70,7 +69,6 @@ class FeatureConfig(LayerConfig):
     grow_steps: float = 0.0
     weighting: str = "decay"
     feature_loss: float = 0.0
-    feature_fade: float = 0.0
 
     @property
     def feeds_finished(self) -> bool:
@@ -83,26 +81,23 @@ class FeatureConfig(LayerConfig):
             return self.steps
         return 1 + int((self.steps - 1) * progress / self.grow_steps)
 
-    def feature_weight(self, progress: float) -> float:
-        """Return the weight of the loss on features when this share of the training is over."""
-        return self.feature_loss * (max(0.0, 1 - progress / self.feature_fade) if self.feature_fade else 1.0)
-
-
-# Settings that older heads have not; without an effect they are no part of a head's digest.
-_LATER = [("grow_steps", 0.0), ("weighting", "decay"), ("feature_fade", 0.0)]
-
 
 class FeatureDrafter(LayerDrafter):
-    """A head that feeds on its own output; an architecture defines what is before and after its layers."""
+    """A head that feeds on its own output; an architecture defines what is before and after its layers.
+
+    Attributes:
+        later: settings that older heads have not, without an effect: so they are no part of a head's digest.
+    """
 
     packs = True
     follows_rounds = True
     abilities = Abilities(reads_nodes=True, fixed_shapes=True)
     config: FeatureConfig
+    later: ClassVar[dict[str, Any]] = {"grow_steps": 0.0, "weighting": "decay"}
 
     def identity_settings(self) -> dict[str, Any]:
         settings = super().identity_settings()
-        return {name: value for name, value in settings.items() if (name, value) not in _LATER}
+        return {name: value for name, value in settings.items() if (name, value) not in self.later.items()}
 
     @property
     def trained_depth(self) -> int:
@@ -184,7 +179,7 @@ class FeatureDrafter(LayerDrafter):
         head = partial(self.logits, target=batch.target)
         result = compare_drafts(self, batch, rows, learned, predicted, head, self.output_weights(), weights, after)
         total, metrics = result.total, metrics_by_depth(result, wanted, here)
-        if weight := self.config.feature_weight(batch.progress):
+        if weight := self.config.feature_loss:
             lost = self.feature_loss(predicted, batch.last[rows, learned - 1])
             total = total + weight * (lost * result.weights).sum()
             metrics |= {
@@ -321,6 +316,7 @@ class Eagle1(FeatureDrafter):
     name = "eagle1"
     config_class = Eagle1Config
     config: Eagle1Config
+    later = FeatureDrafter.later | {"embedding_scale": 1}
     prunes_vocabulary = False
 
     def __init__(self, config: Eagle1Config):
@@ -334,10 +330,6 @@ class Eagle1(FeatureDrafter):
             Layer(config, normed=config.norm_first or index > 0) for index in range(config.num_layers)
         )
         self.rotary = rotary_of(config)
-
-    def identity_settings(self) -> dict[str, Any]:
-        settings = super().identity_settings()
-        return {k: v for k, v in settings.items() if (k, v) != ("embedding_scale", 1)}
 
     @property
     def input_projection(self) -> InputProjection:
@@ -429,6 +421,7 @@ class Eagle3(FeatureDrafter):
     name = "eagle3"
     config_class = Eagle3Config
     config: Eagle3Config
+    later = FeatureDrafter.later | {"feature_loss": 0.0}
 
     def __init__(self, config: Eagle3Config):
         super().__init__(config)
@@ -453,10 +446,6 @@ class Eagle3(FeatureDrafter):
             factors = signs * (target.final_norm(signs) - target.final_norm(-signs)) / 2
             head.norm.weight.data.copy_(factors)
         return head
-
-    def identity_settings(self) -> dict[str, Any]:
-        settings = super().identity_settings()
-        return {k: v for k, v in settings.items() if (k, v) != ("feature_loss", 0.0)}
 
     @property
     def taps(self) -> tuple[int, ...]:

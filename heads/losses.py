@@ -48,8 +48,8 @@ def compare(reference: TargetDistribution, draft_logits: Tensor, rule: Loss) -> 
     if rule.soft is not None:
         draft_logits = draft_logits.float()
         with own_precision(draft_logits.device):
-            loss, alpha = _SoftCrossEntropy.apply(draft_logits, reference.renormalised, reference.probs)
-        return rule.soft * loss, alpha, (draft_logits.detach().argmax(-1) == reference.best).float()
+            loss, alpha, best = _SoftCrossEntropy.apply(draft_logits, reference.renormalised, reference.probs)
+        return rule.soft * loss, alpha, (best == reference.best).float()
     log_q = draft_logits.float().log_softmax(-1)
     with torch.no_grad():
         alpha = torch.minimum(reference.probs, log_q.exp()).sum(-1)
@@ -61,17 +61,19 @@ class _SoftCrossEntropy(torch.autograd.Function):
     """Soft cross-entropy, whose gradient is q − p, and Σ min(p, q), in fewer passes over a vocabulary than by log q."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, renormalised: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        loss = -torch.linalg.vecdot(renormalised, logits.log_softmax(-1))
-        draft_probs = logits.softmax(-1)
+    def forward(ctx: Any, logits: Tensor, renormalised: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        draft_probs, (highest, best) = logits.softmax(-1), logits.max(-1)
+        # log q is the logits but for a constant, which is known where q is largest: there it is at least 1 / V'.
+        constant = highest - draft_probs.gather(-1, best[:, None])[:, 0].log()
+        loss = constant - torch.linalg.vecdot(renormalised, logits)
         alpha = torch.minimum(probs, draft_probs).sum(-1)
         ctx.save_for_backward(renormalised, draft_probs)
-        ctx.mark_non_differentiable(alpha)
-        return loss, alpha
+        ctx.mark_non_differentiable(alpha, best)
+        return loss, alpha, best
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, slope: Tensor, _: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, slope: Tensor, *_: Tensor) -> tuple[Tensor, None, None]:
         renormalised, draft_probs = ctx.saved_tensors
         return (draft_probs - renormalised).mul_(slope[:, None]), None, None
 

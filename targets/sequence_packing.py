@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-# A pass of a model takes shorter texts, too, until it has so many tokens: smaller passes take no less time.
-_PASS_TOKENS = 2048
+# A pass of a model takes shorter texts, too, until it has so many tokens: a GPU takes no less time for fewer, and on
+# the meta device trainings on a GPU are planned. A CPU's time is that of the tokens.
+_PASS_TOKENS = {"cuda": 2048, "meta": 2048}
+_CPU_TOKENS = 256
 _ALIKE = 0.75  # of the longest text of a pass: of shorter ones a quarter would be padding
 
 
@@ -62,16 +64,19 @@ class Documents:
         """Return how many tokens of its document stand before each place, `[B, T]`."""
         return torch.arange(self.width, device=device) - self.starts(device)
 
-    def passes(self, together: bool = False) -> Iterator[list[int]]:
+    def passes(self, device: torch.device, together: bool = False, most: int = 0) -> Iterator[list[int]]:
         """Yield the numbers of the documents in parts of about one length, the longest first, or all `together`.
 
-        A model that reads each part as rows of their own needs no mask, whatever its layers are, and little padding.
+        A part has as many tokens as make a pass on `device` worth its while, if there are so many; and `most` documents
+        (0: any number). A model that reads each part as rows of their own needs no mask, whatever its layers are, and
+        little padding.
         """
-        sizes = [len(document.places) for document in self]
+        sizes, enough = [len(document.places) for document in self], _PASS_TOKENS.get(device.type, _CPU_TOKENS)
         part: list[int] = []
         for number in sorted(range(len(sizes)), key=lambda n: -sizes[n]):
             longest = sizes[part[0]] if part else 0
-            if not together and len(part) * longest >= _PASS_TOKENS and sizes[number] < _ALIKE * longest:
+            is_whole = len(part) * longest >= enough and sizes[number] < _ALIKE * longest
+            if part and not together and (is_whole or len(part) == most):
                 yield part
                 part = []
             part.append(number)
@@ -103,4 +108,4 @@ class Documents:
 
     def read(self, tokens: Tensor, model: Callable[[Tensor], Tensor]) -> Tensor:
         """Return a model's outputs `[B, T, ...]` for rows `[B, T]`, whose documents it reads as rows of their own."""
-        return self.packed([(part, model(self.alone(tokens, part))) for part in self.passes()])
+        return self.packed([(part, model(self.alone(tokens, part))) for part in self.passes(tokens.device)])

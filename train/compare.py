@@ -51,7 +51,7 @@ def compare(
     checkpoint holds. The report is saved to `<folder>/report`; each drafter in it knows how it was trained.
 
     Args:
-        seconds: of training each; computing cached features is not part of it.
+        seconds: of training each, the target's passes for cached features included.
         target: used instead of loading the recipes' target.
         console: shows progress there.
 

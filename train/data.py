@@ -307,7 +307,7 @@ class PackedBatches:
         indices = [i for row, own in rows for i in row[: len(own)]]
         hidden, last = [], []  # of the passes
         # Of a target in parts all processes make equally many passes.
-        for part in documents.passes(together=self.target.sharded):
+        for part in documents.passes(tokens.device, together=self.target.sharded):
             alone, index = documents.alone(tokens, part), torch.tensor([indices[number] for number in part])
             read = self.inner.of({"input_ids": alone, "labels": alone, "index": index})
             last.append((part, read.last))

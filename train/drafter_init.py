@@ -22,7 +22,7 @@ from ..targets import Target
 
 # Settings of the training or of measurement, which leave the weights' names and shapes alone. Any other setting must
 # agree with the saved drafter; where its first weights once came from no longer matters.
-_FREE = {"loss", "feature_loss", "feature_fade", "noise", "steps", "grow_steps", "decay", "weighting", "depths"}
+_FREE = {"loss", "feature_loss", "noise", "steps", "grow_steps", "decay", "weighting", "depths"}
 _PAST = {"path", "prune", "init_from_target"}
 
 

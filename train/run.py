@@ -49,7 +49,7 @@ from .drafter_init import made_for
 from .hooks import enable_checkpointing
 from .joint import ADAPTER, Adapter, JointBatches, JointModule, adapted
 from .processes import PeerLostError, alone_in, is_lost_peer, peak_bytes
-from .stopping import Patience, TimeBudget, Until, check_same_budget, follow_clock, saved_clock
+from .stopping import Patience, Until, check_same_budget, counted, follow_clock, saved_clock
 from .trainer import DrafterTrainer, TrainData
 
 _log = logging.getLogger(__name__)
@@ -212,9 +212,7 @@ class _Training:
         drafter.to(self.args.device).float()
         on_policy = OnPolicy.of(recipe.data, training, self.target, drafter, self.args.seed)
         measured = MeasuredTau.of(recipe, self.target)
-        began = TimeBudget.now() if recipe.data.features == "cached" else None
-        batches, packs = self._batches(drafter, table, adapter), None
-        prepared = 0.0 if began is None else TimeBudget.now() - began  # without a cache no pass precedes the loop
+        batches, prepared, packs = *self._batches(drafter, table, adapter), None
         if (packing := packing_of(recipe.training)) is not None:
             batches, packs = PackedBatches(batches), Packs(training, packing.max_length)
             _log.info("%s", packs.summary())
@@ -236,23 +234,26 @@ class _Training:
             trainer.add_callback(Patience(recipe.eval.patience))
         return trainer
 
-    def _batches(self, drafter: Drafter, table: datasets.Dataset, adapter: Adapter | None) -> Batches:
-        """Return the maker of batches, with hidden states of the target (and its adapter), or from disk."""
+    def _batches(self, drafter: Drafter, table: datasets.Dataset, adapter: Adapter | None) -> tuple[Batches, float]:
+        """Return the maker of batches, with hidden states of the target (and its adapter), or from disk.
+
+        And the seconds that those on disk took, in this run and in interrupted ones.
+        """
         target, args = self.target, self.args
         # Most of a step is the pass of a float32 target; in mixed precision it is in bfloat16, as targets are served.
         precision = torch.bfloat16 if args.bf16 and target.dtype == torch.float32 else None
         if adapter is not None:
-            return JointBatches(target, drafter.taps, adapter, precision)
+            return JointBatches(target, drafter.taps, adapter, precision), 0.0
         if self.recipe.data.features == "online":
-            return OnlineBatches(target, drafter.taps, precision)
+            return OnlineBatches(target, drafter.taps, precision), 0.0
         output, dtype = self.recipe.output_folder, self.recipe.data.features_dtype
-        with launch_group(output) as group:
-            folder = output / "features"
+        folder = output / "features"
+        with counted(folder / f"seconds-{args.process_index}.json") as seconds, launch_group(output) as group:
             engine = EngineStates.of_recipe(self.recipe, target, drafter.taps)
             store = FeatureStore.build(
                 folder, target, table, drafter.taps, dtype, self.console, group=group, engine=engine
             )
-        return CachedBatches(target, drafter.taps, store)
+        return CachedBatches(target, drafter.taps, store), seconds()
 
     def finish(self, trainer: DrafterTrainer, data: Path, start: Path | None) -> TrainResult:
         """Train from the checkpoint `start` to the end, evaluate, and write the result."""

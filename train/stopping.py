@@ -10,6 +10,7 @@ and the time between an interruption and its continuation do not count.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from transformers.optimization import get_scheduler
 from transformers.trainer_utils import IntervalStrategy
 
 from ..common import BadInputError
+from ..common.atomic import write_atomically
 from ..common.progress import progress
 from ..common.safe_load import read_json
 from .hooks import refuse_unreadable_states
@@ -232,6 +234,17 @@ class TimeBudget(TrainerCallback):
         self._since = self.now()
 
     on_save = on_evaluate
+
+
+@contextmanager
+def counted(file: Path) -> Iterator[Callable[[], float]]:
+    """Add the seconds inside to those that `file` holds, also when they are interrupted; yield a getter of the sum."""
+    total, began = read_json(file)["seconds"] if file.is_file() else 0.0, TimeBudget.now()
+    try:
+        yield lambda: total + TimeBudget.now() - began
+    finally:
+        if file.parent.is_dir():  # else nothing was begun
+            write_atomically(file, json.dumps({"seconds": total + TimeBudget.now() - began}))
 
 
 def check_same_budget(checkpoint: Path, seconds: float | None) -> None:

@@ -20,6 +20,7 @@ from outrider.common import BadInputError, IncompatibleError
 from outrider.heads import HEADS, Drafter, TargetBatch
 from outrider.recipes import Recipe
 from outrider.targets import PeakBytes, Target
+from outrider.targets.sequence_packing import Documents
 from outrider.train import train
 from outrider.train.arguments import training_arguments
 from outrider.train.check import check, check_with_target
@@ -199,6 +200,15 @@ def test_texts_are_placed_longest_first_each_in_the_fullest_pack_with_room():
     """6 | 5 | 4, then 3 fits beside 5 and 2 beside 6."""
     assert packs_of([5, 3, 4, 2, 6], 8) == [[4, 3], [0, 1], [2]]
     assert packs_of([9, 1], 8) == [[0], [1]], "a longer text has a pack of its own"
+
+
+def test_a_pass_has_texts_of_about_one_length_once_it_has_enough_tokens():
+    """On a CPU few are enough, on a GPU many are; `most` ends a pass, too."""
+    documents = Documents([[300, 40, 250], [100, 30]], 590)
+    assert list(documents.passes(torch.device("cpu"))) == [[0, 2], [3, 1, 4]]
+    assert list(documents.passes(torch.device("cpu"), most=2)) == [[0, 2], [3, 1], [4]]
+    assert list(documents.passes(torch.device("cuda"))) == [[0, 2, 3, 1, 4]]
+    assert list(documents.passes(torch.device("cpu"), together=True)) == [[0, 2, 3, 1, 4]]
 
 
 def test_packs_hold_every_text_once_and_are_nearly_full():

@@ -15,6 +15,7 @@ import torch
 
 from outrider.common import BadInputError
 from outrider.common.signals import StoppedError, stoppable
+from outrider.distill.features import FeatureStoreBuilder
 from outrider.targets import Target
 from outrider.train import TrainingInterruptedError, train
 from outrider.train import stopping as budgets
@@ -208,6 +209,24 @@ def test_passes_for_cached_features_take_their_part_of_the_time_and_none_of_the_
     assert 0 < saved_clock(last)["begun"] == 20 - steps
     seen = history(made, "learning_rate")
     assert (seen[0], seen[-1]) == pytest.approx((3e-3, 3e-3 / steps), rel=1e-3)
+
+
+def test_seconds_of_passes_that_were_stopped_are_gone_when_the_run_goes_on(recipe, target, ticking, monkeypatch):
+    """There is no checkpoint yet, from which the clock could go on."""
+    made = recipe("cached", data_changes={"features": "cached"})
+
+    def stopped(*_: Any) -> None:
+        ticking.now += 20
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FeatureStoreBuilder, "_compute", stopped)
+        with pytest.raises(TrainingInterruptedError):
+            train(made, target, seconds=60)
+    steps = train(made, target, seconds=60).steps
+    last = last_complete(made.output_folder / "checkpoints")
+    assert last is not None
+    assert 20 < saved_clock(last)["begun"] == 60 - steps
 
 
 def test_a_continued_training_has_the_time_that_was_left_and_the_same_weights(recipe, target, ticking, monkeypatch):

@@ -244,6 +244,7 @@ def _asked(suite: SuiteInfo) -> str:
     """Return a suite's identity in words, with what was left out."""
     words = f"{suite.name} {suite.num_prompts} (sha256 {suite.digest[:12]})"
     words += f" and {counted(suite.later_turns, 'later turn')}" if suite.later_turns else ""
+    words += f", of which the drafter learned from {suite.learnt}" if suite.learnt else ""
     words += f", without {counted(suite.left_out, 'longer prompt')}" if suite.left_out else ""
     return words + (f", without {counted(suite.unasked_turns, 'later turn')}" if suite.unasked_turns else "")
 

@@ -52,7 +52,7 @@ def differences(before: VersionFigures, after: VersionFigures) -> list[str]:
 
 
 def moves(versions: Sequence[VersionFigures]) -> list[str]:
-    """Return of each version whether its interval of τ overlaps that of the one before; "" for the first."""
+    """Return for each version, in a few words, how its τ compares with the one before; "" for the first."""
     said = [""]
     for before, after in pairwise(versions):
         if before.tau is None or after.tau is None or not (before.tau.known and after.tau.known):

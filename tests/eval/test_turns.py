@@ -20,7 +20,7 @@ from outrider.eval.measure import Contestant, GenerateRacer, groups_of, measure,
 from outrider.eval.reports.render import markdown
 from outrider.eval.reports.statistics import Bootstrap
 from outrider.eval.served_sampling import base_sampling
-from outrider.eval.suites import load_suites, make_jobs, require_unlearnt, suites_of, with_later_turns
+from outrider.eval.suites import checked_for_leaks, load_suites, make_jobs, suites_of, with_later_turns
 from outrider.heads import Ngram
 from outrider.recipes import EvalSpec
 from outrider.targets import Target
@@ -134,13 +134,17 @@ def test_turns_that_are_not_asked_are_counted(tiny_target: Target, settings: Eva
     assert max(len(job.prompt.tokens) for job in asked) == longest
 
 
-def test_what_a_drafter_learned_is_no_suite(tiny_target: Target, file: Path) -> None:
+def test_what_a_drafter_learned_is_no_suite_unless_that_is_allowed_and_counted(
+    tiny_target: Target, file: Path, settings: EvalSpec
+) -> None:
     suites = load_suites([str(file)], tiny_target.require_tokenizer())
     learnt = suites[0].prompts[1]
     for known in (learnt, replace(learnt, later=())):  # the whole conversation, or its first question
         with pytest.raises(BadInputError, match=r"spec_bench asks in 'spec_bench/82' what .* learned from the data:"):
-            require_unlearnt(suites, set(known.asked_digests()), "the data")
-    require_unlearnt(suites, {"0" * 16}, "the data")
+            checked_for_leaks(suites[0], set(known.asked_digests()), "the data")
+    assert checked_for_leaks(suites[0], {"0" * 16}, "the data").learnt == 0
+    found = suites_of(tiny_target, settings, None, set(learnt.asked_digests()), "the data", allow_leaks=True)
+    assert suite_info(found[0], None).learnt == 1
 
 
 def test_the_very_file_that_was_learned_is_no_suite(tiny_target: Target, tmp_path: Path) -> None:
@@ -152,10 +156,10 @@ def test_the_very_file_that_was_learned_is_no_suite(tiny_target: Target, tmp_pat
     [again] = load_suites([str(path)], tokenizer)
     assert learnt.content != again.prompts[0].content
     with pytest.raises(BadInputError, match="asks in 'chats/1' what the drafter learned"):
-        require_unlearnt([again], set(learnt.asked_digests()), "the data")
+        checked_for_leaks(again, set(learnt.asked_digests()), "the data")
     path.write_text(json.dumps({"messages": [{"role": "system", "content": "Be brief."}, *said[:1]]}))
     with pytest.raises(BadInputError, match="asks in 'chats/1' what the drafter learned"):
-        require_unlearnt(load_suites([str(path)], tokenizer), set(learnt.asked_digests()), "the data")
+        checked_for_leaks(*load_suites([str(path)], tokenizer), set(learnt.asked_digests()), "the data")
 
 
 def test_the_targets_own_sampling_is_taken_and_what_we_cannot_do_is_refused(tiny_target: Target) -> None:

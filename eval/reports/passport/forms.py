@@ -8,8 +8,8 @@ The layouts are from their own sources:
   843c6254ff69b567f772f6a5fd97675af3d04431.
 - SPEED-Bench's matrix, `specbench_results.json`: `specdec_bench/metrics/acceptance_rate.py` and `specbench.py` of
   NVIDIA/Model-Optimizer at a2fbac7bad8ab446d3f8783dadb0c3366eb0ad73.
-- vLLM's per-request metrics: `docs/features/speculative_decoding/acceptance_metrics.md` as vllm-project/vllm's pull
-  request 48915 merged it.
+- vLLM's per-request metrics: `docs/features/speculative_decoding/acceptance_metrics.md` of vllm-project/vllm at
+  02cf515f0b62e6fc36d5ff8fb9b486a30e8dbe08.
 - The Hub's model card: metadata as `huggingface_hub` writes and reads it.
 
 MLPerf defines no file of acceptance, and trtllm-bench derives its figures from iterations that a report does not hold
@@ -20,8 +20,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -71,10 +72,14 @@ def _json(values: Any) -> str:
     return json.dumps(values, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def _object(file: Path) -> dict[str, Any]:
+def _objects(file: Path, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the runs in a file of JSON, each with its name: specdec_bench adds a run to a list."""
     values = parse_json(read_text(file), str(file))
-    values = values[-1] if isinstance(values, list) and values else values  # specdec_bench adds a run to a list
-    return values if isinstance(values, dict) else {}
+    if not isinstance(values, list):
+        values = [values]
+    for number, run in enumerate(values, 1):
+        if isinstance(run, dict):
+            yield name if len(values) == 1 else f"{name}, run {number}", run
 
 
 def _lengths(histogram: Sequence[int]) -> dict[str, int]:
@@ -82,7 +87,7 @@ def _lengths(histogram: Sequence[int]) -> dict[str, int]:
     return {str(kept + 1): rounds for kept, rounds in enumerate(histogram) if rounds}
 
 
-def _kept(histogram: dict[str, int] | None) -> dict[str, Any]:
+def _by_kept(histogram: dict[str, int] | None) -> dict[str, Any]:
     """Return the claims of a histogram by tokens per round: rounds that kept 0, 1, … drafts, and those of length 0."""
     by_length = {int(length): rounds for length, rounds in (histogram or {}).items()}
     if not by_length:
@@ -131,10 +136,23 @@ def _write_modelopt(p: Passport) -> str:
                 "engine": "outrider",
                 "device": c.device_name,
             },
-            "validation": None,
-            "outrider": p.seal(),
+            "validation": _validation(length, [round(rate, 6) for rate in marginal]),
+            "outrider": p.provenance(averaged="rounds, in per_category too"),
         }
     )
+
+
+def _validation(length: float, marginal: Sequence[float]) -> dict[str, Any]:
+    """Return the source's two checks of a profile; rates of rounds that were counted cannot rise."""
+    implied, tolerance = 1 + sum(marginal), 0.02
+    consistency = {
+        "implied_mean_accept_length": round(implied, 6),
+        "reported_mean_accept_length": length,
+        "abs_delta": round(abs(implied - length), 6),
+        "tolerance": tolerance,
+        "passed": abs(implied - length) <= tolerance,
+    }
+    return {"mean_consistency": consistency, "marginal_monotonicity": {"passed": True, "violations": []}}
 
 
 def _mean(records: Sequence[PromptRecord]) -> float:
@@ -148,33 +166,38 @@ def _extrapolates(p: Passport) -> bool:
 
 
 def _read_modelopt(file: Path) -> list[Claims]:
-    values = _object(file)
-    if "marginal_accept_rates" not in values:
-        return []
-    by_k = {int(depth): float(length) for depth, length in (values.get("accept_length_by_k") or {}).items()}
-    return [
-        Claims(
-            "ModelOpt's speculation profile",
-            k=values["num_speculative_tokens"],
-            length=values["mean_accept_length"],
-            by_k=by_k,
-            per_request=values.get("mean_accept_length_per_request"),
-            marginal=values["marginal_accept_rates"],
-            conditional=values.get("conditional_accept_rates"),
-            tolerance=0.001,
-            **_kept(values.get("acceptance_length_histogram")),
+    found = []
+    for where, values in _objects(file, "ModelOpt's speculation profile"):
+        if "marginal_accept_rates" not in values:
+            continue
+        if values.get("measured") is False:
+            raise BadInputError(f"{file}: measured is false: it is a placeholder, and says nothing of a drafter.")
+        by_k = {int(depth): float(length) for depth, length in (values.get("accept_length_by_k") or {}).items()}
+        found.append(
+            Claims(
+                where,
+                k=values["num_speculative_tokens"],
+                length=values["mean_accept_length"],
+                by_k=by_k,
+                chain=values.get("accept_length_model") == "chain_analytic",
+                per_request=values.get("mean_accept_length_per_request"),
+                marginal=values["marginal_accept_rates"],
+                conditional=values.get("conditional_accept_rates"),
+                tolerance=0.001,
+                **_by_kept(values.get("acceptance_length_histogram")),
+            )
         )
-    ]
+    return found
 
 
 def _write_inferencex(p: Passport) -> str:
     """The curve below the measured K follows from the rates by depth, for chains; a comment says so."""
-    marginal = survival(p.histogram(idle=False))
+    marginal = survival(p.histogram(undrafted=False))
     depths = range(1, p.k + 1) if _extrapolates(p) else [p.k]
     lengths = {k: round(1 + sum(marginal[:k]), 2) for k in depths}
     asked = [p.conditions.template[key] for key in ("enable_thinking", "thinking") if key in p.conditions.template]
     mode = ("thinking_on" if asked[0] else "thinking_off") if asked else ""  # which is the template's own, unknown here
-    length, c = p.length(idle=False), p.conditions
+    length, c = p.length(undrafted=False), p.conditions
     name = str(c.target.get("path") or c.target.get("model_type") or "target").rstrip("/").rpartition("/")[2]
     lines = [
         "Acceptance Length (AL) reference values.",
@@ -182,7 +205,7 @@ def _write_inferencex(p: Passport) -> str:
         f"{mode or 'template'}: temperature={p.figures.temperature:g}, chat_template_kwargs: {json.dumps(c.template)}",
         f"Measured at K={p.k}: AL {length.text(3)}; "
         + ("lengths at smaller K follow from its rates by depth." if len(lengths) > 1 else "no other K was measured."),
-        p.conventions(idle=False),
+        p.conventions(undrafted=False),
         "key = num_speculative_tokens; value = golden AL",
     ]
     comments = "".join(f"# {' '.join(line.split())}\n" for line in lines)
@@ -217,33 +240,34 @@ def _write_speed_bench(p: Passport) -> str:
         "Acceptance_Length_Histogram": _lengths(histogram),
         "Conditional_Acceptance_Rate": given,
         "Joint_Acceptance_Rate": by_length,
-        "outrider": p.seal(averaged="requests (Average_AL, Category_AL) and rounds (the rates)"),
+        "outrider": p.provenance(averaged="requests (Average_AL, Category_AL) and rounds (the rates)"),
     }
     return _json(body)
 
 
 def _read_speed_bench(file: Path) -> list[Claims]:
-    values = _object(file)
-    if "Acceptance_Length_Histogram" not in values:
-        return []
-    counted = _kept(values["Acceptance_Length_Histogram"])
-    deepest = len(counted.get("histogram", []))
-    rates = [values.get(name) or {} for name in ("Joint_Acceptance_Rate", "Conditional_Acceptance_Rate")]
-    # A length that never occurred is left out; then the conditional rates are of other steps than depths.
-    dense = all(counted.get("histogram", [0])) and all(len(r) == deepest for r in rates)
-    joint, given = ([float(r[str(n)]) for n in range(2, deepest + 1)] if dense else None for r in rates)
-    lengths = [length for own in values["Request_AL"].values() for length in _turns(own)]
-    return [
-        Claims(
-            "SPEED-Bench's matrix",
+    found = []
+    for where, values in _objects(file, "SPEED-Bench's matrix"):
+        if "Acceptance_Length_Histogram" not in values:
+            continue
+        counted = _by_kept(values["Acceptance_Length_Histogram"])
+        deepest = len(counted.get("histogram", []))
+        rates = [values.get(name) or {} for name in ("Joint_Acceptance_Rate", "Conditional_Acceptance_Rate")]
+        # A length that never occurred is left out; then the conditional rates are of other steps than depths.
+        dense = all(counted.get("histogram", [0])) and all(len(r) == deepest for r in rates)
+        joint, given = ([float(r[str(n)]) for n in range(2, deepest + 1)] if dense else None for r in rates)
+        claims = Claims(
+            where,
             per_request=values["Average_AL"],
-            requests=lengths,
+            requests=[length for own in values["Request_AL"].values() for length in _turns(own)],
+            parts=values.get("Category_AL") or {},
             marginal=joint,
             conditional=given,
             tolerance=0.001,
             **counted,
         )
-    ]
+        found.append(claims)
+    return found
 
 
 def _turns(own: float | dict[str, float]) -> list[float]:
@@ -255,10 +279,14 @@ def _write_vllm(p: Passport) -> str:
     for record in p.records:
         rounds = [(d, a) for d, a in zip(record.drafted, record.accepted, strict=True) if d]
         drafted, accepted = sum(d for d, _ in rounds), sum(a for _, a in rounds)
+        by_length: dict[int, list[int]] = {}
+        for proposed, kept in rounds:
+            by_length.setdefault(proposed, [0] * (proposed + 1))[kept] += 1
         metrics = {
             "mean_acceptance_length": 1 + accepted / len(rounds) if rounds else 1.0,
             "draft_acceptance_rate": accepted / drafted if drafted else 0.0,
-            "acceptance_histogram": histogram_of([record], p.k, idle=False),
+            "acceptance_histogram": histogram_of([record], p.k, undrafted=False),
+            "acceptance_histogram_by_draft_length": by_length,
             "num_spec_steps": len(rounds),
             "num_accepted_draft_tokens": accepted,
             "num_draft_tokens": drafted,
@@ -268,7 +296,7 @@ def _write_vllm(p: Passport) -> str:
         }
         usage = {"prompt_tokens": record.prompt_tokens, "completion_tokens": record.tokens}
         own = {"id": f"{record.suite}/{record.prompt}", "usage": usage, "metrics": {"speculative_decoding": metrics}}
-        lines.append(json.dumps(own | {"outrider": p.conventions(idle=False, averaged="the rounds of a request")}))
+        lines.append(json.dumps(own | {"outrider": p.conventions(undrafted=False, averaged="the rounds of a request")}))
     return "\n".join(lines) + "\n"
 
 
@@ -293,7 +321,15 @@ def _read_vllm(file: Path) -> list[Claims]:
         said = {ours: body[theirs] for ours, theirs in _VLLM.items()}
         if not said["rounds"]:  # a length of nothing
             said["length"] = None
-        found.append(Claims(f"vLLM's metrics, line {number}", tolerance=0.001, **said))
+        steps = {"kept": body.get("per_step_accepted"), "proposed": body.get("per_step_drafted")}
+        where = f"vLLM's metrics, line {number}"
+        found.append(Claims(where, tolerance=0.001, **said, **steps))
+        rows = (body.get("acceptance_histogram_by_draft_length") or {}).items()
+        split = [Claims(f"{where}, {k} drafts", k=int(k) or None, histogram=counts) for k, counts in rows]
+        if split:
+            together = [sum(column) for column in zip_longest(*(c.histogram or [] for c in split), fillvalue=0)]
+            sums = {"rounds": said["rounds"], "accepted": said["accepted"]}
+            found += [*split, Claims(f"{where}, by draft length", histogram=together, **sums)]
     return found
 
 

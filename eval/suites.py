@@ -127,13 +127,14 @@ def checked_for_leaks(suite: Suite, learnt: Set[str], data: str, allowed: bool =
     Raises:
         BadInputError: there are such prompts, and that is not allowed.
     """
-    asked = [p for p in suite.prompts if not learnt.isdisjoint(replace(p, later=()).asked_digests()[-1:])]
+    firsts = ((p, replace(p, later=()).asked_digests()[-1:]) for p in suite.prompts)
+    asked = [p for p, digests in firsts if not learnt.isdisjoint(digests)]
     if asked and not allowed:
         raise BadInputError(
             f"the suite {suite.name} asks in {asked[0].id!r} what the drafter learned from {data}: "
-            f"{asked[0].text[:60]!r} ({len(asked)} of {len(suite.prompts)} prompts). A drafter that is measured on what "
-            "it learned looks better than it is: measure on other prompts, or go on with data.allow_leaks=true, and "
-            "the report counts them."
+            f"{asked[0].text[:60]!r} ({len(asked)} of {len(suite.prompts)} prompts). A drafter that is measured on "
+            "what it learned looks better than it is: measure on other prompts, or go on with data.allow_leaks=true, "
+            "and the report counts them."
         )
     return replace(suite, learnt=len(asked))
 

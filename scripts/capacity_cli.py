@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -46,8 +45,6 @@ def capacity(
 
     if latency is not None and replicas is not None:
         raise BadInputError("--latency decides how many replicas there are; leave out --replicas.")
-    if latency is not None and not 0 < latency < math.inf:
-        raise BadInputError(f"--latency is a number of seconds, above 0; got {latency}.")
     files = PairFiles.load(pair)
     found = newest_report(files) if report is None else Report.load(report)
     workload = sim.Workload.of(found)
@@ -102,7 +99,7 @@ def _batches(files: PairFiles, report: Report) -> tuple[str, list[BatchTuning]]:
 def _show(body: Capacity, console: VisibleConsole) -> None:
     from rich.text import Text
 
-    from ..eval.reports.render import print_table
+    from ..eval.reports.render import fitted, print_table
     from ..eval.reports.tables import Cell, Table
 
     rows = [
@@ -127,13 +124,13 @@ def _show(body: Capacity, console: VisibleConsole) -> None:
             *(Cell(f"{v:.3g}") for v in (r.latency.p50, r.latency.p95, r.latency.p99, r.first_token.p95)),
             Cell(f"{r.rows:.1f}"),
             Cell(f"{r.depth:.1f}"),
-            Cell(f"{r.requests} · {r.seconds:.3g}"),
         ]
         for r in body.loads
     ]
-    headers = ["arrivals", "drafting", "replicas", "tokens/s each", "p50", "p95", "p99", "first p95", "rows", "depth"]
-    headers.append("requests · s")
-    print_table(Table("", headers, rows, labels=2), "seconds from arrival (simulated)", console)
+    headers = ["arrivals", "drafting", "replicas", "each, t/s", "p50", "p95", "p99", "first p95", "rows", "depth"]
+    table = fitted(Table("", headers, rows, labels=2), console.width, ("first p95", "depth", "rows"))
+    most = max(r.requests for r in body.loads)
+    print_table(table, f"seconds from arrival (simulated, up to {most:,} requests)", console)
     pays = max((g.rows for g in body.gains if g.gain > 1), default=0)
     more = " and more" if pays == body.gains[-1].rows else ""
     conditions = (

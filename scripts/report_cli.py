@@ -132,7 +132,8 @@ def _versions(subjects: list[str], temperature: float | None, registry: str | No
     else:
         folders = [Path(subject).expanduser() for subject in subjects]
         sides = [side_of(str(f), None) if (f / "pair.json").is_file() else None for f in folders]
-        labels = [subject if side is None else _label(side) for subject, side in zip(subjects, sides, strict=True)]
+        names = [f.name if side is None else _label(side) for f, side in zip(folders, sides, strict=True)]
+        labels = [n if names.count(n) == 1 else subject for n, subject in zip(names, subjects, strict=True)]
         found = [
             VersionFigures.of(find_report(f), label, temperature) for f, label in zip(folders, labels, strict=True)
         ]

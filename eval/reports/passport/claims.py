@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import Annotated
 
 from pydantic import ConfigDict, Field
@@ -44,7 +44,7 @@ class Claims:
         per_request: the mean of the requests' lengths; `requests` are these, `parts` the means of parts of them.
         marginal, conditional: rates at depth 1, 2, ….
         histogram: rounds that kept 0, 1, … drafts; `empty` emitted nothing, not even the target's token.
-        kept, proposed: drafts of each round, in order.
+        kept, proposed: drafts of each round, in order. by_proposed: the histogram by the drafts of a round.
         rounds, accepted, drafted: sums. rate: accepted ÷ drafted.
         tolerance: what rounding can change.
     """
@@ -63,6 +63,7 @@ class Claims:
     empty: int = 0
     kept: list[Drafts] | None = None
     proposed: list[Drafts] | None = None
+    by_proposed: dict[Drafts, Counts] = field(default_factory=dict)
     rounds: float | None = None
     accepted: float | None = None
     drafted: float | None = None
@@ -96,6 +97,9 @@ def _impossible(c: Claims) -> Iterator[tuple[str, str]]:
             yield "truncated rates", f"{len(listed)} {name} rates stand beside K={c.k}"
     if c.k is not None and c.histogram is not None and any(c.histogram[c.k + 1 :]):
         yield "truncated rates", f"the histogram has rounds that kept more than K={c.k} drafts"
+    for proposed, counts in c.by_proposed.items():
+        if any(counts[proposed + 1 :]):
+            yield "more accepted than drafted", f"rounds of {proposed} drafts kept more than these"
     if c.empty:
         yield "histogram by drafts", f"{c.empty} rounds have the length 0, which counts drafts and not tokens"
     lengths = c.by_k | ({c.k: c.length} if c.length is not None and c.k is not None else {})
@@ -115,19 +119,20 @@ def _counters(c: Claims) -> Iterator[tuple[str, str]]:
                 shifted = name == "accepted" and c.rounds is not None and said == number + c.rounds
                 mistake = "bonus counted as accepted" if shifted else "histogram and counters"
                 yield mistake, f"{said:g} {name} stand beside a histogram of {number:g}"
-    told = {"accepted": (c.accepted, c.kept), "drafted": (c.drafted, c.proposed)}
-    for name, (total, steps) in told.items():
+    if c.accepted is not None and c.drafted:
+        if c.accepted > c.drafted:
+            yield "more accepted than drafted", f"{c.accepted:g} of {c.drafted:g} drafts were accepted"
+        elif c.rate is not None and not _near(c.rate, c.accepted / c.drafted, c.tolerance):
+            yield "acceptance rate", f"the rate {c.rate:g} is not {c.accepted:g} / {c.drafted:g} = accepted / drafted"
+    for name, total, steps in (("accepted", c.accepted, c.kept), ("drafted", c.drafted, c.proposed)):
         if steps is not None and total is not None and sum(steps) != total:
             yield "rounds and counters", f"{total:g} drafts {name} stand beside rounds with {sum(steps)}"
-    counted = None if c.kept is None else Counter(c.kept)
-    if counted is not None and c.histogram is not None and counted != +Counter(dict(enumerate(c.histogram))):
-        yield "rounds and histogram", f"the rounds kept {_shown(c.kept or [])} drafts, the histogram says otherwise"
-    if c.accepted is None or c.drafted is None:
-        return
-    if c.accepted > c.drafted:
-        yield "more accepted than drafted", f"{c.accepted:g} of {c.drafted:g} drafts were accepted"
-    elif c.rate is not None and c.drafted and not _near(c.rate, c.accepted / c.drafted, c.tolerance):
-        yield "acceptance rate", f"the rate {c.rate:g} is not {c.accepted:g} / {c.drafted:g} = accepted / drafted"
+    whole = +Counter(dict(enumerate(c.histogram or [])))
+    if c.histogram is not None and c.kept is not None and Counter(c.kept) != whole:
+        yield "rounds and histogram", f"the rounds kept {_shown(c.kept)} drafts, the histogram says otherwise"
+    split = Counter({n: sum(row) for n, row in enumerate(zip_longest(*c.by_proposed.values(), fillvalue=0))})
+    if c.by_proposed and +split != whole:
+        yield "histogram by draft length", f"its rows together are {dict(+split)}, the histogram is {dict(whole)}"
 
 
 def _rates(c: Claims) -> Iterator[tuple[str, str]]:

@@ -22,7 +22,6 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -309,6 +308,11 @@ _VLLM = {  # our names of its fields
     "drafted": "num_draft_tokens",
     "rate": "draft_acceptance_rate",
 }
+_VLLM_MORE = {  # where it tells rounds, or knows lengths of drafts
+    "kept": "per_step_accepted",
+    "proposed": "per_step_drafted",
+    "by_proposed": "acceptance_histogram_by_draft_length",
+}
 
 
 def _read_vllm(file: Path) -> list[Claims]:
@@ -319,17 +323,10 @@ def _read_vllm(file: Path) -> list[Claims]:
         if body is None:  # not told, as of requests with several answers
             continue
         said = {ours: body[theirs] for ours, theirs in _VLLM.items()}
+        said |= {ours: body[theirs] for ours, theirs in _VLLM_MORE.items() if body.get(theirs) is not None}
         if not said["rounds"]:  # a length of nothing
             said["length"] = None
-        steps = {"kept": body.get("per_step_accepted"), "proposed": body.get("per_step_drafted")}
-        where = f"vLLM's metrics, line {number}"
-        found.append(Claims(where, tolerance=0.001, **said, **steps))
-        rows = (body.get("acceptance_histogram_by_draft_length") or {}).items()
-        split = [Claims(f"{where}, {k} drafts", k=int(k) or None, histogram=counts) for k, counts in rows]
-        if split:
-            together = [sum(column) for column in zip_longest(*(c.histogram or [] for c in split), fillvalue=0)]
-            sums = {"rounds": said["rounds"], "accepted": said["accepted"]}
-            found += [*split, Claims(f"{where}, by draft length", histogram=together, **sums)]
+        found.append(Claims(f"vLLM's metrics, line {number}", tolerance=0.001, **said))
     return found
 
 

@@ -22,6 +22,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +41,11 @@ _CHAIN_METHODS = ("eagle1", "eagle3", "draft_model", "mtp")
 
 @dataclass(frozen=True)
 class Form:
-    """One form: its file's usual name, how it is written, and how what it claims is read."""
+    """One form: its file's usual name, how it is written, and what one part of such a file claims, if it is one."""
 
     file: str
     write: Callable[[Passport], str]
-    read: Callable[[Path], list[Claims]]
+    read: Callable[[Any], Sequence[dict[str, Any]]]
 
 
 def read_claims(file: Path) -> list[Claims]:
@@ -53,32 +54,42 @@ def read_claims(file: Path) -> list[Claims]:
     Raises:
         BadInputError: it cannot be read, or is in none of them.
     """
+    readers = [form.read for form in FORMS.values() if Path(form.file).suffix == file.suffix]
+    found = []
     try:
-        for form in FORMS.values():
-            if Path(form.file).suffix == file.suffix and (claims := form.read(file)):
-                return claims
+        for place, values in _parts(file):
+            if isinstance(values, dict) and values.get("measured") is False:
+                raise BadInputError(
+                    f"{file}{place}: is a placeholder (measured: false), and says nothing of a drafter."
+                )
+            claimed = next(filter(None, (read(values) for read in readers)), [])
+            found += [Claims(**{"tolerance": 0.001} | c | {"where": c["where"] + place}) for c in claimed]
     except Unreadable as error:
         raise BadInputError(f"{error} It is in none of the forms that can be checked.") from None
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         what = error.errors()[0] if isinstance(error, ValidationError) else None
         said = f"{type(error).__name__}: {error}" if what is None else f"{what['loc'][0]}: {what['msg']}"
         raise BadInputError(f"{file}: a field is missing or of another type ({said}).") from None
-    known = ", ".join(f"{name} ({form.file})" for name, form in FORMS.items())
-    raise BadInputError(f"{file} is in none of the forms that can be checked: {known}.")
+    if not found:
+        known = ", ".join(f"{name} ({form.file})" for name, form in FORMS.items())
+        raise BadInputError(f"{file} is in none of the forms that can be checked: {known}.")
+    return found
+
+
+def _parts(file: Path) -> Iterator[tuple[str, Any]]:
+    """Yield the parts of a file, each with its place: lines, or the runs that specdec_bench adds to a list."""
+    if file.suffix == ".jsonl":
+        yield from ((f", line {number}", line) for number, line in read_json_lines(file))
+    elif file.suffix == ".json":
+        values = parse_json(read_text(file), str(file))
+        runs = {f", run {n}": run for n, run in enumerate(values, 1)} if isinstance(values, list) else {"": values}
+        yield from ((place, run) for place, run in runs.items() if isinstance(run, dict))
+    else:
+        yield "", parse_yaml(read_text(file), str(file)) if file.suffix == ".yaml" else read_text(file)
 
 
 def _json(values: Any) -> str:
     return json.dumps(values, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-
-
-def _objects(file: Path, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the runs in a file of JSON, each with its name: specdec_bench adds a run to a list."""
-    values = parse_json(read_text(file), str(file))
-    if not isinstance(values, list):
-        values = [values]
-    for number, run in enumerate(values, 1):
-        if isinstance(run, dict):
-            yield name if len(values) == 1 else f"{name}, run {number}", run
 
 
 def _lengths(histogram: Sequence[int]) -> dict[str, int]:
@@ -164,29 +175,20 @@ def _extrapolates(p: Passport) -> bool:
     return chain and p.info.drafter in _CHAIN_METHODS and p.info.control is None
 
 
-def _read_modelopt(file: Path) -> list[Claims]:
-    found = []
-    for where, values in _objects(file, "ModelOpt's speculation profile"):
-        if "marginal_accept_rates" not in values:
-            continue
-        if values.get("measured") is False:
-            raise BadInputError(f"{file}: measured is false: it is a placeholder, and says nothing of a drafter.")
-        by_k = {int(depth): float(length) for depth, length in (values.get("accept_length_by_k") or {}).items()}
-        found.append(
-            Claims(
-                where,
-                k=values["num_speculative_tokens"],
-                length=values["mean_accept_length"],
-                by_k=by_k,
-                chain=values.get("accept_length_model") == "chain_analytic",
-                per_request=values.get("mean_accept_length_per_request"),
-                marginal=values["marginal_accept_rates"],
-                conditional=values.get("conditional_accept_rates"),
-                tolerance=0.001,
-                **_by_kept(values.get("acceptance_length_histogram")),
-            )
-        )
-    return found
+def _read_modelopt(values: dict[str, Any]) -> list[dict[str, Any]]:
+    if "marginal_accept_rates" not in values:
+        return []
+    claims = {
+        "where": "ModelOpt's speculation profile",
+        "k": values["num_speculative_tokens"],
+        "length": values["mean_accept_length"],
+        "by_k": values.get("accept_length_by_k") or {},
+        "chain": values.get("accept_length_model") == "chain_analytic",
+        "per_request": values.get("mean_accept_length_per_request"),
+        "marginal": values["marginal_accept_rates"],
+        "conditional": values.get("conditional_accept_rates"),
+    }
+    return [claims | _by_kept(values.get("acceptance_length_histogram"))]
 
 
 def _write_inferencex(p: Passport) -> str:
@@ -211,8 +213,7 @@ def _write_inferencex(p: Passport) -> str:
     return comments + yaml_text({name: {mode: lengths} if mode else lengths})
 
 
-def _read_inferencex(file: Path) -> list[Claims]:
-    values = parse_yaml(read_text(file), str(file))
+def _read_inferencex(values: Any) -> list[dict[str, Any]]:
     found = []
     for model, modes in (values if isinstance(values, dict) else {}).items():
         if str(model).startswith("_"):  # such as _metadata
@@ -220,9 +221,8 @@ def _read_inferencex(file: Path) -> list[Claims]:
         curves = modes if any(str(key).startswith("thinking") for key in modes) else {"": modes}
         for mode, curve in curves.items():
             levels = {k: al for level in curve for k, al in level.items()} if isinstance(curve, list) else curve
-            lengths = {int(k): float(length) for k, length in levels.items() if length != "N/A"}
-            if lengths:
-                found.append(Claims(f"InferenceX, {model} {mode}".strip(), by_k=lengths, tolerance=0.011))
+            if lengths := {k: length for k, length in levels.items() if length != "N/A"}:
+                found.append({"where": f"InferenceX, {model} {mode}".strip(), "by_k": lengths, "tolerance": 0.011})
     return found
 
 
@@ -244,33 +244,25 @@ def _write_speed_bench(p: Passport) -> str:
     return _json(body)
 
 
-def _read_speed_bench(file: Path) -> list[Claims]:
-    found = []
-    for where, values in _objects(file, "SPEED-Bench's matrix"):
-        if "Acceptance_Length_Histogram" not in values:
-            continue
-        counted = _by_kept(values["Acceptance_Length_Histogram"])
-        deepest = len(counted.get("histogram", []))
-        rates = [values.get(name) or {} for name in ("Joint_Acceptance_Rate", "Conditional_Acceptance_Rate")]
-        # A length that never occurred is left out; then the conditional rates are of other steps than depths.
-        dense = all(counted.get("histogram", [0])) and all(len(r) == deepest for r in rates)
-        joint, given = ([float(r[str(n)]) for n in range(2, deepest + 1)] if dense else None for r in rates)
-        claims = Claims(
-            where,
-            per_request=values["Average_AL"],
-            requests=[length for own in values["Request_AL"].values() for length in _turns(own)],
-            parts=values.get("Category_AL") or {},
-            marginal=joint,
-            conditional=given,
-            tolerance=0.001,
-            **counted,
-        )
-        found.append(claims)
-    return found
-
-
-def _turns(own: float | dict[str, float]) -> list[float]:
-    return list(own.values()) if isinstance(own, dict) else [own]
+def _read_speed_bench(values: dict[str, Any]) -> list[dict[str, Any]]:
+    if "Acceptance_Length_Histogram" not in values:
+        return []
+    counted = _by_kept(values["Acceptance_Length_Histogram"])
+    deepest = len(counted.get("histogram", []))
+    rates = [values.get(name) or {} for name in ("Joint_Acceptance_Rate", "Conditional_Acceptance_Rate")]
+    # A length that never occurred is left out; then the conditional rates are of other steps than depths.
+    dense = all(counted.get("histogram", [0])) and all(len(r) == deepest for r in rates)
+    joint, given = ([r[str(n)] for n in range(2, deepest + 1)] if dense else None for r in rates)
+    turns = (own.values() if isinstance(own, dict) else [own] for own in values["Request_AL"].values())
+    claims = {
+        "where": "SPEED-Bench's matrix",
+        "per_request": values["Average_AL"],
+        "requests": list(chain.from_iterable(turns)),
+        "parts": values.get("Category_AL") or {},
+        "marginal": joint,
+        "conditional": given,
+    }
+    return [claims | counted]
 
 
 def _write_vllm(p: Passport) -> str:
@@ -299,7 +291,7 @@ def _write_vllm(p: Passport) -> str:
     return "\n".join(lines) + "\n"
 
 
-_VLLM = {  # our names of its fields
+_VLLM = {  # our names of its fields; the last three, where it tells rounds or knows lengths of drafts
     "k": "num_spec_tokens",
     "length": "mean_acceptance_length",
     "histogram": "acceptance_histogram",
@@ -307,27 +299,22 @@ _VLLM = {  # our names of its fields
     "accepted": "num_accepted_draft_tokens",
     "drafted": "num_draft_tokens",
     "rate": "draft_acceptance_rate",
-}
-_VLLM_MORE = {  # where it tells rounds, or knows lengths of drafts
     "kept": "per_step_accepted",
     "proposed": "per_step_drafted",
     "by_proposed": "acceptance_histogram_by_draft_length",
 }
+_VLLM_MORE = ("kept", "proposed", "by_proposed")
 
 
-def _read_vllm(file: Path) -> list[Claims]:
-    found = []
-    for number, line in read_json_lines(file):
-        metrics = line.get("metrics", {"speculative_decoding": line})
-        body = metrics and metrics.get("speculative_decoding")
-        if body is None:  # not told, as of requests with several answers
-            continue
-        said = {ours: body[theirs] for ours, theirs in _VLLM.items()}
-        said |= {ours: body[theirs] for ours, theirs in _VLLM_MORE.items() if body.get(theirs) is not None}
-        if not said["rounds"]:  # a length of nothing
-            said["length"] = None
-        found.append(Claims(f"vLLM's metrics, line {number}", tolerance=0.001, **said))
-    return found
+def _read_vllm(line: dict[str, Any]) -> list[dict[str, Any]]:
+    metrics = line.get("metrics", {"speculative_decoding": line})
+    body = metrics and metrics.get("speculative_decoding")
+    if body is None:  # not told, as of requests with several answers
+        return []
+    said = {our: body[field] for our, field in _VLLM.items() if our not in _VLLM_MORE or body.get(field) is not None}
+    if not said["rounds"]:  # a length of nothing
+        said["length"] = None
+    return [{"where": "vLLM's metrics"} | said]
 
 
 def _write_markdown(p: Passport) -> str:
@@ -354,17 +341,15 @@ def _write_markdown(p: Passport) -> str:
     return "\n".join(lines)
 
 
-def _read_markdown(file: Path) -> list[Claims]:
-    text = read_text(file)
+def _read_markdown(text: str) -> list[dict[str, Any]]:
     said = re.search(r"Mean acceptance length (\S{1,32})[^;\n]{0,64} at K=(\d{1,4});", text)
     if said is None:
         return []
     rates = re.findall(r"^\| \d+ \| ([\d.]+) \| ([\d.]+) \|$", text, re.MULTILINE)
-    counts = re.findall(r"^\| \d+ \| (\d+) \|$", text, re.MULTILINE)
-    marginal, given = ([float(rate[i]) for rate in rates] for i in (0, 1))
-    kept = [int(count) for count in counts]
-    where, k = "Markdown", int(said[2])
-    return [Claims(where, k, float(said[1]), marginal=marginal, conditional=given, histogram=kept, tolerance=0.001)]
+    kept = re.findall(r"^\| \d+ \| (\d+) \|$", text, re.MULTILINE)
+    marginal, given = ([rate[i] for rate in rates] for i in (0, 1))
+    claims = {"where": "Markdown", "k": said[2], "length": said[1], "histogram": kept}
+    return [claims | {"marginal": marginal, "conditional": given}]
 
 
 def _write_card(p: Passport) -> str:

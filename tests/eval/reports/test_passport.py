@@ -156,7 +156,7 @@ def test_every_run_of_a_list_is_checked_and_a_placeholder_is_none(passport, tmp_
     assert not contradictions(second)
     assert whole["validation"]["mean_consistency"]["passed"]
     (tmp_path / "stub.json").write_text(json.dumps(whole | {"measured": False}))
-    with pytest.raises(BadInputError, match="it is a placeholder, and says nothing of a drafter"):
+    with pytest.raises(BadInputError, match=r"stub.json: is a placeholder \(measured: false\)"):
         read_claims(tmp_path / "stub.json")
 
 

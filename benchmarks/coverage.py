@@ -227,11 +227,14 @@ def _gate_table(cells: Sequence[dict[str, Any]]) -> str:
 
 
 def real(repeats: int, limit: int, tokens: int) -> tuple[dict[str, Any], list[str]]:
-    """Return in how many of `repeats` measurements of one drafter as two their speeds' ratio holds 1."""
+    """Return in how many of `repeats` measurements of one drafter as two their ratios hold 1.
+
+    Of speed at temperature 0, where both write the same; of τ at temperature 1, where each has a seed of its own.
+    """
     from outrider.decode import Plan
     from outrider.eval.interleaved_runs import race
     from outrider.eval.measure import Contestant, DecoderRacer, make_records
-    from outrider.eval.reports.figures import speed_ratio
+    from outrider.eval.reports.figures import speed_ratio, tau_ratio
     from outrider.eval.reports.statistics import strata_of
     from outrider.eval.suites import load_suites, make_jobs
     from outrider.heads import Ngram
@@ -241,24 +244,42 @@ def real(repeats: int, limit: int, tokens: int) -> tuple[dict[str, Any], list[st
     from .report import conditions, shown
 
     target = Target.load("embedded")
-    settings = EvalSpec(max_new_tokens=tokens, repeats=1)
     suites = load_suites(["code", "docs", "prose"], target.require_tokenizer(), limit)
     jobs = make_jobs(suites, limit)
-    racers = [DecoderRacer(target, Contestant(name, Ngram(), Plan(depth=4)), settings) for name in ("a", "b")]
-    found, strata = [], strata_of([job.suite for job in jobs])
-    for seed in range(repeats):
-        answers = race(racers, jobs, 0.0, 1)
-        records = make_records(answers, jobs, 0.0, "a")
-        own, same = ([r for r in records if r.contestant == name] for name in ("a", "b"))
-        found.append(Bootstrap(strata, seed=seed).quotient(speed_ratio(own), speed_ratio(same)))
-    held = sum(interval.low <= 1 <= interval.high for interval in found)
-    widths = sorted((i.high - i.low) / 2 for i in found if i.known)
+    found: dict[str, list[Interval]] = {"speed": [], "tau": []}
+    ratios = {"speed": (speed_ratio, 0.0), "tau": (tau_ratio, 1.0)}
+    for repeat in range(repeats):
+        racers = []
+        for i, name in enumerate("ab"):
+            settings = EvalSpec(max_new_tokens=tokens, repeats=1, seed=2 * repeat + i)
+            racers.append(DecoderRacer(target, Contestant(name, Ngram(), Plan(depth=4)), settings))
+        bootstrap = Bootstrap(strata_of([job.suite for job in jobs]), seed=repeat)
+        for figure, (ratio, temperature) in ratios.items():
+            records = make_records(race(racers, jobs, temperature, 1), jobs, temperature, "a")
+            own, same = ([r for r in records if r.contestant == name] for name in "ab")
+            found[figure].append(bootstrap.quotient(ratio(own), ratio(same)))
     about = conditions(target, drafter="ngram", prompts=len(jobs), max_new_tokens=tokens, repeats=repeats)
-    result = {"conditions": about, "held": held, "unknown": len(found) - len(widths)}
-    result["median_half_width"] = round(widths[len(widths) // 2], 4)
-    row = [f"{repeats}", f"{len(jobs)}", f"{held}", f"±{100 * result['median_half_width']:.1f}%"]
-    tables = [table(["runs", "prompts", "held 1", "median interval"], [row])]
-    return result | {"ratios": [shown(i) for i in found]}, tables
+    result: dict[str, Any] = {"conditions": about}
+    for figure, intervals in found.items():
+        widths = sorted((i.high - i.low) / 2 for i in intervals if i.known)
+        result[figure] = {
+            "held": sum(i.low <= 1 <= i.high for i in intervals),
+            "unknown": len(intervals) - len(widths),
+            "median_half_width": round(widths[len(widths) // 2], 4),
+            "ratios": [shown(i) for i in intervals],
+        }
+    rows = [
+        [
+            f,
+            f"{ratios[f][1]:g}",
+            f"{repeats}",
+            f"{len(jobs)}",
+            f"{result[f]['held']}",
+            f"±{result[f]['median_half_width']:.1%}",
+        ]
+        for f in found
+    ]
+    return result, [table(["ratio of", "temperature", "runs", "prompts", "held 1", "median interval"], rows)]
 
 
 def main() -> int:

@@ -12,6 +12,7 @@ contexts than the one at which the tuner timed them.
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -87,11 +88,15 @@ class RequestRecord:
 
 @dataclass(frozen=True)
 class Workload:
-    """The requests that a load is drawn from, the depth of their drafts, and `rates`: their mean alpha by depth."""
+    """The requests that a load is drawn from, the depth of their drafts, and `rates`: their mean alpha by depth.
+
+    `prefill`: the seconds in which target and drafter read a prompt, over those of the target alone.
+    """
 
     records: tuple[RequestRecord, ...]
     depth: int
     rates: tuple[float, ...]
+    prefill: float = 1.0
 
     @classmethod
     def of(cls, report: Report, contestant: str | None = None, temperature: float | None = None) -> Workload:
@@ -105,7 +110,10 @@ class Workload:
                 "trees, or no drafts. Measure with --depth."
             )
         found = tuple(RequestRecord(r.prompt_tokens, r.tokens, tuple(r.accepted)) for r in records)
-        return cls(found, info.depth, tuple(a.alpha.value for a in figures.alpha))
+        alone = report.records_of(report.baselines.plain, figures.temperature)
+        own, plain = (sum(r.seconds.get("prefill", 0.0) for r in side) for side in (records, alone))
+        rates = tuple(a.alpha.value for a in figures.alpha)
+        return cls(found, info.depth, rates, own / plain if own and plain else 1.0)
 
 
 @dataclass(frozen=True)
@@ -178,10 +186,10 @@ class LoadResult:
 
 @dataclass
 class _Request:
-    number: int
     record: RequestRecord
     done: simpy.Event
     arrived: float
+    row: int = 0  # of its replica
     first: float = 0.0
     finished: float = 0.0
     emitted: int = 0
@@ -196,73 +204,78 @@ class _Server:
     workload: Workload
     times: StepTimes
     policy: Policy
-    random: np.random.Generator
     busy: float = 0.0
     rounds: list[tuple[int, int, int]] = field(default_factory=list)  # rows, depth and emitted tokens of each
 
     def __post_init__(self) -> None:
         import simpy
 
+        self.random = random.Random(self.load.seed)
         self.queues = [simpy.Store(self.env) for _ in range(self.load.replicas)]
         self.waiting = [0] * self.load.replicas  # requests at each replica, in its rows or not
-        depths = range(1, self.workload.depth + 1)
-        control = Control(self.times.costs[0], self.workload.rates)
-        self.controllers = [Controller(control, self.load.requests, depths, depths) for _ in self.queues]
+        depths = range(self.workload.depth + 1)
+        self.seconds = np.array([[self.times.round(n, d) for d in depths] for n in range(self.load.max_rows + 1)])
         for number in range(self.load.replicas):
             self.env.process(self._replica(number))
 
     def ask(self, request: _Request) -> None:
         """Put a request into the shortest queue."""
-        number = int(np.argmin(self.waiting))
+        number = self.waiting.index(min(self.waiting))
         self.waiting[number] += 1
         self.queues[number].put(request)
 
     def _replica(self, number: int) -> Generator[simpy.Event, Any, None]:
-        queue, rows = self.queues[number], list[_Request]()
+        queue, rows, depths = self.queues[number], list[_Request](), range(1, self.workload.depth + 1)
+        control = Control(self.times.costs[0], self.workload.rates)
+        controller = Controller(control, self.load.max_rows, depths, depths) if self.policy == "controlled" else None
+        free = list(range(self.load.max_rows))
         while True:
             admitted: list[_Request] = [] if rows else [(yield queue.get())]
             if self.load.refill or not rows:
                 yield self.env.timeout(0)  # what came at this moment waits in the queue by now
-                while len(rows) + len(admitted) < self.load.max_rows and queue.items:
-                    admitted.append((yield queue.get()))
+                room = len(free) - len(admitted)
+                admitted += queue.items[:room]
+                del queue.items[:room]
             if admitted:
-                yield self._work(self.times.prefill(sum(r.record.prompt_tokens for r in admitted)))
+                reading = self.workload.prefill if self.policy != "plain" else 1.0
+                tokens = sum(r.record.prompt_tokens for r in admitted)
+                yield self._work(reading * self.times.prefill(tokens))
                 for request in admitted:
-                    request.first, request.emitted = self.env.now, 1
-                rows = self._going_on(number, [*rows, *admitted])
+                    request.first, request.emitted, request.row = self.env.now, 1, free.pop()
+                    if controller is not None:
+                        controller.reached[request.row] = controller.kept[request.row] = 0
+                rows = self._going_on(number, [*rows, *admitted], free)
             if rows:
-                depth = self._depth(number, rows)
-                yield self._work(self.times.round(len(rows), depth))
-                self._emit(number, rows, depth)
-                rows = self._going_on(number, rows)
+                depth = self.workload.depth if self.policy == "fixed" else 0
+                if controller is not None:
+                    controller.times = self.seconds[len(rows)]
+                    depth = controller.choose([r.row for r in rows])
+                yield self._work(self.seconds[len(rows), depth])
+                self._emit(rows, depth, controller)
+                rows = self._going_on(number, rows, free)
 
     def _work(self, seconds: float) -> simpy.Event:
         self.busy += seconds
         return self.env.timeout(seconds)
 
-    def _depth(self, number: int, rows: Sequence[_Request]) -> int:
-        if self.policy != "controlled":
-            return self.workload.depth if self.policy == "fixed" else 0
-        controller = self.controllers[number]
-        controller.times = np.array([self.times.round(len(rows), d) for d in controller.depths])
-        return controller.choose([r.number for r in rows])
-
-    def _emit(self, number: int, rows: Sequence[_Request], depth: int) -> None:
+    def _emit(self, rows: Sequence[_Request], depth: int, controller: Controller | None) -> None:
         total = 0
         for request in rows:
-            kept = request.record.accepted
-            accepted = min(depth, kept[self.random.integers(len(kept))]) if kept else 0
-            self.controllers[number].note(request.number, depth, accepted)
+            kept = request.record.accepted if depth else ()
+            accepted = min(depth, self.random.choice(kept)) if kept else 0
+            if controller is not None:
+                controller.note(request.row, depth, accepted)
             new = min(1 + accepted, request.record.tokens - request.emitted)
             request.emitted += new
             total += new
         self.rounds.append((len(rows), depth, total))
 
-    def _going_on(self, number: int, rows: Sequence[_Request]) -> list[_Request]:
+    def _going_on(self, number: int, rows: Sequence[_Request], free: list[int]) -> list[_Request]:
         for request in rows:
             if request.emitted >= request.record.tokens:
                 request.finished = self.env.now
                 self.waiting[number] -= 1
+                free.append(request.row)
                 request.done.succeed()
         return [r for r in rows if r.emitted < r.record.tokens]
 
@@ -286,20 +299,19 @@ def _run(
     require_extra("capacity", "a simulation of a load")
     import simpy
 
-    env, random = simpy.Environment(), np.random.default_rng(load.seed)
-    drawn = random.integers(len(workload.records), size=load.requests)
-    gaps = random.exponential(size=load.requests) / (load.arrivals or 1.0)
-    server = _Server(env, load, workload, times, policy, random)
+    env, generator = simpy.Environment(), np.random.default_rng(load.seed)
+    drawn = generator.integers(len(workload.records), size=load.requests)
+    gaps = generator.exponential(size=load.requests) / (load.arrivals or 1.0)
+    server = _Server(env, load, workload, times, policy)
     made: list[_Request] = []
 
     def ask() -> simpy.Event:
         record = workload.records[drawn[len(made)]]
         if amid and len(made) < load.clients:
-            record = replace(record, tokens=1 + int(random.integers(record.tokens)))
-        request = _Request(len(made), record, env.event(), env.now)
-        made.append(request)
-        server.ask(request)
-        return request.done
+            record = replace(record, tokens=1 + int(generator.integers(record.tokens)))
+        made.append(_Request(record, env.event(), env.now))
+        server.ask(made[-1])
+        return made[-1].done
 
     def source() -> Generator[simpy.Event, Any, None]:
         for gap in gaps:

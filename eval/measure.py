@@ -9,6 +9,7 @@ import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -99,7 +100,10 @@ def measure(
         racers.append(GenerateRacer(target, settings))
     temperatures = list(dict.fromkeys(settings.temperatures))
     with threads(settings.threads):
-        jobs = with_later_turns(target, jobs, settings.max_new_tokens, settings.max_prompt_tokens)
+        total = len(jobs) if any(job.prompt.later for job in jobs) else 0
+        with progress(console if total else None, "answering first turns", total, transient=True) as advance:
+            room = settings.max_new_tokens, settings.max_prompt_tokens
+            jobs = with_later_turns(target, jobs, *room, tick=lambda: advance(1, ""))
         records, rules = _race_at_each(temperatures, racers, jobs, plain, settings.repeats, console)
         batches = [b for t in temperatures for b in _in_batches(target, entrants, jobs, t, settings, console)]
         conditions = _conditions(target, suites, jobs, settings, temperatures)
@@ -323,6 +327,7 @@ def _record(
         identical=None if reference is None else diverges_at is None,
         diverges_at=diverges_at,
         answer=digest_json(first.tokens)[:12],
+        asked=None if job.turn == 1 else digest_json(job.prompt.tokens)[:12],
         category=job.prompt.category or None,
         conversation=job.prompt.id if job.prompt.later else None,
         turn=job.turn,
@@ -389,6 +394,7 @@ def suite_info(suite: Suite, limit: int | None, later_turns: int | None = None) 
         digest=used.digest,
         num_prompts=len(used.prompts),
         left_out=suite.left_out,
+        learnt=suite.learnt,
         later_turns=asked,
         unasked_turns=0 if later_turns is None else of - asked + suite.unasked,
     )
@@ -424,56 +430,68 @@ def _figures_of(
     seed: int,
 ) -> list[Figures]:
     """Return the figures of all contestants on the same prompts, compared by the same resamples."""
-    entries: dict[str, list[PromptRecord]] = {}
-    for record in sorted(records, key=lambda r: r.suite):  # suite by suite, as the strata are
-        entries.setdefault(record.contestant, []).append(record)
-    plain = entries[baselines.plain]
+    entries = _by_contestant(records)
     generate = speed_ratio(entries[baselines.generate]) if baselines.generate else None
-    bootstrap = _bootstrap(plain, seed)
+    bootstrap = _bootstrap(entries[baselines.plain], seed)
 
     def figures(name: str, own: list[PromptRecord]) -> Figures:
         drafted = [sum(r.drafted) for r in own]
-        num_rounds = sum(len(r.accepted) for r in own)
-        judged = [r.identical for r in own if r.identical is not None]
         accepted = Ratio([sum(r.accepted) for r in own], drafted)
         speed = speed_ratio(own)
         timed = [phase for phase in PHASES if all(phase in r.seconds for r in own)]
         seconds = {phase: np.array([r.seconds[phase] for r in own]) for phase in timed}  # [N] each
         return Figures(
-            contestant=name,
-            temperature=temperature,
-            suite=suite,
+            **_of_requests(own, entries[baselines.plain], bootstrap) | {"suite": suite},
             rule=rules[name, temperature],
-            num_prompts=len(own),
-            num_rounds=num_rounds,
-            num_tokens=sum(r.tokens for r in own),
-            tau=bootstrap.ratio(tau_ratio(own)) if num_rounds else None,
             acceptance_rate=bootstrap.ratio(accepted) if sum(drafted) else None,
             alpha=_alpha(own, bootstrap),
             accepted=_histogram(own, bootstrap) if sum(drafted) else [],
-            tokens_per_second=bootstrap.ratio(speed),
-            speedup=bootstrap.quotient(speed, speed_ratio(plain)),
             speedup_generate=None if generate is None else bootstrap.quotient(speed, generate),
             seconds={phase: float(np.sum(spent)) for phase, spent in seconds.items()},
             milliseconds_per_token={
                 phase: bootstrap.ratio(Ratio(1000 * spent, speed.numerators)) for phase, spent in seconds.items()
             },
-            identical=sum(judged) if judged else None,
         )
 
     return [figures(name, own) for name, own in entries.items()]
 
 
+def _by_contestant(records: Sequence[PromptRecord]) -> dict[str, list[PromptRecord]]:
+    """Return each contestant's records, suite by suite, as strata are."""
+    entries: dict[str, list[PromptRecord]] = {}
+    for record in sorted(records, key=lambda r: r.suite):
+        entries.setdefault(record.contestant, []).append(record)
+    return entries
+
+
+def _of_requests(own: Sequence[PromptRecord], plain: Sequence[PromptRecord], bootstrap: Bootstrap) -> dict[str, Any]:
+    """Return the fields of `RequestFigures`, of one contestant's requests beside the plain target's."""
+    judged = [r.identical for r in own if r.identical is not None]
+    rounds, speed = sum(len(r.accepted) for r in own), speed_ratio(own)
+    return {
+        "contestant": own[0].contestant,
+        "temperature": own[0].temperature,
+        "suite": own[0].suite,
+        "num_prompts": len(own),
+        "num_rounds": rounds,
+        "num_tokens": sum(r.tokens for r in own),
+        "tau": bootstrap.ratio(tau_ratio(own)) if rounds else None,
+        "tokens_per_second": bootstrap.ratio(speed),
+        "speedup": bootstrap.quotient(speed, speed_ratio(plain)),
+        "identical": sum(judged) if judged else None,
+    }
+
+
 def _bootstrap(records: Sequence[PromptRecord], seed: int) -> Bootstrap:
-    """Return resamples of prompts, suite by suite; the turns of a conversation are drawn together."""
-    asked = [(r.suite, r.conversation or r.prompt) for r in records]
-    places = {one: place for place, one in enumerate(dict.fromkeys(asked))}
-    return Bootstrap(strata_of([suite for suite, _ in places]), seed=seed, clusters=[places[one] for one in asked])
+    """Return resamples of prompts, suite by suite; the turns and contexts of a conversation are drawn together."""
+    places = {one: place for place, one in enumerate(dict.fromkeys(r.drawn for r in records))}
+    return Bootstrap(strata_of([suite for suite, _ in places]), seed=seed, clusters=[places[r.drawn] for r in records])
 
 
 MT_BENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
 SPEC_BENCH = {"translation", "summarization", "qa", "math_reasoning", "rag"}  # its tasks beside MT-Bench
 _ONLY_SPEC_BENCH = {"translation", "math_reasoning"}
+_MOST_GROUPS = 40  # more are no categories, but labels of single rows
 
 
 def groups_of(record: PromptRecord, categories: set[str]) -> dict[str, str]:
@@ -482,55 +500,34 @@ def groups_of(record: PromptRecord, categories: set[str]) -> dict[str, str]:
     In Spec-Bench a category of MT-Bench's is a part of the task "mt_bench": so it counts its six tasks (arXiv
     2401.07851, its own evaluation). It is recognised by a task that other suites with such categories do not have.
     """
-    found = {"turn": f"turn {record.turn}"}
+    found, turn = {}, {"turn": f"turn {record.turn}"}
     if record.category is not None:
-        found["category"] = record.category
         is_spec_bench = categories <= MT_BENCH | SPEC_BENCH and not categories.isdisjoint(_ONLY_SPEC_BENCH)
         if is_spec_bench and categories & MT_BENCH:
             found["task"] = "mt_bench" if record.category in MT_BENCH else record.category
-    return found
+        found["category"] = record.category
+    return found | turn
 
 
 def summarise_groups(records: Sequence[PromptRecord], baselines: Baselines, seed: int = 0) -> list[GroupFigures]:
-    """Return the figures by task, category and turn, of suites that have several."""
-    found = []
-    for suite, temperature in dict.fromkeys((r.suite, r.temperature) for r in records):
-        own = [r for r in records if (r.suite, r.temperature) == (suite, temperature)]
-        categories = {r.category for r in own if r.category is not None}
-        for by in ("task", "category", "turn"):
-            names = list(dict.fromkeys(groups_of(r, categories).get(by) for r in own))
-            parts = {name: [r for r in own if groups_of(r, categories).get(by) == name] for name in names if name}
-            if len(parts) > 1:
-                found += [f for name, part in parts.items() for f in _group(part, by, name, baselines.plain, seed)]
-    return found
-
-
-def _group(records: Sequence[PromptRecord], by: str, group: str, plain: str, seed: int) -> list[GroupFigures]:
-    """Return the figures of all contestants on one part of a suite."""
-    entries: dict[str, list[PromptRecord]] = {}
+    """Return the figures by task, category and turn, of suites that have several, and no more than `_MOST_GROUPS`."""
+    categories: dict[str, set[str]] = {}
     for record in records:
-        entries.setdefault(record.contestant, []).append(record)
-    bootstrap, made = _bootstrap(entries[plain], seed), []
-    for name, own in entries.items():
-        judged = [r.identical for r in own if r.identical is not None]
-        num_rounds = sum(len(r.accepted) for r in own)
-        made.append(
-            GroupFigures(
-                contestant=name,
-                temperature=own[0].temperature,
-                suite=own[0].suite,
-                by=by,
-                group=group,
-                num_prompts=len(own),
-                num_rounds=num_rounds,
-                num_tokens=sum(r.tokens for r in own),
-                tau=bootstrap.ratio(tau_ratio(own)) if num_rounds else None,
-                tokens_per_second=bootstrap.ratio(speed_ratio(own)),
-                speedup=bootstrap.quotient(speed_ratio(own), speed_ratio(entries[plain])),
-                identical=sum(judged) if judged else None,
-            )
-        )
-    return made
+        categories.setdefault(record.suite, set()).update([record.category] if record.category else [])
+    parts: dict[tuple[str, float, str], dict[str, list[PromptRecord]]] = {}
+    for record in records:
+        for by, group in groups_of(record, categories[record.suite]).items():
+            parts.setdefault((record.suite, record.temperature, by), {}).setdefault(group, []).append(record)
+    found = []
+    for (_, _, by), groups in parts.items():
+        for group, part in groups.items() if 1 < len(groups) <= _MOST_GROUPS else ():
+            entries = _by_contestant(part)
+            plain = entries[baselines.plain]
+            bootstrap = _bootstrap(plain, seed)
+            found += [
+                GroupFigures(**_of_requests(own, plain, bootstrap), by=by, group=group) for own in entries.values()
+            ]
+    return found
 
 
 def _alpha(records: Sequence[PromptRecord], bootstrap: Bootstrap) -> list[DepthFigure]:

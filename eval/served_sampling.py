@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
+
 from ..common import BadInputError
 from ..decode import Sampling
 from ..recipes import EvalSpec
 from ..targets import Target
 
 # Keys of a generation config that change no distribution: lengths, ends, caches, outputs, how `generate` drafts.
-_HARMLESS: tuple[str, ...] = ("assistant_", "bos_", "cache_", "compile_", "continuous_", "decoder_start", "do_sample")
-_HARMLESS += ("disable_compile",)
-_HARMLESS += ("eos_", "length_penalty", "max_", "num_assistant", "num_return", "output_", "pad_", "prefill_chunk")
-_HARMLESS += ("prompt_lookup", "remove_invalid", "renormalize", "return_dict", "transformers_version", "use_", "_from")
+_HARMLESS = re.compile(
+    "assistant_|bos_|cache_|compile_|continuous_|decoder_start|disable_compile|do_sample|eos_|length_penalty|max_|"
+    "num_assistant|num_return|output_|pad_|prefill_chunk|prompt_lookup|remove_invalid|renormalize|return_dict|"
+    "transformers_version|use_|_from"
+)
 _NEUTRAL = {"num_beams": 1, "num_beam_groups": 1, "typical_p": 1, "encoder_repetition_penalty": 1, "guidance_scale": 1}
 _NEUTRAL |= dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length", "early_stopping"), 0)
 _NEUTRAL |= dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "diversity_penalty"), 0)
@@ -32,7 +35,7 @@ def base_sampling(target: Target, settings: EvalSpec) -> Sampling:
     values = {} if own is None else own.to_diff_dict()
     values = {k: v for k, v in values.items() if v is not None and v != _NEUTRAL.get(k)}
     known = (*_SAMPLED, *_ALWAYS, *_TOKENS)
-    if others := sorted(k for k in values if k not in known and not k.startswith(_HARMLESS)):
+    if others := sorted(k for k in values if k not in known and not _HARMLESS.match(k)):
         raise BadInputError(
             "eval.sampling: served takes the target's generation_config.json, which asks for "
             f"{', '.join(f'{k}={values[k]!r}' for k in others)}; our decoder does not do that. Measure with "

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from itertools import chain, cycle, islice
+from itertools import chain
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -31,7 +31,8 @@ class Suite:
     """A named list of prompts; the digest is a SHA-256 over their ids, tokens and later turns, in order.
 
     `left_out`: prompts that were read and are longer than they may be. `unasked`: later turns that are not asked, since
-    there is no chat template or a context is filled.
+    there is no chat template or a context is filled. `learnt`: prompts that the drafter learned from, if that is
+    allowed.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Suite:
     digest: str
     left_out: int = 0
     unasked: int = 0
+    learnt: int = 0
 
 
 def load_suites(
@@ -84,17 +86,18 @@ def suites_of(
     template: Mapping[str, Any] | None = None,
     learnt: Set[str] = frozenset(),
     data: str = "",
+    allow_leaks: bool = False,
 ) -> list[Suite]:
     """Return the suites of a recipe's `eval` as `target` will be asked them; it needs no weights yet.
 
     Args:
-        learnt, data: see `require_unlearnt`.
+        learnt, data, allow_leaks: see `checked_for_leaks`.
 
     Raises:
         BadInputError: as `load_suites`; a prompt leaves no room for an answer; every prompt is too long, or was learnt.
     """
     suites = load_suites(settings.suites, target.require_tokenizer(), settings.limit, template)
-    require_unlearnt(suites, learnt, data)
+    suites = [checked_for_leaks(suite, learnt, data, allow_leaks) for suite in suites]
     if settings.max_prompt_tokens is not None:
         suites = [_without_long(suite, settings.max_prompt_tokens, "eval.max_prompt_tokens") for suite in suites]
     most = None if target.max_context is None else target.max_context - settings.max_new_tokens
@@ -115,20 +118,25 @@ def suites_of(
     return suites
 
 
-def require_unlearnt(suites: Sequence[Suite], learnt: Set[str], data: str) -> None:
-    """Raise BadInputError for a prompt whose questions the drafter learned from, perhaps with others after them.
+def checked_for_leaks(suite: Suite, learnt: Set[str], data: str, allowed: bool = False) -> Suite:
+    """Return the suite with the number of prompts whose questions the drafter learned, perhaps with others after them.
 
     Args:
         learnt: digests of questions, as `Prompt.asked_digests`. data: the name of that training data, for people.
+
+    Raises:
+        BadInputError: there are such prompts, and that is not allowed.
     """
-    for suite in suites if learnt else ():
-        for prompt in suite.prompts:
-            if not learnt.isdisjoint(replace(prompt, later=()).asked_digests()[-1:]):
-                raise BadInputError(
-                    f"the suite {suite.name} asks in {prompt.id!r} what the drafter learned from {data}: "
-                    f"{prompt.text[:60]!r}. A drafter that is measured on what it learned looks better than it is: "
-                    "measure on other prompts, or train with data.allow_leaks=true."
-                )
+    firsts = ((p, replace(p, later=()).asked_digests()[-1:]) for p in suite.prompts)
+    asked = [p for p, digests in firsts if not learnt.isdisjoint(digests)]
+    if asked and not allowed:
+        raise BadInputError(
+            f"the suite {suite.name} asks in {asked[0].id!r} what the drafter learned from {data}: "
+            f"{asked[0].text[:60]!r} ({len(asked)} of {len(suite.prompts)} prompts). A drafter that is measured on "
+            "what it learned looks better than it is: measure on other prompts, or go on with data.allow_leaks=true, "
+            "and the report counts them."
+        )
+    return replace(suite, learnt=len(asked))
 
 
 def _without_long(suite: Suite, longest: int, key: str) -> Suite:
@@ -140,24 +148,34 @@ def _without_long(suite: Suite, longest: int, key: str) -> Suite:
             f"{key}."
         )
     left_out = suite.left_out + len(suite.prompts) - len(kept)
-    return replace(make_suite(suite.name, kept), left_out=left_out, unasked=suite.unasked)
+    return replace(make_suite(suite.name, kept), left_out=left_out, unasked=suite.unasked, learnt=suite.learnt)
 
 
 def filled(suite: Suite, length: int) -> Suite:
     """Return the suite `name@length`, in which texts of its other prompts stand before each prompt, `length` tokens
     in all. Longer prompts are left out, and of a conversation only the first turn is asked.
+
+    Raises:
+        BadInputError: all prompts are longer, or the others are too short to fill a context: said again, a text would
+            flatter drafters that copy.
     """
     fitting = _without_long(suite, length, "eval.contexts")
     texts = [prompt.tokens for prompt in fitting.prompts]
+    most = sum(map(len, texts))
+    if most < length:
+        raise BadInputError(
+            f"eval.contexts: the prompts of suite {suite.name!r} that have no more than {length} tokens have {most} "
+            f"together, and no text stands twice in a context; take at most {most}, or a suite with more prompts."
+        )
 
     def fill(place: int, prompt: Prompt) -> Prompt:
-        others = [*texts[place + 1 :], *texts[:place]] or texts
-        before = tuple(islice(chain.from_iterable(cycle(others)), length - len(prompt.tokens)))
+        others = list(chain(*texts[place + 1 :], *texts[:place]))
+        before = others[len(others) + len(prompt.tokens) - length :]  # its end, so that no text breaks off there
         return replace(prompt, tokens=(*before, *prompt.tokens), later=())
 
     made = make_suite(f"{suite.name}@{length}", [fill(i, prompt) for i, prompt in enumerate(fitting.prompts)])
     unasked = fitting.unasked + sum(len(prompt.later) for prompt in fitting.prompts)
-    return replace(made, left_out=fitting.left_out, unasked=unasked)
+    return replace(made, left_out=fitting.left_out, unasked=unasked, learnt=suite.learnt)
 
 
 def make_suite(name: str, prompts: Sequence[Prompt]) -> Suite:
@@ -210,40 +228,34 @@ def _job(suite: str, prompt: Prompt, turn: int = 1) -> PromptJob:
 
 
 def with_later_turns(
-    target: Target, jobs: Sequence[PromptJob], max_new_tokens: int, max_prompt_tokens: int | None = None
+    target: Target,
+    jobs: Sequence[PromptJob],
+    max_new_tokens: int,
+    max_prompt_tokens: int | None = None,
+    tick: Callable[[], None] = lambda: None,
 ) -> list[PromptJob]:
     """Return `jobs`, each followed by the later turns of its conversation, after the plain target's greedy answers.
 
     A conversation ends before a question that leaves no room for its answer, that is longer than `max_prompt_tokens`,
-    or that the chat template refuses.
+    or that the chat template refuses. Each is answered by itself: batches of other prompts could tip a near-tie.
+
+    Args:
+        tick: called after each of `jobs`.
     """
-    decoder, tokenizer = Decoder(target), target.require_tokenizer() if any(j.prompt.later for j in jobs) else None
+    decoder, asked = Decoder(target), list[PromptJob]()
     rooms = [] if target.max_context is None else [target.max_context - max_new_tokens]
     room = min(rooms + ([] if max_prompt_tokens is None else [max_prompt_tokens]), default=None)
-    turns = {number: [job] for number, job in enumerate(jobs)}
-    answers: dict[int, list[list[int]]] = {number: [] for number in turns}
-    asked = [number for number, job in enumerate(jobs) if job.prompt.later]
-    while asked and tokenizer is not None:
-        for some in batches_by_length({number: turns[number][-1] for number in asked}):
-            prompts = [turns[number][-1].prompt.tokens for number in some]
-            for number, answer in zip(
-                some, decoder.generate(prompts, max_new_tokens, Sampling(), Plan(0)).tokens, strict=True
-            ):
-                answers[number].append(answer)
-        answered, asked = asked, []
-        for number in answered:
-            first = turns[number][0]
-            tokens = next_question(first.prompt, answers[number], tokenizer, room)
-            if tokens is not None:
-                turns[number].append(_job(first.suite, replace(first.prompt, tokens=tokens), 1 + len(turns[number])))
-                asked += [number] * (len(turns[number]) <= len(first.prompt.later))
-    return [job for conversation in turns.values() for job in conversation]
-
-
-def batches_by_length(jobs: Mapping[int, PromptJob], at_once: int = 8) -> Iterator[list[int]]:
-    """Yield the keys of jobs in batches of prompts of similar lengths."""
-    ordered = sorted(jobs, key=lambda key: len(jobs[key].prompt.tokens))
-    yield from (ordered[i : i + at_once] for i in range(0, len(ordered), at_once))
+    for first in jobs:
+        asked.append(first)
+        answers: list[list[int]] = []
+        while len(answers) < len(first.prompt.later):
+            answers += decoder.generate([asked[-1].prompt.tokens], max_new_tokens, Sampling(), Plan(0)).tokens
+            tokens = next_question(first.prompt, answers, target.require_tokenizer(), room)
+            if tokens is None:
+                break
+            asked.append(_job(first.suite, replace(first.prompt, tokens=tokens), 1 + len(answers)))
+        tick()
+    return asked
 
 
 def check_lengths(target: Target, jobs: Sequence[PromptJob], settings: EvalSpec) -> None:

@@ -22,7 +22,7 @@ from ..common.locks import locked
 from ..distill.prompt_table import Prompt
 from ..eval.measure import contestants, measure
 from ..eval.reports.render import write_report
-from ..eval.suites import suites_of
+from ..eval.suites import Suite, suites_of
 from ..heads import HEADS, Drafter, LowRank, load_drafter
 from ..recipes import Recipe
 from ..targets import Target
@@ -78,7 +78,7 @@ def refresh(
 
     Raises:
         IncompatibleError: the drafter cannot be warm-started for this target (tokenizer, vocabulary, taps).
-        BadInputError: an override or the folder cannot be used, or another process writes there.
+        BadInputError: an override, a suite or the folder cannot be used, or another process writes there.
     """
     folder = Path(out).expanduser()
     if folder.resolve().is_relative_to(pair.folder.resolve()):
@@ -87,10 +87,12 @@ def refresh(
         )
     pair.drafter_for(target)
     recipe = refresh_recipe(pair, target, folder, overrides)
+    learnt, data = pair.learnt(), f"the training data of the pair {pair.name!r}"
+    suites = suites_of(target, recipe.eval, recipe.template, learnt, data, recipe.data.allow_leaks)
     with locked(folder):
         drafter_folder = _trained(pair, recipe, target, console, how or How())
         drafter = load_drafter(drafter_folder, target)
-        report_folder = _measured(recipe, target, drafter, drafter_folder, generate_baseline, console)
+        report_folder = _measured(recipe, suites, target, drafter, drafter_folder, generate_baseline, console)
         prompts = _calibration(pair, target, recipe.template)
         return new_pair(folder / "pair", target, drafter_folder, recipe, report_folder, pair, prompts, console)
 
@@ -144,10 +146,15 @@ def _trained(pair: Pair, recipe: Recipe, target: Target, console: Console | None
 
 
 def _measured(
-    recipe: Recipe, target: Target, drafter: Drafter, drafter_folder: Path, generate: bool, console: Console | None
+    recipe: Recipe,
+    suites: Sequence[Suite],
+    target: Target,
+    drafter: Drafter,
+    drafter_folder: Path,
+    generate: bool,
+    console: Console | None,
 ) -> Path:
     """Measure the drafter beside the recipe's baselines; a finished measurement of the same thing is used again."""
-    suites = suites_of(target, recipe.eval, recipe.template)
     digests = [s.digest for s in suites]
     subject = [target.fingerprint().digest, digest_files(drafter_folder), recipe.eval.model_dump(), digests]
     folder = recipe.output_folder / "reports" / digest_json(subject)[:12]

@@ -13,8 +13,9 @@ from .options import AsJson, PairFolder
 from .output import finish
 
 if TYPE_CHECKING:
+    from ..eval import Report
     from ..eval.load_simulation import Capacity
-    from ..eval.tuning_record import Tuning
+    from ..eval.tuning_record import BatchTuning
     from ..pair import PairFiles
 
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -39,66 +40,71 @@ def capacity(
     simulated from the pair's tuning and report.
     """
     from ..eval import Report
-    from ..eval.load_simulation import (
-        POLICIES,
-        Capacity,
-        Load,
-        StepTimes,
-        Workload,
-        gains,
-        replicas_for,
-        simulate,
-        steady,
-    )
+    from ..eval import load_simulation as sim
     from ..pair import PairFiles, newest_report
 
     if latency is not None and replicas is not None:
         raise BadInputError("--latency decides how many replicas there are; leave out --replicas.")
     files = PairFiles.load(pair)
-    workload = Workload.of(found := newest_report(files) if report is None else Report.load(report))
-    tuning = _tuning(files, found.headline().temperature)
-    times = StepTimes.of(tuning.batches)
-    loads = []
+    found = newest_report(files) if report is None else Report.load(report)
+    workload = sim.Workload.of(found)
+    machine, batches = _batches(files, found)
+    times, loads = sim.StepTimes.of(batches), []
     for rate in arrivals:
-        load = steady(workload, times, Load(requests, rate, max_rows=max_rows, seed=seed, replicas=replicas or 1))
-        for policy in POLICIES:
+        load = sim.Load(requests, rate, max_rows=max_rows, seed=seed, replicas=replicas or 1)
+        load = sim.steady(workload, times, load)
+        for policy in sim.POLICIES:
             asked = (workload, times, load, policy)
-            loads.append(replicas_for(*asked, latency) if replicas is None else simulate(*asked))
-    body = Capacity(
+            loads.append(sim.replicas_for(*asked, latency) if replicas is None else sim.simulate(*asked))
+    body = sim.Capacity(
         pair=files.digest,
         contestant=str(found.primary),
         temperature=found.headline().temperature,
-        device_name=tuning.device_name,
-        dtype=tuning.dtype,
+        device_name=machine,
+        dtype=found.conditions.dtype,
         batch_sizes=list(times.sizes),
-        context=tuning.batches[0].context,
+        context=batches[0].context,
         max_rows=max_rows,
-        gains=gains(workload, times, [n for n in _ROWS if n <= max_rows]),
+        gains=sim.gains(workload, times, [n for n in _ROWS if n <= max_rows]),
         loads=loads,
     )
     finish(as_json, "capacity", body, show=lambda: _show(body, VisibleConsole()))
 
 
-def _tuning(files: PairFiles, temperature: float) -> Tuning:
-    """Return the tuning with the most batch sizes, at the nearest temperature."""
-    known = files.manifest.tuning
-    if not known:
+def _batches(files: PairFiles, report: Report) -> tuple[str, list[BatchTuning]]:
+    """Return the machine on which the pair was tuned, and its batch sizes at the temperature nearest to the report's.
+
+    Raises:
+        BadInputError: it was not tuned in the report's dtype, or on several other machines than the report's.
+    """
+    here, dtype = report.conditions.device_name, report.conditions.dtype
+    known = [t for t in files.manifest.tuning if t.dtype == dtype]
+    machines = list(dict.fromkeys(t.device_name for t in known))
+    if not machines:
         raise BadInputError(
-            f"{files.folder}: the costs of rounds are not known; run `outrider tune {files.folder} --batch 1 --batch 2 "
-            "--batch 4 --batch 8` on the machine that will serve."
+            f"{files.folder}: the costs of rounds in {dtype} are not known; run `outrider tune {files.folder} --batch "
+            "1 --batch 2 --batch 4 --batch 8` on the machine that will serve."
         )
-    return max(known, key=lambda t: (len(t.batches), -abs(t.temperature - temperature)))
+    if here not in machines and len(machines) > 1:
+        raise BadInputError(
+            f"{files.folder} was tuned on {', '.join(machines)}, and the report is of {here}: name one that was "
+            "measured on the machine that will serve (--report)."
+        )
+    machine = here if here in machines else machines[0]
+    known = [t for t in known if t.device_name == machine]
+    nearest = min((t.temperature for t in known), key=lambda t: abs(t - report.headline().temperature))
+    return machine, [b for t in known if t.temperature == nearest for b in t.batches]
 
 
 def _show(body: Capacity, console: VisibleConsole) -> None:
     from rich.text import Text
 
-    from ..eval.reports.render import print_table
+    from ..eval.reports.render import fitted, print_table
     from ..eval.reports.tables import Cell, Table
 
     rows = [
         [
-            Cell(str(g.rows)),
+            Cell(f"{g.rows}{'*' * (g.rows > max(body.batch_sizes))}"),
             Cell(f"{g.plain:.0f}"),
             Cell(str(g.depth)),
             Cell(f"{g.tokens_per_second:.0f}"),
@@ -118,16 +124,19 @@ def _show(body: Capacity, console: VisibleConsole) -> None:
             *(Cell(f"{v:.3g}") for v in (r.latency.p50, r.latency.p95, r.latency.p99, r.first_token.p95)),
             Cell(f"{r.rows:.1f}"),
             Cell(f"{r.depth:.1f}"),
-            Cell(f"{r.requests} · {r.seconds:.3g}"),
         ]
         for r in body.loads
     ]
-    headers = ["arrivals", "drafting", "replicas", "tokens/s each", "p50", "p95", "p99", "first p95", "rows", "depth"]
-    headers.append("requests · s")
-    print_table(Table("", headers, rows, labels=2), "seconds from arrival (simulated)", console)
+    headers = ["arrivals", "drafting", "replicas", "each, t/s", "p50", "p95", "p99", "first p95", "rows", "depth"]
+    table = fitted(Table("", headers, rows, labels=2), console.width, ("first p95", "depth", "rows"))
+    most = max(r.requests for r in body.loads)
+    print_table(table, f"seconds from arrival (simulated, up to {most:,} requests)", console)
+    pays = max((g.rows for g in body.gains if g.gain > 1), default=0)
+    more = " and more" if pays == body.gains[-1].rows else ""
     conditions = (
-        f"{body.contestant} at temperature {body.temperature:g}; rounds as timed on {body.device_name}, {body.dtype}, "
-        f"at batch sizes {', '.join(map(str, body.batch_sizes))} after {body.context} tokens, beyond them "
-        f"extrapolated; at most {body.max_rows} rows in a replica"
+        f"speculation pays at {f'up to {pays}{more}' if pays else 'no number of'} rows; {body.contestant} at "
+        f"temperature {body.temperature:g}; rounds as timed on {body.device_name}, {body.dtype}, "
+        f"at batch sizes {', '.join(map(str, body.batch_sizes))} after {body.context} tokens, "
+        f"beyond them (*) extrapolated; at most {body.max_rows} rows in a replica"
     )
     console.print(Text(conditions, style="dim"))

@@ -102,7 +102,7 @@ class EvalOptions:
     """The options of a command that measures a recipe or a pair.
 
     Attributes:
-        changes: `key=value` overrides. A pair can follow those of `eval`.
+        changes: `key=value` overrides. A pair can follow those of `eval`, and `data.allow_leaks`.
         settings: fields of EvalSpec that replace the recipe's.
         drafter: a saved drafter to take instead.
         target, adapter, quantize: a changed target to measure a pair on.
@@ -169,8 +169,8 @@ def _of_recipe(name: str, asked: EvalOptions) -> Subject:
     used = sampled_settings(outline, settings)
     kind = recipe.drafter.get("type")
     learns = asked.drafter is None and (kind is None or head_class(kind).trainable)
-    learnt = learnt_questions(data_folder(recipe)) if learns and not recipe.data.allow_leaks else set()
-    suites = suites_of(outline, used, recipe.template, learnt, f"the responses in {data_folder(recipe)}")
+    learnt, data = learnt_questions(data_folder(recipe)) if learns else set(), f"the responses in {data_folder(recipe)}"
+    suites = suites_of(outline, used, recipe.template, learnt, data, recipe.data.allow_leaks)
     target = load_target(recipe)
     drafter = trained_drafter(recipe, target, asked.drafter)
     folder = recipe.output_folder / "reports" / "quick"  # never where `pair new` looks
@@ -206,8 +206,8 @@ def _of_pair(folder: Path, asked: EvalOptions) -> Subject:
     place = (asked.target, None) if asked.target is not None else (source.path, source.revision)
     outline = target_outline(*place)
     settings = sampled_settings(outline, settings)
-    learnt = set() if recipe.data.allow_leaks or asked.drafter is not None else pair.learnt()
-    suites = suites_of(outline, settings, recipe.template, learnt, f"the training data of the pair {pair.name!r}")
+    learnt, data = pair.learnt() if asked.drafter is None else set(), f"the training data of the pair {pair.name!r}"
+    suites = suites_of(outline, settings, recipe.template, learnt, data, recipe.data.allow_leaks)
     changed = asked.target is not None
     options = {"adapter": asked.adapter, "quantize": asked.quantize}
     target = pair.load_target(asked.target, **options) if changed else pair.load_target()
@@ -240,7 +240,7 @@ def _refuse_unfollowed(asked: EvalOptions) -> None:
     """Refuse what a pair cannot follow: only how it is measured can be changed."""
     for change in asked.changes:
         key = _key(change)
-        if not key.startswith("eval.") or key == "eval.dtype":
+        if (not key.startswith("eval.") or key == "eval.dtype") and key != "data.allow_leaks":
             raise BadInputError(
                 f"a pair cannot follow the override {change!r}: its target, drafter and data are what they are, only "
                 "settings of eval can be changed. --target (with --adapter) measures it on a changed target, --drafter "

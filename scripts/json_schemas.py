@@ -253,7 +253,6 @@ class DiffBody(Body):
     differences: dict[str, list[str]]
 
 
-# The body of every answer that needs no torch, by the verb that gives it; `json_schemas_torch` has the others.
 class ContradictionBody(Body):
     """Two statements of a file that cannot both hold: the mistake's name, and what stands there."""
 
@@ -291,6 +290,7 @@ class ReportTrendBody(Body):
     versions: list[TrendVersionBody]
 
 
+# The body of every answer that needs no torch, by the verb that gives it; `json_schemas_torch` has the others.
 BODIES: dict[str, Any] = {
     "error": ErrorBody,
     "distill": DistillBody,

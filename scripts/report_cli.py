@@ -131,8 +131,12 @@ def _versions(subjects: list[str], temperature: float | None, registry: str | No
         found = [_of_manifest(side, temperature) for side in sides if side is not None]
     else:
         folders = [Path(subject).expanduser() for subject in subjects]
-        found = [VersionFigures.of(find_report(f), f.name, temperature) for f in folders]
         sides = [side_of(str(f), None) if (f / "pair.json").is_file() else None for f in folders]
+        names = [f.name if side is None else _label(side) for f, side in zip(folders, sides, strict=True)]
+        labels = [n if names.count(n) == 1 else subject for n, subject in zip(names, subjects, strict=True)]
+        found = [
+            VersionFigures.of(find_report(f), label, temperature) for f, label in zip(folders, labels, strict=True)
+        ]
     for i, (one, other) in enumerate(pairwise(sides), 1):
         if one is not None and other is not None:
             told = [(part, line) for part, lines in compare(one, other).items() if part != "tau" for line in lines]
@@ -157,6 +161,10 @@ def _sides_in(registry: str, names: list[str]) -> list[Side | None]:
     return [Side(version.manifest, partial(opened.text, version)) for version in ordered]
 
 
+def _label(side: Side) -> str:
+    return f"{side.manifest.name}@{side.manifest.version}"
+
+
 def _of_manifest(side: Side, temperature: float | None) -> VersionFigures:
     from ..eval.reports.trend import VersionFigures
 
@@ -168,5 +176,5 @@ def _of_manifest(side: Side, temperature: float | None) -> VersionFigures:
                 "machine": manifest.measurements.conditions.get("device_name"),
             }
             tau, speedup = headline.tau.interval(), headline.speedup.interval()
-            return VersionFigures(f"v{manifest.version}", manifest.created, tau, speedup, conditions)
+            return VersionFigures(_label(side), manifest.created, tau, speedup, conditions)
     raise BadInputError(f"{manifest.name}@{manifest.version} was not measured at that temperature.")

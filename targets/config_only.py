@@ -61,7 +61,10 @@ def config_only_target(
     if not is_plain(model):
         return load()
     if model.can_generate() and (folder / GENERATION_CONFIG).exists():  # the tokens that end a text
-        model.generation_config = GenerationConfig.from_dict(read_json(folder / GENERATION_CONFIG))
+        try:
+            model.generation_config = GenerationConfig.from_dict(read_json(folder / GENERATION_CONFIG))
+        except (TypeError, ValueError) as error:
+            raise BadInputError(f"{folder / GENERATION_CONFIG} cannot be used: {error}. Mend or remove it.") from error
     tokenizer = load_tokenizer_of(path, revision, trust_remote_code)
     source = {"path": path, "revision": revision, "adapter": None}
     read = partial(load_causal_lm, name, dtype, revision, trust_remote_code)

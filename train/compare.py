@@ -17,7 +17,8 @@ from rich.console import Console
 
 from ..common import BadInputError
 from ..common.locks import locked
-from ..distill.responses import distill
+from ..distill.data_set import learnt_questions
+from ..distill.responses import data_folder, distill
 from ..eval import Report
 from ..eval.measure import Contestant, baseline, measure, plan_of
 from ..eval.reports.render import write_report
@@ -78,7 +79,9 @@ def _compare(
     finished = [_finished(recipe, seconds) for recipe in moved]
     first, given = moved[0], target
     target = given or Target.load(**first.target.to_load())
-    suites = suites_of(target, first.eval, first.template)
+    place, data = data_folder(first), first.data
+    about = f"the responses in {place}"
+    suites = suites_of(target, first.eval, first.template, learnt_questions(place), about, data.allow_leaks)
     baselines = [baseline(name, target) for name in first.eval.baselines]
     for recipe in (r for r, is_done in zip(moved, finished, strict=True) if not is_done):
         check_makes(recipe, target)

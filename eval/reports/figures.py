@@ -92,6 +92,7 @@ class PromptRecord(ReportModel):
         identical: whether the tokens equal the plain target's; None where it draws other ones (above temperature 0).
         diverges_at: index of the first new token that differs from the plain target's; None if none does.
         answer: a digest of the new tokens, by which equal answers are known.
+        asked: of a later turn a digest of the prompt's tokens, in which the target's own answers stand.
         category: of the prompt in its suite; None for none. conversation: the id that the turns of one conversation
             share, and turn: the place of this one, from 1.
     """
@@ -110,9 +111,15 @@ class PromptRecord(ReportModel):
     identical: bool | None = None
     diverges_at: int | None = None
     answer: str | None = None
+    asked: str | None = None
     category: str | None = None
     conversation: str | None = None
     turn: int = 1
+
+    @property
+    def drawn(self) -> tuple[str, str]:
+        """The suite and the conversation that this is of, whatever the context: resamples draw these as a whole."""
+        return self.suite.partition("@")[0], self.conversation or self.prompt
 
 
 class DepthFigure(ReportModel):
@@ -135,57 +142,52 @@ class AcceptedFigure(ReportModel):
     share: Interval
 
 
-class Figures(ReportModel):
-    """The figures of one contestant on one suite (or on `all` of them) at one temperature.
+class RequestFigures(ReportModel):
+    """The figures of one contestant on some requests of one suite (or of `all`) at one temperature.
 
     Attributes:
-        rule: the verification rule; "none" where nothing is drafted.
-        tau, acceptance_rate: None where there are no rounds, or no drafts.
-        speedup: tokens/s ÷ tokens/s of the plain target in the same engine and run. speedup_generate: the same against
-            `transformers.generate`; None if it did not run.
-        seconds: summed over prompts, by phase. milliseconds_per_token: the same per new token.
+        num_prompts: requests, of which a conversation has several.
+        tau: None where there are no rounds.
+        speedup: tokens/s ÷ tokens/s of the plain target in the same engine and run.
         identical: prompts whose tokens equal the plain target's; None where they are other draws.
     """
 
     contestant: str
     temperature: float
     suite: str
-    rule: str
     num_prompts: int
     num_rounds: int
     num_tokens: int
     tau: Interval | None
+    tokens_per_second: Interval
+    speedup: Interval
+    identical: int | None
+
+
+class Figures(RequestFigures):
+    """The figures of all requests of a suite, or of all suites.
+
+    Attributes:
+        rule: the verification rule; "none" where nothing is drafted.
+        acceptance_rate: None where there are no drafts.
+        speedup_generate: as `speedup`, over `transformers.generate`; None if it did not run.
+        seconds: summed over prompts, by phase. milliseconds_per_token: the same per new token.
+    """
+
+    rule: str
     acceptance_rate: Interval | None
     alpha: list[DepthFigure]
     accepted: list[AcceptedFigure]
-    tokens_per_second: Interval
-    speedup: Interval
     speedup_generate: Interval | None
     seconds: dict[str, float]
     milliseconds_per_token: dict[str, Interval]
-    identical: int | None
 
 
-class GroupFigures(ReportModel):
-    """The figures of one contestant on a part of a suite at one temperature.
+class GroupFigures(RequestFigures):
+    """The figures of a part of a suite; `by` tells parts apart: category, task (Spec-Bench's six), or turn."""
 
-    Attributes:
-        by: what tells the parts apart: category, task (Spec-Bench's six), or turn of the conversation.
-        tau: None where there are no rounds. speedup: as in `Figures`.
-    """
-
-    contestant: str
-    temperature: float
-    suite: str
     by: str
     group: str
-    num_prompts: int
-    num_rounds: int
-    num_tokens: int
-    tau: Interval | None
-    tokens_per_second: Interval
-    speedup: Interval
-    identical: int | None
 
 
 class BatchFigures(ReportModel):

@@ -62,8 +62,7 @@ class Counted:
     @classmethod
     def of(cls, record: PromptRecord) -> Counted:
         """Return the counts of a report's record."""
-        prompt = record.conversation or record.prompt
-        return cls(record.suite, prompt, record.tokens - 1, len(record.accepted))
+        return cls(*record.drawn, record.tokens - 1, len(record.accepted))
 
     @classmethod
     def conversations(cls, records: Sequence[PromptRecord]) -> list[Counted]:
@@ -175,6 +174,7 @@ def _conditions(report: Report, name: str) -> dict[str, object]:
         "depth": info.depth,
         "temperatures": sorted(c.temperatures),
         "verification rules": ", ".join(f"{rule} at {t}" for t, rule in sorted(rules.items())),
+        "sampling": c.sampling or "temperature alone",
         "max_new_tokens": c.max_new_tokens,
         "suites": ", ".join(f"{s.name} ({s.num_prompts} prompts, sha256 {s.digest[:12]})" for s in c.suites),
     }
@@ -256,7 +256,9 @@ def _at_first_verdict(compared: _Compared, floor: float, confidence: float) -> _
 def _compared(
     report: Report, baseline: Report, name: str, temperature: float, confidence: float, beside: GateComparison | None
 ) -> _Compared:
-    new, old = (Counted.conversations(which.records_of(name, temperature)) for which in (report, baseline))
+    sides = [which.records_of(name, temperature) for which in (report, baseline)]
+    moved = _asked_otherwise(*sides)
+    new, old = (Counted.conversations([r for r in side if (r.suite, r.prompt) not in moved]) for side in sides)
     if not (new and old):
         now, then = (r.headline(name, temperature) for r in (report, baseline))
         before, after = (figures.tau.value if figures.tau else math.nan for figures in (then, now))
@@ -268,9 +270,16 @@ def _compared(
         more = [c for c in beside.new if (c.suite, c.prompt) not in known]
         new, old = [*new, *more], [*old, *_aligned(beside.old, beside.new, {(c.suite, c.prompt) for c in more})]
         how = f"paired over {len(new)} prompts, {len(more)} of them calibration prompts"
+    how += f", without {len(moved)} later turns, asked after other answers" if moved else ""
     before, after = (sum(c.emitted for c in s) / max(1, sum(c.rounds for c in s)) for s in (old, new))
     ratio = _paired(new, old, confidence, report.conditions.seed)
     return _Compared(ratio, how, len(new), before, after, new, old)
+
+
+def _asked_otherwise(new: Sequence[PromptRecord], old: Sequence[PromptRecord]) -> set[tuple[str, str]]:
+    """Return the later turns that one side was not asked, or after other answers of its target: no pairs of prompts."""
+    now, then = ({(r.suite, r.prompt): r.asked for r in side if r.turn > 1} for side in (new, old))
+    return {turn for turn in now.keys() | then.keys() if now.get(turn, "") != then.get(turn, "")}
 
 
 def _aligned(

@@ -28,7 +28,7 @@ _DROPPED = (
     "acceptance",
     "vs generate",
     "tokens/s",
-    "prompts · rounds · tokens",
+    "requests · rounds · tokens",
     "batches · prompts",
     "rows running",
 )

@@ -55,7 +55,8 @@ class SuiteInfo(ReportModel):
     """The prompts that were used; the digest covers their ids, tokens and later turns, in order.
 
     Attributes:
-        left_out: prompts longer than `eval.max_prompt_tokens`, which were not asked.
+        left_out: prompts longer than `eval.max_prompt_tokens`, which were not asked. learnt: prompts that the drafter
+            learned from (`data.allow_leaks`).
         later_turns: turns of conversations after the first that were asked. unasked_turns: those that were not: there
             was no room or no chat template, it refused them, or a context was filled.
     """
@@ -64,6 +65,7 @@ class SuiteInfo(ReportModel):
     digest: str
     num_prompts: int
     left_out: int = 0
+    learnt: int = 0
     later_turns: int = 0
     unasked_turns: int = 0
 

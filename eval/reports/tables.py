@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ...common.terminal import visible
-from .figures import ALL, PHASES, Figures, Interval
+from .figures import ALL, PHASES, Figures, Interval, RequestFigures
 from .report import Report, SuiteInfo
 
 
@@ -77,21 +77,38 @@ def comparison(report: Report) -> Table:
 
 def by_suite(report: Report, temperature: float) -> Table:
     """Return one row per suite and contestant that drafts."""
+    parts = [(f, [f.suite], [Cell.of(f.acceptance_rate)]) for f in report.at(temperature) if f.suite != ALL]
+    return _of_parts(report, "By suite", ["suite"], ["acceptance"], parts)
+
+
+def by_group(report: Report, temperature: float) -> Table:
+    """Return one row per task, category or turn, and contestant that drafts."""
+    parts = [(f, [f.suite, f.group], list[Cell]()) for f in report.groups if f.temperature == temperature]
+    return _of_parts(report, "By task, category and turn", ["suite", "part"], [], parts)
+
+
+def _of_parts(
+    report: Report,
+    title: str,
+    names: list[str],
+    more: list[str],
+    parts: Sequence[tuple[RequestFigures, list[str], list[Cell]]],
+) -> Table:
+    """Return one row for the figures of each part that a drafter has: its `names`, and `more` columns after τ."""
     rows = [
         [
-            Cell(f.suite),
-            Cell(f.contestant),
+            *map(Cell, [*labels, f.contestant]),
             Cell.of(f.tau),
-            Cell.of(f.acceptance_rate),
+            *cells,
             _speed(f.tokens_per_second),
             Cell.of(f.speedup, unit="×"),
             Cell(f"{f.num_prompts} · {f.num_rounds} · {f.num_tokens}"),
         ]
-        for f in report.at(temperature)
-        if f.suite != ALL and report.contestant(f.contestant).kind == "drafter"
+        for f, labels, cells in parts
+        if report.contestant(f.contestant).kind == "drafter"
     ]
-    headers = ["suite", "contestant", "τ", "acceptance", "tokens/s", "speedup", "prompts · rounds · tokens"]
-    return Table("By suite", headers, rows, labels=2)
+    headers = [*names, "contestant", "τ", *more, "tokens/s", "speedup", "requests · rounds · tokens"]
+    return Table(title, headers, rows, labels=len(names) + 1)
 
 
 def alpha(report: Report, temperature: float) -> Table:
@@ -201,25 +218,6 @@ def counted(count: int, what: str, plural: str = "s") -> str:
     return f"{count} {what}{'' if count == 1 else plural}"
 
 
-def by_group(report: Report, temperature: float) -> Table:
-    """Return one row per task, category or turn, and contestant that drafts."""
-    rows = [
-        [
-            Cell(f.suite),
-            Cell(f.group),
-            Cell(f.contestant),
-            Cell.of(f.tau),
-            _speed(f.tokens_per_second),
-            Cell.of(f.speedup, unit="×"),
-            Cell(f"{f.num_prompts} · {f.num_rounds} · {f.num_tokens}"),
-        ]
-        for f in report.groups
-        if f.temperature == temperature and report.contestant(f.contestant).kind == "drafter"
-    ]
-    headers = ["suite", "part", "contestant", "τ", "tokens/s", "speedup", "prompts · rounds · tokens"]
-    return Table("By task, category and turn", headers, rows, labels=3)
-
-
 def by_batch(report: Report, temperature: float) -> Table:
     """Return one row per batch size and contestant."""
     rows = [
@@ -244,6 +242,7 @@ def _asked(suite: SuiteInfo) -> str:
     """Return a suite's identity in words, with what was left out."""
     words = f"{suite.name} {suite.num_prompts} (sha256 {suite.digest[:12]})"
     words += f" and {counted(suite.later_turns, 'later turn')}" if suite.later_turns else ""
+    words += f", of which the drafter learned from {suite.learnt}" if suite.learnt else ""
     words += f", without {counted(suite.left_out, 'longer prompt')}" if suite.left_out else ""
     return words + (f", without {counted(suite.unasked_turns, 'later turn')}" if suite.unasked_turns else "")
 

@@ -52,7 +52,7 @@ def differences(before: VersionFigures, after: VersionFigures) -> list[str]:
 
 
 def moves(versions: Sequence[VersionFigures]) -> list[str]:
-    """Return of each version whether its interval of τ overlaps that of the one before; "" for the first."""
+    """Return for each version, in a few words, how its τ compares with the one before; "" for the first."""
     said = [""]
     for before, after in pairwise(versions):
         if before.tau is None or after.tau is None or not (before.tau.known and after.tau.known):
@@ -93,11 +93,13 @@ def trend_html(versions: Sequence[VersionFigures]) -> str:
     if len(versions) < 2:
         raise BadInputError(f"a page over time needs at least two versions, got {len(versions)}.")
     labels = [v.label for v in versions]
+    parts = [label.rpartition("@") for label in labels]
+    names = [part[-1] for part in parts] if len({part[0] for part in parts}) == 1 else labels
     drawn = [
-        ("τ, tokens per round", plots.by_version("τ by version", labels, [v.tau for v in versions], 1, "")),
+        ("τ, tokens per round", plots.by_version("τ by version", names, [v.tau for v in versions], 1, "")),
         (
             "Speedup over the plain target",
-            plots.by_version("Speedup by version", labels, [v.speedup for v in versions], 0, "×"),
+            plots.by_version("Speedup by version", names, [v.speedup for v in versions], 0, "×"),
         ),
     ]
     return page(

@@ -117,3 +117,10 @@ def test_a_pipe_is_refused_and_never_waited_for(refused: Callable[..., str], tmp
 def test_a_good_suite_comes_as_far_as_the_weights(refused: Callable[..., str], tmp_path: Path) -> None:
     (tmp_path / "s.jsonl").write_bytes(lines(GOOD))
     assert refused(["s.jsonl"]) == "now the weights are loaded"
+
+
+def test_settings_of_generation_that_cannot_be_used_are_refused_as_early(
+    refused: Callable[..., str], tmp_path: Path
+) -> None:
+    (tmp_path / "target" / "generation_config.json").write_text('{"suppress_tokens": 5}')
+    assert "generation_config.json cannot be used: 'int' object is not iterable" in refused(["code"])

@@ -43,6 +43,8 @@ def test_one_client_takes_the_sum_of_its_passes() -> None:
     assert (plain.tau, drafted.tau, drafted.busy) == (1.0, 3.0, pytest.approx(1.0))
     assert drafted.tokens_per_second == pytest.approx(13 / 0.070)
     assert plain.first_token.p99 == pytest.approx(0.014)
+    read = simulate(replace(ALWAYS, prefill=1.5), TIMES, Load(20), "fixed")  # the drafter reads the prompt, too
+    assert read.latency.p50 - drafted.latency.p50 == pytest.approx(0.007)
 
 
 def test_a_full_batch_without_refill_runs_as_one() -> None:
@@ -120,4 +122,5 @@ def test_what_a_load_lacks_is_said() -> None:
         Load(arrivals=0.0)
     drawn = Workload.of(make_report([[1, 2, 0]] * 3))
     assert (drawn.depth, drawn.records[0].accepted) == (4, (1, 2, 0))
+    assert drawn.prefill == pytest.approx(0.5)  # of these reports, in which the drafter takes half of all time
     assert json.dumps(drawn.rates)

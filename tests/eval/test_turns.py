@@ -16,11 +16,11 @@ from outrider.decode import Decoder, Plan, Sampling
 from outrider.distill.conversation import next_question
 from outrider.distill.recipe_prompts import PromptReading, collect
 from outrider.eval import Ratio, Report
-from outrider.eval.measure import Contestant, GenerateRacer, groups_of, measure, suite_info
+from outrider.eval.measure import Contestant, GenerateRacer, groups_of, measure, suite_info, summarise_groups
 from outrider.eval.reports.render import markdown
 from outrider.eval.reports.statistics import Bootstrap
 from outrider.eval.served_sampling import base_sampling
-from outrider.eval.suites import load_suites, make_jobs, require_unlearnt, suites_of, with_later_turns
+from outrider.eval.suites import checked_for_leaks, load_suites, make_jobs, suites_of, with_later_turns
 from outrider.heads import Ngram
 from outrider.recipes import EvalSpec
 from outrider.targets import Target
@@ -61,6 +61,8 @@ def test_a_later_turn_is_asked_after_the_plain_targets_own_answer(tiny_target: T
     [answer] = Decoder(tiny_target).generate([first.tokens], 12, Sampling(), Plan(0)).tokens
     assert asked[1].prompt.tokens == next_question(first, [answer], tiny_target.require_tokenizer())
     assert asked[1].sequence != asked[0].sequence
+    alone = with_later_turns(tiny_target, jobs[1:2], 12)
+    assert [job.prompt.tokens for job in alone] == [job.prompt.tokens for job in asked[2:4]]
 
 
 def test_turns_categories_tasks_and_batches_are_in_the_report(report: Report) -> None:
@@ -83,6 +85,8 @@ def test_turns_categories_tasks_and_batches_are_in_the_report(report: Report) ->
     assert [(b.contestant, b.size, b.identical == b.sequences) for b in report.batches] == [
         (name, size, True) for size in (1, 2) for name in ("ngram", "plain")
     ]
+    asked = {r.prompt: r.asked for r in report.records}
+    assert (asked["spec_bench/81"], len(asked["spec_bench/81, turn 2"] or "")) == (None, 12)
     text = markdown(report)
     assert "| spec_bench | turn 2 | ngram |" in text
     assert "### By batch size" in text
@@ -106,20 +110,30 @@ def test_mt_benchs_categories_are_a_task_in_spec_bench_alone(report: Report) -> 
     assert not any("task" in groups_of(record, categories) for categories in others)  # SPEED-Bench's, for one
 
 
+def test_labels_of_single_rows_are_no_categories(report: Report) -> None:
+    many = [r.model_copy(update={"category": f"row {i}", "turn": 1}) for i in range(41) for r in report.records]
+    assert not summarise_groups(many, report.baselines)
+    assert len(summarise_groups(many[: -len(report.records)], report.baselines)) == 40 * 2
+
+
 def test_longer_prompts_are_left_out_and_counted_and_contexts_filled(tiny_target: Target, settings: EvalSpec) -> None:
     [whole] = suites_of(tiny_target, settings)
     lengths = sorted(len(p.tokens) for p in whole.prompts)
     [short] = suites_of(tiny_target, settings.model_copy(update={"max_prompt_tokens": lengths[-2]}))
     assert (len(short.prompts), short.left_out) == (3, 1)
     assert short.digest != whole.digest
-    filled = suites_of(tiny_target, settings.model_copy(update={"contexts": [60, 90]}))
-    assert [s.name for s in filled] == ["spec_bench@60", "spec_bench@90"]
-    for suite, length in zip(filled, (60, 90), strict=True):
+    filled = suites_of(tiny_target, settings.model_copy(update={"contexts": [60, 80]}))
+    assert [s.name for s in filled] == ["spec_bench@60", "spec_bench@80"]
+    for suite, length in zip(filled, (60, 80), strict=True):
         assert {len(p.tokens) for p in suite.prompts} == {length}
         for before, after in zip(whole.prompts, suite.prompts, strict=True):
             assert after.tokens[-len(before.tokens) :] == before.tokens
             assert not after.later
         assert suite.unasked == 2
+    texts = [p.tokens for p in whole.prompts]
+    assert filled[1].prompts[0].tokens[: -len(texts[0])] == (*texts[1], *texts[2], *texts[3])[-80 + len(texts[0]) :]
+    with pytest.raises(BadInputError, match=r"eval.contexts: the prompts .* have 88 together, .* take at most 88"):
+        suites_of(tiny_target, settings.model_copy(update={"contexts": [60, 90]}))
 
 
 def test_turns_that_are_not_asked_are_counted(tiny_target: Target, settings: EvalSpec) -> None:
@@ -134,13 +148,17 @@ def test_turns_that_are_not_asked_are_counted(tiny_target: Target, settings: Eva
     assert max(len(job.prompt.tokens) for job in asked) == longest
 
 
-def test_what_a_drafter_learned_is_no_suite(tiny_target: Target, file: Path) -> None:
+def test_what_a_drafter_learned_is_no_suite_unless_that_is_allowed_and_counted(
+    tiny_target: Target, file: Path, settings: EvalSpec
+) -> None:
     suites = load_suites([str(file)], tiny_target.require_tokenizer())
     learnt = suites[0].prompts[1]
     for known in (learnt, replace(learnt, later=())):  # the whole conversation, or its first question
         with pytest.raises(BadInputError, match=r"spec_bench asks in 'spec_bench/82' what .* learned from the data:"):
-            require_unlearnt(suites, set(known.asked_digests()), "the data")
-    require_unlearnt(suites, {"0" * 16}, "the data")
+            checked_for_leaks(suites[0], set(known.asked_digests()), "the data")
+    assert checked_for_leaks(suites[0], {"0" * 16}, "the data").learnt == 0
+    found = suites_of(tiny_target, settings, None, set(learnt.asked_digests()), "the data", allow_leaks=True)
+    assert suite_info(found[0], None).learnt == 1
 
 
 def test_the_very_file_that_was_learned_is_no_suite(tiny_target: Target, tmp_path: Path) -> None:
@@ -152,10 +170,10 @@ def test_the_very_file_that_was_learned_is_no_suite(tiny_target: Target, tmp_pat
     [again] = load_suites([str(path)], tokenizer)
     assert learnt.content != again.prompts[0].content
     with pytest.raises(BadInputError, match="asks in 'chats/1' what the drafter learned"):
-        require_unlearnt([again], set(learnt.asked_digests()), "the data")
+        checked_for_leaks(again, set(learnt.asked_digests()), "the data")
     path.write_text(json.dumps({"messages": [{"role": "system", "content": "Be brief."}, *said[:1]]}))
     with pytest.raises(BadInputError, match="asks in 'chats/1' what the drafter learned"):
-        require_unlearnt(load_suites([str(path)], tokenizer), set(learnt.asked_digests()), "the data")
+        checked_for_leaks(*load_suites([str(path)], tokenizer), set(learnt.asked_digests()), "the data")
 
 
 def test_the_targets_own_sampling_is_taken_and_what_we_cannot_do_is_refused(tiny_target: Target) -> None:

@@ -10,6 +10,7 @@ import pytest
 from safetensors.torch import load_file
 
 from outrider.common import BadInputError, IncompatibleError
+from outrider.eval.suites import load_suites
 from outrider.pair import Pair, probe, verify
 from outrider.pair.refresh import How, refresh, refresh_recipe
 from outrider.recipes import Recipe
@@ -105,6 +106,15 @@ def test_a_refreshed_pair_is_not_cut_again(trained, make_pair, make_target, tmp_
 def test_an_incompatible_target_is_refused_before_any_work(trained, make_target, tmp_path):
     with pytest.raises(IncompatibleError, match="hidden_states"):
         refresh(trained(), make_target(layers=2), tmp_path / "refreshed")
+    assert not (tmp_path / "refreshed").exists()
+
+
+def test_what_the_parent_learned_is_not_measured_on(trained, make_target, tmp_path, monkeypatch):
+    pair, target = trained(), make_target()
+    [suite] = load_suites(pair.recipe().eval.suites, target.require_tokenizer(), 1)
+    monkeypatch.setattr(Pair, "learnt", lambda _: set(suite.prompts[0].asked_digests()))
+    with pytest.raises(BadInputError, match="what the drafter learned from the training data of the pair"):
+        refresh(pair, target, tmp_path / "refreshed", ["data.allow_leaks=false"])
     assert not (tmp_path / "refreshed").exists()
 
 

@@ -45,6 +45,9 @@ def test_versions_are_drawn_with_what_changed_between_them(tmp_path: Path) -> No
     assert "&lt;another&gt; CPU" in page
     assert "<another>" not in page
     assert "| v1 |" in (tmp_path / "trend" / "trend.md").read_text()
+    alike = [write_report(report, tmp_path / f"v{i}" / "report") for i, report in enumerate(reports)]
+    made = outrider("report", *alike, "--out", tmp_path / "trend", "--json")
+    assert [v["version"] for v in answer("report-trend", made)["versions"]] == list(map(str, alike))
 
 
 def test_what_is_not_understood_is_refused_with_what_there_is(tmp_path: Path) -> None:

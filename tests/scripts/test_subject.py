@@ -49,6 +49,7 @@ def test_overrides_that_a_pair_cannot_follow_are_refused(outrider: Command, pair
 def test_overrides_of_eval_are_followed(pair: Path) -> None:
     subject = load_subject(str(pair), EvalOptions(["eval.depth=1", "eval.limit=2", "eval.max_new_tokens=5"]))
     assert (subject.plan.depth, subject.settings.limit, subject.settings.max_new_tokens) == (1, 2, 5)
+    assert load_subject(str(pair), EvalOptions(["data.allow_leaks=true"])).suites
     static = load_subject(str(pair), EvalOptions(["eval.tree=[-1, -1]"])).plan.tree
     assert static is not None
     assert static.parents == (-1, -1)

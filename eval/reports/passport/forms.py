@@ -8,8 +8,8 @@ The layouts are from their own sources:
   843c6254ff69b567f772f6a5fd97675af3d04431.
 - SPEED-Bench's matrix, `specbench_results.json`: `specdec_bench/metrics/acceptance_rate.py` and `specbench.py` of
   NVIDIA/Model-Optimizer at a2fbac7bad8ab446d3f8783dadb0c3366eb0ad73.
-- vLLM's per-request metrics: `docs/features/speculative_decoding/acceptance_metrics.md` as vllm-project/vllm's pull
-  request 48915 merged it.
+- vLLM's per-request metrics: `docs/features/speculative_decoding/acceptance_metrics.md` of vllm-project/vllm at
+  02cf515f0b62e6fc36d5ff8fb9b486a30e8dbe08.
 - The Hub's model card: metadata as `huggingface_hub` writes and reads it.
 
 MLPerf defines no file of acceptance, and trtllm-bench derives its figures from iterations that a report does not hold
@@ -20,8 +20,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +41,11 @@ _CHAIN_METHODS = ("eagle1", "eagle3", "draft_model", "mtp")
 
 @dataclass(frozen=True)
 class Form:
-    """One form: its file's usual name, how it is written, and how what it claims is read."""
+    """One form: its file's usual name, how it is written, and what one part of such a file claims, if it is one."""
 
     file: str
     write: Callable[[Passport], str]
-    read: Callable[[Path], list[Claims]]
+    read: Callable[[Any], Sequence[dict[str, Any]]]
 
 
 def read_claims(file: Path) -> list[Claims]:
@@ -53,28 +54,42 @@ def read_claims(file: Path) -> list[Claims]:
     Raises:
         BadInputError: it cannot be read, or is in none of them.
     """
+    readers = [form.read for form in FORMS.values() if Path(form.file).suffix == file.suffix]
+    found = []
     try:
-        for form in FORMS.values():
-            if Path(form.file).suffix == file.suffix and (claims := form.read(file)):
-                return claims
+        for place, values in _parts(file):
+            if isinstance(values, dict) and values.get("measured") is False:
+                raise BadInputError(
+                    f"{file}{place}: is a placeholder (measured: false), and says nothing of a drafter."
+                )
+            claimed = next(filter(None, (read(values) for read in readers)), [])
+            found += [Claims(**{"tolerance": 0.001} | c | {"where": c["where"] + place}) for c in claimed]
     except Unreadable as error:
         raise BadInputError(f"{error} It is in none of the forms that can be checked.") from None
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         what = error.errors()[0] if isinstance(error, ValidationError) else None
         said = f"{type(error).__name__}: {error}" if what is None else f"{what['loc'][0]}: {what['msg']}"
         raise BadInputError(f"{file}: a field is missing or of another type ({said}).") from None
-    known = ", ".join(f"{name} ({form.file})" for name, form in FORMS.items())
-    raise BadInputError(f"{file} is in none of the forms that can be checked: {known}.")
+    if not found:
+        known = ", ".join(f"{name} ({form.file})" for name, form in FORMS.items())
+        raise BadInputError(f"{file} is in none of the forms that can be checked: {known}.")
+    return found
+
+
+def _parts(file: Path) -> Iterator[tuple[str, Any]]:
+    """Yield the parts of a file, each with its place: lines, or the runs that specdec_bench adds to a list."""
+    if file.suffix == ".jsonl":
+        yield from ((f", line {number}", line) for number, line in read_json_lines(file))
+    elif file.suffix == ".json":
+        values = parse_json(read_text(file), str(file))
+        runs = {f", run {n}": run for n, run in enumerate(values, 1)} if isinstance(values, list) else {"": values}
+        yield from ((place, run) for place, run in runs.items() if isinstance(run, dict))
+    else:
+        yield "", parse_yaml(read_text(file), str(file)) if file.suffix == ".yaml" else read_text(file)
 
 
 def _json(values: Any) -> str:
     return json.dumps(values, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-
-
-def _object(file: Path) -> dict[str, Any]:
-    values = parse_json(read_text(file), str(file))
-    values = values[-1] if isinstance(values, list) and values else values  # specdec_bench adds a run to a list
-    return values if isinstance(values, dict) else {}
 
 
 def _lengths(histogram: Sequence[int]) -> dict[str, int]:
@@ -82,7 +97,7 @@ def _lengths(histogram: Sequence[int]) -> dict[str, int]:
     return {str(kept + 1): rounds for kept, rounds in enumerate(histogram) if rounds}
 
 
-def _kept(histogram: dict[str, int] | None) -> dict[str, Any]:
+def _by_kept(histogram: dict[str, int] | None) -> dict[str, Any]:
     """Return the claims of a histogram by tokens per round: rounds that kept 0, 1, … drafts, and those of length 0."""
     by_length = {int(length): rounds for length, rounds in (histogram or {}).items()}
     if not by_length:
@@ -131,10 +146,23 @@ def _write_modelopt(p: Passport) -> str:
                 "engine": "outrider",
                 "device": c.device_name,
             },
-            "validation": None,
-            "outrider": p.seal(),
+            "validation": _validation(length, [round(rate, 6) for rate in marginal]),
+            "outrider": p.provenance(averaged="rounds, in per_category too"),
         }
     )
+
+
+def _validation(length: float, marginal: Sequence[float]) -> dict[str, Any]:
+    """Return the source's two checks of a profile; rates of rounds that were counted cannot rise."""
+    implied, tolerance = 1 + sum(marginal), 0.02
+    consistency = {
+        "implied_mean_accept_length": round(implied, 6),
+        "reported_mean_accept_length": length,
+        "abs_delta": round(abs(implied - length), 6),
+        "tolerance": tolerance,
+        "passed": abs(implied - length) <= tolerance,
+    }
+    return {"mean_consistency": consistency, "marginal_monotonicity": {"passed": True, "violations": []}}
 
 
 def _mean(records: Sequence[PromptRecord]) -> float:
@@ -147,34 +175,30 @@ def _extrapolates(p: Passport) -> bool:
     return chain and p.info.drafter in _CHAIN_METHODS and p.info.control is None
 
 
-def _read_modelopt(file: Path) -> list[Claims]:
-    values = _object(file)
+def _read_modelopt(values: dict[str, Any]) -> list[dict[str, Any]]:
     if "marginal_accept_rates" not in values:
         return []
-    by_k = {int(depth): float(length) for depth, length in (values.get("accept_length_by_k") or {}).items()}
-    return [
-        Claims(
-            "ModelOpt's speculation profile",
-            k=values["num_speculative_tokens"],
-            length=values["mean_accept_length"],
-            by_k=by_k,
-            per_request=values.get("mean_accept_length_per_request"),
-            marginal=values["marginal_accept_rates"],
-            conditional=values.get("conditional_accept_rates"),
-            tolerance=0.001,
-            **_kept(values.get("acceptance_length_histogram")),
-        )
-    ]
+    claims = {
+        "where": "ModelOpt's speculation profile",
+        "k": values["num_speculative_tokens"],
+        "length": values["mean_accept_length"],
+        "by_k": values.get("accept_length_by_k") or {},
+        "chain": values.get("accept_length_model") == "chain_analytic",
+        "per_request": values.get("mean_accept_length_per_request"),
+        "marginal": values["marginal_accept_rates"],
+        "conditional": values.get("conditional_accept_rates"),
+    }
+    return [claims | _by_kept(values.get("acceptance_length_histogram"))]
 
 
 def _write_inferencex(p: Passport) -> str:
     """The curve below the measured K follows from the rates by depth, for chains; a comment says so."""
-    marginal = survival(p.histogram(idle=False))
+    marginal = survival(p.histogram(undrafted=False))
     depths = range(1, p.k + 1) if _extrapolates(p) else [p.k]
     lengths = {k: round(1 + sum(marginal[:k]), 2) for k in depths}
     asked = [p.conditions.template[key] for key in ("enable_thinking", "thinking") if key in p.conditions.template]
     mode = ("thinking_on" if asked[0] else "thinking_off") if asked else ""  # which is the template's own, unknown here
-    length, c = p.length(idle=False), p.conditions
+    length, c = p.length(undrafted=False), p.conditions
     name = str(c.target.get("path") or c.target.get("model_type") or "target").rstrip("/").rpartition("/")[2]
     lines = [
         "Acceptance Length (AL) reference values.",
@@ -182,15 +206,14 @@ def _write_inferencex(p: Passport) -> str:
         f"{mode or 'template'}: temperature={p.figures.temperature:g}, chat_template_kwargs: {json.dumps(c.template)}",
         f"Measured at K={p.k}: AL {length.text(3)}; "
         + ("lengths at smaller K follow from its rates by depth." if len(lengths) > 1 else "no other K was measured."),
-        p.conventions(idle=False),
+        p.conventions(undrafted=False),
         "key = num_speculative_tokens; value = golden AL",
     ]
     comments = "".join(f"# {' '.join(line.split())}\n" for line in lines)
     return comments + yaml_text({name: {mode: lengths} if mode else lengths})
 
 
-def _read_inferencex(file: Path) -> list[Claims]:
-    values = parse_yaml(read_text(file), str(file))
+def _read_inferencex(values: Any) -> list[dict[str, Any]]:
     found = []
     for model, modes in (values if isinstance(values, dict) else {}).items():
         if str(model).startswith("_"):  # such as _metadata
@@ -198,9 +221,8 @@ def _read_inferencex(file: Path) -> list[Claims]:
         curves = modes if any(str(key).startswith("thinking") for key in modes) else {"": modes}
         for mode, curve in curves.items():
             levels = {k: al for level in curve for k, al in level.items()} if isinstance(curve, list) else curve
-            lengths = {int(k): float(length) for k, length in levels.items() if length != "N/A"}
-            if lengths:
-                found.append(Claims(f"InferenceX, {model} {mode}".strip(), by_k=lengths, tolerance=0.011))
+            if lengths := {k: length for k, length in levels.items() if length != "N/A"}:
+                found.append({"where": f"InferenceX, {model} {mode}".strip(), "by_k": lengths, "tolerance": 0.011})
     return found
 
 
@@ -217,37 +239,30 @@ def _write_speed_bench(p: Passport) -> str:
         "Acceptance_Length_Histogram": _lengths(histogram),
         "Conditional_Acceptance_Rate": given,
         "Joint_Acceptance_Rate": by_length,
-        "outrider": p.seal(averaged="requests (Average_AL, Category_AL) and rounds (the rates)"),
+        "outrider": p.provenance(averaged="requests (Average_AL, Category_AL) and rounds (the rates)"),
     }
     return _json(body)
 
 
-def _read_speed_bench(file: Path) -> list[Claims]:
-    values = _object(file)
+def _read_speed_bench(values: dict[str, Any]) -> list[dict[str, Any]]:
     if "Acceptance_Length_Histogram" not in values:
         return []
-    counted = _kept(values["Acceptance_Length_Histogram"])
+    counted = _by_kept(values["Acceptance_Length_Histogram"])
     deepest = len(counted.get("histogram", []))
     rates = [values.get(name) or {} for name in ("Joint_Acceptance_Rate", "Conditional_Acceptance_Rate")]
     # A length that never occurred is left out; then the conditional rates are of other steps than depths.
     dense = all(counted.get("histogram", [0])) and all(len(r) == deepest for r in rates)
-    joint, given = ([float(r[str(n)]) for n in range(2, deepest + 1)] if dense else None for r in rates)
-    lengths = [length for own in values["Request_AL"].values() for length in _turns(own)]
-    return [
-        Claims(
-            "SPEED-Bench's matrix",
-            per_request=values["Average_AL"],
-            requests=lengths,
-            marginal=joint,
-            conditional=given,
-            tolerance=0.001,
-            **counted,
-        )
-    ]
-
-
-def _turns(own: float | dict[str, float]) -> list[float]:
-    return list(own.values()) if isinstance(own, dict) else [own]
+    joint, given = ([r[str(n)] for n in range(2, deepest + 1)] if dense else None for r in rates)
+    turns = (own.values() if isinstance(own, dict) else [own] for own in values["Request_AL"].values())
+    claims = {
+        "where": "SPEED-Bench's matrix",
+        "per_request": values["Average_AL"],
+        "requests": list(chain.from_iterable(turns)),
+        "parts": values.get("Category_AL") or {},
+        "marginal": joint,
+        "conditional": given,
+    }
+    return [claims | counted]
 
 
 def _write_vllm(p: Passport) -> str:
@@ -255,10 +270,14 @@ def _write_vllm(p: Passport) -> str:
     for record in p.records:
         rounds = [(d, a) for d, a in zip(record.drafted, record.accepted, strict=True) if d]
         drafted, accepted = sum(d for d, _ in rounds), sum(a for _, a in rounds)
+        by_length: dict[int, list[int]] = {}
+        for proposed, kept in rounds:
+            by_length.setdefault(proposed, [0] * (proposed + 1))[kept] += 1
         metrics = {
             "mean_acceptance_length": 1 + accepted / len(rounds) if rounds else 1.0,
             "draft_acceptance_rate": accepted / drafted if drafted else 0.0,
-            "acceptance_histogram": histogram_of([record], p.k, idle=False),
+            "acceptance_histogram": histogram_of([record], p.k, undrafted=False),
+            "acceptance_histogram_by_draft_length": by_length,
             "num_spec_steps": len(rounds),
             "num_accepted_draft_tokens": accepted,
             "num_draft_tokens": drafted,
@@ -268,11 +287,11 @@ def _write_vllm(p: Passport) -> str:
         }
         usage = {"prompt_tokens": record.prompt_tokens, "completion_tokens": record.tokens}
         own = {"id": f"{record.suite}/{record.prompt}", "usage": usage, "metrics": {"speculative_decoding": metrics}}
-        lines.append(json.dumps(own | {"outrider": p.conventions(idle=False, averaged="the rounds of a request")}))
+        lines.append(json.dumps(own | {"outrider": p.conventions(undrafted=False, averaged="the rounds of a request")}))
     return "\n".join(lines) + "\n"
 
 
-_VLLM = {  # our names of its fields
+_VLLM = {  # our names of its fields; the last three, where it tells rounds or knows lengths of drafts
     "k": "num_spec_tokens",
     "length": "mean_acceptance_length",
     "histogram": "acceptance_histogram",
@@ -280,21 +299,22 @@ _VLLM = {  # our names of its fields
     "accepted": "num_accepted_draft_tokens",
     "drafted": "num_draft_tokens",
     "rate": "draft_acceptance_rate",
+    "kept": "per_step_accepted",
+    "proposed": "per_step_drafted",
+    "by_proposed": "acceptance_histogram_by_draft_length",
 }
+_VLLM_MORE = ("kept", "proposed", "by_proposed")
 
 
-def _read_vllm(file: Path) -> list[Claims]:
-    found = []
-    for number, line in read_json_lines(file):
-        metrics = line.get("metrics", {"speculative_decoding": line})
-        body = metrics and metrics.get("speculative_decoding")
-        if body is None:  # not told, as of requests with several answers
-            continue
-        said = {ours: body[theirs] for ours, theirs in _VLLM.items()}
-        if not said["rounds"]:  # a length of nothing
-            said["length"] = None
-        found.append(Claims(f"vLLM's metrics, line {number}", tolerance=0.001, **said))
-    return found
+def _read_vllm(line: dict[str, Any]) -> list[dict[str, Any]]:
+    metrics = line.get("metrics", {"speculative_decoding": line})
+    body = metrics and metrics.get("speculative_decoding")
+    if body is None:  # not told, as of requests with several answers
+        return []
+    said = {our: body[field] for our, field in _VLLM.items() if our not in _VLLM_MORE or body.get(field) is not None}
+    if not said["rounds"]:  # a length of nothing
+        said["length"] = None
+    return [{"where": "vLLM's metrics"} | said]
 
 
 def _write_markdown(p: Passport) -> str:
@@ -321,17 +341,15 @@ def _write_markdown(p: Passport) -> str:
     return "\n".join(lines)
 
 
-def _read_markdown(file: Path) -> list[Claims]:
-    text = read_text(file)
+def _read_markdown(text: str) -> list[dict[str, Any]]:
     said = re.search(r"Mean acceptance length (\S{1,32})[^;\n]{0,64} at K=(\d{1,4});", text)
     if said is None:
         return []
     rates = re.findall(r"^\| \d+ \| ([\d.]+) \| ([\d.]+) \|$", text, re.MULTILINE)
-    counts = re.findall(r"^\| \d+ \| (\d+) \|$", text, re.MULTILINE)
-    marginal, given = ([float(rate[i]) for rate in rates] for i in (0, 1))
-    kept = [int(count) for count in counts]
-    where, k = "Markdown", int(said[2])
-    return [Claims(where, k, float(said[1]), marginal=marginal, conditional=given, histogram=kept, tolerance=0.001)]
+    kept = re.findall(r"^\| \d+ \| (\d+) \|$", text, re.MULTILINE)
+    marginal, given = ([rate[i] for rate in rates] for i in (0, 1))
+    claims = {"where": "Markdown", "k": said[2], "length": said[1], "histogram": kept}
+    return [claims | {"marginal": marginal, "conditional": given}]
 
 
 def _write_card(p: Passport) -> str:

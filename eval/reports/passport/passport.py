@@ -74,13 +74,13 @@ class Passport:
         """Whether each round drafts one sequence of tokens."""
         return self.info.width == 1 and self.info.tree is None
 
-    def histogram(self, idle: bool = True) -> list[int]:
-        """Return the number of rounds that kept 0, 1, … K drafts; without `idle`, of those that drafted any."""
-        return histogram_of(self.records, self.k, idle)
+    def histogram(self, undrafted: bool = True) -> list[int]:
+        """Return the number of rounds that kept 0, 1, … K drafts; without `undrafted`, of those that drafted any."""
+        return histogram_of(self.records, self.k, undrafted)
 
-    def length(self, idle: bool = True) -> Interval:
+    def length(self, undrafted: bool = True) -> Interval:
         """Return 1 + mean drafts kept per round. A round that the limit of new tokens cuts counts all that it kept."""
-        rows = [[a for d, a in zip(r.drafted, r.accepted, strict=True) if idle or d] for r in self.records]
+        rows = [[a for d, a in zip(r.drafted, r.accepted, strict=True) if undrafted or d] for r in self.records]
         kept = Ratio([sum(row) for row in rows], [len(row) for row in rows], offset=1.0)
         return Bootstrap(strata_of([r.suite for r in self.records]), seed=self.conditions.seed).ratio(kept)
 
@@ -88,37 +88,38 @@ class Passport:
         """Return the requests of each suite."""
         return {s: [r for r in self.records if r.suite == s] for s in dict.fromkeys(r.suite for r in self.records)}
 
-    def conventions(self, idle: bool = True, averaged: str = "rounds") -> str:
+    def conventions(self, undrafted: bool = True, averaged: str = "rounds") -> str:
         """Return in one line all that lengths depend on, and that tables of lengths leave out."""
         figures, info = self.figures, self.info
         rule = figures.rule.removesuffix(" (lossy)")
         picked = "greedy" if figures.temperature == 0 or rule not in RULES else _SAMPLING[RULES[rule].pick]
         digests = ", ".join(f"{name} {digest[:12]}" for name, digest in self.identity.items())
-        left_out = "" if idle else "; rounds without drafts are left out"
+        left_out = "" if undrafted else "; rounds without drafts are left out"
         tau = figures.tau.text() if figures.tau else "–"
+        served = "".join(f", {name} {value}" for name, value in self.conditions.sampling.items()) or ", top-p 1"
         return (
             f"lengths count the target's own token (bonus or correction), averaged over {averaged}{left_out}; drafts "
-            f"{picked}; temperature {figures.temperature:g}, top-p 1; rule {figures.rule}; K={self.k} "
+            f"{picked}; temperature {figures.temperature:g}{served}; rule {figures.rule}; K={self.k} "
             f"({info.shape or 'chain'}); template {json.dumps(self.conditions.template, sort_keys=True)}; {digests}; "
             f"tau={tau} counts emitted tokens, in which the limit of new tokens cuts the last round"
         )
 
-    def seal(self, idle: bool = True, averaged: str = "rounds") -> dict[str, Any]:
+    def provenance(self, undrafted: bool = True, averaged: str = "rounds") -> dict[str, Any]:
         """Return what every form in JSON says beside its own fields: conventions, interval, digests."""
-        length = self.length(idle)
+        length = self.length(undrafted)
         return {
-            "conventions": self.conventions(idle, averaged),
+            "conventions": self.conventions(undrafted, averaged),
             "mean_accept_length_95": [length.low, length.high] if length.known else None,
             "digests": self.identity,
         }
 
 
-def histogram_of(records: Sequence[PromptRecord], k: int, idle: bool = True) -> list[int]:
-    """Return the number of rounds that kept 0, 1, … `k` drafts; without `idle`, of those that drafted any."""
+def histogram_of(records: Sequence[PromptRecord], k: int, undrafted: bool = True) -> list[int]:
+    """Return the number of rounds that kept 0, 1, … `k` drafts; without `undrafted`, of those that drafted any."""
     counts = [0] * (k + 1)
     for record in records:
         for drafted, kept in zip(record.drafted, record.accepted, strict=True):
-            counts[kept] += bool(idle or drafted)
+            counts[kept] += bool(undrafted or drafted)
     return counts
 
 

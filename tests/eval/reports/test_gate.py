@@ -109,6 +109,7 @@ def test_false_alarms_are_as_rare_as_the_confidence_says():
         ({"temperatures": (0.0, 1.0)}, "temperatures"),
         ({"max_new_tokens": 64}, "max_new_tokens: 32 here, 64 in the baseline"),
         ({"digest": "another"}, "suites: code"),
+        ({"sampling": {"top_p": 0.9}}, "sampling: temperature alone here, {'top_p': 0.9} in the baseline"),
     ],
 )
 def test_other_conditions_are_refused_by_name(changes, named):
@@ -340,6 +341,26 @@ def test_a_prompt_of_both_counts_once_in_any_order_and_none_at_another_temperatu
     assert "paired over 25 prompts, 5 of them" in result.lines[1]
     assert (result.findings[0].ratio.low, result.findings[0].ratio.high) == (1.0, 1.0)
     assert "paired over 20 prompts)" in gate(report, report, beside=GateComparison(1.0, more, more)).lines[1]
+
+
+def test_later_turns_after_other_answers_are_no_pairs_and_contexts_no_prompts_of_their_own():
+    def asked(answers: str, alpha: float) -> Report:
+        report = drawn(40, 0.6)
+        later = [
+            r.model_copy(update={"turn": 2, "prompt": f"{r.prompt}, turn 2", "conversation": r.prompt, "asked": a})
+            for r, a in zip(
+                drawn(40, alpha, seed=1).records_of("draft", 0.0), [answers] * 30 + ["same"] * 10, strict=True
+            )
+        ]
+        return report.model_copy(update={"records": [*report.records, *later]})
+
+    [line] = [f.line for f in gate(asked("new", 0.3), asked("old", 0.6)).findings]
+    assert "paired over 40 prompts, without 30 later turns, asked after other answers" in line
+    assert not gate(asked("one", 0.3), asked("one", 0.6)).passed
+    with_contexts = [
+        r.model_copy(update={"suite": f"code@{n}"}) for n in (60, 90) for r in drawn(5, 0.6).records_of("draft", 0.0)
+    ]
+    assert len(Counted.conversations(with_contexts)) == 5
 
 
 def test_both_sides_are_said_as_they_are():

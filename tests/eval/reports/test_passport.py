@@ -11,7 +11,7 @@ import pytest
 
 from outrider.common import BadInputError
 from outrider.common.safe_load import parse_yaml, yaml_text
-from outrider.eval.reports.passport import FORMS, Passport, contradictions, read_claims
+from outrider.eval.reports.passport import FORMS, Claims, Passport, contradictions, read_claims
 from outrider.eval.reports.passport.passport import conditional, survival
 
 from ..conftest import make_report
@@ -101,6 +101,12 @@ WRONG: list[tuple[str, str, Callable[[dict[str, Any]], Any]]] = [
     ("acceptance rate", "vllm", _request(draft_acceptance_rate=20 / 8 / 5)),
     ("more accepted than drafted", "vllm", _request(num_draft_tokens=8)),
     ("two lengths", "modelopt", changed(accept_length_by_k={"4": 2.0})),
+    ("length and rates", "modelopt", changed(accept_length_by_k={"2": 2.6, "4": 3.0})),
+    ("mean of a part", "speed-bench", changed(Category_AL={"code": 9.0})),
+    ("rounds and histogram", "vllm", _request(per_step_accepted=[4, 4, 4, 4, 4, 0, 0, 0])),
+    ("rounds and counters", "vllm", _request(per_step_drafted=[1] * 8)),
+    ("histogram by draft length", "vllm", _request(acceptance_histogram_by_draft_length={"4": [8]})),
+    ("more accepted than drafted", "vllm", _request(acceptance_histogram_by_draft_length={"1": HISTOGRAM})),
 ]
 
 
@@ -140,6 +146,31 @@ def test_files_in_no_form_are_bad_input_with_the_forms_that_there_are(tmp_path):
     (tmp_path / "g.json").write_text('{"marginal_accept_rates": NaN}')
     with pytest.raises(BadInputError, match="none of the forms"):
         read_claims(tmp_path / "g.json")
+
+
+def test_every_run_of_a_list_is_checked_and_a_placeholder_is_none(passport, tmp_path):
+    whole = json.loads(FORMS["modelopt"].write(passport))
+    (tmp_path / "runs.json").write_text(json.dumps([whole | {"mean_accept_length": 2.0}, whole]))
+    first, second = read_claims(tmp_path / "runs.json")
+    assert [c.line.partition(":")[0] for c in contradictions(first)] == ["ModelOpt's speculation profile, run 1"]
+    assert not contradictions(second)
+    assert whole["validation"]["mean_consistency"]["passed"]
+    (tmp_path / "stub.json").write_text(json.dumps(whole | {"measured": False}))
+    with pytest.raises(BadInputError, match=r"stub.json: is a placeholder \(measured: false\)"):
+        read_claims(tmp_path / "stub.json")
+
+
+def test_rare_depths_are_not_refused_for_their_rounding():
+    """A marginal rate of 0.0002 has one digit in a file that rounds to six after the point, less after four."""
+    told = {"k": 3, "marginal": [0.1, 0.001, 0.0002], "conditional": [0.1, 0.01, 0.1534], "tolerance": 0.0001}
+    assert not contradictions(Claims("rounded", **told))
+    assert contradictions(Claims("wrong", **told | {"conditional": [0.15, 0.01, 0.1534]}))
+
+
+def test_served_sampling_stands_in_the_conventions():
+    report = make_report(ACCEPTED)
+    report.conditions.sampling = {"top_p": 0.9, "repetition_penalty": 1.1}
+    assert "temperature 0, top_p 0.9, repetition_penalty 1.1; rule" in Passport.of(report).conventions()
 
 
 def test_a_tree_tells_no_length_but_its_own(tmp_path):

@@ -41,9 +41,7 @@ Fault = Literal[
 # What rounding may do at a position: to a log-probability, and to a state, relative to its norm.
 LOGPROB_TOLERANCE: Final = {torch.float32: 2e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
 STATE_TOLERANCE: Final = {torch.float32: 1e-3, torch.bfloat16: 0.06, torch.float16: 0.02}
-_SHARE = (
-    0.9  # of a row's positions that must fit: two implementations round some of a mixture's tokens to other experts
-)
+_SHARE = 0.9  # of a row's positions that must fit: implementations round some of a mixture's tokens to other experts
 _AT_ONCE = 256  # positions whose logits are in memory
 
 
@@ -85,17 +83,15 @@ class ExpectedFacts:
     weights: str
 
 
-def check_facts(
-    facts: EngineFacts, expected: ExpectedFacts, trusted: EngineFacts | None, ended: Container[str] = ()
-) -> None:
-    """Refuse an engine that was started otherwise than it must be; `trusted` are the facts of an earlier start.
+def check_facts(facts: EngineFacts, expected: ExpectedFacts, is_again: bool, ended: Container[str] = ()) -> None:
+    """Refuse an engine that was started otherwise than it must be; `is_again` if an earlier start was trusted.
 
     `ended` are instances whose files must not be read any more.
     """
     if facts.instance in ended:
         raise UntrustedStatesError("stale states", "they are of an engine that has ended. Clear its folder.")
     if facts.weights != expected.weights:
-        if trusted is not None and trusted.weights == expected.weights:
+        if is_again:
             raise UntrustedStatesError(
                 "engine restarted with other weights",
                 "after a restart its checkpoint is another one. Start it with the target's again.",
@@ -233,13 +229,25 @@ def check_forward(whole: Target, row: EngineRow, expected: ExpectedFacts) -> Non
         raise UntrustedStatesError(fault, "the last states differ from a plain forward of target.path.")
 
 
+def check_same(row: EngineRow, trusted: Tensor) -> None:
+    """Refuse a row whose states are not those `[T, K + 1, H]` of an engine that is trusted, but for rounding."""
+    room = STATE_TOLERANCE[row.states.dtype]
+    apart = _apart(row.states.float(), trusted.float())  # [T, K + 1]
+    if not all(_fits_forward(tap, room) for tap in apart.unbind(1)):
+        raise UntrustedStatesError(
+            "another checkpoint",
+            "they differ from those that another engine, or an earlier start of this one, had for these tokens by "
+            f"{float(apart.median(dim=0).values.max()):.1e} (relative, in the median; {room:g} is rounding).",
+        )
+
+
 def _fits_forward(apart: Tensor, room: float) -> bool:
     """Return whether differences `[T]` are rounding: the median, and all but a few positions."""
     return float(apart.median()) <= room and float((apart <= room).float().mean()) >= _SHARE
 
 
 def _apart(one: Tensor, other: Tensor) -> Tensor:
-    """Return how far states `[T, H]` differ, relative to the norm of `other`, `[T]`."""
+    """Return how far states `[..., H]` differ, relative to the norm of `other`, `[...]`."""
     return (one - other).norm(dim=-1) / other.norm(dim=-1).clamp(min=1e-6)
 
 

@@ -26,6 +26,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -143,14 +144,7 @@ def wait_for_room(folder: Path, needed: int, budget: int, seconds: float = _WAIT
     return True
 
 
-class _NoEvent:
-    """The event of a copy that is finished, as on a CPU."""
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        pass
+_FINISHED = SimpleNamespace(query=lambda: True, synchronize=lambda: None)  # the event of a copy on a CPU
 
 
 def _model_folder(config: Any) -> str:
@@ -244,7 +238,7 @@ class OutriderHiddenStates(object if theirs is None else theirs.ExampleHiddenSta
         slots = (blocks[:, None] * size + torch.arange(size, device=cache.device)).flatten()
         count = pending.token_ids.shape[0]
         if cache.device.type == "cpu":
-            return theirs.extract_from_kv_cache(cache, slots, count).clone(), _NoEvent()
+            return theirs.extract_from_kv_cache(cache, slots, count).clone(), _FINISHED
         found = theirs.extract_from_kv_cache(cache, slots, count)
         states = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
         states.copy_(found, non_blocking=True)

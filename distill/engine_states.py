@@ -325,21 +325,22 @@ class EngineStates:
             except BadAnswerError as error:
                 failures = self._repaired(error, failures + 1)
 
-    def _repaired(self, error: BadAnswerError, failures: int) -> int:
+    def _repaired(self, error: BadInputError, failures: int) -> int:
         """Return the number of failures once an engine can be asked again; one that lives is not started anew.
 
         It is started in the thread that lives as long as it: the kernel ends it with its thread.
         """
         while True:
-            if failures > _MOST_FAILURES or error.reason.startswith("HTTP status 4"):  # it would say so again
+            reason = error.reason if isinstance(error, BadAnswerError) else str(error)
+            if failures > _MOST_FAILURES or reason.startswith("HTTP status 4"):  # it would say so again
                 raise error
-            _log.warning("the engine failed (%s); it is asked again", error.reason)
+            _log.warning("the engine failed (%s); it is asked again", reason)
             time.sleep(0.1 * 2**failures)
             try:
-                if error.reason == _RESTARTED or not _alive(self._models):
+                if reason == _RESTARTED or not _alive(self._models):
                     self._stack.close()
                     self._start()
-            except BadAnswerError as again:
+            except BadInputError as again:  # it may have been killed as it started
                 error, failures = again, failures + 1
             else:
                 return failures

@@ -71,19 +71,7 @@ class EngineRow:
     prompt_logprobs: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class ExpectedFacts:
-    """What the facts must be: `layers` ascending, without the last, and the others as in `EngineFacts`."""
-
-    layers: tuple[int, ...]
-    num_layers: int
-    hidden_size: int
-    dtype: torch.dtype
-    quantization: str
-    weights: str
-
-
-def check_facts(facts: EngineFacts, expected: ExpectedFacts, is_again: bool, ended: Container[str] = ()) -> None:
+def check_facts(facts: EngineFacts, expected: EngineFacts, is_again: bool, ended: Container[str] = ()) -> None:
     """Refuse an engine that was started otherwise than it must be; `is_again` if an earlier start was trusted.
 
     `ended` are instances whose files must not be read any more.
@@ -103,22 +91,21 @@ def check_facts(facts: EngineFacts, expected: ExpectedFacts, is_again: bool, end
             f"it serves weights quantised as {facts.quantization or 'none'!r}, target.path holds "
             f"{expected.quantization or 'none'!r}. A quantised target is another target: name that one.",
         )
-    wanted = (*expected.layers, expected.num_layers)
-    if facts.num_layers != expected.num_layers or facts.layers != wanted:
-        fault: Fault = "order of taps" if sorted(facts.layers) == sorted(wanted) else "layer numbering"
+    if facts.num_layers != expected.num_layers or facts.layers != expected.layers:
+        fault: Fault = "order of taps" if sorted(facts.layers) == sorted(expected.layers) else "layer numbering"
         raise UntrustedStatesError(
             fault,
-            f"it writes hidden_states{list(facts.layers)} of {facts.num_layers} layers, {list(wanted)} of "
+            f"it writes hidden_states{list(facts.layers)} of {facts.num_layers} layers, {list(expected.layers)} of "
             f"{expected.num_layers} are needed. Start it with those (outrider plan prints the command).",
         )
-    if facts.dtype != _name(expected.dtype):
-        raise UntrustedStatesError("precision", f"it computes in {facts.dtype}, the target is {_name(expected.dtype)}.")
+    if facts.dtype != expected.dtype:
+        raise UntrustedStatesError("precision", f"it computes in {facts.dtype}, the target is {expected.dtype}.")
 
 
-def check_tokens(row: EngineRow, asked: Tensor, expected: ExpectedFacts) -> None:
+def check_tokens(row: EngineRow, asked: Tensor, hidden_size: int) -> None:
     """Refuse states that are not of all tokens `asked` `[T]`, one for each, in the precision that was said."""
-    if row.states.dim() != 3 or row.states.shape[2] != expected.hidden_size or row.token_ids.dim() != 1:
-        shape = f"{tuple(row.states.shape)}, expected [tokens, taps, {expected.hidden_size}]"
+    if row.states.dim() != 3 or row.states.shape[2] != hidden_size or row.token_ids.dim() != 1:
+        shape = f"{tuple(row.states.shape)}, expected [tokens, taps, {hidden_size}]"
         raise UntrustedStatesError("altered file", f"the shape of the states is {shape}.")
     said, count = row.token_ids, row.states.shape[0]
     if len(said) != count:
@@ -133,15 +120,14 @@ def check_tokens(row: EngineRow, asked: Tensor, expected: ExpectedFacts) -> None
         raise UntrustedStatesError(
             "another request's states", f"they are of {len(said)} other tokens than the {len(asked)} that were asked."
         )
-    if row.states.shape[1] != len(expected.layers) + 1:
-        raise UntrustedStatesError(
-            "layer numbering", f"{row.states.shape[1]} states of each token, {len(expected.layers) + 1} are expected."
-        )
-    if row.states.dtype != expected.dtype or (
-        row.states.dtype == torch.float32 and torch.equal(row.states, row.states.bfloat16().float())
-    ):
-        held = _name(row.states.dtype) if row.states.dtype != expected.dtype else "float32 with bfloat16's digits"
-        raise UntrustedStatesError("precision", f"they are {held}, expected {_name(expected.dtype)}.")
+    taps, layers = row.states.shape[1], row.facts.layers
+    if taps != len(layers):
+        raise UntrustedStatesError("layer numbering", f"{taps} states of each token, {len(layers)} are expected.")
+    held = str(row.states.dtype).removeprefix("torch.")
+    if held == "float32" and torch.equal(row.states, row.states.bfloat16().float()):
+        held = "float32 with bfloat16's digits"
+    if held != row.facts.dtype:
+        raise UntrustedStatesError("precision", f"they are {held}, expected {row.facts.dtype}.")
     if not torch.isfinite(row.states).all():
         raise UntrustedStatesError("altered file", "they hold numbers that are not finite.")
 
@@ -195,7 +181,7 @@ def _explained(target: Target, row: EngineRow, fits: Sequence[bool]) -> Untruste
 
 
 @torch.inference_mode()
-def check_forward(whole: Target, row: EngineRow, expected: ExpectedFacts) -> None:
+def check_forward(whole: Target, row: EngineRow) -> None:
     """Refuse a row whose taps are not those of a plain forward of the `whole` target, and say which ones they are.
 
     Whatever rounding does, no other layer may be nearer.
@@ -204,12 +190,13 @@ def check_forward(whole: Target, row: EngineRow, expected: ExpectedFacts) -> Non
     out = whole.forward(tokens, taps=tuple(every), logits=False)
     assert out.hidden is not None
     hidden, room = out.hidden[0].float().cpu(), STATE_TOLERANCE[row.states.dtype]
-    for place, layer in enumerate(expected.layers):
+    *layers, _ = row.facts.layers
+    for place, layer in enumerate(layers):
         apart = torch.stack([_apart(row.states[:, place].float(), hidden[:, i]) for i in every])  # [N, T]
         medians = apart.median(dim=1).values
         nearest = int(medians.argmin())
         if medians[nearest] < min(float(medians[layer]), room):  # layers that change nothing are as near as each other
-            fault: Fault = "order of taps" if nearest in expected.layers else "layer numbering"
+            fault: Fault = "order of taps" if nearest in layers else "layer numbering"
             raise UntrustedStatesError(fault, f"what it says is hidden_states[{layer}] is hidden_states[{nearest}].")
         if _fits_forward(apart[layer], room):
             continue
@@ -259,7 +246,3 @@ def check_template(theirs: Sequence[int], ours: Sequence[int]) -> None:
             f"it makes {len(theirs)} tokens of a chat of which target.path makes {len(ours)}. Start it without "
             "--chat-template and --tokenizer of its own.",
         )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

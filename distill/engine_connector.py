@@ -121,27 +121,23 @@ def write_states(file: Path, hidden_states: torch.Tensor, token_ids: torch.Tenso
         save_file(tensors, part, metadata={"outrider": said})
 
 
-def waiting_bytes(folder: Path) -> int:
-    """Return the size of the states in `folder` that nobody has read yet."""
-    total = 0
-    for entry in os.scandir(folder):
-        if not entry.name.endswith((SUFFIX, ".part")):
-            continue
-        try:
-            total += entry.stat().st_size
-        except FileNotFoundError:  # just read
-            continue
-    return total
-
-
 def wait_for_room(folder: Path, needed: int, budget: int, seconds: float = _WAIT_SECONDS) -> bool:
-    """Wait until `needed` more bytes are within the budget of `folder`; return False if that does not come about."""
+    """Wait until `needed` more bytes of states are within the budget of `folder`; return False if they never are.
+
+    One file always has room, however large.
+    """
     limit = time.monotonic() + seconds
-    while (waiting := waiting_bytes(folder)) and waiting + needed > budget:
+    while True:
+        waiting = 0
+        for entry in os.scandir(folder):
+            if entry.name.endswith((SUFFIX, ".part")):
+                with suppress(FileNotFoundError):  # just read
+                    waiting += entry.stat().st_size
+        if not waiting or waiting + needed <= budget:
+            return True
         if time.monotonic() > limit:
             return False
         time.sleep(_POLL_SECONDS)
-    return True
 
 
 _FINISHED = SimpleNamespace(query=lambda: True, synchronize=lambda: None)  # the event of a copy on a CPU

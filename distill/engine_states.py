@@ -48,7 +48,6 @@ from . import engine_connector
 from .conversation import render
 from .engine_checks import (
     EngineRow,
-    ExpectedFacts,
     UntrustedStatesError,
     check_facts,
     check_forward,
@@ -123,8 +122,8 @@ def _folder_of(recipe: Recipe) -> Path:
     return folder_of(target_path(own.path), own.dtype, own.revision, own.trust_remote_code)
 
 
-def _started(recipe: Recipe, words: Sequence[str], more: Mapping[str, str]) -> AbstractContextManager[str]:
-    """Return the context of a server on this machine, which yields its URL."""
+def _started(recipe: Recipe, words: Sequence[str], more: Mapping[str, str]) -> AbstractContextManager[dict[str, str]]:
+    """Return the context of a server on this machine, which yields its model by its URL."""
     spec = recipe.target.engine
     assert spec is not None
     python = str(python_of(Path(spec.python or "")))
@@ -137,7 +136,7 @@ def _started(recipe: Recipe, words: Sequence[str], more: Mapping[str, str]) -> A
         access = ["--disable-uvicorn-access-log", "--host", "127.0.0.1", "--port", str(port)]
         return [*server, *access, *words]
 
-    return running_server(command, environment, log, _answers_at, seconds=spec.start_seconds)
+    return running_server(command, environment, log, lambda url: {url: _first_model(url)}, seconds=spec.start_seconds)
 
 
 @contextmanager
@@ -147,7 +146,7 @@ def answering(recipe: Recipe, target: Target) -> Iterator[DataSpec]:
         yield recipe.data
         return
     require_extra("serving", "target.engine")
-    with _started(recipe, plain_words(recipe, target), {}) as url:
+    with _started(recipe, plain_words(recipe, target), {}) as (url,):
         yield recipe.data.model_copy(update={"servers": [ServerSpec(url=f"{url}/v1")]})
 
 
@@ -180,17 +179,19 @@ class EngineStates:
         return None if recipe.target.engine is None else cls(recipe, target, stored_taps(taps, target.num_layers))
 
     @cached_property
-    def expected(self) -> ExpectedFacts:
-        """What an engine must say of itself; the checkpoint's digest is made when it is first asked for."""
+    def expected(self) -> EngineFacts:
+        """What an engine must say of itself, whichever it is; it reads a little of each file of the checkpoint."""
         target, config = self.target, self.target.model.config
         configs = SimpleNamespace(hf_config=config, hf_text_config=config.get_text_config())
-        return ExpectedFacts(
-            tuple(sorted(self.layers)),
-            target.num_layers,
-            target.hidden_size,
-            target.dtype,
-            engine_connector.quantization_of(configs),
-            engine_connector.checkpoint_digest(_folder_of(self.recipe)),
+        return EngineFacts(
+            version=VERSION,
+            engine="",
+            instance="",
+            layers=(*sorted(self.layers), target.num_layers),
+            num_layers=target.num_layers,
+            dtype=str(target.dtype).removeprefix("torch."),
+            quantization=engine_connector.quantization_of(configs),
+            weights=engine_connector.checkpoint_digest(_folder_of(self.recipe)),
         )
 
     @property
@@ -260,7 +261,7 @@ class EngineStates:
                 check_same(row, states)
         elif (whole := self._whole()) is not None:
             for row in rows[1:]:
-                check_forward(whole, row, self.expected)
+                check_forward(whole, row)
         self._compared = self._compared or [row.states for row in rows[1:]]
         self._ended |= {self._instances.get(url, "")} - {rows[0].facts.instance}
         self._instances[url] = rows[0].facts.instance
@@ -277,7 +278,7 @@ class EngineStates:
             self.spec, layers, str(self.folder)
         )
         path = os.pathsep.join(filter(None, [str(module.parent), os.environ.get("PYTHONPATH")]))
-        return {self._stack.enter_context(_started(self.recipe, words, {"PYTHONPATH": path})): _SERVED_AS}
+        return self._stack.enter_context(_started(self.recipe, words, {"PYTHONPATH": path}))
 
     def _check_template(self, url: str) -> None:
         """Compare an engine's tokens of a chat with our own, where the target has a template."""
@@ -311,8 +312,7 @@ class EngineStates:
         An engine that ended, or is away, is started again, or waited for; while another one answers that one works.
         """
         left, failures = dict(rows), 0
-        place = {layer: i for i, layer in enumerate(self.expected.layers)}
-        order = [place[layer] for layer in self.layers]  # the engine's taps are ascending, the drafter's may not be
+        order = [sorted(self.layers).index(layer) for layer in self.layers]  # the engine's taps are ascending
         while left:
             try:
                 if self.spec.urls and self._models.keys() != self._answering().keys():
@@ -400,7 +400,7 @@ class EngineStates:
         row = self._read(self.folder / Path(named).name, answer.choices[0], len(tokens), url)
         is_again = url in self._instances or bool(self._ended)
         check_facts(row.facts, self.expected, is_again, self._ended)
-        check_tokens(row, torch.tensor(tokens), self.expected)
+        check_tokens(row, torch.tensor(tokens), self.target.hidden_size)
         return row
 
     def _read(self, file: Path, choice: _PrefilledRow, count: int, url: str) -> EngineRow:
@@ -484,12 +484,6 @@ def _alive(urls: Iterable[str]) -> dict[str, str]:
         with suppress(BadAnswerError):
             found[url] = _first_model(url)
     return found
-
-
-def _answers_at(url: str) -> str:
-    """Return the URL of a server that answers; BadAnswerError if none does."""
-    _first_model(url)
-    return url
 
 
 def _first_model(url: str) -> str:

@@ -24,7 +24,7 @@ from torch import Tensor
 from outrider.common import BadInputError, IncompatibleError, digest_cache
 from outrider.common.server_process import without_launcher
 from outrider.distill import FeatureStore
-from outrider.distill.engine_checks import EngineRow, ExpectedFacts, UntrustedStatesError, check_forward
+from outrider.distill.engine_checks import EngineRow, UntrustedStatesError, check_forward
 from outrider.distill.engine_connector import (
     VERSION,
     EngineFacts,
@@ -416,7 +416,7 @@ def test_only_states_are_removed_from_the_folder(lab: Lab) -> None:
 
 def test_layers_that_change_little_are_still_told_apart(tiny_target: Target) -> None:
     """Each is within rounding of the next one, so only which one is nearest tells."""
-    row, expected = plain_row(tiny_target), (2, 4)
+    row = plain_row(tiny_target)
     every = range(tiny_target.num_layers)
     hidden = tiny_target.forward(row.token_ids[None], taps=tuple(every), logits=False).hidden[0]
     small = SimpleNamespace(
@@ -429,15 +429,14 @@ def test_layers_that_change_little_are_still_told_apart(tiny_target: Target) -> 
         ),
     )
     near = small.forward().hidden[0]
-    facts = ExpectedFacts(expected, 6, 32, torch.float32, "", "")
     right = replace(row, states=torch.cat([near[:, [2, 4]], row.states[:, -1:]], 1))
-    check_forward(small, right, facts)  # type: ignore[arg-type]
+    check_forward(small, right)  # type: ignore[arg-type]
     few = replace(right, states=right.states.clone())
     few.states[3] += 1  # a position that another expert computed
-    check_forward(small, few, facts)  # type: ignore[arg-type]
+    check_forward(small, few)  # type: ignore[arg-type]
     shifted = replace(row, states=torch.cat([near[:, [3, 4]], row.states[:, -1:]], 1))
     with pytest.raises(UntrustedStatesError, match="layer numbering"):
-        check_forward(small, shifted, facts)  # type: ignore[arg-type]
+        check_forward(small, shifted)  # type: ignore[arg-type]
 
 
 def test_the_connector_refuses_what_its_files_do_not_say() -> None:

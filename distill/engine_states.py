@@ -185,7 +185,6 @@ class EngineStates:
         configs = SimpleNamespace(hf_config=config, hf_text_config=config.get_text_config())
         return EngineFacts(
             version=VERSION,
-            engine="",
             instance="",
             layers=(*sorted(self.layers), target.num_layers),
             num_layers=target.num_layers,
@@ -274,9 +273,8 @@ class EngineStates:
         module = self.folder / f"{_MODULE}.py"
         shutil.copyfile(engine_connector.__file__, module)
         layers = (*self.layers, self.target.num_layers)
-        words = plain_words(self.recipe, self.target, len(self._probes[0])) + states_words(
-            self.spec, layers, str(self.folder)
-        )
+        words = plain_words(self.recipe, self.target, len(self._probes[0]))
+        words += states_words(self.spec, layers, str(self.folder))
         path = os.pathsep.join(filter(None, [str(module.parent), os.environ.get("PYTHONPATH")]))
         return self._stack.enter_context(_started(self.recipe, words, {"PYTHONPATH": path}))
 

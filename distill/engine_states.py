@@ -223,10 +223,15 @@ class EngineStates:
     def _start(self) -> None:
         """Start the engine, or look for the user's, and trust each of those that answer, or not."""
         self._clear()
+        self._stopped.clear()
         self._models = self._answering() if self.spec.urls else self._own_server()
-        for url in self._models:
-            self._check_template(url)
-            self._compare(url)
+        try:
+            for url in self._models:
+                self._check_template(url)
+                self._compare(url)
+        except BaseException:
+            self._models = {}  # nothing is asked of an engine that was not compared
+            raise
 
     def _clear(self) -> None:
         """Remove what an engine wrote for a run that was killed, and nothing else.

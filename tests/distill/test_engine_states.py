@@ -90,8 +90,12 @@ class StatesServer(Server):
         }
         self.change(self, written)
         file = self.folder / f"cmpl-{self.name}{self.requests}.safetensors"
-        write_states(file, written["hidden_states"], written["token_ids"], written["facts"])
-        self.after(file)
+
+        def write() -> None:
+            write_states(file, written["hidden_states"], written["token_ids"], written["facts"])
+            self.after(file)
+
+        threading.Timer(0.01, write).start()  # after the answer, as the connector does
         self.last_written = written
         following = int(said[-1].argmax())
         told = [None, *({str(t): {"logprob": float(said[i, t])}} for i, t in enumerate(tokens[1:]))]

@@ -33,10 +33,9 @@ import torch
 from safetensors.torch import save_file
 
 if "vllm" in sys.modules:  # which imports this file; on our side vLLM is not imported, even where it is installed
-    from vllm import __version__ as vllm_version
     from vllm.distributed.kv_transfer.kv_connector.v1 import example_hidden_states_connector as theirs
 else:
-    vllm_version, theirs = "", None
+    theirs = None
 
 VERSION = 1  # of the file's format and of what its facts mean
 NAME = "OutriderHiddenStates"
@@ -50,7 +49,7 @@ class EngineFacts:
     """What an engine says of the states that it writes.
 
     Attributes:
-        version: of the connector. engine: its version of vLLM. instance: of this start of it, never the same twice.
+        version: of the connector. instance: of this start of the engine, never the same twice.
         layers: HF `hidden_states` indices of the taps, ascending, as vLLM writes them. num_layers: of the target.
         dtype: of the states.
         quantization: of the weights as they are served, by the checkpoint's own name for it; "" for none.
@@ -58,7 +57,6 @@ class EngineFacts:
     """
 
     version: int
-    engine: str
     instance: str
     layers: tuple[int, ...]
     num_layers: int
@@ -180,7 +178,6 @@ def _facts(config: Any) -> EngineFacts:
     drafting, model = config.speculative_config.draft_model_config.hf_config, config.model_config
     return EngineFacts(
         version=VERSION,
-        engine=vllm_version,
         instance=uuid.uuid4().hex,
         layers=tuple(sorted(set(drafting.eagle_aux_hidden_state_layer_ids))),
         num_layers=int(model.hf_text_config.num_hidden_layers),

@@ -185,7 +185,6 @@ class EngineStates:
         configs = SimpleNamespace(hf_config=config, hf_text_config=config.get_text_config())
         return EngineFacts(
             version=VERSION,
-            engine="",
             instance="",
             layers=(*sorted(self.layers), target.num_layers),
             num_layers=target.num_layers,
@@ -224,10 +223,15 @@ class EngineStates:
     def _start(self) -> None:
         """Start the engine, or look for the user's, and trust each of those that answer, or not."""
         self._clear()
+        self._stopped.clear()
         self._models = self._answering() if self.spec.urls else self._own_server()
-        for url in self._models:
-            self._check_template(url)
-            self._compare(url)
+        try:
+            for url in self._models:
+                self._check_template(url)
+                self._compare(url)
+        except BaseException:
+            self._models = {}  # nothing is asked of an engine that was not compared
+            raise
 
     def _clear(self) -> None:
         """Remove what an engine wrote for a run that was killed, and nothing else.
@@ -274,9 +278,8 @@ class EngineStates:
         module = self.folder / f"{_MODULE}.py"
         shutil.copyfile(engine_connector.__file__, module)
         layers = (*self.layers, self.target.num_layers)
-        words = plain_words(self.recipe, self.target, len(self._probes[0])) + states_words(
-            self.spec, layers, str(self.folder)
-        )
+        words = plain_words(self.recipe, self.target, len(self._probes[0]))
+        words += states_words(self.spec, layers, str(self.folder))
         path = os.pathsep.join(filter(None, [str(module.parent), os.environ.get("PYTHONPATH")]))
         return self._stack.enter_context(_started(self.recipe, words, {"PYTHONPATH": path}))
 

@@ -90,8 +90,12 @@ class StatesServer(Server):
         }
         self.change(self, written)
         file = self.folder / f"cmpl-{self.name}{self.requests}.safetensors"
-        write_states(file, written["hidden_states"], written["token_ids"], written["facts"])
-        self.after(file)
+
+        def write() -> None:
+            write_states(file, written["hidden_states"], written["token_ids"], written["facts"])
+            self.after(file)
+
+        threading.Timer(0.01, write).start()  # after the answer, as the connector does
         self.last_written = written
         following = int(said[-1].argmax())
         told = [None, *({str(t): {"logprob": float(said[i, t])}} for i, t in enumerate(tokens[1:]))]
@@ -141,7 +145,7 @@ def plain_row(target: Target) -> EngineRow:
     """A row whose last state is any, before the norm."""
     tokens = torch.randint(5, 300, (20,), generator=torch.Generator().manual_seed(3))
     states = torch.randn(20, 3, target.hidden_size)
-    facts = EngineFacts(VERSION, "0", "first", (2, 4, 6), 6, "float32", "", "")
+    facts = EngineFacts(VERSION, "first", (2, 4, 6), 6, "float32", "", "")
     return EngineRow(states, tokens, facts, next_token=0)
 
 
@@ -152,7 +156,7 @@ def lab(tmp_path: Path, tiny_target: Target) -> Any:
     tiny_target.require_tokenizer().save_pretrained(tmp_path / "target")
     spool = tmp_path / "spool"
     spool.mkdir()
-    facts = EngineFacts(VERSION, "0", "first", (2, 4, 6), 6, "float32", "", checkpoint_digest(tmp_path / "target"))
+    facts = EngineFacts(VERSION, "first", (2, 4, 6), 6, "float32", "", checkpoint_digest(tmp_path / "target"))
     server = StatesServer(tiny_target, folder=spool, facts=facts)
     server.start()
     yield Lab(tmp_path, server)

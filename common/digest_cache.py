@@ -95,6 +95,13 @@ def is_noted(what: str) -> bool:
         return what in _known or what in _saved()
 
 
+def state_of(folder: Path) -> str | None:
+    """Return a text that is another one once a file in `folder` changes; None while a last change is too recent."""
+    files = {file: file.stat() for file in sorted(folder.iterdir()) if file.is_file()}
+    newest = max((max(status.st_mtime_ns, status.st_ctime_ns) for status in files.values()), default=0)
+    return None if time.time_ns() - newest <= _UNSETTLED else "\n".join(_key(*item) for item in files.items())
+
+
 def save() -> None:
     """Write the digests that were remembered since the last time into the cache folder, if any."""
     with _one_at_a_time, suppress(OSError, RuntimeError):  # it only costs time

@@ -41,9 +41,7 @@ Fault = Literal[
 # What rounding may do at a position: to a log-probability, and to a state, relative to its norm.
 LOGPROB_TOLERANCE: Final = {torch.float32: 2e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
 STATE_TOLERANCE: Final = {torch.float32: 1e-3, torch.bfloat16: 0.06, torch.float16: 0.02}
-_SHARE = (
-    0.9  # of a row's positions that must fit: two implementations round some of a mixture's tokens to other experts
-)
+_SHARE = 0.9  # of a row's positions that must fit: implementations round some of a mixture's tokens to other experts
 _AT_ONCE = 256  # positions whose logits are in memory
 
 
@@ -73,29 +71,15 @@ class EngineRow:
     prompt_logprobs: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class ExpectedFacts:
-    """What the facts must be: `layers` ascending, without the last, and the others as in `EngineFacts`."""
-
-    layers: tuple[int, ...]
-    num_layers: int
-    hidden_size: int
-    dtype: torch.dtype
-    quantization: str
-    weights: str
-
-
-def check_facts(
-    facts: EngineFacts, expected: ExpectedFacts, trusted: EngineFacts | None, ended: Container[str] = ()
-) -> None:
-    """Refuse an engine that was started otherwise than it must be; `trusted` are the facts of an earlier start.
+def check_facts(facts: EngineFacts, expected: EngineFacts, is_again: bool, ended: Container[str] = ()) -> None:
+    """Refuse an engine that was started otherwise than it must be; `is_again` if an earlier start was trusted.
 
     `ended` are instances whose files must not be read any more.
     """
     if facts.instance in ended:
         raise UntrustedStatesError("stale states", "they are of an engine that has ended. Clear its folder.")
     if facts.weights != expected.weights:
-        if trusted is not None and trusted.weights == expected.weights:
+        if is_again:
             raise UntrustedStatesError(
                 "engine restarted with other weights",
                 "after a restart its checkpoint is another one. Start it with the target's again.",
@@ -107,22 +91,21 @@ def check_facts(
             f"it serves weights quantised as {facts.quantization or 'none'!r}, target.path holds "
             f"{expected.quantization or 'none'!r}. A quantised target is another target: name that one.",
         )
-    wanted = (*expected.layers, expected.num_layers)
-    if facts.num_layers != expected.num_layers or facts.layers != wanted:
-        fault: Fault = "order of taps" if sorted(facts.layers) == sorted(wanted) else "layer numbering"
+    if facts.num_layers != expected.num_layers or facts.layers != expected.layers:
+        fault: Fault = "order of taps" if sorted(facts.layers) == sorted(expected.layers) else "layer numbering"
         raise UntrustedStatesError(
             fault,
-            f"it writes hidden_states{list(facts.layers)} of {facts.num_layers} layers, {list(wanted)} of "
+            f"it writes hidden_states{list(facts.layers)} of {facts.num_layers} layers, {list(expected.layers)} of "
             f"{expected.num_layers} are needed. Start it with those (outrider plan prints the command).",
         )
-    if facts.dtype != _name(expected.dtype):
-        raise UntrustedStatesError("precision", f"it computes in {facts.dtype}, the target is {_name(expected.dtype)}.")
+    if facts.dtype != expected.dtype:
+        raise UntrustedStatesError("precision", f"it computes in {facts.dtype}, the target is {expected.dtype}.")
 
 
-def check_tokens(row: EngineRow, asked: Tensor, expected: ExpectedFacts) -> None:
+def check_tokens(row: EngineRow, asked: Tensor, hidden_size: int) -> None:
     """Refuse states that are not of all tokens `asked` `[T]`, one for each, in the precision that was said."""
-    if row.states.dim() != 3 or row.states.shape[2] != expected.hidden_size or row.token_ids.dim() != 1:
-        shape = f"{tuple(row.states.shape)}, expected [tokens, taps, {expected.hidden_size}]"
+    if row.states.dim() != 3 or row.states.shape[2] != hidden_size or row.token_ids.dim() != 1:
+        shape = f"{tuple(row.states.shape)}, expected [tokens, taps, {hidden_size}]"
         raise UntrustedStatesError("altered file", f"the shape of the states is {shape}.")
     said, count = row.token_ids, row.states.shape[0]
     if len(said) != count:
@@ -137,15 +120,14 @@ def check_tokens(row: EngineRow, asked: Tensor, expected: ExpectedFacts) -> None
         raise UntrustedStatesError(
             "another request's states", f"they are of {len(said)} other tokens than the {len(asked)} that were asked."
         )
-    if row.states.shape[1] != len(expected.layers) + 1:
-        raise UntrustedStatesError(
-            "layer numbering", f"{row.states.shape[1]} states of each token, {len(expected.layers) + 1} are expected."
-        )
-    if row.states.dtype != expected.dtype or (
-        row.states.dtype == torch.float32 and torch.equal(row.states, row.states.bfloat16().float())
-    ):
-        held = _name(row.states.dtype) if row.states.dtype != expected.dtype else "float32 with bfloat16's digits"
-        raise UntrustedStatesError("precision", f"they are {held}, expected {_name(expected.dtype)}.")
+    taps, layers = row.states.shape[1], row.facts.layers
+    if taps != len(layers):
+        raise UntrustedStatesError("layer numbering", f"{taps} states of each token, {len(layers)} are expected.")
+    held = str(row.states.dtype).removeprefix("torch.")
+    if held == "float32" and torch.equal(row.states, row.states.bfloat16().float()):
+        held = "float32 with bfloat16's digits"
+    if held != row.facts.dtype:
+        raise UntrustedStatesError("precision", f"they are {held}, expected {row.facts.dtype}.")
     if not torch.isfinite(row.states).all():
         raise UntrustedStatesError("altered file", "they hold numbers that are not finite.")
 
@@ -199,7 +181,7 @@ def _explained(target: Target, row: EngineRow, fits: Sequence[bool]) -> Untruste
 
 
 @torch.inference_mode()
-def check_forward(whole: Target, row: EngineRow, expected: ExpectedFacts) -> None:
+def check_forward(whole: Target, row: EngineRow) -> None:
     """Refuse a row whose taps are not those of a plain forward of the `whole` target, and say which ones they are.
 
     Whatever rounding does, no other layer may be nearer.
@@ -208,12 +190,13 @@ def check_forward(whole: Target, row: EngineRow, expected: ExpectedFacts) -> Non
     out = whole.forward(tokens, taps=tuple(every), logits=False)
     assert out.hidden is not None
     hidden, room = out.hidden[0].float().cpu(), STATE_TOLERANCE[row.states.dtype]
-    for place, layer in enumerate(expected.layers):
+    *layers, _ = row.facts.layers
+    for place, layer in enumerate(layers):
         apart = torch.stack([_apart(row.states[:, place].float(), hidden[:, i]) for i in every])  # [N, T]
         medians = apart.median(dim=1).values
         nearest = int(medians.argmin())
         if medians[nearest] < min(float(medians[layer]), room):  # layers that change nothing are as near as each other
-            fault: Fault = "order of taps" if nearest in expected.layers else "layer numbering"
+            fault: Fault = "order of taps" if nearest in layers else "layer numbering"
             raise UntrustedStatesError(fault, f"what it says is hidden_states[{layer}] is hidden_states[{nearest}].")
         if _fits_forward(apart[layer], room):
             continue
@@ -233,13 +216,25 @@ def check_forward(whole: Target, row: EngineRow, expected: ExpectedFacts) -> Non
         raise UntrustedStatesError(fault, "the last states differ from a plain forward of target.path.")
 
 
+def check_same(row: EngineRow, trusted: Tensor) -> None:
+    """Refuse a row whose states are not those `[T, K + 1, H]` of an engine that is trusted, but for rounding."""
+    room = STATE_TOLERANCE[row.states.dtype]
+    apart = _apart(row.states.float(), trusted.float())  # [T, K + 1]
+    if not all(_fits_forward(tap, room) for tap in apart.unbind(1)):
+        raise UntrustedStatesError(
+            "another checkpoint",
+            "they differ from those that another engine, or an earlier start of this one, had for these tokens by "
+            f"{float(apart.median(dim=0).values.max()):.1e} (relative, in the median; {room:g} is rounding).",
+        )
+
+
 def _fits_forward(apart: Tensor, room: float) -> bool:
     """Return whether differences `[T]` are rounding: the median, and all but a few positions."""
     return float(apart.median()) <= room and float((apart <= room).float().mean()) >= _SHARE
 
 
 def _apart(one: Tensor, other: Tensor) -> Tensor:
-    """Return how far states `[T, H]` differ, relative to the norm of `other`, `[T]`."""
+    """Return how far states `[..., H]` differ, relative to the norm of `other`, `[...]`."""
     return (one - other).norm(dim=-1) / other.norm(dim=-1).clamp(min=1e-6)
 
 
@@ -251,7 +246,3 @@ def check_template(theirs: Sequence[int], ours: Sequence[int]) -> None:
             f"it makes {len(theirs)} tokens of a chat of which target.path makes {len(ours)}. Start it without "
             "--chat-template and --tokenizer of its own.",
         )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

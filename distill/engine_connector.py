@@ -26,16 +26,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
 if "vllm" in sys.modules:  # which imports this file; on our side vLLM is not imported, even where it is installed
-    from vllm import __version__ as vllm_version
     from vllm.distributed.kv_transfer.kv_connector.v1 import example_hidden_states_connector as theirs
 else:
-    vllm_version, theirs = "", None
+    theirs = None
 
 VERSION = 1  # of the file's format and of what its facts mean
 NAME = "OutriderHiddenStates"
@@ -49,7 +49,7 @@ class EngineFacts:
     """What an engine says of the states that it writes.
 
     Attributes:
-        version: of the connector. engine: its version of vLLM. instance: of this start of it, never the same twice.
+        version: of the connector. instance: of this start of the engine, never the same twice.
         layers: HF `hidden_states` indices of the taps, ascending, as vLLM writes them. num_layers: of the target.
         dtype: of the states.
         quantization: of the weights as they are served, by the checkpoint's own name for it; "" for none.
@@ -57,7 +57,6 @@ class EngineFacts:
     """
 
     version: int
-    engine: str
     instance: str
     layers: tuple[int, ...]
     num_layers: int
@@ -120,37 +119,26 @@ def write_states(file: Path, hidden_states: torch.Tensor, token_ids: torch.Tenso
         save_file(tensors, part, metadata={"outrider": said})
 
 
-def waiting_bytes(folder: Path) -> int:
-    """Return the size of the states in `folder` that nobody has read yet."""
-    total = 0
-    for entry in os.scandir(folder):
-        if not entry.name.endswith((SUFFIX, ".part")):
-            continue
-        try:
-            total += entry.stat().st_size
-        except FileNotFoundError:  # just read
-            continue
-    return total
-
-
 def wait_for_room(folder: Path, needed: int, budget: int, seconds: float = _WAIT_SECONDS) -> bool:
-    """Wait until `needed` more bytes are within the budget of `folder`; return False if that does not come about."""
+    """Wait until `needed` more bytes of states are within the budget of `folder`; return False if they never are.
+
+    One file always has room, however large.
+    """
     limit = time.monotonic() + seconds
-    while (waiting := waiting_bytes(folder)) and waiting + needed > budget:
+    while True:
+        waiting = 0
+        for entry in os.scandir(folder):
+            if entry.name.endswith((SUFFIX, ".part")):
+                with suppress(FileNotFoundError):  # just read
+                    waiting += entry.stat().st_size
+        if not waiting or waiting + needed <= budget:
+            return True
         if time.monotonic() > limit:
             return False
         time.sleep(_POLL_SECONDS)
-    return True
 
 
-class _NoEvent:
-    """The event of a copy that is finished, as on a CPU."""
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        pass
+_FINISHED = SimpleNamespace(query=lambda: True, synchronize=lambda: None)  # the event of a copy on a CPU
 
 
 def _model_folder(config: Any) -> str:
@@ -190,7 +178,6 @@ def _facts(config: Any) -> EngineFacts:
     drafting, model = config.speculative_config.draft_model_config.hf_config, config.model_config
     return EngineFacts(
         version=VERSION,
-        engine=vllm_version,
         instance=uuid.uuid4().hex,
         layers=tuple(sorted(set(drafting.eagle_aux_hidden_state_layer_ids))),
         num_layers=int(model.hf_text_config.num_hidden_layers),
@@ -244,7 +231,7 @@ class OutriderHiddenStates(object if theirs is None else theirs.ExampleHiddenSta
         slots = (blocks[:, None] * size + torch.arange(size, device=cache.device)).flatten()
         count = pending.token_ids.shape[0]
         if cache.device.type == "cpu":
-            return theirs.extract_from_kv_cache(cache, slots, count).clone(), _NoEvent()
+            return theirs.extract_from_kv_cache(cache, slots, count).clone(), _FINISHED
         found = theirs.extract_from_kv_cache(cache, slots, count)
         states = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
         states.copy_(found, non_blocking=True)

@@ -16,11 +16,12 @@ import shutil
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,12 +48,12 @@ from . import engine_connector
 from .conversation import render
 from .engine_checks import (
     EngineRow,
-    ExpectedFacts,
     UntrustedStatesError,
     check_facts,
     check_forward,
     check_logits,
     check_next_token,
+    check_same,
     check_template,
     check_tokens,
 )
@@ -107,7 +108,8 @@ def plain_words(recipe: Recipe, target: Target, longest: int = 0) -> list[str]:
     """Return what a vLLM's command line says of the recipe's target, whose `longest` row has that many tokens."""
     data, spec = recipe.data, recipe.target.engine
     longest = max(longest, data.max_prompt_tokens + data.max_new_tokens) + 1
-    longest = min(longest, target.max_context or longest)
+    limit = getattr(target.config, "max_position_embeddings", None)
+    longest = min(longest, limit or longest)
     words = ["--served-model-name", _SERVED_AS, "--dtype", str(target.dtype).removeprefix("torch.")]
     words += ["--max-model-len", str(longest), "--max-num-batched-tokens", str(max(longest, 2048))]
     words += ["--trust-remote-code"] * recipe.target.trust_remote_code
@@ -120,8 +122,8 @@ def _folder_of(recipe: Recipe) -> Path:
     return folder_of(target_path(own.path), own.dtype, own.revision, own.trust_remote_code)
 
 
-def _started(recipe: Recipe, words: Sequence[str], more: Mapping[str, str]) -> AbstractContextManager[str]:
-    """Return the context of a server on this machine, which yields its URL."""
+def _started(recipe: Recipe, words: Sequence[str], more: Mapping[str, str]) -> AbstractContextManager[dict[str, str]]:
+    """Return the context of a server on this machine, which yields its model by its URL."""
     spec = recipe.target.engine
     assert spec is not None
     python = str(python_of(Path(spec.python or "")))
@@ -134,7 +136,7 @@ def _started(recipe: Recipe, words: Sequence[str], more: Mapping[str, str]) -> A
         access = ["--disable-uvicorn-access-log", "--host", "127.0.0.1", "--port", str(port)]
         return [*server, *access, *words]
 
-    return running_server(command, environment, log, _answers_at, seconds=spec.start_seconds)
+    return running_server(command, environment, log, lambda url: {url: _first_model(url)}, seconds=spec.start_seconds)
 
 
 @contextmanager
@@ -144,17 +146,17 @@ def answering(recipe: Recipe, target: Target) -> Iterator[DataSpec]:
         yield recipe.data
         return
     require_extra("serving", "target.engine")
-    with _started(recipe, plain_words(recipe, target), {}) as url:
+    with _started(recipe, plain_words(recipe, target), {}) as (url,):
         yield recipe.data.model_copy(update={"servers": [ServerSpec(url=f"{url}/v1")]})
 
 
 class EngineStates:
-    """The hidden states of rows, from one engine.
+    """The hidden states of rows, from one engine, or from several that write into one folder.
 
     Attributes:
         target: with its final norm and output embedding. layers: the taps without the last state, in the drafter's
             order; the engine's are ascending.
-        expected: what the engine must say of itself.
+        expected: what an engine must say of itself.
     """
 
     def __init__(self, recipe: Recipe, target: Target, layers: Sequence[int]):
@@ -163,10 +165,13 @@ class EngineStates:
         require_extra("serving", "target.engine")
         self.spec, self.recipe, self.target, self.layers = spec, recipe, target, tuple(layers)
         self.folder = Path(spec.folder or recipe.output_folder / "engine").expanduser().absolute()
-        self.url, self._stack, self._stopped = "", ExitStack(), threading.Event()
-        self._trusted: EngineFacts | None = None  # like the next one, only the thread that starts the engine changes it
+        self._stack, self._stopped = ExitStack(), threading.Event()
+        # All of these only the thread that starts engines changes.
+        self._models: dict[str, str] = {}  # by URL, of the engines that are asked
+        self._instances: dict[str, str] = {}  # by URL, of the starts that are trusted
         self._ended: set[str] = set()  # instances
         self._probes: list[list[int]] = []
+        self._compared: list[Tensor] = []  # states of the probes, of the first engine that was trusted
 
     @classmethod
     def of_recipe(cls, recipe: Recipe, target: Target, taps: Sequence[int]) -> EngineStates | None:
@@ -174,45 +179,59 @@ class EngineStates:
         return None if recipe.target.engine is None else cls(recipe, target, stored_taps(taps, target.num_layers))
 
     @cached_property
-    def expected(self) -> ExpectedFacts:
-        """What the engine must say of itself; the checkpoint's digest is made when it is first asked for."""
+    def expected(self) -> EngineFacts:
+        """What an engine must say of itself, whichever it is; it reads a little of each file of the checkpoint."""
         target, config = self.target, self.target.model.config
         configs = SimpleNamespace(hf_config=config, hf_text_config=config.get_text_config())
-        return ExpectedFacts(
-            tuple(sorted(self.layers)),
-            target.num_layers,
-            target.hidden_size,
-            target.dtype,
-            engine_connector.quantization_of(configs),
-            engine_connector.checkpoint_digest(_folder_of(self.recipe)),
+        return EngineFacts(
+            version=VERSION,
+            instance="",
+            layers=(*sorted(self.layers), target.num_layers),
+            num_layers=target.num_layers,
+            dtype=str(target.dtype).removeprefix("torch."),
+            quantization=engine_connector.quantization_of(configs),
+            weights=engine_connector.checkpoint_digest(_folder_of(self.recipe)),
         )
 
     @property
     def identity(self) -> list[Any]:
         """The settings that decide its states, beside the target's own identity: sums are another engine's."""
-        return [self.spec.kind, engine_connector.VERSION]
+        return [self.spec.kind, VERSION]
 
     @contextmanager
     def running(self, probes: Sequence[Sequence[int]]) -> Iterator[EngineStates]:
-        """Have the engine ready inside, and trusted: by `probes`, of which the first one is the longest of all rows."""
-        self._probes = [list(tokens) for tokens in probes if len(tokens) > 2]
+        """Have the engines ready inside, and trusted: by `probes`, of which the first one is the longest of all rows.
+
+        Raises BadInputError, before any engine starts, if that one leaves no room for the token that it makes.
+        """
+        longest, limit = len(probes[0]), self.target.max_context
+        if limit is not None and longest > limit:
+            raise BadInputError(
+                f"a row has {longest} tokens, and the engine reads {limit} at most: it makes one more, within the "
+                "target's context. Lower data.max_new_tokens, or cut the rows of data.responses."
+            )
+        self._probes = [list(tokens) for tokens in probes]
         with writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
         with locked(self.folder), self._stack:
+            for url in self.spec.urls:  # at first all of them must be there; later some may be away
+                _first_model(url)
             self._start()
             yield self
             self._clear()
 
     def _start(self) -> None:
-        """Start the engine, or look for the user's, and trust it, or not."""
+        """Start the engine, or look for the user's, and trust each of those that answer, or not."""
         self._clear()
-        if self.spec.url is not None:
-            self.url = self.spec.url.rstrip("/").removesuffix("/v1")
-            _first_model(self.url)
-        else:
-            self.url = self._stack.enter_context(self._own_server())
-        self._check_template()
-        self._compare()
+        self._stopped.clear()
+        self._models = self._answering() if self.spec.urls else self._own_server()
+        try:
+            for url in self._models:
+                self._check_template(url)
+                self._compare(url)
+        except BaseException:
+            self._models = {}  # nothing is asked of an engine that was not compared
+            raise
 
     def _clear(self) -> None:
         """Remove what an engine wrote for a run that was killed, and nothing else.
@@ -229,43 +248,51 @@ class EngineStates:
         for left in (*ours, *parts, *self.folder.glob(f"{_REQUEST}*{FAILED}")):
             left.unlink(missing_ok=True)
 
-    def _compare(self) -> None:
-        """Trust this start of the engine, once its states of the probes are right."""
-        before, self._trusted = self._trusted, None
-        whole = self._whole()
-        for i, tokens in enumerate([*self._probes[:1], *(t[:CHECKED_TOKENS] for t in self._probes[:CHECKED_ROWS])]):
-            # The longest row is asked for without the logits of all its tokens, which may need more than there is.
-            row = self._asked(tokens, probe=i > 0, before=before)
-            if self._trusted is not None and row.facts.instance != self._trusted.instance:
-                raise BadAnswerError(f"{self.url} was started again while it was compared.", _RESTARTED)
-            self._trusted = row.facts
-            check_logits(self.target, row)
-            if whole is not None and i > 0:
-                check_forward(whole, row, self.expected)
-        if before is not None and self._trusted is not None and before.instance != self._trusted.instance:
-            self._ended.add(before.instance)
-        _log.info("the engine's states were compared on %d rows: trusted", len(self._probes[:CHECKED_ROWS]))
+    def _compare(self, url: str) -> None:
+        """Trust this start of an engine, once its states of the probes are right.
 
-    def _own_server(self) -> AbstractContextManager[str]:
-        """Return the context of a server with the connector, on this machine."""
+        The first one's are compared with a plain forward, where that can be; every later one's with the first one's.
+        """
+        # The longest row is asked for without the logits of all its tokens, which may need more than there is.
+        asked = [self._probes[0], *(tokens[:CHECKED_TOKENS] for tokens in self._probes[:CHECKED_ROWS])]
+        rows = [self._asked(url, tokens, probe=i > 0) for i, tokens in enumerate(asked)]
+        if len({row.facts.instance for row in rows}) > 1:
+            raise BadAnswerError(f"{url} was started again while it was compared.", _RESTARTED)
+        for row in rows:
+            check_logits(self.target, row)
+        if self._compared:
+            for row, states in zip(rows[1:], self._compared, strict=True):
+                check_same(row, states)
+        elif (whole := self._whole()) is not None:
+            for row in rows[1:]:
+                check_forward(whole, row)
+        self._compared = self._compared or [row.states for row in rows[1:]]
+        self._ended |= {self._instances.get(url, "")} - {rows[0].facts.instance}
+        self._instances[url] = rows[0].facts.instance
+        _log.info("the states of %s were compared on %d rows: trusted", url, len(rows[1:]))
+
+    def _own_server(self) -> dict[str, str]:
+        """Start a server with the connector on this machine; return its model by its URL."""
+        self._ended |= set(self._instances.values())
+        self._instances.clear()
         module = self.folder / f"{_MODULE}.py"
         shutil.copyfile(engine_connector.__file__, module)
         layers = (*self.layers, self.target.num_layers)
-        longest = max(map(len, self._probes), default=0)
-        words = plain_words(self.recipe, self.target, longest) + states_words(self.spec, layers, str(self.folder))
+        words = plain_words(self.recipe, self.target, len(self._probes[0]))
+        words += states_words(self.spec, layers, str(self.folder))
         path = os.pathsep.join(filter(None, [str(module.parent), os.environ.get("PYTHONPATH")]))
-        return _started(self.recipe, words, {"PYTHONPATH": path})
+        return self._stack.enter_context(_started(self.recipe, words, {"PYTHONPATH": path}))
 
-    def _check_template(self) -> None:
-        """Compare the engine's tokens of a chat with our own, where the target has a template."""
+    def _check_template(self, url: str) -> None:
+        """Compare an engine's tokens of a chat with our own, where the target has a template."""
         tokenizer = self.target.require_tokenizer()
         if not getattr(tokenizer, "chat_template", None):
             return
         messages = [{"role": "user", "content": "Say in a word: yes or no?"}]
         text = render(tokenizer, messages, "a chat for comparison", template=self.recipe.template)
-        body = {"model": self._name, "messages": messages, "add_generation_prompt": True}
+        body = {"model": self._models[url], "messages": messages, "add_generation_prompt": True}
         body |= {"add_special_tokens": False, "chat_template_kwargs": dict(self.recipe.template)}
-        place = f"{self.url}/tokenize"
+        place = f"{url}/tokenize"
         theirs = read_answer(_TokenizedChat, ask(place, json.dumps(body).encode()), place).tokens
         check_template(theirs, tokenizer(text, add_special_tokens=False)["input_ids"])
 
@@ -285,13 +312,14 @@ class EngineStates:
     def of(self, rows: Mapping[int, np.ndarray]) -> Iterator[tuple[int, Tensor | None, Tensor]]:
         """Yield number, taps `[T, K, H]` (None without taps) and last state after the norm `[T, H]` of each row.
 
-        An engine that ended, or is away, is started again, or waited for.
+        An engine that ended, or is away, is started again, or waited for; while another one answers that one works.
         """
         left, failures = dict(rows), 0
-        place = {layer: i for i, layer in enumerate(self.expected.layers)}
-        order = [place[layer] for layer in self.layers]  # the engine's taps are ascending, the drafter's may not be
+        order = [sorted(self.layers).index(layer) for layer in self.layers]  # the engine's taps are ascending
         while left:
             try:
+                if self.spec.urls and self._models.keys() != self._answering().keys():
+                    self._start()
                 for i, row in self._answers(left):
                     with torch.inference_mode():
                         last = self.target.final_norm(row.states[:, -1].to(self.target.device)).cpu()
@@ -300,46 +328,43 @@ class EngineStates:
             except BadAnswerError as error:
                 failures = self._repaired(error, failures + 1)
 
-    def _repaired(self, error: BadAnswerError, failures: int) -> int:
-        """Return the number of failures once the engine can be asked again; one that lives is not started anew.
+    def _repaired(self, error: BadInputError, failures: int) -> int:
+        """Return the number of failures once an engine can be asked again; one that lives is not started anew.
 
         It is started in the thread that lives as long as it: the kernel ends it with its thread.
         """
         while True:
-            if failures > _MOST_FAILURES or error.reason.startswith("HTTP status 4"):  # it would say so again
+            reason = error.reason if isinstance(error, BadAnswerError) else str(error)
+            if failures > _MOST_FAILURES or reason.startswith("HTTP status 4"):  # it would say so again
                 raise error
-            _log.warning("the engine failed (%s); it is asked again", error.reason)
+            _log.warning("the engine failed (%s); it is asked again", reason)
             time.sleep(0.1 * 2**failures)
             try:
-                if error.reason != _RESTARTED:
-                    _first_model(self.url)
-                    return failures
-            except BadAnswerError:
-                self._wait_for_return()
-            try:
-                self._start()
-            except BadAnswerError as again:
+                if reason == _RESTARTED or not _alive(self._models):
+                    self._stack.close()
+                    self._start()
+            except BadInputError as again:  # it may have been killed as it started
                 error, failures = again, failures + 1
             else:
                 return failures
 
-    def _wait_for_return(self) -> None:
-        """End the engine that is ours and does not answer; wait until the user's is back, or its time is over."""
-        self._stack.close()
+    def _answering(self) -> dict[str, str]:
+        """Return the models, by URL, of the user's engines that answer, as soon as one does; else BadAnswerError."""
         limit = time.monotonic() + self.spec.start_seconds
-        while self.spec.url is not None and time.monotonic() < limit:
-            try:
-                _first_model(self.url)
-            except BadAnswerError:
-                time.sleep(2)
-            else:
-                return
+        while not (found := _alive(self.spec.urls)):
+            if time.monotonic() > limit:
+                raise BadInputError(f"{', '.join(self.spec.urls)}: the engine does not answer.")
+            time.sleep(0.5)
+        return found
 
     def _answers(self, rows: Mapping[int, np.ndarray]) -> Iterator[tuple[int, EngineRow]]:
-        """Yield each row, checked, in order, while others are asked."""
-        with ThreadPoolExecutor(self.spec.concurrency) as pool:
+        """Yield each row, checked, in order, while others are asked of whichever engine has time."""
+        idle = SimpleQueue[str]()
+        for url in list(self._models) * self.spec.concurrency:
+            idle.put(url)
+        with ThreadPoolExecutor(idle.qsize()) as pool:
             self._stopped.clear()
-            asked = deque((i, pool.submit(self._row, tokens.tolist())) for i, tokens in rows.items())
+            asked = deque((i, pool.submit(self._row, idle, tokens.tolist())) for i, tokens in rows.items())
             try:
                 while asked:
                     i, future = asked.popleft()  # so that a row that was stored is not kept
@@ -349,25 +374,25 @@ class EngineStates:
                 for _, future in asked:
                     future.cancel()
 
-    def _row(self, tokens: list[int]) -> EngineRow:
-        row = self._asked(tokens, before=self._trusted)
-        if self._trusted is not None and row.facts.instance != self._trusted.instance:
-            raise BadAnswerError(f"{self.url} was started again between two rows.", _RESTARTED)
+    def _row(self, idle: SimpleQueue[str], tokens: list[int]) -> EngineRow:
+        url = idle.get()
+        try:
+            row = self._asked(url, tokens)
+        finally:
+            idle.put(url)
+        if row.facts.instance != self._instances[url]:
+            raise BadAnswerError(f"{url} was started again between two rows.", _RESTARTED)
         check_next_token(self.target, row)
         return row
 
-    @cached_property
-    def _name(self) -> str:
-        return _first_model(self.url)
-
-    def _asked(self, tokens: list[int], probe: bool = False, before: EngineFacts | None = None) -> EngineRow:
-        """Return an engine's row, with its facts and tokens checked; `before` are the facts of its last start."""
-        body = {"model": self._name, "prompt": tokens, "max_tokens": 1, "temperature": 0.0, "logprobs": 0}
+    def _asked(self, url: str, tokens: list[int], probe: bool = False) -> EngineRow:
+        """Return an engine's row, with its facts and tokens checked."""
+        body = {"model": self._models[url], "prompt": tokens, "max_tokens": 1, "temperature": 0.0, "logprobs": 0}
         body |= {"return_token_ids": True, "add_special_tokens": False}
         body |= {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
         body |= {"prompt_logprobs": 0} if probe else {}
         limits = AnswerLimits(self.spec.timeout, MEGABYTE + _BYTES_OF_A_TOKEN * len(tokens))
-        place = f"{self.url}/v1/completions"
+        place = f"{url}/v1/completions"
         answer = read_answer(_PrefillAnswer, ask(place, json.dumps(body).encode(), limits=limits), place)
         named = str((answer.kv_transfer_params or {}).get("hidden_states_path", ""))
         if not named.endswith(SUFFIX):
@@ -375,20 +400,21 @@ class EngineStates:
                 f"{place} names no file of hidden states: start the engine with Outrider's connector (outrider plan "
                 "prints the command)."
             )
-        row = self._read(self.folder / Path(named).name, answer.choices[0], len(tokens))
-        check_facts(row.facts, self.expected, before, self._ended)
-        check_tokens(row, torch.tensor(tokens), self.expected)
+        row = self._read(self.folder / Path(named).name, answer.choices[0], len(tokens), url)
+        is_again = url in self._instances or bool(self._ended)
+        check_facts(row.facts, self.expected, is_again, self._ended)
+        check_tokens(row, torch.tensor(tokens), self.target.hidden_size)
         return row
 
-    def _read(self, file: Path, choice: _PrefilledRow, count: int) -> EngineRow:
+    def _read(self, file: Path, choice: _PrefilledRow, count: int, url: str) -> EngineRow:
         """Return the row of `count` tokens in a file, as soon as it is there, and remove it."""
         begin, failed, pause = time.monotonic(), file.with_suffix(FAILED), 0.002
         looked = begin
-        while file.name not in (names := os.listdir(self.folder)):  # a disk of the network caches that one is not there
+        while file.name not in (names := os.listdir(self.folder)):  # network disks cache that a file is not there
             if failed.name in names:
                 raise BadInputError(f"the engine wrote no states: {read_text(failed, MEGABYTE)[:500]}")
             if time.monotonic() > looked + 1:
-                _first_model(self.url)  # one that ended after its answer writes nothing more
+                _first_model(url)  # one that ended after its answer writes nothing more
                 looked = time.monotonic()
             if self._stopped.wait(pause):
                 raise BadInputError("the others of these rows failed.")
@@ -441,15 +467,7 @@ def read_states(file: Path, most: int) -> tuple[EngineFacts, Tensor, Tensor]:
         facts = EngineFacts(**{**said, "layers": tuple(int(layer) for layer in said["layers"])})
     except UntrustedStatesError:
         raise
-    except (
-        BadInputError,
-        SafetensorError,
-        OSError,
-        KeyError,
-        TypeError,
-        ValueError,
-        AttributeError,
-    ) as error:
+    except (BadInputError, SafetensorError, OSError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise UntrustedStatesError("altered file", f"{file.name} cannot be read ({type(error).__name__}).") from error
     if names != {"hidden_states", "token_ids"} or digest != engine_connector.tensors_digest(states, token_ids):
         raise UntrustedStatesError("altered file", f"{file.name} is not what the connector wrote.")
@@ -462,10 +480,13 @@ def _logprob(one: dict[str, Any] | None, token: int) -> float | None:
     return float(entry["logprob"]) if isinstance(entry, dict) and "logprob" in entry else None
 
 
-def _answers_at(url: str) -> str:
-    """Return the URL of a server that answers; BadAnswerError if none does."""
-    _first_model(url)
-    return url
+def _alive(urls: Iterable[str]) -> dict[str, str]:
+    """Return the first model of each server that answers, by URL."""
+    found = {}
+    for url in urls:
+        with suppress(BadAnswerError):
+            found[url] = _first_model(url)
+    return found
 
 
 def _first_model(url: str) -> str:

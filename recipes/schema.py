@@ -48,7 +48,8 @@ class EngineSpec(Section):
 
     Attributes:
         kind: of the engine.
-        url: of one that runs with Outrider's connector; null to start one on this machine.
+        url: of one that runs with Outrider's connector, or a list of several that write into one folder; null to start
+            one on this machine.
         python: the environment that vLLM is installed in (its folder, or its Python), to start one.
         arguments: more words of its command line, such as `--tensor-parallel-size=8`.
         folder: that it writes hidden states into, as this machine sees it; null for `<output>/engine`.
@@ -61,7 +62,7 @@ class EngineSpec(Section):
     """
 
     kind: Literal["vllm"] = "vllm"
-    url: str | None = None
+    url: str | list[str] | None = None
     python: str | None = None
     arguments: list[str] = Field(default_factory=list)
     folder: str | None = None
@@ -73,13 +74,19 @@ class EngineSpec(Section):
 
     @model_validator(mode="after")
     def _is_consistent(self) -> EngineSpec:
-        if (self.url is None) == (self.python is None):
+        if bool(self.urls) == (self.python is not None):
             raise ValueError("give either url, of an engine that runs, or python, of the environment to start one")
-        if self.url is not None and not is_server_address(self.url):
-            raise ValueError("url: an address is expected, such as http://gpu1:8000, without a user or a key")
-        if self.url is not None and (self.arguments or self.folder is None):
+        if not all(map(is_server_address, self.urls)) or len(set(self.urls)) < len(self.urls):
+            raise ValueError("url: addresses are expected, each once, like http://gpu1:8000, without a user or a key")
+        if self.urls and (self.arguments or self.folder is None):
             raise ValueError("an engine at a url has its own arguments, and needs folder: where it writes the states")
         return self
+
+    @property
+    def urls(self) -> list[str]:
+        """The addresses of engines that run, without `/v1`."""
+        given = [self.url] if isinstance(self.url, str) else self.url or []
+        return [url.rstrip("/").removesuffix("/v1") for url in given]
 
 
 class TargetSpec(Section):
@@ -464,7 +471,7 @@ class Recipe(Section):
         if self.target.engine is not None and self.data.features != "cached":
             raise ValueError("target.engine makes hidden states before the training; set data.features: cached")
         answered = self.data.servers or self.data.responses or self.data.answers == "given"
-        if self.target.engine is not None and self.target.engine.url is not None and not answered:
+        if self.target.engine is not None and self.target.engine.urls and not answered:
             raise ValueError(
                 "target.engine.url makes hidden states, and writes them for every answer, too; name who answers "
                 "(data.servers), take responses that are finished (data.responses), or let Outrider start the engine "

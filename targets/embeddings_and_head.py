@@ -8,8 +8,10 @@ Shapes: T tokens, H hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cache
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -18,7 +20,10 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..common import digest_cache
+from ..common.digests import digest_json, read_sealed, write_json
 from ..common.errors import BadInputError, IncompatibleError
+from ..common.runtime import versions
 from ..common.safe_load import read_json
 from .config_only import config_only_target, is_plain
 from .fingerprint import Fingerprint, digest_tokenizer, plain_config
@@ -26,7 +31,7 @@ from .layers import decoder_layers
 from .loading import folder_of, load_tokenizer_of, meta_causal_lm, split_shape, target_path
 from .model_folder import GENERATION_CONFIG, INDEX, SINGLE, plain_weight_map
 from .target import Target
-from .weights import digest_json, digest_tensor, stored_tensors
+from .weights import digest_tensor, stored_tensors
 
 
 class TargetWithoutLayers(Target):
@@ -43,6 +48,12 @@ class TargetWithoutLayers(Target):
     @property
     def dtype(self) -> torch.dtype:
         return cast(torch.dtype, self.model.get_output_embeddings().weight.dtype)
+
+    @property
+    def max_context(self) -> int | None:
+        """The positions of a row at most: the engine makes a token after it, which needs one more."""
+        limit = super().max_context
+        return limit and limit - 1
 
     def move_to(self, device: torch.device) -> None:
         for part in _parts(self.model, cast(nn.Module, self._final_norm)):
@@ -89,7 +100,8 @@ def target_without_layers(
     _fill(model, _parts(model, norm), folder, torch.device(device))
     tokenizer = load_tokenizer_of(path, revision, trust_remote_code)
     source = {"path": path, "revision": revision, "adapter": None}
-    whole = cache(lambda: _fingerprint(model, tokenizer, folder, path, revision, dtype, trust_remote_code))
+    make = partial(_fingerprint, model, tokenizer, folder, path, revision, dtype, trust_remote_code)
+    whole = cache(lambda: _kept(folder, str(dtype), make))
     return TargetWithoutLayers(model, tokenizer, source, whole, norm=norm)
 
 
@@ -167,6 +179,25 @@ def _older(name: str) -> list[str]:
     """Return names that older checkpoints have for the same tensor: without the body's name, or of a language model."""
     body, _, rest = name.partition(".")
     return [rest, name.replace("model.language_model.", "language_model.model."), f"language_model.{body}.{rest}"]
+
+
+def _kept(folder: Path, dtype: str, make: Callable[[], Fingerprint]) -> Fingerprint:
+    """Return the fingerprint that `make` reads all files for, kept in the user's cache folder for a day.
+
+    A file that changes, and another version of the libraries, make it be read again.
+    """
+    state = digest_cache.state_of(folder)
+    name = digest_json([state, dtype, versions()])[:32]
+    file = digest_cache.cache_file().with_name(f"fingerprint-{name}.json")
+    with suppress(OSError, BadInputError, TypeError, KeyError):
+        if state is not None and time.time() - file.stat().st_mtime < digest_cache.KEPT_SECONDS:
+            return Fingerprint.from_dict(read_sealed(file, ""))
+    made = make()
+    if state is not None:
+        with suppress(OSError, BadInputError):  # it only costs time
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_json(file, made.to_dict(), indent=None)
+    return made
 
 
 def _fingerprint(

@@ -6,6 +6,7 @@ asks a real one.
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable
@@ -20,10 +21,10 @@ from datasets import Dataset
 from safetensors.torch import save_file
 from torch import Tensor
 
-from outrider.common import BadInputError, IncompatibleError
+from outrider.common import BadInputError, IncompatibleError, digest_cache
 from outrider.common.server_process import without_launcher
 from outrider.distill import FeatureStore
-from outrider.distill.engine_checks import EngineRow, ExpectedFacts, UntrustedStatesError, check_forward
+from outrider.distill.engine_checks import EngineRow, UntrustedStatesError, check_forward
 from outrider.distill.engine_connector import (
     VERSION,
     EngineFacts,
@@ -35,7 +36,7 @@ from outrider.distill.engine_connector import (
 )
 from outrider.distill.engine_states import EngineStates
 from outrider.recipes import Recipe
-from outrider.targets import Target
+from outrider.targets import Target, embeddings_and_head
 from outrider.targets.embeddings_and_head import target_without_layers
 
 from ..conftest import make_llama
@@ -55,6 +56,7 @@ class StatesServer(Server):
     facts: EngineFacts | None = None
     change: Change = lambda server, written: None
     after: Callable[[Path], object] = lambda file: None  # what happens to a file that is there
+    name: str = ""  # of several engines
     requests: int = 0
     fails: dict[int, int] = field(default_factory=dict)  # requests that are answered by an error, and its status
     last_written: dict[str, Any] = field(default_factory=dict)
@@ -87,9 +89,13 @@ class StatesServer(Server):
             "normed": out.last[0],
         }
         self.change(self, written)
-        file = self.folder / f"cmpl-{self.requests}.safetensors"
-        write_states(file, written["hidden_states"], written["token_ids"], written["facts"])
-        self.after(file)
+        file = self.folder / f"cmpl-{self.name}{self.requests}.safetensors"
+
+        def write() -> None:
+            write_states(file, written["hidden_states"], written["token_ids"], written["facts"])
+            self.after(file)
+
+        threading.Timer(0.01, write).start()  # after the answer, as the connector does
         self.last_written = written
         following = int(said[-1].argmax())
         told = [None, *({str(t): {"logprob": float(said[i, t])}} for i, t in enumerate(tokens[1:]))]
@@ -139,7 +145,7 @@ def plain_row(target: Target) -> EngineRow:
     """A row whose last state is any, before the norm."""
     tokens = torch.randint(5, 300, (20,), generator=torch.Generator().manual_seed(3))
     states = torch.randn(20, 3, target.hidden_size)
-    facts = EngineFacts(VERSION, "0", "first", (2, 4, 6), 6, "float32", "", "")
+    facts = EngineFacts(VERSION, "first", (2, 4, 6), 6, "float32", "", "")
     return EngineRow(states, tokens, facts, next_token=0)
 
 
@@ -150,7 +156,7 @@ def lab(tmp_path: Path, tiny_target: Target) -> Any:
     tiny_target.require_tokenizer().save_pretrained(tmp_path / "target")
     spool = tmp_path / "spool"
     spool.mkdir()
-    facts = EngineFacts(VERSION, "0", "first", (2, 4, 6), 6, "float32", "", checkpoint_digest(tmp_path / "target"))
+    facts = EngineFacts(VERSION, "first", (2, 4, 6), 6, "float32", "", checkpoint_digest(tmp_path / "target"))
     server = StatesServer(tiny_target, folder=spool, facts=facts)
     server.start()
     yield Lab(tmp_path, server)
@@ -315,6 +321,54 @@ def test_an_engine_that_fails_is_asked_again_and_the_store_is_the_same(lab: Lab)
     assert lab.build("eighths", "float8_e4m3fn").precision.has_scale
 
 
+@pytest.fixture
+def second(lab: Lab) -> Any:
+    """Another engine of the same target, which writes into the same folder."""
+    assert lab.server.facts is not None
+    facts = replace(lab.server.facts, instance="of the second")
+    server = StatesServer(lab.server.target, folder=lab.server.folder, facts=facts, name="second-")
+    server.start()
+    server.lock = lab.server.lock  # they share a model
+    yield server
+    server.stop()
+
+
+def test_two_engines_fill_one_store_and_one_of_them_may_die_and_come_back(lab: Lab, second: StatesServer) -> None:
+    """The store is that of one engine; the one that is left does the work of both; a new start is compared again."""
+    whole, urls = contents(lab.build("whole")), [lab.server.url, second.url]
+    asked = lab.server.requests
+    assert contents(lab.build("both", url=urls)) == whole
+    assert lab.server.requests - asked + second.requests == len(LENGTHS) + 2 * 3
+    assert min(lab.server.requests - asked, second.requests) > 3, "both have rows, not only the probes"
+
+    port, before = second.port, second.requests
+
+    def dies(file: Path) -> None:
+        if second.requests == before + 4:
+            threading.Thread(target=second.stop).start()
+
+    second.after = dies
+    assert contents(lab.build("left", url=urls)) == whole
+    assert second.requests < before + 7
+
+    second.after, second.change = lambda file: None, taps(3, 4, 6)
+    second.start(port)
+    second.lock = lab.server.lock
+    lab.check = "logits"  # which cannot tell inner taps: but the other engine's are known
+    with pytest.raises(UntrustedStatesError) as refused:
+        lab.build("other", url=urls)
+    assert refused.value.fault == "another checkpoint"
+
+
+def test_a_row_without_room_for_the_engines_token_is_refused_before_any_work(lab: Lab) -> None:
+    """The engine makes a token of each row, and no context has a place beyond its last one."""
+    config = lab.folder / "target" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": max(LENGTHS)}))
+    with pytest.raises(BadInputError, match=f"{max(LENGTHS)} tokens, and the engine reads {max(LENGTHS) - 1} at most"):
+        lab.build()
+    assert lab.server.requests == 0
+
+
 def test_a_request_that_the_engine_refuses_is_not_repeated(lab: Lab) -> None:
     lab.server.fails = {5: 400}
     with pytest.raises(BadInputError, match="HTTP status 400"):
@@ -366,7 +420,7 @@ def test_only_states_are_removed_from_the_folder(lab: Lab) -> None:
 
 def test_layers_that_change_little_are_still_told_apart(tiny_target: Target) -> None:
     """Each is within rounding of the next one, so only which one is nearest tells."""
-    row, expected = plain_row(tiny_target), (2, 4)
+    row = plain_row(tiny_target)
     every = range(tiny_target.num_layers)
     hidden = tiny_target.forward(row.token_ids[None], taps=tuple(every), logits=False).hidden[0]
     small = SimpleNamespace(
@@ -379,15 +433,14 @@ def test_layers_that_change_little_are_still_told_apart(tiny_target: Target) -> 
         ),
     )
     near = small.forward().hidden[0]
-    facts = ExpectedFacts(expected, 6, 32, torch.float32, "", "")
     right = replace(row, states=torch.cat([near[:, [2, 4]], row.states[:, -1:]], 1))
-    check_forward(small, right, facts)  # type: ignore[arg-type]
+    check_forward(small, right)  # type: ignore[arg-type]
     few = replace(right, states=right.states.clone())
     few.states[3] += 1  # a position that another expert computed
-    check_forward(small, few, facts)  # type: ignore[arg-type]
+    check_forward(small, few)  # type: ignore[arg-type]
     shifted = replace(row, states=torch.cat([near[:, [3, 4]], row.states[:, -1:]], 1))
     with pytest.raises(UntrustedStatesError, match="layer numbering"):
-        check_forward(small, shifted, facts)  # type: ignore[arg-type]
+        check_forward(small, shifted)  # type: ignore[arg-type]
 
 
 def test_the_connector_refuses_what_its_files_do_not_say() -> None:
@@ -456,3 +509,20 @@ def test_a_target_without_layers_is_the_same_target(lab: Lab) -> None:
     assert sum(not p.is_meta for p in light.model.parameters()) == 3
     with pytest.raises(IncompatibleError, match="opened without its layers"):
         light.forward(tokens)
+
+
+def test_a_fingerprint_is_kept_until_a_file_changes(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that goes on does not read a large target again."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(lab.folder / "cache"))
+    monkeypatch.setattr(digest_cache, "_UNSETTLED", -1)
+    made = lab.target.fingerprint()
+
+    def reads(*_: Any) -> Any:
+        raise AssertionError("it is read again")
+
+    monkeypatch.setattr(embeddings_and_head, "_fingerprint", reads)
+    assert lab.target.fingerprint() == made
+    weights = lab.folder / "target" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes())
+    with pytest.raises(AssertionError, match="read again"):
+        lab.target.fingerprint()

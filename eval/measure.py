@@ -144,12 +144,12 @@ def _in_batches(
 def _race_at_each(
     temperatures: Sequence[float],
     racers: Sequence[Racer[PromptJob, TimedCompletion]],
-    jobs: Sequence[PromptJob],
+    jobs: list[PromptJob],
     plain: str,
     repeats: int,
     console: Console | None,
     until: float | None,
-) -> tuple[Sequence[PromptJob], list[PromptRecord], dict[tuple[str, float], str]]:
+) -> tuple[list[PromptJob], list[PromptRecord], dict[tuple[str, float], str]]:
     """Return the jobs that were done, records of a race at each temperature, and rules by (contestant, temperature)."""
     rules: dict[tuple[str, float], str] = {}
     records: list[PromptRecord] = []

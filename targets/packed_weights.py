@@ -186,8 +186,9 @@ class PackedCopies:
         self._parts += [(module._modules, name, cast(nn.Module, part)) for name, part in replaced]
         copied = copy.copy(module)
         copied._modules = parts
-        if hasattr(copied, "num_key_value_groups") and copied.config._attn_implementation == "sdpa":
-            copied.config = self._folding(copied.config)
+        attention: Any = copied
+        if hasattr(copied, "num_key_value_groups") and attention.config._attn_implementation == "sdpa":
+            attention.config = self._folding(attention.config)
         return copied
 
     def _folding(self, config: Any) -> Any:

@@ -145,6 +145,11 @@ def launches(
             yield f"llama.cpp: {name}", LlamaServer(arguments.llama, model, settings, False, arguments.threads)
 
 
+def wanted(name: str, drafting: Sequence[str] | None) -> bool:
+    """Return whether an engine of this name, such as "vllm: ngram", is asked for."""
+    return drafting is None or name.partition(": ")[2] in drafting
+
+
 def ours(target: Target, drafters: Mapping[str, Drafter], arguments: Namespace) -> list[Racer[Any, Any]]:
     """Return our decoder plain and with each drafter, and the library's loops."""
     settings = EvalSpec(max_new_tokens=arguments.max_new_tokens, seed=0)
@@ -175,6 +180,7 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     parser.add_argument("--vllm", type=Path, help="the environment of a vLLM")
     parser.add_argument("--llama", type=Path, help="llama.cpp's server")
+    parser.add_argument("--drafting", nargs="+", help="ways in which engines are started: plain, ngram, … (all)")
     arguments = parser.parse_args(given)
     with threads(arguments.threads), TemporaryDirectory() as place, ExitStack() as stack:
         folder = arguments.folder.absolute()
@@ -182,6 +188,8 @@ def main(given: Sequence[str] | None = None) -> int:
         drafters = drafters_of(folder, target)
         racers = []
         for name, each in launches(folder, target, drafters, arguments, Path(place)):
+            if not wanted(name, arguments.drafting):
+                continue
             try:
                 engine = stack.enter_context(running(each, Path(place) / f"{len(racers)}.log"))
                 racers.append(EngineRacer(name, engine, target, arguments.max_new_tokens))

@@ -6,7 +6,8 @@ machine does slows all of them alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
@@ -40,7 +41,7 @@ class Racer(Protocol[Job, Done]):
 
 def race(
     racers: Sequence[Racer[J, D]],
-    jobs: Sequence[J],
+    jobs: Iterable[J],
     temperature: float,
     repeats: int,
     tick: Callable[[], None] = lambda: None,
@@ -50,10 +51,26 @@ def race(
     Returns:
         Per racer and job, its results in the order of the repeats.
     """
-    done: dict[str, list[list[D]]] = {r.name: [[] for _ in jobs] for r in racers}
+    done: dict[str, list[list[D]]] = {r.name: [] for r in racers}
     for i, job in enumerate(jobs):
+        for per_job in done.values():
+            per_job.append([])
         for repeat in range(repeats):
             for racer in rotated(racers, i * repeats + repeat):
                 done[racer.name][i].append(racer(job, temperature))
                 tick()
     return done
+
+
+def in_time(jobs: Sequence[J], until: float, least: int) -> Iterator[J]:
+    """Yield jobs while one more, at the mean pace so far, would be done by `until`; the first `least` in any case.
+
+    Args:
+        until: by `time.perf_counter`.
+    """
+    began = time.perf_counter()
+    for count, job in enumerate(jobs):
+        now = time.perf_counter()
+        if count >= least and now + (now - began) / max(1, count) > until:
+            return
+        yield job

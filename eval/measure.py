@@ -9,6 +9,7 @@ import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import chain, zip_longest
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ from ..recipes import EvalSpec
 from ..targets import Target
 from ..targets.split_attention import steady_kernels
 from .batch_timing import batch_count, measure_batches
-from .interleaved_runs import Racer, TimedCompletion, race
+from .interleaved_runs import Racer, TimedCompletion, in_time, race
 from .reports.figures import (
     ALL,
     PHASES,
@@ -73,6 +74,7 @@ def measure(
     settings: EvalSpec,
     generate_baseline: bool = True,
     console: Console | None = None,
+    until: float | None = None,
 ) -> Report:
     """Complete every prompt with every contestant, at every temperature, at batch size 1, and in batches if asked to.
 
@@ -82,6 +84,8 @@ def measure(
             `batch_sizes` are used; `limit` cuts each suite.
         generate_baseline: whether `transformers.generate` takes part too.
         console: shows progress there.
+        until: when the first temperature should be done, by `time.perf_counter`: as many prompts are asked as fit, of
+            each suite in turn, one at least.
 
     Raises:
         BadInputError: names clash, a prompt does not fit the target's context, a rule does not fit a temperature, or
@@ -92,6 +96,9 @@ def measure(
     if all(c.drafter is not None for c in entrants):
         entrants.append(Contestant(PLAIN, None, Plan(depth=0)))
     settings, jobs = sampled_settings(target, settings), make_jobs(suites, settings.limit)
+    if until is not None:
+        per_suite = [make_jobs([suite], settings.limit) for suite in suites]
+        jobs = [job for job in chain(*zip_longest(*per_suite)) if job is not None]
     _check(target, entrants, jobs, settings)
     plain = next(c.name for c in entrants if c.drafter is None)
     baselines = Baselines(plain=plain, generate=GENERATE if generate_baseline else None)
@@ -104,7 +111,9 @@ def measure(
         with progress(console if total else None, "answering first turns", total, transient=True) as advance:
             room = settings.max_new_tokens, settings.max_prompt_tokens
             jobs = with_later_turns(target, jobs, *room, tick=lambda: advance(1, ""))
-        records, rules = _race_at_each(temperatures, racers, jobs, plain, settings.repeats, console)
+        jobs, records, rules = _race_at_each(temperatures, racers, jobs, plain, settings.repeats, console, until)
+        asked = Counter(job.suite for job in jobs if job.turn == 1)
+        suites = suites if until is None else [make_suite(s.name, s.prompts[: asked[s.name]]) for s in suites]
         batches = [b for t in temperatures for b in _in_batches(target, entrants, jobs, t, settings, console)]
         conditions = _conditions(target, suites, jobs, settings, temperatures)
     generate = [ContestantInfo(name=GENERATE, kind="generate")] * generate_baseline
@@ -139,12 +148,13 @@ def _in_batches(
 def _race_at_each(
     temperatures: Sequence[float],
     racers: Sequence[Racer[PromptJob, TimedCompletion]],
-    jobs: Sequence[PromptJob],
+    jobs: list[PromptJob],
     plain: str,
     repeats: int,
     console: Console | None,
-) -> tuple[list[PromptRecord], dict[tuple[str, float], str]]:
-    """Return the records of a race at each temperature, and the rule by (contestant, temperature)."""
+    until: float | None,
+) -> tuple[list[PromptJob], list[PromptRecord], dict[tuple[str, float], str]]:
+    """Return the jobs that were done, records of a race at each temperature, and rules by (contestant, temperature)."""
     rules: dict[tuple[str, float], str] = {}
     records: list[PromptRecord] = []
     answers_in_all = len(temperatures) * len(racers) * (1 + len(jobs) * repeats)
@@ -154,13 +164,15 @@ def _race_at_each(
                 racer(jobs[0], temperature)  # first calls are slow
                 advance(1, "")
         for temperature in temperatures:
-            answers = race(racers, jobs, temperature, repeats, lambda: advance(1, ""))
+            timely = jobs if until is None or records else in_time(jobs, until, len({job.suite for job in jobs}))
+            answers = race(racers, timely, temperature, repeats, lambda: advance(1, ""))
+            jobs = jobs[: len(answers[plain])]
             records += make_records(answers, jobs, temperature, plain)
             for name, per_job in answers.items():
                 # An answer that ends with its first token has no rule.
                 ran = [answer.rule for repeats in per_job for answer in repeats if answer.rule != "none"]
                 rules[name, temperature] = ran[0] if ran else "none"
-    return records, rules
+    return jobs, records, rules
 
 
 def contestants(target: Target, drafter: Drafter, settings: EvalSpec, plan: Plan | None = None) -> list[Contestant]:

@@ -10,9 +10,10 @@ Shapes: B rows, T positions, Q new entries, H hidden size, N heads, D head size,
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, Self, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from ..common import BadInputError, IncompatibleError
 from ..targets import LayerShape, RaggedCache, Target, TensorShape
 from ..targets.layers import usual_layer
 from ..targets.packed_weights import PackedLinear, PackedWeight
+from ..targets.split_attention import fold_heads
 from ..targets.weights import weight_versions
 from .base import HeadConfig, HeadDrafter
 from .unrolled_attention import Entry, Places
@@ -375,15 +377,29 @@ class CachedLayers:
         first, *others = layers
         self.layers = [FusedLayer(first, config, projection=projection)]
         self.layers += [FusedLayer(layer, config) for layer in others]
-        self.windows, self.max_length, self.projection = windows or [0] * len(layers), max_length, projection
+        self.windows, self.projection = windows or [0] * len(layers), projection
         self.versions = weight_versions(_read(layers, projection))
+        self._look_up(rotary, max_length)
+
+    def _look_up(self, rotary: nn.Module, max_length: int) -> None:
         like = self.layers[0].qkv.weights[0]
         cos, sin = angles(rotary, like, torch.arange(max_length, device=like.device)[None])
-        self.cos, self.sin = cos[0, 0], sin[0, 0]  # [max_length, D]
+        self.max_length, self.cos, self.sin = max_length, cos[0, 0], sin[0, 0]  # [max_length, D]
+
+    def is_made_of(self, layers: Iterable[Any]) -> bool:
+        """Return whether the weights of these layers are still those it was made of."""
+        return self.versions == weight_versions(_read(layers, self.projection))
 
     def fits(self, layers: Iterable[Any], max_length: int) -> bool:
-        """Return whether it is long enough, and the weights of these layers are still those it was made of."""
-        return self.max_length >= max_length and self.versions == weight_versions(_read(layers, self.projection))
+        """Return whether it is long enough, and made of the weights of these layers as they are."""
+        return self.max_length >= max_length and self.is_made_of(layers)
+
+    @torch.no_grad()
+    def longer(self, rotary: nn.Module, max_length: int) -> Self:
+        """Return the same layers for more positions; sessions go on with these."""
+        made = copy.copy(self)
+        made._look_up(rotary, max_length)
+        return made
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors that it holds; their size is `copied_bytes`."""
@@ -407,7 +423,7 @@ class CachedLayers:
         for index, layer in enumerate(self.layers):
             q, k, v = layer.split(layer.enter(hidden) if index else projected, rotary)
             k, v = cache.update(k, v, index)
-            hidden = layer.finish(_grouped_sdpa(q, k, v, masks[self.windows[index]]), hidden)
+            hidden = layer.finish(fold_heads(q, k, v, masks[self.windows[index]]), hidden)
         return hidden
 
     def _masks(self, cache: RaggedCache, alone: bool) -> dict[int, Tensor | None]:
@@ -416,22 +432,6 @@ class CachedLayers:
             return {0: None}
         visible, within = cache.visible(), cache.placed.within
         return {window: (visible & within(window) if window else visible)[:, None] for window in set(self.windows)}
-
-
-def _grouped_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Return attention of queries `[B, heads, Q, D]` over keys and values `[B, kv_heads, used, D]`, in their shape.
-
-    Heads that share keys become further queries: nothing is repeated for them, and a GPU need not take the slow kernel
-    that it has for shared keys with a mask. The mask is `[B, 1, Q, used]`.
-    """
-    rows, heads, count, size = q.shape
-    group = heads // k.shape[1]
-    if group == 1:
-        return nn.functional.scaled_dot_product_attention(q, k, v, mask)
-    if mask is not None and count > 1:
-        mask = mask.repeat(1, 1, group, 1)
-    folded = nn.functional.scaled_dot_product_attention(q.reshape(rows, -1, group * count, size), k, v, mask)
-    return folded.reshape(rows, heads, count, size)
 
 
 def copied(layers: Iterable[Any], projection: InputProjection | None = None) -> list[Tensor]:
@@ -477,9 +477,11 @@ class LayerDrafter(HeadDrafter[L]):
         return RaggedCache(len(shapes), batch_size, entries, target.device, shapes)
 
     def decoding_layers(self, max_length: int) -> CachedLayers:
-        """Return its layers for decoding; they are kept until they are too short or weights have changed."""
-        if self._decoding is None or not self._decoding.fits(self.own_layers, max_length):
+        """Return its layers for decoding; they are kept until weights have changed."""
+        if self._decoding is None or not self._decoding.is_made_of(self.own_layers):
             self._decoding = self._copy_layers(max_length)
+        elif self._decoding.max_length < max_length:
+            self._decoding = self._decoding.longer(self.rotary, max_length)
         return self._decoding
 
     def decoding_bytes(self, target: Target, batch_size: int, entries: int, max_length: int) -> int:

@@ -17,6 +17,7 @@ reuses it.
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -58,7 +59,7 @@ from ..targets import Target, embedded_path
 from ..targets.fingerprint import digest_file
 from ..train import train
 from .eval_setup import tuned_contestant
-from .quickstart_grown import LEAST_PROMPTS, fitting_shape, measure_grown
+from .quickstart_grown import GrownMeasurement, shortest_first, size_name
 
 # Of the heads that Outrider trains, eagle1 had the highest τ after 180 s of training on two CPU cores: 3.29, against
 # 2.86 of eagle3 and less of the others (`outrider compare`; benchmarks/results/compare-cpu-fp32.json). It normed its
@@ -249,18 +250,17 @@ def verify_both(place: Workplace) -> str:
 def grow_to_real_size(place: Workplace) -> str:
     """Measure target and head of version 1 at the largest size whose memory and measurement fit."""
     until, budget = time.perf_counter() + place.budget.grown_seconds, place.budget
+    shutil.rmtree(place.out / "grown", ignore_errors=True)  # an earlier story's
     head, suites = load_drafter(place.out / "drafter", place.target), place.suites(place.target, budget.suite_prompts)
-    pace = measure_weights(place.target.device)
-    tokens, least, left = (_PROMPT, budget.grown_tokens), LEAST_PROMPTS * len(suites), until - time.perf_counter()
-    fitting = fitting_shape(place.target, budget.shapes, left, least, tokens, pace)
-    if fitting is None:
-        return f"no size of {', '.join(budget.shapes) or 'none'} fits the memory here"
     settings = place.recipe.eval.model_copy(update={"max_new_tokens": budget.grown_tokens})
-    found = place.tuning.batches[0]
+    found, shortest = place.tuning.batches[0], [shortest_first(suite) for suite in suites]
+    measurement = GrownMeasurement(place.target, head, found, shortest, settings, until, place.console)
     try:
-        run = measure_grown(*fitting, pace, place.target, head, found, suites, settings, until, place.console)
+        run = measurement.run(budget.shapes, measure_weights(place.target.device))
     except (OutriderError, RuntimeError) as error:  # what came before stands; torch's lack of memory is the latter, too
-        return f"{fitting[0]} could not be measured: {str(error).splitlines()[0]}"
+        return f"no size could be measured: {str(error).splitlines()[0]}"
+    if run is None:
+        return f"no size of {', '.join(budget.shapes) or 'none'} fits the memory here"
     write_report(run.report, place.out / "grown")
     write_json(place.out / "grown.json", run.to_dict())
     return run.sentence()
@@ -349,7 +349,7 @@ def closing_table(place: Workplace) -> Table:
     note += f", {place.measured.dtype}, batch 1, [95% interval over prompts]"
     if (place.out / "grown").is_dir():
         grown = Report.load(place.out / "grown")
-        size = str(grown.conditions.target["path"]).rpartition("@")[2].upper()
+        size = size_name(str(grown.conditions.target["path"]).rpartition("@")[2])
         rows += [(f"v1 at {size}: {c.label}", grown.headline(c.name)) for c in grown.contestants if c.kind == "drafter"]
         note += f"; at {size} {sum(s.num_prompts for s in grown.conditions.suites)} of them, {grown.conditions.dtype}"
     table = Table(header_style="bold", caption=Text(note), caption_justify="left")
@@ -441,7 +441,7 @@ class QuickstartBudget:
     lora_rank: int = 32
     tolerance: float = 0.07
     confidence: float = 0.95
-    shapes: tuple[str, ...] = ("8b", "1b", "0.4b")
+    shapes: tuple[str, ...] = ("8b", "tinyllama-1.1b", "0.4b")
     grown_seconds: float = 60.0
     grown_tokens: int = 32
 

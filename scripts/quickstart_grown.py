@@ -2,19 +2,23 @@
 
 Both are grown (`targets.grow`), so texts and accepted drafts are those of the embedded target, and a pass costs what it
 costs at that size. Which size is decided before anything is grown, from the seconds that products take here per weight;
-the plans follow from passes and drafting that are timed at that size, and from the acceptance that the tuner counted on
-prompts which are not measured.
+a size whose passes turn out too slow for the time is left for the next smaller one. The plans follow from passes and
+drafting that are timed at that size, and from the acceptance that the tuner counted on prompts which are not measured.
+The shortest prompts come first, since a processor reads a prompt's token in a tenth of an answer's time; how many are
+asked is decided by the clock.
 """
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.console import Console
+from rich.text import Text
 
 from ..common import BadInputError
 from ..common.machine import free_bytes
@@ -24,20 +28,26 @@ from ..decode import Costs, Plan, best_tree
 from ..decode.control import expected_tokens
 from ..eval.measure import Contestant, measure
 from ..eval.reports.report import Report
-from ..eval.suites import Suite
+from ..eval.suites import Suite, make_suite
 from ..eval.tuning_record import BatchTuning
 from ..heads import Drafter, fuse
 from ..heads.grow_with_target import grow_drafter
 from ..recipes import EvalSpec
 from ..targets import Target
+from ..targets.fast import use_fastest_pass
 from ..targets.grow import grown_bytes, shape_config
 
-LEAST_PROMPTS = 2  # of each suite
-_GROWING = 120  # passes over one token, in whose time the weights are made and packed, and passes and drafting timed
+_LEAST_PROMPTS, _LEAST_TOKENS = 2, 8  # of each suite, and of an answer
+_GROWING, _TIMING = 60, 60  # passes over one token, in whose time weights are made and packed, and rounds' parts timed
 _DRAFTED = 1.2  # requests with the head, and with n-grams beside it, in the time of a plain one
 _SPARE = 1.2  # of the weights' memory: caches, and what passes work with
-_WIDTHS, _DEPTH, _REPEATS = (0, 1, 2, 4, 8, 16), 4, 5
+_WIDTHS, _DEPTH, _REPEATS = (0, 2, 4, 8, 16), 4, 4
 _TREES = (4, 6, 8, 12, 16)
+
+
+def size_name(shape: str) -> str:
+    """Return a shape's name as people write it."""
+    return {"tinyllama-1.1b": "TinyLlama 1.1B"}.get(shape, shape.upper())
 
 
 @dataclass(frozen=True)
@@ -61,7 +71,7 @@ class GrownRun:
         verify = dict(self.costs.verify)
         kind = f"{str(self.pace.dtype).removeprefix('torch.')}, {'packed' if self.pace.packed else 'plain'} weights"
         words = [
-            f"at {self.shape.upper()}, the same text: plain {plain.tokens_per_second.value:.1f} tokens/s, with the "
+            f"at {size_name(self.shape)}, the same text: plain {plain.tokens_per_second.value:.1f} tokens/s, with the "
             f"head {head.tokens_per_second.value:.1f}: {head.speedup.text(unit='×')}",
             *(f"head and {f.contestant.rpartition(' ')[2]} {f.speedup.text(unit='×')}" for f in fused),
             f"a pass over 5 tokens takes {verify[4] / verify[0]:.2f} of one over 1 ({kind})",
@@ -93,82 +103,154 @@ def fitting_shape(
     for shape in shapes:
         weights = grown_bytes(target.model, shape_config(shape)) // target.dtype.itemsize
         needed = _SPARE * weights * pace.dtype.itemsize * (1 + pace.packed)
-        growing = _GROWING * weights * pace.token
-        each = 3 * pace.request(weights, tokens[0], 0) + (1 + _DRAFTED) * pace.request(weights, 0, tokens[1])
-        quick = growing + (1 + prompts) * each <= seconds or shape == shapes[-1]
+        growing = pace.request(weights, 0, _GROWING)
+        quick = growing + measuring_seconds(weights, prompts, tokens, pace) <= seconds or shape == shapes[-1]
         if quick and (room is None or needed <= room):
             return shape, weights
     return None
 
 
-def best_plans(found: BatchTuning, costs: Costs) -> list[tuple[Plan, dict[str, Any] | None]]:
-    """Return the plans that promise most at these costs: of the head alone, and of a fusion with what is named.
+def measuring_seconds(weights: int, prompts: int, tokens: tuple[int, int], pace: WeightPace) -> float:
+    """Return the seconds of timing what rounds cost, of a first request, and of `prompts`: of each contestant."""
+    each = 3 * pace.request(weights, tokens[0], 0) + (1 + _DRAFTED) * pace.request(weights, 0, tokens[1])
+    return pace.request(weights, 0, _TIMING) + (1 + prompts) * each
 
-    A fusion's rounds are taken to cost what the head's do; where it finds its drafts in the text they cost less.
-    """
+
+def best_plans(found: BatchTuning, costs: Costs) -> list[tuple[Plan, dict[str, Any] | None]]:
+    """Return the plans that promise most at these costs: of the head alone, and of a fusion with what is named."""
     best: dict[bool, tuple[float, Plan, dict[str, Any] | None]] = {}
-    for tau, plan, statistical in _options(found):
-        speed, fused = tau / costs.round_time(plan.depth, plan.max_nodes), statistical is not None
+    for tau, share, plan, statistical in _options(found):
+        seconds = share * costs.draft_time(plan.depth) + costs.verify_time(plan.max_nodes)
+        speed, fused = tau / seconds, statistical is not None
         if fused not in best or speed > best[fused][0]:
             best[fused] = speed, plan, statistical
     return [(plan, statistical) for _, (_, plan, statistical) in sorted(best.items())]
 
 
-def _options(found: BatchTuning) -> Iterator[tuple[float, Plan, dict[str, Any] | None]]:
-    """Yield τ as the tuner's prompts promise it, the plan, and what is fused: chains, trees, and chains of fusions."""
+def _options(found: BatchTuning) -> Iterator[tuple[float, float, Plan, dict[str, Any] | None]]:
+    """Yield chains, trees, and chains of fusions: τ as the tuner's prompts promise it, the plan, and what is fused.
+
+    The second is the share of rounds in which the head drafts: of a fusion's those that find nothing in the text.
+    """
     for depth in range(1, len(found.rates) + 1):
-        yield expected_tokens(found.rates[:depth]), Plan(depth), None
+        yield expected_tokens(found.rates[:depth]), 1.0, Plan(depth), None
         for nodes in _TREES:
             with suppress(BadInputError):  # no rates, or no room for so many nodes
                 tree = best_tree([tuple(level) for level in found.ranks[:depth]], nodes)
-                yield tree.value(found.ranks), Plan(tree=tree), None
+                yield tree.value(found.ranks), 1.0, Plan(tree=tree), None
+    small = found.costs.restored()
     for candidate in found.candidates:
         if candidate.statistical is not None:
-            yield candidate.predicted_tau, Plan.from_dict(candidate.plan), candidate.statistical
+            plan = Plan.from_dict(candidate.plan)
+            drafting = candidate.round_seconds - small.verify_time(plan.depth) - small.host
+            whole = small.draft_time(plan.depth)
+            share = min(1.0, max(0.0, drafting / whole)) if whole else 1.0
+            yield candidate.predicted_tau, share, plan, candidate.statistical
 
 
-def measure_grown(
-    shape: str,
-    weights: int,
-    pace: WeightPace,
-    source: Target,
-    head: Drafter,
-    found: BatchTuning,
-    suites: Sequence[Suite],
-    settings: EvalSpec,
-    until: float,
-    console: Console | None = None,
-) -> GrownRun:
-    """Grow target and head, find their plans, and measure as many prompts as the time allows, two of a suite at least.
+@dataclass(frozen=True)
+class GrownMeasurement:
+    """What is measured, of what, and until when.
 
-    Args:
-        head: for `source`, the small target. found: its tuning.
+    Attributes:
+        source, head: the small target, and its head. found: their tuning.
+        suites: with the shortest prompts first. settings: of the requests.
         until: when the measurement should end, by `time.perf_counter`.
     """
-    target = Target.load(f"{source.source['path']}@{shape}", dtype=pace.dtype, device=source.device)
-    grown = grow_drafter(head, source, target)
-    grown.cast(target.dtype)
-    if pace.packed:
-        target.pack()
-    context = int(sum(map(_tokens, suites)) / len(suites))
-    passes = verify_times(target, _WIDTHS, context=context, repeats=_REPEATS, taps=grown.taps)
-    drafting = draft_times(target, grown, min(_DEPTH, len(found.rates)), context=context, repeats=_REPEATS, whole=True)
-    costs = Costs(tuple(passes.items()), tuple(drafting))
-    plans = best_plans(found, costs)
-    entrants = [
-        Contestant.of(grown.name, grown, plan)
-        if fused is None
-        else Contestant.of(f"{grown.name} + {fused['type']}", fuse(fused, grown), plan)
-        for plan, fused in plans
-    ]
-    each = (1 + len(plans)) * pace.request(weights, context, 0) + (1 + _DRAFTED) * settings.max_new_tokens * passes[0]
-    fitting = int((until - time.perf_counter()) / each - 1) // len(suites)  # one to warm up
-    limit = max(LEAST_PROMPTS, min(fitting, *(len(s.prompts) for s in suites)))
-    settings = settings.model_copy(update={"limit": limit, "dtype": "auto", "threads": None})
-    report = measure(target, entrants, suites, settings, generate_baseline=False, console=console)
-    return GrownRun(shape, weights, pace, costs, report)
+
+    source: Target
+    head: Drafter
+    found: BatchTuning
+    suites: Sequence[Suite]
+    settings: EvalSpec
+    until: float
+    console: Console | None = None
+
+    @property
+    def left(self) -> float:
+        """Seconds until it should end."""
+        return self.until - time.perf_counter()
+
+    @property
+    def least(self) -> int:
+        """How many prompts are wanted at least."""
+        return _LEAST_PROMPTS * len(self.suites)
+
+    @property
+    def context(self) -> int:
+        """The tokens of a mean prompt of those."""
+        lengths = [len(p.tokens) for s in self.suites for p in s.prompts[:_LEAST_PROMPTS]]
+        return sum(lengths) // len(lengths)
+
+    def run(self, shapes: Sequence[str], pace: WeightPace) -> GrownRun | None:
+        """Measure at the largest of `shapes` that fits memory and time; return None where none fits the memory.
+
+        Args:
+            pace: of products with the weights that are taken.
+        """
+        tokens = self.context, self.settings.max_new_tokens
+        while (fitting := fitting_shape(self.source, shapes, self.left, self.least, tokens, pace)) is not None:
+            shape, weights = fitting
+            target = self._target(shape, pace)
+            seconds = verify_times(target, (0,), context=self.context, repeats=1)[0]
+            slower = seconds / pace.request(weights, 0, 1)
+            pace = replace(pace, token=slower * pace.token, prompt=max(1.0, slower) * pace.prompt)
+            if shape == shapes[-1] or measuring_seconds(weights, self.least, tokens, pace) <= self.left:
+                return self._at(target, shape, weights, pace)
+            shapes = shapes[shapes.index(shape) + 1 :]
+            self._say(f"a pass at {size_name(shape)} takes {seconds:.2f} s, too long for the time; a smaller size")
+            del target
+            gc.collect()  # its weights, before others are made
+        return None
+
+    def _target(self, shape: str, pace: WeightPace) -> Target:
+        """Return the target at a size, in the way that its passes will run."""
+        target = Target.load(f"{self.source.source['path']}@{shape}", dtype=pace.dtype, device=self.source.device)
+        use_fastest_pass(target)
+        if pace.packed:
+            target.pack()
+        return target
+
+    def _at(self, target: Target, shape: str, weights: int, pace: WeightPace) -> GrownRun:
+        """Find the plans at a size, and measure as many prompts as the time allows."""
+        grown = grow_drafter(self.head, self.source, target).cast(target.dtype)
+        passes = verify_times(target, _WIDTHS, context=self.context, repeats=_REPEATS, taps=grown.taps)
+        depth = min(_DEPTH, len(self.found.rates))
+        drafting = draft_times(target, grown, depth, context=self.context, repeats=_REPEATS, whole=True)
+        costs = Costs(tuple(passes.items()), tuple(drafting))
+        entrants = [
+            Contestant.of(grown.name, grown, plan)
+            if fused is None
+            else Contestant.of(f"{grown.name} + {fused['type']}", fuse(fused, grown), plan)
+            for plan, fused in best_plans(self.found, costs)
+        ]
+        settings = {"max_new_tokens": self._answer(weights, pace), "limit": None, "dtype": "auto", "threads": None}
+        report = measure(
+            target,
+            entrants,
+            self.suites,
+            self.settings.model_copy(update=settings),
+            generate_baseline=False,
+            console=self.console,
+            until=self.until,
+        )
+        return GrownRun(shape, weights, pace, costs, report)
+
+    def _answer(self, weights: int, pace: WeightPace) -> int:
+        """Return how long answers are: as asked for, or shorter where passes are so slow."""
+        most = tokens = self.settings.max_new_tokens
+        left = self.left + pace.request(weights, 0, _TIMING)  # which is done
+        while tokens > _LEAST_TOKENS and measuring_seconds(weights, self.least, (self.context, tokens), pace) > left:
+            tokens //= 2
+        if tokens < most:
+            self._say(f"a pass takes {pace.request(weights, 0, 1):.2f} s: answers of {tokens} tokens instead of {most}")
+        return tokens
+
+    def _say(self, words: str) -> None:
+        if self.console is not None:
+            self.console.print(Text(words, style="dim"))
 
 
-def _tokens(suite: Suite) -> float:
-    """Return the tokens of a mean prompt."""
-    return sum(len(p.tokens) for p in suite.prompts) / len(suite.prompts)
+def shortest_first(suite: Suite) -> Suite:
+    """Return the suite with its shortest prompts first."""
+    return make_suite(suite.name, sorted(suite.prompts, key=lambda prompt: len(prompt.tokens)))

@@ -48,6 +48,7 @@ _EXPERTS_OF_QWEN3: Final = {"moe_intermediate_size": 768, "num_experts": 128, "n
 # Configs of models that users serve, by the names that `--like` takes: `_SIZES`, and what else makes them.
 SHAPES: Final[Mapping[str, tuple[Any, ...]]] = {
     "llama-0.4b": ("llama", 1024, 24, 16, 8, 64, 4096, 32000, 8192, {}),
+    "tinyllama-1.1b": ("llama", 2048, 22, 32, 4, 64, 5632, 32000, 2048, {}),
     "llama-3.2-1b": ("llama", 2048, 16, 32, 8, 64, 8192, 128256, 131072, {"tie_word_embeddings": True}),
     "llama-3.1-8b": ("llama", 4096, 32, 32, 8, 128, 14336, 128256, 131072, {}),
     "llama-3.1-70b": ("llama", 8192, 80, 64, 8, 128, 28672, 128256, 131072, {}),

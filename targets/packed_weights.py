@@ -6,6 +6,7 @@ oneDNN, which torch brings along, reads weights in blocks of its own at the same
 does what torch's compiler makes of frozen weights; here nothing is compiled.
 
 A packed weight is a copy, and takes as much memory as the plain one, which prompts and training go on to read.
+Attention of a model's copy folds heads that share keys (`split_attention`).
 
 Shapes: M rows, N outputs, K inputs.
 """
@@ -25,6 +26,7 @@ from transformers import PreTrainedModel
 
 from ..common.errors import IncompatibleError
 from .layers import body_of, decoder_layers, first_layers, is_as_made
+from .split_attention import FOLDED, register
 from .weights import weight_versions
 
 M = TypeVar("M", bound=nn.Module)
@@ -32,6 +34,7 @@ M = TypeVar("M", bound=nn.Module)
 _MOST_ROWS = 64
 _ROWS = 8  # oneDNN chooses one layout for all products of several rows, and in float32 another one for a single row
 _FEWEST = 4  # its products of one and two rows read the same weight slower than one of four
+_SAMPLED = 4096  # numbers of a weight
 _HUGE, _COLLAPSE = 2**21, 25  # bytes of a page; MADV_COLLAPSE, of Linux 6.1 and later
 _KINDS = (torch.float32, torch.bfloat16)
 
@@ -41,12 +44,20 @@ class PackedWeight:
 
     def __init__(self, weight: Tensor):
         self.weight = weight
-        self._versions: list[tuple[int, int]] | None = None
-        self._packed: Any = None  # in a layout that only oneDNN reads
+        # Versions of the weight, its copy in a layout of oneDNN's, and some of its numbers.
+        self._made: tuple[Any, Any, Tensor | None] = None, None, None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedWeight:
         """Return a packed weight of the copied one: torch cannot copy oneDNN's tensors."""
         return PackedWeight(copy.deepcopy(self.weight, memo))
+
+    def look_again(self) -> None:
+        """Forget the copy where the weight was written to as `weight.data`, as PEFT merges: torch does not count it."""
+        if (seen := self._made[2]) is not None and not torch.equal(seen, self._sample()):
+            self._made = None, None, None
+
+    def _sample(self) -> Tensor:
+        return self.weight.detach().flatten()[:: max(1, self.weight.numel() // _SAMPLED)].clone()
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Return the linear layer's output `[..., N]` for inputs `[..., K]`; many rows are multiplied by the weight."""
@@ -55,13 +66,15 @@ class PackedWeight:
         moved = weight.device.type != "cpu" or weight.dtype not in _KINDS or x.dtype != weight.dtype
         if many or moved or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
             return nn.functional.linear(x, weight, bias)
-        if self._versions != (now := weight_versions([weight])):
-            self._versions, self._packed = now, torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS)
-            _use_huge_pages(torch.ops.mkldnn.data_ptr(self._packed), torch.ops.mkldnn._nbytes(self._packed))
+        versions, packed, _ = self._made  # at once: another thread may exchange them
+        if versions != (now := weight_versions([weight])):
+            packed = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS)
+            _use_huge_pages(torch.ops.mkldnn.data_ptr(packed), torch.ops.mkldnn._nbytes(packed))
+            self._made = now, packed, self._sample()
         rows = x.reshape(-1, weight.shape[1])
         if (missing := _FEWEST - len(rows)) > 0:
             rows = nn.functional.pad(rows, (0, 0, 0, missing))
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._packed, bias, "none", [], "")
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(rows, packed, bias, "none", [], "")
         return product[: len(product) - max(0, missing)].view(*x.shape[:-1], product.shape[-1])
 
 
@@ -78,9 +91,10 @@ class PackedLinear(nn.Linear):
         return packed
 
     def forward(self, x: Tensor) -> Tensor:
-        if self._kept is None or self._kept.weight is not self.weight:
-            self._kept = PackedWeight(self.weight)
-        return self._kept.product(x, self.bias)
+        kept = self._kept
+        if kept is None or kept.weight is not self.weight:
+            self._kept = kept = PackedWeight(self.weight)
+        return kept.product(x, self.bias)
 
 
 # One packed copy of each linear layer, for as long as a target or a decoder holds it.
@@ -93,6 +107,8 @@ def _shared_copy(linear: nn.Linear) -> PackedLinear:
     if packed is None:
         packed = PackedLinear.of(linear)
         _COPIES[linear] = weakref.ref(packed)
+    elif packed._kept is not None:
+        packed._kept.look_again()
     return packed
 
 
@@ -142,6 +158,7 @@ class PackedCopies:
 
     def __init__(self, passed: type[nn.Module] | tuple[()] = ()):
         self.passed = passed
+        self._folded: dict[int, Any] = {}  # configs of attention, by the id of the original's
         self._parts: list[tuple[dict[str, nn.Module | None], str, nn.Module]] = []
 
     def are_current(self) -> bool:
@@ -169,7 +186,18 @@ class PackedCopies:
         self._parts += [(module._modules, name, cast(nn.Module, part)) for name, part in replaced]
         copied = copy.copy(module)
         copied._modules = parts
+        attention: Any = copied
+        if hasattr(copied, "num_key_value_groups") and attention.config._attn_implementation == "sdpa":
+            attention.config = self._folding(attention.config)
         return copied
+
+    def _folding(self, config: Any) -> Any:
+        """Return a copy of a config by which attention folds heads that share keys."""
+        if id(config) not in self._folded:
+            register()
+            self._folded[id(config)] = copy.deepcopy(config)
+            self._folded[id(config)]._attn_implementation = FOLDED
+        return self._folded[id(config)]
 
 
 def packed_copy(module: M) -> M:

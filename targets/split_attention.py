@@ -2,7 +2,8 @@
 
 One block per head would leave most of a GPU idle. The parts are read side by side, and their softmaxes are merged
 (flash-decoding, https://pytorch.org/blog/flash-decoding). Keys are never repeated for the heads that share them.
-`transformers` knows it by the name "outrider".
+`transformers` knows it by the name "outrider", and as "outrider_folded" what folds heads without cutting keys: torch's
+kernels for CPUs take each head by itself, and in bfloat16 a single query for each costs more than two do.
 
 Shapes: B rows, H heads, G heads that share keys, K = H / G, Q queries, L keys, D head size, P parts.
 """
@@ -21,7 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-NAME = "outrider"
+NAME, FOLDED = "outrider", "outrider_folded"
 _MOST_QUERIES = 64
 _ALIGNED = 16  # keys; the GPU's kernel wants masks whose rows begin at multiples of it, those of a part too
 _LEAST_PART = 128  # keys
@@ -119,7 +120,42 @@ def _folded_mask(mask: Tensor, group: int, shared: int, parts: int) -> Tensor:
     return whole
 
 
+def fold_heads(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None = None) -> Tensor:
+    """Return attention of queries `[B, H, Q, D]` over keys and values `[B, K, L, D]`, in the queries' shape.
+
+    Heads that share keys become further queries: nothing is repeated for them, and a GPU need not take the slow kernel
+    that it has for shared keys with a mask. The mask is `[B, 1, Q, L]`.
+    """
+    rows, heads, count, size = q.shape
+    folded = q.reshape(rows, k.shape[1], -1, size)
+    queries = folded.shape[2]
+    if mask is not None and 1 < count < queries:
+        mask = mask.repeat(1, 1, queries // count, 1)
+    if queries == 1 and q.device.type == "cpu" and q.dtype == torch.bfloat16:
+        folded = folded.expand(-1, -1, 2, -1)
+    mixed = torch.nn.functional.scaled_dot_product_attention(folded, k, v, mask, scale=scale)
+    return mixed[:, :, :queries].reshape(rows, heads, count, -1)
+
+
+def folded_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attend as `split_attention` does, with keys in one part."""
+    queries = query.shape[2]
+    unmasked = attention_mask is None and queries > 1
+    if unmasked or queries > _MOST_QUERIES or kwargs.get("position_bias") is not None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    return fold_heads(query, key, value, attention_mask, scaling).transpose(1, 2).contiguous(), None
+
+
 def register() -> None:
-    """Make split attention known to `transformers` under its name."""
-    AttentionInterface.register(NAME, split_attention)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
+    """Make split attention, and attention of folded heads, known to `transformers` under their names."""
+    for name, attention in ((NAME, split_attention), (FOLDED, folded_attention)):
+        AttentionInterface.register(name, attention)
+        AttentionMaskInterface.register(name, sdpa_mask)

@@ -8,8 +8,8 @@ import torch
 from outrider.common import BadInputError
 from outrider.decode import Decoder, Plan, Round, Sampling
 from outrider.distill.prompt_table import Prompt
-from outrider.eval import Figures, Interval, Report
-from outrider.eval.interleaved_runs import TimedCompletion, race
+from outrider.eval import Figures, Interval, Report, interleaved_runs
+from outrider.eval.interleaved_runs import TimedCompletion, in_time, race
 from outrider.eval.measure import GENERATE, Contestant, make_records, measure, summarise
 from outrider.eval.reports.figures import Baselines
 from outrider.eval.suites import PromptJob, make_jobs, make_suite
@@ -43,6 +43,23 @@ def test_every_contestant_runs_once_per_repeat_in_a_rotating_order(suites):
     assert order == ["abc", "bca", "cab", "abc"]
     assert [prompt for prompt, _ in turns] == ["code/0"] * 6 + ["code/1"] * 6
     assert len(ticks) == 12
+
+
+def test_a_race_ends_in_time_with_the_least_jobs_done(monkeypatch):
+    """Each takes two seconds: of ten that would end by then three are begun, and without time two."""
+    now = [0.0]
+    monkeypatch.setattr(interleaved_runs.time, "perf_counter", lambda: now[0])
+
+    def done(until: float) -> list[int]:
+        taken, now[0] = [], 0.0
+        for job in in_time(range(10), until, least=2):
+            taken.append(job)
+            now[0] += 2.0
+        return taken
+
+    assert done(7.9) == [0, 1, 2]
+    assert done(8.0) == [0, 1, 2, 3]
+    assert done(-1.0) == [0, 1]
 
 
 def test_a_prompts_seconds_are_those_of_the_median_repeat(suites):

@@ -16,7 +16,7 @@ from outrider.decode import Decoder, Plan, Sampling
 from outrider.heads.eagle import Eagle1, Eagle1Config, Eagle3, Eagle3Config
 from outrider.heads.medusa import Medusa, MedusaConfig
 from outrider.heads.self_speculative import SelfSpeculative, SelfSpeculativeConfig
-from outrider.targets import Target
+from outrider.targets import Target, split_attention
 from outrider.targets.fast import select
 from outrider.targets.packed_weights import PackedLinear
 
@@ -72,6 +72,23 @@ def test_packed_rounds_write_the_same_text_and_accept_the_same_drafts(target, ki
     assert not any(isinstance(part, PackedLinear) for part in [*target.model.modules(), *head.modules()])
 
 
+def test_packed_attention_folds_heads_and_the_models_own_does_not(target, monkeypatch):
+    """A prompt is left to the library; so is a target that attends in another way."""
+    folded = []
+    fold = split_attention.fold_heads
+    monkeypatch.setattr(split_attention, "fold_heads", lambda q, *more: folded.append(q.shape[2]) or fold(q, *more))
+    target.pack()
+    Decoder(target).generate(PROMPTS[:1], 4, plan=Plan(0))
+    assert 1 in folded
+    assert target.config._attn_implementation == "sdpa"
+    target.run_eagerly()
+    target.model.set_attn_implementation("eager")
+    target.pack()
+    folded.clear()
+    Decoder(target).generate(PROMPTS[:1], 4, plan=Plan(0))
+    assert not folded
+
+
 def test_a_target_that_changes_is_read_as_it_is(target):
     target.pack()
     before, plan = Decoder(target).generate(PROMPTS, 20, plan=Plan(0)).tokens, Plan(0)
@@ -81,6 +98,14 @@ def test_a_target_that_changes_is_read_as_it_is(target):
     assert flipped != before
     target.run_eagerly()
     assert flipped == Decoder(target).generate(PROMPTS, 20, plan=plan).tokens
+    target.pack()
+    others = Decoder(target)  # which hold the packed copies
+    others.generate(PROMPTS, 2)
+    target.model.lm_head.weight.data *= -1  # torch does not count it
+    target.pack()
+    negated = Decoder(target).generate(PROMPTS, 20, plan=plan).tokens
+    target.run_eagerly()
+    assert flipped != negated == Decoder(target).generate(PROMPTS, 20, plan=plan).tokens
     target.pack()
     layer = target.model.model.layers[0]
     layer.mlp.down_proj = nn.Linear(layer.mlp.down_proj.in_features, target.hidden_size, bias=False)
@@ -139,3 +164,19 @@ def test_decoders_share_one_packed_copy_which_goes_with_the_last_of_them(target)
     del second
     gc.collect()
     assert left() is None
+
+
+def test_a_longer_prompt_does_not_pack_a_head_anew(target):
+    """Its rotary angles are looked up again; its weights are packed again where they changed."""
+    head = Eagle1.build(Eagle1Config(), target)
+    target.pack()
+    decoder, kept = Decoder(target, head), []
+    for prompt in ([3, 1, 4], [3, 1, 4] * 30):
+        decoder.generate([prompt], 6, plan=Plan(2))
+        kept.append(decoder._drafts._decoding)
+    assert kept[0].max_length < kept[1].max_length
+    assert kept[0].layers is kept[1].layers
+    with torch.no_grad():
+        head.layers[0].self_attn.q_proj.weight.mul_(2)
+    decoder.generate([[3, 1, 4]], 6, plan=Plan(2))
+    assert decoder._drafts._decoding.layers is not kept[1].layers

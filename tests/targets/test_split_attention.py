@@ -46,6 +46,24 @@ def test_split_attention_equals_the_librarys(many_parts, rows, group, shared, qu
     torch.testing.assert_close(found, library(query, keys, values, mask), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "group", "queries"), list(product((1, 3), (1, 4), (1, 5))))
+def test_attention_of_folded_heads_equals_the_librarys(rows, group, queries, dtype):
+    """With masks that differ by row and query; one query also without."""
+    torch.manual_seed(rows)
+    keys, values = torch.randn(2, rows, 2, 70, 16, dtype=dtype)[:, :, :, :37]
+    query = torch.randn(rows, group * 2, queries, 16, dtype=dtype)
+    seen = torch.rand(rows, 1, queries, 37) < 0.3
+    seen[..., 3] = True
+    for mask in (float_mask(seen[:, 0], dtype), None):
+        if mask is None and queries > 1:
+            continue
+        found, _ = split_attention.folded_attention(torch.nn.Module(), query, keys, values, mask)
+        expected = library(query.double(), keys, values, None if mask is None else mask.double())
+        near = {"rtol": 0, "atol": 2e-2 if dtype == torch.bfloat16 else 1e-5}
+        torch.testing.assert_close(found.double(), expected, **near)
+
+
 @pytest.mark.parametrize(
     ("blocks", "length", "parts"),
     [(8, 1024, 8), (8, 8192, 32), (64, 1024, 4), (256, 8192, 1), (8, 384, 2), (1, 100, 1), (8, 1040, 1), (8, 1056, 2)],

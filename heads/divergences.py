@@ -310,13 +310,8 @@ class _Known(torch.autograd.Function):
         return gradient.mul_(slope[:, None]), None
 
 
-def _forward_kl(reference: TargetDistribution, logits: Tensor) -> Tensor:
-    result: Tensor = _Known.apply(logits, partial(_kl, reference, least=torch.finfo(torch.float32).tiny))
-    return result
-
-
-def _soft_cross_entropy(reference: TargetDistribution, logits: Tensor) -> Tensor:
-    result: Tensor = _Known.apply(logits, partial(_kl, reference, least=1.0))  # log 1 = 0: p's own entropy is left out
+def _cross_entropy(reference: TargetDistribution, logits: Tensor, least: float) -> Tensor:
+    result: Tensor = _Known.apply(logits, partial(_kl, reference, least=least))
     return result
 
 
@@ -344,8 +339,8 @@ def _hard_cross_entropy(reference: TargetDistribution, logits: Tensor) -> Tensor
 
 
 _KERNELS: dict[Divergence, Callable[..., Tensor]] = {
-    forward_kl: _forward_kl,
-    soft_cross_entropy: _soft_cross_entropy,
+    forward_kl: partial(_cross_entropy, least=torch.finfo(torch.float32).tiny),
+    soft_cross_entropy: partial(_cross_entropy, least=1.0),  # log 1 = 0: p's own entropy is left out
     reverse_kl: partial(_jensen_shannon, beta=1.0),
     jensen_shannon: _jensen_shannon,
     total_variation: _total_variation,

@@ -60,7 +60,7 @@ class FeatureConfig(LayerConfig):
     """
 
     least: ClassVar = {"num_layers": 1, "steps": 1, "feature_loss": 0}
-    shares: ClassVar = ("grow_steps",)
+    shares: ClassVar[tuple[str, ...]] = ("grow_steps",)
     words: ClassVar = {"weighting": ("decay", "reach")}
 
     steps: int = 1

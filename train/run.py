@@ -222,23 +222,20 @@ class _Training:
             enable_checkpointing(inner, self.args)
         trainer = DrafterTrainer(drafter, self.args, train_data, self.seconds, joint, self.until)
         if trainer.budget is not None:
-            prepared = trainer.processes.mean(prepared)
-            if prepared >= trainer.budget.clock.seconds:
+            clock, prepared = trainer.budget.clock, trainer.processes.mean(prepared)
+            if prepared >= clock.seconds:
                 raise BadInputError(
-                    f"the features took {prepared:.0f} s of a budget of {trainer.budget.clock.seconds:.0f} s: nothing "
+                    f"the features took {prepared:.0f} s of a budget of {clock.seconds:.0f} s: nothing "
                     "would be learned. Give more seconds, or take data.features=online."
                 )
-            trainer.budget.clock.start(prepared)
+            clock.spent = clock.begun = prepared
         trainer.add_callback(Reports(recipe, lambda: [] if measured is None else measured.samples))
         if recipe.eval.patience is not None:
             trainer.add_callback(Patience(recipe.eval.patience))
         return trainer
 
     def _batches(self, drafter: Drafter, table: datasets.Dataset, adapter: Adapter | None) -> tuple[Batches, float]:
-        """Return the maker of batches, with hidden states of the target (and its adapter), or from disk.
-
-        And the seconds that those on disk took, in this run and in interrupted ones.
-        """
+        """Return the maker of batches with hidden states, and the seconds that those on disk took, in all runs."""
         target, args = self.target, self.args
         # Most of a step is the pass of a float32 target; in mixed precision it is in bfloat16, as targets are served.
         precision = torch.bfloat16 if args.bf16 and target.dtype == torch.float32 else None

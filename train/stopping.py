@@ -173,10 +173,6 @@ class Clock:
         """Which share of the time for steps is over, from 0 to 1."""
         return min(1.0, (self.spent - self.begun) / (self.seconds - self.begun)) if self.begun < self.seconds else 1.0
 
-    def start(self, begun: float) -> None:
-        """Say how much time went by before the first step."""
-        self.spent = self.begun = begun
-
     def __call__(self, step: int) -> float:
         """Return the factor of the step after `step` others: a warm-up that is given in steps stays one."""
         warm = min(1.0, step / self._warmup_steps) if self._warmup_steps else 1.0

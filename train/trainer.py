@@ -302,7 +302,8 @@ class DrafterTrainer(HookedTrainer):
         """Return this micro-batch's share of the global batch's mean loss, `[]`."""
         batch = self.data.batches.of(inputs)
         batch.step = self.args.seed * 1_000_003 + self.state.global_step
-        batch.progress = self.progress()
+        state, budget = self.state, self.budget
+        batch.progress = state.global_step / state.max_steps if budget is None else budget.clock.share
         if self.data.verified:
             batch.verified = AcceptedPositions(inputs[DEPTHS], self.data.verified)
         loss = loss_of(model(batch))
@@ -323,12 +324,6 @@ class DrafterTrainer(HookedTrainer):
             worst = self.processes.sum(value.detach())
             self._guard.check(self._guard.step, float(worst))
         return (value, loss) if return_outputs else value
-
-    def progress(self) -> float:
-        """Return which share of the training is over: of its time under a budget, of its steps without."""
-        if self.budget is not None:
-            return self.budget.clock.share
-        return self.state.global_step / self.state.max_steps
 
     def norm_of_step(self) -> Tensor:
         """Return the norm of the gradients of the step about to be taken (under DeepSpeed, of the one just taken)."""

@@ -36,7 +36,6 @@ CHANGES += ["training.eval_strategy=no", "training.bf16=false"]
 OPTIMIZERS = {
     "Muon, as in the recipe": [],
     "SGD without momentum, 0.05": ["training.optim=sgd", "training.learning_rate=0.05"],
-    "AdamW, 1e-3": ["training.optim=adamw_torch", "training.learning_rate=0.001"],
 }
 
 

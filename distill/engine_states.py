@@ -44,19 +44,9 @@ from ..recipes import DataSpec, EngineSpec, Recipe, ServerSpec
 from ..targets import Target
 from ..targets.loading import folder_of, target_path
 from ..targets.weights import stored_tensors
-from . import engine_connector
+from . import engine_checks, engine_connector
 from .conversation import render
-from .engine_checks import (
-    EngineRow,
-    UntrustedStatesError,
-    check_facts,
-    check_forward,
-    check_logits,
-    check_next_token,
-    check_same,
-    check_template,
-    check_tokens,
-)
+from .engine_checks import EngineRow, UntrustedStatesError
 from .engine_connector import FAILED, NAME, SUFFIX, VERSION, EngineFacts
 from .features import stored_taps
 
@@ -259,13 +249,13 @@ class EngineStates:
         if len({row.facts.instance for row in rows}) > 1:
             raise BadAnswerError(f"{url} was started again while it was compared.", _RESTARTED)
         for row in rows:
-            check_logits(self.target, row)
+            engine_checks.check_logits(self.target, row)
         if self._compared:
             for row, states in zip(rows[1:], self._compared, strict=True):
-                check_same(row, states)
+                engine_checks.check_same(row, states)
         elif (whole := self._whole()) is not None:
             for row in rows[1:]:
-                check_forward(whole, row)
+                engine_checks.check_forward(whole, row)
         self._compared = self._compared or [row.states for row in rows[1:]]
         self._ended |= {self._instances.get(url, "")} - {rows[0].facts.instance}
         self._instances[url] = rows[0].facts.instance
@@ -294,7 +284,7 @@ class EngineStates:
         body |= {"add_special_tokens": False, "chat_template_kwargs": dict(self.recipe.template)}
         place = f"{url}/tokenize"
         theirs = read_answer(_TokenizedChat, ask(place, json.dumps(body).encode()), place).tokens
-        check_template(theirs, tokenizer(text, add_special_tokens=False)["input_ids"])
+        engine_checks.check_template(theirs, tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _whole(self) -> Target | None:
         """Return the whole target for a plain forward, if it fits beside everything else; the check ends its life."""
@@ -382,7 +372,7 @@ class EngineStates:
             idle.put(url)
         if row.facts.instance != self._instances[url]:
             raise BadAnswerError(f"{url} was started again between two rows.", _RESTARTED)
-        check_next_token(self.target, row)
+        engine_checks.check_next_token(self.target, row)
         return row
 
     def _asked(self, url: str, tokens: list[int], probe: bool = False) -> EngineRow:
@@ -402,8 +392,8 @@ class EngineStates:
             )
         row = self._read(self.folder / Path(named).name, answer.choices[0], len(tokens), url)
         is_again = url in self._instances or bool(self._ended)
-        check_facts(row.facts, self.expected, is_again, self._ended)
-        check_tokens(row, torch.tensor(tokens), self.target.hidden_size)
+        engine_checks.check_facts(row.facts, self.expected, is_again, self._ended)
+        engine_checks.check_tokens(row, torch.tensor(tokens), self.target.hidden_size)
         return row
 
     def _read(self, file: Path, choice: _PrefilledRow, count: int, url: str) -> EngineRow:

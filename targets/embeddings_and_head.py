@@ -211,20 +211,15 @@ def _fingerprint(
     revision, dtype, trust_remote_code = load
     if is_plain(model):
         return config_only_target(path, revision, None, dtype, trust_remote_code).fingerprint()
+    digests: dict[str, str] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as opened:  # one tensor is in memory at a time
+            digests |= {name: digest_tensor(opened.get_tensor(name)) for name in opened.keys()}  # noqa: SIM118
     template = getattr(tokenizer, "chat_template", None)
     return Fingerprint(
-        tensors=dict(_digests(folder)),
+        tensors=dict(sorted(digests.items())),
         config=digest_json(plain_config(model)),
         tokenizer=digest_tokenizer(tokenizer),
         chat_template=None if template is None else digest_json(template),
         dtype=str(model.get_output_embeddings().weight.dtype).removeprefix("torch."),
     )
-
-
-def _digests(folder: Path) -> list[tuple[str, str]]:
-    """Return the digest of each tensor in a folder's files, by name; one is in memory at a time."""
-    digests = []
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as opened:
-            digests += [(name, digest_tensor(opened.get_tensor(name))) for name in opened.keys()]  # noqa: SIM118
-    return sorted(digests)

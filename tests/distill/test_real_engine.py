@@ -43,7 +43,7 @@ STEPS = 100
 CHANGES = ["data.limit=24", "data.max_new_tokens=48", "target.dtype=float32", "data.features=cached"]
 CHANGES += [f"training.max_steps={STEPS}", "training.logging_steps=1", "training.save_steps=1000"]
 CHANGES += ["training.eval_strategy=no", "data.holdout=0", "training.bf16=false"]
-# Muon and AdamW make large steps of what is rounding (`benchmarks/results/engine-losses-cpu-fp32.json`).
+# Muon makes steps of full size of what is rounding (`benchmarks/results/engine-losses-cpu-fp32.json`).
 CHANGES += ["training.optim=sgd", "training.learning_rate=0.05"]
 
 

@@ -4,7 +4,7 @@ Both are grown (`targets.grow`), so texts and accepted drafts are those of the e
 costs at that size. Which size is decided before anything is grown, from the seconds that products take here per weight;
 a size whose passes turn out too slow for the time is left for the next smaller one. The plans follow from passes and
 drafting that are timed at that size, and from the acceptance that the tuner counted on prompts which are not measured.
-The shortest prompts come first, since a processor reads a prompt's token in a tenth of an answer's time; how many are
+The shortest prompts come first, since reading one takes a processor as long as many tokens of its answer; how many are
 asked is decided by the clock.
 """
 

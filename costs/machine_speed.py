@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -24,7 +25,7 @@ from ..recipes import Recipe
 from ..targets import Target
 from ..targets.packed_weights import packed_copy, why_not
 from .round_timing import verify_times
-from .timing import threads, timed, turns
+from .timing import WARM_UP, rotated, threads, timed
 
 # Shares of a device's best that are assumed to be reached, and of its memory that can be used.
 COMPUTE, BANDWIDTH, ROOM = 0.4, 0.6, 0.9
@@ -157,6 +158,7 @@ def _training_step(target: Target, drafter: Drafter, tokens: Tensor, bf16: bool)
 
 
 _LAYERS, _WIDTH, _PASSES, _PROMPT, _TURNS = 8, 4096, (1, 5), 128, 6
+_ENOUGH = 3.0  # seconds of turns in one dtype
 
 
 @dataclass(frozen=True)
@@ -184,7 +186,7 @@ def measure_weights(device: torch.device, width: int = _WIDTH) -> WeightPace:
 
     They are those of layers that no cache holds; on a GPU in bfloat16.
 
-    Times are the least of several turns: what else the machine does only adds.
+    Times are the least of several turns, of fewer on a slow machine: what else it does only adds.
     """
     kinds = []
     for dtype in (torch.bfloat16,) if device.type == "cuda" else (torch.float32, torch.bfloat16):
@@ -195,16 +197,17 @@ def measure_weights(device: torch.device, width: int = _WIDTH) -> WeightPace:
         for weight in layers.parameters():
             nn.init.constant_(weight, 1 / width)
         rows = {n: torch.ones(n, width, device=device, dtype=dtype) for n in (*_PASSES, _PROMPT)}
-        works = {("plain", n): partial(layers, x) for n, x in rows.items()}
+        works = {("plain", n): partial(layers if n in _PASSES else layers[0], x) for n, x in rows.items()}
         if why_not(layers) is None:
             copied = packed_copy(layers)
             works |= {("packed", n): partial(copied, rows[n]) for n in _PASSES}
-        seconds = dict.fromkeys(works, math.inf)
-        for key, counts in turns(list(works), _TURNS):
-            spent = timed(works[key], device)
-            seconds[key] = min(seconds[key], spent if counts else math.inf)
+        seconds, began = dict.fromkeys(works, math.inf), time.perf_counter()
+        for turn in range(-WARM_UP, _TURNS):
+            for key in rotated(list(works), turn):
+                seconds[key] = min(seconds[key], timed(works[key], device))
+            if turn >= 0 and time.perf_counter() - began > _ENOUGH:
+                break
         kind = min(dict.fromkeys(name for name, _ in works), key=lambda name: sum(seconds[name, n] for n in _PASSES))
-        weights = _LAYERS * width**2
-        prompt = seconds["plain", _PROMPT] / _PROMPT / weights
-        kinds.append(WeightPace(dtype, kind == "packed", seconds[kind, 1] / weights, prompt))
+        prompt = seconds["plain", _PROMPT] / _PROMPT / width**2
+        kinds.append(WeightPace(dtype, kind == "packed", seconds[kind, 1] / _LAYERS / width**2, prompt))
     return min(kinds, key=lambda kind: kind.request(1, _PROMPT, _PROMPT / 4))

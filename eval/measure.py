@@ -160,8 +160,9 @@ def _race_at_each(
     answers_in_all = len(temperatures) * len(racers) * (1 + len(jobs) * repeats)
     with progress(console, "measuring", answers_in_all, transient=True) as advance:
         for temperature in temperatures:
+            first = jobs[0] if until is None else min(jobs, key=lambda job: len(job.prompt.tokens))
             for racer in racers:
-                racer(jobs[0], temperature)  # first calls are slow
+                racer(first, temperature)  # first calls are slow
                 advance(1, "")
         for temperature in temperatures:
             timely = jobs if until is None or records else in_time(jobs, until, len({job.suite for job in jobs}))

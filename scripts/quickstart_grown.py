@@ -4,7 +4,7 @@ Both are grown (`targets.grow`), so texts and accepted drafts are those of the e
 costs at that size. Which size is decided before anything is grown, from the seconds that products take here per weight;
 a size whose passes turn out too slow for the time is left for the next smaller one. The plans follow from passes and
 drafting that are timed at that size, and from the acceptance that the tuner counted on prompts which are not measured.
-The shortest prompts come first, since a processor reads a prompt's token in a tenth of an answer's time; how many are
+The shortest prompts come first, since reading one takes a processor as long as many tokens of its answer; how many are
 asked is decided by the clock.
 """
 
@@ -214,9 +214,10 @@ class GrownMeasurement:
     def _at(self, target: Target, shape: str, weights: int, pace: WeightPace) -> GrownRun:
         """Find the plans at a size, and measure as many prompts as the time allows."""
         grown = grow_drafter(self.head, self.source, target).cast(target.dtype)
-        passes = verify_times(target, _WIDTHS, context=self.context, repeats=_REPEATS, taps=grown.taps)
+        repeats = _REPEATS if pace.request(weights, 0, _TIMING) < self.left / 2 else 1
+        passes = verify_times(target, _WIDTHS, context=self.context, repeats=repeats, taps=grown.taps)
         depth = min(_DEPTH, len(self.found.rates))
-        drafting = draft_times(target, grown, depth, context=self.context, repeats=_REPEATS, whole=True)
+        drafting = draft_times(target, grown, depth, context=self.context, repeats=repeats, whole=True)
         costs = Costs(tuple(passes.items()), tuple(drafting))
         entrants = [
             Contestant.of(grown.name, grown, plan)
@@ -224,7 +225,10 @@ class GrownMeasurement:
             else Contestant.of(f"{grown.name} + {fused['type']}", fuse(fused, grown), plan)
             for plan, fused in best_plans(self.found, costs)
         ]
-        settings = {"max_new_tokens": self._answer(weights, pace), "limit": None, "dtype": "auto", "threads": None}
+        tokens = self._answer(weights, pace)
+        if measuring_seconds(weights, len(self.suites), (self.context, tokens), pace) > self.left:
+            entrants = entrants[:1]  # the head alone
+        settings = {"max_new_tokens": tokens, "limit": None, "dtype": "auto", "threads": None}
         report = measure(
             target,
             entrants,

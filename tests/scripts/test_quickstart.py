@@ -207,6 +207,7 @@ def test_passes_slower_than_predicted_take_a_smaller_size_or_shorter_answers(
     assert run.report.conditions.max_new_tokens == 8
     assert "answers of 8 tokens instead of 32" in text.getvalue()
     assert [s.num_prompts for s in run.report.conditions.suites] == [1, 1], "no time was left"
+    assert [c.kind for c in run.report.contestants] == ["drafter", "plain"]
 
 
 def test_plans_follow_what_passes_and_drafting_cost_at_that_size() -> None:

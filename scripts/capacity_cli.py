@@ -102,32 +102,22 @@ def _show(body: Capacity, console: VisibleConsole) -> None:
     from ..eval.reports.render import fitted, print_table
     from ..eval.reports.tables import Cell, Table
 
-    rows = [
-        [
-            Cell(f"{g.rows}{'*' * (g.rows > max(body.batch_sizes))}"),
-            Cell(f"{g.plain:.0f}"),
-            Cell(str(g.depth)),
-            Cell(f"{g.tokens_per_second:.0f}"),
-            Cell(f"{g.gain:.2f}×"),
-            Cell("–" if g.break_even is None else f"{g.break_even:.2f}"),
-        ]
+    marked = {g.rows: "*" * (g.rows > max(body.batch_sizes)) for g in body.gains}
+    alphas = {g.rows: "–" if g.break_even is None else f"{g.break_even:.2f}" for g in body.gains}
+    lines = [
+        f"{g.rows}{marked[g.rows]} {g.plain:.0f} {g.depth} {g.tokens_per_second:.0f} {g.gain:.2f}× {alphas[g.rows]}"
         for g in body.gains
     ]
     headers = ["rows", "plain, tokens/s", "best depth", "tokens/s", "gain", "break-even alpha"]
+    rows = [list(map(Cell, line.split())) for line in lines]
     print_table(Table("", headers, rows), "while so many rows run (predicted)", console)
-    rows = [
-        [
-            Cell(f"{r.arrivals:g}/s"),
-            Cell(r.policy),
-            Cell(str(r.replicas)),
-            Cell(f"{r.tokens_per_second / r.replicas:.0f}"),
-            *(Cell(f"{v:.3g}") for v in (r.latency.p50, r.latency.p95, r.latency.p99, r.first_token.p95)),
-            Cell(f"{r.rows:.1f}"),
-            Cell(f"{r.depth:.1f}"),
-        ]
+    lines = [
+        f"{r.arrivals:g}/s {r.policy} {r.replicas} {r.tokens_per_second / r.replicas:.0f} {r.latency.p50:.3g} "
+        f"{r.latency.p95:.3g} {r.latency.p99:.3g} {r.first_token.p95:.3g} {r.rows:.1f} {r.depth:.1f}"
         for r in body.loads
     ]
     headers = ["arrivals", "drafting", "replicas", "each, t/s", "p50", "p95", "p99", "first p95", "rows", "depth"]
+    rows = [list(map(Cell, line.split())) for line in lines]
     table = fitted(Table("", headers, rows, labels=2), console.width, ("first p95", "depth", "rows"))
     most = max(r.requests for r in body.loads)
     print_table(table, f"seconds from arrival (simulated, up to {most:,} requests)", console)

@@ -199,16 +199,14 @@ def _within(value: float, values: Sequence[float], tolerance: float) -> bool:
 
 def _misread_length(c: Claims, expected: float) -> str:
     """Return the name of the mistake that turns `expected` into the length that is claimed."""
-    assert c.length is not None
-    if _near(c.length + 1, expected, c.tolerance):
-        return "length without the bonus"
-    if _near(c.length, expected + 1, c.tolerance):
-        return "bonus counted twice"
-    if c.conditional is not None and _near(c.length, 1 + sum(c.conditional), c.tolerance):
-        return "length summed from conditional rates"
-    if c.per_request is not None and _near(c.length, c.per_request, c.tolerance):
-        return "mean of requests as mean of rounds"
-    return "length and rates"
+    mistaken = {
+        "length without the bonus": expected - 1,
+        "bonus counted twice": expected + 1,
+        "length summed from conditional rates": 1 + sum(c.conditional or []),
+        "mean of requests as mean of rounds": c.per_request,
+    }
+    said = float(c.length or 0)
+    return next((n for n, v in mistaken.items() if v is not None and _near(said, v, c.tolerance)), "length and rates")
 
 
 def _shown(rates: Sequence[float]) -> str:

@@ -450,6 +450,7 @@ class QuickstartBudget:
         values: dict[str, Any] = {
             "output": str(output),
             "data.max_new_tokens": self.new_tokens,
+            "data.features": "cached",  # the few responses are read several times
             "training.logging_steps": 25,
             "eval.suites": list(self.suites),
             "eval.limit": self.suite_prompts,

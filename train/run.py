@@ -225,7 +225,7 @@ class _Training:
             clock, prepared = trainer.budget.clock, trainer.processes.mean(prepared)
             if prepared >= clock.seconds:
                 raise BadInputError(
-                    f"the features took {prepared:.0f} s of a budget of {clock.seconds:.0f} s: nothing "
+                    f"the features took {prepared:.3g} s of a budget of {clock.seconds:.3g} s: nothing "
                     "would be learned. Give more seconds, or take data.features=online."
                 )
             clock.spent = clock.begun = prepared

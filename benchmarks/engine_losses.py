@@ -9,6 +9,7 @@ of that noise, too: so the losses part as far, and under another optimizer other
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -82,8 +83,7 @@ def _trained(
         values = recipe.model_dump()
         recipe = Recipe.from_dict(values | {"target": values["target"] | {"engine": dict(engine)}})
     if store is not None and not (output / "features").exists():
-        output.mkdir(parents=True)
-        (output / "features").symlink_to(store.absolute())
+        shutil.copytree(store, output / "features")
     if not (output / "provenance.json").exists():
         train(recipe, None if engine is not None else target)
     return recipe

@@ -28,7 +28,7 @@ from triton.compiler import ASTSource
 
 from outrider.common import BadInputError
 from outrider.targets.cache_slots import Nodes, Placement
-from outrider.targets.fast import matmuls, operations
+from outrider.targets.fast import custom_ops, matmuls
 from outrider.targets.fast.custom_ops import Split
 from outrider.targets.fast.matmuls import TritonMatmul
 
@@ -79,7 +79,7 @@ def launches(work: Any) -> list[Launch]:
     def note(kernel: Any, _: Any, *arguments: Any, **options: Any) -> None:
         found.append(Launch(kernel, arguments, options))
 
-    with patch.object(operations, "launch", note):
+    with patch.object(custom_ops, "launch", note):
         work()
     return found
 
@@ -100,7 +100,7 @@ def cases(few: bool) -> Iterator[tuple[str, Any]]:
                 weight, out = empty(2 * width, HIDDEN), empty(tokens, width)
                 yield (
                     f"gated, {kind}, {tokens} tokens, {how}",
-                    lambda a=(x, weight, norm, None, out, 1e-5, True, False, how): operations.product(*a),
+                    lambda a=(x, weight, norm, None, out, 1e-5, True, False, how): custom_ops.product(*a),
                 )
             if few:
                 continue
@@ -108,13 +108,13 @@ def cases(few: bool) -> Iterator[tuple[str, Any]]:
             square = empty(HIDDEN, HIDDEN)
             yield (
                 f"joined, {tokens} tokens, {how}",
-                lambda a=(x, joined, norm, None, out, 1e-5, False, False, how): operations.product(*a),
+                lambda a=(x, joined, norm, None, out, 1e-5, False, False, how): custom_ops.product(*a),
             )
             yield (
                 f"added, {tokens} tokens, {how}",
-                lambda a=(x, square, None, None, hidden, 0.0, False, True, how): operations.product(*a),
+                lambda a=(x, square, None, None, hidden, 0.0, False, True, how): custom_ops.product(*a),
             )
-    yield "gate", lambda: operations.gate(empty(8, 28_672))
+    yield "gate", lambda: custom_ops.gate(empty(8, 28_672))
     for queries in (5,) if few else (1, 8, 64):
         for tree in (True,) if few else (False, True):
             yield f"attention, {queries} tokens, {'tree' if tree else 'chain'}", lambda q=queries, t=tree: attend(q, t)
@@ -130,7 +130,7 @@ def attend(queries: int, tree: bool) -> None:
     keys, values = empty(1, SHARED_HEADS, 4096, SIZE), empty(1, SHARED_HEADS, 4096, SIZE)
     placed = Placement(lengths, 4096, slots, slots, slice(0, 0), nodes)
     split = Split.of(1, SHARED_HEADS, HEADS // SHARED_HEADS * queries, 4096)
-    operations.attend(empty(queries, HEADS, SIZE), keys, values, placed, SIZE**-0.5, 0, split)
+    custom_ops.attend(empty(queries, HEADS, SIZE), keys, values, placed, SIZE**-0.5, 0, split)
 
 
 def place(normed: bool) -> None:
@@ -138,7 +138,7 @@ def place(normed: bool) -> None:
     keys, values = empty(1, SHARED_HEADS, 4096, SIZE), empty(1, SHARED_HEADS, 4096, SIZE)
     norms = [empty(SIZE), empty(SIZE)] if normed else []
     frequencies = empty(SIZE // 2, dtype=torch.float32)
-    operations.place_heads(joined, norms, frequencies, slots, slots, keys, values, 1e-6, 1.0)
+    custom_ops.place_heads(joined, norms, frequencies, slots, slots, keys, values, 1e-6, 1.0)
 
 
 def figures(launch: Launch) -> dict[str, Any]:
@@ -179,7 +179,7 @@ def main(given: Sequence[str] | None = None) -> int:
     parser = options(__doc__)
     parser.add_argument("--few", action="store_true", help="one tiling of each kernel")
     arguments = parser.parse_args(given)
-    if not hasattr(operations.kernels.gate, "arg_names") or "nterpreted" in type(operations.kernels.gate).__name__:
+    if not hasattr(custom_ops.kernels.gate, "arg_names") or "nterpreted" in type(custom_ops.kernels.gate).__name__:
         raise BadInputError("compiled: the kernels are interpreted; unset TRITON_INTERPRET.")
     rows: list[dict[str, Any]] = []
     for name, work in cases(arguments.few):

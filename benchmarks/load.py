@@ -13,10 +13,13 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from outrider.common.safe_load import read_json
 from outrider.costs.timing import threads
 from outrider.decode import Decoder, Plan
 from outrider.eval.batch_timing import measure_batches
@@ -24,6 +27,7 @@ from outrider.eval.load_simulation import Load, StepTimes, Workload, simulate
 from outrider.eval.measure import Contestant, measure
 from outrider.eval.suites import load_suites, make_jobs
 from outrider.eval.tuner import tune
+from outrider.eval.tuning_record import BatchTuning
 from outrider.heads import Drafter
 from outrider.recipes import EvalSpec
 from outrider.targets import Target
@@ -33,9 +37,17 @@ from .report import command, conditions, options, publish, shown, table
 
 
 def predicted_beside_measured(
-    target: Target, drafter: Drafter, arguments: argparse.Namespace, console: Console | None = None
+    target: Target,
+    drafter: Drafter,
+    arguments: argparse.Namespace,
+    console: Console | None = None,
+    earlier: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return a row for each batch size and depth, and the deviations of predictions from measurements."""
+    """Return a row for each batch size and depth, and the deviations of predictions from measurements.
+
+    Args:
+        earlier: a result whose costs of rounds and measured speeds are taken: only the predictions are made again.
+    """
     suites = load_suites(arguments.suites, target.require_tokenizer(), arguments.limit)
     settings = EvalSpec(
         max_new_tokens=arguments.max_new_tokens,
@@ -43,27 +55,32 @@ def predicted_beside_measured(
         temperatures=[0.0],
         batch_sizes=arguments.sizes,
     )
-    tuning = tune(target, drafter, suites, settings, arguments.sizes, console, statistical=())
+    batches = [BatchTuning.model_validate(batch) for batch in (earlier or {}).get("tuning", [])]
+    batches = batches or tune(target, drafter, suites, settings, arguments.sizes, console, statistical=()).batches
     deepest = max(arguments.depths)
     alone = settings.model_copy(update={"batch_sizes": [], "repeats": 1})
     report = measure(target, [Contestant.of("drafter", drafter, Plan(deepest))], suites, alone, False, console)
-    times, workload = StepTimes.of(tuning.batches), Workload.of(report, "drafter")
+    times, workload = StepTimes.of(batches), Workload.of(report, "drafter")
     decoders = [("plain", Decoder(target), Plan(0))]
     decoders += [(f"depth {depth}", Decoder(target, drafter), Plan(depth)) for depth in arguments.depths]
-    measured = measure_batches(decoders, make_jobs(suites), settings, 0.0, arguments.groups)
-    rows = []
-    for figures in measured:
-        depth = int(figures.contestant.removeprefix("depth ")) if figures.contestant != "plain" else 0
-        load = Load(arguments.requests, None, figures.size, max_rows=figures.size, refill=False)
-        own = Workload(workload.records, depth, workload.rates)
-        found = simulate(own, times, load, "fixed" if depth else "plain")
-        ratio = found.tokens_per_second / figures.tokens_per_second.value
-        row = {"size": figures.size, "depth": depth, "predicted": found.tokens_per_second, "ratio": ratio}
-        tau = None if figures.tau is None else shown(figures.tau)
-        rows.append(row | {"measured": shown(figures.tokens_per_second), "tau": tau, "predicted_tau": found.tau})
+    rows = (earlier or {}).get("rows") or [
+        {
+            "size": figures.size,
+            "depth": int(figures.contestant.removeprefix("depth ")) if figures.contestant != "plain" else 0,
+            "measured": shown(figures.tokens_per_second),
+            "tau": None if figures.tau is None else shown(figures.tau),
+        }
+        for figures in measure_batches(decoders, make_jobs(suites), settings, 0.0, arguments.groups)
+    ]
+    for row in rows:
+        size, depth = row["size"], row["depth"]
+        load = Load(arguments.requests, None, size, max_rows=size, refill=False)
+        found = simulate(replace(workload, depth=depth), times, load, "fixed" if depth else "plain")
+        ratio = found.tokens_per_second / row["measured"]["value"]
+        row |= {"predicted": found.tokens_per_second, "ratio": ratio, "predicted_tau": found.tau}
     off = [abs(row["ratio"] - 1) for row in rows]
     summary = {"largest_deviation": max(off), "median_deviation": statistics.median(off)}
-    return {"rows": rows, "summary": summary, "tuning": tuning.model_dump(mode="json")["batches"]}
+    return {"rows": rows, "summary": summary, "tuning": [b.model_dump(mode="json") for b in batches]}
 
 
 def tables(result: dict[str, Any]) -> list[str]:
@@ -93,6 +110,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--groups", type=int, default=8, help="batches of each size, at least")
     parser.add_argument("--requests", type=int, default=2000, help="of each simulation")
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--again", type=Path, help="a result, whose predictions are made again from its costs")
     return parser.parse_args(arguments)
 
 
@@ -101,9 +119,12 @@ def main(given: list[str] | None = None) -> int:
     target = Target.load(arguments.target, dtype=arguments.dtype)
     ((name, drafter),) = Grown(target, target).drafters([arguments.drafter]).items()
     with threads(arguments.threads):
-        found = predicted_beside_measured(target, drafter, arguments, Console(stderr=True))
-        about = {k: v for k, v in vars(arguments).items() if k not in ("out", "target", "drafter", "dtype", "threads")}
-        found = {"conditions": conditions(target, temperature=0, drafter=name, **about)} | found
+        earlier = None if arguments.again is None else read_json(arguments.again)
+        found = predicted_beside_measured(target, drafter, arguments, Console(stderr=True), earlier)
+        own = ("out", "target", "drafter", "dtype", "threads", "again")
+        about = {k: v for k, v in vars(arguments).items() if k not in own}
+        about = earlier["conditions"] if earlier else conditions(target, temperature=0, drafter=name, **about)
+        found = {"conditions": about} | found
     publish(found, arguments.out, tables(found))
     return 0
 

@@ -123,7 +123,8 @@ class Load:
 
     Attributes:
         requests: in all.
-        max_rows: of one replica. refill: False lets a batch end before the next begins, as our decoder does.
+        max_rows: of one replica. refill: False is our decoder: a batch ends before the next begins, and its
+            prompts are read at the length of the longest.
     """
 
     requests: int = 500
@@ -238,7 +239,8 @@ class _Server:
                 del queue.items[:room]
             if admitted:
                 reading = self.workload.prefill if self.policy != "plain" else 1.0
-                tokens = sum(r.record.prompt_tokens for r in admitted)
+                lengths = [r.record.prompt_tokens for r in admitted]
+                tokens = sum(lengths) if self.load.refill else len(lengths) * max(lengths)
                 yield self._work(reading * self.times.prefill(tokens))
                 for request in admitted:
                     request.first, request.emitted, request.row = self.env.now, 1, free.pop()

@@ -79,9 +79,8 @@ def _compare(
     finished = [_finished(recipe, seconds) for recipe in moved]
     first, given = moved[0], target
     target = given or Target.load(**first.target.to_load())
-    place, data = data_folder(first), first.data
-    about = f"the responses in {place}"
-    suites = suites_of(target, first.eval, first.template, learnt_questions(place), about, data.allow_leaks)
+    learnt, about = learnt_questions(data_folder(first)), f"the responses in {data_folder(first)}"
+    suites = suites_of(target, first.eval, first.template, learnt, about, first.data.allow_leaks)
     baselines = [baseline(name, target) for name in first.eval.baselines]
     for recipe in (r for r, is_done in zip(moved, finished, strict=True) if not is_done):
         check_makes(recipe, target)

@@ -52,6 +52,9 @@ def test_a_full_batch_without_refill_runs_as_one() -> None:
     assert done.rows == 8
     seconds = TIMES.prefill(40) + 12 * 0.017
     assert done.tokens_per_second == pytest.approx(8 * 13 / seconds)
+    unlike = Workload((RequestRecord(5, 13, ()), RequestRecord(35, 13, ())), 2, (1.0, 1.0))
+    done = simulate(unlike, TIMES, Load(8, clients=8, max_rows=8, refill=False), "plain")
+    assert done.first_token.p50 == pytest.approx(TIMES.prefill(8 * 35))  # prompts are padded to the longest
 
 
 def test_waiting_is_what_queueing_theory_says() -> None:

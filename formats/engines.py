@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -148,7 +148,15 @@ def oldest_version(to: str, drafter: str, config: Mapping[str, Any]) -> tuple[st
     return known.get(drafter) if to == "sglang" and not (drafter == "eagle3" and is_plain) else None
 
 
-def launch(to: str, drafter: str, target: str, folder: str, depth: int, dtype: str = "auto") -> EngineLaunch:
+def launch(
+    to: str,
+    drafter: str,
+    target: str,
+    folder: str,
+    depth: int,
+    dtype: str = "auto",
+    rates: Sequence[float] = (),
+) -> EngineLaunch:
     """Return the launch of `to` with a drafter of this type.
 
     Args:
@@ -156,10 +164,16 @@ def launch(to: str, drafter: str, target: str, folder: str, depth: int, dtype: s
         folder: the export's.
         depth: draft tokens of a round, in our counting.
         dtype: of the target's weights, as it was measured.
+        rates: how probable a round is to keep at least 1, 2, … `depth` drafts, whatever is proposed: the engine's
+            synthetic mode, whose texts are not the target's. () for real acceptance.
+
+    Raises IncompatibleError where the engine has no synthetic mode.
     """
     to = _OTHER_NAMES.get(to, to)
+    if rates and to not in ("vllm", "gguf"):
+        raise IncompatibleError(f"{to} cannot be told how many drafts to keep; vllm and llama.cpp can.")
     if to == "vllm":
-        return _vllm(drafter, target, folder, depth, dtype)
+        return _vllm(drafter, target, folder, depth, dtype, rates)
     if to == "sglang":
         return _sglang(drafter, target, folder, depth, dtype)
     if drafter == "self_speculative":
@@ -168,7 +182,7 @@ def launch(to: str, drafter: str, target: str, folder: str, depth: int, dtype: s
         settings = {"assistant_model": folder, "num_assistant_tokens": depth}
         return EngineLaunch("transformers", None, settings | {"num_assistant_tokens_schedule": "constant"})
     if to == "gguf":
-        return _llama(f"{folder}/{GGUF_FILE}", depth)
+        return _llama(f"{folder}/{GGUF_FILE}", depth, rates)
     return EngineLaunch(to, None, {"depth": depth})
 
 
@@ -192,7 +206,7 @@ def lora_words(adapter: Mapping[str, Any]) -> list[str]:
     return ["--enable-lora", "--max-lora-rank", str(rank), "--lora-modules", json.dumps(module)]
 
 
-def _vllm(drafter: str, target: str, folder: str, depth: int, dtype: str) -> EngineLaunch:
+def _vllm(drafter: str, target: str, folder: str, depth: int, dtype: str, rates: Sequence[float]) -> EngineLaunch:
     method = "eagle" if drafter == "eagle1" else drafter
     settings: dict[str, Any] = {"method": method, "model": folder, "num_speculative_tokens": depth}
     if drafter == "mtp":  # the drafter is a part of the target's checkpoint
@@ -200,6 +214,8 @@ def _vllm(drafter: str, target: str, folder: str, depth: int, dtype: str) -> Eng
     if drafter != "medusa":  # whose drafts are always the most probable tokens
         # Without this the drafts above temperature 0 are greedy, and a third of what drafting gains is lost.
         settings["draft_sample_method"] = "probabilistic"
+    if rates:
+        settings |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": list(rates)}
     words = ["vllm", "serve", target, "--dtype", dtype, "--speculative-config", json.dumps(settings)]
     return EngineLaunch("vllm", shlex.join(words), settings)
 
@@ -220,7 +236,7 @@ def _sglang(drafter: str, target: str, folder: str, depth: int, dtype: str) -> E
     return EngineLaunch("sglang", shlex.join(words), settings)
 
 
-def _llama(file: str, depth: int) -> EngineLaunch:
+def _llama(file: str, depth: int, rates: Sequence[float]) -> EngineLaunch:
     # Without spec-draft-p-min it ends a draft at the first token that the draft model is not sure of, and unless told
     # otherwise it picks the most probable drafts at any temperature.
     settings = {
@@ -231,6 +247,8 @@ def _llama(file: str, depth: int) -> EngineLaunch:
         "spec-draft-p-min": 0.0,
         "spec-draft-sampling": "probabilistic",
     }
+    if rates:
+        settings["spec-synth-rates"] = ",".join(map(str, rates))
     words = ["llama-server", "--model", "TARGET.gguf", *_flags(settings)]
     return EngineLaunch("llama.cpp", shlex.join(words), settings)
 

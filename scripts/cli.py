@@ -27,7 +27,7 @@ from ..common.progress import plain_lines, say_retries_once
 from ..common.runtime import keep_large_blocks, remember_few_shapes
 from ..common.signals import how, number_of, stoppable
 from ..common.terminal import VisibleConsole, log_to_stderr, print_to_stderr, visible
-from . import capacity_cli, data_cli, export_cli, recipe_keys, serving_cli, starter
+from . import capacity_cli, data_cli, export_cli, recipe_keys, replay_cli, serving_cli, starter
 from .help_examples import EXAMPLES
 from .options import (
     Adapter,
@@ -152,6 +152,7 @@ app.command("lint")(export_cli.lint)
 app.command("grow")(export_cli.grow)
 app.command("report")(report)
 app.command("capacity")(capacity_cli.capacity)
+app.command("replay")(replay_cli.replay)
 app.command("served", context_settings={"allow_extra_args": True})(serving_cli.served)
 app.command("watch")(serving_cli.watch)
 

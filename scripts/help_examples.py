@@ -29,6 +29,8 @@ outrider tune runs/pair-v1 --batch 1 --batch 8
 outrider tune runs/pair-v1 --temperature 1 --dry-run
 outrider capacity runs/pair-v1 --arrivals 2 --arrivals 20
 outrider capacity runs/pair-v1 --arrivals 20 --latency 1.5 --max-batch 64 --json
+outrider replay runs/pair-v1 --limit 5
+outrider replay runs/pair-v1 --to vllm --export runs/vllm
 outrider generate runs/pair-v1 "def read_lines(path):"
 outrider generate runs/pair-v1 - --plain --max-new-tokens 64
 outrider probe runs/pair-v1 --target path/to/target --adapter path/to/lora --json

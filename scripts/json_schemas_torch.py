@@ -10,6 +10,7 @@ from pydantic import BaseModel
 from ..costs.training import Needs
 from ..eval.load_simulation import Capacity
 from ..eval.pruning import VocabularyReport
+from ..eval.replay import Replayed
 from ..formats.checkpoint_view import LintFinding
 from ..serving.diagnosis import ServedResult
 from ..serving.watching import WatchEvent
@@ -33,6 +34,7 @@ class LintBody(BaseModel, extra="forbid"):
 MEASURED: dict[str, Any] = {
     "vocab": VocabularyReport,
     "capacity": Capacity,
+    "replay": Replayed,
     "plan": PlanBody,
     "lint": LintBody,
     "served": ServedResult,

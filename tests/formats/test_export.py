@@ -167,3 +167,15 @@ def test_a_launch_asks_for_drawn_drafts_where_the_engine_would_pick_them(to, dra
     started = launch(to, drafter, "target", "folder", 4)
     assert started.settings.items() >= asked.items()
     assert all(str(value) in started.command for value in asked.values())
+
+
+def test_a_launch_can_be_told_how_many_drafts_to_keep():
+    rates = [0.75, 0.5]
+    told = launch("vllm", "eagle3", "target", "folder", 2, rates=rates).settings
+    assert (told["rejection_sample_method"], told["synthetic_acceptance_rates"]) == ("synthetic", rates)
+    assert (
+        launch("llama.cpp", "draft_model", "target", "folder", 2, rates=rates).settings["spec-synth-rates"]
+        == "0.75,0.5"
+    )
+    with pytest.raises(IncompatibleError, match="sglang cannot be told"):
+        launch("sglang", "eagle3", "target", "folder", 2, rates=rates)

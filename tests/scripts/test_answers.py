@@ -83,6 +83,10 @@ def test_every_verb_answers_as_its_schema_says(
     assert tuned["stored"]
     load = answer("capacity", outrider("capacity", pair, "--arrivals", 2, "--requests", 20, "--json"))
     assert [one["policy"] for one in load["loads"]] == ["plain", "fixed", "controlled"]
+    again = answer("replay", outrider("replay", pair, "--limit", 2, "--json"))
+    assert 1 <= again["tau"][1]["value"] <= 1 + len(again["rates"])
+    engine = answer("replay", outrider("replay", pair, "--to", "vllm", "--json"))
+    assert str(again["rates"]) in engine["command"]
     probed = outrider("probe", pair, "--target", changed_target, "--json")
     found = answer("probe", probed, probed.exit_code)
     assert (found["verdict"], found["pair"]) == ({0: "fresh", 1: "stale"}[probed.exit_code], made["digest"])

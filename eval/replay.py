@@ -1,0 +1,172 @@
+"""A drafter that keeps as many drafts as another did, whatever it drafts: the cost of its rounds with given acceptance.
+
+Engines have the same as a synthetic mode (`formats.launch`). Here the text stays the target's: a round's first tokens
+are exchanged for those that the target will write, and the one after them for another.
+
+Shapes: B rows, N draft tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from pydantic import BaseModel
+from torch import Tensor
+
+from ..common import BadInputError
+from ..decode import Decoder, Plan
+from ..heads import Abilities, Drafter, Proposal, Session
+from ..heads.session import Choose, Ended
+from ..recipes import EvalSpec
+from ..targets import RaggedCache, RowLengths, Target
+from .measure import Contestant, measure
+from .reports.figures import Interval, PromptRecord, speed_ratio, tau_ratio
+from .reports.statistics import Bootstrap, strata_of
+from .suites import Suite, make_jobs
+
+_ROWS = 8  # whose texts are written at once
+_GOLDEN = (5**0.5 - 1) / 2
+
+
+def acceptance_rates(records: Sequence[PromptRecord]) -> list[float]:
+    """Return how probable a round is to keep at least 1, 2, … drafts.
+
+    Rounds that drafted fewer than d tokens, at the end of a text, tell nothing of depth d: the rates are products of
+    those given that all drafts before were kept.
+    """
+    rounds = [(d, a) for r in records for d, a in zip(r.drafted, r.accepted, strict=True)]
+    rates, reached = [], 1.0
+    for depth in range(1, max((drafted for drafted, _ in rounds), default=0) + 1):
+        asked = [kept >= depth for drafted, kept in rounds if drafted >= depth and kept >= depth - 1]
+        reached *= sum(asked) / len(asked) if asked else 0.0
+        rates.append(reached)
+    return rates
+
+
+class Replayed(BaseModel, extra="forbid"):
+    """What a drafter's acceptance makes of an engine.
+
+    Attributes:
+        rates: see `acceptance_rates`. contestant, temperature: whose they are.
+        command: of an engine that keeps so many drafts; None where our decoder was asked.
+        speed: tokens/s of the replay divided by the drafter's, measured in turns in our decoder.
+        tau: of the drafter, and of its replay.
+    """
+
+    contestant: str
+    temperature: float
+    rates: list[float]
+    command: str | None = None
+    speed: Interval | None = None
+    tau: tuple[Interval, Interval] | None = None
+
+
+class Replay(Drafter[Any]):
+    """A drafter that drafts at another's cost and is right as often as `rates` say, in chains at temperature 0.
+
+    Args:
+        texts: prompts with the target's own answers; after others it drafts as it learned to.
+        rates: see `acceptance_rates`.
+    """
+
+    name = "replay"
+    trainable = False
+
+    def __init__(self, drafter: Drafter, texts: Sequence[Sequence[int]], rates: Sequence[float]):
+        super().__init__(drafter.config)
+        self.drafter, self.texts, self.rates, self.rounds = drafter.plain(), texts, rates, 0
+
+    def kept(self) -> int:
+        """Return how many drafts the next round keeps.
+
+        Multiples of the golden ratio fill the unit interval evenly, so that few rounds already have the rates.
+        """
+        self.rounds += 1
+        drawn = self.rounds * _GOLDEN % 1
+        return sum(drawn < rate for rate in self.rates)
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.drafter.taps
+
+    @property
+    def max_depth(self) -> int:
+        return min(len(self.rates), self.drafter.max_depth or len(self.rates))
+
+    @property
+    def abilities(self) -> Abilities:
+        theirs = self.drafter.abilities
+        return Abilities(observes=theirs.observes, one_pass=theirs.one_pass)
+
+    def check(self, target: Target) -> None:
+        self.drafter.check(target)
+
+    def state_bytes(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> int:
+        return self.drafter.state_bytes(target, batch_size, max_length)
+
+    def open(
+        self, target: Target, batch_size: int, max_length: int, spare: int = 0, cache: RaggedCache | None = None
+    ) -> Session:
+        return _ReplaySession(self, self.drafter.open(target, batch_size, max_length, 0, cache), target, batch_size)
+
+
+class _ReplaySession(Session):
+    def __init__(self, replay: Replay, session: Session, target: Target, batch_size: int):
+        self.replay, self.session, self.vocab = replay, session, target.vocab_size
+        self.rows: list[list[int]] = [[] for _ in range(batch_size)]
+
+    def update(self, tokens: Tensor, hidden: Tensor | None, counts: RowLengths, path: Tensor | None = None) -> None:
+        self.session.update(tokens, hidden, counts, path)
+        for row, new, count in zip(self.rows, tokens.tolist(), counts.values, strict=True):
+            row.extend(new[:count])
+
+    def propose(self, root: Tensor, depth: int, choose: Choose, ended: Ended | None = None) -> Proposal:
+        proposal = self.session.propose(root, depth, choose, ended)
+        tokens = proposal.tokens.clone()
+        for drafts, row, last in zip(tokens, self.rows, root.tolist(), strict=True):
+            read, right = [*row, last], self.replay.kept()
+            text = next((t for t in self.replay.texts if list(t[: len(read)]) == read), read)
+            following = text[len(read) : len(read) + len(drafts)]
+            for place, token in enumerate(following[: right + 1]):
+                drafts[place] = token if place < right else (token + 1) % self.vocab
+        return replace(proposal, tokens=tokens)
+
+    def on_target_argmax(self, following: Tensor) -> None:
+        self.session.on_target_argmax(following)
+
+    def select(self, rows: list[int]) -> None:
+        self.session.select(rows)
+        self.rows = [self.rows[row] for row in rows]
+
+    def caches(self) -> list[RaggedCache]:
+        return self.session.caches()
+
+
+def replay(
+    target: Target, drafter: Drafter, plan: Plan, suites: Sequence[Suite], settings: EvalSpec, rates: Sequence[float]
+) -> tuple[tuple[Interval, Interval], Interval]:
+    """Measure a drafter and its replay in turns, at temperature 0.
+
+    Returns:
+        τ of both, and the replay's tokens/s divided by the drafter's.
+
+    Raises:
+        BadInputError: the plan grows trees.
+    """
+    if plan.is_tree:
+        raise BadInputError(f"only chains are replayed, and the plan is a {plan}; give a depth.")
+    settings = settings.model_copy(update={"temperatures": [0.0], "baselines": []})
+    prompts = [job.prompt.tokens for job in make_jobs(suites, settings.limit)]
+    decoder, texts = Decoder(target), list[list[int]]()
+    for first in range(0, len(prompts), _ROWS):
+        group = prompts[first : first + _ROWS]
+        answers = decoder.generate(group, settings.max_new_tokens, plan=Plan(depth=0)).tokens
+        texts += [[*prompt, *answer] for prompt, answer in zip(group, answers, strict=True)]
+    own, replayed = (Contestant.of(d.name, d, Plan(plan.depth)) for d in (drafter, Replay(drafter, texts, rates)))
+    report = measure(target, [own, replayed], suites, settings, generate_baseline=False)
+    real, again = (report.records_of(c.name, 0.0) for c in (own, replayed))
+    bootstrap = Bootstrap(strata_of([r.suite for r in real]), seed=settings.seed)
+    speed = bootstrap.quotient(speed_ratio(again), speed_ratio(real))
+    return (bootstrap.ratio(tau_ratio(real)), bootstrap.ratio(tau_ratio(again))), speed

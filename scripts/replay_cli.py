@@ -1,0 +1,76 @@
+"""`outrider replay`: a pair's acceptance in an engine's synthetic mode, before its drafter is on the machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from ..common import BadInputError
+from .options import AsJson, PairFolder
+from .output import finish, print_lines
+
+
+def replay(
+    pair: PairFolder,
+    to: Annotated[
+        str | None, typer.Option(help="Print how this engine is started: vllm or llama.cpp. Default: measure here.")
+    ] = None,
+    export: Annotated[
+        Path, typer.Option(help="The folder of the drafter there: any of its shape, also an untrained one.")
+    ] = Path("EXPORT"),
+    temperature: Annotated[
+        float | None, typer.Option(help="Whose acceptance (default: the first that was measured).")
+    ] = None,
+    report: Annotated[Path | None, typer.Option(help="Take the acceptance from this report.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Prompts per suite (default: the pair's).")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Keep as many drafts as the pair was measured to, whatever is drafted: what it will buy, before it is there.
+
+    An engine is told by flags, and its text is worthless then. Here the text stays the target's, and the same prompts
+    are decoded with the drafter, too: their speeds should agree.
+    """
+    from ..eval import Report
+    from ..eval.replay import Replayed, acceptance_rates
+    from ..eval.replay import replay as measured
+    from ..eval.reports.passport import Passport
+    from ..pair import PairFiles, newest_report
+    from .eval_setup import EvalOptions, load_subject
+
+    files = PairFiles.load(pair)
+    passport = Passport.of(newest_report(files) if report is None else Report.load(report), temperature)
+    if not passport.is_chain:
+        raise BadInputError(
+            f"{passport.info.label} was measured in a {passport.info.shape}; rates by depth describe chains alone: "
+            f"measure one (`outrider eval {pair} --depth 4`), and name its report (--report)."
+        )
+    rates = [round(rate, 6) for rate in acceptance_rates(passport.records)]
+    body = Replayed(contestant=passport.info.label, temperature=passport.figures.temperature, rates=rates)
+    if to is not None:
+        from ..formats import launch, layout_of
+
+        drafter, target = str(passport.info.drafter), files.manifest.target.source.path or "TARGET"
+        layout_of(to, drafter)
+        dtype = passport.conditions.dtype
+        body.command = launch(to, drafter, target, str(export), len(rates), dtype, rates).command
+        finish(as_json, "replay", body, show=lambda: print_lines([escape(str(body.command))]))
+        return
+    if body.temperature:
+        raise BadInputError(
+            f"our decoder replays at temperature 0, and the rates are of {body.temperature:g}: give --temperature 0, "
+            "or an engine (--to)."
+        )
+    settings = {"depth": len(rates), "width": 1, "nodes": None, "limit": limit}
+    subject = load_subject(str(pair), EvalOptions(settings={k: v for k, v in settings.items() if k != "limit" or v}))
+    body.tau, body.speed = measured(
+        subject.target, subject.drafter, subject.plan, subject.suites, subject.settings, rates
+    )
+    real, again = body.tau
+    told = (
+        f"{escape(body.contestant)} at temperature 0: τ {real.text()}, replayed {again.text()}; the replay runs at "
+        f"[bold]{body.speed.text(unit='×')}[/bold] the drafter's speed"
+    )
+    finish(as_json, "replay", body, show=lambda: print_lines([told]))

@@ -1,0 +1,55 @@
+"""A replay keeps the drafts that it is told to, at the drafter's cost and with the target's text."""
+
+from __future__ import annotations
+
+import pytest
+
+from outrider.common import BadInputError
+from outrider.decode import Decoder, Plan
+from outrider.eval.replay import Replay, acceptance_rates, replay
+from outrider.eval.suites import make_jobs
+from outrider.heads import Drafter, DraftModel, Eagle3, Eagle3Config
+from outrider.recipes import EvalSpec
+
+from .conftest import record
+
+
+def test_rates_are_of_rounds_that_drafted_so_deep():
+    """Of three rounds two kept a draft; the one that drafted a single token tells nothing of the second depth."""
+    rounds = [(2, 2), (1, 1), (2, 0), (0, 0)]
+    assert acceptance_rates([record("draft", "a", "1", 5, 1.0, rounds)]) == [pytest.approx(2 / 3), pytest.approx(2 / 3)]
+    rounds = [(2, 2), (2, 1), (2, 0), (2, 0)]
+    assert acceptance_rates([record("draft", "a", "1", 5, 1.0, rounds)]) == [0.5, 0.25]
+    assert acceptance_rates([record("plain", "a", "1", 5, 1.0, [(0, 0)])]) == []
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "draft_model"])
+@pytest.mark.parametrize(
+    ("rates", "kept"), [([1.0] * 3, [3] * 5), ([0.0] * 3, [0] * 20), ([0.75, 0.5, 0.25], [1, 3, 0, 2, 3, 1, 2, 0])]
+)
+def test_rounds_keep_what_they_are_told_to_and_the_text_is_the_targets(kind, rates, kept, target, tiny_llama):
+    drafter: Drafter = DraftModel(tiny_llama(layers=1))
+    if kind == "eagle3":
+        drafter = Eagle3.build(Eagle3Config(taps=(0, 1, 2)), target)
+    prompts = [[1, 2, 3], [4, 5, 6, 7, 8]]
+    plain = Decoder(target).generate(prompts, 20, plan=Plan(0), ignore_eos=True).tokens
+    texts = [[*prompt, *answer] for prompt, answer in zip(prompts, plain, strict=True)]
+    told = Decoder(target, Replay(drafter, texts, rates)).generate(prompts[:1], 20, plan=Plan(3), ignore_eos=True)
+    assert told.tokens == plain[:1]
+    whole = [r.accepted for r in told.rounds[0] if r.drafted == 3]  # at the end a round drafts what is left
+    assert whole[: len(kept)] == kept[: len(whole)]
+    assert len(whole) >= 4
+    together = Decoder(target, Replay(drafter, texts, rates)).generate(prompts, 20, plan=Plan(3), ignore_eos=True)
+    assert together.tokens == plain
+
+
+def test_a_replay_is_measured_beside_its_drafter(target, suites, tiny_llama):
+    settings = EvalSpec(max_new_tokens=16, repeats=1)
+    drafter = DraftModel(tiny_llama(layers=1))
+    (real, again), speed = replay(target, drafter, Plan(3), suites, settings, [1.0, 1.0, 1.0])
+    rounds = sum(len(range(0, 15, 4)) for _ in make_jobs(suites))
+    assert again.value == pytest.approx(15 * 5 / rounds)
+    assert speed.value > 0
+    assert real.value < again.value
+    with pytest.raises(BadInputError, match="only chains are replayed"):
+        replay(target, drafter, Plan(3, width=2), suites, settings, [1.0])

@@ -182,6 +182,11 @@ def is_of_llama_kind(model: Any) -> bool:
     )
 
 
+def is_llama_part(module: nn.Module) -> bool:
+    """Return whether a module is a part of such a model as the library made it."""
+    return type(module).__module__ in _HOMES and is_as_made(module)
+
+
 def is_as_made(module: nn.Module) -> bool:
     """Return whether a module has its own `forward` and no hooks, except taps, which only read."""
     if "forward" in vars(module):

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..common.errors import IncompatibleError
-from .layers import body_of, decoder_layers, first_layers, is_as_made, is_llama_part
+from .layers import LLAMA_HOMES, body_of, decoder_layers, first_layers, is_as_made
 from .split_attention import FOLDED, register
 from .weights import weight_versions
 
@@ -62,8 +62,10 @@ class PackedWeight:
         return torch.cat([w.detach().flatten()[:: max(1, w.numel() // _SAMPLED)] for w in self.weights])
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the linear layers' outputs `[..., N]`, side by side, for inputs `[..., K]` that `multiplies` lets by;
-        of a single layer for any: many rows are multiplied by the weight."""
+        """Return the linear layers' outputs `[..., N]` side by side for inputs `[..., K]`.
+
+        What a packed copy does not serve (see `multiplies`) is multiplied by the weight itself, if it is a single one.
+        """
         if not multiplies(x, self.weights[0]):
             return nn.functional.linear(x, self.weights[0], bias)
         versions, packed, _ = self._made  # at once: another thread may exchange them
@@ -91,7 +93,6 @@ class PackedLinear(nn.Linear):
 
     _kept: PackedWeight | None = None
     _others: Sequence[PackedLinear] = ()  # layers that read the same input after this one
-    _is_other = False
     _handed: tuple[Tensor, Tensor] | None = None  # an input, and its output by the layer that multiplied for all
 
     @classmethod
@@ -101,17 +102,11 @@ class PackedLinear(nn.Linear):
         packed.__dict__.update(linear.__dict__)
         return packed
 
-    def multiply_for(self, others: Sequence[PackedLinear]) -> None:
-        """Multiply for other layers, too, which always read the same input after this one."""
-        self._others = tuple(others)
-        for other in others:
-            other._is_other = True
-
     def forward(self, x: Tensor) -> Tensor:
         handed, self._handed = self._handed, None
         if handed is not None and handed[0] is x:
             return handed[1]
-        if self._is_other or not multiplies(x, self.weight):
+        if not multiplies(x, self.weight):
             return nn.functional.linear(x, self.weight, self.bias)
         layers = (self, *self._others)
         kept = self._kept
@@ -119,8 +114,9 @@ class PackedLinear(nn.Linear):
             self._kept = kept = PackedWeight(*(layer.weight for layer in layers))
         if not self._others:
             return kept.product(x, self.bias)
-        bias = None if self.bias is None else torch.cat([cast(Tensor, layer.bias) for layer in layers])
-        own, *more = kept.product(x, bias).split([len(layer.weight) for layer in layers], -1)
+        biases = [layer.bias for layer in layers if layer.bias is not None]
+        product = kept.product(x, torch.cat(biases) if biases else None)
+        own, *more = product.split([len(layer.weight) for layer in layers], -1)
         for other, output in zip(self._others, more, strict=True):
             other._handed = x, output
         return own
@@ -145,9 +141,9 @@ def _multiply_together(parts: dict[str, nn.Module | None]) -> None:
     """Let the first of the packed parts of a Llama's layer that read the same input multiply for all of them."""
     for names in _ON_ONE_INPUT:
         layers = [part for name in names if isinstance(part := parts.get(name), PackedLinear)]
-        alike = len({(layer.weight.shape[1], layer.weight.dtype, layer.bias is None) for layer in layers}) == 1
-        if len(layers) == len(names) and alike:
-            layers[0].multiply_for(layers[1:])
+        alike = {(layer.weight.shape[1], layer.weight.dtype, layer.bias is None) for layer in layers}
+        if len(layers) == len(names) and len(alike) == 1:
+            layers[0]._others = layers[1:]
 
 
 def _use_huge_pages(address: int, num_bytes: int) -> None:
@@ -214,7 +210,7 @@ class PackedCopies:
         if isinstance(module, self.passed):
             return module
         parts = {name: part if part is None else self.of(part) for name, part in module._modules.items()}
-        if is_llama_part(module):
+        if type(module).__module__ in LLAMA_HOMES:
             _multiply_together(parts)
         replaced = [(name, part) for name, part in module._modules.items() if parts[name] is not part]
         if not replaced:

@@ -114,7 +114,7 @@ class PackedLinear(nn.Linear):
             self._kept = kept = PackedWeight(*(layer.weight for layer in layers))
         if not self._others:
             return kept.product(x, self.bias)
-        biases = [layer.bias for layer in layers if layer.bias is not None]
+        biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
         product = kept.product(x, torch.cat(biases) if biases else None)
         own, *more = product.split([len(layer.weight) for layer in layers], -1)
         for other, output in zip(self._others, more, strict=True):

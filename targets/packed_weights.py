@@ -2,8 +2,8 @@
 
 A product with few rows reads every weight once, so memory bounds it. From a plain weight torch reads at half of the
 memory's speed for one row, and at a quarter for five in float32: verifying drafts costs twice a pass over one token.
-oneDNN, which torch brings along, reads weights in blocks of its own at the same speed for one row and for eight. So
-does what torch's compiler makes of frozen weights; here nothing is compiled.
+oneDNN, which torch brings along, reads weights in blocks of its own at the same speed for one row and for five. Torch's
+compiler mostly takes the same products for frozen weights; here nothing is compiled.
 
 A packed weight is a copy, and takes as much memory as the plain one, which prompts and training go on to read.
 Attention of a model's copy folds heads that share keys (`split_attention`).

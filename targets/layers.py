@@ -19,7 +19,7 @@ from ..common.errors import IncompatibleError
 
 # Models that our own runners compute as well, and modules that do the same in all of them.
 _LLAMA_KINDS = ("llama", "mistral", "qwen2", "qwen3")
-_HOMES = tuple(f"transformers.models.{kind}.modeling_{kind}" for kind in _LLAMA_KINDS)
+LLAMA_HOMES = tuple(f"transformers.models.{kind}.modeling_{kind}" for kind in _LLAMA_KINDS)
 _PARTS = {nn.Linear, nn.Embedding, nn.ModuleList, SiLUActivation, nn.SiLU}
 _ROPES = ("default", "linear", "llama3", "yarn")  # whose angles depend on nothing but the position
 
@@ -167,7 +167,7 @@ def is_of_llama_kind(model: Any) -> bool:
     Adapters, quantised weights, hooks, and weights split over processes are modifications.
     """
     home = type(model).__module__
-    if home not in _HOMES or not type(model).__name__.endswith("ForCausalLM"):
+    if home not in LLAMA_HOMES or not type(model).__name__.endswith("ForCausalLM"):
         return False
     config, parameters = model.config, list(model.parameters())
     return (

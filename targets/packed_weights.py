@@ -2,8 +2,8 @@
 
 A product with few rows reads every weight once, so memory bounds it. From a plain weight torch reads at half of the
 memory's speed for one row, and at a quarter for five in float32: verifying drafts costs twice a pass over one token.
-oneDNN, which torch brings along, reads weights in blocks of its own at the same speed for one row and for eight. So
-does what torch's compiler makes of frozen weights; here nothing is compiled.
+oneDNN, which torch brings along, reads weights in blocks of its own at the same speed for one row and for five. Torch's
+compiler mostly takes the same products for frozen weights; here nothing is compiled.
 
 A packed weight is a copy, and takes as much memory as the plain one, which prompts and training go on to read.
 Attention of a model's copy folds heads that share keys (`split_attention`).
@@ -17,6 +17,7 @@ import copy
 import ctypes
 import sys
 import weakref
+from collections.abc import Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..common.errors import IncompatibleError
-from .layers import body_of, decoder_layers, first_layers, is_as_made
+from .layers import LLAMA_HOMES, body_of, decoder_layers, first_layers, is_as_made
 from .split_attention import FOLDED, register
 from .weights import weight_versions
 
@@ -37,51 +38,62 @@ _FEWEST = 4  # its products of one and two rows read the same weight slower than
 _SAMPLED = 4096  # numbers of a weight
 _HUGE, _COLLAPSE = 2**21, 25  # bytes of a page; MADV_COLLAPSE, of Linux 6.1 and later
 _KINDS = (torch.float32, torch.bfloat16)
+_ON_ONE_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # in the order in which Llamas call them
 
 
 class PackedWeight:
-    """A weight `[N, K]` and its packed copy, which is made anew where the weight has changed since."""
+    """Weights `[N, K]` that read the same input, and one packed copy, made anew where one of them has changed since."""
 
-    def __init__(self, weight: Tensor):
-        self.weight = weight
-        # Versions of the weight, its copy in a layout of oneDNN's, and some of its numbers.
+    def __init__(self, *weights: Tensor):
+        self.weights = weights
+        # Versions of the weights, their copy in a layout of oneDNN's, and some of their numbers.
         self._made: tuple[Any, Any, Tensor | None] = None, None, None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedWeight:
-        """Return a packed weight of the copied one: torch cannot copy oneDNN's tensors."""
-        return PackedWeight(copy.deepcopy(self.weight, memo))
+        """Return a packed weight of the copied ones: torch cannot copy oneDNN's tensors."""
+        return PackedWeight(*copy.deepcopy(self.weights, memo))
 
     def look_again(self) -> None:
-        """Forget the copy where the weight was written to as `weight.data`, as PEFT merges: torch does not count it."""
+        """Forget the copy where a weight was written to as `weight.data`, as PEFT merges: torch does not count it."""
         if (seen := self._made[2]) is not None and not torch.equal(seen, self._sample()):
             self._made = None, None, None
 
     def _sample(self) -> Tensor:
-        return self.weight.detach().flatten()[:: max(1, self.weight.numel() // _SAMPLED)].clone()
+        return torch.cat([w.detach().flatten()[:: max(1, w.numel() // _SAMPLED)] for w in self.weights])
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the linear layer's output `[..., N]` for inputs `[..., K]`; many rows are multiplied by the weight."""
-        weight = self.weight
-        many = x.numel() > _MOST_ROWS * weight.shape[1]
-        moved = weight.device.type != "cpu" or weight.dtype not in _KINDS or x.dtype != weight.dtype
-        if many or moved or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
-            return nn.functional.linear(x, weight, bias)
+        """Return the linear layers' outputs `[..., N]` side by side for inputs `[..., K]`.
+
+        What a packed copy does not serve (see `multiplies`) is multiplied by the weight itself, if it is a single one.
+        """
+        if not multiplies(x, self.weights[0]):
+            return nn.functional.linear(x, self.weights[0], bias)
         versions, packed, _ = self._made  # at once: another thread may exchange them
-        if versions != (now := weight_versions([weight])):
-            packed = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS)
+        if versions != (now := weight_versions(self.weights)):
+            together = self.weights[0] if len(self.weights) == 1 else torch.cat(self.weights)
+            packed = torch.ops.mkldnn._reorder_linear_weight(together, _ROWS)
             _use_huge_pages(torch.ops.mkldnn.data_ptr(packed), torch.ops.mkldnn._nbytes(packed))
             self._made = now, packed, self._sample()
-        rows = x.reshape(-1, weight.shape[1])
+        rows = x.reshape(-1, x.shape[-1])
         if (missing := _FEWEST - len(rows)) > 0:
             rows = nn.functional.pad(rows, (0, 0, 0, missing))
         product: Tensor = torch.ops.mkldnn._linear_pointwise(rows, packed, bias, "none", [], "")
         return product[: len(product) - max(0, missing)].view(*x.shape[:-1], product.shape[-1])
 
 
+def multiplies(x: Tensor, weight: Tensor) -> bool:
+    """Return whether inputs `[..., K]` are multiplied by a packed copy of a weight `[N, K]`: few of them are."""
+    many = x.numel() > _MOST_ROWS * weight.shape[1]
+    moved = weight.device.type != "cpu" or weight.dtype not in _KINDS or x.dtype != weight.dtype
+    return not (many or moved or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"))
+
+
 class PackedLinear(nn.Linear):
-    """A linear layer that multiplies by a `PackedWeight`."""
+    """A linear layer that multiplies by a `PackedWeight`; the first of several on one input multiplies for all."""
 
     _kept: PackedWeight | None = None
+    _others: Sequence[PackedLinear] = ()  # layers that read the same input after this one
+    _handed: tuple[Tensor, Tensor] | None = None  # an input, and its output by the layer that multiplied for all
 
     @classmethod
     def of(cls, linear: nn.Linear) -> PackedLinear:
@@ -91,10 +103,23 @@ class PackedLinear(nn.Linear):
         return packed
 
     def forward(self, x: Tensor) -> Tensor:
+        handed, self._handed = self._handed, None
+        if handed is not None and handed[0] is x:
+            return handed[1]
+        if not multiplies(x, self.weight):
+            return nn.functional.linear(x, self.weight, self.bias)
+        layers = (self, *self._others)
         kept = self._kept
-        if kept is None or kept.weight is not self.weight:
-            self._kept = kept = PackedWeight(self.weight)
-        return kept.product(x, self.bias)
+        if kept is None or any(w is not layer.weight for w, layer in zip(kept.weights, layers, strict=True)):
+            self._kept = kept = PackedWeight(*(layer.weight for layer in layers))
+        if not self._others:
+            return kept.product(x, self.bias)
+        biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
+        product = kept.product(x, torch.cat(biases) if biases else None)
+        own, *more = product.split([len(layer.weight) for layer in layers], -1)
+        for other, output in zip(self._others, more, strict=True):
+            other._handed = x, output
+        return own
 
 
 # One packed copy of each linear layer, for as long as a target or a decoder holds it.
@@ -112,11 +137,21 @@ def _shared_copy(linear: nn.Linear) -> PackedLinear:
     return packed
 
 
+def _multiply_together(parts: dict[str, nn.Module | None]) -> None:
+    """Let the first of the packed parts of a Llama's layer that read the same input multiply for all of them."""
+    for names in _ON_ONE_INPUT:
+        layers = [part for name in names if isinstance(part := parts.get(name), PackedLinear)]
+        alike = {(layer.weight.shape[1], layer.weight.dtype, layer.bias is None) for layer in layers}
+        if len(layers) == len(names) and len(alike) == 1:
+            layers[0]._others = layers[1:]
+
+
 def _use_huge_pages(address: int, num_bytes: int) -> None:
     """Ask Linux to keep memory in huge pages, from which products read a tenth faster; it may decline."""
     advise = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux" else None
-    begin, end = -(-address // _HUGE) * _HUGE, (address + num_bytes) // _HUGE * _HUGE
-    if advise is not None and begin < end:
+    # Whole pages around it: what is packed one after the other mostly lies side by side, and shares them.
+    begin, end = address // _HUGE * _HUGE, -(-(address + num_bytes) // _HUGE) * _HUGE
+    if advise is not None:
         advise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _COLLAPSE)
 
 
@@ -175,6 +210,8 @@ class PackedCopies:
         if isinstance(module, self.passed):
             return module
         parts = {name: part if part is None else self.of(part) for name, part in module._modules.items()}
+        if type(module).__module__ in LLAMA_HOMES:
+            _multiply_together(parts)
         replaced = [(name, part) for name, part in module._modules.items() if parts[name] is not part]
         if not replaced:
             return module

@@ -18,7 +18,7 @@ from outrider.heads.medusa import Medusa, MedusaConfig
 from outrider.heads.self_speculative import SelfSpeculative, SelfSpeculativeConfig
 from outrider.targets import Target, split_attention
 from outrider.targets.fast import select
-from outrider.targets.packed_weights import PackedLinear
+from outrider.targets.packed_weights import PackedLinear, PackedWeight
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6]]
 WAYS = ((Sampling(), Plan(3)), (Sampling(temperature=1.0, seed=1), Plan(3)), (Sampling(), Plan(3, 2, 6)))
@@ -70,6 +70,31 @@ def test_packed_rounds_write_the_same_text_and_accept_the_same_drafts(target, ki
         assert output.rounds == usual.rounds
     assert any(isinstance(part, PackedLinear) for part in decoder._drafts.modules())
     assert not any(isinstance(part, PackedLinear) for part in [*target.model.modules(), *head.modules()])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [False, True])
+def test_layers_on_one_input_are_one_product(tiny_llama, dtype, bias, monkeypatch):
+    """Queries, keys and values; gate and up. One that is asked alone, or of another input, multiplies by itself."""
+    target = Target(tiny_llama(layers=1, attention_bias=bias).to(dtype))
+    attention, products = target.model.model.layers[0].self_attn, []
+    target.pack()
+    packed = target.packed.body.layers[0].self_attn
+    made = PackedWeight.product
+    monkeypatch.setattr(PackedWeight, "product", lambda self, *call: products.append(self) or made(self, *call))
+    x, other = torch.randn(2, 1, 3, target.hidden_size).to(dtype)
+    near = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.02}
+    with torch.inference_mode():
+        for read in ((x, x, x), (x, other, x)):
+            for name, given in zip(("q_proj", "k_proj", "v_proj"), read, strict=True):
+                torch.testing.assert_close(getattr(packed, name)(given), getattr(attention, name)(given), **near)
+        assert len(products) == 3
+        attention.k_proj.weight.mul_(2)
+        packed.q_proj(x)
+        torch.testing.assert_close(packed.k_proj(x), attention.k_proj(x), **near)
+        products.clear()
+        Decoder(target).generate(PROMPTS[:1], 3, plan=Plan(0))
+    assert len({id(product) for product in products}) == 5, "of four products and the output embedding"
 
 
 def test_packed_attention_folds_heads_and_the_models_own_does_not(target, monkeypatch):

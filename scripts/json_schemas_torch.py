@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from ..costs.training import Needs
 from ..eval.load_simulation import Capacity
 from ..eval.pruning import VocabularyReport
-from ..formats.checkpoint_view import LintFinding
+from ..formats.lint_context import LintFinding
 from ..serving.diagnosis import ServedResult
 from ..serving.watching import WatchEvent
 

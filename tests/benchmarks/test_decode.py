@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import batches, decode
+from benchmarks import decode
 from benchmarks.cells import MARK, guarded, merged, read_trace, waits
 from benchmarks.decode import joined_prompts
 from benchmarks.loops import Ours, Theirs, Timed
@@ -220,16 +220,3 @@ def test_cells_of_a_saved_target(target_folder, prompts_file, tmp_path):
     assert {"weight_bytes", "copy_bytes_per_second", "share_at_copy"} <= cell["floor"].keys()
     assert cell["loop_overhead"].keys() == {"plain", "eagle3", "draft_model"}
     assert all(row["idle_share"] is not None for row in cell["gaps"].values())
-
-
-def test_batches_write_figures_and_a_plot(target_folder, prompts_file, tmp_path):
-    out = tmp_path / "batches.json"
-    given = ["--target", str(target_folder), "--suites", str(prompts_file), "--out", str(out)]
-    given += ["--max-new-tokens", "6", "--drafter", "ngram", "--sizes", "1", "2", "--depths", "2", "--groups", "2"]
-    assert batches.main(given) == 0
-    result = json.loads(out.read_text())
-    points = [(p["contestant"], p["size"]) for p in result["points"]]
-    assert points == [("plain", 1), ("ngram, depth 2", 1), ("plain", 2), ("ngram, depth 2", 2)]
-    assert all(p["identical"] == p["sequences"] for p in result["points"])
-    assert result["conditions"]["prompts"] == 4
-    assert out.with_suffix(".svg").read_text().startswith("<svg xmlns=")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch import distributed
 
-from ..common.launch_group import PREFIX, LaunchGroup, clear_abandoned
+from ..common.file_process_group import PREFIX, LaunchGroup, clear_abandoned
 from ..targets import Target
 from ..targets.sharding import follow, leading, processes, share
 

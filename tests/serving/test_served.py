@@ -364,7 +364,7 @@ def test_a_request_to_stop_ends_the_engine_too(small_engine, tmp_path):
     """It runs in a process session of its own, which a scheduler's signal does not reach."""
 
     def main() -> None:
-        with stoppable(), running(small_engine, tmp_path / "log"):
+        with stoppable(), running(replace(small_engine, speculation=None), tmp_path / "log"):
             (tmp_path / "answers").touch()
             time.sleep(60)
 

@@ -20,7 +20,7 @@ from outrider.common.machine import best_device, device_name
 from outrider.common.runtime import versions
 from outrider.costs.timing import WARM_UP, captured, timed
 
-from .report import command, options, write
+from .report import command, options, publish, table
 
 LAUNCHES = 1000
 
@@ -153,10 +153,10 @@ def main(given: Sequence[str] | None = None) -> int:
         "product_flops_per_second": product_rate(device, size),
         "launch_seconds": launch_seconds(device),
     }
-    write(result, arguments.out)
-    print(f"read {measured.read / 1e9:.1f} GB/s, copy {measured.copy / 1e9:.1f} GB/s")
-    print(f"products {result['product_flops_per_second'] / 1e12:.2f} TFLOP/s in bfloat16")
-    print(f"a launch in a graph {1e6 * result['launch_seconds']:.2f} µs")
+    products, launch = result["product_flops_per_second"] / 1e12, 1e6 * result["launch_seconds"]
+    figures = [f"{measured.read / 1e9:.1f} GB/s", f"{measured.copy / 1e9:.1f} GB/s", f"{products:.2f} TFLOP/s"]
+    head = [result["device_name"], "read", "copy", "products in bfloat16", "a launch in a graph"]
+    publish(result, arguments.out, [table(head, [["", *figures, f"{launch:.2f} µs"]])])
     return 0
 
 

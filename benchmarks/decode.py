@@ -93,25 +93,25 @@ def make_cells(
             yield Cell(target, drafters, prompts, settings, measured)
 
 
-def show_cell(cell: dict[str, Any]) -> None:
-    """Print the loops of a cell; all else that was measured is in the file."""
+def cell_table(cell: dict[str, Any]) -> str:
+    """Return the loops of a cell; all else that was measured is in the file."""
     head = [f"context {cell['context']}, batch {cell['batch']}", "tokens/s", "steady", "a round", "τ"]
-    head += ["over bare passes", "device idle"]
+    head += ["over bare passes", "between rounds", "device idle"]
     if "error" in cell["loops"]:
-        print(f"{head[0]}: {cell['loops']['error']}", flush=True)
-    else:
-        print(table(head, (_loop_cells(cell, name, row) for name, row in cell["loops"].items())), flush=True)
+        return f"{head[0]}: {cell['loops']['error']}"
+    return table(head, (_loop_cells(cell, name, row) for name, row in cell["loops"].items()))
 
 
 def _loop_cells(cell: dict[str, Any], name: str, row: dict[str, Any]) -> list[str]:
     if "error" in row:
-        return [name, row["error"], *[NOTHING] * 5]
+        return [name, row["error"], *[NOTHING] * 6]
     overhead, gaps = cell["loop_overhead"].get(name) or {}, cell["gaps"].get(name) or {}
     figures = [row["tokens_per_second"], row["steady_tokens_per_second"], row["seconds_per_round"], row["tau"]]
     ways = ("{:.1f}", "{:.1f}", "{:.5f} s", "{:.2f}")
     texts = [NOTHING if figure is None else way.format(figure) for way, figure in zip(ways, figures, strict=True)]
-    shares = (overhead.get("share"), gaps.get("idle_share"))
-    return [name, *texts, *(NOTHING if share is None else f"{share:.1%}" for share in shares)]
+    share, between, idle = overhead.get("share"), gaps.get("between"), gaps.get("idle_share")
+    texts += [NOTHING if share is None else f"{share:.1%}", NOTHING if not between else f"{1e3 * between:.3f} ms"]
+    return [name, *texts, NOTHING if idle is None else f"{idle:.1%}"]
 
 
 def parse(given: Sequence[str] | None) -> argparse.Namespace:
@@ -160,9 +160,9 @@ def main(given: Sequence[str] | None = None) -> int:
         result: dict[str, Any] = {"conditions": about, "cells": []}
         for cell in make_cells(target, drafters, [list(j.prompt.tokens) for j in jobs], arguments):
             found = cell.measure()
-            show_cell(found)
             result["cells"].append(found)
-            write(result, arguments.out)
+            print(cell_table(found), flush=True)
+            write(result, arguments.out, [cell_table(cell) for cell in result["cells"]])
     return 0
 
 

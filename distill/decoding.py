@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from ..common import BadInputError
-from ..common.launch_group import LaunchGroup
+from ..common.file_process_group import LaunchGroup
 from ..common.progress import Advance
 from ..decode import Decoder, Output, Plan, Sampling
 from ..heads import load_drafter

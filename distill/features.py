@@ -36,7 +36,7 @@ from torch import Tensor
 
 from ..common import BadInputError, digests
 from ..common.atomic import keeping, readable_bytes, replacing, require_space, write_atomically, writing
-from ..common.launch_group import LaunchGroup
+from ..common.file_process_group import LaunchGroup
 from ..common.locks import claiming, locked
 from ..common.progress import Advance, progress
 from ..common.safe_load import read_json
@@ -44,7 +44,7 @@ from ..targets import Target
 from ..targets.fingerprint import digest_json
 from ..targets.sequence_packing import Documents
 from .journal import claim_of, list_file
-from .launch import one_leads
+from .process_group import one_leads
 
 INDEX = "features.json"
 AT_ONCE = 16  # sequences of a pass of the target

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..common import BadInputError
 from ..recipes import Recipe, SourceSpec
-from ..recipes.suites import find_suites
+from ..recipes.suite_names import find_suites
 from .conversation import RefusedChatError, render
 from .dataset_formats import Row, RowError, RowPrompt, question_digests, understand
 from .prompt_table import Prompt, PromptTable

@@ -23,7 +23,7 @@ from rich.console import Console
 from ..common import BadInputError, IncompatibleError
 from ..common.atomic import keeping, writing
 from ..common.digests import digest_json
-from ..common.launch_group import LaunchGroup
+from ..common.file_process_group import LaunchGroup
 from ..common.locks import locked
 from ..common.progress import progress
 from ..common.runtime import versions
@@ -37,7 +37,7 @@ from .data_set import ROUNDS, SCHEMA_VERSION, TrainingRow, depths_of_rows, prove
 from .decoding import Responder, answer_all, batches
 from .engine_states import answering
 from .journal import Answer, Answers, Identity, Journal, RemainingWork
-from .launch import launch_group, one_leads
+from .process_group import launch_group, one_leads
 from .prompt_table import Prompt, PromptTable, digest_prompts
 from .recipe_prompts import Collection, recipe_prompts
 from .server_pool import answer_by_servers

@@ -11,10 +11,10 @@ from ..common import BadInputError
 from ..common.machine import clock
 from ..decode import Decoder, Plan, Round
 from ..recipes import EvalSpec
+from .generation_config import base_sampling
 from .interleaved_runs import race
 from .reports.figures import BatchFigures, Ratio
 from .reports.statistics import Bootstrap
-from .served_sampling import base_sampling
 from .suites import PromptJob
 
 LEAST_GROUPS = 8  # batches of each size: fewer give no useful interval

@@ -29,6 +29,7 @@ from ..recipes import EvalSpec
 from ..targets import Target
 from ..targets.split_attention import steady_kernels
 from .batch_timing import batch_count, measure_batches
+from .generation_config import base_sampling, sampled_settings
 from .interleaved_runs import Racer, TimedCompletion, in_time, race
 from .reports.figures import (
     ALL,
@@ -46,7 +47,6 @@ from .reports.figures import (
 )
 from .reports.report import Conditions, ContestantInfo, Report, SuiteInfo
 from .reports.statistics import Bootstrap, strata_of
-from .served_sampling import base_sampling, sampled_settings
 from .suites import PromptJob, Suite, check_lengths, make_jobs, make_suite, with_later_turns
 
 PLAIN, GENERATE = "plain", "transformers.generate"

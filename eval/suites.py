@@ -21,7 +21,7 @@ from ..distill.conversation import next_question
 from ..distill.prompt_table import Prompt, digest_prompts
 from ..distill.recipe_prompts import PromptReading, collect
 from ..recipes import EvalSpec
-from ..recipes.suites import PACKAGED, find_suites
+from ..recipes.suite_names import PACKAGED, find_suites
 from ..targets import Target
 from .reports.figures import ALL
 

@@ -37,12 +37,12 @@ from ..recipes import EvalSpec
 from ..targets import Target
 from .acceptance import Acceptance, deepest, measure_acceptance
 from .batch_timing import BatchAnswer, BatchRacer, batch_speed, make_groups, median_repeat
+from .generation_config import base_sampling
 from .interleaved_runs import race
 from .measure import suite_info
 from .reports.advice import collapse
 from .reports.figures import Interval, Ratio
 from .reports.statistics import Bootstrap, strata_of
-from .served_sampling import base_sampling
 from .suites import PromptJob, Suite, check_lengths, make_jobs
 from .tuning_record import BatchTuning, Candidate, CostRecord, Tuning, plan_words, print_batch
 

@@ -10,9 +10,9 @@ from ..common import BadInputError
 from ..common.atomic import replacing_folder
 from ..heads import Drafter
 from ..targets import Target
-from .checkpoint_view import write_record
 from .engine_logits import passage_of, require_same, session_logits
 from .engines import require_served
+from .lint_context import write_record
 
 _log = logging.getLogger(__name__)
 

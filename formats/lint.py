@@ -22,9 +22,9 @@ from ..targets.model_folder import PICKLES
 from .blocks import CLASSES as BLOCKS
 from .blocks import TAPS as BLOCK_TAPS
 from .blocks import BlockLayout
-from .checkpoint_view import CheckpointView, LintFinding, digest
 from .eagle import as_speculators
 from .import_ import NONSENSE, nonsense_explained, recognised
+from .lint_context import CheckpointView, LintFinding, digest
 from .llama import EMBEDDINGS
 from .raw_blocks import TAPS as RAW_TAPS
 from .raw_blocks import RawBlocks

@@ -26,7 +26,7 @@ from ..distill.responses import data_folder
 from ..eval.reports.report import ContestantInfo, Report
 from ..heads import Drafter, Fusion, load_drafter
 from ..recipes import Recipe
-from ..recipes.suites import PACKAGED
+from ..recipes.suite_names import PACKAGED
 from ..targets import Target
 from ..targets.fingerprint import digest_file, digest_files
 from ..targets.model_folder import is_local

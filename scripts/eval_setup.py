@@ -18,9 +18,9 @@ from ..decode import Plan
 from ..distill.data_set import learnt_questions
 from ..distill.responses import data_folder
 from ..eval import Report
+from ..eval.generation_config import sampled_settings
 from ..eval.measure import Contestant, contestants, measure, plan_of
 from ..eval.reports.sequential import detectable, prompts_needed
-from ..eval.served_sampling import sampled_settings
 from ..eval.suites import Suite, suites_of
 from ..eval.tuner import tune
 from ..eval.tuning_record import BatchTuning, Tuning

@@ -11,7 +11,7 @@ from ..costs.training import Needs
 from ..eval.load_simulation import Capacity
 from ..eval.pruning import VocabularyReport
 from ..eval.replay import Replayed
-from ..formats.checkpoint_view import LintFinding
+from ..formats.lint_context import LintFinding
 from ..serving.diagnosis import ServedResult
 from ..serving.watching import WatchEvent
 

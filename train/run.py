@@ -33,7 +33,7 @@ from ..common.terminal import VisibleConsole
 from ..distill.data_set import DEPTHS, load_responses, rounds_of
 from ..distill.engine_states import EngineStates
 from ..distill.features import FeatureStore
-from ..distill.launch import launch_group
+from ..distill.process_group import launch_group
 from ..distill.responses import distill, target_in_engine
 from ..heads import Drafter
 from ..recipes import Recipe

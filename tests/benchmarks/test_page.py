@@ -13,10 +13,8 @@ from benchmarks.report import interval, publish, table
 
 MAKERS = {
     "ablation": "ablation-*",
-    "compiled": "kernels-sm90",
     "identity": "identity-*",
     "kernels": "kernels-interpreted",
-    "launches": "launches-*",
     "passes": "passes-*",
     "real_size": "real-size-*",
     "shapes": "[rs][uh]*s-cpu-fp32",
@@ -25,7 +23,7 @@ MAKERS = {
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_tables_are_made_from_the_figures(name):
-    if name in ("compiled", "kernels"):
+    if name == "kernels":
         pytest.importorskip("triton")
     made = importlib.import_module(f"benchmarks.{name}").tables
     files = sorted((page.FOLDER / "results").glob(f"{MAKERS[name]}.json"))

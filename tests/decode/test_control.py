@@ -310,16 +310,16 @@ PLANS = {
 
 @pytest.mark.parametrize("name", PLANS)
 def test_control_never_changes_the_text(target, itself, useless, name):
-    greedy = Decoder(target).generate(PROMPTS, 60).tokens
+    greedy = Decoder(target).generate(PROMPTS, 40).tokens
     sampling = Sampling(1.0, top_p=0.9, seed=3)
-    coupled = Decoder(target).generate(PROMPTS, 60, sampling, Plan(verify="coupled")).tokens
+    coupled = Decoder(target).generate(PROMPTS, 40, sampling, Plan(verify="coupled")).tokens
     for kind, drafter in drafters(target, itself, useless).items():
         plan = PLANS[name] if drafter.abilities.reads_nodes else PLANS[name].chain
         decoder = Decoder(target, drafter)
-        assert decoder.generate(PROMPTS, 60, plan=plan).tokens == greedy, kind
-        assert [decoder.generate([p], 60, plan=plan).tokens[0] for p in PROMPTS] == greedy, f"{kind}, one by one"
+        assert decoder.generate(PROMPTS, 40, plan=plan).tokens == greedy, kind
+        assert [decoder.generate([p], 40, plan=plan).tokens[0] for p in PROMPTS] == greedy, f"{kind}, one by one"
         values = plan.to_dict() | {"verify": "coupled"}
-        assert decoder.generate(PROMPTS, 60, sampling, Plan.from_dict(values)).tokens == coupled, f"{kind}, coupled"
+        assert decoder.generate(PROMPTS, 40, sampling, Plan.from_dict(values)).tokens == coupled, f"{kind}, coupled"
 
 
 def test_a_useless_drafter_soon_costs_nothing(target, useless):

@@ -25,7 +25,7 @@ from torch import distributed
 from outrider.common import BadInputError, IncompatibleError
 from outrider.distill import FeatureStore
 from outrider.distill.features import LEAST_BYTES, MOST_BYTES, FeatureStoreBuilder, precision_of, shard_size
-from outrider.distill.launch import launch_group
+from outrider.distill.process_group import launch_group
 from outrider.targets import Target
 
 from .conftest import killed

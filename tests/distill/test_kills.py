@@ -21,7 +21,7 @@ import openai
 import pytest
 from accelerate import PartialState
 
-from outrider.common import launch_group
+from outrider.common import file_process_group
 from outrider.distill import distill, server_pool
 from outrider.targets import Target
 
@@ -80,7 +80,7 @@ def _act(act: Callable[[], object], rank: int, size: int, port: int, met: Any) -
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Deaths are noticed soon."""
-    monkeypatch.setattr(launch_group, "SECONDS_BETWEEN_ROLL_CALLS", 0.3)
+    monkeypatch.setattr(file_process_group, "SECONDS_BETWEEN_ROLL_CALLS", 0.3)
 
 
 @pytest.mark.slow

@@ -24,7 +24,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks.launches import Launch
 from outrider.common.http_client import ask
 from outrider.common.server_process import CPU_ENVIRONMENT, running_server
 from outrider.distill import distill, engine_connector
@@ -36,6 +35,7 @@ from outrider.train.resource_estimate import plan
 
 from ..conftest import place_of
 from ..train.conftest import losses, write_data
+from ..train.launching import Launch
 
 pytestmark = pytest.mark.served
 

@@ -92,8 +92,10 @@ def trace(target: Target, drafter: Drafter | None, plan: Plan, sampling: Samplin
     return traced
 
 
-def check(kind: str, name: str, tiny_llama: Callable, budget: dict[str, int], samplings: Any, every: bool) -> None:
-    """Trace the rounds of a drafter on one kind of target."""
+def check(
+    kind: str, name: str, tiny_llama: Callable, budget: dict[str, int], samplings: Any, every: bool, only: str = ""
+) -> None:
+    """Trace the rounds of a drafter on one kind of target; those of the plan `only`, if it is named."""
     sizes = {"num_hidden_layers": 6, "head_dim": 8, "max_position_embeddings": 512}
     model = tiny_llama(layers=6) if kind == "llama" else small_model("qwen3", **sizes, **NO_IDS)
     target = Target(model)
@@ -101,7 +103,8 @@ def check(kind: str, name: str, tiny_llama: Callable, budget: dict[str, int], sa
     drafter = None if name == "plain" else MAKERS[name](target, tiny_llama)
     with fake_cuda():
         on_fake_cuda(model, drafter)
-        for what, plan in [("plain", Plan(0))] if drafter is None else plans(every):
+        named = [("plain", Plan(0))] if drafter is None else plans(every)
+        for what, plan in ((what, plan) for what, plan in named if only in ("", what)):
             for how in samplings:
                 launches = trace(Target(model), drafter, plan, SAMPLINGS[how]).kernels.total()
                 key = f"{kind} | {name} | {what} | {how}"
@@ -115,8 +118,9 @@ def test_rounds_can_be_captured_and_launch_no_more_than_they_did(name, tiny_llam
     check("llama", name, tiny_llama, budget, ["sampled"], every=False)
 
 
-def test_rounds_can_be_captured_under_every_rule(tiny_llama, budget):
-    check("qwen3", "eagle3", tiny_llama, budget, ["sampled"], every=True)
+@pytest.mark.parametrize("what", [what for what, _ in plans(every_rule=True)])
+def test_rounds_can_be_captured_under_every_rule(what, tiny_llama, budget):
+    check("qwen3", "eagle3", tiny_llama, budget, ["sampled"], every=True, only=what)
 
 
 @pytest.mark.slow

@@ -21,6 +21,8 @@ from outrider.recipes import load_recipe
 from outrider.scripts.cli import app
 from outrider.targets import Target
 
+from ..forked import Forked
+
 Command = Callable[..., Result]
 
 
@@ -57,7 +59,7 @@ def verb_of(line: list[str]) -> tuple[Any, list[str], list[str]]:
     return command, path, rest
 
 
-def wait_for(condition: Callable[[], bool], process: subprocess.Popen | None, seconds: float = 180) -> None:
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen | Forked | None, seconds: float = 180) -> None:
     until = time.monotonic() + seconds
     while not condition():
         assert process is None or process.poll() is None, ("it ended by itself", process.communicate())

@@ -6,8 +6,6 @@ import errno
 import json
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import Mock
@@ -21,6 +19,7 @@ from typer.testing import CliRunner, Result
 from outrider.common import IncompatibleError
 from outrider.scripts import cli
 
+from ..forked import Forked
 from .conftest import Command, wait_for
 
 
@@ -193,10 +192,9 @@ def test_debugging_shows_tracebacks(raising: Raising, monkeypatch: pytest.Monkey
 def test_a_signal_ends_with_its_code_and_the_same_command_goes_on(
     outrider: Command, recipe_file: Path, tmp_path: Path, number: int, code: int
 ) -> None:
-    """A real signal to a real process in the middle of distilling; then the rest, here."""
+    """A real signal to a process of its own in the middle of distilling; then the rest, here."""
     longer = ["data.max_new_tokens=60", "data.batch_size=1", "data.limit=4"]
-    command = [sys.executable, "-m", "outrider.scripts.cli", "distill", str(recipe_file), *longer]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = Forked(lambda: cli.app(["distill", str(recipe_file), *longer]), tmp_path)
     partial = tmp_path / "run" / "data.partial"
     wait_for(lambda: any(partial.glob("0*.jsonl")), process)
     process.send_signal(number)

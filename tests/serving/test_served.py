@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
-import subprocess
+import signal
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from typer.testing import CliRunner
 
 from outrider.common import BadInputError
 from outrider.common.server_process import python_of
+from outrider.common.signals import stoppable
 from outrider.decode import Decoder, Plan, Round, Sampling
 from outrider.distill.prompt_table import Prompt
 from outrider.eval.suites import make_suite
@@ -45,6 +47,7 @@ from outrider.serving.reference_run import (
 from outrider.targets import RowLengths as Counted
 from outrider.targets import Target
 
+from ..forked import Forked
 from .conftest import Server, answer
 from .small_engine import TOKENS
 
@@ -357,25 +360,22 @@ def test_engines_answer_in_turns_or_one_by_one(in_turns, small_engine, tmp_path)
     assert (begins < ends) == in_turns
 
 
-WAITS = """
-import sys, time
-from pathlib import Path
-from outrider.common.signals import stoppable
-from outrider.serving.fault_models import FirstPlace
-from outrider.common.server_process import python_of
-from outrider.serving.launching import VllmLaunch, running
-with stoppable(), running(VllmLaunch(python_of(Path(sys.argv[1])), "target", "float32"), Path(sys.argv[1]) / "log"):
-    print("answers", flush=True)
-    time.sleep(60)
-"""
-
-
 def test_a_request_to_stop_ends_the_engine_too(small_engine, tmp_path):
     """It runs in a process session of its own, which a scheduler's signal does not reach."""
-    waiting = subprocess.Popen([sys.executable, "-c", WAITS, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-    assert waiting.stdout.readline() == "answers\n"
-    waiting.terminate()
-    waiting.wait(20)
+
+    def main() -> None:
+        with stoppable(), running(replace(small_engine, speculation=None), tmp_path / "log"):
+            (tmp_path / "answers").touch()
+            time.sleep(60)
+
+    waiting = Forked(main, tmp_path)
+    until = time.monotonic() + 60
+    while not (tmp_path / "answers").exists():
+        assert waiting.poll() is None, waiting.communicate()
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    waiting.send_signal(signal.SIGTERM)
+    waiting.communicate(20)
     assert (tmp_path / "diary").read_text().splitlines()[-1] == "plain ends"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
 import sys
 
 import pytest
@@ -23,13 +22,12 @@ def test_an_unknown_kind_is_refused_with_the_known_ones(saved):
         Target.load(saved, quantize="int3")
 
 
-def test_without_torchao_it_says_what_to_install(saved):
-    script = (
-        "import sys; sys.modules['torchao'] = None; from outrider.targets import Target; "
-        f"Target.load({str(saved)!r}, quantize='int8')"
-    )
-    shown = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stderr
-    assert shown.splitlines()[-1].endswith("quantised targets need torchao: pip install 'outrider[quantised]'.")
+def test_without_torchao_it_says_what_to_install(saved, monkeypatch):
+    for name in ("torchao", "torchao.quantization"):
+        monkeypatch.setitem(sys.modules, name, None)
+    said = r"quantised targets need torchao: pip install 'outrider\[quantised\]'\.$"
+    with pytest.raises(BadInputError, match=said):
+        Target.load(saved, quantize="int8")
 
 
 @installed

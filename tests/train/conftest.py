@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,7 +19,10 @@ from outrider.heads import DrafterLoss, Eagle3, drafter_config, load_drafter
 from outrider.recipes import Recipe
 from outrider.targets import Target
 from outrider.train import TrainResult, train
+from outrider.train import __main__ as entry
 from outrider.train import checkpoints as folders
+
+from ..forked import Forked
 
 MakeRecipe = Callable[..., Recipe]
 
@@ -153,17 +153,17 @@ def asked_in(monkeypatch: pytest.MonkeyPatch, call: int, *signals: int, training
 
 
 def killed_after(recipe: Recipe, step: int, folder: Path) -> Path:
-    """Train in `python -m outrider.train`, with a real SIGKILL after a checkpoint of that step; return the last one."""
+    """Train as `python -m outrider.train` does, with a SIGKILL after a checkpoint of that step; return the last."""
     (folder / "killed.yaml").write_text(recipe.to_yaml())
-    command = [sys.executable, "-m", "outrider.train", str(folder / "killed.yaml")]
-    process = subprocess.Popen(command, cwd=folder, env=dict(os.environ))
+    process = Forked(lambda: entry.main([str(folder / "killed.yaml")]), folder)
     saved, deadline = recipe.output_folder / "checkpoints", time.time() + 120
     while not (saved.exists() and (last := folders.last_complete(saved)) and folders.step_of(last) >= step):
-        assert process.poll() is None, "it ended by itself"
+        assert process.poll() is None, ("it ended by itself", process.communicate())
         assert time.time() < deadline, "no checkpoint in two minutes"
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
     reached = folders.last_complete(saved)
     assert reached is not None
     return reached

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import struct
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +22,7 @@ from outrider.train import TrainResult, train
 from outrider.train import __main__ as entry
 from outrider.train.callbacks import held_out_taus, log_line
 
+from ..forked import Forked
 from .conftest import MakeRecipe
 
 
@@ -46,16 +46,22 @@ def test_wandb_without_an_account_is_refused_before_any_work(recipe, tmp_path):
     (tmp_path / "recipe.yaml").write_text(recipe(report_to="wandb").to_yaml())
     environment = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")}
     environment |= {"HOME": str(tmp_path), "NETRC": str(tmp_path / "none")}
-    command = [sys.executable, "-m", "outrider.train", str(tmp_path / "recipe.yaml")]
-    pipes: dict[str, Any] = {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, timeout=120, **pipes)
-    assert done.returncode == 2, done.stderr
-    assert "training.report_to: wandb cannot log in" in done.stderr
-    assert "set WANDB_MODE=offline" in done.stderr
+
+    def main() -> int:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "wandb"]:
+            del sys.modules[name]
+        sys.stdin = io.StringIO()
+        return entry.main([str(tmp_path / "recipe.yaml")])
+
+    done = Forked(main, tmp_path, environment)
+    _, said = done.communicate()
+    assert done.returncode == 2, said
+    assert "training.report_to: wandb cannot log in" in said
+    assert "set WANDB_MODE=offline" in said
 
 
 def test_the_analytic_tau_and_the_measured_one_have_names_of_their_own(
-    recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """In the log, and at the end of a training: only the measured one can be compared with a report's."""
     logs = {"eval_loss": 1.5, "eval_tau": 3.474, "eval_alpha_d1": 0.7}
@@ -69,9 +75,7 @@ def test_the_analytic_tau_and_the_measured_one_have_names_of_their_own(
         result = TrainResult(Path("here"), metrics, 7)
         monkeypatch.setattr(entry, "train", lambda *_, result=result, **__: result)
         given = argparse.Namespace(recipe=str(tmp_path / "recipe.yaml"), overrides=[], fresh=False)
-        assert entry._run(given, "") == 0
-        line = f"drafter after 7 steps: here; held out: analytic tau 3.47 (T=1){said}\n"
-        assert capsys.readouterr().err == line
+        assert entry._train(given, None) == f"drafter after 7 steps: here; held out: analytic tau 3.47 (T=1){said}"
 
 
 def test_a_training_whose_output_is_kept_writes_lines(recipe, target, monkeypatch, capfd):

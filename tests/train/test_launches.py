@@ -23,13 +23,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.launches import Launch, losses
 from outrider.heads import load_drafter
 from outrider.recipes import Recipe
 from outrider.train import train
 from outrider.train.checkpoints import checkpoints, last_complete, step_of
 
 from .conftest import DRAFT_MODEL, EAGLE3, provenance, train_alike
+from .launching import Launch, losses
 
 pytestmark = pytest.mark.slow
 

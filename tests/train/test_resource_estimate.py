@@ -323,7 +323,7 @@ def test_checkpoints_take_what_a_real_run_leaves(recipe, target):
 
 def test_sharding_divides_what_it_says(recipe):
     ways = ((1, "none"), (4, "none"), (4, "zero2"), (4, "fsdp"))
-    alone, parallel, two, three = (plan(recipe(), n, sharding).memory for n, sharding in ways)
+    alone, parallel, two, three = (plan(recipe("medusa"), n, sharding).memory for n, sharding in ways)
     assert parallel.buffers == alone.gradients
     assert parallel.optimizer_states == alone.optimizer_states
     assert two.optimizer_states == -(-alone.optimizer_states // 4)
@@ -334,15 +334,15 @@ def test_sharding_divides_what_it_says(recipe):
 
 
 def test_what_gathers_a_checkpoint_is_named(recipe):
-    assert any("the main process then holds a whole copy" in note for note in plan(recipe(), 2, "zero3").notes)
-    assert not any("whole copy" in note for note in plan(recipe(), 2, "zero2").notes)
+    assert any("the main process then holds a whole copy" in note for note in plan(recipe("medusa"), 2, "zero3").notes)
+    assert not any("whole copy" in note for note in plan(recipe("medusa"), 2, "zero2").notes)
     with pytest.raises(BadInputError, match="one of none, zero1"):
-        plan(recipe(), 2, "zero4")  # type: ignore[arg-type]
+        plan(recipe("medusa"), 2, "zero4")  # type: ignore[arg-type]
 
 
 def test_processes_share_steps_and_time(recipe):
     settings = {"max_steps": -1, "num_train_epochs": 2, "gradient_accumulation_steps": 3}
-    one, two = (plan(recipe(training=settings), n) for n in (1, 2))
+    one, two = (plan(recipe("medusa", training=settings), n) for n in (1, 2))
     assert (one.steps, two.steps) == (4, 2)
     assert two.stages[-1].flops == pytest.approx(one.stages[-1].flops)
     for gpu in GPUS:
@@ -356,7 +356,7 @@ def test_a_plan_is_json_and_every_trainable_head_is_known(recipe):
     assert active_weights(target.model, target.config) == 6 * (128 * 128 * 2 + 2 * 128 * 64 + 3 * 128 * 256)
 
 
-UNEVEN, LENGTH, ANCHORS, MANY = 3, 2048, 256, 1536
+UNEVEN, LENGTH, ANCHORS, MANY = 3, 1024, 128, 768
 
 
 @pytest.fixture(params=["peagle", "pard"])
@@ -403,7 +403,7 @@ def test_parts_form_in_ordinary_batches_and_what_they_see_is_small(monkeypatch):
     drawn = Rollouts.drawn(learned, tokens, 8, 0.8, 0.2)
     monkeypatch.setattr(parallel_drafts, "_PART", 10**6)
     whole = Rollouts.drawn(learned, tokens, 8, 0.8, 0.2)
-    assert len(drawn.parts) > 10
+    assert len(drawn.parts) >= 10
     assert {end - begin for begin, end, _ in drawn.parts[:-1]} == {256}
     assert int(drawn.real.sum()) == int(whole.real.sum())
     seen = [sum((end - begin) * (end - begin + context) for begin, end, context in r.parts) for r in (drawn, whole)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,9 @@ from outrider.decode import Decoder
 from outrider.targets import Target
 from outrider.targets.fast import select, use_fastest_pass
 from outrider.targets.fast.select import CANDIDATES, EAGER, PassCandidate, PassSelection, choose, measure
+
+from ...conftest import make_llama
+from ...forked import Forked
 
 
 class Clock:
@@ -192,18 +194,20 @@ def test_kernels_are_a_candidate_like_others(clock):
 
 
 def test_without_triton_all_but_the_kernels_work(tmp_path):
-    script = (
-        "import sys; sys.modules['triton'] = None\n"
-        "import torch\n"
-        "from transformers import LlamaConfig, LlamaForCausalLM\n"
-        "from outrider.decode import Decoder, Plan\n"
-        "from outrider.targets import Target\n"
-        "from outrider.targets.fast import use_fast_pass\n"
-        "sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1)\n"
-        "model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, eos_token_id=None)).eval()\n"
-        "target = Target(model)\n"
-        "assert len(Decoder(target).generate([[1, 2]], 3, plan=Plan(0)).tokens[0]) == 3\n"
-        "use_fast_pass(target)\n"
-    )
-    shown = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stderr
-    assert "its kernels need Triton" in shown.splitlines()[-1]
+    """In a process that has torch and transformers, and imports all else again."""
+
+    def main() -> None:
+        for name in [name for name in sys.modules if name.partition(".")[0] in ("outrider", "triton")]:
+            del sys.modules[name]
+        sys.modules["triton"] = None  # type: ignore[assignment]
+        from outrider.decode import Decoder, Plan
+        from outrider.targets import Target
+        from outrider.targets.fast import use_fast_pass
+
+        target = Target(make_llama(layers=1))
+        assert len(Decoder(target).generate([[1, 2]], 3, plan=Plan(0)).tokens[0]) == 3
+        use_fast_pass(target)
+
+    done = Forked(main, tmp_path)
+    assert "its kernels need Triton" in done.communicate()[1].splitlines()[-1]
+    assert done.returncode == 1

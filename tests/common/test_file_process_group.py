@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from outrider.common import BadInputError, launch_group
-from outrider.common.launch_group import LaunchGroup, PeerError
+from outrider.common import BadInputError, file_process_group
+from outrider.common.file_process_group import LaunchGroup, PeerError
 from outrider.common.signals import StoppedError
 
 Act = Callable[[LaunchGroup], None]
@@ -22,12 +22,12 @@ Act = Callable[[LaunchGroup], None]
 
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch_group, "SECONDS_BETWEEN_ROLL_CALLS", 0.2)
+    monkeypatch.setattr(file_process_group, "SECONDS_BETWEEN_ROLL_CALLS", 0.2)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return tmp_path / f"{launch_group.PREFIX}1"
+    return tmp_path / f"{file_process_group.PREFIX}1"
 
 
 def joined(here: LaunchGroup) -> AbstractContextManager[None]:
@@ -87,7 +87,7 @@ def test_whoever_waits_hears_at_once_of_one_that_is_gone(folder, act, error, mes
         process.join(30)
         assert process.exitcode not in (0, None)
     assert time.monotonic() - began < 20
-    launch_group.clear_abandoned(folder.parent)
+    file_process_group.clear_abandoned(folder.parent)
     assert list(folder.parent.iterdir()) == [], "the next run removes what is left"
 
 
@@ -129,7 +129,7 @@ def test_a_process_in_a_collective_is_ended_with_the_message(folder, capfd):
 
 
 def test_a_folder_that_not_all_see_is_told_as_that(folder, monkeypatch):
-    monkeypatch.setattr(launch_group, "SECONDS_UNTIL_SEEN", 0.1)
+    monkeypatch.setattr(file_process_group, "SECONDS_UNTIL_SEEN", 0.1)
     with (
         pytest.raises(BadInputError, match=r"process 0 of 2 does not see .*alive-1.*a disk that all machines share"),
         LaunchGroup(folder, 0, 2).joined(lambda: None),
@@ -143,6 +143,6 @@ def test_a_full_disk_does_not_hide_why_a_process_ended(folder, monkeypatch):
 
     folder.mkdir()
     (folder / "alive-1").touch()
-    monkeypatch.setattr(launch_group, "write_atomically", full)
+    monkeypatch.setattr(file_process_group, "write_atomically", full)
     with pytest.raises(BadInputError, match="the reason"), LaunchGroup(folder, 0, 2).joined(lambda: None):
         raise BadInputError("the reason")

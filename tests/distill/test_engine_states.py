@@ -35,6 +35,7 @@ from outrider.distill.engine_connector import (
     write_states,
 )
 from outrider.distill.engine_states import EngineStates
+from outrider.distill.journal import Identity
 from outrider.distill.live_states import LiveStates
 from outrider.recipes import Recipe
 from outrider.targets import Target, embeddings_and_head
@@ -178,6 +179,13 @@ def test_a_store_of_an_engine_is_that_of_the_loaded_target(lab: Lab, taps: tuple
     asked = lab.server.requests
     lab.build(taps=taps)  # it is found again, and no engine is asked
     assert lab.server.requests == asked
+
+
+def test_answers_of_the_targets_engine_are_found_again_and_none_but_those(lab: Lab) -> None:
+    identity = Identity(lab.target.fingerprint(), "prompts", {"temperature": 0.0}, {"engine": "vllm"})
+    assert identity.differences(identity.to_dict()) == []
+    own = replace(identity, answered_by=None)
+    assert own.differences(identity.to_dict()) == ["who answers (was the target's engine, is our own decoder)"]
 
 
 def live(lab: Lab, taps: tuple[int, ...], **engine: Any) -> Any:

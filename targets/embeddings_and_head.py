@@ -184,8 +184,8 @@ def _stored_names(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str
     They are the library's own conversions.
     """
     renamings = [one for one in get_model_conversion_mapping(model) if isinstance(one, WeightRenaming)]
-    known = (renamings, [], model.base_model_prefix, dict(model.named_parameters()))
-    return {rename_source_key(name, *known)[0]: name for name in names}
+    prefix, own = model.base_model_prefix, dict(model.named_parameters())
+    return {rename_source_key(name, renamings, [], prefix, own)[0]: name for name in names}
 
 
 def _kept(folder: Path, dtype: str, make: Callable[[], Fingerprint]) -> Fingerprint:

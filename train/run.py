@@ -245,16 +245,14 @@ class _Training:
             return JointBatches(target, drafter.taps, adapter, precision), 0.0
         if self.recipe.data.features == "online":
             return OnlineBatches(target, drafter.taps, precision), 0.0
-        if self.recipe.data.features == "engine":
+        engine = EngineStates.of_recipe(self.recipe, target, drafter.taps)
+        if engine is not None and self.recipe.data.features == "engine":
             ahead = 4 * args.train_batch_size * args.gradient_accumulation_steps
-            states = EngineStates.of_recipe(self.recipe, target, drafter.taps)
-            assert states is not None
-            live = LiveStates(states, target, table, drafter.taps, ahead, states.spec.concurrency)
+            live = LiveStates(engine, target, table, drafter.taps, ahead, engine.spec.concurrency)
             return CachedBatches(target, drafter.taps, self.closing.enter_context(live.running())), 0.0
         output, dtype = self.recipe.output_folder, self.recipe.data.features_dtype
         folder = output / "features"
         with counted(folder / f"seconds-{args.process_index}.json") as seconds, launch_group(output) as group:
-            engine = EngineStates.of_recipe(self.recipe, target, drafter.taps)
             store = FeatureStore.build(
                 folder, target, table, drafter.taps, dtype, self.console, group=group, engine=engine
             )

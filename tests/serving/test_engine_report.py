@@ -22,11 +22,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from outrider.common import BadInputError, IncompatibleError
 from outrider.decode import Decoder, Plan, Round
 from outrider.distill.prompt_table import Prompt
+from outrider.distill.responses import target_in_engine
 from outrider.eval import Report
 from outrider.eval.measure import Contestant, measure
 from outrider.eval.suites import make_suite
 from outrider.heads import Eagle3, Eagle3Config
-from outrider.recipes import EngineSpec, EvalSpec
+from outrider.pair import export_pair, new_pair
+from outrider.recipes import EngineSpec, EvalSpec, Recipe
 from outrider.serving.engine import DraftCounts, Engine
 from outrider.serving.engine_report import EngineRacer, measure_in_engine, rounds_of
 from outrider.targets import Target, embedded_path
@@ -97,6 +99,37 @@ def test_what_only_our_decoder_measures_is_refused_before_an_engine_starts(
     ):
         with pytest.raises(BadInputError, match=said):
             measure_in_engine(tiny_target, entrant.drafter, [], settings, spec)
+
+
+def test_a_pair_whose_target_lives_in_an_engine_is_bound_and_exported_without_its_layers(
+    tiny_target: Target, tmp_path: Path
+) -> None:
+    """The export is that of the loaded target, byte for byte."""
+    tiny_target.model.save_pretrained(tmp_path / "target")
+    tiny_target.require_tokenizer().save_pretrained(tmp_path / "target")
+    recipe = Recipe.from_dict(
+        {
+            "name": "t",
+            "output": str(tmp_path / "run"),
+            "target": {"path": str(tmp_path / "target"), "dtype": "float32", "engine": {"python": "/usr"}},
+            "drafter": {"type": "eagle3"},
+            "data": {"prompts": ["embedded:code"], "features": "cached"},
+            "eval": {"suites": ["code"], "limit": 2},
+        }
+    )
+    target = target_in_engine(recipe.target)
+    torch.manual_seed(3)
+    head = Eagle3.build(Eagle3Config(steps=2, taps=(2, 4, 5), draft_vocab_size=0), target).eval()
+    pair = new_pair(tmp_path / "pair", target, head, recipe)
+    assert pair.manifest.measurements.baseline is None
+    assert not pair.load_target().has_layers
+    whole = pair.load_target(str(tmp_path / "target"))
+    assert whole.has_layers
+    made = [export_pair(pair, "vllm", tmp_path / name, 3, given) for name, given in (("a", None), ("b", whole))]
+    one, other = ({f.name: f.read_bytes() for f in m.folder.glob("*.safetensors")} for m in made)
+    assert one == other != {}
+    with pytest.raises(IncompatibleError, match="without its layers"):
+        Decoder(pair.load_target()).generate([[5, 6]], 2)
 
 
 def hybrid(folder: Path) -> Path:

@@ -318,6 +318,10 @@ class EngineStates:
             except BadAnswerError as error:
                 failures = self._repaired(error, failures + 1)
 
+    def give_up(self) -> None:
+        """Let rows that another thread waits for fail."""
+        self._stopped.set()
+
     def _repaired(self, error: BadInputError, failures: int) -> int:
         """Return the number of failures once an engine can be asked again; one that lives is not started anew.
 

@@ -162,6 +162,9 @@ class StatesSource(Protocol):
     def of(self, rows: Mapping[int, np.ndarray]) -> Iterator[tuple[int, Tensor | None, Tensor]]:
         """Yield number, taps `[T, K, H]` (None without taps) and last state `[T, H]` of each row."""
 
+    def give_up(self) -> None:
+        """Let rows that another thread waits for fail."""
+
 
 @dataclass(frozen=True)
 class TargetPasses:
@@ -213,7 +216,8 @@ class FeatureStoreBuilder:
         one_computes = self.target.sharded or self.engine is not None
         with one_leads(group, self.target), progress(console, "hidden states", total, total - left) as advance:
             if missing and (not one_computes or group.is_main):
-                with nullcontext() if self.engine is None else self.engine.running(self._probes()):
+                rows = self.sequences, self.layout.lengths
+                with nullcontext() if self.engine is None else self.engine.running(probes_of(*rows)):
                     self._compute_all(missing, LaunchGroup() if one_computes else group, advance)
         group.barrier(f"{topic}-computed")
         group.on_main(f"{topic}-sealed", self._seal)
@@ -287,15 +291,9 @@ class FeatureStoreBuilder:
             save_file(states, temporary)
         list_file(self.folder, file.name)
 
-    def _probes(self) -> list[list[int]]:
-        """Return the first rows, and the longest one, by which an engine is checked."""
-        longest = max(range(len(self.layout.lengths)), key=self.layout.lengths.__getitem__)
-        chosen = dict.fromkeys([longest, *range(min(8, len(self.layout.lengths)))])
-        return [tokens.tolist() for i in chosen for tokens in _rows(self.sequences, range(i, i + 1))]
-
     def _states(self, members: range) -> dict[str, Tensor]:
         """Return the states of these sequences, end to end: last `[N, H]` and, with taps, hidden `[N, K, H]`."""
-        rows = dict(zip(members, _rows(self.sequences, members), strict=True))
+        rows = dict(zip(members, rows_of(self.sequences, members), strict=True))
         source = TargetPasses(self.target, self.taps) if self.engine is None else self.engine
         states: dict[int, dict[str, Tensor]] = {}
         for i, hidden, last in source.of(rows):
@@ -305,18 +303,25 @@ class FeatureStoreBuilder:
         return {name: torch.cat([states[i][name] for i in members]) for name in states[members.start]}
 
 
-def _rows(sequences: Dataset, members: range) -> Iterator[np.ndarray]:
+def probes_of(sequences: Dataset, lengths: Sequence[int]) -> list[list[int]]:
+    """Return the longest row, and the first ones, by which an engine is checked."""
+    longest = max(range(len(lengths)), key=lengths.__getitem__)
+    chosen = dict.fromkeys([longest, *range(min(8, len(lengths)))])
+    return [tokens.tolist() for i in chosen for tokens in rows_of(sequences, range(i, i + 1))]
+
+
+def rows_of(sequences: Dataset, members: range) -> Iterator[np.ndarray]:
     """Yield the tokens of these rows, int32 `[T]` each."""
     for chunk in sequences[members.start : members.stop]["input_ids"].chunks:
         for row in chunk:
             yield row.values.to_numpy(zero_copy_only=False).astype(np.int32)
 
 
-def _digest(sequences: Dataset, at_once: int = 1000) -> tuple[str, list[int]]:
+def digest_of(sequences: Dataset, at_once: int = 1000) -> tuple[str, list[int]]:
     """Return the digest of all sequences, and their lengths."""
     data, lengths = hashlib.sha256(), []
     for begin in range(0, len(sequences), at_once):
-        for tokens in _rows(sequences, range(begin, min(begin + at_once, len(sequences)))):
+        for tokens in rows_of(sequences, range(begin, min(begin + at_once, len(sequences)))):
             data.update(len(tokens).to_bytes(8, "little") + tokens.tobytes())
             lengths.append(len(tokens))
     return data.hexdigest(), lengths
@@ -391,7 +396,7 @@ class FeatureStore:
         group = group or LaunchGroup()
         stored, precision = stored_taps(taps, target.num_layers), precision_of(str(dtype), target.dtype)
         sequences = dataset.select_columns(["input_ids"]).with_format("arrow")
-        digest, lengths = _digest(sequences)
+        digest, lengths = digest_of(sequences)
         bytes_per_token = precision.bytes_per_token(len(stored) + 1, target.hidden_size)
         shard_bytes = shard_bytes or shard_size(sum(lengths) * bytes_per_token)
         if engine is None:

@@ -45,7 +45,8 @@ class Identity:
     Attributes:
         prompts: the digest of their tokens.
         sampling: with the length limit of a response, and that of a question where it decides what is asked.
-        answered_by: {"model": that servers were asked for}, or {"given": True}; None for our own decoder.
+        answered_by: {"model": that servers were asked for}, {"engine": of the target}, or {"given": True}; None for our
+            own decoder.
     """
 
     target: Fingerprint
@@ -84,7 +85,9 @@ def _deciding(sampling: dict[str, Any]) -> dict[str, Any]:
 def _who(who: dict[str, Any] | None) -> str:
     if who is None:
         return "our own decoder"
-    return "the authors of the prompts" if "given" in who else f"a server's {who['model'] or 'model'}"
+    if "given" in who:
+        return "the authors of the prompts"
+    return "the target's engine" if "engine" in who else f"a server's {who['model'] or 'model'}"
 
 
 @dataclass(frozen=True)

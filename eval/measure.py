@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain, zip_longest
 from typing import Any
@@ -75,6 +75,7 @@ def measure(
     generate_baseline: bool = True,
     console: Console | None = None,
     until: float | None = None,
+    racer: Callable[[Target, Contestant, EvalSpec], Racer[PromptJob, TimedCompletion]] | None = None,
 ) -> Report:
     """Complete every prompt with every contestant, at every temperature, at batch size 1, and in batches if asked to.
 
@@ -86,6 +87,7 @@ def measure(
         console: shows progress there.
         until: when the first temperature should be done, by `time.perf_counter`: as many prompts are asked as fit, of
             each suite in turn, one at least.
+        racer: makes what answers for a contestant; None for our own decoder.
 
     Raises:
         BadInputError: names clash, a prompt does not fit the target's context, a rule does not fit a temperature, or
@@ -102,7 +104,7 @@ def measure(
     _check(target, entrants, jobs, settings)
     plain = next(c.name for c in entrants if c.drafter is None)
     baselines = Baselines(plain=plain, generate=GENERATE if generate_baseline else None)
-    racers: list[Racer[PromptJob, TimedCompletion]] = [DecoderRacer(target, c, settings) for c in entrants]
+    racers: list[Racer[PromptJob, TimedCompletion]] = [(racer or DecoderRacer)(target, c, settings) for c in entrants]
     if generate_baseline:
         racers.append(GenerateRacer(target, settings))
     temperatures = list(dict.fromkeys(settings.temperatures))

@@ -58,11 +58,18 @@ class ProbeSequence:
     @classmethod
     @torch.no_grad()
     def of(cls, target: Target, tokens: list[int], drafts: list[int]) -> ProbeSequence:
-        """Return the passage `tokens` and its `drafts`, as `target` processes it, in fp32."""
+        """Return the passage `tokens` and its `drafts`, as `target` processes it, in fp32.
+
+        The states of a target without its layers are drawn: both sides read the same ones.
+        """
         given = torch.tensor(tokens, device=target.device)
         every = tuple(range(target.num_layers + 1))
-        hidden = target.forward(given[None, :-1], taps=every, logits=False).hidden
-        assert hidden is not None
+        if target.has_layers:
+            hidden = target.forward(given[None, :-1], taps=every, logits=False).hidden
+            assert hidden is not None
+        else:
+            drawn = torch.Generator().manual_seed(0)
+            hidden = torch.randn(1, len(tokens) - 1, len(every), target.hidden_size, generator=drawn).to(target.device)
         return cls(
             given,
             torch.tensor(drafts, device=target.device, dtype=torch.long),

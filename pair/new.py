@@ -85,7 +85,8 @@ def new_pair(
         drafter: in memory, or the folder it was saved to.
         report_folder: of `write_report`; None for a pair that was not measured.
         parent: the version this one follows.
-        calibration: prompts for the probe; None takes the first of the recipe's suites.
+        calibration: prompts for the probe; None takes the first of the recipe's suites. A target without its layers is
+            not probed.
 
     Raises:
         BadInputError: something else is in `folder`, another process writes there, or the drafter or report cannot be
@@ -113,7 +114,8 @@ def new_pair(
         changes: dict[str, Any] = {"reports": digest_files(partial / REPORTS)}
         changes |= _keep_learnt(partial, recipe, [parent, existing])
         baseline = None
-        if prompts := choose_prompts(recipe, target) if calibration is None else calibration:
+        prompts = choose_prompts(recipe, target) if calibration is None else calibration
+        if prompts and target.has_layers:  # only our own decoder measures them
             write_calibration(partial / CALIBRATION, prompts)
             changes["calibration"] = digest_file(partial / CALIBRATION)
             under = settings(recipe)

@@ -11,6 +11,7 @@ from ..decode import Plan
 from ..eval.tuning_record import BatchTuning, nearest
 from ..heads import Drafter, fuse, load_drafter
 from ..targets import Target, require_same_vocabulary
+from ..targets.embeddings_and_head import target_without_layers
 from .contents import PairContents
 from .manifest import ADAPTER
 
@@ -60,6 +61,8 @@ class Pair(PairContents):
     def load_target(self, path: str | None = None, **options: Any) -> Target:
         """Return a target in the pair's dtype and quantisation: at `path`, loaded with `options`, or the recorded one.
 
+        A recorded one that lives in an engine is opened without its layers.
+
         Raises:
             BadInputError: it cannot be loaded, or no source is recorded.
         """
@@ -67,6 +70,9 @@ class Pair(PairContents):
         recorded = {"dtype": self.dtype} | ({} if source.quantize is None else {"quantize": source.quantize})
         if path is not None:
             return Target.load(path, **recorded | options)
+        own = self.recipe().target
+        if source.path is not None and own.engine is not None:
+            return target_without_layers(source.path, source.revision, self.dtype, own.trust_remote_code)
         if source.path is None:
             raise BadInputError(
                 f"{self.folder}: this pair's target was given in memory, so it cannot be loaded again; name the target."

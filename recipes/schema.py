@@ -252,7 +252,8 @@ class DataSpec(Section):
         max_new_tokens: length limit of a response.
         sampling: how a response is drawn; sample as you will serve.
         batch_size: prompts the target answers at once.
-        features: whether hidden states are computed while training ("online") or once, to disk ("cached").
+        features: whether hidden states are computed while training ("online"), or once, to disk ("cached"), or made by
+            the target's engine while training, and kept nowhere ("engine").
         features_dtype: how cached ones are stored: "auto" as the target computes them; float8_e4m3fn with a scale for
             each vector.
         holdout: fraction of the sequences kept for evaluation during training.
@@ -283,7 +284,7 @@ class DataSpec(Section):
     max_new_tokens: Positive = 192
     sampling: SamplingSpec = Field(default_factory=SamplingSpec)
     batch_size: Positive = 32
-    features: Literal["online", "cached"] = "online"
+    features: Literal["online", "cached", "engine"] = "online"
     features_dtype: Literal["auto", "float32", "bfloat16", "float16", "float8_e4m3fn"] = "auto"
     holdout: Annotated[float, Field(ge=0, lt=1)] = 0.05
     learn_prompts: bool = False
@@ -319,15 +320,15 @@ class DataSpec(Section):
                 "(nor for servers, nor in answers that are given); set drafter to the folder of a drafter that "
                 "speculates meanwhile, or leave out verified"
             )
-        if self.features_dtype != "auto" and self.features == "online":
+        if self.features_dtype != "auto" and self.features != "cached":
             raise ValueError(
-                "features_dtype is how features are stored, and online ones are not; set features: cached, or leave it "
-                "out"
+                f"features_dtype is how features are stored, and those of features: {self.features} are not; set "
+                "features: cached, or leave it out"
             )
-        if self.on_policy > 0 and self.features == "cached":
+        if self.on_policy > 0 and self.features != "online":
             raise ValueError(
-                "on_policy text is written while training, so the target's features of it cannot be cached; leave out "
-                "features: cached"
+                f"on_policy text is written while training, so nobody made features of it; leave out features: "
+                f"{self.features}"
             )
         return self
 
@@ -468,8 +469,11 @@ class Recipe(Section):
                 "target.engine leaves the target's layers on the disk, and joint and eval.training_prompts run them; "
                 "leave them out"
             )
-        if self.target.engine is not None and self.data.features != "cached":
-            raise ValueError("target.engine makes hidden states before the training; set data.features: cached")
+        if (self.target.engine is None) != (self.data.features != "engine") and self.data.features != "cached":
+            raise ValueError(
+                "target.engine makes hidden states before the training (data.features: cached), or meanwhile (data."
+                "features: engine); set one of them, or leave target.engine out"
+            )
         answered = self.data.servers or self.data.responses or self.data.answers == "given"
         if self.target.engine is not None and self.target.engine.urls and not answered:
             raise ValueError(

@@ -16,7 +16,7 @@ from rich.console import Console
 from ..common import BadInputError
 from ..decode import Plan
 from ..distill.data_set import learnt_questions
-from ..distill.responses import data_folder
+from ..distill.responses import data_folder, target_in_engine
 from ..eval import Report
 from ..eval.generation_config import sampled_settings
 from ..eval.measure import Contestant, contestants, measure, plan_of
@@ -27,7 +27,8 @@ from ..eval.tuning_record import BatchTuning, Tuning
 from ..heads import Drafter, head_class, load_drafter
 from ..pair import Pair
 from ..pair.pair import tuned_drafter
-from ..recipes import EvalSpec, Recipe, load_recipe
+from ..recipes import EngineSpec, EvalSpec, Recipe, load_recipe
+from ..serving.engine_report import measure_in_engine
 from ..targets import Target, config_only_target
 from ..targets.fingerprint import digest_json
 from ..targets.loading import split_shape
@@ -44,6 +45,7 @@ class Subject:
         report_folder: the usual place of a report. Never inside a pair, whose files are sealed.
         suites: read before the target's weights were loaded, so that a bad one costs nothing.
         tuned: the tuner's result, to be measured beside the first: another plan, perhaps of a fusion.
+        engine: of a target without its layers.
         with_generate: whether `transformers.generate` is measured, too.
     """
 
@@ -56,9 +58,12 @@ class Subject:
     tuned: BatchTuning | None = None
     with_generate: bool = True
     template: Mapping[str, Any] = field(default_factory=dict)
+    engine: EngineSpec | None = None
 
     def measure(self, console: Console | None = None) -> Report:
-        """Measure the drafter beside its baselines and the plain target."""
+        """Measure the drafter beside its baselines and the plain target; where that lives in an engine, there."""
+        if self.engine is not None:
+            return measure_in_engine(self.target, self.drafter, self.suites, self.settings, self.engine, console)
         first, *others = contestants(self.target, self.drafter, self.settings, self.plan)
         tuned = [] if self.tuned is None else [tuned_contestant(self.tuned, self.drafter)]
         entrants = [first, *tuned, *others]
@@ -177,7 +182,7 @@ def _of_recipe(name: str, asked: EvalOptions) -> Subject:
     if not asked.quick:
         folder = report_folder(name, asked.changes, settings, None if asked.drafter is None else drafter)
     subject = Subject(target, drafter, plan_of(used), used, folder, suites)
-    return replace(subject, with_generate=not asked.quick, template=recipe.template)
+    return replace(subject, with_generate=not asked.quick, template=recipe.template, engine=recipe.target.engine)
 
 
 def report_folder(
@@ -222,7 +227,8 @@ def _of_pair(folder: Path, asked: EvalOptions) -> Subject:
     report += "-quick" if asked.quick else ""
     drafter = load_drafter(asked.drafter, target) if asked.drafter else own
     reports = Path("runs") / "reports" / report
-    return Subject(target, drafter, plan, settings, reports, suites, found, not asked.quick, recipe.template)
+    engine = None if target.has_layers else recipe.target.engine
+    return Subject(target, drafter, plan, settings, reports, suites, found, not asked.quick, recipe.template, engine)
 
 
 def target_outline(path: str | None, revision: str | None = None, trust_remote_code: bool = False) -> Target:
@@ -262,6 +268,8 @@ def tuned_contestant(found: BatchTuning, drafter: Drafter) -> Contestant:
 
 def load_target(recipe: Recipe) -> Target:
     """Return the recipe's target in the dtype that is measured, with the adapter that joint training gave it."""
+    if recipe.target.engine is not None:
+        return target_in_engine(recipe.target)
     spec = recipe.target.to_load()
     if recipe.joint is not None:
         adapter = recipe.output_folder / "adapter"

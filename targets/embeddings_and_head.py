@@ -9,7 +9,7 @@ Shapes: T tokens, H hidden size, V vocabulary.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
@@ -19,6 +19,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, rename_source_key
 
 from ..common import digest_cache
 from ..common.digests import digest_json, read_sealed, write_json
@@ -36,6 +38,8 @@ from .weights import digest_tensor, stored_tensors
 
 class TargetWithoutLayers(Target):
     """A target whose layers stay on the disk: it embeds, and gives logits of hidden states; it makes no passes."""
+
+    has_layers = False
 
     def __init__(self, model: PreTrainedModel, *args: Any, norm: nn.Module):
         super().__init__(model, *args)
@@ -62,7 +66,7 @@ class TargetWithoutLayers(Target):
     def run(self, *_: Any, **__: Any) -> NoReturn:
         raise IncompatibleError(
             "this target was opened without its layers (target.engine), and what was asked for needs a pass through "
-            "them. Leave out target.engine where the target fits this machine."
+            "them. Where the target fits this machine, leave out target.engine, or name a pair's target (--target)."
         )
 
     cache_layout = run
@@ -143,6 +147,7 @@ def _fill(model: PreTrainedModel, parts: Sequence[nn.Module], folder: Path, devi
     names = {id(module): name for name, module in model.named_modules()}
     index = folder / INDEX
     files = plain_weight_map(index) if index.exists() and not (folder / SINGLE).exists() else {}
+    given = _stored_names(model, files or stored_tensors(folder / SINGLE))
     read: dict[int, nn.Parameter] = {}  # by the one on the meta device: those that are tied stay so
     for part in parts:
         for own, buffer in list(part.named_buffers(recurse=False)):
@@ -150,7 +155,7 @@ def _fill(model: PreTrainedModel, parts: Sequence[nn.Module], folder: Path, devi
         model._init_weights(part)  # of these weights none is there yet: it computes buffers, such as Gemma's scale
         for own, parameter in list(part.named_parameters(recurse=False)):
             if id(parameter) not in read:
-                stored = _stored(f"{names[id(part)]}.{own}", files, folder, model)
+                stored = _stored(f"{names[id(part)]}.{own}", given, files, folder, model)
                 if stored.shape != parameter.shape:
                     raise IncompatibleError(
                         f"{folder}: {names[id(part)]}.{own} is {tuple(stored.shape)}, expected "
@@ -160,25 +165,27 @@ def _fill(model: PreTrainedModel, parts: Sequence[nn.Module], folder: Path, devi
             setattr(part, own, read[id(parameter)])
 
 
-def _stored(name: str, files: dict[str, str], folder: Path, model: PreTrainedModel) -> Tensor:
+def _stored(name: str, stored: dict[str, str], files: dict[str, str], folder: Path, model: PreTrainedModel) -> Tensor:
     """Return the tensor of that name from its file. A tied output has the name of the input embedding."""
     tied = next((n for n, p in model.named_parameters() if p is model.get_parameter(name)), name)
-    wanted = [n for n in (name, tied, *_older(name)) if not files or n in files]
-    for candidate in wanted:
-        file = folder / files.get(candidate, SINGLE)
-        if candidate in stored_tensors(file):
-            with safe_open(file, framework="pt") as opened:
-                return cast(Tensor, opened.get_tensor(candidate))
-    raise IncompatibleError(
-        f"{folder} holds no tensor {name}, which is read without loading the layers. Take a checkpoint with the "
-        "library's own names, or features of the loaded target (data.features: cached)."
-    )
+    found = stored.get(name) or stored.get(tied)
+    if found is None:
+        raise IncompatibleError(
+            f"{folder} holds no tensor {name}, which is read without loading the layers. Take a checkpoint with names "
+            "that the library knows, or features of the loaded target (data.features: cached)."
+        )
+    with safe_open(folder / files.get(found, SINGLE), framework="pt") as opened:
+        return cast(Tensor, opened.get_tensor(found))
 
 
-def _older(name: str) -> list[str]:
-    """Return names that older checkpoints have for the same tensor: without the body's name, or of a language model."""
-    body, _, rest = name.partition(".")
-    return [rest, name.replace("model.language_model.", "language_model.model."), f"language_model.{body}.{rest}"]
+def _stored_names(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
+    """Return the names of a checkpoint's tensors by those that the model has for them: many have others, as older ones.
+
+    They are the library's own conversions.
+    """
+    renamings = [one for one in get_model_conversion_mapping(model) if isinstance(one, WeightRenaming)]
+    prefix, own = model.base_model_prefix, dict(model.named_parameters())
+    return {rename_source_key(name, renamings, [], prefix, own)[0]: name for name in names}
 
 
 def _kept(folder: Path, dtype: str, make: Callable[[], Fingerprint]) -> Fingerprint:

@@ -54,7 +54,10 @@ class Target(Backbone):
     Attributes:
         source: where it was loaded from, for people: `{"path", "revision", "adapter"}`, and "quantize" if it was.
         sharded: whether each process holds only a part of its layers, see `targets.sharding`.
+        has_layers: whether it makes passes; else they are an engine's.
     """
+
+    has_layers = True
 
     def __init__(
         self,

@@ -62,6 +62,10 @@ def check(recipe: Recipe, drafter: Drafter | None = None, seconds: float | None 
     check_number_of_processes(args)
     check_kind_of_processes(args)
     check_sharding(args)
+    if recipe.data.features == "engine" and args.world_size > 1:
+        raise BadInputError(
+            "data.features: engine makes states for one training process; several read those of data.features: cached."
+        )
     check_many_processes(recipe, drafter_class, args)
     if recipe.joint is not None:
         lora_config(recipe.joint.lora)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -28,6 +28,7 @@ from ..common import BadInputError, IncompatibleError
 from ..common.signals import let_parent_decide
 from ..distill.data_set import DEPTHS
 from ..distill.features import FeatureStore
+from ..distill.live_states import LiveStates
 from ..heads import TargetBatch
 from ..targets import Target
 from ..targets.sequence_packing import Documents
@@ -70,6 +71,10 @@ class Rows(Dataset):
         ]
         return {"index": index, "input_ids": tokens, "labels": labels}
 
+    def members(self, position: int) -> list[int]:
+        """Return the rows of the table at a position."""
+        return [] if position == EMPTY else [self.indices[position]]
+
     def names(self, indices: Sequence[int]) -> str:
         """Return the ids of rows of the table, for a sentence."""
         ids = [str(self.table[i]["id"]) for i in indices if i != EMPTY]
@@ -105,14 +110,18 @@ def _padded(rows: Sequence[list[int]], fill: int) -> Tensor:
     return torch.tensor([row + [fill] * (length - len(row)) for row in rows])
 
 
+Near = Callable[[Sequence[int]], Iterator[int]]
+
+
 class Order(Sampler[int]):
     """An order of the positions of one epoch, filled up with `EMPTY` to whole global batches of `multiple` rows.
 
-    `multiple` 1 leaves a short last batch as it is, and `seed` None the rows in order.
+    `multiple` 1 leaves a short last batch as it is, and `seed` None the rows in order. `near` is told each position
+    before it is read.
     """
 
-    def __init__(self, length: int, multiple: int, seed: int | None):
-        self.length, self.multiple, self.seed, self.epoch = length, multiple, seed, 0
+    def __init__(self, length: int, multiple: int, seed: int | None, near: Near | None = None):
+        self.length, self.multiple, self.seed, self.epoch, self.near = length, multiple, seed, 0, near
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -121,12 +130,12 @@ class Order(Sampler[int]):
         return -(-self.length // self.multiple) * self.multiple
 
     def __iter__(self) -> Iterator[int]:
-        if self.seed is None:
-            yield from range(self.length)
-        else:
+        order = list(range(self.length))
+        if self.seed is not None:
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
-            yield from torch.randperm(self.length, generator=generator).tolist()
-        yield from [EMPTY] * (len(self) - self.length)
+            order = torch.randperm(self.length, generator=generator).tolist()
+        order += [EMPTY] * (len(self) - self.length)
+        yield from order if self.near is None else self.near(order)
 
 
 def split(table: datasets.Dataset, holdout: float, prompts: bool = False, depths: bool = False) -> tuple[Rows, Rows]:
@@ -177,9 +186,13 @@ class Batches(Protocol):
 
     def of(self, inputs: dict[str, Tensor]) -> TargetBatch: ...
 
+    def near(self, rows: Rows | Packs) -> Near | None:
+        """Return what is told the positions of `rows` before they are read; None if nobody waits for that."""
+        return None
+
 
 @dataclass
-class OnlineBatches:
+class OnlineBatches(Batches):
     """A maker of batches whose hidden states the frozen target computes in the loop.
 
     `precision` is that of its matrix products; None, and for its output embedding always, its own dtype.
@@ -197,12 +210,19 @@ class OnlineBatches:
 
 
 @dataclass
-class CachedBatches:
-    """A maker of batches whose hidden states are read from disk."""
+class CachedBatches(Batches):
+    """A maker of batches whose hidden states are read from disk, or were made by an engine meanwhile."""
 
     target: Target
     taps: tuple[int, ...]
-    store: FeatureStore
+    store: FeatureStore | LiveStates
+
+    def near(self, rows: Rows | Packs) -> Near | None:
+        """Return what is told the positions of `rows` before they are read; None if nobody waits for that."""
+        live = self.store
+        if not isinstance(live, LiveStates):
+            return None
+        return lambda order: live.near((position, rows.members(position)) for position in order)
 
     def of(self, inputs: dict[str, Tensor]) -> TargetBatch:
         tokens = inputs["input_ids"]
@@ -279,6 +299,10 @@ class Packs(Dataset):
     def indices(self) -> list[int]:
         return self.rows.indices
 
+    def members(self, position: int) -> list[int]:
+        """Return the rows of the table at a position."""
+        return [] if position == EMPTY else [self.indices[text] for text in self.groups[position]]
+
     def names(self, indices: Sequence[int]) -> str:
         return self.rows.names(indices)
 
@@ -295,7 +319,7 @@ class PackedBatches:
     """A maker of batches of packs, by one of batches of single texts."""
 
     def __init__(self, inner: Batches):
-        self.inner, self.target = inner, inner.target
+        self.inner, self.target, self.near = inner, inner.target, inner.near
 
     def of(self, inputs: dict[str, Tensor]) -> TargetBatch:
         """Return the batch; inputs that are not packed are the inner maker's."""

@@ -36,7 +36,7 @@ from ..recipes import JointSpec
 from ..targets import Target
 from ..targets.model_folder import refuse_pickles
 from ..targets.peft_adapters import ADAPTER_WEIGHTS
-from .data import IGNORED, OnlineBatches
+from .data import IGNORED, Batches, OnlineBatches
 
 ADAPTER = "adapter"
 
@@ -197,7 +197,7 @@ class JointBatch(TargetBatch):
 
 
 @dataclass
-class JointBatches:
+class JointBatches(Batches):
     """A maker of batches of hidden states by the target with its adapter, and without; see `OnlineBatches`."""
 
     target: Target

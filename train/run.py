@@ -15,8 +15,8 @@ import logging
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from ..common.terminal import VisibleConsole
 from ..distill.data_set import DEPTHS, load_responses, rounds_of
 from ..distill.engine_states import EngineStates
 from ..distill.features import FeatureStore
+from ..distill.live_states import LiveStates
 from ..distill.process_group import launch_group
 from ..distill.responses import distill, target_in_engine
 from ..heads import Drafter
@@ -118,7 +119,7 @@ def train(
         check_with_target(recipe, args, target, drafter)
         training = _Training(recipe, args, target, console, seconds, until)
         data = distill(recipe, target, console)
-        with adapted(target, recipe.joint, args.seed) as adapter:
+        with training.closing, adapted(target, recipe.joint, args.seed) as adapter:
             trainer = training.trainer(data, drafter, adapter)
             return training.finish(trainer, data, start)
 
@@ -193,6 +194,7 @@ class _Training:
     console: Console | None = None
     seconds: float | None = None
     until: Until | None = None
+    closing: ExitStack = field(default_factory=ExitStack)  # what is there while it trains
 
     def trainer(self, data: Path, drafter: Drafter | None, adapter: Adapter | None) -> DrafterTrainer:
         """Return the trainer of the given drafter, or of the recipe's, on the responses in `data`."""
@@ -243,10 +245,14 @@ class _Training:
             return JointBatches(target, drafter.taps, adapter, precision), 0.0
         if self.recipe.data.features == "online":
             return OnlineBatches(target, drafter.taps, precision), 0.0
+        engine = EngineStates.of_recipe(self.recipe, target, drafter.taps)
+        if engine is not None and self.recipe.data.features == "engine":
+            ahead = 4 * args.train_batch_size * args.gradient_accumulation_steps
+            live = LiveStates(engine, target, table, drafter.taps, ahead, engine.spec.concurrency)
+            return CachedBatches(target, drafter.taps, self.closing.enter_context(live.running())), 0.0
         output, dtype = self.recipe.output_folder, self.recipe.data.features_dtype
         folder = output / "features"
         with counted(folder / f"seconds-{args.process_index}.json") as seconds, launch_group(output) as group:
-            engine = EngineStates.of_recipe(self.recipe, target, drafter.taps)
             store = FeatureStore.build(
                 folder, target, table, drafter.taps, dtype, self.console, group=group, engine=engine
             )

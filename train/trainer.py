@@ -9,7 +9,7 @@ Shapes: B rows, T tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -249,15 +249,15 @@ class DrafterTrainer(HookedTrainer):
             return None
         seed = args.seed if args.data_seed is None else args.data_seed
         multiple = 1 if args.dataloader_drop_last else self.rows_at_once() * args.world_size
-        order = Order(len(self.data.training), multiple, seed)
+        order = Order(len(self.data.training), multiple, seed, self.data.batches.near(self.data.training))
         self.remove_callback(EpochOrder)
         self.add_callback(EpochOrder(order))
         return order
 
     def evaluation_order(self, rows: Dataset) -> Order:
         """Return the rows in their own order, filled up to whole batches of all processes."""
-        assert isinstance(rows, Sized)
-        return Order(len(rows), self.args.eval_batch_size * self.args.world_size, None)
+        assert isinstance(rows, Rows)
+        return Order(len(rows), self.args.eval_batch_size * self.args.world_size, None, self.data.batches.near(rows))
 
     def planned_steps(self) -> int:
         """Return the optimizer steps of the whole training."""

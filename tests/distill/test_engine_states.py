@@ -35,11 +35,15 @@ from outrider.distill.engine_connector import (
     write_states,
 )
 from outrider.distill.engine_states import EngineStates
+from outrider.distill.journal import Identity
+from outrider.distill.live_states import LiveStates
 from outrider.recipes import Recipe
 from outrider.targets import Target, embeddings_and_head
 from outrider.targets.embeddings_and_head import target_without_layers
+from outrider.train import train
 
 from ..conftest import make_llama
+from ..train.conftest import losses, write_data
 from .conftest import Server
 
 LENGTHS = [17, 24, 9, 31, 12, 22, 14, 28]
@@ -175,6 +179,74 @@ def test_a_store_of_an_engine_is_that_of_the_loaded_target(lab: Lab, taps: tuple
     asked = lab.server.requests
     lab.build(taps=taps)  # it is found again, and no engine is asked
     assert lab.server.requests == asked
+
+
+def test_answers_of_the_targets_engine_are_found_again_and_none_but_those(lab: Lab) -> None:
+    identity = Identity(lab.target.fingerprint(), "prompts", {"temperature": 0.0}, {"engine": "vllm"})
+    assert identity.differences(identity.to_dict()) == []
+    own = replace(identity, answered_by=None)
+    assert own.differences(identity.to_dict()) == ["who answers (was the target's engine, is our own decoder)"]
+
+
+def live(lab: Lab, taps: tuple[int, ...], **engine: Any) -> Any:
+    """The context of states that are made meanwhile, of which three rows are announced before they are read."""
+    target = lab.target
+    states = EngineStates.of_recipe(lab.recipe(**engine), target, taps)
+    assert states is not None
+    return LiveStates(states, target, lab.rows, taps, ahead=3).running()
+
+
+def test_states_are_made_before_their_rows_are_read_and_are_those_of_a_store(lab: Lab) -> None:
+    """Of rows that were announced, in any order; one that is passed over, and one nobody announced, harm nothing."""
+    made, order = lab.build(taps=(6, 4, 2)), [3, 0, 7, 5, 1, 6, 4]
+    with live(lab, (6, 4, 2)) as states:
+        compared = lab.server.requests
+        positions = states.near((place, [row]) for place, row in enumerate(order))
+        assert next(positions) == 0
+        deadline = time.monotonic() + 10
+        while lab.server.requests < compared + 4:
+            assert time.monotonic() < deadline, "the next rows are not made meanwhile"
+            time.sleep(0.01)
+        for place in positions:  # the first one is passed over
+            one, other = states.batch([order[place], 2]), made.batch([order[place], 2])
+            assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    assert not list(lab.server.folder.iterdir())
+
+
+def test_a_fault_in_states_that_are_made_meanwhile_ends_the_training_by_its_name(lab: Lab) -> None:
+    with live(lab, TAPS) as states:
+        states.batch([0, 1])
+        lab.server.change = cut(slice(1, None))
+        positions = states.near((row, [row]) for row in range(2, 8))
+        assert next(positions) == 2
+        with pytest.raises(UntrustedStatesError, match="missing first token"):
+            states.batch([2])
+
+
+def test_losses_are_the_same_whether_states_are_stored_or_made_meanwhile(lab: Lab) -> None:
+    """With evaluations in between, which read rows of their own; of packs, too."""
+    generator = torch.Generator().manual_seed(1)
+    texts = [torch.randint(5, 300, (n,), generator=generator).tolist() for n in [*LENGTHS, *LENGTHS]]
+    rows = [
+        {"id": str(i), "suite": "s", "input_ids": t, "loss_mask": [0] * 4 + [1] * (len(t) - 4)}
+        for i, t in enumerate(texts)
+    ]
+    data = write_data(lab.folder / "data", rows, lab.server.target)
+    drafter = {"type": "eagle3", "steps": 2, "taps": [2, 4, 6]}
+    training = {"max_steps": 10, "logging_steps": 1, "per_device_train_batch_size": 2, "use_cpu": True}
+    training |= {"eval_strategy": "steps", "eval_steps": 3, "save_steps": 4}
+
+    def learnt(name: str, features: str, **more: Any) -> list[float]:
+        values = lab.recipe().model_dump() | {"drafter": drafter, "output": str(lab.folder / name)}
+        values["training"] = training | more
+        values["data"] |= {"responses": str(data), "features": features, "holdout": 0.2}
+        train(Recipe.from_dict(values))
+        return losses(Recipe.from_dict(values))
+
+    stored = learnt("stored", "cached")
+    assert len(stored) == 10
+    assert learnt("live", "engine") == stored
+    assert learnt("packed", "engine", packing=True) == learnt("packed-stored", "cached", packing=True)
 
 
 def states(name: str, make: Callable[[dict[str, Any]], Any]) -> Change:

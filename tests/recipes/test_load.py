@@ -121,7 +121,7 @@ def test_a_static_tree_decides_the_depth_and_reads_back(tmp_path: Path) -> None:
         ("data.prompts=a.jsonl", "data.prompts: expected a list, found 'a.jsonl'."),
         ("data.prompts=[a, 3]", f"data.prompts[1]: expected text or a mapping with the keys {SOURCE}, found 3."),
         ("data=null", "data: expected a mapping with the keys prompts, limit,"),
-        ("data.features=disk", "data.features: expected one of 'online', 'cached', found 'disk'."),
+        ("data.features=disk", "data.features: expected one of 'online', 'cached', 'engine', found 'disk'."),
         ("eval.temperatures=[0, hot]", "eval.temperatures[1]: expected a number, found 'hot'."),
         ("target.trust_remote_code=1", "target.trust_remote_code: expected true or false, found 1."),
         ("training=[1]", "training: expected a mapping, found [1]."),
@@ -137,9 +137,12 @@ def test_a_static_tree_decides_the_depth_and_reads_back(tmp_path: Path) -> None:
         *((f"data.on_policy={share}", "data.on_policy: expected") for share in (1.5, -0.1, "true", "half")),
         (
             "data.on_policy=0.5 & data.features=cached",
-            "so the target's features of it cannot be cached",
+            "nobody made features of it; leave out features: cached",
         ),
-        ("data.features_dtype=bfloat16", "data: features_dtype is how features are stored, and online ones are not"),
+        (
+            "data.features_dtype=bfloat16",
+            "data: features_dtype is how features are stored, and those of features: online",
+        ),
         ("data.verified=1.5", "data.verified: expected a value <= 1"),
         ("data.verified=0.5", UNDRAFTED),
         ("data.verified=0.5 & data.servers=['http://gpu1:8000/v1']", UNDRAFTED),
@@ -150,7 +153,7 @@ def test_a_static_tree_decides_the_depth_and_reads_back(tmp_path: Path) -> None:
         (f"{JOINT} & target.adapter=mine", "target.adapter is 'mine'"),
         (
             "target.engine={python: /opt/vllm}",
-            "target.engine makes hidden states before the training; set data.features",
+            "target.engine makes hidden states before the training (data.features: cached), or meanwhile",
         ),
         ("target.engine={}", "target.engine: give either url, of an engine that runs, or python"),
         ("target.engine={url: http://gpu1:8000}", "needs folder: where it writes the states"),

@@ -1,4 +1,4 @@
-"""Mends two faults of vLLM's CPU build (0.32) in the engine's own process: a test puts this folder on its PYTHONPATH.
+"""Mends three faults of vLLM's CPU build (0.32) in the engine's own process: a test puts this folder on its PYTHONPATH.
 
 To verify drafts above temperature 0, vLLM repeats each request's temperature, top-k and top-p once for each of its
 draft tokens. On a CPU it hands the C++ routine copies of its tensors converted to int64 and drops them afterwards: what
@@ -6,6 +6,9 @@ was to be filled stays uninitialised memory, and requests are sampled at whateve
 
 DFlash norms the context's keys of all layers in one call, with a weight for each layer. The CPU's norm takes the first
 one's for all of them.
+
+A Mamba layer's convolution goes on, after a round, from the last inputs that were accepted. The CPU's routine is not
+told how many those were, and goes on from the rejected ones.
 """
 
 from __future__ import annotations
@@ -33,6 +36,36 @@ def norm_keys(self: Any, keys: Any) -> Any:
     return normed
 
 
+def convolve(x: Any, state: Any, weight: Any, bias: Any = None, activation: Any = None, **given: Any) -> Any:
+    """Convolve each request's new inputs, rows of `x` `[T, C]`, after those that stay of its last round.
+
+    The `state` `[lines, C, W − 1 + drafts]` of a line holds the inputs before its last round but one, and that round's.
+    """
+    import torch
+
+    lines, starts = given["conv_state_indices"], given["query_start_loc"]
+    lines = lines[:, 0] if lines.dim() == 2 else lines
+    accepted = given.get("num_accepted_tokens")
+    starts = torch.arange(len(lines) + 1) if starts is None else starts
+    width = weight.shape[1]
+    for row, line in enumerate(lines.tolist()):
+        begin, end = int(starts[row]), int(starts[row + 1])
+        if line == 0 or begin == end:  # padding
+            continue
+        first = 0 if accepted is None else int(accepted[row]) - 1
+        new = x[begin:end].t()
+        inputs = torch.cat([state[line][:, first : first + width - 1], new], dim=1)  # [C, W − 1 + Q]
+        kept = inputs[:, -(width - 1) :] if accepted is None else inputs[:, 1:]
+        made = torch.nn.functional.conv1d(inputs[None], weight[:, None], bias, groups=len(weight))[0]
+        state[line][:, : kept.shape[1]] = kept
+        x[begin:end] = (torch.nn.functional.silu(made) if activation else made).t()
+    return x
+
+
+def _mend_convolution(module: Any) -> None:
+    module.causal_conv1d_update_cpu = convolve
+
+
 def _mend_sampling(module: Any) -> None:
     module._expand_kernel_impl = expand
 
@@ -44,6 +77,7 @@ def _mend_dflash(module: Any) -> None:
 MENDS: dict[str, Callable[[Any], None]] = {
     "vllm.utils.cpu_triton_utils": _mend_sampling,
     "vllm.model_executor.models.qwen3_dflash": _mend_dflash,
+    "vllm.model_executor.layers.mamba.ops.cpu.causal_conv1d": _mend_convolution,
 }
 
 

@@ -13,6 +13,7 @@ of sampling at temperature 1. Prompts run in batches, nothing is timed. What is 
 
 With --seconds they learn for the same *processor* time of the training process instead, which other work on the machine
 does not change much; `recipe=NAME` in a variant is another recipe. Drafts are chains, and with --nodes trees, too.
+--contexts 256 1024 4000 fills every prompt up to so many tokens with the suite's others: τ by context.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from outrider.decode import Decoder, Plan, Sampling
 from outrider.distill.responses import distill
 from outrider.eval.reports.figures import Ratio
 from outrider.eval.reports.statistics import Bootstrap
-from outrider.eval.suites import load_suites
+from outrider.eval.suites import Suite, filled, load_suites, make_suite
 from outrider.heads import Drafter, load_drafter
 from outrider.recipes import Recipe, load_recipe
 from outrider.targets import Target
@@ -79,6 +80,15 @@ def _recipe(arguments: argparse.Namespace, vary: Sequence[str]) -> Recipe:
     named = [change.removeprefix(_RECIPE) for change in vary if change.startswith(_RECIPE)]
     changes = [change for change in vary if not change.startswith(_RECIPE)]
     return load_recipe((named or [arguments.recipe])[-1], [*arguments.changes, *changes])
+
+
+def suites_of(arguments: argparse.Namespace, target: Target) -> list[Suite]:
+    """Return the suites, at each of the contexts if there are any, with their first prompts."""
+    tokenizer, limit = target.require_tokenizer(), arguments.limit
+    if not arguments.contexts:
+        return load_suites(arguments.suites, tokenizer, limit)
+    whole = load_suites(arguments.suites, tokenizer)  # other prompts fill a context
+    return [make_suite(s.name, s.prompts[:limit]) for n in arguments.contexts for s in (filled(w, n) for w in whole)]
 
 
 def trained(
@@ -150,6 +160,7 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--work", type=Path, default=Path("runs/ablation"), help="responses and trainings")
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0])
     parser.add_argument("--seconds", type=float, help="processor time of each training, instead of the recipe's steps")
+    parser.add_argument("--contexts", nargs="*", type=int, default=[], help="tokens that each prompt is filled up to")
     parser.add_argument("--nodes", type=int, default=0, help="of dynamic trees at temperature 0, four wide")
     return parser.parse_args(given)
 
@@ -160,7 +171,7 @@ def main(given: Sequence[str] | None = None) -> int:
     first = next(iter(recipes.values()))
     with threads(arguments.threads):
         target = Target.load(**first.target.to_load())
-        suites = load_suites(arguments.suites, target.require_tokenizer(), arguments.limit)
+        suites = suites_of(arguments, target)
         prompts = [list(p.tokens) for s in suites for p in s.prompts]
         counts = {s.name: len(s.prompts) for s in suites}
         if first.data.responses == str(arguments.work / "data"):
@@ -195,6 +206,7 @@ def main(given: Sequence[str] | None = None) -> int:
                 batch=arguments.batch,
                 max_new_tokens=arguments.max_new_tokens,
                 suites=arguments.suites,
+                contexts=arguments.contexts,
                 prompts=len(prompts),
                 intervals="95%, bootstrap over prompts within suites, rounds of all seeds; "
                 "differences on the same prompts and seeds; over_seeds: Student's t",

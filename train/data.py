@@ -316,10 +316,15 @@ class Packs(Dataset):
 
 
 class PackedBatches:
-    """A maker of batches of packs, by one of batches of single texts."""
+    """A maker of batches of packs, by one of batches of single texts.
 
-    def __init__(self, inner: Batches):
-        self.inner, self.target, self.near = inner, inner.target, inner.near
+    A frozen target's states of a pack are the same in every epoch. Those of batches of one pack are kept in memory, as
+    long as they take at most `room` bytes, and later epochs go without the target's pass.
+    """
+
+    def __init__(self, inner: Batches, room: int = 0):
+        self.inner, self.target, self.near, self.room = inner, inner.target, inner.near, room
+        self._kept: dict[tuple[int, ...], tuple[Tensor | None, Tensor]] = {}
 
     def of(self, inputs: dict[str, Tensor]) -> TargetBatch:
         """Return the batch; inputs that are not packed are the inner maker's."""
@@ -328,7 +333,16 @@ class PackedBatches:
         tokens, lengths = inputs["input_ids"], [[n for n in row if n] for row in inputs["lengths"].tolist()]
         documents = Documents(lengths, tokens.shape[1])
         rows = zip(inputs["index"].tolist(), documents.lengths, strict=True)
-        indices = [i for row, own in rows for i in row[: len(own)]]
+        indices = tuple(i for row, own in rows for i in row[: len(own)])
+        if (states := self._kept.get(indices)) is None:
+            states = self._read(tokens, documents, indices)
+            size = sum(each.nbytes for each in states if each is not None)
+            if len(tokens) == 1 and size <= self.room:
+                self._kept[indices], self.room = states, self.room - size
+        return TargetBatch(self.target, tokens, inputs["labels"] != IGNORED, *states, documents=documents)
+
+    def _read(self, tokens: Tensor, documents: Documents, indices: Sequence[int]) -> tuple[Tensor | None, Tensor]:
+        """Return the taps `[B, T, K, H]`, if there are any, and the last states `[B, T, H]` of packs."""
         hidden, last = [], []  # of the passes
         # Of a target in parts all processes make equally many passes.
         for part in documents.passes(tokens.device, together=self.target.sharded):
@@ -336,6 +350,4 @@ class PackedBatches:
             read = self.inner.of({"input_ids": alone, "labels": alone, "index": index})
             last.append((part, read.last))
             hidden += [] if read.hidden is None else [(part, read.hidden)]
-        states = documents.packed(hidden) if hidden else None
-        supervised, last_states = inputs["labels"] != IGNORED, documents.packed(last)
-        return TargetBatch(self.target, tokens, supervised, states, last_states, documents=documents)
+        return documents.packed(hidden) if hidden else None, documents.packed(last)

@@ -28,6 +28,7 @@ from transformers import PreTrainedModel, TrainingArguments, set_seed
 from ..common import BadInputError
 from ..common.atomic import keeping
 from ..common.digests import save_whole
+from ..common.machine import free_bytes
 from ..common.signals import StoppedError, how, number_of
 from ..common.terminal import VisibleConsole
 from ..distill.data_set import DEPTHS, load_responses, rounds_of
@@ -216,7 +217,7 @@ class _Training:
         measured = MeasuredTau.of(recipe, self.target)
         batches, prepared, packs = *self._batches(drafter, table, adapter), None
         if (packing := packing_of(recipe.training)) is not None:
-            batches, packs = PackedBatches(batches), Packs(training, packing.max_length)
+            batches, packs = PackedBatches(batches, self._room()), Packs(training, packing.max_length)
             _log.info("%s", packs.summary())
         train_data = TrainData(batches, packs or training, held_out, on_policy, measured, recipe.data.verified)
         joint = None if adapter is None or recipe.joint is None else JointModule(drafter, adapter, recipe.joint)
@@ -235,6 +236,13 @@ class _Training:
         if recipe.eval.patience is not None:
             trainer.add_callback(Patience(recipe.eval.patience))
         return trainer
+
+    def _room(self) -> int:
+        """Return the bytes in which states of packs may be kept, where a CPU computes them and reads them again."""
+        args, online = self.args, self.recipe.data.features == "online"
+        again = self.seconds is not None or args.max_steps > 0 or args.num_train_epochs > 1
+        free = free_bytes(args.device) if online and again and args.device.type == "cpu" else None
+        return (free or 0) // 4 // args.world_size
 
     def _batches(self, drafter: Drafter, table: datasets.Dataset, adapter: Adapter | None) -> tuple[Batches, float]:
         """Return the maker of batches with hidden states, and the seconds that those on disk took, in all runs."""

@@ -21,7 +21,7 @@ from outrider.heads import HEADS, Drafter, TargetBatch
 from outrider.recipes import Recipe
 from outrider.targets import PeakBytes, Target
 from outrider.targets.sequence_packing import Documents
-from outrider.train import train
+from outrider.train import run, train
 from outrider.train.arguments import training_arguments
 from outrider.train.check import check, check_with_target
 from outrider.train.data import (
@@ -40,7 +40,16 @@ from outrider.train.data import (
 from outrider.train.resource_estimate import plan
 
 from ..conftest import drafter_in_training
-from .conftest import MakeRecipe, drafters_are_close, losses, of_stored, provenance, train_alike, train_in_two
+from .conftest import (
+    MakeRecipe,
+    drafters_are_close,
+    losses,
+    of_stored,
+    provenance,
+    train_alike,
+    train_in_two,
+    weights,
+)
 
 
 def row(name: str, tokens: list[int], mask: list[int], content: str | None = None) -> dict[str, Any]:
@@ -272,6 +281,25 @@ def test_packed_training_is_training(recipe, target):
     facts = [provenance(made)["training"] for made in runs]
     assert facts[1]["rows"] == facts[0]["rows"] > 2 * facts[1]["packs"]
     assert "packs" not in facts[0]
+
+
+def test_states_of_packs_are_kept_for_later_epochs_which_learn_bit_for_bit_the_same(recipe, target, monkeypatch):
+    """With room for none, for some, and for all; a target's pass is made once for what is kept."""
+    settings = {"packing": True, "max_length": 48, "per_device_train_batch_size": 1, "max_steps": -1}
+    rooms, passes = {"none": 0, "some": 40_000, "all": 10**9}, dict.fromkeys(("none", "some", "all"), 0)
+    forward, found = target.forward, set()
+    for name, room in rooms.items():
+
+        def counted(*args: Any, name: str = name, **values: Any) -> Any:
+            passes[name] += 1
+            return forward(*args, **values)
+
+        monkeypatch.setattr(target, "forward", counted)
+        monkeypatch.setattr(run, "free_bytes", lambda device, room=room: 4 * room)
+        made = recipe(name, KINDS["eagle3"], {"holdout": 0.0}, num_train_epochs=3, **settings)
+        found.add(weights(train(made, target)))
+    assert len(found) == 1
+    assert passes["all"] < passes["some"] < passes["none"] == 3 * passes["all"]
 
 
 def test_two_processes_with_packs_train_as_one(recipe, target):

@@ -488,8 +488,11 @@ class LayerDrafter(HeadDrafter[L]):
         """Return how many bytes a new cache and `decoding_layers` allocate."""
         shapes = [layer.self_attn.kept(target.device) for layer in self.own_layers]
         cache = sum(shape.num_bytes(batch_size, entries) for shape in shapes)
-        is_there = self._decoding is not None and self._decoding.fits(self.own_layers, max_length)
-        return cache if is_there else cache + self._copied_bytes(max_length)
+        held = self._decoding
+        if held is None or not held.is_made_of(self.own_layers):
+            return cache + self._copied_bytes(max_length)
+        # Only the tables of positions are made anew.
+        return cache + (self._copied_bytes(max_length) - self._copied_bytes(0) if held.max_length < max_length else 0)
 
     def _copy_layers(self, max_length: int) -> CachedLayers:
         return CachedLayers(self.own_layers, self.config, self.rotary, max_length, projection=self.input_projection)

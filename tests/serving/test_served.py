@@ -111,6 +111,15 @@ def test_an_engine_with_a_mistake_is_found_and_the_mistake_is_named(tiny_target,
     assert "taps that are one too low" in result.suspicions[0].suspect
 
 
+@pytest.mark.parametrize("instead", [{"temperature": 0.8}, {"temperature": 1.0, "top_k": 5}])
+def test_a_server_that_draws_where_temperature_0_was_asked_is_named(instead, tiny_target, head, expected, start_engine):
+    """Neither the target nor its dtype, nor the drafts, is accused."""
+    survey = Survey(expected)
+    survey.ask(Engine(start_engine(tiny_target, head, **instead).url))
+    (found,) = survey.result({"name": "vllm"}, str, target=tiny_target).suspicions
+    assert (found.kind, "two texts" in found.because) == ("drawn", True)
+
+
 def test_an_engine_that_norms_all_context_by_the_first_layer_is_explained(tiny_target, expected, start_engine):
     """As vLLM 0.32 does on a CPU with the keys of a DFlash drafter of several layers."""
     torch.manual_seed(0)

@@ -62,6 +62,10 @@ class LayerConfig(HeadConfig):
                 f"got {self.num_attention_heads} and {self.num_key_value_heads}."
             )
 
+        theta = self.rope_parameters.get("rope_theta", 1.0)
+        if not (isinstance(theta, (int, float)) and 0 < theta < float("inf")):
+            raise BadInputError(f"drafter: rope_parameters.rope_theta must be a number above 0, got {theta!r}.")
+
     def sizes(self, target: Target) -> dict[str, Any]:
         theirs = usual_layer(target.config)
         _check_widths(target, theirs, bool(self.num_attention_heads))

@@ -34,7 +34,7 @@ from ..targets.model_folder import model_folder
 from . import muon
 from .arguments import packing_of, training_arguments
 from .data import FIRST_LEARNED
-from .drafter_init import check_drafter, make_drafter
+from .drafter_init import check_abilities, check_drafter, make_drafter
 
 _SAMPLE = 1000  # prompts whose lengths stand for those of all
 _BYTES = 4  # of a token, where no tokenizer tells
@@ -59,7 +59,8 @@ def plan(
             f"plan: expected at least 1 process and one of {', '.join(get_args(Sharding))}; found {processes} and "
             f"{sharding!r}."
         )
-    check_drafter(recipe.drafter)
+    drafter_class = check_drafter(recipe.drafter)
+    check_abilities(recipe, drafter_class, drafter_class)
     args = _arguments(recipe)
     target = sketch_target(recipe)
     work = workload(recipe, rows)

@@ -416,3 +416,16 @@ def test_a_plan_says_what_a_step_with_rollouts_takes(rolling):
     real = peak_of_step(drafter, target, *uneven())
     planned = rehearse(drafter.to("meta"), Target(target.model.to("meta")), UNEVEN, LENGTH, ANCHORS / LENGTH).peak
     assert planned == pytest.approx(real, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("eval.baselines=[ngramm]", "ngramm"),
+        ("data.on_policy=0.5", "writes no text of its own"),
+        ("drafter.rope_parameters={rope_theta: -1}", "rope_theta must be a number above 0"),
+    ],
+)
+def test_what_training_would_refuse_is_refused_before_anything_is_spent(change, said):
+    with pytest.raises(BadInputError, match=said):
+        plan(load_recipe("embedded-eagle3", [change]))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from ..heads import Drafter, LowRank
 from ..heads.divergences import divergence
 from ..recipes import Recipe
 from ..targets import Target
-from .arguments import MEASURED, packing_of, training_arguments
+from .arguments import GAP, MEASURED, packing_of, training_arguments
 from .drafter_init import able_drafters, check_abilities, check_drafter, check_makes
 from .hooks import asks_for_checkpointing
 from .joint import adapted, lora_config
@@ -164,6 +165,11 @@ def check_measures(recipe: Recipe, args: TrainingArguments) -> None:
         raise BadInputError(
             f"training.metric_for_best_model is {MEASURED}, which nothing measures; set eval.training_prompts, to 16 "
             "for example."
+        )
+    if wanted and not re.fullmatch(rf"loss|tau|{MEASURED}|{GAP}|[a-z0-9]+_(d\d+|loss)", wanted):
+        raise BadInputError(
+            f"training.metric_for_best_model: expected loss, tau, {MEASURED}, or a figure of a depth such as alpha_d1, "
+            f"found {args.metric_for_best_model!r}."
         )
 
 

@@ -46,7 +46,8 @@ def test_the_plan_comes_back_for_this_machine_with_its_controller(make_pair, mak
     pair = make_pair("ngram").store_tuning(make_tuning({2: 4, 8: 3}))
     control = Control(Costs(((0, 0.0100001), (8, 0.02)), (0.0, 0.001), 0.0005), (0.5, 0.25), 16.0)
     found = [Pair.load(pair.folder).tuned(make_target(), size) for size in (1, 2, 7, 8, 64)]
-    assert [tuning and tuning.plan for tuning in found] == [None, *[Plan(4, control=control)] * 2, *[Plan(3, control=control)] * 2]
+    plans = [tuning and tuning.plan for tuning in found]
+    assert plans == [None, *[Plan(4, control=control)] * 2, *[Plan(3, control=control)] * 2]
 
 
 def test_another_machine_or_dtype_has_no_plan(make_pair, make_tuning, make_target):

@@ -17,7 +17,7 @@ from transformers import Trainer, TrainingArguments
 from ..common import BadInputError, OutriderError
 from ..common.errors import LIBRARY_ERRORS, reason
 from ..common.machine import best_device, free_bytes
-from ..costs.machine_speed import HERE, ROOM, measure_pace
+from ..costs.machine_speed import HERE, ROOM, measure_own_pace
 from ..costs.training import Needs, Sharding, TrainingEstimate, Workload
 from ..distill.data_set import load_responses
 from ..distill.dataset_formats import Message
@@ -99,7 +99,7 @@ def _here(needs: Needs, recipe: Recipe, measured: bool) -> Needs:
         return needs
     if needs.processes > 1:
         raise BadInputError("--measure: this machine is measured with one process; leave out --processes.")
-    pace, work = measure_pace(recipe), needs.workload
+    pace, work = measure_own_pace(recipe), needs.workload
     times = {
         "responses": pace.seconds(prefills=work.prompt_tokens, answers=work.tokens - work.prompt_tokens),
         "features": pace.seconds(prefills=work.tokens),

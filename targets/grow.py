@@ -88,7 +88,7 @@ def shape_config(like: str, **changes: Any) -> PreTrainedConfig:
     values |= changes
     try:
         if values["num_attention_heads"] % values["num_key_value_heads"]:
-            raise ValueError("num_attention_heads must be a multiple of num_key_value_heads")
+            raise ValueError("the attention heads must be a multiple of num_key_value_heads")
         return AutoConfig.for_model(values.pop("model_type"), **values)
     except Exception as error:  # the library's checks of sizes raise errors of many types
         raise BadInputError(f"the shape {name} with {changes}: {reason(error)}") from error

@@ -77,7 +77,6 @@ class LayerConfig(HeadConfig):
             "num_attention_heads": heads,
             "num_key_value_heads": self.num_key_value_heads or getattr(theirs, "num_key_value_heads", None) or heads,
             "head_dim": self.head_dim or getattr(theirs, "head_dim", None) or target.hidden_size // heads,
-            "vocab_size": target.vocab_size,
             "rope_parameters": self.rope_parameters or _plain_rope(theirs),
             "max_position_embeddings": self.max_position_embeddings or target.max_context or 4096,
         }

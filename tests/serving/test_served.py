@@ -453,6 +453,7 @@ def test_bad_words_are_refused_before_anything_starts(tmp_path):
         (["served", "x"], "either --url"),
         (["served", "x", "--start", "sglang"], "start it yourself"),
         (["served", "x", "--start", "vllm"], "--python"),
+        (["served", "x", "--start", "vllm", "--python", str(tmp_path)], "there is no Python"),
         (["served", "x", "--start", "vllm", "--python", "x", "--model", "lora"], "--model names"),
     ):
         found = CliRunner().invoke(app, words)

@@ -432,6 +432,7 @@ def test_a_plan_says_what_a_step_with_rollouts_takes(rolling):
     ("change", "said"),
     [
         ("eval.baselines=[ngramm]", "ngramm"),
+        ("drafter.vocab_size=50", "vocab_size 50 differs from the target's"),
         ("data.on_policy=0.5", "writes no text of its own"),
         ("drafter.rope_parameters={rope_theta: -1}", "rope_theta must be a number above 0"),
     ],

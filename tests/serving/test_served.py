@@ -97,7 +97,7 @@ def test_an_engine_that_does_the_same_agrees(tiny_target, head, expected, start_
     assert found.agrees
     assert found.foreign == 0
     at_zero = found.at(0.0)
-    assert (at_zero.identical, at_zero.same_drafts, at_zero.difference.value) == (4, 4, 0)
+    assert (at_zero.identical, at_zero.same_drafts, at_zero.difference.value, at_zero.unsteady) == (4, 4, 0, False)
 
 
 def test_an_engine_with_a_mistake_is_found_and_the_mistake_is_named(tiny_target, head, expected, start_engine):

@@ -17,7 +17,7 @@ COLDEST, HOTTEST = 1e-4, 1e4
 TEMPERATURES = f"0 (greedy), or from {COLDEST:g} to {HOTTEST:g}"
 
 _WORDS = {"float": "a number", "int": "an integer", "str": "text", "bool": "true or false", "NoneType": "null"}
-_WORDS |= {"dict": "a mapping", "list": "a list", "tuple": "a list"}
+_WORDS |= {"dict": "a mapping", "list": "a list", "tuple": "a list", "Any": "any value"}
 
 
 def is_temperature(value: float) -> bool:
@@ -86,8 +86,14 @@ def _no_bool(value: Any) -> Any:
 def in_words(hint: Any) -> str:
     """Return a type as messages name it."""
     origin, members = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        return in_words(members[0])
     if origin in (typing.Union, types.UnionType):
         return " or ".join(dict.fromkeys(map(in_words, members)))
+    if origin is Literal:
+        return f"one of {', '.join(map(repr, members))}"
+    if fields := getattr(hint, "model_fields", None):  # of a pydantic model
+        return f"a mapping with the keys {', '.join(fields)}"
     name = getattr(origin or hint, "__name__", str(hint))
     inner = [words for kind, words in ((int, " of integers"), (float, " of numbers")) if kind in members]
     return _WORDS.get(name, name) + "".join(inner)

@@ -77,7 +77,7 @@ _OPTIMIZER = 1.25  # of a step: what the optimizer and the trainer around it add
 
 @dataclass(frozen=True)
 class Pace:
-    """Seconds that this machine takes, in the precision that is faster on it."""
+    """Seconds that this machine takes, in one precision."""
 
     dtype: str  # of the target's weights
     bf16: bool  # whether training multiplies in bfloat16
@@ -101,9 +101,8 @@ def measure_pace(recipe: Recipe) -> Pace:
     bfloat16 is taken where it is really faster: for training, where a step is; for the target's weights, where a
     step, a pass for one row and a batch of answers all are.
     """
-    target, data = _load_target(recipe, "float32"), recipe.data
-    reading = PromptReading(data.max_prompt_tokens, recipe.template, whole=True)
-    prompts = collect(data.prompts, target.require_tokenizer(), data.batch_size, reading).prompts
+    target = _load_target(recipe, "float32")
+    prompts = _prompts(recipe, target)
     full = _measure_pace(recipe, target, prompts, bf16=False)
     step = _step_seconds(recipe, target, prompts, bf16=True)
     if step >= _REALLY_FASTER * full.step:
@@ -112,6 +111,19 @@ def measure_pace(recipe: Recipe) -> Pace:
     names = ("prefill", "answer", "token", "step")
     better = all(getattr(half, name) < _REALLY_FASTER * getattr(full, name) for name in names)
     return half if better else replace(full, bf16=True, step=step)
+
+
+def measure_own_pace(recipe: Recipe) -> Pace:
+    """Measure how fast this machine answers, trains and decodes what `recipe` asks for, in the recipe's precisions."""
+    target = _load_target(recipe, recipe.target.dtype)
+    return _measure_pace(recipe, target, _prompts(recipe, target), bool(recipe.training.get("bf16")))
+
+
+def _prompts(recipe: Recipe, target: Target) -> Sequence[Prompt]:
+    """Return a batch of the recipe's prompts."""
+    data = recipe.data
+    reading = PromptReading(data.max_prompt_tokens, recipe.template, whole=True)
+    return collect(data.prompts, target.require_tokenizer(), data.batch_size, reading).prompts
 
 
 def _load_target(recipe: Recipe, dtype: str) -> Target:

@@ -62,6 +62,10 @@ class LayerConfig(HeadConfig):
                 f"got {self.num_attention_heads} and {self.num_key_value_heads}."
             )
 
+        theta = self.rope_parameters.get("rope_theta", 1.0)
+        if not (isinstance(theta, (int, float)) and 0 < theta < float("inf")):
+            raise BadInputError(f"drafter: rope_parameters.rope_theta must be a number above 0, got {theta!r}.")
+
     def sizes(self, target: Target) -> dict[str, Any]:
         theirs = usual_layer(target.config)
         _check_widths(target, theirs, bool(self.num_attention_heads))
@@ -73,7 +77,6 @@ class LayerConfig(HeadConfig):
             "num_attention_heads": heads,
             "num_key_value_heads": self.num_key_value_heads or getattr(theirs, "num_key_value_heads", None) or heads,
             "head_dim": self.head_dim or getattr(theirs, "head_dim", None) or target.hidden_size // heads,
-            "vocab_size": target.vocab_size,
             "rope_parameters": self.rope_parameters or _plain_rope(theirs),
             "max_position_embeddings": self.max_position_embeddings or target.max_context or 4096,
         }

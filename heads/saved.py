@@ -131,7 +131,9 @@ def read_config(path: str | Path) -> dict[str, Any]:
     """Read the config.json of a saved drafter."""
     file = Path(path) / CONFIG
     if not file.exists():
-        raise BadInputError(f"no drafter at {str(path)!r}: {CONFIG} is missing there.")
+        within = file.parent / "drafter"  # of a pair, or of a run
+        hint = f" One lies in it: {within}." if (within / CONFIG).is_file() else ""
+        raise BadInputError(f"no drafter at {str(path)!r}: {CONFIG} is missing there.{hint}")
     check_regular(Path(path))
     values = read_json(file)
     check_config(values, str(file))

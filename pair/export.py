@@ -77,6 +77,7 @@ def export_pair(
     """
     layout_of(to, pair.manifest.drafter.type)  # before the target is loaded
     folder = Path(folder or Path("runs") / "exports" / f"{pair.name}-v{pair.version}-{to}").expanduser()
+    pair.require_outside(folder)
     with locked(folder):  # from here on: a refused run, too, clears what a dead one left
         require_new(folder)
         return _exported(pair, to, folder, depth, target, lora)
@@ -87,6 +88,8 @@ def _exported(pair: Pair, to: str, folder: Path, depth: int | None, target: Targ
     target, drafter, _ = pair.open(target)
     drafter = restore_drafter(pair.drafter_folder, target).to(target.device).eval()  # in the precision it was saved in
     depth = depth or export_depth(pair, drafter.max_depth)
+    if target.max_context is not None and depth >= target.max_context:
+        raise BadInputError(f"depth {depth} leaves no room for a text in the target's context of {target.max_context}.")
     place = target.place if lora else served_path(target, folder)
     started = launch(to, drafter.name, place, str(folder.absolute()), depth, pair.dtype)
     if needed := oldest_version(started.engine, drafter.name, drafter.config.to_dict()):

@@ -47,11 +47,6 @@ class Pair(PairContents):
         machine = (device_name(target.device), str(target.dtype).removeprefix("torch."))
         return nearest(self.manifest.tuning, machine, batch_size, temperature)
 
-    def tuned_plan(self, target: Target, batch_size: int = 1, temperature: float = 0.0) -> Plan | None:
-        """Return the plan of `tuned`, for the drafter of `open_tuned`; None if it never ran here."""
-        tuning = self.tuned(target, batch_size, temperature)
-        return None if tuning is None else tuning.plan
-
     @property
     def adapter(self) -> str | None:
         """The place of the target's adapter: the pair's own copy, else where it came from; None without one."""

@@ -81,10 +81,7 @@ def refresh(
         BadInputError: an override, a suite or the folder cannot be used, or another process writes there.
     """
     folder = Path(out).expanduser()
-    if folder.resolve().is_relative_to(pair.folder.resolve()):
-        raise BadInputError(
-            f"{str(folder)!r} lies inside the pair {str(pair.folder)!r}, which would alter it; choose a folder outside."
-        )
+    pair.require_outside(folder)
     pair.drafter_for(target)
     recipe = refresh_recipe(pair, target, folder, overrides)
     learnt, data = pair.learnt(), f"the training data of the pair {pair.name!r}"

@@ -29,7 +29,7 @@ from pydantic import (
 
 from ..common import BadInputError
 from ..common.safe_load import yaml_text
-from ..common.values import checked_temperature, is_server_address, printable_urls, tree_depths
+from ..common.values import checked_temperature, in_words, is_server_address, printable_urls, tree_depths
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Positive = Annotated[int, Field(ge=1)]
@@ -516,16 +516,6 @@ _EXPECTED = {
     "string_too_short": "some text",
     "string_pattern_mismatch": "letters, digits, '.', '_' and '-'",
 }
-_WORDS = {
-    int: "an integer",
-    float: "a number",
-    str: "text",
-    bool: "true or false",
-    type(None): "null",
-    list: "a list",
-    dict: "a mapping",
-    Any: "any value",
-}
 
 
 def _explain(error: Any) -> str:
@@ -575,18 +565,6 @@ def alternatives(annotation: Any) -> tuple[Any, ...]:
     if get_origin(annotation) in (Union, types.UnionType):
         return tuple(a for member in get_args(annotation) for a in alternatives(member))
     return (annotation,)
-
-
-def in_words(annotation: Any) -> str:
-    words = []
-    for form in alternatives(annotation):
-        if get_origin(form) is Literal:
-            words.append("one of " + ", ".join(repr(v) for v in get_args(form)))
-        elif is_section(form):
-            words.append(f"a mapping with the keys {', '.join(form.model_fields)}")
-        else:
-            words.append(_WORDS.get(get_origin(form) or form, str(form)))
-    return " or ".join(words)
 
 
 def nearest_key(path: tuple[str | int, ...]) -> str:

@@ -133,6 +133,7 @@ class EvalOptions:
         """Return the recipe's settings with what is asked for."""
         shape = {"tree": None} if _SHAPE & set(self.settings) else {}
         asked = recipe.eval.model_copy(update=self.settings | shape)
+        plan_of(asked)  # refused before anything is loaded
         if asked.sampling == "served" and (
             "temperatures" in self.settings or "eval.temperatures" in map(_key, self.changes)
         ):
@@ -176,8 +177,9 @@ def _of_recipe(name: str, asked: EvalOptions) -> Subject:
     learns = asked.drafter is None and (kind is None or head_class(kind).trainable)
     learnt, data = learnt_questions(data_folder(recipe)) if learns else set(), f"the responses in {data_folder(recipe)}"
     suites = suites_of(outline, used, recipe.template, learnt, data, recipe.data.allow_leaks)
+    saved = asked.drafter or trained_drafter(recipe)
     target = load_target(recipe)
-    drafter = trained_drafter(recipe, target, asked.drafter)
+    drafter = load_drafter(saved, target)
     folder = recipe.output_folder / "reports" / "quick"  # never where `pair new` looks
     if not asked.quick:
         folder = report_folder(name, asked.changes, settings, None if asked.drafter is None else drafter)
@@ -282,12 +284,11 @@ def load_target(recipe: Recipe) -> Target:
     return Target.load(**spec | ({} if recipe.eval.dtype == "auto" else {"dtype": recipe.eval.dtype}))
 
 
-def trained_drafter(recipe: Recipe, target: Target, folder: Path | None = None) -> Drafter:
-    """Return the drafter in `folder`, else the one that the recipe's training left."""
-    own = recipe.output_folder / "drafter"
-    if folder is None and not own.is_dir():
+def trained_drafter(recipe: Recipe) -> Path:
+    """Return the folder of the drafter that the recipe's training left; BadInputError for none."""
+    if not (recipe.output_folder / "drafter").is_dir():
         raise BadInputError(
             f"there is no trained drafter in {recipe.output_folder}: "
             "run `outrider train` with this recipe first, or name the folder of a saved one with --drafter."
         )
-    return load_drafter(folder or require_result(recipe.output_folder, "drafter"), target)
+    return require_result(recipe.output_folder, "drafter")

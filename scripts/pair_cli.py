@@ -49,13 +49,15 @@ def new(
     """Bind target, drafter and measurements into one versioned folder."""
     loaded = recipe_of(recipe, changes)
     require_folder(folder, "the pair")
+    from ..heads import load_drafter
     from ..pair import new_pair
     from .eval_setup import load_target, report_folder, trained_drafter
     from .json_schemas import PairBody
 
     console = console_for(as_json)
+    saved = drafter or trained_drafter(loaded)
     target = load_target(loaded)
-    bound = trained_drafter(loaded, target, drafter)
+    bound = load_drafter(saved, target)
     default = report_folder(recipe, changes or [], other=None if drafter is None else bound)
     measured = report or (default if default.is_dir() else None)
     if measured is None:

@@ -23,8 +23,8 @@ from rich.markup import escape
 
 from ..common import BadInputError
 from ..common.errors import did_you_mean
-from ..common.values import in_words as plain_words
-from ..recipes.schema import Recipe, Section, alternatives, in_words, is_section, nearest_key
+from ..common.values import in_words
+from ..recipes.schema import Recipe, Section, alternatives, is_section, nearest_key
 from .options import Overrides, recipe_of
 from .output import print_lines
 
@@ -115,7 +115,7 @@ def _settings(form: type, kind: str) -> Iterator[RecipeKey]:
         shown = "required" if default is MISSING else json.dumps(default)
         meaning = _meaning(form, one.name) or ("" if default != 0 else "as the target's.")
         yield RecipeKey(
-            f"{kind}.{one.name}", f"one of {allowed}" if allowed else plain_words(hints[one.name]), shown, meaning
+            f"{kind}.{one.name}", f"one of {allowed}" if allowed else in_words(hints[one.name]), shown, meaning
         )
 
 
@@ -130,7 +130,7 @@ def _of_training(name: str) -> RecipeKey:
     default = known[name].default
     said = re.search(rf"^ +{name} \(.*\n((?: {{12,}}.*\n)+)", TrainingArguments.__doc__ or "", flags=re.MULTILINE)
     meaning = " ".join(said[1].split()) if said else "a field of transformers.TrainingArguments."
-    kind = plain_words(get_type_hints(TrainingArguments)[name])
+    kind = in_words(get_type_hints(TrainingArguments)[name])
     return RecipeKey(f"training.{name}", kind, "" if default is MISSING else str(default), meaning)
 
 

@@ -15,6 +15,7 @@ from rich.markup import escape
 
 from ..common import BadInputError
 from ..common.runtime import require_extra
+from ..common.server_process import python_of
 from ..common.terminal import VisibleConsole
 from .options import PairFolder, TargetNow, pair_of
 from .output import console_for, finish, print_lines, tell
@@ -128,6 +129,8 @@ def _check_engine(url: str | None, start: str | None, python: Path | None, argum
         raise BadInputError(f"--start knows how to start vllm, not {start!r}; start it yourself and give its --url.")
     if start and python is None:
         raise BadInputError("--start needs --python, the environment that the engine is installed in.")
+    if python is not None:
+        python_of(python)
     if arguments and not start:
         raise BadInputError("arguments after -- are for an engine that --start starts; an engine at --url has its own.")
 

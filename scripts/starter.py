@@ -106,7 +106,7 @@ target:
 drafter:
   type: {kind} # reads the target's hidden states: the most τ for its cost (docs/guides/choosing-a-method.md)
   steps: {depth} # unrolled in training; behind them acceptance falls, so as many as eval.depth
-  {norm_taps}
+  {norms}
   {draft_vocab_size}
   {intermediate_size}
 data:
@@ -155,7 +155,9 @@ def starter(target: str, prompts: list[str] | None = None) -> str:
         path=json.dumps(target, ensure_ascii=False),
         dtype="float32 # exact enough to compare runs" if small else facts.dtype,
         depth=3 if small else 5,
-        norm_taps="norm_taps: true # a fresh layer hears them at once, whatever their scale" if norm else "",
+        norms="norm_taps: true # a fresh layer hears them at once, whatever their scale\n  norm_output: true # with it"
+        if norm
+        else "",
         draft_vocab_size=f"draft_vocab_size: 32000 # of {facts.vocabulary:,}; `outrider vocab` measures it"
         if pruned
         else "",

@@ -51,6 +51,10 @@ SUSPECTS = {
         "another target (its weights, dtype or adapter), or requests that are changed on their way (special tokens, a "
         "limit, penalties)"
     ),
+    "drawn": (
+        "a temperature, top-k or top-p that the server, or a proxy before it, puts in place of the request's: at "
+        "temperature 0 nothing is drawn"
+    ),
     "dtype": "another dtype than the pair's: no text parts where the target is surer than rounding",
     "end": "where texts end: the target's end-of-text tokens (generation_config.json), or a limit of the server",
     "depth": "num_speculative_tokens, which each engine counts in its own way",
@@ -96,12 +100,14 @@ def suspicions(comparisons: Sequence[ServedComparison], tolerance: float, dtype:
 
 def _greedy(compared: ServedComparison, tolerance: float, dtype: str) -> Iterator[Suspicion]:
     parted = [d for d in compared.divergences if not _is_tie(d, dtype)]
+    drawn = bool(parted) and compared.unsteady  # whose drafts tell nothing, then
     if parted:
         kind = "dtype" if all(_is_tie(d, "bfloat16") for d in parted) else "target"
-        yield _suspicion("end" if all(d.ending for d in parted) else kind, compared, _texts(compared, parted))
+        kind = "end" if all(d.ending for d in parted) else kind
+        yield _suspicion("drawn" if drawn else kind, compared, _texts(compared, parted))
     if depth := _depth(compared):
         yield depth
-    elif (compared.identical or not parted) and _drafts_differ(compared, tolerance, dtype == "float32"):
+    elif not drawn and (compared.identical or not parted) and _drafts_differ(compared, tolerance, dtype == "float32"):
         kind, suspect = _explained(compared)
         yield Suspicion(kind=kind, temperature=0.0, because=_seen(compared), suspect=suspect)
 
@@ -123,6 +129,8 @@ def _texts(compared: ServedComparison, parted: Sequence[Divergence]) -> str:
         f"{len(compared.divergences)} of {compared.num_prompts} texts are not ours, "
         f"the first from token {first.index} on ({first.suite}/{first.prompt})"
     )
+    if compared.unsteady:
+        text += ", and the first prompt got two texts as it was asked twice"
     margins = [d.margin for d in parted if d.margin is not None]
     return f"{text}; our target prefers its own tokens there by up to {max(margins):.3g} logits" if margins else text
 

@@ -330,8 +330,7 @@ class Survey:
         Above temperature 0 each prompt is sent as often as our own decoder answered it.
         """
         prompts, longest = self.expected.prompts, self.expected.max_new_tokens
-        for engine in engines:
-            engine.complete(prompts[0].tokens, longest, temperature)  # first calls are slow
+        first = [engine.complete(prompts[0].tokens, longest, temperature) for engine in engines]  # a slow one
         looks = [engine.counters() for engine in engines]
         replies: list[list[Reply]] = [[] for _ in engines]
         for number, prompt in enumerate(prompts):
@@ -346,6 +345,8 @@ class Survey:
                     self.foreign += max(0, round(counts[-1].tokens) - answers[-1].num_tokens)
                 replies[turn].append(_reply(answers, reduce(Counters.plus, counts)))
             advance(1, "")
+        for asked, again in zip(first, replies, strict=True):
+            again[0].unsteady = temperature == 0 and (asked.text, asked.tokens) != (again[0].text, again[0].tokens)
         return replies
 
     def result(

@@ -42,6 +42,7 @@ class Reply(ResultModel):
         drawn: the new token ids of every answer, above temperature 0; [] where the engine returns text alone.
         lengths: new tokens of every answer. seconds, counts: of all of them.
         uncounted: see `engine.COUNTED`.
+        unsteady: the prompt was asked twice at temperature 0, and got two texts.
     """
 
     text: str
@@ -51,6 +52,7 @@ class Reply(ResultModel):
     seconds: float
     counts: DraftCounts
     uncounted: Sequence[str] = ()
+    unsteady: bool = False
 
 
 class Position(ResultModel):
@@ -98,6 +100,7 @@ class ServedComparison(ResultModel):
             own average of its latest rounds.
         rounds: of the engine. by_position: rounds of the engine that kept the draft at each position.
         identical: prompts whose text is ours (at temperature 0; None above it). divergences: the others.
+        unsteady: the engine gave two texts to one prompt at temperature 0.
         same_drafts: those of them in whose rounds the engine accepted exactly as many drafts as our decoder: with
             float32 on both sides nearly all. None where an engine does not count by position.
         candidates: the mistakes that were tried, the most probable ones first.
@@ -122,6 +125,7 @@ class ServedComparison(ResultModel):
     positions: list[Position]
     identical: int | None = None
     divergences: list[Divergence] = []
+    unsteady: bool = False
     same_drafts: int | None = None
     candidates: list[FaultCandidate] = []
     length: Interval
@@ -199,6 +203,7 @@ def compare(
         positions=[] if "by_position" in uncounted else list(_positions(own, served, depth, surer)),
         identical=None if temperature else len(expected.prompts) - len(differing),
         divergences=differing,
+        unsteady=any(r.unsteady for r in replies.drafting),
         same_drafts=None if temperature or "by_position" in uncounted else same,
         candidates=explain(
             [served[i] for i in ours], [answers[i] for i in ours], mistakes, expected.dtype == "float32"

@@ -87,6 +87,8 @@ def shape_config(like: str, **changes: Any) -> PreTrainedConfig:
     refuse_unknown_keys(changes, [key for key in values if key != "model_type"], f"the shape {name}")
     values |= changes
     try:
+        if values["num_attention_heads"] % values["num_key_value_heads"]:
+            raise ValueError("the attention heads must be a multiple of num_key_value_heads")
         return AutoConfig.for_model(values.pop("model_type"), **values)
     except Exception as error:  # the library's checks of sizes raise errors of many types
         raise BadInputError(f"the shape {name} with {changes}: {reason(error)}") from error

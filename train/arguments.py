@@ -29,6 +29,7 @@ _MEANINGLESS = {
     "label_smoothing_factor": "a drafter learns the target's whole distribution, there are no labels to smooth",
     "neftune_noise_alpha": "a drafter's input embeddings are the target's or must match them, noise is not supported",
     "use_liger_kernel": "on CUDA, losses use it by themselves where it is installed; the models stay as they are",
+    "push_to_hub": "`outrider pair push` publishes a pair there, all of it or nothing",
     "fsdp": "the launcher says so (accelerate launch --config_file recipes/accelerate/fsdp2.yaml)",
 }
 

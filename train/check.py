@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +24,13 @@ from ..common.errors import reason
 from ..costs.training import features_bytes
 from ..distill.data_set import rounds_of
 from ..distill.responses import data_folder
-from ..eval.measure import baseline_config
 from ..formats import require_served
-from ..heads import HEADS, Drafter, LowRank
+from ..heads import Drafter, LowRank
 from ..heads.divergences import divergence
 from ..recipes import Recipe
 from ..targets import Target
-from .arguments import MEASURED, packing_of, training_arguments
-from .drafter_init import check_drafter, check_makes
+from .arguments import GAP, MEASURED, packing_of, training_arguments
+from .drafter_init import able_drafters, check_abilities, check_drafter, check_makes
 from .hooks import asks_for_checkpointing
 from .joint import adapted, lora_config
 from .processes import check_kind_of_processes, check_number_of_processes, check_sharding, kind_of_processes
@@ -48,11 +48,9 @@ def check(recipe: Recipe, drafter: Drafter | None = None, seconds: float | None 
     """
     drafter_class = check_drafter(recipe.drafter) if drafter is None else type(drafter)
     # A low-rank change is trained by the loss of the drafter that it changes.
-    _check_abilities(recipe, drafter_class, type(drafter.base) if isinstance(drafter, LowRank) else drafter_class)
+    check_abilities(recipe, drafter_class, type(drafter.base) if isinstance(drafter, LowRank) else drafter_class)
     if recipe.data.verified and (answered := data_folder(recipe)).is_dir():
         rounds_of(answered)  # refuses finished responses without a record of the tokens that rounds reached
-    for name in recipe.eval.baselines:
-        baseline_config(name)  # what will be measured after the training
     args = training_arguments(recipe)
     if args.process_index == 0:
         require_folder(recipe.output_folder)
@@ -100,36 +98,6 @@ def _require_own(output: Path) -> None:
             f"{folder} holds what no training wrote, and what is trained would take its place. Choose another output, "
             "or move it."
         )
-
-
-def _check_abilities(recipe: Recipe, drafter_class: type[Drafter], followed: type[Drafter]) -> None:
-    """Refuse a drafter that cannot learn, or not as the recipe asks; `followed` is the class whose loss trains it."""
-    name, spec = drafter_class.name, recipe.data
-    if not drafter_class.trainable:
-        raise BadInputError(f"a {name} drafter has no weights: there is nothing to train.")
-    if spec.on_policy and not drafter_class.writes_text:
-        raise BadInputError(
-            f"data.on_policy is {spec.on_policy:g}, but a drafter of type {name!r} writes no text of its own (it reads "
-            "the target's hidden states, or has no weights); leave out data.on_policy, or train a draft_model."
-        )
-    if packing_of(recipe.training) is not None:
-        if not drafter_class.packs:
-            raise BadInputError(
-                f"training.packing: a {name} drafter's loss does not keep the texts of a row apart; leave out "
-                f"training.packing, or take one of these: {_able('packs')}."
-            )
-        if recipe.joint is not None:
-            raise BadInputError("training.packing: with joint each row is one text; leave out training.packing.")
-    if spec.verified and not followed.follows_rounds:
-        raise BadInputError(
-            f"data.verified is {spec.verified:g}, but a {followed.name} drafter reads the text itself, where the "
-            "drafts of a round are what they are everywhere: it has nothing to weigh. Leave out data.verified, or take "
-            f"one of these: {_able('follows_rounds')}."
-        )
-
-
-def _able(ability: str) -> str:
-    return ", ".join(name for name, known in HEADS.items() if getattr(known, ability))
 
 
 def check_recomputes(drafter: Drafter, args: TrainingArguments) -> None:
@@ -202,6 +170,11 @@ def check_measures(recipe: Recipe, args: TrainingArguments) -> None:
             f"training.metric_for_best_model is {MEASURED}, which nothing measures; set eval.training_prompts, to 16 "
             "for example."
         )
+    if wanted and not re.fullmatch(rf"loss|tau|{MEASURED}|{GAP}|[a-z0-9]+_(d\d+|loss)", wanted):
+        raise BadInputError(
+            f"training.metric_for_best_model: expected loss, tau, {MEASURED}, or a figure of a depth such as alpha_d1, "
+            f"found {args.metric_for_best_model!r}."
+        )
 
 
 def check_many_processes(recipe: Recipe, drafter_class: type[Drafter], args: TrainingArguments) -> None:
@@ -227,7 +200,7 @@ def check_joint(drafter_class: type[Drafter], args: TrainingArguments, seconds: 
     if not drafter_class.trains_target:
         raise BadInputError(
             f"joint: a {drafter_class.name} drafter's loss does not train the target's hidden states; leave out joint, "
-            f"or take one of these: {_able('trains_target')}."
+            f"or take one of these: {able_drafters('trains_target')}."
         )
     if seconds is not None:
         raise BadInputError(

@@ -14,11 +14,13 @@ from torch import Tensor
 
 from ..common import BadInputError, OutriderError
 from ..common.errors import LIBRARY_ERRORS, reason
-from ..heads import Drafter, drafter_config, head_class, load_drafter
+from ..eval.measure import baseline_config
+from ..heads import HEADS, Drafter, drafter_config, head_class, load_drafter
 from ..heads.registry import saved_type
 from ..heads.saved import CONFIG, read_config
 from ..recipes import Recipe
 from ..targets import Target
+from .arguments import packing_of
 
 # Settings of the training or of measurement, which leave the weights' names and shapes alone. Any other setting must
 # agree with the saved drafter; where its first weights once came from no longer matters.
@@ -47,6 +49,39 @@ def check_drafter(values: dict[str, Any]) -> type[Drafter]:
             "folder with --drafter."
         )
     return drafter_class
+
+
+def check_abilities(recipe: Recipe, drafter_class: type[Drafter], followed: type[Drafter]) -> None:
+    """Refuse a drafter that cannot learn, or not as the recipe asks; `followed` is the class whose loss trains it."""
+    name, spec = drafter_class.name, recipe.data
+    if not drafter_class.trainable:
+        raise BadInputError(f"a {name} drafter has no weights: there is nothing to train.")
+    for baseline in recipe.eval.baselines:
+        baseline_config(baseline)  # what will be measured after the training
+    if spec.on_policy and not drafter_class.writes_text:
+        raise BadInputError(
+            f"data.on_policy is {spec.on_policy:g}, but a drafter of type {name!r} writes no text of its own (it reads "
+            "the target's hidden states, or has no weights); leave out data.on_policy, or train a draft_model."
+        )
+    if packing_of(recipe.training) is not None:
+        if not drafter_class.packs:
+            raise BadInputError(
+                f"training.packing: a {name} drafter's loss does not keep the texts of a row apart; leave out "
+                f"training.packing, or take one of these: {able_drafters('packs')}."
+            )
+        if recipe.joint is not None:
+            raise BadInputError("training.packing: with joint each row is one text; leave out training.packing.")
+    if spec.verified and not followed.follows_rounds:
+        raise BadInputError(
+            f"data.verified is {spec.verified:g}, but a {followed.name} drafter reads the text itself, where the "
+            "drafts of a round are what they are everywhere: it has nothing to weigh. Leave out data.verified, or take "
+            f"one of these: {able_drafters('follows_rounds')}."
+        )
+
+
+def able_drafters(ability: str) -> str:
+    """Return the types of drafters that can do it, for a sentence."""
+    return ", ".join(name for name, known in HEADS.items() if getattr(known, ability))
 
 
 def make_drafter(values: dict[str, Any], target: Target, token_counts: Callable[[], Tensor]) -> Drafter:

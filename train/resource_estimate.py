@@ -17,7 +17,7 @@ from transformers import Trainer, TrainingArguments
 from ..common import BadInputError, OutriderError
 from ..common.errors import LIBRARY_ERRORS, reason
 from ..common.machine import best_device, free_bytes
-from ..costs.machine_speed import HERE, ROOM, measure_pace
+from ..costs.machine_speed import HERE, ROOM, measure_own_pace
 from ..costs.training import Needs, Sharding, TrainingEstimate, Workload
 from ..distill.data_set import load_responses
 from ..distill.dataset_formats import Message
@@ -34,7 +34,7 @@ from ..targets.model_folder import model_folder
 from . import muon
 from .arguments import packing_of, training_arguments
 from .data import FIRST_LEARNED
-from .drafter_init import check_drafter, make_drafter
+from .drafter_init import check_abilities, check_drafter, make_drafter
 
 _SAMPLE = 1000  # prompts whose lengths stand for those of all
 _BYTES = 4  # of a token, where no tokenizer tells
@@ -59,7 +59,8 @@ def plan(
             f"plan: expected at least 1 process and one of {', '.join(get_args(Sharding))}; found {processes} and "
             f"{sharding!r}."
         )
-    check_drafter(recipe.drafter)
+    drafter_class = check_drafter(recipe.drafter)
+    check_abilities(recipe, drafter_class, drafter_class)
     args = _arguments(recipe)
     target = sketch_target(recipe)
     work = workload(recipe, rows)
@@ -98,7 +99,7 @@ def _here(needs: Needs, recipe: Recipe, measured: bool) -> Needs:
         return needs
     if needs.processes > 1:
         raise BadInputError("--measure: this machine is measured with one process; leave out --processes.")
-    pace, work = measure_pace(recipe), needs.workload
+    pace, work = measure_own_pace(recipe), needs.workload
     times = {
         "responses": pace.seconds(prefills=work.prompt_tokens, answers=work.tokens - work.prompt_tokens),
         "features": pace.seconds(prefills=work.tokens),

@@ -76,19 +76,32 @@ def decision(report: Report) -> str:
     """Return what to serve, at the first temperature, and what to do next; "" for a report without a drafter.
 
     `Serve with: eagle3 + ngram tuned, depth 7, 2.33× [1.70, 3.35]. eagle3, depth 4: no gain shown. Next: …`
+
+    A temperature at which something else is fastest is named after it: n-grams, say, find little in drawn text.
     """
     if report.primary is None:
         return ""
-    heat, own = report.conditions.temperatures[0], report.headline()
-    drafting = [f for f in report.overall(heat) if report.contestant(f.contestant).kind == "drafter"]
-    best = max(filter(_gains, drafting), key=lambda f: f.speedup.value, default=None)
-    parts = ["Serve the plain target."]
-    if best is not None:
-        lossy = ", lossy" if "lossy" in best.rule else ""
-        parts = [f"Serve with: {report.contestant(best.contestant).label}, {best.speedup.text(unit='×')}{lossy}."]
+    heat, *others = report.conditions.temperatures
+    best, own = _best(report, heat), report.headline()
+    parts = ["Serve the plain target." if best is None else f"Serve with: {_named(report, best)}."]
     if best is not own:
         parts.append(f"{report.contestant(own.contestant).label}: {_verdict(own)}.")
+    for other in others:
+        there = _best(report, other)
+        if (there and there.contestant) != (best and best.contestant):
+            parts.append(f"At temperature {other:g}: {'the plain target' if there is None else _named(report, there)}.")
     return " ".join([*parts, _next_step(report, own)]).strip()
+
+
+def _best(report: Report, temperature: float) -> Figures | None:
+    """Return the figures of the fastest drafter that gains by its whole interval; None if none does."""
+    drafting = [f for f in report.overall(temperature) if report.contestant(f.contestant).kind == "drafter"]
+    return max(filter(_gains, drafting), key=lambda f: f.speedup.value, default=None)
+
+
+def _named(report: Report, figures: Figures) -> str:
+    lossy = ", lossy" if "lossy" in figures.rule else ""
+    return f"{report.contestant(figures.contestant).label}, {figures.speedup.text(unit='×')}{lossy}"
 
 
 def _gains(figures: Figures) -> bool:

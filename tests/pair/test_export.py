@@ -12,6 +12,7 @@ from peft import LoraConfig, get_peft_model
 from outrider.common import BadInputError
 from outrider.common.locks import lock_file, locked
 from outrider.heads import Eagle3, Eagle3Config, Medusa, MedusaConfig
+from outrider.heads.saved import read_config
 from outrider.pair import export_pair, new_pair
 from outrider.pair.export import by_position, export_depth
 from outrider.targets import Target, embedded_path
@@ -88,6 +89,18 @@ def test_what_an_engine_is_told_is_found_from_any_folder(make_target, make_draft
     assert config["speculators_config"]["verifier"]["name_or_path"] == str(tmp_path / "base")
     places = {"embedded": str(embedded_path()), "org/name": "org/name", "embedded@1b": "", None: ""}
     assert {path: Target(target.model, source={"path": path}).place for path in places} == places
+
+
+def test_an_export_that_cannot_be_is_refused_by_its_own_reason(make_target, make_drafter, recipe, tmp_path):
+    """A folder inside the pair was called an alteration of it, and any depth was taken."""
+    target = make_target(source={"path": "org/name"})
+    pair = new_pair(tmp_path / "pair", target, make_drafter("eagle3", target), recipe, calibration=[])
+    with pytest.raises(BadInputError, match="lies inside the pair"):
+        export_pair(pair, "vllm", pair.folder / "out", target=target)
+    with pytest.raises(BadInputError, match="leaves no room for a text"):
+        export_pair(pair, "vllm", tmp_path / "out", 10**6, target)
+    with pytest.raises(BadInputError, match=f"One lies in it: {pair.drafter_folder}"):
+        read_config(pair.folder)
 
 
 def test_of_two_exports_into_one_folder_the_second_is_refused(adapted, recipe, tmp_path):

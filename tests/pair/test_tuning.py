@@ -45,14 +45,15 @@ def test_an_altered_tuning_is_found(make_pair, make_tuning):
 def test_the_plan_comes_back_for_this_machine_with_its_controller(make_pair, make_tuning, make_target):
     pair = make_pair("ngram").store_tuning(make_tuning({2: 4, 8: 3}))
     control = Control(Costs(((0, 0.0100001), (8, 0.02)), (0.0, 0.001), 0.0005), (0.5, 0.25), 16.0)
-    plans = [Pair.load(pair.folder).tuned_plan(make_target(), size) for size in (1, 2, 7, 8, 64)]
+    found = [Pair.load(pair.folder).tuned(make_target(), size) for size in (1, 2, 7, 8, 64)]
+    plans = [tuning and tuning.plan for tuning in found]
     assert plans == [None, *[Plan(4, control=control)] * 2, *[Plan(3, control=control)] * 2]
 
 
 def test_another_machine_or_dtype_has_no_plan(make_pair, make_tuning, make_target):
     pair = make_pair("ngram").store_tuning(make_tuning({1: 4}, device_name="another"))
     pair = pair.store_tuning(make_tuning({1: 4}, dtype="bfloat16"))
-    assert pair.tuned_plan(make_target()) is None
+    assert pair.tuned(make_target()) is None
     assert len(pair.manifest.tuning) == 2
 
 
@@ -61,7 +62,7 @@ def test_tuning_again_replaces_what_was_known(make_pair, make_tuning, make_targe
     for depths in ({1: 4, 8: 2}, {1: 6}):
         pair = Pair.load(pair.folder).store_tuning(make_tuning(depths))
     assert [[b.batch_size for b in t.batches] for t in pair.manifest.tuning] == [[8], [1]]
-    assert pair.tuned_plan(make_target()).depth == 6
+    assert pair.tuned(make_target()).plan.depth == 6
 
 
 def served(engine: str, depth: int, agrees: bool = True) -> ServedRecord:

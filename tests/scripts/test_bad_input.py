@@ -90,6 +90,7 @@ def test_a_draft_model_with_another_tokenizer_is_incompatible(
 
 def test_a_verb_without_its_input_says_what_to_run_first(outrider: Command, recipe_file: Path, tmp_path: Path) -> None:
     refused(outrider("eval", recipe_file), 2, "there is no trained drafter", "outrider train")
+    refused(outrider("eval", recipe_file, "--nodes", "4"), 2, "it needs width > 1")
     refused(outrider("generate", tmp_path, "text"), 2, "pair.json is missing")
     refused(outrider("gate", tmp_path, "--against", tmp_path), 2, "no report")
 

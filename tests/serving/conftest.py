@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator
+from itertools import count
 from typing import Any
 
 import pytest
@@ -106,13 +107,17 @@ def start_server() -> Iterator[Serve]:
 
 @pytest.fixture
 def start_engine(start_server) -> Serve:
-    """`start_engine(target, drafter, depth)`: an engine that decodes with them (None: without drafts)."""
+    """`start_engine(target, drafter, depth)`: an engine that decodes with them (None: without drafts).
 
-    def start(target: Target, drafter: Drafter | None, depth: int = 3) -> Server:
-        decoder, lock = Decoder(target, drafter), threading.Lock()
+    Settings of sampling take the place of a request's, and then each answer is drawn by its own seed.
+    """
+
+    def start(target: Target, drafter: Drafter | None, depth: int = 3, **instead: Any) -> Server:
+        decoder, lock, seeds = Decoder(target, drafter), threading.Lock(), count(77)
 
         def complete(body: dict[str, Any]) -> dict[str, Any]:
-            sampling = Sampling(temperature=body["temperature"], seed=77)
+            seed = next(seeds) if instead else 77
+            sampling = Sampling(**{"temperature": body["temperature"], "seed": seed} | instead)
             with lock:
                 out = decoder.generate([body["prompt"]], body["max_tokens"], sampling, Plan(depth=depth))
             tokens = out.tokens[0]

@@ -100,7 +100,7 @@ def test_an_engine_that_does_the_same_agrees(tiny_target, head, expected, start_
     assert found.agrees
     assert found.foreign == 0
     at_zero = found.at(0.0)
-    assert (at_zero.identical, at_zero.same_drafts, at_zero.difference.value) == (4, 4, 0)
+    assert (at_zero.identical, at_zero.same_drafts, at_zero.difference.value, at_zero.unsteady) == (4, 4, 0, False)
 
 
 def test_an_engine_with_a_mistake_is_found_and_the_mistake_is_named(tiny_target, head, expected, start_engine):
@@ -112,6 +112,15 @@ def test_an_engine_with_a_mistake_is_found_and_the_mistake_is_named(tiny_target,
     assert not result.agrees
     assert [s.kind for s in result.suspicions] == ["first"]
     assert "taps that are one too low" in result.suspicions[0].suspect
+
+
+@pytest.mark.parametrize("instead", [{"temperature": 0.8}, {"temperature": 1.0, "top_k": 5}])
+def test_a_server_that_draws_where_temperature_0_was_asked_is_named(instead, tiny_target, head, expected, start_engine):
+    """Neither the target nor its dtype, nor the drafts, is accused."""
+    survey = Survey(expected)
+    survey.ask(Engine(start_engine(tiny_target, head, **instead).url))
+    (found,) = survey.result({"name": "vllm"}, str, target=tiny_target).suspicions
+    assert (found.kind, "two texts" in found.because) == ("drawn", True)
 
 
 def test_an_engine_that_norms_all_context_by_the_first_layer_is_explained(tiny_target, expected, start_engine):
@@ -444,6 +453,7 @@ def test_bad_words_are_refused_before_anything_starts(tmp_path):
         (["served", "x"], "either --url"),
         (["served", "x", "--start", "sglang"], "start it yourself"),
         (["served", "x", "--start", "vllm"], "--python"),
+        (["served", "x", "--start", "vllm", "--python", str(tmp_path)], "there is no Python"),
         (["served", "x", "--start", "vllm", "--python", "x", "--model", "lora"], "--model names"),
     ):
         found = CliRunner().invoke(app, words)

@@ -174,6 +174,8 @@ def test_every_named_shape_takes_the_embedded_target():
         shape_config("8b", num_layers=3)
     with pytest.raises(BadInputError, match="attention heads"):
         shape_config("8b", num_attention_heads=31)
+    with pytest.raises(BadInputError, match="a multiple of num_key_value_heads"):
+        shape_config("8b", num_key_value_heads=5)  # the library makes such a model, whose passes fail
 
 
 def test_a_model_that_does_not_fit_is_refused_before_it_is_made(monkeypatch):

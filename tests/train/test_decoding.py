@@ -355,6 +355,7 @@ def test_the_training_ends_when_it_is_not_better_and_keeps_the_best(measuring, t
     ("spec", "training", "said"),
     [
         ({"training_prompts": 0}, {"metric_for_best_model": "measured_tau"}, r"measured_tau, which nothing measures"),
+        ({}, {"metric_for_best_model": "accuracy"}, r"expected loss, tau, .*, found 'accuracy'"),
         ({"max_new_tokens": 5000}, {}, r"eval.training_prompts: the longest prompt .* context of 512"),
     ],
 )

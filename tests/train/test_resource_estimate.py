@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 
 from outrider.common import BadInputError, IncompatibleError
 from outrider.costs.counting import active_weights, rehearse, weight_bytes
-from outrider.costs.machine_speed import GPUS, HERE, Pace
+from outrider.costs.machine_speed import GPUS, HERE, Pace, measure_own_pace
 from outrider.costs.training import Workload
 from outrider.distill import FeatureStore, load_responses
 from outrider.heads import HEADS, Drafter, Pard, PardConfig, PEagle, PEagleConfig, TargetBatch
@@ -196,12 +196,22 @@ def test_this_machine_has_a_row_and_its_own_times_if_asked(recipe, monkeypatch) 
     assert needs.fits[HERE]
     assert HERE not in needs.stages[-1].seconds
     pace = Pace("float32", False, prefill=0.001, answer=0.01, step=2.0, token=0.1)
-    monkeypatch.setattr(resource_estimate, "measure_pace", lambda _: pace)
+    monkeypatch.setattr(resource_estimate, "measure_own_pace", lambda _: pace)
     measured = plan(recipe(training={"gradient_accumulation_steps": 3}), measured=True)
     assert measured.stages[-1].seconds[HERE] == measured.steps * 3 * 2.0
     assert measured.stages[-1].seconds["H100"] > 0
     with pytest.raises(BadInputError, match="with one process"):
         plan(recipe(), 2, measured=True)
+
+
+@pytest.mark.parametrize(("dtype", "bf16"), [("float32", False), ("bfloat16", True)])
+def test_this_machine_is_measured_in_the_recipes_own_precisions(dtype, bf16) -> None:
+    """A plan of a training in float32 had the times of one in bfloat16, where that is faster here."""
+    changes = [f"target.dtype={dtype}", f"training.bf16={str(bf16).lower()}", "data.batch_size=2"]
+    small = ["data.max_new_tokens=8", "data.max_prompt_tokens=16", "training.per_device_train_batch_size=1"]
+    pace = measure_own_pace(load_recipe("embedded-eagle3", changes + small))
+    assert (pace.dtype, pace.bf16) == (dtype, bf16)
+    assert min(pace.prefill, pace.answer, pace.step, pace.token) > 0
 
 
 @pytest.mark.parametrize("optim", ["adamw_torch", "muon", "sgd"])
@@ -416,3 +426,17 @@ def test_a_plan_says_what_a_step_with_rollouts_takes(rolling):
     real = peak_of_step(drafter, target, *uneven())
     planned = rehearse(drafter.to("meta"), Target(target.model.to("meta")), UNEVEN, LENGTH, ANCHORS / LENGTH).peak
     assert planned == pytest.approx(real, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("eval.baselines=[ngramm]", "ngramm"),
+        ("drafter.vocab_size=50", "vocab_size 50 differs from the target's"),
+        ("data.on_policy=0.5", "writes no text of its own"),
+        ("drafter.rope_parameters={rope_theta: -1}", "rope_theta must be a number above 0"),
+    ],
+)
+def test_what_training_would_refuse_is_refused_before_anything_is_spent(change, said):
+    with pytest.raises(BadInputError, match=said):
+        plan(load_recipe("embedded-eagle3", [change]))

@@ -22,6 +22,7 @@ from subjects import Workshop, template, verb
 from outrider.distill import distill, load_responses
 from outrider.distill.features import FeatureStore
 from outrider.eval import Report
+from outrider.heads import load_drafter
 from outrider.pair import Pair
 from outrider.scripts.eval_setup import trained_drafter
 from outrider.train.provenance import require_result
@@ -82,7 +83,7 @@ def _features(workshop: Workshop) -> None:
 
 
 def _drafter(workshop: Workshop) -> None:
-    trained_drafter(workshop.recipe(), workshop.target)
+    load_drafter(trained_drafter(workshop.recipe()), workshop.target)
 
 
 SHARD_BYTES = 4000

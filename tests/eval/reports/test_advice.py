@@ -135,6 +135,20 @@ def test_what_to_serve_is_what_gains_by_its_interval() -> None:
     assert told(Interval(1.5, math.nan, math.nan)) == f"{said} prompts."
 
 
+def test_a_temperature_at_which_something_else_is_fastest_is_named() -> None:
+    """N-grams gained at temperature 0, and slowed down at 1, which the decision did not say."""
+    report = make_report(USUAL)
+    head, plain = report.headline().model_copy(update={"speedup": GAIN}), report.headline("plain")
+
+    def both(warm: Interval) -> str:
+        there = [f.model_copy(update={"temperature": 1.0}) for f in (head.model_copy(update={"speedup": warm}), plain)]
+        conditions = report.conditions.model_copy(update={"temperatures": [0.0, 1.0]})
+        return decision(report.model_copy(update={"figures": [head, plain, *there], "conditions": conditions}))
+
+    assert "1.30× [1.20, 1.40]. At temperature 1: the plain target. Next:" in both(SAME)
+    assert "At temperature" not in both(MORE)
+
+
 @pytest.mark.parametrize(
     ("speedup", "more", "said"),
     [

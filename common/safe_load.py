@@ -73,7 +73,8 @@ def open_regular(file: Path) -> Iterator[BufferedReader]:
     """
     with _reading(file):
         require_regular(file)
-        opened = open(file, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0)))
+        flagged = getattr(os, "O_NONBLOCK", 0)
+        opened = open(file, "rb", opener=lambda name, flags: os.open(name, flags | flagged))  # noqa: SIM115
     with opened:
         if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
             raise Unreadable(str(file), "expected a regular file")

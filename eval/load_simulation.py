@@ -105,7 +105,13 @@ class Workload:
         info, figures = report.contestant(str(name)), report.headline(name, temperature)
         records = report.records_of(info.name, figures.temperature)
         records = [r for r in records if r.tokens]
-        if not info.depth or not any(r.accepted for r in records) or info.tree is not None or info.width > 1 or not figures.alpha:
+        if (
+            not info.depth
+            or not any(r.accepted for r in records)
+            or info.tree is not None
+            or info.width > 1
+            or not figures.alpha
+        ):
             raise BadInputError(
                 f"a load is drawn from the prompts of a report in which a drafter drafted chains; that of {name} holds "
                 "trees, or no drafts. Measure with --depth."

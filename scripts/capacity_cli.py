@@ -30,7 +30,9 @@ def capacity(
     latency: Annotated[
         float | None, typer.Option(min=0, help="As many replicas as answer 95 of 100 requests within so many seconds.")
     ] = None,
-    max_rows: Annotated[int, typer.Option("--max-batch", min=1, max=4096, help="Most requests that a replica works on.")] = 32,
+    max_rows: Annotated[
+        int, typer.Option("--max-batch", min=1, max=4096, help="Most requests that a replica works on.")
+    ] = 32,
     requests: Annotated[int, typer.Option(min=20, help="Requests of each simulation, at least.")] = 500,
     report: Annotated[Path | None, typer.Option(help="Take prompts and acceptance from this report.")] = None,
     seed: Annotated[int, typer.Option(min=0)] = 0,

@@ -100,7 +100,10 @@ def exit_code(error: BaseException) -> int | None:
         return None
     # The system refused a file: permissions, a folder that was deleted, … A user can do nothing about one of ours.
     named = error.filename if isinstance(error, OSError) else None
-    is_users = isinstance(named, str) and not Path(os.path.realpath(named)).is_relative_to(Path(__file__).resolve().parents[1])
+    ours = Path(__file__).resolve().parents[1]
+    is_users = isinstance(named, str) and not Path(os.path.realpath(named)).is_relative_to(
+        ours
+    )  # a link to itself, too
     return BAD_INPUT if is_users or isinstance(error, MemoryError) or is_disk_full(error) else FAULT
 
 

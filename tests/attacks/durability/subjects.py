@@ -261,7 +261,7 @@ def timed(name: str) -> bool:
 
 def measured(name: str) -> bool:
     """Tell whether a file of a refresh or a comparison holds measured times, or follows from them."""
-    return timed(name) or "/reports/" in name or name.endswith("pair.json") or "/report/" in name
+    return timed(name) or name.endswith("pair.json") or any(p in name for p in ("/reports/", "/report/", "/seconds-"))
 
 
 def told(name: str) -> bool:

@@ -314,6 +314,8 @@ def _problems(old: PreTrainedConfig, like: PreTrainedConfig) -> list[str]:
         problems.append("new tokens need a channel of their own: a larger hidden size, too")
     if _has_bias(old) and like.model_type == "mixtral":
         problems.append("its biases have no place in a mixtral")
+    if not 0 < old.rms_norm_eps < 1:
+        problems.append(f"an epsilon of {old.rms_norm_eps:g} in its norms is none between 0 and 1")
     if getattr(old, "mlp_bias", False):
         problems.append("its feed-forwards have biases")
     if any(kind != "full_attention" for kind in getattr(old, "layer_types", None) or ()):

@@ -163,6 +163,14 @@ def test_what_cannot_be_grown_is_refused_with_the_reason(name, kind, values, wor
         grow(source(name), config(kind, values))
 
 
+@pytest.mark.parametrize("epsilon", [0.0, -1.0, 1e308])
+def test_norms_of_another_epsilon_are_refused(epsilon):
+    old = source().config
+    old.rms_norm_eps = epsilon
+    with pytest.raises(IncompatibleError, match="epsilon"):
+        grown_config(old, config("llama", EVERYTHING))
+
+
 def test_every_named_shape_takes_the_embedded_target():
     embedded = Target.load("embedded", device="cpu").config
     for name in [*SHAPES, *ALIASES]:

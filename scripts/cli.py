@@ -55,7 +55,8 @@ from .report_cli import find_report, report
 FINDING, BAD_INPUT, FAULT = 1, 2, 70
 # Verbs that keep what is finished when they are asked to stop.
 RESUMED = ("distill", "train", "compare", "refresh", "quickstart")
-_URL = re.compile(r"https?:[/\\]\S+", re.IGNORECASE)
+# In quotes to the next one: a password may hold spaces.
+_URL = re.compile(r"(?<=['\"])https?:[/\\][^'\"\n]*|https?:[/\\]\S+|[\w.%+-]+:[^\s\"'<>/]+@\S+", re.IGNORECASE)
 SPEAKING = ("generate", "watch")  # what they write comes as it is made
 GOES_ON = "what was done is kept, and the same command goes on from there."
 

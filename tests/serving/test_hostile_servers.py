@@ -100,6 +100,7 @@ SECRET = [
     "http://127.0.0.1:9/v1#s3cret",
     "https://u:s3cret s3cret@127.0.0.1:9/?a=s3cret",
     "http:/u%3As3cret@127.0.0.1:9",
+    "u:s3cret@127.0.0.1:9",
 ]
 
 

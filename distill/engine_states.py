@@ -428,7 +428,7 @@ class EngineStates:
         numbers = count * (len(self.layers) + 1) * self.target.hidden_size
         facts, states, token_ids = read_states(file, 4 * numbers + 8 * count + MEGABYTE)
         file.unlink(missing_ok=True)
-        logprob = choice.logprobs and choice.logprobs.token_logprobs
+        logprob = None if choice.logprobs is None else choice.logprobs.token_logprobs
         each = zip(choice.prompt_logprobs or [], token_ids.tolist(), strict=False)
         told = [entry.logprob if (entry := (one or {}).get(str(token))) else None for one, token in each][1:]
         given = torch.tensor(told) if told and None not in told else None

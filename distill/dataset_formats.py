@@ -161,6 +161,7 @@ def _recognised(row: Row, where: str, layout: str | None, columns: tuple[str, ..
     setting = f"layout: {layout}" if columns is None else f"column: {columns[0]}"
     expected = _EXPECTED if asked is None else f"{', '.join(asked)} (data.prompts says {setting})"
     present = ", ".join(f"{key} (null)" if value is None else str(key) for key, value in row.items())
+    present = present if len(present) <= 1000 else f"{present[:997]}..."
     raise RowError(where, f"expected one of {expected}; found {present or 'no keys'}.")
 
 

@@ -59,7 +59,7 @@ def read_bytes(file: Path, limit: int = JSON.num_bytes) -> bytes:
     Raises Unreadable if it is something else, larger, or cannot be read, and FileNotFoundError if there is none.
     """
     with open_regular(file) as opened, _reading(file):
-        read = opened.read(limit + 1)
+        read = opened.read(limit + 1) or b""  # None for a file of the system's that has nothing to say now
     if len(read) > limit:
         raise Unreadable(str(file), f"larger than the {limit / MEGABYTE:g} MB that such a file may have")
     return read

@@ -52,6 +52,8 @@ _SPEAKING = ("tool_calls", "function_call", "reasoning_content", "reasoning", "t
 _READ = (*_SPEAKING, "thoughts", "tool_call_id", "name", "tools", "functions")
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 
+_MOST_TURNS = 1000
+
 
 class RowError(BadInputError):
     """A row that does not fit its layout; `reason` is the sentence without its place."""
@@ -176,6 +178,8 @@ def _turns(row: Row, key: str, where: str) -> RowPrompt:
     turns = row[key]
     if not isinstance(turns, list) or not turns:
         raise RowError(where, f"`{key}` must be a list that is not empty, found {_shown(turns)}.")
+    if len(turns) > _MOST_TURNS:
+        raise RowError(where, f"`{key}` holds {len(turns):,} turns; at most {_MOST_TURNS:,} are asked.")
     for number, turn in enumerate(turns, 1):
         if not isinstance(turn, str):
             raise RowError(where, f"`{key}` must hold text; its entry {number} is {_shown(turn)}.")

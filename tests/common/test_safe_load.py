@@ -163,6 +163,9 @@ def test_a_file_that_cannot_be_opened_or_read_is_refused(tmp_path):
     if Path("/proc/self/mem").exists():  # a regular file, whose first byte is not there
         with pytest.raises(Unreadable, match="/proc/self/mem: line 1: cannot be read"):
             list(safe_load.read_lines(Path("/proc/self/mem")))
+    if os.access("/proc/kmsg", os.R_OK):  # regular too, and without a word where everything was read
+        with suppress(Unreadable):
+            safe_load.read_bytes(Path("/proc/kmsg"))
 
 
 def test_a_file_that_is_too_large_is_refused_without_reading_it(tmp_path):

@@ -429,7 +429,7 @@ class EngineStates:
         facts, states, token_ids = read_states(file, 4 * numbers + 8 * count + MEGABYTE)
         file.unlink(missing_ok=True)
         logprob = None if choice.logprobs is None else choice.logprobs.token_logprobs
-        each = zip(choice.prompt_logprobs or [], token_ids.tolist(), strict=False)
+        each = zip(choice.prompt_logprobs or [], token_ids.flatten().tolist(), strict=False)
         told = [entry.logprob if (entry := (one or {}).get(str(token))) else None for one, token in each][1:]
         given = torch.tensor(told) if told and None not in told else None
         return EngineRow(states, token_ids, facts, choice.token_ids[0], logprob[0] if logprob else None, given)

@@ -259,6 +259,10 @@ FAULTS: dict[str, tuple[str, Change]] = {
     "states swapped, tokens not": ("another checkpoint", swapped_unsaid),
     "restarted with other weights": ("engine restarted with other weights", restarted),
     "another connector": ("connector version", facts(version=VERSION + 1)),
+    "numbers for tensors": (
+        "altered file",
+        lambda server, written: written.update(hidden_states=torch.tensor(1.0), token_ids=torch.tensor(1)),
+    ),
     "an instance that is a list": ("altered file", facts(instance=["first"])),
     "layers that are lists": ("altered file", facts(layers=[[2], [4], [6]])),
 }

@@ -53,6 +53,7 @@ _READ = (*_SPEAKING, "thoughts", "tool_call_id", "name", "tools", "functions")
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 
 _MOST_TURNS = 1000
+LONGEST_TEXT = 3_000_000  # letters: a tokenizer takes some 135 bytes for each
 
 
 class RowError(BadInputError):
@@ -178,8 +179,9 @@ def _turns(row: Row, key: str, where: str) -> RowPrompt:
     turns = row[key]
     if not isinstance(turns, list) or not turns:
         raise RowError(where, f"`{key}` must be a list that is not empty, found {_shown(turns)}.")
-    if len(turns) > _MOST_TURNS:
-        raise RowError(where, f"`{key}` holds {len(turns):,} turns; at most {_MOST_TURNS:,} are asked.")
+    if len(turns) > _MOST_TURNS or sum(len(turn) for turn in turns if isinstance(turn, str)) > LONGEST_TEXT:
+        most = f"{_MOST_TURNS:,} turns of {LONGEST_TEXT:,} letters together"
+        raise RowError(where, f"`{key}` holds {len(turns):,} turns; at most {most} are asked.")
     for number, turn in enumerate(turns, 1):
         if not isinstance(turn, str):
             raise RowError(where, f"`{key}` must hold text; its entry {number} is {_shown(turn)}.")

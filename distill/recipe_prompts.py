@@ -24,11 +24,10 @@ from ..common import BadInputError
 from ..recipes import Recipe, SourceSpec
 from ..recipes.suites import find_suites
 from .conversation import RefusedChatError, render
-from .dataset_formats import Row, RowError, RowPrompt, question_digests, understand
+from .dataset_formats import LONGEST_TEXT, Row, RowError, RowPrompt, question_digests, understand
 from .prompt_table import Prompt, PromptTable
 from .sources import as_specs, rows_of, title
 
-_LONGEST_TEXT = 3_000_000  # letters: a tokenizer takes some 135 bytes for each
 ACCEPTABLE = 0.02  # share of a source's rows that may be left out without a warning
 _IDS = ("id", "question_id", "task_id", "prompt_id", "conversation_id")
 
@@ -343,10 +342,10 @@ class _Reader:
         text, is_raw = asked.text, asked.text is not None
         if not is_raw and asked.messages:
             text = render(self.tokenizer, asked.messages, where, asked.tools, template=self.reading.template)
-        if text and len(text) > _LONGEST_TEXT:
+        if text and len(text) > LONGEST_TEXT:
             if not is_raw or self.reading.max_tokens is None:
-                raise RowError(where, f"a text of {len(text):,} letters; at most {_LONGEST_TEXT:,} are read as tokens.")
-            text = text[-_LONGEST_TEXT:]  # it would lose its beginning as tokens
+                raise RowError(where, f"a text of {len(text):,} letters; at most {LONGEST_TEXT:,} are read as tokens.")
+            text = text[-LONGEST_TEXT:]  # it would lose its beginning as tokens
         # A template writes its own special tokens; raw text gets those the tokenizer puts around any text.
         tokens = list(self.tokenizer(text, add_special_tokens=is_raw)["input_ids"]) if text else []
         limit = self.reading.max_tokens

@@ -40,7 +40,12 @@ BAD: list[tuple[str, bytes | None, str, dict[str, Any]]] = [
     ("s.jsonl", lines({"turns": "x"}), '`turns` must be a list that is not empty, found "x"', {}),
     ("s.jsonl", lines({"turns": []}), r"`turns` must be a list that is not empty, found \[\]", {}),
     ("s.jsonl", lines(GOOD, {"turns": ["x", 3]}), "row 2: `turns` must hold text; its entry 2 is 3", {}),
-    ("s.jsonl", lines({"turns": ["x"] * 1001}), "`turns` holds 1,001 turns; at most 1,000 are asked", {}),
+    (
+        "s.jsonl",
+        lines({"turns": ["x"] * 1001}),
+        "`turns` holds 1,001 turns; at most 1,000 turns of 3,000,000 letters",
+        {},
+    ),
     ("s.jsonl", lines({"turns": ["x", " "]}), "row 1: turn 2 of `turns` is empty", {}),
     ("s.jsonl", lines(GOOD) + b'{"turns": ["x"\n', "s.jsonl: line 2: not valid JSON", {}),
     ("s.jsonl", lines(GOOD) + b'{"text": "\xff"}\n', "s.jsonl: line 2: cannot be read: not UTF-8", {}),

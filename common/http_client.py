@@ -12,7 +12,7 @@ import ssl
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError
 
@@ -31,6 +31,7 @@ _FIRST_BYTES = 80  # of an answer that cannot be used, in the message
 JSON_TYPES = ("application/json",)
 METRICS_TYPES = ("text/plain", "application/openmetrics-text")
 
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Model = TypeVar("Model", bound=BaseModel)
 
 

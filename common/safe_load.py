@@ -58,15 +58,8 @@ def read_bytes(file: Path, limit: int = JSON.num_bytes) -> bytes:
 
     Raises Unreadable if it is something else, larger, or cannot be read, and FileNotFoundError if there is none.
     """
-    try:
-        with open_regular(file) as opened:
-            read = opened.read(limit + 1)
-    except (FileNotFoundError, Unreadable):
-        raise
-    except OSError as error:
-        raise Unreadable(str(file), f"cannot be read ({error.strerror})") from error
-    except ValueError as error:  # a name with a zero byte
-        raise Unreadable(repr(str(file)), f"cannot be read ({error})") from error
+    with open_regular(file) as opened, _reading(file):
+        read = opened.read(limit + 1) or b""  # None for a file of the system's that has nothing to say now
     if len(read) > limit:
         raise Unreadable(str(file), f"larger than the {limit / MEGABYTE:g} MB that such a file may have")
     return read
@@ -74,12 +67,31 @@ def read_bytes(file: Path, limit: int = JSON.num_bytes) -> bytes:
 
 @contextmanager
 def open_regular(file: Path) -> Iterator[BufferedReader]:
-    """Open a regular file for reading; a pipe that takes its place after the first look is not waited for, either."""
-    require_regular(file)
-    with open(file, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0))) as opened:
+    """Open a regular file for reading; a pipe that takes its place after the first look is not waited for, either.
+
+    Raises Unreadable if it is something else or cannot be opened, and FileNotFoundError if there is none.
+    """
+    with _reading(file):
+        require_regular(file)
+        flagged = getattr(os, "O_NONBLOCK", 0)
+        opened = open(file, "rb", opener=lambda name, flags: os.open(name, flags | flagged))  # noqa: SIM115
+    with opened:
         if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
             raise Unreadable(str(file), "expected a regular file")
         yield opened
+
+
+@contextmanager
+def _reading(file: Path, line: str = "") -> Iterator[None]:
+    """Turn the system's errors about a file into Unreadable, but for FileNotFoundError."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise Unreadable(f"{file}{line}", f"cannot be read ({error.strerror})") from error
+    except ValueError as error:  # a name with a zero byte
+        raise Unreadable(repr(str(file)), f"cannot be read ({error})") from error
 
 
 def require_regular(file: Path) -> None:
@@ -165,7 +177,8 @@ def read_byte_lines(file: Path, limit: int = JSON.num_bytes) -> Iterator[bytes]:
     """Yield the lines of a regular file of any length as bytes, each with its end; Unreadable if one is too long."""
     with open_regular(file) as opened:
         for number in itertools.count(1):
-            line = opened.readline(limit + 1)
+            with _reading(file, f": line {number}"):
+                line = opened.readline(limit + 1)
             if not line:
                 return
             if len(line) > limit:

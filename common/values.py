@@ -101,8 +101,9 @@ def in_words(hint: Any) -> str:
 
 def printable_urls(text: str) -> str:
     """Return a URL, or a text with URLs, without users, passwords, queries and fragments: they may be secrets."""
-    text = re.sub(r"(?<=://)[^\"'<>\n]*@", "", text)  # a password may hold anything, "/" and "://" included
-    return re.sub(r"(?<=://)([^\s\"'?#]*)[?#][^\s\"']*", r"\1", text)
+    text = re.sub(r"(?<![\w/:])[\w.%+-]+:[^\s\"'<>/]+@", "", text)  # a user and a password without a scheme
+    text = re.sub(r"(?<=:/)(/?)[^\"'<>\n]*@", r"\1", text)  # a password may hold anything, "/" and "://" included
+    return re.sub(r"(?<=:/)([^\s\"'?#]*)[?#][^\s\"']*", r"\1", text)
 
 
 def is_server_address(url: str) -> bool:

@@ -52,6 +52,9 @@ _SPEAKING = ("tool_calls", "function_call", "reasoning_content", "reasoning", "t
 _READ = (*_SPEAKING, "thoughts", "tool_call_id", "name", "tools", "functions")
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 
+_MOST_TURNS = 1000
+LONGEST_TEXT = 3_000_000  # letters: a tokenizer takes some 135 bytes for each
+
 
 class RowError(BadInputError):
     """A row that does not fit its layout; `reason` is the sentence without its place."""
@@ -161,6 +164,7 @@ def _recognised(row: Row, where: str, layout: str | None, columns: tuple[str, ..
     setting = f"layout: {layout}" if columns is None else f"column: {columns[0]}"
     expected = _EXPECTED if asked is None else f"{', '.join(asked)} (data.prompts says {setting})"
     present = ", ".join(f"{key} (null)" if value is None else str(key) for key, value in row.items())
+    present = present if len(present) <= 1000 else f"{present[:997]}..."
     raise RowError(where, f"expected one of {expected}; found {present or 'no keys'}.")
 
 
@@ -175,6 +179,9 @@ def _turns(row: Row, key: str, where: str) -> RowPrompt:
     turns = row[key]
     if not isinstance(turns, list) or not turns:
         raise RowError(where, f"`{key}` must be a list that is not empty, found {_shown(turns)}.")
+    if len(turns) > _MOST_TURNS or sum(len(turn) for turn in turns if isinstance(turn, str)) > LONGEST_TEXT:
+        most = f"{_MOST_TURNS:,} turns of {LONGEST_TEXT:,} letters together"
+        raise RowError(where, f"`{key}` holds {len(turns):,} turns; at most {most} are asked.")
     for number, turn in enumerate(turns, 1):
         if not isinstance(turn, str):
             raise RowError(where, f"`{key}` must hold text; its entry {number} is {_shown(turn)}.")

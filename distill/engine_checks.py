@@ -124,6 +124,8 @@ def check_tokens(row: EngineRow, asked: Tensor, hidden_size: int) -> None:
 def check_next_token(target: Target, row: EngineRow) -> None:
     """Refuse a row whose last state does not give the engine's own next token."""
     logits = target.lm_head(target.final_norm(row.states[-1:, -1].to(target.device))).float().log_softmax(-1)[0]
+    if row.next_token >= len(logits):
+        raise _explained(target, row, [False])
     room = LOGPROB_TOLERANCE[row.states.dtype]
     given = row.logprob if row.logprob is not None else float(logits.max())
     if abs(float(logits[row.next_token]) - given) > 4 * room or float(logits.max() - logits[row.next_token]) > 4 * room:

@@ -27,14 +27,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, TypeAdapter
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load
 from torch import Tensor
 
 from ..common import BadInputError
 from ..common.atomic import writing
-from ..common.http_client import AnswerLimits, BadAnswerError, ModelList, ask, read_answer
+from ..common.http_client import AnswerLimits, BadAnswerError, ModelList, TokenId, ask, read_answer
 from ..common.locks import locked
 from ..common.machine import free_bytes
 from ..common.runtime import require_extra
@@ -60,10 +60,21 @@ _ROOM_OF_A_FORWARD = 0.5  # of the free memory, which the whole target may take 
 _log = logging.getLogger(__name__)
 
 
+_FACTS = TypeAdapter(EngineFacts)
+
+
+class _Logprob(BaseModel):
+    logprob: float
+
+
+class _NextLogprobs(BaseModel):
+    token_logprobs: list[float | None] | None = None
+
+
 class _PrefilledRow(BaseModel):
-    token_ids: list[int] = Field(min_length=1)
-    logprobs: Any = None
-    prompt_logprobs: list[dict[str, Any] | None] | None = None
+    token_ids: list[TokenId] = Field(min_length=1)
+    logprobs: _NextLogprobs | None = None
+    prompt_logprobs: list[dict[str, _Logprob] | None] | None = None
 
 
 class _PrefillAnswer(BaseModel):
@@ -421,8 +432,9 @@ class EngineStates:
         numbers = count * (len(self.layers) + 1) * self.target.hidden_size
         facts, states, token_ids = read_states(file, 4 * numbers + 8 * count + MEGABYTE)
         file.unlink(missing_ok=True)
-        logprob = (choice.logprobs or {}).get("token_logprobs") if isinstance(choice.logprobs, dict) else None
-        told = [_logprob(one, int(t)) for one, t in zip(choice.prompt_logprobs or [], token_ids, strict=False)][1:]
+        logprob = None if choice.logprobs is None else choice.logprobs.token_logprobs
+        each = zip(choice.prompt_logprobs or [], token_ids.flatten().tolist(), strict=False)
+        told = [entry.logprob if (entry := (one or {}).get(str(token))) else None for one, token in each][1:]
         given = torch.tensor(told) if told and None not in told else None
         return EngineRow(states, token_ids, facts, choice.token_ids[0], logprob[0] if logprob else None, given)
 
@@ -458,7 +470,7 @@ def read_states(file: Path, most: int) -> tuple[EngineFacts, Tensor, Tensor]:
         tensors = load(read_bytes(file, most))
         states, token_ids = tensors["hidden_states"], tensors["token_ids"]
         digest = said.pop("digest")
-        facts = EngineFacts(**{**said, "layers": tuple(int(layer) for layer in said["layers"])})
+        facts = _FACTS.validate_python(said)
     except UntrustedStatesError:
         raise
     except (BadInputError, SafetensorError, OSError, KeyError, TypeError, ValueError, AttributeError) as error:
@@ -466,12 +478,6 @@ def read_states(file: Path, most: int) -> tuple[EngineFacts, Tensor, Tensor]:
     if names != {"hidden_states", "token_ids"} or digest != engine_connector.tensors_digest(states, token_ids):
         raise UntrustedStatesError("altered file", f"{file.name} is not what the connector wrote.")
     return facts, states, token_ids.long()
-
-
-def _logprob(one: dict[str, Any] | None, token: int) -> float | None:
-    """Return the log-probability of a token in an engine's list for one position."""
-    entry = (one or {}).get(str(token))
-    return float(entry["logprob"]) if isinstance(entry, dict) and "logprob" in entry else None
 
 
 def _alive(urls: Iterable[str]) -> dict[str, str]:

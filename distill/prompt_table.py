@@ -20,7 +20,7 @@ from typing import Any, overload
 import numpy as np
 import pyarrow
 
-from ..common.atomic import working_name
+from ..common.atomic import working_name, writing
 from ..common.digests import canonical_json, digest_json
 from ..common.locks import scratch_folder
 from .dataset_formats import Message, Turn, question_digests, users_texts
@@ -105,7 +105,7 @@ class PromptTable(Sequence[Prompt]):
             place.mkdir(parents=True, exist_ok=True)
             file = working_name(place / _FILE, "tmp")
             try:
-                self.lengths = _write(iter(prompts), str(file))
+                self.lengths = _write(iter(prompts), file)
                 reader = pyarrow.ipc.open_file(pyarrow.memory_map(str(file)))
                 self._batches = [reader.get_batch(number) for number in range(reader.num_record_batches)]
             finally:
@@ -142,10 +142,10 @@ class PromptTable(Sequence[Prompt]):
         return Prompt(row["id"], row["suite"], tuple(row["tokens"]), row["text"], *rest, row["category"])
 
 
-def _write(prompts: Iterator[Prompt], file: str) -> np.ndarray:
+def _write(prompts: Iterator[Prompt], file: Path) -> np.ndarray:
     """Write prompts batch by batch, and return their lengths, int32 `[N]`."""
     lengths = [np.zeros(0, dtype=np.int32)]
-    with pyarrow.OSFile(file, "wb") as sink, pyarrow.ipc.new_file(sink, _SCHEMA) as writer:
+    with writing(file), pyarrow.OSFile(str(file), "wb") as sink, pyarrow.ipc.new_file(sink, _SCHEMA) as writer:
         while batch := list(islice(prompts, _ROWS_AT_ONCE)):
             writer.write_batch(pyarrow.RecordBatch.from_pylist([_row(p) for p in batch], schema=_SCHEMA))
             lengths.append(np.array([len(p.tokens) for p in batch], dtype=np.int32))

@@ -24,7 +24,7 @@ from ..common import BadInputError
 from ..recipes import Recipe, SourceSpec
 from ..recipes.suite_names import find_suites
 from .conversation import RefusedChatError, render
-from .dataset_formats import Row, RowError, RowPrompt, question_digests, understand
+from .dataset_formats import LONGEST_TEXT, Row, RowError, RowPrompt, question_digests, understand
 from .prompt_table import Prompt, PromptTable
 from .sources import as_specs, rows_of, title
 
@@ -342,6 +342,10 @@ class _Reader:
         text, is_raw = asked.text, asked.text is not None
         if not is_raw and asked.messages:
             text = render(self.tokenizer, asked.messages, where, asked.tools, template=self.reading.template)
+        if text and len(text) > LONGEST_TEXT:
+            if not is_raw or self.reading.max_tokens is None:
+                raise RowError(where, f"a text of {len(text):,} letters; at most {LONGEST_TEXT:,} are read as tokens.")
+            text = text[-LONGEST_TEXT:]  # it would lose its beginning as tokens
         # A template writes its own special tokens; raw text gets those the tokenizer puts around any text.
         tokens = list(self.tokenizer(text, add_special_tokens=is_raw)["input_ids"]) if text else []
         limit = self.reading.max_tokens

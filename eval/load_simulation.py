@@ -34,7 +34,7 @@ FULL = 0.9  # share of a replica's greatest rate that it is given: beyond it que
 _WARM_UP = 0.1  # share of the requests, the first ones, whose latencies do not count
 _MOST_REPLICAS = 4096
 _TURNOVERS = 20  # a rate is steady after so many answers of each row, and latencies after so many mean ones
-_MOST_REQUESTS = 200_000
+_MOST_TOKENS = 4_000_000  # of the answers of one simulation: seconds of a processor
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,14 @@ class Workload:
         name = contestant or report.primary
         info, figures = report.contestant(str(name)), report.headline(name, temperature)
         records = report.records_of(info.name, figures.temperature)
-        if info.depth is None or not records or info.tree is not None or info.width > 1 or not figures.alpha:
+        records = [r for r in records if r.tokens]
+        if (
+            not info.depth
+            or not any(r.accepted for r in records)
+            or info.tree is not None
+            or info.width > 1
+            or not figures.alpha
+        ):
             raise BadInputError(
                 f"a load is drawn from the prompts of a report in which a drafter drafted chains; that of {name} holds "
                 "trees, or no drafts. Measure with --depth."
@@ -286,7 +293,7 @@ def simulate(workload: Workload, times: StepTimes, load: Load, policy: Policy) -
     """Run a load to its end. The requests and their arrivals depend on `load.seed` alone, whatever the policy.
 
     Raises:
-        BadInputError: simpy is not installed.
+        BadInputError: simpy is not installed; the answers are too many to simulate.
     """
     return _result(*_run(workload, times, load, policy))
 
@@ -301,6 +308,12 @@ def _run(
     require_extra("capacity", "a simulation of a load")
     import simpy
 
+    tokens = load.requests * float(np.mean([r.tokens for r in workload.records]))
+    if tokens > _MOST_TOKENS:
+        raise BadInputError(
+            f"{load.requests:,} requests are a steady load here, with {tokens:,.0f} tokens in their answers; at most "
+            f"{_MOST_TOKENS:,} are simulated. Ask for a part of the load, and multiply replicas."
+        )
     env, generator = simpy.Environment(), np.random.default_rng(load.seed)
     drawn = generator.integers(len(workload.records), size=load.requests)
     gaps = generator.exponential(size=load.requests) / (load.arrivals or 1.0)
@@ -347,17 +360,9 @@ def steady(workload: Workload, times: StepTimes, load: Load) -> Load:
     """Return the load with as many requests as last for several answers: until then queues are only filling.
 
     An answer takes at most as long as in a replica whose rows are all taken (Little's law), in plain rounds.
-
-    Raises:
-        BadInputError: too many requests would have to be simulated.
     """
     seconds = load.max_rows / full_rate(workload, times, load, "plain")
-    needed = math.ceil(_TURNOVERS * (load.arrivals or 0) * seconds)
-    if needed > _MOST_REQUESTS:
-        raise BadInputError(
-            f"{load.arrivals:g} requests per second, of which each takes up to {seconds:.3g} s, are steady after "
-            f"{needed:,}; at most {_MOST_REQUESTS:,} are simulated. Ask for a part of the load, and multiply replicas."
-        )
+    needed = math.ceil(min(_TURNOVERS * (load.arrivals or 0) * seconds, 1 + _MOST_TOKENS))
     return replace(load, requests=max(load.requests, needed))
 
 

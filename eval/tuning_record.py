@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, model_serializer
+from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, model_serializer, model_validator
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from .. import decode
+from .reports.figures import Seconds
 
 
 class Part(BaseModel):
@@ -40,9 +41,15 @@ class CostRecord(Part):
     """
 
     widths: list[int]
-    verify: list[float]
-    draft: list[float]
-    host: float
+    verify: list[Seconds]
+    draft: list[Seconds]
+    host: Seconds
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> CostRecord:
+        if len(self.widths) != len(self.verify):
+            raise ValueError(f"{len(self.verify)} times of passes stand beside {len(self.widths)} widths")
+        return self
 
     @classmethod
     def of(cls, costs: decode.Costs) -> CostRecord:

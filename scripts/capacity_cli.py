@@ -25,15 +25,17 @@ def capacity(
     pair: PairFolder,
     arrivals: Annotated[list[float], typer.Option(help="Requests per second; may be repeated.")],
     replicas: Annotated[
-        int | None, typer.Option(min=1, help="Copies of the target (default: as few as the load needs).")
+        int | None, typer.Option(min=1, max=4096, help="Copies of the target (default: as few as the load needs).")
     ] = None,
     latency: Annotated[
         float | None, typer.Option(min=0, help="As many replicas as answer 95 of 100 requests within so many seconds.")
     ] = None,
-    max_rows: Annotated[int, typer.Option("--max-batch", min=1, help="Most requests that a replica works on.")] = 32,
+    max_rows: Annotated[
+        int, typer.Option("--max-batch", min=1, max=4096, help="Most requests that a replica works on.")
+    ] = 32,
     requests: Annotated[int, typer.Option(min=20, help="Requests of each simulation, at least.")] = 500,
     report: Annotated[Path | None, typer.Option(help="Take prompts and acceptance from this report.")] = None,
-    seed: int = 0,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
     as_json: AsJson = False,
 ) -> None:
     """How many replicas a load needs, what latencies it gets, and where speculation stops paying: continuous batching,

@@ -9,6 +9,7 @@ Exit codes: 0 fine · 1 a finding (the gate failed, the pair is stale or altered
 from __future__ import annotations
 
 import os
+import re
 import sys
 import traceback
 import warnings
@@ -27,6 +28,7 @@ from ..common.progress import plain_lines, say_retries_once
 from ..common.runtime import keep_large_blocks, remember_few_shapes
 from ..common.signals import how, number_of, stoppable
 from ..common.terminal import VisibleConsole, log_to_stderr, print_to_stderr, visible
+from ..common.values import printable_urls
 from . import capacity_cli, data_cli, export_cli, recipe_keys, replay_cli, serving_cli, starter
 from .help_examples import EXAMPLES
 from .options import (
@@ -53,6 +55,8 @@ from .report_cli import find_report, report
 FINDING, BAD_INPUT, FAULT = 1, 2, 70
 # Verbs that keep what is finished when they are asked to stop.
 RESUMED = ("distill", "train", "compare", "refresh", "quickstart")
+# In quotes to the next one: a password may hold spaces.
+_URL = re.compile(r"(?<=['\"])https?:[/\\][^'\"\n]*|https?:[/\\]\S+|[\w.%+-]+:[^\s\"'<>/]+@\S+", re.IGNORECASE)
 SPEAKING = ("generate", "watch")  # what they write comes as it is made
 GOES_ON = "what was done is kept, and the same command goes on from there."
 
@@ -100,7 +104,8 @@ def exit_code(error: BaseException) -> int | None:
         return None
     # The system refused a file: permissions, a folder that was deleted, … A user can do nothing about one of ours.
     named = error.filename if isinstance(error, OSError) else None
-    is_users = isinstance(named, str) and not Path(named).resolve().is_relative_to(Path(__file__).resolve().parents[1])
+    ours = Path(__file__).resolve().parents[1]
+    is_users = isinstance(named, str) and not Path(os.path.realpath(named)).is_relative_to(ours)
     return BAD_INPUT if is_users or isinstance(error, MemoryError) or is_disk_full(error) else FAULT
 
 
@@ -109,7 +114,11 @@ def _is_panic(error: BaseException) -> bool:
 
 
 def said(error: BaseException) -> str:
-    """Return the sentence about an error that a user can do something about."""
+    """Return the sentence about an error that a user can do something about, without what may be a secret in URLs."""
+    return _URL.sub(lambda url: printable_urls(url[0].replace("\\", "/")), _sentence(error))
+
+
+def _sentence(error: BaseException) -> str:
     if _is_panic(error):
         return f"a library broke off ({error}), as tokenizers do whose patterns do not fit a text. Take another one."
     if isinstance(error, OutriderError):

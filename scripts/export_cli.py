@@ -174,7 +174,7 @@ def _sizes(changes: list[str]) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for change in changes:
         name, _, value = change.partition("=")
-        if not value.isdecimal():
+        if not (value.isascii() and value.isdecimal() and len(value) < 16):
             raise BadInputError(f"expected KEY=VALUE with a whole number, as in num_hidden_layers=8; got {change!r}.")
         sizes[name] = int(value)
     return sizes

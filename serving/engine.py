@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from ..common import BadInputError, http_client
-from ..common.http_client import METRICS_TYPES, AnswerLimits, BadAnswerError, ModelList, ask, read_answer
+from ..common.http_client import METRICS_TYPES, AnswerLimits, BadAnswerError, ModelList, TokenId, ask, read_answer
 from ..common.safe_load import MEGABYTE
 from ..common.values import is_server_address, printable_urls
 
@@ -31,8 +31,6 @@ BYTES_OF_A_TOKEN = 1024  # as text, as an id, and in fields beside them
 # A page of metrics has some thousand samples of some ten labels; a round has some ten drafts at most.
 MOST_SAMPLES, LONGEST_LINE, MOST_POSITIONS, LARGEST_COUNT = 50_000, 4096, 1024, 2**53
 SETTLE_SECONDS = 5.0  # how long an engine may take to count what it has already answered
-
-TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 @checked_dataclass(frozen=True, config=ConfigDict(extra="forbid"))

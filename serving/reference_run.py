@@ -10,19 +10,19 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import ClassVar
+from typing import Annotated, ClassVar, Self
 
 import torch
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Field, ValidationError, model_validator
 from rich.console import Console
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from ..common import BadInputError
 from ..common.atomic import write_atomically
-from ..common.errors import Refusal
+from ..common.errors import Refusal, first_line
 from ..common.progress import Advance, progress
-from ..common.safe_load import read_text
+from ..common.safe_load import MEGABYTE, FileLimits, parse_json, read_text
 from ..decode import Decoder, Plan, Round, Sampling
 from ..distill.conversation import render
 from ..distill.prompt_table import Prompt
@@ -30,9 +30,10 @@ from ..eval.suites import Suite
 from ..heads import Drafter, DraftModel, Ngram, NgramConfig
 from ..heads.lookup.ngram import NgramSession
 from ..targets import RaggedCache, RowLengths, Target
-from .engine import DraftCounts, SentText
+from .engine import DraftCounts, SentText, TokenId
 
 BATCH = 16  # prompts that our decoder answers at once
+_LIMITS = FileLimits(num_bytes=64 * MEGABYTE)
 LONGEST_TEXT = 50_000  # letters of a suite that are compared as tokens
 
 
@@ -41,7 +42,7 @@ class ServedPrompt(BaseModel, extra="forbid"):
 
     suite: str
     id: str
-    tokens: list[int]
+    tokens: list[TokenId] = Field(min_length=1)
 
 
 class ServedAnswer(BaseModel, extra="forbid"):
@@ -52,9 +53,9 @@ class ServedAnswer(BaseModel, extra="forbid"):
         lengths: new tokens, of every seed. counts: of every seed.
     """
 
-    tokens: list[int]
+    tokens: list[TokenId]
     ended: bool
-    lengths: list[int]
+    lengths: list[Annotated[int, Field(ge=0)]]
     counts: list[DraftCounts]
 
 
@@ -88,6 +89,16 @@ class Expectation(BaseModel, extra="forbid"):
     one_hot: dict[str, list[ServedAnswer]] = {}
     mistakes: dict[str, list[ServedAnswer]] = {}
 
+    @model_validator(mode="after")
+    def _is_whole(self) -> Self:
+        if names := [t for t in self.answers if f"{float(t):g}" != t]:
+            raise ValueError(f"{names[0][:40]!r} is no temperature as it is written here")
+        for name, answers in (self.answers | self.one_hot | self.mistakes).items():
+            seeds = {len(of_seeds) for answer in answers for of_seeds in (answer.counts, answer.lengths)}
+            if len(answers) != len(self.prompts) or len(seeds) != 1 or 0 in seeds:
+                raise ValueError(f"the answers of {name[:40]!r} are not one to each prompt and seed")
+        return self
+
     @property
     def temperatures(self) -> list[float]:
         return [float(t) for t in self.answers]
@@ -112,9 +123,10 @@ class Expectation(BaseModel, extra="forbid"):
     def load(cls, file: Path) -> Expectation:
         """Read one that was saved; BadInputError if it cannot be read."""
         try:
-            return cls.model_validate_json(read_text(file, 2**30))
+            return cls.model_validate(parse_json(read_text(file, _LIMITS.num_bytes), str(file), _LIMITS))
         except (OSError, Refusal, ValidationError) as error:
-            raise BadInputError(f"{file}: cannot be read as an expectation ({error}). Make it again.") from error
+            said = first_line(error)
+            raise BadInputError(f"{file}: cannot be read as an expectation ({said}). Make it again.") from error
 
 
 class _FirstPlaceSession(NgramSession):

@@ -31,6 +31,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from ..common.errors import BadInputError, IncompatibleError, reason, refuse_unknown_keys
 from ..common.machine import free_bytes
+from .model_folder import MAX_LAYERS
 
 _SIZES: Final = (
     "model_type",
@@ -61,6 +62,8 @@ SHAPES: Final[Mapping[str, tuple[Any, ...]]] = {
 }
 ALIASES: Final = {"0.4b": "llama-0.4b", "1b": "llama-3.2-1b", "8b": "llama-3.1-8b", "70b": "llama-3.1-70b"}
 
+_LARGEST: Final = {"num_hidden_layers": MAX_LAYERS, "max_position_embeddings": 2**31}  # 2^24 of all others
+
 _SOURCES: Final = ("llama", "qwen2", "qwen3")
 _SHAPE_TYPES: Final = ("llama", "qwen3", "qwen3_moe", "mixtral")
 _NOISE = 0.02  # standard deviation of weights that reach nothing
@@ -85,6 +88,9 @@ def shape_config(like: str, **changes: Any) -> PreTrainedConfig:
     *sizes, more = SHAPES[name]
     values = dict(zip(_SIZES, sizes, strict=True)) | more
     refuse_unknown_keys(changes, [key for key in values if key != "model_type"], f"the shape {name}")
+    if wrong := [key for key, size in changes.items() if not 0 < size <= _LARGEST.get(key, 2**24)]:
+        most = _LARGEST.get(wrong[0], 2**24)
+        raise BadInputError(f"{wrong[0]}: a size from 1 to {most:,} is expected, not {changes[wrong[0]]:,}.")
     values |= changes
     try:
         if values["num_attention_heads"] % values["num_key_value_heads"]:
@@ -310,6 +316,8 @@ def _problems(old: PreTrainedConfig, like: PreTrainedConfig) -> list[str]:
         problems.append("new tokens need a channel of their own: a larger hidden size, too")
     if _has_bias(old) and like.model_type == "mixtral":
         problems.append("its biases have no place in a mixtral")
+    if not 0 < old.rms_norm_eps < 1:
+        problems.append(f"an epsilon of {old.rms_norm_eps:g} in its norms is none between 0 and 1")
     if getattr(old, "mlp_bias", False):
         problems.append("its feed-forwards have biases")
     if any(kind != "full_attention" for kind in getattr(old, "layer_types", None) or ()):
@@ -359,7 +367,7 @@ def grow(
 
 def grown_bytes(model: PreTrainedModel, like: PreTrainedConfig) -> int:
     """Return how many bytes the weights take that `grow` would make."""
-    with init_empty_weights():
+    with torch.device("meta"):
         grown = AutoModelForCausalLM.from_config(grown_config(model.config, like), trust_remote_code=False)
     grown.tie_weights()
     return _weight_bytes(grown, model.dtype)

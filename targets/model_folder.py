@@ -35,7 +35,7 @@ _SMALL = (
     "preprocessor_config.json",
 )
 _VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model")
-_MAX_VOCABULARY, _MAX_ENTRIES, _MAX_LAYERS = 128 * MEGABYTE, 10_000, 1000
+_MAX_VOCABULARY, _MAX_ENTRIES, MAX_LAYERS = 128 * MEGABYTE, 10_000, 1000
 _LIMITS = FileLimits(containers=200_000, depth=20, infinite=True)  # Mamba's configs hold an Infinity
 
 # How a model is computed is not part of its identity, and such a setting may name code of the Hub.
@@ -152,8 +152,8 @@ def check_config(values: dict[str, Any], where: str) -> None:
                 where, f"{name} names code of the Hub, {str(value)[:80]!r}", "a model without code", "Take it out."
             )
         counts_layers = "layer" in name and "_per_" not in name  # as in `vocab_size_per_layer_input`
-        if counts_layers and isinstance(value, int) and value > _MAX_LAYERS:
-            raise Refusal.of(where, f"{name} is {value}", f"at most {_MAX_LAYERS}", "Take a good copy of it.")
+        if counts_layers and isinstance(value, int) and value > MAX_LAYERS:
+            raise Refusal.of(where, f"{name} is {value}", f"at most {MAX_LAYERS}", "Take a good copy of it.")
 
 
 def _settings(values: Any) -> Iterator[tuple[str, Any]]:

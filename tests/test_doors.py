@@ -86,7 +86,6 @@ DOORS: dict[str, tuple[Sequence[str], dict[str, str]]] = {
             "scripts/quickstart.py": "what ships with Outrider",
             "scripts/vocabulary_study.py": "what was just written as JSON",
             "serving/launching.py": "words of the command line",
-            "serving/reference_run.py": "read within limits, and checked by its types",
             "targets/fingerprint.py": "of a tokenizer that was loaded",
             "targets/tokenizer_process.py": "of the child process, and what it is asked",
         },

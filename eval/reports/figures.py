@@ -9,13 +9,15 @@ from typing import Annotated
 
 import numpy as np
 from numpy.typing import ArrayLike
-from pydantic import BaseModel, BeforeValidator, ConfigDict, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 RESAMPLES, CONFIDENCE = 2000, 0.95  # of every interval, unless it says otherwise
 ALL = "all"
 PHASES = ("prefill", "draft", "verify", "host", "total")
 
 
+Count = Annotated[int, Field(ge=0, lt=2**31)]
+Seconds = Annotated[float, Field(ge=0, le=1e9)]
 # JSON has no nan: a number that does not exist is written as null.
 Number = Annotated[
     float,
@@ -101,13 +103,13 @@ class PromptRecord(ReportModel):
     temperature: float
     suite: str
     prompt: str
-    prompt_tokens: int
-    tokens: int
-    drafted: list[int]
-    accepted: list[int]
-    tried: list[int] | None = None
-    seconds: dict[str, float]
-    repeats: list[float]
+    prompt_tokens: Count
+    tokens: Count
+    drafted: list[Count]
+    accepted: list[Count]
+    tried: list[Count] | None = None
+    seconds: dict[str, Seconds]
+    repeats: list[Seconds]
     identical: bool | None = None
     diverges_at: int | None = None
     answer: str | None = None

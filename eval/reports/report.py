@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 
@@ -101,7 +101,7 @@ class ContestantInfo(ReportModel):
     kind: str
     drafter: str | None = None
     digest: str | None = None
-    depth: int | None = None
+    depth: Annotated[int, Field(ge=0, le=1024)] | None = None
     width: int = 1
     nodes: int | None = None
     tree: list[int] | None = None

@@ -15,16 +15,13 @@ from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
     HfHubHTTPError,
-    HFValidationError,
-    HTTPError,  # of the client that it speaks HTTP with, for a network that is not there
     LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
     RepositoryNotFoundError,
 )
 from huggingface_hub.hf_api import RepoFile
 
 from ...common import BadInputError
-from ...common.errors import Refusal
+from ...common.errors import OutriderError, Refusal
 from ...common.safe_load import read_bytes
 from .folder import copy_blob
 from .layout import PAIRS, blob_path, published_at
@@ -115,10 +112,12 @@ class HubStore:
 
 @contextmanager
 def _explained(where: str) -> Iterator[None]:
-    """Turn the errors of the Hub's library into one sentence."""
+    """Turn the errors of the Hub's library, which are of any kind where an answer is odd, into one sentence."""
     try:
         yield
-    except (HTTPError, HFValidationError, OfflineModeIsEnabled, OSError) as error:
+    except OutriderError:
+        raise
+    except Exception as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         first = (lines[0] if lines else type(error).__name__).rstrip(".") + "."
         if isinstance(error, (EntryNotFoundError, LocalEntryNotFoundError)):

@@ -46,7 +46,7 @@ TEXTS = {
 }
 OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 GATE = ["gate", "report", "--against", "report", "--junit", "gate.xml", "--markdown", "gate.md"]
-REPORT = ["eval", "pair-eagle", "--limit", "1", "--out", "written", "--max-new-tokens", "2"]
+REPORT = ["eval", "pair-eagle", "eval.max_new_tokens=2", "--limit", "1", "--out", "written"]
 COMMANDS: dict[str, list[list[str]]] = {name: commands for name, (_, commands) in FILES.items()} | {
     "report/report.json": [GATE, [*GATE, "--json"], ["pair", "new", "p", "eagle.yaml", "--report", "report"]],
     "pair-eagle/pair.json": [

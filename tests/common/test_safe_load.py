@@ -155,6 +155,19 @@ def test_a_pipe_and_a_device_are_refused_and_never_waited_for(tmp_path):
                 read(tmp_path / name)
 
 
+def test_a_file_that_cannot_be_opened_or_read_is_refused(tmp_path):
+    (tmp_path / "loop").symlink_to("loop")
+    for read in (safe_load.read_bytes, lambda file: list(safe_load.read_lines(file))):
+        with pytest.raises(Unreadable, match="cannot be read"):
+            read(tmp_path / "loop")
+    if Path("/proc/self/mem").exists():  # a regular file, whose first byte is not there
+        with pytest.raises(Unreadable, match="/proc/self/mem: line 1: cannot be read"):
+            list(safe_load.read_lines(Path("/proc/self/mem")))
+    if os.access("/proc/kmsg", os.R_OK):  # regular too, and without a word where everything was read
+        with suppress(Unreadable):
+            safe_load.read_bytes(Path("/proc/kmsg"))
+
+
 def test_a_file_that_is_too_large_is_refused_without_reading_it(tmp_path):
     with (tmp_path / "large").open("wb") as opened:
         opened.truncate(2**40)

@@ -22,9 +22,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from outrider.common import BadInputError, IncompatibleError, digest_cache
+from outrider.common.http_client import BadAnswerError
 from outrider.common.server_process import without_launcher
 from outrider.distill import FeatureStore
-from outrider.distill.engine_checks import EngineRow, UntrustedStatesError, check_forward
+from outrider.distill.engine_checks import EngineRow, UntrustedStatesError, check_forward, check_next_token
 from outrider.distill.engine_connector import (
     VERSION,
     EngineFacts,
@@ -330,6 +331,12 @@ FAULTS: dict[str, tuple[str, Change]] = {
     "states swapped, tokens not": ("another checkpoint", swapped_unsaid),
     "restarted with other weights": ("engine restarted with other weights", restarted),
     "another connector": ("connector version", facts(version=VERSION + 1)),
+    "numbers for tensors": (
+        "altered file",
+        lambda server, written: written.update(hidden_states=torch.tensor(1.0), token_ids=torch.tensor(1)),
+    ),
+    "an instance that is a list": ("altered file", facts(instance=["first"])),
+    "layers that are lists": ("altered file", facts(layers=[[2], [4], [6]])),
 }
 
 
@@ -352,6 +359,34 @@ def test_a_target_that_does_not_fit_is_checked_by_the_engines_own_logits(lab: La
     with pytest.raises(UntrustedStatesError) as refused:
         lab.build()
     assert refused.value.fault == fault
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"token_ids": [10**30]},
+        {"token_ids": ["a"]},
+        {"logprobs": {"token_logprobs": "abc"}},
+        {"logprobs": {"token_logprobs": ["a"]}},
+        {"prompt_logprobs": [None, {"5": {"logprob": [1]}}]},
+    ],
+)
+def test_an_answer_of_other_types_is_refused(lab: Lab, monkeypatch: pytest.MonkeyPatch, answer: dict[str, Any]) -> None:
+    plain = StatesServer._written
+
+    def bent(self: StatesServer, tokens: list[int], probe: bool) -> dict[str, Any]:
+        body = plain(self, tokens, probe)
+        body["choices"][0] |= answer
+        return body
+
+    monkeypatch.setattr(StatesServer, "_written", bent)
+    with pytest.raises(BadAnswerError, match="answers what cannot be used"):
+        lab.build()
+
+
+def test_a_next_token_that_the_target_does_not_have_is_refused(tiny_target: Target) -> None:
+    with pytest.raises(UntrustedStatesError, match="another checkpoint"):
+        check_next_token(tiny_target, replace(plain_row(tiny_target), next_token=2**31 - 1))
 
 
 def test_another_template_is_refused(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:

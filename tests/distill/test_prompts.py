@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
 
+from outrider.common.atomic import CannotWriteError
 from outrider.common.digests import digest_json
 from outrider.distill.prompt_table import Prompt, PromptTable, digest_prompts
 
@@ -47,6 +49,20 @@ def test_nothing_is_left_behind_when_reading_fails(tmp_path: Path) -> None:
 
     with pytest.raises(ValueError, match="a bad row"):
         PromptTable(broken(), folder=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_table_that_cannot_be_written_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    resource = pytest.importorskip("resource")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        with pytest.raises(CannotWriteError, match="could not be written"):
+            PromptTable(iter(PROMPTS), folder=tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
     assert list(tmp_path.iterdir()) == []
 
 

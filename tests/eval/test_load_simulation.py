@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 
 import pytest
+from pydantic import ValidationError
 
 from outrider.common import BadInputError
 from outrider.decode import Costs
@@ -21,6 +22,8 @@ from outrider.eval.load_simulation import (
     simulate,
     steady,
 )
+from outrider.eval.reports.figures import PromptRecord
+from outrider.eval.tuning_record import CostRecord
 
 from .conftest import make_report, make_tuning
 
@@ -112,8 +115,23 @@ def test_rates_and_latencies_are_those_of_a_steady_load() -> None:
     assert simulate(mixed, flat, Load(64, clients=64, max_rows=64), "plain").requests_per_second > 1.15 * rate
     enough = steady(mixed, flat, load)
     assert enough.requests / 60.0 == pytest.approx(20 * 64 / rate, rel=0.01)
-    with pytest.raises(BadInputError, match="at most 200,000 are simulated"):
-        steady(mixed, flat, replace(load, arrivals=1e6))
+    with pytest.raises(BadInputError, match="at most 4,000,000 are simulated"):
+        simulate(mixed, flat, steady(mixed, flat, replace(load, arrivals=1e308)), "plain")
+
+
+def test_a_report_or_a_tuning_of_a_stranger_holds_no_simulation() -> None:
+    """Records that no measurement makes are refused where they are read, and long answers before they are simulated."""
+    [record, *_] = make_report([[1, 2]] * 3).records
+    for change in ({"tokens": -5}, {"tokens": 10**18}, {"accepted": [-3]}, {"seconds": {"prefill": 1e308}}):
+        with pytest.raises(ValidationError):
+            PromptRecord.model_validate(record.model_dump() | change)
+    costs = {"widths": [0, 8], "verify": [0.01, 0.02], "draft": [0.0, 0.001], "host": 0.0005}
+    for change in ({"widths": [0, 8, 9]}, {"verify": [0.01, 1e308]}, {"host": -1.0}):
+        with pytest.raises(ValidationError):
+            CostRecord.model_validate(costs | change)
+    endless = replace(ALWAYS, records=(RequestRecord(5, 10**7, (2,)),))
+    with pytest.raises(BadInputError, match="at most 4,000,000 are simulated"):
+        full_rate(endless, TIMES, Load(20), "plain")
 
 
 def test_what_a_load_lacks_is_said() -> None:

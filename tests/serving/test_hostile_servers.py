@@ -99,6 +99,8 @@ SECRET = [
     "http://127.0.0.1:9/metrics?token=s3cret",
     "http://127.0.0.1:9/v1#s3cret",
     "https://u:s3cret s3cret@127.0.0.1:9/?a=s3cret",
+    "http:/u%3As3cret@127.0.0.1:9",
+    "u:s3cret@127.0.0.1:9",
 ]
 
 
@@ -107,7 +109,8 @@ def test_no_secret_of_a_url_is_printed_or_stored(url: str, tmp_path: Path) -> No
     assert "s3cret" not in printable_urls(url)
     assert "127.0.0.1:9" in printable_urls(url)
     state = tmp_path / "s.json"
-    for words in (["watch", url, "--once", "--state", str(state)], ["served", "x", "--url", url]):
+    other = (["pair", "log", "--registry", url], ["plan", "embedded-eagle3", f"target.path={url}"])
+    for words in (["watch", url, "--once", "--state", str(state)], ["served", "x", "--url", url], *other):
         found = CliRunner().invoke(app, words)
         assert found.exit_code == 2
         assert "s3cret" not in found.output

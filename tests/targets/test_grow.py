@@ -163,6 +163,14 @@ def test_what_cannot_be_grown_is_refused_with_the_reason(name, kind, values, wor
         grow(source(name), config(kind, values))
 
 
+@pytest.mark.parametrize("epsilon", [0.0, -1.0, 1e308])
+def test_norms_of_another_epsilon_are_refused(epsilon):
+    old = source().config
+    old.rms_norm_eps = epsilon
+    with pytest.raises(IncompatibleError, match="epsilon"):
+        grown_config(old, config("llama", EVERYTHING))
+
+
 def test_every_named_shape_takes_the_embedded_target():
     embedded = Target.load("embedded", device="cpu").config
     for name in [*SHAPES, *ALIASES]:
@@ -176,6 +184,16 @@ def test_every_named_shape_takes_the_embedded_target():
         shape_config("8b", num_attention_heads=31)
     with pytest.raises(BadInputError, match="a multiple of num_key_value_heads"):
         shape_config("8b", num_key_value_heads=5)  # the library makes such a model, whose passes fail
+    for sizes in ({"num_hidden_layers": 10**9}, {"hidden_size": 10**11}, {"head_dim": 0}, {"num_key_value_heads": 0}):
+        with pytest.raises(BadInputError, match="a size from 1 to"):
+            shape_config("8b", **sizes)
+
+
+def test_bytes_are_counted_without_memory():
+    resource = pytest.importorskip("resource")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert grown_bytes(source(), shape_config("70b", vocab_size=2**24)) > 10**12
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # kB
 
 
 def test_a_model_that_does_not_fit_is_refused_before_it_is_made(monkeypatch):

@@ -27,6 +27,7 @@ class Contradiction:
 
 
 _DEEPEST = 1024  # drafts of a round, in files of others
+_SHOWN = 16  # values of a list, in a sentence
 Depth = Annotated[int, Field(ge=1, le=_DEEPEST)]
 Drafts = Annotated[int, Field(ge=0, le=_DEEPEST)]
 Rates = Annotated[list[float], Field(max_length=_DEEPEST)]
@@ -132,7 +133,7 @@ def _counters(c: Claims) -> Iterator[tuple[str, str]]:
         yield "rounds and histogram", f"the rounds kept {_shown(c.kept)} drafts, the histogram says otherwise"
     split = Counter({n: sum(row) for n, row in enumerate(zip_longest(*c.by_proposed.values(), fillvalue=0))})
     if c.by_proposed and +split != whole:
-        yield "histogram by draft length", f"its rows together are {dict(+split)}, the histogram is {dict(whole)}"
+        yield "histogram by draft length", f"its rows together are {_shown(+split)}, the histogram is {_shown(whole)}"
 
 
 def _rates(c: Claims) -> Iterator[tuple[str, str]]:
@@ -180,7 +181,7 @@ def _lengths(c: Claims) -> Iterator[tuple[str, str]]:
         [f"{n} {v:g}" for n, v in c.parts.items() if not _within(v, c.requests, c.tolerance)] if c.requests else []
     )
     if outside:
-        yield "mean of a part", f"no requests have the means of {', '.join(outside)}"
+        yield "mean of a part", f"no requests have the means of {_shown(outside)}"
     if c.requests and c.per_request is not None:
         mean = sum(c.requests) / len(c.requests)
         if not _near(c.per_request, mean, c.tolerance):
@@ -209,5 +210,8 @@ def _misread_length(c: Claims, expected: float) -> str:
     return next((n for n, v in mistaken.items() if v is not None and _near(said, v, c.tolerance)), "length and rates")
 
 
-def _shown(rates: Sequence[float]) -> str:
-    return "[" + ", ".join(f"{rate:.3g}" for rate in rates) + "]"
+def _shown(values: Sequence[float | str] | Counter[int]) -> str:
+    """Return the first of the values as text, in brackets."""
+    told = [f"{k}: {n}" for k, n in values.items()] if isinstance(values, Counter) else values
+    first = [one[:80] if isinstance(one, str) else f"{one:.3g}" for one in told[:_SHOWN]]
+    return f"[{', '.join(first + ['…'] * (len(told) > _SHOWN))}]"

@@ -96,7 +96,14 @@ def _judge(workshop: Workshop, verb: Verb, kind: str, first: Outcome, expected: 
     if first.code and (not is_refused or kind in _HARMLESS):
         lines.append(f"ended with {first.code}: {first.said[-700:]}")
     elif first.code == 0 and "for ever" not in kind:
-        lines += [f"said nothing, and {line}" for line in differences(workshop, verb, first, expected)]
+        lines += [
+            f"said nothing, and {line}" for line in differences(workshop, verb, first, expected) if not _is_lock(line)
+        ]
     rows.held, rows.refused = rows.held + (first.code == 0), rows.refused + is_refused
     second = attempt(lambda: verb.act(workshop))
     return lines + differences(workshop, verb, second, expected)
+
+
+def _is_lock(line: str) -> bool:
+    """Tell whether a line is of a lock's file that could not be removed: nobody holds it, and the next run takes it."""
+    return line.startswith("left behind: ") and line.endswith(".lock")

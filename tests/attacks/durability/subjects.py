@@ -42,8 +42,8 @@ STORY = quickstart.QuickstartBudget(
     least_prompts=8,
     refresh_share=0.75,
     new_tokens=8,
-    train_seconds=0.3,
-    refresh_seconds=0.2,
+    train_seconds=1.0,
+    refresh_seconds=1.0,
     suite_prompts=2,
     suite_tokens=6,
     gate_prompts=14,
@@ -261,17 +261,17 @@ def timed(name: str) -> bool:
 
 def measured(name: str) -> bool:
     """Tell whether a file of a refresh or a comparison holds measured times, or follows from them."""
-    return timed(name) or "/reports/" in name or name.endswith("pair.json") or "/report/" in name
+    return timed(name) or name.endswith("pair.json") or any(p in name for p in ("/reports/", "/report/", "/seconds-"))
 
 
 def told(name: str) -> bool:
     """Tell whether a file of a story holds measured times, or follows from them: its plans are this machine's."""
-    return "/data/" not in name and "/features/" not in name
+    return ("/data/" not in name and "/features/" not in name) or "/seconds-" in name
 
 
-def _by_content(name: str) -> bool:
-    """Tell whether a path holds a digest of what is measured."""
-    return "/features/" in name or "/reports/" in name
+def _by_the_clock(name: str) -> bool:
+    """Tell whether a path holds a digest of what is measured, or the steps that fitted a time."""
+    return any(part in name for part in ("/features/", "/reports/", "/checkpoint-"))
 
 
 VERBS = [
@@ -287,7 +287,7 @@ VERBS = [
     Verb("pair push", Workshop.push, ("distill", "train", "pair new"), 30, intact=True, faults=80),
     Verb("pair pull", Workshop.pull, ("distill", "train", "pair new", "pair push"), 30, intact=True, faults=80),
     Verb("export", Workshop.export, ("distill", "train", "pair new"), 30, intact=True, faults=80),
-    Verb("quickstart", Workshop.quickstart, (), 12, told, wanders=_by_content, faults=16),
+    Verb("quickstart", Workshop.quickstart, (), 12, told, wanders=_by_the_clock, faults=16),
     # Its time budget gives other checkpoints, and so other weights, in every run.
     Verb("compare", Workshop.compare, (), 20, lambda n: "/data/" not in n, wanders=lambda n: "/checkpoint-" in n),
 ]

@@ -143,6 +143,9 @@ def test_files_in_no_form_are_bad_input_with_the_forms_that_there_are(tmp_path):
         (tmp_path / "f.json").write_text(json.dumps(whole | change))
         with pytest.raises(BadInputError, match="a field is missing or of another type"):
             read_claims(tmp_path / "f.json")
+    (tmp_path / "h.jsonl").write_text('{"metrics": null}\n' * 20_001)
+    with pytest.raises(BadInputError, match="longer than 20000 lines"):
+        read_claims(tmp_path / "h.jsonl")
     (tmp_path / "g.json").write_text('{"marginal_accept_rates": NaN}')
     with pytest.raises(BadInputError, match="none of the forms"):
         read_claims(tmp_path / "g.json")
@@ -158,6 +161,12 @@ def test_every_run_of_a_list_is_checked_and_a_placeholder_is_none(passport, tmp_
     (tmp_path / "stub.json").write_text(json.dumps(whole | {"measured": False}))
     with pytest.raises(BadInputError, match=r"stub.json: is a placeholder \(measured: false\)"):
         read_claims(tmp_path / "stub.json")
+
+
+def test_a_long_list_is_shown_in_part():
+    claims = Claims(where="a file", histogram=[10, 5], kept=[0] * 1_000_000)
+    assert all(len(one.line) < 500 for one in contradictions(claims))
+    assert contradictions(claims)
 
 
 def test_rare_depths_are_not_refused_for_their_rounding():

@@ -157,8 +157,9 @@ def test_without_a_network_it_says_what_to_look_at(make_version):
         Registry(HubStore("not a name/x")).versions()
 
 
-def test_a_network_that_resolves_no_name_is_no_fault_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library passes the errors of its client of HTTP on as they are."""
-    monkeypatch.setattr(HfApi, "model_info", Mock(side_effect=HTTPError("[Errno -2] Name or service not known")))
+@pytest.mark.parametrize("kind", [HTTPError, TypeError, RecursionError, ValueError])
+def test_no_network_and_odd_answers_are_no_fault_of_ours(monkeypatch: pytest.MonkeyPatch, kind: type) -> None:
+    """The library passes on what its client of HTTP raises, and what becomes of an answer of another form."""
+    monkeypatch.setattr(HfApi, "model_info", Mock(side_effect=kind("[Errno -2] Name or service not known")))
     with pytest.raises(BadInputError, match=r"hf://org/pairs: \[Errno -2\] Name .* Check the name, the network"):
         Registry(HubStore("org/pairs")).versions()

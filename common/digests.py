@@ -101,8 +101,8 @@ def _problem_of(file: Path, expected: str, again: bool = False) -> str | None:
         return "missing"
     except OSError as error:
         return f"cannot be read ({error.strerror})"
-    except Refusal:
-        return "no regular file"
+    except Unreadable as error:
+        return error.reason if error.reason.startswith("cannot be read") else "no regular file"
     return None if digest == expected else f"content differs (SHA-256 {digest[:12]}…, recorded {expected[:12]}…)"
 
 

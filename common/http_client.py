@@ -131,7 +131,7 @@ async def _ask(url: str, body: bytes | None, headers: dict[str, str], limits: An
         method = "GET" if body is None else "POST"
         async with client.stream(method, url, content=body, headers=headers) as response:
             if response.has_redirect_location:
-                to = printable_urls(response.headers.get("location", ""))[:200]
+                to = printable_urls(response.headers.get("location", "")[:4000])[:200]
                 raise BadAnswerError(
                     f"redirects to {to!a}; give the URL of the server itself", f"HTTP {response.status_code}"
                 )

@@ -86,7 +86,7 @@ def _reading(file: Path, line: str = "") -> Iterator[None]:
     """Turn the system's errors about a file into Unreadable, but for FileNotFoundError."""
     try:
         yield
-    except FileNotFoundError:
+    except (FileNotFoundError, Unreadable):  # which is a ValueError, too
         raise
     except OSError as error:
         raise Unreadable(f"{file}{line}", f"cannot be read ({error.strerror})") from error

@@ -42,7 +42,7 @@ def checked_value(where: str, value: Any, hint: Any) -> Any:
     except PydanticSchemaGenerationError:
         return value  # not a plain type: its owner checks it
     except ValidationError:
-        raise BadInputError(f"{where}: expected {in_words(hint)}, found {value!r}.") from None
+        raise BadInputError(f"{where}: expected {in_words(hint)}, found {value!r:.400}.") from None
 
 
 def accepts(hint: Any, kind: type) -> bool:
@@ -101,9 +101,10 @@ def in_words(hint: Any) -> str:
 
 def printable_urls(text: str) -> str:
     """Return a URL, or a text with URLs, without users, passwords, queries and fragments: they may be secrets."""
-    text = re.sub(r"(?<![\w/:])[\w.%+-]+:[^\s\"'<>/]+@", "", text)  # a user and a password without a scheme
-    text = re.sub(r"(?<=:/)(/?)[^\"'<>\n]*@", r"\1", text)  # a password may hold anything, "/" and "://" included
-    return re.sub(r"(?<=:/)([^\s\"'?#]*)[?#][^\s\"']*", r"\1", text)
+    # A user and a password without a scheme; a password may hold anything, "/" and "://" included.
+    text = re.sub(r"(?<![\w.%+/:-])[\w.%+-]+:(?!\\)[^\s\"'<>/]+@", "", text)
+    text = re.sub(r"(?<=[\w+.-]{2}:/)(/?)[^\"'<>\n]*@", r"\1", text)
+    return re.sub(r"(?<=[\w+.-]{2}:/)([^\s\"'?#]*)[?#][^\s\"']*", r"\1", text)
 
 
 def is_server_address(url: str) -> bool:

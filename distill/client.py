@@ -264,7 +264,7 @@ class Client:
         if error.status_code in _OUR_FAULT:
             return BadInputError(f"the server refuses us: {message}")
         if error.response.has_redirect_location:
-            to = printable_urls(error.response.headers["location"])[:200]
+            to = printable_urls(error.response.headers["location"][:4000])[:200]
             return BadInputError(f"the server redirects to {to!a}, which is not followed; give the URL itself.")
         if error.status_code in _PASSING or error.status_code >= 500:
             return PassingError(message)

@@ -16,7 +16,7 @@ import shutil
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import cached_property
@@ -123,8 +123,14 @@ def _folder_of(recipe: Recipe) -> Path:
     return folder_of(target_path(own.path), own.dtype, own.revision, own.trust_remote_code)
 
 
-def _started(recipe: Recipe, words: Sequence[str], more: Mapping[str, str]) -> AbstractContextManager[dict[str, str]]:
-    """Return the context of a server on this machine, which yields its model by its URL."""
+class GivenUpError(Exception):
+    """Nobody waits for the states any more."""
+
+
+def _started(
+    recipe: Recipe, words: Sequence[str], more: Mapping[str, str], check: Callable[[], None] = lambda: None
+) -> AbstractContextManager[dict[str, str]]:
+    """Return the context of a server on this machine, which yields its model by its URL; `check` may end its start."""
     spec = recipe.target.engine
     assert spec is not None
     python = str(python_of(Path(spec.python or "")))
@@ -137,7 +143,11 @@ def _started(recipe: Recipe, words: Sequence[str], more: Mapping[str, str]) -> A
         access = ["--disable-uvicorn-access-log", "--host", "127.0.0.1", "--port", str(port)]
         return [*server, *access, *words]
 
-    return running_server(command, environment, log, lambda url: {url: _first_model(url)}, seconds=spec.start_seconds)
+    def answers(url: str) -> dict[str, str]:
+        check()
+        return {url: _first_model(url)}
+
+    return running_server(command, environment, log, answers, seconds=spec.start_seconds)
 
 
 @contextmanager
@@ -166,7 +176,7 @@ class EngineStates:
         require_extra("serving", "target.engine")
         self.spec, self.recipe, self.target, self.layers = spec, recipe, target, tuple(layers)
         self.folder = Path(spec.folder or recipe.output_folder / "engine").expanduser().absolute()
-        self._stack, self._stopped = ExitStack(), threading.Event()
+        self._stack, self._stopped, self._given_up = ExitStack(), threading.Event(), threading.Event()
         # All of these only the thread that starts engines changes.
         self._models: dict[str, str] = {}  # by URL, of the engines that are asked
         self._instances: dict[str, str] = {}  # by URL, of the starts that are trusted
@@ -212,6 +222,7 @@ class EngineStates:
                 "target's context. Lower data.max_new_tokens, or cut the rows of data.responses."
             )
         self._probes = [list(tokens) for tokens in probes]
+        self._given_up.clear()
         with writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
         with locked(self.folder), self._stack:
@@ -282,7 +293,7 @@ class EngineStates:
         words = plain_words(self.recipe, self.target, len(self._probes[0]))
         words += states_words(self.spec, layers, str(self.folder))
         path = os.pathsep.join(filter(None, [str(module.parent), os.environ.get("PYTHONPATH")]))
-        return self._stack.enter_context(_started(self.recipe, words, {"PYTHONPATH": path}))
+        return self._stack.enter_context(_started(self.recipe, words, {"PYTHONPATH": path}, self._require_wanted))
 
     def _check_template(self, url: str) -> None:
         """Compare an engine's tokens of a chat with our own, where the target has a template."""
@@ -318,6 +329,7 @@ class EngineStates:
         left, failures = dict(rows), 0
         order = [sorted(self.layers).index(layer) for layer in self.layers]  # the engine's taps are ascending
         while left:
+            self._require_wanted()
             try:
                 if self.spec.urls and self._models.keys() != self._answering().keys():
                     self._start()
@@ -330,8 +342,13 @@ class EngineStates:
                 failures = self._repaired(error, failures + 1)
 
     def give_up(self) -> None:
-        """Let rows that another thread waits for fail."""
+        """Let rows, starts and repairs that another thread waits for fail, for good."""
+        self._given_up.set()
         self._stopped.set()
+
+    def _require_wanted(self) -> None:
+        if self._given_up.is_set():
+            raise GivenUpError
 
     def _repaired(self, error: BadInputError, failures: int) -> int:
         """Return the number of failures once an engine can be asked again; one that lives is not started anew.
@@ -343,7 +360,8 @@ class EngineStates:
             if failures > _MOST_FAILURES or reason.startswith("HTTP status 4"):  # it would say so again
                 raise error
             _log.warning("the engine failed (%s); it is asked again", reason)
-            time.sleep(0.1 * 2**failures)
+            self._given_up.wait(0.1 * 2**failures)
+            self._require_wanted()
             try:
                 if reason == _RESTARTED or not _alive(self._models):
                     self._stack.close()
@@ -359,7 +377,8 @@ class EngineStates:
         while not (found := _alive(self.spec.urls)):
             if time.monotonic() > limit:
                 raise BadInputError(f"{', '.join(self.spec.urls)}: the engine does not answer.")
-            time.sleep(0.5)
+            self._given_up.wait(0.5)
+            self._require_wanted()
         return found
 
     def _answers(self, rows: Mapping[int, np.ndarray]) -> Iterator[tuple[int, EngineRow]]:
@@ -369,6 +388,7 @@ class EngineStates:
             idle.put(url)
         with ThreadPoolExecutor(idle.qsize()) as pool:
             self._stopped.clear()
+            self._require_wanted()
             asked = deque((i, pool.submit(self._row, idle, tokens.tolist())) for i, tokens in rows.items())
             try:
                 while asked:

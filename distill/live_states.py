@@ -81,9 +81,12 @@ class LiveStates:
     def _announce(self, rows: list[int]) -> None:
         self._announced.append(rows)
         if len(self._announced) > _WINDOWS * self.ahead:
-            for row in self._announced.popleft():
-                if (passed := self._asked.pop(row, None)) is not None:
-                    passed.cancel()
+            passed, wanted = self._announced.popleft(), {row for later in self._announced for row in later}
+            for row in (row for row in passed if row not in wanted):
+                self._gathered = [other for other in self._gathered if other != row]
+                future = self._asked.pop(row, None)
+                if future is not None and all(other is not future for other in self._asked.values()):
+                    future.cancel()
         self._gathered += [row for row in rows if row not in self._asked and row not in self._gathered]
         if len(self._gathered) >= self.at_once:
             self._ask()
@@ -98,10 +101,7 @@ class LiveStates:
         return {i: (hidden, last) for i, hidden, last in self.engine.of(tokens)}
 
     def _taken(self, row: int) -> tuple[Tensor | None, Tensor]:
-        """Return a row's taps `[T, K, H]`, in the drafter's order, and its last state, as soon as they are made."""
-        if row not in self._asked or self._asked[row].cancelled():
-            self._gathered = list(dict.fromkeys([*self._gathered, row]))
-            self._ask()
+        """Return the taps `[T, K, H]`, in the drafter's order, and last state of a row that was asked for."""
         hidden, last = self._asked.pop(row).result()[row]
         parts = [last if c is None or hidden is None else hidden[:, c] for c in self._columns]
         return torch.stack(parts, dim=1) if parts else None, last
@@ -111,7 +111,11 @@ class LiveStates:
 
         They are padded on the right with zeros, as `FeatureStore.batch` pads them.
         """
-        rows = [self._taken(i) for i in indices]
+        missing = [row for row in indices if row not in self._asked or self._asked[row].cancelled()]
+        if missing:
+            self._gathered = list(dict.fromkeys([*self._gathered, *missing]))
+            self._ask()
+        rows = [self._taken(row) for row in indices]
         hidden = [taps for taps, _ in rows if taps is not None]
         last = pad_sequence([state for _, state in rows], batch_first=True)
         return pad_sequence(hidden, batch_first=True) if hidden else None, last

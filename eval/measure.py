@@ -447,7 +447,7 @@ def _figures_of(
     """Return the figures of all contestants on the same prompts, compared by the same resamples."""
     entries = _by_contestant(records)
     generate = speed_ratio(entries[baselines.generate]) if baselines.generate else None
-    bootstrap = _bootstrap(entries[baselines.plain], seed)
+    bootstrap = bootstrap_of(entries[baselines.plain], seed)
 
     def figures(name: str, own: list[PromptRecord]) -> Figures:
         drafted = [sum(r.drafted) for r in own]
@@ -497,7 +497,7 @@ def _of_requests(own: Sequence[PromptRecord], plain: Sequence[PromptRecord], boo
     }
 
 
-def _bootstrap(records: Sequence[PromptRecord], seed: int) -> Bootstrap:
+def bootstrap_of(records: Sequence[PromptRecord], seed: int) -> Bootstrap:
     """Return resamples of prompts, suite by suite; the turns and contexts of a conversation are drawn together."""
     places = {one: place for place, one in enumerate(dict.fromkeys(r.drawn for r in records))}
     return Bootstrap(strata_of([suite for suite, _ in places]), seed=seed, clusters=[places[r.drawn] for r in records])
@@ -538,7 +538,7 @@ def summarise_groups(records: Sequence[PromptRecord], baselines: Baselines, seed
         for group, part in groups.items() if 1 < len(groups) <= _MOST_GROUPS else ():
             entries = _by_contestant(part)
             plain = entries[baselines.plain]
-            bootstrap = _bootstrap(plain, seed)
+            bootstrap = bootstrap_of(plain, seed)
             found += [
                 GroupFigures(**_of_requests(own, plain, bootstrap), by=by, group=group) for own in entries.values()
             ]

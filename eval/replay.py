@@ -8,8 +8,8 @@ Shapes: B rows, N draft tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import BaseModel
@@ -21,12 +21,10 @@ from ..heads import Abilities, Drafter, Proposal, Session
 from ..heads.session import Choose, Ended
 from ..recipes import EvalSpec
 from ..targets import RaggedCache, RowLengths, Target
-from .measure import Contestant, measure
+from .measure import Contestant, bootstrap_of, measure
 from .reports.figures import Interval, PromptRecord, speed_ratio, tau_ratio
-from .reports.statistics import Bootstrap, strata_of
-from .suites import Suite, make_jobs
+from .suites import Suite, check_lengths, make_jobs, with_later_turns
 
-_ROWS = 8  # whose texts are written at once
 _GOLDEN = (5**0.5 - 1) / 2
 
 
@@ -67,24 +65,23 @@ class Replay(Drafter[Any]):
     """A drafter that drafts at another's cost and is right as often as `rates` say, in chains at temperature 0.
 
     Args:
-        texts: prompts with the target's own answers; after others it drafts as it learned to.
+        texts: the target's own answers, by their prompts; after others it drafts as it learned to.
         rates: see `acceptance_rates`.
     """
 
     name = "replay"
     trainable = False
 
-    def __init__(self, drafter: Drafter, texts: Sequence[Sequence[int]], rates: Sequence[float]):
+    def __init__(self, drafter: Drafter, texts: Mapping[tuple[int, ...], Sequence[int]], rates: Sequence[float]):
         super().__init__(drafter.config)
-        self.drafter, self.texts, self.rates, self.rounds = drafter.plain(), texts, rates, 0
+        self.drafter, self.texts, self.rates = drafter.plain(), texts, rates
 
-    def kept(self) -> int:
-        """Return how many drafts the next round keeps.
+    def kept(self, text: Sequence[int], number: int) -> int:
+        """Return how many drafts round `number` of a text keeps; repeats of the text keep the same.
 
         Multiples of the golden ratio fill the unit interval evenly, so that few rounds already have the rates.
         """
-        self.rounds += 1
-        drawn = self.rounds * _GOLDEN % 1
+        drawn = (sum(text) + number) * _GOLDEN % 1
         return sum(drawn < rate for rate in self.rates)
 
     @property
@@ -112,24 +109,40 @@ class Replay(Drafter[Any]):
         return _ReplaySession(self, self.drafter.open(target, batch_size, max_length, 0, cache), target, batch_size)
 
 
+@dataclass
+class _ReplayedRow:
+    """A sequence: the text that it is expected to write, () for none, and how much of that was read."""
+
+    text: Sequence[int] | None = None
+    read: int = 0
+    rounds: int = 0
+
+
 class _ReplaySession(Session):
     def __init__(self, replay: Replay, session: Session, target: Target, batch_size: int):
         self.replay, self.session, self.vocab = replay, session, target.vocab_size
-        self.rows: list[list[int]] = [[] for _ in range(batch_size)]
+        self.rows = [_ReplayedRow() for _ in range(batch_size)]
 
     def update(self, tokens: Tensor, hidden: Tensor | None, counts: RowLengths, path: Tensor | None = None) -> None:
         self.session.update(tokens, hidden, counts, path)
         for row, new, count in zip(self.rows, tokens.tolist(), counts.values, strict=True):
-            row.extend(new[:count])
+            if row.text is None:
+                row.text, row.read = self.replay.texts.get(tuple(new[:count]), ()), 0
+            elif list(row.text[row.read : row.read + count]) == new[:count]:
+                row.read += count
+            else:  # it is another text now
+                row.text = ()
 
     def propose(self, root: Tensor, depth: int, choose: Choose, ended: Ended | None = None) -> Proposal:
         proposal = self.session.propose(root, depth, choose, ended)
         tokens = proposal.tokens.clone()
         for drafts, row, last in zip(tokens, self.rows, root.tolist(), strict=True):
-            read, right = [*row, last], self.replay.kept()
-            text = next((t for t in self.replay.texts if list(t[: len(read)]) == read), read)
-            following = text[len(read) : len(read) + len(drafts)]
-            for place, token in enumerate(following[: right + 1]):
+            text = row.text or ()
+            if row.read >= len(text) or text[row.read] != last:
+                continue
+            row.rounds += 1
+            right, first = self.replay.kept(text, row.rounds), row.read + 1
+            for place, token in enumerate(text[first : first + len(drafts)][: right + 1]):
                 drafts[place] = token if place < right else (token + 1) % self.vocab
         return replace(proposal, tokens=tokens)
 
@@ -157,16 +170,16 @@ def replay(
     """
     if plan.is_tree:
         raise BadInputError(f"only chains are replayed, and the plan is a {plan}; give a depth.")
-    settings = settings.model_copy(update={"temperatures": [0.0], "baselines": []})
-    prompts = [job.prompt.tokens for job in make_jobs(suites, settings.limit)]
-    decoder, texts = Decoder(target), list[list[int]]()
-    for first in range(0, len(prompts), _ROWS):
-        group = prompts[first : first + _ROWS]
-        answers = decoder.generate(group, settings.max_new_tokens, plan=Plan(depth=0)).tokens
-        texts += [[*prompt, *answer] for prompt, answer in zip(group, answers, strict=True)]
+    changes = {"temperatures": [0.0], "sampling": "temperatures", "baselines": [], "batch_sizes": []}
+    settings, jobs = settings.model_copy(update=changes), make_jobs(suites, settings.limit)
+    check_lengths(target, jobs, settings)
+    jobs = with_later_turns(target, jobs, settings.max_new_tokens, settings.max_prompt_tokens)
+    decoder, texts = Decoder(target), dict[tuple[int, ...], list[int]]()
+    for prompt in (tuple(job.prompt.tokens) for job in jobs):
+        texts[prompt] = decoder.generate([prompt], settings.max_new_tokens, plan=Plan(depth=0)).tokens[0]
     own, replayed = (Contestant.of(d.name, d, Plan(plan.depth)) for d in (drafter, Replay(drafter, texts, rates)))
     report = measure(target, [own, replayed], suites, settings, generate_baseline=False)
     real, again = (report.records_of(c.name, 0.0) for c in (own, replayed))
-    bootstrap = Bootstrap(strata_of([r.suite for r in real]), seed=settings.seed)
+    bootstrap = bootstrap_of(real, settings.seed)
     speed = bootstrap.quotient(speed_ratio(again), speed_ratio(real))
     return (bootstrap.ratio(tau_ratio(real)), bootstrap.ratio(tau_ratio(again))), speed

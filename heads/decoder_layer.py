@@ -64,7 +64,7 @@ class LayerConfig(HeadConfig):
 
         theta = self.rope_parameters.get("rope_theta", 1.0)
         if not (isinstance(theta, (int, float)) and 0 < theta < float("inf")):
-            raise BadInputError(f"drafter: rope_parameters.rope_theta must be a number above 0, got {theta!r}.")
+            raise BadInputError(f"drafter: rope_parameters.rope_theta must be a number above 0, got {theta!r:.80}.")
 
     def sizes(self, target: Target) -> dict[str, Any]:
         theirs = usual_layer(target.config)

@@ -85,7 +85,7 @@ def export_pair(
 
 def _exported(pair: Pair, to: str, folder: Path, depth: int | None, target: Target | None, lora: bool) -> PairExport:
     adapter = _lora_of(pair, to, folder) if lora else None
-    target, drafter, _ = pair.open(target)
+    target, drafter, _ = pair.open(target or pair.load_target(layers=False))
     drafter = restore_drafter(pair.drafter_folder, target).to(target.device).eval()  # in the precision it was saved in
     depth = depth or export_depth(pair, drafter.max_depth)
     if target.max_context is not None and depth >= target.max_context:

@@ -53,10 +53,11 @@ class Pair(PairContents):
         kept = bool(self.manifest.target.adapter_files)
         return str(self.folder / ADAPTER) if kept else self.manifest.target.source.adapter
 
-    def load_target(self, path: str | None = None, **options: Any) -> Target:
+    def load_target(self, path: str | None = None, layers: bool = True, **options: Any) -> Target:
         """Return a target in the pair's dtype and quantisation: at `path`, loaded with `options`, or the recorded one.
 
-        A recorded one that lives in an engine is opened without its layers.
+        Args:
+            layers: False opens a recorded one that lives in an engine without them.
 
         Raises:
             BadInputError: it cannot be loaded, or no source is recorded.
@@ -65,14 +66,13 @@ class Pair(PairContents):
         recorded = {"dtype": self.dtype} | ({} if source.quantize is None else {"quantize": source.quantize})
         if path is not None:
             return Target.load(path, **recorded | options)
-        own = self.recipe().target
-        if source.path is not None and own.engine is not None:
-            return target_without_layers(source.path, source.revision, self.dtype, own.trust_remote_code)
         if source.path is None:
             raise BadInputError(
                 f"{self.folder}: this pair's target was given in memory, so it cannot be loaded again; name the target."
             )
         try:
+            if not layers and self.recipe().target.engine is not None:
+                return target_without_layers(source.path, source.revision, self.dtype)
             return Target.load(source.path, source.revision, self.adapter, **recorded | options)
         except BadInputError as error:
             raise BadInputError(

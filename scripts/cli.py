@@ -56,7 +56,10 @@ FINDING, BAD_INPUT, FAULT = 1, 2, 70
 # Verbs that keep what is finished when they are asked to stop.
 RESUMED = ("distill", "train", "compare", "refresh", "quickstart")
 # In quotes to the next one: a password may hold spaces.
-_URL = re.compile(r"(?<=['\"])https?:[/\\][^'\"\n]*|https?:[/\\]\S+|[\w.%+-]+:[^\s\"'<>/]+@\S+", re.IGNORECASE)
+_URL = re.compile(
+    r"(?<=['\"])https?:[/\\][^'\"\n]*|https?:[/\\]\S+|(?<![\w.%+-])[\w.%+-]+:(?!\\)[^\s\"'<>/]+@\S+", re.IGNORECASE
+)
+_LONGEST = 10_000  # letters of a sentence about an error
 SPEAKING = ("generate", "watch")  # what they write comes as it is made
 GOES_ON = "what was done is kept, and the same command goes on from there."
 
@@ -115,7 +118,12 @@ def _is_panic(error: BaseException) -> bool:
 
 def said(error: BaseException) -> str:
     """Return the sentence about an error that a user can do something about, without what may be a secret in URLs."""
-    return _URL.sub(lambda url: printable_urls(url[0].replace("\\", "/")), _sentence(error))
+    text = _sentence(error)
+    return _without_secrets(text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…")
+
+
+def _without_secrets(text: str) -> str:
+    return _URL.sub(lambda url: printable_urls(url[0].replace("\\", "/")), text)
 
 
 def _sentence(error: BaseException) -> str:

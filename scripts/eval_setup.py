@@ -63,7 +63,10 @@ class Subject:
     def measure(self, console: Console | None = None) -> Report:
         """Measure the drafter beside its baselines and the plain target; where that lives in an engine, there."""
         if self.engine is not None:
-            return measure_in_engine(self.target, self.drafter, self.suites, self.settings, self.engine, console)
+            if self.tuned is not None:
+                raise BadInputError("--tuned: an engine drafts chains of the pair's depth; leave it out.")
+            depth = self.plan.depth
+            return measure_in_engine(self.target, self.drafter, self.suites, self.settings, self.engine, console, depth)
         first, *others = contestants(self.target, self.drafter, self.settings, self.plan)
         tuned = [] if self.tuned is None else [tuned_contestant(self.tuned, self.drafter)]
         entrants = [first, *tuned, *others]
@@ -216,8 +219,9 @@ def _of_pair(folder: Path, asked: EvalOptions) -> Subject:
     learnt, data = pair.learnt() if asked.drafter is None else set(), f"the training data of the pair {pair.name!r}"
     suites = suites_of(outline, settings, recipe.template, learnt, data, recipe.data.allow_leaks)
     changed = asked.target is not None
-    options = {"adapter": asked.adapter, "quantize": asked.quantize}
-    target = pair.load_target(asked.target, **options) if changed else pair.load_target()
+    options: dict[str, Any] = {"adapter": asked.adapter, "quantize": asked.quantize}
+    target = pair.load_target(asked.target, **options) if changed else pair.load_target(layers=False)
+    engine = None if target.has_layers else _engine_asked(recipe, asked, folder)
     target, own, plan = pair.open(target, check=not changed)
     plan = replace(plan_of(settings), verify=plan.verify) if asked.other_shape() else plan
     found = pair.tuned(target, temperature=settings.temperatures[0]) if asked.tuned else None
@@ -229,7 +233,6 @@ def _of_pair(folder: Path, asked: EvalOptions) -> Subject:
     report += "-quick" if asked.quick else ""
     drafter = load_drafter(asked.drafter, target) if asked.drafter else own
     reports = Path("runs") / "reports" / report
-    engine = None if target.has_layers else recipe.target.engine
     return Subject(target, drafter, plan, settings, reports, suites, found, not asked.quick, recipe.template, engine)
 
 
@@ -244,11 +247,25 @@ def target_outline(path: str | None, revision: str | None = None, trust_remote_c
     return config_only_target(split_shape(path)[0], revision, trust_remote_code=trust_remote_code)
 
 
+_ENGINE = ("target.engine.python", "target.engine.arguments")
+
+
+def _engine_asked(recipe: Recipe, asked: EvalOptions, folder: Path) -> EngineSpec:
+    """Return the engine that the caller names: a pair's recipe decides for nobody which programs run."""
+    named, own = {_key(change) for change in asked.changes}, recipe.target.engine
+    if own is None or _ENGINE[0] not in named:
+        raise BadInputError(
+            f"the target of {folder} lives in an engine: name the environment that starts it (target.engine.python=…), "
+            "or load the whole target (--target). What the pair's own recipe names is not run."
+        )
+    return own if _ENGINE[1] in named else own.model_copy(update={"arguments": []})
+
+
 def _refuse_unfollowed(asked: EvalOptions) -> None:
     """Refuse what a pair cannot follow: only how it is measured can be changed."""
     for change in asked.changes:
         key = _key(change)
-        if (not key.startswith("eval.") or key == "eval.dtype") and key != "data.allow_leaks":
+        if (not key.startswith("eval.") or key == "eval.dtype") and key not in ("data.allow_leaks", *_ENGINE):
             raise BadInputError(
                 f"a pair cannot follow the override {change!r}: its target, drafter and data are what they are, only "
                 "settings of eval can be changed. --target (with --adapter) measures it on a changed target, --drafter "

@@ -48,6 +48,8 @@ def replay(
             f"measure one (`outrider eval {pair} --depth 4`), and name its report (--report)."
         )
     rates = [round(rate, 6) for rate in acceptance_rates(passport.records)]
+    if not rates:
+        raise BadInputError(f"{passport.info.label} drafted nothing in its report; there is nothing to replay.")
     body = Replayed(contestant=passport.info.label, temperature=passport.figures.temperature, rates=rates)
     if to is not None:
         from ..formats import launch, layout_of
@@ -70,7 +72,7 @@ def replay(
     )
     real, again = body.tau
     told = (
-        f"{escape(body.contestant)} at temperature 0: τ {real.text()}, replayed {again.text()}; the replay runs at "
-        f"[bold]{body.speed.text(unit='×')}[/bold] the drafter's speed"
+        f"{body.contestant} at temperature 0: τ {real.text()}, replayed {again.text()}; the replay runs at "
+        f"{body.speed.text(unit='×')} the drafter's speed"
     )
-    finish(as_json, "replay", body, show=lambda: print_lines([told]))
+    finish(as_json, "replay", body, show=lambda: print_lines([escape(told)]))

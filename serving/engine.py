@@ -160,15 +160,17 @@ class Engine:
         """
         return read_counters(read_metrics(self.url, self.key))
 
-    def complete(self, tokens: Sequence[int], max_new_tokens: int = 64, temperature: float = 0.0) -> EngineCompletion:
-        """Complete one prompt, given as token ids.
+    def complete(
+        self, tokens: Sequence[int], max_new_tokens: int = 64, temperature: float = 0.0, seed: int | None = None
+    ) -> EngineCompletion:
+        """Complete one prompt, given as token ids; `seed` is of its draws.
 
         Raises:
             BadInputError: the engine cannot be reached, refuses the request, or gives an answer that cannot be used.
         """
         body = {"model": self.model, "prompt": list(tokens), "max_tokens": max_new_tokens, "temperature": temperature}
         body |= {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}  # not the target's own defaults
-        body |= {"return_token_ids": True}
+        body |= {"return_token_ids": True} | ({} if seed is None else {"seed": seed})
         place, num_bytes = f"{self.url}/v1/completions", MEGABYTE + BYTES_OF_A_TOKEN * (max_new_tokens + len(tokens))
         began = time.perf_counter()
         content = ask(place, json.dumps(body).encode(), self.key, AnswerLimits(COMPLETION_SECONDS, num_bytes))

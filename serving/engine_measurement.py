@@ -93,7 +93,7 @@ class ServedSession:
     @cached_property
     def target(self) -> Target:
         """The pair's target, in Outrider."""
-        options = {} if self.target_path is None else {"adapter": self.pair.adapter}
+        options: dict[str, Any] = {} if self.target_path is None else {"adapter": self.pair.adapter}
         return self.pair.load_target(self.target_path, **options)
 
     @cached_property

@@ -34,21 +34,37 @@ from .launching import VllmLaunch, running, split_speculation
 class EngineRacer:
     """A contestant that completes prompts in an engine that nobody else uses, with drafts or without."""
 
-    def __init__(self, name: str, engine: Engine, depth: int, max_new_tokens: int):
-        self.name, self.engine, self.depth, self.max_new_tokens = name, engine, depth, max_new_tokens
+    def __init__(self, name: str, engine: Engine, depth: int, max_new_tokens: int, seed: int = 0):
+        self.name, self.engine, self.depth = name, engine, depth
+        self.max_new_tokens, self.seed = max_new_tokens, seed
 
     def __call__(self, job: PromptJob, temperature: float) -> TimedCompletion:
         before = self.engine.counters()
-        answer = self.engine.complete(job.prompt.tokens, self.max_new_tokens, temperature)
+        # Repeats of a prompt are one text, of which the median of their times is taken.
+        seed = (1_000_003 * self.seed + job.sequence) % 2**31 if temperature else None
+        answer = self.engine.complete(job.prompt.tokens, self.max_new_tokens, temperature, seed)
         if answer.tokens is None:
             raise BadInputError(f"{self.engine.url} returns text without its token ids; a vLLM of 0.10 or later does.")
         counts = self.engine.settled(before, answer.num_tokens).since(before)
+        if counts.tokens != answer.num_tokens:
+            raise BadInputError(
+                f"{self.engine.url} counts {counts.tokens:g} tokens for an answer of {answer.num_tokens}: others use "
+                "it, or its counters are not those of vLLM."
+            )
         rule = "none" if not self.depth else "rejection" if temperature else "greedy"
         return TimedCompletion(list(answer.tokens), {"total": answer.seconds}, rounds_of(counts, self.depth), rule)
 
 
 def rounds_of(counts: DraftCounts, depth: int) -> list[Round]:
-    """Return rounds that an engine counted by position, those that kept most first: it does not tell their order."""
+    """Return rounds that an engine counted by position, those that kept most first: it does not tell their order.
+
+    Raises:
+        BadInputError: drafts were kept, and not counted by position, or at deeper positions than `depth`.
+    """
+    if counts.accepted and not counts.by_position:
+        raise BadInputError("this engine does not count accepted drafts by position; a vLLM of 0.9 or later does.")
+    if counts.at(depth):
+        raise BadInputError(f"this engine kept drafts beyond the depth of {depth} that it was told.")
     kept = [round(counts.reached(k) - counts.at(k)) for k in range(depth + 1)]
     return [Round(depth, k, k + 1) for k in range(depth, -1, -1) for _ in range(kept[k])]
 
@@ -60,8 +76,12 @@ def measure_in_engine(
     settings: EvalSpec,
     spec: EngineSpec,
     console: Console | None = None,
+    depth: int | None = None,
 ) -> Report:
     """Export the drafter, start the target's engine with it and without, and measure both in turns.
+
+    Args:
+        depth: of the drafts; None for that of `settings`.
 
     Raises:
         BadInputError: the engine is not one that is started here, or something is asked for that only our decoder does.
@@ -74,10 +94,20 @@ def measure_in_engine(
         )
     if settings.batch_sizes or settings.sampling == "served":
         raise BadInputError("eval.batch_sizes and eval.sampling: served are our own decoder's; leave them out.")
-    entrant = Contestant.of(drafter.name, drafter, Plan(settings.depth))
     prompts = [prompt for suite in suites for prompt in suite.prompts[: settings.limit]]
+    if any(prompt.later for prompt in prompts):
+        raise BadInputError("later turns follow on answers of our own decoder; cut these suites to their first turns.")
+    entrant = Contestant.of(drafter.name, drafter, Plan(settings.depth if depth is None else depth))
+    entrant = replace(entrant, plan=entrant.plan.within(settings.max_new_tokens))
     dtype, depth = str(target.dtype).removeprefix("torch."), entrant.plan.depth
     changed, arguments = split_speculation(spec.arguments)
+    if changed.get("num_speculative_tokens", depth) != depth:
+        raise BadInputError(
+            f"target.engine.arguments: eval.depth ({depth}) decides num_speculative_tokens; leave it out."
+        )
+    room = max(len(p.tokens) for p in prompts) + settings.max_new_tokens + depth + 16
+    if revision := target.source["revision"]:
+        arguments = ("--revision", str(revision), *arguments)
     with scratch_folder("measured") as place, ExitStack() as engines:
         exported = export_drafter(drafter, target, "vllm", place / "export", depth).folder
         drafting = VllmLaunch(
@@ -85,14 +115,14 @@ def measure_in_engine(
             target=served_path(target),
             dtype=dtype,
             speculation=launch("vllm", drafter.name, target.place, str(exported), depth, dtype).settings | changed,
-            max_length=max(len(p.tokens) for p in prompts) + settings.max_new_tokens + depth + 16,
+            max_length=min(room, target.max_context or room),
             arguments=("--no-enable-prefix-caching", *arguments),  # repeats would read nothing of their prompts
         )
 
         def racer(_: Target, contestant: Contestant, used: EvalSpec) -> EngineRacer:
             own = drafting if contestant.drafter is not None else replace(drafting, speculation=None)
-            engine = engines.enter_context(running(own, place / f"{contestant.name}.log"))
-            return EngineRacer(contestant.name, engine, contestant.plan.depth, used.max_new_tokens)
+            engine = engines.enter_context(running(own, place / f"{contestant.name}.log", spec.start_seconds))
+            return EngineRacer(contestant.name, engine, contestant.plan.depth, used.max_new_tokens, used.seed)
 
         report = measure(target, [entrant], suites, settings, False, console, racer=racer)
     report.conditions.target["engine"] = spec.kind

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..common import BadInputError
-from ..common.server_process import CPU_ENVIRONMENT, running_server
+from ..common.server_process import CPU_ENVIRONMENT, START_SECONDS, running_server
 from ..formats.engines import lora_words
 from .engine import Engine
 
@@ -105,11 +105,12 @@ def split_speculation(arguments: Sequence[str]) -> tuple[dict[str, Any], tuple[s
 
 
 @contextmanager
-def running(launch: Command, log: Path) -> Iterator[Engine]:
+def running(launch: Command, log: Path, seconds: float = START_SECONDS) -> Iterator[Engine]:
     """Start a server, yield a client of it as soon as it answers, and stop it at the end.
 
     Args:
         log: the file of the server's output.
+        seconds: that it may take to start.
 
     Raises:
         BadInputError: it ended, did not answer in time, or refused a request; with its last lines.
@@ -120,7 +121,7 @@ def running(launch: Command, log: Path) -> Iterator[Engine]:
         engine.counters()
         return engine
 
-    with running_server(launch.command, launch.variables(), log, answers, _beyond_vocabulary) as engine:
+    with running_server(launch.command, launch.variables(), log, answers, _beyond_vocabulary, seconds) as engine:
         yield engine
 
 

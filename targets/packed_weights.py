@@ -149,10 +149,15 @@ def _multiply_together(parts: dict[str, nn.Module | None]) -> None:
 def _use_huge_pages(address: int, num_bytes: int) -> None:
     """Ask Linux to keep memory in huge pages, from which products read a tenth faster; it may decline."""
     advise = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux" else None
-    # Whole pages around it: what is packed one after the other mostly lies side by side, and shares them.
-    begin, end = address // _HUGE * _HUGE, -(-(address + num_bytes) // _HUGE) * _HUGE
-    if advise is not None:
-        advise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _COLLAPSE)
+    # Whole pages around it: what is packed one after the other mostly lies side by side, and shares them. A neighbour
+    # that cannot be collapsed ends that; then the pages within it.
+    outer = address // _HUGE * _HUGE, -(-(address + num_bytes) // _HUGE) * _HUGE
+    inner = -(-address // _HUGE) * _HUGE, (address + num_bytes) // _HUGE * _HUGE
+    for begin, end in (outer, inner):
+        if advise is None or begin >= end:
+            break
+        if not advise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _COLLAPSE):
+            break
 
 
 def packable(module: nn.Module) -> nn.Linear | None:

@@ -43,10 +43,14 @@ class Forked:
 
     def send_signal(self, number: int) -> None:
         assert self.process.pid is not None
-        os.kill(self.process.pid, number)
+        if self.process.exitcode is None:
+            os.kill(self.process.pid, number)
 
     def communicate(self, timeout: float = 120) -> tuple[None, str]:
         """Return its output when it has ended."""
         self.process.join(timeout)
-        assert self.process.exitcode is not None, f"still running after {timeout} s"
+        if self.process.exitcode is None:
+            self.process.kill()
+            self.process.join()
+            raise AssertionError(f"still running after {timeout} s")
         return None, self.said.read_text(encoding="utf-8")

@@ -319,11 +319,13 @@ class PackedBatches:
     """A maker of batches of packs, by one of batches of single texts.
 
     A frozen target's states of a pack are the same in every epoch. Those of batches of one pack are kept in memory, as
-    long as they take at most `room` bytes, and later epochs go without the target's pass.
+    long as they take at most `room` bytes, and later epochs go without the target's pass. A target in parts makes it in
+    all processes at once, so that none of them may go without.
     """
 
     def __init__(self, inner: Batches, room: int = 0):
-        self.inner, self.target, self.near, self.room = inner, inner.target, inner.near, room
+        self.inner, self.target, self.near = inner, inner.target, inner.near
+        self.room = 0 if inner.target.sharded else room
         self._kept: dict[tuple[int, ...], tuple[Tensor | None, Tensor]] = {}
 
     def of(self, inputs: dict[str, Tensor]) -> TargetBatch:

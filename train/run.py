@@ -239,7 +239,7 @@ class _Training:
 
     def _room(self) -> int:
         """Return the bytes in which states of packs may be kept, where a CPU computes them and reads them again."""
-        args, online = self.args, self.recipe.data.features == "online"
+        args, online = self.args, self.recipe.data.features == "online" and not self.target.sharded
         again = self.seconds is not None or args.max_steps > 0 or args.num_train_epochs > 1
         free = free_bytes(args.device) if online and again and args.device.type == "cpu" else None
         return (free or 0) // 4 // args.world_size
@@ -255,7 +255,7 @@ class _Training:
             return OnlineBatches(target, drafter.taps, precision), 0.0
         engine = EngineStates.of_recipe(self.recipe, target, drafter.taps)
         if engine is not None and self.recipe.data.features == "engine":
-            ahead = 4 * args.train_batch_size * args.gradient_accumulation_steps
+            ahead = max(4 * args.train_batch_size * args.gradient_accumulation_steps, 2 * engine.spec.concurrency)
             live = LiveStates(engine, target, table, drafter.taps, ahead, engine.spec.concurrency)
             return CachedBatches(target, drafter.taps, self.closing.enter_context(live.running())), 0.0
         output, dtype = self.recipe.output_folder, self.recipe.data.features_dtype

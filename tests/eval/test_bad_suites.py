@@ -88,6 +88,7 @@ def refused(
     tiny_llama(vocab=len(tiny_tokenizer), eos_token_id=1, pad_token_id=0).save_pretrained(target)
     tiny_tokenizer.save_pretrained(target)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(eval_setup, "trained_drafter", lambda _recipe: tmp_path)
     monkeypatch.setattr(eval_setup, "load_target", no_weights)
 
     def refuse(suites: list[str], **settings: Any) -> str:

@@ -24,21 +24,22 @@ def test_rates_are_of_rounds_that_drafted_so_deep():
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "draft_model"])
-@pytest.mark.parametrize(
-    ("rates", "kept"), [([1.0] * 3, [3] * 5), ([0.0] * 3, [0] * 20), ([0.75, 0.5, 0.25], [1, 3, 0, 2, 3, 1, 2, 0])]
-)
-def test_rounds_keep_what_they_are_told_to_and_the_text_is_the_targets(kind, rates, kept, target, tiny_llama):
+@pytest.mark.parametrize("rates", [[1.0] * 3, [0.0] * 3, [0.75, 0.5, 0.25]])
+def test_rounds_keep_what_they_are_told_to_and_the_text_is_the_targets(kind, rates, target, tiny_llama):
     drafter: Drafter = DraftModel(tiny_llama(layers=1))
     if kind == "eagle3":
         drafter = Eagle3.build(Eagle3Config(taps=(0, 1, 2)), target)
     prompts = [[1, 2, 3], [4, 5, 6, 7, 8]]
     plain = Decoder(target).generate(prompts, 20, plan=Plan(0), ignore_eos=True).tokens
-    texts = [[*prompt, *answer] for prompt, answer in zip(prompts, plain, strict=True)]
+    texts = {tuple(prompt): answer for prompt, answer in zip(prompts, plain, strict=True)}
     told = Decoder(target, Replay(drafter, texts, rates)).generate(prompts[:1], 20, plan=Plan(3), ignore_eos=True)
     assert told.tokens == plain[:1]
     whole = [r.accepted for r in told.rounds[0] if r.drafted == 3]  # at the end a round drafts what is left
-    assert whole[: len(kept)] == kept[: len(whole)]
+    again = Replay(drafter, texts, rates)
+    assert whole == [again.kept(plain[0], number) for number in range(1, 1 + len(whole))]
     assert len(whole) >= 4
+    drawn = [again.kept(plain[0], number) for number in range(500)]
+    assert [sum(kept > depth for kept in drawn) / 500 for depth in range(3)] == pytest.approx(rates, abs=0.005)
     together = Decoder(target, Replay(drafter, texts, rates)).generate(prompts, 20, plan=Plan(3), ignore_eos=True)
     assert together.tokens == plain
 

@@ -46,7 +46,7 @@ def test_target_and_drafter_are_read_again_and_compute_the_same(outrider: Comman
         (["--like", "9b"], "no shape is called '9b'; there are llama-0.4b"),
         (["--like", "8b", "num_layers=3"], "did you mean 'num_hidden_layers'"),
         (["--like", "8b", "hidden_size=wide"], "expected KEY=VALUE with a whole number"),
-        (["--like", "8b", "num_attention_heads=31"], "not a multiple"),
+        (["--like", "8b", "num_attention_heads=31"], "must be a multiple"),
     ],
 )
 def test_bad_shapes_are_refused_before_anything_is_made(outrider: Command, tmp_path, options, words):

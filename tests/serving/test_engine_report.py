@@ -29,6 +29,7 @@ from outrider.eval.suites import make_suite
 from outrider.heads import Eagle3, Eagle3Config
 from outrider.pair import export_pair, new_pair
 from outrider.recipes import EngineSpec, EvalSpec, Recipe
+from outrider.scripts.eval_setup import EvalOptions, load_subject
 from outrider.serving.engine import DraftCounts, Engine
 from outrider.serving.engine_report import EngineRacer, measure_in_engine, rounds_of
 from outrider.targets import Target, embedded_path
@@ -42,6 +43,10 @@ def test_rounds_are_those_that_the_engine_counted_whatever_their_order() -> None
     assert sorted(r.accepted for r in found) == [0, 0, 2, 3]
     assert DraftCounts.of(found) == DraftCounts.of(rounds)
     assert rounds_of(DraftCounts(), 0) == []
+    with pytest.raises(BadInputError, match="beyond the depth of 2"):
+        rounds_of(DraftCounts.of(rounds), 2)
+    with pytest.raises(BadInputError, match="by position"):
+        rounds_of(DraftCounts(rounds=4, drafted=12, accepted=5), 3)
 
 
 @pytest.fixture
@@ -107,14 +112,19 @@ def test_a_pair_whose_target_lives_in_an_engine_is_bound_and_exported_without_it
     """The export is that of the loaded target, byte for byte."""
     tiny_target.model.save_pretrained(tmp_path / "target")
     tiny_target.require_tokenizer().save_pretrained(tmp_path / "target")
+    (tmp_path / "s.jsonl").write_text('{"text": "def read(path):"}')
     recipe = Recipe.from_dict(
         {
             "name": "t",
             "output": str(tmp_path / "run"),
-            "target": {"path": str(tmp_path / "target"), "dtype": "float32", "engine": {"python": "/usr"}},
+            "target": {
+                "path": str(tmp_path / "target"),
+                "dtype": "float32",
+                "engine": {"python": "/usr", "arguments": ["--trust-remote-code"]},
+            },
             "drafter": {"type": "eagle3"},
             "data": {"prompts": ["embedded:code"], "features": "cached"},
-            "eval": {"suites": ["code"], "limit": 2},
+            "eval": {"suites": [str(tmp_path / "s.jsonl")]},
         }
     )
     target = target_in_engine(recipe.target)
@@ -122,14 +132,19 @@ def test_a_pair_whose_target_lives_in_an_engine_is_bound_and_exported_without_it
     head = Eagle3.build(Eagle3Config(steps=2, taps=(2, 4, 5), draft_vocab_size=0), target).eval()
     pair = new_pair(tmp_path / "pair", target, head, recipe)
     assert pair.manifest.measurements.baseline is None
-    assert not pair.load_target().has_layers
+    assert not pair.load_target(layers=False).has_layers
+    assert pair.load_target().has_layers
+    with pytest.raises(BadInputError, match="own recipe names is not run"):  # a stranger's would be run, too
+        load_subject(str(pair.folder), EvalOptions())
+    engine = load_subject(str(pair.folder), EvalOptions(["target.engine.python=/mine"])).engine
+    assert (engine.python, engine.arguments) == ("/mine", [])
     whole = pair.load_target(str(tmp_path / "target"))
     assert whole.has_layers
     made = [export_pair(pair, "vllm", tmp_path / name, 3, given) for name, given in (("a", None), ("b", whole))]
     one, other = ({f.name: f.read_bytes() for f in m.folder.glob("*.safetensors")} for m in made)
     assert one == other != {}
     with pytest.raises(IncompatibleError, match="without its layers"):
-        Decoder(pair.load_target()).generate([[5, 6]], 2)
+        Decoder(pair.load_target(layers=False)).generate([[5, 6]], 2)
 
 
 def hybrid(folder: Path) -> Path:

@@ -454,7 +454,8 @@ def test_bad_words_are_refused_before_anything_starts(tmp_path):
         (["served", "x", "--start", "sglang"], "start it yourself"),
         (["served", "x", "--start", "vllm"], "--python"),
         (["served", "x", "--start", "vllm", "--python", str(tmp_path)], "there is no Python"),
-        (["served", "x", "--start", "vllm", "--python", "x", "--model", "lora"], "--model names"),
+        (["served", "x", "--start", "vllm", "--python", "x"], "there is no Python at x"),
+        (["served", "x", "--start", "vllm", "--python", sys.executable, "--model", "lora"], "--model names"),
     ):
         found = CliRunner().invoke(app, words)
         assert (found.exit_code, said in found.output) == (2, True), found.output

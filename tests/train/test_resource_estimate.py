@@ -208,7 +208,7 @@ def test_this_machine_has_a_row_and_its_own_times_if_asked(recipe, monkeypatch) 
 def test_this_machine_is_measured_in_the_recipes_own_precisions(dtype, bf16) -> None:
     """A plan of a training in float32 had the times of one in bfloat16, where that is faster here."""
     changes = [f"target.dtype={dtype}", f"training.bf16={str(bf16).lower()}", "data.batch_size=2"]
-    small = ["data.max_new_tokens=8", "data.max_prompt_tokens=16", "training.per_device_train_batch_size=1"]
+    small = ["data.max_new_tokens=8", "data.max_prompt_tokens=64", "training.per_device_train_batch_size=1"]
     pace = measure_own_pace(load_recipe("embedded-eagle3", changes + small))
     assert (pace.dtype, pace.bf16) == (dtype, bf16)
     assert min(pace.prefill, pace.answer, pace.step, pace.token) > 0

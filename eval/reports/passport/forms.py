@@ -80,7 +80,7 @@ def read_claims(file: Path) -> list[Claims]:
 def _parts(file: Path) -> Iterator[tuple[str, Any]]:
     """Yield the parts of a file, each with its place: lines, or the runs that specdec_bench adds to a list."""
     if file.suffix == ".jsonl":
-        lines = read_text(file).split("\n", _MOST_LINES)
+        lines = read_text(file).removesuffix("\n").split("\n", _MOST_LINES)
         if len(lines) > _MOST_LINES:
             raise Unreadable(str(file), f"longer than {_MOST_LINES} lines")
         told = ((f", line {number}", line) for number, line in enumerate(lines, 1) if line.strip())

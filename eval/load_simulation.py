@@ -312,7 +312,7 @@ def _run(
     if tokens > _MOST_TOKENS:
         raise BadInputError(
             f"{load.requests:,} requests are a steady load here, with {tokens:,.0f} tokens in their answers; at most "
-            f"{_MOST_TOKENS:,} are simulated. Ask for a part of the load, and multiply replicas."
+            f"{_MOST_TOKENS:,} are simulated. Ask for a part of the load, and multiply replicas; or lower --max-batch."
         )
     env, generator = simpy.Environment(), np.random.default_rng(load.seed)
     drawn = generator.integers(len(workload.records), size=load.requests)
@@ -349,7 +349,9 @@ def full_rate(workload: Workload, times: StepTimes, load: Load, policy: Policy) 
     It is that of the middle half of the answers: filling and emptying the rows do not count. Rows begin amid their
     answers, since prompts that all come at once are read in one pass, which later ones are not.
     """
-    requests = max(load.requests, _TURNOVERS * load.max_rows)
+    most = int(_MOST_TOKENS / float(np.mean([r.tokens for r in workload.records])))
+    turnovers = max(4, min(_TURNOVERS, most // load.max_rows))
+    requests = max(min(load.requests, most), turnovers * load.max_rows)
     closed = replace(load, requests=requests, arrivals=None, clients=load.max_rows, replicas=1)
     finished = sorted(request.finished for request in _run(workload, times, closed, policy, amid=True)[1])
     first, last = requests // 4, 3 * requests // 4

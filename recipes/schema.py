@@ -469,7 +469,9 @@ class Recipe(Section):
                 "target.engine leaves the target's layers on the disk, and joint and eval.training_prompts run them; "
                 "leave them out"
             )
-        if (self.target.engine is None) != (self.data.features != "engine") and self.data.features != "cached":
+        if self.target.engine is None and self.data.features == "engine":
+            raise ValueError("data.features: engine needs target.engine, which says where it is; or leave it out")
+        if self.target.engine is not None and self.data.features == "online":
             raise ValueError(
                 "target.engine makes hidden states before the training (data.features: cached), or meanwhile (data."
                 "features: engine); set one of them, or leave target.engine out"

@@ -88,7 +88,8 @@ def shape_config(like: str, **changes: Any) -> PreTrainedConfig:
     *sizes, more = SHAPES[name]
     values = dict(zip(_SIZES, sizes, strict=True)) | more
     refuse_unknown_keys(changes, [key for key in values if key != "model_type"], f"the shape {name}")
-    if wrong := [key for key, size in changes.items() if not 0 < size <= _LARGEST.get(key, 2**24)]:
+    sized = {key: size for key, size in changes.items() if not isinstance(values[key], bool)}
+    if wrong := [key for key, size in sized.items() if not 0 < size <= _LARGEST.get(key, 2**24)]:
         most = _LARGEST.get(wrong[0], 2**24)
         raise BadInputError(f"{wrong[0]}: a size from 1 to {most:,} is expected, not {changes[wrong[0]]:,}.")
     values |= changes

@@ -1,6 +1,6 @@
 """Losses of a head that learns from an engine's hidden states, beside those of one that learns from the target's own.
 
-    python -m benchmarks.engine_losses --python /opt/vllm --work build/losses --out engine-losses-cpu-fp32.json
+    python -m benchmarks.engine_losses --python ~/vllm --work build/losses --out engine-losses-cpu-fp32.json
 
 The same rows, first weights and order; the states are a vLLM's, or those of the loaded target. The control are the
 loaded target's states with noise of the engine's size. Whatever an optimizer makes of rounding it makes

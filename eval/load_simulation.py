@@ -87,7 +87,7 @@ class RequestRecord:
 
 
 @dataclass(frozen=True)
-class Workload:
+class RequestMix:
     """The requests that a load is drawn from, the depth of their drafts, and `rates`: their mean alpha by depth.
 
     `prefill`: the seconds in which target and drafter read a prompt, over those of the target alone.
@@ -99,7 +99,7 @@ class Workload:
     prefill: float = 1.0
 
     @classmethod
-    def of(cls, report: Report, contestant: str | None = None, temperature: float | None = None) -> Workload:
+    def of(cls, report: Report, contestant: str | None = None, temperature: float | None = None) -> RequestMix:
         """Return the prompts of a report. BadInputError: it holds none, or drafted trees."""
         name = contestant or report.primary
         info, figures = report.contestant(str(name)), report.headline(name, temperature)
@@ -124,7 +124,7 @@ class Workload:
 
 
 @dataclass(frozen=True)
-class Load:
+class Traffic:
     """What comes in: `arrivals` requests per second at random times (Poisson), or so many `clients`, each of which
     asks again when it is answered (then arrivals is None).
 
@@ -193,7 +193,7 @@ class LoadResult:
 
 
 @dataclass
-class _Request:
+class _SimulatedRequest:
     record: RequestRecord
     done: simpy.Event
     arrived: float
@@ -204,12 +204,12 @@ class _Request:
 
 
 @dataclass
-class _Server:
+class _SimulatedServer:
     """All replicas, their queues, and what they did."""
 
     env: simpy.Environment
-    load: Load
-    workload: Workload
+    load: Traffic
+    workload: RequestMix
     times: StepTimes
     policy: Policy
     busy: float = 0.0
@@ -226,19 +226,19 @@ class _Server:
         for number in range(self.load.replicas):
             self.env.process(self._replica(number))
 
-    def ask(self, request: _Request) -> None:
+    def ask(self, request: _SimulatedRequest) -> None:
         """Put a request into the shortest queue."""
         number = self.waiting.index(min(self.waiting))
         self.waiting[number] += 1
         self.queues[number].put(request)
 
     def _replica(self, number: int) -> Generator[simpy.Event, Any, None]:
-        queue, rows, depths = self.queues[number], list[_Request](), range(1, self.workload.depth + 1)
+        queue, rows, depths = self.queues[number], list[_SimulatedRequest](), range(1, self.workload.depth + 1)
         control = Control(self.times.costs[0], self.workload.rates)
         controller = Controller(control, self.load.max_rows, depths, depths) if self.policy == "controlled" else None
         free = list(range(self.load.max_rows))
         while True:
-            admitted: list[_Request] = [] if rows else [(yield queue.get())]
+            admitted: list[_SimulatedRequest] = [] if rows else [(yield queue.get())]
             if self.load.refill or not rows:
                 yield self.env.timeout(0)  # what came at this moment waits in the queue by now
                 room = len(free) - len(admitted)
@@ -267,7 +267,7 @@ class _Server:
         self.busy += seconds
         return self.env.timeout(seconds)
 
-    def _emit(self, rows: Sequence[_Request], depth: int, controller: Controller | None) -> None:
+    def _emit(self, rows: Sequence[_SimulatedRequest], depth: int, controller: Controller | None) -> None:
         total = 0
         for request in rows:
             kept = request.record.accepted if depth else ()
@@ -279,7 +279,7 @@ class _Server:
             total += new
         self.rounds.append((len(rows), depth, total))
 
-    def _going_on(self, number: int, rows: Sequence[_Request], free: list[int]) -> list[_Request]:
+    def _going_on(self, number: int, rows: Sequence[_SimulatedRequest], free: list[int]) -> list[_SimulatedRequest]:
         for request in rows:
             if request.emitted >= request.record.tokens:
                 request.finished = self.env.now
@@ -289,7 +289,7 @@ class _Server:
         return [r for r in rows if r.emitted < r.record.tokens]
 
 
-def simulate(workload: Workload, times: StepTimes, load: Load, policy: Policy) -> LoadResult:
+def simulate(workload: RequestMix, times: StepTimes, load: Traffic, policy: Policy) -> LoadResult:
     """Run a load to its end. The requests and their arrivals depend on `load.seed` alone, whatever the policy.
 
     Raises:
@@ -299,8 +299,8 @@ def simulate(workload: Workload, times: StepTimes, load: Load, policy: Policy) -
 
 
 def _run(
-    workload: Workload, times: StepTimes, load: Load, policy: Policy, amid: bool = False
-) -> tuple[_Server, list[_Request]]:
+    workload: RequestMix, times: StepTimes, load: Traffic, policy: Policy, amid: bool = False
+) -> tuple[_SimulatedServer, list[_SimulatedRequest]]:
     """Return the replicas and the requests of a load that was run to its end.
 
     amid: the first answers of clients have only a part of their tokens left: they came at different times.
@@ -317,14 +317,14 @@ def _run(
     env, generator = simpy.Environment(), np.random.default_rng(load.seed)
     drawn = generator.integers(len(workload.records), size=load.requests)
     gaps = generator.exponential(size=load.requests) / (load.arrivals or 1.0)
-    server = _Server(env, load, workload, times, policy)
-    made: list[_Request] = []
+    server = _SimulatedServer(env, load, workload, times, policy)
+    made: list[_SimulatedRequest] = []
 
     def ask() -> simpy.Event:
         record = workload.records[drawn[len(made)]]
         if amid and len(made) < load.clients:
             record = replace(record, tokens=1 + int(generator.integers(record.tokens)))
-        made.append(_Request(record, env.event(), env.now))
+        made.append(_SimulatedRequest(record, env.event(), env.now))
         server.ask(made[-1])
         return made[-1].done
 
@@ -343,7 +343,7 @@ def _run(
     return server, made
 
 
-def full_rate(workload: Workload, times: StepTimes, load: Load, policy: Policy) -> float:
+def full_rate(workload: RequestMix, times: StepTimes, load: Traffic, policy: Policy) -> float:
     """Return the requests per second that one replica answers while all of its rows are taken.
 
     It is that of the middle half of the answers: filling and emptying the rows do not count. Rows begin amid their
@@ -358,7 +358,7 @@ def full_rate(workload: Workload, times: StepTimes, load: Load, policy: Policy) 
     return (last - first) / (finished[last] - finished[first])
 
 
-def steady(workload: Workload, times: StepTimes, load: Load) -> Load:
+def steady(workload: RequestMix, times: StepTimes, load: Traffic) -> Traffic:
     """Return the load with as many requests as last for several answers: until then queues are only filling.
 
     An answer takes at most as long as in a replica whose rows are all taken (Little's law), in plain rounds.
@@ -368,7 +368,7 @@ def steady(workload: Workload, times: StepTimes, load: Load) -> Load:
     return replace(load, requests=max(load.requests, needed))
 
 
-def _result(server: _Server, made: Sequence[_Request]) -> LoadResult:
+def _result(server: _SimulatedServer, made: Sequence[_SimulatedRequest]) -> LoadResult:
     load = server.load
     counted = made[int(_WARM_UP * len(made)) :]
     rows, depths, emitted = (np.array(column) for column in zip(*(server.rounds or [(1, 0, 1)]), strict=True))
@@ -393,7 +393,7 @@ def _result(server: _Server, made: Sequence[_Request]) -> LoadResult:
 
 
 def replicas_for(
-    workload: Workload, times: StepTimes, load: Load, policy: Policy, latency: float | None = None
+    workload: RequestMix, times: StepTimes, load: Traffic, policy: Policy, latency: float | None = None
 ) -> LoadResult:
     """Return the result with the fewest replicas that keep up, and answer 95 of 100 requests within `latency` seconds.
 
@@ -462,7 +462,7 @@ class Capacity:
     loads: list[LoadResult]
 
 
-def gains(workload: Workload, times: StepTimes, rows: Sequence[int]) -> list[BatchGain]:
+def gains(workload: RequestMix, times: StepTimes, rows: Sequence[int]) -> list[BatchGain]:
     """Return the predicted gain at each number of rows; depth 0 where nothing gains."""
     depths = range(1, workload.depth + 1)
     kept = [np.array(r.accepted) for r in workload.records if r.accepted]

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
+from operator import mul
 from typing import Any
 
 from pydantic import BaseModel
@@ -22,25 +24,19 @@ from ..heads.session import Choose, Ended
 from ..recipes import EvalSpec
 from ..targets import RaggedCache, RowLengths, Target
 from .measure import Contestant, bootstrap_of, measure
-from .reports.figures import Interval, PromptRecord, speed_ratio, tau_ratio
+from .reports.figures import DepthFigure, Interval, speed_ratio, tau_ratio
 from .suites import Suite, check_lengths, make_jobs, with_later_turns
 
 _GOLDEN = (5**0.5 - 1) / 2
 
 
-def acceptance_rates(records: Sequence[PromptRecord]) -> list[float]:
-    """Return how probable a round is to keep at least 1, 2, … drafts.
+def acceptance_rates(alpha: Sequence[DepthFigure]) -> list[float]:
+    """Return how probable a round is to keep at least 1, 2, … drafts, from a report's acceptance by depth.
 
-    Rounds that drafted fewer than d tokens, at the end of a text, tell nothing of depth d: the rates are products of
-    those given that all drafts before were kept.
+    They are products of the rates given that all drafts before were kept: rounds that drafted fewer, at the end of a
+    text, tell nothing of greater depths.
     """
-    rounds = [(d, a) for r in records for d, a in zip(r.drafted, r.accepted, strict=True)]
-    rates, reached = [], 1.0
-    for depth in range(1, max((drafted for drafted, _ in rounds), default=0) + 1):
-        asked = [kept >= depth for drafted, kept in rounds if drafted >= depth and kept >= depth - 1]
-        reached *= sum(asked) / len(asked) if asked else 0.0
-        rates.append(reached)
-    return rates
+    return list(accumulate((figure.kept / figure.reached for figure in alpha), mul))
 
 
 class Replayed(BaseModel, extra="forbid"):
@@ -61,7 +57,7 @@ class Replayed(BaseModel, extra="forbid"):
     tau: tuple[Interval, Interval] | None = None
 
 
-class Replay(Drafter[Any]):
+class ReplayDrafter(Drafter[Any]):
     """A drafter that drafts at another's cost and is right as often as `rates` say, in chains at temperature 0.
 
     Args:
@@ -119,7 +115,7 @@ class _ReplayedRow:
 
 
 class _ReplaySession(Session):
-    def __init__(self, replay: Replay, session: Session, target: Target, batch_size: int):
+    def __init__(self, replay: ReplayDrafter, session: Session, target: Target, batch_size: int):
         self.replay, self.session, self.vocab = replay, session, target.vocab_size
         self.rows = [_ReplayedRow() for _ in range(batch_size)]
 
@@ -177,7 +173,9 @@ def replay(
     decoder, texts = Decoder(target), dict[tuple[int, ...], list[int]]()
     for prompt in (tuple(job.prompt.tokens) for job in jobs):
         texts[prompt] = decoder.generate([prompt], settings.max_new_tokens, plan=Plan(depth=0)).tokens[0]
-    own, replayed = (Contestant.of(d.name, d, Plan(plan.depth)) for d in (drafter, Replay(drafter, texts, rates)))
+    own, replayed = (
+        Contestant.of(d.name, d, Plan(plan.depth)) for d in (drafter, ReplayDrafter(drafter, texts, rates))
+    )
     report = measure(target, [own, replayed], suites, settings, generate_baseline=False)
     real, again = (report.records_of(c.name, 0.0) for c in (own, replayed))
     bootstrap = bootstrap_of(real, settings.seed)

@@ -49,11 +49,11 @@ def capacity(
         raise BadInputError("--latency decides how many replicas there are; leave out --replicas.")
     files = PairFiles.load(pair)
     found = newest_report(files) if report is None else Report.load(report)
-    workload = sim.Workload.of(found)
+    workload = sim.RequestMix.of(found)
     machine, batches = _batches(files, found)
     times, loads = sim.StepTimes.of(batches), []
     for rate in arrivals:
-        load = sim.Load(requests, rate, max_rows=max_rows, seed=seed, replicas=replicas or 1)
+        load = sim.Traffic(requests, rate, max_rows=max_rows, seed=seed, replicas=replicas or 1)
         load = sim.steady(workload, times, load)
         for policy in sim.POLICIES:
             asked = (workload, times, load, policy)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -11,6 +11,11 @@ from rich.markup import escape
 from ..common import BadInputError
 from .options import AsJson, PairFolder
 from .output import finish, print_lines
+
+if TYPE_CHECKING:
+    from ..eval.replay import Replayed
+    from ..eval.reports.passport import Passport
+    from ..pair import PairFiles
 
 
 def replay(
@@ -35,10 +40,8 @@ def replay(
     """
     from ..eval import Report
     from ..eval.replay import Replayed, acceptance_rates
-    from ..eval.replay import replay as measured
     from ..eval.reports.passport import Passport
     from ..pair import PairFiles, newest_report
-    from .eval_setup import EvalOptions, load_subject
 
     files = PairFiles.load(pair)
     passport = Passport.of(newest_report(files) if report is None else Report.load(report), temperature)
@@ -47,32 +50,44 @@ def replay(
             f"{passport.info.label} was measured in a {passport.info.shape}; rates by depth describe chains alone: "
             f"measure one (`outrider eval {pair} --depth 4`), and name its report (--report)."
         )
-    rates = [round(rate, 6) for rate in acceptance_rates(passport.records)]
+    rates = [round(rate, 6) for rate in acceptance_rates(passport.figures.alpha)]
     if not rates:
         raise BadInputError(f"{passport.info.label} drafted nothing in its report; there is nothing to replay.")
     body = Replayed(contestant=passport.info.label, temperature=passport.figures.temperature, rates=rates)
-    if to is not None:
-        from ..formats import launch, layout_of
+    if to is None:
+        told = _measure(body, pair, limit)
+    else:
+        told = body.command = _command(body, passport, files, to, export)
+    finish(as_json, "replay", body, show=lambda: print_lines([escape(told)]))
 
-        drafter, target = str(passport.info.drafter), files.manifest.target.source.path or "TARGET"
-        layout_of(to, drafter)
-        dtype = passport.conditions.dtype
-        body.command = launch(to, drafter, target, str(export), len(rates), dtype, rates).command
-        finish(as_json, "replay", body, show=lambda: print_lines([escape(str(body.command))]))
-        return
+
+def _command(body: Replayed, passport: Passport, files: PairFiles, to: str, export: Path) -> str:
+    """Return the command line of an engine that keeps as many drafts."""
+    from ..formats import launch, layout_of
+
+    drafter, target = str(passport.info.drafter), files.manifest.target.source.path or "TARGET"
+    layout_of(to, drafter)
+    depth, dtype = len(body.rates), passport.conditions.dtype
+    return str(launch(to, drafter, target, str(export), depth, dtype, body.rates).command)
+
+
+def _measure(body: Replayed, pair: Path, limit: int | None) -> str:
+    """Measure the pair's drafter and its replay; return what was found in words."""
+    from ..eval.replay import replay as measured
+    from .eval_setup import EvalOptions, load_subject
+
     if body.temperature:
         raise BadInputError(
             f"our decoder replays at temperature 0, and the rates are of {body.temperature:g}: give --temperature 0, "
             "or an engine (--to)."
         )
-    settings = {"depth": len(rates), "width": 1, "nodes": None, "limit": limit}
-    subject = load_subject(str(pair), EvalOptions(settings={k: v for k, v in settings.items() if k != "limit" or v}))
+    settings: dict[str, Any] = {"depth": len(body.rates), "width": 1, "nodes": None}
+    subject = load_subject(str(pair), EvalOptions(settings=settings | ({"limit": limit} if limit else {})))
     body.tau, body.speed = measured(
-        subject.target, subject.drafter, subject.plan, subject.suites, subject.settings, rates
+        subject.target, subject.drafter, subject.plan, subject.suites, subject.settings, body.rates
     )
     real, again = body.tau
-    told = (
+    return (
         f"{body.contestant} at temperature 0: τ {real.text()}, replayed {again.text()}; the replay runs at "
         f"{body.speed.text(unit='×')} the drafter's speed"
     )
-    finish(as_json, "replay", body, show=lambda: print_lines([escape(told)]))

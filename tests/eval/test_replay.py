@@ -6,7 +6,9 @@ import pytest
 
 from outrider.common import BadInputError
 from outrider.decode import Decoder, Plan
-from outrider.eval.replay import Replay, acceptance_rates, replay
+from outrider.eval.measure import _alpha
+from outrider.eval.replay import ReplayDrafter, acceptance_rates, replay
+from outrider.eval.reports.statistics import Bootstrap
 from outrider.eval.suites import make_jobs
 from outrider.heads import Drafter, DraftModel, Eagle3, Eagle3Config
 from outrider.recipes import EvalSpec
@@ -14,13 +16,15 @@ from outrider.recipes import EvalSpec
 from .conftest import record
 
 
+def rates(rounds: list[tuple[int, int]]) -> list[float]:
+    return acceptance_rates(_alpha([record("draft", "a", "1", 5, 1.0, rounds)], Bootstrap([1])))
+
+
 def test_rates_are_of_rounds_that_drafted_so_deep():
     """Of three rounds two kept a draft; the one that drafted a single token tells nothing of the second depth."""
-    rounds = [(2, 2), (1, 1), (2, 0), (0, 0)]
-    assert acceptance_rates([record("draft", "a", "1", 5, 1.0, rounds)]) == [pytest.approx(2 / 3), pytest.approx(2 / 3)]
-    rounds = [(2, 2), (2, 1), (2, 0), (2, 0)]
-    assert acceptance_rates([record("draft", "a", "1", 5, 1.0, rounds)]) == [0.5, 0.25]
-    assert acceptance_rates([record("plain", "a", "1", 5, 1.0, [(0, 0)])]) == []
+    assert rates([(2, 2), (1, 1), (2, 0), (0, 0)]) == [pytest.approx(2 / 3), pytest.approx(2 / 3)]
+    assert rates([(2, 2), (2, 1), (2, 0), (2, 0)]) == [0.5, 0.25]
+    assert rates([(0, 0)]) == []
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "draft_model"])
@@ -32,15 +36,19 @@ def test_rounds_keep_what_they_are_told_to_and_the_text_is_the_targets(kind, rat
     prompts = [[1, 2, 3], [4, 5, 6, 7, 8]]
     plain = Decoder(target).generate(prompts, 20, plan=Plan(0), ignore_eos=True).tokens
     texts = {tuple(prompt): answer for prompt, answer in zip(prompts, plain, strict=True)}
-    told = Decoder(target, Replay(drafter, texts, rates)).generate(prompts[:1], 20, plan=Plan(3), ignore_eos=True)
+    told = Decoder(target, ReplayDrafter(drafter, texts, rates)).generate(
+        prompts[:1], 20, plan=Plan(3), ignore_eos=True
+    )
     assert told.tokens == plain[:1]
     whole = [r.accepted for r in told.rounds[0] if r.drafted == 3]  # at the end a round drafts what is left
-    again = Replay(drafter, texts, rates)
+    again = ReplayDrafter(drafter, texts, rates)
     assert whole == [again.kept(plain[0], number) for number in range(1, 1 + len(whole))]
     assert len(whole) >= 4
     drawn = [again.kept(plain[0], number) for number in range(500)]
     assert [sum(kept > depth for kept in drawn) / 500 for depth in range(3)] == pytest.approx(rates, abs=0.005)
-    together = Decoder(target, Replay(drafter, texts, rates)).generate(prompts, 20, plan=Plan(3), ignore_eos=True)
+    together = Decoder(target, ReplayDrafter(drafter, texts, rates)).generate(
+        prompts, 20, plan=Plan(3), ignore_eos=True
+    )
     assert together.tokens == plain
 
 

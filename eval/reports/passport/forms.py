@@ -41,7 +41,7 @@ _MOST_LINES = 20_000  # of a file of requests, each checked for itself
 
 
 @dataclass(frozen=True)
-class Form:
+class PassportForm:
     """One form: its file's usual name, how it is written, and what one part of such a file claims, if it is one."""
 
     file: str
@@ -371,10 +371,10 @@ def _write_card(p: Passport) -> str:
 
 
 FORMS = {
-    "modelopt": Form("speculation_profile.json", _write_modelopt, _read_modelopt),
-    "speed-bench": Form("specbench_results.json", _write_speed_bench, _read_speed_bench),
-    "inferencex": Form("golden_al.yaml", _write_inferencex, _read_inferencex),
-    "vllm": Form("requests.jsonl", _write_vllm, _read_vllm),
-    "markdown": Form("acceptance.md", _write_markdown, _read_markdown),
-    "card": Form("README.md", _write_card, _read_markdown),
+    "modelopt": PassportForm("speculation_profile.json", _write_modelopt, _read_modelopt),
+    "speed-bench": PassportForm("specbench_results.json", _write_speed_bench, _read_speed_bench),
+    "inferencex": PassportForm("golden_al.yaml", _write_inferencex, _read_inferencex),
+    "vllm": PassportForm("requests.jsonl", _write_vllm, _read_vllm),
+    "markdown": PassportForm("acceptance.md", _write_markdown, _read_markdown),
+    "card": PassportForm("README.md", _write_card, _read_markdown),
 }

@@ -111,17 +111,16 @@ def measure(
     with threads(settings.threads):
         total = len(jobs) if any(job.prompt.later for job in jobs) else 0
         with progress(console if total else None, "answering first turns", total, transient=True) as advance:
-            room = settings.max_new_tokens, settings.max_prompt_tokens
-            jobs = with_later_turns(target, jobs, *room, tick=lambda: advance(1, ""))
+            lengths = settings.max_new_tokens, settings.max_prompt_tokens
+            jobs = with_later_turns(target, jobs, *lengths, tick=lambda: advance(1, ""))
         jobs, records, rules = _race_at_each(temperatures, racers, jobs, plain, settings.repeats, console, until)
         asked = Counter(job.suite for job in jobs if job.turn == 1)
         suites = suites if until is None else [make_suite(s.name, s.prompts[: asked[s.name]]) for s in suites]
         batches = [b for t in temperatures for b in _in_batches(target, entrants, jobs, t, settings, console)]
         conditions = _conditions(target, suites, jobs, settings, temperatures)
-    generate = [ContestantInfo(name=GENERATE, kind="generate")] * generate_baseline
     return Report(
         conditions=conditions,
-        contestants=[_info(c) for c in entrants] + generate,
+        contestants=[_info(c) for c in entrants] + [ContestantInfo(name=GENERATE, kind="generate")] * generate_baseline,
         baselines=baselines,
         figures=summarise(records, rules, baselines, settings.seed),
         groups=summarise_groups(records, baselines, settings.seed),

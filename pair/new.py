@@ -109,12 +109,11 @@ def new_pair(
                 shutil.rmtree(partial)
                 return existing
             _keep_reports(existing, partial)
-            older = existing.manifest
-            manifest = manifest.model_copy(update={"tuning": older.tuning, "served": older.served})
+            kept = {"tuning": existing.manifest.tuning, "served": existing.manifest.served}
+            manifest = manifest.model_copy(update=kept)
         changes: dict[str, Any] = {"reports": digest_files(partial / REPORTS)}
         changes |= _keep_learnt(partial, recipe, [parent, existing])
-        baseline = None
-        prompts = choose_prompts(recipe, target) if calibration is None else calibration
+        baseline, prompts = None, choose_prompts(recipe, target) if calibration is None else calibration
         if prompts and target.has_layers:  # only our own decoder measures them
             write_calibration(partial / CALIBRATION, prompts)
             changes["calibration"] = digest_file(partial / CALIBRATION)

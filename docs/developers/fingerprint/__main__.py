@@ -61,10 +61,10 @@ def sampling(drawn: str) -> Any:
 def generated(
     decoder: Any, prompts: list[list[int]], drawn: str, plan: dict[str, Any], new: int = 12, **more: Any
 ) -> str:
-    """Return a digest of texts and rounds, with the mean tokens of a round and the rule that ran."""
+    """Return a digest of texts and rounds (which hold all that τ is counted from), with the rule that ran."""
     out = decoder.generate(prompts, new, sampling(drawn), at.Plan.from_dict(plan), **more)
     rounds = [[(one.drafted, one.accepted, one.emitted) for one in row] for row in out.rounds]
-    return f"{digest([out.tokens, rounds])} tau {out.stats.tau:.3f} {out.rule}{' lossy' * out.lossy}"
+    return f"{digest([out.tokens, rounds])} {out.rule}{' lossy' * out.lossy}"
 
 
 def multiplied(*settings: Any) -> str:
@@ -133,15 +133,15 @@ def loss(cases: Cases) -> None:
     target = at.Target(model())
     for name in TABLES["drafters"]:
         for rule in TABLES["losses"] if name.split()[0] not in WITHOUT_WEIGHTS else ():
-            cases.note(f"loss/{name}/{rule}", slopes, target, name, rule)
+            cases.note(f"loss/{name}/{rule}", slopes, cases, f"loss/{name}/{rule}", target, name, rule)
         with tempfile.TemporaryDirectory() as folder:
             cases.note(f"saved/{name}/identity", save, folder, name, target)
             cases.files(f"saved/{name}", Path(folder))
             cases.note(f"saved/{name}/read again", lambda held, on: at.load_drafter(held, on).digest(), folder, target)
 
 
-def slopes(target: Any, name: str, rule: str | dict[str, float]) -> str:
-    """Return the exact loss of a ragged batch, and a digest of its metrics and gradients."""
+def slopes(cases: Cases, case: str, target: Any, name: str, rule: str | dict[str, float]) -> str:
+    """Return the exact loss of a ragged batch and a digest of its gradients; record the metrics, too."""
     tokens = torch.randint(0, 64, (3, 14), generator=torch.Generator().manual_seed(1))
     supervised = torch.arange(14) >= torch.tensor([[0], [4], [7]])
     drafter = drafter_of(name, target).requires_grad_(True).train()
@@ -150,7 +150,8 @@ def slopes(target: Any, name: str, rule: str | dict[str, float]) -> str:
     result = drafter(at.TargetBatch(target, tokens, supervised, seen.hidden, seen.last, 7))
     result.total.backward()
     gradients = sorted(digest(weight.grad) for weight in drafter.parameters() if weight.grad is not None)
-    return f"{float(result.total.detach()).hex()} {digest([int(result.count), result.metrics, gradients])}"
+    cases.add(f"{case}/metrics", sorted(f"{key} {digest(value)}" for key, value in result.metrics.items()))
+    return f"{float(result.total.detach()).hex()} {digest([int(result.count), gradients])}"
 
 
 def train(cases: Cases) -> None:
@@ -266,7 +267,8 @@ def compared(name: str, kept: Tensor | None) -> list[Any]:
     settings = at.ComparisonSettings(*heads, rule, kept, [own], 16)
     result = at.chunked_compare(hidden, drafted, settings, weights, following)
     direct = rule(at.Reference.of(hidden @ theirs, kept, following), (drafted[0] @ own).log_softmax(-1))
-    return [*vars(result).values(), direct, *torch.autograd.grad(result.total, [drafted, own])]
+    figures = [getattr(result, figure) for figure in ("total", "loss", "alpha", "top1")]
+    return [*figures, direct, *torch.autograd.grad(result.total, [drafted, own])]
 
 
 def attended(way: str, dtype: torch.dtype, own: int, packed: bool) -> list[Tensor]:

@@ -21,7 +21,7 @@ NONE_ACCEPTED = 0.25  # of our acceptance at the first position: below it, draft
 TIES = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.5}
 # The mean difference of log-probabilities, in nats a token, that another order of sums explains; and how many times
 # what bfloat16 does to our own target is more than another dtype.
-OFF, BEYOND_ROUNDING = {"float32": 2e-3, "float16": 0.05, "bfloat16": 0.2}, 3.0
+OFF, BEYOND_ROUNDING = {"float32": 2e-3, "float16": 0.05, "bfloat16": 0.2}, 2.0
 PLACES = ("vocabulary", "first", "later")  # kinds of faults in the drafts, before mistakes were tried
 TOKENS, NATS = 1.0, 0.05  # texts that are longer, or less probable a token, by no more than this are ours
 

@@ -137,12 +137,20 @@ def understand(row: Row, where: str, layout: str | None = None, column: str | No
     """
     kind, key = _recognised(row, where, layout, (column,) if column else None)
     if kind == "text":
-        return RowPrompt(kind, key, _text(row[key], key, where), given=_given(row, where))
+        return _limited(RowPrompt(kind, key, _text(row[key], key, where), given=_given(row, where)), where)
     chat = {"messages": _chat, "turns": _turns, "question": _question}[kind](row, key, where)
     system, messages = "" if row.get("system") is None else _text(row["system"], "system", where), chat.messages
     if system and messages and messages[0]["role"] != "system":
         messages = ({"role": "system", "content": system}, *messages)
-    return replace(chat, messages=messages, tools=_tools(row, where))
+    return _limited(replace(chat, messages=messages, tools=_tools(row, where)), where)
+
+
+def _limited(asked: RowPrompt, where: str) -> RowPrompt:
+    """Return a prompt whose turns can be read as tokens; a raw text loses its beginning elsewhere."""
+    letters = sum(len(said["content"]) for turn in (asked.messages, *asked.later, *asked.given) for said in turn)
+    if letters > LONGEST_TEXT:
+        raise RowError(where, f"a chat of {letters:,} letters; at most {LONGEST_TEXT:,} are read as tokens.")
+    return asked
 
 
 def chat_messages(turns: Any, where: str) -> list[Message]:
@@ -179,9 +187,8 @@ def _turns(row: Row, key: str, where: str) -> RowPrompt:
     turns = row[key]
     if not isinstance(turns, list) or not turns:
         raise RowError(where, f"`{key}` must be a list that is not empty, found {_shown(turns)}.")
-    if len(turns) > _MOST_TURNS or sum(len(turn) for turn in turns if isinstance(turn, str)) > LONGEST_TEXT:
-        most = f"{_MOST_TURNS:,} turns of {LONGEST_TEXT:,} letters together"
-        raise RowError(where, f"`{key}` holds {len(turns):,} turns; at most {most} are asked.")
+    if len(turns) > _MOST_TURNS:
+        raise RowError(where, f"`{key}` holds {len(turns):,} turns; at most {_MOST_TURNS:,} are asked.")
     for number, turn in enumerate(turns, 1):
         if not isinstance(turn, str):
             raise RowError(where, f"`{key}` must hold text; its entry {number} is {_shown(turn)}.")

@@ -28,11 +28,12 @@ from ..common.safe_load import (
     require_regular,
 )
 from ..recipes import SourceSpec, embedded_file
-from .dataset_formats import Row, RowError
+from .dataset_formats import Row, RowError, understand
 
 EMBEDDED = "embedded:"
 SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow", ".txt")
 
+_TRIED = 10  # rows of a source that are understood before anything is loaded
 _AT_ONCE = 256  # rows of a table that are held: what is compressed in one may be a megabyte
 _SAVED = ("state.json", "dataset_info.json", "dataset_dict.json")  # what `save_to_disk` writes beside the rows
 _SPLITS = ("train", "test", "validation", "valid", "dev", "eval")
@@ -45,10 +46,24 @@ def as_specs(sources: Sequence[str | SourceSpec]) -> list[SourceSpec]:
 
 
 def check_sources(sources: Sequence[str | SourceSpec]) -> None:
-    """Raise BadInputError for a source that cannot exist, before anything expensive is loaded."""
+    """Raise BadInputError for a source that cannot exist, or gives no row, before anything expensive is loaded."""
     for source in as_specs(sources):
         if not is_hub(source.path):
-            files_of(source)
+            first = list(islice(rows_of(source), _TRIED))
+            errors = [error for n, row in enumerate(first, 1) if (error := _error_of(row, source, n)) is not None]
+            if len(errors) == len(first):
+                why = str(errors[0]) if errors else "it is empty."
+                raise BadInputError(f"no prompts in {source.path!r}: {why}")
+
+
+def _error_of(row: Row | RowError, source: SourceSpec, number: int) -> RowError | None:
+    try:
+        if isinstance(row, RowError):
+            return row
+        understand(row, f"{source.path}, row {number}", source.layout, source.column)
+    except RowError as error:
+        return error
+    return None
 
 
 def count_rows(source: str | SourceSpec) -> int | None:

@@ -27,7 +27,7 @@ from ..targets.model_folder import model_folder
 from .base import Drafter, DrafterLoss, TargetBatch, TrainedConfig, teacher_forced_loss
 from .decoder_layer import CachedLayers, copied_bytes, normed
 from .divergences import LossName
-from .pruning import check_names, pruned
+from .pruning import SIZES, check_names, pruned
 from .session import Abilities, ChainSession, NodeSession, TreeMask, required
 
 
@@ -319,6 +319,9 @@ def _smaller(config: Any, changes: dict[str, Any]) -> Any:
     """Return the target's config with `changes`; head sizes follow the hidden size unless they are given."""
     values = config.to_dict()
     refuse_unknown_keys(changes, values, "drafter.model")
+    for name in {*SIZES, "vocab_size", "head_dim"} & set(changes):
+        if type(size := changes[name]) is not int or size < 1:
+            raise BadInputError(f"drafter.model.{name}: expected an integer >= 1, found {size!r}.")
     dropped = ("architectures", "layer_types", "dtype", "torch_dtype")
     values = {k: v for k, v in values.items() if k not in dropped}
     if config.is_heterogeneous:  # whose class makes layers differ by itself

@@ -77,8 +77,6 @@ class MtpConfig(HeadConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.decay <= 0:
-            raise BadInputError(f"mtp: decay must be above 0, got {self.decay}.")
         if self.recursive and self.depth > 1:
             raise BadInputError(
                 f"mtp: one module is applied recursively, found depth {self.depth}; "

@@ -48,6 +48,8 @@ class DrafterConfig:
         for name in self.shares:
             if not 0 <= (value := getattr(self, name)) <= 1:
                 raise BadInputError(f"drafter: {name} is a share between 0 and 1, got {value}.")
+        if (decay := getattr(self, "decay", 1)) <= 0:
+            raise BadInputError(f"drafter: decay must be above 0, got {decay}: later drafts would weigh nothing.")
         for name, words in self.words.items():
             if (value := getattr(self, name)) not in words:
                 raise BadInputError(f"drafter: {name} must be one of {', '.join(words)}, found {value!r}.")

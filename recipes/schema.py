@@ -10,6 +10,7 @@ This module imports neither torch nor transformers, so that a command can check 
 from __future__ import annotations
 
 import difflib
+import math
 import re
 import types
 from pathlib import Path
@@ -35,6 +36,27 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Positive = Annotated[int, Field(ge=1)]
 Probability = Annotated[float, Field(gt=0, le=1)]
 Temperature = Annotated[float, AfterValidator(checked_temperature)]
+
+
+def _each_once(values: list[Any]) -> list[Any]:
+    """Return a list whose entries differ; raises ValueError for one that is there twice."""
+    if twice := [value for number, value in enumerate(values) if value in values[:number]]:
+        named = getattr(twice[0], "url", None) or getattr(twice[0], "path", twice[0])
+        raise ValueError(f"expected each entry once, found {printable_urls(str(named))} twice")
+    return values
+
+
+def finite(value: Any) -> Any:
+    """Return plain values; raises ValueError for NaN and infinity among them, which no setting means."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"expected a finite number, found {value}")
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        finite(inner)
+    return value
+
+
+EachOnce = AfterValidator(_each_once)
+Open = Annotated[dict[str, Any], AfterValidator(finite)]  # a mapping whose keys somebody else knows
 
 
 class Section(BaseModel):
@@ -140,7 +162,7 @@ class SamplingSpec(Section):
         top_k: only so many tokens, the most probable ones; null for all.
         top_p: only the most probable tokens, until they have so much probability together; null for all.
         min_p: only tokens with this share of the most probable one's probability; null for all.
-        repetition_penalty: divides the logits of tokens that stand in the text already; 1 for none.
+        repetition_penalty: divides the logits of tokens that stand in the text already; 1 for none, up to 100.
         seed: of the draws.
     """
 
@@ -148,7 +170,7 @@ class SamplingSpec(Section):
     top_k: Positive | None = None
     top_p: Probability | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] = 1.0
     seed: int = 0
 
 
@@ -275,7 +297,7 @@ class DataSpec(Section):
             weight stays. Held-out figures do not change. Needs a drafter that tells the depths of drafts apart.
     """
 
-    prompts: Annotated[list[Source], Field(min_length=1)]
+    prompts: Annotated[list[Source], Field(min_length=1), EachOnce]
     limit: Positive | None = None
     answers: Literal["target", "given"] = "target"
     max_prompt_tokens: Positive = 2048
@@ -288,7 +310,7 @@ class DataSpec(Section):
     features_dtype: Literal["auto", "float32", "bfloat16", "float16", "float8_e4m3fn"] = "auto"
     holdout: Annotated[float, Field(ge=0, lt=1)] = 0.05
     learn_prompts: bool = False
-    servers: Annotated[list[ServerSpec], Field(min_length=1)] | None = None
+    servers: Annotated[list[ServerSpec], Field(min_length=1), EachOnce] | None = None
     requests: RequestsSpec = Field(default_factory=RequestsSpec)
     drafter: str | None = None
     draft_depth: Positive = 4
@@ -313,6 +335,10 @@ class DataSpec(Section):
         if self.servers is not None and self.drafter is not None:
             raise ValueError(
                 "drafter speeds up our own decoder, and servers answer instead of it; leave out one of them"
+            )
+        if self.servers is None and self.requests != RequestsSpec():
+            raise ValueError(
+                "requests says how servers are asked, and there are none; name them (servers), or leave it out"
             )
         if self.verified > 0 and self.drafter is None and self.responses is None:
             raise ValueError(
@@ -349,7 +375,7 @@ class JointSpec(Section):
             token's probability.
     """
 
-    lora: dict[str, Any]
+    lora: Open
     learning_rate: Annotated[float, Field(ge=0)]
     heads_first: Annotated[float, Field(ge=0, lt=1)] = 0.5
     weight: Annotated[float, Field(gt=0)] = 0.2
@@ -386,21 +412,25 @@ class EvalSpec(Section):
             checkpoint; null for all steps.
     """
 
-    suites: Annotated[list[str], Field(min_length=1)] = Field(default_factory=lambda: ["code", "docs", "prose"])
+    suites: Annotated[list[str], Field(min_length=1), EachOnce] = Field(
+        default_factory=lambda: ["code", "docs", "prose"]
+    )
     depth: Positive = 4
     width: Positive = 1
     nodes: Positive | None = None
     tree: list[int] | None = None
-    temperatures: Annotated[list[Temperature], Field(min_length=1)] = Field(default_factory=lambda: [0.0, 1.0])
+    temperatures: Annotated[list[Temperature], Field(min_length=1), EachOnce] = Field(
+        default_factory=lambda: [0.0, 1.0]
+    )
     max_new_tokens: Positive = 128
     limit: Positive | None = None
     max_prompt_tokens: Positive | None = None
-    contexts: list[Positive] = Field(default_factory=list)
-    batch_sizes: list[Positive] = Field(default_factory=list)
+    contexts: Annotated[list[Positive], EachOnce] = Field(default_factory=list)
+    batch_sizes: Annotated[list[Positive], EachOnce] = Field(default_factory=list)
     sampling: Literal["temperatures", "served"] = "temperatures"
     repeats: Positive = 3
     seed: int = 0
-    baselines: list[str] = Field(default_factory=lambda: ["ngram"])
+    baselines: Annotated[list[str], EachOnce] = Field(default_factory=lambda: ["ngram"])
     threads: Positive | None = None
     dtype: Dtype = "auto"
     training_prompts: Annotated[int, Field(ge=0)] = 0
@@ -447,11 +477,11 @@ class Recipe(Section):
         output: where everything of this run goes; `{name}` is replaced.
     """
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,99}$")]
     target: TargetSpec
-    drafter: dict[str, Any]
+    drafter: Open
     data: DataSpec
-    template: dict[str, Any] = Field(default_factory=dict)
+    template: Open = Field(default_factory=dict)
     training: dict[str, Any] = Field(default_factory=dict)
     joint: JointSpec | None = None
     eval: EvalSpec = Field(default_factory=EvalSpec)
@@ -516,7 +546,7 @@ _BOUNDS = {"greater_than_equal": ">=", "greater_than": ">", "less_than_equal": "
 _EXPECTED = {
     "too_short": "at least one entry",
     "string_too_short": "some text",
-    "string_pattern_mismatch": "letters, digits, '.', '_' and '-'",
+    "string_pattern_mismatch": "at most 100 letters, digits, '.', '_' and '-'",
 }
 
 

@@ -472,7 +472,7 @@ def generate(
         text.encode()  # an argument that is no UTF-8 has halves of surrogates
     except UnicodeError as error:
         raise BadInputError(f"the prompt is no text in UTF-8 ({error}).") from None
-    loaded = pair_of(pair)
+    loaded, arguments = pair_of(pair), data_cli.arguments(template)
     from ..decode import Sampling
     from .streaming import StreamedCompletion
 
@@ -481,7 +481,7 @@ def generate(
     else:
         target, drafter, plan = loaded.open()
         plan = replace(plan, depth=depth, tree=None)
-    sampling, arguments = Sampling(temperature=temperature, seed=seed), data_cli.arguments(template)
+    sampling = Sampling(temperature=temperature, seed=seed)
     completion = StreamedCompletion(target, drafter, plan, sampling, max_new_tokens)
     completion.template = loaded.recipe().template | (arguments or {})
     if plain:

@@ -40,6 +40,7 @@ data_app = typer.Typer(no_args_is_help=True, help="Look at what a recipe's draft
 def arguments(given: Sequence[str] | None) -> dict[str, Any] | None:
     """Return the template's arguments that options say; None for no options."""
     from ..common.safe_load import parse_yaml
+    from ..recipes.schema import finite
 
     if not given:
         return None
@@ -48,7 +49,10 @@ def arguments(given: Sequence[str] | None) -> dict[str, Any] | None:
         key, equals, value = option.partition("=")
         if not equals or not key.isidentifier():
             raise BadInputError(f"--template {option!r}: expected KEY=VALUE, for example enable_thinking=false.")
-        found[key] = parse_yaml(value, f"--template {option}")
+        try:
+            found[key] = finite(parse_yaml(value, f"--template {option}"))
+        except ValueError as error:
+            raise BadInputError(f"--template {option}: {error}.") from None
     return found
 
 

@@ -135,7 +135,8 @@ class EvalOptions:
     def settings_of(self, recipe: Recipe) -> EvalSpec:
         """Return the recipe's settings with what is asked for."""
         shape = {"tree": None} if _SHAPE & set(self.settings) else {}
-        asked = recipe.eval.model_copy(update=self.settings | shape)
+        values = recipe.model_dump()
+        asked = Recipe.from_dict(values | {"eval": values["eval"] | self.settings | shape}, "the options").eval
         plan_of(asked)  # refused before anything is loaded
         if asked.sampling == "served" and (
             "temperatures" in self.settings or "eval.temperatures" in map(_key, self.changes)

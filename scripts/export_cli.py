@@ -85,8 +85,9 @@ def import_(
 
     if not as_pair:  # a pair looks for itself
         require_new(out)
+    layout = recognised(folder)
     loaded = Target.load(target, adapter=adapter)
-    layout, drafter = recognised(folder), import_drafter(folder, loaded)
+    drafter = import_drafter(folder, loaded)
     console = VisibleConsole(highlight=False, soft_wrap=True)
     if as_pair:
         paired(out, loaded, drafter, console=console)

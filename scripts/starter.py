@@ -211,6 +211,10 @@ def init(
     if out.exists():
         raise BadInputError(f"{out} is there already; give another --out, or move it away.")
     require_folder(out.parent, out.name)
+    if prompts:
+        from ..distill.sources import check_sources
+
+        check_sources(prompts)
     text = starter(target, prompts)
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, text)

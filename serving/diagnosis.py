@@ -5,6 +5,7 @@ A suspicion says what the evidence separates, and no more: faults that show in t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
@@ -18,6 +19,9 @@ SAME = 0.95  # of the prompts whose text is ours: so many must have our drafts, 
 NONE_ACCEPTED = 0.25  # of our acceptance at the first position: below it, drafts are as good as random
 # By how much a target may prefer its own token, in logits, where another order of sums decides otherwise.
 TIES = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.5}
+# The mean difference of log-probabilities, in nats a token, that another order of sums explains; and how many times
+# what bfloat16 does to our own target is more than another dtype.
+OFF, BEYOND_ROUNDING = {"float32": 2e-3, "float16": 0.05, "bfloat16": 0.2}, 2.0
 PLACES = ("vocabulary", "first", "later")  # kinds of faults in the drafts, before mistakes were tried
 TOKENS, NATS = 1.0, 0.05  # texts that are longer, or less probable a token, by no more than this are ours
 
@@ -55,7 +59,13 @@ SUSPECTS = {
         "a temperature, top-k or top-p that the server, or a proxy before it, puts in place of the request's: at "
         "temperature 0 nothing is drawn"
     ),
-    "dtype": "another dtype than the pair's: no text parts where the target is surer than rounding",
+    "dtype": (
+        "another dtype than the pair's, or weights that differ by as little: no text parts where the target is surer "
+        "than rounding"
+    ),
+    "scale of logits": (
+        "the target's weights, its final norm, or a scale of its logits: it picks our tokens with other probabilities"
+    ),
     "end": "where texts end: the target's end-of-text tokens (generation_config.json), or a limit of the server",
     "depth": "num_speculative_tokens, which each engine counts in its own way",
     "drafts": (
@@ -102,14 +112,29 @@ def _greedy(compared: ServedComparison, tolerance: float, dtype: str) -> Iterato
     parted = [d for d in compared.divergences if not _is_tie(d, dtype)]
     drawn = bool(parted) and compared.unsteady  # whose drafts tell nothing, then
     if parted:
-        kind = "dtype" if all(_is_tie(d, "bfloat16") for d in parted) else "target"
+        kind = _rounded(compared) if all(_is_tie(d, "bfloat16") for d in parted) else "target"
         kind = "end" if all(d.ending for d in parted) else kind
         yield _suspicion("drawn" if drawn else kind, compared, _texts(compared, parted))
+    elif compared.off is not None and compared.off > OFF.get(dtype, OFF["bfloat16"]):
+        beyond = _rounded(compared) == "target"
+        yield _suspicion("scale of logits" if beyond else "dtype", compared, f"texts are ours{_off(compared)}")
     if depth := _depth(compared):
         yield depth
     elif not drawn and (compared.identical or not parted) and _drafts_differ(compared, tolerance, dtype == "float32"):
         kind, suspect = _explained(compared)
         yield Suspicion(kind=kind, temperature=0.0, because=_seen(compared), suspect=suspect)
+
+
+def _rounded(compared: ServedComparison) -> str:
+    """Return the kind of a fault whose texts part only where our target is hardly surer than bfloat16 rounds."""
+    beyond = BEYOND_ROUNDING * (compared.rounding or math.inf)
+    return "target" if compared.off is not None and compared.off > beyond else "dtype"
+
+
+def _off(compared: ServedComparison) -> str:
+    if compared.off is None:
+        return ""
+    return f"; log-probabilities differ by {compared.off:.2g} nats a token, in bfloat16 ours by {compared.rounding:.2g}"
 
 
 def _drafts_differ(compared: ServedComparison, tolerance: float, exact: bool) -> bool:
@@ -132,7 +157,8 @@ def _texts(compared: ServedComparison, parted: Sequence[Divergence]) -> str:
     if compared.unsteady:
         text += ", and the first prompt got two texts as it was asked twice"
     margins = [d.margin for d in parted if d.margin is not None]
-    return f"{text}; our target prefers its own tokens there by up to {max(margins):.3g} logits" if margins else text
+    text += f"; our target prefers its own tokens there by up to {max(margins):.3g} logits" if margins else ""
+    return text + _off(compared)
 
 
 def _depth(compared: ServedComparison) -> Suspicion | None:

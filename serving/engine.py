@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.dataclasses import dataclass as checked_dataclass
@@ -103,6 +103,7 @@ class EngineCompletion:
 
     Attributes:
         text: the new text. tokens: the new tokens; None where the engine does not return them.
+        log_probs: of the tokens, by the target before temperature; () where they were not asked for, or not told.
         num_tokens: their number. seconds: of the whole request.
     """
 
@@ -110,6 +111,7 @@ class EngineCompletion:
     tokens: tuple[int, ...] | None
     num_tokens: int
     seconds: float
+    log_probs: tuple[float, ...] = ()
 
 
 class Engine:
@@ -161,9 +163,14 @@ class Engine:
         return read_counters(read_metrics(self.url, self.key))
 
     def complete(
-        self, tokens: Sequence[int], max_new_tokens: int = 64, temperature: float = 0.0, seed: int | None = None
+        self,
+        tokens: Sequence[int],
+        max_new_tokens: int = 64,
+        temperature: float = 0.0,
+        seed: int | None = None,
+        log_probs: bool = False,
     ) -> EngineCompletion:
-        """Complete one prompt, given as token ids; `seed` is of its draws.
+        """Complete one prompt, given as token ids; `seed` is of its draws. With `log_probs` of its tokens, if known.
 
         Raises:
             BadInputError: the engine cannot be reached, refuses the request, or gives an answer that cannot be used.
@@ -171,6 +178,7 @@ class Engine:
         body = {"model": self.model, "prompt": list(tokens), "max_tokens": max_new_tokens, "temperature": temperature}
         body |= {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}  # not the target's own defaults
         body |= {"return_token_ids": True} | ({} if seed is None else {"seed": seed})
+        body |= {"logprobs": 1} if log_probs else {}
         place, num_bytes = f"{self.url}/v1/completions", MEGABYTE + BYTES_OF_A_TOKEN * (max_new_tokens + len(tokens))
         began = time.perf_counter()
         content = ask(place, json.dumps(body).encode(), self.key, AnswerLimits(COMPLETION_SECONDS, num_bytes))
@@ -180,7 +188,8 @@ class Engine:
         count = answer.usage.completion_tokens if answer.usage else len(ids or ())
         if max(count, len(ids or ())) > max_new_tokens:
             raise BadInputError(f"{place} answers with {count} tokens to a request for {max_new_tokens} at most.")
-        return EngineCompletion(choice.text, None if ids is None else tuple(ids), count, seconds)
+        told = tuple(choice.logprobs.token_logprobs) if choice.logprobs else ()
+        return EngineCompletion(choice.text, None if ids is None else tuple(ids), count, seconds, told)
 
     def settled(self, earlier: Counters, tokens: int) -> Counters:
         """Return the counters, as soon as the engine has counted `tokens` new tokens after `earlier`."""
@@ -209,9 +218,14 @@ class _Tokens(BaseModel):
     tokens: list[TokenId]
 
 
+class _LogProbs(BaseModel):
+    token_logprobs: list[Annotated[float, Field(le=0.01, ge=-1e4)]]
+
+
 class _Choice(BaseModel):
     text: str
     token_ids: list[TokenId] | None = None
+    logprobs: _LogProbs | None = None
 
 
 class _Usage(BaseModel):

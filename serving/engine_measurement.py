@@ -330,7 +330,10 @@ class Survey:
         Above temperature 0 each prompt is sent as often as our own decoder answered it.
         """
         prompts, longest = self.expected.prompts, self.expected.max_new_tokens
-        first = [engine.complete(prompts[0].tokens, longest, temperature) for engine in engines]  # a slow one
+        # A slow one; and the only one whose log-probabilities are asked for: they take time.
+        first = [
+            engine.complete(prompts[0].tokens, longest, temperature, log_probs=temperature == 0) for engine in engines
+        ]
         looks = [engine.counters() for engine in engines]
         replies: list[list[Reply]] = [[] for _ in engines]
         for number, prompt in enumerate(prompts):
@@ -346,6 +349,7 @@ class Survey:
                 replies[turn].append(_reply(answers, reduce(Counters.plus, counts)))
             advance(1, "")
         for asked, again in zip(first, replies, strict=True):
+            again[0].log_probs = asked.log_probs
             again[0].unsteady = temperature == 0 and (asked.text, asked.tokens) != (again[0].text, again[0].tokens)
         return replies
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
+from itertools import takewhile
 
 import numpy as np
 from pydantic import BaseModel
@@ -43,6 +44,7 @@ class Reply(ResultModel):
         lengths: new tokens of every answer. seconds, counts: of all of them.
         uncounted: see `engine.COUNTED`.
         unsteady: the prompt was asked twice at temperature 0, and got two texts.
+        log_probs: of its tokens, where they were asked for, at temperature 0.
     """
 
     text: str
@@ -53,6 +55,7 @@ class Reply(ResultModel):
     counts: DraftCounts
     uncounted: Sequence[str] = ()
     unsteady: bool = False
+    log_probs: Sequence[float] = ()
 
 
 class Position(ResultModel):
@@ -103,6 +106,8 @@ class ServedComparison(ResultModel):
         unsteady: the engine gave two texts to one prompt at temperature 0.
         same_drafts: those of them in whose rounds the engine accepted exactly as many drafts as our decoder: with
             float32 on both sides nearly all. None where an engine does not count by position.
+        off: the mean difference of the first text's log-probabilities from ours, in nats a token, as far as the texts
+            are equal; None where an engine tells none. rounding: the same of our own target in bfloat16.
         candidates: the mistakes that were tried, the most probable ones first.
         length: new tokens per prompt, served − own: texts of the same distribution are equally long.
         surprise: by how much less probable the engine's texts are than draws from our target, in nats per token: 0 on
@@ -127,6 +132,8 @@ class ServedComparison(ResultModel):
     divergences: list[Divergence] = []
     unsteady: bool = False
     same_drafts: int | None = None
+    off: float | None = None
+    rounding: float | None = None
     candidates: list[FaultCandidate] = []
     length: Interval
     surprise: Interval | None = None
@@ -189,8 +196,11 @@ def compare(
     same = sum(is_same(served[i], answers[i]) for i in ours)
     surprises = None if target is None or not temperature else _surprise(expected, replies, target)
     speed, plain = _speed(replies.drafting), None if replies.plain is None else _speed(replies.plain)
+    off, rounding = (None, None) if temperature else _off(expected, replies.drafting[0])
     return ServedComparison(
         temperature=temperature,
+        off=off,
+        rounding=rounding,
         num_prompts=len(expected.prompts),
         own=resampled.ratio(_tau(own)),
         served=resampled.ratio(_tau(served)),
@@ -216,6 +226,17 @@ def compare(
         plain=None if plain is None else resampled.ratio(plain),
         speedup=None if plain is None else resampled.quotient(speed, plain),
     )
+
+
+def _off(expected: Expectation, first: Reply) -> tuple[float | None, float | None]:
+    """Return the mean differences of the engine's log-probabilities, and of rounded ones, from ours."""
+    pairs = zip(expected.at(0.0)[0].tokens, first.tokens or (), strict=False)
+    equal = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    own, count = expected.log_probs, min(equal, len(first.log_probs), len(expected.log_probs))
+    if not count:
+        return None, None
+    there, rounded = (sum(abs(own[i] - of[i]) for i in range(count)) for of in (first.log_probs, expected.rounded))
+    return there / count, rounded / count
 
 
 def _positions(

@@ -68,6 +68,7 @@ class Expectation(BaseModel, extra="forbid"):
         texts: of the suites, to be compared as tokens; [] where the target has no tokenizer.
         answers: by temperature (as text, for JSON), in the order of the prompts.
         one_hot: the same with the most probable drafts proposed instead of drawn ones; engines differ in that.
+        log_probs: of the tokens of the first answer at temperature 0. rounded: the same by the target in bfloat16.
         mistakes: the answers at temperature 0 of a drafter that an engine reads wrongly, by the mistake's name in
             `fault_models.HYPOTHESES`; {} where none was tried.
     """
@@ -87,6 +88,8 @@ class Expectation(BaseModel, extra="forbid"):
     dtype: str = "float32"
     answers: dict[str, list[ServedAnswer]] = {}
     one_hot: dict[str, list[ServedAnswer]] = {}
+    log_probs: list[float] = []
+    rounded: list[float] = []
     mistakes: dict[str, list[ServedAnswer]] = {}
 
     @model_validator(mode="after")
@@ -278,6 +281,11 @@ def expect(
             expected.answers[key] = writer.answer(temperature, "auto", advance)
             if temperature > 0:
                 expected.one_hot[key] = writer.answer(temperature, "candidates", advance)
+            else:
+                text = expected.answers[key][0].tokens
+                expected.log_probs = chosen_log_probs(target, asked[0].tokens, text)
+                with torch.autocast(target.device.type, torch.bfloat16):
+                    expected.rounded = chosen_log_probs(target, asked[0].tokens, text)
     return expected
 
 
@@ -343,6 +351,12 @@ def margin_at(target: Target, prompt: Sequence[int], text: Sequence[int], index:
     """Return by how much the target's largest logit at a place of a text exceeds the next one."""
     first, second = _log_probabilities(target, prompt, text[: index + 1], 1.0)[-1].topk(2).values.tolist()
     return float(first - second)
+
+
+def chosen_log_probs(target: Target, prompt: Sequence[int], text: Sequence[int]) -> list[float]:
+    """Return the target's log-probabilities of a text's own tokens, at temperature 1."""
+    chosen = torch.tensor(text, device=target.device)[:, None]
+    return [float(p) for p in _log_probabilities(target, prompt, text, 1.0).gather(1, chosen)[:, 0]]
 
 
 def surprise(target: Target, prompt: Sequence[int], text: Sequence[int], temperature: float) -> float:

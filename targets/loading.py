@@ -24,6 +24,7 @@ from .model_folder import (
     MODEL_CONFIG,
     SINGLE,
     check_files,
+    is_local,
     model_folder,
     plain_weight_map,
     refuse_pickles,
@@ -123,11 +124,7 @@ def load_causal_lm(
 def folder_of(name: str, dtype: str | torch.dtype, revision: str | None, trust_remote_code: bool) -> Path:
     """Return the folder of a model with its weights, after all checks that do not open them; raises their errors."""
     folder = model_folder(name, revision, trust_remote_code)
-    if not folder.is_dir():
-        lacking = "it is a file" if folder.is_file() else "the folder does not exist"
-        raise BadInputError(f"no model at {name!r}: {lacking}. Give a folder, a Hub id like 'org/name', or 'embedded'.")
-    if not (folder / MODEL_CONFIG).exists():
-        raise BadInputError(f"no model at {name!r}: the folder has no config.json.")
+    _require_config(name, folder, revision if is_local(name) else None)
     refuse_pickles(folder)
     check_files(folder, trust_remote_code)
     if (folder / ADAPTER_CONFIG).exists():
@@ -142,6 +139,16 @@ def folder_of(name: str, dtype: str | torch.dtype, revision: str | None, trust_r
     if not trust_remote_code:
         check_sizes(folder, dtype)
     return folder
+
+
+def _require_config(name: str, folder: Path, revision: str | None) -> None:
+    if not folder.is_dir():
+        lacking = "it is a file" if folder.is_file() else "the folder does not exist"
+        raise BadInputError(f"no model at {name!r}: {lacking}. Give a folder, a Hub id like 'org/name', or 'embedded'.")
+    if not (folder / MODEL_CONFIG).exists():
+        raise BadInputError(f"no model at {name!r}: the folder has no config.json.")
+    if revision is not None:
+        raise BadInputError(f"revision {revision!r}: {name!r} is a folder here, which has no others; leave it out.")
 
 
 def split_shape(path: str) -> tuple[str, str | None]:
@@ -186,6 +193,8 @@ def meta_causal_lm(
     Raises BadInputError if there is no such config, or it cannot be reached. "auto" is the config's own dtype, or
     float32 where it has none.
     """
+    if is_local(target_path(name)):
+        _require_config(name, Path(target_path(name)).expanduser(), revision)
     try:
         folder = model_folder(target_path(name), revision, trust_remote_code, weights=False)
         check_files(folder, trust_remote_code)

@@ -5,16 +5,19 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 import typing
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, cast
 
 import torch
-from transformers import TrainingArguments
+from transformers import TrainingArguments, get_scheduler
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from ..common import BadInputError, refuse_unknown_keys
+from ..common.errors import reason
 from ..common.values import accepts, checked_value
 from ..recipes.schema import Recipe
 from . import muon
@@ -102,9 +105,9 @@ def check_training(values: dict[str, Any]) -> dict[str, Any]:
             "training.max_length is the length of a pack: set training.packing: true, or leave it out (rows are as "
             "long as data.max_prompt_tokens and data.max_new_tokens allow)."
         )
-    for name, reason in _MEANINGLESS.items():
+    for name, why in _MEANINGLESS.items():
         if checked.get(name):
-            raise BadInputError(f"training.{name}: leave it out: {reason}.")
+            raise BadInputError(f"training.{name}: leave it out: {why}.")
     return checked
 
 
@@ -117,6 +120,10 @@ def training_arguments(recipe: Recipe) -> TrainingArguments:
         device = args.device
     except (ValueError, TypeError, ImportError, RuntimeError) as error:
         raise BadInputError(f"training: {error}") from error
+    names = [args.report_to] if isinstance(args.report_to, str) else args.report_to or []
+    refuse_unknown_keys(dict.fromkeys(names), INTEGRATION_TO_CALLBACK, "training.report_to")
+    _check_measures(recipe, args)
+    _check_scheduler(args)
     unset_hf_deepspeed_config()  # else ZeRO stage 3 would take apart any model that is loaded from now on: the target
     if with_muon:
         args.optim = muon.NAME  # not one of the library's names; DrafterTrainer knows it
@@ -129,6 +136,36 @@ def training_arguments(recipe: Recipe) -> TrainingArguments:
         )
         train_on_one_gpu(args)
     return args
+
+
+def _check_measures(recipe: Recipe, args: TrainingArguments) -> None:
+    """Refuse a figure to measure, or to choose the best checkpoint by, that no evaluation gives."""
+    if recipe.eval.training_prompts and recipe.data.holdout == 0:
+        raise BadInputError(
+            "eval.training_prompts: τ is measured where held-out rows are evaluated, and data.holdout is 0; set it to "
+            "0.05."
+        )
+    wanted = str(args.metric_for_best_model or "").removeprefix("eval_")
+    if wanted == MEASURED and not recipe.eval.training_prompts:
+        raise BadInputError(
+            f"training.metric_for_best_model is {MEASURED}, which nothing measures; set eval.training_prompts, to 16 "
+            "for example."
+        )
+    if wanted and not re.fullmatch(rf"loss|tau|{MEASURED}|{GAP}|[a-z0-9]+_(d\d+|loss)", wanted):
+        raise BadInputError(
+            f"training.metric_for_best_model: expected loss, tau, {MEASURED}, or a figure of a depth such as alpha_d1, "
+            f"found {args.metric_for_best_model!r}."
+        )
+
+
+def _check_scheduler(args: TrainingArguments) -> None:
+    """Refuse settings that the scheduler of the learning rate does not have, or lacks."""
+    nothing = torch.optim.SGD([torch.zeros(1)], lr=args.learning_rate)
+    try:
+        get_scheduler(args.lr_scheduler_type, nothing, 1, 2, cast(Any, args.lr_scheduler_kwargs))
+    except (ValueError, TypeError) as error:
+        kind = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
+        raise BadInputError(f"training.lr_scheduler_kwargs: does not fit {kind}: {reason(error)}") from error
 
 
 def _defaults(recipe: Recipe) -> dict[str, Any]:

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import importlib
 import logging
-import re
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel, TrainingArguments
 from transformers.integrations import get_reporting_integration_callbacks
-from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
-from ..common import BadInputError, refuse_unknown_keys
+from ..common import BadInputError
 from ..common.atomic import free_bytes, readable_bytes, require_folder
 from ..common.digests import has_seal
 from ..common.errors import reason
@@ -26,16 +24,15 @@ from ..distill.data_set import rounds_of
 from ..distill.responses import data_folder
 from ..formats import require_served
 from ..heads import Drafter, LowRank
-from ..heads.divergences import divergence
 from ..recipes import Recipe
 from ..targets import Target
-from .arguments import GAP, MEASURED, packing_of, training_arguments
-from .drafter_init import able_drafters, check_abilities, check_drafter, check_makes
+from .arguments import packing_of, training_arguments
+from .drafter_init import check_abilities, check_drafter, check_makes
 from .hooks import asks_for_checkpointing
-from .joint import adapted, lora_config
+from .joint import adapted
 from .processes import check_kind_of_processes, check_number_of_processes, check_sharding, kind_of_processes
 from .provenance import RECIPE
-from .resource_estimate import sketch_drafter, sketch_target, workload
+from .resource_estimate import UnknownShapesError, sketch_drafter, sketch_target, workload
 from .stopping import check_schedule
 
 _log = logging.getLogger(__name__)
@@ -56,7 +53,6 @@ def check(recipe: Recipe, drafter: Drafter | None = None, seconds: float | None 
         require_folder(recipe.output_folder)
         _require_own(recipe.output_folder)
     check_reports(args)
-    check_measures(recipe, args)
     check_number_of_processes(args)
     check_kind_of_processes(args)
     check_sharding(args)
@@ -66,9 +62,7 @@ def check(recipe: Recipe, drafter: Drafter | None = None, seconds: float | None 
         )
     check_many_processes(recipe, drafter_class, args)
     if recipe.joint is not None:
-        lora_config(recipe.joint.lora)
-        divergence(recipe.joint.loss)
-        check_joint(drafter_class, args, seconds)
+        check_joint(args, seconds)
     if seconds is not None:
         check_schedule(args)
     return args
@@ -87,6 +81,18 @@ def check_with_target(recipe: Recipe, args: TrainingArguments, target: Target, d
         check_recomputes(drafter, args)
         if not is_answered and args.process_index == 0:  # else the store says exactly what it needs
             warn_of_features(recipe, target, drafter)
+
+
+def check_by_configs(recipe: Recipe, args: TrainingArguments) -> None:
+    """Refuse a drafter that does not fit the target's config, before its weights are read."""
+    if recipe.target.engine is None:
+        try:
+            target = sketch_target(recipe)
+            drafter = sketch_drafter(recipe, target)
+        except UnknownShapesError:
+            return
+        target.check_taps(drafter.taps)
+        check_recomputes(drafter, args)
 
 
 def _require_own(output: Path) -> None:
@@ -113,7 +119,6 @@ def check_reports(args: TrainingArguments) -> None:
     """Refuse unknown trackers, and those whose package or account is missing."""
     names = [args.report_to] if isinstance(args.report_to, str) else list(args.report_to or [])
     for name in names:
-        refuse_unknown_keys({name: None}, INTEGRATION_TO_CALLBACK, "training.report_to")
         try:
             get_reporting_integration_callbacks([name])[0]()
         except (RuntimeError, ImportError) as error:
@@ -157,26 +162,6 @@ def warn_of_features(recipe: Recipe, target: Target, drafter: Drafter) -> None:
         )
 
 
-def check_measures(recipe: Recipe, args: TrainingArguments) -> None:
-    """Refuse a figure to measure, or to choose the best checkpoint by, that no evaluation gives."""
-    if recipe.eval.training_prompts and recipe.data.holdout == 0:
-        raise BadInputError(
-            "eval.training_prompts: τ is measured where held-out rows are evaluated, and data.holdout is 0; set it to "
-            "0.05."
-        )
-    wanted = str(args.metric_for_best_model or "").removeprefix("eval_")
-    if wanted == MEASURED and not recipe.eval.training_prompts:
-        raise BadInputError(
-            f"training.metric_for_best_model is {MEASURED}, which nothing measures; set eval.training_prompts, to 16 "
-            "for example."
-        )
-    if wanted and not re.fullmatch(rf"loss|tau|{MEASURED}|{GAP}|[a-z0-9]+_(d\d+|loss)", wanted):
-        raise BadInputError(
-            f"training.metric_for_best_model: expected loss, tau, {MEASURED}, or a figure of a depth such as alpha_d1, "
-            f"found {args.metric_for_best_model!r}."
-        )
-
-
 def check_many_processes(recipe: Recipe, drafter_class: type[Drafter], args: TrainingArguments) -> None:
     """Refuse passes in numbers that differ between processes, and a target in parts where whole layers are needed."""
     # A language model reads a pack in as many passes as its texts want, and FSDP2 gathers layers in each of them.
@@ -195,13 +180,8 @@ def check_many_processes(recipe: Recipe, drafter_class: type[Drafter], args: Tra
         )
 
 
-def check_joint(drafter_class: type[Drafter], args: TrainingArguments, seconds: float | None) -> None:
-    """Refuse a drafter, a time budget or a launch that the target cannot be trained with."""
-    if not drafter_class.trains_target:
-        raise BadInputError(
-            f"joint: a {drafter_class.name} drafter's loss does not train the target's hidden states; leave out joint, "
-            f"or take one of these: {able_drafters('trains_target')}."
-        )
+def check_joint(args: TrainingArguments, seconds: float | None) -> None:
+    """Refuse a time budget or a launch that the target cannot be trained with."""
     if seconds is not None:
         raise BadInputError(
             "joint: the part of the training in which the drafter learns alone is counted in steps, so it cannot "

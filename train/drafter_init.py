@@ -14,13 +14,18 @@ from torch import Tensor
 
 from ..common import BadInputError, OutriderError
 from ..common.errors import LIBRARY_ERRORS, reason
+from ..distill.data_set import provenance
+from ..distill.sources import check_sources
 from ..eval.measure import baseline_config
 from ..heads import HEADS, Drafter, drafter_config, head_class, load_drafter
+from ..heads.divergences import divergence
 from ..heads.registry import saved_type
 from ..heads.saved import CONFIG, read_config
 from ..recipes import Recipe
+from ..recipes.suite_names import find_suites
 from ..targets import Target
 from .arguments import packing_of
+from .joint import lora_config
 
 # Settings of the training or of measurement, which leave the weights' names and shapes alone. Any other setting must
 # agree with the saved drafter; where its first weights once came from no longer matters.
@@ -42,6 +47,8 @@ def check_drafter(values: dict[str, Any]) -> type[Drafter]:
             )
         values = {k: v for k, v in values.items() if k != "init"} | {"type": kind}
     drafter_class, _ = drafter_config(values)
+    if len(set(taps := values.get("taps") or ())) < len(taps):
+        raise BadInputError(f"drafter.taps: expected each hidden state once, found {list(taps)}.")
     if not drafter_class.trainable:
         raise BadInputError(
             f"drafter.type {drafter_class.name!r} has no weights: there is nothing to train. Measure it beside a "
@@ -58,6 +65,25 @@ def check_abilities(recipe: Recipe, drafter_class: type[Drafter], followed: type
         raise BadInputError(f"a {name} drafter has no weights: there is nothing to train.")
     for baseline in recipe.eval.baselines:
         baseline_config(baseline)  # what will be measured after the training
+    find_suites(recipe.eval.suites)
+    if spec.responses is None:
+        check_sources(spec.prompts)
+    for folder, read in ((spec.responses, provenance), (spec.drafter, read_config)):
+        if folder is not None:
+            read(Path(folder).expanduser())
+    if 0 < (limit := recipe.drafter.get("max_position_embeddings") or 0) < spec.max_new_tokens:
+        raise BadInputError(
+            f"drafter.max_position_embeddings is {limit}, and answers alone have {spec.max_new_tokens} tokens (data."
+            "max_new_tokens): an engine drafts no further than it says; leave it out, and it is the target's."
+        )
+    if recipe.joint is not None:
+        lora_config(recipe.joint.lora)
+        divergence(recipe.joint.loss)
+        if not drafter_class.trains_target:
+            raise BadInputError(
+                f"joint: a {name} drafter's loss does not train the target's hidden states; leave out joint, or take "
+                f"one of these: {able_drafters('trains_target')}."
+            )
     if spec.on_policy and not drafter_class.writes_text:
         raise BadInputError(
             f"data.on_policy is {spec.on_policy:g}, but a drafter of type {name!r} writes no text of its own (it reads "
@@ -69,8 +95,9 @@ def check_abilities(recipe: Recipe, drafter_class: type[Drafter], followed: type
                 f"training.packing: a {name} drafter's loss does not keep the texts of a row apart; leave out "
                 f"training.packing, or take one of these: {able_drafters('packs')}."
             )
-        if recipe.joint is not None:
-            raise BadInputError("training.packing: with joint each row is one text; leave out training.packing.")
+        if recipe.joint is not None or spec.on_policy:
+            other = "data.on_policy" if spec.on_policy else "joint"
+            raise BadInputError(f"training.packing: with {other} each row is one text; leave out training.packing.")
     if spec.verified and not followed.follows_rounds:
         raise BadInputError(
             f"data.verified is {spec.verified:g}, but a {followed.name} drafter reads the text itself, where the "

@@ -40,6 +40,10 @@ _SAMPLE = 1000  # prompts whose lengths stand for those of all
 _BYTES = 4  # of a token, where no tokenizer tells
 
 
+class UnknownShapesError(BadInputError):
+    """A drafter that is made of its target's weights."""
+
+
 def plan(
     recipe: Recipe, processes: int = 1, sharding: Sharding = "none", rows: int | None = None, measured: bool = False
 ) -> Needs:
@@ -133,7 +137,7 @@ def sketch_drafter(recipe: Recipe, target: Target) -> Drafter:
     except LIBRARY_ERRORS as error:
         if values.get("init") != "random" and "random" in check_drafter(values).config_class.words.get("init", ()):
             return sketch_drafter(recipe.model_copy(update={"drafter": values | {"init": "random"}}), target)
-        raise BadInputError(
+        raise UnknownShapesError(
             f"a {values.get('type')} drafter of these settings cannot be planned from configs alone: {reason(error)}"
         ) from error
 
@@ -141,7 +145,7 @@ def sketch_drafter(recipe: Recipe, target: Target) -> Drafter:
 def _arguments(recipe: Recipe) -> TrainingArguments:
     """Return the recipe's arguments, on whatever machine the estimate is made."""
     of_devices = ("bf16", "fp16", "bf16_full_eval", "fp16_full_eval", "tf32", "use_cpu", "deepspeed", "torch_compile")
-    kept = {name: value for name, value in recipe.training.items() if name not in (*of_devices, "report_to")}
+    kept = {name: value for name, value in recipe.training.items() if name not in of_devices}
     return training_arguments(recipe.model_copy(update={"training": kept | {"use_cpu": True}}))
 
 

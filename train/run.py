@@ -44,7 +44,7 @@ from ..targets.fingerprint import digest_files
 from . import checkpoints, provenance
 from .arguments import packing_of
 from .callbacks import Reports, finish_reports
-from .check import check, check_recomputes, check_with_target
+from .check import check, check_by_configs, check_recomputes, check_with_target
 from .data import Batches, CachedBatches, OnlineBatches, PackedBatches, Packs, Rows, split, token_counts
 from .decoding import MeasuredTau, OnPolicy
 from .drafter_init import made_for
@@ -115,7 +115,9 @@ def train(
         start = _starting_point(recipe, args, resume, seconds)
         if target is None and recipe.target.engine is not None:
             target = target_in_engine(recipe.target, args.device)
-        target = target or Target.load(**recipe.target.to_load(), device=args.device)
+        if target is None:
+            check_by_configs(recipe, args)
+            target = Target.load(**recipe.target.to_load(), device=args.device)
         target.move_to(args.device)
         check_with_target(recipe, args, target, drafter)
         training = _Training(recipe, args, target, console, seconds, until)

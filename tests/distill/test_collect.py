@@ -6,6 +6,7 @@ A recipe's are mixed by weight, read once, and never those that it measures.
 from __future__ import annotations
 
 import io
+import json
 import logging
 import os
 from pathlib import Path
@@ -153,6 +154,27 @@ def test_an_unusable_file_is_refused_with_its_place(
 def test_a_source_that_cannot_exist_is_refused_before_anything_is_loaded(source: str, expected: str) -> None:
     with pytest.raises(BadInputError, match=expected):
         check_sources([source])
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"qestion": "x"}, "row 1: expected one of .* found qestion"),
+        ({"question": "x", "answer": "y" * 3_000_001}, "a chat of 3,000,002 letters; at most 3,000,000"),
+        ({"messages": [{"role": "user", "content": "y" * 3_000_001}]}, "a chat of 3,000,001 letters"),
+    ],
+    ids=["key", "answer", "chat"],
+)
+def test_rows_that_cannot_be_read_are_refused_before_anything_is_loaded(
+    tmp_path: Path, row: dict[str, Any], expected: str
+) -> None:
+    """As long as there is none among the first that can: the others are counted."""
+    file = tmp_path / "rows.jsonl"
+    file.write_text(f"{json.dumps(row)}\n" * 2)
+    with pytest.raises(BadInputError, match=expected):
+        check_sources([str(file)])
+    file.write_text(f'{json.dumps(row)}\n{{"text": "a"}}\n')
+    check_sources([str(file)])
 
 
 def test_an_unknown_hub_name_is_refused(tokenizer: Tokenizer) -> None:

@@ -79,6 +79,7 @@ def test_a_target_without_a_chat_template_is_given_raw_text(tmp_path: Path) -> N
 def test_what_is_no_model_is_refused(outrider: Command, tmp_path: Path) -> None:
     out = ["--out", tmp_path / "my.yaml"]
     failed(outrider("init", tmp_path / "nowhere", *out), "the folder does not exist")
+    failed(outrider("init", "embedded", *out, "--prompts", "nowhere.jsonl"), "'nowhere.jsonl' does not exist")
     failed(outrider("init", tmp_path, *out), "config.json is missing there")
     (tmp_path / "config.json").write_text('{"model_type": "vit"}')
     failed(outrider("init", tmp_path, *out), "names no hidden size")

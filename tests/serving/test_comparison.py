@@ -164,6 +164,30 @@ def test_a_near_tie_is_one_by_the_targets_logits(margins, exact, kind):
     assert kinds(found, exact=exact) == kind
 
 
+@pytest.mark.parametrize(
+    ("off", "parts_from", "kind"),
+    [
+        (1e-4, TOKENS, []),  # another order of sums
+        (0.01, TOKENS, ["dtype"]),  # what our own target does in bfloat16
+        (0.2, TOKENS, ["scale of logits"]),  # a final norm × 1.15 changes no greedy token
+        (0.01, 30, ["dtype"]),
+        (0.2, 30, ["target"]),  # as near ties as those of another dtype
+        (None, TOKENS, []),
+        (None, 30, ["dtype"]),
+    ],
+)
+def test_log_probabilities_tell_weights_from_rounding_where_texts_do_not(off, parts_from, kind):
+    answered, expected = replies(drafted(RIGHT, 10)), expectation()
+    first = answered.drafting[0]
+    first.tokens = [*range(parts_from), *[99] * (TOKENS - parts_from)]
+    first.log_probs = [] if off is None else [-1.0 - off] * TOKENS
+    expected.log_probs, expected.rounded = [-1.0] * TOKENS, [-1.01] * TOKENS
+    found = compare(expected, answered)
+    for divergence in found.divergences:
+        divergence.margin = 0.2
+    assert kinds(found, exact=True) == kind
+
+
 @pytest.mark.parametrize("tokens", [list(range(40)), list(range(TOKENS + 9))])
 def test_texts_that_end_elsewhere_are_no_near_tie(tokens):
     assert kinds(compare(expectation(), replies(drafted(RIGHT, 10), tokens=tokens)), exact=True) == ["end"]

@@ -435,8 +435,30 @@ def test_a_plan_says_what_a_step_with_rollouts_takes(rolling):
         ("drafter.vocab_size=50", "vocab_size 50 differs from the target's"),
         ("data.on_policy=0.5", "writes no text of its own"),
         ("drafter.rope_parameters={rope_theta: -1}", "rope_theta must be a number above 0"),
+        ("drafter.taps=[2, 2, 9]", r"drafter.taps: expected each hidden state once, found \[2, 2, 9\]"),
+        ("drafter.taps=[2, 4, 99]", r"reads hidden_states\[99\]"),
+        ("drafter.decay=0", "decay must be above 0"),
+        ("drafter.max_position_embeddings=8", "max_position_embeddings is 8, and answers alone have 96 tokens"),
+        ("eval.suites=[cod]", "no suite 'cod'"),
+        ("data.prompts=[nowhere.jsonl]", "the prompt source 'nowhere.jsonl' does not exist"),
+        ("data.drafter=nowhere", "no drafter at 'nowhere'"),
+        ("joint={lora: {r: 4}, learning_rate: 1e-5}", "joint: a eagle3 drafter's loss does not train the target's"),
+        ("data.holdout=0 & eval.training_prompts=4", "data.holdout is 0"),
+        ("training.report_to=wandbb", "did you mean 'wandb'"),
+        ("training.lr_scheduler_kwargs={num_cyclez: 2}", "lr_scheduler_kwargs: does not fit cosine: .*'num_cyclez'"),
+        ("target.revision=main", "is a folder here, which has no others; leave it out"),
     ],
 )
-def test_what_training_would_refuse_is_refused_before_anything_is_spent(change, said):
-    with pytest.raises(BadInputError, match=said):
-        plan(load_recipe("embedded-eagle3", [change]))
+def test_what_training_would_refuse_is_refused_before_anything_is_spent(change, said, monkeypatch, tmp_path):
+    """By a plan, and by a training before the target's weights are read."""
+    made = load_recipe("embedded-eagle3", [*change.split(" & "), f"output={tmp_path}"])
+    with pytest.raises((BadInputError, IncompatibleError), match=said):
+        plan(made)
+    monkeypatch.setattr("outrider.targets.loading.AutoModelForCausalLM.from_pretrained", None)
+    with pytest.raises((BadInputError, IncompatibleError), match=said):
+        train(made)
+
+
+def test_packs_and_rollouts_do_not_go_together():
+    with pytest.raises(BadInputError, match=r"training\.packing: with data.on_policy each row is one text"):
+        plan(load_recipe("embedded-draft-model-on-policy", ["training.packing=true"]))

@@ -207,7 +207,11 @@ def test_a_drafter_without_weights_is_refused(recipe, target):
         (EAGLE3 | {"head_dim": 5}, r"drafter: head_dim must be even, .* got 5"),
         (EAGLE3 | {"rope_parameters": {"rope_type": "x"}}, r"drafter: such a one cannot be made .*KeyError: 'x'"),
         (EAGLE3 | {"taps": [1, 99]}, r"reads hidden_states\[99\]"),
-        ({"type": "draft_model", "model": {"intermediate_size": -5}}, "drafter: such a one .*negative dimension -5"),
+        (
+            {"type": "draft_model", "model": {"intermediate_size": -5}},
+            "model.intermediate_size: expected an integer >= 1, found -5",
+        ),
+        ({"type": "draft_model", "model": {"num_hidden_layers": 0}}, "expected an integer >= 1, found 0"),
         ({"type": "draft_model", "path": "nowhere/at-all/there"}, "no model at 'nowhere/at-all/there'"),
         ({"type": "mtp", "layer": {"hidden_size": 16}}, "a layer of hidden_size 16 does not fit"),
         ({"type": "mtp", "init": "native"}, "was not loaded from a checkpoint"),

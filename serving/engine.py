@@ -128,7 +128,7 @@ class Engine:
     def model(self) -> str:
         """The name under which the engine serves its target; BadInputError if it has another one, or several."""
         place = f"{self.url}/v1/models"
-        models = read_answer(ModelList, self._look(place), place).data
+        models = read_answer(ModelList, self._look(place), place, self.key).data
         different = {m.root or m.id for m in models}  # one may have several names
         if self.name not in [m.id for m in models] if self.name else len(different) > 1:
             listed = ", ".join(map(str, models[:8]))
@@ -140,7 +140,8 @@ class Engine:
         """Return a text's or a chat's tokens by the server's own tokenizer; BadInputError if it tells none."""
         place, num_bytes = f"{self.url}/tokenize", MEGABYTE + BYTES_OF_A_TOKEN * len(sent.tokens)
         body = json.dumps({"model": self.model} | sent.request).encode()
-        return read_answer(_Tokens, ask(place, body, self.key, AnswerLimits(LOOK_SECONDS, num_bytes)), place).tokens
+        content = ask(place, body, self.key, AnswerLimits(LOOK_SECONDS, num_bytes))
+        return read_answer(_Tokens, content, place, self.key).tokens
 
     def about(self, engine: str) -> ServerFacts:
         """Return what the server says of itself; nothing known where it says nothing. `engine`: as counters name it."""
@@ -175,7 +176,7 @@ class Engine:
         began = time.perf_counter()
         content = ask(place, json.dumps(body).encode(), self.key, AnswerLimits(COMPLETION_SECONDS, num_bytes))
         seconds = time.perf_counter() - began
-        answer = read_answer(_CompletionBody, content, place)
+        answer = read_answer(_CompletionBody, content, place, self.key)
         ids, choice = answer.choices[0].token_ids, answer.choices[0]
         count = answer.usage.completion_tokens if answer.usage else len(ids or ())
         if max(count, len(ids or ())) > max_new_tokens:

@@ -53,6 +53,7 @@ CLIENTS = ["http.client", "urllib.request", "urllib3", "requests", "aiohttp", "h
 JSON = ("json.loads", "json.load", ".model_validate_json")
 PLAIN = (".read_text", ".read_bytes")
 PICKLES = ("pickle.load", "pickle.loads", "torch.load without weights_only", "np.load", "marshal.loads", "joblib.load")
+TABLES = ("pyarrow.ipc.open_file", "pyarrow.ipc.open_stream", "pyarrow.parquet.ParquetFile", ".read_table")
 PROGRAMS = ("AutoTokenizer.from_pretrained", ".apply_chat_template", ".parse_response", "render_jinja_template")
 
 # What would go round a door, and the files that may: the door, and those that read what Outrider itself wrote, or
@@ -79,6 +80,7 @@ DOORS: dict[str, tuple[Sequence[str], dict[str, str]]] = {
             "distill/responses.py": "of a process of the launch",
             "distill/journal.py": "a run's own lines, compared with their digests",
             "distill/prompt_table.py": "a file that has no name",
+            "distill/table_process.py": "of the process that asks it",
             "eval/reports/report.py": "what was just written as JSON",
             "formats/draft_models.py": "of a tokenizer that was loaded",
             "heads/mtp_checkpoint.py": "of a config that was loaded",
@@ -105,6 +107,10 @@ DOORS: dict[str, tuple[Sequence[str], dict[str, str]]] = {
             "targets/tokenizer_process.py": "what ships with Outrider",
             "train/processes.py": "of the system",
         },
+    ),
+    "tables from a stranger": (
+        TABLES,
+        {"distill/table_process.py": "the door", "distill/prompt_table.py": "a file that has no name"},
     ),
     "pickles": (PICKLES, {}),
     "a stranger's programs": (

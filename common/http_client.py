@@ -17,11 +17,11 @@ from functools import cache
 from typing import Annotated, Any, TypeVar
 
 from huggingface_hub import constants, get_session
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from .errors import BadInputError
-from .safe_load import MEGABYTE, Unreadable, decoded, parse_json
-from .values import printable_urls
+from .safe_load import MEGABYTE, RECORD, Unreadable, decoded, parse_json
+from .values import ForeignModel, printable_urls
 
 try:
     import httpx
@@ -35,7 +35,7 @@ JSON_TYPES = ("application/json",)
 METRICS_TYPES = ("text/plain", "application/openmetrics-text")
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-Model = TypeVar("Model", bound=BaseModel)
+Model = TypeVar("Model", bound=ForeignModel)
 Result = TypeVar("Result")
 
 
@@ -60,7 +60,7 @@ class AnswerLimits:
     kinds: tuple[str, ...] = JSON_TYPES
 
 
-class _Model(BaseModel):
+class _Model(ForeignModel):
     """One model of a server; `root` is what it serves, `parent` the model that it adapts, where the server tells."""
 
     id: str = Field(min_length=1, max_length=1000)
@@ -71,7 +71,7 @@ class _Model(BaseModel):
         return f"{self.id[:80]!a} (an adapter of {self.parent[:80]!a})" if self.parent else f"{self.id[:80]!a}"
 
 
-class ModelList(BaseModel):
+class ModelList(ForeignModel):
     """The answer of `/v1/models`: at least one model."""
 
     data: list[_Model] = Field(min_length=1)
@@ -156,7 +156,7 @@ def read_answer(model: type[Model], content: bytes, where: str, key: str | None 
         key: that was sent; a server may repeat it, and no message does.
     """
     try:
-        return model.model_validate(parse_json(decoded(content, where), where), strict=True)
+        return model.model_validate(parse_json(decoded(content, where), where, RECORD), strict=True)
     except Unreadable as error:
         reason = error.reason
     except ValidationError as error:

@@ -8,15 +8,15 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, FailFast, Field
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from ..common import BadInputError, http_client
 from ..common.http_client import METRICS_TYPES, AnswerLimits, BadAnswerError, ModelList, TokenId, ask, read_answer
 from ..common.safe_load import MEGABYTE
-from ..common.values import is_server_address, printable_urls
+from ..common.values import ForeignModel, is_server_address, printable_urls
 
 if TYPE_CHECKING:
     from ..decode import Round
@@ -46,7 +46,7 @@ class DraftCounts:
     rounds: float = 0.0
     drafted: float = 0.0
     accepted: float = 0.0
-    by_position: tuple[float, ...] = ()
+    by_position: Annotated[tuple[float, ...], FailFast()] = ()
 
     @classmethod
     def of(cls, rounds: Sequence[Round], room: int | None = None) -> DraftCounts:
@@ -89,7 +89,7 @@ class DraftCounts:
         return 1 + self.accepted / self.rounds if self.rounds else float("nan")
 
 
-class SentText(BaseModel, extra="forbid"):
+class SentText(ForeignModel, extra="forbid"):
     """A suite's text or chat, as `/tokenize` of vLLM and SGLang is asked, and the tokens that we make of it."""
 
     name: str
@@ -197,29 +197,29 @@ class Engine:
 ABOUT = {"vllm": ("/version",), "sglang": ("/server_info", "/get_server_info")}
 
 
-class ServerFacts(BaseModel):
+class ServerFacts(ForeignModel):
     """A server's description of itself; `drafted`: the tokens that SGLang verifies a round, with the root."""
 
     version: str | None = Field(default=None, max_length=100)
     drafted: int | None = Field(default=None, alias="speculative_num_draft_tokens")
 
 
-class _Tokens(BaseModel):
+class _Tokens(ForeignModel):
     """The answer of `/tokenize`."""
 
     tokens: list[TokenId]
 
 
-class _Choice(BaseModel):
+class _Choice(ForeignModel):
     text: str
     token_ids: list[TokenId] | None = None
 
 
-class _Usage(BaseModel):
+class _Usage(ForeignModel):
     completion_tokens: int = Field(ge=0)
 
 
-class _CompletionBody(BaseModel):
+class _CompletionBody(ForeignModel):
     """The answer of `/v1/completions`."""
 
     choices: list[_Choice] = Field(min_length=1)

@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, Field, ValidationError
+from huggingface_hub import constants, get_session
+from pydantic import Field, ValidationError
 
 from .errors import BadInputError
-from .safe_load import MEGABYTE, Unreadable, decoded, parse_json
-from .values import printable_urls
+from .safe_load import MEGABYTE, RECORD, Unreadable, decoded, parse_json
+from .values import ForeignModel, printable_urls
 
 try:
     import httpx
@@ -32,7 +35,8 @@ JSON_TYPES = ("application/json",)
 METRICS_TYPES = ("text/plain", "application/openmetrics-text")
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-Model = TypeVar("Model", bound=BaseModel)
+Model = TypeVar("Model", bound=ForeignModel)
+Result = TypeVar("Result")
 
 
 class BadAnswerError(BadInputError):
@@ -56,7 +60,7 @@ class AnswerLimits:
     kinds: tuple[str, ...] = JSON_TYPES
 
 
-class _Model(BaseModel):
+class _Model(ForeignModel):
     """One model of a server; `root` is what it serves, `parent` the model that it adapts, where the server tells."""
 
     id: str = Field(min_length=1, max_length=1000)
@@ -67,7 +71,7 @@ class _Model(BaseModel):
         return f"{self.id[:80]!a} (an adapter of {self.parent[:80]!a})" if self.parent else f"{self.id[:80]!a}"
 
 
-class ModelList(BaseModel):
+class ModelList(ForeignModel):
     """The answer of `/v1/models`: at least one model."""
 
     data: list[_Model] = Field(min_length=1)
@@ -114,7 +118,7 @@ def ask(url: str, body: bytes | None = None, key: str | None = None, limits: Ans
     headers = {"Authorization": f"Bearer {require_key(key, 'the option for it')}"} if key else {}
     limits = limits or AnswerLimits()
     try:
-        return asyncio.run(_ask(url, body, headers, limits))
+        return asyncio.run(_ask(url, body, headers, limits, key))
     except TimeoutError:
         message, reason = f"gave no whole answer within {limits.seconds:g} s", "time-out"
     except BadAnswerError as error:
@@ -125,7 +129,7 @@ def ask(url: str, body: bytes | None = None, key: str | None = None, limits: Ans
     raise BadAnswerError(f"{printable_urls(url)} {message.replace(key, '…') if key else message}.", reason) from None
 
 
-async def _ask(url: str, body: bytes | None, headers: dict[str, str], limits: AnswerLimits) -> bytes:
+async def _ask(url: str, body: bytes | None, headers: dict[str, str], limits: AnswerLimits, key: str | None) -> bytes:
     headers = headers | ({} if body is None else {"Content-Type": "application/json"})
     async with asyncio.timeout(limits.seconds), open_client(limits.num_bytes) as client:
         method = "GET" if body is None else "POST"
@@ -138,28 +142,78 @@ async def _ask(url: str, body: bytes | None, headers: dict[str, str], limits: An
             content = await response.aread()
             status, kind = response.status_code, response.headers.get("content-type", "").partition(";")[0].strip()
     if not 200 <= status < 300:
-        raise BadAnswerError(f"answers with HTTP status {status}{_beginning(content)}", f"HTTP status {status}")
+        raise BadAnswerError(f"answers with HTTP status {status}{_beginning(content, key)}", f"HTTP status {status}")
     if limits.kinds and kind and kind.lower() not in limits.kinds:
-        message = f"answers with {kind[:80]!a} where {limits.kinds[0]} is expected{_beginning(content)}"
+        message = f"answers with {kind[:80]!a} where {limits.kinds[0]} is expected{_beginning(content, key)}"
         raise BadAnswerError(message, "another content type")
     return content
 
 
-def read_answer(model: type[Model], content: bytes, where: str) -> Model:
-    """Return a server's JSON, checked by a pydantic model; BadAnswerError, which names `where` it is from."""
+def read_answer(model: type[Model], content: bytes, where: str, key: str | None = None) -> Model:
+    """Return a server's JSON, checked by a pydantic model; BadAnswerError, which names `where` it is from.
+
+    Args:
+        key: that was sent; a server may repeat it, and no message does.
+    """
     try:
-        return model.model_validate(parse_json(decoded(content, where), where), strict=True)
+        return model.model_validate(parse_json(decoded(content, where), where, RECORD), strict=True)
     except Unreadable as error:
         reason = error.reason
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
         reason = f"{'.'.join(map(str, first['loc'])) or 'the whole'}: {first['msg'].partition(' or instance of')[0]}"
     where = printable_urls(where)
-    raise BadAnswerError(f"{where} answers what cannot be used ({reason}){_beginning(content)}.", reason) from None
+    raise BadAnswerError(f"{where} answers what cannot be used ({reason}){_beginning(content, key)}.", reason) from None
 
 
-def _beginning(content: bytes) -> str:
+def call_hub(call: Callable[[], Result], num_bytes: int, seconds: float) -> Result:
+    """Return what `call` gets from the Hub's library, which has no such limits: for all its answers together.
+
+    What it raises is raised here. BadAnswerError: they are larger, or not there in time; the next byte then ends it.
+    """
+    session, done, left = get_session(), Future[Result](), [num_bytes]
+    usual = session.event_hooks, session.timeout, constants.HF_HUB_DISABLE_XET
+
+    def limit(response: Any) -> None:
+        parts = response.iter_bytes
+
+        def iter_bytes(*given: Any, **more: Any) -> Iterator[bytes]:
+            for part in parts(*given, **more):
+                left[0] -= len(part)
+                if left[0] < 0:
+                    raise _too_large(num_bytes)
+                yield part
+
+        response.iter_bytes = iter_bytes
+
+    def run() -> None:
+        try:
+            done.set_result(call())
+        except BaseException as error:
+            done.set_exception(error)
+
+    session.event_hooks = usual[0] | {"response": [*usual[0]["response"], limit]}
+    session.timeout, constants.HF_HUB_DISABLE_XET = AnswerLimits.seconds, True  # its own client of another protocol
+    try:
+        threading.Thread(target=run, daemon=True).start()
+        return done.result(seconds)
+    except TimeoutError:
+        if done.done():  # it is the library's
+            raise
+        raise BadAnswerError(f"gave no whole answer within {seconds:.0f} s", "time-out") from None
+    finally:
+        left[0] = left[0] if done.done() else 0
+        session.event_hooks, session.timeout, constants.HF_HUB_DISABLE_XET = usual
+
+
+def _too_large(num_bytes: int) -> BadAnswerError:
+    message = f"sends more than the {num_bytes / MEGABYTE:.3g} MB that such an answer may have"
+    return BadAnswerError(message, "a body that is too large")
+
+
+def _beginning(content: bytes, key: str | None) -> str:
     """Return the end of a sentence about an answer: its first bytes, with everything but plain letters escaped."""
+    content = content.replace(key.encode(), b"...") if key else content  # half of it would stay where they are cut
     return f": it begins with {content[:_FIRST_BYTES]!r}" if content.strip() else ": it is empty"
 
 
@@ -180,8 +234,7 @@ class _LimitedStream(_STREAM):
         async for part in self.stream:
             left -= len(part)
             if left < 0:
-                message = f"sends more than the {self.num_bytes / MEGABYTE:.3g} MB that such an answer may have"
-                raise BadAnswerError(message, "a body that is too large")
+                raise _too_large(self.num_bytes)
             yield part
 
     async def aclose(self) -> None:

@@ -44,12 +44,14 @@ class FileLimits:
 
     num_bytes: int = 32 * MEGABYTE
     containers: int = 1_000_000  # lists and mappings, all together, and values for which a YAML file's aliases stand
+    keys: int = 1_000_000  # of one mapping: vocabularies have many
     depth: int = 100  # of lists and mappings inside each other
     digits: int = 40  # of an integer. Real ones have up to 31: that many say "no limit" in tokenizers' configs
     infinite: bool = False  # whether JSON may hold NaN and Infinity, as Python's own writer makes it
 
 
 JSON = FileLimits()
+RECORD = FileLimits(keys=20_000)  # what a model of pydantic's checks, which names each key that it does not know
 YAML = FileLimits(num_bytes=MEGABYTE // 4, containers=20_000, depth=40)  # its parser reads 200 kB in a second
 
 
@@ -151,7 +153,7 @@ def parse_json(text: str, where: str, limits: FileLimits = JSON) -> Any:
     try:
         constant = float if limits.infinite else _no_number
         values = json.loads(text, parse_int=lambda digits: _integer(digits, limits), parse_constant=constant)
-        _require_shallow(values, limits.depth)
+        _require_shallow(values, limits)
     except RecursionError as error:
         raise _too_deep(where, limits) from error
     except ValueError as error:
@@ -209,10 +211,12 @@ def _no_number(name: str) -> NoReturn:
     raise ValueError(f"{name} is no number of JSON")
 
 
-def _require_shallow(values: Any, depth: int) -> None:
-    """Raise RecursionError if lists and mappings are nested deeper than `depth`."""
+def _require_shallow(values: Any, limits: FileLimits) -> None:
+    """Raise RecursionError for lists and mappings nested too deep, ValueError for a mapping with too many keys."""
     level = [values] if isinstance(values, (dict, list)) else []
-    for _ in range(depth + 1):
+    for _ in range(limits.depth + 1):
+        if any(len(value) > limits.keys for value in level if isinstance(value, dict)):
+            raise ValueError(f"an object with more than {limits.keys} keys")
         contents = (value.values() if isinstance(value, dict) else value for value in level)
         level = [inner for values in contents for inner in values if isinstance(inner, (dict, list))]
         if not level:

@@ -8,7 +8,15 @@ import typing
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, PydanticSchemaGenerationError, TypeAdapter, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    GetCoreSchemaHandler,
+    PydanticSchemaGenerationError,
+    TypeAdapter,
+    ValidationError,
+)
 
 from .errors import BadInputError
 
@@ -18,6 +26,22 @@ TEMPERATURES = f"0 (greedy), or from {COLDEST:g} to {HOTTEST:g}"
 
 _WORDS = {"float": "a number", "int": "an integer", "str": "text", "bool": "true or false", "NoneType": "null"}
 _WORDS |= {"dict": "a mapping", "list": "a list", "tuple": "a list", "Any": "any value"}
+
+
+def _failing_fast(schema: Any) -> Any:
+    """Return pydantic's schema with `fail_fast` in each list; models in it have done that for themselves."""
+    if isinstance(schema, dict):
+        more = {"fail_fast": True} if schema.get("type") in ("list", "tuple", "set") else {}
+        return {key: _failing_fast(value) for key, value in schema.items()} | more
+    return [_failing_fast(value) for value in schema] if isinstance(schema, list) else schema
+
+
+class ForeignModel(BaseModel):
+    """A model of what others wrote: a list is refused at its first fault. A million faults would take gigabytes."""
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> Any:
+        return _failing_fast(handler(source))
 
 
 def is_temperature(value: float) -> bool:

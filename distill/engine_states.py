@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from pydantic import BaseModel, Field, TypeAdapter
+from pydantic import Field, TypeAdapter
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load
 from torch import Tensor
@@ -40,6 +40,7 @@ from ..common.machine import free_bytes
 from ..common.runtime import require_extra
 from ..common.safe_load import MEGABYTE, parse_json, read_bytes, read_text
 from ..common.server_process import CPU_ENVIRONMENT, python_of, running_server
+from ..common.values import ForeignModel
 from ..recipes import DataSpec, EngineSpec, Recipe, ServerSpec
 from ..targets import Target
 from ..targets.loading import folder_of, target_path
@@ -63,28 +64,28 @@ _log = logging.getLogger(__name__)
 _FACTS = TypeAdapter(EngineFacts)
 
 
-class _Logprob(BaseModel):
+class _Logprob(ForeignModel):
     logprob: float
 
 
-class _NextLogprobs(BaseModel):
+class _NextLogprobs(ForeignModel):
     token_logprobs: list[float | None] | None = None
 
 
-class _PrefilledRow(BaseModel):
+class _PrefilledRow(ForeignModel):
     token_ids: list[TokenId] = Field(min_length=1)
     logprobs: _NextLogprobs | None = None
     prompt_logprobs: list[dict[str, _Logprob] | None] | None = None
 
 
-class _PrefillAnswer(BaseModel):
+class _PrefillAnswer(ForeignModel):
     """The answer of `/v1/completions`, with the place of the states."""
 
     choices: list[_PrefilledRow] = Field(min_length=1, max_length=1)
     kv_transfer_params: dict[str, Any] | None = None
 
 
-class _TokenizedChat(BaseModel):
+class _TokenizedChat(ForeignModel):
     tokens: list[int]
 
 

@@ -147,7 +147,7 @@ class _Server:
         try:
             async with asyncio.timeout(seconds):
                 answer = await self.api.with_options(max_retries=0).models.with_raw_response.list()
-            return read_answer(ModelList, answer.content, f"{self.url}/v1/models").data[0].id
+            return read_answer(ModelList, answer.content, f"{self.url}/v1/models", self.client.key).data[0].id
         except openai.APIStatusError as error:
             if error.response.has_redirect_location:
                 raise BadInputError(f"{self.url}: {self.client.of_status(error)}") from None

@@ -13,12 +13,11 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-import pyarrow
-import pyarrow.parquet
 from datasets import load_dataset
 
 from ..common import BadInputError
 from ..common.safe_load import (
+    FileLimits,
     Unreadable,
     decoded,
     parse_json,
@@ -29,12 +28,13 @@ from ..common.safe_load import (
 )
 from ..recipes import SourceSpec, embedded_file
 from .dataset_formats import Row, RowError, understand
+from .table_process import table_lines
 
 EMBEDDED = "embedded:"
 SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow", ".txt")
 
 _TRIED = 10  # rows of a source that are understood before anything is loaded
-_AT_ONCE = 256  # rows of a table that are held: what is compressed in one may be a megabyte
+_TABLE = FileLimits(infinite=True)
 _SAVED = ("state.json", "dataset_info.json", "dataset_dict.json")  # what `save_to_disk` writes beside the rows
 _SPLITS = ("train", "test", "validation", "valid", "dev", "eval")
 _NONDESCRIPT = {"question", "questions", "data", "prompts", *_SPLITS}
@@ -73,11 +73,8 @@ def count_rows(source: str | SourceSpec) -> int | None:
         return None
     files = files_of(spec)
     if all(file.suffix == ".parquet" for file in files):
-        length = 0
-        for file in files:
-            with _readable(file, "parquet"):
-                length += int(pyarrow.parquet.ParquetFile(file).metadata.num_rows)
-        return min(length, spec.limit or 2**63)
+        with _readable(Path(spec.path), *files):
+            return min(int(b"".join(table_lines(files, count=True))), spec.limit or 2**63)
     return sum(1 for _ in rows_of(spec))
 
 
@@ -209,37 +206,27 @@ def _text_rows(file: Path) -> Iterator[Row]:
 
 
 @contextmanager
-def _readable(file: Path, kind: str) -> Iterator[None]:
+def _readable(place: Path, *files: Path) -> Iterator[None]:
     try:
-        require_regular(file)
+        for file in files:
+            require_regular(file)
         yield
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:  # text that is not UTF-8
-        raise BadInputError(f"{file}: not a readable {kind} file ({error}).") from error
+    except (ValueError, OSError) as error:
+        raise BadInputError(f"{place}: not a readable {files[0].suffix[1:]} file ({error}).") from error
 
 
-def _parquet_rows(file: Path) -> Iterator[Row]:
-    with _readable(file, "parquet"):
-        for batch in pyarrow.parquet.ParquetFile(file).iter_batches(_AT_ONCE):
-            yield from batch.to_pylist()
-
-
-def _arrow_rows(file: Path) -> Iterator[Row]:
-    """Yield the rows of an Arrow file, as a stream (so `datasets` writes them) or with an index at its end."""
-    with _readable(file, "arrow"), pyarrow.memory_map(str(file)) as mapped:
-        is_indexed = mapped.read(6) == b"ARROW1"
-        mapped.seek(0)
-        opened = pyarrow.ipc.open_file(mapped) if is_indexed else pyarrow.ipc.open_stream(mapped)
-        batches = map(opened.get_batch, range(opened.num_record_batches)) if is_indexed else opened
-        for batch in batches:
-            for begin in range(0, batch.num_rows, _AT_ONCE):
-                yield from batch.slice(begin, _AT_ONCE).to_pylist()
+def _table_rows(file: Path) -> Iterator[Row]:
+    """Yield the rows of a Parquet file, or an Arrow file: a stream (so `datasets` writes them) or one with an index."""
+    with _readable(file, file):
+        for line in table_lines([file]):
+            yield parse_json(line.decode(), str(file), _TABLE)
 
 
 _READERS: dict[str, Callable[[Path], Iterator[Row | RowError]]] = {
     ".jsonl": _jsonl_rows,
     ".json": _json_rows,
-    ".parquet": _parquet_rows,
-    ".arrow": _arrow_rows,
+    ".parquet": _table_rows,
+    ".arrow": _table_rows,
     ".txt": _text_rows,
 }
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import ConfigDict, SerializerFunctionWrapHandler, model_serializer, model_validator
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from .. import decode
+from ..common.values import ForeignModel
 from .reports.figures import Seconds
 
 
-class Part(BaseModel):
+class Part(ForeignModel):
     """A part of pair.json; a key that the schema does not know is refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)

@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
 from rich.console import Console
 
 from ..common import BadInputError
 from ..common.atomic import write_atomically
 from ..common.progress import progress
 from ..common.safe_load import read_json_lines
+from ..common.values import ForeignModel
 from ..decode import Decoder, Plan, Round
 from ..distill.conversation import render
 from ..distill.prompt_table import Prompt
@@ -35,7 +36,7 @@ NUM_PROMPTS, MAX_NEW_TOKENS = 32, 64
 _AT_ONCE = 32  # prompts decoded in one batch
 
 
-class _CalibrationLine(BaseModel):
+class _CalibrationLine(ForeignModel):
     """A line of calibration.jsonl."""
 
     model_config = ConfigDict(extra="forbid", strict=True)

@@ -17,7 +17,7 @@ from .. import decode
 from ..common import BadInputError
 from ..common.atomic import write_atomically
 from ..common.digests import digest_json
-from ..common.safe_load import Unreadable, parse_json, read_bytes
+from ..common.safe_load import RECORD, Unreadable, parse_json, read_bytes
 from ..eval.reports.figures import Interval
 from ..eval.tuning_record import Part, SparsePart, Tuning, merged
 from ..targets.fingerprint import Fingerprint
@@ -395,7 +395,7 @@ def _read(file: Path) -> str:
 
 def _validated(file: Path, text: str) -> Manifest:
     try:
-        values = parse_json(text, str(file))
+        values = parse_json(text, str(file), RECORD)
     except Unreadable as error:
         _damaged(file, error.reason)
     if not isinstance(values, dict):

@@ -8,6 +8,7 @@ Exit codes: 0 fine · 1 a finding (the gate failed, the pair is stale or altered
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import sys
@@ -87,9 +88,9 @@ class Verbs(TyperGroup):
             if code is None:
                 raise
             if os.environ.get("OUTRIDER_DEBUG"):
-                print_to_stderr(traceback.format_exc())
+                print_to_stderr(_without_secrets(traceback.format_exc()))
             elif code == FAULT:
-                print_to_stderr(traceback.format_exc())
+                print_to_stderr(_without_secrets(traceback.format_exc()))
                 _complain("this is a fault in Outrider, please report it with the lines above.", label="fault: ")
             else:
                 _complain(said(error))
@@ -109,7 +110,15 @@ def exit_code(error: BaseException) -> int | None:
     named = error.filename if isinstance(error, OSError) else None
     ours = Path(__file__).resolve().parents[1]
     is_users = isinstance(named, str) and not Path(os.path.realpath(named)).is_relative_to(ours)
-    return BAD_INPUT if is_users or isinstance(error, MemoryError) or is_disk_full(error) else FAULT
+    is_systems = isinstance(error, MemoryError) or is_disk_full(error) or _is_disk_broken(error)
+    return BAD_INPUT if is_users or is_systems else FAULT
+
+
+def _is_disk_broken(error: Exception) -> bool:
+    """Tell whether the system failed to read or write, also where a library reports that in words only."""
+    if isinstance(error, OSError):
+        return error.errno in (errno.EIO, errno.ESTALE, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
+    return isinstance(error, RuntimeError) and str(error).startswith(("unable to mmap", "unable to open file"))
 
 
 def _is_panic(error: BaseException) -> bool:
@@ -118,8 +127,8 @@ def _is_panic(error: BaseException) -> bool:
 
 def said(error: BaseException) -> str:
     """Return the sentence about an error that a user can do something about, without what may be a secret in URLs."""
-    text = _sentence(error)
-    return _without_secrets(text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…")
+    text = _without_secrets(_sentence(error)[: 2 * _LONGEST])  # a URL that is cut shows its password, without its "@"
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
 
 
 def _without_secrets(text: str) -> str:

@@ -20,9 +20,10 @@ from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from ..common import BadInputError
+from ..common.values import ForeignModel
 
 RUNS = 4000  # simulated at least; more of them for rarer alarms
 RARE = 40  # runs that must raise an alarm, for a threshold to be known
@@ -35,7 +36,7 @@ LONGEST = 400  # windows after which a simulated change counts as not found
 Floats = NDArray[np.float64]
 
 
-class NormalDrafting(BaseModel, extra="forbid", allow_inf_nan=False):
+class NormalDrafting(ForeignModel, extra="forbid", allow_inf_nan=False):
     """The baseline of a watch: usual drafting.
 
     Attributes:
@@ -132,7 +133,7 @@ class Chart:
         return self.delay(shift) * self.limits.window
 
 
-class CusumState(BaseModel, extra="forbid", allow_inf_nan=False):
+class CusumState(ForeignModel, extra="forbid", allow_inf_nan=False):
     """The sums of a test, of falls and of rises.
 
     Attributes:

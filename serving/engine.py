@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, FailFast, Field
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from ..common import BadInputError, http_client
 from ..common.http_client import METRICS_TYPES, AnswerLimits, BadAnswerError, ModelList, TokenId, ask, read_answer
 from ..common.safe_load import MEGABYTE
-from ..common.values import is_server_address, printable_urls
+from ..common.values import ForeignModel, is_server_address, printable_urls
 
 if TYPE_CHECKING:
     from ..decode import Round
@@ -46,7 +46,7 @@ class DraftCounts:
     rounds: float = 0.0
     drafted: float = 0.0
     accepted: float = 0.0
-    by_position: tuple[float, ...] = ()
+    by_position: Annotated[tuple[float, ...], FailFast()] = ()
 
     @classmethod
     def of(cls, rounds: Sequence[Round], room: int | None = None) -> DraftCounts:
@@ -89,7 +89,7 @@ class DraftCounts:
         return 1 + self.accepted / self.rounds if self.rounds else float("nan")
 
 
-class SentText(BaseModel, extra="forbid"):
+class SentText(ForeignModel, extra="forbid"):
     """A suite's text or chat, as `/tokenize` of vLLM and SGLang is asked, and the tokens that we make of it."""
 
     name: str
@@ -130,7 +130,7 @@ class Engine:
     def model(self) -> str:
         """The name under which the engine serves its target; BadInputError if it has another one, or several."""
         place = f"{self.url}/v1/models"
-        models = read_answer(ModelList, self._look(place), place).data
+        models = read_answer(ModelList, self._look(place), place, self.key).data
         different = {m.root or m.id for m in models}  # one may have several names
         if self.name not in [m.id for m in models] if self.name else len(different) > 1:
             listed = ", ".join(map(str, models[:8]))
@@ -142,7 +142,8 @@ class Engine:
         """Return a text's or a chat's tokens by the server's own tokenizer; BadInputError if it tells none."""
         place, num_bytes = f"{self.url}/tokenize", MEGABYTE + BYTES_OF_A_TOKEN * len(sent.tokens)
         body = json.dumps({"model": self.model} | sent.request).encode()
-        return read_answer(_Tokens, ask(place, body, self.key, AnswerLimits(LOOK_SECONDS, num_bytes)), place).tokens
+        content = ask(place, body, self.key, AnswerLimits(LOOK_SECONDS, num_bytes))
+        return read_answer(_Tokens, content, place, self.key).tokens
 
     def about(self, engine: str) -> ServerFacts:
         """Return what the server says of itself; nothing known where it says nothing. `engine`: as counters name it."""
@@ -183,7 +184,7 @@ class Engine:
         began = time.perf_counter()
         content = ask(place, json.dumps(body).encode(), self.key, AnswerLimits(COMPLETION_SECONDS, num_bytes))
         seconds = time.perf_counter() - began
-        answer = read_answer(_CompletionBody, content, place)
+        answer = read_answer(_CompletionBody, content, place, self.key)
         ids, choice = answer.choices[0].token_ids, answer.choices[0]
         count = answer.usage.completion_tokens if answer.usage else len(ids or ())
         if max(count, len(ids or ())) > max_new_tokens:
@@ -205,34 +206,34 @@ class Engine:
 ABOUT = {"vllm": ("/version",), "sglang": ("/server_info", "/get_server_info")}
 
 
-class ServerFacts(BaseModel):
+class ServerFacts(ForeignModel):
     """A server's description of itself; `drafted`: the tokens that SGLang verifies a round, with the root."""
 
     version: str | None = Field(default=None, max_length=100)
     drafted: int | None = Field(default=None, alias="speculative_num_draft_tokens")
 
 
-class _Tokens(BaseModel):
+class _Tokens(ForeignModel):
     """The answer of `/tokenize`."""
 
     tokens: list[TokenId]
 
 
-class _LogProbs(BaseModel):
+class _LogProbs(ForeignModel):
     token_logprobs: list[Annotated[float, Field(le=0.01, ge=-1e4)]]
 
 
-class _Choice(BaseModel):
+class _Choice(ForeignModel):
     text: str
     token_ids: list[TokenId] | None = None
     logprobs: _LogProbs | None = None
 
 
-class _Usage(BaseModel):
+class _Usage(ForeignModel):
     completion_tokens: int = Field(ge=0)
 
 
-class _CompletionBody(BaseModel):
+class _CompletionBody(ForeignModel):
     """The answer of `/v1/completions`."""
 
     choices: list[_Choice] = Field(min_length=1)

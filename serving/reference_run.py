@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, ClassVar, Self
 
 import torch
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 from rich.console import Console
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
@@ -22,7 +22,8 @@ from ..common import BadInputError
 from ..common.atomic import write_atomically
 from ..common.errors import Refusal, first_line
 from ..common.progress import Advance, progress
-from ..common.safe_load import MEGABYTE, FileLimits, parse_json, read_text
+from ..common.safe_load import MEGABYTE, RECORD, parse_json, read_text
+from ..common.values import ForeignModel
 from ..decode import Decoder, Plan, Round, Sampling
 from ..distill.conversation import render
 from ..distill.prompt_table import Prompt
@@ -33,11 +34,11 @@ from ..targets import RaggedCache, RowLengths, Target
 from .engine import DraftCounts, SentText, TokenId
 
 BATCH = 16  # prompts that our decoder answers at once
-_LIMITS = FileLimits(num_bytes=64 * MEGABYTE)
+_LIMITS = replace(RECORD, num_bytes=64 * MEGABYTE)
 LONGEST_TEXT = 50_000  # letters of a suite that are compared as tokens
 
 
-class ServedPrompt(BaseModel, extra="forbid"):
+class ServedPrompt(ForeignModel, extra="forbid"):
     """One prompt. `tokens` are the ids that it is sent as."""
 
     suite: str
@@ -45,7 +46,7 @@ class ServedPrompt(BaseModel, extra="forbid"):
     tokens: list[TokenId] = Field(min_length=1)
 
 
-class ServedAnswer(BaseModel, extra="forbid"):
+class ServedAnswer(ForeignModel, extra="forbid"):
     """Our decoder's answer to one prompt at one temperature.
 
     Attributes:
@@ -59,7 +60,7 @@ class ServedAnswer(BaseModel, extra="forbid"):
     counts: list[DraftCounts]
 
 
-class Expectation(BaseModel, extra="forbid"):
+class Expectation(ForeignModel, extra="forbid"):
     """Our decoder's answers to some prompts, temperature by temperature.
 
     Attributes:
@@ -78,19 +79,19 @@ class Expectation(BaseModel, extra="forbid"):
     drafter_digest: str = ""
     depth: int
     max_new_tokens: int
-    suites: list[str] = []
+    suites: list[str] = Field(default=[])
     limit: int | None = None
     seeds_above_0: int = 1
     first_seed: int = 0
     habits: str = ""
     prompts: list[ServedPrompt]
-    texts: list[SentText] = []
+    texts: list[SentText] = Field(default=[])
     dtype: str = "float32"
-    answers: dict[str, list[ServedAnswer]] = {}
-    one_hot: dict[str, list[ServedAnswer]] = {}
-    log_probs: list[float] = []
-    rounded: list[float] = []
-    mistakes: dict[str, list[ServedAnswer]] = {}
+    answers: dict[str, list[ServedAnswer]] = Field(default={})
+    one_hot: dict[str, list[ServedAnswer]] = Field(default={})
+    log_probs: list[float] = Field(default=[])
+    rounded: list[float] = Field(default=[])
+    mistakes: dict[str, list[ServedAnswer]] = Field(default={})
 
     @model_validator(mode="after")
     def _is_whole(self) -> Self:

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from ..common import BadInputError
 from ..common.atomic import write_atomically
 from ..common.http_client import AnswerLimits, BadAnswerError, ask
 from ..common.locks import locked
-from ..common.safe_load import parse_json, read_text
+from ..common.safe_load import RECORD, parse_json, read_text
+from ..common.values import ForeignModel
 from ..pair import PairFiles
 from .changepoint import DEEP, Chart, CusumState, NormalDrafting, WatchLimits
 from .engine import Counters
@@ -29,7 +30,7 @@ SURE = 3.0  # spreads by which a position must differ to be named
 PATIENCE = 120.0  # seconds that a look waits for another one with the same state file
 
 
-class WatchState(BaseModel, extra="forbid"):
+class WatchState(ForeignModel, extra="forbid"):
     """The state of one engine's watch, kept between runs of `outrider watch --once`.
 
     Attributes:
@@ -44,7 +45,7 @@ class WatchState(BaseModel, extra="forbid"):
     seen: Counters | None = None
     open: Counters | None = None
     windows: int = 0
-    learned: list[Counters] = []
+    learned: list[Counters] = Field(default=[])
     sums: CusumState = CusumState()
     restarts: int = 0
     alarms: int = 0
@@ -225,7 +226,7 @@ def _known(file: Path) -> dict[str, WatchState]:
     if not file.is_file():
         return {}
     try:
-        return {s["url"]: WatchState.model_validate(s) for s in parse_json(read_text(file), str(file))}
+        return {s["url"]: WatchState.model_validate(s) for s in parse_json(read_text(file), str(file), RECORD)}
     except (OSError, ValueError, KeyError, TypeError) as error:  # also pydantic's
         raise BadInputError(f"{file}: cannot be read as the state of a watch ({error}); delete it.") from error
 

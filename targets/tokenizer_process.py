@@ -249,10 +249,17 @@ def _try(folder: str) -> None:
     except Exception:  # who opens it next, gets the same, and has words for it
         return
     ids = sorted(tokenizer.get_vocab().values())
+    _require_ids(ids)
     written = "".join(str(tokenizer.decode(ids, skip_special_tokens=skip)) for skip in (False, True))
     for text in _texts(written, getattr(tokenizer, "backend_tokenizer", None)):
-        tokenizer(text, return_offsets_mapping=tokenizer.is_fast)
+        _require_ids(tokenizer(text, return_offsets_mapping=tokenizer.is_fast)["input_ids"])
         tokenizer(text, add_special_tokens=False)
+
+
+def _require_ids(ids: Sequence[int]) -> None:
+    """Raise ValueError for an id that no table of tokens has: also of those that are put around a text."""
+    if odd := [token for token in ids if not 0 <= token < 2**31]:
+        raise ValueError(f"a token has the id {odd[0]}")
 
 
 def _texts(written: str, backend: Any) -> Iterator[str]:

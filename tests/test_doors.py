@@ -26,13 +26,15 @@ def shipped() -> dict[str, set[str]]:
 def used(source: str) -> Iterator[str]:
     """Yield the functions that are called, as they are written; a method also without its object, as `.read_text`.
 
-    Of imports, yield the names as `import httpx`.
+    Of imports, yield the names as `import httpx`, and of classes their bases as `class of BaseModel`.
     """
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import | ast.ImportFrom):
             module = getattr(node, "module", None) or ""
             for name in node.names:
                 yield from (f"import {module}", f"import {name.name}", f"import {module}.{name.name}")
+        elif isinstance(node, ast.ClassDef):
+            yield from (f"class of {dotted(base)}" for base in node.bases)
         elif isinstance(node, ast.Call):
             name = dotted(node.func)
             yield name
@@ -53,6 +55,7 @@ CLIENTS = ["http.client", "urllib.request", "urllib3", "requests", "aiohttp", "h
 JSON = ("json.loads", "json.load", ".model_validate_json")
 PLAIN = (".read_text", ".read_bytes")
 PICKLES = ("pickle.load", "pickle.loads", "torch.load without weights_only", "np.load", "marshal.loads", "joblib.load")
+TABLES = ("pyarrow.ipc.open_file", "pyarrow.ipc.open_stream", "pyarrow.parquet.ParquetFile", ".read_table")
 PROGRAMS = ("AutoTokenizer.from_pretrained", ".apply_chat_template", ".parse_response", "render_jinja_template")
 
 # What would go round a door, and the files that may: the door, and those that read what Outrider itself wrote, or
@@ -79,6 +82,7 @@ DOORS: dict[str, tuple[Sequence[str], dict[str, str]]] = {
             "distill/responses.py": "of a process of the launch",
             "distill/journal.py": "a run's own lines, compared with their digests",
             "distill/prompt_table.py": "a file that has no name",
+            "distill/table_process.py": "of the process that asks it",
             "eval/reports/report.py": "what was just written as JSON",
             "formats/draft_models.py": "of a tokenizer that was loaded",
             "heads/mtp_checkpoint.py": "of a config that was loaded",
@@ -105,6 +109,24 @@ DOORS: dict[str, tuple[Sequence[str], dict[str, str]]] = {
             "targets/tokenizer_process.py": "what ships with Outrider",
             "train/processes.py": "of the system",
         },
+    ),
+    "models of what a stranger wrote": (
+        ["class of BaseModel"],
+        {
+            "common/values.py": "the door",
+            "recipes/schema.py": "a YAML file has 20,000 values at most",
+            "eval/replay.py": "what Outrider found",
+            "scripts/json_schemas.py": "what Outrider answers",
+            "scripts/json_schemas_torch.py": "what Outrider answers",
+            "serving/diagnosis.py": "what Outrider found",
+            "serving/engine_vs_decoder.py": "what Outrider found",
+            "serving/fault_models.py": "what Outrider found",
+            "serving/watching.py": "what Outrider found",
+        },
+    ),
+    "tables from a stranger": (
+        TABLES,
+        {"distill/table_process.py": "the door", "distill/prompt_table.py": "a file that has no name"},
     ),
     "pickles": (PICKLES, {}),
     "a stranger's programs": (
@@ -138,6 +160,7 @@ def test_pages_escape_what_is_put_into_them() -> None:
     [
         ("from urllib import request", "import urllib.request"),
         ("import httpx", "import httpx"),
+        ("class Answer(BaseModel): pass", "class of BaseModel"),
         ("x = json.loads(answer.text)", "json.loads"),
         ("text = Path(file).read_text()", ".read_text"),
         ("torch.load(file)", "torch.load without weights_only"),

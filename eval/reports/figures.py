@@ -9,7 +9,9 @@ from typing import Annotated
 
 import numpy as np
 from numpy.typing import ArrayLike
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema
+
+from ...common.values import ForeignModel
 
 RESAMPLES, CONFIDENCE = 2000, 0.95  # of every interval, unless it says otherwise
 ALL = "all"
@@ -75,7 +77,7 @@ class Ratio:
     offset: float = 0.0
 
 
-class ReportModel(BaseModel):
+class ReportModel(ForeignModel):
     """A part of report.json: unknown keys are refused, and nan is written as null."""
 
     model_config = ConfigDict(extra="forbid", ser_json_inf_nan="null")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,7 +12,7 @@ from pydantic import Field, ValidationError
 
 from ...common import BadInputError, refuse_unknown_keys
 from ...common.digests import CHECKSUM, digest_json, unsealed
-from ...common.safe_load import MEGABYTE, FileLimits, Unreadable, parse_json, read_text
+from ...common.safe_load import MEGABYTE, RECORD, Unreadable, parse_json, read_text
 from .figures import (
     ALL,
     CONFIDENCE,
@@ -26,7 +27,7 @@ from .figures import (
 
 SCHEMA_VERSION = 1
 REPORT_FILE = "report.json"
-_LIMITS = FileLimits(num_bytes=64 * MEGABYTE)
+_LIMITS = replace(RECORD, num_bytes=64 * MEGABYTE)
 
 DEFINITIONS = {
     "τ (tau)": (

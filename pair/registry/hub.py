@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from huggingface_hub import CommitOperationAdd, HfApi
@@ -22,10 +23,13 @@ from huggingface_hub.hf_api import RepoFile
 
 from ...common import BadInputError
 from ...common.errors import OutriderError, Refusal
-from ...common.safe_load import read_bytes
+from ...common.http_client import BadAnswerError, call_hub
+from ...common.safe_load import MEGABYTE, read_bytes
 from .folder import copy_blob
-from .layout import PAIRS, blob_path, published_at
+from .layout import MAX_ENTRY, PAIRS, blob_path, published_at
 
+LISTING_BYTES, LISTING_SECONDS = 64 * MEGABYTE, 60.0  # of all files of a repository: 100,000 of them have half of that
+BYTES_OF_A_SECOND = 100_000  # of a download, at least
 _OUTRUN = (409, 412)  # HTTP: the repository has a newer commit
 
 
@@ -53,7 +57,7 @@ class HubStore:
         return [path for path in self._files() if path.startswith(f"{PAIRS}/")]
 
     def read(self, path: str) -> bytes:
-        return read_bytes(self._downloaded(path))
+        return read_bytes(self._downloaded(path, MAX_ENTRY), MAX_ENTRY)
 
     def tidy(self) -> None:
         """Remove nothing: a commit is whole or not there."""
@@ -85,29 +89,35 @@ class HubStore:
 
     def fetch(self, digest: str, to: Path, size: int) -> None:
         path = blob_path(digest)
-        with _explained(self.where):
-            found = self.api.get_paths_info(self.repository, [path], revision=self._head)
-        if larger := [file.size for file in found if isinstance(file, RepoFile) and file.size > size]:
-            raise Refusal.of(
-                f"{self.where}/{path}", f"{larger[0]} bytes", f"at most {size}", "Nothing was taken from it."
-            )
-        copy_blob(self._downloaded(path).open("rb"), to, digest, f"{self.where}/{path}")
+        copy_blob(self._downloaded(path, size).open("rb"), to, digest, f"{self.where}/{path}")
 
     def _files(self) -> list[str]:
         """Return all files of the newest commit, which is the one to read and follow from now on; [] without one."""
         with _explained(self.where):
             try:
-                self._head = self.api.model_info(self.repository).sha
-                return self.api.list_repo_files(self.repository, revision=self._head)
+                self._head, files = call_hub(self._listed, LISTING_BYTES, LISTING_SECONDS)
+                return files
             except GatedRepoError:
                 raise
             except RepositoryNotFoundError:
                 self._head = None
                 return []
 
-    def _downloaded(self, path: str) -> Path:
+    def _listed(self) -> tuple[str | None, list[str]]:
+        head = self.api.model_info(self.repository, timeout=LISTING_SECONDS).sha
+        return head, self.api.list_repo_files(self.repository, revision=head)
+
+    def _downloaded(self, path: str, size: int) -> Path:
+        """Return a file of the newest commit, in the library's cache; Refusal if it has more than `size` bytes."""
         with _explained(self.where):
-            return Path(self.api.hf_hub_download(self.repository, path, revision=self._head))
+            ask = partial(self.api.get_paths_info, self.repository, [path], revision=self._head)
+            found = call_hub(ask, MEGABYTE, LISTING_SECONDS)
+            if larger := [file.size for file in found if isinstance(file, RepoFile) and file.size > size]:
+                raise Refusal.of(
+                    f"{self.where}/{path}", f"{larger[0]} bytes", f"at most {size}", "Nothing was taken from it."
+                )
+            get = partial(self.api.hf_hub_download, self.repository, path, revision=self._head)
+            return Path(call_hub(get, size + MEGABYTE, LISTING_SECONDS + size / BYTES_OF_A_SECOND))
 
 
 @contextmanager
@@ -115,6 +125,8 @@ def _explained(where: str) -> Iterator[None]:
     """Turn the errors of the Hub's library, which are of any kind where an answer is odd, into one sentence."""
     try:
         yield
+    except BadAnswerError as error:
+        raise BadInputError(f"{where} {error}.") from error
     except OutriderError:
         raise
     except Exception as error:

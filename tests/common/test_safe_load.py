@@ -8,14 +8,17 @@ import time
 import tracemalloc
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import Field, ValidationError
 
 from outrider.common import BadInputError, safe_load
-from outrider.common.safe_load import FileLimits, Unreadable, decoded, parse_json, parse_yaml, read_json
+from outrider.common.safe_load import RECORD, FileLimits, Unreadable, decoded, parse_json, parse_yaml, read_json
+from outrider.common.values import ForeignModel
 
 plain = st.recursive(
     st.none()
@@ -252,3 +255,31 @@ def test_memory_does_not_grow_with_the_list(tmp_path):
     most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert most < 12_000_000 < file.stat().st_size
+
+
+class _Inner(ForeignModel, extra="forbid"):
+    size: int
+
+
+class _Outer(ForeignModel, extra="forbid"):
+    sizes: list[int] = Field(default=[])
+    inner: list[_Inner] = Field(default=[])
+    named: dict[str, list[_Inner]] = Field(default={})
+
+
+@pytest.mark.parametrize(
+    "values", [{"sizes": ["x"] * 9}, {"inner": [{}] * 9}, {"named": {"a": [5] * 9}}, {"inner": [{"size": None}] * 9}]
+)
+def test_a_list_of_faults_is_refused_at_the_first(values: dict[str, Any]) -> None:
+    """A report of three megabytes, a fault in each of its figures, took seven gigabytes."""
+    with pytest.raises(ValidationError) as refused:
+        _Outer.model_validate(values)
+    assert refused.value.error_count() == 1
+
+
+def test_an_object_with_a_key_for_each_fault_is_refused() -> None:
+    many = json.dumps(dict.fromkeys(map(str, range(RECORD.keys + 1))))
+    for text in (many, f"[1, {many}]"):
+        with pytest.raises(Unreadable, match="an object with more than 20000 keys"):
+            parse_json(text, "here", RECORD)
+        parse_json(text, "here")

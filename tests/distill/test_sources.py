@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
+import resource
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 from outrider.common import BadInputError
+from outrider.distill import table_process
 from outrider.distill.dataset_formats import RowError
 from outrider.distill.recipe_prompts import read_prompts
 from outrider.distill.sources import check_sources, count_rows, rows_of, title
@@ -130,3 +134,50 @@ def test_a_table_whose_text_is_not_utf_8_is_named(tmp_path: Path, kind: str) -> 
         arrow(file, table)
     with pytest.raises(BadInputError, match=rf"bad\.{kind}: not a readable {kind} file .*utf-8"):
         texts(file)
+
+
+LARGE = "x" * 2**23
+ZIPPED = pyarrow.ipc.IpcWriteOptions(compression="zstd")
+BOMBS: dict[str, Callable[[], pyarrow.Array]] = {  # a column of each, of some hundred bytes in a file
+    "one text named often": lambda: pyarrow.DictionaryArray.from_arrays(
+        pyarrow.array([0] * 300), pyarrow.array([LARGE])
+    ),
+    "one text in a run": lambda: pyarrow.RunEndEncodedArray.from_arrays([300], [LARGE]),
+    "lists that share a text": lambda: pyarrow.ListViewArray.from_arrays([0] * 300, [1] * 300, pyarrow.array([LARGE])),
+    "a text of a gigabyte": lambda: pyarrow.array([LARGE * 50]),
+    "lists of texts": lambda: pyarrow.array([[LARGE] * 12] * 3),
+    "rows of nothing": lambda: pyarrow.nulls(10**7),
+}
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_table_that_unfolds_to_more_than_memory_is_refused_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, kind: str
+) -> None:
+    monkeypatch.setattr(table_process, "MEMORY", 320 * 2**20)
+    file, batch = tmp_path / f"bomb.{kind}", pyarrow.record_batch([BOMBS[name]()], ["text"])
+    if kind == "arrow":
+        with (
+            pyarrow.OSFile(str(file), "wb") as sink,
+            pyarrow.ipc.new_file(sink, batch.schema, options=ZIPPED) as writer,
+        ):
+            writer.write_batch(batch)
+    elif name in ("one text in a run", "lists that share a text"):
+        pytest.skip("Parquet has no such columns")
+    else:
+        pyarrow.parquet.write_table(pyarrow.Table.from_batches([batch]), file, compression="zstd")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(BadInputError, match=rf"not a readable {kind} file \((its rows take more than|it says)"):
+        texts(file)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000, "kB"
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_a_table_holds_what_json_has_not(tmp_path: Path, kind: str) -> None:
+    """No prompt is made of bytes; what else is odd comes as text, and numbers that are none stay."""
+    row = {"text": b"a", "when": datetime(2031, 1, 1), "score": math.inf, "tags": {"a": [1, None]}}
+    table, file = pyarrow.Table.from_pylist([row]), tmp_path / f"a.{kind}"
+    pyarrow.parquet.write_table(table, file) if kind == "parquet" else arrow(file, table)
+    [found] = rows_of(SourceSpec(path=str(file)))
+    assert found == row | {"text": {"bytes": 1}, "when": "2031-01-01 00:00:00"}

@@ -94,6 +94,14 @@ PROGRAMS: dict[str, tuple[dict[str, Any], str | None]] = {
         "cannot be used",
     ),
     "a unigram of nothing": ({"model": {"type": "Unigram", "vocab": [], "unk_id": None}}, "cannot be"),
+    "an id beyond 31 bits": (
+        {"model": {"type": "WordLevel", "vocab": {"a": 2**31}, "unk_token": "a"}},
+        "a token has the id 2147483648",
+    ),
+    "an id beyond 31 bits around a text": (
+        {"post_processor": {"type": "BertProcessing", "sep": ["x", 2**31], "cls": ["x", 0]}},
+        "a token has the id 2147483648",
+    ),
     "an id beyond 32 bits": ({"model": {"type": "WordLevel", "vocab": {"a": 2**33}, "unk_token": "a"}}, "cannot be"),
 }
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,9 +23,11 @@ from huggingface_hub.hf_api import RepoFile
 
 from outrider.common import BadInputError
 from outrider.pair import verify
-from outrider.pair.registry import HubStore, PairReference, Registry
+from outrider.pair.registry import HubStore, PairReference, Registry, hub
 from outrider.pair.registry.layout import Entry
 from outrider.pair.signature import check_signature
+
+from ...serving.hostile_server import Answer, Hostile, endless, plain
 
 
 class Repository(HfApi):
@@ -163,3 +166,68 @@ def test_no_network_and_odd_answers_are_no_fault_of_ours(monkeypatch: pytest.Mon
     monkeypatch.setattr(HfApi, "model_info", Mock(side_effect=kind("[Errno -2] Name or service not known")))
     with pytest.raises(BadInputError, match=r"hf://org/pairs: \[Errno -2\] Name .* Check the name, the network"):
         Registry(HubStore("org/pairs")).versions()
+
+
+HEAD, TREE = "/api/models/org/pairs", f"/api/models/org/pairs/tree/{'a' * 40}?recursive=true&expand=false"
+ENTRY = "pairs/tiny/1.1.json"
+BLOB = f"/org/pairs/resolve/{'a' * 40}/{ENTRY}"
+
+
+@pytest.fixture
+def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hostile]:
+    """A server that answers as the Hub does, with one entry; and limits that are reached soon."""
+    monkeypatch.setattr(hub, "LISTING_SECONDS", 1.0)
+    monkeypatch.setattr(hub, "LISTING_BYTES", 1_000_000)
+    monkeypatch.setattr(hub, "MAX_ENTRY", 1_000_000)
+    monkeypatch.setattr(hub, "BYTES_OF_A_SECOND", 10**9)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    server, entry = Hostile(), {"type": "file", "path": ENTRY, "size": 2, "oid": "b" * 40}
+    more = f'ETag: "b"\r\nX-Repo-Commit: {"a" * 40}\r\nContent-Length: 2\r\n'
+    server.answers = {
+        HEAD: plain(json.dumps({"id": "org/pairs", "sha": "a" * 40}).encode()),
+        TREE: plain(json.dumps([entry]).encode()),
+        f"/api/models/org/pairs/paths-info/{'a' * 40}": plain(json.dumps([entry]).encode()),
+        BLOB: plain(b"{}", more=more),
+    }
+    yield server
+    server.http.shutdown()
+    server.http.server_close()
+
+
+def pages_for_ever(handler: Any) -> None:
+    handler.wfile.write(plain(b"[]", more=f'Link: <http://{handler.headers["Host"]}{TREE}>; rel="next"\r\n'))
+
+
+def larger_than_said(handler: Any) -> None:
+    more = f'ETag: "b"\r\nX-Repo-Commit: {"a" * 40}\r\n'
+    handler.wfile.write(plain(b"", more=more))
+    while handler.command == "GET":
+        handler.wfile.write(b"x" * 65536)
+
+
+LARGE, SLOW = "sends more than the", "gave no whole answer within"
+HUBS: dict[str, tuple[str, Answer, str]] = {
+    "a repository without end": (HEAD, endless("application/json"), LARGE),
+    "a repository that drips": (HEAD, endless("application/json", b" ", 0.05), SLOW),
+    "a list without end": (TREE, endless("application/json"), LARGE),
+    "pages without end": (TREE, pages_for_ever, SLOW),
+    "a file without end": (BLOB, larger_than_said, LARGE),
+    "a file that drips": (BLOB, lambda handler: time.sleep(9), SLOW),
+}
+
+
+def test_a_small_answer_of_the_hub_is_read(hostile: Hostile) -> None:
+    store = HubStore("org/pairs", HfApi(endpoint=hostile.url))
+    assert store.entries() == [ENTRY]
+    assert store.read(ENTRY) == b"{}"
+
+
+@pytest.mark.parametrize("name", HUBS)
+def test_a_hub_fills_no_memory_and_holds_no_command(hostile: Hostile, name: str) -> None:
+    path, answer, said = HUBS[name]
+    hostile.answers[path] = answer
+    store, began = HubStore("org/pairs", HfApi(endpoint=hostile.url)), time.monotonic()
+    with pytest.raises(BadInputError, match=f"hf://org/pairs {said}"):
+        store.read(store.entries()[0])
+    assert time.monotonic() - began < 5

@@ -1,5 +1,7 @@
 """The signature of a pair: `ssh-keygen -Y sign` over pair.json, which names the digest of every other file.
 
+The forms of its report that others read are signed with the same key, each by itself.
+
 A checksum tells that a file was altered; only the owner of the key can renew a signature. Since OpenSSH makes and
 checks it, a pair can be verified without Outrider:
 
@@ -19,7 +21,6 @@ from ..common import BadInputError
 from ..common.atomic import write_atomically
 from ..common.locks import locked, scratch_folder
 from ..common.safe_load import read_bytes
-from .manifest import MANIFEST, SIGNATURE
 
 NAMESPACE, PASSPHRASE = "outrider-pair", "OUTRIDER_KEY_PASSPHRASE"
 _LARGEST = 64 * 1024  # bytes of a file from a stranger; a signature of ours has 300
@@ -29,67 +30,79 @@ _ASKPASS = f"#!/bin/sh\nprintf '%s\\n' \"${PASSPHRASE}\"\n"
 
 @dataclass(frozen=True)
 class Signer:
-    """The signer of a pair: a name from the list of signers, and the key's fingerprint as `ssh-keygen -l` prints it."""
+    """A name from the list of signers, and the key's fingerprint as `ssh-keygen -l` prints it."""
 
     name: str
     fingerprint: str
 
 
-def sign(folder: Path, key: Path) -> str:
-    """Sign the pair in `folder` as it is with the private key in the file `key`; return the key's fingerprint.
+def sign(file: Path, key: Path) -> str:
+    """Sign a pair's manifest, or a form of its report, with the private key in the file `key`: `FILE.sig`.
 
     The passphrase of the key is read from `OUTRIDER_KEY_PASSPHRASE`, else ssh-keygen asks for it on the terminal.
+
+    Returns:
+        The key's fingerprint.
 
     Raises:
         BadInputError: ssh-keygen cannot use the key.
     """
     if not key.is_file():
         raise BadInputError(f"{key}: there is no such file; `ssh-keygen -t ed25519 -f FILE` makes a key.")
-    with locked(folder), scratch_folder("signature") as scratch:
-        manifest = read_bytes(folder / MANIFEST)
-        made = _ssh_keygen("sign", manifest, "-f", str(key), scratch=scratch)
+    with locked(file.parent), scratch_folder("signature") as scratch:
+        signed = read_bytes(file)
+        made = _ssh_keygen("sign", signed, "-f", str(key), scratch=scratch)
         if made.returncode:
             raise BadInputError(
                 f"{key}: cannot sign with it ({_reason(made)}); expected a private key in OpenSSH's format "
                 "(`ssh-keygen -t ed25519 -f FILE` makes one) and its passphrase."
             )
-        write_atomically(folder / SIGNATURE, made.stdout)
-        return _fingerprint(_ssh_keygen("check-novalidate", manifest, "-s", str(folder / SIGNATURE)))
+        signature = signature_of(file)
+        write_atomically(signature, made.stdout)
+        return _fingerprint(_ssh_keygen("check-novalidate", signed, "-s", str(signature)))
 
 
-def check_signature(folder: Path, signers: Path, identity: str | None = None) -> tuple[Signer | None, str]:
-    """Return the signer of the pair in `folder` if the file `signers` allows it, else None and the reason.
+def signature_of(file: Path) -> Path:
+    """Return the place of a file's signature."""
+    return file.with_name(f"{file.name}.sig")
+
+
+def check_signature(file: Path, signers: Path | None = None, identity: str | None = None) -> tuple[Signer | None, str]:
+    """Return the signer of a pair's manifest or form if the file `signers` allows it, else None and the reason.
 
     Args:
-        signers: a public key (`id_ed25519.pub`), or an `allowed_signers` file of ssh-keygen.
+        signers: a public key (`id_ed25519.pub`), or an `allowed_signers` file of ssh-keygen; None for anybody, whose
+            name is then not known.
         identity: of an allowed_signers file, only this name counts.
 
     Raises:
         BadInputError: `signers` cannot be read.
     """
-    signature = folder / SIGNATURE
+    signature = signature_of(file)
     if signature.is_symlink() or not signature.is_file():
-        return None, f"{SIGNATURE}: missing; the pair is not signed"
+        return None, f"{signature.name}: missing; {file.name} is not signed"
     if signature.stat().st_size > _LARGEST:
-        return None, f"{SIGNATURE}: no signature of a pair (larger than {_LARGEST:,} bytes)"
-    manifest = read_bytes(folder / MANIFEST)
-    valid = _ssh_keygen("check-novalidate", manifest, "-s", str(signature))
+        return None, f"{signature.name}: no signature of ours (larger than {_LARGEST:,} bytes)"
+    signed = read_bytes(file)
+    valid = _ssh_keygen("check-novalidate", signed, "-s", str(signature))
     if valid.returncode:
         return None, (
-            f"{SIGNATURE}: no signature of this {MANIFEST} ({_reason(valid)}); it is of another kind, or the pair was "
-            "altered, or tuned, after it was signed"
+            f"{signature.name}: no signature of this {file.name} ({_reason(valid)}); it is of another kind, or what "
+            "it is over was altered, or tuned, after it was signed"
         )
     fingerprint = _fingerprint(valid)
+    if signers is None:
+        return Signer("", fingerprint), ""
     with scratch_folder("signature") as scratch:
         allowed = scratch / "allowed_signers"
         allowed.write_text(_allowed_signers(signers), encoding="utf-8")
         named = _ssh_keygen("find-principals", b"", "-s", str(signature), "-f", str(allowed))
         names = [identity] if identity is not None else named.stdout.splitlines()
         for name in names:
-            if not _ssh_keygen("verify", manifest, "-s", str(signature), "-f", str(allowed), "-I", name).returncode:
+            if not _ssh_keygen("verify", signed, "-s", str(signature), "-f", str(allowed), "-I", name).returncode:
                 return Signer(name, fingerprint), ""
     whom = "" if identity is None else f" for {identity!r}"
-    return None, f"{SIGNATURE}: made with the key {fingerprint}, which {signers.name} does not allow{whom}"
+    return None, f"{signature.name}: made with the key {fingerprint}, which {signers.name} does not allow{whom}"
 
 
 def _allowed_signers(file: Path) -> str:

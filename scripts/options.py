@@ -35,6 +35,11 @@ SamplingSource = Annotated[
     Literal["temperatures", "served"] | None,
     typer.Option(help="served: as the target's own generation_config.json says, penalties included."),
 ]
+Signers = Annotated[
+    Path | None,
+    typer.Option("--signer", help="Must be signed with this public key, or one of an allowed_signers file."),
+]
+Identity = Annotated[str | None, typer.Option(help="Of an allowed_signers file, only the keys of this name.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, for programs.")]
 
 

@@ -14,7 +14,7 @@ from ..common import BadInputError
 from ..common.atomic import require_folder
 from ..common.safe_load import MEGABYTE, read_bytes
 from ..common.terminal import VisibleConsole
-from .options import Adapter, AsJson, Overrides, PairFolder, RecipeName, pair_of, recipe_of
+from .options import Adapter, AsJson, Identity, Overrides, PairFolder, RecipeName, Signers, pair_of, recipe_of
 from .output import console_for, finish, print_facts, print_lines, tell
 
 if TYPE_CHECKING:
@@ -90,12 +90,8 @@ def verify(
     folder: PairFolder,
     target: Annotated[str | None, typer.Option(help="Compare this target's content too.")] = None,
     adapter: Adapter = None,
-    signer: Annotated[
-        Path | None, typer.Option(help="Must be signed with this public key, or one of an allowed_signers file.")
-    ] = None,
-    identity: Annotated[
-        str | None, typer.Option(help="Of an allowed_signers file, only the keys of this name.")
-    ] = None,
+    signer: Signers = None,
+    identity: Identity = None,
     as_json: AsJson = False,
 ) -> None:
     """Recompute every digest, and check the signature. Exit code 1 if anything differs, and what."""
@@ -106,9 +102,10 @@ def verify(
         differences = altered_files(folder, pair_of(folder).load_target(target, adapter=adapter))
     found: str | None = None
     if signer is not None and not differences:
+        from ..pair.manifest import MANIFEST
         from ..pair.signature import check_signature
 
-        signed_by, problem = check_signature(folder, signer, identity)
+        signed_by, problem = check_signature(folder / MANIFEST, signer, identity)
         found = None if signed_by is None else f"{signed_by.name}, {signed_by.fingerprint}"
         differences = [problem] if signed_by is None else []
     lines = [f"[red]✗[/red] {escape(line)}" for line in differences]
@@ -125,13 +122,13 @@ def sign(
 ) -> None:
     """Sign a pair with ssh-keygen, so that others can tell who made it: pair.json.sig."""
     from ..pair import verify as altered_files
-    from ..pair.manifest import SIGNATURE
-    from ..pair.signature import sign as sign_pair
+    from ..pair.manifest import MANIFEST, SIGNATURE
+    from ..pair.signature import sign as sign_file
 
     altered = altered_files(folder)
     if altered:
         raise BadInputError(f"{folder} was altered after it was made, and is not signed: {'; '.join(altered)}.")
-    print_lines([escape(f"signed with {sign_pair(folder, key)}: {folder / SIGNATURE}")])
+    print_lines([escape(f"signed with {sign_file(folder / MANIFEST, key)}: {folder / SIGNATURE}")])
 
 
 def print_pair(pair: PairFiles, console: Console) -> None:

@@ -45,10 +45,11 @@ def replay(
 
     files = PairFiles.load(pair)
     passport = Passport.of(newest_report(files) if report is None else Report.load(report), temperature)
-    if not passport.is_chain:
+    if not passport.is_chain or passport.stops_early:
+        how = "chains that end by themselves" if passport.is_chain else f"a {passport.info.shape}"
         raise BadInputError(
-            f"{passport.info.label} was measured in a {passport.info.shape}; rates by depth describe chains alone: "
-            f"measure one (`outrider eval {pair} --depth 4`), and name its report (--report)."
+            f"{passport.info.label} was measured in {how}; rates by depth describe chains of one depth alone: measure "
+            f"one (`outrider eval {pair} --depth 4`), and name its report (--report)."
         )
     rates = [round(rate, 6) for rate in acceptance_rates(passport.figures.alpha)]
     if not rates:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,7 +12,7 @@ from rich.markup import escape
 
 from ..common import BadInputError
 from ..common.atomic import require_folder, write_atomically
-from .options import AsJson
+from .options import AsJson, Identity, Signers
 from .output import console_for, finish, print_lines
 from .pair_cli import RegistryPlace, opened_registry, side_of
 
@@ -34,8 +35,11 @@ def report(
     ] = None,
     check: Annotated[
         list[Path] | None,
-        typer.Option(help="A file in one of these forms; exit code 1 if it contradicts itself."),
+        typer.Option(help="A file in one of these forms; exit code 1 if it contradicts itself, or its signature."),
     ] = None,
+    key: Annotated[Path | None, typer.Option(help="Sign what --to writes with the key that signed the pair.")] = None,
+    signer: Signers = None,
+    identity: Identity = None,
     temperature: Annotated[float | None, typer.Option(help="Default: the first that was measured.")] = None,
     registry: RegistryPlace = None,
     out: Annotated[Path, typer.Option(help="Folder of what is written.")] = Path("runs/reports"),
@@ -45,9 +49,9 @@ def report(
     if any(Path(subject).expanduser().is_dir() for subject in subjects or ()):
         registry = None  # of the environment, perhaps; these are folders
     if check:
-        _check(check, as_json)
+        _check(check, signer, identity, as_json)
     elif to and subjects and len(subjects) == 1:
-        _write_forms(subjects[0], to, temperature, out, as_json)
+        _write_forms(subjects[0], to, temperature, out, key, as_json)
     elif subjects and not to and (len(subjects) > 1 or registry):
         _write_trend(subjects, temperature, registry, out, as_json)
     else:
@@ -65,20 +69,29 @@ def find_report(folder: Path) -> Report:
     return newest_report(PairFiles.load(folder)) if (folder / "pair.json").is_file() else Report.load(folder)
 
 
-def _check(files: list[Path], as_json: bool) -> None:
-    from ..eval.reports.passport import contradictions, read_claims
+def _check(files: list[Path], signers: Path | None, identity: str | None, as_json: bool) -> None:
+    from ..eval.reports.passport import Contradiction, contradictions, read_claims
+    from ..pair.signature import check_signature, signature_of
 
-    found = {str(file): [c for claims in read_claims(file) for c in contradictions(claims)] for file in files}
-    lines = []
-    for file, wrong in found.items():
+    lines, found = [], dict[str, list[Contradiction]]()
+    for file in files:
+        wrong = found[str(file)] = [c for claims in read_claims(file) for c in contradictions(claims)]
+        signed_by = "not signed"
+        if signers is not None or signature_of(file).is_file():
+            by, problem = check_signature(file, signers, identity)
+            wrong += [Contradiction("signature", problem)] if by is None else []
+            signed_by = "" if by is None else f"signed by {by.name or 'a key that --signer can name'}, {by.fingerprint}"
         lines += [f"[red]✗[/red] {escape(f'{file}: {c.name}: {c.line}')}" for c in wrong]
-        lines += [] if wrong else [f"[green]✓[/green] {escape(file)}: what it says holds together"]
+        lines += [] if wrong else [f"[green]✓[/green] {escape(f'{file}: what it says holds together; {signed_by}')}"]
     body = {"files": {file: [vars(c) for c in wrong] for file, wrong in found.items()}}
     finish(as_json, "report-check", body, _FINDING * any(found.values()), lambda: print_lines(lines))
 
 
-def _write_forms(subject: str, names: list[str], temperature: float | None, out: Path, as_json: bool) -> None:
+def _write_forms(
+    subject: str, names: list[str], temperature: float | None, out: Path, key: Path | None, as_json: bool
+) -> None:
     from ..eval.reports.passport import FORMS, Passport
+    from ..pair.signature import signature_of
 
     unknown = [name for name in names if name not in FORMS]
     if unknown:
@@ -90,10 +103,33 @@ def _write_forms(subject: str, names: list[str], temperature: float | None, out:
     written = {name: out / FORMS[name].file for name in names}
     out.mkdir(parents=True, exist_ok=True)
     for name, file in written.items():
+        signature_of(file).unlink(missing_ok=True)
         write_atomically(file, FORMS[name].write(passport))
+    signed = "not signed (--key)" if key is None else f"signed with {_sign_forms(folder, written.values(), key)}"
     body = {"files": {name: str(file) for name, file in written.items()}, "conventions": passport.conventions()}
     lines = [f"{escape(name)}: [bold]{escape(str(file))}[/bold]" for name, file in written.items()]
-    finish(as_json, "report-forms", body, show=lambda: print_lines([*lines, escape(passport.conventions())]))
+    finish(
+        as_json, "report-forms", body, show=lambda: print_lines([*lines, escape(f"{signed}; {passport.conventions()}")])
+    )
+
+
+def _sign_forms(pair: Path, forms: Iterable[Path], key: Path) -> str:
+    """Sign the forms of a pair with the key that signed the pair itself; return its fingerprint."""
+    from ..pair import verify
+    from ..pair.manifest import MANIFEST
+    from ..pair.signature import check_signature, sign, signature_of
+
+    signer, problem = check_signature(pair / MANIFEST)
+    if signer is None or (problem := "; ".join(verify(pair))):
+        raise BadInputError(
+            f"--key signs forms of a signed pair, with the key that signed it: {problem}. `outrider pair sign {pair} "
+            f"--key {key}` signs a pair."
+        )
+    for form in forms:
+        if (used := sign(form, key)) != signer.fingerprint:
+            signature_of(form).unlink()
+            raise BadInputError(f"--key: {pair} is signed with {signer.fingerprint}, and {key} is {used}.")
+    return signer.fingerprint
 
 
 def _write_trend(

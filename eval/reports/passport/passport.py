@@ -74,6 +74,16 @@ class Passport:
         """Whether each round drafts one sequence of tokens."""
         return self.info.width == 1 and self.info.tree is None
 
+    @property
+    def stops_early(self) -> bool:
+        """Whether a round drafted less than K by itself, by confidence, a controller, or for want of a match."""
+        return any(map(self._stopped, self.records))
+
+    def _stopped(self, record: PromptRecord) -> bool:
+        emitted = accumulate((kept + 1 for kept in record.accepted), initial=1)
+        most = (min(self.k, self.conditions.max_new_tokens - 1 - before) for before in emitted)
+        return any(drafted < room for drafted, room in zip(record.drafted, most, strict=False))
+
     def histogram(self, undrafted: bool = True) -> list[int]:
         """Return the number of rounds that kept 0, 1, … K drafts; without `undrafted`, of those that drafted any."""
         return histogram_of(self.records, self.k, undrafted)

@@ -190,6 +190,22 @@ def test_a_tree_tells_no_length_but_its_own(tmp_path):
     assert claims.by_k == {4: 3.0}
 
 
+@pytest.mark.parametrize(
+    ("drafted", "accepted", "by_itself"),
+    [
+        ([4, 4, 4], [4, 0, 2], False),
+        ([4, 4, 1], [4, 1, 1], True),
+        ([4, 4, 2], [4, 1, 2], False),
+        ([4, 0], [1, 0], True),
+    ],
+)
+def test_drafts_that_the_limit_of_tokens_cuts_do_not_stop_by_themselves(drafted, accepted, by_itself):
+    report = make_report([accepted] * 2, max_new_tokens=11)
+    for record in report.records_of("draft", 0.0):
+        record.drafted = drafted
+    assert Passport.of(report).stops_early == by_itself
+
+
 def test_a_report_without_rounds_has_no_passport():
     with pytest.raises(BadInputError, match="holds no rounds of draft at temperature 0"):
         Passport.of(make_report(ACCEPTED, records=False))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from outrider.pair import Pair, new_pair
-from outrider.pair.manifest import Lineage, Manifest, Parent
+from outrider.pair.manifest import MANIFEST, Lineage, Manifest, Parent
 from outrider.pair.signature import sign
 from outrider.targets.fingerprint import digest_files
 
@@ -69,7 +69,7 @@ def signed(tmp_path) -> Callable[[Pair], Path]:
     def make(pair: Pair) -> Path:
         key = tmp_path / f"key-{os.urandom(4).hex()}"
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "ci", "-f", str(key)], check=True)
-        sign(pair.folder, key)
+        sign(pair.folder / MANIFEST, key)
         return key.with_name(f"{key.name}.pub")
 
     return make

@@ -23,6 +23,7 @@ from huggingface_hub.hf_api import RepoFile
 
 from outrider.common import BadInputError
 from outrider.pair import verify
+from outrider.pair.manifest import MANIFEST
 from outrider.pair.registry import HubStore, PairReference, Registry, hub
 from outrider.pair.registry.layout import Entry
 from outrider.pair.signature import check_signature
@@ -121,7 +122,7 @@ def test_signatures_go_in_and_out(repository, make_version, signed, tmp_path):
         registry(repository).push(pair)
     assert len(repository.commits) == 2, "the signature, and then what it is over"
     pulled = registry(repository).pull(PairReference.parse("tiny@1"), tmp_path / "pulled")
-    assert check_signature(pulled.folder, signer)[1] == ""
+    assert check_signature(pulled.folder / MANIFEST, signer)[1] == ""
 
 
 def test_of_two_writers_one_follows_the_other(repository, make_version):

@@ -16,7 +16,7 @@ from outrider.common import BadInputError
 from outrider.common.atomic import working_name
 from outrider.common.locks import locked
 from outrider.pair import Pair, verify
-from outrider.pair.manifest import SIGNATURE
+from outrider.pair.manifest import MANIFEST, SIGNATURE
 from outrider.pair.registry import FolderStore, PairReference, Registry, open_registry
 from outrider.pair.registry.layout import BLOBS, Entry, blob_path
 from outrider.pair.signature import check_signature
@@ -355,7 +355,7 @@ def test_a_signature_goes_with_its_pair(registry, make_version, signed, tmp_path
     assert registry.push(pair) == Entry("tiny", 1, 1)
     registry.push(other)
     pulled = pull(registry, "tiny@1", tmp_path / "pulled")
-    assert check_signature(pulled.folder, signer)[1] == ""
+    assert check_signature(pulled.folder / MANIFEST, signer)[1] == ""
     assert verify(pulled.folder) == []
     assert not (pull(registry, "tiny@2", tmp_path / "other").folder / SIGNATURE).exists()
     before = tree(registry)
@@ -371,7 +371,7 @@ def test_a_pair_may_be_signed_after_it_was_pushed_and_again(registry, pushed, si
         assert registry.push(pushed) == Entry("tiny", 1, 1)
         assert earlier.items() <= tree(registry).items()
         again = pull(registry, "tiny", pulled.folder)
-        assert check_signature(again.folder, signer)[1] == ""
+        assert check_signature(again.folder / MANIFEST, signer)[1] == ""
     assert [v.entry for v in registry.versions()] == [Entry("tiny", 1, 1)]
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from outrider.common import BadInputError
 from outrider.pair import verify
+from outrider.pair.manifest import MANIFEST
 from outrider.pair.registry import FolderStore, PairReference, Registry, WandbStore
 from outrider.pair.registry.layout import Entry
 from outrider.pair.signature import check_signature
@@ -86,7 +87,7 @@ def test_a_signature_is_a_version_of_the_artifact(project, make_version, signed,
     assert len(project.logged) == 2
     monkeypatch.setenv("WANDB_MODE", "online")
     pulled = Registry(project).pull(PairReference.parse("tiny@3"), tmp_path / "pulled")
-    assert check_signature(pulled.folder, signer)[1] == ""
+    assert check_signature(pulled.folder / MANIFEST, signer)[1] == ""
 
 
 def test_a_download_is_verified(project, make_version, tmp_path, monkeypatch):

@@ -189,7 +189,7 @@ NO_MARKOV_HEAD = Unsupported(
 )
 
 
-def own_tensors(drafter: DFlash) -> dict[str, Tensor]:
+def own_tensors(drafter: Drafter) -> dict[str, Tensor]:
     """Return the drafter's tensors without the ids of its vocabulary, which layouts write in another way."""
     return {name: tensor for name, tensor in drafter.state_dict().items() if name != "token_ids"}
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from ..heads import Drafter, DrafterConfig, Eagle1, Eagle1Config, Eagle3, Eagle3Config
 from ..targets import Target
 from .base_layout import ExportLayout, Unsupported
+from .blocks import own_tensors
 from .drafter_files import DrafterFiles, fill, with_prefix
 from .engine_logits import Flags, ProbeSequence, eagle1_logits, eagle3_logits, embedding_table
 from .llama import EMBEDDINGS, check_embeddings, layer_sizes, llama_config, shapes_of
@@ -51,13 +52,16 @@ class EagleLayout(ExportLayout):
         ):
             if getattr(config, name):
                 lacks.append(Unsupported(f"{name}: true", why, f"{name}: false, or an eagle3 drafter"))
+        if config.draft_vocab_size not in (0, config.vocab_size):
+            why, nearest = "it drafts from the whole vocabulary", "draft_vocab_size: 0, or an eagle3 drafter"
+            lacks.append(Unsupported(f"draft_vocab_size: {config.draft_vocab_size}", why, nearest))
         if config.fc_bias and self.engine == "vllm":
             lacks.append(Unsupported("fc_bias: true", "its fc has no bias", "fc_bias: false"))
         return lacks
 
     def write(self, drafter: Drafter, target: Target, depth: int) -> DrafterFiles:
         assert isinstance(drafter, Eagle1)
-        tensors, weight = dict(drafter.state_dict()), drafter.fc.weight
+        tensors, weight = own_tensors(drafter), drafter.fc.weight
         size = drafter.config.hidden_size
         tensors["fc.weight"] = torch.cat([weight[:, :size] * drafter.config.embedding_scale, weight[:, size:]], 1)
         if self.engine == "sglang" and not drafter.config.fc_bias:
@@ -84,19 +88,23 @@ class EagleLayout(ExportLayout):
 
     def shapes(self, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         bias = bool(config.get("bias") or config.get("eagle_fc_bias"))
-        settings = Eagle1Config(**layer_sizes(config, "config.json"), fc_bias=bias)
-        return shapes_of(Eagle1, settings)
+        return shapes_of(Eagle1, _whole(layer_sizes(config, "config.json"), fc_bias=bias))
 
     def read(self, files: DrafterFiles, target: Target) -> Eagle1:
         bias = files.tensors.get("fc.bias")
         has_bias = bias is not None and bool(bias.any())  # SGLang wants one, if only of zeros
         sizes = layer_sizes(files.config, str(files.config_file))
-        drafter = Eagle1(Eagle1Config(**sizes, fc_bias=has_bias, target_layers=target.num_layers))
+        drafter = Eagle1(_whole(sizes, fc_bias=has_bias, target_layers=target.num_layers))
         no_part = (EMBEDDINGS,) if has_bias else (EMBEDDINGS, "fc.bias")
         weights = {name: tensor for name, tensor in files.tensors.items() if name not in no_part}
-        fill(drafter, weights, [], str(files.folder))
+        fill(drafter, weights | {"token_ids": drafter.token_ids}, [], str(files.folder))
         check_embeddings(files.tensors.get(EMBEDDINGS), target, files.folder)
         return drafter
+
+
+def _whole(sizes: dict[str, Any], **settings: Any) -> Eagle1Config:
+    """Return the settings of a head that drafts from its target's whole vocabulary."""
+    return Eagle1Config(**sizes, **settings, draft_vocab_size=sizes["vocab_size"])
 
 
 _FIRST, _FIRST_THERE = "layers.0.", "midlayer."

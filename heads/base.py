@@ -304,19 +304,14 @@ H = TypeVar("H", bound=HeadConfig)
 
 
 class HeadDrafter(Drafter[H]):
-    """A head that is made for one target; by default it reads the target's last hidden state.
+    """A head that is made for one target; by default it reads the target's last hidden state."""
 
-    `prunes_vocabulary`: it may draft a part of the target's vocabulary (`draft_vocab_size`).
-    """
-
-    prunes_vocabulary: ClassVar[bool] = True
     token_ids: Tensor  # [V']
 
     def __init__(self, config: H):
         super().__init__(config)
-        if self.prunes_vocabulary:
-            # Target id of each draft token, ascending. The export formats' d2t and t2d are derived from it.
-            self.register_buffer("token_ids", torch.arange(config.draft_vocab_size))
+        # Target id of each draft token, ascending. The export formats' d2t and t2d are derived from it.
+        self.register_buffer("token_ids", torch.arange(config.draft_vocab_size))
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -324,14 +319,11 @@ class HeadDrafter(Drafter[H]):
 
     @property
     def output_ids(self) -> Tensor | None:
-        is_whole = not self.prunes_vocabulary or self.config.draft_vocab_size == self.config.vocab_size
-        return None if is_whole else self.token_ids
+        return None if self.config.draft_vocab_size == self.config.vocab_size else self.token_ids
 
     @classmethod
     def build(cls, config: H, target: Target, token_counts: Tensor | None = None) -> Self:
         config = cls.fitted(config, target)
-        if not cls.prunes_vocabulary:
-            return cls(config)
         token_ids = draft_vocabulary(config.draft_vocab_size, target.vocab_size, token_counts, cls.name)
         head = cls(config)
         head.token_ids.copy_(token_ids)

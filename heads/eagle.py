@@ -15,6 +15,7 @@ V' draft vocabulary, S unrolled steps.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, Self
@@ -42,6 +43,7 @@ from .divergences import LossName, smooth_l1
 from .losses import metrics_by_depth
 from .session import Abilities, DeferredPrefillSession, NodeSession, required, take_positions
 from .unrolled_attention import Places, WholeRows, places_of
+from .vocabulary import kept_bytes, kept_head
 
 
 @dataclass
@@ -131,6 +133,10 @@ class FeatureDrafter(LayerDrafter):
     def embed_output(self, finished: Tensor, target: Target) -> Tensor:
         """Return draft logits `[..., V']` of `finish`'s result."""
         raise NotImplementedError
+
+    def output_of(self, target: Target) -> Callable[[Tensor], Tensor]:
+        """Return `embed_output` for one session, in which the target's weights stay as they are."""
+        return partial(self.embed_output, target=target)
 
     def output_weights(self) -> list[nn.Parameter]:
         """Return the weights of `finish` and `embed_output`; by default none."""
@@ -234,6 +240,7 @@ class FeatureSession(DeferredPrefillSession):
     def __init__(self, head: FeatureDrafter, target: Target, cache: RaggedCache, layers: CachedLayers):
         super().__init__(head.output_ids, head.max_depth, [cache])
         self.head, self.target, self.cache, self.layers = head, target, cache, layers
+        self.embed_output = head.output_of(target)
         self.outputs = torch.empty(cache.batch_size, 0, head.config.hidden_size, device=target.device)
 
     def update(self, tokens: Tensor, hidden: Tensor | None, counts: RowLengths, path: Tensor | None = None) -> None:
@@ -259,7 +266,7 @@ class FeatureSession(DeferredPrefillSession):
         """Return the draft logits `[B, Q, V']` of the last layer's output, and keep the next step's input."""
         finished = self.head.finish(output)
         self.outputs = torch.cat([self.outputs, finished if self.head.config.feeds_finished else output], 1)
-        return self.head.embed_output(finished, self.target)
+        return self.embed_output(finished)
 
     def _step(self, tokens: Tensor, hidden: Tensor, offset: int, nodes: Nodes | None = None) -> Tensor:
         """Return the last layer's output `[B, Q, H]` for `tokens` `[B, Q]`, `offset` after the committed entries."""
@@ -298,6 +305,7 @@ class Eagle1Config(FeatureConfig):
     norm_inputs: bool = False
     norm_first: bool = False
     fc_bias: bool = False
+    draft_vocab_size: int = 0
     target_layers: int = 0
 
 
@@ -310,14 +318,14 @@ class Eagle1(FeatureDrafter):
     """The EAGLE head: cat[embedding, feature] → fc → decoder layers (arXiv 2401.15077).
 
     From the target's last hidden state f_t (after the final norm) and x_{t+1} it predicts f_{t+1}, which the target's
-    own output embedding reads. It is trained on true features with noise, which stands for its own errors.
+    own output embedding reads: with a draft vocabulary, only those of its rows. It is trained on true features with
+    noise, which stands for its own errors.
     """
 
     name = "eagle1"
     config_class = Eagle1Config
     config: Eagle1Config
     later = FeatureDrafter.later | {"embedding_scale": 1}
-    prunes_vocabulary = False
 
     def __init__(self, config: Eagle1Config):
         super().__init__(config)
@@ -353,7 +361,13 @@ class Eagle1(FeatureDrafter):
         return first.enter(hidden), hidden
 
     def embed_output(self, finished: Tensor, target: Target) -> Tensor:
-        return target.lm_head(finished)
+        return target.lm_head(finished, self.output_ids)
+
+    def output_of(self, target: Target) -> Callable[[Tensor], Tensor]:
+        return kept_head(target, self.output_ids)
+
+    def state_bytes(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> int:
+        return super().state_bytes(target, batch_size, max_length, spare) + kept_bytes(target, self.output_ids)
 
 
 @dataclass

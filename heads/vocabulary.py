@@ -44,6 +44,11 @@ def kept_head(target: Target, token_ids: Tensor | None) -> Callable[[Tensor], Te
     return lambda hidden: target.scale(nn.functional.linear(hidden.to(weight.dtype), weight, bias))
 
 
+def kept_bytes(target: Target, token_ids: Tensor | None) -> int:
+    """Return the bytes that `kept_head` copies."""
+    return 0 if token_ids is None else len(token_ids) * target.hidden_size * target.dtype.itemsize
+
+
 # Names of reserved tokens: Llama 3, Mistral, Gemma, and others.
 _RESERVED = re.compile(r"reserved|unused|control_\d", re.IGNORECASE)
 

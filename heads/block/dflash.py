@@ -24,7 +24,7 @@ from ..base import DrafterLoss, TargetBatch
 from ..decoder_layer import LayerConfig, LayerDrafter, norm_of, normed, rotary_of
 from ..divergences import LossName
 from ..session import Abilities, NodeSession, OnePassDrafts, required
-from ..vocabulary import begin_mask, kept_head, unused_token
+from ..vocabulary import begin_mask, kept_bytes, kept_head, unused_token
 from .block_layers import BlockLayer, BlockMask, CachedBlocks, TrainedBlocks, cached_bytes
 from .block_losses import Anchors, BlockLearning, BlockTargets, eligible_places, kept
 
@@ -211,8 +211,7 @@ class DFlash(LayerDrafter[C]):
 
     def state_bytes(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> int:
         length = self._length(max_length, spare)
-        head = 0 if self.output_ids is None else len(self.token_ids) * target.hidden_size * target.dtype.itemsize
-        return self.decoding_bytes(target, batch_size, length, length) + head
+        return self.decoding_bytes(target, batch_size, length, length) + kept_bytes(target, self.output_ids)
 
     def _length(self, max_length: int, spare: int) -> int:
         """Return the entries of a row: a block stands after the text at any depth."""

@@ -54,18 +54,22 @@ class Grown:
         model = grow(source.model, like)
         return cls(Target(model.requires_grad_(False), source.tokenizer, {"path": arguments.target}), source)
 
-    def drafter(self, drafter: Drafter) -> Drafter:
+    def drafter(self, drafter: Drafter, draft_vocab: int | None = None) -> Drafter:
         """Return a drafter of the small target as it drafts for the grown one, in that one's dtype."""
         if self.target is self.source:
             return drafter
-        return grow_drafter(drafter, self.source, self.target).cast(self.target.dtype).eval()
+        return grow_drafter(drafter, self.source, self.target, draft_vocab).cast(self.target.dtype).eval()
 
-    def drafters(self, names: Sequence[str]) -> dict[str, Drafter]:
-        """Return drafters by name: `NAME=FOLDER` is one that was trained for the small target, `ngram` needs none."""
+    def drafters(self, names: Sequence[str], draft_vocab: int | None = None) -> dict[str, Drafter]:
+        """Return drafters by name: `NAME=FOLDER` is one that was trained for the small target, `ngram` needs none.
+
+        Args:
+            draft_vocab: outputs of grown heads; None for what `grow_drafter` takes.
+        """
         found = {}
         for entry in names:
             name, _, folder = entry.partition("=")
-            found[name] = self.drafter(load_drafter(folder, self.source) if folder else Ngram())
+            found[name] = self.drafter(load_drafter(folder, self.source) if folder else Ngram(), draft_vocab)
         return found
 
     def untrained(self, **settings: Any) -> Eagle3:

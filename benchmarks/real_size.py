@@ -81,7 +81,7 @@ class WeightedRacer(DecoderRacer):
 
 def make_drafters(grown: Grown, arguments: argparse.Namespace) -> dict[str, Drafter]:
     """Return the drafters that are asked for, and the fusion of one with n-grams."""
-    found = grown.drafters(arguments.drafter)
+    found = grown.drafters(arguments.drafter, arguments.draft_vocab)
     if arguments.fusion:
         if arguments.fusion not in found:
             raise BadInputError(f"--fusion {arguments.fusion}: name one of --drafter ({', '.join(found) or 'none'}).")
@@ -271,6 +271,7 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     parser.add_argument("--weights", nargs="+", choices=WEIGHTS, default=WEIGHTS, help="that race; both are timed")
     parser.add_argument("--drafter", nargs="*", default=["ngram"], help="NAME=FOLDER, for the small target, or ngram")
+    parser.add_argument("--draft-vocab", type=int, help="outputs of a grown head, such as 32000")
     parser.add_argument("--fusion", help="the NAME of a drafter that goes on where n-grams find nothing")
     parser.add_argument("--depths", nargs="+", type=int, default=[2, 4], help="of chains")
     parser.add_argument("--control", action="store_true", help="also with the depth decided round by round")

@@ -41,7 +41,7 @@ _LEAST_PROMPTS, _LEAST_TOKENS = 2, 8  # of each suite, and of an answer
 _GROWING, _TIMING = 60, 60  # passes over one token, in whose time weights are made and packed, and rounds' parts timed
 _DRAFTED = 1.2  # requests with the head, and with n-grams beside it, in the time of a plain one
 _SPARE = 1.2  # of the weights' memory: caches, and what passes work with
-_WIDTHS, _DEPTH, _REPEATS = (0, 2, 4, 8, 16), 4, 4
+_WIDTHS, _DEPTH, _REPEATS = (0, 2, 4, 8, 16), 6, 4
 _TREES = (4, 6, 8, 12, 16)
 
 
@@ -213,7 +213,9 @@ class GrownMeasurement:
 
     def _at(self, target: Target, shape: str, weights: int, pace: WeightPace) -> GrownRun:
         """Find the plans at a size, and measure as many prompts as the time allows."""
-        grown = grow_drafter(self.head, self.source, target).cast(target.dtype)
+        # Of a whole vocabulary a quarter, as published heads draft (32,000 tokens of 128,256), and all that have a text.
+        outputs = max(self.source.vocab_size, target.vocab_size // 4) if self.head.output_ids is None else None
+        grown = grow_drafter(self.head, self.source, target, outputs).cast(target.dtype)
         repeats = _REPEATS if pace.request(weights, 0, _TIMING) < self.left / 2 else 1
         passes = verify_times(target, _WIDTHS, context=self.context, repeats=repeats, taps=grown.taps)
         depth = min(_DEPTH, len(self.found.rates))

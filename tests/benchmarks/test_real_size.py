@@ -53,6 +53,6 @@ def test_a_whole_measurement(tiny_llama):
 
 def test_a_fusion_of_a_drafter_that_is_not_there_is_refused(tiny_llama):
     target = Target(tiny_llama(layers=1))
-    arguments = Namespace(drafter=["ngram"], fusion="eagle1")
+    arguments = Namespace(drafter=["ngram"], draft_vocab=None, fusion="eagle1")
     with pytest.raises(BadInputError, match="name one of --drafter"):
         real_size.make_drafters(Grown(target, target), arguments)

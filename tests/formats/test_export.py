@@ -35,6 +35,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {"num_layers": 2},
         {"norm_inputs": True},
         {"norm_first": True},
+        {"draft_vocab_size": 100},
     ],
     "medusa": [
         {},

@@ -21,6 +21,7 @@ UNUSUAL = {
         {"norm_inputs": True},
         {"norm_first": True},
         {"num_layers": 2},
+        {"draft_vocab_size": 100},
     ],
     "medusa": [
         {"bias": True},

@@ -213,7 +213,7 @@ class GrownMeasurement:
 
     def _at(self, target: Target, shape: str, weights: int, pace: WeightPace) -> GrownRun:
         """Find the plans at a size, and measure as many prompts as the time allows."""
-        # Of a whole vocabulary a quarter, as published heads draft (32,000 tokens of 128,256), and all that have a text.
+        # Of a whole vocabulary a quarter, as published heads (32,000 tokens of 128,256), and all of the small target's.
         outputs = max(self.source.vocab_size, target.vocab_size // 4) if self.head.output_ids is None else None
         grown = grow_drafter(self.head, self.source, target, outputs).cast(target.dtype)
         repeats = _REPEATS if pace.request(weights, 0, _TIMING) < self.left / 2 else 1

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..common import BadInputError
 from ..targets import Target
+from ..targets.packed_weights import rows_of
 
 
 def draft_vocabulary(size: int, vocab_size: int, token_counts: Tensor | None, name: str) -> Tensor:
@@ -40,8 +41,8 @@ def kept_head(target: Target, token_ids: Tensor | None) -> Callable[[Tensor], Te
     if token_ids is None:
         return target.lm_head
     head = target.model.get_output_embeddings()
-    weight, bias = head.weight[token_ids], None if head.bias is None else head.bias[token_ids]
-    return lambda hidden: target.scale(nn.functional.linear(hidden.to(weight.dtype), weight, bias))
+    rows = rows_of(head, token_ids) if target.packed is None else target.packed.rows(head, token_ids)
+    return lambda hidden: target.scale(rows(hidden.to(rows.weight.dtype)))
 
 
 def kept_bytes(target: Target, token_ids: Tensor | None) -> int:

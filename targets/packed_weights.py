@@ -247,6 +247,15 @@ def packed_copy(module: M) -> M:
     return PackedCopies(PreTrainedModel).of(module)
 
 
+def rows_of(head: Any, token_ids: Tensor) -> nn.Linear:
+    """Return a layer with a copy of an output embedding's rows of a draft vocabulary `[V']`."""
+    rows = nn.Linear(head.weight.shape[1], len(token_ids), bias=head.bias is not None, device="meta")
+    rows.weight = nn.Parameter(head.weight[token_ids], requires_grad=False)
+    if head.bias is not None:
+        rows.bias = nn.Parameter(head.bias[token_ids], requires_grad=False)
+    return rows
+
+
 class PackedModel:
     """A model with packed weights: `body` is a copy of the model's. Raises IncompatibleError if it cannot be packed."""
 
@@ -257,10 +266,19 @@ class PackedModel:
         self.body, self.serves = copies.of(body_of(model)), copies.are_current
         self._head = model.get_output_embeddings()
         self._packed_head = None if self._head is None else copies.of(self._head)
+        self._rows: tuple[Tensor, Any, nn.Linear] | None = None
 
     def head(self, head: Any) -> Any:
         """Return the packed copy of the output embedding `head`, or `head` if it is another one than was packed."""
         return self._packed_head if head is self._head and is_as_made(head) else head
+
+    def rows(self, head: Any, token_ids: Tensor) -> nn.Linear:
+        """Return a packed layer of `rows_of`; the last one is kept for the next request, as long as weights stay."""
+        kept, now = self._rows, (head.weight, weight_versions([head.weight]))
+        if kept is None or kept[0] is not token_ids or kept[1][0] is not now[0] or kept[1][1] != now[1]:
+            rows = rows_of(head, token_ids)
+            self._rows = kept = token_ids, now, rows if packable(rows) is None else PackedLinear.of(rows)
+        return kept[2]
 
     def shallow(self, layers: int, count: int) -> PackedModel:
         """Return the same with only the first `count` of its `layers`."""

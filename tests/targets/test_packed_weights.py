@@ -16,6 +16,7 @@ from outrider.decode import Decoder, Plan, Sampling
 from outrider.heads.eagle import Eagle1, Eagle1Config, Eagle3, Eagle3Config
 from outrider.heads.medusa import Medusa, MedusaConfig
 from outrider.heads.self_speculative import SelfSpeculative, SelfSpeculativeConfig
+from outrider.heads.vocabulary import kept_head
 from outrider.targets import Target, split_attention
 from outrider.targets.fast import select
 from outrider.targets.packed_weights import PackedLinear, PackedWeight
@@ -27,6 +28,7 @@ HEADS = (
     (Eagle3, Eagle3Config(taps=(1, 2, 3))),
     (Medusa, MedusaConfig(num_heads=3)),
     (SelfSpeculative, SelfSpeculativeConfig(exit_layer=2)),
+    (Eagle1, Eagle1Config(draft_vocab_size=40)),
 )
 
 
@@ -59,7 +61,7 @@ def test_a_packed_product_is_the_plain_one_and_follows_its_weight(dtype):
 @pytest.mark.parametrize(("kind", "config"), HEADS)
 def test_packed_rounds_write_the_same_text_and_accept_the_same_drafts(target, kind, config):
     torch.manual_seed(0)
-    head = kind.build(config, target)
+    head = kind.build(config, target, torch.arange(target.vocab_size))
     expected = [Decoder(target, head).generate(PROMPTS, 12, *way) for way in WAYS]
     target.pack()
     assert target.pass_backend == "packed"
@@ -112,6 +114,20 @@ def test_packed_attention_folds_heads_and_the_models_own_does_not(target, monkey
     folded.clear()
     Decoder(target).generate(PROMPTS[:1], 4, plan=Plan(0))
     assert not folded
+
+
+def test_rows_of_a_draft_vocabulary_are_packed_once_and_follow_the_output_embedding(target):
+    """A head that drafts a part of the vocabulary reads only its rows, by packed products, request after request."""
+    target.pack()
+    head, ids, hidden = target.model.lm_head, torch.arange(0, 60, 3), torch.randn(2, target.hidden_size)
+    rows = target.packed.rows(head, ids)
+    assert isinstance(rows, PackedLinear)
+    assert target.packed.rows(head, ids) is rows
+    with torch.no_grad():
+        torch.testing.assert_close(kept_head(target, ids)(hidden), head(hidden)[:, ids], rtol=1e-5, atol=1e-5)
+        head.weight.mul_(2)
+        torch.testing.assert_close(kept_head(target, ids)(hidden), head(hidden)[:, ids], rtol=1e-5, atol=1e-5)
+    assert target.packed.rows(head, ids) is not rows
 
 
 def test_a_target_that_changes_is_read_as_it_is(target):

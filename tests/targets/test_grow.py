@@ -221,9 +221,11 @@ def test_a_target_may_be_named_with_its_shape(monkeypatch):
 
 
 def test_a_grown_target_is_planned_with_without_contents(tmp_path):
-    model = meta_causal_lm("embedded@8b")
-    assert sum(weight.numel() for weight in model.parameters()) == 8_030_261_248
-    assert model.dtype == torch.bfloat16
+    published = {"8b": 8_030_261_248, "qwen3-8b": 8_190_735_360, "qwen3-30b-a3b": 30_532_122_624}
+    for shape, weights in (published | {"mixtral-8x7b": 46_702_792_704}).items():
+        model = meta_causal_lm(f"embedded@{shape}")
+        assert sum(weight.numel() for weight in model.parameters()) == weights, shape
+        assert model.dtype == torch.bfloat16
     assert split_shape("org/name@main") == ("org/name@main", None)
     config("gemma2", {}).save_pretrained(tmp_path)
     with pytest.raises(IncompatibleError, match="cannot be grown: type gemma2"):

@@ -519,7 +519,8 @@ def groups_of(record: PromptRecord, categories: set[str]) -> dict[str, str]:
         is_spec_bench = categories <= MT_BENCH | SPEC_BENCH and not categories.isdisjoint(_ONLY_SPEC_BENCH)
         if is_spec_bench and categories & MT_BENCH:
             found["task"] = "mt_bench" if record.category in MT_BENCH else record.category
-        found["category"] = record.category
+        if found.get("task") != record.category:
+            found["category"] = record.category
     return found | turn
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import takewhile
 from xml.etree import ElementTree
 
 from .figures import BatchFigures, Figures, Interval
@@ -48,9 +49,9 @@ def speedup(report: Report, temperature: float) -> str:
     for tick in _ticks(most):
         _line(svg, x(tick), top, x(tick), base, "grid")
         _text(svg, x(tick), base + 16, f"{tick:g}×", "tick", "middle" if tick else "start")
-    _line(svg, x(1), top - 4, x(1), base, "reference")
     for i, figures in enumerate(shown):
         y = top + i * row
+        _line(svg, x(1), y + 17, x(1), y + 38, "reference")  # beside the bar alone: above it stand figures
         colour = _colour(report, figures.contestant)
         label = report.contestant(figures.contestant).label
         _text(svg, 4, y + 12, label if len(label) <= 26 else _shortened(figures.contestant, 26), "name", "start")
@@ -202,14 +203,21 @@ def by_version(title: str, labels: Sequence[str], values: Sequence[Interval | No
     x, y = _scale(-0.5, len(labels) - 0.5, LEFT, WIDTH - RIGHT), _scale(least, most, HEIGHT - BOTTOM, TOP)
     words = "; ".join(f"{labels[i]} {value.text(unit=unit)}" for i, value in shown.items())
     svg = _svg(HEIGHT, title, words)
-    every = 1 + len(labels) // 6
-    named = {x(i): _shortened(label, max(4, 48 * every // len(labels))) for i, label in enumerate(labels)}
+    every, same = 1 + len(labels) // 6, _common_beginning(labels)
+    named = {x(i): _shortened(label[same:], max(4, 48 * every // len(labels))) for i, label in enumerate(labels)}
     across = {place: text for i, (place, text) in enumerate(named.items()) if i % every == 0}
     ticks = [tick for tick in _ticks(most) if tick >= least]
     _axes(svg, y, ticks, lambda v: f"{v:g}{unit}", across, "version")
     _line(svg, LEFT, y(1), WIDTH - RIGHT, y(1), "reference")
     _curve(svg, [(x(i), value) for i, value in shown.items()], y, "c0")
     return _string(svg)
+
+
+def _common_beginning(labels: Sequence[str]) -> int:
+    """Return how many letters at the beginning tell no label from another, up to the last separator."""
+    alike = takewhile(lambda letters: len(set(letters)) == 1, zip(*labels, strict=False)) if len(labels) > 1 else ()
+    shared = "".join(letters[0] for letters in alike)
+    return max(shared.rfind(separator) for separator in "@-_/ ") + 1
 
 
 _LIGHT = ("#1f5fae", "#b4530a", "#1d7a57", "#7a3fb0", "#a8265f", "#6b6a12", "#007c9e")

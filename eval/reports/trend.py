@@ -14,7 +14,7 @@ from . import plots
 from .figures import Interval
 from .render import markdown_table, page
 from .report import Report
-from .tables import Cell, Table, markdown_text
+from .tables import Cell, Table, counted, markdown_text
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,10 @@ class VersionFigures:
             "drafter": str(report.contestant(figures.contestant).digest)[:12],
             "plan": report.contestant(figures.contestant).label,
             "data": ", ".join(f"{s.name} ({s.num_prompts}, {s.digest[:12]})" for s in c.suites),
-            "machine": f"{c.dtype} on {c.device_name}, {c.threads} threads",
-            "settings": f"{figures.rule} at {figures.temperature:g}, {c.max_new_tokens} tokens, {c.repeats} repeats",
+            "machine": f"{c.dtype} on {c.device_name}, {counted(c.threads, 'thread')}",
+            "settings": (
+                f"{figures.rule} at {figures.temperature:g}, {c.max_new_tokens} tokens, {counted(c.repeats, 'repeat')}"
+            ),
             "software": ", ".join(f"{name} {version}" for name, version in sorted(c.versions.items())),
         }
         return cls(label, report.created, figures.tau, figures.speedup, conditions)

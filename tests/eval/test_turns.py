@@ -105,7 +105,13 @@ def test_the_turns_of_one_conversation_are_drawn_again_together() -> None:
 def test_mt_benchs_categories_are_a_task_in_spec_bench_alone(report: Report) -> None:
     record = report.records[0]
     assert groups_of(record, {"writing", "math"}) == {"turn": "turn 1", "category": "writing"}
-    assert groups_of(record, {"writing", "translation"})["task"] == "mt_bench"
+    assert groups_of(record, {"writing", "translation"}) == {
+        "turn": "turn 1",
+        "task": "mt_bench",
+        "category": "writing",
+    }
+    whole = record.model_copy(update={"category": "qa"})  # a task by itself stands once
+    assert groups_of(whole, {"writing", "qa", "translation"}) == {"turn": "turn 1", "task": "qa"}
     others = [{"writing", "sql"}, {"coding", "math", "writing", "qa", "rag", "summarization", "multilingual"}]
     assert not any("task" in groups_of(record, categories) for categories in others)  # SPEED-Bench's, for one
 

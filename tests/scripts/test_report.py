@@ -42,6 +42,7 @@ def test_versions_are_drawn_with_what_changed_between_them(tmp_path: Path) -> No
     assert any(line.startswith("machine: float32 on a CPU") for line in second["changes"])
     page = (tmp_path / "trend" / "trend.html").read_text()
     assert "τ fell" in page
+    assert "1 threads" not in page
     assert "&lt;another&gt; CPU" in page
     assert "<another>" not in page
     assert "| v1 |" in (tmp_path / "trend" / "trend.md").read_text()

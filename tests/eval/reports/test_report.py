@@ -17,6 +17,8 @@ from rich.console import Console
 
 from outrider.common import BadInputError
 from outrider.eval import Report, reports
+from outrider.eval.reports import plots
+from outrider.eval.reports.figures import Interval
 from outrider.eval.reports.render import print_report, write_report
 
 from ..conftest import make_report
@@ -129,6 +131,12 @@ def test_the_page_says_what_its_plots_show_and_follows_the_colour_scheme(html):
     for svg in re.findall(r"<svg.*?</svg>", html, flags=re.DOTALL):
         ElementTree.fromstring(svg)
         assert not re.search(r'(fill|stroke)="', svg)
+
+
+def test_versions_are_told_apart_where_their_names_begin_alike():
+    names = [f"assistant-eagle3@v{i}" for i in range(8, 12)]
+    drawn = plots.by_version("τ", names, [Interval(2.0, 1.5, 2.5)] * 4, 1.0, "")
+    assert all(f">v{i}</text>" in drawn for i in range(8, 12))
 
 
 def test_a_report_without_drafters_is_printed_without_plots(report, tmp_path):

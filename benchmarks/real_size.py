@@ -6,7 +6,7 @@
 
 Target and drafters are grown (`grown.py`). On the suites, batch 1, whole requests: trained drafters at every depth,
 others at the deepest, by the library's modules ("plain weights"), by packed ones (`targets.packed_weights`), or both in
-turns. Every speedup is over the target alone by the same weights, with a bootstrap interval over prompts. With
+turns; on a GPU by the way that is fastest there. Every speedup is over the target alone by the same weights, with a bootstrap interval over prompts. With
 --control each drafter also runs with its depth decided round by round, up to the deepest, by the costs that are
 measured here and the acceptance that is measured on the small target.
 
@@ -44,9 +44,10 @@ from outrider.eval.tuner import CONTROL_WEIGHT
 from outrider.heads import Drafter, Fusion, Ngram
 from outrider.recipes import EvalSpec
 from outrider.targets import Target
+from outrider.targets.fast import use_fastest_pass
 
 from .ceilings import bandwidth
-from .grown import Grown
+from .grown import Grown, run_by
 from .loops import Ours
 from .overhead import loop_overhead
 from .report import NOTHING, command, conditions, interval, number, options, publish, shown, table, write
@@ -63,6 +64,16 @@ def weights(target: Target, packed: Any) -> Iterator[None]:
         yield
     finally:
         target.packed = before
+
+
+def known_kinds(target: Target) -> Kinds:
+    """Return the kinds of weights; on a GPU, where none are packed, the fastest way of running passes is the only one."""
+    if target.device.type == "cuda":
+        use_fastest_pass(target)
+        return {target.pass_backend: None}
+    target.pack()
+    packed, target.packed = target.packed, None
+    return dict(zip(WEIGHTS, (None, packed), strict=True))
 
 
 class WeightedRacer(DecoderRacer):
@@ -147,7 +158,7 @@ def overheads(
 ) -> dict[str, dict[str, Any]]:
     """Return what the loop takes beside its passes, plain and with the first drafter whose passes can be told."""
     batches = [[list(job.prompt.tokens)] for job in jobs[: arguments.overhead_prompts]]
-    if not batches:
+    if not batches or target.device.type == "cuda":  # there rounds are captured as a whole
         return {}
     heads = {
         n: d for n, d in drafters.items() if d.abilities.reads_nodes and not d.abilities.deterministic and n != FUSION
@@ -266,7 +277,7 @@ def tables(result: dict[str, Any]) -> list[str]:
 
 
 def parse(given: Sequence[str] | None) -> argparse.Namespace:
-    common = ("shape", "suites", "threads")
+    common = ("shape", "runner", "suites", "threads")
     parser = options(__doc__, *common, target="embedded@1b", limit=8, max_new_tokens=96, repeats=3)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     parser.add_argument("--weights", nargs="+", choices=WEIGHTS, default=WEIGHTS, help="that race; both are timed")
@@ -290,10 +301,9 @@ def main(given: Sequence[str] | None = None) -> int:
     with threads(arguments.threads):
         grown = Grown.load(arguments, arguments.dtype)
         target, drafters = grown.target, make_drafters(grown, arguments)
-        target.pack()
-        packed, target.packed = target.packed, None
-        known: Kinds = dict(zip(WEIGHTS, (None, packed), strict=True))
-        kinds = {kind: known[kind] for kind in arguments.weights}
+        run_by(target, arguments.runner)
+        known = known_kinds(target)
+        kinds = {kind: known[kind] for kind in known if kind in arguments.weights or kind not in WEIGHTS}
         entered = entrants(drafters, arguments)
         jobs = make_jobs(load_suites(arguments.suites, target.require_tokenizer()), arguments.limit)
         settings = EvalSpec(

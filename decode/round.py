@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..heads import Abilities, NodeSession, Proposal, Session
+from ..heads import Abilities, NoDraftSession, NodeSession, Proposal, Session
+from ..heads.lookup.fusion import propose_after
 from ..targets import RaggedCache, RowLengths, Target
 from .control import Schedule
 from .drafting import (
@@ -295,10 +296,24 @@ class ProposedRound:
         return ProposedRound(self.state.at(list(rest)), moved)
 
 
-def verify_proposed(setup: RoundSetup, proposed: ProposedRound) -> tuple[ProposedRound, RoundResult]:
-    """Verify the host's proposal and commit what stays; its session is updated by the caller."""
-    drafted = _masked(proposed.state, Draft(proposed.proposal), None)
-    state, result = verify_and_commit(setup, proposed.state, drafted)
+def step_proposed(setup: RoundSetup, proposed: ProposedRound, goes_on: bool) -> tuple[ProposedRound, RoundResult]:
+    """Verify the host's proposal and commit what stays; the host's own session is updated by the caller.
+
+    The state's session is that of the model of a fusion, or an empty one. The model drafts where the proposal ends if
+    it `goes_on`; else it only reads what the last round kept.
+    """
+    state, copied = proposed.state, proposed.proposal
+    drafted, session = Draft(copied), state.session
+    if not isinstance(session, NoDraftSession):
+        rule = RULES[setup.rule(setup.abilities.deterministic)]
+        chain = ChainDraft(DraftSampler(rule, setup.sampler_config, state.keys, state.context), False)
+        if goes_on:
+            vocab = setup.sampler_config.vocab
+            drafted = chain.draft(propose_after(copied, session, state.root, copied.depth, chain.next_token, vocab))
+        else:
+            session.propose(state.root, 1, chain.next_token)
+    state, result = verify_and_commit(setup, state, _masked(state, drafted, None))
+    session.update(result.tokens, result.hidden, result.counts)
     return replace(proposed, state=state), result
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..heads import Drafter, NoDraftSession, Session
+from ..heads.lookup.fusion import FusionSession
 from ..targets import RaggedCache, Target
 from ..targets.weights import module_versions, weight_versions
 from .round import (
@@ -30,8 +31,8 @@ from .round import (
     RoundSetup,
     RoundState,
     step,
+    step_proposed,
     update_session,
-    verify_proposed,
 )
 
 _LEAST = 256
@@ -101,8 +102,9 @@ class StaticBatch:
         if changed:
             self.graphs.clear()
             self.proposed.clear()
-        if self.drafter is not None and self.drafter.abilities.from_text:
-            self.session, self._proposing = self._open(), list(range(self.cache.batch_size))
+        self._proposing = list(range(self.cache.batch_size))
+        if self.drafter is not None and not self.drafter.abilities.fixed_shapes:
+            self.session = self._open()
             return
         if changed:
             self.session = NoDraftSession()  # the old one's memory is freed before more is asked for
@@ -127,11 +129,11 @@ class StaticBatch:
             idle: rows that have finished.
             needed: entries that the longest of the others may reach in this round.
         """
-        window = min(window_of(needed), self.length)
-        if self.target.fast is not None and not state.session.caches():
-            window = self.length  # one graph serves all lengths
+        # Our kernels read no more entries than there are: one graph serves all lengths, and a head's own few layers can
+        # afford to read a whole window, too.
+        window = min(window_of(needed), self.length) if self.target.fast is None else self.length
         for store in (self.cache, *state.session.caches()):
-            store.window = self.length if store is self.cache and self.target.fast is not None else window
+            store.window = window
             if idle:  # what an idle row writes must stay inside the window, and its positions inside the context
                 store.lengths.masked_fill_(self._mask(tuple(idle)), 1)
         if setup.abilities.from_text:
@@ -164,23 +166,27 @@ class StaticBatch:
     def _proposed_by_host(
         self, setup: RoundSetup, state: RoundState, depth: int, window: int, idle: Sequence[int]
     ) -> tuple[RoundState, RoundResult]:
-        """Run a round whose proposal, if there is one, the host makes; rows that have finished get none."""
+        """Run a round whose proposal, or its beginning, the host makes; rows that have finished get none."""
         session = state.session
+        texts, model = (session.statistical, session.model) if isinstance(session, FusionSession) else (session, None)
         staying = [place for place, row in enumerate(self._proposing) if row not in idle]
         if len(staying) < len(self._proposing):
-            session.select(staying)
+            texts.select(staying)
             self._proposing = [self._proposing[place] for place in staying]
         rows = self._proposing
         if depth and self.drafter is not None:
-            proposal = session.propose(state.root[rows], depth, _no_choice)
+            proposal = texts.propose(state.root[rows], depth, _no_choice)
+            goes_on = model is not None and (len(rows) > 1 or not proposal.tokens.shape[1])
             proposal = proposal.spread(rows, self.cache.batch_size, self.drafter.max_nodes(depth))
-            key = (_key(setup, depth, window), proposal.depth, proposal.parents is None)
-            proposed = ProposedRound(replace(state, session=NoDraftSession()), proposal)
-            after, result, replayed = self.proposed.run(key, partial(verify_proposed, setup), proposed)
+            key = (_key(setup, depth, window), proposal.depth, proposal.parents is None, goes_on)
+            proposed = ProposedRound(replace(state, session=model or NoDraftSession()), proposal)
+            after, result, replayed = self.proposed.run(key, partial(step_proposed, setup, goes_on=goes_on), proposed)
             state, own = replace(after.state, session=session), result.cloned() if replayed else result
         else:
             state, result, own = self._plain(setup, state, window)
-        update_session(state, own.select(rows))
+            if model is not None:
+                model.update(own.tokens, own.hidden, own.counts)
+        update_session(replace(state, session=texts), own.select(rows))
         return state, result
 
     def _mask(self, rows: tuple[int, ...]) -> Tensor:

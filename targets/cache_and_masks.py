@@ -18,6 +18,7 @@ from .cache import EntryShape, RaggedCache
 from .cache_slots import Nodes
 from .recurrent import HYBRID, KINDS, MODELS, OVERWRITING, RecurrentCache, has_states
 from .split_attention import NAME as SPLIT_ATTENTION
+from .split_attention import float_mask
 
 ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}  # kinds of layers that masks serve
 _NOTHING = {"mlp", "moe"}  # kinds of layers that keep nothing of a text
@@ -154,13 +155,3 @@ def masked_kinds(config: PreTrainedConfig) -> set[str]:
     """
     kinds = set(getattr(config, "layer_types", None) or ("full_attention",))
     return kinds & ATTENTION | ({"full_attention"} if HYBRID in kinds else set())
-
-
-def float_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `visible` `[B, Q, used]` as a mask `[B, 1, Q, used]` to add to scores: eager attention takes no bools.
-
-    Half of the least number hides as well as the least number does, which a GPU's kernel would turn into −inf: it
-    multiplies the masked scores by log2(e), and gives 0 for the logarithm of an empty sum.
-    """
-    mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
-    return mask.masked_fill_(~visible, torch.finfo(dtype).min / 2)[:, None]

@@ -26,6 +26,7 @@ NAME, FOLDED = "outrider", "outrider_folded"
 _MOST_QUERIES = 64
 _ALIGNED = 16  # keys; the GPU's kernel wants masks whose rows begin at multiples of it, those of a part too
 _LEAST_PART = 128  # keys
+_LONG = 1024  # keys from which a head's own attention is cut, too: merging parts takes five launches
 _BLOCKS = 256  # a part for each; two per multiprocessor of a large GPU
 
 
@@ -55,6 +56,16 @@ def steady_kernels() -> Iterator[None]:
                 torch.backends.cuda.enable_cudnn_sdp(_was_on)
 
 
+def float_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return `visible` `[B, Q, used]` as a mask `[B, 1, Q, used]` to add to scores: eager attention takes no bools.
+
+    Half of the least number hides as well as the least number does, which a GPU's kernel would turn into −inf: it
+    multiplies the masked scores by log2(e), and gives 0 for the logarithm of an empty sum.
+    """
+    mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+    return mask.masked_fill_(~visible, torch.finfo(dtype).min / 2)[:, None]
+
+
 def num_parts(blocks: int, length: int) -> int:
     """Return the number of equal parts to cut `length` keys into, where `blocks` blocks run side by side anyway."""
     parts = 1
@@ -80,14 +91,23 @@ def split_attention(
     shared, length = key.shape[1], key.shape[2]
     if attention_mask is None or attention_mask.dtype == torch.bool or queries > _MOST_QUERIES or length % _ALIGNED:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    parts = num_parts(rows * shared, length)
+    mixed = _in_parts(query, key, value, attention_mask, scaling, num_parts(rows * shared, length))
+    return mixed.transpose(1, 2).contiguous(), None
+
+
+def _in_parts(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None, parts: int
+) -> Tensor:
+    """Return attention `[B, H, Q, D']` over keys that are cut into equal parts; `mask` `[B, 1, Q, L]` is added."""
+    rows, heads, queries, size = query.shape
+    shared, length = key.shape[1], key.shape[2]
     folded = query.reshape(rows * shared, 1, heads // shared * queries, size).expand(-1, parts, -1, -1)
     # Views, [B·K, P, L / P, D].
     keys, values = (t.flatten(0, 1).unflatten(1, (parts, length // parts)) for t in (key, value))
-    mask = _folded_mask(attention_mask, heads // shared, shared, parts)
-    out, sums = attend(folded, keys, values, mask, size**-0.5 if scaling is None else scaling)
+    folded_mask = _folded_mask(mask, heads // shared, shared, parts)
+    out, sums = attend(folded, keys, values, folded_mask, size**-0.5 if scale is None else scale)
     mixed = (out * (sums - sums.amax(1, keepdim=True)).softmax(1)[..., None]).sum(1) if parts > 1 else out[:, 0]
-    return mixed.to(query.dtype).view(rows, heads, queries, -1).transpose(1, 2).contiguous(), None
+    return mixed.to(query.dtype).view(rows, heads, queries, -1)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -124,10 +144,16 @@ def fold_heads(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: floa
     """Return attention of queries `[B, H, Q, D]` over keys and values `[B, K, L, D]`, in the queries' shape.
 
     Heads that share keys become further queries: nothing is repeated for them, and a GPU need not take the slow kernel
-    that it has for shared keys with a mask. The mask is `[B, 1, Q, L]`.
+    that it has for shared keys with a mask. There long texts are cut into parts. The mask is `[B, 1, Q, L]`, bool or
+    added to the scores.
     """
     rows, heads, count, size = q.shape
-    folded = q.reshape(rows, k.shape[1], -1, size)
+    shared, length = k.shape[1], k.shape[2]
+    cut = q.device.type == "cuda" and count <= _MOST_QUERIES and length >= _LONG and length % _ALIGNED == 0
+    if cut and mask is not None:
+        added = float_mask(mask[:, 0].expand(rows, -1, -1), q.dtype) if mask.dtype == torch.bool else mask
+        return _in_parts(q, k, v, added, scale, num_parts(rows * shared, length))
+    folded = q.reshape(rows, shared, -1, size)
     queries = folded.shape[2]
     if mask is not None and 1 < count < queries:
         mask = mask.repeat(1, 1, queries // count, 1)

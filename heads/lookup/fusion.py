@@ -17,7 +17,9 @@ V vocabulary, V' the model's own.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, Self, TypeVar, cast
@@ -114,24 +116,31 @@ class TwoDrafters(Drafter[F]):
         return self.model.max_depth
 
     def state_bytes(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> int:
-        return self.model.state_bytes(target, batch_size, max_length)
+        return self.model.state_bytes(target, batch_size, max_length, spare)
 
 
 class Fusion(TwoDrafters[FusionConfig]):
     """A drafter that proposes the matches of one without weights, and a model's tokens elsewhere."""
 
     name = "fusion"
-    abilities = Abilities(deterministic=True)
+
+    @property
+    def abilities(self) -> Abilities:  # type: ignore[override]
+        fixed = self.model.abilities.fixed_shapes
+        return Abilities(deterministic=True, from_text=fixed, fixed_shapes=fixed)
 
     def open(
         self, target: Target, batch_size: int, max_length: int, spare: int = 0, cache: RaggedCache | None = None
     ) -> FusionSession:
-        model = self.model.open(target, batch_size, max_length, cache=cache)
-        return FusionSession(self._open_statistical(target, batch_size, max_length), model, target.vocab_size)
+        model = self.model.open(target, batch_size, max_length, spare, cache)
+        open_statistical = partial(self._open_statistical, target, batch_size, max_length)
+        return FusionSession(open_statistical, model, target.vocab_size)
 
 
 class FusionSession(Session):
     """A session that runs those of both drafters of a fusion.
+
+    In rounds of fixed shapes the decoder runs the two itself, and the model reads what was kept after every round.
 
     Attributes:
         vocab: V.
@@ -139,8 +148,9 @@ class FusionSession(Session):
         unread: tokens `[1, Q]` and their hidden states `[1, Q, K, H]` that the model has not read.
     """
 
-    def __init__(self, statistical: TextSession, model: Session, vocab: int):
-        self.statistical, self.model, self.vocab = statistical, model, vocab
+    def __init__(self, open_statistical: Callable[[], TextSession], model: Session, vocab: int):
+        self._open_statistical, self.statistical = open_statistical, open_statistical()
+        self.model, self.vocab = model, vocab
         self.alone = False
         self.unread: list[tuple[Tensor, Tensor | None]] = []
 
@@ -165,12 +175,38 @@ class FusionSession(Session):
             both, known = torch.cat(tokens, 1), [h for h in hidden if h is not None]
             self.model.update(both, torch.cat(known, 1) if known else None, RowLengths.of([both.shape[1]], both.device))
             self.unread = []
-        proposal = self.model.propose(root, depth, _with(copied, choose, self.vocab), ended)
-        return replace(proposal, deterministic=True)
+        return propose_after(copied, self.model, root, depth, choose, self.vocab, ended)
 
     def select(self, rows: list[int]) -> None:
         self.statistical.select(rows)
         self.model.select(rows)
+
+    def caches(self) -> list[RaggedCache]:
+        return self.model.caches()
+
+    def carried(self) -> list[Tensor]:
+        return self.model.carried()
+
+    def carry(self, tensors: list[Tensor]) -> None:
+        self.model.carry(tensors)
+
+    def reset(self) -> None:
+        self.statistical = self._open_statistical()
+        self.model.reset()
+
+
+def propose_after(
+    copied: Proposal,
+    model: Session,
+    root: Tensor,
+    depth: int,
+    choose: Choose,
+    vocab: int,
+    ended: Ended | None = None,
+) -> Proposal:
+    """Return each row's matched tokens, and a model's after them."""
+    proposal = model.propose(root, depth, _with(copied, choose, vocab), ended)
+    return replace(proposal, deterministic=True)
 
 
 def _with(copied: Proposal, choose: Choose, vocab: int) -> Choose:

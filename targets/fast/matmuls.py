@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
+from functools import partial
 
 import torch
 import triton
@@ -76,10 +77,10 @@ def candidates(tokens: int) -> list[Matmul]:
     if tokens > _MOST_TOKENS:
         return [TorchMatmul()]
     block = max(16, triton.next_power_of_2(tokens))
-    tiles = [Tiles(block, 32, 128, 4, 4), Tiles(block, 16, 256, 4, 4), Tiles(block, 64, 128, 4, 3)]
-    tiles += [Tiles(block, 64, 64, 4, 5), Tiles(block, 128, 64, 8, 4)]
+    tiles = [Tiles(block, 32, 128, 4, 4), Tiles(block, 32, 256, 4, 3), Tiles(block, 64, 128, 4, 3)]
+    tiles += [Tiles(block, 64, 64, 4, 5), Tiles(block, 128, 64, 8, 4), Tiles(block, 32, 64, 2, 8)]
     if tokens == 1:
-        tiles = [Tiles(0, 8, 512), Tiles(0, 4, 1024), Tiles(0, 16, 256), Tiles(0, 16, 512, 8), *tiles[:2]]
+        tiles = [Tiles(0, 8, 512), Tiles(0, 4, 1024), Tiles(0, 16, 256), Tiles(0, 16, 512, 8), Tiles(0, 4, 2048, 8)]
     return [*map(TritonMatmul, tiles), TorchMatmul()]
 
 
@@ -114,15 +115,16 @@ class TunedMatmuls:
 
     def _fastest(self, name: str, x: Tensor, onto: Tensor | None) -> Matmul:
         matrices = self.matrices[name]
-        right = _product(TorchMatmul(), x, matrices[0], onto)
+        tried = matrices[-1]  # the last layer is never an empty one, as the first layers of a grown model are
+        right = _product(TorchMatmul(), x, tried, onto)
         times: dict[Matmul, float] = {}
         for matmul in candidates(len(x)):
             try:
-                difference = _product(matmul, x, matrices[0], onto) - right
+                difference = _product(matmul, x, tried, onto) - right
                 if not difference.norm() <= _TOLERANCE * right.norm():  # NaN is neither close nor far
                     _log.warning("%s of %d tokens by %s gives other numbers than torch: left out", name, len(x), matmul)
                     continue
-                times[matmul] = _milliseconds(lambda m=matmul: _all(m, x, matrices, onto))  # type: ignore[misc]
+                times[matmul] = _milliseconds(partial(_all, matmul, x, matrices, _cloned(onto)))
             except torch.OutOfMemoryError:
                 raise
             except (RuntimeError, triton.TritonError) as error:  # a GPU may have too little of something for one
@@ -132,7 +134,11 @@ class TunedMatmuls:
 
 
 def _product(matmul: Matmul, x: Tensor, matrix: Matrix, onto: Tensor | None) -> Tensor:
-    return matmul(x, matrix, None if onto is None else onto.clone()).float()
+    return matmul(x, matrix, _cloned(onto)).float()
+
+
+def _cloned(onto: Tensor | None) -> Tensor | None:
+    return None if onto is None else onto.clone()
 
 
 def _all(matmul: Matmul, x: Tensor, matrices: Sequence[Matrix], onto: Tensor | None) -> None:

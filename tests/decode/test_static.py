@@ -30,6 +30,7 @@ from outrider.heads import (
     DSparkConfig,
     Eagle3,
     Eagle3Config,
+    Fusion,
     Lookahead,
     LookaheadConfig,
     Ngram,
@@ -376,7 +377,27 @@ OF_TEXT = {
 }
 
 
-@pytest.mark.parametrize("sampling", ["greedy", "sampled", "processed"])
+def fusion(target: Target) -> Drafter:
+    return Fusion(Ngram(NgramConfig(min_match=2)), make_drafters(target)["eagle3"])
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_a_fusion_drafts_the_same_in_replays(target, replays, sampling):
+    """One row takes a match without the model; of several, the model goes on after each row's match."""
+    texts = [prompt * 3 for prompt in PROMPTS]
+    usual, decoder = (Decoder(target, fusion(target), static=static) for static in (False, True))
+    for request in range(2):
+        sampled = replace(SAMPLINGS[sampling], seed=request)
+        for prompts in (texts, texts[1:2]):
+            for plan in (Plan(3), PLANS["control"]):
+                a, b = (d.generate(prompts, 40, sampled, plan) for d in (decoder, usual))
+                assert (a.tokens, a.rounds, a.rule) == (b.tokens, b.rounds, b.rule)
+    assert sum(graph.count for graph in replays) > 3 * len(replays), "most rounds were replayed"
+    captured = [key[0] for batch in decoder.static_batches.kept.values() for key in batch.proposed._graphs]
+    assert {goes_on for *_, goes_on in captured} == {False, True}
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("name", OF_TEXT)
 def test_what_the_host_proposes_is_verified_by_replays(target, replays, name, sampling):
     """Rows end at different times, some want no drafts, and the next request knows what the first has taught."""

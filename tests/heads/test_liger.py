@@ -48,7 +48,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """As if there were kernels for this CPU: the functions themselves. Says which were called."""
+    """As if there were kernels for this device: the functions themselves. Says which were called."""
     called: list[str] = []
 
     def kernel(rule: Callable[..., Tensor], hard: bool) -> Callable[..., Tensor]:
@@ -61,7 +61,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     for rule in list(divergences._KERNELS):
         monkeypatch.setitem(divergences._KERNELS, rule, kernel(rule, rule is divergences.hard_cross_entropy))
-    monkeypatch.setattr(divergences, "_KERNEL_DEVICES", {"cpu"})
+    monkeypatch.setattr(divergences, "_KERNEL_DEVICES", {"cpu", DEVICE})
     monkeypatch.setattr(divergences, "find_spec", lambda name: name)
     return called
 
@@ -250,5 +250,7 @@ def test_a_large_vocabulary_takes_no_more_memory_than_by_torch(kernels, monkeypa
             peaks[kinds] = torch.cuda.max_memory_allocated() - before
     without, within = both.values()
     torch.testing.assert_close(within[:-1], without[:-1], rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(within[-1], without[-1], rtol=1e-4 if dtype == torch.float32 else 1e-2, atol=1e-6)
+    # Slopes of one symbol are up to 1e-3: bfloat16 rounds parts of a loss that cancel to 2e-5.
+    close = {"rtol": 1e-4, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 2e-5}
+    torch.testing.assert_close(within[-1], without[-1], **close)
     assert peaks[DEVICE,] <= peaks[()], peaks

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import LlamaForCausalLM
 from triton.runtime.errors import OutOfResources
 
@@ -211,6 +212,27 @@ def test_a_way_for_which_a_gpu_has_too_little_is_left_out(tried):
     use_fast_pass(target)
     target.run(torch.zeros(1, 1, dtype=torch.long), target.new_cache(1, 8))
     assert set(target.fast.matmuls.chosen.values()) == {matmuls.TorchMatmul()}
+
+
+def test_every_right_way_of_a_product_is_timed_and_a_wrong_one_is_not(tried):
+    """Timing adds to a residual again and again, and the first layers of a grown model may be empty."""
+    torchs = matmuls.TorchMatmul()
+
+    def again(*given: Any) -> Tensor:
+        return torchs(*given)
+
+    def wrong(x: Tensor, *given: Any) -> Tensor:
+        return torchs(2 * x, *given)
+
+    tried([torchs, again, wrong])
+    target = build("llama", num_hidden_layers=2)
+    with torch.no_grad():
+        target.model.model.layers[0].self_attn.o_proj.weight.zero_()
+    use_fast_pass(target)
+    target.run(torch.zeros(1, 1, dtype=torch.long), target.new_cache(1, 8))
+    timed = {name: list(times) for (name, _), times in target.fast.matmuls.timings.items()}
+    assert timed.pop("o_proj") == timed.pop("down_proj") == [torchs, again]
+    assert all(ways[:2] == [torchs, again] for ways in timed.values()), "normed, so twice the input is right, too"
 
 
 def test_ways_are_tried_for_few_numbers_of_tokens(tried):

@@ -378,7 +378,7 @@ OF_TEXT = {
 
 
 def fusion(target: Target) -> Drafter:
-    return Fusion(Ngram(NgramConfig(min_match=2)), make_drafters(target)["eagle3"])
+    return Fusion(Ngram(NgramConfig(min_match=1)), make_drafters(target)["eagle3"])
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)

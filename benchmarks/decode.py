@@ -55,6 +55,7 @@ def cell_settings(arguments: argparse.Namespace) -> CellSettings:
         arguments.repeats,
         arguments.cost_repeats,
         tuple(arguments.widths),
+        not arguments.no_gaps,
     )
     if not arguments.quick:
         return settings
@@ -130,6 +131,7 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
     cells.add_argument("--cost-repeats", type=int, default=known.cost_repeats, help="of single passes")
     cells.add_argument("--widths", nargs="+", type=int, default=known.widths, help="drafts in a pass of the target")
     cells.add_argument("--bandwidth-bytes", type=int, help="to copy and read; default: more than caches hold")
+    cells.add_argument("--no-gaps", action="store_true", help="no runs under the profiler")
     cells.add_argument("--quick", action="store_true", help="few repeats: to see that it runs")
     return parser.parse_args(given)
 

@@ -196,7 +196,7 @@ def race_weights(
     rules: dict[tuple[str, float], str] = {}
     for temperature in settings.temperatures:
         for racer in racers:
-            racer(jobs[0], temperature)  # first calls are slow
+            racer(max(jobs, key=lambda job: job.length), temperature)  # first calls are slow
         answers = race(racers, jobs, temperature, settings.repeats)
         for kind in kinds:
             own = {name.removeprefix(f"{kind}: "): done for name, done in answers.items() if name.startswith(kind)}

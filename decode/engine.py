@@ -316,6 +316,8 @@ class Run:
         keys = Keys(state.seed, state.sequences, counts.tensor)
         state, packed = first_tokens(self.setup, state, out.logits, keys)
         state.session.update(tokens, out.hidden, counts)
+        if self.static_batch is not None:
+            state.session.read_ahead(1 + self.setup.plan.depth)
         rows = RoundRow.unpack(packed.tolist())
         self._require_finite(rows)
         events = [sequence.emit(row) for sequence, row in zip(self.sequences, rows, strict=True)]

@@ -113,7 +113,10 @@ def measure(
         with progress(console if total else None, "answering first turns", total, transient=True) as advance:
             lengths = settings.max_new_tokens, settings.max_prompt_tokens
             jobs = with_later_turns(target, jobs, *lengths, tick=lambda: advance(1, ""))
-        jobs, records, rules = _race_at_each(temperatures, racers, jobs, plain, settings.repeats, console, until)
+        first = jobs[0] if until is None else min(jobs, key=lambda job: job.length)
+        if target.device.type == "cuda":  # what is captured for the longest prompt serves the others
+            first = max(jobs, key=lambda job: job.length)
+        jobs, records, rules = _race_at_each(temperatures, racers, jobs, plain, settings.repeats, console, until, first)
         asked = Counter(job.suite for job in jobs if job.turn == 1)
         suites = suites if until is None else [make_suite(s.name, s.prompts[: asked[s.name]]) for s in suites]
         batches = [b for t in temperatures for b in _in_batches(target, entrants, jobs, t, settings, console)]
@@ -154,6 +157,7 @@ def _race_at_each(
     repeats: int,
     console: Console | None,
     until: float | None,
+    first: PromptJob,
 ) -> tuple[list[PromptJob], list[PromptRecord], dict[tuple[str, float], str]]:
     """Return the jobs that were done, records of a race at each temperature, and rules by (contestant, temperature)."""
     rules: dict[tuple[str, float], str] = {}
@@ -161,7 +165,6 @@ def _race_at_each(
     answers_in_all = len(temperatures) * len(racers) * (1 + len(jobs) * repeats)
     with progress(console, "measuring", answers_in_all, transient=True) as advance:
         for temperature in temperatures:
-            first = jobs[0] if until is None else min(jobs, key=lambda job: len(job.prompt.tokens))
             for racer in racers:
                 racer(first, temperature)  # first calls are slow
                 advance(1, "")

@@ -212,6 +212,11 @@ class PromptJob:
     turn: int = 1
 
     @property
+    def length(self) -> int:
+        """The tokens of the prompt."""
+        return len(self.prompt.tokens)
+
+    @property
     def request(self) -> str:
         """The prompt's id, and its turn if that is not the first."""
         return self.prompt.id if self.turn == 1 else f"{self.prompt.id}, turn {self.turn}"

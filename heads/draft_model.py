@@ -216,6 +216,7 @@ class DraftModelSession(ChainSession):
     def _start(self) -> None:
         # [B, P], the last tokens of `update`, which the cache may lack
         self.unread = torch.zeros(self.cache.batch_size, 0, dtype=torch.long, device=self.runner.device)
+        self.end = self.unread  # the last token of the prompts, [B, 1]
         # Entries after the committed ones: the root and the drafts that were read; 0 since the last `update`.
         self.written = 0
 
@@ -232,7 +233,7 @@ class DraftModelSession(ChainSession):
             last = torch.cat([self.unread, last], 1)
         elif not self.written:  # the prompts, or another's drafts
             self._last(torch.cat([self.unread, tokens], 1), offset=-self.unread.shape[1])
-            last = last[:, :0]
+            self.end, last = last, last[:, :0]
         elif path is not None:
             self.cache.keep(torch.cat([torch.zeros_like(path[:, :1]), torch.where(path < 0, path, path + 1)], 1))
         elif tokens.shape[1] - self.written > 1:
@@ -242,6 +243,9 @@ class DraftModelSession(ChainSession):
             last = last[:, :0]
         self.cache.advance(counts)
         self.unread, self.written = last, 0
+
+    def read_ahead(self, keep: int) -> None:
+        self.unread = self.end  # which is read anew, as the last accepted draft is
 
     def prefill(self, root: Tensor) -> Tensor:
         return self._begin(root[:, None])[:, 0]

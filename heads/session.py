@@ -149,6 +149,12 @@ class Session(ABC):
 
     # Rounds of fixed shapes (decode/static_batch.py): what such a round reads and the round before wrote.
 
+    def read_ahead(self, keep: int) -> None:
+        """Read all but the last `keep` tokens of the prompts, so that the first round has the shapes of those after it.
+
+        By default there is nothing left to read.
+        """
+
     def caches(self) -> list[RaggedCache]:
         """Return the session's own caches, without one that the target has lent it."""
         return []
@@ -337,6 +343,12 @@ class PendingInputs:
         )
 
 
+def _following(values: Tensor, first: Tensor, count: int) -> Tensor:
+    """Return `count` entries of `values` `[B, Q, ...]` from `first` `[B, 1]` on."""
+    index = first + torch.arange(count, device=first.device)
+    return values.gather(1, index.view(*index.shape, *[1] * (values.dim() - 2)).expand(-1, -1, *values.shape[2:]))
+
+
 class DeferredPrefillSession(NodeSession):
     """A session whose caches lack the last updates until `prefill` reads them, with the root.
 
@@ -358,6 +370,19 @@ class DeferredPrefillSession(NodeSession):
             return unread
         longest = max(unread.counts.values)
         return PendingInputs(unread.tokens[:, :longest], unread.hidden[:, :longest], unread.counts)
+
+    def read_ahead(self, keep: int) -> None:
+        unread = self._required()
+        if min(unread.counts.values) <= keep:
+            return  # the first round runs by itself
+        read = RowLengths.of([count - keep for count in unread.counts.values], unread.tokens.device)
+        places, longest = read.tensor[:, None], max(read.values)
+        self.unread = PendingInputs(unread.tokens[:, :longest], unread.hidden[:, :longest], read)
+        self.prefill(unread.tokens.gather(1, places)[:, 0])
+        self.unread = PendingInputs(
+            *(_following(values, places, keep) for values in (unread.tokens, unread.hidden)),
+            RowLengths.of([keep] * len(places), places.device),
+        )
 
     def _required(self) -> PendingInputs:
         return required(self.unread, "nothing was read since the last round; call update after each of them.")

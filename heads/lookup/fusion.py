@@ -181,6 +181,9 @@ class FusionSession(Session):
         self.statistical.select(rows)
         self.model.select(rows)
 
+    def read_ahead(self, keep: int) -> None:
+        self.model.read_ahead(keep)
+
     def caches(self) -> list[RaggedCache]:
         return self.model.caches()
 

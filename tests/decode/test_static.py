@@ -369,6 +369,19 @@ def test_replayed_rounds_write_the_same_text(target, replays, plan, sampling):
     assert sum(graph.count for graph in replays) > 3 * len(replays), "most rounds were replayed"
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("name", ["draft_model", "eagle3", "fusion"])
+def test_every_round_of_a_second_request_is_a_replay(target, replays, name, rows):
+    """The first one, too: what a drafter has not read of the prompts is cut to what a round leaves."""
+    drafters = make_drafters(target) | {"fusion": fusion(target)}
+    decoder, prompts = Decoder(target, drafters[name], static=True), random_prompts(30, 9, 17, 12)[:rows]
+    decoder.generate(prompts, 24, plan=Plan(3), ignore_eos=True)
+    before = sum(graph.count for graph in replays)
+    out = same_as_usual(decoder, prompts, 24, plan=Plan(3), ignore_eos=True)
+    rounds = max(map(len, out.rounds))
+    assert rounds - 2 * (name == "fusion") <= sum(graph.count for graph in replays) - before <= rounds
+
+
 OF_TEXT = {
     "ngram": lambda: Ngram(NgramConfig(min_match=1)),
     "suffix": lambda: Suffix(SuffixConfig(max_match=3, tree_depth=5)),

@@ -19,7 +19,7 @@ from outrider.costs.round_timing import draft_times
 from outrider.heads import Drafter, DraftModel, Eagle3, Eagle3Config, Ngram, load_drafter
 from outrider.heads.grow_with_target import grow_drafter
 from outrider.targets import Target
-from outrider.targets.fast.select import CANDIDATES
+from outrider.targets.fast.select import RUNNERS
 from outrider.targets.grow import grow, shape_config
 from outrider.targets.loading import split_shape
 
@@ -96,7 +96,7 @@ class Grown:
 def run_by(target: Target, runner: str | None) -> None:
     """Let a target run its passes in the way of that name (`--runner`); None leaves it to the first decoder."""
     if runner is not None:
-        next(candidate for candidate in CANDIDATES if candidate.name == runner).build(target)
+        next(known for known in RUNNERS if known.name == runner).build(target)
 
 
 def draft_seconds(target: Target, drafter: Drafter, depth: int, batch: int, context: int, repeats: int) -> list[float]:

@@ -38,13 +38,13 @@ from outrider.decode import Control, Costs
 from outrider.decode.control import Controller, expected_tokens
 from outrider.heads import Drafter
 from outrider.targets import Target
-from outrider.targets.fast.select import CANDIDATES
+from outrider.targets.fast import select
 
 from .ceilings import Floor, bandwidth
 from .grown import Grown, draft_seconds
 from .report import NOTHING, command, conditions, options, table, write
 
-RUNNERS = {candidate.name: candidate for candidate in CANDIDATES}
+RUNNERS = {runner.name: runner for runner in select.RUNNERS}
 
 
 def routers(target: Target) -> list[nn.Module]:

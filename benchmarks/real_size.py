@@ -6,9 +6,9 @@
 
 Target and drafters are grown (`grown.py`). On the suites, batch 1, whole requests: trained drafters at every depth,
 others at the deepest, by the library's modules ("plain weights"), by packed ones (`targets.packed_weights`), or both in
-turns; on a GPU by the way that is fastest there. Every speedup is over the target alone by the same weights, with a bootstrap interval over prompts. With
---control each drafter also runs with its depth decided round by round, up to the deepest, by the costs that are
-measured here and the acceptance that is measured on the small target.
+turns; on a GPU by the way that is fastest there. Every speedup is over the target alone by the same weights, with a
+bootstrap interval over prompts. With --control each drafter also runs with its depth decided round by round, up to the
+deepest, by the costs that are measured here and the acceptance that is measured on the small target.
 
 Beside it what bounds them: the bytes of a pass over the bandwidth that is measured here (the floor), passes over
 several tokens, the time of drafting, and what the loop takes beside its passes (`overhead.py`). "Allowed" is τ · T(1) /
@@ -36,7 +36,7 @@ from outrider.decode import Control, Costs, Decoder, Plan, Sampling
 from outrider.eval.acceptance import measure_acceptance
 from outrider.eval.generation_config import base_sampling
 from outrider.eval.interleaved_runs import TimedCompletion, race
-from outrider.eval.measure import Contestant, DecoderRacer, make_records, summarise
+from outrider.eval.measure import WARM, Contestant, DecoderRacer, make_records, summarise
 from outrider.eval.reports.figures import Baselines, Figures, PromptRecord, speed_ratio
 from outrider.eval.reports.statistics import Bootstrap, strata_of
 from outrider.eval.suites import PromptJob, load_suites, make_jobs
@@ -67,7 +67,7 @@ def weights(target: Target, packed: Any) -> Iterator[None]:
 
 
 def known_kinds(target: Target) -> Kinds:
-    """Return the kinds of weights; on a GPU, where none are packed, the fastest way of running passes is the only one."""
+    """Return the kinds of weights; on a GPU, where none are packed, the way that is fastest is the only one."""
     if target.device.type == "cuda":
         use_fastest_pass(target)
         return {target.pass_backend: None}
@@ -196,7 +196,9 @@ def race_weights(
     rules: dict[tuple[str, float], str] = {}
     for temperature in settings.temperatures:
         for racer in racers:
-            racer(max(jobs, key=lambda job: job.length), temperature)  # first calls are slow
+            for job in sorted(jobs, key=lambda job: job.length, reverse=True):  # first calls are slow
+                if len(racer(job, temperature).tokens) >= WARM:
+                    break
         answers = race(racers, jobs, temperature, settings.repeats)
         for kind in kinds:
             own = {name.removeprefix(f"{kind}: "): done for name, done in answers.items() if name.startswith(kind)}

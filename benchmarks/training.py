@@ -30,7 +30,7 @@ from outrider.targets import Target
 
 from .ceilings import product_rate, product_size
 from .grown import Grown
-from .report import command, conditions, options, write
+from .report import NOTHING, command, conditions, options, table, write
 
 LAYERS = 12  # of a grown target: the small one has as many, and a step runs none of them
 WARM_UP = 3
@@ -99,6 +99,19 @@ def measure(training: Training, repeats: int, rate: float) -> dict[str, Any]:
     }
 
 
+def tables(result: dict[str, Any]) -> list[str]:
+    """Return speed, MFU and memory by length and chunk."""
+    rows = []
+    for row in result["steps"]:
+        if "error" in row:
+            cells = [row["error"], NOTHING, NOTHING]
+        else:
+            memory = NOTHING if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**30:.1f}"
+            cells = [f"{row['tokens_per_second']:,.0f}", f"{row['mfu']:.1%}", memory]
+        rows.append([f"{row['length']}", f"{row['chunk']}", *cells])
+    return [table(["length", "positions with logits at a time", "tokens/s", "MFU", "peak GiB"], rows)]
+
+
 def main(given: Sequence[str] | None = None) -> int:
     parser = options(__doc__, "shape", target="embedded@8b", repeats=10)
     parser.add_argument("--rows", type=int, default=8)
@@ -136,7 +149,7 @@ def main(given: Sequence[str] | None = None) -> int:
             gc.collect()
             if device.type == "cuda":
                 torch.cuda.empty_cache()
-            write(result, arguments.out)
+            write(result, arguments.out, tables(result))
     return 0
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..heads import Abilities, NoDraftSession, NodeSession, Proposal, Session
+from ..heads import Abilities, NodeSession, NoDraftSession, Proposal, Session
 from ..heads.lookup.fusion import propose_after
 from ..targets import RaggedCache, RowLengths, Target
 from .control import Schedule

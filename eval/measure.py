@@ -50,6 +50,7 @@ from .reports.statistics import Bootstrap, strata_of
 from .suites import PromptJob, Suite, check_lengths, make_jobs, make_suite, with_later_turns
 
 PLAIN, GENERATE = "plain", "transformers.generate"
+WARM = 16  # tokens of an answer after which a contestant has run all kinds of its rounds
 
 
 @dataclass
@@ -113,9 +114,9 @@ def measure(
         with progress(console if total else None, "answering first turns", total, transient=True) as advance:
             lengths = settings.max_new_tokens, settings.max_prompt_tokens
             jobs = with_later_turns(target, jobs, *lengths, tick=lambda: advance(1, ""))
-        first = jobs[0] if until is None else min(jobs, key=lambda job: job.length)
+        first = jobs[:1] if until is None else [min(jobs, key=lambda job: job.length)]
         if target.device.type == "cuda":  # what is captured for the longest prompt serves the others
-            first = max(jobs, key=lambda job: job.length)
+            first = sorted(jobs, key=lambda job: job.length, reverse=True)
         jobs, records, rules = _race_at_each(temperatures, racers, jobs, plain, settings.repeats, console, until, first)
         asked = Counter(job.suite for job in jobs if job.turn == 1)
         suites = suites if until is None else [make_suite(s.name, s.prompts[: asked[s.name]]) for s in suites]
@@ -157,16 +158,21 @@ def _race_at_each(
     repeats: int,
     console: Console | None,
     until: float | None,
-    first: PromptJob,
+    first: Sequence[PromptJob],
 ) -> tuple[list[PromptJob], list[PromptRecord], dict[tuple[str, float], str]]:
-    """Return the jobs that were done, records of a race at each temperature, and rules by (contestant, temperature)."""
+    """Return the jobs that were done, records of a race at each temperature, and rules by (contestant, temperature).
+
+    Each contestant first completes jobs of `first`, untimed, until an answer is long enough to have had all its rounds.
+    """
     rules: dict[tuple[str, float], str] = {}
     records: list[PromptRecord] = []
     answers_in_all = len(temperatures) * len(racers) * (1 + len(jobs) * repeats)
     with progress(console, "measuring", answers_in_all, transient=True) as advance:
         for temperature in temperatures:
-            for racer in racers:
-                racer(first, temperature)  # first calls are slow
+            for racer in racers:  # first calls are slow
+                for job in first:
+                    if len(racer(job, temperature).tokens) >= WARM:
+                        break
                 advance(1, "")
         for temperature in temperatures:
             timely = jobs if until is None or records else in_time(jobs, until, len({job.suite for job in jobs}))

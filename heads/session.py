@@ -154,6 +154,7 @@ class Session(ABC):
 
         By default there is nothing left to read.
         """
+        return
 
     def caches(self) -> list[RaggedCache]:
         """Return the session's own caches, without one that the target has lent it."""
@@ -379,10 +380,9 @@ class DeferredPrefillSession(NodeSession):
         places, longest = read.tensor[:, None], max(read.values)
         self.unread = PendingInputs(unread.tokens[:, :longest], unread.hidden[:, :longest], read)
         self.prefill(unread.tokens.gather(1, places)[:, 0])
-        self.unread = PendingInputs(
-            *(_following(values, places, keep) for values in (unread.tokens, unread.hidden)),
-            RowLengths.of([keep] * len(places), places.device),
-        )
+        rest = RowLengths.of([keep] * len(places), places.device)
+        tokens, hidden = (_following(values, places, keep) for values in (unread.tokens, unread.hidden))
+        self.unread = PendingInputs(tokens, hidden, rest)
 
     def _required(self) -> PendingInputs:
         return required(self.unread, "nothing was read since the last round; call update after each of them.")

@@ -87,17 +87,14 @@ def split_attention(
 
     A prompt, or a pass without a mask, is left to the library's own SDPA.
     """
-    rows, heads, queries, size = query.shape
-    shared, length = key.shape[1], key.shape[2]
+    queries, shared, length = query.shape[2], key.shape[1], key.shape[2]
     if attention_mask is None or attention_mask.dtype == torch.bool or queries > _MOST_QUERIES or length % _ALIGNED:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    mixed = _in_parts(query, key, value, attention_mask, scaling, num_parts(rows * shared, length))
+    mixed = _in_parts(query, key, value, attention_mask, scaling, num_parts(len(query) * shared, length))
     return mixed.transpose(1, 2).contiguous(), None
 
 
-def _in_parts(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None, parts: int
-) -> Tensor:
+def _in_parts(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None, parts: int) -> Tensor:
     """Return attention `[B, H, Q, D']` over keys that are cut into equal parts; `mask` `[B, 1, Q, L]` is added."""
     rows, heads, queries, size = query.shape
     shared, length = key.shape[1], key.shape[2]

@@ -125,7 +125,7 @@ class Fusion(TwoDrafters[FusionConfig]):
     name = "fusion"
 
     @property
-    def abilities(self) -> Abilities:  # type: ignore[override]
+    def abilities(self) -> Abilities:
         fixed = self.model.abilities.fixed_shapes
         return Abilities(deterministic=True, from_text=fixed, fixed_shapes=fixed)
 

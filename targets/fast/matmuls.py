@@ -73,19 +73,30 @@ Matmul = TritonMatmul | TorchMatmul
 
 
 def candidates(tokens: int) -> list[Matmul]:
-    """Return the implementations to try for `tokens`; the first is taken where nothing can be tried."""
+    """Return the implementations to try for `tokens`; the first is taken where nothing can be tried.
+
+    The tilings are those that were fastest for some product of an 8B shape on an H200, among nine; cuBLAS was for the
+    others (`benchmarks/results/passes-8b-h200.json`).
+    """
     if tokens > _MOST_TOKENS:
         return [TorchMatmul()]
-    block = max(16, triton.next_power_of_2(tokens))
-    tiles = [Tiles(block, 32, 128, 4, 4), Tiles(block, 32, 256, 4, 3), Tiles(block, 64, 128, 4, 3)]
-    tiles += [Tiles(block, 64, 64, 4, 5), Tiles(block, 128, 64, 8, 4), Tiles(block, 32, 64, 2, 8)]
     if tokens == 1:
-        tiles = [Tiles(0, 8, 512), Tiles(0, 4, 1024), Tiles(0, 16, 256), Tiles(0, 16, 512, 8), Tiles(0, 4, 2048, 8)]
+        tiles = [Tiles(0, 16, 512, 8), Tiles(0, 4, 1024), Tiles(0, 4, 2048, 8)]
+    else:
+        tiles = [Tiles(_bucket(tokens), 128, 64, 8, 4), Tiles(_bucket(tokens), 64, 64, 4, 5)]
     return [*map(TritonMatmul, tiles), TorchMatmul()]
 
 
+def _bucket(tokens: int) -> int:
+    """Return the number of tokens that stands for `tokens`: a power of two, and 16 for all from 2 on.
+
+    A tensor core multiplies by sixteen tokens at once, however many there are.
+    """
+    return 1 if tokens == 1 else max(16, triton.next_power_of_2(tokens))
+
+
 class TunedMatmuls:
-    """The fastest implementations on this device, by product and number of tokens, a power of two.
+    """The fastest implementations on this device, by product and number of tokens, of which few stand for all.
 
     A trial reads the matrices of all layers in turn, as a pass does: a single one would stay in the GPU's cache.
     """
@@ -100,8 +111,8 @@ class TunedMatmuls:
         return self.choose(name, x, onto)(x, self.matrices[name][layer], onto)
 
     def choose(self, name: str, x: Tensor, onto: Tensor | None) -> Matmul:
-        """Return the implementation for so many tokens: that of the next power of two, for which all are tried once."""
-        tokens = triton.next_power_of_2(len(x))
+        """Return the implementation for so many tokens: that of their bucket, for which all are tried once."""
+        tokens = _bucket(len(x))
         if tokens > _MOST_TOKENS:
             return TorchMatmul()
         key = (name, tokens)

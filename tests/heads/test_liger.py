@@ -92,8 +92,8 @@ def test_a_loss_with_a_part_that_has_no_kernel_takes_torch(stand_ins):
 
 def test_a_loss_is_the_weighted_sum_of_its_parts_kernels_with_their_settings(stand_ins):
     name = {"jsd(0.2)": 2.0, "tv": 0.1, HARD: 0.5}
-    assert served(name)
-    stand_ins.clear()
+    assert served(name, DEVICE)
+    stand_ins.clear()  # of the trials
     reference, draft_logits = example(None)
     found = compare(reference, draft_logits, divergence(name))
     assert stand_ins == ["jensen_shannon", "total_variation", "hard_cross_entropy"]

@@ -120,10 +120,10 @@ class Cell:
     def _loops(self) -> Iterator[Loop]:
         """Yield all contestants, the plain target first."""
         target, new, plan = self.target, self.settings.new_tokens, Plan(self.settings.depth)
-        yield Ours("plain", Decoder(target), Plan(0), new)
+        yield Ours("plain", Decoder(target, fast=False), Plan(0), new)
         for name, drafter in self.drafters.items():
-            yield Ours(name, Decoder(target, drafter), plan, new)
-        yield Ours("ngram", Decoder(target, Ngram()), plan, new)
+            yield Ours(name, Decoder(target, drafter, fast=False), plan, new)
+        yield Ours("ngram", Decoder(target, Ngram(), fast=False), plan, new)
         yield Theirs("transformers.generate", target, new)
         if self.batch > 1:
             return  # transformers drafts for one row only

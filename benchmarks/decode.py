@@ -29,7 +29,6 @@ from outrider.costs.timing import threads
 from outrider.eval.suites import load_suites, make_jobs
 from outrider.heads import Drafter
 from outrider.targets import Target
-from outrider.targets.fast import use_fastest_pass
 
 from .ceilings import bandwidth
 from .cells import Cell, CellSettings
@@ -86,7 +85,6 @@ def make_cells(
 ) -> Iterator[Cell]:
     """Yield cells, the shortest context and smallest batch first; prompts are joined from `texts`."""
     settings = cell_settings(arguments)
-    use_fastest_pass(target)  # single passes are timed before the first decoder is made
     measured = bandwidth(target.device, arguments.bandwidth_bytes)
     for context in arguments.context:
         for batch in arguments.batch:

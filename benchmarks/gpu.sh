@@ -25,7 +25,7 @@ while [ $# -gt 0 ]; do
         --out) out=$2 && shift ;;
         --wheels) wheels=$2 && shift ;;
         --model) model=$2 && shift ;;
-        --heads) heads=$(cd "$2" && pwd) && shift ;;
+        --heads) heads=$(cd "$2" && pwd) || exit 2 && shift ;;
         --tiny) tiny=1 ;;
         -*) echo "gpu.sh: unknown option $1 (known: --out, --tiny, --model, --heads, --wheels)" >&2 && exit 2 ;;
         *) wanted+=("$1") ;;

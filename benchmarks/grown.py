@@ -19,6 +19,7 @@ from outrider.costs.round_timing import draft_times
 from outrider.heads import Drafter, DraftModel, Eagle3, Eagle3Config, Ngram, load_drafter
 from outrider.heads.grow_with_target import grow_drafter
 from outrider.targets import Target
+from outrider.targets.fast import use_fastest_pass
 from outrider.targets.fast.select import RUNNERS
 from outrider.targets.grow import grow, shape_config
 from outrider.targets.loading import split_shape
@@ -94,8 +95,13 @@ class Grown:
 
 
 def run_by(target: Target, runner: str | None) -> None:
-    """Let a target run its passes in the way of that name (`--runner`); None leaves it to the first decoder."""
-    if runner is not None:
+    """Let a target run its passes in the way of that name (`--runner`), None for the fastest on a GPU.
+
+    Decoders that are made with `fast=False` leave it at that.
+    """
+    if runner is None:
+        use_fastest_pass(target)
+    else:
         next(known for known in RUNNERS if known.name == runner).build(target)
 
 

@@ -36,7 +36,7 @@ from outrider.decode import Control, Costs, Decoder, Plan, Sampling
 from outrider.eval.acceptance import measure_acceptance
 from outrider.eval.generation_config import base_sampling
 from outrider.eval.interleaved_runs import TimedCompletion, race
-from outrider.eval.measure import WARM, Contestant, DecoderRacer, make_records, summarise
+from outrider.eval.measure import Contestant, DecoderRacer, longest_first, make_records, summarise, warm_up
 from outrider.eval.reports.figures import Baselines, Figures, PromptRecord, speed_ratio
 from outrider.eval.reports.statistics import Bootstrap, strata_of
 from outrider.eval.suites import PromptJob, load_suites, make_jobs
@@ -44,7 +44,6 @@ from outrider.eval.tuner import CONTROL_WEIGHT
 from outrider.heads import Drafter, Fusion, Ngram
 from outrider.recipes import EvalSpec
 from outrider.targets import Target
-from outrider.targets.fast import use_fastest_pass
 
 from .ceilings import bandwidth
 from .grown import Grown, run_by
@@ -69,7 +68,6 @@ def weights(target: Target, packed: Any) -> Iterator[None]:
 def known_kinds(target: Target) -> Kinds:
     """Return the kinds of weights; on a GPU, where none are packed, the way that is fastest is the only one."""
     if target.device.type == "cuda":
-        use_fastest_pass(target)
         return {target.pass_backend: None}
     target.pack()
     packed, target.packed = target.packed, None
@@ -196,9 +194,7 @@ def race_weights(
     rules: dict[tuple[str, float], str] = {}
     for temperature in settings.temperatures:
         for racer in racers:
-            for job in sorted(jobs, key=lambda job: job.length, reverse=True):  # first calls are slow
-                if len(racer(job, temperature).tokens) >= WARM:
-                    break
+            warm_up(racer, longest_first(jobs) if target.device.type == "cuda" else jobs[:1], temperature)
         answers = race(racers, jobs, temperature, settings.repeats)
         for kind in kinds:
             own = {name.removeprefix(f"{kind}: "): done for name, done in answers.items() if name.startswith(kind)}

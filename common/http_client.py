@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-import threading
-from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, TypeVar
 
-from huggingface_hub import constants, get_session
 from pydantic import Field, ValidationError
 
 from .errors import BadInputError
@@ -166,47 +163,8 @@ def read_answer(model: type[Model], content: bytes, where: str, key: str | None 
     raise BadAnswerError(f"{where} answers what cannot be used ({reason}){_beginning(content, key)}.", reason) from None
 
 
-def call_hub(call: Callable[[], Result], num_bytes: int, seconds: float) -> Result:
-    """Return what `call` gets from the Hub's library, which has no such limits: for all its answers together.
-
-    What it raises is raised here. BadAnswerError: they are larger, or not there in time; the next byte then ends it.
-    """
-    session, done, left = get_session(), Future[Result](), [num_bytes]
-    usual = session.event_hooks, session.timeout, constants.HF_HUB_DISABLE_XET
-
-    def limit(response: Any) -> None:
-        parts = response.iter_bytes
-
-        def iter_bytes(*given: Any, **more: Any) -> Iterator[bytes]:
-            for part in parts(*given, **more):
-                left[0] -= len(part)
-                if left[0] < 0:
-                    raise _too_large(num_bytes)
-                yield part
-
-        response.iter_bytes = iter_bytes
-
-    def run() -> None:
-        try:
-            done.set_result(call())
-        except BaseException as error:
-            done.set_exception(error)
-
-    session.event_hooks = usual[0] | {"response": [*usual[0]["response"], limit]}
-    session.timeout, constants.HF_HUB_DISABLE_XET = AnswerLimits.seconds, True  # its own client of another protocol
-    try:
-        threading.Thread(target=run, daemon=True).start()
-        return done.result(seconds)
-    except TimeoutError:
-        if done.done():  # it is the library's
-            raise
-        raise BadAnswerError(f"gave no whole answer within {seconds:.0f} s", "time-out") from None
-    finally:
-        left[0] = left[0] if done.done() else 0
-        session.event_hooks, session.timeout, constants.HF_HUB_DISABLE_XET = usual
-
-
-def _too_large(num_bytes: int) -> BadAnswerError:
+def too_large(num_bytes: int) -> BadAnswerError:
+    """Return the error of an answer that is larger than `num_bytes`."""
     message = f"sends more than the {num_bytes / MEGABYTE:.3g} MB that such an answer may have"
     return BadAnswerError(message, "a body that is too large")
 
@@ -234,7 +192,7 @@ class _LimitedStream(_STREAM):
         async for part in self.stream:
             left -= len(part)
             if left < 0:
-                raise _too_large(self.num_bytes)
+                raise too_large(self.num_bytes)
             yield part
 
     async def aclose(self) -> None:

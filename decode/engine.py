@@ -279,6 +279,7 @@ class Run:
         self.static_batch: StaticBatch | None = None
         self.margin = 0  # entries that a round of fixed shape may write after the longest row
         self._pending: PendingRound | None = None  # a round that runs while the one before it is read
+        self._launched = False  # a round of fixed shape
         self._drafted_at = 0.0  # when the round that is under way had drafted
 
     def output(self) -> Output:
@@ -316,8 +317,6 @@ class Run:
         keys = Keys(state.seed, state.sequences, counts.tensor)
         state, packed = first_tokens(self.setup, state, out.logits, keys)
         state.session.update(tokens, out.hidden, counts)
-        if self.static_batch is not None:
-            state.session.read_ahead(1 + self.setup.plan.depth)
         rows = RoundRow.unpack(packed.tolist())
         self._require_finite(rows)
         events = [sequence.emit(row) for sequence, row in zip(self.sequences, rows, strict=True)]
@@ -374,6 +373,9 @@ class Run:
         if self.static_batch is None:
             state, result = step(self.setup, state, depth, self._note_drafted)
             return PendingRound(state, result.packed.tolist, result.rule)
+        if not self._launched:  # only now: the first token is out
+            state.session.read_ahead(1 + self.setup.plan.depth)
+            self._launched = True
         idle = [row for row, i in enumerate(self.active) if self.sequences[i].done]
         return self.static_batch.launch(self.setup, state, depth, idle, self._longest(state) + self.margin)
 

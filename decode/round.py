@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..heads import Abilities, NodeSession, NoDraftSession, Proposal, Session
+from ..heads import Abilities, NodeSession, Proposal, Session
 from ..heads.lookup.fusion import propose_after
 from ..targets import RaggedCache, RowLengths, Target
 from .control import Schedule
@@ -303,16 +303,15 @@ def step_proposed(setup: RoundSetup, proposed: ProposedRound, goes_on: bool) -> 
     it `goes_on`; else it only reads what the last round kept.
     """
     state, copied = proposed.state, proposed.proposal
-    drafted, session = Draft(copied), state.session
-    if not isinstance(session, NoDraftSession):
-        rule = RULES[setup.rule(setup.abilities.deterministic)]
-        chain = ChainDraft(DraftSampler(rule, setup.sampler_config, state.keys, state.context), False)
-        if goes_on:
-            vocab = setup.sampler_config.vocab
-            drafted = chain.draft(propose_after(copied, session, state.root, copied.depth, chain.next_token, vocab))
-        else:
-            session.propose(state.root, 1, chain.next_token)
-    state, result = verify_and_commit(setup, state, _masked(state, drafted, None))
+    drafted, lengths, session = Draft(copied), None, state.session
+    if goes_on:
+        rule, config = RULES[setup.rule(setup.abilities.deterministic)], setup.sampler_config
+        chain = ChainDraft(DraftSampler(rule, config, state.keys, state.context), setup.plan.confidence)
+        both = propose_after(copied, session, state.root, copied.depth, chain.next_token, config.vocab)
+        drafted, lengths = chain.draft(both), chain.lengths
+    else:
+        session.propose(state.root, 1, lambda *_: state.root)
+    state, result = verify_and_commit(setup, state, _masked(state, drafted, lengths))
     session.update(result.tokens, result.hidden, result.counts)
     return replace(proposed, state=state), result
 

@@ -37,6 +37,7 @@ from .round import (
 
 _LEAST = 256
 _MOST_GRAPHS = 64
+_FEW_LAYERS = 2
 _log = logging.getLogger("outrider")
 
 
@@ -129,11 +130,13 @@ class StaticBatch:
             idle: rows that have finished.
             needed: entries that the longest of the others may reach in this round.
         """
-        # Our kernels read no more entries than there are: one graph serves all lengths, and a head's own few layers can
-        # afford to read a whole window, too.
-        window = min(window_of(needed), self.length) if self.target.fast is None else self.length
-        for store in (self.cache, *state.session.caches()):
-            store.window = window
+        window, caches = min(window_of(needed), self.length), state.session.caches()
+        # Our kernels read no more entries than there are, and a head of few layers can afford to read a whole window:
+        # one graph then serves all lengths.
+        if self.target.fast is not None and all(len(cache.layers) <= _FEW_LAYERS for cache in caches):
+            window = self.length
+        for store in (self.cache, *caches):
+            store.window = self.length if store is self.cache and self.target.fast is not None else window
             if idle:  # what an idle row writes must stay inside the window, and its positions inside the context
                 store.lengths.masked_fill_(self._mask(tuple(idle)), 1)
         if setup.abilities.from_text:

@@ -50,7 +50,6 @@ from .reports.statistics import Bootstrap, strata_of
 from .suites import PromptJob, Suite, check_lengths, make_jobs, make_suite, with_later_turns
 
 PLAIN, GENERATE = "plain", "transformers.generate"
-WARM = 16  # tokens of an answer after which a contestant has run all kinds of its rounds
 
 
 @dataclass
@@ -116,7 +115,7 @@ def measure(
             jobs = with_later_turns(target, jobs, *lengths, tick=lambda: advance(1, ""))
         first = jobs[:1] if until is None else [min(jobs, key=lambda job: job.length)]
         if target.device.type == "cuda":  # what is captured for the longest prompt serves the others
-            first = sorted(jobs, key=lambda job: job.length, reverse=True)
+            first = longest_first(jobs)
         jobs, records, rules = _race_at_each(temperatures, racers, jobs, plain, settings.repeats, console, until, first)
         asked = Counter(job.suite for job in jobs if job.turn == 1)
         suites = suites if until is None else [make_suite(s.name, s.prompts[: asked[s.name]]) for s in suites]
@@ -160,19 +159,14 @@ def _race_at_each(
     until: float | None,
     first: Sequence[PromptJob],
 ) -> tuple[list[PromptJob], list[PromptRecord], dict[tuple[str, float], str]]:
-    """Return the jobs that were done, records of a race at each temperature, and rules by (contestant, temperature).
-
-    Each contestant first completes jobs of `first`, untimed, until an answer is long enough to have had all its rounds.
-    """
+    """Return the jobs that were done, records of a race at each temperature, and rules by (contestant, temperature)."""
     rules: dict[tuple[str, float], str] = {}
     records: list[PromptRecord] = []
     answers_in_all = len(temperatures) * len(racers) * (1 + len(jobs) * repeats)
     with progress(console, "measuring", answers_in_all, transient=True) as advance:
         for temperature in temperatures:
-            for racer in racers:  # first calls are slow
-                for job in first:
-                    if len(racer(job, temperature).tokens) >= WARM:
-                        break
+            for racer in racers:
+                warm_up(racer, first, temperature)
                 advance(1, "")
         for temperature in temperatures:
             timely = jobs if until is None or records else in_time(jobs, until, len({job.suite for job in jobs}))
@@ -244,6 +238,18 @@ def _check(target: Target, entrants: Sequence[Contestant], jobs: Sequence[Prompt
     base_sampling(target, settings)
     if settings.batch_sizes:
         batch_count(jobs, settings)
+
+
+def longest_first(jobs: Sequence[PromptJob]) -> list[PromptJob]:
+    """Return the jobs with the longest prompts first: what a GPU captures for these serves the others."""
+    return sorted(jobs, key=lambda job: job.length, reverse=True)
+
+
+def warm_up(racer: Racer[PromptJob, TimedCompletion], jobs: Sequence[PromptJob], temperature: float) -> None:
+    """Complete one of `jobs`, untimed, since first calls are slow; up to two more where an answer ends at once."""
+    for job in jobs[:3]:
+        if len(racer(job, temperature).tokens) >= 16:  # after so many there were rounds of every kind
+            return
 
 
 class DecoderRacer:

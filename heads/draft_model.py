@@ -238,14 +238,15 @@ class DraftModelSession(ChainSession):
             self.cache.keep(torch.cat([torch.zeros_like(path[:, :1]), torch.where(path < 0, path, path + 1)], 1))
         elif tokens.shape[1] - self.written > 1:
             self._last(tokens)
-            last = last[:, :0]
+            last = last[:, :0] if self.cache.window is None else last  # rounds of fixed shapes all leave one
         elif self.cache.window is None and max(counts.values) <= self.written:
             last = last[:, :0]
         self.cache.advance(counts)
         self.unread, self.written = last, 0
 
     def read_ahead(self, keep: int) -> None:
-        self.unread = self.end  # which is read anew, as the last accepted draft is
+        if not self.unread.shape[1]:
+            self.unread = self.end  # which is read anew, as the last accepted draft is
 
     def prefill(self, root: Tensor) -> Tensor:
         return self._begin(root[:, None])[:, 0]

@@ -344,12 +344,6 @@ class PendingInputs:
         )
 
 
-def _following(values: Tensor, first: Tensor, count: int) -> Tensor:
-    """Return `count` entries of `values` `[B, Q, ...]` from `first` `[B, 1]` on."""
-    index = first + torch.arange(count, device=first.device)
-    return values.gather(1, index.view(*index.shape, *[1] * (values.dim() - 2)).expand(-1, -1, *values.shape[2:]))
-
-
 class DeferredPrefillSession(NodeSession):
     """A session whose caches lack the last updates until `prefill` reads them, with the root.
 
@@ -374,15 +368,13 @@ class DeferredPrefillSession(NodeSession):
 
     def read_ahead(self, keep: int) -> None:
         unread = self._required()
-        if min(unread.counts.values) <= keep:
-            return  # the first round runs by itself
-        read = RowLengths.of([count - keep for count in unread.counts.values], unread.tokens.device)
-        places, longest = read.tensor[:, None], max(read.values)
-        self.unread = PendingInputs(unread.tokens[:, :longest], unread.hidden[:, :longest], read)
-        self.prefill(unread.tokens.gather(1, places)[:, 0])
-        rest = RowLengths.of([keep] * len(places), places.device)
-        tokens, hidden = (_following(values, places, keep) for values in (unread.tokens, unread.hidden))
-        self.unread = PendingInputs(tokens, hidden, rest)
+        device, count = unread.tokens.device, unread.counts.values[0]
+        if len(unread.tokens) > 1 or count <= keep:
+            return  # the first round runs by itself; a part of several rows would be a copy, without memory set aside
+        first, tokens, hidden = count - keep, unread.tokens, unread.hidden
+        self.unread = PendingInputs(tokens[:, :first], hidden[:, :first], RowLengths.of([first], device))
+        self.prefill(tokens[:, first])
+        self.unread = PendingInputs(tokens[:, first:count], hidden[:, first:count], RowLengths.of([keep], device))
 
     def _required(self) -> PendingInputs:
         return required(self.unread, "nothing was read since the last round; call update after each of them.")

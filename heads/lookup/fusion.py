@@ -116,7 +116,7 @@ class TwoDrafters(Drafter[F]):
         return self.model.max_depth
 
     def state_bytes(self, target: Target, batch_size: int, max_length: int, spare: int = 0) -> int:
-        return self.model.state_bytes(target, batch_size, max_length, spare)
+        return self.model.state_bytes(target, batch_size, max_length)
 
 
 class Fusion(TwoDrafters[FusionConfig]):
@@ -132,7 +132,7 @@ class Fusion(TwoDrafters[FusionConfig]):
     def open(
         self, target: Target, batch_size: int, max_length: int, spare: int = 0, cache: RaggedCache | None = None
     ) -> FusionSession:
-        model = self.model.open(target, batch_size, max_length, spare, cache)
+        model = self.model.open(target, batch_size, max_length, cache=cache)
         open_statistical = partial(self._open_statistical, target, batch_size, max_length)
         return FusionSession(open_statistical, model, target.vocab_size)
 

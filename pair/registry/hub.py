@@ -6,12 +6,15 @@ time one is refused by the Hub, looks again, and follows the other.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 
-from huggingface_hub import CommitOperationAdd, HfApi
+from huggingface_hub import CommitOperationAdd, HfApi, constants, get_session
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
@@ -23,13 +26,14 @@ from huggingface_hub.hf_api import RepoFile
 
 from ...common import BadInputError
 from ...common.errors import OutriderError, Refusal
-from ...common.http_client import BadAnswerError, call_hub
+from ...common.http_client import AnswerLimits, BadAnswerError, too_large
 from ...common.safe_load import MEGABYTE, read_bytes
 from .folder import copy_blob
 from .layout import MAX_ENTRY, PAIRS, blob_path, published_at
 
 LISTING_BYTES, LISTING_SECONDS = 64 * MEGABYTE, 60.0  # of all files of a repository: 100,000 of them have half of that
 BYTES_OF_A_SECOND = 100_000  # of a download, at least
+Result = TypeVar("Result")
 _OUTRUN = (409, 412)  # HTTP: the repository has a newer commit
 
 
@@ -95,7 +99,7 @@ class HubStore:
         """Return all files of the newest commit, which is the one to read and follow from now on; [] without one."""
         with _explained(self.where):
             try:
-                self._head, files = call_hub(self._listed, LISTING_BYTES, LISTING_SECONDS)
+                self._head, files = _within_limits(self._listed, LISTING_BYTES, LISTING_SECONDS)
                 return files
             except GatedRepoError:
                 raise
@@ -111,13 +115,13 @@ class HubStore:
         """Return a file of the newest commit, in the library's cache; Refusal if it has more than `size` bytes."""
         with _explained(self.where):
             ask = partial(self.api.get_paths_info, self.repository, [path], revision=self._head)
-            found = call_hub(ask, MEGABYTE, LISTING_SECONDS)
+            found = _within_limits(ask, MEGABYTE, LISTING_SECONDS)
             if larger := [file.size for file in found if isinstance(file, RepoFile) and file.size > size]:
                 raise Refusal.of(
                     f"{self.where}/{path}", f"{larger[0]} bytes", f"at most {size}", "Nothing was taken from it."
                 )
             get = partial(self.api.hf_hub_download, self.repository, path, revision=self._head)
-            return Path(call_hub(get, size + MEGABYTE, LISTING_SECONDS + size / BYTES_OF_A_SECOND))
+            return Path(_within_limits(get, size + MEGABYTE, LISTING_SECONDS + size / BYTES_OF_A_SECOND))
 
 
 @contextmanager
@@ -137,3 +141,43 @@ def _explained(where: str) -> Iterator[None]:
         raise BadInputError(
             f"{where}: {first} Check the name, the network and your access (`hf auth login`)."
         ) from error
+
+
+def _within_limits(call: Callable[[], Result], num_bytes: int, seconds: float) -> Result:
+    """Return what `call` gets from the Hub's library, which has no such limits: for all its answers together.
+
+    What it raises is raised here. BadAnswerError: they are larger, or not there in time; the next byte then ends it.
+    """
+    session, done, left = get_session(), Future[Result](), [num_bytes]
+    usual = session.event_hooks, session.timeout, constants.HF_HUB_DISABLE_XET
+
+    def limit(response: Any) -> None:
+        parts = response.iter_bytes
+
+        def iter_bytes(*given: Any, **more: Any) -> Iterator[bytes]:
+            for part in parts(*given, **more):
+                left[0] -= len(part)
+                if left[0] < 0:
+                    raise too_large(num_bytes)
+                yield part
+
+        response.iter_bytes = iter_bytes
+
+    def run() -> None:
+        try:
+            done.set_result(call())
+        except BaseException as error:
+            done.set_exception(error)
+
+    session.event_hooks = usual[0] | {"response": [*usual[0]["response"], limit]}
+    session.timeout, constants.HF_HUB_DISABLE_XET = AnswerLimits.seconds, True  # its own client of another protocol
+    try:
+        threading.Thread(target=run, daemon=True).start()
+        return done.result(seconds)
+    except TimeoutError:
+        if done.done():  # it is the library's
+            raise
+        raise BadAnswerError(f"gave no whole answer within {seconds:.0f} s", "time-out") from None
+    finally:
+        left[0] = left[0] if done.done() else 0
+        session.event_hooks, session.timeout, constants.HF_HUB_DISABLE_XET = usual

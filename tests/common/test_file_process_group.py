@@ -115,14 +115,22 @@ def test_one_alone_waits_for_nobody():
 
 def test_a_process_in_a_collective_is_ended_with_the_message(folder, capfd):
     """It waits where no exception reaches it."""
+    waits = folder.parent / "waits"
 
     def blocked(here: LaunchGroup) -> None:
         with here.watching_peers():
+            waits.touch()
             time.sleep(60)
 
     other = start(folder, 1, 2, blocked)
-    with pytest.raises(BadInputError), joined(LaunchGroup(folder, 0, 2)):
+
+    def fail() -> None:
+        while not waits.exists():  # before, it would end by an exception
+            time.sleep(0.01)
         raise BadInputError("the disk is full.")
+
+    with pytest.raises(BadInputError), joined(LaunchGroup(folder, 0, 2)):
+        fail()
     other.join(20)
     assert other.exitcode == 2
     assert "error: process 0 of 2 ended: the disk is full." in capfd.readouterr().err

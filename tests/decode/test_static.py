@@ -369,8 +369,7 @@ def test_replayed_rounds_write_the_same_text(target, replays, plan, sampling):
     assert sum(graph.count for graph in replays) > 3 * len(replays), "most rounds were replayed"
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("name", ["draft_model", "eagle3", "fusion"])
+@pytest.mark.parametrize(("name", "rows"), [("draft_model", 1), ("draft_model", 3), ("eagle3", 1), ("fusion", 1)])
 def test_every_round_of_a_second_request_is_a_replay(target, replays, name, rows):
     """The first one, too: what a drafter has not read of the prompts is cut to what a round leaves."""
     drafters = make_drafters(target) | {"fusion": fusion(target)}
@@ -382,6 +381,13 @@ def test_every_round_of_a_second_request_is_a_replay(target, replays, name, rows
     assert rounds - 2 * (name == "fusion") <= sum(graph.count for graph in replays) - before <= rounds
 
 
+def test_a_prompt_of_one_token_is_read_by_a_draft_model_after_a_longer_one(target):
+    """The memory still holds what the longer one left."""
+    decoder = fixed(target, make_drafters(target)["draft_model"])
+    for prompt in (PROMPTS[1], [5], [7]):
+        same_as_usual(decoder, [prompt], 24, plan=Plan(3), ignore_eos=True)
+
+
 OF_TEXT = {
     "ngram": lambda: Ngram(NgramConfig(min_match=1)),
     "suffix": lambda: Suffix(SuffixConfig(max_match=3, tree_depth=5)),
@@ -390,19 +396,20 @@ OF_TEXT = {
 }
 
 
-def fusion(target: Target) -> Drafter:
-    return Fusion(Ngram(NgramConfig(min_match=1)), make_drafters(target)["eagle3"])
+def fusion(target: Target, model: str = "eagle3") -> Drafter:
+    return Fusion(Ngram(NgramConfig(min_match=1)), make_drafters(target)[model])
 
 
+@pytest.mark.parametrize("model", ["draft_model", "eagle3"])
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_a_fusion_drafts_the_same_in_replays(target, replays, sampling):
+def test_a_fusion_drafts_the_same_in_replays(target, replays, sampling, model):
     """One row takes a match without the model; of several, the model goes on after each row's match."""
     texts = [prompt * 3 for prompt in PROMPTS]
-    usual, decoder = (Decoder(target, fusion(target), static=static) for static in (False, True))
+    usual, decoder = (Decoder(target, fusion(target, model), static=static) for static in (False, True))
     for request in range(2):
         sampled = replace(SAMPLINGS[sampling], seed=request)
         for prompts in (texts, texts[1:2]):
-            for plan in (Plan(3), PLANS["control"]):
+            for plan in (Plan(3), PLANS["control"], PLANS["confidence"]):
                 a, b = (d.generate(prompts, 40, sampled, plan) for d in (decoder, usual))
                 assert (a.tokens, a.rounds, a.rule) == (b.tokens, b.rounds, b.rule)
     assert sum(graph.count for graph in replays) > 3 * len(replays), "most rounds were replayed"

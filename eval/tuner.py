@@ -85,7 +85,6 @@ def tune(
     """
     jobs = make_jobs(suites, settings.limit)
     _check(target, jobs, settings, batch_sizes)
-    bars = partial(progress, console, transient=True)
     reason = None if drafter.abilities.reads_nodes else f"{drafter.name} drafts chains only."
     try:
         target.check_trees()
@@ -94,18 +93,44 @@ def tune(
     if console is not None and reason is not None:
         console.print(Text(f"no trees: {reason}", style="dim"))
     with threads(settings.threads):
-        sampling = replace(base_sampling(target, settings), temperature=float(settings.temperatures[0]))
-        with bars("acceptance", 1):
-            seen = measure_acceptance(target, drafter, jobs, settings.max_new_tokens, sampling, trees=reason is None)
-        fusions = _fusions(target, drafter, statistical)
-        decoders = Decoder(target), Decoder(target, drafter)
-        tuner = _Tuner(target, drafter, jobs, settings, sampling, bars, seen, *decoders, fusions)
+        tuner = _tuner(target, drafter, jobs, settings, console, reason is None, _fusions(target, drafter, statistical))
         batches = []
         for size in sorted(set(batch_sizes)):
             batches.append(tuner.batch(size))
             if console is not None:
                 print_batch(batches[-1], console)
         return _record(target, drafter, suites, settings, batches)
+
+
+def best_chain(target: Target, drafter: Drafter, suites: Sequence[Suite], settings: EvalSpec) -> tuple[Option, Option]:
+    """Return the chain that is predicted to be the fastest of one row, and the plain target, at the first temperature.
+
+    Raises as `tune` does.
+    """
+    settings = settings.model_copy(update={"temperatures": settings.temperatures[:1]})
+    jobs = make_jobs(suites, settings.limit)
+    _check(target, jobs, settings, (1,))
+    with threads(settings.threads):
+        plain, *chains = _tuner(target, drafter, jobs, settings, None, False, []).chains([[job] for job in jobs], 1)[0]
+    return best(chains, 1)[0], plain
+
+
+def _tuner(
+    target: Target,
+    drafter: Drafter,
+    jobs: list[PromptJob],
+    settings: EvalSpec,
+    console: Console | None,
+    trees: bool,
+    fusions: list[_Fusion],
+) -> _Tuner:
+    """Return the search, with the acceptance of drafts, of trees, too, if `trees`."""
+    bars = partial(progress, console, transient=True)
+    sampling = replace(base_sampling(target, settings), temperature=float(settings.temperatures[0]))
+    with bars("acceptance", 1):
+        seen = measure_acceptance(target, drafter, jobs, settings.max_new_tokens, sampling, trees)
+    decoders = Decoder(target), Decoder(target, drafter)
+    return _Tuner(target, drafter, jobs, settings, sampling, bars, seen, *decoders, fusions)
 
 
 def _check(target: Target, jobs: Sequence[PromptJob], settings: EvalSpec, batch_sizes: Sequence[int]) -> None:
@@ -184,16 +209,9 @@ class _Tuner:
         groups = [[job] for job in self.jobs]
         if size > 1:
             groups = make_groups(self.jobs, size, _LEAST_GROUPS, self.settings.seed)
-        # The tokens before the root in the middle of a typical answer.
-        context = int(statistics.median(len(j.prompt.tokens) for j in self.jobs)) + self.settings.max_new_tokens // 2
-        most = deepest(self.drafter)
-        curve = self._curve(size, context)
-        depths = [0, *(d for d in _TIMED_DEPTHS if d < most), most]
-        loops = dict(zip(depths, self._time([Plan(d) for d in depths], groups), strict=True))
-        costs = costs_in_loop(curve, loops, self.drafter.abilities.one_pass)
-        options = chain_options(costs, loops, self.seen, size)
+        options, curve, loops, costs = self.chains(groups, size)
         trees = self._tree_options(hopeful_trees(costs, options, self.seen, size), groups, size, loops[0])
-        controlled = control_option(options[1:], costs, self.seen, most)
+        controlled = control_option(options[1:], costs, self.seen, deepest(self.drafter))
         fused = [o for fusion in self.fusions for o in self._fused_options(*fusion, curve, groups, size, loops[0])]
         racing = [options[0], *best(options[1:]), *best(trees), *best(fused), controlled]
         measured = self._race(racing, groups, size)
@@ -202,7 +220,7 @@ class _Tuner:
         others = [_candidate(option, None) for option in (*options, *trees, *fused) if option not in racing]
         return BatchTuning(
             batch_size=size,
-            context=context,
+            context=self.context,
             rates=list(self.seen.rates),
             ranks=[list(r) for r in self.seen.ranks],
             costs=CostRecord.of(costs),
@@ -210,6 +228,21 @@ class _Tuner:
             chosen=_candidate(chosen.option, chosen),
             reason=reason,
         )
+
+    @property
+    def context(self) -> int:
+        """The tokens before the root in the middle of a typical answer."""
+        return int(statistics.median(len(j.prompt.tokens) for j in self.jobs)) + self.settings.max_new_tokens // 2
+
+    def chains(
+        self, groups: Sequence[list[PromptJob]], size: int
+    ) -> tuple[list[Option], dict[int, float], dict[int, RoundTimes], Costs]:
+        """Return the plain plan and chains of every depth; passes by their drafts, rounds by depth, and their costs."""
+        most, curve = deepest(self.drafter), self._curve(size, self.context)
+        depths = [0, *(d for d in _TIMED_DEPTHS if d < most), most]
+        loops = dict(zip(depths, self._time([Plan(d) for d in depths], groups), strict=True))
+        costs = costs_in_loop(curve, loops, self.drafter.abilities.one_pass)
+        return chain_options(costs, loops, self.seen, size), curve, loops, costs
 
     def _curve(self, size: int, context: int) -> dict[int, float]:
         limit = self.target.max_context

@@ -42,8 +42,8 @@ def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Reci
     """
     file = _find(str(path_or_name))
     values = _read(file)
-    for override in overrides:
-        _override(values, override)
+    for change in overrides:
+        override(values, change)
     return Recipe.from_dict(values, f"{file.name} with {' '.join(overrides)}" if overrides else file.name)
 
 
@@ -90,10 +90,10 @@ def _read(file: Path) -> dict[str, Any]:
     return values
 
 
-def _override(values: dict[str, Any], override: str) -> None:
+def override(values: dict[str, Any], change: str) -> None:
     """Set one `key.path=value` in place."""
-    path, equals, text = override.partition("=")
-    shown = printable_urls(repr(override))
+    path, equals, text = change.partition("=")
+    shown = printable_urls(repr(change))
     keys = path.strip().split(".")
     if not equals or not all(keys):
         raise BadInputError(

@@ -3,6 +3,12 @@
 <folder>/data/       the target's responses, made once (unless the recipes name finished ones)
 <folder>/<recipe>/   each training, as `train` leaves it
 <folder>/report/     what was measured: report.json, report.md, report.html, comparison.svg
+
+A search (search.py) draws more recipes around the given ones, of which few are trained for the whole time:
+
+<folder>/search/<recipe>/<seconds>/   each shorter training
+<folder>/search.json                  what all were predicted to reach after these
+<folder>/best.yaml                    the recipe that was measured to be the fastest
 """
 
 from __future__ import annotations
@@ -11,11 +17,13 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
 from ..common import BadInputError
+from ..common.atomic import write_atomically
 from ..common.locks import locked
 from ..distill.data_set import learnt_questions
 from ..distill.responses import data_folder, distill
@@ -23,7 +31,8 @@ from ..eval import Report
 from ..eval.measure import Contestant, baseline, measure, plan_of
 from ..eval.reports.render import write_report
 from ..eval.reports.report import TrainingInfo
-from ..eval.suites import suites_of
+from ..eval.suites import Suite, suites_of
+from ..eval.tuner import best_chain
 from ..heads import load_drafter
 from ..recipes import Recipe
 from ..targets import Target
@@ -32,6 +41,7 @@ from .callbacks import held_out_taus
 from .drafter_init import check_drafter, check_makes
 from .provenance import PROVENANCE, check_same_run, read_provenance, require_result
 from .run import train
+from .search import Score, Search
 
 _SHARED = ("target", "data", "eval")  # sections in which the recipes must say the same, but for a method's own data:
 _METHOD = ("data.on_policy", "data.on_policy_temperature", "data.verified")
@@ -45,6 +55,7 @@ def compare(
     folder: str | Path,
     target: Target | None = None,
     console: Console | None = None,
+    search: Search | None = None,
 ) -> Report:
     """Train each recipe for `seconds`, then measure all drafters, the baselines and the plain target in turns.
 
@@ -55,6 +66,7 @@ def compare(
         seconds: of training each, the target's passes for cached features included.
         target: used instead of loading the recipes' target.
         console: shows progress there.
+        search: draws others around `recipes`; only the best of all are trained for the whole time.
 
     Raises:
         BadInputError: the recipes differ in more than drafter and training, one of them has nothing to train or cannot
@@ -66,38 +78,78 @@ def compare(
     check_comparable(recipes)
     place = Path(folder).expanduser()
     with locked(place):
-        return _compare(recipes, seconds, place, target, console)
+        return _compare(recipes, seconds, place, target, console, search)
 
 
 def _compare(
-    recipes: Sequence[Recipe], seconds: float, place: Path, target: Target | None, console: Console | None
+    recipes: Sequence[Recipe],
+    seconds: float,
+    place: Path,
+    target: Target | None,
+    console: Console | None,
+    search: Search | None,
 ) -> Report:
     moved = []  # the recipes on the shared responses, each with an output of its own
-    for recipe in recipes:
+    for recipe in search.draw(recipes) if search else recipes:
         data = recipe.data.model_copy(update={"responses": recipe.data.responses or str(place / "data")})
         moved.append(recipe.model_copy(update={"data": data, "output": str(place / recipe.name)}))
-    finished = [_finished(recipe, seconds) for recipe in moved]
-    first, given = moved[0], target
-    target = given or Target.load(**first.target.to_load())
+    finished = {recipe.name: _finished(recipe, seconds) for recipe in moved}
+    first, is_given = moved[0], target is not None
+    target = target or Target.load(**first.target.to_load())
     learnt, about = learnt_questions(data_folder(first)), f"the responses in {data_folder(first)}"
     suites = suites_of(target, first.eval, first.template, learnt, about, first.data.allow_leaks)
     baselines = [baseline(name, target) for name in first.eval.baselines]
-    for recipe in (r for r, is_done in zip(moved, finished, strict=True) if not is_done):
-        check_makes(recipe, target)
+    for recipe in [r for r in moved if not finished[r.name]]:
+        try:
+            check_makes(recipe, target)
+        except BadInputError:
+            if recipe.name in {given.name for given in recipes}:
+                raise
+            moved.remove(recipe)  # it was drawn, and does not fit this target
     distill(first.model_copy(update={"output": str(place), "data": recipes[0].data}), target, console)
-    for recipe, is_done in zip(moved, finished, strict=True):
-        _train(recipe, seconds, target, is_done, console)
-    if given is None and first.eval.dtype not in ("auto", first.target.dtype):
+    if search:
+        score = partial(_score, target=target, suites=suites, console=console)
+        moved = search.halve(moved, seconds, score, place / "search.json")
+    for recipe in moved:
+        _train(recipe, seconds, target, finished[recipe.name], console)
+    if not is_given and first.eval.dtype not in ("auto", first.target.dtype):
         target = Target.load(**first.target.to_load() | {"dtype": first.eval.dtype})
-    plan = plan_of(first.eval)
-    drafters = [(r.name, load_drafter(require_result(r.output_folder, "drafter"), target)) for r in moved]
-    drafters += [(b.name, b) for b in baselines]
-    entrants = [Contestant.of(name, d, plan) for name, d in drafters]
+    entrants = [
+        Contestant.of(r.name, load_drafter(require_result(r.output_folder, "drafter"), target), plan_of(r.eval))
+        for r in moved
+    ]
+    entrants += [Contestant.of(b.name, b, plan_of(first.eval)) for b in baselines]
     report = measure(target, entrants, suites, first.eval, console=console)
     trained = {recipe.name: _how(recipe) for recipe in moved}
     report.contestants = [c.model_copy(update={"training": trained.get(c.name)}) for c in report.contestants]
     write_report(report, place / "report")
+    if search:
+        best = max(moved, key=lambda recipe: report.headline(recipe.name).speedup.value)
+        own = {"data": recipes[0].data, "output": "runs/{name}"}
+        write_atomically(
+            place / "best.yaml", _why(best, report, search, seconds) + best.model_copy(update=own).to_yaml()
+        )
     return report
+
+
+def _score(recipe: Recipe, seconds: float, target: Target, suites: Sequence[Suite], console: Console | None) -> Score:
+    """Return what a candidate reaches after so many seconds of training."""
+    output = recipe.output_folder.parent / "search" / recipe.name / f"{seconds:g}"
+    recipe = recipe.model_copy(update={"output": str(output)})
+    _train(recipe, seconds, target, _finished(recipe, seconds), console)
+    chain, plain = best_chain(target, load_drafter(output / "drafter", target), suites, recipe.eval)
+    return Score(chain.plan.depth, round(chain.tau, 4), round(chain.predicted / plain.predicted, 4))
+
+
+def _why(recipe: Recipe, report: Report, search: Search, seconds: float) -> str:
+    """Return the comment above the recipe that won."""
+    figures = report.headline(recipe.name)
+    assert figures.tau is not None
+    return (
+        f"# The fastest of {search.candidates} candidates: {figures.speedup.text(unit='×')} of the plain target, τ "
+        f"{figures.tau.text()}, after {seconds:g} seconds of training.\n"
+        "# search.json beside it has the others, and report/ the conditions.\n"
+    )
 
 
 def check_comparable(recipes: Sequence[Recipe]) -> None:

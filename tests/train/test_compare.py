@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,14 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerFast
 
 from outrider.common import BadInputError
+from outrider.common.digests import read_sealed
 from outrider.eval import Report
 from outrider.eval.reports.render import print_comparison
-from outrider.recipes import Recipe
+from outrider.recipes import Recipe, load_recipe
 from outrider.targets import Target
 from outrider.train import compare as module
 from outrider.train.compare import compare, differences
+from outrider.train.search import Search
 
 from .conftest import DRAFT_MODEL, MakeRecipe, weights
 
@@ -169,3 +172,71 @@ def test_the_report_shows_every_method_at_every_temperature_best_first(recipe, t
     taus = {name: report.headline(name).tau for name in ("heads", "small", "ngram")}
     order = [line.split()[0] for line in shown.splitlines() if line.split() and line.split()[0] in taus][:3]
     assert order == sorted(taus, key=lambda name: -taus[name].value)
+
+
+def test_a_search_trains_few_for_the_whole_time_and_keeps_every_score(recipe, target, tmp_path, monkeypatch):
+    """Seven candidates: all for a third of the time, three for the whole; a second search makes nothing anew."""
+    train, trained = module.train, []
+
+    def counted(made: Recipe, *args: Any, seconds: float, **kwargs: Any) -> Any:
+        trained.append((made.name, seconds))
+        return train(made, *args, seconds=seconds, **kwargs)
+
+    monkeypatch.setattr(module, "train", counted)
+    search = Search.of(7, ["drafter.steps=[1, 2, 3]", "training.learning_rate=[1e-3, 3e-3, 1e-2]"])
+    out = tmp_path / "out"
+    report = compare([recipe("eagle")], 0.9, out, target, search=search)
+    whole = [name for name, seconds in trained if seconds == 0.9]
+    assert [seconds for _, seconds in trained] == [0.3] * 7 + [0.9] * 3
+    kept = read_sealed(out / "search.json", "")
+    scores = kept["0.3 seconds"]
+    assert len(scores) == len(kept["candidates"]) == 7
+    assert whole == sorted(scores, key=lambda name: -scores[name]["speedup"])[:3]
+    assert {c.name for c in report.contestants if c.training} == set(whole)
+    best = load_recipe(out / "best.yaml")
+    assert best.name == max(whole, key=lambda name: report.headline(name).speedup.value)
+    assert best.data == recipe("eagle").data
+    assert best.eval.depth == scores[best.name]["depth"]
+    assert (out / "best.yaml").read_text().startswith("# The fastest of 7 candidates: ")
+    trained.clear()
+    compare([recipe("eagle")], 0.9, out, target, search=search)
+    assert trained == []
+    for name in whole:
+        shutil.rmtree(out / name)
+    with pytest.raises(BadInputError, match=r"search.json is of a search among other candidates; choose another --out"):
+        compare([recipe("eagle")], 0.9, out, target, search=Search.of(7, ["drafter.steps=[1, 2, 3, 4, 5, 6, 7]"]))
+
+
+def test_candidates_are_drawn_around_each_recipe_and_never_twice(recipe):
+    given = [recipe("eagle"), recipe("heads")]
+    drawn = Search(40).draw(given)
+    assert drawn[:2] == given
+    assert drawn == Search(40).draw(given)
+    assert len({r.name for r in drawn}) == 40
+    contents = [json.dumps(r.model_dump(exclude={"name"}), sort_keys=True) for r in drawn]
+    assert len(set(contents)) == 40
+    assert all(r.data == given[0].data and r.eval == given[0].eval for r in drawn)
+    assert {r.drafter["steps"] for r in drawn if r.drafter["type"] == "eagle3"} == {1, 2, 4}
+    assert len(Search(40).draw([recipe("heads", learning_rate=1e-3)])) < 40, "medusa has few settings"
+
+
+def test_what_was_drawn_and_does_not_fit_the_target_is_left_out(recipe, target, tmp_path):
+    """A draft vocabulary larger than the target's; a given one that does not fit is refused, as without a search."""
+    search = Search.of(9, [f"drafter.draft_vocab_size=[32, {2 * target.vocab_size}]"])
+    report = compare([recipe("eagle")], 0.2, tmp_path / "out", target, search=search)
+    assert len([c for c in report.contestants if c.training]) == 2
+
+
+@pytest.mark.parametrize(
+    ("candidates", "over", "said"),
+    [
+        (1, [], "two candidates or more, got 1"),
+        (9, ["drafter.steps=2"], r"lists of values .* such as drafter.steps=\[1, 2\]; found drafter.steps=2"),
+        (9, ["drafter.steps=[]"], "found drafter.steps=\\[\\]"),
+        (9, ["data.limit=[1, 2]"], "of the drafter or the training"),
+        (9, ["drafter.steps"], "expected key.path=value"),
+    ],
+)
+def test_bad_searches_are_refused(candidates, over, said):
+    with pytest.raises(BadInputError, match=said):
+        Search.of(candidates, over)

@@ -1,0 +1,143 @@
+"""Recipes drawn around given ones, and compared by successive halving (arXiv 1502.07943).
+
+All candidates are trained for a short time, the best third for three times as long, and so on, until few are left for
+the whole time. Each training begins anew, since the schedule of its learning rate ends with its time.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import product
+from pathlib import Path
+from typing import Any, Self
+
+from ..common import BadInputError
+from ..common.digests import read_sealed, write_json
+from ..heads.registry import drafter_config
+from ..recipes import Recipe, override
+
+REDUCTION = 3  # of the candidates one in so many goes on, for so many times as long
+FINALISTS = 3  # at most, that are trained for the whole time
+_FACTORS = {"training.learning_rate": (1 / 3, 3.0), "drafter.draft_vocab_size": (0.5, 2.0)}  # of a recipe's own value
+_VALUES = {"drafter.num_layers": (1, 2), "drafter.steps": (1, 2, 4), "drafter.loss": ("soft_ce", "lk_hybrid")}
+_OWN = object()  # stands for the recipe's own value
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Score:
+    """What a trained candidate is predicted to reach in its best chain: τ, and speed over the plain target's."""
+
+    depth: int
+    tau: float
+    speedup: float
+
+
+@dataclass(frozen=True)
+class Search:
+    """How many candidates there are, the given recipes among them, and what the others are drawn from.
+
+    Attributes:
+        over: values of settings, by their keys (`drafter.steps`); if there are none, usual ones around each recipe.
+    """
+
+    candidates: int
+    over: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.candidates < 2:
+            raise BadInputError(f"a search compares two candidates or more, got {self.candidates}.")
+
+    @classmethod
+    def of(cls, candidates: int, over: Sequence[str]) -> Self:
+        """Return a search from words such as `drafter.steps=[1, 2]`. BadInputError: what is no list of values."""
+        values: dict[str, Any] = {}
+        for words in over:
+            override(values, words)
+            section, _, name = words.partition("=")[0].strip().partition(".")
+            found = values[section].get(name) if isinstance(values[section], dict) else None
+            if section not in ("drafter", "training") or not isinstance(found, list) or not found:
+                raise BadInputError(
+                    "a search goes over lists of values of the drafter or the training, such as drafter.steps=[1, 2]; "
+                    f"found {words:.80}."
+                )
+        return cls(
+            candidates, {f"{section}.{name}": values[section][name] for section in values for name in values[section]}
+        )
+
+    def draw(self, recipes: Sequence[Recipe]) -> list[Recipe]:
+        """Return the given recipes, and others around them, each with a name of its own."""
+        others = []
+        for recipe in recipes:
+            space = self.over or _usual_values(recipe)
+            for values in product(*space.values()):
+                changed = _changed(recipe, dict(zip(space, values, strict=True)))
+                others += [changed] if changed != recipe else []
+        drawn = random.Random(self.seed).sample(others, min(len(others), max(0, self.candidates - len(recipes))))
+        named = [other.model_copy(update={"name": f"{other.name[:90]}-{i}"}) for i, other in enumerate(drawn, 1)]
+        return [*recipes, *named]
+
+    def halve(
+        self, candidates: Sequence[Recipe], seconds: float, score: Callable[[Recipe, float], Score], file: Path
+    ) -> list[Recipe]:
+        """Return the finalists, what all trainings shorter than `seconds` leave, each with its best depth in `eval`.
+
+        Args:
+            score: trains a candidate for so many seconds, and measures it.
+            file: keeps the scores; those that it holds are not made again.
+
+        Raises:
+            BadInputError: `file` is of a search among others.
+        """
+        told = {recipe.name: {"drafter": recipe.drafter, "training": recipe.training} for recipe in candidates}
+        kept = read_sealed(file, "Delete it, and all is scored again.") if file.is_file() else {}
+        known: dict[str, dict[str, Any]] = kept or {"candidates": told}
+        if known["candidates"] != told:
+            raise BadInputError(f"{file} is of a search among other candidates; choose another --out, or delete it.")
+        left = list(candidates)
+        rounds = math.ceil(math.log(max(1, len(left) / FINALISTS), REDUCTION) - 1e-9)
+        for before in range(rounds, 0, -1):
+            time = round(seconds / REDUCTION**before, 3)
+            scores = known.setdefault(f"{time:g} seconds", {})
+            for recipe in left:
+                if recipe.name not in scores:
+                    scores[recipe.name] = asdict(score(recipe, time))
+                    write_json(file, known)
+            order = sorted(left, key=lambda recipe: -scores[recipe.name]["speedup"])
+            best = scores[order[0].name]
+            said = "search: %d candidates, %g seconds each; the best, %s: τ %.2f, %.2f× predicted at depth %d"
+            _log.info(said, len(left), time, order[0].name, best["tau"], best["speedup"], best["depth"])
+            left = [_at_depth(recipe, scores[recipe.name]["depth"]) for recipe in order[: -(-len(left) // REDUCTION)]]
+        return left
+
+
+def _at_depth(recipe: Recipe, depth: int) -> Recipe:
+    return recipe.model_copy(update={"eval": recipe.eval.model_copy(update={"depth": depth})})
+
+
+def _usual_values(recipe: Recipe) -> dict[str, Sequence[Any]]:
+    """Return values around a recipe's own ones, of the settings that it has."""
+    values = recipe.drafter
+    space: dict[str, Sequence[Any]] = {}
+    config = None if "init" in values else drafter_config(values)[1]
+    for key, usual in (_FACTORS | _VALUES).items():
+        section, name = key.split(".")
+        if own := recipe.training.get(name, 5e-5) if section == "training" else getattr(config, name, None):
+            others = [type(own)(own * factor) for factor in usual] if key in _FACTORS else usual
+            space[key] = [_OWN, *(value for value in others if value != own)]
+    return space
+
+
+def _changed(recipe: Recipe, settings: Mapping[str, Any]) -> Recipe:
+    """Return a recipe with other settings."""
+    values = recipe.model_dump()
+    for key, value in settings.items():
+        section, name = key.split(".", 1)
+        if value is not _OWN:
+            values[section][name] = value
+    return Recipe.from_dict(values, recipe.name)

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Set
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from ..heads import Drafter, DrafterConfig, Eagle1, Eagle1Config, Eagle3, Eagle3Config
@@ -62,8 +61,8 @@ class EagleLayout(ExportLayout):
     def write(self, drafter: Drafter, target: Target, depth: int) -> DrafterFiles:
         assert isinstance(drafter, Eagle1)
         tensors, weight = own_tensors(drafter), drafter.fc.weight
-        size = drafter.config.hidden_size
-        tensors["fc.weight"] = torch.cat([weight[:, :size] * drafter.config.embedding_scale, weight[:, size:]], 1)
+        if (scale := drafter.input_projection.scale()) is not None:
+            tensors["fc.weight"] = weight * scale
         if self.engine == "sglang" and not drafter.config.fc_bias:
             tensors["fc.bias"] = weight.new_zeros(len(weight))
         if self.engine == "eagle":

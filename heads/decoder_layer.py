@@ -199,12 +199,18 @@ class FusedLinear:
 
     Args:
         width: if given, an input of several times that width has a product for each part of it.
-        norms: of equal parts of the input, one each: their weights are multiplied into the product's.
+        norms: of equal parts of the input, one each, without their weights.
+        scale: of each number of the (normed) input: it is multiplied into the product's weights.
     """
 
-    def __init__(self, linears: Sequence[nn.Linear], width: int | None = None, norms: Sequence[Any] = ()):
+    def __init__(
+        self,
+        linears: Sequence[nn.Linear],
+        width: int | None = None,
+        norms: Sequence[Any] = (),
+        scale: Tensor | None = None,
+    ):
         self.norms = norms
-        scale = torch.cat([norm.weight for norm in norms]) if norms else None
         weight = _together([linear.weight if scale is None else linear.weight * scale for linear in linears])
         # Columns of a larger matrix are slow to multiply with: each part's are a matrix of their own.
         self.weights = [part.contiguous() for part in weight.split(width or weight.shape[1], 1)]
@@ -241,14 +247,26 @@ class InputProjection:
 
     Attributes:
         norms: of equal parts of its input, one each, all of one epsilon; () for none.
+        factors: of equal parts of its input, one each, where these have no norms; () for none.
     """
 
     linear: nn.Linear
     norms: Sequence[Any] = ()
+    factors: Sequence[float] = ()
+
+    def scale(self) -> Tensor | None:
+        """Return by what each number of its input is multiplied, `[columns]`; None for nothing."""
+        if self.norms:
+            return torch.cat([norm.weight for norm in self.norms])
+        if all(factor == 1 for factor in self.factors):
+            return None
+        each = self.linear.in_features // len(self.factors)
+        return self.linear.weight.new_tensor(self.factors).repeat_interleave(each)
 
     def product(self) -> Callable[[Tensor], Tensor]:
-        """Return the linear layer itself, or a copy of it with the norms' weights multiplied in."""
-        return FusedLinear([self.linear], norms=self.norms) if self.norms else self.linear
+        """Return the linear layer itself, or a copy of it with what its input is multiplied by in its weights."""
+        scale = self.scale()
+        return self.linear if scale is None else FusedLinear([self.linear], norms=self.norms, scale=scale)
 
 
 class FusedLayer:
@@ -440,7 +458,7 @@ class CachedLayers:
 def copied(layers: Iterable[Any], projection: InputProjection | None = None) -> list[Tensor]:
     """Return the parameters of which `CachedLayers` of these layers hold copies."""
     parts = [part for layer in layers for part in _attention_parts(layer) + _mlp_parts(layer)]
-    parts += [projection.linear] if projection and projection.norms else []
+    parts += [projection.linear] if projection and projection.scale() is not None else []
     return [parameter for part in parts for parameter in part.parameters()]
 
 

@@ -288,25 +288,42 @@ class Eagle1Config(FeatureConfig):
         loss: of the tokens; the paper's is a tenth of the soft cross-entropy.
         noise: half the width of the uniform noise on true features, in units of their root mean square, in training
             only.
-        embedding_scale: by which embeddings are multiplied before fc; an export has it in fc's weights. A new fc takes
-            long to learn from embeddings that are much smaller than the features.
+        embedding_scale, feature_scale: by which embeddings and features are multiplied before fc; an export has them in
+            fc's weights. A new fc takes long to learn from inputs much smaller than others, and is unsteady where they
+            are large. 0 is what gives those of the target a root mean square of ½.
         norm_inputs: a norm on embedding and feature before fc (vLLM's `add_para_norm`): many targets' embeddings are
             much smaller than their features, and a new fc takes long to learn from them.
         norm_first: a norm before the first layer's attention; published heads of the paper's form have none.
         fc_bias: published heads differ in it.
     """
 
-    least: ClassVar = {**FeatureConfig.least, "noise": 0}
+    least: ClassVar = {**FeatureConfig.least, "noise": 0, "embedding_scale": 0, "feature_scale": 0}
 
     loss: LossName = field(default_factory=lambda: {"soft_ce": 0.1})
     feature_loss: float = 1.0
     noise: float = 0.1
     embedding_scale: float = 1.0
+    feature_scale: float = 1.0
     norm_inputs: bool = False
     norm_first: bool = False
     fc_bias: bool = False
     draft_vocab_size: int = 0
     target_layers: int = 0
+
+    def sizes(self, target: Target) -> dict[str, Any]:
+        some = torch.arange(0, target.vocab_size, max(1, target.vocab_size // 1024), device=target.device)
+        found = {"embedding_scale": target.embed(some), "feature_scale": norm_factors(target)}
+        unset = {name: v for name, v in found.items() if not getattr(self, name) and not v.is_meta}
+        scales = {name: float(f"{0.5 / _scale(v.flatten()).item():.3g}") for name, v in unset.items()}
+        return super().sizes(target) | scales
+
+
+@torch.no_grad()
+def norm_factors(target: Target) -> Tensor:
+    """Return by what the target's final norm multiplies each number of a hidden state, `[H]`."""
+    signs = torch.ones(target.hidden_size, dtype=target.dtype, device=target.device)
+    signs[1::2] = -1  # of mean 0 and variance 1: a norm of any kind leaves its factors, and perhaps a bias
+    return signs * (target.final_norm(signs) - target.final_norm(-signs)) / 2
 
 
 def _scale(features: Tensor) -> Tensor:
@@ -325,7 +342,7 @@ class Eagle1(FeatureDrafter):
     name = "eagle1"
     config_class = Eagle1Config
     config: Eagle1Config
-    later = FeatureDrafter.later | {"embedding_scale": 1}
+    later = FeatureDrafter.later | {"embedding_scale": 1, "feature_scale": 1}
 
     def __init__(self, config: Eagle1Config):
         super().__init__(config)
@@ -341,7 +358,8 @@ class Eagle1(FeatureDrafter):
 
     @property
     def input_projection(self) -> InputProjection:
-        return InputProjection(self.fc, list(self.input_norms or ()))
+        factors = (self.config.embedding_scale, self.config.feature_scale)
+        return InputProjection(self.fc, list(self.input_norms or ()), factors)
 
     def fuse(self, hidden: Tensor, first: FusedLayer | None = None) -> Tensor:
         return hidden[:, :, 0].to(self.fc.weight.dtype)
@@ -353,8 +371,7 @@ class Eagle1(FeatureDrafter):
         return hidden + noise * _scale(hidden).to(hidden.dtype)
 
     def read(self, embedded: Tensor, first: FusedLayer) -> Tensor:
-        scale = self.config.embedding_scale
-        return embedded if scale == 1 else embedded * scale
+        return embedded
 
     def enter(self, read: Tensor, hidden: Tensor, first: FusedLayer) -> tuple[Tensor, Tensor]:
         hidden = first.project(torch.cat([read, hidden], -1))
@@ -455,10 +472,7 @@ class Eagle3(FeatureDrafter):
     def build(cls, config: Any, target: Target, token_counts: Tensor | None = None) -> Self:
         head = super().build(config, target, token_counts)
         if config.init_from_target and config.feature_loss and not head.norm.weight.is_meta:
-            signs = torch.ones(target.hidden_size, dtype=target.dtype, device=target.device)
-            signs[1::2] = -1  # of mean 0 and variance 1: a norm of any kind leaves its factors, and perhaps a bias
-            factors = signs * (target.final_norm(signs) - target.final_norm(-signs)) / 2
-            head.norm.weight.data.copy_(factors)
+            head.norm.weight.data.copy_(norm_factors(target))
         return head
 
     @property

@@ -31,7 +31,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     ],
     "eagle1": [
         {},
-        {"fc_bias": True, "embedding_scale": 16.0},
+        {"fc_bias": True, "embedding_scale": 16.0, "feature_scale": 0.5},
         {"num_layers": 2},
         {"norm_inputs": True},
         {"norm_first": True},

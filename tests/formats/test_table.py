@@ -16,7 +16,7 @@ UNUSUAL = {
     "eagle3": [{norm: True} for norm in ("norm_taps", "norm_output", "norm_before_fc", "norm_before_residual")]
     + [{"num_layers": 2}, {"taps": [3]}],
     "eagle1": [
-        {"embedding_scale": 16},
+        {"embedding_scale": 16, "feature_scale": 0.5},
         {"fc_bias": True},
         {"norm_inputs": True},
         {"norm_first": True},

@@ -70,6 +70,7 @@ VARIANTS: dict[str, tuple[Maker, dict]] = {
     "eagle1": (eagle1, {}),
     "eagle1, normed inputs": (eagle1, {"norm_inputs": True}),
     "eagle1, normed first layer": (eagle1, {"norm_first": True, "num_key_value_heads": 1}),
+    "eagle1, scaled inputs": (eagle1, {"embedding_scale": 9.0, "feature_scale": 0.3}),
     "eagle1, bias": (eagle1, {"fc_bias": True}),
     "eagle1, two layers": (eagle1, {"num_layers": 2}),
     "eagle1, three layers, all norms": (eagle1, {"num_layers": 3, "norm_inputs": True, "norm_first": True}),
@@ -350,6 +351,24 @@ def test_the_papers_settings_are_the_default(target):
     assert (config.loss, config.feature_loss, config.noise) == ({"soft_ce": 0.1}, 1.0, 0.1)
     assert (config.steps, config.num_layers) == (1, 1)
     assert not any((config.norm_inputs, config.norm_first, config.fc_bias))
+
+
+def test_scales_of_inputs_are_fcs_columns_and_by_default_none(target):
+    plain, tokens = made(Eagle1, target), sequences()
+    scaled = made(Eagle1, target, embedding_scale=4.0, feature_scale=0.5)
+    scaled.load_state_dict(plain.state_dict())
+    scaled.fc.weight.data /= torch.tensor([4.0, 0.5]).repeat_interleave(32)
+    hidden = features(target, plain, tokens)
+    torch.testing.assert_close(scaled.unroll(target, tokens, hidden), plain.unroll(target, tokens, hidden))
+    assert made(Eagle1, target).identity_settings().keys().isdisjoint({"embedding_scale", "feature_scale"})
+
+
+def test_scales_of_0_give_the_targets_embeddings_and_features_a_root_mean_square_of_a_half(target):
+    torch.nn.init.uniform_(target.model.model.norm.weight, 2, 4)
+    config = made(Eagle1, target, embedding_scale=0, feature_scale=0).config
+    inputs = target.embed(torch.arange(target.vocab_size)), target.forward(sequences(9, 20), taps=(6,)).hidden
+    for scale, values in zip((config.embedding_scale, config.feature_scale), inputs, strict=True):
+        assert scale * values.square().mean().sqrt() == pytest.approx(0.5, abs=0.01)
 
 
 def test_noise_is_uniform_and_in_training_only(target):

@@ -30,13 +30,8 @@ aten = torch.ops.aten
 _EXPERTS = "transformers.grouped_mm_fallback"  # the same product in dtypes that torch has none for
 _FUSED_ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu  # the one that also runs without contents
 _FUSED_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward
-_INDEXED = {
-    aten.index.Tensor,
-    aten._unsafe_index.Tensor,
-    aten.index_put.default,
-    aten.index_put_.default,
-    aten._index_put_impl_.default,
-}
+_INDEXED = {aten.index.Tensor, aten._unsafe_index.Tensor}
+_INDEXED |= {aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
 
 
 def weight_bytes(model: nn.Module) -> int:

@@ -23,16 +23,8 @@ from .early_exit import early_exit_of
 from .engines import KNOWN, LAYOUTS
 
 # The errors that reading a config that makes no sense ends with, in our code and in the library's.
-NONSENSE: tuple[type[Exception], ...] = (
-    KeyError,
-    IndexError,
-    TypeError,
-    ValueError,
-    AttributeError,
-    ArithmeticError,
-    RuntimeError,
-    StrictDataclassError,
-)
+NONSENSE: tuple[type[Exception], ...] = (KeyError, IndexError, TypeError, ValueError, AttributeError)
+NONSENSE += (ArithmeticError, RuntimeError, StrictDataclassError)
 # Fields that count parts, of which each has tensors of its own.
 _COUNTS = ("num_hidden_layers", "num_heads", "medusa_num_heads", "medusa_num_layers", "num_nextn_predict_layers")
 

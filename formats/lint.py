@@ -488,18 +488,8 @@ def dspark_heads(view: CheckpointView) -> Findings:
 
 
 Check = Callable[[CheckpointView], Findings]
-EVERY: tuple[Check, ...] = (
-    numbers,
-    untrained_norms,
-    names_and_shapes,
-    frequencies,
-    changed_tensors,
-    changed_config,
-    depths,
-    rotary_positions,
-    context,
-    embeddings,
-)
+EVERY: tuple[Check, ...] = (numbers, untrained_norms, names_and_shapes, frequencies, changed_tensors, changed_config)
+EVERY += (depths, rotary_positions, context, embeddings)
 _EAGLE3: tuple[Check, ...] = (taps, norm_flags, draft_vocabulary, tied_embeddings)
 _BLOCKS: tuple[Check, ...] = (taps, target_layers, mask_token, block_slots, block_architecture, flat_names)
 # By the type of our drafter, the checks beside those of every one.

@@ -166,16 +166,6 @@ class SpeculatorsPEagle(Speculators):
         return shapes_of(PEagle, settings, lambda name: their_name(name, settings))
 
 
-def load_speculators(folder: str | Path, target: Target) -> Eagle3:
-    """Return the EAGLE-3 head in `folder`, saved in this layout, as a drafter for `target`.
-
-    Raises:
-        BadInputError: no such checkpoint, another kind of one, or a damaged one.
-        IncompatibleError: made for another target, or with an option that our head does not have.
-    """
-    return Speculators().read(DrafterFiles.load(folder), target)
-
-
 def taps_lacking(taps: Sequence[int], num_layers: int) -> list[Unsupported]:
     """Return the taps that engines cannot use: they sort them, and have no state after the final norm."""
     setting = f"taps: {list(taps)}"

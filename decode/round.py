@@ -202,8 +202,7 @@ def step(
 ) -> tuple[RoundState, RoundResult]:
     """Run a whole round of `depth` drafts: draft, verify, commit, and update the drafter's session.
 
-    Args:
-        on_drafted: called between drafting and verification, to time them.
+    `on_drafted`: called between drafting and verification, to time them.
     """
     drafted = draft(setup, state, depth)
     if on_drafted is not None:

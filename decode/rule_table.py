@@ -76,8 +76,7 @@ def choose_rule(name: str, shape: DraftShape, temperature: float, deterministic:
     Auto is greedy at temperature 0; above it candidates for proposals that are no samples (n-grams, dynamic trees),
     else rejection for chains and without_replacement for trees.
 
-    Args:
-        deterministic: whether the proposal's tokens are no samples.
+    `deterministic`: whether the proposal's tokens are no samples.
     """
     if name in LOSSY:
         return name

@@ -118,11 +118,9 @@ class RehearsedStep:
 def rehearse(drafter: Drafter, target: Target, rows: int, length: int, supervised: float) -> RehearsedStep:
     """Count a training step of `drafter` on a batch of whole rows, drafter and target on the meta device.
 
-    Args:
-        supervised: share of the tokens that are learned.
+    `supervised`: share of the tokens that are learned.
 
-    Raises:
-        BadInputError: its loss asks for contents in a way that cannot be assumed.
+    Raises BadInputError if its loss asks for contents in a way that cannot be assumed.
     """
     states = torch.empty(rows, length, len(drafter.taps) + 1, target.hidden_size, dtype=target.dtype, device="meta")
     tokens = torch.zeros(rows, length, dtype=torch.long, device="meta")
@@ -151,8 +149,7 @@ class OptimizerBytes:
 def rehearse_optimizer(drafter: Drafter, optimizer: torch.optim.Optimizer, is_fused: bool) -> OptimizerBytes:
     """Count a step of the optimizer of a drafter's trained weights.
 
-    Args:
-        is_fused: whether the real one's steps work in place; fusing needs a device, so the one that is given does not.
+    `is_fused`: whether the real one's steps work in place; fusing needs a device, so the one that is given does not.
     """
     for parameter in drafter.parameters():
         if parameter.requires_grad:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from .base_layout import ExportLayout, Unsupported
-from .drafter_files import DrafterFiles
+from .base_layout import DrafterFiles, ExportLayout, Unsupported
 from .engines import LAYOUTS, EngineLaunch, launch, layout_of, oldest_version, require_served
 from .export import Exported, export_drafter
 from .import_ import import_drafter, recognised

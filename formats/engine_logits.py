@@ -242,8 +242,7 @@ def peagle_logits(
 ) -> Tensor:
     """Return the draft logits of a P-EAGLE head at each depth, `[k, V]`: those of one pass over text and masks.
 
-    Args:
-        mask: the token that stands in place of drafts.
+    `mask`: the token that stands in place of drafts.
     """
     weights, count = Weights(tensors, layer), len(passage.drafts)
     read = torch.cat([passage.tokens[1:], torch.full_like(passage.drafts, mask)])
@@ -311,8 +310,7 @@ TOLERANCE = 2e-3
 def passage_of(target: Target, max_depth: int | None = None) -> ProbeSequence:
     """Return a passage of random tokens, the same for the same target, to compare both sides on.
 
-    Args:
-        max_depth: the deepest that the drafter drafts, if it has a limit; all of it is compared.
+    `max_depth`: the deepest that the drafter drafts, if it has a limit; all of it is compared.
     """
     depth = max_depth or _DEPTH
     length = min(_LENGTH, (target.max_context or _LENGTH) - depth - 1)
@@ -351,8 +349,7 @@ def difference(ours: Tensor, theirs: Tensor) -> float:
 def require_same(ours: Tensor, theirs: Tensor, what: str) -> float:
     """Return the `difference` of logits.
 
-    Raises:
-        IncompatibleError: rounding does not explain it: the export would not be served as it was measured.
+    Raises IncompatibleError if rounding does not explain it: the export would not be served as it was measured.
     """
     apart = difference(ours, theirs)
     if not apart <= TOLERANCE:

@@ -22,8 +22,7 @@ from ..common.atomic import write_atomically
 from ..common.safe_load import read_json
 from ..targets import embedded_path
 from ..targets.loading import EMBEDDED
-from .base_layout import ExportLayout
-from .drafter_files import DrafterFiles
+from .base_layout import DrafterFiles, ExportLayout
 
 RECORD = "written.json"
 
@@ -115,8 +114,7 @@ class CheckpointView:
     def at(cls, folder: Path, layout: ExportLayout, target: str | None) -> CheckpointView:
         """Return the view of the checkpoint in `folder`; `target` is the target's folder, None for the one it names.
 
-        Raises:
-            BadInputError: the checkpoint cannot be read.
+        Raises BadInputError if the checkpoint cannot be read.
         """
         files = layout.load(folder)
         named = (files.config.get("speculators_config") or {}).get("verifier") or {}

@@ -11,7 +11,7 @@ from .lookup.fusion import Cascade, CascadeConfig, Fusion, FusionConfig, fuse
 from .lookup.lookahead import Lookahead, LookaheadConfig
 from .lookup.ngram import Ngram, NgramConfig
 from .lookup.suffix import Suffix, SuffixConfig
-from .loss_weights import AcceptedPositions
+from .losses import AcceptedPositions
 from .low_rank import LowRank, LowRankConfig
 from .medusa import Hydra, HydraConfig, Medusa, MedusaConfig
 from .mtp import Mtp, MtpConfig

@@ -410,8 +410,7 @@ class Eagle3Config(FeatureConfig):
 def default_taps(layers: int) -> tuple[int, ...]:
     """Return the taps of EAGLE-3's authors, 2, N/2 and N − 3, or in a target of few layers three that differ.
 
-    Raises:
-        BadInputError: there are too few layers.
+    Raises BadInputError if there are too few layers.
     """
     if layers < 4:
         raise BadInputError(f"eagle3: a target with {layers} layers has no default taps; name them: drafter.taps=[…].")

@@ -41,8 +41,7 @@ def grow_drafter(
             tokens as it has.
         like: the shape of a draft model, with the grown target's vocabulary; None for the grown target's own.
 
-    Raises:
-        IncompatibleError: this drafter cannot be grown.
+    Raises IncompatibleError if this drafter cannot be grown.
     """
     if not list(drafter.parameters()):
         return drafter

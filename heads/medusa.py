@@ -71,8 +71,7 @@ class MedusaBlock(nn.Module):
 class Head(nn.Module):
     """A head: residual blocks, and an output embedding if it has one of its own.
 
-    Args:
-        conditions: how many vectors the first block reads beside the hidden state.
+    `conditions`: how many vectors the first block reads beside the hidden state.
     """
 
     def __init__(self, config: MedusaConfig, conditions: int = 0):

@@ -217,9 +217,8 @@ class NodeSession(Session):
     def decode(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
         """Read the drafted `tokens` `[B, W]`; return logits after each of them, `[B, W, V']`.
 
-        Args:
-            parents: indices of nodes in the order of reading, `[B, W]`; −1 is the root. None: a chain, in which this
-                one node follows the last.
+        `parents`: indices of nodes in the order of reading, `[B, W]`; −1 is the root. None: a chain, in which this one
+        node follows the last.
         """
 
     def grow(self, parents: Tensor | None, before: int = 0) -> Nodes | None:
@@ -266,9 +265,8 @@ class ChainSession(NodeSession):
     def read_chain(self, tokens: Tensor, after: Tensor | None = None) -> Tensor:
         """Read the chain `tokens` `[B, W]` in one pass, instead of `prefill` and `decode`; return logits `[B, W, V']`.
 
-        Args:
-            after: the node that each row's chain follows, in the order of reading, −1 for the root, `[B]`. None begins
-                a round: the first of `tokens` is the root, and the nodes count from the second.
+        `after`: the node that each row's chain follows, in the order of reading, −1 for the root, `[B]`. None begins a
+        round: the first of `tokens` is the root, and the nodes count from the second.
         """
 
     @abstractmethod
@@ -287,7 +285,7 @@ class TextSession(Session):
 T = TypeVar("T")
 
 
-def padded(rows: Sequence[Sequence[int]], device: torch.device, fill: int = 0) -> Tensor:
+def padded(rows: Sequence[Sequence[int]], device: torch.device | str, fill: int = 0) -> Tensor:
     """Return lists of different lengths as one tensor `[B, W]`, with `fill` after the shorter ones."""
     width = max(map(len, rows))
     filled = [[*row, *[fill] * (width - len(row))] for row in rows]
@@ -401,8 +399,7 @@ class DeferredPrefillSession(NodeSession):
 class TreeMask:
     """Depths and attention mask of the drafted nodes that a session has read in this round, in that order.
 
-    Args:
-        before: uncommitted entries of the session's cache that lie before the nodes; all nodes attend to them.
+    `before`: uncommitted entries of the session's cache that lie before the nodes; all nodes attend to them.
     """
 
     def __init__(self, rows: int, before: int, device: torch.device | str):

@@ -368,8 +368,7 @@ class Places(ABC):
 def places_of(wanted: Tensor, before: int, documents: Documents | None) -> Places:
     """Return the places of a batch whose later steps begin `before` places before a text's first learned token.
 
-    Args:
-        wanted: which tokens are learned, `[B, T]`.
+    `wanted`: which tokens are learned, `[B, T]`.
     """
     if documents is not None:
         return PackedRows(documents, wanted, before)

@@ -79,8 +79,7 @@ def shape_config(like: str, **changes: Any) -> PreTrainedConfig:
         like: a name of `SHAPES`, or a short one of `ALIASES`.
         changes: sizes, by their names in the config.
 
-    Raises:
-        BadInputError: there is no such shape, or it has no such sizes.
+    Raises BadInputError if there is no such shape, or it has no such sizes.
     """
     name = ALIASES.get(like, like)
     if name not in SHAPES:
@@ -287,8 +286,7 @@ class Growth:
 def grown_config(old: PreTrainedConfig, like: PreTrainedConfig) -> PreTrainedConfig:
     """Return the config of the grown model: sizes and class of `like`, and everything else that decides its text.
 
-    Raises:
-        IncompatibleError: the old model cannot be grown into such a one.
+    Raises IncompatibleError if the old model cannot be grown into such a one.
     """
     problems = [
         *([] if old.model_type in _SOURCES else [f"type {old.model_type} (known: {', '.join(_SOURCES)})"]),
@@ -466,8 +464,7 @@ class GrownWeights:
     def vector(self, shape: torch.Size, old: Tensor, constant: float = 0.0, several: int = 1) -> Tensor:
         """Return a vector `[..., H]` that is added to hidden states, or stands for one, or for `several`.
 
-        Args:
-            constant: its number in the constant channel, of the first if there are several.
+        `constant`: its number in the constant channel, of the first if there are several.
         """
         axis, vector = self.growth.residual.repeated(several), self.zeros(shape)
         for places in axis.written:

@@ -95,8 +95,7 @@ def read_provenance(output: Path) -> dict[str, Any]:
 def require_result(output: Path, name: str) -> Path:
     """Return the folder of a result of the training in `output` (its drafter, or its adapter), checked.
 
-    Raises:
-        Refusal: it was altered or damaged after it was written, and in which files.
+    Raises Refusal if it was altered or damaged after it was written, and in which files.
     """
     folder = output / name
     if has_ended := (output / PROVENANCE).is_file():

@@ -32,7 +32,7 @@ from .hooks import refuse_unreadable_states
 
 ENDLESS = 10**9  # steps
 RESOLUTION = 10_000  # points of a schedule between the first second and the last
-FOLLOWING = ("linear", "cosine", "cosine_with_restarts", "cosine_with_min_lr", "polynomial")
+FOLLOWING: tuple[str, ...] = ("linear", "cosine", "cosine_with_restarts", "cosine_with_min_lr", "polynomial")
 FOLLOWING += ("constant", "constant_with_warmup")
 NUM_CHECKPOINTS = 5
 

@@ -189,13 +189,10 @@ class CachedBlocks(CachedLayers):
 
     def block(self, hidden: Tensor, cache: RaggedCache) -> Tensor:
         """Return the last layer's output for a block `[B, S, H]` after each row's committed entries, in its shape."""
-        window, device = cache.window, hidden.device
+        device = hidden.device
         depths = torch.arange(self.mask.slots, device=device).expand(len(hidden), -1)
         nodes = Nodes(depths, self.mask.own(device).expand(len(hidden), -1, -1))
-        if window is not None:  # a round's margin is for what the decoder reads, not for whole blocks
-            cache.window = window + self.mask.slots
-        positions = cache.place(self.mask.slots, 0, nodes)
-        cache.window = window
+        positions = cache.place(self.mask.slots, 0, nodes, beyond=self.mask.slots)
         return self.forward(self.layers[0].enter(hidden), hidden, cache, positions, True)
 
     def _masks(self, cache: RaggedCache, alone: bool) -> dict[int, Tensor | None]:

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from ...targets.sequence_packing import Documents
 from ..base import Drafter, DrafterLoss, TargetBatch
 from ..divergences import TargetDistribution, divergence, own_precision
-from ..loss_weights import AcceptedPositions
-from ..losses import ChunkedSlopes, acceptance_metrics, compare
+from ..losses import AcceptedPositions, ChunkedSlopes, acceptance_metrics, compare
 
 FIRST = 1  # an anchor has at least one token before it: a root always follows a prompt
 

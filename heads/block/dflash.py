@@ -173,8 +173,7 @@ class DFlash(LayerDrafter[C]):
     def states(self, target: Target, tokens: Tensor, hidden: Tensor, anchors: Anchors) -> Tensor:
         """Return the states of the drafts after each anchor of texts `[B, T]`, `[B, n, k, H]`.
 
-        Args:
-            hidden: the texts' taps, `[B, T, K, H]`.
+        `hidden`: the texts' taps, `[B, T, K, H]`.
         """
         layers = TrainedBlocks(self.own_layers, self.config, self.rotary, self.config.block_mask)
         blocks = self.blocks(target, tokens.gather(1, anchors.places))

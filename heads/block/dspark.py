@@ -226,8 +226,7 @@ class MarkovSession(BlockSession):
     def _corrected(self, tokens: Tensor, depths: Tensor, memory: Tensor | None) -> Tensor:
         """Return logits `[B, W, V']` of the drafts after `tokens` `[B, W]`, which stand at `depths` `[B, W]`.
 
-        Args:
-            memory: after the tokens' parents, `[B, W, r]`; None before the root.
+        `memory`: after the tokens' parents, `[B, W, r]`; None before the root.
         """
         logits = required(self.drafts.logits, "decode: a round begins with the root; call prefill.")
         states = required(self.states, "decode: a round begins with the root; call prefill.")

@@ -234,8 +234,7 @@ def _with(copied: Proposal, choose: Choose, vocab: int) -> Choose:
 def fuse(statistical: dict[str, Any], model: Drafter) -> Fusion:
     """Return the fusion of a drafter without weights, as a mapping like `{type: ngram}`, with a trained one in memory.
 
-    Raises:
-        BadInputError: `statistical` is no drafter without weights that continues texts, or `model` is one.
+    Raises BadInputError if `statistical` is no drafter without weights that continues texts, or `model` is one.
     """
     config = FusionConfig(statistical=statistical)
     return Fusion(Fusion._statistical(config), model, config)

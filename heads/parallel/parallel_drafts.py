@@ -27,8 +27,7 @@ from transformers.models.llama.modeling_llama import repeat_kv
 from ...targets import Nodes, RaggedCache, RowLengths
 from ..base import Drafter, DrafterLoss, TargetBatch, compare_drafts
 from ..decoder_layer import FusedLayer, angles
-from ..loss_weights import AcceptedPositions
-from ..losses import Head, PositionLosses, acceptance_metrics
+from ..losses import AcceptedPositions, Head, PositionLosses, acceptance_metrics
 from ..session import DeferredPrefillSession, OnePassDrafts, PendingInputs
 
 _PART = 256  # masks in one product with the keys: more of them would see more that is masked
@@ -422,9 +421,4 @@ def place_texts(cache: RaggedCache, counts: RowLengths, width: int, masks: int) 
     sees[:, :width, :width] = texts <= texts[:, None]
     sees[:, width:, :width] = (texts < count)[:, None]
     sees[:, width:, width:] = tail <= tail[:, None]
-    window = cache.window
-    if window is not None:  # a round's margin is for what the decoder reads, not for masks
-        cache.window = window + masks + 1
-    positions = cache.place(width + masks, 0, Nodes(depths, sees))
-    cache.window = window
-    return positions
+    return cache.place(width + masks, 0, Nodes(depths, sees), beyond=masks + 1)

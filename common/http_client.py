@@ -46,15 +46,11 @@ class BadAnswerError(BadInputError):
 
 @dataclass(frozen=True)
 class AnswerLimits:
-    """What an answer may be.
+    """What an answer may be."""
 
-    Attributes:
-        seconds: until its last byte. num_bytes: of its body. kinds: content types; () for any.
-    """
-
-    seconds: float = 10.0
-    num_bytes: int = 4 * MEGABYTE
-    kinds: tuple[str, ...] = JSON_TYPES
+    seconds: float = 10.0  # until its last byte
+    num_bytes: int = 4 * MEGABYTE  # of its body
+    kinds: tuple[str, ...] = JSON_TYPES  # content types; () for any
 
 
 class _Model(ForeignModel):

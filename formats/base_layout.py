@@ -28,17 +28,11 @@ from .engine_logits import ProbeSequence
 
 @dataclass(frozen=True)
 class DrafterFiles:
-    """A drafter in an engine's layout.
+    """A drafter in an engine's layout."""
 
-    Attributes:
-        config: the contents of config.json.
-        tensors: by their names in the layout.
-        folder: where it was read from, for messages.
-    """
-
-    config: dict[str, Any]
-    tensors: dict[str, Tensor]
-    folder: Path = Path()
+    config: dict[str, Any]  # the contents of config.json
+    tensors: dict[str, Tensor]  # by their names in the layout
+    folder: Path = Path()  # where it was read from, for messages
 
     @property
     def config_file(self) -> Path:
@@ -94,17 +88,11 @@ def fill(module: nn.Module, weights: Mapping[str, Tensor], unexpected: Iterable[
 
 @dataclass(frozen=True)
 class Unsupported:
-    """Something that a drafter uses and an engine cannot do.
+    """Something that a drafter uses and an engine cannot do."""
 
-    Attributes:
-        setting: as it is, such as `norm_before_fc: true`.
-        why: what the engine does instead.
-        nearest: the nearest setting that it serves.
-    """
-
-    setting: str
-    why: str
-    nearest: str
+    setting: str  # as it is, such as `norm_before_fc: true`
+    why: str  # what the engine does instead
+    nearest: str  # the nearest setting that it serves
 
     def __str__(self) -> str:
         return f"{self.setting}: {self.why}; nearest that can be served: {self.nearest}"

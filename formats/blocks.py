@@ -235,24 +235,15 @@ def head_fields(config: DSparkConfig) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class BlockFlags:
-    """The flags that an engine takes from config.json, beside the layers' sizes.
+    """The flags that an engine takes from config.json, beside the layers' sizes."""
 
-    Attributes:
-        taps: HF `hidden_states` indices.
-        mask: the id of the mask token. slots: of a block.
-        from_anchor: slot i predicts the token after its place.
-        causal: a slot attends to the slots up to its own.
-        window: of the context, counted back from the anchor; None for all of it.
-        markov: the kind of a Markov head; None for none.
-    """
-
-    taps: tuple[int, ...]
-    mask: int
-    slots: int
-    from_anchor: bool
-    causal: bool
-    window: int | None
-    markov: str | None = None
+    taps: tuple[int, ...]  # HF `hidden_states` indices
+    mask: int  # the id of the mask token
+    slots: int  # of a block
+    from_anchor: bool  # slot i predicts the token after its place
+    causal: bool  # a slot attends to the slots up to its own
+    window: int | None  # of the context, counted back from the anchor; None for all of it
+    markov: str | None = None  # the kind of a Markov head; None for none
 
 
 @torch.no_grad()

@@ -27,23 +27,14 @@ from ..targets import RowLengths, Target
 
 @dataclass(frozen=True)
 class ProbeSequence:
-    """A text, as a target has processed it, and drafts after it.
+    """A text, as a target has processed it, and drafts after it."""
 
-    Attributes:
-        tokens: `[T + 1]`, the last of which the target has not processed (the root of a round).
-        drafts: `[k − 1]`, the draft tokens that are read to give the next ones.
-        hidden: every hidden state of the target at the processed tokens, by HF index, `[N + 1, T, H]`.
-        embed: gives embeddings `[..., H]`, as the target's first layer reads them.
-        table: the rows of the target's input embedding, `[V, H]`.
-        lm_head: the target's own output embedding, logits `[..., V]` of `[..., H]`.
-    """
-
-    tokens: Tensor
-    drafts: Tensor
-    hidden: Tensor
-    embed: Callable[[Tensor], Tensor]
-    table: Tensor
-    lm_head: Callable[[Tensor], Tensor]
+    tokens: Tensor  # `[T + 1]`, the last of which the target has not processed (the root of a round)
+    drafts: Tensor  # `[k − 1]`, the draft tokens that are read to give the next ones
+    hidden: Tensor  # every hidden state of the target at the processed tokens, by HF index, `[N + 1, T, H]`
+    embed: Callable[[Tensor], Tensor]  # gives embeddings `[..., H]`, as the target's first layer reads them
+    table: Tensor  # the rows of the target's input embedding, `[V, H]`
+    lm_head: Callable[[Tensor], Tensor]  # the target's own output embedding, logits `[..., V]` of `[..., H]`
 
     @property
     def text(self) -> Tensor:

@@ -97,8 +97,7 @@ def save_native(drafter: Mtp, checkpoint: str, folder: str | Path) -> list[Path]
     They are safetensors files. Names, shapes, dtypes and whatever else they hold stay: put them in the place of the
     originals, beside the same index.
 
-    Returns:
-        the files written.
+    Returns the files written.
 
     Raises BadInputError or IncompatibleError if the checkpoint's modules are not of this drafter's kind.
     """
@@ -157,11 +156,7 @@ def _like(name: str, tensor: Tensor, original: Tensor) -> Tensor:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Write a trained drafter's modules under their native names.
-
-    Returns:
-        the exit code: 0 fine, 2 bad input, 3 incompatible.
-    """
+    """Write a trained drafter's modules under their native names; return 0, 2 for bad input, 3 for incompatible."""
     parser = argparse.ArgumentParser(
         prog="python -m outrider.formats.mtp", description="Write MTP modules back under their native names."
     )

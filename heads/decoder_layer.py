@@ -237,14 +237,10 @@ def _together(weights: Sequence[Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class InputProjection:
-    """A linear layer before a head's first layer.
-
-    Attributes:
-        norms: of equal parts of its input, one each, all of one epsilon; () for none.
-    """
+    """A linear layer before a head's first layer."""
 
     linear: nn.Linear
-    norms: Sequence[Any] = ()
+    norms: Sequence[Any] = ()  # of equal parts of its input, one each, all of one epsilon; () for none
 
     def product(self) -> Callable[[Tensor], Tensor]:
         """Return the linear layer itself, or a copy of it with the norms' weights multiplied in."""

@@ -190,21 +190,13 @@ def _named(name: Any) -> Divergence:
 
 @dataclass
 class TargetDistribution:
-    """The target's side of a comparison.
+    """The target's side of a comparison."""
 
-    Attributes:
-        probs: p on the drafter's vocabulary, `[P, V']`; sums to less than 1 where that one is pruned.
-        logits: the target's there, `[P, V']`.
-        best: index of the target's most probable token in the drafter's vocabulary, -1 where it is not there, `[P]`.
-        following: index there of the token that followed, `[P]`; None where no loss needs it.
-        pruned: whether the drafter's vocabulary is.
-    """
-
-    probs: Tensor
-    logits: Tensor
-    best: Tensor
-    following: Tensor | None = None
-    pruned: bool = False
+    probs: Tensor  # p on the drafter's vocabulary, `[P, V']`; sums to less than 1 where that one is pruned
+    logits: Tensor  # the target's there, `[P, V']`
+    best: Tensor  # index there of the target's most probable token, -1 where it is not there, `[P]`
+    following: Tensor | None = None  # index there of the token that followed, `[P]`; None where no loss needs it
+    pruned: bool = False  # whether the drafter's vocabulary is
 
     @cached_property
     def log_probs(self) -> Tensor:

@@ -85,16 +85,13 @@ class FeatureConfig(LayerConfig):
 
 
 class FeatureDrafter(LayerDrafter):
-    """A head that feeds on its own output; an architecture defines what is before and after its layers.
-
-    Attributes:
-        later: settings that older heads have not, without an effect: so they are no part of a head's digest.
-    """
+    """A head that feeds on its own output; an architecture defines what is before and after its layers."""
 
     packs = True
     follows_rounds = True
     abilities = Abilities(reads_nodes=True, fixed_shapes=True)
     config: FeatureConfig
+    # Settings that older heads have not, without an effect: so they are no part of a head's digest.
     later: ClassVar[dict[str, Any]] = {"grow_steps": 0.0, "weighting": "decay"}
 
     def identity_settings(self) -> dict[str, Any]:

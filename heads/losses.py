@@ -25,21 +25,13 @@ CHUNKS = {"cuda": 2048, "meta": 2048}
 
 @dataclass
 class PositionLosses:
-    """The comparison of P positions with the target, `[P]` each, with S steps `[S, P]`.
+    """The comparison of P positions with the target, `[P]` each, with S steps `[S, P]`."""
 
-    Attributes:
-        total: Σ weight · loss, the one differentiable value.
-        loss: of each position; where the draft vocabulary is pruned, from p renormalised on it.
-        alpha: Σ min(p, q), the analytic acceptance probability; mass that q cannot reach counts as rejected.
-        top1: 1.0 where both agree on the most probable token.
-        weights: of each loss in the total.
-    """
-
-    total: Tensor
-    loss: Tensor
-    alpha: Tensor
-    top1: Tensor
-    weights: Tensor
+    total: Tensor  # Σ weight · loss, the one differentiable value
+    loss: Tensor  # of each position; where the draft vocabulary is pruned, from p renormalised on it
+    alpha: Tensor  # Σ min(p, q), the analytic acceptance probability; mass that q cannot reach counts as rejected
+    top1: Tensor  # 1.0 where both agree on the most probable token
+    weights: Tensor  # of each loss in the total
 
 
 def compare(reference: TargetDistribution, draft_logits: Tensor, rule: Loss) -> tuple[Tensor, Tensor, Tensor]:
@@ -81,22 +73,14 @@ class _SoftCrossEntropy(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class LossSettings:
-    """How `chunked_compare` makes logits of hidden states, and the rule by which it compares them.
+    """How `chunked_compare` makes logits of hidden states, and the rule by which it compares them."""
 
-    Attributes:
-        target_head: returns logits `[P, V]` of the target's hidden states `[P, H]`.
-        draft_head: returns logits `[P, V']` of the drafter's; one for all steps, or one for each.
-        kept: token ids `[V']` of a pruned draft vocabulary.
-        parameters: the weights that `draft_head` trains. Others get no gradient from the comparison.
-        chunk: how many positions have logits at a time; 0 for as many as suit the device.
-    """
-
-    target_head: Head
-    draft_head: Head | Sequence[Head]
+    target_head: Head  # returns logits `[P, V]` of the target's hidden states `[P, H]`
+    draft_head: Head | Sequence[Head]  # returns logits `[P, V']` of the drafter's; one for all steps, or one for each
     rule: Loss
-    kept: Tensor | None = None
-    parameters: Sequence[Tensor] = ()
-    chunk: int = 0
+    kept: Tensor | None = None  # token ids `[V']` of a pruned draft vocabulary
+    parameters: Sequence[Tensor] = ()  # what `draft_head` trains; others get no gradient from the comparison
+    chunk: int = 0  # how many positions have logits at a time; 0 for as many as suit the device
 
 
 def chunked_compare(
@@ -235,12 +219,9 @@ class AcceptedPositions:
     A round begins after a root and emits tokens: the drafts that were accepted, and the target's own after them. At
     each of these depths a draft was judged. So every token of an answer but its first was reached in one round, at one
     depth d, from the root d places before it: there a head learns exactly what decoding asks of it.
-
-    Attributes:
-        depths: at which depth a round reached each token, `[R, T]`; 0 where none did.
     """
 
-    depths: Tensor
+    depths: Tensor  # at which depth a round reached each token, `[R, T]`; 0 where none did
     share: float
 
     def reached(self, rows: Tensor, places: Tensor, depths: Tensor) -> Tensor:

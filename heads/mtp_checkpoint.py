@@ -43,17 +43,11 @@ _OWN = ("embedding_norm", "hidden_norm", "projection", "norm")  # of a module, o
 
 @dataclass(frozen=True)
 class Place:
-    """Where a checkpoint keeps one module.
+    """Where a checkpoint keeps one module."""
 
-    Attributes:
-        own: native names of the module's tensors outside its layer, by ours.
-        layer: what native names of the layer's tensors begin with.
-        shared: names that copies of the target's input and output embedding may have.
-    """
-
-    own: dict[str, str]
-    layer: str
-    shared: tuple[str, str]
+    own: dict[str, str]  # native names of the module's tensors outside its layer, by ours
+    layer: str  # what native names of the layer's tensors begin with
+    shared: tuple[str, str]  # names that copies of the target's input and output embedding may have
 
 
 def places_in(names: Collection[str], num_layers: int) -> list[Place]:

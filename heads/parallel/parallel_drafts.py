@@ -40,23 +40,14 @@ def kept_counts(first: int, depths: int, ratio: float, least: float) -> list[int
 
 @dataclass(frozen=True)
 class Rollouts:
-    """The masks of a batch's rollouts, by anchor, and of an anchor by depth.
+    """The masks of a batch's rollouts, by anchor, and of an anchor by depth."""
 
-    Attributes:
-        anchors: the place after which each mask's rollout begins, `[R, E]`.
-        depths: how many places after it the mask stands, from 1 on, `[R, E]`.
-        real: which are not padding, `[R, E]` bool: it fills up rows, and parts that the next rollout does not fit into.
-        size: masks of a part; the last one may have fewer.
-        contexts: how many places of the text each part attends to.
-        usual: which were drawn evenly, and not because a round reached there, `[R, E]` bool; None for all of them.
-    """
-
-    anchors: Tensor
-    depths: Tensor
-    real: Tensor
-    size: int
-    contexts: tuple[int, ...]
-    usual: Tensor | None = None
+    anchors: Tensor  # the place after which each mask's rollout begins, `[R, E]`
+    depths: Tensor  # how many places after it the mask stands, from 1 on, `[R, E]`
+    real: Tensor  # not padding, `[R, E]` bool: that fills up rows, and parts that the next rollout does not fit into
+    size: int  # masks of a part; the last one may have fewer
+    contexts: tuple[int, ...]  # how many places of the text each part attends to
+    usual: Tensor | None = None  # drawn evenly, not because a round reached there, `[R, E]` bool; None for all of them
 
     @classmethod
     def drawn(
@@ -272,20 +263,13 @@ class RolledLayers:
 
 @dataclass(frozen=True)
 class RolledDrafts:
-    """The drafts of a batch that are to be learned.
+    """The drafts of a batch that are to be learned."""
 
-    Attributes:
-        rows, places: of the entry of the text that predicts the same token, `[P]`.
-        entries: the entry of the pass that predicts it, `[P]`.
-        depths: 0 for the text's own entry, else the depth of the mask, `[P]`.
-        usual: which were drawn evenly, `[P]` bool; None for all of them.
-    """
-
-    rows: Tensor
-    places: Tensor
-    entries: Tensor
-    depths: Tensor
-    usual: Tensor | None = None
+    rows: Tensor  # of the entry of the text that predicts the same token, `[P]`
+    places: Tensor  # of that entry in its row, `[P]`
+    entries: Tensor  # the entry of the pass that predicts it, `[P]`
+    depths: Tensor  # 0 for the text's own entry, else the depth of the mask, `[P]`
+    usual: Tensor | None = None  # which were drawn evenly, `[P]` bool; None for all of them
 
     @classmethod
     def of(cls, learned: Tensor, rollouts: Rollouts) -> RolledDrafts:
@@ -387,8 +371,8 @@ class ParallelSession(DeferredPrefillSession):
     def read(self, unread: PendingInputs, root: Tensor, masks: int) -> tuple[Tensor, RowLengths]:
         """Read what is unread, the root and `masks` masks after it.
 
-        Returns:
-            the last layer's output `[B, Q + masks, H]`, and how many of the Q entries before the masks are each row's.
+        Returns the last layer's output `[B, Q + masks, H]`, and how many of the Q entries before the masks are each
+        row's.
         """
 
     def prefill(self, root: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from typing import Any
 from ..common import BadInputError
 from ..common.values import tree_depths
 from .control import Control
-from .rule_table import AT_ZERO, LOSSLESS, LOSSY, RULES, DraftShape, choose_rule, fitting_rules
+from .rule_table import AT_ZERO, LOSSLESS, LOSSY, RULES, DraftShape, choose_rule
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Plan:
         known = ("auto", *LOSSLESS, *LOSSY)
         if self.verify not in known:
             raise BadInputError(f"plan: unknown verification rule {self.verify!r}; known: {', '.join(known)}.")
-        fitting = ("auto", *fitting_rules(self.shape))
+        fitting = ("auto", *(name for name, rule in RULES.items() if self.shape in rule.shapes))
         if self.verify not in fitting:
             raise BadInputError(
                 f"plan: the rule {self.verify!r} cannot verify {self.shape.value}; these can: {', '.join(fitting)}."

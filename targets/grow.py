@@ -34,15 +34,8 @@ from ..common.machine import free_bytes
 from .model_folder import MAX_LAYERS
 
 _SIZES: Final = (
-    "model_type",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "intermediate_size",
-    "vocab_size",
-    "max_position_embeddings",
+    *("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("intermediate_size", "vocab_size", "max_position_embeddings"),
 )
 _EXPERTS_OF_QWEN3: Final = {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
 
@@ -102,21 +95,13 @@ def shape_config(like: str, **changes: Any) -> PreTrainedConfig:
 
 @dataclass(frozen=True)
 class Axis:
-    """Where the entries of one space of the old model stand in the grown one.
+    """Where the entries of one space of the old model stand in the grown one."""
 
-    Attributes:
-        size: of the grown space.
-        places: of each old entry, for weights that read the space, `[n]`.
-        copies: more places of each old entry, which weights that write the space fill too, `[c, n]`.
-        silent: entries that must stay zero: no weight may write them, `[z]`.
-        filled: further entries that are not zero, so that no weight may read them, `[f]`.
-    """
-
-    size: int
-    places: Tensor
-    copies: Tensor
-    silent: Tensor
-    filled: Tensor
+    size: int  # of the grown space
+    places: Tensor  # of each old entry, for weights that read the space, `[n]`
+    copies: Tensor  # more places of each old entry, which weights that write the space fill too, `[c, n]`
+    silent: Tensor  # entries that must stay zero: no weight may write them, `[z]`
+    filled: Tensor  # further entries that are not zero, so that no weight may read them, `[f]`
 
     @classmethod
     def of(cls, size: int, places: Tensor, silent: Tensor | None = None) -> Self:

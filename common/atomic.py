@@ -36,9 +36,8 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # fcntl.h, linux/fs.h
 def replacing(file: Path, beside: bool = False) -> Iterator[Path]:
     """Yield a temporary file that takes the place of `file` when the block ends well: all of it or nothing.
 
-    Args:
-        beside: its writer makes files of its own beside it, as safetensors does: it gets a folder for them, which is
-            cleared as a whole if the process dies.
+    `beside`: its writer makes files of its own beside it, as safetensors does: it gets a folder for them, which is
+    cleared as a whole if the process dies.
     """
     working = working_name(file, "tmp")
     temporary = working / file.name if beside else working

@@ -49,8 +49,7 @@ def digest_of(file: Path, status: os.stat_result) -> str | None:
 def remember(file: Path, before: os.stat_result, after: os.stat_result, digest: str, settled: bool | None) -> None:
     """Remember the digest of a file with the status that it had before and after it was read.
 
-    Args:
-        settled: whether its next change will give it another time (`is_settled`); None where no writer knows.
+    `settled`: whether its next change will give it another time (`is_settled`); None where no writer knows.
     """
     key = _key(file, before)
     if settled is None:

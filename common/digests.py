@@ -217,15 +217,10 @@ def canonical_json(value: Any) -> str:
     return json.dumps(value, sort_keys=True, ensure_ascii=False, default=str)
 
 
-def checksummed(values: dict[str, Any]) -> dict[str, Any]:
-    """Return `values` as JSON keeps them, with their checksum as the last entry."""
-    plain = json.loads(json.dumps(values))
-    return {**plain, CHECKSUM: digest_json(plain)}
-
-
 def write_json(file: Path, values: dict[str, Any], indent: int | None = 2) -> None:
-    """Write `values` with their checksum into `file`, all of it or nothing."""
-    write_atomically(file, json.dumps(checksummed(values), indent=indent) + "\n")
+    """Write `values` with their checksum, as the last entry, into `file`, all of it or nothing."""
+    plain = json.loads(json.dumps(values))  # as JSON keeps them
+    write_atomically(file, json.dumps({**plain, CHECKSUM: digest_json(plain)}, indent=indent) + "\n")
 
 
 def unsealed(file: Path, values: dict[str, Any], advice: str, required: bool = True) -> dict[str, Any]:

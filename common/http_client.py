@@ -46,15 +46,11 @@ class BadAnswerError(BadInputError):
 
 @dataclass(frozen=True)
 class AnswerLimits:
-    """What an answer may be.
+    """What an answer may be."""
 
-    Attributes:
-        seconds: until its last byte. num_bytes: of its body. kinds: content types; () for any.
-    """
-
-    seconds: float = 10.0
-    num_bytes: int = 4 * MEGABYTE
-    kinds: tuple[str, ...] = JSON_TYPES
+    seconds: float = 10.0  # until its last byte
+    num_bytes: int = 4 * MEGABYTE  # of its body
+    kinds: tuple[str, ...] = JSON_TYPES  # content types; () for any
 
 
 class _Model(ForeignModel):
@@ -106,11 +102,9 @@ def open_client(num_bytes: int) -> httpx.AsyncClient:
 def ask(url: str, body: bytes | None = None, key: str | None = None, limits: AnswerLimits | None = None) -> bytes:
     """Return the body of a server's answer to a GET, or to the POST of `body`, which is JSON.
 
-    Args:
-        key: sent as the bearer token.
+    `key`: sent as the bearer token.
 
-    Raises:
-        BadAnswerError: there is no answer, or not such a one; the key is not in the message.
+    Raises BadAnswerError if there is no answer, or not such a one; the key is not in the message.
     """
     headers = {"Authorization": f"Bearer {require_key(key, 'the option for it')}"} if key else {}
     limits = limits or AnswerLimits()
@@ -149,8 +143,7 @@ async def _ask(url: str, body: bytes | None, headers: dict[str, str], limits: An
 def read_answer(model: type[Model], content: bytes, where: str, key: str | None = None) -> Model:
     """Return a server's JSON, checked by a pydantic model; BadAnswerError, which names `where` it is from.
 
-    Args:
-        key: that was sent; a server may repeat it, and no message does.
+    `key`: that was sent; a server may repeat it, and no message does.
     """
     try:
         return model.model_validate(parse_json(decoded(content, where), where, RECORD), strict=True)

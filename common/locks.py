@@ -43,12 +43,10 @@ def locked(folder: str | Path, wait: float = 0.0) -> Iterator[None]:
 
     A thread that holds it may ask again. No lock survives the process that held it. A folder inside has its own.
 
-    Args:
-        wait: seconds to wait for another writer. Work of minutes or hours does not wait.
+    `wait`: seconds to wait for another writer. Work of minutes or hours does not wait.
 
-    Raises:
-        BadInputError: another process or thread holds it (names process, command, machine, since when), or the place
-            cannot be written.
+    Raises BadInputError if another process or thread holds it (names process, command, machine, since when), or the
+    place cannot be written.
     """
     resolved = Path(folder).expanduser().resolve()
     key = (str(resolved), threading.get_ident())

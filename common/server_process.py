@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from .errors import BadInputError
+from .signals import ending_with_parent
 
 START_SECONDS, STOP_SECONDS = 600.0, 30.0
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 LAST_LINES = 12  # of a server's log, in the message that it did not start
 
 # On a CPU vLLM wants to be told how much memory its cache may take, and binds threads to cores that it may not have.
@@ -45,8 +42,7 @@ def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
 def python_of(environment: Path) -> Path:
     """Return the Python of a virtual environment, given as its folder or as the interpreter itself.
 
-    Raises:
-        BadInputError: there is none.
+    Raises BadInputError if there is none.
     """
     python = environment.expanduser()
     python = python / "bin" / "python" if python.is_dir() else python
@@ -74,8 +70,7 @@ def running_server(
         answers: raises BadInputError as long as the server is not ready.
         seconds: that it may take to start.
 
-    Raises:
-        BadInputError: it ended, did not answer in time, or refused a request; with its last lines.
+    Raises BadInputError if it ended, did not answer in time, or refused a request; with its last lines.
     """
     port = _free_port()
     with log.open("ab") as output:
@@ -87,7 +82,7 @@ def running_server(
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # so that its workers can be stopped together with it
-            preexec_fn=_ending_with_parent(),
+            preexec_fn=ending_with_parent(),
         )
     try:
         yield _answering(server, f"http://127.0.0.1:{port}", answers, seconds)
@@ -98,13 +93,6 @@ def running_server(
         raise BadInputError(f"{error}{advice(lines)}\nThe engine's last lines:\n{_last(lines)}") from error
     finally:
         _stop(server)
-
-
-def _ending_with_parent() -> Callable[[], object] | None:
-    """Return what a new process calls so that the kernel ends it with the thread that started it; Linux alone can."""
-    if sys.platform != "linux":
-        return None
-    return partial(ctypes.CDLL(None).prctl, _PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _answering(server: subprocess.Popen[bytes], url: str, answers: Callable[[str], T], seconds: float) -> T:

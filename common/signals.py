@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 Handler = Callable[[int], None]
 
@@ -23,7 +24,7 @@ STOPPING = tuple(getattr(signal, name) for name in _NAMES if hasattr(signal, nam
 # Seconds in which a repeated signal is an echo of the first.
 ECHO = {signal.SIGINT: 1.0}
 _LONG_ECHO = 5.0
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class StoppedError(KeyboardInterrupt):
@@ -102,10 +103,18 @@ def let_parent_decide() -> None:
         signal.signal(number, first if number == signal.SIGTERM else signal.SIG_IGN)
 
 
+def ending_with_parent() -> Callable[[], object] | None:
+    """Return what a process calls so that the kernel ends it with the thread that started it; Linux alone can."""
+    if not sys.platform.startswith("linux"):
+        return None
+    return partial(ctypes.CDLL(None).prctl, _PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+
+
 def stop_with_launcher() -> None:
     """Ask Linux for a SIGTERM when the process that started this one ends.
 
     `accelerate launch` with one process passes no signals on: a training whose launcher was stopped would go on unseen.
     """
-    if sys.platform.startswith("linux") and ("ACCELERATE_MIXED_PRECISION" in os.environ or "LOCAL_RANK" in os.environ):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+    launched = "ACCELERATE_MIXED_PRECISION" in os.environ or "LOCAL_RANK" in os.environ
+    if launched and (ask := ending_with_parent()) is not None:
+        ask()

@@ -30,13 +30,8 @@ aten = torch.ops.aten
 _EXPERTS = "transformers.grouped_mm_fallback"  # the same product in dtypes that torch has none for
 _FUSED_ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu  # the one that also runs without contents
 _FUSED_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward
-_INDEXED = {
-    aten.index.Tensor,
-    aten._unsafe_index.Tensor,
-    aten.index_put.default,
-    aten.index_put_.default,
-    aten._index_put_impl_.default,
-}
+_INDEXED = {aten.index.Tensor, aten._unsafe_index.Tensor}
+_INDEXED |= {aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
 
 
 def weight_bytes(model: nn.Module) -> int:
@@ -123,11 +118,9 @@ class RehearsedStep:
 def rehearse(drafter: Drafter, target: Target, rows: int, length: int, supervised: float) -> RehearsedStep:
     """Count a training step of `drafter` on a batch of whole rows, drafter and target on the meta device.
 
-    Args:
-        supervised: share of the tokens that are learned.
+    `supervised`: share of the tokens that are learned.
 
-    Raises:
-        BadInputError: its loss asks for contents in a way that cannot be assumed.
+    Raises BadInputError if its loss asks for contents in a way that cannot be assumed.
     """
     states = torch.empty(rows, length, len(drafter.taps) + 1, target.hidden_size, dtype=target.dtype, device="meta")
     tokens = torch.zeros(rows, length, dtype=torch.long, device="meta")
@@ -156,8 +149,7 @@ class OptimizerBytes:
 def rehearse_optimizer(drafter: Drafter, optimizer: torch.optim.Optimizer, is_fused: bool) -> OptimizerBytes:
     """Count a step of the optimizer of a drafter's trained weights.
 
-    Args:
-        is_fused: whether the real one's steps work in place; fusing needs a device, so the one that is given does not.
+    `is_fused`: whether the real one's steps work in place; fusing needs a device, so the one that is given does not.
     """
     for parameter in drafter.parameters():
         if parameter.requires_grad:

@@ -175,17 +175,12 @@ _ENOUGH = 3.0  # seconds of turns in one dtype
 
 @dataclass(frozen=True)
 class WeightPace:
-    """How fast products of real size are, by one kind of weights.
+    """How fast products of real size are, by one kind of weights."""
 
-    Attributes:
-        dtype: of the weights. packed: whether they are packed (`targets.packed_weights`).
-        token, prompt: seconds per weight of a pass over one token, and over each token of a prompt.
-    """
-
-    dtype: torch.dtype
-    packed: bool
-    token: float
-    prompt: float
+    dtype: torch.dtype  # of the weights
+    packed: bool  # whether they are packed (`targets.packed_weights`)
+    token: float  # seconds per weight of a pass over one token
+    prompt: float  # seconds per weight over each token of a prompt
 
     def request(self, weights: int, prompt: int, passes: float) -> float:
         """Return the seconds of a prompt of so many tokens and `passes` passes, of a model with so many weights."""

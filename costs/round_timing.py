@@ -53,8 +53,7 @@ def verify_times(
         context: committed entries that the passes come after, see `ragged_lengths`.
         taps: hidden states that the drafter would have read.
 
-    Raises:
-        BadInputError: a size below its least value, or a pass that leaves the target's context.
+    Raises BadInputError for a size below its least value, or a pass that leaves the target's context.
     """
     if not widths or min(widths) < 0:
         raise BadInputError(f"verify_times: widths are one or more numbers of drafts, 0 or more; got {list(widths)}.")
@@ -122,9 +121,8 @@ def draft_times(
     Each follows an `update`, which is not timed, by a round of that depth that kept half of its drafts. The text stays
     near `context`.
 
-    Args:
-        whole: time that `update`, too: some drafters read there what others read when they draft. Where rounds have
-            fixed shapes it is never part of it.
+    `whole`: time that `update`, too: some drafters read there what others read when they draft. Where rounds have fixed
+    shapes it is never part of it.
 
     Raises:
         BadInputError: a size below its least value, or one that leaves the target's context.

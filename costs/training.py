@@ -21,7 +21,7 @@ from ..distill.features import precision_of, stored_taps
 from ..heads import Drafter
 from ..recipes import Recipe
 from ..targets import Target, decoder_layers
-from ..targets.embeddings_and_head import around_layers
+from ..targets.config_only import around_layers
 from .counting import OptimizerBytes, RehearsedStep, pass_flops, rehearse, rehearse_optimizer, weight_bytes
 from .machine_speed import GPUS, Gpu
 
@@ -61,14 +61,11 @@ class Memory:
     optimizer_step: int
 
     @property
-    def lasting(self) -> int:
-        return self.target_weights + self.drafter_weights + self.optimizer_states + self.buffers
-
-    @property
     def peak(self) -> int:
         """The most bytes at one time: the target's pass, the drafter's step and the optimizer's follow each other."""
+        lasting = self.target_weights + self.drafter_weights + self.optimizer_states + self.buffers
         step = self.features + self.gradients + self.activations
-        return self.lasting + max(self.features + self.target_pass, step, self.gradients + self.optimizer_step)
+        return lasting + max(self.features + self.target_pass, step, self.gradients + self.optimizer_step)
 
 
 @dataclass(frozen=True)
@@ -130,8 +127,7 @@ class TrainingEstimate:
     def needs(self) -> Needs:
         """Return the needs of the training.
 
-        Raises:
-            BadInputError: its loss or its optimizer asks for contents, or for a device.
+        Raises BadInputError if its loss or its optimizer asks for contents, or for a device.
         """
         recipe, memory, flops = self.recipe, self._memory(), self._step_flops()
         own = [(p.numel(), p.requires_grad) for p in self.drafter.parameters()]

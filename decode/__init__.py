@@ -14,22 +14,6 @@ if TYPE_CHECKING:
 else:
     __getattr__ = lazily(__name__, __file__)
 
-__all__ = [
-    "LOSSLESS",
-    "LOSSY",
-    "Control",
-    "Controller",
-    "Costs",
-    "DecodeStats",
-    "Decoder",
-    "Output",
-    "Plan",
-    "Round",
-    "Sampling",
-    "Schedule",
-    "StreamEvent",
-    "Tree",
-    "best_tree",
-    "depth_counts",
-    "expected_tokens",
-]
+__all__ = ["DecodeStats", "Decoder", "Output", "Round", "Sampling", "StreamEvent", "depth_counts"]
+__all__ += ["LOSSLESS", "LOSSY", "Plan", "Tree", "best_tree"]
+__all__ += ["Control", "Controller", "Costs", "Schedule", "expected_tokens"]

@@ -125,8 +125,7 @@ class Schedule(Control):
     def lengths(self, reach: Tensor) -> Tensor:
         """Return how many drafts of each row are verified, `[B]`.
 
-        Args:
-            reach: how probable each draft is to be reached and accepted; it falls along a row, `[B, N]`.
+        `reach`: how probable each draft is to be reached and accepted; it falls along a row, `[B, N]`.
         """
         from torch import nn, zeros_like
 

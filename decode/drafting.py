@@ -96,8 +96,7 @@ class DraftSampler:
     ) -> NextToken:
         """Pick the token of a chain that stands after `depth` drafts, from logits `[B, V']`.
 
-        Args:
-            context: of that token, if there are processors.
+        `context`: of that token, if there are processors.
         """
         if self._is_certain and context is None:
             best = _highest(logits, logits)
@@ -250,8 +249,7 @@ class ChainDraft:
 def propose_confidently(session: NodeSession, root: Tensor, depth: int, chain: ChainDraft, may_sync: bool) -> Proposal:
     """Draft a chain after `root` `[B]` with a session that gives, before each token, its confidence in it.
 
-    Args:
-        may_sync: whether the host may wait for the device to learn that all rows have ended.
+    `may_sync`: whether the host may wait for the device to learn that all rows have ended.
     """
     depth = min(depth, session.max_depth or depth)
     logits, drafted = session.prefill(root), list[Tensor]()

@@ -52,9 +52,8 @@ class Decoder:
             fastest on its device (see `targets.fast`). A target that has taken another way keeps it: with one that is
             packed (`Target.pack`), the drafter is, too.
 
-    Raises:
-        IncompatibleError: the drafter cannot draft for this target (taps, sizes, vocabulary), or the fast pass is asked
-            for and does not serve it.
+    Raises IncompatibleError if the drafter cannot draft for this target (taps, sizes, vocabulary), or the fast pass is
+    asked for and does not serve it.
     """
 
     def __init__(
@@ -186,8 +185,7 @@ class Request:
     def tokens(self, vocab: int) -> tuple[Tensor, list[int]]:
         """Return the prompts as a tensor `[B, T]`, zeros after the shorter ones, and their lengths.
 
-        Raises:
-            BadInputError: a token outside the vocabulary.
+        Raises BadInputError for a token outside the vocabulary.
         """
         tokens = pad_sequence(self.rows, batch_first=True)
         least, most = int(tokens.min()), int(tokens.max())
@@ -248,8 +246,7 @@ class _Sequence:
 class Run:
     """One generation, from its request to its output.
 
-    Args:
-        static_batches: lend memory for rounds of fixed shapes, if such are wanted.
+    `static_batches`: lend memory for rounds of fixed shapes, if such are wanted.
 
     Raises:
         BadInputError: see `Decoder.generate`.

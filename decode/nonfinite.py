@@ -25,15 +25,10 @@ def are_finite(values: list[Tensor]) -> Tensor:
 
 @dataclass
 class NonFiniteTracer:
-    """Finds the first layer, in the order of computation, whose output is not finite.
+    """Finds the first layer, in the order of computation, whose output is not finite."""
 
-    Attributes:
-        models: by the names that errors give them.
-        origin: that layer, such as "the target's model.layers.3.mlp"; None if there is none yet.
-    """
-
-    models: Mapping[str, nn.Module]
-    origin: str | None = None
+    models: Mapping[str, nn.Module]  # by the names that errors give them
+    origin: str | None = None  # that layer, such as "the target's model.layers.3.mlp"; None if there is none yet
     _layer: nn.Module | None = field(default=None, init=False)
 
     @contextmanager

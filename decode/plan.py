@@ -13,7 +13,7 @@ from typing import Any
 from ..common import BadInputError
 from ..common.values import tree_depths
 from .control import Control
-from .rule_table import AT_ZERO, LOSSLESS, LOSSY, RULES, DraftShape, choose_rule, fitting_rules
+from .rule_table import AT_ZERO, LOSSLESS, LOSSY, RULES, DraftShape, choose_rule
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Plan:
         known = ("auto", *LOSSLESS, *LOSSY)
         if self.verify not in known:
             raise BadInputError(f"plan: unknown verification rule {self.verify!r}; known: {', '.join(known)}.")
-        fitting = ("auto", *fitting_rules(self.shape))
+        fitting = ("auto", *(name for name, rule in RULES.items() if self.shape in rule.shapes))
         if self.verify not in fitting:
             raise BadInputError(
                 f"plan: the rule {self.verify!r} cannot verify {self.shape.value}; these can: {', '.join(fitting)}."
@@ -136,8 +136,7 @@ class Plan:
     def rule(self, temperature: float, deterministic: bool) -> str:
         """Return the name of the rule for a proposal that is, or is not, deterministic.
 
-        Raises:
-            BadInputError: the greedy rule above temperature 0.
+        Raises BadInputError for the greedy rule above temperature 0.
         """
         if self.verify == AT_ZERO and temperature > 0:
             raise BadInputError(f"the greedy rule needs temperature 0, got {temperature}.")
@@ -148,8 +147,7 @@ class Plan:
 class Tree:
     """A static shape: the parent of each node, in level order; a chain of three is (-1, 0, 1).
 
-    Raises:
-        BadInputError: a parent that does not come first, or nodes that are not in level order.
+    Raises BadInputError for a parent that does not come first, or nodes that are not in level order.
     """
 
     parents: tuple[int, ...]
@@ -195,12 +193,10 @@ def best_tree(rates: Sequence[Sequence[float]], nodes: int) -> Tree:
 
     Sequoia's dynamic programme (arXiv 2402.12374, §4.1).
 
-    Args:
-        rates: `rates[d][r]`, the probability that the r-th child of a node at depth d is accepted, given that the node
-            was; that the children before it were refused is part of the rate. They limit depth and width.
+    `rates`: `rates[d][r]`, the probability that the r-th child of a node at depth d is accepted, given that the node
+    was; that the children before it were refused is part of the rate. They limit depth and width.
 
-    Raises:
-        BadInputError: more nodes than these rates have room for.
+    Raises BadInputError for more nodes than these rates have room for.
     """
     if not rates or nodes < 1:
         raise BadInputError(

@@ -25,24 +25,15 @@ from .sampling import ACCEPT, CORRECT, DRAFT
 
 @dataclass(frozen=True)
 class ReferenceDecoder:
-    """A speculative decoder of one text.
+    """A speculative decoder of one text."""
 
-    Attributes:
-        target: gives the logits `[V]` of the token that follows a text.
-        drafter: gives the logits `[V]` of the token that follows a text and some drafts after it.
-        depth: drafts of a chain.
-        tree: the shape of a tree to draft instead.
-        temperature: 0 for the most probable token.
-        seed, sequence: these, the purpose of a random number and its place in the text decide the number.
-    """
-
-    target: Callable[[list[int]], Tensor]
-    drafter: Callable[[list[int], list[int]], Tensor]
-    depth: int = 3
-    tree: Tree | None = None
-    temperature: float = 0.0
-    seed: int = 0
-    sequence: int = 0
+    target: Callable[[list[int]], Tensor]  # gives the logits `[V]` of the token that follows a text
+    drafter: Callable[[list[int], list[int]], Tensor]  # the same, of a text and some drafts after it
+    depth: int = 3  # drafts of a chain
+    tree: Tree | None = None  # the shape of a tree to draft instead
+    temperature: float = 0.0  # 0 for the most probable token
+    seed: int = 0  # with `sequence`, the purpose of a random number and its place in the text, decides it
+    sequence: int = 0  # see `seed`
 
     def generate(self, prompt: list[int], max_new_tokens: int) -> tuple[list[int], list[tuple[int, int]]]:
         """Return the new tokens, and for each round how many drafts were verified and how many were accepted."""

@@ -98,5 +98,4 @@ def differs(device: torch.device) -> str:
 
 
 def _kernel(seed: Seed, stream: int, keys: tuple[Tensor, ...]) -> Tensor:
-    numbers: Tensor = rng_kernel.uniforms(seed_on(keys[0].device, seed), stream, list(keys))
-    return numbers
+    return rng_kernel.uniforms(seed_on(keys[0].device, seed), stream, list(keys))

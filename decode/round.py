@@ -202,8 +202,7 @@ def step(
 ) -> tuple[RoundState, RoundResult]:
     """Run a whole round of `depth` drafts: draft, verify, commit, and update the drafter's session.
 
-    Args:
-        on_drafted: called between drafting and verification, to time them.
+    `on_drafted`: called between drafting and verification, to time them.
     """
     drafted = draft(setup, state, depth)
     if on_drafted is not None:
@@ -216,8 +215,7 @@ def step(
 def first_tokens(setup: RoundSetup, state: RoundState, logits: Tensor | None, keys: Keys) -> tuple[RoundState, Tensor]:
     """Draw the tokens that follow the prompts from the target's logits after them, `[B, 1, V]`.
 
-    Returns:
-        The state whose roots they are, and a packed `RoundRow` of each.
+    Returns the state whose roots they are, and a packed `RoundRow` of each.
     """
     verdict, _ = judge(setup, state, no_draft(state.root), logits, keys)
     nothing = verdict.accepted

@@ -65,19 +65,13 @@ AT_ZERO, NOT_DRAWN = "greedy", "candidates"
 BY_SHAPE = {DraftShape.CHAIN: "rejection", DraftShape.STATIC: "without_replacement", DraftShape.DYNAMIC: NOT_DRAWN}
 
 
-def fitting_rules(shape: DraftShape) -> tuple[str, ...]:
-    """Return the names of the rules that can judge proposals of `shape`."""
-    return tuple(name for name, rule in RULES.items() if shape in rule.shapes)
-
-
 def choose_rule(name: str, shape: DraftShape, temperature: float, deterministic: bool) -> str:
     """Return the name of the rule that judges a proposal, for a plan whose `verify` is `name` ("auto" or a rule's).
 
     Auto is greedy at temperature 0; above it candidates for proposals that are no samples (n-grams, dynamic trees),
     else rejection for chains and without_replacement for trees.
 
-    Args:
-        deterministic: whether the proposal's tokens are no samples.
+    `deterministic`: whether the proposal's tokens are no samples.
     """
     if name in LOSSY:
         return name

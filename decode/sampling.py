@@ -123,8 +123,7 @@ class Processors:
 
     A repetition penalty, bad words, no end before min_new_tokens, suppressed tokens: a forbidden one gets -inf.
 
-    Raises:
-        BadInputError: a token outside the vocabulary.
+    Raises BadInputError for a token outside the vocabulary.
     """
 
     def __init__(self, sampling: Sampling, vocab: int, eos: Collection[int], device: torch.device):

@@ -52,8 +52,7 @@ def window_of(needed: int) -> int:
 def margin(nodes: int, depth: int, reads: int) -> int:
     """Return how many entries a round may write after the longest row; a drafter's cache is up to a round late.
 
-    Args:
-        nodes: most drafts that are verified. depth: of the deepest. reads: most drafts that the drafter reads.
+    `nodes`: most drafts that are verified. `depth`: of the deepest. `reads`: most drafts that the drafter reads.
     """
     return 2 * (1 + max(nodes, depth, reads)) + 1
 
@@ -235,8 +234,7 @@ def _no_choice(logits: Tensor, token_ids: Tensor | None) -> Tensor:  # noqa: ARG
 class StaticBatches:
     """A decoder's static batches, kept from request to request: one per number of rows, with a drafter and without.
 
-    Args:
-        wanted: whether rounds have fixed shapes at all.
+    `wanted`: whether rounds have fixed shapes at all.
     """
 
     def __init__(self, target: Target, wanted: bool):
@@ -294,8 +292,7 @@ class Graphs(Generic[S, R]):
     The work is a function from a state to the next state and a result. A graph reads a state's tensors at one place in
     memory and leaves the next state's there.
 
-    Args:
-        captures: False runs all work eagerly.
+    `captures`: False runs all work eagerly.
     """
 
     def __init__(self, device: torch.device, captures: bool):
@@ -317,8 +314,7 @@ class Graphs(Generic[S, R]):
 
         The first of its kind runs eagerly, which warms up what capture must not; the second is captured.
 
-        Args:
-            key: everything that decides the work, beside the state's tensors.
+        `key`: everything that decides the work, beside the state's tensors.
         """
         if not self.captures:
             return *work(state), False

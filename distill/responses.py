@@ -29,7 +29,7 @@ from ..common.progress import progress
 from ..common.runtime import versions
 from ..recipes import Recipe, TargetSpec
 from ..targets import Fingerprint, Target, config_only_target
-from ..targets.embeddings_and_head import target_without_layers
+from ..targets.config_only import target_without_layers
 from ..targets.sharding import processes
 from .client import read_key, require_client
 from .conversation import Supervised, given_sequences, sequences, why_ended

@@ -2,26 +2,10 @@
 
 from __future__ import annotations
 
-from .base_layout import ExportLayout, Unsupported
-from .drafter_files import DrafterFiles
+from .base_layout import DrafterFiles, ExportLayout, Unsupported
 from .engines import LAYOUTS, EngineLaunch, launch, layout_of, oldest_version, require_served
 from .export import Exported, export_drafter
 from .import_ import import_drafter, recognised
-from .speculators import load_speculators
 
-__all__ = [
-    "LAYOUTS",
-    "DrafterFiles",
-    "EngineLaunch",
-    "ExportLayout",
-    "Exported",
-    "Unsupported",
-    "export_drafter",
-    "import_drafter",
-    "launch",
-    "layout_of",
-    "load_speculators",
-    "oldest_version",
-    "recognised",
-    "require_served",
-]
+__all__ = ["DrafterFiles", "ExportLayout", "Exported", "Unsupported", "export_drafter", "import_drafter", "recognised"]
+__all__ += ["LAYOUTS", "EngineLaunch", "launch", "layout_of", "oldest_version", "require_served"]

@@ -1,41 +1,114 @@
-"""A layout: how one kind of drafter is written for an engine, read back as that engine reads it, and read by us."""
+"""A layout: how one kind of drafter is written for an engine, read back as that engine reads it, and read by us.
+
+`DrafterFiles` are what is written and read: config.json, and tensors by name.
+"""
 
 from __future__ import annotations
 
+import json
+import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, TypeVar
 
-from torch import Tensor
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 
+from ..common import IncompatibleError
+from ..common.atomic import replacing, write_atomically
 from ..heads import Drafter, DrafterConfig
-from ..heads.saved import read_config
+from ..heads.saved import CONFIG, read_config
 from ..targets import Target
-from .drafter_files import DrafterFiles
+from ..targets.model_folder import refuse_pickles
+from ..targets.weights import WEIGHTS, other_shapes, stored_tensors
 from .engine_logits import ProbeSequence
 
 
 @dataclass(frozen=True)
-class Unsupported:
-    """Something that a drafter uses and an engine cannot do.
+class DrafterFiles:
+    """A drafter in an engine's layout."""
 
-    Attributes:
-        setting: as it is, such as `norm_before_fc: true`.
-        why: what the engine does instead.
-        nearest: the nearest setting that it serves.
+    config: dict[str, Any]  # the contents of config.json
+    tensors: dict[str, Tensor]  # by their names in the layout
+    folder: Path = Path()  # where it was read from, for messages
+
+    @property
+    def config_file(self) -> Path:
+        return self.folder / CONFIG
+
+    def save(self, folder: Path, weights: str = WEIGHTS) -> None:
+        """Write config.json and the weights into `folder`."""
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / CONFIG, json.dumps(self.config, indent=2) + "\n")
+        held = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in self.tensors.items()}
+        with replacing(folder / weights) as temporary:
+            save_file(held, temporary, metadata={"format": "pt"})
+        shutil.copymode(folder / CONFIG, folder / weights)  # safetensors lets only its own user read what it writes
+
+    @classmethod
+    def load(cls, folder: str | Path) -> DrafterFiles:
+        """Read config.json and every safetensors file of `folder`.
+
+        Raises BadInputError if there is no such checkpoint, or a damaged one, or one of pickles.
+        """
+        folder, tensors = Path(folder).expanduser(), dict[str, Tensor]()
+        config = read_config(folder)
+        refuse_pickles(folder)
+        for file in sorted(folder.glob("*.safetensors")):
+            stored_tensors(file)  # refuses a damaged file
+            tensors |= load_file(file)
+        return cls(config, tensors, folder)
+
+
+def with_prefix(name: str, old: str, new: str) -> str:
+    """Return `name` with the prefix `new` in the place of `old`; without that prefix as it is."""
+    return new + name.removeprefix(old) if name.startswith(old) else name
+
+
+def fill(module: nn.Module, weights: Mapping[str, Tensor], unexpected: Iterable[str], where: str) -> None:
+    """Load `weights` into `module`, strictly.
+
+    Args:
+        weights: by our names.
+        unexpected: tensors of the layout that have no place in `module`.
+        where: names the checkpoint.
+
+    Raises IncompatibleError if something is missing, left over, or of another shape.
     """
+    problems = other_shapes(module.state_dict(), weights) + [f"unexpected {name}" for name in unexpected]
+    if problems:
+        raise IncompatibleError(
+            f"{where}: the tensors do not fit its config.json: {'; '.join(sorted(problems)[:4])} "
+            "(names as in our head)."
+        )
+    module.load_state_dict(dict(weights))
 
-    setting: str
-    why: str
-    nearest: str
+
+@dataclass(frozen=True)
+class Unsupported:
+    """Something that a drafter uses and an engine cannot do."""
+
+    setting: str  # as it is, such as `norm_before_fc: true`
+    why: str  # what the engine does instead
+    nearest: str  # the nearest setting that it serves
 
     def __str__(self) -> str:
         return f"{self.setting}: {self.why}; nearest that can be served: {self.nearest}"
 
 
-class ExportLayout(ABC):
+def pruned_lacking(config: Any, why: str, nearest: str = "draft_vocab_size: 0") -> list[Unsupported]:
+    """Return the lack of a layout that keeps no draft vocabulary, for a drafter that has one; [] for any other."""
+    size = config.draft_vocab_size
+    return [] if size in (0, config.vocab_size) else [Unsupported(f"draft_vocab_size: {size}", why, nearest)]
+
+
+D = TypeVar("D", bound=Drafter)
+C = TypeVar("C", bound=DrafterConfig)
+
+
+class ExportLayout(ABC, Generic[D, C]):
     """How one kind of drafter is written for one engine.
 
     Attributes:
@@ -50,11 +123,11 @@ class ExportLayout(ABC):
     optional: ClassVar[tuple[str, ...]] = ()
     is_model: ClassVar[bool] = False
 
-    def lacks(self, config: DrafterConfig, num_layers: int) -> list[Unsupported]:
+    def lacks(self, config: C, num_layers: int) -> list[Unsupported]:
         """Return the settings of a drafter that cannot be written or served; `num_layers` are the target's."""
         return []
 
-    def write(self, drafter: Drafter, target: Target, depth: int) -> DrafterFiles:
+    def write(self, drafter: D, target: Target, depth: int) -> DrafterFiles:
         """Return the drafter in this layout; an engine drafts `depth` tokens unless it is told otherwise."""
         raise NotImplementedError(f"{self.name} is written file by file, see save.")
 
@@ -70,7 +143,7 @@ class ExportLayout(ABC):
         return False
 
     @abstractmethod
-    def read(self, files: DrafterFiles, target: Target) -> Drafter:
+    def read(self, files: DrafterFiles, target: Target) -> D:
         """Return the drafter that a checkpoint in this layout holds.
 
         Raises:
@@ -81,8 +154,7 @@ class ExportLayout(ABC):
     def shapes(self, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the tensors that a checkpoint with this config.json must hold; {} if it tells none.
 
-        Raises:
-            BadInputError, IncompatibleError: config.json describes no drafter of this kind.
+        Raises BadInputError or IncompatibleError if config.json describes no drafter of this kind.
         """
         return {}
 
@@ -90,7 +162,7 @@ class ExportLayout(ABC):
         """Return the layout's own name of a tensor that other programs spell in another way."""
         return name
 
-    def save(self, drafter: Drafter, target: Target, folder: Path, depth: int) -> None:
+    def save(self, drafter: D, target: Target, folder: Path, depth: int) -> None:
         """Write the drafter into `folder`."""
         self.write(drafter, target, depth).save(folder)
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,22 +23,23 @@ from torch.nn import functional
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from ..common import IncompatibleError
-from ..heads import DFlash, DFlashConfig, Drafter, DrafterConfig, DSpark, DSparkConfig
+from ..heads import DFlash, DFlashConfig, Drafter, DSpark, DSparkConfig
 from ..targets import Target
-from .base_layout import ExportLayout, Unsupported
-from .drafter_files import DrafterFiles, fill
+from .base_layout import DrafterFiles, ExportLayout, Unsupported, fill
 from .engine_logits import Layers, ProbeSequence, Weights, output_table
 from .llama import layer_sizes, llama_config, require_fields, shapes_of
 from .speculators import draft_ids, taps_lacking, vocabulary_maps, written_config
 
 TAPS = "aux_hidden_state_layer_ids"
+B = TypeVar("B", bound=DFlash)
+C = TypeVar("C", bound=DFlashConfig)
 CLASSES: dict[str, tuple[type[DFlash], type[DFlashConfig], str]] = {
     "dflash": (DFlash, DFlashConfig, "DFlashDraftModel"),
     "dspark": (DSpark, DSparkConfig, "DSparkDraftModel"),
 }
 
 
-class BlockLayout(ExportLayout):
+class BlockLayout(ExportLayout[B, C]):
     """A layout of block drafters: tensors have our names, and config.json has the layers' sizes and a few flags."""
 
     beside: ClassVar[tuple[str, ...]] = ()  # tensors that our drafter does not have
@@ -51,17 +52,16 @@ class BlockLayout(ExportLayout):
     def flags(self, config: dict[str, Any], where: str) -> BlockFlags:
         """Return the flags that engines take from a config.json of this layout.
 
-        Raises:
-            BadInputError: it lacks a field that cannot be guessed.
+        Raises BadInputError if it lacks a field that cannot be guessed.
         """
 
     def logits(self, files: DrafterFiles, target: Target, passage: ProbeSequence) -> Tensor:
         config = files.config
         return block_logits(files.tensors, self.layer(config), self.flags(config, str(files.config_file)), passage)
 
-    def read(self, files: DrafterFiles, target: Target) -> DFlash:
+    def read(self, files: DrafterFiles, target: Target) -> B:
         config = self.settings(files.config, str(files.config_file), target.num_layers)
-        drafter = CLASSES[self.drafter][0](config)
+        drafter: Any = CLASSES[self.drafter][0](config)
         weights = {name: tensor for name, tensor in files.tensors.items() if name not in self.beside}
         weights["token_ids"] = draft_ids(files.tensors, config.draft_vocab_size, config.vocab_size, files.folder)
         fill(drafter, weights, [], str(files.folder))
@@ -73,8 +73,8 @@ class BlockLayout(ExportLayout):
     def settings(self, values: dict[str, Any], where: str, num_layers: int) -> DFlashConfig:
         """Return our config of theirs.
 
-        Raises:
-            BadInputError, IncompatibleError: config.json lacks something, or asks for what our drafter cannot do.
+        Raises BadInputError or IncompatibleError if config.json lacks something, or asks for what our drafter cannot
+        do.
         """
         flags, layer = self.flags(values, where), self.layer(values)
         kinds = set(layer.get("layer_types") or ["full_attention"])
@@ -102,7 +102,7 @@ class BlockLayout(ExportLayout):
         return CLASSES[self.drafter][1](**settings)
 
 
-class SpeculatorsBlocks(BlockLayout):
+class SpeculatorsBlocks(BlockLayout[DFlash, DFlashConfig]):
     """Block drafters as the `speculators` package keeps them.
 
     Args:
@@ -116,8 +116,7 @@ class SpeculatorsBlocks(BlockLayout):
     def __init__(self, drafter: str, vllm: bool = False):
         self.drafter, self.vllm = drafter, vllm
 
-    def lacks(self, config: DrafterConfig, num_layers: int) -> list[Unsupported]:
-        assert isinstance(config, DFlashConfig)
+    def lacks(self, config: DFlashConfig, num_layers: int) -> list[Unsupported]:
         lacks = taps_lacking(config.taps, num_layers) if config.taps else []
         if config.sliding_window and self.vllm:
             # Its layout has one meaning (all slots of a block attend back to the same place), vLLM another: each slot's
@@ -140,8 +139,7 @@ class SpeculatorsBlocks(BlockLayout):
             lacks.append(Unsupported(setting, "vLLM serves one kind", "markov_head: vanilla"))
         return lacks
 
-    def write(self, drafter: Drafter, target: Target, depth: int) -> DrafterFiles:
-        assert isinstance(drafter, DFlash)
+    def write(self, drafter: DFlash, target: Target, depth: int) -> DrafterFiles:
         require_servable(drafter, depth)
         config = drafter.config
         tensors = own_tensors(drafter) | vocabulary_maps(drafter.token_ids, config.vocab_size)
@@ -237,24 +235,15 @@ def head_fields(config: DSparkConfig) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class BlockFlags:
-    """The flags that an engine takes from config.json, beside the layers' sizes.
+    """The flags that an engine takes from config.json, beside the layers' sizes."""
 
-    Attributes:
-        taps: HF `hidden_states` indices.
-        mask: the id of the mask token. slots: of a block.
-        from_anchor: slot i predicts the token after its place.
-        causal: a slot attends to the slots up to its own.
-        window: of the context, counted back from the anchor; None for all of it.
-        markov: the kind of a Markov head; None for none.
-    """
-
-    taps: tuple[int, ...]
-    mask: int
-    slots: int
-    from_anchor: bool
-    causal: bool
-    window: int | None
-    markov: str | None = None
+    taps: tuple[int, ...]  # HF `hidden_states` indices
+    mask: int  # the id of the mask token
+    slots: int  # of a block
+    from_anchor: bool  # slot i predicts the token after its place
+    causal: bool  # a slot attends to the slots up to its own
+    window: int | None  # of the context, counted back from the anchor; None for all of it
+    markov: str | None = None  # the kind of a Markov head; None for none
 
 
 @torch.no_grad()
@@ -263,8 +252,7 @@ def block_logits(
 ) -> Tensor:
     """Return the draft logits at each depth, `[k, V]`, −inf outside the draft vocabulary.
 
-    Args:
-        layer: the config of its layers.
+    `layer`: the config of its layers.
     """
     weights = Weights(tensors, layer)
     context = torch.cat([passage.hidden[tap] for tap in flags.taps], -1)

@@ -21,10 +21,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..common import BadInputError, IncompatibleError
-from ..heads import Drafter, DraftModel
+from ..heads import DraftModel, DraftModelConfig
 from ..targets import Target, load_causal_lm
-from .base_layout import ExportLayout
-from .drafter_files import DrafterFiles
+from .base_layout import DrafterFiles, ExportLayout
 from .engine_logits import ProbeSequence, model_logits
 
 FILE = "draft.gguf"
@@ -50,14 +49,13 @@ _KINDS = {
 }
 
 
-class Gguf(ExportLayout):
+class Gguf(ExportLayout[DraftModel, DraftModelConfig]):
     """Draft models as llama.cpp reads them."""
 
     name = "gguf"
     drafter = "draft_model"
 
-    def save(self, drafter: Drafter, target: Target, folder: Path, depth: int) -> None:
-        assert isinstance(drafter, DraftModel)
+    def save(self, drafter: DraftModel, target: Target, folder: Path, depth: int) -> None:
         require_one_vocabulary(drafter, target)
         write_gguf(drafter.model, target.require_tokenizer(), folder / FILE)
 
@@ -67,7 +65,7 @@ class Gguf(ExportLayout):
     def logits(self, files: DrafterFiles, target: Target, passage: ProbeSequence) -> Tensor:
         return model_logits(read_gguf(_file(files.folder)), passage)
 
-    def read(self, files: DrafterFiles, target: Target) -> Drafter:
+    def read(self, files: DrafterFiles, target: Target) -> DraftModel:
         file = _file(files.folder)
         if target.tokenizer is not None:
             _require_same_tokens(file, target.tokenizer)
@@ -84,8 +82,7 @@ def _file(folder: Path) -> Path:
 def read_gguf(file: Path) -> Any:
     """Return the model in `file`, in fp32, as `transformers` reads it, which may be saved as any other.
 
-    Raises:
-        BadInputError: it cannot be read.
+    Raises BadInputError if it cannot be read.
     """
     # Newer versions leave weights packed unless told otherwise, and then cannot save the model.
     asked: Any = getattr(transformers, "GgufConfig", None)
@@ -119,8 +116,7 @@ def _require_same_tokens(file: Path, tokenizer: PreTrainedTokenizerBase) -> None
 def write_gguf(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, file: Path) -> None:
     """Write a causal LM and its tokenizer into `file`, in the precision of its weights.
 
-    Raises:
-        IncompatibleError: its architecture, rotary positions or tokenizer are none that this writes.
+    Raises IncompatibleError if its architecture, rotary positions or tokenizer are none that this writes.
     """
     config: Any = model.config
     if config.model_type not in _ARCHITECTURES:
@@ -263,19 +259,17 @@ def _pre_tokenizer(backend: dict[str, Any]) -> str:
     )
 
 
-class Plain(ExportLayout):
+class Plain(ExportLayout[DraftModel, DraftModelConfig]):
     """Draft models."""
 
     name = "hf"
     drafter = "draft_model"
     is_model = True
 
-    def write(self, drafter: Drafter, target: Target, depth: int) -> DrafterFiles:
-        assert isinstance(drafter, DraftModel)
+    def write(self, drafter: DraftModel, target: Target, depth: int) -> DrafterFiles:
         return DrafterFiles(drafter.model.config.to_dict(), drafter.model.state_dict())
 
-    def save(self, drafter: Drafter, target: Target, folder: Path, depth: int) -> None:
-        assert isinstance(drafter, DraftModel)
+    def save(self, drafter: DraftModel, target: Target, folder: Path, depth: int) -> None:
         require_one_vocabulary(drafter, target)
         drafter.save(folder)
         if target.tokenizer is not None:
@@ -288,7 +282,7 @@ class Plain(ExportLayout):
         architectures = config.get("architectures") or [""]
         return "model_type" in config and architectures[0].endswith(("ForCausalLM", "LMHeadModel"))
 
-    def read(self, files: DrafterFiles, target: Target) -> Drafter:
+    def read(self, files: DrafterFiles, target: Target) -> DraftModel:
         return DraftModel.from_folder(files.folder, files.config, target)
 
 

@@ -18,21 +18,19 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from ..heads import Drafter, DrafterConfig, Eagle1, Eagle1Config, Eagle3, Eagle3Config
+from ..heads import Eagle1, Eagle1Config, Eagle3, Eagle3Config
 from ..targets import Target
-from .base_layout import ExportLayout, Unsupported
+from .base_layout import DrafterFiles, ExportLayout, Unsupported, fill, pruned_lacking, with_prefix
 from .blocks import own_tensors
-from .drafter_files import DrafterFiles, fill, with_prefix
 from .engine_logits import Flags, ProbeSequence, eagle1_logits, eagle3_logits, embedding_table
 from .llama import EMBEDDINGS, check_embeddings, layer_sizes, llama_config, shapes_of
 from .speculators import BESIDE, TAPS, Speculators, tapped_embeddings, taps_lacking
 
 
-class EagleLayout(ExportLayout):
+class EagleLayout(ExportLayout[Eagle1, Eagle1Config]):
     """EAGLE heads.
 
-    Args:
-        engine: whose dialect is written; all are read.
+    `engine`: whose dialect is written; all are read.
     """
 
     name = "eagle"
@@ -42,8 +40,7 @@ class EagleLayout(ExportLayout):
     def __init__(self, engine: Literal["vllm", "sglang", "eagle"]):
         self.engine = engine
 
-    def lacks(self, config: DrafterConfig, num_layers: int) -> list[Unsupported]:
-        assert isinstance(config, Eagle1Config)
+    def lacks(self, config: Eagle1Config, num_layers: int) -> list[Unsupported]:
         lacks = []
         for name, why in (
             ("norm_inputs", "it reads embedding and hidden state as they are"),
@@ -51,15 +48,13 @@ class EagleLayout(ExportLayout):
         ):
             if getattr(config, name):
                 lacks.append(Unsupported(f"{name}: true", why, f"{name}: false, or an eagle3 drafter"))
-        if config.draft_vocab_size not in (0, config.vocab_size):
-            why, nearest = "it drafts from the whole vocabulary", "draft_vocab_size: 0, or an eagle3 drafter"
-            lacks.append(Unsupported(f"draft_vocab_size: {config.draft_vocab_size}", why, nearest))
+        nearest = "draft_vocab_size: 0, or an eagle3 drafter"
+        lacks += pruned_lacking(config, "it drafts from the whole vocabulary", nearest)
         if config.fc_bias and self.engine == "vllm":
             lacks.append(Unsupported("fc_bias: true", "its fc has no bias", "fc_bias: false"))
         return lacks
 
-    def write(self, drafter: Drafter, target: Target, depth: int) -> DrafterFiles:
-        assert isinstance(drafter, Eagle1)
+    def write(self, drafter: Eagle1, target: Target, depth: int) -> DrafterFiles:
         tensors, weight = own_tensors(drafter), drafter.fc.weight
         if (scale := drafter.input_projection.scale()) is not None:
             tensors["fc.weight"] = weight * scale
@@ -109,15 +104,14 @@ def _whole(sizes: dict[str, Any], **settings: Any) -> Eagle1Config:
 _FIRST, _FIRST_THERE = "layers.0.", "midlayer."
 
 
-class Sglang(ExportLayout):
+class Sglang(ExportLayout[Eagle3, Eagle3Config]):
     """EAGLE-3 heads as SGLang reads them."""
 
     name = "sglang"
     drafter = "eagle3"
     optional = BESIDE
 
-    def lacks(self, config: DrafterConfig, num_layers: int) -> list[Unsupported]:
-        assert isinstance(config, Eagle3Config)
+    def lacks(self, config: Eagle3Config, num_layers: int) -> list[Unsupported]:
         lacks = taps_lacking(config.taps, num_layers)
         if 0 in config.taps:
             lacks.append(tapped_embeddings(config.taps))
@@ -134,8 +128,7 @@ class Sglang(ExportLayout):
             lacks.append(Unsupported(f"num_layers: {config.num_layers}", "its EAGLE-3 has one layer", "num_layers: 1"))
         return lacks
 
-    def write(self, drafter: Drafter, target: Target, depth: int) -> DrafterFiles:
-        assert isinstance(drafter, Eagle3)
+    def write(self, drafter: Eagle3, target: Target, depth: int) -> DrafterFiles:
         tensors, config = Speculators(embeddings=False).write(drafter, target, depth).tensors, drafter.config
         values = llama_config(config) | {
             "architectures": ["LlamaForCausalLMEagle3"],

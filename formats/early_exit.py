@@ -16,10 +16,9 @@ from transformers import GenerationConfig
 from ..common import BadInputError
 from ..common.atomic import write_atomically
 from ..common.safe_load import read_json
-from ..heads import Drafter, DrafterConfig, SelfSpeculative, SelfSpeculativeConfig
+from ..heads import SelfSpeculative, SelfSpeculativeConfig
 from ..targets import Target, load_causal_lm
-from .base_layout import ExportLayout, Unsupported
-from .drafter_files import DrafterFiles
+from .base_layout import DrafterFiles, ExportLayout, Unsupported, pruned_lacking
 from .engine_logits import ProbeSequence, model_logits
 
 GENERATION, EXIT = "generation_config.json", "assistant_early_exit"
@@ -28,32 +27,26 @@ GENERATION, EXIT = "generation_config.json", "assistant_early_exit"
 def early_exit_of(folder: Path) -> int | None:
     """Return the layer after which `generate` leaves the model in `folder` to draft; None if it does not."""
     file = folder / GENERATION
-    layer: int | None = read_json(file).get(EXIT) if file.is_file() else None
-    return layer
+    return read_json(file).get(EXIT) if file.is_file() else None
 
 
-class EarlyExit(ExportLayout):
+class EarlyExit(ExportLayout[SelfSpeculative, SelfSpeculativeConfig]):
     """Early exits without weights of their own."""
 
     name = "early-exit"
     drafter = "self_speculative"
     is_model = True
 
-    def lacks(self, config: DrafterConfig, num_layers: int) -> list[Unsupported]:
-        assert isinstance(config, SelfSpeculativeConfig)
+    def lacks(self, config: SelfSpeculativeConfig, num_layers: int) -> list[Unsupported]:
         lacks = []
         if config.num_blocks:
             why = "it leaves through the target's own norm and output embedding"
             lacks.append(Unsupported(f"num_blocks: {config.num_blocks}", why, "num_blocks: 0, with `joint` training"))
         if not config.share_lm_head:
             lacks.append(Unsupported("share_lm_head: false", "it has no other output embedding", "share_lm_head: true"))
-        if config.draft_vocab_size not in (0, config.vocab_size):
-            setting = f"draft_vocab_size: {config.draft_vocab_size}"
-            lacks.append(Unsupported(setting, "it drafts from the whole vocabulary", "draft_vocab_size: 0"))
-        return lacks
+        return lacks + pruned_lacking(config, "it drafts from the whole vocabulary")
 
-    def save(self, drafter: Drafter, target: Target, folder: Path, depth: int) -> None:
-        assert isinstance(drafter, SelfSpeculative)
+    def save(self, drafter: SelfSpeculative, target: Target, folder: Path, depth: int) -> None:
         save_target(target, folder)
         settings: dict[str, Any] = {EXIT: drafter.config.exit_layer, "num_assistant_tokens": depth}
         settings["num_assistant_tokens_schedule"] = "constant"

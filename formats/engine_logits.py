@@ -27,23 +27,14 @@ from ..targets import RowLengths, Target
 
 @dataclass(frozen=True)
 class ProbeSequence:
-    """A text, as a target has processed it, and drafts after it.
+    """A text, as a target has processed it, and drafts after it."""
 
-    Attributes:
-        tokens: `[T + 1]`, the last of which the target has not processed (the root of a round).
-        drafts: `[k − 1]`, the draft tokens that are read to give the next ones.
-        hidden: every hidden state of the target at the processed tokens, by HF index, `[N + 1, T, H]`.
-        embed: gives embeddings `[..., H]`, as the target's first layer reads them.
-        table: the rows of the target's input embedding, `[V, H]`.
-        lm_head: the target's own output embedding, logits `[..., V]` of `[..., H]`.
-    """
-
-    tokens: Tensor
-    drafts: Tensor
-    hidden: Tensor
-    embed: Callable[[Tensor], Tensor]
-    table: Tensor
-    lm_head: Callable[[Tensor], Tensor]
+    tokens: Tensor  # `[T + 1]`, the last of which the target has not processed (the root of a round)
+    drafts: Tensor  # `[k − 1]`, the draft tokens that are read to give the next ones
+    hidden: Tensor  # every hidden state of the target at the processed tokens, by HF index, `[N + 1, T, H]`
+    embed: Callable[[Tensor], Tensor]  # gives embeddings `[..., H]`, as the target's first layer reads them
+    table: Tensor  # the rows of the target's input embedding, `[V, H]`
+    lm_head: Callable[[Tensor], Tensor]  # the target's own output embedding, logits `[..., V]` of `[..., H]`
 
     @property
     def text(self) -> Tensor:
@@ -242,8 +233,7 @@ def peagle_logits(
 ) -> Tensor:
     """Return the draft logits of a P-EAGLE head at each depth, `[k, V]`: those of one pass over text and masks.
 
-    Args:
-        mask: the token that stands in place of drafts.
+    `mask`: the token that stands in place of drafts.
     """
     weights, count = Weights(tensors, layer), len(passage.drafts)
     read = torch.cat([passage.tokens[1:], torch.full_like(passage.drafts, mask)])
@@ -311,8 +301,7 @@ TOLERANCE = 2e-3
 def passage_of(target: Target, max_depth: int | None = None) -> ProbeSequence:
     """Return a passage of random tokens, the same for the same target, to compare both sides on.
 
-    Args:
-        max_depth: the deepest that the drafter drafts, if it has a limit; all of it is compared.
+    `max_depth`: the deepest that the drafter drafts, if it has a limit; all of it is compared.
     """
     depth = max_depth or _DEPTH
     length = min(_LENGTH, (target.max_context or _LENGTH) - depth - 1)
@@ -351,8 +340,7 @@ def difference(ours: Tensor, theirs: Tensor) -> float:
 def require_same(ours: Tensor, theirs: Tensor, what: str) -> float:
     """Return the `difference` of logits.
 
-    Raises:
-        IncompatibleError: rounding does not explain it: the export would not be served as it was measured.
+    Raises IncompatibleError if rounding does not explain it: the export would not be served as it was measured.
     """
     apart = difference(ours, theirs)
     if not apart <= TOLERANCE:

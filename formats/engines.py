@@ -123,8 +123,8 @@ def layout_of(to: str, drafter: str) -> ExportLayout:
 def require_served(to: str, drafter: str, config: DrafterConfig, num_layers: int) -> ExportLayout:
     """Return the layout of a drafter for `to`, if it can serve one with these settings.
 
-    Raises:
-        BadInputError, IncompatibleError: as `layout_of`, or a setting that cannot be served, with the nearest that can.
+    Raises BadInputError or IncompatibleError: as `layout_of`, or a setting that cannot be served, with the nearest that
+    can.
     """
     layout = layout_of(to, drafter)
     if lacks := layout.lacks(config, num_layers):

@@ -17,22 +17,14 @@ from ..common import BadInputError, OutriderError
 from ..heads import Drafter
 from ..heads.saved import read_config
 from ..targets import Target
+from ..targets.weights import stored_tensors
 from .base_layout import ExportLayout
-from .drafter_files import header_names
 from .early_exit import early_exit_of
 from .engines import KNOWN, LAYOUTS
 
 # The errors that reading a config that makes no sense ends with, in our code and in the library's.
-NONSENSE: tuple[type[Exception], ...] = (
-    KeyError,
-    IndexError,
-    TypeError,
-    ValueError,
-    AttributeError,
-    ArithmeticError,
-    RuntimeError,
-    StrictDataclassError,
-)
+NONSENSE: tuple[type[Exception], ...] = (KeyError, IndexError, TypeError, ValueError, AttributeError)
+NONSENSE += (ArithmeticError, RuntimeError, StrictDataclassError)
 # Fields that count parts, of which each has tensors of its own.
 _COUNTS = ("num_hidden_layers", "num_heads", "medusa_num_heads", "medusa_num_layers", "num_nextn_predict_layers")
 
@@ -52,8 +44,7 @@ def nonsense_explained(folder: Path) -> Iterator[None]:
 def recognised(folder: str | Path) -> ExportLayout:
     """Return the layout that the checkpoint in `folder` is in.
 
-    Raises:
-        BadInputError: there is no checkpoint, or one in no layout that is known.
+    Raises BadInputError if there is no checkpoint, or one in no layout that is known.
     """
     path = Path(folder).expanduser()
     with nonsense_explained(path):
@@ -61,7 +52,8 @@ def recognised(folder: str | Path) -> ExportLayout:
             return LAYOUTS["gguf"]["draft_model"]
         if early_exit_of(path) is not None:
             return LAYOUTS["hf"]["self_speculative"]
-        config, names = read_config(path), header_names(path)
+        config, files = read_config(path), sorted(path.glob("*.safetensors"))
+        names = {name for file in files for name in stored_tensors(file)}
         _check_counts(config, names, path)
         layout = next((layout for layout in KNOWN if layout.recognises(config, names)), None)
     if layout is None:

@@ -177,8 +177,7 @@ def depths(view: CheckpointView) -> Findings:
 
 def _speculative_tokens(config: dict[str, Any]) -> int | None:
     methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
-    tokens: int | None = methods[0].get("speculative_tokens")
-    return tokens
+    return methods[0].get("speculative_tokens")
 
 
 def rotary_positions(view: CheckpointView) -> Findings:
@@ -488,18 +487,8 @@ def dspark_heads(view: CheckpointView) -> Findings:
 
 
 Check = Callable[[CheckpointView], Findings]
-EVERY: tuple[Check, ...] = (
-    numbers,
-    untrained_norms,
-    names_and_shapes,
-    frequencies,
-    changed_tensors,
-    changed_config,
-    depths,
-    rotary_positions,
-    context,
-    embeddings,
-)
+EVERY: tuple[Check, ...] = (numbers, untrained_norms, names_and_shapes, frequencies, changed_tensors, changed_config)
+EVERY += (depths, rotary_positions, context, embeddings)
 _EAGLE3: tuple[Check, ...] = (taps, norm_flags, draft_vocabulary, tied_embeddings)
 _BLOCKS: tuple[Check, ...] = (taps, target_layers, mask_token, block_slots, block_architecture, flat_names)
 # By the type of our drafter, the checks beside those of every one.
@@ -514,11 +503,9 @@ CHECKS = {
 def lint(folder: str | Path, target: str | None = None) -> list[LintFinding]:
     """Return the findings in the drafter's files in `folder`, faults first; [] for none.
 
-    Args:
-        target: the target's folder; None takes the one that the files name, if it is on this machine.
+    `target`: the target's folder; None takes the one that the files name, if it is on this machine.
 
-    Raises:
-        BadInputError: there is no checkpoint in a known layout, or its files cannot be read.
+    Raises BadInputError if there is no checkpoint in a known layout, or its files cannot be read.
     """
     folder = Path(folder).expanduser()
     if not any(folder.glob("*.safetensors")) and (pickled := list(pickles(folder))):

@@ -22,27 +22,19 @@ from ..common.atomic import write_atomically
 from ..common.safe_load import read_json
 from ..targets import embedded_path
 from ..targets.loading import EMBEDDED
-from .base_layout import ExportLayout
-from .drafter_files import DrafterFiles
+from .base_layout import DrafterFiles, ExportLayout
 
 RECORD = "written.json"
 
 
 @dataclass(frozen=True)
 class LintFinding:
-    """Something wrong or unusual in a checkpoint.
+    """Something wrong or unusual in a checkpoint."""
 
-    Attributes:
-        check: a short name for it, for programs.
-        found: the fault: the actual value, and the expected one.
-        engine: what an engine would do with it.
-        is_fault: whether it is surely wrong; else it is unusual, and may be meant.
-    """
-
-    check: str
-    found: str
-    engine: str
-    is_fault: bool = True
+    check: str  # a short name for it, for programs
+    found: str  # the fault: the actual value, and the expected one
+    engine: str  # what an engine would do with it
+    is_fault: bool = True  # whether it is surely wrong; else it is unusual, and may be meant
 
     def __str__(self) -> str:
         return f"{self.check}: {self.found} {self.engine}"
@@ -50,13 +42,9 @@ class LintFinding:
 
 @dataclass(frozen=True)
 class TargetFacts:
-    """A target, as its files describe it.
+    """A target, as its files describe it."""
 
-    Attributes:
-        config: its config.json; of several models in one, the text's.
-    """
-
-    config: dict[str, Any]
+    config: dict[str, Any]  # its config.json; of several models in one, the text's
     folder: Path
 
     @classmethod
@@ -86,22 +74,14 @@ class TargetFacts:
 
 @dataclass(frozen=True)
 class CheckpointView:
-    """A checkpoint, and the files around it.
-
-    Attributes:
-        layout: the one that its config.json is in.
-        record: written.json of Outrider's exports; None elsewhere.
-        launch: launch.json, how an engine is started with it; {} without.
-        served: served.json; {} without.
-        target: the target's files; None if they are not at hand.
-    """
+    """A checkpoint, and the files around it."""
 
     files: DrafterFiles
-    layout: ExportLayout
-    record: dict[str, Any] | None = None
-    launch: dict[str, Any] = field(default_factory=dict)
-    served: dict[str, Any] = field(default_factory=dict)
-    target: TargetFacts | None = None
+    layout: ExportLayout  # the one that its config.json is in
+    record: dict[str, Any] | None = None  # written.json of Outrider's exports; None elsewhere
+    launch: dict[str, Any] = field(default_factory=dict)  # launch.json, how an engine is started with it; {} without
+    served: dict[str, Any] = field(default_factory=dict)  # served.json; {} without
+    target: TargetFacts | None = None  # the target's files; None if they are not at hand
 
     @property
     def config(self) -> dict[str, Any]:
@@ -115,8 +95,7 @@ class CheckpointView:
     def at(cls, folder: Path, layout: ExportLayout, target: str | None) -> CheckpointView:
         """Return the view of the checkpoint in `folder`; `target` is the target's folder, None for the one it names.
 
-        Raises:
-            BadInputError: the checkpoint cannot be read.
+        Raises BadInputError if the checkpoint cannot be read.
         """
         files = layout.load(folder)
         named = (files.config.get("speculators_config") or {}).get("verifier") or {}

@@ -15,7 +15,10 @@ from ..heads.decoder_layer import LayerConfig, LayerDrafter
 from ..targets import Target
 
 EMBEDDINGS = "embed_tokens.weight"
-_SIZES = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim"
+# Sizes by their names in a Llama's config.json; ours has one of them under another name.
+_SIZES: tuple[str, ...] = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+_SIZES += ("num_attention_heads", "num_key_value_heads", "head_dim")
+_OURS = {"num_hidden_layers": "num_layers"}
 
 
 def llama_config(config: LayerConfig) -> dict[str, Any]:
@@ -28,13 +31,7 @@ def llama_config(config: LayerConfig) -> dict[str, Any]:
     return {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
+        **{name: getattr(config, _OURS.get(name, name)) for name in _SIZES},
         "hidden_act": "silu",
         "rms_norm_eps": config.rms_norm_eps,
         "max_position_embeddings": config.max_position_embeddings,
@@ -57,14 +54,12 @@ def require_fields(config: dict[str, Any], names: Sequence[str], where: str) -> 
 def layer_sizes(layer: dict[str, Any], where: str, problems: Sequence[str] = ()) -> dict[str, Any]:
     """Return the sizes of our layers, from the config of theirs.
 
-    Args:
-        problems: other features of the head that ours lacks.
+    `problems`: other features of the head that ours lacks.
 
-    Raises:
-        IncompatibleError: there are problems, layers of another kind than Llama's, or with what ours do not have.
+    Raises IncompatibleError if there are problems, layers of another kind than Llama's, or with what ours do not have.
     """
     llama: Any = LlamaConfig(**{k: v for k, v in layer.items() if k != "model_type"})
-    for name in _SIZES.split():
+    for name in _SIZES:
         size = getattr(llama, name, None)
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise BadInputError(f"{where}: {name} must be a whole number of 1 or more, found {size!r}.")
@@ -73,13 +68,7 @@ def layer_sizes(layer: dict[str, Any], where: str, problems: Sequence[str] = ())
             f"{where}: {'; '.join(problems)}. Our head cannot do that; train it without, or import another one."
         )
     return {
-        "vocab_size": llama.vocab_size,
-        "num_layers": llama.num_hidden_layers,
-        "hidden_size": llama.hidden_size,
-        "intermediate_size": llama.intermediate_size,
-        "head_dim": llama.head_dim,
-        "num_attention_heads": llama.num_attention_heads,
-        "num_key_value_heads": llama.num_key_value_heads,
+        **{_OURS.get(name, name): getattr(llama, name) for name in _SIZES},
         "rms_norm_eps": llama.rms_norm_eps,
         "rope_parameters": dict(llama.rope_parameters),
         "max_position_embeddings": llama.max_position_embeddings,

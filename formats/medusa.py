@@ -18,31 +18,25 @@ import torch
 from torch import Tensor
 
 from ..common import BadInputError, IncompatibleError
-from ..heads import Drafter, DrafterConfig, Medusa, MedusaConfig
+from ..heads import Medusa, MedusaConfig
 from ..targets import Target
-from .base_layout import ExportLayout, Unsupported
-from .drafter_files import DrafterFiles, fill
+from .base_layout import DrafterFiles, ExportLayout, Unsupported, fill, pruned_lacking
 from .engine_logits import ProbeSequence, medusa_logits, output_table
 from .llama import require_same_rows
 
 FILE = "medusa_lm_head.safetensors"
 
 
-class MedusaRepository(ExportLayout):
+class MedusaRepository(ExportLayout[Medusa, MedusaConfig]):
     """Medusa heads as the method's own repository, and TGI, read them."""
 
     name = "medusa"
     drafter = "medusa"
 
-    def lacks(self, config: DrafterConfig, num_layers: int) -> list[Unsupported]:
-        assert isinstance(config, MedusaConfig)
-        if config.draft_vocab_size in (0, config.vocab_size):
-            return []
-        why, nearest = "its heads cover the whole vocabulary", "draft_vocab_size: 0, or export to vllm"
-        return [Unsupported(f"draft_vocab_size: {config.draft_vocab_size}", why, nearest)]
+    def lacks(self, config: MedusaConfig, num_layers: int) -> list[Unsupported]:
+        return pruned_lacking(config, "its heads cover the whole vocabulary", "draft_vocab_size: 0, or export to vllm")
 
-    def write(self, drafter: Drafter, target: Target, depth: int) -> DrafterFiles:
-        assert isinstance(drafter, Medusa)
+    def write(self, drafter: Medusa, target: Target, depth: int) -> DrafterFiles:
         config, state, tensors = drafter.config, drafter.state_dict(), dict[str, Tensor]()
         for i in range(config.num_heads):
             for j in range(config.num_layers):
@@ -58,7 +52,7 @@ class MedusaRepository(ExportLayout):
         }
         return DrafterFiles(values, tensors)
 
-    def save(self, drafter: Drafter, target: Target, folder: Path, depth: int) -> None:
+    def save(self, drafter: Medusa, target: Target, folder: Path, depth: int) -> None:
         self.write(drafter, target, depth).save(folder, FILE)
 
     def logits(self, files: DrafterFiles, target: Target, passage: ProbeSequence) -> Tensor:
@@ -72,15 +66,14 @@ class MedusaRepository(ExportLayout):
         return MedusaVllm().read(as_vllm(files), target)
 
 
-class MedusaVllm(ExportLayout):
+class MedusaVllm(ExportLayout[Medusa, MedusaConfig]):
     """Medusa heads as vLLM names them."""
 
     name = "medusa-vllm"
     drafter = "medusa"
     optional = ("token_map",)
 
-    def write(self, drafter: Drafter, target: Target, depth: int) -> DrafterFiles:
-        assert isinstance(drafter, Medusa)
+    def write(self, drafter: Medusa, target: Target, depth: int) -> DrafterFiles:
         config, state = drafter.config, drafter.state_dict()
         tensors = {theirs: state[ours] for ours, theirs in _names(drafter)}
         if config.share_lm_head:
@@ -211,8 +204,7 @@ def logit_scale(target: Target) -> float:
 def as_vllm(files: DrafterFiles) -> DrafterFiles:
     """Return a checkpoint of the repository under vLLM's names, as vLLM reads it.
 
-    Raises:
-        BadInputError: the config names no heads.
+    Raises BadInputError if the config names no heads.
     """
     heads, layers = (files.config.get(f"medusa_num_{name}") for name in ("heads", "layers"))
     if not heads or not layers:

@@ -24,13 +24,12 @@ from ..common import BadInputError, IncompatibleError, OutriderError
 from ..common.atomic import replacing
 from ..common.locks import scratch_folder
 from ..common.terminal import print_to_stderr
-from ..heads import Drafter, DrafterConfig
 from ..heads.mtp import Mtp, MtpConfig
-from ..heads.mtp_checkpoint import KEPT, LAYER, SINGLE, Checkpoint, folder_of, places_in, plain_body
+from ..heads.mtp_checkpoint import KEPT, LAYER, Checkpoint, folder_of, places_in, plain_body
 from ..heads.registry import load_drafter
 from ..targets import Target
-from .base_layout import ExportLayout, Unsupported
-from .drafter_files import DrafterFiles
+from ..targets.model_folder import SINGLE
+from .base_layout import DrafterFiles, ExportLayout, Unsupported, pruned_lacking
 from .engine_logits import ProbeSequence, session_logits
 
 # Files of the target's folder that an export brings along.
@@ -39,22 +38,19 @@ _COPIED = {".json", ".safetensors", ".jinja", ".model", ".txt"}
 _HANDS_ON_RAW = ("deepseek_v3", "glm4_moe")
 
 
-class NativeMtp(ExportLayout):
+class NativeMtp(ExportLayout[Mtp, MtpConfig]):
     """MTP modules inside their target's checkpoint."""
 
     name = "mtp-native"
     drafter = "mtp"
     is_model = True
 
-    def lacks(self, config: DrafterConfig, num_layers: int) -> list[Unsupported]:
-        assert isinstance(config, MtpConfig)
+    def lacks(self, config: MtpConfig, num_layers: int) -> list[Unsupported]:
         lacks = []
         if config.hidden_first:
             why = "native modules project [embedding; hidden]"
             lacks.append(Unsupported("hidden_first: true", why, "hidden_first: false"))
-        if config.draft_vocab_size not in (0, config.vocab_size):
-            why = "native modules use the target's whole output embedding"
-            lacks.append(Unsupported(f"draft_vocab_size: {config.draft_vocab_size}", why, "draft_vocab_size: 0"))
+        lacks += pruned_lacking(config, "native modules use the target's whole output embedding")
         if config.depth > 1:
             why = "engines run the first module again and again"
             lacks.append(Unsupported(f"depth: {config.depth}", why, "recursive: true, without depth"))
@@ -65,8 +61,7 @@ class NativeMtp(ExportLayout):
             lacks.append(Unsupported(setting, why, f"norm_output: {str(normed).lower()}"))
         return lacks
 
-    def save(self, drafter: Drafter, target: Target, folder: Path, depth: int) -> None:
-        assert isinstance(drafter, Mtp)
+    def save(self, drafter: Mtp, target: Target, folder: Path, depth: int) -> None:
         source = target.source.get("path")
         if source is None:
             raise BadInputError("mtp: this target was not loaded from a checkpoint, so there is none to write into.")
@@ -102,11 +97,9 @@ def save_native(drafter: Mtp, checkpoint: str, folder: str | Path) -> list[Path]
     They are safetensors files. Names, shapes, dtypes and whatever else they hold stay: put them in the place of the
     originals, beside the same index.
 
-    Returns:
-        the files written.
+    Returns the files written.
 
-    Raises:
-        BadInputError, IncompatibleError: the checkpoint's modules are not of this drafter's kind.
+    Raises BadInputError or IncompatibleError if the checkpoint's modules are not of this drafter's kind.
     """
     if drafter.config.hidden_first:
         raise IncompatibleError(
@@ -163,11 +156,7 @@ def _like(name: str, tensor: Tensor, original: Tensor) -> Tensor:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Write a trained drafter's modules under their native names.
-
-    Returns:
-        the exit code: 0 fine, 2 bad input, 3 incompatible.
-    """
+    """Write a trained drafter's modules under their native names; return 0, 2 for bad input, 3 for incompatible."""
     parser = argparse.ArgumentParser(
         prog="python -m outrider.formats.mtp", description="Write MTP modules back under their native names."
     )

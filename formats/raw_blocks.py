@@ -14,20 +14,21 @@ from dataclasses import replace
 from typing import Any
 
 from ..common import IncompatibleError
-from ..heads import DFlash, DFlashConfig, Drafter, DrafterConfig, DSparkConfig
+from ..heads import DFlash, DFlashConfig, DSpark, DSparkConfig
 from ..targets import Target
-from .base_layout import Unsupported
+from .base_layout import DrafterFiles, Unsupported, pruned_lacking, with_prefix
 from .blocks import (
     DRAFTS_FROM_ANCHOR,
     NO_MARKOV_HEAD,
+    B,
     BlockFlags,
     BlockLayout,
+    C,
     head_fields,
     layer_config,
     own_tensors,
     require_servable,
 )
-from .drafter_files import DrafterFiles, with_prefix
 from .engine_logits import embedding_table, output_table
 from .llama import EMBEDDINGS, check_embeddings, require_fields, require_same_rows
 from .speculators import tapped_embeddings, taps_lacking
@@ -38,7 +39,7 @@ OUTPUT = "lm_head.weight"
 _ALSO = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
 
 
-class RawBlocks(BlockLayout):
+class RawBlocks(BlockLayout[B, C]):
     """A block drafter under a flat config.json, whose taps are outputs of layers."""
 
     def layer(self, config: dict[str, Any]) -> dict[str, Any]:
@@ -51,30 +52,25 @@ class RawBlocks(BlockLayout):
             name = with_prefix(name, also, usual)
         return name
 
-    def read(self, files: DrafterFiles, target: Target) -> DFlash:
+    def read(self, files: DrafterFiles, target: Target) -> B:
         usual = {self.plain_name(name): tensor for name, tensor in files.tensors.items()}
         return super().read(replace(files, tensors=usual), target)
 
-    def lacks(self, config: DrafterConfig, num_layers: int) -> list[Unsupported]:
-        assert isinstance(config, DFlashConfig)
+    def lacks(self, config: C, num_layers: int) -> list[Unsupported]:
         lacks = taps_lacking(config.taps, num_layers) if config.taps else []
         if config.sliding_window:
             why, nearest = "this layout does not define how a window is counted", "sliding_window: 0, or speculators"
             lacks.append(Unsupported(f"sliding_window: {config.sliding_window}", why, nearest))
-        if config.draft_vocab_size not in (0, config.vocab_size):
-            why = "it drafts with the target's own output embedding"
-            lacks.append(Unsupported(f"draft_vocab_size: {config.draft_vocab_size}", why, "draft_vocab_size: 0"))
-        return lacks
+        return lacks + pruned_lacking(config, "it drafts with the target's own output embedding")
 
 
-class ZLab(RawBlocks):
+class ZLab(RawBlocks[DFlash, DFlashConfig]):
     """DFlash drafters as z-lab publishes them."""
 
     name = "z-lab"
     drafter = "dflash"
 
-    def lacks(self, config: DrafterConfig, num_layers: int) -> list[Unsupported]:
-        assert isinstance(config, DFlashConfig)
+    def lacks(self, config: DFlashConfig, num_layers: int) -> list[Unsupported]:
         lacks = super().lacks(config, num_layers)
         if 0 in config.taps:
             lacks.append(tapped_embeddings(config.taps))
@@ -82,8 +78,7 @@ class ZLab(RawBlocks):
             lacks.append(DRAFTS_FROM_ANCHOR)
         return lacks
 
-    def write(self, drafter: Drafter, target: Target, depth: int) -> DrafterFiles:
-        assert isinstance(drafter, DFlash)
+    def write(self, drafter: DFlash, target: Target, depth: int) -> DrafterFiles:
         require_servable(drafter, depth)
         config = drafter.config
         values = _flat(drafter, target, "DFlashDraftModel") | {
@@ -121,15 +116,14 @@ class ZLab(RawBlocks):
         )
 
 
-class DeepSpec(RawBlocks):
+class DeepSpec(RawBlocks[DSpark, DSparkConfig]):
     """DSpark drafters as DeepSpec keeps them: the target's embeddings and output embedding are copied beside."""
 
     name = "deepspec"
     drafter = "dspark"
     optional = beside = (EMBEDDINGS, OUTPUT)
 
-    def lacks(self, config: DrafterConfig, num_layers: int) -> list[Unsupported]:
-        assert isinstance(config, DSparkConfig)
+    def lacks(self, config: DSparkConfig, num_layers: int) -> list[Unsupported]:
         lacks = super().lacks(config, num_layers)
         if not config.from_anchor:
             lacks.append(Unsupported("from_anchor: false", "its first slot drafts, too", "from_anchor: true"))
@@ -139,11 +133,9 @@ class DeepSpec(RawBlocks):
             lacks.append(NO_MARKOV_HEAD)
         return lacks
 
-    def write(self, drafter: Drafter, target: Target, depth: int) -> DrafterFiles:
-        assert isinstance(drafter, DFlash)
+    def write(self, drafter: DSpark, target: Target, depth: int) -> DrafterFiles:
         require_servable(drafter, depth)
         config = drafter.config
-        assert isinstance(config, DSparkConfig)
         values = _flat(drafter, target, "Qwen3DSparkModel") | {
             TAPS: [tap - 1 for tap in config.taps],
             "mask_token_id": config.mask_token_id,
@@ -169,7 +161,7 @@ class DeepSpec(RawBlocks):
             markov=config.get("markov_head_type", "vanilla") if config.get("markov_rank") else None,
         )
 
-    def read(self, files: DrafterFiles, target: Target) -> DFlash:
+    def read(self, files: DrafterFiles, target: Target) -> DSpark:
         check_embeddings(files.tensors.get(EMBEDDINGS), target, files.folder)
         if (output := files.tensors.get(OUTPUT)) is not None:
             require_same_rows(output, output_table(target), OUTPUT, files.folder)

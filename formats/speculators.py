@@ -24,10 +24,9 @@ from torch import Tensor
 
 from ..common import BadInputError, IncompatibleError
 from ..common.runtime import versions
-from ..heads import DFlash, Drafter, DrafterConfig, Eagle3, Eagle3Config, PEagle, PEagleConfig
+from ..heads import DFlash, Eagle3, Eagle3Config, PEagle, PEagleConfig
 from ..targets import Target
-from .base_layout import ExportLayout, Unsupported
-from .drafter_files import DrafterFiles, fill, with_prefix
+from .base_layout import DrafterFiles, ExportLayout, Unsupported, fill, with_prefix
 from .engine_logits import Flags, ProbeSequence, eagle3_logits, embedding_table, peagle_logits
 from .llama import EMBEDDINGS, check_embeddings, layer_sizes, llama_config, require_fields, shapes_of
 
@@ -39,12 +38,11 @@ BESIDE = (EMBEDDINGS, "d2t", "t2d", "verifier_norm.weight", "verifier_lm_head.we
 VERSION = "0.9.0"  # of the package whose layout this is; its loader compares nothing with it
 
 
-class Speculators(ExportLayout):
+class Speculators(ExportLayout[Eagle3, Eagle3Config]):
     """EAGLE-3 heads as the `speculators` package keeps them.
 
-    Args:
-        embeddings: whether copies of the target's embeddings are written. `speculators` fills absent ones with
-            uninitialised memory, vLLM takes the target's own.
+    `embeddings`: whether copies of the target's embeddings are written. `speculators` fills absent ones with
+    uninitialised memory, vLLM takes the target's own.
     """
 
     name = "speculators"
@@ -56,12 +54,10 @@ class Speculators(ExportLayout):
     def __init__(self, embeddings: bool = True):
         self.embeddings = embeddings
 
-    def lacks(self, config: DrafterConfig, num_layers: int) -> list[Unsupported]:
-        assert isinstance(config, Eagle3Config)
+    def lacks(self, config: Eagle3Config, num_layers: int) -> list[Unsupported]:
         return taps_lacking(config.taps, num_layers)
 
-    def write(self, drafter: Drafter, target: Target, depth: int) -> DrafterFiles:
-        assert isinstance(drafter, Eagle3)
+    def write(self, drafter: Eagle3, target: Target, depth: int) -> DrafterFiles:
         config = drafter.config
         tensors = {their_name(name, config): tensor for name, tensor in drafter.state_dict().items()}
         tensors |= vocabulary_maps(tensors.pop("token_ids"), config.vocab_size)
@@ -109,8 +105,7 @@ class Speculators(ExportLayout):
     def settings(self, values: dict[str, Any], where: str, num_layers: int) -> Eagle3Config:
         """Return our config of theirs, a config.json of `speculators`.
 
-        Raises:
-            IncompatibleError: options that our head does not have; all of them are named.
+        Raises IncompatibleError for options that our head does not have; all of them are named.
         """
         taps = values.get(TAPS) or _default_taps(num_layers)
         problems = ["embed_requires_grad: true"] if values.get("embed_requires_grad") else []
@@ -143,7 +138,7 @@ class SpeculatorsPEagle(Speculators):
     head = PEagle
     architecture = "PEagleDraftModel"
 
-    def write(self, drafter: Drafter, target: Target, depth: int) -> DrafterFiles:
+    def write(self, drafter: Eagle3, target: Target, depth: int) -> DrafterFiles:
         assert isinstance(drafter, PEagle)
         if drafter.mask is not None:
             raise IncompatibleError(
@@ -164,16 +159,6 @@ class SpeculatorsPEagle(Speculators):
     def shapes(self, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         settings = self.settings(config, "config.json")
         return shapes_of(PEagle, settings, lambda name: their_name(name, settings))
-
-
-def load_speculators(folder: str | Path, target: Target) -> Eagle3:
-    """Return the EAGLE-3 head in `folder`, saved in this layout, as a drafter for `target`.
-
-    Raises:
-        BadInputError: no such checkpoint, another kind of one, or a damaged one.
-        IncompatibleError: made for another target, or with an option that our head does not have.
-    """
-    return Speculators().read(DrafterFiles.load(folder), target)
 
 
 def taps_lacking(taps: Sequence[int], num_layers: int) -> list[Unsupported]:

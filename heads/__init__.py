@@ -11,7 +11,7 @@ from .lookup.fusion import Cascade, CascadeConfig, Fusion, FusionConfig, fuse
 from .lookup.lookahead import Lookahead, LookaheadConfig
 from .lookup.ngram import Ngram, NgramConfig
 from .lookup.suffix import Suffix, SuffixConfig
-from .loss_weights import AcceptedPositions
+from .losses import AcceptedPositions
 from .low_rank import LowRank, LowRankConfig
 from .medusa import Hydra, HydraConfig, Medusa, MedusaConfig
 from .mtp import Mtp, MtpConfig
@@ -42,60 +42,12 @@ HEADS |= {
 }
 FORMS |= {"low_rank": LowRank}
 
-
-__all__ = [
-    "HEADS",
-    "Abilities",
-    "AcceptedPositions",
-    "Cascade",
-    "CascadeConfig",
-    "ChainSession",
-    "Choose",
-    "DFlash",
-    "DFlashConfig",
-    "DSpark",
-    "DSparkConfig",
-    "DraftModel",
-    "DraftModelConfig",
-    "Drafter",
-    "DrafterConfig",
-    "DrafterLoss",
-    "Eagle1",
-    "Eagle1Config",
-    "Eagle3",
-    "Eagle3Config",
-    "Ended",
-    "Fusion",
-    "FusionConfig",
-    "Hydra",
-    "HydraConfig",
-    "Lookahead",
-    "LookaheadConfig",
-    "LowRank",
-    "LowRankConfig",
-    "Medusa",
-    "MedusaConfig",
-    "Mtp",
-    "MtpConfig",
-    "Ngram",
-    "NgramConfig",
-    "NoDraftSession",
-    "NodeSession",
-    "PEagle",
-    "PEagleConfig",
-    "Pard",
-    "PardConfig",
-    "Proposal",
-    "SelfSpeculative",
-    "SelfSpeculativeConfig",
-    "Session",
-    "Suffix",
-    "SuffixConfig",
-    "TargetBatch",
-    "TextSession",
-    "drafter_config",
-    "fuse",
-    "head_class",
-    "load_drafter",
-    "restore_drafter",
-]
+__all__ = ["AcceptedPositions", "Drafter", "DrafterConfig", "DrafterLoss", "TargetBatch"]
+__all__ += ["HEADS", "drafter_config", "head_class", "load_drafter", "restore_drafter"]
+__all__ += ["Abilities", "ChainSession", "Choose", "Ended", "NoDraftSession", "NodeSession", "Proposal", "Session"]
+__all__ += ["TextSession"]
+__all__ += ["Cascade", "Fusion", "Lookahead", "Ngram", "SelfSpeculative", "Suffix", "fuse"]
+__all__ += ["CascadeConfig", "FusionConfig", "LookaheadConfig", "NgramConfig", "SelfSpeculativeConfig", "SuffixConfig"]
+__all__ += ["DFlash", "DSpark", "DraftModel", "Eagle1", "Eagle3", "Hydra", "LowRank", "Medusa", "Mtp", "PEagle", "Pard"]
+__all__ += ["DFlashConfig", "DSparkConfig", "DraftModelConfig", "Eagle1Config", "Eagle3Config", "HydraConfig"]
+__all__ += ["LowRankConfig", "MedusaConfig", "MtpConfig", "PEagleConfig", "PardConfig"]

@@ -22,8 +22,7 @@ from ..targets import RaggedCache, Target
 from ..targets.packed_weights import packed_copy
 from ..targets.sequence_packing import Documents
 from .divergences import LossName, divergence
-from .loss_weights import AcceptedPositions
-from .losses import Head, LossSettings, PositionLosses, acceptance_metrics, ahead, chunked_compare
+from .losses import AcceptedPositions, Head, LossSettings, PositionLosses, acceptance_metrics, ahead, chunked_compare
 from .saved import C, DrafterConfig, SavedDrafter
 from .session import Abilities, Session
 from .vocabulary import draft_vocabulary

@@ -243,16 +243,11 @@ def _together(weights: Sequence[Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class InputProjection:
-    """A linear layer before a head's first layer.
-
-    Attributes:
-        norms: of equal parts of its input, one each, all of one epsilon; () for none.
-        factors: of equal parts of its input, one each, where these have no norms; () for none.
-    """
+    """A linear layer before a head's first layer."""
 
     linear: nn.Linear
-    norms: Sequence[Any] = ()
-    factors: Sequence[float] = ()
+    norms: Sequence[Any] = ()  # of equal parts of its input, one each, all of one epsilon; () for none
+    factors: Sequence[float] = ()  # of equal parts of its input, one each, where these have no norms; () for none
 
     def scale(self) -> Tensor | None:
         """Return by what each number of its input is multiplied, `[columns]`; None for nothing."""

@@ -146,11 +146,9 @@ class Loss:
 def divergence(name: str | Mapping[str, float]) -> Loss:
     """Return the loss that a recipe names.
 
-    Args:
-        name: such as `soft_ce`, `jsd(0.1)` or `lk_hybrid(10)`, or weights of several: `{soft_ce: 1.0, tv: 0.1}`.
+    `name`: such as `soft_ce`, `jsd(0.1)` or `lk_hybrid(10)`, or weights of several: `{soft_ce: 1.0, tv: 0.1}`.
 
-    Raises:
-        BadInputError: an unknown name, or a parameter or a weight that makes no sense.
+    Raises BadInputError for an unknown name, or a parameter or a weight that makes no sense.
     """
     weights = {name: 1.0} if isinstance(name, str) else name
     if not isinstance(weights, Mapping) or not weights:
@@ -192,21 +190,13 @@ def _named(name: Any) -> Divergence:
 
 @dataclass
 class TargetDistribution:
-    """The target's side of a comparison.
+    """The target's side of a comparison."""
 
-    Attributes:
-        probs: p on the drafter's vocabulary, `[P, V']`; sums to less than 1 where that one is pruned.
-        logits: the target's there, `[P, V']`.
-        best: index of the target's most probable token in the drafter's vocabulary, -1 where it is not there, `[P]`.
-        following: index there of the token that followed, `[P]`; None where no loss needs it.
-        pruned: whether the drafter's vocabulary is.
-    """
-
-    probs: Tensor
-    logits: Tensor
-    best: Tensor
-    following: Tensor | None = None
-    pruned: bool = False
+    probs: Tensor  # p on the drafter's vocabulary, `[P, V']`; sums to less than 1 where that one is pruned
+    logits: Tensor  # the target's there, `[P, V']`
+    best: Tensor  # index there of the target's most probable token, -1 where it is not there, `[P]`
+    following: Tensor | None = None  # index there of the token that followed, `[P]`; None where no loss needs it
+    pruned: bool = False  # whether the drafter's vocabulary is
 
     @cached_property
     def log_probs(self) -> Tensor:
@@ -280,8 +270,7 @@ def _kl(reference: TargetDistribution, logits: Tensor, least: float) -> tuple[Te
     from liger_kernel.ops.backends._triton.kl_div import kl_loss_and_grad_triton
 
     own = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-    result: tuple[Tensor, Tensor] = kl_loss_and_grad_triton(own, reference.renormalised, None, -100, 1.0, least, 1.0)
-    return result
+    return kl_loss_and_grad_triton(own, reference.renormalised, None, -100, 1.0, least, 1.0)
 
 
 def _jsd(reference: TargetDistribution, logits: Tensor, beta: float) -> tuple[Tensor, Tensor]:
@@ -311,21 +300,18 @@ class _Known(torch.autograd.Function):
 
 
 def _cross_entropy(reference: TargetDistribution, logits: Tensor, least: float) -> Tensor:
-    result: Tensor = _Known.apply(logits, partial(_kl, reference, least=least))
-    return result
+    return _Known.apply(logits, partial(_kl, reference, least=least))
 
 
 def _jensen_shannon(reference: TargetDistribution, logits: Tensor, beta: float = 0.5) -> Tensor:
-    result: Tensor = _Known.apply(logits, partial(_jsd, reference, beta=beta))
-    return result
+    return _Known.apply(logits, partial(_jsd, reference, beta=beta))
 
 
 def _both(reference: TargetDistribution, logits: Tensor, following: Tensor) -> tuple[Tensor, Tensor]:
     """Return (hard cross-entropy, total variation)."""
     from liger_kernel.ops import LigerFusedCETVDFunction
 
-    result: tuple[Tensor, Tensor] = LigerFusedCETVDFunction.apply(logits, reference.log_probs, following)
-    return result
+    return LigerFusedCETVDFunction.apply(logits, reference.log_probs, following)
 
 
 def _total_variation(reference: TargetDistribution, logits: Tensor) -> Tensor:

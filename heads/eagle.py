@@ -85,16 +85,13 @@ class FeatureConfig(LayerConfig):
 
 
 class FeatureDrafter(LayerDrafter):
-    """A head that feeds on its own output; an architecture defines what is before and after its layers.
-
-    Attributes:
-        later: settings that older heads have not, without an effect: so they are no part of a head's digest.
-    """
+    """A head that feeds on its own output; an architecture defines what is before and after its layers."""
 
     packs = True
     follows_rounds = True
     abilities = Abilities(reads_nodes=True, fixed_shapes=True)
     config: FeatureConfig
+    # Settings that older heads have not, without an effect: so they are no part of a head's digest.
     later: ClassVar[dict[str, Any]] = {"grow_steps": 0.0, "weighting": "decay"}
 
     def identity_settings(self) -> dict[str, Any]:
@@ -427,8 +424,7 @@ class Eagle3Config(FeatureConfig):
 def default_taps(layers: int) -> tuple[int, ...]:
     """Return the taps of EAGLE-3's authors, 2, N/2 and N − 3, or in a target of few layers three that differ.
 
-    Raises:
-        BadInputError: there are too few layers.
+    Raises BadInputError if there are too few layers.
     """
     if layers < 4:
         raise BadInputError(f"eagle3: a target with {layers} layers has no default taps; name them: drafter.taps=[…].")

@@ -41,8 +41,7 @@ def grow_drafter(
             tokens as it has.
         like: the shape of a draft model, with the grown target's vocabulary; None for the grown target's own.
 
-    Raises:
-        IncompatibleError: this drafter cannot be grown.
+    Raises IncompatibleError if this drafter cannot be grown.
     """
     if not list(drafter.parameters()):
         return drafter
@@ -54,15 +53,11 @@ def grow_drafter(
 
 
 class _GrownHead:
-    """Makes one grown head.
-
-    Attributes:
-        target: how the target's hidden states lie in the grown one's.
-        weights: made for layers of the head's own sizes.
-    """
+    """Makes one grown head."""
 
     def __init__(self, head: HeadDrafter[Any], source: Target, grown: Target, draft_vocab_size: int | None):
         self.head, self.old, self.grown = head, dict(head.named_parameters()), grown
+        # How the target's hidden states lie in the grown one's.
         self.target = Growth(Sizes.of(source.config), Sizes.of(grown.config))
         known = getattr(head.config, "draft_vocab_size", source.vocab_size)
         self.outputs = draft_vocab_size or (grown.vocab_size if known == source.vocab_size else known)
@@ -74,7 +69,7 @@ class _GrownHead:
             )
         self.config = replace(head.config, **self._settings())
         kind = next(head.parameters())
-        self.weights = GrownWeights(self._layers(), kind.dtype, kind.device)
+        self.weights = GrownWeights(self._layers(), kind.dtype, kind.device)  # of the head's own sizes
         self.feeds_normed = head.name != "mtp" and bool(getattr(head.config, "norm_output", False))
         sizes = self.weights.growth
         if self.feeds_normed and self.outputs != known and sizes.new.groups == sizes.old.groups:

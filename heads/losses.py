@@ -1,6 +1,6 @@
 """Losses of drafters over many positions, and their metrics. The divergences themselves stand in divergences.py.
 
-Shapes: P positions, V symbols of the target, V' of the drafter, S unrolled steps.
+Shapes: P positions, V symbols of the target, V' of the drafter, S unrolled steps, R rows, T tokens.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..targets.sequence_packing import Documents
 from .divergences import Loss, TargetDistribution, compare_by_kernels, kernels_serve, own_precision
 
 Head = Callable[[Tensor], Tensor]
@@ -24,21 +25,13 @@ CHUNKS = {"cuda": 2048, "meta": 2048}
 
 @dataclass
 class PositionLosses:
-    """The comparison of P positions with the target, `[P]` each, with S steps `[S, P]`.
+    """The comparison of P positions with the target, `[P]` each, with S steps `[S, P]`."""
 
-    Attributes:
-        total: Σ weight · loss, the one differentiable value.
-        loss: of each position; where the draft vocabulary is pruned, from p renormalised on it.
-        alpha: Σ min(p, q), the analytic acceptance probability; mass that q cannot reach counts as rejected.
-        top1: 1.0 where both agree on the most probable token.
-        weights: of each loss in the total.
-    """
-
-    total: Tensor
-    loss: Tensor
-    alpha: Tensor
-    top1: Tensor
-    weights: Tensor
+    total: Tensor  # Σ weight · loss, the one differentiable value
+    loss: Tensor  # of each position; where the draft vocabulary is pruned, from p renormalised on it
+    alpha: Tensor  # Σ min(p, q), the analytic acceptance probability; mass that q cannot reach counts as rejected
+    top1: Tensor  # 1.0 where both agree on the most probable token
+    weights: Tensor  # of each loss in the total
 
 
 def compare(reference: TargetDistribution, draft_logits: Tensor, rule: Loss) -> tuple[Tensor, Tensor, Tensor]:
@@ -80,22 +73,14 @@ class _SoftCrossEntropy(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class LossSettings:
-    """How `chunked_compare` makes logits of hidden states, and the rule by which it compares them.
+    """How `chunked_compare` makes logits of hidden states, and the rule by which it compares them."""
 
-    Attributes:
-        target_head: returns logits `[P, V]` of the target's hidden states `[P, H]`.
-        draft_head: returns logits `[P, V']` of the drafter's; one for all steps, or one for each.
-        kept: token ids `[V']` of a pruned draft vocabulary.
-        parameters: the weights that `draft_head` trains. Others get no gradient from the comparison.
-        chunk: how many positions have logits at a time; 0 for as many as suit the device.
-    """
-
-    target_head: Head
-    draft_head: Head | Sequence[Head]
+    target_head: Head  # returns logits `[P, V]` of the target's hidden states `[P, H]`
+    draft_head: Head | Sequence[Head]  # returns logits `[P, V']` of the drafter's; one for all steps, or one for each
     rule: Loss
-    kept: Tensor | None = None
-    parameters: Sequence[Tensor] = ()
-    chunk: int = 0
+    kept: Tensor | None = None  # token ids `[V']` of a pruned draft vocabulary
+    parameters: Sequence[Tensor] = ()  # what `draft_head` trains; others get no gradient from the comparison
+    chunk: int = 0  # how many positions have logits at a time; 0 for as many as suit the device
 
 
 def chunked_compare(
@@ -225,3 +210,54 @@ def metrics_by_depth(result: PositionLosses, wanted: Tensor, here: Tensor) -> di
         alphas.append(ahead(torch.zeros(wanted.shape, device=wanted.device).masked_scatter(wanted, result.alpha[k]), k))
         measured.append(ahead(torch.zeros_like(wanted).masked_scatter(wanted, known), k))
     return metrics | acceptance_metrics(alphas, measured)
+
+
+@dataclass(frozen=True)
+class AcceptedPositions:
+    """Which tokens of a batch's texts rounds of decoding reached, and the share of each text's loss that lies on those.
+
+    A round begins after a root and emits tokens: the drafts that were accepted, and the target's own after them. At
+    each of these depths a draft was judged. So every token of an answer but its first was reached in one round, at one
+    depth d, from the root d places before it: there a head learns exactly what decoding asks of it.
+    """
+
+    depths: Tensor  # at which depth a round reached each token, `[R, T]`; 0 where none did
+    share: float
+
+    def reached(self, rows: Tensor, places: Tensor, depths: Tensor) -> Tensor:
+        """Return which drafts rounds reached, bool: of the tokens at `places` of `rows`, at `depths` from 1 on."""
+        return self.depths[rows, places] == depths
+
+    def roots(self) -> Tensor:
+        """Return the roots of rounds, `[R, T]` bool: the tokens before those of depth 1."""
+        return torch.nn.functional.pad(self.depths == 1, (0, 1))[:, 1:]
+
+    def weighed(
+        self,
+        weights: Tensor,
+        rows: Tensor,
+        places: Tensor,
+        depths: Tensor,
+        documents: Documents | None = None,
+        rest: Tensor | None = None,
+    ) -> Tensor:
+        """Return `weights` of drafts, of which the share has moved to what was reached; the sum of each text stays.
+
+        Draft i of a text whose weights are w has (1 − share) · w_i, and if it was reached also share · w_i · Σ w / Σ w
+        of the reached ones. A text of which nothing was reached keeps its weights.
+
+        Args:
+            rows, places, depths: as in `reached`; they broadcast to `weights`.
+            documents: the texts that rows hold; None where each is one.
+            rest: replaces w in the first part, with the same sums; None for w.
+        """
+        rest = weights if rest is None else rest
+        reached = weights * self.reached(rows, places, depths)
+        numbers = rows if documents is None else documents.numbers(rows.device)[rows, places]
+        texts = numbers.expand_as(weights)
+        count = len(self.depths) if documents is None else len(documents) + 1
+        index, none = texts.flatten(), weights.new_zeros(count)
+        whole, there = (none.index_add(0, index, values.flatten()) for values in (weights, reached))
+        is_any = there > 0
+        factors = torch.where(is_any, self.share * whole / there.where(is_any, torch.ones_like(there)), 0.0)
+        return (1 - self.share * is_any)[texts] * rest + factors[texts] * reached

@@ -158,8 +158,7 @@ class LowRank(Drafter[LowRankConfig]):
             name: own[name] + self.scale * (up @ down)
             for name, down, up in zip(self.names, self.down, self.up, strict=True)
         }
-        result: DrafterLoss = torch.func.functional_call(self.base, changed, (batch,))
-        return result
+        return torch.func.functional_call(self.base, changed, (batch,))
 
     def _in_peft(self) -> dict[str, Tensor]:
         """Return A and B under peft's names, without gradients."""

@@ -71,8 +71,7 @@ class MedusaBlock(nn.Module):
 class Head(nn.Module):
     """A head: residual blocks, and an output embedding if it has one of its own.
 
-    Args:
-        conditions: how many vectors the first block reads beside the hidden state.
+    `conditions`: how many vectors the first block reads beside the hidden state.
     """
 
     def __init__(self, config: MedusaConfig, conditions: int = 0):
@@ -148,10 +147,9 @@ class Medusa(HeadDrafter[MedusaConfig]):
         return DrafterLoss(result.total, wanted.sum(), metrics_by_depth(result, wanted, here))
 
     def outputs(self, batch: TargetBatch, rows: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the heads' outputs for the tokens at `places` `[P]` of `rows` `[P]`, which they predict.
+        """Return the heads' outputs `[K, P, H]`, and which tokens each head can predict, `[K, P]`.
 
-        Returns:
-            outputs `[K, P, H]`, and which of the tokens each head can predict, `[K, P]`.
+        The tokens are those at `places` `[P]` of `rows` `[P]`.
         """
         begins = [places - 2 - k for k in range(self.config.num_heads)]
         outputs = [
@@ -171,17 +169,12 @@ class Medusa(HeadDrafter[MedusaConfig]):
 
 
 class HeadsSession(NodeSession):
-    """A session that holds each row's last hidden state.
-
-    Attributes:
-        hidden: the target's at the last token it has processed, `[B, H]`; of no size before the first `update`.
-        nodes: the depths of this round's nodes.
-    """
+    """A session that holds the target's hidden state at each row's last processed token."""
 
     def __init__(self, drafter: Medusa, target: Target, batch_size: int):
         super().__init__(drafter.output_ids, drafter.max_depth)
         self.drafter, self.target = drafter, target
-        self.hidden = torch.zeros(batch_size, 0, device=target.device)
+        self.hidden = torch.zeros(batch_size, 0, device=target.device)  # `[B, H]` from the first `update` on
         self.nodes = NodeDepths(drafter.max_depth, drafter.name)
 
     def update(self, tokens: Tensor, hidden: Tensor | None, counts: RowLengths, path: Tensor | None = None) -> None:
@@ -200,15 +193,11 @@ class HeadsSession(NodeSession):
 
 
 class MedusaSession(HeadsSession):
-    """A session whose drafts at depth k come from head k, whatever was drafted before.
-
-    Attributes:
-        logits: of heads 1, 2, … in this round, `[B, V']` each.
-    """
+    """A session whose drafts at depth k come from head k, whatever was drafted before."""
 
     def __init__(self, drafter: Medusa, target: Target, batch_size: int):
         super().__init__(drafter, target, batch_size)
-        self.logits: list[Tensor] = []
+        self.logits: list[Tensor] = []  # of heads 1, 2, … in this round, `[B, V']` each
 
     def prefill(self, root: Tensor) -> Tensor:
         self.logits = []

@@ -32,10 +32,9 @@ from ..common import BadInputError, IncompatibleError, refuse_unknown_keys
 from ..common.errors import LIBRARY_ERRORS, reason
 from ..targets import Target, embedded_path
 from ..targets.loading import EMBEDDED
-from ..targets.model_folder import plain_weight_map
-from ..targets.weights import stored_tensors
+from ..targets.model_folder import INDEX, SINGLE, plain_weight_map
+from ..targets.weights import other_shapes, stored_tensors
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 KEPT = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 LAYER = "body.layers.0."  # of a module of ours
 _ANGLES = "rotary_emb.inv_freq"  # old checkpoints hold them; they are not read
@@ -44,17 +43,11 @@ _OWN = ("embedding_norm", "hidden_norm", "projection", "norm")  # of a module, o
 
 @dataclass(frozen=True)
 class Place:
-    """Where a checkpoint keeps one module.
+    """Where a checkpoint keeps one module."""
 
-    Attributes:
-        own: native names of the module's tensors outside its layer, by ours.
-        layer: what native names of the layer's tensors begin with.
-        shared: names that copies of the target's input and output embedding may have.
-    """
-
-    own: dict[str, str]
-    layer: str
-    shared: tuple[str, str]
+    own: dict[str, str]  # native names of the module's tensors outside its layer, by ours
+    layer: str  # what native names of the layer's tensors begin with
+    shared: tuple[str, str]  # names that copies of the target's input and output embedding may have
 
 
 def places_in(names: Collection[str], num_layers: int) -> list[Place]:
@@ -84,8 +77,7 @@ def places_in(names: Collection[str], num_layers: int) -> list[Place]:
 class Checkpoint:
     """The safetensors files of a model: a folder, or an id of the Hub.
 
-    Raises:
-        BadInputError: there are none.
+    Raises BadInputError if there are none.
     """
 
     def __init__(self, path: str, revision: str | None = None):
@@ -121,8 +113,7 @@ class Checkpoint:
     def read(self, names: Collection[str]) -> dict[str, Tensor]:
         """Read these tensors.
 
-        Raises:
-            IncompatibleError: one of them is quantised.
+        Raises IncompatibleError if one of them is quantised.
         """
         read: dict[str, Tensor] = {}
         for file in sorted({self.files[name] for name in names}):
@@ -139,8 +130,7 @@ class Checkpoint:
     def places(self, num_layers: int, depth: int) -> list[tuple[Place, list[str]]]:
         """Return its `depth` modules, each with the names of its layer's tensors.
 
-        Raises:
-            BadInputError: it holds none, or another number of them.
+        Raises BadInputError if it holds none, or another number of them.
         """
         places = places_in(self.files.keys(), num_layers)
         if not places:
@@ -212,13 +202,8 @@ def _refuse(problems: list[str], message: str) -> None:
 
 
 def _fill(module: nn.Module, tensors: dict[str, Tensor], path: str) -> None:
-    own = module.state_dict()
-    problems = _differences(own.keys() - tensors.keys(), tensors.keys() - own.keys()) + [
-        f"{n} is {tuple(t.shape)}, expected {tuple(own[n].shape)}"
-        for n, t in tensors.items()
-        if n in own and t.shape != own[n].shape
-    ]
-    _refuse(sorted(problems), f"mtp: the modules in {path!r} do not fit the target's config")
+    problems = other_shapes(module.state_dict(), tensors)
+    _refuse(problems, f"mtp: the modules in {path!r} do not fit the target's config")
     module.load_state_dict(tensors)
 
 
@@ -289,8 +274,7 @@ def layer_values(target: Target, changes: dict[str, Any]) -> dict[str, Any]:
 def plain_body(values: dict[str, Any]) -> Any:
     """Make a `transformers` model of one layer from the config `values`; its embedding of one token is never read.
 
-    Raises:
-        IncompatibleError: the library cannot make it, or it is not a stack of layers with one norm after them.
+    Raises IncompatibleError if the library cannot make it, or it is not a stack of layers with one norm after them.
     """
     kind = values.get("model_type")
     if kind is None:

@@ -42,8 +42,7 @@ def drafter_config(values: dict[str, Any], where: str = "drafter") -> tuple[type
 def restore_drafter(path: str | Path, target: Target | None = None) -> Drafter:
     """Restore a saved drafter of any kind, as it was saved.
 
-    Raises:
-        Refusal: a training wrote it, and its files were altered since.
+    Raises Refusal if a training wrote it, and its files were altered since.
     """
     if digests.has_seal(Path(path)):
         digests.require_whole(Path(path), "Copy it again, or let its training write it anew.")

@@ -58,8 +58,7 @@ class DrafterConfig:
     def from_dict(cls, values: dict[str, Any], where: str = "drafter") -> Self:
         """Build a config from a mapping of plain values. All numbers are sizes, counts or weights.
 
-        Raises:
-            BadInputError: an unknown key, a value of another type than its field's, or a negative number.
+        Raises BadInputError for an unknown key, a value of another type than its field's, or a negative number.
         """
         refuse_unknown_keys(values, [f.name for f in fields(cls)], where)
         hints = get_type_hints(cls)

@@ -197,12 +197,9 @@ class NodeSession(Session):
         output_ids: target ids of its logits, `[V']`; None where they are the whole vocabulary.
         max_depth: the deepest it drafts; None for any depth.
         caches: its own.
-
-    Attributes:
-        tree: the nodes of this round, once `decode` has read some of a tree.
     """
 
-    tree: TreeMask | None = None
+    tree: TreeMask | None = None  # the nodes of this round, once `decode` has read some of a tree
 
     def __init__(
         self, output_ids: Tensor | None = None, max_depth: int | None = None, caches: Sequence[RaggedCache] = ()
@@ -217,9 +214,8 @@ class NodeSession(Session):
     def decode(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
         """Read the drafted `tokens` `[B, W]`; return logits after each of them, `[B, W, V']`.
 
-        Args:
-            parents: indices of nodes in the order of reading, `[B, W]`; −1 is the root. None: a chain, in which this
-                one node follows the last.
+        `parents`: indices of nodes in the order of reading, `[B, W]`; −1 is the root. None: a chain, in which this one
+        node follows the last.
         """
 
     def grow(self, parents: Tensor | None, before: int = 0) -> Nodes | None:
@@ -266,9 +262,8 @@ class ChainSession(NodeSession):
     def read_chain(self, tokens: Tensor, after: Tensor | None = None) -> Tensor:
         """Read the chain `tokens` `[B, W]` in one pass, instead of `prefill` and `decode`; return logits `[B, W, V']`.
 
-        Args:
-            after: the node that each row's chain follows, in the order of reading, −1 for the root, `[B]`. None begins
-                a round: the first of `tokens` is the root, and the nodes count from the second.
+        `after`: the node that each row's chain follows, in the order of reading, −1 for the root, `[B]`. None begins a
+        round: the first of `tokens` is the root, and the nodes count from the second.
         """
 
     @abstractmethod
@@ -287,7 +282,7 @@ class TextSession(Session):
 T = TypeVar("T")
 
 
-def padded(rows: Sequence[Sequence[int]], device: torch.device, fill: int = 0) -> Tensor:
+def padded(rows: Sequence[Sequence[int]], device: torch.device | str, fill: int = 0) -> Tensor:
     """Return lists of different lengths as one tensor `[B, W]`, with `fill` after the shorter ones."""
     width = max(map(len, rows))
     filled = [[*row, *[fill] * (width - len(row))] for row in rows]
@@ -323,17 +318,11 @@ def required(value: T | None, missing: str) -> T:
 
 @dataclass
 class PendingInputs:
-    """What the target has processed and a head has not: a head reads each token's successor with it.
+    """What the target has processed and a head has not: a head reads each token's successor with it."""
 
-    Attributes:
-        tokens: `[B, Q]`.
-        hidden: the target's hidden states at them, `[B, Q, ...]`.
-        counts: how many of them are each row's.
-    """
-
-    tokens: Tensor
-    hidden: Tensor
-    counts: RowLengths
+    tokens: Tensor  # `[B, Q]`
+    hidden: Tensor  # the target's hidden states at them, `[B, Q, ...]`
+    counts: RowLengths  # how many of them are each row's
 
     def then(self, more: PendingInputs) -> PendingInputs:
         """Return these inputs, and after them `more`."""
@@ -345,13 +334,9 @@ class PendingInputs:
 
 
 class DeferredPrefillSession(NodeSession):
-    """A session whose caches lack the last updates until `prefill` reads them, with the root.
+    """A session whose caches lack the last updates until `prefill` reads them, with the root."""
 
-    Attributes:
-        unread: None before the first `update`, and from `prefill` to the next one.
-    """
-
-    unread: PendingInputs | None = None
+    unread: PendingInputs | None = None  # None before the first `update`, and from `prefill` to the next one
 
     def note(self, tokens: Tensor, hidden: Tensor, counts: RowLengths) -> None:
         """Append new inputs to the unread ones."""
@@ -401,8 +386,7 @@ class DeferredPrefillSession(NodeSession):
 class TreeMask:
     """Depths and attention mask of the drafted nodes that a session has read in this round, in that order.
 
-    Args:
-        before: uncommitted entries of the session's cache that lie before the nodes; all nodes attend to them.
+    `before`: uncommitted entries of the session's cache that lie before the nodes; all nodes attend to them.
     """
 
     def __init__(self, rows: int, before: int, device: torch.device | str):
@@ -432,16 +416,12 @@ class TreeMask:
 
 
 class NodeDepths:
-    """The depths of a round's nodes, for a drafter with a limited number of drafts.
-
-    Attributes:
-        level: of the last node of a chain, 0 for the root.
-        tree: of the root and of each node of a tree that was read, `[B, 1 + n]`; None in a chain.
-    """
+    """The depths of a round's nodes, for a drafter with a limited number of drafts."""
 
     def __init__(self, deepest: int, name: str):
-        self.deepest, self.name, self.level = deepest, name, 0
-        self.tree: Tensor | None = None
+        self.deepest, self.name = deepest, name
+        self.level = 0  # of the last node of a chain, 0 for the root
+        self.tree: Tensor | None = None  # of the root and each read node of a tree, `[B, 1 + n]`; None in a chain
 
     def begin(self) -> None:
         self.level, self.tree = 0, None

@@ -34,17 +34,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Span:
-    """A text of a row that holds several: which entries of step 0 are its own, and which queries.
-
-    Attributes:
-        entries, queries: of the row.
-        begin: which of its entries stands at the place of its first query.
-    """
+    """A text of a row that holds several: which entries of step 0 are its own, and which queries."""
 
     row: int
-    entries: slice
-    begin: int
-    queries: slice
+    entries: slice  # of the row
+    begin: int  # which of its entries stands at the place of its first query
+    queries: slice  # of the row
 
 
 def attend(
@@ -210,18 +205,13 @@ class _Group:
     """Rows that begin at the same place, or one text of a row.
 
     Their queries attend to all entries before `begin`, and from there on to those up to their own index.
-
-    Attributes:
-        entries: of the rows, that are theirs.
-        begin: counted from the first of these.
-        queries: whose results are not arbitrary.
     """
 
     kernel: Kernel
     rows: slice
-    entries: slice
-    begin: int
-    queries: slice
+    entries: slice  # of the rows, that are theirs
+    begin: int  # counted from the first of these
+    queries: slice  # whose results are not arbitrary
 
     def inputs(self, q: Tensor, keys: Tensor, values: Tensor) -> tuple[Inputs, Inputs]:
         """Return the inputs of both products: with the entries from `begin` on, and with those before."""
@@ -333,19 +323,12 @@ class _Merged(torch.autograd.Function):
 
 
 class Places(ABC):
-    """The places of a batch.
+    """The places of a batch."""
 
-    Attributes:
-        width: T'.
-        at: where each of the T' stands in its row, `[B, T']`; from T on, it is arbitrary.
-        within: how many of them stand before it in its text, `[B, T']` or `[1, T']`.
-        positions: of all places in their texts, `[B, T]` or `[1, T]`.
-    """
-
-    width: int
-    at: Tensor
-    within: Tensor
-    positions: Tensor
+    width: int  # T'
+    at: Tensor  # where each of the T' stands in its row, `[B, T']`; from T on, it is arbitrary
+    within: Tensor  # how many of them stand before it in its text, `[B, T']` or `[1, T']`
+    positions: Tensor  # of all places in their texts, `[B, T]` or `[1, T]`
 
     @abstractmethod
     def positions_of(self, step: int) -> Tensor:
@@ -368,8 +351,7 @@ class Places(ABC):
 def places_of(wanted: Tensor, before: int, documents: Documents | None) -> Places:
     """Return the places of a batch whose later steps begin `before` places before a text's first learned token.
 
-    Args:
-        wanted: which tokens are learned, `[B, T]`.
+    `wanted`: which tokens are learned, `[B, T]`.
     """
     if documents is not None:
         return PackedRows(documents, wanted, before)

@@ -11,7 +11,7 @@ from ..decode import Plan
 from ..eval.tuning_record import BatchTuning, nearest
 from ..heads import Drafter, fuse, load_drafter
 from ..targets import Target, require_same_vocabulary
-from ..targets.embeddings_and_head import target_without_layers
+from ..targets.config_only import target_without_layers
 from .contents import PairContents
 from .manifest import ADAPTER
 

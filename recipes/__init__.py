@@ -12,20 +12,8 @@ from ..common.safe_load import YAML, parse_yaml, read_text
 from ..common.values import printable_urls
 from .schema import DataSpec, EngineSpec, EvalSpec, JointSpec, Recipe, SamplingSpec, ServerSpec, SourceSpec, TargetSpec
 
-__all__ = [
-    "DataSpec",
-    "EngineSpec",
-    "EvalSpec",
-    "JointSpec",
-    "Recipe",
-    "SamplingSpec",
-    "ServerSpec",
-    "SourceSpec",
-    "TargetSpec",
-    "embedded_file",
-    "load_recipe",
-    "packaged_recipes",
-]
+__all__ = ["Recipe", "embedded_file", "load_recipe", "packaged_recipes"]
+__all__ += ["DataSpec", "EngineSpec", "EvalSpec", "JointSpec", "SamplingSpec", "ServerSpec", "SourceSpec", "TargetSpec"]
 
 _HERE = Path(__file__).parent
 

@@ -18,24 +18,7 @@ if TYPE_CHECKING:
 else:
     __getattr__ = lazily(__name__, __file__)
 
-__all__ = [
-    "Backbone",
-    "Fingerprint",
-    "Footprint",
-    "LayerShape",
-    "Nodes",
-    "PeakBytes",
-    "RaggedCache",
-    "RowLengths",
-    "Target",
-    "TargetOutput",
-    "TensorShape",
-    "TokenDifference",
-    "config_only_target",
-    "decoder_layers",
-    "embedded_path",
-    "first_difference",
-    "load_causal_lm",
-    "load_tokenizer",
-    "require_same_vocabulary",
-]
+__all__ = ["Backbone", "Fingerprint", "Footprint", "PeakBytes", "Target", "TargetOutput", "decoder_layers"]
+__all__ += ["config_only_target", "embedded_path", "load_causal_lm"]
+__all__ += ["LayerShape", "Nodes", "RaggedCache", "RowLengths", "TensorShape"]
+__all__ += ["TokenDifference", "first_difference", "load_tokenizer", "require_same_vocabulary"]

@@ -48,8 +48,7 @@ class Backbone:
     A `Target` is a backbone with a tokenizer and an output embedding; a drafter that is made of a model's layers runs
     them as a backbone of its own.
 
-    Args:
-        reads_embeddings: whether the model has no input embedding, so that its passes read hidden states instead.
+    `reads_embeddings`: whether the model has no input embedding, so that its passes read hidden states instead.
 
     Attributes:
         model: the unmodified `transformers` model, with or without an output embedding. body: the same without it.

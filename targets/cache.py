@@ -287,8 +287,7 @@ class RaggedCache(Cache):
             copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
             for store in copied._stores:
                 store.cache = weakref.proxy(copied)
-        result: RaggedCache = memo[id(self)]
-        return result
+        return memo[id(self)]
 
     @property
     def batch_size(self) -> int:
@@ -307,13 +306,14 @@ class RaggedCache(Cache):
         """Return the bytes that the layers have allocated."""
         return sum(store.num_bytes() for store in self._stores)
 
-    def place(self, num_new: int, offset: int = 0, nodes: Nodes | None = None) -> Tensor:
+    def place(self, num_new: int, offset: int = 0, nodes: Nodes | None = None, beyond: int = 0) -> Tensor:
         """Place the next pass in `num_new` slots of each row after `lengths + offset`; return its positions, `[B, Q]`.
 
-        `nodes` are the tokens' places in a tree; None is a chain, in which each token follows the one before it.
+        `nodes` are the tokens' places in a tree; None is a chain, in which each token follows the one before it. With a
+        window the pass also reads so many slots `beyond` it: a round's margin there is for what the decoder reads.
         """
         start, device = self.longest + offset, self.lengths.device
-        used = self.room_for(start + num_new if self.window is None else self.window)
+        used = self.room_for(start + num_new if self.window is None else self.window + beyond)
         if self.window is None and self.longest == min(self.host_lengths):
             slots = torch.arange(start, used, device=device).expand(self.batch_size, -1)
             index: slice | tuple[Tensor, Tensor] = slice(start, used)

@@ -18,16 +18,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 # Config fields about where or with what a model was saved, not about what it computes.
-_INCIDENTAL = {
-    "_name_or_path",
-    "architectures",
-    "transformers_version",
-    "torch_dtype",
-    "dtype",
-    "use_cache",
-    "_attn_implementation",
-    "_attn_implementation_autoset",
-}
+_INCIDENTAL = {"_name_or_path", "architectures", "transformers_version", "torch_dtype", "dtype", "use_cache"}
+_INCIDENTAL |= {"_attn_implementation", "_attn_implementation_autoset"}
 
 
 @dataclass(frozen=True)

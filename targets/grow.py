@@ -34,15 +34,8 @@ from ..common.machine import free_bytes
 from .model_folder import MAX_LAYERS
 
 _SIZES: Final = (
-    "model_type",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "intermediate_size",
-    "vocab_size",
-    "max_position_embeddings",
+    *("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("intermediate_size", "vocab_size", "max_position_embeddings"),
 )
 _EXPERTS_OF_QWEN3: Final = {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
 
@@ -79,8 +72,7 @@ def shape_config(like: str, **changes: Any) -> PreTrainedConfig:
         like: a name of `SHAPES`, or a short one of `ALIASES`.
         changes: sizes, by their names in the config.
 
-    Raises:
-        BadInputError: there is no such shape, or it has no such sizes.
+    Raises BadInputError if there is no such shape, or it has no such sizes.
     """
     name = ALIASES.get(like, like)
     if name not in SHAPES:
@@ -103,21 +95,13 @@ def shape_config(like: str, **changes: Any) -> PreTrainedConfig:
 
 @dataclass(frozen=True)
 class Axis:
-    """Where the entries of one space of the old model stand in the grown one.
+    """Where the entries of one space of the old model stand in the grown one."""
 
-    Attributes:
-        size: of the grown space.
-        places: of each old entry, for weights that read the space, `[n]`.
-        copies: more places of each old entry, which weights that write the space fill too, `[c, n]`.
-        silent: entries that must stay zero: no weight may write them, `[z]`.
-        filled: further entries that are not zero, so that no weight may read them, `[f]`.
-    """
-
-    size: int
-    places: Tensor
-    copies: Tensor
-    silent: Tensor
-    filled: Tensor
+    size: int  # of the grown space
+    places: Tensor  # of each old entry, for weights that read the space, `[n]`
+    copies: Tensor  # more places of each old entry, which weights that write the space fill too, `[c, n]`
+    silent: Tensor  # entries that must stay zero: no weight may write them, `[z]`
+    filled: Tensor  # further entries that are not zero, so that no weight may read them, `[f]`
 
     @classmethod
     def of(cls, size: int, places: Tensor, silent: Tensor | None = None) -> Self:
@@ -287,8 +271,7 @@ class Growth:
 def grown_config(old: PreTrainedConfig, like: PreTrainedConfig) -> PreTrainedConfig:
     """Return the config of the grown model: sizes and class of `like`, and everything else that decides its text.
 
-    Raises:
-        IncompatibleError: the old model cannot be grown into such a one.
+    Raises IncompatibleError if the old model cannot be grown into such a one.
     """
     problems = [
         *([] if old.model_type in _SOURCES else [f"type {old.model_type} (known: {', '.join(_SOURCES)})"]),
@@ -466,8 +449,7 @@ class GrownWeights:
     def vector(self, shape: torch.Size, old: Tensor, constant: float = 0.0, several: int = 1) -> Tensor:
         """Return a vector `[..., H]` that is added to hidden states, or stands for one, or for `several`.
 
-        Args:
-            constant: its number in the constant channel, of the first if there are several.
+        `constant`: its number in the constant channel, of the first if there are several.
         """
         axis, vector = self.growth.residual.repeated(several), self.zeros(shape)
         for places in axis.written:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import logging
 from importlib import resources
+from math import prod
 from pathlib import Path
 from typing import Any, Final, Literal, cast, get_args
 
@@ -72,8 +73,7 @@ def load_causal_lm(
 
     On the meta device this gives a model of the right shapes without contents.
 
-    Args:
-        strict: also refuse tensors that the model has no place for.
+    `strict`: also refuse tensors that the model has no place for.
 
     Raises:
         BadInputError: there is no such model, or it holds only pickled weights.
@@ -242,7 +242,7 @@ def check_sizes(folder: Path, dtype: str | torch.dtype = "auto") -> None:
     with no_more_than(len(stored), f"{folder}: {SINGLE}"):
         model = meta_causal_lm(str(folder), dtype)
     wanted = sum(parameter.numel() for parameter in model.parameters())
-    held = sum(tensor.num_elements for tensor in stored.values())
+    held = sum(prod(tensor.shape) for tensor in stored.values())
     if wanted > (held * _PACKED if quantised else held):
         problems = misfits(dict(model.named_parameters()), stored)
         raise IncompatibleError(

@@ -23,17 +23,8 @@ MODEL_CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safeten
 GENERATION_CONFIG = "generation_config.json"
 
 # Files that libraries read beside the weights. Vocabularies are large, and read by a parser with its own limits.
-_SMALL = (
-    MODEL_CONFIG,
-    INDEX,
-    GENERATION_CONFIG,
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.json",
-    "processor_config.json",
-    "preprocessor_config.json",
-)
+_SMALL: tuple[str, ...] = (MODEL_CONFIG, INDEX, GENERATION_CONFIG, "tokenizer_config.json", "special_tokens_map.json")
+_SMALL += ("added_tokens.json", "chat_template.json", "processor_config.json", "preprocessor_config.json")
 _VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model")
 _MAX_VOCABULARY, _MAX_ENTRIES, MAX_LAYERS = 128 * MEGABYTE, 10_000, 1000
 _LIMITS = FileLimits(containers=200_000, depth=20, infinite=True)  # Mamba's configs hold an Infinity
@@ -56,8 +47,7 @@ def is_local(name: str) -> bool:
 def model_folder(name: str, revision: str | None = None, trust_remote_code: bool = False, weights: bool = True) -> Path:
     """Return the folder that holds a model: `name` itself, or the download of a Hub id.
 
-    Args:
-        trust_remote_code: also download the model's code. weights: False for its configs and its tokenizer only.
+    `trust_remote_code`: also download the model's code. `weights`: False for its configs and its tokenizer only.
 
     Raises:
         BadInputError: the Hub has no such model, or cannot be reached and the cache does not hold it.

@@ -192,8 +192,7 @@ def why_not(module: nn.Module) -> str | None:
 class PackedCopies:
     """Copies of modules in which linear layers are packed, and which share everything else with the originals.
 
-    Args:
-        passed: a type of modules that are shared whole.
+    `passed`: a type of modules that are shared whole.
     """
 
     def __init__(self, passed: type[nn.Module] | tuple[()] = ()):

@@ -64,8 +64,7 @@ def merge_adapter(model: PreTrainedModel, adapter: str) -> PreTrainedModel:
     The adapter's products are summed in fp64: rounded to the weights' own precision they are then the same whatever
     library multiplies, and so is the target's fingerprint.
 
-    Raises:
-        BadInputError: it cannot be loaded, holds only a pickle, or asks for more than merging weights.
+    Raises BadInputError if it cannot be loaded, holds only a pickle, or asks for more than merging weights.
     """
     try:
         folder = _adapter_folder(adapter)

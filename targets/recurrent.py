@@ -297,7 +297,7 @@ class RecurrentCache(RaggedCache):
         read = torch.tensor(self.read, device=self.lengths.device)
         return read[:, None] + torch.arange(count, device=read.device)
 
-    def place(self, num_new: int, offset: int = 0, nodes: Nodes | None = None) -> Tensor:
+    def place(self, num_new: int, offset: int = 0, nodes: Nodes | None = None, beyond: int = 0) -> Tensor:
         """Place the next pass after the tokens that each row's states have read; return its positions, `[B, Q]`."""
         if nodes is not None or self.window is not None:
             raise IncompatibleError("a model with recurrent layers reads chains only, and no windows of fixed size.")

@@ -9,9 +9,8 @@ import hashlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -44,10 +43,6 @@ class TensorInfo:
     shape: tuple[int, ...]
 
     @property
-    def num_elements(self) -> int:
-        return prod(self.shape)
-
-    @property
     def is_floating(self) -> bool:
         return self.dtype.startswith(_FLOATING)
 
@@ -57,8 +52,7 @@ def stored_tensors(file: Path) -> dict[str, TensorInfo]:
 
     The library checks the header: offsets without gaps and inside the file, as many bytes as types and shapes need.
 
-    Raises:
-        Refusal: the file is not regular, is damaged, or has a larger header than any model.
+    Raises Refusal if the file is not regular, is damaged, or has a larger header than any model.
     """
     problem, advice = "damaged or not a safetensors file", "Copy it again, or take the last good checkpoint."
     try:
@@ -77,15 +71,20 @@ def stored_tensors(file: Path) -> dict[str, TensorInfo]:
 
 def misfits(wanted: Mapping[str, Tensor], stored: Mapping[str, TensorInfo]) -> list[str]:
     """Return how the tensors of a file and of a module differ, in names, shapes and kinds of numbers."""
-    problems = [f"missing {name}" for name in wanted.keys() - stored.keys()]
-    problems += [f"unexpected {name}" for name in stored.keys() - wanted.keys()]
+    problems = other_shapes(wanted, stored)
     for name in wanted.keys() & stored.keys():
         actual, expected = stored[name], wanted[name]
-        if actual.shape != tuple(expected.shape):
-            problems.append(f"{name} is {actual.shape}, expected {tuple(expected.shape)}")
-        elif actual.is_floating != expected.is_floating_point():
+        if actual.shape == tuple(expected.shape) and actual.is_floating != expected.is_floating_point():
             problems.append(f"{name} is {actual.dtype}, expected {expected.dtype}")
     return sorted(problems)
+
+
+def other_shapes(wanted: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
+    """Return how tensors differ from the wanted ones in names and shapes, in words, sorted."""
+    problems = [f"missing {name}" for name in wanted.keys() - given.keys()]
+    problems += [f"unexpected {name}" for name in given.keys() - wanted.keys()]
+    pairs = [(name, tuple(given[name].shape), tuple(wanted[name].shape)) for name in wanted.keys() & given.keys()]
+    return sorted(problems + [f"{name} is {is_now}, expected {must}" for name, is_now, must in pairs if is_now != must])
 
 
 @contextmanager

@@ -75,8 +75,8 @@ def packing_of(values: dict[str, Any]) -> Packing | None:
 def check_training(values: dict[str, Any]) -> dict[str, Any]:
     """Return `training:` with every value of its field's type (`"3e-3"` becomes a number, a bare no of YAML `"no"`).
 
-    Raises:
-        BadInputError: an unknown field, a value of the wrong type or out of range, or a field without meaning here.
+    Raises BadInputError for an unknown field, a value of the wrong type or out of range, or a field without meaning
+    here.
     """
     known = {f.name for f in fields(TrainingArguments) if f.init} | _OWN.keys()
     refuse_unknown_keys(values, known, "training")

@@ -68,10 +68,8 @@ def compare(
         console: shows progress there.
         search: draws others around `recipes`; only the best of all are trained for the whole time.
 
-    Raises:
-        BadInputError: the recipes differ in more than drafter and training, one of them has nothing to train or cannot
-            be made for the target, or `folder` holds a training of another recipe or time. All before anything is
-            spent.
+    Raises BadInputError if the recipes differ in more than drafter and training, one of them has nothing to train or
+    cannot be made for the target, or `folder` holds a training of another recipe or time. All before anything is spent.
     """
     if not 0 < seconds < math.inf:
         raise BadInputError(f"the budget must be more than 0 seconds of training, and come to an end, got {seconds:g}.")

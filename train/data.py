@@ -30,6 +30,7 @@ from ..distill.data_set import DEPTHS
 from ..distill.features import FeatureStore
 from ..distill.live_states import LiveStates
 from ..heads import TargetBatch
+from ..heads.session import padded
 from ..targets import Target
 from ..targets.sequence_packing import Documents
 
@@ -94,20 +95,15 @@ def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
     if get_worker_info() is not None:  # a loader's worker, whose first work this is
         let_parent_decide()
     batch = {
-        "input_ids": _padded([row["input_ids"] for row in rows], 0),
-        "labels": _padded([row["labels"] for row in rows], IGNORED),
+        "input_ids": padded([row["input_ids"] for row in rows], "cpu"),
+        "labels": padded([row["labels"] for row in rows], "cpu", IGNORED),
     }
     if DEPTHS in rows[0]:
-        batch[DEPTHS] = _padded([row[DEPTHS] for row in rows], 0)
+        batch[DEPTHS] = padded([row[DEPTHS] for row in rows], "cpu")
     if "lengths" not in rows[0]:
         return {**batch, "index": torch.tensor([row["index"] for row in rows])}
-    index, lengths = (_padded([row[name] for row in rows], fill) for name, fill in (("index", EMPTY), ("lengths", 0)))
-    return {**batch, "index": index, "lengths": lengths}
-
-
-def _padded(rows: Sequence[list[int]], fill: int) -> Tensor:
-    length = max(map(len, rows))
-    return torch.tensor([row + [fill] * (length - len(row)) for row in rows])
+    index, lengths = ([row[name] for row in rows] for name in ("index", "lengths"))
+    return {**batch, "index": padded(index, "cpu", EMPTY), "lengths": padded(lengths, "cpu")}
 
 
 Near = Callable[[Sequence[int]], Iterator[int]]
@@ -144,8 +140,7 @@ def split(table: datasets.Dataset, holdout: float, prompts: bool = False, depths
     `prompts`: the training rows also teach their prompts' tokens. `depths`: they also have those. Rows without a token
     to learn are left out.
 
-    Raises:
-        BadInputError: nothing to train on.
+    Raises BadInputError if there is nothing to train on.
     """
     contents = table["content"]
     learnable = [i for i, mask in enumerate(table["loss_mask"]) if any(mask[FIRST_LEARNED:])]

@@ -160,8 +160,7 @@ class MeasuredTau:
     def tau(self, drafter: Drafter, processes: Processes, is_copy: bool = False) -> float:
         """Return τ over all prompts; 1 where every text ended with its first token. All processes call this.
 
-        Args:
-            is_copy: whether the drafter was made for this, and may be changed.
+        `is_copy`: whether the drafter was made for this, and may be changed.
         """
         sums = torch.zeros(2, dtype=torch.double, device=self.target.device)
         rank, count = processes.args.process_index, processes.args.world_size

@@ -36,8 +36,7 @@ _PAST = {"path", "prune", "init_from_target"}
 def check_drafter(values: dict[str, Any]) -> type[Drafter]:
     """Return the class of a `drafter:` section; one that cannot be trained is refused, before anything is loaded.
 
-    Raises:
-        BadInputError: an unknown type or key, a missing `init` folder, or a drafter without weights.
+    Raises BadInputError for an unknown type or key, a missing `init` folder, or a drafter without weights.
     """
     if _is_warm(values):
         kind = saved_type(read_config(_folder(values)))

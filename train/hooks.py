@@ -165,8 +165,7 @@ class HookedTrainer(Trainer, ABC):
 
     def on_device(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return a batch of the evaluation's loader on the device of this process."""
-        moved: dict[str, Tensor] = self._prepare_inputs(inputs)
-        return moved
+        return self._prepare_inputs(inputs)
 
     def model_for_evaluation(self) -> nn.Module:
         """Return the model without its data parallel wrapper, with mixed precision."""

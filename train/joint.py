@@ -53,16 +53,8 @@ _MEANINGLESS = {
     "alora_invocation_tokens": "such an adapter cannot be merged, so no target could be loaded with it",
     "lora_bias": "such an adapter cannot be merged where layers have no bias",
 }
-_SET_HERE = {
-    "task_type",
-    "peft_type",
-    "auto_mapping",
-    "peft_version",
-    "base_model_name_or_path",
-    "revision",
-    "inference_mode",
-    "runtime_config",
-}
+_SET_HERE = {"task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"}
+_SET_HERE |= {"inference_mode", "runtime_config"}
 
 
 def lora_config(values: dict[str, Any]) -> LoraConfig:

@@ -1,10 +1,9 @@
-"""Many processes: sums over all of them, the lock that one holds for all, and refusing launches that would not work."""
+"""Many processes: sums over all of them, and refusing launches that would not work."""
 
 from __future__ import annotations
 
 import os
 import re
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -13,7 +12,6 @@ from torch import Tensor
 from transformers import TrainingArguments
 
 from ..common import BadInputError, OutriderError
-from ..common.locks import locked
 from . import muon
 
 _TWO_ON_CPU = "ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes N -m outrider.train RECIPE"
@@ -61,8 +59,7 @@ class Processes:
 
     def sum(self, values: Tensor) -> Tensor:
         """Return the sum over all processes, of each entry."""
-        added: Tensor = self.accelerator.reduce(values, "sum")
-        return added
+        return self.accelerator.reduce(values, "sum")
 
     def mean(self, value: float) -> float:
         """Return the mean of a number over all processes."""
@@ -88,11 +85,6 @@ def peak_bytes(device: torch.device) -> int:
     status = Path("/proc/self/status")
     match = re.search(r"VmHWM:\s+(\d+) kB", status.read_text()) if status.is_file() else None
     return int(match[1]) * 1024 if match else 0
-
-
-def alone_in(folder: Path, args: TrainingArguments) -> AbstractContextManager[None]:
-    """Hold the lock of `folder` inside, by the main process for all of them."""
-    return locked(folder) if args.process_index == 0 else nullcontext()
 
 
 def check_number_of_processes(args: TrainingArguments) -> None:

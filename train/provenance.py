@@ -20,38 +20,15 @@ SCHEMA_VERSION = 2
 
 _log = logging.getLogger(__name__)
 
-# Training settings that may change between an interrupted run and the one that continues it.
-_FREE = {
-    "max_steps",
-    "num_train_epochs",
-    "output_dir",
-    "overwrite_output_dir",
-    "run_name",
-    "report_to",
-    "project",
-    "disable_tqdm",
-    "log_level",
-    "save_strategy",
-    "save_steps",
-    "save_total_limit",
-    "save_only_model",
-    "eval_strategy",
-    "eval_steps",
-    "eval_delay",
-    "eval_on_start",
-    "logging_strategy",
-    "logging_steps",
-    "logging_first_step",
-    "logging_nan_inf_filter",
-    "per_device_eval_batch_size",
-    "use_cpu",
-    "ddp_timeout",
-    "dataloader_num_workers",
-    "dataloader_pin_memory",
-    "dataloader_persistent_workers",
-    "dataloader_prefetch_factor",
-    "resume_from_checkpoint",
-}
+# Training settings that may change between an interrupted run and the one that continues it: how long it goes on, where
+# and how it runs, and what is saved, measured and shown on the way.
+_FREE = {"max_steps", "num_train_epochs", "resume_from_checkpoint", "output_dir", "overwrite_output_dir", "run_name"}
+_FREE |= {"use_cpu", "ddp_timeout", "dataloader_num_workers", "dataloader_pin_memory"}
+_FREE |= {"dataloader_persistent_workers", "dataloader_prefetch_factor"}
+_FREE |= {"save_strategy", "save_steps", "save_total_limit", "save_only_model"}
+_FREE |= {"eval_strategy", "eval_steps", "eval_delay", "eval_on_start", "per_device_eval_batch_size"}
+_FREE |= {"logging_strategy", "logging_steps", "logging_first_step", "logging_nan_inf_filter", "log_level"}
+_FREE |= {"report_to", "project", "disable_tqdm"}
 
 
 # How the rows of a step are spread. Where a checkpoint says how many there are in all, only that must stay.
@@ -118,8 +95,7 @@ def read_provenance(output: Path) -> dict[str, Any]:
 def require_result(output: Path, name: str) -> Path:
     """Return the folder of a result of the training in `output` (its drafter, or its adapter), checked.
 
-    Raises:
-        Refusal: it was altered or damaged after it was written, and in which files.
+    Raises Refusal if it was altered or damaged after it was written, and in which files.
     """
     folder = output / name
     if has_ended := (output / PROVENANCE).is_file():

@@ -55,8 +55,8 @@ def plan(
         rows: prompts, where neither `data.limit` nor local files tell.
         measured: also load the target, and measure how fast this machine answers and trains.
 
-    Raises:
-        BadInputError: a config that cannot be read, a drafter that cannot be trained, or an unknown number of prompts.
+    Raises BadInputError for a config that cannot be read, a drafter that cannot be trained, or an unknown number of
+    prompts.
     """
     if processes < 1 or sharding not in get_args(Sharding):
         raise BadInputError(

@@ -15,7 +15,7 @@ import logging
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from transformers import PreTrainedModel, TrainingArguments, set_seed
 from ..common import BadInputError
 from ..common.atomic import keeping
 from ..common.digests import save_whole
+from ..common.locks import locked
 from ..common.machine import free_bytes
 from ..common.signals import StoppedError, how, number_of
 from ..common.terminal import VisibleConsole
@@ -50,7 +51,7 @@ from .decoding import MeasuredTau, OnPolicy
 from .drafter_init import made_for
 from .hooks import enable_checkpointing
 from .joint import ADAPTER, Adapter, JointBatches, JointModule, adapted
-from .processes import PeerLostError, alone_in, is_lost_peer, peak_bytes
+from .processes import PeerLostError, is_lost_peer, peak_bytes
 from .stopping import Patience, Until, check_same_budget, counted, follow_clock, saved_clock
 from .trainer import DrafterTrainer, TrainData
 
@@ -109,7 +110,8 @@ def train(
         TrainingInterruptedError: Ctrl-C, SIGTERM or SIGHUP; within the loop, a checkpoint was saved.
     """
     args = check(recipe, drafter, seconds)
-    with _explain_interruptions(args), alone_in(recipe.output_folder, args):
+    # The main process holds the lock for all of them.
+    with _explain_interruptions(args), locked(recipe.output_folder) if args.process_index == 0 else nullcontext():
         if seconds is not None:
             follow_clock(args)
         start = _starting_point(recipe, args, resume, seconds)

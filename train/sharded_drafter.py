@@ -189,8 +189,7 @@ def gradient_norm(model: nn.Module) -> Tensor:
     """Return the norm of all gradients of a step, in all processes together; 0 without any. All must call this."""
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     norm: Any = nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
-    whole: Tensor = norm.full_tensor() if isinstance(norm, DTensor) else norm
-    return whole
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def is_zero3(parameter: Tensor) -> bool:

@@ -32,32 +32,19 @@ from .hooks import refuse_unreadable_states
 
 ENDLESS = 10**9  # steps
 RESOLUTION = 10_000  # points of a schedule between the first second and the last
-FOLLOWING = (
-    "linear",
-    "cosine",
-    "cosine_with_restarts",
-    "cosine_with_min_lr",
-    "polynomial",
-    "constant",
-    "constant_with_warmup",
-)
+FOLLOWING: tuple[str, ...] = ("linear", "cosine", "cosine_with_restarts", "cosine_with_min_lr", "polynomial")
+FOLLOWING += ("constant", "constant_with_warmup")
 NUM_CHECKPOINTS = 5
 
 
 @dataclass(frozen=True)
 class Until:
-    """When a training ends before its last step.
+    """When a training ends before its last step."""
 
-    Attributes:
-        tokens: after so many; None for any number.
-        gain: when τ has risen by less than this share over the last `patience` evaluations; None never.
-        every: steps between two evaluations.
-    """
-
-    tokens: int | None = None
-    gain: float | None = None
+    tokens: int | None = None  # after so many; None for any number
+    gain: float | None = None  # when τ rose by less than this share over the last `patience` evaluations; None never
     patience: int = 2
-    every: int = 20
+    every: int = 20  # steps between two evaluations
 
     def __post_init__(self) -> None:
         for name in ("tokens", "patience", "every"):

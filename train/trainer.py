@@ -43,20 +43,14 @@ COLUMNS = ["index", "input_ids", "labels"]
 
 @dataclass(frozen=True)
 class TrainData:
-    """The data that a drafter is trained and evaluated on.
-
-    Attributes:
-        on_policy: replaces responses in training batches by the drafter's own; None leaves the target's.
-        measured: decodes for τ at each evaluation; None does not.
-        verified: share of the training loss on positions that rounds of decoding reached; the rows have `depths`.
-    """
+    """The data that a drafter is trained and evaluated on."""
 
     batches: Batches
     training: Rows | Packs
     held_out: Rows
-    on_policy: OnPolicy | None = None
-    measured: MeasuredTau | None = None
-    verified: float = 0.0
+    on_policy: OnPolicy | None = None  # replaces responses in training batches by the drafter's own; None does not
+    measured: MeasuredTau | None = None  # decodes for τ at each evaluation; None does not
+    verified: float = 0.0  # share of the training loss on positions that rounds of decoding reached; rows have `depths`
 
 
 class MetricSums:

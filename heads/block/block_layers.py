@@ -29,7 +29,6 @@ from ..decoder_layer import (
     Rotary,
     angles,
     apply_rotary,
-    copied_bytes,
     norm_of,
     normed,
 )
@@ -40,19 +39,12 @@ _QUERIES = 256  # of one product with the keys: more of them would see more that
 
 @dataclass(frozen=True)
 class BlockMask:
-    """The attention mask of a block's slots.
+    """The attention mask of a block's slots."""
 
-    Attributes:
-        slots: S.
-        causal: they attend to the slots up to their own, not to all of the block.
-        window: how many of the last places of the context they attend to; 0 for all.
-        from_anchor: these are counted from the anchor; else from each slot, and the slot itself is one of them.
-    """
-
-    slots: int
-    causal: bool = False
-    window: int = 0
-    from_anchor: bool = False
+    slots: int  # S
+    causal: bool = False  # they attend to the slots up to their own, not to all of the block
+    window: int = 0  # how many of the last places of the context they attend to; 0 for all
+    from_anchor: bool = False  # the window counts from the anchor; else from each slot, itself included
 
     def own(self, device: torch.device) -> Tensor:
         """Return the mask within a block, `[S, S]` bool."""
@@ -189,13 +181,10 @@ class CachedBlocks(CachedLayers):
 
     def block(self, hidden: Tensor, cache: RaggedCache) -> Tensor:
         """Return the last layer's output for a block `[B, S, H]` after each row's committed entries, in its shape."""
-        window, device = cache.window, hidden.device
+        device = hidden.device
         depths = torch.arange(self.mask.slots, device=device).expand(len(hidden), -1)
         nodes = Nodes(depths, self.mask.own(device).expand(len(hidden), -1, -1))
-        if window is not None:  # a round's margin is for what the decoder reads, not for whole blocks
-            cache.window = window + self.mask.slots
-        positions = cache.place(self.mask.slots, 0, nodes)
-        cache.window = window
+        positions = cache.place(self.mask.slots, 0, nodes, beyond=self.mask.slots)
         return self.forward(self.layers[0].enter(hidden), hidden, cache, positions, True)
 
     def _masks(self, cache: RaggedCache, alone: bool) -> dict[int, Tensor | None]:
@@ -209,9 +198,3 @@ class CachedBlocks(CachedLayers):
 def context_parts(layers: Sequence[Layer]) -> list[nn.Linear]:
     """Return the projections of the context, by layer: keys, then values."""
     return [part for layer in layers for part in (layer.self_attn.k_proj, layer.self_attn.v_proj)]
-
-
-def cached_bytes(layers: Sequence[Layer], size: int, max_length: int) -> int:
-    """Return how many bytes `CachedBlocks` of these layers allocates, for heads of `size`."""
-    given = sum(part.weight.numel() * part.weight.dtype.itemsize for part in context_parts(layers))
-    return copied_bytes(layers, size, max_length) + given

@@ -21,31 +21,21 @@ from torch import Tensor, nn
 from ...targets.sequence_packing import Documents
 from ..base import Drafter, DrafterLoss, TargetBatch
 from ..divergences import TargetDistribution, divergence, own_precision
-from ..loss_weights import AcceptedPositions
-from ..losses import ChunkedSlopes, acceptance_metrics, compare
+from ..losses import AcceptedPositions, ChunkedSlopes, acceptance_metrics, compare
 
 FIRST = 1  # an anchor has at least one token before it: a root always follows a prompt
 
 
 @dataclass(frozen=True)
 class Anchors:
-    """The anchors of a batch, ascending in each row.
+    """The anchors of a batch, ascending in each row."""
 
-    Attributes:
-        places: where each stands in its row, `[R, n]`.
-        real: which of them are not padding, `[R, n]` bool.
-        spans: the first and the last place of each column's anchors, on the host.
-        documents: the texts that the rows hold; None where each is one.
-        earliest: where the first text of each column begins.
-        usual: which were drawn evenly, and not for a round that began there, `[R, n]` bool; None for all of them.
-    """
-
-    places: Tensor
-    real: Tensor
-    spans: tuple[tuple[int, int], ...]
-    documents: Documents | None = None
-    earliest: tuple[int, ...] = ()
-    usual: Tensor | None = None
+    places: Tensor  # where each stands in its row, `[R, n]`
+    real: Tensor  # which of them are not padding, `[R, n]` bool
+    spans: tuple[tuple[int, int], ...]  # the first and the last place of each column's anchors, on the host
+    documents: Documents | None = None  # the texts that the rows hold; None where each is one
+    earliest: tuple[int, ...] = ()  # where the first text of each column begins
+    usual: Tensor | None = None  # drawn evenly, not for a round that began there, `[R, n]` bool; None for all of them
 
     @classmethod
     def of(
@@ -153,19 +143,12 @@ class _Draw:
 
 @dataclass(frozen=True)
 class BlockTargets:
-    """The targets of the drafts after each real anchor.
+    """The targets of the drafts after each real anchor."""
 
-    Attributes:
-        rows: the row of each anchor, `[A]`.
-        places: where its drafts stand, inside the text, `[A, k]`.
-        counts: which drafts are to be learned, `[A, k]` bool.
-        usual: which anchors were drawn evenly, `[A]` bool; None for all of them.
-    """
-
-    rows: Tensor
-    places: Tensor
-    counts: Tensor
-    usual: Tensor | None = None
+    rows: Tensor  # the row of each anchor, `[A]`
+    places: Tensor  # where its drafts stand, inside the text, `[A, k]`
+    counts: Tensor  # which drafts are to be learned, `[A, k]` bool
+    usual: Tensor | None = None  # which anchors were drawn evenly, `[A]` bool; None for all of them
 
     @classmethod
     def of(cls, anchors: Anchors, supervised: Tensor, drafts: int) -> BlockTargets:
@@ -242,17 +225,12 @@ def probability(logits: Tensor, tokens: Tensor) -> Tensor:
 
 @dataclass
 class BlockLearning:
-    """The comparison of a batch's drafts with the target.
-
-    Attributes:
-        wanted: which tokens are learned, `[R, T]`.
-        targets: of the drafts after each anchor.
-    """
+    """The comparison of a batch's drafts with the target."""
 
     drafter: Drafter[Any]
     batch: TargetBatch
-    wanted: Tensor
-    targets: BlockTargets
+    wanted: Tensor  # which tokens are learned, `[R, T]`
+    targets: BlockTargets  # of the drafts after each anchor
 
     # What an architecture may define otherwise:
 

@@ -25,7 +25,7 @@ from ..decoder_layer import LayerConfig, LayerDrafter, norm_of, normed, rotary_o
 from ..divergences import LossName
 from ..session import Abilities, NodeSession, OnePassDrafts, required
 from ..vocabulary import begin_mask, kept_bytes, kept_head, unused_token
-from .block_layers import BlockLayer, BlockMask, CachedBlocks, TrainedBlocks, cached_bytes
+from .block_layers import BlockLayer, BlockMask, CachedBlocks, TrainedBlocks, context_parts
 from .block_losses import Anchors, BlockLearning, BlockTargets, eligible_places, kept
 
 FIRST_LEARNED = 2  # a row's first anchor that has a context drafts its third token
@@ -173,8 +173,7 @@ class DFlash(LayerDrafter[C]):
     def states(self, target: Target, tokens: Tensor, hidden: Tensor, anchors: Anchors) -> Tensor:
         """Return the states of the drafts after each anchor of texts `[B, T]`, `[B, n, k, H]`.
 
-        Args:
-            hidden: the texts' taps, `[B, T, K, H]`.
+        `hidden`: the texts' taps, `[B, T, K, H]`.
         """
         layers = TrainedBlocks(self.own_layers, self.config, self.rotary, self.config.block_mask)
         blocks = self.blocks(target, tokens.gather(1, anchors.places))
@@ -221,7 +220,8 @@ class DFlash(LayerDrafter[C]):
         return self.cached_class(self.own_layers, self.config, self.rotary, max_length, self.config.block_mask)
 
     def _copied_bytes(self, max_length: int) -> int:
-        return cached_bytes(self.own_layers, self.config.head_dim, max_length)
+        given = sum(part.weight.nbytes for part in context_parts(self.own_layers))
+        return super()._copied_bytes(max_length) + given
 
 
 class BlockSession(NodeSession):

@@ -194,21 +194,15 @@ class DSpark(DFlash[DSparkConfig]):
 
 
 class MarkovSession(BlockSession):
-    """A session that corrects each draft's logits by the token before it.
-
-    Attributes:
-        states: of the drafts of this round, `[B, k, H]`; None before `prefill`.
-        memory: of the Markov head after the root and each node that was read, `[B, 1 + n, r]`.
-        last: states and codes of the draft that a chain draws next, `[B, H]` and `[B, r]`.
-    """
+    """A session that corrects each draft's logits by the token before it."""
 
     drafter: DSpark
 
     def __init__(self, drafter: DSpark, target: Target, cache: RaggedCache, layers: CachedBlocks):
         super().__init__(drafter, target, cache, layers)
-        self.states: Tensor | None = None
-        self.memory = torch.zeros(0)
-        self.last: tuple[Tensor, Tensor] | None = None
+        self.states: Tensor | None = None  # of the drafts of this round, `[B, k, H]`; None before `prefill`
+        self.memory = torch.zeros(0)  # of the Markov head after the root and each node that was read, `[B, 1 + n, r]`
+        self.last: tuple[Tensor, Tensor] | None = None  # of a chain's next draft: states `[B, H]`, codes `[B, r]`
 
     def prefill(self, root: Tensor) -> Tensor:
         self.states = self.draft(root)
@@ -226,8 +220,7 @@ class MarkovSession(BlockSession):
     def _corrected(self, tokens: Tensor, depths: Tensor, memory: Tensor | None) -> Tensor:
         """Return logits `[B, W, V']` of the drafts after `tokens` `[B, W]`, which stand at `depths` `[B, W]`.
 
-        Args:
-            memory: after the tokens' parents, `[B, W, r]`; None before the root.
+        `memory`: after the tokens' parents, `[B, W, r]`; None before the root.
         """
         logits = required(self.drafts.logits, "decode: a round begins with the root; call prefill.")
         states = required(self.states, "decode: a round begins with the root; call prefill.")

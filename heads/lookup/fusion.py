@@ -141,17 +141,13 @@ class FusionSession(Session):
     """A session that runs those of both drafters of a fusion.
 
     In rounds of fixed shapes the decoder runs the two itself, and the model reads what was kept after every round.
-
-    Attributes:
-        vocab: V.
-        alone: whether the statistical drafter drafts without the model in this round.
-        unread: tokens `[1, Q]` and their hidden states `[1, Q, K, H]` that the model has not read.
     """
 
     def __init__(self, open_statistical: Callable[[], TextSession], model: Session, vocab: int):
         self._open_statistical, self.statistical = open_statistical, open_statistical()
         self.model, self.vocab = model, vocab
-        self.alone = False
+        self.alone = False  # whether the statistical drafter drafts without the model in this round
+        # Tokens `[1, Q]` and their hidden states `[1, Q, K, H]` that the model has not read.
         self.unread: list[tuple[Tensor, Tensor | None]] = []
 
     def update(self, tokens: Tensor, hidden: Tensor | None, counts: RowLengths, path: Tensor | None = None) -> None:
@@ -234,8 +230,7 @@ def _with(copied: Proposal, choose: Choose, vocab: int) -> Choose:
 def fuse(statistical: dict[str, Any], model: Drafter) -> Fusion:
     """Return the fusion of a drafter without weights, as a mapping like `{type: ngram}`, with a trained one in memory.
 
-    Raises:
-        BadInputError: `statistical` is no drafter without weights that continues texts, or `model` is one.
+    Raises BadInputError if `statistical` is no drafter without weights that continues texts, or `model` is one.
     """
     config = FusionConfig(statistical=statistical)
     return Fusion(Fusion._statistical(config), model, config)
@@ -350,16 +345,13 @@ class CascadeSession(Session):
 
 
 class GuessedSession(CascadeSession):
-    """A session in which the statistical drafter guesses for the model.
-
-    Attributes:
-        read: when the model has read each token that it drafted in this round, −1 for never, `[B, D]`; None for none.
-    """
+    """A session in which the statistical drafter guesses for the model."""
 
     model: ChainSession
 
     def __init__(self, statistical: TextSession, model: ChainSession, vocab: int, deepest: int | None):
         super().__init__(statistical, model, vocab, deepest)
+        # When the model has read each token that it drafted in this round, −1 for never, `[B, D]`; None for none.
         self.read: Tensor | None = None
 
     def _update_model(self, tokens: Tensor, hidden: Tensor | None, counts: RowLengths) -> None:
@@ -413,16 +405,11 @@ class GuessedSession(CascadeSession):
 
 @dataclass
 class _Chain:
-    """One row's root and drafts, and where the model has read each.
-
-    Attributes:
-        places: of each token, counted from the root's in the order of reading; −1 for not read.
-        guesses: the tokens that the model has read after the last one.
-    """
+    """One row's root and drafts, and where the model has read each."""
 
     tokens: list[int]
-    places: list[int] = field(default_factory=lambda: [-1])
-    guesses: list[int] = field(default_factory=list)
+    places: list[int] = field(default_factory=lambda: [-1])  # in the order of reading, from the root; −1 for not read
+    guesses: list[int] = field(default_factory=list)  # the tokens that the model has read after the last one
 
     @property
     def place(self) -> int:

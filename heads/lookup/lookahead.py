@@ -151,23 +151,17 @@ class Lookahead(Drafter[LookaheadConfig]):
 
 @dataclass
 class _LookaheadRow:
-    """One sequence of a batch, and its window.
-
-    Attributes:
-        recent: the last tokens.
-        length: how many tokens there were.
-        levels: the window, level 0 without the root first; [] until the target has read one. While it fills, there are
-            fewer levels, and longer ones.
-        root, proposed, ends: of this round: the root, the window, and the nodes of its last level; [] for no window.
-    """
+    """One sequence of a batch, and its window."""
 
     pool: Pool
-    recent: list[int] = field(default_factory=list)
-    length: int = 0
+    recent: list[int] = field(default_factory=list)  # the last tokens
+    length: int = 0  # how many tokens there were
+    # The window, level 0 without the root first; [] until the target has read one. While it fills, there are fewer
+    # levels, and longer ones.
     levels: list[list[int]] = field(default_factory=list)
-    root: int = -1
-    proposed: list[list[int]] = field(default_factory=list)
-    ends: list[int] = field(default_factory=list)
+    root: int = -1  # of this round, as are the next two
+    proposed: list[list[int]] = field(default_factory=list)  # the window; [] for none
+    ends: list[int] = field(default_factory=list)  # the nodes of its last level; [] for no window
 
 
 class LookaheadSession(Session):

@@ -109,18 +109,12 @@ _RANK = attrgetter("count", "noted")
 
 @dataclass
 class SuffixProposal:
-    """A proposal: tokens with their parents, and what it promises.
-
-    Attributes:
-        parents: −1 for the root.
-        score: how many tokens are expected to be accepted.
-        match: how many tokens the match has.
-    """
+    """A proposal: tokens with their parents, and what it promises."""
 
     tokens: list[int] = field(default_factory=list)
-    parents: list[int] = field(default_factory=list)
-    score: float = 0.0
-    match: int = 0
+    parents: list[int] = field(default_factory=list)  # −1 for the root
+    score: float = 0.0  # how many tokens are expected to be accepted
+    match: int = 0  # how many tokens the match has
 
 
 class SuffixTree:

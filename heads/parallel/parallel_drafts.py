@@ -27,8 +27,7 @@ from transformers.models.llama.modeling_llama import repeat_kv
 from ...targets import Nodes, RaggedCache, RowLengths
 from ..base import Drafter, DrafterLoss, TargetBatch, compare_drafts
 from ..decoder_layer import FusedLayer, angles
-from ..loss_weights import AcceptedPositions
-from ..losses import Head, PositionLosses, acceptance_metrics
+from ..losses import AcceptedPositions, Head, PositionLosses, acceptance_metrics
 from ..session import DeferredPrefillSession, OnePassDrafts, PendingInputs
 
 _PART = 256  # masks in one product with the keys: more of them would see more that is masked
@@ -41,23 +40,14 @@ def kept_counts(first: int, depths: int, ratio: float, least: float) -> list[int
 
 @dataclass(frozen=True)
 class Rollouts:
-    """The masks of a batch's rollouts, by anchor, and of an anchor by depth.
+    """The masks of a batch's rollouts, by anchor, and of an anchor by depth."""
 
-    Attributes:
-        anchors: the place after which each mask's rollout begins, `[R, E]`.
-        depths: how many places after it the mask stands, from 1 on, `[R, E]`.
-        real: which are not padding, `[R, E]` bool: it fills up rows, and parts that the next rollout does not fit into.
-        size: masks of a part; the last one may have fewer.
-        contexts: how many places of the text each part attends to.
-        usual: which were drawn evenly, and not because a round reached there, `[R, E]` bool; None for all of them.
-    """
-
-    anchors: Tensor
-    depths: Tensor
-    real: Tensor
-    size: int
-    contexts: tuple[int, ...]
-    usual: Tensor | None = None
+    anchors: Tensor  # the place after which each mask's rollout begins, `[R, E]`
+    depths: Tensor  # how many places after it the mask stands, from 1 on, `[R, E]`
+    real: Tensor  # not padding, `[R, E]` bool: that fills up rows, and parts that the next rollout does not fit into
+    size: int  # masks of a part; the last one may have fewer
+    contexts: tuple[int, ...]  # how many places of the text each part attends to
+    usual: Tensor | None = None  # drawn evenly, not because a round reached there, `[R, E]` bool; None for all of them
 
     @classmethod
     def drawn(
@@ -273,20 +263,13 @@ class RolledLayers:
 
 @dataclass(frozen=True)
 class RolledDrafts:
-    """The drafts of a batch that are to be learned.
+    """The drafts of a batch that are to be learned."""
 
-    Attributes:
-        rows, places: of the entry of the text that predicts the same token, `[P]`.
-        entries: the entry of the pass that predicts it, `[P]`.
-        depths: 0 for the text's own entry, else the depth of the mask, `[P]`.
-        usual: which were drawn evenly, `[P]` bool; None for all of them.
-    """
-
-    rows: Tensor
-    places: Tensor
-    entries: Tensor
-    depths: Tensor
-    usual: Tensor | None = None
+    rows: Tensor  # of the entry of the text that predicts the same token, `[P]`
+    places: Tensor  # of that entry in its row, `[P]`
+    entries: Tensor  # the entry of the pass that predicts it, `[P]`
+    depths: Tensor  # 0 for the text's own entry, else the depth of the mask, `[P]`
+    usual: Tensor | None = None  # which were drawn evenly, `[P]` bool; None for all of them
 
     @classmethod
     def of(cls, learned: Tensor, rollouts: Rollouts) -> RolledDrafts:
@@ -388,8 +371,8 @@ class ParallelSession(DeferredPrefillSession):
     def read(self, unread: PendingInputs, root: Tensor, masks: int) -> tuple[Tensor, RowLengths]:
         """Read what is unread, the root and `masks` masks after it.
 
-        Returns:
-            the last layer's output `[B, Q + masks, H]`, and how many of the Q entries before the masks are each row's.
+        Returns the last layer's output `[B, Q + masks, H]`, and how many of the Q entries before the masks are each
+        row's.
         """
 
     def prefill(self, root: Tensor) -> Tensor:
@@ -422,9 +405,4 @@ def place_texts(cache: RaggedCache, counts: RowLengths, width: int, masks: int) 
     sees[:, :width, :width] = texts <= texts[:, None]
     sees[:, width:, :width] = (texts < count)[:, None]
     sees[:, width:, width:] = tail <= tail[:, None]
-    window = cache.window
-    if window is not None:  # a round's margin is for what the decoder reads, not for masks
-        cache.window = window + masks + 1
-    positions = cache.place(width + masks, 0, Nodes(depths, sees))
-    cache.window = window
-    return positions
+    return cache.place(width + masks, 0, Nodes(depths, sees), beyond=masks + 1)

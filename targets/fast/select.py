@@ -84,12 +84,9 @@ def why_not_packed(target: Target) -> str | None:
     """Return why packed weights do not serve a target; None if they do."""
     if (why := packed_weights.why_not(target.model)) is not None:
         return why
-    free, needed = free_bytes(target.device), _packed_bytes(target)
+    needed = sum(weight.nbytes for weight in packed_weights.packable_weights(target.model))
+    free = free_bytes(target.device)
     return None if free is None or 2 * needed < free else f"packed weights need {needed:,} bytes, {free:,} are free"
-
-
-def _packed_bytes(target: Target) -> int:
-    return sum(weight.nbytes for weight in packed_weights.packable_weights(target.model))
 
 
 @contextmanager

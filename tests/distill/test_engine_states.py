@@ -39,8 +39,8 @@ from outrider.distill.engine_states import EngineStates
 from outrider.distill.journal import Identity
 from outrider.distill.live_states import LiveStates
 from outrider.recipes import Recipe
-from outrider.targets import Target, embeddings_and_head
-from outrider.targets.embeddings_and_head import target_without_layers
+from outrider.targets import Target, config_only
+from outrider.targets.config_only import target_without_layers
 from outrider.train import train
 
 from ..conftest import make_llama
@@ -627,7 +627,7 @@ def test_a_fingerprint_is_kept_until_a_file_changes(lab: Lab, monkeypatch: pytes
     def reads(*_: Any) -> Any:
         raise AssertionError("it is read again")
 
-    monkeypatch.setattr(embeddings_and_head, "_fingerprint", reads)
+    monkeypatch.setattr(config_only, "_whole_fingerprint", reads)
     assert lab.target.fingerprint() == made
     weights = lab.folder / "target" / "model.safetensors"
     weights.write_bytes(weights.read_bytes())

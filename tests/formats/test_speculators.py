@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from outrider.common import BadInputError, IncompatibleError
 from outrider.decode import Decoder, Plan
-from outrider.formats import load_speculators
+from outrider.formats import DrafterFiles
 from outrider.formats.speculators import Speculators
 from outrider.heads import Eagle3, load_drafter
 from outrider.targets import Target
@@ -96,11 +96,15 @@ def written(folder: Path, values: dict[str, Any], weights: dict[str, Tensor]) ->
     return folder
 
 
+def read(folder: Path, target: Target) -> Eagle3:
+    return Speculators().read(DrafterFiles.load(folder), target)
+
+
 def loaded(
     target: Target, folder: Path, values: dict[str, Any] | None = None, weights: dict[str, Tensor] | None = None
 ) -> Eagle3:
     """Write a checkpoint of theirs, and load it."""
-    return load_speculators(written(folder / "theirs", values or config(), weights or tensors(target)), target)
+    return read(written(folder / "theirs", values or config(), weights or tensors(target)), target)
 
 
 def reference(w: dict[str, Tensor], values: dict[str, Any], tokens: Tensor, hidden: Tensor) -> list[Tensor]:
@@ -276,8 +280,8 @@ def test_another_kind_of_checkpoint_is_refused(target, tmp_path):
     with pytest.raises(BadInputError, match="found 'mtp'"):
         loaded(target, tmp_path, config(speculators_model_type="mtp"))
     with pytest.raises(BadInputError, match=r"config\.json is missing"):
-        load_speculators(tmp_path, target)
+        read(tmp_path, target)
     (tmp_path / "theirs" / "config.json").write_text(json.dumps(config()))
     (tmp_path / "theirs" / "model.safetensors").write_bytes(b"nothing")
     with pytest.raises(BadInputError, match="damaged"):
-        load_speculators(tmp_path / "theirs", target)
+        read(tmp_path / "theirs", target)

@@ -360,12 +360,16 @@ def chosen_log_probs(target: Target, prompt: Sequence[int], text: Sequence[int])
     return [float(p) for p in _log_probabilities(target, prompt, text, 1.0).gather(1, chosen)[:, 0]]
 
 
-def surprise(target: Target, prompt: Sequence[int], text: Sequence[int], temperature: float) -> float:
-    """Return by how much less probable a text is than draws from the target at its places, in nats."""
-    drawn = _log_probabilities(target, prompt, text, temperature)
+def surprise(target: Target, prompt: Sequence[int], text: Sequence[int], temperature: float) -> tuple[float, float]:
+    """Return by how much less probable a text is than draws from the target at its places, in nats, and the variance.
+
+    Both follow from the target alone: of draws from it the first is 0 on average.
+    """
+    drawn = _log_probabilities(target, prompt, text, temperature).clamp(min=-1e4)  # 0 · log 0 is 0
     chosen = drawn.gather(1, torch.tensor(text, dtype=torch.long, device=drawn.device)[:, None])
-    entropy = -(drawn.exp() * drawn.clamp(min=-1e4)).sum()  # 0 · log 0 is 0
-    return float(-chosen.sum() - entropy)
+    entropy = -(drawn.exp() * drawn).sum(1)
+    variance = (drawn.exp() * drawn**2).sum(1) - entropy**2
+    return float(-chosen.sum() - entropy.sum()), float(variance.sum())
 
 
 class _Writer:

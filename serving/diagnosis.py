@@ -126,14 +126,15 @@ def _greedy(compared: ServedComparison, tolerance: float, dtype: str) -> Iterato
 
 def _rounded(compared: ServedComparison) -> str:
     """Return the kind of a fault whose texts part only where our target is hardly surer than bfloat16 rounds."""
-    beyond = BEYOND_ROUNDING * (compared.rounding or math.inf)
-    return "target" if compared.off is not None and compared.off > beyond else "dtype"
+    off, rounding = compared.off, compared.rounding
+    return "dtype" if off is None or rounding is None or off <= BEYOND_ROUNDING * rounding else "target"
 
 
 def _off(compared: ServedComparison) -> str:
     if compared.off is None:
         return ""
-    return f"; log-probabilities differ by {compared.off:.2g} nats a token, in bfloat16 ours by {compared.rounding:.2g}"
+    rounding = f", in bfloat16 ours by {compared.rounding:.2g}" if compared.rounding else ""  # none where it is ours
+    return f"; log-probabilities differ by {compared.off:.2g} nats a token{rounding}"
 
 
 def _drafts_differ(compared: ServedComparison, tolerance: float, exact: bool) -> bool:

@@ -29,9 +29,10 @@ CONFIDENCE_OF_DIFFERENCES = 0.99
 AVERAGED = 0.1  # of τ: the error allowed to an engine's own average of its latest rounds, which lags
 FEW = 8  # rounds that reach a position, below which it is not compared
 # By how much a target may prefer its own token, in logits, where another order of sums decides otherwise; and the mean
-# difference of log-probabilities, in nats a token, that another order explains.
+# difference of log-probabilities, in nats a token, that another order explains: in float32 1e-6 was measured between
+# vLLM and our decoder, in bfloat16 0.007 to 0.014.
 TIES = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.5}
-OFF = {"float32": 1e-4, "float16": 0.05, "bfloat16": 0.2}
+OFF = {"float32": 1e-4, "float16": 0.01, "bfloat16": 0.05}
 
 Write = Callable[[list[int]], str]  # from token ids to text
 

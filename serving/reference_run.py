@@ -36,6 +36,7 @@ from .engine import DraftCounts, SentText, TokenId
 BATCH = 16  # prompts that our decoder answers at once
 _LIMITS = replace(RECORD, num_bytes=64 * MEGABYTE)
 LONGEST_TEXT = 50_000  # letters of a suite that are compared as tokens
+MOST_WORDS = 10_000  # of the vocabulary, that are compared as tokens
 
 
 class ServedPrompt(ForeignModel, extra="forbid"):
@@ -293,12 +294,14 @@ def expect(
 def sent_texts(
     suites: Sequence[Suite], tokenizer: PreTrainedTokenizerBase | None, limit: int | None
 ) -> Iterator[SentText]:
-    """Yield what each suite sends to a server: all its texts in one, or its first chat.
+    """Yield what each suite sends to a server: all its texts in one, or its first chat; and the vocabulary's tokens.
 
     Where no suite is of chats, the first text is asked as one, too: users come through the chat template.
     """
     if tokenizer is None:
         return
+    words = tokenizer.batch_decode([[i] for i in range(0, len(tokenizer), 1 + len(tokenizer) // MOST_WORDS)])
+    yield _sent_texts("the vocabulary", "\n".join(words), tokenizer)
     first = next((p for s in suites for p in s.prompts if p.text), None)
     has_chats = False
     for suite in suites:
@@ -308,8 +311,7 @@ def sent_texts(
         if chat is not None:
             yield _sent_chat(suite.name, chat)
         elif texts.strip():
-            request = {"prompt": texts, "add_special_tokens": True}
-            yield SentText(name=suite.name, request=request, tokens=tokenizer(texts)["input_ids"])
+            yield _sent_texts(suite.name, texts, tokenizer)
     if has_chats or first is None or not tokenizer.chat_template:
         return
     messages = [{"role": "user", "content": first.text}]
@@ -317,6 +319,11 @@ def sent_texts(
         text = render(tokenizer, messages, "the first prompt as a chat", template=first.template)
         tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
         yield _sent_chat(first.suite, replace(first, messages=tuple(messages), tokens=tuple(tokens)))
+
+
+def _sent_texts(name: str, texts: str, tokenizer: PreTrainedTokenizerBase) -> SentText:
+    request = {"prompt": texts, "add_special_tokens": True}
+    return SentText(name=name, request=request, tokens=tokenizer(texts)["input_ids"])
 
 
 def _sent_chat(name: str, chat: Prompt) -> SentText:

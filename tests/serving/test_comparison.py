@@ -174,6 +174,7 @@ def test_a_near_tie_is_one_by_the_targets_logits(margins, exact, kind):
         (0.2, 30, ["target"]),  # as near ties as those of another dtype
         (None, TOKENS, []),
         (None, 30, ["dtype"]),
+        (8e-4, TOKENS, ["dtype"]),  # what float16 does in the engine
     ],
 )
 def test_log_probabilities_tell_weights_from_rounding_where_texts_do_not(off, parts_from, kind):

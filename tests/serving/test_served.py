@@ -188,7 +188,9 @@ def test_the_target_says_how_sure_it_is_and_how_probable_texts_are(tiny_target):
     def far(temperature: float) -> float:
         """Return how many standard deviations draws at a temperature are off."""
         drawn = Decoder(tiny_target).generate([prompt] * 4, 60, Sampling(temperature, seed=1)).tokens
-        excess, variance = (sum(of) for of in zip(*(surprise(tiny_target, prompt, text, 1.0) for text in drawn), strict=True))
+        excess, variance = (
+            sum(of) for of in zip(*(surprise(tiny_target, prompt, text, 1.0) for text in drawn), strict=True)
+        )
         return excess / math.sqrt(variance)
 
     assert abs(far(1.0)) < 2.6

@@ -5,7 +5,6 @@ A suspicion says what the evidence separates, and no more: faults that show in t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
@@ -117,11 +116,10 @@ def _greedy(compared: ServedComparison, tolerance: float, dtype: str) -> Iterato
         yield _suspicion(kind, compared, f"texts are ours{_off(compared)}")
     if depth := _depth(compared):
         yield depth
-    # Another target moves the drafts, too, and whatever is drawn tells nothing of them.
-    elif kind in (None, "end", "dtype") and (compared.identical or not parted):
-        if _drafts_differ(compared, tolerance, same_target and dtype == "float32"):
-            place, suspect = _explained(compared)
-            yield Suspicion(kind=place, temperature=0.0, because=_seen(compared), suspect=suspect)
+    # Another target moves the drafts, too, and what is drawn tells nothing of them.
+    elif kind in (None, "end", "dtype") and _drafts_differ(compared, tolerance, same_target and dtype == "float32"):
+        place, suspect = _explained(compared)
+        yield Suspicion(kind=place, temperature=0.0, because=_seen(compared), suspect=suspect)
 
 
 def _rounded(compared: ServedComparison) -> str:
@@ -139,6 +137,8 @@ def _off(compared: ServedComparison) -> str:
 
 def _drafts_differ(compared: ServedComparison, tolerance: float, exact: bool) -> bool:
     """Tell whether the engine's drafts at temperature 0 are not ours: more, fewer, or other ones are accepted."""
+    if compared.identical == 0:
+        return False
     if exact and compared.same_drafts is not None:
         return compared.same_drafts < SAME * (compared.identical or 0)
     return not compared.agrees(tolerance)

@@ -15,7 +15,6 @@ from itertools import takewhile
 
 import numpy as np
 from pydantic import BaseModel
-from scipy.special import ndtri
 
 from ..eval.reports.figures import Interval, Ratio
 from ..eval.reports.statistics import Bootstrap, strata_of
@@ -26,6 +25,7 @@ from .reference_run import DraftCounts, Expectation, ServedAnswer, margin_at, su
 # Several positions, and τ and the texts' length at several temperatures, each decide whether an engine differs: each
 # must be surer than one figure alone, or one correct engine in ten would be suspected.
 CONFIDENCE_OF_DIFFERENCES = 0.99
+SURELY = 3.3  # standard deviations of a surprise: its variance is known, and faults of sampling go far beyond
 AVERAGED = 0.1  # of τ: the error allowed to an engine's own average of its latest rounds, which lags
 FEW = 8  # rounds that reach a position, below which it is not compared
 # By how much a target may prefer its own token, in logits, where another order of sums decides otherwise; and the mean
@@ -168,13 +168,10 @@ class ServedComparison(ResultModel):
         """Return the texts that are not ours, without near-ties."""
         return [divergence for divergence in self.divergences if not divergence.is_tie(dtype)]
 
-    def is_off(self, dtype: str) -> bool:
-        """Tell whether log-probabilities differ by more than another order of sums explains."""
-        return self.off is not None and self.off > OFF.get(dtype, OFF["bfloat16"])
-
     def same_target(self, dtype: str) -> bool:
         """Tell whether the target is ours, as far as texts and log-probabilities tell; only ends may differ."""
-        return all(d.ending for d in self.parted(dtype)) and not self.is_off(dtype)
+        is_off = self.off is not None and self.off > OFF.get(dtype, OFF["bfloat16"])
+        return all(d.ending for d in self.parted(dtype)) and not is_off
 
     @property
     def parts_at(self) -> int | None:
@@ -340,5 +337,5 @@ def _surprise(expected: Expectation, replies: Replies, target: Target) -> Interv
     asked = [(prompt.tokens, text) for prompt, reply in both for text in reply.drawn]
     excess, variance = np.sum([surprise(target, *texts, replies.temperature) for texts in asked], axis=0)
     count = sum(len(text) for text in drawn)
-    value, wide = excess / count, ndtri((1 + CONFIDENCE_OF_DIFFERENCES) / 2) * math.sqrt(variance) / count
+    value, wide = excess / count, SURELY * math.sqrt(variance) / count
     return Interval(value, value - wide, value + wide)

@@ -95,16 +95,9 @@ def explain(
     highest, candidates = max(fits.values()), dict[str, FaultCandidate]()
     for name, fit in sorted(fits.items(), key=lambda item: -item[1]):
         says, kind = (_KNOWN[name].says, _KNOWN[name].kind) if name in _KNOWN else (name, "")
+        count = int(equal[name].sum()) if name in equal else None
         # Of mistakes that differ in a number alone, the best one.
-        candidates.setdefault(
-            says,
-            FaultCandidate(
-                says=says,
-                kind=kind,
-                odds=math.exp(fit - highest),
-                same=int(equal[name].sum()) if name in equal else None,
-            ),
-        )
+        candidates.setdefault(says, FaultCandidate(says=says, kind=kind, odds=math.exp(fit - highest), same=count))
     return list(candidates.values())
 
 

@@ -5,7 +5,6 @@ A suspicion says what the evidence separates, and no more: faults that show in t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
@@ -17,11 +16,7 @@ from .fault_models import OTHER, OWN, together
 
 SAME = 0.95  # of the prompts whose text is ours: so many must have our drafts, in float32 at temperature 0
 NONE_ACCEPTED = 0.25  # of our acceptance at the first position: below it, drafts are as good as random
-# By how much a target may prefer its own token, in logits, where another order of sums decides otherwise.
-TIES = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.5}
-# The mean difference of log-probabilities, in nats a token, that another order of sums explains; and how many times
-# what bfloat16 does to our own target is more than another dtype.
-OFF, BEYOND_ROUNDING = {"float32": 2e-3, "float16": 0.05, "bfloat16": 0.2}, 2.0
+BEYOND_ROUNDING = 2.0  # times what bfloat16 does to our target's log-probabilities: more than another dtype does
 PLACES = ("vocabulary", "first", "later")  # kinds of faults in the drafts, before mistakes were tried
 TOKENS, NATS = 1.0, 0.05  # texts that are longer, or less probable a token, by no more than this are ours
 
@@ -82,7 +77,8 @@ SUSPECTS = {
     ),
     "later": (
         "what only later drafts read: norm_output and norm_before_residual, the positions and the rotary embeddings of "
-        "drafted tokens, the drafter's cache after a rejection"
+        "drafted tokens, the drafter's cache after a rejection; or embeddings or weights that are others, on which "
+        "first drafts depend less"
     ),
     "one-hot": (
         "drafts that are picked, not drawn: ask the engine for drawn ones (vLLM: draft_sample_method 'probabilistic'), "
@@ -109,43 +105,43 @@ def suspicions(comparisons: Sequence[ServedComparison], tolerance: float, dtype:
 
 
 def _greedy(compared: ServedComparison, tolerance: float, dtype: str) -> Iterator[Suspicion]:
-    parted = [d for d in compared.divergences if not _is_tie(d, dtype)]
-    drawn = bool(parted) and compared.unsteady  # whose drafts tell nothing, then
+    kind, parted, same_target = None, compared.parted(dtype), compared.same_target(dtype)
     if parted:
-        kind = _rounded(compared) if all(_is_tie(d, "bfloat16") for d in parted) else "target"
+        kind = _rounded(compared) if all(d.is_tie("bfloat16") for d in parted) else "target"
         kind = "end" if all(d.ending for d in parted) else kind
-        yield _suspicion("drawn" if drawn else kind, compared, _texts(compared, parted))
-    elif compared.off is not None and compared.off > OFF.get(dtype, OFF["bfloat16"]):
-        beyond = _rounded(compared) == "target"
-        yield _suspicion("scale of logits" if beyond else "dtype", compared, f"texts are ours{_off(compared)}")
+        kind = "drawn" if compared.unsteady else kind
+        yield _suspicion(kind, compared, _texts(compared, parted))
+    elif not same_target:
+        kind = "dtype" if _rounded(compared) == "dtype" else "scale of logits"
+        yield _suspicion(kind, compared, f"texts are ours{_off(compared)}")
     if depth := _depth(compared):
         yield depth
-    elif not drawn and (compared.identical or not parted) and _drafts_differ(compared, tolerance, dtype == "float32"):
-        kind, suspect = _explained(compared)
-        yield Suspicion(kind=kind, temperature=0.0, because=_seen(compared), suspect=suspect)
+    # Another target moves the drafts, too, and what is drawn tells nothing of them.
+    elif kind in (None, "end", "dtype") and _drafts_differ(compared, tolerance, same_target and dtype == "float32"):
+        place, suspect = _explained(compared)
+        yield Suspicion(kind=place, temperature=0.0, because=_seen(compared), suspect=suspect)
 
 
 def _rounded(compared: ServedComparison) -> str:
     """Return the kind of a fault whose texts part only where our target is hardly surer than bfloat16 rounds."""
-    beyond = BEYOND_ROUNDING * (compared.rounding or math.inf)
-    return "target" if compared.off is not None and compared.off > beyond else "dtype"
+    off, rounding = compared.off, compared.rounding
+    return "dtype" if off is None or rounding is None or off <= BEYOND_ROUNDING * rounding else "target"
 
 
 def _off(compared: ServedComparison) -> str:
     if compared.off is None:
         return ""
-    return f"; log-probabilities differ by {compared.off:.2g} nats a token, in bfloat16 ours by {compared.rounding:.2g}"
+    rounding = f", in bfloat16 ours by {compared.rounding:.2g}" if compared.rounding else ""  # none where it is ours
+    return f"; log-probabilities differ by {compared.off:.2g} nats a token{rounding}"
 
 
 def _drafts_differ(compared: ServedComparison, tolerance: float, exact: bool) -> bool:
     """Tell whether the engine's drafts at temperature 0 are not ours: more, fewer, or other ones are accepted."""
+    if compared.identical == 0:
+        return False
     if exact and compared.same_drafts is not None:
         return compared.same_drafts < SAME * (compared.identical or 0)
     return not compared.agrees(tolerance)
-
-
-def _is_tie(divergence: Divergence, dtype: str) -> bool:
-    return divergence.margin is not None and divergence.margin <= TIES.get(dtype, TIES["bfloat16"])
 
 
 def _texts(compared: ServedComparison, parted: Sequence[Divergence]) -> str:
@@ -181,7 +177,8 @@ def _explained(compared: ServedComparison) -> tuple[str, str]:
         return place, f"{SUSPECTS[place]}. {none} {nearest.says}, {equal}"
     if len(likely) == 1:
         return nearest.kind, f"{nearest.says}: with that mistake our decoder accepts {equal}"
-    return nearest.kind, f"one of these, which cannot be told apart here ({equal}): {'; '.join(c.says for c in likely)}"
+    known = [c.says for c in likely if c.says != OTHER] + [c.says for c in likely if c.says == OTHER]
+    return nearest.kind, f"one of these, which cannot be told apart here ({equal}): {'; '.join(known)}"
 
 
 def _place(compared: ServedComparison) -> str:

@@ -10,19 +10,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import permutations
 from typing import Any
 
+import numpy as np
 import torch
 from pydantic import BaseModel
+from scipy.special import betaln
 from torch import Tensor
 
 from ..heads import DFlash, Drafter, Eagle3, Eagle3Config, Ngram, NgramConfig
 from ..heads.block.block_layers import CachedBlocks
 from .reference_run import DraftCounts, FirstPlace, ServedAnswer, WholeCopy
 
-# The probabilities that a prompt is equal: with the engine's own mistake, and with another one. In float32 little but
-# another order of sums, which decides a draft here and there, parts the first from 1.
-EQUAL, EQUAL_IF_ROUNDED = (0.98, 0.5), (0.5, 0.2)
+# The probability that a prompt is equal with the engine's own mistake: in float32 little but another order of sums,
+# which decides a draft here and there, parts it from 1. And that two mistakes are equal where both are not the head's.
+EQUAL, EQUAL_IF_ROUNDED, COINCIDENCE = 0.98, 0.7, 0.2
 APART = 20.0  # times as probable as another candidate: only then are the two told apart
 
 State = dict[str, Tensor]
@@ -79,19 +82,22 @@ def explain(
     """
     if not tried or not served:
         return []
-    right, chance = EQUAL if exact else EQUAL_IF_ROUNDED
-    same = {name: sum(map(is_same, served, answers)) for name, answers in {OWN: own, **tried}.items()}
-    missed, hit = math.log((1 - right) / (1 - chance)), math.log(right / chance)
-    fits = {name: hit * count + missed * (len(served) - count) for name, count in same.items()}
+    right = EQUAL if exact else EQUAL_IF_ROUNDED
     # Whatever breaks a drafter altogether is equal where nothing is accepted.
-    fits[OTHER] = 0.0 if any(c.accepted for c in served) else max(fits.values())
+    chance = np.log([COINCIDENCE if c.accepted else 1.0 for c in served])
+    equal = {name: np.array([*map(is_same, served, answers)]) for name, answers in {OWN: own, **tried}.items()}
+    fits = {name: float(np.where(e, math.log(right), math.log(1 - right) + chance).sum()) for name, e in equal.items()}
+    # What was not tried may part any share of the prompts from the right head. It, and no mistake, are beforehand as
+    # probable as all that was tried together: of many mistakes that change little, one or the other fits by chance.
+    same, parted = int(equal[OWN].sum()), ~equal[OWN]
+    fits[OTHER] = math.log(len(tried)) + float(betaln(same + 1, parted.sum() + 1) + chance[parted].sum())
+    fits[OWN] += math.log(len(tried))
     highest, candidates = max(fits.values()), dict[str, FaultCandidate]()
     for name, fit in sorted(fits.items(), key=lambda item: -item[1]):
         says, kind = (_KNOWN[name].says, _KNOWN[name].kind) if name in _KNOWN else (name, "")
+        count = int(equal[name].sum()) if name in equal else None
         # Of mistakes that differ in a number alone, the best one.
-        candidates.setdefault(
-            says, FaultCandidate(says=says, kind=kind, odds=math.exp(fit - highest), same=same.get(name))
-        )
+        candidates.setdefault(says, FaultCandidate(says=says, kind=kind, odds=math.exp(fit - highest), same=count))
     return list(candidates.values())
 
 
@@ -181,8 +187,15 @@ def _exchanged(one: str, other: str) -> Made:
     return _made(weights=lambda w, _: w | {one: w[other], other: w[one]})
 
 
-def _columns(shift: int) -> Made:
-    return _replaced(lambda fc, config: fc.roll(shift * fc.shape[1] // len(config.taps), 1), "fc.weight")
+def _columns(order: Sequence[int]) -> Made:
+    """Return a mistake in the columns of fc, in a head of as many taps: those of each tap stand elsewhere."""
+
+    def change(fc: Tensor, config: Eagle3Config) -> Tensor:
+        parts = fc.chunk(len(config.taps), 1)
+        return torch.cat([parts[tap] for tap in order], 1)
+
+    made = _replaced(change, "fc.weight")
+    return lambda head: made(head) if len(head.config.taps) == len(order) else None
 
 
 def _ids(shift: Callable[[Tensor, int], Tensor]) -> Made:
@@ -213,8 +226,10 @@ _O_PROJ = "layers.0.self_attn.o_proj.weight"
 HYPOTHESES: dict[str, Hypothesis] = {
     "taps - 1": Hypothesis("taps that are one too low", _taps(-1)),
     "taps + 1": Hypothesis("taps that are one too high", _taps(1)),
-    "tap columns": Hypothesis("the taps' order in the columns of fc", _columns(1)),
-    "tap columns back": Hypothesis("the taps' order in the columns of fc", _columns(-1)),
+    **{
+        f"tap columns {order}": Hypothesis("the taps' order in the columns of fc", _columns(order))
+        for order in list(permutations(range(3)))[1:]
+    },
     "fc_norm": Hypothesis(
         "the norm of the taps (fc_norm, norm_before_fc), which is not applied",
         _made(lambda c: _NO_NORMS if c.norm_taps or c.norm_before_fc else None),

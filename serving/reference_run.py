@@ -36,6 +36,7 @@ from .engine import DraftCounts, SentText, TokenId
 BATCH = 16  # prompts that our decoder answers at once
 _LIMITS = replace(RECORD, num_bytes=64 * MEGABYTE)
 LONGEST_TEXT = 50_000  # letters of a suite that are compared as tokens
+MOST_WORDS = 10_000  # of the vocabulary, that are compared as tokens
 
 
 class ServedPrompt(ForeignModel, extra="forbid"):
@@ -293,12 +294,14 @@ def expect(
 def sent_texts(
     suites: Sequence[Suite], tokenizer: PreTrainedTokenizerBase | None, limit: int | None
 ) -> Iterator[SentText]:
-    """Yield what each suite sends to a server: all its texts in one, or its first chat.
+    """Yield what each suite sends to a server: all its texts in one, or its first chat; and the vocabulary's tokens.
 
     Where no suite is of chats, the first text is asked as one, too: users come through the chat template.
     """
     if tokenizer is None:
         return
+    words = tokenizer.batch_decode([[i] for i in range(0, len(tokenizer), 1 + len(tokenizer) // MOST_WORDS)])
+    yield _sent_texts("the vocabulary", "\n".join(words), tokenizer)
     first = next((p for s in suites for p in s.prompts if p.text), None)
     has_chats = False
     for suite in suites:
@@ -308,8 +311,7 @@ def sent_texts(
         if chat is not None:
             yield _sent_chat(suite.name, chat)
         elif texts.strip():
-            request = {"prompt": texts, "add_special_tokens": True}
-            yield SentText(name=suite.name, request=request, tokens=tokenizer(texts)["input_ids"])
+            yield _sent_texts(suite.name, texts, tokenizer)
     if has_chats or first is None or not tokenizer.chat_template:
         return
     messages = [{"role": "user", "content": first.text}]
@@ -317,6 +319,11 @@ def sent_texts(
         text = render(tokenizer, messages, "the first prompt as a chat", template=first.template)
         tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
         yield _sent_chat(first.suite, replace(first, messages=tuple(messages), tokens=tuple(tokens)))
+
+
+def _sent_texts(name: str, texts: str, tokenizer: PreTrainedTokenizerBase) -> SentText:
+    request = {"prompt": texts, "add_special_tokens": True}
+    return SentText(name=name, request=request, tokens=tokenizer(texts)["input_ids"])
 
 
 def _sent_chat(name: str, chat: Prompt) -> SentText:
@@ -360,12 +367,16 @@ def chosen_log_probs(target: Target, prompt: Sequence[int], text: Sequence[int])
     return [float(p) for p in _log_probabilities(target, prompt, text, 1.0).gather(1, chosen)[:, 0]]
 
 
-def surprise(target: Target, prompt: Sequence[int], text: Sequence[int], temperature: float) -> float:
-    """Return by how much less probable a text is than draws from the target at its places, in nats."""
-    drawn = _log_probabilities(target, prompt, text, temperature)
+def surprise(target: Target, prompt: Sequence[int], text: Sequence[int], temperature: float) -> tuple[float, float]:
+    """Return by how much less probable a text is than draws from the target at its places, in nats, and the variance.
+
+    Both follow from the target alone: of draws from it the first is 0 on average.
+    """
+    drawn = _log_probabilities(target, prompt, text, temperature).clamp(min=-1e4)  # 0 · log 0 is 0
     chosen = drawn.gather(1, torch.tensor(text, dtype=torch.long, device=drawn.device)[:, None])
-    entropy = -(drawn.exp() * drawn.clamp(min=-1e4)).sum()  # 0 · log 0 is 0
-    return float(-chosen.sum() - entropy)
+    entropy = -(drawn.exp() * drawn).sum(1)
+    variance = (drawn.exp() * drawn**2).sum(1) - entropy**2
+    return float(-chosen.sum() - entropy.sum()), float(variance.sum())
 
 
 class _Writer:

@@ -65,13 +65,23 @@ def one_word_less(tokenizer: PreTrainedTokenizerFast) -> None:
     tokenizer._tokenizer = Tokenizer.from_str(json.dumps(state))
 
 
+def two_ids_exchanged(tokenizer: PreTrainedTokenizerFast) -> None:
+    """Exchange the ids of two tokens that no prompt has."""
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    vocabulary = state["model"]["vocab"]
+    one, other = list(vocabulary)[-2:]
+    vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
+    tokenizer._tokenizer = Tokenizer.from_str(json.dumps(state))
+
+
 def other_template(tokenizer: PreTrainedTokenizerFast) -> None:
     tokenizer.chat_template = f"Be kind. {tokenizer.chat_template}"
 
 
 CHANGES: dict[str, tuple[Callable[[PreTrainedTokenizerFast], None], list[str], list[str]]] = {
     "none": (lambda tokenizer: None, [], []),
-    "merges": (one_word_less, ["tokenizer"], ["template"]),  # a suite of chats alone cannot tell the two
+    "merges": (one_word_less, ["tokenizer"], ["tokenizer"]),
+    "ids": (two_ids_exchanged, ["tokenizer"], ["tokenizer"]),
     "template": (other_template, ["template"], ["template"]),
 }
 
@@ -86,7 +96,7 @@ def test_a_changed_tokenizer_or_template_is_found_though_prompts_go_as_ids(chang
         assert [s.kind for s in found] == kinds
         assert "unchecked" not in facts
     assert all(str(s).startswith("the server makes") for s in found)
-    assert len(server.posted) <= 3, "one request a suite, and one chat"
+    assert len(server.posted) <= 5, "one request a suite, one of the vocabulary, and one chat, of both expectations"
 
 
 def test_a_server_that_does_not_tell_its_tokens_is_not_accused(tiny_tokenizer, start_server):

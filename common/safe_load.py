@@ -90,6 +90,8 @@ def _reading(file: Path, line: str = "") -> Iterator[None]:
         yield
     except (FileNotFoundError, Unreadable):  # which is a ValueError, too
         raise
+    except NotADirectoryError as error:  # on the way to it is a file: so there is none
+        raise FileNotFoundError(error.errno, error.strerror, error.filename) from error
     except OSError as error:
         raise Unreadable(f"{file}{line}", f"cannot be read ({error.strerror})") from error
     except ValueError as error:  # a name with a zero byte

@@ -15,6 +15,7 @@ from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
+from rich.text import Text
 
 # C0 and C1 controls but for tab and line feed, what turns the direction of text, halves of surrogates, and what XML
 # cannot hold.
@@ -33,6 +34,12 @@ class VisibleConsole(Console):
 
     def __init__(self, **settings: Any):
         super().__init__(emoji=False, **settings)
+
+    def print(self, *objects: Any, soft_wrap: bool | None = None, **settings: Any) -> None:
+        """Print as rich does; a text that goes to no terminal stays one line, for grep and for who copies a path."""
+        if not self.is_terminal and all(isinstance(one, str | Text) for one in objects):
+            soft_wrap = True
+        super().print(*objects, soft_wrap=soft_wrap, **settings)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):

@@ -68,10 +68,14 @@ Temperature = Annotated[float, typer.Option(callback=checked_temperatures)]
 
 
 def recipe_of(name: str, changes: list[str] | None) -> Recipe:
-    """Return the recipe that a verb was given, with its changes."""
+    """Return the recipe that a verb was given, with its changes; its target is there, if it is a folder."""
     from ..recipes import load_recipe
+    from ..targets.model_folder import require_local_model
 
-    return load_recipe(name, changes or [])
+    loaded = load_recipe(name, changes or [])
+    if loaded.target.path != "embedded" and "@" not in loaded.target.path:  # the packaged one; PATH@SHAPE
+        require_local_model(loaded.target.path)
+    return loaded
 
 
 def pair_of(folder: Path) -> Pair:

@@ -12,6 +12,7 @@ from typing import Any, TextIO
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from ..common.terminal import VisibleConsole, visible
 
@@ -64,7 +65,13 @@ def print_lines(lines: Iterable[str]) -> None:
 
 
 def print_facts(facts: Iterable[tuple[str, str]], console: Console) -> None:
-    """Print names, and beside them their values in markup; a long value goes on in the next line."""
+    """Print names, and beside them their values in markup; on a terminal a long value goes on in the next line."""
+    facts = list(facts)
+    if not console.is_terminal:
+        width = max(len(name) for name, _ in facts)
+        for name, value in facts:
+            console.print(Text(f"{name:<{width}}  ") + Text.from_markup(value))
+        return
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")

@@ -24,8 +24,9 @@ from rich.markup import escape
 from ..common import BadInputError
 from ..common.errors import did_you_mean
 from ..common.values import in_words
+from ..recipes import load_recipe
 from ..recipes.schema import Recipe, Section, alternatives, is_section, nearest_key
-from .options import Overrides, recipe_of
+from .options import Overrides
 from .output import print_lines
 
 _LIMITS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}  # of JSON Schema
@@ -153,7 +154,7 @@ def recipe(
         return
     if name is None:
         raise BadInputError("which recipe? Give its file or its name; or --explain KEY, to read what a key means.")
-    print_lines([escape(recipe_of(name, changes).to_yaml().rstrip())])
+    print_lines([escape(load_recipe(name, changes or []).to_yaml().rstrip())])
 
 
 _HEADER = """\

@@ -50,8 +50,6 @@ class ModelFacts:
         """Return the facts about the model in `folder`. BadInputError: it holds no config of a language model."""
         from ..targets.model_folder import GENERATION_CONFIG, MODEL_CONFIG, check_files
 
-        if not (folder / MODEL_CONFIG).is_file():
-            raise BadInputError(f"no model at {str(folder)!r}: config.json is missing there.")
         check_files(folder, trust_remote_code=True)  # nothing of it is run
         whole = read_json(folder / MODEL_CONFIG)
         values = whole | (whole["text_config"] if isinstance(whole.get("text_config"), dict) else {})
@@ -62,7 +60,7 @@ class ModelFacts:
                 said = max((one for one in said if isinstance(one, int)), default=0)
             return said if isinstance(said, int) else 0
 
-        asked = read_json(folder / GENERATION_CONFIG) if (folder / GENERATION_CONFIG).is_file() else {}
+        asked, tokenizer = (_values(folder / name) for name in (GENERATION_CONFIG, "tokenizer_config.json"))
         draws = {name: asked[name] for name in ("temperature", "top_p", "top_k") if asked.get(name)}
         dtype = str(values.get("dtype") or values.get("torch_dtype") or "float32")
         facts = cls(
@@ -75,7 +73,7 @@ class ModelFacts:
             context=number("max_position_embeddings", "n_positions"),
             dtype=dtype if dtype in ("bfloat16", "float16", "float32") else "auto",
             draws=draws if asked.get("do_sample") else {},
-            has_template=(folder / "chat_template.jinja").exists() or "chat_template" in _tokenizer_config(folder),
+            has_template=(folder / "chat_template.jinja").exists() or "chat_template" in tokenizer,
             has_mtp=bool(number("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")),
             is_recurrent=any(f'"{kind}"' in json.dumps(values.get("layer_types")) for kind in _RECURRENT),
         )
@@ -138,7 +136,11 @@ _LONG = """num_train_epochs: 2
 
 def starter(target: str, prompts: list[str] | None = None) -> str:
     """Return a recipe for `target`, a folder, a Hub id or "embedded", as YAML with comments; nothing is loaded."""
-    facts, name = ModelFacts.of(_folder(target)), re.sub(r"[^A-Za-z0-9_.-]+", "-", Path(target).name).strip("-_.")
+    from ..targets.model_folder import model_folder
+
+    is_ours = target == "embedded"
+    folder = embedded_file("target/config.json").parent if is_ours else model_folder(target, weights=False)
+    facts, name = ModelFacts.of(folder), re.sub(r"[^A-Za-z0-9_.-]+", "-", Path(target).name).strip("-_.")
     small, room = facts.parameters < SMALL, facts.context or 4096
     kind, beside = "eagle3" if facts.layers >= _FEW else "eagle1", "docs" if facts.has_template else "prose"
     asked = min(256 if small else 1024, room // 2)
@@ -181,23 +183,8 @@ def starter(target: str, prompts: list[str] | None = None) -> str:
     return text
 
 
-def _tokenizer_config(folder: Path) -> dict[str, Any]:
-    file = folder / "tokenizer_config.json"
+def _values(file: Path) -> dict[str, Any]:
     return read_json(file) if file.is_file() else {}
-
-
-def _folder(target: str) -> Path:
-    """Return the folder with the config.json of a target; of a Hub id, that and its tokenizer are downloaded."""
-    if target == "embedded":
-        return embedded_file("target/config.json").parent
-    from ..targets.model_folder import model_folder
-
-    folder = model_folder(target, weights=False)
-    if not folder.is_dir():
-        raise BadInputError(
-            f"no model at {target!r}: the folder does not exist. Give a folder, a Hub id or 'embedded'."
-        )
-    return folder
 
 
 def init(

@@ -29,6 +29,7 @@ from .model_folder import (
     model_folder,
     plain_weight_map,
     refuse_pickles,
+    require_local_model,
     without_questions,
 )
 from .peft_adapters import ADAPTER_CONFIG
@@ -58,7 +59,7 @@ def load_tokenizer_of(path: str, revision: str | None, trust_remote_code: bool) 
     except OutriderError:
         raise
     except Exception as error:
-        raise _load_error(f"tokenizer of {name}", error) from error
+        raise _load_error(f"tokenizer of {name!r}", error) from error
 
 
 def load_causal_lm(
@@ -98,7 +99,7 @@ def load_causal_lm(
     except OutriderError:
         raise
     except Exception as error:
-        raise _load_error(name, error) from error
+        raise _load_error(f"model {name!r}", error) from error
     model, info = cast(tuple[PreTrainedModel, dict[str, Any]], loaded)
     problems = [f"missing {key}" for key in info["missing_keys"]]
     shapes = [(key, tuple(stored), tuple(wanted)) for key, stored, wanted in info["mismatched_keys"]]
@@ -124,7 +125,6 @@ def load_causal_lm(
 def folder_of(name: str, dtype: str | torch.dtype, revision: str | None, trust_remote_code: bool) -> Path:
     """Return the folder of a model with its weights, after all checks that do not open them; raises their errors."""
     folder = model_folder(name, revision, trust_remote_code)
-    _require_config(name, folder, revision if is_local(name) else None)
     refuse_pickles(folder)
     check_files(folder, trust_remote_code)
     if (folder / ADAPTER_CONFIG).exists():
@@ -139,16 +139,6 @@ def folder_of(name: str, dtype: str | torch.dtype, revision: str | None, trust_r
     if not trust_remote_code:
         check_sizes(folder, dtype)
     return folder
-
-
-def _require_config(name: str, folder: Path, revision: str | None) -> None:
-    if not folder.is_dir():
-        lacking = "it is a file" if folder.is_file() else "the folder does not exist"
-        raise BadInputError(f"no model at {name!r}: {lacking}. Give a folder, a Hub id like 'org/name', or 'embedded'.")
-    if not (folder / MODEL_CONFIG).exists():
-        raise BadInputError(f"no model at {name!r}: the folder has no config.json.")
-    if revision is not None:
-        raise BadInputError(f"revision {revision!r}: {name!r} is a folder here, which has no others; leave it out.")
 
 
 def split_shape(path: str) -> tuple[str, str | None]:
@@ -168,7 +158,7 @@ def embedded_path() -> Path:
     return Path(str(resources.files("outrider.recipes"))) / "embedded" / "target"
 
 
-def _load_error(name: str, error: Exception) -> BadInputError:
+def _load_error(what: str, error: Exception) -> BadInputError:
     hint = "Check the path, or the Hub id and your access to it."
     if "safetensor" in type(error).__name__.lower():
         hint = "Its safetensors file is damaged: copy it again."
@@ -177,7 +167,7 @@ def _load_error(name: str, error: Exception) -> BadInputError:
             "Install what it asks for; or take the model as it was before it was quantised, and target.quantize: int8 "
             "(--quantize int8), which needs torchao alone."
         )
-    return BadInputError(f"the model {name!r} cannot be loaded: {first_line(error)} {hint}")
+    return BadInputError(f"the {what} cannot be loaded: {first_line(error)} {hint}")
 
 
 def on_meta_device() -> bool:
@@ -193,8 +183,7 @@ def meta_causal_lm(
     Raises BadInputError if there is no such config, or it cannot be reached. "auto" is the config's own dtype, or
     float32 where it has none.
     """
-    if is_local(target_path(name)):
-        _require_config(name, Path(target_path(name)).expanduser(), revision)
+    require_local_model(target_path(name))
     try:
         folder = model_folder(target_path(name), revision, trust_remote_code, weights=False)
         check_files(folder, trust_remote_code)
@@ -205,10 +194,9 @@ def meta_causal_lm(
     except (IncompatibleError, Refusal):
         raise
     except Exception as error:
-        raise BadInputError(
-            f"the config of {name!r} cannot be read: {first_line(error)} Without a connection give a folder that holds "
-            "its config.json; weights are not needed."
-        ) from error
+        hint = "Without a connection give a folder that holds its config.json; weights are not needed."
+        hint = "Take a good copy of the model." if is_local(target_path(name)) else hint
+        raise BadInputError(f"the config of {name!r} cannot be read: {first_line(error)} {hint}") from error
     try:
         with torch.device("meta"):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(

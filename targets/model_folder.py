@@ -50,10 +50,13 @@ def model_folder(name: str, revision: str | None = None, trust_remote_code: bool
     `trust_remote_code`: also download the model's code. `weights`: False for its configs and its tokenizer only.
 
     Raises:
-        BadInputError: the Hub has no such model, or cannot be reached and the cache does not hold it.
+        BadInputError: the Hub has no such model, or cannot be reached and the cache does not hold it; no such folder.
         Refusal: its index names weights that are not beside it.
     """
     if is_local(name):
+        require_local_model(name)
+        if revision is not None:
+            raise BadInputError(f"revision {revision!r}: {name!r} is a folder here, which has no others; leave it out.")
         return Path(name).expanduser()
     say_if_downloaded(name, MODEL_CONFIG, revision)
     folder = _snapshot(name, revision, [*_DOWNLOADED, *([_CODE] if trust_remote_code else [])])
@@ -62,6 +65,16 @@ def model_folder(name: str, revision: str | None = None, trust_remote_code: bool
         files = sorted(set(plain_weight_map(index).values())) if index.exists() else [SINGLE]
         folder = _snapshot(name, folder.name, files)  # of the same commit, whatever was pushed since
     return folder
+
+
+def require_local_model(name: str) -> None:
+    """Raise BadInputError if `name` is no Hub id, and no folder with a config.json."""
+    folder = Path(name).expanduser()
+    if is_local(name) and not folder.is_dir():
+        lacking = "it is a file" if folder.is_file() else "the folder does not exist"
+        raise BadInputError(f"no model at {name!r}: {lacking}. Give a folder, a Hub id like 'org/name', or 'embedded'.")
+    if is_local(name) and not (folder / MODEL_CONFIG).is_file():
+        raise BadInputError(f"no model at {name!r}: the folder has no config.json.")
 
 
 def say_if_downloaded(name: str, file: str, revision: str | None = None) -> None:

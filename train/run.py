@@ -304,7 +304,8 @@ class _Training:
             trainer.checkpoint_io.load_weights(best)
             if budget is not None:
                 budget.clock.spent = saved_clock(start)["spent"]
-            return checkpoints.step_of(start), {}
+            trainer.state.global_step = checkpoints.step_of(start)  # which the evaluation's line names
+            return trainer.state.global_step, {}
         if start is not None:
             _log.warning("continuing from %s", start)
         name, shown = f"training {self.recipe.name}", self.console or VisibleConsole(stderr=True)

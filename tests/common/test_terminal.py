@@ -16,6 +16,7 @@ from rich.table import Table
 import outrider.common
 from outrider.common.progress import progress
 from outrider.common.terminal import VisibleConsole, log_to_stderr, print_to_stderr, visible
+from outrider.scripts.output import print_facts
 
 HOUSE = Path(outrider.common.__file__).resolve().parents[1]
 HOSTILE = "a\x1b]0;owned\x07\x9b31m\u202eb\udc80 é漢 :bomb:"
@@ -46,6 +47,13 @@ def test_a_console_obeys_its_own_styles_only() -> None:
     assert "\x1b[1;31mown" in written  # its own style
     assert written.count(r"a\u001b]0") == 2
     assert not re.search("\x1b\\]|\x07|\x9b|\u202e|\udc80", written)
+
+
+def test_a_piped_line_is_one_line_however_long() -> None:
+    piped, long = io.StringIO(), "report: " + "folder/" * 30
+    VisibleConsole(file=piped).print(f"[bold]{long}[/bold]")
+    print_facts([("disk", long)], VisibleConsole(file=piped))
+    assert piped.getvalue().splitlines() == [long, f"disk  {long}"]
 
 
 def test_a_bar_shows_names_that_look_like_markup() -> None:

@@ -236,3 +236,5 @@ def test_no_pair_and_one_that_cannot_be_read_are_told_apart(tmp_path):
     ):
         assert refusal(inspect_manifest, tmp_path) == said
         (tmp_path / "pair.json").mkdir(exist_ok=True)
+    (recipe := tmp_path / "my.yaml").touch()
+    assert refusal(inspect_manifest, recipe) == f"no pair at {str(recipe)!r}: pair.json is missing there."

@@ -80,7 +80,7 @@ def test_what_is_no_model_is_refused(outrider: Command, tmp_path: Path) -> None:
     out = ["--out", tmp_path / "my.yaml"]
     failed(outrider("init", tmp_path / "nowhere", *out), "the folder does not exist")
     failed(outrider("init", "embedded", *out, "--prompts", "nowhere.jsonl"), "'nowhere.jsonl' does not exist")
-    failed(outrider("init", tmp_path, *out), "config.json is missing there")
+    failed(outrider("init", tmp_path, *out), "the folder has no config.json")
     (tmp_path / "config.json").write_text('{"model_type": "vit"}')
     failed(outrider("init", tmp_path, *out), "names no hidden size")
     assert not (tmp_path / "my.yaml").exists()

@@ -53,6 +53,7 @@ def test_what_reads_no_model_imports_no_torch(tmp_path: Path, target_folder: Pat
     none = str(tmp_path / "nope")
     refused: list[list[object]] = [
         *([verb, none] for verb in ("distill", "train", "eval", "plan", "vocab", "tune", "compare")),
+        *([verb, "embedded-eagle3", f"target.path={none}"] for verb in ("distill", "train", "eval", "plan", "compare")),
         *([*verb, none] for verb in (["data", "check"], ["data", "show"], ["pair", "new", tmp_path / "p"])),
         *([verb, none, "--target", "x"] for verb in ("probe",)),
         ["refresh", none, "--target", "x", "--out", tmp_path / "p"],

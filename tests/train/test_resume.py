@@ -89,10 +89,12 @@ def test_a_run_that_lost_its_last_checkpoint_resumes_bit_for_bit(recipe, target,
     assert weights(train(recipe("half", *run, **shape), target)) == weights(whole)
 
 
-def test_a_finished_run_is_not_trained_further(recipe, target):
+def test_a_finished_run_is_not_trained_further(recipe, target, caplog):
     first = train(recipe(), target)
     before = weights(first)
-    again = train(recipe(), target)
+    with caplog.at_level("INFO"):
+        again = train(recipe(), target)
+    assert "step 12 held out" in caplog.text
     assert (again.steps, weights(again)) == (12, before)
     assert again.metrics["eval_tau"] == pytest.approx(first.metrics["eval_tau"], rel=1e-6)
 

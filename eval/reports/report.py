@@ -129,6 +129,7 @@ class Conditions(ReportModel):
         pass_backend: of the target's passes in rounds, such as "eager" or "kernels" (see `targets.fast`).
         template: arguments that the chat template was given.
         sampling: beside the temperature, under `eval.sampling: served`.
+        command: the shell line that repeats the run; None where no `outrider` command measured.
     """
 
     target: dict[str, Any]
@@ -154,6 +155,7 @@ class Conditions(ReportModel):
     confidence: float = CONFIDENCE
     suites: list[SuiteInfo]
     versions: dict[str, str]
+    command: str | None = None
 
 
 class Report(ReportModel):

@@ -147,7 +147,7 @@ class Conditions(ReportModel):
     repeats: int
     timing: str = (
         "whole requests, both prefills included; per prompt the median of the repeats "
-        "(of an even number the faster of the middle two); contestants take turns in a rotating order"
+        "(of an even number the faster of the middle two); contestants take turns in random order"
     )
     excluded: str = "one warm-up request per contestant and temperature"
     seed: int

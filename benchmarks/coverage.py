@@ -1,6 +1,7 @@
 """Do the 95% intervals hold the truth as often as they say, and how often does the gate err?
 
     python -m benchmarks.coverage --out coverage.json             # simulated drafters: their τ and speed are known
+    python -m benchmarks.coverage --false-alarms 20000 --out coverage-false-alarms.json
     python -m benchmarks.coverage --real --drafter eagle1=runs/pair-v1/drafter --out coverage-real.json
 
 With `--real` the embedded target decodes: one drafter as two, whose speeds are equal (A/A), and, for the gate, with
@@ -43,7 +44,7 @@ from outrider.recipes import EvalSpec
 from outrider.targets import Target
 
 from .acceptance import rounds_of, tau
-from .report import command, conditions, options, publish, shown, table
+from .report import command, conditions, options, publish, shown, table, write
 
 Floats = NDArray[np.float64]
 PROMPTS = (12, 24, 60, 120)
@@ -220,10 +221,23 @@ def simulated(repeats: int) -> tuple[dict[str, Any], list[str]]:
         for n in PROMPTS
         for drop in (TOLERANCE, 0.0, 0.06, 0.1)
     ]
-    about = {"device": "cpu", "device_name": cpu_name(), "dtype": "float64", "repeats": repeats}
-    about |= {"created": datetime.now(UTC).date().isoformat(), "versions": versions()}
     tables = [_coverage_table(coverage), _gate_table(gates)]
-    return {"conditions": about, "coverage": coverage, "gate": gates}, tables
+    return {"conditions": _conditions(repeats), "coverage": coverage, "gate": gates}, tables
+
+
+def false_alarms(repeats: int) -> tuple[dict[str, Any], list[str]]:
+    """Return the gate's errors at a drop of just the tolerance, the only ones that are false alarms."""
+    gates = [
+        {"suites": shape, "prompts": n, "drop": TOLERANCE, **gated(n, TOLERANCE, repeats, shape)}
+        for shape in SHARES
+        for n in PROMPTS
+    ]
+    return {"conditions": _conditions(repeats), "gate": gates}, [_gate_table(gates)]
+
+
+def _conditions(repeats: int) -> dict[str, Any]:
+    about = {"device": "cpu", "device_name": cpu_name(), "dtype": "float64", "repeats": repeats}
+    return about | {"created": datetime.now(UTC).date().isoformat(), "versions": versions()}
 
 
 def _coverage_table(cells: Sequence[dict[str, Any]]) -> str:
@@ -260,21 +274,24 @@ def real(asked: Namespace) -> tuple[dict[str, Any], list[str]]:
     drafter = load_drafter(folder, target) if folder else Ngram()
     suites = load_suites(["code", "docs", "prose"], target.require_tokenizer())
     chance = np.random.default_rng(asked.seeds)
+    about = {k: v for k, v in vars(asked).items() if k not in ("out", "real", "seeds", "drafter", "threads")}
+    tables, speeds = list[str](), list[Interval]()
     with threads(asked.threads):
-        speeds = [
-            _speed_of_two(target, drafter, _drawn(chance, suites, asked.limit), asked) for _ in range(asked.repeats)
-        ]
-        gates = _real_gates(target, drafter, chance, suites, asked) if asked.questions else []
-    about = {k: v for k, v in vars(asked).items() if k not in ("out", "real", "seeds", "drafter")}
-    about |= {"load_average": [round(load[1], 1) for load in (began, getloadavg())]}
-    found, tables = {"conditions": conditions(target, drafter=name, **about), "gate": gates}, list[str]()
-    if speeds:
-        width = median((i.high - i.low) / 2 for i in speeds)
-        held = sum(i.low <= 1 <= i.high for i in speeds)
-        found["speed"] = {"held": held, "median_half_width": width, "ratios": [shown(i) for i in speeds]}
-        cells = [f"{len(speeds)}", f"{3 * asked.limit}", f"{held}", f"±{width:.1%}"]
-        tables.append(table(["runs", "prompts of each", "held 1", "median interval"], [cells]))
-    return found, [*tables, _real_gate_table(gates)] if gates else tables
+        result: dict[str, Any] = {"conditions": conditions(target, drafter=name, **about)}
+        for _ in range(asked.repeats):
+            speeds.append(_speed_of_two(target, drafter, _drawn(chance, suites, asked.limit), asked))
+            width = median((i.high - i.low) / 2 for i in speeds)
+            held = sum(i.low <= 1 <= i.high for i in speeds)
+            cells = [f"{len(speeds)}", f"{3 * asked.limit}", f"{held}", f"±{width:.1%}"]
+            tables = [table(["runs", "prompts of each", "held 1", "median interval"], [cells])]
+            result["speed"] = {"held": held, "median_half_width": width, "ratios": [shown(i) for i in speeds]}
+            loads = [round(load[1], 1) for load in (began, getloadavg())]
+            result["conditions"] |= {"repeats": len(speeds), "load_average": loads}
+            write(result, asked.out, tables)
+        if asked.questions:
+            result["gate"] = _real_gates(target, drafter, chance, suites, asked)
+            tables.append(_real_gate_table(result["gate"]))
+    return result, tables
 
 
 def _drawn(chance: np.random.Generator, suites: Sequence[Suite], limit: int) -> list[PromptJob]:
@@ -362,6 +379,7 @@ def _real_gate_table(cells: Sequence[dict[str, Any]]) -> str:
 def main() -> int:
     parser = options(__doc__, "threads", "batch", limit=4, max_new_tokens=24, depth=3, seeds=0)
     parser.add_argument("--repeats", type=int)
+    parser.add_argument("--false-alarms", type=int, metavar="N", help="of the simulated gates alone, N repeats of each")
     parser.add_argument("--real", action="store_true", help="on the embedded target instead")
     parser.add_argument("--drafter", default="ngram", help="NAME=FOLDER, or ngram")
     parser.add_argument("--questions", type=int, default=0, help="to the gate, about a drafter with weights")
@@ -371,6 +389,8 @@ def main() -> int:
     if asked.real:
         asked.repeats = 100 if asked.repeats is None else asked.repeats
         result, tables = real(asked)
+    elif asked.false_alarms:
+        result, tables = false_alarms(asked.false_alarms)
     else:
         result, tables = simulated(asked.repeats or 1000)
     publish(result, asked.out, tables)

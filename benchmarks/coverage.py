@@ -1,7 +1,11 @@
 """Do the 95% intervals hold the truth as often as they say, and how often does the gate err?
 
     python -m benchmarks.coverage --out coverage.json             # simulated drafters: their τ and speed are known
-    python -m benchmarks.coverage --real --out coverage-real.json # A/A on the embedded target: one drafter as two
+    python -m benchmarks.coverage --false-alarms 20000 --out coverage-false-alarms.json
+    python -m benchmarks.coverage --real --drafter eagle1=runs/pair-v1/drafter --out coverage-real.json
+
+With `--real` the embedded target decodes: one drafter as two, whose speeds are equal (A/A), and, for the gate, with
+another seed, where its τ is the same, and with noise on its weights, where it is lower.
 
 A simulated prompt has its own acceptance (a normal spread of its logit), so that its rounds resemble each other; chains
 of 4; a request ends at 96 tokens or, as likely, before. Seconds are work times noise: a drift that all contestants of
@@ -11,23 +15,36 @@ a prompt share, noise of each repeat, and in 3% of them a stall; the median of t
 from __future__ import annotations
 
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
-from copy import copy
+from copy import copy, deepcopy
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import lru_cache
+from os import getloadavg
+from statistics import median
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from outrider.common.machine import cpu_name
 from outrider.common.runtime import versions
-from outrider.eval.reports.figures import Interval, Ratio
+from outrider.costs.timing import threads
+from outrider.decode import Decoder, Plan, Sampling
+from outrider.eval.interleaved_runs import race
+from outrider.eval.measure import Contestant, DecoderRacer, bootstrap_of, make_records
+from outrider.eval.reports.figures import Interval, Ratio, speed_ratio
 from outrider.eval.reports.sequential import looks
 from outrider.eval.reports.statistics import Bootstrap
+from outrider.eval.suites import PromptJob, Suite, load_suites, make_jobs
+from outrider.heads import Drafter, Ngram, load_drafter
+from outrider.recipes import EvalSpec
+from outrider.targets import Target
 
-from .report import command, options, publish, table
+from .acceptance import rounds_of, tau
+from .report import command, conditions, options, publish, shown, table, write
 
 Floats = NDArray[np.float64]
 PROMPTS = (12, 24, 60, 120)
@@ -149,20 +166,28 @@ def gated(num_prompts: int, drop: float, repeats: int, shape: str = "even") -> d
     names = [str(suite) for suite, size in enumerate(sizes) for _ in range(size)]
     # A change of the tokens changes the ratio of τ by itself, to what the drop shall be.
     kept = _kept(sizes, shape) * (1 - drop) / truth(shares, 0.5, 0.05)["ratio"]  # [N]
-    fixed = sequential = wrong_passes = taken = 0.0
+    found = np.zeros(4)
     for seed in range(repeats):
         sample = draw(np.random.default_rng((num_prompts, 7, seed)), sizes, 0.5, 0.05)
         new = Ratio(sample.emitted * kept, sample.other)
         old = Ratio(sample.emitted, sample.rounds)
         bootstrap = _bootstrap(tuple(sizes), 2 * CONFIDENCE - 1, seed // _SHARED)
-        fixed += bootstrap.quotient(new, old).high < floor
-        seen = looks(new, old, names, [f"{seed}/{i}" for i in range(len(names))], CONFIDENCE)
-        first = next((x.quotient for x in seen if x.quotient.high < floor or x.quotient.low >= floor), None)
-        sequential += first is not None and first.high < floor
-        wrong_passes += first is not None and first.low >= floor
-        taken += next((x.prompts for x in seen if x.quotient is first), num_prompts)
-    found = {"fixed_failed": fixed, "sequential_failed": sequential, "sequential_passed": wrong_passes}
-    return {name: value / repeats for name, value in found.items()} | {"mean_prompts": taken / repeats}
+        found += verdicts(new, old, bootstrap, names, [f"{seed}/{i}" for i in range(len(names))], floor)
+    return dict(zip(_VERDICTS, map(float, found / repeats), strict=True))
+
+
+_VERDICTS = ("fixed_failed", "sequential_failed", "sequential_passed", "mean_prompts")
+
+
+def verdicts(
+    new: Ratio, old: Ratio, bootstrap: Bootstrap, suites: Sequence[str], prompts: Sequence[str], floor: float
+) -> Floats:
+    """Return whether the fixed gate fails, whether the sequential one does, or passes, and the prompts that it took."""
+    seen = looks(new, old, suites, prompts, CONFIDENCE)
+    first = next((x for x in seen if x.quotient.high < floor or x.quotient.low >= floor), None)
+    fails = first is not None and first.quotient.high < floor
+    taken = len(prompts) if first is None else first.prompts
+    return np.array([bootstrap.quotient(new, old).high < floor, fails, first is not None and not fails, taken])
 
 
 def _kept(sizes: Sequence[int], shape: str) -> Floats:
@@ -196,10 +221,23 @@ def simulated(repeats: int) -> tuple[dict[str, Any], list[str]]:
         for n in PROMPTS
         for drop in (TOLERANCE, 0.0, 0.06, 0.1)
     ]
-    about = {"device": "cpu", "device_name": cpu_name(), "dtype": "float64", "repeats": repeats}
-    about |= {"created": datetime.now(UTC).date().isoformat(), "versions": versions()}
     tables = [_coverage_table(coverage), _gate_table(gates)]
-    return {"conditions": about, "coverage": coverage, "gate": gates}, tables
+    return {"conditions": _conditions(repeats), "coverage": coverage, "gate": gates}, tables
+
+
+def false_alarms(repeats: int) -> tuple[dict[str, Any], list[str]]:
+    """Return the gate's errors at a drop of just the tolerance, the only ones that are false alarms."""
+    gates = [
+        {"suites": shape, "prompts": n, "drop": TOLERANCE, **gated(n, TOLERANCE, repeats, shape)}
+        for shape in SHARES
+        for n in PROMPTS
+    ]
+    return {"conditions": _conditions(repeats), "gate": gates}, [_gate_table(gates)]
+
+
+def _conditions(repeats: int) -> dict[str, Any]:
+    about = {"device": "cpu", "device_name": cpu_name(), "dtype": "float64", "repeats": repeats}
+    return about | {"created": datetime.now(UTC).date().isoformat(), "versions": versions()}
 
 
 def _coverage_table(cells: Sequence[dict[str, Any]]) -> str:
@@ -226,69 +264,133 @@ def _gate_table(cells: Sequence[dict[str, Any]]) -> str:
     )
 
 
-def real(repeats: int, limit: int, tokens: int) -> tuple[dict[str, Any], list[str]]:
-    """Return in how many of `repeats` measurements of one drafter as two their ratios hold 1.
+def real(asked: Namespace) -> tuple[dict[str, Any], list[str]]:
+    """Return how often the intervals of the ratio of one drafter's speed to its own hold 1, and the gate's verdicts.
 
-    Of speed at temperature 0, where both write the same; of τ at temperature 1, where each has a seed of its own.
+    Speed is measured at temperature 0, where both write the same; τ at temperature 1, each time with another seed.
     """
-    from outrider.decode import Plan
-    from outrider.eval.interleaved_runs import race
-    from outrider.eval.measure import Contestant, DecoderRacer, make_records
-    from outrider.eval.reports.figures import speed_ratio, tau_ratio
-    from outrider.eval.reports.statistics import strata_of
-    from outrider.eval.suites import load_suites, make_jobs
-    from outrider.heads import Ngram
-    from outrider.recipes import EvalSpec
-    from outrider.targets import Target
+    target, began = Target.load("embedded"), getloadavg()
+    name, _, folder = asked.drafter.partition("=")
+    drafter = load_drafter(folder, target) if folder else Ngram()
+    suites = load_suites(["code", "docs", "prose"], target.require_tokenizer())
+    chance = np.random.default_rng(asked.seeds)
+    about = {k: v for k, v in vars(asked).items() if k not in ("out", "real", "seeds", "drafter", "threads")}
+    tables, speeds = list[str](), list[Interval]()
+    with threads(asked.threads):
+        result: dict[str, Any] = {"conditions": conditions(target, drafter=name, **about)}
+        for _ in range(asked.repeats):
+            speeds.append(_speed_of_two(target, drafter, _drawn(chance, suites, asked.limit), asked))
+            width = median((i.high - i.low) / 2 for i in speeds)
+            held = sum(i.low <= 1 <= i.high for i in speeds)
+            cells = [f"{len(speeds)}", f"{3 * asked.limit}", f"{held}", f"±{width:.1%}"]
+            tables = [table(["runs", "prompts of each", "held 1", "median interval"], [cells])]
+            result["speed"] = {"held": held, "median_half_width": width, "ratios": [shown(i) for i in speeds]}
+            loads = [round(load[1], 1) for load in (began, getloadavg())]
+            result["conditions"] |= {"repeats": len(speeds), "load_average": loads}
+            write(result, asked.out, tables)
+        if asked.questions:
+            result["gate"] = _real_gates(target, drafter, chance, suites, asked)
+            tables.append(_real_gate_table(result["gate"]))
+    return result, tables
 
-    from .report import conditions, shown
 
-    target = Target.load("embedded")
-    suites = load_suites(["code", "docs", "prose"], target.require_tokenizer(), limit)
-    jobs = make_jobs(suites, limit)
-    found: dict[str, list[Interval]] = {"speed": [], "tau": []}
-    ratios = {"speed": (speed_ratio, 0.0), "tau": (tau_ratio, 1.0)}
-    for repeat in range(repeats):
-        racers = []
-        for i, name in enumerate("ab"):
-            settings = EvalSpec(max_new_tokens=tokens, repeats=1, seed=2 * repeat + i)
-            racers.append(DecoderRacer(target, Contestant(name, Ngram(), Plan(depth=4)), settings))
-        bootstrap = Bootstrap(strata_of([job.suite for job in jobs]), seed=repeat)
-        for figure, (ratio, temperature) in ratios.items():
-            records = make_records(race(racers, jobs, temperature, 1), jobs, temperature, "a")
-            own, same = ([r for r in records if r.contestant == name] for name in "ab")
-            found[figure].append(bootstrap.quotient(ratio(own), ratio(same)))
-    about = conditions(target, drafter="ngram", prompts=len(jobs), max_new_tokens=tokens, repeats=repeats)
-    result: dict[str, Any] = {"conditions": about}
-    for figure, intervals in found.items():
-        widths = sorted((i.high - i.low) / 2 for i in intervals if i.known)
-        result[figure] = {
-            "held": sum(i.low <= 1 <= i.high for i in intervals),
-            "unknown": len(intervals) - len(widths),
-            "median_half_width": round(widths[len(widths) // 2], 4),
-            "ratios": [shown(i) for i in intervals],
-        }
-    rows = [
-        [
-            f,
-            f"{ratios[f][1]:g}",
-            f"{repeats}",
-            f"{len(jobs)}",
-            f"{result[f]['held']}",
-            f"±{result[f]['median_half_width']:.1%}",
-        ]
-        for f in found
+def _drawn(chance: np.random.Generator, suites: Sequence[Suite], limit: int) -> list[PromptJob]:
+    """Return so many prompts of each suite."""
+    picked = [chance.choice(len(suite.prompts), limit, replace=False) for suite in suites]
+    jobs = [make_jobs([suite]) for suite in suites]
+    return [own[i] for own, places in zip(jobs, picked, strict=True) for i in places]
+
+
+def _speed_of_two(target: Target, drafter: Drafter, jobs: Sequence[PromptJob], asked: Namespace) -> Interval:
+    """Return the ratio of one drafter's speed to its own, with the interval that a report would give it."""
+    settings, plan = EvalSpec(max_new_tokens=asked.max_new_tokens, repeats=1), Plan(asked.depth)
+    racers = [DecoderRacer(target, Contestant(name, drafter, plan), settings) for name in "ab"]
+    records = make_records(race(racers, jobs, 0.0, 1), jobs, 0.0, "a")
+    own, same = ([r for r in records if r.contestant == name] for name in "ab")
+    return bootstrap_of(own, 0).quotient(speed_ratio(own), speed_ratio(same))
+
+
+def _real_gates(
+    target: Target, drafter: Drafter, chance: np.random.Generator, suites: Sequence[Suite], asked: Namespace
+) -> list[dict[str, Any]]:
+    """Return how often both gates fail the drafter measured again, and its weights with noise, by tolerance."""
+    decoders = {"same": Decoder(target, drafter), "worse": Decoder(target, _with_noise(drafter, asked.noise))}
+    found = {(kind, tolerance): np.zeros(4) for kind in decoders for tolerance in (0.0, TOLERANCE)}
+    sums = {kind: np.zeros(2) for kind in ("old", *decoders)}
+    held, plan = dict.fromkeys(decoders, 0), Plan(asked.depth)
+    for question in range(asked.questions):
+        jobs = _drawn(chance, suites, asked.gate_prompts // 3)
+        names, ids = [job.suite for job in jobs], [job.prompt.id for job in jobs]
+        strata = [asked.gate_prompts // 3] * 3
+        taus = {}
+        for turn, (kind, decoder) in enumerate({"old": decoders["same"], **decoders}.items()):
+            sampling = Sampling(1.0, seed=3 * question + turn)
+            prompts = [job.prompt.tokens for job in jobs]
+            taus[kind] = tau(rounds_of(decoder, prompts, asked.max_new_tokens, sampling, plan, asked.batch))
+            sums[kind] += [sum(taus[kind].numerators), sum(taus[kind].denominators)]
+        for kind, tolerance in found:
+            bootstrap = Bootstrap(strata, confidence=2 * CONFIDENCE - 1, seed=question)
+            found[kind, tolerance] += verdicts(taus[kind], taus["old"], bootstrap, names, ids, 1 - tolerance)
+        for kind in decoders:
+            both = Bootstrap(strata, seed=question).quotient(taus[kind], taus["old"])
+            held[kind] += both.low <= 1 <= both.high
+    mean = {kind: float(emitted / rounds) for kind, (emitted, rounds) in sums.items()}
+    return [
+        {"drafter": kind, "tolerance": tolerance, "questions": asked.questions, "prompts": asked.gate_prompts}
+        | {"tau_old": mean["old"], "tau_new": mean[kind], "two_sided_held_1": held[kind]}
+        | dict(zip(_VERDICTS, map(float, [*counts[:3], counts[3] / asked.questions]), strict=True))
+        for (kind, tolerance), counts in found.items()
     ]
-    return result, [table(["ratio of", "temperature", "runs", "prompts", "held 1", "median interval"], rows)]
+
+
+def _with_noise(drafter: Drafter, noise: float) -> Drafter:
+    """Return the drafter with noise on its weights, as a share of each one's own spread."""
+    generator, worse = torch.Generator().manual_seed(0), deepcopy(drafter)
+    with torch.no_grad():
+        for weight in worse.parameters():
+            if weight.numel() > 1:
+                weight += noise * weight.std() * torch.randn(weight.shape, generator=generator).to(weight)
+    return worse
+
+
+def _real_gate_table(cells: Sequence[dict[str, Any]]) -> str:
+    head = [
+        "drafter",
+        "tolerance",
+        "τ",
+        "questions of",
+        "fixed: failed",
+        "sequential: failed",
+        "passed",
+        "prompts it took",
+    ]
+    return table(
+        head,
+        [
+            [c["drafter"], f"{c['tolerance']:.0%}", f"{c['tau_old']:.3f} → {c['tau_new']:.3f}"]
+            + [f"{c['questions']} × {c['prompts']} prompts"]
+            + [f"{c[name]:.0f}" for name in ("fixed_failed", "sequential_failed", "sequential_passed")]
+            + [f"{c['mean_prompts']:.0f}"]
+            for c in cells
+        ],
+    )
 
 
 def main() -> int:
-    parser = options(__doc__, limit=8, max_new_tokens=32)
+    parser = options(__doc__, "threads", "batch", limit=4, max_new_tokens=24, depth=3, seeds=0)
     parser.add_argument("--repeats", type=int)
-    parser.add_argument("--real", action="store_true", help="A/A on the embedded target instead")
+    parser.add_argument("--false-alarms", type=int, metavar="N", help="of the simulated gates alone, N repeats of each")
+    parser.add_argument("--real", action="store_true", help="on the embedded target instead")
+    parser.add_argument("--drafter", default="ngram", help="NAME=FOLDER, or ngram")
+    parser.add_argument("--questions", type=int, default=0, help="to the gate, about a drafter with weights")
+    parser.add_argument("--gate-prompts", type=int, default=60, help="of each question")
+    parser.add_argument("--noise", type=float, default=0.4, help="of the worse drafter's weights")
     asked = parser.parse_args()
     if asked.real:
-        result, tables = real(asked.repeats or 100, asked.limit, asked.max_new_tokens)
+        asked.repeats = 100 if asked.repeats is None else asked.repeats
+        result, tables = real(asked)
+    elif asked.false_alarms:
+        result, tables = false_alarms(asked.false_alarms)
     else:
         result, tables = simulated(asked.repeats or 1000)
     publish(result, asked.out, tables)

@@ -1,17 +1,17 @@
 """Contestants that complete the same jobs in turns.
 
-Every racer completes every job once in each repeat. The order rotates from turn to turn, so that whatever else the
-machine does slows all of them alike.
+Every racer completes every job once in each repeat. The order of each turn is drawn, so that whatever else the machine
+does slows all of them alike, and no rhythm of its own can favour one: only then do intervals over jobs hold.
 """
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
-from ..costs.timing import rotated
 from ..decode import Round
 
 # A racer's job, and its result.
@@ -46,17 +46,18 @@ def race(
     repeats: int,
     tick: Callable[[], None] = lambda: None,
 ) -> dict[str, list[list[D]]]:
-    """Let every racer complete every job `repeats` times; the one that starts changes with each turn.
+    """Let every racer complete every job `repeats` times, each time in another order, drawn anew in every race.
 
     Returns:
         Per racer and job, its results in the order of the repeats.
     """
     done: dict[str, list[list[D]]] = {r.name: [] for r in racers}
+    order = random.Random()
     for i, job in enumerate(jobs):
         for per_job in done.values():
             per_job.append([])
-        for repeat in range(repeats):
-            for racer in rotated(racers, i * repeats + repeat):
+        for _ in range(repeats):
+            for racer in order.sample(racers, len(racers)):
                 done[racer.name][i].append(racer(job, temperature))
                 tick()
     return done

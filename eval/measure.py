@@ -5,29 +5,35 @@ Shapes: N prompts.
 
 from __future__ import annotations
 
+import shlex
 import statistics
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import chain, zip_longest
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from rich.console import Console
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from ..common import BadInputError
 from ..common.digests import digest_json
 from ..common.machine import clock, device_name
 from ..common.progress import progress
 from ..common.runtime import versions
+from ..common.values import printable_urls
 from ..costs.timing import threads
 from ..decode import Decoder, Plan, Round, Sampling, Tree, depth_counts
 from ..heads import Drafter, DrafterConfig, drafter_config
 from ..recipes import EvalSpec
 from ..targets import Target
 from ..targets.split_attention import steady_kernels
+from ..targets.tokenizers import TextStream
 from .batch_timing import batch_count, measure_batches
 from .generation_config import base_sampling, sampled_settings
 from .interleaved_runs import Racer, TimedCompletion, in_time, race
@@ -50,6 +56,7 @@ from .reports.statistics import Bootstrap, strata_of
 from .suites import PromptJob, Suite, check_lengths, make_jobs, make_suite, with_later_turns
 
 PLAIN, GENERATE = "plain", "transformers.generate"
+_SHOWN, _SHOWN_TOKENS = 2, 512  # of the best and of the worst prompts, whose texts a report keeps
 
 
 @dataclass
@@ -116,7 +123,8 @@ def measure(
         first = jobs[:1] if until is None else [min(jobs, key=lambda job: job.length)]
         if target.device.type == "cuda":  # what is captured for the longest prompt serves the others
             first = longest_first(jobs)
-        jobs, records, rules = _race_at_each(temperatures, racers, jobs, plain, settings.repeats, console, until, first)
+        recorded, repeats = partial(make_records, plain=plain, tokenizer=target.tokenizer), settings.repeats
+        jobs, records, rules = _race_at_each(temperatures, racers, jobs, recorded, repeats, console, until, first)
         asked = Counter(job.suite for job in jobs if job.turn == 1)
         suites = suites if until is None else [make_suite(s.name, s.prompts[: asked[s.name]]) for s in suites]
         batches = [b for t in temperatures for b in _in_batches(target, entrants, jobs, t, settings, console)]
@@ -153,7 +161,7 @@ def _race_at_each(
     temperatures: Sequence[float],
     racers: Sequence[Racer[PromptJob, TimedCompletion]],
     jobs: list[PromptJob],
-    plain: str,
+    recorded: Callable[..., list[PromptRecord]],
     repeats: int,
     console: Console | None,
     until: float | None,
@@ -171,8 +179,8 @@ def _race_at_each(
         for temperature in temperatures:
             timely = jobs if until is None or records else in_time(jobs, until, len({job.suite for job in jobs}))
             answers = race(racers, timely, temperature, repeats, lambda: advance(1, ""))
-            jobs = jobs[: len(answers[plain])]
-            records += make_records(answers, jobs, temperature, plain)
+            jobs = jobs[: len(answers[racers[0].name])]
+            records += recorded(answers, jobs, temperature)
             for name, per_job in answers.items():
                 # An answer that ends with its first token has no rule.
                 ran = [answer.rule for repeats in per_job for answer in repeats if answer.rule != "none"]
@@ -312,22 +320,37 @@ class GenerateRacer:
 
 
 def make_records(
-    answers: dict[str, list[list[TimedCompletion]]], jobs: Sequence[PromptJob], temperature: float, plain: str
+    answers: dict[str, list[list[TimedCompletion]]],
+    jobs: Sequence[PromptJob],
+    temperature: float,
+    plain: str,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> list[PromptRecord]:
     """Return the records of a race; all tokens are compared with those of `plain` where these are what it has to write.
 
     That is so at temperature 0, and above it under the rule `candidates`: the target's own draw at each place depends
     on seed, prompt and place alone, with drafts as without.
+
+    Args:
+        tokenizer: writes down the answers to the first drafter's best and worst prompts; None: they have no text.
     """
 
     def comparable(name: str, repeats: list[TimedCompletion]) -> bool:
         return name != plain and (temperature == 0 or repeats[0].rule == "candidates")
 
-    return [
+    records = [
         _record(name, temperature, job, repeats, reference[0].tokens if comparable(name, repeats) else None)
         for name, per_job in answers.items()
         for job, repeats, reference in zip(jobs, per_job, answers[plain], strict=True)
     ]
+    drafter = next((r.contestant for r in records if any(r.drafted)), None)
+    if tokenizer is not None and drafter is not None:
+        own = [r for r in records if r.contestant == drafter]  # in the order of the jobs
+        ranked = sorted((i for i, r in enumerate(own) if r.accepted), key=lambda i: own[i].tau)
+        for i in {*ranked[:_SHOWN], *ranked[-_SHOWN:]}:
+            stream = TextStream(tokenizer, list(jobs[i].prompt.tokens))
+            own[i].text = [stream.push(token) for token in answers[drafter][i][0].tokens[:_SHOWN_TOKENS]]
+    return records
 
 
 def _record(
@@ -408,7 +431,14 @@ def _conditions(
         seed=settings.seed,
         suites=[suite_info(s, settings.limit, later[s.name]) for s in suites],
         versions=versions(),
+        command=_command_line(),
     )
+
+
+def _command_line() -> str | None:
+    """Return the shell line that runs this `outrider` command again; None in other programs."""
+    program, *words = sys.argv
+    return shlex.join(["outrider", *map(printable_urls, words)]) if Path(program).name == "outrider" else None
 
 
 def suite_info(suite: Suite, limit: int | None, later_turns: int | None = None) -> SuiteInfo:

@@ -44,7 +44,10 @@ def replay(
     from ..pair import PairFiles, newest_report
 
     files = PairFiles.load(pair)
-    passport = Passport.of(newest_report(files) if report is None else Report.load(report), temperature)
+    found = newest_report(files) if report is None else Report.load(report)
+    # Its fusion with n-grams may have been measured before the pair's own drafter, which is what is replayed.
+    own = next((c.name for c in found.contestants if c.drafter == files.manifest.drafter.type), None)
+    passport = Passport.of(found, temperature, own)
     if not passport.is_chain or passport.stops_early:
         how = "chains that end by themselves" if passport.is_chain else f"a {passport.info.shape}"
         raise BadInputError(

@@ -16,41 +16,9 @@ from ..decode import Decoder, Plan, Sampling, StreamEvent
 from ..distill.conversation import render
 from ..heads import Drafter
 from ..targets import Target
+from ..targets.tokenizers import TextStream
 
 DRAFTED, OWN = "green", "magenta"
-
-# Prompt tokens decoded along with the new ones: a first token's leading space shows only after another token.
-CONTEXT = 8
-REPLACEMENT = "\ufffd"
-
-
-class TextStream:
-    """The text of tokens as they come.
-
-    A token may be a part of a character (byte-level BPE) and may look different after another one (leading spaces), so
-    everything is decoded again and only what was added is given out. Bytes that are not a character yet wait.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: list[int]):
-        self.tokenizer = tokenizer
-        self.tokens = list(prompt[-CONTEXT:])
-        self.shown = len(self._decode())
-
-    def _decode(self) -> str:
-        return str(self.tokenizer.decode(self.tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
-
-    def push(self, token: int) -> str:
-        """Return the text that `token` completes; "" while a character is unfinished."""
-        self.tokens.append(token)
-        return self._advance(self._decode().rstrip(REPLACEMENT))
-
-    def flush(self) -> str:
-        """Return what was held back, at the end."""
-        return self._advance(self._decode())
-
-    def _advance(self, text: str) -> str:
-        new, self.shown = text[self.shown :], max(self.shown, len(text))
-        return new
 
 
 @dataclass

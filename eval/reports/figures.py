@@ -97,6 +97,7 @@ class PromptRecord(ReportModel):
         diverges_at: index of the first new token that differs from the plain target's; None if none does.
         answer: a digest of the new tokens, by which equal answers are known.
         asked: of a later turn a digest of the prompt's tokens, in which the target's own answers stand.
+        text: of each new token, where the page shows them: of the best and the worst prompts.
         category: of the prompt in its suite; None for none. conversation: the id that the turns of one conversation
             share, and turn: the place of this one, from 1.
     """
@@ -116,9 +117,23 @@ class PromptRecord(ReportModel):
     diverges_at: int | None = None
     answer: str | None = None
     asked: str | None = None
+    text: list[str] | None = None
     category: str | None = None
     conversation: str | None = None
     turn: int = 1
+
+    @property
+    def tau(self) -> float:
+        """The mean number of tokens that its rounds emitted; nan without rounds."""
+        return (self.tokens - 1) / len(self.accepted) if self.accepted else math.nan
+
+    def pieces(self) -> list[tuple[str, str]]:
+        """Return the kept drafts of each round as text, and the target's own token; the first has no drafts."""
+        text, parts = list(self.text or ()), list[tuple[str, str]]()
+        for kept in (0, *self.accepted):
+            parts.append(("".join(text[:kept]), "".join(text[kept : kept + 1])))
+            del text[: kept + 1]
+        return parts
 
     @property
     def drawn(self) -> tuple[str, str]:

@@ -215,6 +215,9 @@ def _section(report: Report, temperature: float) -> dict[str, object]:
         "sentence": _unbroken(report.sentence(temperature=temperature)),
         "summary": tables.summary(report, temperature),
         "plots": drawn,
+        "answers": sorted(
+            (r for r in report.records if r.text and r.temperature == temperature), key=lambda r: r.tau, reverse=True
+        ),
         "details": [table for table in details if table.rows],
     }
 

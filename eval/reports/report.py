@@ -129,6 +129,7 @@ class Conditions(ReportModel):
         pass_backend: of the target's passes in rounds, such as "eager" or "kernels" (see `targets.fast`).
         template: arguments that the chat template was given.
         sampling: beside the temperature, under `eval.sampling: served`.
+        command: the shell line that repeats the run; None where no `outrider` command measured.
     """
 
     target: dict[str, Any]
@@ -146,7 +147,7 @@ class Conditions(ReportModel):
     repeats: int
     timing: str = (
         "whole requests, both prefills included; per prompt the median of the repeats "
-        "(of an even number the faster of the middle two); contestants take turns in a rotating order"
+        "(of an even number the faster of the middle two); contestants take turns in random order"
     )
     excluded: str = "one warm-up request per contestant and temperature"
     seed: int
@@ -154,6 +155,7 @@ class Conditions(ReportModel):
     confidence: float = CONFIDENCE
     suites: list[SuiteInfo]
     versions: dict[str, str]
+    command: str | None = None
 
 
 class Report(ReportModel):

@@ -15,6 +15,7 @@ MAKERS = {
     "ablation": "ablation-*",
     "identity": "identity-*",
     "kernels": "kernels-interpreted",
+    "load": "load-*",
     "passes": "passes-*",
     "real_size": "real-size-*",
     "shapes": "[rs][uh]*s-cpu-fp32",

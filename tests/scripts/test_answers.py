@@ -16,6 +16,8 @@ from jsonschema import Draft202012Validator
 from typer.testing import Result
 
 from outrider.common.digests import CHECKSUM
+from outrider.eval import Report
+from outrider.eval.reports.render import write_report
 from outrider.scripts.help_examples import EXAMPLES
 from outrider.scripts.json_schemas import BODIES, schemas, write_schemas
 from outrider.scripts.json_schemas_torch import MEASURED
@@ -87,6 +89,10 @@ def test_every_verb_answers_as_its_schema_says(
     assert 1 <= again["tau"][1]["value"] <= 1 + len(again["rates"])
     engine = answer("replay", outrider("replay", pair, "--to", "vllm", "--json"))
     assert str(again["rates"]) in engine["command"]
+    reordered = Report.load(run / "report")
+    reordered.contestants.sort(key=lambda c: c.drafter != "ngram")  # as a fusion stands first that was tuned
+    other = ["--report", write_report(reordered, tmp_path / "reordered"), "--to", "vllm"]
+    assert answer("replay", outrider("replay", pair, *other, "--json"))["contestant"] == again["contestant"]
     probed = outrider("probe", pair, "--target", changed_target, "--json")
     found = answer("probe", probed, probed.exit_code)
     assert (found["verdict"], found["pair"]) == ({0: "fresh", 1: "stale"}[probed.exit_code], made["digest"])

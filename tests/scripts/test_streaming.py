@@ -9,7 +9,8 @@ from transformers import PreTrainedTokenizerFast
 
 from outrider.common import BadInputError
 from outrider.decode import StreamEvent
-from outrider.scripts.streaming import Tally, TextStream, pieces, prompt_tokens
+from outrider.scripts.streaming import Tally, pieces, prompt_tokens
+from outrider.targets.tokenizers import TextStream
 
 TEXTS = [
     "def f(x):\n    return x\n",

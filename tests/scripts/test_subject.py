@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import html
 import json
+import re
+import shlex
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -99,6 +103,28 @@ def test_a_pair_needs_no_working_directory(
     assert verify("next/pair") == []
     (elsewhere / "pair" / "suites" / "mine" / "test.jsonl").write_text("{}")
     assert verify("pair")[0].startswith("suites/mine/test.jsonl: content differs")
+
+
+def test_the_page_shows_the_command_that_repeats_the_run_and_the_texts_of_its_prompts(
+    outrider: Command, ngram_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "an answer"
+    words = ["eval", str(ngram_pair), "eval.seed=3", "--temperature", "1", "--out", str(folder)]
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/outrider", *words])
+    succeeded(outrider(*words))
+    page, first = (folder / "report.html").read_text(), Report.load(folder)
+    line = html.unescape(re.findall('<p class="command"><code>(.*?)</code>', page)[0])
+    shutil.rmtree(folder)
+    succeeded(outrider(*shlex.split(line)[1:]))
+    again = Report.load(folder)
+    assert [(r.answer, r.accepted, r.text) for r in again.records] == [
+        (r.answer, r.accepted, r.text) for r in first.records
+    ]
+    shown = [r for r in again.records if r.text]
+    assert [r.contestant for r in shown] == ["ngram"] * 3
+    for record in shown:
+        assert len(record.text) == record.tokens
+        assert "".join(drafts + own for drafts, own in record.pieces()) == "".join(record.text)
 
 
 @pytest.fixture

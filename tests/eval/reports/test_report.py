@@ -133,6 +133,17 @@ def test_the_page_says_what_its_plots_show_and_follows_the_colour_scheme(html):
         assert not re.search(r'(fill|stroke)="', svg)
 
 
+def test_the_page_tells_accepted_drafts_and_the_targets_own_tokens_apart_round_by_round(report, tmp_path):
+    """Whatever the texts are; one that is longer than what is kept ends where that does."""
+    report.records[0].text = ["<p>", "a", "\n", "c", "d", "E", "f", "G"]
+    report.conditions.command = "outrider eval '<a & b>'"
+    page = (write_report(report, tmp_path) / "report.html").read_text(encoding="utf-8")
+    answer = '<b>&lt;p&gt;</b><mark class="r1">a↵\ncd</mark><b>E</b><mark class="r2">f</mark><b>G</b></pre>'
+    assert f">{answer}" in page
+    assert "Best: code, &lt;p &amp; 0&gt;, τ 2.67, 9 tokens in 3 rounds of draft, the first 8<" in page
+    assert "<code>outrider eval &#39;&lt;a &amp; b&gt;&#39;</code>" in page
+
+
 def test_versions_are_told_apart_where_their_names_begin_alike():
     names = [f"assistant-eagle3@v{i}" for i in range(8, 12)]
     drawn = plots.by_version("τ", names, [Interval(2.0, 1.5, 2.5)] * 4, 1.0, "")

@@ -26,13 +26,13 @@ from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import _http
 
 from ...common import BadInputError
-from ...common.errors import OutriderError, Refusal
+from ...common.errors import OutriderError, Refusal, first_line
 from ...common.http_client import AnswerLimits, BadAnswerError, compressed, too_large, without_key
 from ...common.safe_load import MEGABYTE, read_bytes
 from .folder import copy_blob
 from .layout import MAX_ENTRY, PAIRS, blob_path, published_at
 
-LISTING_BYTES, LISTING_SECONDS = 64 * MEGABYTE, 60.0  # of all files of a repository: 100,000 of them have half of that
+LISTING_BYTES, LISTING_SECONDS = 24 * MEGABYTE, 60.0  # of all files, some 80,000; JSON takes 24 times that
 BYTES_OF_A_SECOND = 100_000  # of a download or an upload, at least
 _LONGEST = 400  # letters of what the library says
 Result = TypeVar("Result")
@@ -112,7 +112,10 @@ class HubStore:
 
     def _listed(self) -> tuple[str | None, list[str]]:
         head = self.api.model_info(self.repository, timeout=LISTING_SECONDS).sha
-        return head, self.api.list_repo_files(self.repository, revision=head)
+        files = self.api.list_repo_files(self.repository, revision=head)
+        if not all(isinstance(name, str) for name in (head or "", *files)):
+            raise BadAnswerError("lists files whose names are no text", "another type")
+        return head, files
 
     def _downloaded(self, path: str, size: int) -> Path:
         """Return a file of the newest commit, in the library's cache; Refusal if it has more than `size` bytes."""
@@ -136,9 +139,7 @@ class HubStore:
         except OutriderError:
             raise
         except Exception as error:
-            said = without_key(str(error), self._key)
-            lines = [line.strip() for line in said.splitlines() if line.strip()]
-            first = (lines[0] if lines else type(error).__name__)[:_LONGEST].rstrip(".") + "."
+            first = without_key(first_line(error), self._key)[:_LONGEST].rstrip(".") + "."
             if isinstance(error, (EntryNotFoundError, LocalEntryNotFoundError)):
                 raise Refusal(f"{self.where}: {first} Push the pair again.") from error
             raise BadInputError(
@@ -168,6 +169,7 @@ class HubStore:
         def limit(response: Any) -> None:
             if response.headers.get("content-encoding", "identity").lower() != "identity":
                 raise compressed()
+            response.headers.pop("x-hf-warning", None)  # any number of lines, which the library would print
             parts = response.iter_bytes
 
             def iter_bytes(*given: Any, **more: Any) -> Iterator[bytes]:

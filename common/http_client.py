@@ -8,11 +8,13 @@ it. What cannot be used is a BadAnswerError: one sentence, with the first bytes.
 from __future__ import annotations
 
 import asyncio
+import json
 import ssl
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, TypeVar
+from urllib.parse import quote
 
 from pydantic import Field, ValidationError
 
@@ -27,6 +29,7 @@ except ImportError:  # it comes with the extra `serving`
 
 _STREAM: Any = object if httpx is None else httpx.AsyncByteStream
 _FIRST_BYTES = 80  # of an answer that cannot be used, in the message
+_SHORTEST_SECRET = 8  # letters of a key that no honest answer holds by chance
 
 JSON_TYPES = ("application/json",)
 METRICS_TYPES = ("text/plain", "application/openmetrics-text")
@@ -86,7 +89,7 @@ def open_client(num_bytes: int) -> httpx.AsyncClient:
 
     async def limit(response: httpx.Response) -> None:
         if response.headers.get("content-encoding", "identity").lower() != "identity":
-            raise BadAnswerError("is compressed, which was not asked for", "a compressed answer")
+            raise compressed()
         response.stream = _LimitedStream(response.stream, num_bytes)
 
     return httpx.AsyncClient(
@@ -116,8 +119,8 @@ def ask(url: str, body: bytes | None = None, key: str | None = None, limits: Ans
         message, reason = str(error), error.reason
     except Exception as error:  # what a broken connection raises is up to the libraries below
         reason = type(error).__name__
-        message = f"does not answer ({' '.join(str(error).split())[:200] or reason})"
-    raise BadAnswerError(f"{printable_urls(url)} {message.replace(key, '…') if key else message}.", reason) from None
+        message = f"does not answer ({' '.join(without_key(str(error), key).split())[:200] or reason})"
+    raise BadAnswerError(f"{printable_urls(url)} {message}.", reason) from None
 
 
 async def _ask(url: str, body: bytes | None, headers: dict[str, str], limits: AnswerLimits, key: str | None) -> bytes:
@@ -126,7 +129,7 @@ async def _ask(url: str, body: bytes | None, headers: dict[str, str], limits: An
         method = "GET" if body is None else "POST"
         async with client.stream(method, url, content=body, headers=headers) as response:
             if response.has_redirect_location:
-                to = printable_urls(response.headers.get("location", "")[:4000])[:200]
+                to = printable_urls(without_key(response.headers.get("location", ""), key)[:4000])[:200]
                 raise BadAnswerError(
                     f"redirects to {to!a}; give the URL of the server itself", f"HTTP {response.status_code}"
                 )
@@ -135,7 +138,8 @@ async def _ask(url: str, body: bytes | None, headers: dict[str, str], limits: An
     if not 200 <= status < 300:
         raise BadAnswerError(f"answers with HTTP status {status}{_beginning(content, key)}", f"HTTP status {status}")
     if limits.kinds and kind and kind.lower() not in limits.kinds:
-        message = f"answers with {kind[:80]!a} where {limits.kinds[0]} is expected{_beginning(content, key)}"
+        found = without_key(kind, key)[:80]
+        message = f"answers with {found!a} where {limits.kinds[0]} is expected{_beginning(content, key)}"
         raise BadAnswerError(message, "another content type")
     return content
 
@@ -143,10 +147,13 @@ async def _ask(url: str, body: bytes | None, headers: dict[str, str], limits: An
 def read_answer(model: type[Model], content: bytes, where: str, key: str | None = None) -> Model:
     """Return a server's JSON, checked by a pydantic model; BadAnswerError, which names `where` it is from.
 
-    `key`: that was sent; a server may repeat it, and no message does.
+    `key`: that was sent; a server may repeat it, and no message does. As a name, say, it would be printed and kept.
     """
     try:
-        return model.model_validate(parse_json(decoded(content, where), where, RECORD), strict=True)
+        text = decoded(content, where)
+        if repeats(text, key):
+            raise Unreadable(where, "it repeats the key that it was asked with")
+        return model.model_validate(parse_json(text, where, RECORD), strict=True)
     except Unreadable as error:
         reason = error.reason
     except ValidationError as error:
@@ -154,6 +161,24 @@ def read_answer(model: type[Model], content: bytes, where: str, key: str | None 
         reason = f"{'.'.join(map(str, first['loc'])) or 'the whole'}: {first['msg'].partition(' or instance of')[0]}"
     where = printable_urls(where)
     raise BadAnswerError(f"{where} answers what cannot be used ({reason}){_beginning(content, key)}.", reason) from None
+
+
+def without_key(text: str, key: str | None) -> str:
+    """Return a text in which `…` stands for the key, also where it is written with escapes, as JSON and Python do."""
+    forms = [] if not key else [key, json.dumps(key)[1:-1], repr(key)[1:-1], quote(key, safe=""), quote(key)]
+    for form in sorted(forms, key=len, reverse=True):  # half of it would stay where a text is cut: this comes first
+        text = text.replace(form, "…")
+    return text
+
+
+def repeats(text: str, key: str | None) -> bool:
+    """Tell whether a text holds the key; one of few letters says nothing."""
+    return key is not None and len(key) >= _SHORTEST_SECRET and without_key(text, key) != text
+
+
+def compressed() -> BadAnswerError:
+    """Return the error of an answer that would have to be unpacked."""
+    return BadAnswerError("is compressed, which was not asked for", "a compressed answer")
 
 
 def too_large(num_bytes: int) -> BadAnswerError:
@@ -164,7 +189,7 @@ def too_large(num_bytes: int) -> BadAnswerError:
 
 def _beginning(content: bytes, key: str | None) -> str:
     """Return the end of a sentence about an answer: its first bytes, with everything but plain letters escaped."""
-    content = content.replace(key.encode(), b"...") if key else content  # half of it would stay where they are cut
+    content = without_key(content.decode("latin-1"), key).replace("…", "...").encode("latin-1") if key else content
     return f": it begins with {content[:_FIRST_BYTES]!r}" if content.strip() else ": it is empty"
 
 

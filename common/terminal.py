@@ -23,6 +23,8 @@ _OBEYED = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]"
 )
 
+_LONGEST = 10_000  # letters of a message
+
 
 def visible(text: str) -> str:
     r"""Return a text whose control characters are written out, as in `\u001b`: in JSON, too, the same text."""
@@ -51,8 +53,17 @@ class _VisibleFormatter(logging.Formatter):
         return visible(super().format(record))
 
 
+class _VisibleRecord(logging.LogRecord):
+    """A message of any library, which may have a handler of its own, and repeat there what a server said."""
+
+    def getMessage(self) -> str:  # noqa: N802 (as its parent names it)
+        said = visible(super().getMessage())
+        return said if len(said) <= _LONGEST else f"{said[:_LONGEST]}…"
+
+
 def log_to_stderr(level: int = logging.INFO) -> None:
     """Write warnings of all libraries, and Outrider's messages of `level` and above, to stderr. For commands."""
+    logging.setLogRecordFactory(_VisibleRecord)
     handler = logging.StreamHandler()
     handler.setFormatter(_VisibleFormatter("%(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])

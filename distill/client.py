@@ -177,8 +177,7 @@ class Client:
 
     def line(self, error: BaseException) -> str:
         """Return the first line of an error, without the key, which some servers repeat."""
-        # The key goes first: half of it would stay where the line is cut.
-        message = str(error).replace(self.key, "…") if self.key else str(error)
+        message = http_client.without_key(str(error), self.key)
         return (message.strip() or type(error).__name__).splitlines()[0][:200]
 
     def forms(self, prompt: Prompt) -> list[Form]:
@@ -229,6 +228,8 @@ class Client:
             raise PassingError(self.line(error)) from None
         if completion.reason is None:
             raise PassingError("an answer that was broken off")
+        if http_client.repeats(completion.text, self.key):
+            raise PassingError("an answer that repeats the key")
         return completion
 
     def _body(self, model: str, form: Form, question: Question) -> dict[str, Any]:
@@ -264,7 +265,7 @@ class Client:
         if error.status_code in _OUR_FAULT:
             return BadInputError(f"the server refuses us: {message}")
         if error.response.has_redirect_location:
-            to = printable_urls(error.response.headers["location"][:4000])[:200]
+            to = printable_urls(http_client.without_key(error.response.headers["location"], self.key)[:4000])[:200]
             return BadInputError(f"the server redirects to {to!a}, which is not followed; give the URL itself.")
         if error.status_code in _PASSING or error.status_code >= 500:
             return PassingError(message)

@@ -451,8 +451,11 @@ class EngineStates:
                     "Do this machine and the engine's see the same folder (target.engine.folder)?"
                 )
         numbers = count * (len(self.layers) + 1) * self.target.hidden_size
-        facts, states, token_ids = read_states(file, 4 * numbers + 8 * count + MEGABYTE)
-        file.unlink(missing_ok=True)
+        try:
+            facts, states, token_ids = read_states(file, 4 * numbers + 8 * count + MEGABYTE)
+        finally:  # what is refused takes no room, either
+            with suppress(IsADirectoryError):
+                file.unlink(missing_ok=True)
         logprob = None if choice.logprobs is None else choice.logprobs.token_logprobs
         each = zip(choice.prompt_logprobs or [], token_ids.flatten().tolist(), strict=False)
         told = [entry.logprob if (entry := (one or {}).get(str(token))) else None for one, token in each][1:]

@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..common import digest_cache
 from ..common.digests import file_digest
 from ..common.errors import BadInputError, IncompatibleError, OutriderError
+from ..common.runtime import give_back_unused
 from ..common.safe_load import MEGABYTE
 
 try:
@@ -44,9 +45,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SECONDS = {"try": 5.0, "render": 3.0, "parse": 3.0}  # of the processor, for one piece of work
-MEMORY = 960 * MEGABYTE  # all data of the process
+# All data of the process: a tokenizer to try has so many bytes more for each of its files' own.
+MEMORY, _MOST_MEMORY, _TIMES_ITS_FILES = 320 * MEGABYTE, 960 * MEGABYTE, 24
 _WALL = 8  # times the seconds: another program may have the processor
-_LONGEST_TEMPLATE, _LONGEST_TEXT, _LONGEST_ERROR = MEGABYTE, 32 * MEGABYTE, 1000
+_LONGEST_TEMPLATE, _LONGEST_TEXT, _LONGEST_ERROR = MEGABYTE, 8 * MEGABYTE, 1000
 _READ = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.bpe")  # what libraries may read of a tokenizer
 _LARGEST = 128 * MEGABYTE
 _EMBEDDED = Path(__file__).resolve().parents[1] / "recipes" / "embedded" / "target"
@@ -91,7 +93,7 @@ def try_tokenizer(folder: Path) -> None:
     if digest_cache.is_noted(tried):
         return
     try:
-        _process.ask("try", folder=str(folder))
+        _process.ask("try", _TIMES_ITS_FILES * sum(sizes.values()), folder=str(folder))
     except (OverBudgetError, BrokenOffError) as error:
         raise BadInputError(
             f"the tokenizer in {str(folder)!r} cannot be used. It was tried in a process of its own: {error}."
@@ -157,9 +159,14 @@ class _LimitedProcess:
         self._lock = threading.Lock()
         self._running: subprocess.Popen[str] | None = None
 
-    def ask(self, work: str, **values: Any) -> Any:
-        """Return the result of a kind of work; raises OverBudgetError, and BrokenOffError with a library's words."""
-        request = json.dumps([work, values, SECONDS[work], MEMORY])
+    def ask(self, work: str, more: int = 0, **values: Any) -> Any:
+        """Return the result of a kind of work; raises OverBudgetError, and BrokenOffError with a library's words.
+
+        Args:
+            more: bytes that it may take beside `MEMORY`.
+        """
+        memory = min(MEMORY + more, _MOST_MEMORY)
+        request = json.dumps([work, values, SECONDS[work], memory])
         with self._lock:
             if self._running is not None and self._running.poll() is not None:  # something ended it while it was idle
                 self.end()
@@ -172,9 +179,9 @@ class _LimitedProcess:
                     code = _ended(child)
         if not answer:
             is_slow = code in (1, -getattr(signal, "SIGPROF", 0))
-            raise OverBudgetError(f"it takes longer than {SECONDS[work]:g} seconds" if is_slow else _too_much())
+            raise OverBudgetError(f"it takes longer than {SECONDS[work]:g} seconds" if is_slow else _too_much(memory))
         if "error" in answer:
-            raise BrokenOffError(answer["error"]) if answer["error"] else OverBudgetError(_too_much())
+            raise BrokenOffError(answer["error"]) if answer["error"] else OverBudgetError(_too_much(memory))
         return answer["value"]
 
     def end(self) -> None:
@@ -184,8 +191,8 @@ class _LimitedProcess:
             self._running = None
 
 
-def _too_much() -> str:
-    return f"it takes more than {MEMORY // MEGABYTE} MB of memory, or breaks the process off"
+def _too_much(memory: int) -> str:
+    return f"it takes more than {memory // MEGABYTE} MB of memory, or breaks the process off"
 
 
 _process = _LimitedProcess()
@@ -324,6 +331,8 @@ def _serve() -> None:
         except BaseException as error:  # a panic of Rust is no Exception
             answer = json.dumps({"error": (str(error) or type(error).__name__)[:_LONGEST_ERROR]})
         answers.write(f"{answer}\n")
+        del answer
+        give_back_unused()  # while the parent reads the text as tokens
 
 
 @contextmanager

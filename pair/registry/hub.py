@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from huggingface_hub import CommitOperationAdd, HfApi, constants, get_session
+from huggingface_hub import CommitOperationAdd, HfApi, close_session, constants, get_session, get_token
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
@@ -23,16 +23,18 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
 )
 from huggingface_hub.hf_api import RepoFile
+from huggingface_hub.utils import _http
 
 from ...common import BadInputError
-from ...common.errors import OutriderError, Refusal
-from ...common.http_client import AnswerLimits, BadAnswerError, too_large
+from ...common.errors import OutriderError, Refusal, first_line
+from ...common.http_client import AnswerLimits, BadAnswerError, compressed, too_large, without_key
 from ...common.safe_load import MEGABYTE, read_bytes
 from .folder import copy_blob
 from .layout import MAX_ENTRY, PAIRS, blob_path, published_at
 
-LISTING_BYTES, LISTING_SECONDS = 64 * MEGABYTE, 60.0  # of all files of a repository: 100,000 of them have half of that
-BYTES_OF_A_SECOND = 100_000  # of a download, at least
+LISTING_BYTES, LISTING_SECONDS = 24 * MEGABYTE, 60.0  # of all files, some 80,000; JSON takes 24 times that
+BYTES_OF_A_SECOND = 100_000  # of a download or an upload, at least
+_LONGEST = 400  # letters of what the library says
 Result = TypeVar("Result")
 _OUTRUN = (409, 412)  # HTTP: the repository has a newer commit
 
@@ -75,21 +77,22 @@ class HubStore:
             for digest, file in blobs.items()
             if blob_path(digest) not in there
         ]
-        with _explained(self.where):
-            if self._head is None:
-                self.api.create_repo(self.repository, private=True, exist_ok=True)
+        size = len(content) + sum(file.stat().st_size for file in blobs.values())
+        with self._explained():
             try:
-                self.api.create_commit(
-                    self.repository,
-                    [*additions, CommitOperationAdd(entry, content)],
-                    commit_message=f"Add {published_at(entry)}",
-                    parent_commit=self._head,
-                )
+                add = partial(self._commit, [*additions, CommitOperationAdd(entry, content)], entry)
+                self._within_limits(add, MEGABYTE, LISTING_SECONDS + size / BYTES_OF_A_SECOND)
             except HfHubHTTPError as error:
                 if error.response is not None and error.response.status_code in _OUTRUN:
                     return False
                 raise
         return True
+
+    def _commit(self, additions: list[CommitOperationAdd], entry: str) -> None:
+        if self._head is None:
+            self.api.create_repo(self.repository, private=True, exist_ok=True)
+        message = f"Add {published_at(entry)}"
+        self.api.create_commit(self.repository, additions, commit_message=message, parent_commit=self._head)
 
     def fetch(self, digest: str, to: Path, size: int) -> None:
         path = blob_path(digest)
@@ -97,9 +100,9 @@ class HubStore:
 
     def _files(self) -> list[str]:
         """Return all files of the newest commit, which is the one to read and follow from now on; [] without one."""
-        with _explained(self.where):
+        with self._explained():
             try:
-                self._head, files = _within_limits(self._listed, LISTING_BYTES, LISTING_SECONDS)
+                self._head, files = self._within_limits(self._listed, LISTING_BYTES, LISTING_SECONDS)
                 return files
             except GatedRepoError:
                 raise
@@ -109,75 +112,100 @@ class HubStore:
 
     def _listed(self) -> tuple[str | None, list[str]]:
         head = self.api.model_info(self.repository, timeout=LISTING_SECONDS).sha
-        return head, self.api.list_repo_files(self.repository, revision=head)
+        files = self.api.list_repo_files(self.repository, revision=head)
+        if not all(isinstance(name, str) for name in (head or "", *files)):
+            raise BadAnswerError("lists files whose names are no text", "another type")
+        return head, files
 
     def _downloaded(self, path: str, size: int) -> Path:
         """Return a file of the newest commit, in the library's cache; Refusal if it has more than `size` bytes."""
-        with _explained(self.where):
+        with self._explained():
             ask = partial(self.api.get_paths_info, self.repository, [path], revision=self._head)
-            found = _within_limits(ask, MEGABYTE, LISTING_SECONDS)
+            found = self._within_limits(ask, MEGABYTE, LISTING_SECONDS)
             if larger := [file.size for file in found if isinstance(file, RepoFile) and file.size > size]:
                 raise Refusal.of(
                     f"{self.where}/{path}", f"{larger[0]} bytes", f"at most {size}", "Nothing was taken from it."
                 )
             get = partial(self.api.hf_hub_download, self.repository, path, revision=self._head)
-            return Path(_within_limits(get, size + MEGABYTE, LISTING_SECONDS + size / BYTES_OF_A_SECOND))
+            return Path(self._within_limits(get, size + MEGABYTE, LISTING_SECONDS + size / BYTES_OF_A_SECOND))
 
-
-@contextmanager
-def _explained(where: str) -> Iterator[None]:
-    """Turn the errors of the Hub's library, which are of any kind where an answer is odd, into one sentence."""
-    try:
-        yield
-    except BadAnswerError as error:
-        raise BadInputError(f"{where} {error}.") from error
-    except OutriderError:
-        raise
-    except Exception as error:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        first = (lines[0] if lines else type(error).__name__).rstrip(".") + "."
-        if isinstance(error, (EntryNotFoundError, LocalEntryNotFoundError)):
-            raise Refusal(f"{where}: {first} Push the pair again.") from error
-        raise BadInputError(
-            f"{where}: {first} Check the name, the network and your access (`hf auth login`)."
-        ) from error
-
-
-def _within_limits(call: Callable[[], Result], num_bytes: int, seconds: float) -> Result:
-    """Return what `call` gets from the Hub's library, which has no such limits: for all its answers together.
-
-    What it raises is raised here. BadAnswerError: they are larger, or not there in time; the next byte then ends it.
-    """
-    session, done, left = get_session(), Future[Result](), [num_bytes]
-    usual = session.event_hooks, session.timeout, constants.HF_HUB_DISABLE_XET
-
-    def limit(response: Any) -> None:
-        parts = response.iter_bytes
-
-        def iter_bytes(*given: Any, **more: Any) -> Iterator[bytes]:
-            for part in parts(*given, **more):
-                left[0] -= len(part)
-                if left[0] < 0:
-                    raise too_large(num_bytes)
-                yield part
-
-        response.iter_bytes = iter_bytes
-
-    def run() -> None:
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Turn the errors of the Hub's library, which are of any kind where an answer is odd, into one sentence."""
         try:
-            done.set_result(call())
-        except BaseException as error:
-            done.set_exception(error)
-
-    session.event_hooks = usual[0] | {"response": [*usual[0]["response"], limit]}
-    session.timeout, constants.HF_HUB_DISABLE_XET = AnswerLimits.seconds, True  # its own client of another protocol
-    try:
-        threading.Thread(target=run, daemon=True).start()
-        return done.result(seconds)
-    except TimeoutError:
-        if done.done():  # it is the library's
+            yield
+        except BadAnswerError as error:
+            raise BadInputError(f"{self.where} {error}.") from error
+        except OutriderError:
             raise
-        raise BadAnswerError(f"gave no whole answer within {seconds:.0f} s", "time-out") from None
-    finally:
-        left[0] = left[0] if done.done() else 0
-        session.event_hooks, session.timeout, constants.HF_HUB_DISABLE_XET = usual
+        except Exception as error:
+            first = without_key(first_line(error), self._key)[:_LONGEST].rstrip(".") + "."
+            if isinstance(error, (EntryNotFoundError, LocalEntryNotFoundError)):
+                raise Refusal(f"{self.where}: {first} Push the pair again.") from error
+            raise BadInputError(
+                f"{self.where}: {first} Check the name, the network and your access (`hf auth login`)."
+            ) from error
+
+    @property
+    def _key(self) -> str | None:
+        return self.api.token if isinstance(self.api.token, str) else get_token()
+
+    def _within_limits(self, call: Callable[[], Result], num_bytes: int, seconds: float) -> Result:
+        """Return what `call` gets from the Hub's library, which has no such limits: for all its answers together.
+
+        Nothing compressed is unpacked, and the key reaches the Hub alone, whatever an answer names. What the library
+        raises is raised here. BadAnswerError: the answers are larger, or not there in time; the next byte then ends it.
+        """
+        done, left, usual = Future[Result](), [num_bytes], (_http._GLOBAL_CLIENT_FACTORY, constants.HF_HUB_DISABLE_XET)
+        session = get_session()
+        before = session.event_hooks, session.timeout
+
+        def guard(request: Any) -> None:
+            hub = type(request.url)(self.api.endpoint)
+            if (hub.scheme, hub.host, hub.port) != (request.url.scheme, request.url.host, request.url.port):
+                request.headers.pop("authorization", None)
+            request.headers["accept-encoding"] = "identity"
+
+        def limit(response: Any) -> None:
+            if response.headers.get("content-encoding", "identity").lower() != "identity":
+                raise compressed()
+            response.headers.pop("x-hf-warning", None)  # any number of lines, which the library would print
+            parts = response.iter_bytes
+
+            def iter_bytes(*given: Any, **more: Any) -> Iterator[bytes]:
+                for part in parts(*given, **more):
+                    left[0] -= len(part)
+                    if left[0] < 0:
+                        raise too_large(num_bytes)
+                    yield part
+
+            response.iter_bytes = iter_bytes
+
+        def limited(client: Any) -> Any:
+            hooks = client.event_hooks
+            client.event_hooks = {"request": [*hooks["request"], guard], "response": [*hooks["response"], limit]}
+            client.timeout = AnswerLimits.seconds
+            return client
+
+        def run() -> None:
+            try:
+                done.set_result(call())
+            except BaseException as error:
+                done.set_exception(error)
+
+        limited(session)
+        _http._GLOBAL_CLIENT_FACTORY = lambda: limited(usual[0]())  # after some errors the library makes another one
+        constants.HF_HUB_DISABLE_XET = True  # its own client of another protocol
+        try:
+            threading.Thread(target=run, daemon=True).start()
+            return done.result(seconds)
+        except TimeoutError:
+            if done.done():  # it is the library's
+                raise
+            raise BadAnswerError(f"gave no whole answer within {seconds:.0f} s", "time-out") from None
+        finally:
+            left[0] = left[0] if done.done() else 0
+            _http._GLOBAL_CLIENT_FACTORY, constants.HF_HUB_DISABLE_XET = usual
+            session.event_hooks, session.timeout = before
+            if get_session() is not session:
+                close_session()

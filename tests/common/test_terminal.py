@@ -71,12 +71,16 @@ def test_logs_and_complaints_are_written_out(capsys: pytest.CaptureFixture[str])
     try:
         log_to_stderr()
         logging.getLogger("outrider.anywhere").warning("found %s", HOSTILE)
+        theirs = logging.getLogger("a library with a handler of its own")
+        theirs.propagate, theirs.handlers = False, [logging.StreamHandler()]
+        theirs.warning(HOSTILE)
     finally:
+        logging.setLogRecordFactory(logging.LogRecord)
         root.handlers[:] = handlers
         root.setLevel(level)
         logging.getLogger("outrider").setLevel(own)
     print_to_stderr(HOSTILE)
-    assert capsys.readouterr().err == f"found {SHOWN}\n{SHOWN}\n"
+    assert capsys.readouterr().err == f"found {SHOWN}\n{SHOWN}\n{SHOWN}\n"
 
 
 OWN = {

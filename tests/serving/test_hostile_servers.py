@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -88,6 +89,28 @@ def test_a_key_that_no_header_can_carry_is_not_repeated(hostile: Hostile) -> Non
     hostile.answers["/metrics"] = plain(b"the key s3cret is wrong", "text/plain", "401 Unauthorized")
     with pytest.raises(BadInputError, match=r"HTTP status 401: it begins with b'the key \.\.\. is") as refused:
         read_metrics(hostile.url, "s3cret")
+
+
+KEY = "quo'te\"and\\slash-0123456789"
+
+
+@pytest.mark.parametrize(
+    ("path", "answer"),
+    [
+        ("/metrics", plain(b"", "text/plain", "302 Found", f"Location: http://other/?k={KEY}\r\n")),
+        ("/metrics", plain(b"", "text/plain", "302 Found", f"Location: /{'p' * 190}{KEY}\r\n")),
+        ("/metrics", plain(b"", f"text/{'y' * 66}{KEY}")),
+        ("/metrics", plain(b"x" * 60 + KEY.encode(), "text/plain", "400 No")),
+        ("/v1/models", plain(json.dumps({"data": [{"id": KEY}, {"id": "x"}]}).encode())),
+    ],
+)
+def test_a_key_that_a_server_repeats_is_not_printed_in_any_form_or_part(
+    hostile: Hostile, path: str, answer: Answer
+) -> None:
+    hostile.answers[path] = answer
+    with pytest.raises(BadInputError) as refused:
+        _ = read_metrics(hostile.url, KEY) if path == "/metrics" else Engine(hostile.url, KEY).model
+    assert not {part for part in ("quo", "slash", "0123") if part in str(refused.value)}
 
 
 SECRET = [

@@ -17,7 +17,7 @@ from unittest.mock import Mock
 
 import httpx
 import pytest
-from huggingface_hub import CommitOperationAdd, HfApi
+from huggingface_hub import CommitOperationAdd, HfApi, close_session, get_session
 from huggingface_hub.errors import HfHubHTTPError, HTTPError, RepositoryNotFoundError
 from huggingface_hub.hf_api import RepoFile
 
@@ -215,6 +215,12 @@ HUBS: dict[str, tuple[str, Answer, str]] = {
     "pages without end": (TREE, pages_for_ever, SLOW),
     "a file without end": (BLOB, larger_than_said, LARGE),
     "a file that drips": (BLOB, lambda handler: time.sleep(9), SLOW),
+    "a bomb in a bomb": (TREE, plain(b"", more="Content-Encoding: gzip, gzip\r\n"), "is compressed"),
+    "names that are none": (
+        TREE,
+        plain(json.dumps([{"type": "file", "path": [], "size": 1, "oid": ""}]).encode()),
+        "lists",
+    ),
 }
 
 
@@ -232,3 +238,41 @@ def test_a_hub_fills_no_memory_and_holds_no_command(hostile: Hostile, name: str)
     with pytest.raises(BadInputError, match=f"hf://org/pairs {said}"):
         store.read(store.entries()[0])
     assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("pause", [0.0, 0.05])
+def test_a_push_ends_whatever_the_hub_answers(hostile: Hostile, pause: float) -> None:
+    hostile.answers["/api/models/org/pairs/preupload/main"] = endless(
+        "application/json", b" " if pause else b" " * 65536, pause
+    )
+    with pytest.raises(BadInputError, match=f"hf://org/pairs {SLOW if pause else LARGE}"):
+        HubStore("org/pairs", HfApi(endpoint=hostile.url)).add({}, "pairs/tiny/2.1.json", b"{}")
+
+
+def test_a_client_that_the_library_makes_anew_has_the_limits(hostile: Hostile, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, limits = HubStore("org/pairs", HfApi(endpoint=hostile.url)), []
+
+    def anew() -> None:
+        close_session()
+        limits.append((get_session().timeout.read, len(get_session().event_hooks["response"])))
+
+    before = get_session().timeout.read, len(get_session().event_hooks["response"])
+    store._within_limits(anew, 100, 5.0)
+    assert limits == [(10.0, before[1] + 1)]
+    assert (get_session().timeout.read, len(get_session().event_hooks["response"])) == before
+
+
+def test_the_key_reaches_the_hub_alone_and_is_not_printed(hostile: Hostile) -> None:
+    """An answer may name another place for its next page, and repeat the key."""
+    other, key = Hostile(), "hf_a-key-of-ours"
+    hostile.answers[TREE] = plain(b"[]", more=f'Link: <{other.url}/next>; rel="next"\r\n')
+    other.answers["/next"] = plain(b"", status="400 No", more=f"X-Error-Message: no {key}\r\n")
+    with pytest.raises(BadInputError) as refused:
+        HubStore("org/pairs", HfApi(endpoint=hostile.url, token=key)).entries()
+    assert key not in str(refused.value)
+    assert "…" in str(refused.value)
+    assert {"authorization", "Authorization"} & hostile.seen[0][1].keys()
+    assert [path for path, headers in other.seen if key in str(headers)] == []
+    assert other.seen
+    other.http.shutdown()
+    other.http.server_close()

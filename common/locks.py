@@ -12,7 +12,6 @@ import logging
 import os
 import platform
 import shlex
-import shutil
 import sys
 import tempfile
 import threading
@@ -24,7 +23,7 @@ from pathlib import Path
 
 from filelock import BaseFileLock, FileLock, Timeout
 
-from .atomic import recover
+from .atomic import clear_away, recover
 from .errors import BadInputError
 
 _COMMAND_LENGTH = 200
@@ -100,7 +99,7 @@ def scratch_folder(purpose: str) -> Iterator[Path]:
     for left in Path(tempfile.gettempdir()).glob(f"{prefix}*/{_SCRATCH_LOCK}"):
         with suppress(OSError), claiming(left) as abandoned:  # another user's stays
             if abandoned:
-                shutil.rmtree(left.parent, ignore_errors=True)
+                clear_away(left.parent)
     with ExitStack() as held:
         folder = Path(tempfile.mkdtemp(prefix=prefix))
         while held.enter_context(claiming(folder / _SCRATCH_LOCK)) is False:  # it was just taken for a dead one's
@@ -108,7 +107,7 @@ def scratch_folder(purpose: str) -> Iterator[Path]:
         try:
             yield folder
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            clear_away(folder)
 
 
 def lock_file(folder: Path) -> Path:
@@ -143,7 +142,8 @@ def _release(lock: BaseFileLock) -> None:
     """Remove the lock file while it is held, so that a process waiting for it asks for a new one; then let go."""
     with suppress(OSError):
         os.unlink(lock.lock_file)
-    lock.release()
+    with suppress(OSError):  # what is done is done, and the kernel lets go of it in the end
+        lock.release()
 
 
 def _clear_locks(folder: Path) -> None:

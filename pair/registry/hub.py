@@ -32,7 +32,7 @@ from .folder import copy_blob
 from .layout import MAX_ENTRY, PAIRS, blob_path, published_at
 
 LISTING_BYTES, LISTING_SECONDS = 64 * MEGABYTE, 60.0  # of all files of a repository: 100,000 of them have half of that
-BYTES_OF_A_SECOND = 100_000  # of a download, at least
+BYTES_OF_A_SECOND = 100_000  # of a download or an upload, at least
 Result = TypeVar("Result")
 _OUTRUN = (409, 412)  # HTTP: the repository has a newer commit
 
@@ -77,14 +77,18 @@ class HubStore:
         ]
         with _explained(self.where):
             if self._head is None:
-                self.api.create_repo(self.repository, private=True, exist_ok=True)
+                made = partial(self.api.create_repo, self.repository, private=True, exist_ok=True)
+                _within_limits(made, MEGABYTE, LISTING_SECONDS)
+            commit = partial(
+                self.api.create_commit,
+                self.repository,
+                [*additions, CommitOperationAdd(entry, content)],
+                commit_message=f"Add {published_at(entry)}",
+                parent_commit=self._head,
+            )
+            size = sum(file.stat().st_size for file in blobs.values())
             try:
-                self.api.create_commit(
-                    self.repository,
-                    [*additions, CommitOperationAdd(entry, content)],
-                    commit_message=f"Add {published_at(entry)}",
-                    parent_commit=self._head,
-                )
+                _within_limits(commit, LISTING_BYTES, LISTING_SECONDS + size / BYTES_OF_A_SECOND)
             except HfHubHTTPError as error:
                 if error.response is not None and error.response.status_code in _OUTRUN:
                     return False

@@ -142,8 +142,7 @@ def _release(lock: BaseFileLock) -> None:
     """Remove the lock file while it is held, so that a process waiting for it asks for a new one; then let go."""
     with suppress(OSError):
         os.unlink(lock.lock_file)
-    with suppress(OSError):  # what is done is done, and the kernel lets go of it in the end
-        lock.release()
+    lock.release()
 
 
 def _clear_locks(folder: Path) -> None:

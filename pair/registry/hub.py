@@ -88,7 +88,7 @@ class HubStore:
             )
             size = sum(file.stat().st_size for file in blobs.values())
             try:
-                _within_limits(commit, LISTING_BYTES, LISTING_SECONDS + size / BYTES_OF_A_SECOND)
+                _within_limits(commit, LISTING_BYTES, LISTING_SECONDS + size / BYTES_OF_A_SECOND, LISTING_SECONDS)
             except HfHubHTTPError as error:
                 if error.response is not None and error.response.status_code in _OUTRUN:
                     return False
@@ -147,10 +147,13 @@ def _explained(where: str) -> Iterator[None]:
         ) from error
 
 
-def _within_limits(call: Callable[[], Result], num_bytes: int, seconds: float) -> Result:
+def _within_limits(
+    call: Callable[[], Result], num_bytes: int, seconds: float, silence: float = AnswerLimits.seconds
+) -> Result:
     """Return what `call` gets from the Hub's library, which has no such limits: for all its answers together.
 
     What it raises is raised here. BadAnswerError: they are larger, or not there in time; the next byte then ends it.
+    In `silence`, in seconds, some byte of an answer must come.
     """
     session, done, left = get_session(), Future[Result](), [num_bytes]
     usual = session.event_hooks, session.timeout, constants.HF_HUB_DISABLE_XET
@@ -174,7 +177,7 @@ def _within_limits(call: Callable[[], Result], num_bytes: int, seconds: float) -
             done.set_exception(error)
 
     session.event_hooks = usual[0] | {"response": [*usual[0]["response"], limit]}
-    session.timeout, constants.HF_HUB_DISABLE_XET = AnswerLimits.seconds, True  # its own client of another protocol
+    session.timeout, constants.HF_HUB_DISABLE_XET = silence, True  # its own client of another protocol
     try:
         threading.Thread(target=run, daemon=True).start()
         return done.result(seconds)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import multiprocessing
 import os
 import signal
@@ -12,7 +11,6 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 
@@ -80,16 +78,6 @@ def test_a_killed_process_holds_nothing(holder, tmp_path):
     assert names(tmp_path) == [".out.lock"]
     take(tmp_path / "out")
     assert names(tmp_path) == []
-
-
-def test_a_lock_that_cannot_be_let_go_of_undoes_no_work(tmp_path, monkeypatch):
-    """Network disks say ENOLCK of that, too."""
-    with locked(tmp_path / "out"):
-        monkeypatch.setattr("filelock._unix.unlock_fd", Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
-    monkeypatch.undo()
-    assert not list(tmp_path.glob(".*"))
-    with locked(tmp_path / "out"):
-        pass
 
 
 def test_a_second_thread_is_refused_and_the_same_one_may_ask_again(tmp_path):

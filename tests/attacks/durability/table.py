@@ -11,7 +11,7 @@ from typing import Any
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "security" / "durability.md"
 FIGURES = PAGE.with_suffix(".json")
-_FAULTS = ("errors, interruptions, half reads and writes, an odd clock", "changes of files", "faults")
+_FAULTS = ("EIO, ENOSPC, EDQUOT (once, and for ever), EINTR, short writes", "operations on files", "faults")
 BEGIN, END = "## Tried\n\n", "The tables are of "
 
 

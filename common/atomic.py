@@ -81,7 +81,13 @@ def replacing_folder(folder: Path) -> Iterator[Path]:
                 sync_tree(building)
                 _put(building, folder)
     finally:
-        shutil.rmtree(building, ignore_errors=True)
+        clear_away(building)
+
+
+def clear_away(folder: Path) -> None:
+    """Remove a folder as far as the disk lets it; a later run removes the rest."""
+    with suppress(OSError):  # that a folder cannot be closed is raised all the same
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _put(building: Path, folder: Path) -> None:
@@ -122,7 +128,7 @@ def _finish(ready: Path, folder: Path) -> None:
             shutil.rmtree(folder)  # of a lower layer; from here on `ready` is the one whole folder
     ready.rename(folder)
     sync(folder.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    clear_away(old)
 
 
 def move(folder: Path, free_place: Path) -> None:
@@ -229,7 +235,7 @@ class Leftover:
 
     def remove(self) -> None:
         if self.path.is_dir() and not self.path.is_symlink():
-            shutil.rmtree(self.path, ignore_errors=True)
+            clear_away(self.path)
         else:
             self.path.unlink(missing_ok=True)
 
@@ -357,7 +363,7 @@ def is_disk_full(error: BaseException | None) -> bool:
     Libraries in C++ and Rust (safetensors, torch) report it in words only, and often as the cause of another error.
     """
     while error is not None:
-        if _system_number(error) in _FULL or "No space left on device" in str(error):
+        if system_number(error) in _FULL or "No space left on device" in str(error):
             return True
         error = error.__cause__ or error.__context__
     return False
@@ -372,17 +378,17 @@ def _was_filled(error: Exception, folder: Path) -> bool:
 
 def _error_number(error: Exception, place: Path) -> int | None:
     """Return the system's number of an error that `place` is the reason of; None for any other."""
-    number = _system_number(error)
+    number = system_number(error)
     named = getattr(error, "filename", None)
     if isinstance(named, (str, os.PathLike)) and not Path(named).absolute().is_relative_to(place.absolute().parent):
         return None
     return number if number in _REFUSED else None
 
 
-def _system_number(error: BaseException) -> int | None:
+def system_number(error: BaseException) -> int | None:
     """Return the system's number of an error, which libraries in Rust say in words only."""
-    said = _IN_WORDS.search(str(error))
-    return error.errno if isinstance(error, OSError) else int(said[1]) if said else None
+    said, number = _IN_WORDS.search(str(error)), error.errno if isinstance(error, OSError) else None
+    return int(said[1]) if said and number is None else number
 
 
 def free_bytes(folder: Path) -> int:

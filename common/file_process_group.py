@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +20,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .atomic import write_atomically
+from .atomic import clear_away, write_atomically
 from .errors import BadInputError, OutriderError
 from .locks import claiming
 from .signals import STOPPING, StoppedError, how, number_of
@@ -166,7 +165,7 @@ class LaunchGroup:
                 self._publish_failure(error)
                 raise
         if self.is_main:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            clear_away(self.folder)
 
     def _publish_failure(self, error: BaseException) -> None:
         message, code = str(error) or type(error).__name__, getattr(error, "exit_code", _FAULT)
@@ -217,7 +216,7 @@ def clear_abandoned(folder: Path) -> None:
     """Remove what launches left in `folder` whose main process is gone."""
     for left in folder.glob(f"{PREFIX}*"):
         if _is_free(left / "alive-0"):
-            shutil.rmtree(left, ignore_errors=True)
+            clear_away(left)
 
 
 def _is_free(lock: Path) -> bool:

@@ -12,7 +12,6 @@ import logging
 import os
 import platform
 import shlex
-import shutil
 import sys
 import tempfile
 import threading
@@ -24,7 +23,7 @@ from pathlib import Path
 
 from filelock import BaseFileLock, FileLock, Timeout
 
-from .atomic import recover
+from .atomic import clear_away, recover
 from .errors import BadInputError
 
 _COMMAND_LENGTH = 200
@@ -98,7 +97,7 @@ def scratch_folder(purpose: str) -> Iterator[Path]:
     for left in Path(tempfile.gettempdir()).glob(f"{prefix}*/{_SCRATCH_LOCK}"):
         with suppress(OSError), claiming(left) as abandoned:  # another user's stays
             if abandoned:
-                shutil.rmtree(left.parent, ignore_errors=True)
+                clear_away(left.parent)
     with ExitStack() as held:
         folder = Path(tempfile.mkdtemp(prefix=prefix))
         while held.enter_context(claiming(folder / _SCRATCH_LOCK)) is False:  # it was just taken for a dead one's
@@ -106,7 +105,7 @@ def scratch_folder(purpose: str) -> Iterator[Path]:
         try:
             yield folder
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            clear_away(folder)
 
 
 def lock_file(folder: Path) -> Path:

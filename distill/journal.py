@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -26,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from ..common import BadInputError, digests
-from ..common.atomic import write_atomically
+from ..common.atomic import clear_away, write_atomically
 from ..common.digests import read_sealed, write_json
 from ..common.locks import claiming
 from ..targets import Fingerprint
@@ -185,7 +184,7 @@ class Journal:
 
     def remove(self) -> None:
         """Delete it; a file that cannot be deleted now stays for the next run."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        clear_away(self.folder)
 
     def files(self) -> list[Path]:
         """Return the files of answers, in order."""

@@ -13,9 +13,8 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from datasets import load_dataset
-
 from ..common import BadInputError
+from ..common.errors import first_line
 from ..common.safe_load import (
     FileLimits,
     Unreadable,
@@ -28,7 +27,7 @@ from ..common.safe_load import (
 )
 from ..recipes import SourceSpec, embedded_file
 from .dataset_formats import Row, RowError, understand
-from .table_process import table_lines
+from .table_process import hub_lines, table_lines
 
 EMBEDDED = "embedded:"
 SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow", ".txt")
@@ -238,10 +237,10 @@ def _hub_rows(source: SourceSpec) -> Iterator[Row]:
     repository, _, config = rest.partition("/")
     identifier = f"{organisation}/{repository}" if repository else organisation
     try:
-        yield from load_dataset(identifier, config or None, split=source.split or split or "train", streaming=True)
-    except Exception as error:  # the library raises many kinds; all mean that the rows cannot be had
-        what = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        for line in hub_lines(identifier, config or None, source.split or split or "train"):
+            yield parse_json(line.decode(), source.path, _TABLE)
+    except ValueError as error:
         raise BadInputError(
-            f"the prompt source {source.path!r} is no file here, and the Hub gives no data set for it: {what} Expected "
-            "org/name[/config][:split]."
+            f"the prompt source {source.path!r} is no file here, and the Hub gives no data set for it: "
+            f"{first_line(error).rstrip('.')}. Expected org/name[/config][:split]."
         ) from error

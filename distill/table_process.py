@@ -1,8 +1,9 @@
-"""Rows of Parquet and Arrow files as lines of JSON, written by a process of its own with limits of time and memory.
+"""Rows of tables and of the Hub's data sets as lines of JSON, from a process of its own with limits of time and memory.
 
 What a table's file unfolds to stands nowhere in it: pages may be compressed, values named once and repeated, lists may
 share what they hold. 700 bytes can be six gigabytes. So the rows are unfolded where nothing is lost but that process.
-It imports nothing of this package, and so starts in a fraction of a second.
+What a library brings from the Hub may have no end, or never come. The process imports nothing of this package, and so
+starts in a fraction of a second.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,8 @@ except ImportError:  # Windows, where nothing is limited but what a line may hav
     resource = None  # type: ignore[assignment]
 
 MEMORY, SECONDS = 960 * 2**20, 10.0  # all data of the process; of the processor, for the rows that are held
+# The same for the Hub's data sets, whose files are read in larger pieces; and of the clock: answers are waited for.
+HUB_MEMORY, HUB_SECONDS, HUB_PATIENCE = 4 * 2**30, 60.0, 300.0
 AT_ONCE = 32  # rows that are held: each may be megabytes
 _MOST_ROWS = 20  # for each byte of a file: more of them say nothing
 _LONGEST_LINE, _LONGEST_ERROR = 32 * 2**20, 1000
@@ -35,14 +39,23 @@ def table_lines(files: Sequence[Path], count: bool = False) -> Iterator[bytes]:
 
     ValueError says why it cannot.
     """
-    words = [sys.executable, "-P", __file__, str(MEMORY), str(SECONDS), "count" if count else "rows"]
+    yield from _lines("count" if count else "rows", [str(file) for file in files], MEMORY, SECONDS)
+
+
+def hub_lines(name: str, config: str | None, split: str) -> Iterator[bytes]:
+    """Yield each row of a data set of the Hub as a line of JSON, as it comes; ValueError says why it cannot."""
+    yield from _lines("hub", [name, config, split], HUB_MEMORY, HUB_SECONDS, HUB_PATIENCE)
+
+
+def _lines(what: str, asked: list[Any], memory: int, seconds: float, patience: float = 0.0) -> Iterator[bytes]:
+    words = [sys.executable, "-P", __file__, str(memory), str(seconds), str(patience), what]
     child = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert child.stdin is not None
     assert child.stdout is not None
     assert child.stderr is not None
     with child:
         try:
-            child.stdin.write(json.dumps([str(file) for file in files]).encode())
+            child.stdin.write(json.dumps(asked).encode())
             child.stdin.close()
             yield from child.stdout
             said = child.stderr.read(_LONGEST_ERROR).decode("utf-8", "replace").strip()
@@ -51,7 +64,8 @@ def table_lines(files: Sequence[Path], count: bool = False) -> Iterator[bytes]:
     if child.returncode == 0:
         return
     if child.returncode != 2:
-        limits = f"{MEMORY // 2**20} MB of memory or {SECONDS:g} seconds for {AT_ONCE} rows"
+        waiting = f" ({patience:g} of the clock)" if patience else ""
+        limits = f"{memory // 2**20} MB of memory or {seconds:g} seconds{waiting} for {AT_ONCE} rows"
         said = f"its rows take more than {limits}, or break the reading off"
     raise ValueError(said)
 
@@ -75,6 +89,19 @@ def _rows(file: Path) -> Iterator[Any]:
             _require_few(batch.num_rows, file)
             for begin in range(0, batch.num_rows, AT_ONCE):
                 yield batch.slice(begin, AT_ONCE).to_pylist()
+
+
+def _hub_rows(patience: float, name: str, config: str | None, split: str) -> Iterator[Any]:
+    """Yield some rows at a time; the clock runs while they are waited for, and not while they are taken."""
+    wait = (lambda seconds: signal.setitimer(signal.ITIMER_REAL, seconds)) if resource else (lambda _: None)
+    wait(patience)  # no one handles its signal, either
+    from datasets import load_dataset
+
+    rows = iter(load_dataset(name, config, split=split, streaming=True))
+    while some := list(islice(rows, AT_ONCE)):
+        wait(0)
+        yield some
+        wait(patience)
 
 
 def _require_few(rows: int, file: Path) -> None:
@@ -102,28 +129,30 @@ def _limit(memory: int, seconds: float) -> None:
     signal.setitimer(signal.ITIMER_PROF, seconds)  # no one handles its signal
 
 
-def _serve(memory: int, seconds: float, what: str) -> int:
-    """Write what is asked for; return the exit code: 2 for a file that cannot be read, which stderr says."""
-    out = os.fdopen(os.dup(1), "wb")
-    files = [Path(name) for name in json.load(sys.stdin)]
+def _serve(memory: int, seconds: float, patience: float, what: str) -> int:
+    """Write what is asked for; return the exit code: 2 for what cannot be read, which stderr says."""
+    out, complaints, asked = os.fdopen(os.dup(1), "wb"), os.dup(2), json.load(sys.stdin)
+    for descriptor in (1, 2):  # libraries talk
+        os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
     pyarrow.set_cpu_count(1)
     pyarrow.set_io_thread_count(1)
     _limit(memory, seconds)
     try:
         if what == "count":
-            out.write(str(sum(pyarrow.parquet.ParquetFile(file).metadata.num_rows for file in files)).encode())
-            files = []
-        for rows in (rows for file in files for rows in _rows(file)):
+            out.write(str(sum(pyarrow.parquet.ParquetFile(file).metadata.num_rows for file in asked)).encode())
+            asked = []
+        for rows in _hub_rows(patience, *asked) if what == "hub" else (r for file in asked for r in _rows(Path(file))):
             out.writelines(map(_line, rows))
+            out.flush()
             _limit(memory, seconds)
         out.flush()
     except MemoryError:
         return 3
     except Exception as error:
-        os.write(2, (str(error) or type(error).__name__)[:_LONGEST_ERROR].encode("utf-8", "replace"))
+        os.write(complaints, (str(error) or type(error).__name__)[:_LONGEST_ERROR].encode("utf-8", "replace"))
         return 2
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(_serve(int(sys.argv[1]), float(sys.argv[2]), sys.argv[3]))
+    sys.exit(_serve(int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3]), sys.argv[4]))

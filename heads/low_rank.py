@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ..common import BadInputError, IncompatibleError
-from ..common.atomic import replacing, write_atomically
+from ..common.atomic import clear_away, replacing, write_atomically
 from ..common.digests import LIST
 from ..targets import Target
 from ..targets.peft_adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
@@ -112,7 +112,7 @@ class LowRank(Drafter[LowRankConfig]):
         """Write the base as it was, and the change in peft's format."""
         folder = Path(path)
         if self.base_folder.resolve() != (folder / BASE).resolve():  # else it is there already
-            shutil.rmtree(folder / BASE, ignore_errors=True)
+            clear_away(folder / BASE)
             # A seal of this folder lists the base's files, too.
             shutil.copytree(self.base_folder, folder / BASE, ignore=shutil.ignore_patterns(LIST))
         with replacing(folder / ADAPTER_WEIGHTS) as temporary:

@@ -24,7 +24,7 @@ from rich.markup import escape
 from typer.core import TyperGroup
 
 from ..common import BadInputError, OutriderError
-from ..common.atomic import is_disk_full, require_folder, write_atomically
+from ..common.atomic import is_disk_full, require_folder, system_number, write_atomically
 from ..common.progress import plain_lines, say_retries_once
 from ..common.runtime import keep_large_blocks, remember_few_shapes
 from ..common.signals import how, number_of, stoppable
@@ -60,6 +60,8 @@ RESUMED = ("distill", "train", "compare", "refresh", "quickstart")
 _URL = re.compile(
     r"(?<=['\"])https?:[/\\][^'\"\n]*|https?:[/\\]\S+|(?<![\w.%+-])[\w.%+-]+:(?!\\)[^\s\"'<>/]+@\S+", re.IGNORECASE
 )
+_BROKEN = {errno.EIO, errno.ESTALE, errno.ENOMEM, errno.EMFILE, errno.ENFILE}  # whatever file it is
+_OUR_CALLS = {errno.EBADF, errno.EFAULT, errno.EINVAL, errno.ENOTTY, errno.ESPIPE}  # errors of calls that were wrong
 _LONGEST = 10_000  # letters of a sentence about an error
 SPEAKING = ("generate", "watch")  # what they write comes as it is made
 GOES_ON = "what was done is kept, and the same command goes on from there."
@@ -106,19 +108,23 @@ def exit_code(error: BaseException) -> int | None:
     module = type(error).__module__.partition(".")[0]
     if module in ("typer", "click") or isinstance(error, BrokenPipeError):
         return None
-    # The system refused a file: permissions, a folder that was deleted, … A user can do nothing about one of ours.
-    named = error.filename if isinstance(error, OSError) else None
-    ours = Path(__file__).resolve().parents[1]
-    is_users = isinstance(named, str) and not Path(os.path.realpath(named)).is_relative_to(ours)
-    is_systems = isinstance(error, MemoryError) or is_disk_full(error) or _is_disk_broken(error)
-    return BAD_INPUT if is_users or is_systems else FAULT
+    is_systems = isinstance(error, MemoryError) or is_disk_full(error) or _is_refused_by_system(error)
+    return BAD_INPUT if is_systems else FAULT
 
 
-def _is_disk_broken(error: Exception) -> bool:
-    """Tell whether the system failed to read or write, also where a library reports that in words only."""
-    if isinstance(error, OSError):
-        return error.errno in (errno.EIO, errno.ESTALE, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
-    return isinstance(error, RuntimeError) and str(error).startswith(("unable to mmap", "unable to open file"))
+def _is_refused_by_system(error: Exception) -> bool:
+    """Tell whether the system refused a user's file, or failed, also where a library reports that in words only.
+
+    Permissions, a folder that was deleted, a lock, an interrupted close: a user can do nothing about a file of ours.
+    """
+    number, named = system_number(error), error.filename if isinstance(error, OSError) else None
+    if number is None or number in _BROKEN or not isinstance(named, str):
+        said = isinstance(error, RuntimeError) and str(error).startswith(("unable to mmap", "unable to open file"))
+        return said if number is None else number not in _OUR_CALLS
+    try:
+        return not Path(os.path.realpath(named)).is_relative_to(Path(__file__).resolve().parents[1])
+    except OSError:  # the folder in which the command runs is gone
+        return True
 
 
 def _is_panic(error: BaseException) -> bool:
@@ -149,10 +155,10 @@ def _sentence(error: BaseException) -> str:
     if is_disk_full(error):
         place = "a disk" if named is None else f"the disk that holds {Path(named).resolve().parent}"
         return f"{place} is full ({str(error).splitlines()[0]}). Free some space, then run the same command again."
-    if not isinstance(error, OSError) or named is None:
-        return f"{type(error).__name__}: {error}"
     look = "Look whether it is there and may be read and written, then run the same command again."
-    return f"{named}: {error.strerror}. {look}"
+    if not isinstance(error, OSError):
+        return f"{type(error).__name__}: {error}"
+    return f"{named or 'a file'}: {error.strerror or error}. {look}"
 
 
 def _complain(message: str, label: str = "error: ") -> None:

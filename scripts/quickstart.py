@@ -17,7 +17,6 @@ reuses it.
 from __future__ import annotations
 
 import json
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -35,7 +34,7 @@ from rich.text import Text
 from torch import Tensor
 
 from ..common import BadInputError, OutriderError, digests
-from ..common.atomic import replacing_folder
+from ..common.atomic import clear_away, replacing_folder
 from ..common.digests import read_sealed, write_json
 from ..common.locks import locked
 from ..common.progress import progress
@@ -250,7 +249,7 @@ def verify_both(place: Workplace) -> str:
 def grow_to_real_size(place: Workplace) -> str:
     """Measure target and head of version 1 at the largest size whose memory and measurement fit."""
     until, budget = time.perf_counter() + place.budget.grown_seconds, place.budget
-    shutil.rmtree(place.out / "grown", ignore_errors=True)  # an earlier story's
+    clear_away(place.out / "grown")  # an earlier story's
     head, suites = load_drafter(place.out / "drafter", place.target), place.suites(place.target, budget.suite_prompts)
     settings = place.recipe.eval.model_copy(update={"max_new_tokens": budget.grown_tokens})
     found, shortest = place.tuning.batches[0], [shortest_first(suite) for suite in suites]

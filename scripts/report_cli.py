@@ -12,6 +12,7 @@ from rich.markup import escape
 
 from ..common import BadInputError
 from ..common.atomic import require_folder, write_atomically
+from ..common.locks import locked
 from .options import AsJson, Identity, Signers
 from .output import console_for, finish, print_lines
 from .pair_cli import RegistryPlace, opened_registry, side_of
@@ -101,11 +102,12 @@ def _write_forms(
     pair = side_of(subject, None).manifest.digest if (folder / "pair.json").is_file() else None
     passport = Passport.of(find_report(folder), temperature, pair=pair)
     written = {name: out / FORMS[name].file for name in names}
-    out.mkdir(parents=True, exist_ok=True)
-    for name, file in written.items():
-        signature_of(file).unlink(missing_ok=True)
-        write_atomically(file, FORMS[name].write(passport))
-    signed = "not signed (--key)" if key is None else f"signed with {_sign_forms(folder, written.values(), key)}"
+    with locked(out):
+        out.mkdir(parents=True, exist_ok=True)
+        for name, file in written.items():
+            signature_of(file).unlink(missing_ok=True)
+            write_atomically(file, FORMS[name].write(passport))
+        signed = "not signed (--key)" if key is None else f"signed with {_sign_forms(folder, written.values(), key)}"
     body = {"files": {name: str(file) for name, file in written.items()}, "conventions": passport.conventions()}
     lines = [f"{escape(name)}: [bold]{escape(str(file))}[/bold]" for name, file in written.items()]
     finish(
@@ -141,9 +143,10 @@ def _write_trend(
     require_folder(out, "the page")
     versions = _versions(subjects, temperature, registry)
     files = {"trend.md": trend_markdown(versions), "trend.html": trend_html(versions)}
-    out.mkdir(parents=True, exist_ok=True)
-    for name, text in files.items():
-        write_atomically(out / name, text)
+    with locked(out):
+        out.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            write_atomically(out / name, text)
     changes = [[], *(differences(before, after) for before, after in pairwise(versions))]
     rows = [
         {"version": v.label, "created": v.created, "tau": v.tau, "speedup": v.speedup, "changes": own}

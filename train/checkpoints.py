@@ -21,7 +21,7 @@ from transformers import TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..common import BadInputError, Refusal, digests
-from ..common.atomic import CannotWriteError, failure, move, readable_bytes, write_atomically
+from ..common.atomic import CannotWriteError, clear_away, failure, move, readable_bytes, write_atomically
 from ..common.errors import LIBRARY_ERRORS
 from ..common.safe_load import FileLimits, read_json
 from ..heads import restore_drafter
@@ -152,7 +152,7 @@ def remove_broken(folder: Path, after: Path | None) -> None:
         if (broken / digests.LIST).exists():
             _log.warning("%s was moved to %s.", broken, _move_aside(broken, f"damaged-{broken.name}"))
         else:
-            shutil.rmtree(broken, ignore_errors=True)
+            clear_away(broken)
 
 
 def rotate(folder: Path, limit: int | None, best: str | None) -> None:
@@ -164,7 +164,7 @@ def rotate(folder: Path, limit: int | None, best: str | None) -> None:
     doomed = [f for f in whole if f not in protected][:excess] + [f for f in present if f not in whole]
     for old in doomed:
         (old / digests.LIST).unlink(missing_ok=True)  # first: a kill from here on leaves one that is not whole
-        shutil.rmtree(old, ignore_errors=True)
+        clear_away(old)
 
 
 def set_aside(folder: Path) -> Path | None:
@@ -186,12 +186,12 @@ def explain_write_errors(folder: Path) -> Iterator[None]:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
         if is_lost_peer(error):
-            shutil.rmtree(folder, ignore_errors=True)
+            clear_away(folder)
             raise
         if not folder.parent.exists() and (gone := failure(error, folder)) is not None:
             raise CannotWriteError(gone.what, "No checkpoint is left.", gone.advice) from error
         free = readable_bytes(shutil.disk_usage(folder.parent).free) if folder.parent.exists() else "nothing"
-        shutil.rmtree(folder, ignore_errors=True)
+        clear_away(folder)
         good = last_complete(folder.parent)
         what = str(error).strip().splitlines()[0]
         raise CannotWriteError(
@@ -215,7 +215,7 @@ class DrafterCheckpointIO(CheckpointIO):
         """Write a checkpoint inside, declare it whole, and only then delete older ones."""
         trainer, writes = self.trainer, self.trainer.args.should_save
         if writes:
-            shutil.rmtree(folder, ignore_errors=True)
+            clear_away(folder)
         trainer.accelerator.wait_for_everyone()
         with explain_write_errors(folder):
             yield

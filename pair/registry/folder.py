@@ -47,7 +47,7 @@ class FolderStore:
     def read(self, path: str) -> bytes:
         with self._opened(path, MAX_ENTRY) as file:
             try:
-                return file.read(MAX_ENTRY + 1)
+                return file.read(MAX_ENTRY + 1) or b""  # None where a disk has nothing to say now
             except OSError as error:
                 raise Refusal.of(self.folder / path, str(error.strerror), "a readable file", "Try again.") from error
 

@@ -81,7 +81,7 @@ class HubStore:
         with self._explained():
             try:
                 add = partial(self._commit, [*additions, CommitOperationAdd(entry, content)], entry)
-                self._within_limits(add, MEGABYTE, LISTING_SECONDS + size / BYTES_OF_A_SECOND)
+                self._within_limits(add, MEGABYTE, LISTING_SECONDS + size / BYTES_OF_A_SECOND, LISTING_SECONDS)
             except HfHubHTTPError as error:
                 if error.response is not None and error.response.status_code in _OUTRUN:
                     return False
@@ -150,11 +150,14 @@ class HubStore:
     def _key(self) -> str | None:
         return self.api.token if isinstance(self.api.token, str) else get_token()
 
-    def _within_limits(self, call: Callable[[], Result], num_bytes: int, seconds: float) -> Result:
+    def _within_limits(
+        self, call: Callable[[], Result], num_bytes: int, seconds: float, silence: float = AnswerLimits.seconds
+    ) -> Result:
         """Return what `call` gets from the Hub's library, which has no such limits: for all its answers together.
 
         Nothing compressed is unpacked, and the key reaches the Hub alone, whatever an answer names. What the library
         raises is raised here. BadAnswerError: the answers are larger, or not there in time; the next byte then ends it.
+        In `silence`, in seconds, some byte of an answer must come.
         """
         done, left, usual = Future[Result](), [num_bytes], (_http._GLOBAL_CLIENT_FACTORY, constants.HF_HUB_DISABLE_XET)
         session = get_session()
@@ -184,7 +187,7 @@ class HubStore:
         def limited(client: Any) -> Any:
             hooks = client.event_hooks
             client.event_hooks = {"request": [*hooks["request"], guard], "response": [*hooks["response"], limit]}
-            client.timeout = AnswerLimits.seconds
+            client.timeout = silence
             return client
 
         def run() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -11,6 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -70,6 +72,7 @@ def killed_before(name: str, number: int, folder: Path, exchange: bool) -> bool:
     script = f"""
 import os, shutil, signal, sys
 from pathlib import Path
+from unittest.mock import Mock
 from outrider.common import atomic
 if not {exchange}:
     atomic._exchange = lambda *_: False
@@ -149,6 +152,7 @@ def run_with_mounts(mounts: str, script: str, *arguments: Path) -> subprocess.Co
 REPLACE = """
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 from outrider.common import OutriderError
 from outrider.common.atomic import move, replacing_folder
 names = lambda folder: sorted(f.name for f in folder.iterdir())
@@ -299,3 +303,10 @@ def test_an_error_about_something_else_stays_what_it_is(tmp_path):
     for error in (KeyError("x"), RuntimeError("cuda"), ConnectionRefusedError(111, "refused"), missing):
         with pytest.raises(type(error)), replacing_folder(tmp_path / "result"):
             raise error
+
+
+def test_a_folder_that_cannot_be_closed_hides_no_error(tmp_path, monkeypatch):
+    """Python's own removal raises that, whatever it is told to ignore."""
+    monkeypatch.setattr("shutil.rmtree", Mock(side_effect=OSError(errno.EBADF, "Bad file descriptor")))
+    with pytest.raises(ValueError, match="the work itself"), replacing_folder(tmp_path / "out"):
+        raise ValueError("the work itself")

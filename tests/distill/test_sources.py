@@ -8,6 +8,7 @@ import resource
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow
@@ -22,6 +23,7 @@ from outrider.distill.recipe_prompts import read_prompts
 from outrider.distill.sources import check_sources, count_rows, rows_of, title
 from outrider.recipes import SourceSpec
 
+from ..serving.hostile_server import Hostile, endless
 from .conftest import Tokenizer, write_rows
 
 ROWS = [{"text": "one"}, {"text": "two é"}, {"text": "three"}]
@@ -181,3 +183,16 @@ def test_a_table_holds_what_json_has_not(tmp_path: Path, kind: str) -> None:
     pyarrow.parquet.write_table(table, file) if kind == "parquet" else arrow(file, table)
     [found] = rows_of(SourceSpec(path=str(file)))
     assert found == row | {"text": {"bytes": 1}, "when": "2031-01-01 00:00:00"}
+
+
+def test_a_hub_that_never_ends_its_answer_holds_no_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its library has no limit for the whole of an answer; the process that asks it does."""
+    monkeypatch.setattr(table_process, "HUB_PATIENCE", 5.0)
+    server = Hostile()
+    monkeypatch.setattr(server, "answers", SimpleNamespace(get=lambda *_: endless("application/json", b" ", 0.05)))
+    for name, value in {"HF_ENDPOINT": server.url, "HF_HUB_OFFLINE": "0", "HF_DATASETS_OFFLINE": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(BadInputError, match=r"the Hub gives no data set for it: its rows take more than .*\(5 of the"):
+        texts(Path("org/name"))
+    server.http.shutdown()
+    server.http.server_close()

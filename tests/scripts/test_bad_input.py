@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -164,6 +166,34 @@ def test_a_full_disk_names_the_folder(raising: Raising, error: Exception) -> Non
     said = "Disk quota exceeded" if "quota" in str(error) else "No space left on device"
     refused(result, 2, place, said, "Free some space")
     assert str(Path.cwd()) not in result.stderr
+
+
+BROKEN: list[Exception] = [OSError(n, os.strerror(n)) for n in (errno.EINTR, errno.EAGAIN, errno.ENOLCK, errno.ENODEV)]
+BROKEN += [PermissionError("Permission denied (os error 13)")]  # safetensors, which could not map a file
+BROKEN += [SafetensorError("Error while deserializing header: I/O error: Input/output error (os error 5)")]
+
+
+@pytest.mark.parametrize("error", BROKEN)
+def test_what_a_system_refuses_is_no_fault_of_ours(raising: Raising, error: Exception) -> None:
+    """It names no file where it fails to close one, or to lock it; only calls that were wrong are our fault."""
+    refused(raising(error), 2, str(error).partition("] ")[2])
+    ours = FileNotFoundError(errno.ENOENT, "No such file or directory", cli.__file__)
+    for fault in (OSError(errno.EBADF, "Bad file descriptor"), ours):
+        assert raising(fault).exit_code == 70
+
+
+def test_a_command_whose_folder_is_gone_says_so(
+    raising: Callable[[Any], Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+
+    def delete(*_: Any, **__: Any) -> None:
+        here.rmdir()
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory", "out")
+
+    refused(raising(delete), 2, "out: No such file or directory")
 
 
 def test_a_fault_of_ours_is_no_finding(raising: Raising) -> None:

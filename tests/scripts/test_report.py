@@ -7,6 +7,7 @@ from pathlib import Path
 
 from typer.testing import CliRunner, Result
 
+from outrider.common.atomic import machine_tag
 from outrider.eval.reports.render import write_report
 from outrider.scripts.cli import app
 
@@ -20,7 +21,11 @@ def outrider(*words: object) -> Result:
 
 def test_forms_are_written_checked_and_believed_no_longer_when_they_contradict_themselves(tmp_path: Path) -> None:
     folder = write_report(make_report([[0, 1, 4], [2, 3]] * 6), tmp_path / "report")
+    left = tmp_path / "forms" / f".profile.json.outrider-{2**22}-{machine_tag()}-0.tmp"  # by a process that was killed
+    left.parent.mkdir()
+    left.touch()
     made = outrider("report", folder, "--to", "modelopt", "--to", "vllm", "--out", tmp_path / "forms", "--json")
+    assert not left.exists()
     by_form = answer("report-forms", made)["files"]
     assert sorted(by_form) == ["modelopt", "vllm"]
     files = list(by_form.values())

@@ -1,4 +1,4 @@
-"""Disks and quotas that are full, errors of the disk, signals that interrupt, and writes that take half of their bytes.
+"""Full disks and quotas, errors of every sort of operation, interruptions, half reads and writes, and an odd clock.
 
 An attempt ends well, with the same result, or with exit code 2 and one sentence. Then the same verb runs again, without
 a fault: it must end well, leave what an uninterrupted run leaves, and nothing beside it.
@@ -13,25 +13,37 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from harness import Fault, Outcome, attempt, contents, names
+from harness import SORTS, Fault, Outcome, attempt, contents, names
 from kills import Left, _copy, _must_end, differences
 from subjects import VERBS, Verb, Workshop, attack_each, template
 
 from outrider.pair import verify
 
 SHORT, SECONDS, GIGABYTES = -1, 10.0, 1.0
-# By name: the fault's kind, and whether it lasts. A call that is always interrupted never ends, in any program.
+# By name: the sort of operations, the fault's kind, and whether it lasts. A call that is always interrupted never ends,
+# in any program.
 KINDS = {
-    "EIO": (errno.EIO, False),
-    "EIO for ever": (errno.EIO, True),
-    "ENOSPC": (errno.ENOSPC, False),
-    "ENOSPC for ever": (errno.ENOSPC, True),
-    "EDQUOT": (errno.EDQUOT, False),
-    "EDQUOT for ever": (errno.EDQUOT, True),
-    "EINTR": (errno.EINTR, False),
-    "short writes": (SHORT, True),
+    "EIO": ("changes", errno.EIO, False),
+    "EIO for ever": ("changes", errno.EIO, True),
+    "ENOSPC": ("space", errno.ENOSPC, False),
+    "ENOSPC for ever": ("space", errno.ENOSPC, True),
+    "EDQUOT": ("space", errno.EDQUOT, False),
+    "EDQUOT for ever": ("space", errno.EDQUOT, True),
+    "EINTR": ("waits", errno.EINTR, False),
+    "short writes": ("writes", SHORT, True),
+    "EAGAIN when writing": ("writes", errno.EAGAIN, False),
+    "EIO when reading": ("reads", errno.EIO, False),
+    "EIO when reading, for ever": ("reads", errno.EIO, True),
+    "short reads": ("reads", SHORT, True),
+    "EMFILE": ("opens", errno.EMFILE, False),
+    "ESTALE": ("looks", errno.ESTALE, False),
+    "ENOMEM when mapping": ("maps", errno.ENOMEM, False),
+    "EIO when closing": ("closes", errno.EIO, False),
+    "EINTR when closing": ("closes", errno.EINTR, False),
+    "ENOLCK": ("locks", errno.ENOLCK, False),
+    "clock set back": ("clock", 1, False),
 }
-_HARMLESS = ("EINTR", "short writes")
+_HARMLESS = ("EINTR", "short writes", "short reads", "clock set back")
 
 
 @dataclass
@@ -71,9 +83,10 @@ def _attack(workshop: Workshop, verb: Verb, chance: random.Random, count: int) -
     limit = max(SECONDS, 5 * whole.seconds)
     for number in range(count):
         kind = list(KINDS)[number % len(KINDS)]
-        place = chance.randrange(1, whole.operations + 1)
+        sort, *what = KINDS[kind]
+        place = chance.randrange(whole.counts[SORTS.index(sort)] or 1) + 1
         _copy(start, workshop.work)
-        outcome = attempt(lambda: verb.act(workshop), Fault(place, *KINDS[kind]))
+        outcome = attempt(lambda: verb.act(workshop), Fault(place, *what, sort))
         if not outcome.struck:
             continue
         struck[kind] += 1

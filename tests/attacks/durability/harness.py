@@ -20,20 +20,23 @@ from pathlib import Path
 from outrider.scripts import cli
 
 HERE = Path(__file__).resolve().parent
+SORTS = ("changes", "space", "waits", "writes", "reads", "opens", "looks", "maps", "closes", "locks", "clock")
 PATIENCE = 300.0  # seconds, after which an attempt counts as hanging
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens at an operation on a file: SIGKILL (0), half of a write (-1), or an error by its number.
+    """What happens at an operation: SIGKILL (0), half of a read or a write (-1), or an error by its number.
 
     Attributes:
-        place: the number of that operation; 0 only counts. lasting: the error comes back at every later one, too.
+        place: the number of that operation among those of its `sort`; 0 only counts.
+        lasting: the error comes back at every later one, too.
     """
 
     place: int
     kind: int = 0
     lasting: bool = False
+    sort: str = "changes"
 
 
 @dataclass(frozen=True)
@@ -42,10 +45,15 @@ class Outcome:
 
     code: int
     said: str
-    operations: int = 0
+    counts: tuple[int, ...] = ()
     struck: bool = False
     seconds: float = 0.0
     gigabytes: float = 0.0
+
+    @property
+    def operations(self) -> int:
+        """The changes of files that were counted."""
+        return self.counts[0]
 
     @property
     def is_refusal(self) -> bool:
@@ -84,9 +92,9 @@ def attempt(action: Callable[[], object], fault: Fault | None = None, kill_after
     timer.cancel()
     timer.join()
     text, _, counts = said.partition("\n# operations ")
-    operations, struck = map(int, counts.split()) if counts else (0, 0)
+    struck, *counted = map(int, counts.split()) if counts else (0, 0)
     took = round(time.monotonic() - began, 2), round(used.ru_maxrss / 2**20, 2)
-    return Outcome(os.waitstatus_to_exitcode(status), text, operations, bool(struck), *took)
+    return Outcome(os.waitstatus_to_exitcode(status), text, tuple(counted), bool(struck), *took)
 
 
 def _act(action: Callable[[], object], writing: int, fault: Fault | None) -> None:
@@ -97,14 +105,14 @@ def _act(action: Callable[[], object], writing: int, fault: Fault | None) -> Non
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr, force=True)
     code, shim = 0, ctypes.CDLL(None)
     if fault is not None:
-        shim.attack_arm(ctypes.c_long(fault.place), fault.kind, int(fault.lasting))
+        shim.attack_arm(SORTS.index(fault.sort), ctypes.c_long(fault.place), fault.kind, int(fault.lasting))
     try:
         action()
     except BaseException as error:
         code = (cli.exit_code(error) if isinstance(error, Exception) else None) or cli.FAULT
         traceback.print_exc() if code == cli.FAULT else print(f"error: {cli.said(error)}")
     if fault is not None:
-        print(f"\n# operations {shim.attack_count()} {shim.attack_struck()}", end="")
+        print("\n# operations", shim.attack_struck(), *map(shim.attack_count, range(len(SORTS))), end="")
     os._exit(code)
 
 

@@ -170,8 +170,9 @@ def test_no_network_and_odd_answers_are_no_fault_of_ours(monkeypatch: pytest.Mon
 
 
 HEAD, TREE = "/api/models/org/pairs", f"/api/models/org/pairs/tree/{'a' * 40}?recursive=true&expand=false"
-ENTRY = "pairs/tiny/1.1.json"
+ENTRY, NEW = "pairs/tiny/1.1.json", "pairs/tiny/1.2.json"
 BLOB = f"/org/pairs/resolve/{'a' * 40}/{ENTRY}"
+ABOUT, COMMIT = (f"/api/models/org/pairs/{what}/main" for what in ("preupload", "commit"))
 
 
 @pytest.fixture
@@ -190,6 +191,7 @@ def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hostile
         TREE: plain(json.dumps([entry]).encode()),
         f"/api/models/org/pairs/paths-info/{'a' * 40}": plain(json.dumps([entry]).encode()),
         BLOB: plain(b"{}", more=more),
+        ABOUT: plain(json.dumps({"files": [{"path": NEW, "uploadMode": "regular", "shouldIgnore": False}]}).encode()),
     }
     yield server
     server.http.shutdown()
@@ -214,6 +216,10 @@ HUBS: dict[str, tuple[str, Answer, str]] = {
     "a list without end": (TREE, endless("application/json"), LARGE),
     "pages without end": (TREE, pages_for_ever, SLOW),
     "a file without end": (BLOB, larger_than_said, LARGE),
+    "a push without end": (ABOUT, endless("application/json"), LARGE),
+    "a push that drips": (ABOUT, endless("application/json", b" ", 0.05), SLOW),
+    "a commit without end": (COMMIT, endless("application/json"), LARGE),
+    "a commit that drips": (COMMIT, endless("application/json", b" ", 0.05), SLOW),
     "a file that drips": (BLOB, lambda handler: time.sleep(9), SLOW),
     "a bomb in a bomb": (TREE, plain(b"", more="Content-Encoding: gzip, gzip\r\n"), "is compressed"),
     "names that are none": (
@@ -236,7 +242,7 @@ def test_a_hub_fills_no_memory_and_holds_no_command(hostile: Hostile, name: str)
     hostile.answers[path] = answer
     store, began = HubStore("org/pairs", HfApi(endpoint=hostile.url)), time.monotonic()
     with pytest.raises(BadInputError, match=f"hf://org/pairs {said}"):
-        store.read(store.entries()[0])
+        store.read(store.entries()[0]) if path not in (ABOUT, COMMIT) else store.add({}, NEW, b"{}")
     assert time.monotonic() - began < 5
 
 

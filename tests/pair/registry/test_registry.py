@@ -8,7 +8,9 @@ import os
 import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -339,6 +341,13 @@ def test_a_disk_that_fails_ends_a_push_in_one_sentence(registry, make_version, m
     monkeypatch.undo()
     registry.push(pair)
     assert len(registry.versions()) == 1
+
+
+def test_a_disk_that_has_nothing_to_say_now_is_no_empty_registry(registry, pushed, monkeypatch):
+    """A read that would block gives None."""
+    monkeypatch.setattr(registry.store, "_opened", lambda *_: nullcontext(SimpleNamespace(read=lambda _: None)))
+    with pytest.raises(BadInputError, match="not valid JSON"):
+        registry.versions()
 
 
 def test_files_that_are_no_entries_are_left_alone(registry, pushed):

@@ -200,7 +200,7 @@ class HubStore:
         _http._GLOBAL_CLIENT_FACTORY = lambda: limited(usual[0]())  # after some errors the library makes another one
         constants.HF_HUB_DISABLE_XET = True  # its own client of another protocol
         try:
-            threading.Thread(target=run, daemon=True).start()
+            threading.Thread(target=run, daemon=True, name="hub").start()
             return done.result(seconds)
         except TimeoutError:
             if done.done():  # it is the library's

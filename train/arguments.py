@@ -91,7 +91,8 @@ def check_training(values: dict[str, Any]) -> dict[str, Any]:
     for name, value in values.items():
         is_bare_no = value is False and any(accepts(hints[name], kind) for kind in (IntervalStrategy, SaveStrategy))
         checked[name] = checked_value(f"training.{name}", "no" if is_bare_no else value, hints[name])
-        words = [member.value for kind in typing.get_args(hints[name]) if isinstance(kind, EnumMeta) for member in kind]
+        kinds: list[Any] = [kind for kind in typing.get_args(hints[name]) if isinstance(kind, EnumMeta)]
+        words = [member.value for kind in kinds for member in kind]
         if words and isinstance(checked[name], str):
             refuse_unknown_keys([checked[name]], words + [muon.NAME] * (name == "optim"), f"training.{name}")
     for name, (low, high) in _RANGES.items():

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from ..common import BadInputError
+from ..common.atomic import readable_bytes
 from ..common.runtime import EXTRAS, Extra, installed_version
 from .output import print_facts
 
@@ -91,14 +92,14 @@ def _machine(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     versions = (f"{name} {number or '[red]missing[/red]'}" for name, number in found["versions"].items())
     yield "versions", "  ".join(versions)
     for gpu in device["gpus"]:
-        yield "GPU", f"{escape(gpu['name'])}, {_gigabytes(gpu['memory'])}, compute capability {gpu['capability']}"
+        yield "GPU", f"{escape(gpu['name'])}, {readable_bytes(gpu['memory'])}, compute capability {gpu['capability']}"
     if not device["gpus"]:
         yield "GPU", "none" + ("" if device["cuda_build"] else " (and this torch is a CPU build)")
     cores = f"{device['usable_cores']} of {device['cores']} cores, {device['threads']} threads"
     yield "CPU", f"{escape(device['cpu'])}, {cores}, {device['instruction_set']}"
     yield "bfloat16", "fast" if device["bfloat16"] else "works, without hardware support"
-    yield "memory", f"{_gigabytes(memory['available'])} of {_gigabytes(memory['total'])} available"
-    yield "disk", f"{_gigabytes(disk['free'])} free in {escape(disk['folder'])}"
+    yield "memory", f"{readable_bytes(memory['available'])} of {readable_bytes(memory['total'])} available"
+    yield "disk", f"{readable_bytes(disk['free'])} free in {escape(disk['folder'])}"
     is_there = found["embedded_target"]["present"]
     missing = "[red]missing[/red]: reinstall outrider; the quickstart needs it"
     yield "embedded target", "present" if is_there else missing
@@ -118,7 +119,3 @@ def _passes_line(selection: dict[str, Any]) -> str:
     shown = [f"{name} {sum(spent):.2f} ms" if spent else f"{name} left out" for name, spent in times.items()]
     model = f"{selection['dtype']} {selection['shape'].partition(':')[0]}"
     return escape(f"{selection['taken']} ({', '.join(shown)}) for {model} on {selection['device']}")
-
-
-def _gigabytes(size: int) -> str:
-    return f"{size / 1e9:.1f} GB"

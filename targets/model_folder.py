@@ -70,11 +70,10 @@ def model_folder(name: str, revision: str | None = None, trust_remote_code: bool
 def require_local_model(name: str) -> None:
     """Raise BadInputError if `name` is no Hub id, and no folder with a config.json."""
     folder = Path(name).expanduser()
-    if is_local(name) and not folder.is_dir():
-        lacking = "it is a file" if folder.is_file() else "the folder does not exist"
-        raise BadInputError(f"no model at {name!r}: {lacking}. Give a folder, a Hub id like 'org/name', or 'embedded'.")
     if is_local(name) and not (folder / MODEL_CONFIG).is_file():
-        raise BadInputError(f"no model at {name!r}: the folder has no config.json.")
+        lacking = "the folder has no config.json" if folder.is_dir() else "the folder does not exist"
+        lacking = "it is a file" if folder.is_file() else lacking
+        raise BadInputError(f"no model at {name!r}: {lacking}. Give a folder, a Hub id like 'org/name', or 'embedded'.")
 
 
 def say_if_downloaded(name: str, file: str, revision: str | None = None) -> None:

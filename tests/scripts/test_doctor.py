@@ -81,7 +81,7 @@ def test_a_verb_without_its_extra_names_it(monkeypatch: pytest.MonkeyPatch, verb
 def test_a_gpu_is_shown_with_its_memory() -> None:
     found = doctor.examine()
     found["device"]["gpus"] = [{"name": "GPU [A]", "memory": 80_000_000_000, "capability": "9.0"}]
-    assert "GPU [A], 80.0 GB, compute capability 9.0" in rendered(found)
+    assert "GPU [A], 80 GB, compute capability 9.0" in rendered(found)
 
 
 def test_the_fastest_passes_are_shown_with_those_that_were_slower() -> None:

@@ -24,24 +24,36 @@ def shipped() -> dict[str, set[str]]:
 
 
 def used(source: str) -> Iterator[str]:
-    """Yield the functions that are called, as they are written; a method also without its object, as `.read_text`.
+    """Yield the functions that are named, as they are written and by their whole names, and methods as `.read_text`.
 
     Of imports, yield the names as `import httpx`, and of classes their bases as `class of BaseModel`.
     """
-    for node in ast.walk(ast.parse(source)):
+    tree, whole = ast.parse(source), dict[str, str]()  # the whole names of what is imported under another one
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             module = getattr(node, "module", None) or ""
             for name in node.names:
-                yield from (f"import {module}", f"import {name.name}", f"import {module}.{name.name}")
-        elif isinstance(node, ast.ClassDef):
-            yield from (f"class of {dotted(base)}" for base in node.bases)
+                full = f"{module}.{name.name}" if module else name.name
+                whole[name.asname or name.name] = full
+                yield from (f"import {module}", f"import {name.name}", f"import {full}")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            yield from (f"class of {dotted(base).rpartition('.')[2]}" for base in node.bases)
+        elif isinstance(node, ast.Attribute | ast.Name):
+            name = dotted(node)
+            first, dot, rest = name.partition(".")
+            yield from (name, f"{whole.get(first, first)}{dot}{rest}")
+            if isinstance(node, ast.Attribute):
+                yield f".{node.attr}"
         elif isinstance(node, ast.Call):
-            name = dotted(node.func)
-            yield name
-            if isinstance(node.func, ast.Attribute):
-                yield f".{node.func.attr}"
-            if not any(keyword.arg == "weights_only" for keyword in node.keywords):
-                yield f"{name} without weights_only"
+            yield f"{dotted(node.func)}()"
+            said = {keyword.arg: getattr(keyword.value, "value", None) for keyword in node.keywords}
+            if said.get("weights_only", False) is False:
+                yield f"{dotted(node.func)} without weights_only"
+            if dotted(node.func) in ("__import__", "importlib.import_module") and isinstance(
+                node.args[0], ast.Constant
+            ):
+                yield f"import {node.args[0].value}"
 
 
 def dotted(node: ast.AST) -> str:
@@ -54,7 +66,15 @@ def dotted(node: ast.AST) -> str:
 CLIENTS = ["http.client", "urllib.request", "urllib3", "requests", "aiohttp", "httpx", "httpx2", "openai", "socket"]
 JSON = ("json.loads", "json.load", ".model_validate_json")
 PLAIN = (".read_text", ".read_bytes")
-PICKLES = ("pickle.load", "pickle.loads", "torch.load without weights_only", "np.load", "marshal.loads", "joblib.load")
+PICKLES = (
+    "pickle.load",
+    "pickle.loads",
+    "torch.load without weights_only",
+    "numpy.load",
+    "marshal.load",
+    "marshal.loads",
+)
+PICKLES += ("import cloudpickle", "import joblib", "import dill", "pandas.read_pickle", "eval()", "exec()")
 TABLES = ("pyarrow.ipc.open_file", "pyarrow.ipc.open_stream", "pyarrow.parquet.ParquetFile", ".read_table")
 PROGRAMS = ("AutoTokenizer.from_pretrained", ".apply_chat_template", ".parse_response", "render_jinja_template")
 
@@ -133,7 +153,7 @@ DOORS: dict[str, tuple[Sequence[str], dict[str, str]]] = {
         PROGRAMS,
         {"targets/tokenizer_process.py": "the door"},
     ),
-    "pages": (("Environment", "jinja2.Environment", "Template"), {"eval/reports/render.py": "the door"}),
+    "pages": (("jinja2.Environment", "jinja2.Template"), {"eval/reports/render.py": "the door"}),
 }
 
 
@@ -164,6 +184,12 @@ def test_pages_escape_what_is_put_into_them() -> None:
         ("x = json.loads(answer.text)", "json.loads"),
         ("text = Path(file).read_text()", ".read_text"),
         ("torch.load(file)", "torch.load without weights_only"),
+        ("torch.load(file, weights_only=False)", "torch.load without weights_only"),
+        ("from json import loads as read\nread(text)", "json.loads"),
+        ("import json as j\nread = j.loads", "json.loads"),
+        ("import pyarrow.parquet as pq\npq.ParquetFile(file)", "pyarrow.parquet.ParquetFile"),
+        ("__import__('httpx')", "import httpx"),
+        ("class Answer(pydantic.BaseModel): pass", "class of BaseModel"),
         ("tokenizer.apply_chat_template(chat)", ".apply_chat_template"),
     ],
 )

@@ -60,9 +60,8 @@ from ..train import train
 from .eval_setup import tuned_contestant
 from .quickstart_grown import GrownMeasurement, shortest_first, size_name
 
-# Of the heads that Outrider trains, eagle1 had the highest τ after 180 s of training on two CPU cores: 3.29, against
-# 2.86 of eagle3 and less of the others (`outrider compare`; benchmarks/results/compare-cpu-fp32.json). It normed its
-# inputs then; now it scales its embeddings, so that every engine that serves EAGLE-1 takes it.
+# Of the heads that Outrider trains, eagle1 has the highest τ after minutes of training on two CPU cores: 3.38 after 360
+# seconds, against 2.98 of eagle3 (benchmarks/results/frontier-360s-cpu.json); others have less (compare-cpu-fp32.json).
 RECIPE = "embedded-eagle1"
 STORY = "story.json"
 

@@ -308,11 +308,13 @@ class Eagle1Config(FeatureConfig):
     target_layers: int = 0
 
     def sizes(self, target: Target) -> dict[str, Any]:
+        sizes, given = super().sizes(target), (self.embedding_scale, self.feature_scale)
         some = torch.arange(0, target.vocab_size, max(1, target.vocab_size // 1024), device=target.device)
-        found = {"embedding_scale": target.embed(some), "feature_scale": norm_factors(target)}
-        unset = {name: v for name, v in found.items() if not getattr(self, name) and not v.is_meta}
-        scales = {name: float(f"{0.5 / _scale(v.flatten()).item():.3g}") for name, v in unset.items()}
-        return super().sizes(target) | scales
+        if all(given) or (embedded := target.embed(some)).is_meta:  # there only sizes are planned
+            return sizes
+        theirs = [0.5 / _scale(values.flatten()).item() for values in (embedded, norm_factors(target))]
+        scales = [own or float(f"{scale:.3g}") for own, scale in zip(given, theirs, strict=True)]
+        return sizes | {"embedding_scale": scales[0], "feature_scale": scales[1]}
 
 
 @torch.no_grad()

@@ -123,6 +123,10 @@ eval:
   depth: {depth} # `outrider tune` finds the best one
   max_new_tokens: {measured}
 """
+_SCALES = {  # of what a head's first layer reads
+    "eagle1": "embedding_scale: 0 # by the target's own, so that a fresh layer hears both\n  feature_scale: 0",
+    "eagle3": "norm_taps: true # a fresh layer hears them at once, whatever their scale\n  norm_output: true # with it",
+}
 _SHORT = """num_train_epochs: 1
   per_device_train_batch_size: 4 # small: so short a run needs many steps
   optim: muon # Muon for the matrices, AdamW for the rest
@@ -146,7 +150,7 @@ def starter(target: str, prompts: list[str] | None = None) -> str:
     asked = min(256 if small else 1024, room // 2)
     here = "with a GPU" if any(Path(device).exists() for device in _GPUS) else "without a GPU"
     own = f"[embedded:code, embedded:{beside}] # FILL IN your own: .jsonl, .parquet or .txt, a folder, org/data:split"
-    pruned, norm = facts.vocabulary >= _TOKENS and kind == "eagle3", small and kind == "eagle3"
+    pruned, scaled = facts.vocabulary >= _TOKENS and kind == "eagle3", small or kind == "eagle1"
     filled = _RECIPE.format(
         about=f"{facts.parameters / 1e6:.3g}M" if small else f"{facts.parameters / 1e9:.2g}B",
         here=here if small or "out" not in here else f"{here}: take another one for the training",
@@ -157,9 +161,7 @@ def starter(target: str, prompts: list[str] | None = None) -> str:
         path=json.dumps(target, ensure_ascii=False),
         dtype="float32 # exact enough to compare runs" if small else facts.dtype,
         depth=3 if small else 5,
-        norms="norm_taps: true # a fresh layer hears them at once, whatever their scale\n  norm_output: true # with it"
-        if norm
-        else "",
+        norms=_SCALES[kind] if scaled else "",
         draft_vocab_size=f"draft_vocab_size: 32000 # of {facts.vocabulary:,}; `outrider vocab` measures it"
         if pruned
         else "",

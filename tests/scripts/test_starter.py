@@ -46,7 +46,10 @@ def test_a_starter_recipe_can_be_planned(kind: str, outrider: Command, tmp_path:
     ("changes", "said"),
     [
         ({}, ["steps: 5", "draft_vocab_size: 32000", "dtype: bfloat16", "bf16: true", "about 9.1B", "depth: 5"]),
-        ({"num_hidden_layers": 2, "hidden_size": 64}, ["eagle1", "steps: 3", "dtype: float32", "muon"]),
+        (
+            {"num_hidden_layers": 2, "hidden_size": 64},
+            ["eagle1", "feature_scale: 0", "steps: 3", "dtype: float32", "muon"],
+        ),
         ({"num_hidden_layers": 8, "hidden_size": 64}, ["norm_taps: true", "norm_output: true"]),
         ({"vocab_size": 32_000}, ["!draft_vocab_size"]),
         ({"num_experts": 64, "moe_intermediate_size": 512, "intermediate_size": None}, ["intermediate_size: 16384"]),

@@ -160,8 +160,8 @@ def test_a_source_that_cannot_exist_is_refused_before_anything_is_loaded(source:
     ("row", "expected"),
     [
         ({"qestion": "x"}, "row 1: expected one of .* found qestion"),
-        ({"question": "x", "answer": "y" * 3_000_001}, "a chat of 3,000,002 letters; at most 3,000,000"),
-        ({"messages": [{"role": "user", "content": "y" * 3_000_001}]}, "a chat of 3,000,001 letters"),
+        ({"question": "x", "answer": "y" * 2_000_001}, "a chat of 2,000,002 letters; at most 2,000,000"),
+        ({"messages": [{"role": "user", "content": "y" * 2_000_001}]}, "a chat of 2,000,001 letters"),
     ],
     ids=["key", "answer", "chat"],
 )

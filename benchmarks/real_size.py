@@ -22,6 +22,7 @@ minutes each on two cores, in runs/NAME/drafter), or all from `outrider compare 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -312,7 +313,7 @@ def main(given: Sequence[str] | None = None) -> int:
             "conditions": conditions(
                 target,
                 target=grown.words,
-                drafters=arguments.drafter,
+                drafters=[re.sub(r"=/.*/", "=", drafter) for drafter in arguments.drafter],
                 max_new_tokens=arguments.max_new_tokens,
                 repeats=arguments.repeats,
                 suites=arguments.suites,

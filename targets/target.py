@@ -143,12 +143,19 @@ class Target(Backbone):
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        """Token ids that end a sequence: the generation config's, else the model's, else the tokenizer's."""
+        """Token ids that end a sequence: the generation config's, else the model's, else the tokenizer's.
+
+        Raises:
+            BadInputError: what is named there is no token id.
+        """
         generation = getattr(self.model, "generation_config", None)
         for holder in (generation, self.config, self.tokenizer):
             ids = getattr(holder, "eos_token_id", None)
             if ids is not None:
-                return (ids,) if isinstance(ids, int) else tuple(ids)
+                found = (ids,) if isinstance(ids, int) else tuple(ids)
+                if not all(isinstance(each, int) and abs(each) < 2**31 for each in found):
+                    raise BadInputError(f"the target's eos_token_id: expected token ids, found {ids!r:.80}.")
+                return found
         return ()
 
     @property

@@ -170,6 +170,13 @@ def test_end_tokens_come_from_the_generation_config_first(tiny_target):
     assert Target(make("llama").model).max_context == AutoConfig.for_model("llama").max_position_embeddings
 
 
+@pytest.mark.parametrize("ids", [[[1]], 10**39, ["a"]])
+def test_ends_that_are_no_token_ids_are_refused(tiny_target: Target, ids: object) -> None:
+    tiny_target.model.generation_config.eos_token_id = ids
+    with pytest.raises(BadInputError, match="eos_token_id: expected token ids, found"):
+        _ = tiny_target.eos_ids
+
+
 def test_a_target_without_a_tokenizer_says_so(tiny_llama):
     with pytest.raises(BadInputError, match=r"no tokenizer; pass one: Target\(model, tokenizer\)"):
         Target(tiny_llama(layers=1)).require_tokenizer()

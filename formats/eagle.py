@@ -56,8 +56,8 @@ class EagleLayout(ExportLayout[Eagle1, Eagle1Config]):
 
     def write(self, drafter: Eagle1, target: Target, depth: int) -> DrafterFiles:
         tensors, weight = own_tensors(drafter), drafter.fc.weight
-        if (scale := drafter.input_projection.scale()) is not None:
-            tensors["fc.weight"] = weight * scale
+        if drafter.input_projection.is_scaled:
+            tensors["fc.weight"] = weight * drafter.input_projection.scale()
         if self.engine == "sglang" and not drafter.config.fc_bias:
             tensors["fc.bias"] = weight.new_zeros(len(weight))
         if self.engine == "eagle":

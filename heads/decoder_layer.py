@@ -249,19 +249,21 @@ class InputProjection:
     norms: Sequence[Any] = ()  # of equal parts of its input, one each, all of one epsilon; () for none
     factors: Sequence[float] = ()  # of equal parts of its input, one each, where these have no norms; () for none
 
-    def scale(self) -> Tensor | None:
-        """Return by what each number of its input is multiplied, `[columns]`; None for nothing."""
+    @property
+    def is_scaled(self) -> bool:
+        """Whether its input is multiplied by anything."""
+        return bool(self.norms) or any(factor != 1 for factor in self.factors)
+
+    def scale(self) -> Tensor:
+        """Return by what each number of an input that is scaled is multiplied, `[columns]`."""
         if self.norms:
             return torch.cat([norm.weight for norm in self.norms])
-        if all(factor == 1 for factor in self.factors):
-            return None
         each = self.linear.in_features // len(self.factors)
         return self.linear.weight.new_tensor(self.factors).repeat_interleave(each)
 
     def product(self) -> Callable[[Tensor], Tensor]:
         """Return the linear layer itself, or a copy of it with what its input is multiplied by in its weights."""
-        scale = self.scale()
-        return self.linear if scale is None else FusedLinear([self.linear], norms=self.norms, scale=scale)
+        return FusedLinear([self.linear], norms=self.norms, scale=self.scale()) if self.is_scaled else self.linear
 
 
 class FusedLayer:
@@ -453,7 +455,7 @@ class CachedLayers:
 def copied(layers: Iterable[Any], projection: InputProjection | None = None) -> list[Tensor]:
     """Return the parameters of which `CachedLayers` of these layers hold copies."""
     parts = [part for layer in layers for part in _attention_parts(layer) + _mlp_parts(layer)]
-    parts += [projection.linear] if projection and projection.scale() is not None else []
+    parts += [projection.linear] if projection and projection.is_scaled else []
     return [parameter for part in parts for parameter in part.parameters()]
 
 

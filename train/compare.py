@@ -17,6 +17,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -97,14 +98,11 @@ def _compare(
     learnt, about = learnt_questions(data_folder(first)), f"the responses in {data_folder(first)}"
     suites = suites_of(target, first.eval, first.template, learnt, about, first.data.allow_leaks)
     baselines = [baseline(name, target) for name in first.eval.baselines]
-    for recipe in [r for r in moved if not finished[r.name]]:
-        try:
-            check_makes(recipe, target)
-        except BadInputError:
-            if recipe.name in {given.name for given in recipes}:
-                raise
-            moved.remove(recipe)  # it was drawn, and does not fit this target
+    for recipe in (r for r in moved[: len(recipes)] if not finished[r.name]):
+        check_makes(recipe, target)
+    moved[len(recipes) :] = [r for r in moved[len(recipes) :] if finished[r.name] or _fits(r, target)]
     distill(first.model_copy(update={"output": str(place), "data": recipes[0].data}), target, console)
+    candidates = len(moved)
     if search:
         score = partial(_score, target=target, suites=suites, console=console)
         moved = search.halve(moved, seconds, score, place / "search.json")
@@ -125,9 +123,17 @@ def _compare(
         best = max(moved, key=lambda recipe: report.headline(recipe.name).speedup.value)
         own = {"data": recipes[0].data, "output": "runs/{name}"}
         write_atomically(
-            place / "best.yaml", _why(best, report, search, seconds) + best.model_copy(update=own).to_yaml()
+            place / "best.yaml", _why(best, report, candidates, seconds) + best.model_copy(update=own).to_yaml()
         )
     return report
+
+
+def _fits(recipe: Recipe, target: Target) -> bool:
+    """Return whether a recipe that was drawn can be made for the target: a draft vocabulary may be too large, say."""
+    with suppress(BadInputError):
+        check_makes(recipe, target)
+        return True
+    return False
 
 
 def _score(recipe: Recipe, seconds: float, target: Target, suites: Sequence[Suite], console: Console | None) -> Score:
@@ -139,12 +145,12 @@ def _score(recipe: Recipe, seconds: float, target: Target, suites: Sequence[Suit
     return Score(chain.plan.depth, round(chain.tau, 4), round(chain.predicted / plain.predicted, 4))
 
 
-def _why(recipe: Recipe, report: Report, search: Search, seconds: float) -> str:
+def _why(recipe: Recipe, report: Report, candidates: int, seconds: float) -> str:
     """Return the comment above the recipe that won."""
     figures = report.headline(recipe.name)
     assert figures.tau is not None
     return (
-        f"# The fastest of {search.candidates} candidates: {figures.speedup.text(unit='×')} of the plain target, τ "
+        f"# The fastest of {candidates} candidates: {figures.speedup.text(unit='×')} of the plain target, τ "
         f"{figures.tau.text()}, after {seconds:g} seconds of training.\n"
         "# search.json beside it has the others, and report/ the conditions.\n"
     )

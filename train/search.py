@@ -11,7 +11,7 @@ import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import product
+from itertools import count, product
 from pathlib import Path
 from typing import Any, Self
 
@@ -79,7 +79,9 @@ class Search:
                 changed = _changed(recipe, dict(zip(space, values, strict=True)))
                 others += [changed] if changed != recipe else []
         drawn = random.Random(self.seed).sample(others, min(len(others), max(0, self.candidates - len(recipes))))
-        named = [other.model_copy(update={"name": f"{other.name[:90]}-{i}"}) for i, other in enumerate(drawn, 1)]
+        given = {recipe.name for recipe in recipes}  # the best of an earlier search has such a name, too
+        names = (f"{{}}-{i}" for i in count(1) if not any(name.endswith(f"-{i}") for name in given))
+        named = [o.model_copy(update={"name": name.format(o.name[:90])}) for o, name in zip(drawn, names, strict=False)]
         return [*recipes, *named]
 
     def halve(

@@ -218,6 +218,8 @@ def test_candidates_are_drawn_around_each_recipe_and_never_twice(recipe):
     assert all(r.data == given[0].data and r.eval == given[0].eval for r in drawn)
     assert {r.drafter["steps"] for r in drawn if r.drafter["type"] == "eagle3"} == {1, 2, 4}
     assert len(Search(40).draw([recipe("heads", learning_rate=1e-3)])) < 40, "medusa has few settings"
+    again = Search(40).draw([*given, drawn[2].model_copy(update={"name": "eagle-3"})])
+    assert len({r.name for r in again}) == 40, "the best of an earlier search is given, too"
 
 
 def test_what_was_drawn_and_does_not_fit_the_target_is_left_out(recipe, target, tmp_path):
@@ -225,6 +227,7 @@ def test_what_was_drawn_and_does_not_fit_the_target_is_left_out(recipe, target, 
     search = Search.of(9, [f"drafter.draft_vocab_size=[32, {2 * target.vocab_size}]"])
     report = compare([recipe("eagle")], 0.2, tmp_path / "out", target, search=search)
     assert len([c for c in report.contestants if c.training]) == 2
+    assert "of 2 candidates" in (tmp_path / "out" / "best.yaml").read_text()
 
 
 @pytest.mark.parametrize(

@@ -159,36 +159,9 @@ class HubStore:
         raises is raised here. BadAnswerError: the answers are larger, or not there in time; the next byte then ends it.
         In `silence`, in seconds, some byte of an answer must come.
         """
-        done, left, usual = Future[Result](), [num_bytes], (_http._GLOBAL_CLIENT_FACTORY, constants.HF_HUB_DISABLE_XET)
-        session = get_session()
+        done, limits = Future[Result](), _Limits(self.api.endpoint, num_bytes, silence)
+        usual, session = (_http._GLOBAL_CLIENT_FACTORY, constants.HF_HUB_DISABLE_XET), get_session()
         before = session.event_hooks, session.timeout
-
-        def guard(request: Any) -> None:
-            hub = type(request.url)(self.api.endpoint)
-            if (hub.scheme, hub.host, hub.port) != (request.url.scheme, request.url.host, request.url.port):
-                request.headers.pop("authorization", None)
-            request.headers["accept-encoding"] = "identity"
-
-        def limit(response: Any) -> None:
-            if response.headers.get("content-encoding", "identity").lower() != "identity":
-                raise compressed()
-            response.headers.pop("x-hf-warning", None)  # any number of lines, which the library would print
-            parts = response.iter_bytes
-
-            def iter_bytes(*given: Any, **more: Any) -> Iterator[bytes]:
-                for part in parts(*given, **more):
-                    left[0] -= len(part)
-                    if left[0] < 0:
-                        raise too_large(num_bytes)
-                    yield part
-
-            response.iter_bytes = iter_bytes
-
-        def limited(client: Any) -> Any:
-            hooks = client.event_hooks
-            client.event_hooks = {"request": [*hooks["request"], guard], "response": [*hooks["response"], limit]}
-            client.timeout = silence
-            return client
 
         def run() -> None:
             try:
@@ -196,8 +169,8 @@ class HubStore:
             except BaseException as error:
                 done.set_exception(error)
 
-        limited(session)
-        _http._GLOBAL_CLIENT_FACTORY = lambda: limited(usual[0]())  # after some errors the library makes another one
+        limits.put_on(session)
+        _http._GLOBAL_CLIENT_FACTORY = lambda: limits.put_on(usual[0]())  # after some errors the library makes another
         constants.HF_HUB_DISABLE_XET = True  # its own client of another protocol
         try:
             threading.Thread(target=run, daemon=True, name="hub").start()
@@ -207,8 +180,46 @@ class HubStore:
                 raise
             raise BadAnswerError(f"gave no whole answer within {seconds:.0f} s", "time-out") from None
         finally:
-            left[0] = left[0] if done.done() else 0
+            limits.left = limits.left if done.done() else 0
             _http._GLOBAL_CLIENT_FACTORY, constants.HF_HUB_DISABLE_XET = usual
             session.event_hooks, session.timeout = before
             if get_session() is not session:
                 close_session()
+
+
+class _Limits:
+    """What the answers of one call of the Hub's library may be, all together; `left` are the bytes that may come."""
+
+    def __init__(self, endpoint: str, num_bytes: int, silence: float):
+        self.endpoint, self.num_bytes, self.silence, self.left = endpoint, num_bytes, silence, num_bytes
+
+    def put_on(self, client: Any) -> Any:
+        """Return an HTTP client of the library with these limits."""
+        hooks = client.event_hooks
+        client.event_hooks = {
+            "request": [*hooks["request"], self._guard],
+            "response": [*hooks["response"], self._limit],
+        }
+        client.timeout = self.silence
+        return client
+
+    def _guard(self, request: Any) -> None:
+        hub = type(request.url)(self.endpoint)
+        if (hub.scheme, hub.host, hub.port) != (request.url.scheme, request.url.host, request.url.port):
+            request.headers.pop("authorization", None)
+        request.headers["accept-encoding"] = "identity"
+
+    def _limit(self, response: Any) -> None:
+        if response.headers.get("content-encoding", "identity").lower() != "identity":
+            raise compressed()
+        response.headers.pop("x-hf-warning", None)  # any number of lines, which the library would print
+        parts = response.iter_bytes
+
+        def iter_bytes(*given: Any, **more: Any) -> Iterator[bytes]:
+            for part in parts(*given, **more):
+                self.left -= len(part)
+                if self.left < 0:
+                    raise too_large(self.num_bytes)
+                yield part
+
+        response.iter_bytes = iter_bytes

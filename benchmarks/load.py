@@ -1,6 +1,6 @@
 """Tokens/s as the cost model and `outrider capacity` predict them, beside the decoder's own, over depth × batch size.
 
-    python -m benchmarks.load --drafter eagle1=runs/pair-v1/drafter --out benchmarks/results/load-cpu-fp32.json
+    python -m benchmarks.load --drafter eagle1=runs/pair-v1/drafter --out benchmarks/results/load-cpu-bf16.json
 
 The load is closed: so many clients, each of which waits for the others of its batch, as our decoder runs one. In each
 pass over the batch sizes, rounds are timed as the tuner does, in turns with the batches that are predicted from them,

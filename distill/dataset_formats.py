@@ -53,7 +53,7 @@ _READ = (*_SPEAKING, "thoughts", "tool_call_id", "name", "tools", "functions")
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 
 _MOST_TURNS = 1000
-LONGEST_TEXT = 2_000_000  # letters: a tokenizer takes some 135 bytes for each
+LONGEST_TEXT = 1_000_000  # letters: a tokenizer may take half a kilobyte for each
 
 
 class RowError(BadInputError):

@@ -9,7 +9,8 @@ import shlex
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain, zip_longest
@@ -19,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from rich.console import Console
+from torch import nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from ..common import BadInputError
@@ -297,12 +299,12 @@ class GenerateRacer:
             torch.manual_seed(self.settings.seed * 1_000_003 + job.sequence)
             began = clock(self.target.device)
             settings = {"attention_mask": torch.ones_like(tokens), "generation_config": config}
-            out = self.target.model.generate(tokens, **settings)  # type: ignore[operator]
+            with _no_defaults(self.target.model):
+                out = self.target.model.generate(tokens, **settings)  # type: ignore[operator]
             new = out[0, tokens.shape[1] :].tolist()
             return TimedCompletion(new, {"total": clock(self.target.device) - began})
 
     def _config(self, temperature: float) -> GenerationConfig:
-        """Return a config that sets all that the model's own might set otherwise."""
         eos = list(self.target.eos_ids)
         own = self.sampling
         sampled = {"temperature": temperature, "top_k": own.top_k or 0, "top_p": own.top_p or 1.0, "min_p": own.min_p}
@@ -317,6 +319,16 @@ class GenerateRacer:
             pad_token_id=eos[0] if eos else 0,
             **(sampled if temperature else {}),
         )
+
+
+@contextmanager
+def _no_defaults(model: nn.Module) -> Iterator[None]:
+    """Let `generate` take nothing from the model's own generation config, such as beams, or strings that end a text."""
+    own, model.generation_config = model.generation_config, GenerationConfig()  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        model.generation_config = own  # type: ignore[assignment]
 
 
 def make_records(

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,24 @@ def drafter_config(values: dict[str, Any], where: str = "drafter") -> tuple[type
         raise BadInputError(f"{where}: 'type' is missing; known types: {', '.join(sorted(HEADS))}.")
     head = head_class(values["type"])
     return head, head.config_class.from_dict({k: v for k, v in values.items() if k != "type"}, where)
+
+
+def init_words(values: dict[str, Any]) -> tuple[str, ...]:
+    """Return what `init` may say in a recipe's `drafter` section beside the folder of a saved drafter."""
+    return head_class(values["type"]).config_class.words.get("init", ()) if "type" in values else ()
+
+
+def is_warm(values: dict[str, Any]) -> bool:
+    """Tell whether a recipe's `drafter` section starts from a saved drafter."""
+    return "init" in values and values["init"] not in init_words(values)
+
+
+def with_defaults(values: dict[str, Any]) -> dict[str, Any]:
+    """Return a recipe's `drafter` section with every default; one that starts from a saved drafter is left as it is."""
+    if is_warm(values):
+        return values
+    head, config = drafter_config(values)
+    return {"type": head.name} | json.loads(config.to_json_string())
 
 
 def restore_drafter(path: str | Path, target: Target | None = None) -> Drafter:

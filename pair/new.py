@@ -25,6 +25,7 @@ from ..distill.prompt_table import Prompt
 from ..distill.responses import data_folder
 from ..eval.reports.report import ContestantInfo, Report
 from ..heads import Drafter, Fusion, load_drafter
+from ..heads.registry import with_defaults
 from ..recipes import Recipe
 from ..recipes.suite_names import PACKAGED
 from ..targets import Target
@@ -97,7 +98,8 @@ def new_pair(
     with locked(final), replacing_folder(final) as partial:
         existing = _existing(final)
         saved = _save_drafter(drafter, partial / DRAFTER, target)
-        write_atomically(partial / RECIPE, _keep_suites(recipe, partial).to_yaml())
+        whole = _keep_suites(recipe, partial).to_yaml(drafter=with_defaults(recipe.drafter))
+        write_atomically(partial / RECIPE, whole)
         report = None if report_folder is None else _copy_report(Path(report_folder).expanduser(), partial / REPORTS)
         if report is not None:
             _check_report(report, target, saved)

@@ -537,9 +537,12 @@ class Recipe(Section):
     def output_folder(self) -> Path:
         return Path(self.output.replace("{name}", self.name)).expanduser()
 
-    def to_yaml(self) -> str:
-        """Return the recipe with every default written out; `load_recipe` reads it back to an equal one."""
-        return yaml_text(self.model_dump(mode="json"))
+    def to_yaml(self, **sections: Any) -> str:
+        """Return the recipe with every default written out, and `sections` in place of its own; `load_recipe` reads it.
+
+        Defaults of `drafter` are `heads.registry.with_defaults`' to tell, those of `training` are transformers'.
+        """
+        return yaml_text(self.model_dump(mode="json") | sections)
 
 
 _BOUNDS = {"greater_than_equal": ">=", "greater_than": ">", "less_than_equal": "<=", "less_than": "<"}

@@ -154,7 +154,10 @@ def recipe(
         return
     if name is None:
         raise BadInputError("which recipe? Give its file or its name; or --explain KEY, to read what a key means.")
-    print_lines([escape(load_recipe(name, changes or []).to_yaml().rstrip())])
+    from ..heads.registry import with_defaults
+
+    found = load_recipe(name, changes or [])
+    print_lines([escape(found.to_yaml(drafter=with_defaults(found.drafter)).rstrip())])
 
 
 _HEADER = """\

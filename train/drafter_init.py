@@ -17,9 +17,9 @@ from ..common.errors import LIBRARY_ERRORS, reason
 from ..distill.data_set import provenance
 from ..distill.sources import check_sources
 from ..eval.measure import baseline_config
-from ..heads import HEADS, Drafter, drafter_config, head_class, load_drafter
+from ..heads import HEADS, Drafter, drafter_config, load_drafter
 from ..heads.divergences import divergence
-from ..heads.registry import saved_type
+from ..heads.registry import init_words, is_warm, saved_type
 from ..heads.saved import CONFIG, read_config
 from ..recipes import Recipe
 from ..recipes.suite_names import find_suites
@@ -38,7 +38,7 @@ def check_drafter(values: dict[str, Any]) -> type[Drafter]:
 
     Raises BadInputError for an unknown type or key, a missing `init` folder, or a drafter without weights.
     """
-    if _is_warm(values):
+    if is_warm(values):
         kind = saved_type(read_config(_folder(values)))
         if values.get("type", kind) != kind:
             raise BadInputError(
@@ -119,7 +119,7 @@ def make_drafter(values: dict[str, Any], target: Target, token_counts: Callable[
         BadInputError: see `check_drafter`; or `init` and another setting contradict each other.
         IncompatibleError: the saved drafter does not fit the target.
     """
-    if not _is_warm(values):
+    if not is_warm(values):
         drafter_class, config = drafter_config(values)
         return drafter_class.build(config, target, token_counts()).float()
     drafter = load_drafter(_folder(values), target, torch.float32)
@@ -151,18 +151,9 @@ def check_makes(recipe: Recipe, target: Target) -> Drafter:
     return made_for(recipe, target, lambda: torch.zeros(target.vocab_size, dtype=torch.long))
 
 
-def _is_warm(values: dict[str, Any]) -> bool:
-    """Tell whether `init` is there and no word of the drafter's own."""
-    return "init" in values and values["init"] not in _words(values)
-
-
-def _words(values: dict[str, Any]) -> tuple[str, ...]:
-    return head_class(values["type"]).config_class.words.get("init", ()) if "type" in values else ()
-
-
 def _folder(values: dict[str, Any]) -> Path:
     """Return the folder with a drafter's config.json: `init` itself, or its `drafter/` (a run's output, a pair)."""
-    init, words = values["init"], _words(values)
+    init, words = values["init"], init_words(values)
     wanted = f"{', '.join(words)}, or a folder" if words else "a folder"
     if not isinstance(init, str):
         raise BadInputError(f"drafter.init: expected {wanted}, found {init!r}.")

@@ -12,6 +12,7 @@ from ..common.digests import read_sealed, seal_problem, sealed_text, write_json
 from ..common.runtime import versions
 from ..distill.data_set import ROUNDS
 from ..distill.data_set import provenance as data_provenance
+from ..heads.registry import with_defaults
 from ..recipes import Recipe, load_recipe
 from ..targets import Target
 
@@ -54,7 +55,7 @@ def check_same_run(recipe: Recipe, output: Path, may_spread: bool = False) -> No
 
 def _deciding_settings(recipe: Recipe) -> dict[str, Any]:
     """Return the settings that decide the final weights, by dotted key."""
-    values = recipe.model_dump(mode="json")
+    values = recipe.model_dump(mode="json") | {"drafter": with_defaults(recipe.drafter)}
     sections = {name: values[name] or {} for name in ("target", "drafter", "data", "training", "joint")}
     flat = {f"{section}.{key}": value for section, entries in sections.items() for key, value in entries.items()}
     free = {f"training.{name}" for name in _FREE}
@@ -66,7 +67,7 @@ def _deciding_settings(recipe: Recipe) -> dict[str, Any]:
 
 def write_recipe(recipe: Recipe, output: Path) -> None:
     output.mkdir(parents=True, exist_ok=True)
-    write_atomically(output / RECIPE, sealed_text(recipe.to_yaml()))
+    write_atomically(output / RECIPE, sealed_text(recipe.to_yaml(drafter=with_defaults(recipe.drafter))))
 
 
 def write_provenance(output: Path, target: Target, data: Path, facts: dict[str, Any]) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 
-from .figures import Figures, Interval
+from .figures import Figures
 from .report import ContestantInfo, Report
 
 _ENOUGH = 10  # rounds that reached a depth before its alpha is judged
@@ -18,7 +17,7 @@ def remarks(report: Report) -> list[str]:
     drafters = [c for c in report.contestants if c.kind == "drafter"]
     found = [_cut(c, report.conditions.max_new_tokens) for c in drafters]
     for temperature in report.conditions.temperatures:
-        found.append(_alike(report, temperature))
+        found.append(alike(report, temperature))
         for f in report.overall(temperature):
             if (info := report.contestant(f.contestant)) in drafters:
                 lost = collapse([d.alpha.value for d in f.alpha if d.reached >= _ENOUGH], info.trained_depth)
@@ -46,7 +45,7 @@ def _cut(info: ContestantInfo, max_new_tokens: int) -> str:
     return f"{info.label}: of {max_new_tokens} new tokens a round can emit {most}; a deeper plan is cut to that."
 
 
-def _alike(report: Report, temperature: float) -> str:
+def alike(report: Report, temperature: float) -> str:
     """Return a sentence if more than half of the target's answers are the same."""
     answers = [r.answer for r in report.records_of(report.baselines.plain, temperature) if r.answer]
     most = max(Counter(answers).values(), default=0)
@@ -61,15 +60,11 @@ def _alike(report: Report, temperature: float) -> str:
 def _flat(figures: Figures) -> str:
     """Return a sentence on the figures whose interval has no width."""
     rates = (("τ", figures.tau), ("acceptance rate", figures.acceptance_rate))
-    names = [name for name, interval in rates if _has_no_width(interval)]
-    depths = [str(d.depth) for d in figures.alpha if _has_no_width(d.alpha)]
+    names = [name for name, interval in rates if interval is not None and interval.has_no_width]
+    depths = [str(d.depth) for d in figures.alpha if d.alpha.has_no_width]
     names += [f"alpha at depth {', '.join(depths)}"] if depths else []
     same = f"all {figures.num_prompts} prompts gave the same {', '.join(names)}"
     return f"{same}; an interval without width says nothing about other prompts." if names else ""
-
-
-def _has_no_width(interval: Interval | None) -> bool:
-    return interval is not None and interval.known and math.isclose(interval.low, interval.high, rel_tol=1e-9)
 
 
 def decision(report: Report) -> str:

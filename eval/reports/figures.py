@@ -45,13 +45,20 @@ class Interval:
         return "–" if math.isnan(self.value) else f"{self.value:.{decimals}f}{unit}"
 
     def bounds(self, decimals: int = 2) -> str:
-        """Return `[1.38, 1.46]`, or nothing where there is no interval."""
+        """Return `[1.38, 1.46]`; nothing where there is no interval, `[all alike]` for one that says nothing."""
+        if self.has_no_width:
+            return "[all alike]"
         return f"[{self.low:.{decimals}f}, {self.high:.{decimals}f}]" if self.known else ""
 
     @property
     def known(self) -> bool:
         """Whether there is an interval around the value."""
         return not (math.isnan(self.value) or math.isnan(self.low) or math.isnan(self.high))
+
+    @property
+    def has_no_width(self) -> bool:
+        """Whether all prompts gave the same figure, so that the interval says nothing about other prompts."""
+        return self.known and math.isclose(self.low, self.high, rel_tol=1e-9)
 
     @property
     def lowest(self) -> float:

@@ -18,6 +18,7 @@ from scipy.special import ndtri
 
 from ...common import BadInputError
 from ...common.terminal import visible
+from .advice import alike
 from .figures import Interval, PromptRecord, Ratio
 from .report import Report
 from .sequential import FIRST_LOOK, POWER, looks, prompts_to_decide
@@ -340,14 +341,18 @@ def _needed(ratio: Interval, floor: float, num_prompts: int, at_every_look: floa
 
 
 def _remarks(report: Report, baseline: Report, new: str, old: str) -> list[str]:
-    """Return the conditions that may move τ, and differ; `new` and `old` are the targets."""
+    """Return what the verdict's figures do not say: differing conditions that may move τ, and answers that are alike.
+
+    `new` and `old` are the targets.
+    """
     note = (
         f"note: the two reports are about different targets ({new[:12]}… here, {old[:12]}… in the baseline): what "
         "their difference made easier or harder to predict is in the ratio, too"
     )
     both = [(name, getattr(report.conditions, name), getattr(baseline.conditions, name)) for name in _MOVING]
     warnings = [f"warning: {name} is {now} here and {then} in the baseline" for name, now, then in both if now != then]
-    return [note] * (new != old) + warnings
+    repeated = [words for t in report.conditions.temperatures if (words := alike(report, t))]
+    return [note] * (new != old) + warnings + [f"warning: {words}" for words in repeated]
 
 
 def to_junit(result: GateResult) -> str:

@@ -160,7 +160,7 @@ def test_a_source_that_cannot_exist_is_refused_before_anything_is_loaded(source:
     ("row", "expected"),
     [
         ({"qestion": "x"}, "row 1: expected one of .* found qestion"),
-        ({"question": "x", "answer": "y" * 2_000_001}, "a chat of 2,000,002 letters; at most 2,000,000"),
+        ({"question": "x", "answer": "y" * 2_000_001}, "a chat of 2,000,002 letters; at most 1,000,000"),
         ({"messages": [{"role": "user", "content": "y" * 2_000_001}]}, "a chat of 2,000,001 letters"),
     ],
     ids=["key", "answer", "chat"],

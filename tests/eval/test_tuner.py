@@ -202,7 +202,7 @@ CONTROLLED = Plan(6, control=Control(Costs(((0, 0.01),)), (0.5,)))
     [
         ([CHAIN, SHALLOW], raced(CONTROLLED, 0.5), CONTROLLED, "falls back"),
         ([CHAIN, SHALLOW], raced(CONTROLLED, 0.61, noise=0.3), CONTROLLED, "within the noise"),
-        ([CHAIN, SHALLOW], raced(CONTROLLED, 0.7), Plan(4), "0.86× [0.86, 0.86] the speed of depth 4"),
+        ([CHAIN, SHALLOW], raced(CONTROLLED, 0.7), Plan(4), "0.86× [all alike] the speed of depth 4"),
         ([CHAIN, raced(TREE, 0.5)], raced(CONTROLLED, 0.55), TREE, "The fastest"),
         ([CHAIN, raced(TREE, 0.5)], raced(CONTROLLED, 0.45), CONTROLLED, "The fastest"),
         ([raced(Plan(1), 1.5)], raced(CONTROLLED, 1.02), Plan(0), "Nothing is faster than the plain target"),

@@ -199,6 +199,17 @@ def test_the_targets_own_sampling_is_taken_and_what_we_cannot_do_is_refused(tiny
         base_sampling(tiny_target, served)
 
 
+def test_generate_takes_nothing_from_the_targets_own_config(tiny_target: Target, settings: EvalSpec) -> None:
+    [job, *_] = make_jobs(suites_of(tiny_target, settings))
+    own = GenerationConfig(num_beams=3, no_repeat_ngram_size=2, repetition_penalty=1.5)
+    own.stop_strings = ["the"] * 3  # with which `generate` asks for a tokenizer
+    racer = GenerateRacer(tiny_target, settings)
+    before = racer(job, 0.0).tokens
+    tiny_target.model.generation_config = own
+    assert racer(job, 0.0).tokens == before
+    assert tiny_target.model.generation_config is own
+
+
 def test_a_penalised_measurement_writes_the_plain_targets_text(tiny_target: Target, settings: EvalSpec) -> None:
     tiny_target.model.generation_config = GenerationConfig(repetition_penalty=1.3, eos_token_id=1)
     asked = settings.model_copy(update={"sampling": "served", "temperatures": [1.0], "batch_sizes": []})

@@ -13,6 +13,7 @@ import pytest
 from outrider.common import BadInputError
 from outrider.common.atomic import machine_tag
 from outrider.decode import Plan
+from outrider.heads.registry import with_defaults
 from outrider.pair import Pair, new_pair, verify
 from outrider.pair import new as making
 from outrider.pair.manifest import Parent
@@ -41,7 +42,9 @@ def test_pair_json_says_what_the_pair_is(make_pair, make_target, recipe, today):
     assert (made.drafter.type, list(made.drafter.files)) == ("ngram", ["config.json", "model.safetensors"])
     assert made.recipe == digest_file(pair.folder / "recipe.yaml")
     assert made.calibration == digest_file(pair.folder / "calibration.jsonl")
-    assert (pair.folder / "recipe.yaml").read_text(encoding="utf-8") == recipe.to_yaml()
+    assert (pair.folder / "recipe.yaml").read_text(encoding="utf-8") == recipe.to_yaml(
+        drafter=with_defaults(recipe.drafter)
+    )
     assert set(made.target.tokenizer_files) >= {"tokenizer.json", "tokenizer_config.json"}
     assert made.target.adapter_files == made.reports == {}
     assert made.target.fingerprint.restored() == make_target().fingerprint()

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from outrider.heads.registry import HEADS, with_defaults
 from outrider.recipes import load_recipe
 from outrider.scripts.recipe_keys import page, typed_keys
 
@@ -58,7 +59,11 @@ def test_a_recipe_is_printed_with_every_default(outrider: Command) -> None:
     """The same text is a pair's recipe.yaml: each key of each section that is there."""
     printed = outrider("recipe", "embedded-eagle3", "data.limit=5").stdout
     values = yaml.safe_load(printed)
-    assert printed.rstrip() == load_recipe("embedded-eagle3", ["data.limit=5"]).to_yaml().rstrip()
+    made = load_recipe("embedded-eagle3", ["data.limit=5"])
+    drafter = with_defaults(made.drafter)
+    assert printed.rstrip() == made.to_yaml(drafter=drafter).rstrip()
+    assert drafter.keys() == {"type", *HEADS["eagle3"].config_class().to_dict()}
+    assert drafter.items() >= made.drafter.items()
     for key in typed_keys():
         *sections, name = key.path.split(".")
         here = values
@@ -66,3 +71,9 @@ def test_a_recipe_is_printed_with_every_default(outrider: Command) -> None:
             here = here[section] if isinstance(here, dict) else None
         assert not isinstance(here, dict) or name in here, key.path
     failed(outrider("recipe"), "which recipe?")
+    failed(outrider("recipe", "embedded-eagle3", "drafter.type=eagel3"), "did you mean 'eagle3'?")
+
+
+def test_a_recipe_that_starts_from_a_saved_drafter_leaves_its_settings_to_it() -> None:
+    assert with_defaults({"type": "eagle3", "init": "runs/first"}) == {"type": "eagle3", "init": "runs/first"}
+    assert with_defaults({"type": "mtp", "init": "native"})["init"] == "native"

@@ -65,7 +65,6 @@ def test_what_reads_no_model_imports_no_torch(tmp_path: Path, target_folder: Pat
     ]
     done: list[list[object]] = [
         *([*verb.split(), "--help"] for verb in sorted(all_verbs())),
-        ["recipe", "embedded-eagle3"],
         ["recipe", "--explain", "eval.repeats"],
         ["init", target_folder, "--out", tmp_path / "my.yaml"],
         ["doctor", "--for", "served"],

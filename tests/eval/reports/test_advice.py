@@ -17,6 +17,7 @@ from outrider.eval import Interval, Report
 from outrider.eval.measure import Contestant, measure
 from outrider.eval.reports.advice import collapse, decision, remarks
 from outrider.eval.reports.figures import DepthFigure
+from outrider.eval.reports.gate import gate
 from outrider.eval.reports.render import html, markdown, print_report
 from outrider.eval.suites import make_suite
 from outrider.heads import DraftModel
@@ -51,10 +52,18 @@ def test_answers_that_are_alike_are_counted(answers: str, said: str) -> None:
     assert [line.partition(" answers alike at temperature 0: ")[0] for line in found] == ([said] if said else [])
 
 
+def test_the_gate_says_so_too() -> None:
+    report = answered(make_report(USUAL), "aaaa")
+    assert gate(report, report).remarks[-1].startswith("warning: 4 of 4 answers alike at temperature 0: ")
+    usual = answered(report, "abcd")
+    assert gate(usual, usual).remarks == []
+
+
 def test_an_interval_without_width_has_a_remark() -> None:
     (found,) = remarks(make_report([[4, 4]] * 6, depth=4))
     named = "τ, acceptance rate, alpha at depth 1, 2, 3, 4"
     assert found.startswith(f"draft at temperature 0: all 6 prompts gave the same {named}; an interval without width")
+    assert Interval(5.0, 5.0, 5.0).text() == "5.00 [all alike]"
 
 
 def test_acceptance_that_collapses_after_the_trained_depth_is_named() -> None:

@@ -56,7 +56,7 @@ def test_the_headline_is_about_the_first_drafter_over_all_suites(report):
     assert figures.tau.value == pytest.approx(1 + 19 / 12)
     assert re.fullmatch(
         r"draft, depth 4: τ 2\.58 \[\d\.\d\d, \d\.\d\d\], "
-        r"2\.00× \[2\.00, 2\.00\] the speed of the plain target at temperature 0",
+        r"2\.00× \[all alike\] the speed of the plain target at temperature 0",
         report.sentence(),
     )
     assert report.sentence(temperature=1.0).endswith("at temperature 1 (rejection)")
@@ -164,7 +164,7 @@ def test_the_terminal_table_fits_its_width(report, width):
     print_report(report, Console(file=out, width=width))
     text = out.getvalue()
     assert "draft, depth 4" in text
-    assert "2.00× [2.00, 2.00]" in text
+    assert "2.00× [all alike]" in text
     assert max(map(len, text.splitlines())) <= width
 
 

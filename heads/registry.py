@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +54,8 @@ def with_defaults(values: dict[str, Any]) -> dict[str, Any]:
     if is_warm(values):
         return values
     head, config = drafter_config(values)
-    return {"type": head.name} | json.loads(config.to_json_string())
+    settings = {key: list(v) if isinstance(v, tuple) else v for key, v in config.to_dict().items()}
+    return {"type": head.name} | settings
 
 
 def restore_drafter(path: str | Path, target: Target | None = None) -> Drafter:

@@ -42,12 +42,9 @@ class EagleLayout(ExportLayout[Eagle1, Eagle1Config]):
 
     def lacks(self, config: Eagle1Config, num_layers: int) -> list[Unsupported]:
         lacks = []
-        for name, why in (
-            ("norm_inputs", "it reads embedding and hidden state as they are"),
-            ("norm_first", "its first layer has no norm before attention"),
-        ):
-            if getattr(config, name):
-                lacks.append(Unsupported(f"{name}: true", why, f"{name}: false, or an eagle3 drafter"))
+        if config.norm_first:
+            why = "its first layer has no norm before attention"
+            lacks.append(Unsupported("norm_first: true", why, "norm_first: false, or an eagle3 drafter"))
         nearest = "draft_vocab_size: 0, or an eagle3 drafter"
         lacks += pruned_lacking(config, "it drafts from the whole vocabulary", nearest)
         if config.fc_bias and self.engine == "vllm":

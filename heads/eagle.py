@@ -288,8 +288,6 @@ class Eagle1Config(FeatureConfig):
         embedding_scale, feature_scale: by which embeddings and features are multiplied before fc; an export has them in
             fc's weights. A new fc takes long to learn from inputs much smaller than others, and is unsteady where they
             are large. 0 is what gives those of the target a root mean square of ½.
-        norm_inputs: a norm on embedding and feature before fc (vLLM's `add_para_norm`): many targets' embeddings are
-            much smaller than their features, and a new fc takes long to learn from them.
         norm_first: a norm before the first layer's attention; published heads of the paper's form have none.
         fc_bias: published heads differ in it.
     """
@@ -301,7 +299,6 @@ class Eagle1Config(FeatureConfig):
     noise: float = 0.1
     embedding_scale: float = 1.0
     feature_scale: float = 1.0
-    norm_inputs: bool = False
     norm_first: bool = False
     fc_bias: bool = False
     draft_vocab_size: int = 0
@@ -346,9 +343,6 @@ class Eagle1(FeatureDrafter):
     def __init__(self, config: Eagle1Config):
         super().__init__(config)
         size = config.hidden_size
-        self.input_norms = (
-            nn.ModuleList(norm_of(config) for _ in range(2)) if config.norm_inputs else None
-        )  # embedding's, feature's
         self.fc = nn.Linear(2 * size, size, bias=config.fc_bias)
         self.layers = nn.ModuleList(
             Layer(config, normed=config.norm_first or index > 0) for index in range(config.num_layers)
@@ -357,8 +351,7 @@ class Eagle1(FeatureDrafter):
 
     @property
     def input_projection(self) -> InputProjection:
-        factors = (self.config.embedding_scale, self.config.feature_scale)
-        return InputProjection(self.fc, list(self.input_norms or ()), factors)
+        return InputProjection(self.fc, factors=(self.config.embedding_scale, self.config.feature_scale))
 
     def fuse(self, hidden: Tensor, first: FusedLayer | None = None) -> Tensor:
         return hidden[:, :, 0].to(self.fc.weight.dtype)

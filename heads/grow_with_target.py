@@ -179,8 +179,9 @@ class _GrownHead:
         modules = self.head.name == "mtp"
         if module == "linear" or constant is None or self.feeds_normed:
             return weight
-        second = config.hidden_first if modules else not getattr(config, "norm_inputs", True)
-        weight[constant, constant + second * self.target.new.hidden] = _NORMED if modules else 1
+        second = config.hidden_first if modules else self.head.name == "eagle1"
+        handed = _NORMED if modules else 1 / getattr(config, "feature_scale", 1.0)
+        weight[constant, constant + second * self.target.new.hidden] = handed
         return weight
 
     def _with_spare_head(self, name: str, weight: Tensor) -> Tensor:

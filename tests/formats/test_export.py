@@ -33,7 +33,6 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {},
         {"fc_bias": True, "embedding_scale": 16.0, "feature_scale": 0.5},
         {"num_layers": 2},
-        {"norm_inputs": True},
         {"norm_first": True},
         {"draft_vocab_size": 100},
     ],

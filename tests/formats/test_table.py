@@ -18,7 +18,6 @@ UNUSUAL = {
     "eagle1": [
         {"embedding_scale": 16, "feature_scale": 0.5},
         {"fc_bias": True},
-        {"norm_inputs": True},
         {"norm_first": True},
         {"num_layers": 2},
         {"draft_vocab_size": 100},

@@ -79,7 +79,7 @@ MAKERS: dict[str, Maker] = {
     "dspark rnn": built("dspark", num_layers=1, markov_rank=8, markov_head="rnn", causal=True, **PRUNED),
     "eagle1": built("eagle1"),
     "eagle1 pruned": built("eagle1", **PRUNED),
-    "eagle1 two layers": built("eagle1", steps=2, norm_inputs=True, norm_first=True, **TWO),
+    "eagle1 two layers": built("eagle1", steps=2, norm_first=True, **TWO),
     "eagle3": built("eagle3", norm_taps=True, steps=2),
     "eagle3 pruned": built("eagle3", taps=(0, 6), **PRUNED),
     "eagle3 two layers": built("eagle3", **TWO, **NORMED),

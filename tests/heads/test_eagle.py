@@ -68,12 +68,11 @@ VARIANTS: dict[str, tuple[Maker, dict]] = {
     "eagle3.1, three layers": (eagle3, {"num_layers": 3, "num_key_value_heads": 1, "norm_taps": True, **NORMED}),
     "eagle3, two layers, all norms": (eagle3, {"num_layers": 2, **NORMED_TOGETHER, **NORMED}),
     "eagle1": (eagle1, {}),
-    "eagle1, normed inputs": (eagle1, {"norm_inputs": True}),
     "eagle1, normed first layer": (eagle1, {"norm_first": True, "num_key_value_heads": 1}),
     "eagle1, scaled inputs": (eagle1, {"embedding_scale": 9.0, "feature_scale": 0.3}),
     "eagle1, bias": (eagle1, {"fc_bias": True}),
     "eagle1, two layers": (eagle1, {"num_layers": 2}),
-    "eagle1, three layers, all norms": (eagle1, {"num_layers": 3, "norm_inputs": True, "norm_first": True}),
+    "eagle1, three layers, all norms": (eagle1, {"num_layers": 3, "norm_first": True}),
 }
 
 
@@ -350,7 +349,7 @@ def test_the_papers_settings_are_the_default(target):
     config = made(Eagle1, target).config
     assert (config.loss, config.feature_loss, config.noise) == ({"soft_ce": 0.1}, 1.0, 0.1)
     assert (config.steps, config.num_layers) == (1, 1)
-    assert not any((config.norm_inputs, config.norm_first, config.fc_bias))
+    assert not any((config.norm_first, config.fc_bias))
 
 
 def test_scales_of_inputs_are_fcs_columns_and_by_default_none(target):

@@ -35,7 +35,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 DRAFTERS: dict[str, dict[str, Any]] = {
     "eagle1": {"num_layers": 2},
     "eagle1, pruned": {"draft_vocab_size": 40},
-    "eagle1, normed inputs": {"norm_inputs": True, "fc_bias": True},
+    "eagle1, scaled inputs": {"embedding_scale": 9.0, "feature_scale": 0.3, "fc_bias": True},
     "eagle1, normed first": {"norm_first": True},
     "eagle3": {},
     "eagle3, pruned": {"num_layers": 2, "draft_vocab_size": 20},

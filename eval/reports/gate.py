@@ -263,17 +263,17 @@ def _compared(
     if not (new and old):
         now, then = (r.headline(name, temperature) for r in (report, baseline))
         before, after = (figures.tau.value if figures.tau else math.nan for figures in (then, now))
-        ratio = _unpaired(now.tau, then.tau, confidence)
+        ratio = unpaired_ratio(now.tau, then.tau, confidence)
         return _Compared(ratio, "unpaired: a report without prompt records", now.num_prompts, before, after)
-    old, how = _aligned(old, new), f"paired over {len(new)} prompts"
+    old, how = aligned(old, new), f"paired over {len(new)} prompts"
     if beside is not None:
         known = {(c.suite, c.prompt) for c in new}
         more = [c for c in beside.new if (c.suite, c.prompt) not in known]
-        new, old = [*new, *more], [*old, *_aligned(beside.old, beside.new, {(c.suite, c.prompt) for c in more})]
+        new, old = [*new, *more], [*old, *aligned(beside.old, beside.new, {(c.suite, c.prompt) for c in more})]
         how = f"paired over {len(new)} prompts, {len(more)} of them calibration prompts"
     how += f", without {len(moved)} later turns, asked after other answers" if moved else ""
     before, after = (sum(c.emitted for c in s) / max(1, sum(c.rounds for c in s)) for s in (old, new))
-    ratio = _paired(new, old, confidence, report.conditions.seed)
+    ratio = paired_ratio(new, old, confidence, report.conditions.seed)
     return _Compared(ratio, how, len(new), before, after, new, old)
 
 
@@ -283,7 +283,7 @@ def _asked_otherwise(new: Sequence[PromptRecord], old: Sequence[PromptRecord]) -
     return {turn for turn in now.keys() | then.keys() if now.get(turn, "") != then.get(turn, "")}
 
 
-def _aligned(
+def aligned(
     records: Sequence[Counted], like: Sequence[Counted], wanted: set[tuple[str, str]] | None = None
 ) -> list[Counted]:
     """Return `records` in the order of `like`'s prompts, those that are `wanted` (None: all)."""
@@ -297,7 +297,8 @@ def _aligned(
     return [by_prompt[r.suite, r.prompt] for r in like if wanted is None or (r.suite, r.prompt) in wanted]
 
 
-def _paired(new: Sequence[Counted], old: Sequence[Counted], confidence: float, seed: int) -> Interval:
+def paired_ratio(new: Sequence[Counted], old: Sequence[Counted], confidence: float, seed: int) -> Interval:
+    """Return τ_new / τ_old on the same prompts, in one order; each end holds with this confidence by itself."""
     suites = list(dict.fromkeys(c.suite for c in new))
     order = sorted(range(len(new)), key=lambda i: suites.index(new[i].suite))  # suite by suite, as the strata are
     # Two-sided at 2c − 1 is one-sided at c on either end.
@@ -309,7 +310,7 @@ def _tau(counted: Sequence[Counted]) -> Ratio:
     return Ratio([c.emitted for c in counted], [c.rounds for c in counted])
 
 
-def _unpaired(new: Interval | None, old: Interval | None, confidence: float) -> Interval:
+def unpaired_ratio(new: Interval | None, old: Interval | None, confidence: float) -> Interval:
     """Return the ratio of two independent figures: log-normal, with each one's spread read from its 95% interval."""
     if new is None or old is None:
         return Interval(math.nan, math.nan, math.nan)

@@ -12,9 +12,13 @@ from markupsafe import Markup
 from ...common import BadInputError
 from . import plots
 from .figures import Interval
+from .gate import Counted, aligned, paired_ratio, unpaired_ratio
 from .render import markdown_table, page
 from .report import Report
 from .tables import Cell, Table, counted, markdown_text
+
+
+_ONE_SIDED = 0.975  # of each end of a 95% interval
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,7 @@ class VersionFigures:
     speedup: Interval
     conditions: dict[str, Any] = field(default_factory=dict)
     changes: tuple[str, ...] = ()
+    counted: Sequence[Counted] = ()  # the rounds on each prompt, by which versions on the same prompts are compared
 
     @classmethod
     def of(cls, report: Report, label: str, temperature: float | None = None) -> VersionFigures:
@@ -43,7 +48,8 @@ class VersionFigures:
             ),
             "software": ", ".join(f"{name} {version}" for name, version in sorted(c.versions.items())),
         }
-        return cls(label, report.created, figures.tau, figures.speedup, conditions)
+        rounds = Counted.conversations(report.records_of(figures.contestant, figures.temperature))
+        return cls(label, report.created, figures.tau, figures.speedup, conditions, counted=rounds)
 
 
 def differences(before: VersionFigures, after: VersionFigures) -> list[str]:
@@ -54,18 +60,19 @@ def differences(before: VersionFigures, after: VersionFigures) -> list[str]:
 
 
 def moves(versions: Sequence[VersionFigures]) -> list[str]:
-    """Return for each version, in a few words, how its τ compares with the one before; "" for the first."""
-    said = [""]
-    for before, after in pairwise(versions):
-        if before.tau is None or after.tau is None or not (before.tau.known and after.tau.known):
-            said.append("no interval")
-        elif before.conditions.get("data") != after.conditions.get("data"):
-            said.append("other prompts")
-        elif after.tau.low > before.tau.high or after.tau.high < before.tau.low:
-            said.append("τ rose" if after.tau.value > before.tau.value else "τ fell")
-        else:
-            said.append("overlap")
-    return said
+    """Return for each version its τ over that of the one before, with a 95% interval; "" for the first."""
+    return ["", *(_move(before, after) for before, after in pairwise(versions))]
+
+
+def _move(before: VersionFigures, after: VersionFigures) -> str:
+    if before.conditions.get("data") != after.conditions.get("data"):
+        return "other prompts"
+    asked = [{(one.suite, one.prompt) for one in version.counted} for version in (before, after)]
+    if asked[0] and asked[0] == asked[1]:
+        ratio = paired_ratio(after.counted, aligned(before.counted, after.counted), _ONE_SIDED, 0)
+    else:
+        ratio = unpaired_ratio(after.tau, before.tau, _ONE_SIDED)
+    return ratio.text(unit="×") if ratio.known else "no interval"
 
 
 def table_of(versions: Sequence[VersionFigures]) -> Table:
@@ -74,7 +81,7 @@ def table_of(versions: Sequence[VersionFigures]) -> Table:
         [Cell(v.label), Cell.of(v.tau), Cell.of(v.speedup, unit="×"), Cell(move), Cell(v.created[:10])]
         for v, move in zip(versions, moves(versions), strict=True)
     ]
-    return Table("Versions", ["version", "τ", "speedup", "vs before", "measured"], rows)
+    return Table("Versions", ["version", "τ", "speedup", "τ over before", "measured"], rows)
 
 
 def trend_markdown(versions: Sequence[VersionFigures]) -> str:

@@ -25,7 +25,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from outrider.common.http_client import ask
-from outrider.common.server_process import CPU_ENVIRONMENT, running_server
+from outrider.common.server_process import CPU_ENVIRONMENT, python_of, running_server
 from outrider.distill import distill, engine_connector
 from outrider.distill.engine_checks import UntrustedStatesError
 from outrider.recipes import Recipe, load_recipe
@@ -64,7 +64,7 @@ def made(output: Path, data: Path, *changes: str, **engine: Any) -> Recipe:
 
 
 def shards(output: Path) -> dict[str, bytes]:
-    (folder,) = (output / "features").iterdir()
+    (folder,) = (entry for entry in (output / "features").iterdir() if entry.is_dir())
     return {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
 
 
@@ -99,8 +99,8 @@ def serving(recipe: Recipe, folder: Path) -> Iterator[str]:
     words = shlex.split(note.partition(" is started with ")[2])
     folder.mkdir()
     shutil.copy(engine_connector.__file__, folder / "engine_connector.py")
-    python = str(place_of("OUTRIDER_VLLM_PYTHON", "the environment of a vLLM"))
-    server = [python, "-m", "vllm.entrypoints.openai.api_server", *words, "--port"]
+    python = python_of(place_of("OUTRIDER_VLLM_PYTHON", "the environment of a vLLM"))
+    server = [str(python), "-m", "vllm.entrypoints.openai.api_server", *words, "--port"]
     environment = CPU_ENVIRONMENT | {"HF_HUB_OFFLINE": "1"} | dict(os.environ) | {"PYTHONPATH": str(folder)}
     with running_server(lambda port: [*server, str(port)], environment, folder / "log", answers_at) as url:
         yield url

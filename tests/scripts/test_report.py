@@ -46,7 +46,7 @@ def test_versions_are_drawn_with_what_changed_between_them(tmp_path: Path) -> No
     assert (first["version"], first["changes"]) == ("v0", [])
     assert any(line.startswith("machine: float32 on a CPU") for line in second["changes"])
     page = (tmp_path / "trend" / "trend.html").read_text()
-    assert "τ fell" in page
+    assert "0.44× [all alike]" in page, "τ is 4/3 after 3, on every prompt"
     assert "1 threads" not in page
     assert "&lt;another&gt; CPU" in page
     assert "<another>" not in page

@@ -17,7 +17,6 @@ from .render import markdown_table, page
 from .report import Report
 from .tables import Cell, Table, counted, markdown_text
 
-
 _ONE_SIDED = 0.975  # of each end of a 95% interval
 
 

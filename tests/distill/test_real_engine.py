@@ -43,6 +43,7 @@ STEPS = 100
 CHANGES = ["data.limit=24", "data.max_new_tokens=48", "target.dtype=float32", "data.features=cached"]
 CHANGES += [f"training.max_steps={STEPS}", "training.logging_steps=1", "training.save_steps=1000"]
 CHANGES += ["training.eval_strategy=no", "data.holdout=0", "training.bf16=false"]
+CHANGES += ["training.packing=false", "training.max_length=null", "training.per_device_train_batch_size=4"]
 # Muon makes steps of full size of what is rounding (`benchmarks/results/engine-losses-cpu-fp32.json`).
 CHANGES += ["training.optim=sgd", "training.learning_rate=0.05"]
 
@@ -172,7 +173,7 @@ class Killed:
     """A training whose store must come about, whoever is killed.
 
     Attributes:
-        found: of each shard that was there at a kill, its place on the disk: a finished one is never made again.
+        found: of each shard that was noted as whole at a kill, its place on the disk: it is never made again.
     """
 
     recipe: Recipe
@@ -215,7 +216,9 @@ class Killed:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
             self.killed.add(process.pid)
-        self.found |= {file.name: (file.stat().st_ino, file.stat().st_mtime_ns) for file in self.shards}
+        noted = "".join(sums.read_text() for sums in self.recipe.output_folder.glob("features/*/SHA256SUMS"))
+        whole = [file for file in self.shards if file.name in noted]  # a kill may come before its line is there
+        self.found |= {file.name: (file.stat().st_ino, file.stat().st_mtime_ns) for file in whole}
         if victim == "trainer":
             child.wait()
             self.child = None

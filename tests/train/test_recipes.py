@@ -21,6 +21,7 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
     Qwen3NextConfig,
 )
 
@@ -59,6 +60,8 @@ MODELS: dict[str, tuple[Callable[..., Any], dict[str, Any], int]] = {
     "Qwen/Qwen2.5-0.5B-Instruct": (Qwen2Config, {"num_hidden_layers": 2, "tie_word_embeddings": True}, 16),
     "Qwen/Qwen3-Next-80B-A3B-Instruct": (Qwen3NextConfig, {"num_hidden_layers": 4, **NEXT}, 16),
     "openai/gpt-oss-20b": (GptOssConfig, {"num_hidden_layers": 6, **SLIDING}, 16),
+    "openai/gpt-oss-120b": (GptOssConfig, {"num_hidden_layers": 6, **SLIDING}, 16),
+    "Qwen/Qwen3-235B-A22B": (Qwen3MoeConfig, {"num_hidden_layers": 6, "head_dim": 16, **EXPERTS}, 16),
 }
 
 
@@ -121,6 +124,7 @@ def at_hand(name: str, published: Callable[[str], Path], folder: Path) -> Recipe
     changes = [*SMALL, f"target.path={published(recipe.target.path)}", *where]
     changes += [f"drafter.path={published(recipe.drafter['path'])}"] if "path" in recipe.drafter else []
     changes += [f"drafter.mask_token_id={LAST_TOKEN}"] if "mask_token_id" in recipe.drafter else []
+    changes += ["target.engine=null"] if recipe.target.engine else []  # the library holds the small one
     changes += ["drafter.draft_vocab_size=96"] if "draft_vocab_size" in recipe.drafter else []
     return load_recipe(name, changes)
 

@@ -14,7 +14,14 @@ from typing import Any, Final, Literal, cast, get_args
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.models.auto import modeling_auto
 
 from ..common import digests
 from ..common.errors import BadInputError, IncompatibleError, OutriderError, Refusal, first_line, reason
@@ -87,7 +94,7 @@ def load_causal_lm(
         register()
     try:
         with without_questions():
-            loaded = AutoModelForCausalLM.from_pretrained(
+            loaded = _auto_class(read_json(folder / MODEL_CONFIG).get("model_type")).from_pretrained(
                 folder,
                 dtype=dtype,
                 use_safetensors=True,
@@ -199,7 +206,7 @@ def meta_causal_lm(
         raise BadInputError(f"the config of {name!r} cannot be read: {first_line(error)} {hint}") from error
     try:
         with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            model: PreTrainedModel = _auto_class(config.model_type).from_config(
                 config, dtype=_dtype(config, dtype), trust_remote_code=trust_remote_code
             )
     except OutriderError:
@@ -207,6 +214,13 @@ def meta_causal_lm(
     except Exception as error:  # libraries raise anything at settings that make no sense
         raise BadInputError(f"the config of {name!r} describes no model that can be made: {reason(error)}") from error
     return model.eval().requires_grad_(False)
+
+
+def _auto_class(model_type: Any) -> Any:
+    """Return the library's class that makes models of a type: of those that see images some are no causal LMs there."""
+    sees = model_type in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    is_text = model_type in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return AutoModelForImageTextToText if sees and not is_text else AutoModelForCausalLM
 
 
 def _dtype(config: Any, asked: str | torch.dtype) -> torch.dtype:

@@ -156,8 +156,11 @@ def save_target(family: str, folder: Path) -> Path:
     tokenizer = tokenizer_for(family)
     model_for(family, tokenizer).save_pretrained(folder)
     processor = processor_for(family, tokenizer)
-    tokenizer.save_pretrained(folder)
-    processor.image_processor.save_pretrained(folder)
+    if family.startswith("qwen"):  # the older layout: preprocessor_config.json beside the tokenizer
+        tokenizer.save_pretrained(folder)
+        processor.image_processor.save_pretrained(folder)
+    else:
+        processor.save_pretrained(folder)
     return folder
 
 

@@ -53,7 +53,7 @@ from .reports.figures import (
 )
 from .reports.report import Conditions, ContestantInfo, Report, SuiteInfo
 from .reports.statistics import Bootstrap, strata_of
-from .suites import PromptJob, Suite, check_lengths, make_jobs, make_suite, with_later_turns
+from .suites import PromptJob, Suite, check_images, check_lengths, make_jobs, make_suite, with_later_turns
 
 PLAIN, GENERATE = "plain", "transformers.generate"
 _SHOWN, _SHOWN_TOKENS = 2, 512  # of the best and of the worst prompts, whose texts a report keeps
@@ -108,7 +108,7 @@ def measure(
     if until is not None:
         per_suite = [make_jobs([suite], settings.limit) for suite in suites]
         jobs = [job for job in chain(*zip_longest(*per_suite)) if job is not None]
-    _check(target, entrants, jobs, settings)
+    _check(target, entrants, jobs, suites, settings)
     plain = next(c.name for c in entrants if c.drafter is None)
     baselines = Baselines(plain=plain, generate=GENERATE if generate_baseline else None)
     racers: list[Racer[PromptJob, TimedCompletion]] = [(racer or DecoderRacer)(target, c, settings) for c in entrants]
@@ -221,7 +221,13 @@ def baseline_config(name: str) -> tuple[type[Drafter], DrafterConfig]:
     return head, config
 
 
-def _check(target: Target, entrants: Sequence[Contestant], jobs: Sequence[PromptJob], settings: EvalSpec) -> None:
+def _check(
+    target: Target,
+    entrants: Sequence[Contestant],
+    jobs: Sequence[PromptJob],
+    suites: Sequence[Suite],
+    settings: EvalSpec,
+) -> None:
     names = [c.name for c in entrants]
     if len(set(names)) < len(names) or GENERATE in names:
         raise BadInputError(f"contestants need names of their own, other than {GENERATE!r}; got {', '.join(names)}.")
@@ -243,6 +249,7 @@ def _check(target: Target, entrants: Sequence[Contestant], jobs: Sequence[Prompt
                 f"but temperature {hot[0]} is to be measured too; use 'auto'."
             )
     check_lengths(target, jobs, settings)
+    check_images(suites, settings)
     base_sampling(target, settings)
     if settings.batch_sizes:
         batch_count(jobs, settings)
@@ -269,11 +276,10 @@ class DecoderRacer:
         self.decoder = Decoder(target, contestant.drafter)
 
     def __call__(self, job: PromptJob, temperature: float) -> TimedCompletion:
-        sampling = replace(self.sampling, temperature=temperature)
+        sampling, images = replace(self.sampling, temperature=temperature), [job.images(self.target)]
+        limits = self.settings.max_new_tokens, sampling, self.plan
         began = clock(self.target.device)
-        out = self.decoder.generate(
-            [job.prompt.tokens], self.settings.max_new_tokens, sampling, self.plan, sequence_ids=[job.sequence]
-        )
+        out = self.decoder.generate([job.prompt.tokens], *limits, sequence_ids=[job.sequence], images=images)
         total = clock(self.target.device) - began
         spent = out.stats.seconds
         phases = {"prefill": spent.prefill, "draft": spent.draft, "verify": spent.verify}
@@ -292,11 +298,13 @@ class GenerateRacer:
     def __call__(self, job: PromptJob, temperature: float) -> TimedCompletion:
         tokens = torch.tensor([job.prompt.tokens], device=self.target.device)
         config = self._config(temperature)
+        images = job.images(self.target)
+        seen = {} if images is None else self.target.image_arguments(tokens, images)
         devices = [self.target.device] if self.target.device.type == "cuda" else []
         with torch.random.fork_rng(devices), torch.inference_mode(), steady_kernels():
             torch.manual_seed(self.settings.seed * 1_000_003 + job.sequence)
             began = clock(self.target.device)
-            settings = {"attention_mask": torch.ones_like(tokens), "generation_config": config}
+            settings = {"attention_mask": torch.ones_like(tokens), "generation_config": config, **seen}
             out = self.target.model.generate(tokens, **settings)  # type: ignore[operator]
             new = out[0, tokens.shape[1] :].tolist()
             return TimedCompletion(new, {"total": clock(self.target.device) - began})

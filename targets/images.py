@@ -144,13 +144,6 @@ class ImageReader:
     def __init__(self, load: Callable[[], ProcessorMixin]):
         self._load = load
 
-    @classmethod
-    def of_folder(
-        cls, folder: Callable[[], Path], config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
-    ) -> ImageReader:
-        """Return the reader of a model's folder, which was checked."""
-        return cls(lambda: _processor(folder(), config, tokenizer))
-
     @cached_property
     def processor(self) -> Any:
         return self._load()
@@ -183,6 +176,30 @@ class ImageReader:
             return dict(self.processor(images=decoded, text=[text], return_tensors="pt", **more))
         except Exception as error:  # processors raise anything at sizes that they do not take
             raise BadInputError(f"{where}: the target's image processor refuses it: {first_line(error)}") from error
+
+
+class StoredImages:
+    """The images of a data set's rows: files named by their digests, in a folder of their own.
+
+    Args:
+        rows: the digests of each row's images, in order.
+        reader: makes inputs of them.
+    """
+
+    def __init__(self, folder: Path, rows: Sequence[Sequence[str]], reader: ImageReader):
+        self.folder, self.rows, self.reader = folder, rows, reader
+
+    def of(self, row: int) -> ImageInputs | None:
+        """Return the images of a row as inputs; None for none. BadInputError: one is missing or was altered."""
+        return self.reader.inputs([self._read(digest) for digest in self.rows[row]], str(self.folder))
+
+    @property
+    def identity(self) -> str:
+        """SHA-256 of the images of all rows, and of how the target sees them."""
+        return digest_json([self.reader.digest, list(map(list, self.rows))])
+
+    def _read(self, digest: str) -> bytes:
+        return ImageSource(digest, str(self.folder / digest)).read()
 
 
 def decode_image(data: bytes, where: str) -> Image:
@@ -248,8 +265,8 @@ def _content(place: str, where: str) -> bytes:
         raise BadInputError(f"{where}: the data: URL of an image is no base64 ({error}).") from error
 
 
-def _processor(folder: Path, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> Any:
-    """Return the library's own processor for a model, with its settings in a folder.
+def processor_in(folder: Path, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> Any:
+    """Return the library's own processor for a model, with its settings in a folder, which was checked.
 
     Its images are always made by Pillow: what a target sees must not depend on whether torchvision is installed.
     """

@@ -27,6 +27,7 @@ from ..common import digests
 from ..common.errors import BadInputError, IncompatibleError, OutriderError, Refusal, first_line, reason
 from ..common.safe_load import read_json
 from .grow import ALIASES, SHAPES, grown_config, shape_config
+from .images import ImageReader, processor_in
 from .model_folder import (
     INDEX,
     MODEL_CONFIG,
@@ -67,6 +68,21 @@ def load_tokenizer_of(path: str, revision: str | None, trust_remote_code: bool) 
         raise
     except Exception as error:
         raise _load_error(f"tokenizer of {name!r}", error) from error
+
+
+def image_reader_of(
+    path: str, revision: str | None, trust_remote_code: bool, tokenizer: PreTrainedTokenizerBase
+) -> ImageReader:
+    """Return the reader of images of a target, without its weights; nothing is read before an image comes."""
+
+    def processor() -> Any:
+        folder = model_folder(target_path(path), revision, trust_remote_code, weights=False)
+        check_files(folder, trust_remote_code)
+        with without_questions():
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        return processor_in(folder, config, tokenizer)
+
+    return ImageReader(processor)
 
 
 def load_causal_lm(

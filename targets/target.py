@@ -27,8 +27,8 @@ from .fingerprint import Fingerprint
 from .grow import grow, shape_config
 from .images import ImageInputs, ImageReader, PromptImage, images_in
 from .layers import body_of, decoder_layers
-from .loading import load_causal_lm, load_tokenizer_of, quantise, split_shape, target_path
-from .model_folder import is_local, model_folder
+from .loading import image_reader_of, load_causal_lm, load_tokenizer_of, quantise, split_shape, target_path
+from .model_folder import is_local
 from .packed_weights import PackedModel
 from .pass_memory import Footprint, measure
 from .peft_adapters import merge_adapter
@@ -180,8 +180,7 @@ class Target(Backbone):
             return None
         if given is not None:
             return ImageReader(lambda: given)
-        folder = partial(model_folder, target_path(path or ""), self.source.get("revision"), weights=False)
-        return ImageReader.of_folder(folder, self.model.config, self.require_tokenizer())
+        return image_reader_of(path or "", self.source.get("revision"), False, self.require_tokenizer())
 
     def why_no_images(self) -> str | None:
         """Return a sentence that says why prompts with images cannot be read; None if they can."""

@@ -116,9 +116,10 @@ class Decoder:
         stop: Stop | None = None,
         ignore_eos: bool = False,
         speculate: bool = True,
+        images: ImageInputs | None = None,
     ) -> Iterator[StreamEvent]:
         """Complete one prompt, yielding what each round emits."""
-        settings = (sampling or Sampling(), plan or Plan(), stop, ignore_eos, None, speculate)
+        settings = (sampling or Sampling(), plan or Plan(), stop, ignore_eos, None, speculate, (images,))
         for events in self.run(Request([prompt], max_new_tokens, *settings)).steps():
             yield events[0]
 

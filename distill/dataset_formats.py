@@ -26,7 +26,7 @@ from typing import Any
 from ..common import BadInputError
 from ..common.digests import canonical_json
 from ..common.safe_load import JSON, Unreadable, parse_json
-from ..targets.images import ImageSource
+from ..targets.images import ImageSource, check_pixels
 
 Row = dict[str, Any]
 Message = dict[str, Any]
@@ -178,6 +178,7 @@ def _with_images(asked: RowPrompt, folder: Path | None, where: str) -> RowPrompt
             return part
         try:
             found.append(ImageSource.find(part["image"], folder, where))
+            check_pixels(sum(image.pixels for image in found), where)
         except BadInputError as error:
             raise RowError(where, str(error).removeprefix(f"{where}: ")) from error
         return {"type": "image", "image": found[-1].digest}

@@ -76,8 +76,8 @@ class Responder:
         for part in [together, *({i: tokens} for i, tokens in asked.items() if i not in together)]:
             if part:
                 out = self._generate(part, [images[i] for i in part if i not in together])
-                for i, answer, own in zip(part, out.tokens, out.rounds, strict=True):
-                    found[i] = answer, [one.emitted for one in own]
+                for number, (i, answer) in enumerate(zip(part, out.tokens, strict=True)):
+                    found[i] = answer, [one.emitted for one in out.rounds[number]] if self.drafter else []
         return found
 
     def _generate(self, asked: Questions, images: Sequence[ImageInputs | None]) -> Output:

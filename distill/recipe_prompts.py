@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from ..common import BadInputError
 from ..recipes import Recipe, SourceSpec
 from ..recipes.suite_names import find_suites
-from ..targets.images import ImageReader, insert_images
+from ..targets.images import ImageReader, PromptImage, insert_images
 from .conversation import RefusedChatError, render
 from .dataset_formats import LONGEST_TEXT, Row, RowError, RowPrompt, num_images, question_digests, understand
 from .prompt_table import Prompt, PromptTable
@@ -355,18 +355,15 @@ class _Reader:
         if self._lacks_template(asked):
             counts.unasked += len(asked.later)
             asked = asked.as_text()
-        text, is_raw, reader = asked.text, asked.text is not None, self.reading.images
-        if asked.images and reader is None:
-            raise RowError(where, "an image, and what was asked for reads none, or the target sees none; leave it out.")
-        images = tuple(reader.show(image, where) for image in asked.images) if reader is not None else ()
+        text, is_raw = asked.text, asked.text is not None
         if not is_raw and asked.messages:
             text = render(self.tokenizer, asked.messages, where, asked.tools, template=self.reading.template)
         if text and len(text) > LONGEST_TEXT:
             if not is_raw or self.reading.max_tokens is None:
                 raise RowError(where, f"a text of {len(text):,} letters; at most {LONGEST_TEXT:,} are read as tokens.")
             text = text[-LONGEST_TEXT:]  # it would lose its beginning as tokens
+        whole, images = self._with_images(text, asked, where) if text and asked.images else (text, ())
         # A template writes its own special tokens; raw text gets those the tokenizer puts around any text.
-        whole, _ = insert_images(text or "", images[: num_images(asked.messages)])
         tokens = list(self.tokenizer(whole, add_special_tokens=is_raw)["input_ids"]) if text else []
         limit = self.reading.max_tokens
         is_long = limit is not None and len(tokens) > limit
@@ -384,6 +381,16 @@ class _Reader:
         messages = None if is_raw else asked.messages
         rest = (asked.later, asked.given, asked.tools)
         return Prompt("", "", tuple(tokens), text or "", messages, *rest, images=images)
+
+    def _with_images(self, text: str, asked: RowPrompt, where: str) -> tuple[str, tuple[PromptImage, ...]]:
+        """Return a rendered question with its images' texts in it, and all images of the conversation."""
+        if (reader := self.reading.images) is None:
+            raise RowError(where, "an image, and what was asked for reads none, or the target sees none; leave it out.")
+        try:
+            images = tuple(reader.show(image, where) for image in asked.images)
+            return insert_images(text, images[: num_images(asked.messages)])[0], images
+        except BadInputError as error:
+            raise RowError(where, str(error).removeprefix(f"{where}: ")) from error
 
     def _why_dropped(self, asked: RowPrompt, tokens: list[int], is_long: bool) -> str | None:
         """Return the reason for which a row is left out; None if it is used."""

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
 
 MOST_BYTES = 32 * MEGABYTE  # of an image's file
-MOST_PIXELS = 2**25  # of an image: 100 MB in memory
+MOST_PIXELS = 2**26  # of a conversation's images together: 200 MB in memory
 _LONGEST_EDGE = 8192  # that a processor may make
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 _TEXT_INPUTS = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")  # of a processor
@@ -45,6 +45,7 @@ class ImageSource:
 
     digest: str
     place: str
+    pixels: int  # how many it has
 
     @classmethod
     def find(cls, place: str, folder: Path | None, where: str) -> ImageSource:
@@ -60,8 +61,7 @@ class ImageSource:
         if not place.startswith("data:"):
             place = str(_beside(place, folder, where))
         data = _content(place, where)
-        opened(data, where)
-        return cls(hashlib.sha256(data).hexdigest(), place)
+        return cls(hashlib.sha256(data).hexdigest(), place, _pixels(opened(data, where)))
 
     def read(self) -> bytes:
         """Return the content of the image's file. BadInputError: it is not what it was when the prompt was read."""
@@ -160,7 +160,7 @@ class ImageReader:
         [[shown]] = with_offsets["text_replacement_offsets"]
         ids = set(self.processor.image_token_ids)
         count = sum(int(token) in ids for token in with_offsets["input_ids"][0])
-        return PromptImage(image.digest, image.place, marker, shown["replacement"], count)
+        return PromptImage(image.digest, image.place, image.pixels, marker, shown["replacement"], count)
 
     def inputs(self, images: Sequence[bytes], where: str = "the images") -> ImageInputs | None:
         """Return the images of one prompt, the contents of their files, as inputs; None for none."""
@@ -170,6 +170,7 @@ class ImageReader:
         return ImageInputs({name: value for name, value in made.items() if name not in _TEXT_INPUTS})
 
     def _process(self, images: Sequence[bytes], where: str, **more: Any) -> dict[str, Any]:
+        check_pixels(sum(_pixels(opened(data, where)) for data in images), where)
         decoded = [decode_image(data, where) for data in images]
         text = self.processor.image_token * len(images)
         try:
@@ -199,7 +200,7 @@ class StoredImages:
         return digest_json([self.reader.digest, list(map(list, self.rows))])
 
     def _read(self, digest: str) -> bytes:
-        return ImageSource(digest, str(self.folder / digest)).read()
+        return ImageSource(digest, str(self.folder / digest), 0).read()
 
 
 def decode_image(data: bytes, where: str) -> Image:
@@ -221,16 +222,26 @@ def opened(data: bytes, where: str) -> Image:
         raise BadInputError(f"{where}: images need Pillow: pip install 'outrider[images]'.") from error
     try:
         image = Image.open(io.BytesIO(data), formats=_FORMATS)
-    except Image.DecompressionBombError as error:
-        raise BadInputError(f"{where}: {first_line(error)}") from error
+    except Image.DecompressionBombError:  # Pillow's own limit, which is higher
+        check_pixels(MOST_PIXELS + 1, where)
+        raise
     except Exception as error:
         raise BadInputError(f"{where}: not an image of the kinds {', '.join(_FORMATS)}.") from error
-    if (pixels := image.width * image.height) > MOST_PIXELS:
-        raise BadInputError(
-            f"{where}: an image of {image.width} x {image.height} = {pixels:,} pixels; at most {MOST_PIXELS:,} are "
-            "decoded. Make it smaller."
-        )
+    check_pixels(_pixels(image), where)
     return image
+
+
+def check_pixels(count: int, where: str) -> None:
+    """Raise BadInputError for more pixels than the images of a conversation may have."""
+    if count > MOST_PIXELS:
+        raise BadInputError(
+            f"{where}: images of more than {MOST_PIXELS:,} pixels; no more are decoded for one conversation. Make them "
+            "smaller."
+        )
+
+
+def _pixels(image: Image) -> int:
+    return image.width * image.height
 
 
 def _beside(place: str, folder: Path | None, where: str) -> Path:

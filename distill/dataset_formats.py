@@ -350,7 +350,9 @@ def _part(part: Any, where: str) -> dict[str, Any]:
             return {"type": "image", "image": place}
     elif isinstance(part, dict) and isinstance(part.get("text"), str):
         return {"type": "text", "text": part["text"]}
-    raise RowError(where, f"a part of a message must be a text, or an image by its path or data: URL; found {_shown(part)}.")
+    raise RowError(
+        where, f"a part of a message must be a text, or an image by its path or data: URL; found {_shown(part)}."
+    )
 
 
 def _call(call: Any, where: str) -> Any:

@@ -27,7 +27,6 @@ from .conversation import next_question
 from .journal import Answer, Journal, RemainingWork, Tokens, claim_of
 from .prompt_table import Prompt
 
-
 Questions = dict[int, tuple[int, ...]]  # tokens, by the index of their prompt
 
 

@@ -30,7 +30,7 @@ from ..common.runtime import versions
 from ..recipes import Recipe, TargetSpec
 from ..targets import Fingerprint, Target, config_only_target
 from ..targets.config_only import target_without_layers
-from ..targets.images import PromptImage, images_in
+from ..targets.images import PromptImage
 from ..targets.sharding import processes
 from .client import read_key, require_client
 from .conversation import Supervised, given_sequences, sequences, why_ended
@@ -262,7 +262,7 @@ class _ResponsesBuilder:
 
     def _shown(self, prompt: Prompt, tokens: Sequence[int]) -> Sequence[PromptImage]:
         """Return the images that a row shows."""
-        return images_in(list(tokens).count(self.target.image_token), prompt.images) if prompt.images else ()
+        return self.target.images_in(tokens, prompt.images)
 
     def _learnt(self, prompt: Prompt, answer: Answer) -> tuple[str, list[Supervised]]:
         """Return the rows of the target's answers to a prompt, or the name of the reason for none."""

@@ -272,20 +272,23 @@ class Backbone:
         if tokens.shape[0] != 1 or (cache is not None and (cache.longest or cache.window is not None)):
             raise ValueError("images are read with one whole prompt, by a pass without a window")
         given, places = self.image_arguments(tokens, images), self._places(tokens.shape[1], cache)
-        if hasattr(self.body, "get_rope_index"):  # Qwen's positions have three dimensions
-            places["position_ids"], shift = self.body.get_rope_index(tokens, **given)
+        index: Callable[..., Any] | None = getattr(self.body, "get_rope_index", None)
+        if index is not None:  # Qwen's positions have three dimensions
+            places["position_ids"], shift = index(tokens, **given)
             if cache is not None:
                 cache.shift = shift[:, 0]
         self._taps.watch(taps)
         try:
             last = self.body(input_ids=tokens, **given, **places).last_hidden_state
         except ValueError as error:
-            raise BadInputError(f"{type(self.model).__name__} does not take these images: {first_line(error)}") from error
+            raise BadInputError(
+                f"{type(self.model).__name__} does not take these images: {first_line(error)}"
+            ) from error
         return last, self._taps.collect(taps, last)
 
     def image_arguments(self, tokens: Tensor, images: ImageInputs) -> dict[str, Tensor]:
         """Return the arguments of the model's forward for a prompt's images, its tokens `[B, T]` and cache apart."""
-        known, seen = inspect.signature(self.body.forward).parameters, (tokens == self.image_token).long()
+        known, seen = inspect.signature(self.body.forward).parameters, tokens.eq(self.image_token or 0).long()
         kinds = {name: seen for name in ("mm_token_type_ids", "token_type_ids") if name in known}
         return images.to(self.device) | kinds
 

@@ -19,14 +19,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
 from ..common.digests import digest_json
 from ..common.errors import BadInputError, IncompatibleError, OutriderError, Refusal, first_line
-from ..common.safe_load import MEGABYTE, read_bytes, read_json
+from ..common.safe_load import MEGABYTE, read_bytes
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -53,12 +53,12 @@ class ImageSource:
 
         Raises BadInputError if it is elsewhere than beside the prompt file, too large, missing, or no image.
         """
-        if "://" in place:
-            raise BadInputError(
-                f"{where}: the image {place:.80} is on a network, and nothing is fetched from there. Save it beside the "
-                "prompt file and name it by its path, or write it as a data: URL."
-            )
         if not place.startswith("data:"):
+            if "://" in place:
+                raise BadInputError(
+                    f"{where}: the image {place:.80} is on a network, and nothing is fetched from there. Save it "
+                    "beside the prompt file and name it by its path, or write it as a data: URL."
+                )
             place = str(_beside(place, folder, where))
         data = _content(place, where)
         return cls(hashlib.sha256(data).hexdigest(), place, _pixels(opened(data, where)))
@@ -292,7 +292,7 @@ def processor_in(folder: Path, config: PreTrainedConfig, tokenizer: PreTrainedTo
     try:
         with without_questions():
             images = AutoImageProcessor.from_pretrained(folder, backend="pil", trust_remote_code=False)
-            kind = without_videos(PROCESSOR_MAPPING[type(config)])
+            kind = without_videos(cast("type[ProcessorMixin]", PROCESSOR_MAPPING[type(config)]))
             settings, _ = kind.get_processor_dict(folder)
             parts = {"image_processor": images, "tokenizer": tokenizer, "video_processor": None}
             made = kind.from_args_and_dict([parts[name] for name in kind.get_attributes()], settings)

@@ -197,12 +197,21 @@ class Target(Backbone):
 
         Raises BadInputError if an image cannot be read any more, or the tokens show others.
         """
+        shown = self.images_in(tokens, images)
+        if shown and self.images is None:
+            raise IncompatibleError(f"{type(self.model).__name__} has no processor of images.")
+        return self.images.inputs([image.read() for image in shown]) if self.images is not None else None
+
+    def images_in(self, tokens: Sequence[int], images: Sequence[PromptImage]) -> list[PromptImage]:
+        """Return those of a conversation's `images` that stand in `tokens`: the first ones.
+
+        Raises BadInputError if the tokens show others, and IncompatibleError if the model sees none.
+        """
         if not images:
-            return None
-        if self.images is None or self.image_token is None:
-            raise IncompatibleError(f"{type(self.model).__name__} sees no images, or has no processor of them.")
-        shown = images_in(list(tokens).count(self.image_token), images)
-        return self.images.inputs([image.read() for image in shown])
+            return []
+        if self.image_token is None:
+            raise IncompatibleError(f"{type(self.model).__name__} sees no images; take prompts without them.")
+        return images_in(list(tokens).count(self.image_token), images)
 
     def fingerprint(self) -> Fingerprint:
         """Return the target's identity by content: digests of weights, config, tokenizer and chat template."""

@@ -41,8 +41,8 @@ from ..distill.responses import check_images, distill, target_in_engine
 from ..heads import Drafter
 from ..recipes import Recipe
 from ..targets import Target
-from ..targets.images import StoredImages
 from ..targets.fingerprint import digest_files
+from ..targets.images import StoredImages
 from . import checkpoints, provenance
 from .arguments import packing_of
 from .callbacks import Reports, finish_reports

@@ -181,7 +181,7 @@ def test_what_does_not_work_with_images_is_refused_before_any_pass() -> None:
         decoder.generate([tokens], 4)
     with pytest.raises(BadInputError, match="images: rounds of fixed shapes read none; leave out static=True"):
         Decoder(target("qwen2_5_vl"), static=True).generate([tokens], 4, images=[inputs])
-    with pytest.raises(IncompatibleError, match="LlamaForCausalLM sees no images. Take prompts without images"):
+    with pytest.raises(IncompatibleError, match=r"LlamaForCausalLM sees no images. Take prompts without images"):
         Decoder(Target(make_llama())).generate([[1, 2]], 4, images=[inputs])
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,6 @@ from outrider.distill.recipe_prompts import PromptReading, SuitePrompts, collect
 from outrider.recipes import Recipe
 from outrider.targets import Target
 
-from ..conftest import make_llama
 from .conftest import assistant, data_recipe, user, write_rows
 
 pytest.importorskip("PIL")
@@ -226,5 +223,5 @@ def test_a_measured_image_is_not_learnt(folder: Path) -> None:
 
 def test_text_that_holds_an_image_marker_is_refused(folder: Path) -> None:
     rows = [{"messages": [said(picture("0.png"), "What is <|image_pad|>?")]}]
-    with pytest.raises(RowError, match="row 1: the chat template writes 2 markers .* for 1 images"):
+    with pytest.raises(RowError, match=r"row 1: the chat template writes 2 markers .* for 1 images"):
         prompts_of(folder, rows)

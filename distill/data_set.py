@@ -194,7 +194,7 @@ def _kept_image(image: PromptImage, folder: Path) -> str:
     folder.mkdir(exist_ok=True)
     file = folder / image.digest
     if not file.exists():
-        file.write_bytes(image.read())
+        write_atomically(file, image.read())
     return image.digest
 
 

@@ -111,7 +111,7 @@ def check_images(recipe: Recipe, target: Target) -> None:
     }
     if asked := [name for name, is_asked in reads_text.items() if is_asked]:
         raise BadInputError(f"{asked[0]}: this works with text alone, and rows of data.prompts have images.")
-    if (why := target.why_no_images()) is not None and spec.answers == "target":
+    if (why := target.why_no_images()) is not None:
         raise BadInputError(f"{why} Rows of data.prompts have images.")
 
 

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
 
+# Model types whose prompts with images are decoded as the library's `generate` does; others may need more than this.
+SEEING = ("gemma3", "llava", "qwen2_5_vl", "qwen3_vl")
+
 MOST_BYTES = 32 * MEGABYTE  # of an image's file
 MOST_PIXELS = 2**26  # of a conversation's images together: 200 MB in memory
 _LONGEST_EDGE = 8192  # that a processor may make

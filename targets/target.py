@@ -25,7 +25,7 @@ from .cache_and_masks import CacheLayout, runtime_key
 from .cache_slots import Nodes
 from .fingerprint import Fingerprint
 from .grow import grow, shape_config
-from .images import ImageInputs, ImageReader, PromptImage, images_in
+from .images import SEEING, ImageInputs, ImageReader, PromptImage, images_in
 from .layers import body_of, decoder_layers
 from .loading import image_reader_of, load_causal_lm, load_tokenizer_of, quantise, split_shape, target_path
 from .model_folder import is_local
@@ -174,9 +174,10 @@ class Target(Backbone):
 
     @cached_property
     def images(self) -> ImageReader | None:
-        """The reader of images in its prompts; None for a model that sees none, or has no processor."""
+        """The reader of images in its prompts; None where they are not read, or there is no processor."""
         given, path = self._processor, self.source.get("path")
-        if self.image_token is None or (given is None and (path is None or self.tokenizer is None)):
+        sees = self.image_token is not None and self.model.config.model_type in SEEING
+        if not sees or (given is None and (path is None or self.tokenizer is None)):
             return None
         if given is not None:
             return ImageReader(lambda: given)
@@ -187,9 +188,10 @@ class Target(Backbone):
         name = type(self.model).__name__
         if self.image_token is None:
             return f"{name} sees no images."
-        if self.sharded or not self.rewinds or not self.has_layers:
-            where = "in an engine" if not self.has_layers else "split over processes"
-            return f"{name} is {where}: there images are not read." if self.rewinds else f"{name} has recurrent layers."
+        if self.model.config.model_type not in SEEING:
+            return f"images are read of the model types {', '.join(SEEING)} alone, and this is a {name}."
+        if self.sharded or not self.has_layers:
+            return f"{name} is {'split over processes' if self.sharded else 'in an engine'}: images are not read there."
         return None
 
     def image_inputs(self, tokens: Sequence[int], images: Sequence[PromptImage]) -> ImageInputs | None:
@@ -209,9 +211,9 @@ class Target(Backbone):
         """
         if not images:
             return []
-        if self.image_token is None:
-            raise IncompatibleError(f"{type(self.model).__name__} sees no images; take prompts without them.")
-        return images_in(list(tokens).count(self.image_token), images)
+        if (why := self.why_no_images()) is not None:
+            raise IncompatibleError(f"{why} Take prompts without images.")
+        return images_in(list(tokens).count(cast(int, self.image_token)), images)
 
     def fingerprint(self) -> Fingerprint:
         """Return the target's identity by content: digests of weights, config, tokenizer and chat template."""

@@ -10,6 +10,7 @@ import torch
 
 from outrider.common import BadInputError, IncompatibleError
 from outrider.decode import Decoder, Plan, Sampling, Tree
+from outrider.decode.static_batch import StaticBatches
 from outrider.heads import Drafter, drafter_config
 from outrider.targets import Target
 
@@ -183,6 +184,16 @@ def test_what_does_not_work_with_images_is_refused_before_any_pass() -> None:
         Decoder(target("qwen2_5_vl"), static=True).generate([tokens], 4, images=[inputs])
     with pytest.raises(IncompatibleError, match=r"LlamaForCausalLM sees no images. Take prompts without images"):
         Decoder(Target(make_llama())).generate([[1, 2]], 4, images=[inputs])
+
+
+def test_images_are_read_without_fixed_shapes_where_these_are_the_default() -> None:
+    """As on a GPU, where a decoder that was not asked for them has them for text."""
+    (tokens, inputs), (_, text) = asked("llava", 1), library("llava", 1)
+    decoder = Decoder(target("llava"), drafter("llava", "eagle3"))
+    decoder.static_batches = StaticBatches(target("llava"), True)
+    out = decoder.generate([tokens], NEW, plan=Plan(3), images=[inputs], ignore_eos=True)
+    assert out.tokens[0] == text
+    assert not decoder.static_batches.kept
 
 
 def test_one_event_stream_reads_images_too() -> None:

@@ -158,6 +158,15 @@ def test_a_target_that_sees_no_images_says_so() -> None:
     assert target.image_inputs([1, 2], []) is None
 
 
+def test_models_whose_images_were_never_compared_are_refused() -> None:
+    """Some attend to images by layers of their own, or to a prompt in both directions: their text would be another."""
+    target = target_for("qwen2_5_vl")
+    target.model.config.model_type = "paligemma"
+    assert target.images is None
+    expected = "images are read of the model types gemma3, llava, qwen2_5_vl, qwen3_vl alone"
+    assert (target.why_no_images() or "").startswith(expected)
+
+
 def test_more_image_tokens_than_features_are_refused() -> None:
     target = target_for("gemma3")
     tokens, images = prompt_of(target, [png()])

@@ -31,21 +31,24 @@ JOINT = {"lora": {"r": 2, "target_modules": ["q_proj"]}, "learning_rate": 0.001}
 EAGLE3 = {"type": "eagle3", "steps": 2, "draft_vocab_size": 0}
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a target, prompts with images beside them, and a suite."""
-    folder = tmp_path_factory.mktemp("images")
-    save_target("qwen2_5_vl", folder / "target")
+def placed(folder: Path, family: str) -> Path:
+    """Fill a folder with a target, prompts with images beside them, and a suite."""
+    save_target(family, folder / "target")
     (folder / "pictures").mkdir()
     for number in range(4):
         (folder / "pictures" / f"{number}.png").write_bytes(png(seed=number, width=90 + 30 * number))
     rows = [row_of({"type": "image", "image": f"pictures/{n % 4}.png"}, f"What is picture {n}?") for n in range(6)]
     rows.append({"messages": [{"role": "user", "content": "What is this without a picture?"}]})
     write(folder / "prompts.jsonl", rows)
-    suite = [row_of({"type": "image_url", "image_url": {"url": data_url(png(seed=9))}}, "And that?"), rows[-1]]
-    suite[1] = {"messages": [{"role": "user", "content": "And this?"}]}
+    suite = [row_of({"type": "image_url", "image_url": {"url": data_url(png(seed=9))}}, "And that?")]
+    suite.append({"messages": [{"role": "user", "content": "And this?"}]})
     write(folder / "suite.jsonl", suite)
     return folder
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return placed(tmp_path_factory.mktemp("images"), "qwen2_5_vl")
 
 
 def row_of(image: dict[str, Any], text: str) -> dict[str, Any]:
@@ -86,7 +89,9 @@ def recipe(place: Path, name: str, training: dict[str, Any] | None = None, **dat
     )
 
 
-def test_a_drafter_is_distilled_trained_and_measured_with_images(place: Path) -> None:
+@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3"])
+def test_a_drafter_is_distilled_trained_and_measured_with_images(tmp_path: Path, family: str) -> None:
+    place = placed(tmp_path, family)
     made = recipe(place, "whole", {"eval_steps": 2})
     result = train(made)
     table = load_responses(place / "whole" / "data")

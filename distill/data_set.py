@@ -157,8 +157,9 @@ def save_data_set(
         name: the fingerprint of this content, by which the library caches results.
         with_depths, with_images: whether there is a column of them.
     """
-    features = Features(**_FEATURES, **({DEPTHS: List(Value("int16"))} if with_depths else {}))
-    features |= Features({IMAGES: List(Value("string"))}) if with_images else {}
+    more = {DEPTHS: List(Value("int16"))} if with_depths else {}
+    more |= {IMAGES: List(Value("string"))} if with_images else {}
+    features = Features(**_FEATURES, **more)
     pictures = working_name(workplace / IMAGES, "tmp")
     stream = working_name(workplace / "rows.arrow", "tmp")  # by which the next run clears what a kill leaves
     learnt = working_name(workplace / LEARNT, "tmp")

@@ -53,7 +53,7 @@ from .reports.figures import (
 )
 from .reports.report import Conditions, ContestantInfo, Report, SuiteInfo
 from .reports.statistics import Bootstrap, strata_of
-from .suites import PromptJob, Suite, check_images, check_lengths, make_jobs, make_suite, with_later_turns
+from .suites import PromptJob, Suite, check_lengths, make_jobs, make_suite, with_later_turns
 
 PLAIN, GENERATE = "plain", "transformers.generate"
 _SHOWN, _SHOWN_TOKENS = 2, 512  # of the best and of the worst prompts, whose texts a report keeps
@@ -108,7 +108,7 @@ def measure(
     if until is not None:
         per_suite = [make_jobs([suite], settings.limit) for suite in suites]
         jobs = [job for job in chain(*zip_longest(*per_suite)) if job is not None]
-    _check(target, entrants, jobs, suites, settings)
+    _check(target, entrants, jobs, settings)
     plain = next(c.name for c in entrants if c.drafter is None)
     baselines = Baselines(plain=plain, generate=GENERATE if generate_baseline else None)
     racers: list[Racer[PromptJob, TimedCompletion]] = [(racer or DecoderRacer)(target, c, settings) for c in entrants]
@@ -221,13 +221,7 @@ def baseline_config(name: str) -> tuple[type[Drafter], DrafterConfig]:
     return head, config
 
 
-def _check(
-    target: Target,
-    entrants: Sequence[Contestant],
-    jobs: Sequence[PromptJob],
-    suites: Sequence[Suite],
-    settings: EvalSpec,
-) -> None:
+def _check(target: Target, entrants: Sequence[Contestant], jobs: Sequence[PromptJob], settings: EvalSpec) -> None:
     names = [c.name for c in entrants]
     if len(set(names)) < len(names) or GENERATE in names:
         raise BadInputError(f"contestants need names of their own, other than {GENERATE!r}; got {', '.join(names)}.")
@@ -249,7 +243,6 @@ def _check(
                 f"but temperature {hot[0]} is to be measured too; use 'auto'."
             )
     check_lengths(target, jobs, settings)
-    check_images(suites, settings)
     base_sampling(target, settings)
     if settings.batch_sizes:
         batch_count(jobs, settings)

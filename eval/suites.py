@@ -110,7 +110,6 @@ def suites_of(
             f"eval.contexts: {long[0]} tokens and {settings.max_new_tokens} new ones exceed the target's context of "
             f"{target.max_context}; take at most {most}."
         )
-    check_images(suites, settings)
     if settings.contexts:
         suites = [filled(suite, length) for suite in suites for length in settings.contexts]
     jobs = make_jobs(suites)
@@ -121,17 +120,6 @@ def suites_of(
             f"{max(settings.batch_sizes)}. Take more prompts or smaller batches."
         )
     return suites
-
-
-def check_images(suites: Sequence[Suite], settings: EvalSpec) -> None:
-    """Raise BadInputError if something is asked for that does not work with the images of a suite."""
-    asked = [name for name in ("contexts", "batch_sizes") if getattr(settings, name)]
-    suite = next((suite for suite in suites if any(prompt.images for prompt in suite.prompts)), None)
-    if asked and suite is not None:
-        raise BadInputError(
-            f"eval.{asked[0]}: prompts of the suite {suite.name} have images, and are measured one at a time as they "
-            f"are; leave out eval.{asked[0]}, or the suite."
-        )
 
 
 def checked_for_leaks(suite: Suite, learnt: Set[str], data: str, allowed: bool = False) -> Suite:
@@ -286,7 +274,13 @@ def with_later_turns(
 
 
 def check_lengths(target: Target, jobs: Sequence[PromptJob], settings: EvalSpec) -> None:
-    """Raise BadInputError for a prompt that leaves no room for the answer."""
+    """Raise BadInputError for a prompt that leaves no room for the answer, or with images where only text works."""
+    asked = next((name for name in ("contexts", "batch_sizes") if getattr(settings, name)), None)
+    if asked and (seeing := next((job.suite for job in jobs if job.prompt.images), None)):
+        raise BadInputError(
+            f"eval.{asked}: prompts of the suite {seeing} have images, and are measured one at a time as they are; "
+            f"leave out eval.{asked}, or the suite."
+        )
     longest = max(jobs, key=lambda job: len(job.prompt.tokens))
     needed = len(longest.prompt.tokens) + settings.max_new_tokens
     if target.max_context is not None and needed > target.max_context:

@@ -202,3 +202,9 @@ def test_one_event_stream_reads_images_too() -> None:
         tokens, NEW, plan=Plan(3), ignore_eos=True, images=inputs
     )
     assert [token for event in events for token in event.tokens] == library("llava", 1)[1]
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_a_head_has_plain_positions(family: str) -> None:
+    """As engines serve it; its config says nothing of the target's three dimensions."""
+    assert drafter(family, "eagle3").config.rope_parameters == {"rope_type": "default", "rope_theta": 10000.0}

@@ -192,9 +192,10 @@ def test_a_training_that_reads_text_alone_is_refused(
 @pytest.mark.parametrize("setting", ["contexts", "batch_sizes"])
 def test_what_is_not_measured_with_images_is_refused(place: Path, setting: str) -> None:
     target, made = Target.load(place / "target", dtype="float32", device="cpu"), recipe(place, "measured")
+    longest = max(len(prompt.tokens) for suite in suites_of(target, made.eval) for prompt in suite.prompts)
+    asked = made.eval.model_copy(update={setting: [longest if setting == "contexts" else 2]})
     with pytest.raises(BadInputError, match=f"eval.{setting}: prompts of the suite suite.* have images"):
-        longest = max(len(prompt.tokens) for suite in suites_of(target, made.eval) for prompt in suite.prompts)
-        suites_of(target, made.eval.model_copy(update={setting: [longest if setting == "contexts" else 2]}))
+        suites_of(target, asked)
 
 
 def test_a_target_of_text_refuses_a_data_set_with_images(answered: Path, tiny_target: Target) -> None:

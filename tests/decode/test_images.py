@@ -61,7 +61,7 @@ def test_text_without_drafts_is_that_of_generate(family: str, count: int) -> Non
     assert out.tokens[0] == text
 
 
-@pytest.mark.parametrize("name", ["ngram", "suffix", "eagle1", "eagle3", "medusa"])
+@pytest.mark.parametrize("name", ["ngram", "suffix", "eagle1", "eagle3", "medusa", "self_speculative"])
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_text_with_drafts_is_the_text_without(family: str, plan: str, name: str) -> None:
@@ -194,6 +194,11 @@ def test_images_are_read_without_fixed_shapes_where_these_are_the_default() -> N
     out = decoder.generate([tokens], NEW, plan=Plan(3), images=[inputs], ignore_eos=True)
     assert out.tokens[0] == text
     assert not decoder.static_batches.kept
+
+
+def test_a_draft_model_is_not_made_of_a_text_part_that_is_none() -> None:
+    with pytest.raises(IncompatibleError, match="no language model of a Qwen2_5_VLTextConfig alone; name one with"):
+        drafter("qwen2_5_vl", "draft_model", model={"num_hidden_layers": 1})
 
 
 def test_one_event_stream_reads_images_too() -> None:

@@ -317,8 +317,12 @@ def _tokens(prompt: Prompt, messages: Sequence[Message], tokenizer: PreTrainedTo
 
 
 def _rendered(prompt: Prompt, messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> str:
-    text = render(tokenizer, messages, f"prompt {prompt.id}", prompt.tools, template=prompt.template)
-    return insert_images(text, prompt.images[: num_images(messages)])[0]
+    where = f"prompt {prompt.id}"
+    text = render(tokenizer, messages, where, prompt.tools, template=prompt.template)
+    try:
+        return insert_images(text, prompt.images[: num_images(messages)])[0]
+    except BadInputError as error:  # an answer holds a marker
+        raise RefusedChatError(where, str(error).rstrip("."), [m["role"] for m in messages]) from error
 
 
 def _answer(prompt: Prompt, messages: Sequence[Message], answer: Tokens, tokenizer: PreTrainedTokenizerBase) -> Message:

@@ -276,6 +276,8 @@ class _ResponsesBuilder:
         longest = self.spec.max_prompt_tokens + self.spec.max_new_tokens
         try:
             rows = given_sequences(prompt, self.tokenizer, longest)
+            for tokens, _ in rows:
+                self._shown(prompt, tokens)  # refuses what was cut inside an image
         except BadInputError as error:
             _log.debug("%s", error)
             rows = []

@@ -128,7 +128,7 @@ def test_generation_markers_are_found_after_images(folder: Path) -> None:
 
 def recipe_of(folder: Path, rows: list[dict[str, Any]], **data: Any) -> Recipe:
     file = write_rows(folder / "rows.jsonl", rows)
-    return data_recipe(folder / "out", prompts=[file], max_new_tokens=8, **data)
+    return data_recipe(folder / "out", prompts=[file], **{"max_new_tokens": 8} | data)
 
 
 CONVERSATION = {"messages": [said("A picture.", picture("0.png")), assistant("x"), said(picture("1.png"), "And that?")]}
@@ -172,6 +172,27 @@ def test_a_row_is_read_back_with_its_images(folder: Path, family: str) -> None:
         images.of(0)
     with pytest.raises(BadInputError, match=stored.name):
         load_responses(data)
+
+
+def test_an_answer_with_a_marker_ends_its_conversation(folder: Path) -> None:
+    """Its text would stand for an image in the next question."""
+    own = target("qwen2_5_vl")
+    [prompt] = prompts_of(folder, [CONVERSATION])
+    assert own.image_token is not None
+    assert next_question(prompt, [[own.image_token, 9]], own.require_tokenizer()) is None
+    assert next_question(prompt, [[9]], own.require_tokenizer()) is not None
+
+
+def test_a_row_that_is_cut_inside_an_image_is_left_out(folder: Path) -> None:
+    own, messages = target("llava"), [*CONVERSATION["messages"], assistant("A red one.")]
+    [prompt] = prompts_of(folder, [{"messages": messages}], "llava", given=True)
+    [(tokens, _)] = given_sequences(prompt, own.require_tokenizer())
+    cut = len(tokens) - list(reversed(tokens)).index(own.image_token) - 1
+    rows = [{"messages": messages}, {"messages": [user("No picture."), assistant("None.")]}]
+    longest = len(prompt.tokens)
+    made = recipe_of(folder, rows, answers="given", max_prompt_tokens=longest, max_new_tokens=cut - longest)
+    table = load_responses(distill(made, own))
+    assert [row["images"] for row in table] == [[]]
 
 
 def test_a_row_is_left_out_in_which_the_target_wrote_an_image_token(

@@ -203,17 +203,18 @@ class OnlineBatches(Batches):
     def of(self, inputs: dict[str, Tensor]) -> TargetBatch:
         tokens = inputs["input_ids"]
         with torch.no_grad(), torch.autocast(tokens.device.type, self.precision, enabled=self.precision is not None):
-            hidden, last = self._states(tokens, inputs["index"].tolist())
+            hidden, last = self._states(inputs)
         return TargetBatch(self.target, tokens, inputs["labels"] != IGNORED, hidden, last)
 
-    def _states(self, tokens: Tensor, rows: list[int]) -> tuple[Tensor | None, Tensor]:
-        """Return the taps `[B, T, K, H]`, if there are any, and the last states `[B, T, H]` of rows `[B, T]`."""
+    def _states(self, inputs: dict[str, Tensor]) -> tuple[Tensor | None, Tensor]:
+        """Return the taps `[B, T, K, H]`, if there are any, and the last states `[B, T, H]` of a batch."""
+        tokens = inputs["input_ids"]
         if self.images is None:
             out = self.target.forward(tokens, taps=self.taps, logits=False)
             return out.hidden, out.last
         each = [
             self.target.run(one, taps=self.taps, images=None if row == EMPTY else self.images.of(row))
-            for one, row in zip(tokens.split(1), rows, strict=True)
+            for one, row in zip(tokens.split(1), inputs["index"].tolist(), strict=True)
         ]
         hidden = [states for _, states in each if states is not None]
         return torch.cat(hidden) if hidden else None, torch.cat([last for last, _ in each])

@@ -21,13 +21,12 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.models.auto import modeling_auto
 
 from ..common import digests
 from ..common.errors import BadInputError, IncompatibleError, OutriderError, Refusal, first_line, reason
 from ..common.safe_load import read_json
 from .grow import ALIASES, SHAPES, grown_config, shape_config
-from .images import ImageReader, processor_in
+from .images import SEEING, ImageReader, processor_in
 from .model_folder import (
     INDEX,
     MODEL_CONFIG,
@@ -233,10 +232,8 @@ def meta_causal_lm(
 
 
 def _auto_class(model_type: Any) -> Any:
-    """Return the library's class that makes models of a type: of those that see images some are no causal LMs there."""
-    sees = model_type in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-    is_text = model_type in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    return AutoModelForImageTextToText if sees and not is_text else AutoModelForCausalLM
+    """Return the library's class that makes models of a type: those that see images are no causal LMs there."""
+    return AutoModelForImageTextToText if model_type in SEEING else AutoModelForCausalLM
 
 
 def _dtype(config: Any, asked: str | torch.dtype) -> torch.dtype:

@@ -44,6 +44,14 @@ class SamplerConfig:
     sampling: Sampling
     processors: Processors | None  # for penalties and bans; None if there are none
     vocab: int
+    undrafted: Tensor | None = None  # tokens that the target may write and a drafter never drafts, [U]; None for none
+
+    def draftable(self, logits: Tensor, token_ids: Tensor | None) -> Tensor:
+        """Return a drafter's logits `[..., V']`, of the tokens `token_ids` `[V']`, in which no other can be drawn."""
+        if self.undrafted is None:
+            return logits
+        ids = torch.arange(logits.shape[-1], device=logits.device) if token_ids is None else token_ids
+        return logits.masked_fill(torch.isin(ids, self.undrafted), float("-inf"))
 
 
 @dataclass(frozen=True)
@@ -98,6 +106,7 @@ class DraftSampler:
 
         `context`: of that token, if there are processors.
         """
+        logits = self.config.draftable(logits, token_ids)
         if self._is_certain and context is None:
             best = _highest(logits, logits)
             return best if token_ids is None else best._replace(token=token_ids.index_select(0, best.place))
@@ -124,6 +133,7 @@ class DraftSampler:
             nodes: numbers of the nodes, by which draws differ, `[B or 1, W]`.
             context: the children's, `[B, W]` places, if there are processors.
         """
+        logits = self.config.draftable(logits, token_ids)
         if not self._is_certain or context is not None:
             logits, token_ids = self._processed(logits, token_ids, context), None
         if self._is_certain:

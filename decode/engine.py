@@ -20,11 +20,12 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ..common import BadInputError
-from ..common.errors import LIBRARY_ERRORS, reason
+from ..common.errors import LIBRARY_ERRORS, IncompatibleError, reason
 from ..common.machine import clock
 from ..heads import Abilities, Drafter, NoDraftSession, Session
 from ..targets import RowLengths, Target
 from ..targets.fast import by_library, use_fast_pass, use_fastest_pass
+from ..targets.images import ImageInputs
 from ..targets.split_attention import steady_kernels
 from .control import Controller, Schedule
 from .drafting import SamplerConfig
@@ -66,6 +67,7 @@ class Decoder:
         elif fast is None:
             use_fastest_pass(target)
         self.static_batches = StaticBatches(target, on_gpu if static is None else static)
+        self._is_static = bool(static)
         self._drafts = drafter  # as it drafts
         if drafter is not None:
             drafter.check(target)
@@ -82,6 +84,7 @@ class Decoder:
         ignore_eos: bool = False,
         sequence_ids: Sequence[int] | None = None,
         speculate: bool | Sequence[bool] = True,
+        images: Sequence[ImageInputs | None] = (),
     ) -> Output:
         """Complete all `prompts` (token ids, of any lengths) in one batch.
 
@@ -91,13 +94,14 @@ class Decoder:
                 in whatever batch it runs. (Above temperature 0 a plan's controller looks at the whole batch: then only
                 under the coupled rule.)
             speculate: False decodes plainly, whatever the plan; or a flag for each prompt.
+            images: those of each prompt (see `Target.image_inputs`); () for prompts without any.
 
         Raises:
             BadInputError: an empty prompt, a prompt that leaves no room in the target's context, more than memory
-                holds, or a place at which `sampling` forbids every token.
-            IncompatibleError: the plan drafts trees, and the target cannot verify them.
+                holds, a place at which `sampling` forbids every token, or images that do not fit their prompt.
+            IncompatibleError: the plan drafts trees, and the target cannot verify them; or it sees no images.
         """
-        settings = (sampling or Sampling(), plan or Plan(), stop, ignore_eos, sequence_ids, speculate)
+        settings = (sampling or Sampling(), plan or Plan(), stop, ignore_eos, sequence_ids, speculate, images)
         run = self.run(Request(prompts, max_new_tokens, *settings))
         for _ in run.steps():
             pass
@@ -112,9 +116,10 @@ class Decoder:
         stop: Stop | None = None,
         ignore_eos: bool = False,
         speculate: bool = True,
+        images: ImageInputs | None = None,
     ) -> Iterator[StreamEvent]:
         """Complete one prompt, yielding what each round emits."""
-        settings = (sampling or Sampling(), plan or Plan(), stop, ignore_eos, None, speculate)
+        settings = (sampling or Sampling(), plan or Plan(), stop, ignore_eos, None, speculate, (images,))
         for events in self.run(Request([prompt], max_new_tokens, *settings)).steps():
             yield events[0]
 
@@ -123,8 +128,13 @@ class Decoder:
         if not isinstance(new := request.max_new_tokens, Integral) or new < 1:
             raise BadInputError(f"max_new_tokens must be at least 1, got {new!r}.")
         request = replace(request, plan=request.plan.within(new))
+        batches = self.static_batches
+        if request.has_images and batches.wanted:
+            if self._is_static:
+                raise BadInputError("images: rounds of fixed shapes read none; leave out static=True.")
+            batches = StaticBatches(self.target, False)
         drafter = self.drafter if self.target.packed is None else self._drafts
-        return Run(self.target, drafter, request, self.static_batches)
+        return Run(self.target, drafter, request, batches)
 
 
 @dataclass(frozen=True)
@@ -139,6 +149,7 @@ class Request:
     ignore_eos: bool = False
     sequence_ids: Sequence[int] | None = None
     speculate: bool | Sequence[bool] = True
+    images: Sequence[ImageInputs | None] = ()  # of each prompt; () for none
 
     @cached_property
     def rows(self) -> list[Tensor]:
@@ -161,6 +172,25 @@ class Request:
         flags = self.speculate
         return [flags] * len(self.prompts) if isinstance(flags, bool) else list(flags)
 
+    @property
+    def has_images(self) -> bool:
+        return any(images is not None for images in self.images)
+
+    def _check_images(self, target: Target) -> None:
+        """Raise an error if `target` cannot read the images, or a prompt shows some that are not given."""
+        token = target.image_token
+        if not self.has_images:
+            if token is not None and any(bool((row == token).any()) for row in self.rows):
+                raise BadInputError(
+                    f"a prompt holds image tokens ({token}), and no image is given with it: what was asked for reads "
+                    "text alone. Leave out prompts with images."
+                )
+            return
+        if (why := target.why_no_images()) is not None:
+            raise IncompatibleError(f"{why} Take prompts without images.")
+        if len(self.prompts) > 1 or len(self.images) > 1:
+            raise BadInputError(f"prompts with images are decoded one at a time, not {len(self.prompts)} together.")
+
     def check(self, target: Target) -> None:
         """Raise BadInputError if `target` cannot serve the request."""
         count, new = len(self.prompts), self.max_new_tokens
@@ -181,6 +211,7 @@ class Request:
                     f"prompt {i} has {length} tokens; with {new} new ones it exceeds the target's context of "
                     f"{limit}. Shorten the prompt or lower max_new_tokens."
                 )
+        self._check_images(target)
 
     def tokens(self, vocab: int) -> tuple[Tensor, list[int]]:
         """Return the prompts as a tensor `[B, T]`, zeros after the shorter ones, and their lengths.
@@ -266,7 +297,10 @@ class Run:
             target.check_trees()
         ends = frozenset(() if request.ignore_eos else target.eos_ids)
         processors = Processors(request.sampling, target.vocab_size, ends, target.device)
-        sampler_config = SamplerConfig(request.sampling, None if processors.idle else processors, target.vocab_size)
+        # A drafter that copies would copy the tokens of images.
+        undrafted = torch.tensor([target.image_token], device=target.device) if request.has_images else None
+        idle = None if processors.idle else processors
+        sampler_config = SamplerConfig(request.sampling, idle, target.vocab_size, undrafted)
         taps = () if self.drafter is None else self.drafter.taps
         self.setup = RoundSetup(target, plan, sampler_config, abilities, taps)
         self.controller = None if self.drafter is None else _controller(plan, abilities, len(request.prompts))
@@ -309,7 +343,9 @@ class Run:
         tokens, lengths = self.request.tokens(self.target.vocab_size)
         tokens, counts = tokens.to(self.device), RowLengths.of(lengths, self.device)
         state = self._open(tokens, counts)
-        out = self.target.forward(tokens, state.cache, taps=self.setup.taps, at=counts.tensor[:, None] - 1)
+        images = next(iter(self.request.images), None)  # with images there is one prompt
+        at = counts.tensor[:, None] - 1
+        out = self.target.forward(tokens, state.cache, taps=self.setup.taps, at=at, images=images)
         state.cache.advance(counts)
         keys = Keys(state.seed, state.sequences, counts.tensor)
         state, packed = first_tokens(self.setup, state, out.logits, keys)
@@ -465,6 +501,7 @@ class Run:
             stop=None,
             sequence_ids=[request.ids[i]],
             speculate=[self.drafts[i]],
+            images=request.images[i : i + 1],
         )
         try:
             with tracer.tracing(), by_library(self.target):

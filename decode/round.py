@@ -234,11 +234,13 @@ def draft(setup: RoundSetup, state: RoundState, depth: int) -> Draft:
     plan, session, root = setup.plan, state.session, state.root
     rule = RULES[setup.rule(setup.abilities.deterministic)]
     sampler = DraftSampler(rule, setup.sampler_config, state.keys, state.context)
+    undrafted = setup.sampler_config.undrafted
     if isinstance(session, NodeSession) and setup.abilities.reads_nodes:
         if setup.static_tree is not None and depth == plan.depth:
-            return _masked(state, grow_static(session, root, setup.static_tree, sampler), None)
+            return _masked(state, grow_static(session, root, setup.static_tree, sampler), None, undrafted)
         if plan.shape is DraftShape.DYNAMIC:
-            return _masked(state, grow_dynamic(session, root, plan.width, plan.max_nodes, depth, sampler), None)
+            grown = grow_dynamic(session, root, plan.width, plan.max_nodes, depth, sampler)
+            return _masked(state, grown, None, undrafted)
     chain = ChainDraft(sampler, plan.confidence)
     by_confidence = setup.abilities.confident and (plan.confidence or isinstance(plan.control, Schedule))
     if by_confidence and setup.abilities.reads_nodes and isinstance(session, NodeSession):
@@ -248,17 +250,22 @@ def draft(setup: RoundSetup, state: RoundState, depth: int) -> Draft:
     lengths = chain.lengths  # of what each row really proposes, [B]; None for all
     if isinstance(plan.control, Schedule) and chain.reach:
         lengths = plan.control.lengths(torch.stack(chain.reach[: proposal.depth], 1))
-    drafted = _masked(state, chain.draft(proposal), lengths)
+    drafted = _masked(state, chain.draft(proposal), lengths, undrafted)
     return drafted if lengths is None or not setup.may_sync else _shortened(drafted)
 
 
-def _masked(state: RoundState, draft: Draft, lengths: Tensor | None) -> Draft:
-    """Return the draft with only each row's first `lengths` `[B]` tokens (None: all) real, none in a plain row."""
+def _masked(state: RoundState, draft: Draft, lengths: Tensor | None, undrafted: Tensor | None = None) -> Draft:
+    """Return the draft with only each row's first `lengths` `[B]` tokens (None: all) real, none in a plain row.
+
+    From the first of the tokens `undrafted` `[U]` on, none is real either.
+    """
     real = draft.proposal.real
     if lengths is not None:
         real = real & (torch.arange(real.shape[1], device=real.device) < lengths[:, None])
     if state.speculate is not None:
         real = real & state.speculate[:, None]
+    if undrafted is not None:  # copied from the text: drafts that were drawn hold none
+        real = real & (torch.isin(draft.proposal.tokens, undrafted).cumsum(1) == 0)
     return draft if real is draft.proposal.real else replace(draft, proposal=replace(draft.proposal, real=real))
 
 

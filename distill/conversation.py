@@ -20,8 +20,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from ..common import BadInputError
+from ..targets.images import PromptImage, insert_images
 from ..targets.tokenizer_process import OverBudgetError, Rendered, parse_response, render_chat
-from .dataset_formats import Message, chat_messages
+from .dataset_formats import Message, chat_messages, num_images
 from .prompt_table import Prompt
 
 Tokens = Sequence[int]
@@ -74,6 +75,8 @@ def _render(
             f"{where}: is a chat, but the target's tokenizer has no chat template; use raw text (`text`), or set "
             "tokenizer.chat_template."
         )
+    if num_images(messages):  # templates of such models may take parts alone
+        messages = [m if isinstance(m["content"], list) else m | {"content": _as_parts(m["content"])} for m in messages]
     try:
         return render_chat(tokenizer, messages, tools, answer, template or {})
     except OverBudgetError as error:
@@ -82,6 +85,10 @@ def _render(
         what = str(error) or type(error).__name__
         roles = [m["role"] for m in messages]
         raise RefusedChatError(where, f"the target's chat template refuses this conversation: {what}", roles) from error
+
+
+def _as_parts(text: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text}]
 
 
 def supervised_mask(
@@ -112,13 +119,14 @@ def supervised_rows(
     messages: Sequence[dict[str, Any]],
     tools: Any = None,
     template: Mapping[str, Any] | None = None,
+    images: Sequence[PromptImage] = (),
 ) -> list[tuple[list[int], list[bool]]]:
     """Return the rows in which every turn of the assistant is supervised once, each as by `supervised_mask`.
 
     A turn that the template writes differently once later ones follow gets a row that ends with it; all others share
-    the whole conversation.
+    the whole conversation. `images` are those in the messages, in order.
     """
-    chat = _Chat(tokenizer, chat_messages(list(messages), "this conversation"), tools, template)
+    chat = _Chat(tokenizer, chat_messages(list(messages), "this conversation"), tools, template, images)
     spans = dict(_assistant_spans(chat))
     rows = []
     for number in chat.answering():
@@ -136,10 +144,13 @@ class _Chat:
     messages: list[dict[str, Any]]
     tools: Any
     template: Mapping[str, Any] | None
+    images: Sequence[PromptImage] = ()
 
     def rendered(self, count: int, answer: bool = False) -> Rendered:
         messages = self.messages[:count]
-        return _render(self.tokenizer, messages, "this conversation", self.tools, answer, self.template)
+        made = _render(self.tokenizer, messages, "this conversation", self.tools, answer, self.template)
+        text, moved = insert_images(made.text, self.images[: num_images(messages)])
+        return Rendered(text, [(moved(begin), moved(end)) for begin, end in made.generated])
 
     def answering(self) -> list[int]:
         """Return the places of the assistant's messages that answer something."""
@@ -287,7 +298,7 @@ def _given_rows(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> list[Supe
     messages = list(prompt.messages)
     for number, answer in enumerate(prompt.given):
         messages += [*(prompt.later[number - 1] if number else ()), *answer]
-    rows = supervised_rows(tokenizer, messages, prompt.tools, prompt.template)
+    rows = supervised_rows(tokenizer, messages, prompt.tools, prompt.template, prompt.images)
     return [(tokens, [int(m) for m in mask]) for tokens, mask in rows]
 
 
@@ -306,7 +317,12 @@ def _tokens(prompt: Prompt, messages: Sequence[Message], tokenizer: PreTrainedTo
 
 
 def _rendered(prompt: Prompt, messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> str:
-    return render(tokenizer, messages, f"prompt {prompt.id}", prompt.tools, template=prompt.template)
+    where = f"prompt {prompt.id}"
+    text = render(tokenizer, messages, where, prompt.tools, template=prompt.template)
+    try:
+        return insert_images(text, prompt.images[: num_images(messages)])[0]
+    except BadInputError as error:  # an answer holds a marker
+        raise RefusedChatError(where, str(error).rstrip("."), [m["role"] for m in messages]) from error
 
 
 def _answer(prompt: Prompt, messages: Sequence[Message], answer: Tokens, tokenizer: PreTrainedTokenizerBase) -> Message:

@@ -4,6 +4,8 @@ Where a drafter speculated, its rows hold depths. A round of decoding emits the 
 target's own token after them: these have the depths 1, 2, … The first token of an answer, which no round emits, has 0,
 and so has each token that the target only read.
 
+Rows with images name them by their digests; the files lie in the folder `images` of the data set, each once.
+
 From the counts of its tokens come pruned draft vocabularies: the target's most frequent tokens. The same counts and
 size give the same tokens, and the same digest.
 
@@ -33,6 +35,8 @@ from ..common import BadInputError, digests
 from ..common.atomic import replacing_folder, working_name, write_atomically
 from ..common.safe_load import read_json, read_text
 from ..heads.vocabulary import by_frequency, most_frequent
+from ..targets import Target
+from ..targets.images import PromptImage, StoredImages
 
 PROVENANCE = "provenance.json"
 LEARNT = "learnt.txt"  # digests of the questions, one in a line
@@ -42,6 +46,7 @@ _TYPES = {"id": Value("string"), "suite": Value("string"), "input_ids": List(Val
 _NEEDED = Features(**_TYPES, loss_mask=List(Value("int8")))
 _FEATURES = Features(**_NEEDED, content=Value("string"))
 DEPTHS = "depths"  # the column of a data set for which a drafter speculated
+IMAGES = "images"  # the column of a data set with images, and the folder of their files
 ROUNDS = "rounds"  # the drafters in its provenance, with the number of prompts of each
 COLUMNS = tuple(_FEATURES)
 NUM_SIZES = 7  # of the vocabularies that are compared
@@ -53,7 +58,7 @@ class TrainingRow:
 
     `content` is a digest of the question: it decides which rows are held out, whatever their ids and places. `depths`
     are those at which rounds of decoding reached each token `[T]`, 0 where none did; None without a drafter. `asked`
-    are digests of its questions (`Prompt.asked_digests`).
+    are digests of its questions (`Prompt.asked_digests`). `images` are those that its tokens show, in order.
     """
 
     id: str
@@ -63,6 +68,7 @@ class TrainingRow:
     content: str
     depths: list[int] | None = None
     asked: Sequence[str] = ()
+    images: Sequence[PromptImage] = ()
 
 
 def load_responses(folder: str | Path) -> Dataset:
@@ -81,6 +87,15 @@ def load_responses(folder: str | Path) -> Dataset:
             f"{folder}: the columns {', '.join(missing)} are missing; found {', '.join(dataset.column_names)}."
         )
     return dataset
+
+
+def images_of(folder: str | Path, dataset: Dataset, target: Target) -> StoredImages | None:
+    """Return the images of a data set's rows; None if they have none. BadInputError: the target sees no images."""
+    if IMAGES not in dataset.column_names:
+        return None
+    if target.images is None:
+        raise BadInputError(f"{folder}: its rows have images, and this target sees none; take one that does.")
+    return StoredImages(Path(folder) / IMAGES, dataset[IMAGES], target.images)
 
 
 def learnt_questions(folder: str | Path) -> set[str]:
@@ -132,6 +147,7 @@ def save_data_set(
     describe: Callable[[], dict[str, Any]],
     name: str,
     with_depths: bool = False,
+    with_images: bool = False,
 ) -> None:
     """Write a data set beside its place, then move it there. Its rows are never all in memory.
 
@@ -139,9 +155,12 @@ def save_data_set(
         workplace: a folder for temporary files.
         describe: returns the provenance, when all rows were written.
         name: the fingerprint of this content, by which the library caches results.
-        with_depths: whether there is a column of them.
+        with_depths, with_images: whether there is a column of them.
     """
-    features = Features(**_FEATURES, **({DEPTHS: List(Value("int16"))} if with_depths else {}))
+    more = {DEPTHS: List(Value("int16"))} if with_depths else {}
+    more |= {IMAGES: List(Value("string"))} if with_images else {}
+    features = Features(**_FEATURES, **more)
+    pictures = working_name(workplace / IMAGES, "tmp")
     stream = working_name(workplace / "rows.arrow", "tmp")  # by which the next run clears what a kill leaves
     learnt = working_name(workplace / LEARNT, "tmp")
     was_quiet = are_progress_bars_disabled()
@@ -153,18 +172,31 @@ def save_data_set(
         ):
             for row in rows:
                 questions.write("".join(f"{digest}\n" for digest in row.asked).encode())
-                writer.write({column: value for column, value in vars(row).items() if column in features})
+                values = vars(row) | {IMAGES: [_kept_image(image, pictures) for image in row.images]}
+                writer.write({column: value for column, value in values.items() if column in features})
             writer.finalize()
         with replacing_folder(folder) as building:
             Dataset(MemoryMappedTable.from_file(str(stream)), fingerprint=name).save_to_disk(str(building))
             shutil.copyfile(learnt, building / LEARNT)
+            if pictures.exists():
+                shutil.copytree(pictures, building / IMAGES)
             write_atomically(building / PROVENANCE, json.dumps(describe(), indent=2) + "\n")
             digests.seal(building)
     finally:
         stream.unlink(missing_ok=True)
         learnt.unlink(missing_ok=True)
+        shutil.rmtree(pictures, ignore_errors=True)
         if not was_quiet:
             enable_progress_bars()
+
+
+def _kept_image(image: PromptImage, folder: Path) -> str:
+    """Keep an image's file in a folder, once; return its digest, which is its name there."""
+    folder.mkdir(exist_ok=True)
+    file = folder / image.digest
+    if not file.exists():
+        write_atomically(file, image.read())
+    return image.digest
 
 
 def depths_of_answer(emitted: Sequence[int]) -> Iterator[int]:

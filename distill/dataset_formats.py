@@ -9,6 +9,8 @@
 
 A row may bring its own answers: the assistant's turns of a chat, or `answer`, `response`, `completion`, `output` or
 `reference` beside the question. `system` and `tools` (or `functions`) are given to the chat template.
+
+The content of a message with images is a list of parts: texts, and images by the digests of their files.
 """
 
 from __future__ import annotations
@@ -17,12 +19,14 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import chain, groupby
+from pathlib import Path
 from typing import Any
 
 from ..common import BadInputError
 from ..common.digests import canonical_json
 from ..common.safe_load import JSON, Unreadable, parse_json
+from ..targets.images import ImageSource, check_pixels
 
 Row = dict[str, Any]
 Message = dict[str, Any]
@@ -52,6 +56,7 @@ _SPEAKING = ("tool_calls", "function_call", "reasoning_content", "reasoning", "t
 _READ = (*_SPEAKING, "thoughts", "tool_call_id", "name", "tools", "functions")
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 
+_IMAGES = ("image", "image_url")  # kinds of parts
 _MOST_TURNS = 1000
 LONGEST_TEXT = 1_000_000  # letters: a tokenizer may take half a kilobyte for each
 
@@ -75,6 +80,7 @@ class RowPrompt:
         later: the messages after each answer.
         given: the row's own answers, one after each question.
         tools: those that the chat template lists.
+        images: of the whole conversation, in order.
     """
 
     layout: str
@@ -84,6 +90,7 @@ class RowPrompt:
     later: tuple[Turn, ...] = ()
     given: tuple[Turn, ...] = ()
     tools: list[Any] | None = None
+    images: tuple[ImageSource, ...] = ()
 
     def canonical(self, with_answers: bool = False) -> str:
         """Return the question as one text: equal for rows that ask the same."""
@@ -113,7 +120,18 @@ class RowPrompt:
 
 def users_texts(turns: Iterable[Turn]) -> list[str]:
     """Return the texts of the user in all turns."""
-    return [str(message["content"]) for turn in turns for message in turn if message["role"] == "user"]
+    return [content_text(message) for turn in turns for message in turn if message["role"] == "user"]
+
+
+def content_text(message: Message) -> str:
+    """Return a message's content as text, in which an image is its digest."""
+    content = message["content"]
+    return content if isinstance(content, str) else "".join(part.get("text") or part["image"] for part in content)
+
+
+def num_images(messages: Iterable[Message]) -> int:
+    """Return the number of images in messages."""
+    return sum(part["type"] == "image" for m in messages if not isinstance(m["content"], str) for part in m["content"])
 
 
 def question_digests(texts: Iterable[str]) -> Iterator[bytes]:
@@ -124,16 +142,19 @@ def question_digests(texts: Iterable[str]) -> Iterator[bytes]:
         yield digest.digest()
 
 
-def understand(row: Row, where: str, layout: str | None = None, column: str | None = None) -> RowPrompt:
+def understand(
+    row: Row, where: str, layout: str | None = None, column: str | None = None, folder: Path | None = None
+) -> RowPrompt:
     """Return the question of a row.
 
     Args:
         where: the row's place, for errors.
         layout: one of the table above, by which it is read; None recognises it by its keys.
         column: the key of the question; None for those of the table.
+        folder: below which images are looked for; None where there is none.
 
     Raises:
-        RowError: none of the keys, or a value of another kind than its key says.
+        RowError: none of the keys, a value of another kind than its key says, or an image that cannot be read.
     """
     kind, key = _recognised(row, where, layout, (column,) if column else None)
     if kind == "text":
@@ -142,12 +163,39 @@ def understand(row: Row, where: str, layout: str | None = None, column: str | No
     system, messages = "" if row.get("system") is None else _text(row["system"], "system", where), chat.messages
     if system and messages and messages[0]["role"] != "system":
         messages = ({"role": "system", "content": system}, *messages)
-    return _limited(replace(chat, messages=messages, tools=_tools(row, where)), where)
+    return _with_images(_limited(replace(chat, messages=messages, tools=_tools(row, where)), where), folder, where)
+
+
+def _with_images(asked: RowPrompt, folder: Path | None, where: str) -> RowPrompt:
+    """Return a chat whose images were found, and are named by their digests."""
+    turns = (asked.messages, *asked.later)
+    if not num_images(chain.from_iterable(turns)):
+        return asked
+    found: list[ImageSource] = []
+
+    def named(part: dict[str, Any]) -> dict[str, Any]:
+        if part["type"] != "image":
+            return part
+        try:
+            found.append(ImageSource.find(part["image"], folder, where))
+            check_pixels(sum(image.pixels for image in found), where)
+        except BadInputError as error:
+            raise RowError(where, str(error).removeprefix(f"{where}: ")) from error
+        return {"type": "image", "image": found[-1].digest}
+
+    def of_message(message: Message) -> Message:
+        content = message["content"]
+        return message if isinstance(content, str) else message | {"content": [named(part) for part in content]}
+
+    messages, *later = (tuple(of_message(message) for message in turn) for turn in turns)
+    return replace(asked, messages=messages, later=tuple(later), images=tuple(found))
 
 
 def _limited(asked: RowPrompt, where: str) -> RowPrompt:
     """Return a prompt whose turns can be read as tokens; a raw text loses its beginning elsewhere."""
-    letters = sum(len(said["content"]) for turn in (asked.messages, *asked.later, *asked.given) for said in turn)
+    said = chain(asked.messages, *asked.later, *asked.given)
+    parts = chain.from_iterable(m["content"] if isinstance(m["content"], list) else [m["content"]] for m in said)
+    letters = sum(len(part if isinstance(part, str) else part.get("text", "")) for part in parts)
     if letters > LONGEST_TEXT:
         raise RowError(where, f"a chat of {letters:,} letters; at most {LONGEST_TEXT:,} are read as tokens.")
     return asked
@@ -205,7 +253,7 @@ def _chat(row: Row, key: str, where: str) -> RowPrompt:
     messages = chat_messages(row[key], where)
     if key == "prompt":
         messages += _answer(row, where)
-    asking = [n for n, message in enumerate(messages) if message["role"] == "user" and message["content"].strip()]
+    asking = [n for n, message in enumerate(messages) if message["role"] == "user" and content_text(message).strip()]
     first = asking[0] if asking else len(messages)
     # An assistant's turn before any question is no answer, and many templates refuse it.
     spoken = [m for n, m in enumerate(messages) if n > first or m["role"] != "assistant"]
@@ -269,8 +317,11 @@ def _message(turn: Message, where: str) -> Message:
     return {"role": role, "content": _content(content, role, rest, where), **rest}
 
 
-def _content(content: Any, role: str, rest: Message, where: str) -> str:
-    """Return the text of a message. That of an assistant that calls tools or only thinks may be empty."""
+def _content(content: Any, role: str, rest: Message, where: str) -> str | list[dict[str, Any]]:
+    """Return the text of a message, or its parts if some are images.
+
+    The text of an assistant that calls tools or only thinks may be empty.
+    """
     if content is None and role == "assistant" and any(rest.get(k) for k in _SPEAKING):
         return ""
     if isinstance(content, list):  # parts, as the OpenAI API has them
@@ -278,9 +329,30 @@ def _content(content: Any, role: str, rest: Message, where: str) -> str:
         texts = [part for part in parts if isinstance(part, str)]
         if len(texts) == len(parts):
             return "".join(texts)
+        if any(isinstance(part, dict) and part.get("type") in _IMAGES for part in content):
+            if role == "assistant":
+                raise RowError(where, "an assistant's message holds an image, and targets write text alone.")
+            return [_part(part, where) for part in content]
     if not isinstance(content, str):
         raise RowError(where, f"the content of a message ({role}) must be text, found {_shown(content)}.")
     return content
+
+
+def _part(part: Any, where: str) -> dict[str, Any]:
+    """Return a part of a message with images: a text, or an image with the place where it is."""
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind in _IMAGES:
+        place = next((part[key] for key in ("image_url", "image", "url", "path") if part.get(key) is not None), None)
+        place = place.get("url") if isinstance(place, dict) else place
+        if isinstance(place, str) and place:
+            return {"type": "image", "image": place}
+    elif isinstance(part, dict) and isinstance(part.get("text"), str):
+        return {"type": "text", "text": part["text"]}
+    raise RowError(
+        where, f"a part of a message must be a text, or an image by its path or data: URL; found {_shown(part)}."
+    )
 
 
 def _call(call: Any, where: str) -> Any:

@@ -22,9 +22,12 @@ from ..decode import Decoder, Output, Plan, Sampling
 from ..heads import load_drafter
 from ..recipes import DataSpec
 from ..targets import Target
+from ..targets.images import ImageInputs
 from .conversation import next_question
 from .journal import Answer, Journal, RemainingWork, Tokens, claim_of
 from .prompt_table import Prompt
+
+Questions = dict[int, tuple[int, ...]]  # tokens, by the index of their prompt
 
 
 @dataclass(frozen=True)
@@ -47,14 +50,14 @@ class Responder:
         rounds: dict[int, list[list[int]]] = {index: [] for index in indices}
         target = self.decoder.target
         tokenizer, longest = target.require_tokenizer(), longest_question(self.spec, target.max_context)
-        asked = {index: self.prompts[index].tokens for index in indices}
+        prompts = {index: self.prompts[index] for index in indices}
+        asked = {index: prompt.tokens for index, prompt in prompts.items()}
         while asked:
-            out = self._generate(asked)
-            for number, (index, answer) in enumerate(zip(asked, out.tokens, strict=True)):
+            for index, (answer, emitted) in self._answers(asked, prompts).items():
                 turns[index].append(answer)
                 if self.drafter:
-                    rounds[index].append([one.emitted for one in out.rounds[number]])
-            following = {i: next_question(self.prompts[i], turns[i], tokenizer, longest) for i in asked}
+                    rounds[index].append(emitted)
+            following = {i: next_question(prompts[i], turns[i], tokenizer, longest) for i in asked}
             asked = {i: question for i, question in following.items() if question is not None}
         return [Answer(i, tuple(turns[i]), "", tuple(rounds[i]), self.drafter) for i in indices]
 
@@ -64,7 +67,19 @@ class Responder:
         drafter = self.decoder.drafter
         return "" if drafter is None else f"{drafter.name} {drafter.digest()[:16]}"
 
-    def _generate(self, asked: dict[int, tuple[int, ...]]) -> Output:
+    def _answers(self, asked: Questions, prompts: dict[int, Prompt]) -> dict[int, tuple[Tokens, list[int]]]:
+        """Return an answer to each question, with the tokens that each round emitted; with images one at a time."""
+        images = {i: self.decoder.target.image_inputs(tokens, prompts[i].images) for i, tokens in asked.items()}
+        together = {i: tokens for i, tokens in asked.items() if images[i] is None}
+        found: dict[int, tuple[Tokens, list[int]]] = {}
+        for part in [together, *({i: tokens} for i, tokens in asked.items() if i not in together)]:
+            if part:
+                out = self._generate(part, [images[i] for i in part if i not in together])
+                for number, (i, answer) in enumerate(zip(part, out.tokens, strict=True)):
+                    found[i] = answer, [one.emitted for one in out.rounds[number]] if self.drafter else []
+        return found
+
+    def _generate(self, asked: Questions, images: Sequence[ImageInputs | None]) -> Output:
         """Return an answer to each question; each draws by its prompt's index, whatever the batch."""
         # The one rule under which what is drawn does not depend on the drafter, nor on whether there is one.
         rule = "auto" if self.spec.sampling.temperature == 0 else "coupled"
@@ -75,6 +90,7 @@ class Responder:
                 Sampling(**self.spec.sampling.model_dump()),
                 Plan(0 if self.decoder.drafter is None else self.spec.draft_depth, verify=rule),
                 sequence_ids=list(asked),
+                images=images,
             )
         except torch.OutOfMemoryError as error:
             raise BadInputError(

@@ -42,6 +42,7 @@ from ..common.progress import Advance, progress
 from ..common.safe_load import read_json
 from ..targets import Target
 from ..targets.fingerprint import digest_json
+from ..targets.images import StoredImages
 from ..targets.sequence_packing import Documents
 from .journal import claim_of, list_file
 from .process_group import one_leads
@@ -168,20 +169,26 @@ class StatesSource(Protocol):
 
 @dataclass(frozen=True)
 class TargetPasses:
-    """Hidden states by passes of a loaded target, `AT_ONCE` rows at a time; `taps` are without the last state."""
+    """Hidden states by passes of a loaded target, `AT_ONCE` rows at a time; `taps` are without the last state.
+
+    Rows with `images` are read one at a time.
+    """
 
     target: Target
     taps: tuple[int, ...]
+    images: StoredImages | None = None
 
     @torch.inference_mode()
     def of(self, rows: Mapping[int, np.ndarray]) -> Iterator[tuple[int, Tensor | None, Tensor]]:
         """Yield number, taps `[T, K, H]` (None without taps) and last state `[T, H]` of each row."""
         numbers, lengths = list(rows), [[len(row)] for row in rows.values()]
-        for part in Documents(lengths, max(lengths)[0]).passes(self.target.device, most=AT_ONCE):
+        at_once = AT_ONCE if self.images is None else 1
+        for part in Documents(lengths, max(lengths)[0]).passes(self.target.device, most=at_once):
             batch = [numbers[n] for n in part]
             tokens = [torch.from_numpy(rows[i]).long() for i in batch]
             padded = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True).to(self.target.device)
-            out = self.target.forward(padded, taps=self.taps, logits=False)
+            images = None if self.images is None else self.images.of(batch[0])
+            out = self.target.forward(padded, taps=self.taps, logits=False, images=images)
             for row, i in enumerate(batch):
                 count = len(rows[i])
                 yield i, None if out.hidden is None else out.hidden[row, :count], out.last[row, :count]
@@ -199,6 +206,7 @@ class FeatureStoreBuilder:
     precision: Precision
     layout: ShardIndex
     engine: StatesSource | None = None
+    images: StoredImages | None = None
 
     def run(self, group: LaunchGroup, console: Console | None) -> None:
         """Compute the shards that are missing or damaged, with the other processes; a finished store stays as it is."""
@@ -294,7 +302,7 @@ class FeatureStoreBuilder:
     def _states(self, members: range) -> dict[str, Tensor]:
         """Return the states of these sequences, end to end: last `[N, H]` and, with taps, hidden `[N, K, H]`."""
         rows = dict(zip(members, rows_of(self.sequences, members), strict=True))
-        source = TargetPasses(self.target, self.taps) if self.engine is None else self.engine
+        source = TargetPasses(self.target, self.taps, self.images) if self.engine is None else self.engine
         states: dict[int, dict[str, Tensor]] = {}
         for i, hidden, last in source.of(rows):
             states[i] = self.precision.kept("last", last)
@@ -376,6 +384,7 @@ class FeatureStore:
         shard_bytes: int | None = None,
         group: LaunchGroup | None = None,
         engine: StatesSource | None = None,
+        images: StoredImages | None = None,
     ) -> FeatureStore:
         """Return the store for this target, data set (its `input_ids`) and taps under `folder`, opened or made.
 
@@ -384,6 +393,7 @@ class FeatureStore:
             shard_bytes: sequences are gathered into files of about this size; None for one that suits all of them.
             group: the processes that make it, all of which call this together; None for this one alone.
             engine: makes the states in the target's place, for the first process.
+            images: those of the data set's rows; None if they have none.
 
         Raises:
             IncompatibleError: a tap the target does not have, or an engine's states that are not the target's.
@@ -404,9 +414,10 @@ class FeatureStore:
         else:  # of a target whose files may be too large for each process to read
             identity = group.on_main(f"features-target-{digest[:8]}", lambda: target.fingerprint().digest)
         decides = [identity, digest, list(stored), str(precision.dtype), shard_bytes]
+        decides += [] if images is None else [images.identity]
         key = digest_json(decides + ([] if engine is None else engine.identity))
         layout, place = ShardIndex.of(lengths, bytes_per_token, shard_bytes), Path(folder) / key[:16]
-        builder = FeatureStoreBuilder(place, key, target, sequences, stored, precision, layout, engine)
+        builder = FeatureStoreBuilder(place, key, target, sequences, stored, precision, layout, engine, images)
         alone = locked(place) if group.is_main else nullcontext()
         with alone, keeping(lambda: "The finished shards are kept there."), writing(place):
             builder.run(group, console)

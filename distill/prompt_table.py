@@ -11,7 +11,7 @@ import os
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from hashlib import sha256
 from itertools import islice
 from pathlib import Path
@@ -23,6 +23,7 @@ import pyarrow
 from ..common.atomic import working_name, writing
 from ..common.digests import canonical_json, digest_json
 from ..common.locks import scratch_folder
+from ..targets.images import PromptImage
 from .dataset_formats import Message, Turn, question_digests, users_texts
 
 _ROWS_AT_ONCE = 1024  # of one batch of the file
@@ -53,6 +54,7 @@ class Prompt:
         tools: the tools that the chat template lists.
         template: further arguments of the chat template, such as `enable_thinking`.
         category: of the row in its suite, such as "math" or "translation"; "" for none.
+        images: those of the whole conversation, in order; `tokens` show the first of them.
     """
 
     id: str
@@ -65,6 +67,7 @@ class Prompt:
     tools: Any = None
     template: Mapping[str, Any] = field(default_factory=dict)
     category: str = ""
+    images: tuple[PromptImage, ...] = ()
 
     @property
     def content(self) -> str:
@@ -85,6 +88,7 @@ def digest_prompts(prompts: Iterable[Prompt], given: bool = False) -> str:
         asked: list[Any] = [p.id, p.suite, list(p.tokens)]
         asked += [[p.later, p.tools, dict(p.template)]] if p.later else []  # the tokens of one question hold it all
         asked += [p.given] if given else []
+        asked += [[image.digest for image in p.images]] if p.images else []
         digest.update((b", " if number else b"") + canonical_json(asked).encode())
     digest.update(b"]")
     return digest.hexdigest()
@@ -139,7 +143,8 @@ class PromptTable(Sequence[Prompt]):
         later, given = (tuple(map(tuple, chat.get(name, ()))) for name in ("later", "given"))
         messages = tuple(chat["messages"]) if "messages" in chat else None
         rest = (messages, later, given, chat.get("tools"), self._template)
-        return Prompt(row["id"], row["suite"], tuple(row["tokens"]), row["text"], *rest, row["category"])
+        images = tuple(PromptImage(*values) for values in chat.get("images", ()))
+        return Prompt(row["id"], row["suite"], tuple(row["tokens"]), row["text"], *rest, row["category"], images)
 
 
 def _write(prompts: Iterator[Prompt], file: Path) -> np.ndarray:
@@ -154,5 +159,6 @@ def _write(prompts: Iterator[Prompt], file: Path) -> np.ndarray:
 
 def _row(prompt: Prompt) -> dict[str, Any]:
     chat = {name: value for name in _CHAT if (value := getattr(prompt, name))}
+    chat |= {"images": [astuple(image) for image in prompt.images]} if prompt.images else {}
     plain = {name: getattr(prompt, name) for name in ("id", "suite", "tokens", "text", "category")}
     return plain | {"chat": json.dumps(chat) if chat else None}

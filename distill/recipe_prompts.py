@@ -23,10 +23,11 @@ from transformers import PreTrainedTokenizerBase
 from ..common import BadInputError
 from ..recipes import Recipe, SourceSpec
 from ..recipes.suite_names import find_suites
+from ..targets.images import ImageReader, PromptImage, insert_images
 from .conversation import RefusedChatError, render
-from .dataset_formats import LONGEST_TEXT, Row, RowError, RowPrompt, question_digests, understand
+from .dataset_formats import LONGEST_TEXT, Row, RowError, RowPrompt, num_images, question_digests, understand
 from .prompt_table import Prompt, PromptTable
-from .sources import as_specs, rows_of, title
+from .sources import as_specs, images_folder, rows_of, title
 
 ACCEPTABLE = 0.02  # share of a source's rows that may be left out without a warning
 _IDS = ("id", "question_id", "task_id", "prompt_id", "conversation_id")
@@ -61,11 +62,13 @@ class SuitePrompts:
         """Return the prompts of suites, the first `limit` of each. BadInputError: no such suite, or a malformed row."""
         places: dict[bytes, str] = {}
         for name, (_, source) in zip(suites, find_suites(suites), strict=True):
-            for number, row in enumerate(islice(rows_of(SourceSpec(path=source)), limit), 1):
+            spec = SourceSpec(path=source)
+            for number, row in enumerate(islice(rows_of(spec), limit), 1):
                 if isinstance(row, RowError):
                     raise row
                 where = f"the suite {name}, row {number}"
-                *_, whole = [b"", *question_digests(understand(row, where).last_question().users_texts())]
+                asked = understand(row, where, folder=images_folder(spec)).last_question()
+                *_, whole = [b"", *question_digests(asked.users_texts())]
                 places.setdefault(whole, where)
         return cls(places, allowed)
 
@@ -99,6 +102,7 @@ class PromptReading:
         measured: prompts that must not be learnt.
         suite: the rows are a suite's, which are measured: of `turns` every one is asked, an empty one is an error, and
             so is an id that occurs twice.
+        images: reads those of rows; None where rows have none, and one that has some cannot be read.
     """
 
     max_tokens: int | None = None
@@ -109,6 +113,7 @@ class PromptReading:
     once: bool = False
     measured: SuitePrompts = field(default_factory=SuitePrompts)
     suite: bool = False
+    images: ImageReader | None = None
 
 
 @dataclass
@@ -122,6 +127,7 @@ class RowCounts:
             template), `unanswerable`, `unanswered` (with `answers: given`), `duplicate` and `malformed` ones.
         leaked: rows that are measured, too, and were allowed.
         unasked: later turns that a target without a chat template is not asked.
+        with_images: of the rows that are kept.
         examples: a sentence about the first row of each reason, and about the first one that is leaked.
     """
 
@@ -131,6 +137,7 @@ class RowCounts:
     truncated: int = 0
     leaked: int = 0
     unasked: int = 0
+    with_images: int = 0
     layouts: Counter[str] = field(default_factory=Counter)
     dropped: Counter[str] = field(default_factory=Counter)
     examples: dict[str, str] = field(default_factory=dict)
@@ -143,6 +150,7 @@ class RowCounts:
         """Return the numbers as one line."""
         layouts = ", ".join(name for name, _ in self.layouts.most_common())
         parts = [f"{self.source}: {layouts}; {self.kept:,} of {self.rows:,} rows"]
+        parts += [f"{self.with_images:,} with images"] if self.with_images else []
         parts += [f"left out: {self.left_out()}"] if self.dropped else []
         parts += [f"{self.truncated:,} texts lost their beginning"] if self.truncated else []
         parts += [f"{self.leaked:,} are measured, too (data.allow_leaks)"] if self.leaked else []
@@ -164,6 +172,10 @@ class Collection:
     prompts: Sequence[Prompt] = ()
     sources: list[RowCounts] = field(default_factory=list)
 
+    @property
+    def has_images(self) -> bool:
+        return any(source.with_images for source in self.sources)
+
     def counts(self) -> dict[str, int]:
         """Return the numbers of all sources together."""
         sums = {name: sum(getattr(s, name) for s in self.sources) for name in ("rows", "truncated", "leaked")}
@@ -181,6 +193,7 @@ def recipe_prompts(
     console: Console | None = None,
     folder: Path | None = None,
     warn: bool = True,
+    images: ImageReader | None = None,
 ) -> Collection:
     """Return the prompts that a recipe's target is to answer, and report the counts of each source.
 
@@ -188,6 +201,7 @@ def recipe_prompts(
         console: gets one line for each source.
         folder: of the prompts' file until they were read; None for the system's place for temporary files.
         warn: also of sources that lose more than a few rows.
+        images: the target's reader of them; None for a target that sees none.
 
     Raises:
         BadInputError: as `collect`; a prompt of `eval.suites` is among them, and `data.allow_leaks` is not set.
@@ -201,6 +215,7 @@ def recipe_prompts(
         drop_malformed=spec.malformed == "drop",
         once=True,
         measured=SuitePrompts.of(recipe.eval.suites, recipe.eval.limit, spec.allow_leaks),
+        images=images,
     )
     collection = collect(spec.prompts, tokenizer, spec.limit, reading, folder)
     for counts in collection.sources:
@@ -306,6 +321,7 @@ class _Reader:
             prompt = self._unnamed(row, f"{source.path}, row {number}", source, counts)
             if prompt is not None:
                 counts.kept += 1
+                counts.with_images += bool(prompt.images)
                 yield self._named(prompt, row, number, name, source.path)
         if not counts.kept and (source.weight is not None or not counts.dropped["duplicate"]):
             words = {reason: texts[2].format(self.reading.max_tokens) for reason, texts in _REASONS.items()}
@@ -318,7 +334,7 @@ class _Reader:
         try:
             if isinstance(row, RowError):
                 raise row
-            asked = understand(row, where, source.layout, source.column)
+            asked = understand(row, where, source.layout, source.column, images_folder(source))
             how = ", as raw text: no chat template" if self._lacks_template(asked) else ""
             counts.layouts[f"{asked.layout} (key {asked.key}){how}"] += 1
             if self.reading.suite and asked.layout == "turns":
@@ -346,8 +362,9 @@ class _Reader:
             if not is_raw or self.reading.max_tokens is None:
                 raise RowError(where, f"a text of {len(text):,} letters; at most {LONGEST_TEXT:,} are read as tokens.")
             text = text[-LONGEST_TEXT:]  # it would lose its beginning as tokens
+        whole, images = self._with_images(text, asked, where) if text and asked.images else (text, ())
         # A template writes its own special tokens; raw text gets those the tokenizer puts around any text.
-        tokens = list(self.tokenizer(text, add_special_tokens=is_raw)["input_ids"]) if text else []
+        tokens = list(self.tokenizer(whole, add_special_tokens=is_raw)["input_ids"]) if text else []
         limit = self.reading.max_tokens
         is_long = limit is not None and len(tokens) > limit
         reason = self._why_dropped(asked, tokens, is_long)
@@ -362,7 +379,18 @@ class _Reader:
             counts.truncated += 1
             tokens = self._cut(tokens, limit or len(tokens))
         messages = None if is_raw else asked.messages
-        return Prompt("", "", tuple(tokens), text or "", messages, asked.later, asked.given, asked.tools)
+        rest = (asked.later, asked.given, asked.tools)
+        return Prompt("", "", tuple(tokens), text or "", messages, *rest, images=images)
+
+    def _with_images(self, text: str, asked: RowPrompt, where: str) -> tuple[str, tuple[PromptImage, ...]]:
+        """Return a rendered question with its images' texts in it, and all images of the conversation."""
+        if (reader := self.reading.images) is None:
+            raise RowError(where, "an image, and what was asked for reads none, or the target sees none; leave it out.")
+        try:
+            images = tuple(reader.show(image, where) for image in asked.images)
+            return insert_images(text, images[: num_images(asked.messages)])[0], images
+        except BadInputError as error:
+            raise RowError(where, str(error).removeprefix(f"{where}: ")) from error
 
     def _why_dropped(self, asked: RowPrompt, tokens: list[int], is_long: bool) -> str | None:
         """Return the reason for which a row is left out; None if it is used."""

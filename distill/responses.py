@@ -30,10 +30,20 @@ from ..common.runtime import versions
 from ..recipes import Recipe, TargetSpec
 from ..targets import Fingerprint, Target, config_only_target
 from ..targets.config_only import target_without_layers
+from ..targets.images import PromptImage
 from ..targets.sharding import processes
 from .client import read_key, require_client
 from .conversation import Supervised, given_sequences, sequences, why_ended
-from .data_set import ROUNDS, SCHEMA_VERSION, TrainingRow, depths_of_rows, provenance, require_whole, save_data_set
+from .data_set import (
+    IMAGES,
+    ROUNDS,
+    SCHEMA_VERSION,
+    TrainingRow,
+    depths_of_rows,
+    provenance,
+    require_whole,
+    save_data_set,
+)
 from .decoding import Responder, answer_all, batches
 from .engine_states import answering
 from .journal import Answer, Answers, Identity, Journal, RemainingWork
@@ -45,6 +55,7 @@ from .sources import check_sources
 
 _EMPTY = "empty"  # the target ended at once
 _UNLEARNABLE = "unlearnable"  # of an answer that came with its prompt, the template or the length leaves nothing
+_IMAGE_TOKENS = "image_token"  # the target wrote one, of which no image is known
 _DROPPED = "_responses"  # ends the names of what is counted
 
 _log = logging.getLogger(__name__)
@@ -79,11 +90,29 @@ def distill(recipe: Recipe, target: Target | None = None, console: Console | Non
             return Path(group.on_main("given", lambda: str(_given(folder, target))))
         # All processes read the prompts: those that only take part in passes need them as little as they harm.
         collected = recipe_prompts(
-            recipe, target.require_tokenizer(), console, recipe.output_folder, warn=group.is_main
+            recipe, target.require_tokenizer(), console, recipe.output_folder, group.is_main, target.images
         )
+        if collected.has_images:
+            check_images(recipe, target)
         with locked(recipe.output_folder) if group.is_main else nullcontext():
             _ResponsesBuilder(folder, recipe, target, collected, group).make(console)
     return folder
+
+
+def check_images(recipe: Recipe, target: Target) -> None:
+    """Raise BadInputError if a recipe asks for what does not work with images in its data."""
+    spec = recipe.data
+    reads_text = {
+        "data.servers": spec.servers is not None,
+        "target.engine": recipe.target.engine is not None,
+        "data.on_policy": bool(spec.on_policy),
+        "data.learn_prompts": spec.learn_prompts,
+        "joint": recipe.joint is not None,
+    }
+    if asked := [name for name, is_asked in reads_text.items() if is_asked]:
+        raise BadInputError(f"{asked[0]}: this works with text alone, and rows of data.prompts have images.")
+    if (why := target.why_no_images()) is not None:
+        raise BadInputError(f"{why} Rows of data.prompts have images.")
 
 
 def _target_of(recipe: Recipe) -> Target:
@@ -173,7 +202,9 @@ class _ResponsesBuilder:
         sampling = {**self.spec.sampling.model_dump(), "max_new_tokens": self.spec.max_new_tokens}
         # The prompts hold all of single questions; the limit ends conversations, and rows with answers of their own.
         decides = self.is_given or any(prompt.later for prompt in self.prompts)
-        return sampling | ({"max_prompt_tokens": self.spec.max_prompt_tokens} if decides else {})
+        sampling |= {"max_prompt_tokens": self.spec.max_prompt_tokens} if decides else {}
+        reader = self.target.images if self.collected.has_images else None
+        return sampling if reader is None else sampling | {IMAGES: reader.digest}
 
     def _kept(self) -> str:
         """Return a sentence about the responses that stay if the run ends now."""
@@ -203,6 +234,7 @@ class _ResponsesBuilder:
             lambda: self._provenance(counts, answers.drafters),
             name=digest_json(self.identity.to_dict())[:16],
             with_depths=bool(answers.drafters),
+            with_images=self.collected.has_images,
         )
         self.journal.remove()
         return str(self.folder)
@@ -224,13 +256,19 @@ class _ResponsesBuilder:
                 counts["sequences"] += 1
                 counts["response_tokens"] += sum(mask)
                 counts["prompt_tokens"] += len(mask) - sum(mask)
-                yield TrainingRow(prompt.id, prompt.suite, tokens, mask, prompt.content, row_depths, asked)
+                images = self._shown(prompt, tokens)
+                yield TrainingRow(prompt.id, prompt.suite, tokens, mask, prompt.content, row_depths, asked, images)
         self._report_dropped(counts)
+
+    def _shown(self, prompt: Prompt, tokens: Sequence[int]) -> Sequence[PromptImage]:
+        """Return the images that a row shows."""
+        return self.target.images_in(tokens, prompt.images)
 
     def _learnt(self, prompt: Prompt, answer: Answer) -> tuple[str, list[Supervised]]:
         """Return the rows of the target's answers to a prompt, or the name of the reason for none."""
         is_empty = all(t in self.target.eos_ids for turn in answer.turns for t in turn)
-        reason = answer.dropped or _EMPTY * is_empty
+        has_image = bool(prompt.images) and any(self.target.image_token in turn for turn in answer.turns)
+        reason = answer.dropped or _EMPTY * is_empty or _IMAGE_TOKENS * has_image
         return reason, [] if reason else sequences(prompt, answer.turns, self.tokenizer)
 
     def _given(self, prompt: Prompt) -> tuple[str, list[Supervised]]:
@@ -238,6 +276,8 @@ class _ResponsesBuilder:
         longest = self.spec.max_prompt_tokens + self.spec.max_new_tokens
         try:
             rows = given_sequences(prompt, self.tokenizer, longest)
+            for tokens, _ in rows:
+                self._shown(prompt, tokens)  # refuses what was cut inside an image
         except BadInputError as error:
             _log.debug("%s", error)
             rows = []

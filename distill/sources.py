@@ -59,7 +59,7 @@ def _error_of(row: Row | RowError, source: SourceSpec, number: int) -> RowError 
     try:
         if isinstance(row, RowError):
             return row
-        understand(row, f"{source.path}, row {number}", source.layout, source.column)
+        understand(row, f"{source.path}, row {number}", source.layout, source.column, images_folder(source))
     except RowError as error:
         return error
     return None
@@ -82,6 +82,14 @@ def rows_of(source: SourceSpec) -> Iterator[Row | RowError]:
     files = [] if is_hub(source.path) else files_of(source)
     rows = chain.from_iterable(_READERS[file.suffix](file) for file in files) if files else _hub_rows(source)
     yield from islice(rows, source.limit)
+
+
+def images_folder(source: SourceSpec) -> Path | None:
+    """Return the folder below which the images of a source's rows are: its file's, or itself; None on the Hub."""
+    if is_hub(source.path):
+        return None
+    place = locate(source.path)
+    return place if place.is_dir() else place.parent
 
 
 def title(source: str) -> str:

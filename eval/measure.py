@@ -271,11 +271,10 @@ class DecoderRacer:
         self.decoder = Decoder(target, contestant.drafter)
 
     def __call__(self, job: PromptJob, temperature: float) -> TimedCompletion:
-        sampling = replace(self.sampling, temperature=temperature)
+        sampling, images = replace(self.sampling, temperature=temperature), [job.images(self.target)]
+        limits = self.settings.max_new_tokens, sampling, self.plan
         began = clock(self.target.device)
-        out = self.decoder.generate(
-            [job.prompt.tokens], self.settings.max_new_tokens, sampling, self.plan, sequence_ids=[job.sequence]
-        )
+        out = self.decoder.generate([job.prompt.tokens], *limits, sequence_ids=[job.sequence], images=images)
         total = clock(self.target.device) - began
         spent = out.stats.seconds
         phases = {"prefill": spent.prefill, "draft": spent.draft, "verify": spent.verify}
@@ -294,11 +293,13 @@ class GenerateRacer:
     def __call__(self, job: PromptJob, temperature: float) -> TimedCompletion:
         tokens = torch.tensor([job.prompt.tokens], device=self.target.device)
         config = self._config(temperature)
+        images = job.images(self.target)
+        seen = {} if images is None else self.target.image_arguments(tokens, images)
         devices = [self.target.device] if self.target.device.type == "cuda" else []
         with torch.random.fork_rng(devices), torch.inference_mode(), steady_kernels():
             torch.manual_seed(self.settings.seed * 1_000_003 + job.sequence)
             began = clock(self.target.device)
-            settings = {"attention_mask": torch.ones_like(tokens), "generation_config": config}
+            settings = {"attention_mask": torch.ones_like(tokens), "generation_config": config, **seen}
             with _no_defaults(self.target.model):
                 out = self.target.model.generate(tokens, **settings)  # type: ignore[operator]
             new = out[0, tokens.shape[1] :].tolist()

@@ -16,13 +16,14 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from ..common import BadInputError
-from ..decode import Decoder, Plan, Sampling
+from ..decode import Decoder, Plan
 from ..distill.conversation import next_question
 from ..distill.prompt_table import Prompt, digest_prompts
 from ..distill.recipe_prompts import PromptReading, collect
 from ..recipes import EvalSpec
 from ..recipes.suite_names import PACKAGED, find_suites
 from ..targets import Target
+from ..targets.images import ImageInputs, ImageReader
 from .reports.figures import ALL
 
 
@@ -48,6 +49,7 @@ def load_suites(
     tokenizer: PreTrainedTokenizerBase,
     limit: int | None = None,
     template: Mapping[str, Any] | None = None,
+    images: ImageReader | None = None,
 ) -> list[Suite]:
     """Read suites: `code`, `docs` and `prose` ship with Outrider, anything else is a prompt file or on the Hub.
 
@@ -57,6 +59,7 @@ def load_suites(
     Args:
         limit: the first so many prompts of each; None for all.
         template: arguments of the chat template (`template` in a recipe).
+        images: the target's reader of them (`Target.images`); None for a target that sees none.
 
     Raises:
         BadInputError: no such suite or file, an empty one, a suite given twice, a row that cannot be asked, or two
@@ -64,13 +67,14 @@ def load_suites(
     """
     if not names:
         raise BadInputError(f"no suites were given; packaged ones: {', '.join(PACKAGED)}.")
-    return [_read(title, source, tokenizer, limit, template) for title, source in find_suites(names)]
+    reading = PromptReading(template=template or {}, suite=True, images=images)
+    return [_read(title, source, tokenizer, limit, reading) for title, source in find_suites(names)]
 
 
 def _read(
-    title: str, source: str, tokenizer: PreTrainedTokenizerBase, limit: int | None, template: Mapping[str, Any] | None
+    title: str, source: str, tokenizer: PreTrainedTokenizerBase, limit: int | None, reading: PromptReading
 ) -> Suite:
-    found = collect([source], tokenizer, limit, PromptReading(template=template or {}, suite=True))
+    found = collect([source], tokenizer, limit, reading)
     [counts] = found.sources
     if counts.dropped:
         raise BadInputError(
@@ -96,7 +100,7 @@ def suites_of(
     Raises:
         BadInputError: as `load_suites`; a prompt leaves no room for an answer; every prompt is too long, or was learnt.
     """
-    suites = load_suites(settings.suites, target.require_tokenizer(), settings.limit, template)
+    suites = load_suites(settings.suites, target.require_tokenizer(), settings.limit, template, target.images)
     suites = [checked_for_leaks(suite, learnt, data, allow_leaks) for suite in suites]
     if settings.max_prompt_tokens is not None:
         suites = [_without_long(suite, settings.max_prompt_tokens, "eval.max_prompt_tokens") for suite in suites]
@@ -216,6 +220,10 @@ class PromptJob:
         """The tokens of the prompt."""
         return len(self.prompt.tokens)
 
+    def images(self, target: Target) -> ImageInputs | None:
+        """Return the prompt's images as the target reads them; None for none."""
+        return target.image_inputs(self.prompt.tokens, self.prompt.images)
+
     @property
     def request(self) -> str:
         """The prompt's id, and its turn if that is not the first."""
@@ -254,7 +262,9 @@ def with_later_turns(
         asked.append(first)
         answers: list[list[int]] = []
         while len(answers) < len(first.prompt.later):
-            answers += decoder.generate([asked[-1].prompt.tokens], max_new_tokens, Sampling(), Plan(0)).tokens
+            last = asked[-1]
+            out = decoder.generate([last.prompt.tokens], max_new_tokens, plan=Plan(0), images=[last.images(target)])
+            answers += out.tokens
             tokens = next_question(first.prompt, answers, target.require_tokenizer(), room)
             if tokens is None:
                 break
@@ -264,7 +274,13 @@ def with_later_turns(
 
 
 def check_lengths(target: Target, jobs: Sequence[PromptJob], settings: EvalSpec) -> None:
-    """Raise BadInputError for a prompt that leaves no room for the answer."""
+    """Raise BadInputError for a prompt that leaves no room for the answer, or with images where only text works."""
+    asked = next((name for name in ("contexts", "batch_sizes") if getattr(settings, name)), None)
+    if asked and (seeing := next((job.suite for job in jobs if job.prompt.images), None)):
+        raise BadInputError(
+            f"eval.{asked}: prompts of the suite {seeing} have images, and are measured one at a time as they are; "
+            f"leave out eval.{asked}, or the suite."
+        )
     longest = max(jobs, key=lambda job: len(job.prompt.tokens))
     needed = len(longest.prompt.tokens) + settings.max_new_tokens
     if target.max_context is not None and needed > target.max_context:

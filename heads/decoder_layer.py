@@ -108,8 +108,8 @@ def _check_widths(target: Target, theirs: PreTrainedConfig, heads_given: bool) -
 def _plain_rope(config: Any) -> dict[str, Any]:
     """Return the target's rotary parameters if they are of the plain form, else the default ones."""
     rope = getattr(config, "rope_parameters", None) or {}
-    if "rope_type" in rope:
-        return dict(rope)
+    if "rope_type" in rope:  # a drafter has plain positions, also of a target that sees images
+        return {name: value for name, value in rope.items() if not name.startswith("mrope")}
     return {"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)}
 
 

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from ..common import BadInputError, IncompatibleError, refuse_unknown_keys
 from ..common.errors import LIBRARY_ERRORS, reason
@@ -91,6 +91,11 @@ class DraftModel(Drafter[DraftModelConfig]):
             _check_tokenizer(config.path, target)
             model = load_causal_lm(config.path, dtype=torch.float32, strict=True)
             return cls(_cut(model, target).requires_grad_(True), config)
+        if type(target.config) not in MODEL_FOR_CAUSAL_LM_MAPPING:  # the text part of some models that see images
+            raise IncompatibleError(
+                f"{cls.name}: the library makes no language model of a {type(target.config).__name__} alone; name one "
+                "with the same tokenizer (drafter.path), or take a head such as eagle3."
+            )
         if config.init == "prune":
             return cls(pruned(target, config.model, token_counts), config)
         smaller = _smaller(target.config, config.model)

@@ -50,13 +50,16 @@ class _CalibrationLine(ForeignModel):
 
 
 def choose_prompts(recipe: Recipe, target: Target, num_prompts: int = NUM_PROMPTS) -> list[Prompt]:
-    """Return the first prompts of each of the recipe's suites that leave room for a response, suite by suite."""
+    """Return the first prompts of each of the recipe's suites that leave room for a response, suite by suite.
+
+    Those with images are left out: a calibration travels without them.
+    """
     limit = ceil(num_prompts / len(recipe.eval.suites))
-    suites = load_suites(recipe.eval.suites, target.require_tokenizer(), limit, recipe.template)
+    suites = load_suites(recipe.eval.suites, target.require_tokenizer(), limit, recipe.template, target.images)
     room = (target.max_context or sys.maxsize) - settings(recipe).max_new_tokens
     # Two files may both call their rows "test"; a suite's name is unique, and the bootstrap draws within suites.
     named = [replace(prompt, suite=suite.name) for suite in suites for prompt in suite.prompts]
-    return [prompt for prompt in named if len(prompt.tokens) <= room]
+    return [prompt for prompt in named if len(prompt.tokens) <= room and not prompt.images]
 
 
 def first_of_each_suite(prompts: Sequence[Prompt], num_prompts: int) -> list[Prompt]:

@@ -21,12 +21,14 @@ from ..common.digests import listed_problems
 from ..common.locks import locked
 from ..common.safe_load import read_json
 from ..distill.data_set import learnt_questions
+from ..distill.dataset_formats import understand
 from ..distill.prompt_table import Prompt
 from ..distill.responses import data_folder
+from ..distill.sources import rows_of
 from ..eval.reports.report import ContestantInfo, Report
 from ..heads import Drafter, Fusion, load_drafter
 from ..heads.registry import with_defaults
-from ..recipes import Recipe
+from ..recipes import Recipe, SourceSpec
 from ..recipes.suite_names import PACKAGED
 from ..targets import Target
 from ..targets.fingerprint import digest_file, digest_files
@@ -205,11 +207,23 @@ def _keep_suites(recipe: Recipe, partial: Path) -> Recipe:
     for i, name in enumerate(names):
         file = Path(name).expanduser().resolve()
         if name not in PACKAGED and file.is_file():
+            _require_own_images(file)
             copy = Path(SUITES) / file.parent.name / file.name
             (partial / copy).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, partial / copy)
             names[i] = copy.as_posix()
     return recipe.model_copy(update={"eval": recipe.eval.model_copy(update={"suites": names})})
+
+
+def _require_own_images(file: Path) -> None:
+    """Raise BadInputError if a suite's rows name images beside them, which its copy would not find."""
+    for number, row in enumerate(rows_of(SourceSpec(path=str(file))), 1):
+        asked = understand(row, f"{file}, row {number}", folder=file.parent) if isinstance(row, dict) else None
+        if asked is not None and any(not image.place.startswith("data:") for image in asked.images):
+            raise BadInputError(
+                f"{file}, row {number}: its image is a file, and a pair keeps its suites alone; write it into the row "
+                "as a data: URL."
+            )
 
 
 def _keep_learnt(partial: Path, recipe: Recipe, earlier: Sequence[Pair | None]) -> dict[str, str]:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ..distill.prompt_table import Prompt
     from ..distill.recipe_prompts import Collection
     from ..recipes import Recipe
+    from ..targets.images import ImageReader
 
 FINDING = 1
 LEARNT, READ, NOTE = "green", "dim", "magenta"
@@ -78,7 +79,9 @@ def check(recipe: RecipeName, changes: Overrides = None, as_json: AsJson = False
     from ..distill.recipe_prompts import recipe_prompts
 
     tolerant = loaded.data.model_copy(update={"malformed": "drop", "allow_leaks": True})
-    found = recipe_prompts(loaded.model_copy(update={"data": tolerant}), _tokenizer(loaded), warn=False)
+    tokenizer = _tokenizer(loaded)
+    images = _images(loaded, tokenizer)
+    found = recipe_prompts(loaded.model_copy(update={"data": tolerant}), tokenizer, warn=False, images=images)
     code = FINDING if any(s.leaked or s.dropped["malformed"] for s in found.sources) else 0
     body = {"prompts": len(found.prompts), "sources": found.sources, "prompt_tokens": _lengths(found)}
     finish(as_json, "data-check", body, code, lambda: _print(found, loaded))
@@ -90,6 +93,14 @@ def _tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
 
     spec = recipe.target
     return load_tokenizer_of(spec.path, spec.revision, spec.trust_remote_code)
+
+
+def _images(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> ImageReader:
+    """Return the reader of images of a recipe's target, whose weights are not loaded."""
+    from ..targets.loading import image_reader_of
+
+    spec = recipe.target
+    return image_reader_of(spec.path, spec.revision, spec.trust_remote_code, tokenizer)
 
 
 Piece = tuple[str, str]  # text and its style
@@ -110,7 +121,7 @@ def _samples(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, count: int) -> 
             yield f"{row['id']} (row {index} of {folder})", _coloured(row["input_ids"], row["loss_mask"], tokenizer)
         return
     few = recipe.model_copy(update={"data": recipe.data.model_copy(update={"limit": count})})
-    for prompt in recipe_prompts(few, tokenizer, warn=False).prompts:
+    for prompt in recipe_prompts(few, tokenizer, warn=False, images=_images(recipe, tokenizer)).prompts:
         if recipe.data.answers == "target":
             yield f"{prompt.id} (the target has not answered yet)", _asked(prompt)
             continue
@@ -134,9 +145,11 @@ def _coloured(tokens: Sequence[int], mask: Sequence[int], tokenizer: PreTrainedT
 
 def _asked(prompt: Prompt) -> list[Piece]:
     """Return what a prompt asks, with a note where each answer will stand."""
+    from ..distill.dataset_formats import content_text
+
     pieces = [_piece(prompt.text, READ), ("[the target's answer]", NOTE)]
     for turn in prompt.later:
-        said = "\n".join(f"{message['role']}: {message['content']}" for message in turn)
+        said = "\n".join(f"{message['role']}: {content_text(message)}" for message in turn)
         pieces += [_piece(f"\n{said}\n", READ), ("[the target's answer]", NOTE)]
     return pieces
 

@@ -6,6 +6,7 @@ Shapes: B rows, Q new tokens per row, H hidden size, K taps.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, Self
@@ -14,10 +15,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..common.errors import BadInputError, IncompatibleError
+from ..common.errors import BadInputError, IncompatibleError, first_line
 from .cache import RaggedCache
 from .cache_and_masks import CacheLayout, attention_masks, check_layers, needs_mask, runtime_key
 from .cache_slots import Nodes
+from .images import ImageInputs
 from .layers import TapReader, body_of, decoder_layers, find_final_norm, first_layers
 from .packed_weights import PackedModel
 from .recurrent import RecurrentCache, has_states
@@ -98,6 +100,12 @@ class Backbone:
         """How many positions the model was built for; None if its config has no limit."""
         limit = getattr(self.config, "max_position_embeddings", None)
         return int(limit) if limit else None
+
+    @property
+    def image_token(self) -> int | None:
+        """The token that stands for a part of an image in a prompt; None for a model that sees none."""
+        token = getattr(self.model.config, "image_token_id", None)
+        return token if isinstance(token, int) else None
 
     @property
     def rewinds(self) -> bool:
@@ -199,6 +207,7 @@ class Backbone:
         taps: Sequence[int] = (),
         offset: int = 0,
         nodes: Nodes | None = None,
+        images: ImageInputs | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Run one pass through the layers.
 
@@ -209,11 +218,14 @@ class Backbone:
             inputs: tokens `[B, Q]`, or `[B, Q, H]` to read instead of the tokens' embeddings.
             taps: HF `hidden_states` indices (0 = embeddings, `num_layers` = after the final norm).
             nodes: the inputs' places in a tree; None for a chain.
+            images: those of one prompt, which the model's own forward puts in the places of its image tokens.
 
         Returns:
             The last hidden states after the final norm, `[B, Q, H]`, and those at the taps, `[B, Q, K, H]`, or None if
             there are no taps.
         """
+        if images is not None:
+            return self._run_with_images(inputs, cache, taps, images)
         if self.fast is not None and cache is not None and self.fast.serves(inputs, cache):
             return self.fast.run(inputs, cache, taps, offset, nodes)
         asked = None
@@ -245,8 +257,40 @@ class Backbone:
             return {"use_cache": False}
         masked = needs_mask(self.config, cache, num_new, offset, nodes)
         positions = cache.place(num_new, offset, nodes)
+        if cache.shift is not None:
+            positions = positions + cache.shift[:, None]
         mask = attention_masks(self.config, cache, self.dtype) if masked else None
         return {"use_cache": True, "past_key_values": cache, "position_ids": positions, "attention_mask": mask}
+
+    def _run_with_images(
+        self, tokens: Tensor, cache: RaggedCache | None, taps: Sequence[int], images: ImageInputs
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run a pass over a whole prompt with images, `[1, Q]`, as `run` does, on an empty cache if there is one.
+
+        Raises BadInputError if the model has other features of the images than the prompt has image tokens.
+        """
+        if tokens.shape[0] != 1 or (cache is not None and (cache.longest or cache.window is not None)):
+            raise ValueError("images are read with one whole prompt, by a pass without a window")
+        given, places = self.image_arguments(tokens, images), self._places(tokens.shape[1], cache)
+        index: Callable[..., Any] | None = getattr(self.body, "get_rope_index", None)
+        if index is not None:  # Qwen's positions have three dimensions
+            places["position_ids"], shift = index(tokens, **given)
+            if cache is not None:
+                cache.shift = shift[:, 0]
+        self._taps.watch(taps)
+        try:
+            last = self.body(input_ids=tokens, **given, **places).last_hidden_state
+        except ValueError as error:
+            raise BadInputError(
+                f"{type(self.model).__name__} does not take these images: {first_line(error)}"
+            ) from error
+        return last, self._taps.collect(taps, last)
+
+    def image_arguments(self, tokens: Tensor, images: ImageInputs) -> dict[str, Tensor]:
+        """Return the arguments of the model's forward for a prompt's images, its tokens `[B, T]` and cache apart."""
+        known, seen = inspect.signature(self.body.forward).parameters, tokens.eq(self.image_token or 0).long()
+        kinds = {name: seen for name in ("mm_token_type_ids", "token_type_ids") if name in known}
+        return images.to(self.device) | kinds
 
     def shallow(self, num_layers: int) -> Self:
         """Return the same model cut after its first `num_layers` layers; it shares all modules, and may share caches.

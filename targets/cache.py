@@ -236,6 +236,7 @@ class RaggedCache(Cache):
         window: how many slots every pass reads, whatever the lengths; None for as many as are used. With a window no
             shape and no address depends on the lengths, so that a pass can be captured.
         first: entries before this place in the text are visible to themselves only: they mean nothing.
+        shift: by how much the model's positions are more than places in the text, after images, `[B]`; None for not.
         placed: the slots of the next pass, or of the last one.
     """
 
@@ -253,6 +254,7 @@ class RaggedCache(Cache):
         self.host_lengths = [0] * batch_size
         self.window: int | None = None
         self.first = 0
+        self.shift: Tensor | None = None
         self.placed = Placement(self.lengths, 0, self.lengths[:, None], self.lengths[:, None], slice(0, 0))
         self._all: Tensor | None = None  # of joined layers, [layers, 2, B, H, L, D]
         self._stores = self._joined(shapes) if joined else []
@@ -379,11 +381,13 @@ class RaggedCache(Cache):
     def reset(self) -> None:
         """Forget everything, and keep the memory."""
         self.lengths, self.host_lengths, self.window = torch.zeros_like(self.lengths), [0] * self.batch_size, None
+        self.shift = None
 
     def select(self, rows: list[int]) -> None:
         """Keep these rows only, in this order."""
         self.lengths = self.lengths[rows]
         self.host_lengths = [self.host_lengths[r] for r in rows]
+        self.shift = None if self.shift is None else self.shift[rows]
         self._all = None  # each layer goes on alone
         for store in self._stores:
             store.select(rows)

@@ -14,12 +14,19 @@ from typing import Any, Final, Literal, cast, get_args
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from ..common import digests
 from ..common.errors import BadInputError, IncompatibleError, OutriderError, Refusal, first_line, reason
 from ..common.safe_load import read_json
 from .grow import ALIASES, SHAPES, grown_config, shape_config
+from .images import SEEING, ImageReader, processor_in
 from .model_folder import (
     INDEX,
     MODEL_CONFIG,
@@ -62,6 +69,21 @@ def load_tokenizer_of(path: str, revision: str | None, trust_remote_code: bool) 
         raise _load_error(f"tokenizer of {name!r}", error) from error
 
 
+def image_reader_of(
+    path: str, revision: str | None, trust_remote_code: bool, tokenizer: PreTrainedTokenizerBase
+) -> ImageReader:
+    """Return the reader of images of a target, without its weights; nothing is read before an image comes."""
+
+    def processor() -> Any:
+        folder = model_folder(target_path(path), revision, trust_remote_code, weights=False)
+        check_files(folder, trust_remote_code)
+        with without_questions():
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        return processor_in(folder, config, tokenizer)
+
+    return ImageReader(processor)
+
+
 def load_causal_lm(
     name: str,
     dtype: str | torch.dtype = "auto",
@@ -87,7 +109,7 @@ def load_causal_lm(
         register()
     try:
         with without_questions():
-            loaded = AutoModelForCausalLM.from_pretrained(
+            loaded = _auto_class(read_json(folder / MODEL_CONFIG).get("model_type")).from_pretrained(
                 folder,
                 dtype=dtype,
                 use_safetensors=True,
@@ -199,7 +221,7 @@ def meta_causal_lm(
         raise BadInputError(f"the config of {name!r} cannot be read: {first_line(error)} {hint}") from error
     try:
         with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            model: PreTrainedModel = _auto_class(config.model_type).from_config(
                 config, dtype=_dtype(config, dtype), trust_remote_code=trust_remote_code
             )
     except OutriderError:
@@ -207,6 +229,11 @@ def meta_causal_lm(
     except Exception as error:  # libraries raise anything at settings that make no sense
         raise BadInputError(f"the config of {name!r} describes no model that can be made: {reason(error)}") from error
     return model.eval().requires_grad_(False)
+
+
+def _auto_class(model_type: Any) -> Any:
+    """Return the library's class that makes models of a type: those that see images are no causal LMs there."""
+    return AutoModelForImageTextToText if model_type in SEEING else AutoModelForCausalLM
 
 
 def _dtype(config: Any, asked: str | torch.dtype) -> torch.dtype:

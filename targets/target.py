@@ -9,13 +9,13 @@ import inspect
 import os
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import cast
 
 import torch
 from torch import Tensor, distributed, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from ..common.errors import BadInputError, IncompatibleError
 from ..common.machine import best_device
@@ -25,8 +25,9 @@ from .cache_and_masks import CacheLayout, runtime_key
 from .cache_slots import Nodes
 from .fingerprint import Fingerprint
 from .grow import grow, shape_config
+from .images import SEEING, ImageInputs, ImageReader, PromptImage, images_in
 from .layers import body_of, decoder_layers
-from .loading import load_causal_lm, load_tokenizer_of, quantise, split_shape, target_path
+from .loading import image_reader_of, load_causal_lm, load_tokenizer_of, quantise, split_shape, target_path
 from .model_folder import is_local
 from .packed_weights import PackedModel
 from .pass_memory import Footprint, measure
@@ -65,10 +66,12 @@ class Target(Backbone):
         tokenizer: PreTrainedTokenizerBase | None = None,
         source: dict[str, str | None] | None = None,
         fingerprint: Callable[[], Fingerprint] | None = None,
+        processor: ProcessorMixin | None = None,
     ):
         super().__init__(model)
         self.tokenizer = tokenizer
         self.source = source or {}
+        self._processor = processor  # of images; None for the one in the folder that it was loaded from
         self.sharded = False
         self._fingerprint = fingerprint  # of a target whose weights are elsewhere; None reads those in the model
         self._footprints: dict[Hashable, Footprint] = {}
@@ -169,6 +172,49 @@ class Target(Backbone):
             raise BadInputError("this target has no tokenizer; pass one: Target(model, tokenizer).")
         return self.tokenizer
 
+    @cached_property
+    def images(self) -> ImageReader | None:
+        """The reader of images in its prompts; None where they are not read, or there is no processor."""
+        given, path = self._processor, self.source.get("path")
+        sees = self.image_token is not None and self.model.config.model_type in SEEING
+        if not sees or (given is None and (path is None or self.tokenizer is None)):
+            return None
+        if given is not None:
+            return ImageReader(lambda: given)
+        return image_reader_of(path or "", self.source.get("revision"), False, self.require_tokenizer())
+
+    def why_no_images(self) -> str | None:
+        """Return a sentence that says why prompts with images cannot be read; None if they can."""
+        name = type(self.model).__name__
+        if self.image_token is None:
+            return f"{name} sees no images."
+        if self.model.config.model_type not in SEEING:
+            return f"images are read of the model types {', '.join(SEEING)} alone, and this is a {name}."
+        if self.sharded or not self.has_layers:
+            return f"{name} is {'split over processes' if self.sharded else 'in an engine'}: images are not read there."
+        return None
+
+    def image_inputs(self, tokens: Sequence[int], images: Sequence[PromptImage]) -> ImageInputs | None:
+        """Return the inputs for those of a prompt's `images` that stand in its `tokens`; None for none.
+
+        Raises BadInputError if an image cannot be read any more, or the tokens show others.
+        """
+        shown = self.images_in(tokens, images)
+        if shown and self.images is None:
+            raise IncompatibleError(f"{type(self.model).__name__} has no processor of images.")
+        return self.images.inputs([image.read() for image in shown]) if self.images is not None else None
+
+    def images_in(self, tokens: Sequence[int], images: Sequence[PromptImage]) -> list[PromptImage]:
+        """Return those of a conversation's `images` that stand in `tokens`: the first ones.
+
+        Raises BadInputError if the tokens show others, and IncompatibleError if the model sees none.
+        """
+        if not images:
+            return []
+        if (why := self.why_no_images()) is not None:
+            raise IncompatibleError(f"{why} Take prompts without images.")
+        return images_in(list(tokens).count(cast(int, self.image_token)), images)
+
     def fingerprint(self) -> Fingerprint:
         """Return the target's identity by content: digests of weights, config, tokenizer and chat template."""
         if self._fingerprint is not None:
@@ -240,6 +286,7 @@ class Target(Backbone):
         logits: bool = True,
         offset: int = 0,
         nodes: Nodes | None = None,
+        images: ImageInputs | None = None,
     ) -> TargetOutput:
         """Run one pass over `tokens`, `[B, Q]`, as `Backbone.run` does, and compute their logits.
 
@@ -247,7 +294,7 @@ class Target(Backbone):
             at: indices into Q at which logits are computed, `[B, A]`; None for all Q.
             logits: False skips the output embedding.
         """
-        last, hidden = self.run(tokens, cache, taps, offset, nodes)
+        last, hidden = self.run(tokens, cache, taps, offset, nodes, images)
         if not logits:
             return TargetOutput(None, hidden, last)
         return TargetOutput(self.lm_head(last if at is None else at_places(last, at)), hidden, last)

@@ -32,6 +32,7 @@ from ..distill.live_states import LiveStates
 from ..heads import TargetBatch
 from ..heads.session import padded
 from ..targets import Target
+from ..targets.images import StoredImages
 from ..targets.sequence_packing import Documents
 
 IGNORED = -100  # the label of a token that is not predicted, as in transformers
@@ -190,18 +191,33 @@ class Batches(Protocol):
 class OnlineBatches(Batches):
     """A maker of batches whose hidden states the frozen target computes in the loop.
 
-    `precision` is that of its matrix products; None, and for its output embedding always, its own dtype.
+    `precision` is that of its matrix products; None, and for its output embedding always, its own dtype. Rows with
+    `images` are read one at a time.
     """
 
     target: Target
     taps: tuple[int, ...]
     precision: torch.dtype | None = None
+    images: StoredImages | None = None
 
     def of(self, inputs: dict[str, Tensor]) -> TargetBatch:
         tokens = inputs["input_ids"]
         with torch.no_grad(), torch.autocast(tokens.device.type, self.precision, enabled=self.precision is not None):
+            hidden, last = self._states(inputs)
+        return TargetBatch(self.target, tokens, inputs["labels"] != IGNORED, hidden, last)
+
+    def _states(self, inputs: dict[str, Tensor]) -> tuple[Tensor | None, Tensor]:
+        """Return the taps `[B, T, K, H]`, if there are any, and the last states `[B, T, H]` of a batch."""
+        tokens = inputs["input_ids"]
+        if self.images is None:
             out = self.target.forward(tokens, taps=self.taps, logits=False)
-        return TargetBatch(self.target, tokens, inputs["labels"] != IGNORED, out.hidden, out.last)
+            return out.hidden, out.last
+        each = [
+            self.target.run(one, taps=self.taps, images=None if row == EMPTY else self.images.of(row))
+            for one, row in zip(tokens.split(1), inputs["index"].tolist(), strict=True)
+        ]
+        hidden = [states for _, states in each if states is not None]
+        return torch.cat(hidden) if hidden else None, torch.cat([last for last, _ in each])
 
 
 @dataclass

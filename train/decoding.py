@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from ..common import BadInputError
 from ..decode import Decoder, Output, Plan, Round, Sampling
 from ..decode.rng import uniforms
+from ..distill.prompt_table import Prompt
 from ..eval.measure import plan_of
 from ..eval.suites import load_suites
 from ..heads import Drafter
@@ -142,7 +143,7 @@ class MeasuredTau:
     """A measurement of τ by the decoder; `samples` are those of the last one, by this process."""
 
     target: Target
-    prompts: Sequence[tuple[int, ...]]
+    prompts: Sequence[Prompt]
     plan: Plan
     sampling: Sampling
     max_new_tokens: int
@@ -180,11 +181,17 @@ class MeasuredTau:
         if not places:
             return torch.zeros(2)
         own = self.ready(drafter, is_copy)
-        prompts = [self.prompts[i] for i in places]
-        decoder = Decoder(self.target, own, static=False)
-        out = decoder.generate(prompts, self.max_new_tokens, self.sampling, self.plan, sequence_ids=list(places))
-        self.samples = [self._sample(prompt, out, row) for row, prompt in enumerate(prompts)]
-        rounds = [r for sequence in out.rounds for r in sequence]
+        decoder, rounds = Decoder(self.target, own, static=False), list[Round]()
+        alone = any(self.prompts[i].images for i in places)  # as the decoder reads images
+        for part in [[place] for place in places] if alone else [places]:
+            prompts = [self.prompts[i] for i in part]
+            tokens = [prompt.tokens for prompt in prompts]
+            images = [self.target.image_inputs(prompt.tokens, prompt.images) for prompt in prompts] if alone else ()
+            out = decoder.generate(
+                tokens, self.max_new_tokens, self.sampling, self.plan, sequence_ids=list(part), images=images
+            )
+            self.samples += [self._sample(prompt, out, row) for row, prompt in enumerate(tokens)]
+            rounds += [r for sequence in out.rounds for r in sequence]
         return torch.tensor([float(sum(r.emitted for r in rounds)), float(len(rounds))])
 
     def ready(self, drafter: Drafter, is_copy: bool = False) -> Drafter:
@@ -209,12 +216,12 @@ class MeasuredTau:
         return Sample(text(prompt), text(tokens), marked, tau)
 
 
-def _prompts(spec: EvalSpec, target: Target) -> list[tuple[int, ...]]:
+def _prompts(spec: EvalSpec, target: Target) -> list[Prompt]:
     """Return the first prompts of the suites, taken from them in turn."""
-    suites = load_suites(spec.suites, target.require_tokenizer(), spec.training_prompts)
+    suites = load_suites(spec.suites, target.require_tokenizer(), spec.training_prompts, images=target.images)
     turns = max(len(suite.prompts) for suite in suites)
-    prompts = [tuple(s.prompts[i].tokens) for i in range(turns) for s in suites if i < len(s.prompts)]
-    longest, limit = max(map(len, prompts)), target.max_context
+    prompts = [s.prompts[i] for i in range(turns) for s in suites if i < len(s.prompts)]
+    longest, limit = max(len(prompt.tokens) for prompt in prompts), target.max_context
     if limit is not None and longest + spec.max_new_tokens > limit:
         raise BadInputError(
             f"eval.training_prompts: the longest prompt of the suites has {longest} tokens; with eval.max_new_tokens="

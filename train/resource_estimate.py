@@ -29,7 +29,7 @@ from ..distill.sources import as_specs, count_rows, is_hub
 from ..heads import Drafter
 from ..recipes import Recipe, SourceSpec
 from ..targets import Target, load_tokenizer
-from ..targets.loading import meta_causal_lm, target_path
+from ..targets.loading import image_reader_of, meta_causal_lm, target_path
 from ..targets.model_folder import model_folder
 from . import muon
 from .arguments import packing_of, training_arguments
@@ -194,7 +194,11 @@ def _of_prompts(recipe: Recipe) -> Workload:
     spec, tokenizer = recipe.data, _tokenizer(recipe)
     how = f"; no tokenizer is there: {_BYTES} bytes are taken for a token" if isinstance(tokenizer, _BytesOnly) else ""
     given = spec.answers == "given"
-    reading = PromptReading(spec.max_prompt_tokens, recipe.template, True, given, drop_malformed=True, once=True)
+    place = recipe.target
+    images = image_reader_of(place.path, place.revision, place.trust_remote_code, tokenizer)
+    reading = PromptReading(
+        spec.max_prompt_tokens, recipe.template, True, given, drop_malformed=True, once=True, images=images
+    )
     read = collect(spec.prompts, tokenizer, min(_SAMPLE, spec.limit or _SAMPLE), reading)
     questions = [[len(prompt.tokens), *(_length(tokenizer, turn) for turn in prompt.later)] for prompt in read.prompts]
     answers = [

@@ -32,16 +32,17 @@ from ..common.locks import locked
 from ..common.machine import free_bytes
 from ..common.signals import StoppedError, how, number_of
 from ..common.terminal import VisibleConsole
-from ..distill.data_set import DEPTHS, load_responses, rounds_of
+from ..distill.data_set import DEPTHS, images_of, load_responses, rounds_of
 from ..distill.engine_states import EngineStates
 from ..distill.features import FeatureStore
 from ..distill.live_states import LiveStates
 from ..distill.process_group import launch_group
-from ..distill.responses import distill, target_in_engine
+from ..distill.responses import check_images, distill, target_in_engine
 from ..heads import Drafter
 from ..recipes import Recipe
 from ..targets import Target
 from ..targets.fingerprint import digest_files
+from ..targets.images import StoredImages
 from . import checkpoints, provenance
 from .arguments import packing_of
 from .callbacks import Reports, finish_reports
@@ -219,7 +220,9 @@ class _Training:
         drafter.to(self.args.device).float()
         on_policy = OnPolicy.of(recipe.data, training, self.target, drafter, self.args.seed)
         measured = MeasuredTau.of(recipe, self.target)
-        batches, prepared, packs = *self._batches(drafter, table, adapter), None
+        if (images := images_of(data, table, self.target)) is not None:
+            check_images(recipe, self.target)
+        batches, prepared, packs = *self._batches(drafter, table, adapter, images), None
         if (packing := packing_of(recipe.training)) is not None:
             batches, packs = PackedBatches(batches, self._room()), Packs(training, packing.max_length)
             _log.info("%s", packs.summary())
@@ -248,7 +251,9 @@ class _Training:
         free = free_bytes(args.device) if online and again and args.device.type == "cpu" else None
         return (free or 0) // 4 // args.world_size
 
-    def _batches(self, drafter: Drafter, table: datasets.Dataset, adapter: Adapter | None) -> tuple[Batches, float]:
+    def _batches(
+        self, drafter: Drafter, table: datasets.Dataset, adapter: Adapter | None, images: StoredImages | None
+    ) -> tuple[Batches, float]:
         """Return the maker of batches with hidden states, and the seconds that those on disk took, in all runs."""
         target, args = self.target, self.args
         # Most of a step is the pass of a float32 target; in mixed precision it is in bfloat16, as targets are served.
@@ -256,7 +261,7 @@ class _Training:
         if adapter is not None:
             return JointBatches(target, drafter.taps, adapter, precision), 0.0
         if self.recipe.data.features == "online":
-            return OnlineBatches(target, drafter.taps, precision), 0.0
+            return OnlineBatches(target, drafter.taps, precision, images), 0.0
         engine = EngineStates.of_recipe(self.recipe, target, drafter.taps)
         if engine is not None and self.recipe.data.features == "engine":
             ahead = max(4 * args.train_batch_size * args.gradient_accumulation_steps, 2 * engine.spec.concurrency)
@@ -266,7 +271,7 @@ class _Training:
         folder = output / "features"
         with counted(folder / f"seconds-{args.process_index}.json") as seconds, launch_group(output) as group:
             store = FeatureStore.build(
-                folder, target, table, drafter.taps, dtype, self.console, group=group, engine=engine
+                folder, target, table, drafter.taps, dtype, self.console, group=group, engine=engine, images=images
             )
         return CachedBatches(target, drafter.taps, store), seconds()
 

@@ -122,7 +122,14 @@ def test_arguments_that_are_no_json_stay_as_the_model_wrote_them() -> None:
     assert found.given[0][0]["tool_calls"] == [broken]
 
 
-IMAGE: Any = [{"type": "image_url", "image_url": {"url": "x"}}]
+VIDEO: Any = [{"type": "video", "video": "x"}]
+
+
+def picture(place: Any = "x", role: str = "user") -> dict[str, Any]:
+    part = {"type": "image_url", "image_url": {"url": place}}
+    return {"messages": [U, {"role": role, "content": [part, {"type": "text", "text": "What is it?"}]}]}
+
+
 NEEDS = "a message needs `role` and `content`"
 FAULTS = [
     ({}, "expected one of text, prompt, question, messages, conversations, turns; found no keys."),
@@ -147,7 +154,16 @@ FAULTS = [
     ({"messages": [{"role": "user"}]}, "the content of a message (user) must be text, found null."),
     ({"messages": [U, {"role": "assistant", "content": None}]}, "a message (assistant) must be text, found null."),
     ({"messages": [{"role": "user", "content": 7}]}, "the content of a message (user) must be text, found 7."),
-    ({"messages": [user(IMAGE)]}, "the content of a message (user) must be text, found [{"),
+    ({"messages": [user(VIDEO)]}, "the content of a message (user) must be text, found [{"),
+    (picture(), "there is no image "),
+    (picture("https://example.org/a.png"), "is on a network, and nothing is fetched from there"),
+    (picture("/etc/hostname"), "is not below the prompt file's folder"),
+    (picture("a/../../b.png"), "is not below the prompt file's folder"),
+    (picture("data:image/png,x"), "must be in base64"),
+    (picture("data:image/png;base64,x!"), "is no base64"),
+    (picture("data:image/png;base64,aGVsbG8="), "not an image of the kinds PNG, JPEG"),
+    (picture(7), "a part of a message must be a text, or an image by its path or data: URL; found {"),
+    (picture(role="assistant"), "an assistant's message holds an image"),
     ({"messages": [U, {**A, "tool_calls": "ls"}]}, '`tool_calls` must be a list, found "ls".'),
     ({"messages": [U, {**A, "tool_calls": ["ls"]}]}, 'a tool call must be an object, found "ls".'),
     ({"messages": [U], "tools": "ls"}, "`tools` must be a list, or JSON of one: not valid JSON"),

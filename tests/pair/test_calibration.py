@@ -46,7 +46,7 @@ def test_each_suite_gives_its_share_of_prompts_that_leave_room(recipe, make_targ
     target, asked = make_target(), []
     lengths = {"one": [3, 496, 497], "two": [5], "three": [500, 100_000]}
 
-    def suites(wanted: object, tokenizer: object, limit: int, template: object) -> list[Suite]:
+    def suites(wanted: object, tokenizer: object, limit: int, template: object, images: None) -> list[Suite]:
         asked.append((wanted, tokenizer, limit, template))
         return [
             make_suite(name, [Prompt(f"{name}/{n}", "test", (1,) * n) for n in counts])

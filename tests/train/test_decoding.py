@@ -300,7 +300,11 @@ def test_it_is_what_the_decoder_measures_of_the_checkpoint(measuring, target):
     assert len(found.prompts) == 5
     for entry, folder in zip(logged, checkpoints(made.output_folder / "checkpoints"), strict=True):
         out = Decoder(target, load_drafter(folder, target), static=False).generate(
-            found.prompts, 12, Sampling(temperature=0.0), Plan(2), sequence_ids=list(range(5))
+            [prompt.tokens for prompt in found.prompts],
+            12,
+            Sampling(temperature=0.0),
+            Plan(2),
+            sequence_ids=list(range(5)),
         )
         assert entry["eval_measured_tau"] == pytest.approx(out.stats.tau)
         assert entry["eval_tau_gap"] == pytest.approx(entry["eval_tau"] - entry["eval_measured_tau"])

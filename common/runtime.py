@@ -48,6 +48,7 @@ EXTRAS = {
     "wandb": Extra("wandb (training.report_to: wandb, --registry wandb://…)", ("wandb",)),
     "tensorboard": Extra("tensorboard (training.report_to: tensorboard)", ("tensorboard",)),
     "trackio": Extra("trackio (training.report_to: trackio)", ("trackio", "pandas")),
+    "images": Extra("prompts with images", ("PIL",)),
     "deepspeed": Extra("ZeRO training (accelerate launch --use_deepspeed)", ("deepspeed",), ("ninja", "g++")),
     "capacity": Extra("capacity (loads of servers, simulated)", ("simpy",)),
     "quantised": Extra("targets of eight bits (--quantize, target.quantize)", ("torchao",)),

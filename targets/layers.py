@@ -97,24 +97,21 @@ def _with_part(module: nn.Module, path: list[str], part: nn.Module) -> nn.Module
 
 @dataclass(frozen=True)
 class Tap:
-    """A hook that records a layer's output, or its input if `before`, in `seen` under `index`, and changes nothing."""
+    """A hook that records a layer's input in `seen` under `index`, and changes nothing."""
 
     seen: dict[int, Tensor]
     index: int
-    before: bool = False
 
-    def __call__(self, layer: nn.Module, *call: Any) -> None:
-        if not self.before:
-            self.seen[self.index] = hidden_states(call[-1])
-            return
-        args, kwargs = call
+    def __call__(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.seen[self.index] = hidden_states(args[0] if args else kwargs["hidden_states"])
 
 
 class TapReader:
     """Collects the hidden states that a pass is asked for, by hooks on the model's layers.
 
-    A layer gets its hook when it is first asked for, and keeps it. The last tap needs none: a pass returns it.
+    A tap is what the layer of its number reads, as engines have it: some models add features of images to what the
+    layer before it wrote. A layer gets its hook when it is first asked for, and keeps it. The last tap needs none: a
+    pass returns it.
     """
 
     def __init__(self, body: nn.Module, num_layers: int):
@@ -123,16 +120,13 @@ class TapReader:
         self._hooked: set[int] = set()
 
     def watch(self, taps: Sequence[int]) -> None:
-        """Hook the layers that these taps come from."""
+        """Hook the layers that read these taps."""
         new = set(taps) - self._hooked - {self._num_layers}
         if not new:
             return
         layers = decoder_layers(self._body, self._num_layers)
         for tap in new:
-            if tap == 0:
-                layers[0].register_forward_pre_hook(Tap(self.seen, tap, before=True), with_kwargs=True)
-            else:
-                layers[tap - 1].register_forward_hook(Tap(self.seen, tap))
+            layers[tap].register_forward_pre_hook(Tap(self.seen, tap), with_kwargs=True)
         self._hooked |= new
 
     def collect(self, taps: Sequence[int], last: Tensor) -> Tensor | None:

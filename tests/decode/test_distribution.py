@@ -326,7 +326,7 @@ def every_round_has_the_same_uniforms(patch: pytest.MonkeyPatch) -> None:
 
 def unconfident_drafts_are_left_out(patch: pytest.MonkeyPatch) -> None:
     honest = stage._masked
-    patch.setattr(stage, "_masked", lambda state, draft, lengths: honest(state, draft, lengths - 1))
+    patch.setattr(stage, "_masked", lambda state, draft, lengths, *more: honest(state, draft, lengths - 1, *more))
 
 
 def a_tree_is_scored_with_the_law_of_another_place(patch: pytest.MonkeyPatch) -> None:

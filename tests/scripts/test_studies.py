@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
+from outrider.eval import Interval
+
 from .conftest import Command, failed, succeeded
 
 
@@ -48,8 +50,8 @@ def test_vocab_counts_what_the_trainer_counts(outrider: Command, recipe_file: Pa
     shown = succeeded(outrider("vocab", recipe_file, "--size", 100)).stdout
     assert "64 *" in shown
     found = json.loads(succeeded(outrider("vocab", recipe_file, "--json")).stdout)
-    intervals = [one[name] for one in found["sizes"] for name in ("lost", "lost_greedy")]
-    for text in (f"[{one['low']:.4f}, {one['high']:.4f}]" for one in intervals):
+    intervals = [Interval(**one[name]) for one in found["sizes"] for name in ("lost", "lost_greedy")]
+    for text in (one.bounds(4) for one in intervals):
         assert text in shown, "a terminal of 80 columns cuts no interval off"
     succeeded(outrider("train", recipe_file))
     from outrider.heads import load_drafter

@@ -37,14 +37,25 @@ def test_a_loaded_target_sees_what_one_in_memory_does(family: str, tmp_path: Pat
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_hidden_states_of_a_prompt_with_images_are_the_librarys(family: str) -> None:
-    """At all taps, as a training reads them; and they depend on the image."""
+    """At all taps, as a training reads them; and they depend on the image.
+
+    Qwen3-VL adds features of the image to what its first layers wrote: what the next layer reads has them in it, as in
+    vLLM (`Qwen3LLMModel.forward`), and the library's `hidden_states` have not.
+    """
     target = target_for(family)
     tokens, images = prompt_of(target, [png(seed=1), png(seed=2, width=180)])
     inputs = target.image_inputs(tokens, images)
     out = target.forward(torch.tensor([tokens]), taps=range(5), images=inputs)
     given = target.image_arguments(torch.tensor([tokens]), inputs)
     expected = target.model(input_ids=torch.tensor([tokens]), **given, output_hidden_states=True)
-    torch.testing.assert_close(out.hidden, torch.stack(expected.hidden_states, 2))
+    states = list(expected.hidden_states)
+    if family == "qwen3_vl":
+        seen = target.model.model.get_image_features(given["pixel_values"], given["image_grid_thw"])
+        places = torch.tensor(tokens) == target.image_token
+        for tap, added in enumerate(seen.deepstack_features, 1):
+            states[tap] = states[tap].clone()
+            states[tap][0, places] += torch.cat(list(added))
+    torch.testing.assert_close(out.hidden, torch.stack(states, 2))
     torch.testing.assert_close(out.logits, expected.logits)
     _, others = prompt_of(target, [png(seed=3), png(seed=2, width=180)])
     other = target.forward(torch.tensor([tokens]), images=target.image_inputs(tokens, others)).logits

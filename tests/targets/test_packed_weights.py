@@ -21,6 +21,10 @@ from outrider.targets import Target, split_attention
 from outrider.targets.fast import select
 from outrider.targets.packed_weights import PackedLinear, PackedWeight
 
+NO_BFLOAT16 = pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this processor has no products of bfloat16"
+)
+DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=NO_BFLOAT16)]
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6]]
 WAYS = ((Sampling(), Plan(3)), (Sampling(temperature=1.0, seed=1), Plan(3)), (Sampling(), Plan(3, 2, 6)))
 HEADS = (
@@ -43,7 +47,7 @@ def target(tiny_llama) -> Target:
     return Target(tiny_llama(layers=4))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_packed_product_is_the_plain_one_and_follows_its_weight(dtype):
     linear = nn.Linear(48, 40).to(dtype).requires_grad_(False)
     layer, x = PackedLinear.of(linear), torch.randn(2, 70, 48).to(dtype)
@@ -74,7 +78,7 @@ def test_packed_rounds_write_the_same_text_and_accept_the_same_drafts(target, ki
     assert not any(isinstance(part, PackedLinear) for part in [*target.model.modules(), *head.modules()])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bias", [False, True])
 def test_layers_on_one_input_are_one_product(tiny_llama, dtype, bias, monkeypatch):
     """Queries, keys and values; gate and up. One that is asked alone, or of another input, multiplies by itself."""

@@ -124,6 +124,8 @@ SECRET = [
     "https://u:s3cret s3cret@127.0.0.1:9/?a=s3cret",
     "http:/u%3As3cret@127.0.0.1:9",
     "u:s3cret@127.0.0.1:9",
+    "hf://s3cret@127.0.0.1:9/pairs?token=s3cret",
+    "wandb://127.0.0.1:9/pairs#s3cret",
 ]
 
 

@@ -171,7 +171,10 @@ def test_references_that_are_none_are_refused(text):
         PairReference.parse(text)
 
 
-@pytest.mark.parametrize("where", ["hf://pairs", "hf://a/b/c", "wandb://", "wandb://a/b/c", "s3://bucket/x"])
+@pytest.mark.parametrize(
+    "where",
+    ["hf://pairs", "hf://a/b/c", "wandb://", "wandb://a/b/c", "s3://bucket/x", "hf://a/b?c", "hf://c@a/b", "hf:/a/b"],
+)
 def test_places_that_are_no_registry_are_refused(where):
     with pytest.raises(BadInputError, match="is no registry"):
         open_registry(where)

@@ -85,21 +85,30 @@ def require_key(key: str, where: str) -> str:
 
 
 def open_client(num_bytes: int) -> httpx.AsyncClient:
-    """Return a client that follows no redirect and ends every body at `num_bytes`; its user limits the time."""
+    """Return a client that follows no redirect and ends every body at `num_bytes`; its user limits the time.
+
+    BadInputError: the environment names a proxy, or certificates, that cannot be used.
+    """
 
     async def limit(response: httpx.Response) -> None:
         if response.headers.get("content-encoding", "identity").lower() != "identity":
             raise compressed()
         response.stream = _LimitedStream(response.stream, num_bytes)
 
-    return httpx.AsyncClient(
-        headers={"Accept-Encoding": "identity"},
-        event_hooks={"response": [limit]},
-        follow_redirects=False,
-        timeout=None,
-        limits=httpx.Limits(max_connections=None),
-        verify=_tls(),
-    )
+    try:
+        return httpx.AsyncClient(
+            headers={"Accept-Encoding": "identity"},
+            event_hooks={"response": [limit]},
+            follow_redirects=False,
+            timeout=None,
+            limits=httpx.Limits(max_connections=None),
+            verify=_tls(),
+        )
+    except (ValueError, OSError, ImportError, httpx.InvalidURL) as error:
+        raise BadInputError(
+            f"the environment's settings for connections cannot be used ({printable_urls(str(error))}). Look at "
+            "http_proxy, https_proxy, all_proxy and SSL_CERT_FILE."
+        ) from error
 
 
 def ask(url: str, body: bytes | None = None, key: str | None = None, limits: AnswerLimits | None = None) -> bytes:

@@ -29,6 +29,7 @@ except ImportError:  # it comes with the extra `serving`
 
 _STREAM: Any = object if httpx is None else httpx.AsyncByteStream
 _FIRST_BYTES = 80  # of an answer that cannot be used, in the message
+_FIRST_LETTERS = 4000  # of it, in which URLs are looked for
 _SHORTEST_SECRET = 8  # letters of a key that no honest answer holds by chance
 
 JSON_TYPES = ("application/json",)
@@ -198,8 +199,8 @@ def too_large(num_bytes: int) -> BadAnswerError:
 
 def _beginning(content: bytes, key: str | None) -> str:
     """Return the end of a sentence about an answer: its first bytes, with everything but plain letters escaped."""
-    content = without_key(content.decode("latin-1"), key).replace("…", "...").encode("latin-1") if key else content
-    return f": it begins with {content[:_FIRST_BYTES]!r}" if content.strip() else ": it is empty"
+    text = printable_urls(without_key(content.decode("latin-1"), key)[:_FIRST_LETTERS]).replace("…", "...")
+    return f": it begins with {text.encode('latin-1')[:_FIRST_BYTES]!r}" if content.strip() else ": it is empty"
 
 
 @cache

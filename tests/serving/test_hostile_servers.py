@@ -113,6 +113,13 @@ def test_a_key_that_a_server_repeats_is_not_printed_in_any_form_or_part(
     assert not {part for part in ("quo", "slash", "0123") if part in str(refused.value)}
 
 
+def test_secrets_in_urls_of_a_page_that_cannot_be_used_are_not_printed(hostile: Hostile) -> None:
+    hostile.answers["/metrics"] = plain(b"see https://u:s3cret@host/?t=s3cret", "text/plain", "500 No")
+    with pytest.raises(BadInputError, match="it begins with b'see https://host/'") as refused:
+        read_metrics(hostile.url)
+    assert "s3cret" not in str(refused.value)
+
+
 SECRET = [
     "http://u:s3cret@127.0.0.1:9",
     "http://s3cret@127.0.0.1:9/v1",

@@ -180,6 +180,16 @@ def test_places_that_are_no_registry_are_refused(where):
         open_registry(where)
 
 
+def test_an_entry_that_is_another_when_it_is_read_again_is_refused_and_nothing_is_written(
+    registry, pushed, tmp_path, monkeypatch
+):
+    read, answers = registry.store.read, iter([None, b""])
+    monkeypatch.setattr(registry.store, "read", lambda path: read(path) if next(answers) is None else b"")
+    with pytest.raises(BadInputError, match="not valid JSON"):
+        pull(registry, "tiny", tmp_path / "pulled")
+    assert not (tmp_path / "pulled").exists()
+
+
 def test_every_byte_is_verified(registry, pushed, tmp_path):
     """One flipped bit, a cut, or a missing file, in every blob and in the entry: refused, and nothing is written."""
     root, good = Path(registry.store.where), tree(registry)

@@ -57,7 +57,7 @@ FINDING, BAD_INPUT, FAULT = 1, 2, 70
 # Verbs that keep what is finished when they are asked to stop.
 RESUMED = ("distill", "train", "compare", "refresh", "quickstart")
 # In quotes to the next one: a password may hold spaces.
-_SCHEME = r"(?:https?:[/\\]|[a-z][\w+.-]+:/)"
+_SCHEME = r"(?:https?:[/\\]|(?<![\w+.-])[\w+.-]{2,}:/)"
 _URL = re.compile(
     rf"(?<=['\"]){_SCHEME}[^'\"\n]*|{_SCHEME}\S+|(?<![\w.%+-])[\w.%+-]+:(?!\\)[^\s\"'<>/]+@\S+", re.IGNORECASE
 )

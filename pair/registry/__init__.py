@@ -27,7 +27,7 @@ __all__ = [
     "open_registry",
 ]
 
-_NAME = r"[^\s/\\?#%:@]+"  # no user, password or query, as a URL may have
+_NAME = r"[^/\\?#%:@]+"  # no user, password or query, as a URL may have
 
 
 def open_registry(where: str) -> Registry:

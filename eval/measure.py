@@ -327,7 +327,7 @@ def _no_defaults(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        model.generation_config = own  # type: ignore[assignment]
+        model.generation_config = own
 
 
 def make_records(

@@ -29,6 +29,7 @@ except ImportError:  # it comes with the extra `serving`
 
 _STREAM: Any = object if httpx is None else httpx.AsyncByteStream
 _FIRST_BYTES = 80  # of an answer that cannot be used, in the message
+_FIRST_LETTERS = 4000  # of it, in which URLs are looked for
 _SHORTEST_SECRET = 8  # letters of a key that no honest answer holds by chance
 
 JSON_TYPES = ("application/json",)
@@ -85,21 +86,30 @@ def require_key(key: str, where: str) -> str:
 
 
 def open_client(num_bytes: int) -> httpx.AsyncClient:
-    """Return a client that follows no redirect and ends every body at `num_bytes`; its user limits the time."""
+    """Return a client that follows no redirect and ends every body at `num_bytes`; its user limits the time.
+
+    BadInputError: the environment names a proxy, or certificates, that cannot be used.
+    """
 
     async def limit(response: httpx.Response) -> None:
         if response.headers.get("content-encoding", "identity").lower() != "identity":
             raise compressed()
         response.stream = _LimitedStream(response.stream, num_bytes)
 
-    return httpx.AsyncClient(
-        headers={"Accept-Encoding": "identity"},
-        event_hooks={"response": [limit]},
-        follow_redirects=False,
-        timeout=None,
-        limits=httpx.Limits(max_connections=None),
-        verify=_tls(),
-    )
+    try:
+        return httpx.AsyncClient(
+            headers={"Accept-Encoding": "identity"},
+            event_hooks={"response": [limit]},
+            follow_redirects=False,
+            timeout=None,
+            limits=httpx.Limits(max_connections=None),
+            verify=_tls(),
+        )
+    except (ValueError, OSError, ImportError, httpx.InvalidURL) as error:
+        raise BadInputError(
+            f"the environment's settings for connections cannot be used ({printable_urls(str(error))}). Look at "
+            "http_proxy, https_proxy, all_proxy and SSL_CERT_FILE."
+        ) from error
 
 
 def ask(url: str, body: bytes | None = None, key: str | None = None, limits: AnswerLimits | None = None) -> bytes:
@@ -189,8 +199,8 @@ def too_large(num_bytes: int) -> BadAnswerError:
 
 def _beginning(content: bytes, key: str | None) -> str:
     """Return the end of a sentence about an answer: its first bytes, with everything but plain letters escaped."""
-    content = without_key(content.decode("latin-1"), key).replace("…", "...").encode("latin-1") if key else content
-    return f": it begins with {content[:_FIRST_BYTES]!r}" if content.strip() else ": it is empty"
+    text = printable_urls(without_key(content.decode("latin-1"), key)[:_FIRST_LETTERS]).replace("…", "...")
+    return f": it begins with {text.encode('latin-1')[:_FIRST_BYTES]!r}" if content.strip() else ": it is empty"
 
 
 @cache

@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import platform
-import shlex
 import sys
 import tempfile
 import threading
@@ -25,6 +24,7 @@ from filelock import BaseFileLock, FileLock, Timeout
 
 from .atomic import clear_away, recover
 from .errors import BadInputError
+from .values import printable_command
 
 _COMMAND_LENGTH = 200
 _WITHIN = (".*.lock", "*/.*.lock", "*/*/.*.lock")  # the folders in a folder that have locks of their own
@@ -156,7 +156,7 @@ def _sign(descriptor: int) -> None:
     """Write into the lock file who holds it."""
     owner = {
         "process": os.getpid(),
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])[:_COMMAND_LENGTH],
+        "command": printable_command([Path(sys.argv[0]).name, *sys.argv[1:]])[:_COMMAND_LENGTH],
         "machine": platform.node(),
         "since": datetime.now().astimezone().isoformat(timespec="seconds"),
     }

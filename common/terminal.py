@@ -8,6 +8,7 @@ half, and is escaped where text is put into it.
 from __future__ import annotations
 
 import logging
+import os
 import re
 import sys
 from collections.abc import Iterable
@@ -23,12 +24,19 @@ _OBEYED = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]"
 )
 
+_COMMAND = re.compile(r"^([^\S\n]*):(?=:)", re.MULTILINE)  # to a runner of GitHub, which reads what a step prints
+
 _LONGEST = 10_000  # letters of a message
 
 
 def visible(text: str) -> str:
     r"""Return a text whose control characters are written out, as in `\u001b`: in JSON, too, the same text."""
     return _OBEYED.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+def _shown(text: str) -> str:
+    """Return a visible text; on a GitHub runner, without lines that are commands to it (`::error …`)."""
+    return _COMMAND.sub(r"\1\\u003a", visible(text)) if "GITHUB_ACTIONS" in os.environ else visible(text)
 
 
 class VisibleConsole(Console):
@@ -45,12 +53,12 @@ class VisibleConsole(Console):
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
-            yield segment if segment.control else Segment(visible(segment.text), segment.style)
+            yield segment if segment.control else Segment(_shown(segment.text), segment.style)
 
 
 class _VisibleFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        return visible(super().format(record))
+        return _shown(super().format(record))
 
 
 class _VisibleRecord(logging.LogRecord):
@@ -72,5 +80,5 @@ def log_to_stderr(level: int = logging.INFO) -> None:
 
 def print_to_stderr(line: str) -> None:
     """Write a line to stderr."""
-    sys.stderr.write(visible(line) + "\n")
+    sys.stderr.write(_shown(line) + "\n")
     sys.stderr.flush()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import types
 import typing
 from collections.abc import Sequence
@@ -26,6 +27,7 @@ TEMPERATURES = f"0 (greedy), or from {COLDEST:g} to {HOTTEST:g}"
 
 _WORDS = {"float": "a number", "int": "an integer", "str": "text", "bool": "true or false", "NoneType": "null"}
 _WORDS |= {"dict": "a mapping", "list": "a list", "tuple": "a list", "Any": "any value"}
+_SECRET_OPTIONS = ("--key", "--webhook")  # what follows them is shown to no one
 
 
 def _failing_fast(schema: Any) -> Any:
@@ -129,6 +131,17 @@ def printable_urls(text: str) -> str:
     text = re.sub(r"(?<![\w.%+/:-])[\w.%+-]+:(?!\\)[^\s\"'<>/]+@", "", text)
     text = re.sub(r"(?<=[\w+.-]{2}:/)(/?)[^\"'<>\n]*@", r"\1", text)
     return re.sub(r"(?<=[\w+.-]{2}:/)([^\s\"'?#]*)[?#][^\s\"']*", r"\1", text)
+
+
+def printable_command(words: Sequence[str]) -> str:
+    """Return a command as a shell line, without what may be a secret: in URLs, as a key, or as a webhook."""
+    shown: list[str] = []
+    for word in words:
+        option, separator, _ = word.partition("=")
+        if shown and shown[-1] in _SECRET_OPTIONS:
+            word = "…"
+        shown.append(f"{option}=…" if separator and option in _SECRET_OPTIONS else printable_urls(word))
+    return shlex.join(shown)
 
 
 def is_server_address(url: str) -> bool:

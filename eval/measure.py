@@ -5,7 +5,6 @@ Shapes: N prompts.
 
 from __future__ import annotations
 
-import shlex
 import statistics
 import sys
 from collections import Counter
@@ -28,7 +27,7 @@ from ..common.digests import digest_json
 from ..common.machine import clock, device_name
 from ..common.progress import progress
 from ..common.runtime import versions
-from ..common.values import printable_urls
+from ..common.values import printable_command
 from ..costs.timing import threads
 from ..decode import Decoder, Plan, Round, Sampling, Tree, depth_counts
 from ..heads import Drafter, DrafterConfig, drafter_config
@@ -451,7 +450,7 @@ def _conditions(
 def _command_line() -> str | None:
     """Return the shell line that runs this `outrider` command again; None in other programs."""
     program, *words = sys.argv
-    return shlex.join(["outrider", *map(printable_urls, words)]) if Path(program).name == "outrider" else None
+    return printable_command(["outrider", *words]) if Path(program).name == "outrider" else None
 
 
 def suite_info(suite: Suite, limit: int | None, later_turns: int | None = None) -> SuiteInfo:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,8 @@ def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Reci
     values = _read(file)
     for change in overrides:
         override(values, change)
-    return Recipe.from_dict(values, f"{file.name} with {' '.join(overrides)}" if overrides else file.name)
+    changes = re.sub(r"\b(key\W+)[^\s,}]+", r"\1…", " ".join(overrides))  # some give the key, not its variable's name
+    return Recipe.from_dict(values, f"{file.name} with {changes}" if overrides else file.name)
 
 
 def packaged_recipes() -> dict[str, Path]:

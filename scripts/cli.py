@@ -57,8 +57,9 @@ FINDING, BAD_INPUT, FAULT = 1, 2, 70
 # Verbs that keep what is finished when they are asked to stop.
 RESUMED = ("distill", "train", "compare", "refresh", "quickstart")
 # In quotes to the next one: a password may hold spaces.
+_SCHEME = r"(?:https?:[/\\]|(?<![\w+.-])[\w+.-]{2,}:/)"
 _URL = re.compile(
-    r"(?<=['\"])https?:[/\\][^'\"\n]*|https?:[/\\]\S+|(?<![\w.%+-])[\w.%+-]+:(?!\\)[^\s\"'<>/]+@\S+", re.IGNORECASE
+    rf"(?<=['\"]){_SCHEME}[^'\"\n]*|{_SCHEME}\S+|(?<![\w.%+-])[\w.%+-]+:(?!\\)[^\s\"'<>/]+@\S+", re.IGNORECASE
 )
 _BROKEN = {errno.EIO, errno.ESTALE, errno.ENOMEM, errno.EMFILE, errno.ENFILE}  # whatever file it is
 _OUR_CALLS = {errno.EBADF, errno.EFAULT, errno.EINVAL, errno.ENOTTY, errno.ESPIPE}  # errors of calls that were wrong

@@ -254,7 +254,7 @@ def grow_to_real_size(place: Workplace) -> str:
     found, shortest = place.tuning.batches[0], [shortest_first(suite) for suite in suites]
     measurement = GrownMeasurement(place.target, head, found, shortest, settings, until, place.console)
     try:
-        run = measurement.run(budget.shapes, measure_weights(place.target.device))
+        run = measurement.run(budget.shapes, measure_weights(place.target.device)) if budget.shapes else None
     except (OutriderError, RuntimeError) as error:  # what came before stands; torch's lack of memory is the latter, too
         return f"no size could be measured: {str(error).splitlines()[0]}"
     if run is None:

@@ -9,12 +9,12 @@ import logging
 import re
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
 from huggingface_hub import snapshot_download, try_to_load_from_cache
-from huggingface_hub.errors import IncompleteSnapshotError
+from huggingface_hub.errors import HFValidationError, IncompleteSnapshotError
 
 from ..common.errors import BadInputError, Refusal, reason
 from ..common.safe_load import MEGABYTE, FileLimits, Unreadable, kind_of, read_json
@@ -81,8 +81,9 @@ def say_if_downloaded(name: str, file: str, revision: str | None = None) -> None
 
     A path with one slash, mistyped, looks like a Hub id, and where the Hub does not answer its retries take a minute.
     """
-    if not isinstance(try_to_load_from_cache(name, file, revision=revision), str):
-        _log.info("no folder %s here; read as a Hub id", name)
+    with suppress(HFValidationError):  # who asks the Hub next says that it is no Hub id
+        if not isinstance(try_to_load_from_cache(name, file, revision=revision), str):
+            _log.info("no folder %s here; read as a Hub id", name)
 
 
 def _snapshot(name: str, revision: str | None, files: list[str]) -> Path:

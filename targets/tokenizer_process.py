@@ -325,7 +325,9 @@ def _serve() -> None:
         try:
             work, values, seconds, memory = json.loads(line)
             with _limited(seconds, memory):
-                answer = json.dumps({"value": works[work](**values)})
+                value = works[work](**values)
+                json.dumps(value, ensure_ascii=False).encode()  # half of a pair of surrogates is no text
+                answer = json.dumps({"value": value})
         except MemoryError:
             answer = json.dumps({"error": ""})
         except BaseException as error:  # a panic of Rust is no Exception

@@ -6,6 +6,8 @@ with the same layout of files (`layout`).
 
 from __future__ import annotations
 
+import re
+
 from ...common import BadInputError
 from .folder import FolderStore
 from .hub import HubStore
@@ -25,6 +27,8 @@ __all__ = [
     "open_registry",
 ]
 
+_NAME = r"[^/\\?#%:@]+"  # no user, password or query, as a URL may have
+
 
 def open_registry(where: str) -> Registry:
     """Return the registry at `where`: a folder, `hf://ORG/REPOSITORY` or `wandb://[ENTITY/]PROJECT`.
@@ -32,13 +36,12 @@ def open_registry(where: str) -> Registry:
     Raises:
         BadInputError: it is none of these.
     """
-    kind, separator, name = where.partition("://")
-    if not separator:
+    if re.fullmatch(rf"hf://{_NAME}/{_NAME}", where):
+        return Registry(HubStore(where.removeprefix("hf://")))
+    if re.fullmatch(rf"wandb://({_NAME}/)?{_NAME}", where):
+        return Registry(WandbStore(where.removeprefix("wandb://")))
+    if not re.match(r"[A-Za-z][\w+.-]+:/", where):
         return Registry(FolderStore(where))
-    if kind == "hf" and name.count("/") == 1:
-        return Registry(HubStore(name))
-    if kind == "wandb" and name and name.count("/") <= 1:
-        return Registry(WandbStore(name))
     raise BadInputError(
         f"{where!r} is no registry: expected a folder, hf://ORG/REPOSITORY or wandb://[ENTITY/]PROJECT."
     )

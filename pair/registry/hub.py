@@ -6,9 +6,11 @@ time one is refused by the Hub, looks again, and follows the other.
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -35,6 +37,7 @@ from .layout import MAX_ENTRY, PAIRS, blob_path, published_at
 LISTING_BYTES, LISTING_SECONDS = 24 * MEGABYTE, 60.0  # of all files, some 80,000; JSON takes 24 times that
 BYTES_OF_A_SECOND = 100_000  # of a download or an upload, at least
 _LONGEST = 400  # letters of what the library says
+_PAUSE = 1.0  # seconds between two looks at what has come
 Result = TypeVar("Result")
 _OUTRUN = (409, 412)  # HTTP: the repository has a newer commit
 
@@ -127,7 +130,7 @@ class HubStore:
                     f"{self.where}/{path}", f"{larger[0]} bytes", f"at most {size}", "Nothing was taken from it."
                 )
             get = partial(self.api.hf_hub_download, self.repository, path, revision=self._head)
-            return Path(self._within_limits(get, size + MEGABYTE, LISTING_SECONDS + size / BYTES_OF_A_SECOND))
+            return Path(self._within_limits(get, size + MEGABYTE, LISTING_SECONDS, rate=BYTES_OF_A_SECOND))
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
@@ -151,17 +154,22 @@ class HubStore:
         return self.api.token if isinstance(self.api.token, str) else get_token()
 
     def _within_limits(
-        self, call: Callable[[], Result], num_bytes: int, seconds: float, silence: float = AnswerLimits.seconds
+        self,
+        call: Callable[[], Result],
+        num_bytes: int,
+        seconds: float,
+        silence: float = AnswerLimits.seconds,
+        rate: float = math.inf,
     ) -> Result:
         """Return what `call` gets from the Hub's library, which has no such limits: for all its answers together.
 
         Nothing compressed is unpacked, and the key reaches the Hub alone, whatever an answer names. What the library
         raises is raised here. BadAnswerError: the answers are larger, or not there in time; the next byte then ends it.
-        In `silence`, in seconds, some byte of an answer must come.
+        In `silence`, in seconds, some byte of an answer must come. Of a file, each `rate` bytes add a second.
         """
         done, limits = Future[Result](), _Limits(self.api.endpoint, num_bytes, silence)
         usual, session = (_http._GLOBAL_CLIENT_FACTORY, constants.HF_HUB_DISABLE_XET), get_session()
-        before = session.event_hooks, session.timeout
+        before, began = (session.event_hooks, session.timeout), time.monotonic()
 
         def run() -> None:
             try:
@@ -174,11 +182,15 @@ class HubStore:
         constants.HF_HUB_DISABLE_XET = True  # its own client of another protocol
         try:
             threading.Thread(target=run, daemon=True, name="hub").start()
-            return done.result(seconds)
+            while (left := seconds + limits.received / rate - (time.monotonic() - began)) > 0:
+                if wait([done], min(left, _PAUSE)).done:
+                    break
+            return done.result(0)
         except TimeoutError:
             if done.done():  # it is the library's
                 raise
-            raise BadAnswerError(f"gave no whole answer within {seconds:.0f} s", "time-out") from None
+            passed = time.monotonic() - began
+            raise BadAnswerError(f"gave no whole answer within {passed:.0f} s", "time-out") from None
         finally:
             limits.left = limits.left if done.done() else 0
             _http._GLOBAL_CLIENT_FACTORY, constants.HF_HUB_DISABLE_XET = usual
@@ -192,6 +204,12 @@ class _Limits:
 
     def __init__(self, endpoint: str, num_bytes: int, silence: float):
         self.endpoint, self.num_bytes, self.silence, self.left = endpoint, num_bytes, silence, num_bytes
+        self._last: Any = None  # answer
+
+    @property
+    def received(self) -> int:
+        """The bytes of the last answer that have come."""
+        return 0 if self._last is None else self._last.num_bytes_downloaded
 
     def put_on(self, client: Any) -> Any:
         """Return an HTTP client of the library with these limits."""
@@ -210,6 +228,7 @@ class _Limits:
         request.headers["accept-encoding"] = "identity"
 
     def _limit(self, response: Any) -> None:
+        self._last = response
         if response.headers.get("content-encoding", "identity").lower() != "identity":
             raise compressed()
         response.headers.pop("x-hf-warning", None)  # any number of lines, which the library would print

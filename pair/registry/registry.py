@@ -75,12 +75,13 @@ class Registry:
 
     def _pulled(self, version: Version, folder: Path, console: Console | None) -> PairFiles:
         content = self.store.read(version.entry.path)
+        manifest = read_entry(version.entry, content, self.store.where)  # of these bytes: they may be others by now
         signature = self._signature(version.entry.name, content)
-        if (existing := _existing(folder, version.manifest)) is not None:
+        if (existing := _existing(folder, manifest)) is not None:
             if signature is not None:
                 write_atomically(folder / SIGNATURE, signature)
             return existing
-        files, sizes = version.manifest.files(), version.manifest.sizes
+        files, sizes = manifest.files(), manifest.sizes
         require_space(folder, sum(sizes.values()), "Choose another disk.")
         with (
             replacing_folder(folder) as building,

@@ -61,6 +61,16 @@ def test_a_second_process_is_refused_with_the_name_of_the_first(holder, tmp_path
     assert f"on {os.uname().nodename}, since 20" in said
 
 
+def test_the_name_holds_no_secret_of_the_command(tmp_path, monkeypatch):
+    url = "https://user:s3cret@host.example/v1?token=s3cret"
+    words = ["watch", url, "--key", "s3cret", "--key=s3cret", "--webhook", "https://hooks/s3cret", f"a.b=['{url}']"]
+    monkeypatch.setattr(sys, "argv", ["/bin/outrider", *words])
+    with locked(tmp_path / "out"):
+        signed = lock_file(tmp_path / "out").read_text()
+    assert "outrider watch https://host.example/v1 --key" in signed
+    assert "s3cret" not in signed
+
+
 def test_who_has_just_taken_the_lock_and_not_signed_yet_is_waited_for_and_named(holder, tmp_path):
     """Of many that begin at once, the refused ones read the name in the moment in which it is being written."""
     file = lock_file(tmp_path / "out")

@@ -49,6 +49,21 @@ def test_a_console_obeys_its_own_styles_only() -> None:
     assert not re.search("\x1b\\]|\x07|\x9b|\u202e|\udc80", written)
 
 
+@pytest.mark.parametrize("is_runner", [True, False])
+def test_no_line_is_a_command_to_a_runner(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_runner: bool
+) -> None:
+    monkeypatch.delenv("GITHUB_ACTIONS", raising=False)
+    if is_runner:
+        monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    out = io.StringIO()
+    VisibleConsole(file=out).print("a::b\n::error::no\n  ::stop-commands::x")
+    print_to_stderr("::warning::no")
+    said = out.getvalue() + capsys.readouterr().err
+    assert said.startswith("a::b\n")
+    assert (re.search(r"(?m)^\s*::", said) is None) is is_runner
+
+
 def test_a_piped_line_is_one_line_however_long() -> None:
     piped, long = io.StringIO(), "report: " + "folder/" * 30
     VisibleConsole(file=piped).print(f"[bold]{long}[/bold]")

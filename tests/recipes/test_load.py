@@ -81,6 +81,13 @@ def test_a_written_recipe_reads_back_equal(tmp_path: Path) -> None:
     assert load_recipe(write(tmp_path, recipe.to_yaml())) == recipe
 
 
+@pytest.mark.parametrize("change", ["data.requests={key: s3cret}", "data.requests.key=s3cret"])
+def test_a_key_in_the_place_of_its_variables_name_is_not_printed(change: str) -> None:
+    with pytest.raises(BadInputError, match="in capitals, never the key itself") as refused:
+        load_recipe("embedded-eagle3", [change])
+    assert "s3cret" not in str(refused.value)
+
+
 def test_overrides_are_yaml_and_create_what_they_need(tmp_path: Path) -> None:
     training = ["training.learning_rate=3e-4", "training.report_to=none"]
     overrides = ["data.limit=12", "data.sampling.temperature=1", "eval.suites=[docs]", "output=x/{name}", *training]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from outrider.common import BadInputError, runtime
+from outrider.common import BadInputError, http_client, runtime
 from outrider.common.http_client import AnswerLimits, ask
 from outrider.common.values import printable_urls
 from outrider.recipes import load_recipe
@@ -113,6 +113,13 @@ def test_a_key_that_a_server_repeats_is_not_printed_in_any_form_or_part(
     assert not {part for part in ("quo", "slash", "0123") if part in str(refused.value)}
 
 
+def test_secrets_in_urls_of_a_page_that_cannot_be_used_are_not_printed(hostile: Hostile) -> None:
+    hostile.answers["/metrics"] = plain(b"see https://u:s3cret@host/?t=s3cret", "text/plain", "500 No")
+    with pytest.raises(BadInputError, match="it begins with b'see https://host/'") as refused:
+        read_metrics(hostile.url)
+    assert "s3cret" not in str(refused.value)
+
+
 SECRET = [
     "http://u:s3cret@127.0.0.1:9",
     "http://s3cret@127.0.0.1:9/v1",
@@ -124,6 +131,8 @@ SECRET = [
     "https://u:s3cret s3cret@127.0.0.1:9/?a=s3cret",
     "http:/u%3As3cret@127.0.0.1:9",
     "u:s3cret@127.0.0.1:9",
+    "hf://s3cret@127.0.0.1:9/pairs?token=s3cret",
+    "wandb://127.0.0.1:9/pairs#s3cret",
 ]
 
 
@@ -143,6 +152,29 @@ def test_no_secret_of_a_url_is_printed_or_stored(url: str, tmp_path: Path) -> No
         with pytest.raises(BadInputError) as refused:
             load_recipe("embedded-eagle3", [f"data.servers={override}"])
         assert "s3cr" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("http_proxy", "htp://u:s3cret@127.0.0.1:9"),
+        ("https_proxy", "http://u:s3cret@127.0.0.1:port"),
+        ("all_proxy", "socks9://u:s3cret@127.0.0.1:9"),
+        ("SSL_CERT_FILE", __file__),
+        ("SSL_CERT_FILE", "/nowhere/s3cret"),
+    ],
+)
+def test_settings_of_the_environment_that_cannot_be_used_are_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    http_client._tls.cache_clear()
+    monkeypatch.setenv(name, value)
+    with pytest.raises(BadInputError, match="the environment's settings for connections") as refused:
+        http_client.open_client(100)
+    assert "s3cret" not in str(refused.value)
+    with pytest.raises(BadInputError, match="the environment's settings"):
+        ask("http://127.0.0.1:9/metrics")
+    http_client._tls.cache_clear()
 
 
 def test_without_the_extra_the_verbs_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

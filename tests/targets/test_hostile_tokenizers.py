@@ -183,6 +183,7 @@ TEMPLATES = {
     "{{ ''.__class__.__mro__ }}": False,
     "{{ messages[9].content.x.y }}": False,
     "{{ raise_exception('no') }}": False,
+    "{{ '\\ud800' }}": False,
     "{% for": False,
     "{{ " + "(" * 5000 + ")" * 5000 + " }}": False,
 }

@@ -321,6 +321,12 @@ def test_a_shape_without_contents_needs_no_weights_and_is_looked_at(saved, hub):
             load_causal_lm(NAME)
 
 
+@pytest.mark.parametrize("name", ["http:/host.example", "org/na me", "org/--", "org/" + "x" * 100])
+def test_a_name_with_a_slash_that_is_no_hub_id_is_refused(name):
+    with pytest.raises(BadInputError, match="no such folder is here, and read as a Hub id"):
+        load_causal_lm(name)
+
+
 def test_what_the_cache_does_not_hold_is_said(saved, hub, tiny_target, caplog):
     """A mistyped folder looks like a Hub id: that is said before the Hub is asked, which may take a minute."""
     caplog.set_level("INFO", logger="outrider")

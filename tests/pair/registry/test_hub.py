@@ -182,7 +182,6 @@ def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hostile
     monkeypatch.setattr(hub, "LISTING_SECONDS", 1.0)
     monkeypatch.setattr(hub, "LISTING_BYTES", 1_000_000)
     monkeypatch.setattr(hub, "MAX_ENTRY", 1_000_000)
-    monkeypatch.setattr(hub, "BYTES_OF_A_SECOND", 10**9)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     server, entry = Hostile(), {"type": "file", "path": ENTRY, "size": 2, "oid": "b" * 40}
@@ -212,6 +211,13 @@ def larger_than_said(handler: Any) -> None:
         handler.wfile.write(b"x" * 65536)
 
 
+def a_byte_at_a_time(handler: Any) -> None:
+    handler.wfile.write(plain(b"", more=f'ETag: "b"\r\nX-Repo-Commit: {"a" * 40}\r\n'))
+    for _ in range(80 if handler.command == "GET" else 0):
+        handler.wfile.write(b"x")
+        time.sleep(0.05)
+
+
 LARGE, SLOW = "sends more than the", "gave no whole answer within"
 HUBS: dict[str, tuple[str, Answer, str]] = {
     "a repository without end": (HEAD, endless("application/json"), LARGE),
@@ -223,7 +229,8 @@ HUBS: dict[str, tuple[str, Answer, str]] = {
     "a push that drips": (ABOUT, endless("application/json", b" ", 0.05), SLOW),
     "a commit without end": (COMMIT, endless("application/json"), LARGE),
     "a commit that drips": (COMMIT, endless("application/json", b" ", 0.05), SLOW),
-    "a file that drips": (BLOB, lambda handler: time.sleep(9), SLOW),
+    "a file that is silent": (BLOB, lambda handler: time.sleep(9), SLOW),
+    "a file that drips": (BLOB, a_byte_at_a_time, SLOW),
     "a bomb in a bomb": (TREE, plain(b"", more="Content-Encoding: gzip, gzip\r\n"), "is compressed"),
     "names that are none": (
         TREE,

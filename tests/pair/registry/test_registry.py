@@ -171,10 +171,23 @@ def test_references_that_are_none_are_refused(text):
         PairReference.parse(text)
 
 
-@pytest.mark.parametrize("where", ["hf://pairs", "hf://a/b/c", "wandb://", "wandb://a/b/c", "s3://bucket/x"])
+@pytest.mark.parametrize(
+    "where",
+    ["hf://pairs", "hf://a/b/c", "wandb://", "wandb://a/b/c", "s3://bucket/x", "hf://a/b?c", "hf://c@a/b", "hf:/a/b"],
+)
 def test_places_that_are_no_registry_are_refused(where):
     with pytest.raises(BadInputError, match="is no registry"):
         open_registry(where)
+
+
+def test_an_entry_that_is_another_when_it_is_read_again_is_refused_and_nothing_is_written(
+    registry, pushed, tmp_path, monkeypatch
+):
+    read, answers = registry.store.read, iter([None, b""])
+    monkeypatch.setattr(registry.store, "read", lambda path: read(path) if next(answers) is None else b"")
+    with pytest.raises(BadInputError, match="not valid JSON"):
+        pull(registry, "tiny", tmp_path / "pulled")
+    assert not (tmp_path / "pulled").exists()
 
 
 def test_every_byte_is_verified(registry, pushed, tmp_path):

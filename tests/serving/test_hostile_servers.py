@@ -140,6 +140,7 @@ SECRET = [
 def test_no_secret_of_a_url_is_printed_or_stored(url: str, tmp_path: Path) -> None:
     assert "s3cret" not in printable_urls(url)
     assert "127.0.0.1:9" in printable_urls(url)
+    assert printable_urls("see http://h/v1;token=s3cret now") == "see http://h/v1 now"
     state = tmp_path / "s.json"
     other = (["pair", "log", "--registry", url], ["plan", "embedded-eagle3", f"target.path={url}"])
     for words in (["watch", url, "--once", "--state", str(state)], ["served", "x", "--url", url], *other):

@@ -126,7 +126,7 @@ def in_words(hint: Any) -> str:
 
 
 def printable_urls(text: str) -> str:
-    """Return a URL, or a text with URLs, without users, passwords, queries, fragments and what follows a ";": secrets."""
+    """Return a URL, or a text with URLs, without users, passwords, queries, parameters and fragments."""
     # A user and a password without a scheme; a password may hold anything, "/" and "://" included.
     text = re.sub(r"(?<![\w.%+/:-])[\w.%+-]+:(?!\\)[^\s\"'<>/]+@", "", text)
     text = re.sub(r"(?<=[\w+.-]{2}:/)(/?)[^\"'<>\n]*@", r"\1", text)

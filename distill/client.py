@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from ..common import BadInputError, http_client
 from ..common.runtime import require_extra
 from ..common.safe_load import MEGABYTE
+from ..common.terminal import visible
 from ..common.values import printable_urls
 from ..recipes import DataSpec
 from .conversation import next_messages
@@ -176,9 +177,9 @@ class Client:
         )
 
     def line(self, error: BaseException) -> str:
-        """Return the first line of an error, without the key, which some servers repeat."""
+        """Return the first line of an error, written out, and without the key, which some servers repeat."""
         message = http_client.without_key(str(error), self.key)
-        return (message.strip() or type(error).__name__).splitlines()[0][:200]
+        return visible((message.strip() or type(error).__name__).splitlines()[0][:200])
 
     def forms(self, prompt: Prompt) -> list[Form]:
         """Return the forms in which the prompts can be asked, the best first; `prompt` is one of them."""

@@ -196,3 +196,9 @@ def test_a_bent_completion_is_read_or_refused(count: int, server: Hostile, clien
         )
 
     attack()
+
+
+def test_an_error_in_a_stream_is_written_out(server: Hostile, client: Client) -> None:
+    """The slow ones found it: an escape in its message."""
+    error = {"error": {"message": "\x1b", "type": "BadRequestError", "param": None, "code": 400}}
+    attack_client(server, client, json.dumps(error).encode(), Form(False, False), True, 200)

@@ -44,6 +44,7 @@ def test_a_hostile_answer_ends_a_run_soon(
         distill(place.recipe("h", hostile.url, requests=requests), tiny_target)
     assert time.monotonic() - began < 10
     assert len(str(refused.value)) < 700
+    assert str(refused.value).replace("\n", "").isprintable()
 
 
 def test_the_key_goes_to_no_other_server(

@@ -13,6 +13,8 @@ from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedToke
 from outrider.targets import Target
 from outrider.targets.images import ImageSource, PromptImage, insert_images, without_videos
 
+from ..conftest import byte_level_bpe
+
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "gemma3", "llava")
 SPECIAL = [
     "<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>",
@@ -40,18 +42,6 @@ _NO_IDS: dict[str, Any] = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_to
 
 
 def tokenizer_for(family: str) -> PreTrainedTokenizerFast:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=320,
-        special_tokens=SPECIAL,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(TEXT, trainer)
     shown = {
         "gemma3": "<|vision_start|>",
         "llava": "<|image_pad|>",
@@ -64,7 +54,7 @@ def tokenizer_for(family: str) -> PreTrainedTokenizerFast:
             "eoi_token": "<|vision_end|>",
         }
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
+        tokenizer_object=byte_level_bpe(SPECIAL, TEXT),
         eos_token="<|end|>",
         pad_token="<|pad|>",
         chat_template=TEMPLATE.replace("IMAGE", shown),

@@ -78,7 +78,7 @@ if [ -n "$tiny" ]; then
     llama+=(--shape "${small[@]}") qwen+=(--shape "${small[@]}") floor=(--bytes 1000000) numbers=(--dtypes float32)
     context=(--context 160) lengths=(--lengths 32 --rows 2) chunks=(--chunks 16 512) draft=()
     suite=(--max-new-tokens 8) repeats=(--repeats 2) quick=(--quick --limit 2) interpret=1
-    few=(--draft-vocab 4352 --limit 1 --max-new-tokens 8 --depths 2)
+    few=(--draft-vocab 2304 --limit 1 --max-new-tokens 8 --depths 2)
 fi
 runners=(--runners eager kernels "split attention")
 real=(--draft-vocab 32000 --limit 4 --max-new-tokens 96 --repeats 1 --cost-turns 1 --depths 2 4 6 "${few[@]}")

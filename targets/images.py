@@ -284,7 +284,8 @@ def processor_in(folder: Path, config: PreTrainedConfig, tokenizer: PreTrainedTo
 
     Its images are always made by Pillow: what a target sees must not depend on whether torchvision is installed.
     """
-    from transformers import AutoImageProcessor
+    # `transformers` itself asks for torchvision before it names this class, up to 5.17.
+    from transformers.models.auto.image_processing_auto import AutoImageProcessor
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
     from .model_folder import without_questions

@@ -1,14 +1,16 @@
-"""The acceptance of a drafter's drafts on prompts: by depth, and in trees by rank.
+"""The acceptance of a drafter's drafts on prompts: by depth, in trees by rank, and the kinds of tokens that it is of.
 
 Shapes: D levels of a tree, W children of a node.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from torch import nn
+from transformers import PreTrainedTokenizerBase
 
 from ..common import BadInputError
 from ..decode import Decoder, Plan, Sampling, Tree, depth_counts
@@ -16,6 +18,7 @@ from ..decode.engine import Request
 from ..decode.rules import Verdict
 from ..heads import Drafter
 from ..targets import Target
+from ..targets.tokenizers import REPLACEMENT
 from .suites import PromptJob
 
 DEEPEST = 8
@@ -85,6 +88,37 @@ def measure_acceptance(
         ranks,
         tokens / len(jobs),
     )
+
+
+def text_kinds(tokenizer: PreTrainedTokenizerBase | None) -> Callable[[int], str]:
+    """Return a function that names the kind of a token by its text: `KINDS` without "copied"."""
+    if tokenizer is None:
+        return lambda _: "other"
+    special = frozenset(tokenizer.all_special_ids)
+
+    @cache
+    def kind(token: int) -> str:
+        text = str(tokenizer.decode([token], clean_up_tokenization_spaces=False))
+        if token in special:
+            return "symbol"
+        if any(map(str.isdigit, text)):
+            return "number"
+        if any(letter.isalpha() or letter == REPLACEMENT for letter in text):
+            return "word"
+        return "symbol" if text.strip() else "blank"
+
+    return kind
+
+
+def token_kinds(prompt: Sequence[int], answer: Sequence[int], text_kind: Callable[[int], str]) -> list[str]:
+    """Return the kind of each new token: "copied" if it ends three tokens that stood before, else by its text."""
+    text, seen, kinds = [*prompt, *answer], set[tuple[int, ...]](), list[str]()
+    for end, token in enumerate(text, 1):
+        three = tuple(text[max(0, end - 3) : end])
+        if end > len(prompt):
+            kinds.append("copied" if three in seen else text_kind(token))
+        seen.add(three)
+    return kinds
 
 
 def _pieces(jobs: Sequence[PromptJob], at_once: int = _AT_ONCE) -> list[list[PromptJob]]:

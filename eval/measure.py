@@ -8,7 +8,7 @@ from __future__ import annotations
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -35,11 +35,13 @@ from ..recipes import EvalSpec
 from ..targets import Target
 from ..targets.split_attention import steady_kernels
 from ..targets.tokenizers import TextStream
+from .acceptance import text_kinds, token_kinds
 from .batch_timing import batch_count, measure_batches
 from .generation_config import base_sampling, sampled_settings
 from .interleaved_runs import Racer, TimedCompletion, in_time, race
 from .reports.figures import (
     ALL,
+    KINDS,
     PHASES,
     AcceptedFigure,
     Baselines,
@@ -47,6 +49,7 @@ from .reports.figures import (
     DepthFigure,
     Figures,
     GroupFigures,
+    PlaceFigure,
     PromptRecord,
     Ratio,
     speed_ratio,
@@ -344,14 +347,16 @@ def make_records(
     on seed, prompt and place alone, with drafts as without.
 
     Args:
-        tokenizer: writes down the answers to the first drafter's best and worst prompts; None: they have no text.
+        tokenizer: tells kinds of tokens, and writes down the answers to the first drafter's best and worst prompts;
+            None: these have no text.
     """
+    kind = text_kinds(tokenizer)
 
     def comparable(name: str, repeats: list[TimedCompletion]) -> bool:
         return name != plain and (temperature == 0 or repeats[0].rule == "candidates")
 
     records = [
-        _record(name, temperature, job, repeats, reference[0].tokens if comparable(name, repeats) else None)
+        _record(name, temperature, job, repeats, reference[0].tokens if comparable(name, repeats) else None, kind)
         for name, per_job in answers.items()
         for job, repeats, reference in zip(jobs, per_job, answers[plain], strict=True)
     ]
@@ -366,7 +371,12 @@ def make_records(
 
 
 def _record(
-    name: str, temperature: float, job: PromptJob, repeats: list[TimedCompletion], reference: list[int] | None
+    name: str,
+    temperature: float,
+    job: PromptJob,
+    repeats: list[TimedCompletion],
+    reference: list[int] | None,
+    text_kind: Callable[[int], str],
 ) -> PromptRecord:
     """Return the record of one prompt, in the time of the median repeat; its tokens are the same in all of them."""
     times = [r.seconds["total"] for r in repeats]
@@ -376,7 +386,7 @@ def _record(
         pairs = enumerate(zip(first.tokens, reference, strict=False))
         shorter = min(len(first.tokens), len(reference))
         diverges_at = next((i for i, (own, wanted) in pairs if own != wanted), shorter)
-    return PromptRecord(
+    record = PromptRecord(
         contestant=name,
         temperature=temperature,
         suite=job.suite,
@@ -396,6 +406,10 @@ def _record(
         conversation=job.prompt.id if job.prompt.later else None,
         turn=job.turn,
     )
+    if any(record.drafted):
+        kinds = token_kinds(job.prompt.tokens, first.tokens, text_kind)
+        record.kinds = record.places(lambda place: kinds[place - 1])
+    return record
 
 
 def _info(contestant: Contestant) -> ContestantInfo:
@@ -517,6 +531,8 @@ def _figures_of(
             acceptance_rate=bootstrap.ratio(accepted) if sum(drafted) else None,
             alpha=_alpha(own, bootstrap),
             accepted=_histogram(own, bootstrap) if sum(drafted) else [],
+            positions=_by_position(own, bootstrap) if sum(drafted) else [],
+            kinds=_by_place([r.kinds or {} for r in own], KINDS, bootstrap) if sum(drafted) else [],
             speedup_generate=None if generate is None else bootstrap.quotient(speed, generate),
             seconds={phase: float(np.sum(spent)) for phase, spent in seconds.items()},
             milliseconds_per_token={
@@ -618,6 +634,28 @@ def _alpha(records: Sequence[PromptRecord], bootstrap: Bootstrap) -> list[DepthF
         )
         for d, (reached, kept) in enumerate(table, 1)
         if reached.sum()
+    ]
+
+
+def position_range(place: int) -> str:
+    """Return the name of the range of a place in an answer, counted from 1: `1–16`, `17–32`, `33–64` and so on."""
+    last = max(16, 1 << (place - 1).bit_length())
+    return f"{last // 2 + 1 if last > 16 else 1}–{last}"
+
+
+def _by_position(records: Sequence[PromptRecord], bootstrap: Bootstrap) -> list[PlaceFigure]:
+    parts = dict.fromkeys(map(position_range, range(1, max(r.tokens for r in records) + 1)))
+    return _by_place([r.places(position_range) for r in records], list(parts), bootstrap)
+
+
+def _by_place(
+    counts: Sequence[Mapping[str, tuple[int, int]]], parts: Sequence[str], bootstrap: Bootstrap
+) -> list[PlaceFigure]:
+    """Return the acceptance in each of `parts`, from the places and those kept of each record."""
+    table = np.array([[record.get(part, (0, 0)) for record in counts] for part in parts])  # [part, N, places | kept]
+    return [
+        PlaceFigure(part=part, places=int(n.sum()), kept=int(kept.sum()), acceptance=bootstrap.ratio(Ratio(kept, n)))
+        for part, (n, kept) in zip(parts, table.transpose(0, 2, 1), strict=True)
     ]
 
 

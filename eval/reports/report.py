@@ -38,6 +38,13 @@ DEFINITIONS = {
     "alpha at depth d": (
         "share of rounds that accepted the draft token at depth d, of those that drafted it and accepted all before it."
     ),
+    "acceptance by position and kind": (
+        "of the new tokens that a draft reached (all drafts before it in its round were accepted), the share at which "
+        "the draft was kept: by the token's position in the answer, and by the kind of the token that the target "
+        "emitted there. Copied: it and the two tokens before it stand, in this order, earlier in prompt or answer. Of "
+        "the others, number: it has a digit; word: a letter, or a part of a character; symbol: anything else to be "
+        "seen, and the target's special tokens; blank: nothing but white space."
+    ),
     "speedup": (
         "tokens/s ÷ tokens/s of the plain target in the same engine and the same run; "
         "sums over prompts, paired by prompt."

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ...common.terminal import visible
-from .figures import ALL, PHASES, Figures, Interval, RequestFigures
+from .figures import ALL, PHASES, Figures, Interval, PlaceFigure, RequestFigures
 from .report import Report, SuiteInfo
 
 
@@ -119,6 +119,28 @@ def alpha(report: Report, temperature: float) -> Table:
         if f.alpha
     ]
     return _numbered("Alpha by depth", rows, lambda i: f"depth {i + 1}")
+
+
+def by_position(report: Report, temperature: float) -> Table:
+    """Return one row per drafter, one column per range of positions in the answer: acceptance, and places."""
+    rows = [(f.contestant, f.positions) for f in report.overall(temperature)]
+    return _by_place("Acceptance by position in the answer", rows)
+
+
+def by_kind(report: Report, temperature: float) -> Table:
+    """Return one row per drafter, one column per kind of token: acceptance, and places."""
+    rows = [(f.contestant, f.kinds) for f in report.overall(temperature)]
+    return _by_place("Acceptance by kind of token", rows)
+
+
+def _by_place(title: str, parts: Sequence[tuple[str, list[PlaceFigure]]]) -> Table:
+    names = [part.part for part in max((found for _, found in parts), key=len, default=[])]
+    rows = [
+        [Cell(name), *(Cell(p.acceptance.main(), f"{p.acceptance.bounds()} of {p.places}".strip()) for p in found)]
+        for name, found in parts
+        if found
+    ]
+    return _without_empty(_numbered(title, rows, lambda i: names[i]))
 
 
 def accepted(report: Report, temperature: float) -> Table:
@@ -291,4 +313,13 @@ def _described(report: Report, name: str) -> str:
 
 
 TemperatureTable = Callable[[Report, float], Table]
-DETAILS: tuple[TemperatureTable, ...] = (by_suite, by_group, by_batch, alpha, accepted, phases)
+DETAILS: tuple[TemperatureTable, ...] = (
+    by_suite,
+    by_group,
+    by_batch,
+    alpha,
+    by_position,
+    by_kind,
+    accepted,
+    phases,
+)

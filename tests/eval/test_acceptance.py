@@ -9,7 +9,7 @@ from torch import Tensor
 
 from outrider.decode import Decoder, Plan, Sampling, Tree
 from outrider.eval import acceptance
-from outrider.eval.acceptance import Acceptance
+from outrider.eval.acceptance import Acceptance, text_kinds, token_kinds
 from outrider.eval.suites import make_jobs
 from outrider.heads import DraftModel, Ngram
 
@@ -30,6 +30,32 @@ def test_shares_by_rank_by_hand():
     assert acceptance._share_by_rank(tree, ends, 0) == (0.6, 0.2, 0.0)
     assert acceptance._share_by_rank(tree, ends, 1) == (0.5, 0.0, pytest.approx(2 / 6, abs=1e-6))
     assert acceptance._share_by_rank(tree, [-1], 1) == (0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [("7", "number"), ("x", "word"), ("é", "word"), ("!", "symbol"), (" ", "blank"), ("\n", "blank")],
+)
+def test_the_kind_of_a_token_is_that_of_its_text_and_parts_of_a_character_are_words(tiny_tokenizer, text, kind):
+    tokens = tiny_tokenizer.encode(text)
+    assert {text_kinds(tiny_tokenizer)(token) for token in tokens} == {kind}
+    assert text_kinds(None)(tokens[0]) == "other"
+
+
+def test_the_targets_special_tokens_are_symbols_though_they_have_letters(tiny_tokenizer):
+    assert text_kinds(tiny_tokenizer)(tiny_tokenizer.eos_token_id) == "symbol"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer", "kinds"),
+    [
+        ([1, 2, 3], [1, 2, 3, 1, 2, 4], ["b", "c", "copied", "copied", "copied", "e"]),
+        ([1], [1, 1, 1], ["b", "b", "copied"]),  # from the answer itself
+        ([3, 2, 1], [2, 3], ["c", "d"]),  # in another order
+    ],
+)
+def test_a_token_is_copied_if_it_ends_three_that_stood_before(prompt, answer, kinds):
+    assert token_kinds(prompt, answer, "abcdef".__getitem__) == kinds
 
 
 class SecondBest(DraftModel):

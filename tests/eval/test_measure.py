@@ -160,6 +160,18 @@ def test_records_hold_what_the_decoder_gave(report, target, suites, settings):
     assert parts == pytest.approx(record.seconds["total"], abs=1e-5)
 
 
+def test_places_by_position_and_by_kind_are_the_same_ones(report):
+    """A drafter that equals the target is right at all of 16 tokens but the first and the three that are its own."""
+    for name in ("self", "ngram"):
+        figures = report.headline(name, 0.0)
+        by_position, by_kind = (
+            [sum(p.places for p in parts), sum(p.kept for p in parts)] for parts in (figures.positions, figures.kinds)
+        )
+        assert by_position == by_kind
+        assert by_kind == [60, 60] or name == "ngram"
+        assert {p.part for p in figures.kinds if p.places} == {"copied", "other"}  # there is no tokenizer
+
+
 def test_a_prompt_gets_the_same_sampled_text_whatever_is_measured_with_it(target, suites, tiny_llama):
     """Seen in which drafts of another model are accepted: a function of both texts and of the uniforms."""
     settings = EvalSpec(max_new_tokens=32, repeats=1, temperatures=[1.0])
@@ -240,6 +252,25 @@ def test_alpha_counts_only_rounds_that_reached_and_drafted_the_depth():
     alpha = figures("fast", "all").alpha
     assert [(a.depth, a.reached, a.kept) for a in alpha] == [(1, 6, 5), (2, 5, 3), (3, 2, 1)]
     assert [a.alpha.value for a in alpha] == pytest.approx([5 / 6, 3 / 5, 1 / 2])
+
+
+def test_places_are_new_tokens_that_a_draft_reached():
+    """By hand: kept at 2 to 4, missed at 6, kept at 7, missed at 8; the limit of tokens cuts what lies after it."""
+    assert RECORDS[0].places(str) == {"2": (1, 1), "3": (1, 1), "4": (1, 1), "6": (1, 0), "7": (1, 1), "8": (1, 0)}
+    cut = record("fast", "code", "a", 3, 1.0, [(3, 3)])
+    assert cut.places(str) == {"2": (1, 1), "3": (1, 1)}
+    tree = record("fast", "code", "a", 4, 1.0, [(9, 1), (9, 0)], tried=[1, 1])
+    assert tree.places(str) == {"2": (1, 1), "4": (1, 0)}
+
+
+def test_acceptance_by_position_in_the_answer():
+    """An answer of 40 tokens whose drafts are right up to the 17th, and always wrong after it."""
+    rounds = [(1, 1)] * 8 + [(1, 0)] * 23
+    own, plain = record("fast", "code", "a", 40, 1.0, rounds), record("plain", "code", "a", 40, 1.0, [(0, 0)] * 39)
+    fast, alone = summarise([own, plain], RULES, BASELINES.model_copy(update={"generate": None}))[:2]
+    found = [(p.part, p.places, p.kept, p.acceptance.value) for p in fast.positions]
+    assert found == [("1–16", 8, 8, 1.0), ("17–32", 15, 0, 0.0), ("33–64", 8, 0, 0.0)]
+    assert (alone.positions, alone.kinds) == ([], [])
 
 
 def test_the_histogram_counts_every_round_once():

@@ -19,7 +19,7 @@ from outrider.common import BadInputError
 from outrider.eval import Report, reports
 from outrider.eval.reports import plots
 from outrider.eval.reports.figures import Interval
-from outrider.eval.reports.render import print_report, write_report
+from outrider.eval.reports.render import markdown, print_report, write_report
 
 from ..conftest import make_report
 
@@ -48,6 +48,30 @@ def test_numbers_that_do_not_exist_are_null_in_valid_json(tmp_path):
     values = json.loads((folder / "report.json").read_text(), parse_constant=refuse)
     assert values["figures"][0]["tau"] == {"value": 2.5, "low": None, "high": None}
     assert not Report.load(folder).headline().tau.known
+
+
+def test_a_report_of_before_there_were_figures_by_place_is_still_read(report, tmp_path):
+    values = json.loads(report.to_json())
+    for part in (*values["figures"], *values["records"]):
+        part.pop("positions", None)
+        part.pop("kinds")
+    del values["checksum"]
+    (tmp_path / "report.json").write_text(json.dumps(values))
+    loaded = Report.load(tmp_path)
+    assert loaded.headline().positions == []
+    assert "Acceptance by" not in markdown(loaded)
+
+
+def test_acceptance_by_position_and_by_kind_stands_in_both_pages(report, tmp_path):
+    """Kinds that no token was of have no column."""
+    folder = write_report(report, tmp_path)
+    text = (folder / "report.md").read_text(encoding="utf-8")
+    _, table = text.split("### Acceptance by kind of token")[:2]
+    assert table.split("\n")[2] == "| contestant | copied | word |"
+    assert re.match(r"\| draft \| 0\.\d\d \[0\.\d\d, 0\.\d\d\] of \d+ \|", table.split("\n")[4])
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    assert page.count("<caption>Acceptance by position in the answer</caption>") == 2
+    assert 'data-name="1–16"' in page
 
 
 def test_the_headline_is_about_the_first_drafter_over_all_suites(report):

@@ -9,7 +9,7 @@ import statistics
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain, zip_longest
@@ -28,6 +28,8 @@ from ..common.machine import clock, device_name
 from ..common.progress import progress
 from ..common.runtime import versions
 from ..common.values import printable_command
+from ..costs.counting import pass_bytes
+from ..costs.machine_speed import device_bandwidth, read_bytes
 from ..costs.timing import threads
 from ..decode import Decoder, Plan, Round, Sampling, Tree, depth_counts
 from ..heads import Drafter, DrafterConfig, drafter_config
@@ -49,6 +51,7 @@ from .reports.figures import (
     DepthFigure,
     Figures,
     GroupFigures,
+    Interval,
     PlaceFigure,
     PromptRecord,
     Ratio,
@@ -133,11 +136,13 @@ def measure(
         suites = suites if until is None else [make_suite(s.name, s.prompts[: asked[s.name]]) for s in suites]
         batches = [b for t in temperatures for b in _in_batches(target, entrants, jobs, t, settings, console)]
         conditions = _conditions(target, suites, jobs, settings, temperatures)
+        if racer is None:
+            _measure_memory(target, conditions)
     return Report(
         conditions=conditions,
         contestants=[_info(c) for c in entrants] + [ContestantInfo(name=GENERATE, kind="generate")] * generate_baseline,
         baselines=baselines,
-        figures=summarise(records, rules, baselines, settings.seed),
+        figures=summarise(records, rules, baselines, settings.seed, conditions.floor),
         groups=summarise_groups(records, baselines, settings.seed),
         batches=batches,
         records=records,
@@ -461,6 +466,14 @@ def _conditions(
     )
 
 
+def _measure_memory(target: Target, conditions: Conditions) -> None:
+    """Note what a pass reads, and how fast this device reads; nothing where images are seen, or memory is full."""
+    if target.image_token is None:
+        with suppress(torch.OutOfMemoryError):
+            conditions.read_bandwidth = device_bandwidth(target.device, torch.get_num_threads())
+            conditions.read_bytes, conditions.pass_bytes = read_bytes(target.device), pass_bytes(target)
+
+
 def _command_line() -> str | None:
     """Return the shell line that runs this `outrider` command again; None in other programs."""
     program, *words = sys.argv
@@ -486,12 +499,17 @@ def suite_info(suite: Suite, limit: int | None, later_turns: int | None = None) 
 
 
 def summarise(
-    records: Sequence[PromptRecord], rules: dict[tuple[str, float], str], baselines: Baselines, seed: int = 0
+    records: Sequence[PromptRecord],
+    rules: dict[tuple[str, float], str],
+    baselines: Baselines,
+    seed: int = 0,
+    floor: float | None = None,
 ) -> list[Figures]:
     """Return figures for every contestant and temperature, on all suites together and on each.
 
     Args:
         rules: the verification rule by (contestant, temperature).
+        floor: the least seconds of a plain round (`Conditions.floor`); None where that is not known.
     """
     suites = list(dict.fromkeys(r.suite for r in records))
     parts = {ALL: list(records)} | {suite: [r for r in records if r.suite == suite] for suite in suites}
@@ -501,7 +519,7 @@ def summarise(
         for suite, part in parts.items()
         for temperature in temperatures
         for figures in _figures_of(
-            [r for r in part if r.temperature == temperature], suite, temperature, rules, baselines, seed
+            [r for r in part if r.temperature == temperature], suite, temperature, rules, baselines, seed, floor
         )
     ]
 
@@ -513,6 +531,7 @@ def _figures_of(
     rules: dict[tuple[str, float], str],
     baselines: Baselines,
     seed: int,
+    floor: float | None,
 ) -> list[Figures]:
     """Return the figures of all contestants on the same prompts, compared by the same resamples."""
     entries = _by_contestant(records)
@@ -534,6 +553,7 @@ def _figures_of(
             positions=_by_position(own, bootstrap) if sum(drafted) else [],
             kinds=_by_place([r.kinds or {} for r in own], KINDS, bootstrap) if sum(drafted) else [],
             speedup_generate=None if generate is None else bootstrap.quotient(speed, generate),
+            floor_share=_floor_share(own, floor, bootstrap) if name == baselines.plain and "verify" in timed else None,
             seconds={phase: float(np.sum(spent)) for phase, spent in seconds.items()},
             milliseconds_per_token={
                 phase: bootstrap.ratio(Ratio(1000 * spent, speed.numerators)) for phase, spent in seconds.items()
@@ -641,6 +661,13 @@ def position_range(place: int) -> str:
     """Return the name of the range of a place in an answer, counted from 1: `1–16`, `17–32`, `33–64` and so on."""
     last = max(16, 1 << (place - 1).bit_length())
     return f"{last // 2 + 1 if last > 16 else 1}–{last}"
+
+
+def _floor_share(records: Sequence[PromptRecord], floor: float | None, bootstrap: Bootstrap) -> Interval | None:
+    if floor is None or not any(r.accepted for r in records):
+        return None
+    least = np.array([floor * len(r.accepted) for r in records])
+    return bootstrap.ratio(Ratio(least, [r.seconds["verify"] for r in records]))
 
 
 def _by_position(records: Sequence[PromptRecord], bootstrap: Bootstrap) -> list[PlaceFigure]:

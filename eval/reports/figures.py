@@ -223,6 +223,7 @@ class Figures(RequestFigures):
         acceptance_rate: None where there are no drafts.
         positions, kinds: acceptance by position in the answer, and by kind of token; empty where there are no drafts.
         speedup_generate: as `speedup`, over `transformers.generate`; None if it did not run.
+        floor_share: of the plain target's rounds, the share of their time that reading the weights has to take.
         seconds: summed over prompts, by phase. milliseconds_per_token: the same per new token.
     """
 
@@ -233,6 +234,7 @@ class Figures(RequestFigures):
     positions: list[PlaceFigure] = Field(default_factory=list)
     kinds: list[PlaceFigure] = Field(default_factory=list)
     speedup_generate: Interval | None
+    floor_share: Interval | None = None
     seconds: dict[str, float]
     milliseconds_per_token: dict[str, Interval]
 

@@ -53,6 +53,12 @@ DEFINITIONS = {
         "prompts whose tokens equal the plain target's, at temperature 0 and for drafters without chance. "
         "In bfloat16 or float16 a near-tie can be decided differently by another order of sums."
     ),
+    "floor ÷ round": (
+        "of the plain target, the time that reading the weights of one pass from memory has to take (their bytes over "
+        "the bandwidth that was measured) ÷ the time of verification per round. The rest is computing, keys, "
+        "values, and waiting. A target that fits into a processor's caches need not wait for memory: then it can be "
+        "above 1."
+    ),
     "[low, high]": (
         "95% confidence interval over prompts: expanded percentiles of 2000 resamples, drawn suite by suite."
     ),
@@ -134,6 +140,8 @@ class Conditions(ReportModel):
         target: its source, model type, number of parameters, and fingerprint.
         timing: how the seconds of a prompt are measured. excluded: work that no figure contains.
         pass_backend: of the target's passes in rounds, such as "eager" or "kernels" (see `targets.fast`).
+        pass_bytes: of the weights that a pass over one token reads. read_bandwidth: bytes per second at which this
+            device reads memory, by the best of a few reads of `read_bytes`.
         template: arguments that the chat template was given.
         sampling: beside the temperature, under `eval.sampling: served`.
         command: the shell line that repeats the run; None where no `outrider` command measured.
@@ -146,6 +154,9 @@ class Conditions(ReportModel):
     threads: int
     attention: str
     pass_backend: str | None = None
+    pass_bytes: int | None = None
+    read_bandwidth: float | None = None
+    read_bytes: int | None = None
     template: dict[str, Any] = Field(default_factory=dict)
     batch_size: int = 1
     max_new_tokens: int
@@ -163,6 +174,11 @@ class Conditions(ReportModel):
     suites: list[SuiteInfo]
     versions: dict[str, str]
     command: str | None = None
+
+    @property
+    def floor(self) -> float | None:
+        """The seconds that reading the weights of one pass has to take."""
+        return self.pass_bytes / self.read_bandwidth if self.pass_bytes and self.read_bandwidth else None
 
 
 class Report(ReportModel):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ...common.terminal import visible
 from .figures import ALL, PHASES, Figures, Interval, PlaceFigure, RequestFigures
-from .report import Report, SuiteInfo
+from .report import Conditions, Report, SuiteInfo
 
 
 def markdown_text(text: str) -> str:
@@ -167,10 +167,12 @@ def phases(report: Report, temperature: float) -> Table:
             Cell(f.contestant),
             *(Cell.of(f.milliseconds_per_token.get(p)) for p in PHASES),
             Cell(f"{f.seconds['total']:.1f}"),
+            Cell.of(f.floor_share),
         ]
         for f in report.overall(temperature)
     ]
-    return Table("Milliseconds per token, by phase", ["contestant", *PHASES, "seconds in all"], rows)
+    headers = ["contestant", *PHASES, "seconds in all", "floor ÷ round"]
+    return _without_empty(Table("Milliseconds per token, by phase", headers, rows))
 
 
 def divergences(report: Report) -> Table:
@@ -194,6 +196,7 @@ def conditions(report: Report) -> Table:
         "contestants": "; ".join(_described(report, i.name) for i in report.contestants),
         "dtype": f"{c.dtype}, attention {c.attention}" + (f", passes {c.pass_backend}" if c.pass_backend else ""),
         "device": f"{c.device}: {c.device_name}, {counted(c.threads, 'thread')}",
+        "memory": _memory(c),
         "prompts": "; ".join(map(_asked, c.suites)),
         "sampling": ", ".join(f"{k} {v}" for k, v in c.sampling.items()),
         "requests": (
@@ -208,6 +211,15 @@ def conditions(report: Report) -> Table:
         "measured": report.created,
     }
     return Table("Conditions", ["condition", "value"], [[Cell(k), Cell(v)] for k, v in values.items() if v], labels=2)
+
+
+def _memory(c: Conditions) -> str:
+    if c.read_bandwidth is None:
+        return ""
+    return (
+        f"a pass over one token reads {c.pass_bytes:,} bytes of weights; memory is read at "
+        f"{c.read_bandwidth / 1e9:.1f} GB/s, the best of a few reads of {c.read_bytes:,} bytes"
+    )
 
 
 def rules_line(report: Report) -> str:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from outrider.common import BadInputError
+from outrider.costs.counting import pass_bytes
 from outrider.decode import Decoder, Plan, Round, Sampling
 from outrider.distill.prompt_table import Prompt
 from outrider.eval import Figures, Interval, Report, interleaved_runs
@@ -149,6 +150,15 @@ def test_a_whole_measurement(report):
     assert report.primary == "self"
 
 
+def test_a_pass_is_compared_with_what_memory_allows(report, target):
+    conditions, figures = report.conditions, report.headline("plain", 0.0)
+    assert conditions.pass_bytes == pass_bytes(target)
+    assert conditions.read_bytes == 2**28
+    assert 1e8 < conditions.read_bandwidth < 1e13
+    rounds, verify = figures.num_rounds, figures.seconds["verify"]
+    assert figures.floor_share.value == pytest.approx(conditions.floor * rounds / verify, rel=1e-3)
+
+
 def test_records_hold_what_the_decoder_gave(report, target, suites, settings):
     assert len(report.records) == 4 * 2 * 5
     record = next(r for r in report.records_of("ngram", 0.0) if r.prompt == "docs/1")
@@ -286,6 +296,22 @@ def test_speed_is_a_ratio_of_sums():
     assert fast.speedup.value == pytest.approx(6 / 4)
     assert fast.speedup_generate.value == pytest.approx(7 / 4)
     assert fast.milliseconds_per_token["total"].value == pytest.approx(4000 / 21)
+
+
+def test_the_floors_share_is_that_of_the_plain_targets_time_of_verification():
+    """By hand: of 3 s, 14 rounds of at least 0.1 s. Where no phases are told there is none."""
+
+    def floor_shares(**verify: float) -> list[Interval | None]:
+        rows = [record("fast", "code", p, 8, 1.0, [(3, 3), (3, 2)]) for p in "ab"]
+        rows += [record("plain", "code", p, 8, 1.0, [(0, 0)] * 7) for p in "ab"]
+        for row in rows:
+            row.seconds |= {"verify": verify[row.prompt]} if verify else {}
+        baselines = Baselines(plain="plain", generate=None)
+        return [f.floor_share for f in summarise(rows, RULES, baselines, floor=0.1)[:2]]
+
+    drafting, plain = floor_shares(a=1.0, b=2.0)
+    assert (drafting, plain.value) == (None, pytest.approx(1.4 / 3))
+    assert floor_shares() == [None, None]
 
 
 def test_each_suite_has_its_own_figures():

@@ -74,6 +74,18 @@ def test_acceptance_by_position_and_by_kind_stands_in_both_pages(report, tmp_pat
     assert 'data-name="1–16"' in page
 
 
+def test_the_floors_share_stands_beside_the_phases_with_what_it_is_made_of(report):
+    """Above 1, too; without it there is no column, and no line about memory."""
+    assert "floor ÷ round |" not in markdown(report)
+    assert "memory" not in markdown(report).split("## Conditions")[1].split("## Def")[0]
+    report.conditions.pass_bytes, report.conditions.read_bandwidth, report.conditions.read_bytes = 1200, 2.5e9, 4096
+    for figures in report.overall(0.0):
+        figures.floor_share = Interval(1.25, 1.1, 1.4) if figures.contestant == "plain" else None
+    text = markdown(report)
+    assert re.search(r"\| plain \|.* 1.25 \[1.10, 1.40\] \|", text)
+    assert "reads 1,200 bytes of weights; memory is read at 2.5 GB/s, the best of a few reads of 4,096 bytes" in text
+
+
 def test_the_headline_is_about_the_first_drafter_over_all_suites(report):
     figures = report.headline()
     assert (figures.contestant, figures.temperature, figures.suite) == ("draft", 0.0, "all")

@@ -169,16 +169,16 @@ def _training_step(target: Target, drafter: Drafter, tokens: Tensor, bf16: bool)
     return work
 
 
-def read_bytes(device: torch.device) -> int:
+def probe_bytes(device: torch.device) -> int:
     """Return the bytes by which a bandwidth is measured in a part of a second: more than a processor's caches hold."""
     return 2**30 if device.type == "cuda" else 2**28
 
 
 @cache
 def device_bandwidth(device: torch.device, num_threads: int) -> float:
-    """Return the bytes per second at which `device` reads `read_bytes`; measured once in a process."""
+    """Return the bytes per second at which `device` reads `probe_bytes`; measured once in a process."""
     with threads(num_threads):
-        return read_bandwidth(torch.ones(read_bytes(device) // 4, device=device))
+        return read_bandwidth(torch.ones(probe_bytes(device) // 4, device=device))
 
 
 def read_bandwidth(source: Tensor, repeats: int = 3) -> float:

@@ -24,12 +24,12 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from ..common import BadInputError
 from ..common.digests import digest_json
-from ..common.machine import clock, device_name
+from ..common.machine import clock, device_name, energy_meter
 from ..common.progress import progress
 from ..common.runtime import versions
 from ..common.values import printable_command
 from ..costs.counting import pass_bytes
-from ..costs.machine_speed import device_bandwidth, read_bytes
+from ..costs.machine_speed import device_bandwidth, probe_bytes
 from ..costs.timing import threads
 from ..decode import Decoder, Plan, Round, Sampling, Tree, depth_counts
 from ..heads import Drafter, DrafterConfig, drafter_config
@@ -58,7 +58,7 @@ from .reports.figures import (
     speed_ratio,
     tau_ratio,
 )
-from .reports.report import Conditions, ContestantInfo, Report, SuiteInfo
+from .reports.report import DEFINITIONS, ENERGY, Conditions, ContestantInfo, Report, SuiteInfo
 from .reports.statistics import Bootstrap, strata_of
 from .suites import PromptJob, Suite, check_lengths, make_jobs, make_suite, with_later_turns
 
@@ -121,6 +121,9 @@ def measure(
     racers: list[Racer[PromptJob, TimedCompletion]] = [(racer or DecoderRacer)(target, c, settings) for c in entrants]
     if generate_baseline:
         racers.append(GenerateRacer(target, settings))
+    meter = None if target.sharded else energy_meter(target.device)
+    if meter is not None:
+        racers = [MeteredRacer(racer, meter) for racer in racers]
     temperatures = list(dict.fromkeys(settings.temperatures))
     with threads(settings.threads):
         total = len(jobs) if any(job.prompt.later for job in jobs) else 0
@@ -140,6 +143,7 @@ def measure(
             _measure_memory(target, conditions)
     return Report(
         conditions=conditions,
+        definitions=DEFINITIONS | (ENERGY if meter is not None else {}),
         contestants=[_info(c) for c in entrants] + [ContestantInfo(name=GENERATE, kind="generate")] * generate_baseline,
         baselines=baselines,
         figures=summarise(records, rules, baselines, settings.seed, conditions.floor),
@@ -289,6 +293,18 @@ class DecoderRacer:
         return TimedCompletion(out.tokens[0], seconds, out.rounds[0], f"{out.rule} (lossy)" if out.lossy else out.rule)
 
 
+class MeteredRacer:
+    """A racer whose answers also tell the energy that was used for them."""
+
+    def __init__(self, racer: Racer[PromptJob, TimedCompletion], meter: Callable[[], float]):
+        self.name, self.racer, self.meter = racer.name, racer, meter
+
+    def __call__(self, job: PromptJob, temperature: float) -> TimedCompletion:
+        before = self.meter()
+        done = self.racer(job, temperature)
+        return replace(done, joules=self.meter() - before)
+
+
 class GenerateRacer:
     """`transformers.generate` with its default cache, for users without Outrider."""
 
@@ -391,6 +407,7 @@ def _record(
         pairs = enumerate(zip(first.tokens, reference, strict=False))
         shorter = min(len(first.tokens), len(reference))
         diverges_at = next((i for i, (own, wanted) in pairs if own != wanted), shorter)
+    joules = [r.joules for r in repeats if r.joules is not None]
     record = PromptRecord(
         contestant=name,
         temperature=temperature,
@@ -403,6 +420,7 @@ def _record(
         tried=[r.reach for r in first.rounds] if any(r.reach != r.drafted for r in first.rounds) else None,
         seconds={phase: round(spent, 6) for phase, spent in median.seconds.items()},
         repeats=[round(t, 6) for t in times],
+        joules=round(statistics.fmean(joules), 3) if joules else None,
         identical=None if reference is None else diverges_at is None,
         diverges_at=diverges_at,
         answer=digest_json(first.tokens)[:12],
@@ -471,7 +489,7 @@ def _measure_memory(target: Target, conditions: Conditions) -> None:
     if target.image_token is None:
         with suppress(torch.OutOfMemoryError):
             conditions.read_bandwidth = device_bandwidth(target.device, torch.get_num_threads())
-            conditions.read_bytes, conditions.pass_bytes = read_bytes(target.device), pass_bytes(target)
+            conditions.probe_bytes, conditions.pass_bytes = probe_bytes(target.device), pass_bytes(target)
 
 
 def _command_line() -> str | None:
@@ -541,7 +559,7 @@ def _figures_of(
     def figures(name: str, own: list[PromptRecord]) -> Figures:
         drafted = [sum(r.drafted) for r in own]
         accepted = Ratio([sum(r.accepted) for r in own], drafted)
-        speed = speed_ratio(own)
+        speed, joules = speed_ratio(own), [r.joules for r in own if r.joules is not None]
         timed = [phase for phase in PHASES if all(phase in r.seconds for r in own)]
         seconds = {phase: np.array([r.seconds[phase] for r in own]) for phase in timed}  # [N] each
         return Figures(
@@ -554,6 +572,7 @@ def _figures_of(
             kinds=_by_place([r.kinds or {} for r in own], KINDS, bootstrap) if sum(drafted) else [],
             speedup_generate=None if generate is None else bootstrap.quotient(speed, generate),
             floor_share=_floor_share(own, floor, bootstrap) if name == baselines.plain and "verify" in timed else None,
+            joules_per_token=bootstrap.ratio(Ratio(joules, speed.numerators)) if len(joules) == len(own) else None,
             seconds={phase: float(np.sum(spent)) for phase, spent in seconds.items()},
             milliseconds_per_token={
                 phase: bootstrap.ratio(Ratio(1000 * spent, speed.numerators)) for phase, spent in seconds.items()

@@ -100,6 +100,7 @@ class PromptRecord(ReportModel):
         drafted, accepted: draft tokens of each round, and how many of them were kept.
         tried: the depth that the drafts of each round reached along the kept path; None for `drafted` (chains).
         seconds: wall time by phase, of the median repeat; `total` is the whole request, both prefills included.
+        joules: used by the whole GPU, the mean of the repeats; None where that is not known.
         repeats: total seconds of every repeat, in the order they ran.
         identical: whether the tokens equal the plain target's; None where it draws other ones (above temperature 0).
         diverges_at: index of the first new token that differs from the plain target's; None if none does.
@@ -122,6 +123,7 @@ class PromptRecord(ReportModel):
     tried: list[Count] | None = None
     seconds: dict[str, Seconds]
     repeats: list[Seconds]
+    joules: Annotated[float, Field(ge=0)] | None = None
     identical: bool | None = None
     diverges_at: int | None = None
     answer: str | None = None
@@ -225,6 +227,7 @@ class Figures(RequestFigures):
         speedup_generate: as `speedup`, over `transformers.generate`; None if it did not run.
         floor_share: of the plain target's rounds, the share of their time that reading the weights has to take.
         seconds: summed over prompts, by phase. milliseconds_per_token: the same per new token.
+        joules_per_token: of the whole GPU; None where that is not known.
     """
 
     rule: str
@@ -235,6 +238,7 @@ class Figures(RequestFigures):
     kinds: list[PlaceFigure] = Field(default_factory=list)
     speedup_generate: Interval | None
     floor_share: Interval | None = None
+    joules_per_token: Interval | None = None
     seconds: dict[str, float]
     milliseconds_per_token: dict[str, Interval]
 

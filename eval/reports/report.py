@@ -55,13 +55,19 @@ DEFINITIONS = {
     ),
     "floor ÷ round": (
         "of the plain target, the time that reading the weights of one pass from memory has to take (their bytes over "
-        "the bandwidth that was measured) ÷ the time of verification per round. The rest is computing, keys, "
-        "values, and waiting. A target that fits into a processor's caches need not wait for memory: then it can be "
-        "above 1."
+        "the bandwidth that was measured) ÷ the time of verification per round. Computing, keys and values, and "
+        "waiting take the rest. A target that fits into a processor's caches need not wait for memory: it can be above 1."
     ),
     "[low, high]": (
         "95% confidence interval over prompts: expanded percentiles of 2000 resamples, drawn suite by suite."
     ),
+}
+
+ENERGY = {
+    "joules per token": (
+        "energy of the whole GPU during the timed requests, by NVML's counter, ÷ new tokens. It moves every 20 to "
+        "100 ms, so that the figure of one request is rough: only the sum over all of them says something."
+    )
 }
 
 
@@ -141,7 +147,7 @@ class Conditions(ReportModel):
         timing: how the seconds of a prompt are measured. excluded: work that no figure contains.
         pass_backend: of the target's passes in rounds, such as "eager" or "kernels" (see `targets.fast`).
         pass_bytes: of the weights that a pass over one token reads. read_bandwidth: bytes per second at which this
-            device reads memory, by the best of a few reads of `read_bytes`.
+            device reads memory, by the best of a few reads of `probe_bytes`.
         template: arguments that the chat template was given.
         sampling: beside the temperature, under `eval.sampling: served`.
         command: the shell line that repeats the run; None where no `outrider` command measured.
@@ -156,7 +162,7 @@ class Conditions(ReportModel):
     pass_backend: str | None = None
     pass_bytes: int | None = None
     read_bandwidth: float | None = None
-    read_bytes: int | None = None
+    probe_bytes: int | None = None
     template: dict[str, Any] = Field(default_factory=dict)
     batch_size: int = 1
     max_new_tokens: int

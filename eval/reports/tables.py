@@ -161,17 +161,18 @@ def _numbered(title: str, rows: list[list[Cell]], header: Callable[[int], str]) 
 
 
 def phases(report: Report, temperature: float) -> Table:
-    """Return milliseconds per new token, by phase; one row per contestant."""
+    """Return milliseconds per new token, by phase, and what bounds and costs them; one row per contestant."""
     rows = [
         [
             Cell(f.contestant),
             *(Cell.of(f.milliseconds_per_token.get(p)) for p in PHASES),
             Cell(f"{f.seconds['total']:.1f}"),
             Cell.of(f.floor_share),
+            Cell.of(f.joules_per_token, decimals=3),
         ]
         for f in report.overall(temperature)
     ]
-    headers = ["contestant", *PHASES, "seconds in all", "floor ÷ round"]
+    headers = ["contestant", *PHASES, "seconds in all", "floor ÷ round", "joules per token"]
     return _without_empty(Table("Milliseconds per token, by phase", headers, rows))
 
 
@@ -218,7 +219,7 @@ def _memory(c: Conditions) -> str:
         return ""
     return (
         f"a pass over one token reads {c.pass_bytes:,} bytes of weights; memory is read at "
-        f"{c.read_bandwidth / 1e9:.1f} GB/s, the best of a few reads of {c.read_bytes:,} bytes"
+        f"{c.read_bandwidth / 1e9:.1f} GB/s, the best of a few reads of {c.probe_bytes:,} bytes"
     )
 
 

@@ -12,9 +12,11 @@ from outrider.costs.counting import pass_bytes
 from outrider.decode import Decoder, Plan, Round, Sampling
 from outrider.distill.prompt_table import Prompt
 from outrider.eval import Figures, Interval, Report, interleaved_runs
+from outrider.eval import measure as measurement
 from outrider.eval.interleaved_runs import TimedCompletion, in_time, race
 from outrider.eval.measure import GENERATE, Contestant, make_records, measure, summarise
 from outrider.eval.reports.figures import Baselines, Ratio
+from outrider.eval.reports.render import markdown
 from outrider.eval.reports.statistics import Bootstrap
 from outrider.eval.suites import PromptJob, make_jobs, make_suite
 from outrider.heads import DraftModel, Medusa, MedusaConfig, Ngram
@@ -95,6 +97,18 @@ def test_a_prompts_seconds_are_those_of_the_median_repeat(suites):
         assert record.repeats == seconds
 
 
+def test_joules_are_those_of_all_requests_over_all_new_tokens(target, suites, settings, monkeypatch):
+    """The meter moves by 16 joules for each answer of 16 tokens, and is asked before and after each."""
+    read = iter(range(0, 10**6, 16))
+    assert measure(target, [], suites, settings).headline("plain").joules_per_token is None
+    monkeypatch.setattr(measurement, "energy_meter", lambda device: lambda: float(next(read)))
+    report = measure(target, [Contestant("ngram", Ngram(), Plan(depth=3))], suites, settings)
+    assert {r.joules for r in report.records} == {16.0}
+    assert {f.joules_per_token.value for f in report.figures} == {1.0}
+    assert "joules per token" in report.definitions
+    assert "| 1.000 [all alike] |" in markdown(report)
+
+
 def test_a_divergence_is_noted_with_its_place(suites):
     jobs = make_jobs(suites)[:1]
     answers = {
@@ -153,7 +167,7 @@ def test_a_whole_measurement(report):
 def test_a_pass_is_compared_with_what_memory_allows(report, target):
     conditions, figures = report.conditions, report.headline("plain", 0.0)
     assert conditions.pass_bytes == pass_bytes(target)
-    assert conditions.read_bytes == 2**28
+    assert conditions.probe_bytes == 2**28
     assert 1e8 < conditions.read_bandwidth < 1e13
     rounds, verify = figures.num_rounds, figures.seconds["verify"]
     assert figures.floor_share.value == pytest.approx(conditions.floor * rounds / verify, rel=1e-3)
